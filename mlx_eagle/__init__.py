@@ -1,0 +1,34 @@
+"""EAGLE-3 speculative decoding on MLX, for the models of mlx-lm."""
+
+import warnings
+
+from .eagle3 import Eagle3Drafter
+from .generate import GenerationResponse, generate, stream_generate
+from .load import load_drafter
+from .loop import speculative_generate_step
+from .stats import Stats
+
+# `python -m mlx_eagle.generate` finds its module imported already, by the lines above. That is
+# harmless here, and the warning would be the first thing a user sees.
+warnings.filterwarnings("ignore", message=r"'mlx_eagle\.\w+' found in sys\.modules")
+
+__version__ = "0.1.0"
+
+
+def load_demo(**kwargs):
+    """The embedded demo pair: (model, tokenizer, drafter). See ``mlx_eagle.demo``."""
+    from .demo import load_demo as load
+
+    return load(**kwargs)
+
+
+__all__ = [
+    "Eagle3Drafter",
+    "GenerationResponse",
+    "Stats",
+    "generate",
+    "load_demo",
+    "load_drafter",
+    "speculative_generate_step",
+    "stream_generate",
+]

@@ -1,0 +1,276 @@
+"""The command ``mlx_eagle.generate``: mlx-lm's own flags, and those about drafting.
+
+Parses, loads, prints. Mistakes of the user end in one sentence and exit code 2.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from mlx_lm.generate import setup_arg_parser
+from mlx_lm.models.cache import QuantizedKVCache, load_prompt_cache, make_prompt_cache
+from mlx_lm.sample_utils import make_sampler
+from mlx_lm.utils import get_total_parameters, load
+
+from .demo import load_demo
+from .generate import footer, stream_generate
+from .load import load_drafter
+from .memory import cache_bytes, weight_bytes
+from .stats import Stats
+
+def run_command(command: Callable[[], None]) -> None:
+    """Run a command so that a user's mistake costs them one sentence, not a traceback."""
+    try:
+        command()
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        sys.exit(130)
+    except (ValueError, OSError, HfHubHTTPError, LocalEntryNotFoundError) as err:
+        sentence = " ".join(str(err).split())
+        print(f"error: {sentence}", file=sys.stderr)
+        sys.exit(2)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """mlx-lm's parser, with our flags beside its own."""
+    parser = setup_arg_parser()
+    parser.prog = "mlx_eagle.generate"
+    parser.description = "Generate text with a target model and an EAGLE-3 draft head."
+    for action in parser._actions:
+        if action.dest == "model":
+            action.help = "Folder or hub repo of the target. Default: the demo pair."
+        elif action.dest == "draft_model":
+            action.help = "Folder or hub repo of a converted head (see mlx_eagle.convert)."
+        elif action.dest == "num_draft_tokens":
+            action.help = "Tokens to draft a round; 0 is plain decoding (default: 3)."
+    parser.add_argument(
+        "--quantize-draft",
+        type=int,
+        metavar="BITS",
+        help="Quantize an unquantized head while loading it.",
+    )
+    parser.add_argument(
+        "--stats-json",
+        metavar="FILE",
+        help="Write the counts as one JSON document ('-': standard output, last line).",
+    )
+    return parser
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raise ValueError for values that make no sense, before anything is loaded."""
+    if args.num_draft_tokens < 0:
+        raise ValueError(
+            f"--num-draft-tokens is {args.num_draft_tokens}: give 0 (plain decoding) or more."
+        )
+    if args.max_tokens == 0 or args.max_tokens < -1:
+        raise ValueError(
+            f"--max-tokens is {args.max_tokens}: give a positive number, or -1 for no limit."
+        )
+    if args.prefill_step_size < 1:
+        raise ValueError(f"--prefill-step-size is {args.prefill_step_size}: give 1 or more.")
+    if args.temp < 0:
+        raise ValueError(f"--temp is {args.temp}: give 0 (greedy) or more.")
+    if args.image:
+        raise ValueError("--image cannot be used here: a drafter needs tokens, not embeddings.")
+    if args.model is not None and args.draft_model is None and args.num_draft_tokens > 0:
+        raise ValueError(
+            "--model needs --draft-model: name a converted head for it, or give "
+            "--num-draft-tokens 0 for plain decoding."
+        )
+
+
+def load_pair(args: argparse.Namespace, tokenizer_config: dict[str, Any]) -> tuple:
+    """(model, tokenizer, drafter) as the flags name them; the demo pair without --model."""
+    if args.model is None:
+        if args.draft_model is None:
+            return load_demo(quantize_bits=args.quantize_draft)
+        model, tokenizer, _ = load_demo()
+    else:
+        model, tokenizer = load_target(args, tokenizer_config)
+    if args.num_draft_tokens == 0 and args.draft_model is None:
+        return model, tokenizer, None
+    drafter = load_drafter(args.draft_model, model, quantize_bits=args.quantize_draft)
+    return model, tokenizer, drafter
+
+
+def load_target(args: argparse.Namespace, tokenizer_config: dict[str, Any]) -> tuple:
+    """The target and its tokenizer, through mlx-lm's own loader."""
+    return load(
+        args.model,
+        adapter_path=args.adapter_path,
+        tokenizer_config=tokenizer_config,
+        model_config={"quantize_activations": args.quantize_activations},
+        trust_remote_code=args.trust_remote_code,
+    )
+
+
+def read_prompt(args: argparse.Namespace, tokenizer, has_cache: bool) -> list[int]:
+    """The prompt's tokens: standard input or flag, through the chat template."""
+    text = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
+    text = sys.stdin.read() if text == "-" else text
+    if args.ignore_chat_template or not tokenizer.has_chat_template:
+        return tokenizer.encode(text, add_special_tokens=True)
+    messages = [{"role": "user", "content": text}]
+    if args.system_prompt is not None:
+        messages.insert(0, {"role": "system", "content": args.system_prompt})
+    prefilled = args.prefill_response is not None
+    if prefilled:
+        messages.append({"role": "assistant", "content": args.prefill_response})
+    options = json.loads(args.chat_template_config) if args.chat_template_config else {}
+
+    def render() -> str:
+        return tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            continue_final_message=prefilled,
+            add_generation_prompt=not prefilled,
+            **options,
+        )
+
+    prompt = render()
+    if has_cache:
+        # The cache holds what comes before the question, as mlx_lm.cache_prompt made it.
+        messages[-1]["content"] = "<query>"
+        prompt = prompt[render().index("<query>") :]
+    return tokenizer.encode(prompt, add_special_tokens=False)
+
+
+def read_cache(args: argparse.Namespace) -> tuple[list | None, dict[str, str]]:
+    """The prompt cache of --prompt-cache-file and its metadata; None without the flag."""
+    if args.prompt_cache_file is None:
+        return None, {}
+    if not Path(args.prompt_cache_file).is_file():
+        raise ValueError(f"--prompt-cache-file {args.prompt_cache_file} does not exist.")
+    cache, metadata = load_prompt_cache(args.prompt_cache_file, return_metadata=True)
+    if args.model not in (None, metadata["model"]):
+        raise ValueError(
+            f"the prompt cache was made with {metadata['model']}, not with {args.model}: "
+            "give the same --model."
+        )
+    args.model = metadata["model"]
+    quantized = isinstance(cache[0], QuantizedKVCache)
+    if quantized and args.kv_bits not in (None, cache[0].bits):
+        raise ValueError(
+            f"--kv-bits is {args.kv_bits}, but the prompt cache has {cache[0].bits} bits."
+        )
+    return cache, metadata
+
+
+def build_sampler(args: argparse.Namespace, tokenizer) -> Callable | None:
+    """mlx-lm's sampler; None for greedy, which needs no closure."""
+    if args.temp == 0:
+        return None
+    return make_sampler(
+        args.temp,
+        args.top_p,
+        args.min_p,
+        args.min_tokens_to_keep,
+        top_k=args.top_k,
+        xtc_probability=args.xtc_probability,
+        xtc_threshold=args.xtc_threshold,
+        xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
+    )
+
+
+def memory_report(model, drafter, cache: list) -> dict[str, int]:
+    """Bytes of what is loaded and of the caches as they stand."""
+    num_target = len(make_prompt_cache(model))
+    report = {
+        "target_weight_bytes": weight_bytes(model),
+        "target_cache_bytes": cache_bytes(cache[:num_target]),
+    }
+    if drafter is not None:
+        report["head_parameters"] = get_total_parameters(drafter.head)
+        report["head_weight_bytes"] = weight_bytes(drafter.head)
+        report["head_cache_bytes"] = cache_bytes(cache[num_target:])
+    return report
+
+
+def memory_line(report: dict[str, int]) -> str:
+    """The memory report in one line of the footer."""
+    megabytes = {k: f"{v / 1e6:.1f} MB" for k, v in report.items() if k.endswith("bytes")}
+    line = f"Memory: target weights {megabytes['target_weight_bytes']}"
+    if "head_parameters" in report:
+        line += (
+            f", head {report['head_parameters'] / 1e6:.1f} M parameters in "
+            f"{megabytes['head_weight_bytes']}, head cache {megabytes['head_cache_bytes']}"
+        )
+    return line + f", target cache {megabytes['target_cache_bytes']}"
+
+
+def write_stats(destination: str, document: dict[str, Any]) -> None:
+    line = json.dumps(document)
+    if destination == "-":
+        print(line)
+    else:
+        Path(destination).write_text(line + "\n")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Generate once, as the flags say."""
+    check_arguments(args)
+    if args.seed is not None:
+        mx.random.seed(args.seed)
+    cache, metadata = read_cache(args)
+    tokenizer_config = json.loads(metadata.get("tokenizer_config", "{}"))
+    tokenizer_config["trust_remote_code"] = args.trust_remote_code
+    model, tokenizer, drafter = load_pair(args, tokenizer_config)
+    for token in args.extra_eos_token:
+        tokenizer.add_eos_token(token)
+    prompt = read_prompt(args, tokenizer, has_cache=cache is not None)
+    if cache is None:
+        cache = make_prompt_cache(model, args.max_kv_size)
+    if drafter is not None and len(cache) == len(make_prompt_cache(model)):
+        cache += drafter.make_cache()
+    generate_and_report(args, model, tokenizer, drafter, prompt, cache)
+
+
+def generate_and_report(args, model, tokenizer, drafter, prompt: list[int], cache: list) -> None:
+    """Stream the text, then print the footer and write the counts."""
+    options = {"num_draft_tokens": args.num_draft_tokens} if drafter is not None else {}
+    responses = stream_generate(
+        model,
+        tokenizer,
+        prompt,
+        max_tokens=args.max_tokens,
+        draft_model=drafter,
+        sampler=build_sampler(args, tokenizer),
+        prompt_cache=cache,
+        prefill_step_size=args.prefill_step_size,
+        kv_bits=args.kv_bits,
+        kv_group_size=args.kv_group_size,
+        quantized_kv_start=args.quantized_kv_start,
+        **options,
+    )
+    if args.verbose:
+        print("=" * 10)
+    for response in responses:
+        print(response.text, end="", flush=True)
+    print()
+    stats = Stats() if drafter is None else response.stats
+    memory = memory_report(model, drafter, cache)
+    if args.verbose:
+        print("=" * 10)
+        print("\n".join([*footer(response), memory_line(memory)]))
+    if args.stats_json:
+        counts = {
+            "prompt_tokens": response.prompt_tokens,
+            "prompt_tps": response.prompt_tps,
+            "generation_tokens": response.generation_tokens,
+            "generation_tps": response.generation_tps,
+            "peak_memory_gb": response.peak_memory,
+            "finish_reason": response.finish_reason,
+        }
+        write_stats(args.stats_json, {**stats.to_dict(), **counts, **memory})
+
+
+def main() -> None:
+    """Entry point of ``mlx_eagle.generate``."""
+    args = build_parser().parse_args()
+    run_command(lambda: run(args))

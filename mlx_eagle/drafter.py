@@ -1,0 +1,64 @@
+"""What the loop asks of a drafter: the interface, with its invariants.
+
+The loop knows this file and no method: EAGLE, a small model or prompt lookup all fit.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Proposed tokens (k,) int32 in the target's vocabulary; k may be 0."""
+
+    tokens: mx.array
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+
+def empty_draft() -> Draft:
+    return Draft(mx.zeros((0,), mx.int32))
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Absorbs what was committed and proposes what may follow.
+
+    A pair couples the features of position P with the token at P + 1. With N tokens
+    committed, a drafter has absorbed N - 1 pairs, and nothing that ``propose`` left behind:
+    ``propose`` changes nothing that the next ``extend`` does not overwrite.
+    """
+
+    taps: tuple[int, ...]
+    """Which activations ``extend`` wants; () for none."""
+
+    cache: list
+    """mlx-lm caches, one slot a pair, so the loop can cut surplus rows as the target's."""
+
+    num_forwards: int
+    """Forward passes of the draft model since ``begin`` (prefill included)."""
+
+    def begin(self, cache: list | None = None) -> "Drafter":
+        """A drafter for one text, with this one's weights and ``cache`` (None: fresh ones)."""
+
+    def make_cache(self) -> list:
+        """Fresh caches, as mlx-lm's ``make_prompt_cache`` asks a model for them."""
+
+    def extend(
+        self, tokens: mx.array, features: mx.array | None, last: mx.array | None = None
+    ) -> None:
+        """Absorb pairs: tokens (m,) with the features (m, F) of the position before each.
+
+        ``last`` () is the index of the last valid row, perhaps still on the device; rows
+        after it are garbage that the loop cuts from ``cache`` later. None means m - 1.
+        ``features`` None: the first token of a sequence, whose pair has no feature.
+        """
+
+    def pending(self) -> list[mx.array]:
+        """Arrays the next ``propose`` starts from, so that the loop can have them computed."""
+
+    def propose(self, size: int) -> Draft:
+        """Draft at most ``size`` >= 1 tokens that may follow the last token absorbed."""

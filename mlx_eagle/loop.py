@@ -1,0 +1,287 @@
+"""The speculative loop: draft, verify in one target forward, keep, and again.
+
+The one place that decides when the host waits for the device. It knows drafters, acceptance
+rules and caches by their interfaces alone.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generate_step, generation_stream
+from mlx_lm.models.cache import make_prompt_cache
+
+from .accept import LogitsProcessor, Match, Sampler, Verdict
+from .cache import Window, check_supported
+from .drafter import Drafter, empty_draft
+from .stats import Stats
+from .target import Target
+
+CLEAR_CACHE_EVERY = 256  # tokens, as in mlx_lm.generate.generate_step
+
+
+@dataclass
+class Round:
+    """A verify pass in flight: row 0 is the root, row i + 1 draft token i."""
+
+    num_drafted: int
+    verdict: Verdict
+    packed: mx.array  # (R + 1,): num_kept, then following, for one blocking read
+    target_window: Window
+    draft_window: Window
+    num_head_forwards: int  # of the drafter since prefill, once this round is done
+
+    def read(self) -> tuple[int, list[int]]:
+        """Wait for the device: how many draft tokens stay, and the token after each row."""
+        mx.eval(self.packed)
+        num_kept, *following = self.packed.tolist()
+        return num_kept, following
+
+    def keep(self, num_rows: int, num_pairs: int) -> None:
+        self.target_window.keep(num_rows)
+        self.draft_window.keep(num_pairs)
+
+
+class Decoder:
+    """Everything one generation holds, and the steps of a round.
+
+    At every round boundary, with N tokens committed (prompt and emitted), the target's cache
+    holds N - 1 positions, all but the root, and the drafter has absorbed N - 1 pairs.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter, cache: list, rule: Match, stream):
+        self.target = target
+        self.drafter = drafter
+        self.cache = cache
+        self.rule = rule
+        self.stream = stream
+        self.root = mx.zeros((1,), mx.int32)
+        self.history = mx.zeros((0,), mx.int32)  # for logits processors: up to the root
+        self._prefill_forwards = 0
+
+    def prefill(
+        self, prompt: mx.array, step_size: int, progress: Callable[[int, int], None]
+    ) -> None:
+        """Run prompt (n,) but its last token, chunk by chunk, through target and drafter."""
+        total = prompt.shape[0]
+        self.drafter.extend(prompt[:1], None)
+        progress(0, total)
+        start = 0
+        while start < total - 1:
+            end = min(start + step_size, total - 1)
+            with mx.stream(self.stream):
+                _, features = self.target(prompt[start:end], self.cache)
+                self.drafter.extend(prompt[start + 1 : end + 1], features)
+            mx.eval([c.state for c in self.cache + self.drafter.cache])
+            mx.clear_cache()
+            start = end
+            progress(end, total)
+        self.root = prompt[-1:]
+        self.history = prompt
+
+    def launch(self, size: int, absorb: bool = True) -> Round:
+        """Build one round that drafts ``size`` tokens, and start it without waiting.
+
+        ``absorb`` False leaves out the accept pass, for a round that is known to be the last.
+        """
+        target_window, draft_window = Window(self.cache), Window(self.drafter.cache)
+        try:
+            with mx.stream(self.stream):
+                draft = self.drafter.propose(size) if size else empty_draft()
+                tokens = mx.concatenate([self.root, draft.tokens])
+                logits, features = self.target(tokens, self.cache)
+                verdict = self.rule(draft.tokens, logits, self.history)
+                packed = mx.concatenate([verdict.num_kept.reshape(1), verdict.following])
+                mx.async_eval(packed)
+                if absorb:
+                    # Needs no count: rows after the kept ones are cut once it is read.
+                    self.drafter.extend(verdict.following, features, last=verdict.num_kept)
+                    mx.async_eval(self.drafter.pending())
+        except BaseException:  # a Ctrl-C too must not leave half a window behind
+            target_window.keep(0)
+            draft_window.keep(0)
+            raise
+        num_head_forwards = self.drafter.num_forwards - self._prefill_forwards
+        return Round(
+            len(draft), verdict, packed, target_window, draft_window, num_head_forwards
+        )
+
+    def launch_first(self) -> Round:
+        """The round that ends prefill: the prompt's last token, no draft."""
+        first = self.launch(0)
+        self._prefill_forwards = self.drafter.num_forwards
+        return first
+
+    def commit(self, done: Round, run: list[int]) -> None:
+        """Make ``run``, the first tokens of done's following, part of the text."""
+        done.keep(len(run), len(run))
+        emitted = done.verdict.following[: len(run)]
+        self.root = emitted[-1:]
+        if self.rule.processors:
+            self.history = mx.concatenate([self.history, emitted.astype(self.history.dtype)])
+
+    def leave(self, done: Round, upcoming: Round | None, num_yielded: int, run: list[int]) -> None:
+        """Leave the caches as plain decoding would: all yielded tokens run, nothing after.
+
+        ``run`` is what ``done`` emitted, of which the caller took ``num_yielded``; empty where
+        the round failed before that was known.
+        """
+        took_all = num_yielded == len(run)
+        if upcoming is not None:
+            upcoming.keep(int(took_all), 0)
+        if not took_all or not run:
+            done.keep(num_yielded + 1, num_yielded)
+        elif upcoming is None:
+            with mx.stream(self.stream):
+                self.target(self.root, self.cache)
+        mx.eval([c.state for c in self.cache + self.drafter.cache if not c.empty()])
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far a round and the whole generation may go; ``max_tokens`` < 0 is no limit."""
+
+    num_draft_tokens: int
+    max_tokens: int
+    stop_tokens: Collection[int]
+
+    def cut(self, run: list[int], num_emitted: int) -> list[int]:
+        """``run`` up to its first stop token, included, and to max_tokens in all."""
+        if self.max_tokens >= 0:
+            run = run[: self.max_tokens - num_emitted]
+        for i, token in enumerate(run):
+            if token in self.stop_tokens:
+                return run[: i + 1]
+        return run
+
+    def next_size(self, run: list[int], num_emitted: int) -> int | None:
+        """The length of the next draft after ``run``; None where the text ends."""
+        num_left = self.max_tokens - num_emitted
+        if num_left == 0 or run[-1] in self.stop_tokens:
+            return None
+        # A verify pass emits one token more than it keeps.
+        return self.num_draft_tokens if num_left < 0 else min(self.num_draft_tokens, num_left - 1)
+
+
+def _split_cache(
+    prompt_cache: list | None, model: nn.Module, max_kv_size: int | None
+) -> tuple[list, list | None]:
+    """The target's caches, and the drafter's where ``prompt_cache`` holds them behind."""
+    fresh = make_prompt_cache(model, max_kv_size)
+    if prompt_cache is None:
+        return fresh, None
+    # Not len(model.layers): models that share keys and values have fewer caches than layers.
+    num_caches = len(fresh)
+    return prompt_cache[:num_caches], prompt_cache[num_caches:] or None
+
+
+def speculative_generate_step(
+    prompt: mx.array,
+    model: nn.Module,
+    draft_model: Drafter,
+    stream: mx.Stream | mx.ThreadLocalStream = generation_stream,
+    *,
+    num_draft_tokens: int = 3,
+    max_tokens: int = 256,
+    sampler: Sampler | None = None,
+    logits_processors: list[LogitsProcessor] | None = None,
+    prompt_cache: list | None = None,
+    max_kv_size: int | None = None,
+    prefill_step_size: int = 2048,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
+    quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START,
+    prompt_progress_callback: Callable[[int, int], None] | None = None,
+    stop_tokens: Collection[int] = (),
+    stats: Stats | None = None,
+) -> Iterator[tuple[int, mx.array, bool]]:
+    """Generate tokens from ``prompt`` (n,), drafting with ``draft_model``.
+
+    mlx-lm's contract for a function of that name: yields (token, logprobs (V,), from_draft).
+    ``num_draft_tokens`` is the length of a draft, 0 for plain decoding; ``max_tokens`` -1 means
+    no limit. ``stop_tokens`` end the generation once yielded. ``stats`` is filled in as it goes.
+
+    Wherever the caller stops, ``prompt_cache`` then holds the prompt and every token yielded,
+    as ``mlx_lm.generate.generate_step`` leaves it. ``prompt_cache`` may hold the drafter's
+    caches after the target's; without them the drafter starts cold.
+
+    Raises ValueError for an empty prompt, a negative ``num_draft_tokens`` or a cache type
+    that cannot be rolled back exactly.
+    """
+    if prompt.size == 0:
+        raise ValueError("the prompt is empty: give at least one token.")
+    if num_draft_tokens < 0:
+        raise ValueError(
+            f"num_draft_tokens is {num_draft_tokens}: give 0 (plain decoding) or more."
+        )
+    stats = Stats() if stats is None else stats
+    cache, draft_cache = _split_cache(prompt_cache, model, max_kv_size)
+    if num_draft_tokens == 0:
+        yield from _plain(
+            prompt,
+            model,
+            stream,
+            stats,
+            max_tokens=max_tokens,
+            sampler=sampler,
+            logits_processors=logits_processors,
+            prompt_cache=cache,
+            prefill_step_size=prefill_step_size,
+            kv_bits=kv_bits,
+            kv_group_size=kv_group_size,
+            quantized_kv_start=quantized_kv_start,
+            prompt_progress_callback=prompt_progress_callback,
+        )
+        return
+    if kv_bits is not None:
+        raise ValueError(
+            "kv_bits asks for a quantized cache, which speculative decoding cannot roll back "
+            "exactly yet: leave it out, or generate without a draft model."
+        )
+    drafter = draft_model.begin(draft_cache)
+    check_supported(cache, "target")
+    check_supported(drafter.cache, "draft model")
+    rule = Match(sampler, tuple(logits_processors or ()))
+    decoder = Decoder(Target(model, drafter.taps), drafter, cache, rule, stream)
+    limits = Limits(num_draft_tokens, max_tokens, stop_tokens)
+    stats.start()
+    decoder.prefill(prompt, prefill_step_size, prompt_progress_callback or (lambda *_: None))
+    yield from _rounds(decoder, limits, stats, keep_caches=prompt_cache is not None)
+
+
+def _rounds(
+    decoder: Decoder, limits: Limits, stats: Stats, keep_caches: bool
+) -> Iterator[tuple[int, mx.array, bool]]:
+    """Round after round until a limit; the first, without a draft, ends prefill."""
+    done, run, num_yielded, num_emitted = None, [], 0, 0
+    upcoming = decoder.launch_first()
+    try:
+        while upcoming is not None:
+            done, upcoming, run, num_yielded = upcoming, None, [], 0
+            num_kept, following = done.read()
+            run = limits.cut(following[: num_kept + 1], num_emitted)
+            decoder.commit(done, run)
+            num_emitted += len(run)
+            size = limits.next_size(run, num_emitted)
+            if size is not None:
+                # The next round is on the device before the caller sees this one's tokens.
+                upcoming = decoder.launch(size, absorb=size > 0 or keep_caches)
+            stats.record(
+                done.num_drafted, min(num_kept, len(run)), len(run), done.num_head_forwards
+            )
+            if num_emitted % CLEAR_CACHE_EVERY < len(run):
+                mx.clear_cache()
+            for i, token in enumerate(run):
+                num_yielded += 1
+                yield token, done.verdict.logprobs[i], i < num_kept
+    finally:
+        if keep_caches and done is not None:
+            decoder.leave(done, upcoming, num_yielded, run)
+
+
+def _plain(prompt, model, stream, stats: Stats, **kwargs) -> Iterator[tuple[int, mx.array, bool]]:
+    """mlx-lm's own pipelined decoding, counted."""
+    for token, logprobs in generate_step(prompt, model, stream, **kwargs):
+        stats.record(0, 0, 1, 0)
+        yield token, logprobs, False

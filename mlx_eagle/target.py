@@ -1,0 +1,96 @@
+"""Taps on an unmodified mlx-lm model: the activations entering chosen layers.
+
+Knows how to look into a model while it runs; knows nothing of drafts or of what the
+activations are for.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import mlx.core as mx
+import mlx.nn as nn
+
+
+def _first(output: mx.array | tuple) -> mx.array:
+    """Some layers return the hidden state with extras; the state comes first."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _tapped_class(
+    original: type[nn.Module],
+    on_enter: Callable[[mx.array], None] | None,
+    on_leave: Callable[[mx.array], None] | None,
+) -> type[nn.Module]:
+    """A subclass whose call reports its first argument and its result, and does no more."""
+
+    def call(self, x, *args, **kwargs):
+        if on_enter is not None:
+            on_enter(x)
+        output = original.__call__(self, x, *args, **kwargs)
+        if on_leave is not None:
+            on_leave(_first(output))
+        return output
+
+    return type(original.__name__, (original,), {"__call__": call})
+
+
+class Target:
+    """An mlx-lm model that also hands out its taps.
+
+    Tap i is the residual stream entering layer i (0-based), before any norm; tap
+    ``num_layers`` is what enters the final norm. The model is changed only while it runs,
+    by swapping the class of the tapped layer objects: its parameters keep their names, and
+    everything the user holds stays as it was.
+    """
+
+    def __init__(self, model: nn.Module, taps: tuple[int, ...] = ()):
+        num_layers = len(model.layers)
+        outside = [tap for tap in taps if not 0 <= tap <= num_layers]
+        if outside:
+            raise ValueError(
+                f"the draft head taps layers {list(taps)}, but the target has {num_layers} "
+                f"layers (taps 0 to {num_layers}): convert the head for this target."
+            )
+        self.model = model
+        self.taps = taps
+        self.num_layers = num_layers
+        self._seen: dict[int, mx.array] = {}
+        self._classes = self._tapped_classes()
+
+    def __call__(self, tokens: mx.array, cache: list) -> tuple[mx.array, mx.array | None]:
+        """Run tokens (R,) on top of ``cache``: logits (R, V) and features (R, F).
+
+        Features are the taps side by side, low to high; None without taps.
+        """
+        with self._watching():
+            logits = self.model(tokens[None], cache=cache)[0]
+        if not self.taps:
+            return logits, None
+        features = mx.concatenate([self._seen[tap] for tap in self.taps], axis=-1)[0]
+        self._seen.clear()
+        return logits, features
+
+    def _keep(self, tap: int) -> Callable[[mx.array], None] | None:
+        if tap not in self.taps:
+            return None
+        return lambda x: self._seen.__setitem__(tap, x)
+
+    def _tapped_classes(self) -> list[tuple[nn.Module, type, type]]:
+        """(layer, its own class, its class while watched) for every layer a tap touches."""
+        classes = []
+        for i, layer in enumerate(self.model.layers):
+            enter = self._keep(i)
+            leave = self._keep(i + 1) if i + 1 == self.num_layers else None
+            if enter or leave:
+                classes.append((layer, type(layer), _tapped_class(type(layer), enter, leave)))
+        return classes
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        for layer, _, tapped in self._classes:
+            layer.__class__ = tapped
+        try:
+            yield
+        finally:
+            for layer, original, _ in self._classes:
+                layer.__class__ = original

@@ -1,0 +1,172 @@
+"""What several test files share: tiny models, scripted drafters, plain decoding."""
+
+from collections.abc import Callable
+from copy import copy
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map
+from mlx_lm.generate import generate_step
+from mlx_lm.models import llama, qwen3
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_eagle.drafter import Draft
+from mlx_eagle.eagle3 import Eagle3Drafter
+from mlx_eagle.head import Eagle3Config, Eagle3Head
+from mlx_eagle.load import find_embedding
+from mlx_eagle.loop import speculative_generate_step
+from mlx_eagle.stats import Stats
+
+VOCAB = 96
+PROMPT = [5, 17, 3, 88, 41, 2, 60]
+
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 6,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCAB,
+}
+
+
+def randomize(model: nn.Module, seed: int, scale: float = 0.25) -> nn.Module:
+    """Give a model lively random weights in float32: varied text, no repetition loops."""
+    mx.random.seed(seed)
+    weights = tree_map(
+        lambda w: (1.0 if w.ndim == 1 else 0.0) + scale * mx.random.normal(w.shape),
+        model.parameters(),
+    )
+    model.update(weights)
+    mx.eval(model.parameters())
+    return model
+
+
+def tiny_llama(seed: int = 0, **changes) -> nn.Module:
+    args = llama.ModelArgs(model_type="llama", **{**SIZES, **changes})
+    return randomize(llama.Model(args), seed)
+
+
+def tiny_qwen3(seed: int = 0, **changes) -> nn.Module:
+    sizes = {
+        **SIZES,
+        "max_position_embeddings": 2048,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    }
+    return randomize(qwen3.Model(qwen3.ModelArgs(model_type="qwen3", **{**sizes, **changes})), seed)
+
+
+def tiny_head(model: nn.Module, seed: int = 1, **changes) -> Eagle3Drafter:
+    """A random EAGLE-3 drafter that fits a tiny model; half the vocabulary can be drafted."""
+    size, vocab = model.args.hidden_size, model.args.vocab_size
+    values = {
+        "hidden_size": size,
+        "target_hidden_size": size,
+        "num_layers": 1,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 96,
+        "vocab_size": vocab,
+        "draft_vocab_size": vocab // 2,
+    }
+    config = Eagle3Config(**{**values, **changes})
+    head = randomize(Eagle3Head(config), seed)
+    to_target = mx.arange(0, vocab, 2, dtype=mx.int32)
+    return Eagle3Drafter(head, find_embedding(model)[0], config.taps(len(model.layers)), to_target)
+
+
+def plain(model: nn.Module, prompt: list[int], max_tokens: int, **kwargs) -> list[int]:
+    """mlx-lm's own decoding."""
+    steps = generate_step(mx.array(prompt), model, max_tokens=max_tokens, **kwargs)
+    return [token for token, _ in steps]
+
+
+def speculative(
+    model: nn.Module, drafter, prompt: list[int], max_tokens: int, **kwargs
+) -> tuple[list[int], Stats]:
+    """Ours: the tokens and the counts."""
+    stats = Stats()
+    steps = speculative_generate_step(
+        mx.array(prompt), model, drafter, max_tokens=max_tokens, stats=stats, **kwargs
+    )
+    return [token for token, _, _ in steps], stats
+
+
+def caches_equal(ours: list, theirs: list, tolerance: float = 1e-4) -> bool:
+    """Whether two lists of KV caches hold the same positions with the same contents."""
+    for a, b in zip(ours, theirs, strict=True):
+        if a.offset != b.offset:
+            return False
+        for x, y in zip(a.keys_and_values(), b.keys_and_values(), strict=True):
+            if not mx.allclose(x, y, rtol=tolerance, atol=tolerance).item():
+                return False
+    return True
+
+
+def plain_with_cache(model: nn.Module, prompt: list[int], max_tokens: int) -> tuple[list, list]:
+    """mlx-lm's tokens and the cache it leaves behind."""
+    cache = make_prompt_cache(model)
+    return plain(model, prompt, max_tokens, prompt_cache=cache), cache
+
+
+class ScriptedDrafter:
+    """Proposes the true continuation, broken where the script says.
+
+    ``script(round, size)`` is the number of right tokens at the front of that round's draft.
+    Every ``propose`` also asserts that exactly the committed tokens were absorbed.
+    """
+
+    taps = ()
+
+    def __init__(self, text: list[int], script: Callable[[int, int], int], vocab: int = VOCAB):
+        self.text = text
+        self.script = script
+        self.vocab = vocab
+        self.begin_state()
+
+    def begin_state(self) -> None:
+        self.cache: list = []
+        self.num_forwards = 0
+        self.num_rounds = 0
+        self.num_prefill = 0
+        self.absorbed: list[tuple[mx.array, mx.array | None]] = []
+
+    def begin(self, cache: list | None = None) -> "ScriptedDrafter":
+        drafter = copy(self)
+        drafter.begin_state()
+        return drafter
+
+    def make_cache(self) -> list:
+        return []
+
+    def pending(self) -> list[mx.array]:
+        return []
+
+    def extend(self, tokens, features, last=None) -> None:
+        self.absorbed.append((tokens, last))
+
+    def propose(self, size: int) -> Draft:
+        committed = []
+        for tokens, last in self.absorbed:
+            committed += tokens.tolist()[: None if last is None else last.item() + 1]
+        assert committed == self.text[: len(committed)], "absorbed something else than the text"
+        position = len(committed)
+        right = self.script(self.num_rounds, size)
+        self.num_rounds += 1
+        tokens = list(self.text[position : position + size])
+        assert len(tokens) == size, "the script needs a longer text"
+        if right < size:
+            tokens[right] = (tokens[right] + 1) % self.vocab
+        return Draft(mx.array(tokens, dtype=mx.int32))
+
+
+SCRIPTS: dict[str, Callable[[int, int], int]] = {
+    "all": lambda r, size: size,
+    "none": lambda r, size: 0,
+    "alternating": lambda r, size: size if r % 2 else 0,
+    "every length": lambda r, size: r % (size + 1),
+}
