@@ -1,0 +1,112 @@
+"""Counts that the design promises: evals, forwards, and a tap that adds its taps only."""
+
+import io
+
+import mlx.core as mx
+import pytest
+from helpers import PROMPT, SCRIPTS, ScriptedDrafter, plain, speculative, tiny_head, tiny_llama
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_eagle.target import Target
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama()
+
+
+def num_primitives(*arrays: mx.array) -> int:
+    """Operations in the graph that computes ``arrays``; in dot they are the rectangles."""
+    graph = io.StringIO()
+    mx.export_to_dot(graph, *arrays)
+    return graph.getvalue().count("shape=rectangle")
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_one_eval_and_k_head_forwards_a_round(model, monkeypatch, k):
+    drafter, waits = tiny_head(model), []
+    mx_eval = mx.eval
+    monkeypatch.setattr(mx, "eval", lambda *args: (waits.append(1), mx_eval(*args)))
+    _, stats = speculative(model, drafter, PROMPT, 25, num_draft_tokens=k)
+    prefill_waits = 2  # one chunk, and the first token
+    assert len(waits) == stats.num_evals + prefill_waits
+    assert stats.num_evals == stats.num_target_forwards
+    assert stats.num_head_forwards == stats.num_drafted
+    assert stats.num_target_forwards == stats.num_rounds + stats.num_plain_steps
+
+
+def test_the_model_runs_once_a_round(model, monkeypatch):
+    calls = []
+    call = type(model).__call__
+    counted = lambda self, *args, **kwargs: (calls.append(1), call(self, *args, **kwargs))[1]
+    text = PROMPT + plain(model, PROMPT, 60)
+    monkeypatch.setattr(type(model), "__call__", counted)
+    for script in SCRIPTS.values():
+        calls.clear()
+        _, stats = speculative(
+            model, ScriptedDrafter(text, script), PROMPT, 25, num_draft_tokens=3
+        )
+        prefill = 2  # one chunk, and the prompt's last token
+        assert len(calls) == stats.num_target_forwards + prefill
+
+
+def test_stats_add_up(model):
+    text = PROMPT + plain(model, PROMPT, 60)
+    _, stats = speculative(
+        model, ScriptedDrafter(text, SCRIPTS["every length"]), PROMPT, 32, num_draft_tokens=3
+    )
+    assert stats.num_emitted == 31
+    assert stats.num_drafted == stats.num_accepted + stats.num_rejected
+    assert sum(stats.accepted_histogram) == stats.num_rounds
+    assert sum(n * c for n, c in enumerate(stats.accepted_histogram)) == stats.num_accepted
+    assert stats.tau == stats.num_emitted / stats.num_target_forwards
+    # Rounds keep 0, 1, 2, 3 in turn: of 4 rounds 3 keep the first, of those 2 the second ...
+    whole = [3 / 4, 2 / 3, 1 / 2]
+    assert stats.acceptance_by_position == pytest.approx(whole, abs=0.12)
+    assert stats.cumulative_acceptance_by_position == pytest.approx([3 / 4, 1 / 2, 1 / 4], abs=0.1)
+
+
+def test_the_tap_adds_only_its_taps(model):
+    tokens = mx.array([3, 4, 5])
+    taps = (2, 3, 6)
+    untapped = model(tokens[None], cache=make_prompt_cache(model))[0]
+    logits, features = Target(model, taps)(tokens, make_prompt_cache(model))
+    # A concatenation and a slice of the batch axis come on top of the plain graph.
+    extra = num_primitives(logits, features) - num_primitives(untapped)
+    assert 1 <= extra <= 4
+    assert mx.array_equal(logits, untapped).item()
+    assert features.shape == (3, len(taps) * 64)
+
+
+def test_the_model_is_untouched_during_and_after(model):
+    names = [name for name, _ in tree_flatten(model.parameters())]
+    classes = [type(layer) for layer in model.layers]
+    target = Target(model, (1, 3, 6))
+    target(mx.array([1, 2]), make_prompt_cache(model))
+    assert [name for name, _ in tree_flatten(model.parameters())] == names
+    assert [type(layer) for layer in model.layers] == classes
+
+
+def test_an_error_inside_the_model_leaves_it_untouched(model):
+    classes = [type(layer) for layer in model.layers]
+    with pytest.raises(AttributeError):
+        Target(model, (1, 3))(mx.array([1, 2]), "not a cache")
+    assert [type(layer) for layer in model.layers] == classes
+
+
+def test_taps_are_what_enters_the_layers(model):
+    tokens = mx.array([3, 4, 5, 6])
+    taps = tuple(range(len(model.layers) + 1))
+    _, features = Target(model, taps)(tokens, make_prompt_cache(model))
+    h = model.model.embed_tokens(tokens[None])
+    expected = [h]
+    for layer in model.layers:
+        h = layer(h, "causal", None)
+        expected.append(h)
+    assert mx.allclose(features, mx.concatenate(expected, axis=-1)[0], atol=1e-5).item()
+
+
+def test_a_tap_beyond_the_model_is_refused(model):
+    with pytest.raises(ValueError, match="taps layers .* but the target has 6 layers"):
+        Target(model, (2, 3, 7))
