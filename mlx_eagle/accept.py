@@ -1,13 +1,17 @@
 """Which draft tokens stay: the acceptance rules, on arrays alone.
 
-A rule turns the target's logits for one window into the tokens that follow each row and
-the number of draft tokens kept. It knows neither model nor cache.
+A rule opens each round. It tells the drafter how to pick tokens, and turns the target's
+logits for the window into the tokens that follow each row and the number of draft tokens
+kept. It knows neither model nor cache.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import mlx.core as mx
+
+from .sampling import Sampling
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
@@ -27,9 +31,25 @@ class Verdict:
     logprobs: mx.array
 
 
-def greedy(logprobs: mx.array) -> mx.array:
-    """The most likely token of each row, (R, V) -> (R,)."""
-    return mx.argmax(logprobs, axis=-1)
+class Choice(Protocol):
+    """One round of a rule."""
+
+    def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
+        """The next draft token from a draft model's logits (1, Vd): an index (1,) into them.
+
+        Called once a position, in order. ``ids`` (Vd,) are the tokens the logits speak of
+        (None: all of the target's, in order). A drafter that has no logits does not call it.
+        """
+
+    def judge(self, draft_tokens: mx.array, logprobs: mx.array) -> Verdict:
+        """Judge draft_tokens (k,) by the target's log-probabilities (k + 1, V)."""
+
+
+class Rule(Protocol):
+    """How draft tokens are picked and kept, for one generation."""
+
+    def open(self, position: int) -> Choice:
+        """The round whose row 0 decides the ``position``-th generated token (from 0)."""
 
 
 def kept_in_chain(keep: mx.array) -> mx.array:
@@ -37,44 +57,179 @@ def kept_in_chain(keep: mx.array) -> mx.array:
     return mx.cumprod(keep.astype(mx.int32)).sum()
 
 
+def _match(draft_tokens: mx.array, following: mx.array, logprobs: mx.array) -> Verdict:
+    following = following.astype(mx.int32)
+    return Verdict(following, kept_in_chain(draft_tokens == following[:-1]), logprobs)
+
+
 @dataclass(frozen=True)
 class Match:
     """Keep a draft token iff it equals the target's own choice after its parent.
 
-    The choice is drawn row by row with the caller's sampler and logits processors, so the
-    emitted tokens follow the target's distribution whatever was drafted: with greedy choice
-    the text is the target's own, with a random sampler it has the target's law. (The rule of
-    Leviathan et al. 2023, arXiv:2211.17192, for a draft whose probabilities are unknown.)
+    The choice is drawn row by row with the caller's sampler, so the emitted tokens follow the
+    target's law whatever was drafted; without a sampler (greedy) the text is the target's own.
     """
 
     sampler: Sampler | None = None
-    processors: tuple[LogitsProcessor, ...] = ()
 
-    def __call__(self, draft_tokens: mx.array, logits: mx.array, history: mx.array) -> Verdict:
-        """Judge draft_tokens (k,) by logits (k + 1, V).
+    def open(self, position: int) -> "Match":
+        return self
 
-        ``history`` (N,) holds the tokens up to and including the root, which is what
-        processors get to see, one row at a time, followed by the draft up to that row.
-        """
-        if self.processors:
-            logits = self._processed(draft_tokens, logits, history)
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
+        return mx.argmax(logits, axis=-1)
+
+    def judge(self, draft_tokens: mx.array, logprobs: mx.array) -> Verdict:
         if self.sampler is None:
-            following = greedy(logprobs)
+            following = mx.argmax(logprobs, axis=-1)
         else:
             # A sampler is an opaque closure: it gets the (1, V) rows it gets in plain decoding.
             rows = range(logprobs.shape[0])
             following = mx.concatenate([self.sampler(logprobs[r : r + 1]) for r in rows])
-        following = following.astype(mx.int32)
-        keep = draft_tokens == following[:-1]
-        return Verdict(following, kept_in_chain(keep), logprobs)
+        return _match(draft_tokens, following, logprobs)
 
-    def _processed(self, draft_tokens, logits, history) -> mx.array:
-        rows = []
-        for r in range(logits.shape[0]):
-            tokens = mx.concatenate([history, draft_tokens[:r].astype(history.dtype)])
-            row = logits[r : r + 1]
-            for processor in self.processors:
-                row = processor(tokens, row)
-            rows.append(row)
-        return mx.concatenate(rows)
+
+@dataclass
+class Coupled:
+    """Draft and target draw with the same Gumbel noise; keep a draft token iff they agree.
+
+    The text is that of ``sampling`` alone, whatever was drafted: same seed, same text.
+    """
+
+    sampling: Sampling
+    vocab_size: int = 0  # the target's, known from the first round, which has no draft
+
+    def open(self, position: int) -> "CoupledChoice":
+        return CoupledChoice(self, position)
+
+
+@dataclass
+class CoupledChoice:
+    """One round of ``Coupled``: row r and the r-th draft token share the noise of a position."""
+
+    rule: Coupled
+    position: int
+    noises: list[mx.array] = field(default_factory=list)
+
+    def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
+        noise = self._add_noise()
+        log_q = self.rule.sampling.log_probabilities(_normalized(logits))
+        return mx.argmax(log_q + (noise if ids is None else noise[ids]), axis=-1)
+
+    def judge(self, draft_tokens: mx.array, logprobs: mx.array) -> Verdict:
+        self.rule.vocab_size = logprobs.shape[-1]
+        while len(self.noises) < logprobs.shape[0]:
+            self._add_noise()
+        log_p = self.rule.sampling.log_probabilities(logprobs)
+        return _match(draft_tokens, mx.argmax(log_p + mx.stack(self.noises), axis=-1), logprobs)
+
+    def _add_noise(self) -> mx.array:
+        position = self.position + len(self.noises)
+        self.noises.append(self.rule.sampling.noise(position, self.rule.vocab_size))
+        return self.noises[-1]
+
+
+@dataclass(frozen=True)
+class Reject:
+    """Keep x drawn from q with probability min(1, p(x) / q(x)), else draw from max(0, p - q).
+
+    Leviathan et al. 2023, arXiv:2211.17192, algorithm 1. q is zero outside the draft
+    vocabulary. A draft that was not drawn through ``pick`` is judged as by ``match``.
+    """
+
+    sampling: Sampling
+
+    def open(self, position: int) -> "RejectChoice":
+        return RejectChoice(self.sampling, position)
+
+
+@dataclass
+class RejectChoice:
+    """One round of ``Reject``; every random number belongs to a position and a use."""
+
+    sampling: Sampling
+    position: int
+    picks: list[tuple[mx.array, mx.array, mx.array | None]] = field(default_factory=list)
+
+    TARGET, DRAFT, COIN, RESIDUAL = range(4)
+
+    def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
+        log_q = self.sampling.log_probabilities(_normalized(logits))
+        index = self._draw(log_q, len(self.picks), self.DRAFT)
+        self.picks.append((log_q, index, ids))
+        return index
+
+    def judge(self, draft_tokens: mx.array, logprobs: mx.array) -> Verdict:
+        log_p = self.sampling.log_probabilities(logprobs)
+        num_drafted = draft_tokens.shape[0]
+        if len(self.picks) != num_drafted:
+            rows = [self._draw(log_p[r : r + 1], r, self.TARGET) for r in range(num_drafted + 1)]
+            return _match(draft_tokens, mx.concatenate(rows), logprobs)
+        kept, following = [], []
+        for i, (log_q, index, ids) in enumerate(self.picks):
+            p, q = mx.exp(log_p[i]), mx.exp(log_q[0])
+            token = draft_tokens[i : i + 1]
+            coin = mx.random.uniform(shape=(1,), key=self._key(i, self.COIN))
+            keep = coin * q[index] < p[token]
+            kept.append(keep)
+            following.append(mx.where(keep, token, self._residual(p, q, ids, i)))
+        following.append(self._draw(log_p[num_drafted:], num_drafted, self.TARGET))
+        following = mx.concatenate([tokens.astype(mx.int32) for tokens in following])
+        return Verdict(following, kept_in_chain(mx.concatenate(kept)), logprobs)
+
+    def _residual(self, p: mx.array, q: mx.array, ids: mx.array | None, row: int) -> mx.array:
+        """A draw (1,) from max(0, p - q), p (V,), q (Vd,); from p where rounding leaves nothing."""
+        rest = mx.maximum(p - q if ids is None else p.at[ids].add(-q), 0.0)
+        rest = mx.where(rest.sum() > 0, rest, p)
+        return self._draw(mx.log(rest)[None], row, self.RESIDUAL)
+
+    def _draw(self, log_probabilities: mx.array, row: int, use: int) -> mx.array:
+        noise = mx.random.gumbel((log_probabilities.shape[-1],), key=self._key(row, use))
+        return mx.argmax(log_probabilities + noise, axis=-1)
+
+    def _key(self, row: int, use: int) -> mx.array:
+        return self.sampling.key(self.position + row, use)
+
+
+def _normalized(logits: mx.array) -> mx.array:
+    logits = logits.astype(mx.float32)
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+RULES = ("match", "coupled", "reject")
+
+
+def make_rule(acceptance: str | None, sampler: Sampler | None) -> Rule:
+    """The rule of that name (None: the best for the sampler); ValueError where they clash."""
+    if acceptance is None:
+        acceptance = "coupled" if isinstance(sampler, Sampling) else "match"
+    if acceptance not in RULES:
+        raise ValueError(f"acceptance is {acceptance!r}: give one of {', '.join(RULES)}.")
+    if acceptance == "match":
+        return Match(sampler)
+    if not isinstance(sampler, Sampling):
+        found = "greedy decoding" if sampler is None else "a sampler that is a closed function"
+        raise ValueError(
+            f"acceptance {acceptance!r} needs mlx_eagle.Sampling as the sampler, but this is "
+            f"{found}: give one (temp, top_p, min_p, top_k, seed), or use 'match'."
+        )
+    return Coupled(sampler) if acceptance == "coupled" else Reject(sampler)
+
+
+def process_logits(
+    processors: tuple[LogitsProcessor, ...],
+    history: mx.array,
+    draft_tokens: mx.array,
+    logits: mx.array,
+) -> mx.array:
+    """Run logits (k + 1, V) through the processors, each row with the tokens before it.
+
+    ``history`` (N,) ends with the root; row r sees it with the first r draft tokens behind.
+    """
+    rows = []
+    for r in range(logits.shape[0]):
+        tokens = mx.concatenate([history, draft_tokens[:r].astype(history.dtype)])
+        row = logits[r : r + 1]
+        for processor in processors:
+            row = processor(tokens, row)
+        rows.append(row)
+    return mx.concatenate(rows)

@@ -1,38 +1,212 @@
-"""Cutting a forward pass back to the rows that were kept, for each cache type.
+"""Cutting a forward pass back to the rows that were kept, for each cache type of mlx-lm.
 
-Knows mlx-lm's caches; knows nothing of tokens or drafts.
+The invariant: between rounds a committed cache is valid through the last emitted token but
+one, and no rejected entry can ever be attended to. Knows caches; knows nothing of tokens.
+
+RULES is the table of strategies:
+
+| cache | to keep the first rows of a window |
+|---|---|
+| KVCache, QuantizedKVCache, ChunkedKVCache | trim |
+| ConcatenateKVCache | trim, and cut the tail off the arrays |
+| RotatingKVCache | cut the tail off the arrays: a window of two rows or more leaves them in time order. ``trim`` is silently wrong once the cache is full |
+| ArraysCache (recurrent state) | restore the state from before the window, run the kept rows again |
+| CacheList | each member by its own rule |
+| anything else | refused by name before anything is generated |
 """
 
-from mlx_lm.models.cache import KVCache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
-SUPPORTED = (KVCache,)
-"""Cache types whose rollback is proved by tests. Matched exactly: a subclass may keep more."""
+import mlx.core as mx
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+
+
+class TrimUndo:
+    """Rows can be dropped by moving the offset back; what lies behind it is overwritten."""
+
+    needs_rerun = False
+
+    def __init__(self, cache: Any):
+        self.cache = cache
+        self.start = cache.offset
+
+    def keep(self, num_rows: int) -> None:
+        surplus = self.cache.offset - (self.start + num_rows)
+        if surplus > 0:
+            self.cache.trim(surplus)
+
+
+class ConcatenateUndo(TrimUndo):
+    """The arrays are the cache: what is trimmed must leave them, or it is appended to."""
+
+    def keep(self, num_rows: int) -> None:
+        super().keep(num_rows)
+        cache = self.cache
+        if cache.keys is not None and cache.offset < cache.keys.shape[2]:
+            empty = cache.offset == 0
+            cache.keys = None if empty else cache.keys[..., : cache.offset, :]
+            cache.values = None if empty else cache.values[..., : cache.offset, :]
+
+
+class RotatingUndo:
+    """Tail rows are cut off; dropping all of them needs the arrays from before."""
+
+    needs_rerun = False
+
+    def __init__(self, cache: RotatingKVCache):
+        self.cache = cache
+        self.start = cache.offset
+        self._index = cache._idx
+        # New handles: a one-row append writes into the arrays, and would into these too.
+        self._keys = None if cache.keys is None else cache.keys[...]
+        self._values = None if cache.values is None else cache.values[...]
+
+    def keep(self, num_rows: int) -> None:
+        cache = self.cache
+        surplus = cache.offset - (self.start + num_rows)
+        if surplus <= 0:
+            return
+        if num_rows == 0:
+            cache.keys, cache.values = self._keys, self._values
+            cache.offset, cache._idx = self.start, self._index
+            return
+        length = cache.keys.shape[2] - surplus
+        cache.keys = cache.keys[..., :length, :]
+        cache.values = cache.values[..., :length, :]
+        cache.offset -= surplus
+        cache._idx = length
+
+    def forget(self) -> None:
+        """Let go of the old arrays, so that a one-row append need not copy them."""
+        self._keys = self._values = None
+
+
+class ArraysUndo:
+    """A recurrent state has no rows: models rebind its entries, so the old ones are a snapshot."""
+
+    needs_rerun = True
+
+    def __init__(self, cache: ArraysCache):
+        self.cache = cache
+        self._entries = list(cache.cache)
+
+    def keep(self, num_rows: int) -> None:
+        assert num_rows == 0, "a recurrent state is restored whole"
+        self.cache.cache = list(self._entries)
+
+
+class ListUndo:
+    """Each member by its own rule."""
+
+    def __init__(self, cache: CacheList):
+        self.cache = cache
+        self._members = [RULES[type(member)](member) for member in cache.caches]
+        self.needs_rerun = any(member.needs_rerun for member in self._members)
+
+    def keep(self, num_rows: int) -> None:
+        for member in self._members:
+            member.keep(num_rows)
+
+
+RULES: dict[type, Callable[[Any], Any]] = {
+    KVCache: TrimUndo,
+    QuantizedKVCache: TrimUndo,
+    ChunkedKVCache: TrimUndo,
+    ConcatenateKVCache: ConcatenateUndo,
+    RotatingKVCache: RotatingUndo,
+    ArraysCache: ArraysUndo,
+    CacheList: ListUndo,
+}
+"""Matched by exact type: a subclass may keep state that these rules do not know."""
 
 
 def check_supported(caches: list, whose: str) -> None:
     """Raise ValueError naming the first cache that cannot be rolled back exactly."""
     for cache in caches:
-        if type(cache) not in SUPPORTED:
-            names = ", ".join(kind.__name__ for kind in SUPPORTED)
+        if type(cache) not in RULES:
+            names = ", ".join(kind.__name__ for kind in RULES)
             raise ValueError(
                 f"the {whose} uses a {type(cache).__name__}, which speculative decoding cannot "
-                f"roll back exactly yet (it can: {names}); generate without a draft model."
+                f"roll back exactly (it can: {names}); generate without a draft model."
             )
+        if type(cache) is CacheList:
+            check_supported(cache.caches, whose)
 
 
 class Window:
-    """What comes on top of a list of caches from now on, to be cut to its first rows."""
+    """The rows that come on top of a list of caches from now on, to be cut to the first few.
 
-    def __init__(self, caches: list):
+    Made before the forward pass it covers. ``rerun(m)`` must run the first m of its rows
+    through the model again, on top of what was there before the window.
+    """
+
+    def __init__(self, caches: list, rerun: Callable[[int], None] | None = None):
         self._caches = caches
-        self._starts = [cache.offset for cache in caches]
+        self._before = list(caches)
+        self._undos = [RULES[type(cache)](cache) for cache in caches]
+        self._rerun = rerun
+        self.needs_rerun = any(undo.needs_rerun for undo in self._undos)
 
     def keep(self, num_rows: int) -> None:
         """Drop every row after the first ``num_rows``; rows cut before stay cut.
 
         Works also when the pass broke off half-way, with some caches updated and some not.
+        Not to be called when every row stays.
         """
-        for cache, start in zip(self._caches, self._starts):
-            surplus = cache.offset - (start + num_rows)
-            if surplus > 0:
-                cache.trim(surplus)
+        self._caches[:] = self._before  # a cache may have been replaced by its quantized copy
+        rerun = self.needs_rerun and num_rows > 0
+        for undo in self._undos:
+            undo.keep(0 if rerun else num_rows)
+        if rerun:
+            self._rerun(num_rows)
+
+    def forget(self) -> None:
+        """Give up dropping all rows, for a pass that is never undone as a whole."""
+        for undo in self._undos:
+            if type(undo) is RotatingUndo:
+                undo.forget()
+
+
+@contextmanager
+def exact_masks(caches: list, num_rows: int) -> Iterator[None]:
+    """Make a window of several rows see what each of them would see decoded alone.
+
+    mlx-lm masks the rows of a block by distance alone. A RotatingKVCache that keeps its first
+    tokens would then lose those, one a row, instead of the oldest of the others.
+    """
+    changed = []
+    for cache in caches:
+        keeps = type(cache) is RotatingKVCache and cache.keep > 0
+        if keeps and num_rows > 1 and cache.offset + num_rows > cache.max_size:
+            cache.__class__ = _KeepingCache
+            changed.append(cache)
+    try:
+        yield
+    finally:
+        for cache in changed:
+            cache.__class__ = RotatingKVCache
+
+
+class _KeepingCache(RotatingKVCache):
+    """A RotatingKVCache whose mask for a block of rows spares the first ``keep`` entries."""
+
+    def make_mask(
+        self, N: int, window_size: int | None = None, return_array: bool = False
+    ) -> mx.array:
+        length = min(self.max_size - 1, self.offset) + N
+        index = mx.arange(length)[None]
+        rows = mx.arange(self.offset, self.offset + N)[:, None]
+        positions = mx.where(index < self.keep, index, index + (self.offset + N - length))
+        recent = positions > rows - (self.max_size - self.keep)
+        mask = (positions <= rows) & ((index < self.keep) | recent)
+        return mask if window_size is None else mask & (positions > rows - window_size)

@@ -3,10 +3,14 @@
 The loop knows this file and no method: EAGLE, a small model or prompt lookup all fit.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import mlx.core as mx
+
+Pick = Callable[[mx.array, mx.array | None], mx.array]
+"""How to choose a draft token from logits (1, Vd): see ``accept.Choice.pick``."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Drafter(Protocol):
     """Which activations ``extend`` wants; () for none."""
 
     cache: list
-    """mlx-lm caches, one slot a pair, so the loop can cut surplus rows as the target's."""
+    """mlx-lm caches, one slot a pair, so that the loop can cut surplus rows as the target's."""
 
     num_forwards: int
     """Forward passes of the draft model since ``begin`` (prefill included)."""
@@ -54,11 +58,15 @@ class Drafter(Protocol):
 
         ``last`` () is the index of the last valid row, perhaps still on the device; rows
         after it are garbage that the loop cuts from ``cache`` later. None means m - 1.
-        ``features`` None: the first token of a sequence, whose pair has no feature.
+        ``features`` None: the first token (1,) of a request. What came before it, if
+        anything, is in ``cache``, and so are its features if ``hold`` was called.
         """
+
+    def propose(self, size: int, pick: Pick) -> Draft:
+        """Draft at most ``size`` >= 1 tokens that may follow the last token absorbed."""
+
+    def hold(self, features: mx.array) -> None:
+        """Keep features (1, F) of the last position in ``cache``, for the next request."""
 
     def pending(self) -> list[mx.array]:
         """Arrays the next ``propose`` starts from, so that the loop can have them computed."""
-
-    def propose(self, size: int) -> Draft:
-        """Draft at most ``size`` >= 1 tokens that may follow the last token absorbed."""

@@ -4,13 +4,14 @@ Knows how the head is fed (which state, which token, which position); knows neit
 target nor what becomes of a draft.
 """
 
+import warnings
 from collections.abc import Callable
 from copy import copy
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from .drafter import Draft
+from .drafter import Draft, Pick
 from .head import Eagle3Head
 
 
@@ -20,6 +21,10 @@ class Eagle3Drafter:
     Slot t of the head's cache is (embedding of the token at t + 1, features of position t).
     Slots fed from true features stay; those that ``propose`` adds, fed with the head's own
     output, are dropped before it returns (arXiv:2503.01840, section 3.2).
+
+    ``cache`` is one KVCache a layer, and one more that holds no keys: between requests it
+    carries the features of the last position, whose token's successor is not known yet. Being
+    a KVCache it is saved and loaded by mlx-lm, and trimming a prompt cache empties it.
     """
 
     def __init__(
@@ -39,7 +44,7 @@ class Eagle3Drafter:
         self.cache = self.make_cache()
 
     def begin(self, cache: list | None = None) -> "Eagle3Drafter":
-        """A drafter for one text: the same weights, a cache of its own (or ``cache``)."""
+        """See ``Drafter.begin``."""
         drafter = copy(self)
         drafter.cache = self.make_cache() if cache is None else cache
         drafter.num_forwards = 0
@@ -47,41 +52,67 @@ class Eagle3Drafter:
         return drafter
 
     def make_cache(self) -> list[KVCache]:
-        return [KVCache() for _ in self.head.layers]
+        return [KVCache() for _ in range(len(self.head.layers) + 1)]
 
     def extend(
         self, tokens: mx.array, features: mx.array | None, last: mx.array | None = None
     ) -> None:
         """See ``Drafter.extend``; tokens (m,), features (m, F)."""
         if features is None:
-            return
+            if self.cache[0].offset == 0:
+                return  # the first token of a text, or of a cache that has no head part
+            features = self._held()
         states = self._forward(tokens[None], self.head.fuse(features[None]))
         if last is None:
             self._seed = states[:, -1:]
         else:
             self._seed = mx.take(states, last.reshape(1), axis=1)
 
-    def propose(self, size: int) -> Draft:
-        """A greedy chain of ``size`` tokens: one head forward for each but the first."""
+    def propose(self, size: int, pick: Pick) -> Draft:
+        """A chain of ``size`` tokens: one head forward for each but the first."""
         states = self._seed
-        tokens = [self._pick(states)]
+        tokens = [self._next(states, pick)]
         for _ in range(size - 1):
-            states = self._forward(tokens[-1], states)
-            tokens.append(self._pick(states))
-        for layer in self.cache:
+            states = self._forward(tokens[-1][None], states)
+            tokens.append(self._next(states, pick))
+        for layer in self.cache[:-1]:
             layer.trim(size - 1)
-        return Draft(mx.concatenate(tokens, axis=1)[0])
+        return Draft(mx.concatenate(tokens))
+
+    def hold(self, features: mx.array) -> None:
+        """See ``Drafter.hold``; features (1, F)."""
+        held = self.cache[-1]
+        held.keys, held.values, held.offset = features[None, None], features[None, None, :, :1], 1
 
     def pending(self) -> list[mx.array]:
-        """What the next ``propose`` starts from, to be computed ahead."""
         return [] if self._seed is None else [self._seed]
+
+    def _held(self) -> mx.array:
+        """The features kept by ``hold``, (1, F); zeros where trimming has made them stale."""
+        held = self.cache[-1]
+        if held.offset:
+            held.offset = 0
+            return held.keys[0, 0]
+        # One slot with an empty state is cheaper than a position that no slot stands for.
+        width = self.head.config.num_aux * self.head.config.target_hidden_size
+        return mx.zeros((1, width), self.head.dtype)
 
     def _forward(self, tokens: mx.array, states: mx.array) -> mx.array:
         """One head forward over tokens (1, m) and states (1, m, h) -> (1, m, h)."""
         self.num_forwards += 1
-        return self.head(self._embed(tokens), states, self.cache)
+        self._warn_once_past(self.head.config.max_position_embeddings, tokens.shape[1])
+        return self.head(self._embed(tokens), states, self.cache[:-1])
 
-    def _pick(self, states: mx.array) -> mx.array:
-        """The head's most likely tokens, as target ids: (1, m, h) -> (1, m)."""
-        ids = mx.argmax(self.head.logits(states), axis=-1).astype(mx.int32)
-        return ids if self._to_target is None else self._to_target[ids]
+    def _next(self, states: mx.array, pick: Pick) -> mx.array:
+        """The head's choice after states (1, 1, h), as a target id (1,) int32."""
+        index = pick(self.head.logits(states)[0], self._to_target)
+        return (index if self._to_target is None else self._to_target[index]).astype(mx.int32)
+
+    def _warn_once_past(self, limit: int, num_new: int) -> None:
+        before = self.cache[0].offset
+        if before < limit <= before + num_new:
+            warnings.warn(
+                f"the text has passed the {limit} tokens this draft head was trained for: "
+                "output stays exact, but fewer drafts may be accepted from here on.",
+                stacklevel=2,
+            )

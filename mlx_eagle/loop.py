@@ -9,12 +9,18 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generate_step, generation_stream
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.generate import (
+    DEFAULT_QUANTIZED_KV_START,
+    generate_step,
+    generation_stream,
+    maybe_quantize_kv_cache,
+)
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
-from .accept import LogitsProcessor, Match, Sampler, Verdict
-from .cache import Window, check_supported
+from .accept import LogitsProcessor, Rule, Sampler, Verdict, make_rule, process_logits
+from .cache import Window, check_supported, exact_masks
 from .drafter import Drafter, empty_draft
+from .sampling import Sampling
 from .stats import Stats
 from .target import Target
 
@@ -27,6 +33,7 @@ class Round:
 
     num_drafted: int
     verdict: Verdict
+    features: mx.array | None  # (R, F)
     packed: mx.array  # (R + 1,): num_kept, then following, for one blocking read
     target_window: Window
     draft_window: Window
@@ -39,8 +46,37 @@ class Round:
         return num_kept, following
 
     def keep(self, num_rows: int, num_pairs: int) -> None:
-        self.target_window.keep(num_rows)
-        self.draft_window.keep(num_pairs)
+        """Cut to the first rows of the target and pairs of the drafter."""
+        if num_rows <= self.num_drafted:
+            self.target_window.keep(num_rows)
+        if num_pairs <= self.num_drafted:
+            self.draft_window.keep(num_pairs)
+
+
+@dataclass(frozen=True)
+class CacheQuantization:
+    """mlx-lm's ``kv_bits``: plain caches become quantized ones from ``start`` tokens on."""
+
+    bits: int | None
+    group_size: int
+    start: int
+
+    def check(self, caches: list) -> None:
+        if self.bits is not None and any(type(c) is RotatingKVCache for c in caches):
+            raise ValueError(
+                "kv_bits asks for a quantized cache, but this model has a RotatingKVCache, "
+                "which mlx-lm cannot quantize: leave kv_bits (and max_kv_size) out."
+            )
+
+    def apply(self, caches: list) -> None:
+        maybe_quantize_kv_cache(caches, self.start, self.group_size, self.bits)
+
+    def max_rows(self, caches: list) -> int | None:
+        """Rows until a cache is to be quantized: a window must end there, as decoding does."""
+        if self.bits is None:
+            return None
+        left = [self.start - c.offset for c in caches if hasattr(c, "to_quantized")]
+        return min((n for n in left if n > 0), default=None)
 
 
 class Decoder:
@@ -50,14 +86,26 @@ class Decoder:
     holds N - 1 positions, all but the root, and the drafter has absorbed N - 1 pairs.
     """
 
-    def __init__(self, target: Target, drafter: Drafter, cache: list, rule: Match, stream):
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        cache: list,
+        rule: Rule,
+        processors: tuple[LogitsProcessor, ...],
+        quantization: CacheQuantization,
+        stream: mx.Stream | mx.ThreadLocalStream,
+    ):
         self.target = target
         self.drafter = drafter
         self.cache = cache
         self.rule = rule
+        self.processors = processors
+        self.quantization = quantization
         self.stream = stream
         self.root = mx.zeros((1,), mx.int32)
         self.history = mx.zeros((0,), mx.int32)  # for logits processors: up to the root
+        self.num_emitted = 0
         self._prefill_forwards = 0
 
     def prefill(
@@ -65,17 +113,17 @@ class Decoder:
     ) -> None:
         """Run prompt (n,) but its last token, chunk by chunk, through target and drafter."""
         total = prompt.shape[0]
-        self.drafter.extend(prompt[:1], None)
         progress(0, total)
-        start = 0
-        while start < total - 1:
+        with mx.stream(self.stream):
+            self.drafter.extend(prompt[:1], None)
+        for start in range(0, total - 1, step_size):
             end = min(start + step_size, total - 1)
             with mx.stream(self.stream):
                 _, features = self.target(prompt[start:end], self.cache)
                 self.drafter.extend(prompt[start + 1 : end + 1], features)
+                self.quantization.apply(self.cache)
             mx.eval([c.state for c in self.cache + self.drafter.cache])
             mx.clear_cache()
-            start = end
             progress(end, total)
         self.root = prompt[-1:]
         self.history = prompt
@@ -85,13 +133,18 @@ class Decoder:
 
         ``absorb`` False leaves out the accept pass, for a round that is known to be the last.
         """
-        target_window, draft_window = Window(self.cache), Window(self.drafter.cache)
+        max_rows = self.quantization.max_rows(self.cache)
+        if max_rows is not None:
+            size = min(size, max_rows - 1)
+        draft_window = Window(self.drafter.cache)
+        target_window = Window(self.cache, lambda num_rows: self._run(tokens[:num_rows]))
         try:
             with mx.stream(self.stream):
-                draft = self.drafter.propose(size) if size else empty_draft()
+                choice = self.rule.open(self.num_emitted)
+                draft = self.drafter.propose(size, choice.pick) if size else empty_draft()
                 tokens = mx.concatenate([self.root, draft.tokens])
-                logits, features = self.target(tokens, self.cache)
-                verdict = self.rule(draft.tokens, logits, self.history)
+                logits, features = self._run(tokens)
+                verdict = choice.judge(draft.tokens, self._logprobs(draft.tokens, logits))
                 packed = mx.concatenate([verdict.num_kept.reshape(1), verdict.following])
                 mx.async_eval(packed)
                 if absorb:
@@ -102,9 +155,9 @@ class Decoder:
             target_window.keep(0)
             draft_window.keep(0)
             raise
-        num_head_forwards = self.drafter.num_forwards - self._prefill_forwards
+        forwards = self.drafter.num_forwards - self._prefill_forwards
         return Round(
-            len(draft), verdict, packed, target_window, draft_window, num_head_forwards
+            len(draft), verdict, features, packed, target_window, draft_window, forwards
         )
 
     def launch_first(self) -> Round:
@@ -115,11 +168,15 @@ class Decoder:
 
     def commit(self, done: Round, run: list[int]) -> None:
         """Make ``run``, the first tokens of done's following, part of the text."""
-        done.keep(len(run), len(run))
-        emitted = done.verdict.following[: len(run)]
-        self.root = emitted[-1:]
-        if self.rule.processors:
-            self.history = mx.concatenate([self.history, emitted.astype(self.history.dtype)])
+        with mx.stream(self.stream):
+            done.keep(len(run), len(run))
+            self.quantization.apply(self.cache)
+            emitted = done.verdict.following[: len(run)]
+            self.root = emitted[-1:]
+            self.num_emitted += len(run)
+            if self.processors:
+                tokens = emitted.astype(self.history.dtype)
+                self.history = mx.concatenate([self.history, tokens])
 
     def leave(self, done: Round, upcoming: Round | None, num_yielded: int, run: list[int]) -> None:
         """Leave the caches as plain decoding would: all yielded tokens run, nothing after.
@@ -127,15 +184,30 @@ class Decoder:
         ``run`` is what ``done`` emitted, of which the caller took ``num_yielded``; empty where
         the round failed before that was known.
         """
-        took_all = num_yielded == len(run)
-        if upcoming is not None:
-            upcoming.keep(int(took_all), 0)
-        if not took_all or not run:
-            done.keep(num_yielded + 1, num_yielded)
-        elif upcoming is None:
-            with mx.stream(self.stream):
-                self.target(self.root, self.cache)
-        mx.eval([c.state for c in self.cache + self.drafter.cache if not c.empty()])
+        took_all = bool(run) and num_yielded == len(run)
+        with mx.stream(self.stream):
+            if upcoming is not None:
+                upcoming.keep(int(took_all), 0)
+            if not took_all:
+                done.keep(num_yielded + 1, num_yielded)
+                features, row = done.features, num_yielded
+            elif upcoming is not None:
+                features, row = upcoming.features, 0
+            else:
+                (_, features), row = self._run(self.root), 0
+            if features is not None:
+                self.drafter.hold(features[row : row + 1])
+            self.quantization.apply(self.cache)
+            mx.eval([c.state for c in self.cache + self.drafter.cache if not c.empty()])
+
+    def _run(self, tokens: mx.array) -> tuple[mx.array, mx.array | None]:
+        with exact_masks(self.cache, tokens.shape[0]):
+            return self.target(tokens, self.cache)
+
+    def _logprobs(self, draft_tokens: mx.array, logits: mx.array) -> mx.array:
+        if self.processors:
+            logits = process_logits(self.processors, self.history, draft_tokens, logits)
+        return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 @dataclass(frozen=True)
@@ -186,6 +258,7 @@ def speculative_generate_step(
     max_tokens: int = 256,
     sampler: Sampler | None = None,
     logits_processors: list[LogitsProcessor] | None = None,
+    acceptance: str | None = None,
     prompt_cache: list | None = None,
     max_kv_size: int | None = None,
     prefill_step_size: int = 2048,
@@ -200,21 +273,21 @@ def speculative_generate_step(
 
     mlx-lm's contract for a function of that name: yields (token, logprobs (V,), from_draft).
     ``num_draft_tokens`` is the length of a draft, 0 for plain decoding; ``max_tokens`` -1 means
-    no limit. ``stop_tokens`` end the generation once yielded. ``stats`` is filled in as it goes.
+    no limit. ``acceptance`` is "match" (any sampler), "coupled" or "reject" (with a
+    ``Sampling``; coupled is then the default). ``stop_tokens`` end the generation once
+    yielded. ``stats`` is filled in as it goes.
 
     Wherever the caller stops, ``prompt_cache`` then holds the prompt and every token yielded,
     as ``mlx_lm.generate.generate_step`` leaves it. ``prompt_cache`` may hold the drafter's
     caches after the target's; without them the drafter starts cold.
 
-    Raises ValueError for an empty prompt, a negative ``num_draft_tokens`` or a cache type
-    that cannot be rolled back exactly.
+    Raises ValueError for an empty prompt, a batch of prompts, a negative ``num_draft_tokens``,
+    an acceptance rule that does not fit the sampler, or a cache type that cannot be rolled
+    back exactly.
     """
-    if prompt.size == 0:
-        raise ValueError("the prompt is empty: give at least one token.")
-    if num_draft_tokens < 0:
-        raise ValueError(
-            f"num_draft_tokens is {num_draft_tokens}: give 0 (plain decoding) or more."
-        )
+    _check_request(prompt, num_draft_tokens)
+    if isinstance(sampler, Sampling):
+        sampler.restart()
     stats = Stats() if stats is None else stats
     cache, draft_cache = _split_cache(prompt_cache, model, max_kv_size)
     if num_draft_tokens == 0:
@@ -234,43 +307,50 @@ def speculative_generate_step(
             prompt_progress_callback=prompt_progress_callback,
         )
         return
-    if kv_bits is not None:
-        raise ValueError(
-            "kv_bits asks for a quantized cache, which speculative decoding cannot roll back "
-            "exactly yet: leave it out, or generate without a draft model."
-        )
     drafter = draft_model.begin(draft_cache)
     check_supported(cache, "target")
     check_supported(drafter.cache, "draft model")
-    rule = Match(sampler, tuple(logits_processors or ()))
-    decoder = Decoder(Target(model, drafter.taps), drafter, cache, rule, stream)
+    quantization = CacheQuantization(kv_bits, kv_group_size, quantized_kv_start)
+    quantization.check(cache)
+    decoder = Decoder(
+        Target(model, drafter.taps),
+        drafter,
+        cache,
+        make_rule(acceptance, sampler),
+        tuple(logits_processors or ()),
+        quantization,
+        stream,
+    )
     limits = Limits(num_draft_tokens, max_tokens, stop_tokens)
     stats.start()
-    decoder.prefill(prompt, prefill_step_size, prompt_progress_callback or (lambda *_: None))
-    yield from _rounds(decoder, limits, stats, keep_caches=prompt_cache is not None)
+    try:
+        decoder.prefill(prompt, prefill_step_size, prompt_progress_callback or (lambda *_: None))
+        yield from _rounds(decoder, limits, stats, keep_caches=prompt_cache is not None)
+    finally:
+        if prompt_cache is not None:
+            prompt_cache[: len(cache)] = cache  # some may have been replaced by quantized ones
 
 
 def _rounds(
     decoder: Decoder, limits: Limits, stats: Stats, keep_caches: bool
 ) -> Iterator[tuple[int, mx.array, bool]]:
     """Round after round until a limit; the first, without a draft, ends prefill."""
-    done, run, num_yielded, num_emitted = None, [], 0, 0
+    done, run, num_yielded = None, [], 0
     upcoming = decoder.launch_first()
     try:
         while upcoming is not None:
             done, upcoming, run, num_yielded = upcoming, None, [], 0
             num_kept, following = done.read()
-            run = limits.cut(following[: num_kept + 1], num_emitted)
+            run = limits.cut(following[: num_kept + 1], decoder.num_emitted)
             decoder.commit(done, run)
-            num_emitted += len(run)
-            size = limits.next_size(run, num_emitted)
+            size = limits.next_size(run, decoder.num_emitted)
             if size is not None:
                 # The next round is on the device before the caller sees this one's tokens.
                 upcoming = decoder.launch(size, absorb=size > 0 or keep_caches)
             stats.record(
                 done.num_drafted, min(num_kept, len(run)), len(run), done.num_head_forwards
             )
-            if num_emitted % CLEAR_CACHE_EVERY < len(run):
+            if decoder.num_emitted % CLEAR_CACHE_EVERY < len(run):
                 mx.clear_cache()
             for i, token in enumerate(run):
                 num_yielded += 1
@@ -280,8 +360,23 @@ def _rounds(
             decoder.leave(done, upcoming, num_yielded, run)
 
 
+def _check_request(prompt: mx.array, num_draft_tokens: int) -> None:
+    if prompt.ndim != 1:
+        raise ValueError(
+            f"the prompt has shape {tuple(prompt.shape)}: speculative decoding takes one prompt "
+            "(n,) at a time; use mlx_lm.batch_generate for several."
+        )
+    if prompt.size == 0:
+        raise ValueError("the prompt is empty: give at least one token.")
+    if num_draft_tokens < 0:
+        raise ValueError(
+            f"num_draft_tokens is {num_draft_tokens}: give 0 (plain decoding) or more."
+        )
+
+
 def _plain(prompt, model, stream, stats: Stats, **kwargs) -> Iterator[tuple[int, mx.array, bool]]:
     """mlx-lm's own pipelined decoding, counted."""
+    stats.start()
     for token, logprobs in generate_step(prompt, model, stream, **kwargs):
         stats.record(0, 0, 1, 0)
         yield token, logprobs, False

@@ -143,13 +143,16 @@ class ScriptedDrafter:
     def make_cache(self) -> list:
         return []
 
+    def hold(self, features) -> None:
+        pass
+
     def pending(self) -> list[mx.array]:
         return []
 
     def extend(self, tokens, features, last=None) -> None:
         self.absorbed.append((tokens, last))
 
-    def propose(self, size: int) -> Draft:
+    def propose(self, size: int, pick=None) -> Draft:
         committed = []
         for tokens, last in self.absorbed:
             committed += tokens.tolist()[: None if last is None else last.item() + 1]

@@ -1,0 +1,177 @@
+"""Every cache type: the same tokens as plain decoding, and the same cache behind it."""
+
+import mlx.core as mx
+import pytest
+from helpers import (
+    PROMPT,
+    SCRIPTS,
+    ScriptedDrafter,
+    plain,
+    speculative,
+    tiny_head,
+    tiny_llama,
+    tiny_qwen3,
+)
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import (
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+
+from mlx_eagle.cache import Window
+from mlx_eagle.loop import speculative_generate_step
+
+WINDOW = 12  # smaller than prompt + text: crossed early in every test below
+LAYERS = 6
+
+CACHES = {
+    "plain": KVCache,
+    "concatenated": ConcatenateKVCache,
+    "quantized": lambda: QuantizedKVCache(group_size=32, bits=8),
+    "rotating": lambda: RotatingKVCache(max_size=WINDOW, keep=0),
+    "rotating, keep 4": lambda: RotatingKVCache(max_size=WINDOW, keep=4),
+    "rotating, window after the text": lambda: RotatingKVCache(max_size=200, keep=4),
+    "rotating, window as long as the prompt": lambda: RotatingKVCache(len(PROMPT), keep=2),
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama(head_dim=32)
+
+
+@pytest.fixture(params=CACHES)
+def make_cache(request):
+    return lambda: [CACHES[request.param]() for _ in range(LAYERS)]
+
+
+def continuation(model, cache) -> list[int]:
+    """What plain decoding says next on a cache: equal caches give equal text."""
+    return plain(model, [7, 9, 11], 20, prompt_cache=cache)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("k", [1, 3, 6])
+def test_same_text_and_same_cache(model, make_cache, k, script):
+    reference = make_cache()
+    expected = plain(model, PROMPT, 40, prompt_cache=reference)
+    longer = PROMPT + plain(model, PROMPT, 60, prompt_cache=make_cache())
+    cache = make_cache()
+    tokens, _ = speculative(
+        model,
+        ScriptedDrafter(longer, SCRIPTS[script]),
+        PROMPT,
+        40,
+        num_draft_tokens=k,
+        prompt_cache=cache,
+    )
+    assert tokens == expected
+    assert [c.offset for c in cache] == [c.offset for c in reference]
+    assert continuation(model, cache) == continuation(model, reference)
+
+
+@pytest.mark.parametrize("num_taken", range(1, 15))
+def test_closing_leaves_the_cache_of_plain_decoding(model, make_cache, num_taken):
+    longer = PROMPT + plain(model, PROMPT, 60, prompt_cache=make_cache())
+    cache, reference = make_cache(), make_cache()
+    drafter = ScriptedDrafter(longer, SCRIPTS["all"])
+    ours = speculative_generate_step(
+        mx.array(PROMPT), model, drafter, num_draft_tokens=3, max_tokens=14, prompt_cache=cache
+    )
+    theirs = generate_step(mx.array(PROMPT), model, max_tokens=14, prompt_cache=reference)
+    for _ in range(num_taken):
+        assert next(ours)[0] == next(theirs)[0]
+    ours.close()
+    theirs.close()
+    assert [c.offset for c in cache] == [c.offset for c in reference]
+    assert continuation(model, cache) == continuation(model, reference)
+
+
+@pytest.mark.parametrize("start", [0, 3, len(PROMPT), 12, 20, 1000])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_kv_bits_from_any_start(model, start, script):
+    options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": start}
+    reference = make_prompt_cache(model)
+    expected = plain(model, PROMPT, 30, prompt_cache=reference, **options)
+    longer = PROMPT + plain(model, PROMPT, 50, **options)
+    cache = make_prompt_cache(model)
+    tokens, _ = speculative(
+        model,
+        ScriptedDrafter(longer, SCRIPTS[script]),
+        PROMPT,
+        30,
+        num_draft_tokens=4,
+        prompt_cache=cache,
+        **options,
+    )
+    assert tokens == expected
+    assert [type(c) for c in cache] == [type(c) for c in reference]
+    assert continuation(model, cache) == continuation(model, reference)
+
+
+@pytest.mark.parametrize("num_taken", range(1, 12))
+def test_closing_around_the_start_of_quantization(model, num_taken):
+    options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": len(PROMPT) + 6}
+    longer = PROMPT + plain(model, PROMPT, 40, **options)
+    cache, reference = make_prompt_cache(model), make_prompt_cache(model)
+    ours = speculative_generate_step(
+        mx.array(PROMPT),
+        model,
+        ScriptedDrafter(longer, SCRIPTS["all"]),
+        num_draft_tokens=3,
+        max_tokens=-1,
+        prompt_cache=cache,
+        **options,
+    )
+    theirs = generate_step(
+        mx.array(PROMPT), model, max_tokens=-1, prompt_cache=reference, **options
+    )
+    for _ in range(num_taken):
+        assert next(ours)[0] == next(theirs)[0]
+    ours.close()
+    theirs.close()
+    assert [type(c) for c in cache] == [type(c) for c in reference]
+    assert continuation(model, cache) == continuation(model, reference)
+
+
+@pytest.mark.parametrize("size", [9, 12, 16])
+def test_max_kv_size(size):
+    model = tiny_qwen3()  # has no make_cache of its own, so mlx-lm makes rotating ones
+    expected = plain(model, PROMPT, 40, max_kv_size=size)
+    tokens, _ = speculative(
+        model, tiny_head(model), PROMPT, 40, num_draft_tokens=3, max_kv_size=size
+    )
+    assert tokens == expected
+    assert expected != plain(model, PROMPT, 40)
+
+
+def test_kv_bits_with_a_rotating_cache_is_refused():
+    model = tiny_qwen3()
+    with pytest.raises(ValueError, match="RotatingKVCache, which mlx-lm cannot quantize"):
+        speculative(model, tiny_head(model), PROMPT, 4, kv_bits=8, max_kv_size=16)
+
+
+def test_an_unknown_cache_is_refused_by_name_before_anything_runs(model):
+    class StrangeCache(KVCache):
+        pass
+
+    cache = [StrangeCache() for _ in range(LAYERS)]
+    with pytest.raises(ValueError, match="StrangeCache"):
+        speculative(model, tiny_head(model), PROMPT, 4, prompt_cache=cache)
+    assert all(c.empty() for c in cache)
+
+
+def test_a_pass_that_breaks_off_half_way_is_undone(model, make_cache):
+    cache = make_cache()
+    plain(model, PROMPT, 20, prompt_cache=cache)
+    reference = make_cache()
+    plain(model, PROMPT, 20, prompt_cache=reference)
+    window = Window(cache)
+    rows = mx.ones((1, 2, 3, 32))
+    for c in cache[:3]:
+        c.update_and_fetch(rows, rows)
+    window.keep(0)
+    assert continuation(model, cache) == continuation(model, reference)
