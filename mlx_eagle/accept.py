@@ -161,7 +161,7 @@ class RejectChoice:
     def judge(self, draft_tokens: mx.array, logprobs: mx.array) -> Verdict:
         log_p = self.sampling.log_probabilities(logprobs)
         num_drafted = draft_tokens.shape[0]
-        if len(self.picks) != num_drafted:
+        if not self.picks or len(self.picks) != num_drafted:
             rows = [self._draw(log_p[r : r + 1], r, self.TARGET) for r in range(num_drafted + 1)]
             return _match(draft_tokens, mx.concatenate(rows), logprobs)
         kept, following = [], []
