@@ -1,7 +1,7 @@
-"""The EAGLE-3 draft head: its configuration, its weights and one forward pass.
+"""The EAGLE draft head: its configuration, its weights and one forward pass.
 
-Knows what a checkpoint's tensors mean (Li et al. 2025, arXiv:2503.01840, section 3) and
-nothing of strategy: which tokens to draft, when to keep them and what the target is are
+Knows what a checkpoint's tensors mean (EAGLE-3: Li et al. 2025, arXiv:2503.01840, section 3;
+EAGLE-1 and 2: Li et al. 2024, arXiv:2401.15077 and 2406.16858) and nothing of strategy: which tokens to draft, when to keep them and what the target is are
 decided elsewhere.
 """
 
@@ -28,6 +28,10 @@ class Eagle3Config:
     ``aux_boundary_ids`` are taps: id b is the residual stream entering target layer b, and
     b = N (the target's layer count) is what enters its final norm. They are None where the
     checkpoint names none, and then mean {2, N//2, N-3} of the target it is attached to.
+
+    Where ``uses_aux`` is false the one feature is the target's state after its final norm.
+    ``fc_input`` says what the fusion matrix takes: the features, once a pair (EAGLE-3);
+    embedding and state, at every step (EAGLE-1); or that there is none.
 
     ``rope`` holds ``type``, ``theta``, ``dims`` (rotated channels) and, under ``scaling``,
     the dictionary mlx-lm's ``initialize_rope`` takes (None for plain rope).
@@ -56,8 +60,14 @@ class Eagle3Config:
     attention_bias: bool = False
     attention_out_bias: bool = False
     mlp_bias: bool = False
-    layer_input: str = "first"  # which layers see the embedding beside the state: first | every
+    layer_input: str = "first"  # layers that see the embedding beside the state: first|every|none
+    fc_input: str = "features"  # features | embedding_and_state | none
+    uses_aux: bool = True
+    embedding_norm: bool = True  # the embedding is normed before attention
+    state_norm: bool = True  # layer 0 norms its state before attention
+    final_norm: bool = True
     sliding_window: int | None = None
+    full_attention_layers: tuple[int, ...] = ()  # those a sliding window does not bind
     rope: dict[str, Any] = field(default_factory=lambda: {"type": "default", "theta": 10000.0})
     embed_source: str = "target"  # file | target
     lm_head_source: str = "file"  # file | target | target_rows
@@ -70,9 +80,9 @@ class Eagle3Config:
     def from_dict(cls, values: dict[str, Any]) -> "Eagle3Config":
         """Read the known fields of a ``config.json``; raise ValueError naming a missing one."""
         known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
-        ids = known.get("aux_boundary_ids")
-        if ids is not None:
-            known["aux_boundary_ids"] = tuple(ids)
+        for name in ("aux_boundary_ids", "full_attention_layers"):
+            if known.get(name) is not None:
+                known[name] = tuple(known[name])
         try:
             return cls(**known)
         except TypeError as err:
@@ -83,6 +93,8 @@ class Eagle3Config:
 
     def taps(self, num_target_layers: int) -> tuple[int, ...]:
         """The taps for a target of that many layers, low to high."""
+        if not self.uses_aux:
+            return (num_target_layers + 1,)
         if self.aux_boundary_ids is not None:
             return self.aux_boundary_ids
         return (2, num_target_layers // 2, num_target_layers - 3)
@@ -156,30 +168,40 @@ class DraftMLP(nn.Module):
 class DraftLayer(nn.Module):
     """A llama layer; where ``sees_embedding``, it attends from concat(embedding, state)."""
 
-    def __init__(self, config: Eagle3Config, sees_embedding: bool):
+    def __init__(self, config: Eagle3Config, index: int):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.sees_embedding = sees_embedding
-        self.norm_before_residual = config.norm_before_residual
-        if sees_embedding:
+        sees = {"first": index == 0, "every": True, "none": False}[config.layer_input]
+        self.sees_embedding = sees
+        self.norm_before_residual = config.norm_before_residual and sees
+        self.window = None if index in config.full_attention_layers else config.sliding_window
+        if sees and config.embedding_norm:
             self.input_layernorm = nn.RMSNorm(size, eps=eps)
-        self.hidden_norm = nn.RMSNorm(size, eps=eps)
-        self.self_attn = DraftAttention(config, 2 * size if sees_embedding else size)
+        if index > 0 or config.state_norm:
+            self.hidden_norm = nn.RMSNorm(size, eps=eps)
+        self.self_attn = DraftAttention(config, 2 * size if sees else size)
         self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
         self.mlp = DraftMLP(config)
 
     def __call__(self, embeddings, states, cache, positions, mask) -> mx.array:
-        normed = self.hidden_norm(states)
+        if mask is None:
+            rows = states.shape[1]
+            mask = cache.make_mask(rows, return_array=False, window_size=self.window)
+        normed = self.hidden_norm(states) if "hidden_norm" in self else states
         x = normed
         if self.sees_embedding:
-            x = mx.concatenate([self.input_layernorm(embeddings), normed], axis=-1)
-        residual = normed if self.sees_embedding and self.norm_before_residual else states
+            if "input_layernorm" in self:
+                embeddings = self.input_layernorm(embeddings)
+            x = mx.concatenate([embeddings, normed], axis=-1)
+        residual = normed if self.norm_before_residual else states
         states = residual + self.self_attn(x, cache, positions, mask)
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
 class Eagle3Head(nn.Module):
     """One draft layer or a few, a fusion of the target's features and a small vocabulary.
+
+    EAGLE-1 heads are the case of a fusion that takes embedding and state, at every step.
 
     Shapes: B batch (1 in decoding), m rows, h = ``hidden_size``, F = ``num_aux`` times
     ``target_hidden_size``, Vd = ``draft_vocab_size``.
@@ -190,18 +212,18 @@ class Eagle3Head(nn.Module):
         self.config = config
         c = config
         width = c.num_aux * c.target_hidden_size
-        self.fc = nn.Linear(width, c.hidden_size, bias=c.fc_bias)
+        if c.fc_input != "none":
+            fc_width = width if c.fc_input == "features" else 2 * c.hidden_size
+            self.fc = nn.Linear(fc_width, c.hidden_size, bias=c.fc_bias)
         if c.pre_fc_norm == "concat":
             self.input_norm = nn.RMSNorm(width, eps=c.rms_norm_eps)
         elif c.pre_fc_norm == "per_feature":
             self.fc_norm = [
                 nn.RMSNorm(c.target_hidden_size, eps=c.rms_norm_eps) for _ in range(c.num_aux)
             ]
-        self.layers = [
-            DraftLayer(c, sees_embedding=i == 0 or c.layer_input == "every")
-            for i in range(c.num_layers)
-        ]
-        self.norm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+        self.layers = [DraftLayer(c, i) for i in range(c.num_layers)]
+        if c.final_norm:
+            self.norm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
         if c.lm_head_source != "target":
             self.lm_head = nn.Linear(c.hidden_size, c.draft_vocab_size, bias=False)
         if c.embed_source == "file":
@@ -214,7 +236,7 @@ class Eagle3Head(nn.Module):
 
     @property
     def dtype(self) -> mx.Dtype:
-        return self.norm.weight.dtype
+        return self.layers[0].post_attention_layernorm.weight.dtype
 
     def fuse(self, features: mx.array) -> mx.array:
         """Features (B, m, F) of the target, low tap first -> states (B, m, h)."""
@@ -224,7 +246,7 @@ class Eagle3Head(nn.Module):
         elif self.config.pre_fc_norm == "per_feature":
             parts = mx.split(features, self.config.num_aux, axis=-1)
             features = mx.concatenate([n(p) for n, p in zip(self.fc_norm, parts)], axis=-1)
-        return self.fc(features)
+        return self.fc(features) if self.config.fc_input == "features" else features
 
     def __call__(
         self,
@@ -240,21 +262,19 @@ class Eagle3Head(nn.Module):
         ``positions`` is the first row's position (default: the cache's length) or one a row;
         ``mask`` defaults to causal.
         """
-        rows = embeddings.shape[1]
         if positions is None:
             positions = cache[0].offset
-        if mask is None:
-            mask = cache[0].make_mask(
-                rows, return_array=False, window_size=self.config.sliding_window
-            )
         embeddings = embeddings.astype(self.dtype)
+        if self.config.fc_input == "embedding_and_state":
+            states = self.fc(mx.concatenate([embeddings, states], axis=-1))
         for layer, layer_cache in zip(self.layers, cache):
             states = layer(embeddings, states, layer_cache, positions, mask)
         return self.norm(states) if self.config.norm_output else states
 
     def logits(self, states: mx.array) -> mx.array:
         """Logits over the draft vocabulary, (B, m, h) -> (B, m, Vd)."""
-        return self.lm_head(states if self.config.norm_output else self.norm(states))
+        normed = self.config.norm_output or not self.config.final_norm
+        return self.lm_head(states if normed else self.norm(states))
 
 
 FUSED = {

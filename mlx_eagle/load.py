@@ -55,7 +55,7 @@ def load_drafter(
     if config.embed_source == "file":
         embed = head.embed_tokens
     if config.lm_head_source == "target":
-        head.share_lm_head(_lm_head(model, embedding))
+        head.share_lm_head(lm_head_of(model, embedding))
     mx.eval(head.parameters())
     return Eagle3Drafter(head, embed, config.taps(len(model.layers)), to_target)
 
@@ -134,7 +134,7 @@ def _num_columns(module: Linear | Embedding) -> int:
     return columns * 32 // module.bits if "scales" in module else columns
 
 
-def _lm_head(model: nn.Module, embedding: Embedding) -> Callable[[mx.array], mx.array]:
+def lm_head_of(model: nn.Module, embedding: Embedding) -> Callable[[mx.array], mx.array]:
     """The target's output projection: its own matrix, or the embedding where they are tied."""
     shape = (embedding.weight.shape[0], _num_columns(embedding))
     for name, module in model.named_modules():
@@ -146,7 +146,7 @@ def _lm_head(model: nn.Module, embedding: Embedding) -> Callable[[mx.array], mx.
 
 def _rows_of_lm_head(model, embedding, to_target: mx.array) -> dict[str, mx.array]:
     """The rows of the target's output projection that the draft vocabulary names."""
-    source = _lm_head(model, embedding)
+    source = lm_head_of(model, embedding)
     module = source if isinstance(source, nn.Module) else embedding
     weight = module.weight
     if "scales" in module:
@@ -194,7 +194,8 @@ def _check_fit(config: Eagle3Config, hidden_size: int, vocab_size: int, num_laye
             f"target's has {vocab_size}: use the head trained for this model."
         )
     taps = config.taps(num_layers)
-    if min(taps) < 0 or max(taps) > num_layers or len(taps) != config.num_aux:
+    deepest = num_layers if config.uses_aux else num_layers + 1
+    if min(taps) < 0 or max(taps) > deepest or len(taps) != config.num_aux:
         raise ValueError(
             f"the head taps layers {list(taps)} ({config.num_aux} features), but the target "
             f"has {num_layers} layers: use the head trained for this model."

@@ -34,18 +34,39 @@ def _tapped_class(
     return type(original.__name__, (original,), {"__call__": call})
 
 
+def find_final_norm(model: nn.Module) -> nn.Module:
+    """The norm beside a model's layers; ValueError where there is not exactly one.
+
+    A norm is known by its parameters: vectors only, of which one is the weight.
+    """
+    owners = [m for _, m in model.named_modules() if m.get("layers") is model.layers]
+    owner = owners[-1] if owners else model
+    norms = []
+    for child in owner.children().values():
+        parameters = child.parameters() if isinstance(child, nn.Module) else {}
+        vectors = all(isinstance(p, mx.array) and p.ndim == 1 for p in parameters.values())
+        if "weight" in parameters and vectors:
+            norms.append(child)
+    if len(norms) != 1:
+        raise ValueError(
+            f"the draft head needs what leaves the target's final norm, but {len(norms)} norms "
+            "stand beside its layers where one was expected: this target is not supported."
+        )
+    return norms[0]
+
+
 class Target:
     """An mlx-lm model that also hands out its taps.
 
     Tap i is the residual stream entering layer i (0-based), before any norm; tap
-    ``num_layers`` is what enters the final norm. The model is changed only while it runs,
+    ``num_layers`` is what enters the final norm, ``num_layers + 1`` what leaves it. The model is changed only while it runs,
     by swapping the class of the tapped layer objects: its parameters keep their names, and
     everything the user holds stays as it was.
     """
 
     def __init__(self, model: nn.Module, taps: tuple[int, ...] = ()):
         num_layers = len(model.layers)
-        outside = [tap for tap in taps if not 0 <= tap <= num_layers]
+        outside = [tap for tap in taps if not 0 <= tap <= num_layers + 1]
         if outside:
             raise ValueError(
                 f"the draft head taps layers {list(taps)}, but the target has {num_layers} "
@@ -83,6 +104,10 @@ class Target:
             leave = self._keep(i + 1) if i + 1 == self.num_layers else None
             if enter or leave:
                 classes.append((layer, type(layer), _tapped_class(type(layer), enter, leave)))
+        leave = self._keep(self.num_layers + 1)
+        if leave:
+            norm = find_final_norm(self.model)
+            classes.append((norm, type(norm), _tapped_class(type(norm), None, leave)))
         return classes
 
     @contextmanager

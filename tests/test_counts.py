@@ -109,4 +109,4 @@ def test_taps_are_what_enters_the_layers(model):
 
 def test_a_tap_beyond_the_model_is_refused(model):
     with pytest.raises(ValueError, match="taps layers .* but the target has 6 layers"):
-        Target(model, (2, 3, 7))
+        Target(model, (2, 3, 8))
