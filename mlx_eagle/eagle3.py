@@ -41,6 +41,7 @@ class Eagle3Drafter:
         self._embed = embed
         self._to_target = to_target
         self._seed: mx.array | None = None
+        self._warned = False
         self.cache = self.make_cache()
 
     def begin(self, cache: list | None = None) -> "Eagle3Drafter":
@@ -49,6 +50,7 @@ class Eagle3Drafter:
         drafter.cache = self.make_cache() if cache is None else cache
         drafter.num_forwards = 0
         drafter._seed = None
+        drafter._warned = False
         return drafter
 
     def make_cache(self) -> list[KVCache]:
@@ -109,8 +111,8 @@ class Eagle3Drafter:
         return (index if self._to_target is None else self._to_target[index]).astype(mx.int32)
 
     def _warn_once_past(self, limit: int, num_new: int) -> None:
-        before = self.cache[0].offset
-        if before < limit <= before + num_new:
+        if not self._warned and self.cache[0].offset + num_new > limit:
+            self._warned = True
             warnings.warn(
                 f"the text has passed the {limit} tokens this draft head was trained for: "
                 "output stays exact, but fewer drafts may be accepted from here on.",
