@@ -6,6 +6,7 @@ from .eagle3 import Eagle3Drafter
 from .generate import GenerationResponse, generate, stream_generate
 from .load import load_drafter
 from .loop import speculative_generate_step
+from .sampling import Sampling
 from .stats import Stats
 
 # `python -m mlx_eagle.generate` finds its module imported already, by the lines above. That is
@@ -25,6 +26,7 @@ def load_demo(**kwargs):
 __all__ = [
     "Eagle3Drafter",
     "GenerationResponse",
+    "Sampling",
     "Stats",
     "generate",
     "load_demo",

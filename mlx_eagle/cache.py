@@ -10,16 +10,18 @@ RULES is the table of strategies:
 | KVCache, QuantizedKVCache, ChunkedKVCache | trim |
 | ConcatenateKVCache | trim, and cut the tail off the arrays |
 | RotatingKVCache | cut the tail off the arrays: a window of two rows or more leaves them in time order. ``trim`` is silently wrong once the cache is full |
-| ArraysCache (recurrent state) | restore the state from before the window, run the kept rows again |
+| ArraysCache (recurrent state) | restore the state from before the window, run the kept rows through those layers again |
 | CacheList | each member by its own rule |
 | anything else | refused by name before anything is generated |
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -86,10 +88,6 @@ class RotatingUndo:
         cache.offset -= surplus
         cache._idx = length
 
-    def forget(self) -> None:
-        """Let go of the old arrays, so that a one-row append need not copy them."""
-        self._keys = self._values = None
-
 
 class ArraysUndo:
     """A recurrent state has no rows: models rebind its entries, so the old ones are a snapshot."""
@@ -143,11 +141,38 @@ def check_supported(caches: list, whose: str) -> None:
             check_supported(cache.caches, whose)
 
 
+@dataclass(frozen=True)
+class CacheQuantization:
+    """mlx-lm's ``kv_bits``: plain caches become quantized ones from ``start`` tokens on."""
+
+    bits: int | None
+    group_size: int
+    start: int
+
+    def check(self, caches: list) -> None:
+        if self.bits is not None and any(type(c) is RotatingKVCache for c in caches):
+            raise ValueError(
+                "kv_bits asks for a quantized cache, but this model has a RotatingKVCache, "
+                "which mlx-lm cannot quantize: leave kv_bits (and max_kv_size) out."
+            )
+
+    def apply(self, caches: list) -> None:
+        maybe_quantize_kv_cache(caches, self.start, self.group_size, self.bits)
+
+    def max_rows(self, caches: list) -> int | None:
+        """Rows until a cache is to be quantized: a window must end there, as decoding does."""
+        if self.bits is None:
+            return None
+        left = [self.start - c.offset for c in caches if hasattr(c, "to_quantized")]
+        return min((n for n in left if n > 0), default=None)
+
+
 class Window:
     """The rows that come on top of a list of caches from now on, to be cut to the first few.
 
     Made before the forward pass it covers. ``rerun(m)`` must run the first m of its rows
-    through the model again, on top of what was there before the window.
+    through the model again, on top of what was there before the window; where
+    ``reruns_layers`` was set, through those layers only whose caches need it.
     """
 
     def __init__(self, caches: list, rerun: Callable[[int], None] | None = None):
@@ -155,7 +180,12 @@ class Window:
         self._before = list(caches)
         self._undos = [RULES[type(cache)](cache) for cache in caches]
         self._rerun = rerun
-        self.needs_rerun = any(undo.needs_rerun for undo in self._undos)
+        self.reruns_layers = False
+
+    @property
+    def recurrent(self) -> list:
+        """The caches whose rows cannot be cut."""
+        return [undo.cache for undo in self._undos if undo.needs_rerun]
 
     def keep(self, num_rows: int) -> None:
         """Drop every row after the first ``num_rows``; rows cut before stay cut.
@@ -164,17 +194,12 @@ class Window:
         Not to be called when every row stays.
         """
         self._caches[:] = self._before  # a cache may have been replaced by its quantized copy
-        rerun = self.needs_rerun and num_rows > 0
+        rerun = num_rows > 0 and bool(self.recurrent)
         for undo in self._undos:
-            undo.keep(0 if rerun else num_rows)
+            whole = rerun and (undo.needs_rerun or not self.reruns_layers)
+            undo.keep(0 if whole else num_rows)
         if rerun:
             self._rerun(num_rows)
-
-    def forget(self) -> None:
-        """Give up dropping all rows, for a pass that is never undone as a whole."""
-        for undo in self._undos:
-            if type(undo) is RotatingUndo:
-                undo.forget()
 
 
 @contextmanager

@@ -15,12 +15,14 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from mlx_lm.generate import setup_arg_parser
 from mlx_lm.models.cache import QuantizedKVCache, load_prompt_cache, make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
-from mlx_lm.utils import get_total_parameters, load
+from mlx_lm.utils import load
 
+from .accept import RULES, Sampler
 from .demo import load_demo
 from .generate import footer, stream_generate
 from .load import load_drafter
-from .memory import cache_bytes, weight_bytes
+from .memory import memory_line, memory_lines, memory_report
+from .sampling import Sampling
 from .stats import Stats
 
 def run_command(command: Callable[[], None]) -> None:
@@ -55,6 +57,17 @@ def build_parser() -> argparse.ArgumentParser:
         help="Quantize an unquantized head while loading it.",
     )
     parser.add_argument(
+        "--acceptance",
+        choices=RULES,
+        help="match: any sampler; coupled: same seed, same text as without a draft (the "
+        "default with --temp); reject: rejection sampling.",
+    )
+    parser.add_argument(
+        "--memory",
+        action="store_true",
+        help="Report the memory of weights and caches, and what drafting adds.",
+    )
+    parser.add_argument(
         "--stats-json",
         metavar="FILE",
         help="Write the counts as one JSON document ('-': standard output, last line).",
@@ -76,6 +89,13 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError(f"--prefill-step-size is {args.prefill_step_size}: give 1 or more.")
     if args.temp < 0:
         raise ValueError(f"--temp is {args.temp}: give 0 (greedy) or more.")
+    if args.acceptance in ("coupled", "reject") and args.temp == 0:
+        raise ValueError(f"--acceptance {args.acceptance} needs --temp above 0.")
+    if args.acceptance in ("coupled", "reject") and args.xtc_probability > 0:
+        raise ValueError(
+            f"--acceptance {args.acceptance} cannot replay XTC, which throws dice of its own: "
+            "use --acceptance match with it."
+        )
     if args.image:
         raise ValueError("--image cannot be used here: a drafter needs tokens, not embeddings.")
     if args.model is not None and args.draft_model is None and args.num_draft_tokens > 0:
@@ -162,46 +182,26 @@ def read_cache(args: argparse.Namespace) -> tuple[list | None, dict[str, str]]:
     return cache, metadata
 
 
-def build_sampler(args: argparse.Namespace, tokenizer) -> Callable | None:
-    """mlx-lm's sampler; None for greedy, which needs no closure."""
+def build_sampler(args: argparse.Namespace, tokenizer) -> Sampler | None:
+    """The sampler of the flags: None for greedy, ours where it can be coupled, else mlx-lm's."""
     if args.temp == 0:
         return None
+    options = {
+        "temp": args.temp,
+        "top_p": args.top_p,
+        "min_p": args.min_p,
+        "min_tokens_to_keep": args.min_tokens_to_keep,
+        "top_k": args.top_k,
+    }
+    if args.acceptance != "match" and args.xtc_probability == 0:
+        return Sampling(**options, seed=args.seed)
+    special_tokens = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
     return make_sampler(
-        args.temp,
-        args.top_p,
-        args.min_p,
-        args.min_tokens_to_keep,
-        top_k=args.top_k,
+        **options,
         xtc_probability=args.xtc_probability,
         xtc_threshold=args.xtc_threshold,
-        xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
+        xtc_special_tokens=special_tokens,
     )
-
-
-def memory_report(model, drafter, cache: list) -> dict[str, int]:
-    """Bytes of what is loaded and of the caches as they stand."""
-    num_target = len(make_prompt_cache(model))
-    report = {
-        "target_weight_bytes": weight_bytes(model),
-        "target_cache_bytes": cache_bytes(cache[:num_target]),
-    }
-    if drafter is not None:
-        report["head_parameters"] = get_total_parameters(drafter.head)
-        report["head_weight_bytes"] = weight_bytes(drafter.head)
-        report["head_cache_bytes"] = cache_bytes(cache[num_target:])
-    return report
-
-
-def memory_line(report: dict[str, int]) -> str:
-    """The memory report in one line of the footer."""
-    megabytes = {k: f"{v / 1e6:.1f} MB" for k, v in report.items() if k.endswith("bytes")}
-    line = f"Memory: target weights {megabytes['target_weight_bytes']}"
-    if "head_parameters" in report:
-        line += (
-            f", head {report['head_parameters'] / 1e6:.1f} M parameters in "
-            f"{megabytes['head_weight_bytes']}, head cache {megabytes['head_cache_bytes']}"
-        )
-    return line + f", target cache {megabytes['target_cache_bytes']}"
 
 
 def write_stats(destination: str, document: dict[str, Any]) -> None:
@@ -233,7 +233,9 @@ def run(args: argparse.Namespace) -> None:
 
 def generate_and_report(args, model, tokenizer, drafter, prompt: list[int], cache: list) -> None:
     """Stream the text, then print the footer and write the counts."""
-    options = {"num_draft_tokens": args.num_draft_tokens} if drafter is not None else {}
+    options = {}
+    if drafter is not None:
+        options = {"num_draft_tokens": args.num_draft_tokens, "acceptance": args.acceptance}
     responses = stream_generate(
         model,
         tokenizer,
@@ -250,6 +252,7 @@ def generate_and_report(args, model, tokenizer, drafter, prompt: list[int], cach
     )
     if args.verbose:
         print("=" * 10)
+    before = memory_report(model, drafter, cache)
     for response in responses:
         print(response.text, end="", flush=True)
     print()
@@ -258,6 +261,8 @@ def generate_and_report(args, model, tokenizer, drafter, prompt: list[int], cach
     if args.verbose:
         print("=" * 10)
         print("\n".join([*footer(response), memory_line(memory)]))
+    if args.memory:
+        print("\n".join(memory_lines(before, memory)))
     if args.stats_json:
         counts = {
             "prompt_tokens": response.prompt_tokens,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import mlx.core as mx
+import mlx.nn as nn
 
 Pick = Callable[[mx.array, mx.array | None], mx.array]
 """How to choose a draft token from logits (1, Vd): see ``accept.Choice.pick``."""
@@ -64,6 +65,9 @@ class Drafter(Protocol):
 
     def propose(self, size: int, pick: Pick) -> Draft:
         """Draft at most ``size`` >= 1 tokens that may follow the last token absorbed."""
+
+    def modules(self) -> list[nn.Module]:
+        """The modules whose weights are the drafter's own, for the memory report."""
 
     def hold(self, features: mx.array) -> None:
         """Keep features (1, F) of the last position in ``cache``, for the next request."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from copy import copy
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from .drafter import Draft, Pick
@@ -80,6 +81,9 @@ class Eagle3Drafter:
         for layer in self.cache[:-1]:
             layer.trim(size - 1)
         return Draft(mx.concatenate(tokens))
+
+    def modules(self) -> list[nn.Module]:
+        return [self.head]
 
     def hold(self, features: mx.array) -> None:
         """See ``Drafter.hold``; features (1, F)."""

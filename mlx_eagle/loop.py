@@ -13,16 +13,15 @@ from mlx_lm.generate import (
     DEFAULT_QUANTIZED_KV_START,
     generate_step,
     generation_stream,
-    maybe_quantize_kv_cache,
 )
-from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from .accept import LogitsProcessor, Rule, Sampler, Verdict, make_rule, process_logits
-from .cache import Window, check_supported, exact_masks
+from .cache import CacheQuantization, Window, check_supported, exact_masks
 from .drafter import Drafter, empty_draft
 from .sampling import Sampling
 from .stats import Stats
-from .target import Target
+from .target import LayerCall, Target
 
 CLEAR_CACHE_EVERY = 256  # tokens, as in mlx_lm.generate.generate_step
 
@@ -53,32 +52,6 @@ class Round:
             self.draft_window.keep(num_pairs)
 
 
-@dataclass(frozen=True)
-class CacheQuantization:
-    """mlx-lm's ``kv_bits``: plain caches become quantized ones from ``start`` tokens on."""
-
-    bits: int | None
-    group_size: int
-    start: int
-
-    def check(self, caches: list) -> None:
-        if self.bits is not None and any(type(c) is RotatingKVCache for c in caches):
-            raise ValueError(
-                "kv_bits asks for a quantized cache, but this model has a RotatingKVCache, "
-                "which mlx-lm cannot quantize: leave kv_bits (and max_kv_size) out."
-            )
-
-    def apply(self, caches: list) -> None:
-        maybe_quantize_kv_cache(caches, self.start, self.group_size, self.bits)
-
-    def max_rows(self, caches: list) -> int | None:
-        """Rows until a cache is to be quantized: a window must end there, as decoding does."""
-        if self.bits is None:
-            return None
-        left = [self.start - c.offset for c in caches if hasattr(c, "to_quantized")]
-        return min((n for n in left if n > 0), default=None)
-
-
 class Decoder:
     """Everything one generation holds, and the steps of a round.
 
@@ -106,6 +79,7 @@ class Decoder:
         self.root = mx.zeros((1,), mx.int32)
         self.history = mx.zeros((0,), mx.int32)  # for logits processors: up to the root
         self.num_emitted = 0
+        self.num_reruns = 0
         self._prefill_forwards = 0
 
     def prefill(
@@ -137,13 +111,15 @@ class Decoder:
         if max_rows is not None:
             size = min(size, max_rows - 1)
         draft_window = Window(self.drafter.cache)
-        target_window = Window(self.cache, lambda num_rows: self._run(tokens[:num_rows]))
+        target_window = Window(
+            self.cache, lambda num_rows: self._rerun(tokens[:num_rows], calls, target_window)
+        )
         try:
             with mx.stream(self.stream):
                 choice = self.rule.open(self.num_emitted)
                 draft = self.drafter.propose(size, choice.pick) if size else empty_draft()
                 tokens = mx.concatenate([self.root, draft.tokens])
-                logits, features = self._run(tokens)
+                logits, features, calls = self._verify(tokens, target_window)
                 verdict = choice.judge(draft.tokens, self._logprobs(draft.tokens, logits))
                 packed = mx.concatenate([verdict.num_kept.reshape(1), verdict.following])
                 mx.async_eval(packed)
@@ -203,6 +179,29 @@ class Decoder:
     def _run(self, tokens: mx.array) -> tuple[mx.array, mx.array | None]:
         with exact_masks(self.cache, tokens.shape[0]):
             return self.target(tokens, self.cache)
+
+    def _verify(
+        self, tokens: mx.array, window: Window
+    ) -> tuple[mx.array, mx.array | None, list[LayerCall]]:
+        """Logits, features, and the calls to repeat where the window is to be cut."""
+        recurrent = window.recurrent
+        if not recurrent or tokens.shape[0] == 1:
+            return *self._run(tokens), []
+        with exact_masks(self.cache, tokens.shape[0]):
+            logits, features, calls = self.target.record(tokens, self.cache)
+        calls = [call for call in calls if any(call.uses(cache) for cache in recurrent)]
+        # A model may use such a cache outside its layers; then all of it has to run again.
+        window.reruns_layers = len(calls) == len(recurrent)
+        return logits, features, calls
+
+    def _rerun(self, tokens: mx.array, calls: list[LayerCall], window: Window) -> None:
+        """Bring recurrent states forward over the kept rows, tokens (m,)."""
+        if window.reruns_layers:
+            for call in calls:
+                call.repeat(tokens.shape[0])
+            return
+        self.num_reruns += 1
+        self._run(tokens)
 
     def _logprobs(self, draft_tokens: mx.array, logits: mx.array) -> mx.array:
         if self.processors:
@@ -347,6 +346,7 @@ def _rounds(
             if size is not None:
                 # The next round is on the device before the caller sees this one's tokens.
                 upcoming = decoder.launch(size, absorb=size > 0 or keep_caches)
+            stats.num_reruns = decoder.num_reruns
             stats.record(
                 done.num_drafted, min(num_kept, len(run)), len(run), done.num_head_forwards
             )

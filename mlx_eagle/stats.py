@@ -13,13 +13,15 @@ class Stats:
     """Counts of one generation. Prefill, and the first token it yields, are kept apart.
 
     ``num_target_forwards`` counts verify passes and plain steps, ``num_evals`` the times the
-    host waited for the device in them. ``accepted_histogram[n]`` is the number of rounds that
+    host waited for the device in them; ``num_reruns`` the passes that ran kept rows again because
+    a recurrent state cannot be cut. ``accepted_histogram[n]`` is the number of rounds that
     kept n draft tokens; ``drafted_by_position[i]`` the rounds that drafted more than i.
     Times are in seconds.
     """
 
     num_rounds: int = 0
     num_plain_steps: int = 0
+    num_reruns: int = 0
     num_head_forwards: int = 0
     num_evals: int = 0
     num_drafted: int = 0
@@ -113,7 +115,7 @@ class Stats:
     def to_dict(self) -> dict[str, Any]:
         """Every count and every figure derived from them, ready for JSON."""
         names = (
-            "num_rounds num_plain_steps num_target_forwards num_head_forwards num_evals "
+            "num_rounds num_plain_steps num_target_forwards num_reruns num_head_forwards num_evals "
             "num_drafted num_accepted num_rejected num_emitted accepted_histogram tau "
             "acceptance_rate acceptance_by_position cumulative_acceptance_by_position "
             "prompt_time generation_time generation_tps"

@@ -6,9 +6,38 @@ activations are for.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+
+
+@dataclass
+class LayerCall:
+    """One layer's part in a forward pass over R rows, kept so that it can be repeated."""
+
+    layer: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def uses(self, cache: Any) -> bool:
+        return any(value is cache for value in (*self.args, *self.kwargs.values()))
+
+    def repeat(self, num_rows: int) -> None:
+        """Run the layer on its first rows again, for what that does to its cache."""
+        total = self.args[0].shape[1]
+
+        def cut(value: Any) -> Any:
+            if not isinstance(value, mx.array) or value.ndim < 2 or value.shape[1] == 0:
+                return value
+            if value.ndim == 3 and value.shape[1] == total:  # activations (1, R, H)
+                return value[:, :num_rows]
+            if value.shape[-2] == total:  # a mask (..., R, S), S ending with the R rows
+                return value[..., :num_rows, : value.shape[-1] - total + num_rows]
+            return value
+
+        self.layer(*map(cut, self.args), **{k: cut(v) for k, v in self.kwargs.items()})
 
 
 def _first(output: mx.array | tuple) -> mx.array:
@@ -16,16 +45,19 @@ def _first(output: mx.array | tuple) -> mx.array:
     return output[0] if isinstance(output, tuple) else output
 
 
-def _tapped_class(
+def _watched_class(
     original: type[nn.Module],
     on_enter: Callable[[mx.array], None] | None,
     on_leave: Callable[[mx.array], None] | None,
+    on_call: Callable[[LayerCall], None] | None = None,
 ) -> type[nn.Module]:
-    """A subclass whose call reports its first argument and its result, and does no more."""
+    """A subclass whose call reports its first argument, its result or itself, and no more."""
 
     def call(self, x, *args, **kwargs):
         if on_enter is not None:
             on_enter(x)
+        if on_call is not None:
+            on_call(LayerCall(self, (x, *args), kwargs))
         output = original.__call__(self, x, *args, **kwargs)
         if on_leave is not None:
             on_leave(_first(output))
@@ -76,46 +108,62 @@ class Target:
         self.taps = taps
         self.num_layers = num_layers
         self._seen: dict[int, mx.array] = {}
-        self._classes = self._tapped_classes()
+        self._calls: list[LayerCall] = []
+        self._classes = self._watched_classes(record=False)
+        self._recording_classes = self._watched_classes(record=True)
 
     def __call__(self, tokens: mx.array, cache: list) -> tuple[mx.array, mx.array | None]:
         """Run tokens (R,) on top of ``cache``: logits (R, V) and features (R, F).
 
         Features are the taps side by side, low to high; None without taps.
         """
-        with self._watching():
+        with self._watching(self._classes):
             logits = self.model(tokens[None], cache=cache)[0]
+        return logits, self._features()
+
+    def record(
+        self, tokens: mx.array, cache: list
+    ) -> tuple[mx.array, mx.array | None, list[LayerCall]]:
+        """The same, and every layer's call."""
+        with self._watching(self._recording_classes):
+            logits = self.model(tokens[None], cache=cache)[0]
+        calls, self._calls = self._calls, []
+        return logits, self._features(), calls
+
+    def _features(self) -> mx.array | None:
         if not self.taps:
-            return logits, None
+            return None
         features = mx.concatenate([self._seen[tap] for tap in self.taps], axis=-1)[0]
         self._seen.clear()
-        return logits, features
+        return features
 
     def _keep(self, tap: int) -> Callable[[mx.array], None] | None:
         if tap not in self.taps:
             return None
         return lambda x: self._seen.__setitem__(tap, x)
 
-    def _tapped_classes(self) -> list[tuple[nn.Module, type, type]]:
-        """(layer, its own class, its class while watched) for every layer a tap touches."""
+    def _watched_classes(self, record: bool) -> list[tuple[nn.Module, type, type]]:
+        """(layer, its own class, its class while watched) for every layer that is watched."""
         classes = []
+        on_call = (lambda call: self._calls.append(call)) if record else None
         for i, layer in enumerate(self.model.layers):
             enter = self._keep(i)
             leave = self._keep(i + 1) if i + 1 == self.num_layers else None
-            if enter or leave:
-                classes.append((layer, type(layer), _tapped_class(type(layer), enter, leave)))
+            if enter or leave or record:
+                watched = _watched_class(type(layer), enter, leave, on_call)
+                classes.append((layer, type(layer), watched))
         leave = self._keep(self.num_layers + 1)
         if leave:
             norm = find_final_norm(self.model)
-            classes.append((norm, type(norm), _tapped_class(type(norm), None, leave)))
+            classes.append((norm, type(norm), _watched_class(type(norm), None, leave)))
         return classes
 
     @contextmanager
-    def _watching(self) -> Iterator[None]:
-        for layer, _, tapped in self._classes:
-            layer.__class__ = tapped
+    def _watching(self, classes: list[tuple[nn.Module, type, type]]) -> Iterator[None]:
+        for layer, _, watched in classes:
+            layer.__class__ = watched
         try:
             yield
         finally:
-            for layer, original, _ in self._classes:
+            for layer, original, _ in classes:
                 layer.__class__ = original

@@ -143,6 +143,9 @@ class ScriptedDrafter:
     def make_cache(self) -> list:
         return []
 
+    def modules(self):
+        return []
+
     def hold(self, features) -> None:
         pass
 

@@ -67,6 +67,9 @@ class MarkovDrafter:
             tokens.append(self.ids[pick(self.model(tokens[-1]), self.ids)].astype(mx.int32))
         return Draft(mx.concatenate(tokens[1:]))
 
+    def modules(self):
+        return []
+
     def hold(self, features):
         pass
 
