@@ -11,7 +11,9 @@ from typing import Protocol
 
 import mlx.core as mx
 
+from .drafter import Draft
 from .sampling import Sampling
+from .tree import kept_path
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
@@ -24,11 +26,19 @@ class Verdict:
     ``following`` (R,): the token after each row; the run emitted is ``following[:num_kept + 1]``.
     ``num_kept`` (): how many draft tokens stay, still on the device.
     ``logprobs`` (R, V): the target's log-probabilities after each row.
+    ``rows`` (R,): for a tree, the window row that each of these stands for, the kept branch
+    first; None for a chain, where they are in window order.
     """
 
     following: mx.array
     num_kept: mx.array
     logprobs: mx.array
+    rows: mx.array | None = None
+
+    def packed(self) -> mx.array:
+        """num_kept, following and rows in one array, for one blocking read."""
+        parts = [self.num_kept.reshape(1), self.following, self.rows]
+        return mx.concatenate([part.astype(mx.int32) for part in parts if part is not None])
 
 
 class Choice(Protocol):
@@ -41,8 +51,11 @@ class Choice(Protocol):
         (None: all of the target's, in order). A drafter that has no logits does not call it.
         """
 
-    def judge(self, draft_tokens: mx.array, logprobs: mx.array) -> Verdict:
-        """Judge draft_tokens (k,) by the target's log-probabilities (k + 1, V)."""
+    def judge(self, draft: Draft, reach: mx.array | None, logprobs: mx.array) -> Verdict:
+        """Judge a draft of k tokens by the target's log-probabilities (k + 1, V).
+
+        ``reach`` (k + 1, k + 1) are the ancestors of a tree's rows; None for a chain.
+        """
 
 
 class Rule(Protocol):
@@ -57,9 +70,15 @@ def kept_in_chain(keep: mx.array) -> mx.array:
     return mx.cumprod(keep.astype(mx.int32)).sum()
 
 
-def _match(draft_tokens: mx.array, following: mx.array, logprobs: mx.array) -> Verdict:
+def _match(
+    draft: Draft, reach: mx.array | None, following: mx.array, logprobs: mx.array
+) -> Verdict:
+    """Keep what equals the choice ``following`` (R,) made after its parent."""
     following = following.astype(mx.int32)
-    return Verdict(following, kept_in_chain(draft_tokens == following[:-1]), logprobs)
+    if reach is None:
+        return Verdict(following, kept_in_chain(draft.tokens == following[:-1]), logprobs)
+    rows, num_kept = kept_path(draft.tokens == following[draft.parents], reach)
+    return Verdict(following[rows], num_kept, logprobs[rows], rows)
 
 
 @dataclass(frozen=True)
@@ -78,14 +97,14 @@ class Match:
     def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
         return mx.argmax(logits, axis=-1)
 
-    def judge(self, draft_tokens: mx.array, logprobs: mx.array) -> Verdict:
+    def judge(self, draft: Draft, reach: mx.array | None, logprobs: mx.array) -> Verdict:
         if self.sampler is None:
             following = mx.argmax(logprobs, axis=-1)
         else:
             # A sampler is an opaque closure: it gets the (1, V) rows it gets in plain decoding.
             rows = range(logprobs.shape[0])
             following = mx.concatenate([self.sampler(logprobs[r : r + 1]) for r in rows])
-        return _match(draft_tokens, following, logprobs)
+        return _match(draft, reach, following, logprobs)
 
 
 @dataclass
@@ -115,12 +134,15 @@ class CoupledChoice:
         log_q = self.rule.sampling.log_probabilities(_normalized(logits))
         return mx.argmax(log_q + (noise if ids is None else noise[ids]), axis=-1)
 
-    def judge(self, draft_tokens: mx.array, logprobs: mx.array) -> Verdict:
+    def judge(self, draft: Draft, reach: mx.array | None, logprobs: mx.array) -> Verdict:
         self.rule.vocab_size = logprobs.shape[-1]
-        while len(self.noises) < logprobs.shape[0]:
+        while len(self.noises) <= draft.num_levels:
             self._add_noise()
+        noise = mx.stack(self.noises)
+        if reach is not None:
+            noise = noise[reach.sum(axis=1) - 1]  # rows of one depth stand for one position
         log_p = self.rule.sampling.log_probabilities(logprobs)
-        return _match(draft_tokens, mx.argmax(log_p + mx.stack(self.noises), axis=-1), logprobs)
+        return _match(draft, reach, mx.argmax(log_p + noise, axis=-1), logprobs)
 
     def _add_noise(self) -> mx.array:
         position = self.position + len(self.noises)
@@ -158,12 +180,12 @@ class RejectChoice:
         self.picks.append((log_q, index, ids))
         return index
 
-    def judge(self, draft_tokens: mx.array, logprobs: mx.array) -> Verdict:
+    def judge(self, draft: Draft, reach: mx.array | None, logprobs: mx.array) -> Verdict:
         log_p = self.sampling.log_probabilities(logprobs)
-        num_drafted = draft_tokens.shape[0]
+        draft_tokens, num_drafted = draft.tokens, len(draft)
         if not self.picks or len(self.picks) != num_drafted:
             rows = [self._draw(log_p[r : r + 1], r, self.TARGET) for r in range(num_drafted + 1)]
-            return _match(draft_tokens, mx.concatenate(rows), logprobs)
+            return _match(draft, reach, mx.concatenate(rows), logprobs)
         kept, following = [], []
         for i, (log_q, index, ids) in enumerate(self.picks):
             p, q = mx.exp(log_p[i]), mx.exp(log_q[0])
@@ -218,16 +240,22 @@ def make_rule(acceptance: str | None, sampler: Sampler | None) -> Rule:
 def process_logits(
     processors: tuple[LogitsProcessor, ...],
     history: mx.array,
-    draft_tokens: mx.array,
+    draft: Draft,
+    reach: mx.array | None,
     logits: mx.array,
 ) -> mx.array:
     """Run logits (k + 1, V) through the processors, each row with the tokens before it.
 
-    ``history`` (N,) ends with the root; row r sees it with the first r draft tokens behind.
+    ``history`` (N,) ends with the root; row r sees it with the draft tokens on its path behind.
     """
     rows = []
+    ancestry = None if reach is None else reach.tolist()
     for r in range(logits.shape[0]):
-        tokens = mx.concatenate([history, draft_tokens[:r].astype(history.dtype)])
+        if ancestry is None:
+            path = draft.tokens[:r]
+        else:
+            path = draft.tokens[mx.array([a - 1 for a in range(1, r + 1) if ancestry[r][a]], mx.int32)]
+        tokens = mx.concatenate([history, path.astype(history.dtype)])
         row = logits[r : r + 1]
         for processor in processors:
             row = processor(tokens, row)

@@ -7,7 +7,7 @@ RULES is the table of strategies:
 
 | cache | to keep the first rows of a window |
 |---|---|
-| KVCache, QuantizedKVCache, ChunkedKVCache | trim |
+| KVCache, QuantizedKVCache, ChunkedKVCache | trim; a tree's branch (not Chunked) is moved to the front first |
 | ConcatenateKVCache | trim, and cut the tail off the arrays |
 | RotatingKVCache | cut the tail off the arrays: a window of two rows or more leaves them in time order. ``trim`` is silently wrong once the cache is full |
 | ArraysCache (recurrent state) | restore the state from before the window, run the kept rows through those layers again |
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_map
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import (
     ArraysCache,
@@ -46,6 +47,20 @@ class TrimUndo:
         surplus = self.cache.offset - (self.start + num_rows)
         if surplus > 0:
             self.cache.trim(surplus)
+
+
+    def gather(self, rows: list[int]) -> None:
+        """Move the window's ``rows`` to its front and drop the others."""
+        cache = self.cache
+        index = mx.array([self.start + row for row in rows])
+        end = self.start + len(rows)
+
+        def moved(array: mx.array) -> mx.array:
+            array[..., self.start : end, :] = array[..., index, :]
+            return array
+
+        cache.keys, cache.values = tree_map(moved, (cache.keys, cache.values))
+        cache.trim(cache.offset - end)
 
 
 class ConcatenateUndo(TrimUndo):
@@ -87,6 +102,16 @@ class RotatingUndo:
         cache.values = cache.values[..., :length, :]
         cache.offset -= surplus
         cache._idx = length
+
+
+    def gather(self, rows: list[int]) -> None:
+        """Keep the window's ``rows`` behind what was there before it."""
+        cache = self.cache
+        length = cache.keys.shape[2] - (cache.offset - self.start)
+        index = mx.array([*range(length), *(length + row for row in rows)])
+        cache.keys, cache.values = cache.keys[..., index, :], cache.values[..., index, :]
+        cache.offset = self.start + len(rows)
+        cache._idx = length + len(rows)
 
 
 class ArraysUndo:
@@ -200,6 +225,14 @@ class Window:
             undo.keep(0 if whole else num_rows)
         if rerun:
             self._rerun(num_rows)
+
+    def keep_branch(self, rows: list[int]) -> None:
+        """Keep the given rows of a tree, root first, as if they had been a chain."""
+        if rows == list(range(len(rows))):
+            self.keep(len(rows))
+            return
+        for undo in self._undos:
+            undo.gather(rows)
 
 
 @contextmanager

@@ -10,18 +10,35 @@ from typing import Protocol, runtime_checkable
 import mlx.core as mx
 import mlx.nn as nn
 
+from .tree import TreeShape, ancestors
+
 Pick = Callable[[mx.array, mx.array | None], mx.array]
 """How to choose a draft token from logits (1, Vd): see ``accept.Choice.pick``."""
 
 
 @dataclass(frozen=True)
 class Draft:
-    """Proposed tokens (k,) int32 in the target's vocabulary; k may be 0."""
+    """Proposed tokens (k,) int32 in the target's vocabulary; k may be 0.
+
+    ``parents`` (k,) makes them a tree, whose deepest token is ``depth`` levels below the root:
+    ``parents[i]`` is the window row that token i continues. None: a chain.
+    """
 
     tokens: mx.array
+    parents: mx.array | None = None
+    depth: int = 0
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
+
+    @property
+    def num_levels(self) -> int:
+        """The longest run that can be kept."""
+        return len(self) if self.parents is None else self.depth
+
+    def reach(self) -> mx.array | None:
+        """The ancestors of a tree's window rows (see ``tree.ancestors``); None for a chain."""
+        return None if self.parents is None else ancestors(self.parents, self.depth)
 
 
 def empty_draft() -> Draft:
@@ -74,3 +91,11 @@ class Drafter(Protocol):
 
     def pending(self) -> list[mx.array]:
         """Arrays the next ``propose`` starts from, so that the loop can have them computed."""
+
+
+@runtime_checkable
+class TreeDrafter(Drafter, Protocol):
+    """A drafter that can also propose trees."""
+
+    def propose_tree(self, shape: TreeShape) -> Draft:
+        """Draft a tree that may follow the last token absorbed."""

@@ -14,6 +14,7 @@ from mlx_lm.models.cache import KVCache
 
 from .drafter import Draft, Pick
 from .head import Eagle3Head
+from .tree import TreeShape, rerank, top_k
 
 
 class Eagle3Drafter:
@@ -85,6 +86,45 @@ class Eagle3Drafter:
     def modules(self) -> list[nn.Module]:
         return [self.head]
 
+    def propose_tree(self, shape: TreeShape) -> Draft:
+        """A dynamic tree (EAGLE-2, Li et al. 2024, arXiv:2406.16858, section 4).
+
+        One head forward a level but the first, over ``width`` rows that see the committed
+        slots and their own ancestors.
+        """
+        if self.head.config.sliding_window is not None:
+            raise ValueError(
+                "this head attends through a sliding window, which tree drafts do not support: "
+                "leave --tree out and draft chains."
+            )
+        width, base = shape.width, self.cache[0].offset
+        log_q = self._log_probabilities(self._seed)
+        picked = top_k(log_q[0], width)
+        tokens, scores = [self._to_ids(picked)], [log_q[0, picked]]
+        origins = [mx.full((width,), -1, mx.int32)]
+        beam, states = mx.arange(width), mx.repeat(self._seed, width, axis=1)
+        beam_tokens, beam_scores = tokens[0], scores[0]
+        visible = mx.zeros((width, 0), mx.bool_)
+        for level in range(1, shape.depth):
+            visible = mx.concatenate([visible, mx.eye(width, dtype=mx.bool_)], axis=1)
+            mask = mx.concatenate([mx.ones((width, base), mx.bool_), visible], axis=1)
+            positions = mx.full((width,), base + level - 1, mx.int32)
+            states = self._forward(beam_tokens[None], states, positions, mask)
+            log_q = self._log_probabilities(states)
+            children = top_k(log_q, width)
+            reached = beam_scores[:, None] + mx.take_along_axis(log_q, children, axis=1)
+            num_before = sum(t.shape[0] for t in tokens)
+            tokens.append(self._to_ids(children.flatten()))
+            scores.append(reached.flatten())
+            origins.append(mx.repeat(beam, width).astype(mx.int32))
+            best = top_k(scores[-1], width)
+            beam, beam_tokens, beam_scores = num_before + best, tokens[-1][best], scores[-1][best]
+            states, visible = states[:, best // width], visible[best // width]
+        for layer in self.cache[:-1]:
+            layer.trim(width * (shape.depth - 1))
+        chosen, parents = rerank(mx.concatenate(scores), mx.concatenate(origins), shape.nodes)
+        return Draft(mx.concatenate(tokens)[chosen], parents, shape.depth)
+
     def hold(self, features: mx.array) -> None:
         """See ``Drafter.hold``; features (1, F)."""
         held = self.cache[-1]
@@ -103,16 +143,30 @@ class Eagle3Drafter:
         width = self.head.config.num_aux * self.head.config.target_hidden_size
         return mx.zeros((1, width), self.head.dtype)
 
-    def _forward(self, tokens: mx.array, states: mx.array) -> mx.array:
+    def _forward(
+        self,
+        tokens: mx.array,
+        states: mx.array,
+        positions: mx.array | None = None,
+        mask: mx.array | None = None,
+    ) -> mx.array:
         """One head forward over tokens (1, m) and states (1, m, h) -> (1, m, h)."""
         self.num_forwards += 1
         self._warn_once_past(self.head.config.max_position_embeddings, tokens.shape[1])
-        return self.head(self._embed(tokens), states, self.cache[:-1])
+        return self.head(self._embed(tokens), states, self.cache[:-1], positions, mask)
 
     def _next(self, states: mx.array, pick: Pick) -> mx.array:
         """The head's choice after states (1, 1, h), as a target id (1,) int32."""
-        index = pick(self.head.logits(states)[0], self._to_target)
+        return self._to_ids(pick(self.head.logits(states)[0], self._to_target))
+
+    def _to_ids(self, index: mx.array) -> mx.array:
+        """Draft-vocabulary indices (m,) as target ids (m,) int32."""
         return (index if self._to_target is None else self._to_target[index]).astype(mx.int32)
+
+    def _log_probabilities(self, states: mx.array) -> mx.array:
+        """log q over the draft vocabulary in float32, (1, m, h) -> (m, Vd)."""
+        logits = self.head.logits(states)[0].astype(mx.float32)
+        return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
     def _warn_once_past(self, limit: int, num_new: int) -> None:
         if not self._warned and self.cache[0].offset + num_new > limit:

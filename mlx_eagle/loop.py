@@ -18,10 +18,12 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from .accept import LogitsProcessor, Rule, Sampler, Verdict, make_rule, process_logits
 from .cache import CacheQuantization, Window, check_supported, exact_masks
-from .drafter import Drafter, empty_draft
+from .drafter import Draft, Drafter, Pick, TreeDrafter, empty_draft
 from .sampling import Sampling
 from .stats import Stats
 from .target import LayerCall, Target
+from .tree import TreeShape
+from .tree_attention import check_trees
 
 CLEAR_CACHE_EVERY = 256  # tokens, as in mlx_lm.generate.generate_step
 
@@ -31,18 +33,31 @@ class Round:
     """A verify pass in flight: row 0 is the root, row i + 1 draft token i."""
 
     num_drafted: int
+    num_levels: int
     verdict: Verdict
     features: mx.array | None  # (R, F)
-    packed: mx.array  # (R + 1,): num_kept, then following, for one blocking read
+    packed: mx.array  # num_kept, following (R,), and a tree's rows (R,): for one blocking read
     target_window: Window
     draft_window: Window
     num_head_forwards: int  # of the drafter since prefill, once this round is done
+    rows: list[int] | None = None  # of a tree, once read: window rows, the kept branch first
 
     def read(self) -> tuple[int, list[int]]:
         """Wait for the device: how many draft tokens stay, and the token after each row."""
         mx.eval(self.packed)
         num_kept, *following = self.packed.tolist()
+        if self.verdict.rows is not None:
+            num_rows = self.num_drafted + 1
+            following, self.rows = following[:num_rows], following[num_rows:]
         return num_kept, following
+
+    def keep_run(self, length: int) -> None:
+        """Cut to the rows that led to the first ``length`` tokens that were emitted."""
+        if self.rows is None:
+            self.keep(length, length)
+            return
+        self.target_window.keep_branch(self.rows[:length])
+        self.draft_window.keep(length)
 
     def keep(self, num_rows: int, num_pairs: int) -> None:
         """Cut to the first rows of the target and pairs of the drafter."""
@@ -67,6 +82,7 @@ class Decoder:
         rule: Rule,
         processors: tuple[LogitsProcessor, ...],
         quantization: CacheQuantization,
+        tree: TreeShape | None,
         stream: mx.Stream | mx.ThreadLocalStream,
     ):
         self.target = target
@@ -75,6 +91,7 @@ class Decoder:
         self.rule = rule
         self.processors = processors
         self.quantization = quantization
+        self.tree = tree
         self.stream = stream
         self.root = mx.zeros((1,), mx.int32)
         self.history = mx.zeros((0,), mx.int32)  # for logits processors: up to the root
@@ -103,7 +120,7 @@ class Decoder:
         self.history = prompt
 
     def launch(self, size: int, absorb: bool = True) -> Round:
-        """Build one round that drafts ``size`` tokens, and start it without waiting.
+        """Build one round that drafts ``size`` levels, and start it without waiting.
 
         ``absorb`` False leaves out the accept pass, for a round that is known to be the last.
         """
@@ -117,11 +134,14 @@ class Decoder:
         try:
             with mx.stream(self.stream):
                 choice = self.rule.open(self.num_emitted)
-                draft = self.drafter.propose(size, choice.pick) if size else empty_draft()
+                draft = self._propose(size, choice.pick)
+                reach = draft.reach()
                 tokens = mx.concatenate([self.root, draft.tokens])
-                logits, features, calls = self._verify(tokens, target_window)
-                verdict = choice.judge(draft.tokens, self._logprobs(draft.tokens, logits))
-                packed = mx.concatenate([verdict.num_kept.reshape(1), verdict.following])
+                logits, features, calls = self._verify(tokens, reach, target_window)
+                verdict = choice.judge(draft, reach, self._logprobs(draft, reach, logits))
+                if verdict.rows is not None and features is not None:
+                    features = features[verdict.rows]
+                packed = verdict.packed()
                 mx.async_eval(packed)
                 if absorb:
                     # Needs no count: rows after the kept ones are cut once it is read.
@@ -133,7 +153,14 @@ class Decoder:
             raise
         forwards = self.drafter.num_forwards - self._prefill_forwards
         return Round(
-            len(draft), verdict, features, packed, target_window, draft_window, forwards
+            len(draft),
+            draft.num_levels,
+            verdict,
+            features,
+            packed,
+            target_window,
+            draft_window,
+            forwards,
         )
 
     def launch_first(self) -> Round:
@@ -145,7 +172,7 @@ class Decoder:
     def commit(self, done: Round, run: list[int]) -> None:
         """Make ``run``, the first tokens of done's following, part of the text."""
         with mx.stream(self.stream):
-            done.keep(len(run), len(run))
+            done.keep_run(len(run))
             self.quantization.apply(self.cache)
             emitted = done.verdict.following[: len(run)]
             self.root = emitted[-1:]
@@ -180,10 +207,19 @@ class Decoder:
         with exact_masks(self.cache, tokens.shape[0]):
             return self.target(tokens, self.cache)
 
+    def _propose(self, size: int, pick: Pick) -> Draft:
+        if size == 0:
+            return empty_draft()
+        if self.tree is None:
+            return self.drafter.propose(size, pick)
+        return self.drafter.propose_tree(self.tree.at_most(size))
+
     def _verify(
-        self, tokens: mx.array, window: Window
+        self, tokens: mx.array, reach: mx.array | None, window: Window
     ) -> tuple[mx.array, mx.array | None, list[LayerCall]]:
         """Logits, features, and the calls to repeat where the window is to be cut."""
+        if reach is not None:
+            return *self.target(tokens, self.cache, reach), []
         recurrent = window.recurrent
         if not recurrent or tokens.shape[0] == 1:
             return *self._run(tokens), []
@@ -203,9 +239,9 @@ class Decoder:
         self.num_reruns += 1
         self._run(tokens)
 
-    def _logprobs(self, draft_tokens: mx.array, logits: mx.array) -> mx.array:
+    def _logprobs(self, draft: Draft, reach: mx.array | None, logits: mx.array) -> mx.array:
         if self.processors:
-            logits = process_logits(self.processors, self.history, draft_tokens, logits)
+            logits = process_logits(self.processors, self.history, draft, reach, logits)
         return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
@@ -258,6 +294,7 @@ def speculative_generate_step(
     sampler: Sampler | None = None,
     logits_processors: list[LogitsProcessor] | None = None,
     acceptance: str | None = None,
+    tree: TreeShape | None = None,
     prompt_cache: list | None = None,
     max_kv_size: int | None = None,
     prefill_step_size: int = 2048,
@@ -273,7 +310,8 @@ def speculative_generate_step(
     mlx-lm's contract for a function of that name: yields (token, logprobs (V,), from_draft).
     ``num_draft_tokens`` is the length of a draft, 0 for plain decoding; ``max_tokens`` -1 means
     no limit. ``acceptance`` is "match" (any sampler), "coupled" or "reject" (with a
-    ``Sampling``; coupled is then the default). ``stop_tokens`` end the generation once
+    ``Sampling``; coupled is then the default). ``tree`` drafts trees of that shape instead of
+    chains, where target and drafter can. ``stop_tokens`` end the generation once
     yielded. ``stats`` is filled in as it goes.
 
     Wherever the caller stops, ``prompt_cache`` then holds the prompt and every token yielded,
@@ -311,6 +349,8 @@ def speculative_generate_step(
     check_supported(drafter.cache, "draft model")
     quantization = CacheQuantization(kv_bits, kv_group_size, quantized_kv_start)
     quantization.check(cache)
+    if tree is not None:
+        _check_tree_request(model, drafter, cache, acceptance)
     decoder = Decoder(
         Target(model, drafter.taps),
         drafter,
@@ -318,9 +358,10 @@ def speculative_generate_step(
         make_rule(acceptance, sampler),
         tuple(logits_processors or ()),
         quantization,
+        tree,
         stream,
     )
-    limits = Limits(num_draft_tokens, max_tokens, stop_tokens)
+    limits = Limits(tree.depth if tree else num_draft_tokens, max_tokens, stop_tokens)
     stats.start()
     try:
         decoder.prefill(prompt, prefill_step_size, prompt_progress_callback or (lambda *_: None))
@@ -348,7 +389,11 @@ def _rounds(
                 upcoming = decoder.launch(size, absorb=size > 0 or keep_caches)
             stats.num_reruns = decoder.num_reruns
             stats.record(
-                done.num_drafted, min(num_kept, len(run)), len(run), done.num_head_forwards
+                done.num_drafted,
+                done.num_levels,
+                min(num_kept, len(run)),
+                len(run),
+                done.num_head_forwards,
             )
             if decoder.num_emitted % CLEAR_CACHE_EVERY < len(run):
                 mx.clear_cache()
@@ -374,9 +419,21 @@ def _check_request(prompt: mx.array, num_draft_tokens: int) -> None:
         )
 
 
+def _check_tree_request(
+    model: nn.Module, drafter: Drafter, cache: list, acceptance: str | None
+) -> None:
+    if not isinstance(drafter, TreeDrafter):
+        raise ValueError("this drafter proposes chains only: leave the tree out.")
+    if acceptance == "reject":
+        raise ValueError(
+            "acceptance 'reject' is for chains: use 'coupled' or 'match' with a tree."
+        )
+    check_trees(model, cache)
+
+
 def _plain(prompt, model, stream, stats: Stats, **kwargs) -> Iterator[tuple[int, mx.array, bool]]:
     """mlx-lm's own pipelined decoding, counted."""
     stats.start()
     for token, logprobs in generate_step(prompt, model, stream, **kwargs):
-        stats.record(0, 0, 1, 0)
+        stats.record(0, 0, 0, 1, 0)
         yield token, logprobs, False

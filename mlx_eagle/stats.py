@@ -39,10 +39,16 @@ class Stats:
         self._start = time.perf_counter()
 
     def record(
-        self, num_drafted: int, num_accepted: int, num_emitted: int, num_head_forwards: int
+        self,
+        num_drafted: int,
+        num_levels: int,
+        num_accepted: int,
+        num_emitted: int,
+        num_head_forwards: int,
     ) -> None:
         """Count one target forward; the first one belongs to prefill.
 
+        A chain of k tokens has k levels, a tree as many as its longest branch.
         ``num_head_forwards`` is the total so far.
         """
         now = time.perf_counter()
@@ -60,9 +66,9 @@ class Stats:
         self.num_rounds += 1
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
-        missing = num_drafted - len(self.drafted_by_position)
+        missing = num_levels - len(self.drafted_by_position)
         self.drafted_by_position += [0] * missing
-        for i in range(num_drafted):
+        for i in range(num_levels):
             self.drafted_by_position[i] += 1
         self.accepted_histogram += [0] * (num_accepted + 1 - len(self.accepted_histogram))
         self.accepted_histogram[num_accepted] += 1

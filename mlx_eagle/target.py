@@ -5,12 +5,14 @@ activations are for.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+
+from .tree_attention import find_ropes, tree_attention
 
 
 @dataclass
@@ -111,13 +113,18 @@ class Target:
         self._calls: list[LayerCall] = []
         self._classes = self._watched_classes(record=False)
         self._recording_classes = self._watched_classes(record=True)
+        self._ropes = find_ropes(model)
 
-    def __call__(self, tokens: mx.array, cache: list) -> tuple[mx.array, mx.array | None]:
+    def __call__(
+        self, tokens: mx.array, cache: list, reach: mx.array | None = None
+    ) -> tuple[mx.array, mx.array | None]:
         """Run tokens (R,) on top of ``cache``: logits (R, V) and features (R, F).
 
-        Features are the taps side by side, low to high; None without taps.
+        Features are the taps side by side, low to high; None without taps. ``reach`` (R, R)
+        makes the rows a tree (see ``tree.ancestors``); they are a chain without.
         """
-        with self._watching(self._classes):
+        tree = nullcontext() if reach is None else tree_attention(self._ropes, cache, reach)
+        with self._watching(self._classes), tree:
             logits = self.model(tokens[None], cache=cache)[0]
         return logits, self._features()
 

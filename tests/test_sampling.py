@@ -130,10 +130,10 @@ class KeepsEverything(Reject):
         choice = super().open(position)
         judge = choice.judge
 
-        def keep_all(draft_tokens, logprobs):
-            verdict = judge(draft_tokens, logprobs)
-            following = mx.concatenate([draft_tokens, verdict.following[-1:]])
-            return type(verdict)(following, mx.array(len(draft_tokens)), logprobs)
+        def keep_all(draft, reach, logprobs):
+            verdict = judge(draft, reach, logprobs)
+            following = mx.concatenate([draft.tokens, verdict.following[-1:]])
+            return type(verdict)(following, mx.array(len(draft)), logprobs)
 
         choice.judge = keep_all
         return choice
@@ -206,7 +206,7 @@ def test_reject_equals_its_naive_twin():
         picked = [choice.pick(draft_logits[i : i + 1], ids) for i in range(k)]
         tokens = mx.concatenate([ids[index] for index in picked]).astype(mx.int32)
         logprobs = target_logits - mx.logsumexp(target_logits, axis=-1, keepdims=True)
-        verdict = choice.judge(tokens, logprobs)
+        verdict = choice.judge(Draft(tokens), None, logprobs)
         p = mx.softmax(target_logits / 0.9, axis=-1).tolist()
         q = [[0.0] * VOCAB for _ in range(k)]
         for i, row in enumerate(mx.softmax(draft_logits / 0.9, axis=-1).tolist()):
@@ -237,7 +237,7 @@ def test_match_and_coupled_equal_their_naive_twins():
         }
         for name, rule in (("match", Match()), ("coupled", Coupled(sampling))):
             choice = rule.open(4)
-            verdict = choice.judge(drafted, logprobs)
+            verdict = choice.judge(Draft(drafted), None, logprobs)
             wanted = [row.index(max(row)) for row in rows[name]]
             kept = 0
             while kept < 3 and drafted.tolist()[kept] == wanted[kept]:

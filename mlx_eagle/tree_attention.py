@@ -1,0 +1,122 @@
+"""Tree attention on an unmodified mlx-lm model, through seams it already has.
+
+A window of rows that form a tree needs two things of a model: a mask by which a row sees its
+ancestors only, and a position a row. The mask comes from ``cache.make_mask``, which models
+call; positions go into their rope modules, which take one offset a batch entry. Both are put
+in place by swapping the class of an object, and taken back after the pass.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
+
+MASKED = (KVCache, QuantizedKVCache, RotatingKVCache)
+PROBE_PREFIX, PROBE_ROOT = [3, 5, 7], 2
+PROBE_TOKENS, PROBE_PARENTS = [4, 6, 8], [0, 0, 1]  # two children of the root, one grandchild
+
+
+def find_ropes(model: nn.Module) -> list[nn.Module]:
+    """The rotary embedding modules of a model's layers, by the name mlx-lm gives them."""
+    found: dict[int, nn.Module] = {}
+    for layer in model.layers:
+        for name, module in layer.named_modules():
+            if name.split(".")[-1] in ("rope", "rotary_emb"):
+                found[id(module)] = module
+    return list(found.values())
+
+
+def _rope_class(original: type[nn.Module], depths: mx.array) -> type[nn.Module]:
+    """A rope that rotates row r by ``offset + depths[r]`` instead of ``offset + r``."""
+
+    def call(self, x: mx.array, *args, offset: int = 0, **kwargs) -> mx.array:
+        # (1, H, R, D) -> (R, H, 1, D): one batch entry a row, each with an offset of its own.
+        rows = original.__call__(
+            self, x.transpose(2, 1, 0, 3), *args, offset=offset + depths, **kwargs
+        )
+        return rows.transpose(2, 1, 0, 3)
+
+    return type(original.__name__, (original,), {"__call__": call})
+
+
+def _mask_class(original: type, reach: mx.array, depths: mx.array) -> type:
+    """A cache whose mask lets a row see what came before the window and its ancestors in it."""
+
+    def make_mask(
+        self, N: int, window_size: int | None = None, return_array: bool = False
+    ) -> mx.array:
+        rotating = original is RotatingKVCache
+        before = min(self.max_size - 1, self.offset) if rotating else self.offset
+        keep = self.keep if rotating else 0
+        index = mx.arange(before)
+        past = mx.where(index < keep, index, index + (self.offset - before))
+        columns = mx.concatenate([past, self.offset + depths])[None]
+        rows = (self.offset + depths)[:, None]
+        mask = mx.concatenate([mx.ones((N, before), mx.bool_), reach], axis=1)
+        if rotating:
+            kept = mx.concatenate([index < keep, mx.zeros((N,), mx.bool_)])[None]
+            mask = mask & (kept | (columns > rows - (self.max_size - keep)))
+        return mask if window_size is None else mask & (columns > rows - window_size)
+
+    return type(original.__name__, (original,), {"make_mask": make_mask})
+
+
+@contextmanager
+def tree_attention(ropes: list[nn.Module], caches: list, reach: mx.array) -> Iterator[None]:
+    """Within, a forward pass over R rows is one over the tree of ``reach`` (R, R)."""
+    depths = reach.sum(axis=1) - 1
+    changed = [(rope, type(rope), _rope_class(type(rope), depths)) for rope in ropes]
+    changed += [(cache, type(cache), _mask_class(type(cache), reach, depths)) for cache in caches]
+    for thing, _, changed_class in changed:
+        thing.__class__ = changed_class
+    try:
+        yield
+    finally:
+        for thing, original, _ in changed:
+            thing.__class__ = original
+
+
+def check_trees(model: nn.Module, caches: list) -> None:
+    """Raise ValueError, with the reason, where this model cannot verify a tree exactly.
+
+    Cache types are looked up; the rest is measured: a small tree on a few tokens must give
+    the logits of each of its branches run alone.
+    """
+    for cache in caches:
+        if type(cache) not in MASKED:
+            names = ", ".join(kind.__name__ for kind in MASKED)
+            raise ValueError(
+                f"tree drafts need caches whose rows can be gathered ({names}), but this target "
+                f"has a {type(cache).__name__}: leave --tree out and draft chains."
+            )
+    from .tree import ancestors  # tree.py is pure and knows nothing of models
+
+    reach = ancestors(mx.array(PROBE_PARENTS), 2)
+    difference, scale = _probe(model, reach)
+    if not difference <= 0.02 * scale:
+        raise ValueError(
+            "this target does not verify trees exactly (its logits on a probe differ by "
+            f"{difference:.2g}, of {scale:.2g}): its attention takes masks or positions from "
+            "elsewhere; leave --tree out and draft chains."
+        )
+
+
+def _probe(model: nn.Module, reach: mx.array) -> tuple[float, float]:
+    """Greatest difference between a tree's logits and its branches', and the logits' size."""
+
+    def filled() -> list:
+        cache = make_prompt_cache(model)
+        model(mx.array([PROBE_PREFIX]), cache=cache)
+        return cache
+
+    cache = filled()
+    with tree_attention(find_ropes(model), cache, reach):
+        rows = model(mx.array([[PROBE_ROOT, *PROBE_TOKENS]]), cache=cache)[0]
+    left, middle, grandchild = PROBE_TOKENS
+    first = model(mx.array([[PROBE_ROOT, left, grandchild]]), cache=filled())[0]
+    second = model(mx.array([[PROBE_ROOT, middle]]), cache=filled())[0]
+    alone = mx.stack([first[0], first[1], second[1], first[2]])
+    difference = mx.abs(rows - alone).max().item()
+    return difference, mx.abs(alone).max().item()

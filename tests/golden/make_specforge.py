@@ -1,0 +1,118 @@
+"""Freeze what the PyPI package ``specforge`` computes for tiny random EAGLE-3 heads.
+
+    pip install torch "transformers>=5" && pip install --no-deps specforge==0.2.0
+    python make_specforge.py [VARIANT ...]
+
+Writes ``specforge-VARIANT/`` beside this script with the same three files, the same tensors
+and the same unrolled steps as ``make_speculators.py``.
+"""
+
+import importlib.util
+import os
+import sys
+import types
+from pathlib import Path
+
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the library compiles its norms; nothing to gain here
+
+import torch  # noqa: E402
+from common import (  # noqa: E402
+    NUM_SLOTS,
+    NUM_STEPS,
+    chosen,
+    freeze,
+    random_inputs,
+    random_vocabulary,
+    randomize,
+    shifted,
+    stub,
+)
+
+stub("accelerate", "psutil", "yunchang")
+
+
+def without_init(*names: str) -> None:
+    """Make packages importable without running their ``__init__``, which pull in a trainer."""
+    (location,) = importlib.util.find_spec("specforge").submodule_search_locations
+    for name in names:
+        package = types.ModuleType(name)
+        package.__path__ = [str(Path(location, *name.split(".")[1:]))]
+        sys.modules[name] = package
+
+
+without_init("specforge", "specforge.modeling", "specforge.modeling.draft")
+
+from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3  # noqa: E402
+from transformers import LlamaConfig  # noqa: E402
+
+CONFIG = {
+    "vocab_size": 128,
+    "draft_vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 256,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "pretraining_tp": 1,
+    "pad_token_id": None,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 50000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+}
+
+VARIANTS = {
+    "plain": {},
+    "fc-norm": {"fc_norm": True},
+    "target-hidden-size": {"target_hidden_size": 48},  # wider than the head's 32
+    "linear-rope": {"rope_parameters": LINEAR},
+    "yarn-rope": {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "rope_parameters": YARN,
+    },
+}
+
+
+@torch.no_grad()
+def expect(model: LlamaForCausalLMEagle3) -> dict[str, torch.Tensor]:
+    tokens, features = random_inputs(model.vocab_size, model.target_hidden_size)
+    mask = torch.full((1, 1, NUM_SLOTS, NUM_SLOTS), float("-inf")).triu(1)
+    positions, cached = torch.arange(NUM_SLOTS)[None], [[], []]
+    state, logits = model.project_hidden_states(features[None]), []
+    for step in range(NUM_STEPS):
+        embeddings = model.embed_input_ids(shifted(tokens, step)[None])
+        # The library adds the number of cached steps to the positions.
+        state = model.backbone(embeddings, state, cached, mask, positions)
+        logits.append(model.compute_logits(state)[0])
+    return {"tokens": tokens, "features": features, "logits": torch.stack(logits)}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for seed, variant in chosen(VARIANTS):
+        torch.manual_seed(100 + seed)
+        config = LlamaConfig(**{**CONFIG, **VARIANTS[variant]})
+        model = LlamaForCausalLMEagle3(config)
+        t2d, d2t = random_vocabulary(config.vocab_size, config.draft_vocab_size)
+        model.t2d.copy_(t2d)
+        model.d2t.copy_(d2t)
+        randomize(model)
+        folder = Path(__file__).parent / f"specforge-{variant}"
+        freeze(model, folder, expect(model), "specforge", variant, 100 + seed)
+
+
+if __name__ == "__main__":
+    main()
