@@ -2,12 +2,14 @@
 
 import warnings
 
+from .demo import load_demo
 from .eagle3 import Eagle3Drafter
 from .generate import GenerationResponse, generate, stream_generate
 from .load import load_drafter
 from .loop import speculative_generate_step
 from .sampling import Sampling
 from .stats import Stats
+from .tree import TreeShape
 
 # `python -m mlx_eagle.generate` finds its module imported already, by the lines above. That is
 # harmless here, and the warning would be the first thing a user sees.
@@ -15,19 +17,12 @@ warnings.filterwarnings("ignore", message=r"'mlx_eagle\.\w+' found in sys\.modul
 
 __version__ = "0.1.0"
 
-
-def load_demo(**kwargs):
-    """The embedded demo pair: (model, tokenizer, drafter). See ``mlx_eagle.demo``."""
-    from .demo import load_demo as load
-
-    return load(**kwargs)
-
-
 __all__ = [
     "Eagle3Drafter",
     "GenerationResponse",
     "Sampling",
     "Stats",
+    "TreeShape",
     "generate",
     "load_demo",
     "load_drafter",

@@ -76,8 +76,8 @@ class Drafter(Protocol):
 
         ``last`` () is the index of the last valid row, perhaps still on the device; rows
         after it are garbage that the loop cuts from ``cache`` later. None means m - 1.
-        ``features`` None: the first token (1,) of a request. What came before it, if
-        anything, is in ``cache``, and so are its features if ``hold`` was called.
+        ``features`` None, where there are taps: the first token (1,) of a request. What came
+        before it, if anything, is in ``cache``, and so are its features if ``hold`` was called.
         """
 
     def propose(self, size: int, pick: Pick) -> Draft:

@@ -131,6 +131,7 @@ class Decoder:
         target_window = Window(
             self.cache, lambda num_rows: self._rerun(tokens[:num_rows], calls, target_window)
         )
+        launched = False
         try:
             with mx.stream(self.stream):
                 choice = self.rule.open(self.num_emitted)
@@ -147,10 +148,11 @@ class Decoder:
                     # Needs no count: rows after the kept ones are cut once it is read.
                     self.drafter.extend(verdict.following, features, last=verdict.num_kept)
                     mx.async_eval(self.drafter.pending())
-        except BaseException:  # a Ctrl-C too must not leave half a window behind
-            target_window.keep(0)
-            draft_window.keep(0)
-            raise
+            launched = True
+        finally:
+            if not launched:  # an error or a Ctrl-C must not leave half a window behind
+                target_window.keep(0)
+                draft_window.keep(0)
         forwards = self.drafter.num_forwards - self._prefill_forwards
         return Round(
             len(draft),
@@ -344,6 +346,12 @@ def speculative_generate_step(
             prompt_progress_callback=prompt_progress_callback,
         )
         return
+    num_needed = len(draft_model.make_cache())
+    if draft_cache is not None and len(draft_cache) != num_needed:
+        raise ValueError(
+            f"prompt_cache holds {len(draft_cache)} caches behind the target's {len(cache)}, but "
+            f"this drafter has {num_needed}: make it with this drafter's make_cache()."
+        )
     drafter = draft_model.begin(draft_cache)
     check_supported(cache, "target")
     check_supported(drafter.cache, "draft model")

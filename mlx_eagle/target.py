@@ -73,7 +73,13 @@ def find_final_norm(model: nn.Module) -> nn.Module:
 
     A norm is known by its parameters: vectors only, of which one is the weight.
     """
-    owners = [m for _, m in model.named_modules() if m.get("layers") is model.layers]
+    # model.layers may be a list made for the occasion: know the owner by a layer.
+    last = model.layers[-1]
+    owners = [
+        module
+        for _, module in model.named_modules()
+        if any(layer is last for layer in module.get("layers") or ())
+    ]
     owner = owners[-1] if owners else model
     norms = []
     for child in owner.children().values():

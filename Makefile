@@ -1,0 +1,55 @@
+# make demo   the main job on the embedded demo pair; make demo PROMPT="..." asks something else
+# make test   the whole test suite; make test ARGS="-k demo" runs a part
+# make bench  the benchmark on the demo pair; ARGS="..." goes to it
+# make clean  remove what these made
+#
+# Needs Python 3.11 or newer (PYTHON=python3.12 picks one) and a network for the first run.
+
+PYTHON ?= python3
+PROMPT =
+ARGS =
+VENV := .venv
+BIN := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# Through the environment, so that quotes and dollars in a prompt reach the program as they are.
+export DEMO_PROMPT = $(value PROMPT)
+
+# Linux: the CPU build of mlx brings a reference BLAS, with which a forward of k + 1 rows costs
+# k + 1 times one row. Where OpenBLAS is installed it goes in front; empty elsewhere.
+OPENBLAS := $(if $(filter Linux,$(shell uname -s)),$(firstword \
+	$(wildcard /usr/lib/$(shell uname -m)-linux-gnu/openblas-pthread/libopenblas.so.0) \
+	$(shell (ldconfig -p || /sbin/ldconfig -p) 2>/dev/null | sed -n 's/.*libopenblas\.so.* => //p')))
+RUN := $(if $(OPENBLAS),env LD_PRELOAD=$(OPENBLAS)) $(BIN)/python
+
+.PHONY: demo test bench clean
+
+demo: $(VENV)/installed
+	@$(RUN) -m mlx_eagle.demo $(if $(PROMPT),--prompt "$$DEMO_PROMPT") $(ARGS)
+
+test: $(VENV)/installed-test
+	@$(RUN) -m pytest $(ARGS)
+
+bench: $(VENV)/installed
+	@$(RUN) -m mlx_eagle.bench $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "make: $(PYTHON) is missing or older than Python 3.11: install one, or name it with make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+		echo "make: $(PYTHON) cannot make virtual environments: install its venv module (Debian: apt install python3-venv)." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/installed: $(VENV)/created pyproject.toml
+	@echo "Installing into $(VENV), once." >&2
+	@$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/installed-test: $(VENV)/created pyproject.toml
+	@echo "Installing into $(VENV) with what the tests need, once." >&2
+	@$(BIN)/python -m pip install --quiet --editable '.[test]'
+	@touch $(VENV)/installed $@

@@ -1,0 +1,184 @@
+"""The demo pair, and the main job shown on it: ``python -m mlx_eagle.demo``.
+
+Loads the embedded target and head, and compares plain with speculative decoding of one
+prompt. Where the target comes from is in ``demo_target.py``; the head lies in ``demo_head/``.
+"""
+
+import argparse
+import ctypes
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+from mlx_lm.generate import GenerationResponse
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import dequantize_model
+
+from .demo_target import demo_target_path
+from .eagle3 import Eagle3Drafter
+from .generate import stream_generate
+from .load import load_drafter
+
+HEAD = Path(__file__).parent / "demo_head"
+
+# The kind of prompt the small demo head was trained on; code and open chat gain less.
+PROMPT = (
+    "A baker makes 12 trays of cookies with 8 cookies on each tray. "
+    "How many cookies does she make?"
+)
+WARM_UP_TOKENS = 8
+NO_OPENBLAS = (
+    "Note: speculation cannot win here, because without OpenBLAS in front the CPU wheel's "
+    "reference BLAS takes k + 1 times as long for k + 1 rows: `apt install libopenblas0-pthread`, "
+    "then `make demo` uses it."
+)
+
+
+def load_demo(
+    dtype: mx.Dtype | None = None,
+    *,
+    quantized: bool | None = None,
+    quantize_bits: int | None = None,
+) -> tuple[nn.Module, TokenizerWrapper, Eagle3Drafter]:
+    """The demo pair: (model, tokenizer, drafter); the target is fetched the first time.
+
+    Without arguments the target stays 4-bit on a GPU, in float16, and is dequantized to
+    float32 on a CPU, where other types are slow; the head, which is shipped in 4 bits, follows
+    it. A ``dtype`` alone means dense weights of that type; ``quantized`` keeps them packed, or
+    not, whatever the device. ``quantize_bits`` quantizes the head while loading it. Raises ValueError where the target cannot be had.
+    """
+    on_gpu = mx.default_device() == mx.gpu
+    if quantized is None:
+        quantized = on_gpu and dtype is None
+    if dtype is None:
+        dtype = mx.float16 if on_gpu else mx.float32
+    model, tokenizer = mlx_lm.load(str(demo_target_path()), lazy=True)
+    if not quantized:
+        # Before the cast: the target is what its float16 scales say, in any dtype.
+        model = dequantize_model(model)
+    model.set_dtype(dtype)
+    mx.eval(model.parameters())
+    drafter = load_drafter(HEAD, model, quantize_bits=quantize_bits)
+    if not quantized and quantize_bits is None:
+        drafter.head = dequantize_model(drafter.head)
+    return model, tokenizer, drafter
+
+
+def is_openblas_in_front() -> bool:
+    """Whether a preloaded OpenBLAS answers MLX's calls instead of the wheel's own BLAS."""
+    return hasattr(ctypes.CDLL(None), "openblas_get_config")
+
+
+def speculation_note() -> str | None:
+    """Why this build cannot gain from speculation, in one line; None where it can."""
+    on_cpu = mx.default_device() == mx.cpu
+    if sys.platform == "linux" and on_cpu and not is_openblas_in_front():
+        return NO_OPENBLAS
+    return None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One generation: its token ids, the stop token included, and its last response."""
+
+    tokens: list[int]
+    last: GenerationResponse
+
+    @classmethod
+    def of(cls, responses: Iterator[GenerationResponse], echo: bool = False) -> "Run":
+        """Use up ``responses``; ``echo`` prints the text as it comes."""
+        tokens = []
+        for response in responses:
+            tokens.append(response.token)
+            if echo:
+                print(response.text, end="", flush=True)
+        if echo:
+            print()
+        return cls(tokens, response)
+
+
+def first_difference(left: list[int], right: list[int]) -> int | None:
+    """Index of the first token in which two texts differ; None where they are identical.
+
+    [5, 6, 7], [5, 9, 7] -> 1; [5, 6], [5, 6, 7] -> 2
+    """
+    if left == right:
+        return None
+    pairs = zip(left, right)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+
+
+def report(plain: Run, speculative: Run) -> list[str]:
+    """The comparison in lines: speed of both, tau, acceptance, and whether the texts agree."""
+    stats = speculative.last.stats
+    plain_tps, tps = plain.last.generation_tps, speculative.last.generation_tps
+    by_position = " ".join(f"{a:.2f}" for a in stats.acceptance_by_position)
+    index = first_difference(plain.tokens, speculative.tokens)
+    identical = f"yes, all {len(plain.tokens)} tokens"
+    if index is not None:
+        identical = f"no, they differ from token {index} on (counted from 0)"
+    return [
+        f"Plain:       {plain_tps:.1f} tokens/s (mlx_lm.stream_generate)",
+        f"Speculative: {tps:.1f} tokens/s, {tps / plain_tps:.2f}x",
+        f"Tau:         {stats.tau:.2f} tokens per target forward, over "
+        f"{stats.num_target_forwards} forwards",
+        f"Acceptance:  {stats.acceptance_rate:.2f} of what was drafted; "
+        f"by position: {by_position or '-'}",
+        f"Token-identical: {identical}",
+    ]
+
+
+def run(prompt: str, max_tokens: int, num_draft_tokens: int) -> None:
+    """Generate once with the head and once without, and print how they compare."""
+    if max_tokens < 2:
+        raise ValueError(f"--max-tokens is {max_tokens}: give 2 or more, there is nothing to time.")
+    if num_draft_tokens < 1:
+        raise ValueError(f"--num-draft-tokens is {num_draft_tokens}: give 1 or more.")
+    print("Loading SmolLM2-135M-Instruct and its EAGLE-3 head.", file=sys.stderr)
+    model, tokenizer, drafter = load_demo()
+    note = speculation_note()
+    if note is not None:
+        print(note, file=sys.stderr)
+    messages = [{"role": "user", "content": prompt}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+
+    def plain(limit: int) -> Iterator[GenerationResponse]:
+        return mlx_lm.stream_generate(model, tokenizer, tokens, max_tokens=limit)
+
+    def speculative(limit: int) -> Iterator[GenerationResponse]:
+        options = {"draft_model": drafter, "num_draft_tokens": num_draft_tokens}
+        return stream_generate(model, tokenizer, tokens, max_tokens=limit, **options)
+
+    for warm_up in (plain, speculative):
+        Run.of(warm_up(WARM_UP_TOKENS))
+    print(f"Prompt: {prompt}\n")
+    drafted = Run.of(speculative(max_tokens), echo=True)
+    print()
+    print("\n".join(report(Run.of(plain(max_tokens)), drafted)))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command ``python -m mlx_eagle.demo``."""
+    from .cli import run_command  # cli itself loads the demo pair
+
+    parser = argparse.ArgumentParser(
+        prog="mlx_eagle.demo", description="Plain against speculative decoding, on the demo pair."
+    )
+    parser.add_argument("--prompt", "-p", default=PROMPT, help="what to ask (default: %(default)s)")
+    parser.add_argument(
+        "--max-tokens", "-m", type=int, default=200, help="most tokens to answer (%(default)s)"
+    )
+    parser.add_argument(
+        "--num-draft-tokens", type=int, default=3, help="tokens to draft a round (%(default)s)"
+    )
+    args = parser.parse_args(argv)
+    run_command(lambda: run(args.prompt or PROMPT, args.max_tokens, args.num_draft_tokens))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""What is built, installed and run: wheel, sdist, commands, Makefile, the top level."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from importlib.metadata import PathDistribution, version
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parent.parent
+TOP_LEVEL = set("pyproject.toml mlx_eagle convert bench tests README.md LICENSE Makefile".split())
+COMMANDS = ["mlx_eagle.generate", "mlx_eagle.convert", "mlx_eagle.bench"]
+BUILD_SDIST = "import sys; from setuptools.build_meta import build_sdist as b; b(sys.argv[1])"
+
+
+def run(*command: str | Path, cwd: Path, **options) -> subprocess.CompletedProcess:
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, **options)
+    assert done.returncode == 0, f"{command}: {done.stdout}\n{done.stderr}"
+    return done
+
+
+def build_wheel(source: Path, into: Path) -> Path:
+    options = ["--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", into]
+    run(sys.executable, "-m", "pip", "wheel", *options, source, cwd=into)
+    (wheel,) = into.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def tracked() -> list[str]:
+    """Paths of the repository's own files."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    paths = run(*listing, cwd=ROOT).stdout.split("\0")
+    return [path for path in paths if path and (ROOT / path).is_file()]
+
+
+@pytest.fixture(scope="module")
+def checkout(tracked, tmp_path_factory) -> Path:
+    """A copy of those files and nothing else, as a fresh clone would have them."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for path in tracked:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, folder / path)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sdist(checkout, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sdist")
+    run(sys.executable, "-c", BUILD_SDIST, folder, cwd=checkout)
+    (archive,) = folder.glob("*.tar.gz")
+    return archive
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout, tmp_path_factory) -> Path:
+    return build_wheel(checkout, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def site(wheel, tmp_path_factory) -> Path:
+    """A folder into which only our wheel is installed."""
+    folder = tmp_path_factory.mktemp("site")
+    options = ["--no-deps", "--no-index", "--quiet", "--target", folder]
+    run(sys.executable, "-m", "pip", "install", *options, wheel, cwd=folder)
+    return folder
+
+
+def expected_files(checkout: Path) -> set[str]:
+    """Every source and data file, by its path inside the installed package."""
+    found = set()
+    for folder, name in [("mlx_eagle", ""), ("convert", "convert/"), ("bench", "bench/")]:
+        for path in (checkout / folder).rglob("*"):
+            if path.suffix in (".py", ".typed", ".jsonl", ".json", ".safetensors"):
+                found.add(f"mlx_eagle/{name}{path.relative_to(checkout / folder)}")
+    return found
+
+
+def test_top_level_of_the_repository(tracked):
+    names = {path.split("/")[0] for path in tracked}
+    assert {name for name in names if not name.startswith(".")} == TOP_LEVEL
+
+
+def test_wheel_holds_every_source_and_nothing_but_mlx_eagle(wheel, checkout):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {name.split("/")[0] for name in names} == {"mlx_eagle", "mlx_eagle-0.1.0.dist-info"}
+    assert {name for name in names if name.startswith("mlx_eagle/")} == expected_files(checkout)
+    assert {
+        "mlx_eagle/py.typed",
+        "mlx_eagle/convert/__main__.py",
+        "mlx_eagle/bench/prompts/mt_bench.jsonl",
+        "mlx_eagle/demo_head/model.safetensors",
+    } <= names
+
+
+def test_sdist_builds_the_same_wheel(sdist, wheel, tmp_path):
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "source", filter="data")
+    (source,) = (tmp_path / "source").iterdir()
+    (tmp_path / "out").mkdir()
+    again = build_wheel(source, tmp_path / "out")
+    assert set(zipfile.ZipFile(again).namelist()) == set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_metadata_names_commands_and_version(site):
+    (info,) = site.glob("*.dist-info")
+    distribution = PathDistribution(info)
+    scripts = {e.name for e in distribution.entry_points if e.group == "console_scripts"}
+    assert scripts == set(COMMANDS)
+    assert {path.name for path in (site / "bin").iterdir()} == set(COMMANDS)
+    code = "import json, mlx_eagle; print(json.dumps([mlx_eagle.__version__, mlx_eagle.__file__]))"
+    found, file = json.loads(run_in(site, "-c", code).stdout)
+    assert found == distribution.version
+    assert Path(file).is_relative_to(site)
+
+
+def run_in(site: Path, *arguments: str | Path) -> subprocess.CompletedProcess:
+    """Python with the installed wheel first on its path, away from the repository."""
+    command = ["env", f"PYTHONPATH={site}", sys.executable, *arguments]
+    return run(*command, cwd=site.parent)
+
+
+@pytest.mark.parametrize("module", [*COMMANDS, "mlx_eagle.demo"])
+def test_modules_say_what_they_do(site, module):
+    done = run_in(site, "-m", module, "--help")
+    assert f"usage: {module}" in done.stdout
+    assert done.stderr == ""
+
+
+def test_console_script_runs(site):
+    assert "--mlx-path" in run_in(site, site / "bin" / "mlx_eagle.convert", "--help").stdout
+
+
+def requirements(platform: str, extra: str = "") -> list[Requirement]:
+    """What pip would install beside us on a platform."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = project["dependencies"] + project["optional-dependencies"].get(extra, [])
+    found = [Requirement(name) for name in names]
+    environment = {"platform_system": platform, "sys_platform": platform.lower()}
+    return [r for r in found if r.marker is None or r.marker.evaluate(environment)]
+
+
+@pytest.mark.parametrize(
+    "platform, extra, expected",
+    [("Darwin", "", [set()]), ("Linux", "", [{"cpu"}]), ("Linux", "cuda", [{"cpu"}, {"cuda12"}])],
+)
+def test_platform_picks_the_build_of_mlx(platform, extra, expected):
+    found = requirements(platform, extra)
+    assert [r.extras for r in found if r.name == "mlx"] == expected
+
+
+def test_mlx_lm_has_a_floor_and_a_tested_ceiling():
+    (mlx_lm,) = [r for r in requirements("Linux") if r.name == "mlx-lm"]
+    assert {s.operator for s in mlx_lm.specifier} == {">=", "<"}
+    assert version("mlx-lm") in mlx_lm.specifier
+
+
+def make(checkout: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """make as a user starts it, whatever make runs these tests."""
+    inherited = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES", "PROMPT", "DEMO_PROMPT"}
+    environment = {k: v for k, v in os.environ.items() if k not in inherited}
+    command = ["make", *arguments]
+    return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    "knows, sentence",
+    [("nothing", "older than Python 3.11"), ("version_info", "apt install python3-venv")],
+)
+def test_make_says_what_python_lacks(checkout, tmp_path, knows, sentence):
+    fake = tmp_path / "python"
+    fake.write_text(f'#!/bin/sh\ncase "$2" in *{knows}*) exit 0;; esac\nexit 1\n')
+    fake.chmod(0o755)
+    done = make(checkout, "demo", f"PYTHON={fake}")
+    assert done.returncode != 0
+    assert sentence in done.stderr
+    assert not (checkout / ".venv").exists()
+
+
+def test_make_passes_a_prompt_through_unharmed(checkout):
+    prompt = 'It costs $5 "now", `isn\'t` it?'
+    (checkout / "show.mk").write_text("show:\n\t@printf %s \"$$DEMO_PROMPT\"\n")
+    try:
+        done = make(checkout, "-f", "Makefile", "-f", "show.mk", "show", f"PROMPT={prompt}")
+    finally:
+        (checkout / "show.mk").unlink()
+    assert done.stdout == prompt
+
+
+def test_make_demo_runs_the_demo(checkout):
+    recipe = make(checkout, "-n", "demo", "PROMPT=Hello").stdout.splitlines()[-1]
+    assert re.search(r'\.venv/bin/python -m mlx_eagle\.demo --prompt "\$DEMO_PROMPT"', recipe)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="preloading is the Linux loader's")
+@pytest.mark.parametrize("preloads", [False, True])
+def test_openblas_counts_only_where_make_puts_it_in_front(checkout, preloads):
+    """numpy brings an OpenBLAS of its own, which MLX does not use."""
+    variables = make(checkout, "-pn", "clean").stdout
+    openblas = re.search(r"(?m)^OPENBLAS := *(.*)$", variables)[1]
+    if preloads and not openblas:
+        pytest.skip("OpenBLAS is not installed")
+    environment = os.environ | {"LD_PRELOAD": openblas if preloads else ""}
+    code = "import numpy; from mlx_eagle.demo import *; print(is_openblas_in_front())"
+    done = run(sys.executable, "-c", code, cwd=ROOT, env=environment)
+    assert done.stdout.strip() == str(preloads)
+
+
+def test_ci_runs_make_test():
+    script = ROOT / ".ci" / "run"
+    assert script.stat().st_mode & 0o100
+    assert "\nmake test\n" in script.read_text()
