@@ -3,6 +3,7 @@
 import warnings
 
 from .demo import load_demo
+from .drafters import open_drafter
 from .eagle3 import Eagle3Drafter
 from .generate import GenerationResponse, generate, stream_generate
 from .load import load_drafter
@@ -26,6 +27,7 @@ __all__ = [
     "generate",
     "load_demo",
     "load_drafter",
+    "open_drafter",
     "speculative_generate_step",
     "stream_generate",
 ]

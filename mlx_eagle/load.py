@@ -10,12 +10,11 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from mlx.utils import tree_flatten
 
 from .eagle3 import Eagle3Drafter
 from .head import FUSED, Eagle3Config, Eagle3Head, fuse_weights
+from .hub import locate
 
 Linear = nn.Linear | nn.QuantizedLinear
 Embedding = nn.Embedding | nn.QuantizedEmbedding
@@ -37,7 +36,7 @@ def load_drafter(
     Raises ValueError, in one sentence, where the folder is not a converted head, is damaged,
     or does not belong to this target.
     """
-    folder = _resolve(path_or_repo)
+    folder = locate(str(path_or_repo), ("*.json", "*.safetensors"))
     values = _read_config(folder)
     config = Eagle3Config.from_dict(values)
     weights = _read_weights(folder)
@@ -58,27 +57,6 @@ def load_drafter(
         head.share_lm_head(lm_head_of(model, embedding))
     mx.eval(head.parameters())
     return Eagle3Drafter(head, embed, config.taps(len(model.layers)), to_target)
-
-
-def _resolve(path_or_repo: str | Path) -> Path:
-    """The local folder of a head, downloaded where it is a repo id."""
-    folder = Path(path_or_repo).expanduser()
-    if folder.is_dir():
-        return folder
-    try:
-        patterns = ["*.json", "*.safetensors"]
-        return Path(snapshot_download(str(path_or_repo), allow_patterns=patterns))
-    except HFValidationError as err:
-        raise ValueError(
-            f"{path_or_repo} is neither a folder nor a hub repo id: give the folder that "
-            "mlx_eagle.convert wrote, or owner/name."
-        ) from err
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as err:
-        reason = str(err).strip().splitlines()[0]
-        raise ValueError(
-            f"{path_or_repo} is no folder here and could not be fetched from the hub "
-            f"({reason}): check the name and the connection, or give a local folder."
-        ) from err
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

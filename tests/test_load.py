@@ -139,7 +139,7 @@ def test_what_is_no_converted_head_is_refused(model, source, tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
         load_drafter(tmp_path, model)
-    with pytest.raises(ValueError, match="neither a folder nor a hub repo id"):
+    with pytest.raises(ValueError, match="is not a repository id either"):
         load_drafter("no/such/folder/at/all", model)
 
 

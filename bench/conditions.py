@@ -1,0 +1,89 @@
+"""Under what conditions a benchmark ran: machine, versions, model, head, settings."""
+
+import ctypes
+import os
+import platform
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+from mlx.utils import tree_flatten
+from mlx_lm.utils import get_total_parameters
+
+import mlx_eagle
+from mlx_eagle.demo import is_openblas_in_front
+from mlx_eagle.memory import weight_bytes
+
+from .runner import Models
+
+
+def machine() -> dict[str, Any]:
+    """Chip, system, versions, and which BLAS answers on a CPU."""
+    device = mx.default_device()
+    info = mx.device_info()
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "chip": str(info.get("device_name", platform.processor())),
+        "device": "gpu" if device == mx.gpu else "cpu",
+        "cores": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 2),
+        "os": platform.platform(),
+        "python": platform.python_version(),
+        "mlx": version("mlx"),
+        "mlx-lm": mlx_lm.__version__,
+        "mlx-eagle": mlx_eagle.__version__,
+        "blas": blas(),
+    }
+
+
+def blas() -> str:
+    """The library behind float matrix products on a CPU."""
+    if mx.default_device() == mx.gpu:
+        return "not used (GPU)"
+    if sys.platform == "darwin":
+        return "Accelerate"
+    if not is_openblas_in_front():
+        return "reference BLAS of the mlx wheel (cost linear in rows)"
+    threads = ctypes.CDLL(None).openblas_get_num_threads()
+    return f"OpenBLAS preloaded, {threads} threads"
+
+
+def describe(models: Models, names: dict[str, str]) -> dict[str, Any]:
+    """Target, head and template; ``names`` are as the user gave them."""
+    target = models.target
+    heads = models.drafter.modules()
+    result = {
+        "model": names["model"],
+        "model_precision": precision(target),
+        "model_parameters": get_total_parameters(target),
+        "model_bytes": weight_bytes(target),
+        "head": names["head"],
+        "head_precision": ", ".join(precision(head) for head in heads) or "no weights",
+        "head_parameters": sum(get_total_parameters(head) for head in heads),
+        "head_bytes": sum(weight_bytes(head) for head in heads),
+        "chat_template": "on" if models.tokenizer.has_chat_template else "none in the tokenizer",
+    }
+    if models.compared is not None:
+        result["compared_draft_model"] = names["compared"]
+        result["compared_draft_bytes"] = weight_bytes(models.compared)
+    return result
+
+
+def precision(module: nn.Module) -> str:
+    """The types weights are stored in, the most bytes first: "4-bit (groups of 64), float16"."""
+    sizes: dict[str, int] = {}
+    packed = set()
+    for name, child in module.named_modules():
+        if "scales" in child and "weight" in child:
+            kind = f"{child.bits}-bit (groups of {child.group_size})"
+            sizes[kind] = sizes.get(kind, 0) + weight_bytes(child)
+            packed.add(f"{name}." if name else "")
+    for name, array in tree_flatten(module.parameters()):
+        if not any(name.startswith(prefix) for prefix in packed):
+            kind = str(array.dtype).removeprefix("mlx.core.")
+            sizes[kind] = sizes.get(kind, 0) + array.nbytes
+    return ", ".join(sorted(sizes, key=sizes.get, reverse=True))

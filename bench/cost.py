@@ -1,0 +1,205 @@
+"""What the parts of a round cost on this machine: verify pass, accept pass, draft step.
+
+Each part is run alone, on caches of a typical length that are cut back afterwards. Times are
+in seconds; what follows from them is in ``predict.py``.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generation_stream
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_eagle.cache import Window, exact_masks
+from mlx_eagle.drafter import Drafter
+from mlx_eagle.target import Target
+
+SAMPLES = 15
+CHUNK = 512  # tokens a prefill step
+
+
+@dataclass
+class Timing:
+    """Samples of one part: the host building the graph, then the device running it."""
+
+    build: list[float] = field(default_factory=list)
+    run: list[float] = field(default_factory=list)
+
+    def add(self, other: "Timing") -> None:
+        self.build += other.build
+        self.run += other.run
+
+
+class Bench:
+    """A target and a drafter that have absorbed ``context``, ready to repeat parts of a round."""
+
+    def __init__(self, model: nn.Module, drafter: Drafter, context: list[int]):
+        self._drafter = drafter
+        self._target = Target(model, drafter.taps)
+        self._context = mx.array(context, mx.int32)
+        self._cache = make_prompt_cache(model)
+        self._features = []
+        with mx.stream(generation_stream):
+            for start in range(0, len(context) - 1, CHUNK):
+                tokens = self._context[start : min(start + CHUNK, len(context) - 1)]
+                _, features = self._target(tokens, self._cache)
+                mx.eval([c.state for c in self._cache], *_present(features))
+                self._features.append(features)
+        self.restart()
+
+    def restart(self) -> None:
+        """A fresh drafter that has absorbed the context."""
+        self.drafter = self._drafter.begin()
+        with mx.stream(generation_stream):
+            self.drafter.extend(self._context[:1], None)
+            start = 1
+            for features in self._features:
+                tokens = self._context[start : start + CHUNK]
+                self.drafter.extend(tokens, features)
+                start += CHUNK
+            mx.eval(self.drafter.pending())
+
+    @contextmanager
+    def window(self) -> Iterator[None]:
+        """What happens inside leaves the caches as they were."""
+        windows = [Window(self._cache), Window(self.drafter.cache)]
+        try:
+            yield
+        finally:
+            for window in windows:
+                window.keep(0)
+
+    def verify(self, num_rows: int) -> list[mx.array]:
+        """A verify pass of R rows: the target's choices, and the features."""
+        tokens = self._rows(num_rows)
+        with mx.stream(generation_stream):
+            with exact_masks(self._cache, num_rows):
+                logits, features = self._target(tokens, self._cache)
+            logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            return [mx.argmax(logprobs, axis=-1), *_present(features)]
+
+    def accept(self, num_rows: int) -> list[mx.array]:
+        """An accept pass of R rows: the state that the next draft starts from."""
+        features = None
+        if self.drafter.taps:
+            last = self._features[-1]
+            features = last[mx.arange(num_rows) % last.shape[0]]
+            mx.eval(features)
+        tokens, last_row = self._rows(num_rows), mx.array(num_rows - 1)
+        with mx.stream(generation_stream):
+            self.drafter.extend(tokens, features, last=last_row)
+            return self.drafter.pending()
+
+    def propose(self, size: int) -> list[mx.array]:
+        """A greedy draft of ``size`` tokens."""
+        with mx.stream(generation_stream):
+            return [self.drafter.propose(size, _greedy).tokens]
+
+    def _rows(self, num_rows: int) -> mx.array:
+        """Tokens (R,) of the context, computed: they are no part of what is timed."""
+        tokens = self._context[mx.arange(num_rows) % self._context.shape[0]]
+        mx.eval(tokens)
+        return tokens
+
+
+def _present(features: mx.array | None) -> list[mx.array]:
+    return [] if features is None else [features]
+
+
+def _greedy(logits: mx.array, ids: mx.array | None) -> mx.array:
+    return mx.argmax(logits, axis=-1)
+
+
+def verify_costs(
+    model: nn.Module,
+    drafter: Drafter,
+    context: list[int],
+    rows: Sequence[int],
+    samples: int = SAMPLES,
+) -> dict[int, Timing]:
+    """Time of a target forward of R rows after ``context``, for every R in ``rows``."""
+    return sample_verify(Bench(model, drafter, context), rows, samples)
+
+
+def head_costs(
+    model: nn.Module,
+    drafter: Drafter,
+    context: list[int],
+    rows: Sequence[int],
+    sizes: Sequence[int],
+    samples: int = SAMPLES,
+) -> tuple[dict[int, Timing], dict[int, Timing]]:
+    """Time of an accept pass of R rows, and of a draft of k tokens once that is done."""
+    return sample_head(Bench(model, drafter, context), rows, sizes, samples)
+
+
+def sample_verify(
+    bench: Bench, rows: Sequence[int], samples: int, warms_all: bool = True
+) -> dict[int, Timing]:
+    """See ``verify_costs``; without ``warms_all`` only the first size is run once unmeasured."""
+    return _sample(bench, bench.verify, rows, samples, warms_all)
+
+
+def sample_head(
+    bench: Bench,
+    rows: Sequence[int],
+    sizes: Sequence[int],
+    samples: int,
+    warms_all: bool = True,
+) -> tuple[dict[int, Timing], dict[int, Timing]]:
+    """See ``head_costs`` and ``sample_verify``."""
+    accept = _sample(bench, bench.accept, rows, samples, warms_all)
+    bench.restart()
+    return accept, _sample(bench, bench.propose, sizes, samples, warms_all)
+
+
+def _sample(
+    bench: Bench,
+    part: Callable[[int], list[mx.array]],
+    sizes: Sequence[int],
+    samples: int,
+    warms_all: bool,
+) -> dict[int, Timing]:
+    """Time ``part`` at every size, sizes taking turns so that drift hits all alike."""
+    timings = {size: Timing() for size in sizes}
+    for size in sizes if warms_all else sizes[:1]:
+        _time(bench, part, size)
+    for _ in range(samples):
+        for size in sizes:
+            timings[size].add(_time(bench, part, size))
+    return timings
+
+
+def _time(bench: Bench, part: Callable[[int], list[mx.array]], size: int) -> Timing:
+    """One sample."""
+    with bench.window():
+        mx.synchronize(generation_stream)
+        start = time.perf_counter()
+        arrays = part(size)
+        built = time.perf_counter()
+        mx.eval(arrays)
+        done = time.perf_counter()
+    return Timing([built - start], [done - built])
+
+
+@dataclass
+class Samples:
+    """All timings of a scenario, gathered in many sittings between the measured runs."""
+
+    verify: dict[int, Timing] = field(default_factory=dict)
+    accept: dict[int, Timing] = field(default_factory=dict)
+    propose: dict[int, Timing] = field(default_factory=dict)
+
+    def measure(self, bench: Bench, longest: int, wide: Sequence[int], samples: int) -> None:
+        """One more sitting: rows 1 to ``longest``, and verify passes of ``wide`` rows."""
+        rows, sizes = range(1, longest + 1), (1, max(4, longest - 1))
+        warms_all = not self.verify
+        verify = sample_verify(bench, [*rows, *wide], samples, warms_all)
+        accept, propose = sample_head(bench, rows, sizes, samples, warms_all)
+        for mine, new in ((self.verify, verify), (self.accept, accept), (self.propose, propose)):
+            for size, timing in new.items():
+                mine.setdefault(size, Timing()).add(timing)

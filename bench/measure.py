@@ -1,0 +1,185 @@
+"""The benchmark from models to one document of results: what ``results.json`` holds."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mlx_eagle.tree import TreeShape
+
+from . import conditions, parity, predict, summary
+from .cost import SAMPLES, Bench, Samples
+from .graph import count_primitives
+from .questions import Question, prompt_tokens
+from .runner import Arm, Cell, Models, Run, make_arms, run_prompt, schedule, warm_up
+
+LONGEST = 8  # rows of a verify pass that are always calibrated
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The flags of a benchmark that shape what is run."""
+
+    prompts: tuple[str, ...] = ("mt_bench", "humaneval", "gsm8k")
+    limit: int = 10
+    max_tokens: int = 128
+    sizes: tuple[int | str, ...] = (3,)
+    temps: tuple[float, ...] = (0.0,)
+    trees: tuple[str, ...] = ()
+    contexts: tuple[int | None, ...] = (None,)
+    repeats: int = 3
+    order: str = "abba"
+    seed: int = 0
+    samples: int = SAMPLES
+
+
+def num_runs(settings: Settings, num_questions: int, arms: Sequence[Arm]) -> int:
+    """Measured generations in all, warm-ups not counted."""
+    scenarios = len(settings.contexts) * len(settings.temps)
+    return scenarios * settings.repeats * num_questions * len(schedule(arms, settings.order))
+
+
+def measure(
+    models: Models,
+    names: dict[str, str],
+    questions: Sequence[Question],
+    settings: Settings,
+    progress: Callable[[Run], None] = lambda run: None,
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Run everything: the document of results, and a row a run for the CSV."""
+    arms = make_arms(settings.sizes, settings.trees, models.compared is not None)
+    machine = conditions.machine()  # before the run: it notes the load of the machine
+    scenarios, rows = [], []
+    for context in settings.contexts:
+        for temp in settings.temps:
+            cells, samples = run_scenario(
+                models, questions, arms, settings, context, temp, progress
+            )
+            name = {"context": context, "temp": temp}
+            scenarios.append(summarize(models, cells, arms, samples, settings, name))
+            rows += summary.run_rows(cells, name)
+    document = {
+        "format": 1,
+        "conditions": {**machine, **conditions.describe(models, names)},
+        "settings": asdict(settings),
+        "scenarios": scenarios,
+    }
+    return document, rows
+
+
+def run_scenario(
+    models: Models,
+    questions: Sequence[Question],
+    arms: Sequence[Arm],
+    settings: Settings,
+    context: int | None,
+    temp: float,
+    progress: Callable[[Run], None],
+) -> tuple[list[Cell], Samples]:
+    """All repeats at one context length and temperature, a calibration before every prompt."""
+    prompts = [prompt_tokens(question, models.tokenizer, context) for question in questions]
+    rows = [[Cell(q, p, arm) for arm in arms] for q, p in zip(questions, prompts)]
+    steps = schedule(arms, settings.order)
+    typical = typical_context(prompts, settings.max_tokens)
+    longest, wide = calibrated_rows(arms)
+    num_samples = math.ceil(settings.samples / (settings.repeats * len(rows)))
+    samples = Samples()
+    options = {"max_tokens": settings.max_tokens, "temp": temp, "seed": settings.seed}
+    warm_up(models, arms, prompts[0], settings.max_tokens)
+    for _ in range(settings.repeats):
+        for row in rows:
+            # Not kept over the runs: their peak memory is theirs alone.
+            bench = Bench(models.target, models.drafter, typical)
+            samples.measure(bench, longest, wide, num_samples)
+            del bench
+            for run in run_prompt(models, row, steps, **options):
+                progress(run)
+    return [cell for row in rows for cell in row], samples
+
+
+def calibrated_rows(arms: Sequence[Arm]) -> tuple[int, list[int]]:
+    """Rows of the verify passes to time: 1 up to the first, and those of trees.
+
+    At least 1 to 8; a tree of 16 nodes has 17 rows.
+    """
+    longest = max([LONGEST, *(arm.size + 1 for arm in arms if arm.size)])
+    shapes = [arm.options["tree"] for arm in arms if arm.kind == "tree"]
+    wide = {shape.nodes + 1 for shape in shapes if isinstance(shape, TreeShape)}
+    return longest, sorted(n for n in wide if n > longest)
+
+
+def typical_context(prompts: Sequence[list[int]], max_tokens: int) -> list[int]:
+    """Tokens as many as half-way through a median text: its prompt, over and over."""
+    prompt = sorted(prompts, key=len)[len(prompts) // 2]
+    length = max(2, len(prompt) + max_tokens // 2)
+    return (prompt * (length // len(prompt) + 1))[:length]
+
+
+def summarize(
+    models: Models,
+    cells: Sequence[Cell],
+    arms: Sequence[Arm],
+    samples: Samples,
+    settings: Settings,
+    name: dict[str, Any],
+) -> dict[str, Any]:
+    """One scenario as plain data."""
+    costs = predict.Costs.of(samples)
+    chains = [arm.size for arm in arms if arm.kind == "chain" and arm.size]
+    prompts = list({cell.question: cell.prompt for cell in cells}.values())
+    typical = typical_context(prompts, settings.max_tokens)
+    results = [arm_result(arm, [c for c in cells if c.arm == arm], costs) for arm in arms]
+    outputs = [len(run.tokens) for cell in cells for run in cell.plain]
+    return {
+        **name,
+        "prompt_tokens": summary.spread_of(map(len, prompts)),
+        "output_tokens": summary.spread_of(outputs),
+        "calibration": {"context": len(typical), **costs.to_dict()},
+        "plain_step_measured": summary.median_seconds([r for c in cells for r in c.plain]),
+        "primitives": count_primitives(models.target, models.drafter, typical, chains or [3]),
+        "arms": results,
+        "curve": model_curve(results, costs),
+        "prompts": [prompt_result(models, cell) for cell in cells],
+    }
+
+
+def arm_result(arm: Arm, cells: Sequence[Cell], costs: predict.Costs) -> dict[str, Any]:
+    """One arm: overall and set by set, with prediction and time split where k is fixed."""
+    groups = {"overall": list(cells), **summary.by_set(cells)}
+    figures = {}
+    for name, group in groups.items():
+        figures[name] = summary.arm_summary(group)
+        if arm.kind == "chain" and arm.size:
+            figure = figures[name]
+            figure["prediction"] = predict.predict(
+                costs, figure["tau"], arm.size, figure["speedup"]
+            )
+            if figure["round_seconds"] is not None:
+                split = predict.time_split(costs, arm.size, figure["round_seconds"])
+                figure["time_split"] = split
+    return {
+        "label": arm.label,
+        "kind": arm.kind,
+        "num_draft_tokens": arm.size,
+        "overall": figures.pop("overall"),
+        "sets": figures,
+    }
+
+
+def model_curve(results: Sequence[dict[str, Any]], costs: predict.Costs) -> list[dict[str, float]]:
+    """The prediction at every k, from the acceptance of the longest chain that was run."""
+    chains = [r for r in results if r["kind"] == "chain" and r["num_draft_tokens"]]
+    if not chains:
+        return []
+    longest = max(chains, key=lambda result: result["num_draft_tokens"])
+    return predict.curve(costs, longest["overall"]["acceptance_by_position"])
+
+
+def prompt_result(models: Models, cell: Cell) -> dict[str, Any]:
+    """One arm on one prompt, with the parity verdict."""
+    plain, drafted = cell.plain[0].tokens, cell.runs[0].tokens
+    return {
+        **summary.cell_summary(cell),
+        "parity": parity.verdict(models.target, cell.prompt, plain, drafted),
+        "stats": cell.runs[0].stats.to_dict(),
+    }

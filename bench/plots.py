@@ -1,0 +1,222 @@
+"""The plots of one scenario, as PNG and SVG. Knows the document of results and matplotlib."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt  # noqa: E402
+from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
+GREY, BLUE, ORANGE = "#8a8a8a", "#0072B2", "#E69F00"
+GREEN, RED, PURPLE, SKY = "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
+SERIES = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED)
+PARTS = {"verify": BLUE, "draft": ORANGE, "accept": GREEN, "host": PURPLE}
+
+STYLE = {
+    "font.size": 11,
+    "axes.titlesize": 12,
+    "axes.titleweight": "bold",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e3e3e3",
+    "legend.frameon": False,
+    "svg.hashsalt": "mlx-eagle",
+}
+
+
+def draw_all(scenario: dict[str, Any], folder: Path, suffix: str = "") -> dict[str, Path]:
+    """Draw every plot that the results allow; {name: SVG file}, a PNG of that name beside it."""
+    drawings = {
+        "speedup": speedup,
+        "verify_cost": verify_cost,
+        "acceptance": acceptance,
+        "round_time": round_time,
+        "tokens_per_second": tokens_per_second,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {}
+    with plt.rc_context(STYLE):
+        for name, draw in drawings.items():
+            figure = draw(scenario)
+            if figure is None:
+                continue
+            files[name] = folder / f"{name}{suffix}.svg"
+            figure.savefig(files[name], bbox_inches="tight")
+            figure.savefig(files[name].with_suffix(".png"), dpi=144, bbox_inches="tight")
+            plt.close(figure)
+    return files
+
+
+def chains(scenario: dict[str, Any]) -> list[dict[str, Any]]:
+    """The arms with a fixed k above 0, shortest first."""
+    found = [arm for arm in scenario["arms"] if arm["kind"] == "chain" and arm["num_draft_tokens"]]
+    return sorted(found, key=lambda arm: arm["num_draft_tokens"])
+
+
+def speedup(scenario: dict[str, Any]) -> Figure | None:
+    """Speedup and tau against k: measured points, with the cost model's curve under them."""
+    arms = [arm for arm in chains(scenario) if arm["overall"]["speedup"]]
+    if not arms:
+        return None
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4))
+    sizes = [arm["num_draft_tokens"] for arm in arms]
+    curve = scenario["curve"]
+    _curve(left, curve, "speedup", "predicted: E / (c(k+1) + k d + overhead)")
+    _curve(left, curve, "bound", "bound: tau / (c(k+1) + k d)", style=":", colour=GREEN)
+    measured = [arm["overall"]["speedup"] for arm in arms]
+    spreads = [arm["overall"]["speedup_by_prompt"] for arm in arms]
+    errors = [
+        [max(0.0, m - s["q1"]) for m, s in zip(measured, spreads)],
+        [max(0.0, s["q3"] - m) for m, s in zip(measured, spreads)],
+    ]
+    left.errorbar(
+        sizes, measured, errors, fmt="o", color=BLUE, ms=8, capsize=5, zorder=3,
+        label="measured (bars: middle half of the prompts)",
+    )
+    _levels(left, scenario)
+    left.axhline(1.0, color=GREY, lw=1.2)
+    left.annotate("plain decoding", (0.995, 1.0), xycoords=("axes fraction", "data"),
+                  ha="right", va="top", color="#555555", fontsize=9,
+                  bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1})
+    left.set(xlabel="draft length k", ylabel="speedup over plain decoding", title="Speedup")
+    _curve(right, curve, "tau", "from the longest chain's acceptance")
+    taus = [arm["overall"]["tau"] for arm in arms]
+    right.plot(sizes, taus, "o", color=BLUE, ms=8, zorder=3, label="measured")
+    right.set(xlabel="draft length k", ylabel="tau", title="Tokens per target forward (tau)")
+    for axes in (left, right):
+        axes.set_ylim(0, 1.06 * axes.get_ylim()[1])
+        axes.set_xticks(sorted({*sizes, *(point["k"] for point in curve)}))
+    _legend_below(left)
+    _legend_below(right)
+    return figure
+
+
+def _curve(
+    axes: Axes, curve: list, key: str, label: str, style: str = "--", colour: str = RED
+) -> None:
+    if curve:
+        xs, ys = [point["k"] for point in curve], [point[key] for point in curve]
+        axes.plot(xs, ys, style, color=colour, lw=1.8, label=label)
+
+
+def _levels(axes: Axes, scenario: dict[str, Any]) -> None:
+    """Arms without a fixed k as levels."""
+    others = [arm for arm in scenario["arms"] if arm["kind"] in ("auto", "tree")]
+    for arm, colour in zip(others, (PURPLE, ORANGE, SKY)):
+        value = arm["overall"]["speedup"]
+        if value:
+            axes.axhline(value, color=colour, lw=1.6, ls="-.", label=f"{arm['label']}: {value:.2f}")
+
+
+def _legend_below(axes: Axes) -> None:
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), fontsize=9)
+
+
+def verify_cost(scenario: dict[str, Any]) -> Figure:
+    """c(R) between its two extremes, flat and linear."""
+    cost = {int(rows): value for rows, value in scenario["calibration"]["verify_cost"].items()}
+    rows = sorted(cost)
+    figure, axes = plt.subplots(figsize=(6.6, 4.4))
+    linear = "linear: every row costs a pass of its own"
+    axes.plot(rows, rows, ":", color=GREY, lw=1.6, label=linear)
+    axes.axhline(1.0, color=GREY, lw=1.6, ls="--", label="flat: rows are free")
+    axes.plot(rows, [cost[r] for r in rows], "o-", color=BLUE, lw=2, ms=7, label="measured")
+    for r in rows:
+        axes.annotate(f"{cost[r]:.2f}", (r, cost[r]), textcoords="offset points", xytext=(0, 9),
+                      ha="center", fontsize=9, color=BLUE)
+    top = max(cost.values())
+    axes.set(xlabel="rows R of one verify pass (k + 1)", ylabel="c(R) = T(R) / T(1)",
+             title="What verifying R tokens costs", ylim=(0, max(1.6, 1.25 * top)))
+    axes.set_xticks(rows)
+    _legend_below(axes)
+    return figure
+
+
+def acceptance(scenario: dict[str, Any]) -> Figure | None:
+    """Acceptance of the longest chain by position: given the one before, and from the root."""
+    arms = chains(scenario)
+    if not arms:
+        return None
+    arm = arms[-1]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.0), sharey=True)
+    titles = (
+        ("acceptance_by_position", "Given that the one before was kept"),
+        ("cumulative_acceptance_by_position", "Of all rounds"),
+    )
+    names = [*arm["sets"], *(["overall"] if len(arm["sets"]) > 1 else [])]
+    for axes, (key, title) in zip((left, right), titles):
+        for i, name in enumerate(names):
+            figures = arm["overall"] if name == "overall" else arm["sets"][name]
+            xs = range(1, len(figures[key]) + 1)
+            colour = "#222222" if name == "overall" else SERIES[i % len(SERIES)]
+            axes.plot(xs, figures[key], "o-", color=colour, lw=2, ms=7, label=name)
+        axes.set(xlabel="position in the draft", title=title, ylim=(0, 1.03))
+        axes.set_xticks(range(1, arm["num_draft_tokens"] + 1))
+    left.set_ylabel("share kept")
+    right.legend(fontsize=9, loc="upper right")
+    figure.suptitle(f"Acceptance by position, {arm['label']}", fontsize=12, y=1.02)
+    return figure
+
+
+def round_time(scenario: dict[str, Any]) -> Figure | None:
+    """One round in parts, for every k, beside a plain step."""
+    arms = [arm for arm in chains(scenario) if "time_split" in arm["overall"]]
+    plain = scenario["plain_step_measured"]
+    if not arms or plain is None:
+        return None
+    figure, axes = plt.subplots(figsize=(6.6, 4.4))
+    labels = ["plain step", *(arm["label"] for arm in arms)]
+    axes.bar(labels[0], 1e3 * plain, 0.6, color=GREY)
+    bottoms = [0.0] * len(arms)
+    for part, colour in PARTS.items():
+        heights = [max(0.0, 1e3 * arm["overall"]["time_split"][part]) for arm in arms]
+        axes.bar(labels[1:], heights, 0.6, bottoms, color=colour, label=part)
+        bottoms = [b + h for b, h in zip(bottoms, heights)]
+    for label, arm, top in zip(labels[1:], arms, bottoms):
+        text = f"{arm['overall']['tau']:.2f} tokens"
+        axes.annotate(text, (label, top), textcoords="offset points", xytext=(0, 4), ha="center",
+                      fontsize=9)
+    axes.annotate("1 token", (labels[0], 1e3 * plain), textcoords="offset points",
+                  xytext=(0, 4), ha="center", fontsize=9)
+    axes.set(ylabel="milliseconds", title="Where a round's time goes")
+    axes.set_ylim(0, 1.15 * max([1e3 * plain, *bottoms]))
+    axes.grid(axis="x", visible=False)
+    axes.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.1), fontsize=9)
+    return figure
+
+
+def tokens_per_second(scenario: dict[str, Any]) -> Figure | None:
+    """Plain beside every speculative arm, set by set."""
+    arms = [arm for arm in scenario["arms"] if all(f["tps"] for f in arm["sets"].values())]
+    if not arms:
+        return None
+    names = list(arms[0]["sets"])
+    width = 0.8 / (len(arms) + 1)
+    figure, axes = plt.subplots(figsize=(max(6.6, 1.1 * len(names) * (len(arms) + 1)), 4.4))
+
+    def bars(index: int, values: list[float], colour: str, label: str) -> None:
+        xs = [i + (index - len(arms) / 2) * width for i in range(len(names))]
+        axes.bar(xs, values, 0.92 * width, color=colour, label=label)
+        for x, value in zip(xs, values):
+            axes.annotate(f"{value:.3g}", (x, value), textcoords="offset points", xytext=(0, 3),
+                          ha="center", fontsize=8)
+
+    # Plain ran between every arm's runs; the bar is the mean of those medians.
+    plain = [sum(arm["sets"][n]["plain_tps"] for arm in arms) / len(arms) for n in names]
+    bars(0, plain, GREY, "plain (mlx-lm)")
+    for i, arm in enumerate(arms):
+        values = [arm["sets"][name]["tps"] for name in names]
+        bars(i + 1, values, SERIES[i % len(SERIES)], arm["label"])
+    axes.set(ylabel="tokens per second", title="Speed by prompt set")
+    axes.set_xticks(range(len(names)), names)
+    axes.grid(axis="x", visible=False)
+    axes.legend(ncols=min(4, len(arms) + 1), loc="upper center", bbox_to_anchor=(0.5, -0.1),
+                fontsize=9)
+    return figure

@@ -1,0 +1,125 @@
+"""The prompt sets: where they lie, which questions are asked, and as which tokens.
+
+Knows files and chat templates; runs no model.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Sequence
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+FOLDER = Path(__file__).parent / "prompts"
+SETS = ("mt_bench", "humaneval", "gsm8k")
+
+# Goes before the question where --context asks for a longer prompt.
+FILLER = (
+    "Notes from the town archive. The bridge over the river was built of local stone and opened "
+    "in the spring. Twice a week the market sold bread, apples, wool and tools, and the miller "
+    "kept a record of the weather beside his accounts. Letters took four days to the coast. "
+)
+
+
+@dataclass(frozen=True)
+class Question:
+    """One user message, and which set it is from."""
+
+    set_name: str
+    id: str
+    text: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.set_name}/{self.id}"
+
+
+def load_questions(names: Sequence[str], limit: int) -> list[Question]:
+    """The questions of several sets, at most ``limit`` a set (0: all), evenly spread over each.
+
+    A name is one of ``SETS`` or a JSONL file of the same form. Raises ValueError for an
+    unknown name, an unreadable file, or a line that is no question.
+    """
+    return [question for name in names for question in spread(load_set(name), limit)]
+
+
+def load_set(name: str) -> list[Question]:
+    """Every question of one set."""
+    path = FOLDER / f"{name}.jsonl" if name in SETS else Path(name).expanduser()
+    if not path.is_file():
+        raise ValueError(
+            f"--prompts {name} is neither one of {', '.join(SETS)} nor a file here: give one of "
+            "these names, or a JSONL file."
+        )
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as err:
+        raise ValueError(f"--prompts {name} cannot be read ({err}): give a text file.") from err
+    rows = [(i, line) for i, line in enumerate(lines, 1) if line.strip()]
+    if not rows:
+        raise ValueError(f"--prompts {name} holds no questions: give one JSON object a line.")
+    set_name = name if name in SETS else path.stem
+    return [_question(set_name, name, i, line) for i, line in rows]
+
+
+def _question(set_name: str, name: str, number: int, line: str) -> Question:
+    """The question in one line; ``number`` counts lines from 1."""
+    try:
+        row = json.loads(line)
+    except ValueError as err:
+        raise ValueError(f"--prompts {name}, line {number} is not JSON ({err}).") from err
+    text = None
+    if isinstance(row, dict):
+        turns = row.get("turns", [row.get("prompt")])
+        text = turns[0] if isinstance(turns, list) and turns else None
+    if not isinstance(text, str) or not text:
+        raise ValueError(
+            f'--prompts {name}, line {number} has no question: give {{"turns": ["..."]}} or '
+            '{"prompt": "..."}.'
+        )
+    return Question(set_name, str(row.get("question_id", number)), text)
+
+
+def spread(items: list[Any], limit: int) -> list[Any]:
+    """``limit`` items at even distances (0, or more than there are: all of them).
+
+    Sets are sorted by category: [a, b, c, d, e, f], 3 -> [a, c, e]
+    """
+    if limit == 0 or limit >= len(items):
+        return items
+    return [items[i * len(items) // limit] for i in range(limit)]
+
+
+def prompt_tokens(
+    question: Question, tokenizer: TokenizerWrapper, context: int | None = None
+) -> list[int]:
+    """Token ids through the chat template, padded to ``context`` tokens where shorter.
+
+    The padding is prose before the question, inside the user's message. A prompt that is
+    longer already stays as it is.
+    """
+    if not tokenizer.has_chat_template:
+        before, after = "", ""
+        tokens = tokenizer.encode(question.text)
+    else:
+        before, after = _around_message(tokenizer)
+        tokens = tokenizer.encode(_render(tokenizer, question.text), add_special_tokens=False)
+    if context is None or len(tokens) >= context:
+        return tokens
+    head = tokenizer.encode(before, add_special_tokens=not before)
+    tail = tokenizer.encode("\n\n" + question.text + after, add_special_tokens=False)
+    filler = tokenizer.encode(FILLER, add_special_tokens=False)
+    num_missing = max(0, context - len(head) - len(tail))
+    filler = filler * (num_missing // len(filler) + 1)
+    return head + filler[:num_missing] + tail
+
+
+def _render(tokenizer: TokenizerWrapper, text: str) -> str:
+    messages = [{"role": "user", "content": text}]
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def _around_message(tokenizer: TokenizerWrapper) -> tuple[str, str]:
+    """What the template puts before and after a user message."""
+    before, _, after = _render(tokenizer, "<query>").partition("<query>")
+    return before, after

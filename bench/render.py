@@ -1,0 +1,131 @@
+"""Blocks of a report, and the two ways of writing them: Markdown and one HTML file."""
+
+import base64
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Heading:
+    text: str
+    level: int = 2
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph of plain prose."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """``folded``: HTML shows it on demand only."""
+
+    header: list[str]
+    rows: list[list[str]]
+    folded: str | None = None
+
+
+@dataclass(frozen=True)
+class Image:
+    """A plot: an SVG file, and what it shows."""
+
+    path: Path
+    caption: str
+
+
+Block = Heading | Text | Table | Image
+
+STYLE = """
+:root { color-scheme: light; }
+body { font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; color: #1d2126;
+  background: #fff; max-width: 1060px; margin: 2.5rem auto; padding: 0 1.5rem; }
+h1 { font-size: 1.9rem; margin: 0 0 .6rem; }
+h2 { font-size: 1.35rem; margin: 2.6rem 0 .5rem; padding-top: .8rem;
+  border-top: 1px solid #dfe3e8; }
+h3 { font-size: 1.08rem; margin: 1.8rem 0 .4rem; }
+p { max-width: 76ch; }
+.scroll { overflow-x: auto; margin: .8rem 0 1.2rem; }
+table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .32rem .7rem; border-bottom: 1px solid #e6e9ed; text-align: left; }
+th { background: #f4f6f8; font-weight: 600; vertical-align: bottom; }
+td.number { text-align: right; white-space: nowrap; }
+tr:hover td { background: #f9fafb; }
+figure { margin: 1.2rem 0 1.6rem; }
+figure img { max-width: 100%; height: auto; }
+figcaption { color: #57606a; font-size: .9rem; max-width: 76ch; }
+summary { cursor: pointer; color: #0b5cad; margin: .6rem 0; }
+"""
+
+
+def markdown(blocks: Sequence[Block], folder: Path) -> str:
+    """The report as Markdown; images are named relative to ``folder``."""
+    parts = []
+    for block in blocks:
+        match block:
+            case Heading(text, level):
+                parts.append(f"{'#' * level} {text}")
+            case Text(text):
+                parts.append(text)
+            case Table(header, rows):
+                parts.append(markdown_table(header, rows))
+            case Image(path, caption):
+                parts.append(f"![{caption}]({path.relative_to(folder).as_posix()})")
+    return "\n\n".join(parts) + "\n"
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A pipe table; bars inside cells are escaped."""
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    return "\n".join([line(header), "|" + "---|" * len(header), *map(line, rows)])
+
+
+def html_page(title: str, blocks: Sequence[Block]) -> str:
+    """The report as one HTML file that needs no other: images are inside it."""
+    body = "\n".join(_html(block) for block in blocks)
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{html.escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n"
+        f"<body>\n{body}\n</body>\n</html>\n"
+    )
+
+
+def _html(block: Block) -> str:
+    match block:
+        case Heading(text, level):
+            return f"<h{level}>{html.escape(text)}</h{level}>"
+        case Text(text):
+            return f"<p>{html.escape(text)}</p>"
+        case Table(header, rows, folded):
+            table = f'<div class="scroll">{_html_table(header, rows)}</div>'
+            if folded is None:
+                return table
+            return f"<details><summary>{html.escape(folded)}</summary>{table}</details>"
+        case Image(path, caption):
+            data = base64.b64encode(path.read_bytes()).decode()
+            text = html.escape(caption)
+            return (
+                f'<figure><img alt="{text}" src="data:image/svg+xml;base64,{data}">'
+                f"<figcaption>{text}</figcaption></figure>"
+            )
+
+
+def _html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
+    lines = []
+    for row in rows:
+        cells = "".join(f"<td{_class(cell)}>{html.escape(cell)}</td>" for cell in row)
+        lines.append(f"<tr>{cells}</tr>")
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+
+
+def _class(cell: str) -> str:
+    """Cells that start like a number are set flush right, so that digits line up."""
+    return ' class="number"' if cell[:1].isdigit() or cell[:2].lstrip("+-").isdigit() else ""

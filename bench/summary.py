@@ -1,0 +1,175 @@
+"""PURE: from runs to figures: medians and spread, rates per set, counts, parity.
+
+Knows the shape of ``runner.Run`` and ``runner.Cell``; no arrays, no models.
+"""
+
+from collections.abc import Iterable, Sequence
+from statistics import median, quantiles
+from typing import Any
+
+from mlx_eagle.stats import Stats
+
+COUNTS = (
+    "num_rounds num_plain_steps num_reruns num_head_forwards num_evals num_drafted num_accepted "
+    "num_emitted"
+).split()
+
+
+def spread_of(values: Iterable[float | None]) -> dict[str, float] | None:
+    """Median, quartiles and extremes of what is there; None where nothing is."""
+    present = sorted(value for value in values if value is not None)
+    if not present:
+        return None
+    low, high = present[0], present[-1]
+    if len(present) > 1:
+        low, _, high = quantiles(present, n=4, method="inclusive")
+    return {
+        "median": median(present),
+        "q1": low,
+        "q3": high,
+        "min": present[0],
+        "max": present[-1],
+        "n": len(present),
+    }
+
+
+def merge_stats(all_stats: Iterable[Stats]) -> Stats:
+    """The sum of counts, from which tau and rates over all of them follow."""
+    total = Stats()
+    for stats in all_stats:
+        for name in COUNTS:
+            setattr(total, name, getattr(total, name) + getattr(stats, name))
+        for name in ("accepted_histogram", "drafted_by_position"):
+            setattr(total, name, _add(getattr(total, name), getattr(stats, name)))
+        total.prompt_time += stats.prompt_time
+        total.generation_time += stats.generation_time
+    return total
+
+
+def _add(left: Sequence[int], right: Sequence[int]) -> list[int]:
+    """[1, 2], [10] -> [11, 2]"""
+    size = max(len(left), len(right))
+    padded = [[*counts, *[0] * (size - len(counts))] for counts in (left, right)]
+    return [a + b for a, b in zip(*padded)]
+
+
+def median_seconds(runs: Sequence[Any]) -> float | None:
+    """Seconds a token after the first, in the median run; None where nothing was timed."""
+    rates = [run.seconds / run.num_timed for run in runs if run.tps is not None]
+    return median(rates) if rates else None
+
+
+def cell_summary(cell: Any) -> dict[str, Any]:
+    """One arm on one prompt."""
+    plain, drafted = median_seconds(cell.plain), median_seconds(cell.runs)
+    return {
+        "set": cell.question.set_name,
+        "id": cell.question.id,
+        "arm": cell.arm.label,
+        "prompt_tokens": len(cell.prompt),
+        "output_tokens": len(cell.runs[0].tokens),
+        "plain_tps": 1 / plain if plain else None,
+        "tps": 1 / drafted if drafted else None,
+        "speedup": plain / drafted if plain and drafted else None,
+        "tau": merge_stats(run.stats for run in cell.runs).tau,
+        "repeatable": all(run.tokens == cell.runs[0].tokens for run in cell.runs),
+    }
+
+
+def total_tps(run_lists: Sequence[Sequence[Any]]) -> float | None:
+    """Tokens per second over prompts: each prompt's tokens, in its median time."""
+    num_tokens, seconds = 0, 0.0
+    for runs in run_lists:
+        per_token = median_seconds(runs)
+        if per_token is not None:
+            num_timed = median(run.num_timed for run in runs)
+            num_tokens += num_timed
+            seconds += num_timed * per_token
+    return num_tokens / seconds if seconds else None
+
+
+def arm_summary(cells: Sequence[Any]) -> dict[str, Any]:
+    """One arm over the prompts of one set, or over all."""
+    plain_runs = [run for cell in cells for run in cell.plain]
+    runs = [run for cell in cells for run in cell.runs]
+    plain_tps = total_tps([cell.plain for cell in cells])
+    tps = total_tps([cell.runs for cell in cells])
+    per_cell = [cell_summary(cell) for cell in cells]
+    return {
+        "num_prompts": len(cells),
+        "num_runs": len(runs),
+        "output_tokens": sum(row["output_tokens"] for row in per_cell),
+        "plain_tps": plain_tps,
+        "tps": tps,
+        "speedup": tps / plain_tps if tps and plain_tps else None,
+        "plain_tps_spread": spread_of(run.tps for run in plain_runs),
+        "tps_spread": spread_of(run.tps for run in runs),
+        "speedup_by_prompt": spread_of(row["speedup"] for row in per_cell),
+        "plain_ttft": spread_of(run.ttft for run in plain_runs),
+        "ttft": spread_of(run.ttft for run in runs),
+        "plain_peak_bytes": max(run.peak_bytes for run in plain_runs),
+        "peak_bytes": max(run.peak_bytes for run in runs),
+        **counts_summary([run.stats for run in runs], runs),
+    }
+
+
+def counts_summary(all_stats: Sequence[Stats], runs: Sequence[Any]) -> dict[str, Any]:
+    """Tau, acceptance and counts over runs, and how long a round took in them."""
+    stats = merge_stats(all_stats)
+    forwards = stats.num_target_forwards
+    timed = [run for run in runs if run.tps is not None]
+    rounds = [
+        run.seconds / run.stats.num_target_forwards
+        for run in timed
+        if run.stats.num_target_forwards
+    ]
+    return {
+        "tau": stats.tau,
+        "acceptance_rate": stats.acceptance_rate,
+        "acceptance_by_position": stats.acceptance_by_position,
+        "cumulative_acceptance_by_position": stats.cumulative_acceptance_by_position,
+        "accepted_histogram": stats.accepted_histogram,
+        "num_rounds": stats.num_rounds,
+        "num_plain_steps": stats.num_plain_steps,
+        "target_forwards_per_token": forwards / stats.num_emitted if stats.num_emitted else None,
+        "head_forwards_per_round": (
+            stats.num_head_forwards / stats.num_rounds if stats.num_rounds else 0.0
+        ),
+        "evals_per_round": stats.num_evals / forwards if forwards else None,
+        "round_seconds": median(rounds) if rounds else None,
+    }
+
+
+def by_set(cells: Sequence[Any]) -> dict[str, list[Any]]:
+    """Cells of one arm, set by set in order of first appearance."""
+    groups: dict[str, list[Any]] = {}
+    for cell in cells:
+        groups.setdefault(cell.question.set_name, []).append(cell)
+    return groups
+
+
+def run_rows(cells: Sequence[Any], scenario: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row a run, for the CSV; ``scenario`` names context and temperature."""
+    rows = []
+    for cell in cells:
+        for role, runs in (("plain", cell.plain), ("speculative", cell.runs)):
+            for number, run in enumerate(runs):
+                rows.append(
+                    {
+                        **scenario,
+                        "set": cell.question.set_name,
+                        "id": cell.question.id,
+                        "arm": cell.arm.label,
+                        "role": role,
+                        "run": number,
+                        "prompt_tokens": len(cell.prompt),
+                        "output_tokens": len(run.tokens),
+                        "timed_tokens": run.num_timed,
+                        "seconds": run.seconds,
+                        "tokens_per_second": run.tps,
+                        "ttft": run.ttft,
+                        "peak_bytes": run.peak_bytes,
+                        "tau": None if run.stats is None else run.stats.tau,
+                    }
+                )
+    return rows

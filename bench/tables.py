@@ -1,0 +1,246 @@
+"""PURE: the report's tables, figures set as text. Knows the document of results."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from .render import Table
+
+Scenario = Mapping[str, Any]
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def times(value: float | None) -> str:
+    """A ratio: "1.25x"."""
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def milliseconds(seconds: float | None, digits: int = 1) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.{digits}f}"
+
+
+def with_spread(
+    spread: Mapping[str, float] | None, show: Callable[[float], str], middle: float | None = None
+) -> str:
+    """ "5.1 [4.9-5.3]": the median, or ``middle`` in its place, and the quartiles."""
+    if spread is None:
+        return "-"
+    middle = spread["median"] if middle is None else middle
+    return f"{show(middle)} [{show(spread['q1'])}-{show(spread['q3'])}]"
+
+
+def figures(scenario: Scenario) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+    """(set, arm, figures) for every set, then overall where there are several sets."""
+    names = list(scenario["arms"][0]["sets"]) if scenario["arms"] else []
+    for name in names:
+        for arm in scenario["arms"]:
+            yield name, arm, arm["sets"][name]
+    if len(names) > 1:
+        for arm in scenario["arms"]:
+            yield "overall", arm, arm["overall"]
+
+
+def conditions_table(document: Mapping[str, Any]) -> Table:
+    """Machine, versions, models, then the settings."""
+    conditions, settings = document["conditions"], document["settings"]
+    rows = []
+    for name, value in conditions.items():
+        if name.endswith("_bytes"):
+            rows.append([name.removesuffix("_bytes").replace("_", " ") + " size", megabytes(value)])
+        elif name.endswith("_parameters"):
+            rows.append([name.replace("_", " "), f"{value / 1e6:.1f} M"])
+        else:
+            rows.append([name.replace("_", " "), str(value)])
+    sizes = ", ".join(map(str, settings["sizes"]))
+    limit = settings["limit"] or "all"
+    rows += [
+        ["draft lengths k", sizes],
+        ["trees", ", ".join(settings["trees"]) or "none"],
+        ["temperature", ", ".join(f"{temp:g}" for temp in settings["temps"])],
+        ["prompt sets", f"{', '.join(settings['prompts'])}; {limit} prompts a set"],
+        ["context", ", ".join("as it is" if c is None else str(c) for c in settings["contexts"])],
+        ["output", f"at most {settings['max_tokens']} tokens, the end-of-text token honoured"],
+        ["repeats", f"{settings['repeats']}, order {settings['order']}"],
+    ]
+    return Table(["condition", "value"], rows)
+
+
+def megabytes(size: float) -> str:
+    return f"{size / 1e6:.1f} MB"
+
+
+def speed_table(scenario: Scenario) -> Table:
+    header = [
+        "set", "arm", "plain tok/s", "speculative tok/s", "ratio", "ratio by prompt",
+        "worst prompt", "TTFT plain ms", "TTFT ms", "peak plain", "peak", "runs",
+    ]  # fmt: skip
+    rows = []
+    for name, arm, f in figures(scenario):
+        by_prompt = f["speedup_by_prompt"]
+        rows.append(
+            [
+                name,
+                arm["label"],
+                with_spread(f["plain_tps_spread"], number, f["plain_tps"]),
+                with_spread(f["tps_spread"], number, f["tps"]),
+                times(f["speedup"]),
+                with_spread(by_prompt, number),
+                "-" if by_prompt is None else times(by_prompt["min"]),
+                milliseconds(f["plain_ttft"]["median"], 0),
+                milliseconds(f["ttft"]["median"], 0),
+                megabytes(f["plain_peak_bytes"]),
+                megabytes(f["peak_bytes"]),
+                str(f["num_runs"]),
+            ]
+        )
+    return Table(header, rows)
+
+
+def acceptance_table(scenario: Scenario) -> Table:
+    header = [
+        "set", "arm", "tau", "acceptance", "by position", "cumulative", "accepted lengths",
+        "target forwards/token", "head forwards/round", "evals/round",
+    ]  # fmt: skip
+    rows = []
+    for name, arm, f in figures(scenario):
+        rows.append(
+            [
+                name,
+                arm["label"],
+                number(f["tau"]),
+                number(f["acceptance_rate"]),
+                _list(f["acceptance_by_position"]),
+                _list(f["cumulative_acceptance_by_position"]),
+                " ".join(f"{n}:{c}" for n, c in enumerate(f["accepted_histogram"])) or "-",
+                number(f["target_forwards_per_token"], 3),
+                number(f["head_forwards_per_round"]),
+                number(f["evals_per_round"]),
+            ]
+        )
+    return Table(header, rows)
+
+
+def _list(values: list[float]) -> str:
+    return " ".join(f"{value:.2f}" for value in values) or "-"
+
+
+def cost_table(scenario: Scenario) -> Table:
+    """By rows R: verify pass, accept pass, and what the host adds to a round of k = R - 1."""
+    costs = scenario["calibration"]
+    header = [
+        "rows R", "T(R) ms", "c(R)", "graph building ms", "accept pass ms", "host wait ms",
+        "overhead (plain steps)",
+    ]  # fmt: skip
+    rows = []
+    for size in costs["verify_seconds"]:
+        host = costs["host_seconds"].get(size - 1)
+        rows.append(
+            [
+                str(size),
+                milliseconds(costs["verify_seconds"][size]),
+                number(costs["verify_cost"][size], 3),
+                milliseconds(costs["verify_build_seconds"][size]),
+                milliseconds(costs["accept_seconds"].get(size)),
+                milliseconds(host),
+                number(costs["overhead"].get(size - 1), 3),
+            ]
+        )
+    return Table(header, rows)
+
+
+def split_table(scenario: Scenario) -> Table | None:
+    """Milliseconds and shares of the median round; None without a chain."""
+    rows = []
+    for arm in scenario["arms"]:
+        split = arm["overall"].get("time_split")
+        if split is not None:
+            parts = ("verify", "draft", "accept", "host")
+            shares = [f"{milliseconds(split[p])} ({split[p] / split['round']:.0%})" for p in parts]
+            rows.append([arm["label"], milliseconds(split["round"]), *shares])
+    header = ["arm", "round ms", "verify", "draft", "accept", "host and the rest"]
+    return Table(header, rows) if rows else None
+
+
+def prediction_table(scenario: Scenario) -> Table | None:
+    """Predicted against measured speedup, and the bound; None without a chain."""
+    header = ["set", "arm", "tau", "predicted", "measured", "predicted/measured - 1", "bound",
+              "fraction of bound reached"]  # fmt: skip
+    rows = []
+    for name, arm, f in figures(scenario):
+        if "prediction" in f:
+            p = f["prediction"]
+            error = "-" if p["error"] is None else f"{p['error']:+.1%}"
+            rows.append(
+                [
+                    name,
+                    arm["label"],
+                    number(p["tau"]),
+                    times(p["predicted"]),
+                    times(p["measured"]),
+                    error,
+                    times(p["bound"]),
+                    number(p["fraction_of_bound"]),
+                ]
+            )
+    return Table(header, rows) if rows else None
+
+
+def primitives_table(scenario: Scenario) -> Table:
+    """What a part of a round issues, beside a plain step."""
+    rows = [
+        [
+            row["part"],
+            str(row["primitives"]),
+            number(row["ratio"], 3),
+            str(row["kernels"]),
+            number(row["kernel_ratio"], 3),
+            str(row["primitives_here"]),
+        ]
+        for row in scenario["primitives"]
+    ]
+    header = ["part", "primitives", "of a plain step", "kernels", "of a plain step",
+              "spelt out on this device"]  # fmt: skip
+    return Table(header, rows)
+
+
+def parity_table(scenario: Scenario) -> Table:
+    """How many texts are the same, arm by arm, and the largest margin where one is not."""
+    rows = []
+    for arm in scenario["arms"]:
+        mine = [row for row in scenario["prompts"] if row["arm"] == arm["label"]]
+        apart = [row["parity"] for row in mine if not row["parity"]["identical"]]
+        margins = [verdict["margin"] for verdict in apart]
+        rows.append(
+            [
+                arm["label"],
+                f"{len(mine) - len(apart)} of {len(mine)}",
+                "-" if not margins else f"{max(margins):.2g}",
+                f"{sum(row['repeatable'] for row in mine)} of {len(mine)}",
+            ]
+        )
+    header = ["arm", "texts identical to plain", "largest margin where not",
+              "same text in all repeats"]  # fmt: skip
+    return Table(header, rows)
+
+
+def prompts_table(scenario: Scenario, verdict_text: Callable[[Mapping[str, Any]], str]) -> Table:
+    """Every prompt and arm, with the parity verdict."""
+    rows = [
+        [
+            f"{row['set']}/{row['id']}",
+            row["arm"],
+            str(row["prompt_tokens"]),
+            str(row["output_tokens"]),
+            number(row["plain_tps"]),
+            number(row["tps"]),
+            times(row["speedup"]),
+            number(row["tau"]),
+            verdict_text(row["parity"]),
+        ]
+        for row in scenario["prompts"]
+    ]
+    header = ["prompt", "arm", "prompt tokens", "output tokens", "plain tok/s",
+              "speculative tok/s", "ratio", "tau", "parity"]  # fmt: skip
+    return Table(header, rows, folded=f"Every prompt ({len(rows)} rows)")

@@ -1,0 +1,160 @@
+"""Open a checkpoint as it was published: its config and its tensors by their own names.
+
+Knows folders, shards and file formats. Does not know what any tensor means.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .gguf import read_gguf
+from mlx_eagle.hub import locate
+from .pickled import read_bin
+from .stored import Stored, map_file
+
+CONFIG_FILES = ("*.json",)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """``tensors`` under the names of the files; nothing of them has been read yet.
+
+    ``source`` is the path or repository id as the user gave it.
+    """
+
+    source: str
+    config: dict[str, Any]
+    tensors: dict[str, Stored]
+    files: tuple[Path, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.files)
+
+    def sha256(self) -> dict[str, str]:
+        """The sha256 of each weight file, by its name."""
+        sums = {}
+        for path in self.files:
+            with path.open("rb") as file:
+                sums[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+        return sums
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; ValueError where the file is missing or is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path.parent} has no {path.name}, which a checkpoint needs") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as err:
+        raise ValueError(f"{path} is not valid JSON ({err}); download it again") from err
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}, expected a JSON object")
+    return value
+
+
+def read_safetensors(path: Path) -> dict[str, Stored]:
+    """The tensors of one shard; ValueError where it is cut off or no safetensors file."""
+    size = path.stat().st_size
+    if size < 8:
+        raise ValueError(f"{path.name} is {size} bytes long: cut off; download it again")
+    data = map_file(path)
+    start = 8 + int(data[:8].view("<u8")[0])
+    if start > size:
+        raise ValueError(f"{path.name} is cut off, or no safetensors file; download it again")
+    tensors = {}
+    try:
+        header = json.loads(data[8:start].tobytes())
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            first, last = (start + offset for offset in entry["data_offsets"])
+            if last > size:
+                raise ValueError(
+                    f"{path.name} is cut off: {size} bytes, and {name} ends at {last}; "
+                    "download it again"
+                )
+            tensors[name] = Stored(entry["dtype"], tuple(entry["shape"]), data[first:last])
+    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, TypeError) as err:
+        raise ValueError(f"{path.name} is no safetensors file ({err})") from err
+    return tensors
+
+
+@dataclass(frozen=True)
+class Format:
+    """One way to store tensors: which files, and what reads one."""
+
+    patterns: tuple[str, ...]
+    index: str
+    read: Callable[[Path], dict[str, Stored]]
+
+
+# In order of preference where a folder has both.
+FORMATS = (
+    Format(
+        ("model.safetensors", "*.safetensors"), "model.safetensors.index.json", read_safetensors
+    ),
+    Format(("pytorch_model.bin", "pytorch_model*.bin"), "pytorch_model.bin.index.json", read_bin),
+)
+
+
+def find_shards(folder: Path, form: Format) -> list[Path]:
+    """The shards of that format in the folder, none where it has none of it.
+
+    Raises ValueError where the index names a shard that is not there.
+    """
+    index = folder / form.index
+    if index.exists():
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        for name in names:
+            if not (folder / name).is_file():
+                raise ValueError(
+                    f"{folder} lacks {name}, which {form.index} names; download it again"
+                )
+        return [folder / name for name in names]
+    for pattern in form.patterns:
+        if shards := sorted(folder.glob(pattern)):
+            return shards
+    return []
+
+
+def _open_gguf(source: str, path: Path) -> Checkpoint:
+    config, tensors = read_gguf(path)
+    return Checkpoint(source, config, tensors, (path,))
+
+
+def open_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
+    """Open a folder, a ``.gguf`` file, a hub repository or a ``.gguf`` file in one.
+
+    Raises ValueError for what is missing, cut off or not a checkpoint.
+    """
+    folder = locate(source, CONFIG_FILES, revision)
+    if folder.is_file():
+        if folder.suffix != ".gguf":
+            raise ValueError(f"{source} is a file; give the folder it is in, or a .gguf file")
+        return _open_gguf(source, folder)
+    for form in FORMATS:
+        # On the hub this downloads the weights, and nothing where they have another format.
+        locate(source, (*CONFIG_FILES, *form.patterns), revision)
+        if shards := find_shards(folder, form):
+            tensors: dict[str, Stored] = {}
+            for shard in shards:
+                tensors |= form.read(shard)
+            config = read_json(folder / "config.json")
+            if (folder / "hf_quant_config.json").exists():
+                config["hf_quant_config"] = True
+            return Checkpoint(source, config, tensors, tuple(shards))
+    ggufs = sorted(folder.glob("*.gguf"))
+    if len(ggufs) == 1:
+        return _open_gguf(source, ggufs[0])
+    if ggufs:
+        raise ValueError(
+            f"{source} has {len(ggufs)} GGUF files ({', '.join(p.name for p in ggufs)}): "
+            "give the path of one"
+        )
+    raise ValueError(
+        f"{source} has no weights: expected model.safetensors or pytorch_model.bin (of a GGUF "
+        "repository give one file, owner/name/file.gguf)"
+    )

@@ -1,0 +1,307 @@
+"""The checkpoint families, each as one row of data.
+
+A checkpoint is described as text, one line a tensor and one a config key, sizes written in
+units of the hidden size h where they are whole multiples of it:
+
+    tensor fc.weight [h, 3h]
+    config architectures.0 = LlamaForCausalLMEagle3
+
+A row is a handful of patterns over that text, tried from the top. Tensors decide; config
+keys only tell apart what has the same tensors. Names and layouts were read in the trainers'
+and serving engines' own code: SafeAILab/EAGLE, SpecForge, speculators, Model-Optimizer,
+AngelSlim, DeepSpec, llama.cpp, vLLM and SGLang.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .checkpoint import Checkpoint
+from .stored import Stored
+
+# Applied in this order to every name; what comes out are the canonical names.
+NAMES = (
+    (r"^model\.", ""),
+    (r"^midlayer\.(\d+)\.", r"layers.\1."),
+    (r"^midlayer\.", "layers.0."),
+    (r"^(?:layers\.0\.)?enorm\.", "layers.0.input_layernorm."),
+    (r"^aux_norm_low\.", "fc_norm.0."),
+    (r"^aux_norm_mid\.", "fc_norm.1."),
+    (r"^aux_norm_high\.", "fc_norm.2."),
+    # llama.cpp
+    (r"^token_embd\.", "embed_tokens."),
+    (r"^output_norm\.", "norm."),
+    (r"^enc\.output_norm\.", "input_norm."),
+    (r"^output\.", "lm_head."),
+    (r"^blk\.(\d+)\.attn_norm\.", r"layers.\1.input_layernorm."),
+    (r"^blk\.(\d+)\.attn_norm_2\.", r"layers.\1.hidden_norm."),
+    (r"^blk\.(\d+)\.attn_output\.", r"layers.\1.self_attn.o_proj."),
+    (r"^blk\.(\d+)\.attn_([qkv])\.", r"layers.\1.self_attn.\2_proj."),
+    (r"^blk\.(\d+)\.ffn_norm\.", r"layers.\1.post_attention_layernorm."),
+    (r"^blk\.(\d+)\.ffn_(gate|up|down)\.", r"layers.\1.mlp.\2_proj."),
+)
+# Training leftovers and what is computed anew.
+DROPPED = re.compile(r"^verifier_|(^|\.)rotary_emb\.inv_freq$")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A kind of draft model that is not converted: any one of the patterns gives it away."""
+
+    what: str
+    way_out: str
+    patterns: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A layout that is converted: all of ``has`` match and none of ``lacks``.
+
+    ``defaults`` stand for missing config keys, ``fixed`` are fields of ``Eagle3Config``
+    that the layout settles.
+    """
+
+    name: str
+    title: str
+    has: tuple[str, ...]
+    lacks: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    describes_layers: bool = False  # windows, biases and q/k norms in the config are the draft's
+    has_optional_norms: bool = False  # the final and the first norm are there or not
+    owns_embedding: bool = True  # False: the target's is used whatever the file holds
+    has_absolute_d2t: bool = False
+    has_interleaved_heads: bool = False  # q and k rows in llama.cpp's order
+    # What the config leaves open or may say wrongly, so that the user is told.
+    doubts_rope_base: bool = False
+    doubts_residual: bool = False
+    doubts_norm_output: bool = False
+
+
+REFUSALS = (
+    Refusal(
+        "an already converted head",
+        "use the folder as it is",
+        (r"^config aux_ids_source ",),
+    ),
+    Refusal(
+        "a parallel-drafting EAGLE head (P-EAGLE)",
+        "use the autoregressive EAGLE-3 head of the same target",
+        (
+            r"^tensor (.*\.)?mask_hidden\b",
+            r"^config speculators_model_type = peagle",
+            r"^config (\w+\.)*(ptd_token_id|pard_token) ",
+            r"^config (\w+\.)*parallel_drafting = True",
+            r"^config architectures\.\d+ = .*P-?[Ee]agle",
+        ),
+    ),
+    Refusal(
+        "a block-diffusion or parallel drafter (DFlash, DSpark, Domino, XPress)",
+        "use an EAGLE-3 head of the same target",
+        (
+            r"^config architectures\.\d+ = .*(DFlash|DSpark|Domino|XPress)",
+            r"^config (speculators_model_type|model_type) = .*(dflash|dspark|domino|xpress)",
+            r"^config (dflash_config\.|markov_|confidence_head|projector_type |selector_)",
+            r"^tensor (.*\.)?(markov_|confidence_head)",
+            r"\A(?=(?s:.*)^config block_size )(?=(?s:.*)^config mask_token_id )",
+        ),
+    ),
+    Refusal(
+        "a draft with multi-head latent attention (MLA)",
+        "use a head with plain grouped-query attention for this target",
+        (
+            r"^tensor .*(kv_a_proj_with_mqa|q_a_proj|kv_b_proj)\.",
+            r"^config architectures\.\d+ = .*(Eagle3Deepseek|MLA)",
+        ),
+    ),
+    Refusal(
+        "a head with parallel (Medusa-like) draft heads",
+        "use a head exported with parallel_draft_step 1",
+        (
+            r"^tensor (.*\.)?parallel_draft_heads\.",
+            r"^config eagle_config\.parallel_draft_step = (?!1$)",
+        ),
+    ),
+    Refusal(
+        "an AngelSlim head with early-stop rows in fc",
+        "use a head trained without early_stop_method",
+        (r"\A(?=(?s:.*)^config early_stop_method )(?=(?s:.*)^tensor fc\.weight \[(?!h,))",),
+    ),
+    Refusal(
+        "a multi-token-prediction (MTP) assistant",
+        "use an EAGLE-3 head of the same target",
+        (
+            r"^tensor (.*\.)?(hnorm|eh_proj|e_h_proj)\.",
+            r"^tensor (.*\.)?mtp\.",
+            r"^config eagle_config\.(use_mtp_layernorm|eh_proj_before_attn) = True",
+            r"^config architectures\.\d+ = .*(Assistant|MTP|NextN)",
+        ),
+    ),
+    Refusal(
+        "a DeepSpec head for Gemma-4, whose layers are not llama layers",
+        "use a speculators or SpecForge head of the same target",
+        (
+            r"^tensor .*(pre_feedforward_layernorm|layer_scalar)",
+            r"^config architectures\.\d+ = Gemma4Eagle3Model",
+        ),
+    ),
+    Refusal(
+        "a quantized head",
+        "dequantize it first, or use the bfloat16 head it was made from (if its tensors are "
+        "plain floats, delete the quantization entry from its config)",
+        (
+            r"^tensor .*(_scale(_\w+)?|\.scales|weight_packed|qweight|weight_shape)( |$)",
+            r"^config (quantization_config|hf_quant_config|compression_config)\b",
+        ),
+    ),
+    Refusal(
+        "a speculators EAGLE-1 head with extra embedding norms",
+        "use an EAGLE-3 head of the same target",
+        (r"^tensor (embed_layernorm|post_embedding_layernorm)\.",),
+    ),
+)
+
+# Layer 0 attends from the embedding beside the state: the mark of EAGLE-3.
+WIDE = r"^tensor layers\.0\.self_attn\.q_proj\.weight \[\w+, 2h\]"
+NARROW = r"^tensor layers\.0\.self_attn\.q_proj\.weight \[\w+, h\]"
+FUSION = r"^tensor fc\.weight "
+
+FAMILIES = (
+    Family(
+        "gguf",
+        "llama.cpp GGUF",
+        has=(FUSION, WIDE, r"^config general\.architecture = eagle3$"),
+        has_absolute_d2t=True,
+        has_interleaved_heads=True,
+    ),
+    Family(
+        "eagle-1",
+        "EAGLE-1 / EAGLE-2 / HASS",
+        has=(r"^tensor fc\.weight \[h, 2h\]", NARROW),
+        lacks=(r"^tensor layers\.0\.hidden_norm",),
+        fixed={
+            "fc_input": "embedding_and_state",
+            "layer_input": "none",
+            "uses_aux": False,
+        },
+        has_optional_norms=True,
+        owns_embedding=False,
+    ),
+    Family(
+        "modelopt-final-state",
+        "NVIDIA ModelOpt on the target's final state (use_aux_hidden_state false)",
+        has=(WIDE, r"^config (eagle_config\.)?use_aux_hidden_state = False"),
+        lacks=(FUSION,),
+        defaults={"rms_norm_eps": 1e-5},
+        fixed={"fc_input": "none", "uses_aux": False},
+    ),
+    Family(
+        "deepspec",
+        "DeepSpec",
+        has=(FUSION, WIDE, r"^config (target_layer_ids|ttt_length)\b"),
+    ),
+    Family(
+        "speculators",
+        "speculators (RedHatAI)",
+        has=(FUSION, WIDE, r"^config (transformer_layer_config\.|speculators_model_type )"),
+        describes_layers=True,
+        doubts_residual=True,
+    ),
+    Family(
+        "angelslim",
+        "AngelSlim",
+        has=(FUSION, WIDE, r"^config architectures\.\d+ = Eagle3LlamaForCausalLM$"),
+        doubts_rope_base=True,
+    ),
+    Family(
+        "nemo",
+        "NeMo Automodel",
+        has=(FUSION, WIDE, r"^config architectures\.\d+ = LlamaEagle3DraftModel$"),
+    ),
+    Family(
+        "modelopt",
+        "NVIDIA ModelOpt",
+        has=(FUSION, WIDE, r"^config eagle_config\.(?!eagle_aux|use_aux_hidden_state )"),
+        defaults={"rms_norm_eps": 1e-5},
+    ),
+    Family(
+        "specforge",
+        "SpecForge",
+        has=(FUSION, WIDE, r"^config (eagle_config\.|architectures\.\d+ = LlamaForCausalLMEagle3)"),
+        doubts_norm_output=True,
+    ),
+    Family("eagle3", "EAGLE-3 (SafeAILab layout)", has=(FUSION, WIDE), doubts_norm_output=True),
+)
+
+
+def canonical(name: str) -> str:
+    """The canonical name: midlayer.hidden_norm.weight -> layers.0.hidden_norm.weight."""
+    for pattern, replacement in NAMES:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def _config_lines(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in config.items():
+        if isinstance(value, list):
+            value = {str(i): entry for i, entry in enumerate(value)}
+        if isinstance(value, dict):
+            yield from _config_lines(value, f"{prefix}{key}.")
+        elif value is not None:
+            yield f"config {prefix}{key} = {value}"
+
+
+def hidden_size(tensors: Mapping[str, Stored]) -> int:
+    """Rows of the first layer's output: h; 0 where the tensors for it are missing."""
+    for name in ("layers.0.self_attn.o_proj.weight", "layers.0.post_attention_layernorm.weight"):
+        if name in tensors and tensors[name].shape:
+            return tensors[name].rows
+    return 0
+
+
+def describe(tensors: Mapping[str, Stored], config: Mapping[str, Any]) -> str:
+    """The checkpoint as text (module docstring); tensors under canonical names."""
+    h = hidden_size(tensors)
+
+    def size(n: int) -> str:
+        times = n // h if h and n % h == 0 else 0
+        return "h" if times == 1 else f"{times}h" if times else str(n)
+
+    lines = [f"tensor {n} [{', '.join(map(size, t.shape))}]" for n, t in tensors.items()]
+    return "\n".join([*lines, *_config_lines(config)])
+
+
+def recognise(checkpoint: Checkpoint) -> tuple[Family, dict[str, Stored]]:
+    """The checkpoint's family and its tensors under canonical names.
+
+    Raises ValueError that names what it is, where that is known and not converted.
+    """
+    names = [name for name in checkpoint.tensors if not DROPPED.search(canonical(name))]
+    tensors = {canonical(name): checkpoint.tensors[name] for name in names}
+    text = describe(tensors, checkpoint.config)
+
+    def found(pattern: str) -> bool:
+        return re.search(pattern, text, re.MULTILINE) is not None
+
+    for refusal in REFUSALS:
+        if any(map(found, refusal.patterns)):
+            raise ValueError(
+                f"{checkpoint.source} is {refusal.what}, which is not converted; {refusal.way_out}"
+            )
+    if len(tensors) < len(names):
+        twice = next(n for n in tensors if sum(canonical(name) == n for name in names) > 1)
+        raise ValueError(f"{checkpoint.source} holds {twice} under two names; remove one")
+    for family in FAMILIES:
+        if all(map(found, family.has)) and not any(map(found, family.lacks)):
+            return family, tensors
+    if "layers.0.hidden_norm.weight" in tensors:
+        for name in ("fc.weight", "layers.0.self_attn.q_proj.weight"):
+            if name not in tensors:
+                raise ValueError(f"{checkpoint.source} lacks {name}, which an EAGLE-3 head needs")
+    shown = ", ".join(names[:4]) or "none"
+    raise ValueError(
+        f"{checkpoint.source} is no EAGLE head that is known here: expected fc.weight and a first "
+        f"layer that attends from twice the hidden size (EAGLE-3), or an fc of twice it "
+        f"(EAGLE-1); found {len(names)} tensors: {shown} ..."
+    )

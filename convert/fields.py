@@ -1,0 +1,155 @@
+"""The fields of a head's config, each from the shapes and config keys that tell it.
+
+Truth order: tensor shapes, then EAGLE's own keys, then generic ones (a config is often a
+copy of the target's).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mlx_eagle.head import ACTIVATIONS
+
+from .families import Family, hidden_size
+from .shapes import need
+from .stored import Tensor
+
+# transformers' class defaults, for configs that were saved as the difference to them.
+CLASS_DEFAULTS = {
+    "llama": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
+    "qwen3": {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "sliding_window": 4096},
+}
+DEFAULT_HEADS = 32
+
+
+def merge_settings(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """All config keys in one dictionary, the more telling ones last; nulls are dropped."""
+    nested = config.get("transformer_layer_config") or {}
+    # speculators builds a Qwen3Config where no model_type is written.
+    kind = nested.get("model_type", "qwen3") if nested else "llama"
+    sections = (
+        CLASS_DEFAULTS.get(kind, CLASS_DEFAULTS["llama"]),
+        family.defaults,
+        nested,
+        config,
+        config.get("eagle_config") or {},
+    )
+    settings = {k: v for section in sections for k, v in section.items() if v is not None}
+    if not family.describes_layers:
+        return settings
+    return settings | {"qk_norm": nested.get("model_type") == "qwen3"}
+
+
+def _layer_input(tensors: Mapping[str, Tensor], num_layers: int, h: int) -> str:
+    names = (f"layers.{i}.self_attn.q_proj.weight" for i in range(num_layers))
+    wide = [name in tensors and tensors[name].shape[-1] == 2 * h for name in names]
+    return "every" if num_layers > 1 and all(wide) else "first"
+
+
+def _heads(
+    tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
+) -> tuple[int, int, int]:
+    """Heads, key heads, width of a head; shapes stand in for keys that are missing."""
+    attention = "layers.0.self_attn."
+    rows = {part: need(tensors, f"{attention}{part}_proj.weight").rows for part in "qk"}
+    norm = tensors.get(f"{attention}q_norm.weight")
+    head_dim = norm.rows if norm is not None else settings.get("head_dim")
+    num_heads = settings.get("num_attention_heads")
+    num_heads = num_heads or (rows["q"] // head_dim if head_dim else DEFAULT_HEADS)
+    head_dim = head_dim or rows["q"] // num_heads
+    if not head_dim:
+        raise ValueError(f"q_proj has {rows['q']} rows for {num_heads} heads; fix the config")
+    return num_heads, settings.get("num_key_value_heads", rows["k"] // head_dim), head_dim
+
+
+def _pre_fc_norm(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> str:
+    if "input_norm.weight" in tensors or settings.get("norm_before_fc"):
+        return "concat"
+    per_feature = settings.get("fc_norm") or settings.get("use_aux_norm")
+    return "per_feature" if "fc_norm.0.weight" in tensors or per_feature else "none"
+
+
+def activation(settings: Mapping[str, Any]) -> str:
+    name = settings.get("hidden_act") or settings.get("hidden_activation") or "silu"
+    if name not in ACTIVATIONS:
+        raise ValueError(f"the head's activation is {name}; {', '.join(ACTIVATIONS)} are known")
+    return name
+
+
+def from_shapes(
+    tensors: Mapping[str, Tensor], settings: Mapping[str, Any], family: Family, num_layers: int
+) -> dict[str, Any]:
+    """The fields that the tensors alone tell, or nearly."""
+    h = hidden_size(tensors)
+    stated = settings.get("hidden_size")
+    if stated is not None and stated != h:
+        raise ValueError(
+            f"config.json says hidden_size {stated}, and layers.0 puts out {h} channels"
+        )
+    first = "layers.0."
+    num_heads, num_kv_heads, head_dim = _heads(tensors, settings)
+
+    def has(tensor: str, key: str) -> bool:
+        return first + tensor in tensors or bool(family.describes_layers and settings.get(key))
+
+    return {
+        "hidden_size": h,
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": need(tensors, f"{first}mlp.gate_proj.weight").rows,
+        "pre_fc_norm": _pre_fc_norm(tensors, settings),
+        "fc_input": "features",
+        "fc_bias": "fc.bias" in tensors,
+        "qk_norm": has("self_attn.q_norm.weight", "qk_norm"),
+        "attention_bias": has("self_attn.q_proj.bias", "attention_bias"),
+        "attention_out_bias": has("self_attn.o_proj.bias", "attention_bias"),
+        "mlp_bias": has("mlp.gate_proj.bias", "mlp_bias"),
+        "layer_input": _layer_input(tensors, num_layers, h),
+        "uses_aux": True,
+        "embedding_norm": settings.get("use_input_layernorm_in_first_layer", True),
+        "state_norm": not family.has_optional_norms
+        or f"{first}hidden_norm.weight" in tensors,
+        "final_norm": "norm.weight" in tensors
+        if family.has_optional_norms
+        else settings.get("use_last_layernorm", True),
+        **family.fixed,
+    }
+
+
+def window(settings: Mapping[str, Any], family: Family, num_layers: int) -> dict[str, Any]:
+    """The width of sliding attention, None without, and the layers that see everything."""
+    kinds = (settings.get("layer_types") or [])[:num_layers]
+    size = settings.get("sliding_window") if "sliding_attention" in kinds else None
+    if not family.describes_layers or settings.get("use_sliding_window") is False:
+        size = None
+    full = [i for i, kind in enumerate(kinds) if size and kind != "sliding_attention"]
+    return {"sliding_window": size, "full_attention_layers": tuple(full)}
+
+
+def norm_before_residual(
+    settings: Mapping[str, Any], family: Family, override: bool | None, notes: list[str]
+) -> bool:
+    if override is not None:
+        return override
+    if family.doubts_residual and "norm_before_residual" not in settings:
+        notes.append(
+            "the config does not say norm_before_residual; taken as false, the class default; "
+            "if acceptance is low try --norm-before-residual"
+        )
+    return bool(settings.get("norm_before_residual", False))
+
+
+def norm_output(
+    settings: Mapping[str, Any], family: Family, pre_fc: str, override: bool | None,
+    notes: list[str],
+) -> bool:
+    if override is not None:
+        return override
+    value = settings.get("norm_output", settings.get("return_hidden_post_norm", False))
+    if value and pre_fc == "none" and family.doubts_norm_output:
+        notes.append(
+            "norm_output is set without fc_norm; SpecForge before September 2026 meant plain "
+            "EAGLE-3 by that; if acceptance is low try --no-norm-output"
+        )
+    return bool(value)

@@ -1,0 +1,221 @@
+"""Read an EAGLE-3 head out of a llama.cpp GGUF file (versions 2 and 3).
+
+Gives the metadata under the names that config.json files use and the tensors under their
+GGUF names, block formats decoded when read. MLX's own reader stops at the 64-bit integers
+of ``d2t``.
+"""
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .stored import FORMATS, Stored, map_file
+
+ARCHITECTURE = "eagle3"
+CONFIG_KEYS = {
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "norm_before_fc": "norm_before_fc",
+    "norm_before_residual": "norm_before_residual",
+    "rope.dimension_count": "rotary_dim",
+    "rope.freq_base": "rope_theta",
+    "target_hidden_size": "target_hidden_size",
+    "target_layers": "eagle_aux_hidden_state_layer_ids",
+    "vocab_size": "vocab_size",
+}
+SCALING_KEYS = {
+    "rope.scaling.type": "rope_type",
+    "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+}
+# What struct calls the value types 0 to 12; strings (8) and arrays (9) have no code.
+SCALARS = {kind: code for kind, code in enumerate("BbHhIif?  Qqd") if code != " "}
+STRING, ARRAY = 8, 9
+PLAIN = {0: "F32", 1: "F16", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 30: "BF16"}
+
+
+WIDTHS = {name: np.dtype(kind).itemsize for name, kind in FORMATS.items()}
+
+
+def _halves(blocks: np.ndarray) -> np.ndarray:
+    """Float16 columns (n, 2k) bytes -> (n, k) float32."""
+    return np.ascontiguousarray(blocks).view(np.float16).astype(np.float32)
+
+
+def _nibbles(packed: np.ndarray) -> np.ndarray:
+    """(n, k) bytes -> (n, 2k) values 0..15: all low halves, then all high halves."""
+    return np.concatenate([packed & 15, packed >> 4], axis=1)
+
+
+def _q4_0(b: np.ndarray) -> np.ndarray:
+    return _halves(b[:, :2]) * (_nibbles(b[:, 2:]).astype(np.float32) - 8)
+
+
+def _q4_1(b: np.ndarray) -> np.ndarray:
+    return _halves(b[:, :2]) * _nibbles(b[:, 4:]) + _halves(b[:, 2:4])
+
+
+def _fifth_bits(b: np.ndarray) -> np.ndarray:
+    """(n, 4) bytes -> (n, 32) values 0 or 16."""
+    return np.unpackbits(b, axis=1, bitorder="little").astype(np.uint8) << 4
+
+
+def _q5_0(b: np.ndarray) -> np.ndarray:
+    values = (_nibbles(b[:, 6:]) | _fifth_bits(b[:, 2:6])).astype(np.float32)
+    return _halves(b[:, :2]) * (values - 16)
+
+
+def _q5_1(b: np.ndarray) -> np.ndarray:
+    values = _nibbles(b[:, 8:]) | _fifth_bits(b[:, 4:8])
+    return _halves(b[:, :2]) * values + _halves(b[:, 2:4])
+
+
+def _q8_0(b: np.ndarray) -> np.ndarray:
+    return _halves(b[:, :2]) * b[:, 2:].view(np.int8)
+
+
+def _q4_k(b: np.ndarray) -> np.ndarray:
+    """Eight groups of 32, each with a 6-bit scale and minimum packed in twelve bytes."""
+    low, mid, high = b[:, 4:8], b[:, 8:12], b[:, 12:16]
+    scale = np.concatenate([low & 63, (high & 15) | (low >> 6 << 4)], axis=1)
+    minimum = np.concatenate([mid & 63, (high >> 4) | (mid >> 6 << 4)], axis=1)
+    packed = b[:, 16:].reshape(-1, 4, 1, 32)
+    values = np.concatenate([packed & 15, packed >> 4], axis=2).reshape(-1, 8, 32)
+    scale, minimum = _halves(b[:, :2]) * scale, _halves(b[:, 2:4]) * minimum
+    return scale[..., None] * values - minimum[..., None]
+
+
+def _q6_k(b: np.ndarray) -> np.ndarray:
+    """Sixteen groups of 16; four low bits and two high bits lie apart."""
+    low = b[:, :128].reshape(-1, 2, 1, 64)
+    low = np.concatenate([low & 15, low >> 4], axis=2).reshape(-1, 8, 32)
+    high = b[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None]
+    values = low | ((high & 3).reshape(-1, 8, 32) << 4)
+    scale = _halves(b[:, 208:]) * b[:, 192:208].view(np.int8)
+    return scale[..., None] * (values.reshape(-1, 16, 16).astype(np.float32) - 32)
+
+
+# type id: name, values a block, bytes a block, decoder of (n, bytes)
+BLOCKS = {
+    2: ("Q4_0", 32, 18, _q4_0),
+    3: ("Q4_1", 32, 20, _q4_1),
+    6: ("Q5_0", 32, 22, _q5_0),
+    7: ("Q5_1", 32, 24, _q5_1),
+    8: ("Q8_0", 32, 34, _q8_0),
+    12: ("Q4_K", 256, 144, _q4_k),
+    14: ("Q6_K", 256, 210, _q6_k),
+}
+
+
+class _Reader:
+    """A cursor over the file's bytes."""
+
+    def __init__(self, data: np.ndarray):
+        self.data, self.at = data, 0
+
+    def scalar(self, code: str) -> Any:
+        size = struct.calcsize(code)
+        (value,) = struct.unpack("<" + code, self.data[self.at : self.at + size].tobytes())
+        self.at += size
+        # The shortest decimal of a float32: 1e-05 and not 9.99999974e-06.
+        return float(str(np.float32(value))) if code == "f" else value
+
+    def string(self) -> str:
+        size = self.scalar("Q")
+        value = self.data[self.at : self.at + size].tobytes().decode("utf-8", "replace")
+        if len(value.encode()) < size and self.at + size > len(self.data):
+            raise struct.error("a string runs past the end")
+        self.at += size
+        return value
+
+    def value(self, kind: int) -> Any:
+        if kind == STRING:
+            return self.string()
+        if kind == ARRAY:
+            inner, count = self.scalar("I"), self.scalar("Q")
+            return [self.value(inner) for _ in range(count)]
+        if kind not in SCALARS:
+            raise struct.error(f"unknown value type {kind}")
+        return self.scalar(SCALARS[kind])
+
+
+def _tensor(name: str, shape: tuple[int, ...], kind: int, data: np.ndarray) -> Stored:
+    """A tensor whose bytes begin at ``data[0]``."""
+    size = int(np.prod(shape, dtype=object))
+    if kind in PLAIN:
+        form, width, num_bytes, decode = PLAIN[kind], 1, WIDTHS[PLAIN[kind]], None
+    elif kind in BLOCKS:
+        form, width, num_bytes, decode = BLOCKS[kind]
+    else:
+        raise ValueError(
+            f"{name} has GGUF tensor type {kind}, and only {', '.join(PLAIN.values())}, "
+            f"{', '.join(block[0] for block in BLOCKS.values())} are read; "
+            "convert the head to GGUF as F16"
+        )
+    size = size // width * num_bytes
+    if size > len(data):
+        raise struct.error(f"{name} runs past the end")
+    if decode is None:
+        return Stored(form, shape, data[:size])
+    return Stored(form, shape, data[:size], decode=lambda d: decode(d.reshape(-1, num_bytes)))
+
+
+def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
+    """Config and tensors of the file; ValueError where it is cut off or no EAGLE-3 head."""
+    try:
+        return _read(_Reader(map_file(path)), path.name)
+    except struct.error as err:
+        raise ValueError(f"{path.name} is cut off ({err}); download it again") from err
+
+
+def _read(reader: _Reader, name: str) -> tuple[dict[str, Any], dict[str, Stored]]:
+    if reader.data[:4].tobytes() != b"GGUF":
+        raise ValueError(f"{name} is no GGUF file")
+    reader.at = 4
+    version = reader.scalar("I")
+    if version not in (2, 3):
+        raise ValueError(f"{name} is GGUF version {version}; versions 2 and 3 are read")
+    num_tensors, num_values = reader.scalar("Q"), reader.scalar("Q")
+    metadata: dict[str, Any] = {}
+    for _ in range(num_values):
+        key = reader.string()
+        metadata[key] = reader.value(reader.scalar("I"))
+    architecture = metadata.get("general.architecture")
+    if architecture != ARCHITECTURE:
+        raise ValueError(
+            f"{name} holds a {architecture} model; expected an {ARCHITECTURE} head "
+            "(general.architecture)"
+        )
+    entries = []
+    for _ in range(num_tensors):
+        tensor, dims = reader.string(), reader.scalar("I")
+        shape = tuple(reader.scalar("Q") for _ in range(dims))[::-1]
+        entries.append((tensor, shape, reader.scalar("I"), reader.scalar("Q")))
+    alignment = metadata.get("general.alignment", 32)
+    start = -(-reader.at // alignment) * alignment
+    tensors = {
+        tensor: _tensor(tensor, shape, kind, reader.data[start + offset :])
+        for tensor, shape, kind, offset in entries
+    }
+    return _config(metadata), tensors
+
+
+def _config(metadata: dict[str, Any]) -> dict[str, Any]:
+    def section(keys: dict[str, str]) -> dict[str, Any]:
+        found = {new: metadata.get(f"{ARCHITECTURE}.{old}") for old, new in keys.items()}
+        return {name: value for name, value in found.items() if value is not None}
+
+    config = {"general.architecture": ARCHITECTURE, **section(CONFIG_KEYS)}
+    if "vocab_size" not in config and "tokenizer.ggml.tokens" in metadata:
+        config["vocab_size"] = len(metadata["tokenizer.ggml.tokens"])
+    scaling = section(SCALING_KEYS)
+    if scaling.get("rope_type", "none") != "none":
+        config["rope_scaling"] = scaling
+    return config

@@ -1,0 +1,212 @@
+"""identify -> rename -> check -> quantize -> save: the whole conversion."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_eagle.head import Eagle3Config
+
+from .checkpoint import Checkpoint, open_checkpoint
+from mlx_eagle.hub import upload
+from .quantize import Quantization, pack
+from .resolve import Overrides, Resolved, resolve
+from .stored import Tensor
+from .target import Target, open_target, same_values
+
+DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
+# The dtype of a head whose weights are stored so; block formats stand for float16.
+DTYPE_OF_FORMAT = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float32"}
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head ready to be saved: its ``config.json`` and its arrays."""
+
+    config: dict[str, Any]
+    weights: dict[str, mx.array]
+    num_parameters: int
+    notes: tuple[str, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in self.weights.values())
+
+
+def drop_shared(head: Resolved, target: Target) -> Resolved:
+    """Leave out the embedding and the lm_head where they equal the target's."""
+    if head.config["hidden_size"] != target.hidden_size:
+        return head
+    config, tensors = dict(head.config), dict(head.tensors)
+    ids = head.vocabulary.target_ids
+    embedding, output = tensors.get("embed_tokens.weight"), tensors.get("lm_head.weight")
+    if embedding is not None and same_values(embedding.read(), target.table("embed_tokens")):
+        del tensors["embed_tokens.weight"]
+        config["embed_source"] = "target"
+    if output is not None:
+        theirs = target.output_table()
+        if theirs is not None and ids is not None:
+            theirs = theirs[mx.array(ids)]
+        if same_values(output.read(), theirs):
+            del tensors["lm_head.weight"]
+            config["lm_head_source"] = "target" if ids is None else "target_rows"
+    return replace(head, config=config, tensors=tensors)
+
+
+def own_dtype(tensors: dict[str, Tensor]) -> str:
+    """The dtype most of the head is stored in, judged by its first matrix."""
+    first = tensors["layers.0.self_attn.q_proj.weight"]
+    return DTYPE_OF_FORMAT.get(first.format, "float16")
+
+
+def build(
+    resolved: Resolved, dtype: str | None = None, quantization: Quantization | None = None
+) -> Head:
+    """Read, cast and quantize the tensors; norms and biases stay as they are."""
+    kind = DTYPES[dtype or own_dtype(resolved.tensors)]
+    weights: dict[str, mx.array] = {}
+    chosen: dict[str, Any] = {}
+    notes = list(resolved.notes)
+    for name, tensor in resolved.tensors.items():
+        array = tensor.read().astype(kind)
+        group = None
+        if quantization is not None and array.ndim == 2:
+            group = quantization.group_for(array.shape[1])
+            if group != quantization.group_size:
+                path = name.removesuffix(".weight")
+                chosen[path] = group and {"group_size": group, "bits": quantization.bits}
+                done = f"in groups of {group}" if group else "not quantized"
+                notes.append(
+                    f"{path}: {array.shape[1]} columns are no multiple of "
+                    f"{quantization.group_size}; {done}"
+                )
+        entry = pack(name, array, quantization.bits, group) if group else {name: array}
+        mx.eval(entry)  # one tensor at a time, so that the sources can be let go
+        weights |= entry
+    if resolved.vocabulary.offsets is not None:
+        weights["d2t"] = mx.array(resolved.vocabulary.offsets)
+    config = Eagle3Config.from_dict(resolved.config).to_dict()
+    if quantization is not None:
+        config["quantization"] = {
+            "group_size": quantization.group_size,
+            "bits": quantization.bits,
+            **{path: entry or False for path, entry in chosen.items()},
+        }
+    num_parameters = sum(tensor.size for tensor in resolved.tensors.values())
+    return Head(config, weights, num_parameters, tuple(notes))
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill, which takes the name ``path`` only when all of it is there.
+
+    Whatever ends the block early, an interrupt too, leaves nothing behind.
+    """
+    draft = path.parent / f".{path.name}.{os.getpid()}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        draft.mkdir()
+        yield draft
+        os.replace(draft, path)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def save(head: Head, folder: Path, target: Target | None = None) -> None:
+    """Write ``config.json``, ``model.safetensors`` and the target's tokenizer there."""
+    try:
+        mx.save_safetensors(
+            str(folder / "model.safetensors"), head.weights, metadata={"format": "mlx"}
+        )
+    except RuntimeError as err:
+        raise OSError(f"the weights could not be written: {err}") from err
+    text = json.dumps(head.config, indent=4, sort_keys=True)
+    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+    if target is not None and not target.copy_tokenizer(folder):
+        print(f"warning: {target.name} has no tokenizer files to copy")
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.1f} MB"
+
+
+def summary(checkpoint: Checkpoint, resolved: Resolved, head: Head) -> str:
+    """What was found and what became of it, for people."""
+    c = head.config
+    ids, source = c["aux_boundary_ids"], c["aux_ids_source"]
+    if not c["uses_aux"]:
+        taps = "the target's final state, after its norm"
+    elif ids is None:
+        taps = "2, N/2 and N-3 of the target's N layers (default)"
+    else:
+        taps = f"{', '.join(map(str, ids))} ({source})"
+    is_31 = c["pre_fc_norm"] == "per_feature" and c["norm_output"]
+    quantization = c.get("quantization")
+    kept = {"file": "kept", "target": "the target's", "target_rows": "rows of the target's"}
+    lines = [
+        f"family      {resolved.family.title}{', EAGLE-3.1' if is_31 else ''}",
+        f"layers      {c['num_layers']}",
+        f"taps        {taps}",
+        f"rope        {c['rope']['type']}, base {c['rope']['theta']:g}",
+        f"vocabulary  {c['draft_vocab_size']} of {c['vocab_size']}",
+        f"embedding   {kept[c['embed_source']]}",
+        f"lm_head     {kept[c['lm_head_source']]}",
+        f"parameters  {head.num_parameters / 1e6:.2f} M",
+        f"stored as   "
+        + (
+            f"{quantization['bits']}-bit, groups of {quantization['group_size']}"
+            if quantization
+            else str(head.weights["layers.0.self_attn.q_proj.weight"].dtype).split(".")[-1]
+        ),
+        f"size        {_megabytes(checkpoint.num_bytes)} -> {_megabytes(head.num_bytes)}",
+    ]
+    return "\n".join([*lines, *(f"warning: {note}" for note in head.notes)])
+
+
+def convert(
+    hf_path: str,
+    mlx_path: str = "mlx_model",
+    quantize: bool = True,
+    q_group_size: int = 64,
+    q_bits: int = 4,
+    dtype: str | None = None,
+    upload_repo: str | None = None,
+    revision: str | None = None,
+    target: str | None = None,
+    overrides: Overrides = Overrides(),
+) -> dict[str, Any]:
+    """Convert a published EAGLE checkpoint to a folder that ``load_drafter`` reads.
+
+    ``hf_path`` is a folder, a GGUF file or a hub repository id; ``target`` likewise, the
+    model the head was trained for: with it the taps are checked, its tokenizer is copied
+    and tables that equal its own are left out. ``dtype`` is one of float16, bfloat16,
+    float32 (default: the checkpoint's). Parameters are named as in ``mlx_lm.convert``.
+
+    Returns the config that was written. Raises ValueError, one sentence, for a checkpoint
+    that is damaged, refused or contradicts itself, and leaves nothing behind.
+    """
+    destination = Path(mlx_path).expanduser()
+    if destination.exists():
+        raise ValueError(f"{mlx_path} is there already; remove it or choose another --mlx-path")
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype}; choose one of {', '.join(DTYPES)}")
+    quantization = Quantization(q_bits, q_group_size) if quantize else None
+    checkpoint = open_checkpoint(str(hf_path), revision)
+    model = open_target(str(target)) if target is not None else None
+    resolved = resolve(checkpoint, model, overrides)
+    if model is not None:
+        resolved = drop_shared(resolved, model)
+    head = build(resolved, dtype, quantization)
+    head.config["source"] = {"path": str(hf_path), "files": checkpoint.sha256()}
+    with new_folder(destination) as folder:
+        save(head, folder, model)
+    print(summary(checkpoint, resolved, head))
+    if upload_repo is not None:
+        print(f"uploaded to {upload(destination, upload_repo)}")
+    return head.config

@@ -1,0 +1,142 @@
+"""Resolve the rotary embedding of a head from its config.
+
+Gives ``Eagle3Config.rope``: type, theta, dims and the scaling dictionary that
+``mlx_lm.models.rope_utils.initialize_rope`` takes. Knows nothing of the target's rope,
+which never stands in for a missing one.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .stored import Stored
+
+DEFAULT_THETA = 10000.0
+# Keys that initialize_rope reads, by type.
+SCALING = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+    ),
+}
+# With text alone all position components of mrope are equal, and it is plain rope.
+PLAIN = ("default", "none", "mrope")
+
+
+def _per_layer_type(rope: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The entry that trainers take where the parameters are nested by layer type."""
+    for kind in ("sliding_attention", "full_attention"):
+        if isinstance(rope.get(kind), Mapping):
+            return rope[kind]
+    return rope
+
+
+def _explicit(
+    factors: Sequence[float], max_positions: int, scale: float = 1.0
+) -> dict[str, Any]:
+    """Scaling that multiplies each wavelength by its factor, (dims / 2,), and q, k by ``scale``.
+
+    It is spelled as mlx-lm's longrope, whose scale is sqrt(ln max_positions / ln original).
+    """
+    original = max_positions if scale == 1 else max_positions ** (1 / scale**2)
+    return {
+        "type": "longrope",
+        "original_max_position_embeddings": original,
+        "short_factor": list(factors),
+        "long_factor": list(factors),
+    }
+
+
+def _untruncated_yarn(
+    scaling: Mapping[str, Any], theta: float, dims: int, max_positions: int
+) -> dict[str, Any]:
+    """Yarn whose ramp ends between channels (``truncate`` false); mlx-lm's rounds the ends."""
+    factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
+
+    def channel(rotations: float) -> float:
+        return dims * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+    low = max(channel(scaling.get("beta_fast", 32)), 0)
+    high = min(channel(scaling.get("beta_slow", 1)), dims - 1)
+    ramp = np.clip((np.arange(dims // 2) - low) / max(high - low, 0.001), 0, 1)
+    factors = 1 / (ramp / factor + 1 - ramp)
+    scale = mscale(scaling.get("mscale", 1)) / mscale(scaling.get("mscale_all_dim", 0))
+    return _explicit(factors.tolist(), max_positions, scale)
+
+
+def _yarn(source: Mapping[str, Any], theta: float, dims: int, max_positions: int) -> dict[str, Any]:
+    scaling = {"type": "yarn", **_known("yarn", source)}
+    original = scaling.setdefault("original_max_position_embeddings", max_positions)
+    factor = scaling.setdefault("factor", max_positions / original)
+    attention = source.get("attention_factor")
+    if attention is not None and factor > 1:
+        # mlx-lm scales by (0.1 mscale ln factor + 1) over the same with mscale_all_dim.
+        scaling["mscale"] = (attention - 1) / (0.1 * math.log(factor))
+        scaling["mscale_all_dim"] = 0
+    if source.get("truncate") is False:
+        return _untruncated_yarn(scaling, theta, dims, max_positions)
+    return scaling
+
+
+def _known(kind: str, source: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: source[key] for key in SCALING[kind] if source.get(key) is not None}
+
+
+def resolve_rope(
+    settings: Mapping[str, Any],
+    head_dim: int,
+    max_positions: int,
+    theta: float | None = None,
+    factors: Stored | None = None,
+) -> dict[str, Any]:
+    """Type, theta, dims and scaling out of the config; ``theta`` overrides its base.
+
+    ``factors`` (dims / 2,) divide the frequencies, as llama.cpp stores llama3 scaling. Raises
+    ValueError for a type of scaling that mlx-lm does not have.
+    """
+    rope = settings.get("rope_parameters") or {}
+    rope = _per_layer_type(rope)
+    scaled = settings.get("rope_scaling") or rope
+    kind = scaled.get("rope_type") or scaled.get("type") or "default"
+    if theta is None:
+        theta = rope.get("rope_theta") or settings.get("rope_theta") or DEFAULT_THETA
+    partial = rope.get("partial_rotary_factor") or settings.get("partial_rotary_factor") or 1.0
+    dims = settings.get("rotary_dim") or int(head_dim * partial)
+    scaling = None
+    if factors is not None:
+        kind = "factors"
+        values = factors.numpy().astype(np.float32).tolist()
+        scaling = _explicit(values, max_positions)
+    elif kind == "yarn":
+        scaling = _yarn(scaled, float(theta), dims, max_positions)
+    elif kind in SCALING:
+        scaling = {"type": kind, **_known(kind, scaled)}
+        if "factor" not in scaling:
+            raise ValueError(f"the head's rope is {kind} without a factor; add one to its config")
+    elif kind not in PLAIN:
+        raise ValueError(
+            f"the head's rope is of type {kind}; only default, mrope, {', '.join(SCALING)} convert"
+        )
+    return {
+        "type": "default" if kind in PLAIN else kind,
+        "theta": float(theta),
+        "dims": dims,
+        "scaling": scaling,
+    }

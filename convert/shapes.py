@@ -1,0 +1,126 @@
+"""The tensors that a resolved config calls for, and their shapes.
+
+In the table: h draft width, F width of what fc takes, H, K, D heads, key
+heads and head width, I MLP width, V and Vd the vocabularies.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .stored import Tensor
+
+LAYER = (
+    ("self_attn.q_proj.weight", "HD", "in"),
+    ("self_attn.k_proj.weight", "KD", "in"),
+    ("self_attn.v_proj.weight", "KD", "in"),
+    ("self_attn.o_proj.weight", "h", "HD"),
+    ("post_attention_layernorm.weight", "h"),
+    ("mlp.gate_proj.weight", "I", "h"),
+    ("mlp.up_proj.weight", "I", "h"),
+    ("mlp.down_proj.weight", "h", "I"),
+)
+QK_NORM = (("self_attn.q_norm.weight", "D"), ("self_attn.k_norm.weight", "D"))
+ATTENTION_BIAS = (
+    ("self_attn.q_proj.bias", "HD"),
+    ("self_attn.k_proj.bias", "KD"),
+    ("self_attn.v_proj.bias", "KD"),
+)
+ATTENTION_OUT_BIAS = (("self_attn.o_proj.bias", "h"),)
+MLP_BIAS = (("mlp.gate_proj.bias", "I"), ("mlp.up_proj.bias", "I"), ("mlp.down_proj.bias", "h"))
+WORDS = {
+    "h": "hidden_size",
+    "HD": "num_heads * head_dim",
+    "KD": "num_kv_heads * head_dim",
+    "D": "head_dim",
+    "I": "intermediate_size",
+    "F": "what fc takes",
+    "h_t": "target_hidden_size",
+    "V": "vocab_size",
+    "Vd": "draft_vocab_size",
+    "in": "what the layer attends from",
+}
+Row = tuple[str, ...]
+
+
+def _layer(config: Mapping[str, Any], index: int) -> Iterator[Row]:
+    c = config
+    sees_embedding = c["layer_input"] == "every" or (c["layer_input"] == "first" and index == 0)
+    yield from LAYER
+    if sees_embedding and c["embedding_norm"]:
+        yield "input_layernorm.weight", "h"
+    if index > 0 or c["state_norm"]:
+        yield "hidden_norm.weight", "h"
+    for flag, rows in (
+        ("qk_norm", QK_NORM),
+        ("attention_bias", ATTENTION_BIAS),
+        ("attention_out_bias", ATTENTION_OUT_BIAS),
+        ("mlp_bias", MLP_BIAS),
+    ):
+        if c[flag]:
+            yield from rows
+
+
+def _rows(config: Mapping[str, Any]) -> Iterator[tuple[Row, dict[str, int]]]:
+    """Every tensor as (name, size...) with the sizes its symbols stand for."""
+    c = config
+    h, dim = c["hidden_size"], c["head_dim"]
+    features = c["num_aux"] * c["target_hidden_size"]
+    sizes = {
+        "h": h,
+        "F": 2 * h if c["fc_input"] == "embedding_and_state" else features,
+        "h_t": c["target_hidden_size"],
+        "HD": c["num_heads"] * dim,
+        "KD": c["num_kv_heads"] * dim,
+        "D": dim,
+        "I": c["intermediate_size"],
+        "V": c["vocab_size"],
+        "Vd": c["draft_vocab_size"],
+    }
+    if c["fc_input"] != "none":
+        yield ("fc.weight", "h", "F"), sizes
+    if c["fc_bias"]:
+        yield ("fc.bias", "h"), sizes
+    if c["pre_fc_norm"] == "concat":
+        yield ("input_norm.weight", "F"), sizes
+    if c["pre_fc_norm"] == "per_feature":
+        for i in range(c["num_aux"]):
+            yield (f"fc_norm.{i}.weight", "h_t"), sizes
+    for i in range(c["num_layers"]):
+        wide = c["layer_input"] == "every" or (c["layer_input"] == "first" and i == 0)
+        sizes = {**sizes, "in": 2 * h if wide else h}
+        for name, *symbols in _layer(c, i):
+            yield (f"layers.{i}.{name}", *symbols), sizes
+    if c["final_norm"]:
+        yield ("norm.weight", "h"), sizes
+    if c["lm_head_source"] == "file":
+        yield ("lm_head.weight", "Vd", "h"), sizes
+    if c["embed_source"] == "file":
+        yield ("embed_tokens.weight", "V", "h"), sizes
+
+
+def need(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """That tensor; ValueError where it is missing."""
+    if name not in tensors:
+        raise ValueError(f"the checkpoint lacks {name}; it is incomplete")
+    return tensors[name]
+
+
+def check_shapes(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    """Every tensor there, none besides, each of its shape; else ValueError that names it."""
+    expected = set()
+    for (name, *symbols), sizes in _rows(config):
+        expected.add(name)
+        tensor = need(tensors, name)
+        shape = tuple(sizes[symbol] for symbol in symbols)
+        if tensor.shape != shape:
+            words = " x ".join(WORDS[symbol] for symbol in symbols)
+            raise ValueError(
+                f"{name} is {' x '.join(map(str, tensor.shape))}, expected "
+                f"{' x '.join(map(str, shape))} ({words}); tensors and config disagree"
+            )
+    surplus = sorted(set(tensors) - expected)
+    if surplus:
+        raise ValueError(
+            f"the checkpoint holds {', '.join(surplus[:4])}, which no known EAGLE head has; "
+            "converting without would change what it computes"
+        )

@@ -1,0 +1,420 @@
+"""The benchmark: its arithmetic against naive computations, and one run from end to end."""
+
+import csv
+import json
+import statistics
+
+import mlx.core as mx
+import pytest
+from helpers import PROMPT, plain, tiny_head, tiny_llama
+from mlx_lm.generate import generate_step
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from mlx_eagle.bench import __main__ as command
+from mlx_eagle.bench import cost, graph, measure, parity, predict, questions, render
+from mlx_eagle.bench import runner, summary
+from mlx_eagle.stats import Stats
+from mlx_eagle.tree import TreeShape
+
+TEMPLATE = (
+    "{% for m in messages %}<user>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<reply>{% endif %}"
+)
+
+
+def byte_tokenizer() -> TokenizerWrapper:
+    """A token a byte, and an end token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {letter: i for i, letter in enumerate([*alphabet, "<end>", "<pad>"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    fast.chat_template = TEMPLATE
+    return TokenizerWrapper(fast)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """Target, tokenizer, drafter, and a second model as mlx-lm's draft model."""
+    model = tiny_llama(vocab_size=258)
+    compared = tiny_llama(seed=3, vocab_size=258, num_hidden_layers=2)
+    return runner.Models(model, byte_tokenizer(), tiny_head(model), compared)
+
+
+# --- pure parts ---------------------------------------------------------------------------
+
+
+def test_spread_is_the_naive_one():
+    values = [3.0, 1.0, 4.0, 1.5, 9.0, 2.0]
+    ordered = sorted(values)
+    spread = summary.spread_of([*values, None])
+    assert spread["median"] == (ordered[2] + ordered[3]) / 2
+    assert (spread["min"], spread["max"], spread["n"]) == (1.0, 9.0, 6)
+    # Linear interpolation between the order statistics, as numpy does it by default.
+    for key, share in (("q1", 0.25), ("q3", 0.75)):
+        at = share * 5
+        low = int(at)
+        naive = ordered[low] + (at - low) * (ordered[low + 1] - ordered[low])
+        assert spread[key] == pytest.approx(naive)
+    assert summary.spread_of([None]) is None
+    assert summary.spread_of([2.0])["q1"] == 2.0
+
+
+def make_stats(accepted: list[int], size: int) -> Stats:
+    """Counts of rounds that drafted ``size`` and kept these many, as the loop records them."""
+    stats = Stats()
+    stats.record(0, 0, 0, 1, 0)
+    for i, kept in enumerate(accepted):
+        stats.record(size, size, kept, kept + 1, (i + 1) * size)
+    return stats
+
+
+def test_merged_counts_are_those_of_all_rounds():
+    left, right = [0, 2, 3, 1], [3, 3, 0]
+    merged = summary.merge_stats([make_stats(left, 3), make_stats(right, 3)])
+    whole = make_stats(left + right, 3)
+    for name in ("tau", "acceptance_rate", "acceptance_by_position", "accepted_histogram"):
+        assert getattr(merged, name) == getattr(whole, name)
+    assert merged.tau == sum(n + 1 for n in left + right) / 7
+    assert merged.num_head_forwards == 21
+
+
+def fake_run(seconds: float, num_timed: int = 10, stats: Stats | None = None) -> runner.Run:
+    return runner.Run(list(range(num_timed + 1)), num_timed, seconds, 0.5, 1000, stats)
+
+
+def fake_cell(set_name: str, number: int, plain_times: list[float], times: list[float]):
+    question = questions.Question(set_name, str(number), "why?")
+    stats = make_stats([2, 1], 3)
+    arm = runner.make_arms([3])[0]
+    plain_runs = [fake_run(t) for t in plain_times]
+    return runner.Cell(question, [1, 2], arm, plain_runs, [fake_run(t, stats=stats) for t in times])
+
+
+def test_speeds_are_tokens_over_the_sum_of_median_times():
+    cells = [
+        fake_cell("a", 0, [2.0, 9.0, 2.2], [1.0, 1.1, 5.0]),
+        fake_cell("b", 1, [4.0, 4.0, 4.0], [5.0, 5.0, 4.0]),
+    ]
+    result = summary.arm_summary(cells)
+    assert result["plain_tps"] == pytest.approx(20 / (2.2 + 4.0))
+    assert result["tps"] == pytest.approx(20 / (1.1 + 5.0))
+    assert result["speedup"] == pytest.approx(6.2 / 6.1)
+    assert result["speedup_by_prompt"]["min"] == pytest.approx(4 / 5)
+    assert result["speedup_by_prompt"]["max"] == pytest.approx(2.2 / 1.1)
+    assert result["tau"] == 5 / 2
+    assert result["target_forwards_per_token"] == 2 / 5
+    assert result["head_forwards_per_round"] == 3
+    assert result["evals_per_round"] == 1
+    assert result["round_seconds"] == pytest.approx(statistics.median([1.0, 1.1, 5, 5, 5, 4]) / 2)
+    assert list(summary.by_set(cells)) == ["a", "b"]
+
+
+def test_a_text_of_one_token_has_no_speed():
+    cell = fake_cell("a", 0, [0.0], [0.0])
+    cell.runs[:] = [runner.Run([7], 0, 0.0, 0.1, 5, Stats())]
+    cell.plain[:] = [runner.Run([7], 0, 0.0, 0.1, 5)]
+    result = summary.arm_summary([cell])
+    assert result["speedup"] is None and result["tps"] is None and result["round_seconds"] is None
+
+
+def make_costs() -> predict.Costs:
+    return predict.Costs(
+        verify={1: 0.10, 2: 0.11, 3: 0.12, 4: 0.13},
+        accept={1: 0.005, 2: 0.006, 3: 0.007, 4: 0.008},
+        propose={1: 0.002, 4: 0.014},
+        verify_build={1: 0.004, 2: 0.005, 3: 0.005, 4: 0.005},
+        propose_build={1: 0.001, 4: 0.010},
+    )
+
+
+def test_prediction_is_the_sum_of_a_rounds_parts():
+    costs = make_costs()
+    step = (0.014 - 0.002) / 3
+    assert costs.d == pytest.approx(step / 0.1)
+    for k in (1, 2, 3):
+        build = costs.verify_build[k + 1] + 0.001 + (k - 1) * 0.003
+        wait = max(0.0, build - costs.accept[k + 1])
+        seconds = costs.verify[k + 1] + costs.accept[k + 1] + 0.002 + (k - 1) * step + wait
+        assert costs.round(k) == pytest.approx(seconds / 0.1)
+        assert costs.speedup(2.5, k) == pytest.approx(2.5 * 0.1 / seconds)
+        bound = 2.5 / (costs.verify[k + 1] / 0.1 + k * step / 0.1)
+        assert costs.bound(2.5, k) == pytest.approx(bound)
+    result = predict.predict(costs, 2.5, 3, 1.5)
+    assert result["error"] == pytest.approx(result["predicted"] / 1.5 - 1)
+    assert result["fraction_of_bound"] == pytest.approx(1.5 / result["bound"])
+    assert predict.predict(costs, 2.5, 3, None)["error"] is None
+
+
+def test_expected_tokens_sum_the_chances_of_getting_that_far():
+    alphas = [0.8, 0.6, 0.5]
+    for k in range(1, 6):
+        chances = [1.0]
+        for i in range(k):
+            chances.append(chances[-1] * alphas[min(i, 2)])
+        assert predict.expected_tokens(alphas, k) == pytest.approx(sum(chances))
+    # A constant alpha: the geometric series.
+    assert predict.expected_tokens([0.7], 4) == pytest.approx((1 - 0.7**5) / (1 - 0.7))
+    assert predict.expected_tokens([], 3) == 1.0
+
+
+def test_the_curve_agrees_with_single_predictions():
+    costs = make_costs()
+    points = predict.curve(costs, [0.8, 0.5])
+    assert [point["k"] for point in points] == [1, 2, 3]
+    assert points[2]["tau"] == pytest.approx(1 + 0.8 + 0.4 + 0.2)
+    assert points[2]["speedup"] == pytest.approx(costs.speedup(2.4, 3))
+
+
+def test_the_parts_of_a_round_add_up_to_it():
+    split = predict.time_split(make_costs(), 3, 0.2)
+    parts = [split[name] for name in ("verify", "draft", "accept", "host")]
+    assert sum(parts) == pytest.approx(split["round"]) == pytest.approx(0.2)
+
+
+def test_the_order_of_runs():
+    b, c = runner.make_arms([1, 2])
+    labels = [arm.label for arm, _ in runner.schedule([b, c], "abba")]
+    assert labels == ["plain", "k=1", "k=1", "plain", "plain", "k=2", "k=2", "plain"]
+    steps = runner.schedule([b, c], "mirror")
+    assert [arm.label for arm, _ in steps] == ["plain", "k=1", "k=2", "k=2", "k=1", "plain"]
+    assert steps[0][1] == [b, c]
+
+
+def test_arms_pass_the_loops_words_through():
+    arms = runner.make_arms([2, "auto"], ["2x4:12"], compares=True)
+    assert [arm.kind for arm in arms] == ["chain", "auto", "tree", "mlx-lm-draft"]
+    assert arms[1].options == {"num_draft_tokens": "auto"}
+    assert arms[2].options == {"tree": TreeShape(2, 4, 12)}
+    assert measure.calibrated_rows(arms) == (8, [13])
+
+
+def test_counts_from_the_flags_of_mlx_lm():
+    assert runner.first_batch([True, True, False, True]) == 3
+    assert runner.first_batch([False, True]) == 1
+    assert runner.first_batch([True, True]) == 2
+    # Rounds that keep 2, 0, 1 of 2 drafts, and one that max_tokens cut after its first.
+    flags = [True, True, False, False, True, False, True]
+    stats = runner.stats_of_flags(flags, 2)
+    assert stats.accepted_histogram == [1, 2, 1]
+    assert (stats.num_rounds, stats.num_emitted, stats.num_drafted) == (4, 7, 8)
+
+
+# --- prompt sets --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", questions.SETS)
+def test_prompt_sets_ship_whole_and_with_their_licence(name):
+    loaded = questions.load_set(name)
+    assert len(loaded) == 80
+    assert len({question.id for question in loaded}) == 80
+    readme = (questions.FOLDER / "README.md").read_text()
+    row = next(line for line in readme.splitlines() if f"`{name}.jsonl`" in line)
+    assert "github.com" in row and ("MIT" in row or "Apache-2.0" in row)
+
+
+def test_a_limited_set_is_spread_over_the_whole():
+    assert questions.spread(list("abcdef"), 3) == ["a", "c", "e"]
+    assert questions.spread([1, 2], 5) == [1, 2] == questions.spread([1, 2], 0)
+    assert len(questions.load_questions(questions.SETS, 4)) == 12
+
+
+def test_a_file_of_prompts(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"prompt": "one?"}\n\n{"question_id": "b", "turns": ["two?", "three?"]}\n')
+    found = questions.load_set(str(path))
+    rows = [(q.set_name, q.id, q.text) for q in found]
+    assert rows == [("mine", "1", "one?"), ("mine", "b", "two?")]
+
+
+def test_prompts_go_through_the_template_and_are_padded_exactly():
+    tokenizer = byte_tokenizer()
+    question = questions.Question("s", "0", "What is it?")
+    short = questions.prompt_tokens(question, tokenizer)
+    assert tokenizer.decode(short) == "<user>What is it?<reply>"
+    padded = questions.prompt_tokens(question, tokenizer, 700)
+    assert len(padded) == 700
+    text = tokenizer.decode(padded)
+    assert text.startswith("<user>Notes") and text.endswith("\n\nWhat is it?<reply>")
+    assert questions.prompt_tokens(question, tokenizer, 5) == short
+
+
+# --- parts that run a model ---------------------------------------------------------------
+
+
+def test_costs_leave_no_trace_and_cover_every_size(tiny):
+    bench = cost.Bench(tiny.target, tiny.drafter, list(range(30)))
+    first = bench.verify(3)[0].tolist()
+    with bench.window():
+        mx.eval(bench.verify(3), bench.accept(3))
+    # The first pass was not cut: three rows more than the context's 29.
+    assert bench.drafter.cache[0].offset == 29
+    samples = cost.Samples()
+    samples.measure(cost.Bench(tiny.target, tiny.drafter, list(range(30))), 4, [9], 2)
+    assert sorted(samples.verify) == [1, 2, 3, 4, 9] and sorted(samples.accept) == [1, 2, 3, 4]
+    assert all(len(t.run) == len(t.build) == 2 for t in samples.verify.values())
+    assert len(first) == 3
+    costs = predict.Costs.of(samples)
+    assert costs.verify[2] == statistics.median(samples.verify[2].run)
+    assert sorted(cost.verify_costs(tiny.target, tiny.drafter, [1, 2, 3], [1, 2], 1)) == [1, 2]
+    accept, propose = cost.head_costs(tiny.target, tiny.drafter, [1, 2, 3], [1], [1, 3], 1)
+    assert sorted(accept) == [1] and sorted(propose) == [1, 3]
+
+
+def test_primitives_are_counted_without_side_effects(tiny):
+    before = (mx.fast.rms_norm, mx.fast.rope)
+    rows = graph.count_primitives(tiny.target, tiny.drafter, list(range(20)), [1, 3])
+    by_part = {row["part"]: row for row in rows}
+    assert (mx.fast.rms_norm, mx.fast.rope) == before
+    short, long = by_part["verify pass, k = 1"], by_part["verify pass, k = 3"]
+    assert short["primitives"] == long["primitives"]
+    assert 1.0 <= long["ratio"] < 1.05
+    assert by_part["draft step"]["kernels"] <= 30
+    assert all(row["kernels"] < row["primitives"] <= row["primitives_here"] for row in rows)
+    # Counting must not have changed what the model says.
+    assert plain(tiny.target, PROMPT, 6) == plain(tiny_llama(vocab_size=258), PROMPT, 6)
+
+
+def test_the_margin_is_that_of_the_two_best_logits(tiny):
+    text = plain(tiny.target, PROMPT, 8)
+    assert parity.verdict(tiny.target, PROMPT, text, text)["identical"]
+    other = [*text[:5], (text[5] + 1) % 258, *text[6:]]
+    found = parity.verdict(tiny.target, PROMPT, text, other)
+    assert found["index"] == 5 and not found["identical"]
+    steps = list(generate_step(mx.array(PROMPT), tiny.target, max_tokens=6))
+    best = sorted(steps[5][1].tolist())[-2:]
+    assert found["margin"] == pytest.approx(best[1] - best[0], rel=1e-3, abs=1e-5)
+    assert "token 5" in parity.verdict_text(found)
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+def test_a_run_counts_the_tokens_after_the_first(tiny, temp):
+    arms = [runner.PLAIN, *runner.make_arms([2], compares=True)]
+    prompt = tiny.tokenizer.encode("Hello there")
+    runs = [runner.run_once(tiny, arm, prompt, 12, temp) for arm in arms]
+    assert runs[0].num_timed == len(runs[0].tokens) - 1
+    assert runs[0].tokens == runs[1].tokens
+    assert runs[1].num_timed == runs[1].stats.num_emitted
+    assert runs[2].num_timed == runs[2].stats.num_emitted
+    assert all(run.seconds > 0 and run.ttft > 0 and run.peak_bytes > 0 for run in runs)
+
+
+# --- from end to end ----------------------------------------------------------------------
+
+
+def call(monkeypatch, capsys, tiny, *flags: str) -> tuple[str, str]:
+    """Run the command on the tiny models; standard output and error."""
+    names = {"model": "tiny", "head": "tiny head", "compared": "tiny draft"}
+    monkeypatch.setattr(command, "load_models", lambda args: (tiny, names))
+    command.main(list(flags))
+    return capsys.readouterr()
+
+
+def test_end_to_end(monkeypatch, capsys, tmp_path, tiny):
+    folder = tmp_path / "out"
+    flags = "--prompts gsm8k,mt_bench --limit 1 --max-tokens 8 --num-draft-tokens 1,2 --repeats 1"
+    out, err = call(monkeypatch, capsys, tiny, *flags.split(), "--out", str(folder))
+    brief = json.loads(out.splitlines()[-1])
+    document = json.loads((folder / "results.json").read_text())
+    scenario = document["scenarios"][0]
+    assert brief["scenarios"][0]["arms"] == scenario["arms"]
+    labels = ["k=1", "k=2", "mlx-lm draft k=1", "mlx-lm draft k=2"]
+    assert [arm["label"] for arm in scenario["arms"]] == labels
+    assert brief["scenarios"][0]["identical"] == brief["scenarios"][0]["num_texts"] == 8
+    names = {"chip", "os", "mlx", "mlx-lm", "mlx-eagle", "blas", "model_precision", "head"}
+    assert names <= document["conditions"].keys()
+    assert sorted(map(int, scenario["calibration"]["verify_cost"])) == list(range(1, 9))
+
+    rows = list(csv.DictReader((folder / "results.csv").open()))
+    assert len(rows) == 2 * 4 * 4
+    assert {row["role"] for row in rows} == {"plain", "speculative"}
+    for row in rows:
+        rate = float(row["timed_tokens"]) / float(row["seconds"])
+        assert float(row["tokens_per_second"]) == pytest.approx(rate)
+
+    text = (folder / "report.md").read_text()
+    assert text in out
+    for word in ("tok/s", "tau", "TTFT", "bound", "c(R)", "identical", "peak", "evals/round"):
+        assert word in text
+    arm = scenario["arms"][1]
+    assert f"{arm['sets']['gsm8k']['speedup']:.2f}x" in text
+    page = (folder / "report.html").read_text()
+    assert page.count("data:image/svg+xml;base64,") == 5
+    assert 'src="http' not in page and "<link" not in page and "<script" not in page
+    names = {"speedup", "verify_cost", "acceptance", "round_time", "tokens_per_second"}
+    for suffix in ("png", "svg"):
+        assert {path.stem for path in (folder / "plots").glob(f"*.{suffix}")} == names
+    assert "bench" in err and "100%" in err
+
+
+def test_scenarios_share_one_report(monkeypatch, capsys, tmp_path, tiny):
+    lone = runner.Models(tiny.target, tiny.tokenizer, tiny.drafter)
+    prompts = tmp_path / "mine.jsonl"
+    prompts.write_text('{"prompt": "one?"}\n')
+    flags = "--max-tokens 6 --num-draft-tokens 2 --tree 2x2:4 --repeats 1 --temp 0,0.7"
+    flags += f" --context 40 --order mirror --prompts {prompts} --out {tmp_path}"
+    out, _ = call(monkeypatch, capsys, lone, *flags.split())
+    scenarios = json.loads(out.splitlines()[-1])["scenarios"]
+    assert [(s["context"], s["temp"]) for s in scenarios] == [(40, 0.0), (40, 0.7)]
+    assert all(s["prompt_tokens"]["median"] == 40 for s in scenarios)
+    # Our sampler draws the same text with and without drafts.
+    assert all(s["identical"] == s["num_texts"] == 2 for s in scenarios)
+    assert (tmp_path / "plots" / "speedup-2.png").is_file()
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        ("--prompts poems", "--prompts poems is neither one of mt_bench, humaneval, gsm8k"),
+        ("--num-draft-tokens=-1", "--num-draft-tokens holds '-1'"),
+        ("--num-draft-tokens 1,x", "--num-draft-tokens holds 'x'"),
+        ("--num-draft-tokens 2,2", "give every value once"),
+        ("--temp=-0.5", "--temp holds '-0.5'"),
+        ("--context 0", "--context holds '0'"),
+        ("--tree 2y4", "--tree holds '2y4'"),
+        ("--max-tokens 1", "--max-tokens is 1"),
+        ("--repeats 0", "--repeats is 0"),
+        ("--limit=-1", "--limit is -1"),
+        ("--model somewhere", "--model needs --draft-model"),
+        ("--compare eagle x", "--compare is 'eagle'"),
+    ],
+)
+def test_mistakes_cost_one_sentence(flags, sentence, capsys, tmp_path):
+    with pytest.raises(SystemExit) as stop:
+        command.main([*flags.split(), "--out", str(tmp_path)])
+    err = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert sentence in err and err.count("\n") == 1 and err.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    "content, sentence",
+    [
+        ("", "holds no questions"),
+        ('{"prompt": "x"}\n{"turns"', "line 2 is not JSON"),
+        ('{"turns": []}', "line 1 has no question"),
+        ("[1]", "line 1 has no question"),
+    ],
+)
+def test_bad_prompt_files(content, sentence, tmp_path, capsys):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(content)
+    with pytest.raises(SystemExit) as stop:
+        command.main(["--prompts", str(path), "--out", str(tmp_path)])
+    assert stop.value.code == 2 and sentence in capsys.readouterr().err
+
+
+def test_an_output_folder_that_cannot_be(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as stop:
+        command.main(["--limit", "1", "--out", str(tmp_path / "file")])
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and "cannot be written" in err and "matplotlib" not in err
+
+
+def test_markdown_escapes_bars():
+    table = render.markdown_table(["a|b"], [["1"], ["x|y"]])
+    assert table.splitlines() == ["| a\\|b |", "|---|", "| 1 |", "| x\\|y |"]
