@@ -31,11 +31,9 @@ def find_ropes(model: nn.Module) -> list[nn.Module]:
 def _rope_class(original: type[nn.Module], depths: mx.array) -> type[nn.Module]:
     """A rope that rotates row r by ``offset + depths[r]`` instead of ``offset + r``."""
 
-    def call(self, x: mx.array, *args, offset: int = 0, **kwargs) -> mx.array:
+    def call(self, x: mx.array, offset: int = 0, **kwargs) -> mx.array:
         # (1, H, R, D) -> (R, H, 1, D): one batch entry a row, each with an offset of its own.
-        rows = original.__call__(
-            self, x.transpose(2, 1, 0, 3), *args, offset=offset + depths, **kwargs
-        )
+        rows = original.__call__(self, x.transpose(2, 1, 0, 3), offset=offset + depths, **kwargs)
         return rows.transpose(2, 1, 0, 3)
 
     return type(original.__name__, (original,), {"__call__": call})
