@@ -52,6 +52,8 @@ class TrimUndo:
     def gather(self, rows: list[int]) -> None:
         """Move the window's ``rows`` to its front and drop the others."""
         cache = self.cache
+        if cache.keys is None:
+            return  # a layer that does not attend
         index = mx.array([self.start + row for row in rows])
         end = self.start + len(rows)
 

@@ -31,9 +31,9 @@ class LayerCall:
         total = self.args[0].shape[1]
 
         def cut(value: Any) -> Any:
-            if not isinstance(value, mx.array) or value.ndim < 2 or value.shape[1] == 0:
+            if not isinstance(value, mx.array) or value.ndim < 2:
                 return value
-            if value.ndim == 3 and value.shape[1] == total:  # activations (1, R, H)
+            if value.ndim > 2 and value.shape[1] == total:  # activations (1, R, ...)
                 return value[:, :num_rows]
             if value.shape[-2] == total:  # a mask (..., R, S), S ending with the R rows
                 return value[..., :num_rows, : value.shape[-1] - total + num_rows]
