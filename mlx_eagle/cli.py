@@ -20,6 +20,7 @@ from mlx_lm.utils import load
 from .accept import RULES, Sampler
 from .demo import load_demo
 from .drafters import open_drafter
+from .eagle3 import Eagle3Drafter
 from .generate import footer, stream_generate
 from .memory import memory_line, memory_lines, memory_report
 from .sampling import Sampling
@@ -70,6 +71,12 @@ def build_parser() -> argparse.ArgumentParser:
         choices=RULES,
         help="match: any sampler; coupled: same seed, same text as without a draft (the "
         "default with --temp); reject: rejection sampling.",
+    )
+    parser.add_argument(
+        "--draft-cache",
+        choices=("exact", "lagging"),
+        default="exact",
+        help="lagging: absorb only the newest token of a round, as the first MLX prototype did.",
     )
     parser.add_argument(
         "--memory",
@@ -234,6 +241,10 @@ def run(args: argparse.Namespace) -> None:
     tokenizer_config = json.loads(metadata.get("tokenizer_config", "{}"))
     tokenizer_config["trust_remote_code"] = args.trust_remote_code
     model, tokenizer, drafter = load_pair(args, tokenizer_config)
+    if args.draft_cache != "exact":
+        if not isinstance(drafter, Eagle3Drafter):
+            raise ValueError("--draft-cache lagging is for EAGLE heads: leave it out here.")
+        drafter = drafter.with_draft_cache(args.draft_cache)
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
     prompt = read_prompt(args, tokenizer, has_cache=cache is not None)

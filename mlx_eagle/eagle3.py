@@ -27,6 +27,11 @@ class Eagle3Drafter:
     ``cache`` is one KVCache a layer, and one more that holds no keys: between requests it
     carries the features of the last position, whose token's successor is not known yet. Being
     a KVCache it is saved and loaded by mlx-lm, and trimming a prompt cache empties it.
+
+    ``draft_cache`` "exact" absorbs every accepted token with its true features. "lagging", the
+    mode of the first MLX prototype, absorbs only the newest pair of a round, at its true
+    position, into a cache that falls behind: a shorter accept pass for fewer accepted tokens.
+    The text is the target's own either way.
     """
 
     def __init__(
@@ -35,8 +40,12 @@ class Eagle3Drafter:
         embed: Callable[[mx.array], mx.array],
         taps: tuple[int, ...],
         to_target: mx.array | None = None,
+        draft_cache: str = "exact",
     ):
         """``embed`` maps tokens (m,) to (m, h); ``to_target`` (Vd,) draft ids to target ids."""
+        if draft_cache not in ("exact", "lagging"):
+            raise ValueError(f"draft_cache is {draft_cache!r}: give 'exact' or 'lagging'.")
+        self.lagging = draft_cache == "lagging"
         self.head = head
         self.taps = taps
         self.num_forwards = 0
@@ -44,7 +53,13 @@ class Eagle3Drafter:
         self._to_target = to_target
         self._seed: mx.array | None = None
         self._warned = False
+        self._num_pairs = 0  # absorbed so far, where the cache lags behind
+        self._last: mx.array | None = None
         self.cache = self.make_cache()
+
+    def with_draft_cache(self, draft_cache: str) -> "Eagle3Drafter":
+        """The same weights with the other way of absorbing a round: "exact" or "lagging"."""
+        return Eagle3Drafter(self.head, self._embed, self.taps, self._to_target, draft_cache)
 
     def begin(self, cache: list | None = None) -> "Eagle3Drafter":
         """See ``Drafter.begin``."""
@@ -53,6 +68,8 @@ class Eagle3Drafter:
         drafter.num_forwards = 0
         drafter._seed = None
         drafter._warned = False
+        drafter._num_pairs = drafter.cache[0].offset
+        drafter._last = None
         return drafter
 
     def make_cache(self) -> list[KVCache]:
@@ -66,6 +83,9 @@ class Eagle3Drafter:
             if self.cache[0].offset == 0:
                 return  # the first token of a text, or of a cache that has no head part
             features = self._held()
+        if self.lagging:
+            self._extend_lagging(tokens, features, last)
+            return
         states = self._forward(tokens[None], self.head.fuse(features[None]))
         if last is None:
             self._seed = states[:, -1:]
@@ -74,10 +94,11 @@ class Eagle3Drafter:
 
     def propose(self, size: int, pick: Pick) -> Draft:
         """A chain of ``size`` tokens: one head forward for each but the first."""
-        states = self._seed
+        states, base = self._seed, self._position() if self.lagging else None
         tokens = [self._next(states, pick)]
-        for _ in range(size - 1):
-            states = self._forward(tokens[-1][None], states)
+        for i in range(size - 1):
+            positions = None if base is None else mx.array([base + i])
+            states = self._forward(tokens[-1][None], states, positions)
             tokens.append(self._next(states, pick))
         for layer in self.cache[:-1]:
             layer.trim(size - 1)
@@ -92,10 +113,10 @@ class Eagle3Drafter:
         One head forward a level but the first, over ``width`` rows that see the committed
         slots and their own ancestors.
         """
-        if self.head.config.sliding_window is not None:
+        if self.lagging or self.head.config.sliding_window is not None:
+            what = "a lagging draft cache" if self.lagging else "a sliding window"
             raise ValueError(
-                "this head attends through a sliding window, which tree drafts do not support: "
-                "leave --tree out and draft chains."
+                f"tree drafts do not support {what}: leave --tree out and draft chains."
             )
         width, base = shape.width, self.cache[0].offset
         log_q = self._log_probabilities(self._seed)
@@ -124,6 +145,25 @@ class Eagle3Drafter:
             layer.trim(width * (shape.depth - 1))
         chosen, parents = rerank(mx.concatenate(scores), mx.concatenate(origins), shape.nodes)
         return Draft(mx.concatenate(tokens)[chosen], parents, shape.depth)
+
+    def _extend_lagging(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> None:
+        """Absorb prefill whole, but of a round only the pair at ``last``."""
+        base = self._position()
+        if last is None:
+            positions = mx.arange(base, base + tokens.shape[0])
+            self._num_pairs += tokens.shape[0]
+        else:
+            row, positions = last.reshape(1), base + last.reshape(1)
+            tokens, features = tokens[row], features[row]
+            self._last = last
+        self._seed = self._forward(tokens[None], self.head.fuse(features[None]), positions)[:, -1:]
+
+    def _position(self) -> int:
+        """Pairs of the text so far, in the cache or not; the last round's count is read by now."""
+        if self._last is not None:
+            self._num_pairs += self._last.item() + 1
+            self._last = None
+        return self._num_pairs
 
     def hold(self, features: mx.array) -> None:
         """See ``Drafter.hold``; features (1, F)."""

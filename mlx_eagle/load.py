@@ -27,11 +27,13 @@ def load_drafter(
     quantize_bits: int | None = None,
     quantize_group_size: int = 64,
     dtype: mx.Dtype | None = None,
+    draft_cache: str = "exact",
 ) -> Eagle3Drafter:
     """Load a converted head (a folder or a hub repo id) for ``model``, an mlx-lm model.
 
     ``quantize_bits`` quantizes an unquantized head while loading. ``dtype`` is that of the
-    head's arithmetic, by default the target's own.
+    head's arithmetic, by default the target's own. ``draft_cache`` is "exact" or "lagging"
+    (see ``Eagle3Drafter``).
 
     Raises ValueError, in one sentence, where the folder is not a converted head, is damaged,
     or does not belong to this target.
@@ -56,7 +58,7 @@ def load_drafter(
     if config.lm_head_source == "target":
         head.share_lm_head(lm_head_of(model, embedding))
     mx.eval(head.parameters())
-    return Eagle3Drafter(head, embed, config.taps(len(model.layers)), to_target)
+    return Eagle3Drafter(head, embed, config.taps(len(model.layers)), to_target, draft_cache)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
