@@ -9,7 +9,7 @@ from .pipeline import DTYPES, convert
 from .resolve import Overrides
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def layer_numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
@@ -26,11 +26,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--q-group-size", type=int, default=64, help="weights a scale (default 64)")
     add("--dtype", choices=list(DTYPES), help="of what is not quantized (default: as it is)")
     add("--target", help="the model the head was trained for: folder or repository id")
+    add("--check", action="store_true", help="measure the head on the target (needs --target)")
     add("--upload-repo", help="put the result on the hub under this id")
     add("--revision", help="branch, tag or commit of the source repository")
     rules = parser.add_argument_group("overrides, where a checkpoint does not say it or is wrong")
     add = rules.add_argument
-    add("--aux-layers", type=_numbers, help="taps, as layers whose input is taken: 2,16,29")
+    add("--aux-layers", type=layer_numbers, help="taps, as layers whose input is taken: 2,16,29")
     add("--aux-offset", type=int, help="add this to the taps that the config names")
     add("--rope-theta", type=float, help="base of the rotary embedding")
     add("--norm-before-residual", action=yes_no, help="the residual is the normed state")

@@ -146,7 +146,9 @@ def open_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
             if (folder / "hf_quant_config.json").exists():
                 config["hf_quant_config"] = True
             return Checkpoint(source, config, tensors, tuple(shards))
-    ggufs = sorted(folder.glob("*.gguf"))
+    # Of a repository the local cache may hold one of several, so there it must be named.
+    is_local = folder == Path(source).expanduser()
+    ggufs = sorted(folder.glob("*.gguf")) if is_local else []
     if len(ggufs) == 1:
         return _open_gguf(source, ggufs[0])
     if ggufs:

@@ -13,6 +13,8 @@ import mlx.core as mx
 
 from mlx_eagle.head import Eagle3Config
 
+from .card import CARD, check_entry, check_table, make_card, source_license
+from .check import Report, check_head, load_model, rope_bases
 from .checkpoint import Checkpoint, open_checkpoint
 from mlx_eagle.hub import upload
 from .quantize import Quantization, pack
@@ -80,7 +82,8 @@ def build(
             group = quantization.group_for(array.shape[1])
             if group != quantization.group_size:
                 path = name.removesuffix(".weight")
-                chosen[path] = group and {"group_size": group, "bits": quantization.bits}
+                own = {"group_size": group, "bits": quantization.bits}
+                chosen[path] = own if group else False
                 done = f"in groups of {group}" if group else "not quantized"
                 notes.append(
                     f"{path}: {array.shape[1]} columns are no multiple of "
@@ -96,7 +99,7 @@ def build(
         config["quantization"] = {
             "group_size": quantization.group_size,
             "bits": quantization.bits,
-            **{path: entry or False for path, entry in chosen.items()},
+            **chosen,
         }
     num_parameters = sum(tensor.size for tensor in resolved.tensors.values())
     return Head(config, weights, num_parameters, tuple(notes))
@@ -147,7 +150,10 @@ def summary(checkpoint: Checkpoint, resolved: Resolved, head: Head) -> str:
     else:
         taps = f"{', '.join(map(str, ids))} ({source})"
     is_31 = c["pre_fc_norm"] == "per_feature" and c["norm_output"]
-    quantization = c.get("quantization")
+    if quantization := c.get("quantization"):
+        stored = f"{quantization['bits']}-bit, groups of {quantization['group_size']}"
+    else:
+        stored = str(head.weights["layers.0.self_attn.q_proj.weight"].dtype).split(".")[-1]
     kept = {"file": "kept", "target": "the target's", "target_rows": "rows of the target's"}
     lines = [
         f"family      {resolved.family.title}{', EAGLE-3.1' if is_31 else ''}",
@@ -158,15 +164,38 @@ def summary(checkpoint: Checkpoint, resolved: Resolved, head: Head) -> str:
         f"embedding   {kept[c['embed_source']]}",
         f"lm_head     {kept[c['lm_head_source']]}",
         f"parameters  {head.num_parameters / 1e6:.2f} M",
-        f"stored as   "
-        + (
-            f"{quantization['bits']}-bit, groups of {quantization['group_size']}"
-            if quantization
-            else str(head.weights["layers.0.self_attn.q_proj.weight"].dtype).split(".")[-1]
-        ),
+        f"stored as   {stored}",
         f"size        {_megabytes(checkpoint.num_bytes)} -> {_megabytes(head.num_bytes)}",
     ]
     return "\n".join([*lines, *(f"warning: {note}" for note in head.notes)])
+
+
+def run_check(
+    checkpoint: Checkpoint, resolved: Resolved, head: Head, target: Target, dtype: str | None
+) -> Report:
+    """Measure the head on its target, quantized and not (see ``check_head``)."""
+    dense, packed = head, None
+    if "quantization" in head.config:
+        dense, packed = build(resolved, dtype), (head.config, head.weights)
+    bases = rope_bases(checkpoint.config) | rope_bases(target.config)
+    model, tokenizer = load_model(target.name)
+    return check_head(
+        dense.config, dense.weights, model, tokenizer, quantized=packed, bases=bases
+    )
+
+
+def card_of(
+    checkpoint: Checkpoint,
+    resolved: Resolved,
+    head: Head,
+    target: str | None,
+    repo: str,
+    revision: str | None,
+) -> str:
+    """The model card of a head that is uploaded as ``repo``."""
+    license = source_license(checkpoint.source, checkpoint.config, revision)
+    family = resolved.family.title
+    return make_card(head.config, repo, checkpoint.source, target, family, license)
 
 
 def convert(
@@ -180,6 +209,7 @@ def convert(
     revision: str | None = None,
     target: str | None = None,
     overrides: Overrides = Overrides(),
+    check: bool = False,
 ) -> dict[str, Any]:
     """Convert a published EAGLE checkpoint to a folder that ``load_drafter`` reads.
 
@@ -187,6 +217,7 @@ def convert(
     model the head was trained for: with it the taps are checked, its tokenizer is copied
     and tables that equal its own are left out. ``dtype`` is one of float16, bfloat16,
     float32 (default: the checkpoint's). Parameters are named as in ``mlx_lm.convert``.
+    ``check`` runs the target and writes how well the head agrees into the config.
 
     Returns the config that was written. Raises ValueError, one sentence, for a checkpoint
     that is damaged, refused or contradicts itself, and leaves nothing behind.
@@ -196,6 +227,8 @@ def convert(
         raise ValueError(f"{mlx_path} is there already; remove it or choose another --mlx-path")
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype}; choose one of {', '.join(DTYPES)}")
+    if check and target is None:
+        raise ValueError("--check compares the head with its target; name it with --target")
     quantization = Quantization(q_bits, q_group_size) if quantize else None
     checkpoint = open_checkpoint(str(hf_path), revision)
     model = open_target(str(target)) if target is not None else None
@@ -204,9 +237,17 @@ def convert(
         resolved = drop_shared(resolved, model)
     head = build(resolved, dtype, quantization)
     head.config["source"] = {"path": str(hf_path), "files": checkpoint.sha256()}
+    report = run_check(checkpoint, resolved, head, model, dtype) if check else None
+    if report is not None:
+        head.config["check"] = check_entry(report)
     with new_folder(destination) as folder:
         save(head, folder, model)
+        if upload_repo is not None:
+            card = card_of(checkpoint, resolved, head, target, upload_repo, revision)
+            (folder / CARD).write_text(card, encoding="utf-8")
     print(summary(checkpoint, resolved, head))
+    if report is not None:
+        print(check_table(report))
     if upload_repo is not None:
         print(f"uploaded to {upload(destination, upload_repo)}")
     return head.config

@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import mlx.core as mx
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
+
+from mlx_eagle.convert.__main__ import main
 
 Tensors = dict[str, np.ndarray]
 
@@ -30,6 +34,29 @@ CONFIG = {
     "hidden_act": "silu",
     "max_position_embeddings": 2048,
 }
+FLAT = {key: value for key, value in CONFIG.items() if key != "architectures"}
+LAYER_CONFIG = {
+    **{key: value for key, value in FLAT.items() if key != "draft_vocab_size"},
+    "head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+SPECULATORS = {
+    "architectures": ["Eagle3Speculator"],
+    "speculators_model_type": "eagle3",
+    "speculators_config": {"proposal_methods": [{"speculative_tokens": 5}]},
+    "transformer_layer_config": LAYER_CONFIG,
+    "draft_vocab_size": 48,
+    "norm_before_residual": True,
+}
+RNG = np.random.default_rng(7)
+
+
+def speculators(layer: dict | None = None, **config: object) -> dict:
+    return SPECULATORS | {"transformer_layer_config": LAYER_CONFIG | (layer or {})} | config
+
+
+def ones(*shape: int) -> np.ndarray:
+    return (1 + 0.1 * RNG.standard_normal(shape)).astype(np.float32)
 
 
 def eagle3_tensors(
@@ -95,6 +122,15 @@ def as_midlayer(tensors: Tensors) -> Tensors:
 
 def without(tensors: Tensors, *names: str) -> Tensors:
     return {name: value for name, value in tensors.items() if name not in names}
+
+
+def eagle1_tensors() -> Tensors:
+    tensors = eagle3_tensors(num_aux=2)
+    narrow = {f"layers.0.self_attn.{p}_proj.weight" for p in "qkv"}
+    dropped = ("layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight", "norm.weight")
+    tensors = without(tensors, *dropped, "lm_head.weight", "d2t", "t2d")
+    tensors = {n: v[:, :64].copy() if n in narrow else v for n, v in tensors.items()}
+    return tensors | {"fc.bias": ones(64)}
 
 
 # What a torch pickle says of a dtype.
@@ -296,3 +332,39 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+# Running the converter
+
+
+def weights_of(folder: Path) -> dict[str, mx.array]:
+    return mx.load(str(folder / "model.safetensors"))
+
+
+def config_of(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())
+
+
+def fails(capsys, *args: object) -> str:
+    """Run the command line, which must end with 2 and one sentence; the sentence."""
+    with pytest.raises(SystemExit) as exit:
+        main([str(arg) for arg in args])
+    assert exit.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1
+    return err
+
+
+def refused(capsys, source: Path, out: Path, *args: object) -> str:
+    """The same for a conversion, which must also leave nothing behind."""
+    sentence = fails(capsys, "--hf-path", source, "--mlx-path", out, *args)
+    assert not out.exists()
+    assert not out.parent.exists() or not list(out.parent.iterdir())
+    return sentence
+
+
+def assert_same(weights: dict[str, mx.array], tensors: dict[str, np.ndarray]) -> None:
+    tensors = {name: value for name, value in tensors.items() if name != "t2d"}
+    assert set(weights) == set(tensors)
+    for name, value in tensors.items():
+        assert np.array_equal(np.array(weights[name].astype(mx.float32)), value.astype(np.float32))

@@ -89,6 +89,8 @@ class Handler(BaseHTTPRequestHandler):
             asked = json.loads(body)
             repo = f"{asked['organization']}/{asked['name']}"
             self.answer_json({"url": f"{self.server.address}/{repo}"})
+        elif path == "api/validate-yaml":  # asked before a model card is uploaded
+            self.answer_json({"errors": [], "warnings": []})
         elif "preupload" in path:
             how = {"uploadMode": "regular", "shouldIgnore": False, "oid": None}
             files = [how | {"path": file["path"]} for file in json.loads(body)["files"]]
@@ -186,6 +188,7 @@ def test_upload(hub, tmp_path):
     done = run(tmp_path, hub.address, *args)
     assert done.returncode == 0, done.stderr
     assert hub.uploads["config.json"] == (out / "config.json").read_bytes()
+    assert hub.uploads["README.md"] == (out / "README.md").read_bytes()
     assert hub.uploads["model.safetensors"] == (out / "model.safetensors").read_bytes()
 
 

@@ -165,7 +165,7 @@ def test_acceptance_near_the_best_possible():
     for a, row in enumerate(DRAFTER.model.probabilities()):
         for i, x in zip(DRAFT_IDS, row):
             q[a][i] = x
-    rates, best, rounds = {}, 0.0, 0
+    rates = {}
     for acceptance in ("coupled", "reject"):
         kept = drafted = 0
         for seed in range(150):

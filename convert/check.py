@@ -1,0 +1,350 @@
+"""Whether a converted head is right: every reading of the checkpoint, against the real target.
+
+Knows how a head is fed and what a checkpoint may leave open (checkpoints.md sections 3.4 and
+10 of the project's notes). Changes nothing; says which reading fits best.
+
+Two measures, teacher-forced on the target's own answers: *agreement*, the share of drafted
+tokens that equal the text, by depth; and *overlap*, the sum over the draft vocabulary of
+min(p, q), the chance that sampling keeps a draft (Leviathan et al. 2023, section 3.2). Overlap
+sees small faults that change no first choice, so settings are compared by its mean.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_eagle.head import Eagle3Config, Eagle3Head
+from mlx_eagle.load import find_embedding, load_drafter
+from mlx_eagle.target import Target
+
+from .rope import DEFAULT_THETA
+
+DEPTHS = 3
+# By how much overlap must be higher, and by how many standard errors, to count as better.
+CLEAR, ERRORS = 0.005, 3
+PROMPTS = (
+    "Tom has 3 boxes with 14 pencils each and gives away 9 pencils. How many are left?",
+    "Write a Python function that returns the longest word of a sentence.",
+    "Why is the sky blue during the day and red in the evening? Explain it to a child.",
+    "List five things to check before a long bicycle tour, one line each.",
+    "Translate into French: The train leaves at seven, so we should hurry.",
+    "Tell a short story about a lighthouse keeper who finds a message in a bottle.",
+)
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt with the target's own greedy answer, and what the target thought of it.
+
+    ``tokens`` (n,), the first ``num_prompt`` of them the prompt; ``features`` (n, h_t) by
+    tap; ``probs`` (n - num_prompt, Vd): what may follow the answer's tokens, of those that
+    can be drafted.
+    """
+
+    tokens: mx.array
+    num_prompt: int
+    features: Mapping[int, mx.array]
+    probs: mx.array
+
+    @property
+    def num_slots(self) -> int:
+        """Positions whose next DEPTHS tokens are all known: with 5 answered tokens, 2."""
+        return max(len(self.tokens) - self.num_prompt - DEPTHS, 0)
+
+    def fused(self, taps: Sequence[int], lag: int = 0) -> mx.array:
+        """The features of each position's ``lag``-th predecessor side by side, (n, F)."""
+        features = mx.concatenate([self.features[tap] for tap in taps], axis=-1)
+        return features[mx.maximum(mx.arange(len(features)) - lag, 0)]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One reading of the checkpoint, and the override that asks the converter for it."""
+
+    name: str
+    config: Eagle3Config
+    taps: tuple[int, ...]
+    flag: str | None = None
+    lag: int = 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """How a setting fared: ``agreement`` by depth, tokens a round ``tau`` with chains of DEPTHS.
+
+    ``overlaps`` (m,) are averages over the depths, one a position.
+    """
+
+    name: str
+    agreement: tuple[float, ...]
+    tau: float
+    overlaps: np.ndarray
+    flag: str | None = None
+
+    @property
+    def overlap(self) -> float:
+        return float(self.overlaps.mean())
+
+    def is_better_than(self, other: "Row") -> bool:
+        """Whether its overlap is clearly higher, position by position."""
+        leads = self.overlaps - other.overlaps
+        error = leads.std() / len(leads) ** 0.5
+        return bool(leads.mean() > max(CLEAR, ERRORS * error))
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A head with what it shares with a target; ``ids`` (Vd,) are the tokens it can draft."""
+
+    head: Eagle3Head
+    embed: Callable[[mx.array], mx.array]
+    ids: mx.array
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], weights: Mapping[str, mx.array], model: nn.Module):
+        """Load what is about to be saved as users will; ValueError where it does not fit."""
+        with tempfile.TemporaryDirectory() as folder:
+            mx.save_safetensors(str(Path(folder) / "model.safetensors"), dict(weights))
+            (Path(folder) / "config.json").write_text(json.dumps(config))
+            head = load_drafter(folder, model).head
+        owns = head.config.embed_source == "file"
+        ids = mx.arange(head.config.draft_vocab_size)
+        if "d2t" in weights:
+            ids = ids + weights["d2t"]
+        return cls(head, head.embed_tokens if owns else find_embedding(model)[0], ids)
+
+    def read_as(self, config: Eagle3Config) -> "Attached":
+        """The same weights under another config."""
+        head = Eagle3Head(config)
+        modules = tree_flatten(self.head.leaf_modules(), is_leaf=nn.Module.is_module)
+        own = [(path, module) for path, module in modules if module.parameters()]
+        head.update_modules(tree_unflatten(own))
+        if config.lm_head_source == "target":
+            head.share_lm_head(self.head.lm_head)
+        return replace(self, head=head)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found: the head as it was resolved, other readings of it, and ways to be wrong.
+
+    ``baseline`` feeds features of the wrong positions; ``quantized`` is the resolved setting
+    with quantized weights, all others have the source's.
+    """
+
+    resolved: Row
+    alternatives: tuple[Row, ...]
+    baseline: Row
+    quantized: Row | None
+    num_prompts: int
+    num_positions: int
+
+    @property
+    def winner(self) -> Row:
+        """The best alternative where it is clearly better, else the resolved setting."""
+        best = max(self.alternatives, key=lambda row: row.overlap, default=self.resolved)
+        return best if best.is_better_than(self.resolved) else self.resolved
+
+
+def rope_bases(config: Mapping[str, Any]) -> set[float]:
+    """Every rotary base that a config names, at whatever depth."""
+    nested = [rope_bases(value) for value in config.values() if isinstance(value, Mapping)]
+    own = {float(base) for key, base in config.items() if key == "rope_theta" and base}
+    return own.union(*nested)
+
+
+def alternatives(
+    config: Eagle3Config, num_layers: int, bases: set[float] = frozenset()
+) -> list[Setting]:
+    """The other readings of a head for a target of ``num_layers``, one doubt at a time.
+
+    ``bases`` are rotary bases to try beside 10000.
+    """
+    taps, found = config.taps(num_layers), []
+    if config.uses_aux:
+        for by in (1, -1):
+            moved = tuple(tap + by for tap in taps)
+            if moved[0] >= 0 and moved[-1] <= num_layers:
+                ids = ",".join(map(str, moved))
+                found.append(Setting(f"taps {by:+d}", config, moved, f"--aux-layers {ids}"))
+    # Scaling spelled out channel by channel was computed for its base and no other.
+    if (config.rope.get("scaling") or {}).get("type") != "longrope":
+        for base in sorted({DEFAULT_THETA, *bases} - {config.rope["theta"]}):
+            other = replace(config, rope={**config.rope, "theta": base})
+            text = f"{base:.12g}"
+            found.append(Setting(f"rope base {text}", other, taps, f"--rope-theta {text}"))
+    switches = {}
+    if config.layer_input != "none":
+        switches["norm_before_residual"] = not config.norm_before_residual
+    if config.final_norm:
+        switches["norm_output"] = not config.norm_output
+    for name, on in switches.items():
+        flag = f"--{'' if on else 'no-'}{name.replace('_', '-')}"
+        other = replace(config, **{name: on})
+        found.append(Setting(f"{name} {'on' if on else 'off'}", other, taps, flag))
+    return found
+
+
+def encode(tokenizer: TokenizerWrapper, prompt: str) -> list[int]:
+    """A question as the target expects it: through its chat template, where it has one."""
+    if not tokenizer.has_chat_template:
+        return tokenizer.encode(prompt)
+    messages = [{"role": "user", "content": prompt}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def read_text(
+    model: nn.Module,
+    prompt: Sequence[int],
+    num_tokens: int,
+    stops: set[int],
+    taps: set[int],
+    ids: mx.array,
+) -> Text:
+    """Let the target answer greedily, then read prompt and answer once more, with taps.
+
+    ``ids`` (Vd,) are the tokens that can be drafted.
+    """
+    tokens = list(prompt)
+    for token, _ in generate_step(mx.array(prompt), model, max_tokens=num_tokens):
+        tokens.append(token)
+        if token in stops:
+            break
+    order = tuple(sorted(taps))
+    logits, features = Target(model, order)(mx.array(tokens), make_prompt_cache(model))
+    probs = mx.softmax(logits[len(prompt) :].astype(mx.float32), axis=-1)[:, ids]
+    parts = dict(zip(order, mx.split(features, len(order), axis=-1)))
+    mx.eval(parts, probs)
+    return Text(mx.array(tokens), len(prompt), parts, probs)
+
+
+def unroll(
+    part: Attached, tokens: mx.array, features: mx.array, first: int, num_slots: int
+) -> Iterator[tuple[mx.array, mx.array]]:
+    """What the slots from ``first`` on draft, depth by depth and all slots at once.
+
+    Slot t is fed with token t + 1 and the features of position t, and drafts tokens t + 2,
+    t + 3, ...; later depths are fed with what was drafted. As in decoding, the row of slot t
+    sees slots 0 ... t and its own rows of the depths before (the training-time test of Li et
+    al. 2025, section 3.1). Slots 1 and 2 at depths 2 and 3:
+
+        slots 0 1 2 | depth 2 | depth 3        slot 1: 1 1 0 | 1 0 | 1 0
+                                               slot 2: 1 1 1 | 0 1 | 0 1
+
+    Yields DEPTHS times logits (m, Vd) and drafted tokens (m,), m = ``num_slots``. A sliding
+    window is taken to bind all layers.
+    """
+    head, end = part.head, first + num_slots
+    window = head.config.sliding_window or end + DEPTHS
+    cache = [KVCache() for _ in head.layers]
+    states = head(part.embed(tokens[1 : end + 1])[None], head.fuse(features[None, :end]), cache)
+    states = states[:, first:]
+    slots, places = mx.arange(first, end), mx.arange(end)
+    visible = places[None] <= slots[:, None]
+    for depth in range(1, DEPTHS + 1):
+        logits = head.logits(states)[0]
+        drafted = part.ids[mx.argmax(logits, axis=-1)]
+        yield logits, drafted
+        if depth == DEPTHS:
+            return
+        positions = slots + depth
+        places = mx.concatenate([places, positions])
+        visible = mx.concatenate([visible, mx.eye(num_slots, dtype=mx.bool_)], axis=1)
+        mask = visible & (positions[:, None] < places[None] + window)
+        states = head(part.embed(drafted[None]), states, cache, positions, mask)
+
+
+def compare(
+    part: Attached, text: Text, taps: Sequence[int], lag: int = 0
+) -> tuple[mx.array, mx.array]:
+    """Hits (DEPTHS, m), where the draft is the text's token, and overlaps (DEPTHS, m).
+
+    The first slot drafts the answer's second token, for the first comes with the prompt.
+    """
+    first, num = text.num_prompt - 1, text.num_slots
+    hits, overlaps = [], []
+    steps = unroll(part, text.tokens, text.fused(taps, lag), first, num)
+    for depth, (logits, drafted) in enumerate(steps):
+        start = first + 2 + depth
+        hits.append(drafted == text.tokens[start : start + num])
+        q = mx.softmax(logits.astype(mx.float32), axis=-1)
+        overlaps.append(mx.minimum(q, text.probs[depth : depth + num]).sum(axis=-1))
+    return mx.stack(hits), mx.stack(overlaps)
+
+
+def measure(part: Attached, setting: Setting, texts: Sequence[Text]) -> Row:
+    """One setting over all texts."""
+    part = part.read_as(setting.config)
+    pairs = [compare(part, text, setting.taps, setting.lag) for text in texts]
+    hits, overlaps = (mx.concatenate(list(parts), axis=1) for parts in zip(*pairs))
+    kept = mx.cumprod(hits.astype(mx.int32), axis=0).sum(axis=0)
+    agreement = tuple(hits.astype(mx.float32).mean(axis=1).tolist())
+    tau = 1 + kept.astype(mx.float32).mean().item()
+    return Row(setting.name, agreement, tau, np.array(overlaps.mean(axis=0)), setting.flag)
+
+
+def check_head(
+    config: Mapping[str, Any],
+    weights: Mapping[str, mx.array],
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    *,
+    quantized: tuple[Mapping[str, Any], Mapping[str, mx.array]] | None = None,
+    bases: set[float] = frozenset(),
+    prompts: Sequence[str] = PROMPTS,
+    num_tokens: int = 48,
+) -> Report:
+    """Teacher-force a head on the target's own greedy answers, under every reading of it.
+
+    ``config`` and ``weights`` are what the converter saves, not quantized; ``quantized`` are
+    the same of the quantized head; ``bases`` are rotary bases to try beside 10000.
+    Raises ValueError where head and target do not fit, or no answer is long enough.
+    """
+    part, num_layers = Attached.of(config, weights, model), len(model.layers)
+    own = part.head.config
+    resolved = Setting("as resolved", own, own.taps(num_layers))
+    baseline = replace(resolved, name="pairing shifted", lag=1)
+    others = alternatives(own, num_layers, bases)
+    taps = {tap for setting in (resolved, *others) for tap in setting.taps}
+    stops = set(tokenizer.eos_token_ids)
+    questions = [encode(tokenizer, prompt) for prompt in prompts]
+    texts = [read_text(model, q, num_tokens, stops, taps, part.ids) for q in questions]
+    texts = [text for text in texts if text.num_slots > 0]
+    if not texts:
+        raise ValueError(
+            f"the target answers no prompt of --check with more than {DEPTHS} tokens, so there "
+            "is nothing to compare with; convert without --check"
+        )
+    rows = [measure(part, setting, texts) for setting in (resolved, baseline, *others)]
+    packed_row = None
+    if quantized is not None:
+        name = f"in {quantized[0]['quantization']['bits']} bits"
+        packed = Attached.of(*quantized, model)
+        packed_row = measure(packed, replace(resolved, name=name), texts)
+    num_positions = sum(text.num_slots for text in texts)
+    return Report(rows[0], tuple(rows[2:]), rows[1], packed_row, len(texts), num_positions)
+
+
+def load_model(name: str) -> tuple[nn.Module, TokenizerWrapper]:
+    """The target with its tokenizer; ValueError where mlx-lm cannot load it."""
+    print(f"checking the head against {name} ...", file=sys.stderr)
+    path = Path(name).expanduser()
+    try:
+        return mlx_lm.load(str(path) if path.exists() else name)
+    except (ValueError, OSError) as err:
+        reason = str(err).strip().splitlines()[0]
+        raise ValueError(f"--check cannot load the target {name}: {reason}") from err

@@ -1,0 +1,111 @@
+"""The model card: what it says, and that it goes to the hub with the head."""
+
+from pathlib import Path
+
+import pytest
+from checkpoints import CONFIG, eagle3_tensors, write_safetensors
+from huggingface_hub import ModelCard
+from test_convert_hub import Handler, hub, run  # noqa: F401, hub is a fixture
+
+from mlx_eagle.convert.card import make_card, source_license
+
+CONVERTED = {"quantization": {"bits": 4, "group_size": 64}}
+CHECK = {
+    "num_prompts": 6,
+    "num_positions": 270,
+    "agreement": [0.612, 0.45, 0.331],
+    "quantized": {"agreement": [0.605, 0.44, 0.32]},
+}
+
+
+def card(config: dict = CONVERTED, source="some/head", target="some/target", license=None) -> str:
+    return make_card(config, "me/converted", source, target, "SpecForge", license or {})
+
+
+def test_the_front_matter_is_the_hubs():
+    data = ModelCard(card(license={"license": "apache-2.0"})).data
+    assert data.base_model == "some/target" and data.library_name == "mlx"
+    assert data.license == "apache-2.0"
+    assert "mlx" in data.tags and "speculative-decoding" in data.tags
+
+
+def test_what_the_card_says():
+    text = card(CONVERTED | {"check": CHECK}, license={"license": "mit"})
+    assert "# converted" in text and "SpecForge" in text and "| mit |" in text
+    assert "[some/head](https://huggingface.co/some/head)" in text
+    assert "4 bits, groups of 64" in text
+    assert "| 61.2% | 45.0% | 33.1% |" in text and "| 60.5% | 44.0% | 32.0% |" in text
+    assert "270 positions of 6" in text
+    assert "mlx_eagle.generate --model some/target --draft-model me/converted" in text
+    code = text.split("```python\n")[1].split("```")[0]
+    compile(code, "card", "exec")
+    assert 'mlx_eagle.load_drafter("me/converted", model)' in code
+    assert "agreement" not in card() and "not quantized" in card({})
+    assert "https://huggingface.co/some/head)" in card(source="some/head/model-f16.gguf")
+
+
+def test_a_missing_licence_is_unknown():
+    text = card()
+    assert "unknown: see the source" in text
+    assert ModelCard(text).data.license == "unknown"
+
+
+def test_no_path_of_this_machine(tmp_path):
+    source, target = tmp_path / "my head", tmp_path / "my target"
+    source.mkdir(), target.mkdir()
+    text = card(source=str(source), target=str(target))
+    assert str(tmp_path) not in text and "my head" in text and "my target" in text
+    assert ModelCard(text).data.base_model is None
+
+
+@pytest.mark.parametrize(
+    ("readme", "config", "expected"),
+    [
+        ("---\nlicense: apache-2.0\ntags:\n- x\n---\nhello", {}, {"license": "apache-2.0"}),
+        (
+            "---\nlicense: other\nlicense_name: 'llama3.1'\nlicense_link: LICENSE\n---\n",
+            {},
+            {"license": "other", "license_name": "llama3.1", "license_link": "LICENSE"},
+        ),
+        ("license: mit", {}, {}),
+        ("---\nlicense:\n- mit\n---\n", {"license": "bsd"}, {"license": "bsd"}),
+        (None, {"license": "mit"}, {"license": "mit"}),
+        (None, {}, {}),
+    ],
+)
+def test_the_licence_of_the_source(tmp_path, readme, config, expected):
+    if readme is not None:
+        (tmp_path / "README.md").write_text(readme)
+    assert source_license(str(tmp_path), config) == expected
+
+
+class HubThatReadsCards(Handler):
+    """The stand-in, which also answers the request that comes before a card's upload."""
+
+    def do_POST(self) -> None:
+        if self.path != "/api/validate-yaml":
+            return super().do_POST()
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer_json({"warnings": [], "errors": []})
+
+
+def test_the_card_is_uploaded(hub, tmp_path):  # noqa: F811
+    hub.RequestHandlerClass = HubThatReadsCards
+    folder = hub.root / "some" / "head"
+    write_safetensors(folder, CONFIG, eagle3_tensors())
+    (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n# A head\n")
+    out = tmp_path / "out"
+    args = ("--hf-path", "some/head", "--mlx-path", out, "--upload-repo", "me/converted")
+    done = run(tmp_path, hub.address, *args)
+    assert done.returncode == 0, done.stderr
+    text = (out / "README.md").read_bytes()
+    assert hub.uploads["README.md"] == text
+    data = ModelCard(text.decode()).data
+    assert data.license == "apache-2.0" and data.base_model == "some/head"
+
+
+def test_without_upload_no_card(tmp_path):
+    source = write_safetensors(tmp_path / "source", CONFIG, eagle3_tensors())
+    out = Path(tmp_path / "out")
+    done = run(tmp_path, "http://127.0.0.1:9", "--hf-path", source, "--mlx-path", out)
+    assert done.returncode == 0 and not (out / "README.md").exists()

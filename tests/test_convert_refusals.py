@@ -1,0 +1,165 @@
+"""What is refused by name, and what contradicts itself: a sentence, and nothing written."""
+
+import numpy as np
+import pytest
+from checkpoints import (
+    CONFIG,
+    FLAT,
+    Tensors,
+    config_of,
+    eagle1_tensors,
+    eagle3_tensors,
+    ones,
+    refused,
+    speculators,
+    without,
+    write_bin,
+    write_config,
+    write_safetensors,
+)
+
+from mlx_eagle.convert import convert
+
+PLAIN = eagle3_tensors()
+EAGLE1 = eagle1_tensors()
+
+# What is refused
+
+
+def dflash() -> Tensors:
+    return PLAIN | {"layers.0.fc.weight": ones(64, 64)}
+
+
+REFUSED = {
+    "P-EAGLE by its mask": (PLAIN | {"mask_hidden": ones(1, 1, 192)}, CONFIG, "P-EAGLE"),
+    "P-EAGLE by its type": (PLAIN, speculators(speculators_model_type="peagle"), "P-EAGLE"),
+    "P-EAGLE by a token": (PLAIN, CONFIG | {"ptd_token_id": 3}, "P-EAGLE"),
+    "P-EAGLE by its name": (PLAIN, CONFIG | {"architectures": ["PEagleDraftModel"]}, "P-EAGLE"),
+    "DFlash": (dflash(), CONFIG | {"architectures": ["DFlashDraftModel"]}, "DFlash"),
+    "DFlash by its blocks": (PLAIN, CONFIG | {"block_size": 8, "mask_token_id": 3}, "DFlash"),
+    "DSpark": (PLAIN, CONFIG | {"markov_rank": 8}, "DSpark"),
+    "MLA": (PLAIN | {"layers.0.self_attn.kv_a_proj_with_mqa.weight": ones(8, 64)}, CONFIG, "MLA"),
+    "MLA by its name": (PLAIN, CONFIG | {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "MLA"),
+    "Medusa heads": (PLAIN | {"parallel_draft_heads.0.weight": ones(8, 64)}, CONFIG, "Medusa"),
+    "early stop": (
+        PLAIN | {"fc.weight": ones(65, 192)},
+        CONFIG | {"early_stop_method": "confidence"},
+        "early-stop",
+    ),
+    "MTP": (PLAIN | {"enorm.weight": ones(64), "hnorm.weight": ones(64)}, CONFIG, "MTP"),
+    "MTP by eh_proj": (PLAIN | {"eh_proj.weight": ones(64, 128)}, CONFIG, "MTP"),
+    "MTP by a flag": (PLAIN, CONFIG | {"eagle_config": {"use_mtp_layernorm": True}}, "MTP"),
+    "DeepSpec for Gemma-4": (
+        eagle3_tensors(num_aux=5, draft=128) | {"layers.0.layer_scalar": ones(1)},
+        FLAT | {"target_layer_ids": [5, 17, 29, 41, 46]},
+        "Gemma-4",
+    ),
+    "packed": (PLAIN | {"fc.weight_packed": ones(4, 4)}, CONFIG, "dequantize"),
+    "scales": (PLAIN | {"fc.weight_scale": ones(64)}, CONFIG, "dequantize"),
+    "a quantization entry": (PLAIN, CONFIG | {"quantization_config": {"bits": 4}}, "dequantize"),
+    "a plain model": (
+        {n: v[:, :64] if ".q_proj" in n else v for n, v in without(PLAIN, "fc.weight").items()},
+        CONFIG,
+        "",
+    ),
+    "speculators EAGLE-1 with norms": (
+        EAGLE1 | {"embed_layernorm.weight": ones(64)},
+        FLAT,
+        "embedding norms",
+    ),
+    "nothing known": ({"blocks.0.weight": ones(4, 4)}, CONFIG, "no EAGLE head"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+def test_refused(tmp_path, capsys, case, form):
+    tensors, config, words = REFUSED[case]
+    folder = tmp_path / "source"
+    if form == "safetensors":
+        write_safetensors(folder, config, tensors)
+    else:
+        write_config(folder, config)
+        write_bin(folder / "pytorch_model.bin", tensors)
+    assert words in refused(capsys, folder, tmp_path / "results" / "head")
+
+
+def test_a_converted_head_is_not_converted_again(tmp_path, capsys):
+    folder = write_safetensors(tmp_path / "source", CONFIG, PLAIN)
+    convert(str(folder), str(tmp_path / "once"))
+    assert "already converted" in refused(capsys, tmp_path / "once", tmp_path / "x" / "twice")
+
+
+# Contradictions
+
+
+def changed(name: str, value: np.ndarray) -> Tensors:
+    return PLAIN | {name: value}
+
+
+SHAPES = {
+    "hidden size": (PLAIN, {"hidden_size": 32}, "hidden_size 32"),
+    "fc rows": (changed("fc.weight", ones(32, 192)), {}, "fc.weight is 32 x 192"),
+    "fc columns": (changed("fc.weight", ones(64, 200)), {}, "no whole number"),
+    "two features": (changed("fc.weight", ones(64, 128)), {}, "--aux-layers"),
+    "heads": (PLAIN, {"num_attention_heads": 8, "head_dim": 16}, "expected 128 x 128"),
+    "key heads": (PLAIN, {"num_key_value_heads": 4}, "k_proj.weight is 32 x 128"),
+    "output": (changed("layers.0.self_attn.o_proj.weight", ones(64, 32)), {}, "o_proj"),
+    "lm_head": (changed("lm_head.weight", ones(40, 64)), {}, "40 rows"),
+    "draft vocabulary": (PLAIN, {"draft_vocab_size": 40}, "draft_vocab_size 40"),
+    "number of taps": (
+        PLAIN,
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5]}},
+        "fc fuses 3",
+    ),
+    "order of taps": (
+        PLAIN,
+        {"eagle_aux_hidden_state_layer_ids": [16, 2, 29]},
+        "not ascending",
+    ),
+    "target id": (changed("d2t", PLAIN["d2t"] + 90), {}, "disagree"),
+    "no map": (without(PLAIN, "d2t", "t2d"), {}, "no d2t"),
+    "no own tables": (eagle3_tensors(target_size=32), {"target_hidden_size": 32}, "embed_tokens"),
+    "activation": (PLAIN, {"hidden_act": "relu"}, "relu"),
+    "rope": (PLAIN, {"rope_scaling": {"rope_type": "spiral", "factor": 2}}, "spiral"),
+    "factor": (PLAIN, {"rope_scaling": {"type": "linear"}}, "without a factor"),
+    "a layer of qwen3 without its norms": (
+        PLAIN,
+        speculators({"model_type": "qwen3"}),
+        "lacks layers.0.self_attn.q_norm.weight",
+    ),
+    "a layer without its biases": (
+        PLAIN,
+        speculators({"attention_bias": True}),
+        "lacks layers.0.self_attn.q_proj.bias",
+    ),
+    "a trained embedding that is missing": (
+        PLAIN,
+        speculators(embed_requires_grad=True),
+        "embed_requires_grad",
+    ),
+    "flag without its tensor": (PLAIN, {"norm_before_fc": True}, "lacks input_norm.weight"),
+}
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_contradictions(tmp_path, capsys, case):
+    tensors, config, words = SHAPES[case]
+    folder = write_safetensors(tmp_path / "source", CONFIG | config, tensors)
+    assert words in refused(capsys, folder, tmp_path / "results" / "head")
+
+
+def test_d2t_alone_is_checked(tmp_path, capsys):
+    bare = without(PLAIN, "t2d")
+    for number, shift in enumerate((90, -90)):
+        tensors = bare | {"d2t": PLAIN["d2t"] + shift}
+        folder = write_safetensors(tmp_path / f"source{number}", CONFIG, tensors)
+        assert "d2t" in refused(capsys, folder, tmp_path / "results" / "head")
+
+
+def test_an_empty_map_is_said_aloud(tmp_path, capsys):
+    tensors = without(PLAIN, "t2d") | {"d2t": np.zeros(48, np.int64)}
+    folder = write_safetensors(tmp_path / "source", CONFIG, tensors)
+    convert(str(folder), str(tmp_path / "out"))
+    assert "d2t is all zeros" in capsys.readouterr().out
+    assert config_of(tmp_path / "out")["has_d2t"]
