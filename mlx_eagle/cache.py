@@ -15,8 +15,8 @@ RULES is the table of strategies:
 | anything else | refused by name before anything is generated |
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,8 @@ from mlx_lm.models.cache import (
     QuantizedKVCache,
     RotatingKVCache,
 )
+
+from .swap import swapped_classes
 
 
 class TrimUndo:
@@ -237,8 +239,7 @@ class Window:
             undo.gather(rows)
 
 
-@contextmanager
-def exact_masks(caches: list, num_rows: int) -> Iterator[None]:
+def exact_masks(caches: list, num_rows: int) -> AbstractContextManager[None]:
     """Make a window of several rows see what each of them would see decoded alone.
 
     mlx-lm masks the rows of a block by distance alone. A RotatingKVCache that keeps its first
@@ -248,13 +249,8 @@ def exact_masks(caches: list, num_rows: int) -> Iterator[None]:
     for cache in caches:
         keeps = type(cache) is RotatingKVCache and cache.keep > 0
         if keeps and num_rows > 1 and cache.offset + num_rows > cache.max_size:
-            cache.__class__ = _KeepingCache
-            changed.append(cache)
-    try:
-        yield
-    finally:
-        for cache in changed:
-            cache.__class__ = RotatingKVCache
+            changed.append((cache, _KeepingCache))
+    return swapped_classes(changed)
 
 
 class _KeepingCache(RotatingKVCache):

@@ -9,11 +9,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import (
-    DEFAULT_QUANTIZED_KV_START,
-    generate_step,
-    generation_stream,
-)
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generate_step, generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from .accept import LogitsProcessor, Sampler, make_rule
@@ -67,6 +63,19 @@ def _split_cache(
     return prompt_cache[:num_caches], prompt_cache[num_caches:] or None
 
 
+def _begin(draft_model: Drafter, draft_cache: list | None) -> Drafter:
+    """A drafter for one text on its part of a prompt cache; ValueError where that is not its."""
+    num_needed = len(draft_model.make_cache())
+    if draft_cache is not None and len(draft_cache) != num_needed:
+        raise ValueError(
+            f"prompt_cache holds {len(draft_cache)} caches behind the target's, but this drafter "
+            f"has {num_needed}: make it with this drafter's make_cache()."
+        )
+    drafter = draft_model.begin(draft_cache)
+    check_supported(drafter.cache, "draft model")
+    return drafter
+
+
 def speculative_generate_step(
     prompt: mx.array,
     model: nn.Module,
@@ -111,49 +120,39 @@ def speculative_generate_step(
         sampler.restart()
     stats = Stats() if stats is None else stats
     cache, draft_cache = _split_cache(prompt_cache, model, max_kv_size)
-    if num_draft_tokens == 0:
-        yield from _plain(
-            prompt,
-            model,
-            stream,
-            stats,
-            max_tokens=max_tokens,
-            sampler=sampler,
-            logits_processors=logits_processors,
-            prompt_cache=cache,
-            prefill_step_size=prefill_step_size,
-            kv_bits=kv_bits,
-            kv_group_size=kv_group_size,
-            quantized_kv_start=quantized_kv_start,
-            prompt_progress_callback=prompt_progress_callback,
-        )
-        return
-    num_needed = len(draft_model.make_cache())
-    if draft_cache is not None and len(draft_cache) != num_needed:
-        raise ValueError(
-            f"prompt_cache holds {len(draft_cache)} caches behind the target's {len(cache)}, but "
-            f"this drafter has {num_needed}: make it with this drafter's make_cache()."
-        )
-    drafter = draft_model.begin(draft_cache)
-    check_supported(cache, "target")
-    check_supported(drafter.cache, "draft model")
-    quantization = CacheQuantization(kv_bits, kv_group_size, quantized_kv_start)
-    quantization.check(cache)
-    if tree is not None:
-        _check_tree_request(model, drafter, cache, acceptance)
-    decoder = Decoder(
-        Target(model, drafter.taps),
-        drafter,
-        cache,
-        make_rule(acceptance, sampler),
-        tuple(logits_processors or ()),
-        quantization,
-        tree,
-        stream,
-    )
-    limits = Limits(tree.depth if tree else num_draft_tokens, max_tokens, stop_tokens)
     stats.start()
     try:
+        if num_draft_tokens == 0:
+            steps = generate_step(
+                prompt,
+                model,
+                stream,
+                max_tokens=max_tokens,
+                sampler=sampler,
+                logits_processors=logits_processors,
+                prompt_cache=cache,
+                prefill_step_size=prefill_step_size,
+                kv_bits=kv_bits,
+                kv_group_size=kv_group_size,
+                quantized_kv_start=quantized_kv_start,
+                prompt_progress_callback=prompt_progress_callback,
+            )
+            yield from _plain(steps, stop_tokens, stats)
+            return
+        drafter = _begin(draft_model, draft_cache)
+        quantization = CacheQuantization(kv_bits, kv_group_size, quantized_kv_start)
+        _check_target(model, drafter, cache, quantization, tree, acceptance)
+        decoder = Decoder(
+            Target(model, drafter.taps),
+            drafter,
+            cache,
+            make_rule(acceptance, sampler),
+            tuple(logits_processors or ()),
+            quantization,
+            tree,
+            stream,
+        )
+        limits = Limits(tree.depth if tree else num_draft_tokens, max_tokens, stop_tokens)
         decoder.prefill(prompt, prefill_step_size, prompt_progress_callback or (lambda *_: None))
         yield from _rounds(decoder, limits, stats, keep_caches=prompt_cache is not None)
     finally:
@@ -209,9 +208,19 @@ def _check_request(prompt: mx.array, num_draft_tokens: int) -> None:
         )
 
 
-def _check_tree_request(
-    model: nn.Module, drafter: Drafter, cache: list, acceptance: str | None
+def _check_target(
+    model: nn.Module,
+    drafter: Drafter,
+    cache: list,
+    quantization: CacheQuantization,
+    tree: TreeShape | None,
+    acceptance: str | None,
 ) -> None:
+    """Raise ValueError for a target, or a wish about it, that could not be met exactly."""
+    check_supported(cache, "target")
+    quantization.check(cache)
+    if tree is None:
+        return
     if not isinstance(drafter, TreeDrafter):
         raise ValueError("this drafter proposes chains only: leave the tree out.")
     if acceptance == "reject":
@@ -221,9 +230,12 @@ def _check_tree_request(
     check_trees(model, cache)
 
 
-def _plain(prompt, model, stream, stats: Stats, **kwargs) -> Iterator[tuple[int, mx.array, bool]]:
+def _plain(
+    steps: Iterator[tuple[int, mx.array]], stop_tokens: Collection[int], stats: Stats
+) -> Iterator[tuple[int, mx.array, bool]]:
     """mlx-lm's own pipelined decoding, counted."""
-    stats.start()
-    for token, logprobs in generate_step(prompt, model, stream, **kwargs):
+    for token, logprobs in steps:
         stats.record(0, 0, 0, 1, 0)
         yield token, logprobs, False
+        if token in stop_tokens:
+            return

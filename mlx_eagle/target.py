@@ -4,14 +4,15 @@ Knows how to look into a model while it runs; knows nothing of drafts or of what
 activations are for.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from .swap import swapped_classes
 from .tree_attention import find_ropes, tree_attention
 
 
@@ -130,7 +131,7 @@ class Target:
         makes the rows a tree (see ``tree.ancestors``); they are a chain without.
         """
         tree = nullcontext() if reach is None else tree_attention(self._ropes, cache, reach)
-        with self._watching(self._classes), tree:
+        with swapped_classes(self._classes), tree:
             logits = self.model(tokens[None], cache=cache)[0]
         return logits, self._features()
 
@@ -138,7 +139,7 @@ class Target:
         self, tokens: mx.array, cache: list
     ) -> tuple[mx.array, mx.array | None, list[LayerCall]]:
         """The same, and every layer's call."""
-        with self._watching(self._recording_classes):
+        with swapped_classes(self._recording_classes):
             logits = self.model(tokens[None], cache=cache)[0]
         calls, self._calls = self._calls, []
         return logits, self._features(), calls
@@ -155,28 +156,17 @@ class Target:
             return None
         return lambda x: self._seen.__setitem__(tap, x)
 
-    def _watched_classes(self, record: bool) -> list[tuple[nn.Module, type, type]]:
-        """(layer, its own class, its class while watched) for every layer that is watched."""
+    def _watched_classes(self, record: bool) -> list[tuple[nn.Module, type]]:
+        """Every layer that is watched, with its class while it is."""
         classes = []
         on_call = (lambda call: self._calls.append(call)) if record else None
         for i, layer in enumerate(self.model.layers):
             enter = self._keep(i)
             leave = self._keep(i + 1) if i + 1 == self.num_layers else None
             if enter or leave or record:
-                watched = _watched_class(type(layer), enter, leave, on_call)
-                classes.append((layer, type(layer), watched))
+                classes.append((layer, _watched_class(type(layer), enter, leave, on_call)))
         leave = self._keep(self.num_layers + 1)
         if leave:
             norm = find_final_norm(self.model)
-            classes.append((norm, type(norm), _watched_class(type(norm), None, leave)))
+            classes.append((norm, _watched_class(type(norm), None, leave)))
         return classes
-
-    @contextmanager
-    def _watching(self, classes: list[tuple[nn.Module, type, type]]) -> Iterator[None]:
-        for layer, _, watched in classes:
-            layer.__class__ = watched
-        try:
-            yield
-        finally:
-            for layer, original, _ in classes:
-                layer.__class__ = original

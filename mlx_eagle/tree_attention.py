@@ -6,12 +6,14 @@ call; positions go into their rope modules, which take one offset a batch entry.
 in place by swapping the class of an object, and taken back after the pass.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
+
+from .swap import swapped_classes
+from .tree import ancestors
 
 MASKED = (KVCache, QuantizedKVCache, RotatingKVCache)
 PROBE_PREFIX, PROBE_ROOT = [3, 5, 7], 2
@@ -61,19 +63,14 @@ def _mask_class(original: type, reach: mx.array, depths: mx.array) -> type:
     return type(original.__name__, (original,), {"make_mask": make_mask})
 
 
-@contextmanager
-def tree_attention(ropes: list[nn.Module], caches: list, reach: mx.array) -> Iterator[None]:
+def tree_attention(
+    ropes: list[nn.Module], caches: list, reach: mx.array
+) -> AbstractContextManager[None]:
     """Within, a forward pass over R rows is one over the tree of ``reach`` (R, R)."""
     depths = reach.sum(axis=1) - 1
-    changed = [(rope, type(rope), _rope_class(type(rope), depths)) for rope in ropes]
-    changed += [(cache, type(cache), _mask_class(type(cache), reach, depths)) for cache in caches]
-    for thing, _, changed_class in changed:
-        thing.__class__ = changed_class
-    try:
-        yield
-    finally:
-        for thing, original, _ in changed:
-            thing.__class__ = original
+    changed = [(rope, _rope_class(type(rope), depths)) for rope in ropes]
+    changed += [(cache, _mask_class(type(cache), reach, depths)) for cache in caches]
+    return swapped_classes(changed)
 
 
 def check_trees(model: nn.Module, caches: list) -> None:
@@ -89,8 +86,6 @@ def check_trees(model: nn.Module, caches: list) -> None:
                 f"tree drafts need caches whose rows can be gathered ({names}), but this target "
                 f"has a {type(cache).__name__}: leave --tree out and draft chains."
             )
-    from .tree import ancestors  # tree.py is pure and knows nothing of models
-
     reach = ancestors(mx.array(PROBE_PARENTS), 2)
     difference, scale = _probe(model, reach)
     if not difference <= 0.02 * scale:

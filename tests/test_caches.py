@@ -175,3 +175,23 @@ def test_a_pass_that_breaks_off_half_way_is_undone(model, make_cache):
         c.update_and_fetch(rows, rows)
     window.keep(0)
     assert continuation(model, cache) == continuation(model, reference)
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_the_callers_list_gets_the_quantized_caches(model, k):
+    """mlx-lm replaces caches in the caller's list when it quantizes them; so does ours."""
+    options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 10}
+    drafter = tiny_head(model)
+    cache = make_prompt_cache(model) + drafter.make_cache()
+    speculative(model, drafter, PROMPT, 20, num_draft_tokens=k, prompt_cache=cache, **options)
+    assert {type(c) for c in cache[:LAYERS]} == {QuantizedKVCache}
+    assert {type(c) for c in cache[LAYERS:]} == {KVCache}
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_stop_tokens_end_the_generation(model, k):
+    text = plain(model, PROMPT, 20)
+    tokens, _ = speculative(
+        model, tiny_head(model), PROMPT, 20, num_draft_tokens=k, stop_tokens=[text[6]]
+    )
+    assert tokens == text[: text.index(text[6]) + 1]
