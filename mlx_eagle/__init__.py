@@ -1,6 +1,8 @@
 """EAGLE-3 speculative decoding on MLX, for the models of mlx-lm."""
 
+import importlib
 import warnings
+from types import ModuleType
 
 from .demo import load_demo
 from .drafters import open_drafter
@@ -17,6 +19,14 @@ from .tree import TreeShape
 warnings.filterwarnings("ignore", message=r"'mlx_eagle\.\w+' found in sys\.modules")
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import ``mlx_eagle.convert`` and the like when they are first asked for."""
+    if name in ("bench", "convert", "reference"):
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "Eagle3Drafter",

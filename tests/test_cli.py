@@ -109,8 +109,9 @@ def test_same_seed_same_text(run):
     assert len(outs) == 1
 
 
-def test_folders_as_a_user_names_them(run, tmp_path):
-    """A target folder with an unconverted checkpoint, converted on the fly, or a small model."""
+@pytest.fixture
+def target(tmp_path):
+    """A tiny random llama with the demo pair's tokenizer, in a folder."""
     target = tmp_path / "target"
     model = tiny_llama(vocab_size=49152)
     config = {k: v for k, v in vars(model.args).items() if v is not None}
@@ -118,8 +119,18 @@ def test_folders_as_a_user_names_them(run, tmp_path):
     (target / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(demo_target_path() / name, target)
+    return target
+
+
+@pytest.fixture
+def head(tmp_path):
+    """An unconverted checkpoint for it."""
     tensors = as_midlayer(eagle3_tensors(vocab=49152))
-    head = write_safetensors(tmp_path / "head", {**CONFIG, "vocab_size": 49152}, tensors)
+    return write_safetensors(tmp_path / "head", {**CONFIG, "vocab_size": 49152}, tensors)
+
+
+def test_folders_as_a_user_names_them(run, target, head):
+    """A target folder with an unconverted checkpoint, converted on the fly, or a small model."""
     flags = ("-p", QUESTION, "-m", "12", "--verbose", "F", "--model", str(target))
     _, plain, _ = run(*flags, "--num-draft-tokens", "0")
     code, out, err = run(*flags, "--draft-model", str(head))
@@ -127,6 +138,27 @@ def test_folders_as_a_user_names_them(run, tmp_path):
     assert "is not converted yet" in out and out.endswith(plain)
     assert run(*flags, "--draft-model", str(head))[1] == plain  # now it is in the cache
     assert run(*flags, "--draft-model", str(target))[1] == plain
+
+
+def test_a_prompt_cache_made_by_mlx_lm(run, target, head, tmp_path):
+    file = str(tmp_path / "cache.safetensors")
+    made = [sys.executable, "-m", "mlx_lm", "cache_prompt", "--model", str(target)]
+    done = subprocess.run(
+        [*made, "--prompt", "Some long text.", "--prompt-cache-file", file], capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+    theirs = subprocess.run(
+        [sys.executable, "-m", "mlx_lm", "generate", "--prompt-cache-file", file]
+        + ["-p", "And then?", "-m", "10", "--verbose", "F"],
+        capture_output=True,
+        text=True,
+    )
+    flags = ("-p", "And then?", "-m", "10", "--verbose", "F", "--prompt-cache-file", file)
+    code, out, err = run(*flags, "--draft-model", str(head))
+    assert code == 0, err
+    assert theirs.stdout.strip() and out.endswith(theirs.stdout)
+    code, _, err = run(*flags, "--draft-model", str(head), "--model", "another")
+    assert code == 2 and "made with" in err
 
 
 MISTAKES = {

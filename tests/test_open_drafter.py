@@ -119,3 +119,10 @@ def test_a_folder_of_an_ordinary_model_is_a_drafter(tmp_path):
     (tmp_path / "small" / "config.json").write_text(json.dumps(values))
     with pytest.raises(ValueError, match="not quantized while loading"):
         mlx_eagle.open_drafter(str(tmp_path / "small"), model, quantize_bits=4)
+
+
+def test_subpackages_are_there_when_asked_for():
+    assert mlx_eagle.convert.convert is convert
+    assert callable(mlx_eagle.reference.eagle_draft_forward)
+    with pytest.raises(AttributeError):
+        mlx_eagle.nothing_of_that_name
