@@ -34,7 +34,9 @@ def verdict(report: Report) -> str:
             "warning: the head does no better than with features of the wrong positions: "
             "it is damaged, or was trained for another target"
         )
-    return f"winner: {ours.name}"
+    close = [row.name for row in report.alternatives if not ours.is_better_than(row)]
+    doubt = f"; these texts do not tell it from {', '.join(close)}" if close else ""
+    return f"winner: {ours.name}{doubt}"
 
 
 def check_table(report: Report) -> str:

@@ -25,6 +25,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import dequantize_model
 
 from mlx_eagle.head import Eagle3Config, Eagle3Head
 from mlx_eagle.load import find_embedding, load_drafter
@@ -83,10 +84,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Row:
-    """How a setting fared: ``agreement`` by depth, tokens a round ``tau`` with chains of DEPTHS.
-
-    ``overlaps`` (m,) are averages over the depths, one a position.
-    """
+    """How a setting fared: ``agreement`` by depth, ``tau``, and ``overlaps`` (m,) by position."""
 
     name: str
     agreement: tuple[float, ...]
@@ -169,10 +167,7 @@ def rope_bases(config: Mapping[str, Any]) -> set[float]:
 def alternatives(
     config: Eagle3Config, num_layers: int, bases: set[float] = frozenset()
 ) -> list[Setting]:
-    """The other readings of a head for a target of ``num_layers``, one doubt at a time.
-
-    ``bases`` are rotary bases to try beside 10000.
-    """
+    """The other readings of a head, one doubt at a time; ``bases`` of rope beside 10000."""
     taps, found = config.taps(num_layers), []
     if config.uses_aux:
         for by in (1, -1):
@@ -344,7 +339,11 @@ def load_model(name: str) -> tuple[nn.Module, TokenizerWrapper]:
     print(f"checking the head against {name} ...", file=sys.stderr)
     path = Path(name).expanduser()
     try:
-        return mlx_lm.load(str(path) if path.exists() else name)
+        model, tokenizer = mlx_lm.load(str(path) if path.exists() else name)
     except (ValueError, OSError) as err:
         reason = str(err).strip().splitlines()[0]
         raise ValueError(f"--check cannot load the target {name}: {reason}") from err
+    if mx.default_device() == mx.cpu:  # where other types are many times slower
+        model = dequantize_model(model)
+        model.set_dtype(mx.float32)
+    return model, tokenizer

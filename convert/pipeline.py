@@ -236,7 +236,9 @@ def convert(
     if model is not None:
         resolved = drop_shared(resolved, model)
     head = build(resolved, dtype, quantization)
-    head.config["source"] = {"path": str(hf_path), "files": checkpoint.sha256()}
+    # Of a local folder only the name: a converted head is made to be handed on.
+    source = Path(hf_path).name if Path(hf_path).exists() else str(hf_path)
+    head.config["source"] = {"path": source, "files": checkpoint.sha256()}
     report = run_check(checkpoint, resolved, head, model, dtype) if check else None
     if report is not None:
         head.config["check"] = check_entry(report)

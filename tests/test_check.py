@@ -127,7 +127,9 @@ def report(*others: Row, resolved: float = 0.5, baseline: float = 0.2) -> check.
 
 def test_the_verdict():
     ours = report(row("taps +1", 0.4, "--aux-layers 3,17,30"), row("b", 0.501, "--b"))
-    assert ours.winner is ours.resolved and verdict(ours) == "winner: as resolved"
+    assert ours.winner is ours.resolved
+    assert verdict(ours) == "winner: as resolved; these texts do not tell it from b"
+    assert verdict(report(row("taps +1", 0.4))) == "winner: as resolved"
     assert check_entry(ours)["winner"] == "as resolved"
     theirs = report(row("taps +1", 0.6, "--aux-layers 3,17,30"))
     assert verdict(theirs).startswith("warning: taps +1 fits better")

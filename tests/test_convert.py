@@ -135,7 +135,7 @@ def test_the_folder(source, out, capsys):
         k: tuple(v) if isinstance(v, list) else v for k, v in config.items()
     }.items()
     digest = hashlib.sha256((source / "model.safetensors").read_bytes()).hexdigest()
-    assert config["source"] == {"path": str(source), "files": {"model.safetensors": digest}}
+    assert config["source"] == {"path": source.name, "files": {"model.safetensors": digest}}
     for word in ("SpecForge", "layers", "taps", "default", "parameters", "MB ->"):
         assert word in said
     assert [p.name for p in out.parent.iterdir()] == [out.name]
