@@ -215,8 +215,10 @@ class Decoder:
         with exact_masks(self.cache, tokens.shape[0]):
             logits, features, calls = self.target.record(tokens, self.cache)
         calls = [call for call in calls if any(call.uses(cache) for cache in recurrent)]
-        # A model may use such a cache outside its layers; then all of it has to run again.
-        window.reruns_layers = len(calls) == len(recurrent)
+        # A model may use such a cache outside its layers, or pass layers something that grows;
+        # then all of it has to run again.
+        repeatable = all(call.is_repeatable for call in calls)
+        window.reruns_layers = repeatable and len(calls) == len(recurrent)
         return logits, features, calls
 
     def _rerun(self, tokens: mx.array, calls: list[LayerCall], window: Window) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from .cache import RULES
 from .swap import swapped_classes
 from .tree_attention import find_ropes, tree_attention
 
@@ -24,12 +25,23 @@ class LayerCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
+    @property
+    def stream(self) -> mx.array:
+        """The residual stream (1, R, H) entering the layer: what comes first in the call."""
+        return self.args[0] if self.args else next(iter(self.kwargs.values()))
+
     def uses(self, cache: Any) -> bool:
         return any(value is cache for value in (*self.args, *self.kwargs.values()))
 
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether its arguments say all: arrays, plain values and caches, nothing that grew."""
+        plain = (mx.array, str, int, float, type(None), *RULES)
+        return all(isinstance(v, plain) for v in (*self.args, *self.kwargs.values()))
+
     def repeat(self, num_rows: int) -> None:
         """Run the layer on its first rows again, for what that does to its cache."""
-        total = self.args[0].shape[1]
+        total = self.stream.shape[1]
 
         def cut(value: Any) -> Any:
             if not isinstance(value, mx.array) or value.ndim < 2:
@@ -56,12 +68,13 @@ def _watched_class(
 ) -> type[nn.Module]:
     """A subclass whose call reports its first argument, its result or itself, and no more."""
 
-    def call(self, x, *args, **kwargs):
+    def call(self, *args, **kwargs):
+        this = LayerCall(self, args, kwargs)
         if on_enter is not None:
-            on_enter(x)
+            on_enter(this.stream)
         if on_call is not None:
-            on_call(LayerCall(self, (x, *args), kwargs))
-        output = original.__call__(self, x, *args, **kwargs)
+            on_call(this)
+        output = original.__call__(self, *args, **kwargs)
         if on_leave is not None:
             on_leave(_first(output))
         return output
@@ -131,6 +144,7 @@ class Target:
         makes the rows a tree (see ``tree.ancestors``); they are a chain without.
         """
         tree = nullcontext() if reach is None else tree_attention(self._ropes, cache, reach)
+        self._seen.clear()
         with swapped_classes(self._classes), tree:
             logits = self.model(tokens[None], cache=cache)[0]
         return logits, self._features()
@@ -139,6 +153,7 @@ class Target:
         self, tokens: mx.array, cache: list
     ) -> tuple[mx.array, mx.array | None, list[LayerCall]]:
         """The same, and every layer's call."""
+        self._seen.clear()
         with swapped_classes(self._recording_classes):
             logits = self.model(tokens[None], cache=cache)[0]
         calls, self._calls = self._calls, []
@@ -147,22 +162,40 @@ class Target:
     def _features(self) -> mx.array | None:
         if not self.taps:
             return None
-        features = mx.concatenate([self._seen[tap] for tap in self.taps], axis=-1)[0]
+        seen = dict(self._seen)
         self._seen.clear()
-        return features
+        for tap in self.taps:
+            if tap not in seen or seen[tap].ndim != 3 or seen[tap].shape[0] != 1:
+                found = f"shape {tuple(seen[tap].shape)}" if tap in seen else "nothing"
+                raise ValueError(
+                    f"tap {tap} of this target gave {found} where one activation a token was "
+                    "expected (1, R, H): it cannot be used with a draft head."
+                )
+        return mx.concatenate([seen[tap] for tap in self.taps], axis=-1)[0]
 
     def _keep(self, tap: int) -> Callable[[mx.array], None] | None:
         if tap not in self.taps:
             return None
-        return lambda x: self._seen.__setitem__(tap, x)
+
+        def keep(x: mx.array) -> None:
+            if tap in self._seen:
+                raise ValueError(
+                    f"this target runs layer {tap} more than once a pass, so what enters it is not "
+                    "one activation a token: it cannot be used with a draft head."
+                )
+            self._seen[tap] = x
+
+        return keep
 
     def _watched_classes(self, record: bool) -> list[tuple[nn.Module, type]]:
         """Every layer that is watched, with its class while it is."""
         classes = []
         on_call = (lambda call: self._calls.append(call)) if record else None
         for i, layer in enumerate(self.model.layers):
-            enter = self._keep(i)
-            leave = self._keep(i + 1) if i + 1 == self.num_layers else None
+            # What enters layer i > 0 is what leaves the one before; some layers take the stream
+            # as another argument than the first.
+            enter = self._keep(0) if i == 0 else None
+            leave = self._keep(i + 1)
             if enter or leave or record:
                 classes.append((layer, _watched_class(type(layer), enter, leave, on_call)))
         leave = self._keep(self.num_layers + 1)
