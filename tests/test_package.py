@@ -81,7 +81,8 @@ def expected_files(checkout: Path) -> set[str]:
     found = set()
     for folder, name in [("mlx_eagle", ""), ("convert", "convert/"), ("bench", "bench/")]:
         for path in (checkout / folder).rglob("*"):
-            if path.suffix in (".py", ".typed", ".jsonl", ".json", ".safetensors"):
+            licence = path.suffix == ".md" and path.parent.name == "prompts"
+            if licence or path.suffix in (".py", ".typed", ".jsonl", ".json", ".safetensors"):
                 found.add(f"mlx_eagle/{name}{path.relative_to(checkout / folder)}")
     return found
 
