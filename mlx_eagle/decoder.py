@@ -3,7 +3,8 @@
 Knows how a round is built, kept and undone; when to do which is decided in ``loop.py``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -92,19 +93,45 @@ class Decoder:
         """Run prompt (n,) but its last token, chunk by chunk, through target and drafter."""
         total = prompt.shape[0]
         progress(0, total)
-        with mx.stream(self.stream):
-            self.drafter.extend(prompt[:1], None)
         for start in range(0, total - 1, step_size):
             end = min(start + step_size, total - 1)
-            with mx.stream(self.stream):
-                _, features = self.target(prompt[start:end], self.cache)
-                self.drafter.extend(prompt[start + 1 : end + 1], features)
-                self.quantization.apply(self.cache)
-            mx.eval([c.state for c in self.cache + self.drafter.cache])
-            mx.clear_cache()
+            self._prefill_chunk(prompt[start:end])
             progress(end, total)
         self.root = prompt[-1:]
         self.history = prompt
+
+    def _prefill_chunk(self, tokens: mx.array) -> None:
+        """Bring target and drafter over tokens (m,), or leave both as they were.
+
+        The last token's features wait for the token that comes next, as between requests.
+        """
+        with self._undone_on_failure(Window(self.cache), Window(self.drafter.cache)):
+            with mx.stream(self.stream):
+                _, features = self.target(tokens, self.cache)
+                if features is None:
+                    self.drafter.extend(tokens, None)
+                else:
+                    self.drafter.extend(tokens[:1], None)
+                    if tokens.size > 1:
+                        self.drafter.extend(tokens[1:], features[:-1])
+                self.quantization.apply(self.cache)
+            mx.eval([c.state for c in self.cache + self.drafter.cache if not c.empty()])
+        if features is not None:
+            # By an index array: a slice would keep the features of the whole chunk alive.
+            self.drafter.hold(features[mx.array([-1])])
+        mx.clear_cache()
+
+    @contextmanager
+    def _undone_on_failure(self, *windows: Window) -> Iterator[None]:
+        """An error or a Ctrl-C within must not leave half a window behind."""
+        finished = False
+        try:
+            yield
+            finished = True
+        finally:
+            if not finished:
+                for window in windows:
+                    window.keep(0)
 
     def launch(self, size: int, absorb: bool = True) -> Round:
         """Build one round that drafts ``size`` levels, and start it without waiting.
@@ -118,28 +145,21 @@ class Decoder:
         target_window = Window(
             self.cache, lambda num_rows: self._rerun(tokens[:num_rows], calls, target_window)
         )
-        launched = False
-        try:
-            with mx.stream(self.stream):
-                choice = self.rule.open(self.num_emitted)
-                draft = self._propose(size, choice.pick)
-                reach = draft.reach()
-                tokens = mx.concatenate([self.root, draft.tokens])
-                logits, features, calls = self._verify(tokens, reach, target_window)
-                verdict = choice.judge(draft, reach, self._logprobs(draft, reach, logits))
-                if verdict.rows is not None and features is not None:
-                    features = features[verdict.rows]
-                packed = verdict.packed()
-                mx.async_eval(packed)
-                if absorb:
-                    # Needs no count: rows after the kept ones are cut once it is read.
-                    self.drafter.extend(verdict.following, features, last=verdict.num_kept)
-                    mx.async_eval(self.drafter.pending())
-            launched = True
-        finally:
-            if not launched:  # an error or a Ctrl-C must not leave half a window behind
-                target_window.keep(0)
-                draft_window.keep(0)
+        with self._undone_on_failure(target_window, draft_window), mx.stream(self.stream):
+            choice = self.rule.open(self.num_emitted)
+            draft = self._propose(size, choice.pick)
+            reach = draft.reach()
+            tokens = mx.concatenate([self.root, draft.tokens])
+            logits, features, calls = self._verify(tokens, reach, target_window)
+            verdict = choice.judge(draft, reach, self._logprobs(draft, reach, logits))
+            if verdict.rows is not None and features is not None:
+                features = features[verdict.rows]
+            packed = verdict.packed()
+            mx.async_eval(packed)
+            if absorb:
+                # Needs no count: rows after the kept ones are cut once it is read.
+                self.drafter.extend(verdict.following, features, last=verdict.num_kept)
+                mx.async_eval(self.drafter.pending())
         forwards = self.drafter.num_forwards - self._prefill_forwards
         return Round(
             len(draft),
@@ -154,7 +174,10 @@ class Decoder:
 
     def launch_first(self) -> Round:
         """The round that ends prefill: the prompt's last token, no draft."""
-        first = self.launch(0)
+        with self._undone_on_failure(Window(self.drafter.cache)):
+            with mx.stream(self.stream):
+                self.drafter.extend(self.root, None)
+            first = self.launch(0)
         self._prefill_forwards = self.drafter.num_forwards
         return first
 

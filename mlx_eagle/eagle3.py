@@ -14,6 +14,7 @@ from mlx_lm.models.cache import KVCache
 
 from .drafter import Draft, Pick
 from .head import Eagle3Head
+from .held import held, hold
 from .tree import TreeShape, rerank, top_k
 
 
@@ -25,8 +26,7 @@ class Eagle3Drafter:
     output, are dropped before it returns (arXiv:2503.01840, section 3.2).
 
     ``cache`` is one KVCache a layer, and one more that holds no keys: between requests it
-    carries the features of the last position, whose token's successor is not known yet. Being
-    a KVCache it is saved and loaded by mlx-lm, and trimming a prompt cache empties it.
+    carries the features of the last position (see ``held``).
 
     ``draft_cache`` "exact" absorbs every accepted token with its true features. "lagging", the
     mode of the first MLX prototype, absorbs only the newest pair of a round, at its true
@@ -80,9 +80,13 @@ class Eagle3Drafter:
     ) -> None:
         """See ``Drafter.extend``; tokens (m,), features (m, F)."""
         if features is None:
+            features = held(self.cache[-1])
+        if features is None:
             if self.cache[0].offset == 0:
                 return  # the first token of a text, or of a cache that has no head part
-            features = self._held()
+            # One slot with an empty state is cheaper than a position that no slot stands for.
+            width = self.head.config.num_aux * self.head.config.target_hidden_size
+            features = mx.zeros((1, width), self.head.dtype)
         if self.lagging:
             self._extend_lagging(tokens, features, last)
             return
@@ -167,21 +171,10 @@ class Eagle3Drafter:
 
     def hold(self, features: mx.array) -> None:
         """See ``Drafter.hold``; features (1, F)."""
-        held = self.cache[-1]
-        held.keys, held.values, held.offset = features[None, None], features[None, None, :, :1], 1
+        hold(self.cache[-1], features)
 
     def pending(self) -> list[mx.array]:
         return [] if self._seed is None else [self._seed]
-
-    def _held(self) -> mx.array:
-        """The features kept by ``hold``, (1, F); zeros where trimming has made them stale."""
-        held = self.cache[-1]
-        if held.offset:
-            held.offset = 0
-            return held.keys[0, 0]
-        # One slot with an empty state is cheaper than a position that no slot stands for.
-        width = self.head.config.num_aux * self.head.config.target_hidden_size
-        return mx.zeros((1, width), self.head.dtype)
 
     def _forward(
         self,

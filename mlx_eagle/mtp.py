@@ -15,6 +15,7 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
 from .drafter import Draft, Pick
+from .held import held, hold
 from .load import find_embedding, lm_head_of
 
 LAYERS = (qwen3_next.Qwen3NextDecoderLayer, qwen3_5.DecoderLayer)
@@ -87,9 +88,11 @@ class MTPDrafter:
     ) -> None:
         """See ``Drafter.extend``; tokens (m,), features (m, h): what enters the final norm."""
         if features is None:
+            features = held(self.cache[1])
+        if features is None:
             if self.cache[0].offset == 0:
                 return  # the first token of a text, or of a cache without the layer's part
-            features = self._held()
+            features = mx.zeros((1, self.head.norm.weight.size), self.head.norm.weight.dtype)
         states = self._forward(tokens, self._final_norm(features[None]))
         self._seed = states[:, -1:] if last is None else mx.take(states, last.reshape(1), axis=1)
 
@@ -108,19 +111,10 @@ class MTPDrafter:
 
     def hold(self, features: mx.array) -> None:
         """See ``Drafter.hold``; features (1, h)."""
-        held = self.cache[1]
-        held.keys, held.values, held.offset = features[None, None], features[None, None, :, :1], 1
+        hold(self.cache[1], features)
 
     def pending(self) -> list[mx.array]:
         return [] if self._seed is None else [self._seed]
-
-    def _held(self) -> mx.array:
-        """The features kept by ``hold``, (1, h); zeros where trimming has made them stale."""
-        held = self.cache[1]
-        if held.offset:
-            held.offset = 0
-            return held.keys[0, 0]
-        return mx.zeros((1, self.head.norm.weight.size), self.head.norm.weight.dtype)
 
     def _forward(self, tokens: mx.array, states: mx.array) -> mx.array:
         """One forward over tokens (m,) and states (1, m, h) -> (1, m, h)."""

@@ -196,6 +196,8 @@ def test_ctrl_c_leaves_cleanly():
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A suite that runs in the background has SIGINT ignored, and would pass that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert process.stdout.readline().startswith("=====")
     time.sleep(2)

@@ -33,9 +33,10 @@ def test_one_row_a_round_at_its_true_position():
     spy = Spy(exact.head, exact._embed, exact.taps, exact._to_target, "lagging")
     Spy.calls = []
     _, stats = speculative(MODEL, spy, PROMPT, 20, num_draft_tokens=1)
-    prefill, first, *rounds = Spy.calls
+    prefill, root, first, *rounds = Spy.calls
     n = len(PROMPT)
-    assert prefill == (n - 1, list(range(n - 1)))
+    assert prefill == (n - 2, list(range(n - 2)))
+    assert root == (1, [n - 2])
     assert all(rows == 1 for rows, _ in [first, *rounds])
     # k = 1 has accept passes only: one a round, at the position of the newest pair.
     positions = [p for _, (p,) in [first, *rounds]]
