@@ -22,6 +22,7 @@ from .demo import load_demo
 from .drafters import open_drafter
 from .eagle3 import Eagle3Drafter
 from .generate import footer, stream_generate
+from .loop import AUTO
 from .memory import memory_line, memory_lines, memory_report
 from .sampling import Sampling
 from .stats import Stats
@@ -54,7 +55,11 @@ def build_parser() -> argparse.ArgumentParser:
                 "or 'lookup' to copy from the prompt. Default: the demo head."
             )
         elif action.dest == "num_draft_tokens":
-            action.help = "Tokens to draft a round; 0 is plain decoding (default: 3)."
+            action.type, action.metavar = draft_length, "K"
+            action.help = (
+                "Tokens to draft a round; 0 is plain decoding; auto drafts what pays, and decodes "
+                "plainly where nothing does (default: 3)."
+            )
     parser.add_argument(
         "--quantize-draft",
         type=int,
@@ -91,12 +96,20 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def draft_length(text: str) -> int | str:
+    """The value of ``--num-draft-tokens``: a number or "auto"."""
+    return text if text == AUTO else int(text)
+
+
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise ValueError for values that make no sense, before anything is loaded."""
-    if args.num_draft_tokens < 0:
+    if args.num_draft_tokens != AUTO and args.num_draft_tokens < 0:
         raise ValueError(
-            f"--num-draft-tokens is {args.num_draft_tokens}: give 0 (plain decoding) or more."
+            f"--num-draft-tokens is {args.num_draft_tokens}: give 0 (plain decoding) or more, or "
+            "auto."
         )
+    if args.num_draft_tokens == AUTO and args.tree:
+        raise ValueError("--num-draft-tokens auto is for chains: leave --tree out.")
     if args.max_tokens == 0 or args.max_tokens < -1:
         raise ValueError(
             f"--max-tokens is {args.max_tokens}: give a positive number, or -1 for no limit."
@@ -116,7 +129,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         )
     if args.image:
         raise ValueError("--image cannot be used here: a drafter needs tokens, not embeddings.")
-    if args.model is not None and args.draft_model is None and args.num_draft_tokens > 0:
+    if args.model is not None and args.draft_model is None and args.num_draft_tokens != 0:
         raise ValueError(
             "--model needs --draft-model: name a converted head for it, or give "
             "--num-draft-tokens 0 for plain decoding."

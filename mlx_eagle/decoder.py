@@ -28,6 +28,8 @@ class Round:
     target_window: Window
     draft_window: Window
     num_head_forwards: int  # of the drafter since prefill, once this round is done
+    absorbed: bool  # by the drafter; or left to its backlog
+    committed: bool = False
     rows: list[int] | None = None  # of a tree, once read: window rows, the kept branch first
 
     def read(self) -> tuple[int, list[int]]:
@@ -85,7 +87,9 @@ class Decoder:
         self.history = mx.zeros((0,), mx.int32)  # for logits processors: up to the root
         self.num_emitted = 0
         self.num_reruns = 0
+        self.leaves_drafter = False  # for good: nothing is kept that it could absorb
         self._prefill_forwards = 0
+        self._backlog: list[tuple[mx.array, mx.array | None]] = []  # pairs not absorbed yet
 
     def prefill(
         self, prompt: mx.array, step_size: int, progress: Callable[[int, int], None]
@@ -133,11 +137,15 @@ class Decoder:
                 for window in windows:
                     window.keep(0)
 
-    def launch(self, size: int, absorb: bool = True) -> Round:
+    def launch(self, size: int, absorb: bool = False) -> Round:
         """Build one round that drafts ``size`` levels, and start it without waiting.
 
-        ``absorb`` False leaves out the accept pass, for a round that is known to be the last.
+        Size 0 is a step of plain decoding: unless it is to ``absorb`` the step, the drafter is
+        left behind, and catches up before it proposes again.
         """
+        absorb = absorb or size > 0
+        if size > 0:
+            self._catch_up()
         max_rows = self.quantization.max_rows(self.cache)
         if max_rows is not None:
             size = min(size, max_rows - 1)
@@ -170,6 +178,7 @@ class Decoder:
             target_window,
             draft_window,
             forwards,
+            absorb,
         )
 
     def launch_first(self) -> Round:
@@ -177,18 +186,24 @@ class Decoder:
         with self._undone_on_failure(Window(self.drafter.cache)):
             with mx.stream(self.stream):
                 self.drafter.extend(self.root, None)
-            first = self.launch(0)
+            first = self.launch(0, absorb=True)
         self._prefill_forwards = self.drafter.num_forwards
         return first
 
-    def commit(self, done: Round, run: list[int]) -> None:
-        """Make ``run``, the first tokens of done's following, part of the text."""
+    def commit(self, done: Round, length: int) -> None:
+        """Make the first ``length`` tokens of done's following part of the text.
+
+        Of a plain step that is one token, known before the step was read.
+        """
         with mx.stream(self.stream):
-            done.keep_run(len(run))
+            done.keep_run(length)
             self.quantization.apply(self.cache)
-            emitted = done.verdict.following[: len(run)]
+            emitted = done.verdict.following[:length]
             self.root = emitted[-1:]
-            self.num_emitted += len(run)
+            self.num_emitted += length
+            done.committed = True
+            if not done.absorbed and not self.leaves_drafter:
+                self._backlog.append((emitted, done.features))
             if self.processors:
                 tokens = emitted.astype(self.history.dtype)
                 self.history = mx.concatenate([self.history, tokens])
@@ -205,15 +220,28 @@ class Decoder:
                 upcoming.keep(int(took_all), 0)
             if not took_all:
                 done.keep(num_yielded + 1, num_yielded)
+                if done.committed and not done.absorbed and self._backlog:
+                    self._backlog.pop()
                 features, row = done.features, num_yielded
             elif upcoming is not None:
                 features, row = upcoming.features, 0
             else:
                 (_, features), row = self._run(self.root), 0
+            self._catch_up()
             if features is not None:
                 self.drafter.hold(features[row : row + 1])
             self.quantization.apply(self.cache)
             mx.eval([c.state for c in self.cache + self.drafter.cache if not c.empty()])
+
+    def _catch_up(self) -> None:
+        """Let the drafter absorb what was decoded plainly."""
+        if not self._backlog:
+            return
+        tokens, features = zip(*self._backlog)
+        with self._undone_on_failure(Window(self.drafter.cache)), mx.stream(self.stream):
+            seen = None if features[0] is None else mx.concatenate(features)
+            self.drafter.extend(mx.concatenate(tokens), seen)
+        self._backlog.clear()
 
     def _run(self, tokens: mx.array) -> tuple[mx.array, mx.array | None]:
         with exact_masks(self.cache, tokens.shape[0]):

@@ -5,7 +5,6 @@ prompt. Where the target comes from is in ``demo_target.py``; the head lies in `
 """
 
 import argparse
-import ctypes
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model
 
 from .demo_target import demo_target_path
+from .device import is_openblas_in_front
 from .eagle3 import Eagle3Drafter
 from .generate import stream_generate
 from .load import load_drafter
@@ -66,11 +66,6 @@ def load_demo(
     if not quantized and quantize_bits is None:
         drafter.head = dequantize_model(drafter.head)
     return model, tokenizer, drafter
-
-
-def is_openblas_in_front() -> bool:
-    """Whether a preloaded OpenBLAS answers MLX's calls instead of the wheel's own BLAS."""
-    return hasattr(ctypes.CDLL(None), "openblas_get_config")
 
 
 def speculation_note() -> str | None:

@@ -14,22 +14,24 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from .accept import LogitsProcessor, Sampler, make_rule
 from .cache import CacheQuantization, check_supported
-from .decoder import Decoder
+from .calibrate import round_costs
+from .decoder import Decoder, Round
 from .drafter import Drafter, TreeDrafter
+from .pace import AdaptivePace, FixedPace, Pace
 from .sampling import Sampling
 from .stats import Stats
 from .target import Target
 from .tree import TreeShape
 from .tree_attention import check_trees
 
+AUTO = "auto"
 CLEAR_CACHE_EVERY = 256  # tokens, as in mlx_lm.generate.generate_step
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How far a round and the whole generation may go; ``max_tokens`` < 0 is no limit."""
+    """How far the generation may go; ``max_tokens`` < 0 is no limit."""
 
-    num_draft_tokens: int
     max_tokens: int
     stop_tokens: Collection[int]
 
@@ -42,13 +44,17 @@ class Limits:
                 return run[: i + 1]
         return run
 
-    def next_size(self, run: list[int], num_emitted: int) -> int | None:
-        """The length of the next draft after ``run``; None where the text ends."""
+    def at_most(self, size: int, num_emitted: int) -> int | None:
+        """``size``, or what is left of it after ``num_emitted`` tokens; None if nothing is."""
+        if self.max_tokens < 0:
+            return size
         num_left = self.max_tokens - num_emitted
-        if num_left == 0 or run[-1] in self.stop_tokens:
-            return None
         # A verify pass emits one token more than it keeps.
-        return self.num_draft_tokens if num_left < 0 else min(self.num_draft_tokens, num_left - 1)
+        return min(size, num_left - 1) if num_left > 0 else None
+
+    def end(self, token: int) -> bool:
+        """Whether the text ends with this token."""
+        return token in self.stop_tokens
 
 
 def _split_cache(
@@ -82,7 +88,7 @@ def speculative_generate_step(
     draft_model: Drafter,
     stream: mx.Stream | mx.ThreadLocalStream = generation_stream,
     *,
-    num_draft_tokens: int = 3,
+    num_draft_tokens: int | str = 3,
     max_tokens: int = 256,
     sampler: Sampler | None = None,
     logits_processors: list[LogitsProcessor] | None = None,
@@ -101,7 +107,8 @@ def speculative_generate_step(
     """Generate tokens from ``prompt`` (n,), drafting with ``draft_model``.
 
     mlx-lm's contract for a function of that name: yields (token, logprobs (V,), from_draft).
-    ``num_draft_tokens`` is the length of a draft, 0 for plain decoding; ``max_tokens`` -1 means
+    ``num_draft_tokens`` is the length of a draft, 0 for plain decoding, "auto" for what pays
+    (see ``pace``; what rounds cost is measured once and remembered). ``max_tokens`` -1 means
     no limit. ``acceptance`` is "match" (any sampler), "coupled" or "reject" (with a
     ``Sampling``; coupled is then the default). ``tree`` drafts trees of that shape instead of
     chains, where target and drafter can. ``stop_tokens`` end the generation once
@@ -115,7 +122,7 @@ def speculative_generate_step(
     an acceptance rule that does not fit the sampler, or a cache type that cannot be rolled
     back exactly.
     """
-    _check_request(prompt, num_draft_tokens)
+    _check_request(prompt, num_draft_tokens, tree)
     if isinstance(sampler, Sampling):
         sampler.restart()
     stats = Stats() if stats is None else stats
@@ -152,16 +159,21 @@ def speculative_generate_step(
             tree,
             stream,
         )
-        limits = Limits(tree.depth if tree else num_draft_tokens, max_tokens, stop_tokens)
         decoder.prefill(prompt, prefill_step_size, prompt_progress_callback or (lambda *_: None))
-        yield from _rounds(decoder, limits, stats, keep_caches=prompt_cache is not None)
+        pace = FixedPace(tree.depth if tree else num_draft_tokens)
+        if num_draft_tokens == AUTO:
+            pace = AdaptivePace(round_costs(decoder))
+            stats.pace_events = pace.events
+            decoder.leaves_drafter = pace.is_hopeless
+        limits = Limits(max_tokens, stop_tokens)
+        yield from _rounds(decoder, pace, limits, stats, keep_caches=prompt_cache is not None)
     finally:
         if prompt_cache is not None:
             prompt_cache[: len(cache)] = cache  # some may have been replaced by quantized ones
 
 
 def _rounds(
-    decoder: Decoder, limits: Limits, stats: Stats, keep_caches: bool
+    decoder: Decoder, pace: Pace, limits: Limits, stats: Stats, keep_caches: bool
 ) -> Iterator[tuple[int, mx.array, bool]]:
     """Round after round until a limit; the first, without a draft, ends prefill."""
     done, run, num_yielded = None, [], 0
@@ -169,13 +181,19 @@ def _rounds(
     try:
         while upcoming is not None:
             done, upcoming, run, num_yielded = upcoming, None, [], 0
+            if pace.parked and done.num_drafted == 0:
+                # Plain decoding is pipelined: its next step needs no look at this one's token.
+                decoder.commit(done, 1)
+                upcoming = _launch_next(decoder, pace, limits)
             num_kept, following = done.read()
-            run = limits.cut(following[: num_kept + 1], decoder.num_emitted)
-            decoder.commit(done, run)
-            size = limits.next_size(run, decoder.num_emitted)
-            if size is not None:
+            run = limits.cut(following[: num_kept + 1], decoder.num_emitted - done.committed)
+            if not done.committed:
+                decoder.commit(done, len(run))
+            if done.num_drafted:
+                pace.record(done.num_drafted, num_kept)
+            if upcoming is None and not limits.end(run[-1]):
                 # The next round is on the device before the caller sees this one's tokens.
-                upcoming = decoder.launch(size, absorb=size > 0 or keep_caches)
+                upcoming = _launch_next(decoder, pace, limits)
             stats.num_reruns = decoder.num_reruns
             stats.record(
                 done.num_drafted,
@@ -189,12 +207,24 @@ def _rounds(
             for i, token in enumerate(run):
                 num_yielded += 1
                 yield token, done.verdict.logprobs[i], i < num_kept
+            if limits.end(run[-1]):
+                return
     finally:
         if keep_caches and done is not None:
             decoder.leave(done, upcoming, num_yielded, run)
 
 
-def _check_request(prompt: mx.array, num_draft_tokens: int) -> None:
+def _launch_next(decoder: Decoder, pace: Pace, limits: Limits) -> Round | None:
+    """The round after the one just committed; None where the text must end."""
+    size = limits.at_most(pace.next_size(decoder.num_emitted), decoder.num_emitted)
+    if size is None:
+        return None
+    return decoder.launch(size)
+
+
+def _check_request(
+    prompt: mx.array, num_draft_tokens: int | str, tree: TreeShape | None
+) -> None:
     if prompt.ndim != 1:
         raise ValueError(
             f"the prompt has shape {tuple(prompt.shape)}: speculative decoding takes one prompt "
@@ -202,10 +232,12 @@ def _check_request(prompt: mx.array, num_draft_tokens: int) -> None:
         )
     if prompt.size == 0:
         raise ValueError("the prompt is empty: give at least one token.")
-    if num_draft_tokens < 0:
+    if num_draft_tokens != AUTO and (isinstance(num_draft_tokens, str) or num_draft_tokens < 0):
         raise ValueError(
-            f"num_draft_tokens is {num_draft_tokens}: give 0 (plain decoding) or more."
+            f"num_draft_tokens is {num_draft_tokens}: give 0 (plain decoding) or more, or 'auto'."
         )
+    if num_draft_tokens == AUTO and tree is not None:
+        raise ValueError("num_draft_tokens 'auto' is for chains: give it a number with a tree.")
 
 
 def _check_target(

@@ -4,8 +4,10 @@ Plain numbers only: no arrays, no models.
 """
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from .pace import PaceEvent
 
 
 @dataclass
@@ -29,6 +31,7 @@ class Stats:
     num_emitted: int = 0
     accepted_histogram: list[int] = field(default_factory=list)
     drafted_by_position: list[int] = field(default_factory=list)
+    pace_events: list[PaceEvent] = field(default_factory=list)
     prompt_time: float = 0.0
     generation_time: float = 0.0
     _start: float = field(default_factory=time.perf_counter, repr=False)
@@ -126,7 +129,8 @@ class Stats:
             "acceptance_rate acceptance_by_position cumulative_acceptance_by_position "
             "prompt_time generation_time generation_tps"
         ).split()
-        return {name: getattr(self, name) for name in names}
+        events = [asdict(event) for event in self.pace_events]
+        return {name: getattr(self, name) for name in names} | {"pace_events": events}
 
     def lines(self) -> list[str]:
         """The footer, a line each."""
@@ -138,4 +142,5 @@ class Stats:
             f"Draft: {self.num_drafted} drafted, {self.num_accepted} accepted, "
             f"{self.num_rejected} rejected, acceptance rate {self.acceptance_rate:.3f}",
             f"Acceptance by position: {by_position or '-'}; accepted lengths: {histogram or '-'}",
+            *(f"After {e.num_tokens} tokens: {e.what}, {e.reason}" for e in self.pace_events),
         ]

@@ -212,7 +212,7 @@ def test_openblas_counts_only_where_make_puts_it_in_front(checkout, preloads):
     if preloads and not openblas:
         pytest.skip("OpenBLAS is not installed")
     environment = os.environ | {"LD_PRELOAD": openblas if preloads else ""}
-    code = "import numpy; from mlx_eagle.demo import *; print(is_openblas_in_front())"
+    code = "import numpy; from mlx_eagle.device import *; print(is_openblas_in_front())"
     done = run(sys.executable, "-c", code, cwd=ROOT, env=environment)
     assert done.stdout.strip() == str(preloads)
 

@@ -1,0 +1,179 @@
+"""PURE: how long the next draft is: a fixed length, or the one that pays (``auto``).
+
+Plain numbers only. What a round costs comes from ``calibrate.py``, what it brings from the
+rounds so far: E tokens a round of k against t(k) seconds, beside one token a plain step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+PRIOR, PRIOR_WEIGHT = 0.6, 4.0  # acceptance before anything was seen, and its weight in rounds
+MEMORY = 0.98  # what a round's evidence weighs, one round later
+TRIAL_ROUNDS = 6  # before the first verdict, and in every probe
+TRIAL_LOSS = 1.5  # plain steps that a trial may lose; then the verdict comes at once
+PROBE_BUDGET = 0.01  # of the time of plain decoding, spent on probes while parked
+FEWEST_PLAIN, MOST_PLAIN = 64, 1024  # tokens between two probes
+ALMOST_ALWAYS = 0.9  # acceptance above which nobody would hope
+
+
+def expected_tokens(alphas: Sequence[float], size: int) -> float:
+    """E of a chain of ``size`` drafts: 1 + a1 + a1 a2 + ...; the last alpha goes on for ever.
+
+    [0.8, 0.5], 3 -> 1 + 0.8 + 0.4 + 0.2
+    """
+    total, reach = 1.0, 1.0
+    for i in range(size):
+        reach *= alphas[min(i, len(alphas) - 1)] if alphas else 0.0
+        total += reach
+    return total
+
+
+@dataclass(frozen=True)
+class RoundCosts:
+    """Seconds: a step of pipelined plain decoding, and a round of k = 1, 2, ... drafts."""
+
+    plain: float
+    rounds: tuple[float, ...]
+
+    def gain(self, alphas: Sequence[float], size: int) -> float:
+        """Speedup over plain decoding of rounds of ``size`` at these acceptance rates."""
+        return expected_tokens(alphas, size) * self.plain / self.rounds[size - 1]
+
+    def best(self, alphas: Sequence[float]) -> tuple[int, float]:
+        """The length with the greatest gain, and the gain."""
+        gains = [self.gain(alphas, k) for k in range(1, len(self.rounds) + 1)]
+        return gains.index(max(gains)) + 1, max(gains)
+
+
+class Pace(Protocol):
+    """Decides how long drafts are."""
+
+    parked: bool
+    """Whether decoding is plain for now, so that the drafter can be left behind."""
+
+    def next_size(self, num_tokens: int) -> int:
+        """The length of the next draft, after so many tokens; 0 for a plain step."""
+
+    def record(self, size: int, num_accepted: int) -> None:
+        """What became of a draft of ``size`` >= 1 tokens."""
+
+
+@dataclass
+class FixedPace:
+    """Always the same length."""
+
+    size: int
+    parked: bool = False
+
+    def next_size(self, num_tokens: int) -> int:
+        return self.size
+
+    def record(self, size: int, num_accepted: int) -> None:
+        """Nothing depends on it."""
+
+
+@dataclass(frozen=True)
+class PaceEvent:
+    """Drafting was parked, probed or taken up again, after ``num_tokens`` tokens."""
+
+    num_tokens: int
+    what: str  # park | probe | wake
+    reason: str
+
+
+@dataclass
+class AdaptivePace:
+    """The length that pays best by what was accepted lately; plain decoding where none pays.
+
+    Acceptance is kept by position, given that the position before was accepted, and fades, so
+    that it follows the text. While parked, a few rounds are drafted now and then to see
+    whether the text has changed; how often follows from what they cost.
+    """
+
+    costs: RoundCosts
+    parked: bool = False
+    events: list[PaceEvent] = field(default_factory=list)
+    is_hopeless: bool = False  # parked for good
+    _num_tokens: int = 0
+    _accepted: list[float] = field(default_factory=list)
+    _reached: list[float] = field(default_factory=list)
+    _trial: int = TRIAL_ROUNDS
+    _lost: float = 0.0
+    _plain_left: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._accepted = [0.0] * len(self.costs.rounds)
+        self._reached = [0.0] * len(self.costs.rounds)
+        size, gain = self.costs.best([ALMOST_ALWAYS])
+        if gain < 1.0:
+            cost = self.costs.rounds[size - 1] / self.costs.plain
+            self.is_hopeless = True
+            self._park(
+                f"a round of {size} drafts costs {cost:.2f} plain steps, so it would not pay "
+                f"even with {ALMOST_ALWAYS:.0%} accepted",
+                float("inf"),
+            )
+
+    @property
+    def alphas(self) -> list[float]:
+        """Acceptance by position, given that the position before was accepted.
+
+        What is little known leans on the position before: with EAGLE-3 they differ little.
+        """
+        alphas, before = [], PRIOR
+        for accepted, reached in zip(self._accepted, self._reached):
+            before = (accepted + PRIOR_WEIGHT * before) / (reached + PRIOR_WEIGHT)
+            alphas.append(before)
+        return alphas
+
+    def next_size(self, num_tokens: int) -> int:
+        """See ``Pace.next_size``."""
+        self._num_tokens = num_tokens
+        size, gain = self.costs.best(self.alphas)
+        if not self.parked and self._trial <= 0 and gain < 1.0:
+            self._park(
+                f"with {self.alphas[0]:.0%} of first drafts accepted, the best length ({size}) "
+                f"would give {gain:.2f}x",
+                self._interval(size),
+            )
+        if not self.parked:
+            return size
+        self._plain_left -= 1
+        if self._plain_left >= 0:
+            return 0
+        self.parked, self._trial, self._lost = False, TRIAL_ROUNDS, 0.0
+        self._fade(0.3)  # what the probe finds shall outweigh what was known
+        self._note("probe", "to see whether drafts are accepted now")
+        return size
+
+    def record(self, size: int, num_accepted: int) -> None:
+        """See ``Pace.record``."""
+        self._fade(MEMORY)
+        for i in range(min(num_accepted + 1, size)):
+            self._reached[i] += 1
+            self._accepted[i] += i < num_accepted
+        self._lost += self.costs.rounds[size - 1] / self.costs.plain - (num_accepted + 1)
+        self._trial = 0 if self._lost > TRIAL_LOSS and self._trial > 0 else self._trial - 1
+        if self._trial == 0 and self.events:
+            _, gain = self.costs.best(self.alphas)
+            if gain >= 1.0:
+                self._note("wake", f"the probe promises {gain:.2f}x")
+
+    def _fade(self, factor: float) -> None:
+        self._accepted = [factor * n for n in self._accepted]
+        self._reached = [factor * n for n in self._reached]
+
+    def _interval(self, size: int) -> float:
+        """Plain tokens until the next probe, so that probes stay within their budget."""
+        cost = self.costs.rounds[size - 1]
+        lost = TRIAL_ROUNDS * (cost - expected_tokens(self.alphas, size) * self.costs.plain)
+        lost += cost  # waking: the pipeline drains, and the drafter catches up
+        return min(MOST_PLAIN, max(FEWEST_PLAIN, lost / (PROBE_BUDGET * self.costs.plain)))
+
+    def _park(self, reason: str, num_plain: float) -> None:
+        self.parked, self._plain_left = True, num_plain
+        self._note("park", reason)
+
+    def _note(self, what: str, reason: str) -> None:
+        self.events.append(PaceEvent(self._num_tokens, what, reason))

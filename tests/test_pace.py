@@ -1,0 +1,279 @@
+"""``num_draft_tokens="auto"``: what pays is drafted, what does not is parked, nothing is lost."""
+
+import json
+import random
+
+import mlx.core as mx
+import pytest
+from architectures import build
+from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama, tiny_qwen3
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_eagle import calibrate
+from mlx_eagle.loop import speculative_generate_step
+from mlx_eagle.pace import AdaptivePace, FixedPace, RoundCosts, expected_tokens
+from mlx_eagle.sampling import Sampling
+
+# A round of k = 1..7 in plain steps, where verification is nearly flat, and where it is linear.
+FLAT = RoundCosts(1.0, tuple(1.1 + 0.13 * k for k in range(1, 8)))
+STEEP = RoundCosts(1.0, tuple(1.2 + 0.84 * k for k in range(1, 8)))
+LINEAR = RoundCosts(1.0, tuple(1.04 * k + 1.0 for k in range(1, 8)))
+
+
+def simulate(pace, costs, alpha, num_tokens, seed) -> float:
+    """Seconds a token of a text whose drafts are accepted at random; alpha by text position."""
+    dice, seconds, emitted = random.Random(seed), 0.0, 0
+    while emitted < num_tokens:
+        size, accepted = pace.next_size(emitted), 0
+        if size == 0:
+            seconds, emitted = seconds + costs.plain, emitted + 1
+            continue
+        while accepted < size and dice.random() < alpha(emitted):
+            accepted += 1
+        pace.record(size, accepted)
+        seconds, emitted = seconds + costs.rounds[size - 1], emitted + accepted + 1
+    return seconds / emitted
+
+
+def mean_speedup(costs, alpha, num_tokens, size=None, runs=30) -> float:
+    def pace():
+        return AdaptivePace(costs) if size is None else FixedPace(size)
+
+    times = [simulate(pace(), costs, alpha, num_tokens, seed) for seed in range(runs)]
+    return costs.plain / (sum(times) / runs)
+
+
+def test_expected_tokens():
+    assert expected_tokens([0.8, 0.5], 3) == pytest.approx(1 + 0.8 + 0.4 + 0.2)
+    assert expected_tokens([], 3) == 1.0
+
+
+@pytest.mark.parametrize("alpha", [0.05, 0.3, 0.5, 0.77, 0.95])
+@pytest.mark.parametrize("costs", [FLAT, STEEP, LINEAR], ids=["flat", "steep", "linear"])
+def test_close_to_the_best_fixed_length(costs, alpha):
+    best = max(mean_speedup(costs, lambda _: alpha, 600, size) for size in range(8))
+    assert mean_speedup(costs, lambda _: alpha, 600) > 0.98 * best
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.1, 0.4])
+@pytest.mark.parametrize("costs", [FLAT, STEEP, LINEAR], ids=["flat", "steep", "linear"])
+def test_never_much_slower_than_plain_even_on_short_texts(costs, alpha):
+    for seed in range(30):
+        assert simulate(AdaptivePace(costs), costs, lambda _: alpha, 100, seed) < 1.035
+
+
+def test_it_follows_a_text_that_changes():
+    def alpha(position):
+        return 0.8 if (position // 500) % 2 else 0.02
+
+    best = max(mean_speedup(FLAT, alpha, 2000, size) for size in range(8))
+    assert mean_speedup(FLAT, alpha, 2000) > 1.02 * best
+
+
+def test_hopeless_costs_park_for_good_with_the_reason():
+    pace = AdaptivePace(LINEAR)
+    assert pace.parked and pace.is_hopeless
+    assert [pace.next_size(n) for n in range(5000)] == [0] * 5000
+    (event,) = pace.events
+    assert event.what == "park" and "would not pay even with 90% accepted" in event.reason
+
+
+def test_parks_probes_and_wakes_are_noted():
+    pace = AdaptivePace(FLAT)
+    simulate(pace, FLAT, lambda n: 0.9 if n > 600 else 0.0, 1500, seed=1)
+    whats = [event.what for event in pace.events]
+    assert whats[0] == "park" and whats[-1] == "wake"
+    assert whats.count("probe") == whats.count("park")
+    positions = [event.num_tokens for event in pace.events]
+    assert positions == sorted(positions) and positions[-1] > 600
+    assert "0% of first drafts accepted" in pace.events[-3].reason
+
+
+class ScriptedPace:
+    """Sizes by a script, parked in its zeros."""
+
+    is_hopeless = False
+
+    def __init__(self, sizes):
+        self.sizes, self.parked, self.events, self.i = sizes, False, [], 0
+
+    def next_size(self, num_tokens):
+        size = self.sizes[self.i % len(self.sizes)]
+        self.i += 1
+        self.parked = size == 0
+        return size
+
+    def record(self, size, num_accepted):
+        pass
+
+
+TARGETS = {
+    "llama": (tiny_llama, {}),
+    "rotating": (tiny_qwen3, {"max_kv_size": 12}),
+    "gemma3": (lambda: build("gemma3_text"), {}),
+    "qwen3_next": (lambda: build("qwen3_next"), {}),
+    "mamba2": (lambda: build("mamba2"), {}),
+    "quantized KV": (
+        lambda: tiny_llama(head_dim=32),
+        {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": len(PROMPT) + 5},
+    ),
+}
+SCRIPTS = {"parked": [0], "wakes": [2, 0, 0, 0, 3, 3, 0], "at once": [0, 1]}
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def case(request):
+    make, options = TARGETS[request.param]
+    model = make()
+    return model, tiny_head(model), options
+
+
+@pytest.fixture
+def paced(monkeypatch, request):
+    monkeypatch.setattr("mlx_eagle.loop.round_costs", lambda decoder: None)
+    monkeypatch.setattr(
+        "mlx_eagle.loop.AdaptivePace", lambda costs: ScriptedPace(SCRIPTS[request.param])
+    )
+
+
+@pytest.mark.parametrize("sampler", [None, lambda: Sampling(0.9, seed=3)], ids=["greedy", "t=.9"])
+@pytest.mark.parametrize("paced", SCRIPTS, indirect=True)
+def test_the_text_and_the_caches_of_plain_decoding(case, paced, sampler):
+    model, drafter, options = case
+    cache, reference = make_prompt_cache(model, options.get("max_kv_size")), []
+    reference = make_prompt_cache(model, options.get("max_kv_size"))
+    make = sampler or (lambda: None)
+    tokens, stats = speculative(
+        model, drafter, PROMPT, 25, num_draft_tokens="auto", prompt_cache=cache, sampler=make(),
+        **options,
+    )  # fmt: skip
+    assert tokens == plain(model, PROMPT, 25, prompt_cache=reference, sampler=make(), **options)
+    assert stats.num_evals == stats.num_target_forwards
+    follow = [plain(model, [3, 4], 8, prompt_cache=c, **options) for c in (cache, reference)]
+    assert follow[0] == follow[1]
+
+
+@pytest.mark.parametrize("paced", SCRIPTS, indirect=True)
+@pytest.mark.parametrize("num_taken", [1, 2, 3, 5, 8])
+def test_left_early(case, paced, num_taken):
+    model, drafter, options = case
+    cache = make_prompt_cache(model, options.get("max_kv_size"))
+    reference = make_prompt_cache(model, options.get("max_kv_size"))
+    head_cache = drafter.make_cache()
+    cache += head_cache
+    ours = speculative_generate_step(
+        mx.array(PROMPT), model, drafter, num_draft_tokens="auto", max_tokens=-1,
+        prompt_cache=cache, **options,
+    )  # fmt: skip
+    theirs = generate_step(
+        mx.array(PROMPT), model, max_tokens=-1, prompt_cache=reference, **options
+    )
+    text = list(PROMPT)
+    for _ in range(num_taken):
+        text.append(next(ours)[0])
+        assert next(theirs)[0] == text[-1]
+    ours.close()
+    theirs.close()
+    # What the drafter holds is what a fresh one has absorbed of the same text.
+    whole = make_prompt_cache(model, options.get("max_kv_size")) + drafter.make_cache()
+    speculative(model, drafter, text, 1, num_draft_tokens=1, prompt_cache=whole)
+    mine, other = head_cache[0].keys_and_values(), whole[-2].keys_and_values()
+    for a, b in zip(mine, other):
+        assert a.shape[2] == len(text) - 1
+        if not options:  # otherwise a prompt in one piece sees more than one that grew
+            assert mx.allclose(a, b[..., : len(text) - 1, :], atol=1e-3).item()
+    num_caches = len(reference)
+    follow = [plain(model, [3, 4], 8, prompt_cache=c[:num_caches]) for c in (cache, reference)]
+    assert follow[0] == follow[1]
+
+
+@pytest.mark.parametrize("paced", ["parked", "wakes"], indirect=True)
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 9])
+def test_limits_and_stop_tokens(paced, num_tokens):
+    model = tiny_llama()
+    text = plain(model, PROMPT, 12)
+    options = {"num_draft_tokens": "auto"}
+    assert speculative(model, tiny_head(model), PROMPT, num_tokens, **options)[0] == (
+        text[:num_tokens]
+    )
+    stop = text[num_tokens]
+    tokens, stats = speculative(model, tiny_head(model), PROMPT, 12, stop_tokens=[stop], **options)
+    assert tokens == text[: text.index(stop) + 1]
+    assert stats.num_emitted == len(tokens) - 1
+
+
+@pytest.mark.parametrize("paced", ["parked"], indirect=True)
+def test_parked_decoding_is_pipelined_and_leaves_the_head_alone(paced, monkeypatch):
+    """The next step is launched before the token of this one is read; the head never runs."""
+    from mlx_eagle.decoder import Decoder, Round
+
+    order = []
+    launch, read = Decoder.launch, Round.read
+    monkeypatch.setattr(Decoder, "launch", lambda *a, **k: order.append("L") or launch(*a, **k))
+    monkeypatch.setattr(Round, "read", lambda *a: order.append("R") or read(*a))
+    model = tiny_llama()
+    _, stats = speculative(model, tiny_head(model), PROMPT, 10, num_draft_tokens="auto")
+    assert "".join(order) == "LR" + "L" + "LR" * 8 + "R"
+    assert stats.num_head_forwards == 0
+
+
+def test_calibration_changes_nothing_and_is_remembered(tmp_path, monkeypatch):
+    monkeypatch.setattr("mlx_eagle.calibrate.user_cache", lambda: tmp_path)
+    measured = []
+    measure = calibrate.measure
+    monkeypatch.setattr(
+        calibrate, "measure", lambda decoder: measured.append(1) or measure(decoder)
+    )
+    for make in (tiny_llama, lambda: build("gemma3_text"), lambda: build("qwen3_next")):
+        model = make()
+        drafter, calls = tiny_head(model), []
+
+        def sampler(logprobs):
+            calls.append(logprobs.shape)
+            return mx.argmax(logprobs, axis=-1)
+
+        cache, reference = make_prompt_cache(model), make_prompt_cache(model)
+        tokens, _ = speculative(
+            model, drafter, PROMPT, 20, num_draft_tokens="auto", prompt_cache=cache,
+            sampler=sampler,
+        )  # fmt: skip
+        assert tokens == plain(model, PROMPT, 20, prompt_cache=reference)
+        assert len(calls) <= 8 * 20, "the caller's sampler ran in the calibration"
+        speculative(model, drafter, PROMPT, 5, num_draft_tokens="auto")
+    assert len(measured) == 3
+    file = tmp_path / "calibration.json"
+    assert len(json.loads(file.read_text())) == 3
+    file.write_text("{ damaged")
+    speculative(model, drafter, PROMPT, 5, num_draft_tokens="auto")
+    assert len(measured) == 4 and len(json.loads(file.read_text())) == 1
+
+
+def test_measured_costs_are_of_whole_rounds(tmp_path, monkeypatch):
+    monkeypatch.setattr("mlx_eagle.calibrate.user_cache", lambda: tmp_path)
+    model = tiny_llama()
+    cache = make_prompt_cache(model)
+    seen = []
+    measure = calibrate.measure
+
+    def watch(decoder):
+        before = [c.state for c in decoder.cache]
+        costs = measure(decoder)
+        seen.append(costs)
+        assert [c.offset for c in decoder.cache] == [len(PROMPT) - 1] * len(decoder.cache)
+        after = [c.state for c in decoder.cache]
+        for a, b in zip(before, after):
+            assert mx.array_equal(a[0], b[0]).item() and mx.array_equal(a[1], b[1]).item()
+        return costs
+
+    monkeypatch.setattr(calibrate, "measure", watch)
+    speculative(model, tiny_head(model), PROMPT, 3, num_draft_tokens="auto", prompt_cache=cache)
+    (costs,) = seen
+    assert len(costs.rounds) == calibrate.MOST_DRAFTS and costs.plain > 0
+    assert min(costs.rounds) > 0
+
+
+def test_nonsense_is_refused():
+    model = tiny_llama()
+    with pytest.raises(ValueError, match="num_draft_tokens is automatic: give 0"):
+        speculative(model, tiny_head(model), PROMPT, 3, num_draft_tokens="automatic")
