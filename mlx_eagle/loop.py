@@ -190,6 +190,8 @@ def _rounds(
                 num_yielded += 1
                 yield token, done.verdict.logprobs[i], i < num_kept
     finally:
+        if num_yielded:
+            stats.take_back(len(run) - num_yielded, num_yielded)
         if keep_caches and done is not None:
             decoder.leave(done, upcoming, num_yielded, run)
 
