@@ -142,6 +142,19 @@ def test_console_script_runs(site):
     assert "--mlx-path" in run_in(site, site / "bin" / "mlx_eagle.convert", "--help").stdout
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_says_its_version(site, monkeypatch, capsys, name):
+    (info,) = site.glob("*.dist-info")
+    distribution = PathDistribution(info)
+    (script,) = distribution.entry_points.select(name=name)
+    monkeypatch.setattr(sys, "argv", [name, "--version"])
+    with pytest.raises(SystemExit) as stop:
+        script.load()()
+    assert stop.value.code == 0
+    below = f"(mlx {version('mlx')}, mlx-lm {version('mlx-lm')})"
+    assert capsys.readouterr().out == f"{name} {distribution.version} {below}\n"
+
+
 def requirements(platform: str, extra: str = "") -> list[Requirement]:
     """What pip would install beside us on a platform."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
