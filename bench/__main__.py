@@ -15,6 +15,7 @@ from mlx_eagle.cli import run_command
 from mlx_eagle.demo import load_demo
 from mlx_eagle.load import load_drafter
 from mlx_eagle.tree import TreeShape
+from mlx_eagle.version import add_version_flag
 
 from .measure import Settings, measure, num_runs
 from .questions import SETS, Question, load_questions
@@ -32,6 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="mlx_eagle.bench",
         description="Measure plain against speculative decoding, interleaved, and report it.",
     )
+    add_version_flag(parser)
     add = parser.add_argument
     add("--model", help="Folder or hub repo of the target. Default: the demo pair.")
     add("--draft-model", help="Folder or hub repo of a converted head.")

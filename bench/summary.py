@@ -9,11 +9,6 @@ from typing import Any
 
 from mlx_eagle.stats import Stats
 
-COUNTS = (
-    "num_rounds num_plain_steps num_reruns num_head_forwards num_evals num_drafted num_accepted "
-    "num_emitted"
-).split()
-
 
 def spread_of(values: Iterable[float | None]) -> dict[str, float] | None:
     """Median, quartiles and extremes of what is there; None where nothing is."""
@@ -35,22 +30,7 @@ def spread_of(values: Iterable[float | None]) -> dict[str, float] | None:
 
 def merge_stats(all_stats: Iterable[Stats]) -> Stats:
     """The sum of counts, from which tau and rates over all of them follow."""
-    total = Stats()
-    for stats in all_stats:
-        for name in COUNTS:
-            setattr(total, name, getattr(total, name) + getattr(stats, name))
-        for name in ("accepted_histogram", "drafted_by_position"):
-            setattr(total, name, _add(getattr(total, name), getattr(stats, name)))
-        total.prompt_time += stats.prompt_time
-        total.generation_time += stats.generation_time
-    return total
-
-
-def _add(left: Sequence[int], right: Sequence[int]) -> list[int]:
-    """[1, 2], [10] -> [11, 2]"""
-    size = max(len(left), len(right))
-    padded = [[*counts, *[0] * (size - len(counts))] for counts in (left, right)]
-    return [a + b for a, b in zip(*padded)]
+    return sum(all_stats, Stats())
 
 
 def median_seconds(runs: Sequence[Any]) -> float | None:

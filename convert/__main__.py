@@ -5,6 +5,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 
+from mlx_eagle.version import add_version_flag
+
 from .pipeline import DTYPES, convert
 from .resolve import Overrides
 
@@ -17,6 +19,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlx_eagle.convert", description="Convert an EAGLE draft head to MLX."
     )
+    add_version_flag(parser)
     yes_no = argparse.BooleanOptionalAction
     add = parser.add_argument
     add("--hf-path", "--model", required=True, help="folder, GGUF file or hub repository id")

@@ -8,17 +8,17 @@ from .demo import load_demo
 from .drafters import open_drafter
 from .eagle3 import Eagle3Drafter
 from .generate import GenerationResponse, generate, stream_generate
+from .installation import Installation, install, installed, uninstall
 from .load import load_drafter
 from .loop import speculative_generate_step
 from .sampling import Sampling
 from .stats import Stats
 from .tree import TreeShape
+from .version import __version__
 
 # `python -m mlx_eagle.generate` finds its module imported already, by the lines above. That is
 # harmless here, and the warning would be the first thing a user sees.
 warnings.filterwarnings("ignore", message=r"'mlx_eagle\.\w+' found in sys\.modules")
-
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> ModuleType:
@@ -31,13 +31,18 @@ def __getattr__(name: str) -> ModuleType:
 __all__ = [
     "Eagle3Drafter",
     "GenerationResponse",
+    "Installation",
     "Sampling",
     "Stats",
     "TreeShape",
+    "__version__",
     "generate",
+    "install",
+    "installed",
     "load_demo",
     "load_drafter",
     "open_drafter",
     "speculative_generate_step",
     "stream_generate",
+    "uninstall",
 ]

@@ -19,14 +19,19 @@ from mlx_lm.utils import load
 
 from .accept import RULES, Sampler
 from .demo import load_demo
-from .drafters import open_drafter
+from .drafters import head_lines, open_drafter
 from .eagle3 import Eagle3Drafter
 from .generate import footer, stream_generate
 from .loop import AUTO
 from .memory import memory_line, memory_lines, memory_report
+from .pairs import pair_for, pair_lines
 from .sampling import Sampling
 from .stats import Stats
 from .tree import TreeShape
+from .version import add_version_flag
+
+AUTO = "auto"
+
 
 def run_command(command: Callable[[], None]) -> None:
     """Run a command so that a user's mistake costs them one sentence, not a traceback."""
@@ -46,13 +51,36 @@ def build_parser() -> argparse.ArgumentParser:
     parser = setup_arg_parser()
     parser.prog = "mlx_eagle.generate"
     parser.description = "Generate text with a target model and an EAGLE-3 draft head."
+    add_draft_flags(parser)
+    parser.add_argument(
+        "--memory",
+        action="store_true",
+        help="Report the memory of weights and caches, and what drafting adds.",
+    )
+    parser.add_argument(
+        "--stats-json",
+        metavar="FILE",
+        help="Write the counts as one JSON document ('-': standard output, last line).",
+    )
+    parser.add_argument(
+        "--list",
+        action="store_true",
+        help="List the heads converted so far and known public pairs, and leave.",
+    )
+    return parser
+
+
+def add_draft_flags(parser: argparse.ArgumentParser) -> None:
+    """Our flags beside mlx-lm's own, whose help says what they mean here."""
+    add_version_flag(parser)
     for action in parser._actions:
         if action.dest == "model":
             action.help = "Folder or hub repo of the target. Default: the demo pair."
         elif action.dest == "draft_model":
             action.help = (
                 "An EAGLE head, converted or not, or an ordinary model: folder or hub repo; "
-                "or 'lookup' to copy from the prompt. Default: the demo head."
+                "'auto' for the known head of --model, or 'lookup' to copy from the prompt. "
+                "Default: the demo head."
             )
         elif action.dest == "num_draft_tokens":
             action.type, action.metavar = draft_length, "K"
@@ -83,17 +111,6 @@ def build_parser() -> argparse.ArgumentParser:
         default="exact",
         help="lagging: absorb only the newest token of a round, as the first MLX prototype did.",
     )
-    parser.add_argument(
-        "--memory",
-        action="store_true",
-        help="Report the memory of weights and caches, and what drafting adds.",
-    )
-    parser.add_argument(
-        "--stats-json",
-        metavar="FILE",
-        help="Write the counts as one JSON document ('-': standard output, last line).",
-    )
-    return parser
 
 
 def draft_length(text: str) -> int | str:
@@ -127,29 +144,39 @@ def check_arguments(args: argparse.Namespace) -> None:
             f"--acceptance {args.acceptance} cannot replay XTC, which throws dice of its own: "
             "use --acceptance match with it."
         )
-    if args.image:
-        raise ValueError("--image cannot be used here: a drafter needs tokens, not embeddings.")
     if args.model is not None and args.draft_model is None and args.num_draft_tokens != 0:
         raise ValueError(
-            "--model needs --draft-model: name a converted head for it, or give "
-            "--num-draft-tokens 0 for plain decoding."
+            "--model needs --draft-model: name a converted head for it, 'auto' for a known one, "
+            "or give --num-draft-tokens 0 for plain decoding."
         )
 
 
 def load_pair(args: argparse.Namespace, tokenizer_config: dict[str, Any]) -> tuple:
     """(model, tokenizer, drafter) as the flags name them; the demo pair without --model."""
-    if args.model is None:
-        if args.draft_model is None:
-            return load_demo(quantize_bits=args.quantize_draft)
-        model, tokenizer, _ = load_demo()
+    name, is_demo = args.draft_model, args.model is None
+    if name == AUTO:
+        name = None if is_demo else known_head(args.model)
+    if is_demo:
+        if args.adapter_path is not None:
+            raise ValueError("--adapter-path needs --model: the demo pair has no adapters.")
+        bits = args.quantize_draft if name is None else None
+        model, tokenizer, drafter = load_demo(quantize_bits=bits)
     else:
-        model, tokenizer = load_target(args, tokenizer_config)
-    if args.num_draft_tokens == 0 and args.draft_model is None:
-        return model, tokenizer, None
-    drafter = open_drafter(
-        args.draft_model, model, tokenizer, quantize_bits=args.quantize_draft
-    )
+        (model, tokenizer), drafter = load_target(args, tokenizer_config), None
+    if name is not None:
+        drafter = open_drafter(name, model, tokenizer, quantize_bits=args.quantize_draft)
+    if args.draft_cache != "exact":
+        if not isinstance(drafter, Eagle3Drafter):
+            raise ValueError("--draft-cache lagging is for EAGLE heads: leave it out here.")
+        drafter = drafter.with_draft_cache(args.draft_cache)
     return model, tokenizer, drafter
+
+
+def known_head(model: str) -> str:
+    """The head of the table of pairs for ``model``, saying which."""
+    pair = pair_for(model)
+    print(f"Drafting with {pair.head} (licence: {pair.licence}).", file=sys.stderr)
+    return pair.head
 
 
 def load_target(args: argparse.Namespace, tokenizer_config: dict[str, Any]) -> tuple:
@@ -215,8 +242,11 @@ def read_cache(args: argparse.Namespace) -> tuple[list | None, dict[str, str]]:
     return cache, metadata
 
 
-def build_sampler(args: argparse.Namespace, tokenizer) -> Sampler | None:
-    """The sampler of the flags: None for greedy, ours where it can be coupled, else mlx-lm's."""
+def build_sampler(args: argparse.Namespace, tokenizer, seed: int | None) -> Sampler | None:
+    """The sampler of the flags: None for greedy, ours where it can be coupled, else mlx-lm's.
+
+    ``seed`` is that of ours; None takes one from mlx's global random state.
+    """
     if args.temp == 0:
         return None
     options = {
@@ -227,7 +257,7 @@ def build_sampler(args: argparse.Namespace, tokenizer) -> Sampler | None:
         "top_k": args.top_k,
     }
     if args.acceptance != "match" and args.xtc_probability == 0:
-        return Sampling(**options, seed=args.seed)
+        return Sampling(**options, seed=seed)
     special_tokens = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
     return make_sampler(
         **options,
@@ -247,17 +277,18 @@ def write_stats(destination: str, document: dict[str, Any]) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Generate once, as the flags say."""
+    if args.list:
+        print("\n".join([*head_lines(), "", *pair_lines()]))
+        return
     check_arguments(args)
+    if args.image:
+        raise ValueError("--image cannot be used here: a drafter needs tokens, not embeddings.")
     if args.seed is not None:
         mx.random.seed(args.seed)
     cache, metadata = read_cache(args)
     tokenizer_config = json.loads(metadata.get("tokenizer_config", "{}"))
     tokenizer_config["trust_remote_code"] = args.trust_remote_code
     model, tokenizer, drafter = load_pair(args, tokenizer_config)
-    if args.draft_cache != "exact":
-        if not isinstance(drafter, Eagle3Drafter):
-            raise ValueError("--draft-cache lagging is for EAGLE heads: leave it out here.")
-        drafter = drafter.with_draft_cache(args.draft_cache)
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
     prompt = read_prompt(args, tokenizer, has_cache=cache is not None)
@@ -268,28 +299,32 @@ def run(args: argparse.Namespace) -> None:
     generate_and_report(args, model, tokenizer, drafter, prompt, cache)
 
 
+def draft_options(args: argparse.Namespace, drafter) -> dict[str, Any]:
+    """What the flags say about drafting, for ``stream_generate``; mlx-lm knows none of it."""
+    if drafter is None:
+        return {}
+    return {
+        "draft_model": drafter,
+        "num_draft_tokens": args.num_draft_tokens,
+        "acceptance": args.acceptance,
+        "tree": TreeShape.parse(args.tree) if args.tree else None,
+    }
+
+
 def generate_and_report(args, model, tokenizer, drafter, prompt: list[int], cache: list) -> None:
     """Stream the text, then print the footer and write the counts."""
-    options = {}
-    if drafter is not None:
-        options = {
-            "num_draft_tokens": args.num_draft_tokens,
-            "acceptance": args.acceptance,
-            "tree": TreeShape.parse(args.tree) if args.tree else None,
-        }
     responses = stream_generate(
         model,
         tokenizer,
         prompt,
         max_tokens=args.max_tokens,
-        draft_model=drafter,
-        sampler=build_sampler(args, tokenizer),
+        sampler=build_sampler(args, tokenizer, args.seed),
         prompt_cache=cache,
         prefill_step_size=args.prefill_step_size,
         kv_bits=args.kv_bits,
         kv_group_size=args.kv_group_size,
         quantized_kv_start=args.quantized_kv_start,
-        **options,
+        **draft_options(args, drafter),
     )
     if args.verbose:
         print("=" * 10)

@@ -61,11 +61,29 @@ def converted(path: Path, name: str, q_bits: int | None = None) -> Path:
     files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.is_file())
     stamp = "".join(f"{f.name}:{f.stat().st_size}:{f.stat().st_mtime_ns};" for f in files)
     digest = hashlib.sha256(f"{path.resolve()};{bits};{stamp}".encode()).hexdigest()[:12]
-    folder = user_cache() / "heads" / f"{path.stem}-{bits}bit-{digest}"
+    folder = heads_folder() / f"{path.stem}-{bits}bit-{digest}"
     if not folder.is_dir():
         print(f"{name} is not converted yet: converting it to {bits} bits into {folder}.")
         convert(str(path), str(folder), q_bits=bits)
     return folder
+
+
+def heads_folder() -> Path:
+    """Where heads lie that were converted on the way, a folder each."""
+    return user_cache() / "heads"
+
+
+def head_lines() -> list[str]:
+    """The heads in that folder for people, a line each: size, target and source."""
+    lines = []
+    for path in sorted(heads_folder().glob("*/config.json")):
+        config, weights = json.loads(path.read_text()), path.parent / "model.safetensors"
+        lines.append(
+            f"  {path.parent}  {weights.stat().st_size / 1e6:.0f} MB, for targets of hidden size "
+            f"{config['target_hidden_size']} with {config['vocab_size']} tokens, from "
+            f"{config['source']['path']}"
+        )
+    return [f"Heads converted into {heads_folder()}:", *(lines or ["  none yet"])]
 
 
 def _is_converted(path: Path) -> bool:

@@ -57,7 +57,7 @@ def stream_generate(
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     prompt = _encode(tokenizer, prompt)
-    stats = Stats()
+    stats = kwargs.pop("stats", None) or Stats()
     steps = speculative_generate_step(
         prompt,
         model,

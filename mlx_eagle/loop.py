@@ -210,6 +210,8 @@ def _rounds(
             if limits.end(run[-1]):
                 return
     finally:
+        if num_yielded:
+            stats.take_back(len(run) - num_yielded, num_yielded)
         if keep_caches and done is not None:
             decoder.leave(done, upcoming, num_yielded, run)
 

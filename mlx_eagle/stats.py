@@ -5,6 +5,7 @@ Plain numbers only: no arrays, no models.
 
 import time
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from .pace import PaceEvent
@@ -36,6 +37,7 @@ class Stats:
     generation_time: float = 0.0
     _start: float = field(default_factory=time.perf_counter, repr=False)
     _first_token: float | None = field(default=None, repr=False)
+    _last_accepted: int | None = field(default=None, repr=False)
 
     def start(self) -> None:
         """Start the clock: prefill begins."""
@@ -63,6 +65,7 @@ class Stats:
         self.num_head_forwards = num_head_forwards
         self.num_evals += 1
         self.num_emitted += num_emitted
+        self._last_accepted = num_accepted
         if num_drafted == 0:
             self.num_plain_steps += 1
             return
@@ -75,6 +78,34 @@ class Stats:
             self.drafted_by_position[i] += 1
         self.accepted_histogram += [0] * (num_accepted + 1 - len(self.accepted_histogram))
         self.accepted_histogram[num_accepted] += 1
+
+    def take_back(self, num_unread: int, num_read: int) -> None:
+        """Count the last round as if it had been cut to the tokens that the caller took of it."""
+        last = self._last_accepted
+        if num_unread == 0 or last is None:
+            return
+        self.num_emitted -= num_unread
+        kept = min(last, num_read)
+        if kept < last:
+            self.num_accepted -= last - kept
+            self.accepted_histogram[last] -= 1
+            self.accepted_histogram[kept] += 1
+            while self.accepted_histogram[-1] == 0:
+                self.accepted_histogram.pop()
+
+    def __add__(self, other: "Stats") -> "Stats":
+        """The counts and times of both, from which tau and rates over all of it follow."""
+        total = Stats()
+        for name, value in vars(self).items():
+            if name.startswith("_"):
+                continue
+            theirs = getattr(other, name)
+            if isinstance(value, list) and name != "pace_events":
+                value = [a + b for a, b in zip_longest(value, theirs, fillvalue=0)]
+            else:
+                value = value + theirs
+            setattr(total, name, value)
+        return total
 
     @property
     def num_target_forwards(self) -> int:

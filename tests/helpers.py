@@ -9,6 +9,9 @@ from mlx.utils import tree_map
 from mlx_lm.generate import generate_step
 from mlx_lm.models import llama, qwen3
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from mlx_eagle.drafter import Draft
 from mlx_eagle.eagle3 import Eagle3Drafter
@@ -30,6 +33,11 @@ SIZES = {
     "rms_norm_eps": 1e-5,
     "vocab_size": VOCAB,
 }
+
+TEMPLATE = (
+    "{% for m in messages %}<user>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<reply>{% endif %}"
+)
 
 
 def randomize(model: nn.Module, seed: int, scale: float = 0.25) -> nn.Module:
@@ -57,6 +65,18 @@ def tiny_qwen3(seed: int = 0, **changes) -> nn.Module:
         "tie_word_embeddings": False,
     }
     return randomize(qwen3.Model(qwen3.ModelArgs(model_type="qwen3", **{**sizes, **changes})), seed)
+
+
+def byte_tokenizer() -> TokenizerWrapper:
+    """A token a byte and an end token, 258 with the padding."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {letter: i for i, letter in enumerate([*alphabet, "<end>", "<pad>"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    fast.chat_template = TEMPLATE
+    return TokenizerWrapper(fast)
 
 
 def tiny_head(model: nn.Module, seed: int = 1, **changes) -> Eagle3Drafter:

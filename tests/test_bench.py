@@ -6,34 +6,14 @@ import statistics
 
 import mlx.core as mx
 import pytest
-from helpers import PROMPT, plain, tiny_head, tiny_llama
+from helpers import PROMPT, byte_tokenizer, plain, tiny_head, tiny_llama
 from mlx_lm.generate import generate_step
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from mlx_eagle.bench import __main__ as command
 from mlx_eagle.bench import cost, graph, measure, parity, predict, questions, render
 from mlx_eagle.bench import runner, summary
 from mlx_eagle.stats import Stats
 from mlx_eagle.tree import TreeShape
-
-TEMPLATE = (
-    "{% for m in messages %}<user>{{ m['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}<reply>{% endif %}"
-)
-
-
-def byte_tokenizer() -> TokenizerWrapper:
-    """A token a byte, and an end token."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {letter: i for i, letter in enumerate([*alphabet, "<end>", "<pad>"])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
-    fast.chat_template = TEMPLATE
-    return TokenizerWrapper(fast)
 
 
 @pytest.fixture(scope="module")

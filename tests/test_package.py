@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
 TOP_LEVEL = set("pyproject.toml mlx_eagle convert bench tests README.md LICENSE Makefile".split())
-COMMANDS = ["mlx_eagle.generate", "mlx_eagle.convert", "mlx_eagle.bench"]
+COMMANDS = [f"mlx_eagle.{name}" for name in ("generate", "convert", "bench", "chat")]
 BUILD_SDIST = "import sys; from setuptools.build_meta import build_sdist as b; b(sys.argv[1])"
 
 
@@ -140,6 +140,19 @@ def test_modules_say_what_they_do(site, module):
 
 def test_console_script_runs(site):
     assert "--mlx-path" in run_in(site, site / "bin" / "mlx_eagle.convert", "--help").stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_says_its_version(site, monkeypatch, capsys, name):
+    (info,) = site.glob("*.dist-info")
+    distribution = PathDistribution(info)
+    (script,) = distribution.entry_points.select(name=name)
+    monkeypatch.setattr(sys, "argv", [name, "--version"])
+    with pytest.raises(SystemExit) as stop:
+        script.load()()
+    assert stop.value.code == 0
+    below = f"(mlx {version('mlx')}, mlx-lm {version('mlx-lm')})"
+    assert capsys.readouterr().out == f"{name} {distribution.version} {below}\n"
 
 
 def requirements(platform: str, extra: str = "") -> list[Requirement]:

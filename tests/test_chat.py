@@ -1,0 +1,179 @@
+"""``mlx_eagle.chat`` beside ``mlx_lm.chat``: the same answers, one cache, and ways to leave."""
+
+import builtins
+import sys
+
+import mlx_lm.chat
+import pytest
+from helpers import byte_tokenizer, caches_equal, plain, tiny_head, tiny_llama
+from mlx_lm.cli_ui import ChatUI
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_eagle import chat
+from mlx_eagle.model_drafter import ModelDrafter
+from mlx_eagle.stats import Stats
+
+MODEL = tiny_llama(vocab_size=258)
+DRAFTER = tiny_head(MODEL)
+TOKENIZER = byte_tokenizer()
+NUM_CACHES = len(make_prompt_cache(MODEL))
+QUESTIONS = ["Hello", "And then?", "h", "r", "Hello", "More"]
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Type lines into a chat, then EOF: (exit code, answers, output, errors)."""
+    monkeypatch.setattr(mlx_lm.chat, "load", lambda *_, **__: (MODEL, TOKENIZER))
+    monkeypatch.setattr(chat, "load_pair", lambda args, _: (MODEL, TOKENIZER, DRAFTER))
+
+    def command(main, lines: list, *flags: str) -> tuple[int, list[str], str, str]:
+        answers, typed = [], iter(lines)
+
+        def read(_: str = "") -> str:
+            line = next(typed, EOFError())
+            if isinstance(line, BaseException):
+                raise line
+            answers.append("")
+            return line
+
+        def hear(_, text: str) -> None:
+            answers[-1] += text
+
+        monkeypatch.setattr(builtins, "input", read)
+        monkeypatch.setattr(ChatUI, "stream_token", hear)
+        monkeypatch.setattr(sys, "argv", ["chat", "-m", "12", *flags])
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code
+        return code, answers, *capsys.readouterr()
+
+    return command
+
+
+FLAGS = {
+    "none": (),
+    "small cache": ("--max-kv-size", "20"),
+    "system": ("--system-prompt", "Be brief."),
+    "chunks": ("--prefill-step-size", "3", "-m", "30"),
+}
+
+
+@pytest.mark.parametrize("ours", [(), ("--num-draft-tokens", "0"), ("--tree", "3x3:6")], ids=str)
+@pytest.mark.parametrize("name", FLAGS)
+def test_the_answers_of_mlx_lm(run, name, ours):
+    theirs = run(mlx_lm.chat.main, [*QUESTIONS, "q"], *FLAGS[name])
+    code, answers, out, err = run(chat.main, [*QUESTIONS, "q"], *FLAGS[name], *ours)
+    assert code == 0 and answers == theirs[1]
+    assert all(answers[i] for i in (0, 1, 4, 5)) and answers[0] == answers[4] != answers[5]
+    assert "context cleared" in out and out.rstrip().endswith("bye\x1b[0m")
+    assert "mlx_eagle.chat" in out and out.count("/stats") == 2
+
+
+def test_a_seed_fixes_the_answers_drafted_or_not(run):
+    lines = ["Hello", "r", "Hello"]
+    flags = ("--temp", "0.9", "--top-p", "0.95", "--seed")
+    texts = [
+        run(chat.main, lines, *flags, seed, "--num-draft-tokens", k)[1]
+        for seed, k in (("3", "3"), ("3", "0"), ("4", "3"))
+    ]
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[0][0] != texts[0][2], "two answers must not share their noise"
+
+
+def test_xtc_goes_to_mlx_lms_sampler(run):
+    flags = ("--temp", "0.9", "--xtc-probability", "1", "--xtc-threshold", "0.05")
+    code, answers, _, _ = run(chat.main, ["Hello"], *flags)
+    assert code == 0 and answers[0]
+
+
+def conversation(drafter) -> chat.Conversation:
+    args = chat.build_parser().parse_args(["-m", "12"])
+    return chat.Conversation(args, MODEL, TOKENIZER, drafter)
+
+
+@pytest.mark.parametrize("drafter, num_behind", [(DRAFTER, 1), (ModelDrafter(MODEL), 0)])
+def test_caches_and_counts_go_on_over_the_turns(drafter, num_behind):
+    talk, reference, stats = conversation(drafter), make_prompt_cache(MODEL), []
+    for question in ("Hello", "And then?", "More"):
+        responses = list(talk.answer(question))
+        messages = [{"role": "user", "content": question}]
+        prompt = TOKENIZER.apply_chat_template(messages, add_generation_prompt=True)
+        expected = plain(MODEL, prompt, 12, prompt_cache=reference)
+        assert [response.token for response in responses] == expected
+        assert caches_equal(talk.cache[:NUM_CACHES], reference)
+        assert talk.cache[NUM_CACHES].offset == reference[0].offset - num_behind
+        stats.append(responses[-1].stats)
+    total = talk.stats
+    for name in ("num_rounds", "num_drafted", "num_accepted", "num_head_forwards", "num_emitted"):
+        assert getattr(total, name) == sum(getattr(one, name) for one in stats)
+    assert total.num_rounds > 3 and (total.num_accepted > 0) == (drafter is not DRAFTER)
+    assert sum(total.accepted_histogram) == total.num_rounds
+    assert total.drafted_by_position[0] == total.num_rounds
+    assert total.tau == total.num_emitted / total.num_target_forwards
+    talk.forget()
+    assert talk.stats is total and all(cache.empty() for cache in talk.cache)
+
+
+def test_stats_are_printed(run):
+    talk = conversation(DRAFTER)
+    for question in ("Hello", "And then?"):
+        list(talk.answer(question))
+    _, answers, out, _ = run(chat.main, ["/stats", "Hello", "And then?", "/stats"])
+    assert answers[0] == answers[3] == ""
+    for lines in (["Answers: 0", *Stats().lines()], talk.stats_lines()):
+        assert "\n".join(f"  {line}" for line in lines) in out
+    assert f"tau: {talk.stats.tau:.3f}" in out
+
+
+def test_without_a_drafter(run, monkeypatch):
+    expected = run(mlx_lm.chat.main, [*QUESTIONS[:2], "q"])[1]
+    monkeypatch.setattr(chat, "load_pair", lambda args, _: (MODEL, TOKENIZER, None))
+    flags = ("--model", "somewhere", "--num-draft-tokens", "0")
+    code, answers, out, _ = run(chat.main, [*QUESTIONS[:2], "/stats"], *flags)
+    assert code == 0 and answers[:2] == expected[:2] and "Answers: 2" in out
+
+
+def test_the_end_of_the_input_leaves(run):
+    code, _, out, err = run(chat.main, [])
+    assert code == 0 and "bye" in out and err == ""
+
+
+@pytest.mark.parametrize("lines", [[KeyboardInterrupt()], ["Hello", KeyboardInterrupt()]])
+def test_ctrl_c_at_the_prompt_leaves(run, lines):
+    code, _, out, err = run(chat.main, lines)
+    assert (code, err) == (130, "\ninterrupted\n")
+
+
+def test_ctrl_c_in_an_answer_leaves(run, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ChatUI, "end_turn", interrupted)
+    code, _, _, err = run(chat.main, ["Hello"])
+    assert (code, err) == (130, "\ninterrupted\n")
+
+
+MISTAKES = {
+    "no head": (("--model", "somewhere"), "--model needs --draft-model"),
+    "negative draft": (("--num-draft-tokens", "-1"), "give 0 (plain decoding) or more"),
+    "several machines": (("--pipeline",), "--pipeline spreads a model over machines"),
+    "tree": (("--tree", "4x4"), "give WIDTHxDEPTH:NODES"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_costs_one_sentence(run, name):
+    flags, sentence = MISTAKES[name]
+    code, _, out, err = run(chat.main, ["Hello"], *flags)
+    assert code == 2 and out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1 and sentence in err
+
+
+def test_a_model_without_a_chat_template(run, monkeypatch):
+    bare = byte_tokenizer()
+    bare.has_chat_template = False
+    monkeypatch.setattr(chat, "load_pair", lambda args, _: (MODEL, bare, DRAFTER))
+    code, _, _, err = run(chat.main, ["Hello"], "--model", "base", "--draft-model", "head")
+    assert code == 2 and "base has no chat template" in err
