@@ -12,7 +12,7 @@ from .load import load_drafter
 from .loop import speculative_generate_step
 from .sampling import Sampling
 from .stats import Stats
-from .tree import TreeShape
+from .tree import StaticTree, TreeShape, parse_tree
 
 # `python -m mlx_eagle.generate` finds its module imported already, by the lines above. That is
 # harmless here, and the warning would be the first thing a user sees.
@@ -32,12 +32,14 @@ __all__ = [
     "Eagle3Drafter",
     "GenerationResponse",
     "Sampling",
+    "StaticTree",
     "Stats",
     "TreeShape",
     "generate",
     "load_demo",
     "load_drafter",
     "open_drafter",
+    "parse_tree",
     "speculative_generate_step",
     "stream_generate",
 ]

@@ -12,7 +12,7 @@ from .accept import LogitsProcessor, Rule, Verdict, process_logits
 from .cache import CacheQuantization, Window
 from .drafter import Draft, Drafter, Pick, empty_draft
 from .target import LayerCall, Target
-from .tree import TreeShape
+from .tree import Tree
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Decoder:
         rule: Rule,
         processors: tuple[LogitsProcessor, ...],
         quantization: CacheQuantization,
-        tree: TreeShape | None,
+        tree: Tree | None,
         stream: mx.Stream | mx.ThreadLocalStream,
     ):
         self.target = target

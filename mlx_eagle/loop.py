@@ -19,7 +19,7 @@ from .drafter import Drafter, TreeDrafter
 from .sampling import Sampling
 from .stats import Stats
 from .target import Target
-from .tree import TreeShape
+from .tree import Tree
 from .tree_attention import check_trees
 
 CLEAR_CACHE_EVERY = 256  # tokens, as in mlx_lm.generate.generate_step
@@ -87,7 +87,7 @@ def speculative_generate_step(
     sampler: Sampler | None = None,
     logits_processors: list[LogitsProcessor] | None = None,
     acceptance: str | None = None,
-    tree: TreeShape | None = None,
+    tree: Tree | None = None,
     prompt_cache: list | None = None,
     max_kv_size: int | None = None,
     prefill_step_size: int = 2048,
@@ -213,7 +213,7 @@ def _check_target(
     drafter: Drafter,
     cache: list,
     quantization: CacheQuantization,
-    tree: TreeShape | None,
+    tree: Tree | None,
     acceptance: str | None,
 ) -> None:
     """Raise ValueError for a target, or a wish about it, that could not be met exactly."""
