@@ -14,7 +14,7 @@ from tqdm import tqdm
 from mlx_eagle.cli import run_command
 from mlx_eagle.demo import load_demo
 from mlx_eagle.load import load_drafter
-from mlx_eagle.tree import TreeShape
+from mlx_eagle.tree import parse_tree
 from mlx_eagle.version import add_version_flag
 
 from .measure import Settings, measure, num_runs
@@ -24,7 +24,10 @@ from .runner import ORDERS, Models, make_arms
 Value = TypeVar("Value")
 DEMO_NAMES = {"model": "SmolLM2-135M-Instruct (demo)", "head": "demo head"}
 PLOTS = "plots"
-TREES = "WIDTHxDEPTH:NODES with no more nodes than can be grown, such as 4x5:16, or auto"
+TREES = (
+    "WIDTHxDEPTH:NODES with no more nodes than can be grown, such as 4x5:16, or a static tree "
+    "(eagle1, root2:5, 3/2+1), or auto"
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -108,7 +111,7 @@ def _temp(text: str) -> float:
 
 def _tree(text: str) -> str:
     if text != "auto":
-        TreeShape.parse(text)
+        parse_tree(text)
     return text
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mlx_eagle.tree import TreeShape
+from mlx_eagle.tree import Tree
 
 from . import conditions, parity, predict, summary
 from .cost import SAMPLES, Bench, Samples
@@ -104,7 +104,7 @@ def calibrated_rows(arms: Sequence[Arm]) -> tuple[int, list[int]]:
     """
     longest = max([LONGEST, *(arm.size + 1 for arm in arms if arm.size)])
     shapes = [arm.options["tree"] for arm in arms if arm.kind == "tree"]
-    wide = {shape.nodes + 1 for shape in shapes if isinstance(shape, TreeShape)}
+    wide = {shape.nodes + 1 for shape in shapes if isinstance(shape, Tree)}
     return longest, sorted(n for n in wide if n > longest)
 
 

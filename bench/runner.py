@@ -20,7 +20,7 @@ from mlx_eagle.drafter import Drafter
 from mlx_eagle.generate import stream_generate
 from mlx_eagle.sampling import Sampling
 from mlx_eagle.stats import Stats
-from mlx_eagle.tree import TreeShape
+from mlx_eagle.tree import parse_tree
 
 from .questions import Question
 
@@ -67,7 +67,7 @@ def make_arms(
         else:
             arms.append(Arm(f"k={size}", "chain", size, options))
     for tree in trees:
-        shape = tree if tree == "auto" else TreeShape.parse(tree)
+        shape = tree if tree == "auto" else parse_tree(tree)
         arms.append(Arm(f"tree {tree}", "tree", None, {"tree": shape}))
     if compares:
         fixed = [size for size in sizes if size != "auto" and size > 0] or [2]

@@ -2,5 +2,6 @@
 
 from .pipeline import convert
 from .resolve import Overrides
+from .trim import Trim
 
-__all__ = ["Overrides", "convert"]
+__all__ = ["Overrides", "Trim", "convert"]

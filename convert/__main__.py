@@ -9,6 +9,7 @@ from mlx_eagle.version import add_version_flag
 
 from .pipeline import DTYPES, convert
 from .resolve import Overrides
+from .trim import Trim
 
 
 def layer_numbers(text: str) -> tuple[int, ...]:
@@ -30,6 +31,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--dtype", choices=list(DTYPES), help="of what is not quantized (default: as it is)")
     add("--target", help="the model the head was trained for: folder or repository id")
     add("--check", action="store_true", help="measure the head on the target (needs --target)")
+    add("--draft-vocab", type=int, metavar="N", help="keep only N draft tokens: a cheaper draft")
+    add("--draft-vocab-text", metavar="FILE", help="the N tokens most frequent in this text")
     add("--upload-repo", help="put the result on the hub under this id")
     add("--revision", help="branch, tag or commit of the source repository")
     rules = parser.add_argument_group("overrides, where a checkpoint does not say it or is wrong")
@@ -47,8 +50,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Convert; exit with 2 and one sentence on errors a user can cause, 130 on Ctrl-C."""
     args = vars(make_parser().parse_args(argv))
     overrides = Overrides(**{f.name: args.pop(f.name) for f in fields(Overrides)})
+    size, text = args.pop("draft_vocab"), args.pop("draft_vocab_text")
     try:
-        convert(**args, overrides=overrides)
+        if size is None and text is not None:
+            raise ValueError(
+                "--draft-vocab-text says which tokens to keep; say how many with --draft-vocab"
+            )
+        wanted = None if size is None else Trim(size, text)
+        convert(**args, overrides=overrides, draft_vocab=wanted)
     except (ValueError, OSError) as err:
         print(f"error: {err}", file=sys.stderr)
         sys.exit(2)

@@ -21,6 +21,7 @@ from .quantize import Quantization, pack
 from .resolve import Overrides, Resolved, resolve
 from .stored import Tensor
 from .target import Target, open_target, same_values
+from .trim import Trim, describe, trim
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 # The dtype of a head whose weights are stored so; block formats stand for float16.
@@ -61,6 +62,20 @@ def drop_shared(head: Resolved, target: Target) -> Resolved:
     return replace(head, config=config, tensors=tensors)
 
 
+def prepare(
+    checkpoint: Checkpoint,
+    target: Target | None,
+    overrides: Overrides,
+    draft_vocab: int | Trim | None,
+) -> Resolved:
+    """The head as it will be saved, its tensors unread: resolved, trimmed, nothing twice."""
+    head = resolve(checkpoint, target, overrides)
+    if draft_vocab is not None:
+        wanted = Trim(draft_vocab) if isinstance(draft_vocab, int) else draft_vocab
+        head = trim(head, wanted, checkpoint, target)
+    return head if target is None else drop_shared(head, target)
+
+
 def own_dtype(tensors: dict[str, Tensor]) -> str:
     """The dtype most of the head is stored in, judged by its first matrix."""
     first = tensors["layers.0.self_attn.q_proj.weight"]
@@ -95,6 +110,8 @@ def build(
     if resolved.vocabulary.offsets is not None:
         weights["d2t"] = mx.array(resolved.vocabulary.offsets)
     config = Eagle3Config.from_dict(resolved.config).to_dict()
+    if resolved.trimmed is not None:
+        config["draft_vocab_trim"] = dict(resolved.trimmed)
     if quantization is not None:
         config["quantization"] = {
             "group_size": quantization.group_size,
@@ -154,13 +171,14 @@ def summary(checkpoint: Checkpoint, resolved: Resolved, head: Head) -> str:
         stored = f"{quantization['bits']}-bit, groups of {quantization['group_size']}"
     else:
         stored = str(head.weights["layers.0.self_attn.q_proj.weight"].dtype).split(".")[-1]
+    trimmed = f", {describe(c['draft_vocab_trim'])}" if "draft_vocab_trim" in c else ""
     kept = {"file": "kept", "target": "the target's", "target_rows": "rows of the target's"}
     lines = [
         f"family      {resolved.family.title}{', EAGLE-3.1' if is_31 else ''}",
         f"layers      {c['num_layers']}",
         f"taps        {taps}",
         f"rope        {c['rope']['type']}, base {c['rope']['theta']:g}",
-        f"vocabulary  {c['draft_vocab_size']} of {c['vocab_size']}",
+        f"vocabulary  {c['draft_vocab_size']} of {c['vocab_size']}{trimmed}",
         f"embedding   {kept[c['embed_source']]}",
         f"lm_head     {kept[c['lm_head_source']]}",
         f"parameters  {head.num_parameters / 1e6:.2f} M",
@@ -210,6 +228,7 @@ def convert(
     target: str | None = None,
     overrides: Overrides = Overrides(),
     check: bool = False,
+    draft_vocab: int | Trim | None = None,
 ) -> dict[str, Any]:
     """Convert a published EAGLE checkpoint to a folder that ``load_drafter`` reads.
 
@@ -218,6 +237,7 @@ def convert(
     and tables that equal its own are left out. ``dtype`` is one of float16, bfloat16,
     float32 (default: the checkpoint's). Parameters are named as in ``mlx_lm.convert``.
     ``check`` runs the target and writes how well the head agrees into the config.
+    ``draft_vocab`` keeps that many draft tokens; a ``Trim`` says which.
 
     Returns the config that was written. Raises ValueError, one sentence, for a checkpoint
     that is damaged, refused or contradicts itself, and leaves nothing behind.
@@ -232,9 +252,7 @@ def convert(
     quantization = Quantization(q_bits, q_group_size) if quantize else None
     checkpoint = open_checkpoint(str(hf_path), revision)
     model = open_target(str(target)) if target is not None else None
-    resolved = resolve(checkpoint, model, overrides)
-    if model is not None:
-        resolved = drop_shared(resolved, model)
+    resolved = prepare(checkpoint, model, overrides, draft_vocab)
     head = build(resolved, dtype, quantization)
     # Of a local folder only the name: a converted head is made to be handed on.
     source = Path(hf_path).name if Path(hf_path).exists() else str(hf_path)

@@ -43,7 +43,8 @@ class Overrides:
 class Resolved:
     """A head: ``config`` holds every field of ``Eagle3Config``, ``tensors`` are unread.
 
-    ``notes`` are doubts, each a sentence for the user.
+    ``notes`` are doubts, each a sentence for the user. ``trimmed`` says how the draft
+    vocabulary was cut down, where it was (see ``trim.py``).
     """
 
     family: Family
@@ -51,6 +52,7 @@ class Resolved:
     tensors: dict[str, Tensor]
     vocabulary: Vocabulary
     notes: tuple[str, ...]
+    trimmed: Mapping[str, Any] | None = None
 
 
 def _cut_layers(tensors: dict[str, Tensor], wanted: int | None) -> tuple[dict[str, Tensor], int]:

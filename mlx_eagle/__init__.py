@@ -13,7 +13,7 @@ from .load import load_drafter
 from .loop import speculative_generate_step
 from .sampling import Sampling
 from .stats import Stats
-from .tree import TreeShape
+from .tree import StaticTree, TreeShape, parse_tree
 from .version import __version__
 
 # `python -m mlx_eagle.generate` finds its module imported already, by the lines above. That is
@@ -33,6 +33,7 @@ __all__ = [
     "GenerationResponse",
     "Installation",
     "Sampling",
+    "StaticTree",
     "Stats",
     "TreeShape",
     "__version__",
@@ -42,6 +43,7 @@ __all__ = [
     "load_demo",
     "load_drafter",
     "open_drafter",
+    "parse_tree",
     "speculative_generate_step",
     "stream_generate",
     "uninstall",

@@ -27,10 +27,8 @@ from .memory import memory_line, memory_lines, memory_report
 from .pairs import pair_for, pair_lines
 from .sampling import Sampling
 from .stats import Stats
-from .tree import TreeShape
+from .tree import parse_tree
 from .version import add_version_flag
-
-AUTO = "auto"
 
 
 def run_command(command: Callable[[], None]) -> None:
@@ -96,8 +94,10 @@ def add_draft_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tree",
-        metavar="WIDTHxDEPTH:NODES",
-        help="Draft trees of this shape instead of chains, such as 4x5:16.",
+        metavar="SHAPE",
+        help="Draft trees instead of chains. WIDTHxDEPTH:NODES, such as 4x5:16, keeps what is "
+        "likeliest (EAGLE-2). Static: eagle1, the tree of EAGLE-1; root2:5, two chains of 5; "
+        "or the number of children of each node, level by level, such as 3/2+1.",
     )
     parser.add_argument(
         "--acceptance",
@@ -132,7 +132,7 @@ def check_arguments(args: argparse.Namespace) -> None:
             f"--max-tokens is {args.max_tokens}: give a positive number, or -1 for no limit."
         )
     if args.tree:
-        TreeShape.parse(args.tree)
+        parse_tree(args.tree)
     if args.prefill_step_size < 1:
         raise ValueError(f"--prefill-step-size is {args.prefill_step_size}: give 1 or more.")
     if args.temp < 0:
@@ -307,7 +307,7 @@ def draft_options(args: argparse.Namespace, drafter) -> dict[str, Any]:
         "draft_model": drafter,
         "num_draft_tokens": args.num_draft_tokens,
         "acceptance": args.acceptance,
-        "tree": TreeShape.parse(args.tree) if args.tree else None,
+        "tree": parse_tree(args.tree) if args.tree else None,
     }
 
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from .accept import LogitsProcessor, Rule, Verdict, process_logits
-from .cache import CacheQuantization, Window, exact_masks
+from .cache import CacheQuantization, Window
 from .drafter import Draft, Drafter, Pick, empty_draft
 from .target import LayerCall, Target
-from .tree import TreeShape
+from .tree import Tree
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Decoder:
         rule: Rule,
         processors: tuple[LogitsProcessor, ...],
         quantization: CacheQuantization,
-        tree: TreeShape | None,
+        tree: Tree | None,
         stream: mx.Stream | mx.ThreadLocalStream,
     ):
         self.target = target
@@ -244,7 +244,7 @@ class Decoder:
         self._backlog.clear()
 
     def _run(self, tokens: mx.array) -> tuple[mx.array, mx.array | None]:
-        with exact_masks(self.cache, tokens.shape[0]):
+        with self.target.as_alone(self.cache, tokens.shape[0]):
             return self.target(tokens, self.cache)
 
     def _propose(self, size: int, pick: Pick) -> Draft:
@@ -263,7 +263,7 @@ class Decoder:
         recurrent = window.recurrent
         if not recurrent or tokens.shape[0] == 1:
             return *self._run(tokens), []
-        with exact_masks(self.cache, tokens.shape[0]):
+        with self.target.as_alone(self.cache, tokens.shape[0]):
             logits, features, calls = self.target.record(tokens, self.cache)
         calls = [call for call in calls if any(call.uses(cache) for cache in recurrent)]
         # A model may use such a cache outside its layers, or pass layers something that grows;
@@ -275,8 +275,9 @@ class Decoder:
     def _rerun(self, tokens: mx.array, calls: list[LayerCall], window: Window) -> None:
         """Bring recurrent states forward over the kept rows, tokens (m,)."""
         if window.reruns_layers:
-            for call in calls:
-                call.repeat(tokens.shape[0])
+            with self.target.as_alone(self.cache, tokens.shape[0]):
+                for call in calls:
+                    call.repeat(tokens.shape[0])
             return
         self.num_reruns += 1
         self._run(tokens)

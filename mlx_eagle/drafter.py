@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 import mlx.core as mx
 import mlx.nn as nn
 
-from .tree import TreeShape, ancestors
+from .tree import Tree, ancestors
 
 Pick = Callable[[mx.array, mx.array | None], mx.array]
 """How to choose a draft token from logits (1, Vd): see ``accept.Choice.pick``."""
@@ -97,5 +97,5 @@ class Drafter(Protocol):
 class TreeDrafter(Drafter, Protocol):
     """A drafter that can also propose trees."""
 
-    def propose_tree(self, shape: TreeShape) -> Draft:
+    def propose_tree(self, shape: Tree) -> Draft:
         """Draft a tree that may follow the last token absorbed."""

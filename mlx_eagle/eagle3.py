@@ -1,4 +1,4 @@
-"""Chain drafts from an EAGLE-3 head (Li et al. 2025, arXiv:2503.01840).
+"""Chain and tree drafts from an EAGLE-3 head (Li et al. 2025, arXiv:2503.01840).
 
 Knows how the head is fed (which state, which token, which position); knows neither the
 target nor what becomes of a draft.
@@ -15,7 +15,7 @@ from mlx_lm.models.cache import KVCache
 from .drafter import Draft, Pick
 from .head import Eagle3Head
 from .held import held, hold
-from .tree import TreeShape, rerank, top_k
+from .tree import Tree
 
 
 class Eagle3Drafter:
@@ -111,44 +111,45 @@ class Eagle3Drafter:
     def modules(self) -> list[nn.Module]:
         return [self.head]
 
-    def propose_tree(self, shape: TreeShape) -> Draft:
-        """A dynamic tree (EAGLE-2, Li et al. 2024, arXiv:2406.16858, section 4).
+    def propose_tree(self, shape: Tree) -> Draft:
+        """A tree: dynamic (EAGLE-2, arXiv:2406.16858, section 4) or static (EAGLE-1).
 
-        One head forward a level but the first, over ``width`` rows that see the committed
-        slots and their own ancestors.
+        One head forward a level but the first, over the nodes that are continued; each sees
+        the committed slots and its own ancestors.
         """
-        if self.lagging or self.head.config.sliding_window is not None:
+        self._check_tree(shape)
+        base, level = self.cache[0].offset, 0
+        states, visible = self._seed, mx.zeros((1, 0), mx.bool_)
+
+        def step(picked: mx.array, rows: mx.array) -> mx.array:
+            nonlocal states, visible, level
+            num = picked.shape[0]
+            visible = mx.concatenate([visible[rows], mx.eye(num, dtype=mx.bool_)], axis=1)
+            mask = mx.concatenate([mx.ones((num, base), mx.bool_), visible], axis=1)
+            positions = mx.full((num,), base + level, mx.int32)
+            tokens = self._to_ids(picked)[None]
+            states = self._forward(tokens, states[:, rows], positions, mask)
+            level += 1
+            return self._log_probabilities(states)
+
+        picked, parents = shape.grow(self._log_probabilities(self._seed), step)
+        for layer in self.cache[:-1]:
+            layer.trim(visible.shape[1])
+        return Draft(self._to_ids(picked), parents, shape.depth)
+
+    def _check_tree(self, shape: Tree) -> None:
+        """Raise ValueError where this head cannot draft that tree."""
+        config = self.head.config
+        if self.lagging or config.sliding_window is not None:
             what = "a lagging draft cache" if self.lagging else "a sliding window"
             raise ValueError(
                 f"tree drafts do not support {what}: leave --tree out and draft chains."
             )
-        width, base = shape.width, self.cache[0].offset
-        log_q = self._log_probabilities(self._seed)
-        picked = top_k(log_q[0], width)
-        tokens, scores = [self._to_ids(picked)], [log_q[0, picked]]
-        origins = [mx.full((width,), -1, mx.int32)]
-        beam, states = mx.arange(width), mx.repeat(self._seed, width, axis=1)
-        beam_tokens, beam_scores = tokens[0], scores[0]
-        visible = mx.zeros((width, 0), mx.bool_)
-        for level in range(1, shape.depth):
-            visible = mx.concatenate([visible, mx.eye(width, dtype=mx.bool_)], axis=1)
-            mask = mx.concatenate([mx.ones((width, base), mx.bool_), visible], axis=1)
-            positions = mx.full((width,), base + level - 1, mx.int32)
-            states = self._forward(beam_tokens[None], states, positions, mask)
-            log_q = self._log_probabilities(states)
-            children = top_k(log_q, width)
-            reached = beam_scores[:, None] + mx.take_along_axis(log_q, children, axis=1)
-            num_before = sum(t.shape[0] for t in tokens)
-            tokens.append(self._to_ids(children.flatten()))
-            scores.append(reached.flatten())
-            origins.append(mx.repeat(beam, width).astype(mx.int32))
-            best = top_k(scores[-1], width)
-            beam, beam_tokens, beam_scores = num_before + best, tokens[-1][best], scores[-1][best]
-            states, visible = states[:, best // width], visible[best // width]
-        for layer in self.cache[:-1]:
-            layer.trim(width * (shape.depth - 1))
-        chosen, parents = rerank(mx.concatenate(scores), mx.concatenate(origins), shape.nodes)
-        return Draft(mx.concatenate(tokens)[chosen], parents, shape.depth)
+        if shape.width > config.draft_vocab_size:
+            raise ValueError(
+                f"the tree gives a node {shape.width} children, but the head drafts only "
+                f"{config.draft_vocab_size} different tokens: give a narrower tree."
+            )
 
     def _extend_lagging(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> None:
         """Absorb prefill whole, but of a round only the pair at ``last``."""

@@ -14,6 +14,8 @@ import mlx.nn as nn
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.rope_utils import initialize_rope
 
+from .ropes import BY_LENGTH
+
 ACTIVATIONS = {
     "silu": nn.silu,
     "gelu": nn.gelu,
@@ -128,6 +130,10 @@ class DraftAttention(nn.Module):
         """Rope on (B, H, m, D): row i at ``positions + i``, or at ``positions[i]``."""
         if isinstance(positions, int):
             return self.rope(x, offset=positions)
+        if isinstance(self.rope, BY_LENGTH):
+            # Its base is computed in Python: positions from the device are waited for.
+            rows = zip(mx.split(x, x.shape[2], axis=2), positions.tolist())
+            return mx.concatenate([self.rope(row, offset=place) for row, place in rows], axis=2)
         # One batch entry a row: mx.fast.rope takes one offset a batch entry. B is 1 here.
         rotated = self.rope(x.transpose(2, 1, 0, 3), offset=positions)
         return rotated.transpose(2, 1, 0, 3)

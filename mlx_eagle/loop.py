@@ -21,7 +21,7 @@ from .pace import AdaptivePace, FixedPace, Pace
 from .sampling import Sampling
 from .stats import Stats
 from .target import Target
-from .tree import TreeShape
+from .tree import Tree
 from .tree_attention import check_trees
 
 AUTO = "auto"
@@ -93,7 +93,7 @@ def speculative_generate_step(
     sampler: Sampler | None = None,
     logits_processors: list[LogitsProcessor] | None = None,
     acceptance: str | None = None,
-    tree: TreeShape | None = None,
+    tree: Tree | None = None,
     prompt_cache: list | None = None,
     max_kv_size: int | None = None,
     prefill_step_size: int = 2048,
@@ -225,7 +225,7 @@ def _launch_next(decoder: Decoder, pace: Pace, limits: Limits) -> Round | None:
 
 
 def _check_request(
-    prompt: mx.array, num_draft_tokens: int | str, tree: TreeShape | None
+    prompt: mx.array, num_draft_tokens: int | str, tree: Tree | None
 ) -> None:
     if prompt.ndim != 1:
         raise ValueError(
@@ -247,7 +247,7 @@ def _check_target(
     drafter: Drafter,
     cache: list,
     quantization: CacheQuantization,
-    tree: TreeShape | None,
+    tree: Tree | None,
     acceptance: str | None,
 ) -> None:
     """Raise ValueError for a target, or a wish about it, that could not be met exactly."""

@@ -4,17 +4,18 @@ Knows how to look into a model while it runs; knows nothing of drafts or of what
 activations are for.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from .cache import RULES
+from .cache import RULES, exact_masks
+from .ropes import exact_ropes, find_ropes
 from .swap import swapped_classes
-from .tree_attention import find_ropes, tree_attention
+from .tree_attention import tree_attention
 
 
 @dataclass
@@ -158,6 +159,12 @@ class Target:
             logits = self.model(tokens[None], cache=cache)[0]
         calls, self._calls = self._calls, []
         return logits, self._features(), calls
+
+    @contextmanager
+    def as_alone(self, cache: list, num_rows: int) -> Iterator[None]:
+        """Within, each row of a chain gets the mask and the position it would get alone."""
+        with exact_masks(cache, num_rows), exact_ropes(self._ropes, num_rows):
+            yield
 
     def _features(self) -> mx.array | None:
         if not self.taps:

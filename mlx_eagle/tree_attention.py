@@ -12,33 +12,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
+from .ropes import at_positions, find_ropes
 from .swap import swapped_classes
 from .tree import ancestors
 
 MASKED = (KVCache, QuantizedKVCache, RotatingKVCache)
 PROBE_PREFIX, PROBE_ROOT = [3, 5, 7], 2
 PROBE_TOKENS, PROBE_PARENTS = [4, 6, 8], [0, 0, 1]  # two children of the root, one grandchild
-
-
-def find_ropes(model: nn.Module) -> list[nn.Module]:
-    """The rotary embedding modules of a model's layers, by the name mlx-lm gives them."""
-    found: dict[int, nn.Module] = {}
-    for layer in model.layers:
-        for name, module in layer.named_modules():
-            if name.split(".")[-1] in ("rope", "rotary_emb"):
-                found[id(module)] = module
-    return list(found.values())
-
-
-def _rope_class(original: type[nn.Module], depths: mx.array) -> type[nn.Module]:
-    """A rope that rotates row r by ``offset + depths[r]`` instead of ``offset + r``."""
-
-    def call(self, x: mx.array, offset: int = 0, **kwargs) -> mx.array:
-        # (1, H, R, D) -> (R, H, 1, D): one batch entry a row, each with an offset of its own.
-        rows = original.__call__(self, x.transpose(2, 1, 0, 3), offset=offset + depths, **kwargs)
-        return rows.transpose(2, 1, 0, 3)
-
-    return type(original.__name__, (original,), {"__call__": call})
 
 
 def _mask_class(original: type, reach: mx.array, depths: mx.array) -> type:
@@ -68,7 +48,7 @@ def tree_attention(
 ) -> AbstractContextManager[None]:
     """Within, a forward pass over R rows is one over the tree of ``reach`` (R, R)."""
     depths = reach.sum(axis=1) - 1
-    changed = [(rope, _rope_class(type(rope), depths)) for rope in ropes]
+    changed = [(rope, at_positions(type(rope), depths)) for rope in ropes]
     changed += [(cache, _mask_class(type(cache), reach, depths)) for cache in caches]
     return swapped_classes(changed)
 
@@ -87,7 +67,13 @@ def check_trees(model: nn.Module, caches: list) -> None:
                 f"has a {type(cache).__name__}: leave --tree out and draft chains."
             )
     reach = ancestors(mx.array(PROBE_PARENTS), 2)
-    difference, scale = _probe(model, reach)
+    try:
+        difference, scale = _probe(model, reach)
+    except (TypeError, ValueError) as err:
+        raise ValueError(
+            f"this target cannot verify trees (a position a row fails in it: {err}): leave --tree "
+            "out and draft chains."
+        ) from err
     if not difference <= 0.02 * scale:
         raise ValueError(
             "this target does not verify trees exactly (its logits on a probe differ by "

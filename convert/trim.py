@@ -1,0 +1,150 @@
+"""Cut a head's draft vocabulary: fewer rows of its lm_head, so a cheaper draft step.
+
+Knows how rows are chosen and what has to follow them; the text is only counted.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm import tokenizer_utils
+
+from .checkpoint import Checkpoint
+from .resolve import Resolved
+from .stored import Derived
+from .target import Target
+
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken")
+
+
+@dataclass(frozen=True)
+class Trim:
+    """Keep ``size`` draft tokens: the most frequent ones of the file ``text``.
+
+    The tokenizer's stop tokens stay too, which no plain text holds. Tokens that the text has
+    equally often, mostly never, are taken in the order of d2t; without a text all are. That
+    order is ascending target id, for trainers sort the map: not by how often a token is used.
+    In vocabularies of byte pairs low ids are early merges, a rough stand-in for it.
+    """
+
+    size: int
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How often each token id is in a text, the tokenizer's ``stops`` and the file's sha256."""
+
+    tokens: Mapping[int, int]
+    stops: frozenset[int]
+    sha256: str
+
+    def share(self, ids: Collection[int]) -> float:
+        """The share of the text's tokens that are among ``ids``."""
+        return sum(self.tokens.get(i, 0) for i in ids) / sum(self.tokens.values())
+
+
+def _tokenizer_place(checkpoint: Checkpoint, target: Target | None) -> tuple[Path, Mapping]:
+    """The folder with the target's tokenizer and the config beside it; ValueError without one."""
+    places = [] if target is None else [(target.folder, target.config)]
+    places.append((checkpoint.files[0].parent, checkpoint.config))
+    for folder, config in places:
+        if any(any(folder.glob(pattern)) for pattern in VOCABULARY_FILES):
+            return folder, config
+    where = checkpoint.source if target is None else f"{target.name} and {checkpoint.source}"
+    raise ValueError(
+        f"--draft-vocab-text needs the target's tokenizer, and there is none in {where}; name "
+        "the target with --target"
+    )
+
+
+def count_tokens(text: str, folder: Path, config: Mapping[str, Any]) -> Counts:
+    """Count the tokens of the file ``text`` with the tokenizer in ``folder``."""
+    try:
+        data = Path(text).expanduser().read_bytes()
+        lines = data.decode("utf-8").splitlines(keepends=True)
+    except OSError as err:
+        raise ValueError(f"--draft-vocab-text {text} cannot be read: {err.strerror}") from err
+    except UnicodeDecodeError as err:
+        raise ValueError(f"--draft-vocab-text {text} is no UTF-8 text ({err})") from err
+    try:
+        tokenizer = tokenizer_utils.load(folder, eos_token_ids=config.get("eos_token_id"))
+    except (KeyError, OSError, ValueError) as err:
+        reason = str(err).strip().splitlines()[0]
+        raise ValueError(f"the tokenizer in {folder} cannot be loaded: {reason}") from err
+    tokens: Counter[int] = Counter()
+    for line in lines:
+        tokens.update(tokenizer.encode(line, add_special_tokens=False))
+    if not tokens:
+        raise ValueError(f"--draft-vocab-text {text} is empty; give a text like the target's own")
+    return Counts(tokens, frozenset(tokenizer.eos_token_ids), hashlib.sha256(data).hexdigest())
+
+
+def choose(ids: np.ndarray, size: int, counts: Counts | None) -> np.ndarray:
+    """The draft ids to keep, (size,) ascending; ``ids`` (Vd,) are their target ids."""
+    if counts is None:
+        return np.arange(size)
+    tokens = ids.tolist()
+
+    def place(i: int) -> tuple[bool, int, int]:
+        return tokens[i] not in counts.stops, -counts.tokens.get(tokens[i], 0), i
+
+    return np.array(sorted(sorted(range(len(ids)), key=place)[:size]))
+
+
+def trim(
+    head: Resolved, wanted: Trim, checkpoint: Checkpoint, target: Target | None
+) -> Resolved:
+    """The head with a smaller draft vocabulary, and what to say of it in ``trimmed``.
+
+    Raises ValueError for a size that is none, a text that cannot be read and a text without
+    a tokenizer to read it with.
+    """
+    vocabulary = head.vocabulary
+    if not 1 <= wanted.size <= vocabulary.draft_size:
+        raise ValueError(
+            f"--draft-vocab {wanted.size}: the head drafts {vocabulary.draft_size} tokens; give a "
+            f"number from 1 to {vocabulary.draft_size}"
+        )
+    ids = vocabulary.target_ids
+    if ids is None:
+        ids = np.arange(vocabulary.draft_size)
+    counts = None
+    if wanted.text is not None:
+        counts = count_tokens(wanted.text, *_tokenizer_place(checkpoint, target))
+    kept = choose(ids, wanted.size, counts)
+    tensors, config = dict(head.tensors), dict(head.config)
+    output, rows = tensors.get("lm_head.weight"), mx.array(kept)
+    if output is not None:
+        tensors["lm_head.weight"] = Derived(output, lambda w: w[rows], len(kept))
+    elif config["lm_head_source"] == "target":
+        config["lm_head_source"] = "target_rows"
+    config |= {"draft_vocab_size": len(kept), "has_d2t": True}
+    entry = {"from": len(ids), "by": "d2t order"}
+    if counts is not None:
+        entry |= {
+            "by": "frequency",
+            "text": Path(wanted.text).name,
+            "sha256": counts.sha256,
+            "tokens": sum(counts.tokens.values()),
+            "covered": round(counts.share(ids[kept].tolist()), 4),
+            "covered_before": round(counts.share(ids.tolist()), 4),
+        }
+    vocabulary = replace(vocabulary, draft_size=len(kept), target_ids=ids[kept])
+    return replace(head, config=config, tensors=tensors, vocabulary=vocabulary, trimmed=entry)
+
+
+def describe(entry: Mapping[str, Any]) -> str:
+    """The entry in a line, for people."""
+    said = f"trimmed from {entry['from']} by {entry['by']}"
+    if "text" not in entry:
+        return said
+    return (
+        f"{said} in {entry['text']}, of whose {entry['tokens']} tokens {entry['covered']:.1%} can "
+        f"be drafted (before: {entry['covered_before']:.1%})"
+    )
