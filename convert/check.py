@@ -246,12 +246,12 @@ def unroll(
     head, end = part.head, first + num_slots
     window = head.config.sliding_window or end + DEPTHS
     cache = [KVCache() for _ in head.layers]
-    states = head(part.embed(tokens[1 : end + 1])[None], head.fuse(features[None, :end]), cache)
-    states = states[:, first:]
+    states = head(part.embed(tokens[1 : end + 1]), head.fuse(features[:end]), cache)
+    states = states[first:]
     slots, places = mx.arange(first, end), mx.arange(end)
     visible = places[None] <= slots[:, None]
     for depth in range(1, DEPTHS + 1):
-        logits = head.logits(states)[0]
+        logits = head.logits(states)
         drafted = part.ids[mx.argmax(logits, axis=-1)]
         yield logits, drafted
         if depth == DEPTHS:
@@ -260,7 +260,7 @@ def unroll(
         places = mx.concatenate([places, positions])
         visible = mx.concatenate([visible, mx.eye(num_slots, dtype=mx.bool_)], axis=1)
         mask = visible & (positions[:, None] < places[None] + window)
-        states = head(part.embed(drafted[None]), states, cache, positions, mask)
+        states = head(part.embed(drafted), states, cache, positions, mask)
 
 
 def compare(

@@ -7,7 +7,7 @@ copy of the target's).
 from collections.abc import Mapping
 from typing import Any
 
-from mlx_eagle.head import ACTIVATIONS
+from mlx_eagle.head import GATED
 
 from .families import Family, hidden_size
 from .shapes import need
@@ -70,8 +70,8 @@ def _pre_fc_norm(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> 
 
 def activation(settings: Mapping[str, Any]) -> str:
     name = settings.get("hidden_act") or settings.get("hidden_activation") or "silu"
-    if name not in ACTIVATIONS:
-        raise ValueError(f"the head's activation is {name}; {', '.join(ACTIVATIONS)} are known")
+    if name not in GATED:
+        raise ValueError(f"the head's activation is {name}; {', '.join(GATED)} are known")
     return name
 
 

@@ -90,11 +90,8 @@ class Eagle3Drafter:
         if self.lagging:
             self._extend_lagging(tokens, features, last)
             return
-        states = self._forward(tokens[None], self.head.fuse(features[None]))
-        if last is None:
-            self._seed = states[:, -1:]
-        else:
-            self._seed = mx.take(states, last.reshape(1), axis=1)
+        states = self._forward(tokens, self.head.fuse(features))
+        self._seed = states[-1:] if last is None else states[last.reshape(1)]
 
     def propose(self, size: int, pick: Pick) -> Draft:
         """A chain of ``size`` tokens: one head forward for each but the first."""
@@ -102,7 +99,7 @@ class Eagle3Drafter:
         tokens = [self._next(states, pick)]
         for i in range(size - 1):
             positions = None if base is None else mx.array([base + i])
-            states = self._forward(tokens[-1][None], states, positions)
+            states = self._forward(tokens[-1], states, positions)
             tokens.append(self._next(states, pick))
         for layer in self.cache[:-1]:
             layer.trim(size - 1)
@@ -127,8 +124,7 @@ class Eagle3Drafter:
             visible = mx.concatenate([visible[rows], mx.eye(num, dtype=mx.bool_)], axis=1)
             mask = mx.concatenate([mx.ones((num, base), mx.bool_), visible], axis=1)
             positions = mx.full((num,), base + level, mx.int32)
-            tokens = self._to_ids(picked)[None]
-            states = self._forward(tokens, states[:, rows], positions, mask)
+            states = self._forward(self._to_ids(picked), states[rows], positions, mask)
             level += 1
             return self._log_probabilities(states)
 
@@ -161,7 +157,7 @@ class Eagle3Drafter:
             row, positions = last.reshape(1), base + last.reshape(1)
             tokens, features = tokens[row], features[row]
             self._last = last
-        self._seed = self._forward(tokens[None], self.head.fuse(features[None]), positions)[:, -1:]
+        self._seed = self._forward(tokens, self.head.fuse(features), positions)[-1:]
 
     def _position(self) -> int:
         """Pairs of the text so far, in the cache or not; the last round's count is read by now."""
@@ -184,22 +180,22 @@ class Eagle3Drafter:
         positions: mx.array | None = None,
         mask: mx.array | None = None,
     ) -> mx.array:
-        """One head forward over tokens (1, m) and states (1, m, h) -> (1, m, h)."""
+        """One head forward over tokens (m,) and states (m, h) -> (m, h)."""
         self.num_forwards += 1
-        self._warn_once_past(self.head.config.max_position_embeddings, tokens.shape[1])
+        self._warn_once_past(self.head.config.max_position_embeddings, tokens.shape[0])
         return self.head(self._embed(tokens), states, self.cache[:-1], positions, mask)
 
     def _next(self, states: mx.array, pick: Pick) -> mx.array:
-        """The head's choice after states (1, 1, h), as a target id (1,) int32."""
-        return self._to_ids(pick(self.head.logits(states)[0], self._to_target))
+        """The head's choice after states (1, h), as a target id (1,) int32."""
+        return self._to_ids(pick(self.head.logits(states), self._to_target))
 
     def _to_ids(self, index: mx.array) -> mx.array:
         """Draft-vocabulary indices (m,) as target ids (m,) int32."""
         return (index if self._to_target is None else self._to_target[index]).astype(mx.int32)
 
     def _log_probabilities(self, states: mx.array) -> mx.array:
-        """log q over the draft vocabulary in float32, (1, m, h) -> (m, Vd)."""
-        logits = self.head.logits(states)[0].astype(mx.float32)
+        """log q over the draft vocabulary in float32, (m, h) -> (m, Vd)."""
+        logits = self.head.logits(states).astype(mx.float32)
         return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
     def _warn_once_past(self, limit: int, num_new: int) -> None:

@@ -16,10 +16,17 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from .ropes import BY_LENGTH
 
-ACTIVATIONS = {
-    "silu": nn.silu,
-    "gelu": nn.gelu,
-    "gelu_pytorch_tanh": nn.gelu_approx,
+
+
+def _gated(activation: Callable[[mx.array], mx.array]) -> Callable[[mx.array, mx.array], mx.array]:
+    """activation(gate) * up, in one kernel."""
+    return mx.compile(lambda gate, up: activation(gate) * up, shapeless=True)
+
+
+GATED = {
+    "silu": _gated(nn.silu),
+    "gelu": _gated(nn.gelu),
+    "gelu_pytorch_tanh": _gated(nn.gelu_approx),
 }
 
 
@@ -127,30 +134,42 @@ class DraftAttention(nn.Module):
         )
 
     def _rotate(self, x: mx.array, positions: int | mx.array) -> mx.array:
-        """Rope on (B, H, m, D): row i at ``positions + i``, or at ``positions[i]``."""
+        """Rope on (1, H, m, D): row i at ``positions + i``, or at ``positions[i]``."""
         if isinstance(positions, int):
             return self.rope(x, offset=positions)
         if isinstance(self.rope, BY_LENGTH):
             # Its base is computed in Python: positions from the device are waited for.
             rows = zip(mx.split(x, x.shape[2], axis=2), positions.tolist())
             return mx.concatenate([self.rope(row, offset=place) for row, place in rows], axis=2)
-        # One batch entry a row: mx.fast.rope takes one offset a batch entry. B is 1 here.
+        # One batch entry a row: mx.fast.rope takes one offset a batch entry.
         rotated = self.rope(x.transpose(2, 1, 0, 3), offset=positions)
         return rotated.transpose(2, 1, 0, 3)
 
     def __call__(self, x, cache, positions, mask) -> mx.array:
-        batch, rows, _ = x.shape
-        qkv = self.qkv_proj(x).reshape(batch, rows, -1, self.head_dim)
-        q, k, v = mx.split(qkv, [self.num_heads, self.num_heads + self.num_kv_heads], axis=2)
+        heads = self._to_heads(self.qkv_proj(x))
+        qk, v = mx.split(heads, [self.num_heads + self.num_kv_heads], axis=1)
         if "q_norm" in self:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (a.transpose(0, 2, 1, 3) for a in (q, k, v))
-        q, k = self._rotate(q, positions), self._rotate(k, positions)
+            q, k = mx.split(qk, [self.num_heads], axis=1)
+            qk = mx.concatenate([self.q_norm(q), self.k_norm(k)], axis=1)
+        q, k = mx.split(self._rotate(qk, positions), [self.num_heads], axis=1)
         keys, values = cache.update_and_fetch(k, v)
         out = scaled_dot_product_attention(
             q, keys, values, cache=cache, scale=self.scale, mask=mask
         )
-        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(batch, rows, -1))
+        return self.o_proj(self._from_heads(out))
+
+    # One row, as in every draft step, is in both orders at once: that saves two operations.
+
+    def _to_heads(self, x: mx.array) -> mx.array:
+        """(m, H D) -> (1, H, m, D)."""
+        if len(x) == 1:
+            return x.reshape(1, -1, 1, self.head_dim)
+        return x.reshape(1, len(x), -1, self.head_dim).transpose(0, 2, 1, 3)
+
+    def _from_heads(self, x: mx.array) -> mx.array:
+        """(1, H, m, D) -> (m, H D)."""
+        rows = x.shape[2]
+        return (x if rows == 1 else x.transpose(0, 2, 1, 3)).reshape(rows, -1)
 
 
 class DraftMLP(nn.Module):
@@ -164,11 +183,11 @@ class DraftMLP(nn.Module):
         self.down_proj = nn.Linear(
             config.intermediate_size, config.hidden_size, bias=config.mlp_bias
         )
-        self.activation = ACTIVATIONS[config.hidden_act]
+        self.gated = GATED[config.hidden_act]
 
     def __call__(self, x: mx.array) -> mx.array:
         gate, up = mx.split(self.gate_up_proj(x), 2, axis=-1)
-        return self.down_proj(self.activation(gate) * up)
+        return self.down_proj(self.gated(gate, up))
 
 
 class DraftLayer(nn.Module):
@@ -191,8 +210,7 @@ class DraftLayer(nn.Module):
 
     def __call__(self, embeddings, states, cache, positions, mask) -> mx.array:
         if mask is None:
-            rows = states.shape[1]
-            mask = cache.make_mask(rows, return_array=False, window_size=self.window)
+            mask = cache.make_mask(len(states), return_array=False, window_size=self.window)
         normed = self.hidden_norm(states) if "hidden_norm" in self else states
         x = normed
         if self.sees_embedding:
@@ -209,7 +227,7 @@ class Eagle3Head(nn.Module):
 
     EAGLE-1 heads are the case of a fusion that takes embedding and state, at every step.
 
-    Shapes: B batch (1 in decoding), m rows, h = ``hidden_size``, F = ``num_aux`` times
+    Shapes: m rows of one text, h = ``hidden_size``, F = ``num_aux`` times
     ``target_hidden_size``, Vd = ``draft_vocab_size``.
     """
 
@@ -245,13 +263,14 @@ class Eagle3Head(nn.Module):
         return self.layers[0].post_attention_layernorm.weight.dtype
 
     def fuse(self, features: mx.array) -> mx.array:
-        """Features (B, m, F) of the target, low tap first -> states (B, m, h)."""
-        features = features.astype(self.dtype)
+        """Features (m, F) of the target, low tap first -> states (m, h)."""
+        # Cast after the norm, where there is one: a wider dtype may hold more than float16 can.
         if self.config.pre_fc_norm == "concat":
             features = self.input_norm(features)
         elif self.config.pre_fc_norm == "per_feature":
             parts = mx.split(features, self.config.num_aux, axis=-1)
             features = mx.concatenate([n(p) for n, p in zip(self.fc_norm, parts)], axis=-1)
+        features = features.astype(self.dtype)
         return self.fc(features) if self.config.fc_input == "features" else features
 
     def __call__(
@@ -262,7 +281,7 @@ class Eagle3Head(nn.Module):
         positions: int | mx.array | None = None,
         mask: mx.array | str | None = None,
     ) -> mx.array:
-        """Advance m slots: embeddings (B, m, h) of the tokens, states (B, m, h) -> (B, m, h).
+        """Advance m slots: embeddings (m, h) of the tokens, states (m, h) -> (m, h).
 
         The result is what ``logits`` takes and what is fed back as the next slot's state.
         ``positions`` is the first row's position (default: the cache's length) or one a row;
@@ -278,7 +297,7 @@ class Eagle3Head(nn.Module):
         return self.norm(states) if self.config.norm_output else states
 
     def logits(self, states: mx.array) -> mx.array:
-        """Logits over the draft vocabulary, (B, m, h) -> (B, m, Vd)."""
+        """Logits over the draft vocabulary, (m, h) -> (m, Vd)."""
         normed = self.config.norm_output or not self.config.final_norm
         return self.lm_head(states if normed else self.norm(states))
 

@@ -174,16 +174,16 @@ class Runner:
         self.cache = [KVCache() for _ in range(config.num_layers)]
 
     def extend(self, tokens, features, positions=None, mask=None) -> mx.array:
-        """States (1, m, h) after tokens (m,) and features (m, F)."""
-        return self.step(tokens, self.head.fuse(mx.array(features)[None]), positions, mask)
+        """States (m, h) after tokens (m,) and features (m, F)."""
+        return self.step(tokens, self.head.fuse(mx.array(features)), positions, mask)
 
     def step(self, tokens, states, positions=None, mask=None) -> mx.array:
-        embeddings = self.embed[mx.array(tokens)][None]
+        embeddings = self.embed[mx.array(tokens)]
         return self.head(embeddings, states, self.cache, positions, mask)
 
     def logits(self, states: mx.array) -> np.ndarray:
-        """(1, m, h) -> (m, Vd)."""
-        return np.array(self.head.logits(states)[0])
+        """(m, h) -> (m, Vd)."""
+        return np.array(self.head.logits(states))
 
     def draft(self, example: Frozen, slot: int, visible: mx.array | None = None) -> np.ndarray:
         """Logits (1 + steps, Vd): of the prefix up to that slot, then of each forced step.
@@ -196,7 +196,7 @@ class Runner:
 
         size = slot + 1
         tokens, features = example.tokens[:size], example.features[:size]
-        states = self.extend(tokens, features, mask=mask(0, size))[:, -1:]
+        states = self.extend(tokens, features, mask=mask(0, size))[-1:]
         rows = [self.logits(states)]
         for i, token in enumerate(example.chain(slot), size):
             states = self.step([token], states, mask=mask(i, i + 1))
@@ -227,7 +227,7 @@ def test_extend_pass_equals_the_reference(example):
     wanted_states, wanted_logits = eagle3_extend(
         example.weights, example.config, example.tokens, example.features, example.embed
     )
-    assert relative(states[0], wanted_states) < TOLERANCE
+    assert relative(states, wanted_states) < TOLERANCE
     assert relative(runner.logits(states), wanted_logits) < TOLERANCE
 
 
@@ -306,7 +306,7 @@ def test_cached_chunks_equal_one_block(example, sizes):
         start = runner.cache[0].offset
         part = slice(start, start + size)
         parts.append(runner.extend(example.tokens[part], example.features[part]))
-    assert relative(mx.concatenate(parts, axis=1), np.array(whole)) < TOLERANCE
+    assert relative(mx.concatenate(parts, axis=0), np.array(whole)) < TOLERANCE
 
 
 def test_explicit_positions_equal_the_default(example):
@@ -314,7 +314,7 @@ def test_explicit_positions_equal_the_default(example):
     runner = Runner(example)
     first = runner.extend(example.tokens[:4], example.features[:4], mx.arange(4))
     rest = runner.extend(example.tokens[4:], example.features[4:], mx.arange(4, NUM_SLOTS))
-    assert relative(mx.concatenate([first, rest], axis=1), np.array(whole)) < TOLERANCE
+    assert relative(mx.concatenate([first, rest], axis=0), np.array(whole)) < TOLERANCE
 
 
 def test_only_relative_positions_matter(example):
@@ -326,28 +326,34 @@ def test_only_relative_positions_matter(example):
     assert relative(drifting, np.array(whole)) > 100 * TOLERANCE
 
 
-def test_an_explicit_mask_equals_the_default(example):
-    if example.config.sliding_window is not None:
-        pytest.skip("one mask for all layers, which differ")
+@pytest.fixture(params=[name for name in VARIANTS if "window" not in name])
+def unwindowed(request) -> Frozen:
+    """One mask serves all layers only where they do not differ in their windows."""
+    example = random_head(request.param)
+    assert example.config.sliding_window is None
+    return example
+
+
+def test_an_explicit_mask_equals_the_default(unwindowed):
+    example = unwindowed
     whole = Runner(example).extend(example.tokens, example.features)
     causal = mx.tri(NUM_SLOTS, dtype=mx.bool_)
     masked = Runner(example).extend(example.tokens, example.features, mask=causal)
     assert relative(masked, np.array(whole)) < TOLERANCE
 
 
-def test_siblings_at_one_position_equal_each_path_alone(example):
-    if example.config.sliding_window is not None:
-        pytest.skip("one mask for all layers, which differ")
+def test_siblings_at_one_position_equal_each_path_alone(unwindowed):
+    example = unwindowed
     prefix, siblings = slice(0, 5), example.tokens[5:8]
     runner = Runner(example)
-    seed = runner.extend(example.tokens[prefix], example.features[prefix])[:, -1:]
+    seed = runner.extend(example.tokens[prefix], example.features[prefix])[-1:]
     own = mx.concatenate([mx.ones((3, 5), mx.bool_), mx.eye(3).astype(mx.bool_)], axis=1)
-    together = runner.step(siblings, mx.repeat(seed, 3, axis=1), mx.full((3,), 5), own)
+    together = runner.step(siblings, mx.repeat(seed, 3, axis=0), mx.full((3,), 5), own)
     for row, token in enumerate(siblings):
         alone = Runner(example)
         alone.extend(example.tokens[prefix], example.features[prefix])
         wanted = alone.step([token], seed)
-        assert relative(together[:, row : row + 1], np.array(wanted)) < TOLERANCE
+        assert relative(together[row : row + 1], np.array(wanted)) < TOLERANCE
 
 
 def test_fused_rows_are_the_parts_in_order():
@@ -378,7 +384,7 @@ def test_half_precision_stays_near_and_stays_half(variant, dtype):
     _, wanted = eagle3_extend(
         example.weights, example.config, example.tokens, example.features, example.embed
     )
-    assert relative(np.array(logits[0].astype(mx.float32)), wanted) < HALF_TOLERANCE
+    assert relative(np.array(logits.astype(mx.float32)), wanted) < HALF_TOLERANCE
 
 
 @pytest.mark.parametrize(

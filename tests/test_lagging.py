@@ -16,7 +16,7 @@ class Spy(Eagle3Drafter):
     calls: list = []
 
     def _forward(self, tokens, states, positions=None, mask=None):
-        self.calls.append((tokens.shape[1], None if positions is None else positions.tolist()))
+        self.calls.append((tokens.shape[0], None if positions is None else positions.tolist()))
         return super()._forward(tokens, states, positions, mask)
 
 

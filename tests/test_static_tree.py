@@ -90,7 +90,7 @@ def naive_static(drafter, committed, features, paths) -> list[int]:
         alone.extend(mx.array(committed), features)
         states = alone._seed
         for token in tokens:
-            states = alone._forward(mx.array([[token]]), states)
+            states = alone._forward(mx.array([token]), states)
         row = alone._log_probabilities(states)[0].tolist()
         return [ids[i] for i in sorted(range(len(row)), key=lambda i: (-row[i], i))]
 

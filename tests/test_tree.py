@@ -163,7 +163,7 @@ def naive_tree(drafter, committed_tokens, features, shape):
         alone.extend(mx.array(committed_tokens), features)
         states = alone._seed
         for token in path:
-            states = alone._forward(mx.array([[token]]), states)
+            states = alone._forward(mx.array([token]), states)
         return alone._log_probabilities(states)[0].tolist()
 
     def children(path, score):
