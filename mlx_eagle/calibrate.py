@@ -5,6 +5,7 @@ Once per device, target, drafter, versions and context bucket; kept in the user'
 
 import json
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -17,23 +18,30 @@ from .cache import Window
 from .decoder import Decoder, Round
 from .device import device_name
 from .hub import user_cache
-from .pace import RoundCosts
+from .pace import Plan, RoundCosts
+from .tree import TreeShape
 
-MOST_DRAFTS = 7  # verify passes of 2 to 8 rows
+CHAINS = tuple(Plan(size) for size in range(1, 8))  # verify passes of 2 to 8 rows
+TREES = tuple(
+    Plan(tree.depth, tree)
+    for tree in map(TreeShape.parse, ("2x2:4", "3x3:8", "4x4:16", "6x5:32", "10x6:59"))
+)
 PLAIN_STEPS = 8
 ROUNDS = 3  # of each length, in each repeat
 REPEATS = 2
 SMALLEST_BUCKET = 512
 
 
-def round_costs(decoder: Decoder) -> RoundCosts:
+def round_costs(decoder: Decoder, with_trees: bool = False) -> RoundCosts:
     """Costs of ``decoder``'s rounds where its text stands: as remembered, or measured now."""
-    file, key = user_cache() / "calibration.json", _key(decoder)
-    known = _read(file)
-    if key in known:
-        return RoundCosts(known[key]["plain"], tuple(known[key]["rounds"]))
-    costs = measure(decoder)
-    known = _read(file) | {key: {"plain": costs.plain, "rounds": costs.rounds}}
+    plans = CHAINS + TREES if with_trees else CHAINS
+    file, key = user_cache() / "calibration.json", _key(decoder, with_trees)
+    known = _read(file).get(key, {})
+    if known.get("rounds", {}).keys() == {str(plan) for plan in plans}:
+        return RoundCosts(known["plain"], {plan: known["rounds"][str(plan)] for plan in plans})
+    costs = measure(decoder, plans)
+    rounds = {str(plan): seconds for plan, seconds in costs.rounds.items()}
+    known = _read(file) | {key: {"plain": costs.plain, "rounds": rounds}}
     file.parent.mkdir(parents=True, exist_ok=True)
     fresh = file.with_suffix(".new")
     fresh.write_text(json.dumps(known, indent=1))
@@ -41,7 +49,7 @@ def round_costs(decoder: Decoder) -> RoundCosts:
     return costs
 
 
-def measure(decoder: Decoder, most_drafts: int = MOST_DRAFTS) -> RoundCosts:
+def measure(decoder: Decoder, plans: Sequence[Plan] = CHAINS) -> RoundCosts:
     """Time real rounds from where the text stands, and undo them all.
 
     The drafter starts on caches of its own: one layer on a short text costs what it costs on
@@ -54,23 +62,21 @@ def measure(decoder: Decoder, most_drafts: int = MOST_DRAFTS) -> RoundCosts:
         Match(),
         (),
         decoder.quantization,
-        None,
         decoder.stream,
     )
     undo = Window(decoder.cache)
-    sizes = range(1, most_drafts + 1)
     plain: list[float] = []
-    rounds: dict[int, list[float]] = {size: [] for size in sizes}
+    rounds: dict[Plan, list[float]] = {plan: [] for plan in plans}
     try:
         trial.root = decoder.root
         _finish(trial, trial.launch_first())
         for _ in range(REPEATS):
             plain += _time_plain(trial)
-            for size in sizes:
-                rounds[size] += _time_rounds(trial, size)
+            for plan in plans:
+                rounds[plan] += _time_rounds(trial, plan)
     finally:
         undo.keep(0)
-    return RoundCosts(median(plain), tuple(median(rounds[size]) for size in sizes))
+    return RoundCosts(median(plain), {plan: median(times) for plan, times in rounds.items()})
 
 
 def _finish(trial: Decoder, done: Round) -> float:
@@ -81,19 +87,19 @@ def _finish(trial: Decoder, done: Round) -> float:
     return now
 
 
-def _time_rounds(trial: Decoder, size: int) -> list[float]:
-    """Seconds from read to read of rounds of ``size`` drafts, one after the other."""
-    reads = [_finish(trial, trial.launch(size)) for _ in range(ROUNDS + 1)]
+def _time_rounds(trial: Decoder, plan: Plan) -> list[float]:
+    """Seconds from read to read of such rounds, one after the other."""
+    reads = [_finish(trial, trial.launch(plan)) for _ in range(ROUNDS + 1)]
     return [after - before for before, after in zip(reads, reads[1:])]
 
 
 def _time_plain(trial: Decoder) -> list[float]:
     """Seconds a step of pipelined plain decoding, taps included; one figure."""
-    done = trial.launch(0)
+    done = trial.launch(Plan(0))
     start = time.perf_counter()
     for _ in range(PLAIN_STEPS):
         trial.commit(done, 1)
-        upcoming = trial.launch(0)
+        upcoming = trial.launch(Plan(0))
         done.read()
         done = upcoming
     elapsed = time.perf_counter() - start
@@ -110,7 +116,7 @@ def _read(file: Path) -> dict[str, Any]:
     return known if isinstance(known, dict) else {}
 
 
-def _key(decoder: Decoder) -> str:
+def _key(decoder: Decoder, with_trees: bool) -> str:
     """All that a round's cost depends on."""
     length = max((getattr(c, "offset", 0) for c in decoder.cache), default=0)
     bucket = SMALLEST_BUCKET
@@ -121,7 +127,9 @@ def _key(decoder: Decoder) -> str:
     drafter = ", ".join(_describe(module) for module in decoder.drafter.modules())
     kind = f"{type(decoder.drafter).__name__} {drafter}"
     caches = sorted({type(c).__name__ for c in decoder.cache})
-    return " | ".join([device_name(), *versions, target, kind, *caches, f"context {bucket}"])
+    what = "chains and trees" if with_trees else "chains"
+    where = [device_name(), *versions, target, kind, *caches, f"context {bucket}"]
+    return " | ".join([*where, what])
 
 
 def _describe(module: Any) -> str:

@@ -97,7 +97,8 @@ def add_draft_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SHAPE",
         help="Draft trees instead of chains. WIDTHxDEPTH:NODES, such as 4x5:16, keeps what is "
         "likeliest (EAGLE-2). Static: eagle1, the tree of EAGLE-1; root2:5, two chains of 5; "
-        "or the number of children of each node, level by level, such as 3/2+1.",
+        "or the number of children of each node, level by level, such as 3/2+1. auto: chains, "
+        "trees or plain decoding, what pays.",
     )
     parser.add_argument(
         "--acceptance",
@@ -125,13 +126,11 @@ def check_arguments(args: argparse.Namespace) -> None:
             f"--num-draft-tokens is {args.num_draft_tokens}: give 0 (plain decoding) or more, or "
             "auto."
         )
-    if args.num_draft_tokens == AUTO and args.tree:
-        raise ValueError("--num-draft-tokens auto is for chains: leave --tree out.")
     if args.max_tokens == 0 or args.max_tokens < -1:
         raise ValueError(
             f"--max-tokens is {args.max_tokens}: give a positive number, or -1 for no limit."
         )
-    if args.tree:
+    if args.tree and args.tree != AUTO:
         parse_tree(args.tree)
     if args.prefill_step_size < 1:
         raise ValueError(f"--prefill-step-size is {args.prefill_step_size}: give 1 or more.")
@@ -307,7 +306,7 @@ def draft_options(args: argparse.Namespace, drafter) -> dict[str, Any]:
         "draft_model": drafter,
         "num_draft_tokens": args.num_draft_tokens,
         "acceptance": args.acceptance,
-        "tree": parse_tree(args.tree) if args.tree else None,
+        "tree": parse_tree(args.tree) if args.tree not in (None, AUTO) else args.tree,
     }
 
 

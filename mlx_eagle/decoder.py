@@ -12,6 +12,7 @@ import mlx.core as mx
 from .accept import LogitsProcessor, Rule, Verdict, process_logits
 from .cache import CacheQuantization, Window
 from .drafter import Draft, Drafter, Pick, empty_draft
+from .pace import Plan
 from .target import LayerCall, Target
 from .tree import Tree
 
@@ -20,6 +21,7 @@ from .tree import Tree
 class Round:
     """A verify pass in flight: row 0 is the root, row i + 1 draft token i."""
 
+    plan: Plan
     num_drafted: int
     num_levels: int
     verdict: Verdict
@@ -72,7 +74,6 @@ class Decoder:
         rule: Rule,
         processors: tuple[LogitsProcessor, ...],
         quantization: CacheQuantization,
-        tree: Tree | None,
         stream: mx.Stream | mx.ThreadLocalStream,
     ):
         self.target = target
@@ -81,7 +82,6 @@ class Decoder:
         self.rule = rule
         self.processors = processors
         self.quantization = quantization
-        self.tree = tree
         self.stream = stream
         self.root = mx.zeros((1,), mx.int32)
         self.history = mx.zeros((0,), mx.int32)  # for logits processors: up to the root
@@ -137,12 +137,13 @@ class Decoder:
                 for window in windows:
                     window.keep(0)
 
-    def launch(self, size: int, absorb: bool = False) -> Round:
-        """Build one round that drafts ``size`` levels, and start it without waiting.
+    def launch(self, plan: Plan, absorb: bool = False) -> Round:
+        """Build one round that drafts what ``plan`` says, and start it without waiting.
 
-        Size 0 is a step of plain decoding: unless it is to ``absorb`` the step, the drafter is
+        A plan of size 0 is a step of plain decoding: unless it is to ``absorb`` the step, the drafter is
         left behind, and catches up before it proposes again.
         """
+        size = plan.size
         absorb = absorb or size > 0
         if size > 0:
             self._catch_up()
@@ -155,7 +156,7 @@ class Decoder:
         )
         with self._undone_on_failure(target_window, draft_window), mx.stream(self.stream):
             choice = self.rule.open(self.num_emitted)
-            draft = self._propose(size, choice.pick)
+            draft = self._propose(size, plan.tree, choice.pick)
             reach = draft.reach()
             tokens = mx.concatenate([self.root, draft.tokens])
             logits, features, calls = self._verify(tokens, reach, target_window)
@@ -170,6 +171,7 @@ class Decoder:
                 mx.async_eval(self.drafter.pending())
         forwards = self.drafter.num_forwards - self._prefill_forwards
         return Round(
+            plan,
             len(draft),
             draft.num_levels,
             verdict,
@@ -186,7 +188,7 @@ class Decoder:
         with self._undone_on_failure(Window(self.drafter.cache)):
             with mx.stream(self.stream):
                 self.drafter.extend(self.root, None)
-            first = self.launch(0, absorb=True)
+            first = self.launch(Plan(0), absorb=True)
         self._prefill_forwards = self.drafter.num_forwards
         return first
 
@@ -247,12 +249,12 @@ class Decoder:
         with self.target.as_alone(self.cache, tokens.shape[0]):
             return self.target(tokens, self.cache)
 
-    def _propose(self, size: int, pick: Pick) -> Draft:
+    def _propose(self, size: int, tree: Tree | None, pick: Pick) -> Draft:
         if size == 0:
             return empty_draft()
-        if self.tree is None:
+        if tree is None:
             return self.drafter.propose(size, pick)
-        return self.drafter.propose_tree(self.tree.at_most(size))
+        return self.drafter.propose_tree(tree.at_most(size))
 
     def _verify(
         self, tokens: mx.array, reach: mx.array | None, window: Window

@@ -5,7 +5,7 @@ rules and caches by their interfaces alone.
 """
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,7 +17,7 @@ from .cache import CacheQuantization, check_supported
 from .calibrate import round_costs
 from .decoder import Decoder, Round
 from .drafter import Drafter, TreeDrafter
-from .pace import AdaptivePace, FixedPace, Pace
+from .pace import AdaptivePace, FixedPace, Pace, Plan
 from .sampling import Sampling
 from .stats import Stats
 from .target import Target
@@ -44,13 +44,13 @@ class Limits:
                 return run[: i + 1]
         return run
 
-    def at_most(self, size: int, num_emitted: int) -> int | None:
-        """``size``, or what is left of it after ``num_emitted`` tokens; None if nothing is."""
+    def at_most(self, plan: Plan, num_emitted: int) -> Plan | None:
+        """As much of ``plan`` as fits after ``num_emitted`` tokens; None if the text ends."""
         if self.max_tokens < 0:
-            return size
+            return plan
         num_left = self.max_tokens - num_emitted
         # A verify pass emits one token more than it keeps.
-        return min(size, num_left - 1) if num_left > 0 else None
+        return replace(plan, size=min(plan.size, num_left - 1)) if num_left > 0 else None
 
     def end(self, token: int) -> bool:
         """Whether the text ends with this token."""
@@ -93,7 +93,7 @@ def speculative_generate_step(
     sampler: Sampler | None = None,
     logits_processors: list[LogitsProcessor] | None = None,
     acceptance: str | None = None,
-    tree: Tree | None = None,
+    tree: Tree | str | None = None,
     prompt_cache: list | None = None,
     max_kv_size: int | None = None,
     prefill_step_size: int = 2048,
@@ -111,7 +111,8 @@ def speculative_generate_step(
     (see ``pace``; what rounds cost is measured once and remembered). ``max_tokens`` -1 means
     no limit. ``acceptance`` is "match" (any sampler), "coupled" or "reject" (with a
     ``Sampling``; coupled is then the default). ``tree`` drafts trees of that shape instead of
-    chains, where target and drafter can. ``stop_tokens`` end the generation once
+    chains, where target and drafter can; "auto" chooses among chains, trees and plain decoding
+    what pays. ``stop_tokens`` end the generation once
     yielded. ``stats`` is filled in as it goes.
 
     Wherever the caller stops, ``prompt_cache`` then holds the prompt and every token yielded,
@@ -122,7 +123,7 @@ def speculative_generate_step(
     an acceptance rule that does not fit the sampler, or a cache type that cannot be rolled
     back exactly.
     """
-    _check_request(prompt, num_draft_tokens, tree)
+    _check_request(prompt, num_draft_tokens)
     if isinstance(sampler, Sampling):
         sampler.restart()
     stats = Stats() if stats is None else stats
@@ -156,15 +157,10 @@ def speculative_generate_step(
             make_rule(acceptance, sampler),
             tuple(logits_processors or ()),
             quantization,
-            tree,
             stream,
         )
         decoder.prefill(prompt, prefill_step_size, prompt_progress_callback or (lambda *_: None))
-        pace = FixedPace(tree.depth if tree else num_draft_tokens)
-        if num_draft_tokens == AUTO:
-            pace = AdaptivePace(round_costs(decoder))
-            stats.pace_events = pace.events
-            decoder.leaves_drafter = pace.is_hopeless
+        pace = _make_pace(decoder, num_draft_tokens, tree, stats)
         limits = Limits(max_tokens, stop_tokens)
         yield from _rounds(decoder, pace, limits, stats, keep_caches=prompt_cache is not None)
     finally:
@@ -190,7 +186,7 @@ def _rounds(
             if not done.committed:
                 decoder.commit(done, len(run))
             if done.num_drafted:
-                pace.record(done.num_drafted, num_kept)
+                pace.record(done.plan, num_kept)
             if upcoming is None and not limits.end(run[-1]):
                 # The next round is on the device before the caller sees this one's tokens.
                 upcoming = _launch_next(decoder, pace, limits)
@@ -216,17 +212,24 @@ def _rounds(
             decoder.leave(done, upcoming, num_yielded, run)
 
 
+def _make_pace(
+    decoder: Decoder, num_draft_tokens: int | str, tree: Tree | str | None, stats: Stats
+) -> Pace:
+    if AUTO not in (num_draft_tokens, tree):
+        return FixedPace(Plan(tree.depth, tree) if tree else Plan(num_draft_tokens))
+    pace = AdaptivePace(round_costs(decoder, with_trees=tree == AUTO))
+    stats.pace_events = pace.events
+    decoder.leaves_drafter = pace.is_hopeless
+    return pace
+
+
 def _launch_next(decoder: Decoder, pace: Pace, limits: Limits) -> Round | None:
     """The round after the one just committed; None where the text must end."""
-    size = limits.at_most(pace.next_size(decoder.num_emitted), decoder.num_emitted)
-    if size is None:
-        return None
-    return decoder.launch(size)
+    plan = limits.at_most(pace.next_plan(decoder.num_emitted), decoder.num_emitted)
+    return None if plan is None else decoder.launch(plan)
 
 
-def _check_request(
-    prompt: mx.array, num_draft_tokens: int | str, tree: Tree | None
-) -> None:
+def _check_request(prompt: mx.array, num_draft_tokens: int | str) -> None:
     if prompt.ndim != 1:
         raise ValueError(
             f"the prompt has shape {tuple(prompt.shape)}: speculative decoding takes one prompt "
@@ -238,8 +241,6 @@ def _check_request(
         raise ValueError(
             f"num_draft_tokens is {num_draft_tokens}: give 0 (plain decoding) or more, or 'auto'."
         )
-    if num_draft_tokens == AUTO and tree is not None:
-        raise ValueError("num_draft_tokens 'auto' is for chains: give it a number with a tree.")
 
 
 def _check_target(
@@ -247,7 +248,7 @@ def _check_target(
     drafter: Drafter,
     cache: list,
     quantization: CacheQuantization,
-    tree: Tree | None,
+    tree: Tree | str | None,
     acceptance: str | None,
 ) -> None:
     """Raise ValueError for a target, or a wish about it, that could not be met exactly."""

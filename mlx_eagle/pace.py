@@ -1,10 +1,10 @@
-"""PURE: how long the next draft is: a fixed length, or the one that pays (``auto``).
+"""PURE: what is drafted next: always the same, or what pays (``auto``).
 
 Plain numbers only. What a round costs comes from ``calibrate.py``, what it brings from the
 rounds so far: E tokens a round of k against t(k) seconds, beside one token a plain step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -29,47 +29,64 @@ def expected_tokens(alphas: Sequence[float], size: int) -> float:
     return total
 
 
+class Shape(Protocol):
+    """What is asked of a tree here: its levels, and the most children a node has."""
+
+    depth: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to draft next: a chain of ``size`` tokens, a tree of ``size`` levels, or nothing."""
+
+    size: int
+    tree: Shape | None = None
+
+    def __str__(self) -> str:
+        return str(self.size) if self.tree is None else str(self.tree)
+
+
 @dataclass(frozen=True)
 class RoundCosts:
-    """Seconds: a step of pipelined plain decoding, and a round of k = 1, 2, ... drafts."""
+    """Seconds: a step of pipelined plain decoding, and a round of each plan."""
 
     plain: float
-    rounds: tuple[float, ...]
+    rounds: Mapping[Plan, float]
 
-    def gain(self, alphas: Sequence[float], size: int) -> float:
-        """Speedup over plain decoding of rounds of ``size`` at these acceptance rates."""
-        return expected_tokens(alphas, size) * self.plain / self.rounds[size - 1]
+    def chain(self, size: int) -> float:
+        """Plain steps that a round of a chain costs."""
+        return self.rounds[Plan(size)] / self.plain
 
-    def best(self, alphas: Sequence[float]) -> tuple[int, float]:
-        """The length with the greatest gain, and the gain."""
-        gains = [self.gain(alphas, k) for k in range(1, len(self.rounds) + 1)]
-        return gains.index(max(gains)) + 1, max(gains)
+    @property
+    def longest(self) -> int:
+        return max(plan.size for plan in self.rounds if plan.tree is None)
 
 
 class Pace(Protocol):
-    """Decides how long drafts are."""
+    """Decides what is drafted."""
 
     parked: bool
     """Whether decoding is plain for now, so that the drafter can be left behind."""
 
-    def next_size(self, num_tokens: int) -> int:
-        """The length of the next draft, after so many tokens; 0 for a plain step."""
+    def next_plan(self, num_tokens: int) -> Plan:
+        """The next draft, after so many tokens; of size 0 for a plain step."""
 
-    def record(self, size: int, num_accepted: int) -> None:
-        """What became of a draft of ``size`` >= 1 tokens."""
+    def record(self, plan: Plan, num_accepted: int) -> None:
+        """What became of a draft of one token or more."""
 
 
 @dataclass
 class FixedPace:
-    """Always the same length."""
+    """Always the same."""
 
-    size: int
+    plan: Plan
     parked: bool = False
 
-    def next_size(self, num_tokens: int) -> int:
-        return self.size
+    def next_plan(self, num_tokens: int) -> Plan:
+        return self.plan
 
-    def record(self, size: int, num_accepted: int) -> None:
+    def record(self, plan: Plan, num_accepted: int) -> None:
         """Nothing depends on it."""
 
 
@@ -84,11 +101,12 @@ class PaceEvent:
 
 @dataclass
 class AdaptivePace:
-    """The length that pays best by what was accepted lately; plain decoding where none pays.
+    """What pays best by what was accepted lately; plain decoding where nothing pays.
 
-    Acceptance is kept by position, given that the position before was accepted, and fades, so
-    that it follows the text. While parked, a few rounds are drafted now and then to see
-    whether the text has changed; how often follows from what they cost.
+    Acceptance in chains is kept by position, given that the position before was accepted, and
+    of trees as tokens a round. Both fade, so that they follow the text. While parked, a few
+    rounds are drafted now and then to see whether the text has changed; how often follows from
+    what they cost.
     """
 
     costs: RoundCosts
@@ -98,19 +116,23 @@ class AdaptivePace:
     _num_tokens: int = 0
     _accepted: list[float] = field(default_factory=list)
     _reached: list[float] = field(default_factory=list)
+    _of_trees: dict[Plan, tuple[float, float]] = field(default_factory=dict)  # tokens, rounds
     _trial: int = TRIAL_ROUNDS
     _lost: float = 0.0
     _plain_left: float = 0.0
 
     def __post_init__(self) -> None:
-        self._accepted = [0.0] * len(self.costs.rounds)
-        self._reached = [0.0] * len(self.costs.rounds)
-        size, gain = self.costs.best([ALMOST_ALWAYS])
-        if gain < 1.0:
-            cost = self.costs.rounds[size - 1] / self.costs.plain
+        self._accepted = [0.0] * self.costs.longest
+        self._reached = [0.0] * self.costs.longest
+        self._of_trees = {plan: (0.0, 0.0) for plan in self.costs.rounds if plan.tree is not None}
+        always = [ALMOST_ALWAYS]
+        gains = {plan: self._gain(plan, always) for plan in self.costs.rounds}
+        plan = max(gains, key=gains.get)
+        if gains[plan] < 1.0:
+            cost = self.costs.rounds[plan] / self.costs.plain
             self.is_hopeless = True
             self._park(
-                f"a round of {size} drafts costs {cost:.2f} plain steps, so it would not pay "
+                f"a round of {plan} drafts costs {cost:.2f} plain steps, so it would not pay "
                 f"even with {ALMOST_ALWAYS:.0%} accepted",
                 float("inf"),
             )
@@ -127,49 +149,77 @@ class AdaptivePace:
             alphas.append(before)
         return alphas
 
-    def next_size(self, num_tokens: int) -> int:
-        """See ``Pace.next_size``."""
+    def next_plan(self, num_tokens: int) -> Plan:
+        """See ``Pace.next_plan``."""
         self._num_tokens = num_tokens
-        size, gain = self.costs.best(self.alphas)
+        plan, gain = self._best()
         if not self.parked and self._trial <= 0 and gain < 1.0:
             self._park(
-                f"with {self.alphas[0]:.0%} of first drafts accepted, the best length ({size}) "
+                f"with {self.alphas[0]:.0%} of first drafts accepted, the best length ({plan}) "
                 f"would give {gain:.2f}x",
-                self._interval(size),
+                self._interval(plan, gain),
             )
         if not self.parked:
-            return size
+            return plan
         self._plain_left -= 1
         if self._plain_left >= 0:
-            return 0
+            return Plan(0)
         self.parked, self._trial, self._lost = False, TRIAL_ROUNDS, 0.0
         self._fade(0.3)  # what the probe finds shall outweigh what was known
         self._note("probe", "to see whether drafts are accepted now")
-        return size
+        return plan
 
-    def record(self, size: int, num_accepted: int) -> None:
+    def record(self, plan: Plan, num_accepted: int) -> None:
         """See ``Pace.record``."""
         self._fade(MEMORY)
-        for i in range(min(num_accepted + 1, size)):
-            self._reached[i] += 1
-            self._accepted[i] += i < num_accepted
-        self._lost += self.costs.rounds[size - 1] / self.costs.plain - (num_accepted + 1)
+        if plan.tree is None:
+            for i in range(min(num_accepted + 1, plan.size)):
+                self._reached[i] += 1
+                self._accepted[i] += i < num_accepted
+        elif plan in self._of_trees:
+            tokens, rounds = self._of_trees[plan]
+            self._of_trees[plan] = tokens + num_accepted + 1, rounds + 1
+        cost = self.costs.rounds.get(plan, self.costs.plain)  # unknown: a tree cut at the end
+        self._lost += cost / self.costs.plain - (num_accepted + 1)
         self._trial = 0 if self._lost > TRIAL_LOSS and self._trial > 0 else self._trial - 1
         if self._trial == 0 and self.events:
-            _, gain = self.costs.best(self.alphas)
+            _, gain = self._best()
             if gain >= 1.0:
                 self._note("wake", f"the probe promises {gain:.2f}x")
+
+    def _best(self) -> tuple[Plan, float]:
+        """The plan with the greatest gain, and the gain."""
+        alphas = self.alphas
+        gains = {plan: self._gain(plan, alphas) for plan in self.costs.rounds}
+        plan = max(gains, key=gains.get)
+        return plan, gains[plan]
+
+    def _gain(self, plan: Plan, alphas: Sequence[float]) -> float:
+        """Speedup over plain decoding at these acceptance rates of chains."""
+        expected = expected_tokens(alphas, plan.size)
+        if plan.tree is not None:
+            # Before a shape was tried: some child of w is right more often than the first one.
+            power = 1 + (plan.tree.width - 1) / 4
+            expected = expected_tokens([1 - (1 - a) ** power for a in alphas], plan.size)
+            tokens, rounds = self._of_trees[plan]
+            expected = (tokens + PRIOR_WEIGHT * expected) / (rounds + PRIOR_WEIGHT)
+        return expected * self.costs.plain / self.costs.rounds[plan]
 
     def _fade(self, factor: float) -> None:
         self._accepted = [factor * n for n in self._accepted]
         self._reached = [factor * n for n in self._reached]
+        self._of_trees = {
+            plan: (factor * tokens, factor * rounds)
+            for plan, (tokens, rounds) in self._of_trees.items()
+        }
 
-    def _interval(self, size: int) -> float:
+    def _interval(self, plan: Plan, gain: float) -> float:
         """Plain tokens until the next probe, so that probes stay within their budget."""
-        cost = self.costs.rounds[size - 1]
-        lost = TRIAL_ROUNDS * (cost - expected_tokens(self.alphas, size) * self.costs.plain)
-        lost += cost  # waking: the pipeline drains, and the drafter catches up
-        return min(MOST_PLAIN, max(FEWEST_PLAIN, lost / (PROBE_BUDGET * self.costs.plain)))
+        cost = self.costs.rounds[plan] / self.costs.plain
+        # Of every round the part that brings nothing; and waking, when the pipeline drains and
+        # the drafter catches up.
+        lost = TRIAL_ROUNDS * cost * (1 - gain) + cost
+        return min(MOST_PLAIN, max(FEWEST_PLAIN, lost / PROBE_BUDGET))
 
     def _park(self, reason: str, num_plain: float) -> None:
         self.parked, self._plain_left = True, num_plain

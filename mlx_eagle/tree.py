@@ -30,6 +30,9 @@ class TreeShape:
     depth: int
     nodes: int
 
+    def __str__(self) -> str:
+        return f"{self.width}x{self.depth}:{self.nodes}"
+
     @classmethod
     def parse(cls, text: str) -> "TreeShape":
         """Read ``WIDTHxDEPTH:NODES``; raise ValueError for anything else."""

@@ -12,33 +12,34 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_eagle import calibrate
 from mlx_eagle.loop import speculative_generate_step
-from mlx_eagle.pace import AdaptivePace, FixedPace, RoundCosts, expected_tokens
+from mlx_eagle.pace import AdaptivePace, FixedPace, Plan, RoundCosts, expected_tokens
 from mlx_eagle.sampling import Sampling
+from mlx_eagle.tree import TreeShape
 
 # A round of k = 1..7 in plain steps, where verification is nearly flat, and where it is linear.
-FLAT = RoundCosts(1.0, tuple(1.1 + 0.13 * k for k in range(1, 8)))
-STEEP = RoundCosts(1.0, tuple(1.2 + 0.84 * k for k in range(1, 8)))
-LINEAR = RoundCosts(1.0, tuple(1.04 * k + 1.0 for k in range(1, 8)))
+FLAT = RoundCosts(1.0, {Plan(k): 1.1 + 0.13 * k for k in range(1, 8)})
+STEEP = RoundCosts(1.0, {Plan(k): 1.2 + 0.84 * k for k in range(1, 8)})
+LINEAR = RoundCosts(1.0, {Plan(k): 1.04 * k + 1.0 for k in range(1, 8)})
 
 
 def simulate(pace, costs, alpha, num_tokens, seed) -> float:
     """Seconds a token of a text whose drafts are accepted at random; alpha by text position."""
     dice, seconds, emitted = random.Random(seed), 0.0, 0
     while emitted < num_tokens:
-        size, accepted = pace.next_size(emitted), 0
-        if size == 0:
+        plan, accepted = pace.next_plan(emitted), 0
+        if plan.size == 0:
             seconds, emitted = seconds + costs.plain, emitted + 1
             continue
-        while accepted < size and dice.random() < alpha(emitted):
+        while accepted < plan.size and dice.random() < alpha(emitted):
             accepted += 1
-        pace.record(size, accepted)
-        seconds, emitted = seconds + costs.rounds[size - 1], emitted + accepted + 1
+        pace.record(plan, accepted)
+        seconds, emitted = seconds + costs.rounds[plan], emitted + accepted + 1
     return seconds / emitted
 
 
 def mean_speedup(costs, alpha, num_tokens, size=None, runs=30) -> float:
     def pace():
-        return AdaptivePace(costs) if size is None else FixedPace(size)
+        return AdaptivePace(costs) if size is None else FixedPace(Plan(size))
 
     times = [simulate(pace(), costs, alpha, num_tokens, seed) for seed in range(runs)]
     return costs.plain / (sum(times) / runs)
@@ -74,7 +75,7 @@ def test_it_follows_a_text_that_changes():
 def test_hopeless_costs_park_for_good_with_the_reason():
     pace = AdaptivePace(LINEAR)
     assert pace.parked and pace.is_hopeless
-    assert [pace.next_size(n) for n in range(5000)] == [0] * 5000
+    assert [pace.next_plan(n) for n in range(5000)] == [Plan(0)] * 5000
     (event,) = pace.events
     assert event.what == "park" and "would not pay even with 90% accepted" in event.reason
 
@@ -98,13 +99,13 @@ class ScriptedPace:
     def __init__(self, sizes):
         self.sizes, self.parked, self.events, self.i = sizes, False, [], 0
 
-    def next_size(self, num_tokens):
+    def next_plan(self, num_tokens):
         size = self.sizes[self.i % len(self.sizes)]
         self.i += 1
         self.parked = size == 0
-        return size
+        return Plan(size)
 
-    def record(self, size, num_accepted):
+    def record(self, plan, num_accepted):
         pass
 
 
@@ -131,7 +132,7 @@ def case(request):
 
 @pytest.fixture
 def paced(monkeypatch, request):
-    monkeypatch.setattr("mlx_eagle.loop.round_costs", lambda decoder: None)
+    monkeypatch.setattr("mlx_eagle.loop.round_costs", lambda decoder, with_trees: None)
     monkeypatch.setattr(
         "mlx_eagle.loop.AdaptivePace", lambda costs: ScriptedPace(SCRIPTS[request.param])
     )
@@ -223,7 +224,7 @@ def test_calibration_changes_nothing_and_is_remembered(tmp_path, monkeypatch):
     measured = []
     measure = calibrate.measure
     monkeypatch.setattr(
-        calibrate, "measure", lambda decoder: measured.append(1) or measure(decoder)
+        calibrate, "measure", lambda decoder, plans: measured.append(1) or measure(decoder, plans)
     )
     for make in (tiny_llama, lambda: build("gemma3_text"), lambda: build("qwen3_next")):
         model = make()
@@ -256,9 +257,9 @@ def test_measured_costs_are_of_whole_rounds(tmp_path, monkeypatch):
     seen = []
     measure = calibrate.measure
 
-    def watch(decoder):
+    def watch(decoder, plans):
         before = [c.state for c in decoder.cache]
-        costs = measure(decoder)
+        costs = measure(decoder, plans)
         seen.append(costs)
         assert [c.offset for c in decoder.cache] == [len(PROMPT) - 1] * len(decoder.cache)
         after = [c.state for c in decoder.cache]
@@ -269,11 +270,54 @@ def test_measured_costs_are_of_whole_rounds(tmp_path, monkeypatch):
     monkeypatch.setattr(calibrate, "measure", watch)
     speculative(model, tiny_head(model), PROMPT, 3, num_draft_tokens="auto", prompt_cache=cache)
     (costs,) = seen
-    assert len(costs.rounds) == calibrate.MOST_DRAFTS and costs.plain > 0
-    assert min(costs.rounds) > 0
+    assert tuple(costs.rounds) == calibrate.CHAINS and costs.plain > 0
+    assert min(costs.rounds.values()) > 0
 
 
 def test_nonsense_is_refused():
     model = tiny_llama()
     with pytest.raises(ValueError, match="num_draft_tokens is automatic: give 0"):
         speculative(model, tiny_head(model), PROMPT, 3, num_draft_tokens="automatic")
+
+
+def test_a_tree_is_taken_where_it_pays_and_left_where_it_does_not():
+    """Trees of 2 levels whose rounds bring 2.2 tokens, at two costs, beside chains at 50 %."""
+    tree = Plan(2, TreeShape.parse("3x2:9"))
+
+    def tokens_per_second(cost: float) -> tuple[float, int]:
+        costs = RoundCosts(1.0, {**FLAT.rounds, tree: cost})
+        pace, dice = AdaptivePace(costs), random.Random(7)
+        seconds, emitted, num_trees = 0.0, 0, 0
+        for _ in range(400):
+            plan = pace.next_plan(emitted)
+            if plan.tree is not None:
+                num_trees += 1
+                accepted = dice.choice([0, 1, 1, 2, 2])
+            else:
+                accepted = 0
+                while accepted < plan.size and dice.random() < 0.5:
+                    accepted += 1
+            pace.record(plan, accepted)
+            seconds, emitted = seconds + costs.rounds[plan], emitted + accepted + 1
+        return emitted / seconds, num_trees
+
+    fast, num_used = tokens_per_second(1.4)
+    slow, num_tried = tokens_per_second(1.9)
+    assert num_used > 350 and fast > 1.5
+    assert num_tried < 100 and slow > 0.97 * mean_speedup(FLAT, lambda _: 0.5, 800, 2)
+
+
+@pytest.mark.parametrize("make", [tiny_llama, lambda: build("gemma3_text")])
+def test_tree_auto_gives_the_targets_text(make, tmp_path, monkeypatch):
+    monkeypatch.setattr("mlx_eagle.calibrate.user_cache", lambda: tmp_path)
+    model = make()
+    tokens, _ = speculative(model, tiny_head(model), PROMPT, 30, tree="auto")
+    assert tokens == plain(model, PROMPT, 30)
+    (known,) = json.loads((tmp_path / "calibration.json").read_text()).values()
+    assert len(known["rounds"]) == len(calibrate.CHAINS + calibrate.TREES)
+
+
+def test_tree_auto_is_refused_where_trees_are():
+    model = build("mamba2")
+    with pytest.raises(ValueError, match="leave --tree out"):
+        speculative(model, tiny_head(model), PROMPT, 4, tree="auto")
