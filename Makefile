@@ -26,8 +26,9 @@ RUN := $(if $(OPENBLAS),env LD_PRELOAD=$(OPENBLAS)) $(BIN)/python
 demo: $(VENV)/installed
 	@$(RUN) -m mlx_eagle.demo $(if $(PROMPT),--prompt "$$DEMO_PROMPT") $(ARGS)
 
+# Files are spread over the cores, one BLAS thread each.
 test: $(VENV)/installed-test
-	@$(RUN) -m pytest $(ARGS)
+	@env OPENBLAS_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 bench: $(VENV)/installed
 	@$(RUN) -m mlx_eagle.bench $(ARGS)
