@@ -11,12 +11,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from .accept import Match
 from .cache import Window
 from .decoder import Decoder, Round
 from .device import device_name
+from .drafter import Draft, Drafter, Pick
 from .hub import user_cache
 from .pace import Plan, RoundCosts
 from .tree import TreeShape
@@ -57,7 +59,7 @@ def measure(decoder: Decoder, plans: Sequence[Plan] = CHAINS) -> RoundCosts:
     """
     trial = Decoder(
         decoder.target,
-        decoder.drafter.begin(),
+        _AlwaysDrafts(decoder.drafter.begin()),
         decoder.cache,
         Match(),
         (),
@@ -77,6 +79,20 @@ def measure(decoder: Decoder, plans: Sequence[Plan] = CHAINS) -> RoundCosts:
     finally:
         undo.keep(0)
     return RoundCosts(median(plain), {plan: median(times) for plan, times in rounds.items()})
+
+
+class _AlwaysDrafts:
+    """A drafter that proposes something even where its own has nothing to say."""
+
+    def __init__(self, drafter: Drafter):
+        self._drafter = drafter
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
+
+    def propose(self, size: int, pick: Pick) -> Draft:
+        draft = self._drafter.propose(size, pick)
+        return draft if len(draft) == size else Draft(mx.zeros((size,), mx.int32))
 
 
 def _finish(trial: Decoder, done: Round) -> float:

@@ -11,6 +11,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_eagle import calibrate
+from mlx_eagle.lookup import LookupDrafter
 from mlx_eagle.loop import speculative_generate_step
 from mlx_eagle.pace import AdaptivePace, FixedPace, Plan, RoundCosts, expected_tokens
 from mlx_eagle.sampling import Sampling
@@ -321,3 +322,21 @@ def test_tree_auto_is_refused_where_trees_are():
     model = build("mamba2")
     with pytest.raises(ValueError, match="leave --tree out"):
         speculative(model, tiny_head(model), PROMPT, 4, tree="auto")
+
+
+def test_every_kind_of_drafter_is_calibrated_with_full_drafts(tmp_path, monkeypatch):
+    """Lookup finds nothing to copy in a text without repetition; its rounds must be costed yet."""
+    monkeypatch.setattr("mlx_eagle.calibrate.user_cache", lambda: tmp_path)
+    model, sizes = tiny_llama(), []
+    launch = calibrate.Decoder.launch
+
+    def watch(self, plan, absorb=False):
+        done = launch(self, plan, absorb)
+        sizes.append((plan.size, done.num_drafted))
+        return done
+
+    monkeypatch.setattr(calibrate.Decoder, "launch", watch)
+    tokens, _ = speculative(model, LookupDrafter(), PROMPT, 1, num_draft_tokens="auto")
+    assert tokens == plain(model, PROMPT, 1)
+    assert {size for size, _ in sizes} == set(range(8))
+    assert all(size == drafted for size, drafted in sizes)
