@@ -1,6 +1,7 @@
 # make demo   the main job on the embedded demo pair; make demo PROMPT="..." asks something else
 # make test   the whole test suite; make test ARGS="-k demo" runs a part
 # make bench  the benchmark on the demo pair; ARGS="..." goes to it
+# make docs   the documentation site, into .docs/site
 # make clean  remove what these made
 #
 # Needs Python 3.11 or newer (PYTHON=python3.12 picks one) and a network for the first run.
@@ -21,7 +22,7 @@ OPENBLAS := $(if $(filter Linux,$(shell uname -s)),$(firstword \
 	$(shell (ldconfig -p || /sbin/ldconfig -p) 2>/dev/null | sed -n 's/.*libopenblas\.so.* => //p')))
 RUN := $(if $(OPENBLAS),env LD_PRELOAD=$(OPENBLAS)) $(BIN)/python
 
-.PHONY: demo test bench clean
+.PHONY: demo test bench docs clean
 
 demo: $(VENV)/installed
 	@$(RUN) -m mlx_eagle.demo $(if $(PROMPT),--prompt "$$DEMO_PROMPT") $(ARGS)
@@ -33,8 +34,11 @@ test: $(VENV)/installed-test
 bench: $(VENV)/installed
 	@$(RUN) -m mlx_eagle.bench $(ARGS)
 
+docs: $(VENV)/installed-docs
+	@$(BIN)/python -m mkdocs build --strict --config-file .docs/mkdocs.yml $(ARGS)
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .docs/site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/created:
@@ -53,4 +57,9 @@ $(VENV)/installed: $(VENV)/created pyproject.toml
 $(VENV)/installed-test: $(VENV)/created pyproject.toml
 	@echo "Installing into $(VENV) with what the tests need, once." >&2
 	@$(BIN)/python -m pip install --quiet --editable '.[test]'
+	@touch $(VENV)/installed $@
+
+$(VENV)/installed-docs: $(VENV)/created pyproject.toml
+	@echo "Installing into $(VENV) what the documentation needs, once." >&2
+	@$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	@touch $(VENV)/installed $@

@@ -96,7 +96,9 @@ def test_wheel_holds_every_source_and_nothing_but_mlx_eagle(wheel, checkout):
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name.split("/")[0] for name in names} == {"mlx_eagle", "mlx_eagle-0.1.0.dist-info"}
     assert {name for name in names if name.startswith("mlx_eagle/")} == expected_files(checkout)
+    info = "mlx_eagle-0.1.0.dist-info"
     assert {
+        f"{info}/licenses/LICENSE",
         "mlx_eagle/py.typed",
         "mlx_eagle/convert/__main__.py",
         "mlx_eagle/bench/prompts/mt_bench.jsonl",

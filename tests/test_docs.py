@@ -1,0 +1,274 @@
+"""README.md and the documentation: commands parse, snippets run, links lead somewhere.
+
+Commands are judged by their own parsers, make targets by make. Snippets run as they stand, on a
+tiny pair in place of the models that they name.
+"""
+
+import argparse
+import importlib.util
+import re
+import shlex
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import mlx_lm
+import pytest
+import yaml
+from helpers import byte_tokenizer, tiny_head, tiny_llama
+from test_package import make
+
+import mlx_eagle
+from mlx_eagle import cli, demo
+from mlx_eagle.bench import __main__ as bench
+
+ROOT = Path(__file__).parent.parent
+PAGES = ROOT / ".docs" / "pages"
+WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
+DOCUMENTS = [ROOT / "README.md", *sorted(PAGES.glob("*.md"))]
+SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+FOLDERS = ["", "tests", "mlx_eagle", "convert", "bench"]  # where a file may be named from
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"`([^`]+)`")
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
+LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
+
+every_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+
+
+def blocks(path: Path, *languages: str) -> Iterator[tuple[str, str]]:
+    """(language, text) of the fenced blocks in these languages; "" is a block without one."""
+    for language, text in FENCE.findall(path.read_text()):
+        if language in languages:
+            yield language, text
+
+
+def spans(path: Path) -> list[str]:
+    """What stands in backticks in the running text."""
+    return [" ".join(span.split()) for span in SPAN.findall(FENCE.sub("", path.read_text()))]
+
+
+def commands(path: Path) -> list[list[str]]:
+    """The words of every command in console blocks; an "or:" behind one counts too."""
+    found = []
+    for language, text in blocks(path, "", "sh"):
+        for line in text.replace("\\\n", " ").replace("# or: ", "\n").splitlines():
+            first = (line.split() or ["#"])[0]
+            # Blocks without a language show output as well.
+            if first != "#" and (language == "sh" or first in CHECKS or first in SCRIPTS):
+                found.append(shlex.split(line, comments=True))
+    return found
+
+
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """The argument parser of one of our commands."""
+    module = SCRIPTS[name].split(":")[0]
+    module = "mlx_eagle.cli" if module == "mlx_eagle.generate" else module
+    found = vars(importlib.import_module(module))
+    return (found.get("build_parser") or found["make_parser"])()
+
+
+def demo_flags(words: list[str]) -> list[tuple]:
+    """What the demo would be run with."""
+    runs = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "run", lambda *args: runs.append(args))
+        demo.main(words)
+    return runs
+
+
+def check_own(words: list[str]) -> None:
+    """Parse a command of ours, and judge its values as far as that needs no model."""
+    name, flags = words[0], words[1:]
+    if "--version" in flags:
+        return  # run by another test
+    args = parser_of(name).parse_args(flags)
+    if name in ("mlx_eagle.generate", "mlx_eagle.chat"):
+        cli.check_arguments(args)
+    if name == "mlx_eagle.bench":
+        bench.read_settings(args)
+        bench.check_models(args)
+
+
+def check_make(words: list[str]) -> None:
+    """The targets exist, and what goes to a program of ours suits it."""
+    done = make(ROOT, "-n", *words[1:])
+    assert done.returncode == 0, f"{words}: {done.stderr}"
+    values = dict(word.split("=", 1) for word in words[1:] if "=" in word)
+    arguments = shlex.split(values.get("ARGS", ""))
+    if "bench" in words:
+        check_own(["mlx_eagle.bench", *arguments])
+    if "demo" in words:
+        assert demo_flags(arguments)
+
+
+def check_python(words: list[str]) -> None:
+    """A module that is there to be run, or a file of the repository."""
+    if words[1] == "-m":
+        assert importlib.util.find_spec(words[2]) is not None, f"no module {words[2]}"
+    else:
+        assert (ROOT / words[1]).is_file(), f"no file {words[1]}"
+
+
+def check_pip(words: list[str]) -> None:
+    """The only thing to install is this repository."""
+    assert words[1:] in (["install", "-e", "."], ["install", "."]), words
+
+
+def check_source(words: list[str]) -> None:
+    assert words[1:] == [".venv/bin/activate"], words
+
+
+CHECKS: dict[str, Callable[[list[str]], None]] = {
+    "make": check_make,
+    "python": check_python,
+    "python3": check_python,
+    "pip": check_pip,
+    ".": check_source,
+}
+
+
+@every_document
+def test_commands_parse(path, capsys):
+    for words in commands(path):
+        assert words[0] in CHECKS or words[0] in SCRIPTS, f"{path.name}: unknown {words[0]}"
+        try:
+            CHECKS.get(words[0], check_own)(words)
+        except (SystemExit, ValueError) as err:
+            pytest.fail(f"{path.name}: {shlex.join(words)}: {err} {capsys.readouterr().err}")
+
+
+def test_commands_are_found():
+    """The reading above can fail: it sees commands in README.md and in every guide."""
+    found = {path.name: {words[0] for words in commands(path)} for path in DOCUMENTS}
+    assert {"make", "pip", "mlx_eagle.convert", "mlx_eagle.generate"} <= found["README.md"]
+    assert found["quickstart.md"] >= set(SCRIPTS) - {"mlx_eagle.server"}
+    with pytest.raises(SystemExit):
+        check_own(["mlx_eagle.generate", "--num-draft-token", "x"])
+    with pytest.raises(ValueError):
+        check_own(["mlx_eagle.bench", "--limit", "-1"])
+    with pytest.raises(AssertionError):
+        check_make(["make", "tset"])
+
+
+def test_commands_without_a_model_run(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("mlx_eagle.drafters.user_cache", lambda: tmp_path)
+    lines = {shlex.join(words) for path in DOCUMENTS for words in commands(path)}
+    lines |= {span for path in DOCUMENTS for span in spans(path)}
+    cheap = [shlex.split(line) for line in lines if re.search(r" --(version|list)$", line)]
+    assert ["mlx_eagle.generate", "--list"] in cheap
+    assert ["mlx_eagle.generate", "--version"] in cheap
+    for words in cheap:
+        module, function = SCRIPTS[words[0]].split(":")
+        monkeypatch.setattr(sys, "argv", words)
+        try:
+            getattr(importlib.import_module(module), function)()
+        except SystemExit as stop:
+            assert stop.code == 0
+        assert capsys.readouterr().out
+
+
+def flags_of(name: str) -> set[str]:
+    return {flag for action in parser_of(name)._actions for flag in action.option_strings}
+
+
+@every_document
+def test_flags_in_the_text_exist(path):
+    """Also where only the flag is named; after a command's name they are that command's."""
+    known = {name: flags_of(name) for name in SCRIPTS}
+    everywhere = set().union(*known.values())
+    for span in spans(path):
+        own = known.get(span.split()[0], everywhere)
+        unknown = set(FLAG.findall(span)) - own
+        assert not unknown, f"{path.name} speaks of {unknown} in `{span}`"
+
+
+def resolve(dotted: str) -> None:
+    """Follow ``mlx_eagle.a.b`` through modules and attributes; AttributeError where it ends."""
+    found = mlx_eagle
+    for i, name in enumerate(dotted.split(".")[1:], 1):
+        if not hasattr(found, name):
+            importlib.import_module(".".join(dotted.split(".")[: i + 1]))
+        found = getattr(found, name)
+
+
+@every_document
+def test_names_in_the_text_exist(path):
+    for span in spans(path):
+        for dotted in re.findall(r"\bmlx_eagle(?:\.\w+)+", span):
+            try:
+                resolve(dotted)
+            except (AttributeError, ImportError):
+                pytest.fail(f"{path.name} speaks of {dotted}, which does not exist")
+        for name in re.findall(r"[\w/.-]+\.py\b", span):
+            places = [ROOT / folder / name for folder in FOLDERS]
+            assert any(place.is_file() for place in places), f"{path.name} speaks of {name}"
+
+
+@pytest.fixture
+def tiny_pair(monkeypatch, tmp_path):
+    """Every way of loading in a snippet gives the same tiny pair; no cache of the user is used."""
+    model, tokenizer = tiny_llama(vocab_size=258), byte_tokenizer()
+    drafter = tiny_head(model)
+    monkeypatch.setattr(mlx_lm, "load", lambda name: (model, tokenizer))
+    monkeypatch.setattr(mlx_eagle, "load_demo", lambda: (model, tokenizer, drafter))
+    monkeypatch.setattr(mlx_eagle, "load_drafter", lambda name, model: drafter)
+    monkeypatch.setattr("mlx_eagle.calibrate.user_cache", lambda: tmp_path)
+    yield
+    mlx_eagle.uninstall()
+
+
+WITH_SNIPPETS = [path for path in DOCUMENTS if list(blocks(path, "python"))]
+
+
+@pytest.mark.parametrize("path", WITH_SNIPPETS, ids=lambda path: path.name)
+def test_snippets_run(path, tiny_pair):
+    """In their order, each on what the ones before it defined."""
+    names = {"mlx_lm": mlx_lm}
+    for _, text in blocks(path, "python"):
+        exec(compile(text, path.name, "exec"), names)
+
+
+def slugs(path: Path) -> set[str]:
+    """The anchors of a document's headings: "Let it choose: auto" -> let-it-choose-auto."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", path.read_text()), re.MULTILINE)
+    plain = [re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings]
+    return {re.sub(r"\s", "-", heading) for heading in plain}
+
+
+@every_document
+def test_links_lead_somewhere(path):
+    for target in LINK.findall(FENCE.sub("", path.read_text())):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (path.parent / name).resolve() if name else path
+        assert file.is_file(), f"{path.name} links to {target}"
+        assert not anchor or anchor in slugs(file), f"{path.name} links to {target}"
+
+
+def test_api_page_has_every_public_name():
+    listed = re.findall(r"^::: mlx_eagle(?:\.generate(?=\.))?\.(\w+)$",
+                        (PAGES / "api.md").read_text(), re.MULTILINE)  # fmt: skip
+    assert sorted(listed) == sorted(set(mlx_eagle.__all__) - {"__version__"})
+
+
+def test_workflow_runs_what_the_makefile_has():
+    jobs = yaml.safe_load(WORKFLOW.read_text())["jobs"]
+    scripts = "\n".join(s["run"] for job in jobs.values() for s in job["steps"] if "run" in s)
+    targets = re.findall(r"^make (\w+)", scripts, re.MULTILINE)
+    assert {"test", "docs"} <= set(targets)
+    for target in targets:
+        check_make(["make", target])
+    for name in re.findall(r"\bmlx_eagle\.\w+(?= --)", scripts):
+        assert name in SCRIPTS
+
+
+def test_site_shows_every_page():
+    """`make docs` makes sure of the rest, and runs in the workflow."""
+    nav = (ROOT / ".docs" / "mkdocs.yml").read_text().split("\nnav:\n")[1]
+    listed = re.findall(r": ([\w-]+\.md)$", nav, re.MULTILINE)
+    taken = ["index.md", "architectures.md", "log.md"]  # .docs/hooks.py makes them
+    assert sorted(listed) == sorted([path.name for path in PAGES.glob("*.md")] + taken)
