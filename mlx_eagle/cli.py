@@ -27,6 +27,10 @@ from .sampling import Sampling
 from .stats import Stats
 from .tree import TreeShape
 
+USER_ERRORS = (ValueError, OSError, HfHubHTTPError, LocalEntryNotFoundError)
+"""What a user's mistake raises, here and in the libraries that load models."""
+
+
 def run_command(command: Callable[[], None]) -> None:
     """Run a command so that a user's mistake costs them one sentence, not a traceback."""
     try:
@@ -34,7 +38,7 @@ def run_command(command: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         sys.exit(130)
-    except (ValueError, OSError, HfHubHTTPError, LocalEntryNotFoundError) as err:
+    except USER_ERRORS as err:
         sentence = " ".join(str(err).split())
         print(f"error: {sentence}", file=sys.stderr)
         sys.exit(2)
