@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
 TOP_LEVEL = set("pyproject.toml mlx_eagle convert bench tests README.md LICENSE Makefile".split())
-COMMANDS = ["mlx_eagle.generate", "mlx_eagle.convert", "mlx_eagle.bench"]
+COMMANDS = ["mlx_eagle.generate", "mlx_eagle.server", "mlx_eagle.convert", "mlx_eagle.bench"]
 BUILD_SDIST = "import sys; from setuptools.build_meta import build_sdist as b; b(sys.argv[1])"
 
 
