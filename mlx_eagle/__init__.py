@@ -23,7 +23,7 @@ warnings.filterwarnings("ignore", message=r"'mlx_eagle\.\w+' found in sys\.modul
 
 def __getattr__(name: str) -> ModuleType:
     """Import ``mlx_eagle.convert`` and the like when they are first asked for."""
-    if name in ("bench", "convert", "reference"):
+    if name in ("bench", "convert", "reference", "server"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -31,6 +31,10 @@ from .tree import parse_tree
 from .version import add_version_flag
 
 
+USER_ERRORS = (ValueError, OSError, HfHubHTTPError, LocalEntryNotFoundError)
+"""What a user's mistake raises, here and in the libraries that load models."""
+
+
 def run_command(command: Callable[[], None]) -> None:
     """Run a command so that a user's mistake costs them one sentence, not a traceback."""
     try:
@@ -38,7 +42,7 @@ def run_command(command: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         sys.exit(130)
-    except (ValueError, OSError, HfHubHTTPError, LocalEntryNotFoundError) as err:
+    except USER_ERRORS as err:
         sentence = " ".join(str(err).split())
         print(f"error: {sentence}", file=sys.stderr)
         sys.exit(2)

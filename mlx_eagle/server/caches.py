@@ -1,0 +1,91 @@
+"""Caches of earlier requests, the drafter's behind the target's, and the seam between two.
+
+Knows how mlx-lm files and trims caches; knows nothing of requests.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache, trim_prompt_cache
+
+from ..drafter import Drafter
+from ..target import Target
+
+
+class Caches(list):
+    """The caches of one text: the first ``num_target`` are the target's, others the drafter's.
+
+    ``num_tokens`` is the length of the text when they were filed; trimming does not change it.
+    """
+
+    def __init__(self, caches: list, num_target: int | None = None):
+        super().__init__(caches)
+        self.num_target = len(caches) if num_target is None else num_target
+        self.num_tokens = 0
+
+    @property
+    def target(self) -> list:
+        return list(self[: self.num_target])
+
+    @property
+    def draft(self) -> list:
+        return list(self[self.num_target :])
+
+
+class PairCache(LRUPromptCache):
+    """mlx-lm's store of caches, some of them with a drafter's part.
+
+    ``fetch_nearest_cache`` and ``insert_cache`` are what mlx-lm's batches use: the target's part.
+    """
+
+    def insert_cache(
+        self,
+        model: Any,
+        tokens: list[int],
+        prompt_cache: list,
+        *,
+        cache_type: str = "assistant",
+    ) -> None:
+        """File the caches of the text ``tokens``."""
+        caches = prompt_cache if isinstance(prompt_cache, Caches) else Caches(prompt_cache)
+        caches.num_tokens = len(tokens)
+        super().insert_cache(model, tokens, caches, cache_type=cache_type)
+
+    def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[list | None, list[int]]:
+        caches, rest = self.fetch(model, tokens)
+        return None if caches is None else caches.target, rest
+
+    def fetch(self, model: Any, tokens: list[int]) -> tuple[Caches | None, list[int]]:
+        """A copy of the caches that fit best, and the tokens not in them: one at least.
+
+        mlx-lm leaves none where it knows the whole text, and then has nothing to run.
+        """
+        caches, rest = super().fetch_nearest_cache(model, tokens[:-1])
+        return caches, rest + tokens[-1:]
+
+
+def prepare(
+    caches: Caches | None, model: nn.Module, drafter: Drafter | None, text: list[int]
+) -> Caches:
+    """Caches that hold ``text``, as fetched, made ready for the next request.
+
+    Without a drafter the result has no drafter's part, which would fall behind. With one it
+    has: a fresh part where there was none, so the drafter starts cold; and where the text was
+    trimmed to ``text``, what the drafter keeps of its last token is made again.
+    """
+    if caches is None:
+        caches = Caches(make_prompt_cache(model))
+    if drafter is None:
+        return Caches(caches.target)
+    if not caches.draft:
+        caches += drafter.make_cache()
+    elif drafter.taps and caches.num_tokens != len(text) > 0:
+        # The pair at the seam couples the features of the last token with the token to come,
+        # and the features that were held belong to a token that has been trimmed away.
+        target = caches.target
+        trim_prompt_cache(target, 1)
+        _, features = Target(model, drafter.taps)(mx.array(text[-1:]), target)
+        drafter.begin(caches.draft).hold(features)
+        mx.eval(features)
+    return caches

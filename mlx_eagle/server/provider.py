@@ -1,0 +1,74 @@
+"""The one pair a server serves: target, tokenizer and drafter, opened in its own thread."""
+
+from argparse import Namespace
+from pathlib import Path
+from threading import Event
+
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.server import ModelProvider
+
+from ..cli import USER_ERRORS
+from ..demo import load_demo
+from ..drafters import open_drafter
+from ..hub import locate
+
+DEFAULT = "default_model"  # what mlx-lm calls the model and the draft model of the command line
+DEMO = "mlx-eagle-demo"
+
+
+class PairProvider(ModelProvider):
+    """mlx-lm's provider, with one of our drafters as ``draft_model``.
+
+    Unlike mlx-lm's it loads no other model on a client's request: a drafter belongs to its
+    target. ``is_batchable`` says whether the target could decode several texts at once.
+    """
+
+    def __init__(self, args: Namespace):
+        super().__init__(args)
+        self.loaded = Event()
+        self.error: Exception | None = None
+        self.model_names = {DEFAULT, self.name}
+        if args.model is not None and Path(args.model).exists():
+            self.model_names.add(str(Path(args.model).resolve()))
+        self.draft_names = {DEFAULT, args.draft_model}
+
+    @property
+    def name(self) -> str:
+        """How clients call the target."""
+        return self.cli_args.model or DEMO
+
+    def load_default(self) -> None:
+        """Open the pair; a mistake of the user's goes to ``error``."""
+        try:
+            self.load(DEFAULT, None, DEFAULT)
+        except USER_ERRORS as err:
+            self.error = err
+        finally:
+            self.loaded.set()
+
+    def _load(
+        self,
+        model_path: str | None,
+        adapter_path: str | None = None,
+        draft_model_path: str | None = None,
+    ) -> None:
+        if self.is_distributed:
+            raise ValueError("drafting is for one machine: start the server without a launcher.")
+        drafter = None
+        if model_path is None:
+            self.reset()
+            self.model, self.tokenizer, drafter = load_demo()
+            caches = make_prompt_cache(self.model)
+            self.is_batchable = all(hasattr(cache, "merge") for cache in caches)
+        else:
+            locate(model_path, ("config.json",))  # says in one sentence what is wrong with a name
+            super()._load(model_path, adapter_path)
+        if draft_model_path is not None:
+            drafter = open_drafter(
+                draft_model_path,
+                self.model,
+                self.tokenizer,
+                quantize_bits=self.cli_args.quantize_draft,
+            )
+        self.draft_model = drafter
+        self.model_key = (model_path, adapter_path, draft_model_path)
