@@ -57,7 +57,7 @@ class Limits:
         return token in self.stop_tokens
 
 
-def _split_cache(
+def split_cache(
     prompt_cache: list | None, model: nn.Module, max_kv_size: int | None
 ) -> tuple[list, list | None]:
     """The target's caches, and the drafter's where ``prompt_cache`` holds them behind."""
@@ -69,7 +69,7 @@ def _split_cache(
     return prompt_cache[:num_caches], prompt_cache[num_caches:] or None
 
 
-def _begin(draft_model: Drafter, draft_cache: list | None) -> Drafter:
+def begin_drafter(draft_model: Drafter, draft_cache: list | None) -> Drafter:
     """A drafter for one text on its part of a prompt cache; ValueError where that is not its."""
     num_needed = len(draft_model.make_cache())
     if draft_cache is not None and len(draft_cache) != num_needed:
@@ -122,11 +122,11 @@ def speculative_generate_step(
     an acceptance rule that does not fit the sampler, or a cache type that cannot be rolled
     back exactly.
     """
-    _check_request(prompt, num_draft_tokens, tree)
+    check_request(prompt, num_draft_tokens, tree)
     if isinstance(sampler, Sampling):
         sampler.restart()
     stats = Stats() if stats is None else stats
-    cache, draft_cache = _split_cache(prompt_cache, model, max_kv_size)
+    cache, draft_cache = split_cache(prompt_cache, model, max_kv_size)
     stats.start()
     try:
         if num_draft_tokens == 0:
@@ -146,9 +146,9 @@ def speculative_generate_step(
             )
             yield from _plain(steps, stop_tokens, stats)
             return
-        drafter = _begin(draft_model, draft_cache)
+        drafter = begin_drafter(draft_model, draft_cache)
         quantization = CacheQuantization(kv_bits, kv_group_size, quantized_kv_start)
-        _check_target(model, drafter, cache, quantization, tree, acceptance)
+        check_target(model, drafter, cache, quantization, tree, acceptance)
         decoder = Decoder(
             Target(model, drafter.taps),
             drafter,
@@ -224,13 +224,13 @@ def _launch_next(decoder: Decoder, pace: Pace, limits: Limits) -> Round | None:
     return decoder.launch(size)
 
 
-def _check_request(
+def check_request(
     prompt: mx.array, num_draft_tokens: int | str, tree: Tree | None
 ) -> None:
     if prompt.ndim != 1:
         raise ValueError(
             f"the prompt has shape {tuple(prompt.shape)}: speculative decoding takes one prompt "
-            "(n,) at a time; use mlx_lm.batch_generate for several."
+            "(n,) at a time; use mlx_eagle.batch_generate for several."
         )
     if prompt.size == 0:
         raise ValueError("the prompt is empty: give at least one token.")
@@ -242,7 +242,7 @@ def _check_request(
         raise ValueError("num_draft_tokens 'auto' is for chains: give it a number with a tree.")
 
 
-def _check_target(
+def check_target(
     model: nn.Module,
     drafter: Drafter,
     cache: list,

@@ -14,6 +14,7 @@ TRIAL_ROUNDS = 6  # before the first verdict, and in every probe
 TRIAL_LOSS = 1.5  # plain steps that a trial may lose; then the verdict comes at once
 PROBE_BUDGET = 0.01  # of the time of plain decoding, spent on probes while parked
 FEWEST_PLAIN, MOST_PLAIN = 64, 1024  # tokens between two probes
+MOST_TEXTS = 32  # in a batch: past it nothing was ever measured
 ALMOST_ALWAYS = 0.9  # acceptance above which nobody would hope
 
 
@@ -44,6 +45,28 @@ class RoundCosts:
         """The length with the greatest gain, and the gain."""
         gains = [self.gain(alphas, k) for k in range(1, len(self.rounds) + 1)]
         return gains.index(max(gains)) + 1, max(gains)
+
+
+    def pass_of(self, num_rows: int) -> float:
+        """Seconds of a round whose window has so many rows; past what was measured, a line."""
+        known = (self.plain, *self.rounds)
+        if num_rows <= len(known):
+            return known[num_rows - 1]
+        slope = (known[-1] - known[0]) / (len(known) - 1)
+        return known[-1] + slope * (num_rows - len(known))
+
+    def batched(self, num_texts: int) -> "RoundCosts":
+        """The same where so many texts share every pass, guessed from windows as large."""
+        sizes = range(2, len(self.rounds) + 2)
+        rounds = tuple(self.pass_of(num_texts * size) for size in sizes)
+        return RoundCosts(self.pass_of(num_texts), rounds)
+
+    def most_texts(self) -> int:
+        """The largest batch in which drafts pay, at the acceptance assumed of an unseen text."""
+        num_texts = 0
+        while num_texts < MOST_TEXTS and self.batched(num_texts + 1).best([PRIOR])[1] >= 1.0:
+            num_texts += 1
+        return num_texts
 
 
 class Pace(Protocol):

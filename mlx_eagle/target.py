@@ -150,6 +150,13 @@ class Target:
             logits = self.model(tokens[None], cache=cache)[0]
         return logits, self._features()
 
+    def batch(self, tokens: mx.array, cache: list) -> tuple[mx.array, mx.array | None]:
+        """Run tokens (B, R) on top of batch caches: logits (B, R, V), features (B, R, F)."""
+        self._seen.clear()
+        with swapped_classes(self._classes):
+            logits = self.model(tokens, cache=cache)
+        return logits, self._all_features(tokens.shape[0])
+
     def record(
         self, tokens: mx.array, cache: list
     ) -> tuple[mx.array, mx.array | None, list[LayerCall]]:
@@ -167,18 +174,23 @@ class Target:
             yield
 
     def _features(self) -> mx.array | None:
+        features = self._all_features(1)
+        return None if features is None else features[0]
+
+    def _all_features(self, batch: int) -> mx.array | None:
+        """The taps side by side, (batch, R, F)."""
         if not self.taps:
             return None
         seen = dict(self._seen)
         self._seen.clear()
         for tap in self.taps:
-            if tap not in seen or seen[tap].ndim != 3 or seen[tap].shape[0] != 1:
+            if tap not in seen or seen[tap].ndim != 3 or seen[tap].shape[0] != batch:
                 found = f"shape {tuple(seen[tap].shape)}" if tap in seen else "nothing"
                 raise ValueError(
                     f"tap {tap} of this target gave {found} where one activation a token was "
-                    "expected (1, R, H): it cannot be used with a draft head."
+                    f"expected ({batch}, R, H): it cannot be used with a draft head."
                 )
-        return mx.concatenate([seen[tap] for tap in self.taps], axis=-1)[0]
+        return mx.concatenate([seen[tap] for tap in self.taps], axis=-1)
 
     def _keep(self, tap: int) -> Callable[[mx.array], None] | None:
         if tap not in self.taps:
