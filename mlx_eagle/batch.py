@@ -143,7 +143,8 @@ def _choose(
     # Rounds are measured behind a prompt; the caches stay the text's, for later.
     trial = Text(shortest.prompt, shortest.limits, deepcopy(shortest.cache))
     prefill(model, draft_model, trial, options)
-    costs = round_costs(trial.decoder)
+    with mx.stream(options.stream):
+        costs = round_costs(trial.decoder)
     size, _ = costs.batched(len(texts)).best([PRIOR])
     return size, costs.most_texts()
 

@@ -89,9 +89,11 @@ def prefill(model: nn.Module, draft_model: Drafter, text: Text, options: Options
     cache, draft_cache = split_cache(text.cache, model, None)
     drafter = begin_drafter(draft_model, draft_cache)
     quantization = CacheQuantization(None, 64, 0)
-    check_target(model, drafter, cache, quantization, None, options.acceptance)
+    with mx.stream(options.stream):
+        check_target(model, drafter, cache, quantization, None, options.acceptance)
+        target = Target(model, drafter.taps)
     text.decoder = Decoder(
-        Target(model, drafter.taps),
+        target,
         drafter,
         cache,
         make_rule(options.acceptance, options.sampler),

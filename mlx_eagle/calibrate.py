@@ -18,6 +18,7 @@ from .decoder import Decoder, Round
 from .device import device_name
 from .hub import user_cache
 from .pace import RoundCosts
+from .sharding import is_sharded, mean_over_processes
 
 MOST_DRAFTS = 7  # verify passes of 2 to 8 rows
 PLAIN_STEPS = 8
@@ -28,6 +29,11 @@ SMALLEST_BUCKET = 512
 
 def round_costs(decoder: Decoder) -> RoundCosts:
     """Costs of ``decoder``'s rounds where its text stands: as remembered, or measured now."""
+    if is_sharded(decoder.target.model):
+        # Measured anew: what one process remembers and another does not would part them.
+        costs = measure(decoder)
+        plain, *rounds = mean_over_processes([costs.plain, *costs.rounds])
+        return RoundCosts(plain, tuple(rounds))
     file, key = user_cache() / "calibration.json", _key(decoder)
     known = _read(file)
     if key in known:

@@ -13,12 +13,13 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generate_step, generatio
 from mlx_lm.models.cache import make_prompt_cache
 
 from .accept import LogitsProcessor, Sampler, make_rule
-from .cache import CacheQuantization, check_supported
+from .cache import CacheQuantization, Window, check_supported
 from .calibrate import round_costs
 from .decoder import Decoder, Round
 from .drafter import Drafter, TreeDrafter
 from .pace import AdaptivePace, FixedPace, Pace
 from .sampling import Sampling
+from .sharding import in_any_process, is_pipelined
 from .stats import Stats
 from .target import Target
 from .tree import Tree
@@ -148,9 +149,12 @@ def speculative_generate_step(
             return
         drafter = begin_drafter(draft_model, draft_cache)
         quantization = CacheQuantization(kv_bits, kv_group_size, quantized_kv_start)
-        check_target(model, drafter, cache, quantization, tree, acceptance)
+        # What processes exchange must be on one stream: an earlier pass may still be under way.
+        with mx.stream(stream):
+            check_target(model, drafter, cache, quantization, tree, acceptance)
+            target = Target(model, drafter.taps)
         decoder = Decoder(
-            Target(model, drafter.taps),
+            target,
             drafter,
             cache,
             make_rule(acceptance, sampler),
@@ -162,7 +166,8 @@ def speculative_generate_step(
         decoder.prefill(prompt, prefill_step_size, prompt_progress_callback or (lambda *_: None))
         pace = FixedPace(tree.depth if tree else num_draft_tokens)
         if num_draft_tokens == AUTO:
-            pace = AdaptivePace(round_costs(decoder))
+            with mx.stream(stream):
+                pace = AdaptivePace(round_costs(decoder))
             stats.pace_events = pace.events
             decoder.leaves_drafter = pace.is_hopeless
         limits = Limits(max_tokens, stop_tokens)
@@ -253,6 +258,11 @@ def check_target(
     """Raise ValueError for a target, or a wish about it, that could not be met exactly."""
     check_supported(cache, "target")
     quantization.check(cache)
+    if is_pipelined(model) and in_any_process(bool(Window(cache).recurrent)):
+        raise ValueError(
+            "this target is split in a pipeline and has recurrent layers, whose rows cannot be run "
+            "again by one process alone: use tensor parallelism, or leave the draft model out."
+        )
     if tree is None:
         return
     if not isinstance(drafter, TreeDrafter):
