@@ -4,6 +4,7 @@ import importlib
 import warnings
 from types import ModuleType
 
+from .batch import BatchResponse, batch_generate
 from .demo import load_demo
 from .drafters import open_drafter
 from .eagle3 import Eagle3Drafter
@@ -29,6 +30,7 @@ def __getattr__(name: str) -> ModuleType:
 
 
 __all__ = [
+    "BatchResponse",
     "Eagle3Drafter",
     "GenerationResponse",
     "Installation",
@@ -37,6 +39,7 @@ __all__ = [
     "Stats",
     "TreeShape",
     "__version__",
+    "batch_generate",
     "generate",
     "install",
     "installed",

@@ -21,6 +21,7 @@ from .device import device_name
 from .drafter import Draft, Drafter, Pick
 from .hub import user_cache
 from .pace import Plan, RoundCosts
+from .sharding import is_sharded, mean_over_processes
 from .tree import TreeShape
 
 CHAINS = tuple(Plan(size) for size in range(1, 8))  # verify passes of 2 to 8 rows
@@ -37,6 +38,11 @@ SMALLEST_BUCKET = 512
 def round_costs(decoder: Decoder, with_trees: bool = False) -> RoundCosts:
     """Costs of ``decoder``'s rounds where its text stands: as remembered, or measured now."""
     plans = CHAINS + TREES if with_trees else CHAINS
+    if is_sharded(decoder.target.model):
+        # Measured anew: what one process remembers and another does not would part them.
+        costs = measure(decoder, plans)
+        plain, *rounds = mean_over_processes([costs.plain, *costs.rounds.values()])
+        return RoundCosts(plain, dict(zip(costs.rounds, rounds)))
     file, key = user_cache() / "calibration.json", _key(decoder, with_trees)
     known = _read(file).get(key, {})
     if known.get("rounds", {}).keys() == {str(plan) for plan in plans}:

@@ -91,6 +91,11 @@ class Decoder:
         self._prefill_forwards = 0
         self._backlog: list[tuple[mx.array, mx.array | None]] = []  # pairs not absorbed yet
 
+    @property
+    def num_head_forwards(self) -> int:
+        """Of the drafter, since prefill."""
+        return self.drafter.num_forwards - self._prefill_forwards
+
     def prefill(
         self, prompt: mx.array, step_size: int, progress: Callable[[int, int], None]
     ) -> None:
@@ -160,7 +165,7 @@ class Decoder:
             reach = draft.reach()
             tokens = mx.concatenate([self.root, draft.tokens])
             logits, features, calls = self._verify(tokens, reach, target_window)
-            verdict = choice.judge(draft, reach, self._logprobs(draft, reach, logits))
+            verdict = choice.judge(draft, reach, self.logprobs(draft, reach, logits))
             if verdict.rows is not None and features is not None:
                 features = features[verdict.rows]
             packed = verdict.packed()
@@ -169,7 +174,6 @@ class Decoder:
                 # Needs no count: rows after the kept ones are cut once it is read.
                 self.drafter.extend(verdict.following, features, last=verdict.num_kept)
                 mx.async_eval(self.drafter.pending())
-        forwards = self.drafter.num_forwards - self._prefill_forwards
         return Round(
             plan,
             len(draft),
@@ -179,7 +183,7 @@ class Decoder:
             packed,
             target_window,
             draft_window,
-            forwards,
+            self.num_head_forwards,
             absorb,
         )
 
@@ -284,7 +288,8 @@ class Decoder:
         self.num_reruns += 1
         self._run(tokens)
 
-    def _logprobs(self, draft: Draft, reach: mx.array | None, logits: mx.array) -> mx.array:
+    def logprobs(self, draft: Draft, reach: mx.array | None, logits: mx.array) -> mx.array:
+        """Log-probabilities (k + 1, V) after each row, logits processors applied."""
         if self.processors:
             logits = process_logits(self.processors, self.history, draft, reach, logits)
         return logits - mx.logsumexp(logits, axis=-1, keepdims=True)

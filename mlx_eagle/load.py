@@ -11,10 +11,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.generate import generation_stream
 
 from .eagle3 import Eagle3Drafter
 from .head import FUSED, Eagle3Config, Eagle3Head, fuse_weights
 from .hub import locate
+from .sharding import find_stage
 
 Linear = nn.Linear | nn.QuantizedLinear
 Embedding = nn.Embedding | nn.QuantizedEmbedding
@@ -45,7 +47,9 @@ def load_drafter(
     embedding, vocab_size = find_embedding(model)
     hidden_size = _num_columns(embedding)
     to_target = _draft_ids(weights.pop("d2t", None), config, vocab_size)
-    _check_fit(config, hidden_size, vocab_size, len(model.layers))
+    with mx.stream(generation_stream):
+        num_layers = find_stage(model).num_layers
+    _check_fit(config, hidden_size, vocab_size, num_layers)
     if config.lm_head_source == "target_rows":
         weights.update(_rows_of_lm_head(model, embedding, to_target))
     head = _build(config, weights, values.get("quantization"))
@@ -58,7 +62,7 @@ def load_drafter(
     if config.lm_head_source == "target":
         head.share_lm_head(lm_head_of(model, embedding))
     mx.eval(head.parameters())
-    return Eagle3Drafter(head, embed, config.taps(len(model.layers)), to_target, draft_cache)
+    return Eagle3Drafter(head, embed, config.taps(num_layers), to_target, draft_cache)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -13,12 +13,13 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generate_step, generatio
 from mlx_lm.models.cache import make_prompt_cache
 
 from .accept import LogitsProcessor, Sampler, make_rule
-from .cache import CacheQuantization, check_supported
+from .cache import CacheQuantization, Window, check_supported
 from .calibrate import round_costs
 from .decoder import Decoder, Round
 from .drafter import Drafter, TreeDrafter
 from .pace import AdaptivePace, FixedPace, Pace, Plan
 from .sampling import Sampling
+from .sharding import in_any_process, is_pipelined
 from .stats import Stats
 from .target import Target
 from .tree import Tree
@@ -57,7 +58,7 @@ class Limits:
         return token in self.stop_tokens
 
 
-def _split_cache(
+def split_cache(
     prompt_cache: list | None, model: nn.Module, max_kv_size: int | None
 ) -> tuple[list, list | None]:
     """The target's caches, and the drafter's where ``prompt_cache`` holds them behind."""
@@ -69,7 +70,7 @@ def _split_cache(
     return prompt_cache[:num_caches], prompt_cache[num_caches:] or None
 
 
-def _begin(draft_model: Drafter, draft_cache: list | None) -> Drafter:
+def begin_drafter(draft_model: Drafter, draft_cache: list | None) -> Drafter:
     """A drafter for one text on its part of a prompt cache; ValueError where that is not its."""
     num_needed = len(draft_model.make_cache())
     if draft_cache is not None and len(draft_cache) != num_needed:
@@ -123,11 +124,11 @@ def speculative_generate_step(
     an acceptance rule that does not fit the sampler, or a cache type that cannot be rolled
     back exactly.
     """
-    _check_request(prompt, num_draft_tokens)
+    check_request(prompt, num_draft_tokens)
     if isinstance(sampler, Sampling):
         sampler.restart()
     stats = Stats() if stats is None else stats
-    cache, draft_cache = _split_cache(prompt_cache, model, max_kv_size)
+    cache, draft_cache = split_cache(prompt_cache, model, max_kv_size)
     stats.start()
     try:
         if num_draft_tokens == 0:
@@ -147,11 +148,14 @@ def speculative_generate_step(
             )
             yield from _plain(steps, stop_tokens, stats)
             return
-        drafter = _begin(draft_model, draft_cache)
+        drafter = begin_drafter(draft_model, draft_cache)
         quantization = CacheQuantization(kv_bits, kv_group_size, quantized_kv_start)
-        _check_target(model, drafter, cache, quantization, tree, acceptance)
+        # What processes exchange must be on one stream: an earlier pass may still be under way.
+        with mx.stream(stream):
+            check_target(model, drafter, cache, quantization, tree, acceptance)
+            target = Target(model, drafter.taps)
         decoder = Decoder(
-            Target(model, drafter.taps),
+            target,
             drafter,
             cache,
             make_rule(acceptance, sampler),
@@ -160,7 +164,8 @@ def speculative_generate_step(
             stream,
         )
         decoder.prefill(prompt, prefill_step_size, prompt_progress_callback or (lambda *_: None))
-        pace = _make_pace(decoder, num_draft_tokens, tree, stats)
+        with mx.stream(stream):
+            pace = _make_pace(decoder, num_draft_tokens, tree, stats)
         limits = Limits(max_tokens, stop_tokens)
         yield from _rounds(decoder, pace, limits, stats, keep_caches=prompt_cache is not None)
     finally:
@@ -229,11 +234,11 @@ def _launch_next(decoder: Decoder, pace: Pace, limits: Limits) -> Round | None:
     return None if plan is None else decoder.launch(plan)
 
 
-def _check_request(prompt: mx.array, num_draft_tokens: int | str) -> None:
+def check_request(prompt: mx.array, num_draft_tokens: int | str) -> None:
     if prompt.ndim != 1:
         raise ValueError(
             f"the prompt has shape {tuple(prompt.shape)}: speculative decoding takes one prompt "
-            "(n,) at a time; use mlx_lm.batch_generate for several."
+            "(n,) at a time; use mlx_eagle.batch_generate for several."
         )
     if prompt.size == 0:
         raise ValueError("the prompt is empty: give at least one token.")
@@ -243,7 +248,7 @@ def _check_request(prompt: mx.array, num_draft_tokens: int | str) -> None:
         )
 
 
-def _check_target(
+def check_target(
     model: nn.Module,
     drafter: Drafter,
     cache: list,
@@ -254,6 +259,11 @@ def _check_target(
     """Raise ValueError for a target, or a wish about it, that could not be met exactly."""
     check_supported(cache, "target")
     quantization.check(cache)
+    if is_pipelined(model) and in_any_process(bool(Window(cache).recurrent)):
+        raise ValueError(
+            "this target is split in a pipeline and has recurrent layers, whose rows cannot be run "
+            "again by one process alone: use tensor parallelism, or leave the draft model out."
+        )
     if tree is None:
         return
     if not isinstance(drafter, TreeDrafter):

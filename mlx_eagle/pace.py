@@ -14,6 +14,7 @@ TRIAL_ROUNDS = 6  # before the first verdict, and in every probe
 TRIAL_LOSS = 1.5  # plain steps that a trial may lose; then the verdict comes at once
 PROBE_BUDGET = 0.01  # of the time of plain decoding, spent on probes while parked
 FEWEST_PLAIN, MOST_PLAIN = 64, 1024  # tokens between two probes
+MOST_TEXTS = 32  # in a batch: past it nothing was ever measured
 ALMOST_ALWAYS = 0.9  # acceptance above which nobody would hope
 
 
@@ -54,13 +55,38 @@ class RoundCosts:
     plain: float
     rounds: Mapping[Plan, float]
 
-    def chain(self, size: int) -> float:
-        """Plain steps that a round of a chain costs."""
-        return self.rounds[Plan(size)] / self.plain
-
     @property
     def longest(self) -> int:
         return max(plan.size for plan in self.rounds if plan.tree is None)
+
+    def best_chain(self, alphas: Sequence[float]) -> tuple[int, float]:
+        """The length with the greatest speedup at these acceptance rates, and the speedup."""
+        sizes = range(1, self.longest + 1)
+        gains = [
+            expected_tokens(alphas, k) * self.plain / self.rounds[Plan(k)] for k in sizes
+        ]
+        return gains.index(max(gains)) + 1, max(gains)
+
+    def pass_of(self, num_rows: int) -> float:
+        """Seconds of a round whose window has so many rows; past what was measured, a line."""
+        known = [self.plain, *(self.rounds[Plan(k)] for k in range(1, self.longest + 1))]
+        if num_rows <= len(known):
+            return known[num_rows - 1]
+        slope = (known[-1] - known[0]) / (len(known) - 1)
+        return known[-1] + slope * (num_rows - len(known))
+
+    def batched(self, num_texts: int) -> "RoundCosts":
+        """The same where so many texts share every pass, guessed from windows as large."""
+        sizes = range(1, self.longest + 1)
+        rounds = {Plan(k): self.pass_of(num_texts * (k + 1)) for k in sizes}
+        return RoundCosts(self.pass_of(num_texts), rounds)
+
+    def most_texts(self) -> int:
+        """The largest batch in which drafts pay, at the acceptance assumed of an unseen text."""
+        num_texts = 0
+        while num_texts < MOST_TEXTS and self.batched(num_texts + 1).best_chain([PRIOR])[1] >= 1.0:
+            num_texts += 1
+        return num_texts
 
 
 class Pace(Protocol):

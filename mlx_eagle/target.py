@@ -14,6 +14,7 @@ import mlx.nn as nn
 
 from .cache import RULES, exact_masks
 from .ropes import exact_ropes, find_ropes
+from .sharding import find_stage
 from .swap import swapped_classes
 from .tree_attention import tree_attention
 
@@ -120,7 +121,8 @@ class Target:
     """
 
     def __init__(self, model: nn.Module, taps: tuple[int, ...] = ()):
-        num_layers = len(model.layers)
+        self.stage = find_stage(model)
+        num_layers = self.stage.num_layers
         outside = [tap for tap in taps if not 0 <= tap <= num_layers + 1]
         if outside:
             raise ValueError(
@@ -129,6 +131,9 @@ class Target:
             )
         self.model = model
         self.taps = taps
+        self._watched = set(taps)
+        if taps and not self.stage.is_whole:
+            self._watched |= {self.stage.end, num_layers + 1}  # see Stage.fetch
         self.num_layers = num_layers
         self._seen: dict[int, mx.array] = {}
         self._calls: list[LayerCall] = []
@@ -150,6 +155,13 @@ class Target:
             logits = self.model(tokens[None], cache=cache)[0]
         return logits, self._features()
 
+    def batch(self, tokens: mx.array, cache: list) -> tuple[mx.array, mx.array | None]:
+        """Run tokens (B, R) on top of batch caches: logits (B, R, V), features (B, R, F)."""
+        self._seen.clear()
+        with swapped_classes(self._classes):
+            logits = self.model(tokens, cache=cache)
+        return logits, self._all_features(tokens.shape[0])
+
     def record(
         self, tokens: mx.array, cache: list
     ) -> tuple[mx.array, mx.array | None, list[LayerCall]]:
@@ -167,21 +179,28 @@ class Target:
             yield
 
     def _features(self) -> mx.array | None:
+        features = self._all_features(1)
+        return None if features is None else features[0]
+
+    def _all_features(self, batch: int) -> mx.array | None:
+        """The taps side by side, (batch, R, F)."""
         if not self.taps:
             return None
         seen = dict(self._seen)
         self._seen.clear()
-        for tap in self.taps:
-            if tap not in seen or seen[tap].ndim != 3 or seen[tap].shape[0] != 1:
+        for tap in filter(self.stage.sees, self._watched):
+            if tap not in seen or seen[tap].ndim != 3 or seen[tap].shape[0] != batch:
                 found = f"shape {tuple(seen[tap].shape)}" if tap in seen else "nothing"
                 raise ValueError(
                     f"tap {tap} of this target gave {found} where one activation a token was "
-                    "expected (1, R, H): it cannot be used with a draft head."
+                    f"expected ({batch}, R, H): it cannot be used with a draft head."
                 )
-        return mx.concatenate([seen[tap] for tap in self.taps], axis=-1)[0]
+        if not self.stage.is_whole:
+            seen = self.stage.fetch(seen, self.taps)
+        return mx.concatenate([seen[tap] for tap in self.taps], axis=-1)
 
     def _keep(self, tap: int) -> Callable[[mx.array], None] | None:
-        if tap not in self.taps:
+        if tap not in self._watched:
             return None
 
         def keep(x: mx.array) -> None:
@@ -198,7 +217,7 @@ class Target:
         """Every layer that is watched, with its class while it is."""
         classes = []
         on_call = (lambda call: self._calls.append(call)) if record else None
-        for i, layer in enumerate(self.model.layers):
+        for i, layer in enumerate(self.model.layers, self.stage.start):
             # What enters layer i > 0 is what leaves the one before; some layers take the stream
             # as another argument than the first.
             enter = self._keep(0) if i == 0 else None

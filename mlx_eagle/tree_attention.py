@@ -85,17 +85,22 @@ def check_trees(model: nn.Module, caches: list) -> None:
 def _probe(model: nn.Module, reach: mx.array) -> tuple[float, float]:
     """Greatest difference between a tree's logits and its branches', and the logits' size."""
 
+    def run(tokens: list[int], cache: list) -> mx.array:
+        logits = model(mx.array([tokens]), cache=cache)[0]
+        mx.eval(logits)  # one by one: parts of a pipeline must all run them in this order
+        return logits
+
     def filled() -> list:
         cache = make_prompt_cache(model)
-        model(mx.array([PROBE_PREFIX]), cache=cache)
+        run(PROBE_PREFIX, cache)
         return cache
 
     cache = filled()
     with tree_attention(find_ropes(model), cache, reach):
-        rows = model(mx.array([[PROBE_ROOT, *PROBE_TOKENS]]), cache=cache)[0]
+        rows = run([PROBE_ROOT, *PROBE_TOKENS], cache)
     left, middle, grandchild = PROBE_TOKENS
-    first = model(mx.array([[PROBE_ROOT, left, grandchild]]), cache=filled())[0]
-    second = model(mx.array([[PROBE_ROOT, middle]]), cache=filled())[0]
+    first = run([PROBE_ROOT, left, grandchild], filled())
+    second = run([PROBE_ROOT, middle], filled())
     alone = mx.stack([first[0], first[1], second[1], first[2]])
     difference = mx.abs(rows - alone).max().item()
     return difference, mx.abs(alone).max().item()

@@ -1,0 +1,76 @@
+"""The caches of several texts in one, and cutting each text back by its own number of rows.
+
+mlx-lm's batch caches keep all texts right-aligned, each with padding on its left. A text that
+keeps fewer rows than another is moved right by the difference, which is what these caches do
+themselves with prompts of unequal length. Knows caches; knows nothing of tokens.
+"""
+
+from typing import Any
+
+from mlx_lm.models.cache import BatchRotatingKVCache, KVCache, RotatingKVCache
+
+MOST_PADDING = 64  # columns that no text uses, before they are taken out
+
+
+def can_batch(cache: list) -> bool:
+    """Whether one text's caches can be merged with others', and cut row by row, exactly.
+
+    Not recurrent states, which cannot be cut, and not what mlx-lm has no batch form of.
+    """
+    return all(
+        type(c) is KVCache or (type(c) is RotatingKVCache and c.keep == 0) for c in cache
+    )
+
+
+class BatchCache:
+    """The caches of B texts as one list of batch caches, for a model called on (B, R) tokens.
+
+    Made from each text's own caches, which stay as they are. A window must have two rows or
+    more: a RotatingKVCache then keeps its entries in time order, so that its end can be cut.
+    """
+
+    def __init__(self, caches: list[list]):
+        self.layers: list[Any] = [layer[0].merge(list(layer)) for layer in zip(*caches)]
+        self._lengths = [max((c.offset for c in cache), default=0) for cache in caches]
+
+    def cut(self, num_rows: int, kept: list[int]) -> None:
+        """Of the window of ``num_rows`` just run, keep the first ``kept[b]`` rows of text b."""
+        surplus = [num_rows - n for n in kept]
+        common = min(surplus)
+        shifts = [n - common for n in surplus]
+        self._lengths = [length + n for length, n in zip(self._lengths, kept)]
+        for layer in self.layers:
+            if layer.keys is None:
+                continue  # a layer that does not attend
+            _drop_last(layer, common)
+            if any(shifts):
+                # Asked for after the pass, lengths count from its end.
+                layer.prepare(lengths=[-n for n in shifts], right_padding=shifts)
+                layer.finalize()
+        widths = [c._idx for c in self.layers if type(c) is not BatchRotatingKVCache]
+        if widths and max(widths) - max(self._lengths) > MOST_PADDING:
+            self.keep_texts(list(range(len(self._lengths))))
+
+    def keep_texts(self, index: list[int]) -> None:
+        """Drop all texts but these."""
+        self._lengths = [self._lengths[b] for b in index]
+        for layer in self.layers:
+            layer.filter(index)
+
+    def extract(self, index: int) -> list:
+        """One text's caches, as they would be had it been decoded alone."""
+        return [KVCache() if c.keys is None else c.extract(index) for c in self.layers]
+
+
+def _drop_last(layer: Any, num_rows: int) -> None:
+    """Drop the last rows of every text."""
+    if num_rows == 0:
+        return
+    if type(layer) is BatchRotatingKVCache:
+        length = layer.keys.shape[2] - num_rows
+        layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
+        layer.offset = layer.offset - num_rows
+        layer._offset -= num_rows
+        layer._idx = length
+    else:
+        layer.trim(num_rows)

@@ -1,0 +1,102 @@
+"""A target that mlx-lm has spread over several processes: what each of them must agree on.
+
+Tensor parallelism leaves every process all layers, and the same activations between them.
+Pipeline parallelism leaves each some layers: what the others saw has to be fetched. The draft
+head is whole in every process, and decides the same everywhere because it is fed the same.
+
+Whatever is exchanged must be so in one order in all processes: on the stream of the passes.
+"""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.nn.layers.distributed import (
+    AllToShardedLinear,
+    QuantizedAllToShardedLinear,
+    QuantizedShardedToAllLinear,
+    ShardedToAllLinear,
+)
+from mlx_lm.models.pipeline import PipelineMixin
+
+SHARDED = (
+    AllToShardedLinear,
+    QuantizedAllToShardedLinear,
+    QuantizedShardedToAllLinear,
+    ShardedToAllLinear,
+)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """This process's layers, ``start`` to ``end`` of ``num_layers``; all of them where whole."""
+
+    start: int
+    end: int
+    num_layers: int
+
+    @property
+    def is_whole(self) -> bool:
+        return self.end - self.start == self.num_layers
+
+    def sees(self, tap: int) -> bool:
+        """Whether that activation passes here: what leaves a layer belongs to its process."""
+        return self.start < tap <= self.end or tap > self.num_layers or tap == self.start == 0
+
+    def fetch(self, seen: dict[int, mx.array], taps: tuple[int, ...]) -> dict[int, mx.array]:
+        """The activations at ``taps``, from whichever process saw them; the same everywhere.
+
+        ``seen`` holds what this process sees, at least tap ``end``, and what leaves the final
+        norm: tap ``num_layers + 1``, which every process computes for itself.
+        """
+        last = seen[self.num_layers + 1]
+        shared = [tap for tap in taps if tap <= self.num_layers]
+        if not shared:
+            return seen
+        nothing = mx.zeros_like(seen[self.end])
+        mine = mx.stack([seen.get(tap, nothing) for tap in shared])
+        # After the pass's own exchanges, the last of which the final norm waited for: these
+        # must come in one order in all processes. Hence also no waiting for a later need.
+        fetched = mx.distributed.all_sum(mx.depends(mine, last))
+        mx.async_eval(fetched)
+        return {self.num_layers + 1: last} | dict(zip(shared, fetched))
+
+
+def find_stage(model: nn.Module) -> Stage:
+    """The part of an mlx-lm model's layers that is here.
+
+    Of a pipelined model all processes must ask at the same time.
+    """
+    num_here = len(model.layers)
+    for pipeline in _pipelines(model):
+        total = mx.distributed.all_sum(mx.array(num_here)).item()
+        return Stage(pipeline.start_idx, pipeline.start_idx + num_here, total)
+    return Stage(0, num_here, num_here)
+
+
+def is_pipelined(model: nn.Module) -> bool:
+    return bool(_pipelines(model))
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether other processes run parts of this model, and so have to do what this one does."""
+    return is_pipelined(model) or any(isinstance(m, SHARDED) for m in _modules(model))
+
+
+def in_any_process(flag: bool) -> bool:
+    """Whether it is true in at least one; all must ask at the same time."""
+    return mx.distributed.all_sum(mx.array(int(flag))).item() > 0
+
+
+def mean_over_processes(values: list[float]) -> list[float]:
+    """The mean of numbers that each process has measured; all must ask at the same time."""
+    return (mx.distributed.all_sum(mx.array(values)) / mx.distributed.init().size()).tolist()
+
+
+def _modules(model: nn.Module) -> list[nn.Module]:
+    return [module for _, module in model.named_modules()]
+
+
+def _pipelines(model: nn.Module) -> list[nn.Module]:
+    modules = (m for m in _modules(model) if isinstance(m, PipelineMixin))
+    return [m for m in modules if m.pipeline_size > 1]
