@@ -14,8 +14,9 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_eagle.cache import Window, exact_masks
+from mlx_eagle.cache import Window
 from mlx_eagle.drafter import Drafter
+from mlx_eagle.masks import exact_masks
 from mlx_eagle.target import Target
 
 SAMPLES = 15

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from .accept import LogitsProcessor, Rule, Verdict, process_logits
-from .cache import CacheQuantization, Window
+from .cache import RULES, CacheQuantization, Window
 from .drafter import Draft, Drafter, Pick, empty_draft
 from .pace import Plan
 from .target import LayerCall, Target
@@ -274,7 +274,7 @@ class Decoder:
         calls = [call for call in calls if any(call.uses(cache) for cache in recurrent)]
         # A model may use such a cache outside its layers, or pass layers something that grows;
         # then all of it has to run again.
-        repeatable = all(call.is_repeatable for call in calls)
+        repeatable = all(call.is_repeatable(tuple(RULES)) for call in calls)
         window.reruns_layers = repeatable and len(calls) == len(recurrent)
         return logits, features, calls
 

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .cache import RULES, exact_masks
+from .masks import exact_masks
 from .ropes import exact_ropes, find_ropes
 from .sharding import find_stage
 from .swap import swapped_classes
@@ -35,10 +35,9 @@ class LayerCall:
     def uses(self, cache: Any) -> bool:
         return any(value is cache for value in (*self.args, *self.kwargs.values()))
 
-    @property
-    def is_repeatable(self) -> bool:
-        """Whether its arguments say all: arrays, plain values and caches, nothing that grew."""
-        plain = (mx.array, str, int, float, type(None), *RULES)
+    def is_repeatable(self, caches: tuple[type, ...]) -> bool:
+        """Whether its arguments say all: arrays, plain values, known caches, nothing that grew."""
+        plain = (mx.array, str, int, float, type(None), *caches)
         return all(isinstance(v, plain) for v in (*self.args, *self.kwargs.values()))
 
     def repeat(self, num_rows: int) -> None:

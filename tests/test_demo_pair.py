@@ -61,13 +61,13 @@ def decode(pair, drafter, prompt, max_tokens, **options) -> tuple[list[int], Sta
 
 def test_token_identical_to_mlx_lm(pair):
     model, tokenizer, drafter = pair
-    shapes = [{"num_draft_tokens": k} for k in (1, 3, 5)] + [{"tree": TreeShape.parse("4x4:16")}]
+    shapes = [{"num_draft_tokens": k} for k in (1, 3, 5)] + [{"tree": TreeShape.parse("3x3:8")}]
     for prompt in prompts(pair, "mt_bench", (0, 40)):
-        plain = [r.token for r in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=40)]
+        plain = [r.token for r in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=32)]
         for shape in shapes:
             responses = list(
                 mlx_eagle.stream_generate(
-                    model, tokenizer, prompt, max_tokens=40, draft_model=drafter, **shape
+                    model, tokenizer, prompt, max_tokens=32, draft_model=drafter, **shape
                 )
             )
             assert [r.token for r in responses] == plain, shape
@@ -77,7 +77,7 @@ def test_token_identical_to_mlx_lm(pair):
 @pytest.mark.parametrize("name", ["mt_bench", "humaneval"])
 def test_tau_is_that_of_the_independent_implementation(pair, dense_head, name):
     reference = json.loads(REFERENCE.read_text())["sets"][name]
-    indices, k = (0, 8, 13), 3
+    indices, k = (0, 8), 3
     emitted = rounds = expected_emitted = expected_rounds = 0
     for i, prompt in zip(indices, prompts(pair, name, indices)):
         _, stats = decode(pair, dense_head, prompt, 128, num_draft_tokens=k)
@@ -115,7 +115,7 @@ def test_ablations_hurt(pair):
         broken = kind(drafter.head, drafter._embed, drafter.taps, drafter._to_target)
         kept[kind] = 0
         for prompt in prompts(pair, "gsm8k", (0, 1)):
-            tokens, stats = decode(pair, broken, prompt, 64, num_draft_tokens=3)
+            tokens, stats = decode(pair, broken, prompt, 40, num_draft_tokens=3)
             kept[kind] += stats.num_accepted
     assert kept[Forgetful] < 0.8 * kept[mlx_eagle.Eagle3Drafter]
     assert kept[Shifted] < 0.5 * kept[mlx_eagle.Eagle3Drafter]
@@ -150,7 +150,7 @@ def test_five_turns_with_a_saved_cache(pair, tmp_path):
     file = str(tmp_path / "cache.safetensors")
     cache, reference = make_prompt_cache(model) + drafter.make_cache(), make_prompt_cache(model)
     questions = ["Hi, I am Ada.", "What is 2 + 3?", "And times 4?", "Minus 5?", "Who am I?"]
-    taus = []
+    conversation = []
     for question in questions:
         text = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
         turn = tokenizer.encode(text, add_special_tokens=False)
@@ -161,7 +161,9 @@ def test_five_turns_with_a_saved_cache(pair, tmp_path):
             model, tokenizer, turn, max_tokens=24, prompt_cache=reference
         )
         assert tokens == [r.token for r in theirs]
-        taus.append(stats.tau)
+        conversation += turn + tokens
         save_prompt_cache(file, cache)
         cache = load_prompt_cache(file)
-    assert all(tau >= 1 for tau in taus)
+    before = conversation[: len(conversation) - len(tokens)]
+    cold, cold_stats = decode(pair, drafter, before, 24, num_draft_tokens=3)
+    assert (tokens, stats.tau) == (cold, cold_stats.tau)

@@ -1,0 +1,105 @@
+"""From a checkpoint in its native layout to logits: converted, loaded, run, and compared.
+
+Checkpoints that real libraries wrote are compared with the logits those libraries computed;
+layouts written from the specification with the NumPy reference on the native tensors.
+"""
+
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from checkpoints import config_of, weights_of, write_safetensors
+from golden import frozen
+from golden.frozen import Frozen, relative
+from test_convert_families import CASES
+from test_head import NUM_SLOTS, NUM_STEPS, TOLERANCE, Runner
+
+from mlx_eagle.convert import convert
+from mlx_eagle.head import Eagle3Config
+from mlx_eagle.reference import eagle3_draft, eagle3_extend
+
+# 4 bits in groups of 32, random weights (the worst case): of the largest logit.
+FOUR_BITS = 0.35
+SLOTS = (0, 3, 6)
+
+
+def converted(folder, out, **options) -> tuple[Eagle3Config, dict[str, mx.array]]:
+    convert(str(folder), str(out), dtype="float32", **options)
+    return Eagle3Config.from_dict(config_of(out)), weights_of(out)
+
+
+def as_example(native: Frozen, config: Eagle3Config, weights: dict[str, mx.array]) -> Frozen:
+    """The converted head on the inputs of ``native``; its own embedding where it has one."""
+    weights = {name: np.array(value) for name, value in weights.items() if name != "d2t"}
+    embed = weights.pop("embed_tokens.weight", native.embed)
+    return replace(native, config=replace(config, embed_source="target"), weights=weights, embed=embed)
+
+
+@pytest.mark.parametrize("name", frozen.CHANGES)
+def test_heads_of_other_libraries_give_their_logits(tmp_path, name):
+    golden = frozen.load(name)
+    config, weights = converted(frozen.FOLDER / name, tmp_path / "out", quantize=False)
+    example = as_example(golden, config, weights)
+    runner = Runner(example)
+    states = runner.extend(golden.tokens, golden.features)
+    assert relative(runner.logits(states), golden.logits[0]) < TOLERANCE
+    num_compared = 0
+    for slot in range(len(golden.tokens)):
+        steps = golden.num_comparable(slot)
+        if steps > 0:
+            found, wanted = Runner(example).draft(golden, slot), golden.logits[:, slot]
+            assert relative(found[:steps], wanted[:steps]) < TOLERANCE
+            num_compared = max(num_compared, steps)
+    assert num_compared >= NUM_STEPS  # a window hides the last one from those who move it
+
+
+@pytest.mark.parametrize("name", frozen.CHANGES)
+def test_in_four_bits_they_stay_near(tmp_path, name):
+    golden = frozen.load(name)
+    config, weights = converted(frozen.FOLDER / name, tmp_path / "out", q_group_size=32)
+    dense = {k: v for k, v in weights.items() if not k.startswith(("embed_tokens", "d2t"))}
+    runner = Runner(replace(golden, config=replace(config, embed_source="target")), dense)
+    states = runner.extend(golden.tokens, golden.features)
+    assert 1e-4 < relative(runner.logits(states), golden.logits[0]) < FOUR_BITS
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_layouts_of_every_family_give_the_references_logits(tmp_path, case):
+    native, values, expected, _ = CASES[case]
+    folder = write_safetensors(tmp_path / "source", values, native)
+    config, weights = converted(folder, tmp_path / "out", quantize=False)
+    rng = np.random.default_rng(3)
+    if "lm_head.weight" not in weights:  # the target's, or rows of it
+        rows = rng.standard_normal((config.draft_vocab_size, config.hidden_size)) / 8
+        weights["lm_head.weight"] = mx.array(rows.astype(np.float32))
+    config = replace(config, lm_head_source="file")
+    width = config.num_aux * config.target_hidden_size
+    inputs = Frozen(
+        config=config,
+        weights={},
+        embed=rng.standard_normal((config.vocab_size, config.hidden_size)).astype(np.float32),
+        d2t=None,
+        tokens=rng.integers(0, config.vocab_size, NUM_SLOTS).tolist(),
+        features=rng.standard_normal((NUM_SLOTS, width)).astype(np.float32),
+        logits=np.zeros((1 + NUM_STEPS, NUM_SLOTS, config.draft_vocab_size)),
+    )
+    example = as_example(inputs, config, weights)
+    tensors = dict(example.weights)
+    if expected is not None:  # the native tensors under the reference's names
+        tensors |= {name: value for name, value in expected.items() if name in tensors}
+    arguments = (tensors, example.config)
+    runner = Runner(example)
+    states = runner.extend(example.tokens, example.features)
+    _, wanted = eagle3_extend(*arguments, example.tokens, example.features, example.embed)
+    assert relative(runner.logits(states), wanted) < TOLERANCE
+    for slot in SLOTS:
+        _, wanted = eagle3_draft(
+            *arguments,
+            example.tokens[: slot + 1],
+            example.features[: slot + 1],
+            example.embed,
+            1 + NUM_STEPS,
+            forced=example.chain(slot),
+        )
+        assert relative(Runner(example).draft(example, slot), wanted) < TOLERANCE
