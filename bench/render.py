@@ -118,14 +118,16 @@ def _html(block: Block) -> str:
 
 
 def _html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    # A column of numbers is set flush right, so that digits line up.
+    classes = [' class="number"' if all(map(_is_number, cells)) else "" for cells in zip(*rows)]
     head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
     lines = []
     for row in rows:
-        cells = "".join(f"<td{_class(cell)}>{html.escape(cell)}</td>" for cell in row)
+        cells = "".join(f"<td{kind}>{html.escape(cell)}</td>" for kind, cell in zip(classes, row))
         lines.append(f"<tr>{cells}</tr>")
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
 
-def _class(cell: str) -> str:
-    """Cells that start like a number are set flush right, so that digits line up."""
-    return ' class="number"' if cell[:1].isdigit() or cell[:2].lstrip("+-").isdigit() else ""
+def _is_number(cell: str) -> bool:
+    """Whether a cell starts like a number, or says that there is none."""
+    return cell in ("", "-") or cell[:1].isdigit() or cell[:2].lstrip("+-").isdigit()
