@@ -90,17 +90,14 @@ def _probe(model: nn.Module, reach: mx.array) -> tuple[float, float]:
         mx.eval(logits)  # one by one: parts of a pipeline must all run them in this order
         return logits
 
-    def filled() -> list:
-        cache = make_prompt_cache(model)
-        run(PROBE_PREFIX, cache)
-        return cache
-
-    cache = filled()
+    cache = make_prompt_cache(model)
+    run(PROBE_PREFIX, cache)
     with tree_attention(find_ropes(model), cache, reach):
         rows = run([PROBE_ROOT, *PROBE_TOKENS], cache)
     left, middle, grandchild = PROBE_TOKENS
-    first = run([PROBE_ROOT, left, grandchild], filled())
-    second = run([PROBE_ROOT, middle], filled())
-    alone = mx.stack([first[0], first[1], second[1], first[2]])
+    before = [*PROBE_PREFIX, PROBE_ROOT]
+    first = run([*before, left, grandchild], make_prompt_cache(model))[-3:]
+    second = run([*before, middle], make_prompt_cache(model))
+    alone = mx.stack([first[0], first[1], second[-1], first[2]])
     difference = mx.abs(rows - alone).max().item()
     return difference, mx.abs(alone).max().item()
