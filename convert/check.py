@@ -1,7 +1,7 @@
 """Whether a converted head is right: every reading of the checkpoint, against the real target.
 
-Knows how a head is fed and what a checkpoint may leave open (checkpoints.md sections 3.4 and
-10 of the project's notes). Changes nothing; says which reading fits best.
+Knows how a head is fed and what a checkpoint may leave open: taps, rotary base, norms.
+Changes nothing; says which reading fits best.
 
 Two measures, teacher-forced on the target's own answers: *agreement*, the share of drafted
 tokens that equal the text, by depth; and *overlap*, the sum over the draft vocabulary of
