@@ -16,7 +16,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_eagle.cache import Window
 from mlx_eagle.drafter import Drafter
-from mlx_eagle.masks import exact_masks
 from mlx_eagle.target import Target
 
 SAMPLES = 15
@@ -78,7 +77,7 @@ class Bench:
         """A verify pass of R rows: the target's choices, and the features."""
         tokens = self._rows(num_rows)
         with mx.stream(generation_stream):
-            with exact_masks(self._cache, num_rows):
+            with self._target.as_alone(self._cache, num_rows):
                 logits, features = self._target(tokens, self._cache)
             logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
             return [mx.argmax(logprobs, axis=-1), *_present(features)]

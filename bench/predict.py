@@ -9,17 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-
-def expected_tokens(alphas: Sequence[float], size: int) -> float:
-    """E of a chain of ``size`` drafts: 1 + a1 + a1 a2 + ...; the last alpha goes on for ever.
-
-    [0.8, 0.5], 3 -> 1 + 0.8 + 0.4 + 0.2
-    """
-    total, reach = 1.0, 1.0
-    for i in range(size):
-        reach *= alphas[min(i, len(alphas) - 1)] if alphas else 0.0
-        total += reach
-    return total
+from mlx_eagle.pace import expected_tokens
 
 
 @dataclass(frozen=True)

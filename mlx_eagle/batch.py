@@ -65,7 +65,8 @@ def batch_generate(
     ``max_speculative_batch``: more prompts than that go to ``mlx_lm.batch_generate``, because a
     pass over so many rows costs more than drafts save. None: 8; with ``num_draft_tokens``
     "auto", what the costs measured for one text let expect, along with the draft length. That
-    is a guess (windows of as many rows, a line beyond the longest) at 60% acceptance, made once.
+    is a guess (windows of as many rows, a line beyond the longest), made once, at the acceptance
+    that is assumed of an unseen text.
 
     ``kwargs``: the fields of ``Options``, and mlx-lm's ``completion_batch_size`` and
     ``prefill_batch_size`` for a batch that goes to it. Without one of our drafters all goes

@@ -59,12 +59,14 @@ class RoundCosts:
     def longest(self) -> int:
         return max(plan.size for plan in self.rounds if plan.tree is None)
 
+    def speedup(self, plan: Plan, num_tokens: float) -> float:
+        """Over plain decoding, where a round of ``plan`` brings so many tokens."""
+        return num_tokens * self.plain / self.rounds[plan]
+
     def best_chain(self, alphas: Sequence[float]) -> tuple[int, float]:
         """The length with the greatest speedup at these acceptance rates, and the speedup."""
         sizes = range(1, self.longest + 1)
-        gains = [
-            expected_tokens(alphas, k) * self.plain / self.rounds[Plan(k)] for k in sizes
-        ]
+        gains = [self.speedup(Plan(k), expected_tokens(alphas, k)) for k in sizes]
         return gains.index(max(gains)) + 1, max(gains)
 
     def pass_of(self, num_rows: int) -> float:
@@ -229,7 +231,7 @@ class AdaptivePace:
             expected = expected_tokens([1 - (1 - a) ** power for a in alphas], plan.size)
             tokens, rounds = self._of_trees[plan]
             expected = (tokens + PRIOR_WEIGHT * expected) / (rounds + PRIOR_WEIGHT)
-        return expected * self.costs.plain / self.costs.rounds[plan]
+        return self.costs.speedup(plan, expected)
 
     def _fade(self, factor: float) -> None:
         self._accepted = [factor * n for n in self._accepted]
