@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from .accept import LogitsProcessor, Sampler, make_rule
+from .accept import LogitsProcessor, Sampler
 from .batch_cache import BatchCache
 from .cache import CacheQuantization, Window
 from .decoder import Decoder, Round
@@ -21,7 +21,7 @@ from .drafter import Draft, Drafter, empty_draft
 from .loop import (
     Limits,
     begin_drafter,
-    check_target,
+    open_decoder,
     speculative_generate_step,
     split_cache,
 )
@@ -88,19 +88,15 @@ def prefill(model: nn.Module, draft_model: Drafter, text: Text, options: Options
     """Run the prompt but its last token, alone."""
     text.stats.start()
     cache, draft_cache = split_cache(text.cache, model, None)
-    drafter = begin_drafter(draft_model, draft_cache)
-    quantization = CacheQuantization(None, 64, 0)
-    with mx.stream(options.stream):
-        check_target(model, drafter, cache, quantization, None, options.acceptance)
-        target = Target(model, drafter.taps)
-    text.decoder = Decoder(
-        target,
-        drafter,
+    text.decoder = open_decoder(
+        model,
+        begin_drafter(draft_model, draft_cache),
         cache,
-        make_rule(options.acceptance, options.sampler),
-        tuple(options.logits_processors or ()),
-        quantization,
+        CacheQuantization(None, 64, 0),
         options.stream,
+        sampler=options.sampler,
+        logits_processors=options.logits_processors,
+        acceptance=options.acceptance,
     )
     text.decoder.prefill(mx.array(text.prompt), options.prefill_step_size, lambda *_: None)
 

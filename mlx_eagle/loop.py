@@ -148,20 +148,16 @@ def speculative_generate_step(
             )
             yield from _plain(steps, stop_tokens, stats)
             return
-        drafter = begin_drafter(draft_model, draft_cache)
-        quantization = CacheQuantization(kv_bits, kv_group_size, quantized_kv_start)
-        # What processes exchange must be on one stream: an earlier pass may still be under way.
-        with mx.stream(stream):
-            check_target(model, drafter, cache, quantization, tree, acceptance)
-            target = Target(model, drafter.taps)
-        decoder = Decoder(
-            target,
-            drafter,
+        decoder = open_decoder(
+            model,
+            begin_drafter(draft_model, draft_cache),
             cache,
-            make_rule(acceptance, sampler),
-            tuple(logits_processors or ()),
-            quantization,
+            CacheQuantization(kv_bits, kv_group_size, quantized_kv_start),
             stream,
+            sampler=sampler,
+            logits_processors=logits_processors,
+            acceptance=acceptance,
+            tree=tree,
         )
         decoder.prefill(prompt, prefill_step_size, prompt_progress_callback or (lambda *_: None))
         with mx.stream(stream):
@@ -171,6 +167,27 @@ def speculative_generate_step(
     finally:
         if prompt_cache is not None:
             prompt_cache[: len(cache)] = cache  # some may have been replaced by quantized ones
+
+
+def open_decoder(
+    model: nn.Module,
+    drafter: Drafter,
+    cache: list,
+    quantization: CacheQuantization,
+    stream: mx.Stream | mx.ThreadLocalStream,
+    *,
+    sampler: Sampler | None,
+    logits_processors: list[LogitsProcessor] | None,
+    acceptance: str | None,
+    tree: Tree | str | None = None,
+) -> Decoder:
+    """Target and drafter, checked against each other and what is asked of them, for one text."""
+    # What processes exchange must be on one stream: an earlier pass may still be under way.
+    with mx.stream(stream):
+        _check_target(model, drafter, cache, quantization, tree, acceptance)
+        target = Target(model, drafter.taps)
+    rule, processors = make_rule(acceptance, sampler), tuple(logits_processors or ())
+    return Decoder(target, drafter, cache, rule, processors, quantization, stream)
 
 
 def _rounds(
@@ -248,7 +265,7 @@ def check_request(prompt: mx.array, num_draft_tokens: int | str) -> None:
         )
 
 
-def check_target(
+def _check_target(
     model: nn.Module,
     drafter: Drafter,
     cache: list,
