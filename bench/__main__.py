@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 from mlx_lm.utils import load
 from tqdm import tqdm
 
-from mlx_eagle.cli import run_command
+from mlx_eagle.cli import known_head, run_command
 from mlx_eagle.demo import load_demo
-from mlx_eagle.load import load_drafter
+from mlx_eagle.drafters import open_drafter
+from mlx_eagle.loop import AUTO
 from mlx_eagle.tree import parse_tree
 from mlx_eagle.version import add_version_flag
 
@@ -39,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_version_flag(parser)
     add = parser.add_argument
     add("--model", help="Folder or hub repo of the target. Default: the demo pair.")
-    add("--draft-model", help="Folder or hub repo of a converted head.")
+    add("--draft-model", help="As for mlx_eagle.generate: an EAGLE head, auto, lookup, a model.")
     add(
         "--prompts",
         action="append",
@@ -99,7 +100,7 @@ def _at_least(low: int) -> Callable[[str], int]:
 
 
 def _size(text: str) -> int | str:
-    return text if text == "auto" else _at_least(0)(text)
+    return text if text == AUTO else _at_least(0)(text)
 
 
 def _temp(text: str) -> float:
@@ -110,7 +111,7 @@ def _temp(text: str) -> float:
 
 
 def _tree(text: str) -> str:
-    if text != "auto":
+    if text != AUTO:
         parse_tree(text)
     return text
 
@@ -152,7 +153,9 @@ def read_settings(args: argparse.Namespace) -> Settings:
 def check_models(args: argparse.Namespace) -> None:
     """Raise ValueError for model flags that do not go together."""
     if args.model is not None and args.draft_model is None:
-        raise ValueError("--model needs --draft-model: name a converted head for it.")
+        raise ValueError(
+            "--model needs --draft-model: name a head for it, or 'auto' for a known one."
+        )
     if args.compare is not None and args.compare[0] != "mlx-lm-draft":
         raise ValueError(
             f"--compare is {args.compare[0]!r}: give mlx-lm-draft and an ordinary draft model."
@@ -182,9 +185,12 @@ def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
     else:
         model, tokenizer = load(args.model)
         names["model"] = args.model
-    if args.draft_model is not None:
-        drafter = load_drafter(args.draft_model, model)
-        names["head"] = args.draft_model
+    head = args.draft_model
+    if head == AUTO:
+        head = None if args.model is None else known_head(args.model)
+    if head is not None:
+        drafter = open_drafter(head, model, tokenizer)
+        names["head"] = head
     compared = None
     if args.compare is not None:
         compared, other = load(args.compare[1])

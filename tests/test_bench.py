@@ -340,6 +340,20 @@ def test_end_to_end(monkeypatch, capsys, tmp_path, tiny):
     assert "bench" in err and "100%" in err
 
 
+def test_any_drafter_can_be_measured(monkeypatch, capsys, tmp_path, tiny):
+    """Here the one without weights, opened as ``mlx_eagle.generate`` opens it."""
+    loaded = tiny.target, tiny.tokenizer, tiny.drafter
+    monkeypatch.setattr(command, "load_demo", lambda: loaded)
+    flags = "--draft-model lookup --prompts gsm8k --limit 1 --max-tokens 6 --repeats 1"
+    command.main([*flags.split(), "--out", str(tmp_path)])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["conditions"]["head"] == "lookup"
+    assert found["scenarios"][0]["identical"] == 1
+    args = command.build_parser().parse_args(["--draft-model", "auto"])
+    models, names = command.load_models(args)
+    assert models.drafter is tiny.drafter and names["head"] == command.DEMO_NAMES["head"]
+
+
 def test_scenarios_share_one_report(monkeypatch, capsys, tmp_path, tiny):
     lone = runner.Models(tiny.target, tiny.tokenizer, tiny.drafter)
     prompts = tmp_path / "mine.jsonl"
