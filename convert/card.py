@@ -48,11 +48,15 @@ def check_table(report: Report) -> str:
     lines = [
         f"agreement with the target at {report.num_positions} positions of "
         f"{report.num_prompts} texts",
-        f"{'':{width}} {depths}   tau overlap",
+        f"{'':{width}} {depths}   tau overlap   behind by",
     ]
     for row in rows:
         shares = " ".join(f"{share:7.1%}" for share in row.agreement)
-        lines.append(f"{row.name:{width}} {shares}  {row.tau:4.2f}   {row.overlap:.3f}")
+        line = f"{row.name:{width}} {shares}  {row.tau:4.2f}   {row.overlap:.3f}"
+        if row is not report.resolved:
+            lead, error = report.resolved.lead_over(row)
+            line += f"  {lead:+.3f} ±{error:.3f}"
+        lines.append(line)
     return "\n".join([*lines, verdict(report)])
 
 

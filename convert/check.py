@@ -1,12 +1,13 @@
 """Whether a converted head is right: every reading of the checkpoint, against the real target.
 
-Knows how a head is fed and what a checkpoint may leave open: taps, rotary base, norms.
-Changes nothing; says which reading fits best.
+Knows how a head is fed and what a checkpoint may leave open: taps, rotary base, norms. The
+texts are those of ``texts.py``. Changes nothing; says which reading fits best.
 
 Two measures, teacher-forced on the target's own answers: *agreement*, the share of drafted
 tokens that equal the text, by depth; and *overlap*, the sum over the draft vocabulary of
 min(p, q), the chance that sampling keeps a draft (Leviathan et al. 2023, section 3.2). Overlap
-sees small faults that change no first choice, so settings are compared by its mean.
+sees small faults that change no first choice, so settings are compared by it, position by
+position: the mean difference, and its standard error.
 """
 
 import json
@@ -22,53 +23,19 @@ import mlx.nn as nn
 import mlx_lm
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model
 
 from mlx_eagle.head import Eagle3Config, Eagle3Head
 from mlx_eagle.load import find_embedding, load_drafter
-from mlx_eagle.target import Target
 
 from .rope import DEFAULT_THETA
+from .texts import QUESTIONS, Text, read_conversation
 
 DEPTHS = 3
 # By how much overlap must be higher, and by how many standard errors, to count as better.
 CLEAR, ERRORS = 0.005, 3
-PROMPTS = (
-    "Tom has 3 boxes with 14 pencils each and gives away 9 pencils. How many are left?",
-    "Write a Python function that returns the longest word of a sentence.",
-    "Why is the sky blue during the day and red in the evening? Explain it to a child.",
-    "List five things to check before a long bicycle tour, one line each.",
-    "Translate into French: The train leaves at seven, so we should hurry.",
-    "Tell a short story about a lighthouse keeper who finds a message in a bottle.",
-)
-
-
-@dataclass(frozen=True)
-class Text:
-    """A prompt with the target's own greedy answer, and what the target thought of it.
-
-    ``tokens`` (n,), the first ``num_prompt`` of them the prompt; ``features`` (n, h_t) by
-    tap; ``probs`` (n - num_prompt, Vd): what may follow the answer's tokens, of those that
-    can be drafted.
-    """
-
-    tokens: mx.array
-    num_prompt: int
-    features: Mapping[int, mx.array]
-    probs: mx.array
-
-    @property
-    def num_slots(self) -> int:
-        """Positions whose next DEPTHS tokens are all known: with 5 answered tokens, 2."""
-        return max(len(self.tokens) - self.num_prompt - DEPTHS, 0)
-
-    def fused(self, taps: Sequence[int], lag: int = 0) -> mx.array:
-        """The features of each position's ``lag``-th predecessor side by side, (n, F)."""
-        features = mx.concatenate([self.features[tap] for tap in taps], axis=-1)
-        return features[mx.maximum(mx.arange(len(features)) - lag, 0)]
 
 
 @dataclass(frozen=True)
@@ -96,11 +63,15 @@ class Row:
     def overlap(self) -> float:
         return float(self.overlaps.mean())
 
+    def lead_over(self, other: "Row") -> tuple[float, float]:
+        """By how much its overlap is higher, and the standard error of that."""
+        leads = self.overlaps - other.overlaps
+        return float(leads.mean()), float(leads.std() / len(leads) ** 0.5)
+
     def is_better_than(self, other: "Row") -> bool:
         """Whether its overlap is clearly higher, position by position."""
-        leads = self.overlaps - other.overlaps
-        error = leads.std() / len(leads) ** 0.5
-        return bool(leads.mean() > max(CLEAR, ERRORS * error))
+        lead, error = self.lead_over(other)
+        return lead > max(CLEAR, ERRORS * error)
 
 
 @dataclass(frozen=True)
@@ -193,40 +164,6 @@ def alternatives(
     return found
 
 
-def encode(tokenizer: TokenizerWrapper, prompt: str) -> list[int]:
-    """A question as the target expects it: through its chat template, where it has one."""
-    if not tokenizer.has_chat_template:
-        return tokenizer.encode(prompt)
-    messages = [{"role": "user", "content": prompt}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return tokenizer.encode(text, add_special_tokens=False)
-
-
-def read_text(
-    model: nn.Module,
-    prompt: Sequence[int],
-    num_tokens: int,
-    stops: set[int],
-    taps: set[int],
-    ids: mx.array,
-) -> Text:
-    """Let the target answer greedily, then read prompt and answer once more, with taps.
-
-    ``ids`` (Vd,) are the tokens that can be drafted.
-    """
-    tokens = list(prompt)
-    for token, _ in generate_step(mx.array(prompt), model, max_tokens=num_tokens):
-        tokens.append(token)
-        if token in stops:
-            break
-    order = tuple(sorted(taps))
-    logits, features = Target(model, order)(mx.array(tokens), make_prompt_cache(model))
-    probs = mx.softmax(logits[len(prompt) :].astype(mx.float32), axis=-1)[:, ids]
-    parts = dict(zip(order, mx.split(features, len(order), axis=-1)))
-    mx.eval(parts, probs)
-    return Text(mx.array(tokens), len(prompt), parts, probs)
-
-
 def unroll(
     part: Attached, tokens: mx.array, features: mx.array, first: int, num_slots: int
 ) -> Iterator[tuple[mx.array, mx.array]]:
@@ -270,7 +207,7 @@ def compare(
 
     The first slot drafts the answer's second token, for the first comes with the prompt.
     """
-    first, num = text.num_prompt - 1, text.num_slots
+    first, num = text.num_prompt - 1, text.num_slots(DEPTHS)
     hits, overlaps = [], []
     steps = unroll(part, text.tokens, text.fused(taps, lag), first, num)
     for depth, (logits, drafted) in enumerate(steps):
@@ -300,13 +237,14 @@ def check_head(
     *,
     quantized: tuple[Mapping[str, Any], Mapping[str, mx.array]] | None = None,
     bases: set[float] = frozenset(),
-    prompts: Sequence[str] = PROMPTS,
-    num_tokens: int = 48,
+    questions: Sequence[str] = QUESTIONS,
+    num_tokens: int = 128,
 ) -> Report:
     """Teacher-force a head on the target's own greedy answers, under every reading of it.
 
     ``config`` and ``weights`` are what the converter saves, not quantized; ``quantized`` are
-    the same of the quantized head; ``bases`` are rotary bases to try beside 10000.
+    the same of the quantized head; ``bases`` are rotary bases to try beside 10000. The
+    ``questions`` are asked in one conversation, with answers of at most ``num_tokens``.
     Raises ValueError where head and target do not fit, or no answer is long enough.
     """
     part, num_layers = Attached.of(config, weights, model), len(model.layers)
@@ -315,10 +253,8 @@ def check_head(
     baseline = replace(resolved, name="pairing shifted", lag=1)
     others = alternatives(own, num_layers, bases)
     taps = {tap for setting in (resolved, *others) for tap in setting.taps}
-    stops = set(tokenizer.eos_token_ids)
-    questions = [encode(tokenizer, prompt) for prompt in prompts]
-    texts = [read_text(model, q, num_tokens, stops, taps, part.ids) for q in questions]
-    texts = [text for text in texts if text.num_slots > 0]
+    texts = read_conversation(model, tokenizer, questions, num_tokens, taps, part.ids)
+    texts = [text for text in texts if text.num_slots(DEPTHS) > 0]
     if not texts:
         raise ValueError(
             f"the target answers no prompt of --check with more than {DEPTHS} tokens, so there "
@@ -330,7 +266,7 @@ def check_head(
         name = f"in {quantized[0]['quantization']['bits']} bits"
         packed = Attached.of(*quantized, model)
         packed_row = measure(packed, replace(resolved, name=name), texts)
-    num_positions = sum(text.num_slots for text in texts)
+    num_positions = sum(text.num_slots(DEPTHS) for text in texts)
     return Report(rows[0], tuple(rows[2:]), rows[1], packed_row, len(texts), num_positions)
 
 

@@ -1,17 +1,19 @@
 """``--check``: the batched measure against decoding, the verdict, and the demo pair."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
+from check_answers import NUM_QUESTIONS, recorded
 from checkpoints import CONFIG, eagle3_tensors, write_safetensors, write_target
 from helpers import PROMPT, plain, tiny_head, tiny_llama
 from mlx_lm.utils import dequantize_model
 
-from mlx_eagle.convert import check, pipeline
+from mlx_eagle.convert import check, pipeline, texts
 from mlx_eagle.convert.__main__ import main
 from mlx_eagle.convert.card import check_entry, check_table, verdict
 from mlx_eagle.convert.check import DEPTHS, Attached, Row, Setting
@@ -21,7 +23,6 @@ from mlx_eagle.demo_target import demo_target_path
 from mlx_eagle.head import Eagle3Config
 
 DEMO = Path(__file__).parent / "data" / "eagle3-smollm2-135m-instruct"
-QUESTIONS = Path(__file__).parent.parent / "bench" / "prompts" / "gsm8k.jsonl"
 BASE = 100.0  # far enough from the head's 100000 to matter within a hundred tokens
 NORMS = ("layers.0.input_layernorm.weight", "layers.0.hidden_norm.weight")
 
@@ -44,17 +45,17 @@ def test_all_slots_at_once_draft_what_decoding_drafts(changes):
     model = tiny_llama()
     drafter = tiny_head(model, **changes)
     part = Attached(drafter.head, drafter._embed, drafter._to_target)
-    text = check.read_text(model, PROMPT, 12, set(), set(drafter.taps), part.ids)
+    text = texts.read_text(model, PROMPT, 12, set(), set(drafter.taps), part.ids)
     assert text.tokens.tolist() == PROMPT + plain(model, PROMPT, 12)
     features, first = text.fused(drafter.taps), len(PROMPT) - 1
-    steps = check.unroll(part, text.tokens, features, first, text.num_slots)
+    steps = check.unroll(part, text.tokens, features, first, text.num_slots(DEPTHS))
     drafted = np.array([np.array(tokens) for _, tokens in steps])
     assert drafted.shape == (DEPTHS, 12 - DEPTHS)
 
     def pick(logits, to_target):
         return mx.argmax(logits, axis=-1)
 
-    for slot in range(text.num_slots):
+    for slot in range(text.num_slots(DEPTHS)):
         end = first + slot + 1
         one = drafter.begin()
         one.extend(text.tokens[1 : end + 1], features[:end])
@@ -65,10 +66,10 @@ def test_hits_and_overlaps_are_counted_against_the_right_tokens():
     model = tiny_llama()
     drafter = tiny_head(model)
     part = Attached(drafter.head, drafter._embed, drafter._to_target)
-    text = check.read_text(model, PROMPT, 10, set(), set(drafter.taps), part.ids)
+    text = texts.read_text(model, PROMPT, 10, set(), set(drafter.taps), part.ids)
     hits, overlaps = check.compare(part, text, drafter.taps)
     first = len(PROMPT) - 1
-    steps = check.unroll(part, text.tokens, text.fused(drafter.taps), first, text.num_slots)
+    steps = check.unroll(part, text.tokens, text.fused(drafter.taps), first, text.num_slots(DEPTHS))
     p = np.array(mx.softmax(model(text.tokens[None])[0], axis=-1))
     tokens = text.tokens.tolist()
     for depth, (logits, drafted) in enumerate(steps, 1):
@@ -83,9 +84,9 @@ def test_hits_and_overlaps_are_counted_against_the_right_tokens():
 def test_an_answer_ends_with_its_stop_token():
     model = tiny_llama()
     answer = plain(model, PROMPT, 12)
-    text = check.read_text(model, PROMPT, 12, {answer[1]}, {0}, mx.arange(4))
+    text = texts.read_text(model, PROMPT, 12, {answer[1]}, {0}, mx.arange(4))
     assert text.tokens.tolist() == PROMPT + answer[: answer.index(answer[1]) + 1]
-    assert text.num_slots == 0
+    assert text.num_slots(DEPTHS) == 0
 
 
 def config(**changes) -> Eagle3Config:
@@ -169,14 +170,19 @@ def test_the_report_goes_into_the_config(tmp_path, capsys, monkeypatch):
         has_chat_template, eos_token_ids = False, ()
 
         def encode(self, text: str) -> list[int]:
-            return [ord(c) % 128 for c in text[:9]]
+            return [ord(c) % 128 for c in text[-9:]]
+
+        def decode(self, tokens: list[int]) -> str:
+            return "".join(map(chr, tokens))
 
     monkeypatch.setattr(pipeline, "load_model", lambda name: (model, Tokenizer()))
+    short = partial(check.check_head, questions=texts.QUESTIONS[:2], num_tokens=20)
+    monkeypatch.setattr(pipeline, "check_head", short)
     target = write_target(tmp_path / "target")
     main(["--hf-path", str(source), "--mlx-path", str(out), "--check", "--target", str(target)])
     found = json.loads((out / "config.json").read_text())["check"]
     assert len(found["agreement"]) == len(found["quantized"]["agreement"]) == DEPTHS
-    assert found["num_prompts"] == len(check.PROMPTS) and found["num_positions"] == 6 * 45
+    assert found["num_prompts"] == 2 and found["num_positions"] == 2 * (20 - DEPTHS)
     assert "taps +1" in found["alternatives"] and "pairing shifted" in found["baseline"]
     table = capsys.readouterr().out
     assert "as resolved" in table and "in 4 bits" in table
@@ -201,46 +207,58 @@ def spread(weights: dict[str, mx.array]) -> dict[str, mx.array]:
 
 @pytest.fixture(scope="module")
 def demo():
-    """(report, built head, target, texts), on word problems, which the head was trained for."""
+    """(report, built head, target, texts), on the first half of the conversation of --check."""
     model, tokenizer = mlx_lm.load(str(demo_target_path()))
     model = dequantize_model(model)
     model.set_dtype(mx.float32)
     built = pipeline.build(resolve(open_checkpoint(str(DEMO))), "float32")
-    prompts = [json.loads(line)["turns"][0] for line in QUESTIONS.read_text().splitlines()[:3]]
-    texts, read_text = [], check.read_text
+    answers, read, read_conversation = iter(recorded()), [], check.read_conversation
+
+    def replay(prompt, model, max_tokens):
+        return ((token, None) for token in next(answers)[:max_tokens])
 
     def keep(*args):
-        texts.append(read_text(*args))
-        return texts[-1]
+        read.extend(read_conversation(*args))
+        return read
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(check, "read_text", keep)
-        options = {"bases": {BASE}, "prompts": prompts, "num_tokens": 32}
+        patch.setattr(texts, "generate_step", replay)
+        patch.setattr(check, "read_conversation", keep)
+        options = {"bases": {BASE}, "questions": texts.QUESTIONS[:NUM_QUESTIONS]}
         found = check.check_head(built.config, built.weights, model, tokenizer, **options)
     print("\n" + check_table(found))
-    return found, built, model, texts
+    return found, built, model, read
+
+
+def test_the_recorded_answers_are_the_targets(demo):
+    _, _, model, read = demo
+    text = read[0]
+    best = mx.argmax(model(text.tokens[None])[0], axis=-1).tolist()
+    assert text.tokens.tolist()[text.num_prompt :] == best[text.num_prompt - 1 : -1]
 
 
 def test_the_right_setting_is_above_the_wrong_ones(demo):
     found, _, _, _ = demo
     right, wrong = found.resolved, {r.name: r for r in (*found.alternatives, found.baseline)}
-    assert found.winner is right and found.num_positions > 60
+    assert found.winner is right and found.num_positions > 450
     for name in ("rope base 100", "norm_before_residual on", "norm_output on", "pairing shifted"):
         assert right.is_better_than(wrong[name])
         assert sum(right.agreement) > sum(wrong[name].agreement) + 0.15
-    # What enters neighbouring layers is nearly the same: first choices hardly change with it.
+    # What enters neighbouring layers is nearly the same.
     for name in ("taps +1", "taps -1"):
-        assert right.overlap > wrong[name].overlap + 0.005
+        assert right.is_better_than(wrong[name]), name
+    # Told apart by the whole conversation: half of it is too short for these bases to part.
+    assert right.overlap > wrong["rope base 10000"].overlap
 
 
 def test_swapped_norms(demo):
-    found, built, model, texts = demo
+    found, built, model, read = demo
     weights = spread(built.weights)
     part = Attached.of(built.config, weights, model)
     setting = Setting("", part.head.config, part.head.config.taps(30))
-    right = check.measure(part, setting, texts)
+    right = check.measure(part, setting, read)
     assert right.overlap == pytest.approx(found.resolved.overlap, abs=1e-3)
     first, second = NORMS
     swapped = weights | {first: weights[second], second: weights[first]}
-    wrong = check.measure(Attached.of(built.config, swapped, model), setting, texts)
+    wrong = check.measure(Attached.of(built.config, swapped, model), setting, read)
     assert right.is_better_than(wrong) and right.agreement[0] > wrong.agreement[0] + 0.1
