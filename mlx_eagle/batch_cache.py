@@ -25,13 +25,21 @@ def can_batch(cache: list) -> bool:
 class BatchCache:
     """The caches of B texts as one list of batch caches, for a model called on (B, R) tokens.
 
-    Made from each text's own caches, which stay as they are. A window must have two rows or
-    more: a RotatingKVCache then keeps its entries in time order, so that its end can be cut.
+    Made from each text's own caches, which stay as they are. A window is opened, run and cut. One
+    of a single row is kept whole; one of more leaves a RotatingKVCache in time order, so that its
+    end can be cut.
     """
 
     def __init__(self, caches: list[list]):
         self.layers: list[Any] = [layer[0].merge(list(layer)) for layer in zip(*caches)]
         self._lengths = [max((c.offset for c in cache), default=0) for cache in caches]
+
+    def open(self, num_rows: int) -> None:
+        """Make ready for a window of ``num_rows``."""
+        for layer in self.layers:
+            if num_rows > 1 and type(layer) is BatchRotatingKVCache:
+                # Its mask takes ``_idx`` for a length, which it is not after windows of one row.
+                layer._temporal_order()
 
     def cut(self, num_rows: int, kept: list[int]) -> None:
         """Of the window of ``num_rows`` just run, keep the first ``kept[b]`` rows of text b."""

@@ -133,10 +133,19 @@ def test_shared_caches_against_one_list_a_text(size):
         truth.append(keys)
     shared = BatchCache([[cache] for cache in caches])
     for _ in range(60):
-        window = mx.random.normal((len(truth), 2, 6, 8))
-        shared.layers[0].update_and_fetch(window, window)
-        kept = [dice.choice((1, 6)) for _ in truth]
-        shared.cut(6, kept)
+        num_rows = dice.choice((1, 6))  # a window of one row is kept whole
+        window = mx.random.normal((len(truth), 2, num_rows, 8))
+        shared.open(num_rows)
+        mask = shared.layers[0].make_mask(num_rows, return_array=True)
+        keys, _ = shared.layers[0].update_and_fetch(window, window)
+        for b, rows in enumerate(truth):  # what the window's first row may look at
+            seen = mx.array([x for x in range(keys.shape[2]) if mask[b, 0, 0, x].item()])
+            expected = mx.concatenate([rows, window[b : b + 1, :, :1]], axis=2)
+            expected = expected[..., -(size or 9999) :, :]
+            found = sorted(keys[b, 0][seen][:, 0].tolist())
+            assert found == sorted(expected[0, 0, :, 0].tolist())
+        kept = [dice.choice((1, num_rows)) for _ in truth]
+        shared.cut(num_rows, kept)
         truth = [
             mx.concatenate([rows, window[b : b + 1, :, :n]], axis=2)
             for b, (rows, n) in enumerate(zip(truth, kept))
