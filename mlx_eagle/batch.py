@@ -16,16 +16,16 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .batch_cache import can_batch
-from .batch_rounds import Options, Text, generate_in_turn, generate_together, prefill
-from .calibrate import round_costs
+from .batch_costs import batch_costs
+from .batch_rounds import Options, Text, generate_in_turn, generate_together
 from .drafter import Drafter
 from .generate import is_drafter
 from .loop import AUTO, Limits, check_request, split_cache
-from .pace import PRIOR
+from .pace import AdaptivePace, BatchCosts, FixedPace, Pace, Plan
 from .ropes import BY_LENGTH, find_ropes
-from .stats import Stats
 
-MOST_TEXTS = 8  # that share a pass, where what rounds cost is not known
+MOST_TEXTS = 8  # where what rounds of so many cost is not measured
+MOST_MEASURED = 32  # as many as mlx-lm decodes together
 
 
 @dataclass
@@ -62,11 +62,16 @@ def batch_generate(
     cannot share a pass (recurrent states, quantized caches, a base that follows the length),
     the texts are decoded one after the other, each speculatively.
 
+    With ``num_draft_tokens`` "auto" each round has the draft length that pays, one for all
+    texts, by what they accept and by what rounds of so many texts cost. That is measured with
+    the texts of the batch (once, see ``batch_costs``); for fewer, when some have ended, it is
+    taken from a line to the costs of one. Where no length pays, rounds are plain and pipelined
+    until a probe finds otherwise, or the batch has shrunk enough. Where none could ever pay, all
+    goes to ``mlx_lm.batch_generate`` from the start, and stays there.
+
     ``max_speculative_batch``: more prompts than that go to ``mlx_lm.batch_generate``, because a
-    pass over so many rows costs more than drafts save. None: 8; with ``num_draft_tokens``
-    "auto", what the costs measured for one text let expect, along with the draft length. That
-    is a guess (windows of as many rows, a line beyond the longest), made once, at the acceptance
-    that is assumed of an unseen text.
+    pass over so many rows costs more than drafts save. None: 8; with "auto" 32, the costs
+    permitting, but 8 text by text.
 
     ``kwargs``: the fields of ``Options``, and mlx-lm's ``completion_batch_size`` and
     ``prefill_batch_size`` for a batch that goes to it. Without one of our drafters all goes
@@ -93,14 +98,20 @@ def batch_generate(
         for text in texts:
             text.logprobs = []
     with wired_limit(model, [options.stream]):
-        size, most = _choose(model, draft_model, texts, options)
+        shares = _shares_passes(model, texts)
+        most = MOST_MEASURED if shares and options.num_draft_tokens == AUTO else MOST_TEXTS
         most = most if max_speculative_batch is None else max_speculative_batch
-        if size > 0 and len(texts) <= most:
-            if _shares_passes(model, texts):
-                generate_together(model, draft_model, texts, size, options, return_prompt_caches)
-            else:
-                generate_in_turn(model, draft_model, texts, size, options)
-            return _response(tokenizer, texts, returns, verbose)
+        if options.num_draft_tokens != 0 and 0 < len(texts) <= most:
+            if not shares:
+                generate_in_turn(model, draft_model, texts, options)
+                return _response(tokenizer, texts, returns, verbose)
+            pace, costs = _make_pace(model, draft_model, texts, options)
+            if not pace.parked:
+                keep = return_prompt_caches
+                generate_together(model, draft_model, texts, pace, costs, options, keep)
+                return _response(tokenizer, texts, returns, verbose)
+            for text in texts:
+                text.stats.pace_events = list(pace.events)
     plain |= {
         "sampler": options.sampler,
         "logits_processors": options.logits_processors,
@@ -134,20 +145,14 @@ def _texts(
     return texts
 
 
-def _choose(
+def _make_pace(
     model: nn.Module, draft_model: Drafter, texts: list[Text], options: Options
-) -> tuple[int, int]:
-    """The length of a draft, and how many texts may share a pass."""
-    if options.num_draft_tokens != AUTO or not texts:
-        return 0 if not texts else options.num_draft_tokens, MOST_TEXTS
-    shortest = min(texts, key=lambda text: len(text.prompt))
-    # Rounds are measured behind a prompt; the caches stay the text's, for later.
-    trial = Text(shortest.prompt, shortest.limits, deepcopy(shortest.cache))
-    prefill(model, draft_model, trial, options)
-    with mx.stream(options.stream):
-        costs = round_costs(trial.decoder)
-    size, _ = costs.batched(len(texts)).best_chain([PRIOR])
-    return size, costs.most_texts()
+) -> tuple[Pace, BatchCosts | None]:
+    """The pace of all texts, and the costs it goes by; parked where no draft could ever pay."""
+    if options.num_draft_tokens != AUTO:
+        return FixedPace(Plan(options.num_draft_tokens)), None
+    costs = batch_costs(model, draft_model, texts, options)
+    return AdaptivePace(costs.of(len(texts))), costs
 
 
 def _shares_passes(model: nn.Module, texts: list[Text]) -> bool:
@@ -176,7 +181,7 @@ def _generate_plainly(
     )
     for text, ids in zip(texts, response.token_ids):
         num_steps = max(len(ids) - 1, 0)
-        text.stats = Stats(num_plain_steps=num_steps, num_emitted=num_steps)
+        text.stats.num_plain_steps = text.stats.num_emitted = num_steps
     return BatchResponse(
         response.texts,
         [text.stats for text in texts],

@@ -1,11 +1,10 @@
 """The rounds of a batch: one verify pass of the target for all texts, ragged in what is kept.
 
-How many rows each text keeps is its own affair. Drafting goes text by text: a head's pass is
-short, its caches are one text's. Knows the steps of a text by ``decoder.py``, the shared caches
-by ``batch_cache.py``.
+How many rows each text keeps is its own affair; how many are drafted is one decision a round.
+Drafting goes text by text: a head's pass is short, its caches are one text's. Knows the steps of
+a text by ``decoder.py``, the shared caches by ``batch_cache.py``.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +24,7 @@ from .loop import (
     speculative_generate_step,
     split_cache,
 )
-from .pace import Plan
+from .pace import BatchCosts, Pace, Plan
 from .stats import Stats
 from .target import Target
 
@@ -105,11 +104,15 @@ def generate_together(
     model: nn.Module,
     draft_model: Drafter,
     texts: list[Text],
-    size: int,
+    pace: Pace,
+    costs: BatchCosts | None,
     options: Options,
     keep_caches: bool,
 ) -> None:
-    """All texts to their ends, round by round in one pass."""
+    """All texts to their ends, round by round in one pass.
+
+    ``costs``, where ``pace`` goes by them, are looked up again for the texts that are left.
+    """
     for text in texts:
         prefill(model, draft_model, text, options)
         first = text.decoder.launch_first()
@@ -117,98 +120,172 @@ def generate_together(
         text.decoder.commit(first, 1)
         text.add(first, num_kept, following[:1])
         if text.ended and keep_caches:
-            _leave(text, first, following[:1])
+            _leave(text, first, None, following[:1])
     running = [text for text in texts if not text.ended]
     if not running:
         return
     with mx.stream(options.stream):
-        target = Target(model, running[0].decoder.drafter.taps)
-        cache = BatchCache([text.decoder.cache for text in running])
-        while running:
-            rounds = _launch(target, cache, running, size)
-            runs = list(_finish(rounds, running))
-            cache.cut(_width(rounds), [done.target_window.kept for done in rounds])
-            for b, (text, done, run) in enumerate(zip(running, rounds, runs)):
-                if text.ended and keep_caches:
-                    text.decoder.cache[:] = cache.extract(b)
-                    _leave(text, done, run)
-            left = [b for b, text in enumerate(running) if not text.ended]
-            if left and len(left) < len(running):
-                cache.keep_texts(left)
-            running = [running[b] for b in left]
+        _rounds(Batch(model, running), pace, costs, keep_caches)
 
 
-def _leave(text: Text, last: Round, run: list[int]) -> None:
+def _rounds(batch: "Batch", pace: Pace, costs: BatchCosts | None, keep_caches: bool) -> None:
+    """Round after round until every text has ended."""
+    num_texts = len(batch.texts)
+    if costs is not None and num_texts < costs.num_texts:
+        pace.recost(costs.of(num_texts))
+    upcoming, plan = None, None
+    while batch.texts:
+        rounds = upcoming or batch.launch(plan or pace.next_plan(batch.num_tokens))
+        upcoming, plan = None, None
+        if pace.parked and _width(rounds) == 1 and batch.goes_on:
+            # Plain decoding is pipelined. A draft waits, because a text may be found to have
+            # ended, and of its window no more than one row could stay.
+            batch.commit_plain(rounds)
+            plan = pace.next_plan(batch.num_tokens)
+            upcoming = batch.launch(plan) if plan.size == 0 else None
+        runs = batch.finish(rounds)
+        _record(pace, rounds)
+        for b, text in enumerate(batch.texts):
+            if text.ended:
+                text.stats.pace_events = list(pace.events)
+                if keep_caches:
+                    text.decoder.cache[:] = batch.cache.extract(b)
+                    _leave(text, rounds[b], upcoming and upcoming[b], runs[b])
+        left = [b for b, text in enumerate(batch.texts) if not text.ended]
+        if len(left) < len(batch.texts):
+            upcoming = upcoming and [upcoming[b] for b in left]
+            batch.keep_texts(left)
+            if costs is not None and left:
+                pace.recost(costs.of(len(left)))
+
+
+def _record(pace: Pace, rounds: list[Round]) -> None:
+    """Tell what became of the drafts; those that were cut short at a text's end tell little."""
+    if not any(done.num_drafted for done in rounds):
+        return
+    plan = max((done.plan for done in rounds), key=lambda plan: plan.size)
+    pace.record(plan, *(done.read()[0] for done in rounds if done.plan == plan))
+
+
+def _leave(text: Text, last: Round, upcoming: Round | None, run: list[int]) -> None:
     """Put into ``text.cache`` what a generation of its own would have left."""
-    text.decoder.leave(last, None, len(run), run)
+    text.decoder.leave(last, upcoming, len(run), run)
     text.cache = text.decoder.cache + text.decoder.drafter.cache
 
 
 def _width(rounds: list[Round]) -> int:
-    """Rows of the shared window: two at least (see ``BatchCache``)."""
-    return max(2, *(done.num_drafted + 1 for done in rounds)) if rounds else 2
+    """Rows of the shared window."""
+    return max(done.num_drafted for done in rounds) + 1
 
 
-def _launch(target: Target, cache: BatchCache, texts: list[Text], size: int) -> list[Round]:
-    """Draft for every text, verify them all in one pass, and absorb what it says."""
-    opened = [_open(text, size) for text in texts]
-    width = max(2, *(len(draft) + 1 for _, draft, _ in opened))
-    windows = []
-    for text, (_, draft, _) in zip(texts, opened):
-        filler = mx.zeros((width - 1 - len(draft),), mx.int32)  # causal: seen by no row before
-        root = text.decoder.root.astype(mx.int32)
-        windows.append(mx.concatenate([root, draft.tokens, filler]))
-    logits, features = target.batch(mx.stack(windows), cache.layers)
-    rounds = []
-    for b, (text, (choice, draft, draft_window)) in enumerate(zip(texts, opened)):
-        num_rows = len(draft) + 1
-        decoder = text.decoder
-        seen = None if features is None else features[b, :num_rows]
-        logprobs = decoder.logprobs(draft, None, logits[b, :num_rows])
-        verdict = choice.judge(draft, None, logprobs)
-        decoder.drafter.extend(verdict.following, seen, last=verdict.num_kept)
-        rounds.append(
-            Round(
-                Plan(len(draft)),
-                len(draft),
-                draft.num_levels,
-                verdict,
-                seen,
-                verdict.packed(),
-                RowCount(num_rows),
-                draft_window,
-                decoder.num_head_forwards,
-                absorbed=True,
+class Batch:
+    """The texts that still run, on shared caches, and the steps of their rounds.
+
+    A list of rounds has one for each of ``texts``, in order.
+    """
+
+    def __init__(self, model: nn.Module, texts: list[Text]):
+        self.texts = texts
+        self.cache = BatchCache([text.decoder.cache for text in texts])
+        self._target = Target(model, texts[0].decoder.drafter.taps)
+        self._began_with = texts
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the text that has come furthest, whether it still runs or not."""
+        return max(text.decoder.num_emitted for text in self._began_with)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether one token more leaves every text room for another."""
+        plans = [text.limits.at_most(Plan(0), text.decoder.num_emitted + 1) for text in self.texts]
+        return None not in plans
+
+    def launch(self, plan: Plan, absorb: bool = False) -> list[Round]:
+        """Draft for every text and start one pass that verifies them all, without waiting.
+
+        Of size 0, the drafters are left behind unless they are to ``absorb`` the step.
+        """
+        opened = [_open(text, plan) for text in self.texts]
+        width = max(len(draft) for _, _, draft, _ in opened) + 1
+        windows = []
+        for text, (_, _, draft, _) in zip(self.texts, opened):
+            filler = mx.zeros((width - 1 - len(draft),), mx.int32)  # causal: seen by no row before
+            root = text.decoder.root.astype(mx.int32)
+            windows.append(mx.concatenate([root, draft.tokens, filler]))
+        self.cache.open(width)
+        logits, features = self._target.batch(mx.stack(windows), self.cache.layers)
+        rounds = []
+        for b, (text, (own, choice, draft, draft_window)) in enumerate(zip(self.texts, opened)):
+            num_rows = len(draft) + 1
+            decoder = text.decoder
+            seen = None if features is None else features[b, :num_rows]
+            logprobs = decoder.logprobs(draft, None, logits[b, :num_rows])
+            verdict = choice.judge(draft, None, logprobs)
+            absorbed = absorb or own.size > 0
+            if absorbed:
+                decoder.drafter.extend(verdict.following, seen, last=verdict.num_kept)
+            rounds.append(
+                Round(
+                    own,
+                    len(draft),
+                    draft.num_levels,
+                    verdict,
+                    seen,
+                    verdict.packed(),
+                    RowCount(num_rows),
+                    draft_window,
+                    decoder.num_head_forwards,
+                    absorbed,
+                )
             )
-        )
-    pending = [array for text in texts for array in text.decoder.drafter.pending()]
-    mx.async_eval([done.packed for done in rounds], pending)
-    return rounds
+        pending = [array for text in self.texts for array in text.decoder.drafter.pending()]
+        mx.async_eval([done.packed for done in rounds], pending)
+        return rounds
+
+    def commit_plain(self, rounds: list[Round]) -> None:
+        """Commit rounds without drafts, whose one token need not be read for that."""
+        for text, done in zip(self.texts, rounds):
+            text.decoder.commit(done, 1)
+        self.cache.cut(1, [1] * len(rounds))
+
+    def finish(self, rounds: list[Round]) -> list[list[int]]:
+        """Read rounds, and commit what is not committed yet; the tokens each text emitted."""
+        mx.eval([done.packed for done in rounds])
+        is_committed, runs = rounds[0].committed, []
+        for text, done in zip(self.texts, rounds):
+            num_kept, following = done.read()
+            num_before = text.decoder.num_emitted - is_committed
+            run = text.limits.cut(following[: num_kept + 1], num_before)
+            if not is_committed:
+                text.decoder.commit(done, len(run))
+            text.add(done, num_kept, run)
+            runs.append(run)
+        if not is_committed:
+            self.cache.cut(_width(rounds), [done.target_window.kept for done in rounds])
+        return runs
+
+    def keep_texts(self, index: list[int]) -> None:
+        """Drop all texts but these."""
+        if index:
+            self.cache.keep_texts(index)
+        self.texts = [self.texts[b] for b in index]
 
 
-def _open(text: Text, size: int) -> tuple[Any, Draft, Window]:
+def _open(text: Text, plan: Plan) -> tuple[Plan, Any, Draft, Window]:
+    """As much of ``plan`` as the text has room for, drafted."""
     decoder = text.decoder
+    plan = text.limits.at_most(plan, decoder.num_emitted) or Plan(0)
+    if plan.size > 0:
+        decoder.catch_up()
     window = Window(decoder.drafter.cache)
     choice = decoder.rule.open(decoder.num_emitted)
-    plan = text.limits.at_most(Plan(size), decoder.num_emitted)
-    size = plan.size if plan else 0
-    draft = decoder.drafter.propose(size, choice.pick) if size else empty_draft()
-    return choice, draft, window
-
-
-def _finish(rounds: list[Round], texts: list[Text]) -> Iterator[list[int]]:
-    """Read a round of every text and commit it; the tokens each emitted."""
-    mx.eval([done.packed for done in rounds])
-    for text, done in zip(texts, rounds):
-        num_kept, following = done.read()
-        run = text.limits.cut(following[: num_kept + 1], text.decoder.num_emitted)
-        text.decoder.commit(done, len(run))
-        text.add(done, num_kept, run)
-        yield run
+    draft = decoder.drafter.propose(plan.size, choice.pick) if plan.size > 0 else empty_draft()
+    return plan, choice, draft, window
 
 
 def generate_in_turn(
-    model: nn.Module, draft_model: Drafter, texts: list[Text], size: int, options: Options
+    model: nn.Module, draft_model: Drafter, texts: list[Text], options: Options
 ) -> None:
     """Each text alone, for targets that cannot share a pass."""
     for text in texts:
@@ -219,7 +296,7 @@ def generate_in_turn(
             model,
             draft_model,
             options.stream,
-            num_draft_tokens=size,
+            num_draft_tokens=options.num_draft_tokens,
             max_tokens=text.limits.max_tokens,
             sampler=options.sampler,
             logits_processors=options.logits_processors,

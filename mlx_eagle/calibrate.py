@@ -1,17 +1,19 @@
 """What a round of each length costs here, measured on the caches of a running generation.
 
-Once per device, target, drafter, versions and context bucket; kept in the user's cache.
+Once per device, target, drafter, versions and context bucket; kept in the user's cache. What
+rounds of a batch cost is measured by ``batch_costs.py`` and remembered here.
 """
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from .accept import Match
@@ -38,16 +40,25 @@ SMALLEST_BUCKET = 512
 def round_costs(decoder: Decoder, with_trees: bool = False) -> RoundCosts:
     """Costs of ``decoder``'s rounds where its text stands: as remembered, or measured now."""
     plans = CHAINS + TREES if with_trees else CHAINS
-    if is_sharded(decoder.target.model):
+    model, what = decoder.target.model, "chains and trees" if with_trees else "chains"
+    key = make_key(model, decoder.drafter, decoder.cache, 0, what)
+    return remembered_or(model, key, plans, lambda: measure(decoder, plans))
+
+
+def remembered_or(
+    model: nn.Module, key: str, plans: Sequence[Plan], measure_now: Callable[[], RoundCosts]
+) -> RoundCosts:
+    """What is remembered of ``plans`` under ``key``; else what is measured now, for next time."""
+    if is_sharded(model):
         # Measured anew: what one process remembers and another does not would part them.
-        costs = measure(decoder, plans)
+        costs = measure_now()
         plain, *rounds = mean_over_processes([costs.plain, *costs.rounds.values()])
         return RoundCosts(plain, dict(zip(costs.rounds, rounds)))
-    file, key = user_cache() / "calibration.json", _key(decoder, with_trees)
+    file = user_cache() / "calibration.json"
     known = _read(file).get(key, {})
     if known.get("rounds", {}).keys() == {str(plan) for plan in plans}:
         return RoundCosts(known["plain"], {plan: known["rounds"][str(plan)] for plan in plans})
-    costs = measure(decoder, plans)
+    costs = measure_now()
     rounds = {str(plan): seconds for plan, seconds in costs.rounds.items()}
     known = _read(file) | {key: {"plain": costs.plain, "rounds": rounds}}
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -63,20 +74,11 @@ def measure(decoder: Decoder, plans: Sequence[Plan] = CHAINS) -> RoundCosts:
     The drafter starts on caches of its own: one layer on a short text costs what it costs on
     a long one, nearly. Drafts and choices are greedy, so that no sampler of the caller runs.
     """
-    trial = Decoder(
-        decoder.target,
-        _AlwaysDrafts(decoder.drafter.begin()),
-        decoder.cache,
-        Match(),
-        (),
-        decoder.quantization,
-        decoder.stream,
-    )
+    trial = on_trial(decoder)
     undo = Window(decoder.cache)
     plain: list[float] = []
     rounds: dict[Plan, list[float]] = {plan: [] for plan in plans}
     try:
-        trial.root = decoder.root
         _finish(trial, trial.launch_first())
         for _ in range(REPEATS):
             plain += _time_plain(trial)
@@ -85,6 +87,15 @@ def measure(decoder: Decoder, plans: Sequence[Plan] = CHAINS) -> RoundCosts:
     finally:
         undo.keep(0)
     return RoundCosts(median(plain), {plan: median(times) for plan, times in rounds.items()})
+
+
+def on_trial(decoder: Decoder) -> Decoder:
+    """A decoder on the same target's caches, with a drafter that starts afresh; greedy."""
+    drafter = _AlwaysDrafts(decoder.drafter.begin())
+    quantization, stream = decoder.quantization, decoder.stream
+    trial = Decoder(decoder.target, drafter, decoder.cache, Match(), (), quantization, stream)
+    trial.root = decoder.root
+    return trial
 
 
 class _AlwaysDrafts:
@@ -138,19 +149,17 @@ def _read(file: Path) -> dict[str, Any]:
     return known if isinstance(known, dict) else {}
 
 
-def _key(decoder: Decoder, with_trees: bool) -> str:
-    """All that a round's cost depends on."""
-    length = max((getattr(c, "offset", 0) for c in decoder.cache), default=0)
+def make_key(model: nn.Module, drafter: Drafter, cache: list, num_ahead: int, what: str) -> str:
+    """All that the cost of a round depends on, ``num_ahead`` tokens after what is in ``cache``."""
+    length = num_ahead + max((getattr(c, "offset", 0) for c in cache), default=0)
     bucket = SMALLEST_BUCKET
     while bucket < length:
         bucket *= 2
     versions = [f"{name} {version(name)}" for name in ("mlx", "mlx-lm", "mlx-eagle")]
-    target = _describe(decoder.target.model)
-    drafter = ", ".join(_describe(module) for module in decoder.drafter.modules())
-    kind = f"{type(decoder.drafter).__name__} {drafter}"
-    caches = sorted({type(c).__name__ for c in decoder.cache})
-    what = "chains and trees" if with_trees else "chains"
-    where = [device_name(), *versions, target, kind, *caches, f"context {bucket}"]
+    modules = ", ".join(_describe(module) for module in drafter.modules())
+    kind = f"{type(drafter).__name__} {modules}"
+    caches = sorted({type(c).__name__ for c in cache})
+    where = [device_name(), *versions, _describe(model), kind, *caches, f"context {bucket}"]
     return " | ".join([*where, what])
 
 

@@ -151,7 +151,7 @@ class Decoder:
         size = plan.size
         absorb = absorb or size > 0
         if size > 0:
-            self._catch_up()
+            self.catch_up()
         max_rows = self.quantization.max_rows(self.cache)
         if max_rows is not None:
             size = min(size, max_rows - 1)
@@ -233,13 +233,13 @@ class Decoder:
                 features, row = upcoming.features, 0
             else:
                 (_, features), row = self._run(self.root), 0
-            self._catch_up()
+            self.catch_up()
             if features is not None:
                 self.drafter.hold(features[row : row + 1])
             self.quantization.apply(self.cache)
             mx.eval([c.state for c in self.cache + self.drafter.cache if not c.empty()])
 
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
         """Let the drafter absorb what was decoded plainly."""
         if not self._backlog:
             return

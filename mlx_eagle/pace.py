@@ -14,7 +14,6 @@ TRIAL_ROUNDS = 6  # before the first verdict, and in every probe
 TRIAL_LOSS = 1.5  # plain steps that a trial may lose; then the verdict comes at once
 PROBE_BUDGET = 0.01  # of the time of plain decoding, spent on probes while parked
 FEWEST_PLAIN, MOST_PLAIN = 64, 1024  # tokens between two probes
-MOST_TEXTS = 32  # in a batch: past it nothing was ever measured
 ALMOST_ALWAYS = 0.9  # acceptance above which nobody would hope
 
 
@@ -63,32 +62,41 @@ class RoundCosts:
         """Over plain decoding, where a round of ``plan`` brings so many tokens."""
         return num_tokens * self.plain / self.rounds[plan]
 
-    def best_chain(self, alphas: Sequence[float]) -> tuple[int, float]:
-        """The length with the greatest speedup at these acceptance rates, and the speedup."""
-        sizes = range(1, self.longest + 1)
-        gains = [self.speedup(Plan(k), expected_tokens(alphas, k)) for k in sizes]
-        return gains.index(max(gains)) + 1, max(gains)
 
-    def pass_of(self, num_rows: int) -> float:
-        """Seconds of a round whose window has so many rows; past what was measured, a line."""
-        known = [self.plain, *(self.rounds[Plan(k)] for k in range(1, self.longest + 1))]
-        if num_rows <= len(known):
-            return known[num_rows - 1]
-        slope = (known[-1] - known[0]) / (len(known) - 1)
-        return known[-1] + slope * (num_rows - len(known))
+def on_line(points: Mapping[int, float], x: int) -> float:
+    """The value at ``x``, on the line between its neighbours among ``points``.
 
-    def batched(self, num_texts: int) -> "RoundCosts":
-        """The same where so many texts share every pass, guessed from windows as large."""
-        sizes = range(1, self.longest + 1)
-        rounds = {Plan(k): self.pass_of(num_texts * (k + 1)) for k in sizes}
-        return RoundCosts(self.pass_of(num_texts), rounds)
+    {1: 1.0, 3: 2.0}, 2 -> 1.5
+    """
+    low = max(at for at in points if at <= x)
+    high = min(at for at in points if at >= x)
+    share = (x - low) / (high - low) if high > low else 0.0
+    return points[low] + share * (points[high] - points[low])
 
-    def most_texts(self) -> int:
-        """The largest batch in which drafts pay, at the acceptance assumed of an unseen text."""
-        num_texts = 0
-        while num_texts < MOST_TEXTS and self.batched(num_texts + 1).best_chain([PRIOR])[1] >= 1.0:
-            num_texts += 1
-        return num_texts
+
+@dataclass(frozen=True)
+class BatchCosts:
+    """What rounds cost for one text and for ``num_texts`` together, which may know fewer plans.
+
+    Fewer texts than that, and lengths between two that were measured, lie on a line.
+    """
+
+    alone: RoundCosts
+    together: RoundCosts
+    num_texts: int
+
+    def of(self, num_texts: int) -> RoundCosts:
+        """The costs for so many texts, at most ``num_texts``; a round brings each its tokens."""
+        measured = {plan.size: seconds for plan, seconds in self.together.rounds.items()}
+
+        def cost(alone: float, together: float) -> float:
+            return on_line({1: alone, self.num_texts: together}, num_texts)
+
+        rounds = {
+            Plan(k): cost(self.alone.rounds[Plan(k)], on_line(measured, k))
+            for k in range(1, self.together.longest + 1)
+        }
+        return RoundCosts(cost(self.alone.plain, self.together.plain), rounds)
 
 
 class Pace(Protocol):
@@ -97,11 +105,16 @@ class Pace(Protocol):
     parked: bool
     """Whether decoding is plain for now, so that the drafter can be left behind."""
 
+    events: "list[PaceEvent]"
+
     def next_plan(self, num_tokens: int) -> Plan:
         """The next draft, after so many tokens; of size 0 for a plain step."""
 
-    def record(self, plan: Plan, num_accepted: int) -> None:
-        """What became of a draft of one token or more."""
+    def record(self, plan: Plan, *num_accepted: int) -> None:
+        """What became of a draft of one token or more; in a batch, of one in every text."""
+
+    def recost(self, costs: RoundCosts) -> None:
+        """Go on at other costs of the same plans."""
 
 
 @dataclass
@@ -110,12 +123,16 @@ class FixedPace:
 
     plan: Plan
     parked: bool = False
+    events: "list[PaceEvent]" = field(default_factory=list)
 
     def next_plan(self, num_tokens: int) -> Plan:
         return self.plan
 
-    def record(self, plan: Plan, num_accepted: int) -> None:
+    def record(self, plan: Plan, *num_accepted: int) -> None:
         """Nothing depends on it."""
+
+    def recost(self, costs: RoundCosts) -> None:
+        """Nor on that."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +151,8 @@ class AdaptivePace:
     Acceptance in chains is kept by position, given that the position before was accepted, and
     of trees as tokens a round. Both fade, so that they follow the text. While parked, a few
     rounds are drafted now and then to see whether the text has changed; how often follows from
-    what they cost.
+    what they cost. In a batch all texts have one pace: what they accept is pooled, a round is one
+    round however many share it, and what is lost or gained is that of the mean text.
     """
 
     costs: RoundCosts
@@ -197,9 +215,28 @@ class AdaptivePace:
         self._note("probe", "to see whether drafts are accepted now")
         return plan
 
-    def record(self, plan: Plan, num_accepted: int) -> None:
+    def record(self, plan: Plan, *num_accepted: int) -> None:
         """See ``Pace.record``."""
         self._fade(MEMORY)
+        for kept in num_accepted:
+            self._observe(plan, kept)
+        cost = self.costs.rounds.get(plan, self.costs.plain)  # unknown: a tree cut at the end
+        self._lost += cost / self.costs.plain - (sum(num_accepted) / len(num_accepted) + 1)
+        self._trial = 0 if self._lost > TRIAL_LOSS and self._trial > 0 else self._trial - 1
+        if self._trial == 0 and self.events:
+            _, gain = self._best()
+            if gain >= 1.0:
+                self._note("wake", f"the probe promises {gain:.2f}x")
+
+    def recost(self, costs: RoundCosts) -> None:
+        """See ``Pace.recost``; wakes at once where what was known would pay now."""
+        self.costs = costs
+        plan, gain = self._best()
+        if self.parked and gain >= 1.0:
+            self.parked = self.is_hopeless = False
+            self._note("wake", f"a round costs less now, drafts of {plan} promise {gain:.2f}x")
+
+    def _observe(self, plan: Plan, num_accepted: int) -> None:
         if plan.tree is None:
             for i in range(min(num_accepted + 1, plan.size)):
                 self._reached[i] += 1
@@ -207,13 +244,6 @@ class AdaptivePace:
         elif plan in self._of_trees:
             tokens, rounds = self._of_trees[plan]
             self._of_trees[plan] = tokens + num_accepted + 1, rounds + 1
-        cost = self.costs.rounds.get(plan, self.costs.plain)  # unknown: a tree cut at the end
-        self._lost += cost / self.costs.plain - (num_accepted + 1)
-        self._trial = 0 if self._lost > TRIAL_LOSS and self._trial > 0 else self._trial - 1
-        if self._trial == 0 and self.events:
-            _, gain = self._best()
-            if gain >= 1.0:
-                self._note("wake", f"the probe promises {gain:.2f}x")
 
     def _best(self) -> tuple[Plan, float]:
         """The plan with the greatest gain, and the gain."""

@@ -1,6 +1,8 @@
 """``batch_generate``: every text as it is alone, and as mlx-lm's own batch writes it."""
 
+import json
 import random
+from copy import copy
 
 import mlx.core as mx
 import mlx_lm
@@ -10,13 +12,14 @@ from mlx_lm.models import gemma3_text
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from test_caches import WINDOW
 from test_drafters import tiny_lfm2
-from test_pace import FLAT, LINEAR, STEEP
+from test_pace import FLAT, LINEAR, ScriptedPace
 
 import mlx_eagle
-from mlx_eagle import batch
+from mlx_eagle import batch, batch_costs
 from mlx_eagle.batch_cache import MOST_PADDING, BatchCache
+from mlx_eagle.batch_rounds import Batch
 from mlx_eagle.lookup import LookupDrafter
-from mlx_eagle.pace import MOST_TEXTS, Plan
+from mlx_eagle.pace import BatchCosts, Plan, RoundCosts
 from mlx_eagle.sampling import Sampling
 
 VOCAB = 258
@@ -220,21 +223,152 @@ def test_more_texts_than_pay_are_decoded_plainly():
     assert response.stats[0].num_rounds > 0
 
 
+# A batch in which drafts pay only if nearly all are accepted; with fewer texts, as FLAT says.
+DEAR = RoundCosts(1.0, {Plan(k): 1.6 + 0.3 * k for k in (1, 3, 7)})
+
+
+def at_costs(monkeypatch, together, alone=FLAT):
+    """What rounds cost, whatever this machine thinks."""
+    found = BatchCosts(alone, together, len(PROMPTS))
+    monkeypatch.setattr(batch, "batch_costs", lambda *args: found)
+
+
+def auto(model, drafter, **kwargs):
+    return together(model, drafter, num_draft_tokens="auto", **kwargs)
+
+
 @pytest.mark.parametrize("costs, speculates", [(FLAT, True), (LINEAR, False)])
-def test_auto_chooses_from_the_costs(monkeypatch, costs, speculates):
-    model = MODELS["llama"]()
-    monkeypatch.setattr(batch, "round_costs", lambda decoder: costs)
-    response = together(model, tiny_head(model), num_draft_tokens="auto")
+def test_past_the_knee_it_is_mlx_lms_batch(model, monkeypatch, costs, speculates):
+    at_costs(monkeypatch, costs)
+    response = auto(model, tiny_head(model))
     assert response.token_ids == theirs(model).token_ids
-    assert (response.stats[0].num_rounds > 0) == speculates
+    for stats, length in zip(response.stats, LENGTHS):
+        assert stats.num_emitted == length - 1
+        assert (stats.num_rounds > 0) == (speculates and length > 2)
+        whats = [event.what for event in stats.pace_events]
+        assert speculates or whats == ["park"]
+    assert speculates or response.batch_stats.generation_tokens == sum(LENGTHS)
+    assert auto(model, tiny_head(model), max_speculative_batch=3).batch_stats is not None
 
 
-def test_the_knee():
-    assert 4 <= FLAT.most_texts() <= MOST_TEXTS
-    assert STEEP.most_texts() == LINEAR.most_texts() == 0
-    assert FLAT.batched(1).best_chain([0.6]) == FLAT.best_chain([0.6])
-    assert FLAT.batched(2).plain == FLAT.rounds[Plan(1)]
-    assert FLAT.pass_of(9) > FLAT.pass_of(8) == FLAT.rounds[Plan(7)]
+def test_a_batch_parks_and_wakes_when_texts_have_ended(model, scripted, monkeypatch):
+    """Two first drafts in three are right: too few for four texts, enough for two."""
+    at_costs(monkeypatch, DEAR)
+    drafter = copy(scripted)
+    texts = {first: text for first, (text, _) in scripted.known.items()}
+    drafter.known = {first: (text, lambda r, _: min(r % 3, 1)) for first, text in texts.items()}
+    lengths = [48, 40, 22, 22]
+    response = auto(model, drafter, max_tokens=lengths)
+    assert response.token_ids == theirs(model, max_tokens=lengths).token_ids
+    first, second, *short = response.stats
+    assert [event.what for event in first.pace_events] == ["park", "wake"]
+    assert [event.what for event in short[0].pace_events] == ["park"]
+    parked, woken = first.pace_events
+    assert parked.num_tokens < 20 and 20 <= woken.num_tokens <= 24
+    assert "a round costs less now" in woken.reason
+    assert short[0].num_plain_steps >= 5 and second.num_rounds > short[0].num_rounds + 5
+
+
+@pytest.mark.parametrize("make", ["head", "lagging head", "lookup", "script"])
+@pytest.mark.parametrize("sizes", [[0], [2, 0, 0, 0, 3, 3, 0], [0, 1]], ids=str)
+def test_plain_rounds_among_drafted_ones(model, scripted, monkeypatch, make, sizes):
+    """Texts and caches are those of plain decoding, however often the head is left behind."""
+    at_costs(monkeypatch, FLAT)
+    monkeypatch.setattr(batch, "AdaptivePace", lambda costs: ScriptedPace(sizes))
+    drafter = {
+        "head": lambda: tiny_head(model),
+        "lagging head": lambda: tiny_head(model).with_draft_cache("lagging"),
+        "lookup": LookupDrafter,
+        "script": lambda: scripted,
+    }[make]()
+    wanted = {"return_prompt_caches": True, "return_logprobs": True}
+    response, expected = auto(model, drafter, **wanted), theirs(model, **wanted)
+    assert response.token_ids == expected.token_ids
+    for ours, reference in zip(response.logprobs, expected.logprobs, strict=True):
+        assert ours == pytest.approx(reference, abs=1e-4)
+    for stats, length in zip(response.stats, LENGTHS):
+        assert stats.num_emitted == length - 1
+        assert (stats.num_plain_steps > 0) == (length > 1)
+    if make != "script":  # which knows one text only
+        more = [[11, 12], [13], [14, 15, 16], [17]]
+        again = together(model, drafter, more, prompt_caches=response.caches)
+        assert again.token_ids == theirs(model, more, prompt_caches=expected.caches).token_ids
+
+
+def test_stop_tokens_while_parked(model, monkeypatch):
+    """Found when the next step is under way; the caches are as if it had not been."""
+    at_costs(monkeypatch, FLAT)
+    monkeypatch.setattr(batch, "AdaptivePace", lambda costs: ScriptedPace([0]))
+    text = plain(model, PROMPTS[0], 12)
+    monkeypatch.setattr(TOKENIZER, "_eos_token_ids", {text[-1]})
+    response = auto(model, tiny_head(model), return_prompt_caches=True)
+    assert response.token_ids == theirs(model).token_ids
+    num_run = len(PROMPTS[0]) + text.index(text[-1]) + 1
+    assert len(response.token_ids[0]) < 12
+    # A pair of the head waits for the token that comes next.
+    head_cache = response.caches[0][len(make_prompt_cache(model))]
+    assert response.caches[0][0].offset == head_cache.offset + 1 == num_run
+    monkeypatch.undo()
+    written = PROMPTS[0] + text[: num_run - len(PROMPTS[0])]
+    (again,) = together(
+        model, tiny_head(model), [[9]], prompt_caches=response.caches[:1], max_tokens=9
+    ).token_ids
+    assert again == theirs(model, [[*written, 9]], max_tokens=9).token_ids[0]
+
+
+def test_parked_rounds_are_pipelined_single_rows(monkeypatch):
+    model = MODELS["llama"]()
+    at_costs(monkeypatch, FLAT)
+    monkeypatch.setattr(batch, "AdaptivePace", lambda costs: ScriptedPace([0]))
+    order, widths = [], []
+    launch, finish = Batch.launch, Batch.finish
+    monkeypatch.setattr(Batch, "launch", lambda *a: order.append("L") or launch(*a))
+    monkeypatch.setattr(Batch, "finish", lambda *a: order.append("F") or finish(*a))
+    run = batch.generate_together.__globals__["Target"].batch
+    monkeypatch.setattr(
+        "mlx_eagle.target.Target.batch", lambda *a: widths.append(a[1].shape) or run(*a)
+    )
+    response = auto(model, tiny_head(model), max_tokens=[9, 9, 9, 5])
+    # Not where a text reaches its limit: its row would be for nothing.
+    assert "".join(order) == "L" + "LF" * 3 + "F" + "L" + "LF" * 3 + "F"
+    assert widths == [(4, 1)] * 4 + [(3, 1)] * 4
+    assert all(stats.num_head_forwards == 0 for stats in response.stats)
+
+
+def test_costs_between_what_was_measured():
+    steep = RoundCosts(3.0, {Plan(1): 5.0, Plan(3): 6.0, Plan(7): 14.0})
+    costs = BatchCosts(FLAT, steep, 5)
+    assert costs.of(1).rounds == pytest.approx(FLAT.rounds) and costs.of(1).plain == 1.0
+    assert [costs.of(5).rounds[Plan(k)] for k in range(1, 8)] == [5, 5.5, 6, 8, 10, 12, 14]
+    middle = costs.of(3)
+    assert middle.plain == 2.0
+    assert middle.rounds[Plan(4)] == pytest.approx((FLAT.rounds[Plan(4)] + 8.0) / 2)
+    assert BatchCosts(FLAT, steep, 1).of(1).plain == 3.0
+
+
+def test_costs_are_measured_once_for_a_number_of_texts(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("mlx_eagle.calibrate.user_cache", lambda: tmp_path)
+    measured, measure = [], batch_costs.measure_together
+    monkeypatch.setattr(
+        batch_costs, "measure_together", lambda *a: measured.append(measure(*a)) or measured[-1]
+    )
+    drafter, passes = tiny_head(model), []
+    sampled = lambda logprobs: passes.append(1) or mx.argmax(logprobs, axis=-1)  # noqa: E731
+    caches = theirs(model, return_prompt_caches=True).caches
+    offsets = [cache[0].offset for cache in caches]
+    for _ in range(2):
+        response = auto(model, drafter, prompt_caches=caches, sampler=sampled)
+        assert response.token_ids == theirs(model, prompt_caches=caches).token_ids
+    assert offsets == [cache[0].offset for cache in caches]
+    assert len(passes) <= 2 * 8 * sum(LENGTHS), "the caller's sampler ran while measuring"
+    assert len(measured) == 1
+    assert tuple(measured[0].rounds) == batch_costs.MEASURED and measured[0].plain > 0
+    assert auto(model, drafter, prompts=PROMPTS[:2], max_tokens=5).token_ids == (
+        theirs(model, PROMPTS[:2], max_tokens=5).token_ids
+    )
+    known = json.loads((tmp_path / "calibration.json").read_text())
+    kinds = [key.split(" | ")[-1] for key in known]
+    assert len(measured) == 2 and sorted(kinds) == ["chains", "chains, 2 texts", "chains, 4 texts"]
 
 
 def test_without_a_drafter_it_is_mlx_lm():

@@ -93,6 +93,43 @@ def test_parks_probes_and_wakes_are_noted():
     assert re.search(r"with \d+% of first drafts accepted, the best length", pace.events[-3].reason)
 
 
+def test_texts_of_a_batch_share_what_is_known():
+    """Three texts that accept alike teach what one does, three times as well; a round is one."""
+    alone, shared = AdaptivePace(FLAT), AdaptivePace(FLAT)
+    for kept in (3, 0, 1, 3):
+        alone.record(Plan(3), kept)
+        shared.record(Plan(3), kept, kept, kept)
+    assert shared.alphas[0] > alone.alphas[0] > 0.5
+    mixed = AdaptivePace(FLAT)
+    for _ in range(200):
+        mixed.record(Plan(2), 2, 0)
+    assert mixed.alphas[0] == pytest.approx(0.5, abs=0.02) and mixed.alphas[1] > 0.9
+    # A trial loses what the mean text loses, in so many rounds: 6 of them, not 6 texts.
+    parked = AdaptivePace(FLAT)
+    for _ in range(2):
+        assert not parked.parked
+        parked.next_plan(1)
+        parked.record(Plan(1), 0, 0, 0, 0, 1)
+    parked.next_plan(1)
+    assert not parked.parked
+
+
+def test_other_costs_wake_a_parked_pace_that_would_pay():
+    pace = AdaptivePace(STEEP)
+    assert pace.parked and pace.is_hopeless
+    pace.recost(LINEAR)
+    assert pace.parked and len(pace.events) == 1
+    pace.recost(FLAT)
+    assert not pace.parked and pace.next_plan(7).size > 0
+    assert [event.what for event in pace.events] == ["park", "wake"]
+    # What is known of acceptance stays: a text that accepts nothing is parked still.
+    pace = AdaptivePace(FLAT)
+    simulate(pace, FLAT, lambda n: 0.0, 200, seed=1)
+    assert pace.parked
+    pace.recost(RoundCosts(1.0, {plan: 0.99 * cost for plan, cost in FLAT.rounds.items()}))
+    assert pace.parked
+
+
 class ScriptedPace:
     """Sizes by a script, parked in its zeros."""
 
@@ -107,7 +144,10 @@ class ScriptedPace:
         self.parked = size == 0
         return Plan(size)
 
-    def record(self, plan, num_accepted):
+    def record(self, plan, *num_accepted):
+        pass
+
+    def recost(self, costs):
         pass
 
 
