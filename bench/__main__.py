@@ -18,6 +18,7 @@ from mlx_eagle.loop import AUTO
 from mlx_eagle.tree import parse_tree
 from mlx_eagle.version import add_version_flag
 
+from .batched import check_batches
 from .measure import Settings, measure, num_runs
 from .questions import SETS, Question, load_questions
 from .runner import ORDERS, Models, make_arms
@@ -55,6 +56,8 @@ def build_parser() -> argparse.ArgumentParser:
     tree_help = "Trees: WIDTHxDEPTH:NODES."
     add("--tree", action="append", default=[], metavar="SPEC,...", help=tree_help)
     add("--context", metavar="N,...", help="Pad prompts to that many tokens.")
+    batch_help = "Also so many prompts of each set at once, against mlx-lm's batch; greedy."
+    add("--batch", metavar="N,...", help=batch_help)
     add("--repeats", type=int, default=3, help="Times that every prompt is run so (%(default)s).")
     add(
         "--order",
@@ -134,6 +137,9 @@ def read_settings(args: argparse.Namespace) -> Settings:
     contexts: tuple[int | None, ...] = (None,)
     if args.context is not None:
         contexts = read_list("--context", args.context, _at_least(2), "numbers of tokens above 1")
+    batches: tuple[int, ...] = ()
+    if args.batch is not None:
+        batches = read_list("--batch", args.batch, _at_least(1), "numbers of prompts, 1 or more")
     names = ",".join(args.prompts) if args.prompts else ",".join(SETS)
     trees = ",".join(args.tree)
     return Settings(
@@ -147,6 +153,7 @@ def read_settings(args: argparse.Namespace) -> Settings:
         repeats=args.repeats,
         order=args.order,
         seed=args.seed,
+        batches=batches,
     )
 
 
@@ -209,6 +216,7 @@ def run(args: argparse.Namespace) -> None:
     settings = read_settings(args)
     check_models(args)
     questions = load_questions(settings.prompts, settings.limit)
+    check_batches(settings.batches, questions)
     folder = prepare_folder(args.out)
     print(f"Loading {args.model or DEMO_NAMES['model']}.", file=sys.stderr)
     models, names = load_models(args)
@@ -223,7 +231,7 @@ def measure_with_bar(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """``measure`` under a progress bar on standard error."""
     arms = make_arms(settings.sizes, settings.trees, models.compared is not None)
-    total = num_runs(settings, len(questions), arms)
+    total = num_runs(settings, questions, arms)
     with tqdm(total=total, unit="run", desc="bench", file=sys.stderr) as bar:
         return measure(models, names, questions, settings, lambda _: bar.update())
 

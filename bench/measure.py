@@ -8,6 +8,7 @@ from typing import Any
 from mlx_eagle.tree import Tree
 
 from . import conditions, parity, predict, summary
+from .batched import BatchRun, measure_batches, num_batch_runs
 from .cost import SAMPLES, Bench, Samples
 from .graph import count_primitives
 from .questions import Question, prompt_tokens
@@ -31,12 +32,14 @@ class Settings:
     order: str = "abba"
     seed: int = 0
     samples: int = SAMPLES
+    batches: tuple[int, ...] = ()
 
 
-def num_runs(settings: Settings, num_questions: int, arms: Sequence[Arm]) -> int:
-    """Measured generations in all, warm-ups not counted."""
+def num_runs(settings: Settings, questions: Sequence[Question], arms: Sequence[Arm]) -> int:
+    """Measured generations in all, a batch being one; warm-ups are not counted."""
     scenarios = len(settings.contexts) * len(settings.temps)
-    return scenarios * settings.repeats * num_questions * len(schedule(arms, settings.order))
+    singles = scenarios * settings.repeats * len(questions) * len(schedule(arms, settings.order))
+    return singles + num_batch_runs(settings, questions)
 
 
 def measure(
@@ -44,7 +47,7 @@ def measure(
     names: dict[str, str],
     questions: Sequence[Question],
     settings: Settings,
-    progress: Callable[[Run], None] = lambda run: None,
+    progress: Callable[[Run | BatchRun], None] = lambda run: None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Run everything: the document of results, and a row a run for the CSV."""
     arms = make_arms(settings.sizes, settings.trees, models.compared is not None)
@@ -63,6 +66,7 @@ def measure(
         "conditions": {**machine, **conditions.describe(models, names)},
         "settings": asdict(settings),
         "scenarios": scenarios,
+        "batches": measure_batches(models, questions, settings, progress),
     }
     return document, rows
 

@@ -8,6 +8,7 @@ from .parity import verdict_text
 from .render import Block, Heading, Image, Table, Text
 from .tables import (
     acceptance_table,
+    batch_table,
     conditions_table,
     cost_table,
     parity_table,
@@ -36,6 +37,14 @@ METHOD = (
     "quartile of single runs, or of prompts where it says so. Of MT-bench, the first turn is "
     "asked. Peak memory is with target and head loaded, in plain runs too. Above temperature 0 "
     "both draw with the same sampler and seed."
+)
+
+BATCHES = (
+    "So many prompts of a set in one call of batch_generate: mlx-lm's own against the one with the "
+    "drafter, greedy, in the same turns. Tokens per second are those of all texts, after prefill as "
+    "each counts it, then over the whole call; ours prefills text by text. Pace says when all "
+    "texts together were decoded plainly (park), tried again (probe), drafted again (wake); tau is "
+    "1 where the whole batch went to mlx-lm."
 )
 
 ORDERS = {
@@ -96,6 +105,8 @@ def blocks(
     for number, scenario in enumerate(scenarios):
         parts.append(Heading(f"Results: {scenario_name(scenario)}"))
         parts += scenario_blocks(scenario, draw(scenario, number))
+    if document["batches"]:
+        parts += [Heading("Batches"), Text(BATCHES), batch_table(document["batches"])]
     parts += [Heading("Words"), Table(["word", "meaning"], WORDS)]
     return parts
 

@@ -1,6 +1,6 @@
 """PURE: the report's tables, figures set as text. Knows the document of results."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from .render import Table
@@ -62,6 +62,7 @@ def conditions_table(document: Mapping[str, Any]) -> Table:
         ["prompt sets", f"{', '.join(settings['prompts'])}; {limit} prompts a set"],
         ["context", ", ".join("as it is" if c is None else str(c) for c in settings["contexts"])],
         ["output", f"at most {settings['max_tokens']} tokens, the end-of-text token honoured"],
+        ["batches", ", ".join(map(str, settings["batches"])) or "none"],
         ["repeats", f"{settings['repeats']}, order {settings['order']}"],
     ]
     return Table(["condition", "value"], rows)
@@ -223,6 +224,34 @@ def parity_table(scenario: Scenario) -> Table:
     header = ["arm", "texts identical to plain", "largest margin where not",
               "same text in all repeats"]  # fmt: skip
     return Table(header, rows)
+
+
+def batch_table(rows: Iterable[Mapping[str, Any]]) -> Table:
+    """Batches: tokens per second of the whole call and after prefill, and the same texts."""
+    header = ["prompts at once", "set", "arm", "plain batch tok/s", "speculative tok/s", "ratio",
+              "whole call: plain", "speculative", "ratio", "tau", "texts identical",
+              "largest margin where not", "pace"]  # fmt: skip
+    lines = []
+    for row in rows:
+        margins = [verdict["margin"] for verdict in row["parity"] if not verdict["identical"]]
+        lines.append(
+            [
+                str(row["batch"]),
+                row["set"],
+                row["arm"],
+                number(row["plain_tps_after_prefill"]),
+                number(row["tps_after_prefill"]),
+                times(row["speedup_after_prefill"]),
+                number(row["plain_tps"]),
+                number(row["tps"]),
+                times(row["speedup"]),
+                number(row["tau"]),
+                f"{row['batch'] - len(margins)} of {row['batch']}",
+                "-" if not margins else f"{max(margins):.2g}",
+                " ".join(row["pace_events"]) or "-",
+            ]
+        )
+    return Table(header, lines)
 
 
 def prompts_table(scenario: Scenario, verdict_text: Callable[[Mapping[str, Any]], str]) -> Table:

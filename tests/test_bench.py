@@ -3,16 +3,19 @@
 import csv
 import json
 import statistics
+from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from helpers import PROMPT, byte_tokenizer, plain, tiny_head, tiny_llama
 from mlx_lm.generate import generate_step
+from test_pace import FLAT
 
 from mlx_eagle.bench import __main__ as command
-from mlx_eagle.bench import cost, graph, measure, parity, predict, questions, render
-from mlx_eagle.bench import runner, summary
+from mlx_eagle.bench import batched, cost, graph, measure, parity, predict, questions, render
+from mlx_eagle.bench import runner, summary, tables
+from mlx_eagle.pace import BatchCosts
 from mlx_eagle.stats import Stats
 from mlx_eagle.tree import TreeShape
 
@@ -369,6 +372,76 @@ def test_scenarios_share_one_report(monkeypatch, capsys, tmp_path, tiny):
     assert (tmp_path / "plots" / "speedup-2.png").is_file()
 
 
+def test_batches_beside_mlx_lms_own(monkeypatch, capsys, tmp_path, tiny):
+    lone = runner.Models(tiny.target, tiny.tokenizer, tiny.drafter)
+    costs = BatchCosts(FLAT, FLAT, 2)
+    monkeypatch.setattr("mlx_eagle.batch.batch_costs", lambda *args: costs)
+    monkeypatch.setattr("mlx_eagle.loop.round_costs", lambda decoder, with_trees: FLAT)
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "so?"}\n{"prompt": "Who is it?"}\n')
+    flags = f"--prompts {tmp_path}/mine.jsonl --max-tokens 9 --repeats 1"
+    flags += f" --order mirror --num-draft-tokens 2,auto --batch 2,1 --out {tmp_path}"
+    out, _ = call(monkeypatch, capsys, lone, *flags.split())
+    document = json.loads((tmp_path / "results.json").read_text())
+    rows = document["batches"]
+    keys = [(row["batch"], row["set"], row["arm"]) for row in rows]
+    assert keys == [(n, "mine", arm) for n in (2, 1) for arm in ("k=2", "auto")]
+    for row in rows:
+        assert [verdict["identical"] for verdict in row["parity"]] == [True] * row["batch"]
+        assert row["output_tokens"] == 9 * row["batch"]  # none of the tiny texts ends before
+        # Two runs; what prefill emits is not counted, as everywhere.
+        passes = row["num_rounds"] + row["num_plain_steps"]
+        assert row["tau"] == pytest.approx(2 * 8 * row["batch"] / passes)
+        assert row["speedup"] == pytest.approx(row["tps"] / row["plain_tps"])
+        after = row["tps_after_prefill"] / row["plain_tps_after_prefill"]
+        assert row["speedup_after_prefill"] == pytest.approx(after)
+        assert row["tps_after_prefill"] > row["tps"]
+        assert row["num_rounds"] > 0 and row["num_runs"] == 2
+    assert json.loads(out.splitlines()[-1])["batches"] == rows
+    text = (tmp_path / "report.md").read_text()
+    section = text.split("## Batches")[1].split("## Words")[0]
+    assert section.count("\n| 2 |") == section.count("\n| 1 |") == 2
+    assert "2 of 2" in section and "| batches | 2, 1 |" in text
+    assert "<h2>Batches</h2>" in (tmp_path / "report.html").read_text()
+
+
+def test_batches_are_made_set_by_set(tiny):
+    asked = [questions.Question(name, str(i), "so?") for i in range(2) for name in ("a", "b")]
+    settings = measure.Settings(batches=(2,), sizes=(1,), max_tokens=3, repeats=2)
+    runs = []
+    rows = batched.measure_batches(tiny, asked, settings, runs.append)
+    assert [(row["set"], row["batch"]) for row in rows] == [("a", 2), ("b", 2)]
+    assert len(runs) == batched.num_batch_runs(settings, asked) == 2 * 2 * 4
+    assert measure.num_runs(settings, asked, runner.make_arms([1])) == 16 + 4 * 2 * 4
+
+
+def test_the_clock_of_a_batch_runs_over_the_whole_call(tiny, monkeypatch):
+    ticks = iter([10.0, 12.5])
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks))
+    monkeypatch.setattr(batched, "time", clock)
+    prompts = [PROMPT, PROMPT[:3]]
+    run = batched.run_batch(tiny, runner.PLAIN, prompts, 6)
+    assert run.seconds == 2.5 and run.tps == pytest.approx(sum(map(len, run.tokens)) / 2.5)
+    assert run.tokens == [plain(tiny.target, prompt, 6) for prompt in prompts]
+    stats = [Stats(prompt_time=1.0), Stats(prompt_time=0.5)]
+    run = batched.BatchRun([[1, 2, 3], [4]], 2.5, 1.5, 2, stats)
+    assert (run.tps, run.tps_after_prefill) == (4 / 2.5, 2 / 1.0)
+
+
+def test_a_text_that_differs_in_a_batch_is_shown_with_its_margin(tiny):
+    texts = [plain(tiny.target, PROMPT, 8), plain(tiny.target, PROMPT[:3], 8)]
+    other = [texts[0], [*texts[1][:5], (texts[1][5] + 1) % 258, *texts[1][6:]]]
+    cell = batched.BatchCell("mine", [PROMPT, PROMPT[:3]], runner.make_arms(["auto"])[0])
+    cell.plain.append(batched.BatchRun(texts, 4.0, 2.0, 0, []))
+    cell.runs.append(batched.BatchRun(other, 4.0, 3.0, 2, [make_stats([1, 0], 2)] * 2))
+    row = batched.batch_result(tiny, cell)
+    assert (row["speedup"], row["speedup_after_prefill"]) == (1.0, (16 - 2) / 1.0 / (16 / 2.0))
+    assert [verdict["index"] for verdict in row["parity"]] == [None, 5]
+    (line,) = tables.batch_table([row]).rows
+    margin = row["parity"][1]["margin"]
+    assert line[:3] == ["2", "mine", "auto"]
+    assert line[-3:] == ["1 of 2", f"{margin:.2g}", "-"] and margin > 0
+
+
 @pytest.mark.parametrize(
     "flags, sentence",
     [
@@ -381,6 +454,8 @@ def test_scenarios_share_one_report(monkeypatch, capsys, tmp_path, tiny):
         ("--tree 2y4", "--tree holds '2y4'"),
         ("--max-tokens 1", "--max-tokens is 1"),
         ("--repeats 0", "--repeats is 0"),
+        ("--batch 0", "--batch holds '0'"),
+        ("--batch 4 --limit 2", "--batch holds 4, but 2 prompts of mt_bench are taken"),
         ("--limit=-1", "--limit is -1"),
         ("--model somewhere", "--model needs --draft-model"),
         ("--compare eagle x", "--compare is 'eagle'"),

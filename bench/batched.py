@@ -1,0 +1,157 @@
+"""Several prompts at once: mlx-lm's own batch against ours with the drafter, in turns.
+
+Greedy, prompts as they are. The figures are all tokens of all texts over the time of the whole
+call, and over what is left of it after prefill.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+from mlx_lm.generate import generation_stream
+
+from mlx_eagle.batch import batch_generate
+from mlx_eagle.stats import Stats
+
+from . import parity, summary
+from .questions import Question, prompt_tokens
+from .runner import PLAIN, WARM_UP_TOKENS, Arm, Models, make_arms, schedule
+
+
+@dataclass(frozen=True)
+class BatchRun:
+    """One call: the tokens of every text, stop tokens left out; times in seconds.
+
+    ``prefill``, part of ``seconds``, also yields the first ``num_first`` tokens.
+    """
+
+    tokens: list[list[int]]
+    seconds: float
+    prefill: float
+    num_first: int
+    stats: list[Stats]  # of every text; none of the plain batch
+
+    @property
+    def tps(self) -> float:
+        return sum(map(len, self.tokens)) / self.seconds
+
+    @property
+    def tps_after_prefill(self) -> float:
+        return (sum(map(len, self.tokens)) - self.num_first) / (self.seconds - self.prefill)
+
+
+@dataclass
+class BatchCell:
+    """The runs of one arm on one batch of prompts, and the plain ones between them."""
+
+    set_name: str
+    prompts: list[list[int]]
+    arm: Arm
+    plain: list[BatchRun] = field(default_factory=list)
+    runs: list[BatchRun] = field(default_factory=list)
+
+
+def check_batches(batches: Sequence[int], questions: Sequence[Question]) -> None:
+    """Raise ValueError where a set has fewer prompts than a batch takes."""
+    for name, group in _by_set(questions).items():
+        if batches and len(group) < max(batches):
+            raise ValueError(
+                f"--batch holds {max(batches)}, but {len(group)} prompts of {name} are taken: "
+                "give a smaller batch, or a larger --limit where the set has more."
+            )
+
+
+def num_batch_runs(settings: Any, questions: Sequence[Question]) -> int:
+    """Measured calls in all."""
+    steps = schedule(make_arms(settings.sizes), settings.order)
+    return len(settings.batches) * len(_by_set(questions)) * settings.repeats * len(steps)
+
+
+def measure_batches(
+    models: Models,
+    questions: Sequence[Question],
+    settings: Any,
+    progress: Callable[[BatchRun], None],
+) -> list[dict[str, Any]]:
+    """A row of figures for every size of batch, set and arm; ``settings`` are ``Settings``."""
+    rows = []
+    for num_texts in settings.batches:
+        for name, group in _by_set(questions).items():
+            prompts = [prompt_tokens(q, models.tokenizer) for q in group[:num_texts]]
+            # A batch drafts chains only.
+            cells = [BatchCell(name, prompts, arm) for arm in make_arms(settings.sizes)]
+            for run in _run_all(models, cells, settings):
+                progress(run)
+            rows += [batch_result(models, cell) for cell in cells]
+    return rows
+
+
+def _run_all(models: Models, cells: list[BatchCell], settings: Any) -> Iterator[BatchRun]:
+    """A warm-up of each, then all repeats in the order of the flags; runs land in their cells."""
+    arms, prompts = [cell.arm for cell in cells], cells[0].prompts
+    for arm in (PLAIN, *arms):
+        run_batch(models, arm, prompts, min(settings.max_tokens, WARM_UP_TOKENS))
+    by_arm = {cell.arm.label: cell for cell in cells}
+    for _ in range(settings.repeats):
+        for arm, owners in schedule(arms, settings.order):
+            run = run_batch(models, arm, prompts, settings.max_tokens)
+            for owner in owners:
+                cell = by_arm[owner.label]
+                (cell.plain if arm is PLAIN else cell.runs).append(run)
+            yield run
+
+
+def run_batch(models: Models, arm: Arm, prompts: list[list[int]], max_tokens: int) -> BatchRun:
+    """One call of mlx-lm's ``batch_generate``, or of ours with the drafter."""
+    mx.synchronize(generation_stream)
+    options = {"max_tokens": max_tokens, "return_token_ids": True, **arm.options}
+    if arm is not PLAIN:
+        options |= {"draft_model": models.drafter, "max_speculative_batch": len(prompts)}
+    generate = mlx_lm.batch_generate if arm is PLAIN else batch_generate
+    start = time.perf_counter()
+    response = generate(models.target, models.tokenizer, prompts, **options)
+    seconds, tokens = time.perf_counter() - start, response.token_ids
+    plain = response.stats if arm is PLAIN else response.batch_stats
+    stats = [] if arm is PLAIN else response.stats
+    if plain is not None:  # mlx-lm's clock leaves the pass of a first token to decoding
+        return BatchRun(tokens, seconds, plain.prompt_time, 0, stats)
+    prefill, num_first = sum(counts.prompt_time for counts in stats), sum(map(bool, tokens))
+    return BatchRun(tokens, seconds, prefill, num_first, stats)
+
+
+def batch_result(models: Models, cell: BatchCell) -> dict[str, Any]:
+    """One arm on one batch, with the parity verdict of every text."""
+    plain, ours = cell.plain[0].tokens, cell.runs[0].tokens
+    merged = summary.merge_stats(counts for run in cell.runs for counts in run.stats)
+    speeds = {}
+    for name, ratio in (("tps", "speedup"), ("tps_after_prefill", "speedup_after_prefill")):
+        before, after = (
+            median(getattr(run, name) for run in runs) for runs in (cell.plain, cell.runs)
+        )
+        speeds |= {f"plain_{name}": before, name: after, ratio: after / before if before else None}
+    last_to_end = max(cell.runs[0].stats, key=lambda counts: len(counts.pace_events))
+    return {
+        "batch": len(cell.prompts),
+        "set": cell.set_name,
+        "arm": cell.arm.label,
+        "output_tokens": sum(map(len, ours)),
+        **speeds,
+        "tau": merged.tau,
+        "num_rounds": merged.num_rounds,
+        "num_plain_steps": merged.num_plain_steps,
+        "num_runs": len(cell.runs),
+        "parity": [
+            parity.verdict(models.target, prompt, one, other)
+            for prompt, one, other in zip(cell.prompts, plain, ours, strict=True)
+        ],
+        "pace_events": [event.what for event in last_to_end.pace_events],
+    }
+
+
+def _by_set(questions: Sequence[Question]) -> dict[str, list[Question]]:
+    names = dict.fromkeys(question.set_name for question in questions)
+    return {name: [q for q in questions if q.set_name == name] for name in names}
