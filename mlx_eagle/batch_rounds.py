@@ -60,13 +60,7 @@ class Text:
 
     def add(self, done: Round, num_kept: int, run: list[int]) -> None:
         """Count a round and take over what it emitted."""
-        self.stats.record(
-            done.num_drafted,
-            done.num_levels,
-            min(num_kept, len(run)),
-            len(run),
-            done.num_head_forwards,
-        )
+        done.count(self.stats, num_kept, len(run))
         self.tokens += run
         if self.logprobs is not None:
             rows = mx.arange(len(run))

@@ -13,6 +13,7 @@ from .accept import LogitsProcessor, Rule, Verdict, process_logits
 from .cache import RULES, CacheQuantization, Window
 from .drafter import Draft, Drafter, Pick, empty_draft
 from .pace import Plan
+from .stats import Stats
 from .target import LayerCall, Target
 from .tree import Tree
 
@@ -42,6 +43,13 @@ class Round:
             num_rows = self.num_drafted + 1
             following, self.rows = following[:num_rows], following[num_rows:]
         return num_kept, following
+
+    def count(self, stats: Stats, num_kept: int, num_emitted: int) -> None:
+        """Add to ``stats`` that it kept and emitted so many; of a run that was cut, what is left."""
+        num_accepted = min(num_kept, num_emitted)
+        stats.record(
+            self.num_drafted, self.num_levels, num_accepted, num_emitted, self.num_head_forwards
+        )
 
     def keep_run(self, length: int) -> None:
         """Cut to the rows that led to the first ``length`` tokens that were emitted."""

@@ -213,13 +213,7 @@ def _rounds(
                 # The next round is on the device before the caller sees this one's tokens.
                 upcoming = _launch_next(decoder, pace, limits)
             stats.num_reruns = decoder.num_reruns
-            stats.record(
-                done.num_drafted,
-                done.num_levels,
-                min(num_kept, len(run)),
-                len(run),
-                done.num_head_forwards,
-            )
+            done.count(stats, num_kept, len(run))
             if decoder.num_emitted % CLEAR_CACHE_EVERY < len(run):
                 mx.clear_cache()
             for i, token in enumerate(run):
