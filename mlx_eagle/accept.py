@@ -237,6 +237,30 @@ def make_rule(acceptance: str | None, sampler: Sampler | None) -> Rule:
     return Coupled(sampler) if acceptance == "coupled" else Reject(sampler)
 
 
+def check_rule_for_sampling(acceptance: str | None, temp: float, xtc_probability: float) -> None:
+    """Raise ValueError where samplers with these options leave a rule nothing to work with."""
+    if acceptance not in ("coupled", "reject"):
+        return
+    if temp == 0:
+        raise ValueError(
+            f"acceptance {acceptance!r} needs a temperature above 0: greedy decoding takes "
+            "'match'."
+        )
+    if xtc_probability > 0:
+        raise ValueError(
+            f"acceptance {acceptance!r} cannot replay XTC, which throws dice of its own: use "
+            "'match' with it."
+        )
+
+
+def check_rule_for_trees(acceptance: str | None) -> None:
+    """Raise ValueError for a rule that decides along chains only."""
+    if acceptance == "reject":
+        raise ValueError(
+            "acceptance 'reject' is for chains: use 'coupled' or 'match' with a tree."
+        )
+
+
 def process_logits(
     processors: tuple[LogitsProcessor, ...],
     history: mx.array,

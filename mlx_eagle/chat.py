@@ -16,6 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .cli import (
+    add_draft_cache_flag,
     add_draft_flags,
     build_sampler,
     check_arguments,
@@ -38,6 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--draft-model", type=str)
     parser.add_argument("--num-draft-tokens", type=int, default=3)
     add_draft_flags(parser)
+    add_draft_cache_flag(parser)
     # What mlx_lm.generate has a flag for, and mlx_lm.chat has not.
     parser.set_defaults(
         model=None, min_p=0.0, min_tokens_to_keep=1, top_k=0, quantize_activations=False

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import QuantizedKVCache, load_prompt_cache, make_prompt
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import load
 
-from .accept import RULES, Sampler
+from .accept import RULES, Sampler, check_rule_for_sampling, check_rule_for_trees
 from .demo import load_demo
 from .drafters import head_lines, open_drafter
 from .eagle3 import Eagle3Drafter
@@ -27,7 +27,7 @@ from .memory import memory_line, memory_lines, memory_report
 from .pairs import pair_for, pair_lines
 from .sampling import Sampling
 from .stats import Stats
-from .tree import parse_tree
+from .tree import Tree, parse_tree
 from .version import add_version_flag
 
 
@@ -54,6 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.prog = "mlx_eagle.generate"
     parser.description = "Generate text with a target model and an EAGLE-3 draft head."
     add_draft_flags(parser)
+    add_draft_cache_flag(parser)
     parser.add_argument(
         "--memory",
         action="store_true",
@@ -110,6 +111,9 @@ def add_draft_flags(parser: argparse.ArgumentParser) -> None:
         help="match: any sampler; coupled: same seed, same text as without a draft (the "
         "default with --temp); reject: rejection sampling.",
     )
+
+
+def add_draft_cache_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft-cache",
         choices=("exact", "lagging"),
@@ -123,30 +127,35 @@ def draft_length(text: str) -> int | str:
     return text if text == AUTO else int(text)
 
 
-def check_arguments(args: argparse.Namespace) -> None:
-    """Raise ValueError for values that make no sense, before anything is loaded."""
+def check_draft_flags(args: argparse.Namespace) -> None:
+    """Raise ValueError for a draft length, a tree or a temperature that make no sense."""
     if args.num_draft_tokens != AUTO and args.num_draft_tokens < 0:
         raise ValueError(
             f"--num-draft-tokens is {args.num_draft_tokens}: give 0 (plain decoding) or more, or "
             "auto."
         )
+    if args.tree is not None:
+        read_tree(args.tree)
+        check_rule_for_trees(args.acceptance)
+    if args.temp < 0:
+        raise ValueError(f"--temp is {args.temp}: give 0 (greedy) or more.")
+
+
+def read_tree(text: str) -> Tree | str:
+    """The value of ``--tree``: a tree or "auto"; ValueError for anything else."""
+    return text if text == AUTO else parse_tree(text)
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raise ValueError for values that make no sense, before anything is loaded."""
+    check_draft_flags(args)
+    check_rule_for_sampling(args.acceptance, args.temp, args.xtc_probability)
     if args.max_tokens == 0 or args.max_tokens < -1:
         raise ValueError(
             f"--max-tokens is {args.max_tokens}: give a positive number, or -1 for no limit."
         )
-    if args.tree and args.tree != AUTO:
-        parse_tree(args.tree)
     if args.prefill_step_size < 1:
         raise ValueError(f"--prefill-step-size is {args.prefill_step_size}: give 1 or more.")
-    if args.temp < 0:
-        raise ValueError(f"--temp is {args.temp}: give 0 (greedy) or more.")
-    if args.acceptance in ("coupled", "reject") and args.temp == 0:
-        raise ValueError(f"--acceptance {args.acceptance} needs --temp above 0.")
-    if args.acceptance in ("coupled", "reject") and args.xtc_probability > 0:
-        raise ValueError(
-            f"--acceptance {args.acceptance} cannot replay XTC, which throws dice of its own: "
-            "use --acceptance match with it."
-        )
     if args.model is not None and args.draft_model is None and args.num_draft_tokens != 0:
         raise ValueError(
             "--model needs --draft-model: name a converted head for it, 'auto' for a known one, "
@@ -310,7 +319,7 @@ def draft_options(args: argparse.Namespace, drafter) -> dict[str, Any]:
         "draft_model": drafter,
         "num_draft_tokens": args.num_draft_tokens,
         "acceptance": args.acceptance,
-        "tree": parse_tree(args.tree) if args.tree not in (None, AUTO) else args.tree,
+        "tree": None if args.tree is None else read_tree(args.tree),
     }
 
 

@@ -97,5 +97,8 @@ class Drafter(Protocol):
 class TreeDrafter(Drafter, Protocol):
     """A drafter that can also propose trees."""
 
+    def check_tree(self, shape: Tree) -> None:
+        """Raise ValueError, before anything is drafted, where it cannot draft that tree."""
+
     def propose_tree(self, shape: Tree) -> Draft:
         """Draft a tree that may follow the last token absorbed."""

@@ -114,7 +114,6 @@ class Eagle3Drafter:
         One head forward a level but the first, over the nodes that are continued; each sees
         the committed slots and its own ancestors.
         """
-        self._check_tree(shape)
         base, level = self.cache[0].offset, 0
         states, visible = self._seed, mx.zeros((1, 0), mx.bool_)
 
@@ -133,13 +132,13 @@ class Eagle3Drafter:
             layer.trim(visible.shape[1])
         return Draft(self._to_ids(picked), parents, shape.depth)
 
-    def _check_tree(self, shape: Tree) -> None:
-        """Raise ValueError where this head cannot draft that tree."""
+    def check_tree(self, shape: Tree) -> None:
+        """See ``TreeDrafter.check_tree``."""
         config = self.head.config
         if self.lagging or config.sliding_window is not None:
             what = "a lagging draft cache" if self.lagging else "a sliding window"
             raise ValueError(
-                f"tree drafts do not support {what}: leave --tree out and draft chains."
+                f"tree drafts do not support {what}: leave the tree out and draft chains."
             )
         if shape.width > config.draft_vocab_size:
             raise ValueError(

@@ -12,9 +12,9 @@ import mlx.nn as nn
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generate_step, generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from .accept import LogitsProcessor, Sampler, make_rule
+from .accept import LogitsProcessor, Sampler, check_rule_for_trees, make_rule
 from .cache import CacheQuantization, Window, check_supported
-from .calibrate import round_costs
+from .calibrate import TREES, round_costs
 from .decoder import Decoder, Round
 from .drafter import Drafter, TreeDrafter
 from .pace import AdaptivePace, FixedPace, Pace, Plan
@@ -275,15 +275,18 @@ def _check_target(
             "this target is split in a pipeline and has recurrent layers, whose rows cannot be run "
             "again by one process alone: use tensor parallelism, or leave the draft model out."
         )
-    if tree is None:
-        return
+    if tree is not None:
+        check_rule_for_trees(acceptance)
+        check_tree_drafter(drafter, tree)
+        check_trees(model, cache)
+
+
+def check_tree_drafter(drafter: Drafter, tree: Tree | str) -> None:
+    """Raise ValueError where ``drafter`` cannot draft ``tree``; "auto" stands for several."""
     if not isinstance(drafter, TreeDrafter):
         raise ValueError("this drafter proposes chains only: leave the tree out.")
-    if acceptance == "reject":
-        raise ValueError(
-            "acceptance 'reject' is for chains: use 'coupled' or 'match' with a tree."
-        )
-    check_trees(model, cache)
+    for shape in [plan.tree for plan in TREES] if tree == AUTO else [tree]:
+        drafter.check_tree(shape)
 
 
 def _plain(

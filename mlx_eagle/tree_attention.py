@@ -64,21 +64,21 @@ def check_trees(model: nn.Module, caches: list) -> None:
             names = ", ".join(kind.__name__ for kind in MASKED)
             raise ValueError(
                 f"tree drafts need caches whose rows can be gathered ({names}), but this target "
-                f"has a {type(cache).__name__}: leave --tree out and draft chains."
+                f"has a {type(cache).__name__}: leave the tree out and draft chains."
             )
     reach = ancestors(mx.array(PROBE_PARENTS), 2)
     try:
         difference, scale = _probe(model, reach)
     except (TypeError, ValueError) as err:
         raise ValueError(
-            f"this target cannot verify trees (a position a row fails in it: {err}): leave --tree "
-            "out and draft chains."
+            f"this target cannot verify trees (a position a row fails in it: {err}): leave the "
+            "tree out and draft chains."
         ) from err
     if not difference <= 0.02 * scale:
         raise ValueError(
             "this target does not verify trees exactly (its logits on a probe differ by "
             f"{difference:.2g}, of {scale:.2g}): its attention takes masks or positions from "
-            "elsewhere; leave --tree out and draft chains."
+            "elsewhere; leave the tree out and draft chains."
         )
 
 

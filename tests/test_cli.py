@@ -167,7 +167,7 @@ MISTAKES = {
     "no prefill": (("--prefill-step-size", "0"), "give 1 or more"),
     "negative temperature": (("--temp", "-1"), "give 0 (greedy) or more"),
     "tree": (("--tree", "4x4"), "give WIDTHxDEPTH:NODES"),
-    "rule without temperature": (("--acceptance", "reject"), "needs --temp above 0"),
+    "rule without temperature": (("--acceptance", "reject"), "needs a temperature above 0"),
     "rule with XTC": (
         ("--acceptance", "coupled", "--temp", "1", "--xtc-probability", "0.5"),
         "cannot replay XTC",

@@ -361,7 +361,7 @@ def test_tree_auto_gives_the_targets_text(make, tmp_path, monkeypatch):
 
 def test_tree_auto_is_refused_where_trees_are():
     model = build("mamba2")
-    with pytest.raises(ValueError, match="leave --tree out"):
+    with pytest.raises(ValueError, match="leave the tree out"):
         speculative(model, tiny_head(model), PROMPT, 4, tree="auto")
 
 

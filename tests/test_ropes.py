@@ -53,7 +53,7 @@ def test_targets_past_their_length(name):
     for drafter in drafters:
         assert speculative(model, drafter, PROMPT, 44)[0] == expected[:44]
     if name in REFUSED:
-        with pytest.raises(ValueError, match="leave --tree out and draft chains"):
+        with pytest.raises(ValueError, match="leave the tree out and draft chains"):
             speculative(model, tiny_head(model), PROMPT, 4, tree=TREE)
         return
     check_trees(model, make_prompt_cache(model))

@@ -120,6 +120,9 @@ def test_the_tree_equals_a_naive_construction(text, seed):
 class ScriptedStaticDrafter(ScriptedDrafter):
     """The true continuation runs down to one of the deepest nodes, another one every round."""
 
+    def check_tree(self, tree: StaticTree) -> None:
+        pass
+
     def propose_tree(self, tree: StaticTree) -> Draft:
         true = self.propose(tree.depth).tokens.tolist()
         right = self.script(self.num_rounds - 1, tree.depth)

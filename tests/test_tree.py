@@ -43,6 +43,9 @@ class ScriptedTreeDrafter(ScriptedDrafter):
     as long as the script says; at which place among its siblings it stands changes by round.
     """
 
+    def check_tree(self, shape: TreeShape) -> None:
+        pass
+
     def propose_tree(self, shape: TreeShape) -> Draft:
         true = self.propose(shape.depth).tokens.tolist()
         right = self.script(self.num_rounds - 1, shape.depth)
@@ -255,3 +258,21 @@ def test_what_cannot_do_trees_is_refused(model):
             sampler=Sampling(seed=0),
             acceptance="reject",
         )
+
+
+@pytest.mark.parametrize(
+    "tree, changes, sentence",
+    [
+        ("60x1:60", {}, "gives a node 60 children, but the head drafts only 48"),
+        ("2x2:4", {"sliding_window": 4}, "do not support a sliding window"),
+        ("auto", {"sliding_window": 4}, "do not support a sliding window"),
+    ],
+)
+def test_a_head_refuses_trees_before_anything_is_run(model, tree, changes, sentence):
+    shape = tree if tree == "auto" else TreeShape.parse(tree)
+    cache = make_prompt_cache(model)
+    with pytest.raises(ValueError, match=sentence):
+        speculative(
+            model, tiny_head(model, **changes), PROMPT, 4, tree=shape, prompt_cache=cache
+        )
+    assert all(layer.empty() for layer in cache)
