@@ -108,6 +108,11 @@ class Stats:
         return total
 
     @property
+    def left_drafter(self) -> bool:
+        """Whether no draft could ever have paid, so that the drafter was left behind for good."""
+        return bool(self.pace_events) and self.pace_events[0].num_tokens == 0
+
+    @property
     def num_target_forwards(self) -> int:
         return self.num_rounds + self.num_plain_steps
 

@@ -135,7 +135,11 @@ def ours(*flags: str):
     """Our server, as the flags say, at a free port."""
     args = parse("--port", "0", *flags)
     generator = PairGenerator(PairProvider(args), PairCache(args.prompt_cache_size))
-    generator.wait_until_loaded()
+    try:
+        generator.wait_until_loaded()
+    except ValueError:
+        generator.stop_and_join()
+        raise
     return running(PairServer(args.host, args.port, generator), generator)
 
 

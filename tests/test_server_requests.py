@@ -77,7 +77,7 @@ FIELDS = {
     "long prompt": ({"prompt": "a" * 2000}, "has 2000 tokens, but this model takes texts of 2000"),
     "negative draft": ({"num_draft_tokens": -1}, "num_draft_tokens is -1: give 0 to 64"),
     "endless draft": ({"num_draft_tokens": 10**9}, "give 0 to 64"),
-    "draft": ({"num_draft_tokens": "3"}, "num_draft_tokens is a string: give a number"),
+    "draft": ({"num_draft_tokens": "3"}, "num_draft_tokens is '3': give a number or 'auto'"),
     "half a draft": ({"num_draft_tokens": 1.5}, "must be of type int"),
     "temperature": ({"temperature": -1}, "temperature must be at least 0"),
     "boolean": ({"max_tokens": True}, "max_tokens is a boolean"),

@@ -17,28 +17,18 @@ from collections.abc import Sequence
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.utils import _parse_size, maybe_set_recommended_wired_limit
 
-from ..cli import draft_length, known_head, run_command
+from ..cli import add_draft_flags, check_draft_flags, known_head, run_command
 from ..loop import AUTO
-from ..version import add_version_flag
 from .caches import PairCache
 from .generator import PairGenerator
 from .handler import PairServer
 from .provider import PairProvider
 
 FLAGS = {
-    "model": (str, None, "Folder or hub repo of the target. Default: the demo pair."),
-    "draft-model": (
-        str,
-        None,
-        "An EAGLE head, converted or not, or an ordinary model: folder or hub repo; 'auto' for "
-        "the known head of --model, or 'lookup' to copy from the prompt. Default: the demo head.",
-    ),
-    "num-draft-tokens": (
-        draft_length,
-        3,
-        "Tokens to draft a round; 0 is plain decoding; auto drafts what pays.",
-    ),
-    "quantize-draft": (int, None, "Bits to quantize an unquantized head to while loading it."),
+    # What these three mean here is said by ``add_draft_flags``.
+    "model": (str, None, ""),
+    "draft-model": (str, None, ""),
+    "num-draft-tokens": (int, 3, ""),
     "adapter-path": (str, None, "Folder of trained adapter weights for the target."),
     "host": (str, "127.0.0.1", "Address to listen at."),
     "port": (int, 8080, "Port to listen at; 0 takes a free one."),
@@ -78,7 +68,7 @@ POSITIVE = (
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """mlx_lm.server's flags, and our own."""
+    """mlx_lm.server's flags, those about drafting, and our own."""
     parser = argparse.ArgumentParser(
         prog="mlx_eagle.server",
         description="mlx-lm's HTTP server, with a draft model of this package.",
@@ -88,24 +78,18 @@ def build_parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=kind, default=default, help=shown)
     for name, text in SWITCHES.items():
         parser.add_argument(f"--{name}", action="store_true", help=text)
-    add_version_flag(parser)
+    add_draft_flags(parser)
     parser.add_argument("--log-level", choices=LEVELS, default="INFO", help="What to log.")
     return parser
 
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise ValueError for values that make no sense, before anything is loaded."""
-    if args.num_draft_tokens != AUTO and args.num_draft_tokens < 0:
-        raise ValueError(
-            f"--num-draft-tokens is {args.num_draft_tokens}: give 0 (plain decoding) or more, or "
-            "auto."
-        )
+    check_draft_flags(args)
     for name in POSITIVE:
         if getattr(args, name) < 1:
             flag = name.replace("_", "-")
             raise ValueError(f"--{flag} is {getattr(args, name)}: give 1 or more.")
-    if args.temp < 0:
-        raise ValueError(f"--temp is {args.temp}: give 0 (greedy) or more.")
     if args.pipeline:
         raise ValueError("--pipeline cannot be used here: a pair runs on one machine.")
     if not isinstance(args.chat_template_args, dict):

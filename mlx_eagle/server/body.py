@@ -6,24 +6,41 @@ those checks a bad value would end the thread that generates for everybody.
 
 import json
 import math
+from argparse import Namespace
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.nn as nn
 from mlx_lm.server import GenerationArguments
 
+from ..accept import RULES, check_rule_for_sampling, check_rule_for_trees
+from ..cli import read_tree
+from ..loop import AUTO
+
 MAX_DRAFT_TOKENS = 64
+MAX_TREE_NODES = 256
+MAX_TREE_TEXT = 1000  # characters
 MAX_SEED = 2**64 - 1
 MAX_XTC_THRESHOLD = 0.5
 NUMBERS = (
-    "max_tokens max_completion_tokens temperature top_p top_k min_p num_draft_tokens seed "
+    "max_tokens max_completion_tokens temperature top_p top_k min_p seed "
     "repetition_penalty repetition_context_size presence_penalty presence_context_size "
     "frequency_penalty frequency_context_size xtc_probability xtc_threshold top_logprobs"
 ).split()
+NULLABLE = ("tree", "acceptance")  # null asks for chains, and for the best rule
 KINDS = {"chat_template_kwargs": dict, "role_mapping": dict, "draft_model": str}
 
 
+@dataclass
+class PairArguments(GenerationArguments):
+    """What a request asks for: mlx-lm's fields, and how to draft in the words of our flags."""
+
+    tree: str | None
+    acceptance: str | None
+
+
 def read_body(raw: bytes) -> dict[str, Any]:
-    """The fields of a request, nulls left out. Raises ValueError for what is not an object."""
+    """The fields of a request; nulls stay where they mean something. Raises ValueError."""
     try:
         body = json.loads(raw.decode())
         # A lone surrogate is valid JSON, but no text that a tokenizer could take.
@@ -36,14 +53,14 @@ def read_body(raw: bytes) -> dict[str, Any]:
         raise ValueError("the request body is nested too deeply.") from err
     if not isinstance(body, dict):
         raise ValueError(f"the request body is {_kind(body)}: give a JSON object.")
-    return {name: value for name, value in body.items() if value is not None}
+    return {name: v for name, v in body.items() if v is not None or name in NULLABLE}
 
 
 def check_body(body: dict[str, Any], needed: str) -> None:
     """Check the fields; ``needed`` is the one that holds the prompt. Raises ValueError."""
     for name in NUMBERS:
         _check_number(name, body.get(name, 0))
-    _check_range("num_draft_tokens", body.get("num_draft_tokens", 0), MAX_DRAFT_TOKENS)
+    _check_drafts(body)
     _check_range("seed", body.get("seed", 0), MAX_SEED)
     _check_range("xtc_threshold", body.get("xtc_threshold", 0), MAX_XTC_THRESHOLD)
     for name, kind in KINDS.items():
@@ -65,6 +82,26 @@ def check_body(body: dict[str, Any], needed: str) -> None:
         _check_messages(body[needed])
     elif not isinstance(body[needed], str):
         raise ValueError(f"prompt is {_kind(body[needed])}: give one string.")
+
+
+def with_drafting(
+    args: GenerationArguments, body: dict[str, Any], flags: Namespace
+) -> PairArguments:
+    """``args`` with the request's tree and acceptance rule, or else those of the flags.
+
+    Raises ValueError where they do not go together with each other or with the sampling. The
+    rule of the flags is for the requests that it can be had for.
+    """
+    temp, xtc_probability = args.sampling.temperature, args.sampling.xtc_probability
+    tree = body.get("tree", flags.tree)
+    if "acceptance" in body:
+        acceptance = body["acceptance"]
+        check_rule_for_sampling(acceptance, temp, xtc_probability)
+    else:
+        acceptance = flags.acceptance if temp > 0 and xtc_probability == 0 else None
+    if tree is not None:
+        check_rule_for_trees(acceptance)
+    return PairArguments(**vars(args), tree=tree, acceptance=acceptance)
 
 
 def check_prompt(
@@ -93,6 +130,29 @@ def context_size(model: nn.Module) -> int | None:
     args = vars(model).get("args")
     size = vars(args).get("max_position_embeddings") if args is not None else None
     return size if isinstance(size, int) and size > 0 else None
+
+
+def _check_drafts(body: dict[str, Any]) -> None:
+    """Check what says how to draft."""
+    length, tree, rule = map(body.get, ("num_draft_tokens", "tree", "acceptance"))
+    if isinstance(length, str) and length != AUTO:
+        raise ValueError(f"num_draft_tokens is {length!r}: give a number or 'auto'.")
+    if length not in (None, AUTO):
+        _check_number("num_draft_tokens", length)
+        _check_range("num_draft_tokens", length, MAX_DRAFT_TOKENS)
+    if tree is not None and _check_kind("tree", tree, str) != AUTO:
+        if len(tree) > MAX_TREE_TEXT:
+            raise ValueError(
+                f"the tree has {len(tree)} characters: give at most {MAX_TREE_TEXT}."
+            )
+        shape = read_tree(tree)
+        if max(shape.nodes, shape.width) > MAX_TREE_NODES:
+            raise ValueError(
+                f"the tree {tree} is too large: give at most {MAX_TREE_NODES} nodes, and as many "
+                "children of one node."
+            )
+    if rule is not None and rule not in RULES:
+        raise ValueError(f"acceptance is {rule!r}: give one of {', '.join(RULES)}.")
 
 
 def _check_number(name: str, value: Any) -> None:

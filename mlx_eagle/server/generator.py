@@ -11,7 +11,6 @@ import mlx.core as mx
 from mlx_lm.models.cache import can_trim_prompt_cache
 from mlx_lm.server import (
     CompletionRequest,
-    GenerationArguments,
     GenerationContext,
     Response,
     ResponseGenerator,
@@ -21,12 +20,13 @@ from mlx_lm.server import (
 )
 
 from ..accept import LogitsProcessor, Sampler
+from ..cli import draft_options
 from ..drafter import Drafter
 from ..generate import stream_generate
 from ..load import find_embedding
 from ..sampling import Sampling
 from .answer import POLL, Answer, Continued, RequestError, Tail, Told
-from .body import check_prompt
+from .body import PairArguments, check_prompt
 from .caches import Caches, PairCache, prepare
 from .provider import PairProvider
 
@@ -74,7 +74,7 @@ class PairGenerator(ResponseGenerator):
         if self.model_provider.model is None:
             raise ValueError("the pair could not be loaded: the reason stands above.")
 
-    def submit(self, request: CompletionRequest, args: GenerationArguments) -> Answer:
+    def submit(self, request: CompletionRequest, args: PairArguments) -> Answer:
         """Queue a request; raises RequestError where nobody would answer it."""
         self.check_alive()
         answer = Answer(on_end=self._open.discard)
@@ -85,7 +85,7 @@ class PairGenerator(ResponseGenerator):
     def generate(
         self,
         request: CompletionRequest,
-        generation_args: GenerationArguments,
+        generation_args: PairArguments,
         progress_callback: Callable[[int, int], None] | None = None,
     ) -> tuple:
         """See mlx-lm's."""
@@ -115,28 +115,30 @@ class PairGenerator(ResponseGenerator):
         return None if request is None or request[0].is_abandoned else request
 
     def _tokenize(
-        self, tokenizer, request: CompletionRequest, args: GenerationArguments
+        self, tokenizer, request: CompletionRequest, args: PairArguments
     ) -> tuple:
         if isinstance(request, Continued):
             return request.tokens, [request.tokens], ["assistant"], "normal", None
         parts = super()._tokenize(tokenizer, request, args)
         model = self.model_provider.model
         check_prompt(parts[0], args, find_embedding(model)[1], model)
+        if args.tree is not None and self._drafter(args) is not None:
+            self.model_provider.check_tree(args.tree)
         return parts
 
-    def _drafter(self, args: GenerationArguments) -> Drafter | None:
+    def _drafter(self, args: PairArguments) -> Drafter | None:
         return self.model_provider.draft_model if args.num_draft_tokens != 0 else None
 
-    def _could_batch(self, args: GenerationArguments) -> bool:
+    def _could_batch(self, args: PairArguments) -> bool:
         """Whether a request may share a batch, if there is another to share it with."""
         return super()._is_batchable(args) and self.cli_args.decode_concurrency > 1
 
-    def _is_batchable(self, args: GenerationArguments) -> bool:
+    def _is_batchable(self, args: PairArguments) -> bool:
         if self._drafter(args) is None:
             return super()._is_batchable(args)
         return self._could_batch(args) and len(self._open) > 1
 
-    def _should_give_way(self, args: GenerationArguments, caches: Caches) -> bool:
+    def _should_give_way(self, args: PairArguments, caches: Caches) -> bool:
         """Whether a lone request should go on in a batch, with the one that waits."""
         if not self._could_batch(args) or not can_trim_prompt_cache(caches.target):
             return False
@@ -153,7 +155,7 @@ class PairGenerator(ResponseGenerator):
         self,
         answer: Answer,
         request: CompletionRequest,
-        args: GenerationArguments,
+        args: PairArguments,
         stream: mx.Stream,
     ) -> None:
         """Answer one request, or begin to, while no other is being answered."""
@@ -191,7 +193,7 @@ class PairGenerator(ResponseGenerator):
         self.requests.put((answer, again, args))
 
     def _stream(
-        self, answer: Answer, args: GenerationArguments, stream: mx.Stream, text: Text, matcher
+        self, answer: Answer, args: PairArguments, stream: mx.Stream, text: Text, matcher
     ) -> bool:
         """Generate into ``answer`` until it ends or gives way; whether it gave way."""
         tokenizer, drafter = self.model_provider.tokenizer, self._drafter(args)
@@ -205,9 +207,7 @@ class PairGenerator(ResponseGenerator):
             tokenizer,
             text.tokens[text.num_cached :],
             max_tokens=args.max_tokens,
-            draft_model=drafter,
             stream=stream,
-            num_draft_tokens=args.num_draft_tokens,
             sampler=_sampler(args, tokenizer),
             logits_processors=_processors(args, text.tokens[: text.num_cached]),
             prompt_cache=text.caches,
@@ -216,6 +216,7 @@ class PairGenerator(ResponseGenerator):
             kv_bits=self.cli_args.kv_bits,
             kv_group_size=self.cli_args.kv_group_size,
             quantized_kv_start=self.cli_args.quantized_kv_start,
+            **draft_options(args, drafter),
         )
         gives_way = False
         with closing(responses):  # leaves in the caches what was yielded, and no more
@@ -232,6 +233,8 @@ class PairGenerator(ResponseGenerator):
                     break
         if drafter is not None:
             answer.stats.append(response.stats)
+            if response.stats.left_drafter:
+                text.caches = Caches(text.caches.target)  # its part lacks what was generated
         return gives_way
 
     def _check_wanted(self, answer: Answer) -> None:
@@ -240,7 +243,7 @@ class PairGenerator(ResponseGenerator):
 
 
 def _message(
-    response, finish_reason: str | None, args: GenerationArguments, tokenizer
+    response, finish_reason: str | None, args: PairArguments, tokenizer
 ) -> Response:
     """A response as mlx-lm's handlers take it; the device is asked for no more than they show."""
     return Response(
@@ -252,12 +255,12 @@ def _message(
     )
 
 
-def _sampler(args: GenerationArguments, tokenizer) -> Sampler | None:
+def _sampler(args: PairArguments, tokenizer) -> Sampler | None:
     """None for greedy, ours where it can be coupled with a draft's, else mlx-lm's."""
     options = args.sampling
     if options.temperature == 0:
         return None
-    if options.xtc_probability > 0:
+    if options.xtc_probability > 0 or args.acceptance == "match":
         if args.seed is not None:
             mx.random.seed(args.seed)
         return _make_sampler(args, tokenizer)
@@ -270,7 +273,7 @@ def _sampler(args: GenerationArguments, tokenizer) -> Sampler | None:
     )
 
 
-def _processors(args: GenerationArguments, before: list[int]) -> list[LogitsProcessor]:
+def _processors(args: PairArguments, before: list[int]) -> list[LogitsProcessor]:
     """mlx-lm's, which also see the tokens that the cache holds, as they do in its batches."""
     processors = _make_logits_processors(args)
     if not before:

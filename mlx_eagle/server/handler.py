@@ -26,8 +26,9 @@ from mlx_lm.server import (
     get_system_fingerprint,
 )
 
+from ..loop import AUTO
 from .answer import Answer, RequestError
-from .body import check_body, read_body
+from .body import PairArguments, check_body, read_body, with_drafting
 from .generator import PairGenerator
 from .provider import DEFAULT
 
@@ -70,6 +71,7 @@ class Exchange:
             self._check_names(args.model)
             # One name for one pair, so that requests which spell it differently share a batch.
             args = replace(args, model=ModelDescription(DEFAULT, DEFAULT, None))
+            args = self._with_drafting(args)
             self.answer = self.generator.submit(request, args)
             context = self.answer.context(self._check)
         except RequestError as err:
@@ -84,6 +86,12 @@ class Exchange:
     def _check(self) -> None:
         self._handler.check_connected()
         self.generator.check_alive()
+
+    def _with_drafting(self, args: GenerationArguments) -> PairArguments:
+        try:
+            return with_drafting(args, self._handler.body, self.cli_args)
+        except ValueError as err:
+            raise RequestError(str(err)) from err
 
     def _check_names(self, names: ModelDescription) -> None:
         provider = self.generator.model_provider
@@ -151,6 +159,11 @@ class PairHandler(APIHandler):
             raise RequestError(f"{err}.") from err
         if self.stream_options is not None:
             self.stream_options.setdefault("include_usage", False)
+
+    def _validate(self, name: str, *args: Any, **kwargs: Any) -> None:
+        # mlx-lm knows numbers only.
+        if name != "num_draft_tokens" or self.num_draft_tokens != AUTO:
+            super()._validate(name, *args, **kwargs)
 
     def handle_completion(self, request: CompletionRequest, stop_words: list[str]) -> None:
         """See mlx-lm's; what breaks off is said, in the stream where one was begun."""

@@ -1,16 +1,19 @@
 """The one pair a server serves: target, tokenizer and drafter, opened in its own thread."""
 
 from argparse import Namespace
+from functools import cached_property
 from pathlib import Path
 from threading import Event
 
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import ModelProvider
 
-from ..cli import USER_ERRORS
+from ..cli import USER_ERRORS, read_tree
 from ..demo import load_demo
 from ..drafters import open_drafter
 from ..hub import locate
+from ..loop import check_tree_drafter
+from ..tree_attention import check_trees
 
 DEFAULT = "default_model"  # what mlx-lm calls the model and the draft model of the command line
 DEMO = "mlx-eagle-demo"
@@ -31,6 +34,21 @@ class PairProvider(ModelProvider):
         if args.model is not None and Path(args.model).exists():
             self.model_names.add(str(Path(args.model).resolve()))
         self.draft_names = {DEFAULT, args.draft_model}
+
+    def check_tree(self, tree: str) -> None:
+        """Raise ValueError where the pair cannot draft trees of that shape."""
+        check_tree_drafter(self.draft_model, read_tree(tree))
+        if self._tree_refusal:
+            raise ValueError(self._tree_refusal)
+
+    @cached_property
+    def _tree_refusal(self) -> str:
+        """Why the target cannot verify trees, which is found out once; empty where it can."""
+        try:
+            check_trees(self.model, make_prompt_cache(self.model))
+        except ValueError as err:
+            return str(err)
+        return ""
 
     @property
     def name(self) -> str:
@@ -71,4 +89,6 @@ class PairProvider(ModelProvider):
                 quantize_bits=self.cli_args.quantize_draft,
             )
         self.draft_model = drafter
+        if self.cli_args.tree is not None:
+            self.check_tree(self.cli_args.tree)
         self.model_key = (model_path, adapter_path, draft_model_path)
