@@ -14,6 +14,8 @@ from mlx_lm.server import CompletionRequest, GenerationContext, Response
 from ..stats import Stats
 
 POLL = 0.5  # seconds between looks at whether the client is still there
+ToolParser = Callable[[str, Any], Any]
+"""From the text of a call, and the tools, to calls: one dict, or several in a list."""
 
 
 class RequestError(Exception):
@@ -160,6 +162,25 @@ class Told:
             return False
         self._answer.put(error)
         return True
+
+
+def checked(tool_parser: ToolParser) -> ToolParser:
+    """The parser, raising ValueError, upon which mlx-lm drops a call, whatever the model wrote.
+
+    A call without arguments or a name would break the answer off where it is formatted.
+    """
+
+    def parse(text: str, tools: Any) -> Any:
+        try:
+            parsed = tool_parser(text, tools)
+        except (LookupError, TypeError, AttributeError, SyntaxError) as err:
+            raise ValueError(f"the parser failed with {err!r}") from err
+        for call in parsed if isinstance(parsed, list) else [parsed]:
+            if not isinstance(call, dict) or not {"name", "arguments"} <= call.keys():
+                raise ValueError("a call has no name or no arguments")
+        return parsed
+
+    return parse
 
 
 def _sentence(error: Exception) -> str:

@@ -27,7 +27,7 @@ from mlx_lm.server import (
 )
 
 from ..loop import AUTO
-from .answer import Answer, RequestError
+from .answer import Answer, RequestError, checked
 from .body import PairArguments, check_body, read_body, with_drafting
 from .generator import PairGenerator
 from .provider import DEFAULT
@@ -74,6 +74,7 @@ class Exchange:
             args = self._with_drafting(args)
             self.answer = self.generator.submit(request, args)
             context = self.answer.context(self._check)
+            context.tool_parser = checked(context.tool_parser)
         except RequestError as err:
             self.failure = err
             raise
