@@ -68,13 +68,13 @@ def write_model(folder: Path, num_tokens: int, blur: float = 0.0, **changes) -> 
     return folder
 
 
-def write_pair(folder: Path) -> dict[str, str]:
-    """What --model and --draft-model may name, by kind of drafter."""
+def write_pair(folder: Path, context: int = 2000) -> dict[str, str]:
+    """What --model and --draft-model may name, by kind of drafter; a target of that context."""
     target, draft = folder / "target", folder / "draft"
     for each in (target, draft):
         each.mkdir()
         num_tokens = write_tokenizer(each)
-    write_model(target, num_tokens, max_position_embeddings=2000)
+    write_model(target, num_tokens, max_position_embeddings=context)
     write_model(draft, num_tokens, blur=0.01)
     sizes = {"vocab": num_tokens, "draft": num_tokens // 2}
     config = CONFIG | {"vocab_size": num_tokens, "draft_vocab_size": sizes["draft"]}
