@@ -17,7 +17,7 @@ def tool(name: str, argument: str) -> dict:
 
 
 TOOLS = [tool("get_weather", "city"), tool("get_time", "zone"), tool("get_date", "zone")]
-WEATHER = ['\n{"name": ', '"get_', 'weather"', ', "argu', 'ments": {"city"', ': "Pa', 'ris"', "}}\n"]
+WEATHER = ['\n{"name": ', '"get_', 'weather"', ', "argu', 'ments": {"city"', ': "Pa', 'ris"', "}}"]
 TIME = ['{"name": "get_time", ', '"arguments": {"zone"', ': "UTC', '"}}']
 DATE = [' {"name":', '"get_date", ', '"arguments":', " {}", "} "]
 SCRIPTS = {
