@@ -8,8 +8,8 @@ import sys
 import pytest
 from checkpoints import CONFIG, as_midlayer, eagle1_tensors, eagle3_tensors, write_safetensors
 from helpers import PROMPT, plain, speculative, tiny_llama
+from hub import Hub, hub_settings, running_hub
 from mlx_lm.utils import save_model
-from test_convert_hub import Hub
 
 import mlx_eagle
 from mlx_eagle.convert import convert
@@ -34,17 +34,15 @@ print("fine")
 
 @pytest.fixture
 def hub(tmp_path):
-    server = Hub(tmp_path / "hub")
-    yield server
-    server.shutdown()
-    server.server_close()
+    with running_hub(tmp_path / "hub") as server:
+        yield server
 
 
 def run_with_hub(hub: Hub, home, opener: str) -> subprocess.CompletedProcess:
     code = ON_THE_HUB.format(tests=os.path.dirname(__file__), opener=opener)
-    settings = {"HF_ENDPOINT": hub.address, "HOME": str(home), "HF_HOME": str(home / "hf")}
+    settings = {**os.environ, **hub_settings(hub.address, home)}
     return subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **settings}, capture_output=True, text=True
+        [sys.executable, "-c", code], env=settings, capture_output=True, text=True
     )
 
 
@@ -67,11 +65,10 @@ def test_a_converted_head_of_the_hub(hub, tmp_path, opener):
 
 
 def test_an_unreachable_hub_is_one_sentence(tmp_path):
-    settings = {"HF_ENDPOINT": "http://127.0.0.1:9", "HOME": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-m", "mlx_eagle.generate", "--draft-model", "no/such", "-m", "2"]
         + ["--model", "no/model"],
-        env={**os.environ, **settings, "HF_HOME": str(tmp_path / "hf")},
+        env={**os.environ, **hub_settings("http://127.0.0.1:9", tmp_path)},
         capture_output=True,
         text=True,
     )
