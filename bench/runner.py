@@ -179,7 +179,7 @@ def stats_of_flags(drafted: Sequence[bool], size: int) -> Stats:
         num_kept = 0
     stats.num_emitted = len(drafted)
     stats.num_drafted = stats.num_head_forwards = size * stats.num_rounds
-    stats.drafted_by_position = [stats.num_rounds] * size
+    stats.drafted_by_position = [stats.num_rounds] * (size if stats.num_rounds else 0)
     return stats
 
 

@@ -185,6 +185,8 @@ def test_counts_from_the_flags_of_mlx_lm():
     stats = runner.stats_of_flags(flags, 2)
     assert stats.accepted_histogram == [1, 2, 1]
     assert (stats.num_rounds, stats.num_emitted, stats.num_drafted) == (4, 7, 8)
+    # All of a short text came with its first token.
+    assert runner.stats_of_flags([], 2).to_dict()["cumulative_acceptance_by_position"] == []
 
 
 # --- prompt sets --------------------------------------------------------------------------
