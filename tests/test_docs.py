@@ -9,13 +9,13 @@ import importlib.util
 import re
 import shlex
 import sys
-import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx_lm
 import pytest
 import yaml
+from documents import DOCUMENTS, FENCE, OTHERS, PAGES, ROOT, SCRIPTS, blocks, commands, spans
 from helpers import byte_tokenizer, tiny_head, tiny_llama
 from test_package import make
 
@@ -23,43 +23,13 @@ import mlx_eagle
 from mlx_eagle import cli, demo
 from mlx_eagle.bench import __main__ as bench
 
-ROOT = Path(__file__).parent.parent
-PAGES = ROOT / ".docs" / "pages"
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
-DOCUMENTS = [ROOT / "README.md", *sorted(PAGES.glob("*.md"))]
-SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 FOLDERS = ["", "tests", "mlx_eagle", "convert", "bench"]  # where a file may be named from
 
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SPAN = re.compile(r"`([^`]+)`")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
 
 every_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-
-
-def blocks(path: Path, *languages: str) -> Iterator[tuple[str, str]]:
-    """(language, text) of the fenced blocks in these languages; "" is a block without one."""
-    for language, text in FENCE.findall(path.read_text()):
-        if language in languages:
-            yield language, text
-
-
-def spans(path: Path) -> list[str]:
-    """What stands in backticks in the running text."""
-    return [" ".join(span.split()) for span in SPAN.findall(FENCE.sub("", path.read_text()))]
-
-
-def commands(path: Path) -> list[list[str]]:
-    """The words of every command in console blocks; an "or:" behind one counts too."""
-    found = []
-    for language, text in blocks(path, "", "sh"):
-        for line in text.replace("\\\n", " ").replace("# or: ", "\n").splitlines():
-            first = (line.split() or ["#"])[0]
-            # Blocks without a language show output as well.
-            if first != "#" and (language == "sh" or first in CHECKS or first in SCRIPTS):
-                found.append(shlex.split(line, comments=True))
-    return found
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
@@ -141,7 +111,8 @@ def test_commands_parse(path, capsys):
 
 
 def test_commands_are_found():
-    """The reading above can fail: it sees commands in README.md and in every guide."""
+    """What is checked is there, in README.md and in every guide, and the checks can fail."""
+    assert set(CHECKS) == set(OTHERS)
     found = {path.name: {words[0] for words in commands(path)} for path in DOCUMENTS}
     assert {"make", "pip", "mlx_eagle.convert", "mlx_eagle.generate"} <= found["README.md"]
     assert found["quickstart.md"] >= set(SCRIPTS)
