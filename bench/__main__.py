@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 from mlx_lm.utils import load
 from tqdm import tqdm
 
-from mlx_eagle.cli import known_head, run_command
+from mlx_eagle.cli import known_head
+from mlx_eagle.command import run_command
 from mlx_eagle.demo import load_demo
 from mlx_eagle.drafters import open_drafter
 from mlx_eagle.loop import AUTO

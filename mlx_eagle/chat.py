@@ -22,8 +22,8 @@ from .cli import (
     check_arguments,
     draft_options,
     load_pair,
-    run_command,
 )
+from .command import run_command
 from .drafter import Drafter
 from .generate import stream_generate
 from .stats import Stats

@@ -6,18 +6,17 @@ Parses, loads, prints. Mistakes of the user end in one sentence and exit code 2.
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from mlx_lm.generate import setup_arg_parser
 from mlx_lm.models.cache import QuantizedKVCache, load_prompt_cache, make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import load
 
 from .accept import RULES, Sampler, check_rule_for_sampling, check_rule_for_trees
+from .command import run_command
 from .demo import load_demo
 from .drafters import head_lines, open_drafter
 from .eagle3 import Eagle3Drafter
@@ -29,23 +28,6 @@ from .sampling import Sampling
 from .stats import Stats
 from .tree import Tree, parse_tree
 from .version import add_version_flag
-
-
-USER_ERRORS = (ValueError, OSError, HfHubHTTPError, LocalEntryNotFoundError)
-"""What a user's mistake raises, here and in the libraries that load models."""
-
-
-def run_command(command: Callable[[], None]) -> None:
-    """Run a command so that a user's mistake costs them one sentence, not a traceback."""
-    try:
-        command()
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        sys.exit(130)
-    except USER_ERRORS as err:
-        sentence = " ".join(str(err).split())
-        print(f"error: {sentence}", file=sys.stderr)
-        sys.exit(2)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -17,6 +17,7 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model
 
+from .command import run_command
 from .demo_target import demo_target_path
 from .device import is_openblas_in_front
 from .eagle3 import Eagle3Drafter
@@ -159,8 +160,6 @@ def run(prompt: str, max_tokens: int, num_draft_tokens: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command ``python -m mlx_eagle.demo``."""
-    from .cli import run_command  # cli itself loads the demo pair
-
     parser = argparse.ArgumentParser(
         prog="mlx_eagle.demo", description="Plain against speculative decoding, on the demo pair."
     )

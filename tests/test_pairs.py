@@ -6,6 +6,7 @@ import pytest
 from checkpoints import CONFIG, as_midlayer, eagle3_tensors, write_safetensors
 
 from mlx_eagle import cli, drafters
+from mlx_eagle.command import run_command
 from mlx_eagle.hub import REPO_ID
 from mlx_eagle.pairs import PAIRS, pair_for, plain_name
 
@@ -61,7 +62,7 @@ def run(monkeypatch, capsys):
     def command(*flags: str):
         args = cli.build_parser().parse_args(flags)
         try:
-            cli.run_command(lambda: opened.append(cli.load_pair(args, {})))
+            run_command(lambda: opened.append(cli.load_pair(args, {})))
             code = 0
         except SystemExit as stop:
             code = stop.code

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.utils import _parse_size, maybe_set_recommended_wired_limit
 
-from ..cli import add_draft_flags, check_draft_flags, known_head, run_command
+from ..cli import add_draft_flags, check_draft_flags, known_head
+from ..command import run_command
 from ..loop import AUTO
 from .caches import PairCache
 from .generator import PairGenerator

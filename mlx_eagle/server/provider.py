@@ -8,7 +8,8 @@ from threading import Event
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import ModelProvider
 
-from ..cli import USER_ERRORS, read_tree
+from ..cli import read_tree
+from ..command import USER_ERRORS
 from ..demo import load_demo
 from ..drafters import open_drafter
 from ..hub import locate
