@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mlx_lm.utils import load
-from tqdm import tqdm
 
 from mlx_eagle.cli import known_head
 from mlx_eagle.command import run_command
 from mlx_eagle.demo import load_demo
 from mlx_eagle.drafters import open_drafter
 from mlx_eagle.loop import AUTO
+from mlx_eagle.progress import open_bar
 from mlx_eagle.tree import parse_tree
 from mlx_eagle.version import add_version_flag
 
@@ -230,10 +230,10 @@ def run(args: argparse.Namespace) -> None:
 def measure_with_bar(
     models: Models, names: dict[str, str], questions: Sequence[Question], settings: Settings
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """``measure`` under a progress bar on standard error."""
+    """``measure`` under a progress bar."""
     arms = make_arms(settings.sizes, settings.trees, models.compared is not None)
     total = num_runs(settings, questions, arms)
-    with tqdm(total=total, unit="run", desc="bench", file=sys.stderr) as bar:
+    with open_bar(total, "bench", "run") as bar:
         return measure(models, names, questions, settings, lambda _: bar.update())
 
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 
+from mlx_eagle.progress import Bar
 from mlx_eagle.version import add_version_flag
 
 from .pipeline import DTYPES, convert
@@ -57,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 "--draft-vocab-text says which tokens to keep; say how many with --draft-vocab"
             )
         wanted = None if size is None else Trim(size, text)
-        convert(**args, overrides=overrides, draft_vocab=wanted)
+        with Bar("Converting", "tensor") as progress:
+            convert(**args, overrides=overrides, draft_vocab=wanted, progress=progress)
     except (ValueError, OSError) as err:
         print(f"error: {err}", file=sys.stderr)
         sys.exit(2)

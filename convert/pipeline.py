@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_eagle.head import Eagle3Config
+from mlx_eagle.progress import Progress, silent
 
 from .card import CARD, check_entry, check_table, make_card, source_license
 from .check import Report, check_head, load_model, rope_bases
@@ -83,14 +84,18 @@ def own_dtype(tensors: dict[str, Tensor]) -> str:
 
 
 def build(
-    resolved: Resolved, dtype: str | None = None, quantization: Quantization | None = None
+    resolved: Resolved,
+    dtype: str | None = None,
+    quantization: Quantization | None = None,
+    progress: Progress = silent,
 ) -> Head:
     """Read, cast and quantize the tensors; norms and biases stay as they are."""
     kind = DTYPES[dtype or own_dtype(resolved.tensors)]
     weights: dict[str, mx.array] = {}
     chosen: dict[str, Any] = {}
     notes = list(resolved.notes)
-    for name, tensor in resolved.tensors.items():
+    for done, (name, tensor) in enumerate(resolved.tensors.items()):
+        progress(done, len(resolved.tensors))
         array = tensor.read().astype(kind)
         group = None
         if quantization is not None and array.ndim == 2:
@@ -107,6 +112,7 @@ def build(
         entry = pack(name, array, quantization.bits, group) if group else {name: array}
         mx.eval(entry)  # one tensor at a time, so that the sources can be let go
         weights |= entry
+    progress(len(resolved.tensors), len(resolved.tensors))
     if resolved.vocabulary.offsets is not None:
         weights["d2t"] = mx.array(resolved.vocabulary.offsets)
     config = Eagle3Config.from_dict(resolved.config).to_dict()
@@ -229,6 +235,7 @@ def convert(
     overrides: Overrides = Overrides(),
     check: bool = False,
     draft_vocab: int | Trim | None = None,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
     """Convert a published EAGLE checkpoint to a folder that ``load_drafter`` reads.
 
@@ -237,7 +244,8 @@ def convert(
     and tables that equal its own are left out. ``dtype`` is one of float16, bfloat16,
     float32 (default: the checkpoint's). Parameters are named as in ``mlx_lm.convert``.
     ``check`` runs the target and writes how well the head agrees into the config.
-    ``draft_vocab`` keeps that many draft tokens; a ``Trim`` says which.
+    ``draft_vocab`` keeps that many draft tokens; a ``Trim`` says which. ``progress`` is given
+    the number of tensors done and of all.
 
     Returns the config that was written. Raises ValueError, one sentence, for a checkpoint
     that is damaged, refused or contradicts itself, and leaves nothing behind.
@@ -253,7 +261,7 @@ def convert(
     checkpoint = open_checkpoint(str(hf_path), revision)
     model = open_target(str(target)) if target is not None else None
     resolved = prepare(checkpoint, model, overrides, draft_vocab)
-    head = build(resolved, dtype, quantization)
+    head = build(resolved, dtype, quantization, progress)
     # Of a local folder only the name: a converted head is made to be handed on.
     source = Path(hf_path).name if Path(hf_path).exists() else str(hf_path)
     head.config["source"] = {"path": source, "files": checkpoint.sha256()}

@@ -23,6 +23,7 @@ from .device import device_name
 from .drafter import Draft, Drafter, Pick
 from .hub import user_cache
 from .pace import Plan, RoundCosts
+from .progress import Progress, silent
 from .sharding import is_sharded, mean_over_processes
 from .tree import TreeShape
 
@@ -37,12 +38,14 @@ REPEATS = 2
 SMALLEST_BUCKET = 512
 
 
-def round_costs(decoder: Decoder, with_trees: bool = False) -> RoundCosts:
+def round_costs(
+    decoder: Decoder, with_trees: bool = False, progress: Progress = silent
+) -> RoundCosts:
     """Costs of ``decoder``'s rounds where its text stands: as remembered, or measured now."""
     plans = CHAINS + TREES if with_trees else CHAINS
     model, what = decoder.target.model, "chains and trees" if with_trees else "chains"
     key = make_key(model, decoder.drafter, decoder.cache, 0, what)
-    return remembered_or(model, key, plans, lambda: measure(decoder, plans))
+    return remembered_or(model, key, plans, lambda: measure(decoder, plans, progress))
 
 
 def remembered_or(
@@ -68,11 +71,14 @@ def remembered_or(
     return costs
 
 
-def measure(decoder: Decoder, plans: Sequence[Plan] = CHAINS) -> RoundCosts:
+def measure(
+    decoder: Decoder, plans: Sequence[Plan] = CHAINS, progress: Progress = silent
+) -> RoundCosts:
     """Time real rounds from where the text stands, and undo them all.
 
     The drafter starts on caches of its own: one layer on a short text costs what it costs on
     a long one, nearly. Drafts and choices are greedy, so that no sampler of the caller runs.
+    ``progress`` is called between rounds of one length and those of the next, never within.
     """
     trial = on_trial(decoder)
     undo = Window(decoder.cache)
@@ -80,10 +86,14 @@ def measure(decoder: Decoder, plans: Sequence[Plan] = CHAINS) -> RoundCosts:
     rounds: dict[Plan, list[float]] = {plan: [] for plan in plans}
     try:
         _finish(trial, trial.launch_first())
-        for _ in range(REPEATS):
-            plain += _time_plain(trial)
-            for plan in plans:
+        groups = [None, *plans] * REPEATS
+        for i, plan in enumerate(groups):
+            progress(i, len(groups))
+            if plan is None:
+                plain += _time_plain(trial)
+            else:
                 rounds[plan] += _time_rounds(trial, plan)
+        progress(len(groups), len(groups))
     finally:
         undo.keep(0)
     return RoundCosts(median(plain), {plan: median(times) for plan, times in rounds.items()})

@@ -26,6 +26,7 @@ from .cli import (
 from .command import run_command
 from .drafter import Drafter
 from .generate import stream_generate
+from .progress import prompt_bar
 from .stats import Stats
 
 DEMO = "SmolLM2-135M-Instruct (demo)"
@@ -85,6 +86,7 @@ class Conversation:
             sampler=build_sampler(self.args, self.tokenizer, seed=None),
             prompt_cache=self.cache,
             prefill_step_size=self.args.prefill_step_size,
+            prompt_progress_callback=prompt_bar(self.args.prefill_step_size),
             **draft_options(self.args, self.drafter),
         )
         for response in responses:

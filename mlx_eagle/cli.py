@@ -24,6 +24,7 @@ from .generate import footer, stream_generate
 from .loop import AUTO
 from .memory import memory_line, memory_lines, memory_report
 from .pairs import pair_for, pair_lines
+from .progress import Bar, prompt_bar
 from .sampling import Sampling
 from .stats import Stats
 from .tree import Tree, parse_tree
@@ -302,6 +303,7 @@ def draft_options(args: argparse.Namespace, drafter) -> dict[str, Any]:
         "num_draft_tokens": args.num_draft_tokens,
         "acceptance": args.acceptance,
         "tree": None if args.tree is None else read_tree(args.tree),
+        "calibration_progress_callback": Bar("Measuring what rounds cost", "group"),
     }
 
 
@@ -315,6 +317,7 @@ def generate_and_report(args, model, tokenizer, drafter, prompt: list[int], cach
         sampler=build_sampler(args, tokenizer, args.seed),
         prompt_cache=cache,
         prefill_step_size=args.prefill_step_size,
+        prompt_progress_callback=prompt_bar(args.prefill_step_size),
         kv_bits=args.kv_bits,
         kv_group_size=args.kv_group_size,
         quantized_kv_start=args.quantized_kv_start,

@@ -16,6 +16,7 @@ from .hub import locate, user_cache
 from .load import load_drafter
 from .lookup import LookupDrafter
 from .model_drafter import load_model_drafter
+from .progress import Bar
 
 LOOKUP = "lookup"
 FILES = ("*.json", "*.safetensors", "*.bin", "*.gguf", "*.txt", "*.jinja", "*.model")
@@ -64,7 +65,8 @@ def converted(path: Path, name: str, q_bits: int | None = None) -> Path:
     folder = heads_folder() / f"{path.stem}-{bits}bit-{digest}"
     if not folder.is_dir():
         print(f"{name} is not converted yet: converting it to {bits} bits into {folder}.")
-        convert(str(path), str(folder), q_bits=bits)
+        with Bar("Converting", "tensor") as progress:
+            convert(str(path), str(folder), q_bits=bits, progress=progress)
     return folder
 
 

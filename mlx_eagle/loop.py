@@ -4,7 +4,7 @@ The one place that decides when the host waits for the device. It knows drafters
 rules and caches by their interfaces alone.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -18,6 +18,7 @@ from .calibrate import TREES, round_costs
 from .decoder import Decoder, Round
 from .drafter import Drafter, TreeDrafter
 from .pace import AdaptivePace, FixedPace, Pace, Plan
+from .progress import Progress, silent
 from .sampling import Sampling
 from .sharding import in_any_process, is_pipelined
 from .stats import Stats
@@ -101,7 +102,8 @@ def speculative_generate_step(
     kv_bits: int | None = None,
     kv_group_size: int = 64,
     quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START,
-    prompt_progress_callback: Callable[[int, int], None] | None = None,
+    prompt_progress_callback: Progress | None = None,
+    calibration_progress_callback: Progress | None = None,
     stop_tokens: Collection[int] = (),
     stats: Stats | None = None,
 ) -> Iterator[tuple[int, mx.array, bool]]:
@@ -114,7 +116,8 @@ def speculative_generate_step(
     ``Sampling``; coupled is then the default). ``tree`` drafts trees of that shape instead of
     chains, where target and drafter can; "auto" chooses among chains, trees and plain decoding
     what pays. ``stop_tokens`` end the generation once
-    yielded. ``stats`` is filled in as it goes.
+    yielded. ``stats`` is filled in as it goes. Both progress callbacks are given how much is done
+    and how much there is, of the prompt in tokens and of "auto"'s measurement in groups of rounds.
 
     Wherever the caller stops, ``prompt_cache`` then holds the prompt and every token yielded,
     as ``mlx_lm.generate.generate_step`` leaves it. ``prompt_cache`` may hold the drafter's
@@ -159,9 +162,10 @@ def speculative_generate_step(
             acceptance=acceptance,
             tree=tree,
         )
-        decoder.prefill(prompt, prefill_step_size, prompt_progress_callback or (lambda *_: None))
+        decoder.prefill(prompt, prefill_step_size, prompt_progress_callback or silent)
         with mx.stream(stream):
-            pace = _make_pace(decoder, num_draft_tokens, tree, stats)
+            calibrating = calibration_progress_callback or silent
+            pace = _make_pace(decoder, num_draft_tokens, tree, stats, calibrating)
         limits = Limits(max_tokens, stop_tokens)
         yield from _rounds(decoder, pace, limits, stats, keep_caches=prompt_cache is not None)
     finally:
@@ -229,11 +233,15 @@ def _rounds(
 
 
 def _make_pace(
-    decoder: Decoder, num_draft_tokens: int | str, tree: Tree | str | None, stats: Stats
+    decoder: Decoder,
+    num_draft_tokens: int | str,
+    tree: Tree | str | None,
+    stats: Stats,
+    progress: Progress,
 ) -> Pace:
     if AUTO not in (num_draft_tokens, tree):
         return FixedPace(Plan(tree.depth, tree) if tree else Plan(num_draft_tokens))
-    pace = AdaptivePace(round_costs(decoder, with_trees=tree == AUTO))
+    pace = AdaptivePace(round_costs(decoder, tree == AUTO, progress))
     stats.pace_events = pace.events
     decoder.leaves_drafter = pace.is_hopeless
     return pace

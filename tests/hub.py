@@ -10,6 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote
 
+import pytest
+from huggingface_hub import constants
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -109,3 +112,15 @@ def hub_settings(address: str, home: Path) -> dict[str, str]:
     """The environment of a process whose hub, home and caches these are."""
     settings = {"HF_ENDPOINT": address, "HF_HOME": str(home / "hf"), "HOME": str(home)}
     return settings | {"HF_TOKEN": "hf_test", "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+
+
+def use_hub(patch: pytest.MonkeyPatch, hub: Hub, home: Path) -> None:
+    """Let this process know no other hub, and keep downloads and our own cache in ``home``."""
+    url = f"{hub.address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    patch.setattr(constants, "ENDPOINT", hub.address)
+    patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url)
+    patch.setattr(constants, "HF_HUB_CACHE", str(home / "hf" / "hub"))
+    patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    patch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for module in ("drafters", "calibrate"):
+        patch.setattr(f"mlx_eagle.{module}.user_cache", lambda: home / ".cache" / "mlx-eagle")

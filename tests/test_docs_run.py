@@ -40,8 +40,7 @@ from checkpoints import (
 )
 from documents import DOCUMENTS, ROOT, SCRIPTS, commands
 from helpers import TEMPLATE, tiny_llama, tiny_qwen3
-from hub import Hub, hub_settings, running_hub
-from huggingface_hub import constants
+from hub import Hub, hub_settings, running_hub, use_hub
 from matplotlib.figure import Figure
 from mlx_lm.utils import save_model
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -114,17 +113,10 @@ def hub(tmp_path_factory) -> Iterator[Hub]:
         write_heads(server.root, num_tokens)
         write_target(home / "demo", tiny_llama)
         convert(str(server.root / "yuhuili" / "EAGLE3-LLaMA3.1-Instruct-8B"), str(home / "head"))
-        url = f"{server.address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        patch.setattr(constants, "ENDPOINT", server.address)
-        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url)
-        patch.setattr(constants, "HF_HUB_CACHE", str(home / "hf" / "hub"))
-        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        patch.setattr(constants, "HF_HUB_OFFLINE", False)
+        use_hub(patch, server, home)
         patch.setattr(Figure, "savefig", lambda _, path, **options: Path(path).touch())
         patch.setattr(demo, "demo_target_path", lambda: home / "demo")
         patch.setattr(demo, "HEAD", home / "head")
-        for module in ("drafters", "calibrate"):
-            patch.setattr(f"mlx_eagle.{module}.user_cache", lambda: home / ".cache" / "mlx-eagle")
         yield server
 
 

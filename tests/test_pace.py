@@ -174,7 +174,7 @@ def case(request):
 
 @pytest.fixture
 def paced(monkeypatch, request):
-    monkeypatch.setattr("mlx_eagle.loop.round_costs", lambda decoder, with_trees: None)
+    monkeypatch.setattr("mlx_eagle.loop.round_costs", lambda *_: None)
     monkeypatch.setattr(
         "mlx_eagle.loop.AdaptivePace", lambda costs: ScriptedPace(SCRIPTS[request.param])
     )
@@ -266,7 +266,7 @@ def test_calibration_changes_nothing_and_is_remembered(tmp_path, monkeypatch):
     measured = []
     measure = calibrate.measure
     monkeypatch.setattr(
-        calibrate, "measure", lambda decoder, plans: measured.append(1) or measure(decoder, plans)
+        calibrate, "measure", lambda *args: measured.append(1) or measure(*args)
     )
     for make in (tiny_llama, lambda: build("gemma3_text"), lambda: build("qwen3_next")):
         model = make()
@@ -299,9 +299,9 @@ def test_measured_costs_are_of_whole_rounds(tmp_path, monkeypatch):
     seen = []
     measure = calibrate.measure
 
-    def watch(decoder, plans):
+    def watch(decoder, *args):
         before = [c.state for c in decoder.cache]
-        costs = measure(decoder, plans)
+        costs = measure(decoder, *args)
         seen.append(costs)
         assert [c.offset for c in decoder.cache] == [len(PROMPT) - 1] * len(decoder.cache)
         after = [c.state for c in decoder.cache]
