@@ -94,8 +94,8 @@ def build(
     weights: dict[str, mx.array] = {}
     chosen: dict[str, Any] = {}
     notes = list(resolved.notes)
-    for done, (name, tensor) in enumerate(resolved.tensors.items()):
-        progress(done, len(resolved.tensors))
+    for i, (name, tensor) in enumerate(resolved.tensors.items()):
+        progress(i, len(resolved.tensors))
         array = tensor.read().astype(kind)
         group = None
         if quantization is not None and array.ndim == 2:
