@@ -11,8 +11,8 @@ import mlx.nn as nn
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from tqdm import tqdm
 
+from mlx_eagle.progress import open_bar
 from mlx_eagle.target import Target
 
 # One conversation, because a wrong rotary base shows only some hundred tokens into a text. Word
@@ -106,14 +106,16 @@ def read_conversation(
 ) -> list[Text]:
     """One text a question, behind the questions and answers before it.
 
-    A bar counts them where stderr is a terminal.
+    A bar counts them where standard error is a terminal.
     """
     stops, messages, texts = set(tokenizer.eos_token_ids), [], []
-    for question in tqdm(questions, desc="answers", leave=False, disable=None):
-        messages.append({"role": "user", "content": question})
-        prompt = encode(tokenizer, messages)
-        text = read_text(model, prompt, num_tokens, stops, taps, ids)
-        answer = [token for token in text.tokens[text.num_prompt :].tolist() if token not in stops]
-        messages.append({"role": "assistant", "content": tokenizer.decode(answer)})
-        texts.append(text)
+    with open_bar(len(questions), "Asking the target", "question") as bar:
+        for question in questions:
+            messages.append({"role": "user", "content": question})
+            prompt = encode(tokenizer, messages)
+            text = read_text(model, prompt, num_tokens, stops, taps, ids)
+            answer = [t for t in text.tokens[text.num_prompt :].tolist() if t not in stops]
+            messages.append({"role": "assistant", "content": tokenizer.decode(answer)})
+            texts.append(text)
+            bar.update()
     return texts

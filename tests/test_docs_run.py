@@ -170,6 +170,7 @@ class Reader:
 
     def bench(self, words: list[str]) -> None:
         short = SHORT + (["--context", "16,32"] if "--context" in words else [])
+        short += ["--batch", "1,2", "--limit", "2"] if "--batch" in words else []
         out = self.run(words + short)
         folder = Path(value_of(words, "--out") or "bench-results")
         assert all((folder / name).stat().st_size for name in REPORT)
