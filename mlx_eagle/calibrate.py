@@ -32,9 +32,9 @@ TREES = tuple(
     Plan(tree.depth, tree)
     for tree in map(TreeShape.parse, ("2x2:4", "3x3:8", "4x4:16", "6x5:32", "10x6:59"))
 )
-PLAIN_STEPS = 8
-ROUNDS = 3  # of each length, in each repeat
-REPEATS = 2
+PLAIN_STEPS = 6
+ROUNDS = 2  # of each length, in each repeat
+REPEATS = 3  # the median is then right where the machine was busy, or not yet warm, in one
 SMALLEST_BUCKET = 512
 
 
@@ -137,17 +137,16 @@ def _time_rounds(trial: Decoder, plan: Plan) -> list[float]:
 
 
 def _time_plain(trial: Decoder) -> list[float]:
-    """Seconds a step of pipelined plain decoding, taps included; one figure."""
-    done = trial.launch(Plan(0))
-    start = time.perf_counter()
-    for _ in range(PLAIN_STEPS):
+    """Seconds from read to read of pipelined plain steps, taps included."""
+    done, reads = trial.launch(Plan(0)), []
+    for _ in range(PLAIN_STEPS + 1):
         trial.commit(done, 1)
         upcoming = trial.launch(Plan(0))
         done.read()
+        reads.append(time.perf_counter())
         done = upcoming
-    elapsed = time.perf_counter() - start
     _finish(trial, done)
-    return [elapsed / PLAIN_STEPS]
+    return [after - before for before, after in zip(reads, reads[1:])]
 
 
 def _read(file: Path) -> dict[str, Any]:
