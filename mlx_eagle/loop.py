@@ -4,7 +4,7 @@ The one place that decides when the host waits for the device. It knows drafters
 rules and caches by their interfaces alone.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -114,10 +114,10 @@ def speculative_generate_step(
     (see ``pace``; what rounds cost is measured once and remembered). ``max_tokens`` -1 means
     no limit. ``acceptance`` is "match" (any sampler), "coupled" or "reject" (with a
     ``Sampling``; coupled is then the default). ``tree`` drafts trees of that shape instead of
-    chains, where target and drafter can; "auto" chooses among chains, trees and plain decoding
-    what pays. ``stop_tokens`` end the generation once
-    yielded. ``stats`` is filled in as it goes. Both progress callbacks are given how much is done
-    and how much there is, of the prompt in tokens and of "auto"'s measurement in groups of rounds.
+    chains, where target and drafter can; "auto" chooses among chains, trees and
+    plain decoding what pays. ``stop_tokens`` end the generation once yielded. ``stats`` is filled
+    in as it goes. Both progress callbacks are given how much is done and how much there is, of
+    the prompt in tokens and of "auto"'s measurement in groups of rounds.
 
     Wherever the caller stops, ``prompt_cache`` then holds the prompt and every token yielded,
     as ``mlx_lm.generate.generate_step`` leaves it. ``prompt_cache`` may hold the drafter's
@@ -162,12 +162,15 @@ def speculative_generate_step(
             acceptance=acceptance,
             tree=tree,
         )
-        decoder.prefill(prompt, prefill_step_size, prompt_progress_callback or silent)
+        progress = prompt_progress_callback or silent
+        decoder.prefill(prompt, prefill_step_size, progress)
         with mx.stream(stream):
             calibrating = calibration_progress_callback or silent
             pace = _make_pace(decoder, num_draft_tokens, tree, stats, calibrating)
-        limits = Limits(max_tokens, stop_tokens)
-        yield from _rounds(decoder, pace, limits, stats, keep_caches=prompt_cache is not None)
+        limits, keeps = Limits(max_tokens, stop_tokens), prompt_cache is not None
+        yield from _rounds(
+            decoder, pace, limits, stats, keeps, lambda: progress(prompt.size, prompt.size)
+        )
     finally:
         if prompt_cache is not None:
             prompt_cache[: len(cache)] = cache  # some may have been replaced by quantized ones
@@ -195,7 +198,12 @@ def open_decoder(
 
 
 def _rounds(
-    decoder: Decoder, pace: Pace, limits: Limits, stats: Stats, keep_caches: bool
+    decoder: Decoder,
+    pace: Pace,
+    limits: Limits,
+    stats: Stats,
+    keep_caches: bool,
+    when_prefilled: Callable[[], None],
 ) -> Iterator[tuple[int, mx.array, bool]]:
     """Round after round until a limit; the first, without a draft, ends prefill."""
     done, run, num_yielded = None, [], 0
@@ -208,7 +216,10 @@ def _rounds(
                 decoder.commit(done, 1)
                 upcoming = _launch_next(decoder, pace, limits)
             num_kept, following = done.read()
-            run = limits.cut(following[: num_kept + 1], decoder.num_emitted - done.committed)
+            num_before = decoder.num_emitted - done.committed
+            if num_before == 0:
+                when_prefilled()
+            run = limits.cut(following[: num_kept + 1], num_before)
             if not done.committed:
                 decoder.commit(done, len(run))
             if done.num_drafted:

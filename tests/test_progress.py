@@ -5,16 +5,19 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 
+import mlx.core as mx
 import pytest
 from checkpoints import CONFIG, as_midlayer, eagle3_tensors, write_safetensors
 from helpers import PROMPT, byte_tokenizer, plain, speculative, tiny_head, tiny_llama
 from hub import running_hub, use_hub
+from mlx_lm.generate import generate_step
 
 import mlx_eagle
 from mlx_eagle import calibrate, chat, cli, drafters
 from mlx_eagle.convert import convert
 from mlx_eagle.convert.__main__ import main as convert_main
 from mlx_eagle.hub import fetch
+from mlx_eagle.loop import speculative_generate_step
 from mlx_eagle.progress import Bar, prompt_bar
 
 READING, MEASURING, CONVERTING = "Reading the prompt", "Measuring what rounds cost", "Converting"
@@ -83,8 +86,32 @@ def test_small_totals_have_no_bar():
         assert "0/4" in terminal.getvalue()
 
 
+@pytest.mark.parametrize("num_draft_tokens", [0, 2, "auto"])
+def test_a_prompt_is_reported_as_mlx_lm_does(num_draft_tokens, monkeypatch, tmp_path):
+    monkeypatch.setattr("mlx_eagle.calibrate.user_cache", lambda: tmp_path)
+    model = tiny_llama()
+    ours, theirs = [], []
+    options = {"max_tokens": 4, "prefill_step_size": 3}
+    for _ in speculative_generate_step(
+        mx.array(PROMPT),
+        model,
+        tiny_head(model),
+        num_draft_tokens=num_draft_tokens,
+        prompt_progress_callback=lambda *args: ours.append(args),
+        **options,
+    ):
+        assert ours[-1] == (len(PROMPT), len(PROMPT))
+    steps = generate_step(
+        mx.array(PROMPT),
+        model,
+        prompt_progress_callback=lambda *args: theirs.append(args),
+        **options,
+    )
+    assert list(steps) and ours == theirs
+
+
 def test_a_prompts_bar_ends_before_the_first_round():
-    """mlx-lm reports the last token with the first round; our loop does not report it."""
+    """The last token is reported with the first round: with "auto", much later."""
     with on_a_terminal() as terminal:
         progress = prompt_bar(step_size=2)
         for done in (0, 2, 4, 5, 6):
