@@ -114,7 +114,7 @@ def speculative_generate_step(
     (see ``pace``; what rounds cost is measured once and remembered). ``max_tokens`` -1 means
     no limit. ``acceptance`` is "match" (any sampler), "coupled" or "reject" (with a
     ``Sampling``; coupled is then the default). ``tree`` drafts trees of that shape instead of
-    chains, where target and drafter can; "auto" chooses among chains, trees and
+    chains of any length, where target and drafter can; "auto" chooses among chains, trees and
     plain decoding what pays. ``stop_tokens`` end the generation once yielded. ``stats`` is filled
     in as it goes. Both progress callbacks are given how much is done and how much there is, of
     the prompt in tokens and of "auto"'s measurement in groups of rounds.
@@ -250,8 +250,10 @@ def _make_pace(
     stats: Stats,
     progress: Progress,
 ) -> Pace:
+    if tree not in (None, AUTO):
+        return FixedPace(Plan(tree.depth, tree))
     if AUTO not in (num_draft_tokens, tree):
-        return FixedPace(Plan(tree.depth, tree) if tree else Plan(num_draft_tokens))
+        return FixedPace(Plan(num_draft_tokens))
     pace = AdaptivePace(round_costs(decoder, tree == AUTO, progress))
     stats.pace_events = pace.events
     decoder.leaves_drafter = pace.is_hopeless

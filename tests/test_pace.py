@@ -359,6 +359,17 @@ def test_tree_auto_gives_the_targets_text(make, tmp_path, monkeypatch):
     assert len(known["rounds"]) == len(calibrate.CHAINS + calibrate.TREES)
 
 
+def test_a_fixed_tree_is_drafted_whatever_the_length_says(tmp_path, monkeypatch):
+    monkeypatch.setattr("mlx_eagle.calibrate.user_cache", lambda: tmp_path)
+    model, tree = tiny_llama(), TreeShape.parse("2x2:4")
+    options = {"num_draft_tokens": "auto", "tree": tree}
+    tokens, stats = speculative(model, tiny_head(model), PROMPT, 20, **options)
+    assert tokens == plain(model, PROMPT, 20)
+    full = stats.num_rounds - 1  # the last may be cut to the tokens that are left
+    assert stats.num_drafted >= 4 * full > 0 and stats.num_plain_steps <= 1
+    assert not (tmp_path / "calibration.json").exists()
+
+
 def test_tree_auto_is_refused_where_trees_are():
     model = build("mamba2")
     with pytest.raises(ValueError, match="leave the tree out"):
