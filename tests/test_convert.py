@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from checkpoints import (
     CONFIG,
-    as_midlayer,
     assert_same,
     config_of,
     eagle3_tensors,
@@ -27,17 +26,6 @@ from mlx_eagle.convert.checkpoint import open_checkpoint
 from mlx_eagle.head import Eagle3Config, Eagle3Head, fuse_weights
 
 DEMO = Path(__file__).parent / "data" / "eagle3-smollm2-135m-instruct"
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return write_safetensors(tmp_path / "source", CONFIG, as_midlayer(eagle3_tensors()))
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "results" / "head"
-
 
 # Quantization
 

@@ -25,16 +25,6 @@ from checkpoints import (
 from mlx_eagle.convert import convert
 from mlx_eagle.convert.pickled import read_bin
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return write_safetensors(tmp_path / "source", CONFIG, as_midlayer(eagle3_tensors()))
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "results" / "head"
-
-
 # Reading
 
 

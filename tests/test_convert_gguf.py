@@ -91,10 +91,9 @@ def test_gguf_frequency_factors(tmp_path):
     assert mx.allclose(module(x, offset=3), expected, atol=1e-6).item()
 
 
-def test_damaged_gguf(tmp_path, capsys):
+def test_damaged_gguf(tmp_path, out, capsys):
     path = write_gguf(tmp_path / "head.gguf", PLAIN, CONFIG)
     whole = path.read_bytes()
-    out = tmp_path / "results" / "head"
     for size in (0, 3, 20, 400, len(whole) // 2, len(whole) - 100):
         path.write_bytes(whole[:size])
         assert "head.gguf" in refused(capsys, path, out)

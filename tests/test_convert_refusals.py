@@ -73,7 +73,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.parametrize("form", ["safetensors", "bin"])
-def test_refused(tmp_path, capsys, case, form):
+def test_refused(tmp_path, out, capsys, case, form):
     tensors, config, words = REFUSED[case]
     folder = tmp_path / "source"
     if form == "safetensors":
@@ -81,7 +81,7 @@ def test_refused(tmp_path, capsys, case, form):
     else:
         write_config(folder, config)
         write_bin(folder / "pytorch_model.bin", tensors)
-    assert words in refused(capsys, folder, tmp_path / "results" / "head")
+    assert words in refused(capsys, folder, out)
 
 
 def test_a_converted_head_is_not_converted_again(tmp_path, capsys):
@@ -143,18 +143,18 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("case", SHAPES)
-def test_contradictions(tmp_path, capsys, case):
+def test_contradictions(tmp_path, out, capsys, case):
     tensors, config, words = SHAPES[case]
     folder = write_safetensors(tmp_path / "source", CONFIG | config, tensors)
-    assert words in refused(capsys, folder, tmp_path / "results" / "head")
+    assert words in refused(capsys, folder, out)
 
 
-def test_d2t_alone_is_checked(tmp_path, capsys):
+def test_d2t_alone_is_checked(tmp_path, out, capsys):
     bare = without(PLAIN, "t2d")
     for number, shift in enumerate((90, -90)):
         tensors = bare | {"d2t": PLAIN["d2t"] + shift}
         folder = write_safetensors(tmp_path / f"source{number}", CONFIG, tensors)
-        assert "d2t" in refused(capsys, folder, tmp_path / "results" / "head")
+        assert "d2t" in refused(capsys, folder, out)
 
 
 def test_an_empty_map_is_said_aloud(tmp_path, capsys):

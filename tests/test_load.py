@@ -4,7 +4,6 @@ import json
 
 import mlx.core as mx
 import pytest
-from checkpoints import CONFIG, as_midlayer, eagle3_tensors, write_safetensors
 from helpers import PROMPT, plain, speculative, tiny_llama
 from mlx_lm.utils import get_total_parameters
 
@@ -15,11 +14,6 @@ from mlx_eagle.load import find_embedding, lm_head_of, load_drafter
 @pytest.fixture(scope="module")
 def model():
     return tiny_llama(vocab_size=128)
-
-
-@pytest.fixture
-def source(tmp_path):
-    return write_safetensors(tmp_path / "source", CONFIG, as_midlayer(eagle3_tensors()))
 
 
 def converted(source, **options):

@@ -203,7 +203,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_mistakes_cost_a_sentence(tmp_path, capsys, target, text, case):
+def test_mistakes_cost_a_sentence(tmp_path, out, capsys, target, text, case):
     args, words = BAD[case]
     source = write_head(tmp_path / "source", "own lm_head")
     files = {"FILE": text[0], "EMPTY": tmp_path / "empty", "BINARY": tmp_path / "binary"}
@@ -216,4 +216,4 @@ def test_mistakes_cost_a_sentence(tmp_path, capsys, target, text, case):
     flags = []
     for arg in args:
         flags += ["--target", folders[arg]] if arg in folders else [files.get(arg, arg)]
-    assert words in refused(capsys, source, tmp_path / "results" / "head", *flags)
+    assert words in refused(capsys, source, out, *flags)
