@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from copy import copy
+from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -131,6 +132,28 @@ def plain_with_cache(model: nn.Module, prompt: list[int], max_tokens: int) -> tu
     """mlx-lm's tokens and the cache it leaves behind."""
     cache = make_prompt_cache(model)
     return plain(model, prompt, max_tokens, prompt_cache=cache), cache
+
+
+def left_in(model: nn.Module, cache: list) -> tuple[list[type], list[int], list[int]]:
+    """What tells caches apart: types, offsets, and what plain decoding says next. Uses them up."""
+    types, offsets = [type(c) for c in cache], [getattr(c, "offset", 0) for c in cache]
+    return types, offsets, plain(model, [7, 9, 11], 20, prompt_cache=cache)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Plain decoding on one kind of cache."""
+
+    text: list[int]  # the prompt, and more tokens than are made: no draft lacks its continuation
+    made: list[int]
+    left: tuple  # in the cache when these are made
+
+
+def truth_of(model: nn.Module, make_cache: Callable, num_tokens: int, **options) -> Truth:
+    cache = make_cache()
+    made = plain(model, PROMPT, num_tokens, prompt_cache=cache, **options)
+    text = plain(model, PROMPT, num_tokens + 20, prompt_cache=make_cache(), **options)
+    return Truth(PROMPT + text, made, left_in(model, cache))
 
 
 class ScriptedDrafter:

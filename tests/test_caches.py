@@ -6,11 +6,14 @@ from helpers import (
     PROMPT,
     SCRIPTS,
     ScriptedDrafter,
+    Truth,
+    left_in,
     plain,
     speculative,
     tiny_head,
     tiny_llama,
     tiny_qwen3,
+    truth_of,
 )
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import (
@@ -43,41 +46,36 @@ def model():
     return tiny_llama(head_dim=32)
 
 
-@pytest.fixture(params=CACHES)
+@pytest.fixture(scope="module", params=CACHES)
 def make_cache(request):
     return lambda: [CACHES[request.param]() for _ in range(LAYERS)]
 
 
-def continuation(model, cache) -> list[int]:
-    """What plain decoding says next on a cache: equal caches give equal text."""
-    return plain(model, [7, 9, 11], 20, prompt_cache=cache)
+@pytest.fixture(scope="module")
+def truth(model, make_cache) -> Truth:
+    return truth_of(model, make_cache, 40)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("k", [1, 3, 6])
-def test_same_text_and_same_cache(model, make_cache, k, script):
-    reference = make_cache()
-    expected = plain(model, PROMPT, 40, prompt_cache=reference)
-    longer = PROMPT + plain(model, PROMPT, 60, prompt_cache=make_cache())
+def test_same_text_and_same_cache(model, make_cache, truth, k, script):
     cache = make_cache()
     tokens, _ = speculative(
         model,
-        ScriptedDrafter(longer, SCRIPTS[script]),
+        ScriptedDrafter(truth.text, SCRIPTS[script]),
         PROMPT,
         40,
         num_draft_tokens=k,
         prompt_cache=cache,
     )
-    assert tokens == expected
-    assert [c.offset for c in cache] == [c.offset for c in reference]
-    assert continuation(model, cache) == continuation(model, reference)
+    assert tokens == truth.made
+    assert left_in(model, cache) == truth.left
 
 
 @pytest.mark.parametrize("num_taken", range(1, 15))
-def test_closing_leaves_the_cache_of_plain_decoding(model, make_cache, num_taken):
-    longer = PROMPT + plain(model, PROMPT, 60, prompt_cache=make_cache())
+def test_closing_leaves_the_cache_of_plain_decoding(model, make_cache, truth, num_taken):
     cache, reference = make_cache(), make_cache()
-    drafter = ScriptedDrafter(longer, SCRIPTS["all"])
+    drafter = ScriptedDrafter(truth.text, SCRIPTS["all"])
     ours = speculative_generate_step(
         mx.array(PROMPT), model, drafter, num_draft_tokens=3, max_tokens=14, prompt_cache=cache
     )
@@ -86,36 +84,43 @@ def test_closing_leaves_the_cache_of_plain_decoding(model, make_cache, num_taken
         assert next(ours)[0] == next(theirs)[0]
     ours.close()
     theirs.close()
-    assert [c.offset for c in cache] == [c.offset for c in reference]
-    assert continuation(model, cache) == continuation(model, reference)
+    assert left_in(model, cache) == left_in(model, reference)
 
 
-@pytest.mark.parametrize("start", [0, 3, len(PROMPT), 12, 20, 1000])
+@pytest.fixture(scope="module", params=[0, 3, len(PROMPT), 12, 20, 1000])
+def quantized(request, model) -> tuple[dict, Truth]:
+    """Options to quantize the cache from some token on, and plain decoding with them."""
+    options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": request.param}
+    return options, truth_of(model, lambda: make_prompt_cache(model), 30, **options)
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_kv_bits_from_any_start(model, start, script):
-    options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": start}
-    reference = make_prompt_cache(model)
-    expected = plain(model, PROMPT, 30, prompt_cache=reference, **options)
-    longer = PROMPT + plain(model, PROMPT, 50, **options)
+def test_kv_bits_from_any_start(model, quantized, script):
+    options, truth = quantized
     cache = make_prompt_cache(model)
     tokens, _ = speculative(
         model,
-        ScriptedDrafter(longer, SCRIPTS[script]),
+        ScriptedDrafter(truth.text, SCRIPTS[script]),
         PROMPT,
         30,
         num_draft_tokens=4,
         prompt_cache=cache,
         **options,
     )
-    assert tokens == expected
-    assert [type(c) for c in cache] == [type(c) for c in reference]
-    assert continuation(model, cache) == continuation(model, reference)
+    assert tokens == truth.made
+    assert left_in(model, cache) == truth.left
+
+
+@pytest.fixture(scope="module")
+def quantized_soon(model) -> tuple[dict, list[int]]:
+    """Options to quantize the cache after six tokens, and a text that goes beyond."""
+    options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": len(PROMPT) + 6}
+    return options, PROMPT + plain(model, PROMPT, 40, **options)
 
 
 @pytest.mark.parametrize("num_taken", range(1, 12))
-def test_closing_around_the_start_of_quantization(model, num_taken):
-    options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": len(PROMPT) + 6}
-    longer = PROMPT + plain(model, PROMPT, 40, **options)
+def test_closing_around_the_start_of_quantization(model, quantized_soon, num_taken):
+    options, longer = quantized_soon
     cache, reference = make_prompt_cache(model), make_prompt_cache(model)
     ours = speculative_generate_step(
         mx.array(PROMPT),
@@ -133,8 +138,7 @@ def test_closing_around_the_start_of_quantization(model, num_taken):
         assert next(ours)[0] == next(theirs)[0]
     ours.close()
     theirs.close()
-    assert [type(c) for c in cache] == [type(c) for c in reference]
-    assert continuation(model, cache) == continuation(model, reference)
+    assert left_in(model, cache) == left_in(model, reference)
 
 
 @pytest.mark.parametrize("size", [9, 12, 16])
@@ -174,7 +178,7 @@ def test_a_pass_that_breaks_off_half_way_is_undone(model, make_cache):
     for c in cache[:3]:
         c.update_and_fetch(rows, rows)
     window.keep(0)
-    assert continuation(model, cache) == continuation(model, reference)
+    assert left_in(model, cache) == left_in(model, reference)
 
 
 @pytest.mark.parametrize("k", [0, 3])
