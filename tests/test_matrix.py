@@ -3,11 +3,10 @@
 Windows of sliding layers are smaller than the text, so they are crossed.
 """
 
-import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from architectures import build
-from helpers import PROMPT, SCRIPTS, ScriptedDrafter, plain, speculative, tiny_llama
+from helpers import PROMPT, SCRIPTS, VOCAB, ScriptedDrafter, plain, speculative, tiny_llama
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_eagle.sampling import Sampling
@@ -50,7 +49,10 @@ def case(request):
 
 @pytest.fixture(scope="module", params=["greedy", "coupled"])
 def truth(request, case):
-    """(sampler for a run, the text plain mlx-lm gives with it), long enough for any draft."""
+    """What plain mlx-lm does: (sampler for a run, a text long enough for any draft, what follows).
+
+    The last is the answer to the next request, on the cache that NUM_TOKENS of the text leave.
+    """
     model, options = case
 
     def sampler():
@@ -58,18 +60,23 @@ def truth(request, case):
 
     text = plain(model, PROMPT, NUM_TOKENS + 8, sampler=sampler(), **options)
     assert len(set(text)) > 3, "a text without life tests nothing"
-    return sampler, PROMPT + text
+    cache = make_prompt_cache(model)
+    plain(model, PROMPT, NUM_TOKENS, sampler=sampler(), prompt_cache=cache, **options)
+    return sampler, PROMPT + text, next_request(model, cache, options)
+
+
+def next_request(model, cache: list, options: dict) -> list[int]:
+    return plain(model, [3, 4], 8, prompt_cache=cache, **options)
 
 
 @pytest.mark.parametrize("script", ["all", "none", "alternating"])
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
 def test_matrix(case, truth, k, script):
-    (model, options), (sampler, text) = case, truth
-    vocab_size = model(mx.array([[1]])).shape[-1]
-    cache, reference = make_prompt_cache(model), make_prompt_cache(model)
+    (model, options), (sampler, text, follow) = case, truth
+    cache = make_prompt_cache(model)
     tokens, stats = speculative(
         model,
-        ScriptedDrafter(text, SCRIPTS[script], vocab_size),
+        ScriptedDrafter(text, SCRIPTS[script], VOCAB),
         PROMPT,
         NUM_TOKENS,
         num_draft_tokens=k,
@@ -82,6 +89,4 @@ def test_matrix(case, truth, k, script):
         assert stats.num_rejected == 0
     if script == "none":
         assert stats.num_accepted == 0
-    plain(model, PROMPT, NUM_TOKENS, sampler=sampler(), prompt_cache=reference, **options)
-    follow = [plain(model, [3, 4], 8, prompt_cache=c, **options) for c in (cache, reference)]
-    assert follow[0] == follow[1]
+    assert next_request(model, cache, options) == follow
