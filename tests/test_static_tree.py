@@ -3,9 +3,21 @@
 from functools import cache
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from architectures import build
-from helpers import PROMPT, VOCAB, ScriptedDrafter, plain, speculative, tiny_head, tiny_llama
+from helpers import (
+    PROMPT,
+    VOCAB,
+    ScriptedDrafter,
+    Truth,
+    left_in,
+    plain,
+    speculative,
+    tiny_head,
+    tiny_llama,
+    truth_of,
+)
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from test_tree import SCRIPTS
@@ -147,17 +159,16 @@ MODELS = {"llama": tiny_llama, "windowed gemma 3": lambda: build("gemma3_text")}
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def target(request):
-    """(model, 60 greedy tokens of plain mlx-lm)."""
+def target(request) -> tuple[nn.Module, Truth]:
     model = MODELS[request.param]()
-    return model, plain(model, PROMPT, 60)
+    return model, truth_of(model, lambda: make_prompt_cache(model), 40)
 
 
 @pytest.mark.parametrize("text", ["eagle1", "root2:3", "2/1+2/0+2+1/1+0+1"])
 def test_greedy_text_is_plain_decodings(target, text):
-    model, expected = target
+    model, truth = target
     tokens, stats = speculative(model, tiny_head(model), PROMPT, 40, tree=parse_tree(text))
-    assert tokens == expected[:40]
+    assert tokens == truth.made
     assert stats.num_evals == stats.num_target_forwards
     assert stats.num_head_forwards <= parse_tree(text).depth * stats.num_rounds
 
@@ -165,27 +176,26 @@ def test_greedy_text_is_plain_decodings(target, text):
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("text", ["eagle1", "root2:4"])
 def test_every_branch_can_be_kept(target, text, script):
-    model, expected = target
-    tree, caches = parse_tree(text), [make_prompt_cache(model) for _ in range(2)]
-    drafter = ScriptedStaticDrafter(PROMPT + expected, SCRIPTS[script])
-    tokens, stats = speculative(model, drafter, PROMPT, 40, tree=tree, prompt_cache=caches[0])
-    assert tokens == plain(model, PROMPT, 40, prompt_cache=caches[1]) == expected[:40]
-    follow = [plain(model, [7, 9, 11], 20, prompt_cache=cache) for cache in caches]
-    assert follow[0] == follow[1]
+    model, truth = target
+    tree, cache = parse_tree(text), make_prompt_cache(model)
+    drafter = ScriptedStaticDrafter(truth.text, SCRIPTS[script])
+    tokens, stats = speculative(model, drafter, PROMPT, 40, tree=tree, prompt_cache=cache)
+    assert tokens == truth.made
+    assert left_in(model, cache) == truth.left
     if script == "all":
         assert stats.tau > tree.depth / 2
 
 
 def test_any_sampler_has_its_own_text(target):
     """Match, with a closure that prefers other tokens than the model and throws no dice."""
-    model, _ = target
+    model, truth = target
     favours = 3 * mx.random.normal((VOCAB,), key=mx.random.key(9))
 
     def sampler(logprobs: mx.array) -> mx.array:
         return mx.argmax(logprobs + favours, axis=-1)
 
     expected = plain(model, PROMPT, 50, sampler=sampler)
-    assert expected != plain(model, PROMPT, 50)
+    assert expected[:40] != truth.made
     scripted = ScriptedStaticDrafter(PROMPT + expected, SCRIPTS["every length"])
     for drafter in (tiny_head(model), scripted):
         tokens, _ = speculative(

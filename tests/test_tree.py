@@ -6,13 +6,16 @@ from helpers import (
     PROMPT,
     VOCAB,
     ScriptedDrafter,
+    Truth,
     caches_equal,
+    left_in,
     plain,
     plain_with_cache,
     speculative,
     tiny_head,
     tiny_llama,
     tiny_qwen3,
+    truth_of,
 )
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
@@ -83,46 +86,49 @@ def test_trees_of_the_head_change_nothing(make_model, shape):
     assert stats.num_evals == stats.num_target_forwards
 
 
+@pytest.fixture(scope="module", params=CACHES)
+def make_cache(request):
+    return lambda: [CACHES[request.param]() for _ in range(6)]
+
+
+@pytest.fixture(scope="module")
+def truth(model, make_cache) -> Truth:
+    return truth_of(model, make_cache, 40)
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("shape", ["2x3:6", "3x4:12"])
-@pytest.mark.parametrize("kind", CACHES)
-def test_every_branch_and_every_cache(model, kind, shape, script):
-    def make_cache():
-        return [CACHES[kind]() for _ in range(6)]
-
-    reference = make_cache()
-    expected = plain(model, PROMPT, 40, prompt_cache=reference)
-    longer = PROMPT + plain(model, PROMPT, 60, prompt_cache=make_cache())
+def test_every_branch_and_every_cache(model, make_cache, truth, shape, script):
     cache = make_cache()
-    drafter = ScriptedTreeDrafter(longer, SCRIPTS[script])
+    drafter = ScriptedTreeDrafter(truth.text, SCRIPTS[script])
     tokens, stats = speculative(
         model, drafter, PROMPT, 40, tree=TreeShape.parse(shape), prompt_cache=cache
     )
-    assert tokens == expected
-    assert [c.offset for c in cache] == [c.offset for c in reference]
-    follow = [
-        plain(model, [7, 9, 11], 20, prompt_cache=caches) for caches in (cache, reference)
-    ]
-    assert follow[0] == follow[1]
+    assert tokens == truth.made
+    assert left_in(model, cache) == truth.left
     if script == "all":
         assert stats.tau > TreeShape.parse(shape).depth / 2
 
 
+@pytest.fixture(scope="module")
+def text(model) -> list[int]:
+    return PROMPT + plain(model, PROMPT, 60)
+
+
 @pytest.mark.parametrize("num_taken", range(1, 10))
-def test_closing_leaves_what_plain_decoding_leaves(model, num_taken):
-    longer = PROMPT + plain(model, PROMPT, 60)
+def test_closing_leaves_what_plain_decoding_leaves(model, text, num_taken):
     cache = make_prompt_cache(model)
     steps = speculative_generate_step(
         mx.array(PROMPT),
         model,
-        ScriptedTreeDrafter(longer, SCRIPTS["all"]),
+        ScriptedTreeDrafter(text, SCRIPTS["all"]),
         tree=TreeShape.parse("3x3:9"),
         max_tokens=-1,
         prompt_cache=cache,
     )
     tokens = [next(steps)[0] for _ in range(num_taken)]
     steps.close()
-    assert tokens == longer[len(PROMPT) :][:num_taken]
+    assert tokens == text[len(PROMPT) :][:num_taken]
     _, reference = plain_with_cache(model, PROMPT, num_taken)
     assert caches_equal(cache, reference)
 
