@@ -342,7 +342,7 @@ def test_end_to_end(monkeypatch, capsys, tmp_path, tiny):
     names = {"speedup", "verify_cost", "acceptance", "round_time", "tokens_per_second"}
     for suffix in ("png", "svg"):
         assert {path.stem for path in (folder / "plots").glob(f"*.{suffix}")} == names
-    assert "bench" in err and "100%" in err
+    assert "%" not in err  # its bar is for terminals
 
 
 def test_any_drafter_can_be_measured(monkeypatch, capsys, tmp_path, tiny):
@@ -378,7 +378,7 @@ def test_batches_beside_mlx_lms_own(monkeypatch, capsys, tmp_path, tiny):
     lone = runner.Models(tiny.target, tiny.tokenizer, tiny.drafter)
     costs = BatchCosts(FLAT, FLAT, 2)
     monkeypatch.setattr("mlx_eagle.batch.batch_costs", lambda *args: costs)
-    monkeypatch.setattr("mlx_eagle.loop.round_costs", lambda decoder, with_trees: FLAT)
+    monkeypatch.setattr("mlx_eagle.loop.round_costs", lambda *args: FLAT)
     (tmp_path / "mine.jsonl").write_text('{"prompt": "so?"}\n{"prompt": "Who is it?"}\n')
     flags = f"--prompts {tmp_path}/mine.jsonl --max-tokens 9 --repeats 1"
     flags += f" --order mirror --num-draft-tokens 2,auto --batch 2,1 --out {tmp_path}"
