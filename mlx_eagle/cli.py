@@ -69,10 +69,10 @@ def add_draft_flags(parser: argparse.ArgumentParser) -> None:
                 "Default: the demo head."
             )
         elif action.dest == "num_draft_tokens":
-            action.type, action.metavar = draft_length, "K"
+            action.type, action.metavar, action.default = draft_length, "K", AUTO
             action.help = (
-                "Tokens to draft a round; 0 is plain decoding; auto drafts what pays, and decodes "
-                "plainly where nothing does (default: 3)."
+                "Tokens to draft a round; 0 is plain decoding; auto, the default, drafts what "
+                "pays, and decodes plainly where nothing does."
             )
     parser.add_argument(
         "--quantize-draft",

@@ -1,5 +1,6 @@
-"""Fixtures of the tests that convert: where a checkpoint lies, and where it is converted to."""
+"""Fixtures of many files: where a checkpoint lies, where it is converted to, what is remembered."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,3 +17,12 @@ def source(tmp_path: Path) -> Path:
 def out(tmp_path: Path) -> Path:
     """A folder that does not exist, in a parent that does not exist."""
     return tmp_path / "results" / "head"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def calibrations(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What rounds cost is remembered for the tests alone: commands measure it unasked."""
+    folder = tmp_path_factory.mktemp("calibrations")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mlx_eagle.calibrate.user_cache", lambda: folder)
+        yield

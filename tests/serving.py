@@ -132,8 +132,8 @@ def parse(*flags: str):
 
 
 def ours(*flags: str):
-    """Our server, as the flags say, at a free port."""
-    args = parse("--port", "0", *flags)
+    """Our server, as the flags say, at a free port; rounds of three drafts if they say nothing."""
+    args = parse("--port", "0", "--num-draft-tokens", "3", *flags)
     generator = PairGenerator(PairProvider(args), PairCache(args.prompt_cache_size))
     try:
         generator.wait_until_loaded()
@@ -145,7 +145,8 @@ def ours(*flags: str):
 
 def theirs(target: str):
     """mlx_lm.server on the target, without a drafter."""
-    generator = ResponseGenerator(ModelProvider(parse("--model", target)), LRUPromptCache(10))
+    args = parse("--model", target, "--num-draft-tokens", "0")  # mlx-lm knows no "auto"
+    generator = ResponseGenerator(ModelProvider(args), LRUPromptCache(10))
     address = ("127.0.0.1", 0)
     server = ThreadingHTTPServer(
         address, lambda *args: APIHandler(generator, *args, system_fingerprint="")

@@ -60,7 +60,10 @@ FLAGS = {
 }
 
 
-@pytest.mark.parametrize("ours", [(), ("--num-draft-tokens", "0"), ("--tree", "3x3:6")], ids=str)
+LENGTHS = [(), *(("--num-draft-tokens", k) for k in "03"), ("--tree", "3x3:6")]
+
+
+@pytest.mark.parametrize("ours", LENGTHS, ids=str)
 @pytest.mark.parametrize("name", FLAGS)
 def test_the_answers_of_mlx_lm(run, name, ours):
     theirs = run(mlx_lm.chat.main, [*QUESTIONS, "q"], *FLAGS[name])
@@ -89,7 +92,7 @@ def test_xtc_goes_to_mlx_lms_sampler(run):
 
 
 def conversation(drafter) -> chat.Conversation:
-    args = chat.build_parser().parse_args(["-m", "12"])
+    args = chat.build_parser().parse_args(["-m", "12", "--num-draft-tokens", "3"])
     return chat.Conversation(args, MODEL, TOKENIZER, drafter)
 
 
@@ -120,7 +123,8 @@ def test_stats_are_printed(run):
     talk = conversation(DRAFTER)
     for question in ("Hello", "And then?"):
         list(talk.answer(question))
-    _, answers, out, _ = run(chat.main, ["/stats", "Hello", "And then?", "/stats"])
+    lines = ["/stats", "Hello", "And then?", "/stats"]
+    _, answers, out, _ = run(chat.main, lines, "--num-draft-tokens", "3")
     assert answers[0] == answers[3] == ""
     for lines in (["Answers: 0", *Stats().lines()], talk.stats_lines()):
         assert "\n".join(f"  {line}" for line in lines) in out

@@ -59,7 +59,8 @@ def plain_text(pair, question: str, max_tokens: int) -> str:
 
 
 def test_text_footer_and_counts(run, pair):
-    code, out, _ = run("-p", QUESTION, "-m", "20", "--stats-json", "-", "--memory")
+    flags = ("--num-draft-tokens", "3", "--stats-json", "-", "--memory")
+    code, out, _ = run("-p", QUESTION, "-m", "20", *flags)
     assert code == 0
     assert plain_text(pair, QUESTION, 20) in out
     for line in ("Prompt: ", "Generation: ", "Peak memory: ", "Rounds: ", "Acceptance by position"):
@@ -76,6 +77,7 @@ def test_text_footer_and_counts(run, pair):
 @pytest.mark.parametrize(
     "flags",
     [
+        (),
         ("--num-draft-tokens", "0"),
         ("--num-draft-tokens", "5"),
         ("--tree", "3x3:9"),
@@ -93,7 +95,8 @@ def test_the_same_text_whatever_is_drafted(run, pair, flags):
 
 def test_stats_go_to_a_file(run, tmp_path):
     path = tmp_path / "stats.json"
-    code, out, _ = run("-p", QUESTION, "-m", "4", "--stats-json", str(path))
+    flags = ("--num-draft-tokens", "3", "--stats-json", str(path))
+    code, out, _ = run("-p", QUESTION, "-m", "4", *flags)
     assert code == 0 and json.loads(path.read_text())["num_rounds"] >= 1
 
 

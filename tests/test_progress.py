@@ -184,15 +184,15 @@ def generate(monkeypatch, checkpoint):
 
 
 STEP = ("--prefill-step-size", "8")
-AUTO = ("--num-draft-tokens", "auto")
-PLAIN = ("--model", "some", "--num-draft-tokens", "0")
+LENGTH = "--num-draft-tokens"
 FLAGS = {
-    "short": ((), set()),
-    "long": (STEP, {READING}),
-    "long, undrafted": ((*STEP, "--num-draft-tokens", "0"), {READING}),
-    "long, without a drafter": ((*STEP, *PLAIN), {READING}),
-    "auto": (AUTO, {MEASURING}),
-    "long, auto": ((*STEP, *AUTO), {READING, MEASURING}),
+    "short": ((LENGTH, "3"), set()),
+    "long": ((*STEP, LENGTH, "3"), {READING}),
+    "long, undrafted": ((*STEP, LENGTH, "0"), {READING}),
+    "long, without a drafter": ((*STEP, "--model", "some", LENGTH, "0"), {READING}),
+    "auto": ((LENGTH, "auto"), {MEASURING}),
+    "short, by default": ((), {MEASURING}),
+    "long, by default": (STEP, {READING, MEASURING}),
 }
 
 
