@@ -67,12 +67,15 @@ class Costs:
     def host(self, size: int) -> float:
         """Seconds a round waits for the host.
 
-        It builds draft and verify pass while the device runs the accept pass before them.
+        It builds the draft while the device runs the accept pass before it, and the verify pass
+        while the device drafts.
         """
         if not size:
             return 0.0
-        build = self.propose_build[1] + (size - 1) * max(0.0, _slope(self.propose_build))
-        return max(0.0, build + self.verify_build[size + 1] - self.accept[size + 1])
+        drafting = self.propose_build[1] + (size - 1) * max(0.0, _slope(self.propose_build))
+        busy = self.accept[size + 1] + self.draft(size)
+        drafted = max(drafting, self.accept[size + 1]) + self.draft(size)
+        return max(drafted, drafting + self.verify_build[size + 1]) - busy
 
     def overhead(self, size: int) -> float:
         """What a round costs beyond c(k + 1) + k d, in plain steps."""

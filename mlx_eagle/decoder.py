@@ -265,8 +265,12 @@ class Decoder:
         if size == 0:
             return empty_draft()
         if tree is None:
-            return self.drafter.propose(size, pick)
-        return self.drafter.propose_tree(tree.at_most(size))
+            draft = self.drafter.propose(size, pick)
+        else:
+            draft = self.drafter.propose_tree(tree.at_most(size))
+        # The device drafts while the host builds the target's pass, the greater graph.
+        mx.async_eval(draft.tokens)
+        return draft
 
     def _verify(
         self, tokens: mx.array, reach: mx.array | None, window: Window

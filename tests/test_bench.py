@@ -3,6 +3,7 @@
 import csv
 import json
 import statistics
+from dataclasses import replace
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -115,13 +116,22 @@ def make_costs() -> predict.Costs:
     )
 
 
-def test_prediction_is_the_sum_of_a_rounds_parts():
-    costs = make_costs()
+# What builds slowly, and how long the device then waits in a round of 1, 2 and 3 drafts.
+HOSTS = {
+    "fast": ({}, (0.0, 0.0, 0.0)),
+    "slow pass": ({"verify_build": {2: 0.05, 3: 0.05, 4: 0.05}}, (0.043, 0.041, 0.039)),
+    "slow draft": ({"propose_build": {1: 0.02, 4: 0.05}}, (0.017, 0.023, 0.032)),
+}
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_prediction_is_the_sum_of_a_rounds_parts(host):
+    changes, waits = HOSTS[host]
+    costs = replace(make_costs(), **changes)
     step = (0.014 - 0.002) / 3
     assert costs.d == pytest.approx(step / 0.1)
-    for k in (1, 2, 3):
-        build = costs.verify_build[k + 1] + 0.001 + (k - 1) * 0.003
-        wait = max(0.0, build - costs.accept[k + 1])
+    for k, wait in zip((1, 2, 3), waits):
+        assert costs.host(k) == pytest.approx(wait, abs=1e-9)
         seconds = costs.verify[k + 1] + costs.accept[k + 1] + 0.002 + (k - 1) * step + wait
         assert costs.round(k) == pytest.approx(seconds / 0.1)
         assert costs.speedup(2.5, k) == pytest.approx(2.5 * 0.1 / seconds)

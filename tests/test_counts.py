@@ -9,6 +9,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_eagle.target import Target
+from mlx_eagle.tree import parse_tree
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,25 @@ def test_the_model_runs_once_a_round(model, monkeypatch):
         )
         prefill = 2  # one chunk, and the prompt's last token
         assert len(calls) == stats.num_target_forwards + prefill
+
+
+@pytest.mark.parametrize("options", [{"num_draft_tokens": 3}, {"tree": parse_tree("2x2:4")}], ids=str)
+def test_the_device_drafts_while_the_target_s_pass_is_built(model, monkeypatch, options):
+    events, call, start = [], type(model).__call__, mx.async_eval
+    size = options.get("num_draft_tokens", 4)
+
+    def started(*arrays) -> None:
+        if isinstance(arrays[0], mx.array) and arrays[0].shape == (size,):
+            events.append("draft")
+        start(*arrays)
+
+    counted = lambda self, *args, **kwargs: (events.append("target"), call(self, *args, **kwargs))[1]
+    monkeypatch.setattr(mx, "async_eval", started)
+    monkeypatch.setattr(type(model), "__call__", counted)
+    _, stats = speculative(model, tiny_head(model), PROMPT, 25, **options)
+    first_draft = events.index("draft")
+    assert stats.num_rounds > 10  # the last ones are cut to max_tokens
+    assert events[first_draft : first_draft + 16] == ["draft", "target"] * 8
 
 
 def test_stats_add_up(model):
