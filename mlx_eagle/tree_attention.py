@@ -7,6 +7,7 @@ in place by swapping the class of an object, and taken back after the pass.
 """
 
 from contextlib import AbstractContextManager
+from weakref import finalize
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,6 +20,7 @@ from .tree import ancestors
 MASKED = (KVCache, QuantizedKVCache, RotatingKVCache)
 PROBE_PREFIX, PROBE_ROOT = [3, 5, 7], 2
 PROBE_TOKENS, PROBE_PARENTS = [4, 6, 8], [0, 0, 1]  # two children of the root, one grandchild
+_refusals: dict[int, str] = {}  # by the id of a model, as long as it lives
 
 
 def _mask_class(original: type, reach: mx.array, depths: mx.array) -> type:
@@ -56,8 +58,8 @@ def tree_attention(
 def check_trees(model: nn.Module, caches: list) -> None:
     """Raise ValueError, with the reason, where this model cannot verify a tree exactly.
 
-    Cache types are looked up; the rest is measured: a small tree on a few tokens must give
-    the logits of each of its branches run alone.
+    Cache types are looked up; the rest is measured, once for each model: a small tree on a few
+    tokens must give the logits of each of its branches run alone.
     """
     for cache in caches:
         if type(cache) not in MASKED:
@@ -66,20 +68,29 @@ def check_trees(model: nn.Module, caches: list) -> None:
                 f"tree drafts need caches whose rows can be gathered ({names}), but this target "
                 f"has a {type(cache).__name__}: leave the tree out and draft chains."
             )
-    reach = ancestors(mx.array(PROBE_PARENTS), 2)
+    if id(model) not in _refusals:
+        _refusals[id(model)] = _refusal(model)
+        finalize(model, _refusals.pop, id(model))
+    if _refusals[id(model)]:
+        raise ValueError(_refusals[id(model)])
+
+
+def _refusal(model: nn.Module) -> str:
+    """Why this model cannot verify a tree exactly; empty where it can."""
     try:
-        difference, scale = _probe(model, reach)
+        difference, scale = _probe(model, ancestors(mx.array(PROBE_PARENTS), 2))
     except (TypeError, ValueError) as err:
-        raise ValueError(
+        return (
             f"this target cannot verify trees (a position a row fails in it: {err}): leave the "
             "tree out and draft chains."
-        ) from err
-    if not difference <= 0.02 * scale:
-        raise ValueError(
-            "this target does not verify trees exactly (its logits on a probe differ by "
-            f"{difference:.2g}, of {scale:.2g}): its attention takes masks or positions from "
-            "elsewhere; leave the tree out and draft chains."
         )
+    if difference <= 0.02 * scale:
+        return ""
+    return (
+        f"this target does not verify trees exactly (its logits on a probe differ by "
+        f"{difference:.2g}, of {scale:.2g}): its attention takes masks or positions from "
+        "elsewhere; leave the tree out and draft chains."
+    )
 
 
 def _probe(model: nn.Module, reach: mx.array) -> tuple[float, float]:

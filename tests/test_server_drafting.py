@@ -14,7 +14,6 @@ from mlx_eagle.cli import read_tree
 from mlx_eagle.calibrate import CHAINS
 from mlx_eagle.pace import RoundCosts
 from mlx_eagle.server import __main__ as command
-from mlx_eagle.server import provider
 from mlx_eagle.server.caches import PairCache
 
 VOCAB = NUM_CHARACTERS + 2
@@ -178,15 +177,6 @@ def test_targets_without_trees_refuse_them(pair, recurrent):
         assert got.usage.drafted_tokens > 0
     with pytest.raises(ValueError, match="tree drafts need caches whose rows"):
         ours(*flags, "--tree", "auto")
-
-
-def test_a_target_is_probed_for_trees_once(server, monkeypatch):
-    probes = []
-    monkeypatch.setattr(provider, "check_trees", lambda *args: probes.append(args))
-    server.generator.model_provider.__dict__.pop("_tree_refusal", None)
-    for _ in range(2):
-        server.complete(prompt="Once", tree="2x2:4")
-    assert len(probes) == 1
 
 
 def test_no_draft_could_pay_here(pair, expected, monkeypatch):

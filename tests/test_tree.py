@@ -1,5 +1,8 @@
 """Trees: exact as chains are, and grown as EAGLE-2 says."""
 
+import gc
+from contextlib import nullcontext
+
 import mlx.core as mx
 import pytest
 from helpers import (
@@ -20,6 +23,7 @@ from helpers import (
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 
+from mlx_eagle import tree_attention
 from mlx_eagle.drafter import Draft
 from mlx_eagle.loop import speculative_generate_step
 from mlx_eagle.sampling import Sampling
@@ -264,6 +268,24 @@ def test_what_cannot_do_trees_is_refused(model):
             sampler=Sampling(seed=0),
             acceptance="reject",
         )
+
+
+@pytest.mark.parametrize("difference, sentence", [(0.0, ""), (0.5, "differ by 0.5, of 1")])
+def test_a_target_is_probed_once(monkeypatch, difference, sentence):
+    probed, drafter = [], tiny_head(tiny_llama())
+    monkeypatch.setattr(
+        tree_attention, "_probe", lambda *args: (probed.append(1), (difference, 1.0))[1]
+    )
+    model = tiny_llama()
+    for _ in range(3):
+        with pytest.raises(ValueError, match=sentence) if sentence else nullcontext():
+            speculative(model, drafter, PROMPT, 4, tree=TreeShape.parse("2x2:4"))
+    assert len(probed) == 1
+    place = id(model)
+    assert place in tree_attention._refusals
+    del model
+    gc.collect()
+    assert place not in tree_attention._refusals
 
 
 @pytest.mark.parametrize(

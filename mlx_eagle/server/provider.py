@@ -1,7 +1,6 @@
 """The one pair a server serves: target, tokenizer and drafter, opened in its own thread."""
 
 from argparse import Namespace
-from functools import cached_property
 from pathlib import Path
 from threading import Event
 
@@ -39,17 +38,7 @@ class PairProvider(ModelProvider):
     def check_tree(self, tree: str) -> None:
         """Raise ValueError where the pair cannot draft trees of that shape."""
         check_tree_drafter(self.draft_model, read_tree(tree))
-        if self._tree_refusal:
-            raise ValueError(self._tree_refusal)
-
-    @cached_property
-    def _tree_refusal(self) -> str:
-        """Why the target cannot verify trees, which is found out once; empty where it can."""
-        try:
-            check_trees(self.model, make_prompt_cache(self.model))
-        except ValueError as err:
-            return str(err)
-        return ""
+        check_trees(self.model, make_prompt_cache(self.model))
 
     @property
     def name(self) -> str:
