@@ -47,21 +47,25 @@ class TrimUndo:
         if surplus > 0:
             self.cache.trim(surplus)
 
-
-    def gather(self, rows: list[int]) -> None:
-        """Move the window's ``rows`` to its front and drop the others."""
+    def take(self, rows: list[int]) -> list:
+        """Copies of the window's ``rows``: keys and values, or nothing where there are none."""
         cache = self.cache
         if cache.keys is None:
-            return  # a layer that does not attend
+            return []  # a layer that does not attend
         index = mx.array([self.start + row for row in rows])
-        end = self.start + len(rows)
+        return tree_map(lambda array: mx.take(array, index, axis=-2), [cache.keys, cache.values])
 
-        def moved(array: mx.array) -> mx.array:
-            array[..., self.start : end, :] = array[..., index, :]
+    def put(self, taken: list, num_rows: int) -> None:
+        """Make these the window's only rows."""
+        cache, end = self.cache, self.start + num_rows
+
+        def written(array: mx.array, rows: mx.array) -> mx.array:
+            array[..., self.start : end, :] = rows
             return array
 
-        cache.keys, cache.values = tree_map(moved, (cache.keys, cache.values))
-        cache.trim(cache.offset - end)
+        if taken:
+            cache.keys, cache.values = tree_map(written, [cache.keys, cache.values], taken)
+            cache.trim(cache.offset - end)
 
 
 class ConcatenateUndo(TrimUndo):
@@ -104,15 +108,19 @@ class RotatingUndo:
         cache.offset -= surplus
         cache._idx = length
 
-
-    def gather(self, rows: list[int]) -> None:
-        """Keep the window's ``rows`` behind what was there before it."""
+    def take(self, rows: list[int]) -> list:
+        """What was there before the window, with the window's ``rows`` behind."""
         cache = self.cache
         length = cache.keys.shape[2] - (cache.offset - self.start)
         index = mx.array([*range(length), *(length + row for row in rows)])
-        cache.keys, cache.values = cache.keys[..., index, :], cache.values[..., index, :]
-        cache.offset = self.start + len(rows)
-        cache._idx = length + len(rows)
+        return [mx.take(array, index, axis=-2) for array in (cache.keys, cache.values)]
+
+    def put(self, taken: list, num_rows: int) -> None:
+        """Make that the cache."""
+        cache = self.cache
+        cache.keys, cache.values = taken
+        cache.offset = self.start + num_rows
+        cache._idx = cache.keys.shape[2]
 
 
 class ArraysUndo:
@@ -232,5 +240,9 @@ class Window:
         if rows == list(range(len(rows))):
             self.keep(len(rows))
             return
-        for undo in self._undos:
-            undo.gather(rows)
+        taken = [undo.take(rows) for undo in self._undos]
+        # Started before anything is written: a buffer that is still to be read would be copied,
+        # all of it, to be written.
+        mx.async_eval(taken)
+        for undo, arrays in zip(self._undos, taken):
+            undo.put(arrays, len(rows))

@@ -4,6 +4,7 @@ import gc
 from contextlib import nullcontext
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from helpers import (
     PROMPT,
@@ -20,10 +21,12 @@ from helpers import (
     tiny_qwen3,
     truth_of,
 )
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_eagle import tree_attention
+from mlx_eagle.cache import Window
 from mlx_eagle.drafter import Draft
 from mlx_eagle.loop import speculative_generate_step
 from mlx_eagle.sampling import Sampling
@@ -268,6 +271,38 @@ def test_what_cannot_do_trees_is_refused(model):
             sampler=Sampling(seed=0),
             acceptance="reject",
         )
+
+
+def addresses(*trees) -> list[int]:
+    """Where the arrays' buffers lie."""
+    return [np.array(array, copy=False).ctypes.data for _, array in tree_flatten(trees)]
+
+
+@pytest.mark.parametrize("name", ["plain", "quantized"])
+def test_a_branch_is_moved_within_its_buffers(name):
+    caches = [CACHES[name]() for _ in range(3)]
+
+    def append(num_rows: int) -> None:
+        for cache in caches:
+            cache.update_and_fetch(*mx.random.normal((2, 1, 2, num_rows, 32)))
+            mx.eval(cache.keys, cache.values)
+
+    append(9)
+    buffers = [addresses(cache.keys, cache.values) for cache in caches]
+    window = Window(caches)
+    append(4)
+    rows = mx.array([*range(9), 9, 11, 12])
+    expected = [tree_map(lambda a: a[..., rows, :], [c.keys, c.values]) for c in caches]
+    mx.eval(expected)
+    window.keep_branch([0, 2, 3])
+    mx.synchronize()  # as after the accept pass of a round
+    for cache, arrays, buffer in zip(caches, expected, buffers):
+        mx.eval(cache.keys, cache.values)
+        assert addresses(cache.keys, cache.values) == buffer, "the cache was copied"
+        found = tree_flatten([cache.keys, cache.values])
+        assert cache.offset == 12
+        for (_, array), (_, wanted) in zip(found, tree_flatten(arrays)):
+            assert mx.array_equal(array[..., :12, :], wanted).item()
 
 
 @pytest.mark.parametrize("difference, sentence", [(0.0, ""), (0.5, "differ by 0.5, of 1")])
