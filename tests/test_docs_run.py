@@ -3,10 +3,10 @@
 A page's commands run in the order and in the one folder in which a reader would type them. Hub
 ids are found on a hub on this machine: random weights in the layouts in which the real ones are
 published. Benchmarks are cut short by flags behind their own, and their plots are not rendered
-(``test_bench.py`` does that); a server is given a free port.
+(``test_bench_runs.py`` does that); a server is given a free port.
 
 ``make`` targets are not run here but parsed (``tests/test_docs.py``): ``make test`` is this
-suite, ``make demo`` and ``make bench`` are what ``test_demo.py`` and ``test_bench.py`` run, and
+suite, ``make demo`` and ``make bench`` are what ``test_demo.py`` and ``test_bench_runs.py`` run, and
 ``make docs`` runs in the workflow. ``pip install`` is what ``test_package.py`` does.
 """
 
