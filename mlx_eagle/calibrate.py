@@ -22,12 +22,13 @@ from .decoder import Decoder, Round
 from .device import device_name
 from .drafter import Draft, Drafter, Pick
 from .hub import user_cache
-from .pace import Plan, RoundCosts
+from .pace import Plan, RoundCosts, on_line
 from .progress import Progress, silent
-from .sharding import is_sharded, mean_over_processes
+from .sharding import in_any_process, is_sharded, mean_over_processes
 from .tree import TreeShape
 
 CHAINS = tuple(Plan(size) for size in range(1, 8))  # verify passes of 2 to 8 rows
+FIRST_LOOK = (Plan(1), Plan(3), Plan(7))  # are timed first, in each repeat
 TREES = tuple(
     Plan(tree.depth, tree)
     for tree in map(TreeShape.parse, ("2x2:4", "3x3:8", "4x4:16", "6x5:32", "10x6:59"))
@@ -35,6 +36,7 @@ TREES = tuple(
 PLAIN_STEPS = 6
 ROUNDS = 2  # of each length, in each repeat
 REPEATS = 3  # the median is then right where the machine was busy, or not yet warm, in one
+TIME_LIMIT = 10.0  # seconds, after the first look; where a step takes long, less is measured
 SMALLEST_BUCKET = 512
 
 
@@ -78,25 +80,51 @@ def measure(
 
     The drafter starts on caches of its own: one layer on a short text costs what it costs on
     a long one, nearly. Drafts and choices are greedy, so that no sampler of the caller runs.
+    After ``TIME_LIMIT`` lengths not seen yet are taken to lie between those of the first look.
     ``progress`` is called between rounds of one length and those of the next, never within.
     """
     trial = on_trial(decoder)
     undo = Window(decoder.cache)
+    late = _late_after(TIME_LIMIT, decoder.target.model)
     plain: list[float] = []
     rounds: dict[Plan, list[float]] = {plan: [] for plan in plans}
+    later = [plan for plan in plans if plan.tree is None and plan not in FIRST_LOOK]
+    first = [None, *(plan for plan in plans if plan not in later)]
+    groups = [*first, *later] * REPEATS
     try:
         _finish(trial, trial.launch_first())
-        groups = [None, *plans] * REPEATS
         for i, plan in enumerate(groups):
             progress(i, len(groups))
             if plan is None:
                 plain += _time_plain(trial)
             else:
                 rounds[plan] += _time_rounds(trial, plan)
+            if i + 1 >= len(first) and late():
+                break
         progress(len(groups), len(groups))
     finally:
         undo.keep(0)
-    return RoundCosts(median(plain), {plan: median(times) for plan, times in rounds.items()})
+    return RoundCosts(median(plain), _medians(rounds))
+
+
+def _late_after(limit: float, model: nn.Module) -> Callable[[], bool]:
+    """Whether ``limit`` seconds have gone by, for all processes of a model at once."""
+    start = time.perf_counter()
+
+    def late() -> bool:
+        is_late = time.perf_counter() - start > limit
+        return in_any_process(is_late) if is_sharded(model) else is_late
+
+    return late
+
+
+def _medians(rounds: dict[Plan, list[float]]) -> dict[Plan, float]:
+    """The median of each plan; of chains that were not measured what lies between."""
+    known = {plan.size: median(s) for plan, s in rounds.items() if s and plan.tree is None}
+    return {
+        plan: median(seconds) if seconds else on_line(known, plan.size)
+        for plan, seconds in rounds.items()
+    }
 
 
 def on_trial(decoder: Decoder) -> Decoder:
