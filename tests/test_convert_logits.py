@@ -12,8 +12,8 @@ import pytest
 from checkpoints import config_of, weights_of, write_safetensors
 from golden import frozen
 from golden.frozen import Frozen, relative
+from heads import NUM_SLOTS, NUM_STEPS, TOLERANCE, Runner
 from test_convert_families import CASES
-from test_head import NUM_SLOTS, NUM_STEPS, TOLERANCE, Runner
 
 from mlx_eagle.convert import convert
 from mlx_eagle.head import Eagle3Config
