@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import mlx.core as mx
@@ -34,9 +33,9 @@ TREES = tuple(
     for tree in map(TreeShape.parse, ("2x2:4", "3x3:8", "4x4:16", "6x5:32", "10x6:59"))
 )
 PLAIN_STEPS = 6
-ROUNDS = 2  # of each length, in each repeat
-REPEATS = 3  # the median is then right where the machine was busy, or not yet warm, in one
-TIME_LIMIT = 10.0  # seconds, after the first look; where a step takes long, less is measured
+ROUNDS = 3  # of each length, in each repeat
+REPEATS = 3  # so that a length meets more than one moment: other work comes and goes
+TIME_LIMIT = 30.0  # seconds; whatever they take, the first look is finished
 SMALLEST_BUCKET = 512
 
 
@@ -80,7 +79,9 @@ def measure(
 
     The drafter starts on caches of its own: one layer on a short text costs what it costs on
     a long one, nearly. Drafts and choices are greedy, so that no sampler of the caller runs.
-    After ``TIME_LIMIT`` lengths not seen yet are taken to lie between those of the first look.
+    Nothing is begun after ``TIME_LIMIT`` but the first look; a length that was not timed then
+    is taken to lie between its neighbours. The shortest of all times counts: whatever else the
+    machine does can only add to it.
     ``progress`` is called between rounds of one length and those of the next, never within.
     """
     trial = on_trial(decoder)
@@ -104,7 +105,7 @@ def measure(
         progress(len(groups), len(groups))
     finally:
         undo.keep(0)
-    return RoundCosts(median(plain), _medians(rounds))
+    return RoundCosts(min(plain), _shortest(rounds))
 
 
 def _late_after(limit: float, model: nn.Module) -> Callable[[], bool]:
@@ -118,11 +119,11 @@ def _late_after(limit: float, model: nn.Module) -> Callable[[], bool]:
     return late
 
 
-def _medians(rounds: dict[Plan, list[float]]) -> dict[Plan, float]:
-    """The median of each plan; of chains that were not measured what lies between."""
-    known = {plan.size: median(s) for plan, s in rounds.items() if s and plan.tree is None}
+def _shortest(rounds: dict[Plan, list[float]]) -> dict[Plan, float]:
+    """The shortest time of each plan; of chains that were not timed what lies between."""
+    known = {plan.size: min(s) for plan, s in rounds.items() if s and plan.tree is None}
     return {
-        plan: median(seconds) if seconds else on_line(known, plan.size)
+        plan: min(seconds) if seconds else on_line(known, plan.size)
         for plan, seconds in rounds.items()
     }
 

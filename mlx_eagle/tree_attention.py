@@ -87,7 +87,7 @@ def _refusal(model: nn.Module) -> str:
     if difference <= 0.02 * scale:
         return ""
     return (
-        f"this target does not verify trees exactly (its logits on a probe differ by "
+        "this target does not verify trees exactly (its logits on a probe differ by "
         f"{difference:.2g}, of {scale:.2g}): its attention takes masks or positions from "
         "elsewhere; leave the tree out and draft chains."
     )
