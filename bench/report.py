@@ -30,7 +30,7 @@ INTRO = (
 
 METHOD = (
     "How it was measured: plain and speculative runs take turns on every prompt ({order}), after "
-    "two warm-ups, {repeats} times over. Plain is the pipelined mlx_lm.stream_generate. "
+    "two warm-ups (repeats: {repeats}). Plain is the pipelined mlx_lm.stream_generate. "
     "Tokens per second count from the first token to the last, so prefill is not in them "
     "(time to the first token is listed apart). A prompt's speed is that of its median run; a "
     "set's is the sum of its tokens over the sum of those times. In brackets: first to third "
