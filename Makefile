@@ -27,9 +27,11 @@ RUN := $(if $(OPENBLAS),env LD_PRELOAD=$(OPENBLAS)) $(BIN)/python
 demo: $(VENV)/installed
 	@$(RUN) -m mlx_eagle.demo $(if $(PROMPT),--prompt "$$DEMO_PROMPT") $(ARGS)
 
-# Files are spread over the cores, one BLAS thread each.
+# Files are spread over the cores, one BLAS thread each, by name: xdist's own order leaves those with
+# few but slow tests for the end, where one core waits for the other.
 test: $(VENV)/installed-test
-	@env OPENBLAS_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
+	@env OPENBLAS_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile \
+		--no-loadscope-reorder $(ARGS)
 
 bench: $(VENV)/installed
 	@$(RUN) -m mlx_eagle.bench $(ARGS)
