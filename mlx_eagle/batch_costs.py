@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .batch_rounds import Batch, Options, Text, prefill
-from .calibrate import CHAINS, make_key, measure, on_trial, remembered_or
+from .calibrate import CHAINS, make_key, measure, on_trial, remembered_or, shortest
 from .drafter import Drafter
 from .loop import Limits, split_cache
 from .pace import BatchCosts, Plan, RoundCosts
@@ -65,8 +65,7 @@ def _num_cached(text: Text) -> int:
 def measure_together(model: nn.Module, trials: list[Text]) -> RoundCosts:
     """Time real rounds of a batch from where the prefilled ``trials`` stand, greedily.
 
-    Their own caches stay as they are, because a batch copies them. The shortest times count, as
-    in ``calibrate.py``.
+    Their own caches stay as they are, because a batch copies them.
     """
     for trial in trials:
         trial.decoder = on_trial(trial.decoder)
@@ -78,7 +77,7 @@ def measure_together(model: nn.Module, trials: list[Text]) -> RoundCosts:
         plain += _time_plain(batch)
         for plan in MEASURED:
             rounds[plan] += _time_rounds(batch, plan)
-    return RoundCosts(min(plain), {plan: min(times) for plan, times in rounds.items()})
+    return shortest(plain, rounds)
 
 
 def _time_rounds(batch: Batch, plan: Plan) -> list[float]:

@@ -6,7 +6,7 @@ rounds of a batch cost is measured by ``batch_costs.py`` and remembered here.
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -80,8 +80,7 @@ def measure(
     The drafter starts on caches of its own: one layer on a short text costs what it costs on
     a long one, nearly. Drafts and choices are greedy, so that no sampler of the caller runs.
     Nothing is begun after ``TIME_LIMIT`` but the first look; a length that was not timed then
-    is taken to lie between its neighbours. The shortest of all times counts: whatever else the
-    machine does can only add to it.
+    is taken to lie between its neighbours. The ``shortest`` of all times counts.
     ``progress`` is called between rounds of one length and those of the next, never within.
     """
     trial = on_trial(decoder)
@@ -105,7 +104,7 @@ def measure(
         progress(len(groups), len(groups))
     finally:
         undo.keep(0)
-    return RoundCosts(min(plain), _shortest(rounds))
+    return shortest(plain, rounds)
 
 
 def _late_after(limit: float, model: nn.Module) -> Callable[[], bool]:
@@ -119,13 +118,16 @@ def _late_after(limit: float, model: nn.Module) -> Callable[[], bool]:
     return late
 
 
-def _shortest(rounds: dict[Plan, list[float]]) -> dict[Plan, float]:
-    """The shortest time of each plan; of chains that were not timed what lies between."""
+def shortest(plain: Sequence[float], rounds: Mapping[Plan, Sequence[float]]) -> RoundCosts:
+    """The shortest times: whatever else the machine does can only add to them.
+
+    A chain that was not timed lies between those that were.
+    """
     known = {plan.size: min(s) for plan, s in rounds.items() if s and plan.tree is None}
-    return {
-        plan: min(seconds) if seconds else on_line(known, plan.size)
-        for plan, seconds in rounds.items()
-    }
+    return RoundCosts(
+        min(plain),
+        {plan: min(s) if s else on_line(known, plan.size) for plan, s in rounds.items()},
+    )
 
 
 def on_trial(decoder: Decoder) -> Decoder:
