@@ -164,8 +164,9 @@ class Decoder:
         if max_rows is not None:
             size = min(size, max_rows - 1)
         draft_window = Window(self.drafter.cache)
+        # The window is not named in there: it would keep itself and all caches alive.
         target_window = Window(
-            self.cache, lambda num_rows: self._rerun(tokens[:num_rows], calls, target_window)
+            self.cache, lambda num_rows: self._rerun(tokens[:num_rows], calls)
         )
         with self._undone_on_failure(target_window, draft_window), mx.stream(self.stream):
             choice = self.rule.open(self.num_emitted)
@@ -275,7 +276,7 @@ class Decoder:
     def _verify(
         self, tokens: mx.array, reach: mx.array | None, window: Window
     ) -> tuple[mx.array, mx.array | None, list[LayerCall]]:
-        """Logits, features, and the calls to repeat where the window is to be cut."""
+        """Logits, features, and the calls that ``_rerun`` needs where the window is cut."""
         if reach is not None:
             return *self.target(tokens, self.cache, reach), []
         recurrent = window.recurrent
@@ -288,11 +289,14 @@ class Decoder:
         # then all of it has to run again.
         repeatable = all(call.is_repeatable(tuple(RULES)) for call in calls)
         window.reruns_layers = repeatable and len(calls) == len(recurrent)
-        return logits, features, calls
+        return logits, features, calls if window.reruns_layers else []
 
-    def _rerun(self, tokens: mx.array, calls: list[LayerCall], window: Window) -> None:
-        """Bring recurrent states forward over the kept rows, tokens (m,)."""
-        if window.reruns_layers:
+    def _rerun(self, tokens: mx.array, calls: list[LayerCall]) -> None:
+        """Bring recurrent states forward over the kept rows, tokens (m,).
+
+        By ``calls``, those of the layers that have such states; without any, by a whole pass.
+        """
+        if calls:
             with self.target.as_alone(self.cache, tokens.shape[0]):
                 for call in calls:
                     call.repeat(tokens.shape[0])

@@ -53,7 +53,7 @@ class ModelDrafter:
         self.cache = [] if self._is_recurrent else caches
         self.num_forwards = 0
         self._seed: mx.array | None = None
-        self._uncut: tuple[Window, int, mx.array] | None = None
+        self._uncut: tuple[Window, mx.array, mx.array] | None = None
 
     def begin(self, cache: list | None = None) -> "ModelDrafter":
         """See ``Drafter.begin``; a recurrent draft model starts afresh whatever ``cache`` is."""
@@ -71,8 +71,7 @@ class ModelDrafter:
         """See ``Drafter.extend``; tokens (m,)."""
         self._cut()
         if self._is_recurrent and last is not None:
-            window = Window(self._caches, lambda num_rows: self._forward(tokens[:num_rows]))
-            self._uncut = window, tokens.shape[0], last
+            self._uncut = Window(self._caches), tokens, last
         logits = self._forward(tokens)
         if last is None:
             self._seed = logits[-1:]
@@ -105,11 +104,12 @@ class ModelDrafter:
         """Bring recurrent caches back to the last valid row of the last ``extend``."""
         if self._uncut is None:
             return
-        window, num_rows, last = self._uncut
+        window, tokens, last = self._uncut
         self._uncut = None
         num_valid = last.item() + 1
-        if num_valid < num_rows:
-            window.keep(num_valid)
+        if num_valid < tokens.shape[0]:
+            window.keep(0)
+            self._forward(tokens[:num_valid])
 
     def _forward(self, tokens: mx.array) -> mx.array:
         """One forward over tokens (m,) -> logits (m, Vd)."""

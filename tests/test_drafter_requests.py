@@ -1,9 +1,12 @@
 """Several requests on one prompt cache: the drafter's part of it misses nothing."""
 
+import gc
+
 import mlx.core as mx
 import pytest
 from drafters import PAIRS, SHOWN
 from helpers import PROMPT, caches_equal, plain, speculative
+from mlx_lm.generate import generation_stream
 from mlx_lm.models import llama
 from mlx_lm.models.cache import (
     load_prompt_cache,
@@ -67,6 +70,33 @@ def test_a_draft_model_with_a_full_window_carries_it_over_requests():
     assert [c.offset for c in ours] == [len(text)] * len(ours)
     expected = plain(drafter.model, [*text, 3, 4], 12)
     assert plain(drafter.model, [3, 4], 12, prompt_cache=ours) == expected
+
+
+@pytest.fixture
+def no_collector():
+    """Only counting references frees anything."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("num_taken", [3, 12])
+@pytest.mark.parametrize("name", PAIRS)
+def test_caches_are_freed_at_once(name, num_taken, no_collector):
+    model, drafter = PAIRS[name]
+    left = []
+    for _ in range(3):
+        steps = speculative_generate_step(
+            mx.array(PROMPT), model, drafter, num_draft_tokens=3, max_tokens=12
+        )
+        for _ in range(num_taken):
+            next(steps)
+        steps.close()
+        del steps
+        mx.synchronize(generation_stream)
+        left.append(mx.get_active_memory())
+    assert left[1] == left[2]  # the first makes what is kept for all: masks, compiled functions
 
 
 @pytest.mark.parametrize("num_taken", [1, 2, 4])
