@@ -64,7 +64,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--order",
         choices=ORDERS,
         default="abba",
-        help="abba: plain B B plain for every arm; mirror: plain B C C B plain (%(default)s).",
+        help="abba: plain B B plain for every arm; mirror: plain B C C B plain; weave: all at once, "
+        "a few tokens each in turn, where other work disturbs (%(default)s).",
     )
     add("--seed", type=int, default=0, help="Seed where the temperature is above 0.")
     add("--out", default="bench-results", metavar="DIR", help="Where results go (%(default)s).")

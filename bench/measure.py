@@ -83,7 +83,6 @@ def run_scenario(
     """All repeats at one context length and temperature, a calibration before every prompt."""
     prompts = [prompt_tokens(question, models.tokenizer, context) for question in questions]
     rows = [[Cell(q, p, arm) for arm in arms] for q, p in zip(questions, prompts)]
-    steps = schedule(arms, settings.order)
     typical = typical_context(prompts, settings.max_tokens)
     longest, wide = calibrated_rows(arms)
     num_samples = math.ceil(settings.samples / (settings.repeats * len(rows)))
@@ -96,7 +95,7 @@ def run_scenario(
             bench = Bench(models.target, models.drafter, typical)
             samples.measure(bench, longest, wide, num_samples)
             del bench
-            for run in run_prompt(models, row, steps, **options):
+            for run in run_prompt(models, row, settings.order, **options):
                 progress(run)
     return [cell for row in rows for cell in row], samples
 

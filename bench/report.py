@@ -6,6 +6,7 @@ from typing import Any
 
 from .parity import verdict_text
 from .render import Block, Heading, Image, Table, Text
+from .runner import TURN_TOKENS
 from .tables import (
     acceptance_table,
     batch_table,
@@ -50,6 +51,8 @@ BATCHES = (
 ORDERS = {
     "abba": "plain, speculative, speculative, plain for every arm",
     "mirror": "plain, every arm, then the same backwards; all arms share the plain runs",
+    "weave": f"plain and every arm at once, {TURN_TOKENS} tokens each in turn, forwards and "
+    "backwards, each with its own clock; all arms share the plain run",
 }
 
 CAPTIONS = {

@@ -7,12 +7,13 @@ import time
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
-from mlx_lm.generate import GenerationResponse, generation_stream
+from mlx_lm.generate import GenerationResponse, generation_stream, wired_limit
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -26,7 +27,8 @@ from .questions import Question
 
 WARM_UPS = 2
 WARM_UP_TOKENS = 16
-ORDERS = ("abba", "mirror")
+ORDERS = ("abba", "mirror", "weave")
+TURN_TOKENS = 8  # of each arm in turn, where arms are woven
 
 
 @dataclass(frozen=True)
@@ -127,28 +129,126 @@ def responses(
     return stream_generate(models.target, models.tokenizer, prompt, **options)
 
 
-def run_once(
-    models: Models, arm: Arm, prompt: list[int], max_tokens: int, temp: float = 0.0, seed: int = 0
-) -> Run:
-    """Generate once and take the time around the response iterator."""
-    mx.synchronize(generation_stream)  # mlx-lm leaves a step in flight behind
-    mx.reset_peak_memory()
-    tokens, drafted, times = [], [], []
-    start = time.perf_counter()
-    for response in responses(models, arm, prompt, max_tokens, temp, seed):
-        times.append(time.perf_counter())
-        tokens.append(response.token)
-        drafted.append(response.from_draft)
-    peak = mx.get_peak_memory()
-    num_first = first_batch(drafted)
-    stats = None
-    if arm.kind == "mlx-lm-draft":
-        stats = stats_of_flags(drafted[num_first:], arm.size)
-    elif arm.kind != "plain":
-        stats = copy(response.stats)
-    return Run(
-        tokens, len(tokens) - num_first, times[-1] - times[0], times[0] - start, peak, stats
-    )
+class Take:
+    """One generation under way, in turns of some tokens; its clock runs in turns only.
+
+    A turn ends when what it started on the device is done, so that no arm pays for another.
+    Plain decoding, which prepares a step while the one before runs, would pay for that: where
+    a turn of it follows another, it is timed from its first token to its last one, which are
+    as many steps in an unbroken run. What our loop decodes plainly is timed alike.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        arm: Arm,
+        prompt: list[int],
+        max_tokens: int,
+        temp: float = 0.0,
+        seed: int = 0,
+    ):
+        self.has_ended = False
+        self._arm = arm
+        self._responses = responses(models, arm, prompt, max_tokens, temp, seed)
+        self._tokens: list[int] = []
+        self._drafted: list[bool] = []
+        self._clock = TurnClock()
+        self._ttft = 0.0
+        self._own_bytes = self._peak_bytes = 0  # beyond what was there before it began
+        self._stats: Stats | None = None
+
+    def go_on(self, num_tokens: int | None = None) -> None:
+        """A turn of so many tokens, or of all that are left."""
+        mx.synchronize(generation_stream)  # mlx-lm leaves a step in flight behind
+        mx.reset_peak_memory()
+        bytes_before, num_plain = mx.get_active_memory(), self._num_plain()
+        start, times = time.perf_counter(), []
+        for response in islice(self._responses, num_tokens):
+            times.append(time.perf_counter())
+            self._tokens.append(response.token)
+            self._drafted.append(response.from_draft)
+            self.has_ended = response.finish_reason is not None
+            self._stats = getattr(response, "stats", None)
+        if self.has_ended:
+            next(self._responses, None)  # lets go of its caches
+        mx.synchronize(generation_stream)
+        done = time.perf_counter()
+        is_plain = self._num_plain() - num_plain == len(times)
+        if len(times) == len(self._tokens):
+            self._ttft = times[0] - start
+            start, times = times[0], times[first_batch(self._drafted) :]
+        self._clock.add(start, times, done, is_plain)
+        peak = mx.get_peak_memory() - bytes_before + self._own_bytes
+        self._peak_bytes = max(self._peak_bytes, peak)
+        self._own_bytes += mx.get_active_memory() - bytes_before
+
+    def _num_plain(self) -> int:
+        """How many tokens so far came from plain steps."""
+        if self._arm.kind == "plain":
+            return len(self._tokens)
+        return 0 if self._stats is None else self._stats.num_plain_steps
+
+    def result(self, bytes_before: int) -> Run:
+        """The whole of it, where so many bytes were in use before it began."""
+        stats, seconds, num_timed = None, self._clock.seconds, self._clock.num_tokens
+        if self._arm.kind == "mlx-lm-draft":
+            num_first = first_batch(self._drafted)
+            stats = stats_of_flags(self._drafted[num_first:], self._arm.size)
+        elif self._arm.kind != "plain":
+            stats = copy(self._stats)
+            # Its own has the others' turns in it.
+            stats.generation_time = seconds / max(1, num_timed) * stats.num_emitted
+        peak = bytes_before + self._peak_bytes
+        return Run(self._tokens, num_timed, seconds, self._ttft, peak, stats)
+
+
+@dataclass
+class TurnClock:
+    """PURE: the tokens of some turns and the seconds that they took; see ``Take``."""
+
+    num_tokens: int = 0
+    seconds: float = 0.0
+    _was_plain: bool = False
+    _left_over: float = 0.0  # of the turn before: from its last token until the device was done
+
+    def add(self, start: float, times: Sequence[float], done: float, is_plain: bool) -> None:
+        """A turn: its start, when each token came, and when the device was done."""
+        last = times[-1] if times else start
+        if is_plain and self._was_plain:
+            self.num_tokens += len(times) - 1
+            self.seconds += last - times[0]
+        else:
+            self.num_tokens += len(times)
+            self.seconds += self._left_over + last - start
+        self._was_plain, self._left_over = is_plain, done - last
+
+
+def run_once(models: Models, arm: Arm, prompt: list[int], *args: Any, **options: Any) -> Run:
+    """One generation without interruption; the arguments are those of ``Take``."""
+    return run_woven(models, [arm], prompt, None, *args, **options)[0]
+
+
+def run_woven(
+    models: Models,
+    arms: Sequence[Arm],
+    prompt: list[int],
+    num_tokens: int | None = TURN_TOKENS,
+    *args: Any,
+    **options: Any,
+) -> list[Run]:
+    """A generation of every arm, ``num_tokens`` each in turn, forwards and backwards."""
+    mx.synchronize(generation_stream)
+    bytes_before = mx.get_active_memory()
+    takes = [Take(models, arm, prompt, *args, **options) for arm in arms]
+    # Around all of them: else the first one to end sets the limit back for the others.
+    with wired_limit(models.target, [generation_stream]):
+        order = takes
+        while not all(take.has_ended for take in takes):
+            for take in order:
+                if not take.has_ended:
+                    take.go_on(num_tokens)
+            order = order[::-1]
+    return [take.result(bytes_before) for take in takes]
 
 
 def first_batch(drafted: Sequence[bool]) -> int:
@@ -187,12 +287,13 @@ def schedule(arms: Sequence[Arm], order: str) -> list[tuple[Arm, list[Arm]]]:
     """The runs of one prompt in their order, each with the arms it counts for.
 
     "abba": plain B B plain for each arm B; "mirror": plain B C ... C B plain, where all arms
-    share the plain runs. Both cancel a linear drift of the machine.
+    share the plain runs. Both cancel a linear drift of the machine. "weave": plain B C ..., all
+    at once in short turns, which also cancels what comes and goes within seconds.
     """
-    if order == "mirror":
-        half = [(PLAIN, list(arms)), *((arm, [arm]) for arm in arms)]
-        return half + half[::-1]
-    return [step for b in arms for step in ((PLAIN, [b]), (b, [b]), (b, [b]), (PLAIN, [b]))]
+    if order == "abba":
+        return [step for b in arms for step in ((PLAIN, [b]), (b, [b]), (b, [b]), (PLAIN, [b]))]
+    once = [(PLAIN, list(arms)), *((arm, [arm]) for arm in arms)]
+    return once if order == "weave" else once + once[::-1]
 
 
 def warm_up(models: Models, arms: Sequence[Arm], prompt: list[int], max_tokens: int) -> None:
@@ -203,18 +304,20 @@ def warm_up(models: Models, arms: Sequence[Arm], prompt: list[int], max_tokens: 
 
 
 def run_prompt(
-    models: Models,
-    cells: Sequence[Cell],
-    steps: Sequence[tuple[Arm, list[Arm]]],
-    **options: Any,
+    models: Models, cells: Sequence[Cell], order: str, **options: Any
 ) -> Iterator[Run]:
-    """One repeat of one prompt: ``steps`` in turn; runs land in their cells and are yielded.
+    """One repeat of one prompt: runs land in their cells and are yielded.
 
-    ``cells`` are those of all arms on that prompt; ``options`` are those of ``run_once``.
+    ``cells`` are those of all arms on that prompt; ``options`` are those of ``Take``.
     """
     by_arm = {cell.arm.label: cell for cell in cells}
-    for arm, owners in steps:
-        run = run_once(models, arm, cells[0].prompt, **options)
+    steps = schedule([cell.arm for cell in cells], order)
+    prompt, in_turn = cells[0].prompt, [arm for arm, _ in steps]
+    if order == "weave":
+        runs = run_woven(models, in_turn, prompt, **options)
+    else:
+        runs = (run_once(models, arm, prompt, **options) for arm in in_turn)
+    for (arm, owners), run in zip(steps, runs):
         for owner in owners:
             cell = by_arm[owner.label]
             (cell.plain if arm is PLAIN else cell.runs).append(run)

@@ -155,6 +155,7 @@ def test_the_order_of_runs():
     steps = runner.schedule([b, c], "mirror")
     assert [arm.label for arm, _ in steps] == ["plain", "k=1", "k=2", "k=2", "k=1", "plain"]
     assert steps[0][1] == [b, c]
+    assert [arm.label for arm, _ in runner.schedule([b, c], "weave")] == ["plain", "k=1", "k=2"]
 
 
 def test_arms_pass_the_loops_words_through():

@@ -1,6 +1,7 @@
 """The benchmark run: costs, counts, whole reports, and mistakes of the user."""
 
 import csv
+import itertools
 import json
 import statistics
 from types import SimpleNamespace
@@ -94,6 +95,67 @@ def test_a_run_counts_the_tokens_after_the_first(tiny, temp):
     assert runs[1].num_timed == runs[1].stats.num_emitted
     assert runs[2].num_timed == runs[2].stats.num_emitted
     assert all(run.seconds > 0 and run.ttft > 0 and run.peak_bytes > 0 for run in runs)
+
+
+def test_woven_runs_are_those_of_one_after_the_other(tiny):
+    arms = [runner.PLAIN, *runner.make_arms([3, "auto"], ["2x2:3"], compares=True)]
+    prompt = tiny.tokenizer.encode("Hello there")
+    alone = [runner.run_once(tiny, arm, prompt, 30) for arm in arms]
+    woven = runner.run_woven(tiny, arms, prompt, 7, max_tokens=30)
+    for one, other, arm in zip(alone, woven, arms):
+        assert one.tokens == other.tokens
+        if arm.kind in ("chain", "tree"):  # auto decides by the clock
+            assert one.num_timed == other.num_timed
+            assert one.stats.accepted_histogram == other.stats.accepted_histogram
+            assert one.stats.num_evals == other.stats.num_evals
+            assert other.stats.generation_tps == pytest.approx(other.tps)
+
+
+def test_turns_are_short_and_go_forwards_and_backwards(monkeypatch):
+    turns = []
+
+    def responses(models, arm, prompt, max_tokens, *_):
+        for i in range(max_tokens):
+            turns.append(arm.label)
+            yield SimpleNamespace(
+                token=i, from_draft=False, finish_reason="length" if i + 1 == max_tokens else None
+            )
+
+    monkeypatch.setattr(runner, "responses", responses)
+    arms = [runner.PLAIN, runner.Arm("b", "mlx-lm-draft", 1), runner.Arm("c", "mlx-lm-draft", 1)]
+    plain, b, c = runner.run_woven(SimpleNamespace(target=None), arms, [1], 2, max_tokens=5)
+    in_turns = [label for label, _ in itertools.groupby(turns)]
+    assert in_turns == ["plain", "b", "c", "b", "plain", "b", "c"]
+    assert [turns.count(arm.label) for arm in arms] == [5, 5, 5]
+    assert b.num_timed == 4 and b.seconds > 0 and plain.num_timed == 2  # 1, 1 of 2, 0 of 1
+
+
+def test_the_clock_of_turns():
+    clock = runner.TurnClock()
+    # Eight steps of 10 s, 1 s of each before it is under way; two turns of four, begun at 100
+    # and 200. Unbroken, the first second of a step is hidden behind the step before.
+    clock.add(100, [110, 119, 128, 137], 146, True)
+    assert (clock.num_tokens, clock.seconds) == (4, 37)
+    clock.add(200, [201, 210, 219, 228], 237, True)
+    assert (clock.num_tokens, clock.seconds) == (4 + 3, 37 + 27)
+    # A turn with a round pays for what the one before has left to it, and for its own start.
+    clock.add(300, [301, 320, 320, 340], 360, False)
+    assert (clock.num_tokens, clock.seconds) == (7 + 4, 64 + 9 + 40)
+    clock.add(400, [402, 411], 420, True)
+    assert (clock.num_tokens, clock.seconds) == (11 + 2, 113 + 20 + 11)
+    clock.add(500, [501], 501, True)
+    assert (clock.num_tokens, clock.seconds) == (13, 144)
+
+
+def test_the_peak_of_a_woven_run_is_its_own(tiny):
+    prompt = tiny.tokenizer.encode("Hello there " * 40)
+    arms = [runner.PLAIN, *runner.make_arms([2])]
+    before = mx.get_active_memory()
+    alone = [runner.run_once(tiny, arm, prompt, 24).peak_bytes for arm in arms]
+    woven = [run.peak_bytes for run in runner.run_woven(tiny, arms, prompt, 6, max_tokens=24)]
+    assert all(peak > before for peak in woven)
+    for one, other in zip(alone, woven):
+        assert other - before == pytest.approx(one - before, rel=0.1)
 
 
 # --- from end to end ----------------------------------------------------------------------
