@@ -19,7 +19,7 @@ from mlx_lm.utils import dequantize_model
 
 from .command import run_command
 from .demo_target import demo_target_path
-from .device import is_openblas_in_front
+from .device import blas_note
 from .eagle3 import Eagle3Drafter
 from .generate import stream_generate
 from .load import load_drafter
@@ -32,11 +32,6 @@ PROMPT = (
     "How many cookies does she make?"
 )
 WARM_UP_TOKENS = 8
-NO_OPENBLAS = (
-    "Note: speculation cannot win here, because without OpenBLAS in front the CPU wheel's "
-    "reference BLAS takes k + 1 times as long for k + 1 rows: `apt install libopenblas0-pthread`, "
-    "then `make demo` uses it."
-)
 
 
 def load_demo(
@@ -67,14 +62,6 @@ def load_demo(
     if not quantized and quantize_bits is None:
         drafter.head = dequantize_model(drafter.head)
     return model, tokenizer, drafter
-
-
-def speculation_note() -> str | None:
-    """Why this build cannot gain from speculation, in one line; None where it can."""
-    on_cpu = mx.default_device() == mx.cpu
-    if sys.platform == "linux" and on_cpu and not is_openblas_in_front():
-        return NO_OPENBLAS
-    return None
 
 
 @dataclass(frozen=True)
@@ -136,7 +123,7 @@ def run(prompt: str, max_tokens: int, num_draft_tokens: int) -> None:
         raise ValueError(f"--num-draft-tokens is {num_draft_tokens}: give 1 or more.")
     print("Loading SmolLM2-135M-Instruct and its EAGLE-3 head.", file=sys.stderr)
     model, tokenizer, drafter = load_demo()
-    note = speculation_note()
+    note = blas_note()
     if note is not None:
         print(note, file=sys.stderr)
     messages = [{"role": "user", "content": prompt}]

@@ -6,6 +6,12 @@ import sys
 
 import mlx.core as mx
 
+NO_OPENBLAS = (
+    "Note: speculation cannot win here, because without OpenBLAS in front the CPU wheel's "
+    "reference BLAS takes k + 1 times as long for k + 1 rows: `apt install libopenblas0-pthread`, "
+    "then `make demo` and `make bench` use it."
+)
+
 
 def is_openblas_in_front() -> bool:
     """Whether a preloaded OpenBLAS answers MLX's calls instead of the wheel's own BLAS."""
@@ -24,3 +30,11 @@ def device_name() -> str:
         if is_openblas_in_front():
             blas = f", OpenBLAS with {ctypes.CDLL(None).openblas_get_num_threads()} threads"
     return f"{name} CPU{blas}"
+
+
+def blas_note() -> str | None:
+    """Why this build cannot gain from speculation, in one line; None where it can."""
+    on_cpu = mx.default_device() == mx.cpu
+    if sys.platform == "linux" and on_cpu and not is_openblas_in_front():
+        return NO_OPENBLAS
+    return None

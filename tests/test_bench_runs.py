@@ -4,6 +4,7 @@ import csv
 import itertools
 import json
 import statistics
+import sys
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -14,6 +15,7 @@ from mlx_lm.generate import generate_step
 from test_bench import make_stats
 from test_pace import FLAT
 
+from mlx_eagle import demo, device
 from mlx_eagle.bench import __main__ as command
 from mlx_eagle.bench import batched, cost, graph, measure, parity, predict, questions, runner, tables
 from mlx_eagle.pace import BatchCosts
@@ -167,6 +169,25 @@ def call(monkeypatch, capsys, tiny, *flags: str) -> tuple[str, str]:
     monkeypatch.setattr(command, "load_models", lambda args: (tiny, names))
     command.main(list(flags))
     return capsys.readouterr()
+
+
+@pytest.mark.parametrize("program", ["demo", "bench"])
+def test_a_note_says_how_to_get_openblas(monkeypatch, capsys, tmp_path, tiny, program):
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
+    flags = "--prompts gsm8k --limit 1 --max-tokens 4 --num-draft-tokens 1 --repeats 1 --out"
+
+    def errors(has_openblas: bool) -> list[str]:
+        monkeypatch.setattr(device, "is_openblas_in_front", lambda: has_openblas)
+        if program == "bench":
+            return call(monkeypatch, capsys, tiny, *flags.split(), str(tmp_path))[1].splitlines()
+        monkeypatch.setattr(demo, "load_demo", lambda: (tiny.target, tiny.tokenizer, tiny.drafter))
+        demo.run("Hello", 4, 1)
+        return capsys.readouterr().err.splitlines()
+
+    notes = [line for line in errors(False) if "apt install libopenblas0-pthread" in line]
+    assert len(notes) == 1 and f"make {program}" in notes[0]
+    assert not any("openblas" in line.lower() for line in errors(True))
 
 
 def test_end_to_end(monkeypatch, capsys, tmp_path, tiny):

@@ -373,15 +373,3 @@ def test_senseless_numbers_are_one_sentence(flags, capsys):
     err = capsys.readouterr().err
     assert info.value.code == 2
     assert err.startswith(f"error: {flags[0]} is {flags[1]}: give ") and err.count("\n") == 1
-
-
-def test_note_where_the_wheels_own_blas_is_used(monkeypatch):
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
-    monkeypatch.setattr(demo, "is_openblas_in_front", lambda: True)
-    assert demo.speculation_note() is None
-    monkeypatch.setattr(demo, "is_openblas_in_front", lambda: False)
-    note = demo.speculation_note()
-    assert "apt install libopenblas0-pthread" in note and "\n" not in note
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert demo.speculation_note() is None
