@@ -158,8 +158,7 @@ class Take:
         self._stats: Stats | None = None
 
     def go_on(self, num_tokens: int | None = None) -> None:
-        """A turn of so many tokens, or of all that are left."""
-        mx.synchronize(generation_stream)  # mlx-lm leaves a step in flight behind
+        """A turn of so many tokens, or of all that are left; nothing may be in flight."""
         mx.reset_peak_memory()
         bytes_before, num_plain = mx.get_active_memory(), self._num_plain()
         start, times = time.perf_counter(), []
@@ -237,7 +236,7 @@ def run_woven(
     **options: Any,
 ) -> list[Run]:
     """A generation of every arm, ``num_tokens`` each in turn, forwards and backwards."""
-    mx.synchronize(generation_stream)
+    mx.synchronize(generation_stream)  # mlx-lm leaves a step in flight behind
     bytes_before = mx.get_active_memory()
     takes = [Take(models, arm, prompt, *args, **options) for arm in arms]
     # Around all of them: else the first one to end sets the limit back for the others.
