@@ -67,14 +67,7 @@ VARIANTS = {
     "raw embedding": {"embedding_norm": False},
     "linear rope": frozen.rope(1e4, type="linear", factor=4.0),
     "partial rope": frozen.rope(1e4, dims=8),
-    "llama3 rope": frozen.rope(
-        5e5,
-        type="llama3",
-        factor=8.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=32,
-    ),
+    "llama3 rope": frozen.LLAMA3_ROPE,
     "yarn rope": frozen.rope(1e4, type="yarn", factor=8.0, original_max_position_embeddings=32),
     "partial yarn rope": frozen.rope(
         1e4, dims=8, type="yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7

@@ -33,6 +33,15 @@ def rope(theta: float, dims: int | None = None, **scaling: object) -> dict:
     return {"rope": {"theta": theta, "dims": dims, "scaling": scaling or None}}
 
 
+LLAMA3_ROPE = rope(
+    5e5,
+    type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)
+
 CHANGES = {
     "speculators-default": {
         "hidden_size": 64,
@@ -63,17 +72,7 @@ CHANGES = {
         "sliding_window": 4,
         "full_attention_layers": (0,),
     },
-    "speculators-llama3-rope": {
-        **LONG_HEADS,
-        **rope(
-            5e5,
-            type="llama3",
-            factor=8.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=32,
-        ),
-    },
+    "speculators-llama3-rope": {**LONG_HEADS, **LLAMA3_ROPE},
     "speculators-yarn-rope": {
         **LONG_HEADS,
         **rope(1e4, type="yarn", factor=8.0, original_max_position_embeddings=32),
