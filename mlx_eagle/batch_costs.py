@@ -20,7 +20,7 @@ from .pace import BatchCosts, Plan, RoundCosts
 MEASURED = (Plan(1), Plan(3), Plan(7))  # verify passes of 2, 4 and 8 rows a text
 PLAIN_STEPS = 4
 ROUNDS = 2  # of each length, in each repeat
-REPEATS = 3  # as many as in ``calibrate.py``, for its reason
+REPEATS = 3  # of all of it, for the reason given in ``calibrate.py``
 
 
 def batch_costs(

@@ -34,7 +34,7 @@ TREES = tuple(
 )
 PLAIN_STEPS = 6
 ROUNDS = 3  # of each length, in each repeat
-REPEATS = 3  # so that a length meets more than one moment: other work comes and goes
+REPEATS = 6  # so that a length meets more than one moment: other work comes and goes
 TIME_LIMIT = 30.0  # seconds; whatever they take, the first look is finished
 SMALLEST_BUCKET = 512
 
