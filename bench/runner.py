@@ -28,7 +28,7 @@ from .questions import Question
 WARM_UPS = 2
 WARM_UP_TOKENS = 16
 ORDERS = ("abba", "mirror", "weave")
-TURN_TOKENS = 8  # of each arm in turn, where arms are woven
+TURN_TOKENS = 2  # of each arm in turn, where arms are woven: the machine changes within seconds
 
 
 @dataclass(frozen=True)
