@@ -39,6 +39,15 @@ def median_seconds(runs: Sequence[Any]) -> float | None:
     return median(rates) if rates else None
 
 
+def median_ratio(plain: Sequence[Any], runs: Sequence[Any]) -> float | None:
+    """How much faster ``runs`` went, each than the plain one of its turn, in the median pair.
+
+    Both of a pair met the same moments of the machine; medians of each would mix moments.
+    """
+    pairs = [(p, r) for p, r in zip(plain, runs, strict=True) if p.tps and r.tps]
+    return median(run.tps / base.tps for base, run in pairs) if pairs else None
+
+
 def cell_summary(cell: Any) -> dict[str, Any]:
     """One arm on one prompt."""
     plain, drafted = median_seconds(cell.plain), median_seconds(cell.runs)
@@ -50,7 +59,7 @@ def cell_summary(cell: Any) -> dict[str, Any]:
         "output_tokens": len(cell.runs[0].tokens),
         "plain_tps": 1 / plain if plain else None,
         "tps": 1 / drafted if drafted else None,
-        "speedup": plain / drafted if plain and drafted else None,
+        "speedup": median_ratio(cell.plain, cell.runs),
         "tau": merge_stats(run.stats for run in cell.runs).tau,
         "repeatable": all(run.tokens == cell.runs[0].tokens for run in cell.runs),
     }
