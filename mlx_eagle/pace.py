@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-PRIOR, PRIOR_WEIGHT = 0.4, 8.0  # acceptance before anything was seen, and its weight in rounds
+PRIOR, PRIOR_WEIGHT = 1 / 3, 8.0  # acceptance before anything was seen, and its weight in rounds
 MEMORY = 0.98  # what a round's evidence weighs, one round later
 TRIAL_ROUNDS = 6  # before the first verdict, and in every probe
 TRIAL_LOSS = 1.5  # plain steps that a trial may lose; then the verdict comes at once

@@ -252,11 +252,11 @@ def test_past_the_knee_it_is_mlx_lms_batch(model, monkeypatch, costs, speculates
 
 
 def test_a_batch_parks_and_wakes_when_texts_have_ended(model, scripted, monkeypatch):
-    """Two first drafts in three are right: too few for four texts, enough for two."""
+    """Three first drafts in four are right: too few for four texts, enough for two."""
     at_costs(monkeypatch, DEAR)
     drafter = copy(scripted)
     texts = {first: text for first, (text, _) in scripted.known.items()}
-    drafter.known = {first: (text, lambda r, _: min(r % 3, 1)) for first, text in texts.items()}
+    drafter.known = {first: (text, lambda r, _: min(r % 4, 1)) for first, text in texts.items()}
     lengths = [48, 40, 22, 22]
     response = auto(model, drafter, max_tokens=lengths)
     assert response.token_ids == theirs(model, max_tokens=lengths).token_ids
