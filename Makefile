@@ -22,7 +22,7 @@ OPENBLAS := $(if $(filter Linux,$(shell uname -s)),$(firstword \
 	$(shell (ldconfig -p || /sbin/ldconfig -p) 2>/dev/null | sed -n 's/.*libopenblas\.so.* => //p')))
 RUN := $(if $(OPENBLAS),env LD_PRELOAD=$(OPENBLAS)) $(BIN)/python
 
-BENCH := --limit 4 --max-tokens 96 --num-draft-tokens 1,2,3,auto --tree 2x2:3,auto --order weave --repeats 2
+BENCH := --limit 4 --repeats 2 --num-draft-tokens 1,2,3,auto --tree 2x2:3,auto --order weave
 
 .PHONY: demo test bench docs clean
 
