@@ -13,7 +13,7 @@ from mlx_lm.utils import load
 from mlx_eagle.cli import known_head
 from mlx_eagle.command import run_command
 from mlx_eagle.demo import load_demo
-from mlx_eagle.device import blas_note
+from mlx_eagle.device import print_blas_note
 from mlx_eagle.drafters import open_drafter
 from mlx_eagle.loop import AUTO
 from mlx_eagle.progress import open_bar
@@ -221,9 +221,7 @@ def run(args: argparse.Namespace) -> None:
     questions = load_questions(settings.prompts, settings.limit)
     check_batches(settings.batches, questions)
     folder = prepare_folder(args.out)
-    note = blas_note()
-    if note is not None:
-        print(note, file=sys.stderr)
+    print_blas_note()
     print(f"Loading {args.model or DEMO_NAMES['model']}.", file=sys.stderr)
     models, names = load_models(args)
     document, rows = measure_with_bar(models, names, questions, settings)

@@ -19,7 +19,7 @@ from mlx_lm.utils import dequantize_model
 
 from .command import run_command
 from .demo_target import demo_target_path
-from .device import blas_note
+from .device import print_blas_note
 from .eagle3 import Eagle3Drafter
 from .generate import stream_generate
 from .load import load_drafter
@@ -123,9 +123,7 @@ def run(prompt: str, max_tokens: int, num_draft_tokens: int) -> None:
         raise ValueError(f"--num-draft-tokens is {num_draft_tokens}: give 1 or more.")
     print("Loading SmolLM2-135M-Instruct and its EAGLE-3 head.", file=sys.stderr)
     model, tokenizer, drafter = load_demo()
-    note = blas_note()
-    if note is not None:
-        print(note, file=sys.stderr)
+    print_blas_note()
     messages = [{"role": "user", "content": prompt}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     tokens = tokenizer.encode(text, add_special_tokens=False)

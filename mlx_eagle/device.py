@@ -32,9 +32,8 @@ def device_name() -> str:
     return f"{name} CPU{blas}"
 
 
-def blas_note() -> str | None:
-    """Why this build cannot gain from speculation, in one line; None where it can."""
+def print_blas_note() -> None:
+    """Say on stderr, in one line, where this build cannot gain from speculation, and why."""
     on_cpu = mx.default_device() == mx.cpu
     if sys.platform == "linux" and on_cpu and not is_openblas_in_front():
-        return NO_OPENBLAS
-    return None
+        print(NO_OPENBLAS, file=sys.stderr)

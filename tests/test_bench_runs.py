@@ -188,6 +188,8 @@ def test_a_note_says_how_to_get_openblas(monkeypatch, capsys, tmp_path, tiny, pr
     notes = [line for line in errors(False) if "apt install libopenblas0-pthread" in line]
     assert len(notes) == 1 and f"make {program}" in notes[0]
     assert not any("openblas" in line.lower() for line in errors(True))
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert not any("openblas" in line.lower() for line in errors(False))
 
 
 def test_end_to_end(monkeypatch, capsys, tmp_path, tiny):
