@@ -41,7 +41,7 @@ def tracked() -> list[str]:
         pytest.skip("not a git checkout")
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     paths = run(*listing, cwd=ROOT).stdout.split("\0")
-    return [path for path in paths if path and (ROOT / path).is_file()]
+    return [path for path in paths if path and os.path.lexists(ROOT / path)]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def checkout(tracked, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("checkout")
     for path in tracked:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / path, folder / path)
+        shutil.copy(ROOT / path, folder / path, follow_symlinks=False)
     return folder
 
 
