@@ -14,8 +14,8 @@ from .load import load_drafter
 from .loop import speculative_generate_step
 from .sampling import Sampling
 from .stats import Stats
+from .system.version import __version__
 from .tree import StaticTree, TreeShape, parse_tree
-from .version import __version__
 
 # `python -m mlx_eagle.generate` finds its module imported already, by the lines above. That is
 # harmless here, and the warning would be the first thing a user sees.

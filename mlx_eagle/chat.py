@@ -23,11 +23,11 @@ from .cli import (
     draft_options,
     load_pair,
 )
-from .command import run_command
 from .drafter import Drafter
 from .generate import stream_generate
-from .progress import prompt_bar
 from .stats import Stats
+from .system.command import run_command
+from .system.progress import prompt_bar
 
 DEMO = "SmolLM2-135M-Instruct (demo)"
 

@@ -16,7 +16,6 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import load
 
 from .accept import RULES, Sampler, check_rule_for_sampling, check_rule_for_trees
-from .command import run_command
 from .demo import load_demo
 from .drafters import head_lines, open_drafter
 from .eagle3 import Eagle3Drafter
@@ -24,11 +23,12 @@ from .generate import footer, stream_generate
 from .loop import AUTO
 from .memory import memory_line, memory_lines, memory_report
 from .pairs import pair_for, pair_lines
-from .progress import Bar, prompt_bar
 from .sampling import Sampling
 from .stats import Stats
+from .system.command import run_command
+from .system.progress import Bar, prompt_bar
+from .system.version import add_version_flag
 from .tree import Tree, parse_tree
-from .version import add_version_flag
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -17,12 +17,12 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model
 
-from .command import run_command
 from .demo_target import demo_target_path
-from .device import print_blas_note
 from .eagle3 import Eagle3Drafter
 from .generate import stream_generate
 from .load import load_drafter
+from .system.command import run_command
+from .system.device import print_blas_note
 
 HEAD = Path(__file__).parent / "demo_head"
 

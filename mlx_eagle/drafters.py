@@ -12,11 +12,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from safetensors import SafetensorError, safe_open
 
 from .drafter import Drafter
-from .hub import locate, user_cache
 from .load import load_drafter
 from .lookup import LookupDrafter
 from .model_drafter import load_model_drafter
-from .progress import Bar
+from .system.hub import locate, user_cache
+from .system.progress import Bar
 
 LOOKUP = "lookup"
 FILES = ("*.json", "*.safetensors", "*.bin", "*.gguf", "*.txt", "*.jinja", "*.model")

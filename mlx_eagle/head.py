@@ -17,7 +17,6 @@ from mlx_lm.models.rope_utils import initialize_rope
 from .ropes import BY_LENGTH
 
 
-
 def _gated(activation: Callable[[mx.array], mx.array]) -> Callable[[mx.array, mx.array], mx.array]:
     """activation(gate) * up, in one kernel."""
     return mx.compile(lambda gate, up: activation(gate) * up, shapeless=True)

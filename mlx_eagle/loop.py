@@ -18,10 +18,10 @@ from .calibrate import TREES, round_costs
 from .decoder import Decoder, Round
 from .drafter import Drafter, TreeDrafter
 from .pace import AdaptivePace, FixedPace, Pace, Plan
-from .progress import Progress, silent
 from .sampling import Sampling
 from .sharding import in_any_process, is_pipelined
 from .stats import Stats
+from .system.progress import Progress, silent
 from .target import Target
 from .tree import Tree
 from .tree_attention import check_trees

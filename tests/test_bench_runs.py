@@ -15,11 +15,22 @@ from mlx_lm.generate import generate_step
 from test_bench import make_stats
 from test_pace import FLAT
 
-from mlx_eagle import demo, device
+from mlx_eagle import demo
 from mlx_eagle.bench import __main__ as command
-from mlx_eagle.bench import batched, cost, graph, measure, parity, predict, questions, runner, tables
+from mlx_eagle.bench import (
+    batched,
+    cost,
+    graph,
+    measure,
+    parity,
+    predict,
+    questions,
+    runner,
+    tables,
+)
 from mlx_eagle.pace import BatchCosts
 from mlx_eagle.stats import Stats
+from mlx_eagle.system import device
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from golden import frozen
 from checkpoints import assert_same, config_of, weights_of
+from golden import frozen
 
 from mlx_eagle.convert import convert
 from mlx_eagle.convert.checkpoint import Checkpoint

@@ -16,9 +16,9 @@ import mlx_eagle
 from mlx_eagle import calibrate, chat, cli, drafters
 from mlx_eagle.convert import convert
 from mlx_eagle.convert.__main__ import main as convert_main
-from mlx_eagle.hub import fetch
 from mlx_eagle.loop import speculative_generate_step
-from mlx_eagle.progress import Bar, prompt_bar
+from mlx_eagle.system.hub import fetch
+from mlx_eagle.system.progress import Bar, prompt_bar
 
 READING, MEASURING, CONVERTING = "Reading the prompt", "Measuring what rounds cost", "Converting"
 MODEL = tiny_llama(vocab_size=258)

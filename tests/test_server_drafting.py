@@ -10,8 +10,8 @@ from openai import BadRequestError
 from serving import ENDLESS, NUM_CHARACTERS, ours, parse, theirs, write_pair, write_tokenizer
 
 from mlx_eagle import cli, loop
-from mlx_eagle.cli import read_tree
 from mlx_eagle.calibrate import CHAINS
+from mlx_eagle.cli import read_tree
 from mlx_eagle.pace import RoundCosts
 from mlx_eagle.server import __main__ as command
 from mlx_eagle.server.caches import PairCache

@@ -8,11 +8,11 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import ModelProvider
 
 from ..cli import read_tree
-from ..command import USER_ERRORS
 from ..demo import load_demo
 from ..drafters import open_drafter
-from ..hub import locate
 from ..loop import check_tree_drafter
+from ..system.command import USER_ERRORS
+from ..system.hub import locate
 from ..tree_attention import check_trees
 
 DEFAULT = "default_model"  # what mlx-lm calls the model and the draft model of the command line
