@@ -22,7 +22,7 @@ from .drafter import Drafter
 from .generate import is_drafter
 from .loop import AUTO, Limits, check_request, split_cache
 from .pace import AdaptivePace, BatchCosts, FixedPace, Pace, Plan
-from .ropes import BY_LENGTH, find_ropes
+from .target.ropes import BY_LENGTH, find_ropes
 
 MOST_TEXTS = 8  # where what rounds of so many cost is not measured
 MOST_MEASURED = 32  # as many as mlx-lm decodes together

@@ -14,7 +14,6 @@ from mlx_lm.generate import generation_stream
 
 from .accept import LogitsProcessor, Sampler
 from .batch_cache import BatchCache
-from .cache import CacheQuantization, Window
 from .decoder import Decoder, Round
 from .drafter import Draft, Drafter, empty_draft
 from .loop import (
@@ -26,7 +25,8 @@ from .loop import (
 )
 from .pace import BatchCosts, Pace, Plan
 from .stats import Stats
-from .target import Target
+from .target.rollback import CacheQuantization, Window
+from .target.taps import Target
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from .accept import LogitsProcessor, Rule, Verdict, process_logits
-from .cache import RULES, CacheQuantization, Window
 from .drafter import Draft, Drafter, Pick, empty_draft
 from .pace import Plan
 from .stats import Stats
-from .target import LayerCall, Target
+from .target.rollback import RULES, CacheQuantization, Window
+from .target.taps import LayerCall, Target
 from .tree import Tree
 
 

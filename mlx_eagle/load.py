@@ -15,8 +15,8 @@ from mlx_lm.generate import generation_stream
 
 from .eagle3 import Eagle3Drafter
 from .head import FUSED, Eagle3Config, Eagle3Head, fuse_weights
-from .sharding import find_stage
 from .system.hub import locate
+from .target.sharding import find_stage
 
 Linear = nn.Linear | nn.QuantizedLinear
 Embedding = nn.Embedding | nn.QuantizedEmbedding

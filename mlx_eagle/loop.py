@@ -13,18 +13,18 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generate_step, generatio
 from mlx_lm.models.cache import make_prompt_cache
 
 from .accept import LogitsProcessor, Sampler, check_rule_for_trees, make_rule
-from .cache import CacheQuantization, Window, check_supported
 from .calibrate import TREES, round_costs
 from .decoder import Decoder, Round
 from .drafter import Drafter, TreeDrafter
 from .pace import AdaptivePace, FixedPace, Pace, Plan
 from .sampling import Sampling
-from .sharding import in_any_process, is_pipelined
 from .stats import Stats
 from .system.progress import Progress, silent
-from .target import Target
+from .target.rollback import CacheQuantization, Window, check_supported
+from .target.sharding import in_any_process, is_pipelined
+from .target.taps import Target
+from .target.tree_attention import check_trees
 from .tree import Tree
-from .tree_attention import check_trees
 
 AUTO = "auto"
 CLEAR_CACHE_EVERY = 256  # tokens, as in mlx_lm.generate.generate_step

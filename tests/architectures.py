@@ -32,7 +32,7 @@ from test_tree import ScriptedTreeDrafter
 
 import mlx_eagle
 from mlx_eagle.loop import speculative_generate_step
-from mlx_eagle.target import Target
+from mlx_eagle.target.taps import Target
 from mlx_eagle.tree import TreeShape
 
 TABLE = Path(__file__).with_name("ARCHITECTURES.md")

@@ -17,7 +17,7 @@ from mlx_eagle.drafter import Draft, Drafter
 from mlx_eagle.lookup import LookupDrafter
 from mlx_eagle.model_drafter import ModelDrafter
 from mlx_eagle.mtp import MTPDrafter, make_mtp_head
-from mlx_eagle.target import Target
+from mlx_eagle.target.taps import Target
 
 WINDOW = 8  # of the rotating caches: shorter than any prompt and text together
 

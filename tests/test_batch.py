@@ -326,7 +326,7 @@ def test_parked_rounds_are_pipelined_single_rows(monkeypatch):
     monkeypatch.setattr(Batch, "finish", lambda *a: order.append("F") or finish(*a))
     run = batch.generate_together.__globals__["Target"].batch
     monkeypatch.setattr(
-        "mlx_eagle.target.Target.batch", lambda *a: widths.append(a[1].shape) or run(*a)
+        "mlx_eagle.target.taps.Target.batch", lambda *a: widths.append(a[1].shape) or run(*a)
     )
     response = auto(model, tiny_head(model), max_tokens=[9, 9, 9, 5])
     # Not where a text reaches its limit: its row would be for nothing.

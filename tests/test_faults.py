@@ -15,7 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_eagle.held import held
 from mlx_eagle.loop import speculative_generate_step
-from mlx_eagle.target import Target
+from mlx_eagle.target.taps import Target
 
 LONG_PROMPT = PROMPT + [9, 33, 7, 50, 51, 52]
 PREFILL_STEP = 4

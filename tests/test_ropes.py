@@ -15,8 +15,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from test_tree import ScriptedTreeDrafter
 
 from mlx_eagle.head import DraftAttention
+from mlx_eagle.target.tree_attention import check_trees
 from mlx_eagle.tree import TreeShape
-from mlx_eagle.tree_attention import check_trees
 
 LIMIT = 24  # positions the tiny models say they were trained for; texts run past it
 ROPES = {

@@ -19,7 +19,7 @@ from serving import ENDLESS, ours, theirs, write_model, write_pair, write_tokeni
 from mlx_eagle.model_drafter import ModelDrafter
 from mlx_eagle.server.answer import Tail
 from mlx_eagle.server.caches import Caches, PairCache, prepare
-from mlx_eagle.target import Target
+from mlx_eagle.target.taps import Target
 
 DRAFTS = ("model", "head")
 

@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache, trim_prompt_cache
 
 from ..drafter import Drafter
-from ..target import Target
+from ..target.taps import Target
 
 
 class Caches(list):

@@ -13,7 +13,7 @@ from ..drafters import open_drafter
 from ..loop import check_tree_drafter
 from ..system.command import USER_ERRORS
 from ..system.hub import locate
-from ..tree_attention import check_trees
+from ..target.tree_attention import check_trees
 
 DEFAULT = "default_model"  # what mlx-lm calls the model and the draft model of the command line
 DEMO = "mlx-eagle-demo"
