@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_eagle.head import Eagle3Config
+from mlx_eagle.drafters.head import Eagle3Config
 from mlx_eagle.system.hub import upload
 from mlx_eagle.system.progress import Progress, silent
 

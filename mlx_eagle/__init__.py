@@ -6,16 +6,16 @@ from types import ModuleType
 
 from .batch import BatchResponse, batch_generate
 from .demo import load_demo
-from .drafters import open_drafter
-from .eagle3 import Eagle3Drafter
+from .draft_models import open_drafter
+from .drafters.eagle3 import Eagle3Drafter
+from .drafters.load import load_drafter
+from .drafters.tree import StaticTree, TreeShape, parse_tree
 from .generate import GenerationResponse, generate, stream_generate
 from .installation import Installation, install, installed, uninstall
-from .load import load_drafter
 from .loop import speculative_generate_step
 from .sampling import Sampling
 from .stats import Stats
 from .system.version import __version__
-from .tree import StaticTree, TreeShape, parse_tree
 
 # `python -m mlx_eagle.generate` finds its module imported already, by the lines above. That is
 # harmless here, and the warning would be the first thing a user sees.

@@ -11,9 +11,9 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from .drafter import Draft
+from .drafters.base import Draft
+from .drafters.tree import kept_path
 from .sampling import Sampling
-from .tree import kept_path
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]

@@ -13,7 +13,7 @@ import mlx.nn as nn
 
 from .batch_rounds import Batch, Options, Text, prefill
 from .calibrate import CHAINS, make_key, measure, on_trial, remembered_or, shortest
-from .drafter import Drafter
+from .drafters.base import Drafter
 from .loop import Limits, split_cache
 from .pace import BatchCosts, Plan, RoundCosts
 

@@ -15,7 +15,7 @@ from mlx_lm.generate import generation_stream
 from .accept import LogitsProcessor, Sampler
 from .batch_cache import BatchCache
 from .decoder import Decoder, Round
-from .drafter import Draft, Drafter, empty_draft
+from .drafters.base import Draft, Drafter, empty_draft
 from .loop import (
     Limits,
     begin_drafter,

@@ -23,7 +23,7 @@ from .cli import (
     draft_options,
     load_pair,
 )
-from .drafter import Drafter
+from .drafters.base import Drafter
 from .generate import stream_generate
 from .stats import Stats
 from .system.command import run_command

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from .accept import LogitsProcessor, Rule, Verdict, process_logits
-from .drafter import Draft, Drafter, Pick, empty_draft
+from .drafters.base import Draft, Drafter, Pick, empty_draft
+from .drafters.tree import Tree
 from .pace import Plan
 from .stats import Stats
 from .target.rollback import RULES, CacheQuantization, Window
 from .target.taps import LayerCall, Target
-from .tree import Tree
 
 
 @dataclass

@@ -18,9 +18,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model
 
 from .demo_target import demo_target_path
-from .eagle3 import Eagle3Drafter
+from .drafters.eagle3 import Eagle3Drafter
+from .drafters.load import load_drafter
 from .generate import stream_generate
-from .load import load_drafter
 from .system.command import run_command
 from .system.device import print_blas_note
 

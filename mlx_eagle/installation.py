@@ -16,7 +16,7 @@ import mlx.nn as nn
 import mlx_lm
 from mlx_lm.generate import generation_stream
 
-from .drafter import Drafter
+from .drafters.base import Drafter
 from .generate import is_drafter, stream_generate
 from .loop import speculative_generate_step
 from .stats import Stats

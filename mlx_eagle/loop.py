@@ -15,7 +15,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from .accept import LogitsProcessor, Sampler, check_rule_for_trees, make_rule
 from .calibrate import TREES, round_costs
 from .decoder import Decoder, Round
-from .drafter import Drafter, TreeDrafter
+from .drafters.base import Drafter, TreeDrafter
+from .drafters.tree import Tree
 from .pace import AdaptivePace, FixedPace, Pace, Plan
 from .sampling import Sampling
 from .stats import Stats
@@ -24,7 +25,6 @@ from .target.rollback import CacheQuantization, Window, check_supported
 from .target.sharding import in_any_process, is_pipelined
 from .target.taps import Target
 from .target.tree_attention import check_trees
-from .tree import Tree
 
 AUTO = "auto"
 CLEAR_CACHE_EVERY = 256  # tokens, as in mlx_lm.generate.generate_step

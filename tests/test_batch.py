@@ -18,7 +18,7 @@ import mlx_eagle
 from mlx_eagle import batch, batch_costs
 from mlx_eagle.batch_cache import MOST_PADDING, BatchCache
 from mlx_eagle.batch_rounds import Batch
-from mlx_eagle.lookup import LookupDrafter
+from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.pace import BatchCosts, Plan, RoundCosts
 from mlx_eagle.sampling import Sampling
 

@@ -9,7 +9,7 @@ from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_eagle import calibrate
-from mlx_eagle.lookup import LookupDrafter
+from mlx_eagle.drafters.lookup import LookupDrafter
 
 
 def test_calibration_changes_nothing_and_is_remembered(tmp_path, monkeypatch):

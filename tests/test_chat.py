@@ -10,7 +10,7 @@ from mlx_lm.cli_ui import ChatUI
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_eagle import chat
-from mlx_eagle.model_drafter import ModelDrafter
+from mlx_eagle.drafters.model_drafter import ModelDrafter
 from mlx_eagle.stats import Stats
 
 MODEL = tiny_llama(vocab_size=258)

@@ -125,7 +125,7 @@ def test_commands_are_found():
 
 
 def test_commands_without_a_model_run(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("mlx_eagle.drafters.user_cache", lambda: tmp_path)
+    monkeypatch.setattr("mlx_eagle.draft_models.user_cache", lambda: tmp_path)
     lines = {shlex.join(words) for path in DOCUMENTS for words in commands(path)}
     lines |= {span for path in DOCUMENTS for span in spans(path)}
     cheap = [shlex.split(line) for line in lines if re.search(r" --(version|list)$", line)]

@@ -13,7 +13,7 @@ from architectures import build
 from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama, tiny_qwen3
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_eagle.held import held
+from mlx_eagle.drafters.held import held
 from mlx_eagle.loop import speculative_generate_step
 from mlx_eagle.target.taps import Target
 

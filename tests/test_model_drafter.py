@@ -10,7 +10,7 @@ from mlx_lm.utils import save_config, save_model
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from mlx_eagle.model_drafter import ModelDrafter, load_model_drafter
+from mlx_eagle.drafters.model_drafter import ModelDrafter, load_model_drafter
 from mlx_eagle.sampling import Sampling
 
 

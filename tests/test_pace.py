@@ -10,10 +10,10 @@ from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama, tiny_qwen
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_eagle.drafters.tree import TreeShape
 from mlx_eagle.loop import speculative_generate_step
 from mlx_eagle.pace import AdaptivePace, FixedPace, Plan, RoundCosts, expected_tokens
 from mlx_eagle.sampling import Sampling
-from mlx_eagle.tree import TreeShape
 
 # A round of k = 1..7 in plain steps, where verification is nearly flat, and where it is linear.
 FLAT = RoundCosts(1.0, {Plan(k): 1.1 + 0.13 * k for k in range(1, 8)})

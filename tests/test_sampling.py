@@ -12,7 +12,7 @@ import pytest
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_eagle.accept import Coupled, Match, Reject, make_rule
-from mlx_eagle.drafter import Draft
+from mlx_eagle.drafters.base import Draft
 from mlx_eagle.loop import speculative_generate_step
 from mlx_eagle.sampling import Sampling
 from mlx_eagle.stats import Stats

@@ -21,9 +21,9 @@ from mlx_lm.server import (
 
 from ..accept import LogitsProcessor, Sampler
 from ..cli import draft_options
-from ..drafter import Drafter
+from ..drafters.base import Drafter
+from ..drafters.load import find_embedding
 from ..generate import stream_generate
-from ..load import find_embedding
 from ..sampling import Sampling
 from .answer import POLL, Answer, Continued, RequestError, Tail, Told
 from .body import PairArguments, check_prompt

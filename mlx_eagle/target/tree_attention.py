@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
-from ..tree import ancestors
+from ..drafters.tree import ancestors
 from .ropes import at_positions, find_ropes
 from .swap import swapped_classes
 

@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.rope_utils import initialize_rope
 
-from .target.ropes import BY_LENGTH
+from ..target.ropes import BY_LENGTH
 
 
 def _gated(activation: Callable[[mx.array], mx.array]) -> Callable[[mx.array, mx.array], mx.array]:

@@ -12,10 +12,10 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load
 
-from .drafter import Draft, Pick
+from ..target.masks import exact_masks
+from ..target.rollback import Window, check_supported
+from .base import Draft, Pick
 from .load import find_embedding
-from .target.masks import exact_masks
-from .target.rollback import Window, check_supported
 
 SAME_TOKENS = 0.99
 """Share of the target's vocabulary that the draft model's must spell in the same way."""

@@ -14,7 +14,7 @@ from mlx_lm.models import qwen3_5, qwen3_next
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
-from .drafter import Draft, Pick
+from .base import Draft, Pick
 from .held import held, hold
 from .load import find_embedding, lm_head_of
 

@@ -13,10 +13,10 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream
 
+from ..system.hub import locate
+from ..target.sharding import find_stage
 from .eagle3 import Eagle3Drafter
 from .head import FUSED, Eagle3Config, Eagle3Head, fuse_weights
-from .system.hub import locate
-from .target.sharding import find_stage
 
 Linear = nn.Linear | nn.QuantizedLinear
 Embedding = nn.Embedding | nn.QuantizedEmbedding

@@ -7,7 +7,7 @@ knows neither the target nor its activations.
 import mlx.core as mx
 import mlx.nn as nn
 
-from .drafter import Draft, Pick, empty_draft
+from .base import Draft, Pick, empty_draft
 
 
 class NgramIndex:

@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
-from .drafter import Draft, Pick
+from .base import Draft, Pick
 from .head import Eagle3Head
 from .held import held, hold
 from .tree import Tree

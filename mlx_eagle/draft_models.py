@@ -11,10 +11,10 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from safetensors import SafetensorError, safe_open
 
-from .drafter import Drafter
-from .load import load_drafter
-from .lookup import LookupDrafter
-from .model_drafter import load_model_drafter
+from .drafters.base import Drafter
+from .drafters.load import load_drafter
+from .drafters.lookup import LookupDrafter
+from .drafters.model_drafter import load_model_drafter
 from .system.hub import locate, user_cache
 from .system.progress import Bar
 
