@@ -5,6 +5,9 @@ import warnings
 from types import ModuleType
 
 from .batch import BatchResponse, batch_generate
+from .decoding.loop import speculative_generate_step
+from .decoding.sampling import Sampling
+from .decoding.stats import Stats
 from .demo import load_demo
 from .draft_models import open_drafter
 from .drafters.eagle3 import Eagle3Drafter
@@ -12,9 +15,6 @@ from .drafters.load import load_drafter
 from .drafters.tree import StaticTree, TreeShape, parse_tree
 from .generate import GenerationResponse, generate, stream_generate
 from .installation import Installation, install, installed, uninstall
-from .loop import speculative_generate_step
-from .sampling import Sampling
-from .stats import Stats
 from .system.version import __version__
 
 # `python -m mlx_eagle.generate` finds its module imported already, by the lines above. That is

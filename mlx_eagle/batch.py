@@ -18,10 +18,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .batch_cache import can_batch
 from .batch_costs import batch_costs
 from .batch_rounds import Options, Text, generate_in_turn, generate_together
+from .decoding.controller import AdaptivePace, BatchCosts, FixedPace, Pace, Plan
+from .decoding.loop import AUTO, Limits, check_request, split_cache
 from .drafters.base import Drafter
 from .generate import is_drafter
-from .loop import AUTO, Limits, check_request, split_cache
-from .pace import AdaptivePace, BatchCosts, FixedPace, Pace, Plan
 from .target.ropes import BY_LENGTH, find_ropes
 
 MOST_TEXTS = 8  # where what rounds of so many cost is not measured

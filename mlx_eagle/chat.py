@@ -23,9 +23,9 @@ from .cli import (
     draft_options,
     load_pair,
 )
+from .decoding.stats import Stats
 from .drafters.base import Drafter
 from .generate import stream_generate
-from .stats import Stats
 from .system.command import run_command
 from .system.progress import prompt_bar
 

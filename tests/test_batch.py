@@ -18,9 +18,9 @@ import mlx_eagle
 from mlx_eagle import batch, batch_costs
 from mlx_eagle.batch_cache import MOST_PADDING, BatchCache
 from mlx_eagle.batch_rounds import Batch
+from mlx_eagle.decoding.controller import BatchCosts, Plan, RoundCosts
+from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.lookup import LookupDrafter
-from mlx_eagle.pace import BatchCosts, Plan, RoundCosts
-from mlx_eagle.sampling import Sampling
 
 VOCAB = 258
 TOKENIZER = byte_tokenizer()
@@ -347,7 +347,7 @@ def test_costs_between_what_was_measured():
 
 
 def test_costs_are_measured_once_for_a_number_of_texts(model, tmp_path, monkeypatch):
-    monkeypatch.setattr("mlx_eagle.calibrate.user_cache", lambda: tmp_path)
+    monkeypatch.setattr("mlx_eagle.decoding.calibrate.user_cache", lambda: tmp_path)
     measured, measure = [], batch_costs.measure_together
     monkeypatch.setattr(
         batch_costs, "measure_together", lambda *a: measured.append(measure(*a)) or measured[-1]

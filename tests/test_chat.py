@@ -10,8 +10,8 @@ from mlx_lm.cli_ui import ChatUI
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_eagle import chat
+from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.model_drafter import ModelDrafter
-from mlx_eagle.stats import Stats
 
 MODEL = tiny_llama(vocab_size=258)
 DRAFTER = tiny_head(MODEL)

@@ -186,7 +186,7 @@ def tiny_pair(monkeypatch, tmp_path):
     monkeypatch.setattr(mlx_lm, "load", lambda name: (model, tokenizer))
     monkeypatch.setattr(mlx_eagle, "load_demo", lambda: (model, tokenizer, drafter))
     monkeypatch.setattr(mlx_eagle, "load_drafter", lambda name, model: drafter)
-    monkeypatch.setattr("mlx_eagle.calibrate.user_cache", lambda: tmp_path)
+    monkeypatch.setattr("mlx_eagle.decoding.calibrate.user_cache", lambda: tmp_path)
     yield
     mlx_eagle.uninstall()
 

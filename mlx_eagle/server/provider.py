@@ -8,9 +8,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import ModelProvider
 
 from ..cli import read_tree
+from ..decoding.loop import check_tree_drafter
 from ..demo import load_demo
 from ..draft_models import open_drafter
-from ..loop import check_tree_drafter
 from ..system.command import USER_ERRORS
 from ..system.hub import locate
 from ..target.tree_attention import check_trees

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from .pace import PaceEvent
+from .controller import PaceEvent
 
 
 @dataclass

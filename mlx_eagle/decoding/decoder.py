@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from ..drafters.base import Draft, Drafter, Pick, empty_draft
+from ..drafters.tree import Tree
+from ..target.rollback import RULES, CacheQuantization, Window
+from ..target.taps import LayerCall, Target
 from .accept import LogitsProcessor, Rule, Verdict, process_logits
-from .drafters.base import Draft, Drafter, Pick, empty_draft
-from .drafters.tree import Tree
-from .pace import Plan
+from .controller import Plan
 from .stats import Stats
-from .target.rollback import RULES, CacheQuantization, Window
-from .target.taps import LayerCall, Target
 
 
 @dataclass

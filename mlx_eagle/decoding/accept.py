@@ -11,8 +11,8 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from .drafters.base import Draft
-from .drafters.tree import kept_path
+from ..drafters.base import Draft
+from ..drafters.tree import kept_path
 from .sampling import Sampling
 
 Sampler = Callable[[mx.array], mx.array]

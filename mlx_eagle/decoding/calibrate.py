@@ -15,16 +15,16 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..drafters.base import Draft, Drafter, Pick
+from ..drafters.tree import TreeShape
+from ..system.device import device_name
+from ..system.hub import user_cache
+from ..system.progress import Progress, silent
+from ..target.rollback import Window
+from ..target.sharding import in_any_process, is_sharded, mean_over_processes
 from .accept import Match
+from .controller import Plan, RoundCosts, on_line
 from .decoder import Decoder, Round
-from .drafters.base import Draft, Drafter, Pick
-from .drafters.tree import TreeShape
-from .pace import Plan, RoundCosts, on_line
-from .system.device import device_name
-from .system.hub import user_cache
-from .system.progress import Progress, silent
-from .target.rollback import Window
-from .target.sharding import in_any_process, is_sharded, mean_over_processes
 
 CHAINS = tuple(Plan(size) for size in range(1, 8))  # verify passes of 2 to 8 rows
 FIRST_LOOK = (Plan(1), Plan(3), Plan(7))  # are timed first, in each repeat

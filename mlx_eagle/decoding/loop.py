@@ -12,19 +12,19 @@ import mlx.nn as nn
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generate_step, generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..drafters.base import Drafter, TreeDrafter
+from ..drafters.tree import Tree
+from ..system.progress import Progress, silent
+from ..target.rollback import CacheQuantization, Window, check_supported
+from ..target.sharding import in_any_process, is_pipelined
+from ..target.taps import Target
+from ..target.tree_attention import check_trees
 from .accept import LogitsProcessor, Sampler, check_rule_for_trees, make_rule
 from .calibrate import TREES, round_costs
+from .controller import AdaptivePace, FixedPace, Pace, Plan
 from .decoder import Decoder, Round
-from .drafters.base import Drafter, TreeDrafter
-from .drafters.tree import Tree
-from .pace import AdaptivePace, FixedPace, Pace, Plan
 from .sampling import Sampling
 from .stats import Stats
-from .system.progress import Progress, silent
-from .target.rollback import CacheQuantization, Window, check_supported
-from .target.sharding import in_any_process, is_pipelined
-from .target.taps import Target
-from .target.tree_attention import check_trees
 
 AUTO = "auto"
 CLEAR_CACHE_EVERY = 256  # tokens, as in mlx_lm.generate.generate_step
