@@ -16,9 +16,9 @@ from mlx_lm.generate import GenerationResponse as MlxGenerationResponse
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .decoding.loop import speculative_generate_step
-from .decoding.stats import Stats
-from .drafters.base import Drafter
+from ..decoding.loop import speculative_generate_step
+from ..decoding.stats import Stats
+from ..drafters.base import Drafter
 
 
 @dataclass
@@ -168,7 +168,7 @@ def _encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | list[int]) -> 
 
 def main() -> None:
     """The command ``mlx_eagle.generate``."""
-    from .cli import main as run
+    from ..cli import main as run
 
     run()
 
