@@ -4,7 +4,7 @@ import importlib
 import warnings
 from types import ModuleType
 
-from .batch import BatchResponse, batch_generate
+from .batch.generate import BatchResponse, batch_generate
 from .decoding.loop import speculative_generate_step
 from .decoding.sampling import Sampling
 from .decoding.stats import Stats

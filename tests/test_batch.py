@@ -15,9 +15,10 @@ from test_drafters import tiny_lfm2
 from test_pace import FLAT, LINEAR, ScriptedPace
 
 import mlx_eagle
-from mlx_eagle import batch, batch_costs
-from mlx_eagle.batch_cache import MOST_PADDING, BatchCache
-from mlx_eagle.batch_rounds import Batch
+from mlx_eagle.batch import costs as batch_costs
+from mlx_eagle.batch import generate as batch
+from mlx_eagle.batch.cache import MOST_PADDING, BatchCache
+from mlx_eagle.batch.rounds import Batch
 from mlx_eagle.decoding.controller import BatchCosts, Plan, RoundCosts
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.lookup import LookupDrafter

@@ -272,7 +272,7 @@ def test_scenarios_share_one_report(monkeypatch, capsys, tmp_path, tiny):
 def test_batches_beside_mlx_lms_own(monkeypatch, capsys, tmp_path, tiny):
     lone = runner.Models(tiny.target, tiny.tokenizer, tiny.drafter)
     costs = BatchCosts(FLAT, FLAT, 2)
-    monkeypatch.setattr("mlx_eagle.batch.batch_costs", lambda *args: costs)
+    monkeypatch.setattr("mlx_eagle.batch.generate.batch_costs", lambda *args: costs)
     monkeypatch.setattr("mlx_eagle.decoding.loop.round_costs", lambda *args: FLAT)
     (tmp_path / "mine.jsonl").write_text('{"prompt": "so?"}\n{"prompt": "Who is it?"}\n')
     flags = f"--prompts {tmp_path}/mine.jsonl --max-tokens 9 --repeats 1"

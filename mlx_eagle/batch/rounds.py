@@ -12,21 +12,21 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from .batch_cache import BatchCache
-from .decoding.accept import LogitsProcessor, Sampler
-from .decoding.controller import BatchCosts, Pace, Plan
-from .decoding.decoder import Decoder, Round
-from .decoding.loop import (
+from ..decoding.accept import LogitsProcessor, Sampler
+from ..decoding.controller import BatchCosts, Pace, Plan
+from ..decoding.decoder import Decoder, Round
+from ..decoding.loop import (
     Limits,
     begin_drafter,
     open_decoder,
     speculative_generate_step,
     split_cache,
 )
-from .decoding.stats import Stats
-from .drafters.base import Draft, Drafter, empty_draft
-from .target.rollback import CacheQuantization, Window
-from .target.taps import Target
+from ..decoding.stats import Stats
+from ..drafters.base import Draft, Drafter, empty_draft
+from ..target.rollback import CacheQuantization, Window
+from ..target.taps import Target
+from .cache import BatchCache
 
 
 @dataclass(frozen=True)

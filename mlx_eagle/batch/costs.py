@@ -11,11 +11,11 @@ from functools import cache
 import mlx.core as mx
 import mlx.nn as nn
 
-from .batch_rounds import Batch, Options, Text, prefill
-from .decoding.calibrate import CHAINS, make_key, measure, on_trial, remembered_or, shortest
-from .decoding.controller import BatchCosts, Plan, RoundCosts
-from .decoding.loop import Limits, split_cache
-from .drafters.base import Drafter
+from ..decoding.calibrate import CHAINS, make_key, measure, on_trial, remembered_or, shortest
+from ..decoding.controller import BatchCosts, Plan, RoundCosts
+from ..decoding.loop import Limits, split_cache
+from ..drafters.base import Drafter
+from .rounds import Batch, Options, Text, prefill
 
 MEASURED = (Plan(1), Plan(3), Plan(7))  # verify passes of 2, 4 and 8 rows a text
 PLAIN_STEPS = 4

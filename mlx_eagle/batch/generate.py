@@ -15,14 +15,14 @@ from mlx_lm.generate import BatchStats, wired_limit
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .batch_cache import can_batch
-from .batch_costs import batch_costs
-from .batch_rounds import Options, Text, generate_in_turn, generate_together
-from .decoding.controller import AdaptivePace, BatchCosts, FixedPace, Pace, Plan
-from .decoding.loop import AUTO, Limits, check_request, split_cache
-from .drafters.base import Drafter
-from .generate import is_drafter
-from .target.ropes import BY_LENGTH, find_ropes
+from ..decoding.controller import AdaptivePace, BatchCosts, FixedPace, Pace, Plan
+from ..decoding.loop import AUTO, Limits, check_request, split_cache
+from ..drafters.base import Drafter
+from ..generate import is_drafter
+from ..target.ropes import BY_LENGTH, find_ropes
+from .cache import can_batch
+from .costs import batch_costs
+from .rounds import Options, Text, generate_in_turn, generate_together
 
 MOST_TEXTS = 8  # where what rounds of so many cost is not measured
 MOST_MEASURED = 32  # as many as mlx-lm decodes together
