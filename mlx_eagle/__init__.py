@@ -8,7 +8,7 @@ from .batch.generate import BatchResponse, batch_generate
 from .decoding.loop import speculative_generate_step
 from .decoding.sampling import Sampling
 from .decoding.stats import Stats
-from .demo import load_demo
+from .demo.compare import load_demo
 from .draft_models import open_drafter
 from .drafters.eagle3 import Eagle3Drafter
 from .drafters.load import load_drafter

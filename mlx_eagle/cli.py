@@ -19,7 +19,7 @@ from .decoding.accept import RULES, Sampler, check_rule_for_sampling, check_rule
 from .decoding.loop import AUTO
 from .decoding.sampling import Sampling
 from .decoding.stats import Stats
-from .demo import load_demo
+from .demo.compare import load_demo
 from .draft_models import head_lines, open_drafter
 from .drafters.eagle3 import Eagle3Drafter
 from .drafters.pairs import pair_for, pair_lines

@@ -15,7 +15,6 @@ from mlx_lm.generate import generate_step
 from test_bench import make_stats
 from test_pace import FLAT
 
-from mlx_eagle import demo
 from mlx_eagle.bench import __main__ as command
 from mlx_eagle.bench import (
     batched,
@@ -30,6 +29,7 @@ from mlx_eagle.bench import (
 )
 from mlx_eagle.decoding.controller import BatchCosts
 from mlx_eagle.decoding.stats import Stats
+from mlx_eagle.demo import compare as demo
 from mlx_eagle.system import device
 
 

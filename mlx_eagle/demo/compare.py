@@ -17,12 +17,12 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model
 
-from .demo_target import demo_target_path
-from .drafters.eagle3 import Eagle3Drafter
-from .drafters.load import load_drafter
-from .generate import stream_generate
-from .system.command import run_command
-from .system.device import print_blas_note
+from ..drafters.eagle3 import Eagle3Drafter
+from ..drafters.load import load_drafter
+from ..generate import stream_generate
+from ..system.command import run_command
+from ..system.device import print_blas_note
+from .target import demo_target_path
 
 HEAD = Path(__file__).parent / "demo_head"
 

