@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from mlx_lm.utils import load
 
-from mlx_eagle.cli import known_head
+from mlx_eagle.commands.flags import known_head
 from mlx_eagle.decoding.loop import AUTO
 from mlx_eagle.demo.compare import load_demo
 from mlx_eagle.draft_models import open_drafter

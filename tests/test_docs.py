@@ -20,8 +20,8 @@ from helpers import byte_tokenizer, tiny_head, tiny_llama
 from test_package import make
 
 import mlx_eagle
-from mlx_eagle import cli
 from mlx_eagle.bench import __main__ as bench
+from mlx_eagle.commands import flags as cli
 from mlx_eagle.demo import compare as demo
 
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"

@@ -5,8 +5,8 @@ import sys
 import pytest
 from checkpoints import CONFIG, as_midlayer, eagle3_tensors, write_safetensors
 
-from mlx_eagle import cli
 from mlx_eagle import draft_models as drafters
+from mlx_eagle.commands import flags as cli
 from mlx_eagle.drafters.pairs import PAIRS, pair_for, plain_name
 from mlx_eagle.system.command import run_command
 from mlx_eagle.system.hub import REPO_ID

@@ -13,8 +13,9 @@ from hub import running_hub, use_hub
 from mlx_lm.generate import generate_step
 
 import mlx_eagle
-from mlx_eagle import chat, cli
 from mlx_eagle import draft_models as drafters
+from mlx_eagle.commands import chat
+from mlx_eagle.commands import flags as cli
 from mlx_eagle.convert import convert
 from mlx_eagle.convert.__main__ import main as convert_main
 from mlx_eagle.decoding import calibrate

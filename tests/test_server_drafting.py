@@ -9,8 +9,8 @@ from mlx_lm.utils import save_model
 from openai import BadRequestError
 from serving import ENDLESS, NUM_CHARACTERS, ours, parse, theirs, write_pair, write_tokenizer
 
-from mlx_eagle import cli
-from mlx_eagle.cli import read_tree
+from mlx_eagle.commands import flags as cli
+from mlx_eagle.commands.flags import read_tree
 from mlx_eagle.decoding import loop
 from mlx_eagle.decoding.calibrate import CHAINS
 from mlx_eagle.decoding.controller import RoundCosts

@@ -168,7 +168,7 @@ def _encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | list[int]) -> 
 
 def main() -> None:
     """The command ``mlx_eagle.generate``."""
-    from ..cli import main as run
+    from ..commands.flags import main as run
 
     run()
 

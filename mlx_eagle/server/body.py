@@ -13,7 +13,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.server import GenerationArguments
 
-from ..cli import read_tree
+from ..commands.flags import read_tree
 from ..decoding.accept import RULES, check_rule_for_sampling, check_rule_for_trees
 from ..decoding.loop import AUTO
 

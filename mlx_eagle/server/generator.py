@@ -19,7 +19,7 @@ from mlx_lm.server import (
     _make_sampler,
 )
 
-from ..cli import draft_options
+from ..commands.flags import draft_options
 from ..decoding.accept import LogitsProcessor, Sampler
 from ..decoding.sampling import Sampling
 from ..drafters.base import Drafter

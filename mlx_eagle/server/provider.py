@@ -7,7 +7,7 @@ from threading import Event
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import ModelProvider
 
-from ..cli import read_tree
+from ..commands.flags import read_tree
 from ..decoding.loop import check_tree_drafter
 from ..demo.compare import load_demo
 from ..draft_models import open_drafter

@@ -15,20 +15,20 @@ from mlx_lm.models.cache import QuantizedKVCache, load_prompt_cache, make_prompt
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import load
 
-from .decoding.accept import RULES, Sampler, check_rule_for_sampling, check_rule_for_trees
-from .decoding.loop import AUTO
-from .decoding.sampling import Sampling
-from .decoding.stats import Stats
-from .demo.compare import load_demo
-from .draft_models import head_lines, open_drafter
-from .drafters.eagle3 import Eagle3Drafter
-from .drafters.pairs import pair_for, pair_lines
-from .drafters.tree import Tree, parse_tree
-from .generate import footer, stream_generate
+from ..decoding.accept import RULES, Sampler, check_rule_for_sampling, check_rule_for_trees
+from ..decoding.loop import AUTO
+from ..decoding.sampling import Sampling
+from ..decoding.stats import Stats
+from ..demo.compare import load_demo
+from ..draft_models import head_lines, open_drafter
+from ..drafters.eagle3 import Eagle3Drafter
+from ..drafters.pairs import pair_for, pair_lines
+from ..drafters.tree import Tree, parse_tree
+from ..generate import footer, stream_generate
+from ..system.command import run_command
+from ..system.progress import Bar, prompt_bar
+from ..system.version import add_version_flag
 from .memory import memory_line, memory_lines, memory_report
-from .system.command import run_command
-from .system.progress import Bar, prompt_bar
-from .system.version import add_version_flag
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -15,7 +15,12 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .cli import (
+from ..decoding.stats import Stats
+from ..drafters.base import Drafter
+from ..generate import stream_generate
+from ..system.command import run_command
+from ..system.progress import prompt_bar
+from .flags import (
     add_draft_cache_flag,
     add_draft_flags,
     build_sampler,
@@ -23,11 +28,6 @@ from .cli import (
     draft_options,
     load_pair,
 )
-from .decoding.stats import Stats
-from .drafters.base import Drafter
-from .generate import stream_generate
-from .system.command import run_command
-from .system.progress import prompt_bar
 
 DEMO = "SmolLM2-135M-Instruct (demo)"
 

@@ -6,7 +6,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import get_total_parameters
 
-from .drafters.base import Drafter
+from ..drafters.base import Drafter
 
 
 def weight_bytes(module: nn.Module) -> int:
