@@ -12,7 +12,7 @@ from mlx_lm.utils import load
 
 from mlx_eagle.commands.flags import known_head
 from mlx_eagle.decoding.loop import AUTO
-from mlx_eagle.demo.compare import load_demo
+from mlx_eagle.demo.pair import load_demo
 from mlx_eagle.draft_models import open_drafter
 from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.system.command import run_command

@@ -1,14 +1,13 @@
 """EAGLE-3 speculative decoding on MLX, for the models of mlx-lm."""
 
 import importlib
-import warnings
 from types import ModuleType
 
 from .batch.generate import BatchResponse, batch_generate
 from .decoding.loop import speculative_generate_step
 from .decoding.sampling import Sampling
 from .decoding.stats import Stats
-from .demo.compare import load_demo
+from .demo.pair import load_demo
 from .draft_models import open_drafter
 from .drafters.eagle3 import Eagle3Drafter
 from .drafters.load import load_drafter
@@ -16,10 +15,6 @@ from .drafters.tree import StaticTree, TreeShape, parse_tree
 from .generate import GenerationResponse, generate, stream_generate
 from .installation import Installation, install, installed, uninstall
 from .system.version import __version__
-
-# `python -m mlx_eagle.generate` finds its module imported already, by the lines above. That is
-# harmless here, and the warning would be the first thing a user sees.
-warnings.filterwarnings("ignore", message=r"'mlx_eagle\.\w+' found in sys\.modules")
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -169,7 +169,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of ``mlx_eagle.chat``."""
     args = build_parser().parse_args(argv)
     run_command(lambda: run(args))
-
-
-if __name__ == "__main__":
-    main()

@@ -12,7 +12,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from ..drafters.base import Draft
-from ..drafters.tree import kept_path
+from ..target.tree_rows import kept_path
 from .sampling import Sampling
 
 Sampler = Callable[[mx.array], mx.array]

@@ -10,7 +10,8 @@ from typing import Protocol, runtime_checkable
 import mlx.core as mx
 import mlx.nn as nn
 
-from .tree import Tree, ancestors
+from ..target.tree_rows import ancestors
+from .tree import Tree
 
 Pick = Callable[[mx.array, mx.array | None], mx.array]
 """How to choose a draft token from logits (1, Vd): see ``accept.Choice.pick``."""

@@ -1,8 +1,8 @@
-"""Draft trees, as arrays: who descends from whom, which branch was kept, how trees grow.
+"""The shapes of draft trees, and how trees grow from a draft model's probabilities.
 
-Pure arithmetic on arrays; knows neither model nor cache. A tree of k draft tokens comes with
-``parents`` (k,): the window row that token i continues, where row 0 is the root and row i + 1
-is token i, so ``parents[i] <= i``. A chain has parents [0, 1, 2, ...].
+A tree of k draft tokens comes with ``parents`` (k,): the window row that token i continues,
+where row 0 is the root and row i + 1 is token i, so ``parents[i] <= i``. A chain has parents
+[0, 1, 2, ...].
 """
 
 from collections.abc import Callable
@@ -185,35 +185,6 @@ def parse_tree(text: str) -> Tree:
     """Read a tree as ``--tree`` takes it: ``TreeShape.parse`` and ``StaticTree.parse``."""
     is_static = text.startswith(("root", "eagle")) or text and set(text) <= set("0123456789+/")
     return StaticTree.parse(text) if is_static else TreeShape.parse(text)
-
-
-def ancestors(parents: mx.array, depth: int) -> mx.array:
-    """Whether row a lies on the path to row r, itself included: parents (k,) -> (k + 1, k + 1).
-
-    ``depth`` is the greatest depth in the tree. Row r of the result belongs to window row r:
-    parents [0, 0, 2] -> [[1,0,0,0], [1,1,0,0], [1,0,1,0], [1,0,1,1]].
-    """
-    size = parents.shape[0] + 1
-    own = mx.eye(size, dtype=mx.bool_)
-    up = mx.concatenate([mx.zeros((1,), parents.dtype), parents])
-    reach = own
-    for _ in range(depth):
-        reach = own | reach[up]
-    return reach
-
-
-def kept_path(keep: mx.array, reach: mx.array) -> tuple[mx.array, mx.array]:
-    """The kept branch: keep (k,) tokens, reach (R, R) -> (rows (R,), number kept ()).
-
-    Rows of the branch come first, root before leaf; the others follow. At most one child of
-    a row is kept, since siblings are different tokens, so the kept rows form one branch.
-    """
-    size = reach.shape[0]
-    lost = mx.concatenate([mx.zeros((1,), mx.bool_), ~keep])
-    on_branch = ~mx.any(reach & lost[None], axis=1)
-    index = mx.arange(size)
-    rows = mx.argsort(mx.where(on_branch, index, size + index))
-    return rows, on_branch.sum() - 1
 
 
 def top_k(scores: mx.array, k: int) -> mx.array:

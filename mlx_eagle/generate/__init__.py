@@ -1,7 +1,7 @@
 """mlx-lm's ``stream_generate`` and ``generate``, for a drafter as ``draft_model``.
 
-Text in, text out: tokenizers, timing and responses. The loop itself is in ``loop.py``, the
-command line in ``cli.py``.
+Text in, text out: tokenizers, timing and responses. The loop itself is in ``decoding/loop.py``,
+the command in ``commands/generate.py``.
 """
 
 import time
@@ -164,14 +164,3 @@ def _encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | list[int]) -> 
         has_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
         prompt = tokenizer.encode(prompt, add_special_tokens=not has_bos)
     return mx.array(prompt, dtype=mx.int32) if len(prompt) == 0 else mx.array(prompt)
-
-
-def main() -> None:
-    """The command ``mlx_eagle.generate``."""
-    from ..commands.flags import main as run
-
-    run()
-
-
-if __name__ == "__main__":
-    main()

@@ -9,7 +9,7 @@ from mlx_lm.server import ModelProvider
 
 from ..commands.flags import read_tree
 from ..decoding.loop import check_tree_drafter
-from ..demo.compare import load_demo
+from ..demo.pair import load_demo
 from ..draft_models import open_drafter
 from ..system.command import USER_ERRORS
 from ..system.hub import locate

@@ -13,9 +13,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
-from ..drafters.tree import ancestors
 from .ropes import at_positions, find_ropes
 from .swap import swapped_classes
+from .tree_rows import ancestors
 
 MASKED = (KVCache, QuantizedKVCache, RotatingKVCache)
 PROBE_PREFIX, PROBE_ROOT = [3, 5, 7], 2
