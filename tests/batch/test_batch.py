@@ -7,7 +7,7 @@ from copy import copy
 import mlx.core as mx
 import mlx_lm
 import pytest
-from costs import FLAT, LINEAR, ScriptedPace
+from costs import FLAT, LINEAR, ScriptedController
 from drafter_pairs import tiny_lfm2
 from helpers import ScriptedDrafter, byte_tokenizer, plain, randomize, tiny_head, tiny_llama
 from mlx_lm.models import gemma3_text
@@ -18,7 +18,7 @@ from mlx_eagle.batch import costs as batch_costs
 from mlx_eagle.batch import generate as batch
 from mlx_eagle.batch.cache import MOST_PADDING, BatchCache
 from mlx_eagle.batch.rounds import Batch
-from mlx_eagle.decoding.controller import BatchCosts, Plan, RoundCosts
+from mlx_eagle.decoding.controller import BatchCosts, DraftShape, RoundCosts
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.lookup import LookupDrafter
 
@@ -155,7 +155,7 @@ def test_shared_caches_against_one_list_a_text(size):
             for b, (rows, n) in enumerate(zip(truth, kept))
         ]
         if truth[0].shape[2] > 150 and len(truth) == 3:
-            shared.keep_texts([0, 2])
+            shared.keep_requests([0, 2])
             truth = [truth[0], truth[2]]
         for b, rows in enumerate(truth):
             (cache,) = shared.extract(b)
@@ -225,7 +225,7 @@ def test_more_texts_than_pay_are_decoded_plainly():
 
 
 # A batch in which drafts pay only if nearly all are accepted; with fewer texts, as FLAT says.
-DEAR = RoundCosts(1.0, {Plan(k): 1.6 + 0.3 * k for k in (1, 3, 7)})
+DEAR = RoundCosts(1.0, {DraftShape(k): 1.6 + 0.3 * k for k in (1, 3, 7)})
 
 
 def at_costs(monkeypatch, together, alone=FLAT):
@@ -246,7 +246,7 @@ def test_past_the_knee_it_is_mlx_lms_batch(model, monkeypatch, costs, speculates
     for stats, length in zip(response.stats, LENGTHS):
         assert stats.num_emitted == length - 1
         assert (stats.num_rounds > 0) == (speculates and length > 2)
-        whats = [event.what for event in stats.pace_events]
+        whats = [event.what for event in stats.drafting_events]
         assert speculates or whats == ["park"]
     assert speculates or response.batch_stats.generation_tokens == sum(LENGTHS)
     assert auto(model, tiny_head(model), max_speculative_batch=3).batch_stats is not None
@@ -262,10 +262,10 @@ def test_a_batch_parks_and_wakes_when_texts_have_ended(model, scripted, monkeypa
     response = auto(model, drafter, max_tokens=lengths)
     assert response.token_ids == theirs(model, max_tokens=lengths).token_ids
     first, second, *short = response.stats
-    assert [event.what for event in first.pace_events] == ["park", "wake"]
-    assert [event.what for event in short[0].pace_events] == ["park"]
-    parked, woken = first.pace_events
-    assert parked.num_tokens < 20 and 20 <= woken.num_tokens <= 24
+    assert [event.what for event in first.drafting_events] == ["park", "wake"]
+    assert [event.what for event in short[0].drafting_events] == ["park"]
+    drafting_off, woken = first.drafting_events
+    assert drafting_off.num_tokens < 20 and 20 <= woken.num_tokens <= 24
     assert "a round costs less now" in woken.reason
     assert short[0].num_plain_steps >= 5 and second.num_rounds > short[0].num_rounds + 5
 
@@ -275,7 +275,7 @@ def test_a_batch_parks_and_wakes_when_texts_have_ended(model, scripted, monkeypa
 def test_plain_rounds_among_drafted_ones(model, scripted, monkeypatch, make, sizes):
     """Texts and caches are those of plain decoding, however often the head is left behind."""
     at_costs(monkeypatch, FLAT)
-    monkeypatch.setattr(batch, "AdaptivePace", lambda costs: ScriptedPace(sizes))
+    monkeypatch.setattr(batch, "AdaptiveController", lambda costs: ScriptedController(sizes))
     drafter = {
         "head": lambda: tiny_head(model),
         "lagging head": lambda: tiny_head(model).with_draft_cache("lagging"),
@@ -299,7 +299,7 @@ def test_plain_rounds_among_drafted_ones(model, scripted, monkeypatch, make, siz
 def test_stop_tokens_while_parked(model, monkeypatch):
     """Found when the next step is under way; the caches are as if it had not been."""
     at_costs(monkeypatch, FLAT)
-    monkeypatch.setattr(batch, "AdaptivePace", lambda costs: ScriptedPace([0]))
+    monkeypatch.setattr(batch, "AdaptiveController", lambda costs: ScriptedController([0]))
     text = plain(model, PROMPTS[0], 12)
     monkeypatch.setattr(TOKENIZER, "_eos_token_ids", {text[-1]})
     response = auto(model, tiny_head(model), return_prompt_caches=True)
@@ -320,7 +320,7 @@ def test_stop_tokens_while_parked(model, monkeypatch):
 def test_parked_rounds_are_pipelined_single_rows(monkeypatch):
     model = MODELS["llama"]()
     at_costs(monkeypatch, FLAT)
-    monkeypatch.setattr(batch, "AdaptivePace", lambda costs: ScriptedPace([0]))
+    monkeypatch.setattr(batch, "AdaptiveController", lambda costs: ScriptedController([0]))
     order, widths = [], []
     launch, finish = Batch.launch, Batch.finish
     monkeypatch.setattr(Batch, "launch", lambda *a: order.append("L") or launch(*a))
@@ -337,13 +337,13 @@ def test_parked_rounds_are_pipelined_single_rows(monkeypatch):
 
 
 def test_costs_between_what_was_measured():
-    steep = RoundCosts(3.0, {Plan(1): 5.0, Plan(3): 6.0, Plan(7): 14.0})
+    steep = RoundCosts(3.0, {DraftShape(1): 5.0, DraftShape(3): 6.0, DraftShape(7): 14.0})
     costs = BatchCosts(FLAT, steep, 5)
     assert costs.of(1).rounds == pytest.approx(FLAT.rounds) and costs.of(1).plain == 1.0
-    assert [costs.of(5).rounds[Plan(k)] for k in range(1, 8)] == [5, 5.5, 6, 8, 10, 12, 14]
+    assert [costs.of(5).rounds[DraftShape(k)] for k in range(1, 8)] == [5, 5.5, 6, 8, 10, 12, 14]
     middle = costs.of(3)
     assert middle.plain == 2.0
-    assert middle.rounds[Plan(4)] == pytest.approx((FLAT.rounds[Plan(4)] + 8.0) / 2)
+    assert middle.rounds[DraftShape(4)] == pytest.approx((FLAT.rounds[DraftShape(4)] + 8.0) / 2)
     assert BatchCosts(FLAT, steep, 1).of(1).plain == 3.0
 
 

@@ -53,9 +53,9 @@ def fake_run(seconds: float, num_timed: int = 10, stats: Stats | None = None) ->
 def fake_cell(set_name: str, number: int, plain_times: list[float], times: list[float]):
     question = questions.Question(set_name, str(number), "why?")
     stats = make_stats([2, 1], 3)
-    arm = runner.make_arms([3])[0]
+    configuration = runner.make_configurations([3])[0]
     plain_runs = [fake_run(t) for t in plain_times]
-    return runner.Cell(question, [1, 2], arm, plain_runs, [fake_run(t, stats=stats) for t in times])
+    return runner.Cell(question, [1, 2], configuration, plain_runs, [fake_run(t, stats=stats) for t in times])
 
 
 def test_speeds_are_tokens_over_the_sum_of_median_times():
@@ -155,21 +155,21 @@ def test_the_parts_of_a_round_add_up_to_it():
 
 
 def test_the_order_of_runs():
-    b, c = runner.make_arms([1, 2])
-    labels = [arm.label for arm, _ in runner.schedule([b, c], "abba")]
+    b, c = runner.make_configurations([1, 2])
+    labels = [configuration.label for configuration, _ in runner.schedule([b, c], "abba")]
     assert labels == ["plain", "k=1", "k=1", "plain", "plain", "k=2", "k=2", "plain"]
     steps = runner.schedule([b, c], "mirror")
-    assert [arm.label for arm, _ in steps] == ["plain", "k=1", "k=2", "k=2", "k=1", "plain"]
+    assert [configuration.label for configuration, _ in steps] == ["plain", "k=1", "k=2", "k=2", "k=1", "plain"]
     assert steps[0][1] == [b, c]
-    assert [arm.label for arm, _ in runner.schedule([b, c], "weave")] == ["plain", "k=1", "k=2"]
+    assert [configuration.label for configuration, _ in runner.schedule([b, c], "weave")] == ["plain", "k=1", "k=2"]
 
 
 def test_arms_pass_the_loops_words_through():
-    arms = runner.make_arms([2, "auto"], ["2x4:12"], compares=True)
-    assert [arm.kind for arm in arms] == ["chain", "auto", "tree", "mlx-lm-draft"]
-    assert arms[1].options == {"num_draft_tokens": "auto"}
-    assert arms[2].options == {"tree": TreeShape(2, 4, 12)}
-    assert measure.calibrated_rows(arms) == (8, [13])
+    configurations = runner.make_configurations([2, "auto"], ["2x4:12"], compares=True)
+    assert [configuration.kind for configuration in configurations] == ["chain", "auto", "tree", "mlx-lm-draft"]
+    assert configurations[1].options == {"num_draft_tokens": "auto"}
+    assert configurations[2].options == {"tree": TreeShape(2, 4, 12)}
+    assert measure.calibrated_rows(configurations) == (8, [13])
 
 
 def test_counts_from_the_flags_of_mlx_lm():

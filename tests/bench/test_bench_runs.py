@@ -88,9 +88,9 @@ def test_a_draft_step_of_a_quantized_head_is_thirty_primitives(tiny):
 
 def test_the_margin_is_that_of_the_two_best_logits(tiny):
     text = plain(tiny.target, PROMPT, 8)
-    assert parity.verdict(tiny.target, PROMPT, text, text)["identical"]
+    assert parity.verification(tiny.target, PROMPT, text, text)["identical"]
     other = [*text[:5], (text[5] + 1) % 258, *text[6:]]
-    found = parity.verdict(tiny.target, PROMPT, text, other)
+    found = parity.verification(tiny.target, PROMPT, text, other)
     assert found["index"] == 5 and not found["identical"]
     steps = list(generate_step(mx.array(PROMPT), tiny.target, max_tokens=6))
     best = sorted(steps[5][1].tolist())[-2:]
@@ -100,9 +100,9 @@ def test_the_margin_is_that_of_the_two_best_logits(tiny):
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 def test_a_run_counts_the_tokens_after_the_first(tiny, temp):
-    arms = [runner.PLAIN, *runner.make_arms([2], compares=True)]
+    configurations = [runner.PLAIN, *runner.make_configurations([2], compares=True)]
     prompt = tiny.tokenizer.encode("Hello there")
-    runs = [runner.run_once(tiny, arm, prompt, 12, temp) for arm in arms]
+    runs = [runner.run_once(tiny, configuration, prompt, 12, temp) for configuration in configurations]
     assert runs[0].num_timed == len(runs[0].tokens) - 1
     assert runs[0].tokens == runs[1].tokens
     assert runs[1].num_timed == runs[1].stats.num_emitted
@@ -111,13 +111,13 @@ def test_a_run_counts_the_tokens_after_the_first(tiny, temp):
 
 
 def test_woven_runs_are_those_of_one_after_the_other(tiny):
-    arms = [runner.PLAIN, *runner.make_arms([3, "auto"], ["2x2:3"], compares=True)]
+    configurations = [runner.PLAIN, *runner.make_configurations([3, "auto"], ["2x2:3"], compares=True)]
     prompt = tiny.tokenizer.encode("Hello there")
-    alone = [runner.run_once(tiny, arm, prompt, 30) for arm in arms]
-    woven = runner.run_woven(tiny, arms, prompt, 7, max_tokens=30)
-    for one, other, arm in zip(alone, woven, arms):
+    alone = [runner.run_once(tiny, configuration, prompt, 30) for configuration in configurations]
+    woven = runner.run_woven(tiny, configurations, prompt, 7, max_tokens=30)
+    for one, other, configuration in zip(alone, woven, configurations):
         assert one.tokens == other.tokens
-        if arm.kind in ("chain", "tree"):  # auto decides by the clock
+        if configuration.kind in ("chain", "tree"):  # auto decides by the clock
             assert one.num_timed == other.num_timed
             assert one.stats.accepted_histogram == other.stats.accepted_histogram
             assert one.stats.num_evals == other.stats.num_evals
@@ -127,19 +127,19 @@ def test_woven_runs_are_those_of_one_after_the_other(tiny):
 def test_turns_are_short_and_go_forwards_and_backwards(monkeypatch):
     turns = []
 
-    def responses(models, arm, prompt, max_tokens, *_):
+    def responses(models, configuration, prompt, max_tokens, *_):
         for i in range(max_tokens):
-            turns.append(arm.label)
+            turns.append(configuration.label)
             yield SimpleNamespace(
                 token=i, from_draft=False, finish_reason="length" if i + 1 == max_tokens else None
             )
 
     monkeypatch.setattr(runner, "responses", responses)
-    arms = [runner.PLAIN, runner.Arm("b", "mlx-lm-draft", 1), runner.Arm("c", "mlx-lm-draft", 1)]
-    plain, b, c = runner.run_woven(SimpleNamespace(target=None), arms, [1], 2, max_tokens=5)
+    configurations = [runner.PLAIN, runner.Configuration("b", "mlx-lm-draft", 1), runner.Configuration("c", "mlx-lm-draft", 1)]
+    plain, b, c = runner.run_woven(SimpleNamespace(target=None), configurations, [1], 2, max_tokens=5)
     in_turns = [label for label, _ in itertools.groupby(turns)]
     assert in_turns == ["plain", "b", "c", "b", "plain", "b", "c"]
-    assert [turns.count(arm.label) for arm in arms] == [5, 5, 5]
+    assert [turns.count(configuration.label) for configuration in configurations] == [5, 5, 5]
     assert b.num_timed == 4 and b.seconds > 0 and plain.num_timed == 2  # 1, 1 of 2, 0 of 1
 
 
@@ -162,10 +162,10 @@ def test_the_clock_of_turns():
 
 def test_the_peak_of_a_woven_run_is_its_own(tiny):
     prompt = tiny.tokenizer.encode("Hello there " * 40)
-    arms = [runner.PLAIN, *runner.make_arms([2])]
+    configurations = [runner.PLAIN, *runner.make_configurations([2])]
     before = mx.get_active_memory()
-    alone = [runner.run_once(tiny, arm, prompt, 24).peak_bytes for arm in arms]
-    woven = [run.peak_bytes for run in runner.run_woven(tiny, arms, prompt, 6, max_tokens=24)]
+    alone = [runner.run_once(tiny, configuration, prompt, 24).peak_bytes for configuration in configurations]
+    woven = [run.peak_bytes for run in runner.run_woven(tiny, configurations, prompt, 6, max_tokens=24)]
     assert all(peak > before for peak in woven)
     for one, other in zip(alone, woven):
         assert other - before == pytest.approx(one - before, rel=0.1)
@@ -212,8 +212,8 @@ def test_end_to_end(monkeypatch, capsys, tmp_path, tiny):
     scenario = document["scenarios"][0]
     assert brief["scenarios"][0]["arms"] == scenario["arms"]
     labels = ["k=1", "k=2", "mlx-lm draft k=1", "mlx-lm draft k=2"]
-    assert [arm["label"] for arm in scenario["arms"]] == labels
-    assert brief["scenarios"][0]["identical"] == brief["scenarios"][0]["num_texts"] == 8
+    assert [configuration["label"] for configuration in scenario["arms"]] == labels
+    assert brief["scenarios"][0]["identical"] == brief["scenarios"][0]["batch_size"] == 8
     names = {"chip", "os", "mlx", "mlx-lm", "mlx-eagle", "blas", "model_precision", "head"}
     assert names <= document["conditions"].keys()
     assert sorted(map(int, scenario["calibration"]["verify_cost"])) == list(range(1, 9))
@@ -229,8 +229,8 @@ def test_end_to_end(monkeypatch, capsys, tmp_path, tiny):
     assert text in out
     for word in ("tok/s", "tau", "TTFT", "bound", "c(R)", "identical", "peak", "evals/round"):
         assert word in text
-    arm = scenario["arms"][1]
-    assert f"{arm['sets']['gsm8k']['speedup']:.2f}x" in text
+    configuration = scenario["arms"][1]
+    assert f"{configuration['sets']['gsm8k']['speedup']:.2f}x" in text
     page = (folder / "report.html").read_text()
     assert page.count("data:image/svg+xml;base64,") == 5
     assert 'src="http' not in page and "<link" not in page and "<script" not in page
@@ -265,7 +265,7 @@ def test_scenarios_share_one_report(monkeypatch, capsys, tmp_path, tiny):
     assert [(s["context"], s["temp"]) for s in scenarios] == [(40, 0.0), (40, 0.7)]
     assert all(s["prompt_tokens"]["median"] == 40 for s in scenarios)
     # Our sampler draws the same text with and without drafts.
-    assert all(s["identical"] == s["num_texts"] == 2 for s in scenarios)
+    assert all(s["identical"] == s["batch_size"] == 2 for s in scenarios)
     assert (tmp_path / "plots" / "speedup-2.png").is_file()
 
 
@@ -281,9 +281,9 @@ def test_batches_beside_mlx_lms_own(monkeypatch, capsys, tmp_path, tiny):
     document = json.loads((tmp_path / "results.json").read_text())
     rows = document["batches"]
     keys = [(row["batch"], row["set"], row["arm"]) for row in rows]
-    assert keys == [(n, "mine", arm) for n in (2, 1) for arm in ("k=2", "auto")]
+    assert keys == [(n, "mine", configuration) for n in (2, 1) for configuration in ("k=2", "auto")]
     for row in rows:
-        assert [verdict["identical"] for verdict in row["parity"]] == [True] * row["batch"]
+        assert [verification["identical"] for verification in row["parity"]] == [True] * row["batch"]
         assert row["output_tokens"] == 9 * row["batch"]  # none of the tiny texts ends before
         # Two runs; what prefill emits is not counted, as everywhere.
         passes = row["num_rounds"] + row["num_plain_steps"]
@@ -308,7 +308,7 @@ def test_batches_are_made_set_by_set(tiny):
     rows = batched.measure_batches(tiny, asked, settings, runs.append)
     assert [(row["set"], row["batch"]) for row in rows] == [("a", 2), ("b", 2)]
     assert len(runs) == batched.num_batch_runs(settings, asked) == 2 * 2 * 4
-    assert measure.num_runs(settings, asked, runner.make_arms([1])) == 16 + 4 * 2 * 4
+    assert measure.num_runs(settings, asked, runner.make_configurations([1])) == 16 + 4 * 2 * 4
 
 
 def test_the_clock_of_a_batch_runs_over_the_whole_call(tiny, monkeypatch):
@@ -327,12 +327,12 @@ def test_the_clock_of_a_batch_runs_over_the_whole_call(tiny, monkeypatch):
 def test_a_text_that_differs_in_a_batch_is_shown_with_its_margin(tiny):
     texts = [plain(tiny.target, PROMPT, 8), plain(tiny.target, PROMPT[:3], 8)]
     other = [texts[0], [*texts[1][:5], (texts[1][5] + 1) % 258, *texts[1][6:]]]
-    cell = batched.BatchCell("mine", [PROMPT, PROMPT[:3]], runner.make_arms(["auto"])[0])
+    cell = batched.BatchCell("mine", [PROMPT, PROMPT[:3]], runner.make_configurations(["auto"])[0])
     cell.plain.append(batched.BatchRun(texts, 4.0, 2.0, 0, []))
     cell.runs.append(batched.BatchRun(other, 4.0, 3.0, 2, [make_stats([1, 0], 2)] * 2))
     row = batched.batch_result(tiny, cell)
     assert (row["speedup"], row["speedup_after_prefill"]) == (1.0, (16 - 2) / 1.0 / (16 / 2.0))
-    assert [verdict["index"] for verdict in row["parity"]] == [None, 5]
+    assert [verification["index"] for verification in row["parity"]] == [None, 5]
     (line,) = tables.batch_table([row]).rows
     margin = row["parity"][1]["margin"]
     assert line[:3] == ["2", "mine", "auto"]

@@ -106,9 +106,9 @@ def test_every_kind_of_drafter_is_calibrated_with_full_drafts(tmp_path, monkeypa
     model, sizes = tiny_llama(), []
     launch = calibrate.Decoder.launch
 
-    def watch(self, plan, absorb=False):
-        done = launch(self, plan, absorb)
-        sizes.append((plan.size, done.num_drafted))
+    def watch(self, shape, absorb=False):
+        done = launch(self, shape, absorb)
+        sizes.append((shape.size, done.num_drafted))
         return done
 
     monkeypatch.setattr(calibrate.Decoder, "launch", watch)

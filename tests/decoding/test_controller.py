@@ -6,15 +6,15 @@ import re
 import mlx.core as mx
 import pytest
 from architectures import build
-from costs import FLAT, LINEAR, ScriptedPace
+from costs import FLAT, LINEAR, ScriptedController
 from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama, tiny_qwen3
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_eagle.decoding.controller import (
-    AdaptivePace,
-    FixedPace,
-    Plan,
+    AdaptiveController,
+    DraftShape,
+    FixedController,
     RoundCosts,
     expected_tokens,
 )
@@ -23,27 +23,27 @@ from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.tree import TreeShape
 
 # A round of k = 1..7 in plain steps, where verification is nearly flat, and where it is linear.
-STEEP = RoundCosts(1.0, {Plan(k): 1.2 + 0.84 * k for k in range(1, 8)})
-def simulate(pace, costs, alpha, num_tokens, seed) -> float:
+STEEP = RoundCosts(1.0, {DraftShape(k): 1.2 + 0.84 * k for k in range(1, 8)})
+def simulate(controller, costs, alpha, num_tokens, seed) -> float:
     """Seconds a token of a text whose drafts are accepted at random; alpha by text position."""
     dice, seconds, emitted = random.Random(seed), 0.0, 0
     while emitted < num_tokens:
-        plan, accepted = pace.next_plan(emitted), 0
-        if plan.size == 0:
+        shape, accepted = controller.next_shape(emitted), 0
+        if shape.size == 0:
             seconds, emitted = seconds + costs.plain, emitted + 1
             continue
-        while accepted < plan.size and dice.random() < alpha(emitted):
+        while accepted < shape.size and dice.random() < alpha(emitted):
             accepted += 1
-        pace.record(plan, accepted)
-        seconds, emitted = seconds + costs.rounds[plan], emitted + accepted + 1
+        controller.record(shape, accepted)
+        seconds, emitted = seconds + costs.rounds[shape], emitted + accepted + 1
     return seconds / emitted
 
 
 def mean_speedup(costs, alpha, num_tokens, size=None, runs=30) -> float:
-    def pace():
-        return AdaptivePace(costs) if size is None else FixedPace(Plan(size))
+    def controller():
+        return AdaptiveController(costs) if size is None else FixedController(DraftShape(size))
 
-    times = [simulate(pace(), costs, alpha, num_tokens, seed) for seed in range(runs)]
+    times = [simulate(controller(), costs, alpha, num_tokens, seed) for seed in range(runs)]
     return costs.plain / (sum(times) / runs)
 
 
@@ -63,7 +63,7 @@ def test_close_to_the_best_fixed_length(costs, alpha):
 @pytest.mark.parametrize("costs", [FLAT, STEEP, LINEAR], ids=["flat", "steep", "linear"])
 def test_never_much_slower_than_plain_even_on_short_texts(costs, alpha):
     for seed in range(30):
-        assert simulate(AdaptivePace(costs), costs, lambda _: alpha, 100, seed) < 1.035
+        assert simulate(AdaptiveController(costs), costs, lambda _: alpha, 100, seed) < 1.035
 
 
 def test_it_follows_a_text_that_changes():
@@ -75,59 +75,59 @@ def test_it_follows_a_text_that_changes():
 
 
 def test_hopeless_costs_park_for_good_with_the_reason():
-    pace = AdaptivePace(LINEAR)
-    assert pace.parked and pace.is_hopeless
-    assert [pace.next_plan(n) for n in range(5000)] == [Plan(0)] * 5000
-    (event,) = pace.events
+    controller = AdaptiveController(LINEAR)
+    assert controller.drafting_off and controller.never_pays
+    assert [controller.next_shape(n) for n in range(5000)] == [DraftShape(0)] * 5000
+    (event,) = controller.events
     assert event.what == "park" and "would not pay even with 90% accepted" in event.reason
 
 
 def test_parks_probes_and_wakes_are_noted():
-    pace = AdaptivePace(FLAT)
-    simulate(pace, FLAT, lambda n: 0.9 if n > 600 else 0.0, 1500, seed=1)
-    whats = [event.what for event in pace.events]
+    controller = AdaptiveController(FLAT)
+    simulate(controller, FLAT, lambda n: 0.9 if n > 600 else 0.0, 1500, seed=1)
+    whats = [event.what for event in controller.events]
     assert whats[0] == "park" and whats[-1] == "wake"
     assert whats.count("probe") == whats.count("park")
-    positions = [event.num_tokens for event in pace.events]
+    positions = [event.num_tokens for event in controller.events]
     assert positions == sorted(positions) and positions[-1] > 600
-    assert re.search(r"with \d+% of first drafts accepted, the best length", pace.events[-3].reason)
+    assert re.search(r"with \d+% of first drafts accepted, the best length", controller.events[-3].reason)
 
 
 def test_texts_of_a_batch_share_what_is_known():
     """Three texts that accept alike teach what one does, three times as well; a round is one."""
-    alone, shared = AdaptivePace(FLAT), AdaptivePace(FLAT)
+    alone, shared = AdaptiveController(FLAT), AdaptiveController(FLAT)
     for kept in (3, 0, 1, 3):
-        alone.record(Plan(3), kept)
-        shared.record(Plan(3), kept, kept, kept)
-    assert shared.alphas[0] > 0.5 > alone.alphas[0] > 0.45 > AdaptivePace(FLAT).alphas[0]
-    mixed = AdaptivePace(FLAT)
+        alone.record(DraftShape(3), kept)
+        shared.record(DraftShape(3), kept, kept, kept)
+    assert shared.alphas[0] > 0.5 > alone.alphas[0] > 0.45 > AdaptiveController(FLAT).alphas[0]
+    mixed = AdaptiveController(FLAT)
     for _ in range(200):
-        mixed.record(Plan(2), 2, 0)
+        mixed.record(DraftShape(2), 2, 0)
     assert mixed.alphas[0] == pytest.approx(0.5, abs=0.02) and mixed.alphas[1] > 0.9
     # A trial loses what the mean text loses, in so many rounds: 6 of them, not 6 texts.
-    parked = AdaptivePace(FLAT)
+    drafting_off = AdaptiveController(FLAT)
     for _ in range(2):
-        assert not parked.parked
-        parked.next_plan(1)
-        parked.record(Plan(1), 0, 0, 0, 0, 1)
-    parked.next_plan(1)
-    assert not parked.parked
+        assert not drafting_off.drafting_off
+        drafting_off.next_shape(1)
+        drafting_off.record(DraftShape(1), 0, 0, 0, 0, 1)
+    drafting_off.next_shape(1)
+    assert not drafting_off.drafting_off
 
 
 def test_other_costs_wake_a_parked_pace_that_would_pay():
-    pace = AdaptivePace(STEEP)
-    assert pace.parked and pace.is_hopeless
-    pace.recost(LINEAR)
-    assert pace.parked and len(pace.events) == 1
-    pace.recost(FLAT)
-    assert not pace.parked and pace.next_plan(7).size > 0
-    assert [event.what for event in pace.events] == ["park", "wake"]
+    controller = AdaptiveController(STEEP)
+    assert controller.drafting_off and controller.never_pays
+    controller.update_costs(LINEAR)
+    assert controller.drafting_off and len(controller.events) == 1
+    controller.update_costs(FLAT)
+    assert not controller.drafting_off and controller.next_shape(7).size > 0
+    assert [event.what for event in controller.events] == ["park", "wake"]
     # What is known of acceptance stays: a text that accepts nothing is parked still.
-    pace = AdaptivePace(FLAT)
-    simulate(pace, FLAT, lambda n: 0.0, 200, seed=1)
-    assert pace.parked
-    pace.recost(RoundCosts(1.0, {plan: 0.99 * cost for plan, cost in FLAT.rounds.items()}))
-    assert pace.parked
+    controller = AdaptiveController(FLAT)
+    simulate(controller, FLAT, lambda n: 0.0, 200, seed=1)
+    assert controller.drafting_off
+    controller.update_costs(RoundCosts(1.0, {shape: 0.99 * cost for shape, cost in FLAT.rounds.items()}))
+    assert controller.drafting_off
 
 
 TARGETS = {
@@ -155,7 +155,7 @@ def case(request):
 def paced(monkeypatch, request):
     monkeypatch.setattr("mlx_eagle.decoding.loop.round_costs", lambda *_: None)
     monkeypatch.setattr(
-        "mlx_eagle.decoding.loop.AdaptivePace", lambda costs: ScriptedPace(SCRIPTS[request.param])
+        "mlx_eagle.decoding.loop.AdaptiveController", lambda costs: ScriptedController(SCRIPTS[request.param])
     )
 
 
@@ -248,23 +248,23 @@ def test_nonsense_is_refused():
 
 def test_a_tree_is_taken_where_it_pays_and_left_where_it_does_not():
     """Trees of 2 levels whose rounds bring 2.2 tokens, at two costs, beside chains at 50 %."""
-    tree = Plan(2, TreeShape.parse("3x2:9"))
+    tree = DraftShape(2, TreeShape.parse("3x2:9"))
 
     def tokens_per_second(cost: float) -> tuple[float, int]:
         costs = RoundCosts(1.0, {**FLAT.rounds, tree: cost})
-        pace, dice = AdaptivePace(costs), random.Random(7)
+        controller, dice = AdaptiveController(costs), random.Random(7)
         seconds, emitted, num_trees = 0.0, 0, 0
         for _ in range(400):
-            plan = pace.next_plan(emitted)
-            if plan.tree is not None:
+            shape = controller.next_shape(emitted)
+            if shape.tree is not None:
                 num_trees += 1
                 accepted = dice.choice([0, 1, 1, 2, 2])
             else:
                 accepted = 0
-                while accepted < plan.size and dice.random() < 0.5:
+                while accepted < shape.size and dice.random() < 0.5:
                     accepted += 1
-            pace.record(plan, accepted)
-            seconds, emitted = seconds + costs.rounds[plan], emitted + accepted + 1
+            controller.record(shape, accepted)
+            seconds, emitted = seconds + costs.rounds[shape], emitted + accepted + 1
         return emitted / seconds, num_trees
 
     fast, num_used = tokens_per_second(1.4)

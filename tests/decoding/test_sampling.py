@@ -128,14 +128,14 @@ class KeepsEverything(Reject):
 
     def open(self, position):
         choice = super().open(position)
-        judge = choice.judge
+        verify = choice.verify
 
-        def keep_all(draft, reach, logprobs):
-            verdict = judge(draft, reach, logprobs)
-            following = mx.concatenate([draft.tokens, verdict.following[-1:]])
-            return type(verdict)(following, mx.array(len(draft)), logprobs)
+        def keep_all(draft, tree_mask, logprobs):
+            verification = verify(draft, tree_mask, logprobs)
+            following = mx.concatenate([draft.tokens, verification.following[-1:]])
+            return type(verification)(following, mx.array(len(draft)), logprobs)
 
-        choice.judge = keep_all
+        choice.verify = keep_all
         return choice
 
 
@@ -206,7 +206,7 @@ def test_reject_equals_its_naive_twin():
         picked = [choice.pick(draft_logits[i : i + 1], ids) for i in range(k)]
         tokens = mx.concatenate([ids[index] for index in picked]).astype(mx.int32)
         logprobs = target_logits - mx.logsumexp(target_logits, axis=-1, keepdims=True)
-        verdict = choice.judge(Draft(tokens), None, logprobs)
+        verification = choice.verify(Draft(tokens), None, logprobs)
         p = mx.softmax(target_logits / 0.9, axis=-1).tolist()
         q = [[0.0] * VOCAB for _ in range(k)]
         for i, row in enumerate(mx.softmax(draft_logits / 0.9, axis=-1).tolist()):
@@ -216,8 +216,8 @@ def test_reject_equals_its_naive_twin():
         noise = [sampling.noise(7 + i, VOCAB, 3).tolist() for i in range(k)]
         bonus = mx.argmax(mx.log(mx.array(p[k])) + sampling.noise(7 + k, VOCAB, 0)).item()
         expected = naive_reject(p, q, tokens.tolist(), coins, noise, bonus)
-        num_kept = verdict.num_kept.item()
-        assert verdict.following.tolist()[: num_kept + 1] == expected
+        num_kept = verification.num_kept.item()
+        assert verification.following.tolist()[: num_kept + 1] == expected
         lengths.add(num_kept)
     assert lengths == {0, 1, 2, 3}
 
@@ -237,13 +237,13 @@ def test_match_and_coupled_equal_their_naive_twins():
         }
         for name, rule in (("match", Match()), ("coupled", Coupled(sampling))):
             choice = rule.open(4)
-            verdict = choice.judge(Draft(drafted), None, logprobs)
+            verification = choice.verify(Draft(drafted), None, logprobs)
             wanted = [row.index(max(row)) for row in rows[name]]
             kept = 0
             while kept < 3 and drafted.tolist()[kept] == wanted[kept]:
                 kept += 1
-            assert verdict.following.tolist() == wanted
-            assert verdict.num_kept.item() == kept
+            assert verification.following.tolist() == wanted
+            assert verification.num_kept.item() == kept
 
 
 def test_sampling_filters_as_mlx_lm_does():

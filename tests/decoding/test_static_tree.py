@@ -124,7 +124,7 @@ def test_the_tree_equals_a_naive_construction(text, seed):
     draft = drafter.propose_tree(tree)
     assert draft.tokens.tolist() == naive_static(drafter, committed.tolist(), features, paths)
     assert draft.parents.tolist() == list(tree.parents)
-    assert (draft.reach().sum(axis=1) - 1).tolist() == [0, *map(len, paths)]
+    assert (draft.tree_mask().sum(axis=1) - 1).tolist() == [0, *map(len, paths)]
     assert drafter.num_forwards == tree.depth  # one a level: extend's, then all but the last
     assert drafter.cache[0].offset == 9  # nothing of the tree stays in the head's cache
 
@@ -225,12 +225,12 @@ def test_matching_keeps_the_law_of_two_tokens():
     log_p = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     root, drafted = 0, [2, 1, 3, 2]
     draft = Draft(mx.array(drafted), mx.array(tree.parents), tree.depth)
-    rule, reach = make_rule("match", make_sampler(1.0)), draft.reach()
+    rule, tree_mask = make_rule("match", make_sampler(1.0)), draft.tree_mask()
     mx.random.seed(3)
     counts, num_kept = {}, 0
     for _ in range(num_runs):
-        verdict = rule.open(0).judge(draft, reach, log_p[mx.array([root, *drafted])])
-        kept, *following = verdict.packed().tolist()
+        verification = rule.open(0).verify(draft, tree_mask, log_p[mx.array([root, *drafted])])
+        kept, *following = verification.packed().tolist()
         run = following[: kept + 1]
         if kept == 0:  # the next round draws it
             run.append(mx.random.categorical(log_p[run[0]]).item())

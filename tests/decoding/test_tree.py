@@ -30,7 +30,7 @@ from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.tree import TreeShape, rerank
 from mlx_eagle.target import tree_attention
-from mlx_eagle.target.rollback import Window
+from mlx_eagle.target.rollback import Checkpoint
 from mlx_eagle.target.tree_rows import ancestors, kept_path
 
 SHAPES = ["1x4:4", "2x1:2", "2x3:6", "3x4:12", "4x5:16"]
@@ -192,20 +192,20 @@ def test_ancestors_and_paths_against_plain_python():
         size = 1 + seed % 9
         draws = mx.random.uniform(shape=(size,), key=mx.random.key(seed)).tolist()
         parents = [int(x * (i + 1)) for i, x in enumerate(draws)]
-        reach = ancestors(mx.array(parents, dtype=mx.int32), size).tolist()
+        tree_mask = ancestors(mx.array(parents, dtype=mx.int32), size).tolist()
         for row in range(size + 1):
             path, at = {row}, row
             while at > 0:
                 at = parents[at - 1]
                 path.add(at)
-            assert {a for a in range(size + 1) if reach[row][a]} == path
+            assert {a for a in range(size + 1) if tree_mask[row][a]} == path
         # A kept set with at most one kept child a row, as siblings are different tokens.
         keep, at = [False] * size, 0
         for i, parent in enumerate(parents):
             if parent == at and draws[i] > 0.3:
                 keep[i], at = True, i + 1
         expected = [0] + [i + 1 for i in range(size) if keep[i]]
-        rows, num_kept = kept_path(mx.array(keep), mx.array(reach))
+        rows, num_kept = kept_path(mx.array(keep), mx.array(tree_mask))
         assert num_kept.item() == len(expected) - 1
         assert rows.tolist()[: len(expected)] == expected
         assert sorted(rows.tolist()) == list(range(size + 1))
@@ -257,12 +257,12 @@ def test_a_branch_is_moved_within_its_buffers(name):
 
     append(9)
     buffers = [addresses(cache.keys, cache.values) for cache in caches]
-    window = Window(caches)
+    window = Checkpoint(caches)
     append(4)
     rows = mx.array([*range(9), 9, 11, 12])
     expected = [tree_map(lambda a: a[..., rows, :], [c.keys, c.values]) for c in caches]
     mx.eval(expected)
-    window.keep_branch([0, 2, 3])
+    window.rollback_to_branch([0, 2, 3])
     mx.synchronize()  # as after the accept pass of a round
     for cache, arrays, buffer in zip(caches, expected, buffers):
         mx.eval(cache.keys, cache.values)

@@ -182,7 +182,7 @@ def test_targets_without_trees_refuse_them(pair, recurrent):
 
 def test_no_draft_could_pay_here(pair, expected, monkeypatch):
     """What was decoded without the drafter is filed without its part of the caches."""
-    hopeless = RoundCosts(1.0, {plan: 100.0 for plan in CHAINS})
+    hopeless = RoundCosts(1.0, {shape: 100.0 for shape in CHAINS})
     monkeypatch.setattr(loop, "round_costs", lambda *args, **options: hopeless)
     filed, insert = [], PairCache.insert_cache
 

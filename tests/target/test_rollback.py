@@ -25,7 +25,7 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_eagle.decoding.loop import speculative_generate_step
-from mlx_eagle.target.rollback import Window
+from mlx_eagle.target.rollback import Checkpoint
 
 WINDOW = 12  # smaller than prompt + text: crossed early in every test below
 LAYERS = 6
@@ -173,11 +173,11 @@ def test_a_pass_that_breaks_off_half_way_is_undone(model, make_cache):
     plain(model, PROMPT, 20, prompt_cache=cache)
     reference = make_cache()
     plain(model, PROMPT, 20, prompt_cache=reference)
-    window = Window(cache)
+    window = Checkpoint(cache)
     rows = mx.ones((1, 2, 3, 32))
     for c in cache[:3]:
         c.update_and_fetch(rows, rows)
-    window.keep(0)
+    window.rollback(0)
     assert left_in(model, cache) == left_in(model, reference)
 
 
