@@ -102,8 +102,7 @@ def _responses(
     for n, (token, logprobs, from_draft) in enumerate(steps):
         if n == 0:
             now = time.perf_counter()
-            # What "auto" measures is shown apart; it is not the prompt's.
-            prompt_tps, tic = prompt_tokens / (now - tic - stats.calibration_time), now
+            prompt_tps, tic = prompt_tokens / (now - tic), now
         if token in tokenizer.eos_token_ids:
             break
         detokenizer.add_token(token)
