@@ -119,7 +119,7 @@ class Decoder:
         with self._undone_on_failure(draft_checkpoint), mx.stream(self.stream):
             opened = self.open_round(shape, draft_checkpoint)
             if opened.shape.size > 0:
-                # The device drafts while the host builds the target's pass, the greater graph.
+                # The device drafts while the host builds the target's pass, the larger graph.
                 mx.async_eval(opened.draft.tokens)
             tree_mask = opened.draft.tree_mask()
             tokens = mx.concatenate([self.root, opened.draft.tokens])
