@@ -1,7 +1,7 @@
 # make demo   the main job on the embedded demo pair; make demo PROMPT="..." asks something else
 # make test   the whole test suite; make test ARGS="-k demo" runs a part
 # make bench  the README's table on the demo pair, in half an hour; ARGS="..." measures something else
-# make docs   the documentation site, into .docs/site
+# make docs   the documentation site, into docs/site
 # make clean  remove what these made
 #
 # Needs Python 3.11 or newer (PYTHON=python3.12 picks one) and a network for the first run.
@@ -39,10 +39,10 @@ bench: $(VENV)/installed
 	@$(RUN) -m mlx_eagle.bench $(or $(ARGS),$(BENCH))
 
 docs: $(VENV)/installed-docs
-	@$(BIN)/python -m mkdocs build --strict --config-file .docs/mkdocs.yml $(ARGS)
+	@$(BIN)/python -m mkdocs build --strict --config-file docs/mkdocs.yml $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .docs/site
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache docs/site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/created:

@@ -13,7 +13,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
-PAGES = PurePosixPath(".docs/pages")
+PAGES = PurePosixPath("docs/pages")
 TAKEN = {
     "README.md": "index.md",
     "tests/ARCHITECTURES.md": "architectures.md",
