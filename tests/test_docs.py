@@ -310,7 +310,7 @@ def test_tables_made_from_the_code_are_whole():
 
 
 def test_architecture_page_names_every_room():
-    listed = re.findall(r"^\| [\d-] \| `(\w+)/` \|", (PAGES / "architecture.md").read_text(), re.M)
+    listed = re.findall(r"^\| \d \| `(\w+)/` \|", (PAGES / "architecture.md").read_text(), re.M)
     assert sorted(listed) == sorted(
         path.parent.name for path in (ROOT / "mlx_eagle").glob("*/__init__.py")
     )
