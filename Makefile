@@ -2,7 +2,7 @@
 # make test   the tests, in minutes; make test ARGS="-k demo" runs a part
 # make test-all   every combination and the long runs as well
 # make bench  the README's table on the demo pair, in half an hour; ARGS="..." measures something else
-# make docs   the documentation site, into .docs/site
+# make docs   the documentation site, into docs/site
 # make clean  remove what these made
 #
 # Needs Python 3.11 or newer (PYTHON=python3.12 picks one) and a network for the first run.
@@ -45,10 +45,10 @@ bench: $(VENV)/installed
 	@$(RUN) -m mlx_eagle.bench $(or $(ARGS),$(BENCH))
 
 docs: $(VENV)/installed-docs
-	@$(BIN)/python -m mkdocs build --strict --config-file .docs/mkdocs.yml $(ARGS)
+	@$(BIN)/python -m mkdocs build --strict --config-file docs/mkdocs.yml $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .docs/site
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache docs/site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/created:

@@ -49,6 +49,7 @@ from transformers import PreTrainedTokenizerFast
 from mlx_eagle.bench.__main__ import DEMO_NAMES
 from mlx_eagle.convert import convert
 from mlx_eagle.demo import pair as demo
+from mlx_eagle.drafters.pairs import PAIRS
 
 TARGETS: dict[str, Callable[..., nn.Module]] = {
     "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit": tiny_llama,
@@ -131,6 +132,8 @@ class Reader:
         kind = words[0].removeprefix("mlx_eagle.")
         if "--version" in words:
             assert re.search(r"\d+\.\d+\.\d+", self.run(words))
+        elif "--list" in words:
+            assert PAIRS[0].head in self.run(words)
         else:
             getattr(self, kind)(words)
 
