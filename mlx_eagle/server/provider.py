@@ -11,9 +11,11 @@ from ..commands.flags import read_tree
 from ..decoding.loop import check_tree_drafter
 from ..demo.pair import load_demo
 from ..draft_models import open_drafter
+from ..drafters.load import find_embedding
 from ..system.command import USER_ERRORS
 from ..system.hub import locate
 from ..target.tree_attention import check_trees
+from .prompt import context_size
 
 DEFAULT = "default_model"  # what mlx-lm calls the model and the draft model of the command line
 DEMO = "mlx-eagle-demo"
@@ -29,6 +31,8 @@ class PairProvider(ModelProvider):
     def __init__(self, args: Namespace):
         super().__init__(args)
         self.loaded = Event()
+        self.vocab_size = 0
+        self.context: int | None = None  # tokens of a text, where the model says so
         self.error: Exception | None = None
         self.model_names = {DEFAULT, self.name}
         if args.model is not None and Path(args.model).exists():
@@ -81,4 +85,8 @@ class PairProvider(ModelProvider):
         self.draft_model = drafter
         if self.cli_args.tree is not None:
             self.check_tree(self.cli_args.tree)
+        self.vocab_size = find_embedding(self.model)[1]
+        self.context = context_size(self.model)
+        # Settles what a tokenizer keeps between calls, before several threads use it.
+        self.tokenizer.encode("")
         self.model_key = (model_path, adapter_path, draft_model_path)

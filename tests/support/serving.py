@@ -21,10 +21,11 @@ from openai import OpenAI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from mlx_eagle.convert import convert
-from mlx_eagle.server.__main__ import build_parser
+from mlx_eagle.server.access import read_key
 from mlx_eagle.server.caches import PairCache
+from mlx_eagle.server.flags import build_parser
 from mlx_eagle.server.generator import PairGenerator
-from mlx_eagle.server.handler import PairServer
+from mlx_eagle.server.listener import Limits, PairServer
 from mlx_eagle.server.provider import PairProvider
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -136,11 +137,14 @@ def ours(*flags: str):
     args = parse("--port", "0", "--num-draft-tokens", "3", *flags)
     generator = PairGenerator(PairProvider(args), PairCache(args.prompt_cache_size))
     try:
-        generator.wait_until_loaded()
+        assert generator.model_provider.loaded.wait(60)
+        generator.check_loaded()
     except ValueError:
         generator.stop_and_join()
         raise
-    return running(PairServer(args.host, args.port, generator), generator)
+    limits = Limits(args.max_body_size, args.max_connections, args.request_timeout)
+    server = PairServer(args.host, args.port, generator, limits, read_key(args))
+    return running(server, generator)
 
 
 def theirs(target: str):
