@@ -325,7 +325,7 @@ def test_the_same_request_again_and_what_it_answered(server, reference):
 def begin(asked, **body) -> socket.socket:
     """A connection on which a streamed answer has begun."""
     raw = json.dumps({"prompt": "Tell a story", "stream": True, "logit_bias": ENDLESS} | body)
-    connection = socket.create_connection(asked.address)
+    connection = socket.create_connection(asked.address, timeout=30)
     connection.sendall(
         f"POST /v1/completions HTTP/1.0\r\nContent-Length: {len(raw)}\r\n\r\n{raw}".encode()
     )

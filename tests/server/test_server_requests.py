@@ -138,10 +138,10 @@ def test_lengths_and_paths_that_are_wrong(server):
     refused(post(server, TEXT, b"{}", length="two"), 400, "give a number of bytes")
     refused(post(server, TEXT, b"{}", length=str(MAX_BODY + 1)), 413, "send at most")
     refused(post(server, "/v1/embeddings", b"{}"), 404, "nothing is at /v1/embeddings")
-    with socket.create_connection(server.address) as connection:
+    with socket.create_connection(server.address, timeout=20) as connection:
         connection.sendall(f"POST {TEXT} HTTP/1.0\r\n\r\n".encode())
         assert b" 411 " in connection.recv(100)
-    with socket.create_connection(server.address) as connection:
+    with socket.create_connection(server.address, timeout=20) as connection:
         connection.sendall(f"POST {TEXT} HTTP/1.0\r\nContent-Length: 99\r\n\r\n{{".encode())
     assert server.complete(prompt="Once").choices == server.good
 
@@ -162,7 +162,7 @@ def test_names_of_models(server, pair):
 
 
 def test_health(server):
-    connection = http.client.HTTPConnection(*server.address)
+    connection = http.client.HTTPConnection(*server.address, timeout=20)
     connection.request("GET", "/health")
     response = connection.getresponse()
     assert (response.status, response.read()) == (200, b'{"status": "ok"}')
@@ -216,7 +216,7 @@ def start():
     yield command
     for process in started:
         process.kill()
-        process.communicate()
+        process.communicate(timeout=30)
 
 
 def test_names_of_files_that_are_wrong(pair, server, start):
@@ -238,7 +238,7 @@ def test_names_of_files_that_are_wrong(pair, server, start):
 
 def ask(url: str, **body) -> http.client.HTTPResponse:
     host, port = re.fullmatch(r"http://(.+):(\d+)/v1", url).groups()
-    connection = http.client.HTTPConnection(host.replace("0.0.0.0", "127.0.0.1"), int(port))
+    connection = http.client.HTTPConnection(host.replace("0.0.0.0", "127.0.0.1"), int(port), timeout=60)
     connection.request("POST", TEXT, json.dumps({"prompt": "Once", "stream": True} | body))
     return connection.getresponse()
 
@@ -246,6 +246,7 @@ def ask(url: str, **body) -> http.client.HTTPResponse:
 def test_signals(pair, start):
     """SIGTERM lets answers be finished; a second one does not; loopback unless told otherwise."""
     flags = ("--model", pair["target"], "--draft-model", pair["model"], "--max-tokens", "1000")
+    flags += ("--num-draft-tokens", "3")
     endless = {"logit_bias": {str(VOCAB - 1): -100}}
     first, second = start(*flags), start(*flags, "--host", "0.0.0.0", "--no-api-key")
     url = first.stdout.readline().split()[-1]

@@ -122,7 +122,7 @@ def running(server, generator) -> Iterator[Asked]:
     finally:
         server.shutdown()
         server.server_close()
-        thread.join()
+        thread.join(timeout=30)
         generator.stop_and_join()
         # A thread that has used MLX needs the interpreter for a moment after it was joined.
         time.sleep(0.05)
