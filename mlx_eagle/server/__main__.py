@@ -32,9 +32,7 @@ def serve(server: PairServer, generator: PairGenerator, signals: StopSignals) ->
     count = len(server.answering)
     if count:
         requests = "1 request" if count == 1 else f"{count} requests"
-        print(
-            f"Waiting for {requests} to finish; press Ctrl-C again to stop now.", flush=True
-        )
+        print(f"Waiting for {requests} to finish; press Ctrl-C again to stop now.", flush=True)
     while server.answering and not signals.wait(POLL):
         pass
 
@@ -55,9 +53,7 @@ def run(args: argparse.Namespace) -> None:
     key = read_key(args)
     if args.draft_model == AUTO:
         args.draft_model = None if args.model is None else known_head(args.model)
-    logging.basicConfig(
-        level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s"
-    )
+    logging.basicConfig(level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s")
     maybe_set_recommended_wired_limit()
     max_bytes = {} if args.prompt_cache_bytes is None else {"max_bytes": args.prompt_cache_bytes}
     limits = Limits(args.max_body_size, args.max_connections, args.request_timeout)

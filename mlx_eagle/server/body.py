@@ -96,7 +96,7 @@ def read_body(raw: bytes) -> dict[str, Any]:
     """The fields of a request; nulls stay where they mean something. Raises ValueError."""
     try:
         body = json.loads(raw.decode("utf-8-sig"))  # some clients begin with a byte order mark
-    except UnicodeError as err:
+    except UnicodeDecodeError as err:
         raise ValueError(f"the request body is not valid UTF-8 text ({err.reason}).") from err
     except RecursionError as err:
         raise ValueError("the request body is nested too deeply.") from err
@@ -113,7 +113,7 @@ def write_body(body: dict[str, Any]) -> bytes:
     try:
         # A lone surrogate is valid JSON, but no text that a tokenizer could take.
         return json.dumps(body, ensure_ascii=False).encode()
-    except UnicodeError as err:
+    except UnicodeEncodeError as err:
         raise ValueError(f"the request body is not valid UTF-8 text ({err.reason}).") from err
     except RecursionError as err:
         raise ValueError("the request body is nested too deeply.") from err
@@ -135,7 +135,9 @@ def check_body(body: dict[str, Any], needed: str) -> None:
         _check_kind(name, body.get(name, kind()), kind)
     for name in body.get("chat_template_kwargs", {}):
         if name in TEMPLATE_OPTIONS:
-            raise ValueError(f"chat_template_kwargs names {name!r}: that is not the client's to set.")
+            raise ValueError(
+                f"chat_template_kwargs names {name!r}: that is not the client's to set."
+            )
     for token, bias in _check_kind("logit_bias", body.get("logit_bias", {}), dict).items():
         if not (token.isascii() and token.isdecimal() and len(token) <= MAX_TOKEN_DIGITS):
             raise ValueError(f"logit_bias has the key {_shown(token)}: give token ids.")
@@ -185,9 +187,7 @@ def _check_drafts(body: dict[str, Any]) -> None:
         Bounds(0, MAX_DRAFT_TOKENS).check("num_draft_tokens", length)
     if tree is not None and _check_kind("tree", tree, str) != AUTO:
         if len(tree) > MAX_TREE_TEXT:
-            raise ValueError(
-                f"the tree has {len(tree)} characters: give at most {MAX_TREE_TEXT}."
-            )
+            raise ValueError(f"the tree has {len(tree)} characters: give at most {MAX_TREE_TEXT}.")
         shape = read_tree(tree)
         if max(shape.nodes, shape.width) > MAX_TREE_NODES:
             raise ValueError(

@@ -87,7 +87,9 @@ POSITIVE = (
     "max_tokens decode_concurrency prompt_concurrency prefill_step_size prompt_cache_size "
     "max_body_size max_connections"
 ).split()
-SAMPLING = {"temp": "temperature"} | {name: name for name in ("top_p", "top_k", "min_p", "max_tokens")}
+SAMPLING = {"temp": "temperature"} | {
+    name: name for name in ("top_p", "top_k", "min_p", "max_tokens")
+}
 MAX_SECONDS = 10**7  # about four months
 
 

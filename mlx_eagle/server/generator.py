@@ -25,7 +25,7 @@ from ..commands.flags import draft_options
 from ..decoding.loop import AUTO
 from ..drafters.base import Drafter
 from ..generate import GenerationResponse, stream_generate
-from .answer import POLL, Answer, RequestError, State, Told
+from .answer import Answer, RequestError, State, Told
 from .body import PairArguments
 from .caches import Caches, PairCache, prepare
 from .metrics import Metrics
@@ -187,7 +187,7 @@ class PairGenerator(ResponseGenerator):
         return self.model_provider.draft_model if args.num_draft_tokens != 0 else None
 
     def _could_batch(self, args: PairArguments) -> bool:
-        """Whether a request may share a batch, if there is another to share it with."""
+        """Whether a request may be decoded in a batch with others."""
         may_share = not args.is_alone and self.cli_args.decode_concurrency > 1
         return may_share and super()._is_batchable(args)
 
@@ -248,9 +248,7 @@ class PairGenerator(ResponseGenerator):
         elif (asked := self._open.get(answer)) is not None:  # the client has not left
             self._go_on(answer, *asked)
 
-    def _sequence(
-        self, prompt: list[int], args: PairArguments, stream: mx.Stream
-    ) -> Sequence:
+    def _sequence(self, prompt: list[int], args: PairArguments, stream: mx.Stream) -> Sequence:
         """The prompt, on the caches of what is known of it."""
         provider = self.model_provider
         self._log_cache_stats()

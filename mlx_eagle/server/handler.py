@@ -105,7 +105,7 @@ class PairHandler(APIHandler):
         """What http.server refuses, in the words of the others."""
         self.close_connection, self.is_body_unread = True, True
         text = message or self.responses.get(code, ("the request is not HTTP",))[0]
-        self.server.metrics.count_request(Outcome.of_status(code))
+        self.server.metrics.count_request(Outcome.REFUSED)  # also 501, "no such method"
         self.headers = getattr(self, "headers", None) or {}
         self._send_error(RequestError(f"{text.rstrip('.')}.", code))
 

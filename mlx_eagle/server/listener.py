@@ -16,7 +16,6 @@ from .access import ApiKey
 from .answer import RequestError
 from .generator import PairGenerator
 from .handler import PairHandler
-from .metrics import Metrics
 
 BODY_BYTES = 16_000_000
 CONNECTIONS = 128
@@ -118,7 +117,9 @@ class PairServer(ThreadingHTTPServer):
     def _refuse(self, request: Any) -> None:
         """Say so without waiting: this is the thread that accepts connections for everybody."""
         content = json.dumps({"error": TOO_MANY | {"type": "server_error", "code": 503}})
-        head = f"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 5\r\nContent-Length: {len(content)}"
+        head = (
+            f"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 5\r\nContent-Length: {len(content)}"
+        )
         try:
             request.setblocking(False)
             request.send(f"{head}\r\nContent-type: application/json\r\n\r\n{content}".encode())

@@ -93,7 +93,10 @@ class Metrics:
 
     def _request_families(self) -> list[str]:
         kinds = {
-            "requests": (self._requests, "Requests to generate, by what became of them."),
+            "requests": (
+                self._requests,
+                "Requests to generate, and what was no HTTP, by what became of them.",
+            ),
             "prompt_tokens": (self._prompt_tokens, "Prompt tokens of requests that ended."),
             "cached_prompt_tokens": (
                 self._cached_tokens,
@@ -114,7 +117,10 @@ class Metrics:
             for name, (counts, text) in kinds.items()
         ]
         text = "Connections refused because there were too many."
-        return [*families, _family("refused_connections_total", "counter", text, self._refused_connections)]
+        return [
+            *families,
+            _family("refused_connections_total", "counter", text, self._refused_connections),
+        ]
 
     def _histogram(self) -> str:
         bounds = [*(str(bound) for bound in FIRST_TOKEN_BOUNDS), "+Inf"]

@@ -25,7 +25,7 @@ class PairProvider(ModelProvider):
     """mlx-lm's provider, with one of our drafters as ``draft_model``.
 
     Unlike mlx-lm's it loads no other model on a client's request: a drafter belongs to its
-    target. ``is_batchable`` says whether the target could decode several texts at once.
+    target. ``is_batchable`` says whether the target could decode several sequences at once.
     """
 
     def __init__(self, args: Namespace):

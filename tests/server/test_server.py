@@ -6,11 +6,8 @@ import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import mlx.core as mx
 import pytest
-from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama
 from mlx_lm.generate import BatchGenerator, make_stop_sequences
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import Response
 from mlx_lm.utils import load_tokenizer
 from openai import APIError
@@ -18,7 +15,6 @@ from serving import ENDLESS, ours, theirs, write_model, write_pair, write_tokeni
 
 from mlx_eagle.drafters.model_drafter import ModelDrafter
 from mlx_eagle.server.answer import WholeText
-from mlx_eagle.server.caches import Caches, PairCache, prepare
 from mlx_eagle.target.taps import Target
 
 DRAFTS = ("model", "head")
@@ -168,46 +164,6 @@ def test_a_turn_taken_again_branches_off(server, reference):
         got = server.chat(*turns, logit_bias=ENDLESS)
         assert got.choices == reference.chat(*turns, logit_bias=ENDLESS).choices
         assert got.usage.prompt_tokens_details.cached_tokens > 0
-
-
-def test_the_drafter_misses_nothing_at_a_seam():
-    """After reuse of a trimmed text, the head's slots are those of a head that saw it whole."""
-    model = tiny_llama()
-    drafter = tiny_head(model)
-    num_target, store = len(make_prompt_cache(model)), PairCache()
-
-    def slots(caches: list) -> list[mx.array]:
-        return [a[..., : len(text) - 1, :] for a in caches[num_target].keys_and_values()]
-
-    caches = prepare(None, model, drafter, [])
-    tokens, _ = speculative(model, drafter, PROMPT, 10, prompt_cache=caches)
-    store.insert_cache("key", PROMPT + tokens, caches)
-    text = PROMPT + tokens[:6] + [50, 51, 52]
-    whole = prepare(None, model, drafter, [])
-    speculative(model, drafter, text, 1, prompt_cache=whole)
-    for is_prepared in (False, True):
-        fetched, rest = store.fetch("key", text)
-        assert len(rest) == 3
-        if is_prepared:
-            fetched = prepare(fetched, model, drafter, text[: -len(rest)])
-        speculative(model, drafter, rest, 1, prompt_cache=fetched)
-        same = [mx.allclose(a, b, atol=1e-4).item() for a, b in zip(slots(fetched), slots(whole))]
-        assert all(same) == is_prepared
-
-
-def test_caches_without_a_drafters_part_get_one():
-    model = tiny_llama()
-    drafter = tiny_head(model)
-    caches = make_prompt_cache(model)
-    tokens = plain(model, PROMPT, 5, prompt_cache=caches)
-    store = PairCache()
-    store.insert_cache("key", PROMPT + tokens, caches)  # as mlx-lm's batches do
-    fetched, rest = store.fetch("key", PROMPT + tokens + [1, 2])
-    pair_caches = prepare(fetched, model, drafter, PROMPT + tokens)
-    assert len(pair_caches.draft) == len(drafter.make_cache())
-    store.insert_cache("key", PROMPT + tokens + [1], Caches(pair_caches, len(caches)))
-    assert len(store.fetch_nearest_cache("key", PROMPT + tokens + [1, 2])[0]) == len(caches)
-    assert not prepare(pair_caches, model, None, PROMPT + tokens).draft
 
 
 def test_eight_clients_at_once(drafted, reference):

@@ -210,7 +210,7 @@ def test_texts_are_measured_as_they_are_tokenized(server):
 
 def test_rounds_are_measured_only_while_nobody_waits(flags, expected, monkeypatch):
     """A second client comes in the midst of it: both are answered, and nothing is remembered."""
-    measuring, second_came = threading.Event(), threading.Event()
+    measuring = threading.Event()
     num_done = []
 
     def slow_costs(decoder, with_trees, progress) -> RoundCosts:

@@ -238,7 +238,9 @@ def test_names_of_files_that_are_wrong(pair, server, start):
 
 def ask(url: str, **body) -> http.client.HTTPResponse:
     host, port = re.fullmatch(r"http://(.+):(\d+)/v1", url).groups()
-    connection = http.client.HTTPConnection(host.replace("0.0.0.0", "127.0.0.1"), int(port), timeout=60)
+    connection = http.client.HTTPConnection(
+        host.replace("0.0.0.0", "127.0.0.1"), int(port), timeout=60
+    )
     connection.request("POST", TEXT, json.dumps({"prompt": "Once", "stream": True} | body))
     return connection.getresponse()
 

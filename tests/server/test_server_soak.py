@@ -12,7 +12,6 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -176,7 +175,6 @@ def run_clients(asked: Asked, expected: list, seconds: float, seen: Seen, seed: 
     def client(number: int) -> None:
         dice = random.Random(seed * 1000 + number)
         while time.monotonic() < until:
-            act: Callable[[], None]
             if number % 3 == 0:
                 dice.choice(HOSTILE)(asked, seen, dice)
             else:
@@ -188,7 +186,13 @@ def run_clients(asked: Asked, expected: list, seconds: float, seen: Seen, seed: 
     def guarded(number: int) -> None:
         try:
             client(number)
-        except Exception as err:
+        except (
+            OSError,
+            http.client.HTTPException,
+            AssertionError,
+            ValueError,
+            LookupError,
+        ) as err:
             failures.append(err)
 
     threads = [threading.Thread(target=guarded, args=(i,)) for i in range(NUM_CLIENTS)]

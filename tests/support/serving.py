@@ -60,9 +60,7 @@ def write_model(folder: Path, num_tokens: int, blur: float = 0.0, **changes) -> 
     model = tiny_llama(vocab_size=num_tokens, head_dim=32, **changes)
     if blur:
         mx.random.seed(1)
-        model.update(
-            tree_map(lambda w: w + blur * mx.random.normal(w.shape), model.parameters())
-        )
+        model.update(tree_map(lambda w: w + blur * mx.random.normal(w.shape), model.parameters()))
     save_model(folder, model)
     config = {k: v for k, v in vars(model.args).items() if v is not None}
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": NUM_CHARACTERS + 1}))
