@@ -7,7 +7,7 @@ from typing import Any
 from mlx_lm.utils import load
 
 from ..decoding.accept import RULES, Sampler, check_rule_for_sampling, check_rule_for_trees
-from ..decoding.loop import AUTO
+from ..decoding.limits import AUTO
 from ..decoding.samplers import SamplingOptions, sampler_for
 from ..demo.pair import load_demo
 from ..draft_models import open_drafter

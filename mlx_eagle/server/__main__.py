@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..commands.flags import known_head
-from ..decoding.loop import AUTO
+from ..decoding.limits import AUTO
 from ..system.command import run_command
 from .access import is_loopback, read_key
 from .caches import PairCache

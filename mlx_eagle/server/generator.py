@@ -22,7 +22,7 @@ from mlx_lm.server import (
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..commands.flags import draft_options
-from ..decoding.loop import AUTO
+from ..decoding.limits import AUTO
 from ..drafters.base import Drafter
 from ..generate import GenerationResponse, stream_generate
 from .answer import Answer, RequestError, State, Told

@@ -12,7 +12,7 @@ from urllib.parse import unquote
 
 from mlx_lm.server import APIHandler, CompletionRequest
 
-from ..decoding.loop import AUTO
+from ..decoding.limits import AUTO
 from .answer import RequestError
 from .body import check_body, read_body, write_body
 from .connection import Presence, RequestReader, drain

@@ -49,7 +49,8 @@ EXTREMES = [
     )),
     {"temperature": 1e300}, {"temperature": 1e-300}, {"temperature": float("nan")},
     {"temperature": True}, {"presence_penalty": -1e30}, {"repetition_penalty": 1e-30},
-    {"logit_bias": {"1": HUGE}}, {"logit_bias": {"1": float("inf")}}, {"logit_bias": {"9" * 5000: 1}},
+    {"logit_bias": {"1": HUGE}}, {"logit_bias": {"1": float("inf")}},
+    {"logit_bias": {"9" * 5000: 1}},
     {"max_tokens": False}, {"seed": float("-inf")}, {"stop": ["word"] * 65}, {"stop": "x" * 1001},
 ]  # fmt: skip
 
