@@ -4,12 +4,11 @@ import argparse
 import sys
 from typing import Any
 
-from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import load
 
 from ..decoding.accept import RULES, Sampler, check_rule_for_sampling, check_rule_for_trees
 from ..decoding.limits import AUTO
-from ..decoding.sampling import Sampling
+from ..decoding.samplers import SamplingOptions, sampler_for
 from ..demo.pair import load_demo
 from ..draft_models import open_drafter
 from ..drafters.eagle3 import Eagle3Drafter
@@ -153,24 +152,17 @@ def build_sampler(args: argparse.Namespace, tokenizer, seed: int | None) -> Samp
 
     ``seed`` is that of ours; None takes one from mlx's global random state.
     """
-    if args.temp == 0:
-        return None
-    options = {
-        "temp": args.temp,
-        "top_p": args.top_p,
-        "min_p": args.min_p,
-        "min_tokens_to_keep": args.min_tokens_to_keep,
-        "top_k": args.top_k,
-    }
-    if args.acceptance != "match" and args.xtc_probability == 0:
-        return Sampling(**options, seed=seed)
-    special_tokens = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
-    return make_sampler(
-        **options,
+    options = SamplingOptions(
+        temp=args.temp,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        top_k=args.top_k,
         xtc_probability=args.xtc_probability,
         xtc_threshold=args.xtc_threshold,
-        xtc_special_tokens=special_tokens,
+        min_tokens_to_keep=args.min_tokens_to_keep,
+        acceptance=args.acceptance,
     )
+    return sampler_for(options, tokenizer, seed)
 
 
 def draft_options(args: argparse.Namespace, drafter) -> dict[str, Any]:
