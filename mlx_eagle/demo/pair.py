@@ -26,7 +26,9 @@ def load_demo(
     Without arguments the target stays 4-bit on a GPU, in float16, and is dequantized to
     float32 on a CPU, where other types are slow; the head, which is shipped in 4 bits, follows
     it. A ``dtype`` alone means dense weights of that type; ``quantized`` keeps them packed, or
-    not, whatever the device. ``quantize_bits`` quantizes the head while loading it. Raises ValueError where the target cannot be had.
+    not, whatever the device. ``quantize_bits`` quantizes the head while loading it.
+
+    Raises ValueError where the target cannot be fetched.
     """
     on_gpu = mx.default_device() == mx.gpu
     if quantized is None:
