@@ -3,8 +3,10 @@
 import csv
 import itertools
 import json
+import re
 import statistics
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -22,7 +24,9 @@ from mlx_eagle.bench import (
     graph,
     measure,
     parity,
+    plots,
     predict,
+    progress,
     questions,
     runner,
     tables,
@@ -88,21 +92,23 @@ def test_a_draft_step_of_a_quantized_head_is_thirty_primitives(tiny):
 
 def test_the_margin_is_that_of_the_two_best_logits(tiny):
     text = plain(tiny.target, PROMPT, 8)
-    assert parity.verification(tiny.target, PROMPT, text, text)["identical"]
+    assert parity.compare(tiny.target, PROMPT, text, text)["identical"]
     other = [*text[:5], (text[5] + 1) % 258, *text[6:]]
-    found = parity.verification(tiny.target, PROMPT, text, other)
+    found = parity.compare(tiny.target, PROMPT, text, other)
     assert found["index"] == 5 and not found["identical"]
     steps = list(generate_step(mx.array(PROMPT), tiny.target, max_tokens=6))
     best = sorted(steps[5][1].tolist())[-2:]
     assert found["margin"] == pytest.approx(best[1] - best[0], rel=1e-3, abs=1e-5)
-    assert "token 5" in parity.verdict_text(found)
+    assert "token 5" in parity.parity_words(found)
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 def test_a_run_counts_the_tokens_after_the_first(tiny, temp):
     configurations = [runner.PLAIN, *runner.make_configurations([2], compares=True)]
     prompt = tiny.tokenizer.encode("Hello there")
-    runs = [runner.run_once(tiny, configuration, prompt, 12, temp) for configuration in configurations]
+    runs = [
+        runner.run_once(tiny, configuration, prompt, 12, temp) for configuration in configurations
+    ]
     assert runs[0].num_timed == len(runs[0].tokens) - 1
     assert runs[0].tokens == runs[1].tokens
     assert runs[1].num_timed == runs[1].stats.num_emitted
@@ -111,7 +117,10 @@ def test_a_run_counts_the_tokens_after_the_first(tiny, temp):
 
 
 def test_woven_runs_are_those_of_one_after_the_other(tiny):
-    configurations = [runner.PLAIN, *runner.make_configurations([3, "auto"], ["2x2:3"], compares=True)]
+    configurations = [
+        runner.PLAIN,
+        *runner.make_configurations([3, "auto"], ["2x2:3"], compares=True),
+    ]
     prompt = tiny.tokenizer.encode("Hello there")
     alone = [runner.run_once(tiny, configuration, prompt, 30) for configuration in configurations]
     woven = runner.run_woven(tiny, configurations, prompt, 7, max_tokens=30)
@@ -135,8 +144,14 @@ def test_turns_are_short_and_go_forwards_and_backwards(monkeypatch):
             )
 
     monkeypatch.setattr(runner, "responses", responses)
-    configurations = [runner.PLAIN, runner.Configuration("b", "mlx-lm-draft", 1), runner.Configuration("c", "mlx-lm-draft", 1)]
-    plain, b, c = runner.run_woven(SimpleNamespace(target=None), configurations, [1], 2, max_tokens=5)
+    configurations = [
+        runner.PLAIN,
+        runner.Configuration("b", "mlx-lm-draft", 1),
+        runner.Configuration("c", "mlx-lm-draft", 1),
+    ]
+    plain, b, c = runner.run_woven(
+        SimpleNamespace(target=None), configurations, [1], 2, max_tokens=5
+    )
     in_turns = [label for label, _ in itertools.groupby(turns)]
     assert in_turns == ["plain", "b", "c", "b", "plain", "b", "c"]
     assert [turns.count(configuration.label) for configuration in configurations] == [5, 5, 5]
@@ -164,8 +179,13 @@ def test_the_peak_of_a_woven_run_is_its_own(tiny):
     prompt = tiny.tokenizer.encode("Hello there " * 40)
     configurations = [runner.PLAIN, *runner.make_configurations([2])]
     before = mx.get_active_memory()
-    alone = [runner.run_once(tiny, configuration, prompt, 24).peak_bytes for configuration in configurations]
-    woven = [run.peak_bytes for run in runner.run_woven(tiny, configurations, prompt, 6, max_tokens=24)]
+    alone = [
+        runner.run_once(tiny, configuration, prompt, 24).peak_bytes
+        for configuration in configurations
+    ]
+    woven = [
+        run.peak_bytes for run in runner.run_woven(tiny, configurations, prompt, 6, max_tokens=24)
+    ]
     assert all(peak > before for peak in woven)
     for one, other in zip(alone, woven):
         assert other - before == pytest.approx(one - before, rel=0.1)
@@ -180,6 +200,33 @@ def call(monkeypatch, capsys, tiny, *flags: str) -> tuple[str, str]:
     monkeypatch.setattr(command, "load_models", lambda args: (tiny, names))
     command.main(list(flags))
     return capsys.readouterr()
+
+
+def results_in(folder: Path) -> dict:
+    return json.loads((folder / "results.json").read_text())
+
+
+def widest_table(page: str) -> float:
+    """Pixels that the widest table needs at least: no word of it is broken.
+
+    By the widths of the style: 8 per character, 20 around each cell; numbers are kept in one line.
+    """
+    widths = []
+    for table in re.findall("<table>.*?</table>", page, re.DOTALL):
+        rows = [
+            re.findall(r"<t[hd]([^>]*)>(.*?)</t[hd]>", row)
+            for row in re.findall("<tr>.*?</tr>", table)
+        ]
+        columns = zip(*rows, strict=True)
+        widths.append(
+            sum(
+                20
+                + 8
+                * max(max(map(len, [text] if kind else text.split(" "))) for kind, text in column)
+                for column in columns
+            )
+        )
+    return max(widths)
 
 
 @pytest.mark.parametrize("program", ["demo", "bench"])
@@ -206,13 +253,20 @@ def test_a_note_says_how_to_get_openblas(monkeypatch, capsys, tmp_path, tiny, pr
 def test_end_to_end(monkeypatch, capsys, tmp_path, tiny):
     folder = tmp_path / "out"
     flags = "--prompts gsm8k,mt_bench --limit 1 --max-tokens 8 --num-draft-tokens 1,2 --repeats 1"
+    picture = tmp_path / "picture.png"
+    flags += f" --json --picture {picture}"
     out, err = call(monkeypatch, capsys, tiny, *flags.split(), "--out", str(folder))
-    brief = json.loads(out.splitlines()[-1])
-    document = json.loads((folder / "results.json").read_text())
+    brief, document = json.loads(out.splitlines()[-1]), results_in(folder)
     scenario = document["scenarios"][0]
-    assert brief["scenarios"][0]["arms"] == scenario["arms"]
+    assert brief["scenarios"][0]["configurations"] == scenario["configurations"]
+    # The names of version 0.1.0 stand beside those of today.
+    assert scenario["arms"] == scenario["configurations"]
+    overall = scenario["configurations"][0]["overall"]
+    assert overall["tau"] == overall["mean_acceptance_length"] >= 1
+    assert all(row["arm"] == row["configuration"] for row in scenario["prompts"])
+    assert picture.stat().st_size > 10_000
     labels = ["k=1", "k=2", "mlx-lm draft k=1", "mlx-lm draft k=2"]
-    assert [configuration["label"] for configuration in scenario["arms"]] == labels
+    assert [configuration["label"] for configuration in scenario["configurations"]] == labels
     assert brief["scenarios"][0]["identical"] == brief["scenarios"][0]["batch_size"] == 8
     names = {"chip", "os", "mlx", "mlx-lm", "mlx-eagle", "blas", "model_precision", "head"}
     assert names <= document["conditions"].keys()
@@ -224,12 +278,18 @@ def test_end_to_end(monkeypatch, capsys, tmp_path, tiny):
     for row in rows:
         rate = float(row["timed_tokens"]) / float(row["seconds"])
         assert float(row["tokens_per_second"]) == pytest.approx(rate)
+        assert row["arm"] == row["configuration"]
+        assert row["tau"] == row["mean_acceptance_length"]
 
     text = (folder / "report.md").read_text()
-    assert text in out
+    printed = out[: out.index("Written to ")]
+    tables = [t for t in re.findall(r"(?:\|.*\n)+", printed)]
+    assert len(tables) == 3 and all(table in text for table in tables)
+    # Results come first, and conditions are folded.
+    assert text.index("## Results") < text.index("## Conditions") < text.index("<summary>Machine")
     for word in ("tok/s", "tau", "TTFT", "bound", "c(R)", "identical", "peak", "evals/round"):
         assert word in text
-    configuration = scenario["arms"][1]
+    configuration = scenario["configurations"][1]
     assert f"{configuration['sets']['gsm8k']['speedup']:.2f}x" in text
     page = (folder / "report.html").read_text()
     assert page.count("data:image/svg+xml;base64,") == 5
@@ -237,7 +297,9 @@ def test_end_to_end(monkeypatch, capsys, tmp_path, tiny):
     names = {"speedup", "verify_cost", "acceptance", "round_time", "tokens_per_second"}
     for suffix in ("png", "svg"):
         assert {path.stem for path in (folder / "plots").glob(f"*.{suffix}")} == names
-    assert "%" not in err  # its bar is for terminals
+    # The bar is for terminals: elsewhere it is a line now and then.
+    assert "%" not in err and "bench: 16 of 16 runs, " in err
+    assert widest_table((folder / "report.html").read_text()) < 1150
 
 
 def test_any_drafter_can_be_measured(monkeypatch, capsys, tmp_path, tiny):
@@ -246,9 +308,10 @@ def test_any_drafter_can_be_measured(monkeypatch, capsys, tmp_path, tiny):
     monkeypatch.setattr(command, "load_demo", lambda: loaded)
     flags = "--draft-model lookup --prompts gsm8k --limit 1 --max-tokens 6 --repeats 1"
     command.main([*flags.split(), "--out", str(tmp_path)])
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert "{" not in capsys.readouterr().out, "JSON is printed on demand"
+    found = results_in(tmp_path)
     assert found["conditions"]["head"] == "lookup"
-    assert found["scenarios"][0]["identical"] == 1
+    assert [row["parity"]["identical"] for row in found["scenarios"][0]["prompts"]] == [True]
     args = command.build_parser().parse_args(["--draft-model", "auto"])
     models, names = command.load_models(args)
     assert models.drafter is tiny.drafter and names["head"] == command.DEMO_NAMES["head"]
@@ -260,7 +323,7 @@ def test_scenarios_share_one_report(monkeypatch, capsys, tmp_path, tiny):
     prompts.write_text('{"prompt": "one?"}\n')
     flags = "--max-tokens 6 --num-draft-tokens 2 --tree 2x2:4 --repeats 1 --temp 0,0.7"
     flags += f" --context 40 --order mirror --prompts {prompts} --out {tmp_path}"
-    out, _ = call(monkeypatch, capsys, lone, *flags.split())
+    out, _ = call(monkeypatch, capsys, lone, *flags.split(), "--json")
     scenarios = json.loads(out.splitlines()[-1])["scenarios"]
     assert [(s["context"], s["temp"]) for s in scenarios] == [(40, 0.0), (40, 0.7)]
     assert all(s["prompt_tokens"]["median"] == 40 for s in scenarios)
@@ -277,17 +340,21 @@ def test_batches_beside_mlx_lms_own(monkeypatch, capsys, tmp_path, tiny):
     (tmp_path / "mine.jsonl").write_text('{"prompt": "so?"}\n{"prompt": "Who is it?"}\n')
     flags = f"--prompts {tmp_path}/mine.jsonl --max-tokens 9 --repeats 1"
     flags += f" --order mirror --num-draft-tokens 2,auto --batch 2,1 --out {tmp_path}"
-    out, _ = call(monkeypatch, capsys, lone, *flags.split())
-    document = json.loads((tmp_path / "results.json").read_text())
+    out, _ = call(monkeypatch, capsys, lone, *flags.split(), "--json")
+    document = results_in(tmp_path)
     rows = document["batches"]
-    keys = [(row["batch"], row["set"], row["arm"]) for row in rows]
-    assert keys == [(n, "mine", configuration) for n in (2, 1) for configuration in ("k=2", "auto")]
+    keys = [(row["batch"], row["set"], row["configuration"]) for row in rows]
+    assert keys == [
+        (n, "mine", configuration) for n in (2, 1) for configuration in ("k=2", "auto")
+    ]
     for row in rows:
-        assert [verification["identical"] for verification in row["parity"]] == [True] * row["batch"]
+        assert [verification["identical"] for verification in row["parity"]] == [True] * row[
+            "batch"
+        ]
         assert row["output_tokens"] == 9 * row["batch"]  # none of the tiny texts ends before
         # Two runs; what prefill emits is not counted, as everywhere.
         passes = row["num_rounds"] + row["num_plain_steps"]
-        assert row["tau"] == pytest.approx(2 * 8 * row["batch"] / passes)
+        assert row["mean_acceptance_length"] == pytest.approx(2 * 8 * row["batch"] / passes)
         assert row["speedup"] == pytest.approx(row["tps"] / row["plain_tps"])
         after = row["tps_after_prefill"] / row["plain_tps_after_prefill"]
         assert row["speedup_after_prefill"] == pytest.approx(after)
@@ -295,7 +362,7 @@ def test_batches_beside_mlx_lms_own(monkeypatch, capsys, tmp_path, tiny):
         assert row["num_rounds"] > 0 and row["num_runs"] == 2
     assert json.loads(out.splitlines()[-1])["batches"] == rows
     text = (tmp_path / "report.md").read_text()
-    section = text.split("## Batches")[1].split("## Words")[0]
+    section = text.split("## Batches")[1].split("## Conditions")[0]
     assert section.count("\n| 2 |") == section.count("\n| 1 |") == 2
     assert "2 of 2" in section and "| batches | 2, 1 |" in text
     assert "<h2>Batches</h2>" in (tmp_path / "report.html").read_text()
@@ -339,9 +406,76 @@ def test_a_text_that_differs_in_a_batch_is_shown_with_its_margin(tiny):
     assert line[-3:] == ["1 of 2", f"{margin:.2g}", "-"] and margin > 0
 
 
+def test_results_are_printed_before_they_are_written(monkeypatch, capsys, tmp_path, tiny):
+    lone = runner.Models(tiny.target, tiny.tokenizer, tiny.drafter)
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(command, "write_all", full)
+    flags = f"--prompts gsm8k --limit 1 --max-tokens 4 --repeats 1 --out {tmp_path}"
+    with pytest.raises(SystemExit) as stop:
+        call(monkeypatch, capsys, lone, *flags.split())
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and "No space left" in err
+    assert "| gsm8k | k=3 |" in out and "mean acceptance length (tau)" in out
+
+
+def test_without_matplotlib_there_are_tables(monkeypatch, capsys, tmp_path, tiny):
+    lone = runner.Models(tiny.target, tiny.tokenizer, tiny.drafter)
+    monkeypatch.setattr(command, "has_matplotlib", lambda: False)
+    flags = f"--prompts gsm8k --limit 1 --max-tokens 4 --repeats 1 --out {tmp_path}"
+    out, _ = call(monkeypatch, capsys, lone, *flags.split())
+    hint = "Without plots, which need matplotlib: pip install 'mlx-eagle[bench]'."
+    assert out.splitlines()[-1] == hint
+    assert "<img" not in (tmp_path / "report.html").read_text()
+    assert "| gsm8k | k=3 |" in (tmp_path / "report.md").read_text()
+    with pytest.raises(SystemExit):
+        call(monkeypatch, capsys, lone, *flags.split(), "--picture", str(tmp_path / "a.png"))
+    assert "--picture needs matplotlib: pip install" in capsys.readouterr().err
+
+
+def test_a_context_beyond_the_targets_is_refused(monkeypatch, capsys, tmp_path):
+    model = tiny_llama(vocab_size=258, max_position_embeddings=64)
+    small = runner.Models(model, byte_tokenizer(), tiny_head(model))
+    with pytest.raises(SystemExit) as stop:
+        flags = f"--limit 1 --max-tokens 8 --context 32,57 --out {tmp_path}"
+        call(monkeypatch, capsys, small, *flags.split())
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and "--context holds 57, but the target takes 64" in err
+    assert "give at most 56" in err
+    settings = measure.Settings(contexts=(56, None), max_tokens=8)
+    command.check_contexts(settings, 64)
+
+
+def luminance(colour: str) -> float:
+    """WCAG's relative luminance of "#rrggbb"."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear))
+
+
+@pytest.mark.parametrize("background", ["#ffffff", "#0d1117"])
+def test_the_picture_is_readable_on_light_and_dark_pages(background):
+    for colour in (plots.PICTURE_TEXT, plots.PICTURE_GREY, plots.PICTURE_BLUE):
+        light, dark = sorted([luminance(colour), luminance(background)], reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 3  # WCAG for large text and for graphics
+
+
+def test_progress_is_lines_where_there_is_no_terminal(capsys):
+    with progress.counting(100) as count:
+        for _ in range(100):
+            count()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 20
+    assert lines[0].startswith("bench: 5 of 100 runs, ") and lines[-1].startswith("bench: 100 of")
+
+
 @pytest.mark.parametrize(
     "flags, sentence",
     [
+        ("--picture here.jpg", "--picture is here.jpg: give the name of a .png or .svg file"),
+        ("--seed=-1", "--seed is -1: give a whole number from 0"),
         ("--prompts poems", "--prompts poems is neither one of mt_bench, humaneval, gsm8k"),
         ("--num-draft-tokens=-1", "--num-draft-tokens holds '-1'"),
         ("--num-draft-tokens 1,x", "--num-draft-tokens holds 'x'"),
