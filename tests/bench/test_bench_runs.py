@@ -243,8 +243,11 @@ def test_a_note_says_how_to_get_openblas(monkeypatch, capsys, tmp_path, tiny, pr
         demo.run("Hello", 4, 1)
         return capsys.readouterr().err.splitlines()
 
-    notes = [line for line in errors(False) if "apt install libopenblas0-pthread" in line]
-    assert len(notes) == 1 and f"make {program}" in notes[0]
+    for library in (tmp_path, tmp_path / "nowhere"):
+        monkeypatch.setattr(device, "openblas_path", lambda path=library: path)
+        notes = [line for line in errors(False) if f"`export LD_PRELOAD={library}`" in line]
+        assert len(notes) == 1 and f"make {program}" in notes[0]
+        assert ("apt install libopenblas0-pthread" in notes[0]) == (not library.exists())
     assert not any("openblas" in line.lower() for line in errors(True))
     monkeypatch.setattr(sys, "platform", "darwin")
     assert not any("openblas" in line.lower() for line in errors(False))
@@ -298,7 +301,7 @@ def test_end_to_end(monkeypatch, capsys, tmp_path, tiny):
     for suffix in ("png", "svg"):
         assert {path.stem for path in (folder / "plots").glob(f"*.{suffix}")} == names
     # The bar is for terminals: elsewhere it is a line now and then.
-    assert "%" not in err and "bench: 16 of 16 runs, " in err
+    assert "%" not in err and "bench: 32 of 32 runs, " in err
     assert widest_table((folder / "report.html").read_text()) < 1150
 
 

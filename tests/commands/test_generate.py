@@ -18,9 +18,11 @@ from helpers import tiny_llama
 from mlx_lm.utils import save_model
 
 import mlx_eagle
-from mlx_eagle.commands import flags
+from mlx_eagle.commands import chat, flags
 from mlx_eagle.commands import generate as program
+from mlx_eagle.convert import __main__ as convert
 from mlx_eagle.demo.target import demo_target_path
+from mlx_eagle.system import device
 
 QUESTION = "What is 3 + 4?"
 
@@ -280,6 +282,23 @@ def test_a_reader_that_goes_away_is_no_error(count, flush):
         os.close(read)
         _, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (141, "")
+
+
+@pytest.mark.parametrize(
+    "main", [program.main, chat.main, convert.main], ids=lambda m: m.__module__
+)
+def test_every_command_says_once_how_to_get_openblas(main, monkeypatch, capsys):
+    """That of bench and demo is in ``test_bench_runs.py``, the server's in its own tests."""
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
+    monkeypatch.setattr(device, "is_openblas_in_front", lambda: False)
+    flags = ["--hf-path", "no/such/head/here", "--check"] if main is convert.main else []
+    monkeypatch.setattr(sys, "argv", ["x", *(flags or ["--draft-model", "no/such/head/here"])])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    note, error = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and error.startswith("error: ")
+    assert note.startswith("Note: ") and "`export LD_PRELOAD=/usr/lib/" in note
 
 
 def test_ctrl_c_leaves_cleanly():
