@@ -9,6 +9,7 @@ import mlx_lm
 import pytest
 from costs import FLAT, LINEAR, ScriptedController
 from drafter_pairs import tiny_lfm2
+from grids import thorough
 from helpers import ScriptedDrafter, byte_tokenizer, plain, randomize, tiny_head, tiny_llama
 from mlx_lm.models import gemma3_text
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
@@ -89,7 +90,7 @@ def theirs(model, prompts=PROMPTS, **kwargs):
     return mlx_lm.batch_generate(model, TOKENIZER, prompts, **kwargs)
 
 
-@pytest.mark.parametrize("k", [1, 3, 6])
+@pytest.mark.parametrize("k", thorough([1, 3, 6], 3))
 def test_ragged_accept_lengths(model, scripted, k):
     response = together(model, scripted, num_draft_tokens=k, max_tokens=40)
     expected = theirs(model, max_tokens=40)
@@ -270,8 +271,12 @@ def test_a_batch_parks_and_wakes_when_texts_have_ended(model, scripted, monkeypa
     assert short[0].num_plain_steps >= 5 and second.num_rounds > short[0].num_rounds + 5
 
 
-@pytest.mark.parametrize("make", ["head", "lagging head", "lookup", "script"])
-@pytest.mark.parametrize("sizes", [[0], [2, 0, 0, 0, 3, 3, 0], [0, 1]], ids=str)
+@pytest.mark.parametrize(
+    "make", thorough(["head", "lagging head", "lookup", "script"], "head", "script")
+)
+@pytest.mark.parametrize(
+    "sizes", thorough([[0], [2, 0, 0, 0, 3, 3, 0], [0, 1]], [2, 0, 0, 0, 3, 3, 0]), ids=str
+)
 def test_plain_rounds_among_drafted_ones(model, scripted, monkeypatch, make, sizes):
     """Texts and caches are those of plain decoding, however often the head is left behind."""
     at_costs(monkeypatch, FLAT)

@@ -7,6 +7,7 @@ import mlx.core as mx
 import pytest
 from architectures import build
 from costs import FLAT, LINEAR, ScriptedController
+from grids import thorough
 from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama, tiny_qwen3
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
@@ -159,8 +160,12 @@ def paced(monkeypatch, request):
     )
 
 
-@pytest.mark.parametrize("sampler", [None, lambda: Sampling(0.9, seed=3)], ids=["greedy", "t=.9"])
-@pytest.mark.parametrize("paced", SCRIPTS, indirect=True)
+@pytest.mark.parametrize(
+    "sampler",
+    [None, pytest.param(lambda: Sampling(0.9, seed=3), marks=pytest.mark.exhaustive)],
+    ids=["greedy", "t=.9"],
+)
+@pytest.mark.parametrize("paced", thorough(SCRIPTS, "parked", "wakes"), indirect=True)
 def test_the_text_and_the_caches_of_plain_decoding(case, paced, sampler):
     model, drafter, options = case
     cache, reference = make_prompt_cache(model, options.get("max_kv_size")), []
@@ -176,8 +181,8 @@ def test_the_text_and_the_caches_of_plain_decoding(case, paced, sampler):
     assert follow[0] == follow[1]
 
 
-@pytest.mark.parametrize("paced", SCRIPTS, indirect=True)
-@pytest.mark.parametrize("num_taken", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("paced", thorough(SCRIPTS, "parked", "wakes"), indirect=True)
+@pytest.mark.parametrize("num_taken", thorough([1, 2, 3, 5, 8], 3))
 def test_left_early(case, paced, num_taken):
     model, drafter, options = case
     cache = make_prompt_cache(model, options.get("max_kv_size"))

@@ -6,6 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from architectures import build
+from grids import thorough
 from helpers import (
     PROMPT,
     VOCAB,
@@ -164,7 +165,9 @@ def target(request) -> tuple[nn.Module, Truth]:
     return model, truth_of(model, lambda: make_prompt_cache(model), 40)
 
 
-@pytest.mark.parametrize("text", ["eagle1", "root2:3", "2/1+2/0+2+1/1+0+1"])
+@pytest.mark.parametrize(
+    "text", thorough(["eagle1", "root2:3", "2/1+2/0+2+1/1+0+1"], "2/1+2/0+2+1/1+0+1")
+)
 def test_greedy_text_is_plain_decodings(target, text):
     model, truth = target
     tokens, stats = speculative(model, tiny_head(model), PROMPT, 40, tree=parse_tree(text))
@@ -174,7 +177,7 @@ def test_greedy_text_is_plain_decodings(target, text):
 
 
 @pytest.mark.parametrize("script", TREE_SCRIPTS)
-@pytest.mark.parametrize("text", ["eagle1", "root2:4"])
+@pytest.mark.parametrize("text", thorough(["eagle1", "root2:4"], "root2:4"))
 def test_every_branch_can_be_kept(target, text, script):
     model, truth = target
     tree, cache = parse_tree(text), make_prompt_cache(model)
