@@ -15,7 +15,7 @@ import mlx_lm
 from mlx_lm.generate import generation_stream
 
 from mlx_eagle.batch.generate import batch_generate
-from mlx_eagle.decoding.stats import Stats
+from mlx_eagle.decoding.stats import WHAT_IN_0_1, Stats
 
 from . import parity, summary
 from .questions import Question, prompt_tokens
@@ -139,13 +139,14 @@ def batch_result(models: Models, cell: BatchCell) -> dict[str, Any]:
         )
         speeds |= {f"plain_{name}": before, name: after, ratio: after / before if before else None}
     last_to_end = max(cell.runs[0].stats, key=lambda counts: len(counts.drafting_events))
+    events = [event.what for event in last_to_end.drafting_events]
     return {
         "batch": len(cell.prompts),
         "set": cell.set_name,
         "configuration": cell.configuration.label,
         "output_tokens": sum(map(len, ours)),
         **speeds,
-        "mean_acceptance_length": merged.tau,
+        "mean_acceptance_length": merged.mean_acceptance_length,
         "num_rounds": merged.num_rounds,
         "num_plain_steps": merged.num_plain_steps,
         "num_runs": len(cell.runs),
@@ -153,7 +154,9 @@ def batch_result(models: Models, cell: BatchCell) -> dict[str, Any]:
             parity.compare(models.target, prompt, one, other)
             for prompt, one, other in zip(cell.prompts, plain, ours, strict=True)
         ],
-        "drafting_events": [event.what for event in last_to_end.drafting_events],
+        "drafting_events": events,
+        # Its key and its words of version 0.1.0.
+        "pace_events": [WHAT_IN_0_1.get(event, event) for event in events],
     }
 
 

@@ -205,8 +205,10 @@ class Take:
             stats = copy(self._stats)
             # Its own has the others' turns in it.
             stats.generation_time = seconds / max(1, num_timed) * stats.num_emitted
+        calibration = 0.0 if stats is None else stats.calibration_time
+        ttft = self._ttft - calibration
         peak = bytes_before + self._peak_bytes
-        return Run(self._tokens, num_timed, seconds, self._ttft, peak, stats)
+        return Run(self._tokens, num_timed, seconds, ttft, peak, stats, calibration)
 
 
 @dataclass

@@ -57,7 +57,7 @@ def cell_summary(cell: Any) -> dict[str, Any]:
         "plain_tps": 1 / plain if plain else None,
         "tps": 1 / drafted if drafted else None,
         "speedup": median_ratio(cell.plain, cell.runs),
-        "mean_acceptance_length": merge_stats(run.stats for run in cell.runs).tau,
+        "mean_acceptance_length": merge_stats(run.stats for run in cell.runs).mean_acceptance_length,
         "repeatable": all(run.tokens == cell.runs[0].tokens for run in cell.runs),
     }
 
@@ -111,7 +111,7 @@ def counts_summary(all_stats: Sequence[Stats], runs: Sequence[Any]) -> dict[str,
         if run.stats.num_target_forwards
     ]
     return {
-        "mean_acceptance_length": stats.tau,
+        "mean_acceptance_length": stats.mean_acceptance_length,
         "acceptance_rate": stats.acceptance_rate,
         "acceptance_by_position": stats.acceptance_by_position,
         "cumulative_acceptance_by_position": stats.cumulative_acceptance_by_position,
@@ -156,7 +156,7 @@ def run_rows(cells: Sequence[Any], scenario: dict[str, Any]) -> list[dict[str, A
                         "tokens_per_second": run.tps,
                         "ttft": run.ttft,
                         "peak_bytes": run.peak_bytes,
-                        "mean_acceptance_length": None if run.stats is None else run.stats.tau,
+                        "mean_acceptance_length": None if run.stats is None else run.stats.mean_acceptance_length,
                     }
                 )
     return rows

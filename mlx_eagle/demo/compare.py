@@ -23,14 +23,14 @@ WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True)
-class Generation:
+class Completion:
     """One generation: its token ids, the stop token included, and its last response."""
 
     tokens: list[int]
     last: GenerationResponse
 
     @classmethod
-    def of(cls, responses: Iterator[GenerationResponse], echo: bool = False) -> "Generation":
+    def of(cls, responses: Iterator[GenerationResponse], echo: bool = False) -> "Completion":
         """Use up ``responses``; ``echo`` prints the text as it comes."""
         tokens = []
         for response in responses:
@@ -53,7 +53,7 @@ def first_difference(left: list[int], right: list[int]) -> int | None:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
 
-def report(plain: Generation, speculative: Generation) -> list[str]:
+def report(plain: Completion, speculative: Completion) -> list[str]:
     """The comparison in lines: speeds, mean acceptance length (tau), acceptance, identity."""
     stats = speculative.last.stats
     plain_tps, tps = plain.last.generation_tps, speculative.last.generation_tps
@@ -65,7 +65,7 @@ def report(plain: Generation, speculative: Generation) -> list[str]:
     return [
         f"Plain:       {plain_tps:.1f} tokens/s (mlx_lm.stream_generate)",
         f"Speculative: {tps:.1f} tokens/s, {tps / plain_tps:.2f}x",
-        f"Mean acceptance length (tau): {stats.tau:.2f} tokens per target forward, over "
+        f"Mean acceptance length (tau): {stats.mean_acceptance_length:.2f} tokens per target forward, over "
         f"{stats.num_target_forwards} forwards",
         f"Acceptance:  {stats.acceptance_rate:.2f} of what was drafted; "
         f"by position: {by_position or '-'}",
@@ -96,11 +96,11 @@ def run(prompt: str, max_tokens: int, num_draft_tokens: int) -> None:
         return stream_generate(model, tokenizer, tokens, max_tokens=limit, **options)
 
     for warm_up in (plain, speculative):
-        Generation.of(warm_up(WARM_UP_TOKENS))
+        Completion.of(warm_up(WARM_UP_TOKENS))
     print(f"Prompt: {prompt}\n")
-    drafted = Generation.of(speculative(max_tokens), echo=True)
+    drafted = Completion.of(speculative(max_tokens), echo=True)
     print()
-    print("\n".join(report(Generation.of(plain(max_tokens)), drafted)))
+    print("\n".join(report(Completion.of(plain(max_tokens)), drafted)))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

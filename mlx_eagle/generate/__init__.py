@@ -119,7 +119,7 @@ def _responses(
 ) -> Iterator[GenerationResponse]:
     """Detokenize; the last response is always given and carries a stop token, not its text."""
     detokenizer = tokenizer.detokenizer
-    tic = time.perf_counter()
+    tic, calibrated = time.perf_counter(), stats.calibration_time
     prompt_tps = 0.0
 
     def response(finish_reason: str | None) -> GenerationResponse:
@@ -140,7 +140,9 @@ def _responses(
     for n, (token, logprobs, from_draft) in enumerate(steps):
         if n == 0:
             now = time.perf_counter()
-            prompt_tps, tic = prompt_tokens / (now - tic), now
+            # What "auto" measured before the first token is not the prompt's time.
+            seconds = now - tic - (stats.calibration_time - calibrated)
+            prompt_tps, tic = prompt_tokens / seconds, now
         if token in tokenizer.eos_token_ids:
             break
         detokenizer.add_token(token)

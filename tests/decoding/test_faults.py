@@ -15,6 +15,7 @@ from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama, tiny_qwen
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.decoding.round import Round
 from mlx_eagle.drafters.held import held
 from mlx_eagle.target.taps import Target
 
@@ -193,11 +194,7 @@ def test_ctrl_c_while_waiting_for_the_device(case, monkeypatch):
     """A KeyboardInterrupt out of the blocking read."""
     cache = fresh_cache(case)
     with monkeypatch.context() as patch:
-        patch.setattr("mlx_eagle.decoding.decoder.Round.read", failing(read_nothing, 4))
+        patch.setattr(Round, "read", failing(Round.read, 4))
         result = run_until_it_fails(case, case[1], cache)
     assert_usable(case, cache, *result)
 
-
-def read_nothing(done):
-    num_kept, *following = done.packed.tolist()
-    return num_kept, following[: done.num_drafted + 1]

@@ -222,7 +222,7 @@ def test_sampled_text_depends_on_the_seed_alone(target, text):
 
 
 def test_matching_keeps_the_law_of_two_tokens():
-    """The rule on a tree, with the target a Markov chain: the exact joint law, by chi-square."""
+    """The rule on a tree, with the target a Markov chain: the exact joint distribution, by chi-square."""
     vocab, num_runs, tree = 4, 2000, parse_tree("root2:2")
     logits = 1.2 * mx.random.normal((vocab, vocab), key=mx.random.key(1))
     log_p = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
@@ -233,8 +233,8 @@ def test_matching_keeps_the_law_of_two_tokens():
     counts, num_kept = {}, 0
     for _ in range(num_runs):
         verification = rule.open(0).verify(draft, tree_mask, log_p[mx.array([root, *drafted])])
-        kept, *following = verification.packed().tolist()
-        run = following[: kept + 1]
+        outcome = verification.read()
+        kept, run = outcome.num_kept, outcome.run
         if kept == 0:  # the next round draws it
             run.append(mx.random.categorical(log_p[run[0]]).item())
         counts[tuple(run[:2])] = counts.get(tuple(run[:2]), 0) + 1
