@@ -57,7 +57,9 @@ def cell_summary(cell: Any) -> dict[str, Any]:
         "plain_tps": 1 / plain if plain else None,
         "tps": 1 / drafted if drafted else None,
         "speedup": median_ratio(cell.plain, cell.runs),
-        "mean_acceptance_length": merge_stats(run.stats for run in cell.runs).mean_acceptance_length,
+        "mean_acceptance_length": merge_stats(
+            run.stats for run in cell.runs
+        ).mean_acceptance_length,
         "repeatable": all(run.tokens == cell.runs[0].tokens for run in cell.runs),
     }
 
@@ -156,7 +158,9 @@ def run_rows(cells: Sequence[Any], scenario: dict[str, Any]) -> list[dict[str, A
                         "tokens_per_second": run.tps,
                         "ttft": run.ttft,
                         "peak_bytes": run.peak_bytes,
-                        "mean_acceptance_length": None if run.stats is None else run.stats.mean_acceptance_length,
+                        "mean_acceptance_length": None
+                        if run.stats is None
+                        else run.stats.mean_acceptance_length,
                     }
                 )
     return rows

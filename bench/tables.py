@@ -284,7 +284,7 @@ def batch_table(rows: Iterable[Mapping[str, Any]]) -> Table:
                 number(row["mean_acceptance_length"]),
                 f"{row['batch'] - len(margins)} of {row['batch']}",
                 "-" if not margins else f"{max(margins):.2g}",
-                " ".join(row["drafting_events"]) or "-",
+                ", ".join(row["drafting_events"]) or "-",
             ]
         )
     return Table(header, lines)

@@ -156,7 +156,7 @@ class Reader:
 
     def chat(self, words: list[str]) -> None:
         out = self.run(words, "Hello\n/stats\nq\n")
-        assert "Answers: 1" in out and "tau: " in out and "bye" in out
+        assert "Answers: 1" in out and "(tau): " in out and "bye" in out
 
     def convert(self, words: list[str]) -> None:
         out = self.run(words)

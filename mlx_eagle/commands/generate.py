@@ -101,7 +101,7 @@ def read_template_options(text: str | None) -> dict[str, Any]:
     if not isinstance(options, dict):
         raise ValueError(
             f"--chat-template-config is {text}: give a JSON object, such as "
-            '\'{"enable_thinking": false}\'.'
+            "'{\"enable_thinking\": false}'."
         )
     return options
 

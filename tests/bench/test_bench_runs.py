@@ -6,6 +6,7 @@ import json
 import re
 import statistics
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,6 +35,7 @@ from mlx_eagle.bench import (
 from mlx_eagle.decoding.controller import BatchCosts
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.demo import compare as demo
+from mlx_eagle.generate import footer
 from mlx_eagle.system import device
 
 
@@ -114,6 +116,24 @@ def test_a_run_counts_the_tokens_after_the_first(tiny, temp):
     assert runs[1].num_timed == runs[1].stats.num_emitted
     assert runs[2].num_timed == runs[2].stats.num_emitted
     assert all(run.seconds > 0 and run.ttft > 0 and run.peak_bytes > 0 for run in runs)
+
+
+def test_calibration_is_no_part_of_the_time_to_the_first_token(tiny, monkeypatch):
+    """Neither in a run of the benchmark nor in the prompt speed of a response."""
+
+    def slow(*_) -> object:
+        time.sleep(3)
+        return FLAT
+
+    monkeypatch.setattr("mlx_eagle.decoding.loop.round_costs", slow)
+    (automatic,) = runner.make_configurations(["auto"])
+    prompt = tiny.tokenizer.encode("Hello there")
+    run = runner.run_once(tiny, automatic, prompt, 6)
+    assert 3 <= run.calibration < 3 + run.ttft + 1 and run.ttft < 3
+    found = runner.responses(tiny, automatic, prompt, 6, 0.0, 0)
+    *_, last = found
+    assert last.prompt_tps > len(prompt) / 3
+    assert any(line.startswith("Calibration: 3.") for line in footer(last))
 
 
 def test_woven_runs_are_those_of_one_after_the_other(tiny):
