@@ -1,11 +1,9 @@
-"""``python -m mlx_eagle.bench``: flags, loading, printing, and the files that are written."""
+"""``python -m mlx_eagle.bench``: flags, loading, measuring, printing."""
 
 import argparse
-import csv
-import importlib.util
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +18,7 @@ from mlx_eagle.system.device import print_blas_note
 from mlx_eagle.system.values import LARGEST_SEED, Range, use_plain_types
 from mlx_eagle.system.version import add_version_flag
 
-from . import render, report
+from . import files, render, report
 from .batched import check_batches
 from .measure import Settings, measure, num_runs
 from .names import with_old_names
@@ -30,8 +28,6 @@ from .runner import ORDERS, Models, make_configurations
 
 Value = TypeVar("Value")
 DEMO_NAMES = {"model": "SmolLM2-135M-Instruct (demo)", "head": "demo head"}
-PLOTS = "plots"
-EXTRA = "pip install 'mlx-eagle[bench]'"
 PICTURES = (".png", ".svg")
 SEEDS = Range("seed", 0, LARGEST_SEED, "a whole number from 0 to 2**64 - 1")
 TREES = (
@@ -208,20 +204,15 @@ def check_picture(file: str | None) -> None:
             f"--picture is {file}: give the name of a {' or '.join(PICTURES)} file in a folder "
             "that exists."
         )
-    if not has_matplotlib():
-        raise ValueError(f"--picture needs matplotlib: {EXTRA}.")
-
-
-def has_matplotlib() -> bool:
-    """Whether plots can be drawn: matplotlib comes with an extra of its own."""
-    return importlib.util.find_spec("matplotlib") is not None
+    if not files.has_matplotlib():
+        raise ValueError(f"--picture needs matplotlib: {files.EXTRA}.")
 
 
 def prepare_folder(path: str) -> Path:
     """The output folder, made and tried; ValueError where it cannot be written."""
     folder = Path(path).expanduser()
     try:
-        (folder / PLOTS).mkdir(parents=True, exist_ok=True)
+        (folder / files.PLOTS).mkdir(parents=True, exist_ok=True)
         probe = folder / "results.json.tmp"
         probe.touch()
         probe.unlink()
@@ -275,9 +266,9 @@ def run(args: argparse.Namespace) -> None:
     document, rows = measure_counted(models, names, questions, settings)
     # Before anything is written: what took hours to measure is not lost to a full disk.
     print(render.markdown(report.results(document), folder), flush=True)
-    write_all(document, rows, folder, args.picture)
+    files.write_all(document, rows, folder, args.picture)
     if args.json:
-        print(json.dumps(with_old_names(brief(document))))
+        print(json.dumps(with_old_names(files.brief(document))))
 
 
 def measure_counted(
@@ -288,64 +279,6 @@ def measure_counted(
     configurations = make_configurations(settings.sizes, settings.trees, compares)
     with counting(num_runs(settings, questions, configurations)) as count:
         return measure(models, names, questions, settings, lambda _: count())
-
-
-def write_all(
-    document: Mapping[str, Any],
-    rows: Sequence[Mapping[str, Any]],
-    folder: Path,
-    picture: str | None = None,
-) -> None:
-    """Write every file of the report, and say where; plots where matplotlib is there."""
-    text = json.dumps(with_old_names(document), indent=1)
-    (folder / "results.json").write_text(text + "\n")
-    write_csv(folder / "results.csv", [with_old_names(row) for row in rows])
-    images = draw_plots(document, folder, picture)
-    blocks = report.blocks(document, images)
-    (folder / "report.md").write_text(render.markdown(blocks, folder))
-    (folder / "report.html").write_text(render.html_page(report.TITLE, blocks))
-    plots = f", {PLOTS}/" if images else ""
-    print(f"Written to {folder}: report.md, report.html, results.json, results.csv{plots}")
-    if picture is not None:
-        print(f"Picture: {picture}")
-    if not images:
-        print(f"Without plots, which need matplotlib: {EXTRA}.")
-
-
-def draw_plots(
-    document: Mapping[str, Any], folder: Path, picture: str | None
-) -> list[Mapping[str, Path]]:
-    """The plots of every scenario, and the picture; nothing where matplotlib is missing."""
-    if not has_matplotlib():
-        return []
-    from . import plots  # here, because matplotlib takes a second, and may be missing
-
-    if picture is not None:
-        plots.draw_picture(document, Path(picture).expanduser())
-    many = len(document["scenarios"]) > 1
-    return [
-        plots.draw_all(scenario, folder / PLOTS, f"-{number + 1}" if many else "")
-        for number, scenario in enumerate(document["scenarios"])
-    ]
-
-
-def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A row per run."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def brief(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The document without the figures of single prompts, for ``--json``."""
-    scenarios = [
-        {key: value for key, value in scenario.items() if key != "prompts"}
-        | {"identical": [row["parity"]["identical"] for row in scenario["prompts"]].count(True),
-           "batch_size": len(scenario["prompts"])}
-        for scenario in document["scenarios"]
-    ]  # fmt: skip
-    return {**document, "scenarios": scenarios}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

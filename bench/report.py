@@ -37,18 +37,18 @@ METHOD = (
     "Tokens per second count from the first token to the last, so prefill is not in them; the "
     "time to the first token is listed apart, and so is what auto takes to measure the cost of "
     "rounds. A prompt's speed is that of its median run, its ratio the median of its runs, each "
-    "against the plain run beside it; a set's speed is the sum of its tokens over the sum of those "
-    "times, its ratio that of such speeds. In brackets: first to third quartile of single runs, or "
-    "of prompts where it says so. Of MT-bench, the first turn is asked. Peak memory is with target "
-    "and head loaded, in plain runs too. Above temperature 0 both draw with the same sampler and "
-    "seed."
+    "against the plain run beside it; a set's speed is the sum of its tokens over the sum of "
+    "those times, its ratio that of such speeds. In brackets: first to third quartile of single "
+    "runs, or of prompts where it says so. Of MT-bench, the first turn is asked. Peak memory is "
+    "with target and head loaded, in plain runs too. Above temperature 0 both draw with the same "
+    "sampler and seed."
 )
 
 BATCHES = (
     "So many prompts of a set in one call of batch_generate: mlx-lm's own against the one with "
     "the drafter, greedy, in the same turns. Tokens per second are those of all outputs, after "
-    "prefill as each counts it, then over the whole call; ours prefills prompt by prompt. Drafting "
-    "events say when drafting was turned off for all sequences, tried again (probe) and turned on "
+    "prefill as each counts it, then over the whole call; ours prefills prompt by prompt. "
+    "Drafting events say when drafting was turned off for all sequences, tried again (probe) and turned on "
     "again. The mean acceptance length is 1 where the whole batch went to mlx-lm."
 )
 

@@ -16,7 +16,6 @@ from .pipeline import DTYPES, convert
 from .resolve import Overrides
 from .trim import Trim
 
-
 RANGES = (
     Range("rope_theta", 1.0, 1e30, "a number from 1 to 1e30"),
     Range("num_layers", 1, LARGEST, "1 or more"),

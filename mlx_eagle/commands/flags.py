@@ -43,7 +43,7 @@ RANGES = (
     Range("xtc_threshold", 0, 0.5, "a number from 0 to 0.5"),
     Range("seed", 0, LARGEST_SEED, "a whole number from 0 to 2**64 - 1"),
     Range("prefill_step_size", 1, LARGEST, "1 or more"),
-    # Four tokens of a rotating cache are kept for good: it needs room for one more.
+    # A rotating cache never drops its first four tokens: it needs room for one more.
     Range("max_kv_size", 5, LARGEST, "5 or more"),
     Range("quantized_kv_start", 0, LARGEST, "0 or more"),
 )

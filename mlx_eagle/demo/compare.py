@@ -65,8 +65,8 @@ def report(plain: Completion, speculative: Completion) -> list[str]:
     return [
         f"Plain:       {plain_tps:.1f} tokens/s (mlx_lm.stream_generate)",
         f"Speculative: {tps:.1f} tokens/s, {tps / plain_tps:.2f}x",
-        f"Mean acceptance length (tau): {stats.mean_acceptance_length:.2f} tokens per target forward, over "
-        f"{stats.num_target_forwards} forwards",
+        f"Mean acceptance length (tau): {stats.mean_acceptance_length:.2f} tokens per target "
+        f"forward, over {stats.num_target_forwards} forwards",
         f"Acceptance:  {stats.acceptance_rate:.2f} of what was drafted; "
         f"by position: {by_position or '-'}",
         f"Token-identical: {identical}",

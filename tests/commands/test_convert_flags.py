@@ -1,4 +1,4 @@
-"""The flags of ``mlx_eagle.convert``: what makes no sense costs one sentence, and nothing is read."""
+"""The flags of ``mlx_eagle.convert``: what makes no sense costs one sentence."""
 
 from pathlib import Path
 
