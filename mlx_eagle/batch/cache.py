@@ -17,9 +17,7 @@ def can_batch(cache: list) -> bool:
 
     Not recurrent states, which cannot be cut, and not what mlx-lm has no batch form of.
     """
-    return all(
-        type(c) is KVCache or (type(c) is RotatingKVCache and c.keep == 0) for c in cache
-    )
+    return all(type(c) is KVCache or (type(c) is RotatingKVCache and c.keep == 0) for c in cache)
 
 
 class BatchCache:

@@ -5,6 +5,7 @@ Here it is decided whether a batch is drafted for, and how; the rounds are in ``
 
 import time
 from copy import deepcopy
+from dataclasses import asdict
 from typing import Any
 
 import mlx.core as mx
@@ -92,7 +93,14 @@ def batch_generate(
     returns = Returns(return_prompt_caches, return_token_ids, return_logprobs)
     if not is_drafter(draft_model):
         return mlx_lm.batch_generate(
-            model, tokenizer, prompts, prompt_caches, max_tokens, verbose, **vars(returns), **kwargs
+            model,
+            tokenizer,
+            prompts,
+            prompt_caches,
+            max_tokens,
+            verbose,
+            **asdict(returns),
+            **kwargs,
         )
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)

@@ -1,7 +1,7 @@
 """The rounds of a batch: one verify pass of the target for all requests, ragged in what is kept.
 
-How many rows each request keeps is its own affair; how many are drafted is decided once per round
-for all. Every request drafts by itself: a head's pass is short, and its caches are one request's.
+Each request keeps a number of rows of its own; how many are drafted is decided once per round for
+all. Every request drafts by itself: a head's pass is short, and its caches are one request's.
 """
 
 from collections.abc import Sequence
@@ -201,7 +201,7 @@ class Batch:
             if absorb or own.shape.size > 0:
                 request.decoder.absorb(launched)
             rounds.append(launched)
-        pending = [array for request in self.requests for array in request.decoder.drafter.pending()]
+        pending = [request.decoder.drafter.pending() for request in self.requests]
         mx.async_eval([launched.verification.packed for launched in rounds], pending)
         return rounds
 

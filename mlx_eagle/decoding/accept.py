@@ -1,8 +1,8 @@
 """Which draft tokens are kept: the acceptance rules, on arrays alone.
 
-A rule opens each round. It tells the drafter how to pick tokens, and turns the target's
-logits for the window into the tokens that follow each row and the number of draft tokens
-kept.
+A rule opens each round. It tells the drafter how to pick tokens, and turns the target's logits
+for the rows of the verify pass into the token that follows each row and the number of draft
+tokens kept.
 """
 
 from collections.abc import Callable
@@ -25,8 +25,8 @@ class Outcome:
     """What a verify pass of R rows decided, known to the host.
 
     ``num_kept`` draft tokens are kept; ``following`` (R) is the token after each row. ``rows`` (R)
-    are, for a tree, the window rows that these stand for, the kept branch first; None for a chain,
-    where they are in window order.
+    are, for a tree, the rows of the pass that these stand for, the kept branch first; None for a
+    chain, where they are in the order of the pass.
     """
 
     num_kept: int
@@ -230,7 +230,7 @@ class RejectChoice:
         return Verification(following, kept_in_chain(mx.concatenate(kept)), logprobs)
 
     def _residual(self, p: mx.array, q: mx.array, ids: mx.array | None, row: int) -> mx.array:
-        """A draw (1,) from max(0, p - q), p (V,), q (Vd,); from p where rounding leaves nothing."""
+        """A draw (1,) from max(0, p - q), p (V,), q (Vd,); from p where that rounds to nothing."""
         rest = mx.maximum(p - q if ids is None else p.at[ids].add(-q), 0.0)
         rest = mx.where(rest.sum() > 0, rest, p)
         return self._draw(mx.log(rest)[None], row, self.RESIDUAL)
@@ -265,7 +265,7 @@ def make_rule(acceptance: str | None, sampler: Sampler | None) -> Rule:
             return Coupled(sampler, drafts_greedily=True)
         return Match(sampler)
     if not isinstance(sampler, Sampling):
-        found = "greedy decoding" if sampler is None else "a sampler that is a closed function"
+        found = "greedy decoding" if sampler is None else "another sampler"
         raise ValueError(
             f"acceptance {acceptance!r} needs mlx_eagle.Sampling as the sampler, but this is "
             f"{found}: give one (temp, top_p, min_p, top_k, seed), or use 'match'."
@@ -274,7 +274,7 @@ def make_rule(acceptance: str | None, sampler: Sampler | None) -> Rule:
 
 
 def check_rule_for_sampling(acceptance: str | None, temp: float, xtc_probability: float) -> None:
-    """Raise ValueError where samplers with these options leave a rule nothing to work with."""
+    """Raise ValueError for a rule that cannot work with samplers of these options."""
     if acceptance not in ("coupled", "reject"):
         return
     if temp == 0:

@@ -86,7 +86,7 @@ def measure(
     shape and those of the next, never within.
     """
     trial = on_trial(decoder)
-    undo = Checkpoint(decoder.cache)
+    before = Checkpoint(decoder.cache)
     later = [shape for shape in shapes if shape.tree is None and shape not in FIRST_LOOK]
     late = late_after(TIME_LIMIT, decoder.target.model)
     try:
@@ -94,7 +94,7 @@ def measure(
         runner.finish(trial.launch_first())
         return time_in_turn(runner, shapes, later, AMOUNT, late, progress)
     finally:
-        undo.rollback(0)
+        before.rollback(0)
 
 
 def on_trial(decoder: Decoder) -> Decoder:

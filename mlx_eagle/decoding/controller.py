@@ -187,7 +187,8 @@ class AdaptiveController:
     _num_tokens: int = 0
     _accepted: list[float] = field(default_factory=list)
     _reached: list[float] = field(default_factory=list)
-    _of_trees: dict[DraftShape, tuple[float, float]] = field(default_factory=dict)  # tokens, rounds
+    # Tokens emitted in so many rounds.
+    _of_trees: dict[DraftShape, tuple[float, float]] = field(default_factory=dict)
     _trial: Trial | None = field(default_factory=lambda: Trial(is_probe=False))
     _plain_left: float = 0.0
 

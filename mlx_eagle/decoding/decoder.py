@@ -77,7 +77,7 @@ class Decoder:
         self.history = prompt
 
     def _prefill_chunk(self, tokens: mx.array) -> None:
-        """Bring target and drafter over tokens (m,), or leave both as they were.
+        """Run tokens (m,) through target and drafter; a failure changes neither.
 
         The last token's features wait for the token that comes next, as between requests.
         """
@@ -116,17 +116,18 @@ class Decoder:
         drafter falls behind, and catches up before it proposes again.
         """
         draft_checkpoint = self.checkpoint_draft(shape)
-        # The checkpoint is not named in there: it would keep itself and all caches alive.
-        target_checkpoint = Checkpoint(
-            self.cache, lambda num_rows: self._rerun(tokens[:num_rows], calls)
-        )
-        with self._undone_on_failure(target_checkpoint, draft_checkpoint), mx.stream(self.stream):
+        with self._undone_on_failure(draft_checkpoint), mx.stream(self.stream):
             opened = self.open_round(shape, draft_checkpoint)
             if opened.shape.size > 0:
                 # The device drafts while the host builds the target's pass, the greater graph.
                 mx.async_eval(opened.draft.tokens)
             tree_mask = opened.draft.tree_mask()
             tokens = mx.concatenate([self.root, opened.draft.tokens])
+        # The checkpoint is not named in there: it would keep itself and all caches alive.
+        target_checkpoint = Checkpoint(
+            self.cache, lambda num_rows: self._rerun(tokens[:num_rows], calls)
+        )
+        with self._undone_on_failure(target_checkpoint, draft_checkpoint), mx.stream(self.stream):
             logits, features, calls = self._verify(tokens, tree_mask, target_checkpoint)
             launched = self.close_round(opened, tree_mask, logits, features, target_checkpoint)
             mx.async_eval(launched.verification.packed)
@@ -158,7 +159,7 @@ class Decoder:
         features: mx.array | None,
         target_rows: Rows,
     ) -> Round:
-        """The round whose verify pass gave logits (R, V) and features (R, F); nothing is started."""
+        """The round whose verify pass gives logits (R, V) and features (R, F), not started yet."""
         draft = opened.draft
         logprobs = self._logprobs(draft, tree_mask, logits)
         verification = opened.choice.verify(draft, tree_mask, logprobs)
@@ -181,10 +182,8 @@ class Decoder:
 
         The pairs after the kept ones are cut once that is read.
         """
-        verification = launched.verification
-        self.drafter.extend(
-            verification.following, launched.features, last=verification.num_kept
-        )
+        made = launched.verification
+        self.drafter.extend(made.following, launched.features, last=made.num_kept)
         launched.absorbed = True
         launched.num_head_forwards = self.num_head_forwards
 
@@ -262,12 +261,12 @@ class Decoder:
         return self.drafter.propose_tree(shape.tree.at_most(shape.size))
 
     def _verify(
-        self, tokens: mx.array, tree_mask: mx.array | None, window: Checkpoint
+        self, tokens: mx.array, tree_mask: mx.array | None, checkpoint: Checkpoint
     ) -> tuple[mx.array, mx.array | None, list[LayerCall]]:
         """Logits, features, and the calls that ``_rerun`` needs where the rows are cut."""
         if tree_mask is not None:
             return *self.target(tokens, self.cache, tree_mask), []
-        recurrent = window.recurrent
+        recurrent = checkpoint.recurrent
         if not recurrent or tokens.shape[0] == 1:
             return *self._run(tokens), []
         with self.target.as_alone(self.cache, tokens.shape[0]):
@@ -276,8 +275,8 @@ class Decoder:
         # A model may use such a cache outside its layers, or pass layers something that grows;
         # then all of it has to run again.
         repeatable = all(call.is_repeatable(tuple(RULES)) for call in calls)
-        window.reruns_layers = repeatable and len(calls) == len(recurrent)
-        return logits, features, calls if window.reruns_layers else []
+        checkpoint.reruns_layers = repeatable and len(calls) == len(recurrent)
+        return logits, features, calls if checkpoint.reruns_layers else []
 
     def _rerun(self, tokens: mx.array, calls: list[LayerCall]) -> None:
         """Bring recurrent states forward over the kept rows, tokens (m,).

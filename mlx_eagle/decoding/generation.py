@@ -59,7 +59,5 @@ class Generation:
         shape = done.tried_shape
         return None if shape is None else (shape, (done.outcome.num_kept,))
 
-    def settle(
-        self, done: Round, upcoming: Round | None, controller: Controller
-    ) -> Round | None:
+    def settle(self, done: Round, upcoming: Round | None, controller: Controller) -> Round | None:
         return upcoming

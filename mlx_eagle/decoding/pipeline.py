@@ -26,8 +26,8 @@ class Runner(Protocol[R]):
     def can_run_ahead(self, done: R) -> bool:
         """Whether a round may follow before ``done`` is read.
 
-        So it is after a plain step, whose one token is known to the device, as long as the
-        limits leave room for another.
+        It may after a plain step, whose one token is known to the device, as long as the limits
+        allow another.
         """
 
     def can_launch_unread(self, shape: DraftShape) -> bool:

@@ -17,11 +17,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ..system.documents import number_above, parse_object, read_bytes
 from .controller import DraftShape, RoundCosts
 
-LARGEST_FILE = 16 * 2**20  # bytes; more was not written here
+SECONDS = number_above(1e-9, 1e6)
 LONGEST_KEY = 4096
-SHORTEST_TIME, LONGEST_TIME = 1e-9, 1e6  # seconds
 LOCK_TIMEOUT = 10.0  # seconds; the lock is held for a few milliseconds
 POLL = 0.01
 
@@ -82,12 +82,10 @@ class CostFile:
 def read_entries(path: Path) -> dict[str, Entry]:
     """The well-formed entries of a file; none where it is missing, damaged or not a file."""
     try:
-        if not path.is_file() or path.stat().st_size > LARGEST_FILE:
+        if not path.is_file():
             return {}
-        known = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    if not isinstance(known, dict):
+        known = parse_object(read_bytes(path), path)
+    except (OSError, ValueError):
         return {}
     return {key: entry for key, entry in known.items() if _is_entry(key, entry)}
 
@@ -96,14 +94,9 @@ def _is_entry(key: str, entry: Any) -> bool:
     if len(key) > LONGEST_KEY or not isinstance(entry, dict):
         return False
     rounds = entry.get("rounds")
-    if not _is_time(entry.get("plain")) or not isinstance(rounds, dict) or not rounds:
+    if not SECONDS.holds(entry.get("plain")) or not isinstance(rounds, dict) or not rounds:
         return False
-    return all(map(_is_time, rounds.values()))
-
-
-def _is_time(value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and SHORTEST_TIME < value < LONGEST_TIME
+    return all(map(SECONDS.holds, rounds.values()))
 
 
 def _merge(path: Path, entries: dict[str, Entry]) -> None:

@@ -51,8 +51,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if not isinstance(self.temp, Real) or not 0 < self.temp or not isfinite(self.temp):
             raise ValueError(
-                f"the temperature is {self.temp}: sampling needs a number above 0 (greedy decoding "
-                "needs no sampler)."
+                f"the temperature is {self.temp}: sampling needs a number above 0 (greedy "
+                "decoding needs no sampler)."
             )
         if self.seed is not None and not _is_seed(self.seed):
             raise ValueError(

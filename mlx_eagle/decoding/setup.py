@@ -30,14 +30,17 @@ def split_cache(
     num_caches = len(fresh)
     if len(prompt_cache) < num_caches:
         raise ValueError(
-            f"prompt_cache holds {len(prompt_cache)} caches, but the target has {num_caches}: make "
-            "it with mlx_lm's make_prompt_cache for this target."
+            f"prompt_cache holds {len(prompt_cache)} caches, but the target has {num_caches}: "
+            "make it with mlx_lm's make_prompt_cache for this target."
         )
     return prompt_cache[:num_caches], prompt_cache[num_caches:] or None
 
 
 def begin_drafter(draft_model: Drafter, draft_cache: list | None) -> Drafter:
-    """A drafter for one request on its part of a prompt cache; ValueError for one not its own."""
+    """A drafter for one request, on its part of a prompt cache.
+
+    Raises ValueError where that is not one of this drafter's.
+    """
     num_needed = len(draft_model.make_cache())
     if draft_cache is not None and len(draft_cache) != num_needed:
         raise ValueError(
@@ -83,8 +86,8 @@ def _check_target(
     quantization.check(cache)
     if is_pipelined(model) and in_any_process(bool(Checkpoint(cache).recurrent)):
         raise ValueError(
-            "this target is split in a pipeline and has recurrent layers, whose rows cannot be run "
-            "again by one process alone: use tensor parallelism, or leave the draft model out."
+            "this target is split in a pipeline and has recurrent layers, whose rows no process "
+            "can run again alone: use tensor parallelism, or no draft model."
         )
     if tree is not None:
         check_rule_for_trees(acceptance)

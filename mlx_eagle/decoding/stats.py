@@ -170,10 +170,10 @@ class Stats:
     def to_dict(self) -> dict[str, Any]:
         """Every count and every figure derived from them, ready for JSON."""
         names = (
-            "num_rounds num_plain_steps num_target_forwards num_reruns num_head_forwards num_evals "
-            "num_drafted num_accepted num_rejected num_emitted accepted_histogram "
-            "mean_acceptance_length tau "
-            "acceptance_rate acceptance_by_position cumulative_acceptance_by_position "
+            "num_rounds num_plain_steps num_target_forwards num_reruns num_head_forwards "
+            "num_evals num_drafted num_accepted num_rejected num_emitted accepted_histogram "
+            "mean_acceptance_length tau acceptance_rate acceptance_by_position "
+            "cumulative_acceptance_by_position "
             "prompt_time calibration_time generation_time generation_tps"
         ).split()
         events = [asdict(event) for event in self.drafting_events]

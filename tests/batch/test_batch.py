@@ -225,10 +225,8 @@ def test_rows_of_a_batch_have_noise_of_their_own(options):
     drafter, prompts, num = tiny_head(model), [PROMPTS[0]] * 4, 12
 
     def texts(**sampling):
-        sampler = Sampling(temp=1.0, **sampling)
-        return together(
-            model, drafter, prompts, max_tokens=num, sampler=sampler, return_logprobs=True, **options
-        )
+        kwargs = {"max_tokens": num, "sampler": Sampling(temp=1.0, **sampling), **options}
+        return together(model, drafter, prompts, return_logprobs=True, **kwargs)
 
     response, again = texts(seed=3), texts(seed=3)
     assert response.token_ids == again.token_ids
@@ -256,8 +254,7 @@ def test_stats_are_a_list_and_have_mlx_lms_names(make, num_draft_tokens):
     stats = together(model, tiny_head(model), prompts, **options).stats
     expected = theirs(model, prompts, max_tokens=lengths).stats
     assert isinstance(stats, list) and len(stats) == 3
-    assert stats.prompt_tokens == expected.prompt_tokens or num_draft_tokens == 2
-    assert (stats.prompt_tokens, stats.generation_tokens) == (6, sum(lengths)) or num_draft_tokens == 0
+    assert stats.prompt_tokens == (6 if num_draft_tokens else expected.prompt_tokens)
     assert stats.generation_tokens == expected.generation_tokens == sum(lengths)
     assert 0 < stats.prompt_time < stats.wall_time and stats.generation_tps > 0
     assert stats.generation_time == pytest.approx(stats.wall_time - stats.prompt_time)
@@ -466,7 +463,7 @@ def test_without_a_drafter_it_is_mlx_lm():
         ({"max_tokens": [1, 2, 2.5, 1]}, r"max_tokens of prompt 2 is 2.5 \(not a whole number\)"),
         ({"max_tokens": None}, r"max_tokens of prompt 0 is None \(nothing\)"),
         ({"num_draft_tokens": "3"}, r"num_draft_tokens is '3' \(text\)"),
-        ({"prompt_caches": [[]] * 4}, "prompt_cache holds 0 caches, but the target has 6"),
+        ({"prompt_caches": [[]] * 4}, "prompt_cache holds 0 caches, but"),
         ({"prompts": [[1], []]}, "the prompt is empty"),
         ({"num_draft_tokens": -1}, "num_draft_tokens is -1"),
     ],

@@ -16,9 +16,7 @@ def test_calibration_changes_nothing_and_is_remembered(tmp_path, monkeypatch):
     monkeypatch.setattr("mlx_eagle.decoding.calibrate.user_cache", lambda: tmp_path)
     measured = []
     measure = calibrate.measure
-    monkeypatch.setattr(
-        calibrate, "measure", lambda *args: measured.append(1) or measure(*args)
-    )
+    monkeypatch.setattr(calibrate, "measure", lambda *args: measured.append(1) or measure(*args))
     for make in (tiny_llama, lambda: build("gemma3_text"), lambda: build("qwen3_next")):
         model = make()
         drafter, calls = tiny_head(model), []

@@ -197,4 +197,3 @@ def test_ctrl_c_while_waiting_for_the_device(case, monkeypatch):
         patch.setattr(Round, "read", failing(Round.read, 4))
         result = run_until_it_fails(case, case[1], cache)
     assert_usable(case, cache, *result)
-

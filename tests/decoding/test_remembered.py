@@ -17,6 +17,8 @@ from mlx_eagle.decoding.timing import Amount
 
 SHAPES = (DraftShape(1), DraftShape(3))
 COSTS = RoundCosts(1.0, {DraftShape(1): 1.5, DraftShape(3): 2.5})
+FILES = {"calibration.json", "calibration.lock"}
+FULL = OSError(28, "No space left on device")
 LIMIT = 120  # seconds for any process here
 
 WRITER = """
@@ -67,9 +69,10 @@ def test_several_processes_lose_nothing(path):
     assert errors == [""] * 4
     known = json.loads(path.read_text())
     assert known.keys() == {f"{name} {i}" for name in names for i in range(50)}
-    assert all(known[f"{n} {i}"] == {"plain": 1 + i, "rounds": {"1": 2 + i}}
-               for n in names for i in range(50))  # fmt: skip
-    assert {file.name for file in path.parent.iterdir()} == {"calibration.json", "calibration.lock"}
+    for key, entry in known.items():
+        i = int(key.split()[1])
+        assert entry == {"plain": 1 + i, "rounds": {"1": 2 + i}}
+    assert {file.name for file in path.parent.iterdir()} == FILES
 
 
 def test_several_threads_lose_nothing(path):
@@ -104,7 +107,7 @@ def test_a_process_killed_while_it_writes(path):
     (path.parent / "calibration.abc.new").write_text("{ half")
     CostFile(path).put("key", COSTS)
     assert CostFile(path).get("key", SHAPES) == COSTS
-    assert {file.name for file in path.parent.iterdir()} == {"calibration.json", "calibration.lock"}
+    assert {file.name for file in path.parent.iterdir()} == FILES
 
 
 GOOD = {"plain": 1.0, "rounds": {"1": 1.5, "3": 2.5}}
@@ -157,12 +160,15 @@ def test_what_is_no_file_is_not_opened(path):
 
 def test_a_file_that_is_too_large_is_not_read(path, monkeypatch):
     CostFile(path).put("key", COSTS)
-    monkeypatch.setattr(remembered, "LARGEST_FILE", 10)
+    monkeypatch.setattr("mlx_eagle.system.documents.MAX_MEMORY", 10)
     assert CostFile(path).get("key", SHAPES) is None
 
 
-def no_space(*_):
-    raise OSError(28, "No space left on device")
+def raises(err: OSError):
+    def function(*_):
+        raise err
+
+    return function
 
 
 def unwritable(kind: str, tmp_path: Path, monkeypatch) -> Path | None:
@@ -176,16 +182,16 @@ def unwritable(kind: str, tmp_path: Path, monkeypatch) -> Path | None:
     elif kind == "a folder in its place":
         (tmp_path / "cache" / "calibration.json" / "x").mkdir(parents=True)
     elif kind == "full disk":
-        monkeypatch.setattr(remembered.tempfile, "mkstemp", no_space)
+        monkeypatch.setattr(remembered.tempfile, "mkstemp", raises(FULL))
     elif kind == "full disk, later":
-        monkeypatch.setattr(Path, "replace", no_space)
+        monkeypatch.setattr(Path, "replace", raises(FULL))
     elif kind == "read-only":
-        monkeypatch.setattr(remembered.os, "open", lambda *_: (_ for _ in ()).throw(
-            PermissionError(13, "Permission denied")))  # fmt: skip
+        denied = PermissionError(13, "Permission denied")
+        monkeypatch.setattr(remembered.os, "open", raises(denied))
     elif kind == "locked":
         monkeypatch.setattr(remembered, "LOCK_TIMEOUT", 0.05)
-        monkeypatch.setattr(remembered.fcntl, "flock", lambda *_: (_ for _ in ()).throw(
-            BlockingIOError(11, "Resource temporarily unavailable")))  # fmt: skip
+        taken = BlockingIOError(11, "Resource temporarily unavailable")
+        monkeypatch.setattr(remembered.fcntl, "flock", raises(taken))
     return tmp_path / "cache" / "calibration.json"
 
 
@@ -216,7 +222,7 @@ def test_where_nothing_can_be_kept_it_is_kept_in_memory(kind, tmp_path, monkeypa
 def test_what_was_kept_in_memory_is_saved_when_that_works_again(path, monkeypatch):
     file = CostFile(path)
     with monkeypatch.context() as patch:
-        patch.setattr(remembered.tempfile, "mkstemp", no_space)
+        patch.setattr(remembered.tempfile, "mkstemp", raises(FULL))
         file.put("one", COSTS)
     file.put("two", COSTS)
     assert read_entries(path).keys() == {"one", "two"}

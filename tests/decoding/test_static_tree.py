@@ -222,7 +222,7 @@ def test_sampled_text_depends_on_the_seed_alone(target, text):
 
 
 def test_matching_keeps_the_law_of_two_tokens():
-    """The rule on a tree, with the target a Markov chain: the exact joint distribution, by chi-square."""
+    """The rule on a tree of a Markov chain gives the exact joint distribution, by chi-square."""
     vocab, num_runs, tree = 4, 2000, parse_tree("root2:2")
     logits = 1.2 * mx.random.normal((vocab, vocab), key=mx.random.key(1))
     log_p = logits - mx.logsumexp(logits, axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""What several test files share about the draft length: costs of rounds, a controller by script."""
+"""What test files share about the draft length: costs of rounds, a controller by script."""
 
 from mlx_eagle.decoding.controller import DraftShape, RoundCosts
 
