@@ -41,7 +41,7 @@ test: $(VENV)/installed-test
 test-all: $(VENV)/installed-test
 	@$(PYTEST) $(ARGS)
 
-bench: $(VENV)/installed
+bench: $(VENV)/installed-bench
 	@$(RUN) -m mlx_eagle.bench $(or $(ARGS),$(BENCH))
 
 docs: $(VENV)/installed-docs
@@ -63,6 +63,11 @@ $(VENV)/installed: $(VENV)/created pyproject.toml
 	@echo "Installing into $(VENV), once." >&2
 	@$(BIN)/python -m pip install --quiet --editable .
 	@touch $@
+
+$(VENV)/installed-bench: $(VENV)/created pyproject.toml
+	@echo "Installing into $(VENV) with what plots need, once." >&2
+	@$(BIN)/python -m pip install --quiet --editable '.[bench]'
+	@touch $(VENV)/installed $@
 
 $(VENV)/installed-test: $(VENV)/created pyproject.toml
 	@echo "Installing into $(VENV) with what the tests need, once." >&2

@@ -159,7 +159,7 @@ class Reader:
 
     def chat(self, words: list[str]) -> None:
         out = self.run(words, "Hello\n/stats\nq\n")
-        assert "Answers: 1" in out and "tau: " in out and "bye" in out
+        assert "Answers: 1" in out and "(tau): " in out and "bye" in out
 
     def convert(self, words: list[str]) -> None:
         out = self.run(words)
@@ -174,12 +174,12 @@ class Reader:
     def bench(self, words: list[str]) -> None:
         short = SHORT + (["--context", "16,32"] if "--context" in words else [])
         short += ["--batch", "1,2", "--limit", "2"] if "--batch" in words else []
-        out = self.run(words + short)
+        self.run(words + short)
         folder = Path(value_of(words, "--out") or "bench-results")
         assert all((folder / name).stat().st_size for name in REPORT)
-        found = json.loads(out.splitlines()[-1])
+        found = json.loads((folder / "results.json").read_text())
         assert found["conditions"]["model"] == (value_of(words, "--model") or DEMO_NAMES["model"])
-        assert all(scenario["arms"] for scenario in found["scenarios"])
+        assert all(scenario["configurations"] for scenario in found["scenarios"])
 
     def server(self, words: list[str]) -> None:
         """In a process of its own, which serves until it is interrupted."""

@@ -1,7 +1,7 @@
 """Progress bars for commands: on standard error, where that is a terminal, and gone when done.
 
-Knows what a callback ``(done, total)`` says, as mlx-lm's ``prompt_progress_callback`` does; the
-code that makes people wait calls one, and draws nothing by itself.
+Code that makes people wait takes a callback ``(done, total)``, as mlx-lm's
+``prompt_progress_callback`` is one, and draws nothing by itself.
 """
 
 from collections.abc import Callable
