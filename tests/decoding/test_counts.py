@@ -1,10 +1,17 @@
 """Counts that the design promises: evals, forwards, and a tap that adds its taps only."""
 
-import io
-
 import mlx.core as mx
 import pytest
-from helpers import PROMPT, SCRIPTS, ScriptedDrafter, plain, speculative, tiny_head, tiny_llama
+from helpers import (
+    PROMPT,
+    SCRIPTS,
+    ScriptedDrafter,
+    num_primitives,
+    plain,
+    speculative,
+    tiny_head,
+    tiny_llama,
+)
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -15,13 +22,6 @@ from mlx_eagle.target.taps import Target
 @pytest.fixture(scope="module")
 def model():
     return tiny_llama()
-
-
-def num_primitives(*arrays: mx.array) -> int:
-    """Operations in the graph that computes ``arrays``; in dot they are the rectangles."""
-    graph = io.StringIO()
-    mx.export_to_dot(graph, *arrays)
-    return graph.getvalue().count("shape=rectangle")
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
@@ -52,7 +52,9 @@ def test_the_model_runs_once_a_round(model, monkeypatch):
         assert len(calls) == stats.num_target_forwards + prefill
 
 
-@pytest.mark.parametrize("options", [{"num_draft_tokens": 3}, {"tree": parse_tree("2x2:4")}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"num_draft_tokens": 3}, {"tree": parse_tree("2x2:4")}], ids=str
+)
 def test_the_device_drafts_while_the_target_s_pass_is_built(model, monkeypatch, options):
     events, call, start = [], type(model).__call__, mx.async_eval
     size = options.get("num_draft_tokens", 4)
@@ -62,7 +64,10 @@ def test_the_device_drafts_while_the_target_s_pass_is_built(model, monkeypatch, 
             events.append("draft")
         start(*arrays)
 
-    counted = lambda self, *args, **kwargs: (events.append("target"), call(self, *args, **kwargs))[1]
+    def counted(self, *args, **kwargs):
+        events.append("target")
+        return call(self, *args, **kwargs)
+
     monkeypatch.setattr(mx, "async_eval", started)
     monkeypatch.setattr(type(model), "__call__", counted)
     _, stats = speculative(model, tiny_head(model), PROMPT, 25, **options)
