@@ -15,7 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..drafters.base import Drafter, TreeDrafter
 from ..drafters.tree import Tree
 from ..system.progress import Progress, silent
-from ..target.rollback import CacheQuantization, Checkpoint, check_count, check_supported
+from ..target.rollback import CacheQuantization, Checkpoint, check_supported
 from ..target.sharding import in_any_process, is_pipelined
 from ..target.taps import Target
 from ..target.tree_attention import check_trees
@@ -68,7 +68,11 @@ def split_cache(
         return fresh, None
     # Not len(model.layers): models that share keys and values have fewer caches than layers.
     num_caches = len(fresh)
-    check_count(prompt_cache, num_caches)
+    if len(prompt_cache) < num_caches:
+        raise ValueError(
+            f"prompt_cache holds {len(prompt_cache)} caches, but the target has {num_caches}: "
+            "make it with mlx_lm's make_prompt_cache for this target."
+        )
     return prompt_cache[:num_caches], prompt_cache[num_caches:] or None
 
 

@@ -197,16 +197,6 @@ def check_supported(caches: list, whose: str) -> None:
             check_supported(cache.caches, whose)
 
 
-def check_count(caches: list, num_needed: int) -> None:
-    """Raise ValueError where a prompt cache has fewer parts than the target needs."""
-    if len(caches) < num_needed:
-        raise ValueError(
-            f"prompt_cache holds {len(caches)} caches, but this target needs {num_needed}: make "
-            "it with make_prompt_cache(model) of mlx_lm.models.cache, and put the drafter's "
-            "make_cache() behind it."
-        )
-
-
 @dataclass(frozen=True)
 class CacheQuantization:
     """mlx-lm's ``kv_bits``: plain caches become quantized ones from ``start`` tokens on."""

@@ -55,7 +55,7 @@ def test_a_prompt_cache_with_too_few_layers(k, num_left):
     model = tiny_llama()
     cache = make_prompt_cache(model)
     del cache[num_left:]
-    with pytest.raises(ValueError, match=f"holds {num_left} caches, but this target needs 6"):
+    with pytest.raises(ValueError, match=f"holds {num_left} caches, but the target has 6"):
         speculative(model, tiny_head(model), PROMPT, 4, num_draft_tokens=k, prompt_cache=cache)
     assert all(layer.empty() for layer in cache)
 
