@@ -298,26 +298,3 @@ class Eagle3Head(nn.Module):
         """Logits over the draft vocabulary, (m, h) -> (m, Vd)."""
         normed = self.config.norm_output or not self.config.final_norm
         return self.lm_head(states if normed else self.norm(states))
-
-
-FUSED = {
-    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-}
-
-
-def fuse_weights(weights: dict[str, mx.array], num_layers: int) -> dict[str, mx.array]:
-    """Join the stored q, k, v and gate, up matrices, which saves three kernels per layer.
-
-    Quantization runs along the input dimension, so joining rows of packed weights, scales
-    and biases is exact.
-    """
-    weights = dict(weights)
-    for layer in range(num_layers):
-        for fused, parts in FUSED.items():
-            for kind in ("weight", "scales", "biases", "bias"):
-                names = [f"layers.{layer}.{part}.{kind}" for part in parts]
-                if names[0] in weights:
-                    joined = mx.concatenate([weights.pop(name) for name in names], axis=0)
-                    weights[f"layers.{layer}.{fused}.{kind}"] = joined
-    return weights

@@ -16,7 +16,8 @@ from mlx_lm.generate import generation_stream
 from ..system.hub import locate
 from ..target.sharding import find_stage
 from .eagle3 import Eagle3Drafter
-from .head import FUSED, Eagle3Config, Eagle3Head, fuse_weights
+from .fused import FUSED, fuse_weights
+from .head import Eagle3Config, Eagle3Head
 
 Linear = nn.Linear | nn.QuantizedLinear
 Embedding = nn.Embedding | nn.QuantizedEmbedding
