@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from ..drafters.base import Draft, Drafter, Pick, empty_draft
-from ..drafters.tree import Tree
 from ..target.rollback import CacheQuantization, Checkpoint
 from ..target.taps import Target
-from .accept import LogitsProcessor, Rule, Verification, process_logits
+from .accept import LogitsProcessor, Rule, process_logits
 from .controller import DraftShape
 from .round import OpenRound, Round, Rows, StopPoint, stop_point
 
@@ -116,33 +115,24 @@ class Decoder:
         A shape of size 0 is a step of plain decoding: unless it is to ``absorb`` the step, the
         drafter falls behind, and catches up before it proposes again.
         """
-        size = shape.size
-        absorb = absorb or size > 0
-        if size > 0:
-            self.catch_up()
-        max_rows = self.quantization.max_rows(self.cache)
-        if max_rows is not None:
-            size = min(size, max_rows - 1)
-        draft_checkpoint = Checkpoint(self.drafter.cache)
+        draft_checkpoint = self.checkpoint_draft(shape)
         with self._undone_on_failure(draft_checkpoint), mx.stream(self.stream):
-            choice = self.rule.open(self.num_emitted)
-            draft = self._propose(size, shape.tree, choice.pick)
-            tree_mask = draft.tree_mask()
-            tokens = mx.concatenate([self.root, draft.tokens])
+            opened = self.open_round(shape, draft_checkpoint)
+            if opened.shape.size > 0:
+                # The device drafts while the host builds the target's pass, the greater graph.
+                mx.async_eval(opened.draft.tokens)
+            tree_mask = opened.draft.tree_mask()
+            tokens = mx.concatenate([self.root, opened.draft.tokens])
         # The checkpoint is not named in there: it would keep itself and all caches alive.
         target_checkpoint = Checkpoint(
             self.cache, lambda num_rows: self._rerun(tokens[:num_rows]), tokens.shape[0]
         )
         with self._undone_on_failure(target_checkpoint, draft_checkpoint), mx.stream(self.stream):
             logits, features = self._verify(tokens, tree_mask, target_checkpoint)
-            verification = choice.verify(draft, tree_mask, self.logprobs(draft, tree_mask, logits))
-            if verification.rows is not None and features is not None:
-                features = features[verification.rows]
-            packed = verification.packed()
-            mx.async_eval(packed)
-            if absorb:
-                # Needs no count: rows after the kept ones are cut once it is read.
-                self.drafter.extend(verification.following, features, last=verification.num_kept)
+            launched = self.close_round(opened, tree_mask, logits, features, target_checkpoint)
+            mx.async_eval(launched.verification.packed)
+            if absorb or shape.size > 0:
+                self.absorb(launched)
                 mx.async_eval(self.drafter.pending())
         return launched
 

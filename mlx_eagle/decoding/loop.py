@@ -25,65 +25,6 @@ from .stats import Stats
 CLEAR_CACHE_EVERY = 256  # tokens, as in mlx_lm.generate.generate_step
 
 
-@dataclass(frozen=True)
-class Limits:
-    """How far the generation may go; ``max_tokens`` < 0 is no limit."""
-
-    max_tokens: int
-    stop_tokens: Collection[int]
-
-    def cut(self, run: list[int], num_emitted: int) -> list[int]:
-        """``run`` up to its first stop token, included, and to max_tokens in all."""
-        if self.max_tokens >= 0:
-            run = run[: self.max_tokens - num_emitted]
-        for i, token in enumerate(run):
-            if token in self.stop_tokens:
-                return run[: i + 1]
-        return run
-
-    def at_most(self, shape: DraftShape, num_emitted: int) -> DraftShape | None:
-        """As much of ``plan`` as fits after ``num_emitted`` tokens; None if the text ends."""
-        if self.max_tokens < 0:
-            return shape
-        num_left = self.max_tokens - num_emitted
-        # A verify pass emits one token more than it keeps.
-        return replace(shape, size=min(shape.size, num_left - 1)) if num_left > 0 else None
-
-    def end(self, token: int) -> bool:
-        """Whether the text ends with this token."""
-        return token in self.stop_tokens
-
-
-def split_cache(
-    prompt_cache: list | None, model: nn.Module, max_kv_size: int | None
-) -> tuple[list, list | None]:
-    """The target's caches, and the drafter's where ``prompt_cache`` holds them behind."""
-    fresh = make_prompt_cache(model, max_kv_size)
-    if prompt_cache is None:
-        return fresh, None
-    # Not len(model.layers): models that share keys and values have fewer caches than layers.
-    num_caches = len(fresh)
-    if len(prompt_cache) < num_caches:
-        raise ValueError(
-            f"prompt_cache holds {len(prompt_cache)} caches, but the target has {num_caches}: "
-            "make it with mlx_lm's make_prompt_cache for this target."
-        )
-    return prompt_cache[:num_caches], prompt_cache[num_caches:] or None
-
-
-def begin_drafter(draft_model: Drafter, draft_cache: list | None) -> Drafter:
-    """A drafter for one text on its part of a prompt cache; ValueError where that is not its."""
-    num_needed = len(draft_model.make_cache())
-    if draft_cache is not None and len(draft_cache) != num_needed:
-        raise ValueError(
-            f"prompt_cache holds {len(draft_cache)} caches behind the target's, but this drafter "
-            f"has {num_needed}: make it with this drafter's make_cache()."
-        )
-    drafter = draft_model.begin(draft_cache)
-    check_supported(drafter.cache, "draft model")
-    return drafter
-
-
 def speculative_generate_step(
     prompt: mx.array,
     model: nn.Module,

@@ -20,6 +20,7 @@ from ..target.sharding import find_stage
 from .eagle3 import Eagle3Drafter
 from .fused import FUSED, fuse_weights
 from .head import Eagle3Config, Eagle3Head
+from .kinds import PACKING
 
 Linear = nn.Linear | nn.QuantizedLinear
 Embedding = nn.Embedding | nn.QuantizedEmbedding
