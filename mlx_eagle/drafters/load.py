@@ -18,7 +18,8 @@ from ..system.hub import locate
 from ..system.safetensors import read_header
 from ..target.sharding import find_stage
 from .eagle3 import Eagle3Drafter
-from .head import FUSED, Eagle3Config, Eagle3Head, fuse_weights
+from .fused import FUSED, fuse_weights
+from .head import Eagle3Config, Eagle3Head
 from .kinds import PACKING
 
 Linear = nn.Linear | nn.QuantizedLinear
