@@ -38,7 +38,10 @@ class Draft:
         return len(self) if self.parents is None else self.depth
 
     def tree_mask(self) -> mx.array | None:
-        """The ancestors of the rows of a tree's verify pass (see ``tree_rows.ancestors``); None for a chain."""
+        """Which rows of the verify pass each one sees, itself included; None for a chain.
+
+        See ``tree_rows.ancestors``.
+        """
         return None if self.parents is None else ancestors(self.parents, self.depth)
 
 

@@ -16,6 +16,7 @@ from mlx_lm.generate import generation_stream
 from ..system.documents import check, read_object, shown
 from ..system.hub import locate
 from ..system.safetensors import read_header
+from ..target.ropes import evaluate_ropes
 from ..target.sharding import find_stage
 from .eagle3 import Eagle3Drafter
 from .fused import FUSED, fuse_weights
@@ -76,6 +77,7 @@ def load_drafter(
     if config.lm_head_source == "target":
         head.share_lm_head(lm_head_of(model, embedding))
     mx.eval(head.parameters())
+    evaluate_ropes(model)  # for threads other than this one; mlx-lm leaves them to the first pass
     return Eagle3Drafter(head, embed, config.taps(sizes.num_layers), to_target, draft_cache)
 
 

