@@ -23,7 +23,6 @@ PICTURE_TEXT, PICTURE_GREY, PICTURE_BLUE = "#7d828a", "#8a8f98", "#2f7fd6"
 
 PICTURE_STYLE = {
     "font.size": 13,
-    "font.weight": "medium",
     "axes.titlesize": 14,
     **dict.fromkeys(
         ("text.color", "axes.labelcolor", "axes.titlecolor", "axes.edgecolor", "xtick.color",

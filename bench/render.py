@@ -53,7 +53,8 @@ table { border-collapse: collapse; font-size: .86rem; font-variant-numeric: tabu
   width: 100%; }
 th, td { padding: .32rem .6rem; border-bottom: 1px solid #e6e9ed; text-align: left; }
 th { background: #f4f6f8; font-weight: 600; vertical-align: bottom; }
-td.number { text-align: right; white-space: nowrap; }
+.number { text-align: right; }
+td.number { white-space: nowrap; }
 tr:hover td { background: #f9fafb; }
 figure { margin: 1.2rem 0 1.6rem; }
 figure img { max-width: 100%; height: auto; }
@@ -124,7 +125,8 @@ def _html(block: Block) -> str:
 def _html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     # A column of numbers is set flush right, so that digits line up.
     classes = [' class="number"' if all(map(_is_number, cells)) else "" for cells in zip(*rows)]
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
+    classes = classes or [""] * len(header)
+    head = "".join(f"<th{kind}>{html.escape(cell)}</th>" for kind, cell in zip(classes, header))
     lines = []
     for row in rows:
         cells = "".join(f"<td{kind}>{html.escape(cell)}</td>" for kind, cell in zip(classes, row))

@@ -36,21 +36,25 @@ def check_target(folder: Path) -> None:
     """Raise ValueError, naming the file, where one of a target's files cannot be read."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is a file: give the folder of a model.")
-    if "model_type" not in read_object(folder / "config.json"):
+    if "model_type" not in read_json(folder / "config.json"):
         raise ValueError(
             f"{folder / 'config.json'} names no model_type: it is not the configuration of a "
             "model that mlx-lm loads."
         )
     check_weights(folder)
     if (folder / "tokenizer_config.json").exists():
-        read_object(folder / "tokenizer_config.json")
+        read_json(folder / "tokenizer_config.json")
     tokenizer = folder / "tokenizer.json"
-    if tokenizer.exists() and not isinstance(read_object(tokenizer).get("model"), dict):
+    if tokenizer.exists() and not isinstance(read_json(tokenizer).get("model"), dict):
         raise ValueError(f"{tokenizer} holds no tokenizer: fetch the file again.")
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; ValueError, naming it, where there is none."""
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; ValueError, naming it, where there is none.
+
+    Its numbers are mlx-lm's to judge: ``model_max_length`` is 1e30 in many a tokenizer's file, and
+    limits of states are infinite, which ``system.documents`` would refuse.
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as err:
@@ -68,7 +72,7 @@ def check_weights(folder: Path) -> None:
     """Raise ValueError for a file of weights that is missing, damaged or cut short."""
     files = sorted(folder.glob("model*.safetensors"))
     if (folder / INDEX).exists():
-        named = read_object(folder / INDEX).get("weight_map")
+        named = read_json(folder / INDEX).get("weight_map")
         if not isinstance(named, dict):
             raise ValueError(f"{folder / INDEX} has no weight_map: fetch the file again.")
         missing = sorted(set(map(str, named.values())) - {path.name for path in files})

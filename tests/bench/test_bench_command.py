@@ -50,7 +50,7 @@ def widest_table(page: str) -> float:
     widths = []
     for table in re.findall("<table>.*?</table>", page, re.DOTALL):
         rows = [
-            re.findall(r"<t[hd]([^>]*)>(.*?)</t[hd]>", row)
+            re.findall(r"<(?:th[^>]*|td(.*?))>(.*?)</t[hd]>", row)
             for row in re.findall("<tr>.*?</tr>", table)
         ]
         columns = zip(*rows, strict=True)
