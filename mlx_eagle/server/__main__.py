@@ -16,6 +16,7 @@ from .access import is_loopback, read_key
 from .caches import PairCache
 from .flags import build_parser, check_arguments
 from .generator import PairGenerator
+from .handler import PairHandler
 from .listener import Limits, PairServer
 from .provider import PairProvider
 from .signals import StopSignals
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
         cache = PairCache(args.prompt_cache_size, **max_bytes)
         generator = PairGenerator(PairProvider(args), cache)
         try:
-            with PairServer(args.host, args.port, generator, limits, key) as server:
+            with PairServer((args.host, args.port), PairHandler, generator, limits, key) as server:
                 while not generator.is_loaded():
                     if signals.wait(POLL):
                         stop_loading()
