@@ -73,7 +73,7 @@ class PairServer(ThreadingHTTPServer):
             ) from err
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        # Not as the base does: the handler takes the server first, and a fingerprint of the system.
+        # Not as the base class does it: this handler takes the server first.
         self.RequestHandlerClass(
             self, request, client_address, self, system_fingerprint=self._fingerprint
         )
