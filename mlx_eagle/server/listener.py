@@ -73,7 +73,7 @@ class PairServer(ThreadingHTTPServer):
             ) from err
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        # Not as the base does: the handler takes the server first, and a fingerprint of the system.
+        # The handler takes the server first, which the base does not give, and a fingerprint.
         self.RequestHandlerClass(
             self, request, client_address, self, system_fingerprint=self._fingerprint
         )
