@@ -142,6 +142,7 @@ def test_end_to_end(monkeypatch, capsys, tmp_path, tiny):
     assert widest_table((folder / "report.html").read_text()) < 1150
 
 
+@pytest.mark.exhaustive
 def test_any_drafter_can_be_measured(monkeypatch, capsys, tmp_path, tiny):
     """Here the one without weights, opened as ``mlx_eagle.generate`` opens it."""
     loaded = tiny.target, tiny.tokenizer, tiny.drafter
@@ -157,6 +158,7 @@ def test_any_drafter_can_be_measured(monkeypatch, capsys, tmp_path, tiny):
     assert models.drafter is tiny.drafter and names["head"] == command.DEMO_NAMES["head"]
 
 
+@pytest.mark.exhaustive
 def test_scenarios_share_one_report(monkeypatch, capsys, tmp_path, tiny):
     lone = runner.Models(tiny.target, tiny.tokenizer, tiny.drafter)
     prompts = tmp_path / "mine.jsonl"

@@ -110,6 +110,7 @@ def test_calibration_is_no_part_of_the_time_to_the_first_token(tiny, monkeypatch
     assert any(line.startswith("Calibration: 3.") for line in footer(last))
 
 
+@pytest.mark.exhaustive
 def test_woven_runs_are_those_of_one_after_the_other(tiny):
     configurations = [
         runner.PLAIN,

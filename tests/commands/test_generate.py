@@ -118,6 +118,7 @@ def test_prompt_from_standard_input(run, pair, monkeypatch):
     assert out == plain_text(pair, QUESTION, 8) + "\n"
 
 
+@pytest.mark.exhaustive
 def test_same_seed_same_text(run):
     flags = ("-p", QUESTION, "-m", "16", "--verbose", "F", "--temp", "0.8", "--seed", "3")
     outs = {run(*flags, "--num-draft-tokens", k)[1] for k in ("0", "1", "4")}

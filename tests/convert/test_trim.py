@@ -189,8 +189,8 @@ def test_a_text_that_lacks_most_tokens_is_filled_up_in_order(tmp_path, target):
 
 
 BAD = {
-    "none": (("--draft-vocab", 0), "--draft-vocab 0: the head drafts 48"),
-    "negative": (("--draft-vocab", -3), "from 1 to 48"),
+    "none": (("--draft-vocab", 0), "--draft-vocab is 0: give 1 or more"),
+    "negative": (("--draft-vocab", -3), "--draft-vocab is -3: give 1 or more"),
     "too many": (("--draft-vocab", 49), "from 1 to 48"),
     "no size": (("--draft-vocab-text", "x"), "say how many with --draft-vocab"),
     "no tokenizer": (("--draft-vocab", 9, "--draft-vocab-text", "FILE"), "name the target"),

@@ -87,7 +87,10 @@ def test_where_a_step_takes_long_less_is_measured(tmp_path, monkeypatch):
     assert reports[-2][0] == 3 and reports[-1][0] == reports[-1][1]
 
 
-@pytest.mark.parametrize("make", [tiny_llama, lambda: build("gemma3_text")])
+@pytest.mark.parametrize(
+    "make",
+    [tiny_llama, pytest.param(lambda: build("gemma3_text"), marks=pytest.mark.exhaustive)],
+)
 def test_tree_auto_gives_the_targets_text(make, tmp_path, monkeypatch):
     monkeypatch.setattr("mlx_eagle.decoding.calibrate.user_cache", lambda: tmp_path)
     model = make()

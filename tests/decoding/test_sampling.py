@@ -9,6 +9,7 @@ from copy import copy
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from grids import thorough
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_eagle.decoding.accept import Coupled, Match, Reject, make_rule
@@ -115,7 +116,7 @@ def pair_chi_square(acceptance, num_runs=1200, temp=1.0):
     return statistic, kept / drafted
 
 
-@pytest.mark.parametrize("temp", [0.7, 1.0])
+@pytest.mark.parametrize("temp", thorough([0.7, 1.0], 0.7))
 @pytest.mark.parametrize("acceptance", ["match", "coupled", "reject"])
 def test_pairs_have_the_targets_distribution(acceptance, temp):
     statistic, acceptance_rate = pair_chi_square(acceptance, temp=temp)
@@ -158,6 +159,7 @@ def test_coupled_text_depends_on_the_seed_alone(k):
     assert len(texts) == 12
 
 
+@pytest.mark.exhaustive
 def test_acceptance_near_the_best_possible():
     """coupled and reject come near sum min(p, q); independent draws (match) stay below."""
     p = TARGET.probabilities()

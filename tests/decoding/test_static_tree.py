@@ -221,6 +221,7 @@ def test_sampled_text_depends_on_the_seed_alone(target, text):
         assert tokens == alone
 
 
+@pytest.mark.exhaustive
 def test_matching_keeps_the_law_of_two_tokens():
     """The rule on a tree of a Markov chain gives the exact joint distribution, by chi-square."""
     vocab, num_runs, tree = 4, 2000, parse_tree("root2:2")

@@ -325,6 +325,7 @@ def logits(model: nn.Module) -> mx.array:
     return model(mx.array([[1, 9690, 198, 2683, 359, 253, 5356, 5646]])).astype(mx.float32)
 
 
+@pytest.mark.exhaustive
 def test_dense_pair_holds_the_built_weights(pair, dense):
     model, _, drafter = pair
     assert not any("scales" in module for module in model.modules())
@@ -336,6 +337,7 @@ def test_dense_pair_holds_the_built_weights(pair, dense):
     assert drafter.taps == (2, 15, 27)
 
 
+@pytest.mark.exhaustive
 def test_packed_weights_compute_the_same(pair):
     model, _, drafter = load_demo(quantized=True)
     kinds = {type(m) for m in model.modules() if "weight" in m}

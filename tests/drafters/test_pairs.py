@@ -58,7 +58,8 @@ def run(monkeypatch, capsys):
     """The command's exit code and output, with stand-ins where it would load or generate."""
     opened = []
     demo = ("demo model", "demo tokenizer", "demo head")
-    monkeypatch.setattr(flags, "load", lambda name, **_: (name, "tokenizer"))
+    monkeypatch.setattr(flags, "open_target", lambda name, *_, **__: (name, "tokenizer"))
+    monkeypatch.setattr(flags, "print_blas_note", lambda: None)
     monkeypatch.setattr(flags, "load_demo", lambda **_: demo)
     monkeypatch.setattr(flags, "open_drafter", lambda *names, **_: opened.append(names) or "head")
 

@@ -55,6 +55,7 @@ def text_of(chunks) -> str:
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 
 
+@pytest.mark.exhaustive
 def test_a_conversation_of_ten_turns(server, reference):
     """Every second answer is streamed; from the second turn on, nothing is computed twice."""
 

@@ -287,6 +287,7 @@ def check_counts(text: str, seen: Seen) -> None:
     assert found["mlx_eagle_requests_waiting",] == found["mlx_eagle_requests_running",] == 0
 
 
+@pytest.mark.exhaustive
 def test_ten_seconds_of_thirty_clients(tmp_path_factory):
     soak(tmp_path_factory, 7)
 

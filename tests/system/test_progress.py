@@ -8,6 +8,7 @@ from contextlib import contextmanager, redirect_stderr
 import mlx.core as mx
 import pytest
 from checkpoints import CONFIG, as_midlayer, eagle3_tensors, write_safetensors
+from grids import thorough
 from helpers import PROMPT, byte_tokenizer, plain, speculative, tiny_head, tiny_llama
 from hub import running_hub, use_hub
 from mlx_lm.generate import generate_step
@@ -23,7 +24,7 @@ from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.system.hub import fetch
 from mlx_eagle.system.progress import Bar, prompt_bar
 
-READING, MEASURING, CONVERTING = "Reading the prompt", "Measuring what rounds cost", "Converting"
+READING, MEASURING, CONVERTING = "Reading the prompt", "Measuring the cost of rounds", "Converting"
 MODEL = tiny_llama(vocab_size=258)
 DRAFTER = tiny_head(MODEL)
 NUM_GROUPS = 1 + len(calibrate.CHAINS)  # conftest.py lets each be timed once
@@ -142,7 +143,7 @@ def test_conversion_counts_its_tensors(checkpoint, tmp_path):
     assert seen == [(done, total) for done in range(total + 1)]
 
 
-@pytest.mark.parametrize("tree", [None, "auto"])
+@pytest.mark.parametrize("tree", thorough([None, "auto"], None))
 def test_calibration_reports_between_what_it_times(checkpoint, monkeypatch, tree):
     order = []
     for name in ("time_rounds", "time_plain"):
@@ -200,7 +201,9 @@ FLAGS = {
 
 
 @pytest.mark.parametrize("module", [cli, chat], ids=["generate", "chat"])
-@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize(
+    "name", thorough(FLAGS, "long", "long, without a drafter", "long, by default")
+)
 def test_generation_on_a_terminal(generate, module, name, capsys):
     flags, expected = FLAGS[name]
     with on_a_terminal() as terminal:
@@ -216,7 +219,7 @@ def test_generation_on_a_terminal(generate, module, name, capsys):
 
 
 @pytest.mark.parametrize("module", [cli, chat], ids=["generate", "chat"])
-@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("name", thorough(FLAGS, "long, by default"))
 def test_generation_without_a_terminal(generate, capsys, module, name):
     generate(module, *FLAGS[name][0])
     assert capsys.readouterr().err == ""

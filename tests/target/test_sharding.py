@@ -5,9 +5,11 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import sharded
+from grids import thorough
 from helpers import tiny_llama
 from sharded import CASES
 
@@ -26,10 +28,8 @@ def free_ports(num: int) -> list[int]:
     return ports
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory) -> list[dict]:
+def reports(folder: Path, *cases: str) -> list[dict]:
     """What ``sharded.py`` says in each process, as ``mlx.launch --backend ring`` runs it."""
-    folder = tmp_path_factory.mktemp("ring")
     hosts = folder / "hosts.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{p}"] for p in free_ports(NUM_PROCESSES)]))
     processes = []
@@ -37,7 +37,7 @@ def reports(tmp_path_factory) -> list[dict]:
         changes = {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)}
         processes.append(
             subprocess.Popen(
-                [sys.executable, sharded.__file__],
+                [sys.executable, sharded.__file__, *cases],
                 env={**os.environ, **changes},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -54,15 +54,15 @@ def reports(tmp_path_factory) -> list[dict]:
     return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_parts_write_what_the_whole_writes(reports, case):
-    for report in reports:
+@pytest.mark.parametrize("case", thorough(CASES, "tensor, llama"))
+def test_parts_write_what_the_whole_writes(tmp_path, case):
+    for report in reports(tmp_path, case):
         assert len(report[case]) >= 8
         assert [what for what, right in report[case].items() if not right] == []
 
 
-def test_recurrent_pipelines_are_refused_in_every_process(reports):
-    for report in reports:
+def test_recurrent_pipelines_are_refused_in_every_process(tmp_path):
+    for report in reports(tmp_path):
         assert "split in a pipeline and has recurrent layers" in report["refusal"]
 
 
