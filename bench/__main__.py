@@ -10,15 +10,15 @@ from typing import Any, TypeVar
 
 from mlx_lm.utils import load
 
-from mlx_eagle.cli import known_head
-from mlx_eagle.command import run_command
-from mlx_eagle.demo import load_demo
-from mlx_eagle.device import print_blas_note
-from mlx_eagle.drafters import open_drafter
-from mlx_eagle.loop import AUTO
-from mlx_eagle.progress import open_bar
-from mlx_eagle.tree import parse_tree
-from mlx_eagle.version import add_version_flag
+from mlx_eagle.commands.flags import known_head
+from mlx_eagle.decoding.loop import AUTO
+from mlx_eagle.demo.pair import load_demo
+from mlx_eagle.draft_models import open_drafter
+from mlx_eagle.drafters.tree import parse_tree
+from mlx_eagle.system.command import run_command
+from mlx_eagle.system.device import print_blas_note
+from mlx_eagle.system.progress import open_bar
+from mlx_eagle.system.version import add_version_flag
 
 from .batched import check_batches
 from .measure import Settings, measure, num_runs

@@ -14,8 +14,8 @@ import mlx.core as mx
 import mlx_lm
 from mlx_lm.generate import generation_stream
 
-from mlx_eagle.batch import batch_generate
-from mlx_eagle.stats import Stats
+from mlx_eagle.batch.generate import batch_generate
+from mlx_eagle.decoding.stats import Stats
 
 from . import parity, summary
 from .questions import Question, prompt_tokens

@@ -15,8 +15,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
 
 import mlx_eagle
-from mlx_eagle.device import is_openblas_in_front
-from mlx_eagle.memory import weight_bytes
+from mlx_eagle.commands.memory import weight_bytes
+from mlx_eagle.system.device import is_openblas_in_front
 
 from .runner import Models
 

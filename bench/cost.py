@@ -14,9 +14,9 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_eagle.cache import Window
-from mlx_eagle.drafter import Drafter
-from mlx_eagle.target import Target
+from mlx_eagle.drafters.base import Drafter
+from mlx_eagle.target.rollback import Window
+from mlx_eagle.target.taps import Target
 
 SAMPLES = 15
 CHUNK = 512  # tokens a prefill step

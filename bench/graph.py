@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_eagle.drafter import Drafter
+from mlx_eagle.drafters.base import Drafter
 
 from .cost import Bench
 

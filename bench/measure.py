@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mlx_eagle.tree import Tree
+from mlx_eagle.drafters.tree import Tree
 
 from . import conditions, parity, predict, summary
 from .batched import BatchRun, measure_batches, num_batch_runs

@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generate_step
 
-from mlx_eagle.demo import first_difference
+from mlx_eagle.demo.compare import first_difference
 
 
 def verdict(

@@ -17,11 +17,11 @@ from mlx_lm.generate import GenerationResponse, generation_stream, wired_limit
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_eagle.drafter import Drafter
+from mlx_eagle.decoding.sampling import Sampling
+from mlx_eagle.decoding.stats import Stats
+from mlx_eagle.drafters.base import Drafter
+from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.generate import stream_generate
-from mlx_eagle.sampling import Sampling
-from mlx_eagle.stats import Stats
-from mlx_eagle.tree import parse_tree
 
 from .questions import Question
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median, quantiles
 from typing import Any
 
-from mlx_eagle.stats import Stats
+from mlx_eagle.decoding.stats import Stats
 
 
 def spread_of(values: Iterable[float | None]) -> dict[str, float] | None:

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 
-from mlx_eagle.progress import Bar
-from mlx_eagle.version import add_version_flag
+from mlx_eagle.system.progress import Bar
+from mlx_eagle.system.version import add_version_flag
 
 from .pipeline import DTYPES, convert
 from .resolve import Overrides

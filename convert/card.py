@@ -11,7 +11,7 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
-from mlx_eagle.hub import GGUF_FILE, REPO_ID, locate
+from mlx_eagle.system.hub import GGUF_FILE, REPO_ID, locate
 
 from .check import DEPTHS, Report, Row
 

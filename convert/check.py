@@ -27,8 +27,8 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model
 
-from mlx_eagle.head import Eagle3Config, Eagle3Head
-from mlx_eagle.load import find_embedding, load_drafter
+from mlx_eagle.drafters.head import Eagle3Config, Eagle3Head
+from mlx_eagle.drafters.load import find_embedding, load_drafter
 
 from .rope import DEFAULT_THETA
 from .texts import QUESTIONS, Text, read_conversation

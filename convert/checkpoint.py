@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mlx_eagle.system.hub import locate
+
 from .gguf import read_gguf
-from mlx_eagle.hub import locate
 from .pickled import read_bin
 from .stored import Stored, map_file
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_eagle.head import Eagle3Config
-from mlx_eagle.progress import Progress, silent
+from mlx_eagle.drafters.head import Eagle3Config
+from mlx_eagle.system.hub import upload
+from mlx_eagle.system.progress import Progress, silent
 
 from .card import CARD, check_entry, check_table, make_card, source_license
 from .check import Report, check_head, load_model, rope_bases
 from .checkpoint import Checkpoint, open_checkpoint
-from mlx_eagle.hub import upload
 from .quantize import Quantization, pack
 from .resolve import Overrides, Resolved, resolve
 from .stored import Tensor

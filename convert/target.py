@@ -12,8 +12,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_eagle.system.hub import locate
+
 from .checkpoint import read_json, read_safetensors
-from mlx_eagle.hub import locate
 from .stored import Stored
 
 TOKENIZER_FILES = (

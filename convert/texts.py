@@ -12,8 +12,8 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_eagle.progress import open_bar
-from mlx_eagle.target import Target
+from mlx_eagle.system.progress import open_bar
+from mlx_eagle.target.taps import Target
 
 # One conversation, because a wrong rotary base shows only some hundred tokens into a text. Word
 # problems, because their solutions are what heads draft best, and a head that drafts nothing

@@ -1,25 +1,20 @@
 """EAGLE-3 speculative decoding on MLX, for the models of mlx-lm."""
 
 import importlib
-import warnings
 from types import ModuleType
 
-from .batch import BatchResponse, batch_generate
-from .demo import load_demo
-from .drafters import open_drafter
-from .eagle3 import Eagle3Drafter
+from .batch.generate import BatchResponse, batch_generate
+from .decoding.loop import speculative_generate_step
+from .decoding.sampling import Sampling
+from .decoding.stats import Stats
+from .demo.pair import load_demo
+from .draft_models import open_drafter
+from .drafters.eagle3 import Eagle3Drafter
+from .drafters.load import load_drafter
+from .drafters.tree import StaticTree, TreeShape, parse_tree
 from .generate import GenerationResponse, generate, stream_generate
 from .installation import Installation, install, installed, uninstall
-from .load import load_drafter
-from .loop import speculative_generate_step
-from .sampling import Sampling
-from .stats import Stats
-from .tree import StaticTree, TreeShape, parse_tree
-from .version import __version__
-
-# `python -m mlx_eagle.generate` finds its module imported already, by the lines above. That is
-# harmless here, and the warning would be the first thing a user sees.
-warnings.filterwarnings("ignore", message=r"'mlx_eagle\.\w+' found in sys\.modules")
+from .system.version import __version__
 
 
 def __getattr__(name: str) -> ModuleType:

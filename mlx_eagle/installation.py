@@ -16,10 +16,10 @@ import mlx.nn as nn
 import mlx_lm
 from mlx_lm.generate import generation_stream
 
-from .drafter import Drafter
+from .decoding.loop import speculative_generate_step
+from .decoding.stats import Stats
+from .drafters.base import Drafter
 from .generate import is_drafter, stream_generate
-from .loop import speculative_generate_step
-from .stats import Stats
 
 WORKS_WITH = "mlx-lm>=0.32.2,<0.33"
 NAME = "speculative_generate_step"

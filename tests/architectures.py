@@ -31,9 +31,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from test_tree import ScriptedTreeDrafter
 
 import mlx_eagle
-from mlx_eagle.loop import speculative_generate_step
-from mlx_eagle.target import Target
-from mlx_eagle.tree import TreeShape
+from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.drafters.tree import TreeShape
+from mlx_eagle.target.taps import Target
 
 TABLE = Path(__file__).with_name("ARCHITECTURES.md")
 PROMPT = [5, 17, 3, 88, 41, 2, 60]

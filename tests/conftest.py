@@ -24,5 +24,5 @@ def calibrations(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What rounds cost is remembered for the tests alone: commands measure it unasked."""
     folder = tmp_path_factory.mktemp("calibrations")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mlx_eagle.calibrate.user_cache", lambda: folder)
+        patch.setattr("mlx_eagle.decoding.calibrate.user_cache", lambda: folder)
         yield

@@ -13,11 +13,11 @@ from mlx.utils import tree_map
 from mlx_lm.models import gemma3_text, lfm2, mamba2, qwen3_5, qwen3_next
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_eagle.drafter import Draft, Drafter
-from mlx_eagle.lookup import LookupDrafter
-from mlx_eagle.model_drafter import ModelDrafter
-from mlx_eagle.mtp import MTPDrafter, make_mtp_head
-from mlx_eagle.target import Target
+from mlx_eagle.drafters.base import Draft, Drafter
+from mlx_eagle.drafters.lookup import LookupDrafter
+from mlx_eagle.drafters.model_drafter import ModelDrafter
+from mlx_eagle.drafters.mtp import MTPDrafter, make_mtp_head
+from mlx_eagle.target.taps import Target
 
 WINDOW = 8  # of the rotating caches: shorter than any prompt and text together
 

@@ -14,12 +14,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mlx_eagle.drafter import Draft
-from mlx_eagle.eagle3 import Eagle3Drafter
-from mlx_eagle.head import Eagle3Config, Eagle3Head
-from mlx_eagle.load import find_embedding
-from mlx_eagle.loop import speculative_generate_step
-from mlx_eagle.stats import Stats
+from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.decoding.stats import Stats
+from mlx_eagle.drafters.base import Draft
+from mlx_eagle.drafters.eagle3 import Eagle3Drafter
+from mlx_eagle.drafters.head import Eagle3Config, Eagle3Head
+from mlx_eagle.drafters.load import find_embedding
 
 VOCAB = 96
 PROMPT = [5, 17, 3, 88, 41, 2, 60]

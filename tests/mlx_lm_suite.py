@@ -24,7 +24,7 @@ from mlx_lm.models import qwen2
 from mlx_lm.utils import save_model
 
 import mlx_eagle
-from mlx_eagle.model_drafter import ModelDrafter
+from mlx_eagle.drafters.model_drafter import ModelDrafter
 
 FILES = ("generate", "server", "prompt_cache", "sample_utils", "chat")
 CONFIG = {

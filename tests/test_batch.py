@@ -15,12 +15,13 @@ from test_drafters import tiny_lfm2
 from test_pace import FLAT, LINEAR, ScriptedPace
 
 import mlx_eagle
-from mlx_eagle import batch, batch_costs
-from mlx_eagle.batch_cache import MOST_PADDING, BatchCache
-from mlx_eagle.batch_rounds import Batch
-from mlx_eagle.lookup import LookupDrafter
-from mlx_eagle.pace import BatchCosts, Plan, RoundCosts
-from mlx_eagle.sampling import Sampling
+from mlx_eagle.batch import costs as batch_costs
+from mlx_eagle.batch import generate as batch
+from mlx_eagle.batch.cache import MOST_PADDING, BatchCache
+from mlx_eagle.batch.rounds import Batch
+from mlx_eagle.decoding.controller import BatchCosts, Plan, RoundCosts
+from mlx_eagle.decoding.sampling import Sampling
+from mlx_eagle.drafters.lookup import LookupDrafter
 
 VOCAB = 258
 TOKENIZER = byte_tokenizer()
@@ -326,7 +327,7 @@ def test_parked_rounds_are_pipelined_single_rows(monkeypatch):
     monkeypatch.setattr(Batch, "finish", lambda *a: order.append("F") or finish(*a))
     run = batch.generate_together.__globals__["Target"].batch
     monkeypatch.setattr(
-        "mlx_eagle.target.Target.batch", lambda *a: widths.append(a[1].shape) or run(*a)
+        "mlx_eagle.target.taps.Target.batch", lambda *a: widths.append(a[1].shape) or run(*a)
     )
     response = auto(model, tiny_head(model), max_tokens=[9, 9, 9, 5])
     # Not where a text reaches its limit: its row would be for nothing.
@@ -347,7 +348,7 @@ def test_costs_between_what_was_measured():
 
 
 def test_costs_are_measured_once_for_a_number_of_texts(model, tmp_path, monkeypatch):
-    monkeypatch.setattr("mlx_eagle.calibrate.user_cache", lambda: tmp_path)
+    monkeypatch.setattr("mlx_eagle.decoding.calibrate.user_cache", lambda: tmp_path)
     measured, measure = [], batch_costs.measure_together
     monkeypatch.setattr(
         batch_costs, "measure_together", lambda *a: measured.append(measure(*a)) or measured[-1]

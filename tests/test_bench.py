@@ -7,8 +7,8 @@ import pytest
 from helpers import byte_tokenizer
 
 from mlx_eagle.bench import measure, predict, questions, render, runner, summary
-from mlx_eagle.stats import Stats
-from mlx_eagle.tree import TreeShape
+from mlx_eagle.decoding.stats import Stats
+from mlx_eagle.drafters.tree import TreeShape
 
 
 def test_spread_is_the_naive_one():

@@ -15,11 +15,22 @@ from mlx_lm.generate import generate_step
 from test_bench import make_stats
 from test_pace import FLAT
 
-from mlx_eagle import demo, device
 from mlx_eagle.bench import __main__ as command
-from mlx_eagle.bench import batched, cost, graph, measure, parity, predict, questions, runner, tables
-from mlx_eagle.pace import BatchCosts
-from mlx_eagle.stats import Stats
+from mlx_eagle.bench import (
+    batched,
+    cost,
+    graph,
+    measure,
+    parity,
+    predict,
+    questions,
+    runner,
+    tables,
+)
+from mlx_eagle.decoding.controller import BatchCosts
+from mlx_eagle.decoding.stats import Stats
+from mlx_eagle.demo import compare as demo
+from mlx_eagle.system import device
 
 
 @pytest.fixture(scope="module")
@@ -261,8 +272,8 @@ def test_scenarios_share_one_report(monkeypatch, capsys, tmp_path, tiny):
 def test_batches_beside_mlx_lms_own(monkeypatch, capsys, tmp_path, tiny):
     lone = runner.Models(tiny.target, tiny.tokenizer, tiny.drafter)
     costs = BatchCosts(FLAT, FLAT, 2)
-    monkeypatch.setattr("mlx_eagle.batch.batch_costs", lambda *args: costs)
-    monkeypatch.setattr("mlx_eagle.loop.round_costs", lambda *args: FLAT)
+    monkeypatch.setattr("mlx_eagle.batch.generate.batch_costs", lambda *args: costs)
+    monkeypatch.setattr("mlx_eagle.decoding.loop.round_costs", lambda *args: FLAT)
     (tmp_path / "mine.jsonl").write_text('{"prompt": "so?"}\n{"prompt": "Who is it?"}\n')
     flags = f"--prompts {tmp_path}/mine.jsonl --max-tokens 9 --repeats 1"
     flags += f" --order mirror --num-draft-tokens 2,auto --batch 2,1 --out {tmp_path}"

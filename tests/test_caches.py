@@ -24,8 +24,8 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from mlx_eagle.cache import Window
-from mlx_eagle.loop import speculative_generate_step
+from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.target.rollback import Window
 
 WINDOW = 12  # smaller than prompt + text: crossed early in every test below
 LAYERS = 6

@@ -8,12 +8,12 @@ from architectures import build
 from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_eagle import calibrate
-from mlx_eagle.lookup import LookupDrafter
+from mlx_eagle.decoding import calibrate
+from mlx_eagle.drafters.lookup import LookupDrafter
 
 
 def test_calibration_changes_nothing_and_is_remembered(tmp_path, monkeypatch):
-    monkeypatch.setattr("mlx_eagle.calibrate.user_cache", lambda: tmp_path)
+    monkeypatch.setattr("mlx_eagle.decoding.calibrate.user_cache", lambda: tmp_path)
     measured = []
     measure = calibrate.measure
     monkeypatch.setattr(
@@ -44,7 +44,7 @@ def test_calibration_changes_nothing_and_is_remembered(tmp_path, monkeypatch):
 
 
 def test_measured_costs_are_of_whole_rounds(tmp_path, monkeypatch):
-    monkeypatch.setattr("mlx_eagle.calibrate.user_cache", lambda: tmp_path)
+    monkeypatch.setattr("mlx_eagle.decoding.calibrate.user_cache", lambda: tmp_path)
     model = tiny_llama()
     cache = make_prompt_cache(model)
     seen = []
@@ -68,7 +68,7 @@ def test_measured_costs_are_of_whole_rounds(tmp_path, monkeypatch):
 
 
 def test_where_a_step_takes_long_less_is_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr("mlx_eagle.calibrate.user_cache", lambda: tmp_path)
+    monkeypatch.setattr("mlx_eagle.decoding.calibrate.user_cache", lambda: tmp_path)
     monkeypatch.setattr(calibrate, "TIME_LIMIT", 0.0)
     timed, seen, reports = [], [], []
     for name in ("_time_rounds", "measure"):
@@ -92,7 +92,7 @@ def test_where_a_step_takes_long_less_is_measured(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("make", [tiny_llama, lambda: build("gemma3_text")])
 def test_tree_auto_gives_the_targets_text(make, tmp_path, monkeypatch):
-    monkeypatch.setattr("mlx_eagle.calibrate.user_cache", lambda: tmp_path)
+    monkeypatch.setattr("mlx_eagle.decoding.calibrate.user_cache", lambda: tmp_path)
     model = make()
     tokens, _ = speculative(model, tiny_head(model), PROMPT, 30, tree="auto")
     assert tokens == plain(model, PROMPT, 30)
@@ -102,7 +102,7 @@ def test_tree_auto_gives_the_targets_text(make, tmp_path, monkeypatch):
 
 def test_every_kind_of_drafter_is_calibrated_with_full_drafts(tmp_path, monkeypatch):
     """Lookup finds nothing to copy in a text without repetition; its rounds must be costed yet."""
-    monkeypatch.setattr("mlx_eagle.calibrate.user_cache", lambda: tmp_path)
+    monkeypatch.setattr("mlx_eagle.decoding.calibrate.user_cache", lambda: tmp_path)
     model, sizes = tiny_llama(), []
     launch = calibrate.Decoder.launch
 

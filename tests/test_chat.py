@@ -9,9 +9,9 @@ from helpers import byte_tokenizer, caches_equal, plain, tiny_head, tiny_llama
 from mlx_lm.cli_ui import ChatUI
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_eagle import chat
-from mlx_eagle.model_drafter import ModelDrafter
-from mlx_eagle.stats import Stats
+from mlx_eagle.commands import chat
+from mlx_eagle.decoding.stats import Stats
+from mlx_eagle.drafters.model_drafter import ModelDrafter
 
 MODEL = tiny_llama(vocab_size=258)
 DRAFTER = tiny_head(MODEL)

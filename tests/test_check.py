@@ -19,8 +19,8 @@ from mlx_eagle.convert.card import check_entry, check_table, verdict
 from mlx_eagle.convert.check import DEPTHS, Attached, Row, Setting
 from mlx_eagle.convert.checkpoint import open_checkpoint
 from mlx_eagle.convert.resolve import resolve
-from mlx_eagle.demo_target import demo_target_path
-from mlx_eagle.head import Eagle3Config
+from mlx_eagle.demo.target import demo_target_path
+from mlx_eagle.drafters.head import Eagle3Config
 
 DEMO = Path(__file__).parent / "data" / "eagle3-smollm2-135m-instruct"
 BASE = 100.0  # far enough from the head's 100000 to matter within a hundred tokens

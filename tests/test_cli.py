@@ -16,8 +16,8 @@ from helpers import tiny_llama
 from mlx_lm.utils import save_model
 
 import mlx_eagle
-from mlx_eagle import cli
-from mlx_eagle.demo_target import demo_target_path
+from mlx_eagle.commands import flags as cli
+from mlx_eagle.demo.target import demo_target_path
 
 QUESTION = "What is 3 + 4?"
 

@@ -23,7 +23,7 @@ from checkpoints import (
 from mlx_eagle.convert import convert, pipeline
 from mlx_eagle.convert.__main__ import main
 from mlx_eagle.convert.checkpoint import open_checkpoint
-from mlx_eagle.head import Eagle3Config, Eagle3Head, fuse_weights
+from mlx_eagle.drafters.head import Eagle3Config, Eagle3Head, fuse_weights
 
 DEMO = Path(__file__).parent / "data" / "eagle3-smollm2-135m-instruct"
 

@@ -7,16 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from golden import frozen
 from checkpoints import assert_same, config_of, weights_of
+from golden import frozen
 
 from mlx_eagle.convert import convert
 from mlx_eagle.convert.checkpoint import Checkpoint
 from mlx_eagle.convert.resolve import Resolved, resolve
 from mlx_eagle.convert.stored import Stored
 from mlx_eagle.convert.target import Target
-from mlx_eagle.head import Eagle3Config
+from mlx_eagle.drafters.head import Eagle3Config
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 

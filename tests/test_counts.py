@@ -8,8 +8,8 @@ from helpers import PROMPT, SCRIPTS, ScriptedDrafter, plain, speculative, tiny_h
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_eagle.target import Target
-from mlx_eagle.tree import parse_tree
+from mlx_eagle.drafters.tree import parse_tree
+from mlx_eagle.target.taps import Target
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,10 @@ import pytest
 import regex
 from gguf import GGUFReader, dequantize
 
-from mlx_eagle import demo, demo_target
-from mlx_eagle.demo import first_difference, load_demo
-from mlx_eagle.demo_target import demo_target_path
+from mlx_eagle.demo import compare as demo
+from mlx_eagle.demo import target as demo_target
+from mlx_eagle.demo.compare import first_difference, load_demo
+from mlx_eagle.demo.target import demo_target_path
 
 HEADS = {"q_proj": 9, "k_proj": 3}
 HEAD_DIM = 64

@@ -12,9 +12,9 @@ import pytest
 
 import mlx_eagle
 from mlx_eagle.convert import convert
-from mlx_eagle.loop import speculative_generate_step
-from mlx_eagle.stats import Stats
-from mlx_eagle.tree import TreeShape
+from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.decoding.stats import Stats
+from mlx_eagle.drafters.tree import TreeShape
 
 DATA = Path(__file__).parent / "data"
 HEAD = DATA / "eagle3-smollm2-135m-instruct"

@@ -20,8 +20,9 @@ from helpers import byte_tokenizer, tiny_head, tiny_llama
 from test_package import make
 
 import mlx_eagle
-from mlx_eagle import cli, demo
 from mlx_eagle.bench import __main__ as bench
+from mlx_eagle.commands import flags as cli
+from mlx_eagle.demo import compare as demo
 
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
 FOLDERS = ["", "tests", "mlx_eagle", "convert", "bench"]  # where a file may be named from
@@ -125,7 +126,7 @@ def test_commands_are_found():
 
 
 def test_commands_without_a_model_run(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("mlx_eagle.drafters.user_cache", lambda: tmp_path)
+    monkeypatch.setattr("mlx_eagle.draft_models.user_cache", lambda: tmp_path)
     lines = {shlex.join(words) for path in DOCUMENTS for words in commands(path)}
     lines |= {span for path in DOCUMENTS for span in spans(path)}
     cheap = [shlex.split(line) for line in lines if re.search(r" --(version|list)$", line)]
@@ -186,7 +187,7 @@ def tiny_pair(monkeypatch, tmp_path):
     monkeypatch.setattr(mlx_lm, "load", lambda name: (model, tokenizer))
     monkeypatch.setattr(mlx_eagle, "load_demo", lambda: (model, tokenizer, drafter))
     monkeypatch.setattr(mlx_eagle, "load_drafter", lambda name, model: drafter)
-    monkeypatch.setattr("mlx_eagle.calibrate.user_cache", lambda: tmp_path)
+    monkeypatch.setattr("mlx_eagle.decoding.calibrate.user_cache", lambda: tmp_path)
     yield
     mlx_eagle.uninstall()
 

@@ -15,10 +15,10 @@ from mlx_lm.models.cache import (
     trim_prompt_cache,
 )
 
-from mlx_eagle.loop import speculative_generate_step
-from mlx_eagle.model_drafter import ModelDrafter
-from mlx_eagle.mtp import MTPDrafter
-from mlx_eagle.target import Target
+from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.drafters.model_drafter import ModelDrafter
+from mlx_eagle.drafters.mtp import MTPDrafter
+from mlx_eagle.target.taps import Target
 
 TURNS = [PROMPT, [9, 33, 7], [12], [50, 51, 52, 53]]
 

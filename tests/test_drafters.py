@@ -18,10 +18,10 @@ from drafters import (
 )
 from helpers import PROMPT, SCRIPTS, plain, speculative
 
-from mlx_eagle.drafter import Drafter
-from mlx_eagle.loop import speculative_generate_step
-from mlx_eagle.model_drafter import ModelDrafter
-from mlx_eagle.sampling import Sampling
+from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.decoding.sampling import Sampling
+from mlx_eagle.drafters.base import Drafter
+from mlx_eagle.drafters.model_drafter import ModelDrafter
 
 
 @pytest.mark.parametrize("name", PAIRS)

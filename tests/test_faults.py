@@ -13,9 +13,9 @@ from architectures import build
 from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama, tiny_qwen3
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_eagle.held import held
-from mlx_eagle.loop import speculative_generate_step
-from mlx_eagle.target import Target
+from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.drafters.held import held
+from mlx_eagle.target.taps import Target
 
 LONG_PROMPT = PROMPT + [9, 33, 7, 50, 51, 52]
 PREFILL_STEP = 4
@@ -192,7 +192,7 @@ def test_ctrl_c_while_waiting_for_the_device(case, monkeypatch):
     """A KeyboardInterrupt out of the blocking read."""
     cache = fresh_cache(case)
     with monkeypatch.context() as patch:
-        patch.setattr("mlx_eagle.decoder.Round.read", failing(read_nothing, 4))
+        patch.setattr("mlx_eagle.decoding.decoder.Round.read", failing(read_nothing, 4))
         result = run_until_it_fails(case, case[1], cache)
     assert_usable(case, cache, *result)
 

@@ -32,10 +32,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_eagle
+from mlx_eagle.decoding.stats import Stats
+from mlx_eagle.drafters.model_drafter import ModelDrafter
+from mlx_eagle.drafters.tree import TreeShape
 from mlx_eagle.installation import NAME, WORKS_WITH
-from mlx_eagle.model_drafter import ModelDrafter
-from mlx_eagle.stats import Stats
-from mlx_eagle.tree import TreeShape
 
 MODULE = importlib.import_module("mlx_lm.generate")
 ORIGINAL = MODULE.speculative_generate_step

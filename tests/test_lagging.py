@@ -4,8 +4,8 @@ import mlx.core as mx
 import pytest
 from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama
 
-from mlx_eagle.eagle3 import Eagle3Drafter
-from mlx_eagle.tree import TreeShape
+from mlx_eagle.drafters.eagle3 import Eagle3Drafter
+from mlx_eagle.drafters.tree import TreeShape
 
 MODEL = tiny_llama()
 

@@ -8,7 +8,7 @@ from helpers import PROMPT, plain, speculative, tiny_llama
 from mlx_lm.utils import get_total_parameters
 
 from mlx_eagle.convert import convert
-from mlx_eagle.load import find_embedding, lm_head_of, load_drafter
+from mlx_eagle.drafters.load import find_embedding, lm_head_of, load_drafter
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from drafters import naive_lookup
 from helpers import VOCAB, speculative
 from mlx_lm.models.cache import KVCache
 
-from mlx_eagle.lookup import LookupDrafter, NgramIndex
+from mlx_eagle.drafters.lookup import LookupDrafter, NgramIndex
 
 
 def test_lookup_equals_its_naive_twin():

@@ -9,7 +9,7 @@ from architectures import build
 from helpers import PROMPT, SCRIPTS, VOCAB, ScriptedDrafter, plain, speculative, tiny_llama
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_eagle.sampling import Sampling
+from mlx_eagle.decoding.sampling import Sampling
 
 ARCHITECTURES = [
     "llama",

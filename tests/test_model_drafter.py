@@ -10,8 +10,8 @@ from mlx_lm.utils import save_config, save_model
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from mlx_eagle.model_drafter import ModelDrafter, load_model_drafter
-from mlx_eagle.sampling import Sampling
+from mlx_eagle.decoding.sampling import Sampling
+from mlx_eagle.drafters.model_drafter import ModelDrafter, load_model_drafter
 
 
 @pytest.mark.parametrize("k", [1, 3])

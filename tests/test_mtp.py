@@ -6,7 +6,7 @@ from drafters import LLAMA, QWEN3_5_MOE, QWEN3_NEXT, tiny_mtp, tiny_qwen3_5, tin
 from helpers import PROMPT, plain, speculative
 from mlx.utils import tree_flatten
 
-from mlx_eagle.mtp import MTPDrafter, load_mtp
+from mlx_eagle.drafters.mtp import MTPDrafter, load_mtp
 
 
 def checkpoint(drafter: MTPDrafter, fused: bool) -> dict[str, mx.array]:

@@ -13,9 +13,9 @@ from mlx_lm.utils import save_model
 
 import mlx_eagle
 from mlx_eagle.convert import convert
-from mlx_eagle.eagle3 import Eagle3Drafter
-from mlx_eagle.lookup import LookupDrafter
-from mlx_eagle.stats import Stats
+from mlx_eagle.decoding.stats import Stats
+from mlx_eagle.drafters.eagle3 import Eagle3Drafter
+from mlx_eagle.drafters.lookup import LookupDrafter
 
 ON_THE_HUB = """
 import sys

@@ -10,10 +10,16 @@ from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama, tiny_qwen
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_eagle.loop import speculative_generate_step
-from mlx_eagle.pace import AdaptivePace, FixedPace, Plan, RoundCosts, expected_tokens
-from mlx_eagle.sampling import Sampling
-from mlx_eagle.tree import TreeShape
+from mlx_eagle.decoding.controller import (
+    AdaptivePace,
+    FixedPace,
+    Plan,
+    RoundCosts,
+    expected_tokens,
+)
+from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.decoding.sampling import Sampling
+from mlx_eagle.drafters.tree import TreeShape
 
 # A round of k = 1..7 in plain steps, where verification is nearly flat, and where it is linear.
 FLAT = RoundCosts(1.0, {Plan(k): 1.1 + 0.13 * k for k in range(1, 8)})
@@ -171,9 +177,9 @@ def case(request):
 
 @pytest.fixture
 def paced(monkeypatch, request):
-    monkeypatch.setattr("mlx_eagle.loop.round_costs", lambda *_: None)
+    monkeypatch.setattr("mlx_eagle.decoding.loop.round_costs", lambda *_: None)
     monkeypatch.setattr(
-        "mlx_eagle.loop.AdaptivePace", lambda costs: ScriptedPace(SCRIPTS[request.param])
+        "mlx_eagle.decoding.loop.AdaptivePace", lambda costs: ScriptedPace(SCRIPTS[request.param])
     )
 
 
@@ -246,7 +252,7 @@ def test_limits_and_stop_tokens(paced, num_tokens):
 @pytest.mark.parametrize("paced", ["parked"], indirect=True)
 def test_parked_decoding_is_pipelined_and_leaves_the_head_alone(paced, monkeypatch):
     """The next step is launched before the token of this one is read; the head never runs."""
-    from mlx_eagle.decoder import Decoder, Round
+    from mlx_eagle.decoding.decoder import Decoder, Round
 
     order = []
     launch, read = Decoder.launch, Round.read
@@ -292,7 +298,7 @@ def test_a_tree_is_taken_where_it_pays_and_left_where_it_does_not():
 
 
 def test_a_fixed_tree_is_drafted_whatever_the_length_says(tmp_path, monkeypatch):
-    monkeypatch.setattr("mlx_eagle.calibrate.user_cache", lambda: tmp_path)
+    monkeypatch.setattr("mlx_eagle.decoding.calibrate.user_cache", lambda: tmp_path)
     model, tree = tiny_llama(), TreeShape.parse("2x2:4")
     options = {"num_draft_tokens": "auto", "tree": tree}
     tokens, stats = speculative(model, tiny_head(model), PROMPT, 20, **options)

@@ -5,10 +5,11 @@ import sys
 import pytest
 from checkpoints import CONFIG, as_midlayer, eagle3_tensors, write_safetensors
 
-from mlx_eagle import cli, drafters
-from mlx_eagle.command import run_command
-from mlx_eagle.hub import REPO_ID
-from mlx_eagle.pairs import PAIRS, pair_for, plain_name
+from mlx_eagle import draft_models as drafters
+from mlx_eagle.commands import flags as cli
+from mlx_eagle.drafters.pairs import PAIRS, pair_for, plain_name
+from mlx_eagle.system.command import run_command
+from mlx_eagle.system.hub import REPO_ID
 
 NAMES = {
     "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b-instruct",

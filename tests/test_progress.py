@@ -13,12 +13,15 @@ from hub import running_hub, use_hub
 from mlx_lm.generate import generate_step
 
 import mlx_eagle
-from mlx_eagle import calibrate, chat, cli, drafters
+from mlx_eagle import draft_models as drafters
+from mlx_eagle.commands import chat
+from mlx_eagle.commands import flags as cli
 from mlx_eagle.convert import convert
 from mlx_eagle.convert.__main__ import main as convert_main
-from mlx_eagle.hub import fetch
-from mlx_eagle.loop import speculative_generate_step
-from mlx_eagle.progress import Bar, prompt_bar
+from mlx_eagle.decoding import calibrate
+from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.system.hub import fetch
+from mlx_eagle.system.progress import Bar, prompt_bar
 
 READING, MEASURING, CONVERTING = "Reading the prompt", "Measuring what rounds cost", "Converting"
 MODEL = tiny_llama(vocab_size=258)
@@ -88,7 +91,7 @@ def test_small_totals_have_no_bar():
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 2, "auto"])
 def test_a_prompt_is_reported_as_mlx_lm_does(num_draft_tokens, monkeypatch, tmp_path):
-    monkeypatch.setattr("mlx_eagle.calibrate.user_cache", lambda: tmp_path)
+    monkeypatch.setattr("mlx_eagle.decoding.calibrate.user_cache", lambda: tmp_path)
     model = tiny_llama()
     ours, theirs = [], []
     options = {"max_tokens": 4, "prefill_step_size": 3}

@@ -14,9 +14,9 @@ from helpers import (
 from mlx_lm.models.cache import make_prompt_cache
 from test_tree import ScriptedTreeDrafter
 
-from mlx_eagle.head import DraftAttention
-from mlx_eagle.tree import TreeShape
-from mlx_eagle.tree_attention import check_trees
+from mlx_eagle.drafters.head import DraftAttention
+from mlx_eagle.drafters.tree import TreeShape
+from mlx_eagle.target.tree_attention import check_trees
 
 LIMIT = 24  # positions the tiny models say they were trained for; texts run past it
 ROPES = {

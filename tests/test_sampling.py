@@ -11,11 +11,11 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_eagle.accept import Coupled, Match, Reject, make_rule
-from mlx_eagle.drafter import Draft
-from mlx_eagle.loop import speculative_generate_step
-from mlx_eagle.sampling import Sampling
-from mlx_eagle.stats import Stats
+from mlx_eagle.decoding.accept import Coupled, Match, Reject, make_rule
+from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.decoding.sampling import Sampling
+from mlx_eagle.decoding.stats import Stats
+from mlx_eagle.drafters.base import Draft
 
 VOCAB = 5
 DRAFT_IDS = [0, 2, 3]  # 1 and 4 cannot be drafted
@@ -141,7 +141,7 @@ class KeepsEverything(Reject):
 
 def test_the_chi_square_catches_a_broken_rule(monkeypatch):
     monkeypatch.setattr(
-        "mlx_eagle.loop.make_rule", lambda acceptance, sampler: KeepsEverything(sampler)
+        "mlx_eagle.decoding.loop.make_rule", lambda acceptance, sampler: KeepsEverything(sampler)
     )
     statistic, _ = pair_chi_square("reject", num_runs=400)
     assert statistic > QUANTILE_24

@@ -16,10 +16,10 @@ from mlx_lm.utils import load_tokenizer
 from openai import APIError, InternalServerError
 from serving import ENDLESS, ours, theirs, write_model, write_pair, write_tokenizer
 
-from mlx_eagle.model_drafter import ModelDrafter
+from mlx_eagle.drafters.model_drafter import ModelDrafter
 from mlx_eagle.server.answer import Tail
 from mlx_eagle.server.caches import Caches, PairCache, prepare
-from mlx_eagle.target import Target
+from mlx_eagle.target.taps import Target
 
 DRAFTS = ("model", "head")
 

@@ -9,10 +9,11 @@ from mlx_lm.utils import save_model
 from openai import BadRequestError
 from serving import ENDLESS, NUM_CHARACTERS, ours, parse, theirs, write_pair, write_tokenizer
 
-from mlx_eagle import cli, loop
-from mlx_eagle.cli import read_tree
-from mlx_eagle.calibrate import CHAINS
-from mlx_eagle.pace import RoundCosts
+from mlx_eagle.commands import flags as cli
+from mlx_eagle.commands.flags import read_tree
+from mlx_eagle.decoding import loop
+from mlx_eagle.decoding.calibrate import CHAINS
+from mlx_eagle.decoding.controller import RoundCosts
 from mlx_eagle.server import __main__ as command
 from mlx_eagle.server.caches import PairCache
 
@@ -41,7 +42,7 @@ def server(pair):
 
 @pytest.fixture(autouse=True)
 def own_calibration(tmp_path, monkeypatch):
-    monkeypatch.setattr("mlx_eagle.calibrate.user_cache", lambda: tmp_path)
+    monkeypatch.setattr("mlx_eagle.decoding.calibrate.user_cache", lambda: tmp_path)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from helpers import tiny_llama
 from sharded import CASES
 
-from mlx_eagle.sharding import find_stage, is_pipelined, is_sharded
+from mlx_eagle.target.sharding import find_stage, is_pipelined, is_sharded
 
 NUM_PROCESSES = 2
 

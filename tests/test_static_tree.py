@@ -23,10 +23,10 @@ from mlx_lm.sample_utils import make_sampler
 from test_tree import SCRIPTS
 
 import mlx_eagle
-from mlx_eagle.accept import make_rule
-from mlx_eagle.drafter import Draft
-from mlx_eagle.sampling import Sampling
-from mlx_eagle.tree import EAGLE1, StaticTree, TreeShape, parse_tree
+from mlx_eagle.decoding.accept import make_rule
+from mlx_eagle.decoding.sampling import Sampling
+from mlx_eagle.drafters.base import Draft
+from mlx_eagle.drafters.tree import EAGLE1, StaticTree, TreeShape, parse_tree
 
 # The ranks on the way to each node: mc_sim_7b_63 of eagle/model/choices.py, SafeAILab/EAGLE.
 PUBLISHED = (

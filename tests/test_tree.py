@@ -25,12 +25,13 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 
-from mlx_eagle import tree_attention
-from mlx_eagle.cache import Window
-from mlx_eagle.drafter import Draft
-from mlx_eagle.loop import speculative_generate_step
-from mlx_eagle.sampling import Sampling
-from mlx_eagle.tree import TreeShape, ancestors, kept_path, rerank
+from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.decoding.sampling import Sampling
+from mlx_eagle.drafters.base import Draft
+from mlx_eagle.drafters.tree import TreeShape, rerank
+from mlx_eagle.target import tree_attention
+from mlx_eagle.target.rollback import Window
+from mlx_eagle.target.tree_rows import ancestors, kept_path
 
 SHAPES = ["1x4:4", "2x1:2", "2x3:6", "3x4:12", "4x5:16"]
 CACHES = {

@@ -25,8 +25,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from mlx_eagle.convert import Trim, convert
 from mlx_eagle.convert.__main__ import main
-from mlx_eagle.load import load_drafter
-from mlx_eagle.tree import parse_tree
+from mlx_eagle.drafters.load import load_drafter
+from mlx_eagle.drafters.tree import parse_tree
 
 VOCAB, DRAFT, STOP = 128, 48, 5
 HEADS = {

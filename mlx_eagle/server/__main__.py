@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.utils import _parse_size, maybe_set_recommended_wired_limit
 
-from ..cli import add_draft_flags, check_draft_flags, known_head
-from ..command import run_command
-from ..loop import AUTO
+from ..commands.flags import add_draft_flags, check_draft_flags, known_head
+from ..decoding.loop import AUTO
+from ..system.command import run_command
 from .caches import PairCache
 from .generator import PairGenerator
 from .handler import PairServer

@@ -11,7 +11,7 @@ from typing import Any
 
 from mlx_lm.server import CompletionRequest, GenerationContext, Response
 
-from ..stats import Stats
+from ..decoding.stats import Stats
 
 POLL = 0.5  # seconds between looks at whether the client is still there
 ToolParser = Callable[[str, Any], Any]

@@ -13,9 +13,9 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.server import GenerationArguments
 
-from ..accept import RULES, check_rule_for_sampling, check_rule_for_trees
-from ..cli import read_tree
-from ..loop import AUTO
+from ..commands.flags import read_tree
+from ..decoding.accept import RULES, check_rule_for_sampling, check_rule_for_trees
+from ..decoding.loop import AUTO
 
 MAX_DRAFT_TOKENS = 64
 MAX_TREE_NODES = 256

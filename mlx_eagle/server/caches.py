@@ -9,8 +9,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache, trim_prompt_cache
 
-from ..drafter import Drafter
-from ..target import Target
+from ..drafters.base import Drafter
+from ..target.taps import Target
 
 
 class Caches(list):

@@ -19,12 +19,12 @@ from mlx_lm.server import (
     _make_sampler,
 )
 
-from ..accept import LogitsProcessor, Sampler
-from ..cli import draft_options
-from ..drafter import Drafter
+from ..commands.flags import draft_options
+from ..decoding.accept import LogitsProcessor, Sampler
+from ..decoding.sampling import Sampling
+from ..drafters.base import Drafter
+from ..drafters.load import find_embedding
 from ..generate import stream_generate
-from ..load import find_embedding
-from ..sampling import Sampling
 from .answer import POLL, Answer, Continued, RequestError, Tail, Told
 from .body import PairArguments, check_prompt
 from .caches import Caches, PairCache, prepare

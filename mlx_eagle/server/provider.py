@@ -7,13 +7,13 @@ from threading import Event
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import ModelProvider
 
-from ..cli import read_tree
-from ..command import USER_ERRORS
-from ..demo import load_demo
-from ..drafters import open_drafter
-from ..hub import locate
-from ..loop import check_tree_drafter
-from ..tree_attention import check_trees
+from ..commands.flags import read_tree
+from ..decoding.loop import check_tree_drafter
+from ..demo.pair import load_demo
+from ..draft_models import open_drafter
+from ..system.command import USER_ERRORS
+from ..system.hub import locate
+from ..target.tree_attention import check_trees
 
 DEFAULT = "default_model"  # what mlx-lm calls the model and the draft model of the command line
 DEMO = "mlx-eagle-demo"

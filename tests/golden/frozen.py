@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from mlx_eagle.head import Eagle3Config
+from mlx_eagle.drafters.head import Eagle3Config
 
 FOLDER = Path(__file__).parent
 SIZES = {

@@ -1,0 +1,1 @@
+"""Several prompts at once, verified in shared passes of the target."""

@@ -1,0 +1,1 @@
+"""The commands in the terminal: flags, generate, chat and the memory report."""

@@ -1,0 +1,287 @@
+"""Which draft tokens stay: the acceptance rules, on arrays alone.
+
+A rule opens each round. It tells the drafter how to pick tokens, and turns the target's
+logits for the window into the tokens that follow each row and the number of draft tokens
+kept. It knows neither model nor cache.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import mlx.core as mx
+
+from ..drafters.base import Draft
+from ..target.tree_rows import kept_path
+from .sampling import Sampling
+
+Sampler = Callable[[mx.array], mx.array]
+LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a rule says of a window of R rows.
+
+    ``following`` (R,): the token after each row; the run emitted is ``following[:num_kept + 1]``.
+    ``num_kept`` (): how many draft tokens stay, still on the device.
+    ``logprobs`` (R, V): the target's log-probabilities after each row.
+    ``rows`` (R,): for a tree, the window row that each of these stands for, the kept branch
+    first; None for a chain, where they are in window order.
+    """
+
+    following: mx.array
+    num_kept: mx.array
+    logprobs: mx.array
+    rows: mx.array | None = None
+
+    def packed(self) -> mx.array:
+        """num_kept, following and rows in one array, for one blocking read."""
+        parts = [self.num_kept.reshape(1), self.following, self.rows]
+        return mx.concatenate([part.astype(mx.int32) for part in parts if part is not None])
+
+
+class Choice(Protocol):
+    """One round of a rule."""
+
+    def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
+        """The next draft token from a draft model's logits (1, Vd): an index (1,) into them.
+
+        Called once a position, in order. ``ids`` (Vd,) are the tokens the logits speak of
+        (None: all of the target's, in order). A drafter that has no logits does not call it.
+        """
+
+    def judge(self, draft: Draft, reach: mx.array | None, logprobs: mx.array) -> Verdict:
+        """Judge a draft of k tokens by the target's log-probabilities (k + 1, V).
+
+        ``reach`` (k + 1, k + 1) are the ancestors of a tree's rows; None for a chain.
+        """
+
+
+class Rule(Protocol):
+    """How draft tokens are picked and kept, for one generation."""
+
+    def open(self, position: int) -> Choice:
+        """The round whose row 0 decides the ``position``-th generated token (from 0)."""
+
+
+def kept_in_chain(keep: mx.array) -> mx.array:
+    """Length of the run of kept tokens at the front: [T, T, F, T] -> 2."""
+    return mx.cumprod(keep.astype(mx.int32)).sum()
+
+
+def _match(
+    draft: Draft, reach: mx.array | None, following: mx.array, logprobs: mx.array
+) -> Verdict:
+    """Keep what equals the choice ``following`` (R,) made after its parent."""
+    following = following.astype(mx.int32)
+    if reach is None:
+        return Verdict(following, kept_in_chain(draft.tokens == following[:-1]), logprobs)
+    rows, num_kept = kept_path(draft.tokens == following[draft.parents], reach)
+    return Verdict(following[rows], num_kept, logprobs[rows], rows)
+
+
+@dataclass(frozen=True)
+class Match:
+    """Keep a draft token iff it equals the target's own choice after its parent.
+
+    The choice is drawn row by row with the caller's sampler, so the emitted tokens follow the
+    target's law whatever was drafted; without a sampler (greedy) the text is the target's own.
+    """
+
+    sampler: Sampler | None = None
+
+    def open(self, position: int) -> "Match":
+        return self
+
+    def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
+        return mx.argmax(logits, axis=-1)
+
+    def judge(self, draft: Draft, reach: mx.array | None, logprobs: mx.array) -> Verdict:
+        if self.sampler is None:
+            following = mx.argmax(logprobs, axis=-1)
+        else:
+            # A sampler is an opaque closure: it gets the (1, V) rows it gets in plain decoding.
+            rows = range(logprobs.shape[0])
+            following = mx.concatenate([self.sampler(logprobs[r : r + 1]) for r in rows])
+        return _match(draft, reach, following, logprobs)
+
+
+@dataclass
+class Coupled:
+    """Draft and target draw with the same Gumbel noise; keep a draft token iff they agree.
+
+    The text is that of ``sampling`` alone, whatever was drafted: same seed, same text.
+    """
+
+    sampling: Sampling
+    vocab_size: int = 0  # the target's, known from the first round, which has no draft
+
+    def open(self, position: int) -> "CoupledChoice":
+        return CoupledChoice(self, position)
+
+
+@dataclass
+class CoupledChoice:
+    """One round of ``Coupled``: row r and the r-th draft token share the noise of a position."""
+
+    rule: Coupled
+    position: int
+    noises: list[mx.array] = field(default_factory=list)
+
+    def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
+        noise = self._add_noise()
+        log_q = self.rule.sampling.log_probabilities(_normalized(logits))
+        return mx.argmax(log_q + (noise if ids is None else noise[ids]), axis=-1)
+
+    def judge(self, draft: Draft, reach: mx.array | None, logprobs: mx.array) -> Verdict:
+        self.rule.vocab_size = logprobs.shape[-1]
+        while len(self.noises) <= draft.num_levels:
+            self._add_noise()
+        noise = mx.stack(self.noises)
+        if reach is not None:
+            noise = noise[reach.sum(axis=1) - 1]  # rows of one depth stand for one position
+        log_p = self.rule.sampling.log_probabilities(logprobs)
+        return _match(draft, reach, mx.argmax(log_p + noise, axis=-1), logprobs)
+
+    def _add_noise(self) -> mx.array:
+        position = self.position + len(self.noises)
+        self.noises.append(self.rule.sampling.noise(position, self.rule.vocab_size))
+        return self.noises[-1]
+
+
+@dataclass(frozen=True)
+class Reject:
+    """Keep x drawn from q with probability min(1, p(x) / q(x)), else draw from max(0, p - q).
+
+    Leviathan et al. 2023, arXiv:2211.17192, algorithm 1. q is zero outside the draft
+    vocabulary. A draft that was not drawn through ``pick`` is judged as by ``match``.
+    """
+
+    sampling: Sampling
+
+    def open(self, position: int) -> "RejectChoice":
+        return RejectChoice(self.sampling, position)
+
+
+@dataclass
+class RejectChoice:
+    """One round of ``Reject``; every random number belongs to a position and a use."""
+
+    sampling: Sampling
+    position: int
+    picks: list[tuple[mx.array, mx.array, mx.array | None]] = field(default_factory=list)
+
+    TARGET, DRAFT, COIN, RESIDUAL = range(4)
+
+    def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
+        log_q = self.sampling.log_probabilities(_normalized(logits))
+        index = self._draw(log_q, len(self.picks), self.DRAFT)
+        self.picks.append((log_q, index, ids))
+        return index
+
+    def judge(self, draft: Draft, reach: mx.array | None, logprobs: mx.array) -> Verdict:
+        log_p = self.sampling.log_probabilities(logprobs)
+        draft_tokens, num_drafted = draft.tokens, len(draft)
+        if not self.picks or len(self.picks) != num_drafted:
+            rows = [self._draw(log_p[r : r + 1], r, self.TARGET) for r in range(num_drafted + 1)]
+            return _match(draft, reach, mx.concatenate(rows), logprobs)
+        kept, following = [], []
+        for i, (log_q, index, ids) in enumerate(self.picks):
+            p, q = mx.exp(log_p[i]), mx.exp(log_q[0])
+            token = draft_tokens[i : i + 1]
+            coin = mx.random.uniform(shape=(1,), key=self._key(i, self.COIN))
+            keep = coin * q[index] < p[token]
+            kept.append(keep)
+            following.append(mx.where(keep, token, self._residual(p, q, ids, i)))
+        following.append(self._draw(log_p[num_drafted:], num_drafted, self.TARGET))
+        following = mx.concatenate([tokens.astype(mx.int32) for tokens in following])
+        return Verdict(following, kept_in_chain(mx.concatenate(kept)), logprobs)
+
+    def _residual(self, p: mx.array, q: mx.array, ids: mx.array | None, row: int) -> mx.array:
+        """A draw (1,) from max(0, p - q), p (V,), q (Vd,); from p where rounding leaves nothing."""
+        rest = mx.maximum(p - q if ids is None else p.at[ids].add(-q), 0.0)
+        rest = mx.where(rest.sum() > 0, rest, p)
+        return self._draw(mx.log(rest)[None], row, self.RESIDUAL)
+
+    def _draw(self, log_probabilities: mx.array, row: int, use: int) -> mx.array:
+        noise = mx.random.gumbel((log_probabilities.shape[-1],), key=self._key(row, use))
+        return mx.argmax(log_probabilities + noise, axis=-1)
+
+    def _key(self, row: int, use: int) -> mx.array:
+        return self.sampling.key(self.position + row, use)
+
+
+def _normalized(logits: mx.array) -> mx.array:
+    logits = logits.astype(mx.float32)
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+RULES = ("match", "coupled", "reject")
+
+
+def make_rule(acceptance: str | None, sampler: Sampler | None) -> Rule:
+    """The rule of that name (None: the best for the sampler); ValueError where they clash."""
+    if acceptance is None:
+        acceptance = "coupled" if isinstance(sampler, Sampling) else "match"
+    if acceptance not in RULES:
+        raise ValueError(f"acceptance is {acceptance!r}: give one of {', '.join(RULES)}.")
+    if acceptance == "match":
+        return Match(sampler)
+    if not isinstance(sampler, Sampling):
+        found = "greedy decoding" if sampler is None else "a sampler that is a closed function"
+        raise ValueError(
+            f"acceptance {acceptance!r} needs mlx_eagle.Sampling as the sampler, but this is "
+            f"{found}: give one (temp, top_p, min_p, top_k, seed), or use 'match'."
+        )
+    return Coupled(sampler) if acceptance == "coupled" else Reject(sampler)
+
+
+def check_rule_for_sampling(acceptance: str | None, temp: float, xtc_probability: float) -> None:
+    """Raise ValueError where samplers with these options leave a rule nothing to work with."""
+    if acceptance not in ("coupled", "reject"):
+        return
+    if temp == 0:
+        raise ValueError(
+            f"acceptance {acceptance!r} needs a temperature above 0: greedy decoding takes "
+            "'match'."
+        )
+    if xtc_probability > 0:
+        raise ValueError(
+            f"acceptance {acceptance!r} cannot replay XTC, which throws dice of its own: use "
+            "'match' with it."
+        )
+
+
+def check_rule_for_trees(acceptance: str | None) -> None:
+    """Raise ValueError for a rule that decides along chains only."""
+    if acceptance == "reject":
+        raise ValueError(
+            "acceptance 'reject' is for chains: use 'coupled' or 'match' with a tree."
+        )
+
+
+def process_logits(
+    processors: tuple[LogitsProcessor, ...],
+    history: mx.array,
+    draft: Draft,
+    reach: mx.array | None,
+    logits: mx.array,
+) -> mx.array:
+    """Run logits (k + 1, V) through the processors, each row with the tokens before it.
+
+    ``history`` (N,) ends with the root; row r sees it with the draft tokens on its path behind.
+    """
+    rows = []
+    ancestry = None if reach is None else reach.tolist()
+    for r in range(logits.shape[0]):
+        if ancestry is None:
+            path = draft.tokens[:r]
+        else:
+            path = draft.tokens[mx.array([a - 1 for a in range(1, r + 1) if ancestry[r][a]], mx.int32)]
+        tokens = mx.concatenate([history, path.astype(history.dtype)])
+        row = logits[r : r + 1]
+        for processor in processors:
+            row = processor(tokens, row)
+        rows.append(row)
+    return mx.concatenate(rows)

@@ -1,0 +1,182 @@
+"""Counts of a generation, and what follows from them: tau, rates, times, the footer.
+
+Plain numbers only: no arrays, no models.
+"""
+
+import time
+from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+from .controller import PaceEvent
+
+
+@dataclass
+class Stats:
+    """Counts of one generation. Prefill, and the first token it yields, are kept apart.
+
+    ``num_target_forwards`` counts verify passes and plain steps, ``num_evals`` the times the
+    host waited for the device in them; ``num_reruns`` the passes that ran kept rows again because
+    a recurrent state cannot be cut. ``accepted_histogram[n]`` is the number of rounds that
+    kept n draft tokens; ``drafted_by_position[i]`` the rounds that drafted more than i.
+    Times are in seconds.
+    """
+
+    num_rounds: int = 0
+    num_plain_steps: int = 0
+    num_reruns: int = 0
+    num_head_forwards: int = 0
+    num_evals: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_emitted: int = 0
+    accepted_histogram: list[int] = field(default_factory=list)
+    drafted_by_position: list[int] = field(default_factory=list)
+    pace_events: list[PaceEvent] = field(default_factory=list)
+    prompt_time: float = 0.0
+    generation_time: float = 0.0
+    _start: float = field(default_factory=time.perf_counter, repr=False)
+    _first_token: float | None = field(default=None, repr=False)
+    _last_accepted: int | None = field(default=None, repr=False)
+
+    def start(self) -> None:
+        """Start the clock: prefill begins."""
+        self._start = time.perf_counter()
+
+    def record(
+        self,
+        num_drafted: int,
+        num_levels: int,
+        num_accepted: int,
+        num_emitted: int,
+        num_head_forwards: int,
+    ) -> None:
+        """Count one target forward; the first one belongs to prefill.
+
+        A chain of k tokens has k levels, a tree as many as its longest branch.
+        ``num_head_forwards`` is the total so far.
+        """
+        now = time.perf_counter()
+        if self._first_token is None:
+            self._first_token = now
+            self.prompt_time = now - self._start
+            return
+        self.generation_time = now - self._first_token
+        self.num_head_forwards = num_head_forwards
+        self.num_evals += 1
+        self.num_emitted += num_emitted
+        self._last_accepted = num_accepted
+        if num_drafted == 0:
+            self.num_plain_steps += 1
+            return
+        self.num_rounds += 1
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        missing = num_levels - len(self.drafted_by_position)
+        self.drafted_by_position += [0] * missing
+        for i in range(num_levels):
+            self.drafted_by_position[i] += 1
+        self.accepted_histogram += [0] * (num_accepted + 1 - len(self.accepted_histogram))
+        self.accepted_histogram[num_accepted] += 1
+
+    def take_back(self, num_unread: int, num_read: int) -> None:
+        """Count the last round as if it had been cut to the tokens that the caller took of it."""
+        last = self._last_accepted
+        if num_unread == 0 or last is None:
+            return
+        self.num_emitted -= num_unread
+        kept = min(last, num_read)
+        if kept < last:
+            self.num_accepted -= last - kept
+            self.accepted_histogram[last] -= 1
+            self.accepted_histogram[kept] += 1
+            while self.accepted_histogram[-1] == 0:
+                self.accepted_histogram.pop()
+
+    def __add__(self, other: "Stats") -> "Stats":
+        """The counts and times of both, from which tau and rates over all of it follow."""
+        total = Stats()
+        for name, value in vars(self).items():
+            if name.startswith("_"):
+                continue
+            theirs = getattr(other, name)
+            if isinstance(value, list) and name != "pace_events":
+                value = [a + b for a, b in zip_longest(value, theirs, fillvalue=0)]
+            else:
+                value = value + theirs
+            setattr(total, name, value)
+        return total
+
+    @property
+    def left_drafter(self) -> bool:
+        """Whether no draft could ever have paid, so that the drafter was left behind for good."""
+        return bool(self.pace_events) and self.pace_events[0].num_tokens == 0
+
+    @property
+    def num_target_forwards(self) -> int:
+        return self.num_rounds + self.num_plain_steps
+
+    @property
+    def num_rejected(self) -> int:
+        return self.num_drafted - self.num_accepted
+
+    @property
+    def tau(self) -> float:
+        """Tokens emitted per target forward, the new root included (plain decoding: 1)."""
+        return self.num_emitted / self.num_target_forwards if self.num_target_forwards else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over drafted."""
+        return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
+
+    @property
+    def accepted_by_position(self) -> list[int]:
+        """How many rounds kept the draft token at each position."""
+        histogram = self.accepted_histogram
+        return [sum(histogram[i + 1 :]) for i in range(len(self.drafted_by_position))]
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """alpha_i: kept at position i, given that position i - 1 was kept and i was drafted."""
+        reached = self._reached_by_position
+        return [a / r if r else 0.0 for a, r in zip(self.accepted_by_position, reached)]
+
+    @property
+    def cumulative_acceptance_by_position(self) -> list[float]:
+        """Kept at position i, of all rounds that drafted that far."""
+        return [a / d for a, d in zip(self.accepted_by_position, self.drafted_by_position)]
+
+    @property
+    def _reached_by_position(self) -> list[int]:
+        accepted, drafted = self.accepted_by_position, self.drafted_by_position
+        return [min(a, d) for a, d in zip([self.num_rounds, *accepted], drafted)]
+
+    @property
+    def generation_tps(self) -> float:
+        """Tokens per second after the first, which prefill yields."""
+        return self.num_emitted / self.generation_time if self.generation_time else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every count and every figure derived from them, ready for JSON."""
+        names = (
+            "num_rounds num_plain_steps num_target_forwards num_reruns num_head_forwards num_evals "
+            "num_drafted num_accepted num_rejected num_emitted accepted_histogram tau "
+            "acceptance_rate acceptance_by_position cumulative_acceptance_by_position "
+            "prompt_time generation_time generation_tps"
+        ).split()
+        events = [asdict(event) for event in self.pace_events]
+        return {name: getattr(self, name) for name in names} | {"pace_events": events}
+
+    def lines(self) -> list[str]:
+        """The footer, a line each."""
+        by_position = " ".join(f"{a:.2f}" for a in self.acceptance_by_position)
+        histogram = " ".join(f"{n}:{c}" for n, c in enumerate(self.accepted_histogram))
+        forwards = f"{self.num_target_forwards} target, {self.num_head_forwards} head"
+        return [
+            f"Rounds: {self.num_rounds}, forwards: {forwards}, tau: {self.tau:.3f}",
+            f"Draft: {self.num_drafted} drafted, {self.num_accepted} accepted, "
+            f"{self.num_rejected} rejected, acceptance rate {self.acceptance_rate:.3f}",
+            f"Acceptance by position: {by_position or '-'}; accepted lengths: {histogram or '-'}",
+            *(f"After {e.num_tokens} tokens: {e.what}, {e.reason}" for e in self.pace_events),
+        ]

@@ -1,0 +1,116 @@
+"""The main job, shown on the demo pair: plain beside speculative decoding of one prompt."""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import mlx_lm
+from mlx_lm.generate import GenerationResponse
+
+from ..generate import stream_generate
+from ..system.command import run_command
+from ..system.device import print_blas_note
+from .pair import load_demo
+
+# The kind of prompt the small demo head was trained on; code and open chat gain less.
+PROMPT = (
+    "A baker makes 12 trays of cookies with 8 cookies on each tray. "
+    "How many cookies does she make?"
+)
+WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Run:
+    """One generation: its token ids, the stop token included, and its last response."""
+
+    tokens: list[int]
+    last: GenerationResponse
+
+    @classmethod
+    def of(cls, responses: Iterator[GenerationResponse], echo: bool = False) -> "Run":
+        """Use up ``responses``; ``echo`` prints the text as it comes."""
+        tokens = []
+        for response in responses:
+            tokens.append(response.token)
+            if echo:
+                print(response.text, end="", flush=True)
+        if echo:
+            print()
+        return cls(tokens, response)
+
+
+def first_difference(left: list[int], right: list[int]) -> int | None:
+    """Index of the first token in which two texts differ; None where they are identical.
+
+    [5, 6, 7], [5, 9, 7] -> 1; [5, 6], [5, 6, 7] -> 2
+    """
+    if left == right:
+        return None
+    pairs = zip(left, right)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+
+
+def report(plain: Run, speculative: Run) -> list[str]:
+    """The comparison in lines: speed of both, tau, acceptance, and whether the texts agree."""
+    stats = speculative.last.stats
+    plain_tps, tps = plain.last.generation_tps, speculative.last.generation_tps
+    by_position = " ".join(f"{a:.2f}" for a in stats.acceptance_by_position)
+    index = first_difference(plain.tokens, speculative.tokens)
+    identical = f"yes, all {len(plain.tokens)} tokens"
+    if index is not None:
+        identical = f"no, they differ from token {index} on (counted from 0)"
+    return [
+        f"Plain:       {plain_tps:.1f} tokens/s (mlx_lm.stream_generate)",
+        f"Speculative: {tps:.1f} tokens/s, {tps / plain_tps:.2f}x",
+        f"Tau:         {stats.tau:.2f} tokens per target forward, over "
+        f"{stats.num_target_forwards} forwards",
+        f"Acceptance:  {stats.acceptance_rate:.2f} of what was drafted; "
+        f"by position: {by_position or '-'}",
+        f"Token-identical: {identical}",
+    ]
+
+
+def run(prompt: str, max_tokens: int, num_draft_tokens: int) -> None:
+    """Generate once with the head and once without, and print how they compare."""
+    if max_tokens < 2:
+        raise ValueError(f"--max-tokens is {max_tokens}: give 2 or more, there is nothing to time.")
+    if num_draft_tokens < 1:
+        raise ValueError(f"--num-draft-tokens is {num_draft_tokens}: give 1 or more.")
+    print("Loading SmolLM2-135M-Instruct and its EAGLE-3 head.", file=sys.stderr)
+    model, tokenizer, drafter = load_demo()
+    print_blas_note()
+    messages = [{"role": "user", "content": prompt}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+
+    def plain(limit: int) -> Iterator[GenerationResponse]:
+        return mlx_lm.stream_generate(model, tokenizer, tokens, max_tokens=limit)
+
+    def speculative(limit: int) -> Iterator[GenerationResponse]:
+        options = {"draft_model": drafter, "num_draft_tokens": num_draft_tokens}
+        return stream_generate(model, tokenizer, tokens, max_tokens=limit, **options)
+
+    for warm_up in (plain, speculative):
+        Run.of(warm_up(WARM_UP_TOKENS))
+    print(f"Prompt: {prompt}\n")
+    drafted = Run.of(speculative(max_tokens), echo=True)
+    print()
+    print("\n".join(report(Run.of(plain(max_tokens)), drafted)))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command ``python -m mlx_eagle.demo``."""
+    parser = argparse.ArgumentParser(
+        prog="mlx_eagle.demo", description="Plain against speculative decoding, on the demo pair."
+    )
+    parser.add_argument("--prompt", "-p", default=PROMPT, help="what to ask (default: %(default)s)")
+    parser.add_argument(
+        "--max-tokens", "-m", type=int, default=200, help="most tokens to answer (%(default)s)"
+    )
+    parser.add_argument(
+        "--num-draft-tokens", type=int, default=3, help="tokens to draft a round (%(default)s)"
+    )
+    args = parser.parse_args(argv)
+    run_command(lambda: run(args.prompt or PROMPT, args.max_tokens, args.num_draft_tokens))

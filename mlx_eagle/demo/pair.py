@@ -1,0 +1,45 @@
+"""The demo pair: the target that ``target.py`` fetches, with the head in ``head/``."""
+
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import dequantize_model
+
+from ..drafters.eagle3 import Eagle3Drafter
+from ..drafters.load import load_drafter
+from .target import demo_target_path
+
+HEAD = Path(__file__).parent / "head"
+
+
+def load_demo(
+    dtype: mx.Dtype | None = None,
+    *,
+    quantized: bool | None = None,
+    quantize_bits: int | None = None,
+) -> tuple[nn.Module, TokenizerWrapper, Eagle3Drafter]:
+    """The demo pair: (model, tokenizer, drafter); the target is fetched the first time.
+
+    Without arguments the target stays 4-bit on a GPU, in float16, and is dequantized to
+    float32 on a CPU, where other types are slow; the head, which is shipped in 4 bits, follows
+    it. A ``dtype`` alone means dense weights of that type; ``quantized`` keeps them packed, or
+    not, whatever the device. ``quantize_bits`` quantizes the head while loading it. Raises ValueError where the target cannot be had.
+    """
+    on_gpu = mx.default_device() == mx.gpu
+    if quantized is None:
+        quantized = on_gpu and dtype is None
+    if dtype is None:
+        dtype = mx.float16 if on_gpu else mx.float32
+    model, tokenizer = mlx_lm.load(str(demo_target_path()), lazy=True)
+    if not quantized:
+        # Before the cast: the target is what its float16 scales say, in any dtype.
+        model = dequantize_model(model)
+    model.set_dtype(dtype)
+    mx.eval(model.parameters())
+    drafter = load_drafter(HEAD, model, quantize_bits=quantize_bits)
+    if not quantized and quantize_bits is None:
+        drafter.head = dequantize_model(drafter.head)
+    return model, tokenizer, drafter

@@ -1,0 +1,1 @@
+"""Drafters: what proposes tokens, each behind the one interface in ``base.py``."""

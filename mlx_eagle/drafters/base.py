@@ -1,0 +1,105 @@
+"""What the loop asks of a drafter: the interface, with its invariants.
+
+The loop knows this file and no method: EAGLE, a small model or prompt lookup all fit.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..target.tree_rows import ancestors
+from .tree import Tree
+
+Pick = Callable[[mx.array, mx.array | None], mx.array]
+"""How to choose a draft token from logits (1, Vd): see ``accept.Choice.pick``."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Proposed tokens (k,) int32 in the target's vocabulary; k may be 0.
+
+    ``parents`` (k,) makes them a tree, whose deepest token is ``depth`` levels below the root:
+    ``parents[i]`` is the window row that token i continues. None: a chain.
+    """
+
+    tokens: mx.array
+    parents: mx.array | None = None
+    depth: int = 0
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def num_levels(self) -> int:
+        """The longest run that can be kept."""
+        return len(self) if self.parents is None else self.depth
+
+    def reach(self) -> mx.array | None:
+        """The ancestors of a tree's window rows (see ``tree.ancestors``); None for a chain."""
+        return None if self.parents is None else ancestors(self.parents, self.depth)
+
+
+def empty_draft() -> Draft:
+    return Draft(mx.zeros((0,), mx.int32))
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Absorbs what was committed and proposes what may follow.
+
+    A pair couples the features of position P with the token at P + 1. With N tokens
+    committed, a drafter has absorbed N - 1 pairs, and nothing that ``propose`` left behind:
+    ``propose`` changes nothing that the next ``extend`` does not overwrite.
+    """
+
+    taps: tuple[int, ...]
+    """Which activations ``extend`` wants; () for none."""
+
+    cache: list
+    """mlx-lm caches, one slot a pair, so that the loop can cut surplus rows as the target's."""
+
+    num_forwards: int
+    """Forward passes of the draft model since ``begin`` (prefill included)."""
+
+    def begin(self, cache: list | None = None) -> "Drafter":
+        """A drafter for one text, with this one's weights and ``cache`` (None: fresh ones)."""
+
+    def make_cache(self) -> list:
+        """Fresh caches, as mlx-lm's ``make_prompt_cache`` asks a model for them."""
+
+    def extend(
+        self, tokens: mx.array, features: mx.array | None, last: mx.array | None = None
+    ) -> None:
+        """Absorb pairs: tokens (m,) with the features (m, F) of the position before each.
+
+        ``last`` () is the index of the last valid row, perhaps still on the device; rows
+        after it are garbage that the loop cuts from ``cache`` later. None means m - 1.
+        ``features`` None, where there are taps: the first token (1,) of a request. What came
+        before it, if anything, is in ``cache``, and so are its features if ``hold`` was called.
+        """
+
+    def propose(self, size: int, pick: Pick) -> Draft:
+        """Draft at most ``size`` >= 1 tokens that may follow the last token absorbed."""
+
+    def modules(self) -> list[nn.Module]:
+        """The modules whose weights are the drafter's own, for the memory report."""
+
+    def hold(self, features: mx.array) -> None:
+        """Keep features (1, F) of the last position in ``cache``, for the next request."""
+
+    def pending(self) -> list[mx.array]:
+        """Arrays the next ``propose`` starts from, so that the loop can have them computed."""
+
+
+@runtime_checkable
+class TreeDrafter(Drafter, Protocol):
+    """A drafter that can also propose trees."""
+
+    def check_tree(self, shape: Tree) -> None:
+        """Raise ValueError, before anything is drafted, where it cannot draft that tree."""
+
+    def propose_tree(self, shape: Tree) -> Draft:
+        """Draft a tree that may follow the last token absorbed."""

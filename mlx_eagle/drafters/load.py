@@ -1,0 +1,247 @@
+"""Reading a converted head and attaching it to a target, with every check that can be made.
+
+Knows the folder that the converter writes and where an mlx-lm model keeps its embedding.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generation_stream
+
+from ..system.hub import locate
+from ..target.sharding import find_stage
+from .eagle3 import Eagle3Drafter
+from .head import FUSED, Eagle3Config, Eagle3Head, fuse_weights
+
+Linear = nn.Linear | nn.QuantizedLinear
+Embedding = nn.Embedding | nn.QuantizedEmbedding
+
+
+def load_drafter(
+    path_or_repo: str | Path,
+    model: nn.Module,
+    *,
+    quantize_bits: int | None = None,
+    quantize_group_size: int = 64,
+    dtype: mx.Dtype | None = None,
+    draft_cache: str = "exact",
+) -> Eagle3Drafter:
+    """Load a converted head (a folder or a hub repo id) for ``model``, an mlx-lm model.
+
+    ``quantize_bits`` quantizes an unquantized head while loading. ``dtype`` is that of the
+    head's arithmetic, by default the target's own. ``draft_cache`` is "exact" or "lagging"
+    (see ``Eagle3Drafter``).
+
+    Raises ValueError, in one sentence, where the folder is not a converted head, is damaged,
+    or does not belong to this target.
+    """
+    folder = locate(str(path_or_repo), ("*.json", "*.safetensors"))
+    values = _read_config(folder)
+    config = Eagle3Config.from_dict(values)
+    weights = _read_weights(folder)
+    embedding, vocab_size = find_embedding(model)
+    hidden_size = _num_columns(embedding)
+    to_target = _draft_ids(weights.pop("d2t", None), config, vocab_size)
+    with mx.stream(generation_stream):
+        num_layers = find_stage(model).num_layers
+    _check_fit(config, hidden_size, vocab_size, num_layers)
+    if config.lm_head_source == "target_rows":
+        weights.update(_rows_of_lm_head(model, embedding, to_target))
+    head = _build(config, weights, values.get("quantization"))
+    if quantize_bits is not None:
+        _quantize_now(head, values.get("quantization"), quantize_bits, quantize_group_size)
+    _cast(head, dtype or _activation_dtype(embedding))
+    embed = embedding
+    if config.embed_source == "file":
+        embed = head.embed_tokens
+    if config.lm_head_source == "target":
+        head.share_lm_head(lm_head_of(model, embedding))
+    mx.eval(head.parameters())
+    return Eagle3Drafter(head, embed, config.taps(num_layers), to_target, draft_cache)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} has no config.json: it is not a converted head.")
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as err:
+        raise ValueError(f"{path} is not JSON ({err}): convert the head again.") from err
+    kind = values.get("model_type")
+    if kind != "eagle3":
+        raise ValueError(
+            f"{folder} holds a {kind!r} model, not a converted EAGLE-3 head: convert the "
+            "checkpoint first with mlx_eagle.convert --hf-path SRC --mlx-path DST."
+        )
+    return values
+
+
+def _read_weights(folder: Path) -> dict[str, mx.array]:
+    path = folder / "model.safetensors"
+    if not path.is_file():
+        raise ValueError(f"{folder} has no model.safetensors: convert the head again.")
+    try:
+        return dict(mx.load(str(path)))
+    except RuntimeError as err:
+        reason = str(err).strip().splitlines()[0]
+        raise ValueError(
+            f"{path} cannot be read ({reason}): it is damaged or cut short, copy or convert "
+            "it again."
+        ) from err
+
+
+def find_embedding(model: nn.Module) -> tuple[Embedding, int]:
+    """The module that embeds tokens in an mlx-lm model, and its number of rows.
+
+    It is the embedding as wide as the residual stream; of several, the one with most rows
+    (position tables are shorter than vocabularies).
+    """
+    found = [m for _, m in model.named_modules() if isinstance(m, Embedding)]
+    if not found:
+        raise ValueError(
+            "the target has no token embedding that a draft head could share: this model is "
+            "not supported."
+        )
+    embedding = max(found, key=lambda m: m.weight.shape[0])
+    return embedding, embedding.weight.shape[0]
+
+
+def _num_columns(module: Linear | Embedding) -> int:
+    """Input width of a matrix, packed or not."""
+    columns = module.weight.shape[-1]
+    return columns * 32 // module.bits if "scales" in module else columns
+
+
+def lm_head_of(model: nn.Module, embedding: Embedding) -> Callable[[mx.array], mx.array]:
+    """The target's output projection: its own matrix, or the embedding where they are tied."""
+    shape = (embedding.weight.shape[0], _num_columns(embedding))
+    for name, module in model.named_modules():
+        if isinstance(module, Linear) and name.endswith("lm_head"):
+            if (module.weight.shape[0], _num_columns(module)) == shape:
+                return module
+    return embedding.as_linear
+
+
+def _rows_of_lm_head(model, embedding, to_target: mx.array) -> dict[str, mx.array]:
+    """The rows of the target's output projection that the draft vocabulary names."""
+    source = lm_head_of(model, embedding)
+    module = source if isinstance(source, nn.Module) else embedding
+    weight = module.weight
+    if "scales" in module:
+        rows = [module[k][to_target] for k in ("weight", "scales", "biases")]
+        weight = mx.dequantize(*rows, group_size=module.group_size, bits=module.bits)
+        return {"lm_head.weight": weight}
+    return {"lm_head.weight": weight[to_target]}
+
+
+def _draft_ids(offsets: mx.array | None, config: Eagle3Config, vocab_size: int) -> mx.array | None:
+    """Target id of every draft id, (Vd,) int32, from the stored offsets; None for identity."""
+    if offsets is None:
+        if config.has_d2t:
+            raise ValueError(
+                f"the head drafts {config.draft_vocab_size} of {config.vocab_size} tokens but "
+                "its d2t table is missing: convert it again."
+            )
+        return None
+    ids = offsets.astype(mx.int32) + mx.arange(offsets.shape[0], dtype=mx.int32)
+    low, high = ids.min().item(), ids.max().item()
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"the head's d2t table reaches token {high if low >= 0 else low}, but the target "
+            f"has {vocab_size} tokens: this head was made for another target."
+        )
+    return ids
+
+
+def _check_fit(config: Eagle3Config, hidden_size: int, vocab_size: int, num_layers: int) -> None:
+    """Raise ValueError where head and target do not belong together."""
+    if config.target_hidden_size != hidden_size:
+        raise ValueError(
+            f"the head was made for a target of hidden size {config.target_hidden_size}, but "
+            f"this target's is {hidden_size}: use the head trained for this model."
+        )
+    if not config.has_d2t and config.draft_vocab_size > vocab_size:
+        raise ValueError(
+            f"the head drafts {config.draft_vocab_size} tokens, but the target has "
+            f"{vocab_size}: use the head trained for this model."
+        )
+    # Vocabularies may be padded differently, so only a clear mismatch is an error.
+    if abs(config.vocab_size - vocab_size) > max(1024, vocab_size // 100):
+        raise ValueError(
+            f"the head was made for a vocabulary of {config.vocab_size} tokens, but the "
+            f"target's has {vocab_size}: use the head trained for this model."
+        )
+    taps = config.taps(num_layers)
+    deepest = num_layers if config.uses_aux else num_layers + 1
+    if min(taps) < 0 or max(taps) > deepest or len(taps) != config.num_aux:
+        raise ValueError(
+            f"the head taps layers {list(taps)} ({config.num_aux} features), but the target "
+            f"has {num_layers} layers: use the head trained for this model."
+        )
+
+
+def _build(config: Eagle3Config, weights: dict, quantization: dict | None) -> Eagle3Head:
+    """The head with its weights in place; raise ValueError naming what is missing."""
+    weights = fuse_weights(weights, config.num_layers)
+    head = Eagle3Head(config)
+    if quantization:
+        _quantize_as_stored(head, weights, quantization)
+    expected = {name: array.shape for name, array in tree_flatten(head.parameters())}
+    missing = sorted(expected.keys() - weights.keys())
+    extra = sorted(weights.keys() - expected.keys())
+    if missing or extra:
+        what = f"lacks {missing[0]}" if missing else f"has an unknown {extra[0]}"
+        raise ValueError(f"the head's model.safetensors {what}: convert the head again.")
+    for name, shape in expected.items():
+        if weights[name].shape != shape:
+            raise ValueError(
+                f"the head's {name} is {tuple(weights[name].shape)}, its config.json says "
+                f"{tuple(shape)}: convert the head again."
+            )
+    head.load_weights(list(weights.items()))
+    return head
+
+
+def _quantize_as_stored(head: Eagle3Head, weights: dict, quantization: dict) -> None:
+    """Make a module quantized where the file has scales for it, as its config entry says."""
+    default = {k: quantization[k] for k in ("group_size", "bits")}
+
+    def params(path: str, module: nn.Module) -> bool | dict:
+        if f"{path}.scales" not in weights:
+            return False
+        layer, _, kind = path.partition("self_attn." if "self_attn." in path else "mlp.")
+        fused = path.removeprefix(layer)
+        stored = layer + FUSED[fused][0] if fused in FUSED else path
+        return quantization.get(stored, default)
+
+    nn.quantize(head, class_predicate=params)
+
+
+def _quantize_now(head: Eagle3Head, stored: dict | None, bits: int, group_size: int) -> None:
+    if stored:
+        raise ValueError(
+            f"the head is already quantized to {stored['bits']} bits: load it as it is, or "
+            "convert it again with another --q-bits."
+        )
+    if bits not in (2, 3, 4, 5, 6, 8):
+        raise ValueError(f"cannot quantize to {bits} bits: give 2, 3, 4, 5, 6 or 8.")
+
+    def fits(_: str, module: nn.Module) -> bool:
+        return hasattr(module, "to_quantized") and module.weight.shape[-1] % group_size == 0
+
+    nn.quantize(head, group_size=group_size, bits=bits, class_predicate=fits)
+
+
+def _activation_dtype(embedding: Embedding) -> mx.Dtype:
+    return (embedding.scales if "scales" in embedding else embedding.weight).dtype
+
+
+def _cast(head: Eagle3Head, dtype: mx.Dtype) -> None:
+    """Give every float array of the head one dtype; packed integers stay."""
+    head.set_dtype(dtype)

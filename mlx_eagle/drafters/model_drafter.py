@@ -1,0 +1,151 @@
+"""Drafts from an ordinary, smaller mlx-lm model (Leviathan et al. 2023, arXiv:2211.17192).
+
+Knows how such a model is fed and its caches are kept; knows neither the target nor what
+becomes of a draft.
+"""
+
+from copy import copy
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load
+
+from ..target.masks import exact_masks
+from ..target.rollback import Window, check_supported
+from .base import Draft, Pick
+from .load import find_embedding
+
+SAME_TOKENS = 0.99
+"""Share of the target's vocabulary that the draft model's must spell in the same way."""
+
+
+class ModelDrafter:
+    """A ``Drafter`` around a model with the target's vocabulary.
+
+    The model sees every token, the first of a request included, so its caches hold a position
+    more than there are pairs: as many as the target's, with which they can be trimmed.
+
+    A recurrent model's state has no rows to cut. Its caches are not shown in ``cache``: what
+    the last ``extend`` fed too much is cut here, once the host knows how much that is, at the
+    price of running the kept rows again; and a prompt cache cannot carry them.
+    """
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, model: nn.Module, vocab_size: int | None = None):
+        """``vocab_size`` is the target's, where its tables are padded to another length.
+
+        Raises ValueError for a cache type that cannot be rolled back exactly.
+        """
+        caches = make_prompt_cache(model)
+        check_supported(caches, "draft model")
+        self.model = model
+        self._is_recurrent = bool(Window(caches).recurrent)
+        self._num_known = find_embedding(model)[1]
+        self._vocab_size = self._num_known if vocab_size is None else vocab_size
+        self._ids = mx.arange(self._num_known) if self._num_known < self._vocab_size else None
+        self._start(caches)
+
+    def _start(self, caches: list) -> None:
+        self._caches = caches
+        self.cache = [] if self._is_recurrent else caches
+        self.num_forwards = 0
+        self._seed: mx.array | None = None
+        self._uncut: tuple[Window, mx.array, mx.array] | None = None
+
+    def begin(self, cache: list | None = None) -> "ModelDrafter":
+        """See ``Drafter.begin``; a recurrent draft model starts afresh whatever ``cache`` is."""
+        drafter = copy(self)
+        fresh = cache is None or self._is_recurrent
+        drafter._start(make_prompt_cache(self.model) if fresh else cache)
+        return drafter
+
+    def make_cache(self) -> list:
+        return [] if self._is_recurrent else make_prompt_cache(self.model)
+
+    def extend(
+        self, tokens: mx.array, features: mx.array | None, last: mx.array | None = None
+    ) -> None:
+        """See ``Drafter.extend``; tokens (m,)."""
+        self._cut()
+        if self._is_recurrent and last is not None:
+            self._uncut = Window(self._caches), tokens, last
+        logits = self._forward(tokens)
+        if last is None:
+            self._seed = logits[-1:]
+            if self._is_recurrent:
+                # The loop computes the caches it sees chunk by chunk; it does not see these.
+                mx.async_eval([cache.state for cache in self._caches])
+        else:
+            self._seed = mx.take(logits, last.reshape(1), axis=0)
+
+    def propose(self, size: int, pick: Pick) -> Draft:
+        """A chain of ``size`` tokens: one forward for each but the first."""
+        self._cut()
+        window = Window(self._caches)
+        tokens = [self._next(self._seed, pick)]
+        for _ in range(size - 1):
+            tokens.append(self._next(self._forward(tokens[-1]), pick))
+        window.keep(0)
+        return Draft(mx.concatenate(tokens))
+
+    def modules(self) -> list[nn.Module]:
+        return [self.model]
+
+    def hold(self, features: mx.array) -> None:
+        """Nothing to keep: the model needs no features."""
+
+    def pending(self) -> list[mx.array]:
+        return [] if self._seed is None else [self._seed]
+
+    def _cut(self) -> None:
+        """Bring recurrent caches back to the last valid row of the last ``extend``."""
+        if self._uncut is None:
+            return
+        window, tokens, last = self._uncut
+        self._uncut = None
+        num_valid = last.item() + 1
+        if num_valid < tokens.shape[0]:
+            window.keep(0)
+            self._forward(tokens[:num_valid])
+
+    def _forward(self, tokens: mx.array) -> mx.array:
+        """One forward over tokens (m,) -> logits (m, Vd)."""
+        self.num_forwards += 1
+        if self._ids is not None:
+            tokens = mx.minimum(tokens, self._num_known - 1)  # padding, which no text contains
+        with exact_masks(self._caches, tokens.shape[0]):
+            return self.model(tokens[None], cache=self._caches)[0]
+
+    def _next(self, logits: mx.array, pick: Pick) -> mx.array:
+        """The choice after logits (1, Vd), as a token (1,) int32."""
+        return pick(logits[:, : self._vocab_size], self._ids).astype(mx.int32)
+
+
+def load_model_drafter(
+    path_or_repo: str | Path, target: nn.Module, tokenizer=None
+) -> ModelDrafter:
+    """Load an mlx-lm model (a folder or a hub repo id) as draft model for ``target``.
+
+    ``tokenizer`` is the target's; with it the vocabularies are compared token by token.
+    Raises ValueError, in one sentence, where the two models do not speak of the same tokens.
+    """
+    model, draft_tokenizer = load(str(path_or_repo))
+    vocab_size, num_known = find_embedding(target)[1], find_embedding(model)[1]
+    # Tables may be padded differently, so only a clear mismatch is an error.
+    if abs(num_known - vocab_size) > max(1024, vocab_size // 100):
+        raise ValueError(
+            f"the draft model {path_or_repo} has a vocabulary of {num_known} tokens, but the "
+            f"target's has {vocab_size}: use a draft model of the same family."
+        )
+    if tokenizer is not None:
+        ours, theirs = tokenizer.get_vocab(), draft_tokenizer.get_vocab()
+        num_same = sum(theirs.get(token) == index for token, index in ours.items())
+        if num_same < SAME_TOKENS * len(ours):
+            raise ValueError(
+                f"the draft model {path_or_repo} gives only {num_same} of the target's "
+                f"{len(ours)} tokens the same number: use a draft model of the same family."
+            )
+    return ModelDrafter(model, vocab_size)

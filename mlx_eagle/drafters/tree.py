@@ -1,0 +1,209 @@
+"""The shapes of draft trees, and how trees grow from a draft model's probabilities.
+
+A tree of k draft tokens comes with ``parents`` (k,): the window row that token i continues,
+where row 0 is the root and row i + 1 is token i, so ``parents[i] <= i``. A chain has parents
+[0, 1, 2, ...].
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import mlx.core as mx
+
+Step = Callable[[mx.array, mx.array], mx.array]
+"""One more level: draft ids (m,), which continue rows (m,) of the last one -> log q (m, Vd)."""
+
+MAX_NODES = 1024  # of a static tree: they are verified in one pass
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """How a draft tree grows: ``WIDTHxDEPTH:NODES``, as in EAGLE-2 (arXiv:2406.16858, 4.1).
+
+    Every level keeps the ``width`` most likely paths so far, each of which gets ``width``
+    children; of all candidates the ``nodes`` most likely are verified. ``depth`` is the number
+    of levels, so the longest run that can be kept.
+    """
+
+    width: int
+    depth: int
+    nodes: int
+
+    def __str__(self) -> str:
+        return f"{self.width}x{self.depth}:{self.nodes}"
+
+    @classmethod
+    def parse(cls, text: str) -> "TreeShape":
+        """Read ``WIDTHxDEPTH:NODES``; raise ValueError for anything else."""
+        try:
+            shape, nodes = text.split(":")
+            width, depth = shape.split("x")
+            tree = cls(int(width), int(depth), int(nodes))
+        except ValueError as err:
+            raise ValueError(
+                f"the tree is {text!r}: give WIDTHxDEPTH:NODES, such as 4x5:16, or a static tree: "
+                "eagle1, root2:5 (two chains), or the children of each node, such as 3/2+1."
+            ) from err
+        most = tree.width + (tree.depth - 1) * tree.width**2
+        if tree.width < 1 or tree.depth < 1 or not tree.depth <= tree.nodes <= most:
+            raise ValueError(
+                f"the tree {text} is impossible: width and depth must be 1 or more, and nodes "
+                f"between the depth and {most}, the number of candidates."
+            )
+        return tree
+
+    def at_most(self, depth: int) -> "TreeShape":
+        """The same tree with no more levels than ``depth``, and no more nodes than fit."""
+        depth = min(depth, self.depth)
+        most = self.width + (depth - 1) * self.width**2
+        return TreeShape(self.width, depth, min(self.nodes, most))
+
+    def grow(self, log_q: mx.array, step: Step) -> tuple[mx.array, mx.array]:
+        """Draft ids and parents (nodes,) of the tree, from log q (1, Vd) after the root.
+
+        ``step`` is called for every level but the last, with ``width`` nodes.
+        """
+        beam, reached = mx.array([-1]), mx.zeros((1,))  # the root
+        picked, scores, origins, num_before = [], [], [], 0
+        for level in range(self.depth):
+            children = top_k(log_q, self.width)
+            here = reached[:, None] + mx.take_along_axis(log_q, children, axis=1)
+            picked.append(children.flatten())
+            scores.append(here.flatten())
+            origins.append(mx.repeat(beam, self.width).astype(mx.int32))
+            if level == self.depth - 1:
+                break
+            best = top_k(scores[-1], self.width)
+            beam, reached = num_before + best, scores[-1][best]
+            num_before += len(scores[-1])
+            log_q = step(picked[-1][best], best // self.width)
+        chosen, parents = rerank(mx.concatenate(scores), mx.concatenate(origins), self.nodes)
+        return mx.concatenate(picked)[chosen], parents
+
+
+@dataclass(frozen=True)
+class StaticTree:
+    """A tree of one form, whatever the draft's probabilities (EAGLE-1, arXiv:2401.15077).
+
+    ``children[d][i]`` says how many children the i-th node of depth d gets, its likeliest
+    continuations; none where the entry is left out. Nodes of one depth stand in the order of
+    their parents, likeliest first: ((2,), (2, 1)) has the ranks 0, 1, 00, 01, 10.
+    """
+
+    children: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        num_parents, total = 1, 0
+        for depth, counts in enumerate(self.children):
+            total += sum(counts)
+            if not sum(counts) or min(counts) < 0 or len(counts) > num_parents:
+                raise ValueError(
+                    f"the tree says {'+'.join(map(str, counts))} of the children of its "
+                    f"{num_parents} nodes of depth {depth}: give at most one number a node, and "
+                    "one child or more."
+                )
+            if total > MAX_NODES:
+                raise ValueError(f"the tree has more than {MAX_NODES} nodes: give a smaller one.")
+            num_parents = sum(counts)
+        if not self.children:
+            raise ValueError("the tree has no levels: give the root a child or more.")
+
+    @classmethod
+    def parse(cls, text: str) -> "StaticTree":
+        """Read ``eagle1``, ``rootWIDTH:DEPTH`` or children by level; ValueError for all else.
+
+        Levels are separated by slashes, the nodes of a level by plus signs: 2/2+1 is the tree
+        of the example above. rootW:D is W chains of D tokens side by side.
+        """
+        if text == "eagle1":
+            return EAGLE1
+        try:
+            if text.startswith("root"):
+                width, depth = map(int, text.removeprefix("root").split(":"))
+                most = min(depth, MAX_NODES + 1)
+                levels = ((width,), *[(1,) * min(width, MAX_NODES)] * (most - 1))[:most]
+            else:
+                levels = tuple(tuple(map(int, level.split("+"))) for level in text.split("/"))
+        except ValueError as err:
+            raise ValueError(
+                f"the tree is {text!r}: give eagle1, rootWIDTH:DEPTH such as root2:5, or the "
+                "children of each node, such as 3/2+1."
+            ) from err
+        return cls(levels)
+
+    @property
+    def depth(self) -> int:
+        return len(self.children)
+
+    @cached_property
+    def nodes(self) -> int:
+        return sum(map(sum, self.children))
+
+    @cached_property
+    def width(self) -> int:
+        """The most children of one node."""
+        return max(map(max, self.children))
+
+    @cached_property
+    def parents(self) -> tuple[int, ...]:
+        """The window row that each node continues."""
+        found, first = [], 0
+        for counts in self.children:
+            here = [first + i for i, count in enumerate(counts) for _ in range(count)]
+            first = len(found) + 1
+            found += here
+        return tuple(found)
+
+    def at_most(self, depth: int) -> "StaticTree":
+        """The same tree without the levels below ``depth``."""
+        return StaticTree(self.children[:depth])
+
+    def grow(self, log_q: mx.array, step: Step) -> tuple[mx.array, mx.array]:
+        """See ``TreeShape.grow``; ``step`` is called with the nodes that have children."""
+        picked, inner = [], [0]  # of this level's parents, those with children: rows of log_q
+        for level, counts in enumerate(self.children):
+            branches = [counts[i] for i in inner]
+            rows = [row for row, count in enumerate(branches) for _ in range(count)]
+            ranks = [rank for count in branches for rank in range(count)]
+            best = top_k(log_q, max(branches))
+            picked.append(best[mx.array(rows), mx.array(ranks)])
+            if level == self.depth - 1:
+                break
+            inner = [i for i, count in enumerate(self.children[level + 1]) if count]
+            log_q = step(picked[-1][mx.array(inner)], mx.array([rows[i] for i in inner]))
+        return mx.concatenate(picked), mx.array(self.parents, dtype=mx.int32)
+
+
+EAGLE1 = StaticTree(((4,), (3, 2, 2, 1), (3, 2, 2, 1), (3,), (2,)))
+"""The tree of EAGLE-1, 25 nodes: ``mc_sim_7b_63`` in eagle/model/choices.py of SafeAILab/EAGLE."""
+
+Tree = TreeShape | StaticTree
+
+
+def parse_tree(text: str) -> Tree:
+    """Read a tree as ``--tree`` takes it: ``TreeShape.parse`` and ``StaticTree.parse``."""
+    is_static = text.startswith(("root", "eagle")) or text and set(text) <= set("0123456789+/")
+    return StaticTree.parse(text) if is_static else TreeShape.parse(text)
+
+
+def top_k(scores: mx.array, k: int) -> mx.array:
+    """Indices of the k greatest of scores (..., n), greatest first, ties by lower index."""
+    return mx.argsort(-scores, axis=-1)[..., :k]
+
+
+def rerank(
+    scores: mx.array, origins: mx.array, nodes: int
+) -> tuple[mx.array, mx.array]:
+    """The ``nodes`` best candidates and their window parents (EAGLE-2, section 4.2).
+
+    scores (c,) are cumulative log-probabilities, origins (c,) the candidate each one
+    continues, -1 for the root; a candidate comes after its origin. Returns the chosen
+    candidates in that order, (nodes,), and ``parents`` (nodes,). A child never scores above
+    its origin and ties go to the lower index, so with every chosen candidate its origin is chosen.
+    """
+    chosen = mx.sort(top_k(scores, nodes))
+    origin = origins[chosen]
+    # The position of the origin among the chosen: how many of them come before it.
+    position = (chosen[None] < origin[:, None]).sum(axis=1)
+    return chosen, mx.where(origin < 0, 0, position + 1).astype(mx.int32)

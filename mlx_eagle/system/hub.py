@@ -1,0 +1,87 @@
+"""Files from and to the Hugging Face hub, its errors said in one sentence; our own cache."""
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+# The base of what the HTTP library raises; which library that is changes between versions.
+HTTP_ERROR = HfHubHTTPError.__bases__[0]
+REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")
+GGUF_FILE = re.compile(rf"(?P<repo>{REPO_ID.pattern})/(?P<name>[\w./-]+\.gguf)")
+
+
+def user_cache() -> Path:
+    """This package's folder in the user's cache directory, by the platform's convention."""
+    base = "Library/Caches" if sys.platform == "darwin" else ".cache"
+    return Path.home() / base / "mlx-eagle"
+
+
+def fetch(repo: str, patterns: Sequence[str], revision: str | None = None) -> Path:
+    """Download the files of a repository that fit the patterns; the folder they lie in.
+
+    Raises ValueError where there is no such repository, no access or no hub.
+    """
+    try:
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns)))
+    except GatedRepoError as err:
+        raise ValueError(
+            f"{repo} asks for its terms to be accepted: do so on its hub page, then run "
+            "`hf auth login`"
+        ) from err
+    except RepositoryNotFoundError as err:
+        raise ValueError(
+            f"{repo} is neither a folder here nor a repository on the hub (or it is private: "
+            "run `hf auth login`)"
+        ) from err
+    except RevisionNotFoundError as err:
+        raise ValueError(f"{repo} has no revision {revision} on the hub") from err
+    except HFValidationError as err:
+        raise ValueError(f"{repo} is neither a folder here nor a repository id") from err
+    except (HTTP_ERROR, OSError) as err:
+        raise ValueError(
+            f"the hub could not be reached for {repo}, and it is not in the local cache; "
+            "check the connection, or give a folder"
+        ) from err
+
+
+def locate(source: str, patterns: Sequence[str], revision: str | None = None) -> Path:
+    """A local folder or file as it is; a repository id downloaded (see ``fetch``).
+
+    ``owner/name/file.gguf`` is that one file of the repository.
+    """
+    path = Path(source).expanduser()
+    if path.exists():
+        return path
+    if file := GGUF_FILE.fullmatch(source):
+        name = file["name"]
+        path = fetch(file["repo"], (name,), revision) / name
+        if not path.exists():
+            raise ValueError(f"{file['repo']} has no {name} on the hub")
+        return path
+    if not REPO_ID.fullmatch(source):
+        raise ValueError(f"{source} does not exist, and it is not a repository id either")
+    return fetch(source, patterns, revision)
+
+
+def upload(folder: Path, repo: str) -> str:
+    """Put a converted folder on the hub and return its address; ValueError where it fails."""
+    api = HfApi()
+    try:
+        address = api.create_repo(repo, exist_ok=True)
+        api.upload_folder(folder_path=folder, repo_id=repo, repo_type="model")
+    except (HTTP_ERROR, HFValidationError, OSError) as err:
+        reason = str(err).strip().splitlines()[0]
+        raise ValueError(
+            f"{folder} is complete, but it could not be uploaded to {repo}: {reason}"
+        ) from err
+    return str(address)

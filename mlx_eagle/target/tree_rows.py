@@ -1,0 +1,32 @@
+"""The rows of a draft tree as arrays: who descends from whom, and which branch was kept."""
+
+import mlx.core as mx
+
+
+def ancestors(parents: mx.array, depth: int) -> mx.array:
+    """Whether row a lies on the path to row r, itself included: parents (k,) -> (k + 1, k + 1).
+
+    ``depth`` is the greatest depth in the tree. Row r of the result belongs to window row r:
+    parents [0, 0, 2] -> [[1,0,0,0], [1,1,0,0], [1,0,1,0], [1,0,1,1]].
+    """
+    size = parents.shape[0] + 1
+    own = mx.eye(size, dtype=mx.bool_)
+    up = mx.concatenate([mx.zeros((1,), parents.dtype), parents])
+    reach = own
+    for _ in range(depth):
+        reach = own | reach[up]
+    return reach
+
+
+def kept_path(keep: mx.array, reach: mx.array) -> tuple[mx.array, mx.array]:
+    """The kept branch: keep (k,) tokens, reach (R, R) -> (rows (R,), number kept ()).
+
+    Rows of the branch come first, root before leaf; the others follow. At most one child of
+    a row is kept, since siblings are different tokens, so the kept rows form one branch.
+    """
+    size = reach.shape[0]
+    lost = mx.concatenate([mx.zeros((1,), mx.bool_), ~keep])
+    on_branch = ~mx.any(reach & lost[None], axis=1)
+    index = mx.arange(size)
+    rows = mx.argsort(mx.where(on_branch, index, size + index))
+    return rows, on_branch.sum() - 1
