@@ -210,14 +210,22 @@ class DraftLayer(nn.Module):
     def __call__(self, embeddings, states, cache, positions, mask) -> mx.array:
         if mask is None:
             mask = cache.make_mask(len(states), return_array=False, window_size=self.window)
+        x, residual = self.enter(embeddings, states)
+        return self.leave(residual, self.self_attn(x, cache, positions, mask))
+
+    def enter(self, embeddings: mx.array, states: mx.array) -> tuple[mx.array, mx.array]:
+        """What attention takes, (..., 2h) or (..., h), and the residual (..., h) beside it."""
         normed = self.hidden_norm(states) if "hidden_norm" in self else states
         x = normed
         if self.sees_embedding:
             if "input_layernorm" in self:
                 embeddings = self.input_layernorm(embeddings)
             x = mx.concatenate([embeddings, normed], axis=-1)
-        residual = normed if self.norm_before_residual else states
-        states = residual + self.self_attn(x, cache, positions, mask)
+        return x, normed if self.norm_before_residual else states
+
+    def leave(self, residual: mx.array, attended: mx.array) -> mx.array:
+        """The layer's output from what attention gives; all (..., h)."""
+        states = residual + attended
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
@@ -288,11 +296,20 @@ class Eagle3Head(nn.Module):
         """
         if positions is None:
             positions = cache[0].offset
+        embeddings, states = self.enter(embeddings, states)
+        for layer, layer_cache in zip(self.layers, cache):
+            states = layer(embeddings, states, layer_cache, positions, mask)
+        return self.leave(states)
+
+    def enter(self, embeddings: mx.array, states: mx.array) -> tuple[mx.array, mx.array]:
+        """What the first layer takes of embeddings and states, both (..., h)."""
         embeddings = embeddings.astype(self.dtype)
         if self.config.fc_input == "embedding_and_state":
             states = self.fc(mx.concatenate([embeddings, states], axis=-1))
-        for layer, layer_cache in zip(self.layers, cache):
-            states = layer(embeddings, states, layer_cache, positions, mask)
+        return embeddings, states
+
+    def leave(self, states: mx.array) -> mx.array:
+        """What the next slot takes of the last layer's output; both (..., h)."""
         return self.norm(states) if self.config.norm_output else states
 
     def logits(self, states: mx.array) -> mx.array:
@@ -321,4 +338,20 @@ def fuse_weights(weights: dict[str, mx.array], num_layers: int) -> dict[str, mx.
                 if names[0] in weights:
                     joined = mx.concatenate([weights.pop(name) for name in names], axis=0)
                     weights[f"layers.{layer}.{fused}.{kind}"] = joined
+    return weights
+
+
+def split_weights(weights: dict[str, mx.array], config: Eagle3Config) -> dict[str, mx.array]:
+    """Undo ``fuse_weights``: the matrices, not quantized, under their stored names."""
+    c, weights = config, dict(weights)
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    ends = {"self_attn.qkv_proj": (q, q + kv), "mlp.gate_up_proj": (c.intermediate_size,)}
+    for layer in range(c.num_layers):
+        for fused, parts in FUSED.items():
+            for kind in ("weight", "bias"):
+                joined = weights.pop(f"layers.{layer}.{fused}.{kind}", None)
+                if joined is not None:
+                    pieces = mx.split(joined, list(ends[fused]), axis=0)
+                    names = (f"layers.{layer}.{part}.{kind}" for part in parts)
+                    weights.update(zip(names, pieces, strict=True))
     return weights
