@@ -1,5 +1,6 @@
 # make demo   the main job on the embedded demo pair; make demo PROMPT="..." asks something else
-# make test   the whole test suite; make test ARGS="-k demo" runs a part
+# make test   the tests, in minutes; make test ARGS="-k demo" runs a part
+# make test-all   every combination and the long runs as well
 # make bench  the README's table on the demo pair, in half an hour; ARGS="..." measures something else
 # make docs   the documentation site, into .docs/site
 # make clean  remove what these made
@@ -24,16 +25,21 @@ RUN := $(if $(OPENBLAS),env LD_PRELOAD=$(OPENBLAS)) $(BIN)/python
 
 BENCH := --limit 4 --repeats 2 --num-draft-tokens 1,2,3,auto --tree 2x2:3,auto --order weave
 
-.PHONY: demo test bench docs clean
+# Files are spread over the cores, one BLAS thread each, by name: xdist's own order leaves those with
+# few but slow tests for the end, where one core waits for the other.
+PYTEST := env OPENBLAS_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile \
+	--no-loadscope-reorder
+
+.PHONY: demo test test-all bench docs clean
 
 demo: $(VENV)/installed
 	@$(RUN) -m mlx_eagle.demo $(if $(PROMPT),--prompt "$$DEMO_PROMPT") $(ARGS)
 
-# Files are spread over the cores, one BLAS thread each, by name: xdist's own order leaves those with
-# few but slow tests for the end, where one core waits for the other.
 test: $(VENV)/installed-test
-	@env OPENBLAS_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile \
-		--no-loadscope-reorder $(ARGS)
+	@$(PYTEST) -m "not exhaustive" $(ARGS)
+
+test-all: $(VENV)/installed-test
+	@$(PYTEST) $(ARGS)
 
 bench: $(VENV)/installed
 	@$(RUN) -m mlx_eagle.bench $(or $(ARGS),$(BENCH))

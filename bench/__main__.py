@@ -23,7 +23,7 @@ from mlx_eagle.system.version import add_version_flag
 from .batched import check_batches
 from .measure import Settings, measure, num_runs
 from .questions import SETS, Question, load_questions
-from .runner import ORDERS, Models, make_arms
+from .runner import ORDERS, Models, make_configurations
 
 Value = TypeVar("Value")
 DEMO_NAMES = {"model": "SmolLM2-135M-Instruct (demo)", "head": "demo head"}
@@ -234,8 +234,8 @@ def measure_with_bar(
     models: Models, names: dict[str, str], questions: Sequence[Question], settings: Settings
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """``measure`` under a progress bar."""
-    arms = make_arms(settings.sizes, settings.trees, models.compared is not None)
-    total = num_runs(settings, questions, arms)
+    configurations = make_configurations(settings.sizes, settings.trees, models.compared is not None)
+    total = num_runs(settings, questions, configurations)
     with open_bar(total, "bench", "run") as bar:
         return measure(models, names, questions, settings, lambda _: bar.update())
 
@@ -274,7 +274,7 @@ def brief(document: Mapping[str, Any]) -> dict[str, Any]:
     scenarios = [
         {key: value for key, value in scenario.items() if key != "prompts"}
         | {"identical": [row["parity"]["identical"] for row in scenario["prompts"]].count(True),
-           "num_texts": len(scenario["prompts"])}
+           "batch_size": len(scenario["prompts"])}
         for scenario in document["scenarios"]
     ]  # fmt: skip
     return {**document, "scenarios": scenarios}

@@ -19,7 +19,7 @@ from mlx_eagle.decoding.stats import Stats
 
 from . import parity, summary
 from .questions import Question, prompt_tokens
-from .runner import PLAIN, WARM_UP_TOKENS, Arm, Models, make_arms, schedule
+from .runner import PLAIN, WARM_UP_TOKENS, Configuration, Models, make_configurations, schedule
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class BatchCell:
 
     set_name: str
     prompts: list[list[int]]
-    arm: Arm
+    configuration: Configuration
     plain: list[BatchRun] = field(default_factory=list)
     runs: list[BatchRun] = field(default_factory=list)
 
@@ -67,7 +67,7 @@ def check_batches(batches: Sequence[int], questions: Sequence[Question]) -> None
 
 def num_batch_runs(settings: Any, questions: Sequence[Question]) -> int:
     """Measured calls in all."""
-    steps = schedule(make_arms(settings.sizes), settings.order)
+    steps = schedule(make_configurations(settings.sizes), settings.order)
     return len(settings.batches) * len(_by_set(questions)) * settings.repeats * len(steps)
 
 
@@ -79,11 +79,11 @@ def measure_batches(
 ) -> list[dict[str, Any]]:
     """A row of figures for every size of batch, set and arm; ``settings`` are ``Settings``."""
     rows = []
-    for num_texts in settings.batches:
+    for batch_size in settings.batches:
         for name, group in _by_set(questions).items():
-            prompts = [prompt_tokens(q, models.tokenizer) for q in group[:num_texts]]
+            prompts = [prompt_tokens(q, models.tokenizer) for q in group[:batch_size]]
             # A batch drafts chains only.
-            cells = [BatchCell(name, prompts, arm) for arm in make_arms(settings.sizes)]
+            cells = [BatchCell(name, prompts, configuration) for configuration in make_configurations(settings.sizes)]
             for run in _run_all(models, cells, settings):
                 progress(run)
             rows += [batch_result(models, cell) for cell in cells]
@@ -92,31 +92,31 @@ def measure_batches(
 
 def _run_all(models: Models, cells: list[BatchCell], settings: Any) -> Iterator[BatchRun]:
     """A warm-up of each, then all repeats in the order of the flags; runs land in their cells."""
-    arms, prompts = [cell.arm for cell in cells], cells[0].prompts
-    for arm in (PLAIN, *arms):
-        run_batch(models, arm, prompts, min(settings.max_tokens, WARM_UP_TOKENS))
-    by_arm = {cell.arm.label: cell for cell in cells}
+    configurations, prompts = [cell.configuration for cell in cells], cells[0].prompts
+    for configuration in (PLAIN, *configurations):
+        run_batch(models, configuration, prompts, min(settings.max_tokens, WARM_UP_TOKENS))
+    by_arm = {cell.configuration.label: cell for cell in cells}
     for _ in range(settings.repeats):
-        for arm, owners in schedule(arms, settings.order):
-            run = run_batch(models, arm, prompts, settings.max_tokens)
+        for configuration, owners in schedule(configurations, settings.order):
+            run = run_batch(models, configuration, prompts, settings.max_tokens)
             for owner in owners:
                 cell = by_arm[owner.label]
-                (cell.plain if arm is PLAIN else cell.runs).append(run)
+                (cell.plain if configuration is PLAIN else cell.runs).append(run)
             yield run
 
 
-def run_batch(models: Models, arm: Arm, prompts: list[list[int]], max_tokens: int) -> BatchRun:
+def run_batch(models: Models, configuration: Configuration, prompts: list[list[int]], max_tokens: int) -> BatchRun:
     """One call of mlx-lm's ``batch_generate``, or of ours with the drafter."""
     mx.synchronize(generation_stream)
-    options = {"max_tokens": max_tokens, "return_token_ids": True, **arm.options}
-    if arm is not PLAIN:
+    options = {"max_tokens": max_tokens, "return_token_ids": True, **configuration.options}
+    if configuration is not PLAIN:
         options |= {"draft_model": models.drafter, "max_speculative_batch": len(prompts)}
-    generate = mlx_lm.batch_generate if arm is PLAIN else batch_generate
+    generate = mlx_lm.batch_generate if configuration is PLAIN else batch_generate
     start = time.perf_counter()
     response = generate(models.target, models.tokenizer, prompts, **options)
     seconds, tokens = time.perf_counter() - start, response.token_ids
-    plain = response.stats if arm is PLAIN else response.batch_stats
-    stats = [] if arm is PLAIN else response.stats
+    plain = response.stats if configuration is PLAIN else response.batch_stats
+    stats = [] if configuration is PLAIN else response.stats
     if plain is not None:  # mlx-lm's clock leaves the pass of a first token to decoding
         return BatchRun(tokens, seconds, plain.prompt_time, 0, stats)
     prefill, num_first = sum(counts.prompt_time for counts in stats), sum(map(bool, tokens))
@@ -133,11 +133,11 @@ def batch_result(models: Models, cell: BatchCell) -> dict[str, Any]:
             median(getattr(run, name) for run in runs) for runs in (cell.plain, cell.runs)
         )
         speeds |= {f"plain_{name}": before, name: after, ratio: after / before if before else None}
-    last_to_end = max(cell.runs[0].stats, key=lambda counts: len(counts.pace_events))
+    last_to_end = max(cell.runs[0].stats, key=lambda counts: len(counts.drafting_events))
     return {
         "batch": len(cell.prompts),
         "set": cell.set_name,
-        "arm": cell.arm.label,
+        "arm": cell.configuration.label,
         "output_tokens": sum(map(len, ours)),
         **speeds,
         "tau": merged.tau,
@@ -145,10 +145,10 @@ def batch_result(models: Models, cell: BatchCell) -> dict[str, Any]:
         "num_plain_steps": merged.num_plain_steps,
         "num_runs": len(cell.runs),
         "parity": [
-            parity.verdict(models.target, prompt, one, other)
+            parity.verification(models.target, prompt, one, other)
             for prompt, one, other in zip(cell.prompts, plain, ours, strict=True)
         ],
-        "pace_events": [event.what for event in last_to_end.pace_events],
+        "drafting_events": [event.what for event in last_to_end.drafting_events],
     }
 
 

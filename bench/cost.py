@@ -15,7 +15,7 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_eagle.drafters.base import Drafter
-from mlx_eagle.target.rollback import Window
+from mlx_eagle.target.rollback import Checkpoint
 from mlx_eagle.target.taps import Target
 
 SAMPLES = 15
@@ -66,12 +66,12 @@ class Bench:
     @contextmanager
     def window(self) -> Iterator[None]:
         """What happens inside leaves the caches as they were."""
-        windows = [Window(self._cache), Window(self.drafter.cache)]
+        windows = [Checkpoint(self._cache), Checkpoint(self.drafter.cache)]
         try:
             yield
         finally:
             for window in windows:
-                window.keep(0)
+                window.rollback(0)
 
     def verify(self, num_rows: int) -> list[mx.array]:
         """A verify pass of R rows: the target's choices, and the features."""

@@ -12,7 +12,16 @@ from .batched import BatchRun, measure_batches, num_batch_runs
 from .cost import SAMPLES, Bench, Samples
 from .graph import count_primitives
 from .questions import Question, prompt_tokens
-from .runner import Arm, Cell, Models, Run, make_arms, run_prompt, schedule, warm_up
+from .runner import (
+    Cell,
+    Configuration,
+    Models,
+    Run,
+    make_configurations,
+    run_prompt,
+    schedule,
+    warm_up,
+)
 
 LONGEST = 8  # rows of a verify pass that are always calibrated
 
@@ -35,10 +44,10 @@ class Settings:
     batches: tuple[int, ...] = ()
 
 
-def num_runs(settings: Settings, questions: Sequence[Question], arms: Sequence[Arm]) -> int:
+def num_runs(settings: Settings, questions: Sequence[Question], configurations: Sequence[Configuration]) -> int:
     """Measured generations in all, a batch being one; warm-ups are not counted."""
     scenarios = len(settings.contexts) * len(settings.temps)
-    singles = scenarios * settings.repeats * len(questions) * len(schedule(arms, settings.order))
+    singles = scenarios * settings.repeats * len(questions) * len(schedule(configurations, settings.order))
     return singles + num_batch_runs(settings, questions)
 
 
@@ -50,16 +59,16 @@ def measure(
     progress: Callable[[Run | BatchRun], None] = lambda run: None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Run everything: the document of results, and a row a run for the CSV."""
-    arms = make_arms(settings.sizes, settings.trees, models.compared is not None)
+    configurations = make_configurations(settings.sizes, settings.trees, models.compared is not None)
     machine = conditions.machine()  # before the run: it notes the load of the machine
     scenarios, rows = [], []
     for context in settings.contexts:
         for temp in settings.temps:
             cells, samples = run_scenario(
-                models, questions, arms, settings, context, temp, progress
+                models, questions, configurations, settings, context, temp, progress
             )
             name = {"context": context, "temp": temp}
-            scenarios.append(summarize(models, cells, arms, samples, settings, name))
+            scenarios.append(summarize(models, cells, configurations, samples, settings, name))
             rows += summary.run_rows(cells, name)
     document = {
         "format": 1,
@@ -74,7 +83,7 @@ def measure(
 def run_scenario(
     models: Models,
     questions: Sequence[Question],
-    arms: Sequence[Arm],
+    configurations: Sequence[Configuration],
     settings: Settings,
     context: int | None,
     temp: float,
@@ -82,13 +91,13 @@ def run_scenario(
 ) -> tuple[list[Cell], Samples]:
     """All repeats at one context length and temperature, a calibration before every prompt."""
     prompts = [prompt_tokens(question, models.tokenizer, context) for question in questions]
-    rows = [[Cell(q, p, arm) for arm in arms] for q, p in zip(questions, prompts)]
+    rows = [[Cell(q, p, configuration) for configuration in configurations] for q, p in zip(questions, prompts)]
     typical = typical_context(prompts, settings.max_tokens)
-    longest, wide = calibrated_rows(arms)
+    longest, wide = calibrated_rows(configurations)
     num_samples = math.ceil(settings.samples / (settings.repeats * len(rows)))
     samples = Samples()
     options = {"max_tokens": settings.max_tokens, "temp": temp, "seed": settings.seed}
-    warm_up(models, arms, prompts[0], settings.max_tokens)
+    warm_up(models, configurations, prompts[0], settings.max_tokens)
     for _ in range(settings.repeats):
         for row in rows:
             # Not kept over the runs: their peak memory is theirs alone.
@@ -100,13 +109,13 @@ def run_scenario(
     return [cell for row in rows for cell in row], samples
 
 
-def calibrated_rows(arms: Sequence[Arm]) -> tuple[int, list[int]]:
+def calibrated_rows(configurations: Sequence[Configuration]) -> tuple[int, list[int]]:
     """Rows of the verify passes to time: 1 up to the first, and those of trees.
 
     At least 1 to 8; a tree of 16 nodes has 17 rows.
     """
-    longest = max([LONGEST, *(arm.size + 1 for arm in arms if arm.size)])
-    shapes = [arm.options["tree"] for arm in arms if arm.kind == "tree"]
+    longest = max([LONGEST, *(configuration.size + 1 for configuration in configurations if configuration.size)])
+    shapes = [configuration.options["tree"] for configuration in configurations if configuration.kind == "tree"]
     wide = {shape.nodes + 1 for shape in shapes if isinstance(shape, Tree)}
     return longest, sorted(n for n in wide if n > longest)
 
@@ -121,17 +130,17 @@ def typical_context(prompts: Sequence[list[int]], max_tokens: int) -> list[int]:
 def summarize(
     models: Models,
     cells: Sequence[Cell],
-    arms: Sequence[Arm],
+    configurations: Sequence[Configuration],
     samples: Samples,
     settings: Settings,
     name: dict[str, Any],
 ) -> dict[str, Any]:
     """One scenario as plain data."""
     costs = predict.Costs.of(samples)
-    chains = [arm.size for arm in arms if arm.kind == "chain" and arm.size]
+    chains = [configuration.size for configuration in configurations if configuration.kind == "chain" and configuration.size]
     prompts = list({cell.question: cell.prompt for cell in cells}.values())
     typical = typical_context(prompts, settings.max_tokens)
-    results = [arm_result(arm, [c for c in cells if c.arm == arm], costs) for arm in arms]
+    results = [arm_result(configuration, [c for c in cells if c.configuration == configuration], costs) for configuration in configurations]
     outputs = [len(run.tokens) for cell in cells for run in cell.plain]
     return {
         **name,
@@ -146,24 +155,24 @@ def summarize(
     }
 
 
-def arm_result(arm: Arm, cells: Sequence[Cell], costs: predict.Costs) -> dict[str, Any]:
+def arm_result(configuration: Configuration, cells: Sequence[Cell], costs: predict.Costs) -> dict[str, Any]:
     """One arm: overall and set by set, with prediction and time split where k is fixed."""
     groups = {"overall": list(cells), **summary.by_set(cells)}
     figures = {}
     for name, group in groups.items():
         figures[name] = summary.arm_summary(group)
-        if arm.kind == "chain" and arm.size:
+        if configuration.kind == "chain" and configuration.size:
             figure = figures[name]
             figure["prediction"] = predict.predict(
-                costs, figure["tau"], arm.size, figure["speedup"]
+                costs, figure["tau"], configuration.size, figure["speedup"]
             )
             if figure["round_seconds"] is not None:
-                split = predict.time_split(costs, arm.size, figure["round_seconds"])
+                split = predict.time_split(costs, configuration.size, figure["round_seconds"])
                 figure["time_split"] = split
     return {
-        "label": arm.label,
-        "kind": arm.kind,
-        "num_draft_tokens": arm.size,
+        "label": configuration.label,
+        "kind": configuration.kind,
+        "num_draft_tokens": configuration.size,
         "overall": figures.pop("overall"),
         "sets": figures,
     }
@@ -183,6 +192,6 @@ def prompt_result(models: Models, cell: Cell) -> dict[str, Any]:
     plain, drafted = cell.plain[0].tokens, cell.runs[0].tokens
     return {
         **summary.cell_summary(cell),
-        "parity": parity.verdict(models.target, cell.prompt, plain, drafted),
+        "parity": parity.verification(models.target, cell.prompt, plain, drafted),
         "stats": cell.runs[0].stats.to_dict(),
     }

@@ -9,7 +9,7 @@ from mlx_lm.generate import generate_step
 from mlx_eagle.demo.compare import first_difference
 
 
-def verdict(
+def verification(
     model: nn.Module, prompt: list[int], plain: list[int], drafted: list[int]
 ) -> dict[str, Any]:
     """Identical, or the index of the first difference and the top-2 logit margin there."""

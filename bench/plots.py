@@ -56,22 +56,22 @@ def draw_all(scenario: dict[str, Any], folder: Path, suffix: str = "") -> dict[s
 
 def chains(scenario: dict[str, Any]) -> list[dict[str, Any]]:
     """The arms with a fixed k above 0, shortest first."""
-    found = [arm for arm in scenario["arms"] if arm["kind"] == "chain" and arm["num_draft_tokens"]]
-    return sorted(found, key=lambda arm: arm["num_draft_tokens"])
+    found = [configuration for configuration in scenario["arms"] if configuration["kind"] == "chain" and configuration["num_draft_tokens"]]
+    return sorted(found, key=lambda configuration: configuration["num_draft_tokens"])
 
 
 def speedup(scenario: dict[str, Any]) -> Figure | None:
     """Speedup and tau against k: measured points, with the cost model's curve under them."""
-    arms = [arm for arm in chains(scenario) if arm["overall"]["speedup"]]
-    if not arms:
+    configurations = [configuration for configuration in chains(scenario) if configuration["overall"]["speedup"]]
+    if not configurations:
         return None
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4))
-    sizes = [arm["num_draft_tokens"] for arm in arms]
+    sizes = [configuration["num_draft_tokens"] for configuration in configurations]
     curve = scenario["curve"]
     _curve(left, curve, "speedup", "predicted: E / (c(k+1) + k d + overhead)")
     _curve(left, curve, "bound", "bound: tau / (c(k+1) + k d)", style=":", colour=GREEN)
-    measured = [arm["overall"]["speedup"] for arm in arms]
-    spreads = [arm["overall"]["speedup_by_prompt"] for arm in arms]
+    measured = [configuration["overall"]["speedup"] for configuration in configurations]
+    spreads = [configuration["overall"]["speedup_by_prompt"] for configuration in configurations]
     errors = [
         [max(0.0, m - s["q1"]) for m, s in zip(measured, spreads)],
         [max(0.0, s["q3"] - m) for m, s in zip(measured, spreads)],
@@ -87,7 +87,7 @@ def speedup(scenario: dict[str, Any]) -> Figure | None:
                   bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1})
     left.set(xlabel="draft length k", ylabel="speedup over plain decoding", title="Speedup")
     _curve(right, curve, "tau", "from the longest chain's acceptance")
-    taus = [arm["overall"]["tau"] for arm in arms]
+    taus = [configuration["overall"]["tau"] for configuration in configurations]
     right.plot(sizes, taus, "o", color=BLUE, ms=8, zorder=3, label="measured")
     right.set(xlabel="draft length k", ylabel="tau", title="Tokens per target forward (tau)")
     for axes in (left, right):
@@ -108,11 +108,11 @@ def _curve(
 
 def _levels(axes: Axes, scenario: dict[str, Any]) -> None:
     """Arms without a fixed k as levels."""
-    others = [arm for arm in scenario["arms"] if arm["kind"] in ("auto", "tree")]
-    for arm, colour in zip(others, (PURPLE, ORANGE, SKY)):
-        value = arm["overall"]["speedup"]
+    others = [configuration for configuration in scenario["arms"] if configuration["kind"] in ("auto", "tree")]
+    for configuration, colour in zip(others, (PURPLE, ORANGE, SKY)):
+        value = configuration["overall"]["speedup"]
         if value:
-            axes.axhline(value, color=colour, lw=1.6, ls="-.", label=f"{arm['label']}: {value:.2f}")
+            axes.axhline(value, color=colour, lw=1.6, ls="-.", label=f"{configuration['label']}: {value:.2f}")
 
 
 def _legend_below(axes: Axes) -> None:
@@ -141,46 +141,46 @@ def verify_cost(scenario: dict[str, Any]) -> Figure:
 
 def acceptance(scenario: dict[str, Any]) -> Figure | None:
     """Acceptance of the longest chain by position: given the one before, and from the root."""
-    arms = chains(scenario)
-    if not arms:
+    configurations = chains(scenario)
+    if not configurations:
         return None
-    arm = arms[-1]
+    configuration = configurations[-1]
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.0), sharey=True)
     titles = (
         ("acceptance_by_position", "Given that the one before was kept"),
         ("cumulative_acceptance_by_position", "Of all rounds"),
     )
-    names = [*arm["sets"], *(["overall"] if len(arm["sets"]) > 1 else [])]
+    names = [*configuration["sets"], *(["overall"] if len(configuration["sets"]) > 1 else [])]
     for axes, (key, title) in zip((left, right), titles):
         for i, name in enumerate(names):
-            figures = arm["overall"] if name == "overall" else arm["sets"][name]
+            figures = configuration["overall"] if name == "overall" else configuration["sets"][name]
             xs = range(1, len(figures[key]) + 1)
             colour = "#222222" if name == "overall" else SERIES[i % len(SERIES)]
             axes.plot(xs, figures[key], "o-", color=colour, lw=2, ms=7, label=name)
         axes.set(xlabel="position in the draft", title=title, ylim=(0, 1.03))
-        axes.set_xticks(range(1, arm["num_draft_tokens"] + 1))
+        axes.set_xticks(range(1, configuration["num_draft_tokens"] + 1))
     left.set_ylabel("share kept")
     right.legend(fontsize=9, loc="upper right")
-    figure.suptitle(f"Acceptance by position, {arm['label']}", fontsize=12, y=1.02)
+    figure.suptitle(f"Acceptance by position, {configuration['label']}", fontsize=12, y=1.02)
     return figure
 
 
 def round_time(scenario: dict[str, Any]) -> Figure | None:
     """One round in parts, for every k, beside a plain step."""
-    arms = [arm for arm in chains(scenario) if "time_split" in arm["overall"]]
+    configurations = [configuration for configuration in chains(scenario) if "time_split" in configuration["overall"]]
     plain = scenario["plain_step_measured"]
-    if not arms or plain is None:
+    if not configurations or plain is None:
         return None
     figure, axes = plt.subplots(figsize=(6.6, 4.4))
-    labels = ["plain step", *(arm["label"] for arm in arms)]
+    labels = ["plain step", *(configuration["label"] for configuration in configurations)]
     axes.bar(labels[0], 1e3 * plain, 0.6, color=GREY)
-    bottoms = [0.0] * len(arms)
+    bottoms = [0.0] * len(configurations)
     for part, colour in PARTS.items():
-        heights = [max(0.0, 1e3 * arm["overall"]["time_split"][part]) for arm in arms]
+        heights = [max(0.0, 1e3 * configuration["overall"]["time_split"][part]) for configuration in configurations]
         axes.bar(labels[1:], heights, 0.6, bottoms, color=colour, label=part)
         bottoms = [b + h for b, h in zip(bottoms, heights)]
-    for label, arm, top in zip(labels[1:], arms, bottoms):
-        text = f"{arm['overall']['tau']:.2f} tokens"
+    for label, configuration, top in zip(labels[1:], configurations, bottoms):
+        text = f"{configuration['overall']['tau']:.2f} tokens"
         axes.annotate(text, (label, top), textcoords="offset points", xytext=(0, 4), ha="center",
                       fontsize=9)
     axes.annotate("1 token", (labels[0], 1e3 * plain), textcoords="offset points",
@@ -194,29 +194,29 @@ def round_time(scenario: dict[str, Any]) -> Figure | None:
 
 def tokens_per_second(scenario: dict[str, Any]) -> Figure | None:
     """Plain beside every speculative arm, set by set."""
-    arms = [arm for arm in scenario["arms"] if all(f["tps"] for f in arm["sets"].values())]
-    if not arms:
+    configurations = [configuration for configuration in scenario["arms"] if all(f["tps"] for f in configuration["sets"].values())]
+    if not configurations:
         return None
-    names = list(arms[0]["sets"])
-    width = 0.8 / (len(arms) + 1)
-    figure, axes = plt.subplots(figsize=(max(6.6, 1.1 * len(names) * (len(arms) + 1)), 4.4))
+    names = list(configurations[0]["sets"])
+    width = 0.8 / (len(configurations) + 1)
+    figure, axes = plt.subplots(figsize=(max(6.6, 1.1 * len(names) * (len(configurations) + 1)), 4.4))
 
     def bars(index: int, values: list[float], colour: str, label: str) -> None:
-        xs = [i + (index - len(arms) / 2) * width for i in range(len(names))]
+        xs = [i + (index - len(configurations) / 2) * width for i in range(len(names))]
         axes.bar(xs, values, 0.92 * width, color=colour, label=label)
         for x, value in zip(xs, values):
             axes.annotate(f"{value:.3g}", (x, value), textcoords="offset points", xytext=(0, 3),
                           ha="center", fontsize=8)
 
     # Plain ran between every arm's runs; the bar is the mean of those medians.
-    plain = [sum(arm["sets"][n]["plain_tps"] for arm in arms) / len(arms) for n in names]
+    plain = [sum(configuration["sets"][n]["plain_tps"] for configuration in configurations) / len(configurations) for n in names]
     bars(0, plain, GREY, "plain (mlx-lm)")
-    for i, arm in enumerate(arms):
-        values = [arm["sets"][name]["tps"] for name in names]
-        bars(i + 1, values, SERIES[i % len(SERIES)], arm["label"])
+    for i, configuration in enumerate(configurations):
+        values = [configuration["sets"][name]["tps"] for name in names]
+        bars(i + 1, values, SERIES[i % len(SERIES)], configuration["label"])
     axes.set(ylabel="tokens per second", title="Speed by prompt set")
     axes.set_xticks(range(len(names)), names)
     axes.grid(axis="x", visible=False)
-    axes.legend(ncols=min(4, len(arms) + 1), loc="upper center", bbox_to_anchor=(0.5, -0.1),
+    axes.legend(ncols=min(4, len(configurations) + 1), loc="upper center", bbox_to_anchor=(0.5, -0.1),
                 fontsize=9)
     return figure

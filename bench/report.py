@@ -117,16 +117,16 @@ def blocks(
 
 def headlines(scenario: Mapping[str, Any]) -> Iterator[str]:
     """A sentence an arm."""
-    for arm in scenario["arms"]:
-        overall = arm["overall"]
+    for configuration in scenario["arms"]:
+        overall = configuration["overall"]
         if overall["speedup"] is None:
-            yield f"{arm['label']}: the texts are too short to be timed."
+            yield f"{configuration['label']}: the texts are too short to be timed."
             continue
-        sets = ", ".join(f"{name} {times(f['speedup'])}" for name, f in arm["sets"].items())
-        rows = [row for row in scenario["prompts"] if row["arm"] == arm["label"]]
+        sets = ", ".join(f"{name} {times(f['speedup'])}" for name, f in configuration["sets"].items())
+        rows = [row for row in scenario["prompts"] if row["arm"] == configuration["label"]]
         same = sum(row["parity"]["identical"] for row in rows)
         yield (
-            f"{arm['label']} ({scenario_name(scenario)}): {times(overall['speedup'])} over plain "
+            f"{configuration['label']} ({scenario_name(scenario)}): {times(overall['speedup'])} over plain "
             f"decoding ({sets}), {overall['tau']:.2f} tokens per target forward; the worst prompt "
             f"{times(overall['speedup_by_prompt']['min'])}; {same} of {len(rows)} texts identical "
             "to plain decoding's."

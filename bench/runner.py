@@ -42,7 +42,7 @@ class Models:
 
 
 @dataclass(frozen=True)
-class Arm:
+class Configuration:
     """A way to decode. ``kind``: "plain", "chain", "auto", "tree" or "mlx-lm-draft".
 
     ``size`` is the draft length where it is fixed; ``options`` go to ``stream_generate``.
@@ -54,29 +54,29 @@ class Arm:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-PLAIN = Arm("plain", "plain")
+PLAIN = Configuration("plain", "plain")
 
 
-def make_arms(
+def make_configurations(
     sizes: Sequence[int | str], trees: Sequence[str] = (), compares: bool = False
-) -> list[Arm]:
+) -> list[Configuration]:
     """The speculative arms of the flags: chains, trees, then mlx-lm's method at every fixed k."""
-    arms = []
+    configurations = []
     for size in sizes:
         options = {"num_draft_tokens": size}
         if size == "auto":
-            arms.append(Arm("auto", "auto", None, options))
+            configurations.append(Configuration("auto", "auto", None, options))
         else:
-            arms.append(Arm(f"k={size}", "chain", size, options))
+            configurations.append(Configuration(f"k={size}", "chain", size, options))
     for tree in trees:
         shape = tree if tree == "auto" else parse_tree(tree)
-        arms.append(Arm(f"tree {tree}", "tree", None, {"tree": shape}))
+        configurations.append(Configuration(f"tree {tree}", "tree", None, {"tree": shape}))
     if compares:
         fixed = [size for size in sizes if size != "auto" and size > 0] or [2]
-        arms += [
-            Arm(f"mlx-lm draft k={k}", "mlx-lm-draft", k, {"num_draft_tokens": k}) for k in fixed
+        configurations += [
+            Configuration(f"mlx-lm draft k={k}", "mlx-lm-draft", k, {"num_draft_tokens": k}) for k in fixed
         ]
-    return arms
+    return configurations
 
 
 @dataclass(frozen=True)
@@ -106,24 +106,24 @@ class Cell:
 
     question: Question
     prompt: list[int]
-    arm: Arm
+    configuration: Configuration
     plain: list[Run] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
 
 
 def responses(
-    models: Models, arm: Arm, prompt: list[int], max_tokens: int, temp: float, seed: int
+    models: Models, configuration: Configuration, prompt: list[int], max_tokens: int, temp: float, seed: int
 ) -> Iterator[GenerationResponse]:
     """The generation of one arm, not started yet."""
-    options: dict[str, Any] = {"max_tokens": max_tokens, **arm.options}
-    if arm.kind == "mlx-lm-draft":
+    options: dict[str, Any] = {"max_tokens": max_tokens, **configuration.options}
+    if configuration.kind == "mlx-lm-draft":
         if temp > 0:  # this loop hands all rows to the sampler at once, ours wants them singly
             options["sampler"] = make_sampler(temp=temp)
         options["draft_model"] = models.compared
         return mlx_lm.stream_generate(models.target, models.tokenizer, prompt, **options)
     if temp > 0:
         options["sampler"] = Sampling(temp=temp, seed=seed)
-    if arm.kind == "plain":
+    if configuration.kind == "plain":
         return mlx_lm.stream_generate(models.target, models.tokenizer, prompt, **options)
     options["draft_model"] = models.drafter
     return stream_generate(models.target, models.tokenizer, prompt, **options)
@@ -141,15 +141,15 @@ class Take:
     def __init__(
         self,
         models: Models,
-        arm: Arm,
+        configuration: Configuration,
         prompt: list[int],
         max_tokens: int,
         temp: float = 0.0,
         seed: int = 0,
     ):
         self.has_ended = False
-        self._arm = arm
-        self._responses = responses(models, arm, prompt, max_tokens, temp, seed)
+        self._arm = configuration
+        self._responses = responses(models, configuration, prompt, max_tokens, temp, seed)
         self._tokens: list[int] = []
         self._drafted: list[bool] = []
         self._clock = TurnClock()
@@ -222,14 +222,14 @@ class TurnClock:
         self._was_plain, self._left_over = is_plain, done - last
 
 
-def run_once(models: Models, arm: Arm, prompt: list[int], *args: Any, **options: Any) -> Run:
+def run_once(models: Models, configuration: Configuration, prompt: list[int], *args: Any, **options: Any) -> Run:
     """One generation without interruption; the arguments are those of ``Take``."""
-    return run_woven(models, [arm], prompt, None, *args, **options)[0]
+    return run_woven(models, [configuration], prompt, None, *args, **options)[0]
 
 
 def run_woven(
     models: Models,
-    arms: Sequence[Arm],
+    configurations: Sequence[Configuration],
     prompt: list[int],
     num_tokens: int | None = TURN_TOKENS,
     *args: Any,
@@ -238,7 +238,7 @@ def run_woven(
     """A generation of every arm, ``num_tokens`` each in turn, forwards and backwards."""
     mx.synchronize(generation_stream)  # mlx-lm leaves a step in flight behind
     bytes_before = mx.get_active_memory()
-    takes = [Take(models, arm, prompt, *args, **options) for arm in arms]
+    takes = [Take(models, configuration, prompt, *args, **options) for configuration in configurations]
     # Around all of them: else the first one to end sets the limit back for the others.
     with wired_limit(models.target, [generation_stream]):
         order = takes
@@ -282,7 +282,7 @@ def stats_of_flags(drafted: Sequence[bool], size: int) -> Stats:
     return stats
 
 
-def schedule(arms: Sequence[Arm], order: str) -> list[tuple[Arm, list[Arm]]]:
+def schedule(configurations: Sequence[Configuration], order: str) -> list[tuple[Configuration, list[Configuration]]]:
     """The runs of one prompt in their order, each with the arms it counts for.
 
     "abba": plain B B plain for each arm B; "mirror": plain B C ... C B plain, where all arms
@@ -290,16 +290,16 @@ def schedule(arms: Sequence[Arm], order: str) -> list[tuple[Arm, list[Arm]]]:
     at once in short turns, which also cancels what comes and goes within seconds.
     """
     if order == "abba":
-        return [step for b in arms for step in ((PLAIN, [b]), (b, [b]), (b, [b]), (PLAIN, [b]))]
-    once = [(PLAIN, list(arms)), *((arm, [arm]) for arm in arms)]
+        return [step for b in configurations for step in ((PLAIN, [b]), (b, [b]), (b, [b]), (PLAIN, [b]))]
+    once = [(PLAIN, list(configurations)), *((configuration, [configuration]) for configuration in configurations)]
     return once if order == "weave" else once + once[::-1]
 
 
-def warm_up(models: Models, arms: Sequence[Arm], prompt: list[int], max_tokens: int) -> None:
+def warm_up(models: Models, configurations: Sequence[Configuration], prompt: list[int], max_tokens: int) -> None:
     """Two short runs of every arm, not counted."""
     for _ in range(WARM_UPS):
-        for arm in (PLAIN, *arms):
-            run_once(models, arm, prompt, min(max_tokens, WARM_UP_TOKENS))
+        for configuration in (PLAIN, *configurations):
+            run_once(models, configuration, prompt, min(max_tokens, WARM_UP_TOKENS))
 
 
 def run_prompt(
@@ -309,15 +309,15 @@ def run_prompt(
 
     ``cells`` are those of all arms on that prompt; ``options`` are those of ``Take``.
     """
-    by_arm = {cell.arm.label: cell for cell in cells}
-    steps = schedule([cell.arm for cell in cells], order)
-    prompt, in_turn = cells[0].prompt, [arm for arm, _ in steps]
+    by_arm = {cell.configuration.label: cell for cell in cells}
+    steps = schedule([cell.configuration for cell in cells], order)
+    prompt, in_turn = cells[0].prompt, [configuration for configuration, _ in steps]
     if order == "weave":
         runs = run_woven(models, in_turn, prompt, **options)
     else:
-        runs = (run_once(models, arm, prompt, **options) for arm in in_turn)
-    for (arm, owners), run in zip(steps, runs):
+        runs = (run_once(models, configuration, prompt, **options) for configuration in in_turn)
+    for (configuration, owners), run in zip(steps, runs):
         for owner in owners:
             cell = by_arm[owner.label]
-            (cell.plain if arm is PLAIN else cell.runs).append(run)
+            (cell.plain if configuration is PLAIN else cell.runs).append(run)
         yield run

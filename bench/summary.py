@@ -54,7 +54,7 @@ def cell_summary(cell: Any) -> dict[str, Any]:
     return {
         "set": cell.question.set_name,
         "id": cell.question.id,
-        "arm": cell.arm.label,
+        "arm": cell.configuration.label,
         "prompt_tokens": len(cell.prompt),
         "output_tokens": len(cell.runs[0].tokens),
         "plain_tps": 1 / plain if plain else None,
@@ -148,7 +148,7 @@ def run_rows(cells: Sequence[Any], scenario: dict[str, Any]) -> list[dict[str, A
                         **scenario,
                         "set": cell.question.set_name,
                         "id": cell.question.id,
-                        "arm": cell.arm.label,
+                        "arm": cell.configuration.label,
                         "role": role,
                         "run": number,
                         "prompt_tokens": len(cell.prompt),

@@ -35,11 +35,11 @@ def figures(scenario: Scenario) -> Iterator[tuple[str, Mapping[str, Any], Mappin
     """(set, arm, figures) for every set, then overall where there are several sets."""
     names = list(scenario["arms"][0]["sets"]) if scenario["arms"] else []
     for name in names:
-        for arm in scenario["arms"]:
-            yield name, arm, arm["sets"][name]
+        for configuration in scenario["arms"]:
+            yield name, configuration, configuration["sets"][name]
     if len(names) > 1:
-        for arm in scenario["arms"]:
-            yield "overall", arm, arm["overall"]
+        for configuration in scenario["arms"]:
+            yield "overall", configuration, configuration["overall"]
 
 
 def conditions_table(document: Mapping[str, Any]) -> Table:
@@ -78,12 +78,12 @@ def speed_table(scenario: Scenario) -> Table:
         "worst prompt", "TTFT plain ms", "TTFT ms", "peak plain", "peak", "runs",
     ]  # fmt: skip
     rows = []
-    for name, arm, f in figures(scenario):
+    for name, configuration, f in figures(scenario):
         by_prompt = f["speedup_by_prompt"]
         rows.append(
             [
                 name,
-                arm["label"],
+                configuration["label"],
                 with_spread(f["plain_tps_spread"], number, f["plain_tps"]),
                 with_spread(f["tps_spread"], number, f["tps"]),
                 times(f["speedup"]),
@@ -105,11 +105,11 @@ def acceptance_table(scenario: Scenario) -> Table:
         "target forwards/token", "head forwards/round", "evals/round",
     ]  # fmt: skip
     rows = []
-    for name, arm, f in figures(scenario):
+    for name, configuration, f in figures(scenario):
         rows.append(
             [
                 name,
-                arm["label"],
+                configuration["label"],
                 number(f["tau"]),
                 number(f["acceptance_rate"]),
                 _list(f["acceptance_by_position"]),
@@ -154,12 +154,12 @@ def cost_table(scenario: Scenario) -> Table:
 def split_table(scenario: Scenario) -> Table | None:
     """Milliseconds and shares of the median round; None without a chain."""
     rows = []
-    for arm in scenario["arms"]:
-        split = arm["overall"].get("time_split")
+    for configuration in scenario["arms"]:
+        split = configuration["overall"].get("time_split")
         if split is not None:
             parts = ("verify", "draft", "accept", "host")
             shares = [f"{milliseconds(split[p])} ({split[p] / split['round']:.0%})" for p in parts]
-            rows.append([arm["label"], milliseconds(split["round"]), *shares])
+            rows.append([configuration["label"], milliseconds(split["round"]), *shares])
     header = ["arm", "round ms", "verify", "draft", "accept", "host and the rest"]
     return Table(header, rows) if rows else None
 
@@ -169,14 +169,14 @@ def prediction_table(scenario: Scenario) -> Table | None:
     header = ["set", "arm", "tau", "predicted", "measured", "predicted/measured - 1", "bound",
               "fraction of bound reached"]  # fmt: skip
     rows = []
-    for name, arm, f in figures(scenario):
+    for name, configuration, f in figures(scenario):
         if "prediction" in f:
             p = f["prediction"]
             error = "-" if p["error"] is None else f"{p['error']:+.1%}"
             rows.append(
                 [
                     name,
-                    arm["label"],
+                    configuration["label"],
                     number(p["tau"]),
                     times(p["predicted"]),
                     times(p["measured"]),
@@ -209,13 +209,13 @@ def primitives_table(scenario: Scenario) -> Table:
 def parity_table(scenario: Scenario) -> Table:
     """How many texts are the same, arm by arm, and the largest margin where one is not."""
     rows = []
-    for arm in scenario["arms"]:
-        mine = [row for row in scenario["prompts"] if row["arm"] == arm["label"]]
+    for configuration in scenario["arms"]:
+        mine = [row for row in scenario["prompts"] if row["arm"] == configuration["label"]]
         apart = [row["parity"] for row in mine if not row["parity"]["identical"]]
-        margins = [verdict["margin"] for verdict in apart]
+        margins = [verification["margin"] for verification in apart]
         rows.append(
             [
-                arm["label"],
+                configuration["label"],
                 f"{len(mine) - len(apart)} of {len(mine)}",
                 "-" if not margins else f"{max(margins):.2g}",
                 f"{sum(row['repeatable'] for row in mine)} of {len(mine)}",
@@ -233,7 +233,7 @@ def batch_table(rows: Iterable[Mapping[str, Any]]) -> Table:
               "largest margin where not", "pace"]  # fmt: skip
     lines = []
     for row in rows:
-        margins = [verdict["margin"] for verdict in row["parity"] if not verdict["identical"]]
+        margins = [verification["margin"] for verification in row["parity"] if not verification["identical"]]
         lines.append(
             [
                 str(row["batch"]),
@@ -248,7 +248,7 @@ def batch_table(rows: Iterable[Mapping[str, Any]]) -> Table:
                 number(row["tau"]),
                 f"{row['batch'] - len(margins)} of {row['batch']}",
                 "-" if not margins else f"{max(margins):.2g}",
-                " ".join(row["pace_events"]) or "-",
+                " ".join(row["drafting_events"]) or "-",
             ]
         )
     return Table(header, lines)

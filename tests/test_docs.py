@@ -21,11 +21,12 @@ from test_package import make
 
 import mlx_eagle
 from mlx_eagle.bench import __main__ as bench
-from mlx_eagle.commands import flags as cli
+from mlx_eagle.commands import flags
 from mlx_eagle.demo import compare as demo
 
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
-FOLDERS = ["", "tests", "mlx_eagle", "convert", "bench"]  # where a file may be named from
+ROOMS = [path.relative_to(ROOT).as_posix() for path in (ROOT / "mlx_eagle").glob("*/")]
+FOLDERS = ["", "tests", "mlx_eagle", "convert", "bench", *ROOMS]  # where a file may be named from
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
@@ -36,7 +37,6 @@ every_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: pat
 def parser_of(name: str) -> argparse.ArgumentParser:
     """The argument parser of one of our commands."""
     module = SCRIPTS[name].split(":")[0]
-    module = "mlx_eagle.cli" if module == "mlx_eagle.generate" else module
     found = vars(importlib.import_module(module))
     return (found.get("build_parser") or found["make_parser"])()
 
@@ -52,12 +52,12 @@ def demo_flags(words: list[str]) -> list[tuple]:
 
 def check_own(words: list[str]) -> None:
     """Parse a command of ours, and judge its values as far as that needs no model."""
-    name, flags = words[0], words[1:]
-    if "--version" in flags:
+    name, given = words[0], words[1:]
+    if "--version" in given:
         return  # run by another test
-    args = parser_of(name).parse_args(flags)
+    args = parser_of(name).parse_args(given)
     if name in ("mlx_eagle.generate", "mlx_eagle.chat"):
-        cli.check_arguments(args)
+        flags.check_arguments(args)
     if name == "mlx_eagle.bench":
         bench.read_settings(args)
         bench.check_models(args)

@@ -48,7 +48,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mlx_eagle.bench.__main__ import DEMO_NAMES
 from mlx_eagle.convert import convert
-from mlx_eagle.demo import compare as demo
+from mlx_eagle.demo import pair as demo
 
 TARGETS: dict[str, Callable[..., nn.Module]] = {
     "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit": tiny_llama,

@@ -102,7 +102,7 @@ def test_wheel_holds_every_source_and_nothing_but_mlx_eagle(wheel, checkout):
         "mlx_eagle/py.typed",
         "mlx_eagle/convert/__main__.py",
         "mlx_eagle/bench/prompts/mt_bench.jsonl",
-        "mlx_eagle/demo_head/model.safetensors",
+        "mlx_eagle/demo/head/model.safetensors",
     } <= names
 
 
@@ -227,12 +227,12 @@ def test_openblas_counts_only_where_make_puts_it_in_front(checkout, preloads):
     if preloads and not openblas:
         pytest.skip("OpenBLAS is not installed")
     environment = os.environ | {"LD_PRELOAD": openblas if preloads else ""}
-    code = "import numpy; from mlx_eagle.device import *; print(is_openblas_in_front())"
+    code = "import numpy; from mlx_eagle.system.device import *; print(is_openblas_in_front())"
     done = run(sys.executable, "-c", code, cwd=ROOT, env=environment)
     assert done.stdout.strip() == str(preloads)
 
 
-def test_ci_runs_make_test():
+def test_ci_runs_every_test():
     script = ROOT / ".ci" / "run"
     assert script.stat().st_mode & 0o100
-    assert "\nmake test\n" in script.read_text()
+    assert script.read_text().endswith('\nmake test\nmake test-all ARGS="-m exhaustive"\n')

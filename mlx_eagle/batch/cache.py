@@ -57,9 +57,9 @@ class BatchCache:
                 layer.finalize()
         widths = [c._idx for c in self.layers if type(c) is not BatchRotatingKVCache]
         if widths and max(widths) - max(self._lengths) > MOST_PADDING:
-            self.keep_texts(list(range(len(self._lengths))))
+            self.keep_requests(list(range(len(self._lengths))))
 
-    def keep_texts(self, index: list[int]) -> None:
+    def keep_requests(self, index: list[int]) -> None:
         """Drop all texts but these."""
         self._lengths = [self._lengths[b] for b in index]
         for layer in self.layers:

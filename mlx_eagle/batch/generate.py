@@ -15,16 +15,22 @@ from mlx_lm.generate import BatchStats, wired_limit
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..decoding.controller import AdaptivePace, BatchCosts, FixedPace, Pace, Plan
+from ..decoding.controller import (
+    AdaptiveController,
+    BatchCosts,
+    Controller,
+    DraftShape,
+    FixedController,
+)
 from ..decoding.loop import AUTO, Limits, check_request, split_cache
 from ..drafters.base import Drafter
 from ..generate import is_drafter
 from ..target.ropes import BY_LENGTH, find_ropes
 from .cache import can_batch
 from .costs import batch_costs
-from .rounds import Options, Text, generate_in_turn, generate_together
+from .rounds import Options, Request, generate_in_turn, generate_together
 
-MOST_TEXTS = 8  # where what rounds of so many cost is not measured
+MOST_REQUESTS = 8  # where what rounds of so many cost is not measured
 MOST_MEASURED = 32  # as many as mlx-lm decodes together
 
 
@@ -93,31 +99,31 @@ def batch_generate(
     sizes = ("completion_batch_size", "prefill_batch_size")
     plain = {name: kwargs.pop(name) for name in sizes if name in kwargs}
     options = Options(**kwargs)
-    texts = _texts(model, tokenizer, prompts, prompt_caches, max_tokens, options)
+    requests = _texts(model, tokenizer, prompts, prompt_caches, max_tokens, options)
     if return_logprobs:
-        for text in texts:
-            text.logprobs = []
+        for request in requests:
+            request.logprobs = []
     with wired_limit(model, [options.stream]):
-        shares = _shares_passes(model, texts)
-        most = MOST_MEASURED if shares and options.num_draft_tokens == AUTO else MOST_TEXTS
+        shares = _shares_passes(model, requests)
+        most = MOST_MEASURED if shares and options.num_draft_tokens == AUTO else MOST_REQUESTS
         most = most if max_speculative_batch is None else max_speculative_batch
-        if options.num_draft_tokens != 0 and 0 < len(texts) <= most:
+        if options.num_draft_tokens != 0 and 0 < len(requests) <= most:
             if not shares:
-                generate_in_turn(model, draft_model, texts, options)
-                return _response(tokenizer, texts, returns, verbose)
-            pace, costs = _make_pace(model, draft_model, texts, options)
-            if not pace.parked:
+                generate_in_turn(model, draft_model, requests, options)
+                return _response(tokenizer, requests, returns, verbose)
+            controller, costs = _make_controller(model, draft_model, requests, options)
+            if not controller.drafting_off:
                 keep = return_prompt_caches
-                generate_together(model, draft_model, texts, pace, costs, options, keep)
-                return _response(tokenizer, texts, returns, verbose)
-            for text in texts:
-                text.stats.pace_events = list(pace.events)
+                generate_together(model, draft_model, requests, controller, costs, options, keep)
+                return _response(tokenizer, requests, returns, verbose)
+            for request in requests:
+                request.stats.drafting_events = list(controller.events)
     plain |= {
         "sampler": options.sampler,
         "logits_processors": options.logits_processors,
         "prefill_step_size": options.prefill_step_size,
     }
-    return _generate_plainly(model, tokenizer, texts, verbose, returns, plain)
+    return _generate_plainly(model, tokenizer, requests, verbose, returns, plain)
 
 
 def _texts(
@@ -127,43 +133,43 @@ def _texts(
     prompt_caches: list[list] | None,
     max_tokens: int | list[int],
     options: Options,
-) -> list[Text]:
+) -> list[Request]:
     """Every prompt with its limits and caches of its own."""
     num = len(prompts)
     limits = [max_tokens] * num if isinstance(max_tokens, int) else max_tokens
     for what, values in (("max_tokens", limits), ("prompt_caches", prompt_caches)):
         if values is not None and len(values) != num:
             raise ValueError(f"{what} has {len(values)} entries for {num} prompts: give one each.")
-    texts = []
+    requests = []
     for i, (prompt, limit) in enumerate(zip(prompts, limits)):
         check_request(mx.array(prompt), options.num_draft_tokens)
         if limit < 1:
             raise ValueError(f"max_tokens of prompt {i} is {limit}: give 1 or more.")
         # As in mlx-lm's batch, the caches that were given stay as they are.
         cache = deepcopy(prompt_caches[i]) if prompt_caches else make_prompt_cache(model)
-        texts.append(Text(prompt, Limits(limit, tokenizer.eos_token_ids), cache))
-    return texts
+        requests.append(Request(prompt, Limits(limit, tokenizer.eos_token_ids), cache))
+    return requests
 
 
-def _make_pace(
-    model: nn.Module, draft_model: Drafter, texts: list[Text], options: Options
-) -> tuple[Pace, BatchCosts | None]:
+def _make_controller(
+    model: nn.Module, draft_model: Drafter, requests: list[Request], options: Options
+) -> tuple[Controller, BatchCosts | None]:
     """The pace of all texts, and the costs it goes by; parked where no draft could ever pay."""
     if options.num_draft_tokens != AUTO:
-        return FixedPace(Plan(options.num_draft_tokens)), None
-    costs = batch_costs(model, draft_model, texts, options)
-    return AdaptivePace(costs.of(len(texts))), costs
+        return FixedController(DraftShape(options.num_draft_tokens)), None
+    costs = batch_costs(model, draft_model, requests, options)
+    return AdaptiveController(costs.of(len(requests))), costs
 
 
-def _shares_passes(model: nn.Module, texts: list[Text]) -> bool:
-    batchable = all(can_batch(split_cache(text.cache, model, None)[0]) for text in texts)
+def _shares_passes(model: nn.Module, requests: list[Request]) -> bool:
+    batchable = all(can_batch(split_cache(request.cache, model, None)[0]) for request in requests)
     return batchable and not any(isinstance(rope, BY_LENGTH) for rope in find_ropes(model))
 
 
 def _generate_plainly(
     model: nn.Module,
     tokenizer: TokenizerWrapper,
-    texts: list[Text],
+    requests: list[Request],
     verbose: bool,
     returns: dict[str, bool],
     plain: dict[str, Any],
@@ -172,19 +178,19 @@ def _generate_plainly(
     response = mlx_lm.batch_generate(
         model,
         tokenizer,
-        [text.prompt for text in texts],
-        [split_cache(text.cache, model, None)[0] for text in texts],
-        [text.limits.max_tokens for text in texts],
+        [request.prompt for request in requests],
+        [split_cache(request.cache, model, None)[0] for request in requests],
+        [request.limits.max_tokens for request in requests],
         verbose,
         **{**returns, "return_token_ids": True},
         **plain,
     )
-    for text, ids in zip(texts, response.token_ids):
+    for request, ids in zip(requests, response.token_ids):
         num_steps = max(len(ids) - 1, 0)
-        text.stats.num_plain_steps = text.stats.num_emitted = num_steps
+        request.stats.num_plain_steps = request.stats.num_emitted = num_steps
     return BatchResponse(
         response.texts,
-        [text.stats for text in texts],
+        [request.stats for request in requests],
         response.caches,
         response.token_ids if returns["return_token_ids"] else None,
         response.logprobs,
@@ -193,22 +199,22 @@ def _generate_plainly(
 
 
 def _response(
-    tokenizer: TokenizerWrapper, texts: list[Text], returns: dict[str, bool], verbose: bool
+    tokenizer: TokenizerWrapper, requests: list[Request], returns: dict[str, bool], verbose: bool
 ) -> BatchResponse:
     """What mlx-lm's batch returns: stop tokens are in neither texts nor ids."""
-    lengths = [len(t.tokens) - t.limits.end(t.tokens[-1]) for t in texts]
-    ids = [text.tokens[:n] for text, n in zip(texts, lengths)]
-    stats = [text.stats for text in texts]
+    lengths = [len(t.tokens) - t.limits.end(t.tokens[-1]) for t in requests]
+    ids = [request.tokens[:n] for request, n in zip(requests, lengths)]
+    stats = [request.stats for request in requests]
     if verbose:
         for i, counts in enumerate(stats):
             print(f"[batch_generate] Prompt {i}: " + "; ".join(counts.lines()))
     logprobs = None
     if returns["return_logprobs"]:
-        logprobs = [text.logprobs[:n] for text, n in zip(texts, lengths)]
+        logprobs = [request.logprobs[:n] for request, n in zip(requests, lengths)]
     return BatchResponse(
         [tokenizer.decode(tokens) for tokens in ids],
         stats,
-        [text.cache for text in texts] if returns["return_prompt_caches"] else None,
+        [request.cache for request in requests] if returns["return_prompt_caches"] else None,
         ids if returns["return_token_ids"] else None,
         logprobs,
     )

@@ -20,7 +20,7 @@ LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verification:
     """What a rule says of a window of R rows.
 
     ``following`` (R,): the token after each row; the run emitted is ``following[:num_kept + 1]``.
@@ -51,7 +51,7 @@ class Choice(Protocol):
         (None: all of the target's, in order). A drafter that has no logits does not call it.
         """
 
-    def judge(self, draft: Draft, reach: mx.array | None, logprobs: mx.array) -> Verdict:
+    def verify(self, draft: Draft, tree_mask: mx.array | None, logprobs: mx.array) -> Verification:
         """Judge a draft of k tokens by the target's log-probabilities (k + 1, V).
 
         ``reach`` (k + 1, k + 1) are the ancestors of a tree's rows; None for a chain.
@@ -71,14 +71,14 @@ def kept_in_chain(keep: mx.array) -> mx.array:
 
 
 def _match(
-    draft: Draft, reach: mx.array | None, following: mx.array, logprobs: mx.array
-) -> Verdict:
+    draft: Draft, tree_mask: mx.array | None, following: mx.array, logprobs: mx.array
+) -> Verification:
     """Keep what equals the choice ``following`` (R,) made after its parent."""
     following = following.astype(mx.int32)
-    if reach is None:
-        return Verdict(following, kept_in_chain(draft.tokens == following[:-1]), logprobs)
-    rows, num_kept = kept_path(draft.tokens == following[draft.parents], reach)
-    return Verdict(following[rows], num_kept, logprobs[rows], rows)
+    if tree_mask is None:
+        return Verification(following, kept_in_chain(draft.tokens == following[:-1]), logprobs)
+    rows, num_kept = kept_path(draft.tokens == following[draft.parents], tree_mask)
+    return Verification(following[rows], num_kept, logprobs[rows], rows)
 
 
 @dataclass(frozen=True)
@@ -97,14 +97,14 @@ class Match:
     def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
         return mx.argmax(logits, axis=-1)
 
-    def judge(self, draft: Draft, reach: mx.array | None, logprobs: mx.array) -> Verdict:
+    def verify(self, draft: Draft, tree_mask: mx.array | None, logprobs: mx.array) -> Verification:
         if self.sampler is None:
             following = mx.argmax(logprobs, axis=-1)
         else:
             # A sampler is an opaque closure: it gets the (1, V) rows it gets in plain decoding.
             rows = range(logprobs.shape[0])
             following = mx.concatenate([self.sampler(logprobs[r : r + 1]) for r in rows])
-        return _match(draft, reach, following, logprobs)
+        return _match(draft, tree_mask, following, logprobs)
 
 
 @dataclass
@@ -134,15 +134,15 @@ class CoupledChoice:
         log_q = self.rule.sampling.log_probabilities(_normalized(logits))
         return mx.argmax(log_q + (noise if ids is None else noise[ids]), axis=-1)
 
-    def judge(self, draft: Draft, reach: mx.array | None, logprobs: mx.array) -> Verdict:
+    def verify(self, draft: Draft, tree_mask: mx.array | None, logprobs: mx.array) -> Verification:
         self.rule.vocab_size = logprobs.shape[-1]
         while len(self.noises) <= draft.num_levels:
             self._add_noise()
         noise = mx.stack(self.noises)
-        if reach is not None:
-            noise = noise[reach.sum(axis=1) - 1]  # rows of one depth stand for one position
+        if tree_mask is not None:
+            noise = noise[tree_mask.sum(axis=1) - 1]  # rows of one depth stand for one position
         log_p = self.rule.sampling.log_probabilities(logprobs)
-        return _match(draft, reach, mx.argmax(log_p + noise, axis=-1), logprobs)
+        return _match(draft, tree_mask, mx.argmax(log_p + noise, axis=-1), logprobs)
 
     def _add_noise(self) -> mx.array:
         position = self.position + len(self.noises)
@@ -180,12 +180,12 @@ class RejectChoice:
         self.picks.append((log_q, index, ids))
         return index
 
-    def judge(self, draft: Draft, reach: mx.array | None, logprobs: mx.array) -> Verdict:
+    def verify(self, draft: Draft, tree_mask: mx.array | None, logprobs: mx.array) -> Verification:
         log_p = self.sampling.log_probabilities(logprobs)
         draft_tokens, num_drafted = draft.tokens, len(draft)
         if not self.picks or len(self.picks) != num_drafted:
             rows = [self._draw(log_p[r : r + 1], r, self.TARGET) for r in range(num_drafted + 1)]
-            return _match(draft, reach, mx.concatenate(rows), logprobs)
+            return _match(draft, tree_mask, mx.concatenate(rows), logprobs)
         kept, following = [], []
         for i, (log_q, index, ids) in enumerate(self.picks):
             p, q = mx.exp(log_p[i]), mx.exp(log_q[0])
@@ -196,7 +196,7 @@ class RejectChoice:
             following.append(mx.where(keep, token, self._residual(p, q, ids, i)))
         following.append(self._draw(log_p[num_drafted:], num_drafted, self.TARGET))
         following = mx.concatenate([tokens.astype(mx.int32) for tokens in following])
-        return Verdict(following, kept_in_chain(mx.concatenate(kept)), logprobs)
+        return Verification(following, kept_in_chain(mx.concatenate(kept)), logprobs)
 
     def _residual(self, p: mx.array, q: mx.array, ids: mx.array | None, row: int) -> mx.array:
         """A draw (1,) from max(0, p - q), p (V,), q (Vd,); from p where rounding leaves nothing."""
@@ -265,7 +265,7 @@ def process_logits(
     processors: tuple[LogitsProcessor, ...],
     history: mx.array,
     draft: Draft,
-    reach: mx.array | None,
+    tree_mask: mx.array | None,
     logits: mx.array,
 ) -> mx.array:
     """Run logits (k + 1, V) through the processors, each row with the tokens before it.
@@ -273,7 +273,7 @@ def process_logits(
     ``history`` (N,) ends with the root; row r sees it with the draft tokens on its path behind.
     """
     rows = []
-    ancestry = None if reach is None else reach.tolist()
+    ancestry = None if tree_mask is None else tree_mask.tolist()
     for r in range(logits.shape[0]):
         if ancestry is None:
             path = draft.tokens[:r]

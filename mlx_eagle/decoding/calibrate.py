@@ -20,16 +20,16 @@ from ..drafters.tree import TreeShape
 from ..system.device import device_name
 from ..system.hub import user_cache
 from ..system.progress import Progress, silent
-from ..target.rollback import Window
+from ..target.rollback import Checkpoint
 from ..target.sharding import in_any_process, is_sharded, mean_over_processes
 from .accept import Match
-from .controller import Plan, RoundCosts, on_line
+from .controller import DraftShape, RoundCosts, on_line
 from .decoder import Decoder, Round
 
-CHAINS = tuple(Plan(size) for size in range(1, 8))  # verify passes of 2 to 8 rows
-FIRST_LOOK = (Plan(1), Plan(3), Plan(7))  # are timed first, in each repeat
+CHAINS = tuple(DraftShape(size) for size in range(1, 8))  # verify passes of 2 to 8 rows
+FIRST_LOOK = (DraftShape(1), DraftShape(3), DraftShape(7))  # are timed first, in each repeat
 TREES = tuple(
-    Plan(tree.depth, tree)
+    DraftShape(tree.depth, tree)
     for tree in map(TreeShape.parse, ("2x2:4", "3x3:8", "4x4:16", "6x5:32", "10x6:59"))
 )
 PLAIN_STEPS = 6
@@ -43,14 +43,14 @@ def round_costs(
     decoder: Decoder, with_trees: bool = False, progress: Progress = silent
 ) -> RoundCosts:
     """Costs of ``decoder``'s rounds where its text stands: as remembered, or measured now."""
-    plans = CHAINS + TREES if with_trees else CHAINS
+    shapes = CHAINS + TREES if with_trees else CHAINS
     model, what = decoder.target.model, "chains and trees" if with_trees else "chains"
     key = make_key(model, decoder.drafter, decoder.cache, 0, what)
-    return remembered_or(model, key, plans, lambda: measure(decoder, plans, progress))
+    return remembered_or(model, key, shapes, lambda: measure(decoder, shapes, progress))
 
 
 def remembered_or(
-    model: nn.Module, key: str, plans: Sequence[Plan], measure_now: Callable[[], RoundCosts]
+    model: nn.Module, key: str, shapes: Sequence[DraftShape], measure_now: Callable[[], RoundCosts]
 ) -> RoundCosts:
     """What is remembered of ``plans`` under ``key``; else what is measured now, for next time."""
     if is_sharded(model):
@@ -60,10 +60,10 @@ def remembered_or(
         return RoundCosts(plain, dict(zip(costs.rounds, rounds)))
     file = user_cache() / "calibration.json"
     known = _read(file).get(key, {})
-    if known.get("rounds", {}).keys() == {str(plan) for plan in plans}:
-        return RoundCosts(known["plain"], {plan: known["rounds"][str(plan)] for plan in plans})
+    if known.get("rounds", {}).keys() == {str(shape) for shape in shapes}:
+        return RoundCosts(known["plain"], {shape: known["rounds"][str(shape)] for shape in shapes})
     costs = measure_now()
-    rounds = {str(plan): seconds for plan, seconds in costs.rounds.items()}
+    rounds = {str(shape): seconds for shape, seconds in costs.rounds.items()}
     known = _read(file) | {key: {"plain": costs.plain, "rounds": rounds}}
     file.parent.mkdir(parents=True, exist_ok=True)
     fresh = file.with_suffix(".new")
@@ -73,7 +73,7 @@ def remembered_or(
 
 
 def measure(
-    decoder: Decoder, plans: Sequence[Plan] = CHAINS, progress: Progress = silent
+    decoder: Decoder, shapes: Sequence[DraftShape] = CHAINS, progress: Progress = silent
 ) -> RoundCosts:
     """Time real rounds from where the text stands, and undo them all.
 
@@ -84,26 +84,26 @@ def measure(
     ``progress`` is called between rounds of one length and those of the next, never within.
     """
     trial = on_trial(decoder)
-    undo = Window(decoder.cache)
+    undo = Checkpoint(decoder.cache)
     late = _late_after(TIME_LIMIT, decoder.target.model)
     plain: list[float] = []
-    rounds: dict[Plan, list[float]] = {plan: [] for plan in plans}
-    later = [plan for plan in plans if plan.tree is None and plan not in FIRST_LOOK]
-    first = [None, *(plan for plan in plans if plan not in later)]
+    rounds: dict[DraftShape, list[float]] = {shape: [] for shape in shapes}
+    later = [shape for shape in shapes if shape.tree is None and shape not in FIRST_LOOK]
+    first = [None, *(shape for shape in shapes if shape not in later)]
     groups = [*first, *later] * REPEATS
     try:
         _finish(trial, trial.launch_first())
-        for i, plan in enumerate(groups):
+        for i, shape in enumerate(groups):
             progress(i, len(groups))
-            if plan is None:
+            if shape is None:
                 plain += _time_plain(trial)
             else:
-                rounds[plan] += _time_rounds(trial, plan)
+                rounds[shape] += _time_rounds(trial, shape)
             if i + 1 >= len(first) and late():
                 break
         progress(len(groups), len(groups))
     finally:
-        undo.keep(0)
+        undo.rollback(0)
     return shortest(plain, rounds)
 
 
@@ -118,15 +118,15 @@ def _late_after(limit: float, model: nn.Module) -> Callable[[], bool]:
     return late
 
 
-def shortest(plain: Sequence[float], rounds: Mapping[Plan, Sequence[float]]) -> RoundCosts:
+def shortest(plain: Sequence[float], rounds: Mapping[DraftShape, Sequence[float]]) -> RoundCosts:
     """The shortest times: whatever else the machine does can only add to them.
 
     A chain that was not timed lies between those that were.
     """
-    known = {plan.size: min(s) for plan, s in rounds.items() if s and plan.tree is None}
+    known = {shape.size: min(s) for shape, s in rounds.items() if s and shape.tree is None}
     return RoundCosts(
         min(plain),
-        {plan: min(s) if s else on_line(known, plan.size) for plan, s in rounds.items()},
+        {shape: min(s) if s else on_line(known, shape.size) for shape, s in rounds.items()},
     )
 
 
@@ -161,18 +161,18 @@ def _finish(trial: Decoder, done: Round) -> float:
     return now
 
 
-def _time_rounds(trial: Decoder, plan: Plan) -> list[float]:
+def _time_rounds(trial: Decoder, shape: DraftShape) -> list[float]:
     """Seconds from read to read of such rounds, one after the other."""
-    reads = [_finish(trial, trial.launch(plan)) for _ in range(ROUNDS + 1)]
+    reads = [_finish(trial, trial.launch(shape)) for _ in range(ROUNDS + 1)]
     return [after - before for before, after in zip(reads, reads[1:])]
 
 
 def _time_plain(trial: Decoder) -> list[float]:
     """Seconds from read to read of pipelined plain steps, taps included."""
-    done, reads = trial.launch(Plan(0)), []
+    done, reads = trial.launch(DraftShape(0)), []
     for _ in range(PLAIN_STEPS + 1):
         trial.commit(done, 1)
-        upcoming = trial.launch(Plan(0))
+        upcoming = trial.launch(DraftShape(0))
         done.read()
         reads.append(time.perf_counter())
         done = upcoming

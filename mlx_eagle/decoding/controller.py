@@ -22,14 +22,14 @@ def expected_tokens(alphas: Sequence[float], size: int) -> float:
 
     [0.8, 0.5], 3 -> 1 + 0.8 + 0.4 + 0.2
     """
-    total, reach = 1.0, 1.0
+    total, chance = 1.0, 1.0
     for i in range(size):
-        reach *= alphas[min(i, len(alphas) - 1)] if alphas else 0.0
-        total += reach
+        chance *= alphas[min(i, len(alphas) - 1)] if alphas else 0.0
+        total += chance
     return total
 
 
-class Shape(Protocol):
+class TreeForm(Protocol):
     """What is asked of a tree here: its levels, and the most children a node has."""
 
     depth: int
@@ -37,11 +37,11 @@ class Shape(Protocol):
 
 
 @dataclass(frozen=True)
-class Plan:
+class DraftShape:
     """What to draft next: a chain of ``size`` tokens, a tree of ``size`` levels, or nothing."""
 
     size: int
-    tree: Shape | None = None
+    tree: TreeForm | None = None
 
     def __str__(self) -> str:
         return str(self.size) if self.tree is None else str(self.tree)
@@ -52,15 +52,15 @@ class RoundCosts:
     """Seconds: a step of pipelined plain decoding, and a round of each plan."""
 
     plain: float
-    rounds: Mapping[Plan, float]
+    rounds: Mapping[DraftShape, float]
 
     @property
     def longest(self) -> int:
-        return max(plan.size for plan in self.rounds if plan.tree is None)
+        return max(shape.size for shape in self.rounds if shape.tree is None)
 
-    def speedup(self, plan: Plan, num_tokens: float) -> float:
+    def speedup(self, shape: DraftShape, num_tokens: float) -> float:
         """Over plain decoding, where a round of ``plan`` brings so many tokens."""
-        return num_tokens * self.plain / self.rounds[plan]
+        return num_tokens * self.plain / self.rounds[shape]
 
 
 def on_line(points: Mapping[int, float], x: int) -> float:
@@ -76,67 +76,67 @@ def on_line(points: Mapping[int, float], x: int) -> float:
 
 @dataclass(frozen=True)
 class BatchCosts:
-    """What rounds cost for one text and for ``num_texts`` together, which may know fewer plans.
+    """What rounds cost for one text and for ``batch_size`` together, which may know fewer plans.
 
     Fewer texts than that, and lengths between two that were measured, lie on a line.
     """
 
     alone: RoundCosts
     together: RoundCosts
-    num_texts: int
+    batch_size: int
 
-    def of(self, num_texts: int) -> RoundCosts:
-        """The costs for so many texts, at most ``num_texts``; a round brings each its tokens."""
-        measured = {plan.size: seconds for plan, seconds in self.together.rounds.items()}
+    def of(self, batch_size: int) -> RoundCosts:
+        """The costs for so many texts, at most ``batch_size``; a round brings each its tokens."""
+        measured = {shape.size: seconds for shape, seconds in self.together.rounds.items()}
 
         def cost(alone: float, together: float) -> float:
-            return on_line({1: alone, self.num_texts: together}, num_texts)
+            return on_line({1: alone, self.batch_size: together}, batch_size)
 
         rounds = {
-            Plan(k): cost(self.alone.rounds[Plan(k)], on_line(measured, k))
+            DraftShape(k): cost(self.alone.rounds[DraftShape(k)], on_line(measured, k))
             for k in range(1, self.together.longest + 1)
         }
         return RoundCosts(cost(self.alone.plain, self.together.plain), rounds)
 
 
-class Pace(Protocol):
+class Controller(Protocol):
     """Decides what is drafted."""
 
-    parked: bool
+    drafting_off: bool
     """Whether decoding is plain for now, so that the drafter can be left behind."""
 
-    events: "list[PaceEvent]"
+    events: "list[DraftingEvent]"
 
-    def next_plan(self, num_tokens: int) -> Plan:
+    def next_shape(self, num_tokens: int) -> DraftShape:
         """The next draft, after so many tokens; of size 0 for a plain step."""
 
-    def record(self, plan: Plan, *num_accepted: int) -> None:
+    def record(self, shape: DraftShape, *num_accepted: int) -> None:
         """What became of a draft of one token or more; in a batch, of one in every text."""
 
-    def recost(self, costs: RoundCosts) -> None:
+    def update_costs(self, costs: RoundCosts) -> None:
         """Go on at other costs of the same plans."""
 
 
 @dataclass
-class FixedPace:
+class FixedController:
     """Always the same."""
 
-    plan: Plan
-    parked: bool = False
-    events: "list[PaceEvent]" = field(default_factory=list)
+    shape: DraftShape
+    drafting_off: bool = False
+    events: "list[DraftingEvent]" = field(default_factory=list)
 
-    def next_plan(self, num_tokens: int) -> Plan:
-        return self.plan
+    def next_shape(self, num_tokens: int) -> DraftShape:
+        return self.shape
 
-    def record(self, plan: Plan, *num_accepted: int) -> None:
+    def record(self, shape: DraftShape, *num_accepted: int) -> None:
         """Nothing depends on it."""
 
-    def recost(self, costs: RoundCosts) -> None:
+    def update_costs(self, costs: RoundCosts) -> None:
         """Nor on that."""
 
 
 @dataclass(frozen=True)
-class PaceEvent:
+class DraftingEvent:
     """Drafting was parked, probed or taken up again, after ``num_tokens`` tokens."""
 
     num_tokens: int
@@ -145,7 +145,7 @@ class PaceEvent:
 
 
 @dataclass
-class AdaptivePace:
+class AdaptiveController:
     """What pays best by what was accepted lately; plain decoding where nothing pays.
 
     Acceptance in chains is kept by position, given that the position before was accepted, and
@@ -156,13 +156,13 @@ class AdaptivePace:
     """
 
     costs: RoundCosts
-    parked: bool = False
-    events: list[PaceEvent] = field(default_factory=list)
-    is_hopeless: bool = False  # parked for good
+    drafting_off: bool = False
+    events: list[DraftingEvent] = field(default_factory=list)
+    never_pays: bool = False  # parked for good
     _num_tokens: int = 0
     _accepted: list[float] = field(default_factory=list)
     _reached: list[float] = field(default_factory=list)
-    _of_trees: dict[Plan, tuple[float, float]] = field(default_factory=dict)  # tokens, rounds
+    _of_trees: dict[DraftShape, tuple[float, float]] = field(default_factory=dict)  # tokens, rounds
     _trial: int = TRIAL_ROUNDS
     _lost: float = 0.0
     _plain_left: float = 0.0
@@ -170,15 +170,15 @@ class AdaptivePace:
     def __post_init__(self) -> None:
         self._accepted = [0.0] * self.costs.longest
         self._reached = [0.0] * self.costs.longest
-        self._of_trees = {plan: (0.0, 0.0) for plan in self.costs.rounds if plan.tree is not None}
+        self._of_trees = {shape: (0.0, 0.0) for shape in self.costs.rounds if shape.tree is not None}
         always = [ALMOST_ALWAYS]
-        gains = {plan: self._gain(plan, always) for plan in self.costs.rounds}
-        plan = max(gains, key=gains.get)
-        if gains[plan] < 1.0:
-            cost = self.costs.rounds[plan] / self.costs.plain
-            self.is_hopeless = True
-            self._park(
-                f"a round of {plan} drafts costs {cost:.2f} plain steps, so it would not pay "
+        gains = {shape: self._gain(shape, always) for shape in self.costs.rounds}
+        shape = max(gains, key=gains.get)
+        if gains[shape] < 1.0:
+            cost = self.costs.rounds[shape] / self.costs.plain
+            self.never_pays = True
+            self._turn_off(
+                f"a round of {shape} drafts costs {cost:.2f} plain steps, so it would not pay "
                 f"even with {ALMOST_ALWAYS:.0%} accepted",
                 float("inf"),
             )
@@ -195,32 +195,32 @@ class AdaptivePace:
             alphas.append(before)
         return alphas
 
-    def next_plan(self, num_tokens: int) -> Plan:
+    def next_shape(self, num_tokens: int) -> DraftShape:
         """See ``Pace.next_plan``."""
         self._num_tokens = num_tokens
-        plan, gain = self._best()
-        if not self.parked and self._trial <= 0 and gain < 1.0:
-            self._park(
-                f"with {self.alphas[0]:.0%} of first drafts accepted, the best length ({plan}) "
+        shape, gain = self._best()
+        if not self.drafting_off and self._trial <= 0 and gain < 1.0:
+            self._turn_off(
+                f"with {self.alphas[0]:.0%} of first drafts accepted, the best length ({shape}) "
                 f"would give {gain:.2f}x",
-                self._interval(plan, gain),
+                self._interval(shape, gain),
             )
-        if not self.parked:
-            return plan
+        if not self.drafting_off:
+            return shape
         self._plain_left -= 1
         if self._plain_left >= 0:
-            return Plan(0)
-        self.parked, self._trial, self._lost = False, TRIAL_ROUNDS, 0.0
+            return DraftShape(0)
+        self.drafting_off, self._trial, self._lost = False, TRIAL_ROUNDS, 0.0
         self._fade(0.3)  # what the probe finds shall outweigh what was known
         self._note("probe", "to see whether drafts are accepted now")
-        return plan
+        return shape
 
-    def record(self, plan: Plan, *num_accepted: int) -> None:
+    def record(self, shape: DraftShape, *num_accepted: int) -> None:
         """See ``Pace.record``."""
         self._fade(MEMORY)
         for kept in num_accepted:
-            self._observe(plan, kept)
-        cost = self.costs.rounds.get(plan, self.costs.plain)  # unknown: a tree cut at the end
+            self._observe(shape, kept)
+        cost = self.costs.rounds.get(shape, self.costs.plain)  # unknown: a tree cut at the end
         self._lost += cost / self.costs.plain - (sum(num_accepted) / len(num_accepted) + 1)
         self._trial = 0 if self._lost > TRIAL_LOSS and self._trial > 0 else self._trial - 1
         if self._trial == 0 and self.events:
@@ -228,60 +228,60 @@ class AdaptivePace:
             if gain >= 1.0:
                 self._note("wake", f"the probe promises {gain:.2f}x")
 
-    def recost(self, costs: RoundCosts) -> None:
+    def update_costs(self, costs: RoundCosts) -> None:
         """See ``Pace.recost``; wakes at once where what was known would pay now."""
         self.costs = costs
-        plan, gain = self._best()
-        if self.parked and gain >= 1.0:
-            self.parked = self.is_hopeless = False
-            self._note("wake", f"a round costs less now, drafts of {plan} promise {gain:.2f}x")
+        shape, gain = self._best()
+        if self.drafting_off and gain >= 1.0:
+            self.drafting_off = self.never_pays = False
+            self._note("wake", f"a round costs less now, drafts of {shape} promise {gain:.2f}x")
 
-    def _observe(self, plan: Plan, num_accepted: int) -> None:
-        if plan.tree is None:
-            for i in range(min(num_accepted + 1, plan.size)):
+    def _observe(self, shape: DraftShape, num_accepted: int) -> None:
+        if shape.tree is None:
+            for i in range(min(num_accepted + 1, shape.size)):
                 self._reached[i] += 1
                 self._accepted[i] += i < num_accepted
-        elif plan in self._of_trees:
-            tokens, rounds = self._of_trees[plan]
-            self._of_trees[plan] = tokens + num_accepted + 1, rounds + 1
+        elif shape in self._of_trees:
+            tokens, rounds = self._of_trees[shape]
+            self._of_trees[shape] = tokens + num_accepted + 1, rounds + 1
 
-    def _best(self) -> tuple[Plan, float]:
+    def _best(self) -> tuple[DraftShape, float]:
         """The plan with the greatest gain, and the gain."""
         alphas = self.alphas
-        gains = {plan: self._gain(plan, alphas) for plan in self.costs.rounds}
-        plan = max(gains, key=gains.get)
-        return plan, gains[plan]
+        gains = {shape: self._gain(shape, alphas) for shape in self.costs.rounds}
+        shape = max(gains, key=gains.get)
+        return shape, gains[shape]
 
-    def _gain(self, plan: Plan, alphas: Sequence[float]) -> float:
+    def _gain(self, shape: DraftShape, alphas: Sequence[float]) -> float:
         """Speedup over plain decoding at these acceptance rates of chains."""
-        expected = expected_tokens(alphas, plan.size)
-        if plan.tree is not None:
+        expected = expected_tokens(alphas, shape.size)
+        if shape.tree is not None:
             # Before a shape was tried: some child of w is right more often than the first one.
-            power = 1 + (plan.tree.width - 1) / 4
-            expected = expected_tokens([1 - (1 - a) ** power for a in alphas], plan.size)
-            tokens, rounds = self._of_trees[plan]
+            power = 1 + (shape.tree.width - 1) / 4
+            expected = expected_tokens([1 - (1 - a) ** power for a in alphas], shape.size)
+            tokens, rounds = self._of_trees[shape]
             expected = (tokens + PRIOR_WEIGHT * expected) / (rounds + PRIOR_WEIGHT)
-        return self.costs.speedup(plan, expected)
+        return self.costs.speedup(shape, expected)
 
     def _fade(self, factor: float) -> None:
         self._accepted = [factor * n for n in self._accepted]
         self._reached = [factor * n for n in self._reached]
         self._of_trees = {
-            plan: (factor * tokens, factor * rounds)
-            for plan, (tokens, rounds) in self._of_trees.items()
+            shape: (factor * tokens, factor * rounds)
+            for shape, (tokens, rounds) in self._of_trees.items()
         }
 
-    def _interval(self, plan: Plan, gain: float) -> float:
+    def _interval(self, shape: DraftShape, gain: float) -> float:
         """Plain tokens until the next probe, so that probes stay within their budget."""
-        cost = self.costs.rounds[plan] / self.costs.plain
+        cost = self.costs.rounds[shape] / self.costs.plain
         # Of every round the part that brings nothing; and waking, when the pipeline drains and
         # the drafter catches up.
         lost = TRIAL_ROUNDS * cost * (1 - gain) + cost
         return min(MOST_PLAIN, max(FEWEST_PLAIN, lost / PROBE_BUDGET))
 
-    def _park(self, reason: str, num_plain: float) -> None:
-        self.parked, self._plain_left = True, num_plain
+    def _turn_off(self, reason: str, num_plain: float) -> None:
+        self.drafting_off, self._plain_left = True, num_plain
         self._note("park", reason)
 
     def _note(self, what: str, reason: str) -> None:
-        self.events.append(PaceEvent(self._num_tokens, what, reason))
+        self.events.append(DraftingEvent(self._num_tokens, what, reason))

@@ -11,10 +11,10 @@ import mlx.core as mx
 
 from ..drafters.base import Draft, Drafter, Pick, empty_draft
 from ..drafters.tree import Tree
-from ..target.rollback import RULES, CacheQuantization, Window
+from ..target.rollback import RULES, CacheQuantization, Checkpoint
 from ..target.taps import LayerCall, Target
-from .accept import LogitsProcessor, Rule, Verdict, process_logits
-from .controller import Plan
+from .accept import LogitsProcessor, Rule, Verification, process_logits
+from .controller import DraftShape
 from .stats import Stats
 
 
@@ -22,14 +22,14 @@ from .stats import Stats
 class Round:
     """A verify pass in flight: row 0 is the root, row i + 1 draft token i."""
 
-    plan: Plan
+    shape: DraftShape
     num_drafted: int
     num_levels: int
-    verdict: Verdict
+    verification: Verification
     features: mx.array | None  # (R, F)
     packed: mx.array  # num_kept, following (R,), and a tree's rows (R,): for one blocking read
-    target_window: Window
-    draft_window: Window
+    target_checkpoint: Checkpoint
+    draft_checkpoint: Checkpoint
     num_head_forwards: int  # of the drafter since prefill, once this round is done
     absorbed: bool  # by the drafter; or left to its backlog
     committed: bool = False
@@ -39,7 +39,7 @@ class Round:
         """Wait for the device: how many draft tokens stay, and the token after each row."""
         mx.eval(self.packed)
         num_kept, *following = self.packed.tolist()
-        if self.verdict.rows is not None:
+        if self.verification.rows is not None:
             num_rows = self.num_drafted + 1
             following, self.rows = following[:num_rows], following[num_rows:]
         return num_kept, following
@@ -54,17 +54,17 @@ class Round:
     def keep_run(self, length: int) -> None:
         """Cut to the rows that led to the first ``length`` tokens that were emitted."""
         if self.rows is None:
-            self.keep(length, length)
+            self.rollback(length, length)
             return
-        self.target_window.keep_branch(self.rows[:length])
-        self.draft_window.keep(length)
+        self.target_checkpoint.rollback_to_branch(self.rows[:length])
+        self.draft_checkpoint.rollback(length)
 
-    def keep(self, num_rows: int, num_pairs: int) -> None:
+    def rollback(self, num_rows: int, num_pairs: int) -> None:
         """Cut to the first rows of the target and pairs of the drafter."""
         if num_rows <= self.num_drafted:
-            self.target_window.keep(num_rows)
+            self.target_checkpoint.rollback(num_rows)
         if num_pairs <= self.num_drafted:
-            self.draft_window.keep(num_pairs)
+            self.draft_checkpoint.rollback(num_pairs)
 
 
 class Decoder:
@@ -122,7 +122,7 @@ class Decoder:
 
         The last token's features wait for the token that comes next, as between requests.
         """
-        with self._undone_on_failure(Window(self.cache), Window(self.drafter.cache)):
+        with self._undone_on_failure(Checkpoint(self.cache), Checkpoint(self.drafter.cache)):
             with mx.stream(self.stream):
                 _, features = self.target(tokens, self.cache)
                 if features is None:
@@ -139,7 +139,7 @@ class Decoder:
         mx.clear_cache()
 
     @contextmanager
-    def _undone_on_failure(self, *windows: Window) -> Iterator[None]:
+    def _undone_on_failure(self, *windows: Checkpoint) -> Iterator[None]:
         """An error or a Ctrl-C within must not leave half a window behind."""
         finished = False
         try:
@@ -148,60 +148,60 @@ class Decoder:
         finally:
             if not finished:
                 for window in windows:
-                    window.keep(0)
+                    window.rollback(0)
 
-    def launch(self, plan: Plan, absorb: bool = False) -> Round:
+    def launch(self, shape: DraftShape, absorb: bool = False) -> Round:
         """Build one round that drafts what ``plan`` says, and start it without waiting.
 
         A plan of size 0 is a step of plain decoding: unless it is to ``absorb`` the step, the drafter is
         left behind, and catches up before it proposes again.
         """
-        size = plan.size
+        size = shape.size
         absorb = absorb or size > 0
         if size > 0:
             self.catch_up()
         max_rows = self.quantization.max_rows(self.cache)
         if max_rows is not None:
             size = min(size, max_rows - 1)
-        draft_window = Window(self.drafter.cache)
+        draft_checkpoint = Checkpoint(self.drafter.cache)
         # The window is not named in there: it would keep itself and all caches alive.
-        target_window = Window(
+        target_checkpoint = Checkpoint(
             self.cache, lambda num_rows: self._rerun(tokens[:num_rows], calls)
         )
-        with self._undone_on_failure(target_window, draft_window), mx.stream(self.stream):
+        with self._undone_on_failure(target_checkpoint, draft_checkpoint), mx.stream(self.stream):
             choice = self.rule.open(self.num_emitted)
-            draft = self._propose(size, plan.tree, choice.pick)
-            reach = draft.reach()
+            draft = self._propose(size, shape.tree, choice.pick)
+            tree_mask = draft.tree_mask()
             tokens = mx.concatenate([self.root, draft.tokens])
-            logits, features, calls = self._verify(tokens, reach, target_window)
-            verdict = choice.judge(draft, reach, self.logprobs(draft, reach, logits))
-            if verdict.rows is not None and features is not None:
-                features = features[verdict.rows]
-            packed = verdict.packed()
+            logits, features, calls = self._verify(tokens, tree_mask, target_checkpoint)
+            verification = choice.verify(draft, tree_mask, self.logprobs(draft, tree_mask, logits))
+            if verification.rows is not None and features is not None:
+                features = features[verification.rows]
+            packed = verification.packed()
             mx.async_eval(packed)
             if absorb:
                 # Needs no count: rows after the kept ones are cut once it is read.
-                self.drafter.extend(verdict.following, features, last=verdict.num_kept)
+                self.drafter.extend(verification.following, features, last=verification.num_kept)
                 mx.async_eval(self.drafter.pending())
         return Round(
-            plan,
+            shape,
             len(draft),
             draft.num_levels,
-            verdict,
+            verification,
             features,
             packed,
-            target_window,
-            draft_window,
+            target_checkpoint,
+            draft_checkpoint,
             self.num_head_forwards,
             absorb,
         )
 
     def launch_first(self) -> Round:
         """The round that ends prefill: the prompt's last token, no draft."""
-        with self._undone_on_failure(Window(self.drafter.cache)):
+        with self._undone_on_failure(Checkpoint(self.drafter.cache)):
             with mx.stream(self.stream):
                 self.drafter.extend(self.root, None)
-            first = self.launch(Plan(0), absorb=True)
+            first = self.launch(DraftShape(0), absorb=True)
         self._prefill_forwards = self.drafter.num_forwards
         return first
 
@@ -213,7 +213,7 @@ class Decoder:
         with mx.stream(self.stream):
             done.keep_run(length)
             self.quantization.apply(self.cache)
-            emitted = done.verdict.following[:length]
+            emitted = done.verification.following[:length]
             self.root = emitted[-1:]
             self.num_emitted += length
             done.committed = True
@@ -232,9 +232,9 @@ class Decoder:
         took_all = bool(run) and num_yielded == len(run)
         with mx.stream(self.stream):
             if upcoming is not None:
-                upcoming.keep(int(took_all), 0)
+                upcoming.rollback(int(took_all), 0)
             if not took_all:
-                done.keep(num_yielded + 1, num_yielded)
+                done.rollback(num_yielded + 1, num_yielded)
                 if done.committed and not done.absorbed and self._backlog:
                     self._backlog.pop()
                 features, row = done.features, num_yielded
@@ -253,7 +253,7 @@ class Decoder:
         if not self._backlog:
             return
         tokens, features = zip(*self._backlog)
-        with self._undone_on_failure(Window(self.drafter.cache)), mx.stream(self.stream):
+        with self._undone_on_failure(Checkpoint(self.drafter.cache)), mx.stream(self.stream):
             seen = None if features[0] is None else mx.concatenate(features)
             self.drafter.extend(mx.concatenate(tokens), seen)
         self._backlog.clear()
@@ -274,11 +274,11 @@ class Decoder:
         return draft
 
     def _verify(
-        self, tokens: mx.array, reach: mx.array | None, window: Window
+        self, tokens: mx.array, tree_mask: mx.array | None, window: Checkpoint
     ) -> tuple[mx.array, mx.array | None, list[LayerCall]]:
         """Logits, features, and the calls that ``_rerun`` needs where the window is cut."""
-        if reach is not None:
-            return *self.target(tokens, self.cache, reach), []
+        if tree_mask is not None:
+            return *self.target(tokens, self.cache, tree_mask), []
         recurrent = window.recurrent
         if not recurrent or tokens.shape[0] == 1:
             return *self._run(tokens), []
@@ -304,8 +304,8 @@ class Decoder:
         self.num_reruns += 1
         self._run(tokens)
 
-    def logprobs(self, draft: Draft, reach: mx.array | None, logits: mx.array) -> mx.array:
+    def logprobs(self, draft: Draft, tree_mask: mx.array | None, logits: mx.array) -> mx.array:
         """Log-probabilities (k + 1, V) after each row, logits processors applied."""
         if self.processors:
-            logits = process_logits(self.processors, self.history, draft, reach, logits)
+            logits = process_logits(self.processors, self.history, draft, tree_mask, logits)
         return logits - mx.logsumexp(logits, axis=-1, keepdims=True)

@@ -15,13 +15,13 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..drafters.base import Drafter, TreeDrafter
 from ..drafters.tree import Tree
 from ..system.progress import Progress, silent
-from ..target.rollback import CacheQuantization, Window, check_supported
+from ..target.rollback import CacheQuantization, Checkpoint, check_supported
 from ..target.sharding import in_any_process, is_pipelined
 from ..target.taps import Target
 from ..target.tree_attention import check_trees
 from .accept import LogitsProcessor, Sampler, check_rule_for_trees, make_rule
 from .calibrate import TREES, round_costs
-from .controller import AdaptivePace, FixedPace, Pace, Plan
+from .controller import AdaptiveController, Controller, DraftShape, FixedController
 from .decoder import Decoder, Round
 from .sampling import Sampling
 from .stats import Stats
@@ -46,13 +46,13 @@ class Limits:
                 return run[: i + 1]
         return run
 
-    def at_most(self, plan: Plan, num_emitted: int) -> Plan | None:
+    def at_most(self, shape: DraftShape, num_emitted: int) -> DraftShape | None:
         """As much of ``plan`` as fits after ``num_emitted`` tokens; None if the text ends."""
         if self.max_tokens < 0:
-            return plan
+            return shape
         num_left = self.max_tokens - num_emitted
         # A verify pass emits one token more than it keeps.
-        return replace(plan, size=min(plan.size, num_left - 1)) if num_left > 0 else None
+        return replace(shape, size=min(shape.size, num_left - 1)) if num_left > 0 else None
 
     def end(self, token: int) -> bool:
         """Whether the text ends with this token."""
@@ -166,10 +166,10 @@ def speculative_generate_step(
         decoder.prefill(prompt, prefill_step_size, progress)
         with mx.stream(stream):
             calibrating = calibration_progress_callback or silent
-            pace = _make_pace(decoder, num_draft_tokens, tree, stats, calibrating)
+            controller = _make_controller(decoder, num_draft_tokens, tree, stats, calibrating)
         limits, keeps = Limits(max_tokens, stop_tokens), prompt_cache is not None
         yield from _rounds(
-            decoder, pace, limits, stats, keeps, lambda: progress(prompt.size, prompt.size)
+            decoder, controller, limits, stats, keeps, lambda: progress(prompt.size, prompt.size)
         )
     finally:
         if prompt_cache is not None:
@@ -199,7 +199,7 @@ def open_decoder(
 
 def _rounds(
     decoder: Decoder,
-    pace: Pace,
+    controller: Controller,
     limits: Limits,
     stats: Stats,
     keep_caches: bool,
@@ -211,10 +211,10 @@ def _rounds(
     try:
         while upcoming is not None:
             done, upcoming, run, num_yielded = upcoming, None, [], 0
-            if pace.parked and done.num_drafted == 0:
+            if controller.drafting_off and done.num_drafted == 0:
                 # Plain decoding is pipelined: its next step needs no look at this one's token.
                 decoder.commit(done, 1)
-                upcoming = _launch_next(decoder, pace, limits)
+                upcoming = _launch_next(decoder, controller, limits)
             num_kept, following = done.read()
             num_before = decoder.num_emitted - done.committed
             if num_before == 0:
@@ -223,17 +223,17 @@ def _rounds(
             if not done.committed:
                 decoder.commit(done, len(run))
             if done.num_drafted:
-                pace.record(done.plan, num_kept)
+                controller.record(done.shape, num_kept)
             if upcoming is None and not limits.end(run[-1]):
                 # The next round is on the device before the caller sees this one's tokens.
-                upcoming = _launch_next(decoder, pace, limits)
+                upcoming = _launch_next(decoder, controller, limits)
             stats.num_reruns = decoder.num_reruns
             done.count(stats, num_kept, len(run))
             if decoder.num_emitted % CLEAR_CACHE_EVERY < len(run):
                 mx.clear_cache()
             for i, token in enumerate(run):
                 num_yielded += 1
-                yield token, done.verdict.logprobs[i], i < num_kept
+                yield token, done.verification.logprobs[i], i < num_kept
             if limits.end(run[-1]):
                 return
     finally:
@@ -243,27 +243,27 @@ def _rounds(
             decoder.leave(done, upcoming, num_yielded, run)
 
 
-def _make_pace(
+def _make_controller(
     decoder: Decoder,
     num_draft_tokens: int | str,
     tree: Tree | str | None,
     stats: Stats,
     progress: Progress,
-) -> Pace:
+) -> Controller:
     if tree not in (None, AUTO):
-        return FixedPace(Plan(tree.depth, tree))
+        return FixedController(DraftShape(tree.depth, tree))
     if AUTO not in (num_draft_tokens, tree):
-        return FixedPace(Plan(num_draft_tokens))
-    pace = AdaptivePace(round_costs(decoder, tree == AUTO, progress))
-    stats.pace_events = pace.events
-    decoder.leaves_drafter = pace.is_hopeless
-    return pace
+        return FixedController(DraftShape(num_draft_tokens))
+    controller = AdaptiveController(round_costs(decoder, tree == AUTO, progress))
+    stats.drafting_events = controller.events
+    decoder.leaves_drafter = controller.never_pays
+    return controller
 
 
-def _launch_next(decoder: Decoder, pace: Pace, limits: Limits) -> Round | None:
+def _launch_next(decoder: Decoder, controller: Controller, limits: Limits) -> Round | None:
     """The round after the one just committed; None where the text must end."""
-    plan = limits.at_most(pace.next_plan(decoder.num_emitted), decoder.num_emitted)
-    return None if plan is None else decoder.launch(plan)
+    shape = limits.at_most(controller.next_shape(decoder.num_emitted), decoder.num_emitted)
+    return None if shape is None else decoder.launch(shape)
 
 
 def check_request(prompt: mx.array, num_draft_tokens: int | str) -> None:
@@ -291,7 +291,7 @@ def _check_target(
     """Raise ValueError for a target, or a wish about it, that could not be met exactly."""
     check_supported(cache, "target")
     quantization.check(cache)
-    if is_pipelined(model) and in_any_process(bool(Window(cache).recurrent)):
+    if is_pipelined(model) and in_any_process(bool(Checkpoint(cache).recurrent)):
         raise ValueError(
             "this target is split in a pipeline and has recurrent layers, whose rows cannot be run "
             "again by one process alone: use tensor parallelism, or leave the draft model out."
@@ -306,7 +306,7 @@ def check_tree_drafter(drafter: Drafter, tree: Tree | str) -> None:
     """Raise ValueError where ``drafter`` cannot draft ``tree``; "auto" stands for several."""
     if not isinstance(drafter, TreeDrafter):
         raise ValueError("this drafter proposes chains only: leave the tree out.")
-    for shape in [plan.tree for plan in TREES] if tree == AUTO else [tree]:
+    for shape in [shape.tree for shape in TREES] if tree == AUTO else [tree]:
         drafter.check_tree(shape)
 
 

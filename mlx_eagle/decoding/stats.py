@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from .controller import PaceEvent
+from .controller import DraftingEvent
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Stats:
     num_emitted: int = 0
     accepted_histogram: list[int] = field(default_factory=list)
     drafted_by_position: list[int] = field(default_factory=list)
-    pace_events: list[PaceEvent] = field(default_factory=list)
+    drafting_events: list[DraftingEvent] = field(default_factory=list)
     prompt_time: float = 0.0
     generation_time: float = 0.0
     _start: float = field(default_factory=time.perf_counter, repr=False)
@@ -100,7 +100,7 @@ class Stats:
             if name.startswith("_"):
                 continue
             theirs = getattr(other, name)
-            if isinstance(value, list) and name != "pace_events":
+            if isinstance(value, list) and name != "drafting_events":
                 value = [a + b for a, b in zip_longest(value, theirs, fillvalue=0)]
             else:
                 value = value + theirs
@@ -110,7 +110,7 @@ class Stats:
     @property
     def left_drafter(self) -> bool:
         """Whether no draft could ever have paid, so that the drafter was left behind for good."""
-        return bool(self.pace_events) and self.pace_events[0].num_tokens == 0
+        return bool(self.drafting_events) and self.drafting_events[0].num_tokens == 0
 
     @property
     def num_target_forwards(self) -> int:
@@ -165,8 +165,10 @@ class Stats:
             "acceptance_rate acceptance_by_position cumulative_acceptance_by_position "
             "prompt_time generation_time generation_tps"
         ).split()
-        events = [asdict(event) for event in self.pace_events]
-        return {name: getattr(self, name) for name in names} | {"pace_events": events}
+        events = [asdict(event) for event in self.drafting_events]
+        counts = {name: getattr(self, name) for name in names}
+        # The last under its name of version 0.1.0, for whoever reads that.
+        return counts | {"drafting_events": events, "pace_events": events}
 
     def lines(self) -> list[str]:
         """The footer, a line each."""
@@ -178,5 +180,5 @@ class Stats:
             f"Draft: {self.num_drafted} drafted, {self.num_accepted} accepted, "
             f"{self.num_rejected} rejected, acceptance rate {self.acceptance_rate:.3f}",
             f"Acceptance by position: {by_position or '-'}; accepted lengths: {histogram or '-'}",
-            *(f"After {e.num_tokens} tokens: {e.what}, {e.reason}" for e in self.pace_events),
+            *(f"After {e.num_tokens} tokens: {e.what}, {e.reason}" for e in self.drafting_events),
         ]

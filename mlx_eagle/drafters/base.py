@@ -37,7 +37,7 @@ class Draft:
         """The longest run that can be kept."""
         return len(self) if self.parents is None else self.depth
 
-    def reach(self) -> mx.array | None:
+    def tree_mask(self) -> mx.array | None:
         """The ancestors of a tree's window rows (see ``tree.ancestors``); None for a chain."""
         return None if self.parents is None else ancestors(self.parents, self.depth)
 

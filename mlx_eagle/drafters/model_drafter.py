@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load
 
 from ..target.masks import exact_masks
-from ..target.rollback import Window, check_supported
+from ..target.rollback import Checkpoint, check_supported
 from .base import Draft, Pick
 from .load import find_embedding
 
@@ -42,7 +42,7 @@ class ModelDrafter:
         caches = make_prompt_cache(model)
         check_supported(caches, "draft model")
         self.model = model
-        self._is_recurrent = bool(Window(caches).recurrent)
+        self._is_recurrent = bool(Checkpoint(caches).recurrent)
         self._num_known = find_embedding(model)[1]
         self._vocab_size = self._num_known if vocab_size is None else vocab_size
         self._ids = mx.arange(self._num_known) if self._num_known < self._vocab_size else None
@@ -53,7 +53,7 @@ class ModelDrafter:
         self.cache = [] if self._is_recurrent else caches
         self.num_forwards = 0
         self._seed: mx.array | None = None
-        self._uncut: tuple[Window, mx.array, mx.array] | None = None
+        self._uncut: tuple[Checkpoint, mx.array, mx.array] | None = None
 
     def begin(self, cache: list | None = None) -> "ModelDrafter":
         """See ``Drafter.begin``; a recurrent draft model starts afresh whatever ``cache`` is."""
@@ -71,7 +71,7 @@ class ModelDrafter:
         """See ``Drafter.extend``; tokens (m,)."""
         self._cut()
         if self._is_recurrent and last is not None:
-            self._uncut = Window(self._caches), tokens, last
+            self._uncut = Checkpoint(self._caches), tokens, last
         logits = self._forward(tokens)
         if last is None:
             self._seed = logits[-1:]
@@ -84,11 +84,11 @@ class ModelDrafter:
     def propose(self, size: int, pick: Pick) -> Draft:
         """A chain of ``size`` tokens: one forward for each but the first."""
         self._cut()
-        window = Window(self._caches)
+        window = Checkpoint(self._caches)
         tokens = [self._next(self._seed, pick)]
         for _ in range(size - 1):
             tokens.append(self._next(self._forward(tokens[-1]), pick))
-        window.keep(0)
+        window.rollback(0)
         return Draft(mx.concatenate(tokens))
 
     def modules(self) -> list[nn.Module]:
@@ -108,7 +108,7 @@ class ModelDrafter:
         self._uncut = None
         num_valid = last.item() + 1
         if num_valid < tokens.shape[0]:
-            window.keep(0)
+            window.rollback(0)
             self._forward(tokens[:num_valid])
 
     def _forward(self, tokens: mx.array) -> mx.array:

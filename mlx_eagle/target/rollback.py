@@ -33,7 +33,7 @@ from mlx_lm.models.cache import (
 )
 
 
-class TrimUndo:
+class TrimRollback:
     """Rows can be dropped by moving the offset back; what lies behind it is overwritten."""
 
     needs_rerun = False
@@ -42,7 +42,7 @@ class TrimUndo:
         self.cache = cache
         self.start = cache.offset
 
-    def keep(self, num_rows: int) -> None:
+    def rollback(self, num_rows: int) -> None:
         surplus = self.cache.offset - (self.start + num_rows)
         if surplus > 0:
             self.cache.trim(surplus)
@@ -68,11 +68,11 @@ class TrimUndo:
             cache.trim(cache.offset - end)
 
 
-class ConcatenateUndo(TrimUndo):
+class ConcatenateRollback(TrimRollback):
     """The arrays are the cache: what is trimmed must leave them, or it is appended to."""
 
-    def keep(self, num_rows: int) -> None:
-        super().keep(num_rows)
+    def rollback(self, num_rows: int) -> None:
+        super().rollback(num_rows)
         cache = self.cache
         if cache.keys is not None and cache.offset < cache.keys.shape[2]:
             empty = cache.offset == 0
@@ -80,7 +80,7 @@ class ConcatenateUndo(TrimUndo):
             cache.values = None if empty else cache.values[..., : cache.offset, :]
 
 
-class RotatingUndo:
+class RotatingRollback:
     """Tail rows are cut off; dropping all of them needs the arrays from before."""
 
     needs_rerun = False
@@ -93,7 +93,7 @@ class RotatingUndo:
         self._keys = None if cache.keys is None else cache.keys[...]
         self._values = None if cache.values is None else cache.values[...]
 
-    def keep(self, num_rows: int) -> None:
+    def rollback(self, num_rows: int) -> None:
         cache = self.cache
         surplus = cache.offset - (self.start + num_rows)
         if surplus <= 0:
@@ -123,7 +123,7 @@ class RotatingUndo:
         cache._idx = cache.keys.shape[2]
 
 
-class ArraysUndo:
+class StateRollback:
     """A recurrent state has no rows: models rebind its entries, so the old ones are a snapshot."""
 
     needs_rerun = True
@@ -132,12 +132,12 @@ class ArraysUndo:
         self.cache = cache
         self._entries = list(cache.cache)
 
-    def keep(self, num_rows: int) -> None:
+    def rollback(self, num_rows: int) -> None:
         assert num_rows == 0, "a recurrent state is restored whole"
         self.cache.cache = list(self._entries)
 
 
-class ListUndo:
+class ListRollback:
     """Each member by its own rule."""
 
     def __init__(self, cache: CacheList):
@@ -145,19 +145,19 @@ class ListUndo:
         self._members = [RULES[type(member)](member) for member in cache.caches]
         self.needs_rerun = any(member.needs_rerun for member in self._members)
 
-    def keep(self, num_rows: int) -> None:
+    def rollback(self, num_rows: int) -> None:
         for member in self._members:
-            member.keep(num_rows)
+            member.rollback(num_rows)
 
 
 RULES: dict[type, Callable[[Any], Any]] = {
-    KVCache: TrimUndo,
-    QuantizedKVCache: TrimUndo,
-    ChunkedKVCache: TrimUndo,
-    ConcatenateKVCache: ConcatenateUndo,
-    RotatingKVCache: RotatingUndo,
-    ArraysCache: ArraysUndo,
-    CacheList: ListUndo,
+    KVCache: TrimRollback,
+    QuantizedKVCache: TrimRollback,
+    ChunkedKVCache: TrimRollback,
+    ConcatenateKVCache: ConcatenateRollback,
+    RotatingKVCache: RotatingRollback,
+    ArraysCache: StateRollback,
+    CacheList: ListRollback,
 }
 """Matched by exact type: a subclass may keep state that these rules do not know."""
 
@@ -201,7 +201,7 @@ class CacheQuantization:
         return min((n for n in left if n > 0), default=None)
 
 
-class Window:
+class Checkpoint:
     """The rows that come on top of a list of caches from now on, to be cut to the first few.
 
     Made before the forward pass it covers. ``rerun(m)`` must run the first m of its rows
@@ -221,7 +221,7 @@ class Window:
         """The caches whose rows cannot be cut."""
         return [undo.cache for undo in self._undos if undo.needs_rerun]
 
-    def keep(self, num_rows: int) -> None:
+    def rollback(self, num_rows: int) -> None:
         """Drop every row after the first ``num_rows``; rows cut before stay cut.
 
         Works also when the pass broke off half-way, with some caches updated and some not.
@@ -231,14 +231,14 @@ class Window:
         rerun = num_rows > 0 and bool(self.recurrent)
         for undo in self._undos:
             whole = rerun and (undo.needs_rerun or not self.reruns_layers)
-            undo.keep(0 if whole else num_rows)
+            undo.rollback(0 if whole else num_rows)
         if rerun:
             self._rerun(num_rows)
 
-    def keep_branch(self, rows: list[int]) -> None:
+    def rollback_to_branch(self, rows: list[int]) -> None:
         """Keep the given rows of a tree, root first, as if they had been a chain."""
         if rows == list(range(len(rows))):
-            self.keep(len(rows))
+            self.rollback(len(rows))
             return
         taken = [undo.take(rows) for undo in self._undos]
         # Started before anything is written: a buffer that is still to be read would be copied,

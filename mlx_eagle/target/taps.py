@@ -141,14 +141,14 @@ class Target:
         self._ropes = find_ropes(model)
 
     def __call__(
-        self, tokens: mx.array, cache: list, reach: mx.array | None = None
+        self, tokens: mx.array, cache: list, tree_mask: mx.array | None = None
     ) -> tuple[mx.array, mx.array | None]:
         """Run tokens (R,) on top of ``cache``: logits (R, V) and features (R, F).
 
         Features are the taps side by side, low to high; None without taps. ``reach`` (R, R)
         makes the rows a tree (see ``tree.ancestors``); they are a chain without.
         """
-        tree = nullcontext() if reach is None else tree_attention(self._ropes, cache, reach)
+        tree = nullcontext() if tree_mask is None else tree_attention(self._ropes, cache, tree_mask)
         self._seen.clear()
         with swapped_classes(self._classes), tree:
             logits = self.model(tokens[None], cache=cache)[0]

@@ -23,7 +23,7 @@ PROBE_TOKENS, PROBE_PARENTS = [4, 6, 8], [0, 0, 1]  # two children of the root, 
 _refusals: dict[int, str] = {}  # by the id of a model, as long as it lives
 
 
-def _mask_class(original: type, reach: mx.array, depths: mx.array) -> type:
+def _mask_class(original: type, tree_mask: mx.array, depths: mx.array) -> type:
     """A cache whose mask lets a row see what came before the window and its ancestors in it."""
 
     def make_mask(
@@ -36,7 +36,7 @@ def _mask_class(original: type, reach: mx.array, depths: mx.array) -> type:
         past = mx.where(index < keep, index, index + (self.offset - before))
         columns = mx.concatenate([past, self.offset + depths])[None]
         rows = (self.offset + depths)[:, None]
-        mask = mx.concatenate([mx.ones((N, before), mx.bool_), reach], axis=1)
+        mask = mx.concatenate([mx.ones((N, before), mx.bool_), tree_mask], axis=1)
         if rotating:
             kept = mx.concatenate([index < keep, mx.zeros((N,), mx.bool_)])[None]
             mask = mask & (kept | (columns > rows - (self.max_size - keep)))
@@ -46,12 +46,12 @@ def _mask_class(original: type, reach: mx.array, depths: mx.array) -> type:
 
 
 def tree_attention(
-    ropes: list[nn.Module], caches: list, reach: mx.array
+    ropes: list[nn.Module], caches: list, tree_mask: mx.array
 ) -> AbstractContextManager[None]:
     """Within, a forward pass over R rows is one over the tree of ``reach`` (R, R)."""
-    depths = reach.sum(axis=1) - 1
+    depths = tree_mask.sum(axis=1) - 1
     changed = [(rope, at_positions(type(rope), depths)) for rope in ropes]
-    changed += [(cache, _mask_class(type(cache), reach, depths)) for cache in caches]
+    changed += [(cache, _mask_class(type(cache), tree_mask, depths)) for cache in caches]
     return swapped_classes(changed)
 
 
@@ -93,7 +93,7 @@ def _refusal(model: nn.Module) -> str:
     )
 
 
-def _probe(model: nn.Module, reach: mx.array) -> tuple[float, float]:
+def _probe(model: nn.Module, tree_mask: mx.array) -> tuple[float, float]:
     """Greatest difference between a tree's logits and its branches', and the logits' size."""
 
     def run(tokens: list[int], cache: list) -> mx.array:
@@ -103,7 +103,7 @@ def _probe(model: nn.Module, reach: mx.array) -> tuple[float, float]:
 
     cache = make_prompt_cache(model)
     run(PROBE_PREFIX, cache)
-    with tree_attention(find_ropes(model), cache, reach):
+    with tree_attention(find_ropes(model), cache, tree_mask):
         rows = run([PROBE_ROOT, *PROBE_TOKENS], cache)
     left, middle, grandchild = PROBE_TOKENS
     before = [*PROBE_PREFIX, PROBE_ROOT]

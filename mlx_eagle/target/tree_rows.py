@@ -12,21 +12,21 @@ def ancestors(parents: mx.array, depth: int) -> mx.array:
     size = parents.shape[0] + 1
     own = mx.eye(size, dtype=mx.bool_)
     up = mx.concatenate([mx.zeros((1,), parents.dtype), parents])
-    reach = own
+    tree_mask = own
     for _ in range(depth):
-        reach = own | reach[up]
-    return reach
+        tree_mask = own | tree_mask[up]
+    return tree_mask
 
 
-def kept_path(keep: mx.array, reach: mx.array) -> tuple[mx.array, mx.array]:
+def kept_path(keep: mx.array, tree_mask: mx.array) -> tuple[mx.array, mx.array]:
     """The kept branch: keep (k,) tokens, reach (R, R) -> (rows (R,), number kept ()).
 
     Rows of the branch come first, root before leaf; the others follow. At most one child of
     a row is kept, since siblings are different tokens, so the kept rows form one branch.
     """
-    size = reach.shape[0]
+    size = tree_mask.shape[0]
     lost = mx.concatenate([mx.zeros((1,), mx.bool_), ~keep])
-    on_branch = ~mx.any(reach & lost[None], axis=1)
+    on_branch = ~mx.any(tree_mask & lost[None], axis=1)
     index = mx.arange(size)
     rows = mx.argsort(mx.where(on_branch, index, size + index))
     return rows, on_branch.sum() - 1

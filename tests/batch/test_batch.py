@@ -1,0 +1,394 @@
+"""``batch_generate``: every text as it is alone, and as mlx-lm's own batch writes it."""
+
+import json
+import random
+from copy import copy
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from costs import FLAT, LINEAR, ScriptedController
+from drafter_pairs import tiny_lfm2
+from helpers import ScriptedDrafter, byte_tokenizer, plain, randomize, tiny_head, tiny_llama
+from mlx_lm.models import gemma3_text
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+
+import mlx_eagle
+from mlx_eagle.batch import costs as batch_costs
+from mlx_eagle.batch import generate as batch
+from mlx_eagle.batch.cache import MOST_PADDING, BatchCache
+from mlx_eagle.batch.rounds import Batch
+from mlx_eagle.decoding.controller import BatchCosts, DraftShape, RoundCosts
+from mlx_eagle.decoding.sampling import Sampling
+from mlx_eagle.drafters.lookup import LookupDrafter
+
+VOCAB = 258
+WINDOW = 12  # smaller than prompt and text together
+TOKENIZER = byte_tokenizer()
+END = next(iter(TOKENIZER.eos_token_ids))
+PROMPTS = [[5, 17, 3, 88, 41, 2, 60], [9], [70, 71, 72] * 7, [33, 4, 250, 8]]
+LENGTHS = [40, 7, 23, 1]
+
+
+def windowed_gemma3():
+    """Three layers in four see a few positions only, crossed by some prompts and every text."""
+    args = gemma3_text.ModelArgs(
+        "gemma3_text",
+        hidden_size=64,
+        num_hidden_layers=4,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=VOCAB,
+        sliding_window=WINDOW,
+        sliding_window_pattern=4,
+    )
+    return randomize(gemma3_text.Model(args), 5)
+
+
+MODELS = {"llama": lambda: tiny_llama(vocab_size=VOCAB), "gemma3, windowed": windowed_gemma3}
+SCRIPTS = [
+    lambda r, size: size,
+    lambda r, size: 0,
+    lambda r, size: r % (size + 1),
+    lambda r, size: size if r % 2 else 0,
+]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request):
+    return MODELS[request.param]()
+
+
+@pytest.fixture(scope="module")
+def scripted(model):
+    return ScriptedTexts(model)
+
+
+class ScriptedTexts(ScriptedDrafter):
+    """Knows every text by the first token of its prompt, and follows another script in each."""
+
+    def __init__(self, model, num_tokens: int = 60):
+        self.texts = [prompt + plain(model, prompt, num_tokens) for prompt in PROMPTS]
+        self.known = {text[0]: (text, script) for text, script in zip(self.texts, SCRIPTS)}
+        super().__init__([], SCRIPTS[0], VOCAB)
+
+    def propose(self, size, pick=None):
+        self.text, self.script = self.known[self.absorbed[0][0][0].item()]
+        return super().propose(size, pick)
+
+
+def together(model, drafter, prompts=PROMPTS, **kwargs):
+    kwargs = {"max_tokens": LENGTHS, "return_token_ids": True} | kwargs
+    return mlx_eagle.batch_generate(model, TOKENIZER, prompts, draft_model=drafter, **kwargs)
+
+
+def theirs(model, prompts=PROMPTS, **kwargs):
+    kwargs = {"max_tokens": LENGTHS, "return_token_ids": True} | kwargs
+    return mlx_lm.batch_generate(model, TOKENIZER, prompts, **kwargs)
+
+
+@pytest.mark.parametrize("k", [1, 3, 6])
+def test_ragged_accept_lengths(model, scripted, k):
+    response = together(model, scripted, num_draft_tokens=k, max_tokens=40)
+    expected = theirs(model, max_tokens=40)
+    assert response.token_ids == expected.token_ids
+    assert response.texts == expected.texts
+    assert response.token_ids == [text[len(p) :][:40] for p, text in zip(PROMPTS, scripted.texts)]
+    perfect, wrong, *_ = response.stats
+    assert perfect.acceptance_rate == 1.0 and wrong.acceptance_rate == 0.0
+    assert wrong.num_emitted == perfect.num_emitted == 39
+
+
+def test_counts_are_those_of_each_text_alone(model, scripted):
+    response = together(model, scripted)
+    for prompt, length, ids, stats in zip(
+        PROMPTS, LENGTHS, response.token_ids, response.stats, strict=True
+    ):
+        alone = mlx_eagle.Stats()
+        steps = mlx_eagle.speculative_generate_step(
+            mx.array(prompt), model, scripted, max_tokens=length, stats=alone
+        )
+        assert ids == [token for token, _, _ in steps]
+        assert stats.accepted_histogram == alone.accepted_histogram
+        assert stats.num_emitted == alone.num_emitted
+
+
+@pytest.mark.parametrize("drafter", ["head", "lagging head", "lookup"])
+def test_drafters(model, drafter):
+    drafter = {
+        "head": lambda: tiny_head(model),
+        "lagging head": lambda: tiny_head(model).with_draft_cache("lagging"),
+        "lookup": LookupDrafter,
+    }[drafter]()
+    assert together(model, drafter).token_ids == theirs(model).token_ids
+
+
+@pytest.mark.parametrize("size", [None, 10])
+def test_shared_caches_against_one_list_a_text(size):
+    """Random rows through a batch cache, cut at random; the truth is what lists would hold."""
+    dice = random.Random(1)
+    caches = [KVCache() if size is None else RotatingKVCache(size) for _ in range(3)]
+    truth = []
+    for cache, length in zip(caches, (4, 1, 9)):
+        keys = mx.random.normal((1, 2, length, 8))
+        cache.update_and_fetch(keys, keys)
+        truth.append(keys)
+    shared = BatchCache([[cache] for cache in caches])
+    for _ in range(60):
+        num_rows = dice.choice((1, 6))  # a window of one row is kept whole
+        window = mx.random.normal((len(truth), 2, num_rows, 8))
+        shared.open(num_rows)
+        mask = shared.layers[0].make_mask(num_rows, return_array=True)
+        keys, _ = shared.layers[0].update_and_fetch(window, window)
+        for b, rows in enumerate(truth):  # what the window's first row may look at
+            seen = mx.array([x for x in range(keys.shape[2]) if mask[b, 0, 0, x].item()])
+            expected = mx.concatenate([rows, window[b : b + 1, :, :1]], axis=2)
+            expected = expected[..., -(size or 9999) :, :]
+            found = sorted(keys[b, 0][seen][:, 0].tolist())
+            assert found == sorted(expected[0, 0, :, 0].tolist())
+        kept = [dice.choice((1, num_rows)) for _ in truth]
+        shared.cut(num_rows, kept)
+        truth = [
+            mx.concatenate([rows, window[b : b + 1, :, :n]], axis=2)
+            for b, (rows, n) in enumerate(zip(truth, kept))
+        ]
+        if truth[0].shape[2] > 150 and len(truth) == 3:
+            shared.keep_requests([0, 2])
+            truth = [truth[0], truth[2]]
+        for b, rows in enumerate(truth):
+            (cache,) = shared.extract(b)
+            assert cache.offset == rows.shape[2]
+            held = cache.keys_and_values()[0][..., -min(cache.offset, size or 9999) + 1 :, :]
+            assert mx.array_equal(held, rows[..., rows.shape[2] - held.shape[2] :, :])
+    if size is None:
+        assert shared.layers[0]._idx <= max(rows.shape[2] for rows in truth) + MOST_PADDING
+
+
+def test_end_tokens_end_one_text(model, scripted, monkeypatch):
+    ends = set(plain(model, PROMPTS[0], 12)[-1:])
+    monkeypatch.setattr(TOKENIZER, "_eos_token_ids", ends)
+    response, expected = together(model, scripted), theirs(model)
+    assert response.token_ids == expected.token_ids and response.texts == expected.texts
+    assert len(response.token_ids[0]) < 12
+
+
+def test_caches_and_logprobs(model):
+    drafter = tiny_head(model)
+    wanted = {"return_prompt_caches": True, "return_logprobs": True}
+    response, expected = together(model, drafter, **wanted), theirs(model, **wanted)
+    for ours, reference in zip(response.logprobs, expected.logprobs, strict=True):
+        assert ours == pytest.approx(reference, abs=1e-4)
+    # The next turn goes on from the caches, which are not changed by that.
+    more = [[11, 12], [13], [14, 15, 16], [17]]
+    offsets = [cache[0].offset for cache in response.caches]
+    again = together(model, drafter, more, prompt_caches=response.caches)
+    caches = [cache[: len(model.layers)] for cache in response.caches]
+    assert again.token_ids == theirs(model, more, prompt_caches=caches).token_ids
+    assert again.token_ids == theirs(model, more, prompt_caches=expected.caches).token_ids
+    assert offsets == [cache[0].offset for cache in response.caches]
+
+
+def test_processors_and_seeded_sampling_as_alone(model):
+    def ban_even(tokens, logits):
+        return mx.where(mx.arange(VOCAB) % 2 == tokens[-1] % 2, -mx.inf, logits)
+
+    drafter, kwargs = tiny_head(model), {"sampler": Sampling(temp=0.7, seed=3)}
+    kwargs["logits_processors"] = [ban_even]
+    response = together(model, drafter, max_tokens=15, **kwargs)
+    for prompt, ids in zip(PROMPTS, response.token_ids):
+        steps = mlx_eagle.speculative_generate_step(
+            mx.array(prompt), model, drafter, max_tokens=15, **kwargs
+        )
+        tokens = [token for token, _, _ in steps]
+        assert ids == (tokens[: tokens.index(END)] if END in tokens else tokens)
+
+
+def test_recurrent_targets_go_text_by_text():
+    model = tiny_lfm2()
+    prompts = [[token % 90 for token in prompt] for prompt in PROMPTS]
+    response = together(model, tiny_head(model), prompts, return_prompt_caches=True)
+    assert response.token_ids == [plain(model, p, n) for p, n in zip(prompts, LENGTHS)]
+    assert sum(stats.num_rounds for stats in response.stats) > 0
+    assert len(response.caches[0]) > len(make_prompt_cache(model))
+
+
+def test_more_texts_than_pay_are_decoded_plainly():
+    model = MODELS["llama"]()
+    response = together(model, tiny_head(model), max_speculative_batch=3)
+    assert response.token_ids == theirs(model).token_ids
+    assert [stats.num_rounds for stats in response.stats] == [0] * 4
+    assert response.batch_stats.generation_tokens == sum(LENGTHS)
+    response = together(model, tiny_head(model), max_speculative_batch=4)
+    assert response.stats[0].num_rounds > 0
+
+
+# A batch in which drafts pay only if nearly all are accepted; with fewer texts, as FLAT says.
+DEAR = RoundCosts(1.0, {DraftShape(k): 1.6 + 0.3 * k for k in (1, 3, 7)})
+
+
+def at_costs(monkeypatch, together, alone=FLAT):
+    """What rounds cost, whatever this machine thinks."""
+    found = BatchCosts(alone, together, len(PROMPTS))
+    monkeypatch.setattr(batch, "batch_costs", lambda *args: found)
+
+
+def auto(model, drafter, **kwargs):
+    return together(model, drafter, num_draft_tokens="auto", **kwargs)
+
+
+@pytest.mark.parametrize("costs, speculates", [(FLAT, True), (LINEAR, False)])
+def test_past_the_knee_it_is_mlx_lms_batch(model, monkeypatch, costs, speculates):
+    at_costs(monkeypatch, costs)
+    response = auto(model, tiny_head(model))
+    assert response.token_ids == theirs(model).token_ids
+    for stats, length in zip(response.stats, LENGTHS):
+        assert stats.num_emitted == length - 1
+        assert (stats.num_rounds > 0) == (speculates and length > 2)
+        whats = [event.what for event in stats.drafting_events]
+        assert speculates or whats == ["park"]
+    assert speculates or response.batch_stats.generation_tokens == sum(LENGTHS)
+    assert auto(model, tiny_head(model), max_speculative_batch=3).batch_stats is not None
+
+
+def test_a_batch_parks_and_wakes_when_texts_have_ended(model, scripted, monkeypatch):
+    """Three first drafts in four are right: too few for four texts, enough for two."""
+    at_costs(monkeypatch, DEAR)
+    drafter = copy(scripted)
+    texts = {first: text for first, (text, _) in scripted.known.items()}
+    drafter.known = {first: (text, lambda r, _: min(r % 4, 1)) for first, text in texts.items()}
+    lengths = [48, 40, 22, 22]
+    response = auto(model, drafter, max_tokens=lengths)
+    assert response.token_ids == theirs(model, max_tokens=lengths).token_ids
+    first, second, *short = response.stats
+    assert [event.what for event in first.drafting_events] == ["park", "wake"]
+    assert [event.what for event in short[0].drafting_events] == ["park"]
+    drafting_off, woken = first.drafting_events
+    assert drafting_off.num_tokens < 20 and 20 <= woken.num_tokens <= 24
+    assert "a round costs less now" in woken.reason
+    assert short[0].num_plain_steps >= 5 and second.num_rounds > short[0].num_rounds + 5
+
+
+@pytest.mark.parametrize("make", ["head", "lagging head", "lookup", "script"])
+@pytest.mark.parametrize("sizes", [[0], [2, 0, 0, 0, 3, 3, 0], [0, 1]], ids=str)
+def test_plain_rounds_among_drafted_ones(model, scripted, monkeypatch, make, sizes):
+    """Texts and caches are those of plain decoding, however often the head is left behind."""
+    at_costs(monkeypatch, FLAT)
+    monkeypatch.setattr(batch, "AdaptiveController", lambda costs: ScriptedController(sizes))
+    drafter = {
+        "head": lambda: tiny_head(model),
+        "lagging head": lambda: tiny_head(model).with_draft_cache("lagging"),
+        "lookup": LookupDrafter,
+        "script": lambda: scripted,
+    }[make]()
+    wanted = {"return_prompt_caches": True, "return_logprobs": True}
+    response, expected = auto(model, drafter, **wanted), theirs(model, **wanted)
+    assert response.token_ids == expected.token_ids
+    for ours, reference in zip(response.logprobs, expected.logprobs, strict=True):
+        assert ours == pytest.approx(reference, abs=1e-4)
+    for stats, length in zip(response.stats, LENGTHS):
+        assert stats.num_emitted == length - 1
+        assert (stats.num_plain_steps > 0) == (length > 1)
+    if make != "script":  # which knows one text only
+        more = [[11, 12], [13], [14, 15, 16], [17]]
+        again = together(model, drafter, more, prompt_caches=response.caches)
+        assert again.token_ids == theirs(model, more, prompt_caches=expected.caches).token_ids
+
+
+def test_stop_tokens_while_parked(model, monkeypatch):
+    """Found when the next step is under way; the caches are as if it had not been."""
+    at_costs(monkeypatch, FLAT)
+    monkeypatch.setattr(batch, "AdaptiveController", lambda costs: ScriptedController([0]))
+    text = plain(model, PROMPTS[0], 12)
+    monkeypatch.setattr(TOKENIZER, "_eos_token_ids", {text[-1]})
+    response = auto(model, tiny_head(model), return_prompt_caches=True)
+    assert response.token_ids == theirs(model).token_ids
+    num_run = len(PROMPTS[0]) + text.index(text[-1]) + 1
+    assert len(response.token_ids[0]) < 12
+    # A pair of the head waits for the token that comes next.
+    head_cache = response.caches[0][len(make_prompt_cache(model))]
+    assert response.caches[0][0].offset == head_cache.offset + 1 == num_run
+    monkeypatch.undo()
+    written = PROMPTS[0] + text[: num_run - len(PROMPTS[0])]
+    (again,) = together(
+        model, tiny_head(model), [[9]], prompt_caches=response.caches[:1], max_tokens=9
+    ).token_ids
+    assert again == theirs(model, [[*written, 9]], max_tokens=9).token_ids[0]
+
+
+def test_parked_rounds_are_pipelined_single_rows(monkeypatch):
+    model = MODELS["llama"]()
+    at_costs(monkeypatch, FLAT)
+    monkeypatch.setattr(batch, "AdaptiveController", lambda costs: ScriptedController([0]))
+    order, widths = [], []
+    launch, finish = Batch.launch, Batch.finish
+    monkeypatch.setattr(Batch, "launch", lambda *a: order.append("L") or launch(*a))
+    monkeypatch.setattr(Batch, "finish", lambda *a: order.append("F") or finish(*a))
+    run = batch.generate_together.__globals__["Target"].batch
+    monkeypatch.setattr(
+        "mlx_eagle.target.taps.Target.batch", lambda *a: widths.append(a[1].shape) or run(*a)
+    )
+    response = auto(model, tiny_head(model), max_tokens=[9, 9, 9, 5])
+    # Not where a text reaches its limit: its row would be for nothing.
+    assert "".join(order) == "L" + "LF" * 3 + "F" + "L" + "LF" * 3 + "F"
+    assert widths == [(4, 1)] * 4 + [(3, 1)] * 4
+    assert all(stats.num_head_forwards == 0 for stats in response.stats)
+
+
+def test_costs_between_what_was_measured():
+    steep = RoundCosts(3.0, {DraftShape(1): 5.0, DraftShape(3): 6.0, DraftShape(7): 14.0})
+    costs = BatchCosts(FLAT, steep, 5)
+    assert costs.of(1).rounds == pytest.approx(FLAT.rounds) and costs.of(1).plain == 1.0
+    assert [costs.of(5).rounds[DraftShape(k)] for k in range(1, 8)] == [5, 5.5, 6, 8, 10, 12, 14]
+    middle = costs.of(3)
+    assert middle.plain == 2.0
+    assert middle.rounds[DraftShape(4)] == pytest.approx((FLAT.rounds[DraftShape(4)] + 8.0) / 2)
+    assert BatchCosts(FLAT, steep, 1).of(1).plain == 3.0
+
+
+def test_costs_are_measured_once_for_a_number_of_texts(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("mlx_eagle.decoding.calibrate.user_cache", lambda: tmp_path)
+    measured, measure = [], batch_costs.measure_together
+    monkeypatch.setattr(
+        batch_costs, "measure_together", lambda *a: measured.append(measure(*a)) or measured[-1]
+    )
+    drafter, passes = tiny_head(model), []
+    sampled = lambda logprobs: passes.append(1) or mx.argmax(logprobs, axis=-1)  # noqa: E731
+    caches = theirs(model, return_prompt_caches=True).caches
+    offsets = [cache[0].offset for cache in caches]
+    for _ in range(2):
+        response = auto(model, drafter, prompt_caches=caches, sampler=sampled)
+        assert response.token_ids == theirs(model, prompt_caches=caches).token_ids
+    assert offsets == [cache[0].offset for cache in caches]
+    assert len(passes) <= 2 * 8 * sum(LENGTHS), "the caller's sampler ran while measuring"
+    assert len(measured) == 1
+    assert tuple(measured[0].rounds) == batch_costs.MEASURED and measured[0].plain > 0
+    assert auto(model, drafter, prompts=PROMPTS[:2], max_tokens=5).token_ids == (
+        theirs(model, PROMPTS[:2], max_tokens=5).token_ids
+    )
+    known = json.loads((tmp_path / "calibration.json").read_text())
+    kinds = [key.split(" | ")[-1] for key in known]
+    assert len(measured) == 2 and sorted(kinds) == ["chains", "chains, 2 texts", "chains, 4 texts"]
+
+
+def test_without_a_drafter_it_is_mlx_lm():
+    model = MODELS["llama"]()
+    response = mlx_eagle.batch_generate(model, TOKENIZER, PROMPTS, max_tokens=5)
+    assert response.texts == theirs(model, max_tokens=5).texts
+    assert together(model, tiny_head(model), [], max_tokens=5).texts == []
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ({"max_tokens": [1, 2]}, "max_tokens has 2 entries for 4 prompts"),
+        ({"max_tokens": 0}, "max_tokens of prompt 0 is 0"),
+        ({"prompts": [[1], []]}, "the prompt is empty"),
+        ({"num_draft_tokens": -1}, "num_draft_tokens is -1"),
+    ],
+)
+def test_refusals(change, reason):
+    model = MODELS["llama"]()
+    with pytest.raises(ValueError, match=reason):
+        together(model, LookupDrafter(), **{"max_tokens": 5, **change})

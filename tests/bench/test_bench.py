@@ -1,0 +1,232 @@
+"""The benchmark's arithmetic and prompt sets, against naive computations."""
+
+import statistics
+from dataclasses import replace
+
+import pytest
+from helpers import byte_tokenizer
+
+from mlx_eagle.bench import measure, predict, questions, render, runner, summary
+from mlx_eagle.decoding.stats import Stats
+from mlx_eagle.drafters.tree import TreeShape
+
+
+def test_spread_is_the_naive_one():
+    values = [3.0, 1.0, 4.0, 1.5, 9.0, 2.0]
+    ordered = sorted(values)
+    spread = summary.spread_of([*values, None])
+    assert spread["median"] == (ordered[2] + ordered[3]) / 2
+    assert (spread["min"], spread["max"], spread["n"]) == (1.0, 9.0, 6)
+    # Linear interpolation between the order statistics, as numpy does it by default.
+    for key, share in (("q1", 0.25), ("q3", 0.75)):
+        at = share * 5
+        low = int(at)
+        naive = ordered[low] + (at - low) * (ordered[low + 1] - ordered[low])
+        assert spread[key] == pytest.approx(naive)
+    assert summary.spread_of([None]) is None
+    assert summary.spread_of([2.0])["q1"] == 2.0
+
+
+def make_stats(accepted: list[int], size: int) -> Stats:
+    """Counts of rounds that drafted ``size`` and kept these many, as the loop records them."""
+    stats = Stats()
+    stats.record(0, 0, 0, 1, 0)
+    for i, kept in enumerate(accepted):
+        stats.record(size, size, kept, kept + 1, (i + 1) * size)
+    return stats
+
+
+def test_merged_counts_are_those_of_all_rounds():
+    left, right = [0, 2, 3, 1], [3, 3, 0]
+    merged = summary.merge_stats([make_stats(left, 3), make_stats(right, 3)])
+    whole = make_stats(left + right, 3)
+    for name in ("tau", "acceptance_rate", "acceptance_by_position", "accepted_histogram"):
+        assert getattr(merged, name) == getattr(whole, name)
+    assert merged.tau == sum(n + 1 for n in left + right) / 7
+    assert merged.num_head_forwards == 21
+
+
+def fake_run(seconds: float, num_timed: int = 10, stats: Stats | None = None) -> runner.Run:
+    return runner.Run(list(range(num_timed + 1)), num_timed, seconds, 0.5, 1000, stats)
+
+
+def fake_cell(set_name: str, number: int, plain_times: list[float], times: list[float]):
+    question = questions.Question(set_name, str(number), "why?")
+    stats = make_stats([2, 1], 3)
+    configuration = runner.make_configurations([3])[0]
+    plain_runs = [fake_run(t) for t in plain_times]
+    return runner.Cell(question, [1, 2], configuration, plain_runs, [fake_run(t, stats=stats) for t in times])
+
+
+def test_speeds_are_tokens_over_the_sum_of_median_times():
+    cells = [
+        fake_cell("a", 0, [2.0, 9.0, 2.2], [1.0, 1.1, 5.0]),
+        fake_cell("b", 1, [4.0, 4.0, 4.0], [5.0, 5.0, 4.0]),
+    ]
+    result = summary.arm_summary(cells)
+    assert result["plain_tps"] == pytest.approx(20 / (2.2 + 4.0))
+    assert result["tps"] == pytest.approx(20 / (1.1 + 5.0))
+    assert result["speedup"] == pytest.approx(6.2 / 6.1)
+    assert result["speedup_by_prompt"]["min"] == pytest.approx(4 / 5)
+    assert result["speedup_by_prompt"]["max"] == pytest.approx(2.0 / 1.0)
+    assert result["tau"] == 5 / 2
+    assert result["target_forwards_per_token"] == 2 / 5
+    assert result["head_forwards_per_round"] == 3
+    assert result["evals_per_round"] == 1
+    assert result["round_seconds"] == pytest.approx(statistics.median([1.0, 1.1, 5, 5, 5, 4]) / 2)
+    assert list(summary.by_set(cells)) == ["a", "b"]
+
+
+def test_the_ratio_of_a_prompt_is_that_of_runs_side_by_side():
+    # The machine halved its speed for the second repeat: medians of each would find 0.96.
+    result = summary.cell_summary(fake_cell("a", 0, [2.0, 4.0, 2.3], [2.0, 4.0, 2.4]))
+    assert result["speedup"] == pytest.approx(1.0)
+
+
+def test_a_text_of_one_token_has_no_speed():
+    cell = fake_cell("a", 0, [0.0], [0.0])
+    cell.runs[:] = [runner.Run([7], 0, 0.0, 0.1, 5, Stats())]
+    cell.plain[:] = [runner.Run([7], 0, 0.0, 0.1, 5)]
+    result = summary.arm_summary([cell])
+    assert result["speedup"] is None and result["tps"] is None and result["round_seconds"] is None
+
+
+def make_costs() -> predict.Costs:
+    return predict.Costs(
+        verify={1: 0.10, 2: 0.11, 3: 0.12, 4: 0.13},
+        accept={1: 0.005, 2: 0.006, 3: 0.007, 4: 0.008},
+        propose={1: 0.002, 4: 0.014},
+        verify_build={1: 0.004, 2: 0.005, 3: 0.005, 4: 0.005},
+        propose_build={1: 0.001, 4: 0.010},
+    )
+
+
+# What builds slowly, and how long the device then waits in a round of 1, 2 and 3 drafts.
+HOSTS = {
+    "fast": ({}, (0.0, 0.0, 0.0)),
+    "slow pass": ({"verify_build": {2: 0.05, 3: 0.05, 4: 0.05}}, (0.043, 0.041, 0.039)),
+    "slow draft": ({"propose_build": {1: 0.02, 4: 0.05}}, (0.017, 0.023, 0.032)),
+}
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_prediction_is_the_sum_of_a_rounds_parts(host):
+    changes, waits = HOSTS[host]
+    costs = replace(make_costs(), **changes)
+    step = (0.014 - 0.002) / 3
+    assert costs.d == pytest.approx(step / 0.1)
+    for k, wait in zip((1, 2, 3), waits):
+        assert costs.host(k) == pytest.approx(wait, abs=1e-9)
+        seconds = costs.verify[k + 1] + costs.accept[k + 1] + 0.002 + (k - 1) * step + wait
+        assert costs.round(k) == pytest.approx(seconds / 0.1)
+        assert costs.speedup(2.5, k) == pytest.approx(2.5 * 0.1 / seconds)
+        bound = 2.5 / (costs.verify[k + 1] / 0.1 + k * step / 0.1)
+        assert costs.bound(2.5, k) == pytest.approx(bound)
+    result = predict.predict(costs, 2.5, 3, 1.5)
+    assert result["error"] == pytest.approx(result["predicted"] / 1.5 - 1)
+    assert result["fraction_of_bound"] == pytest.approx(1.5 / result["bound"])
+    assert predict.predict(costs, 2.5, 3, None)["error"] is None
+
+
+def test_expected_tokens_sum_the_chances_of_getting_that_far():
+    alphas = [0.8, 0.6, 0.5]
+    for k in range(1, 6):
+        chances = [1.0]
+        for i in range(k):
+            chances.append(chances[-1] * alphas[min(i, 2)])
+        assert predict.expected_tokens(alphas, k) == pytest.approx(sum(chances))
+    # A constant alpha: the geometric series.
+    assert predict.expected_tokens([0.7], 4) == pytest.approx((1 - 0.7**5) / (1 - 0.7))
+    assert predict.expected_tokens([], 3) == 1.0
+
+
+def test_the_curve_agrees_with_single_predictions():
+    costs = make_costs()
+    points = predict.curve(costs, [0.8, 0.5])
+    assert [point["k"] for point in points] == [1, 2, 3]
+    assert points[2]["tau"] == pytest.approx(1 + 0.8 + 0.4 + 0.2)
+    assert points[2]["speedup"] == pytest.approx(costs.speedup(2.4, 3))
+
+
+def test_the_parts_of_a_round_add_up_to_it():
+    split = predict.time_split(make_costs(), 3, 0.2)
+    parts = [split[name] for name in ("verify", "draft", "accept", "host")]
+    assert sum(parts) == pytest.approx(split["round"]) == pytest.approx(0.2)
+
+
+def test_the_order_of_runs():
+    b, c = runner.make_configurations([1, 2])
+    labels = [configuration.label for configuration, _ in runner.schedule([b, c], "abba")]
+    assert labels == ["plain", "k=1", "k=1", "plain", "plain", "k=2", "k=2", "plain"]
+    steps = runner.schedule([b, c], "mirror")
+    assert [configuration.label for configuration, _ in steps] == ["plain", "k=1", "k=2", "k=2", "k=1", "plain"]
+    assert steps[0][1] == [b, c]
+    assert [configuration.label for configuration, _ in runner.schedule([b, c], "weave")] == ["plain", "k=1", "k=2"]
+
+
+def test_arms_pass_the_loops_words_through():
+    configurations = runner.make_configurations([2, "auto"], ["2x4:12"], compares=True)
+    assert [configuration.kind for configuration in configurations] == ["chain", "auto", "tree", "mlx-lm-draft"]
+    assert configurations[1].options == {"num_draft_tokens": "auto"}
+    assert configurations[2].options == {"tree": TreeShape(2, 4, 12)}
+    assert measure.calibrated_rows(configurations) == (8, [13])
+
+
+def test_counts_from_the_flags_of_mlx_lm():
+    assert runner.first_batch([True, True, False, True]) == 3
+    assert runner.first_batch([False, True]) == 1
+    assert runner.first_batch([True, True]) == 2
+    # Rounds that keep 2, 0, 1 of 2 drafts, and one that max_tokens cut after its first.
+    flags = [True, True, False, False, True, False, True]
+    stats = runner.stats_of_flags(flags, 2)
+    assert stats.accepted_histogram == [1, 2, 1]
+    assert (stats.num_rounds, stats.num_emitted, stats.num_drafted) == (4, 7, 8)
+    # All of a short text came with its first token.
+    assert runner.stats_of_flags([], 2).to_dict()["cumulative_acceptance_by_position"] == []
+
+
+# --- prompt sets --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", questions.SETS)
+def test_prompt_sets_ship_whole_and_with_their_licence(name):
+    loaded = questions.load_set(name)
+    assert len(loaded) == 80
+    assert len({question.id for question in loaded}) == 80
+    readme = (questions.FOLDER / "README.md").read_text()
+    row = next(line for line in readme.splitlines() if f"`{name}.jsonl`" in line)
+    assert "github.com" in row and ("MIT" in row or "Apache-2.0" in row)
+
+
+def test_a_limited_set_is_spread_over_the_whole():
+    assert questions.spread(list("abcdef"), 3) == ["a", "c", "e"]
+    assert questions.spread([1, 2], 5) == [1, 2] == questions.spread([1, 2], 0)
+    assert len(questions.load_questions(questions.SETS, 4)) == 12
+
+
+def test_a_file_of_prompts(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"prompt": "one?"}\n\n{"question_id": "b", "turns": ["two?", "three?"]}\n')
+    found = questions.load_set(str(path))
+    rows = [(q.set_name, q.id, q.text) for q in found]
+    assert rows == [("mine", "1", "one?"), ("mine", "b", "two?")]
+
+
+def test_prompts_go_through_the_template_and_are_padded_exactly():
+    tokenizer = byte_tokenizer()
+    question = questions.Question("s", "0", "What is it?")
+    short = questions.prompt_tokens(question, tokenizer)
+    assert tokenizer.decode(short) == "<user>What is it?<reply>"
+    padded = questions.prompt_tokens(question, tokenizer, 700)
+    assert len(padded) == 700
+    text = tokenizer.decode(padded)
+    assert text.startswith("<user>Notes") and text.endswith("\n\nWhat is it?<reply>")
+    assert questions.prompt_tokens(question, tokenizer, 5) == short
+
+
+# --- parts that run a model ---------------------------------------------------------------
+
+
+def test_markdown_escapes_bars():
+    table = render.markdown_table(["a|b"], [["1"], ["x|y"]])
+    assert table.splitlines() == ["| a\\|b |", "|---|", "| 1 |", "| x\\|y |"]

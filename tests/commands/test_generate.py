@@ -1,0 +1,211 @@
+"""The command ``mlx_eagle.generate``, as a user runs it: output, files, mistakes, Ctrl-C."""
+
+import io
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from checkpoints import CONFIG, as_midlayer, eagle3_tensors, write_safetensors
+from helpers import tiny_llama
+from mlx_lm.utils import save_model
+
+import mlx_eagle
+from mlx_eagle.commands import flags
+from mlx_eagle.commands import generate as program
+from mlx_eagle.demo.target import demo_target_path
+
+QUESTION = "What is 3 + 4?"
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return mlx_eagle.load_demo(mx.float32)
+
+
+@pytest.fixture
+def run(pair, monkeypatch, capsys):
+    """Run the command in this process on an already loaded pair: (exit code, out, err)."""
+
+    def load_demo(**options):
+        if options.get("quantize_bits") is not None:
+            return mlx_eagle.load_demo(**options)
+        return pair
+
+    monkeypatch.setattr(flags, "load_demo", load_demo)
+
+    def command(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["mlx_eagle.generate", *args])
+        code = 0
+        try:
+            program.main()
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capsys.readouterr()
+
+    return command
+
+
+def plain_text(pair, question: str, max_tokens: int) -> str:
+    model, tokenizer, _ = pair
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], add_generation_prompt=True
+    )
+    return mlx_lm.generate(model, tokenizer, prompt, max_tokens=max_tokens)
+
+
+def test_text_footer_and_counts(run, pair):
+    flags = ("--num-draft-tokens", "3", "--stats-json", "-", "--memory")
+    code, out, _ = run("-p", QUESTION, "-m", "20", *flags)
+    assert code == 0
+    assert plain_text(pair, QUESTION, 20) in out
+    for line in ("Prompt: ", "Generation: ", "Peak memory: ", "Rounds: ", "Acceptance by position"):
+        assert line in out
+    assert "Drafting adds" in out and "head 9.8 M parameters" in out
+    counts = json.loads(out.splitlines()[-1])
+    assert counts["num_target_forwards"] == counts["num_rounds"] + counts["num_plain_steps"]
+    assert counts["num_drafted"] == counts["num_accepted"] + counts["num_rejected"]
+    assert counts["tau"] == pytest.approx(counts["num_emitted"] / counts["num_target_forwards"])
+    assert 9.7e6 < counts["head_parameters"] < 9.9e6
+    assert counts["target_weight_bytes"] > 500e6 and counts["head_cache_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--num-draft-tokens", "0"),
+        ("--num-draft-tokens", "5"),
+        ("--tree", "3x3:9"),
+        ("--draft-model", "lookup"),
+        ("--kv-bits", "8", "--kv-group-size", "32", "--quantized-kv-start", "40"),
+    ],
+)
+def test_the_same_text_whatever_is_drafted(run, pair, flags):
+    code, out, _ = run("-p", QUESTION, "-m", "16", "--verbose", "F", *flags)
+    expected = plain_text(pair, QUESTION, 16)
+    if "--kv-bits" not in flags:
+        assert out == expected + "\n"
+    assert code == 0 and out.strip()
+
+
+def test_stats_go_to_a_file(run, tmp_path):
+    path = tmp_path / "stats.json"
+    flags = ("--num-draft-tokens", "3", "--stats-json", str(path))
+    code, out, _ = run("-p", QUESTION, "-m", "4", *flags)
+    assert code == 0 and json.loads(path.read_text())["num_rounds"] >= 1
+
+
+def test_prompt_from_standard_input(run, pair, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(QUESTION))
+    _, out, _ = run("-p", "-", "-m", "8", "--verbose", "F")
+    assert out == plain_text(pair, QUESTION, 8) + "\n"
+
+
+def test_same_seed_same_text(run):
+    flags = ("-p", QUESTION, "-m", "16", "--verbose", "F", "--temp", "0.8", "--seed", "3")
+    outs = {run(*flags, "--num-draft-tokens", k)[1] for k in ("0", "1", "4")}
+    assert len(outs) == 1
+
+
+@pytest.fixture
+def target(tmp_path):
+    """A tiny random llama with the demo pair's tokenizer, in a folder."""
+    target = tmp_path / "target"
+    model = tiny_llama(vocab_size=49152)
+    config = {k: v for k, v in vars(model.args).items() if v is not None}
+    save_model(target, model)
+    (target / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(demo_target_path() / name, target)
+    return target
+
+
+@pytest.fixture
+def head(tmp_path):
+    """An unconverted checkpoint for it."""
+    tensors = as_midlayer(eagle3_tensors(vocab=49152))
+    return write_safetensors(tmp_path / "head", {**CONFIG, "vocab_size": 49152}, tensors)
+
+
+def test_folders_as_a_user_names_them(run, target, head):
+    """A target folder with an unconverted checkpoint, converted on the fly, or a small model."""
+    flags = ("-p", QUESTION, "-m", "12", "--verbose", "F", "--model", str(target))
+    _, plain, _ = run(*flags, "--num-draft-tokens", "0")
+    code, out, err = run(*flags, "--draft-model", str(head))
+    assert code == 0, err
+    assert "is not converted yet" in out and out.endswith(plain)
+    assert run(*flags, "--draft-model", str(head))[1] == plain  # now it is in the cache
+    assert run(*flags, "--draft-model", str(target))[1] == plain
+
+
+def test_a_prompt_cache_made_by_mlx_lm(run, target, head, tmp_path):
+    file = str(tmp_path / "cache.safetensors")
+    made = [sys.executable, "-m", "mlx_lm", "cache_prompt", "--model", str(target)]
+    done = subprocess.run(
+        [*made, "--prompt", "Some long text.", "--prompt-cache-file", file], capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+    theirs = subprocess.run(
+        [sys.executable, "-m", "mlx_lm", "generate", "--prompt-cache-file", file]
+        + ["-p", "And then?", "-m", "10", "--verbose", "F"],
+        capture_output=True,
+        text=True,
+    )
+    flags = ("-p", "And then?", "-m", "10", "--verbose", "F", "--prompt-cache-file", file)
+    code, out, err = run(*flags, "--draft-model", str(head))
+    assert code == 0, err
+    assert theirs.stdout.strip() and out.endswith(theirs.stdout)
+    code, _, err = run(*flags, "--draft-model", str(head), "--model", "another")
+    assert code == 2 and "made with" in err
+
+
+MISTAKES = {
+    "negative draft": (("--num-draft-tokens", "-1"), "give 0 (plain decoding) or more"),
+    "no tokens": (("--max-tokens", "0"), "give a positive number, or -1"),
+    "no prefill": (("--prefill-step-size", "0"), "give 1 or more"),
+    "negative temperature": (("--temp", "-1"), "give 0 (greedy) or more"),
+    "tree": (("--tree", "4x4"), "give WIDTHxDEPTH:NODES"),
+    "rule without temperature": (("--acceptance", "reject"), "needs a temperature above 0"),
+    "rule with XTC": (
+        ("--acceptance", "coupled", "--temp", "1", "--xtc-probability", "0.5"),
+        "cannot replay XTC",
+    ),
+    "no such head": (("--draft-model", "no/such/head/here"), "does not exist"),
+    "target without head": (("--model", "somewhere"), "--model needs --draft-model"),
+    "quantized twice": (("--quantize-draft", "8"), "already quantized to 4 bits"),
+    "no such cache": (("--prompt-cache-file", "nowhere.safetensors"), "does not exist"),
+    "a file as head": (("--draft-model", __file__), "give the folder it is in"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_costs_one_sentence(run, name):
+    flags, sentence = MISTAKES[name]
+    code, out, err = run("-p", QUESTION, "-m", "4", *flags)
+    assert code == 2
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert sentence in err
+    assert "Traceback" not in out + err
+
+
+def test_ctrl_c_leaves_cleanly():
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mlx_eagle.generate", "-p", "Write a long story.", "-m", "-1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A suite that runs in the background has SIGINT ignored, and would pass that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert process.stdout.readline().startswith("=====")
+    time.sleep(2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.strip().endswith("interrupted") and "Traceback" not in err

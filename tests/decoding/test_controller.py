@@ -1,0 +1,290 @@
+"""``num_draft_tokens="auto"``: what pays is drafted, what does not is parked, nothing is lost."""
+
+import random
+import re
+
+import mlx.core as mx
+import pytest
+from architectures import build
+from costs import FLAT, LINEAR, ScriptedController
+from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama, tiny_qwen3
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_eagle.decoding.controller import (
+    AdaptiveController,
+    DraftShape,
+    FixedController,
+    RoundCosts,
+    expected_tokens,
+)
+from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.decoding.sampling import Sampling
+from mlx_eagle.drafters.tree import TreeShape
+
+# A round of k = 1..7 in plain steps, where verification is nearly flat, and where it is linear.
+STEEP = RoundCosts(1.0, {DraftShape(k): 1.2 + 0.84 * k for k in range(1, 8)})
+def simulate(controller, costs, alpha, num_tokens, seed) -> float:
+    """Seconds a token of a text whose drafts are accepted at random; alpha by text position."""
+    dice, seconds, emitted = random.Random(seed), 0.0, 0
+    while emitted < num_tokens:
+        shape, accepted = controller.next_shape(emitted), 0
+        if shape.size == 0:
+            seconds, emitted = seconds + costs.plain, emitted + 1
+            continue
+        while accepted < shape.size and dice.random() < alpha(emitted):
+            accepted += 1
+        controller.record(shape, accepted)
+        seconds, emitted = seconds + costs.rounds[shape], emitted + accepted + 1
+    return seconds / emitted
+
+
+def mean_speedup(costs, alpha, num_tokens, size=None, runs=30) -> float:
+    def controller():
+        return AdaptiveController(costs) if size is None else FixedController(DraftShape(size))
+
+    times = [simulate(controller(), costs, alpha, num_tokens, seed) for seed in range(runs)]
+    return costs.plain / (sum(times) / runs)
+
+
+def test_expected_tokens():
+    assert expected_tokens([0.8, 0.5], 3) == pytest.approx(1 + 0.8 + 0.4 + 0.2)
+    assert expected_tokens([], 3) == 1.0
+
+
+@pytest.mark.parametrize("alpha", [0.05, 0.3, 0.5, 0.77, 0.95])
+@pytest.mark.parametrize("costs", [FLAT, STEEP, LINEAR], ids=["flat", "steep", "linear"])
+def test_close_to_the_best_fixed_length(costs, alpha):
+    best = max(mean_speedup(costs, lambda _: alpha, 600, size) for size in range(8))
+    assert mean_speedup(costs, lambda _: alpha, 600) > 0.98 * best
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.1, 0.4])
+@pytest.mark.parametrize("costs", [FLAT, STEEP, LINEAR], ids=["flat", "steep", "linear"])
+def test_never_much_slower_than_plain_even_on_short_texts(costs, alpha):
+    for seed in range(30):
+        assert simulate(AdaptiveController(costs), costs, lambda _: alpha, 100, seed) < 1.035
+
+
+def test_it_follows_a_text_that_changes():
+    def alpha(position):
+        return 0.8 if (position // 500) % 2 else 0.02
+
+    best = max(mean_speedup(FLAT, alpha, 2000, size) for size in range(8))
+    assert mean_speedup(FLAT, alpha, 2000) > 1.02 * best
+
+
+def test_hopeless_costs_park_for_good_with_the_reason():
+    controller = AdaptiveController(LINEAR)
+    assert controller.drafting_off and controller.never_pays
+    assert [controller.next_shape(n) for n in range(5000)] == [DraftShape(0)] * 5000
+    (event,) = controller.events
+    assert event.what == "park" and "would not pay even with 90% accepted" in event.reason
+
+
+def test_parks_probes_and_wakes_are_noted():
+    controller = AdaptiveController(FLAT)
+    simulate(controller, FLAT, lambda n: 0.9 if n > 600 else 0.0, 1500, seed=1)
+    whats = [event.what for event in controller.events]
+    assert whats[0] == "park" and whats[-1] == "wake"
+    assert whats.count("probe") == whats.count("park")
+    positions = [event.num_tokens for event in controller.events]
+    assert positions == sorted(positions) and positions[-1] > 600
+    assert re.search(r"with \d+% of first drafts accepted, the best length", controller.events[-3].reason)
+
+
+def test_texts_of_a_batch_share_what_is_known():
+    """Three texts that accept alike teach what one does, three times as well; a round is one."""
+    alone, shared = AdaptiveController(FLAT), AdaptiveController(FLAT)
+    for kept in (3, 0, 1, 3):
+        alone.record(DraftShape(3), kept)
+        shared.record(DraftShape(3), kept, kept, kept)
+    assert shared.alphas[0] > 0.5 > alone.alphas[0] > 0.45 > AdaptiveController(FLAT).alphas[0]
+    mixed = AdaptiveController(FLAT)
+    for _ in range(200):
+        mixed.record(DraftShape(2), 2, 0)
+    assert mixed.alphas[0] == pytest.approx(0.5, abs=0.02) and mixed.alphas[1] > 0.9
+    # A trial loses what the mean text loses, in so many rounds: 6 of them, not 6 texts.
+    drafting_off = AdaptiveController(FLAT)
+    for _ in range(2):
+        assert not drafting_off.drafting_off
+        drafting_off.next_shape(1)
+        drafting_off.record(DraftShape(1), 0, 0, 0, 0, 1)
+    drafting_off.next_shape(1)
+    assert not drafting_off.drafting_off
+
+
+def test_other_costs_wake_a_parked_pace_that_would_pay():
+    controller = AdaptiveController(STEEP)
+    assert controller.drafting_off and controller.never_pays
+    controller.update_costs(LINEAR)
+    assert controller.drafting_off and len(controller.events) == 1
+    controller.update_costs(FLAT)
+    assert not controller.drafting_off and controller.next_shape(7).size > 0
+    assert [event.what for event in controller.events] == ["park", "wake"]
+    # What is known of acceptance stays: a text that accepts nothing is parked still.
+    controller = AdaptiveController(FLAT)
+    simulate(controller, FLAT, lambda n: 0.0, 200, seed=1)
+    assert controller.drafting_off
+    controller.update_costs(RoundCosts(1.0, {shape: 0.99 * cost for shape, cost in FLAT.rounds.items()}))
+    assert controller.drafting_off
+
+
+TARGETS = {
+    "llama": (tiny_llama, {}),
+    "rotating": (tiny_qwen3, {"max_kv_size": 12}),
+    "gemma3": (lambda: build("gemma3_text"), {}),
+    "qwen3_next": (lambda: build("qwen3_next"), {}),
+    "mamba2": (lambda: build("mamba2"), {}),
+    "quantized KV": (
+        lambda: tiny_llama(head_dim=32),
+        {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": len(PROMPT) + 5},
+    ),
+}
+SCRIPTS = {"parked": [0], "wakes": [2, 0, 0, 0, 3, 3, 0], "at once": [0, 1]}
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def case(request):
+    make, options = TARGETS[request.param]
+    model = make()
+    return model, tiny_head(model), options
+
+
+@pytest.fixture
+def paced(monkeypatch, request):
+    monkeypatch.setattr("mlx_eagle.decoding.loop.round_costs", lambda *_: None)
+    monkeypatch.setattr(
+        "mlx_eagle.decoding.loop.AdaptiveController", lambda costs: ScriptedController(SCRIPTS[request.param])
+    )
+
+
+@pytest.mark.parametrize("sampler", [None, lambda: Sampling(0.9, seed=3)], ids=["greedy", "t=.9"])
+@pytest.mark.parametrize("paced", SCRIPTS, indirect=True)
+def test_the_text_and_the_caches_of_plain_decoding(case, paced, sampler):
+    model, drafter, options = case
+    cache, reference = make_prompt_cache(model, options.get("max_kv_size")), []
+    reference = make_prompt_cache(model, options.get("max_kv_size"))
+    make = sampler or (lambda: None)
+    tokens, stats = speculative(
+        model, drafter, PROMPT, 25, num_draft_tokens="auto", prompt_cache=cache, sampler=make(),
+        **options,
+    )  # fmt: skip
+    assert tokens == plain(model, PROMPT, 25, prompt_cache=reference, sampler=make(), **options)
+    assert stats.num_evals == stats.num_target_forwards
+    follow = [plain(model, [3, 4], 8, prompt_cache=c, **options) for c in (cache, reference)]
+    assert follow[0] == follow[1]
+
+
+@pytest.mark.parametrize("paced", SCRIPTS, indirect=True)
+@pytest.mark.parametrize("num_taken", [1, 2, 3, 5, 8])
+def test_left_early(case, paced, num_taken):
+    model, drafter, options = case
+    cache = make_prompt_cache(model, options.get("max_kv_size"))
+    reference = make_prompt_cache(model, options.get("max_kv_size"))
+    head_cache = drafter.make_cache()
+    cache += head_cache
+    ours = speculative_generate_step(
+        mx.array(PROMPT), model, drafter, num_draft_tokens="auto", max_tokens=-1,
+        prompt_cache=cache, **options,
+    )  # fmt: skip
+    theirs = generate_step(
+        mx.array(PROMPT), model, max_tokens=-1, prompt_cache=reference, **options
+    )
+    text = list(PROMPT)
+    for _ in range(num_taken):
+        text.append(next(ours)[0])
+        assert next(theirs)[0] == text[-1]
+    ours.close()
+    theirs.close()
+    # What the drafter holds is what a fresh one has absorbed of the same text.
+    whole = make_prompt_cache(model, options.get("max_kv_size")) + drafter.make_cache()
+    speculative(model, drafter, text, 1, num_draft_tokens=1, prompt_cache=whole)
+    mine, other = head_cache[0].keys_and_values(), whole[-2].keys_and_values()
+    for a, b in zip(mine, other):
+        assert a.shape[2] == len(text) - 1
+        if not options:  # otherwise a prompt in one piece sees more than one that grew
+            assert mx.allclose(a, b[..., : len(text) - 1, :], atol=1e-3).item()
+    num_caches = len(reference)
+    follow = [plain(model, [3, 4], 8, prompt_cache=c[:num_caches]) for c in (cache, reference)]
+    assert follow[0] == follow[1]
+
+
+@pytest.mark.parametrize("paced", ["parked", "wakes"], indirect=True)
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 9])
+def test_limits_and_stop_tokens(paced, num_tokens):
+    model = tiny_llama()
+    text = plain(model, PROMPT, 12)
+    options = {"num_draft_tokens": "auto"}
+    assert speculative(model, tiny_head(model), PROMPT, num_tokens, **options)[0] == (
+        text[:num_tokens]
+    )
+    stop = text[num_tokens]
+    tokens, stats = speculative(model, tiny_head(model), PROMPT, 12, stop_tokens=[stop], **options)
+    assert tokens == text[: text.index(stop) + 1]
+    assert stats.num_emitted == len(tokens) - 1
+
+
+@pytest.mark.parametrize("paced", ["parked"], indirect=True)
+def test_parked_decoding_is_pipelined_and_leaves_the_head_alone(paced, monkeypatch):
+    """The next step is launched before the token of this one is read; the head never runs."""
+    from mlx_eagle.decoding.decoder import Decoder, Round
+
+    order = []
+    launch, read = Decoder.launch, Round.read
+    monkeypatch.setattr(Decoder, "launch", lambda *a, **k: order.append("L") or launch(*a, **k))
+    monkeypatch.setattr(Round, "read", lambda *a: order.append("R") or read(*a))
+    model = tiny_llama()
+    _, stats = speculative(model, tiny_head(model), PROMPT, 10, num_draft_tokens="auto")
+    assert "".join(order) == "LR" + "L" + "LR" * 8 + "R"
+    assert stats.num_head_forwards == 0
+
+
+def test_nonsense_is_refused():
+    model = tiny_llama()
+    with pytest.raises(ValueError, match="num_draft_tokens is automatic: give 0"):
+        speculative(model, tiny_head(model), PROMPT, 3, num_draft_tokens="automatic")
+
+
+def test_a_tree_is_taken_where_it_pays_and_left_where_it_does_not():
+    """Trees of 2 levels whose rounds bring 2.2 tokens, at two costs, beside chains at 50 %."""
+    tree = DraftShape(2, TreeShape.parse("3x2:9"))
+
+    def tokens_per_second(cost: float) -> tuple[float, int]:
+        costs = RoundCosts(1.0, {**FLAT.rounds, tree: cost})
+        controller, dice = AdaptiveController(costs), random.Random(7)
+        seconds, emitted, num_trees = 0.0, 0, 0
+        for _ in range(400):
+            shape = controller.next_shape(emitted)
+            if shape.tree is not None:
+                num_trees += 1
+                accepted = dice.choice([0, 1, 1, 2, 2])
+            else:
+                accepted = 0
+                while accepted < shape.size and dice.random() < 0.5:
+                    accepted += 1
+            controller.record(shape, accepted)
+            seconds, emitted = seconds + costs.rounds[shape], emitted + accepted + 1
+        return emitted / seconds, num_trees
+
+    fast, num_used = tokens_per_second(1.4)
+    slow, num_tried = tokens_per_second(1.9)
+    assert num_used > 350 and fast > 1.5
+    assert num_tried < 100 and slow > 0.97 * mean_speedup(FLAT, lambda _: 0.5, 800, 2)
+
+
+def test_a_fixed_tree_is_drafted_whatever_the_length_says(tmp_path, monkeypatch):
+    monkeypatch.setattr("mlx_eagle.decoding.calibrate.user_cache", lambda: tmp_path)
+    model, tree = tiny_llama(), TreeShape.parse("2x2:4")
+    options = {"num_draft_tokens": "auto", "tree": tree}
+    tokens, stats = speculative(model, tiny_head(model), PROMPT, 20, **options)
+    assert tokens == plain(model, PROMPT, 20)
+    full = stats.num_rounds - 1  # the last may be cut to the tokens that are left
+    assert stats.num_drafted >= 4 * full > 0 and stats.num_plain_steps <= 1
+    assert not (tmp_path / "calibration.json").exists()
+
+
+def test_tree_auto_is_refused_where_trees_are():
+    model = build("mamba2")
+    with pytest.raises(ValueError, match="leave the tree out"):
+        speculative(model, tiny_head(model), PROMPT, 4, tree="auto")

@@ -1,0 +1,128 @@
+"""Several requests on one prompt cache: the drafter's part of it misses nothing."""
+
+import gc
+
+import mlx.core as mx
+import pytest
+from drafter_pairs import PAIRS, SHOWN
+from helpers import PROMPT, caches_equal, plain, speculative
+from mlx_lm.generate import generation_stream
+from mlx_lm.models import llama
+from mlx_lm.models.cache import (
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+    trim_prompt_cache,
+)
+
+from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.drafters.model_drafter import ModelDrafter
+from mlx_eagle.drafters.mtp import MTPDrafter
+from mlx_eagle.target.taps import Target
+
+TURNS = [PROMPT, [9, 33, 7], [12], [50, 51, 52, 53]]
+
+
+def pair_cache(model, drafter) -> list:
+    return make_prompt_cache(model) + drafter.make_cache()
+
+
+def assert_drafter_missed_nothing(drafter, model, cache: list, text: list[int]) -> None:
+    """The drafter's part of ``cache`` equals what it is after ``text`` in one piece."""
+    num_target = len(make_prompt_cache(model))
+    assert len(cache) == num_target + len(drafter.make_cache())
+    ours, whole = cache[num_target:], drafter.make_cache()
+    if isinstance(drafter, ModelDrafter) and whole:
+        drafter.model(mx.array([text]), cache=whole)
+        assert caches_equal(ours, whole)
+    elif isinstance(drafter, MTPDrafter):
+        _, features = Target(model, drafter.taps)(mx.array(text), make_prompt_cache(model))
+        other = drafter.begin(whole)
+        other.extend(mx.array(text[1:]), features[:-1])
+        assert caches_equal(ours[:1], whole[:1])
+        assert mx.allclose(ours[1].keys[0, 0], features[-1:], rtol=1e-3, atol=1e-3).item()
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("k", [1, 3])
+def test_several_requests_on_one_cache(name, k, tmp_path):
+    model, drafter = PAIRS[name]
+    cache, reference, text = pair_cache(model, drafter), make_prompt_cache(model), []
+    num_target, file = len(reference), str(tmp_path / "cache.safetensors")
+    for turn in TURNS:
+        tokens, _ = speculative(model, drafter, turn, 9, num_draft_tokens=k, prompt_cache=cache)
+        assert tokens == plain(model, turn, 9, prompt_cache=reference)
+        text += turn + tokens
+        if not isinstance(drafter, ModelDrafter) or type(drafter.model) is llama.Model:
+            assert_drafter_missed_nothing(drafter, model, cache, text)
+        save_prompt_cache(file, cache)
+        cache = load_prompt_cache(file)
+    assert len(cache) == num_target + len(drafter.make_cache())
+
+
+def test_a_draft_model_with_a_full_window_carries_it_over_requests():
+    model, drafter = PAIRS["draft model, rotating"]
+    cache, text = pair_cache(model, drafter), []
+    for turn in TURNS:
+        tokens, _ = speculative(model, drafter, turn, 9, num_draft_tokens=3, prompt_cache=cache)
+        text += turn + tokens
+    ours = cache[len(make_prompt_cache(model)) :]
+    assert [c.offset for c in ours] == [len(text)] * len(ours)
+    expected = plain(drafter.model, [*text, 3, 4], 12)
+    assert plain(drafter.model, [3, 4], 12, prompt_cache=ours) == expected
+
+
+@pytest.fixture
+def no_collector():
+    """Only counting references frees anything."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("num_taken", [3, 12])
+@pytest.mark.parametrize("name", PAIRS)
+def test_caches_are_freed_at_once(name, num_taken, no_collector):
+    model, drafter = PAIRS[name]
+    left = []
+    for _ in range(3):
+        steps = speculative_generate_step(
+            mx.array(PROMPT), model, drafter, num_draft_tokens=3, max_tokens=12
+        )
+        for _ in range(num_taken):
+            next(steps)
+        steps.close()
+        del steps
+        mx.synchronize(generation_stream)
+        left.append(mx.get_active_memory())
+    assert left[1] == left[2]  # the first makes what is kept for all: masks, compiled functions
+
+
+@pytest.mark.parametrize("num_taken", [1, 2, 4])
+@pytest.mark.parametrize("name", SHOWN)
+def test_left_early(name, num_taken):
+    model, drafter = PAIRS[name]
+    cache = pair_cache(model, drafter)
+    steps = speculative_generate_step(
+        mx.array(PROMPT), model, drafter, num_draft_tokens=3, max_tokens=-1, prompt_cache=cache
+    )
+    text = PROMPT + [next(steps)[0] for _ in range(num_taken)]
+    steps.close()
+    if name != "draft model, rotating":
+        assert_drafter_missed_nothing(drafter, model, cache, text)
+    tokens, _ = speculative(model, drafter, [3, 4], 9, num_draft_tokens=3, prompt_cache=cache)
+    assert tokens == plain(model, [*text, 3, 4], 9)
+
+
+@pytest.mark.parametrize("num_trimmed", [1, 4, 12])
+@pytest.mark.parametrize("name", ["lookup", "draft model"])
+def test_trimmed_to_a_common_prefix(name, num_trimmed):
+    model, drafter = PAIRS[name]
+    cache = pair_cache(model, drafter)
+    text = PROMPT + speculative(model, drafter, PROMPT, 10, prompt_cache=cache)[0]
+    trim_prompt_cache(cache, num_trimmed)
+    text = text[:-num_trimmed]
+    tokens, _ = speculative(model, drafter, [3, 4], 9, prompt_cache=cache)
+    assert tokens == plain(model, [*text, 3, 4], 9)
+    assert_drafter_missed_nothing(drafter, model, cache, [*text, 3, 4, *tokens])

@@ -1,0 +1,140 @@
+"""Four methods, one loop: lookup, a draft model and an MTP layer beside the EAGLE head.
+
+Whoever drafts, the text is the target's own; and what is drafted is what a naive twin drafts.
+"""
+
+import mlx.core as mx
+import pytest
+from drafter_pairs import (
+    LLAMA,
+    PAIRS,
+    QWEN3_NEXT,
+    SHOWN,
+    Steered,
+    naive_twin,
+    tiny_gemma3,
+    tiny_lfm2,
+    tiny_mamba2,
+)
+from helpers import PROMPT, SCRIPTS, plain, speculative
+
+from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.decoding.sampling import Sampling
+from mlx_eagle.drafters.base import Drafter
+from mlx_eagle.drafters.model_drafter import ModelDrafter
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_interface(name):
+    assert isinstance(PAIRS[name][1], Drafter)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
+def test_same_text(name, k):
+    model, drafter = PAIRS[name]
+    tokens, stats = speculative(model, drafter, PROMPT, 30, num_draft_tokens=k)
+    assert tokens == plain(model, PROMPT, 30)
+    assert stats.num_emitted == 29
+    assert stats.num_emitted == stats.num_accepted + stats.num_target_forwards
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("name", [name for name in PAIRS if name != "eagle-3"])
+def test_every_draft_equals_the_naive_one(name, k, script):
+    model, inner = PAIRS[name]
+    text = PROMPT + plain(model, PROMPT, 24)
+    drafter = Steered(inner, naive_twin(inner, model), text, SCRIPTS[script])
+    tokens, _ = speculative(
+        model, drafter, PROMPT, 18, num_draft_tokens=k, prefill_step_size=3
+    )
+    assert tokens == text[len(PROMPT) :][:18]
+    assert drafter.begun.num_rounds > 3
+
+
+@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.parametrize("k", [1, 3])
+def test_k_forwards_a_round(name, k):
+    model, drafter = PAIRS[name]
+    _, stats = speculative(model, drafter, PROMPT, 25, num_draft_tokens=k)
+    assert stats.num_head_forwards == (0 if name == "lookup" else stats.num_drafted)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize(
+    "model",
+    [LLAMA, tiny_gemma3(), tiny_mamba2(), tiny_lfm2(), QWEN3_NEXT],
+    ids=lambda model: model.model_type,
+)
+def test_the_target_as_its_own_draft_model(model, k):
+    max_tokens = 1 + 6 * (k + 1)
+    tokens, stats = speculative(
+        model, ModelDrafter(model), PROMPT, max_tokens, num_draft_tokens=k
+    )
+    assert tokens == plain(model, PROMPT, max_tokens)
+    assert stats.tau == k + 1
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_coupled_text_depends_on_the_seed_alone(name):
+    model, drafter = PAIRS[name]
+
+    def run(num_draft_tokens):
+        sampler = Sampling(temp=0.7, top_p=0.9, seed=4)
+        return speculative(
+            model,
+            drafter,
+            PROMPT,
+            20,
+            num_draft_tokens=num_draft_tokens,
+            sampler=sampler,
+            acceptance="coupled",
+        )[0]
+
+    assert run(4) == run(1) == run(0)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_rejection_sampling(name):
+    model, drafter = PAIRS[name]
+
+    def run(seed):
+        sampler = Sampling(temp=0.7, top_k=20, seed=seed)
+        return speculative(
+            model,
+            drafter,
+            PROMPT,
+            12,
+            num_draft_tokens=3,
+            sampler=sampler,
+            acceptance="reject",
+        )
+
+    tokens, stats = run(1)
+    assert len(tokens) == 12 and stats.num_emitted == 11
+    assert run(1)[0] == tokens and run(2)[0] != tokens
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_two_generations_do_not_mix(name):
+    model, drafter = PAIRS[name]
+    prompts = [PROMPT, PROMPT[::-1]]
+    steps = [
+        speculative_generate_step(mx.array(p), model, drafter, num_draft_tokens=2, max_tokens=12)
+        for p in prompts
+    ]
+    tokens = [[], []]
+    for _ in range(12):
+        for out, gen in zip(tokens, steps):
+            out.append(next(gen)[0])
+    assert tokens == [plain(model, p, 12) for p in prompts]
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("max_tokens", [1, 2, 3])
+def test_short_prompts_and_texts(name, max_tokens):
+    model, drafter = PAIRS[name]
+    for prompt in ([5], [5, 17]):
+        tokens, _ = speculative(model, drafter, prompt, max_tokens, num_draft_tokens=3)
+        assert tokens == plain(model, prompt, max_tokens)

@@ -1,0 +1,115 @@
+"""``--draft-model auto`` and ``--list``: the known heads, and those converted here."""
+
+import sys
+
+import pytest
+from checkpoints import CONFIG, as_midlayer, eagle3_tensors, write_safetensors
+
+from mlx_eagle import draft_models as drafters
+from mlx_eagle.commands import flags
+from mlx_eagle.commands import generate as program
+from mlx_eagle.drafters.pairs import PAIRS, pair_for, plain_name
+from mlx_eagle.system.command import run_command
+from mlx_eagle.system.hub import REPO_ID
+
+NAMES = {
+    "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b-instruct",
+    "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit": "llama-3.1-8b-instruct",
+    "lmstudio-community/Qwen3-8B-MLX-4bit": "qwen3-8b",
+    "mlx-community/Qwen3-8B-4bit-DWQ-053125": "qwen3-8b",
+    "mlx-community/Qwen3-30B-A3B-Instruct-2507-8bit": "qwen3-30b-a3b-instruct-2507",
+    "mlx-community/gpt-oss-20b-MXFP4-Q8": "gpt-oss-20b",
+    "mlx-community/gemma-4-31b-it-bf16": "gemma-4-31b-it",
+    "~/models/Qwen3-32B-fp16-gs32/": "qwen3-32b",
+    "Qwen/Qwen3-4B-Base": "qwen3-4b-base",
+    "4bit": "4bit",
+}
+
+
+@pytest.mark.parametrize("model", NAMES)
+def test_a_model_is_known_whoever_converted_it(model):
+    assert plain_name(model) == NAMES[model]
+
+
+def test_the_table_names_heads_once():
+    heads = [pair.head for pair in PAIRS]
+    assert len(set(heads)) == len(heads)
+    assert all(REPO_ID.fullmatch(name) for pair in PAIRS for name in (pair.target, pair.head))
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.head)
+def test_the_first_of_a_target_is_chosen(pair):
+    chosen = pair_for(pair.target)
+    assert chosen.target == pair.target
+    assert PAIRS.index(chosen) <= PAIRS.index(pair)
+    converted = f"mlx-community/{pair.target.split('/')[1]}-4bit"
+    assert pair_for(converted) == chosen
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-8B-Base", "some/Model-4bit", "/tmp/model"])
+def test_an_unknown_target_is_told_what_to_do(model):
+    with pytest.raises(ValueError, match=f"no public head is known here for {model}"):
+        pair_for(model)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """The command's exit code and output, with stand-ins where it would load or generate."""
+    opened = []
+    demo = ("demo model", "demo tokenizer", "demo head")
+    monkeypatch.setattr(flags, "load", lambda name, **_: (name, "tokenizer"))
+    monkeypatch.setattr(flags, "load_demo", lambda **_: demo)
+    monkeypatch.setattr(flags, "open_drafter", lambda *names, **_: opened.append(names) or "head")
+
+    def command(*given: str):
+        args = program.build_parser().parse_args(given)
+        try:
+            run_command(lambda: opened.append(flags.load_pair(args, {})))
+            code = 0
+        except SystemExit as stop:
+            code = stop.code
+        return code, opened, capsys.readouterr()
+
+    return command
+
+
+def test_auto_opens_the_head_of_the_target(run):
+    model = "mlx-community/Qwen3-Coder-30B-A3B-Instruct-4bit"
+    code, opened, said = run("--model", model, "--draft-model", "auto")
+    head = "JinnP/SGLang-EAGLE3-Qwen3-Coder-30B-A3B-Instruct"
+    assert code == 0
+    assert opened == [(head, model, "tokenizer"), (model, "tokenizer", "head")]
+    assert said.err == f"Drafting with {head} (licence: Apache-2.0).\n" and said.out == ""
+
+
+def test_auto_without_a_target_is_the_demo_head(run):
+    assert run("--draft-model", "auto")[:2] == (0, [("demo model", "demo tokenizer", "demo head")])
+
+
+def test_auto_without_a_known_head_loads_nothing(run):
+    code, opened, said = run("--model", "some/Model", "--draft-model", "auto")
+    assert (code, opened) == (2, [])
+    assert said.err.startswith("error: no public head is known here for some/Model: ")
+    assert said.err.count("\n") == 1
+
+
+def test_adapters_need_a_target(run):
+    code, _, said = run("--adapter-path", "adapters")
+    assert code == 2 and "--adapter-path needs --model" in said.err
+
+
+def test_list(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(drafters, "user_cache", lambda: tmp_path)
+    monkeypatch.setattr(sys, "argv", ["mlx_eagle.generate", "--list"])
+    program.main()
+    before = capsys.readouterr().out
+    assert "none yet" in before
+    assert all(pair.head in before and pair.target in before for pair in PAIRS)
+    head = write_safetensors(tmp_path / "head", CONFIG, as_midlayer(eagle3_tensors()))
+    folder = drafters.converted(head, str(head))
+    capsys.readouterr()
+    program.main()
+    after = capsys.readouterr().out
+    (line,) = [line for line in after.splitlines() if str(folder) in line]
+    assert f"hidden size {CONFIG['hidden_size']} with {CONFIG['vocab_size']} tokens" in line
+    assert "none yet" not in after

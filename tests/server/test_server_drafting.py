@@ -1,0 +1,228 @@
+"""How a request or a flag of the server says to draft: length, tree, rule; and who refuses it."""
+
+import json
+import re
+
+import pytest
+from architectures import ARCHITECTURES, build
+from mlx_lm.utils import save_model
+from openai import BadRequestError
+from serving import ENDLESS, NUM_CHARACTERS, ours, parse, theirs, write_pair, write_tokenizer
+
+from mlx_eagle.commands import generate as cli
+from mlx_eagle.commands.flags import read_tree
+from mlx_eagle.decoding import loop
+from mlx_eagle.decoding.calibrate import CHAINS
+from mlx_eagle.decoding.controller import RoundCosts
+from mlx_eagle.server import __main__ as command
+from mlx_eagle.server.caches import PairCache
+
+VOCAB = NUM_CHARACTERS + 2
+TEXT = {"prompt": "Once upon a time", "max_tokens": 40, "logit_bias": ENDLESS}
+SAMPLED = TEXT | {"temperature": 0.9, "seed": 5, "max_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> dict[str, str]:
+    return write_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def expected(pair):
+    """mlx_lm.server's answer to ``TEXT``."""
+    with theirs(pair["target"]) as asked:
+        yield asked.complete(**TEXT).choices
+
+
+@pytest.fixture(scope="module")
+def server(pair):
+    with ours("--model", pair["target"], "--draft-model", pair["head"], "--usage-stats") as asked:
+        yield asked
+
+
+@pytest.fixture(autouse=True)
+def own_calibration(tmp_path, monkeypatch):
+    monkeypatch.setattr("mlx_eagle.decoding.calibrate.user_cache", lambda: tmp_path)
+
+
+@pytest.fixture
+def asked_of_loop(monkeypatch) -> list[tuple]:
+    """The trees and rules that the loop is asked for."""
+    found, check = [], loop._check_target
+
+    def watch(model, drafter, cache, quantization, tree, acceptance):
+        found.append((tree, acceptance))
+        check(model, drafter, cache, quantization, tree, acceptance)
+
+    monkeypatch.setattr(loop, "_check_target", watch)
+    return found
+
+
+WISHES = {
+    "auto": {"num_draft_tokens": "auto"},
+    "growing tree": {"tree": "3x3:8"},
+    "static tree": {"tree": "3/2+1"},
+    "tree auto": {"tree": "auto"},
+    "chains": {"tree": None, "acceptance": None},
+    "match": {"acceptance": "match"},
+}
+
+
+@pytest.mark.parametrize("name", WISHES)
+def test_a_request_says_how_to_draft(server, expected, asked_of_loop, name):
+    wish = WISHES[name]
+    got = server.complete(**TEXT, **wish)
+    assert got.choices == expected
+    tree = wish.get("tree") and read_tree(wish["tree"])
+    assert asked_of_loop == [(tree, wish.get("acceptance"))]
+    if name.endswith(" tree"):  # more of them are drafted than a chain has
+        chain = server.complete(**TEXT).usage
+        assert got.usage.drafted_tokens / chain.drafted_tokens > 1.2
+
+
+def test_rules_for_sampling(server, asked_of_loop):
+    """Coupled gives the text of the seed alone; the others draw in ways of their own."""
+    rules = (None, "coupled", "match", "reject")
+    texts = [server.complete(**SAMPLED, acceptance=r).choices[0].text for r in rules]
+    assert asked_of_loop == [(None, rule) for rule in rules]
+    plain_text = server.complete(**SAMPLED, num_draft_tokens=0).choices[0].text
+    trees = [
+        server.complete(**SAMPLED, tree="2x2:4", acceptance=rule).choices[0].text
+        for rule in ("coupled", None)
+    ]
+    assert texts[0] == texts[1] == plain_text == trees[0] == trees[1]
+    assert len({plain_text, *texts[2:]}) == 3
+    again = [server.complete(**SAMPLED, acceptance=r).choices[0].text for r in rules[2:]]
+    assert again == texts[2:], "a seed gives one text under each rule"
+
+
+REFUSED = {
+    "word": ({"num_draft_tokens": "three"}, "num_draft_tokens is 'three': give a number or"),
+    "number": ({"tree": 4}, "tree is a number: give a string"),
+    "no tree": ({"tree": "4x4"}, "give WIDTHxDEPTH:NODES"),
+    "empty": ({"tree": ""}, "give WIDTHxDEPTH:NODES"),
+    "impossible": ({"tree": "2x2:9"}, "is impossible"),
+    "static": ({"tree": "2/0"}, "give at most one number a node"),
+    "nodes": ({"tree": "20x20:257"}, "is too large: give at most 256 nodes"),
+    "width": ({"tree": f"{10**9}x1:5"}, "is too large"),
+    "long": ({"tree": "1/" * 10**6}, "the tree has 2000000 characters"),
+    "wide": ({"tree": "50x1:50"}, f"the head drafts only {VOCAB // 2} different tokens"),
+    "rule": ({"acceptance": "always"}, "give one of match, coupled, reject"),
+    "no rule": ({"acceptance": ["match"]}, "give one of match, coupled, reject"),
+    "greedy": ({"acceptance": "reject"}, "needs a temperature above 0"),
+    "xtc": (
+        {"acceptance": "coupled", "temperature": 1, "xtc_probability": 0.5},
+        "cannot replay XTC",
+    ),
+    "both": ({"acceptance": "reject", "temperature": 1, "tree": "2x2:4"}, "is for chains"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_wishes_that_make_no_sense(server, expected, name):
+    wish, sentence = REFUSED[name]
+    for stream in (False, True):
+        with pytest.raises(BadRequestError, match=re.escape(sentence)) as error:
+            server.complete(**TEXT | {"stream": stream} | wish)
+        assert error.value.body["message"].endswith(".")
+    if name in ("wide", "both"):
+        assert server.complete(**TEXT).choices == expected
+
+
+def test_flags_are_what_requests_say_nothing_of(pair, expected, asked_of_loop):
+    flags = ("--model", pair["target"], "--draft-model", pair["head"], "--tree", "2x2:4")
+    with ours(*flags, "--acceptance", "match", "--num-draft-tokens", "auto") as asked:
+        assert asked.complete(**TEXT).choices == expected
+        assert asked.complete(**TEXT, tree=None, num_draft_tokens=3).choices == expected
+        asked.complete(**SAMPLED)
+        asked.complete(**SAMPLED, tree=None, acceptance=None)
+        with pytest.raises(BadRequestError, match="is for chains"):
+            asked.complete(**SAMPLED, acceptance="reject")
+    tree = read_tree("2x2:4")
+    # Greedy decoding has one rule.
+    assert asked_of_loop == [(tree, None), (None, None), (tree, "match"), (None, None)]
+
+
+def test_pairs_without_trees_refuse_them(pair):
+    flags = ("--model", pair["target"], "--draft-model", pair["model"])
+    with ours(*flags) as asked:
+        for num_draft_tokens in (3, "auto"):
+            with pytest.raises(BadRequestError, match="this drafter proposes chains only"):
+                asked.complete(**TEXT, tree="2x2:4", num_draft_tokens=num_draft_tokens)
+        plain_answer = asked.complete(**TEXT, tree="2x2:4", num_draft_tokens=0)
+        assert plain_answer.choices == asked.complete(**TEXT).choices
+    with pytest.raises(ValueError, match="this drafter proposes chains only"):
+        ours(*flags, "--tree", "2x2:4")
+
+
+@pytest.fixture(scope="module")
+def recurrent(pair, tmp_path_factory) -> str:
+    """A target of the sizes of the pair's, with caches that allow no trees."""
+    folder = tmp_path_factory.mktemp("recurrent")
+    config = ARCHITECTURES["lfm2"] | {"vocab_size": write_tokenizer(folder)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ARCHITECTURES, "lfm2", config)
+        save_model(folder, build("lfm2"))
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_targets_without_trees_refuse_them(pair, recurrent):
+    flags = ("--model", recurrent, "--draft-model", pair["head"], "--usage-stats")
+    with ours(*flags) as asked, theirs(recurrent) as reference:
+        for stream in (False, True):
+            with pytest.raises(BadRequestError, match="tree drafts need caches whose rows"):
+                asked.complete(**TEXT, tree="2x2:4", stream=stream)
+        got = asked.complete(**TEXT)
+        assert got.choices == reference.complete(**TEXT).choices
+        assert got.usage.drafted_tokens > 0
+    with pytest.raises(ValueError, match="tree drafts need caches whose rows"):
+        ours(*flags, "--tree", "auto")
+
+
+def test_no_draft_could_pay_here(pair, expected, monkeypatch):
+    """What was decoded without the drafter is filed without its part of the caches."""
+    hopeless = RoundCosts(1.0, {shape: 100.0 for shape in CHAINS})
+    monkeypatch.setattr(loop, "round_costs", lambda *args, **options: hopeless)
+    filed, insert = [], PairCache.insert_cache
+
+    def watch(self, model, tokens, caches, **options):
+        filed.append(len(caches.draft))
+        insert(self, model, tokens, caches, **options)
+
+    monkeypatch.setattr(PairCache, "insert_cache", watch)
+    flags = ("--model", pair["target"], "--draft-model", pair["head"], "--usage-stats")
+    with ours(*flags, "--num-draft-tokens", "auto") as asked:
+        got = asked.complete(**TEXT)
+        assert got.choices == expected and got.usage.drafted_tokens == 0
+        longer = TEXT | {"prompt": TEXT["prompt"] + got.choices[0].text[:20], "max_tokens": 20}
+        got = asked.complete(**longer, num_draft_tokens=3)
+    assert got.choices[0].text == expected[0].text[20:] and got.usage.drafted_tokens > 0
+    assert filed[0] == 0 and filed[1] > 0
+
+
+MISTAKES = {
+    "tree": (("--tree", "4x4"), "give WIDTHxDEPTH:NODES"),
+    "both": (("--tree", "2x2:4", "--acceptance", "reject"), "is for chains"),
+    "length": (("--num-draft-tokens", "-2"), "give 0 (plain decoding) or more, or auto"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_flags_that_make_no_sense(name):
+    flags, sentence = MISTAKES[name]
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        command.check_arguments(parse(*flags))
+
+
+def test_drafting_flags_are_those_of_generate():
+    def told(parser) -> dict:
+        return {
+            action.dest: (action.help, action.type, action.choices, action.default)
+            for action in parser._actions
+        }
+
+    ours_, theirs_ = told(command.build_parser()), told(cli.build_parser())
+    for name in ("draft_model", "num_draft_tokens", "quantize_draft", "tree", "acceptance"):
+        assert ours_[name] == theirs_[name]
+    assert ours_["num_draft_tokens"][3] == "auto"

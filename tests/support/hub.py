@@ -1,0 +1,126 @@
+"""A stand-in for the hub on this machine, which speaks the few endpoints that we use."""
+
+import base64
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from huggingface_hub import constants
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Hub(ThreadingHTTPServer):
+    """Repositories under ``root/owner/name``; ``requests`` and ``uploads`` are what came in."""
+
+    def __init__(self, root: Path):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.root = root
+        self.requests: list[str] = []
+        self.uploads: dict[str, bytes] = {}
+        self.address = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def answer_json(self, value: object) -> None:
+        self.answer(200, json.dumps(value).encode(), Content_Type="application/json")
+
+    def do_GET(self) -> None:
+        path = unquote(self.path.partition("?")[0]).strip("/")
+        self.server.requests.append(path)
+        parts = path.split("/")
+        if parts[:2] == ["api", "models"]:
+            folder = self.server.root.joinpath(*parts[2:4])
+            if folder.is_dir():
+                files = [(p.name, p.stat().st_size) for p in sorted(folder.iterdir())]
+                if "tree" in parts:
+                    entry = {"type": "file", "oid": COMMIT}
+                    self.answer_json([entry | {"path": n, "size": size} for n, size in files])
+                    return
+                siblings = [{"rfilename": name} for name, _ in files]
+                repo = "/".join(parts[2:4])
+                self.answer_json({"id": repo, "sha": COMMIT, "siblings": siblings})
+                return
+        elif "resolve" in parts:
+            file = self.server.root.joinpath(*parts[:2], *parts[4:])
+            if file.is_file():
+                body = file.read_bytes()
+                etag = f'"{hashlib.sha1(body).hexdigest()}"'
+                self.answer(200, body, ETag=etag, X_Repo_Commit=COMMIT)
+                return
+        self.answer(404, b"{}", X_Error_Code="RepoNotFound")
+
+    do_HEAD = do_GET
+
+    def do_POST(self) -> None:
+        path = self.path.partition("?")[0].strip("/")
+        body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+        if path == "api/repos/create":
+            asked = json.loads(body)
+            repo = f"{asked['organization']}/{asked['name']}"
+            self.answer_json({"url": f"{self.server.address}/{repo}"})
+        elif path == "api/validate-yaml":  # asked before a model card is uploaded
+            self.answer_json({"errors": [], "warnings": []})
+        elif "preupload" in path:
+            how = {"uploadMode": "regular", "shouldIgnore": False, "oid": None}
+            files = [how | {"path": file["path"]} for file in json.loads(body)["files"]]
+            self.answer_json({"files": files})
+        elif "commit" in path:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    content = base64.b64decode(line["value"]["content"])
+                    self.server.uploads[line["value"]["path"]] = content
+            repo = path.split("/commit/")[0].removeprefix("api/models/")
+            url = f"{self.server.address}/{repo}/commit/{COMMIT}"
+            self.answer_json({"success": True, "commitOid": COMMIT, "commitUrl": url})
+        else:
+            self.answer(404)
+
+
+@contextmanager
+def running_hub(root: Path) -> Iterator[Hub]:
+    root.mkdir()
+    server = Hub(root)
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def hub_settings(address: str, home: Path) -> dict[str, str]:
+    """The environment of a process whose hub, home and caches these are."""
+    settings = {"HF_ENDPOINT": address, "HF_HOME": str(home / "hf"), "HOME": str(home)}
+    return settings | {"HF_TOKEN": "hf_test", "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+
+
+def use_hub(patch: pytest.MonkeyPatch, hub: Hub, home: Path) -> None:
+    """Let this process know no other hub, and keep downloads and our own cache in ``home``."""
+    url = f"{hub.address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    patch.setattr(constants, "ENDPOINT", hub.address)
+    patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url)
+    patch.setattr(constants, "HF_HUB_CACHE", str(home / "hf" / "hub"))
+    patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    patch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for module in ("draft_models", "decoding.calibrate"):
+        patch.setattr(f"mlx_eagle.{module}.user_cache", lambda: home / ".cache" / "mlx-eagle")

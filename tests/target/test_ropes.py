@@ -1,0 +1,86 @@
+"""Every rope of mlx-lm: rows of a window rotate as each would alone, or trees are refused."""
+
+import mlx.core as mx
+import pytest
+from helpers import (
+    PROMPT,
+    SCRIPTS,
+    ScriptedDrafter,
+    plain,
+    speculative,
+    tiny_head,
+    tiny_llama,
+)
+from mlx_lm.models.cache import make_prompt_cache
+from tree_drafters import ScriptedTreeDrafter
+
+from mlx_eagle.drafters.head import DraftAttention
+from mlx_eagle.drafters.tree import TreeShape
+from mlx_eagle.target.tree_attention import check_trees
+
+LIMIT = 24  # positions the tiny models say they were trained for; texts run past it
+ROPES = {
+    "default": None,
+    "linear": {"type": "linear", "factor": 2.0},
+    "dynamic": {"type": "dynamic", "factor": 2.0},
+    "llama3": {"type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16},
+    "yarn": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    "longrope": {
+        "type": "longrope",
+        "factor": 1.5,
+        "original_max_position_embeddings": 16,
+        "short_factor": [1.0] * 8,
+        "long_factor": [1.0 + 0.3 * i for i in range(8)],
+    },
+    "proportional": {"type": "proportional", "factor": 1.0, "partial_rotary_factor": 0.5},
+    "mrope": {"type": "mrope", "factor": 1.0, "mrope_section": [2, 3, 3]},
+}
+REFUSED = ("dynamic",)
+TREE = TreeShape.parse("3x4:12")
+
+
+def model_with(name: str):
+    return tiny_llama(rope_scaling=ROPES[name], max_position_embeddings=LIMIT)
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_targets_past_their_length(name):
+    model = model_with(name)
+    expected = plain(model, PROMPT, 52)
+    text = PROMPT + expected
+    assert len(text) > 2 * LIMIT
+    drafters = [tiny_head(model), *(ScriptedDrafter(text, s) for s in SCRIPTS.values())]
+    for drafter in drafters:
+        assert speculative(model, drafter, PROMPT, 44)[0] == expected[:44]
+    if name in REFUSED:
+        with pytest.raises(ValueError, match="leave the tree out and draft chains"):
+            speculative(model, tiny_head(model), PROMPT, 4, tree=TREE)
+        return
+    check_trees(model, make_prompt_cache(model))
+    for drafter in (tiny_head(model), ScriptedTreeDrafter(text, SCRIPTS["every length"])):
+        assert speculative(model, drafter, PROMPT, 44, tree=TREE)[0] == expected[:44]
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_a_heads_rows_at_any_positions(name):
+    """As trees, the lagging cache and the converter's --check give them: in no order."""
+    config = tiny_head(tiny_llama(), rope={"theta": 1e4, "scaling": ROPES[name]}).head.config
+    attention = DraftAttention(config, 64)
+    positions = [3, 3, 40, 17, 2100]  # the last is past the head's own 2048
+    x = mx.random.normal((1, 2, len(positions), 16), key=mx.random.key(1))
+    together = attention._rotate(x, mx.array(positions))
+    alone = [attention.rope(x[:, :, i : i + 1], offset=p) for i, p in enumerate(positions)]
+    assert mx.allclose(together, mx.concatenate(alone, axis=2), atol=1e-5).item()
+    assert not mx.allclose(together, attention._rotate(x, 3), atol=0.1).item()
+
+
+def test_a_head_whose_base_follows_the_length_drafts_trees_and_lags():
+    model = tiny_llama()
+    rope = {"theta": 1e4, "scaling": ROPES["dynamic"]}
+    drafter = tiny_head(model, rope=rope, max_position_embeddings=LIMIT)
+    expected = plain(model, PROMPT, 40)
+    with pytest.warns(UserWarning, match="trained for"):
+        assert speculative(model, drafter, PROMPT, 40, tree=TREE)[0] == expected
+    with pytest.warns(UserWarning, match="trained for"):
+        lagging = drafter.with_draft_cache("lagging")
+        assert speculative(model, lagging, PROMPT, 40)[0] == expected

@@ -1,0 +1,126 @@
+"""What ``--draft-model`` may name: local folders and hub ids, converted or not, and models."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoints import CONFIG, as_midlayer, eagle1_tensors, eagle3_tensors, write_safetensors
+from helpers import PROMPT, plain, speculative, tiny_llama
+from hub import Hub, hub_settings, running_hub
+from mlx_lm.utils import save_model
+
+import mlx_eagle
+from mlx_eagle.convert import convert
+from mlx_eagle.decoding.stats import Stats
+from mlx_eagle.drafters.eagle3 import Eagle3Drafter
+from mlx_eagle.drafters.lookup import LookupDrafter
+
+ON_THE_HUB = """
+import sys
+sys.path.insert(0, {tests!r})
+from helpers import PROMPT, plain, speculative, tiny_llama
+import mlx_eagle
+
+model = tiny_llama(vocab_size=128)
+drafter = {opener}("some/head", model)
+tokens, stats = speculative(model, drafter, PROMPT, 12, num_draft_tokens=2)
+assert tokens == plain(model, PROMPT, 12)
+assert stats.num_drafted > 0
+print("fine")
+"""
+
+
+@pytest.fixture
+def hub(tmp_path):
+    with running_hub(tmp_path / "hub") as server:
+        yield server
+
+
+def run_with_hub(hub: Hub, home, opener: str) -> subprocess.CompletedProcess:
+    code = ON_THE_HUB.format(tests=str(Path(__file__).parent / "support"), opener=opener)
+    settings = {**os.environ, **hub_settings(hub.address, home)}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=settings, capture_output=True, text=True
+    )
+
+
+def test_an_unconverted_head_of_the_hub_is_converted_aloud(hub, tmp_path):
+    write_safetensors(hub.root / "some" / "head", CONFIG, as_midlayer(eagle3_tensors()))
+    done = run_with_hub(hub, tmp_path, "mlx_eagle.open_drafter")
+    assert done.returncode == 0, done.stderr
+    assert "some/head is not converted yet" in done.stdout and "family" in done.stdout
+    again = run_with_hub(hub, tmp_path, "mlx_eagle.open_drafter")
+    assert again.stdout == "fine\n"
+
+
+@pytest.mark.parametrize("opener", ["mlx_eagle.open_drafter", "mlx_eagle.load_drafter"])
+def test_a_converted_head_of_the_hub(hub, tmp_path, opener):
+    source = write_safetensors(tmp_path / "source", CONFIG, as_midlayer(eagle3_tensors()))
+    convert(str(source), str(hub.root / "some" / "head"))
+    done = run_with_hub(hub, tmp_path, opener)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "fine\n"
+
+
+def test_an_unreachable_hub_is_one_sentence(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "mlx_eagle.generate", "--draft-model", "no/such", "-m", "2"]
+        + ["--model", "no/model"],
+        env={**os.environ, **hub_settings("http://127.0.0.1:9", tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and done.stderr.strip().count("\n") == 0
+
+
+def test_local_names(tmp_path, monkeypatch):
+    monkeypatch.setattr("pathlib.Path.home", lambda: tmp_path)
+    model = tiny_llama(vocab_size=128)
+    source = write_safetensors(tmp_path / "source", CONFIG, as_midlayer(eagle3_tensors()))
+    assert isinstance(mlx_eagle.open_drafter("lookup", model), LookupDrafter)
+    assert isinstance(mlx_eagle.open_drafter(str(source), model), Eagle3Drafter)
+    assert len(list((tmp_path / ".cache" / "mlx-eagle" / "heads").iterdir())) == 1
+    with pytest.raises(ValueError, match="does not exist"):
+        mlx_eagle.open_drafter("no/such/thing/anywhere", model)
+
+
+def test_a_refused_checkpoint_says_why(tmp_path):
+    tensors = {**eagle3_tensors(), "mask_hidden": eagle3_tensors()["norm.weight"]}
+    source = write_safetensors(tmp_path / "source", CONFIG, tensors)
+    with pytest.raises(ValueError, match="P-EAGLE"):
+        mlx_eagle.open_drafter(str(source), tiny_llama(vocab_size=128))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_eagle_1_heads_run_through_the_same_loop(tmp_path, tied):
+    model = tiny_llama(vocab_size=128, tie_word_embeddings=tied)
+    config = {k: v for k, v in CONFIG.items() if k != "draft_vocab_size"}
+    source = write_safetensors(tmp_path / "source", config, eagle1_tensors())
+    convert(str(source), str(tmp_path / "head"), quantize=False)
+    drafter = mlx_eagle.load_drafter(tmp_path / "head", model)
+    assert drafter.taps == (len(model.layers) + 1,)  # what leaves the final norm
+    for k in (1, 3):
+        tokens, stats = speculative(model, drafter, PROMPT, 30, num_draft_tokens=k)
+        assert tokens == plain(model, PROMPT, 30)
+        assert stats.num_head_forwards == stats.num_drafted
+    assert isinstance(stats, Stats)
+
+
+def test_a_folder_of_an_ordinary_model_is_a_drafter(tmp_path):
+    model = tiny_llama(vocab_size=128)
+    save_model(tmp_path / "small", model)
+    values = {k: v for k, v in vars(model.args).items() if v is not None}
+    (tmp_path / "small" / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="not quantized while loading"):
+        mlx_eagle.open_drafter(str(tmp_path / "small"), model, quantize_bits=4)
+
+
+def test_subpackages_are_there_when_asked_for():
+    assert mlx_eagle.convert.convert is convert
+    assert callable(mlx_eagle.reference.eagle_draft_forward)
+    with pytest.raises(AttributeError):
+        mlx_eagle.nothing_of_that_name
