@@ -72,6 +72,7 @@ def test_a_run_ends_in_a_head_that_decodes(target, data, tmp_path):
 
 def test_stopped_and_gone_on_with_is_the_same_bit_for_bit(target, data, tmp_path):
     run = {**QUICK, "iters": 8, "grad_accumulation_steps": 2, "save_every": 4}
+    run["steps_per_report"] = 4
     train(str(target), str(data), str(tmp_path / "whole"), **run)
     # Stopped behind the first checkpoint, as a machine that is switched off stops.
     half, late = tmp_path / "half", tmp_path / "half" / "checkpoints" / "0000008"

@@ -46,14 +46,21 @@ class Lesson:
 class Teacher:
     """A frozen target that teaches heads whose draft vocabulary is ``ids`` (Vd,), target ids.
 
-    ``cache`` is a folder where lessons are kept from one epoch to the next.
+    ``cache`` is a folder where lessons are kept from one epoch to the next. Without
+    ``needs_sums``, for losses that do not ask for them, every ``log_z`` is 0.
     """
 
     def __init__(
-        self, model: nn.Module, taps: tuple[int, ...], ids: mx.array, cache: Path | None = None
+        self,
+        model: nn.Module,
+        taps: tuple[int, ...],
+        ids: mx.array,
+        cache: Path | None = None,
+        needs_sums: bool = True,
     ):
         self._target = Target(model, taps)
         self._ids = ids
+        self._needs_sums = needs_sums
         self._cache = cache
         self._is_drafted: np.ndarray | None = None
         if cache is not None:
@@ -135,9 +142,8 @@ class Teacher:
         choices = np.array(mx.argmax(logits, axis=-1))
         slots = np.flatnonzero(counts[:-1] & self._is_drafted[choices[1:]]).astype(np.int32)
         chosen = logits[mx.array(slots + 1)].astype(mx.float32)
-        # All of a row and then some of it: gathers of single numbers are slow.
-        drafted = mx.take(chosen, self._ids, axis=1)
-        return mx.array(slots), drafted, mx.logsumexp(chosen, axis=-1)
+        log_z = mx.logsumexp(chosen, axis=-1) if self._needs_sums else mx.zeros(len(slots))
+        return mx.array(slots), mx.take(chosen, self._ids, axis=1), log_z
 
     def _passes(self, tokens: np.ndarray) -> Iterator[tuple[mx.array, mx.array]]:
         """Logits (b, T, V) and features (b, T, F), a few sequences at once."""

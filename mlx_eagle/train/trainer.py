@@ -152,7 +152,8 @@ def _make_teacher(
         width = config.num_aux * config.target_hidden_size
         needed = cache_bytes(examples.train, width, len(student.ids), student.dtype.size)
         # Of these sequences as this target and this vocabulary have it.
-        name = f"{examples.fingerprint()}-{'-'.join(map(str, student.taps))}-{len(student.ids)}"
+        parts = (examples.fingerprint(), *student.taps, len(student.ids), settings.loss == "ce")
+        name = "-".join(map(str, parts))
         cache = Path(settings.cache_features).expanduser() / name
         cache.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(cache).free
@@ -163,7 +164,7 @@ def _make_teacher(
                 f"{cache} needs up to {needed / 1e9:.1f} GB, but {free / 1e9:.1f} are free: "
                 "leave out --cache-features."
             )
-    return Teacher(model, student.taps, student.ids, cache)
+    return Teacher(model, student.taps, student.ids, cache, needs_sums=settings.loss != "ce")
 
 
 def _is_first() -> bool:
@@ -266,7 +267,6 @@ class Trainer:
                 "give the same, or begin a new run with --init."
             )
         self._step.load(state["weights"], state["moments"])
-        mx.random.state[0] = state["random"]
         self._iteration, self._trained_tokens = facts["iteration"], facts["trained_tokens"]
 
     def run(self, stop: Stop) -> TrainReport:
@@ -380,11 +380,9 @@ class Trainer:
         config, weights = head_files(self._student, self._notes())
         self._checkpoints.save(
             self._iteration,
-            {
-                "weights": self._step.weights,
-                "moments": self._step.moments,
-                "random": mx.random.state[0],
-            },
+            # Nothing is drawn at random but the order of the data, which the seed and the number
+            # of the batch settle.
+            {"weights": self._step.weights, "moments": self._step.moments},
             {
                 "trained_tokens": self._trained_tokens,
                 "settings": self._settings.to_dict(),
