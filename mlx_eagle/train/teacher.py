@@ -141,6 +141,8 @@ class Teacher:
             self._is_drafted[np.array(self._ids)] = True
         choices = np.array(mx.argmax(logits, axis=-1))
         slots = np.flatnonzero(counts[:-1] & self._is_drafted[choices[1:]]).astype(np.int32)
+        if not len(slots):
+            return mx.array(slots), mx.zeros((0, len(self._ids))), mx.zeros(0)
         chosen = logits[mx.array(slots + 1)].astype(mx.float32)
         log_z = mx.logsumexp(chosen, axis=-1) if self._needs_sums else mx.zeros(len(slots))
         return mx.array(slots), mx.take(chosen, self._ids, axis=1), log_z
