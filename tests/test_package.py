@@ -17,7 +17,8 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
 TOP_LEVEL = set("pyproject.toml mlx_eagle convert bench tests README.md LICENSE Makefile".split())
-COMMANDS = [f"mlx_eagle.{name}" for name in ("generate", "chat", "server", "convert", "bench")]
+NAMES = ("generate", "chat", "server", "convert", "bench", "train", "train.answers")
+COMMANDS = [f"mlx_eagle.{name}" for name in NAMES]
 BUILD_SDIST = "import sys; from setuptools.build_meta import build_sdist as b; b(sys.argv[1])"
 
 

@@ -12,6 +12,7 @@ from mlx_lm.lora import yaml_loader
 
 from ..system.command import run_command
 from ..system.version import add_version_flag
+from .answers import parse_temperatures
 from .losses import LOSSES
 from .settings import TrainSettings
 from .trainer import run
@@ -51,6 +52,10 @@ HELP = {
     "seed": "Seed of the fresh head and of the order of the data.",
     "cache_features": "Keep what the target says of each sequence in this folder, for more epochs.",
     "resume": "Go on from the last checkpoint in --output.",
+    "regenerate": "Learn from the target's own answers to the data's prompts, made first.",
+    "answer_temps": "Temperatures of these answers (default 0,0.6,1).",
+    "answer_tokens": "Most tokens of such an answer.",
+    "answer_rows": "Answers that are decoded at once.",
     "quantize": "Quantize the finished head.",
     "q_bits": "Bits of a weight.",
     "q_group_size": "Weights that share a scale.",
@@ -73,13 +78,15 @@ def make_parser() -> argparse.ArgumentParser:
         kind = _plain(hints[setting.name])
         shown = setting.default
         text = HELP[setting.name]
-        if shown is not MISSING and shown is not None and not isinstance(shown, bool):
+        if shown is not MISSING and shown is not None and not isinstance(shown, bool | tuple):
             text = f"{text.removesuffix('.')} (default {shown})."
         options: dict[str, Any] = {"default": None, "help": text}
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
         elif setting.name == "aux_layers":
             options |= {"type": layer_numbers, "metavar": "LAYERS"}
+        elif setting.name == "answer_temps":
+            options |= {"type": parse_temperatures, "metavar": "T,T"}
         else:
             options["type"] = kind
         if setting.name == "loss":
@@ -108,9 +115,7 @@ def read_config(path: str) -> dict[str, Any]:
     for key in values:
         if key not in known:
             raise ValueError(f"{path} sets {key}, which is no setting: see mlx_eagle.train --help.")
-    if isinstance(values.get("aux_layers"), list):
-        values["aux_layers"] = tuple(values["aux_layers"])
-    return values
+    return {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
 
 
 def settings_of(argv: Sequence[str] | None) -> TrainSettings:

@@ -58,7 +58,8 @@ class Examples:
 class TokenBatch:
     """Sequences padded to one length: ``tokens`` (B, T) int32, ``counts`` (B, T) bool.
 
-    A slot counts where its own token is of the answer and not the last, as in SpecForge.
+    A slot counts where the token that it takes, the one after its own, is of the answer: from
+    each of these slots decoding drafts, the first time from the prompt's last one.
     ``longest`` is the length of the longest sequence of the batch on all ranks, ``size`` the
     number of sequences on all of them; ``numbers`` are those of the examples on this one.
     """
@@ -270,5 +271,5 @@ def make_batch(
     for row, number in enumerate(own):
         example = examples[number]
         tokens[row, : len(example.tokens)] = example.tokens
-        counts[row, example.num_prompt : len(example.tokens) - 1] = True
+        counts[row, max(0, example.num_prompt - 1) : len(example.tokens) - 1] = True
     return TokenBatch(tokens, counts, longest, len(numbers), own)

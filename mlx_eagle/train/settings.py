@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from .answers import TEMPERATURES, AnswerSettings
 from .losses import LossSettings
 
 # What a run that goes on may have otherwise than the one before.
@@ -19,7 +20,7 @@ FREE = (
     "quantize",
     "q_bits",
     "q_group_size",
-    "regenerate",
+    "answer_rows",
 )
 
 
@@ -65,6 +66,10 @@ class TrainSettings:
     seed: int = 0
     cache_features: str | None = None
     resume: bool = False
+    regenerate: bool = False
+    answer_temps: tuple[float, ...] = TEMPERATURES
+    answer_tokens: int = 512
+    answer_rows: int = 32
     quantize: bool = False
     q_bits: int = 4
     q_group_size: int = 64
@@ -88,7 +93,8 @@ class TrainSettings:
             raise ValueError(f"--learning-rate is {self.learning_rate}: give more than 0.")
         if not 0 <= self.warmup < 1:
             raise ValueError(f"--warmup is {self.warmup}: give a share of all steps, below 1.")
-        self.losses()  # refuses what it does not know
+        self.losses()  # refuses what it does not know, and so does
+        self.answers()
 
     def losses(self) -> LossSettings:
         return LossSettings(
@@ -98,6 +104,15 @@ class TrainSettings:
             kl_scale=self.kl_scale,
             kl_decay=self.kl_decay,
             checkpoint=self.grad_checkpoint,
+        )
+
+    def answers(self) -> AnswerSettings:
+        return AnswerSettings(
+            temperatures=self.answer_temps,
+            max_tokens=self.answer_tokens,
+            max_prompt_tokens=self.max_seq_length,
+            rows=self.answer_rows,
+            seed=self.seed,
         )
 
     def to_dict(self) -> dict[str, Any]:

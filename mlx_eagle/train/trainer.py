@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from ..convert.quantize import Quantization
@@ -26,6 +27,7 @@ from .evaluate import Evaluation, Evaluator
 from .examples import BatchOrder, Examples, make_batch, read_examples
 from .log import TrainingLog, make_card
 from .optimizer import TrainStep, learning_rate
+from .regenerate import regenerate
 from .settings import TrainSettings
 from .student import Shape, Student, fresh_student, head_files, student_from, write_head
 from .target_model import load_target
@@ -84,8 +86,12 @@ def run(settings: TrainSettings) -> TrainReport:
         settings.model, settings.adapter_path, settings.trust_remote_code
     )
     vocab_size = find_embedding(model)[1]
+    data = settings.data
+    if settings.regenerate:
+        folder = output / "answers"
+        data = str(regenerate(data, folder, model, tokenizer, settings.answers()))
     examples = read_examples(
-        settings.data, tokenizer, vocab_size, settings.max_seq_length, settings.mask_prompt
+        data, tokenizer, vocab_size, settings.max_seq_length, settings.mask_prompt
     )
     student, covered = _make_student(settings, model, config, examples, vocab_size)
     output.mkdir(parents=True, exist_ok=True)
@@ -115,7 +121,7 @@ def _check_output(output: Path, settings: TrainSettings, found: Path | None) -> 
 
 def _make_student(
     settings: TrainSettings,
-    model: Any,
+    model: nn.Module,
     config: dict[str, Any],
     examples: Examples,
     vocab_size: int,
@@ -143,7 +149,7 @@ def _make_student(
 
 
 def _make_teacher(
-    settings: TrainSettings, model: Any, student: Student, examples: Examples
+    settings: TrainSettings, model: nn.Module, student: Student, examples: Examples
 ) -> Teacher:
     """The teacher, with its cache where one is asked for and there is room for it."""
     cache = None

@@ -20,9 +20,10 @@ WORDS = "the quick brown fox jumps over a lazy dog while seven old owls look on"
 
 
 def write_target(folder: Path, seed: int = 0, **changes: Any) -> Path:
-    """A tiny llama as mlx-lm loads it; its tokenizer has a token a byte."""
+    """A tiny llama as mlx-lm loads it, sure of what it says; its tokenizer has a token a byte."""
     folder.mkdir(parents=True, exist_ok=True)
     model = tiny_llama(seed, vocab_size=VOCAB, **changes)
+    model.model.norm.weight = 6 * model.model.norm.weight
     save_model(folder, model)
     config = {"model_type": "llama", **SIZES, "vocab_size": VOCAB, **changes}
     (folder / "config.json").write_text(json.dumps(config))

@@ -7,7 +7,7 @@ that can be gone on with. Knows nothing of heads.
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -21,6 +21,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 Messages = list[dict[str, Any]]
 
+TEMPERATURES = (0.0, 0.6, 1.0)
+
 
 @dataclass(frozen=True)
 class AnswerSettings:
@@ -30,7 +32,7 @@ class AnswerSettings:
     once. ``max_tokens``: of one answer. ``max_prompt_tokens``: longer prompts are passed over.
     """
 
-    temperatures: tuple[float, ...] = (0.0, 0.6, 1.0)
+    temperatures: tuple[float, ...] = TEMPERATURES
     max_tokens: int = 512
     max_prompt_tokens: int = 1024
     rows: int = 32
@@ -48,14 +50,21 @@ class AnswerSettings:
 
 @dataclass
 class AnswerCounts:
-    """What has been done so far: in this run, and before it (``found``)."""
+    """What has been done so far: in this run, and before it (``found``).
+
+    ``cut`` answers ran into ``max_tokens``; for ``too_long`` prompts none is given.
+    """
 
     total: int = 0
     found: int = 0
     answers: int = 0
     tokens: int = 0
+    cut: int = 0
     too_long: int = 0
-    by_reason: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def done(self) -> int:
+        return self.found + self.answers + self.too_long
 
 
 @dataclass(frozen=True)
@@ -66,6 +75,11 @@ class _Job:
     messages: Messages
     tokens: list[int]
     temperature: float
+
+
+def parse_temperatures(text: str) -> tuple[float, ...]:
+    """0,0.6,1 -> (0.0, 0.6, 1.0)"""
+    return tuple(float(part) for part in text.split(","))
 
 
 def read_prompts(path: Path) -> list[Messages]:
@@ -137,7 +151,8 @@ def _keys_in(output: Path) -> set[str]:
     if not output.exists():
         output.parent.mkdir(parents=True, exist_ok=True)
         return set()
-    keys, whole = set(), 0
+    keys: set[str] = set()
+    whole = 0
     with output.open("rb") as file:
         for line in file:
             if not line.endswith(b"\n"):
@@ -236,8 +251,7 @@ def _answer_block(
                     del running[response.uid]
                     _write(file, tokenizer, job, answer, response.finish_reason)
                     counts.answers += 1
-                    reason = response.finish_reason
-                    counts.by_reason[reason] = counts.by_reason.get(reason, 0) + 1
+                    counts.cut += response.finish_reason == "length"
             report(counts)
     finally:
         generator.close()
