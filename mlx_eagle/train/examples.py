@@ -151,16 +151,16 @@ def _encoded(
             _check_recorded(row, tokenizer, where)
             examples.append(Example(tuple(row["tokens"]), row["prompt_length"] * mask_prompt))
             continue
-        try:
-            tokens, num_prompt = dataset.process(row)
-        except (KeyError, IndexError, TypeError, AttributeError) as err:
-            raise ValueError(f"{where} cannot be read ({err!r}): every row needs the same keys.") from err
         if mask_prompt and not _has_answer(row):
             raise ValueError(
                 f"{where} has no answer to learn from: let it end with the assistant's message, "
                 "have answers made with --regenerate, or learn from all of it with "
                 "--no-mask-prompt."
             )
+        try:
+            tokens, num_prompt = dataset.process(row)
+        except (KeyError, IndexError, TypeError, AttributeError) as err:
+            raise ValueError(f"{where} cannot be read ({err!r}): every row needs the same keys.") from err
         examples.append(Example(tuple(tokens), num_prompt))
     return examples
 

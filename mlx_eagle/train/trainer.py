@@ -94,9 +94,9 @@ def run(settings: TrainSettings) -> TrainReport:
         data, tokenizer, vocab_size, settings.max_seq_length, settings.mask_prompt
     )
     student, covered = _make_student(settings, model, config, examples, vocab_size)
-    output.mkdir(parents=True, exist_ok=True)
     teacher = _make_teacher(settings, model, student, examples)
     trainer = Trainer(settings, student, teacher, examples, checkpoints, covered)
+    output.mkdir(parents=True, exist_ok=True)
     if found is not None:
         trainer.restore(found)
     trainer.describe()
