@@ -9,6 +9,7 @@ from mlx_eagle.system.progress import Bar
 from mlx_eagle.system.version import add_version_flag
 
 from .pipeline import DTYPES, convert
+from .pytorch import to_pytorch
 from .resolve import Overrides
 from .trim import Trim
 
@@ -24,7 +25,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_version_flag(parser)
     yes_no = argparse.BooleanOptionalAction
     add = parser.add_argument
-    add("--hf-path", "--model", required=True, help="folder, GGUF file or hub repository id")
+    add("--hf-path", "--model", help="folder, GGUF file or hub repository id")
     add("--mlx-path", default="mlx_model", help="folder to write; it must not exist yet")
     add("-q", "--quantize", action=yes_no, default=True, help="quantize (the default)")
     add("--q-bits", type=int, default=4, help="bits a weight (default 4)")
@@ -34,6 +35,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--check", action="store_true", help="measure the head on the target (needs --target)")
     add("--draft-vocab", type=int, metavar="N", help="keep only N draft tokens: a cheaper draft")
     add("--draft-vocab-text", metavar="FILE", help="the N tokens most frequent in this text")
+    add("--to-pytorch", nargs=2, metavar=("HEAD", "DIR"), help="write a converted head back in the "
+        "layout that vLLM and SGLang read")
     add("--upload-repo", help="put the result on the hub under this id")
     add("--revision", help="branch, tag or commit of the source repository")
     rules = parser.add_argument_group("overrides, where a checkpoint does not say it or is wrong")
@@ -52,7 +55,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = vars(make_parser().parse_args(argv))
     overrides = Overrides(**{f.name: args.pop(f.name) for f in fields(Overrides)})
     size, text = args.pop("draft_vocab"), args.pop("draft_vocab_text")
+    back = args.pop("to_pytorch")
     try:
+        if back is not None:
+            to_pytorch(*back)
+            return
+        if args["hf_path"] is None:
+            raise ValueError("nothing to convert; name a checkpoint with --hf-path")
         if size is None and text is not None:
             raise ValueError(
                 "--draft-vocab-text says which tokens to keep; say how many with --draft-vocab"
