@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from mlx_lm.utils import load
 
 from mlx_eagle.commands.flags import known_head
-from mlx_eagle.decoding.loop import AUTO
+from mlx_eagle.decoding.limits import AUTO
 from mlx_eagle.demo.pair import load_demo
 from mlx_eagle.draft_models import open_drafter
 from mlx_eagle.drafters.tree import parse_tree

@@ -29,6 +29,7 @@ from mlx_lm.utils import dequantize_model
 
 from mlx_eagle.drafters.head import Eagle3Config, Eagle3Head
 from mlx_eagle.drafters.load import find_embedding, load_drafter
+from mlx_eagle.system.documents import is_number
 
 from .rope import DEFAULT_THETA
 from .texts import QUESTIONS, Text, read_conversation
@@ -131,7 +132,11 @@ class Report:
 def rope_bases(config: Mapping[str, Any]) -> set[float]:
     """Every rotary base that a config names, at whatever depth."""
     nested = [rope_bases(value) for value in config.values() if isinstance(value, Mapping)]
-    own = {float(base) for key, base in config.items() if key == "rope_theta" and base}
+    own = {
+        float(base)
+        for key, base in config.items()
+        if key == "rope_theta" and is_number(base) and base > 1
+    }
     return own.union(*nested)
 
 

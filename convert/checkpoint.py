@@ -4,19 +4,23 @@ Knows folders, shards and file formats. Does not know what any tensor means.
 """
 
 import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mlx_eagle.system.documents import check, read_object, read_weight_map
 from mlx_eagle.system.hub import locate
+from mlx_eagle.system.safetensors import check_name, read_header
 
 from .gguf import read_gguf
+from .kinds import CONFIG
 from .pickled import read_bin
 from .stored import Stored, map_file
 
 CONFIG_FILES = ("*.json",)
+MOST_SHARED = 2
+"""How often the bytes of a file may be used: twice, where embedding and lm_head are tied."""
 
 
 @dataclass(frozen=True)
@@ -44,43 +48,21 @@ class Checkpoint:
         return sums
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; ValueError where the file is missing or is none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path.parent} has no {path.name}, which a checkpoint needs") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as err:
-        raise ValueError(f"{path} is not valid JSON ({err}); download it again") from err
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a {type(value).__name__}, expected a JSON object")
-    return value
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's ``config.json``; ValueError where it is missing or no JSON object."""
+    path = folder / "config.json"
+    if not path.exists():
+        raise ValueError(f"{folder} has no {path.name}, which a checkpoint needs")
+    return read_object(path)
 
 
 def read_safetensors(path: Path) -> dict[str, Stored]:
     """The tensors of one shard; ValueError where it is cut off or no safetensors file."""
-    size = path.stat().st_size
-    if size < 8:
-        raise ValueError(f"{path.name} is {size} bytes long: cut off; download it again")
-    data = map_file(path)
-    start = 8 + int(data[:8].view("<u8")[0])
-    if start > size:
-        raise ValueError(f"{path.name} is cut off, or no safetensors file; download it again")
-    tensors = {}
-    try:
-        header = json.loads(data[8:start].tobytes())
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            first, last = (start + offset for offset in entry["data_offsets"])
-            if last > size:
-                raise ValueError(
-                    f"{path.name} is cut off: {size} bytes, and {name} ends at {last}; "
-                    "download it again"
-                )
-            tensors[name] = Stored(entry["dtype"], tuple(entry["shape"]), data[first:last])
-    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, TypeError) as err:
-        raise ValueError(f"{path.name} is no safetensors file ({err})") from err
-    return tensors
+    header, data = read_header(path), map_file(path)
+    return {
+        name: Stored(entry.dtype, entry.shape, data[entry.start : entry.end])
+        for name, entry in header.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -108,7 +90,7 @@ def find_shards(folder: Path, form: Format) -> list[Path]:
     """
     index = folder / form.index
     if index.exists():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        names = sorted(set(read_weight_map(index).values()))
         for name in names:
             if not (folder / name).is_file():
                 raise ValueError(
@@ -116,14 +98,28 @@ def find_shards(folder: Path, form: Format) -> list[Path]:
                 )
         return [folder / name for name in names]
     for pattern in form.patterns:
-        if shards := sorted(folder.glob(pattern)):
+        if shards := sorted(path for path in folder.glob(pattern) if path.is_file()):
             return shards
     return []
 
 
 def _open_gguf(source: str, path: Path) -> Checkpoint:
     config, tensors = read_gguf(path)
-    return Checkpoint(source, config, tensors, (path,))
+    return _checked(Checkpoint(source, config, tensors, (path,)), path)
+
+
+def _checked(checkpoint: Checkpoint, where: Path) -> Checkpoint:
+    """The checkpoint, its config of the right types and its tensors no more than its files."""
+    check(checkpoint.config, CONFIG, where)
+    for name in checkpoint.tensors:
+        check_name(name, checkpoint.source)
+    stored = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
+    if stored > MOST_SHARED * checkpoint.num_bytes:
+        raise ValueError(
+            f"{checkpoint.source} has tensors of {stored} bytes in files of "
+            f"{checkpoint.num_bytes}: they lie over one another, and the checkpoint is damaged"
+        )
+    return checkpoint
 
 
 def open_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
@@ -143,10 +139,11 @@ def open_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
             tensors: dict[str, Stored] = {}
             for shard in shards:
                 tensors |= form.read(shard)
-            config = read_json(folder / "config.json")
+            config = read_config(folder)
             if (folder / "hf_quant_config.json").exists():
                 config["hf_quant_config"] = True
-            return Checkpoint(source, config, tensors, tuple(shards))
+            checkpoint = Checkpoint(source, config, tensors, tuple(shards))
+            return _checked(checkpoint, folder / "config.json")
     # Of a repository the local cache may hold one of several, so there it must be named.
     is_local = folder == Path(source).expanduser()
     ggufs = sorted(folder.glob("*.gguf")) if is_local else []

@@ -17,6 +17,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_eagle.system.documents import LONGEST_NAME
+
 from .checkpoint import Checkpoint
 from .stored import Stored
 
@@ -249,7 +251,9 @@ def _config_lines(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         if isinstance(value, dict):
             yield from _config_lines(value, f"{prefix}{key}.")
         elif value is not None:
-            yield f"config {prefix}{key} = {value}"
+            # On one short line whatever it holds: the patterns take each line as an entry.
+            line = f"config {prefix}{key[:LONGEST_NAME]} = {str(value)[:LONGEST_NAME]}"
+            yield " ".join(line.splitlines())
 
 
 def hidden_size(tensors: Mapping[str, Stored]) -> int:

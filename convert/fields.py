@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlx_eagle.drafters.head import GATED
+from mlx_eagle.system.documents import shown
 
 from .families import Family, hidden_size
 from .shapes import need
@@ -58,7 +59,13 @@ def _heads(
     head_dim = head_dim or rows["q"] // num_heads
     if not head_dim:
         raise ValueError(f"q_proj has {rows['q']} rows for {num_heads} heads; fix the config")
-    return num_heads, settings.get("num_key_value_heads", rows["k"] // head_dim), head_dim
+    num_kv_heads = settings.get("num_key_value_heads", max(rows["k"] // head_dim, 1))
+    if num_heads % num_kv_heads or head_dim % 2:
+        raise ValueError(
+            f"the head has {num_heads} heads of width {head_dim} and {num_kv_heads} key heads, "
+            "expected an even width and a whole number of heads per key head; fix the config"
+        )
+    return num_heads, num_kv_heads, head_dim
 
 
 def _pre_fc_norm(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> str:
@@ -71,7 +78,7 @@ def _pre_fc_norm(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> 
 def activation(settings: Mapping[str, Any]) -> str:
     name = settings.get("hidden_act") or settings.get("hidden_activation") or "silu"
     if name not in GATED:
-        raise ValueError(f"the head's activation is {name}; {', '.join(GATED)} are known")
+        raise ValueError(f"the head's activation is {shown(name)}; {', '.join(GATED)} are known")
     return name
 
 

@@ -5,11 +5,16 @@ GGUF names, block formats decoded when read. MLX's own reader stops at the 64-bi
 of ``d2t``.
 """
 
+import math
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from mlx_eagle.system.documents import is_whole, shown
+from mlx_eagle.system.safetensors import check_name, is_shape
 
 from .stored import FORMATS, Stored, map_file
 
@@ -39,9 +44,26 @@ SCALING_KEYS = {
 SCALARS = {kind: code for kind, code in enumerate("BbHhIif?  Qqd") if code != " "}
 STRING, ARRAY = 8, 9
 PLAIN = {0: "F32", 1: "F16", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 30: "BF16"}
-
-
+MAX_DIMS = 4
+MAX_ENTRIES = 1 << 16
+MAX_LISTED = 1024
+MAX_ALIGNMENT = 1 << 16
 WIDTHS = {name: np.dtype(kind).itemsize for name, kind in FORMATS.items()}
+
+
+class Damaged(ValueError):
+    """The file holds what no head's file holds."""
+
+
+class CutOff(ValueError):
+    """The file ends before it is complete."""
+
+
+@dataclass(frozen=True)
+class Long:
+    """An array that is not read: its length is all that is asked of it."""
+
+    count: int
 
 
 def _halves(blocks: np.ndarray) -> np.ndarray:
@@ -115,53 +137,75 @@ BLOCKS = {
 
 
 class _Reader:
-    """A cursor over the file's bytes."""
+    """A cursor over the file's bytes, (n,) uint8."""
 
     def __init__(self, data: np.ndarray):
         self.data, self.at = data, 0
 
-    def scalar(self, code: str) -> Any:
-        size = struct.calcsize(code)
-        (value,) = struct.unpack("<" + code, self.data[self.at : self.at + size].tobytes())
+    def take(self, size: int, what: str = "a value") -> np.ndarray:
+        """The next ``size`` bytes, not copied; CutOff where the file has fewer."""
+        if self.at + size > len(self.data):
+            raise CutOff(f"{what} runs past the end")
         self.at += size
+        return self.data[self.at - size : self.at]
+
+    def scalar(self, code: str) -> Any:
+        (value,) = struct.unpack("<" + code, self.take(struct.calcsize(code)).tobytes())
         # The shortest decimal of a float32: 1e-05 and not 9.99999974e-06.
         return float(str(np.float32(value))) if code == "f" else value
 
     def string(self) -> str:
         size = self.scalar("Q")
-        value = self.data[self.at : self.at + size].tobytes().decode("utf-8", "replace")
-        if len(value.encode()) < size and self.at + size > len(self.data):
-            raise struct.error("a string runs past the end")
-        self.at += size
-        return value
+        return self.take(size, "a string").tobytes().decode("utf-8", "replace")
 
     def value(self, kind: int) -> Any:
         if kind == STRING:
             return self.string()
         if kind == ARRAY:
-            inner, count = self.scalar("I"), self.scalar("Q")
-            return [self.value(inner) for _ in range(count)]
-        if kind not in SCALARS:
-            raise struct.error(f"unknown value type {kind}")
-        return self.scalar(SCALARS[kind])
+            return self.array()
+        return self.scalar(_code(kind))
+
+    def array(self) -> list[Any] | Long:
+        """A short array of numbers; of a longer one, and of strings, only how many there are."""
+        kind, count = self.scalar("I"), self.scalar("Q")
+        if kind == STRING:
+            for _ in range(count):
+                self.take(self.scalar("Q"), "a string")
+            return Long(count)
+        code = _code(kind)
+        numbers = self.take(count * struct.calcsize(code), "an array")
+        if count > MAX_LISTED:
+            return Long(count)
+        values = np.frombuffer(numbers, np.dtype(code).newbyteorder("<")).tolist()
+        return [float(str(np.float32(v))) for v in values] if code == "f" else values
+
+
+def _code(kind: int) -> str:
+    """What struct calls a type of numbers."""
+    if kind == ARRAY:
+        raise Damaged("it holds arrays of arrays, which no head has")
+    if kind not in SCALARS:
+        raise Damaged(f"it holds a value of the unknown type {kind}")
+    return SCALARS[kind]
 
 
 def _tensor(name: str, shape: tuple[int, ...], kind: int, data: np.ndarray) -> Stored:
     """A tensor whose bytes begin at ``data[0]``."""
-    size = int(np.prod(shape, dtype=object))
     if kind in PLAIN:
         form, width, num_bytes, decode = PLAIN[kind], 1, WIDTHS[PLAIN[kind]], None
     elif kind in BLOCKS:
         form, width, num_bytes, decode = BLOCKS[kind]
     else:
-        raise ValueError(
+        raise Damaged(
             f"{name} has GGUF tensor type {kind}, and only {', '.join(PLAIN.values())}, "
             f"{', '.join(block[0] for block in BLOCKS.values())} are read; "
             "convert the head to GGUF as F16"
         )
-    size = size // width * num_bytes
+    if len(shape) > MAX_DIMS or not is_shape(shape) or (shape and shape[-1] % width):
+        raise Damaged(f"{name} is {form} {shown(shape)}, which cannot be")
+    size = math.prod(shape) // width * num_bytes
     if size > len(data):
-        raise struct.error(f"{name} runs past the end")
+        raise CutOff(f"{name} runs past the end")
     if decode is None:
         return Stored(form, shape, data[:size])
     return Stored(form, shape, data[:size], decode=lambda d: decode(d.reshape(-1, num_bytes)))
@@ -170,35 +214,38 @@ def _tensor(name: str, shape: tuple[int, ...], kind: int, data: np.ndarray) -> S
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
     """Config and tensors of the file; ValueError where it is cut off or no EAGLE-3 head."""
     try:
-        return _read(_Reader(map_file(path)), path.name)
-    except struct.error as err:
+        return _read(_Reader(map_file(path)))
+    except CutOff as err:
         raise ValueError(f"{path.name} is cut off ({err}); download it again") from err
+    except Damaged as err:
+        raise ValueError(f"{path.name} was not read: {err}") from err
 
 
-def _read(reader: _Reader, name: str) -> tuple[dict[str, Any], dict[str, Stored]]:
-    if reader.data[:4].tobytes() != b"GGUF":
-        raise ValueError(f"{name} is no GGUF file")
-    reader.at = 4
+def _read(reader: _Reader) -> tuple[dict[str, Any], dict[str, Stored]]:
+    if reader.take(4).tobytes() != b"GGUF":
+        raise Damaged("it is no GGUF file")
     version = reader.scalar("I")
     if version not in (2, 3):
-        raise ValueError(f"{name} is GGUF version {version}; versions 2 and 3 are read")
+        raise Damaged(f"it is GGUF version {version}; versions 2 and 3 are read")
     num_tensors, num_values = reader.scalar("Q"), reader.scalar("Q")
+    if max(num_tensors, num_values) > MAX_ENTRIES:
+        raise Damaged(f"it has {max(num_tensors, num_values)} entries, more than any draft head")
     metadata: dict[str, Any] = {}
     for _ in range(num_values):
         key = reader.string()
         metadata[key] = reader.value(reader.scalar("I"))
     architecture = metadata.get("general.architecture")
     if architecture != ARCHITECTURE:
-        raise ValueError(
-            f"{name} holds a {architecture} model; expected an {ARCHITECTURE} head "
-            "(general.architecture)"
+        raise Damaged(
+            f"it holds a model of the architecture {shown(architecture)}; expected an "
+            f"{ARCHITECTURE} head (general.architecture)"
         )
-    entries = []
-    for _ in range(num_tensors):
-        tensor, dims = reader.string(), reader.scalar("I")
-        shape = tuple(reader.scalar("Q") for _ in range(dims))[::-1]
-        entries.append((tensor, shape, reader.scalar("I"), reader.scalar("Q")))
+    entries = [_entry(reader) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", 32)
+    if not is_whole(alignment) or not 0 < alignment <= MAX_ALIGNMENT:
+        raise Damaged(
+            f"its general.alignment is {shown(alignment)}, expected 1 to {MAX_ALIGNMENT}"
+        )
     start = -(-reader.at // alignment) * alignment
     tensors = {
         tensor: _tensor(tensor, shape, kind, reader.data[start + offset :])
@@ -207,14 +254,25 @@ def _read(reader: _Reader, name: str) -> tuple[dict[str, Any], dict[str, Stored]
     return _config(metadata), tensors
 
 
+def _entry(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
+    """Name, shape, type and offset of a tensor."""
+    name, dims = reader.string(), reader.scalar("I")
+    check_name(name, "the file")
+    if dims > MAX_DIMS:
+        raise Damaged(f"{name} has {dims} dimensions")
+    shape = tuple(reader.scalar("Q") for _ in range(dims))[::-1]
+    return name, shape, reader.scalar("I"), reader.scalar("Q")
+
+
 def _config(metadata: dict[str, Any]) -> dict[str, Any]:
     def section(keys: dict[str, str]) -> dict[str, Any]:
         found = {new: metadata.get(f"{ARCHITECTURE}.{old}") for old, new in keys.items()}
         return {name: value for name, value in found.items() if value is not None}
 
     config = {"general.architecture": ARCHITECTURE, **section(CONFIG_KEYS)}
-    if "vocab_size" not in config and "tokenizer.ggml.tokens" in metadata:
-        config["vocab_size"] = len(metadata["tokenizer.ggml.tokens"])
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if "vocab_size" not in config and isinstance(tokens, Long):
+        config["vocab_size"] = tokens.count
     scaling = section(SCALING_KEYS)
     if scaling.get("rope_type", "none") != "none":
         config["rope_scaling"] = scaling

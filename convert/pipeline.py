@@ -1,10 +1,6 @@
 """identify -> rename -> check -> quantize -> save: the whole conversion."""
 
 import json
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +8,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_eagle.drafters.head import Eagle3Config
+from mlx_eagle.drafters.load import TargetSizes
+from mlx_eagle.system.folders import new_folder
 from mlx_eagle.system.hub import upload
 from mlx_eagle.system.progress import Progress, silent
 
@@ -21,7 +19,7 @@ from .checkpoint import Checkpoint, open_checkpoint
 from .quantize import Quantization, pack
 from .resolve import Overrides, Resolved, resolve
 from .stored import Tensor
-from .target import Target, open_target, same_values
+from .target import AnyTarget, Target, open_target, same_values
 from .trim import Trim, describe, trim
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
@@ -65,16 +63,17 @@ def drop_shared(head: Resolved, target: Target) -> Resolved:
 
 def prepare(
     checkpoint: Checkpoint,
-    target: Target | None,
+    target: AnyTarget | None,
     overrides: Overrides,
     draft_vocab: int | Trim | None,
 ) -> Resolved:
     """The head as it will be saved, its tensors unread: resolved, trimmed, nothing twice."""
     head = resolve(checkpoint, target, overrides)
+    folder = target if isinstance(target, Target) else None
     if draft_vocab is not None:
         wanted = Trim(draft_vocab) if isinstance(draft_vocab, int) else draft_vocab
-        head = trim(head, wanted, checkpoint, target)
-    return head if target is None else drop_shared(head, target)
+        head = trim(head, wanted, checkpoint, folder)
+    return head if folder is None else drop_shared(head, folder)
 
 
 def own_dtype(tensors: dict[str, Tensor]) -> str:
@@ -89,14 +88,24 @@ def build(
     quantization: Quantization | None = None,
     progress: Progress = silent,
 ) -> Head:
-    """Read, cast and quantize the tensors; norms and biases stay as they are."""
+    """Read, cast and quantize the tensors.
+
+    Norms and biases are not quantized, and keep the precision they are stored in unless a
+    ``dtype`` is given: in GGUF files they are float32 beside blocks of 8 bits and fewer.
+    """
     kind = DTYPES[dtype or own_dtype(resolved.tensors)]
     weights: dict[str, mx.array] = {}
     chosen: dict[str, Any] = {}
     notes = list(resolved.notes)
     for i, (name, tensor) in enumerate(resolved.tensors.items()):
         progress(i, len(resolved.tensors))
-        array = tensor.read().astype(kind)
+        array = tensor.read()
+        if array.dtype not in DTYPES.values():
+            raise ValueError(
+                f"{name} is stored as {tensor.format}, expected floats; the checkpoint is damaged"
+            )
+        if dtype is not None or array.ndim > 1:
+            array = array.astype(kind)
         group = None
         if quantization is not None and array.ndim == 2:
             group = quantization.group_for(array.shape[1])
@@ -128,22 +137,6 @@ def build(
     return Head(config, weights, num_parameters, tuple(notes))
 
 
-@contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill, which takes the name ``path`` only when all of it is there.
-
-    Whatever ends the block early, an interrupt too, leaves nothing behind.
-    """
-    draft = path.parent / f".{path.name}.{os.getpid()}"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        draft.mkdir()
-        yield draft
-        os.replace(draft, path)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-
-
 def save(head: Head, folder: Path, target: Target | None = None) -> None:
     """Write ``config.json``, ``model.safetensors`` and the target's tokenizer there."""
     try:
@@ -171,7 +164,8 @@ def summary(checkpoint: Checkpoint, resolved: Resolved, head: Head) -> str:
     elif ids is None:
         taps = "2, N/2 and N-3 of the target's N layers (default)"
     else:
-        taps = f"{', '.join(map(str, ids))} ({source})"
+        depth = ", to be settled by the target's depth" if c["aux_nested_ids"] else ""
+        taps = f"{', '.join(map(str, ids))} ({source}{depth})"
     is_31 = c["pre_fc_norm"] == "per_feature" and c["norm_output"]
     if quantization := c.get("quantization"):
         stored = f"{quantization['bits']}-bit, groups of {quantization['group_size']}"
@@ -231,7 +225,7 @@ def convert(
     dtype: str | None = None,
     upload_repo: str | None = None,
     revision: str | None = None,
-    target: str | None = None,
+    target: str | TargetSizes | None = None,
     overrides: Overrides = Overrides(),
     check: bool = False,
     draft_vocab: int | Trim | None = None,
@@ -241,7 +235,8 @@ def convert(
 
     ``hf_path`` is a folder, a GGUF file or a hub repository id; ``target`` likewise, the
     model the head was trained for: with it the taps are checked, its tokenizer is copied
-    and tables that equal its own are left out. ``dtype`` is one of float16, bfloat16,
+    and tables that equal its own are left out. Of a model at hand its ``TargetSizes`` settle
+    the taps. ``dtype`` is one of float16, bfloat16,
     float32 (default: the checkpoint's). Parameters are named as in ``mlx_lm.convert``.
     ``check`` runs the target and writes how well the head agrees into the config.
     ``draft_vocab`` keeps that many draft tokens; a ``Trim`` says which. ``progress`` is given
@@ -255,12 +250,14 @@ def convert(
         raise ValueError(f"{mlx_path} is there already; remove it or choose another --mlx-path")
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype}; choose one of {', '.join(DTYPES)}")
+    sizes = target if isinstance(target, TargetSizes) else None
+    target = None if sizes is not None else target
     if check and target is None:
         raise ValueError("--check compares the head with its target; name it with --target")
     quantization = Quantization(q_bits, q_group_size) if quantize else None
     checkpoint = open_checkpoint(str(hf_path), revision)
     model = open_target(str(target)) if target is not None else None
-    resolved = prepare(checkpoint, model, overrides, draft_vocab)
+    resolved = prepare(checkpoint, model or sizes, overrides, draft_vocab)
     head = build(resolved, dtype, quantization, progress)
     # Of a local folder only the name: a converted head is made to be handed on.
     source = Path(hf_path).name if Path(hf_path).exists() else str(hf_path)

@@ -9,6 +9,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_eagle.system.documents import COUNT, shown
+
 from .checkpoint import Checkpoint
 from .families import Family, hidden_size, recognise
 from .fields import (
@@ -23,7 +25,7 @@ from .rope import DEFAULT_THETA, resolve_rope
 from .shapes import check_shapes
 from .stored import Derived, Tensor
 from .taps import found_ids, resolve_taps
-from .target import Target
+from .target import AnyTarget
 from .vocabulary import Vocabulary, resolve_vocabulary
 
 
@@ -57,8 +59,13 @@ class Resolved:
 
 def _cut_layers(tensors: dict[str, Tensor], wanted: int | None) -> tuple[dict[str, Tensor], int]:
     """The tensors of the first layers, and how many layers that are."""
-    numbers = {int(name.split(".")[1]) for name in tensors if name.startswith("layers.")}
-    num_layers = max(numbers) + 1
+    numbers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
+    num_layers = len(numbers)
+    if numbers != set(map(str, range(num_layers))):
+        raise ValueError(
+            f"the checkpoint's layers are {shown(sorted(numbers))}, expected numbers from 0 "
+            "without a gap; it is incomplete"
+        )
     if wanted is not None:
         if not 1 <= wanted <= num_layers:
             raise ValueError(f"--num-layers {wanted}: the checkpoint has {num_layers}")
@@ -66,6 +73,17 @@ def _cut_layers(tensors: dict[str, Tensor], wanted: int | None) -> tuple[dict[st
         tensors = {n: t for n, t in tensors.items() if not surplus or not n.startswith(surplus)}
         num_layers = wanted
     return tensors, num_layers
+
+
+def _check_dimensions(tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError unless all are vectors and matrices, those of vocabularies vectors."""
+    for name, tensor in tensors.items():
+        expected = (1,) if name in ("d2t", "t2d", "rope_freqs.weight") else (1, 2)
+        if len(tensor.shape) not in expected or 0 in tensor.shape:
+            raise ValueError(
+                f"{name} is of the shape {shown(tensor.shape)}, expected a "
+                f"{'vector' if expected == (1,) else 'vector or a matrix'} that is not empty"
+            )
 
 
 def _name_norms(tensors: dict[str, Tensor], num_layers: int, h: int) -> dict[str, Tensor]:
@@ -85,7 +103,7 @@ def _features(
     settings: Mapping[str, Any],
     num_taps: int | None,
     h: int,
-    target: Target | None,
+    target: AnyTarget | None,
 ) -> tuple[int, int]:
     """How many features fc fuses and how wide each is."""
     width = tensors["fc.weight"].shape[-1]
@@ -108,7 +126,7 @@ def _features(
     return width // size, size
 
 
-def _check_width(size: int, target: Target | None) -> None:
+def _check_width(size: int, target: AnyTarget | None) -> None:
     if target is not None and target.hidden_size != size:
         raise ValueError(
             f"the head takes features of width {size}, and {target.name} has hidden size "
@@ -121,7 +139,7 @@ def _tapped(
     tensors: Mapping[str, Tensor],
     config: Mapping[str, Any],
     settings: Mapping[str, Any],
-    target: Target | None,
+    target: AnyTarget | None,
     overrides: Overrides,
     notes: list[str],
 ) -> dict[str, Any]:
@@ -134,6 +152,7 @@ def _tapped(
             "target_hidden_size": h,
             "aux_boundary_ids": None,
             "aux_ids_source": "final norm",
+            "aux_nested_ids": None,
         }
     found = found_ids(config)
     ids = overrides.aux_layers or (found[0] if found else ())
@@ -148,6 +167,7 @@ def _tapped(
         "target_hidden_size": size,
         "aux_boundary_ids": taps.ids,
         "aux_ids_source": taps.source,
+        "aux_nested_ids": taps.nested,
     }
 
 
@@ -185,7 +205,7 @@ def _check_sharing(fields: Mapping[str, Any], settings: Mapping[str, Any]) -> No
             )
 
 
-def _check_vocabulary(vocabulary: Vocabulary, target: Target) -> None:
+def _check_vocabulary(vocabulary: Vocabulary, target: AnyTarget) -> None:
     if vocabulary.max_target_id >= target.vocab_size:
         raise ValueError(
             f"the head drafts token {vocabulary.max_target_id}, and {target.name} has only "
@@ -195,7 +215,8 @@ def _check_vocabulary(vocabulary: Vocabulary, target: Target) -> None:
 
 def _hint(config: Mapping[str, Any]) -> int | None:
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    return methods[0].get("speculative_tokens")
+    hint = methods[0].get("speculative_tokens") if isinstance(methods[0], Mapping) else None
+    return hint if COUNT.holds(hint) else None
 
 
 def _unpermute(rows: mx.array, num_heads: int) -> mx.array:
@@ -223,7 +244,7 @@ def _derive(
 
 
 def resolve(
-    checkpoint: Checkpoint, target: Target | None = None, overrides: Overrides = Overrides()
+    checkpoint: Checkpoint, target: AnyTarget | None = None, overrides: Overrides = Overrides()
 ) -> Resolved:
     """Work out what head the checkpoint holds.
 
@@ -232,6 +253,7 @@ def resolve(
     """
     notes: list[str] = []
     family, tensors = recognise(checkpoint)
+    _check_dimensions(tensors)
     settings = merge_settings(checkpoint.config, family)
     tensors, num_layers = _cut_layers(tensors, overrides.num_layers)
     tensors = _name_norms(tensors, num_layers, hidden_size(tensors))

@@ -9,8 +9,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 
+from mlx_eagle.system.documents import shown
+
+from .kinds import BASE
 from .stored import Stored
 
 DEFAULT_THETA = 10000.0
@@ -99,6 +103,16 @@ def _known(kind: str, source: Mapping[str, Any]) -> dict[str, Any]:
     return {key: source[key] for key in SCALING[kind] if source.get(key) is not None}
 
 
+def _read_factors(factors: Stored, dims: int) -> list[float]:
+    values = np.array(factors.read().astype(mx.float32))
+    if values.shape != (dims // 2,) or not (np.isfinite(values) & (values > 0)).all():
+        raise ValueError(
+            f"rope_freqs.weight is of the shape {shown(values.shape)}, expected {dims // 2} "
+            "numbers above 0"
+        )
+    return values.tolist()
+
+
 def resolve_rope(
     settings: Mapping[str, Any],
     head_dim: int,
@@ -109,7 +123,7 @@ def resolve_rope(
     """Type, theta, dims and scaling out of the config; ``theta`` overrides its base.
 
     ``factors`` (dims / 2,) divide the frequencies, as llama.cpp stores llama3 scaling. Raises
-    ValueError for a type of scaling that mlx-lm does not have.
+    ValueError for a type of scaling that mlx-lm does not have, and for numbers that give none.
     """
     rope = settings.get("rope_parameters") or {}
     rope = _per_layer_type(rope)
@@ -119,20 +133,29 @@ def resolve_rope(
         theta = rope.get("rope_theta") or settings.get("rope_theta") or DEFAULT_THETA
     partial = rope.get("partial_rotary_factor") or settings.get("partial_rotary_factor") or 1.0
     dims = settings.get("rotary_dim") or int(head_dim * partial)
+    if not BASE.holds(theta):
+        raise ValueError(f"the base of the head's rope is {shown(theta)}, expected {BASE.words}")
+    if dims % 2 or not 0 < dims <= head_dim:
+        raise ValueError(
+            f"the head's rope turns {dims} of {head_dim} channels, expected an even number of them"
+        )
     scaling = None
     if factors is not None:
         kind = "factors"
-        values = factors.numpy().astype(np.float32).tolist()
-        scaling = _explicit(values, max_positions)
+        scaling = _explicit(_read_factors(factors, dims), max_positions)
     elif kind == "yarn":
-        scaling = _yarn(scaled, float(theta), dims, max_positions)
+        try:
+            scaling = _yarn(scaled, float(theta), dims, max_positions)
+        except ArithmeticError as err:
+            raise ValueError(f"the head's rope cannot be as its config says ({err})") from err
     elif kind in SCALING:
         scaling = {"type": kind, **_known(kind, scaled)}
         if "factor" not in scaling:
             raise ValueError(f"the head's rope is {kind} without a factor; add one to its config")
     elif kind not in PLAIN:
         raise ValueError(
-            f"the head's rope is of type {kind}; only default, mrope, {', '.join(SCALING)} convert"
+            f"the head's rope is of type {shown(kind)}; only default, mrope, "
+            f"{', '.join(SCALING)} convert"
         )
     return {
         "type": "default" if kind in PLAIN else kind,

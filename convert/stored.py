@@ -11,6 +11,9 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
+from mlx_eagle.system.documents import is_whole
+from mlx_eagle.system.safetensors import is_shape
+
 # How each stored format looks to NumPy, which has no bfloat16.
 FORMATS: dict[str, type[np.generic]] = {
     "F64": np.float64,
@@ -28,10 +31,16 @@ FORMATS: dict[str, type[np.generic]] = {
 
 
 def map_file(path: Path) -> np.ndarray:
-    """The bytes of a file, (size,) uint8, paged in as they are touched."""
-    if not path.stat().st_size:
-        raise ValueError(f"{path.name} is empty: cut off; download it again")
-    return np.memmap(path, np.uint8, "r")
+    """The bytes of a file, (size,) uint8, paged in as they are touched.
+
+    Raises ValueError where it is empty or cannot be read.
+    """
+    try:
+        if not path.stat().st_size:
+            raise ValueError(f"{path.name} is empty: cut off; download it again")
+        return np.asarray(np.memmap(path, np.uint8, "r"))
+    except OSError as err:
+        raise ValueError(f"{path} cannot be read: {err.strerror}") from err
 
 
 @dataclass(frozen=True)
@@ -56,8 +65,42 @@ class Stored:
     def size(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def num_bytes(self) -> int:
+        """What it takes as stored; of a format not known here, as much as lies there."""
+        if self.decode is not None or self.format not in FORMATS:
+            return len(self.data)
+        return self.size * np.dtype(FORMATS[self.format]).itemsize
+
+    def problem(self) -> str | None:
+        """What is wrong with shape and strides, for a message; None where all lies in ``data``.
+
+        Block formats are left to their reader.
+        """
+        numbers = (*self.shape, *(self.strides or ()))
+        if not all(map(is_whole, numbers)) or min(numbers, default=0) < 0:
+            return "has sizes or strides that are no whole numbers from 0"
+        if not is_shape(self.shape):
+            return f"has {len(self.shape)} dimensions, or a size beyond all measure"
+        if self.decode is not None or self.format not in FORMATS or not self.size:
+            return None
+        last = self.size - 1
+        if self.strides is not None:
+            if len(self.strides) != len(self.shape):
+                return "has not one stride per dimension"
+            last = sum((n - 1) * step for n, step in zip(self.shape, self.strides))
+        available = len(self.data) // np.dtype(FORMATS[self.format]).itemsize
+        if last >= available or self.size > available:
+            return f"takes {max(last + 1, self.size)} elements, and {available} are there"
+        return None
+
     def numpy(self) -> np.ndarray:
-        """The values; bfloat16 comes as its bits in uint16."""
+        """The values; bfloat16 comes as its bits in uint16.
+
+        Raises ValueError where they do not all lie in ``data``, whoever made this.
+        """
+        if problem := self.problem():
+            raise ValueError(f"a tensor {problem}; the checkpoint is damaged")
         if self.decode is not None:
             return self.decode(self.data).reshape(self.shape)
         if self.format not in FORMATS:
@@ -66,10 +109,13 @@ class Stored:
                 f"(it reads {', '.join(FORMATS)}); save the checkpoint in bfloat16 first"
             )
         kind = np.dtype(FORMATS[self.format])
+        if not self.size:
+            return np.zeros(self.shape, kind)
         if self.strides is None:
             return self.data[: self.size * kind.itemsize].view(kind).reshape(self.shape)
         flat = self.data[: len(self.data) // kind.itemsize * kind.itemsize].view(kind)
-        steps = [stride * kind.itemsize for stride in self.strides]
+        # The stride of a single row is never taken, and may be any number.
+        steps = [s * kind.itemsize if n > 1 else 0 for n, s in zip(self.shape, self.strides)]
         return np.lib.stride_tricks.as_strided(flat, self.shape, steps, writeable=False)
 
     def read(self) -> mx.array:

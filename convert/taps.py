@@ -1,40 +1,34 @@
 """Resolve which activations of the target a head was trained on.
 
 Everything ends as boundary ids: id b is the residual stream entering layer b, and b = N the
-one after the last layer, before the final norm. Checkpoints number them in two ways
-:
-
-    boundary          2  16  29      what enters that layer
-    output-of-layer   1  15  28      what leaves it: one less for the same tensor
+one after the last layer, before the final norm. Checkpoints number them in two ways (see
+``numbering.py`` beside the head).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mlx_eagle.drafters.numbering import default_ids, is_default, read_nested
+
 KEY = "eagle_aux_hidden_state_layer_ids"
 
 
 @dataclass(frozen=True)
 class Taps:
-    """Boundary ids (None: the default of whatever target) and where they came from."""
+    """Boundary ids (None: the default of whatever target) and where they came from.
+
+    ``nested`` are the ids as written where only the target's depth tells what they mean; then
+    ``ids`` are the likelier reading.
+    """
 
     ids: tuple[int, ...] | None
     source: str
-
-
-def default_ids(num_layers: int) -> tuple[int, ...]:
-    """The boundary ids of the official code: 32 layers -> (2, 16, 29)."""
-    return (2, num_layers // 2, num_layers - 3)
+    nested: tuple[int, ...] | None = None
 
 
 def _shift(ids: tuple[int, ...], by: int) -> tuple[int, ...]:
     return tuple(i + by for i in ids)
-
-
-def _is_default(ids: tuple[int, ...], num_layers: int | None) -> bool:
-    """Whether they are the default of a target of that depth, or of any where it is unknown."""
-    return ids == default_ids(num_layers or (ids[-1] + 3))
 
 
 def found_ids(config: Mapping[str, Any]) -> tuple[tuple[int, ...], str] | None:
@@ -51,20 +45,22 @@ def found_ids(config: Mapping[str, Any]) -> tuple[tuple[int, ...], str] | None:
 
 
 def _nested(ids: tuple[int, ...], num_layers: int | None, notes: list[str]) -> Taps:
-    """Ids under ``eagle_config``, which producers number in both ways (section 3.4, rule 4)."""
-    outputs, boundaries = Taps(_shift(ids, 1), "nested+1"), Taps(ids, "nested-as-is")
-    if num_layers is not None and num_layers in ids:
-        return boundaries
-    if ids[0] == 1 or _is_default(_shift(ids, 1), num_layers):
-        return outputs
-    if _is_default(ids, num_layers):
-        return boundaries
-    depth = "" if num_layers else " and the target's depth (give --target)"
-    notes.append(
-        f"the taps {list(ids)} fit neither numbering{depth}; read as outputs of these layers, so "
-        f"{list(outputs.ids)}; if acceptance is low try --aux-layers {','.join(map(str, ids))}"
-    )
-    return outputs
+    """Ids under ``eagle_config`` (``read_nested``); without a depth they are kept as written."""
+    reading = read_nested(ids, num_layers)
+    if num_layers is None:
+        if not reading.is_certain:
+            notes.append(
+                f"what the taps {list(ids)} mean depends on the target's depth, so it is settled "
+                "when the head meets its target; give --target to settle it now"
+            )
+        return Taps(reading.ids, reading.source, ids)
+    if not reading.is_certain:
+        notes.append(
+            f"the taps {list(ids)} fit neither numbering; read as outputs of these layers, so "
+            f"{list(reading.ids)}; if acceptance is low try --aux-layers "
+            f"{','.join(map(str, ids))}"
+        )
+    return Taps(reading.ids, reading.source)
 
 
 def _read(
@@ -75,7 +71,7 @@ def _read(
         return Taps(_shift(ids, 1), "target_layer_ids+1")
     if place == "nested":
         return _nested(ids, num_layers, notes)
-    if ids[0] == 1 and _is_default(_shift(ids, 1), num_layers):
+    if ids[0] == 1 and is_default(_shift(ids, 1), num_layers):
         notes.append(
             f"the taps {list(ids)} look like numbers of layer outputs that a converter copied; "
             f"taken as written; if acceptance is low try --aux-offset 1"
@@ -129,7 +125,9 @@ def _check(taps: Taps, num_aux: int, num_layers: int | None) -> None:
             f"{len(ids)} taps {ids} ({taps.source}), but fc fuses {num_aux} features; "
             "give --aux-layers with as many"
         )
-    if ids != sorted(set(ids)) or ids[0] < 0:
+    # The default of a target of a few layers names one of them twice, as the official code does.
+    in_order = sorted(ids) if taps.source == "default" else sorted(set(ids))
+    if min(ids) < 0 or ids != in_order:
         raise ValueError(
             f"the taps {ids} ({taps.source}) are not ascending numbers from 0; give --aux-layers"
         )

@@ -12,9 +12,12 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_eagle.drafters.load import TargetSizes
+from mlx_eagle.system.documents import check, read_weight_map, shown
 from mlx_eagle.system.hub import locate
 
-from .checkpoint import read_json, read_safetensors
+from .checkpoint import read_config, read_safetensors
+from .kinds import PACKING, TARGET
 from .stored import Stored
 
 TOKENIZER_FILES = (
@@ -32,14 +35,14 @@ INDEX = "model.safetensors.index.json"
 
 def _first(config: Mapping[str, Any], keys: tuple[str, ...], name: str) -> int:
     for key in keys:
-        if isinstance(config.get(key), int):
+        if config.get(key) is not None:
             return config[key]
     raise ValueError(f"the config.json of {name} has none of {', '.join(keys)}; is it a model?")
 
 
 @dataclass(frozen=True)
 class Target:
-    """A target by its config; weights are looked at on demand."""
+    """A target by its folder and config; weights are looked at on demand."""
 
     name: str
     folder: Path
@@ -66,7 +69,7 @@ class Target:
         """The shards that hold embedding and lm_head."""
         wanted = ("embed_tokens.", "lm_head.")
         if (self.folder / INDEX).exists():
-            places = read_json(self.folder / INDEX).get("weight_map", {})
+            places = read_weight_map(self.folder / INDEX)
             shards = {file for name, file in places.items() if any(w in name for w in wanted)}
         else:
             shards = {"model.safetensors"}
@@ -91,15 +94,22 @@ class Target:
         quantization = self.config.get("quantization") or {}
         own = quantization.get(path)
         chosen = own if isinstance(own, dict) else quantization
+        check(chosen, PACKING, self.folder / "config.json", "quantization.")
         biases = self._weights.get(f"{path}.biases")
-        return mx.dequantize(
-            weight,
-            self._weights[f"{path}.scales"].read(),
-            biases.read() if biases is not None else None,
-            group_size=chosen.get("group_size"),
-            bits=chosen.get("bits"),
-            mode=chosen.get("mode", "affine"),
-        )
+        try:
+            return mx.dequantize(
+                weight,
+                self._weights[f"{path}.scales"].read(),
+                biases.read() if biases is not None else None,
+                group_size=chosen.get("group_size"),
+                bits=chosen.get("bits"),
+                mode=chosen.get("mode", "affine"),
+            )
+        except ValueError as err:
+            raise ValueError(
+                f"{name} of {self.name} cannot be unpacked as its config.json says "
+                f"({shown(chosen)}): {err}"
+            ) from err
 
     def output_table(self) -> mx.array | None:
         """The lm_head (V, h), which in tied models is the embedding."""
@@ -114,12 +124,18 @@ class Target:
         return sorted(file.name for file in files)
 
 
+AnyTarget = Target | TargetSizes
+"""A model's folder, or a model at hand, of which only the sizes are looked at."""
+
+
 def open_target(name: str) -> Target:
     """The target in a folder or on the hub; ValueError where there is none."""
     folder = locate(name, ("*.json", *TOKENIZER_FILES))
     if folder.is_file():
         raise ValueError(f"{name} is a file; --target takes a model folder or a repository id")
-    return Target(name, folder, read_json(folder / "config.json"))
+    config = read_config(folder)
+    check(config, TARGET, folder / "config.json")
+    return Target(name, folder, config)
 
 
 def same_values(ours: mx.array, theirs: mx.array | None) -> bool:

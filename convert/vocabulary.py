@@ -32,12 +32,29 @@ class Vocabulary:
         return self.draft_size - 1 if self.target_ids is None else int(self.target_ids[-1])
 
 
+FLAGS = ("BOOL", "U8", "I8", "I32", "I64")
+NUMBERS = ("I64", "I32", "I16", "I8", "U8")
+
+
+def _read(tensors: Mapping[str, Stored], name: str, formats: tuple[str, ...]) -> np.ndarray | None:
+    """The vector of that name, None where there is none; ValueError for a wrong format."""
+    if name not in tensors:
+        return None
+    if tensors[name].format not in formats:
+        raise ValueError(
+            f"{name} is stored as {tensors[name].format}, expected {', '.join(formats)}; the "
+            "checkpoint is damaged"
+        )
+    return tensors[name].numpy()
+
+
 def _target_ids(tensors: Mapping[str, Stored], absolute: bool) -> np.ndarray | None:
     """Target id of each draft id, from d2t, or from t2d where d2t is missing."""
-    kept = np.flatnonzero(tensors["t2d"].numpy()) if "t2d" in tensors else None
-    if "d2t" not in tensors:
+    marked, stored = _read(tensors, "t2d", FLAGS), _read(tensors, "d2t", NUMBERS)
+    kept = None if marked is None else np.flatnonzero(marked)
+    if stored is None:
         return kept
-    stored = tensors["d2t"].numpy().astype(np.int64)
+    stored = stored.astype(np.int64)
     ids = stored if absolute else stored + np.arange(len(stored))
     if kept is not None and not np.array_equal(kept, ids):
         raise ValueError(

@@ -3,7 +3,8 @@
 import importlib
 from types import ModuleType
 
-from .batch.generate import BatchResponse, batch_generate
+from .batch.generate import batch_generate
+from .batch.response import BatchResponse
 from .decoding.loop import speculative_generate_step
 from .decoding.sampling import Sampling
 from .decoding.stats import Stats

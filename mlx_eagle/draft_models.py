@@ -4,21 +4,26 @@ The one place that knows every drafter; the loop knows none of them.
 """
 
 import hashlib
-import json
+import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from safetensors import SafetensorError, safe_open
 
 from .drafters.base import Drafter
-from .drafters.load import load_drafter
+from .drafters.head import Eagle3Config
+from .drafters.load import TargetSizes, load_drafter, read_head_config, sizes_of
 from .drafters.lookup import LookupDrafter
 from .drafters.model_drafter import load_model_drafter
+from .system.documents import read_object
+from .system.folders import AlreadyThere, CannotWrite, discard_folder
 from .system.hub import locate, user_cache
 from .system.progress import Bar
+from .system.safetensors import read_header
 
 LOOKUP = "lookup"
+DEFAULT_BITS = 4
 FILES = ("*.json", "*.safetensors", "*.bin", "*.gguf", "*.txt", "*.jinja", "*.model")
 # Names that only draft heads have: a fusion matrix, a second norm, a draft vocabulary.
 HEAD_TENSORS = ("fc.weight", "hidden_norm.weight", "d2t", "mask_hidden", "eh_proj.weight")
@@ -45,7 +50,7 @@ def open_drafter(
     if _is_converted(path):
         return load_drafter(path, model, quantize_bits=quantize_bits)
     if _is_checkpoint(path):
-        return load_drafter(converted(path, name, quantize_bits), model)
+        return _open_checkpoint(path, name, model, quantize_bits)
     if quantize_bits is not None:
         raise ValueError(
             f"{name} is an ordinary model, which is not quantized while loading: make a "
@@ -54,19 +59,55 @@ def open_drafter(
     return load_model_drafter(path, model, tokenizer)
 
 
-def converted(path: Path, name: str, q_bits: int | None = None) -> Path:
-    """The converted form of an unconverted checkpoint, made once and kept in the cache."""
-    from .convert import convert  # heavier than the runtime, and rarely needed
+def _open_checkpoint(path: Path, name: str, model: nn.Module, q_bits: int | None) -> Drafter:
+    """A head as published: its converted form, from the cache where it is there and usable."""
+    target = sizes_of(model)
+    folder = cached_folder(path, q_bits, target)
+    if folder.is_dir():
+        try:
+            return load_drafter(folder, model)
+        except ValueError as err:
+            print(f"{folder} is converted again, for it cannot be used: {err}", file=sys.stderr)
+            discard_folder(folder)
+    try:
+        return load_drafter(converted(path, name, q_bits, target), model)
+    except CannotWrite as err:
+        print(f"warning: the converted head is not kept: {err}", file=sys.stderr)
+    with TemporaryDirectory() as place:
+        return load_drafter(_convert(path, name, Path(place) / "head", q_bits, target), model)
 
-    bits = q_bits or 4
+
+def cached_folder(path: Path, q_bits: int | None, target: TargetSizes) -> Path:
+    """Where the converted form of a checkpoint for such a target lies, or would."""
+    bits = q_bits or DEFAULT_BITS
     files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.is_file())
     stamp = "".join(f"{f.name}:{f.stat().st_size}:{f.stat().st_mtime_ns};" for f in files)
-    digest = hashlib.sha256(f"{path.resolve()};{bits};{stamp}".encode()).hexdigest()[:12]
-    folder = heads_folder() / f"{path.stem}-{bits}bit-{digest}"
-    if not folder.is_dir():
-        print(f"{name} is not converted yet: converting it to {bits} bits into {folder}.")
-        with Bar("Converting", "tensor") as progress:
-            convert(str(path), str(folder), q_bits=bits, progress=progress)
+    key = f"{path.resolve()};{bits};{target};{stamp}"
+    digest = hashlib.sha256(key.encode()).hexdigest()[:12]
+    return heads_folder() / f"{path.stem}-{bits}bit-{digest}"
+
+
+def converted(path: Path, name: str, q_bits: int | None, target: TargetSizes) -> Path:
+    """The converted form of an unconverted checkpoint, made once and kept in the cache.
+
+    Raises CannotWrite where the cache cannot be written.
+    """
+    folder = cached_folder(path, q_bits, target)
+    if folder.is_dir():
+        return folder
+    try:
+        return _convert(path, name, folder, q_bits, target)
+    except AlreadyThere:
+        return folder
+
+
+def _convert(path: Path, name: str, folder: Path, q_bits: int | None, target: TargetSizes) -> Path:
+    from .convert import convert  # heavier than the runtime, and rarely needed
+
+    bits = q_bits or DEFAULT_BITS
+    print(f"{name} is not converted yet: converting it to {bits} bits into {folder}.")
+    with Bar("Converting", "tensor") as progress:
+        convert(str(path), str(folder), q_bits=bits, target=target, progress=progress)
     return folder
 
 
@@ -77,25 +118,32 @@ def heads_folder() -> Path:
 
 def head_lines() -> list[str]:
     """The heads in that folder for people, a line each: size, target and source."""
-    lines = []
-    for path in sorted(heads_folder().glob("*/config.json")):
-        config, weights = json.loads(path.read_text()), path.parent / "model.safetensors"
-        lines.append(
-            f"  {path.parent}  {weights.stat().st_size / 1e6:.0f} MB, for targets of hidden size "
-            f"{config['target_hidden_size']} with {config['vocab_size']} tokens, from "
-            f"{config['source']['path']}"
-        )
+    lines = [f"  {path.parent}  {_about(path.parent)}" for path in _cached_configs()]
     return [f"Heads converted into {heads_folder()}:", *(lines or ["  none yet"])]
+
+
+def _cached_configs() -> list[Path]:
+    found = heads_folder().glob("*/config.json")
+    return sorted(path for path in found if not path.parent.name.startswith("."))
+
+
+def _about(folder: Path) -> str:
+    try:
+        values = read_head_config(folder)
+        config = Eagle3Config.from_dict(values, folder / "config.json")
+        size = (folder / "model.safetensors").stat().st_size
+    except (ValueError, OSError):
+        return "damaged; it is converted again when it is used"
+    source = (values.get("source") or {}).get("path", "an unknown place")
+    return (
+        f"{size / 1e6:.0f} MB, for targets of hidden size {config.target_hidden_size} with "
+        f"{config.vocab_size} tokens, from {source}"
+    )
 
 
 def _is_converted(path: Path) -> bool:
     config = path / "config.json"
-    if not config.is_file():
-        return False
-    try:
-        return json.loads(config.read_text()).get("model_type") == "eagle3"
-    except ValueError as err:
-        raise ValueError(f"{config} is not JSON ({err}).") from err
+    return config.is_file() and read_object(config).get("model_type") == "eagle3"
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -106,12 +154,6 @@ def _is_checkpoint(path: Path) -> bool:
     if not shards:
         return True
     for shard in shards:
-        try:
-            with safe_open(shard, framework="numpy") as file:
-                if any(key.endswith(HEAD_TENSORS) for key in file.keys()):
-                    return True
-        except SafetensorError as err:
-            raise ValueError(
-                f"{shard} cannot be read ({err}): it is damaged or cut short, fetch it again."
-            ) from err
+        if any(name.endswith(HEAD_TENSORS) for name in read_header(shard)):
+            return True
     return False

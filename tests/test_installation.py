@@ -15,6 +15,7 @@ import mlx_lm
 import mlx_lm.chat
 import mlx_lm.server
 import pytest
+from grids import thorough
 from helpers import (
     PROMPT,
     SCRIPTS,
@@ -203,7 +204,7 @@ def test_an_ordinary_draft_model_keeps_its_own_path(installation, monkeypatch):
 
 
 @pytest.mark.parametrize("drafter", [DRAFTER, PERFECT], ids=["head", "perfect"])
-@pytest.mark.parametrize("stop_at", [0, 1, 4, 5, 6, 7])
+@pytest.mark.parametrize("stop_at", thorough([0, 1, 4, 5, 6, 7], 0, 5))
 def test_a_stop_token_anywhere_in_a_round(installation, drafter, stop_at):
     text = plain(MODEL, PROMPT, 30)
     tokenizer = with_stop(text[stop_at])
@@ -225,7 +226,7 @@ def test_a_stop_token_anywhere_in_a_round(installation, drafter, stop_at):
         assert found[name] == expected[name], name
 
 
-@pytest.mark.parametrize("num_taken", [1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize("num_taken", thorough([1, 2, 3, 4, 5, 7], 2, 5))
 @pytest.mark.parametrize("script", ["all", "every length"])
 def test_leaving_early(installation, num_taken, script):
     text = plain(MODEL, PROMPT, 40)

@@ -8,7 +8,7 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import load
 
 from ..decoding.accept import RULES, Sampler, check_rule_for_sampling, check_rule_for_trees
-from ..decoding.loop import AUTO
+from ..decoding.limits import AUTO
 from ..decoding.sampling import Sampling
 from ..demo.pair import load_demo
 from ..draft_models import open_drafter

@@ -1,12 +1,13 @@
-"""Which draft tokens stay: the acceptance rules, on arrays alone.
+"""Which draft tokens are kept: the acceptance rules, on arrays alone.
 
-A rule opens each round. It tells the drafter how to pick tokens, and turns the target's
-logits for the window into the tokens that follow each row and the number of draft tokens
-kept. It knows neither model nor cache.
+A rule opens each round. It tells the drafter how to pick tokens, and turns the target's logits
+for the rows of the verify pass into the token that follows each row and the number of draft
+tokens kept.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import mlx.core as mx
@@ -20,14 +21,29 @@ LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 
 @dataclass(frozen=True)
-class Verification:
-    """What a rule says of a window of R rows.
+class Outcome:
+    """What a verify pass of R rows decided, known to the host.
 
-    ``following`` (R,): the token after each row; the run emitted is ``following[:num_kept + 1]``.
-    ``num_kept`` (): how many draft tokens stay, still on the device.
-    ``logprobs`` (R, V): the target's log-probabilities after each row.
-    ``rows`` (R,): for a tree, the window row that each of these stands for, the kept branch
-    first; None for a chain, where they are in window order.
+    ``num_kept`` draft tokens are kept; ``following`` (R) is the token after each row. ``rows`` (R)
+    are, for a tree, the rows of the pass that these stand for, the kept branch first; None for a
+    chain, where they are in the order of the pass.
+    """
+
+    num_kept: int
+    following: list[int]
+    rows: list[int] | None = None
+
+    @property
+    def run(self) -> list[int]:
+        """The tokens that it emits: what was kept, and the one that follows."""
+        return self.following[: self.num_kept + 1]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The same on the device, and the target's log-probabilities (R, V) after each row.
+
+    ``following`` (R,), ``num_kept`` () and ``rows`` (R,) are those of ``Outcome``.
     """
 
     following: mx.array
@@ -35,10 +51,19 @@ class Verification:
     logprobs: mx.array
     rows: mx.array | None = None
 
+    @cached_property
     def packed(self) -> mx.array:
-        """num_kept, following and rows in one array, for one blocking read."""
+        """All that ``read`` takes to the host in one array, so that it waits once."""
         parts = [self.num_kept.reshape(1), self.following, self.rows]
         return mx.concatenate([part.astype(mx.int32) for part in parts if part is not None])
+
+    def read(self) -> Outcome:
+        """Wait for the device. The one place that takes ``packed`` apart."""
+        mx.eval(self.packed)
+        num_kept, *numbers = self.packed.tolist()
+        num_rows = self.following.shape[0]
+        rows = None if self.rows is None else numbers[num_rows:]
+        return Outcome(num_kept, numbers[:num_rows], rows)
 
 
 class Choice(Protocol):
@@ -47,14 +72,15 @@ class Choice(Protocol):
     def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
         """The next draft token from a draft model's logits (1, Vd): an index (1,) into them.
 
-        Called once a position, in order. ``ids`` (Vd,) are the tokens the logits speak of
-        (None: all of the target's, in order). A drafter that has no logits does not call it.
+        Called once per position, in order. ``ids`` (Vd,) are the tokens that the logits stand
+        for (None: all of the target's, in order). A drafter that has no logits does not call it.
         """
 
     def verify(self, draft: Draft, tree_mask: mx.array | None, logprobs: mx.array) -> Verification:
-        """Judge a draft of k tokens by the target's log-probabilities (k + 1, V).
+        """Verify a draft of k tokens against the target's log-probabilities (k + 1, V).
 
-        ``reach`` (k + 1, k + 1) are the ancestors of a tree's rows; None for a chain.
+        ``tree_mask`` (k + 1, k + 1) says which rows are ancestors of a tree's row; None for a
+        chain.
         """
 
 
@@ -85,8 +111,8 @@ def _match(
 class Match:
     """Keep a draft token iff it equals the target's own choice after its parent.
 
-    The choice is drawn row by row with the caller's sampler, so the emitted tokens follow the
-    target's law whatever was drafted; without a sampler (greedy) the text is the target's own.
+    The choice is drawn row by row with the caller's sampler, so the output distribution is the
+    target's whatever was drafted; without a sampler (greedy) the text is the target's own.
     """
 
     sampler: Sampler | None = None
@@ -109,12 +135,15 @@ class Match:
 
 @dataclass
 class Coupled:
-    """Draft and target draw with the same Gumbel noise; keep a draft token iff they agree.
+    """The target draws with the Gumbel noise of the position; keep a draft token iff it agrees.
 
-    The text is that of ``sampling`` alone, whatever was drafted: same seed, same text.
+    The text is that of ``sampling`` alone, whatever was drafted: same seed, same text. The draft
+    draws with the same noise, which makes it agree more often; ``drafts_greedily`` ("match")
+    drafts the most probable token instead.
     """
 
     sampling: Sampling
+    drafts_greedily: bool = False
     vocab_size: int = 0  # the target's, known from the first round, which has no draft
 
     def open(self, position: int) -> "CoupledChoice":
@@ -130,6 +159,8 @@ class CoupledChoice:
     noises: list[mx.array] = field(default_factory=list)
 
     def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
+        if self.rule.drafts_greedily:
+            return mx.argmax(logits, axis=-1)
         noise = self._add_noise()
         log_q = self.rule.sampling.log_probabilities(_normalized(logits))
         return mx.argmax(log_q + (noise if ids is None else noise[ids]), axis=-1)
@@ -155,7 +186,7 @@ class Reject:
     """Keep x drawn from q with probability min(1, p(x) / q(x)), else draw from max(0, p - q).
 
     Leviathan et al. 2023, arXiv:2211.17192, algorithm 1. q is zero outside the draft
-    vocabulary. A draft that was not drawn through ``pick`` is judged as by ``match``.
+    vocabulary. A draft that was not drawn through ``pick`` is verified as by ``match``.
     """
 
     sampling: Sampling
@@ -199,7 +230,7 @@ class RejectChoice:
         return Verification(following, kept_in_chain(mx.concatenate(kept)), logprobs)
 
     def _residual(self, p: mx.array, q: mx.array, ids: mx.array | None, row: int) -> mx.array:
-        """A draw (1,) from max(0, p - q), p (V,), q (Vd,); from p where rounding leaves nothing."""
+        """A draw (1,) from max(0, p - q), p (V,), q (Vd,); from p where that rounds to nothing."""
         rest = mx.maximum(p - q if ids is None else p.at[ids].add(-q), 0.0)
         rest = mx.where(rest.sum() > 0, rest, p)
         return self._draw(mx.log(rest)[None], row, self.RESIDUAL)
@@ -221,15 +252,20 @@ RULES = ("match", "coupled", "reject")
 
 
 def make_rule(acceptance: str | None, sampler: Sampler | None) -> Rule:
-    """The rule of that name (None: the best for the sampler); ValueError where they clash."""
+    """The rule of that name (None: the best for the sampler), for one generation.
+
+    Raises ValueError where rule and sampler do not fit.
+    """
     if acceptance is None:
         acceptance = "coupled" if isinstance(sampler, Sampling) else "match"
     if acceptance not in RULES:
         raise ValueError(f"acceptance is {acceptance!r}: give one of {', '.join(RULES)}.")
     if acceptance == "match":
+        if isinstance(sampler, Sampling):
+            return Coupled(sampler, drafts_greedily=True)
         return Match(sampler)
     if not isinstance(sampler, Sampling):
-        found = "greedy decoding" if sampler is None else "a sampler that is a closed function"
+        found = "greedy decoding" if sampler is None else "another sampler"
         raise ValueError(
             f"acceptance {acceptance!r} needs mlx_eagle.Sampling as the sampler, but this is "
             f"{found}: give one (temp, top_p, min_p, top_k, seed), or use 'match'."
@@ -238,7 +274,7 @@ def make_rule(acceptance: str | None, sampler: Sampler | None) -> Rule:
 
 
 def check_rule_for_sampling(acceptance: str | None, temp: float, xtc_probability: float) -> None:
-    """Raise ValueError where samplers with these options leave a rule nothing to work with."""
+    """Raise ValueError for a rule that cannot work with samplers of these options."""
     if acceptance not in ("coupled", "reject"):
         return
     if temp == 0:
@@ -248,8 +284,8 @@ def check_rule_for_sampling(acceptance: str | None, temp: float, xtc_probability
         )
     if xtc_probability > 0:
         raise ValueError(
-            f"acceptance {acceptance!r} cannot replay XTC, which throws dice of its own: use "
-            "'match' with it."
+            f"acceptance {acceptance!r} cannot replay XTC, which draws random numbers of its own: "
+            "use 'match' with it."
         )
 
 
@@ -278,7 +314,8 @@ def process_logits(
         if ancestry is None:
             path = draft.tokens[:r]
         else:
-            path = draft.tokens[mx.array([a - 1 for a in range(1, r + 1) if ancestry[r][a]], mx.int32)]
+            above = [a - 1 for a in range(1, r + 1) if ancestry[r][a]]
+            path = draft.tokens[mx.array(above, mx.int32)]
         tokens = mx.concatenate([history, path.astype(history.dtype)])
         row = logits[r : r + 1]
         for processor in processors:

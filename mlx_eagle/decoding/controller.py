@@ -1,7 +1,7 @@
-"""PURE: what is drafted next: always the same, or what pays (``auto``).
+"""What is drafted next: always the same, or whatever is fastest (``auto``).
 
 Plain numbers only. What a round costs comes from ``calibrate.py``, what it brings from the
-rounds so far: E tokens a round of k against t(k) seconds, beside one token a plain step.
+rounds so far: E tokens per round of k against t(k) seconds, beside one token per plain step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,15 +10,15 @@ from typing import Protocol
 
 PRIOR, PRIOR_WEIGHT = 1 / 3, 8.0  # acceptance before anything was seen, and its weight in rounds
 MEMORY = 0.98  # what a round's evidence weighs, one round later
-TRIAL_ROUNDS = 6  # before the first verdict, and in every probe
-TRIAL_LOSS = 1.5  # plain steps that a trial may lose; then the verdict comes at once
-PROBE_BUDGET = 0.01  # of the time of plain decoding, spent on probes while parked
+TRIAL_ROUNDS = 6  # before drafting is first turned off, and in every probe
+TRIAL_LOSS = 1.5  # plain steps that a trial may lose; then it ends at once
+PROBE_BUDGET = 0.01  # of the time of plain decoding, spent on probes while drafting is off
 FEWEST_PLAIN, MOST_PLAIN = 64, 1024  # tokens between two probes
-ALMOST_ALWAYS = 0.9  # acceptance above which nobody would hope
+ALMOST_ALWAYS = 0.9  # the highest acceptance that can be expected of any drafter
 
 
 def expected_tokens(alphas: Sequence[float], size: int) -> float:
-    """E of a chain of ``size`` drafts: 1 + a1 + a1 a2 + ...; the last alpha goes on for ever.
+    """E of a chain of ``size`` drafts: 1 + a1 + a1 a2 + ...; the last alpha is repeated.
 
     [0.8, 0.5], 3 -> 1 + 0.8 + 0.4 + 0.2
     """
@@ -49,7 +49,7 @@ class DraftShape:
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """Seconds: a step of pipelined plain decoding, and a round of each plan."""
+    """Seconds: a step of pipelined plain decoding, and a round of each draft shape."""
 
     plain: float
     rounds: Mapping[DraftShape, float]
@@ -59,7 +59,7 @@ class RoundCosts:
         return max(shape.size for shape in self.rounds if shape.tree is None)
 
     def speedup(self, shape: DraftShape, num_tokens: float) -> float:
-        """Over plain decoding, where a round of ``plan`` brings so many tokens."""
+        """Over plain decoding, where a round of ``shape`` emits so many tokens."""
         return num_tokens * self.plain / self.rounds[shape]
 
 
@@ -76,9 +76,10 @@ def on_line(points: Mapping[int, float], x: int) -> float:
 
 @dataclass(frozen=True)
 class BatchCosts:
-    """What rounds cost for one text and for ``batch_size`` together, which may know fewer plans.
+    """What rounds cost for one request and for ``batch_size`` of them in shared passes.
 
-    Fewer texts than that, and lengths between two that were measured, lie on a line.
+    Fewer shapes may be known of those. Costs of batches between the two, and of lengths between
+    two that were measured, lie on a line.
     """
 
     alone: RoundCosts
@@ -86,7 +87,7 @@ class BatchCosts:
     batch_size: int
 
     def of(self, batch_size: int) -> RoundCosts:
-        """The costs for so many texts, at most ``batch_size``; a round brings each its tokens."""
+        """The costs of a round for so many requests, at most ``batch_size``, per round of all."""
         measured = {shape.size: seconds for shape, seconds in self.together.rounds.items()}
 
         def cost(alone: float, together: float) -> float:
@@ -103,7 +104,7 @@ class Controller(Protocol):
     """Decides what is drafted."""
 
     drafting_off: bool
-    """Whether decoding is plain for now, so that the drafter can be left behind."""
+    """Whether decoding is plain for now, so that the drafter may fall behind."""
 
     events: "list[DraftingEvent]"
 
@@ -111,10 +112,10 @@ class Controller(Protocol):
         """The next draft, after so many tokens; of size 0 for a plain step."""
 
     def record(self, shape: DraftShape, *num_accepted: int) -> None:
-        """What became of a draft of one token or more; in a batch, of one in every text."""
+        """How much of a draft of that shape was accepted; in a batch, of one per request."""
 
     def update_costs(self, costs: RoundCosts) -> None:
-        """Go on at other costs of the same plans."""
+        """Go on with other costs of the same shapes."""
 
 
 @dataclass
@@ -132,53 +133,77 @@ class FixedController:
         """Nothing depends on it."""
 
     def update_costs(self, costs: RoundCosts) -> None:
-        """Nor on that."""
+        """Nothing depends on them."""
+
+
+OFF, PROBE, ON = "drafting off", "probe", "drafting on"
 
 
 @dataclass(frozen=True)
 class DraftingEvent:
-    """Drafting was parked, probed or taken up again, after ``num_tokens`` tokens."""
+    """Drafting was turned off, tried again or turned on again, after ``num_tokens`` tokens."""
 
     num_tokens: int
-    what: str  # park | probe | wake
+    what: str  # drafting off | probe | drafting on
     reason: str
 
 
 @dataclass
+class Trial:
+    """A few rounds that are drafted whatever they bring, before what they showed counts.
+
+    The first one begins with the generation; later ones are probes while drafting is off.
+    """
+
+    is_probe: bool
+    rounds_left: int = TRIAL_ROUNDS
+    lost: float = 0.0  # plain steps, against plain decoding
+
+    @property
+    def has_ended(self) -> bool:
+        return self.rounds_left <= 0 or self.lost > TRIAL_LOSS
+
+    def record(self, cost: float, num_tokens: float) -> None:
+        """Count a round that took as long as ``cost`` plain steps and emitted so many tokens."""
+        self.rounds_left -= 1
+        self.lost += cost - num_tokens
+
+
+@dataclass
 class AdaptiveController:
-    """What pays best by what was accepted lately; plain decoding where nothing pays.
+    """The fastest shape by what was accepted lately; plain decoding where no draft is faster.
 
     Acceptance in chains is kept by position, given that the position before was accepted, and
-    of trees as tokens a round. Both fade, so that they follow the text. While parked, a few
-    rounds are drafted now and then to see whether the text has changed; how often follows from
-    what they cost. In a batch all texts have one pace: what they accept is pooled, a round is one
-    round however many share it, and what is lost or gained is that of the mean text.
+    of trees as tokens per round. Both fade, so that they follow the text. While drafting is off, a
+    few rounds are drafted now and then to see whether the text has changed; how often follows
+    from what they cost. A batch has one controller: what its requests accept is pooled, a round is
+    one round however many share it, and what is lost or gained is that of the mean request.
     """
 
     costs: RoundCosts
     drafting_off: bool = False
     events: list[DraftingEvent] = field(default_factory=list)
-    never_pays: bool = False  # parked for good
+    is_hopeless: bool = False  # at these costs no draft can be faster, whatever is accepted
     _num_tokens: int = 0
     _accepted: list[float] = field(default_factory=list)
     _reached: list[float] = field(default_factory=list)
-    _of_trees: dict[DraftShape, tuple[float, float]] = field(default_factory=dict)  # tokens, rounds
-    _trial: int = TRIAL_ROUNDS
-    _lost: float = 0.0
+    # Tokens emitted in so many rounds.
+    _of_trees: dict[DraftShape, tuple[float, float]] = field(default_factory=dict)
+    _trial: Trial | None = field(default_factory=lambda: Trial(is_probe=False))
     _plain_left: float = 0.0
 
     def __post_init__(self) -> None:
         self._accepted = [0.0] * self.costs.longest
         self._reached = [0.0] * self.costs.longest
-        self._of_trees = {shape: (0.0, 0.0) for shape in self.costs.rounds if shape.tree is not None}
-        always = [ALMOST_ALWAYS]
-        gains = {shape: self._gain(shape, always) for shape in self.costs.rounds}
+        trees = [shape for shape in self.costs.rounds if shape.tree is not None]
+        self._of_trees = {shape: (0.0, 0.0) for shape in trees}
+        gains = {shape: self._gain(shape, [ALMOST_ALWAYS]) for shape in self.costs.rounds}
         shape = max(gains, key=gains.get)
         if gains[shape] < 1.0:
             cost = self.costs.rounds[shape] / self.costs.plain
-            self.never_pays = True
+            self.is_hopeless = True
             self._turn_off(
-                f"a round of {shape} drafts costs {cost:.2f} plain steps, so it would not pay "
+                f"a round of {shape} drafts costs {cost:.2f} plain steps, so it would be slower "
                 f"even with {ALMOST_ALWAYS:.0%} accepted",
                 float("inf"),
             )
@@ -196,10 +221,10 @@ class AdaptiveController:
         return alphas
 
     def next_shape(self, num_tokens: int) -> DraftShape:
-        """See ``Pace.next_plan``."""
+        """See ``Controller.next_shape``."""
         self._num_tokens = num_tokens
         shape, gain = self._best()
-        if not self.drafting_off and self._trial <= 0 and gain < 1.0:
+        if not self.drafting_off and self._trial is None and gain < 1.0:
             self._turn_off(
                 f"with {self.alphas[0]:.0%} of first drafts accepted, the best length ({shape}) "
                 f"would give {gain:.2f}x",
@@ -210,31 +235,35 @@ class AdaptiveController:
         self._plain_left -= 1
         if self._plain_left >= 0:
             return DraftShape(0)
-        self.drafting_off, self._trial, self._lost = False, TRIAL_ROUNDS, 0.0
+        self.drafting_off, self._trial = False, Trial(is_probe=True)
         self._fade(0.3)  # what the probe finds shall outweigh what was known
-        self._note("probe", "to see whether drafts are accepted now")
+        self._note(PROBE, "to see whether drafts are accepted now")
         return shape
 
     def record(self, shape: DraftShape, *num_accepted: int) -> None:
-        """See ``Pace.record``."""
+        """See ``Controller.record``."""
         self._fade(MEMORY)
         for kept in num_accepted:
             self._observe(shape, kept)
+        if self._trial is None:
+            return
         cost = self.costs.rounds.get(shape, self.costs.plain)  # unknown: a tree cut at the end
-        self._lost += cost / self.costs.plain - (sum(num_accepted) / len(num_accepted) + 1)
-        self._trial = 0 if self._lost > TRIAL_LOSS and self._trial > 0 else self._trial - 1
-        if self._trial == 0 and self.events:
-            _, gain = self._best()
-            if gain >= 1.0:
-                self._note("wake", f"the probe promises {gain:.2f}x")
+        mean_tokens = sum(num_accepted) / len(num_accepted) + 1
+        self._trial.record(cost / self.costs.plain, mean_tokens)
+        if not self._trial.has_ended:
+            return
+        _, gain = self._best()
+        if self._trial.is_probe and gain >= 1.0:
+            self._note(ON, f"the probe promises {gain:.2f}x")
+        self._trial = None
 
     def update_costs(self, costs: RoundCosts) -> None:
-        """See ``Pace.recost``; wakes at once where what was known would pay now."""
+        """See ``Controller.update_costs``; drafts again where the new costs make that faster."""
         self.costs = costs
         shape, gain = self._best()
         if self.drafting_off and gain >= 1.0:
-            self.drafting_off = self.never_pays = False
-            self._note("wake", f"a round costs less now, drafts of {shape} promise {gain:.2f}x")
+            self.drafting_off = self.is_hopeless = False
+            self._note(ON, f"a round costs less now, drafts of {shape} promise {gain:.2f}x")
 
     def _observe(self, shape: DraftShape, num_accepted: int) -> None:
         if shape.tree is None:
@@ -246,7 +275,7 @@ class AdaptiveController:
             self._of_trees[shape] = tokens + num_accepted + 1, rounds + 1
 
     def _best(self) -> tuple[DraftShape, float]:
-        """The plan with the greatest gain, and the gain."""
+        """The shape with the greatest gain, and the gain."""
         alphas = self.alphas
         gains = {shape: self._gain(shape, alphas) for shape in self.costs.rounds}
         shape = max(gains, key=gains.get)
@@ -274,14 +303,14 @@ class AdaptiveController:
     def _interval(self, shape: DraftShape, gain: float) -> float:
         """Plain tokens until the next probe, so that probes stay within their budget."""
         cost = self.costs.rounds[shape] / self.costs.plain
-        # Of every round the part that brings nothing; and waking, when the pipeline drains and
-        # the drafter catches up.
+        # Of every round the part that brings nothing; and the start, when the pipeline drains
+        # and the drafter catches up.
         lost = TRIAL_ROUNDS * cost * (1 - gain) + cost
         return min(MOST_PLAIN, max(FEWEST_PLAIN, lost / PROBE_BUDGET))
 
     def _turn_off(self, reason: str, num_plain: float) -> None:
         self.drafting_off, self._plain_left = True, num_plain
-        self._note("park", reason)
+        self._note(OFF, reason)
 
     def _note(self, what: str, reason: str) -> None:
         self.events.append(DraftingEvent(self._num_tokens, what, reason))

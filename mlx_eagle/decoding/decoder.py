@@ -1,70 +1,29 @@
-"""One generation in progress: the steps of a round, on the target's caches and the drafter's.
+"""One request being decoded: the steps of a round, on the target's caches and the drafter's.
 
-Knows how a round is built, kept and undone; when to do which is decided in ``loop.py``.
+What happens here is how a round is built, committed and undone; ``pipeline.py`` decides when.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
 from ..drafters.base import Draft, Drafter, Pick, empty_draft
-from ..drafters.tree import Tree
 from ..target.rollback import RULES, CacheQuantization, Checkpoint
 from ..target.taps import LayerCall, Target
-from .accept import LogitsProcessor, Rule, Verification, process_logits
+from .accept import LogitsProcessor, Rule, process_logits
 from .controller import DraftShape
-from .stats import Stats
+from .round import OpenRound, Round, Rows, StopPoint, stop_point
 
 
-@dataclass
-class Round:
-    """A verify pass in flight: row 0 is the root, row i + 1 draft token i."""
+@dataclass(frozen=True)
+class Unabsorbed:
+    """Pairs that the drafter has not absorbed yet: what a plain step emitted at ``position``."""
 
-    shape: DraftShape
-    num_drafted: int
-    num_levels: int
-    verification: Verification
-    features: mx.array | None  # (R, F)
-    packed: mx.array  # num_kept, following (R,), and a tree's rows (R,): for one blocking read
-    target_checkpoint: Checkpoint
-    draft_checkpoint: Checkpoint
-    num_head_forwards: int  # of the drafter since prefill, once this round is done
-    absorbed: bool  # by the drafter; or left to its backlog
-    committed: bool = False
-    rows: list[int] | None = None  # of a tree, once read: window rows, the kept branch first
-
-    def read(self) -> tuple[int, list[int]]:
-        """Wait for the device: how many draft tokens stay, and the token after each row."""
-        mx.eval(self.packed)
-        num_kept, *following = self.packed.tolist()
-        if self.verification.rows is not None:
-            num_rows = self.num_drafted + 1
-            following, self.rows = following[:num_rows], following[num_rows:]
-        return num_kept, following
-
-    def count(self, stats: Stats, num_kept: int, num_emitted: int) -> None:
-        """Add to ``stats`` that it kept and emitted so many; of a run that was cut, what is left."""
-        num_accepted = min(num_kept, num_emitted)
-        stats.record(
-            self.num_drafted, self.num_levels, num_accepted, num_emitted, self.num_head_forwards
-        )
-
-    def keep_run(self, length: int) -> None:
-        """Cut to the rows that led to the first ``length`` tokens that were emitted."""
-        if self.rows is None:
-            self.rollback(length, length)
-            return
-        self.target_checkpoint.rollback_to_branch(self.rows[:length])
-        self.draft_checkpoint.rollback(length)
-
-    def rollback(self, num_rows: int, num_pairs: int) -> None:
-        """Cut to the first rows of the target and pairs of the drafter."""
-        if num_rows <= self.num_drafted:
-            self.target_checkpoint.rollback(num_rows)
-        if num_pairs <= self.num_drafted:
-            self.draft_checkpoint.rollback(num_pairs)
+    position: int
+    tokens: mx.array
+    features: mx.array | None
 
 
 class Decoder:
@@ -95,9 +54,9 @@ class Decoder:
         self.history = mx.zeros((0,), mx.int32)  # for logits processors: up to the root
         self.num_emitted = 0
         self.num_reruns = 0
-        self.leaves_drafter = False  # for good: nothing is kept that it could absorb
+        self.drops_drafter = False  # from now on nothing is kept that it could absorb
         self._prefill_forwards = 0
-        self._backlog: list[tuple[mx.array, mx.array | None]] = []  # pairs not absorbed yet
+        self._backlog: list[Unabsorbed] = []
 
     @property
     def num_head_forwards(self) -> int:
@@ -118,7 +77,7 @@ class Decoder:
         self.history = prompt
 
     def _prefill_chunk(self, tokens: mx.array) -> None:
-        """Bring target and drafter over tokens (m,), or leave both as they were.
+        """Run tokens (m,) through target and drafter; a failure changes neither.
 
         The last token's features wait for the token that comes next, as between requests.
         """
@@ -139,62 +98,94 @@ class Decoder:
         mx.clear_cache()
 
     @contextmanager
-    def _undone_on_failure(self, *windows: Checkpoint) -> Iterator[None]:
-        """An error or a Ctrl-C within must not leave half a window behind."""
+    def _undone_on_failure(self, *checkpoints: Checkpoint) -> Iterator[None]:
+        """An error or a Ctrl-C within must not leave half a pass in the caches."""
         finished = False
         try:
             yield
             finished = True
         finally:
             if not finished:
-                for window in windows:
-                    window.rollback(0)
+                for checkpoint in checkpoints:
+                    checkpoint.rollback(0)
 
     def launch(self, shape: DraftShape, absorb: bool = False) -> Round:
-        """Build one round that drafts what ``plan`` says, and start it without waiting.
+        """Build one round that drafts ``shape``, and start it without waiting.
 
-        A plan of size 0 is a step of plain decoding: unless it is to ``absorb`` the step, the drafter is
-        left behind, and catches up before it proposes again.
+        A shape of size 0 is a step of plain decoding: unless it is to ``absorb`` the step, the
+        drafter falls behind, and catches up before it proposes again.
         """
-        size = shape.size
-        absorb = absorb or size > 0
-        if size > 0:
-            self.catch_up()
-        max_rows = self.quantization.max_rows(self.cache)
-        if max_rows is not None:
-            size = min(size, max_rows - 1)
-        draft_checkpoint = Checkpoint(self.drafter.cache)
-        # The window is not named in there: it would keep itself and all caches alive.
+        draft_checkpoint = self.checkpoint_draft(shape)
+        with self._undone_on_failure(draft_checkpoint), mx.stream(self.stream):
+            opened = self.open_round(shape, draft_checkpoint)
+            if opened.shape.size > 0:
+                # The device drafts while the host builds the target's pass, the greater graph.
+                mx.async_eval(opened.draft.tokens)
+            tree_mask = opened.draft.tree_mask()
+            tokens = mx.concatenate([self.root, opened.draft.tokens])
+        # The checkpoint is not named in there: it would keep itself and all caches alive.
         target_checkpoint = Checkpoint(
             self.cache, lambda num_rows: self._rerun(tokens[:num_rows], calls)
         )
         with self._undone_on_failure(target_checkpoint, draft_checkpoint), mx.stream(self.stream):
-            choice = self.rule.open(self.num_emitted)
-            draft = self._propose(size, shape.tree, choice.pick)
-            tree_mask = draft.tree_mask()
-            tokens = mx.concatenate([self.root, draft.tokens])
             logits, features, calls = self._verify(tokens, tree_mask, target_checkpoint)
-            verification = choice.verify(draft, tree_mask, self.logprobs(draft, tree_mask, logits))
-            if verification.rows is not None and features is not None:
-                features = features[verification.rows]
-            packed = verification.packed()
-            mx.async_eval(packed)
-            if absorb:
-                # Needs no count: rows after the kept ones are cut once it is read.
-                self.drafter.extend(verification.following, features, last=verification.num_kept)
+            launched = self.close_round(opened, tree_mask, logits, features, target_checkpoint)
+            mx.async_eval(launched.verification.packed)
+            if absorb or shape.size > 0:
+                self.absorb(launched)
                 mx.async_eval(self.drafter.pending())
+        return launched
+
+    def checkpoint_draft(self, shape: DraftShape) -> Checkpoint:
+        """The drafter's caches before a round, brought up to the root where it is to propose."""
+        if shape.size > 0:
+            self.catch_up()
+        return Checkpoint(self.drafter.cache)
+
+    def open_round(self, shape: DraftShape, draft_checkpoint: Checkpoint) -> OpenRound:
+        """Draft ``shape``, or as much of it as fits before the caches are quantized."""
+        max_rows = self.quantization.max_rows(self.cache)
+        if max_rows is not None:
+            shape = replace(shape, size=min(shape.size, max_rows - 1))
+        choice = self.rule.open(self.num_emitted)
+        draft = self._propose(shape, choice.pick)
+        return OpenRound(self.num_emitted, shape, choice, draft, draft_checkpoint)
+
+    def close_round(
+        self,
+        opened: OpenRound,
+        tree_mask: mx.array | None,
+        logits: mx.array,
+        features: mx.array | None,
+        target_rows: Rows,
+    ) -> Round:
+        """The round whose verify pass gives logits (R, V) and features (R, F), not started yet."""
+        draft = opened.draft
+        logprobs = self._logprobs(draft, tree_mask, logits)
+        verification = opened.choice.verify(draft, tree_mask, logprobs)
+        if verification.rows is not None and features is not None:
+            features = features[verification.rows]
         return Round(
-            shape,
+            opened.position,
+            opened.shape,
             len(draft),
             draft.num_levels,
             verification,
             features,
-            packed,
-            target_checkpoint,
-            draft_checkpoint,
+            target_rows,
+            opened.draft_checkpoint,
             self.num_head_forwards,
-            absorb,
         )
+
+    def absorb(self, launched: Round) -> None:
+        """Let the drafter absorb a round, before anybody knows how much of it is kept.
+
+        The pairs after the kept ones are cut once that is read.
+        """
+        made = launched.verification
+        self.drafter.extend(made.following, launched.features, last=made.num_kept)
+        launched.absorbed = True
+        launched.num_head_forwards = self.num_head_forwards
 
     def launch_first(self) -> Round:
         """The round that ends prefill: the prompt's last token, no draft."""
@@ -206,7 +197,7 @@ class Decoder:
         return first
 
     def commit(self, done: Round, length: int) -> None:
-        """Make the first ``length`` tokens of done's following part of the text.
+        """Make the first ``length`` tokens that follow in ``done`` part of the sequence.
 
         Of a plain step that is one token, known before the step was read.
         """
@@ -217,31 +208,30 @@ class Decoder:
             self.root = emitted[-1:]
             self.num_emitted += length
             done.committed = True
-            if not done.absorbed and not self.leaves_drafter:
-                self._backlog.append((emitted, done.features))
+            if not done.absorbed and not self.drops_drafter:
+                self._backlog.append(Unabsorbed(done.position, emitted, done.features))
             if self.processors:
                 tokens = emitted.astype(self.history.dtype)
                 self.history = mx.concatenate([self.history, tokens])
 
-    def leave(self, done: Round, upcoming: Round | None, num_yielded: int, run: list[int]) -> None:
-        """Leave the caches as plain decoding would: all yielded tokens run, nothing after.
+    def stop(self, last: Round, upcoming: Round | None) -> None:
+        """Make the caches what plain decoding leaves: all tokens taken are run, nothing after.
 
-        ``run`` is what ``done`` emitted, of which the caller took ``num_yielded``; empty where
-        the round failed before that was known.
+        ``last`` is the round whose tokens the caller was taking, ``upcoming`` the one in flight.
         """
-        took_all = bool(run) and num_yielded == len(run)
         with mx.stream(self.stream):
-            if upcoming is not None:
-                upcoming.rollback(int(took_all), 0)
-            if not took_all:
-                done.rollback(num_yielded + 1, num_yielded)
-                if done.committed and not done.absorbed and self._backlog:
-                    self._backlog.pop()
-                features, row = done.features, num_yielded
-            elif upcoming is not None:
-                features, row = upcoming.features, 0
-            else:
-                (_, features), row = self._run(self.root), 0
+            match stop_point(last, upcoming):
+                case StopPoint.INSIDE_RUN:
+                    if upcoming is not None:
+                        upcoming.rollback(0, 0)
+                    last.rollback(last.num_taken + 1, last.num_taken)
+                    self._backlog = [p for p in self._backlog if p.position < last.position]
+                    features, row = last.features, last.num_taken
+                case StopPoint.NEXT_IN_FLIGHT:
+                    upcoming.rollback(1, 0)
+                    features, row = upcoming.features, 0
+                case StopPoint.AT_ROOT:
+                    (_, features), row = self._run(self.root), 0
             self.catch_up()
             if features is not None:
                 self.drafter.hold(features[row : row + 1])
@@ -252,34 +242,31 @@ class Decoder:
         """Let the drafter absorb what was decoded plainly."""
         if not self._backlog:
             return
-        tokens, features = zip(*self._backlog)
+        tokens = mx.concatenate([pairs.tokens for pairs in self._backlog])
+        features = [pairs.features for pairs in self._backlog]
         with self._undone_on_failure(Checkpoint(self.drafter.cache)), mx.stream(self.stream):
             seen = None if features[0] is None else mx.concatenate(features)
-            self.drafter.extend(mx.concatenate(tokens), seen)
+            self.drafter.extend(tokens, seen)
         self._backlog.clear()
 
     def _run(self, tokens: mx.array) -> tuple[mx.array, mx.array | None]:
         with self.target.as_alone(self.cache, tokens.shape[0]):
             return self.target(tokens, self.cache)
 
-    def _propose(self, size: int, tree: Tree | None, pick: Pick) -> Draft:
-        if size == 0:
+    def _propose(self, shape: DraftShape, pick: Pick) -> Draft:
+        if shape.size == 0:
             return empty_draft()
-        if tree is None:
-            draft = self.drafter.propose(size, pick)
-        else:
-            draft = self.drafter.propose_tree(tree.at_most(size))
-        # The device drafts while the host builds the target's pass, the greater graph.
-        mx.async_eval(draft.tokens)
-        return draft
+        if shape.tree is None:
+            return self.drafter.propose(shape.size, pick)
+        return self.drafter.propose_tree(shape.tree.at_most(shape.size))
 
     def _verify(
-        self, tokens: mx.array, tree_mask: mx.array | None, window: Checkpoint
+        self, tokens: mx.array, tree_mask: mx.array | None, checkpoint: Checkpoint
     ) -> tuple[mx.array, mx.array | None, list[LayerCall]]:
-        """Logits, features, and the calls that ``_rerun`` needs where the window is cut."""
+        """Logits, features, and the calls that ``_rerun`` needs where the rows are cut."""
         if tree_mask is not None:
             return *self.target(tokens, self.cache, tree_mask), []
-        recurrent = window.recurrent
+        recurrent = checkpoint.recurrent
         if not recurrent or tokens.shape[0] == 1:
             return *self._run(tokens), []
         with self.target.as_alone(self.cache, tokens.shape[0]):
@@ -288,8 +275,8 @@ class Decoder:
         # A model may use such a cache outside its layers, or pass layers something that grows;
         # then all of it has to run again.
         repeatable = all(call.is_repeatable(tuple(RULES)) for call in calls)
-        window.reruns_layers = repeatable and len(calls) == len(recurrent)
-        return logits, features, calls if window.reruns_layers else []
+        checkpoint.reruns_layers = repeatable and len(calls) == len(recurrent)
+        return logits, features, calls if checkpoint.reruns_layers else []
 
     def _rerun(self, tokens: mx.array, calls: list[LayerCall]) -> None:
         """Bring recurrent states forward over the kept rows, tokens (m,).
@@ -304,7 +291,7 @@ class Decoder:
         self.num_reruns += 1
         self._run(tokens)
 
-    def logprobs(self, draft: Draft, tree_mask: mx.array | None, logits: mx.array) -> mx.array:
+    def _logprobs(self, draft: Draft, tree_mask: mx.array | None, logits: mx.array) -> mx.array:
         """Log-probabilities (k + 1, V) after each row, logits processors applied."""
         if self.processors:
             logits = process_logits(self.processors, self.history, draft, tree_mask, logits)

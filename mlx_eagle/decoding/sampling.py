@@ -1,13 +1,21 @@
-"""Our own sampler: temperature, top-p, min-p, top-k, with noise that belongs to a position.
+"""A sampler whose noise belongs to a position: temperature, top-p, min-p, top-k.
 
-Logits in, log-probabilities or tokens out; knows neither draft nor target. Both the target's
-p and the draft's q are made here, in float32, so that they are the same function of logits.
+Log-probabilities in, log-probabilities or tokens out. The target's p and the draft's q are both
+made here, in float32, so that they are the same function of the logits.
 """
 
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import count
+from math import isfinite
+from numbers import Integral, Real
 
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
+
+OTHER_ROW = 4  # sets the keys of other rows apart from the kinds of noise, which are smaller
 
 
 @dataclass
@@ -15,13 +23,19 @@ class Sampling:
     """A sampler for ``sampler=``: the same seed gives the same text, drafted or not.
 
     The token at the n-th generated position is ``argmax(log p + g_n)`` with Gumbel noise g_n
-    that depends on ``seed`` and n alone, which is an exact draw from p (Gumbel 1954; Maddison
-    et al. 2014, arXiv:1411.0030). A draft that adds the same noise to its own log q agrees
-    with the target nearly as often as any coupling can.
+    that depends on ``seed``, ``row`` and n alone, which is an exact draw from p (Gumbel 1954;
+    Maddison et al. 2014, arXiv:1411.0030). A draft that adds the same noise to its own log q
+    agrees with the target nearly as often as any coupling can.
 
-    Called like an mlx-lm sampler, on log-probabilities (1, V), it draws for position 0, 1, 2
-    and so on; ``restart`` begins again at 0. ``temp`` must be positive. ``seed`` None takes one
-    from mlx's global random state.
+    Without a ``seed`` every generation draws fresh noise. It follows mlx's global random state,
+    so that ``mx.random.seed`` makes it repeatable in the main thread. ``row`` is the place in a
+    batch: ``batch_generate`` gives prompt b the noise of row b, so that equal prompts get
+    different texts, and a text can be had again alone with the same seed and ``row=b``.
+
+    Called like an mlx-lm sampler, on log-probabilities (B, V), it draws for position 0, 1, 2 and
+    so on, row by row; ``begin`` gives one that starts at 0. Both work in any thread.
+
+    Raises ValueError for a temperature that is not above 0, or a seed out of range.
     """
 
     temp: float = 1.0
@@ -30,18 +44,31 @@ class Sampling:
     min_tokens_to_keep: int = 1
     top_k: int = 0
     seed: int | None = None
-    _calls: int = field(default=0, repr=False)
+    row: int = 0
+    _calls: int = field(default=0, init=False, repr=False, compare=False)
+    _key: mx.array = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not self.temp > 0:
+        if not isinstance(self.temp, Real) or not 0 < self.temp or not isfinite(self.temp):
             raise ValueError(
-                f"the temperature is {self.temp}: sampling needs one above 0 (greedy decoding "
-                "needs no sampler)."
+                f"the temperature is {self.temp}: sampling needs a number above 0 (greedy "
+                "decoding needs no sampler)."
             )
-        if self.seed is None:
-            self._key = mx.random.randint(0, 2**31 - 1, (2,)).astype(mx.uint32)
-        else:
-            self._key = mx.random.split(mx.random.key(self.seed))[0]
+        if self.seed is not None and not _is_seed(self.seed):
+            raise ValueError(
+                f"the seed is {self.seed}: give a whole number from 0 to 2**64 - 1, or None."
+            )
+        base = _fresh_key() if self.seed is None else mx.random.split(mx.random.key(self.seed))[0]
+        self._key = base if self.row == 0 else _key_of_row(base, self.row)
+        # In the thread that made it: another one could not compute what is still to be done.
+        mx.eval(self._key)
+
+    def begin(self, row: int = 0) -> "Sampling":
+        """The sampler of one generation: at position 0, with fresh noise unless a seed was given.
+
+        ``row`` counts from this sampler's own.
+        """
+        return replace(self, row=self.row + row)
 
     def log_probabilities(self, logprobs: mx.array) -> mx.array:
         """Log-probabilities (R, V) of a model -> those that tokens are drawn from, float32.
@@ -55,23 +82,53 @@ class Sampling:
             x = apply_min_p(x, self.min_p, self.min_tokens_to_keep)
         if self.top_k > 0:
             x = apply_top_k(x, self.top_k)
-        x = x / self.temp
+        x = x / float(self.temp)
         return x - mx.logsumexp(x, axis=-1, keepdims=True)
 
     def noise(self, position: int, size: int, kind: int = 0) -> mx.array:
-        """Gumbel noise (size,) of a generated position; ``kind`` separates uses."""
+        """Gumbel noise (size,) of a generated position; ``kind``, 0 to 3, separates uses."""
         return mx.random.gumbel((size,), key=self.key(position, kind))
 
     def key(self, position: int, kind: int = 0) -> mx.array:
-        """The random key of a generated position; ``kind`` separates uses."""
-        return self._key ^ mx.array([kind, position], dtype=mx.uint32)
-
-    def restart(self) -> None:
-        """Begin again at position 0."""
-        self._calls = 0
+        """The random key of a generated position; ``kind``, 0 to 3, separates uses."""
+        return _mixed(self._key, kind, position)
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        """Draw the next token, (1, V) -> (1,)."""
-        x = self.log_probabilities(logprobs) + self.noise(self._calls, logprobs.shape[-1])
+        """Draw the next token of each row, (B, V) -> (B,)."""
+        num_rows, size = logprobs.shape
+        noise = self.noise(self._calls, size)
+        if num_rows > 1:
+            keys = [_key_of_row(self._key, row) for row in range(1, num_rows)]
+            others = [mx.random.gumbel((size,), key=_mixed(key, 0, self._calls)) for key in keys]
+            noise = mx.stack([noise, *others])
         self._calls += 1
-        return mx.argmax(x, axis=-1)
+        return mx.argmax(self.log_probabilities(logprobs) + noise, axis=-1)
+
+
+def _is_seed(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and 0 <= value < 2**64
+
+
+def _mixed(key: mx.array, kind: int, number: int) -> mx.array:
+    return key ^ mx.array([kind, number], dtype=mx.uint32)
+
+
+def _key_of_row(key: mx.array, row: int) -> mx.array:
+    return mx.random.split(_mixed(key, OTHER_ROW, row))[0]
+
+
+def _fresh_key() -> mx.array:
+    """A key from mlx's global random state, whose every thread starts at the same numbers."""
+    key = mx.random.randint(0, 2**31 - 1, (2,)).astype(mx.uint32)
+    if threading.current_thread() is threading.main_thread():
+        return key
+    return _mixed(key, 0, next(_draws_of_threads()) % 2**32)
+
+
+@cache
+def _draws_of_threads() -> Iterator[int]:
+    """How many keys threads other than the main one have drawn.
+
+    A count, and no other source of chance: the processes of a sharded model draw alike.
+    """
+    return count(1)

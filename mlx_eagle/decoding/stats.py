@@ -1,6 +1,6 @@
-"""Counts of a generation, and what follows from them: tau, rates, times, the footer.
+"""Counts of a generation, and what follows from them: rates, times, the footer.
 
-Plain numbers only: no arrays, no models.
+Plain numbers only.
 """
 
 import time
@@ -8,7 +8,10 @@ from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from .controller import DraftingEvent
+from .controller import OFF, ON, DraftingEvent
+
+WORTH_SAYING = 0.1  # seconds of calibration: what was remembered takes less
+WHAT_IN_0_1 = {OFF: "park", ON: "wake"}  # words of version 0.1.0, in its JSON key
 
 
 @dataclass
@@ -19,7 +22,8 @@ class Stats:
     host waited for the device in them; ``num_reruns`` the passes that ran kept rows again because
     a recurrent state cannot be cut. ``accepted_histogram[n]`` is the number of rounds that
     kept n draft tokens; ``drafted_by_position[i]`` the rounds that drafted more than i.
-    Times are in seconds.
+    Times are in seconds. ``calibration_time``, what "auto" took to measure or look up the costs
+    of rounds, is not part of ``prompt_time``, which ends with the first token.
     """
 
     num_rounds: int = 0
@@ -34,6 +38,7 @@ class Stats:
     drafted_by_position: list[int] = field(default_factory=list)
     drafting_events: list[DraftingEvent] = field(default_factory=list)
     prompt_time: float = 0.0
+    calibration_time: float = 0.0
     generation_time: float = 0.0
     _start: float = field(default_factory=time.perf_counter, repr=False)
     _first_token: float | None = field(default=None, repr=False)
@@ -59,7 +64,7 @@ class Stats:
         now = time.perf_counter()
         if self._first_token is None:
             self._first_token = now
-            self.prompt_time = now - self._start
+            self.prompt_time = now - self._start - self.calibration_time
             return
         self.generation_time = now - self._first_token
         self.num_head_forwards = num_head_forwards
@@ -94,7 +99,7 @@ class Stats:
                 self.accepted_histogram.pop()
 
     def __add__(self, other: "Stats") -> "Stats":
-        """The counts and times of both, from which tau and rates over all of it follow."""
+        """The counts and times of both, from which the rates over all of it follow."""
         total = Stats()
         for name, value in vars(self).items():
             if name.startswith("_"):
@@ -109,7 +114,7 @@ class Stats:
 
     @property
     def left_drafter(self) -> bool:
-        """Whether no draft could ever have paid, so that the drafter was left behind for good."""
+        """Whether no draft could have been faster, so that the drafter absorbed nothing."""
         return bool(self.drafting_events) and self.drafting_events[0].num_tokens == 0
 
     @property
@@ -121,9 +126,14 @@ class Stats:
         return self.num_drafted - self.num_accepted
 
     @property
-    def tau(self) -> float:
+    def mean_acceptance_length(self) -> float:
         """Tokens emitted per target forward, the new root included (plain decoding: 1)."""
         return self.num_emitted / self.num_target_forwards if self.num_target_forwards else 0.0
+
+    @property
+    def tau(self) -> float:
+        """The mean acceptance length, by the letter that papers give it."""
+        return self.mean_acceptance_length
 
     @property
     def acceptance_rate(self) -> float:
@@ -160,25 +170,34 @@ class Stats:
     def to_dict(self) -> dict[str, Any]:
         """Every count and every figure derived from them, ready for JSON."""
         names = (
-            "num_rounds num_plain_steps num_target_forwards num_reruns num_head_forwards num_evals "
-            "num_drafted num_accepted num_rejected num_emitted accepted_histogram tau "
-            "acceptance_rate acceptance_by_position cumulative_acceptance_by_position "
-            "prompt_time generation_time generation_tps"
+            "num_rounds num_plain_steps num_target_forwards num_reruns num_head_forwards "
+            "num_evals num_drafted num_accepted num_rejected num_emitted accepted_histogram "
+            "mean_acceptance_length tau acceptance_rate acceptance_by_position "
+            "cumulative_acceptance_by_position "
+            "prompt_time calibration_time generation_time generation_tps"
         ).split()
         events = [asdict(event) for event in self.drafting_events]
+        # The key and the words of version 0.1.0, for whoever reads those.
+        old = [event | {"what": WHAT_IN_0_1.get(event["what"], event["what"])} for event in events]
         counts = {name: getattr(self, name) for name in names}
-        # The last under its name of version 0.1.0, for whoever reads that.
-        return counts | {"drafting_events": events, "pace_events": events}
+        return counts | {"drafting_events": events, "pace_events": old}
 
     def lines(self) -> list[str]:
-        """The footer, a line each."""
+        """The footer, line by line."""
         by_position = " ".join(f"{a:.2f}" for a in self.acceptance_by_position)
         histogram = " ".join(f"{n}:{c}" for n, c in enumerate(self.accepted_histogram))
-        forwards = f"{self.num_target_forwards} target, {self.num_head_forwards} head"
-        return [
-            f"Rounds: {self.num_rounds}, forwards: {forwards}, tau: {self.tau:.3f}",
+        lines = [
+            f"Rounds: {self.num_rounds}, forwards: {self.num_target_forwards} target, "
+            f"{self.num_head_forwards} head",
+            f"Mean acceptance length (tau): {self.mean_acceptance_length:.3f}",
             f"Draft: {self.num_drafted} drafted, {self.num_accepted} accepted, "
             f"{self.num_rejected} rejected, acceptance rate {self.acceptance_rate:.3f}",
             f"Acceptance by position: {by_position or '-'}; accepted lengths: {histogram or '-'}",
-            *(f"After {e.num_tokens} tokens: {e.what}, {e.reason}" for e in self.drafting_events),
         ]
+        if self.calibration_time >= WORTH_SAYING:
+            lines.append(
+                f"Calibration: {self.calibration_time:.1f} s, before the first token; once per "
+                "pair, machine and context size"
+            )
+        events = self.drafting_events
+        return [*lines, *(f"After {e.num_tokens} tokens: {e.what}, {e.reason}" for e in events)]

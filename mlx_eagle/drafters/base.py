@@ -5,7 +5,7 @@ The loop knows this file and no method: EAGLE, a small model or prompt lookup al
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NoReturn, Protocol, runtime_checkable
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -44,6 +44,25 @@ class Draft:
 
 def empty_draft() -> Draft:
     return Draft(mx.zeros((0,), mx.int32))
+
+
+def check_width(features: mx.array, width: int) -> None:
+    """Raise ValueError unless features (m, F) are of the target that a drafter was made for."""
+    if features.shape[-1] != width:
+        raise ValueError(
+            f"the drafter takes features {width} wide, and this target's are "
+            f"{features.shape[-1]} wide: load it anew for the model it is used with."
+        )
+
+
+class NoModel:
+    """Base of drafters: mlx-lm calls a draft model, which they are not."""
+
+    def __call__(self, *_args: object, **_kwargs: object) -> NoReturn:
+        raise ValueError(
+            "mlx-lm runs one of our drafters as a model of its own: call mlx_eagle.install() "
+            "before, or use mlx_eagle.generate."
+        )
 
 
 @runtime_checkable

@@ -12,13 +12,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
-from .base import Draft, Pick
+from .base import Draft, NoModel, Pick, check_width
 from .head import Eagle3Head
 from .held import held, hold
 from .tree import Tree
 
 
-class Eagle3Drafter:
+class Eagle3Drafter(NoModel):
     """A ``Drafter`` around an EAGLE-3 head.
 
     Slot t of the head's cache is (embedding of the token at t + 1, features of position t).
@@ -79,14 +79,15 @@ class Eagle3Drafter:
         self, tokens: mx.array, features: mx.array | None, last: mx.array | None = None
     ) -> None:
         """See ``Drafter.extend``; tokens (m,), features (m, F)."""
+        width = self.head.config.num_aux * self.head.config.target_hidden_size
         if features is None:
             features = held(self.cache[-1])
         if features is None:
             if self.cache[0].offset == 0:
                 return  # the first token of a text, or of a cache that has no head part
             # One slot with an empty state is cheaper than a position that no slot stands for.
-            width = self.head.config.num_aux * self.head.config.target_hidden_size
             features = mx.zeros((1, width), self.head.dtype)
+        check_width(features, width)
         if self.lagging:
             self._extend_lagging(tokens, features, last)
             return

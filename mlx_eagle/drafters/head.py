@@ -1,12 +1,13 @@
 """The EAGLE draft head: its configuration, its weights and one forward pass.
 
 Knows what a checkpoint's tensors mean (EAGLE-3: Li et al. 2025, arXiv:2503.01840, section 3;
-EAGLE-1 and 2: Li et al. 2024, arXiv:2401.15077 and 2406.16858) and nothing of strategy: which tokens to draft, when to keep them and what the target is are
-decided elsewhere.
+EAGLE-1 and 2: Li et al. 2024, arXiv:2401.15077 and 2406.16858) and nothing of strategy: which
+tokens to draft, when to keep them and what the target is are decided elsewhere.
 """
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +15,12 @@ import mlx.nn as nn
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.rope_utils import initialize_rope
 
+from ..system.documents import check
 from ..target.ropes import BY_LENGTH
+from .kinds import HEAD, REQUIRED
+from .numbering import default_ids, read_nested
+
+LARGEST_WIDTH = 2**24
 
 
 def _gated(activation: Callable[[mx.array], mx.array]) -> Callable[[mx.array, mx.array], mx.array]:
@@ -36,6 +42,8 @@ class Eagle3Config:
     ``aux_boundary_ids`` are taps: id b is the residual stream entering target layer b, and
     b = N (the target's layer count) is what enters its final norm. They are None where the
     checkpoint names none, and then mean {2, N//2, N-3} of the target it is attached to.
+    ``aux_nested_ids`` are ids as the checkpoint wrote them, where the target's depth has yet to
+    tell what they mean (see ``numbering.py``); ``aux_boundary_ids`` is then the likelier reading.
 
     Where ``uses_aux`` is false the one feature is the target's state after its final norm.
     ``fc_input`` says what the fusion matrix takes: the features, once a pair (EAGLE-3);
@@ -60,6 +68,7 @@ class Eagle3Config:
     num_aux: int = 3
     aux_boundary_ids: tuple[int, ...] | None = None
     aux_ids_source: str = "default"
+    aux_nested_ids: tuple[int, ...] | None = None
     pre_fc_norm: str = "none"  # none | concat | per_feature
     fc_bias: bool = False
     norm_before_residual: bool = False
@@ -85,16 +94,48 @@ class Eagle3Config:
     speculative_tokens_hint: int | None = None
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "Eagle3Config":
-        """Read the known fields of a ``config.json``; raise ValueError naming a missing one."""
+    def from_dict(
+        cls, values: dict[str, Any], where: str | Path = "config.json"
+    ) -> "Eagle3Config":
+        """Read the known fields of a ``config.json``, which ``where`` names in messages.
+
+        Raises ValueError for a field that is missing, of a wrong kind, or contradicts another.
+        """
+        check(values, HEAD, where)
         known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
-        for name in ("aux_boundary_ids", "full_attention_layers"):
-            if known.get(name) is not None:
-                known[name] = tuple(known[name])
-        try:
-            return cls(**known)
-        except TypeError as err:
-            raise ValueError(f"not a converted EAGLE-3 head's config.json: {err}") from err
+        nullable = {f.name for f in fields(cls) if f.default is None}
+        for name in REQUIRED:
+            known.setdefault(name, None)
+        for name, value in known.items():
+            if value is None and name not in nullable:
+                raise ValueError(f"{where} has no {name}: convert the head again.")
+            if isinstance(value, list):
+                known[name] = tuple(value)
+        config = cls(**known)
+        config._check_sizes(where)
+        return config
+
+    def _check_sizes(self, where: str | Path) -> None:
+        """Raise ValueError for sizes that no matrix can have, or that do not divide."""
+        if self.rope.get("theta") is None:
+            raise ValueError(f"{where} has no rope.theta: convert the head again.")
+        dims = self.rope.get("dims") or self.head_dim
+        if self.num_heads % self.num_kv_heads or dims % 2 or dims > self.head_dim:
+            raise ValueError(
+                f"{where} gives {self.num_heads} heads of width {self.head_dim}, "
+                f"{self.num_kv_heads} key heads and {dims} rotated channels, which do not go "
+                "together: convert the head again."
+            )
+        widths = (
+            self.num_aux * self.target_hidden_size,
+            self.num_heads * self.head_dim,
+            2 * self.hidden_size,
+        )
+        if max(widths) > LARGEST_WIDTH:
+            raise ValueError(
+                f"{where} asks for a matrix {max(widths)} wide, which no head has: convert the "
+                "head again."
+            )
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -103,9 +144,11 @@ class Eagle3Config:
         """The taps for a target of that many layers, low to high."""
         if not self.uses_aux:
             return (num_target_layers + 1,)
+        if self.aux_nested_ids:
+            return read_nested(self.aux_nested_ids, num_target_layers).ids
         if self.aux_boundary_ids is not None:
             return self.aux_boundary_ids
-        return (2, num_target_layers // 2, num_target_layers - 3)
+        return default_ids(num_target_layers)
 
 
 class DraftAttention(nn.Module):
@@ -182,11 +225,11 @@ class DraftMLP(nn.Module):
         self.down_proj = nn.Linear(
             config.intermediate_size, config.hidden_size, bias=config.mlp_bias
         )
-        self.gated = GATED[config.hidden_act]
+        self.activation = config.hidden_act  # by name: a compiled function cannot be copied
 
     def __call__(self, x: mx.array) -> mx.array:
         gate, up = mx.split(self.gate_up_proj(x), 2, axis=-1)
-        return self.down_proj(self.gated(gate, up))
+        return self.down_proj(GATED[self.activation](gate, up))
 
 
 class DraftLayer(nn.Module):

@@ -3,7 +3,6 @@
 Knows the folder that the converter writes and where an mlx-lm model keeps its embedding.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +13,28 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream
 
+from ..system.documents import check, read_object, shown
 from ..system.hub import locate
+from ..system.safetensors import read_header
 from ..target.sharding import find_stage
 from .eagle3 import Eagle3Drafter
 from .head import FUSED, Eagle3Config, Eagle3Head, fuse_weights
+from .kinds import PACKING
 
 Linear = nn.Linear | nn.QuantizedLinear
 Embedding = nn.Embedding | nn.QuantizedEmbedding
+FLOATS = (mx.float16, mx.bfloat16, mx.float32)
+INTEGERS = (mx.int8, mx.int16, mx.int32, mx.int64)
+
+
+@dataclass(frozen=True)
+class TargetSizes:
+    """What a head has to know of the model it drafts for."""
+
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    name: str = "the target"
 
 
 def load_drafter(
@@ -84,15 +98,13 @@ def load_head(
 ) -> AttachedHead:
     """Load a converted head and attach it to ``model``; see ``load_drafter``."""
     folder = locate(str(path_or_repo), ("*.json", "*.safetensors"))
-    values = _read_config(folder)
-    config = Eagle3Config.from_dict(values)
+    values = read_head_config(folder)
+    config = Eagle3Config.from_dict(values, folder / "config.json")
     weights = _read_weights(folder)
-    embedding, vocab_size = find_embedding(model)
-    hidden_size = _num_columns(embedding)
-    to_target = _draft_ids(weights.pop("d2t", None), config, vocab_size)
-    with mx.stream(generation_stream):
-        num_layers = find_stage(model).num_layers
-    _check_fit(config, hidden_size, vocab_size, num_layers)
+    embedding, _ = find_embedding(model)
+    sizes = sizes_of(model)
+    to_target = _draft_ids(weights.pop("d2t", None), config, sizes.vocab_size)
+    _check_fit(config, sizes)
     if config.lm_head_source == "target_rows":
         weights.update(rows_of_lm_head(model, embedding, to_target))
     head = _build(config, weights, values.get("quantization"))
@@ -105,21 +117,19 @@ def load_head(
     if config.lm_head_source == "target":
         head.share_lm_head(lm_head_of(model, embedding))
     mx.eval(head.parameters())
-    return AttachedHead(head, embed, config.taps(num_layers), to_target)
+    return AttachedHead(head, embed, config.taps(sizes.num_layers), to_target)
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_head_config(folder: Path) -> dict[str, Any]:
+    """The ``config.json`` of a converted head; ValueError where it is missing or no head's."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} has no config.json: it is not a converted head.")
-    try:
-        values = json.loads(path.read_text())
-    except ValueError as err:
-        raise ValueError(f"{path} is not JSON ({err}): convert the head again.") from err
+    values = read_object(path)
     kind = values.get("model_type")
     if kind != "eagle3":
         raise ValueError(
-            f"{folder} holds a {kind!r} model, not a converted EAGLE-3 head: convert the "
+            f"{folder} holds a {shown(kind)} model, not a converted EAGLE-3 head: convert the "
             "checkpoint first with mlx_eagle.convert --hf-path SRC --mlx-path DST."
         )
     return values
@@ -130,13 +140,21 @@ def _read_weights(folder: Path) -> dict[str, mx.array]:
     if not path.is_file():
         raise ValueError(f"{folder} has no model.safetensors: convert the head again.")
     try:
+        read_header(path)
         return dict(mx.load(str(path)))
-    except RuntimeError as err:
+    except (RuntimeError, ValueError) as err:
         reason = str(err).strip().splitlines()[0]
         raise ValueError(
             f"{path} cannot be read ({reason}): it is damaged or cut short, copy or convert "
             "it again."
         ) from err
+
+
+def sizes_of(model: nn.Module) -> TargetSizes:
+    """The sizes of an mlx-lm model; of a pipelined one all processes must ask at once."""
+    embedding, vocab_size = find_embedding(model)
+    with mx.stream(generation_stream):
+        return TargetSizes(_num_columns(embedding), find_stage(model).num_layers, vocab_size)
 
 
 def find_embedding(model: nn.Module) -> tuple[Embedding, int]:
@@ -194,22 +212,28 @@ def _draft_ids(offsets: mx.array | None, config: Eagle3Config, vocab_size: int) 
                 "its d2t table is missing: convert it again."
             )
         return None
-    ids = offsets.astype(mx.int32) + mx.arange(offsets.shape[0], dtype=mx.int32)
+    if offsets.dtype not in INTEGERS or offsets.shape != (config.draft_vocab_size,):
+        raise ValueError(
+            f"the head's d2t table is {tuple(offsets.shape)} of {offsets.dtype}, expected "
+            f"{config.draft_vocab_size} whole numbers: convert the head again."
+        )
+    ids = offsets.astype(mx.int64) + mx.arange(offsets.shape[0], dtype=mx.int64)
     low, high = ids.min().item(), ids.max().item()
     if low < 0 or high >= vocab_size:
         raise ValueError(
             f"the head's d2t table reaches token {high if low >= 0 else low}, but the target "
             f"has {vocab_size} tokens: this head was made for another target."
         )
-    return ids
+    return ids.astype(mx.int32)
 
 
-def _check_fit(config: Eagle3Config, hidden_size: int, vocab_size: int, num_layers: int) -> None:
+def _check_fit(config: Eagle3Config, target: TargetSizes) -> None:
     """Raise ValueError where head and target do not belong together."""
-    if config.target_hidden_size != hidden_size:
+    vocab_size, num_layers = target.vocab_size, target.num_layers
+    if config.target_hidden_size != target.hidden_size:
         raise ValueError(
             f"the head was made for a target of hidden size {config.target_hidden_size}, but "
-            f"this target's is {hidden_size}: use the head trained for this model."
+            f"this target's is {target.hidden_size}: use the head trained for this model."
         )
     if not config.has_d2t and config.draft_vocab_size > vocab_size:
         raise ValueError(
@@ -224,19 +248,26 @@ def _check_fit(config: Eagle3Config, hidden_size: int, vocab_size: int, num_laye
         )
     taps = config.taps(num_layers)
     deepest = num_layers if config.uses_aux else num_layers + 1
-    if min(taps) < 0 or max(taps) > deepest or len(taps) != config.num_aux:
+    if not taps or min(taps) < 0 or max(taps) > deepest or len(taps) != config.num_aux:
         raise ValueError(
             f"the head taps layers {list(taps)} ({config.num_aux} features), but the target "
-            f"has {num_layers} layers: use the head trained for this model."
+            f"has {num_layers} layers: use the head trained for this model, or, where this is "
+            "it, convert it again with --target MODEL, or with the taps in --aux-layers."
         )
 
 
 def _build(config: Eagle3Config, weights: dict, quantization: dict | None) -> Eagle3Head:
     """The head with its weights in place; raise ValueError naming what is missing."""
-    weights = fuse_weights(weights, config.num_layers)
-    head = Eagle3Head(config)
-    if quantization:
-        _quantize_as_stored(head, weights, quantization)
+    _check_layers(config, weights)
+    try:
+        weights = fuse_weights(weights, config.num_layers)
+        head = Eagle3Head(config)
+        if quantization:
+            _quantize_as_stored(head, weights, quantization)
+    except (ArithmeticError, KeyError, TypeError, ValueError) as err:
+        raise ValueError(
+            f"no head can be built as its config.json says ({err}): convert the head again."
+        ) from err
     expected = {name: array.shape for name, array in tree_flatten(head.parameters())}
     missing = sorted(expected.keys() - weights.keys())
     extra = sorted(weights.keys() - expected.keys())
@@ -249,13 +280,31 @@ def _build(config: Eagle3Config, weights: dict, quantization: dict | None) -> Ea
                 f"the head's {name} is {tuple(weights[name].shape)}, its config.json says "
                 f"{tuple(shape)}: convert the head again."
             )
+        is_packed = name.endswith(".weight") and name.replace(".weight", ".scales") in weights
+        if weights[name].dtype != mx.uint32 if is_packed else weights[name].dtype not in FLOATS:
+            raise ValueError(
+                f"the head's {name} is stored as {weights[name].dtype}: convert the head again."
+            )
     head.load_weights(list(weights.items()))
     return head
 
 
+def _check_layers(config: Eagle3Config, weights: dict[str, mx.array]) -> None:
+    """Raise ValueError unless the file has as many layers as the config says."""
+    layers = {name.split(".")[1] for name in weights if name.startswith("layers.")}
+    if len(layers) != config.num_layers:
+        raise ValueError(
+            f"the head's model.safetensors has {len(layers)} layers, its config.json says "
+            f"{config.num_layers}: convert the head again."
+        )
+
+
 def _quantize_as_stored(head: Eagle3Head, weights: dict, quantization: dict) -> None:
     """Make a module quantized where the file has scales for it, as its config entry says."""
-    default = {k: quantization[k] for k in ("group_size", "bits")}
+    default = {k: quantization[k] for k in PACKING}
+    for path, entry in quantization.items():
+        if path not in PACKING and entry is not False:
+            check({path: entry}, {path: PACKING}, "quantization")
 
     def params(path: str, module: nn.Module) -> bool | dict:
         if f"{path}.scales" not in weights:

@@ -7,7 +7,7 @@ knows neither the target nor its activations.
 import mlx.core as mx
 import mlx.nn as nn
 
-from .base import Draft, Pick, empty_draft
+from .base import Draft, NoModel, Pick, empty_draft
 
 
 class NgramIndex:
@@ -40,7 +40,7 @@ class NgramIndex:
         return []
 
 
-class LookupDrafter:
+class LookupDrafter(NoModel):
     """A ``Drafter`` that proposes what followed the last n tokens where they occurred before.
 
     n goes from ``max_ngram`` down to ``min_ngram``; where nothing occurred, the draft is

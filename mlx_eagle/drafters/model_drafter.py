@@ -14,14 +14,16 @@ from mlx_lm.utils import load
 
 from ..target.masks import exact_masks
 from ..target.rollback import Checkpoint, check_supported
-from .base import Draft, Pick
+from .base import Draft, NoModel, Pick
 from .load import find_embedding
 
+# What mlx-lm raises on folders that it does not know how to read.
+NOT_LOADED = (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError)
 SAME_TOKENS = 0.99
 """Share of the target's vocabulary that the draft model's must spell in the same way."""
 
 
-class ModelDrafter:
+class ModelDrafter(NoModel):
     """A ``Drafter`` around a model with the target's vocabulary.
 
     The model sees every token, the first of a request included, so its caches hold a position
@@ -130,9 +132,17 @@ def load_model_drafter(
     """Load an mlx-lm model (a folder or a hub repo id) as draft model for ``target``.
 
     ``tokenizer`` is the target's; with it the vocabularies are compared token by token.
-    Raises ValueError, in one sentence, where the two models do not speak of the same tokens.
+    Raises ValueError, in one sentence, where it is no model that mlx-lm knows, or where the two
+    models do not speak of the same tokens.
     """
-    model, draft_tokenizer = load(str(path_or_repo))
+    try:
+        model, draft_tokenizer = load(str(path_or_repo))
+    except NOT_LOADED as err:
+        reason = (str(err).strip() or type(err).__name__).splitlines()[0].rstrip(" :")
+        raise ValueError(
+            f"{path_or_repo} is neither a draft head that is known here nor a model that mlx-lm "
+            f"loads ({reason[:200]}): give an EAGLE head or a model of the target's family."
+        ) from err
     vocab_size, num_known = find_embedding(target)[1], find_embedding(model)[1]
     # Tables may be padded differently, so only a clear mismatch is an error.
     if abs(num_known - vocab_size) > max(1024, vocab_size // 100):

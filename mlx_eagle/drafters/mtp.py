@@ -14,7 +14,7 @@ from mlx_lm.models import qwen3_5, qwen3_next
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
-from .base import Draft, Pick
+from .base import Draft, NoModel, Pick, check_width
 from .held import held, hold
 from .load import find_embedding, lm_head_of
 
@@ -47,7 +47,7 @@ class MTPHead(nn.Module):
         return self.norm(self.layers[0](x, create_attention_mask(x, cache), cache))
 
 
-class MTPDrafter:
+class MTPDrafter(NoModel):
     """A ``Drafter`` around an MTP layer; embedding and output projection are the target's.
 
     Slot t of the layer's cache is (embedding of the token at t + 1, state of position t).
@@ -93,6 +93,7 @@ class MTPDrafter:
             if self.cache[0].offset == 0:
                 return  # the first token of a text, or of a cache without the layer's part
             features = mx.zeros((1, self.head.norm.weight.size), self.head.norm.weight.dtype)
+        check_width(features, self.head.norm.weight.size)
         states = self._forward(tokens, self._final_norm(features[None]))
         self._seed = states[:, -1:] if last is None else mx.take(states, last.reshape(1), axis=1)
 

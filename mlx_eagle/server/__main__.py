@@ -18,7 +18,7 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.utils import _parse_size, maybe_set_recommended_wired_limit
 
 from ..commands.flags import add_draft_flags, check_draft_flags, known_head
-from ..decoding.loop import AUTO
+from ..decoding.limits import AUTO
 from ..system.command import run_command
 from .caches import PairCache
 from .generator import PairGenerator

@@ -15,7 +15,7 @@ from mlx_lm.server import GenerationArguments
 
 from ..commands.flags import read_tree
 from ..decoding.accept import RULES, check_rule_for_sampling, check_rule_for_trees
-from ..decoding.loop import AUTO
+from ..decoding.limits import AUTO
 
 MAX_DRAFT_TOKENS = 64
 MAX_TREE_NODES = 256

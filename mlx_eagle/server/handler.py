@@ -26,7 +26,7 @@ from mlx_lm.server import (
     get_system_fingerprint,
 )
 
-from ..decoding.loop import AUTO
+from ..decoding.limits import AUTO
 from .answer import Answer, RequestError, checked
 from .body import PairArguments, check_body, read_body, with_drafting
 from .generator import PairGenerator

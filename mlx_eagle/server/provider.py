@@ -8,7 +8,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import ModelProvider
 
 from ..commands.flags import read_tree
-from ..decoding.loop import check_tree_drafter
+from ..decoding.setup import check_tree_drafter
 from ..demo.pair import load_demo
 from ..draft_models import open_drafter
 from ..system.command import USER_ERRORS

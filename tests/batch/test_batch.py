@@ -1,7 +1,8 @@
-"""``batch_generate``: every text as it is alone, and as mlx-lm's own batch writes it."""
+"""``batch_generate``: every text as it is alone, and as mlx-lm's own batch gives it."""
 
 import json
 import random
+import time
 from copy import copy
 
 import mlx.core as mx
@@ -9,6 +10,7 @@ import mlx_lm
 import pytest
 from costs import FLAT, LINEAR, ScriptedController
 from drafter_pairs import tiny_lfm2
+from grids import thorough
 from helpers import ScriptedDrafter, byte_tokenizer, plain, randomize, tiny_head, tiny_llama
 from mlx_lm.models import gemma3_text
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
@@ -18,7 +20,7 @@ from mlx_eagle.batch import costs as batch_costs
 from mlx_eagle.batch import generate as batch
 from mlx_eagle.batch.cache import MOST_PADDING, BatchCache
 from mlx_eagle.batch.rounds import Batch
-from mlx_eagle.decoding.controller import BatchCosts, DraftShape, RoundCosts
+from mlx_eagle.decoding.controller import OFF, ON, BatchCosts, DraftShape, RoundCosts
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.lookup import LookupDrafter
 
@@ -89,7 +91,7 @@ def theirs(model, prompts=PROMPTS, **kwargs):
     return mlx_lm.batch_generate(model, TOKENIZER, prompts, **kwargs)
 
 
-@pytest.mark.parametrize("k", [1, 3, 6])
+@pytest.mark.parametrize("k", thorough([1, 3, 6], 3))
 def test_ragged_accept_lengths(model, scripted, k):
     response = together(model, scripted, num_draft_tokens=k, max_tokens=40)
     expected = theirs(model, max_tokens=40)
@@ -197,7 +199,8 @@ def test_processors_and_seeded_sampling_as_alone(model):
     drafter, kwargs = tiny_head(model), {"sampler": Sampling(temp=0.7, seed=3)}
     kwargs["logits_processors"] = [ban_even]
     response = together(model, drafter, max_tokens=15, **kwargs)
-    for prompt, ids in zip(PROMPTS, response.token_ids):
+    for row, (prompt, ids) in enumerate(zip(PROMPTS, response.token_ids)):
+        kwargs["sampler"] = Sampling(temp=0.7, seed=3, row=row)
         steps = mlx_eagle.speculative_generate_step(
             mx.array(prompt), model, drafter, max_tokens=15, **kwargs
         )
@@ -205,7 +208,76 @@ def test_processors_and_seeded_sampling_as_alone(model):
         assert ids == (tokens[: tokens.index(END)] if END in tokens else tokens)
 
 
-def test_recurrent_targets_go_text_by_text():
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"acceptance": "reject"},
+        {"acceptance": "match"},
+        {"max_speculative_batch": 1},
+        {"num_draft_tokens": 0},
+    ],
+    ids=str,
+)
+def test_rows_of_a_batch_have_noise_of_their_own(options):
+    """Equal prompts get different texts, each that of its row alone; drafted, or by mlx-lm."""
+    model = MODELS["llama"]()
+    drafter, prompts, num = tiny_head(model), [PROMPTS[0]] * 4, 12
+
+    def texts(**sampling):
+        kwargs = {"max_tokens": num, "sampler": Sampling(temp=1.0, **sampling), **options}
+        return together(model, drafter, prompts, return_logprobs=True, **kwargs)
+
+    response, again = texts(seed=3), texts(seed=3)
+    assert response.token_ids == again.token_ids
+    assert len(set(map(tuple, response.token_ids))) == 4
+    assert [len(row) for row in response.logprobs] == [len(ids) for ids in response.token_ids]
+    assert len(set(map(tuple, texts().token_ids + texts().token_ids))) == 8
+    rule = {key: value for key, value in options.items() if key == "acceptance"}
+    if rule != {"acceptance": "reject"}:  # whose random numbers follow the drafts
+        rule["num_draft_tokens"] = 0
+    for row, ids in enumerate(response.token_ids):
+        alone = Sampling(temp=1.0, seed=3, row=row)
+        steps = mlx_eagle.speculative_generate_step(
+            mx.array(PROMPTS[0]), model, drafter, max_tokens=num, sampler=alone, **rule
+        )
+        tokens = [token for token, _, _ in steps]
+        assert ids == (tokens[: tokens.index(END)] if END in tokens else tokens)
+
+
+@pytest.mark.parametrize("make", [MODELS["llama"], tiny_lfm2], ids=["together", "in turn"])
+@pytest.mark.parametrize("num_draft_tokens", [0, 2])
+def test_stats_are_a_list_and_have_mlx_lms_names(make, num_draft_tokens):
+    model = make()
+    prompts, lengths = [[5, 17, 3], [9], [70, 71]], [9, 4, 6]
+    options = {"max_tokens": lengths, "num_draft_tokens": num_draft_tokens}
+    stats = together(model, tiny_head(model), prompts, **options).stats
+    expected = theirs(model, prompts, max_tokens=lengths).stats
+    assert isinstance(stats, list) and len(stats) == 3
+    assert stats.prompt_tokens == (6 if num_draft_tokens else expected.prompt_tokens)
+    assert stats.generation_tokens == expected.generation_tokens == sum(lengths)
+    assert 0 < stats.prompt_time < stats.wall_time and stats.generation_tps > 0
+    assert stats.generation_time == pytest.approx(stats.wall_time - stats.prompt_time)
+    assert stats.peak_memory > 0 and stats.calibration_time == 0
+    assert stats.total.num_emitted == sum(counts.num_emitted for counts in stats)
+    assert stats[0].mean_acceptance_length >= 1
+
+
+def test_calibration_is_counted_apart(monkeypatch):
+    model = MODELS["llama"]()
+
+    def slowly(*args):
+        time.sleep(0.2)
+        return BatchCosts(FLAT, FLAT, len(PROMPTS))
+
+    monkeypatch.setattr(batch, "batch_costs", slowly)
+    start = time.perf_counter()
+    stats = auto(model, tiny_head(model), max_tokens=5).stats
+    assert 0.2 <= stats.calibration_time
+    assert stats.wall_time <= time.perf_counter() - start - 0.2
+
+
+def test_recurrent_targets_go_one_after_the_other():
     model = tiny_lfm2()
     prompts = [[token % 90 for token in prompt] for prompt in PROMPTS]
     response = together(model, tiny_head(model), prompts, return_prompt_caches=True)
@@ -214,7 +286,7 @@ def test_recurrent_targets_go_text_by_text():
     assert len(response.caches[0]) > len(make_prompt_cache(model))
 
 
-def test_more_texts_than_pay_are_decoded_plainly():
+def test_larger_batches_are_decoded_plainly():
     model = MODELS["llama"]()
     response = together(model, tiny_head(model), max_speculative_batch=3)
     assert response.token_ids == theirs(model).token_ids
@@ -224,8 +296,8 @@ def test_more_texts_than_pay_are_decoded_plainly():
     assert response.stats[0].num_rounds > 0
 
 
-# A batch in which drafts pay only if nearly all are accepted; with fewer texts, as FLAT says.
-DEAR = RoundCosts(1.0, {DraftShape(k): 1.6 + 0.3 * k for k in (1, 3, 7)})
+# A batch in which drafts help only if nearly all are accepted; with fewer requests, as in FLAT.
+STEEP = RoundCosts(1.0, {DraftShape(k): 1.6 + 0.3 * k for k in (1, 3, 7)})
 
 
 def at_costs(monkeypatch, together, alone=FLAT):
@@ -247,14 +319,14 @@ def test_past_the_knee_it_is_mlx_lms_batch(model, monkeypatch, costs, speculates
         assert stats.num_emitted == length - 1
         assert (stats.num_rounds > 0) == (speculates and length > 2)
         whats = [event.what for event in stats.drafting_events]
-        assert speculates or whats == ["park"]
+        assert speculates or whats == [OFF]
     assert speculates or response.batch_stats.generation_tokens == sum(LENGTHS)
     assert auto(model, tiny_head(model), max_speculative_batch=3).batch_stats is not None
 
 
-def test_a_batch_parks_and_wakes_when_texts_have_ended(model, scripted, monkeypatch):
+def test_drafting_goes_off_and_on_again_when_requests_have_ended(model, scripted, monkeypatch):
     """Three first drafts in four are right: too few for four texts, enough for two."""
-    at_costs(monkeypatch, DEAR)
+    at_costs(monkeypatch, STEEP)
     drafter = copy(scripted)
     texts = {first: text for first, (text, _) in scripted.known.items()}
     drafter.known = {first: (text, lambda r, _: min(r % 4, 1)) for first, text in texts.items()}
@@ -262,16 +334,20 @@ def test_a_batch_parks_and_wakes_when_texts_have_ended(model, scripted, monkeypa
     response = auto(model, drafter, max_tokens=lengths)
     assert response.token_ids == theirs(model, max_tokens=lengths).token_ids
     first, second, *short = response.stats
-    assert [event.what for event in first.drafting_events] == ["park", "wake"]
-    assert [event.what for event in short[0].drafting_events] == ["park"]
+    assert [event.what for event in first.drafting_events] == [OFF, ON]
+    assert [event.what for event in short[0].drafting_events] == [OFF]
     drafting_off, woken = first.drafting_events
     assert drafting_off.num_tokens < 20 and 20 <= woken.num_tokens <= 24
     assert "a round costs less now" in woken.reason
     assert short[0].num_plain_steps >= 5 and second.num_rounds > short[0].num_rounds + 5
 
 
-@pytest.mark.parametrize("make", ["head", "lagging head", "lookup", "script"])
-@pytest.mark.parametrize("sizes", [[0], [2, 0, 0, 0, 3, 3, 0], [0, 1]], ids=str)
+@pytest.mark.parametrize(
+    "make", thorough(["head", "lagging head", "lookup", "script"], "head", "script")
+)
+@pytest.mark.parametrize(
+    "sizes", thorough([[0], [2, 0, 0, 0, 3, 3, 0], [0, 1]], [2, 0, 0, 0, 3, 3, 0]), ids=str
+)
 def test_plain_rounds_among_drafted_ones(model, scripted, monkeypatch, make, sizes):
     """Texts and caches are those of plain decoding, however often the head is left behind."""
     at_costs(monkeypatch, FLAT)
@@ -296,7 +372,7 @@ def test_plain_rounds_among_drafted_ones(model, scripted, monkeypatch, make, siz
         assert again.token_ids == theirs(model, more, prompt_caches=expected.caches).token_ids
 
 
-def test_stop_tokens_while_parked(model, monkeypatch):
+def test_stop_tokens_while_drafting_is_off(model, monkeypatch):
     """Found when the next step is under way; the caches are as if it had not been."""
     at_costs(monkeypatch, FLAT)
     monkeypatch.setattr(batch, "AdaptiveController", lambda costs: ScriptedController([0]))
@@ -317,7 +393,7 @@ def test_stop_tokens_while_parked(model, monkeypatch):
     assert again == theirs(model, [[*written, 9]], max_tokens=9).token_ids[0]
 
 
-def test_parked_rounds_are_pipelined_single_rows(monkeypatch):
+def test_plain_rounds_are_pipelined_single_rows(monkeypatch):
     model = MODELS["llama"]()
     at_costs(monkeypatch, FLAT)
     monkeypatch.setattr(batch, "AdaptiveController", lambda costs: ScriptedController([0]))
@@ -383,7 +459,11 @@ def test_without_a_drafter_it_is_mlx_lm():
     "change, reason",
     [
         ({"max_tokens": [1, 2]}, "max_tokens has 2 entries for 4 prompts"),
-        ({"max_tokens": 0}, "max_tokens of prompt 0 is 0"),
+        ({"max_tokens": 0}, "max_tokens of prompt 0 is 0: give 1 or more"),
+        ({"max_tokens": [1, 2, 2.5, 1]}, r"max_tokens of prompt 2 is 2.5 \(not a whole number\)"),
+        ({"max_tokens": None}, r"max_tokens of prompt 0 is None \(nothing\)"),
+        ({"num_draft_tokens": "3"}, r"num_draft_tokens is '3' \(text\)"),
+        ({"prompt_caches": [[]] * 4}, "prompt_cache holds 0 caches, but"),
         ({"prompts": [[1], []]}, "the prompt is empty"),
         ({"num_draft_tokens": -1}, "num_draft_tokens is -1"),
     ],

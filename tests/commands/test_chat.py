@@ -128,7 +128,7 @@ def test_stats_are_printed(run):
     assert answers[0] == answers[3] == ""
     for lines in (["Answers: 0", *Stats().lines()], talk.stats_lines()):
         assert "\n".join(f"  {line}" for line in lines) in out
-    assert f"tau: {talk.stats.tau:.3f}" in out
+    assert f"(tau): {talk.stats.tau:.3f}" in out
 
 
 def test_without_a_drafter(run, monkeypatch):

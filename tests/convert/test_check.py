@@ -15,7 +15,7 @@ from mlx_lm.utils import dequantize_model
 
 from mlx_eagle.convert import check, pipeline, texts
 from mlx_eagle.convert.__main__ import main
-from mlx_eagle.convert.card import check_entry, check_table, verification
+from mlx_eagle.convert.card import check_entry, check_table, verdict
 from mlx_eagle.convert.check import DEPTHS, Attached, Row, Setting
 from mlx_eagle.convert.checkpoint import open_checkpoint
 from mlx_eagle.convert.resolve import resolve
@@ -129,16 +129,16 @@ def report(*others: Row, resolved: float = 0.5, baseline: float = 0.2) -> check.
 def test_the_verdict():
     ours = report(row("taps +1", 0.4, "--aux-layers 3,17,30"), row("b", 0.501, "--b"))
     assert ours.winner is ours.resolved
-    assert verification(ours) == "winner: as resolved; these texts do not tell it from b"
-    assert verification(report(row("taps +1", 0.4))) == "winner: as resolved"
+    assert verdict(ours) == "winner: as resolved; these texts do not tell it from b"
+    assert verdict(report(row("taps +1", 0.4))) == "winner: as resolved"
     assert check_entry(ours)["winner"] == "as resolved"
     theirs = report(row("taps +1", 0.6, "--aux-layers 3,17,30"))
-    assert verification(theirs).startswith("warning: taps +1 fits better")
-    assert verification(theirs).endswith("--aux-layers 3,17,30")
+    assert verdict(theirs).startswith("warning: taps +1 fits better")
+    assert verdict(theirs).endswith("--aux-layers 3,17,30")
     entry = check_entry(theirs)
     assert entry["winner"] == "taps +1"
     assert entry["alternatives"]["taps +1"]["override"] == "--aux-layers 3,17,30"
-    assert "another target" in verification(report(baseline=0.5))
+    assert "another target" in verdict(report(baseline=0.5))
     line = check_table(theirs).splitlines()[2]
     assert line.split()[:6] == ["as", "resolved", "50.0%", "25.0%", "16.7%", "1.50"]
 
@@ -230,6 +230,7 @@ def demo():
     return found, built, model, read
 
 
+@pytest.mark.exhaustive
 def test_the_recorded_answers_are_the_targets(demo):
     _, _, model, read = demo
     text = read[0]
@@ -237,6 +238,7 @@ def test_the_recorded_answers_are_the_targets(demo):
     assert text.tokens.tolist()[text.num_prompt :] == best[text.num_prompt - 1 : -1]
 
 
+@pytest.mark.exhaustive
 def test_the_right_setting_is_above_the_wrong_ones(demo):
     found, _, _, _ = demo
     right, wrong = found.resolved, {r.name: r for r in (*found.alternatives, found.baseline)}
@@ -251,6 +253,7 @@ def test_the_right_setting_is_above_the_wrong_ones(demo):
     assert right.overlap > wrong["rope base 10000"].overlap
 
 
+@pytest.mark.exhaustive
 def test_swapped_norms(demo):
     found, built, model, read = demo
     weights = spread(built.weights)

@@ -8,7 +8,7 @@ from architectures import build
 from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_eagle.decoding import calibrate
+from mlx_eagle.decoding import calibrate, timing
 from mlx_eagle.drafters.lookup import LookupDrafter
 
 
@@ -16,9 +16,7 @@ def test_calibration_changes_nothing_and_is_remembered(tmp_path, monkeypatch):
     monkeypatch.setattr("mlx_eagle.decoding.calibrate.user_cache", lambda: tmp_path)
     measured = []
     measure = calibrate.measure
-    monkeypatch.setattr(
-        calibrate, "measure", lambda *args: measured.append(1) or measure(*args)
-    )
+    monkeypatch.setattr(calibrate, "measure", lambda *args: measured.append(1) or measure(*args))
     for make in (tiny_llama, lambda: build("gemma3_text"), lambda: build("qwen3_next")):
         model = make()
         drafter, calls = tiny_head(model), []
@@ -71,11 +69,10 @@ def test_where_a_step_takes_long_less_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr("mlx_eagle.decoding.calibrate.user_cache", lambda: tmp_path)
     monkeypatch.setattr(calibrate, "TIME_LIMIT", 0.0)
     timed, seen, reports = [], [], []
-    for name in ("_time_rounds", "measure"):
-        function = getattr(calibrate, name)
-        calls = timed if name == "_time_rounds" else seen
+    for module, name, calls in ((timing, "time_rounds", timed), (calibrate, "measure", seen)):
+        function = getattr(module, name)
         keep = lambda *a, f=function, calls=calls: calls.append(f(*a)) or calls[-1]  # noqa: E731
-        monkeypatch.setattr(calibrate, name, keep)
+        monkeypatch.setattr(module, name, keep)
     model = tiny_llama()
     tokens, _ = speculative(
         model, tiny_head(model), PROMPT, 20, num_draft_tokens="auto",

@@ -1,17 +1,22 @@
-"""``num_draft_tokens="auto"``: what pays is drafted, what does not is parked, nothing is lost."""
+"""``num_draft_tokens="auto"``: drafting where it is faster, plain decoding where it is not."""
 
 import random
 import re
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from architectures import build
 from costs import FLAT, LINEAR, ScriptedController
+from grids import thorough
 from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama, tiny_qwen3
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_eagle.decoding.controller import (
+    OFF,
+    ON,
+    PROBE,
     AdaptiveController,
     DraftShape,
     FixedController,
@@ -20,10 +25,13 @@ from mlx_eagle.decoding.controller import (
 )
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.decoding.sampling import Sampling
+from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.drafters.tree import TreeShape
 
 # A round of k = 1..7 in plain steps, where verification is nearly flat, and where it is linear.
 STEEP = RoundCosts(1.0, {DraftShape(k): 1.2 + 0.84 * k for k in range(1, 8)})
+
+
 def simulate(controller, costs, alpha, num_tokens, seed) -> float:
     """Seconds a token of a text whose drafts are accepted at random; alpha by text position."""
     dice, seconds, emitted = random.Random(seed), 0.0, 0
@@ -74,27 +82,28 @@ def test_it_follows_a_text_that_changes():
     assert mean_speedup(FLAT, alpha, 2000) > 1.02 * best
 
 
-def test_hopeless_costs_park_for_good_with_the_reason():
+def test_hopeless_costs_turn_drafting_off_with_the_reason():
     controller = AdaptiveController(LINEAR)
-    assert controller.drafting_off and controller.never_pays
+    assert controller.drafting_off and controller.is_hopeless
     assert [controller.next_shape(n) for n in range(5000)] == [DraftShape(0)] * 5000
     (event,) = controller.events
-    assert event.what == "park" and "would not pay even with 90% accepted" in event.reason
+    assert event.what == OFF and "would be slower even with 90% accepted" in event.reason
 
 
-def test_parks_probes_and_wakes_are_noted():
+def test_drafting_off_probes_and_drafting_on_are_noted():
     controller = AdaptiveController(FLAT)
     simulate(controller, FLAT, lambda n: 0.9 if n > 600 else 0.0, 1500, seed=1)
     whats = [event.what for event in controller.events]
-    assert whats[0] == "park" and whats[-1] == "wake"
-    assert whats.count("probe") == whats.count("park")
+    assert whats[0] == OFF and whats[-1] == ON
+    assert whats.count(PROBE) == whats.count(OFF)
     positions = [event.num_tokens for event in controller.events]
     assert positions == sorted(positions) and positions[-1] > 600
-    assert re.search(r"with \d+% of first drafts accepted, the best length", controller.events[-3].reason)
+    reason = controller.events[-3].reason
+    assert re.search(r"with \d+% of first drafts accepted, the best length", reason)
 
 
-def test_texts_of_a_batch_share_what_is_known():
-    """Three texts that accept alike teach what one does, three times as well; a round is one."""
+def test_requests_of_a_batch_share_what_is_known():
+    """Three requests that accept alike teach three times as much as one, in as many rounds."""
     alone, shared = AdaptiveController(FLAT), AdaptiveController(FLAT)
     for kept in (3, 0, 1, 3):
         alone.record(DraftShape(3), kept)
@@ -104,7 +113,7 @@ def test_texts_of_a_batch_share_what_is_known():
     for _ in range(200):
         mixed.record(DraftShape(2), 2, 0)
     assert mixed.alphas[0] == pytest.approx(0.5, abs=0.02) and mixed.alphas[1] > 0.9
-    # A trial loses what the mean text loses, in so many rounds: 6 of them, not 6 texts.
+    # A trial loses what the mean request loses, in so many rounds: 6 of them, not 6 requests.
     drafting_off = AdaptiveController(FLAT)
     for _ in range(2):
         assert not drafting_off.drafting_off
@@ -114,19 +123,20 @@ def test_texts_of_a_batch_share_what_is_known():
     assert not drafting_off.drafting_off
 
 
-def test_other_costs_wake_a_parked_pace_that_would_pay():
+def test_other_costs_turn_drafting_on_again():
     controller = AdaptiveController(STEEP)
-    assert controller.drafting_off and controller.never_pays
+    assert controller.drafting_off and controller.is_hopeless
     controller.update_costs(LINEAR)
     assert controller.drafting_off and len(controller.events) == 1
     controller.update_costs(FLAT)
     assert not controller.drafting_off and controller.next_shape(7).size > 0
-    assert [event.what for event in controller.events] == ["park", "wake"]
-    # What is known of acceptance stays: a text that accepts nothing is parked still.
+    assert [event.what for event in controller.events] == [OFF, ON]
+    # What is known of acceptance stays: where nothing is accepted, drafting stays off.
     controller = AdaptiveController(FLAT)
     simulate(controller, FLAT, lambda n: 0.0, 200, seed=1)
     assert controller.drafting_off
-    controller.update_costs(RoundCosts(1.0, {shape: 0.99 * cost for shape, cost in FLAT.rounds.items()}))
+    cheaper = {shape: 0.99 * cost for shape, cost in FLAT.rounds.items()}
+    controller.update_costs(RoundCosts(1.0, cheaper))
     assert controller.drafting_off
 
 
@@ -141,7 +151,7 @@ TARGETS = {
         {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": len(PROMPT) + 5},
     ),
 }
-SCRIPTS = {"parked": [0], "wakes": [2, 0, 0, 0, 3, 3, 0], "at once": [0, 1]}
+SCRIPTS = {"off": [0], "off and on": [2, 0, 0, 0, 3, 3, 0], "at once": [0, 1]}
 
 
 @pytest.fixture(scope="module", params=TARGETS)
@@ -152,16 +162,21 @@ def case(request):
 
 
 @pytest.fixture
-def paced(monkeypatch, request):
+def scripted(monkeypatch, request):
     monkeypatch.setattr("mlx_eagle.decoding.loop.round_costs", lambda *_: None)
+    sizes = SCRIPTS[request.param]
     monkeypatch.setattr(
-        "mlx_eagle.decoding.loop.AdaptiveController", lambda costs: ScriptedController(SCRIPTS[request.param])
+        "mlx_eagle.decoding.loop.AdaptiveController", lambda costs: ScriptedController(sizes)
     )
 
 
-@pytest.mark.parametrize("sampler", [None, lambda: Sampling(0.9, seed=3)], ids=["greedy", "t=.9"])
-@pytest.mark.parametrize("paced", SCRIPTS, indirect=True)
-def test_the_text_and_the_caches_of_plain_decoding(case, paced, sampler):
+@pytest.mark.parametrize(
+    "sampler",
+    [None, pytest.param(lambda: Sampling(0.9, seed=3), marks=pytest.mark.exhaustive)],
+    ids=["greedy", "t=.9"],
+)
+@pytest.mark.parametrize("scripted", thorough(SCRIPTS, "off", "off and on"), indirect=True)
+def test_the_text_and_the_caches_of_plain_decoding(case, scripted, sampler):
     model, drafter, options = case
     cache, reference = make_prompt_cache(model, options.get("max_kv_size")), []
     reference = make_prompt_cache(model, options.get("max_kv_size"))
@@ -176,9 +191,9 @@ def test_the_text_and_the_caches_of_plain_decoding(case, paced, sampler):
     assert follow[0] == follow[1]
 
 
-@pytest.mark.parametrize("paced", SCRIPTS, indirect=True)
-@pytest.mark.parametrize("num_taken", [1, 2, 3, 5, 8])
-def test_left_early(case, paced, num_taken):
+@pytest.mark.parametrize("scripted", thorough(SCRIPTS, "off", "off and on"), indirect=True)
+@pytest.mark.parametrize("num_taken", thorough([1, 2, 3, 5, 8], 3))
+def test_left_early(case, scripted, num_taken):
     model, drafter, options = case
     cache = make_prompt_cache(model, options.get("max_kv_size"))
     reference = make_prompt_cache(model, options.get("max_kv_size"))
@@ -210,9 +225,9 @@ def test_left_early(case, paced, num_taken):
     assert follow[0] == follow[1]
 
 
-@pytest.mark.parametrize("paced", ["parked", "wakes"], indirect=True)
+@pytest.mark.parametrize("scripted", ["off", "off and on"], indirect=True)
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 9])
-def test_limits_and_stop_tokens(paced, num_tokens):
+def test_limits_and_stop_tokens(scripted, num_tokens):
     model = tiny_llama()
     text = plain(model, PROMPT, 12)
     options = {"num_draft_tokens": "auto"}
@@ -225,10 +240,11 @@ def test_limits_and_stop_tokens(paced, num_tokens):
     assert stats.num_emitted == len(tokens) - 1
 
 
-@pytest.mark.parametrize("paced", ["parked"], indirect=True)
-def test_parked_decoding_is_pipelined_and_leaves_the_head_alone(paced, monkeypatch):
+@pytest.mark.parametrize("scripted", ["off"], indirect=True)
+def test_plain_decoding_is_pipelined_and_the_head_does_not_run(scripted, monkeypatch):
     """The next step is launched before the token of this one is read; the head never runs."""
-    from mlx_eagle.decoding.decoder import Decoder, Round
+    from mlx_eagle.decoding.decoder import Decoder
+    from mlx_eagle.decoding.round import Round
 
     order = []
     launch, read = Decoder.launch, Round.read
@@ -240,13 +256,39 @@ def test_parked_decoding_is_pipelined_and_leaves_the_head_alone(paced, monkeypat
     assert stats.num_head_forwards == 0
 
 
-def test_nonsense_is_refused():
+@pytest.mark.parametrize(
+    "value, found",
+    [
+        ("automatic", "'automatic' (text)"),
+        ("3", "'3' (text)"),
+        (None, "None (nothing)"),
+        (2.0, "2.0 (a decimal number)"),
+        (True, "True (yes or no, not a number)"),
+        (-1, "-1"),
+        ([3], "a list"),
+    ],
+)
+def test_numbers_of_draft_tokens_that_are_none_are_refused(value, found):
+    with pytest.raises(ValueError, match=re.escape(f"num_draft_tokens is {found}: give a whole")):
+        speculative(tiny_llama(), LookupDrafter(), PROMPT, 3, num_draft_tokens=value)
+
+
+@pytest.mark.parametrize("k", [0, 2])
+@pytest.mark.parametrize("value", [-5, 0, None, 2.5, True, "7"])
+def test_limits_that_are_none_are_refused(value, k):
+    with pytest.raises(ValueError, match="max_tokens is .*: give 1 or more, or -1 for no limit"):
+        speculative(tiny_llama(), LookupDrafter(), PROMPT, value, num_draft_tokens=k)
+
+
+def test_whole_numbers_of_other_libraries_are_taken():
     model = tiny_llama()
-    with pytest.raises(ValueError, match="num_draft_tokens is automatic: give 0"):
-        speculative(model, tiny_head(model), PROMPT, 3, num_draft_tokens="automatic")
+    tokens, _ = speculative(
+        model, LookupDrafter(), PROMPT, np.int64(4), num_draft_tokens=np.int32(2)
+    )
+    assert tokens == plain(model, PROMPT, 4)
 
 
-def test_a_tree_is_taken_where_it_pays_and_left_where_it_does_not():
+def test_a_tree_is_taken_where_it_is_faster_and_not_elsewhere():
     """Trees of 2 levels whose rounds bring 2.2 tokens, at two costs, beside chains at 50 %."""
     tree = DraftShape(2, TreeShape.parse("3x2:9"))
 

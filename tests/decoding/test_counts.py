@@ -52,7 +52,10 @@ def test_the_model_runs_once_a_round(model, monkeypatch):
         assert len(calls) == stats.num_target_forwards + prefill
 
 
-@pytest.mark.parametrize("options", [{"num_draft_tokens": 3}, {"tree": parse_tree("2x2:4")}], ids=str)
+CHAIN_AND_TREE = [{"num_draft_tokens": 3}, {"tree": parse_tree("2x2:4")}]
+
+
+@pytest.mark.parametrize("options", CHAIN_AND_TREE, ids=str)
 def test_the_device_drafts_while_the_target_s_pass_is_built(model, monkeypatch, options):
     events, call, start = [], type(model).__call__, mx.async_eval
     size = options.get("num_draft_tokens", 4)
@@ -62,7 +65,10 @@ def test_the_device_drafts_while_the_target_s_pass_is_built(model, monkeypatch, 
             events.append("draft")
         start(*arrays)
 
-    counted = lambda self, *args, **kwargs: (events.append("target"), call(self, *args, **kwargs))[1]
+    def counted(self, *args, **kwargs):
+        events.append("target")
+        return call(self, *args, **kwargs)
+
     monkeypatch.setattr(mx, "async_eval", started)
     monkeypatch.setattr(type(model), "__call__", counted)
     _, stats = speculative(model, tiny_head(model), PROMPT, 25, **options)

@@ -10,10 +10,12 @@ from collections.abc import Callable
 import mlx.core as mx
 import pytest
 from architectures import build
+from grids import thorough
 from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama, tiny_qwen3
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.decoding.round import Round
 from mlx_eagle.drafters.held import held
 from mlx_eagle.target.taps import Target
 
@@ -124,7 +126,7 @@ def fresh_cache(case) -> list:
     return make_prompt_cache(model, **options) + drafter.make_cache()
 
 
-@pytest.mark.parametrize("call", [1, 2, 11])
+@pytest.mark.parametrize("call", thorough([1, 2, 11], 2))
 @pytest.mark.parametrize("verb", ["extend", "propose", "pending", "_forward"])
 def test_in_the_drafter(case, verb, call):
     cache = fresh_cache(case)
@@ -132,7 +134,7 @@ def test_in_the_drafter(case, verb, call):
     assert_usable(case, cache, *result)
 
 
-@pytest.mark.parametrize("call", [1, 2, 9])
+@pytest.mark.parametrize("call", thorough([1, 2, 9], 2))
 def test_in_a_processor(case, call):
     cache = fresh_cache(case)
     processor = failing(lambda tokens, logits: logits, call)
@@ -140,7 +142,7 @@ def test_in_a_processor(case, call):
     assert_usable(case, cache, *result)
 
 
-@pytest.mark.parametrize("call", [1, 2, 9])
+@pytest.mark.parametrize("call", thorough([1, 2, 9], 2))
 def test_in_a_sampler(case, call):
     cache = fresh_cache(case)
     sampler = failing(lambda logprobs: mx.argmax(logprobs, axis=-1), call)
@@ -156,7 +158,7 @@ def test_in_the_progress_callback(case, call):
     assert_usable(case, cache, [], done[-1])
 
 
-@pytest.mark.parametrize("call", [1, 3, 4, 6])
+@pytest.mark.parametrize("call", thorough([1, 3, 4, 6], 3))
 def test_in_the_target(case, call, monkeypatch):
     """Half of the layers have run: prefill, the first step, verify passes, repeated layers."""
     model = case[0]
@@ -177,7 +179,7 @@ def test_in_the_target(case, call, monkeypatch):
     assert_usable(case, cache, *result)
 
 
-@pytest.mark.parametrize("call", [3, 14, 20])
+@pytest.mark.parametrize("call", thorough([3, 14, 20], 14))
 def test_in_a_cache(case, call, monkeypatch):
     """Out of memory, say, when a layer's keys are appended: some caches grew and some did not."""
     cache = fresh_cache(case)
@@ -192,11 +194,6 @@ def test_ctrl_c_while_waiting_for_the_device(case, monkeypatch):
     """A KeyboardInterrupt out of the blocking read."""
     cache = fresh_cache(case)
     with monkeypatch.context() as patch:
-        patch.setattr("mlx_eagle.decoding.decoder.Round.read", failing(read_nothing, 4))
+        patch.setattr(Round, "read", failing(Round.read, 4))
         result = run_until_it_fails(case, case[1], cache)
     assert_usable(case, cache, *result)
-
-
-def read_nothing(done):
-    num_kept, *following = done.packed.tolist()
-    return num_kept, following[: done.num_drafted + 1]

@@ -4,6 +4,7 @@ from functools import lru_cache
 
 import mlx.core as mx
 import pytest
+from grids import thorough
 from helpers import (
     PROMPT,
     SCRIPTS,
@@ -43,7 +44,7 @@ def left(model):
     return lru_cache(lambda num_tokens: plain_with_cache(model, PROMPT, num_tokens)[1])
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("k", thorough([1, 2, 3, 4, 5], 1, 4))
 def test_head_drafts(model, text, k):
     tokens, stats = speculative(model, tiny_head(model), PROMPT, 40, num_draft_tokens=k)
     assert tokens == text[len(PROMPT) :][:40]
@@ -51,7 +52,7 @@ def test_head_drafts(model, text, k):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize("k", [1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize("k", thorough([1, 2, 3, 4, 5, 7], 2, 7))
 def test_scripted_drafts_and_the_cache_they_leave(model, text, left, k, script):
     drafter = ScriptedDrafter(text, SCRIPTS[script])
     cache = make_prompt_cache(model)
@@ -74,7 +75,7 @@ def test_perfect_and_wrong_drafts_bound_tau(model, text):
         assert stats.tau == 1 and stats.num_accepted == 0
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 3, 5, 11])
+@pytest.mark.parametrize("max_tokens", thorough([1, 2, 3, 5, 11], 1, 3, 5))
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_max_tokens_cuts_inside_an_accepted_run(model, text, left, max_tokens, script):
     cache = make_prompt_cache(model)
@@ -109,7 +110,7 @@ def test_stop_token_inside_a_draft(model, text, left, stop_at):
     assert caches_equal(cache, left(len(expected)))
 
 
-@pytest.mark.parametrize("num_taken", range(1, 12))
+@pytest.mark.parametrize("num_taken", thorough(range(1, 12), 1, 4, 6))
 @pytest.mark.parametrize("script", ["all", "every length"])
 def test_closing_the_generator_leaves_what_plain_decoding_leaves(model, text, num_taken, script):
     cache = make_prompt_cache(model)
@@ -227,6 +228,7 @@ def test_two_generations_on_one_drafter_do_not_mix(model):
     assert tokens == expected
 
 
+@pytest.mark.exhaustive
 def test_sampled_text_has_the_targets_law():
     """match at temperature 1: first tokens and pairs, chi-square against exact probabilities."""
     model = tiny_llama(seed=3, vocab_size=6, num_hidden_layers=4)

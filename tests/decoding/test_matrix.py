@@ -6,6 +6,7 @@ Windows of sliding layers are smaller than the text, so they are crossed.
 import mlx.nn as nn
 import pytest
 from architectures import build
+from grids import thorough
 from helpers import PROMPT, SCRIPTS, VOCAB, ScriptedDrafter, plain, speculative, tiny_llama
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -69,8 +70,8 @@ def next_request(model, cache: list, options: dict) -> list[int]:
     return plain(model, [3, 4], 8, prompt_cache=cache, **options)
 
 
-@pytest.mark.parametrize("script", ["all", "none", "alternating"])
-@pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("script", thorough(["all", "none", "alternating"], "all", "alternating"))
+@pytest.mark.parametrize("k", thorough([1, 2, 3, 4, 5], 3))
 def test_matrix(case, truth, k, script):
     (model, options), (sampler, text, follow) = case, truth
     cache = make_prompt_cache(model)

@@ -1,4 +1,4 @@
-"""The laws of the acceptance rules: chi-square against exact distributions, and naive twins.
+"""Output distributions of the acceptance rules: chi-square against exact ones, naive twins.
 
 A Markov chain stands in for a language model, so that exact probabilities are a table.
 """
@@ -117,7 +117,7 @@ def pair_chi_square(acceptance, num_runs=1200, temp=1.0):
 
 @pytest.mark.parametrize("temp", [0.7, 1.0])
 @pytest.mark.parametrize("acceptance", ["match", "coupled", "reject"])
-def test_pairs_have_the_targets_law(acceptance, temp):
+def test_pairs_have_the_targets_distribution(acceptance, temp):
     statistic, acceptance_rate = pair_chi_square(acceptance, temp=temp)
     assert statistic < QUANTILE_24
     assert acceptance_rate > 0.05  # the drafted branch was taken
@@ -141,7 +141,7 @@ class KeepsEverything(Reject):
 
 def test_the_chi_square_catches_a_broken_rule(monkeypatch):
     monkeypatch.setattr(
-        "mlx_eagle.decoding.loop.make_rule", lambda acceptance, sampler: KeepsEverything(sampler)
+        "mlx_eagle.decoding.setup.make_rule", lambda acceptance, sampler: KeepsEverything(sampler)
     )
     statistic, _ = pair_chi_square("reject", num_runs=400)
     assert statistic > QUANTILE_24
@@ -212,7 +212,8 @@ def test_reject_equals_its_naive_twin():
         for i, row in enumerate(mx.softmax(draft_logits / 0.9, axis=-1).tolist()):
             for token, x in zip(DRAFT_IDS, row):
                 q[i][token] = x
-        coins = [mx.random.uniform(shape=(1,), key=sampling.key(7 + i, 2)).item() for i in range(k)]
+        keys = [sampling.key(7 + i, 2) for i in range(k)]
+        coins = [mx.random.uniform(shape=(1,), key=key).item() for key in keys]
         noise = [sampling.noise(7 + i, VOCAB, 3).tolist() for i in range(k)]
         bonus = mx.argmax(mx.log(mx.array(p[k])) + sampling.noise(7 + k, VOCAB, 0)).item()
         expected = naive_reject(p, q, tokens.tolist(), coins, noise, bonus)

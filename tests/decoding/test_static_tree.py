@@ -6,6 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from architectures import build
+from grids import thorough
 from helpers import (
     PROMPT,
     VOCAB,
@@ -164,7 +165,9 @@ def target(request) -> tuple[nn.Module, Truth]:
     return model, truth_of(model, lambda: make_prompt_cache(model), 40)
 
 
-@pytest.mark.parametrize("text", ["eagle1", "root2:3", "2/1+2/0+2+1/1+0+1"])
+@pytest.mark.parametrize(
+    "text", thorough(["eagle1", "root2:3", "2/1+2/0+2+1/1+0+1"], "2/1+2/0+2+1/1+0+1")
+)
 def test_greedy_text_is_plain_decodings(target, text):
     model, truth = target
     tokens, stats = speculative(model, tiny_head(model), PROMPT, 40, tree=parse_tree(text))
@@ -174,7 +177,7 @@ def test_greedy_text_is_plain_decodings(target, text):
 
 
 @pytest.mark.parametrize("script", TREE_SCRIPTS)
-@pytest.mark.parametrize("text", ["eagle1", "root2:4"])
+@pytest.mark.parametrize("text", thorough(["eagle1", "root2:4"], "root2:4"))
 def test_every_branch_can_be_kept(target, text, script):
     model, truth = target
     tree, cache = parse_tree(text), make_prompt_cache(model)
@@ -219,7 +222,7 @@ def test_sampled_text_depends_on_the_seed_alone(target, text):
 
 
 def test_matching_keeps_the_law_of_two_tokens():
-    """The rule on a tree, with the target a Markov chain: the exact joint law, by chi-square."""
+    """The rule on a tree of a Markov chain gives the exact joint distribution, by chi-square."""
     vocab, num_runs, tree = 4, 2000, parse_tree("root2:2")
     logits = 1.2 * mx.random.normal((vocab, vocab), key=mx.random.key(1))
     log_p = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
@@ -230,8 +233,8 @@ def test_matching_keeps_the_law_of_two_tokens():
     counts, num_kept = {}, 0
     for _ in range(num_runs):
         verification = rule.open(0).verify(draft, tree_mask, log_p[mx.array([root, *drafted])])
-        kept, *following = verification.packed().tolist()
-        run = following[: kept + 1]
+        outcome = verification.read()
+        kept, run = outcome.num_kept, outcome.run
         if kept == 0:  # the next round draws it
             run.append(mx.random.categorical(log_p[run[0]]).item())
         counts[tuple(run[:2])] = counts.get(tuple(run[:2]), 0) + 1

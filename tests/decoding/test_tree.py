@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import mlx.core as mx
 import numpy as np
 import pytest
+from grids import thorough
 from helpers import (
     PROMPT,
     VOCAB,
@@ -47,7 +48,7 @@ def model():
     return tiny_llama(head_dim=32)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", thorough(SHAPES, "2x3:6", "4x5:16"))
 @pytest.mark.parametrize("make_model", [tiny_llama, tiny_qwen3])
 def test_trees_of_the_head_change_nothing(make_model, shape):
     model = make_model()
@@ -72,7 +73,7 @@ def truth(model, make_cache) -> Truth:
 
 
 @pytest.mark.parametrize("script", TREE_SCRIPTS)
-@pytest.mark.parametrize("shape", ["2x3:6", "3x4:12"])
+@pytest.mark.parametrize("shape", thorough(["2x3:6", "3x4:12"], "3x4:12"))
 def test_every_branch_and_every_cache(model, make_cache, truth, shape, script):
     cache = make_cache()
     drafter = ScriptedTreeDrafter(truth.text, TREE_SCRIPTS[script])
@@ -90,7 +91,7 @@ def text(model) -> list[int]:
     return PROMPT + plain(model, PROMPT, 60)
 
 
-@pytest.mark.parametrize("num_taken", range(1, 10))
+@pytest.mark.parametrize("num_taken", thorough(range(1, 10), 1, 3, 6))
 def test_closing_leaves_what_plain_decoding_leaves(model, text, num_taken):
     cache = make_prompt_cache(model)
     steps = speculative_generate_step(

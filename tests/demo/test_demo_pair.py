@@ -9,6 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx_lm
 import pytest
+from grids import thorough
 
 import mlx_eagle
 from mlx_eagle.convert import convert
@@ -59,33 +60,34 @@ def decode(pair, drafter, prompt, max_tokens, **options) -> tuple[list[int], Sta
     return [token for token, _, _ in steps], stats
 
 
-def test_token_identical_to_mlx_lm(pair):
+SHAPES = [1, 3, 5, "3x3:8"]
+
+
+@pytest.mark.parametrize("index", thorough([0, 40], 0))
+@pytest.mark.parametrize("shape", thorough(SHAPES, 3, "3x3:8"))
+def test_token_identical_to_mlx_lm(pair, index, shape):
     model, tokenizer, drafter = pair
-    shapes = [{"num_draft_tokens": k} for k in (1, 3, 5)] + [{"tree": TreeShape.parse("3x3:8")}]
-    for prompt in prompts(pair, "mt_bench", (0, 40)):
-        plain = [r.token for r in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=32)]
-        for shape in shapes:
-            responses = list(
-                mlx_eagle.stream_generate(
-                    model, tokenizer, prompt, max_tokens=32, draft_model=drafter, **shape
-                )
-            )
-            assert [r.token for r in responses] == plain, shape
-            assert responses[-1].stats.num_emitted == len(plain) - 1
+    (prompt,) = prompts(pair, "mt_bench", (index,))
+    plain = [r.token for r in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=32)]
+    is_tree = isinstance(shape, str)
+    drafts = {"tree": TreeShape.parse(shape)} if is_tree else {"num_draft_tokens": shape}
+    responses = list(
+        mlx_eagle.stream_generate(
+            model, tokenizer, prompt, max_tokens=32, draft_model=drafter, **drafts
+        )
+    )
+    assert [r.token for r in responses] == plain
+    assert responses[-1].stats.num_emitted == len(plain) - 1
 
 
-@pytest.mark.parametrize("name", ["mt_bench", "humaneval"])
-def test_tau_is_that_of_the_independent_implementation(pair, dense_head, name):
+@pytest.mark.parametrize("index", thorough([0, 8], 8))
+@pytest.mark.parametrize("name", thorough(["mt_bench", "humaneval"], "mt_bench"))
+def test_tau_is_that_of_the_independent_implementation(pair, dense_head, name, index):
     reference = json.loads(REFERENCE.read_text())["sets"][name]
-    indices, k = (0, 8), 3
-    emitted = rounds = expected_emitted = expected_rounds = 0
-    for i, prompt in zip(indices, prompts(pair, name, indices)):
-        _, stats = decode(pair, dense_head, prompt, 128, num_draft_tokens=k)
-        emitted += stats.num_emitted
-        rounds += stats.num_target_forwards
-        expected_emitted += reference[str(i)][str(k)][0]
-        expected_rounds += reference[str(i)][str(k)][1]
-    assert emitted / rounds == pytest.approx(expected_emitted / expected_rounds, rel=0.02)
+    (prompt,) = prompts(pair, name, (index,))
+    _, stats = decode(pair, dense_head, prompt, 128, num_draft_tokens=3)
+    emitted, rounds = reference[str(index)]["3"]
+    assert stats.tau == pytest.approx(emitted / rounds, rel=0.02)
 
 
 class Forgetful(mlx_eagle.Eagle3Drafter):
@@ -108,6 +110,7 @@ class Shifted(mlx_eagle.Eagle3Drafter):
     _last_token = mx.zeros((1,), mx.int32)
 
 
+@pytest.mark.exhaustive
 def test_ablations_hurt(pair):
     _, _, drafter = pair
     kept = {}
@@ -130,6 +133,7 @@ def test_the_shipped_head_is_what_the_converter_makes_of_the_original(tmp_path):
     assert all(mx.array_equal(made[name], shipped[name]).item() for name in made)
 
 
+@pytest.mark.exhaustive
 def test_same_seed_same_text(pair):
     _, tokenizer, drafter = pair
     (prompt,) = prompts(pair, "mt_bench", (2,))
@@ -142,6 +146,7 @@ def test_same_seed_same_text(pair):
     assert texts[0] == texts[1] == texts[2]
 
 
+@pytest.mark.exhaustive
 def test_five_turns_with_a_saved_cache(pair, tmp_path):
     """The same conversation as plain mlx-lm, the cache written and read between turns."""
     model, tokenizer, drafter = pair

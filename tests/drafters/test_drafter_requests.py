@@ -5,6 +5,7 @@ import gc
 import mlx.core as mx
 import pytest
 from drafter_pairs import PAIRS, SHOWN
+from grids import thorough
 from helpers import PROMPT, caches_equal, plain, speculative
 from mlx_lm.generate import generation_stream
 from mlx_lm.models import llama
@@ -44,7 +45,7 @@ def assert_drafter_missed_nothing(drafter, model, cache: list, text: list[int]) 
 
 
 @pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("k", thorough([1, 3], 3))
 def test_several_requests_on_one_cache(name, k, tmp_path):
     model, drafter = PAIRS[name]
     cache, reference, text = pair_cache(model, drafter), make_prompt_cache(model), []
@@ -81,7 +82,7 @@ def no_collector():
     gc.enable()
 
 
-@pytest.mark.parametrize("num_taken", [3, 12])
+@pytest.mark.parametrize("num_taken", thorough([3, 12], 12))
 @pytest.mark.parametrize("name", PAIRS)
 def test_caches_are_freed_at_once(name, num_taken, no_collector):
     model, drafter = PAIRS[name]
@@ -99,7 +100,7 @@ def test_caches_are_freed_at_once(name, num_taken, no_collector):
     assert left[1] == left[2]  # the first makes what is kept for all: masks, compiled functions
 
 
-@pytest.mark.parametrize("num_taken", [1, 2, 4])
+@pytest.mark.parametrize("num_taken", thorough([1, 2, 4], 2))
 @pytest.mark.parametrize("name", SHOWN)
 def test_left_early(name, num_taken):
     model, drafter = PAIRS[name]

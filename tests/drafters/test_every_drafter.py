@@ -16,6 +16,7 @@ from drafter_pairs import (
     tiny_lfm2,
     tiny_mamba2,
 )
+from grids import thorough
 from helpers import PROMPT, SCRIPTS, plain, speculative
 
 from mlx_eagle.decoding.loop import speculative_generate_step
@@ -30,7 +31,7 @@ def test_the_interface(name):
 
 
 @pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("k", thorough([1, 2, 3, 4, 5], 3))
 def test_same_text(name, k):
     model, drafter = PAIRS[name]
     tokens, stats = speculative(model, drafter, PROMPT, 30, num_draft_tokens=k)
@@ -39,8 +40,8 @@ def test_same_text(name, k):
     assert stats.num_emitted == stats.num_accepted + stats.num_target_forwards
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("script", thorough(SCRIPTS, "every length"))
+@pytest.mark.parametrize("k", thorough([1, 4], 4))
 @pytest.mark.parametrize("name", [name for name in PAIRS if name != "eagle-3"])
 def test_every_draft_equals_the_naive_one(name, k, script):
     model, inner = PAIRS[name]
@@ -61,7 +62,7 @@ def test_k_forwards_a_round(name, k):
     assert stats.num_head_forwards == (0 if name == "lookup" else stats.num_drafted)
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("k", thorough([1, 2, 3, 4, 5], 2))
 @pytest.mark.parametrize(
     "model",
     [LLAMA, tiny_gemma3(), tiny_mamba2(), tiny_lfm2(), QWEN3_NEXT],

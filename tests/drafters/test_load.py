@@ -131,7 +131,7 @@ def test_what_is_no_converted_head_is_refused(model, source, tmp_path):
     with pytest.raises(ValueError, match="has no config.json"):
         load_drafter(tmp_path, model)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="is not JSON"):
+    with pytest.raises(ValueError, match="not valid JSON"):
         load_drafter(tmp_path, model)
     with pytest.raises(ValueError, match="is not a repository id either"):
         load_drafter("no/such/folder/at/all", model)

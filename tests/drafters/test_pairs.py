@@ -8,6 +8,7 @@ from checkpoints import CONFIG, as_midlayer, eagle3_tensors, write_safetensors
 from mlx_eagle import draft_models as drafters
 from mlx_eagle.commands import flags
 from mlx_eagle.commands import generate as program
+from mlx_eagle.drafters.load import TargetSizes
 from mlx_eagle.drafters.pairs import PAIRS, pair_for, plain_name
 from mlx_eagle.system.command import run_command
 from mlx_eagle.system.hub import REPO_ID
@@ -106,7 +107,8 @@ def test_list(monkeypatch, capsys, tmp_path):
     assert "none yet" in before
     assert all(pair.head in before and pair.target in before for pair in PAIRS)
     head = write_safetensors(tmp_path / "head", CONFIG, as_midlayer(eagle3_tensors()))
-    folder = drafters.converted(head, str(head))
+    sizes = TargetSizes(CONFIG["hidden_size"], 32, CONFIG["vocab_size"])
+    folder = drafters.converted(head, str(head), None, sizes)
     capsys.readouterr()
     program.main()
     after = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What several test files share about the draft length: costs of rounds, a controller by script."""
+"""What test files share about the draft length: costs of rounds, a controller by script."""
 
 from mlx_eagle.decoding.controller import DraftShape, RoundCosts
 
@@ -7,9 +7,9 @@ LINEAR = RoundCosts(1.0, {DraftShape(k): 1.04 * k + 1.0 for k in range(1, 8)})
 
 
 class ScriptedController:
-    """Sizes by a script, parked in its zeros."""
+    """Sizes by a script; drafting is off in its zeros."""
 
-    never_pays = False
+    is_hopeless = False
 
     def __init__(self, sizes):
         self.sizes, self.drafting_off, self.events, self.i = sizes, False, [], 0

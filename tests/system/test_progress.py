@@ -18,7 +18,7 @@ from mlx_eagle.commands import chat
 from mlx_eagle.commands import generate as cli
 from mlx_eagle.convert import convert
 from mlx_eagle.convert.__main__ import main as convert_main
-from mlx_eagle.decoding import calibrate
+from mlx_eagle.decoding import calibrate, timing
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.system.hub import fetch
 from mlx_eagle.system.progress import Bar, prompt_bar
@@ -26,7 +26,7 @@ from mlx_eagle.system.progress import Bar, prompt_bar
 READING, MEASURING, CONVERTING = "Reading the prompt", "Measuring what rounds cost", "Converting"
 MODEL = tiny_llama(vocab_size=258)
 DRAFTER = tiny_head(MODEL)
-NUM_GROUPS = calibrate.REPEATS * (1 + len(calibrate.CHAINS))
+NUM_GROUPS = calibrate.AMOUNT.repeats * (1 + len(calibrate.CHAINS))
 
 
 class Terminal(io.StringIO):
@@ -145,21 +145,21 @@ def test_conversion_counts_its_tensors(checkpoint, tmp_path):
 @pytest.mark.parametrize("tree", [None, "auto"])
 def test_calibration_reports_between_what_it_times(checkpoint, monkeypatch, tree):
     order = []
-    for name in ("_time_rounds", "_time_plain"):
+    for name in ("time_rounds", "time_plain"):
 
-        def timed(*args, original=getattr(calibrate, name)):
+        def timed(*args, original=getattr(timing, name)):
             order.append("begin")
             result = original(*args)
             order.append("end")
             return result
 
-        monkeypatch.setattr(calibrate, name, timed)
+        monkeypatch.setattr(timing, name, timed)
     options = {"tree": tree} if tree else {"num_draft_tokens": "auto"}
     report = {"calibration_progress_callback": lambda *args: order.append(args)}
     tokens, _ = speculative(MODEL, DRAFTER, PROMPT, 12, **options, **report)
     assert tokens == plain(MODEL, PROMPT, 12)
     num_plans = len(calibrate.CHAINS + (calibrate.TREES if tree else ()))
-    total = calibrate.REPEATS * (1 + num_plans)
+    total = calibrate.AMOUNT.repeats * (1 + num_plans)
     expected = [step for i in range(total) for step in ((i, total), "begin", "end")]
     assert order == [*expected, (total, total)]
     order.clear()

@@ -1,14 +1,22 @@
 """The table of architectures tells the truth about the installed mlx-lm.
 
-Fewer draft lengths, scripts and tokens than the table was measured with, to stay within two
-minutes: chains of 3, trees, the script "every length", 18 tokens, which cross every window.
-For all of it run ``python tests/support/architectures.py``.
+Fewer draft lengths, scripts and tokens than the table was measured with: chains of 3, trees, the
+script "every length", 18 tokens, which cross every window. For all of it run
+``python tests/support/architectures.py``.
 """
 
 import pytest
 from architectures import ARCHITECTURES, COLUMNS, check, model_file, model_files, recorded
+from grids import thorough
 
 TABLE = recorded()
+# One for each combination of caches and of what works; test_matrix.py has the common ones too.
+QUICK = (
+    "baichuan_m1", "bailing_moe_v3", "cohere2", "deepseek_v32", "gear", "gemma3n", "gemma4 (26B-A4B)",
+    "gpt2", "iquestloopcoder", "jamba", "kimi_linear", "llama4", "longcat_flash",
+    "longcat_flash_ngram", "mamba", "minicpm3", "muse_spark", "phi3small", "plamo3", "qwen3_vl",
+    "recurrent_gemma",
+)  # fmt: skip
 
 
 def test_every_model_file_of_mlx_lm_is_in_the_table():
@@ -30,7 +38,7 @@ def test_the_explicit_cases_work():
         assert TABLE[name] == list(COLUMNS), f"{name} must work with everything"
 
 
-@pytest.mark.parametrize("name", [name for name, works in TABLE.items() if works])
+@pytest.mark.parametrize("name", thorough([name for name, works in TABLE.items() if works], *QUICK))
 def test_what_the_table_says_works(name):
     if name not in ARCHITECTURES:
         pytest.skip(f"the installed mlx-lm has no {model_file(name)}")

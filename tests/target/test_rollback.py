@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 import pytest
+from grids import thorough
 from helpers import (
     PROMPT,
     SCRIPTS,
@@ -56,8 +57,8 @@ def truth(model, make_cache) -> Truth:
     return truth_of(model, make_cache, 40)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize("k", [1, 3, 6])
+@pytest.mark.parametrize("script", thorough(SCRIPTS, "none", "every length"))
+@pytest.mark.parametrize("k", thorough([1, 3, 6], 3))
 def test_same_text_and_same_cache(model, make_cache, truth, k, script):
     cache = make_cache()
     tokens, _ = speculative(
@@ -72,7 +73,7 @@ def test_same_text_and_same_cache(model, make_cache, truth, k, script):
     assert left_in(model, cache) == truth.left
 
 
-@pytest.mark.parametrize("num_taken", range(1, 15))
+@pytest.mark.parametrize("num_taken", thorough(range(1, 15), 1, 6, 8))
 def test_closing_leaves_the_cache_of_plain_decoding(model, make_cache, truth, num_taken):
     cache, reference = make_cache(), make_cache()
     drafter = ScriptedDrafter(truth.text, SCRIPTS["all"])
@@ -87,14 +88,14 @@ def test_closing_leaves_the_cache_of_plain_decoding(model, make_cache, truth, nu
     assert left_in(model, cache) == left_in(model, reference)
 
 
-@pytest.fixture(scope="module", params=[0, 3, len(PROMPT), 12, 20, 1000])
+@pytest.fixture(scope="module", params=thorough([0, 3, len(PROMPT), 12, 20, 1000], 3, 12))
 def quantized(request, model) -> tuple[dict, Truth]:
     """Options to quantize the cache from some token on, and plain decoding with them."""
     options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": request.param}
     return options, truth_of(model, lambda: make_prompt_cache(model), 30, **options)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", thorough(SCRIPTS, "every length"))
 def test_kv_bits_from_any_start(model, quantized, script):
     options, truth = quantized
     cache = make_prompt_cache(model)
@@ -118,7 +119,7 @@ def quantized_soon(model) -> tuple[dict, list[int]]:
     return options, PROMPT + plain(model, PROMPT, 40, **options)
 
 
-@pytest.mark.parametrize("num_taken", range(1, 12))
+@pytest.mark.parametrize("num_taken", thorough(range(1, 12), 5, 6, 7))
 def test_closing_around_the_start_of_quantization(model, quantized_soon, num_taken):
     options, longer = quantized_soon
     cache, reference = make_prompt_cache(model), make_prompt_cache(model)

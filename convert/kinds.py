@@ -1,0 +1,111 @@
+"""What the keys of configs may hold that the converter reads: published ones, and targets'.
+
+After ``documents.check`` with one of these tables nobody needs to ask for types again. What a
+config says that no table has is only looked at as text.
+"""
+
+from mlx_eagle.system.documents import (
+    COUNT,
+    COUNTS,
+    LIST,
+    OBJECT,
+    TEXT,
+    TEXTS,
+    TRUTH,
+    Kind,
+    Table,
+    number_above,
+    whole,
+)
+
+SIZE = whole(1, 2**24)
+FRACTION = number_above(0, 1)
+BASE = number_above(1, 1e15)
+POSITIVE = number_above(1e-6, 1e9)
+WEIGHT = number_above(-1e6, 1e6)
+SCALING: Table = {
+    "rope_type": TEXT,
+    "type": TEXT,
+    "rope_theta": BASE,
+    "factor": POSITIVE,
+    "low_freq_factor": POSITIVE,
+    "high_freq_factor": POSITIVE,
+    "original_max_position_embeddings": POSITIVE,
+    "beta_fast": POSITIVE,
+    "beta_slow": POSITIVE,
+    "mscale": WEIGHT,
+    "mscale_all_dim": WEIGHT,
+    "attention_factor": POSITIVE,
+    "partial_rotary_factor": FRACTION,
+    "truncate": TRUTH,
+}
+LAYER: Table = {
+    "model_type": TEXT,
+    "hidden_size": SIZE,
+    "num_attention_heads": SIZE,
+    "num_key_value_heads": SIZE,
+    "head_dim": SIZE,
+    "vocab_size": SIZE,
+    "max_position_embeddings": SIZE,
+    "rms_norm_eps": number_above(0, 1),
+    "hidden_act": TEXT,
+    "hidden_activation": TEXT,
+    "qk_norm": TRUTH,
+    "attention_bias": TRUTH,
+    "mlp_bias": TRUTH,
+    "layer_types": TEXTS,
+    "sliding_window": COUNT,
+    "use_sliding_window": TRUTH,
+    "rope_theta": BASE,
+    "partial_rotary_factor": FRACTION,
+    "rotary_dim": SIZE,
+    "rope_scaling": SCALING,
+    "rope_parameters": {
+        **SCALING,
+        "sliding_attention": SCALING,
+        "full_attention": SCALING,
+    },
+}
+HEAD: Table = {
+    **LAYER,
+    "target_hidden_size": COUNT,
+    "draft_vocab_size": COUNT,
+    "num_aux_hidden_states": COUNT,
+    "num_target_layers": COUNT,
+    "target_layer_ids": COUNTS,
+    "eagle_aux_hidden_state_layer_ids": COUNTS,
+    "norm_before_fc": TRUTH,
+    "norm_before_residual": TRUTH,
+    "norm_output": TRUTH,
+    "return_hidden_post_norm": TRUTH,
+    "fc_norm": TRUTH,
+    "use_aux_norm": TRUTH,
+    "use_input_layernorm_in_first_layer": TRUTH,
+    "use_last_layernorm": TRUTH,
+    "embed_requires_grad": TRUTH,
+}
+PROPOSAL: Table = {"speculative_tokens": COUNT}
+CONFIG: Table = {
+    **HEAD,
+    "architectures": TEXTS,
+    "eos_token_id": Kind(
+        "a token or a list of tokens",
+        lambda value: COUNT.holds(value) or COUNTS.holds(value),
+    ),
+    "eagle_config": HEAD,
+    "transformer_layer_config": LAYER,
+    "speculators_config": {"proposal_methods": LIST},
+}
+"""Of a published head."""
+
+DEPTH = ("num_hidden_layers", "n_layer", "n_layers")
+SIZES: Table = dict.fromkeys(("hidden_size", "n_embd", "d_model", "vocab_size", *DEPTH), SIZE)
+TARGET: Table = {
+    **SIZES,
+    "text_config": SIZES,
+    "quantization": OBJECT,
+    "eos_token_id": CONFIG["eos_token_id"],
+}
+"""Of a target."""
+PACKING: Table = {"group_size": whole(1, 4096), "bits": whole(1, 16), "mode": TEXT}
+"""Of the way that a target's matrix is quantized."""

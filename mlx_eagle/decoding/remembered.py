@@ -1,0 +1,136 @@
+"""Costs that were measured once, in a file that several processes share.
+
+A home that cannot be written costs a warning and nothing else: what was measured is then
+remembered until the process ends.
+"""
+
+import fcntl
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ..system.documents import number_above, parse_object, read_bytes
+from .controller import DraftShape, RoundCosts
+
+SECONDS = number_above(1e-9, 1e6)
+LONGEST_KEY = 4096
+LOCK_TIMEOUT = 10.0  # seconds; the lock is held for a few milliseconds
+POLL = 0.01
+
+Entry = dict[str, Any]  # {"plain": seconds, "rounds": {shape: seconds}}
+
+
+@cache
+def open_cost_file(path: Path | None) -> "CostFile":
+    """The file at ``path``, the same object for all who ask; None: memory only."""
+    return CostFile(path)
+
+
+class CostFile:
+    """What rounds cost, by key. Usable by several threads, and by several processes at once."""
+
+    def __init__(self, path: Path | None):
+        self._path = path
+        self._unsaved: dict[str, Entry] = {}
+        self._has_warned = False
+        self._mutex = threading.Lock()
+
+    def get(self, key: str, shapes: Sequence[DraftShape]) -> RoundCosts | None:
+        """The costs of exactly these ``shapes``; None where they are not known."""
+        with self._mutex:
+            entry = self._unsaved.get(key)
+        if entry is None and self._path is not None:
+            entry = read_entries(self._path).get(key)
+        if entry is None or entry["rounds"].keys() != {str(shape) for shape in shapes}:
+            return None
+        return RoundCosts(entry["plain"], {shape: entry["rounds"][str(shape)] for shape in shapes})
+
+    def put(self, key: str, costs: RoundCosts) -> None:
+        """Remember ``costs``: beside what others have written, or where that fails, in memory."""
+        rounds = {str(shape): seconds for shape, seconds in costs.rounds.items()}
+        with self._mutex:
+            self._unsaved[key] = {"plain": costs.plain, "rounds": rounds}
+            try:
+                if self._path is None:
+                    raise OSError("there is no home directory")
+                _merge(self._path, self._unsaved)
+            except OSError as err:
+                self._warn(err)
+            else:
+                self._unsaved.clear()
+
+    def _warn(self, err: OSError) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        where = "" if self._path is None else f" in {self._path.parent}"
+        print(
+            f"Warning: what rounds cost could not be saved{where} ({err.strerror or err}); it is "
+            "measured again by the next process.",
+            file=sys.stderr,
+        )
+
+
+def read_entries(path: Path) -> dict[str, Entry]:
+    """The well-formed entries of a file; none where it is missing, damaged or not a file."""
+    try:
+        if not path.is_file():
+            return {}
+        known = parse_object(read_bytes(path), path)
+    except (OSError, ValueError):
+        return {}
+    return {key: entry for key, entry in known.items() if _is_entry(key, entry)}
+
+
+def _is_entry(key: str, entry: Any) -> bool:
+    if len(key) > LONGEST_KEY or not isinstance(entry, dict):
+        return False
+    rounds = entry.get("rounds")
+    if not SECONDS.holds(entry.get("plain")) or not isinstance(rounds, dict) or not rounds:
+        return False
+    return all(map(SECONDS.holds, rounds.values()))
+
+
+def _merge(path: Path, entries: dict[str, Entry]) -> None:
+    """Put ``entries`` into the file; OSError where that is impossible, and nothing has changed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path.with_suffix(".lock")):
+        # Whoever writes holds the lock, so these are of processes that were ended meanwhile.
+        for left in path.parent.glob(f"{path.stem}.*.new"):
+            left.unlink(missing_ok=True)
+        document = json.dumps(read_entries(path) | entries, indent=1)
+        handle, name = tempfile.mkstemp(".new", f"{path.stem}.", path.parent)
+        fresh = Path(name)
+        try:
+            with open(handle, "w", encoding="utf-8") as file:
+                file.write(document)
+            fresh.replace(path)
+        finally:
+            fresh.unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Within, no other process or thread holds the lock; OSError where it cannot be had."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        end = time.monotonic() + LOCK_TIMEOUT
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(POLL)
+        yield
+    finally:
+        os.close(handle)  # which ends the lock

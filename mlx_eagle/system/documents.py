@@ -1,0 +1,185 @@
+"""JSON files that others wrote, read once and for all checks: which file, what was found, what
+was expected.
+
+Knows JSON, and limits that no honest file comes near; knows no file's meaning. A reader says
+what it expects as a table of ``Kind`` by key, and can rely on it afterwards.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MAX_DEPTH = 32
+MAX_MEMORY = 64 << 20
+"""Bytes that reading one document may take: its text, the strings in it, and its values."""
+BYTES_PER_VALUE = 200
+LARGEST = 2**31 - 1
+LONGEST_SHOWN = 60
+LONGEST_NAME = 256
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a value has to be: in words, and whether a value is one."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+Table = Mapping[str, "Kind | Table"]
+"""What is expected of some keys of an object; a table in it stands for an object again."""
+
+
+def is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def whole(low: int = 0, high: int = LARGEST) -> Kind:
+    words = f"a whole number from {low}" + ("" if high == LARGEST else f" to {high}")
+    return Kind(words, lambda v: is_whole(v) and low <= v <= high)
+
+
+def number_above(low: float, high: float = math.inf) -> Kind:
+    words = f"a number above {low:g}" + ("" if high == math.inf else f" and at most {high:g}")
+    return Kind(words, lambda v: is_number(v) and low < v <= high)
+
+
+def list_of(kind: Kind, words: str) -> Kind:
+    return Kind(
+        f"a list of {words}", lambda v: isinstance(v, list | tuple) and all(map(kind.holds, v))
+    )
+
+
+def one_of(*names: str) -> Kind:
+    return Kind(f"one of {', '.join(names)}", lambda v: isinstance(v, str) and v in names)
+
+
+COUNT = whole()
+NUMBER = Kind("a number", is_number)
+POSITIVE = number_above(0)
+TRUTH = Kind("true or false", lambda v: isinstance(v, bool))
+TEXT = Kind("a string", lambda v: isinstance(v, str))
+OBJECT = Kind("an object", lambda v: isinstance(v, Mapping))
+LIST = Kind("a list", lambda v: isinstance(v, list))
+COUNTS = list_of(COUNT, "whole numbers from 0")
+TEXTS = list_of(TEXT, "strings")
+FILE_NAME = Kind(
+    "the name of a file in the same folder",
+    lambda v: (
+        isinstance(v, str)
+        and v.isprintable()
+        and 0 < len(v) <= LONGEST_NAME
+        and not {"/", "\\"} & set(v)
+        and v not in (".", "..")
+    ),
+)
+
+
+def shown(value: Any) -> str:
+    """A value for a message: on one line, and no longer than a line bears.
+
+    {"a": [1, 2]} -> {"a": [1, 2]};  "x" * 999 -> "xxx...;  nested too deeply to print -> its type
+    """
+    if isinstance(value, list | tuple | Mapping) and len(value) > LONGEST_SHOWN:
+        kind = "object" if isinstance(value, Mapping) else "list"
+        return f"{'an' if kind == 'object' else 'a'} {kind} of {len(value)} entries"
+    if isinstance(value, str):
+        value = value[: LONGEST_SHOWN + 1]
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return f"a {type(value).__name__}"
+    return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
+
+
+def read_bytes(path: Path) -> bytes:
+    """The whole of a file; ValueError where it cannot be read or is beyond all measure."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_MEMORY + 1)
+    except OSError as err:
+        raise ValueError(f"{path} cannot be read: {err.strerror}") from err
+    if len(data) > MAX_MEMORY:
+        raise ValueError(f"{path} is larger than {MAX_MEMORY >> 20} MB, which no such file is")
+    return data
+
+
+def parse_object(data: bytes, where: str | Path) -> dict[str, Any]:
+    """The JSON object in ``data``, its numbers finite and below 2**63, its depth bounded.
+
+    ``where`` names the file in messages. Raises ValueError for anything else; the memory that
+    parsing takes is estimated before, so that a small file cannot become a large object.
+    """
+    num_values = 1 + sum(map(data.count, (b",", b"[", b"{")))
+    # Text and strings; with one rare character in them, four bytes for each of all others.
+    num_bytes = len(data) * (2 if data.isascii() else 12) + num_values * BYTES_PER_VALUE
+    if num_bytes > MAX_MEMORY:
+        raise ValueError(
+            f"{where} holds about {num_values} values in {len(data)} bytes, more than any such "
+            "file has; download it again"
+        )
+    try:
+        value = json.loads(data.decode("utf-8-sig"))
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deeply to be read") from None
+    except ValueError as err:  # of the decoder, the parser or an endless number
+        raise ValueError(f"{where} is not valid JSON ({err}); download it again") from err
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} holds {shown(value)}, expected a JSON object")
+    _check_values(value, where)
+    return value
+
+
+def _check_values(value: dict[str, Any], where: str | Path) -> None:
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        inner: list[Any] = []
+        for part in level:
+            for entry in part.values() if isinstance(part, dict) else part:
+                if isinstance(entry, dict | list):
+                    inner.append(entry)
+                elif is_number(entry) and not abs(entry) < 2**63:
+                    raise ValueError(
+                        f"{where} holds {shown(entry)}, expected numbers that are finite and "
+                        "below 2**63"
+                    )
+        if not inner:
+            return
+        level = inner
+    raise ValueError(f"{where} is nested more than {MAX_DEPTH} levels deep")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file (see ``parse_object``); ValueError where there is none."""
+    return parse_object(read_bytes(path), path)
+
+
+def check(values: Mapping[str, Any], table: Table, where: str | Path, prefix: str = "") -> None:
+    """Raise ValueError for the first value that is not what ``table`` expects; nulls pass."""
+    for key, expected in table.items():
+        value = values.get(key)
+        if value is None:
+            continue
+        kind = expected if isinstance(expected, Kind) else OBJECT
+        if not kind.holds(value):
+            raise ValueError(f"{where}: {prefix}{key} is {shown(value)}, expected {kind.words}")
+        if not isinstance(expected, Kind):
+            check(value, expected, where, f"{prefix}{key}.")
+
+
+def read_weight_map(path: Path) -> dict[str, str]:
+    """The ``weight_map`` of an index file: the file of each tensor, beside the index."""
+    places = read_object(path).get("weight_map", {})
+    if not isinstance(places, dict):
+        raise ValueError(f"{path}: weight_map is {shown(places)}, expected an object")
+    for name in places.values():
+        if not FILE_NAME.holds(name):
+            raise ValueError(f"{path}: weight_map names {shown(name)}, expected {FILE_NAME.words}")
+    return places

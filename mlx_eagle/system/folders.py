@@ -1,0 +1,108 @@
+"""Folders that are there whole or not at all, whoever else makes them or is killed over it."""
+
+import fcntl
+import glob
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class AlreadyThere(ValueError):
+    """Another process has made the folder in the meantime."""
+
+
+class CannotWrite(ValueError):
+    """The folder cannot be written: no permission, no space, no such place."""
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill, which takes the name ``path`` only when all of it is there.
+
+    Each call fills a folder of its own, so that several may run at once: the first to end
+    wins, and the others raise AlreadyThere. Whatever ends the block early, an interrupt too,
+    leaves nothing behind; what a killed process has left, the next call removes. An OSError,
+    of the block too, becomes CannotWrite.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_orphans(path)
+        draft, lock = _make_draft(path)
+        try:
+            yield draft
+            _rename(draft, path)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+            os.close(lock)
+    except OSError as err:
+        raise CannotWrite(
+            f"{path} could not be written: {err.strerror or err}; nothing of it was kept"
+        ) from err
+
+
+def _rename(draft: Path, path: Path) -> None:
+    try:
+        os.rename(draft, path)
+    except OSError as err:
+        if not path.exists():
+            raise
+        raise AlreadyThere(
+            f"{path} is there by now: another process has made it in the meantime; use it, or "
+            "remove it and start again"
+        ) from err
+
+
+def discard_folder(path: Path) -> None:
+    """Remove a folder at once: nobody sees half of it, and no second caller fails."""
+    grave = _draft_name(path)
+    try:
+        os.rename(path, grave)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(grave, ignore_errors=True)
+
+
+def _draft_name(path: Path) -> Path:
+    return path.parent / f".{path.name}.{secrets.token_hex(4)}.part"
+
+
+def _make_draft(path: Path) -> tuple[Path, int]:
+    """A draft of that folder and the descriptor by which it is locked as long as we live."""
+    while True:
+        draft = _draft_name(path)
+        draft.mkdir()
+        lock = os.open(draft, os.O_RDONLY)
+        # Between the two lines above another process may have taken it for an orphan.
+        if _lock(lock) and draft.exists():
+            return draft, lock
+        os.close(lock)
+
+
+def _lock(descriptor: int) -> bool:
+    """Whether the lock is ours now; also true where the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _remove_orphans(path: Path) -> None:
+    """Remove drafts of that folder whose process is gone: those that nobody has locked."""
+    for draft in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+        try:
+            lock = os.open(draft, os.O_RDONLY)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(draft, ignore_errors=True)
+        except OSError:  # locked, or no locks here: not known to be an orphan
+            pass
+        finally:
+            os.close(lock)

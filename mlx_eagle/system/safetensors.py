@@ -1,0 +1,90 @@
+"""The header of a safetensors file, checked against the file before anything is made of it."""
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from .documents import LONGEST_NAME, TEXT, list_of, parse_object, shown, whole
+
+BITS = {
+    "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16,
+    "BF16": 16, "I16": 16, "U16": 16, "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8,
+    "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
+}  # fmt: skip
+MAX_DIMS = 8
+MAX_SIZE = 2**48
+SIZES = list_of(whole(0, MAX_SIZE), "sizes")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor's place: bytes ``start`` to ``end`` of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def check_name(name: object, where: str | Path) -> None:
+    """Raise ValueError where a tensor's name is none that can stand in a line."""
+    if not isinstance(name, str) or len(name) > LONGEST_NAME or not name.isprintable():
+        raise ValueError(f"{where} holds a tensor named {shown(name)}, which no head has")
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """Every tensor of the file, by name; nothing of the tensors is read.
+
+    Raises ValueError where the file is cut off, or its header does not fit it.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8:
+                raise ValueError(f"{path} is {size} bytes long: cut off; download it again")
+            if 8 + length > size:
+                raise ValueError(f"{path} is cut off, or no safetensors file; download it again")
+            header = file.read(length)
+    except OSError as err:
+        raise ValueError(f"{path} cannot be read: {err.strerror}") from err
+    if not header.startswith(b"{"):
+        raise ValueError(f"{path} is no safetensors file: its header is no JSON object")
+    values = parse_object(header, f"the header of {path}")
+    values.pop("__metadata__", None)
+    return {name: _entry(path, name, entry, 8 + length, size) for name, entry in values.items()}
+
+
+def _entry(path: Path, name: str, entry: object, start: int, size: int) -> Entry:
+    check_name(name, path)
+    match entry:
+        case {"dtype": dtype, "shape": shape, "data_offsets": [first, last], **_rest} if (
+            TEXT.holds(dtype)
+            and SIZES.holds([first, last])
+            and SIZES.holds(shape)
+            and is_shape(tuple(shape))
+        ):
+            pass
+        case _:
+            raise ValueError(
+                f"{path} is no safetensors file: its {name} is {shown(entry)}, expected dtype, "
+                "shape and data_offsets"
+            )
+    if start + last > size:
+        raise ValueError(
+            f"{path} is cut off: {size} bytes, and {name} ends at {start + last}; "
+            "download it again"
+        )
+    bits = BITS.get(dtype)
+    if last < first or (bits is not None and -(-math.prod(shape) * bits // 8) != last - first):
+        raise ValueError(
+            f"{path} is damaged: {name} is {shown(dtype)} {shown(shape)} in {last - first} bytes"
+        )
+    return Entry(dtype, tuple(shape), start + first, start + last)
+
+
+def is_shape(shape: tuple[int, ...]) -> bool:
+    """Whether a tensor can have that shape: few sizes, none negative, no monstrous product."""
+    sizes = [size for size in shape if size]
+    return len(shape) <= MAX_DIMS and min(shape, default=0) >= 0 and math.prod(sizes) <= MAX_SIZE

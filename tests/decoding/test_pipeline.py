@@ -1,0 +1,177 @@
+"""When rounds are launched, read and stopped; drafters with nothing to propose; threads."""
+
+import json
+import threading
+import time
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from costs import FLAT
+from helpers import PROMPT, VOCAB, plain, speculative, tiny_head, tiny_llama
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+import mlx_eagle
+from mlx_eagle.decoding import loop
+from mlx_eagle.decoding.accept import Outcome, Verification
+from mlx_eagle.decoding.controller import OFF, ON, DraftingEvent
+from mlx_eagle.decoding.decoder import Decoder
+from mlx_eagle.decoding.round import Round, StopPoint, stop_point
+from mlx_eagle.decoding.stats import Stats
+from mlx_eagle.drafters.lookup import LookupDrafter
+
+
+class Recital(nn.Module):
+    """A target that recites a text: what it chooses depends on the position alone."""
+
+    def __init__(self, text: list[int]):
+        super().__init__()
+        self.layers = [nn.Identity()]
+        self.text = text
+
+    def __call__(self, tokens, cache):
+        start = cache[0].offset
+        cache[0].update_and_fetch(*[mx.zeros((1, 1, tokens.shape[1], 1))] * 2)
+        following = mx.array(self.text[start + 1 : start + 1 + tokens.shape[1]])
+        return 9.0 * (following[None, :, None] == mx.arange(VOCAB))
+
+    def make_cache(self):
+        return [KVCache()]
+
+
+@pytest.fixture
+def at_flat_costs(monkeypatch):
+    monkeypatch.setattr(loop, "round_costs", lambda *_: FLAT)
+
+
+def test_auto_with_lookup_turns_drafting_off_where_nothing_is_found(at_flat_costs, monkeypatch):
+    """No token comes twice, so every draft is empty; then steps are pipelined, but for probes."""
+    order, launch, read = [], Decoder.launch, Round.read
+    monkeypatch.setattr(Decoder, "launch", lambda *a, **k: order.append("L") or launch(*a, **k))
+    monkeypatch.setattr(Round, "read", lambda *a: order.append("R") or read(*a))
+    text = list(range(VOCAB))
+    tokens, stats = speculative(
+        Recital(text), LookupDrafter(), text[:2], VOCAB - 4, num_draft_tokens="auto"
+    )
+    assert tokens == text[2 : VOCAB - 2]
+    assert stats.num_drafted == 0
+    assert stats.drafting_events[0].what == OFF and stats.drafting_events[0].num_tokens <= 10
+    off = stats.drafting_events[0].num_tokens
+    # From then on a step is launched before the one before it is read.
+    begun = 2 * off + 2
+    assert "".join(order[begun : begun + 40]) in ("LR" * 20, "RL" * 20)
+    launched = [order[: i + 1].count("L") - order[: i + 1].count("R") for i in range(len(order))]
+    assert max(launched[: 2 * off]) == 1 and min(launched[begun : begun + 40]) == 1
+
+
+def test_auto_with_lookup_drafts_where_something_is_found(at_flat_costs):
+    _, stats = speculative(
+        Recital([4, 5, 6] * 60), LookupDrafter(), [4, 5, 6, 4], 120, num_draft_tokens="auto"
+    )
+    assert stats.drafting_events == [] and stats.mean_acceptance_length > 5
+
+
+def test_what_is_read_has_names():
+    following, num_kept = mx.array([7, 8, 9]), mx.array(1)
+    logprobs = mx.zeros((3, 10))
+    outcome = Verification(following, num_kept, logprobs).read()
+    assert outcome == Outcome(1, [7, 8, 9], None) and outcome.run == [7, 8]
+    outcome = Verification(following, num_kept, logprobs, mx.array([0, 2, 1])).read()
+    assert outcome == Outcome(1, [7, 8, 9], [0, 2, 1])
+
+
+@pytest.mark.parametrize(
+    "run, num_taken, in_flight, point",
+    [
+        ([], 0, False, StopPoint.INSIDE_RUN),
+        ([], 0, True, StopPoint.INSIDE_RUN),
+        ([1, 2], 1, False, StopPoint.INSIDE_RUN),
+        ([1, 2], 0, True, StopPoint.INSIDE_RUN),
+        ([1, 2], 2, False, StopPoint.AT_ROOT),
+        ([1, 2], 2, True, StopPoint.NEXT_IN_FLIGHT),
+    ],
+)
+def test_stop_points(run, num_taken, in_flight, point):
+    def a_round(**values):
+        return Round(0, None, 0, 0, None, None, None, None, **values)
+
+    last = a_round(run=run, num_taken=num_taken)
+    assert stop_point(last, a_round() if in_flight else None) is point
+
+
+def test_calibration_is_no_part_of_prompt_time(monkeypatch):
+    def slowly(*_):
+        time.sleep(0.3)
+        return FLAT
+
+    monkeypatch.setattr(loop, "round_costs", slowly)
+    model = tiny_llama()
+    start = time.perf_counter()
+    _, stats = speculative(model, tiny_head(model), PROMPT, 5, num_draft_tokens="auto")
+    seconds = time.perf_counter() - start
+    assert stats.calibration_time >= 0.3
+    assert stats.prompt_time + stats.generation_time <= seconds - 0.3
+    assert any(line.startswith("Calibration: 0.") for line in stats.lines())
+    _, stats = speculative(model, tiny_head(model), PROMPT, 5, num_draft_tokens=2)
+    assert stats.calibration_time == 0
+    assert not any(line.startswith("Calibration") for line in stats.lines())
+
+
+def test_the_json_of_stats_has_new_and_old_keys():
+    stats = Stats(num_rounds=2, num_emitted=5)
+    stats.drafting_events = [DraftingEvent(3, what, "why") for what in (OFF, "probe", ON)]
+    document = json.loads(json.dumps(stats.to_dict()))
+    assert document["mean_acceptance_length"] == document["tau"] == stats.tau == 2.5
+    assert stats.mean_acceptance_length == 2.5
+    events = [event["what"] for event in document["drafting_events"]]
+    assert events == ["drafting off", "probe", "drafting on"]
+    assert [event["what"] for event in document["pace_events"]] == ["park", "probe", "wake"]
+    assert document["calibration_time"] == 0
+    assert "Mean acceptance length (tau): 2.500" in stats.lines()
+
+
+@pytest.mark.parametrize("num_kept", [0, 3])
+def test_prompt_caches_that_are_too_few_are_refused(num_kept):
+    model = tiny_llama()
+    cache = make_prompt_cache(model)[:num_kept]
+    for k in (0, 2):
+        with pytest.raises(ValueError, match=f"prompt_cache holds {num_kept} caches, but"):
+            speculative(model, tiny_head(model), PROMPT, 5, prompt_cache=cache, num_draft_tokens=k)
+
+
+def test_several_threads_share_a_model_and_a_drafter():
+    """Each gets its own text, and the same as one after the other."""
+    text = list(range(5, VOCAB)) * 3
+    model, drafter = Recital(text), LookupDrafter()
+    starts = [0, 20, 40]
+    expected = {
+        start: speculative(model, drafter, text[: start + 3], 60, num_draft_tokens=3)[0]
+        for start in starts
+    }
+    found, errors = {}, []
+
+    def run(start: int) -> None:
+        try:
+            for _ in range(3):
+                steps = mlx_eagle.speculative_generate_step(
+                    mx.array(text[: start + 3]), model, drafter, max_tokens=60
+                )
+                found.setdefault(start, []).append([token for token, _, _ in steps])
+        except Exception as err:  # shown to the test
+            errors.append(err)
+
+    threads = [threading.Thread(target=run, args=(start,)) for start in starts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not errors
+    assert found == {start: [tokens] * 3 for start, tokens in expected.items()}
+
+
+def test_a_sampler_is_not_changed_by_a_generation():
+    model = tiny_llama()
+    sampler = mlx_eagle.Sampling(temp=1.0, seed=3)
+    before = plain(model, PROMPT, 5, sampler=mlx_eagle.Sampling(temp=1.0, seed=3))
+    speculative(model, tiny_head(model), PROMPT, 5, num_draft_tokens=2, sampler=sampler)
+    assert plain(model, PROMPT, 5, sampler=sampler) == before

@@ -1,0 +1,92 @@
+"""Folders that several processes make at once, that are killed half-way, that do not fit."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlx_eagle.system.folders import AlreadyThere, CannotWrite, discard_folder, new_folder
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from mlx_eagle.system.folders import AlreadyThere, new_folder
+
+folder, text, seconds = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+try:
+    with new_folder(folder) as draft:
+        (draft / "a").write_text(text)
+        print("writing", flush=True)
+        time.sleep(seconds)
+        (draft / "b").write_text(text)
+    print("won")
+except AlreadyThere:
+    print("there")
+"""
+
+
+def writer(folder: Path, text: str, seconds: float) -> subprocess.Popen[str]:
+    """A process that has begun to write the folder."""
+    command = [sys.executable, "-c", WRITER, str(folder), text, str(seconds)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "writing\n"
+    return process
+
+
+def test_of_several_processes_one_wins(tmp_path):
+    processes = [writer(tmp_path / "x", str(i), 0.3) for i in range(3)]
+    said = sorted(process.communicate(timeout=60)[0] for process in processes)
+    assert said == ["there\n", "there\n", "won\n"]
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    assert (tmp_path / "x" / "a").read_text() == (tmp_path / "x" / "b").read_text()
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path):
+    killed, alive = writer(tmp_path / "x", "killed", 60), writer(tmp_path / "x", "alive", 2)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.wait(timeout=60)
+    assert len(list(tmp_path.iterdir())) == 2 and not (tmp_path / "x").exists()
+    with new_folder(tmp_path / "x") as draft:
+        assert len(list(tmp_path.iterdir())) == 2  # ours, and that of the process still alive
+        (draft / "a").write_text("ours")
+    assert alive.communicate(timeout=60)[0] == "there\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    assert (tmp_path / "x" / "a").read_text() == "ours"
+
+
+def test_no_space_is_a_sentence_and_leaves_nothing(tmp_path):
+    with pytest.raises(CannotWrite, match="x could not be written: No space left on device"):
+        with new_folder(tmp_path / "x") as draft:
+            (draft / "a").write_text("a")
+            raise OSError(28, "No space left on device")
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_place_is_a_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CannotWrite, match="could not be written"):
+        with new_folder(tmp_path / "file" / "x"):
+            pass
+
+
+def test_a_second_one_and_other_errors(tmp_path):
+    with pytest.raises(AlreadyThere, match="is there by now"):
+        with new_folder(tmp_path / "x") as one, new_folder(tmp_path / "x") as other:
+            (one / "a").write_text("one")
+            (other / "a").write_text("other")
+    assert (tmp_path / "x" / "a").read_text() == "other"
+    with pytest.raises(KeyboardInterrupt):
+        with new_folder(tmp_path / "y"):
+            raise KeyboardInterrupt
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_discarding_twice(tmp_path):
+    for _ in range(2):
+        (tmp_path / "x").mkdir(exist_ok=True)
+        discard_folder(tmp_path / "x")
+        discard_folder(tmp_path / "x")
+    assert not list(tmp_path.iterdir())

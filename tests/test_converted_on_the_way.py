@@ -1,0 +1,106 @@
+"""Heads that ``--draft-model`` converts into the cache: with the target at hand, and for good."""
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from checkpoints import CONFIG, as_midlayer, eagle3_tensors, write_safetensors
+from helpers import PROMPT, plain, speculative, tiny_llama
+
+from mlx_eagle import draft_models
+from mlx_eagle.convert import convert
+from mlx_eagle.drafters.load import load_drafter
+from mlx_eagle.system.folders import CannotWrite
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(draft_models, "user_cache", lambda: tmp_path / "cache")
+    return tmp_path / "cache" / "heads"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama(vocab_size=128)
+
+
+def nvidia(tmp_path: Path) -> Path:
+    """A head whose last tap is what leaves the last of the target's 6 layers."""
+    ids = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 6]}}
+    return write_safetensors(tmp_path / "source", CONFIG | ids, as_midlayer(eagle3_tensors()))
+
+
+def test_taps_are_settled_with_the_target_at_hand(model, tmp_path, cache):
+    drafter = draft_models.open_drafter(str(nvidia(tmp_path)), model)
+    assert drafter.taps == (2, 4, 6)
+    tokens, _ = speculative(model, drafter, PROMPT, 12, num_draft_tokens=2)
+    assert tokens == plain(model, PROMPT, 12)
+
+
+def test_taps_are_settled_when_the_head_meets_its_target(model, tmp_path, capsys):
+    """Converted without a target; one of 6 layers and one of 8 read the same head otherwise."""
+    convert(str(nvidia(tmp_path)), str(tmp_path / "head"))
+    assert "settled" in capsys.readouterr().out
+    assert load_drafter(tmp_path / "head", model).taps == (2, 4, 6)
+    deeper = tiny_llama(vocab_size=128, num_hidden_layers=8)
+    assert load_drafter(tmp_path / "head", deeper).taps == (3, 5, 7)
+
+
+def test_targets_of_other_sizes_have_folders_of_their_own(model, source, cache):
+    draft_models.open_drafter(str(source), model)
+    draft_models.open_drafter(str(source), tiny_llama(vocab_size=128, num_hidden_layers=8))
+    draft_models.open_drafter(str(source), model)
+    assert len(list(cache.iterdir())) == 2
+
+
+@pytest.mark.parametrize("damage", ["config", "weights", "no weights", "no config", "other"])
+def test_an_unusable_folder_is_made_anew(model, source, cache, capsys, damage):
+    draft_models.open_drafter(str(source), model)
+    (folder,) = cache.iterdir()
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    if damage == "weights":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif damage == "config":
+        config.write_text("{")
+    elif damage == "other":
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"num_layers": 3}))
+    else:
+        (weights if damage == "no weights" else config).unlink()
+    assert draft_models.head_lines()
+    capsys.readouterr()
+    drafter = draft_models.open_drafter(str(source), model)
+    assert "converted again" in capsys.readouterr().err
+    tokens, _ = speculative(model, drafter, PROMPT, 8, num_draft_tokens=2)
+    assert tokens == plain(model, PROMPT, 8) and list(cache.iterdir()) == [folder]
+    draft_models.open_drafter(str(source), model)
+    assert capsys.readouterr().err == ""
+
+
+def test_several_at_once_use_what_the_first_has_made(model, source, cache, monkeypatch):
+    """Each converts; one wins, and the others take its folder."""
+    wait, converted = threading.Barrier(2, timeout=60), draft_models.converted
+    sizes = draft_models.sizes_of(model)
+    rename, found = os.rename, []
+    monkeypatch.setattr(os, "rename", lambda *names: (wait.wait(), rename(*names)))
+    run = [
+        threading.Thread(target=lambda: found.append(converted(source, "head", None, sizes)))
+        for _ in range(2)
+    ]
+    for thread in run:
+        thread.start()
+    for thread in run:
+        thread.join(timeout=60)
+    assert len(found) == 2 and found[0] == found[1]
+    assert list(cache.iterdir()) == [found[0]]
+
+
+def test_a_cache_that_cannot_be_written(model, source, cache, capsys):
+    cache.parent.write_text("a file where the cache should be")
+    drafter = draft_models.open_drafter(str(source), model)
+    assert capsys.readouterr().err.count("warning: the converted head is not kept") == 1
+    tokens, _ = speculative(model, drafter, PROMPT, 8, num_draft_tokens=2)
+    assert tokens == plain(model, PROMPT, 8)
+    with pytest.raises(CannotWrite):
+        draft_models.converted(source, "head", None, draft_models.sizes_of(model))
