@@ -11,9 +11,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_eagle.drafters.head import Eagle3Config
-
-from .checkpoint import read_json
-from .pipeline import new_folder
+from mlx_eagle.drafters.load import read_head_config
+from mlx_eagle.system.folders import new_folder
 
 # What the flat layout has no key or name for, and the value that it stands for.
 FIXED = {
@@ -45,15 +44,13 @@ def to_pytorch(head: str, folder: str) -> dict[str, Any]:
     source, destination = Path(head).expanduser(), Path(folder).expanduser()
     if destination.exists():
         raise ValueError(f"{folder} is there already; remove it or choose another")
-    values = read_json(source / "config.json")
-    if values.get("model_type") != "eagle3":
-        raise ValueError(f"{head} is not a converted head; give the folder that convert wrote")
+    values = read_head_config(source)
     if "quantization" in values:
         raise ValueError(
             f"{head} is quantized, and PyTorch engines read floats; convert its source again "
             "with --no-quantize, or train without --quantize"
         )
-    config = Eagle3Config.from_dict(values)
+    config = Eagle3Config.from_dict(values, source / "config.json")
     _check(config, head)
     weights = dict(mx.load(str(source / "model.safetensors")))
     tensors = _tensors(config, weights, head)

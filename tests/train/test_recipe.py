@@ -80,7 +80,7 @@ class Golden:
         ids = offsets + mx.arange(40, dtype=mx.int32)
         embedding = find_embedding(self.model)[0]
         self.student = Student(head, embedding, TAPS, ids, mx.float32)
-        expected = mx.load(str(folder / "expected.safetensors"))
+        expected = mx.load(str(folder / "training.safetensors"))
         self.losses = np.array(expected["losses"])
         self.features = np.array(expected["features"])
         self.gradients = {

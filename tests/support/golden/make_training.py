@@ -4,7 +4,7 @@
     python make_training.py [VARIANT ...]
 
 Writes ``training-VARIANT/`` beside this script, three safetensors files: ``target``, a llama;
-``head``; and ``expected``: a batch of padded texts, the loss of every step, and the gradient of
+``head``; and ``training``: a batch of padded texts, the loss of every step, and the gradient of
 every trained weight of their weighted sum. On a CPU the library's Triton kernel for the loss
 cannot run; its own reference implementation stands in for it.
 """
@@ -157,7 +157,7 @@ def main() -> None:
         made_by = f"{name}, seed {200 + seed}, torch {torch.__version__}"
         save_file(
             {key: value.contiguous() for key, value in expected.items()},
-            folder / "expected.safetensors",
+            folder / "training.safetensors",
             {"made_by": made_by},
         )
         print(folder.name, sum(file.stat().st_size for file in folder.iterdir()), "bytes")
