@@ -2,7 +2,7 @@
 # make test   the tests, in minutes; make test ARGS="-k demo" runs a part
 # make test-all   every combination and the long runs as well
 # make bench  the README's table on the demo pair, in half an hour; ARGS="..." measures something else
-# make docs   the documentation site, into .docs/site
+# make docs   the documentation site, into docs/site
 # make clean  remove what these made
 #
 # Needs Python 3.11 or newer (PYTHON=python3.12 picks one) and a network for the first run.
@@ -41,14 +41,14 @@ test: $(VENV)/installed-test
 test-all: $(VENV)/installed-test
 	@$(PYTEST) $(ARGS)
 
-bench: $(VENV)/installed
+bench: $(VENV)/installed-bench
 	@$(RUN) -m mlx_eagle.bench $(or $(ARGS),$(BENCH))
 
 docs: $(VENV)/installed-docs
-	@$(BIN)/python -m mkdocs build --strict --config-file .docs/mkdocs.yml $(ARGS)
+	@$(BIN)/python -m mkdocs build --strict --config-file docs/mkdocs.yml $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .docs/site
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache docs/site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/created:
@@ -63,6 +63,11 @@ $(VENV)/installed: $(VENV)/created pyproject.toml
 	@echo "Installing into $(VENV), once." >&2
 	@$(BIN)/python -m pip install --quiet --editable .
 	@touch $@
+
+$(VENV)/installed-bench: $(VENV)/created pyproject.toml
+	@echo "Installing into $(VENV) with what plots need, once." >&2
+	@$(BIN)/python -m pip install --quiet --editable '.[bench]'
+	@touch $(VENV)/installed $@
 
 $(VENV)/installed-test: $(VENV)/created pyproject.toml
 	@echo "Installing into $(VENV) with what the tests need, once." >&2

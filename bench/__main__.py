@@ -1,33 +1,35 @@
-"""``python -m mlx_eagle.bench``: flags, loading, progress, and the files that are written."""
+"""``python -m mlx_eagle.bench``: flags, loading, measuring, printing."""
 
 import argparse
-import csv
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mlx_lm.utils import load
-
 from mlx_eagle.commands.flags import known_head
+from mlx_eagle.commands.opening import context_size, open_target
 from mlx_eagle.decoding.limits import AUTO
 from mlx_eagle.demo.pair import load_demo
 from mlx_eagle.draft_models import open_drafter
 from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.system.command import run_command
 from mlx_eagle.system.device import print_blas_note
-from mlx_eagle.system.progress import open_bar
+from mlx_eagle.system.values import LARGEST_SEED, Range, use_plain_types
 from mlx_eagle.system.version import add_version_flag
 
+from . import files, render, report
 from .batched import check_batches
 from .measure import Settings, measure, num_runs
+from .names import with_old_names
+from .progress import counting
 from .questions import SETS, Question, load_questions
 from .runner import ORDERS, Models, make_configurations
 
 Value = TypeVar("Value")
 DEMO_NAMES = {"model": "SmolLM2-135M-Instruct (demo)", "head": "demo head"}
-PLOTS = "plots"
+PICTURES = (".png", ".svg")
+SEEDS = Range("seed", 0, LARGEST_SEED, "a whole number from 0 to 2**64 - 1")
 TREES = (
     "WIDTHxDEPTH:NODES with no more nodes than can be grown, such as 4x5:16, or a static tree "
     "(eagle1, root2:5, 3/2+1), or auto"
@@ -50,26 +52,33 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="NAME,...",
         help=f"{', '.join(SETS)}, or JSONL files; repeatable (default: all three sets).",
     )
-    limit_help = "Most prompts a set, evenly spread over it; 0: all (%(default)s)."
+    limit_help = "Maximum prompts per set, evenly spread over it; 0: all (%(default)s)."
     add("--limit", type=int, default=10, help=limit_help)
-    add("--max-tokens", type=int, default=128, help="Most tokens an answer (%(default)s).")
-    add("--num-draft-tokens", default="3", metavar="K,...", help="Draft lengths, or auto (3).")
+    tokens_help = "Maximum tokens per answer (%(default)s)."
+    add("--max-tokens", type=int, default=128, help=tokens_help)
+    drafts_help = "Draft tokens per step; auto picks the length per step (3)."
+    add("--num-draft-tokens", default="3", metavar="K,...", help=drafts_help)
     add("--temp", default="0", metavar="T,...", help="Temperatures; 0 is greedy (0).")
-    tree_help = "Trees: WIDTHxDEPTH:NODES."
-    add("--tree", action="append", default=[], metavar="SPEC,...", help=tree_help)
+    tree_help = "Also draft trees: WIDTHxDEPTH:NODES."
+    add("--tree", action="append", default=[], metavar="SHAPE,...", help=tree_help)
     add("--context", metavar="N,...", help="Pad prompts to that many tokens.")
-    batch_help = "Also so many prompts of each set at once, against mlx-lm's batch; greedy."
+    batch_help = (
+        "Also decode so many prompts of each set at once, greedily, against mlx-lm's batch."
+    )
     add("--batch", metavar="N,...", help=batch_help)
-    add("--repeats", type=int, default=3, help="Times that every prompt is run so (%(default)s).")
+    add("--repeats", type=int, default=3, help="Runs of every prompt (%(default)s).")
     add(
         "--order",
         choices=ORDERS,
         default="abba",
-        help="abba: plain B B plain for every arm; mirror: plain B C C B plain; weave: all at once, "
-        "a few tokens each in turn, where other work disturbs (%(default)s).",
+        help="abba: plain B B plain for every configuration; mirror: plain B C C B plain; weave: "
+        "all at once, a few tokens each in turn, where other work disturbs (%(default)s).",
     )
     add("--seed", type=int, default=0, help="Seed where the temperature is above 0.")
     add("--out", default="bench-results", metavar="DIR", help="Where results go (%(default)s).")
+    picture_help = "Also draw the speed per prompt set into this PNG or SVG file."
+    add("--picture", metavar="FILE", help=picture_help)
+    add("--json", action="store_true", help="Print the results as JSON in the last line.")
     add("--baseline", choices=["mlx-lm"], default="mlx-lm", help="What plain decoding is.")
     add(
         "--compare",
@@ -77,6 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar=("mlx-lm-draft", "MODEL"),
         help="Also run mlx-lm's own speculative decoding with this draft model.",
     )
+    use_plain_types(parser)
     return parser
 
 
@@ -137,6 +147,7 @@ def read_settings(args: argparse.Namespace) -> Settings:
     ):
         if value < low:
             raise ValueError(f"{flag} is {value}: give {low} or more.")
+    SEEDS.check(args.seed)
     contexts: tuple[int | None, ...] = (None,)
     if args.context is not None:
         contexts = read_list("--context", args.context, _at_least(2), "numbers of tokens above 1")
@@ -172,17 +183,43 @@ def check_models(args: argparse.Namespace) -> None:
         )
 
 
+def check_contexts(settings: Settings, limit: int | None) -> None:
+    """Raise ValueError where prompt and answer would be longer than the target's ``limit``."""
+    longest = max((context for context in settings.contexts if context is not None), default=0)
+    if limit is not None and longest and longest + settings.max_tokens > limit:
+        raise ValueError(
+            f"--context holds {longest}, but the target takes {limit} tokens, of which "
+            f"--max-tokens {settings.max_tokens} are for the answer: give at most "
+            f"{limit - settings.max_tokens}."
+        )
+
+
+def check_picture(file: str | None) -> None:
+    """Raise ValueError where ``--picture`` could not be drawn."""
+    if file is None:
+        return
+    path = Path(file).expanduser()
+    if path.suffix not in PICTURES or not path.parent.is_dir():
+        raise ValueError(
+            f"--picture is {file}: give the name of a {' or '.join(PICTURES)} file in a folder "
+            "that exists."
+        )
+    if not files.has_matplotlib():
+        raise ValueError(f"--picture needs matplotlib: {files.EXTRA}.")
+
+
 def prepare_folder(path: str) -> Path:
     """The output folder, made and tried; ValueError where it cannot be written."""
     folder = Path(path).expanduser()
     try:
-        (folder / PLOTS).mkdir(parents=True, exist_ok=True)
+        (folder / files.PLOTS).mkdir(parents=True, exist_ok=True)
         probe = folder / "results.json.tmp"
         probe.touch()
         probe.unlink()
     except OSError as err:
         raise ValueError(
-            f"--out {path} cannot be written ({err.strerror}): give a folder that you may write to."
+            f"--out {path} cannot be written ({err.strerror}): give a folder that you may write "
+            "to."
         ) from err
     return folder
 
@@ -193,7 +230,7 @@ def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
     if args.model is None:
         model, tokenizer, drafter = load_demo()
     else:
-        model, tokenizer = load(args.model)
+        model, tokenizer = open_target(args.model)
         names["model"] = args.model
     head = args.draft_model
     if head == AUTO:
@@ -203,7 +240,7 @@ def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
         names["head"] = head
     compared = None
     if args.compare is not None:
-        compared, other = load(args.compare[1])
+        compared, other = open_target(args.compare[1])
         names["compared"] = args.compare[1]
         if other.vocab_size != tokenizer.vocab_size:
             raise ValueError(
@@ -215,69 +252,33 @@ def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Check, load, measure, write, print."""
+    """Check, load, measure, print, write."""
     settings = read_settings(args)
     check_models(args)
+    check_picture(args.picture)
     questions = load_questions(settings.prompts, settings.limit)
     check_batches(settings.batches, questions)
     folder = prepare_folder(args.out)
     print_blas_note()
     print(f"Loading {args.model or DEMO_NAMES['model']}.", file=sys.stderr)
     models, names = load_models(args)
-    document, rows = measure_with_bar(models, names, questions, settings)
-    print(write_all(document, rows, folder))
-    print(f"Written to {folder}: report.md, report.html, results.json, results.csv, {PLOTS}/")
-    print(json.dumps(brief(document)))
+    check_contexts(settings, context_size(models.target))
+    document, rows = measure_counted(models, names, questions, settings)
+    # Before anything is written: what took hours to measure is not lost to a full disk.
+    print(render.markdown(report.results(document), folder), flush=True)
+    files.write_all(document, rows, folder, args.picture)
+    if args.json:
+        print(json.dumps(with_old_names(files.brief(document))))
 
 
-def measure_with_bar(
+def measure_counted(
     models: Models, names: dict[str, str], questions: Sequence[Question], settings: Settings
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """``measure`` under a progress bar."""
-    configurations = make_configurations(settings.sizes, settings.trees, models.compared is not None)
-    total = num_runs(settings, questions, configurations)
-    with open_bar(total, "bench", "run") as bar:
-        return measure(models, names, questions, settings, lambda _: bar.update())
-
-
-def write_all(
-    document: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], folder: Path
-) -> str:
-    """Write every file of the report; its Markdown."""
-    # Here, not above: matplotlib takes a second, which a wrong flag should not cost.
-    from . import plots, render, report
-
-    (folder / "results.json").write_text(json.dumps(document, indent=1) + "\n")
-    write_csv(folder / "results.csv", rows)
-    many = len(document["scenarios"]) > 1
-
-    def draw(scenario: Mapping[str, Any], number: int) -> Mapping[str, Path]:
-        return plots.draw_all(scenario, folder / PLOTS, f"-{number + 1}" if many else "")
-
-    blocks = report.blocks(document, draw)
-    markdown = render.markdown(blocks, folder)
-    (folder / "report.md").write_text(markdown)
-    (folder / "report.html").write_text(render.html_page(report.TITLE, blocks))
-    return markdown
-
-
-def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A row a run."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def brief(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The document without the figures of single prompts: the last line that is printed."""
-    scenarios = [
-        {key: value for key, value in scenario.items() if key != "prompts"}
-        | {"identical": [row["parity"]["identical"] for row in scenario["prompts"]].count(True),
-           "batch_size": len(scenario["prompts"])}
-        for scenario in document["scenarios"]
-    ]  # fmt: skip
-    return {**document, "scenarios": scenarios}
+    """``measure``, saying how far it is."""
+    compares = models.compared is not None
+    configurations = make_configurations(settings.sizes, settings.trees, compares)
+    with counting(num_runs(settings, questions, configurations)) as count:
+        return measure(models, names, questions, settings, lambda _: count())
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,6 +1,6 @@
 """Several prompts at once: mlx-lm's own batch against ours with the drafter, in turns.
 
-Greedy, prompts as they are. The figures are all tokens of all texts over the time of the whole
+Greedy, prompts as they are. The figures are all tokens of all outputs over the time of the whole
 call, and over what is left of it after prefill.
 """
 
@@ -15,7 +15,7 @@ import mlx_lm
 from mlx_lm.generate import generation_stream
 
 from mlx_eagle.batch.generate import batch_generate
-from mlx_eagle.decoding.stats import Stats
+from mlx_eagle.decoding.stats import WHAT_IN_0_1, Stats
 
 from . import parity, summary
 from .questions import Question, prompt_tokens
@@ -24,7 +24,7 @@ from .runner import PLAIN, WARM_UP_TOKENS, Configuration, Models, make_configura
 
 @dataclass(frozen=True)
 class BatchRun:
-    """One call: the tokens of every text, stop tokens left out; times in seconds.
+    """One call: the tokens of every output, stop tokens left out; times in seconds.
 
     ``prefill``, part of ``seconds``, also yields the first ``num_first`` tokens.
     """
@@ -33,7 +33,7 @@ class BatchRun:
     seconds: float
     prefill: float
     num_first: int
-    stats: list[Stats]  # of every text; none of the plain batch
+    stats: list[Stats]  # of every output; none of the plain batch
 
     @property
     def tps(self) -> float:
@@ -46,7 +46,7 @@ class BatchRun:
 
 @dataclass
 class BatchCell:
-    """The runs of one arm on one batch of prompts, and the plain ones between them."""
+    """The runs of one configuration on one batch of prompts, and the plain ones between them."""
 
     set_name: str
     prompts: list[list[int]]
@@ -77,13 +77,16 @@ def measure_batches(
     settings: Any,
     progress: Callable[[BatchRun], None],
 ) -> list[dict[str, Any]]:
-    """A row of figures for every size of batch, set and arm; ``settings`` are ``Settings``."""
+    """A row of figures per batch size, set and configuration; ``settings`` are ``Settings``."""
     rows = []
     for batch_size in settings.batches:
         for name, group in _by_set(questions).items():
             prompts = [prompt_tokens(q, models.tokenizer) for q in group[:batch_size]]
             # A batch drafts chains only.
-            cells = [BatchCell(name, prompts, configuration) for configuration in make_configurations(settings.sizes)]
+            cells = [
+                BatchCell(name, prompts, configuration)
+                for configuration in make_configurations(settings.sizes)
+            ]
             for run in _run_all(models, cells, settings):
                 progress(run)
             rows += [batch_result(models, cell) for cell in cells]
@@ -95,17 +98,19 @@ def _run_all(models: Models, cells: list[BatchCell], settings: Any) -> Iterator[
     configurations, prompts = [cell.configuration for cell in cells], cells[0].prompts
     for configuration in (PLAIN, *configurations):
         run_batch(models, configuration, prompts, min(settings.max_tokens, WARM_UP_TOKENS))
-    by_arm = {cell.configuration.label: cell for cell in cells}
+    by_label = {cell.configuration.label: cell for cell in cells}
     for _ in range(settings.repeats):
         for configuration, owners in schedule(configurations, settings.order):
             run = run_batch(models, configuration, prompts, settings.max_tokens)
             for owner in owners:
-                cell = by_arm[owner.label]
+                cell = by_label[owner.label]
                 (cell.plain if configuration is PLAIN else cell.runs).append(run)
             yield run
 
 
-def run_batch(models: Models, configuration: Configuration, prompts: list[list[int]], max_tokens: int) -> BatchRun:
+def run_batch(
+    models: Models, configuration: Configuration, prompts: list[list[int]], max_tokens: int
+) -> BatchRun:
     """One call of mlx-lm's ``batch_generate``, or of ours with the drafter."""
     mx.synchronize(generation_stream)
     options = {"max_tokens": max_tokens, "return_token_ids": True, **configuration.options}
@@ -124,7 +129,7 @@ def run_batch(models: Models, configuration: Configuration, prompts: list[list[i
 
 
 def batch_result(models: Models, cell: BatchCell) -> dict[str, Any]:
-    """One arm on one batch, with the parity verdict of every text."""
+    """One configuration on one batch, with the parity of every output."""
     plain, ours = cell.plain[0].tokens, cell.runs[0].tokens
     merged = summary.merge_stats(counts for run in cell.runs for counts in run.stats)
     speeds = {}
@@ -134,21 +139,24 @@ def batch_result(models: Models, cell: BatchCell) -> dict[str, Any]:
         )
         speeds |= {f"plain_{name}": before, name: after, ratio: after / before if before else None}
     last_to_end = max(cell.runs[0].stats, key=lambda counts: len(counts.drafting_events))
+    events = [event.what for event in last_to_end.drafting_events]
     return {
         "batch": len(cell.prompts),
         "set": cell.set_name,
-        "arm": cell.configuration.label,
+        "configuration": cell.configuration.label,
         "output_tokens": sum(map(len, ours)),
         **speeds,
-        "tau": merged.tau,
+        "mean_acceptance_length": merged.mean_acceptance_length,
         "num_rounds": merged.num_rounds,
         "num_plain_steps": merged.num_plain_steps,
         "num_runs": len(cell.runs),
         "parity": [
-            parity.verification(models.target, prompt, one, other)
+            parity.compare(models.target, prompt, one, other)
             for prompt, one, other in zip(cell.prompts, plain, ours, strict=True)
         ],
-        "drafting_events": [event.what for event in last_to_end.drafting_events],
+        "drafting_events": events,
+        # Its key and its words of version 0.1.0.
+        "pace_events": [WHAT_IN_0_1.get(event, event) for event in events],
     }
 
 

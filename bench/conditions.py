@@ -14,9 +14,9 @@ import mlx_lm
 from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
 
-import mlx_eagle
 from mlx_eagle.commands.memory import weight_bytes
 from mlx_eagle.system.device import is_openblas_in_front
+from mlx_eagle.system.version import __version__
 
 from .runner import Models
 
@@ -35,7 +35,7 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "mlx": version("mlx"),
         "mlx-lm": mlx_lm.__version__,
-        "mlx-eagle": mlx_eagle.__version__,
+        "mlx-eagle": __version__,
         "blas": blas(),
     }
 

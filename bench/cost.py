@@ -19,7 +19,7 @@ from mlx_eagle.target.rollback import Checkpoint
 from mlx_eagle.target.taps import Target
 
 SAMPLES = 15
-CHUNK = 512  # tokens a prefill step
+CHUNK = 512  # tokens per prefill step
 
 
 @dataclass

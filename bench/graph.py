@@ -1,7 +1,4 @@
-"""Counting the operations of lazily built graphs: what one step asks of the device.
-
-Knows how a plain step, a verify pass and a draft are built; takes no time of them.
-"""
+"""Counting the operations of lazily built graphs: what one step asks of the device."""
 
 import io
 import re

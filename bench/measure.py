@@ -44,10 +44,17 @@ class Settings:
     batches: tuple[int, ...] = ()
 
 
-def num_runs(settings: Settings, questions: Sequence[Question], configurations: Sequence[Configuration]) -> int:
+def num_runs(
+    settings: Settings, questions: Sequence[Question], configurations: Sequence[Configuration]
+) -> int:
     """Measured generations in all, a batch being one; warm-ups are not counted."""
     scenarios = len(settings.contexts) * len(settings.temps)
-    singles = scenarios * settings.repeats * len(questions) * len(schedule(configurations, settings.order))
+    singles = (
+        scenarios
+        * settings.repeats
+        * len(questions)
+        * len(schedule(configurations, settings.order))
+    )
     return singles + num_batch_runs(settings, questions)
 
 
@@ -58,8 +65,10 @@ def measure(
     settings: Settings,
     progress: Callable[[Run | BatchRun], None] = lambda run: None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Run everything: the document of results, and a row a run for the CSV."""
-    configurations = make_configurations(settings.sizes, settings.trees, models.compared is not None)
+    """Run everything: the document of results, and a row per run for the CSV."""
+    configurations = make_configurations(
+        settings.sizes, settings.trees, models.compared is not None
+    )
     machine = conditions.machine()  # before the run: it notes the load of the machine
     scenarios, rows = [], []
     for context in settings.contexts:
@@ -91,7 +100,10 @@ def run_scenario(
 ) -> tuple[list[Cell], Samples]:
     """All repeats at one context length and temperature, a calibration before every prompt."""
     prompts = [prompt_tokens(question, models.tokenizer, context) for question in questions]
-    rows = [[Cell(q, p, configuration) for configuration in configurations] for q, p in zip(questions, prompts)]
+    rows = [
+        [Cell(q, p, configuration) for configuration in configurations]
+        for q, p in zip(questions, prompts)
+    ]
     typical = typical_context(prompts, settings.max_tokens)
     longest, wide = calibrated_rows(configurations)
     num_samples = math.ceil(settings.samples / (settings.repeats * len(rows)))
@@ -114,14 +126,23 @@ def calibrated_rows(configurations: Sequence[Configuration]) -> tuple[int, list[
 
     At least 1 to 8; a tree of 16 nodes has 17 rows.
     """
-    longest = max([LONGEST, *(configuration.size + 1 for configuration in configurations if configuration.size)])
-    shapes = [configuration.options["tree"] for configuration in configurations if configuration.kind == "tree"]
+    longest = max(
+        [
+            LONGEST,
+            *(configuration.size + 1 for configuration in configurations if configuration.size),
+        ]
+    )
+    shapes = [
+        configuration.options["tree"]
+        for configuration in configurations
+        if configuration.kind == "tree"
+    ]
     wide = {shape.nodes + 1 for shape in shapes if isinstance(shape, Tree)}
     return longest, sorted(n for n in wide if n > longest)
 
 
 def typical_context(prompts: Sequence[list[int]], max_tokens: int) -> list[int]:
-    """Tokens as many as half-way through a median text: its prompt, over and over."""
+    """Tokens as many as half-way through a median answer: its prompt, over and over."""
     prompt = sorted(prompts, key=len)[len(prompts) // 2]
     length = max(2, len(prompt) + max_tokens // 2)
     return (prompt * (length // len(prompt) + 1))[:length]
@@ -137,10 +158,19 @@ def summarize(
 ) -> dict[str, Any]:
     """One scenario as plain data."""
     costs = predict.Costs.of(samples)
-    chains = [configuration.size for configuration in configurations if configuration.kind == "chain" and configuration.size]
+    chains = [
+        configuration.size
+        for configuration in configurations
+        if configuration.kind == "chain" and configuration.size
+    ]
     prompts = list({cell.question: cell.prompt for cell in cells}.values())
     typical = typical_context(prompts, settings.max_tokens)
-    results = [arm_result(configuration, [c for c in cells if c.configuration == configuration], costs) for configuration in configurations]
+    results = [
+        configuration_result(
+            configuration, [c for c in cells if c.configuration == configuration], costs
+        )
+        for configuration in configurations
+    ]
     outputs = [len(run.tokens) for cell in cells for run in cell.plain]
     return {
         **name,
@@ -149,22 +179,24 @@ def summarize(
         "calibration": {"context": len(typical), **costs.to_dict()},
         "plain_step_measured": summary.median_seconds([r for c in cells for r in c.plain]),
         "primitives": count_primitives(models.target, models.drafter, typical, chains or [3]),
-        "arms": results,
+        "configurations": results,
         "curve": model_curve(results, costs),
         "prompts": [prompt_result(models, cell) for cell in cells],
     }
 
 
-def arm_result(configuration: Configuration, cells: Sequence[Cell], costs: predict.Costs) -> dict[str, Any]:
-    """One arm: overall and set by set, with prediction and time split where k is fixed."""
+def configuration_result(
+    configuration: Configuration, cells: Sequence[Cell], costs: predict.Costs
+) -> dict[str, Any]:
+    """One configuration, overall and per set; with prediction and time split for a fixed k."""
     groups = {"overall": list(cells), **summary.by_set(cells)}
     figures = {}
     for name, group in groups.items():
-        figures[name] = summary.arm_summary(group)
+        figures[name] = summary.configuration_summary(group)
         if configuration.kind == "chain" and configuration.size:
             figure = figures[name]
             figure["prediction"] = predict.predict(
-                costs, figure["tau"], configuration.size, figure["speedup"]
+                costs, figure["mean_acceptance_length"], configuration.size, figure["speedup"]
             )
             if figure["round_seconds"] is not None:
                 split = predict.time_split(costs, configuration.size, figure["round_seconds"])
@@ -188,10 +220,10 @@ def model_curve(results: Sequence[dict[str, Any]], costs: predict.Costs) -> list
 
 
 def prompt_result(models: Models, cell: Cell) -> dict[str, Any]:
-    """One arm on one prompt, with the parity verdict."""
+    """One configuration on one prompt, with its parity."""
     plain, drafted = cell.plain[0].tokens, cell.runs[0].tokens
     return {
         **summary.cell_summary(cell),
-        "parity": parity.verification(models.target, cell.prompt, plain, drafted),
+        "parity": parity.compare(models.target, cell.prompt, plain, drafted),
         "stats": cell.runs[0].stats.to_dict(),
     }

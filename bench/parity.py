@@ -1,4 +1,4 @@
-"""Whether two texts are the same, and how close the target's choice was where they part."""
+"""Whether two outputs are the same, and how close the target's choice was where they differ."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from mlx_lm.generate import generate_step
 from mlx_eagle.demo.compare import first_difference
 
 
-def verification(
+def compare(
     model: nn.Module, prompt: list[int], plain: list[int], drafted: list[int]
 ) -> dict[str, Any]:
     """Identical, or the index of the first difference and the top-2 logit margin there."""
@@ -27,8 +27,8 @@ def top2_margin(model: nn.Module, tokens: list[int]) -> float:
     return mx.abs(best[0] - best[1]).item()
 
 
-def verdict_text(result: dict[str, Any]) -> str:
-    """The verdict in a few words."""
+def parity_words(result: dict[str, Any]) -> str:
+    """Parity in a few words."""
     if result["identical"]:
         return "identical"
     return f"differs from token {result['index']} on, margin {result['margin']:.2g}"

@@ -1,6 +1,7 @@
-"""The plots of one scenario, as PNG and SVG. Knows the document of results and matplotlib."""
+"""The plots of a document of results, drawn with matplotlib, and the picture for a README."""
 
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import matplotlib
@@ -16,6 +17,19 @@ GREY, BLUE, ORANGE = "#8a8a8a", "#0072B2", "#E69F00"
 GREEN, RED, PURPLE, SKY = "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
 SERIES = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED)
 PARTS = {"verify": BLUE, "draft": ORANGE, "accept": GREEN, "host": PURPLE}
+
+# For a background that may be white or nearly black: at least 3 to 1 against both.
+PICTURE_TEXT, PICTURE_GREY, PICTURE_BLUE = "#7d828a", "#8a8f98", "#2f7fd6"
+
+PICTURE_STYLE = {
+    "font.size": 13,
+    "axes.titlesize": 14,
+    **dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.titlecolor", "axes.edgecolor", "xtick.color",
+         "ytick.color"),
+        PICTURE_TEXT,
+    ),
+}  # fmt: skip
 
 STYLE = {
     "font.size": 11,
@@ -55,14 +69,20 @@ def draw_all(scenario: dict[str, Any], folder: Path, suffix: str = "") -> dict[s
 
 
 def chains(scenario: dict[str, Any]) -> list[dict[str, Any]]:
-    """The arms with a fixed k above 0, shortest first."""
-    found = [configuration for configuration in scenario["arms"] if configuration["kind"] == "chain" and configuration["num_draft_tokens"]]
+    """The configurations with a fixed k above 0, shortest first."""
+    found = [
+        configuration
+        for configuration in scenario["configurations"]
+        if configuration["kind"] == "chain" and configuration["num_draft_tokens"]
+    ]
     return sorted(found, key=lambda configuration: configuration["num_draft_tokens"])
 
 
 def speedup(scenario: dict[str, Any]) -> Figure | None:
-    """Speedup and tau against k: measured points, with the cost model's curve under them."""
-    configurations = [configuration for configuration in chains(scenario) if configuration["overall"]["speedup"]]
+    """Speedup and mean acceptance length against k: measured, and as the cost model has it."""
+    configurations = [
+        configuration for configuration in chains(scenario) if configuration["overall"]["speedup"]
+    ]
     if not configurations:
         return None
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4))
@@ -77,19 +97,33 @@ def speedup(scenario: dict[str, Any]) -> Figure | None:
         [max(0.0, s["q3"] - m) for m, s in zip(measured, spreads)],
     ]
     left.errorbar(
-        sizes, measured, errors, fmt="o", color=BLUE, ms=8, capsize=5, zorder=3,
+        sizes,
+        measured,
+        errors,
+        fmt="o",
+        color=BLUE,
+        ms=8,
+        capsize=5,
+        zorder=3,
         label="measured (bars: middle half of the prompts)",
     )
     _levels(left, scenario)
     left.axhline(1.0, color=GREY, lw=1.2)
-    left.annotate("plain decoding", (0.995, 1.0), xycoords=("axes fraction", "data"),
-                  ha="right", va="top", color="#555555", fontsize=9,
-                  bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1})
+    left.annotate(
+        "plain decoding",
+        (0.995, 1.0),
+        xycoords=("axes fraction", "data"),
+        ha="right",
+        va="top",
+        color="#555555",
+        fontsize=9,
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
+    )
     left.set(xlabel="draft length k", ylabel="speedup over plain decoding", title="Speedup")
-    _curve(right, curve, "tau", "from the longest chain's acceptance")
-    taus = [configuration["overall"]["tau"] for configuration in configurations]
+    _curve(right, curve, "mean_acceptance_length", "from the longest chain's acceptance")
+    taus = [configuration["overall"]["mean_acceptance_length"] for configuration in configurations]
     right.plot(sizes, taus, "o", color=BLUE, ms=8, zorder=3, label="measured")
-    right.set(xlabel="draft length k", ylabel="tau", title="Tokens per target forward (tau)")
+    right.set(xlabel="draft length k", ylabel="tau", title="Mean acceptance length (tau)")
     for axes in (left, right):
         axes.set_ylim(0, 1.06 * axes.get_ylim()[1])
         axes.set_xticks(sorted({*sizes, *(point["k"] for point in curve)}))
@@ -108,11 +142,21 @@ def _curve(
 
 def _levels(axes: Axes, scenario: dict[str, Any]) -> None:
     """Arms without a fixed k as levels."""
-    others = [configuration for configuration in scenario["arms"] if configuration["kind"] in ("auto", "tree")]
+    others = [
+        configuration
+        for configuration in scenario["configurations"]
+        if configuration["kind"] in ("auto", "tree")
+    ]
     for configuration, colour in zip(others, (PURPLE, ORANGE, SKY)):
         value = configuration["overall"]["speedup"]
         if value:
-            axes.axhline(value, color=colour, lw=1.6, ls="-.", label=f"{configuration['label']}: {value:.2f}")
+            axes.axhline(
+                value,
+                color=colour,
+                lw=1.6,
+                ls="-.",
+                label=f"{configuration['label']}: {value:.2f}",
+            )
 
 
 def _legend_below(axes: Axes) -> None:
@@ -129,11 +173,22 @@ def verify_cost(scenario: dict[str, Any]) -> Figure:
     axes.axhline(1.0, color=GREY, lw=1.6, ls="--", label="flat: rows are free")
     axes.plot(rows, [cost[r] for r in rows], "o-", color=BLUE, lw=2, ms=7, label="measured")
     for r in rows:
-        axes.annotate(f"{cost[r]:.2f}", (r, cost[r]), textcoords="offset points", xytext=(0, 9),
-                      ha="center", fontsize=9, color=BLUE)
+        axes.annotate(
+            f"{cost[r]:.2f}",
+            (r, cost[r]),
+            textcoords="offset points",
+            xytext=(0, 9),
+            ha="center",
+            fontsize=9,
+            color=BLUE,
+        )
     top = max(cost.values())
-    axes.set(xlabel="rows R of one verify pass (k + 1)", ylabel="c(R) = T(R) / T(1)",
-             title="What verifying R tokens costs", ylim=(0, max(1.6, 1.25 * top)))
+    axes.set(
+        xlabel="rows R of one verify pass (k + 1)",
+        ylabel="c(R) = T(R) / T(1)",
+        title="What verifying R tokens costs",
+        ylim=(0, max(1.6, 1.25 * top)),
+    )
     axes.set_xticks(rows)
     _legend_below(axes)
     return figure
@@ -147,19 +202,21 @@ def acceptance(scenario: dict[str, Any]) -> Figure | None:
     configuration = configurations[-1]
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.0), sharey=True)
     titles = (
-        ("acceptance_by_position", "Given that the one before was kept"),
+        ("acceptance_by_position", "Given that the one before was accepted"),
         ("cumulative_acceptance_by_position", "Of all rounds"),
     )
     names = [*configuration["sets"], *(["overall"] if len(configuration["sets"]) > 1 else [])]
     for axes, (key, title) in zip((left, right), titles):
         for i, name in enumerate(names):
-            figures = configuration["overall"] if name == "overall" else configuration["sets"][name]
+            figures = (
+                configuration["overall"] if name == "overall" else configuration["sets"][name]
+            )
             xs = range(1, len(figures[key]) + 1)
             colour = "#222222" if name == "overall" else SERIES[i % len(SERIES)]
             axes.plot(xs, figures[key], "o-", color=colour, lw=2, ms=7, label=name)
         axes.set(xlabel="position in the draft", title=title, ylim=(0, 1.03))
         axes.set_xticks(range(1, configuration["num_draft_tokens"] + 1))
-    left.set_ylabel("share kept")
+    left.set_ylabel("share accepted")
     right.legend(fontsize=9, loc="upper right")
     figure.suptitle(f"Acceptance by position, {configuration['label']}", fontsize=12, y=1.02)
     return figure
@@ -167,7 +224,11 @@ def acceptance(scenario: dict[str, Any]) -> Figure | None:
 
 def round_time(scenario: dict[str, Any]) -> Figure | None:
     """One round in parts, for every k, beside a plain step."""
-    configurations = [configuration for configuration in chains(scenario) if "time_split" in configuration["overall"]]
+    configurations = [
+        configuration
+        for configuration in chains(scenario)
+        if "time_split" in configuration["overall"]
+    ]
     plain = scenario["plain_step_measured"]
     if not configurations or plain is None:
         return None
@@ -176,15 +237,25 @@ def round_time(scenario: dict[str, Any]) -> Figure | None:
     axes.bar(labels[0], 1e3 * plain, 0.6, color=GREY)
     bottoms = [0.0] * len(configurations)
     for part, colour in PARTS.items():
-        heights = [max(0.0, 1e3 * configuration["overall"]["time_split"][part]) for configuration in configurations]
+        heights = [
+            max(0.0, 1e3 * configuration["overall"]["time_split"][part])
+            for configuration in configurations
+        ]
         axes.bar(labels[1:], heights, 0.6, bottoms, color=colour, label=part)
         bottoms = [b + h for b, h in zip(bottoms, heights)]
     for label, configuration, top in zip(labels[1:], configurations, bottoms):
-        text = f"{configuration['overall']['tau']:.2f} tokens"
-        axes.annotate(text, (label, top), textcoords="offset points", xytext=(0, 4), ha="center",
-                      fontsize=9)
-    axes.annotate("1 token", (labels[0], 1e3 * plain), textcoords="offset points",
-                  xytext=(0, 4), ha="center", fontsize=9)
+        text = f"{configuration['overall']['mean_acceptance_length']:.2f} tokens"
+        axes.annotate(
+            text, (label, top), textcoords="offset points", xytext=(0, 4), ha="center", fontsize=9
+        )
+    axes.annotate(
+        "1 token",
+        (labels[0], 1e3 * plain),
+        textcoords="offset points",
+        xytext=(0, 4),
+        ha="center",
+        fontsize=9,
+    )
     axes.set(ylabel="milliseconds", title="Where a round's time goes")
     axes.set_ylim(0, 1.15 * max([1e3 * plain, *bottoms]))
     axes.grid(axis="x", visible=False)
@@ -193,30 +264,82 @@ def round_time(scenario: dict[str, Any]) -> Figure | None:
 
 
 def tokens_per_second(scenario: dict[str, Any]) -> Figure | None:
-    """Plain beside every speculative arm, set by set."""
-    configurations = [configuration for configuration in scenario["arms"] if all(f["tps"] for f in configuration["sets"].values())]
+    """Plain beside every speculative configuration, set by set."""
+    configurations = timed(scenario)
     if not configurations:
         return None
     names = list(configurations[0]["sets"])
-    width = 0.8 / (len(configurations) + 1)
-    figure, axes = plt.subplots(figsize=(max(6.6, 1.1 * len(names) * (len(configurations) + 1)), 4.4))
-
-    def bars(index: int, values: list[float], colour: str, label: str) -> None:
-        xs = [i + (index - len(configurations) / 2) * width for i in range(len(names))]
-        axes.bar(xs, values, 0.92 * width, color=colour, label=label)
+    num_bars = len(configurations) + 1
+    figure, axes = plt.subplots(figsize=(max(6.6, 1.1 * len(names) * num_bars), 4.4))
+    # Plain ran between the runs of every configuration; the bar is the mean of those medians.
+    plain = [mean(c["sets"][name]["plain_tps"] for c in configurations) for name in names]
+    drafted = [[c["sets"][name]["tps"] for name in names] for c in configurations]
+    labels = ["plain (mlx-lm)", *(configuration["label"] for configuration in configurations)]
+    colours = [GREY, *(SERIES[i % len(SERIES)] for i in range(len(configurations)))]
+    for index, values in enumerate([plain, *drafted]):
+        xs = bars(axes, index, num_bars, values, colours[index], labels[index])
         for x, value in zip(xs, values):
             axes.annotate(f"{value:.3g}", (x, value), textcoords="offset points", xytext=(0, 3),
-                          ha="center", fontsize=8)
-
-    # Plain ran between every arm's runs; the bar is the mean of those medians.
-    plain = [sum(configuration["sets"][n]["plain_tps"] for configuration in configurations) / len(configurations) for n in names]
-    bars(0, plain, GREY, "plain (mlx-lm)")
-    for i, configuration in enumerate(configurations):
-        values = [configuration["sets"][name]["tps"] for name in names]
-        bars(i + 1, values, SERIES[i % len(SERIES)], configuration["label"])
+                          ha="center", fontsize=8)  # fmt: skip
     axes.set(ylabel="tokens per second", title="Speed by prompt set")
     axes.set_xticks(range(len(names)), names)
     axes.grid(axis="x", visible=False)
-    axes.legend(ncols=min(4, len(configurations) + 1), loc="upper center", bbox_to_anchor=(0.5, -0.1),
-                fontsize=9)
+    axes.legend(ncols=min(4, num_bars), loc="upper center", bbox_to_anchor=(0.5, -0.1), fontsize=9)
     return figure
+
+
+def timed(scenario: dict[str, Any]) -> list[dict[str, Any]]:
+    """The configurations that have a speed in every set."""
+    return [
+        configuration
+        for configuration in scenario["configurations"]
+        if all(figures["tps"] for figures in configuration["sets"].values())
+    ]
+
+
+def bars(
+    axes: Axes, index: int, num_bars: int, values: list[float], colour: str, label: str
+) -> list[float]:
+    """Draw the bars of one series, ``index`` of ``num_bars`` in each group; their middles."""
+    width = 0.8 / num_bars
+    xs = [i + (index - (num_bars - 1) / 2) * width for i in range(len(values))]
+    axes.bar(xs, values, 0.92 * width, color=colour, label=label)
+    return xs
+
+
+def draw_picture(document: dict[str, Any], path: Path) -> None:
+    """Draw the speed of plain and drafted decoding per prompt set: one picture for a README.
+
+    Drafted is "auto" where that was measured, else the fastest configuration. The background
+    is left open, and every colour can be told from white and from a dark page alike. Raises
+    ValueError where no set could be timed.
+    """
+    scenario, conditions = document["scenarios"][0], document["conditions"]
+    configurations = timed(scenario)
+    if not configurations:
+        raise ValueError(f"--picture {path} was not drawn: the outputs are too short to be timed.")
+    automatic = [c for c in configurations if c["kind"] == "auto"]
+    chosen = (automatic or sorted(configurations, key=lambda c: -c["overall"]["speedup"]))[0]
+    sets = {name.replace("_", " "): figures for name, figures in chosen["sets"].items()}
+    with plt.rc_context(STYLE | PICTURE_STYLE):
+        figure, axes = plt.subplots(figsize=(8.4, 4.2))
+        series = (
+            ("plain_tps", PICTURE_GREY, "plain decoding (mlx-lm)"),
+            ("tps", PICTURE_BLUE, f"with drafts ({chosen['label']})"),
+        )
+        for index, (key, colour, words) in enumerate(series):
+            values = [figures[key] for figures in sets.values()]
+            xs = bars(axes, index, 2, values, colour, words)
+            for x, value, figures in zip(xs, values, sets.values()):
+                ratio = f"\n{figures['speedup']:.2f}x" if key == "tps" else ""
+                axes.annotate(f"{value:.1f}{ratio}", (x, value), textcoords="offset points",
+                              xytext=(0, 4), ha="center", fontsize=12, color=colour)  # fmt: skip
+        axes.set(ylabel="tokens per second", title=conditions["model"])
+        axes.set_ylim(0, 1.22 * axes.get_ylim()[1])
+        axes.set_xticks(range(len(sets)), list(sets))
+        axes.grid(visible=False)
+        axes.legend(ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.1))
+        device = conditions["blas"] if conditions["device"] == "cpu" else "GPU"
+        figure.text(0.5, -0.1, f"{conditions['chip']}, {device}", ha="center", fontsize=10)
+        figure.savefig(path, dpi=144, bbox_inches="tight", transparent=True)
+        plt.close(figure)

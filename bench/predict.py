@@ -1,6 +1,6 @@
-"""PURE: from costs and acceptance to the speedup that should come out.
+"""From costs and acceptance to the speedup that should come out.
 
-Plain numbers only. E tokens a round, against the time of a round in units of one plain step:
+Plain numbers only. E tokens per round, against the time of a round in units of one plain step:
 E / (c(k + 1) + k d + overhead).
 """
 
@@ -65,7 +65,7 @@ class Costs:
         return self.propose[1] + (size - 1) * self.chain_step if size else 0.0
 
     def host(self, size: int) -> float:
-        """Seconds a round waits for the host.
+        """Seconds that a round waits for the host.
 
         It builds the draft while the device runs the accept pass before it, and the verify pass
         while the device drafts.
@@ -88,7 +88,7 @@ class Costs:
         return self.c(size + 1) + size * self.d + self.overhead(size)
 
     def speedup(self, tau: float, size: int) -> float:
-        """Predicted speedup over plain decoding."""
+        """Predicted speedup where the mean acceptance length is ``tau``."""
         return tau / self.round(size)
 
     def bound(self, tau: float, size: int) -> float:
@@ -113,7 +113,7 @@ class Costs:
 
 
 def _slope(seconds: Mapping[int, float]) -> float:
-    """Seconds a token between the shortest and the longest draft."""
+    """Seconds per token between the shortest and the longest draft."""
     low, high = min(seconds), max(seconds)
     return (seconds[high] - seconds[low]) / (high - low)
 
@@ -122,7 +122,7 @@ def predict(costs: Costs, tau: float, size: int, measured: float | None) -> dict
     """Predicted and measured speedup, their distance, the bound and the fraction reached."""
     predicted, bound = costs.speedup(tau, size), costs.bound(tau, size)
     return {
-        "tau": tau,
+        "mean_acceptance_length": tau,
         "predicted": predicted,
         "measured": measured,
         "error": None if measured is None else predicted / measured - 1.0,
@@ -132,12 +132,14 @@ def predict(costs: Costs, tau: float, size: int, measured: float | None) -> dict
 
 
 def curve(costs: Costs, alphas: Sequence[float]) -> list[dict[str, float]]:
-    """Tau and speedup against k, from one arm's acceptance by position."""
+    """Mean acceptance length (tau) and speedup against k, from one acceptance by position."""
     points = []
     for size in range(1, max(costs.accept)):
         tau = expected_tokens(alphas, size)
         speedup, bound = costs.speedup(tau, size), costs.bound(tau, size)
-        points.append({"k": size, "tau": tau, "speedup": speedup, "bound": bound})
+        points.append(
+            {"k": size, "mean_acceptance_length": tau, "speedup": speedup, "bound": bound}
+        )
     return points
 
 

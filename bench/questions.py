@@ -1,14 +1,14 @@
-"""The prompt sets: where they lie, which questions are asked, and as which tokens.
-
-Knows files and chat templates; runs no model.
-"""
+"""The prompt sets: where they lie, which questions are asked, and as which tokens."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_eagle.commands.opening import apply_template
 
 FOLDER = Path(__file__).parent / "prompts"
 SETS = ("mt_bench", "humaneval", "gsm8k")
@@ -35,7 +35,7 @@ class Question:
 
 
 def load_questions(names: Sequence[str], limit: int) -> list[Question]:
-    """The questions of several sets, at most ``limit`` a set (0: all), evenly spread over each.
+    """The questions of several sets, at most ``limit`` per set (0: all), evenly spread over each.
 
     A name is one of ``SETS`` or a JSONL file of the same form. Raises ValueError for an
     unknown name, an unreadable file, or a line that is no question.
@@ -57,7 +57,7 @@ def load_set(name: str) -> list[Question]:
         raise ValueError(f"--prompts {name} cannot be read ({err}): give a text file.") from err
     rows = [(i, line) for i, line in enumerate(lines, 1) if line.strip()]
     if not rows:
-        raise ValueError(f"--prompts {name} holds no questions: give one JSON object a line.")
+        raise ValueError(f"--prompts {name} holds no questions: give one JSON object per line.")
     set_name = name if name in SETS else path.stem
     return [_question(set_name, name, i, line) for i, line in rows]
 
@@ -116,7 +116,7 @@ def prompt_tokens(
 
 def _render(tokenizer: TokenizerWrapper, text: str) -> str:
     messages = [{"role": "user", "content": text}]
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return apply_template(tokenizer, messages, tokenize=False, add_generation_prompt=True)
 
 
 def _around_message(tokenizer: TokenizerWrapper) -> tuple[str, str]:

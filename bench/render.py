@@ -14,7 +14,7 @@ class Heading:
 
 
 @dataclass(frozen=True)
-class Text:
+class Paragraph:
     """A paragraph of plain prose."""
 
     text: str
@@ -22,7 +22,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Table:
-    """``folded``: HTML shows it on demand only."""
+    """``folded``: shown on demand only, under these words."""
 
     header: list[str]
     rows: list[list[str]]
@@ -37,26 +37,28 @@ class Image:
     caption: str
 
 
-Block = Heading | Text | Table | Image
+Block = Heading | Paragraph | Table | Image
 
 STYLE = """
 :root { color-scheme: light; }
 body { font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; color: #1d2126;
-  background: #fff; max-width: 1060px; margin: 2.5rem auto; padding: 0 1.5rem; }
+  background: #fff; max-width: 1200px; margin: 2.5rem auto; padding: 0 1.5rem; }
 h1 { font-size: 1.9rem; margin: 0 0 .6rem; }
 h2 { font-size: 1.35rem; margin: 2.6rem 0 .5rem; padding-top: .8rem;
   border-top: 1px solid #dfe3e8; }
 h3 { font-size: 1.08rem; margin: 1.8rem 0 .4rem; }
-p { max-width: 76ch; }
+p { max-width: 96ch; }
 .scroll { overflow-x: auto; margin: .8rem 0 1.2rem; }
-table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .32rem .7rem; border-bottom: 1px solid #e6e9ed; text-align: left; }
+table { border-collapse: collapse; font-size: .86rem; font-variant-numeric: tabular-nums;
+  width: 100%; }
+th, td { padding: .32rem .6rem; border-bottom: 1px solid #e6e9ed; text-align: left; }
 th { background: #f4f6f8; font-weight: 600; vertical-align: bottom; }
-td.number { text-align: right; white-space: nowrap; }
+.number { text-align: right; }
+td.number { white-space: nowrap; }
 tr:hover td { background: #f9fafb; }
 figure { margin: 1.2rem 0 1.6rem; }
 figure img { max-width: 100%; height: auto; }
-figcaption { color: #57606a; font-size: .9rem; max-width: 76ch; }
+figcaption { color: #57606a; font-size: .9rem; max-width: 96ch; }
 summary { cursor: pointer; color: #0b5cad; margin: .6rem 0; }
 """
 
@@ -68,10 +70,13 @@ def markdown(blocks: Sequence[Block], folder: Path) -> str:
         match block:
             case Heading(text, level):
                 parts.append(f"{'#' * level} {text}")
-            case Text(text):
+            case Paragraph(text):
                 parts.append(text)
-            case Table(header, rows):
-                parts.append(markdown_table(header, rows))
+            case Table(header, rows, folded):
+                table = markdown_table(header, rows)
+                if folded is not None:
+                    table = f"<details><summary>{folded}</summary>\n\n{table}\n\n</details>"
+                parts.append(table)
             case Image(path, caption):
                 parts.append(f"![{caption}]({path.relative_to(folder).as_posix()})")
     return "\n\n".join(parts) + "\n"
@@ -101,7 +106,7 @@ def _html(block: Block) -> str:
     match block:
         case Heading(text, level):
             return f"<h{level}>{html.escape(text)}</h{level}>"
-        case Text(text):
+        case Paragraph(text):
             return f"<p>{html.escape(text)}</p>"
         case Table(header, rows, folded):
             table = f'<div class="scroll">{_html_table(header, rows)}</div>'
@@ -120,7 +125,8 @@ def _html(block: Block) -> str:
 def _html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     # A column of numbers is set flush right, so that digits line up.
     classes = [' class="number"' if all(map(_is_number, cells)) else "" for cells in zip(*rows)]
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
+    classes = classes or [""] * len(header)
+    head = "".join(f"<th{kind}>{html.escape(cell)}</th>" for kind, cell in zip(classes, header))
     lines = []
     for row in rows:
         cells = "".join(f"<td{kind}>{html.escape(cell)}</td>" for kind, cell in zip(classes, row))
@@ -129,5 +135,10 @@ def _html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _is_number(cell: str) -> bool:
-    """Whether a cell starts like a number, or says that there is none."""
-    return cell in ("", "-") or cell[:1].isdigit() or cell[:2].lstrip("+-").isdigit()
+    """Whether a cell is one number, perhaps with its unit and spread, or says that there is none.
+
+    "1.23x", "14.2 [13.9-14.5]" and "5.1 MB" are; "0.49 0.58" is a list, which may be broken.
+    """
+    first, *others = cell.split(" ") or [""]
+    is_one = not others or others[0][:1] in "[(" or others[0].isalpha()
+    return cell in ("", "-") or (is_one and first[:2].lstrip("+-")[:1].isdigit())

@@ -1,6 +1,6 @@
-"""Running the arms: one generation, its clock, and the order in which arms take turns.
+"""Running the configurations: one generation, its clock, and the order of taking turns.
 
-Knows how to drive mlx-lm and our loop; draws no conclusions.
+What follows from the runs is in ``summary.py``.
 """
 
 import time
@@ -28,7 +28,7 @@ from .questions import Question
 WARM_UPS = 2
 WARM_UP_TOKENS = 16
 ORDERS = ("abba", "mirror", "weave")
-TURN_TOKENS = 2  # of each arm in turn, where arms are woven: the machine changes within seconds
+TURN_TOKENS = 2  # of each in turn where they are woven: the machine changes within seconds
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ PLAIN = Configuration("plain", "plain")
 def make_configurations(
     sizes: Sequence[int | str], trees: Sequence[str] = (), compares: bool = False
 ) -> list[Configuration]:
-    """The speculative arms of the flags: chains, trees, then mlx-lm's method at every fixed k."""
+    """The speculative ones of the flags: chains, trees, then mlx-lm's method at every fixed k."""
     configurations = []
     for size in sizes:
         options = {"num_draft_tokens": size}
@@ -74,7 +74,8 @@ def make_configurations(
     if compares:
         fixed = [size for size in sizes if size != "auto" and size > 0] or [2]
         configurations += [
-            Configuration(f"mlx-lm draft k={k}", "mlx-lm-draft", k, {"num_draft_tokens": k}) for k in fixed
+            Configuration(f"mlx-lm draft k={k}", "mlx-lm-draft", k, {"num_draft_tokens": k})
+            for k in fixed
         ]
     return configurations
 
@@ -84,7 +85,8 @@ class Run:
     """One generation. Times are in seconds.
 
     ``num_timed`` tokens came in ``seconds``, from the first token to the last one: the first
-    is prefill's and not among them, nor is what arrived together with it.
+    is prefill's and not among them, nor is what arrived together with it. ``calibration``, what
+    "auto" took to measure the cost of rounds, is not part of ``ttft``.
     """
 
     tokens: list[int]
@@ -93,6 +95,7 @@ class Run:
     ttft: float
     peak_bytes: int
     stats: Stats | None = None
+    calibration: float = 0.0
 
     @property
     def tps(self) -> float | None:
@@ -102,7 +105,7 @@ class Run:
 
 @dataclass
 class Cell:
-    """The runs of one arm on one prompt, and the plain ones between them."""
+    """The runs of one configuration on one prompt, and the plain ones between them."""
 
     question: Question
     prompt: list[int]
@@ -112,9 +115,14 @@ class Cell:
 
 
 def responses(
-    models: Models, configuration: Configuration, prompt: list[int], max_tokens: int, temp: float, seed: int
+    models: Models,
+    configuration: Configuration,
+    prompt: list[int],
+    max_tokens: int,
+    temp: float,
+    seed: int,
 ) -> Iterator[GenerationResponse]:
-    """The generation of one arm, not started yet."""
+    """The generation of one configuration, not started yet."""
     options: dict[str, Any] = {"max_tokens": max_tokens, **configuration.options}
     if configuration.kind == "mlx-lm-draft":
         if temp > 0:  # this loop hands all rows to the sampler at once, ours wants them singly
@@ -132,7 +140,7 @@ def responses(
 class Take:
     """One generation under way, in turns of some tokens; its clock runs in turns only.
 
-    A turn ends when what it started on the device is done, so that no arm pays for another.
+    A turn ends when what it started on the device is done, so that none pays for another.
     Plain decoding, which prepares a step while the one before runs, would pay for that: where
     a turn of it follows another, it is timed from its first token to its last one, which are
     as many steps in an unbroken run. What our loop decodes plainly is timed alike.
@@ -148,7 +156,7 @@ class Take:
         seed: int = 0,
     ):
         self.has_ended = False
-        self._arm = configuration
+        self._configuration = configuration
         self._responses = responses(models, configuration, prompt, max_tokens, temp, seed)
         self._tokens: list[int] = []
         self._drafted: list[bool] = []
@@ -183,27 +191,29 @@ class Take:
 
     def _num_plain(self) -> int:
         """How many tokens so far came from plain steps."""
-        if self._arm.kind == "plain":
+        if self._configuration.kind == "plain":
             return len(self._tokens)
         return 0 if self._stats is None else self._stats.num_plain_steps
 
     def result(self, bytes_before: int) -> Run:
         """The whole of it, where so many bytes were in use before it began."""
         stats, seconds, num_timed = None, self._clock.seconds, self._clock.num_tokens
-        if self._arm.kind == "mlx-lm-draft":
+        if self._configuration.kind == "mlx-lm-draft":
             num_first = first_batch(self._drafted)
-            stats = stats_of_flags(self._drafted[num_first:], self._arm.size)
-        elif self._arm.kind != "plain":
+            stats = stats_of_flags(self._drafted[num_first:], self._configuration.size)
+        elif self._configuration.kind != "plain":
             stats = copy(self._stats)
             # Its own has the others' turns in it.
             stats.generation_time = seconds / max(1, num_timed) * stats.num_emitted
+        calibration = 0.0 if stats is None else stats.calibration_time
+        ttft = self._ttft - calibration
         peak = bytes_before + self._peak_bytes
-        return Run(self._tokens, num_timed, seconds, self._ttft, peak, stats)
+        return Run(self._tokens, num_timed, seconds, ttft, peak, stats, calibration)
 
 
 @dataclass
 class TurnClock:
-    """PURE: the tokens of some turns and the seconds that they took; see ``Take``."""
+    """The tokens of some turns and the seconds that they took; see ``Take``."""
 
     num_tokens: int = 0
     seconds: float = 0.0
@@ -222,7 +232,9 @@ class TurnClock:
         self._was_plain, self._left_over = is_plain, done - last
 
 
-def run_once(models: Models, configuration: Configuration, prompt: list[int], *args: Any, **options: Any) -> Run:
+def run_once(
+    models: Models, configuration: Configuration, prompt: list[int], *args: Any, **options: Any
+) -> Run:
     """One generation without interruption; the arguments are those of ``Take``."""
     return run_woven(models, [configuration], prompt, None, *args, **options)[0]
 
@@ -235,10 +247,12 @@ def run_woven(
     *args: Any,
     **options: Any,
 ) -> list[Run]:
-    """A generation of every arm, ``num_tokens`` each in turn, forwards and backwards."""
+    """A generation of every configuration, ``num_tokens`` each in turn, forwards and backwards."""
     mx.synchronize(generation_stream)  # mlx-lm leaves a step in flight behind
     bytes_before = mx.get_active_memory()
-    takes = [Take(models, configuration, prompt, *args, **options) for configuration in configurations]
+    takes = [
+        Take(models, configuration, prompt, *args, **options) for configuration in configurations
+    ]
     # Around all of them: else the first one to end sets the limit back for the others.
     with wired_limit(models.target, [generation_stream]):
         order = takes
@@ -282,34 +296,43 @@ def stats_of_flags(drafted: Sequence[bool], size: int) -> Stats:
     return stats
 
 
-def schedule(configurations: Sequence[Configuration], order: str) -> list[tuple[Configuration, list[Configuration]]]:
-    """The runs of one prompt in their order, each with the arms it counts for.
+def schedule(
+    configurations: Sequence[Configuration], order: str
+) -> list[tuple[Configuration, list[Configuration]]]:
+    """The runs of one prompt in their order, each with the configurations it counts for.
 
-    "abba": plain B B plain for each arm B; "mirror": plain B C ... C B plain, where all arms
+    "abba": plain B B plain for each configuration B; "mirror": plain B C ... C B plain, where all
     share the plain runs. Both cancel a linear drift of the machine. "weave": plain B C ..., all
     at once in short turns, which also cancels what comes and goes within seconds.
     """
     if order == "abba":
-        return [step for b in configurations for step in ((PLAIN, [b]), (b, [b]), (b, [b]), (PLAIN, [b]))]
-    once = [(PLAIN, list(configurations)), *((configuration, [configuration]) for configuration in configurations)]
+        return [
+            step
+            for b in configurations
+            for step in ((PLAIN, [b]), (b, [b]), (b, [b]), (PLAIN, [b]))
+        ]
+    once = [
+        (PLAIN, list(configurations)),
+        *((configuration, [configuration]) for configuration in configurations),
+    ]
     return once if order == "weave" else once + once[::-1]
 
 
-def warm_up(models: Models, configurations: Sequence[Configuration], prompt: list[int], max_tokens: int) -> None:
-    """Two short runs of every arm, not counted."""
+def warm_up(
+    models: Models, configurations: Sequence[Configuration], prompt: list[int], max_tokens: int
+) -> None:
+    """Two short runs of every configuration, not counted."""
     for _ in range(WARM_UPS):
         for configuration in (PLAIN, *configurations):
             run_once(models, configuration, prompt, min(max_tokens, WARM_UP_TOKENS))
 
 
-def run_prompt(
-    models: Models, cells: Sequence[Cell], order: str, **options: Any
-) -> Iterator[Run]:
+def run_prompt(models: Models, cells: Sequence[Cell], order: str, **options: Any) -> Iterator[Run]:
     """One repeat of one prompt: runs land in their cells and are yielded.
 
-    ``cells`` are those of all arms on that prompt; ``options`` are those of ``Take``.
+    ``cells`` are those of all configurations on that prompt; ``options`` are those of ``Take``.
     """
-    by_arm = {cell.configuration.label: cell for cell in cells}
+    by_label = {cell.configuration.label: cell for cell in cells}
     steps = schedule([cell.configuration for cell in cells], order)
     prompt, in_turn = cells[0].prompt, [configuration for configuration, _ in steps]
     if order == "weave":
@@ -318,6 +341,6 @@ def run_prompt(
         runs = (run_once(models, configuration, prompt, **options) for configuration in in_turn)
     for (configuration, owners), run in zip(steps, runs):
         for owner in owners:
-            cell = by_arm[owner.label]
+            cell = by_label[owner.label]
             (cell.plain if configuration is PLAIN else cell.runs).append(run)
         yield run

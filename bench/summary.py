@@ -1,7 +1,4 @@
-"""PURE: from runs to figures: medians and spread, rates per set, counts, parity.
-
-Knows the shape of ``runner.Run`` and ``runner.Cell``; no arrays, no models.
-"""
+"""From runs to figures, in plain arithmetic: medians and spread, rates per set, counts."""
 
 from collections.abc import Iterable, Sequence
 from statistics import median, quantiles
@@ -29,12 +26,12 @@ def spread_of(values: Iterable[float | None]) -> dict[str, float] | None:
 
 
 def merge_stats(all_stats: Iterable[Stats]) -> Stats:
-    """The sum of counts, from which tau and rates over all of them follow."""
+    """The sum of counts, from which the mean acceptance length (tau) and rates follow."""
     return sum(all_stats, Stats())
 
 
 def median_seconds(runs: Sequence[Any]) -> float | None:
-    """Seconds a token after the first, in the median run; None where nothing was timed."""
+    """Seconds per token after the first, in the median run; None where nothing was timed."""
     rates = [run.seconds / run.num_timed for run in runs if run.tps is not None]
     return median(rates) if rates else None
 
@@ -49,18 +46,20 @@ def median_ratio(plain: Sequence[Any], runs: Sequence[Any]) -> float | None:
 
 
 def cell_summary(cell: Any) -> dict[str, Any]:
-    """One arm on one prompt."""
+    """One configuration on one prompt."""
     plain, drafted = median_seconds(cell.plain), median_seconds(cell.runs)
     return {
         "set": cell.question.set_name,
         "id": cell.question.id,
-        "arm": cell.configuration.label,
+        "configuration": cell.configuration.label,
         "prompt_tokens": len(cell.prompt),
         "output_tokens": len(cell.runs[0].tokens),
         "plain_tps": 1 / plain if plain else None,
         "tps": 1 / drafted if drafted else None,
         "speedup": median_ratio(cell.plain, cell.runs),
-        "tau": merge_stats(run.stats for run in cell.runs).tau,
+        "mean_acceptance_length": merge_stats(
+            run.stats for run in cell.runs
+        ).mean_acceptance_length,
         "repeatable": all(run.tokens == cell.runs[0].tokens for run in cell.runs),
     }
 
@@ -77,8 +76,8 @@ def total_tps(run_lists: Sequence[Sequence[Any]]) -> float | None:
     return num_tokens / seconds if seconds else None
 
 
-def arm_summary(cells: Sequence[Any]) -> dict[str, Any]:
-    """One arm over the prompts of one set, or over all."""
+def configuration_summary(cells: Sequence[Any]) -> dict[str, Any]:
+    """One configuration over the prompts of one set, or over all."""
     plain_runs = [run for cell in cells for run in cell.plain]
     runs = [run for cell in cells for run in cell.runs]
     plain_tps = total_tps([cell.plain for cell in cells])
@@ -96,6 +95,7 @@ def arm_summary(cells: Sequence[Any]) -> dict[str, Any]:
         "speedup_by_prompt": spread_of(row["speedup"] for row in per_cell),
         "plain_ttft": spread_of(run.ttft for run in plain_runs),
         "ttft": spread_of(run.ttft for run in runs),
+        "calibration_seconds": max(run.calibration for run in runs),
         "plain_peak_bytes": max(run.peak_bytes for run in plain_runs),
         "peak_bytes": max(run.peak_bytes for run in runs),
         **counts_summary([run.stats for run in runs], runs),
@@ -103,7 +103,7 @@ def arm_summary(cells: Sequence[Any]) -> dict[str, Any]:
 
 
 def counts_summary(all_stats: Sequence[Stats], runs: Sequence[Any]) -> dict[str, Any]:
-    """Tau, acceptance and counts over runs, and how long a round took in them."""
+    """Mean acceptance length (tau), acceptance, counts, and how long a round took."""
     stats = merge_stats(all_stats)
     forwards = stats.num_target_forwards
     timed = [run for run in runs if run.tps is not None]
@@ -113,7 +113,7 @@ def counts_summary(all_stats: Sequence[Stats], runs: Sequence[Any]) -> dict[str,
         if run.stats.num_target_forwards
     ]
     return {
-        "tau": stats.tau,
+        "mean_acceptance_length": stats.mean_acceptance_length,
         "acceptance_rate": stats.acceptance_rate,
         "acceptance_by_position": stats.acceptance_by_position,
         "cumulative_acceptance_by_position": stats.cumulative_acceptance_by_position,
@@ -130,7 +130,7 @@ def counts_summary(all_stats: Sequence[Stats], runs: Sequence[Any]) -> dict[str,
 
 
 def by_set(cells: Sequence[Any]) -> dict[str, list[Any]]:
-    """Cells of one arm, set by set in order of first appearance."""
+    """Cells of one configuration, set by set in order of first appearance."""
     groups: dict[str, list[Any]] = {}
     for cell in cells:
         groups.setdefault(cell.question.set_name, []).append(cell)
@@ -138,7 +138,7 @@ def by_set(cells: Sequence[Any]) -> dict[str, list[Any]]:
 
 
 def run_rows(cells: Sequence[Any], scenario: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row a run, for the CSV; ``scenario`` names context and temperature."""
+    """A row per run, for the CSV; ``scenario`` names context and temperature."""
     rows = []
     for cell in cells:
         for role, runs in (("plain", cell.plain), ("speculative", cell.runs)):
@@ -148,7 +148,7 @@ def run_rows(cells: Sequence[Any], scenario: dict[str, Any]) -> list[dict[str, A
                         **scenario,
                         "set": cell.question.set_name,
                         "id": cell.question.id,
-                        "arm": cell.configuration.label,
+                        "configuration": cell.configuration.label,
                         "role": role,
                         "run": number,
                         "prompt_tokens": len(cell.prompt),
@@ -158,7 +158,9 @@ def run_rows(cells: Sequence[Any], scenario: dict[str, Any]) -> list[dict[str, A
                         "tokens_per_second": run.tps,
                         "ttft": run.ttft,
                         "peak_bytes": run.peak_bytes,
-                        "tau": None if run.stats is None else run.stats.tau,
+                        "mean_acceptance_length": None
+                        if run.stats is None
+                        else run.stats.mean_acceptance_length,
                     }
                 )
     return rows

@@ -1,4 +1,4 @@
-"""PURE: the report's tables, figures set as text. Knows the document of results."""
+"""The report's tables, from the document of results: figures set as text."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -32,13 +32,13 @@ def with_spread(
 
 
 def figures(scenario: Scenario) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
-    """(set, arm, figures) for every set, then overall where there are several sets."""
-    names = list(scenario["arms"][0]["sets"]) if scenario["arms"] else []
+    """(set, configuration, figures) for every set, then overall where there are several sets."""
+    names = list(scenario["configurations"][0]["sets"]) if scenario["configurations"] else []
     for name in names:
-        for configuration in scenario["arms"]:
+        for configuration in scenario["configurations"]:
             yield name, configuration, configuration["sets"][name]
     if len(names) > 1:
-        for configuration in scenario["arms"]:
+        for configuration in scenario["configurations"]:
             yield "overall", configuration, configuration["overall"]
 
 
@@ -48,7 +48,9 @@ def conditions_table(document: Mapping[str, Any]) -> Table:
     rows = []
     for name, value in conditions.items():
         if name.endswith("_bytes"):
-            rows.append([name.removesuffix("_bytes").replace("_", " ") + " size", megabytes(value)])
+            rows.append(
+                [name.removesuffix("_bytes").replace("_", " ") + " size", megabytes(value)]
+            )
         elif name.endswith("_parameters"):
             rows.append([name.replace("_", " "), f"{value / 1e6:.1f} M"])
         else:
@@ -59,13 +61,13 @@ def conditions_table(document: Mapping[str, Any]) -> Table:
         ["draft lengths k", sizes],
         ["trees", ", ".join(settings["trees"]) or "none"],
         ["temperature", ", ".join(f"{temp:g}" for temp in settings["temps"])],
-        ["prompt sets", f"{', '.join(settings['prompts'])}; {limit} prompts a set"],
+        ["prompt sets", f"{', '.join(settings['prompts'])}; {limit} prompts per set"],
         ["context", ", ".join("as it is" if c is None else str(c) for c in settings["contexts"])],
         ["output", f"at most {settings['max_tokens']} tokens, the end-of-text token honoured"],
         ["batches", ", ".join(map(str, settings["batches"])) or "none"],
         ["repeats", f"{settings['repeats']}, order {settings['order']}"],
     ]
-    return Table(["condition", "value"], rows)
+    return Table(["condition", "value"], rows, folded="Machine, versions, models and settings")
 
 
 def megabytes(size: float) -> str:
@@ -73,9 +75,10 @@ def megabytes(size: float) -> str:
 
 
 def speed_table(scenario: Scenario) -> Table:
+    """Tokens per second, plain and drafted, and their ratio."""
     header = [
-        "set", "arm", "plain tok/s", "speculative tok/s", "ratio", "ratio by prompt",
-        "worst prompt", "TTFT plain ms", "TTFT ms", "peak plain", "peak", "runs",
+        "set", "configuration", "plain tok/s", "speculative tok/s", "ratio", "ratio by prompt",
+        "worst prompt", "runs",
     ]  # fmt: skip
     rows = []
     for name, configuration, f in figures(scenario):
@@ -89,38 +92,68 @@ def speed_table(scenario: Scenario) -> Table:
                 times(f["speedup"]),
                 with_spread(by_prompt, number),
                 "-" if by_prompt is None else times(by_prompt["min"]),
-                milliseconds(f["plain_ttft"]["median"], 0),
-                milliseconds(f["ttft"]["median"], 0),
-                megabytes(f["plain_peak_bytes"]),
-                megabytes(f["peak_bytes"]),
                 str(f["num_runs"]),
             ]
         )
     return Table(header, rows)
 
 
-def acceptance_table(scenario: Scenario) -> Table:
+def start_table(scenario: Scenario) -> Table:
+    """Time to the first token (TTFT), calibration apart from it, and peak memory."""
     header = [
-        "set", "arm", "tau", "acceptance", "by position", "cumulative", "accepted lengths",
+        "set", "configuration", "TTFT plain ms", "TTFT ms", "calibration ms", "peak plain", "peak",
+    ]  # fmt: skip
+    rows = [
+        [
+            name,
+            configuration["label"],
+            milliseconds(f["plain_ttft"]["median"], 0),
+            milliseconds(f["ttft"]["median"], 0),
+            milliseconds(f["calibration_seconds"], 0),
+            megabytes(f["plain_peak_bytes"]),
+            megabytes(f["peak_bytes"]),
+        ]
+        for name, configuration, f in figures(scenario)
+    ]
+    folded = "Time to the first token (TTFT), calibration in the longest run, and memory"
+    return Table(header, rows, folded=folded)
+
+
+def acceptance_table(scenario: Scenario) -> Table:
+    """How much of the drafts was accepted."""
+    header = ["set", "configuration", "mean acceptance length (tau)", "acceptance", "by position"]
+    rows = [
+        [
+            name,
+            configuration["label"],
+            number(f["mean_acceptance_length"]),
+            number(f["acceptance_rate"]),
+            _list(f["acceptance_by_position"]),
+        ]
+        for name, configuration, f in figures(scenario)
+    ]
+    return Table(header, rows)
+
+
+def counts_table(scenario: Scenario) -> Table:
+    """Accepted lengths, and the forward passes and evaluations that the outputs took."""
+    header = [
+        "set", "configuration", "accepted lengths", "cumulative acceptance by position",
         "target forwards/token", "head forwards/round", "evals/round",
     ]  # fmt: skip
-    rows = []
-    for name, configuration, f in figures(scenario):
-        rows.append(
-            [
-                name,
-                configuration["label"],
-                number(f["tau"]),
-                number(f["acceptance_rate"]),
-                _list(f["acceptance_by_position"]),
-                _list(f["cumulative_acceptance_by_position"]),
-                " ".join(f"{n}:{c}" for n, c in enumerate(f["accepted_histogram"])) or "-",
-                number(f["target_forwards_per_token"], 3),
-                number(f["head_forwards_per_round"]),
-                number(f["evals_per_round"]),
-            ]
-        )
-    return Table(header, rows)
+    rows = [
+        [
+            name,
+            configuration["label"],
+            " ".join(f"{n}:{c}" for n, c in enumerate(f["accepted_histogram"])) or "-",
+            _list(f["cumulative_acceptance_by_position"]),
+            number(f["target_forwards_per_token"], 3),
+            number(f["head_forwards_per_round"]),
+            number(f["evals_per_round"]),
+        ]
+        for name, configuration, f in figures(scenario)
+    ]
+    return Table(header, rows, folded="Accepted lengths and forward passes")
 
 
 def _list(values: list[float]) -> str:
@@ -154,20 +187,20 @@ def cost_table(scenario: Scenario) -> Table:
 def split_table(scenario: Scenario) -> Table | None:
     """Milliseconds and shares of the median round; None without a chain."""
     rows = []
-    for configuration in scenario["arms"]:
+    for configuration in scenario["configurations"]:
         split = configuration["overall"].get("time_split")
         if split is not None:
             parts = ("verify", "draft", "accept", "host")
             shares = [f"{milliseconds(split[p])} ({split[p] / split['round']:.0%})" for p in parts]
             rows.append([configuration["label"], milliseconds(split["round"]), *shares])
-    header = ["arm", "round ms", "verify", "draft", "accept", "host and the rest"]
+    header = ["configuration", "round ms", "verify", "draft", "accept", "host and the rest"]
     return Table(header, rows) if rows else None
 
 
 def prediction_table(scenario: Scenario) -> Table | None:
     """Predicted against measured speedup, and the bound; None without a chain."""
-    header = ["set", "arm", "tau", "predicted", "measured", "predicted/measured - 1", "bound",
-              "fraction of bound reached"]  # fmt: skip
+    header = ["set", "configuration", "tau", "predicted", "measured", "predicted/measured - 1",
+              "bound", "fraction of bound reached"]  # fmt: skip
     rows = []
     for name, configuration, f in figures(scenario):
         if "prediction" in f:
@@ -177,7 +210,7 @@ def prediction_table(scenario: Scenario) -> Table | None:
                 [
                     name,
                     configuration["label"],
-                    number(p["tau"]),
+                    number(p["mean_acceptance_length"]),
                     times(p["predicted"]),
                     times(p["measured"]),
                     error,
@@ -207,12 +240,14 @@ def primitives_table(scenario: Scenario) -> Table:
 
 
 def parity_table(scenario: Scenario) -> Table:
-    """How many texts are the same, arm by arm, and the largest margin where one is not."""
+    """How many outputs are the same, and the largest margin where one is not."""
     rows = []
-    for configuration in scenario["arms"]:
-        mine = [row for row in scenario["prompts"] if row["arm"] == configuration["label"]]
+    for configuration in scenario["configurations"]:
+        mine = [
+            row for row in scenario["prompts"] if row["configuration"] == configuration["label"]
+        ]
         apart = [row["parity"] for row in mine if not row["parity"]["identical"]]
-        margins = [verification["margin"] for verification in apart]
+        margins = [parity["margin"] for parity in apart]
         rows.append(
             [
                 configuration["label"],
@@ -221,55 +256,56 @@ def parity_table(scenario: Scenario) -> Table:
                 f"{sum(row['repeatable'] for row in mine)} of {len(mine)}",
             ]
         )
-    header = ["arm", "texts identical to plain", "largest margin where not",
-              "same text in all repeats"]  # fmt: skip
+    header = ["configuration", "outputs identical to plain", "largest margin where not",
+              "same output in all repeats"]  # fmt: skip
     return Table(header, rows)
 
 
 def batch_table(rows: Iterable[Mapping[str, Any]]) -> Table:
-    """Batches: tokens per second of the whole call and after prefill, and the same texts."""
-    header = ["prompts at once", "set", "arm", "plain batch tok/s", "speculative tok/s", "ratio",
-              "whole call: plain", "speculative", "ratio", "tau", "texts identical",
-              "largest margin where not", "pace"]  # fmt: skip
+    """Batches: tokens per second of the whole call and after prefill, and parity."""
+    header = ["prompts at once", "set", "configuration", "plain batch tok/s",
+              "speculative tok/s", "ratio",
+              "whole call: plain", "speculative", "ratio", "tau", "outputs identical",
+              "largest margin where not", "drafting events"]  # fmt: skip
     lines = []
     for row in rows:
-        margins = [verification["margin"] for verification in row["parity"] if not verification["identical"]]
+        margins = [p["margin"] for p in row["parity"] if not p["identical"]]
         lines.append(
             [
                 str(row["batch"]),
                 row["set"],
-                row["arm"],
+                row["configuration"],
                 number(row["plain_tps_after_prefill"]),
                 number(row["tps_after_prefill"]),
                 times(row["speedup_after_prefill"]),
                 number(row["plain_tps"]),
                 number(row["tps"]),
                 times(row["speedup"]),
-                number(row["tau"]),
+                number(row["mean_acceptance_length"]),
                 f"{row['batch'] - len(margins)} of {row['batch']}",
                 "-" if not margins else f"{max(margins):.2g}",
-                " ".join(row["drafting_events"]) or "-",
+                ", ".join(row["drafting_events"]) or "-",
             ]
         )
     return Table(header, lines)
 
 
-def prompts_table(scenario: Scenario, verdict_text: Callable[[Mapping[str, Any]], str]) -> Table:
-    """Every prompt and arm, with the parity verdict."""
+def prompts_table(scenario: Scenario, parity_words: Callable[[Mapping[str, Any]], str]) -> Table:
+    """Every prompt and configuration, with its parity."""
     rows = [
         [
             f"{row['set']}/{row['id']}",
-            row["arm"],
+            row["configuration"],
             str(row["prompt_tokens"]),
             str(row["output_tokens"]),
             number(row["plain_tps"]),
             number(row["tps"]),
             times(row["speedup"]),
-            number(row["tau"]),
-            verdict_text(row["parity"]),
+            number(row["mean_acceptance_length"]),
+            parity_words(row["parity"]),
         ]
         for row in scenario["prompts"]
     ]
-    header = ["prompt", "arm", "prompt tokens", "output tokens", "plain tok/s",
+    header = ["prompt", "configuration", "prompt tokens", "output tokens", "plain tok/s",
               "speculative tok/s", "ratio", "tau", "parity"]  # fmt: skip
     return Table(header, rows, folded=f"Every prompt ({len(rows)} rows)")

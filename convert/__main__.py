@@ -1,11 +1,15 @@
 """The command line of the converter: ``mlx_eagle.convert``."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
+from typing import Any
 
+from mlx_eagle.system.command import run_command
+from mlx_eagle.system.device import print_blas_note
 from mlx_eagle.system.progress import Bar
+from mlx_eagle.system.values import LARGEST, Range, check_ranges, use_plain_types
 from mlx_eagle.system.version import add_version_flag
 
 from .pipeline import DTYPES, convert
@@ -13,9 +17,22 @@ from .pytorch import to_pytorch
 from .resolve import Overrides
 from .trim import Trim
 
+RANGES = (
+    Range("rope_theta", 1.0, 1e30, "a number from 1 to 1e30"),
+    Range("num_layers", 1, LARGEST, "1 or more"),
+    Range("draft_vocab", 1, LARGEST, "1 or more"),
+    Range("aux_offset", -LARGEST, LARGEST, f"a number from -{LARGEST} to {LARGEST}"),
+)
+
 
 def layer_numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    """The value of ``--aux-layers``: "2,16,29" -> (2, 16, 29)"""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of layers: give numbers from 0 on with commas, as in 2,16,29"
+        )
+    return tuple(map(int, parts))
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -28,8 +45,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--hf-path", "--model", help="folder, GGUF file or hub repository id")
     add("--mlx-path", default="mlx_model", help="folder to write; it must not exist yet")
     add("-q", "--quantize", action=yes_no, default=True, help="quantize (the default)")
-    add("--q-bits", type=int, default=4, help="bits a weight (default 4)")
-    add("--q-group-size", type=int, default=64, help="weights a scale (default 64)")
+    add("--q-bits", type=int, default=4, help="bits per weight (default 4)")
+    add("--q-group-size", type=int, default=64, help="weights per scale (default 64)")
     add("--dtype", choices=list(DTYPES), help="of what is not quantized (default: as it is)")
     add("--target", help="the model the head was trained for: folder or repository id")
     add("--check", action="store_true", help="measure the head on the target (needs --target)")
@@ -47,34 +64,48 @@ def make_parser() -> argparse.ArgumentParser:
     add("--norm-before-residual", action=yes_no, help="the residual is the normed state")
     add("--norm-output", action=yes_no, help="the normed output is fed back (EAGLE-3.1)")
     add("--num-layers", type=int, help="use only the first layers of the draft")
+    use_plain_types(parser)
     return parser
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raise ValueError for values that make no sense, before anything is read."""
+    if args.hf_path is None:
+        raise ValueError("nothing to convert; name a checkpoint with --hf-path")
+    check_ranges(args, RANGES)
+    if args.draft_vocab is None and args.draft_vocab_text is not None:
+        raise ValueError(
+            "--draft-vocab-text says which tokens to keep; say how many with --draft-vocab"
+        )
+    path = Path(args.mlx_path)
+    if path.is_symlink() and not path.exists():
+        raise ValueError(
+            f"--mlx-path {path} is a link to {path.readlink()}, which does not exist: remove the "
+            "link, or name another folder."
+        )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Convert as the flags say."""
+    if args.to_pytorch is not None:
+        to_pytorch(*args.to_pytorch)
+        return
+    check_arguments(args)
+    if args.check:
+        print_blas_note()
+    options: dict[str, Any] = vars(args)
+    overrides = Overrides(**{f.name: options.pop(f.name) for f in fields(Overrides)})
+    options.pop("to_pytorch")
+    size, text = options.pop("draft_vocab"), options.pop("draft_vocab_text")
+    wanted = None if size is None else Trim(size, text)
+    with Bar("Converting", "tensor") as progress:
+        convert(**options, overrides=overrides, draft_vocab=wanted, progress=progress)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Convert; exit with 2 and one sentence on errors a user can cause, 130 on Ctrl-C."""
-    args = vars(make_parser().parse_args(argv))
-    overrides = Overrides(**{f.name: args.pop(f.name) for f in fields(Overrides)})
-    size, text = args.pop("draft_vocab"), args.pop("draft_vocab_text")
-    back = args.pop("to_pytorch")
-    try:
-        if back is not None:
-            to_pytorch(*back)
-            return
-        if args["hf_path"] is None:
-            raise ValueError("nothing to convert; name a checkpoint with --hf-path")
-        if size is None and text is not None:
-            raise ValueError(
-                "--draft-vocab-text says which tokens to keep; say how many with --draft-vocab"
-            )
-        wanted = None if size is None else Trim(size, text)
-        with Bar("Converting", "tensor") as progress:
-            convert(**args, overrides=overrides, draft_vocab=wanted, progress=progress)
-    except (ValueError, OSError) as err:
-        print(f"error: {err}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        sys.exit(130)
+    args = make_parser().parse_args(argv)
+    run_command(lambda: run(args), interrupted="interrupted; nothing was written")
 
 
 if __name__ == "__main__":

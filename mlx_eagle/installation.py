@@ -1,6 +1,6 @@
 """Our loop inside mlx-lm: unmodified callers of mlx-lm may pass a drafter as ``draft_model``.
 
-Knows the one name of mlx-lm that all of them go through; knows nothing of drafting.
+All of them go through one function of mlx-lm, which ours takes the place of.
 """
 
 import importlib

@@ -11,22 +11,33 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import mlx_lm
 import pytest
 import yaml
-from documents import DOCUMENTS, FENCE, OTHERS, PAGES, ROOT, SCRIPTS, blocks, commands, spans
+from documents import DOCS, DOCUMENTS, FENCE, OTHERS, PAGES, ROOT, SCRIPTS, blocks, commands, spans
 from helpers import byte_tokenizer, tiny_head, tiny_llama
 from test_package import make
 
 import mlx_eagle
 from mlx_eagle.bench import __main__ as bench
 from mlx_eagle.commands import flags
+from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.demo import compare as demo
+from mlx_eagle.drafters.pairs import PAIRS
 
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
-ROOMS = [path.relative_to(ROOT).as_posix() for path in (ROOT / "mlx_eagle").glob("*/")]
+ROOMS = [
+    path.relative_to(ROOT).as_posix()
+    for folder in ("mlx_eagle", "tests")
+    for path in (ROOT / folder).glob("*/")
+]
 FOLDERS = ["", "tests", "mlx_eagle", "convert", "bench", *ROOMS]  # where a file may be named from
+
+STEPS = ("generate", "convert", "chat", "server", "bench")  # of the quickstart
+README_LINES, README_COLUMNS = 150, 110
+CODE_COLUMNS = 92  # more would scroll on the site
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
@@ -116,7 +127,7 @@ def test_commands_are_found():
     assert set(CHECKS) == set(OTHERS)
     found = {path.name: {words[0] for words in commands(path)} for path in DOCUMENTS}
     assert {"make", "pip", "mlx_eagle.convert", "mlx_eagle.generate"} <= found["README.md"]
-    assert found["quickstart.md"] >= set(SCRIPTS)
+    assert {f"mlx_eagle.{name}" for name in STEPS} <= found["quickstart.md"]
     with pytest.raises(SystemExit):
         check_own(["mlx_eagle.generate", "--num-draft-token", "x"])
     with pytest.raises(ValueError):
@@ -238,9 +249,76 @@ def test_workflow_runs_what_the_makefile_has():
         assert name in SCRIPTS
 
 
+def test_readme_is_short():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= README_LINES
+    assert not [line for line in lines if len(line) > README_COLUMNS]
+
+
+@every_document
+def test_code_fits_the_page(path):
+    for language, text in blocks(path, "sh", "python"):
+        assert not [line for line in text.splitlines() if len(line) > CODE_COLUMNS], language
+
+
+@every_document
+def test_tau_is_explained_where_it_first_stands(path):
+    text = FENCE.sub("", path.read_text())
+    first = re.search(r"\btau\b", re.sub(r"`[^`]*`", "", text))
+    if first:
+        before = " ".join(re.sub(r"`[^`]*`", "", text)[: first.start()].split())
+        assert before.lower().endswith("mean acceptance length ("), before[-80:]
+
+
+def masked(text: str) -> list[str]:
+    """Lines without their figures, whose number is the text's own as well."""
+    return [re.sub(r"[\d.]+( [\d.]+)*", "N", line) for line in text.splitlines()]
+
+
+def test_demo_in_the_readme_looks_like_the_demo():
+    """What the README shows of `make demo` has the lines that the program prints."""
+    stats = Stats()
+    for num_accepted in (0, 0, 1, 2):
+        stats.record(2, 2, num_accepted, num_accepted + 1, 0)
+    last = SimpleNamespace(generation_tps=10.0, stats=stats)
+    run = SimpleNamespace(tokens=[1, 2, 3], last=last)
+    (shown,) = [text for _, text in blocks(ROOT / "README.md", "text") if "Prompt:" in text]
+    printed = masked("\n".join(demo.report(run, run)))
+    assert masked(shown)[-len(printed) :] == printed
+
+
+def tables_module() -> ModuleType:
+    """docs/tables.py, which is part of no package."""
+    spec = importlib.util.spec_from_file_location("tables", DOCS / "tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_tables_made_from_the_code_are_whole():
+    tables = tables_module().TABLES
+    pages = "".join(path.read_text() for path in PAGES.glob("*.md"))
+    assert set(re.findall(r"<!-- table: (\w+) -->", pages)) == set(tables)
+    pairs = tables["pairs"]()
+    assert all(f"[{pair.head}]" in pairs and pair.target in pairs for pair in PAIRS)
+    assert len(pairs.splitlines()) == len(PAIRS) + 2
+    files = tables["files"]()
+    for room in (ROOT / "mlx_eagle").glob("*/__init__.py"):
+        assert f"### {room.parent.name}/" in files or not list(room.parent.glob("[!_]*.py"))
+    cells = re.findall(r"^\| `(.*?)` \| (.*) \|$", files, re.MULTILINE)
+    assert all(file and line for file, line in cells)
+
+
+def test_architecture_page_names_every_room():
+    listed = re.findall(r"^\| \d \| `(\w+)/` \|", (PAGES / "architecture.md").read_text(), re.M)
+    assert sorted(listed) == sorted(
+        path.parent.name for path in (ROOT / "mlx_eagle").glob("*/__init__.py")
+    )
+
+
 def test_site_shows_every_page():
     """`make docs` makes sure of the rest, and runs in the workflow."""
-    nav = (ROOT / ".docs" / "mkdocs.yml").read_text().split("\nnav:\n")[1]
+    nav = (DOCS / "mkdocs.yml").read_text().split("\nnav:\n")[1]
     listed = re.findall(r": ([\w-]+\.md)$", nav, re.MULTILINE)
-    taken = ["index.md", "architectures.md", "log.md"]  # .docs/hooks.py makes them
+    taken = ["index.md", "architectures.md", "log.md"]  # docs/hooks.py makes them
     assert sorted(listed) == sorted([path.name for path in PAGES.glob("*.md")] + taken)

@@ -49,6 +49,7 @@ from transformers import PreTrainedTokenizerFast
 from mlx_eagle.bench.__main__ import DEMO_NAMES
 from mlx_eagle.convert import convert
 from mlx_eagle.demo import pair as demo
+from mlx_eagle.drafters.pairs import PAIRS
 
 TARGETS: dict[str, Callable[..., nn.Module]] = {
     "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit": tiny_llama,
@@ -131,6 +132,8 @@ class Reader:
         kind = words[0].removeprefix("mlx_eagle.")
         if "--version" in words:
             assert re.search(r"\d+\.\d+\.\d+", self.run(words))
+        elif "--list" in words:
+            assert PAIRS[0].head in self.run(words)
         else:
             getattr(self, kind)(words)
 
@@ -157,7 +160,7 @@ class Reader:
 
     def chat(self, words: list[str]) -> None:
         out = self.run(words, "Hello\n/stats\nq\n")
-        assert "Answers: 1" in out and "tau: " in out and "bye" in out
+        assert "Answers: 1" in out and "(tau): " in out and "bye" in out
 
     def train(self, words: list[str]) -> None:
         """On a few rows, for two batches; the demo target is the stand-in's."""
@@ -190,12 +193,12 @@ class Reader:
     def bench(self, words: list[str]) -> None:
         short = SHORT + (["--context", "16,32"] if "--context" in words else [])
         short += ["--batch", "1,2", "--limit", "2"] if "--batch" in words else []
-        out = self.run(words + short)
+        self.run(words + short)
         folder = Path(value_of(words, "--out") or "bench-results")
         assert all((folder / name).stat().st_size for name in REPORT)
-        found = json.loads(out.splitlines()[-1])
+        found = json.loads((folder / "results.json").read_text())
         assert found["conditions"]["model"] == (value_of(words, "--model") or DEMO_NAMES["model"])
-        assert all(scenario["arms"] for scenario in found["scenarios"])
+        assert all(scenario["configurations"] for scenario in found["scenarios"])
 
     def server(self, words: list[str]) -> None:
         """In a process of its own, which serves until it is interrupted."""

@@ -16,10 +16,12 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
-TOP_LEVEL = set("pyproject.toml mlx_eagle convert bench tests README.md LICENSE Makefile".split())
+TOP_LEVEL = set(
+    "pyproject.toml mlx_eagle convert bench docs tests README.md LICENSE Makefile".split()
+)
 NAMES = ("generate", "chat", "server", "convert", "bench", "train")
 COMMANDS = [f"mlx_eagle.{name}" for name in NAMES]
-BUILD_SDIST = "import sys; from setuptools.build_meta import build_sdist as b; b(sys.argv[1])"
+BUILD_SDIST = "import sys; from hatchling.build import build_sdist as b; b(sys.argv[1])"
 
 
 def run(*command: str | Path, cwd: Path, **options) -> subprocess.CompletedProcess:
@@ -107,13 +109,57 @@ def test_wheel_holds_every_source_and_nothing_but_mlx_eagle(wheel, checkout):
     } <= names
 
 
-def test_sdist_builds_the_same_wheel(sdist, wheel, tmp_path):
+@pytest.fixture(scope="module")
+def unpacked(sdist, tmp_path_factory) -> Path:
+    """The sources as somebody without git has them."""
+    folder = tmp_path_factory.mktemp("source")
     with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path / "source", filter="data")
-    (source,) = (tmp_path / "source").iterdir()
-    (tmp_path / "out").mkdir()
-    again = build_wheel(source, tmp_path / "out")
+        names = archive.getnames()
+        archive.extractall(folder, filter="data")
+    assert len(set(names)) == len(names)
+    (source,) = folder.iterdir()
+    return source
+
+
+def test_sdist_builds_the_same_wheel(unpacked, wheel, tmp_path):
+    again = build_wheel(unpacked, tmp_path)
     assert set(zipfile.ZipFile(again).namelist()) == set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_sdist_holds_what_the_repository_has(unpacked, tracked):
+    """All of it, so that its tests and the documentation find what they read."""
+    links = {path for path in tracked if (ROOT / path).is_symlink()}
+    assert links == {"mlx_eagle/convert", "mlx_eagle/bench"}
+    missing = [path for path in tracked if not (unpacked / path).exists()]
+    assert missing == []
+
+
+def run_tests_of(source: Path, *arguments: str) -> str:
+    """The tests of unpacked sources, on those sources; what pytest said at its end."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    done = run(*command, *arguments, cwd=source, env=os.environ | {"PYTHONPATH": str(source)})
+    where = "import mlx_eagle.convert as c; print(c.__file__)"
+    file = run(
+        sys.executable, "-c", where, cwd=source, env=os.environ | {"PYTHONPATH": "."}
+    ).stdout
+    assert Path(file.strip()).is_relative_to(source)
+    return done.stdout.splitlines()[-1]
+
+
+def test_tests_pass_from_the_sdist(unpacked):
+    """A few of each kind: plain arithmetic, a tiny model, test data, the documentation."""
+    files = ["tests/bench/test_bench.py", "tests/decoding/test_prompt_cache.py"]
+    said = run_tests_of(unpacked, *files, "tests/test_docs.py::test_links_lead_somewhere")
+    assert re.search(r"\b\d{2} passed", said) and "skipped" not in said
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
+def test_more_tests_pass_from_the_sdist(unpacked):
+    rooms = ["bench", "batch", "convert", "decoding", "drafters", "system", "target"]
+    chosen = [f"tests/{room}" for room in rooms]
+    said = run_tests_of(unpacked, *chosen, "tests/test_docs.py", "-m", "not exhaustive")
+    assert re.search(r"\b\d{3,} passed", said)
 
 
 def test_metadata_names_commands_and_version(site):
@@ -182,6 +228,42 @@ def test_mlx_lm_has_a_floor_and_a_tested_ceiling():
     assert version("mlx-lm") in mlx_lm.specifier
 
 
+def test_matplotlib_comes_with_an_extra_that_make_bench_installs(checkout):
+    """It is only the benchmark's, and nothing imports it before plots are drawn."""
+    assert "matplotlib" not in {r.name for r in requirements("Darwin")}
+    assert "matplotlib" in {r.name for r in requirements("Darwin", "bench")}
+    recipe = make(checkout, "-n", "bench").stdout
+    assert "install --quiet --editable '.[bench]'" in recipe
+    code = "import sys; import mlx_eagle.bench.__main__; print('matplotlib' in sys.modules)"
+    assert run(sys.executable, "-c", code, cwd=ROOT).stdout == "False\n"
+
+
+GLOBALS = """
+import logging, os, random, signal, sys, warnings
+import mlx_lm, mlx.core as mx, numpy as np
+
+def state():
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    return [
+        list(warnings.filters), warnings.showwarning, dict(os.environ), os.getcwd(), handlers,
+        sys.excepthook, logging.root.level, list(logging.root.handlers), random.getstate(),
+        mx.random.state[0].tolist(), np.geterr(), sys.getrecursionlimit(), mx.default_device(),
+        vars(mlx_lm.generate), list(sys.path),
+    ]
+
+before = state()
+before[-2] = dict(before[-2])
+import mlx_eagle, mlx_eagle.convert
+after = state()
+print([i for i, (one, other) in enumerate(zip(before, after)) if one != other])
+"""
+
+
+def test_importing_changes_nothing_of_others():
+    """Warning filters, signals, environment, random numbers, logging; mlx-lm's own import does."""
+    assert run(sys.executable, "-c", GLOBALS, cwd=ROOT).stdout == "[]\n"
+
+
 def make(checkout: Path, *arguments: str) -> subprocess.CompletedProcess:
     """make as a user starts it, whatever make runs these tests."""
     inherited = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES", "PROMPT", "DEMO_PROMPT"}
@@ -206,7 +288,7 @@ def test_make_says_what_python_lacks(checkout, tmp_path, knows, sentence):
 
 def test_make_passes_a_prompt_through_unharmed(checkout):
     prompt = 'It costs $5 "now", `isn\'t` it?'
-    (checkout / "show.mk").write_text("show:\n\t@printf %s \"$$DEMO_PROMPT\"\n")
+    (checkout / "show.mk").write_text('show:\n\t@printf %s "$$DEMO_PROMPT"\n')
     try:
         done = make(checkout, "-f", "Makefile", "-f", "show.mk", "show", f"PROMPT={prompt}")
     finally:

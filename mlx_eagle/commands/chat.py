@@ -1,7 +1,7 @@
 """The command ``mlx_eagle.chat``: mlx-lm's chat in the terminal, with a drafter.
 
-Keeps the caches of target and drafter, and the counts, over the turns. Flags, loading and
-sampling are those of ``cli.py``; what it looks like is mlx-lm's.
+The caches of target and drafter, and the counts, are kept over the turns. Flags, loading and
+sampling are those of ``flags.py``; the look is mlx-lm's.
 """
 
 import argparse
@@ -11,13 +11,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.chat import setup_arg_parser
 from mlx_lm.cli_ui import ChatUI, make_console, print_header_panel
-from mlx_lm.generate import GenerationResponse
+from mlx_lm.generate import GenerationResponse as MlxGenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..decoding.limits import AUTO
 from ..decoding.stats import Stats
 from ..drafters.base import Drafter
-from ..generate import stream_generate
+from ..generate import GenerationResponse, stream_generate
 from ..system.command import run_command
 from ..system.progress import prompt_bar
 from .flags import (
@@ -28,6 +29,8 @@ from .flags import (
     draft_options,
     load_pair,
 )
+from .interrupts import Interrupt
+from .opening import apply_template
 
 DEMO = "SmolLM2-135M-Instruct (demo)"
 
@@ -38,7 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.prog = "mlx_eagle.chat"
     parser.description = "Chat with a target model and an EAGLE-3 draft head."
     parser.add_argument("--draft-model", type=str)
-    parser.add_argument("--num-draft-tokens", type=int, default=3)
+    parser.add_argument("--num-draft-tokens", default=AUTO)
     add_draft_flags(parser)
     add_draft_cache_flag(parser)
     # What mlx_lm.generate has a flag for, and mlx_lm.chat has not.
@@ -49,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 class Conversation:
-    """What outlives a turn: the caches, the drafter's behind the target's, and the counts."""
+    """The state kept over turns: caches, the drafter's behind the target's, and counts."""
 
     def __init__(
         self,
@@ -64,6 +67,7 @@ class Conversation:
         self.drafter = drafter
         self.stats = Stats()
         self.num_answers = 0
+        self.interrupt = Interrupt()
         self.forget()
 
     def forget(self) -> None:
@@ -72,15 +76,19 @@ class Conversation:
         if self.drafter is not None:
             self.cache += self.drafter.make_cache()
 
-    def answer(self, question: str) -> Iterator[GenerationResponse]:
-        """Answer piece by piece; what was said before is in the caches."""
+    def answer(self, question: str) -> Iterator[MlxGenerationResponse]:
+        """Answer piece by piece; what was said before is in the caches.
+
+        Ctrl-C ends the answer after the token that is being computed: the caches then hold the
+        question and the tokens that were given.
+        """
         messages = [{"role": "user", "content": question}]
         if self.args.system_prompt is not None:
             messages.insert(0, {"role": "system", "content": self.args.system_prompt})
         responses = stream_generate(
             self.model,
             self.tokenizer,
-            self.tokenizer.apply_chat_template(messages, add_generation_prompt=True),
+            apply_template(self.tokenizer, messages, add_generation_prompt=True),
             max_tokens=self.args.max_tokens,
             # Every answer draws its own noise, from the global state that --seed fixed.
             sampler=build_sampler(self.args, self.tokenizer, seed=None),
@@ -89,14 +97,18 @@ class Conversation:
             prompt_progress_callback=prompt_bar(self.args.prefill_step_size),
             **draft_options(self.args, self.drafter),
         )
-        for response in responses:
-            yield response
+        with self.interrupt.listening():
+            for response in responses:
+                yield response
+                if self.interrupt.is_wanted:
+                    break
+            responses.close()
         self.num_answers += 1
-        if self.drafter is not None:
+        if isinstance(response, GenerationResponse):
             self.stats += response.stats
 
     def stats_lines(self) -> list[str]:
-        """Tau and the counts of all answers so far."""
+        """Mean acceptance length (tau) and the counts of all answers so far."""
         return [f"Answers: {self.num_answers}", *self.stats.lines()]
 
 
@@ -119,15 +131,20 @@ class UI(ChatUI):
 
     def say_help(self) -> None:
         super().say_help()
-        stats = "[ui.strong]/stats[/ui.strong] [ui.muted]tau and counts of all answers[/ui.muted]"
-        make_console().print(f"{'':14}{stats}")
+        make_console().print(
+            f"{'':14}[ui.strong]/stats[/ui.strong] [ui.muted]mean acceptance length (tau) and "
+            "counts of all answers[/ui.muted]\n"
+            f"{'':14}[ui.strong]Ctrl-C[/ui.strong] [ui.muted]ends the answer; at the prompt, "
+            "exits[/ui.muted]"
+        )
 
     def say_lines(self, lines: list[str]) -> None:
+        """Print lines of our own, set in as mlx-lm's are."""
         print("\n".join(f"  {line}" for line in lines))
 
 
 def converse(ui: UI, conversation: Conversation) -> None:
-    """Read questions and answer them until the user leaves."""
+    """Read questions and answer them until the user exits."""
     while True:
         try:
             question = ui.prompt()
@@ -144,9 +161,16 @@ def converse(ui: UI, conversation: Conversation) -> None:
         elif question == "/stats":
             ui.say_lines(conversation.stats_lines())
         else:
-            for response in conversation.answer(question):
-                ui.stream_token(response.text)
-            ui.end_turn(response)
+            answer(ui, conversation, question)
+
+
+def answer(ui: UI, conversation: Conversation, question: str) -> None:
+    """Print the answer to a question as it comes; Ctrl-C ends it."""
+    for response in conversation.answer(question):
+        ui.stream_token(response.text)
+    ui.end_turn(response)
+    if conversation.interrupt.is_wanted:
+        ui.say_lines(["Stopped. Press Ctrl-C again, or q, to exit."])
 
 
 def run(args: argparse.Namespace) -> None:

@@ -1,22 +1,51 @@
-"""What the commands have in common: the flags about drafting, and what they come to."""
+"""What the commands have in common: the flags about drafting, checked and turned into objects."""
 
 import argparse
 import sys
 from typing import Any
 
-from mlx_lm.sample_utils import make_sampler
-from mlx_lm.utils import load
+import mlx.nn as nn
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoding.accept import RULES, Sampler, check_rule_for_sampling, check_rule_for_trees
 from ..decoding.limits import AUTO
-from ..decoding.sampling import Sampling
+from ..decoding.samplers import SamplingOptions, sampler_for
 from ..demo.pair import load_demo
 from ..draft_models import open_drafter
+from ..drafters.base import Drafter
 from ..drafters.eagle3 import Eagle3Drafter
 from ..drafters.pairs import pair_for
 from ..drafters.tree import Tree, parse_tree
+from ..system.device import print_blas_note
 from ..system.progress import Bar
+from ..system.values import (
+    GROUP_SIZES,
+    LARGEST,
+    LARGEST_SEED,
+    QUANTIZED_BITS,
+    Range,
+    check_choice,
+    check_ranges,
+    use_plain_types,
+)
 from ..system.version import add_version_flag
+from .opening import open_target
+
+SHARE = "a number from 0 to 1"
+RANGES = (
+    Range("temp", 0, 1e6, "0 (greedy) or more"),
+    Range("top_p", 0, 1, SHARE),
+    Range("min_p", 0, 1, SHARE),
+    Range("top_k", 0, LARGEST, "0 (no limit) or more"),
+    Range("min_tokens_to_keep", 1, LARGEST, "1 or more"),
+    Range("xtc_probability", 0, 1, SHARE),
+    Range("xtc_threshold", 0, 0.5, "a number from 0 to 0.5"),
+    Range("seed", 0, LARGEST_SEED, "a whole number from 0 to 2**64 - 1"),
+    Range("prefill_step_size", 1, LARGEST, "1 or more"),
+    # A rotating cache never drops its first four tokens: it needs room for one more.
+    Range("max_kv_size", 5, LARGEST, "5 or more"),
+    Range("quantized_kv_start", 0, LARGEST, "0 or more"),
+)
 
 
 def add_draft_flags(parser: argparse.ArgumentParser) -> None:
@@ -34,8 +63,8 @@ def add_draft_flags(parser: argparse.ArgumentParser) -> None:
         elif action.dest == "num_draft_tokens":
             action.type, action.metavar, action.default = draft_length, "K", AUTO
             action.help = (
-                "Tokens to draft a round; 0 is plain decoding; auto, the default, drafts what "
-                "pays, and decodes plainly where nothing does."
+                "Draft tokens per step. 0 turns drafting off; auto (default) picks the length per "
+                "step and turns drafting off where it does not help."
             )
     parser.add_argument(
         "--quantize-draft",
@@ -46,45 +75,50 @@ def add_draft_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tree",
         metavar="SHAPE",
-        help="Draft trees instead of chains. WIDTHxDEPTH:NODES, such as 4x5:16, keeps what is "
-        "likeliest (EAGLE-2). Static: eagle1, the tree of EAGLE-1; root2:5, two chains of 5; "
-        "or the number of children of each node, level by level, such as 3/2+1. auto: chains, "
-        "trees or plain decoding, what pays.",
+        help="Draft a tree instead of a chain. WIDTHxDEPTH:NODES (for example 4x5:16) is an "
+        "EAGLE-2 tree.",
     )
     parser.add_argument(
         "--acceptance",
         choices=RULES,
-        help="match: any sampler; coupled: same seed, same text as without a draft (the "
-        "default with --temp); reject: rejection sampling.",
+        help="match: works with any sampler. coupled (default with --temp): the same seed gives "
+        "the same text with or without drafting. reject: standard rejection sampling.",
     )
+    use_plain_types(parser)
 
 
 def add_draft_cache_flag(parser: argparse.ArgumentParser) -> None:
+    """``--draft-cache``, which a server does not have."""
     parser.add_argument(
         "--draft-cache",
         choices=("exact", "lagging"),
         default="exact",
-        help="lagging: absorb only the newest token of a round, as the first MLX prototype did.",
+        help="Advanced: cheaper draft-cache update, lower acceptance.",
     )
 
 
 def draft_length(text: str) -> int | str:
     """The value of ``--num-draft-tokens``: a number or "auto"."""
-    return text if text == AUTO else int(text)
+    if text == AUTO:
+        return AUTO
+    try:
+        return int(text)
+    except ValueError as err:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor {AUTO}") from err
 
 
 def check_draft_flags(args: argparse.Namespace) -> None:
     """Raise ValueError for a draft length, a tree or a temperature that make no sense."""
-    if args.num_draft_tokens != AUTO and args.num_draft_tokens < 0:
+    length = args.num_draft_tokens
+    if length != AUTO and not 0 <= length <= LARGEST:
         raise ValueError(
-            f"--num-draft-tokens is {args.num_draft_tokens}: give 0 (plain decoding) or more, or "
-            "auto."
+            f"--num-draft-tokens is {length}: give 0 (plain decoding) or more, or auto."
         )
     if args.tree is not None:
         read_tree(args.tree)
         check_rule_for_trees(args.acceptance)
-    if args.temp < 0:
-        raise ValueError(f"--temp is {args.temp}: give 0 (greedy) or more.")
+    check_choice("quantize_draft", args.quantize_draft, QUANTIZED_BITS)
+    check_ranges(args, RANGES)
 
 
 def read_tree(text: str) -> Tree | str:
@@ -96,12 +130,10 @@ def check_arguments(args: argparse.Namespace) -> None:
     """Raise ValueError for values that make no sense, before anything is loaded."""
     check_draft_flags(args)
     check_rule_for_sampling(args.acceptance, args.temp, args.xtc_probability)
-    if args.max_tokens == 0 or args.max_tokens < -1:
+    if args.max_tokens == 0 or not -1 <= args.max_tokens <= LARGEST:
         raise ValueError(
             f"--max-tokens is {args.max_tokens}: give a positive number, or -1 for no limit."
         )
-    if args.prefill_step_size < 1:
-        raise ValueError(f"--prefill-step-size is {args.prefill_step_size}: give 1 or more.")
     if args.model is not None and args.draft_model is None and args.num_draft_tokens != 0:
         raise ValueError(
             "--model needs --draft-model: name a converted head for it, 'auto' for a known one, "
@@ -109,8 +141,20 @@ def check_arguments(args: argparse.Namespace) -> None:
         )
 
 
-def load_pair(args: argparse.Namespace, tokenizer_config: dict[str, Any]) -> tuple:
-    """(model, tokenizer, drafter) as the flags name them; the demo pair without --model."""
+def check_cache_flags(args: argparse.Namespace) -> None:
+    """Raise ValueError for bits and groups in which mlx quantizes no cache."""
+    check_choice("kv_bits", args.kv_bits, QUANTIZED_BITS)
+    check_choice("kv_group_size", args.kv_group_size, GROUP_SIZES)
+
+
+def load_pair(
+    args: argparse.Namespace, tokenizer_config: dict[str, Any]
+) -> tuple[nn.Module, TokenizerWrapper, Drafter | None]:
+    """(model, tokenizer, drafter) as the flags name them; the demo pair without --model.
+
+    Says on standard error where this machine cannot gain from drafting.
+    """
+    print_blas_note()
     name, is_demo = args.draft_model, args.model is None
     if name == AUTO:
         name = None if is_demo else known_head(args.model)
@@ -137,44 +181,41 @@ def known_head(model: str) -> str:
     return pair.head
 
 
-def load_target(args: argparse.Namespace, tokenizer_config: dict[str, Any]) -> tuple:
-    """The target and its tokenizer, through mlx-lm's own loader."""
-    return load(
+def load_target(
+    args: argparse.Namespace, tokenizer_config: dict[str, Any]
+) -> tuple[nn.Module, TokenizerWrapper]:
+    """The target that the flags name, and its tokenizer."""
+    return open_target(
         args.model,
+        tokenizer_config,
         adapter_path=args.adapter_path,
-        tokenizer_config=tokenizer_config,
         model_config={"quantize_activations": args.quantize_activations},
         trust_remote_code=args.trust_remote_code,
     )
 
 
-def build_sampler(args: argparse.Namespace, tokenizer, seed: int | None) -> Sampler | None:
+def build_sampler(
+    args: argparse.Namespace, tokenizer: TokenizerWrapper, seed: int | None
+) -> Sampler | None:
     """The sampler of the flags: None for greedy, ours where it can be coupled, else mlx-lm's.
 
     ``seed`` is that of ours; None takes one from mlx's global random state.
     """
-    if args.temp == 0:
-        return None
-    options = {
-        "temp": args.temp,
-        "top_p": args.top_p,
-        "min_p": args.min_p,
-        "min_tokens_to_keep": args.min_tokens_to_keep,
-        "top_k": args.top_k,
-    }
-    if args.acceptance != "match" and args.xtc_probability == 0:
-        return Sampling(**options, seed=seed)
-    special_tokens = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
-    return make_sampler(
-        **options,
+    options = SamplingOptions(
+        temp=args.temp,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        top_k=args.top_k,
         xtc_probability=args.xtc_probability,
         xtc_threshold=args.xtc_threshold,
-        xtc_special_tokens=special_tokens,
+        min_tokens_to_keep=args.min_tokens_to_keep,
+        acceptance=args.acceptance,
     )
+    return sampler_for(options, tokenizer, seed)
 
 
-def draft_options(args: argparse.Namespace, drafter) -> dict[str, Any]:
-    """What the flags say about drafting, for ``stream_generate``; mlx-lm knows none of it."""
+def draft_options(args: argparse.Namespace, drafter: Drafter | None) -> dict[str, Any]:
+    """The flags about drafting as options of ``stream_generate``; none without a drafter."""
     if drafter is None:
         return {}
     return {
@@ -182,5 +223,5 @@ def draft_options(args: argparse.Namespace, drafter) -> dict[str, Any]:
         "num_draft_tokens": args.num_draft_tokens,
         "acceptance": args.acceptance,
         "tree": None if args.tree is None else read_tree(args.tree),
-        "calibration_progress_callback": Bar("Measuring what rounds cost", "group"),
+        "calibration_progress_callback": Bar("Measuring the cost of rounds", "group"),
     }

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.generate import setup_arg_parser
-from mlx_lm.models.cache import QuantizedKVCache, load_prompt_cache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoding.stats import Stats
 from ..draft_models import head_lines
+from ..drafters.base import Drafter
 from ..drafters.pairs import pair_lines
 from ..generate import footer, stream_generate
 from ..system.command import run_command
@@ -21,10 +24,13 @@ from .flags import (
     add_draft_flags,
     build_sampler,
     check_arguments,
+    check_cache_flags,
     draft_options,
     load_pair,
 )
 from .memory import memory_line, memory_lines, memory_report
+from .opening import apply_template
+from .prompt_caches import check_bits, fit_prompt_cache, read_prompt_cache
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -42,17 +48,19 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--stats-json",
         metavar="FILE",
-        help="Write the counts as one JSON document ('-': standard output, last line).",
+        help="Write the counts as one JSON document to this file; '-' prints it as the last line.",
     )
     parser.add_argument(
         "--list",
         action="store_true",
-        help="List the heads converted so far and known public pairs, and leave.",
+        help="List converted heads and known pairs, and exit.",
     )
     return parser
 
 
-def read_prompt(args: argparse.Namespace, tokenizer, has_cache: bool) -> list[int]:
+def read_prompt(
+    args: argparse.Namespace, tokenizer: TokenizerWrapper, has_cache: bool
+) -> list[int]:
     """The prompt's tokens: standard input or flag, through the chat template."""
     text = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
     text = sys.stdin.read() if text == "-" else text
@@ -64,10 +72,11 @@ def read_prompt(args: argparse.Namespace, tokenizer, has_cache: bool) -> list[in
     prefilled = args.prefill_response is not None
     if prefilled:
         messages.append({"role": "assistant", "content": args.prefill_response})
-    options = json.loads(args.chat_template_config) if args.chat_template_config else {}
+    options = read_template_options(args.chat_template_config)
 
     def render() -> str:
-        return tokenizer.apply_chat_template(
+        return apply_template(
+            tokenizer,
             messages,
             tokenize=False,
             continue_final_message=prefilled,
@@ -83,28 +92,60 @@ def read_prompt(args: argparse.Namespace, tokenizer, has_cache: bool) -> list[in
     return tokenizer.encode(prompt, add_special_tokens=False)
 
 
-def read_cache(args: argparse.Namespace) -> tuple[list | None, dict[str, str]]:
-    """The prompt cache of --prompt-cache-file and its metadata; None without the flag."""
+def read_template_options(text: str | None) -> dict[str, Any]:
+    """The value of --chat-template-config; ValueError where it is no JSON object."""
+    try:
+        options = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        options = None
+    if not isinstance(options, dict):
+        raise ValueError(
+            f"--chat-template-config is {text}: give a JSON object, such as "
+            "'{\"enable_thinking\": false}'."
+        )
+    return options
+
+
+def read_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict[str, str]]:
+    """The prompt cache of --prompt-cache-file and its metadata; None without the flag.
+
+    ``args.model`` is the model it was made with from then on.
+    """
     if args.prompt_cache_file is None:
         return None, {}
-    if not Path(args.prompt_cache_file).is_file():
-        raise ValueError(f"--prompt-cache-file {args.prompt_cache_file} does not exist.")
-    cache, metadata = load_prompt_cache(args.prompt_cache_file, return_metadata=True)
+    cache, metadata = read_prompt_cache(args.prompt_cache_file)
     if args.model not in (None, metadata["model"]):
         raise ValueError(
             f"the prompt cache was made with {metadata['model']}, not with {args.model}: "
             "give the same --model."
         )
     args.model = metadata["model"]
-    quantized = isinstance(cache[0], QuantizedKVCache)
-    if quantized and args.kv_bits not in (None, cache[0].bits):
-        raise ValueError(
-            f"--kv-bits is {args.kv_bits}, but the prompt cache has {cache[0].bits} bits."
+    if args.draft_model is None and args.num_draft_tokens != 0:
+        print(
+            "Note: decoding without a drafter, because the prompt cache was made with "
+            f"{args.model} and --draft-model names none for it.",
+            file=sys.stderr,
         )
+    check_bits(cache, args.kv_bits)
     return cache, metadata
 
 
+def check_destination(path: Path) -> None:
+    """Raise ValueError where ``path`` cannot be written; it is left as it was."""
+    was_there = path.exists()
+    try:
+        path.open("a").close()
+    except OSError as err:
+        raise ValueError(
+            f"--stats-json {path} cannot be written ({err.strerror}): name a file in a folder "
+            "that you may write to, or '-'."
+        ) from err
+    if not was_there:
+        path.unlink()
+
+
 def write_stats(destination: str, document: dict[str, Any]) -> None:
+    """Write the counts to a file, or print them where it is "-"."""
     line = json.dumps(document)
     if destination == "-":
         print(line)
@@ -118,6 +159,10 @@ def run(args: argparse.Namespace) -> None:
         print("\n".join([*head_lines(), "", *pair_lines()]))
         return
     check_arguments(args)
+    check_cache_flags(args)
+    read_template_options(args.chat_template_config)
+    if args.stats_json not in (None, "-"):
+        check_destination(Path(args.stats_json))
     if args.image:
         raise ValueError("--image cannot be used here: a drafter needs tokens, not embeddings.")
     if args.seed is not None:
@@ -130,13 +175,21 @@ def run(args: argparse.Namespace) -> None:
         tokenizer.add_eos_token(token)
     prompt = read_prompt(args, tokenizer, has_cache=cache is not None)
     if cache is None:
-        cache = make_prompt_cache(model, args.max_kv_size)
-    if drafter is not None and len(cache) == len(make_prompt_cache(model)):
-        cache += drafter.make_cache()
+        fresh = [] if drafter is None else drafter.make_cache()
+        cache = make_prompt_cache(model, args.max_kv_size) + fresh
+    else:
+        cache = fit_prompt_cache(args.prompt_cache_file, cache, model, drafter)
     generate_and_report(args, model, tokenizer, drafter, prompt, cache)
 
 
-def generate_and_report(args, model, tokenizer, drafter, prompt: list[int], cache: list) -> None:
+def generate_and_report(
+    args: argparse.Namespace,
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    drafter: Drafter | None,
+    prompt: list[int],
+    cache: list[Any],
+) -> None:
     """Stream the text, then print the footer and write the counts."""
     responses = stream_generate(
         model,

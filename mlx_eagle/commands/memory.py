@@ -1,4 +1,4 @@
-"""Bytes of weights and caches, and the peak. Knows sizes, not meanings."""
+"""Bytes of weights and caches, and the peak: the memory report of the commands."""
 
 import mlx.core as mx
 import mlx.nn as nn

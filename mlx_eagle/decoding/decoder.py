@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from ..drafters.base import Draft, Drafter, Pick, empty_draft
-from ..target.rollback import RULES, CacheQuantization, Checkpoint
-from ..target.taps import LayerCall, Target
+from ..target.rollback import CacheQuantization, Checkpoint
+from ..target.taps import Target
 from .accept import LogitsProcessor, Rule, process_logits
 from .controller import DraftShape
 from .round import OpenRound, Round, Rows, StopPoint, stop_point
@@ -119,16 +119,16 @@ class Decoder:
         with self._undone_on_failure(draft_checkpoint), mx.stream(self.stream):
             opened = self.open_round(shape, draft_checkpoint)
             if opened.shape.size > 0:
-                # The device drafts while the host builds the target's pass, the greater graph.
+                # The device drafts while the host builds the target's pass, the larger graph.
                 mx.async_eval(opened.draft.tokens)
             tree_mask = opened.draft.tree_mask()
             tokens = mx.concatenate([self.root, opened.draft.tokens])
         # The checkpoint is not named in there: it would keep itself and all caches alive.
         target_checkpoint = Checkpoint(
-            self.cache, lambda num_rows: self._rerun(tokens[:num_rows], calls)
+            self.cache, lambda num_rows: self._rerun(tokens[:num_rows]), tokens.shape[0]
         )
         with self._undone_on_failure(target_checkpoint, draft_checkpoint), mx.stream(self.stream):
-            logits, features, calls = self._verify(tokens, tree_mask, target_checkpoint)
+            logits, features = self._verify(tokens, tree_mask, target_checkpoint)
             launched = self.close_round(opened, tree_mask, logits, features, target_checkpoint)
             mx.async_eval(launched.verification.packed)
             if absorb or shape.size > 0:
@@ -262,32 +262,19 @@ class Decoder:
 
     def _verify(
         self, tokens: mx.array, tree_mask: mx.array | None, checkpoint: Checkpoint
-    ) -> tuple[mx.array, mx.array | None, list[LayerCall]]:
-        """Logits, features, and the calls that ``_rerun`` needs where the rows are cut."""
+    ) -> tuple[mx.array, mx.array | None]:
+        """Logits and features; the checkpoint gets the layer calls where it may need them."""
         if tree_mask is not None:
-            return *self.target(tokens, self.cache, tree_mask), []
-        recurrent = checkpoint.recurrent
-        if not recurrent or tokens.shape[0] == 1:
-            return *self._run(tokens), []
+            return self.target(tokens, self.cache, tree_mask)
+        if not checkpoint.recurrent or tokens.shape[0] == 1:
+            return self._run(tokens)
         with self.target.as_alone(self.cache, tokens.shape[0]):
             logits, features, calls = self.target.record(tokens, self.cache)
-        calls = [call for call in calls if any(call.uses(cache) for cache in recurrent)]
-        # A model may use such a cache outside its layers, or pass layers something that grows;
-        # then all of it has to run again.
-        repeatable = all(call.is_repeatable(tuple(RULES)) for call in calls)
-        checkpoint.reruns_layers = repeatable and len(calls) == len(recurrent)
-        return logits, features, calls if checkpoint.reruns_layers else []
+        checkpoint.keep_calls(calls)
+        return logits, features
 
-    def _rerun(self, tokens: mx.array, calls: list[LayerCall]) -> None:
-        """Bring recurrent states forward over the kept rows, tokens (m,).
-
-        By ``calls``, those of the layers that have such states; without any, by a whole pass.
-        """
-        if calls:
-            with self.target.as_alone(self.cache, tokens.shape[0]):
-                for call in calls:
-                    call.repeat(tokens.shape[0])
-            return
+    def _rerun(self, tokens: mx.array) -> None:
+        """Bring every cache forward over the kept rows, tokens (m,), by a whole pass."""
         self.num_reruns += 1
         self._run(tokens)
 

@@ -11,6 +11,7 @@ from mlx_lm.generate import GenerationResponse
 from ..generate import stream_generate
 from ..system.command import run_command
 from ..system.device import print_blas_note
+from ..system.values import use_plain_types
 from .pair import load_demo
 
 # The kind of prompt the small demo head was trained on; code and open chat gain less.
@@ -22,14 +23,14 @@ WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True)
-class Run:
+class Completion:
     """One generation: its token ids, the stop token included, and its last response."""
 
     tokens: list[int]
     last: GenerationResponse
 
     @classmethod
-    def of(cls, responses: Iterator[GenerationResponse], echo: bool = False) -> "Run":
+    def of(cls, responses: Iterator[GenerationResponse], echo: bool = False) -> "Completion":
         """Use up ``responses``; ``echo`` prints the text as it comes."""
         tokens = []
         for response in responses:
@@ -42,7 +43,7 @@ class Run:
 
 
 def first_difference(left: list[int], right: list[int]) -> int | None:
-    """Index of the first token in which two texts differ; None where they are identical.
+    """Index of the first token in which two outputs differ; None where they are identical.
 
     [5, 6, 7], [5, 9, 7] -> 1; [5, 6], [5, 6, 7] -> 2
     """
@@ -52,8 +53,8 @@ def first_difference(left: list[int], right: list[int]) -> int | None:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
 
-def report(plain: Run, speculative: Run) -> list[str]:
-    """The comparison in lines: speed of both, tau, acceptance, and whether the texts agree."""
+def report(plain: Completion, speculative: Completion) -> list[str]:
+    """The comparison in lines: speeds, mean acceptance length (tau), acceptance, identity."""
     stats = speculative.last.stats
     plain_tps, tps = plain.last.generation_tps, speculative.last.generation_tps
     by_position = " ".join(f"{a:.2f}" for a in stats.acceptance_by_position)
@@ -64,8 +65,8 @@ def report(plain: Run, speculative: Run) -> list[str]:
     return [
         f"Plain:       {plain_tps:.1f} tokens/s (mlx_lm.stream_generate)",
         f"Speculative: {tps:.1f} tokens/s, {tps / plain_tps:.2f}x",
-        f"Tau:         {stats.tau:.2f} tokens per target forward, over "
-        f"{stats.num_target_forwards} forwards",
+        f"Mean acceptance length (tau): {stats.mean_acceptance_length:.2f} tokens per target "
+        f"forward, over {stats.num_target_forwards} forwards",
         f"Acceptance:  {stats.acceptance_rate:.2f} of what was drafted; "
         f"by position: {by_position or '-'}",
         f"Token-identical: {identical}",
@@ -75,7 +76,9 @@ def report(plain: Run, speculative: Run) -> list[str]:
 def run(prompt: str, max_tokens: int, num_draft_tokens: int) -> None:
     """Generate once with the head and once without, and print how they compare."""
     if max_tokens < 2:
-        raise ValueError(f"--max-tokens is {max_tokens}: give 2 or more, there is nothing to time.")
+        raise ValueError(
+            f"--max-tokens is {max_tokens}: give 2 or more, there is nothing to time."
+        )
     if num_draft_tokens < 1:
         raise ValueError(f"--num-draft-tokens is {num_draft_tokens}: give 1 or more.")
     print("Loading SmolLM2-135M-Instruct and its EAGLE-3 head.", file=sys.stderr)
@@ -93,11 +96,11 @@ def run(prompt: str, max_tokens: int, num_draft_tokens: int) -> None:
         return stream_generate(model, tokenizer, tokens, max_tokens=limit, **options)
 
     for warm_up in (plain, speculative):
-        Run.of(warm_up(WARM_UP_TOKENS))
+        Completion.of(warm_up(WARM_UP_TOKENS))
     print(f"Prompt: {prompt}\n")
-    drafted = Run.of(speculative(max_tokens), echo=True)
+    drafted = Completion.of(speculative(max_tokens), echo=True)
     print()
-    print("\n".join(report(Run.of(plain(max_tokens)), drafted)))
+    print("\n".join(report(Completion.of(plain(max_tokens)), drafted)))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -105,12 +108,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="mlx_eagle.demo", description="Plain against speculative decoding, on the demo pair."
     )
-    parser.add_argument("--prompt", "-p", default=PROMPT, help="what to ask (default: %(default)s)")
     parser.add_argument(
-        "--max-tokens", "-m", type=int, default=200, help="most tokens to answer (%(default)s)"
+        "--prompt", "-p", default=PROMPT, help="what to ask (default: %(default)s)"
     )
     parser.add_argument(
-        "--num-draft-tokens", type=int, default=3, help="tokens to draft a round (%(default)s)"
+        "--max-tokens",
+        "-m",
+        type=int,
+        default=200,
+        help="maximum tokens of the answer (%(default)s)",
     )
+    parser.add_argument(
+        "--num-draft-tokens", type=int, default=3, help="draft tokens per step (%(default)s)"
+    )
+    use_plain_types(parser)
     args = parser.parse_args(argv)
     run_command(lambda: run(args.prompt or PROMPT, args.max_tokens, args.num_draft_tokens))

@@ -1,11 +1,11 @@
 """The demo pair: the target that ``target.py`` fetches, with the head in ``head/``."""
 
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model
 
 from ..drafters.eagle3 import Eagle3Drafter
@@ -20,13 +20,18 @@ def load_demo(
     *,
     quantized: bool | None = None,
     quantize_bits: int | None = None,
-) -> tuple[nn.Module, TokenizerWrapper, Eagle3Drafter]:
+) -> tuple[nn.Module, Any, Eagle3Drafter]:
     """The demo pair: (model, tokenizer, drafter); the target is fetched the first time.
 
     Without arguments the target stays 4-bit on a GPU, in float16, and is dequantized to
     float32 on a CPU, where other types are slow; the head, which is shipped in 4 bits, follows
     it. A ``dtype`` alone means dense weights of that type; ``quantized`` keeps them packed, or
-    not, whatever the device. ``quantize_bits`` quantizes the head while loading it. Raises ValueError where the target cannot be had.
+    not, whatever the device. ``quantize_bits`` quantizes the head while loading it.
+
+    The tokenizer is mlx-lm's ``TokenizerWrapper``, whose methods have no types: as Any, strict
+    type checkers let them be called.
+
+    Raises ValueError where the target cannot be fetched.
     """
     on_gpu = mx.default_device() == mx.gpu
     if quantized is None:

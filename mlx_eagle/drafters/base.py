@@ -1,6 +1,6 @@
 """What the loop asks of a drafter: the interface, with its invariants.
 
-The loop knows this file and no method: EAGLE, a small model or prompt lookup all fit.
+EAGLE heads, a small model and prompt lookup all fit, and the loop treats them alike.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ class Draft:
     """Proposed tokens (k,) int32 in the target's vocabulary; k may be 0.
 
     ``parents`` (k,) makes them a tree, whose deepest token is ``depth`` levels below the root:
-    ``parents[i]`` is the window row that token i continues. None: a chain.
+    ``parents[i]`` is the row of the verify pass that token i continues. None: a chain.
     """
 
     tokens: mx.array
@@ -38,7 +38,10 @@ class Draft:
         return len(self) if self.parents is None else self.depth
 
     def tree_mask(self) -> mx.array | None:
-        """The ancestors of a tree's window rows (see ``tree.ancestors``); None for a chain."""
+        """Which rows of the verify pass each one sees, itself included; None for a chain.
+
+        See ``tree_rows.ancestors``.
+        """
         return None if self.parents is None else ancestors(self.parents, self.depth)
 
 
@@ -78,13 +81,13 @@ class Drafter(Protocol):
     """Which activations ``extend`` wants; () for none."""
 
     cache: list
-    """mlx-lm caches, one slot a pair, so that the loop can cut surplus rows as the target's."""
+    """mlx-lm caches, one slot per pair, so that the loop can cut surplus rows as the target's."""
 
     num_forwards: int
     """Forward passes of the draft model since ``begin`` (prefill included)."""
 
     def begin(self, cache: list | None = None) -> "Drafter":
-        """A drafter for one text, with this one's weights and ``cache`` (None: fresh ones)."""
+        """A drafter for one request, with this one's weights and ``cache`` (None: fresh ones)."""
 
     def make_cache(self) -> list:
         """Fresh caches, as mlx-lm's ``make_prompt_cache`` asks a model for them."""

@@ -1,37 +1,33 @@
 """Chain and tree drafts from an EAGLE-3 head (Li et al. 2025, arXiv:2503.01840).
 
-Knows how the head is fed (which state, which token, which position); knows neither the
-target nor what becomes of a draft.
+How the head is fed: which state, which token, which position.
 """
 
 import warnings
 from collections.abc import Callable
-from copy import copy
 
 import mlx.core as mx
-import mlx.nn as nn
-from mlx_lm.models.cache import KVCache
 
-from .base import Draft, NoModel, Pick, check_width
+from ..target.ropes import evaluate_ropes
+from ..target.tree_rows import each_itself
+from .base import Draft, Pick
+from .fed import FedDrafter
 from .head import Eagle3Head
-from .held import held, hold
 from .tree import Tree
 
 
-class Eagle3Drafter(NoModel):
+class Eagle3Drafter(FedDrafter):
     """A ``Drafter`` around an EAGLE-3 head.
 
-    Slot t of the head's cache is (embedding of the token at t + 1, features of position t).
-    Slots fed from true features stay; those that ``propose`` adds, fed with the head's own
-    output, are dropped before it returns (arXiv:2503.01840, section 3.2).
-
-    ``cache`` is one KVCache a layer, and one more that holds no keys: between requests it
-    carries the features of the last position (see ``held``).
+    Slots of its cache that were fed true features stay; those that ``propose`` adds, fed the
+    head's own output, are dropped before it returns (arXiv:2503.01840, section 3.2).
 
     ``draft_cache`` "exact" absorbs every accepted token with its true features. "lagging", the
     mode of the first MLX prototype, absorbs only the newest pair of a round, at its true
     position, into a cache that falls behind: a shorter accept pass for fewer accepted tokens.
     The text is the target's own either way.
+
+    Once made, it may be used in any thread, and ``begin`` it in several at the same time.
     """
 
     def __init__(
@@ -46,53 +42,39 @@ class Eagle3Drafter(NoModel):
         if draft_cache not in ("exact", "lagging"):
             raise ValueError(f"draft_cache is {draft_cache!r}: give 'exact' or 'lagging'.")
         self.lagging = draft_cache == "lagging"
-        self.head = head
-        self.taps = taps
-        self.num_forwards = 0
         self._embed = embed
         self._to_target = to_target
-        self._seed: mx.array | None = None
-        self._warned = False
-        self._num_pairs = 0  # absorbed so far, where the cache lags behind
-        self._last: mx.array | None = None
-        self.cache = self.make_cache()
+        super().__init__(head, taps, len(head.layers))
+        # Arrays that are no parameters: nobody else computes them before another thread asks.
+        evaluate_ropes(head)
+        mx.eval(to_target)
 
     def with_draft_cache(self, draft_cache: str) -> "Eagle3Drafter":
-        """The same weights with the other way of absorbing a round: "exact" or "lagging"."""
+        """The same weights with another way of absorbing: ``draft_cache`` "exact" or "lagging"."""
         return Eagle3Drafter(self.head, self._embed, self.taps, self._to_target, draft_cache)
 
-    def begin(self, cache: list | None = None) -> "Eagle3Drafter":
-        """See ``Drafter.begin``."""
-        drafter = copy(self)
-        drafter.cache = self.make_cache() if cache is None else cache
-        drafter.num_forwards = 0
-        drafter._seed = None
-        drafter._warned = False
-        drafter._num_pairs = drafter.cache[0].offset
-        drafter._last = None
-        return drafter
+    @property
+    def width(self) -> int:
+        """See ``FedDrafter.width``: the taps side by side."""
+        return self.head.config.num_aux * self.head.config.target_hidden_size
 
-    def make_cache(self) -> list[KVCache]:
-        return [KVCache() for _ in range(len(self.head.layers) + 1)]
+    @property
+    def dtype(self) -> mx.Dtype:
+        """See ``FedDrafter.dtype``."""
+        return self.head.dtype
 
-    def extend(
-        self, tokens: mx.array, features: mx.array | None, last: mx.array | None = None
-    ) -> None:
-        """See ``Drafter.extend``; tokens (m,), features (m, F)."""
-        width = self.head.config.num_aux * self.head.config.target_hidden_size
-        if features is None:
-            features = held(self.cache[-1])
-        if features is None:
-            if self.cache[0].offset == 0:
-                return  # the first token of a text, or of a cache that has no head part
-            # One slot with an empty state is cheaper than a position that no slot stands for.
-            features = mx.zeros((1, width), self.head.dtype)
-        check_width(features, width)
+    def _start(self, cache: list) -> None:
+        super()._start(cache)
+        self._warned = False
+        self._num_pairs = cache[0].offset  # absorbed so far, where the cache lags behind
+        self._last: mx.array | None = None
+
+    def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
+        """See ``FedDrafter._absorb``; the state is (1, h)."""
         if self.lagging:
-            self._extend_lagging(tokens, features, last)
-            return
+            return self._absorb_lagging(tokens, features, last)
         states = self._forward(tokens, self.head.fuse(features))
-        self._seed = states[-1:] if last is None else states[last.reshape(1)]
+        return states[-1:] if last is None else states[last.reshape(1)]
 
     def propose(self, size: int, pick: Pick) -> Draft:
         """A chain of ``size`` tokens: one head forward for each but the first."""
@@ -106,14 +88,11 @@ class Eagle3Drafter(NoModel):
             layer.trim(size - 1)
         return Draft(mx.concatenate(tokens))
 
-    def modules(self) -> list[nn.Module]:
-        return [self.head]
-
     def propose_tree(self, shape: Tree) -> Draft:
         """A tree: dynamic (EAGLE-2, arXiv:2406.16858, section 4) or static (EAGLE-1).
 
-        One head forward a level but the first, over the nodes that are continued; each sees
-        the committed slots and its own ancestors.
+        One head forward for each level but the first, over the nodes that are continued; each
+        sees the committed slots and its own ancestors.
         """
         base, level = self.cache[0].offset, 0
         states, visible = self._seed, mx.zeros((1, 0), mx.bool_)
@@ -121,7 +100,7 @@ class Eagle3Drafter(NoModel):
         def step(picked: mx.array, rows: mx.array) -> mx.array:
             nonlocal states, visible, level
             num = picked.shape[0]
-            visible = mx.concatenate([visible[rows], mx.eye(num, dtype=mx.bool_)], axis=1)
+            visible = mx.concatenate([visible[rows], each_itself(num)], axis=1)
             mask = mx.concatenate([mx.ones((num, base), mx.bool_), visible], axis=1)
             positions = mx.full((num,), base + level, mx.int32)
             states = self._forward(self._to_ids(picked), states[rows], positions, mask)
@@ -147,7 +126,9 @@ class Eagle3Drafter(NoModel):
                 f"{config.draft_vocab_size} different tokens: give a narrower tree."
             )
 
-    def _extend_lagging(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> None:
+    def _absorb_lagging(
+        self, tokens: mx.array, features: mx.array, last: mx.array | None
+    ) -> mx.array:
         """Absorb prefill whole, but of a round only the pair at ``last``."""
         base = self._position()
         if last is None:
@@ -157,21 +138,14 @@ class Eagle3Drafter(NoModel):
             row, positions = last.reshape(1), base + last.reshape(1)
             tokens, features = tokens[row], features[row]
             self._last = last
-        self._seed = self._forward(tokens, self.head.fuse(features), positions)[-1:]
+        return self._forward(tokens, self.head.fuse(features), positions)[-1:]
 
     def _position(self) -> int:
-        """Pairs of the text so far, in the cache or not; the last round's count is read by now."""
+        """Pairs absorbed or passed over so far; the last round's count is known by now."""
         if self._last is not None:
             self._num_pairs += self._last.item() + 1
             self._last = None
         return self._num_pairs
-
-    def hold(self, features: mx.array) -> None:
-        """See ``Drafter.hold``; features (1, F)."""
-        hold(self.cache[-1], features)
-
-    def pending(self) -> list[mx.array]:
-        return [] if self._seed is None else [self._seed]
 
     def _forward(
         self,

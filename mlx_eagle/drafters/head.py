@@ -1,8 +1,7 @@
 """The EAGLE draft head: its configuration, its weights and one forward pass.
 
-Knows what a checkpoint's tensors mean (EAGLE-3: Li et al. 2025, arXiv:2503.01840, section 3;
-EAGLE-1 and 2: Li et al. 2024, arXiv:2401.15077 and 2406.16858) and nothing of strategy: which
-tokens to draft, when to keep them and what the target is are decided elsewhere.
+EAGLE-3: Li et al. 2025, arXiv:2503.01840, section 3; EAGLE-1 and 2: Li et al. 2024,
+arXiv:2401.15077 and 2406.16858. Which tokens to draft is decided in ``eagle3.py``.
 """
 
 from collections.abc import Callable
@@ -46,7 +45,7 @@ class Eagle3Config:
     tell what they mean (see ``numbering.py``); ``aux_boundary_ids`` is then the likelier reading.
 
     Where ``uses_aux`` is false the one feature is the target's state after its final norm.
-    ``fc_input`` says what the fusion matrix takes: the features, once a pair (EAGLE-3);
+    ``fc_input`` says what the fusion matrix takes: the features, once per pair (EAGLE-3);
     embedding and state, at every step (EAGLE-1); or that there is none.
 
     ``rope`` holds ``type``, ``theta``, ``dims`` (rotated channels) and, under ``scaling``,
@@ -183,7 +182,7 @@ class DraftAttention(nn.Module):
             # Its base is computed in Python: positions from the device are waited for.
             rows = zip(mx.split(x, x.shape[2], axis=2), positions.tolist())
             return mx.concatenate([self.rope(row, offset=place) for row, place in rows], axis=2)
-        # One batch entry a row: mx.fast.rope takes one offset a batch entry.
+        # One batch entry per row: mx.fast.rope takes one offset for each.
         rotated = self.rope(x.transpose(2, 1, 0, 3), offset=positions)
         return rotated.transpose(2, 1, 0, 3)
 
@@ -277,7 +276,7 @@ class Eagle3Head(nn.Module):
 
     EAGLE-1 heads are the case of a fusion that takes embedding and state, at every step.
 
-    Shapes: m rows of one text, h = ``hidden_size``, F = ``num_aux`` times
+    Shapes: m rows of one request, h = ``hidden_size``, F = ``num_aux`` times
     ``target_hidden_size``, Vd = ``draft_vocab_size``.
     """
 
@@ -334,7 +333,7 @@ class Eagle3Head(nn.Module):
         """Advance m slots: embeddings (m, h) of the tokens, states (m, h) -> (m, h).
 
         The result is what ``logits`` takes and what is fed back as the next slot's state.
-        ``positions`` is the first row's position (default: the cache's length) or one a row;
+        ``positions`` is the first row's position (default: the cache's length) or one for each;
         ``mask`` defaults to causal.
         """
         if positions is None:
@@ -359,42 +358,3 @@ class Eagle3Head(nn.Module):
         """Logits over the draft vocabulary, (m, h) -> (m, Vd)."""
         normed = self.config.norm_output or not self.config.final_norm
         return self.lm_head(states if normed else self.norm(states))
-
-
-FUSED = {
-    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-}
-
-
-def fuse_weights(weights: dict[str, mx.array], num_layers: int) -> dict[str, mx.array]:
-    """Join the stored q, k, v and gate, up matrices, which saves three kernels a layer.
-
-    Quantization runs along the input dimension, so joining rows of packed weights, scales
-    and biases is exact.
-    """
-    weights = dict(weights)
-    for layer in range(num_layers):
-        for fused, parts in FUSED.items():
-            for kind in ("weight", "scales", "biases", "bias"):
-                names = [f"layers.{layer}.{part}.{kind}" for part in parts]
-                if names[0] in weights:
-                    joined = mx.concatenate([weights.pop(name) for name in names], axis=0)
-                    weights[f"layers.{layer}.{fused}.{kind}"] = joined
-    return weights
-
-
-def split_weights(weights: dict[str, mx.array], config: Eagle3Config) -> dict[str, mx.array]:
-    """Undo ``fuse_weights``: the matrices, not quantized, under their stored names."""
-    c, weights = config, dict(weights)
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    ends = {"self_attn.qkv_proj": (q, q + kv), "mlp.gate_up_proj": (c.intermediate_size,)}
-    for layer in range(c.num_layers):
-        for fused, parts in FUSED.items():
-            for kind in ("weight", "bias"):
-                joined = weights.pop(f"layers.{layer}.{fused}.{kind}", None)
-                if joined is not None:
-                    pieces = mx.split(joined, list(ends[fused]), axis=0)
-                    names = (f"layers.{layer}.{part}.{kind}" for part in parts)
-                    weights.update(zip(names, pieces, strict=True))
-    return weights

@@ -16,9 +16,11 @@ from mlx_lm.generate import generation_stream
 from ..system.documents import check, read_object, shown
 from ..system.hub import locate
 from ..system.safetensors import read_header
+from ..target.ropes import evaluate_ropes
 from ..target.sharding import find_stage
 from .eagle3 import Eagle3Drafter
-from .head import FUSED, Eagle3Config, Eagle3Head, fuse_weights
+from .fused import FUSED, fuse_weights
+from .head import Eagle3Config, Eagle3Head
 from .kinds import PACKING
 
 Linear = nn.Linear | nn.QuantizedLinear
@@ -117,6 +119,7 @@ def load_head(
     if config.lm_head_source == "target":
         head.share_lm_head(lm_head_of(model, embedding))
     mx.eval(head.parameters())
+    evaluate_ropes(model)  # for threads other than this one; mlx-lm leaves them to the first pass
     return AttachedHead(head, embed, config.taps(sizes.num_layers), to_target)
 
 

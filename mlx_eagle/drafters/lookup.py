@@ -1,7 +1,6 @@
 """Drafts copied from the text itself: prompt lookup, without a model.
 
-Saxena 2023 ("prompt lookup decoding"); Yang et al. 2023, arXiv:2304.04487. Knows tokens;
-knows neither the target nor its activations.
+Saxena 2023 ("prompt lookup decoding"); Yang et al. 2023, arXiv:2304.04487.
 """
 
 import mlx.core as mx
@@ -44,7 +43,7 @@ class LookupDrafter(NoModel):
     """A ``Drafter`` that proposes what followed the last n tokens where they occurred before.
 
     n goes from ``max_ngram`` down to ``min_ngram``; where nothing occurred, the draft is
-    empty. ``begin`` starts a new text: with a prompt cache, the drafter sees the tokens of
+    empty. ``begin`` starts a new request: with a prompt cache, the drafter sees the tokens of
     this request, not those that the cache holds of earlier ones.
     """
 

@@ -1,8 +1,4 @@
-"""Drafts from an ordinary, smaller mlx-lm model (Leviathan et al. 2023, arXiv:2211.17192).
-
-Knows how such a model is fed and its caches are kept; knows neither the target nor what
-becomes of a draft.
-"""
+"""Drafts from an ordinary, smaller mlx-lm model (Leviathan et al. 2023, arXiv:2211.17192)."""
 
 from copy import copy
 from pathlib import Path
@@ -14,6 +10,7 @@ from mlx_lm.utils import load
 
 from ..target.masks import exact_masks
 from ..target.rollback import Checkpoint, check_supported
+from ..target.ropes import evaluate_ropes
 from .base import Draft, NoModel, Pick
 from .load import find_embedding
 
@@ -49,6 +46,9 @@ class ModelDrafter(NoModel):
         self._vocab_size = self._num_known if vocab_size is None else vocab_size
         self._ids = mx.arange(self._num_known) if self._num_known < self._vocab_size else None
         self._start(caches)
+        # Arrays that are no parameters: nobody else computes them before another thread asks.
+        evaluate_ropes(model)
+        mx.eval(self._ids)
 
     def _start(self, caches: list) -> None:
         self._caches = caches
@@ -86,11 +86,11 @@ class ModelDrafter(NoModel):
     def propose(self, size: int, pick: Pick) -> Draft:
         """A chain of ``size`` tokens: one forward for each but the first."""
         self._cut()
-        window = Checkpoint(self._caches)
+        checkpoint = Checkpoint(self._caches)
         tokens = [self._next(self._seed, pick)]
         for _ in range(size - 1):
             tokens.append(self._next(self._forward(tokens[-1]), pick))
-        window.rollback(0)
+        checkpoint.rollback(0)
         return Draft(mx.concatenate(tokens))
 
     def modules(self) -> list[nn.Module]:
@@ -106,11 +106,11 @@ class ModelDrafter(NoModel):
         """Bring recurrent caches back to the last valid row of the last ``extend``."""
         if self._uncut is None:
             return
-        window, tokens, last = self._uncut
+        checkpoint, tokens, last = self._uncut
         self._uncut = None
         num_valid = last.item() + 1
         if num_valid < tokens.shape[0]:
-            window.rollback(0)
+            checkpoint.rollback(0)
             self._forward(tokens[:num_valid])
 
     def _forward(self, tokens: mx.array) -> mx.array:

@@ -1,11 +1,8 @@
 """Drafts from a multi-token-prediction layer, which some targets are published with.
 
 The layer of Qwen3-Next and Qwen3.5 (dense and mixture of experts): tensors ``mtp.*`` of the
-original checkpoint, which mlx-lm drops when it loads or converts one. Knows those targets'
-parts that the layer shares; knows nothing of what becomes of a draft.
+original checkpoint, which mlx-lm drops when it loads or converts one.
 """
-
-from copy import copy
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,8 +11,9 @@ from mlx_lm.models import qwen3_5, qwen3_next
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
-from .base import Draft, NoModel, Pick, check_width
-from .held import held, hold
+from ..target.ropes import evaluate_ropes
+from .base import Draft, Pick
+from .fed import FedDrafter
 from .load import find_embedding, lm_head_of
 
 LAYERS = (qwen3_next.Qwen3NextDecoderLayer, qwen3_5.DecoderLayer)
@@ -47,13 +45,8 @@ class MTPHead(nn.Module):
         return self.norm(self.layers[0](x, create_attention_mask(x, cache), cache))
 
 
-class MTPDrafter(NoModel):
-    """A ``Drafter`` around an MTP layer; embedding and output projection are the target's.
-
-    Slot t of the layer's cache is (embedding of the token at t + 1, state of position t).
-    ``cache`` has one KVCache more, which holds no keys: between requests it carries the
-    features of the last position, whose token's successor is not known yet.
-    """
+class MTPDrafter(FedDrafter):
+    """A ``Drafter`` around an MTP layer; embedding and output projection are the target's."""
 
     def __init__(self, head: MTPHead, target: nn.Module):
         """Raises ValueError where the head is not as wide as the target."""
@@ -64,38 +57,25 @@ class MTPDrafter(NoModel):
                 f"the MTP layer was made for a target of hidden size {width}, but this target's "
                 f"is {target_width}: use the layer from the target's own checkpoint."
             )
-        self.head = head
-        self.taps = (len(target.layers),)
-        self.num_forwards = 0
         self._embed, _ = find_embedding(target)
         self._project = lm_head_of(target, self._embed)
-        self._seed: mx.array | None = None
-        self.cache = self.make_cache()
+        super().__init__(head, (len(target.layers),), num_layers=1)
+        evaluate_ropes(head)
 
-    def begin(self, cache: list | None = None) -> "MTPDrafter":
-        """See ``Drafter.begin``."""
-        drafter = copy(self)
-        drafter.cache = self.make_cache() if cache is None else cache
-        drafter.num_forwards = 0
-        drafter._seed = None
-        return drafter
+    @property
+    def width(self) -> int:
+        """See ``FedDrafter.width``: the target's hidden size."""
+        return self.head.norm.weight.size
 
-    def make_cache(self) -> list[KVCache]:
-        return [KVCache(), KVCache()]
+    @property
+    def dtype(self) -> mx.Dtype:
+        """See ``FedDrafter.dtype``."""
+        return self.head.norm.weight.dtype
 
-    def extend(
-        self, tokens: mx.array, features: mx.array | None, last: mx.array | None = None
-    ) -> None:
-        """See ``Drafter.extend``; tokens (m,), features (m, h): what enters the final norm."""
-        if features is None:
-            features = held(self.cache[1])
-        if features is None:
-            if self.cache[0].offset == 0:
-                return  # the first token of a text, or of a cache without the layer's part
-            features = mx.zeros((1, self.head.norm.weight.size), self.head.norm.weight.dtype)
-        check_width(features, self.head.norm.weight.size)
+    def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
+        """See ``FedDrafter._absorb``; features enter the final norm, the state is (1, 1, h)."""
         states = self._forward(tokens, self._final_norm(features[None]))
-        self._seed = states[:, -1:] if last is None else mx.take(states, last.reshape(1), axis=1)
+        return states[:, -1:] if last is None else mx.take(states, last.reshape(1), axis=1)
 
     def propose(self, size: int, pick: Pick) -> Draft:
         """A chain of ``size`` tokens: one forward for each but the first."""
@@ -106,16 +86,6 @@ class MTPDrafter(NoModel):
         tokens.append(self._next(states, pick))
         self.cache[0].trim(size - 1)
         return Draft(mx.concatenate(tokens))
-
-    def modules(self) -> list[nn.Module]:
-        return [self.head]
-
-    def hold(self, features: mx.array) -> None:
-        """See ``Drafter.hold``; features (1, h)."""
-        hold(self.cache[1], features)
-
-    def pending(self) -> list[mx.array]:
-        return [] if self._seed is None else [self._seed]
 
     def _forward(self, tokens: mx.array, states: mx.array) -> mx.array:
         """One forward over tokens (m,) and states (1, m, h) -> (1, m, h)."""

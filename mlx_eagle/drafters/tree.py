@@ -1,6 +1,6 @@
 """The shapes of draft trees, and how trees grow from a draft model's probabilities.
 
-A tree of k draft tokens comes with ``parents`` (k,): the window row that token i continues,
+A tree of k draft tokens comes with ``parents`` (k,): the row that token i continues,
 where row 0 is the root and row i + 1 is token i, so ``parents[i] <= i``. A chain has parents
 [0, 1, 2, ...].
 """
@@ -147,7 +147,7 @@ class StaticTree:
 
     @cached_property
     def parents(self) -> tuple[int, ...]:
-        """The window row that each node continues."""
+        """The row of the verify pass that each node continues."""
         found, first = [], 0
         for counts in self.children:
             here = [first + i for i, count in enumerate(counts) for _ in range(count)]
@@ -189,13 +189,13 @@ def parse_tree(text: str) -> Tree:
 
 def top_k(scores: mx.array, k: int) -> mx.array:
     """Indices of the k greatest of scores (..., n), greatest first, ties by lower index."""
+    if k == 1:
+        return mx.argmax(scores, axis=-1, keepdims=True)  # no sorting of a whole vocabulary
     return mx.argsort(-scores, axis=-1)[..., :k]
 
 
-def rerank(
-    scores: mx.array, origins: mx.array, nodes: int
-) -> tuple[mx.array, mx.array]:
-    """The ``nodes`` best candidates and their window parents (EAGLE-2, section 4.2).
+def rerank(scores: mx.array, origins: mx.array, nodes: int) -> tuple[mx.array, mx.array]:
+    """The ``nodes`` best candidates and the rows they continue (EAGLE-2, section 4.2).
 
     scores (c,) are cumulative log-probabilities, origins (c,) the candidate each one
     continues, -1 for the root; a candidate comes after its origin. Returns the chosen

@@ -1,13 +1,13 @@
 """mlx-lm's ``stream_generate`` and ``generate``, for a drafter as ``draft_model``.
 
-Text in, text out: tokenizers, timing and responses. The loop itself is in ``decoding/loop.py``,
-the command in ``commands/generate.py``.
+Tokenizers, timing and responses. The loop itself is in ``decoding/loop.py``, the command in
+``commands/generate.py``.
 """
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard, overload
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,7 +25,44 @@ from ..drafters.base import Drafter
 class GenerationResponse(MlxGenerationResponse):
     """mlx-lm's response plus ``stats``: the running counts, final in the last response."""
 
-    stats: Stats | None = None
+    stats: Stats = field(default_factory=Stats)
+
+
+@overload
+def stream_generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str | mx.array | list[int],
+    max_tokens: int = 256,
+    *,
+    draft_model: Drafter,
+    stream: mx.Stream | mx.ThreadLocalStream = generation_stream,
+    **kwargs: Any,
+) -> Iterator[GenerationResponse]: ...
+
+
+@overload
+def stream_generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str | mx.array | list[int],
+    max_tokens: int,
+    draft_model: Drafter,
+    stream: mx.Stream | mx.ThreadLocalStream = generation_stream,
+    **kwargs: Any,
+) -> Iterator[GenerationResponse]: ...
+
+
+@overload
+def stream_generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str | mx.array | list[int],
+    max_tokens: int = 256,
+    draft_model: Drafter | nn.Module | None = None,
+    stream: mx.Stream | mx.ThreadLocalStream = generation_stream,
+    **kwargs: Any,
+) -> Iterator[MlxGenerationResponse]: ...
 
 
 def stream_generate(
@@ -39,9 +76,10 @@ def stream_generate(
 ) -> Iterator[MlxGenerationResponse]:
     """Generate text piece by piece, as ``mlx_lm.stream_generate`` does.
 
-    With one of our drafters as ``draft_model`` our loop runs, and responses carry ``stats``;
-    anything else (no draft model, an ordinary one) goes to mlx-lm unchanged. ``kwargs`` are
-    those of ``speculative_generate_step``. Raises ValueError for ``max_tokens`` 0.
+    With one of our drafters as ``draft_model`` our loop runs, and responses carry ``stats``
+    (``GenerationResponse``); anything else (no draft model, an ordinary one) goes to mlx-lm
+    unchanged. ``kwargs`` are those of ``speculative_generate_step``. Raises ValueError for
+    ``max_tokens`` 0 and for what ``speculative_generate_step`` refuses.
     """
     if not is_drafter(draft_model):
         yield from mlx_lm.stream_generate(
@@ -81,7 +119,7 @@ def _responses(
 ) -> Iterator[GenerationResponse]:
     """Detokenize; the last response is always given and carries a stop token, not its text."""
     detokenizer = tokenizer.detokenizer
-    tic = time.perf_counter()
+    tic, calibrated = time.perf_counter(), stats.calibration_time
     prompt_tps = 0.0
 
     def response(finish_reason: str | None) -> GenerationResponse:
@@ -102,7 +140,9 @@ def _responses(
     for n, (token, logprobs, from_draft) in enumerate(steps):
         if n == 0:
             now = time.perf_counter()
-            prompt_tps, tic = prompt_tokens / (now - tic), now
+            # What "auto" measured before the first token is not the prompt's time.
+            seconds = now - tic - (stats.calibration_time - calibrated)
+            prompt_tps, tic = prompt_tokens / seconds, now
         if token in tokenizer.eos_token_ids:
             break
         detokenizer.add_token(token)
@@ -121,7 +161,9 @@ def generate(
     verbose: bool = False,
     **kwargs: Any,
 ) -> str:
-    """Generate a whole text, as ``mlx_lm.generate`` does; ``kwargs`` as in ``stream_generate``.
+    """Generate a text and return it, as ``mlx_lm.generate`` does.
+
+    ``kwargs`` are those of ``stream_generate``.
 
     ``verbose`` prints the text as it comes, then mlx-lm's footer and the speculative counts.
     """
@@ -151,8 +193,8 @@ def footer(response: MlxGenerationResponse) -> list[str]:
     ]
 
 
-def is_drafter(draft_model: Any) -> bool:
-    """Whether our loop runs for it: it has the two verbs of a ``Drafter``."""
+def is_drafter(draft_model: Any) -> TypeGuard[Drafter]:
+    """Whether our loop runs for it: it has the methods of a ``Drafter``."""
     return isinstance(draft_model, Drafter)
 
 

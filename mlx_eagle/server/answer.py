@@ -1,21 +1,28 @@
-"""What the thread that generates says to one client, and how it can fail.
+"""What the generating thread says to one client, and how far that has got.
 
-Knows mlx-lm's kinds of messages; knows neither HTTP nor models.
+No HTTP and no models in here; mlx-lm's kinds of messages only.
 """
 
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from queue import Empty, Queue
+from dataclasses import dataclass
+from enum import Enum
+from queue import Empty, SimpleQueue
+from threading import RLock
 from types import TracebackType
 from typing import Any
 
-from mlx_lm.server import CompletionRequest, GenerationContext, Response
+from mlx_lm.generate import StopSequences
+from mlx_lm.server import GenerationContext, Response
+from mlx_lm.tokenizer_utils import StreamingDetokenizer
 
 from ..decoding.stats import Stats
 
 POLL = 0.5  # seconds between looks at whether the client is still there
 ToolParser = Callable[[str, Any], Any]
 """From the text of a call, and the tools, to calls: one dict, or several in a list."""
+Message = GenerationContext | Response | tuple[int, int] | Exception | None
+"""A context, then responses and progress through the prompt, then None or what went wrong."""
 
 
 class RequestError(Exception):
@@ -26,30 +33,35 @@ class RequestError(Exception):
         self.status = status
 
 
+class State(Enum):
+    """How far an answer has got. It only ever moves forward."""
+
+    WAITING = "nothing was computed for it yet"
+    DECODING = "in the way of decoding it began with, which makes its text"
+    MOVED = "in another way of decoding, which knows only the end of its text"
+    ENDED = "everything was said, or nobody listens any more"
+
+
 @dataclass
-class Continued(CompletionRequest):
-    """The rest of a request that was begun: ``tokens`` are the prompt and what came of it."""
+class WholeText:
+    """The text and the stop words of an answer across a change of decoding.
 
-    tokens: list[int] = field(default_factory=list)
-
-
-@dataclass
-class Tail:
-    """What must go on where a request changes from one way of decoding to another.
-
-    mlx-lm begins a detokenizer and a matcher of stop words for each way; the text and the stop
-    words of the whole answer need these two, which have seen all of it.
+    mlx-lm starts a detokenizer and a matcher for each way of decoding. A letter or a stop word
+    that lies across the change needs these two, which have seen all tokens of the answer.
     """
 
-    detokenizer: Any
-    matcher: Any
+    detokenizer: StreamingDetokenizer
+    matcher: StopSequences.Matcher
 
     @classmethod
-    def after(cls, tokens: list[int], detokenizer: Any, matcher: Any) -> "Tail":
-        """After ``tokens``, whose text has been sent; ``detokenizer`` is a new one."""
+    def after(
+        cls, tokens: list[int], detokenizer: StreamingDetokenizer, matcher: StopSequences.Matcher
+    ) -> "WholeText":
+        """After ``tokens``, whose text was sent. Detokenizer and matcher are new ones."""
         for token in tokens:
             detokenizer.add_token(token)
-            _ = detokenizer.last_segment  # reading it is what marks it as sent
+            _ = detokenizer.last_segment  # reading it marks it as sent
+            matcher.advance(token)
         return cls(detokenizer, matcher)
 
     def follow(self, response: Response) -> None:
@@ -63,63 +75,104 @@ class Tail:
         response.text = self.detokenizer.last_segment
 
 
-class Answer(Queue):
-    """The messages to one client, in order: a context, responses and progress, then None.
+class Answer:
+    """The messages to one client, in order.
 
-    An exception ends it too. It is filled by the thread that generates, through mlx-lm's code
-    as well as ours, and emptied by the thread of the client. ``stats`` are those of the stretches
-    that were drafted; ``tail`` is set where what follows is decoded in another way than what
-    came before. ``on_end`` is called once nothing more will be generated for it.
+    ``put`` is called in the generating thread, by mlx-lm's code as well as ours; ``context`` and
+    ``responses`` in the client's; ``leave`` in either. ``tokens`` are those generated so far,
+    ``stats`` the counts of the stretches that were drafted. ``on_end`` is called once nothing
+    more will be generated. ``is_overdue`` says whether the answer has taken its share of time.
     """
 
-    def __init__(self, on_end: Callable[["Answer"], None]):
-        super().__init__()
+    def __init__(
+        self,
+        on_end: Callable[["Answer"], None],
+        is_overdue: Callable[["Answer"], bool] = lambda answer: False,
+    ):
+        self.state = State.WAITING
+        self.began = 0.0  # time.monotonic() of the first thing computed for it
+        self.ended = 0.0  # and of the end
+        self.tokens: list[int] = []
         self.stats: list[Stats] = []
-        self.tail: Tail | None = None
-        self.is_abandoned = False
-        self._on_end = on_end
+        self._messages: SimpleQueue[Message] = SimpleQueue()
         self._context: GenerationContext | None = None
+        self._whole_text: WholeText | None = None
+        self._on_end, self._is_overdue = on_end, is_overdue
+        self._lock = RLock()
 
-    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        """Say something to the client."""
-        if isinstance(item, GenerationContext):
-            is_first, self._context = self._context is None, item
-            if self.is_abandoned:  # set before ``abandon`` looks for a context
-                item.stop()
-            if not is_first:
+    @property
+    def is_over(self) -> bool:
+        return self.state is State.ENDED
+
+    def put(self, message: Message) -> None:
+        """Say something to the client. What comes after the end is dropped."""
+        with self._lock:
+            if isinstance(message, GenerationContext):
+                self._open(message)
+            elif self.state is State.ENDED:
                 return
-        if self.tail is not None:
-            if isinstance(item, tuple):
-                return  # progress through a prompt that the client knows to be done
-            if isinstance(item, Response):
-                going_on = item.finish_reason is None
-                self.tail.follow(item)
-                if going_on and item.finish_reason is not None:
-                    super().put(item)
-                    self.end()
-                    return
-        if item is None or isinstance(item, Exception):
-            self._on_end(self)
-        super().put(item)
+            elif isinstance(message, Response):
+                self._begin()
+                self._respond(message)
+            elif isinstance(message, tuple):
+                self._begin()
+                if self.state is not State.MOVED:  # then the client knows its prompt to be done
+                    self._messages.put(message)
+            else:
+                self._end(message)
 
-    def end(self) -> None:
-        """Nothing more is wanted, although more may be on its way."""
-        super().put(None)
-        self.abandon()
+    def move(self, detokenizer: StreamingDetokenizer, matcher: StopSequences.Matcher) -> None:
+        """From here on the answer is decoded in another way; both arguments are new ones."""
+        with self._lock:
+            if self.state in (State.WAITING, State.DECODING):
+                self._whole_text = WholeText.after(self.tokens, detokenizer, matcher)
+                self.state = State.MOVED
 
-    def abandon(self) -> None:
+    def leave(self) -> None:
         """The client is served, or gone: generate no more for it."""
-        self.is_abandoned = True
+        with self._lock:
+            if self.state is not State.ENDED:
+                self._end(None)
+
+    def _open(self, context: GenerationContext) -> None:
+        """Each way of decoding brings a context. The client gets the first."""
+        is_first, self._context = self._context is None, context
+        if self.state is State.ENDED:
+            context.stop()
+        elif is_first:
+            self._messages.put(context)
+
+    def _begin(self) -> None:
+        if self.began == 0.0:
+            self.began = time.monotonic()
+        if self.state is State.WAITING:
+            self.state = State.DECODING
+
+    def _respond(self, response: Response) -> None:
+        was_last = response.finish_reason is not None
+        self.tokens.append(response.token)
+        if self._whole_text is not None:
+            self._whole_text.follow(response)
+        if response.finish_reason is None and self._is_overdue(self):
+            response.finish_reason = "length"
+        self._messages.put(response)
+        if response.finish_reason is not None and not was_last:
+            self._end(None)  # whatever decodes it does not know that it ended
+
+    def _end(self, last: Exception | None) -> None:
+        self.state = State.ENDED
+        self.ended = time.monotonic()
         if self._context is not None:
             self._context.stop()
         self._on_end(self)
+        self._messages.put(last)
 
-    def next(self, check: Callable[[], None]) -> Any:
+    def next(self, check: Callable[[], None]) -> Message:
         """The next message; ``check`` is called while waiting and may raise."""
         while True:
             check()
             try:
-                return self.get(timeout=POLL)
+                return self._messages.get(timeout=POLL)
             except Empty:
                 pass
 
@@ -127,20 +180,22 @@ class Answer(Queue):
         """The first message. Raises RequestError where the request could not be begun."""
         first = self.next(check)
         if isinstance(first, Exception):
-            raise RequestError(_sentence(first)) from first
+            raise RequestError(_sentence(first), _status(first, 400)) from first
+        if not isinstance(first, GenerationContext):
+            raise RequestError("the server is stopping.", 503)
         return first
 
     def responses(
         self, check: Callable[[], None], progress: Callable[[int, int], None]
     ) -> Iterator[Response]:
         """The others. Raises RequestError where generation broke off."""
-        while (item := self.next(check)) is not None:
-            if isinstance(item, Exception):
-                raise RequestError(_sentence(item), 500) from item
-            if isinstance(item, tuple):
-                progress(*item)
-            else:
-                yield item
+        while (message := self.next(check)) is not None:
+            if isinstance(message, Exception):
+                raise RequestError(_sentence(message), _status(message, 500)) from message
+            if isinstance(message, tuple):
+                progress(*message)
+            elif isinstance(message, Response):
+                yield message
 
 
 class Told:
@@ -165,7 +220,7 @@ class Told:
 
 
 def checked(tool_parser: ToolParser) -> ToolParser:
-    """The parser, raising ValueError, upon which mlx-lm drops a call, whatever the model wrote.
+    """The parser, raising ValueError for whatever the model wrote: mlx-lm then drops the call.
 
     A call without arguments or a name would break the answer off where it is formatted.
     """
@@ -184,6 +239,10 @@ def checked(tool_parser: ToolParser) -> ToolParser:
 
 
 def _sentence(error: Exception) -> str:
-    if isinstance(error, (ValueError, RuntimeError)) and str(error):
+    if isinstance(error, (ValueError, RuntimeError, RequestError)) and str(error):
         return str(error)
     return f"the request failed: {type(error).__name__}: {error}"
+
+
+def _status(error: Exception, otherwise: int) -> int:
+    return error.status if isinstance(error, RequestError) else otherwise

@@ -1,7 +1,8 @@
 """What a request may hold: wrong types, sizes and values, each said in one sentence.
 
-Knows the fields of the OpenAI API that mlx-lm reads, and checks what mlx-lm does not: past
-those checks a bad value would end the thread that generates for everybody.
+Every field of the OpenAI API that mlx-lm reads is checked here before mlx-lm reads it: past
+these checks a bad value would end the thread that generates for everybody. Fields that would
+be ignored although they change what a client must get are refused.
 """
 
 import json
@@ -10,7 +11,6 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any
 
-import mlx.nn as nn
 from mlx_lm.server import GenerationArguments
 
 from ..commands.flags import read_tree
@@ -20,61 +20,133 @@ from ..decoding.limits import AUTO
 MAX_DRAFT_TOKENS = 64
 MAX_TREE_NODES = 256
 MAX_TREE_TEXT = 1000  # characters
-MAX_SEED = 2**64 - 1
-MAX_XTC_THRESHOLD = 0.5
-NUMBERS = (
-    "max_tokens max_completion_tokens temperature top_p top_k min_p seed "
-    "repetition_penalty repetition_context_size presence_penalty presence_context_size "
-    "frequency_penalty frequency_context_size xtc_probability xtc_threshold top_logprobs"
+MAX_STOP_WORDS = 64
+MAX_STOP_TEXT = 1000  # characters
+MAX_TOKEN_DIGITS = 9
+SHOWN = 60  # characters of a value in a message
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """From ``low`` to ``high``; ``smallest`` is for what is not 0 but must not be nearly 0."""
+
+    low: float
+    high: float
+    smallest: float = 0.0
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise ValueError for what is no finite number within them."""
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError(f"{name} is {_kind(value)}: give a number.")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name} is {value}: give a finite number.")
+        if not self.low <= value <= self.high or 0 < value < self.smallest:
+            zero = f"0, or {self.smallest}" if self.smallest else f"{self.low}"
+            raise ValueError(f"{name} is {_shown(value)}: give {zero} to {self.high}.")
+
+
+TOKENS, ROWS = Bounds(1, 2**31 - 1), Bounds(0, 2**20)
+SHARE, PENALTY = Bounds(0, 1), Bounds(-100, 100)
+BIAS = Bounds(-(10**9), 10**9)
+NUMBERS = {
+    "max_tokens": TOKENS,
+    "max_completion_tokens": TOKENS,
+    "temperature": Bounds(0, 100, smallest=1e-20),
+    "top_p": SHARE,
+    "top_k": Bounds(0, 2**31 - 1),
+    "min_p": SHARE,
+    "seed": Bounds(0, 2**64 - 1),
+    "repetition_penalty": Bounds(0, 100, smallest=0.01),
+    "repetition_context_size": ROWS,
+    "presence_penalty": PENALTY,
+    "presence_context_size": ROWS,
+    "frequency_penalty": PENALTY,
+    "frequency_context_size": ROWS,
+    "xtc_probability": SHARE,
+    "xtc_threshold": Bounds(0, 0.5),
+    "top_logprobs": Bounds(-1, 11),
+}
+FRACTIONS = (
+    "temperature top_p min_p repetition_penalty presence_penalty frequency_penalty "
+    "xtc_probability xtc_threshold"
 ).split()
 NULLABLE = ("tree", "acceptance")  # null asks for chains, and for the best rule
-KINDS = {"chat_template_kwargs": dict, "role_mapping": dict, "draft_model": str}
+NAMES = ("model", "draft_model")  # empty ones are as good as none
+KINDS = {"chat_template_kwargs": dict, "role_mapping": dict, "model": str, "draft_model": str}
+TEMPLATE_OPTIONS = frozenset(
+    "conversation messages tools chat_template add_generation_prompt continue_final_message "
+    "tokenize sanitize_control_tokens padding truncation max_length return_tensors return_dict "
+    "return_assistant_tokens_mask tokenizer_kwargs".split()
+)  # of the tokenizer's, which are not the client's to choose
 
 
 @dataclass
 class PairArguments(GenerationArguments):
-    """What a request asks for: mlx-lm's fields, and how to draft in the words of our flags."""
+    """What a request asks for: mlx-lm's fields, and how to draft in the words of our flags.
+
+    ``is_alone`` keeps a request out of batches: one that it was in has failed.
+    """
 
     tree: str | None
     acceptance: str | None
+    is_alone: bool = False
 
 
 def read_body(raw: bytes) -> dict[str, Any]:
     """The fields of a request; nulls stay where they mean something. Raises ValueError."""
     try:
-        body = json.loads(raw.decode())
-        # A lone surrogate is valid JSON, but no text that a tokenizer could take.
-        json.dumps(body, ensure_ascii=False).encode()
-    except UnicodeError as err:
+        body = json.loads(raw.decode("utf-8-sig"))  # some clients begin with a byte order mark
+    except UnicodeDecodeError as err:
         raise ValueError(f"the request body is not valid UTF-8 text ({err.reason}).") from err
-    except json.JSONDecodeError as err:
-        raise ValueError(f"the request body is not JSON ({err}).") from err
     except RecursionError as err:
         raise ValueError("the request body is nested too deeply.") from err
+    except ValueError as err:  # numbers of thousands of digits too
+        raise ValueError(f"the request body is not JSON ({err}).") from err
     if not isinstance(body, dict):
         raise ValueError(f"the request body is {_kind(body)}: give a JSON object.")
-    return {name: v for name, v in body.items() if v is not None or name in NULLABLE}
+    fields = {name: v for name, v in body.items() if v is not None or name in NULLABLE}
+    return {name: v for name, v in fields.items() if not (name in NAMES and v == "")}
+
+
+def write_body(body: dict[str, Any]) -> bytes:
+    """The fields as mlx-lm will read them. Raises ValueError for text that cannot be written."""
+    try:
+        # A lone surrogate is valid JSON, but no text that a tokenizer could take.
+        return json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as err:
+        raise ValueError(f"the request body is not valid UTF-8 text ({err.reason}).") from err
+    except RecursionError as err:
+        raise ValueError("the request body is nested too deeply.") from err
 
 
 def check_body(body: dict[str, Any], needed: str) -> None:
-    """Check the fields; ``needed`` is the one that holds the prompt. Raises ValueError."""
-    for name in NUMBERS:
-        _check_number(name, body.get(name, 0))
+    """Check the fields; ``needed`` is the one that holds the prompt. Raises ValueError.
+
+    Numbers that may have a fraction become floats: mlx-lm takes some of them in no other form.
+    """
+    for name, bounds in NUMBERS.items():
+        if name in body:
+            bounds.check(name, body[name])
+    for name in FRACTIONS:
+        if name in body:
+            body[name] = float(body[name])
     _check_drafts(body)
-    _check_range("seed", body.get("seed", 0), MAX_SEED)
-    _check_range("xtc_threshold", body.get("xtc_threshold", 0), MAX_XTC_THRESHOLD)
     for name, kind in KINDS.items():
         _check_kind(name, body.get(name, kind()), kind)
-    for name, bias in _check_kind("logit_bias", body.get("logit_bias", {}), dict).items():
-        if not name.isdecimal():
-            raise ValueError(f"logit_bias has the key {name!r}: give token ids.")
-        _check_number(f"logit_bias of {name}", bias)
+    for name in body.get("chat_template_kwargs", {}):
+        if name in TEMPLATE_OPTIONS:
+            raise ValueError(
+                f"chat_template_kwargs names {name!r}: that is not the client's to set."
+            )
+    for token, bias in _check_kind("logit_bias", body.get("logit_bias", {}), dict).items():
+        if not (token.isascii() and token.isdecimal() and len(token) <= MAX_TOKEN_DIGITS):
+            raise ValueError(f"logit_bias has the key {_shown(token)}: give token ids.")
+        BIAS.check(f"logit_bias of {token}", bias)
     options = _check_kind("stream_options", body.get("stream_options", {}), dict)
     _check_kind("include_usage", options.get("include_usage", False), bool)
     for tool in _check_kind("tools", body.get("tools", []), list):
         _check_kind("a tool", tool, dict)
-    if "adapters" in body:
-        raise ValueError("adapters cannot be chosen here: start the server with --adapter-path.")
+    _check_promises(body)
     _check_stop(body.get("stop", []))
     if needed not in body:
         raise ValueError(f"the request has no {needed}.")
@@ -90,7 +162,8 @@ def with_drafting(
     """``args`` with the request's tree and acceptance rule, or else those of the flags.
 
     Raises ValueError where they do not go together with each other or with the sampling. The
-    rule of the flags is for the requests that it can be had for.
+    rule of the flags is for the requests that it can be had for. Greedy decoding needs no seed,
+    and without one a request can share a batch.
     """
     temp, xtc_probability = args.sampling.temperature, args.sampling.xtc_probability
     tree = body.get("tree", flags.tree)
@@ -101,50 +174,20 @@ def with_drafting(
         acceptance = flags.acceptance if temp > 0 and xtc_probability == 0 else None
     if tree is not None:
         check_rule_for_trees(acceptance)
-    return PairArguments(**vars(args), tree=tree, acceptance=acceptance)
-
-
-def check_prompt(
-    prompt: list[int], args: GenerationArguments, vocab_size: int, model: nn.Module
-) -> None:
-    """Check what needs the model: the length of the prompt, and token ids. Raises ValueError."""
-    if not prompt:
-        raise ValueError("the prompt is empty: give at least one token.")
-    limit = context_size(model)
-    if limit is not None and len(prompt) >= limit:
-        raise ValueError(
-            f"the prompt has {len(prompt)} tokens, but this model takes texts of {limit}, the "
-            "answer included: shorten it."
-        )
-    if args.sampling.top_k >= vocab_size:
-        raise ValueError(f"top_k is {args.sampling.top_k}: give less than {vocab_size}.")
-    outside = [token for token in args.logits.logit_bias or () if not 0 <= token < vocab_size]
-    if outside:
-        raise ValueError(
-            f"logit_bias names token {outside[0]}, but this model has {vocab_size} tokens."
-        )
-
-
-def context_size(model: nn.Module) -> int | None:
-    """Tokens of a text the model was made for, where its configuration says so."""
-    args = vars(model).get("args")
-    size = vars(args).get("max_position_embeddings") if args is not None else None
-    return size if isinstance(size, int) and size > 0 else None
+    seed = args.seed if temp > 0 else None
+    return PairArguments(**vars(args) | {"seed": seed}, tree=tree, acceptance=acceptance)
 
 
 def _check_drafts(body: dict[str, Any]) -> None:
     """Check what says how to draft."""
     length, tree, rule = map(body.get, ("num_draft_tokens", "tree", "acceptance"))
     if isinstance(length, str) and length != AUTO:
-        raise ValueError(f"num_draft_tokens is {length!r}: give a number or 'auto'.")
+        raise ValueError(f"num_draft_tokens is {_shown(length)}: give a number or 'auto'.")
     if length not in (None, AUTO):
-        _check_number("num_draft_tokens", length)
-        _check_range("num_draft_tokens", length, MAX_DRAFT_TOKENS)
+        Bounds(0, MAX_DRAFT_TOKENS).check("num_draft_tokens", length)
     if tree is not None and _check_kind("tree", tree, str) != AUTO:
         if len(tree) > MAX_TREE_TEXT:
-            raise ValueError(
-                f"the tree has {len(tree)} characters: give at most {MAX_TREE_TEXT}."
-            )
+            raise ValueError(f"the tree has {len(tree)} characters: give at most {MAX_TREE_TEXT}.")
         shape = read_tree(tree)
         if max(shape.nodes, shape.width) > MAX_TREE_NODES:
             raise ValueError(
@@ -152,19 +195,40 @@ def _check_drafts(body: dict[str, Any]) -> None:
                 "children of one node."
             )
     if rule is not None and rule not in RULES:
-        raise ValueError(f"acceptance is {rule!r}: give one of {', '.join(RULES)}.")
+        raise ValueError(f"acceptance is {_shown(rule)}: give one of {', '.join(RULES)}.")
 
 
-def _check_number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{name} is {_kind(value)}: give a number.")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{name} is {value}: give a finite number.")
-
-
-def _check_range(name: str, value: float, largest: float) -> None:
-    if not 0 <= value <= largest:
-        raise ValueError(f"{name} is {value}: give 0 to {largest}.")
+def _check_promises(body: dict[str, Any]) -> None:
+    """Refuse what would otherwise be ignored; ``tool_choice`` "none" takes the tools away."""
+    for name in ("n", "best_of"):
+        TOKENS.check(name, body.get(name, 1))
+        if body.get(name, 1) != 1:
+            raise ValueError(
+                f"{name} is {_shown(body[name])}: a request gets one answer here, so send several "
+                "requests."
+            )
+    form = _check_kind("response_format", body.get("response_format", {}), dict)
+    if form.get("type", "text") != "text":
+        raise ValueError(
+            f"response_format {_shown(form['type'])} is not supported: nothing here holds the "
+            "model to a form, so ask for it in the prompt and leave response_format out."
+        )
+    choice = body.get("tool_choice", "auto")
+    if choice not in ("auto", "none"):
+        raise ValueError(
+            f"tool_choice {_shown(choice)} is not supported: the model cannot be made to call a "
+            "tool, so give 'auto' or 'none'."
+        )
+    if choice == "none":
+        body.pop("tools", None)
+    for name in ("functions", "function_call"):
+        if name in body:
+            raise ValueError(f"{name} is not supported: give tools instead.")
+    for name in ("echo", "suffix"):
+        if body.get(name):
+            raise ValueError(f"{name} is not supported: leave it out.")
+    if "adapters" in body:
+        raise ValueError("adapters cannot be chosen here: start the server with --adapter-path.")
 
 
 def _check_kind(name: str, value: Any, kind: type) -> Any:
@@ -178,6 +242,11 @@ def _check_stop(stop: Any) -> None:
     strings = isinstance(words, list) and all(isinstance(word, str) for word in words)
     if not strings or "" in words:
         raise ValueError("stop is something else than a string or a list of strings, not empty.")
+    if len(words) > MAX_STOP_WORDS or any(len(word) > MAX_STOP_TEXT for word in words):
+        raise ValueError(
+            f"stop is too long: give at most {MAX_STOP_WORDS} strings of at most {MAX_STOP_TEXT} "
+            "characters."
+        )
 
 
 def _check_messages(messages: Any) -> None:
@@ -209,8 +278,14 @@ def _check_call(function: Any) -> None:
     if isinstance(arguments, str) and arguments:
         try:
             json.loads(arguments)
-        except json.JSONDecodeError as err:
+        except (ValueError, RecursionError) as err:
             raise ValueError(f"the arguments of a tool call are not JSON ({err}).") from err
+
+
+def _shown(value: Any) -> str:
+    """As in Python, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def _kind(value: Any) -> str:

@@ -1,6 +1,6 @@
-"""Caches of earlier requests, the drafter's behind the target's, and the seam between two.
+"""Caches of earlier requests, the drafter's behind the target's, and the seams between them.
 
-Knows how mlx-lm files and trims caches; knows nothing of requests.
+mlx-lm's store files and trims them; what a drafter adds is here.
 """
 
 from typing import Any
@@ -14,9 +14,9 @@ from ..target.taps import Target
 
 
 class Caches(list):
-    """The caches of one text: the first ``num_target`` are the target's, others the drafter's.
+    """The caches of one sequence: the first ``num_target`` are the target's, others the drafter's.
 
-    ``num_tokens`` is the length of the text when they were filed; trimming does not change it.
+    ``num_tokens`` is the length of the sequence when they were filed; trimming does not change it.
     """
 
     def __init__(self, caches: list, num_target: int | None = None):

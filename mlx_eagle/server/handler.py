@@ -1,153 +1,157 @@
 """One HTTP request: mlx-lm's handler, with its edges made safe and the counts of drafting.
 
-Knows HTTP and JSON; what is generated, and when, is decided in ``generator.py``.
+What is generated, and when, is decided in ``generator.py``; who may connect in ``listener.py``.
 """
 
 import io
 import json
-import logging
-import select
-import socket
-import sys
-from argparse import Namespace
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from http.server import ThreadingHTTPServer
-from typing import Any
+import time
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from mlx_lm.server import (
-    APIHandler,
-    CompletionRequest,
-    GenerationArguments,
-    GenerationContext,
-    ModelDescription,
-    Response,
-    get_system_fingerprint,
-)
+from mlx_lm.server import APIHandler, CompletionRequest
 
 from ..decoding.limits import AUTO
-from .answer import Answer, RequestError, checked
-from .body import PairArguments, check_body, read_body, with_drafting
-from .generator import PairGenerator
-from .provider import DEFAULT
+from .answer import RequestError
+from .body import check_body, read_body, write_body
+from .connection import Presence, RequestReader, drain
+from .exchange import Exchange
+from .metrics import CONTENT_TYPE, Outcome
 
-MAX_BODY = 64 * 2**20  # bytes
+if TYPE_CHECKING:
+    from .listener import PairServer
+
 PROMPTS = {
     "/v1/completions": "prompt",
     "/v1/chat/completions": "messages",
     "/chat/completions": "messages",
 }
-
-
-class Exchange:
-    """The generator as one request's handler sees it.
-
-    ``answer`` is what is said to this client, ``failure`` why nothing is.
-    """
-
-    def __init__(self, generator: PairGenerator, handler: "PairHandler"):
-        self.generator = generator
-        self.answer: Answer | None = None
-        self.failure: RequestError | None = None
-        self._handler = handler
-
-    @property
-    def cli_args(self) -> Namespace:
-        return self.generator.cli_args
-
-    @property
-    def is_healthy(self) -> bool:
-        return self.generator.is_healthy
-
-    def generate(
-        self,
-        request: CompletionRequest,
-        args: GenerationArguments,
-        progress_callback: Callable[[int, int], None],
-    ) -> tuple[GenerationContext, Iterator[Response]]:
-        """See mlx-lm's ``ResponseGenerator``. Raises RequestError."""
-        try:
-            self._check_names(args.model)
-            # One name for one pair, so that requests which spell it differently share a batch.
-            args = replace(args, model=ModelDescription(DEFAULT, DEFAULT, None))
-            args = self._with_drafting(args)
-            self.answer = self.generator.submit(request, args)
-            context = self.answer.context(self._check)
-            context.tool_parser = checked(context.tool_parser)
-        except RequestError as err:
-            self.failure = err
-            raise
-        return context, self.answer.responses(self._check, progress_callback)
-
-    def close(self) -> None:
-        if self.answer is not None:
-            self.answer.abandon()
-
-    def _check(self) -> None:
-        self._handler.check_connected()
-        self.generator.check_alive()
-
-    def _with_drafting(self, args: GenerationArguments) -> PairArguments:
-        try:
-            return with_drafting(args, self._handler.body, self.cli_args)
-        except ValueError as err:
-            raise RequestError(str(err)) from err
-
-    def _check_names(self, names: ModelDescription) -> None:
-        provider = self.generator.model_provider
-        if names.model not in provider.model_names:
-            raise RequestError(f"{names.model} is not served here, but {provider.name} is.", 404)
-        if names.draft not in provider.draft_names:
-            raise RequestError(
-                f"the draft model {names.draft} is not served here: leave draft_model out.", 404
-            )
+EXTRA_HEADERS = {401: {"WWW-Authenticate": 'Bearer realm="mlx-eagle"'}, 503: {"Retry-After": "5"}}
+LARGE = 2**16  # bytes of a body; larger ones are read into fields one after the other
 
 
 class PairHandler(APIHandler):
     """mlx-lm's handler. Requests it cannot answer get a sentence, and the server goes on."""
 
-    timeout = 60  # seconds a client may take to send its request or to read what it is sent
     response_generator: Exchange
     server: "PairServer"
 
-    def __init__(self, generator: PairGenerator, *args: Any, **kwargs: Any):
-        super().__init__(Exchange(generator, self), *args, **kwargs)
+    def __init__(self, server: "PairServer", *args: Any, **kwargs: Any):
+        self.asked = time.monotonic()
+        self.num_bytes = 0  # of the body
+        self.status = 0
+        self.is_streaming = self.is_answering = self.is_body_unread = False
+        exchange = Exchange(server.generator, server.metrics, self)
+        super().__init__(exchange, *args, **kwargs)
+
+    def setup(self) -> None:
+        """Reads have a limit of time together, writes each."""
+        self.timeout = self.server.limits.request_seconds
+        super().setup()
+        self.presence = Presence(self.connection)
+        self.reader = RequestReader(self.connection, self.timeout)
+        self.rfile = io.BufferedReader(self.reader)
+
+    def parse_request(self) -> bool:
+        """See http.server's. Leaves the path without its query."""
+        if not super().parse_request():
+            return False
+        self.reader.in_head = False
+        self.path = self.path.partition("?")[0].partition("#")[0]
+        return True
+
+    def finish(self) -> None:
+        """Let a client that was refused read its answer."""
+        super().finish()
+        if self.is_body_unread:
+            drain(self.connection)
 
     def do_POST(self) -> None:
-        """Check the body, then answer as mlx-lm does."""
+        """Check who asks and the body, then answer as mlx-lm does."""
         self.server.answering.add(self)
+        outcome = Outcome.FAILED
         try:
             self._check_request()
             super().do_POST()
+            outcome = Outcome.of_status(self.status)
         except RequestError as err:
-            self._send_json(_document(err), err.status)
+            outcome = Outcome.of_status(err.status)
+            self._send_error(err)
+        except (ConnectionError, TimeoutError):
+            outcome = Outcome.LEFT
+            raise
         finally:
+            self.response_generator.count(outcome)
             self.server.answering.discard(self)
+
+    def do_GET(self) -> None:
+        """The models, the metrics, the health."""
+        try:
+            if self.path != "/health":
+                self._check_key()
+            if self.path == "/metrics":
+                self._send(200, CONTENT_TYPE, self.server.metrics_text().encode())
+            elif self.path.startswith("/v1/models") or self.path == "/health":
+                super().do_GET()
+            else:
+                raise RequestError(f"nothing is at {self.path}.", 404)
+        except RequestError as err:
+            self._send_error(err)
+
+    def send_error(
+        self, code: int, message: str | None = None, explain: str | None = None
+    ) -> None:
+        """What http.server refuses, in the words of the others."""
+        self.close_connection, self.is_body_unread = True, True
+        text = message or self.responses.get(code, ("the request is not HTTP",))[0]
+        self.server.metrics.count_request(Outcome.REFUSED)  # also 501, "no such method"
+        self.headers = getattr(self, "headers", None) or {}
+        self._send_error(RequestError(f"{text.rstrip('.')}.", code))
 
     def _check_request(self) -> None:
         """Read the body, and leave what was read for mlx-lm to read. Raises RequestError."""
+        self.is_body_unread = True
+        self._check_key()
+        self.server.check_open()
         if self.path not in PROMPTS:
             raise RequestError(f"nothing is at {self.path}: post to /v1/chat/completions.", 404)
-        if "Content-Length" not in self.headers:
-            raise RequestError("the request has no Content-Length: give one.", 411)
+        raw = self._read()
+        self.is_body_unread = False
+        self.num_bytes = len(raw)
         try:
-            body = read_body(self._read())
-            check_body(body, PROMPTS[self.path])
+            # One at a time: hostile ones together would leave no time to generate.
+            with self.server.large_bodies if len(raw) > LARGE else nullcontext():
+                body = read_body(raw)
+                check_body(body, PROMPTS[self.path])
+                raw = write_body(body)
         except ValueError as err:
             raise RequestError(str(err)) from err
-        raw = json.dumps(body, ensure_ascii=False).encode()
         self.headers.replace_header("Content-Length", str(len(raw)))
         self.rfile = io.BytesIO(raw)
 
+    def _check_key(self) -> None:
+        key = self.server.key
+        if key is not None and not key.admits(self.headers["Authorization"]):
+            raise RequestError(
+                "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'.", 401
+            )
+
     def _read(self) -> bytes:
+        if "Content-Length" not in self.headers:
+            raise RequestError("the request has no Content-Length: give one.", 411)
         text = self.headers["Content-Length"].strip()
-        if not (text.isascii() and text.isdecimal()):
-            raise ValueError(f"Content-Length is {text!r}: give a number of bytes.")
-        length = int(text)
-        if length > MAX_BODY:
-            raise RequestError(f"the body has {length} bytes: send at most {MAX_BODY}.", 413)
-        raw = self.rfile.read(length)
+        if not (text.isascii() and text.isdecimal() and len(text) < 20):
+            raise RequestError(f"Content-Length is {text[:40]!r}: give a number of bytes.")
+        length, limit = int(text), self.server.limits.body_bytes
+        if length > limit:
+            raise RequestError(f"the body has {length} bytes: send at most {limit}.", 413)
+        try:
+            raw = self.rfile.read(length)
+        except TimeoutError as err:
+            seconds = self.server.limits.request_seconds
+            raise RequestError(f"the request took over {seconds:g} seconds.", 408) from err
+        self.connection.settimeout(self.timeout)
         if len(raw) < length:
             raise ConnectionAbortedError("the client left before its request was complete.")
         return raw
@@ -168,13 +172,13 @@ class PairHandler(APIHandler):
 
     def handle_completion(self, request: CompletionRequest, stop_words: list[str]) -> None:
         """See mlx-lm's; what breaks off is said, in the stream where one was begun."""
-        self.is_streaming = False
         try:
             super().handle_completion(request, stop_words)
         except RequestError as err:
             if not self.is_streaming:
                 self._headers_buffer = []  # perhaps "200 OK", not sent yet
                 raise
+            self.status = err.status
             self.wfile.write(f"data: {json.dumps(_document(err))}\n\n".encode())
         finally:
             self.response_generator.close()
@@ -190,17 +194,41 @@ class PairHandler(APIHandler):
             raise failure
         super()._set_completion_headers(status_code)
 
-    def _send_json(self, document: dict[str, Any], status: int = 200) -> None:
-        self._set_completion_headers(status)
+    def send_response(self, code: int, message: str | None = None) -> None:
+        self.status = code
+        super().send_response(code, message)
+
+    def flush_headers(self) -> None:
+        """Send the head of the answer, without what was sent of it to see who is there."""
+        head = b"".join(getattr(self, "_headers_buffer", []))
+        if head:
+            self._headers_buffer = [head[self.presence.num_ahead :]]
+            self.is_answering = True
+        super().flush_headers()
+
+    def _send_error(self, error: RequestError) -> None:
+        self._send(error.status, "application/json", json.dumps(_document(error)).encode())
+
+    def _send_json(self, document: dict[str, Any]) -> None:
+        self._send(200, "application/json", json.dumps(document).encode())
+
+    def _send(self, status: int, content_type: str, content: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-type", content_type)
+        self.send_header("Content-Length", str(len(content)))
+        for name, value in EXTRA_HEADERS.get(status, {}).items():
+            self.send_header(name, value)
+        self._set_cors_headers()
         self.end_headers()
-        self.wfile.write(json.dumps(document).encode())
+        self.wfile.write(content)
 
     def check_connected(self) -> None:
-        """Raise ConnectionAbortedError where the client has closed its side."""
-        poll = select.poll()
-        poll.register(self.connection, select.POLLIN)
-        if poll.poll(0) and not self.connection.recv(1, socket.MSG_PEEK):
-            raise ConnectionAbortedError("the client left.")
+        """Raise ConnectionError where the client is gone, or too slow to read its answer."""
+        self.presence.check(self.is_answering)
+        answer = self.response_generator.answer
+        if answer is not None and answer.is_over:
+            if time.monotonic() - answer.ended > self.server.limits.request_seconds:
+                raise TimeoutError("the client reads too slowly")
 
     def handle_models_request(self) -> None:
         """The one model that is served."""
@@ -212,8 +240,7 @@ class PairHandler(APIHandler):
         elif wanted in (name, name.strip("/")):
             self._send_json(model)
         else:
-            err = RequestError(f"{wanted} is not served here, but {name} is.", 404)
-            self._send_json(_document(err), err.status)
+            raise RequestError(f"{wanted} is not served here, but {name} is.", 404)
 
     def generate_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return self._with_counts(super().generate_response(*args, **kwargs))
@@ -223,14 +250,17 @@ class PairHandler(APIHandler):
 
     def _with_counts(self, response: dict[str, Any]) -> dict[str, Any]:
         """With --usage-stats, what was drafted; in batches nothing is, and tau is 1."""
-        if "usage" in response and self.response_generator.cli_args.usage_stats:
-            stats = self.response_generator.answer.stats
+        exchange = self.response_generator
+        if "usage" in response and exchange.cli_args.usage_stats and exchange.answer is not None:
+            stats = exchange.answer.stats
             num_forwards = sum(s.num_target_forwards for s in stats)
             num_emitted = sum(s.num_emitted for s in stats)
+            tau = num_emitted / num_forwards if num_forwards else 1.0
             response["usage"] |= {
                 "drafted_tokens": sum(s.num_drafted for s in stats),
                 "accepted_tokens": sum(s.num_accepted for s in stats),
-                "tau": num_emitted / num_forwards if num_forwards else 1.0,
+                "mean_acceptance_length": tau,
+                "tau": tau,  # its name in version 0.1.0
             }
         return response
 
@@ -239,36 +269,3 @@ def _document(error: RequestError) -> dict[str, Any]:
     """An error as clients of the OpenAI API read it."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     return {"error": {"message": str(error), "type": kind, "code": error.status}}
-
-
-class PairServer(ThreadingHTTPServer):
-    """A thread a client; ``answering`` are those whose request is not answered yet."""
-
-    request_queue_size = 128
-
-    def __init__(self, host: str, port: int, generator: PairGenerator):
-        """Listens at once. Raises ValueError where the address cannot be had."""
-        self.answering: set[PairHandler] = set()
-        fingerprint = get_system_fingerprint()
-        try:
-            found = socket.getaddrinfo(
-                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )
-            self.address_family, _, _, _, address = found[0]
-            super().__init__(
-                address,
-                lambda *args: PairHandler(generator, *args, system_fingerprint=fingerprint),
-            )
-        except (OSError, OverflowError) as err:
-            reason = err.strerror if isinstance(err, OSError) else str(err)
-            raise ValueError(
-                f"the server cannot listen at {host}, port {port} ({reason}): choose others with "
-                "--host and --port."
-            ) from err
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that leaves is no error of ours."""
-        if isinstance(sys.exception(), (ConnectionError, TimeoutError)):
-            logging.info("A client left before it was answered.")
-        else:
-            super().handle_error(request, client_address)

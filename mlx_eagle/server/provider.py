@@ -11,9 +11,11 @@ from ..commands.flags import read_tree
 from ..decoding.setup import check_tree_drafter
 from ..demo.pair import load_demo
 from ..draft_models import open_drafter
+from ..drafters.load import find_embedding
 from ..system.command import USER_ERRORS
 from ..system.hub import locate
 from ..target.tree_attention import check_trees
+from .prompt import context_size
 
 DEFAULT = "default_model"  # what mlx-lm calls the model and the draft model of the command line
 DEMO = "mlx-eagle-demo"
@@ -23,12 +25,14 @@ class PairProvider(ModelProvider):
     """mlx-lm's provider, with one of our drafters as ``draft_model``.
 
     Unlike mlx-lm's it loads no other model on a client's request: a drafter belongs to its
-    target. ``is_batchable`` says whether the target could decode several texts at once.
+    target. ``is_batchable`` says whether the target could decode several sequences at once.
     """
 
     def __init__(self, args: Namespace):
         super().__init__(args)
         self.loaded = Event()
+        self.vocab_size = 0
+        self.context: int | None = None  # tokens of a text, where the model says so
         self.error: Exception | None = None
         self.model_names = {DEFAULT, self.name}
         if args.model is not None and Path(args.model).exists():
@@ -81,4 +85,8 @@ class PairProvider(ModelProvider):
         self.draft_model = drafter
         if self.cli_args.tree is not None:
             self.check_tree(self.cli_args.tree)
+        self.vocab_size = find_embedding(self.model)[1]
+        self.context = context_size(self.model)
+        # Settles what a tokenizer keeps between calls, before several threads use it.
+        self.tokenizer.encode("")
         self.model_key = (model_path, adapter_path, draft_model_path)

@@ -1,7 +1,7 @@
 """Progress bars for commands: on standard error, where that is a terminal, and gone when done.
 
-Knows what a callback ``(done, total)`` says, as mlx-lm's ``prompt_progress_callback`` does; the
-code that makes people wait calls one, and draws nothing by itself.
+The code that makes people wait draws nothing by itself: it calls a callback ``(done, total)``,
+as mlx-lm's ``prompt_progress_callback`` is.
 """
 
 from collections.abc import Callable

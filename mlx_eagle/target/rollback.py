@@ -1,18 +1,21 @@
 """Cutting a forward pass back to the rows that were kept, for each cache type of mlx-lm.
 
 The invariant: between rounds a committed cache is valid through the last emitted token but
-one, and no rejected entry can ever be attended to. Knows caches; knows nothing of tokens.
+one, and no rejected entry can ever be attended to.
 
-RULES is the table of strategies:
+RULES is the table of strategies, a class for each; its objects are the entries of a checkpoint:
 
-| cache | to keep the first rows of a window |
-|---|---|
-| KVCache, QuantizedKVCache, ChunkedKVCache | trim; a tree's branch (not Chunked) is moved to the front first |
-| ConcatenateKVCache | trim, and cut the tail off the arrays |
-| RotatingKVCache | cut the tail off the arrays: a window of two rows or more leaves them in time order. ``trim`` is silently wrong once the cache is full |
-| ArraysCache (recurrent state) | restore the state from before the window, run the kept rows through those layers again |
-| CacheList | each member by its own rule |
-| anything else | refused by name before anything is generated |
+* KVCache, QuantizedKVCache, ChunkedKVCache: trim; the branch of a tree (not in a ChunkedKVCache)
+  is moved to the front first.
+* ConcatenateKVCache: trim, and cut the tail off the arrays.
+* RotatingKVCache: cut the tail off the arrays, which a pass of two rows or more leaves in time
+  order. ``trim`` is silently wrong once the cache is full.
+* ArraysCache (recurrent state): restore the state from before the pass, and run the kept rows
+  through those layers again.
+* CacheList: each member by its own rule.
+* Anything else is refused by name before anything is generated.
+
+A pass of one row costs what it costs without a checkpoint: nothing is copied for one.
 """
 
 from collections.abc import Callable
@@ -32,13 +35,15 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
+from .layer_calls import LayerCalls
+
 
 class TrimRollback:
     """Rows can be dropped by moving the offset back; what lies behind it is overwritten."""
 
     needs_rerun = False
 
-    def __init__(self, cache: Any):
+    def __init__(self, cache: Any, num_rows: int | None = None):
         self.cache = cache
         self.start = cache.offset
 
@@ -48,7 +53,7 @@ class TrimRollback:
             self.cache.trim(surplus)
 
     def take(self, rows: list[int]) -> list:
-        """Copies of the window's ``rows``: keys and values, or nothing where there are none."""
+        """Copies of these rows of the pass: keys and values, or nothing where there are none."""
         cache = self.cache
         if cache.keys is None:
             return []  # a layer that does not attend
@@ -56,7 +61,7 @@ class TrimRollback:
         return tree_map(lambda array: mx.take(array, index, axis=-2), [cache.keys, cache.values])
 
     def put(self, taken: list, num_rows: int) -> None:
-        """Make these the window's only rows."""
+        """Make these the only rows of the pass."""
         cache, end = self.cache, self.start + num_rows
 
         def written(array: mx.array, rows: mx.array) -> mx.array:
@@ -81,26 +86,36 @@ class ConcatenateRollback(TrimRollback):
 
 
 class RotatingRollback:
-    """Tail rows are cut off; dropping all of them needs the arrays from before."""
+    """Tail rows are cut off; dropping all of them needs the arrays from before.
+
+    A single row may be written into the arrays, in place. Handles on them would turn that into
+    a copy of the whole cache, and there is nothing to save: the slot that the row takes holds
+    what no later row can see, either nothing yet or the entry that leaves the window with this
+    very row. So ``num_rows`` 1 keeps no handles where the arrays stay the same ones.
+    """
 
     needs_rerun = False
 
-    def __init__(self, cache: RotatingKVCache):
+    def __init__(self, cache: RotatingKVCache, num_rows: int | None = None):
         self.cache = cache
         self.start = cache.offset
         self._index = cache._idx
-        # New handles: a one-row append writes into the arrays, and would into these too.
-        self._keys = None if cache.keys is None else cache.keys[...]
-        self._values = None if cache.values is None else cache.values[...]
+        self._in_place = num_rows == 1 and _appends_in_place(cache)
+        self._keys, self._values = None, None
+        if not self._in_place and cache.keys is not None:
+            # New handles: rows that come one by one are written into the arrays, and would be
+            # into these too.
+            self._keys, self._values = cache.keys[...], cache.values[...]
 
     def rollback(self, num_rows: int) -> None:
         cache = self.cache
+        if num_rows == 0:
+            if not self._in_place:
+                cache.keys, cache.values = self._keys, self._values
+            cache.offset, cache._idx = self.start, self._index
+            return
         surplus = cache.offset - (self.start + num_rows)
         if surplus <= 0:
-            return
-        if num_rows == 0:
-            cache.keys, cache.values = self._keys, self._values
-            cache.offset, cache._idx = self.start, self._index
             return
         length = cache.keys.shape[2] - surplus
         cache.keys = cache.keys[..., :length, :]
@@ -109,7 +124,7 @@ class RotatingRollback:
         cache._idx = length
 
     def take(self, rows: list[int]) -> list:
-        """What was there before the window, with the window's ``rows`` behind."""
+        """What was there before the pass, with these rows of the pass behind."""
         cache = self.cache
         length = cache.keys.shape[2] - (cache.offset - self.start)
         index = mx.array([*range(length), *(length + row for row in rows)])
@@ -123,12 +138,19 @@ class RotatingRollback:
         cache._idx = cache.keys.shape[2]
 
 
+def _appends_in_place(cache: RotatingKVCache) -> bool:
+    """Whether its next row, alone, goes into the arrays that it has: not longer or cut ones."""
+    if cache.keys is None or cache.keys.shape[2] > cache.max_size:
+        return False
+    return cache.keys.shape[2] == cache.max_size or cache.offset < cache.keys.shape[2]
+
+
 class StateRollback:
     """A recurrent state has no rows: models rebind its entries, so the old ones are a snapshot."""
 
     needs_rerun = True
 
-    def __init__(self, cache: ArraysCache):
+    def __init__(self, cache: ArraysCache, num_rows: int | None = None):
         self.cache = cache
         self._entries = list(cache.cache)
 
@@ -140,9 +162,9 @@ class StateRollback:
 class ListRollback:
     """Each member by its own rule."""
 
-    def __init__(self, cache: CacheList):
+    def __init__(self, cache: CacheList, num_rows: int | None = None):
         self.cache = cache
-        self._members = [RULES[type(member)](member) for member in cache.caches]
+        self._members = [RULES[type(member)](member, num_rows) for member in cache.caches]
         self.needs_rerun = any(member.needs_rerun for member in self._members)
 
     def rollback(self, num_rows: int) -> None:
@@ -150,7 +172,7 @@ class ListRollback:
             member.rollback(num_rows)
 
 
-RULES: dict[type, Callable[[Any], Any]] = {
+RULES: dict[type, Callable[[Any, int | None], Any]] = {
     KVCache: TrimRollback,
     QuantizedKVCache: TrimRollback,
     ChunkedKVCache: TrimRollback,
@@ -194,7 +216,7 @@ class CacheQuantization:
         maybe_quantize_kv_cache(caches, self.start, self.group_size, self.bits)
 
     def max_rows(self, caches: list) -> int | None:
-        """Rows until a cache is to be quantized: a window must end there, as decoding does."""
+        """Rows until a cache is to be quantized: a pass must end there, as in plain decoding."""
         if self.bits is None:
             return None
         left = [self.start - c.offset for c in caches if hasattr(c, "to_quantized")]
@@ -202,24 +224,36 @@ class CacheQuantization:
 
 
 class Checkpoint:
-    """The rows that come on top of a list of caches from now on, to be cut to the first few.
+    """A list of caches as it is now, before a forward pass over some rows.
 
-    Made before the forward pass it covers. ``rerun(m)`` must run the first m of its rows
-    through the model again, on top of what was there before the window; where
-    ``reruns_layers`` was set, through those layers only whose caches need it.
+    ``rerun(m)`` must run the first m rows of the pass through the model again, on top of what
+    was there before; it is called where a cache's rows cannot be cut. ``num_rows`` is how many
+    rows the pass will have, where that is known: one alone need not be paid for.
     """
 
-    def __init__(self, caches: list, rerun: Callable[[int], None] | None = None):
+    def __init__(
+        self,
+        caches: list,
+        rerun: Callable[[int], None] | None = None,
+        num_rows: int | None = None,
+    ):
         self._caches = caches
         self._before = list(caches)
-        self._undos = [RULES[type(cache)](cache) for cache in caches]
+        self._entries = [RULES[type(cache)](cache, num_rows) for cache in caches]
         self._rerun = rerun
-        self.reruns_layers = False
+        self._layers: LayerCalls | None = None
 
     @property
     def recurrent(self) -> list:
         """The caches whose rows cannot be cut."""
-        return [undo.cache for undo in self._undos if undo.needs_rerun]
+        return [entry.cache for entry in self._entries if entry.needs_rerun]
+
+    def keep_calls(self, calls: LayerCalls) -> None:
+        """The layer calls of the pass: where they suffice, they are repeated instead of ``rerun``.
+
+        They do where they are all that touched the caches whose rows cannot be cut.
+        """
+        self._layers = calls.of(self.recurrent, tuple(RULES))
 
     def rollback(self, num_rows: int) -> None:
         """Drop every row after the first ``num_rows``; rows cut before stay cut.
@@ -228,11 +262,16 @@ class Checkpoint:
         Not to be called when every row stays.
         """
         self._caches[:] = self._before  # a cache may have been replaced by its quantized copy
-        rerun = num_rows > 0 and bool(self.recurrent)
-        for undo in self._undos:
-            whole = rerun and (undo.needs_rerun or not self.reruns_layers)
-            undo.rollback(0 if whole else num_rows)
-        if rerun:
+        if num_rows == 0 or not self.recurrent:
+            for entry in self._entries:
+                entry.rollback(num_rows)
+            return
+        for entry in self._entries:
+            runs_again = entry.needs_rerun or self._layers is None
+            entry.rollback(0 if runs_again else num_rows)
+        if self._layers is not None:
+            self._layers.repeat(num_rows)
+        else:
             self._rerun(num_rows)
 
     def rollback_to_branch(self, rows: list[int]) -> None:
@@ -240,9 +279,9 @@ class Checkpoint:
         if rows == list(range(len(rows))):
             self.rollback(len(rows))
             return
-        taken = [undo.take(rows) for undo in self._undos]
+        taken = [entry.take(rows) for entry in self._entries]
         # Started before anything is written: a buffer that is still to be read would be copied,
         # all of it, to be written.
         mx.async_eval(taken)
-        for undo, arrays in zip(self._undos, taken):
-            undo.put(arrays, len(rows))
+        for entry, arrays in zip(self._entries, taken):
+            entry.put(arrays, len(rows))

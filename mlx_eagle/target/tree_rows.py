@@ -3,14 +3,20 @@
 import mlx.core as mx
 
 
+def each_itself(num_rows: int) -> mx.array:
+    """Which row is which: true where row and column are the same, (R, R)."""
+    index = mx.arange(num_rows)  # comparing takes fewer operations than ``mx.eye``
+    return index[:, None] == index
+
+
 def ancestors(parents: mx.array, depth: int) -> mx.array:
     """Whether row a lies on the path to row r, itself included: parents (k,) -> (k + 1, k + 1).
 
-    ``depth`` is the greatest depth in the tree. Row r of the result belongs to window row r:
+    ``depth`` is the greatest depth in the tree. Row 0 is the root, row i + 1 is token i:
     parents [0, 0, 2] -> [[1,0,0,0], [1,1,0,0], [1,0,1,0], [1,0,1,1]].
     """
     size = parents.shape[0] + 1
-    own = mx.eye(size, dtype=mx.bool_)
+    own = each_itself(size)
     up = mx.concatenate([mx.zeros((1,), parents.dtype), parents])
     tree_mask = own
     for _ in range(depth):
@@ -19,7 +25,7 @@ def ancestors(parents: mx.array, depth: int) -> mx.array:
 
 
 def kept_path(keep: mx.array, tree_mask: mx.array) -> tuple[mx.array, mx.array]:
-    """The kept branch: keep (k,) tokens, reach (R, R) -> (rows (R,), number kept ()).
+    """The kept branch: keep (k,) tokens, tree_mask (R, R) -> (rows (R,), number kept ()).
 
     Rows of the branch come first, root before leaf; the others follow. At most one child of
     a row is kept, since siblings are different tokens, so the kept rows form one branch.

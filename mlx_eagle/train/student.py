@@ -18,7 +18,8 @@ from mlx_lm.utils import dequantize_model
 
 from ..convert import convert
 from ..convert.quantize import Quantization, pack
-from ..drafters.head import Eagle3Config, Eagle3Head, split_weights
+from ..drafters.fused import split_weights
+from ..drafters.head import Eagle3Config, Eagle3Head
 from ..drafters.load import (
     activation_dtype,
     find_embedding,

@@ -55,7 +55,9 @@ def fake_cell(set_name: str, number: int, plain_times: list[float], times: list[
     stats = make_stats([2, 1], 3)
     configuration = runner.make_configurations([3])[0]
     plain_runs = [fake_run(t) for t in plain_times]
-    return runner.Cell(question, [1, 2], configuration, plain_runs, [fake_run(t, stats=stats) for t in times])
+    return runner.Cell(
+        question, [1, 2], configuration, plain_runs, [fake_run(t, stats=stats) for t in times]
+    )
 
 
 def test_speeds_are_tokens_over_the_sum_of_median_times():
@@ -63,13 +65,13 @@ def test_speeds_are_tokens_over_the_sum_of_median_times():
         fake_cell("a", 0, [2.0, 9.0, 2.2], [1.0, 1.1, 5.0]),
         fake_cell("b", 1, [4.0, 4.0, 4.0], [5.0, 5.0, 4.0]),
     ]
-    result = summary.arm_summary(cells)
+    result = summary.configuration_summary(cells)
     assert result["plain_tps"] == pytest.approx(20 / (2.2 + 4.0))
     assert result["tps"] == pytest.approx(20 / (1.1 + 5.0))
     assert result["speedup"] == pytest.approx(6.2 / 6.1)
     assert result["speedup_by_prompt"]["min"] == pytest.approx(4 / 5)
     assert result["speedup_by_prompt"]["max"] == pytest.approx(2.0 / 1.0)
-    assert result["tau"] == 5 / 2
+    assert result["mean_acceptance_length"] == 5 / 2
     assert result["target_forwards_per_token"] == 2 / 5
     assert result["head_forwards_per_round"] == 3
     assert result["evals_per_round"] == 1
@@ -87,7 +89,7 @@ def test_a_text_of_one_token_has_no_speed():
     cell = fake_cell("a", 0, [0.0], [0.0])
     cell.runs[:] = [runner.Run([7], 0, 0.0, 0.1, 5, Stats())]
     cell.plain[:] = [runner.Run([7], 0, 0.0, 0.1, 5)]
-    result = summary.arm_summary([cell])
+    result = summary.configuration_summary([cell])
     assert result["speedup"] is None and result["tps"] is None and result["round_seconds"] is None
 
 
@@ -144,7 +146,7 @@ def test_the_curve_agrees_with_single_predictions():
     costs = make_costs()
     points = predict.curve(costs, [0.8, 0.5])
     assert [point["k"] for point in points] == [1, 2, 3]
-    assert points[2]["tau"] == pytest.approx(1 + 0.8 + 0.4 + 0.2)
+    assert points[2]["mean_acceptance_length"] == pytest.approx(1 + 0.8 + 0.4 + 0.2)
     assert points[2]["speedup"] == pytest.approx(costs.speedup(2.4, 3))
 
 
@@ -159,14 +161,30 @@ def test_the_order_of_runs():
     labels = [configuration.label for configuration, _ in runner.schedule([b, c], "abba")]
     assert labels == ["plain", "k=1", "k=1", "plain", "plain", "k=2", "k=2", "plain"]
     steps = runner.schedule([b, c], "mirror")
-    assert [configuration.label for configuration, _ in steps] == ["plain", "k=1", "k=2", "k=2", "k=1", "plain"]
+    assert [configuration.label for configuration, _ in steps] == [
+        "plain",
+        "k=1",
+        "k=2",
+        "k=2",
+        "k=1",
+        "plain",
+    ]
     assert steps[0][1] == [b, c]
-    assert [configuration.label for configuration, _ in runner.schedule([b, c], "weave")] == ["plain", "k=1", "k=2"]
+    assert [configuration.label for configuration, _ in runner.schedule([b, c], "weave")] == [
+        "plain",
+        "k=1",
+        "k=2",
+    ]
 
 
 def test_arms_pass_the_loops_words_through():
     configurations = runner.make_configurations([2, "auto"], ["2x4:12"], compares=True)
-    assert [configuration.kind for configuration in configurations] == ["chain", "auto", "tree", "mlx-lm-draft"]
+    assert [configuration.kind for configuration in configurations] == [
+        "chain",
+        "auto",
+        "tree",
+        "mlx-lm-draft",
+    ]
     assert configurations[1].options == {"num_draft_tokens": "auto"}
     assert configurations[2].options == {"tree": TreeShape(2, 4, 12)}
     assert measure.calibrated_rows(configurations) == (8, [13])

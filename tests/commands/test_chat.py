@@ -1,6 +1,8 @@
-"""``mlx_eagle.chat`` beside ``mlx_lm.chat``: the same answers, one cache, and ways to leave."""
+"""``mlx_eagle.chat`` beside ``mlx_lm.chat``: the same answers, one cache, and ways to stop."""
 
 import builtins
+import os
+import signal
 import sys
 
 import mlx_lm.chat
@@ -128,7 +130,7 @@ def test_stats_are_printed(run):
     assert answers[0] == answers[3] == ""
     for lines in (["Answers: 0", *Stats().lines()], talk.stats_lines()):
         assert "\n".join(f"  {line}" for line in lines) in out
-    assert f"(tau): {talk.stats.tau:.3f}" in out
+    assert f"Mean acceptance length (tau): {talk.stats.tau:.3f}" in out
 
 
 def test_without_a_drafter(run, monkeypatch):
@@ -150,13 +152,69 @@ def test_ctrl_c_at_the_prompt_leaves(run, lines):
     assert (code, err) == (130, "\ninterrupted\n")
 
 
-def test_ctrl_c_in_an_answer_leaves(run, monkeypatch):
-    def interrupted(*_):
-        raise KeyboardInterrupt
+def press_ctrl_c_at(monkeypatch, piece: int) -> list[str]:
+    """Ctrl-C while that piece of an answer is printed; the pieces that were printed."""
+    pieces: list[str] = []
 
-    monkeypatch.setattr(ChatUI, "end_turn", interrupted)
-    code, _, _, err = run(chat.main, ["Hello"])
-    assert (code, err) == (130, "\ninterrupted\n")
+    def hear(_, text: str) -> None:
+        pieces.append(text)
+        if len(pieces) == piece:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(ChatUI, "stream_token", hear)
+    return pieces
+
+
+@pytest.fixture
+def ctrl_c():
+    """A suite that runs in the background has SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("k", ["0", "3"])
+def test_ctrl_c_ends_the_answer_and_the_chat_goes_on(run, monkeypatch, ctrl_c, k):
+    """What was given before it is in the caches, as if the answer had ended there."""
+    shorter = chat.Conversation(
+        chat.build_parser().parse_args(["-m", "5", "--num-draft-tokens", "0"]),
+        MODEL, TOKENIZER, None,
+    )  # fmt: skip
+    assert len(list(shorter.answer("Hello"))) == 5
+    shorter.args.max_tokens = 12
+    expected = "".join(response.text for response in shorter.answer("And then?"))
+
+    typed = iter(["Hello", "And then?", "q"])
+    monkeypatch.setattr(builtins, "input", lambda _="": next(typed))
+    monkeypatch.setattr(sys, "argv", ["chat", "-m", "12", "--num-draft-tokens", k])
+    pieces = press_ctrl_c_at(monkeypatch, 5)
+    chat.main()
+    assert "".join(pieces[5:]) == expected
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_says_how_to_exit(run, monkeypatch, ctrl_c, capsys):
+    typed = iter(["Hello", "/stats"])
+    monkeypatch.setattr(sys, "argv", ["chat", "-m", "12"])
+    monkeypatch.setattr(builtins, "input", lambda _="": next(typed, "q"))
+    press_ctrl_c_at(monkeypatch, 2)
+    chat.main()
+    out = capsys.readouterr().out
+    assert "Stopped. Press Ctrl-C again, or q, to exit." in out and "Answers: 1" in out
+
+
+def test_a_second_ctrl_c_in_an_answer_exits(run, monkeypatch, ctrl_c):
+    def hear(*_) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(builtins, "input", lambda _="": "Hello")
+    monkeypatch.setattr(ChatUI, "stream_token", hear)
+    monkeypatch.setattr(sys, "argv", ["chat", "-m", "12"])
+    with pytest.raises(SystemExit) as stop:
+        chat.main()
+    assert stop.value.code == 130
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 MISTAKES = {
@@ -164,6 +222,9 @@ MISTAKES = {
     "negative draft": (("--num-draft-tokens", "-1"), "give 0 (plain decoding) or more"),
     "several machines": (("--pipeline",), "--pipeline spreads a model over machines"),
     "tree": (("--tree", "4x4"), "give WIDTHxDEPTH:NODES"),
+    "seed": (("--seed", "-1"), "--seed is -1: give a whole number from 0"),
+    "share": (("--top-p", "1.5"), "--top-p is 1.5: give a number from 0 to 1"),
+    "window": (("--max-kv-size", "-1"), "--max-kv-size is -1: give 5 or more"),
 }
 
 

@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,9 +18,11 @@ from helpers import tiny_llama
 from mlx_lm.utils import save_model
 
 import mlx_eagle
-from mlx_eagle.commands import flags
+from mlx_eagle.commands import chat, flags
 from mlx_eagle.commands import generate as program
+from mlx_eagle.convert import __main__ as convert
 from mlx_eagle.demo.target import demo_target_path
+from mlx_eagle.system import device
 
 QUESTION = "What is 3 + 4?"
 
@@ -38,6 +42,7 @@ def run(pair, monkeypatch, capsys):
         return pair
 
     monkeypatch.setattr(flags, "load_demo", load_demo)
+    monkeypatch.setattr(flags, "print_blas_note", lambda: None)
 
     def command(*args: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["mlx_eagle.generate", *args])
@@ -64,7 +69,13 @@ def test_text_footer_and_counts(run, pair):
     code, out, _ = run("-p", QUESTION, "-m", "20", *flags)
     assert code == 0
     assert plain_text(pair, QUESTION, 20) in out
-    for line in ("Prompt: ", "Generation: ", "Peak memory: ", "Rounds: ", "Acceptance by position"):
+    for line in (
+        "Prompt: ",
+        "Generation: ",
+        "Peak memory: ",
+        "Rounds: ",
+        "Acceptance by position",
+    ):
         assert line in out
     assert "Drafting adds" in out and "head 9.8 M parameters" in out
     counts = json.loads(out.splitlines()[-1])
@@ -165,7 +176,25 @@ def test_a_prompt_cache_made_by_mlx_lm(run, target, head, tmp_path):
     assert code == 2 and "made with" in err
 
 
+HUGE = str(2**70)
 MISTAKES = {
+    "negative seed": (("--seed", "-1"), "--seed is -1: give a whole number from 0 to 2**64 - 1"),
+    "huge seed": (("--seed", HUGE), f"--seed is {HUGE}: give a whole number"),
+    "share": (("--top-p", "2"), "--top-p is 2.0: give a number from 0 to 1"),
+    "no number": (("--min-p", "nan"), "--min-p is nan: give a number from 0 to 1"),
+    "negative limit": (("--top-k", "-5"), "--top-k is -5: give 0 (no limit) or more"),
+    "negative window": (("--max-kv-size", "-1"), "--max-kv-size is -1: give 5 or more"),
+    "bits": (("--kv-bits", "7"), "--kv-bits is 7: give 2, 3, 4, 5, 6 or 8"),
+    "groups": (("--kv-group-size", "48"), "--kv-group-size is 48: give 32, 64 or 128"),
+    "start": (("--quantized-kv-start", "-1"), "--quantized-kv-start is -1: give 0 or more"),
+    "threshold": (("--xtc-threshold", "0.7"), "give a number from 0 to 0.5"),
+    "a list": (("--chat-template-config", "[1]"), "--chat-template-config is [1]: give a JSON"),
+    "no JSON": (("--chat-template-config", "{"), "--chat-template-config is {: give a JSON"),
+    "no folder": (
+        ("--stats-json", "no/such/place"),
+        "--stats-json no/such/place cannot be written",
+    ),
+    "a folder": (("--stats-json", "."), "--stats-json . cannot be written (Is a directory)"),
     "negative draft": (("--num-draft-tokens", "-1"), "give 0 (plain decoding) or more"),
     "no tokens": (("--max-tokens", "0"), "give a positive number, or -1"),
     "no prefill": (("--prefill-step-size", "0"), "give 1 or more"),
@@ -192,6 +221,84 @@ def test_a_mistake_costs_one_sentence(run, name):
     assert err.startswith("error: ") and err.count("\n") == 1
     assert sentence in err
     assert "Traceback" not in out + err
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (("--num-draft-tokens", "2.0"), "'2.0' is neither a whole number nor auto"),
+        (("--seed", "x"), "'x' is not a whole number"),
+        (("--top-p", "x"), "'x' is not a number"),
+    ],
+)
+def test_what_is_no_number_is_said_in_plain_words(run, flags, words):
+    code, _, err = run(*flags)
+    assert code == 2 and words in err
+    assert not re.search(r"\b(int|float|str|draft_length|whole_number)\b", err)
+
+
+def test_nothing_is_left_where_the_counts_should_go(run, tmp_path):
+    """The place is tried before anything is loaded, and left as it was."""
+    path = tmp_path / "stats.json"
+    assert run("--stats-json", str(path), "--draft-model", "no/such/head/here")[0] == 2
+    assert list(tmp_path.iterdir()) == []
+    path.write_text("mine")
+    assert run("--stats-json", str(path), "--draft-model", "no/such/head/here")[0] == 2
+    assert path.read_text() == "mine"
+
+
+HELP = {
+    "--num-draft-tokens": "Draft tokens per step. 0 turns drafting off; auto (default) picks the "
+    "length per step and turns drafting off where it does not help.",
+    "--tree": "Draft a tree instead of a chain. WIDTHxDEPTH:NODES (for example 4x5:16) is an "
+    "EAGLE-2 tree.",
+    "--acceptance": "match: works with any sampler. coupled (default with --temp): the same seed "
+    "gives the same text with or without drafting. reject: standard rejection sampling.",
+    "--draft-cache": "Advanced: cheaper draft-cache update, lower acceptance.",
+    "--list": "List converted heads and known pairs, and exit.",
+}
+
+
+def test_help_says_what_was_agreed():
+    found = {flag: a.help for a in program.build_parser()._actions for flag in a.option_strings}
+    assert {flag: found[flag] for flag in HELP} == HELP
+
+
+PRINTING = """
+from mlx_eagle.system.command import run_command
+run_command(lambda: print("word " * {count}, {flush}))
+"""
+
+
+@pytest.mark.parametrize("count, flush", [(10**6, ""), (10, "flush=True"), (10, "")])
+def test_a_reader_that_goes_away_is_no_error(count, flush):
+    """As in ``mlx_eagle.generate ... | head -c 5``: not a word, whenever it is noticed."""
+    read, write = os.pipe()
+    code = PRINTING.format(count=count, flush=flush)
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, text=True
+    ) as process:
+        os.close(write)
+        os.close(read)
+        _, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (141, "")
+
+
+@pytest.mark.parametrize(
+    "main", [program.main, chat.main, convert.main], ids=lambda m: m.__module__
+)
+def test_every_command_says_once_how_to_get_openblas(main, monkeypatch, capsys):
+    """That of bench and demo is in ``test_bench_runs.py``, the server's in its own tests."""
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
+    monkeypatch.setattr(device, "is_openblas_in_front", lambda: False)
+    flags = ["--hf-path", "no/such/head/here", "--check"] if main is convert.main else []
+    monkeypatch.setattr(sys, "argv", ["x", *(flags or ["--draft-model", "no/such/head/here"])])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    note, error = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and error.startswith("error: ")
+    assert note.startswith("Note: ") and "`export LD_PRELOAD=/usr/lib/" in note
 
 
 def test_ctrl_c_leaves_cleanly():

@@ -20,7 +20,8 @@ from checkpoints import (
 )
 
 from mlx_eagle.convert import convert
-from mlx_eagle.drafters.head import Eagle3Config, Eagle3Head, fuse_weights
+from mlx_eagle.drafters.fused import fuse_weights
+from mlx_eagle.drafters.head import Eagle3Config, Eagle3Head
 
 
 def full_vocabulary(**sizes: int) -> Tensors:

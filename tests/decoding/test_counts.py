@@ -1,10 +1,17 @@
 """Counts that the design promises: evals, forwards, and a tap that adds its taps only."""
 
-import io
-
 import mlx.core as mx
 import pytest
-from helpers import PROMPT, SCRIPTS, ScriptedDrafter, plain, speculative, tiny_head, tiny_llama
+from helpers import (
+    PROMPT,
+    SCRIPTS,
+    ScriptedDrafter,
+    num_primitives,
+    plain,
+    speculative,
+    tiny_head,
+    tiny_llama,
+)
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -15,13 +22,6 @@ from mlx_eagle.target.taps import Target
 @pytest.fixture(scope="module")
 def model():
     return tiny_llama()
-
-
-def num_primitives(*arrays: mx.array) -> int:
-    """Operations in the graph that computes ``arrays``; in dot they are the rectangles."""
-    graph = io.StringIO()
-    mx.export_to_dot(graph, *arrays)
-    return graph.getvalue().count("shape=rectangle")
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])

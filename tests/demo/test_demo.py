@@ -363,7 +363,7 @@ def test_demo_reports_both_runs(pair, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "tokens/s (mlx_lm.stream_generate)" in out
     assert "Token-identical: yes, all " in out
-    for word in ("Speculative:", "Tau:", "by position:"):
+    for word in ("Speculative:", "Mean acceptance length (tau): ", "by position:"):
         assert word in out
 
 

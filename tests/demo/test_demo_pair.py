@@ -159,9 +159,7 @@ def test_five_turns_with_a_saved_cache(pair, tmp_path):
     for question in questions:
         text = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
         turn = tokenizer.encode(text, add_special_tokens=False)
-        tokens, stats = decode(
-            pair, drafter, turn, 24, num_draft_tokens=3, prompt_cache=cache
-        )
+        tokens, stats = decode(pair, drafter, turn, 24, num_draft_tokens=3, prompt_cache=cache)
         theirs = mlx_lm.stream_generate(
             model, tokenizer, turn, max_tokens=24, prompt_cache=reference
         )

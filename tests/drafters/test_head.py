@@ -10,7 +10,7 @@ from golden import frozen
 from golden.frozen import Frozen, relative
 from heads import NUM_SLOTS, NUM_STEPS, TOLERANCE, VARIANTS, Runner, random_head
 
-from mlx_eagle.drafters.head import fuse_weights
+from mlx_eagle.drafters.fused import fuse_weights
 from mlx_eagle.reference import eagle3_draft, eagle3_extend
 
 QUANTIZED_TOLERANCE = 1e-4  # against the dequantized weights: the kernels sum in another order

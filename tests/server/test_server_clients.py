@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 import time
@@ -132,7 +133,7 @@ def test_clients_killed_in_the_midst_of_a_stream(server, serves_on, num_clients)
     finally:
         for client in clients:
             client.kill()  # kill -9
-            client.communicate()
+            client.communicate(timeout=30)
 
 
 def test_a_stream_that_is_closed(server, expected, serves_on):
@@ -180,7 +181,11 @@ def test_huge_prompts_are_refused(server, serves_on, stream):
     for num_words in (200, 10**5):
         with pytest.raises(BadRequestError, match=f"takes texts of {CONTEXT}, the") as err:
             server.complete(prompt="word " * num_words, stream=stream)
-        assert f"has {5 * num_words} tokens" in err.value.body["message"]
+        found = re.search(r"has (more than )?(\d+) tokens", err.value.body["message"])
+        if found[1]:  # the rest of it was not looked at
+            assert CONTEXT < int(found[2]) < 5 * num_words
+        else:
+            assert int(found[2]) == 5 * num_words
         content = [{"role": "user", "content": "word " * num_words}]
         with pytest.raises(BadRequestError, match="shorten it"):
             server.complete(messages=content, stream=stream)

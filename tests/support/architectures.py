@@ -295,7 +295,8 @@ def write_table() -> None:
     lines = [
         "# Which architectures work",
         "",
-        "Written by `python tests/support/architectures.py`: tiny models with random weights in float32,",
+        "Written by `python tests/support/architectures.py`: tiny models with random weights in "
+        "float32,",
         f"mlx-lm {mlx_lm.__version__}, mlx {mx.__version__}, {mx.default_device().type.name}. "
         f"{len(model_files())} model files of mlx-lm, {len(results)} architectures (a",
         "variant of a file is named in brackets):",

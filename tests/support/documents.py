@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = ROOT / ".docs" / "pages"
+DOCS = ROOT / "docs"
+PAGES = DOCS / "pages"
 DOCUMENTS = [ROOT / "README.md", *sorted(PAGES.glob("*.md"))]
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 OTHERS = ("make", "python", "python3", "pip", ".")

@@ -7,7 +7,8 @@ from golden import frozen
 from golden.frozen import Frozen
 from mlx_lm.models.cache import KVCache
 
-from mlx_eagle.drafters.head import Eagle3Config, Eagle3Head, fuse_weights
+from mlx_eagle.drafters.fused import fuse_weights
+from mlx_eagle.drafters.head import Eagle3Config, Eagle3Head
 
 TOLERANCE = 1e-5
 NUM_SLOTS = 11

@@ -1,5 +1,6 @@
 """What several test files share: tiny models, scripted drafters, plain decoding."""
 
+import io
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
@@ -65,7 +66,8 @@ def tiny_qwen3(seed: int = 0, **changes) -> nn.Module:
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
     }
-    return randomize(qwen3.Model(qwen3.ModelArgs(model_type="qwen3", **{**sizes, **changes})), seed)
+    args = qwen3.ModelArgs(model_type="qwen3", **{**sizes, **changes})
+    return randomize(qwen3.Model(args), seed)
 
 
 def byte_tokenizer() -> TokenizerWrapper:
@@ -138,6 +140,13 @@ def left_in(model: nn.Module, cache: list) -> tuple[list[type], list[int], list[
     """What tells caches apart: types, offsets, and what plain decoding says next. Uses them up."""
     types, offsets = [type(c) for c in cache], [getattr(c, "offset", 0) for c in cache]
     return types, offsets, plain(model, [7, 9, 11], 20, prompt_cache=cache)
+
+
+def num_primitives(*arrays: mx.array) -> int:
+    """Operations in the graph that computes ``arrays``; in dot they are the rectangles."""
+    graph = io.StringIO()
+    mx.export_to_dot(graph, *arrays)
+    return graph.getvalue().count("shape=rectangle")
 
 
 @dataclass(frozen=True)

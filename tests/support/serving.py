@@ -21,10 +21,11 @@ from openai import OpenAI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from mlx_eagle.convert import convert
-from mlx_eagle.server.__main__ import build_parser
+from mlx_eagle.server.access import read_key
 from mlx_eagle.server.caches import PairCache
+from mlx_eagle.server.flags import build_parser
 from mlx_eagle.server.generator import PairGenerator
-from mlx_eagle.server.handler import PairServer
+from mlx_eagle.server.listener import Limits, PairServer
 from mlx_eagle.server.provider import PairProvider
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -59,9 +60,7 @@ def write_model(folder: Path, num_tokens: int, blur: float = 0.0, **changes) -> 
     model = tiny_llama(vocab_size=num_tokens, head_dim=32, **changes)
     if blur:
         mx.random.seed(1)
-        model.update(
-            tree_map(lambda w: w + blur * mx.random.normal(w.shape), model.parameters())
-        )
+        model.update(tree_map(lambda w: w + blur * mx.random.normal(w.shape), model.parameters()))
     save_model(folder, model)
     config = {k: v for k, v in vars(model.args).items() if v is not None}
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": NUM_CHARACTERS + 1}))
@@ -121,7 +120,7 @@ def running(server, generator) -> Iterator[Asked]:
     finally:
         server.shutdown()
         server.server_close()
-        thread.join()
+        thread.join(timeout=30)
         generator.stop_and_join()
         # A thread that has used MLX needs the interpreter for a moment after it was joined.
         time.sleep(0.05)
@@ -136,11 +135,14 @@ def ours(*flags: str):
     args = parse("--port", "0", "--num-draft-tokens", "3", *flags)
     generator = PairGenerator(PairProvider(args), PairCache(args.prompt_cache_size))
     try:
-        generator.wait_until_loaded()
+        assert generator.model_provider.loaded.wait(60)
+        generator.check_loaded()
     except ValueError:
         generator.stop_and_join()
         raise
-    return running(PairServer(args.host, args.port, generator), generator)
+    limits = Limits(args.max_body_size, args.max_connections, args.request_timeout)
+    server = PairServer(args.host, args.port, generator, limits, read_key(args))
+    return running(server, generator)
 
 
 def theirs(target: str):

@@ -10,7 +10,8 @@ from heads import NUM_SLOTS, VARIANTS, Runner, random_head
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 
-from mlx_eagle.drafters.head import Eagle3Config, Eagle3Head, fuse_weights, split_weights
+from mlx_eagle.drafters.fused import fuse_weights, split_weights
+from mlx_eagle.drafters.head import Eagle3Config, Eagle3Head
 from mlx_eagle.drafters.load import find_embedding
 from mlx_eagle.train.examples import TokenBatch
 from mlx_eagle.train.losses import LossSettings

@@ -1,7 +1,8 @@
-"""What mkdocs does not do by itself: pages that are files of the repository, and links to files.
+"""What mkdocs does not do by itself: pages that are files of the repository, links, tables.
 
 Every link in README.md and in the pages is one that works in a checkout. On the site it leads
-to the page made of that file, or else to the file where the repository is published.
+to the page made of that file, or else to the file where the repository is published. Tables that
+are made from the code (``tables.py``) are put where a page says so.
 """
 
 import re
@@ -11,9 +12,10 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from tables import TABLES
 
 ROOT = Path(__file__).parent.parent
-PAGES = PurePosixPath(".docs/pages")
+PAGES = PurePosixPath("docs/pages")
 TAKEN = {
     "README.md": "index.md",
     "tests/ARCHITECTURES.md": "architectures.md",
@@ -21,6 +23,7 @@ TAKEN = {
 }
 # [text](path#anchor), where path is no address of the web
 LINK = re.compile(r"\[([^\]\n]*)\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
+TABLE = re.compile(r"<!-- table: (\w+) -->")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -31,7 +34,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links to files of the repository into links of the site."""
+    """Put in the tables, and turn links to files of the repository into links of the site."""
     sources = {name: PurePosixPath(path) for path, name in TAKEN.items()}
     name = page.file.src_uri
     folder = sources.get(name, PAGES / name).parent
@@ -49,4 +52,4 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         repository = (config.repo_url or "").rstrip("/")
         return f"[{text}]({repository}/blob/main/{inside}{anchor})" if repository else text
 
-    return LINK.sub(rewritten, markdown)
+    return LINK.sub(rewritten, TABLE.sub(lambda table: TABLES[table[1]](), markdown))

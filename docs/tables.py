@@ -1,0 +1,54 @@
+"""Tables of the documentation that are made from the code, so that they cannot fall behind it.
+
+A page has ``<!-- table: NAME -->`` where one belongs; ``hooks.py`` puts it there.
+"""
+
+import ast
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from mlx_eagle.drafters.pairs import PAIRS
+
+PACKAGE = Path(__file__).parents[1] / "mlx_eagle"
+HUB = "https://huggingface.co"
+
+
+def pair_table() -> str:
+    """Every known target with its heads, the one that ``auto`` takes first."""
+    rows = []
+    for target, pairs in groupby(PAIRS, key=lambda pair: pair.target):
+        for i, pair in enumerate(pairs):
+            head = f"[{pair.head}]({HUB}/{pair.head})"
+            rows.append([target if i == 0 else "", head, pair.licence])
+    return markdown_table(["target", "head", "licence of the head"], rows)
+
+
+def file_tables() -> str:
+    """The files of every folder of the package, with the first line of their docstrings."""
+    parts = []
+    for room in sorted(path for path in PACKAGE.iterdir() if is_package(path)):
+        files = [path for path in sorted(room.glob("*.py")) if not path.name.startswith("__")]
+        if files:
+            parts.append(f"### {room.name}/\n\n{first_line(room / '__init__.py')}")
+            rows = [[f"`{path.name}`", first_line(path)] for path in files]
+            parts.append(markdown_table(["file", "what is there"], rows))
+    return "\n\n".join(parts)
+
+
+def is_package(folder: Path) -> bool:
+    return (folder / "__init__.py").is_file()
+
+
+def first_line(path: Path) -> str:
+    """The first sentence or line of a module's docstring, in Markdown."""
+    docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+    return docstring.partition("\n")[0].replace("``", "`")
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {"pairs": pair_table, "files": file_tables}

@@ -1,0 +1,116 @@
+"""Opening the target that the user names, its files looked at before mlx-lm reads them.
+
+mlx-lm and the libraries below it say what is wrong with a damaged file in their own words, each
+in an exception of its own. Here it is one sentence with the name of the file.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+from jinja2 import TemplateError
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, load
+from safetensors import SafetensorError, safe_open
+
+from ..system.hub import locate
+
+INDEX = "model.safetensors.index.json"
+
+
+def open_target(
+    name: str, tokenizer_config: dict[str, Any] | None = None, **options: Any
+) -> tuple[nn.Module, TokenizerWrapper]:
+    """The target of that folder or hub repository and its tokenizer, through mlx-lm's loader.
+
+    ``options`` are those of ``mlx_lm.load``. Raises ValueError, in one sentence, for a name that
+    leads nowhere and for a damaged file.
+    """
+    folder = locate(name, DEFAULT_ALLOW_PATTERNS)
+    check_target(folder)
+    return load(str(folder), tokenizer_config=tokenizer_config, **options)
+
+
+def check_target(folder: Path) -> None:
+    """Raise ValueError, naming the file, where one of a target's files cannot be read."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is a file: give the folder of a model.")
+    if "model_type" not in read_json(folder / "config.json"):
+        raise ValueError(
+            f"{folder / 'config.json'} names no model_type: it is not the configuration of a "
+            "model that mlx-lm loads."
+        )
+    check_weights(folder)
+    if (folder / "tokenizer_config.json").exists():
+        read_json(folder / "tokenizer_config.json")
+    tokenizer = folder / "tokenizer.json"
+    if tokenizer.exists() and not isinstance(read_json(tokenizer).get("model"), dict):
+        raise ValueError(f"{tokenizer} holds no tokenizer: fetch the file again.")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; ValueError, naming it, where there is none.
+
+    Its numbers are mlx-lm's to judge: ``model_max_length`` is 1e30 in many a tokenizer's file, and
+    limits of states are infinite, which ``system.documents`` would refuse.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as err:
+        raise ValueError(
+            f"{path} does not exist: give the folder of a model that mlx-lm loads."
+        ) from err
+    except (ValueError, RecursionError) as err:
+        raise ValueError(f"{path} is not JSON ({err}): fetch the file again.") from err
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no JSON object: fetch the file again.")
+    return found
+
+
+def check_weights(folder: Path) -> None:
+    """Raise ValueError for a file of weights that is missing, damaged or cut short."""
+    files = sorted(folder.glob("model*.safetensors"))
+    if (folder / INDEX).exists():
+        named = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(named, dict):
+            raise ValueError(f"{folder / INDEX} has no weight_map: fetch the file again.")
+        missing = sorted(set(map(str, named.values())) - {path.name for path in files})
+        if missing:
+            raise ValueError(
+                f"{folder / missing[0]} is missing, though {INDEX} names it: fetch the model "
+                "again."
+            )
+    for path in files:
+        check_safetensors(path)
+
+
+def check_safetensors(path: Path) -> None:
+    """Raise ValueError, naming the file, unless its header and its size fit together."""
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except SafetensorError as err:
+        raise ValueError(
+            f"{path} cannot be read ({err}): it is damaged or cut short, fetch it again."
+        ) from err
+
+
+def apply_template(
+    tokenizer: TokenizerWrapper, messages: list[dict[str, str]], **options: Any
+) -> Any:
+    """``tokenizer.apply_chat_template``; ValueError, naming the model, where that fails."""
+    try:
+        return tokenizer.apply_chat_template(messages, **options)
+    except TemplateError as err:
+        raise ValueError(
+            f"the chat template of {tokenizer.name_or_path} fails ({err}): repair "
+            "chat_template.jinja or tokenizer_config.json there, or decode without it "
+            "(mlx_eagle.generate --ignore-chat-template)."
+        ) from err
+
+
+def context_size(model: nn.Module) -> int | None:
+    """The most tokens of prompt and answer together; None where the model does not say."""
+    size = vars(vars(model).get("args", object)).get("max_position_embeddings")
+    return size if isinstance(size, int) and size > 0 else None

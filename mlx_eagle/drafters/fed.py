@@ -1,0 +1,83 @@
+"""What drafters that are fed the target's activations have in common: state of a request."""
+
+from abc import abstractmethod
+from copy import copy
+from typing import Self
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import KVCache
+
+from .base import NoModel, check_width
+from .held import held, hold
+
+
+class FedDrafter(NoModel):
+    """A ``Drafter`` around a head that continues the target's activations.
+
+    Slot t of the head's caches is (embedding of the token at t + 1, features of position t).
+    ``cache`` has one KVCache more, which holds no keys: between requests it carries the
+    features of the last position, whose token's successor is not known yet (see ``held``).
+    """
+
+    def __init__(self, head: nn.Module, taps: tuple[int, ...], num_layers: int):
+        """``num_layers`` is how many caches the head's layers need."""
+        self.head = head
+        self.taps = taps
+        self._num_layers = num_layers
+        self._start(self.make_cache())
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """F: how wide the features (m, F) are that it is fed."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> mx.Dtype:
+        """The type that the head computes in."""
+
+    @abstractmethod
+    def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
+        """Feed the head tokens (m,) with features (m, F): the state that a draft starts from."""
+
+    def begin(self, cache: list | None = None) -> Self:
+        """See ``Drafter.begin``."""
+        drafter = copy(self)
+        drafter._start(self.make_cache() if cache is None else cache)
+        return drafter
+
+    def _start(self, cache: list) -> None:
+        """Forget the request so far; ``cache`` is that of the next."""
+        self.cache = cache
+        self.num_forwards = 0
+        self._seed: mx.array | None = None
+
+    def make_cache(self) -> list[KVCache]:
+        return [KVCache() for _ in range(self._num_layers + 1)]
+
+    def extend(
+        self, tokens: mx.array, features: mx.array | None, last: mx.array | None = None
+    ) -> None:
+        """See ``Drafter.extend``; tokens (m,), features (m, F)."""
+        if features is None:
+            features = held(self.cache[-1])
+        if features is None:
+            if self.cache[0].offset == 0:
+                return  # the first token of a request, or of a cache without the head's part
+            # One slot with an empty state is cheaper than a position that no slot stands for.
+            features = mx.zeros((1, self.width), self.dtype)
+        check_width(features, self.width)
+        self._seed = self._absorb(tokens, features, last)
+
+    def hold(self, features: mx.array) -> None:
+        """See ``Drafter.hold``; features (1, F)."""
+        hold(self.cache[-1], features)
+
+    def pending(self) -> list[mx.array]:
+        """See ``Drafter.pending``."""
+        return [] if self._seed is None else [self._seed]
+
+    def modules(self) -> list[nn.Module]:
+        """See ``Drafter.modules``."""
+        return [self.head]

@@ -1,0 +1,118 @@
+"""The generator as mlx-lm's handler of one request sees it."""
+
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Protocol
+
+from mlx_lm.server import (
+    CompletionRequest,
+    GenerationArguments,
+    GenerationContext,
+    ModelDescription,
+    Response,
+)
+
+from .answer import Answer, RequestError, checked
+from .body import PairArguments, with_drafting
+from .generator import PairGenerator
+from .metrics import Metrics, Outcome
+from .provider import DEFAULT
+
+
+class Client(Protocol):
+    """What is asked of a handler."""
+
+    body: dict
+    num_bytes: int
+    asked: float
+
+    def check_connected(self) -> None:
+        """Raise ConnectionError where the client is gone."""
+
+
+class Exchange:
+    """One request and its answer.
+
+    ``answer`` is what is said to the client, ``failure`` why nothing is.
+    """
+
+    def __init__(self, generator: PairGenerator, metrics: Metrics, client: Client):
+        self.generator = generator
+        self.answer: Answer | None = None
+        self.failure: RequestError | None = None
+        self._metrics, self._client = metrics, client
+        self._context: GenerationContext | None = None
+        self._num_generated = 0
+
+    @property
+    def cli_args(self) -> Namespace:
+        return self.generator.cli_args
+
+    @property
+    def is_healthy(self) -> bool:
+        return self.generator.is_healthy
+
+    def generate(
+        self,
+        request: CompletionRequest,
+        args: GenerationArguments,
+        progress_callback: Callable[[int, int], None],
+    ) -> tuple[GenerationContext, Iterator[Response]]:
+        """See mlx-lm's ``ResponseGenerator``. Raises RequestError."""
+        try:
+            self._check_names(args.model)
+            # One name for one pair, so that requests which spell it differently share a batch.
+            args = replace(args, model=ModelDescription(DEFAULT, DEFAULT, None))
+            args = self._with_drafting(args)
+            tokenized = self.generator.read_prompt(
+                request, args, self._client.num_bytes, self._check
+            )
+            self.answer = self.generator.submit(tokenized, args)
+            self._context = self.answer.context(self._check)
+            self._context.tool_parser = checked(self._context.tool_parser)
+        except RequestError as err:
+            self.failure = err
+            raise
+        responses = self.answer.responses(self._check, progress_callback)
+        return self._context, self._counted(responses)
+
+    def close(self) -> None:
+        """Generate no more for this client."""
+        if self.answer is not None:
+            self.answer.leave()
+
+    def count(self, outcome: Outcome) -> None:
+        """Add this request to the server's counts, once it has ended."""
+        context = self._context
+        num_prompt = 0 if context is None else len(context.prompt)
+        num_cached = 0 if context is None else max(0, context.prompt_cache_count)
+        self._metrics.count_request(outcome, num_prompt, num_cached, self._num_generated)
+
+    def _counted(self, responses: Iterator[Response]) -> Iterator[Response]:
+        for response in responses:
+            if self._num_generated == 0:
+                self._metrics.count_first_token(time.monotonic() - self._client.asked)
+            self._num_generated += 1
+            yield response
+
+    def _check(self) -> None:
+        """Raise where waiting is in vain."""
+        self._client.check_connected()
+        self.generator.check_alive()
+
+    def _with_drafting(self, args: GenerationArguments) -> PairArguments:
+        try:
+            return with_drafting(args, self._client.body, self.cli_args)
+        except ValueError as err:
+            raise RequestError(str(err)) from err
+
+    def _check_names(self, names: ModelDescription) -> None:
+        provider = self.generator.model_provider
+        if names.model not in provider.model_names:
+            raise RequestError(f"{names.model} is not served here, but {provider.name} is.", 404)
+        if names.draft not in provider.draft_names:
+            raise RequestError(
+                f"the draft model {names.draft} is not served here: leave draft_model out.", 404
+            )

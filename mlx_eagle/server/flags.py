@@ -1,0 +1,146 @@
+"""The flags of ``mlx_eagle.server``: mlx_lm.server's, and our own."""
+
+import argparse
+import json
+
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
+from mlx_lm.utils import _parse_size
+
+from ..commands.flags import add_draft_flags, check_draft_flags
+from .body import NUMBERS
+from .connection import MAX_HEAD
+from .generator import TIME_LIMIT
+from .listener import BODY_BYTES, CONNECTIONS, REQUEST_SECONDS
+
+FLAGS = {
+    # What these three mean here is said by ``add_draft_flags``.
+    "model": (str, None, ""),
+    "draft-model": (str, None, ""),
+    "num-draft-tokens": (int, 3, ""),
+    "adapter-path": (str, None, "Folder of trained adapter weights for the target."),
+    "host": (str, "127.0.0.1", "Address to listen at."),
+    "port": (int, 8080, "Port to listen at, 1 to 65535; 0 takes a free one."),
+    "allowed-origins": (lambda x: x.split(","), "*", "Origins that browsers may ask from."),
+    "chat-template": (str, "", "A chat template for the tokenizer."),
+    "chat-template-args": (json.loads, "{}", "Arguments of the chat template, in JSON."),
+    "temp": (float, 0.0, "Default sampling temperature."),
+    "top-p": (float, 1.0, "Default nucleus sampling top-p."),
+    "top-k": (int, 0, "Default top-k; 0 is no limit."),
+    "min-p": (float, 0.0, "Default min-p."),
+    "max-tokens": (int, 512, "Default maximum tokens per answer."),
+    "decode-concurrency": (
+        int,
+        32,
+        "Requests to decode together, without drafts, when there are several; 1 drafts for each, "
+        "one after the other.",
+    ),
+    "prompt-concurrency": (int, 8, "Prompts to process together."),
+    "prefill-step-size": (int, 2048, "Tokens of a prompt to process in one pass."),
+    "prompt-cache-size": (int, 10, "Number of prompts whose caches are kept."),
+    "prompt-cache-bytes": (_parse_size, None, "Maximum bytes of the caches that are kept."),
+    "kv-bits": (int, None, "Bits of quantized caches; requests are then served in turn."),
+    "kv-group-size": (int, 64, "Group size of quantized caches."),
+    "quantized-kv-start": (int, DEFAULT_QUANTIZED_KV_START, "Tokens before quantization starts."),
+}
+ACCESS = {
+    "api-key": (
+        str,
+        None,
+        "Key that clients must send as 'Authorization: Bearer KEY'. Other users of this machine "
+        "may see it in the list of processes: --api-key-file hides it.",
+    ),
+    "api-key-file": (str, None, "File that holds the key."),
+    "max-body-size": (
+        _parse_size,
+        BODY_BYTES,
+        "Maximum bytes of a request's body, such as 16MB; a larger one gets status 413. "
+        f"(A request's head may have {MAX_HEAD} bytes, and 100 header lines.)",
+    ),
+    "max-connections": (
+        int,
+        CONNECTIONS,
+        "Maximum open connections; one more gets status 503.",
+    ),
+    "request-timeout": (
+        float,
+        REQUEST_SECONDS,
+        "Seconds a request may take to arrive, and a complete answer to be read.",
+    ),
+    "time-limit": (
+        float,
+        TIME_LIMIT,
+        "Seconds an answer may take while another request cannot begin because of it; it then "
+        "ends as at max_tokens.",
+    ),
+}
+SWITCHES = {
+    "no-api-key": "Answer whoever asks, also when --host is not this machine alone. Without a "
+    "key, such a --host is refused otherwise.",
+    "trust-remote-code": "Let the tokenizer run code of its own.",
+    "use-default-chat-template": "Use the tokenizer's default template where it has none.",
+    "pipeline": "Not supported here: a pair runs on one machine.",
+    "usage-stats": "Add drafted_tokens, accepted_tokens and mean_acceptance_length (also as tau) "
+    "to the usage of each answer.",
+}
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+POSITIVE = (
+    "max_tokens decode_concurrency prompt_concurrency prefill_step_size prompt_cache_size "
+    "max_body_size max_connections"
+).split()
+SAMPLING = {"temp": "temperature"} | {
+    name: name for name in ("top_p", "top_k", "min_p", "max_tokens")
+}
+MAX_SECONDS = 10**7  # about four months
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """mlx_lm.server's flags, those about drafting, and our own."""
+    parser = argparse.ArgumentParser(
+        prog="mlx_eagle.server",
+        description="mlx-lm's HTTP server with a draft model. It serves /v1/chat/completions, "
+        "/v1/completions, /v1/models, /health, and /metrics for Prometheus.",
+    )
+    for name, (kind, default, text) in (FLAGS | ACCESS).items():
+        shown = f"{text} (default: {default})" if default not in (None, "") else text
+        parser.add_argument(f"--{name}", type=kind, default=default, help=shown)
+    for name, text in SWITCHES.items():
+        parser.add_argument(f"--{name}", action="store_true", help=text)
+    add_draft_flags(parser)
+    parser.add_argument("--log-level", choices=LEVELS, default="INFO", help="What to log.")
+    return parser
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raise ValueError for values that make no sense, before anything is loaded."""
+    check_draft_flags(args)
+    for name in POSITIVE:
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{_dashed(name)} is {getattr(args, name)}: give 1 or more.")
+    for name, field in SAMPLING.items():
+        NUMBERS[field].check(f"--{_dashed(name)}", getattr(args, name))
+    for name in ("request_timeout", "time_limit"):
+        if not 0 < getattr(args, name) <= MAX_SECONDS:
+            raise ValueError(
+                f"--{_dashed(name)} is {getattr(args, name)}: give seconds, more than 0."
+            )
+    if not 0 <= args.port <= 65535:
+        raise ValueError(f"--port is {args.port}: give 1 to 65535, or 0 for a free one.")
+    if args.pipeline:
+        raise ValueError("--pipeline cannot be used here: a pair runs on one machine.")
+    if not isinstance(args.chat_template_args, dict):
+        raise ValueError("--chat-template-args is something else than a JSON object.")
+    if args.model is not None and args.draft_model is None and args.num_draft_tokens != 0:
+        raise ValueError(
+            "--model needs --draft-model: name a head for it, or use mlx_lm.server, which "
+            "decodes without."
+        )
+    target_flags = (args.adapter_path, args.chat_template, args.use_default_chat_template)
+    if args.model is None and any(target_flags):
+        raise ValueError(
+            "--adapter-path and the flags about chat templates need --model: the demo pair is "
+            "served as it is."
+        )
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")

@@ -1,0 +1,122 @@
+"""From a request to the tokens of its prompt, in the thread of its client.
+
+A prompt that is far too long is refused before all of it was tokenized. The tokens themselves
+are made by mlx-lm's own code.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.nn as nn
+from jinja2 import TemplateError
+from mlx_lm.server import CompletionRequest, GenerationArguments, convert_chat
+from mlx_lm.server import process_message_content as join_content
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+PIECE = 2**15  # characters that are tokenized at once when a long text is measured
+SEAM = 64  # tokens, far more than a cut between two pieces can add
+LONG = 8  # characters per token of the context: beyond it a text is measured before it is used
+TEMPLATE_ERRORS = (
+    TemplateError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
+"""What chat templates raise for messages that they were not written for."""
+
+
+@dataclass
+class Tokenized(CompletionRequest):
+    """A request whose prompt is tokens already.
+
+    ``segments`` are ``tokens`` in up to three parts, whose caches mlx-lm files apart, ``kinds``
+    what each of them is; ``initial_state`` is where the text begins: "normal" or "reasoning".
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    segments: list[list[int]] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
+    initial_state: str = "normal"
+
+    @classmethod
+    def of(
+        cls, tokens: list[int], segments: list[list[int]], kinds: list[str], initial_state: str
+    ) -> "Tokenized":
+        return cls("text", "", [], None, None, tokens, segments, kinds, initial_state)
+
+    def parts(self) -> tuple[list[int], list[list[int]], list[str], str, None]:
+        """As mlx-lm's ``_tokenize`` gives them: lists that it may change, and no images."""
+        segments = [list(segment) for segment in self.segments]
+        return list(self.tokens), segments, list(self.kinds), self.initial_state, None
+
+    def going_on(self, generated: list[int]) -> "Tokenized":
+        """The same request with what was generated for it, to go on from there."""
+        tokens = self.tokens + generated
+        return Tokenized.of(tokens, [tokens], ["assistant"], "normal")
+
+
+def render(
+    request: CompletionRequest, tokenizer: TokenizerWrapper, template_args: dict[str, Any]
+) -> str:
+    """The text of the prompt, as the chat template puts it together."""
+    if request.request_type != "chat":
+        return request.prompt
+    if not tokenizer.has_chat_template:
+        return convert_chat(request.messages, request.role_mapping)
+    join_content(request.messages)
+    return tokenizer.apply_chat_template(
+        request.messages,
+        add_generation_prompt=True,
+        tools=request.tools,
+        tokenize=False,
+        **template_args,
+    )
+
+
+def check_text_length(
+    text: str, encode: Callable[[str], list[int]], limit: int, check: Callable[[], None]
+) -> None:
+    """Raise ValueError for a text of at least ``limit`` tokens, having seen no more than those.
+
+    ``check`` is called between pieces and may raise.
+    """
+    num_tokens = 0
+    for start in range(0, len(text), PIECE):
+        check()
+        num_tokens += max(0, len(encode(text[start : start + PIECE])) - SEAM)
+        if num_tokens >= limit:
+            raise too_long(f"more than {num_tokens}", limit)
+
+
+def check_prompt(
+    prompt: list[int], args: GenerationArguments, vocab_size: int, limit: int | None
+) -> None:
+    """Check what needs the tokens or the model's sizes. Raises ValueError.
+
+    ``limit`` is the model's context in tokens, where that is known.
+    """
+    if not prompt:
+        raise ValueError("the prompt is empty: give at least one token.")
+    if limit is not None and len(prompt) >= limit:
+        raise too_long(str(len(prompt)), limit)
+    if args.sampling.top_k >= vocab_size:
+        raise ValueError(f"top_k is {args.sampling.top_k}: give less than {vocab_size}.")
+    if args.top_logprobs > vocab_size:
+        raise ValueError(f"top_logprobs is {args.top_logprobs}: give at most {vocab_size}.")
+    outside = [token for token in args.logits.logit_bias or () if not 0 <= token < vocab_size]
+    if outside:
+        raise ValueError(
+            f"logit_bias names token {outside[0]}, but this model has {vocab_size} tokens."
+        )
+
+
+def too_long(found: str, limit: int) -> ValueError:
+    return ValueError(
+        f"the prompt has {found} tokens, but this model takes texts of {limit}, the answer "
+        "included: shorten it."
+    )
+
+
+def context_size(model: nn.Module) -> int | None:
+    """Tokens of a text the model was made for, where its configuration says so."""
+    args = vars(model).get("args")
+    size = vars(args).get("max_position_embeddings") if args is not None else None
+    return size if isinstance(size, int) and size > 0 else None

@@ -1,0 +1,364 @@
+"""The benchmark from end to end: reports, files, and mistakes of the user."""
+
+import csv
+import json
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+from costs import FLAT
+from helpers import PROMPT, byte_tokenizer, plain, tiny_head, tiny_llama
+from test_bench import make_stats
+
+from mlx_eagle.bench import __main__ as command
+from mlx_eagle.bench import (
+    batched,
+    files,
+    measure,
+    plots,
+    progress,
+    questions,
+    runner,
+    tables,
+)
+from mlx_eagle.decoding.controller import BatchCosts
+from mlx_eagle.decoding.stats import Stats
+from mlx_eagle.demo import compare as demo
+from mlx_eagle.system import device
+
+
+def call(monkeypatch, capsys, tiny, *flags: str) -> tuple[str, str]:
+    """Run the command on the tiny models; standard output and error."""
+    names = {"model": "tiny", "head": "tiny head", "compared": "tiny draft"}
+    monkeypatch.setattr(command, "load_models", lambda args: (tiny, names))
+    command.main(list(flags))
+    return capsys.readouterr()
+
+
+def results_in(folder: Path) -> dict:
+    return json.loads((folder / "results.json").read_text())
+
+
+def widest_table(page: str) -> float:
+    """Pixels that the widest table needs at least: no word of it is broken.
+
+    By the widths of the style: 8 per character, 20 around each cell; numbers are kept in one line.
+    """
+    widths = []
+    for table in re.findall("<table>.*?</table>", page, re.DOTALL):
+        rows = [
+            re.findall(r"<(?:th[^>]*|td(.*?))>(.*?)</t[hd]>", row)
+            for row in re.findall("<tr>.*?</tr>", table)
+        ]
+        columns = zip(*rows, strict=True)
+        widths.append(
+            sum(
+                20
+                + 8
+                * max(max(map(len, [text] if kind else text.split(" "))) for kind, text in column)
+                for column in columns
+            )
+        )
+    return max(widths)
+
+
+@pytest.mark.parametrize("program", ["demo", "bench"])
+def test_a_note_says_how_to_get_openblas(monkeypatch, capsys, tmp_path, tiny, program):
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
+    flags = "--prompts gsm8k --limit 1 --max-tokens 4 --num-draft-tokens 1 --repeats 1 --out"
+
+    def errors(has_openblas: bool) -> list[str]:
+        monkeypatch.setattr(device, "is_openblas_in_front", lambda: has_openblas)
+        if program == "bench":
+            return call(monkeypatch, capsys, tiny, *flags.split(), str(tmp_path))[1].splitlines()
+        monkeypatch.setattr(demo, "load_demo", lambda: (tiny.target, tiny.tokenizer, tiny.drafter))
+        demo.run("Hello", 4, 1)
+        return capsys.readouterr().err.splitlines()
+
+    for library in (tmp_path, tmp_path / "nowhere"):
+        monkeypatch.setattr(device, "openblas_path", lambda path=library: path)
+        notes = [line for line in errors(False) if f"`export LD_PRELOAD={library}`" in line]
+        assert len(notes) == 1 and f"make {program}" in notes[0]
+        assert ("apt install libopenblas0-pthread" in notes[0]) == (not library.exists())
+    assert not any("openblas" in line.lower() for line in errors(True))
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert not any("openblas" in line.lower() for line in errors(False))
+
+
+def test_end_to_end(monkeypatch, capsys, tmp_path, tiny):
+    folder = tmp_path / "out"
+    flags = "--prompts gsm8k,mt_bench --limit 1 --max-tokens 8 --num-draft-tokens 1,2 --repeats 1"
+    picture = tmp_path / "picture.png"
+    flags += f" --json --picture {picture}"
+    out, err = call(monkeypatch, capsys, tiny, *flags.split(), "--out", str(folder))
+    brief, document = json.loads(out.splitlines()[-1]), results_in(folder)
+    scenario = document["scenarios"][0]
+    assert brief["scenarios"][0]["configurations"] == scenario["configurations"]
+    # The names of version 0.1.0 stand beside those of today.
+    assert scenario["arms"] == scenario["configurations"]
+    overall = scenario["configurations"][0]["overall"]
+    assert overall["tau"] == overall["mean_acceptance_length"] >= 1
+    assert all(row["arm"] == row["configuration"] for row in scenario["prompts"])
+    assert picture.stat().st_size > 10_000
+    labels = ["k=1", "k=2", "mlx-lm draft k=1", "mlx-lm draft k=2"]
+    assert [configuration["label"] for configuration in scenario["configurations"]] == labels
+    assert brief["scenarios"][0]["identical"] == brief["scenarios"][0]["batch_size"] == 8
+    names = {"chip", "os", "mlx", "mlx-lm", "mlx-eagle", "blas", "model_precision", "head"}
+    assert names <= document["conditions"].keys()
+    assert sorted(map(int, scenario["calibration"]["verify_cost"])) == list(range(1, 9))
+
+    rows = list(csv.DictReader((folder / "results.csv").open()))
+    assert len(rows) == 2 * 4 * 4
+    assert {row["role"] for row in rows} == {"plain", "speculative"}
+    for row in rows:
+        rate = float(row["timed_tokens"]) / float(row["seconds"])
+        assert float(row["tokens_per_second"]) == pytest.approx(rate)
+        assert row["arm"] == row["configuration"]
+        assert row["tau"] == row["mean_acceptance_length"]
+
+    text = (folder / "report.md").read_text()
+    printed = out[: out.index("Written to ")]
+    tables = [t for t in re.findall(r"(?:\|.*\n)+", printed)]
+    assert len(tables) == 3 and all(table in text for table in tables)
+    # Results come first, and conditions are folded.
+    assert text.index("## Results") < text.index("## Conditions") < text.index("<summary>Machine")
+    for word in ("tok/s", "tau", "TTFT", "bound", "c(R)", "identical", "peak", "evals/round"):
+        assert word in text
+    configuration = scenario["configurations"][1]
+    assert f"{configuration['sets']['gsm8k']['speedup']:.2f}x" in text
+    page = (folder / "report.html").read_text()
+    assert page.count("data:image/svg+xml;base64,") == 5
+    assert 'src="http' not in page and "<link" not in page and "<script" not in page
+    names = {"speedup", "verify_cost", "acceptance", "round_time", "tokens_per_second"}
+    for suffix in ("png", "svg"):
+        assert {path.stem for path in (folder / "plots").glob(f"*.{suffix}")} == names
+    # The bar is for terminals: elsewhere it is a line now and then.
+    assert "%" not in err and "bench: 32 of 32 runs, " in err
+    assert widest_table((folder / "report.html").read_text()) < 1150
+
+
+def test_any_drafter_can_be_measured(monkeypatch, capsys, tmp_path, tiny):
+    """Here the one without weights, opened as ``mlx_eagle.generate`` opens it."""
+    loaded = tiny.target, tiny.tokenizer, tiny.drafter
+    monkeypatch.setattr(command, "load_demo", lambda: loaded)
+    flags = "--draft-model lookup --prompts gsm8k --limit 1 --max-tokens 6 --repeats 1"
+    command.main([*flags.split(), "--out", str(tmp_path)])
+    assert "{" not in capsys.readouterr().out, "JSON is printed on demand"
+    found = results_in(tmp_path)
+    assert found["conditions"]["head"] == "lookup"
+    assert [row["parity"]["identical"] for row in found["scenarios"][0]["prompts"]] == [True]
+    args = command.build_parser().parse_args(["--draft-model", "auto"])
+    models, names = command.load_models(args)
+    assert models.drafter is tiny.drafter and names["head"] == command.DEMO_NAMES["head"]
+
+
+def test_scenarios_share_one_report(monkeypatch, capsys, tmp_path, tiny):
+    lone = runner.Models(tiny.target, tiny.tokenizer, tiny.drafter)
+    prompts = tmp_path / "mine.jsonl"
+    prompts.write_text('{"prompt": "one?"}\n')
+    flags = "--max-tokens 6 --num-draft-tokens 2 --tree 2x2:4 --repeats 1 --temp 0,0.7"
+    flags += f" --context 40 --order mirror --prompts {prompts} --out {tmp_path}"
+    out, _ = call(monkeypatch, capsys, lone, *flags.split(), "--json")
+    scenarios = json.loads(out.splitlines()[-1])["scenarios"]
+    assert [(s["context"], s["temp"]) for s in scenarios] == [(40, 0.0), (40, 0.7)]
+    assert all(s["prompt_tokens"]["median"] == 40 for s in scenarios)
+    # Our sampler draws the same text with and without drafts.
+    assert all(s["identical"] == s["batch_size"] == 2 for s in scenarios)
+    assert (tmp_path / "plots" / "speedup-2.png").is_file()
+
+
+def test_batches_beside_mlx_lms_own(monkeypatch, capsys, tmp_path, tiny):
+    lone = runner.Models(tiny.target, tiny.tokenizer, tiny.drafter)
+    costs = BatchCosts(FLAT, FLAT, 2)
+    monkeypatch.setattr("mlx_eagle.batch.generate.batch_costs", lambda *args: costs)
+    monkeypatch.setattr("mlx_eagle.decoding.loop.round_costs", lambda *args: FLAT)
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "so?"}\n{"prompt": "Who is it?"}\n')
+    flags = f"--prompts {tmp_path}/mine.jsonl --max-tokens 9 --repeats 1"
+    flags += f" --order mirror --num-draft-tokens 2,auto --batch 2,1 --out {tmp_path}"
+    out, _ = call(monkeypatch, capsys, lone, *flags.split(), "--json")
+    document = results_in(tmp_path)
+    rows = document["batches"]
+    keys = [(row["batch"], row["set"], row["configuration"]) for row in rows]
+    assert keys == [
+        (n, "mine", configuration) for n in (2, 1) for configuration in ("k=2", "auto")
+    ]
+    for row in rows:
+        assert [verification["identical"] for verification in row["parity"]] == [True] * row[
+            "batch"
+        ]
+        assert row["output_tokens"] == 9 * row["batch"]  # none of the tiny texts ends before
+        # Two runs; what prefill emits is not counted, as everywhere.
+        passes = row["num_rounds"] + row["num_plain_steps"]
+        assert row["mean_acceptance_length"] == pytest.approx(2 * 8 * row["batch"] / passes)
+        assert row["speedup"] == pytest.approx(row["tps"] / row["plain_tps"])
+        after = row["tps_after_prefill"] / row["plain_tps_after_prefill"]
+        assert row["speedup_after_prefill"] == pytest.approx(after)
+        assert row["tps_after_prefill"] > 0  # how it is computed is seen by a stopped clock
+        assert row["num_rounds"] > 0 and row["num_runs"] == 2
+    assert json.loads(out.splitlines()[-1])["batches"] == rows
+    text = (tmp_path / "report.md").read_text()
+    section = text.split("## Batches")[1].split("## Conditions")[0]
+    assert section.count("\n| 2 |") == section.count("\n| 1 |") == 2
+    assert "2 of 2" in section and "| batches | 2, 1 |" in text
+    assert "<h2>Batches</h2>" in (tmp_path / "report.html").read_text()
+
+
+def test_batches_are_made_set_by_set(tiny):
+    asked = [questions.Question(name, str(i), "so?") for i in range(2) for name in ("a", "b")]
+    settings = measure.Settings(batches=(2,), sizes=(1,), max_tokens=3, repeats=2)
+    runs = []
+    rows = batched.measure_batches(tiny, asked, settings, runs.append)
+    assert [(row["set"], row["batch"]) for row in rows] == [("a", 2), ("b", 2)]
+    assert len(runs) == batched.num_batch_runs(settings, asked) == 2 * 2 * 4
+    assert measure.num_runs(settings, asked, runner.make_configurations([1])) == 16 + 4 * 2 * 4
+
+
+def test_the_clock_of_a_batch_runs_over_the_whole_call(tiny, monkeypatch):
+    ticks = iter([10.0, 12.5])
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks))
+    monkeypatch.setattr(batched, "time", clock)
+    prompts = [PROMPT, PROMPT[:3]]
+    run = batched.run_batch(tiny, runner.PLAIN, prompts, 6)
+    assert run.seconds == 2.5 and run.tps == pytest.approx(sum(map(len, run.tokens)) / 2.5)
+    assert run.tokens == [plain(tiny.target, prompt, 6) for prompt in prompts]
+    stats = [Stats(prompt_time=1.0), Stats(prompt_time=0.5)]
+    run = batched.BatchRun([[1, 2, 3], [4]], 2.5, 1.5, 2, stats)
+    assert (run.tps, run.tps_after_prefill) == (4 / 2.5, 2 / 1.0)
+
+
+def test_a_text_that_differs_in_a_batch_is_shown_with_its_margin(tiny):
+    texts = [plain(tiny.target, PROMPT, 8), plain(tiny.target, PROMPT[:3], 8)]
+    other = [texts[0], [*texts[1][:5], (texts[1][5] + 1) % 258, *texts[1][6:]]]
+    cell = batched.BatchCell("mine", [PROMPT, PROMPT[:3]], runner.make_configurations(["auto"])[0])
+    cell.plain.append(batched.BatchRun(texts, 4.0, 2.0, 0, []))
+    cell.runs.append(batched.BatchRun(other, 4.0, 3.0, 2, [make_stats([1, 0], 2)] * 2))
+    row = batched.batch_result(tiny, cell)
+    assert (row["speedup"], row["speedup_after_prefill"]) == (1.0, (16 - 2) / 1.0 / (16 / 2.0))
+    assert [verification["index"] for verification in row["parity"]] == [None, 5]
+    (line,) = tables.batch_table([row]).rows
+    margin = row["parity"][1]["margin"]
+    assert line[:3] == ["2", "mine", "auto"]
+    assert line[-3:] == ["1 of 2", f"{margin:.2g}", "-"] and margin > 0
+
+
+def test_results_are_printed_before_they_are_written(monkeypatch, capsys, tmp_path, tiny):
+    lone = runner.Models(tiny.target, tiny.tokenizer, tiny.drafter)
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "write_all", full)
+    flags = f"--prompts gsm8k --limit 1 --max-tokens 4 --repeats 1 --out {tmp_path}"
+    with pytest.raises(SystemExit) as stop:
+        call(monkeypatch, capsys, lone, *flags.split())
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and "No space left" in err
+    assert "| gsm8k | k=3 |" in out and "mean acceptance length (tau)" in out
+
+
+def test_without_matplotlib_there_are_tables(monkeypatch, capsys, tmp_path, tiny):
+    lone = runner.Models(tiny.target, tiny.tokenizer, tiny.drafter)
+    monkeypatch.setattr(files, "has_matplotlib", lambda: False)
+    flags = f"--prompts gsm8k --limit 1 --max-tokens 4 --repeats 1 --out {tmp_path}"
+    out, _ = call(monkeypatch, capsys, lone, *flags.split())
+    hint = "Without plots, which need matplotlib: pip install 'mlx-eagle[bench]'."
+    assert out.splitlines()[-1] == hint
+    assert "<img" not in (tmp_path / "report.html").read_text()
+    assert "| gsm8k | k=3 |" in (tmp_path / "report.md").read_text()
+    with pytest.raises(SystemExit):
+        call(monkeypatch, capsys, lone, *flags.split(), "--picture", str(tmp_path / "a.png"))
+    assert "--picture needs matplotlib: pip install" in capsys.readouterr().err
+
+
+def test_a_context_beyond_the_targets_is_refused(monkeypatch, capsys, tmp_path):
+    model = tiny_llama(vocab_size=258, max_position_embeddings=64)
+    small = runner.Models(model, byte_tokenizer(), tiny_head(model))
+    with pytest.raises(SystemExit) as stop:
+        flags = f"--limit 1 --max-tokens 8 --context 32,57 --out {tmp_path}"
+        call(monkeypatch, capsys, small, *flags.split())
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and "--context holds 57, but the target takes 64" in err
+    assert "give at most 56" in err
+    settings = measure.Settings(contexts=(56, None), max_tokens=8)
+    command.check_contexts(settings, 64)
+
+
+def luminance(colour: str) -> float:
+    """WCAG's relative luminance of "#rrggbb"."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear))
+
+
+@pytest.mark.parametrize("background", ["#ffffff", "#0d1117"])
+def test_the_picture_is_readable_on_light_and_dark_pages(background):
+    for colour in (plots.PICTURE_TEXT, plots.PICTURE_GREY, plots.PICTURE_BLUE):
+        light, dark = sorted([luminance(colour), luminance(background)], reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 3  # WCAG for large text and for graphics
+
+
+def test_progress_is_lines_where_there_is_no_terminal(capsys):
+    with progress.counting(100) as count:
+        for _ in range(100):
+            count()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 20
+    assert lines[0].startswith("bench: 5 of 100 runs, ") and lines[-1].startswith("bench: 100 of")
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        ("--picture here.jpg", "--picture is here.jpg: give the name of a .png or .svg file"),
+        ("--seed=-1", "--seed is -1: give a whole number from 0"),
+        ("--prompts poems", "--prompts poems is neither one of mt_bench, humaneval, gsm8k"),
+        ("--num-draft-tokens=-1", "--num-draft-tokens holds '-1'"),
+        ("--num-draft-tokens 1,x", "--num-draft-tokens holds 'x'"),
+        ("--num-draft-tokens 2,2", "give every value once"),
+        ("--temp=-0.5", "--temp holds '-0.5'"),
+        ("--context 0", "--context holds '0'"),
+        ("--tree 2y4", "--tree holds '2y4'"),
+        ("--max-tokens 1", "--max-tokens is 1"),
+        ("--repeats 0", "--repeats is 0"),
+        ("--batch 0", "--batch holds '0'"),
+        ("--batch 4 --limit 2", "--batch holds 4, but 2 prompts of mt_bench are taken"),
+        ("--limit=-1", "--limit is -1"),
+        ("--model somewhere", "--model needs --draft-model"),
+        ("--compare eagle x", "--compare is 'eagle'"),
+    ],
+)
+def test_mistakes_cost_one_sentence(flags, sentence, capsys, tmp_path):
+    with pytest.raises(SystemExit) as stop:
+        command.main([*flags.split(), "--out", str(tmp_path)])
+    err = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert sentence in err and err.count("\n") == 1 and err.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    "content, sentence",
+    [
+        ("", "holds no questions"),
+        ('{"prompt": "x"}\n{"turns"', "line 2 is not JSON"),
+        ('{"turns": []}', "line 1 has no question"),
+        ("[1]", "line 1 has no question"),
+    ],
+)
+def test_bad_prompt_files(content, sentence, tmp_path, capsys):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(content)
+    with pytest.raises(SystemExit) as stop:
+        command.main(["--prompts", str(path), "--out", str(tmp_path)])
+    assert stop.value.code == 2 and sentence in capsys.readouterr().err
+
+
+def test_an_output_folder_that_cannot_be(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as stop:
+        command.main(["--limit", "1", "--out", str(tmp_path / "file")])
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and "cannot be written" in err and "matplotlib" not in err

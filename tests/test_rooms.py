@@ -1,0 +1,187 @@
+"""The house shows itself: rooms whose imports run downwards only, and files one can read.
+
+A room is a folder under mlx_eagle/ (``convert`` and ``bench`` lie at the top of the repository)
+or a file beside the folders. Entry points stand on top of all: ``__main__`` modules, and the
+``__init__`` of the package.
+"""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "mlx_eagle"
+ELSEWHERE = ("convert", "bench")  # source folders that become subpackages when installed
+MOST_LEVELS, MOST_FILES, MOST_LINES, MOST_COLUMNS, LONGEST_FUNCTION = 7, 8, 350, 99, 60
+
+MIRRORS = {
+    "speculative_generate_step": "mlx_lm.generate.speculative_generate_step",
+    "batch_generate": "mlx_lm.generate.batch_generate",
+}
+"""Functions that may be longer, because their signature is that of a function of mlx-lm."""
+
+
+def source_files() -> dict[str, Path]:
+    """The modules of the package by their dotted names."""
+    folders = [(PACKAGE, ROOT / PACKAGE)]
+    folders += [(f"{PACKAGE}.{name}", ROOT / name) for name in ELSEWHERE]
+    found = {}
+    for prefix, folder in folders:
+        for path in folder.rglob("*.py"):
+            parts = path.relative_to(folder).with_suffix("").parts
+            parts = parts[:-1] if parts[-1] == "__init__" else parts
+            found[".".join([prefix, *parts])] = path
+    return found
+
+
+MODULES = source_files()
+
+
+def is_entry_point(module: str) -> bool:
+    return module == PACKAGE or module.endswith(".__main__")
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1]
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def imported_names(module: str) -> Iterator[str]:
+    """The dotted names in a module's imports, also those inside functions."""
+    is_package = MODULES[module].name == "__init__.py"
+    for node in ast.walk(tree_of(MODULES[module])):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = module.split(".")
+                above = parts[: len(parts) - node.level + is_package]
+                base = ".".join([*above, *filter(None, [base])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+@cache
+def imports(module: str) -> frozenset[str]:
+    """The modules of ours that it imports, ``from . import x`` resolved to x."""
+    found = set()
+    for name in imported_names(module):
+        while name and name not in MODULES:
+            name = name.rpartition(".")[0]
+        if name and name != module:
+            found.add(name)
+    return frozenset(found)
+
+
+def arrows() -> dict[str, set[str]]:
+    """Which rooms each room looks into; entry points belong to none."""
+    rooms: dict[str, set[str]] = {}
+    for module in MODULES:
+        if not is_entry_point(module):
+            here = rooms.setdefault(room_of(module), set())
+            here |= {room_of(other) for other in imports(module) if not is_entry_point(other)}
+    return {room: others - {room} for room, others in rooms.items()}
+
+
+def circle_in(graph: dict[str, set[str]]) -> list[str]:
+    """Nodes that lead to each other in this order; [] where there are none."""
+    left = {node: set(others) & graph.keys() for node, others in graph.items()}
+    while free := [node for node, others in left.items() if not others]:
+        for node in free:
+            del left[node]
+        for others in left.values():
+            others.difference_update(free)
+    if not left:
+        return []
+    path = [next(iter(left))]
+    while (following := min(left[path[-1]])) not in path:
+        path.append(following)
+    return path[path.index(following) :]
+
+
+def level(room: str, graph: dict[str, set[str]]) -> int:
+    return 1 + max((level(other, graph) for other in graph[room]), default=0)
+
+
+def python_files() -> list[Path]:
+    """Every Python file of the repository, tests included."""
+    folders = [ROOT / name for name in (PACKAGE, *ELSEWHERE, "tests")]
+    return sorted({path.resolve() for folder in folders for path in folder.rglob("*.py")})
+
+
+def test_no_circle_of_modules():
+    assert circle_in({module: set(imports(module)) for module in MODULES}) == []
+
+
+def test_arrows_between_rooms_run_downwards_over_few_levels():
+    graph = arrows()
+    assert circle_in(graph) == []
+    levels = {room: level(room, graph) for room in graph}
+    assert max(levels.values()) <= MOST_LEVELS, sorted(levels.items(), key=lambda item: item[1])
+    assert levels["system"] == 1 and levels["target"] < levels["drafters"] < levels["decoding"]
+
+
+def test_nobody_imports_an_entry_point():
+    found = {
+        module: [other for other in imports(module) if is_entry_point(other)]
+        for module in MODULES
+        if not is_entry_point(module)
+    }
+    assert {module: others for module, others in found.items() if others} == {}
+
+
+def test_few_files_stand_beside_the_folders():
+    files = sorted(path.name for path in (ROOT / PACKAGE).iterdir() if path.is_file())
+    assert len(files) <= MOST_FILES, files
+
+
+def test_files_are_short():
+    lengths = {module: len(path.read_text().splitlines()) for module, path in MODULES.items()}
+    assert {module: n for module, n in lengths.items() if n > MOST_LINES} == {}
+
+
+def functions(path: Path) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name, node.end_lineno - node.lineno + 1
+
+
+def test_functions_are_short():
+    found = [
+        (module, name, length)
+        for module, path in MODULES.items()
+        for name, length in functions(path)
+        if length > LONGEST_FUNCTION and name not in MIRRORS
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("name", MIRRORS)
+def test_the_exceptions_are_mirrors(name):
+    module, _, function = MIRRORS[name].rpartition(".")
+    assert name == function and hasattr(__import__(module, fromlist=[name]), name)
+    assert any(name == found for path in MODULES.values() for found, _ in functions(path))
+
+
+def test_lines_are_short():
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in python_files()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > MOST_COLUMNS
+    ]
+    assert found == []
+
+
+def test_a_circle_is_found():
+    """The check itself: a circle that other modules lead to and away from."""
+    graph = {"a": {"b"}, "b": {"c", "d"}, "c": {"b"}, "d": set()}
+    assert sorted(circle_in(graph)) == ["b", "c"]
+    assert circle_in({"a": {"b"}, "b": set()}) == []
