@@ -52,8 +52,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--check", action="store_true", help="measure the head on the target (needs --target)")
     add("--draft-vocab", type=int, metavar="N", help="keep only N draft tokens: a cheaper draft")
     add("--draft-vocab-text", metavar="FILE", help="the N tokens most frequent in this text")
-    add("--to-pytorch", nargs=2, metavar=("HEAD", "DIR"), help="write a converted head back in the "
-        "layout that vLLM and SGLang read")
+    pair = ("HEAD", "DIR")
+    add("--to-pytorch", nargs=2, metavar=pair, help="write a converted head for vLLM and SGLang")
     add("--upload-repo", help="put the result on the hub under this id")
     add("--revision", help="branch, tag or commit of the source repository")
     rules = parser.add_argument_group("overrides, where a checkpoint does not say it or is wrong")

@@ -128,7 +128,10 @@ def _config(config: Eagle3Config, dtype: str) -> dict[str, Any]:
         flat["fc_norm"] = True
     if c.norm_before_residual:
         flat["norm_before_residual"] = True
-    if c.aux_boundary_ids is not None:
+    key = "eagle_aux_hidden_state_layer_ids"
+    if c.aux_nested_ids is not None:
+        flat["eagle_config"] = {key: list(c.aux_nested_ids)}  # as they were found
+    elif c.aux_boundary_ids is not None:
         # As vLLM numbers them: what enters these layers.
-        flat["eagle_aux_hidden_state_layer_ids"] = list(c.aux_boundary_ids)
+        flat[key] = list(c.aux_boundary_ids)
     return flat

@@ -153,7 +153,7 @@ class Reader:
         return out
 
     def generate(self, words: list[str]) -> None:
-        words = [str(self.hub.root.parent / "demo") if "SmolLM2" in word else word for word in words]
+        words = self.with_demo_target(words)
         _, text, counts = self.run(words).split("==========\n")
         assert text.strip()
         assert re.search(r"^Rounds: .*[1-9]", counts, re.MULTILINE), counts
@@ -162,13 +162,18 @@ class Reader:
         out = self.run(words, "Hello\n/stats\nq\n")
         assert "Answers: 1" in out and "(tau): " in out and "bye" in out
 
+    def with_demo_target(self, words: list[str]) -> list[str]:
+        """The stand-in's folder for where the demo target lies in the user's cache."""
+        folder = str(self.hub.root.parent / "demo")
+        return [folder if "SmolLM2" in word else word for word in words]
+
     def train(self, words: list[str]) -> None:
         """On a few rows, for two batches; the demo target is the stand-in's."""
-        demo_target = str(self.hub.root.parent / "demo")
-        words = [demo_target if "SmolLM2" in word else word for word in words]
+        words = self.with_demo_target(words)
         data = Path(value_of(words, "--data"))
         data.mkdir(exist_ok=True)
-        messages = [{"role": role, "content": "the head of a text"} for role in ("user", "assistant")]
+        roles = ("user", "assistant")
+        messages = [{"role": role, "content": "the head of a text"} for role in roles]
         (data / "train.jsonl").write_text(4 * (json.dumps({"messages": messages}) + "\n"))
         short = ["--iters", "2", "--batch-size", "2", "--answer-tokens", "6", "--ttt-steps", "2"]
         out = self.run([*words, *short])

@@ -16,22 +16,11 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from ..system.documents import check
 from ..target.ropes import BY_LENGTH
+from .activations import GATED
 from .kinds import HEAD, REQUIRED
 from .numbering import default_ids, read_nested
 
 LARGEST_WIDTH = 2**24
-
-
-def _gated(activation: Callable[[mx.array], mx.array]) -> Callable[[mx.array, mx.array], mx.array]:
-    """activation(gate) * up, in one kernel."""
-    return mx.compile(lambda gate, up: activation(gate) * up, shapeless=True)
-
-
-GATED = {
-    "silu": _gated(nn.silu),
-    "gelu": _gated(nn.gelu),
-    "gelu_pytorch_tanh": _gated(nn.gelu_approx),
-}
 
 
 @dataclass(frozen=True)

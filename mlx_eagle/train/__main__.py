@@ -14,8 +14,8 @@ from ..system.command import run_command
 from ..system.version import add_version_flag
 from .answers import parse_temperatures
 from .losses import LOSSES
+from .session import run
 from .settings import TrainSettings
-from .trainer import run
 
 REQUIRED = ("model", "data", "output")
 HELP = {
@@ -50,7 +50,7 @@ HELP = {
     "val_batches": "Batches to evaluate on; -1 is all that is held out.",
     "keep_checkpoints": "Checkpoints to keep.",
     "seed": "Seed of the fresh head and of the order of the data.",
-    "cache_features": "Keep what the target says of each sequence in this folder, for more epochs.",
+    "cache_features": "Keep what the target says of each sequence here, for more epochs.",
     "resume": "Go on from the last checkpoint in --output.",
     "regenerate": "Learn from the target's own answers to the data's prompts, made first.",
     "answer_temps": "Temperatures of these answers (default 0,0.6,1).",
@@ -114,7 +114,9 @@ def read_config(path: str) -> dict[str, Any]:
     values = {str(key).replace("-", "_"): value for key, value in values.items()}
     for key in values:
         if key not in known:
-            raise ValueError(f"{path} sets {key}, which is no setting: see mlx_eagle.train --help.")
+            raise ValueError(
+                f"{path} sets {key}, which is no setting: see mlx_eagle.train --help."
+            )
     return {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
 
 

@@ -160,7 +160,9 @@ def _encoded(
         try:
             tokens, num_prompt = dataset.process(row)
         except (KeyError, IndexError, TypeError, AttributeError) as err:
-            raise ValueError(f"{where} cannot be read ({err!r}): every row needs the same keys.") from err
+            raise ValueError(
+                f"{where} cannot be read ({err!r}): every row needs the same keys."
+            ) from err
         examples.append(Example(tuple(tokens), num_prompt))
     return examples
 

@@ -74,7 +74,13 @@ class TrainingLog:
                 self._bar.set_postfix_str(f"{tokens_per_second:.0f} tokens/s")
 
     def training(
-        self, iteration: int, losses: list[float], rate: float, norm: float, speed: float, total: int
+        self,
+        iteration: int,
+        losses: list[float],
+        rate: float,
+        norm: float,
+        speed: float,
+        total: int,
     ) -> None:
         """A report: the mean loss of each step since the last one."""
         peak = mx.get_peak_memory() / 1e9

@@ -69,7 +69,12 @@ class TrainStep:
         self._student.head.update(self.weights)
 
     def __call__(
-        self, tokens: mx.array, features: mx.array, teaching: Teaching, rate: float | None, parts: int
+        self,
+        tokens: mx.array,
+        features: mx.array,
+        teaching: Teaching,
+        rate: float | None,
+        parts: int,
     ) -> tuple[mx.array, mx.array]:
         """Learn from a batch: the losses per step (num_steps,) and the norm of the gradients ().
 

@@ -39,7 +39,11 @@ def answer_file(
 
 
 def regenerate(
-    data: str, folder: Path, model: nn.Module, tokenizer: TokenizerWrapper, settings: AnswerSettings
+    data: str,
+    folder: Path,
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    settings: AnswerSettings,
 ) -> Path:
     """Have the target answer the prompts of a data folder; the folder with its answers.
 

@@ -88,7 +88,9 @@ class TrainSettings:
         }
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
-                raise ValueError(f"{_flag(name)} is {getattr(self, name)}: give {smallest} or more.")
+                raise ValueError(
+                    f"{_flag(name)} is {getattr(self, name)}: give {smallest} or more."
+                )
         if not self.learning_rate > 0:
             raise ValueError(f"--learning-rate is {self.learning_rate}: give more than 0.")
         if not 0 <= self.warmup < 1:

@@ -6,7 +6,14 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from checkpoints import CONFIG, as_midlayer, config_of, eagle3_tensors, weights_of, write_safetensors
+from checkpoints import (
+    CONFIG,
+    as_midlayer,
+    config_of,
+    eagle3_tensors,
+    weights_of,
+    write_safetensors,
+)
 from golden import frozen
 
 from mlx_eagle.convert import convert
@@ -59,7 +66,8 @@ def test_it_gives_the_librarys_logits(tmp_path, name):
 
 
 def test_other_taps_and_residuals_come_back(tmp_path):
-    config = CONFIG | {"eagle_aux_hidden_state_layer_ids": [3, 9, 20], "norm_before_residual": True}
+    taps = {"eagle_aux_hidden_state_layer_ids": [3, 9, 20]}
+    config = CONFIG | taps | {"norm_before_residual": True}
     write_safetensors(tmp_path / "source", config, as_midlayer(eagle3_tensors()))
     convert(str(tmp_path / "source"), str(tmp_path / "head"), quantize=False)
     main(["--to-pytorch", str(tmp_path / "head"), str(tmp_path / "back")])

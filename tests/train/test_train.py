@@ -293,7 +293,10 @@ BAD = {
     "no train.jsonl": (lambda f: f.mkdir(), "has no train.jsonl"),
     "empty file": (lambda f: write_data(f, train=[]), "train.jsonl is empty"),
     "no answers": (lambda f: write_data(f, train=rows_of("a", "b")), "line 1 has no answer"),
-    "no JSON": (lambda f: (write_data(f, train=[]) / "train.jsonl").write_text("{\n"), "line 1 is not JSON"),
+    "no JSON": (
+        lambda f: (write_data(f, train=[]) / "train.jsonl").write_text("{\n"),
+        "line 1 is not JSON",
+    ),
     "no known keys": (lambda f: write_data(f, train=[{"a": 1}]), "data format"),
     "other vocabulary": (
         lambda f: write_data(

@@ -183,7 +183,7 @@ def _jobs(
     order = list(range(len(prompts)))
     Random(settings.seed).shuffle(order)
     temperatures = settings.temperatures
-    block = 8 * settings.rows  # one temperature each: rows that share a sampler are sampled at once
+    block = 8 * settings.rows  # of one temperature: rows that share a sampler are sampled at once
     for turn in range(len(temperatures)):
         for place, index in enumerate(order):
             temperature = temperatures[(place // block + turn) % len(temperatures)]

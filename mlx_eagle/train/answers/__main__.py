@@ -22,7 +22,7 @@ def make_parser() -> argparse.ArgumentParser:
     defaults = AnswerSettings()
     add("--model", required=True, help="Folder or hub repo of the target.")
     add("--prompts", required=True, help='JSONL with "prompt" or "messages" on each line.')
-    add("--output", required=True, help="JSONL to write, such as DATA/train.jsonl, or to go on with.")
+    add("--output", required=True, help="JSONL to write or to go on with: DATA/train.jsonl.")
     add("--adapter-path", help="Adapters of the target, as mlx_lm.lora writes them.")
     add("--trust-remote-code", action="store_true", help="Let the target bring code of its own.")
     shown = ",".join(map(str, TEMPERATURES))

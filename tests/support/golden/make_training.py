@@ -153,7 +153,8 @@ def main() -> None:
                 for key, value in module.state_dict().items()
                 if "rotary" not in key
             }
-            save_file(tensors, folder / f"{stem}.safetensors", {"made_by": f"{name}, {200 + seed}"})
+            made_by = {"made_by": f"{name}, seed {200 + seed}"}
+            save_file(tensors, folder / f"{stem}.safetensors", made_by)
         made_by = f"{name}, seed {200 + seed}, torch {torch.__version__}"
         save_file(
             {key: value.contiguous() for key, value in expected.items()},
