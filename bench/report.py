@@ -48,8 +48,8 @@ BATCHES = (
     "So many prompts of a set in one call of batch_generate: mlx-lm's own against the one with "
     "the drafter, greedy, in the same turns. Tokens per second are those of all outputs, after "
     "prefill as each counts it, then over the whole call; ours prefills prompt by prompt. "
-    "Drafting events say when drafting was turned off for all sequences, tried again (probe) and turned on "
-    "again. The mean acceptance length is 1 where the whole batch went to mlx-lm."
+    "Drafting events say when drafting was turned off for all sequences, tried again (probe) and "
+    "turned on again. The mean acceptance length is 1 where the whole batch went to mlx-lm."
 )
 
 ORDERS = {

@@ -230,7 +230,11 @@ FAMILIES = (
     Family(
         "specforge",
         "SpecForge",
-        has=(FUSION, WIDE, r"^config (eagle_config\.|architectures\.\d+ = LlamaForCausalLMEagle3)"),
+        has=(
+            FUSION,
+            WIDE,
+            r"^config (eagle_config\.|architectures\.\d+ = LlamaForCausalLMEagle3)",
+        ),
         doubts_norm_output=True,
     ),
     Family("eagle3", "EAGLE-3 (SafeAILab layout)", has=(FUSION, WIDE), doubts_norm_output=True),

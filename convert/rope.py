@@ -49,9 +49,7 @@ def _per_layer_type(rope: Mapping[str, Any]) -> Mapping[str, Any]:
     return rope
 
 
-def _explicit(
-    factors: Sequence[float], max_positions: int, scale: float = 1.0
-) -> dict[str, Any]:
+def _explicit(factors: Sequence[float], max_positions: int, scale: float = 1.0) -> dict[str, Any]:
     """Scaling that multiplies each wavelength by its factor, (dims / 2,), and q, k by ``scale``.
 
     It is spelled as mlx-lm's longrope, whose scale is sqrt(ln max_positions / ln original).
@@ -85,7 +83,9 @@ def _untruncated_yarn(
     return _explicit(factors.tolist(), max_positions, scale)
 
 
-def _yarn(source: Mapping[str, Any], theta: float, dims: int, max_positions: int) -> dict[str, Any]:
+def _yarn(
+    source: Mapping[str, Any], theta: float, dims: int, max_positions: int
+) -> dict[str, Any]:
     scaling = {"type": "yarn", **_known("yarn", source)}
     original = scaling.setdefault("original_max_position_embeddings", max_positions)
     factor = scaling.setdefault("factor", max_positions / original)

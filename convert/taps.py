@@ -32,7 +32,7 @@ def _shift(ids: tuple[int, ...], by: int) -> tuple[int, ...]:
 
 
 def found_ids(config: Mapping[str, Any]) -> tuple[tuple[int, ...], str] | None:
-    """The ids that the config names, as written, and where: nested, top-level, target_layer_ids."""
+    """The ids that the config names, and where: nested, at the top, as target_layer_ids."""
     nested = (config.get("eagle_config") or {}).get(KEY)
     for ids, place in (
         (config.get("target_layer_ids"), "target_layer_ids"),

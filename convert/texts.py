@@ -25,13 +25,13 @@ QUESTIONS = tuple(
         "Tom has 3 boxes with 14 pencils each and gives away 9 pencils. How many are left?",
         "A train with 8 cars has 45 seats in each. 287 people sit in it. How many seats are free?",
         "A recipe for 4 people takes 300 grams of rice. How much rice do 14 people need?",
-        "Nora reads 12 pages a day on weekdays and 30 pages a day at the weekend. Her book has 360 "
-        "pages. How many weeks does she need?",
-        "A shop sells 24 lamps at 35 dollars each and 6 more at half the price. How much money does "
-        "it take in?",
+        "Nora reads 12 pages a day on weekdays and 30 pages a day at the weekend. Her book has "
+        "360 pages. How many weeks does she need?",
+        "A shop sells 24 lamps at 35 dollars each and 6 more at half the price. How much money "
+        "does it take in?",
         "A tank holds 480 liters and loses 16 liters an hour. How much is left after 9 hours?",
-        "A farmer picks 150 apples on Monday and twice as many on Tuesday. He packs them into bags "
-        "of 9. How many bags does he fill?",
+        "A farmer picks 150 apples on Monday and twice as many on Tuesday. He packs them into "
+        "bags of 9. How many bags does he fill?",
         "Lena saves 7 dollars a week for 6 weeks and then spends a third of it. What is left?",
     )
 )

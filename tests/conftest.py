@@ -1,4 +1,4 @@
-"""Fixtures of many files: where a checkpoint lies, where it is converted to, what is remembered."""
+"""Fixtures of many files: checkpoints, where they are converted to, what is remembered."""
 
 from collections.abc import Iterator
 from pathlib import Path

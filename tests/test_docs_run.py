@@ -6,8 +6,8 @@ published. Benchmarks are cut short by flags behind their own, and their plots a
 (``test_bench_runs.py`` does that); a server is given a free port.
 
 ``make`` targets are not run here but parsed (``tests/test_docs.py``): ``make test`` is this
-suite, ``make demo`` and ``make bench`` are what ``test_demo.py`` and ``test_bench_runs.py`` run, and
-``make docs`` runs in the workflow. ``pip install`` is what ``test_package.py`` does.
+suite, ``make demo`` and ``make bench`` are what ``test_demo.py`` and ``test_bench_runs.py`` run,
+and ``make docs`` runs in the workflow. ``pip install`` is what ``test_package.py`` does.
 """
 
 import importlib

@@ -167,7 +167,10 @@ def test_eagle_draft_forward_equals_an_element_by_element_loop(seed):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"hidden_state": [[1.0, 2.0]]}, r"hidden_state has shape \(1, 2\), but \(any\) is needed"),
+        (
+            {"hidden_state": [[1.0, 2.0]]},
+            r"hidden_state has shape \(1, 2\), but \(any\) is needed",
+        ),
         ({"embed_matrix": [[1.0]] * 3}, r"embed_matrix has shape \(3, 1\), but \(any, 2\)"),
         ({"fc_fuse_weight": [[1.0, 0.0]] * 2}, r"fc_fuse_weight .* \(2, 4\) is needed"),
         ({"fc_fuse_bias": [0.0]}, r"fc_fuse_bias .* \(2\) is needed"),

@@ -6,7 +6,6 @@ rounds of a batch cost is measured by ``batch/costs.py`` and kept in the same fi
 
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -59,20 +58,12 @@ def remembered_or(
         costs = measure_now()
         plain, *rounds = mean_over_processes([costs.plain, *costs.rounds.values()])
         return RoundCosts(plain, dict(zip(costs.rounds, rounds)))
-    file = open_cost_file(_cost_path())
+    file = open_cost_file(user_cache() / "calibration.json")
     known = file.get(key, shapes)
     if known is None:
         known = measure_now()
         file.put(key, known)
     return known
-
-
-def _cost_path() -> Path | None:
-    """Where costs are kept; None where nobody can say where the user's home is."""
-    try:
-        return user_cache() / "calibration.json"
-    except RuntimeError:
-        return None
 
 
 def measure(

@@ -29,15 +29,15 @@ Entry = dict[str, Any]  # {"plain": seconds, "rounds": {shape: seconds}}
 
 
 @cache
-def open_cost_file(path: Path | None) -> "CostFile":
-    """The file at ``path``, the same object for all who ask; None: memory only."""
+def open_cost_file(path: Path) -> "CostFile":
+    """The file at ``path``, the same object for all who ask."""
     return CostFile(path)
 
 
 class CostFile:
     """What rounds cost, by key. Usable by several threads, and by several processes at once."""
 
-    def __init__(self, path: Path | None):
+    def __init__(self, path: Path):
         self._path = path
         self._unsaved: dict[str, Entry] = {}
         self._has_warned = False
@@ -47,7 +47,7 @@ class CostFile:
         """The costs of exactly these ``shapes``; None where they are not known."""
         with self._mutex:
             entry = self._unsaved.get(key)
-        if entry is None and self._path is not None:
+        if entry is None:
             entry = read_entries(self._path).get(key)
         if entry is None or entry["rounds"].keys() != {str(shape) for shape in shapes}:
             return None
@@ -59,8 +59,6 @@ class CostFile:
         with self._mutex:
             self._unsaved[key] = {"plain": costs.plain, "rounds": rounds}
             try:
-                if self._path is None:
-                    raise OSError("there is no home directory")
                 _merge(self._path, self._unsaved)
             except OSError as err:
                 self._warn(err)
@@ -71,10 +69,9 @@ class CostFile:
         if self._has_warned:
             return
         self._has_warned = True
-        where = "" if self._path is None else f" in {self._path.parent}"
         print(
-            f"Warning: what rounds cost could not be saved{where} ({err.strerror or err}); it is "
-            "measured again by the next process.",
+            f"Warning: what rounds cost could not be saved in {self._path.parent} "
+            f"({err.strerror or err}); it is measured again by the next process.",
             file=sys.stderr,
         )
 

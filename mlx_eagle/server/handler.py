@@ -7,7 +7,7 @@ import io
 import json
 import time
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote
 
 from mlx_lm.server import APIHandler, CompletionRequest
@@ -17,10 +17,8 @@ from .answer import RequestError
 from .body import check_body, read_body, write_body
 from .connection import Presence, RequestReader, drain
 from .exchange import Exchange
+from .listener import PairServer
 from .metrics import CONTENT_TYPE, Outcome
-
-if TYPE_CHECKING:
-    from .listener import PairServer
 
 PROMPTS = {
     "/v1/completions": "prompt",
@@ -35,9 +33,9 @@ class PairHandler(APIHandler):
     """mlx-lm's handler. Requests it cannot answer get a sentence, and the server goes on."""
 
     response_generator: Exchange
-    server: "PairServer"
+    server: PairServer
 
-    def __init__(self, server: "PairServer", *args: Any, **kwargs: Any):
+    def __init__(self, server: PairServer, *args: Any, **kwargs: Any):
         self.asked = time.monotonic()
         self.num_bytes = 0  # of the body
         self.status = 0

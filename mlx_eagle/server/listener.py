@@ -6,7 +6,7 @@ import socket
 import sys
 import time
 from dataclasses import dataclass
-from http.server import ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock
 from typing import Any
 
@@ -15,7 +15,6 @@ from mlx_lm.server import get_system_fingerprint
 from .access import ApiKey
 from .answer import RequestError
 from .generator import PairGenerator
-from .handler import PairHandler
 
 BODY_BYTES = 16_000_000
 CONNECTIONS = 128
@@ -45,8 +44,8 @@ class PairServer(ThreadingHTTPServer):
 
     def __init__(
         self,
-        host: str,
-        port: int,
+        address: tuple[str, int],
+        handler: type[BaseHTTPRequestHandler],
         generator: PairGenerator,
         limits: Limits = Limits(),
         key: ApiKey | None = None,
@@ -54,17 +53,18 @@ class PairServer(ThreadingHTTPServer):
         """Listens at once. Raises ValueError where the address cannot be had."""
         self.generator, self.limits, self.key = generator, limits, key
         self.metrics = generator.metrics
-        self.answering: set[PairHandler] = set()
+        self.answering: set[BaseHTTPRequestHandler] = set()
         self.large_bodies = Lock()
         self.is_stopping = False
         self._fingerprint = get_system_fingerprint()
         self._connections: set[socket.socket] = set()
+        host, port = address
         try:
             found = socket.getaddrinfo(
                 host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )
-            self.address_family, _, _, _, address = found[0]
-            super().__init__(address, PairHandler)
+            self.address_family, _, _, _, resolved = found[0]
+            super().__init__(resolved, handler)
         except (OSError, OverflowError) as err:
             reason = err.strerror if isinstance(err, OSError) else str(err)
             raise ValueError(
@@ -73,7 +73,10 @@ class PairServer(ThreadingHTTPServer):
             ) from err
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        PairHandler(self, request, client_address, self, system_fingerprint=self._fingerprint)
+        # Not as the base class does it: this handler takes the server first.
+        self.RequestHandlerClass(
+            self, request, client_address, self, system_fingerprint=self._fingerprint
+        )
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer in a thread of its own, unless there are too many."""

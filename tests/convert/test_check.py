@@ -36,7 +36,12 @@ NORMS = ("layers.0.input_layernorm.weight", "layers.0.hidden_norm.weight")
         {},
         {"num_layers": 2, "norm_output": True},
         {"sliding_window": 4},
-        {"uses_aux": False, "num_aux": 1, "fc_input": "embedding_and_state", "layer_input": "none"},
+        {
+            "uses_aux": False,
+            "num_aux": 1,
+            "fc_input": "embedding_and_state",
+            "layer_input": "none",
+        },
     ],
     ids=["eagle3", "two layers", "window", "eagle1"],
 )
@@ -69,7 +74,9 @@ def test_hits_and_overlaps_are_counted_against_the_right_tokens():
     text = texts.read_text(model, PROMPT, 10, set(), set(drafter.taps), part.ids)
     hits, overlaps = check.compare(part, text, drafter.taps)
     first = len(PROMPT) - 1
-    steps = check.unroll(part, text.tokens, text.fused(drafter.taps), first, text.num_slots(DEPTHS))
+    steps = check.unroll(
+        part, text.tokens, text.fused(drafter.taps), first, text.num_slots(DEPTHS)
+    )
     p = np.array(mx.softmax(model(text.tokens[None])[0], axis=-1))
     tokens = text.tokens.tolist()
     for depth, (logits, drafted) in enumerate(steps, 1):
@@ -144,7 +151,10 @@ def test_the_verdict():
 
 
 def test_check_needs_a_target(tmp_path, capsys):
-    source, out = write_safetensors(tmp_path / "source", CONFIG, eagle3_tensors()), tmp_path / "out"
+    source, out = (
+        write_safetensors(tmp_path / "source", CONFIG, eagle3_tensors()),
+        tmp_path / "out",
+    )
     with pytest.raises(SystemExit) as exit:
         main(["--hf-path", str(source), "--mlx-path", str(out), "--check"])
     err = capsys.readouterr().err
@@ -153,17 +163,25 @@ def test_check_needs_a_target(tmp_path, capsys):
 
 
 def test_a_target_that_cannot_be_loaded(tmp_path, capsys):
-    source, out = write_safetensors(tmp_path / "source", CONFIG, eagle3_tensors()), tmp_path / "out"
+    source, out = (
+        write_safetensors(tmp_path / "source", CONFIG, eagle3_tensors()),
+        tmp_path / "out",
+    )
     target = write_target(tmp_path / "target", model_type="unheard_of")
     with pytest.raises(SystemExit) as exit:
-        main(["--hf-path", str(source), "--mlx-path", str(out), "--check", "--target", str(target)])
+        main(
+            ["--hf-path", str(source), "--mlx-path", str(out), "--check", "--target", str(target)]
+        )
     err = capsys.readouterr().err.splitlines()[-1]
     assert exit.value.code == 2 and not out.exists()
     assert err.startswith("error: --check cannot load")
 
 
 def test_the_report_goes_into_the_config(tmp_path, capsys, monkeypatch):
-    source, out = write_safetensors(tmp_path / "source", CONFIG, eagle3_tensors()), tmp_path / "out"
+    source, out = (
+        write_safetensors(tmp_path / "source", CONFIG, eagle3_tensors()),
+        tmp_path / "out",
+    )
     model = tiny_llama(vocab_size=128, num_hidden_layers=32)
 
     class Tokenizer:

@@ -120,9 +120,10 @@ def test_the_folder(source, out, capsys):
     convert(str(source), str(out))
     config, said = config_of(out), capsys.readouterr().out
     assert config["model_type"] == "eagle3"
-    assert Eagle3Config.from_dict(config).to_dict().items() <= {
-        k: tuple(v) if isinstance(v, list) else v for k, v in config.items()
-    }.items()
+    assert (
+        Eagle3Config.from_dict(config).to_dict().items()
+        <= {k: tuple(v) if isinstance(v, list) else v for k, v in config.items()}.items()
+    )
     digest = hashlib.sha256((source / "model.safetensors").read_bytes()).hexdigest()
     assert config["source"] == {"path": source.name, "files": {"model.safetensors": digest}}
     for word in ("SpecForge", "layers", "taps", "default", "parameters", "MB ->"):
@@ -217,7 +218,9 @@ def test_shared_tables_are_not_stored(tmp_path, out, quantized):
 
 def test_own_tables_are_stored(tmp_path, out, capsys):
     tensors = eagle3_tensors()
-    tensors["embed_tokens.weight"] = np.random.default_rng(0).standard_normal((128, 64), np.float32)
+    tensors["embed_tokens.weight"] = np.random.default_rng(0).standard_normal(
+        (128, 64), np.float32
+    )
     folder = write_safetensors(tmp_path / "source", CONFIG, tensors)
     table = {"model.embed_tokens.weight": tensors["embed_tokens.weight"] + 1e-3}
     target = write_target(tmp_path / "target", table)

@@ -33,7 +33,9 @@ def as_example(native: Frozen, config: Eagle3Config, weights: dict[str, mx.array
     """The converted head on the inputs of ``native``; its own embedding where it has one."""
     weights = {name: np.array(value) for name, value in weights.items() if name != "d2t"}
     embed = weights.pop("embed_tokens.weight", native.embed)
-    return replace(native, config=replace(config, embed_source="target"), weights=weights, embed=embed)
+    return replace(
+        native, config=replace(config, embed_source="target"), weights=weights, embed=embed
+    )
 
 
 @pytest.mark.parametrize("name", frozen.CHANGES)

@@ -130,7 +130,12 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 512}
 ROPE = {
     "missing": ({}, 10000.0, 16, None),
     "theta": ({"rope_theta": 1e6}, 1e6, 16, None),
-    "parameters": ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, 7.0, 16, None),
+    "parameters": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}},
+        7.0,
+        16,
+        None,
+    ),
     "by layer type": (
         {
             "rope_parameters": {

@@ -2,6 +2,7 @@
 
 import math
 import sys
+import tempfile
 import threading
 import venv
 import zipfile
@@ -264,6 +265,19 @@ def test_an_interrupted_build_leaves_nothing(home, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         demo_target_path()
     assert cached(home) == []
+
+
+def test_a_cache_that_cannot_be_written_costs_a_warning(home, monkeypatch, capsys):
+    builds = stand_in_build(monkeypatch)
+    demo_target.user_cache().parent.write_text("a file where the folder should be")
+    monkeypatch.setattr(tempfile, "tempdir", str(home / "tmp"))
+    (home / "tmp").mkdir()
+    first = demo_target_path()
+    assert demo_target.is_complete(first) and first.is_relative_to(home / "tmp")
+    warning = capsys.readouterr().err
+    assert "Warning: the demo target cannot be kept in" in warning and warning.count("\n") == 1
+    assert demo_target_path() == first
+    assert len(builds) == 1
 
 
 def test_a_damaged_wheel_is_refused(home, monkeypatch, wheel):

@@ -113,7 +113,7 @@ def test_keys_are_compared_in_constant_time(monkeypatch):
 MISTAKES = {
     "port": (("--port", "99999"), "--port is 99999: give 1 to 65535"),
     "negative port": (("--port", "-1"), "--port is -1"),
-    "top p": (("--top-p", "2"), "--top-p is 2.0: give 0 to 1"),
+    "top p": (("--top-p", "2"), "--top-p is 2.0: give a number from 0 to 1"),
     "top k": (("--top-k", "-5"), "--top-k is -5"),
     "hot": (("--temp", "1e30"), "--temp is 1e+30"),
     "tokens": (("--max-tokens", str(2**40)), "--max-tokens is 1099511627776"),

@@ -25,6 +25,7 @@ from mlx_eagle.server.access import read_key
 from mlx_eagle.server.caches import PairCache
 from mlx_eagle.server.flags import build_parser
 from mlx_eagle.server.generator import PairGenerator
+from mlx_eagle.server.handler import PairHandler
 from mlx_eagle.server.listener import Limits, PairServer
 from mlx_eagle.server.provider import PairProvider
 
@@ -141,7 +142,7 @@ def ours(*flags: str):
         generator.stop_and_join()
         raise
     limits = Limits(args.max_body_size, args.max_connections, args.request_timeout)
-    server = PairServer(args.host, args.port, generator, limits, read_key(args))
+    server = PairServer((args.host, args.port), PairHandler, generator, limits, read_key(args))
     return running(server, generator)
 
 
