@@ -20,6 +20,7 @@ from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.train import train
 from mlx_eagle.train.__main__ import main, settings_of
 from mlx_eagle.train.checkpoints import Checkpoints, load_checkpoint
+from mlx_eagle.train.optimizer import TrainStep
 
 QUICK = {
     "iters": 6,
@@ -369,3 +370,42 @@ def test_settings_come_from_flags_and_then_from_a_file(tmp_path):
     file.write_text("modle: a\n")
     with pytest.raises(ValueError, match="sets modle, which is no setting"):
         settings_of(["-c", str(file)])
+
+
+@pytest.mark.exhaustive
+def test_a_compiled_step_learns_the_same(target, data, tmp_path, monkeypatch):
+    """As on a GPU; here compiling takes longer than the run."""
+    run = {**QUICK, "iters": 4, "grad_accumulation_steps": 2, "ttt_steps": 2}
+    train(str(target), str(data), str(tmp_path / "plain"), **run)
+    begin = TrainStep.__init__
+
+    def compiled(self, *args, **options):
+        begin(self, *args, **options)
+        self._advance = mx.compile(self._step)
+
+    monkeypatch.setattr(TrainStep, "__init__", compiled)
+    train(str(target), str(data), str(tmp_path / "compiled"), **run)
+    ours, theirs = weights_of(tmp_path / "plain"), weights_of(tmp_path / "compiled")
+    for name, wanted in ours.items():
+        assert np.linalg.norm(theirs[name] - wanted) <= 1e-5 * max(np.linalg.norm(wanted), 1), name
+
+
+@pytest.mark.exhaustive
+def test_a_head_is_adapted_to_a_target_with_adapters(target, data, tmp_path):
+    train(str(target), str(data), str(tmp_path / "first"), **QUICK)
+    lora = [sys.executable, "-m", "mlx_lm", "lora", "--train", "--model", str(target)]
+    lora += ["--data", str(data), "--adapter-path", str(tmp_path / "adapters"), "--iters", "2"]
+    lora += ["--batch-size", "2", "--num-layers", "2", "--val-batches", "1"]
+    done = subprocess.run(lora, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    run = {key: value for key, value in QUICK.items() if key != "draft_vocab_size"}
+    report = train(
+        str(target),
+        str(data),
+        str(tmp_path / "second"),
+        init=str(tmp_path / "first"),
+        adapter_path=str(tmp_path / "adapters"),
+        **run,
+    )
+    assert report.is_finished
+    assert mlx_eagle.load_drafter(tmp_path / "second", mlx_lm.load(str(target))[0])
