@@ -13,6 +13,7 @@ from mlx_eagle.system.values import LARGEST, Range, check_ranges, use_plain_type
 from mlx_eagle.system.version import add_version_flag
 
 from .pipeline import DTYPES, convert
+from .pytorch import to_pytorch
 from .resolve import Overrides
 from .trim import Trim
 
@@ -41,7 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_version_flag(parser)
     yes_no = argparse.BooleanOptionalAction
     add = parser.add_argument
-    add("--hf-path", "--model", required=True, help="folder, GGUF file or hub repository id")
+    add("--hf-path", "--model", help="folder, GGUF file or hub repository id")
     add("--mlx-path", default="mlx_model", help="folder to write; it must not exist yet")
     add("-q", "--quantize", action=yes_no, default=True, help="quantize (the default)")
     add("--q-bits", type=int, default=4, help="bits per weight (default 4)")
@@ -51,6 +52,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--check", action="store_true", help="measure the head on the target (needs --target)")
     add("--draft-vocab", type=int, metavar="N", help="keep only N draft tokens: a cheaper draft")
     add("--draft-vocab-text", metavar="FILE", help="the N tokens most frequent in this text")
+    pair = ("HEAD", "DIR")
+    add("--to-pytorch", nargs=2, metavar=pair, help="write a converted head for vLLM and SGLang")
     add("--upload-repo", help="put the result on the hub under this id")
     add("--revision", help="branch, tag or commit of the source repository")
     rules = parser.add_argument_group("overrides, where a checkpoint does not say it or is wrong")
@@ -67,6 +70,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise ValueError for values that make no sense, before anything is read."""
+    if args.hf_path is None:
+        raise ValueError("nothing to convert; name a checkpoint with --hf-path")
     check_ranges(args, RANGES)
     if args.draft_vocab is None and args.draft_vocab_text is not None:
         raise ValueError(
@@ -82,11 +87,15 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Convert as the flags say."""
+    if args.to_pytorch is not None:
+        to_pytorch(*args.to_pytorch)
+        return
     check_arguments(args)
     if args.check:
         print_blas_note()
     options: dict[str, Any] = vars(args)
     overrides = Overrides(**{f.name: options.pop(f.name) for f in fields(Overrides)})
+    options.pop("to_pytorch")
     size, text = options.pop("draft_vocab"), options.pop("draft_vocab_text")
     wanted = None if size is None else Trim(size, text)
     with Bar("Converting", "tensor") as progress:

@@ -7,7 +7,7 @@ copy of the target's).
 from collections.abc import Mapping
 from typing import Any
 
-from mlx_eagle.drafters.head import GATED
+from mlx_eagle.drafters.activations import GATED
 from mlx_eagle.system.documents import shown
 
 from .families import Family, hidden_size

@@ -20,7 +20,7 @@ from .system.version import __version__
 
 def __getattr__(name: str) -> ModuleType:
     """Import ``mlx_eagle.convert`` and the like when they are first asked for."""
-    if name in ("bench", "convert", "reference", "server"):
+    if name in ("bench", "convert", "reference", "server", "train"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -154,6 +154,7 @@ class Reader:
         return out
 
     def generate(self, words: list[str]) -> None:
+        words = self.with_demo_target(words)
         _, text, counts = self.run(words).split("==========\n")
         assert text.strip()
         assert re.search(r"^Rounds: .*[1-9]", counts, re.MULTILINE), counts
@@ -162,7 +163,30 @@ class Reader:
         out = self.run(words, "Hello\n/stats\nq\n")
         assert "Answers: 1" in out and "(tau): " in out and "bye" in out
 
+    def with_demo_target(self, words: list[str]) -> list[str]:
+        """The stand-in's folder for where the demo target lies in the user's cache."""
+        folder = str(self.hub.root.parent / "demo")
+        return [folder if "SmolLM2" in word else word for word in words]
+
+    def train(self, words: list[str]) -> None:
+        """On a few rows, for two batches; the demo target is the stand-in's."""
+        words = self.with_demo_target(words)
+        data = Path(value_of(words, "--data"))
+        data.mkdir(exist_ok=True)
+        roles = ("user", "assistant")
+        messages = [{"role": role, "content": "the head of a text"} for role in roles]
+        (data / "train.jsonl").write_text(4 * (json.dumps({"messages": messages}) + "\n"))
+        short = ["--iters", "2", "--batch-size", "2", "--answer-tokens", "6", "--ttt-steps", "2"]
+        out = self.run([*words, *short])
+        folder = Path(value_of(words, "--output"))
+        assert "Iter 2" in out and config_of(folder)["training"]["iterations"] == 2
+        assert (folder / "training.csv").is_file() and (folder / "README.md").is_file()
+
     def convert(self, words: list[str]) -> None:
+        if "--to-pytorch" in words:
+            self.run(words)
+            assert config_of(Path(words[-1]))["architectures"] == ["LlamaForCausalLMEagle3"]
+            return
         out = self.run(words)
         folder = Path(value_of(words, "--mlx-path"))
         config = config_of(folder)
@@ -214,7 +238,7 @@ def ours(path: Path) -> list[list[str]]:
 
 def made_elsewhere(path: Path) -> list[list[str]]:
     """The conversions on other pages that make the heads which this page takes for granted."""
-    made = {value_of(words, "--mlx-path") for words in ours(path)}
+    made = {value_of(words, flag) for words in ours(path) for flag in ("--mlx-path", "--output")}
     named = {value_of(words, "--draft-model") for words in ours(path)} - {None, "auto", "lookup"}
     conversions = {value_of(w, "--mlx-path"): w for page in DOCUMENTS for w in ours(page)}
     return [conversions[name] for name in sorted(named - made)]

@@ -19,7 +19,8 @@ ROOT = Path(__file__).parent.parent
 TOP_LEVEL = set(
     "pyproject.toml mlx_eagle convert bench docs tests README.md LICENSE Makefile".split()
 )
-COMMANDS = [f"mlx_eagle.{name}" for name in ("generate", "chat", "server", "convert", "bench")]
+NAMES = ("generate", "chat", "server", "convert", "bench", "train")
+COMMANDS = [f"mlx_eagle.{name}" for name in NAMES]
 BUILD_SDIST = "import sys; from hatchling.build import build_sdist as b; b(sys.argv[1])"
 
 
@@ -179,7 +180,7 @@ def run_in(site: Path, *arguments: str | Path) -> subprocess.CompletedProcess:
     return run(*command, cwd=site.parent)
 
 
-@pytest.mark.parametrize("module", [*COMMANDS, "mlx_eagle.demo"])
+@pytest.mark.parametrize("module", [*COMMANDS, "mlx_eagle.demo", "mlx_eagle.train.answers"])
 def test_modules_say_what_they_do(site, module):
     done = run_in(site, "-m", module, "--help")
     assert f"usage: {module}" in done.stdout

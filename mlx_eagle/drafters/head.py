@@ -16,22 +16,11 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from ..system.documents import check
 from ..target.ropes import BY_LENGTH
+from .activations import GATED
 from .kinds import HEAD, REQUIRED
 from .numbering import default_ids, read_nested
 
 LARGEST_WIDTH = 2**24
-
-
-def _gated(activation: Callable[[mx.array], mx.array]) -> Callable[[mx.array, mx.array], mx.array]:
-    """activation(gate) * up, in one kernel."""
-    return mx.compile(lambda gate, up: activation(gate) * up, shapeless=True)
-
-
-GATED = {
-    "silu": _gated(nn.silu),
-    "gelu": _gated(nn.gelu),
-    "gelu_pytorch_tanh": _gated(nn.gelu_approx),
-}
 
 
 @dataclass(frozen=True)
@@ -252,14 +241,22 @@ class DraftLayer(nn.Module):
     def __call__(self, embeddings, states, cache, positions, mask) -> mx.array:
         if mask is None:
             mask = cache.make_mask(len(states), return_array=False, window_size=self.window)
+        x, residual = self.enter(embeddings, states)
+        return self.leave(residual, self.self_attn(x, cache, positions, mask))
+
+    def enter(self, embeddings: mx.array, states: mx.array) -> tuple[mx.array, mx.array]:
+        """What attention takes, (..., 2h) or (..., h), and the residual (..., h) beside it."""
         normed = self.hidden_norm(states) if "hidden_norm" in self else states
         x = normed
         if self.sees_embedding:
             if "input_layernorm" in self:
                 embeddings = self.input_layernorm(embeddings)
             x = mx.concatenate([embeddings, normed], axis=-1)
-        residual = normed if self.norm_before_residual else states
-        states = residual + self.self_attn(x, cache, positions, mask)
+        return x, normed if self.norm_before_residual else states
+
+    def leave(self, residual: mx.array, attended: mx.array) -> mx.array:
+        """The layer's output from what attention gives; all (..., h)."""
+        states = residual + attended
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
@@ -330,11 +327,20 @@ class Eagle3Head(nn.Module):
         """
         if positions is None:
             positions = cache[0].offset
+        embeddings, states = self.enter(embeddings, states)
+        for layer, layer_cache in zip(self.layers, cache):
+            states = layer(embeddings, states, layer_cache, positions, mask)
+        return self.leave(states)
+
+    def enter(self, embeddings: mx.array, states: mx.array) -> tuple[mx.array, mx.array]:
+        """What the first layer takes of embeddings and states, both (..., h)."""
         embeddings = embeddings.astype(self.dtype)
         if self.config.fc_input == "embedding_and_state":
             states = self.fc(mx.concatenate([embeddings, states], axis=-1))
-        for layer, layer_cache in zip(self.layers, cache):
-            states = layer(embeddings, states, layer_cache, positions, mask)
+        return embeddings, states
+
+    def leave(self, states: mx.array) -> mx.array:
+        """What the next slot takes of the last layer's output; both (..., h)."""
         return self.norm(states) if self.config.norm_output else states
 
     def logits(self, states: mx.array) -> mx.array:

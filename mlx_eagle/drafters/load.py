@@ -57,6 +57,48 @@ def load_drafter(
     Raises ValueError, in one sentence, where the folder is not a converted head, is damaged,
     or does not belong to this target.
     """
+    attached = load_head(
+        path_or_repo,
+        model,
+        quantize_bits=quantize_bits,
+        quantize_group_size=quantize_group_size,
+        dtype=dtype,
+    )
+    return Eagle3Drafter(
+        attached.head, attached.embed, attached.taps, attached.to_target, draft_cache
+    )
+
+
+@dataclass(frozen=True)
+class AttachedHead:
+    """A head and what it takes from its target.
+
+    ``embed`` maps tokens (...,) to (..., h); ``to_target`` (Vd,) draft ids to target ids, None
+    where they are the same.
+    """
+
+    head: Eagle3Head
+    embed: Callable[[mx.array], mx.array]
+    taps: tuple[int, ...]
+    to_target: mx.array | None
+
+    @property
+    def ids(self) -> mx.array:
+        """The target ids of all that can be drafted, (Vd,) int32."""
+        if self.to_target is not None:
+            return self.to_target
+        return mx.arange(self.head.config.draft_vocab_size, dtype=mx.int32)
+
+
+def load_head(
+    path_or_repo: str | Path,
+    model: nn.Module,
+    *,
+    quantize_bits: int | None = None,
+    quantize_group_size: int = 64,
+    dtype: mx.Dtype | None = None,
+) -> AttachedHead:
+    """Load a converted head and attach it to ``model``; see ``load_drafter``."""
     folder = locate(str(path_or_repo), ("*.json", "*.safetensors"))
     values = read_head_config(folder)
     config = Eagle3Config.from_dict(values, folder / "config.json")
@@ -66,11 +108,11 @@ def load_drafter(
     to_target = _draft_ids(weights.pop("d2t", None), config, sizes.vocab_size)
     _check_fit(config, sizes)
     if config.lm_head_source == "target_rows":
-        weights.update(_rows_of_lm_head(model, embedding, to_target))
+        weights.update(rows_of_lm_head(model, embedding, to_target))
     head = _build(config, weights, values.get("quantization"))
     if quantize_bits is not None:
         _quantize_now(head, values.get("quantization"), quantize_bits, quantize_group_size)
-    _cast(head, dtype or _activation_dtype(embedding))
+    _cast(head, dtype or activation_dtype(embedding))
     embed = embedding
     if config.embed_source == "file":
         embed = head.embed_tokens
@@ -78,7 +120,7 @@ def load_drafter(
         head.share_lm_head(lm_head_of(model, embedding))
     mx.eval(head.parameters())
     evaluate_ropes(model)  # for threads other than this one; mlx-lm leaves them to the first pass
-    return Eagle3Drafter(head, embed, config.taps(sizes.num_layers), to_target, draft_cache)
+    return AttachedHead(head, embed, config.taps(sizes.num_layers), to_target)
 
 
 def read_head_config(folder: Path) -> dict[str, Any]:
@@ -150,7 +192,9 @@ def lm_head_of(model: nn.Module, embedding: Embedding) -> Callable[[mx.array], m
     return embedding.as_linear
 
 
-def _rows_of_lm_head(model, embedding, to_target: mx.array) -> dict[str, mx.array]:
+def rows_of_lm_head(
+    model: nn.Module, embedding: Embedding, to_target: mx.array
+) -> dict[str, mx.array]:
     """The rows of the target's output projection that the draft vocabulary names."""
     source = lm_head_of(model, embedding)
     module = source if isinstance(source, nn.Module) else embedding
@@ -291,7 +335,7 @@ def _quantize_now(head: Eagle3Head, stored: dict | None, bits: int, group_size: 
     nn.quantize(head, group_size=group_size, bits=bits, class_predicate=fits)
 
 
-def _activation_dtype(embedding: Embedding) -> mx.Dtype:
+def activation_dtype(embedding: Embedding) -> mx.Dtype:
     return (embedding.scales if "scales" in embedding else embedding.weight).dtype
 
 

@@ -1,0 +1,7 @@
+"""Training draft heads: ``train`` a head, and have a target give ``answers`` to learn from."""
+
+from .session import run, train
+from .settings import TrainSettings
+from .trainer import TrainReport
+
+__all__ = ["TrainReport", "TrainSettings", "run", "train"]

@@ -1,0 +1,273 @@
+"""The target's own answers to given prompts, as data to train a head on.
+
+Knows prompts files, many rows at once through mlx-lm's own batching, and a file of answers
+that can be gone on with. Knows nothing of heads.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import Any, TextIO
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.sample_utils import make_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+Messages = list[dict[str, Any]]
+
+TEMPERATURES = (0.0, 0.6, 1.0)
+
+
+@dataclass(frozen=True)
+class AnswerSettings:
+    """How prompts are answered.
+
+    ``temperatures``: every prompt is answered once at each. ``rows``: sequences decoded at
+    once. ``max_tokens``: of one answer. ``max_prompt_tokens``: longer prompts are passed over.
+    """
+
+    temperatures: tuple[float, ...] = TEMPERATURES
+    max_tokens: int = 512
+    max_prompt_tokens: int = 1024
+    rows: int = 32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "max_prompt_tokens", "rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: give 1 or more.")
+        if not self.temperatures or min(self.temperatures) < 0:
+            raise ValueError(
+                f"temperatures are {list(self.temperatures)}: give one or more, none below 0."
+            )
+
+
+@dataclass
+class AnswerCounts:
+    """What has been done so far: in this run, and before it (``found``).
+
+    ``cut`` answers ran into ``max_tokens``; for ``too_long`` prompts none is given.
+    """
+
+    total: int = 0
+    found: int = 0
+    answers: int = 0
+    tokens: int = 0
+    cut: int = 0
+    too_long: int = 0
+
+    @property
+    def done(self) -> int:
+        return self.found + self.answers + self.too_long
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One answer to be given: ``key`` names it in the file, ``tokens`` are the prompt's."""
+
+    key: str
+    messages: Messages
+    tokens: list[int]
+    temperature: float
+
+
+def parse_temperatures(text: str) -> tuple[float, ...]:
+    """0,0.6,1 -> (0.0, 0.6, 1.0)"""
+    return tuple(float(part) for part in text.split(","))
+
+
+def read_prompts(path: Path) -> list[Messages]:
+    """The conversations of a JSONL file, each ending where the target is to answer.
+
+    A row has ``prompt`` (a text) or ``messages``; an answer at the end of ``messages`` is left
+    out, since the target gives its own. Raises ValueError naming the line that has neither.
+    """
+    conversations = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as err:
+            raise ValueError(f"{path}, line {number} is not JSON ({err}).") from err
+        messages = _conversation(row) if isinstance(row, dict) else None
+        if not messages:
+            raise ValueError(
+                f'{path}, line {number} has neither "prompt" nor "messages" that end with a '
+                "user's: give one of them on every line."
+            )
+        conversations.append(messages)
+    if not conversations:
+        raise ValueError(f"{path} is empty: give one prompt on each line.")
+    return conversations
+
+
+def _conversation(row: dict[str, Any]) -> Messages | None:
+    if isinstance(row.get("prompt"), str):
+        return [{"role": "user", "content": row["prompt"]}]
+    messages = row.get("messages")
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        return None
+    while messages and messages[-1].get("role") == "assistant":
+        messages = messages[:-1]
+    return messages or None
+
+
+def answer_prompts(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    prompts: Sequence[Messages],
+    output: Path,
+    settings: AnswerSettings = AnswerSettings(),
+    report: Callable[[AnswerCounts], None] = lambda counts: None,
+) -> AnswerCounts:
+    """Answer every prompt at every temperature, and append the answers to ``output``.
+
+    A row of the file is a conversation that mlx-lm's own training reads (``messages``), with
+    the very tokens the target was given and gave (``tokens``, of which the first
+    ``prompt_length`` are the prompt's). Answers that the file has already are not given again,
+    and a last line cut short is cut off, so that a run that was stopped can be gone on with.
+    Every answer is written as soon as it is complete. ``report`` is called after each step.
+    """
+    counts = AnswerCounts(total=len(prompts) * len(settings.temperatures))
+    done = _keys_in(output)
+    counts.found = len(done)
+    jobs = _jobs(tokenizer, prompts, settings, done, counts)
+    with output.open("a", encoding="utf-8") as file:
+        for number, block in enumerate(_blocks(jobs, 8 * settings.rows)):
+            mx.random.seed(settings.seed + counts.found + number)
+            _answer_block(model, tokenizer, block, settings, counts, file, report)
+    return counts
+
+
+def _keys_in(output: Path) -> set[str]:
+    """Keys of the answers in the file; what follows its last whole line is cut off."""
+    if not output.exists():
+        output.parent.mkdir(parents=True, exist_ok=True)
+        return set()
+    keys: set[str] = set()
+    whole = 0
+    with output.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            whole += len(line)
+            try:
+                keys.add(json.loads(line)["key"])
+            except (ValueError, KeyError, TypeError) as err:
+                raise ValueError(
+                    f"{output} is not a file of answers that could be gone on with: give "
+                    "another --output."
+                ) from err
+    os.truncate(output, whole)
+    return keys
+
+
+def _jobs(
+    tokenizer: TokenizerWrapper,
+    prompts: Sequence[Messages],
+    settings: AnswerSettings,
+    done: set[str],
+    counts: AnswerCounts,
+) -> Iterator[_Job]:
+    """What is still to be answered, in an order in which every part of it is a fair sample.
+
+    Prompts are shuffled, and each is answered once before any is answered twice.
+    """
+    order = list(range(len(prompts)))
+    Random(settings.seed).shuffle(order)
+    temperatures = settings.temperatures
+    block = 8 * settings.rows  # of one temperature: rows that share a sampler are sampled at once
+    for turn in range(len(temperatures)):
+        for place, index in enumerate(order):
+            temperature = temperatures[(place // block + turn) % len(temperatures)]
+            key = f"{index}@{temperature}"
+            if key in done:
+                continue
+            messages = prompts[index]
+            tokens = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False
+            )
+            if len(tokens) > settings.max_prompt_tokens:
+                counts.too_long += 1
+                continue
+            yield _Job(key, messages, tokens, temperature)
+
+
+def _blocks(jobs: Iterator[_Job], size: int) -> Iterator[list[_Job]]:
+    """Runs of jobs at one temperature, of ``size`` at most."""
+    block: list[_Job] = []
+    for job in jobs:
+        if block and (len(block) == size or block[0].temperature != job.temperature):
+            yield block
+            block = []
+        block.append(job)
+    if block:
+        yield block
+
+
+def _answer_block(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    block: list[_Job],
+    settings: AnswerSettings,
+    counts: AnswerCounts,
+    file: TextIO,
+    report: Callable[[AnswerCounts], None],
+) -> None:
+    """Answer jobs at one temperature, ``rows`` at once."""
+    generator = BatchGenerator(
+        model,
+        max_tokens=settings.max_tokens,
+        stop_tokens=[[token] for token in tokenizer.eos_token_ids],
+        sampler=make_sampler(temp=block[0].temperature),
+        completion_batch_size=settings.rows,
+        prefill_batch_size=max(1, settings.rows // 2),
+    )
+    # Prompts of a like length side by side: less of a batch is padding.
+    waiting = iter(sorted(block, key=lambda job: len(job.tokens)))
+    running: dict[int, tuple[_Job, list[int]]] = {}
+    try:
+        while True:
+            # New rows copy the whole batch's cache: they join by the half, not one by one.
+            if len(running) <= settings.rows // 2:
+                joining = list(islice(waiting, settings.rows - len(running)))
+                if joining:
+                    uids = generator.insert([job.tokens for job in joining])
+                    running.update((uid, (job, [])) for uid, job in zip(uids, joining))
+            if not running:
+                return
+            for response in generator.next_generated():
+                job, answer = running[response.uid]
+                answer.append(response.token)
+                counts.tokens += 1
+                if response.finish_reason is not None:
+                    del running[response.uid]
+                    _write(file, tokenizer, job, answer, response.finish_reason)
+                    counts.answers += 1
+                    counts.cut += response.finish_reason == "length"
+            report(counts)
+    finally:
+        generator.close()
+
+
+def _write(
+    file: TextIO, tokenizer: TokenizerWrapper, job: _Job, answer: list[int], reason: str
+) -> None:
+    text = tokenizer.decode(answer[:-1] if reason == "stop" else answer)
+    row = {
+        "key": job.key,
+        "temperature": job.temperature,
+        "finish_reason": reason,
+        "messages": [*job.messages, {"role": "assistant", "content": text}],
+        "prompt_length": len(job.tokens),
+        "tokens": [*job.tokens, *answer],
+    }
+    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    file.flush()

@@ -1,0 +1,170 @@
+"""What a run says of itself: lines, a bar, ``training.csv`` and the card of the head."""
+
+import csv
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from ..convert.card import TAGS
+from ..system.progress import open_bar
+from .evaluate import Evaluation
+
+CSV = "training.csv"
+
+
+
+
+class TrainingLog:
+    """Rows of ``training.csv`` in ``output``, and the same in lines for people.
+
+    ``quiet``: neither lines nor rows, for all ranks but the first. Rows after ``iteration``,
+    of a run that was stopped and is gone on with, are cut off.
+    """
+
+    def __init__(self, output: Path, num_steps: int, iters: int, iteration: int, quiet: bool):
+        depths = range(1, num_steps + 1)
+        self._columns = [
+            "iteration",
+            "loss",
+            *(f"loss_{depth}" for depth in depths),
+            "learning_rate",
+            "grad_norm",
+            "trained_tokens",
+            "tokens_per_second",
+            "peak_memory_gb",
+            *(f"match_{depth}" for depth in depths),
+            *(f"mean_acceptance_length_{depth}" for depth in depths),
+        ]
+        self._path = output / CSV
+        self._quiet = quiet
+        self._bar = None
+        if not quiet:
+            self._cut(iteration)
+            self._bar = open_bar(iters, "Training", "batch")
+            self._bar.update(iteration)
+
+    def _cut(self, iteration: int) -> None:
+        """Keep the rows up to ``iteration``, and write the head of the table."""
+        rows: list[dict[str, str]] = []
+        if iteration and self._path.exists():
+            with self._path.open(newline="") as file:
+                for row in csv.DictReader(file):
+                    if (row["iteration"] or "").isdigit() and int(row["iteration"]) <= iteration:
+                        rows.append(row)
+        with self._path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, self._columns, extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(rows)
+
+    def say(self, line: str) -> None:
+        if self._quiet:
+            return
+        if self._bar is not None and not self._bar.disable:
+            self._bar.write(line, file=sys.stdout)
+        else:
+            print(line, flush=True)
+
+    def advance(self, tokens_per_second: float | None = None) -> None:
+        if self._bar is not None:
+            self._bar.update()
+            if tokens_per_second is not None:
+                self._bar.set_postfix_str(f"{tokens_per_second:.0f} tokens/s")
+
+    def training(
+        self,
+        iteration: int,
+        losses: list[float],
+        rate: float,
+        norm: float,
+        speed: float,
+        total: int,
+    ) -> None:
+        """A report: the mean loss of each step since the last one."""
+        peak = mx.get_peak_memory() / 1e9
+        self._write(
+            iteration=iteration,
+            loss=sum(losses),
+            learning_rate=rate,
+            grad_norm=norm,
+            trained_tokens=total,
+            tokens_per_second=round(speed, 1),
+            peak_memory_gb=round(peak, 3),
+            **{f"loss_{i}": loss for i, loss in enumerate(losses, start=1)},
+        )
+        self.say(
+            f"Iter {iteration}: Train loss {sum(losses):.3f}, first step {losses[0]:.3f}, "
+            f"Learning Rate {rate:.3e}, Tokens/sec {speed:.1f}, Trained Tokens {total}, "
+            f"Peak mem {peak:.3f} GB"
+        )
+
+    def evaluation(self, iteration: int, found: Evaluation) -> None:
+        self._write(
+            iteration=iteration,
+            **{f"match_{i}": x for i, x in enumerate(found.match, start=1)},
+            **{f"mean_acceptance_length_{i}": x for i, x in enumerate(found.lengths, start=1)},
+        )
+        match = " ".join(f"{share:.3f}" for share in found.match)
+        lengths = " ".join(f"{length:.3f}" for length in found.lengths)
+        self.say(
+            f"Iter {iteration}: Val on {found.num_sequences} sequences: match by depth {match}; "
+            f"mean acceptance length for k = 1 ... {len(found.lengths)}: {lengths}"
+        )
+
+    def _write(self, **values: float) -> None:
+        if self._quiet:
+            return
+        with self._path.open("a", newline="") as file:
+            csv.DictWriter(file, self._columns).writerow(values)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def make_card(name: str, facts: Mapping[str, Any]) -> str:
+    """The card of a trained head; ``facts`` as they stand under ``training`` in its config."""
+    lines = [
+        "---",
+        "library_name: mlx",
+        "tags:",
+        *(f"- {tag}" for tag in TAGS),
+        "---",
+        "",
+        f"# {name}",
+        "",
+        "A draft head for speculative decoding, trained by mlx-eagle. It is no model of its own: "
+        "it drafts tokens that its target accepts or replaces.",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| Target | {facts['target']} |",
+        f"| Began as | {facts['init'] or 'a fresh head'} |",
+        f"| Sequences | {facts['num_sequences']} |",
+        f"| Batches | {facts['iterations']} of {facts['batch_size']} |",
+        f"| Tokens seen | {facts['trained_tokens']} |",
+        f"| Draft vocabulary | {facts['draft_vocab_size']} tokens, "
+        f"{facts['coverage']:.2%} of the answers |",
+        f"| Recipe | training-time test of {facts['ttt_steps']} steps, loss {facts['loss']}, "
+        f"learning rate {facts['learning_rate']:g} |",
+    ]
+    evaluation = facts.get("evaluation")
+    if evaluation:
+        depths = range(1, len(evaluation["match"]) + 1)
+        lines += [
+            "",
+            f"On {evaluation['num_sequences']} sequences that were held out:",
+            "",
+            "| k | " + " | ".join(map(str, depths)) + " |",
+            "|---" * (len(depths) + 1) + "|",
+            "| match at that depth | "
+            + " | ".join(f"{share:.3f}" for share in evaluation["match"])
+            + " |",
+            "| mean acceptance length | "
+            + " | ".join(f"{length:.3f}" for length in evaluation["lengths"])
+            + " |",
+        ]
+    usage = "mlx_eagle.generate --model TARGET --draft-model THIS_FOLDER --prompt Hello"
+    return "\n".join([*lines, "", "```", usage, "```"]) + "\n"

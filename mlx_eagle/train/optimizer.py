@@ -1,0 +1,133 @@
+"""One step of training: losses, their gradients, and what AdamW makes of them.
+
+Knows arrays alone: weights in float32, the optimizer's moments, and one compiled function.
+"""
+
+import math
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.utils import average_gradients
+from mlx.optimizers import AdamW, clip_grad_norm
+from mlx.utils import tree_map
+
+from .losses import LossSettings, Teaching, step_losses
+from .student import Student
+
+BETAS = (0.9, 0.95)
+
+Tree = dict[str, Any]
+
+
+def learning_rate(step: int, num_steps: int, peak: float, warmup: float) -> float:
+    """Of step ``step`` (from 0) of ``num_steps``: a linear rise, then half a cosine to 0.
+
+    ``warmup`` is the share of all steps that rise; the first step is not idle.
+    """
+    rising = max(1, int(warmup * num_steps))
+    if step < rising:
+        return peak * (step + 1) / rising
+    done = (step - rising) / max(1, num_steps - rising)
+    return peak * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+
+class TrainStep:
+    """What a batch does to a student's weights.
+
+    ``weights`` are float32 whatever the head computes in; ``moments`` are the optimizer's
+    state; ``kept`` are gradients of batches since its last step, None where there are none.
+    """
+
+    def __init__(
+        self,
+        student: Student,
+        settings: LossSettings,
+        max_grad_norm: float,
+        weight_decay: float = 0.0,
+    ):
+        self._student = student
+        self._settings = settings
+        self._max_norm = max_grad_norm
+        self._optimizer = AdamW(
+            learning_rate=0.0, betas=list(BETAS), weight_decay=weight_decay, bias_correction=True
+        )
+        self.weights: Tree = student.head.trainable_parameters()
+        self._optimizer.init(self.weights)
+        self.moments: Tree = self._optimizer.state
+        self.kept: Tree | None = None
+        self._gradients = mx.value_and_grad(self._loss)
+        # On a CPU every fused kernel is a run of the C++ compiler, for minutes on end.
+        self._advance = mx.compile(self._step) if mx.default_device() == mx.gpu else self._step
+
+    def load(self, weights: Tree, moments: Tree) -> None:
+        """Go on from there."""
+        self.weights, self.moments = weights, moments
+        self.show()
+
+    def show(self) -> None:
+        """Let the student's head be what has been learnt so far."""
+        self._student.head.update(self.weights)
+
+    def __call__(
+        self,
+        tokens: mx.array,
+        features: mx.array,
+        teaching: Teaching,
+        rate: float | None,
+        parts: int,
+    ) -> tuple[mx.array, mx.array]:
+        """Learn from a batch: the losses per step (num_steps,) and the norm of the gradients ().
+
+        ``rate`` is the learning rate where the optimizer makes a step of what ``parts`` batches
+        gave; None only adds this batch to them, and gives a norm of 0.
+        """
+        embeddings = self._student.embed(tokens)
+        inputs = (embeddings, features, *teaching.arrays())
+        at = mx.array(0.0 if rate is None else rate)
+        outcome = self._advance(
+            self.weights, self.moments, self.kept, at, inputs, rate is not None, parts
+        )
+        losses, norm, self.weights, self.moments, self.kept = outcome
+        mx.eval(losses, norm, self.weights, self.moments, self.kept)
+        self.show()
+        return losses, norm
+
+    def gradients(
+        self, tokens: mx.array, features: mx.array, teaching: Teaching
+    ) -> tuple[mx.array, Tree]:
+        """The losses per step (num_steps,) and the gradients of their weighted sum."""
+        inputs = (self._student.embed(tokens), features, *teaching.arrays())
+        (_, losses), gradients = self._gradients(self.weights, inputs)
+        self.show()
+        return losses, gradients
+
+    def _loss(self, weights: Tree, inputs: tuple[mx.array, ...]) -> tuple[mx.array, mx.array]:
+        head, dtype = self._student.head, self._student.dtype
+        head.update(tree_map(lambda weight: weight.astype(dtype), weights))
+        embeddings, features, *teaching = inputs
+        losses = step_losses(head, embeddings, features, Teaching(*teaching), self._settings)
+        return (losses * self._settings.weights).sum(), losses
+
+    def _step(
+        self,
+        weights: Tree,
+        moments: Tree,
+        kept: Tree | None,
+        rate: mx.array,
+        inputs: tuple[mx.array, ...],
+        is_update: bool,
+        parts: int,
+    ) -> tuple[mx.array, mx.array, Tree, Tree, Tree | None]:
+        (_, losses), gradients = self._gradients(weights, inputs)
+        if kept is not None:
+            gradients = tree_map(lambda new, old: new + old, gradients, kept)
+        if not is_update:
+            return losses, mx.array(0.0), weights, moments, gradients
+        gradients = average_gradients(gradients)
+        if parts > 1:
+            gradients = tree_map(lambda gradient: gradient / parts, gradients)
+        gradients, norm = clip_grad_norm(gradients, self._max_norm)
+        self._optimizer.state = moments
+        self._optimizer.learning_rate = rate
+        weights = self._optimizer.apply_gradients(gradients, weights)
+        return losses, norm, weights, self._optimizer.state, None

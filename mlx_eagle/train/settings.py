@@ -1,0 +1,138 @@
+"""What a training run is told: every setting, its default, and what is refused."""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from .answers import TEMPERATURES, AnswerSettings
+from .losses import LossSettings
+
+# What a run that goes on may have otherwise than the one before.
+FREE = (
+    "output",
+    "resume",
+    "iters",
+    "steps_per_report",
+    "steps_per_eval",
+    "save_every",
+    "val_batches",
+    "keep_checkpoints",
+    "cache_features",
+    "quantize",
+    "q_bits",
+    "q_group_size",
+    "answer_rows",
+)
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """Named as the flags of ``mlx_lm.lora`` wherever they mean the same.
+
+    ``batch_size`` is that of all ranks together; ``iters`` counts batches, of which
+    ``grad_accumulation_steps`` make one step of the optimizer. ``val_batches`` -1 evaluates on
+    all that is held out.
+    """
+
+    model: str
+    data: str
+    output: str
+    init: str | None = None
+    adapter_path: str | None = None
+    trust_remote_code: bool = False
+    mask_prompt: bool = True
+    iters: int = 1000
+    batch_size: int = 8
+    learning_rate: float = 1e-4
+    warmup: float = 0.015
+    weight_decay: float = 0.0
+    max_grad_norm: float = 0.5
+    max_seq_length: int = 2048
+    grad_checkpoint: bool = False
+    grad_accumulation_steps: int = 1
+    ttt_steps: int = 7
+    step_decay: float = 0.8
+    loss: str = "ce"
+    kl_scale: float = 1.0
+    kl_decay: float = 1.0
+    num_layers: int = 1
+    draft_vocab_size: int | None = None
+    aux_layers: tuple[int, ...] | None = None
+    intermediate_size: int | None = None
+    steps_per_report: int = 10
+    steps_per_eval: int = 200
+    save_every: int = 100
+    val_batches: int = 25
+    keep_checkpoints: int = 2
+    seed: int = 0
+    cache_features: str | None = None
+    resume: bool = False
+    regenerate: bool = False
+    answer_temps: tuple[float, ...] = TEMPERATURES
+    answer_tokens: int = 512
+    answer_rows: int = 32
+    quantize: bool = False
+    q_bits: int = 4
+    q_group_size: int = 64
+
+    def __post_init__(self) -> None:
+        least = {
+            "iters": 1,
+            "batch_size": 1,
+            "max_seq_length": 8,
+            "grad_accumulation_steps": 1,
+            "num_layers": 1,
+            "steps_per_report": 1,
+            "steps_per_eval": 1,
+            "save_every": 1,
+            "keep_checkpoints": 1,
+        }
+        for name, smallest in least.items():
+            if getattr(self, name) < smallest:
+                raise ValueError(
+                    f"{_flag(name)} is {getattr(self, name)}: give {smallest} or more."
+                )
+        if not self.learning_rate > 0:
+            raise ValueError(f"--learning-rate is {self.learning_rate}: give more than 0.")
+        if not 0 <= self.warmup < 1:
+            raise ValueError(f"--warmup is {self.warmup}: give a share of all steps, below 1.")
+        self.losses()  # refuses what it does not know, and so does
+        self.answers()
+
+    def losses(self) -> LossSettings:
+        return LossSettings(
+            num_steps=self.ttt_steps,
+            decay=self.step_decay,
+            kind=self.loss,
+            kl_scale=self.kl_scale,
+            kl_decay=self.kl_decay,
+            checkpoint=self.grad_checkpoint,
+        )
+
+    def answers(self) -> AnswerSettings:
+        return AnswerSettings(
+            temperatures=self.answer_temps,
+            max_tokens=self.answer_tokens,
+            max_prompt_tokens=self.max_seq_length,
+            rows=self.answer_rows,
+            seed=self.seed,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def check_same(self, before: dict[str, Any]) -> None:
+        """Raise ValueError where a run with settings ``before`` cannot be gone on with so."""
+        for field in fields(self):
+            if field.name in FREE or field.name not in before:
+                continue
+            now, then = getattr(self, field.name), before[field.name]
+            now = list(now) if isinstance(now, tuple) else now
+            if now != then:
+                raise ValueError(
+                    f"{_flag(field.name)} is {now}, but the run to go on with has {then}: give "
+                    "it the same, or begin a new run in another --output."
+                )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,222 @@
+"""The head that is trained: made anew or taken from another, and written as a converted one.
+
+Knows configurations, weights and files of heads; knows neither data nor losses.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.utils import dequantize_model
+
+from ..convert import convert
+from ..convert.quantize import Quantization, pack
+from ..drafters.fused import split_weights
+from ..drafters.head import Eagle3Config, Eagle3Head
+from ..drafters.load import (
+    activation_dtype,
+    find_embedding,
+    lm_head_of,
+    load_head,
+    rows_of_lm_head,
+)
+from .vocabulary import DraftVocabulary
+
+FROZEN = "embed_tokens"  # a head's own embedding is kept as it is
+
+
+@dataclass(frozen=True)
+class Student:
+    """A head in float32, with what it takes from its target.
+
+    ``embed`` maps tokens (...,) to (..., h); ``ids`` (Vd,) int32 are the target ids of what it
+    drafts; ``dtype`` is what it computes in, the target's.
+    """
+
+    head: Eagle3Head
+    embed: Callable[[mx.array], mx.array]
+    taps: tuple[int, ...]
+    ids: mx.array
+    dtype: mx.Dtype
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(w.size for _, w in tree_flatten(self.head.trainable_parameters()))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a fresh head; what is None is the target's."""
+
+    num_layers: int = 1
+    draft_vocab_size: int | None = None
+    aux_layers: tuple[int, ...] | None = None
+    intermediate_size: int | None = None
+
+
+def fresh_student(
+    model: nn.Module,
+    model_config: Mapping[str, Any],
+    vocabulary: DraftVocabulary,
+    shape: Shape,
+    max_length: int,
+) -> Student:
+    """A new head for ``model``: random layers, the target's rows for an output matrix.
+
+    ``model_config`` is the target's ``config.json``. Random numbers are mlx's own: seed them
+    first. Raises ValueError where the target is too shallow for the taps.
+    """
+    embedding, vocab_size = find_embedding(model)
+    num_layers = len(model.layers)
+    ids = mx.array(vocabulary.ids)
+    text = model_config.get("text_config") or model_config
+    config = _fresh_config(text, shape, vocab_size, len(vocabulary.ids), max_length)
+    taps = config.taps(num_layers)
+    if list(taps) != sorted(taps) or taps[0] < 0 or taps[-1] > num_layers:
+        raise ValueError(
+            f"the target has {num_layers} layers, so it cannot be tapped at {list(taps)}: name "
+            "other layers with --aux-layers."
+        )
+    head = Eagle3Head(config)
+    rows = rows_of_lm_head(model, embedding, ids)
+    if rows["lm_head.weight"].shape == head.lm_head.weight.shape:
+        head.load_weights(list(rows.items()), strict=False)
+    head.set_dtype(mx.float32)
+    mx.eval(head.parameters())
+    return Student(head, embedding, taps, ids, activation_dtype(embedding))
+
+
+def _fresh_config(
+    text: Mapping[str, Any], shape: Shape, vocab_size: int, num_drafted: int, max_length: int
+) -> Eagle3Config:
+    """Sizes as the target's; a plain rotary embedding of the target's base."""
+    size = text["hidden_size"]
+    num_heads = text.get("num_attention_heads") or max(1, size // 64)
+    head_dim = text.get("head_dim") or size // num_heads
+    rope = text.get("rope_parameters") or {}
+    theta = text.get("rope_theta") or rope.get("rope_theta") or 10000.0
+    num_aux = len(shape.aux_layers) if shape.aux_layers else 3
+    return Eagle3Config(
+        hidden_size=size,
+        target_hidden_size=size,
+        num_layers=shape.num_layers,
+        num_heads=num_heads,
+        num_kv_heads=text.get("num_key_value_heads") or num_heads,
+        head_dim=head_dim,
+        intermediate_size=shape.intermediate_size or text.get("intermediate_size") or 4 * size,
+        vocab_size=vocab_size,
+        draft_vocab_size=num_drafted,
+        rms_norm_eps=text.get("rms_norm_eps") or 1e-6,
+        max_position_embeddings=max(2048, max_length),
+        num_aux=num_aux,
+        aux_boundary_ids=shape.aux_layers,
+        aux_ids_source="--aux-layers" if shape.aux_layers else "default",
+        rope={"type": "default", "theta": float(theta), "dims": None, "scaling": None},
+        has_d2t=num_drafted < vocab_size,
+        family="mlx-eagle",
+    )
+
+
+def student_from(source: str, model: nn.Module, target: str | None) -> Student:
+    """The head in ``source``: converted already, or in any form that the converter reads.
+
+    Its shape and vocabulary stay; a quantized one is dequantized. ``target`` is the target's
+    folder or repository id, for the converter.
+    """
+    if _is_converted(Path(source).expanduser()):
+        attached = load_head(source, model, dtype=mx.float32)
+    else:
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch) / "head"
+            convert(source, str(folder), quantize=False, target=target)
+            attached = load_head(folder, model, dtype=mx.float32)
+    head, embedding = attached.head, find_embedding(model)[0]
+    own = head.config.embed_source == "file"
+    if head.config.lm_head_source == "target_rows":
+        head.config = replace(head.config, lm_head_source="file")
+    dequantize_model(head)
+    head.set_dtype(mx.float32)
+    if head.config.lm_head_source == "target":
+        head.share_lm_head(lm_head_of(model, embedding))
+    if own:
+        head.embed_tokens.freeze()
+    mx.eval(head.parameters())
+    embed = head.embed_tokens if own else embedding
+    return Student(head, embed, attached.taps, attached.ids, activation_dtype(embedding))
+
+
+def _is_converted(folder: Path) -> bool:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and config.get("model_type") == "eagle3"
+
+
+def head_files(
+    student: Student,
+    notes: Mapping[str, Any],
+    dtype: mx.Dtype | None = None,
+    quantization: Quantization | None = None,
+) -> tuple[dict[str, Any], dict[str, mx.array]]:
+    """``config.json`` and the arrays of the head as a converted one.
+
+    ``dtype`` is what the arrays are stored in (default: float32 as they are trained);
+    ``notes`` are added to the configuration.
+    """
+    config = student.head.config
+    weights = dict(tree_flatten(student.head.parameters()))
+    stored: dict[str, mx.array] = {}
+    for name, array in split_weights(weights, config).items():
+        array = array.astype(dtype or mx.float32)
+        group = None
+        if quantization is not None and array.ndim == 2 and FROZEN not in name:
+            group = quantization.group_for(array.shape[1])
+        if group and quantization is not None:
+            stored |= pack(name, array, quantization.bits, group)
+        else:
+            stored[name] = array
+    if config.has_d2t:
+        stored["d2t"] = student.ids - mx.arange(len(student.ids), dtype=mx.int32)
+    values = config.to_dict() | dict(notes)
+    if quantization is not None:
+        values["quantization"] = _quantization_entry(quantization, stored)
+    return values, stored
+
+
+def _quantization_entry(
+    quantization: Quantization, stored: Mapping[str, mx.array]
+) -> dict[str, Any]:
+    entry: dict[str, Any] = {"group_size": quantization.group_size, "bits": quantization.bits}
+    for name, scales in stored.items():
+        path = name.removesuffix(".scales")
+        if path != name:
+            columns = stored[f"{path}.weight"].shape[1] * 32 // quantization.bits
+            group = columns // scales.shape[1]
+            if group != quantization.group_size:
+                entry[path] = {"group_size": group, "bits": quantization.bits}
+    return entry
+
+
+def write_head(
+    folder: Path, config: Mapping[str, Any], weights: Mapping[str, mx.array]
+) -> None:
+    """Put the two files of a converted head into ``folder``, each whole or not at all."""
+    scratch = folder / f".model.{os.getpid()}.safetensors"
+    try:
+        mx.save_safetensors(str(scratch), dict(weights), metadata={"format": "mlx"})
+    except RuntimeError as err:
+        scratch.unlink(missing_ok=True)
+        raise OSError(f"the weights could not be written: {err}") from err
+    os.replace(scratch, folder / "model.safetensors")
+    text = json.dumps(config, indent=4, sort_keys=True) + "\n"
+    scratch = folder / f".config.{os.getpid()}.json"
+    scratch.write_text(text, encoding="utf-8")
+    os.replace(scratch, folder / "config.json")

@@ -1,0 +1,182 @@
+"""What the target says of a batch: features at its taps, and distributions where they count.
+
+Knows the frozen target, what is kept of a pass of it, and where that may be kept for longer;
+knows no head and no loss.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from ..target.taps import Target
+from .examples import Example, TokenBatch
+from .losses import Teaching
+
+ROWS_AT_ONCE = 2048  # logits over a whole vocabulary are the largest arrays of a pass
+PARTS = 8  # counted slots are filled up to a multiple of an eighth of the batch's
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """One sequence of n tokens, K slots of which count.
+
+    ``features`` (n, F); ``slots`` (K,) int32; ``logits`` (K, Vd) float32: what the target says
+    may follow token slot + 1, of what can be drafted; ``log_z`` (K,): see ``Teaching``.
+    """
+
+    features: mx.array
+    slots: mx.array
+    logits: mx.array
+    log_z: mx.array
+
+    def arrays(self) -> dict[str, mx.array]:
+        return {
+            "features": self.features,
+            "slots": self.slots,
+            "logits": self.logits,
+            "log_z": self.log_z,
+        }
+
+
+class Teacher:
+    """A frozen target that teaches heads whose draft vocabulary is ``ids`` (Vd,), target ids.
+
+    ``cache`` is a folder where lessons are kept from one epoch to the next. Without
+    ``needs_sums``, for losses that do not ask for them, every ``log_z`` is 0.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        taps: tuple[int, ...],
+        ids: mx.array,
+        cache: Path | None = None,
+        needs_sums: bool = True,
+    ):
+        self._target = Target(model, taps)
+        self._ids = ids
+        self._needs_sums = needs_sums
+        self._cache = cache
+        self._is_drafted: np.ndarray | None = None
+        if cache is not None:
+            cache.mkdir(parents=True, exist_ok=True)
+
+    def features(self, tokens: np.ndarray) -> mx.array:
+        """The taps at every position of tokens (B, T), side by side: (B, T, F)."""
+        parts = []
+        for _, features in self._passes(tokens):
+            mx.eval(features)
+            parts.append(features)
+        return mx.concatenate(parts)
+
+    def teach(
+        self, batch: TokenBatch, num_steps: int, num_ranks: int = 1
+    ) -> tuple[mx.array, Teaching]:
+        """Features (B, T, F) of a batch, and what the target says of it.
+
+        ``num_ranks``: so many make up a step. Their losses are averaged, and so divided by
+        their mean number of slots.
+        """
+        lessons = self._lessons(batch)
+        size, length = batch.tokens.shape
+        features = mx.stack(
+            [mx.pad(x.features, [(0, length - len(x.features)), (0, 0)]) for x in lessons]
+        )
+        rows = mx.concatenate([x.slots + i * length for i, x in enumerate(lessons)])
+        logits = mx.concatenate([x.logits for x in lessons])
+        log_z = mx.concatenate([x.log_z for x in lessons])
+        # A compiled step serves one shape, so there had better be few.
+        part = -(-size * length // PARTS)
+        fill = -len(rows) % part if len(rows) else part
+        weights = mx.concatenate([mx.ones(len(rows)), mx.zeros(fill)])
+        counts = [mx.sum(rows % length >= step) for step in range(num_steps)]
+        teaching = Teaching(
+            mx.pad(rows, (0, fill)),
+            weights,
+            mx.pad(logits, [(0, fill), (0, 0)]),
+            mx.pad(log_z, (0, fill)),
+            mx.array(batch.size * batch.longest / num_ranks, mx.float32),
+            mx.stack(counts).astype(mx.float32),
+        )
+        return features, teaching
+
+    def _lessons(self, batch: TokenBatch) -> list[Lesson]:
+        """A lesson for every sequence: from the cache, or from the target and into the cache."""
+        lessons = [self._kept(number) for number in batch.numbers]
+        missing = [row for row, lesson in enumerate(lessons) if lesson is None]
+        if missing:
+            made = self._make(batch.tokens[missing], batch.counts[missing])
+            for row, lesson in zip(missing, made, strict=True):
+                lessons[row] = lesson
+                self._keep(batch.numbers[row], lesson)
+        return [lesson for lesson in lessons if lesson is not None]
+
+    def _make(self, tokens: np.ndarray, counts: np.ndarray) -> Iterator[Lesson]:
+        row = 0
+        for logits, features in self._passes(tokens):
+            for i in range(len(features)):
+                slots, drafted, log_z = self._say(logits[i], counts[row])
+                # All that is needed of a position is known up to the last that counts.
+                used = int(counts[row].nonzero()[0].max(initial=0)) + 2
+                lesson = Lesson(features[i, :used], slots, drafted, log_z)
+                mx.eval(lesson.arrays())
+                yield lesson
+                row += 1
+
+    def _say(
+        self, logits: mx.array, counts: np.ndarray
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """Slots (K,) that count, their draft logits (K, Vd) and log sums (K,), of logits (T, V).
+
+        Slot i is taught what may follow token i + 1, and counts where the target's choice
+        there can be drafted.
+        """
+        if self._is_drafted is None:
+            self._is_drafted = np.zeros(logits.shape[-1], bool)
+            self._is_drafted[np.array(self._ids)] = True
+        choices = np.array(mx.argmax(logits, axis=-1))
+        slots = np.flatnonzero(counts[:-1] & self._is_drafted[choices[1:]]).astype(np.int32)
+        if not len(slots):
+            return mx.array(slots), mx.zeros((0, len(self._ids))), mx.zeros(0)
+        chosen = logits[mx.array(slots + 1)].astype(mx.float32)
+        log_z = mx.logsumexp(chosen, axis=-1) if self._needs_sums else mx.zeros(len(slots))
+        return mx.array(slots), mx.take(chosen, self._ids, axis=1), log_z
+
+    def _passes(self, tokens: np.ndarray) -> Iterator[tuple[mx.array, mx.array]]:
+        """Logits (b, T, V) and features (b, T, F), a few sequences at once."""
+        at_once = max(1, ROWS_AT_ONCE // tokens.shape[1])
+        for start in range(0, len(tokens), at_once):
+            # Padding comes last, so that causal layers need no mask for it, and no cache.
+            logits, features = self._target.batch(mx.array(tokens[start : start + at_once]), None)
+            if features is None:
+                raise ValueError("the head taps no layer of the target, so it cannot be taught.")
+            yield logits, features
+
+    def _kept(self, number: int) -> Lesson | None:
+        path = self._cache / f"{number}.safetensors" if self._cache is not None else None
+        if path is None or not path.exists():
+            return None
+        return Lesson(**dict(mx.load(str(path))))
+
+    def _keep(self, number: int, lesson: Lesson) -> None:
+        if self._cache is None:
+            return
+        # Under its own name only when it is whole.
+        scratch = self._cache / f".{number}.{os.getpid()}.safetensors"
+        mx.save_safetensors(str(scratch), lesson.arrays())
+        os.replace(scratch, self._cache / f"{number}.safetensors")
+
+
+def cache_bytes(examples: Sequence[Example], width: int, num_drafted: int, item: int) -> int:
+    """What a cache of these sequences takes at most, in bytes.
+
+    ``width`` is that of the features, of ``item`` bytes each; ``num_drafted`` the draft
+    vocabulary's size.
+    """
+    per_token, per_slot = width * item, (num_drafted + 2) * 4
+    return sum(len(x.tokens) * per_token + x.num_answer * per_slot for x in examples)

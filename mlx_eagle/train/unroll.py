@@ -1,0 +1,133 @@
+"""The training-time test: every slot drafts its own chain, all slots at once.
+
+Knows how the head is fed in step after step (Li et al. 2025, arXiv:2503.01840, section 3.3)
+and that this is what decoding does; knows neither targets, nor losses, nor data.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from ..drafters.head import DraftAttention, DraftLayer, Eagle3Head
+
+
+@dataclass
+class ChainKeys:
+    """One layer's keys and values of every step so far, each (B, Hkv, T, D)."""
+
+    keys: list[mx.array] = field(default_factory=list)
+    values: list[mx.array] = field(default_factory=list)
+
+
+def unroll(
+    head: Eagle3Head,
+    embeddings: mx.array,
+    features: mx.array,
+    num_steps: int,
+    checkpoint: bool = False,
+) -> Iterator[mx.array]:
+    """States (B, T, h) of ``num_steps`` steps; ``head.logits`` takes them.
+
+    ``embeddings`` (B, T, h) are those of the batch's tokens, ``features`` (B, T, F) the
+    target's taps at the same positions. In step j (from 0) slot i takes the token at
+    i + 1 + j and, at position i + j, the state that step j - 1 left in it: step j of slot i is
+    the j-th draft after a text that ends with token i + 1. It attends to the slots up to i of
+    step 0 and to its own of the later steps. Texts are padded at their end, and slots near it
+    whose tokens are not known take zeros: what they give means nothing.
+
+    ``checkpoint`` computes each step again for its gradient rather than keep what is between.
+    """
+    states = head.fuse(features)
+    past = [ChainKeys() for _ in head.layers]
+    for step in range(num_steps):
+        shifted = _from(embeddings, step + 1)
+        forward = _checkpointed if checkpoint else _advance
+        states = forward(head, shifted, states, past, step)
+        yield states
+
+
+def _from(rows: mx.array, start: int) -> mx.array:
+    """Rows (B, T, h) from ``start`` on, with zeros after the last."""
+    left = min(start, rows.shape[1])
+    return mx.pad(rows[:, left:], [(0, 0), (0, left), (0, 0)])
+
+
+def _advance(
+    head: Eagle3Head, embeddings: mx.array, states: mx.array, past: list[ChainKeys], step: int
+) -> mx.array:
+    """One step of all slots; its keys and values are added to ``past``."""
+    embeddings, states = head.enter(embeddings, states)
+    for layer, chain in zip(head.layers, past, strict=True):
+        x, residual = layer.enter(embeddings, states)
+        states = layer.leave(residual, _attend(layer, x, chain, step))
+    return head.leave(states)
+
+
+def _checkpointed(
+    head: Eagle3Head, embeddings: mx.array, states: mx.array, past: list[ChainKeys], step: int
+) -> mx.array:
+    """The same, keeping only what goes in and comes out."""
+
+    def inner(parameters: dict, embeddings: mx.array, states: mx.array, flat: list) -> list:
+        head.update(parameters)
+        chains = [ChainKeys(list(keys), list(values)) for keys, values in flat]
+        states = _advance(head, embeddings, states, chains, step)
+        return [states, *((chain.keys[-1], chain.values[-1]) for chain in chains)]
+
+    parameters = head.trainable_parameters()
+    flat = [(chain.keys, chain.values) for chain in past]
+    states, *new = mx.checkpoint(inner)(parameters, embeddings, states, flat)
+    head.update(parameters)
+    for chain, (keys, values) in zip(past, new, strict=True):
+        chain.keys.append(keys)
+        chain.values.append(values)
+    return states
+
+
+def _attend(layer: DraftLayer, x: mx.array, chain: ChainKeys, step: int) -> mx.array:
+    """Attention of one layer in one step, (B, T, I) -> (B, T, h)."""
+    attention = layer.self_attn
+    q, k, v = _project(attention, x, step)
+    chain.keys.append(k)
+    chain.values.append(v)
+    batch, _, rows, width = q.shape
+    # Queries by the key head they share: (B, Hkv, G, T, D).
+    q = q.reshape(batch, attention.num_kv_heads, -1, rows, width) * attention.scale
+    # Of its own chain a slot sees the steps that a window has not left behind.
+    first = 1 if layer.window is None else max(1, step - layer.window + 1)
+    keys = [k[:, :, None] for k in (chain.keys[0], *chain.keys[first:])]
+    values = [v[:, :, None] for v in (chain.values[0], *chain.values[first:])]
+    scores = q @ keys[0].swapaxes(-1, -2)
+    own = [(q * k).sum(axis=-1, keepdims=True) for k in keys[1:]]
+    scores = mx.where(_visible(rows, step, layer.window), scores, -mx.inf)
+    weights = mx.softmax(mx.concatenate([scores, *own], axis=-1), axis=-1, precise=True)
+    out = weights[..., :rows] @ values[0]
+    for i, v in enumerate(values[1:]):
+        out = out + weights[..., rows + i, None] * v
+    out = out.reshape(batch, attention.num_heads, rows, width)
+    return attention.o_proj(out.swapaxes(1, 2).reshape(batch, rows, -1))
+
+
+def _project(
+    attention: DraftAttention, x: mx.array, step: int
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Queries (B, H, T, D), keys and values (B, Hkv, T, D); slot i stands at i + ``step``."""
+    batch, rows, _ = x.shape
+    heads = attention.qkv_proj(x).reshape(batch, rows, -1, attention.head_dim).swapaxes(1, 2)
+    num_heads, num_kv_heads = attention.num_heads, attention.num_kv_heads
+    q, k, v = mx.split(heads, [num_heads, num_heads + num_kv_heads], axis=1)
+    if "q_norm" in attention:
+        q, k = attention.q_norm(q), attention.k_norm(k)
+    return attention.rope(q, offset=step), attention.rope(k, offset=step), v
+
+
+def _visible(rows: int, step: int, window: int | None) -> mx.array:
+    """Which slots of step 0 a slot sees in that step, (T, T)."""
+    slots = mx.arange(rows)
+    visible = slots[None] <= slots[:, None]
+    if window is not None:
+        visible = visible & (slots[:, None] + step < slots[None] + window)
+    return visible
+
+

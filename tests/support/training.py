@@ -1,0 +1,55 @@
+"""What the tests of training share: a tiny target with its tokenizer, and data, in folders."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from helpers import SIZES, byte_tokenizer, tiny_llama
+from mlx_lm.utils import save_model
+
+TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m['role'] == 'assistant' %}<reply>{{ m['content'] }}<end>"
+    "{% else %}<user>{{ m['content'] }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<reply>{% endif %}"
+)
+VOCAB = 258  # of the byte tokenizer
+WORDS = "the quick brown fox jumps over a lazy dog while seven old owls look on".split()
+
+
+def write_target(folder: Path, seed: int = 0, **changes: Any) -> Path:
+    """A tiny llama as mlx-lm loads it, sure of what it says; its tokenizer has a token a byte."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = tiny_llama(seed, vocab_size=VOCAB, **changes)
+    model.model.norm.weight = 6 * model.model.norm.weight
+    save_model(folder, model)
+    config = {"model_type": "llama", **SIZES, "vocab_size": VOCAB, **changes}
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = byte_tokenizer()._tokenizer
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_data(folder: Path, **rows: Sequence[dict]) -> Path:
+    """A data folder: ``train=[...]``, ``valid=[...]``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, values in rows.items():
+        lines = [json.dumps(row) + "\n" for row in values]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    return folder
+
+
+def chats(num: int, length: int = 6, first: int = 0) -> list[dict]:
+    """Conversations of one question each, all different."""
+    rows = []
+    for i in range(first, first + num):
+        words = [WORDS[(i * 5 + j * (1 + i % 4)) % len(WORDS)] for j in range(length)]
+        messages = [
+            {"role": "user", "content": f"say {i}"},
+            {"role": "assistant", "content": " ".join(words)},
+        ]
+        rows.append({"messages": messages})
+    return rows

@@ -1,0 +1,67 @@
+"""The target's own answers: what mlx-lm says, and a file that is gone on with."""
+
+import json
+from pathlib import Path
+
+import mlx_lm
+import pytest
+from helpers import plain
+from training import chats, write_target
+
+from mlx_eagle.train.answers import AnswerSettings, answer_prompts, read_prompts
+from mlx_eagle.train.answers.__main__ import main
+
+PROMPTS = [row["messages"][:-1] for row in chats(7)]
+SETTINGS = AnswerSettings(temperatures=(0.0, 1.0), max_tokens=9, rows=3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_target(tmp_path_factory.mktemp("answers") / "target")
+
+
+def rows_in(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_greedy_answers_are_mlx_lms_own(folder, tmp_path):
+    model, tokenizer = mlx_lm.load(str(folder))
+    output = tmp_path / "answers.jsonl"
+    counts = answer_prompts(model, tokenizer, PROMPTS, output, SETTINGS)
+    rows = rows_in(output)
+    assert counts.answers == len(rows) == 14
+    greedy = {row["key"]: row for row in rows if row["temperature"] == 0}
+    for i, prompt in enumerate(PROMPTS):
+        row = greedy[f"{i}@0.0"]
+        size = row["prompt_length"]
+        assert row["tokens"][size:] == plain(model, row["tokens"][:size], 9)
+        assert row["messages"][:-1] == prompt
+        assert row["messages"][-1]["content"] == tokenizer.decode(row["tokens"][size:])
+
+
+def test_a_file_cut_short_is_gone_on_with(folder, tmp_path):
+    model, tokenizer = mlx_lm.load(str(folder))
+    output = tmp_path / "answers.jsonl"
+    answer_prompts(model, tokenizer, PROMPTS, output, SETTINGS)
+    lines = output.read_text().splitlines(keepends=True)
+    output.write_text("".join(lines[:5]) + lines[5][:40])
+    counts = answer_prompts(model, tokenizer, PROMPTS, output, SETTINGS)
+    assert (counts.found, counts.answers) == (5, 9)
+    rows = rows_in(output)
+    assert len({row["key"] for row in rows}) == len(rows) == 14
+    assert output.read_text().startswith("".join(lines[:5]))
+
+
+def test_the_command_reads_and_refuses(folder, tmp_path, capsys):
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "data" / "train.jsonl"
+    prompts.write_text('{"prompt": "one"}\n' + json.dumps(chats(1)[0]) + "\n")
+    command = ["--model", str(folder), "--prompts", str(prompts), "--output", str(output)]
+    main([*command, "--temps", "0", "--max-tokens", "5"])
+    assert "2 answers of 10 tokens" in capsys.readouterr().out
+    assert len(rows_in(output)) == 2
+    assert read_prompts(prompts)[1] == chats(1)[0]["messages"][:-1]
+    prompts.write_text('{"question": "one"}\n')
+    with pytest.raises(SystemExit) as stop:
+        main(command)
+    assert stop.value.code == 2
+    assert 'line 1 has neither "prompt" nor "messages"' in capsys.readouterr().err

@@ -1,0 +1,411 @@
+"""Whole training runs on a tiny target: learning by heart, stopping, going on, and refusing."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+from training import chats, write_data, write_target
+
+import mlx_eagle
+from mlx_eagle.decoding.stats import Stats
+from mlx_eagle.train import train
+from mlx_eagle.train.__main__ import main, settings_of
+from mlx_eagle.train.checkpoints import Checkpoints, load_checkpoint
+from mlx_eagle.train.optimizer import TrainStep
+
+QUICK = {
+    "iters": 6,
+    "batch_size": 2,
+    "ttt_steps": 3,
+    "steps_per_eval": 100,
+    "save_every": 3,
+    "draft_vocab_size": 64,
+    "learning_rate": 1e-3,
+}
+NUM_TOKENS = 33
+
+
+def free_ports(num: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(num)]
+    for s in sockets:
+        s.bind(("127.0.0.1", 0))
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> Path:
+    return write_target(tmp_path_factory.mktemp("training") / "target")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    return write_data(folder, train=chats(8), valid=chats(3, first=8))
+
+
+def weights_of(folder: Path) -> dict[str, np.ndarray]:
+    return {k: np.array(v) for k, v in mx.load(str(folder / "model.safetensors")).items()}
+
+
+def assert_same_weights(left: Path, right: Path) -> None:
+    ours, theirs = weights_of(left), weights_of(right)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert np.array_equal(ours[name], theirs[name]), name
+
+
+def test_a_run_ends_in_a_head_that_decodes(target, data, tmp_path):
+    report = train(str(target), str(data), str(tmp_path / "head"), **QUICK)
+    assert report.is_finished and report.iteration == 6
+    assert report.evaluation.num_sequences == 3
+    model, tokenizer = mlx_lm.load(str(target))
+    drafter = mlx_eagle.load_drafter(tmp_path / "head", model)
+    options = {"max_tokens": 20}
+    plain = mlx_lm.generate(model, tokenizer, "say", **options)
+    assert mlx_eagle.generate(model, tokenizer, "say", draft_model=drafter, **options) == plain
+    rows = (tmp_path / "head" / "training.csv").read_text().splitlines()
+    assert rows[0].startswith("iteration,loss,loss_1") and rows[-1].startswith("6,")
+    card = (tmp_path / "head" / "README.md").read_text()
+    assert "| Batches | 6 of 2 |" in card and str(tmp_path) not in card
+    assert (tmp_path / "head" / "tokenizer.json").is_file()
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert str(tmp_path) not in json.dumps(config)
+
+
+def test_stopped_and_gone_on_with_is_the_same_bit_for_bit(target, data, tmp_path):
+    run = {**QUICK, "iters": 8, "grad_accumulation_steps": 2, "save_every": 4}
+    run["steps_per_report"] = 4
+    train(str(target), str(data), str(tmp_path / "whole"), **run)
+    # Stopped behind the first checkpoint, as a machine that is switched off stops.
+    half, late = tmp_path / "half", tmp_path / "half" / "checkpoints" / "0000008"
+    train(str(target), str(data), str(half), **run)
+    (half / "model.safetensors").unlink()
+    for file in late.iterdir():
+        file.unlink()
+    late.rmdir()
+    train(str(target), str(data), str(half), resume=True, **run)
+    assert_same_weights(tmp_path / "whole", half)
+    last = [folder / "checkpoints" / "0000008" for folder in (tmp_path / "whole", half)]
+    (ours, _), (theirs, _) = map(load_checkpoint, last)
+    assert mx.array_equal(ours["moments"]["step"], theirs["moments"]["step"])
+    # Speed and memory differ from run to run, losses do not.
+    tables = [(folder / "training.csv").read_text() for folder in (tmp_path / "whole", half)]
+    first = [[line.split(",")[:5] for line in table.splitlines()] for table in tables]
+    assert first[0] == first[1]
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(target, data, tmp_path):
+    output = tmp_path / "head"
+    command = [sys.executable, "-m", "mlx_eagle.train", "--model", str(target)]
+    command += ["--data", str(data), "--output", str(output), "--iters", "100000"]
+    command += ["--batch-size", "2", "--ttt-steps", "2", "--steps-per-report", "1"]
+    command += ["--steps-per-eval", "100000", "--save-every", "100000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        for line in process.stdout:
+            if line.startswith("Iter 2:"):
+                break
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 0
+    assert "with --resume goes on" in said
+    assert Checkpoints(output).latest() is not None
+
+
+def test_killed_while_saving_leaves_the_checkpoint_before(tmp_path):
+    """A process of its own is killed at random moments; what it leaves can always be read."""
+    script = (
+        "import sys, mlx.core as mx; from pathlib import Path\n"
+        "from mlx_eagle.train.checkpoints import Checkpoints\n"
+        "kept = Checkpoints(Path(sys.argv[1]))\n"
+        "for i in range(1, 100000):\n"
+        "    arrays = {'a': mx.full((300, 1000), i), 'b': mx.full((7,), i)}\n"
+        "    kept.save(i, arrays, {'number': i}, {'config': {}, 'weights': arrays})\n"
+        "    print(i, flush=True)\n"
+    )
+    for pause in (0.0, 0.004, 0.011):
+        command = [sys.executable, "-c", script, str(tmp_path)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        try:
+            for _ in range(3):
+                done = int(process.stdout.readline())
+            time.sleep(pause)
+        finally:
+            process.kill()
+            process.communicate(timeout=60)
+        state, facts = load_checkpoint(Checkpoints(tmp_path).latest())
+        assert facts["number"] >= done
+        assert (state["a"] == facts["number"]).all().item()
+        assert (state["b"] == facts["number"]).all().item()
+    left = [p for p in (tmp_path / "checkpoints").iterdir() if p.name.startswith(".")]
+    Checkpoints(tmp_path).save(999999, {"a": mx.zeros(1)}, {}, {"config": {}, "weights": {}})
+    assert not any(path.exists() for path in left)
+
+
+def test_a_loss_that_is_no_number_stops_the_run(target, data, tmp_path):
+    run = {**QUICK, "save_every": 1, "iters": 50, "warmup": 0.0}
+    with pytest.raises(ValueError, match="not a number any more at batch .*checkpoint is .*00000"):
+        train(str(target), str(data), str(tmp_path / "head"), **{**run, "learning_rate": 1e30})
+
+
+def test_texts_are_learnt_by_heart_and_evaluated_as_decoding_has_them(target, tmp_path):
+    """The target's own greedy answers: evaluation is decoding, without generating."""
+    rows = chats(4)
+    report = train(
+        str(target),
+        str(write_data(tmp_path / "data", train=rows, valid=rows)),
+        str(tmp_path / "head"),
+        regenerate=True,
+        answer_temps=(0.0,),
+        answer_tokens=NUM_TOKENS,
+        iters=40,
+        batch_size=4,
+        learning_rate=6e-3,
+        warmup=0.1,
+        ttt_steps=4,
+        save_every=1000,
+    )
+    assert report.evaluation.lengths[0] > 1.8 and report.evaluation.lengths[3] > 3
+    model, tokenizer = mlx_lm.load(str(target))
+    drafter = mlx_eagle.load_drafter(tmp_path / "head", model)
+    for size in (1, 4):
+        rounds = 0
+        for row in rows:
+            prompt = tokenizer.apply_chat_template(
+                row["messages"][:-1], add_generation_prompt=True, return_dict=False
+            )
+            stats = Stats()
+            options = {"max_tokens": NUM_TOKENS, "num_draft_tokens": size, "stats": stats}
+            steps = mlx_eagle.speculative_generate_step(
+                mx.array(prompt), model, drafter, **options
+            )
+            assert sum(1 for _ in steps) == NUM_TOKENS
+            rounds += stats.num_target_forwards
+        # The first token of each comes with the prompt.
+        found = len(rows) * (NUM_TOKENS - 1) / rounds
+        assert report.evaluation.lengths[size - 1] == pytest.approx(found, rel=0.03)
+
+
+@pytest.mark.exhaustive
+def test_eight_sequences_are_learnt_by_heart(target, tmp_path):
+    rows, num_slots = chats(8), 40
+    report = train(
+        str(target),
+        str(write_data(tmp_path / "data", train=rows, valid=rows)),
+        str(tmp_path / "head"),
+        regenerate=True,
+        answer_temps=(0.0,),
+        answer_tokens=num_slots + 1,
+        iters=200,
+        batch_size=8,
+        learning_rate=5e-3,
+        save_every=1000,
+    )
+    for size, length in enumerate(report.evaluation.lengths, start=1):
+        best = num_slots / -(-num_slots // (size + 1))  # the last round ends with the text
+        assert length >= 0.95 * best
+
+
+def test_two_ranks_learn_what_one_learns(target, data, tmp_path):
+    run = {**QUICK, "iters": 3, "batch_size": 4, "loss": "lk-alpha"}
+    train(str(target), str(data), str(tmp_path / "one"), **run)
+    script = (
+        "import json, sys; from mlx_eagle.train import train\n"
+        "train(sys.argv[1], sys.argv[2], sys.argv[3], **json.loads(sys.argv[4]))\n"
+    )
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(2)]))
+    command = [sys.executable, "-c", script, str(target), str(data), str(tmp_path / "two")]
+    processes = [
+        subprocess.Popen(
+            [*command, json.dumps(run)],
+            env={**os.environ, "MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=200) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, errors) in zip(processes, outputs):
+        assert process.returncode == 0, errors[-3000:]
+    assert "Iter 3:" in outputs[0][0] and outputs[1][0] == ""
+    ours, theirs = weights_of(tmp_path / "one"), weights_of(tmp_path / "two")
+    for name, wanted in ours.items():
+        # By the norm: where a gradient is all rounding, AdamW makes a whole step of its sign.
+        change = np.linalg.norm(theirs[name] - wanted) / max(np.linalg.norm(wanted), 1)
+        assert change <= 1e-6, name
+
+
+def test_a_head_is_taken_further(target, data, tmp_path):
+    """From a converted head, quantized or not, and from one in PyTorch's layout."""
+    train(str(target), str(data), str(tmp_path / "first"), **{**QUICK, "quantize": True})
+    shape = ("draft_vocab_size",)
+    run = {key: value for key, value in QUICK.items() if key not in shape}
+    report = train(
+        str(target), str(data), str(tmp_path / "second"), init=str(tmp_path / "first"), **run
+    )
+    assert report.is_finished
+    configs = [
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("first", "second")
+    ]
+    assert configs[0]["quantization"]["bits"] == 4 and "quantization" not in configs[1]
+    assert configs[1]["draft_vocab_size"] == 64
+    assert configs[1]["training"]["init"] == "first"
+    with pytest.raises(ValueError, match="keeps the shape"):
+        train(str(target), str(data), str(tmp_path / "x"), init=str(tmp_path / "first"), **QUICK)
+
+
+@pytest.mark.parametrize("options", [{"cache_features": "cache"}, {"grad_checkpoint": True}])
+def test_the_same_is_learnt_with_less(target, data, tmp_path, options):
+    """From a cache of what the target says, and with activations computed again."""
+    if "cache_features" in options:
+        options = {"cache_features": str(tmp_path / "cache")}
+    train(str(target), str(data), str(tmp_path / "plain"), **QUICK)
+    train(str(target), str(data), str(tmp_path / "other"), **QUICK, **options)
+    ours, theirs = weights_of(tmp_path / "plain"), weights_of(tmp_path / "other")
+    for name, wanted in ours.items():
+        assert np.abs(theirs[name] - wanted).max() <= 1e-4 * np.abs(wanted).max(), name
+
+
+def rows_of(*contents: str) -> list[dict]:
+    return [{"messages": [{"role": "user", "content": text}]} for text in contents]
+
+
+BAD = {
+    "no train.jsonl": (lambda f: f.mkdir(), "has no train.jsonl"),
+    "empty file": (lambda f: write_data(f, train=[]), "train.jsonl is empty"),
+    "no answers": (lambda f: write_data(f, train=rows_of("a", "b")), "line 1 has no answer"),
+    "no JSON": (
+        lambda f: (write_data(f, train=[]) / "train.jsonl").write_text("{\n"),
+        "line 1 is not JSON",
+    ),
+    "no known keys": (lambda f: write_data(f, train=[{"a": 1}]), "data format"),
+    "other vocabulary": (
+        lambda f: write_data(
+            f, train=[{"text": "", "tokens": [1, 2, 9999, 4], "prompt_length": 1}] * 4
+        ),
+        "holds token 9999, but the target has 258",
+    ),
+    "another target's answers": (
+        lambda f: write_data(
+            f, train=[{**chats(1)[0], "tokens": [1, 2, 3, 4], "prompt_length": 2}]
+        ),
+        "another target's answers",
+    ),
+    "too few": (lambda f: write_data(f, train=chats(1)), "fewer than the batch size"),
+    "too long": (
+        lambda f: write_data(
+            f,
+            train=[
+                {
+                    "messages": [
+                        {"role": "user", "content": "x" * 3000},
+                        {"role": "assistant", "content": "y"},
+                    ]
+                }
+            ],
+        ),
+        "--max-seq-length",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_data_costs_one_sentence(target, tmp_path, capsys, what):
+    make, sentence = BAD[what]
+    make(tmp_path / "data")
+    command = ["--model", str(target), "--data", str(tmp_path / "data")]
+    with pytest.raises(SystemExit) as stop:
+        main([*command, "--output", str(tmp_path / "head"), "--batch-size", "2"])
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1
+    assert sentence in said
+    assert not (tmp_path / "head").exists()
+
+
+def test_a_target_too_shallow_for_the_taps(data, tmp_path):
+    small = write_target(tmp_path / "small", num_hidden_layers=4)
+    with pytest.raises(ValueError, match="has 4 layers, so it cannot be tapped at .*--aux-layers"):
+        train(str(small), str(data), str(tmp_path / "head"), **QUICK)
+    train(str(small), str(data), str(tmp_path / "head"), **QUICK, aux_layers=(1, 2, 4))
+
+
+def test_what_lies_there_is_not_spoilt(target, data, tmp_path):
+    train(str(target), str(data), str(tmp_path / "head"), **{**QUICK, "iters": 1})
+    with pytest.raises(ValueError, match="go on with --resume, or give another"):
+        train(str(target), str(data), str(tmp_path / "head"), **QUICK)
+    with pytest.raises(ValueError, match="--batch-size is 4, but the run to go on with has 2"):
+        run = {**QUICK, "batch_size": 4}
+        train(str(target), str(data), str(tmp_path / "head"), resume=True, **run)
+    with pytest.raises(ValueError, match="holds no checkpoint"):
+        train(str(target), str(data), str(tmp_path / "none"), resume=True, **QUICK)
+
+
+def test_settings_come_from_flags_and_then_from_a_file(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("model: a\ndata: b\noutput: c\niters: 7\nlearning_rate: 1e-3\n")
+    found = settings_of(["-c", str(file), "--iters", "9", "--aux-layers", "1,2,3"])
+    assert (found.model, found.iters, found.learning_rate) == ("a", 9, 1e-3)
+    assert found.aux_layers == (1, 2, 3)
+    file.write_text("modle: a\n")
+    with pytest.raises(ValueError, match="sets modle, which is no setting"):
+        settings_of(["-c", str(file)])
+
+
+@pytest.mark.exhaustive
+def test_a_compiled_step_learns_the_same(target, data, tmp_path, monkeypatch):
+    """As on a GPU; here compiling takes longer than the run."""
+    run = {**QUICK, "iters": 4, "grad_accumulation_steps": 2, "ttt_steps": 2}
+    train(str(target), str(data), str(tmp_path / "plain"), **run)
+    begin = TrainStep.__init__
+
+    def compiled(self, *args, **options):
+        begin(self, *args, **options)
+        self._advance = mx.compile(self._step)
+
+    monkeypatch.setattr(TrainStep, "__init__", compiled)
+    train(str(target), str(data), str(tmp_path / "compiled"), **run)
+    ours, theirs = weights_of(tmp_path / "plain"), weights_of(tmp_path / "compiled")
+    for name, wanted in ours.items():
+        assert np.linalg.norm(theirs[name] - wanted) <= 1e-5 * max(np.linalg.norm(wanted), 1), name
+
+
+@pytest.mark.exhaustive
+def test_a_head_is_adapted_to_a_target_with_adapters(target, data, tmp_path):
+    train(str(target), str(data), str(tmp_path / "first"), **QUICK)
+    lora = [sys.executable, "-m", "mlx_lm", "lora", "--train", "--model", str(target)]
+    lora += ["--data", str(data), "--adapter-path", str(tmp_path / "adapters"), "--iters", "2"]
+    lora += ["--batch-size", "2", "--num-layers", "2", "--val-batches", "1"]
+    done = subprocess.run(lora, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    run = {key: value for key, value in QUICK.items() if key != "draft_vocab_size"}
+    report = train(
+        str(target),
+        str(data),
+        str(tmp_path / "second"),
+        init=str(tmp_path / "first"),
+        adapter_path=str(tmp_path / "adapters"),
+        **run,
+    )
+    assert report.is_finished
+    assert mlx_eagle.load_drafter(tmp_path / "second", mlx_lm.load(str(target))[0])
