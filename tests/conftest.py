@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from checkpoints import CONFIG, as_midlayer, eagle3_tensors, write_safetensors
 
+from mlx_eagle.decoding.timing import Amount
+
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
@@ -21,8 +23,13 @@ def out(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True, scope="session")
 def calibrations(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What rounds cost is remembered for the tests alone: commands measure it unasked."""
+    """What rounds cost is remembered for the tests alone, and measured once, not six times.
+
+    Commands measure it unasked.
+    """
     folder = tmp_path_factory.mktemp("calibrations")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mlx_eagle.decoding.calibrate.user_cache", lambda: folder)
+        patch.setattr("mlx_eagle.decoding.calibrate.AMOUNT", Amount(1, 1, 1))
+        patch.setattr("mlx_eagle.batch.costs.AMOUNT", Amount(1, 1, 1))
         yield

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 from costs import FLAT
+from grids import thorough
 from helpers import PROMPT, byte_tokenizer, plain, tiny_head, tiny_llama
 from test_bench import make_stats
 
@@ -65,7 +66,7 @@ def widest_table(page: str) -> float:
     return max(widths)
 
 
-@pytest.mark.parametrize("program", ["demo", "bench"])
+@pytest.mark.parametrize("program", thorough(["demo", "bench"], "demo"))
 def test_a_note_says_how_to_get_openblas(monkeypatch, capsys, tmp_path, tiny, program):
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))

@@ -121,6 +121,7 @@ def test_processors_see_the_path_of_their_row(model):
     assert tokens == expected
 
 
+@pytest.mark.exhaustive
 def test_coupled_trees_depend_on_the_seed_alone(model):
     for seed in range(6):
         alone, _ = speculative(

@@ -95,6 +95,7 @@ def gguf_row(row: int) -> int:
     return head * HEAD_DIM + 2 * pair + second
 
 
+@pytest.mark.exhaustive
 def test_every_weight_is_the_published_one(reader, dense):
     expected = published(reader)
     assert set(dense) == set(expected)
