@@ -41,9 +41,9 @@ def is_package(folder: Path) -> bool:
 
 
 def first_line(path: Path) -> str:
-    """The first sentence or line of a module's docstring, in Markdown."""
+    """The first paragraph of a module's docstring as one line, in Markdown."""
     docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
-    return docstring.partition("\n")[0].replace("``", "`")
+    return " ".join(docstring.partition("\n\n")[0].split()).replace("``", "`")
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -16,6 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 TOP_LEVEL = set(
     "pyproject.toml mlx_eagle convert bench docs tests README.md LICENSE Makefile".split()
 )
@@ -97,9 +98,9 @@ def test_top_level_of_the_repository(tracked):
 
 def test_wheel_holds_every_source_and_nothing_but_mlx_eagle(wheel, checkout):
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert {name.split("/")[0] for name in names} == {"mlx_eagle", "mlx_eagle-0.1.0.dist-info"}
+    assert {name.split("/")[0] for name in names} == {"mlx_eagle", f"mlx_eagle-{VERSION}.dist-info"}
     assert {name for name in names if name.startswith("mlx_eagle/")} == expected_files(checkout)
-    info = "mlx_eagle-0.1.0.dist-info"
+    info = f"mlx_eagle-{VERSION}.dist-info"
     assert {
         f"{info}/licenses/LICENSE",
         "mlx_eagle/py.typed",

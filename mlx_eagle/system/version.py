@@ -5,7 +5,7 @@ import argparse
 import mlx.core as mx
 import mlx_lm
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def add_version_flag(parser: argparse.ArgumentParser) -> None:
