@@ -98,9 +98,9 @@ def test_top_level_of_the_repository(tracked):
 
 def test_wheel_holds_every_source_and_nothing_but_mlx_eagle(wheel, checkout):
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert {name.split("/")[0] for name in names} == {"mlx_eagle", f"mlx_eagle-{VERSION}.dist-info"}
-    assert {name for name in names if name.startswith("mlx_eagle/")} == expected_files(checkout)
     info = f"mlx_eagle-{VERSION}.dist-info"
+    assert {name.split("/")[0] for name in names} == {"mlx_eagle", info}
+    assert {name for name in names if name.startswith("mlx_eagle/")} == expected_files(checkout)
     assert {
         f"{info}/licenses/LICENSE",
         "mlx_eagle/py.typed",
