@@ -141,7 +141,7 @@ def _curve(
 
 
 def _levels(axes: Axes, scenario: dict[str, Any]) -> None:
-    """Arms without a fixed k as levels."""
+    """Configurations without a fixed k as levels."""
     others = [
         configuration
         for configuration in scenario["configurations"]

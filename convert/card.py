@@ -1,7 +1,6 @@
 """What is said of a converted head: the result of ``--check``, and the model card.
 
-Knows the hub's front matter and the ``check`` entry of ``config.json``; measures and uploads
-nothing.
+It goes into the hub's front matter and the ``check`` entry of ``config.json``.
 """
 
 import re

@@ -1,7 +1,7 @@
 """Whether a converted head is right: every reading of the checkpoint, against the real target.
 
-Knows how a head is fed and what a checkpoint may leave open: taps, rotary base, norms. The
-texts are those of ``texts.py``. Changes nothing; says which reading fits best.
+A checkpoint may leave open taps, rotary base and norms. Each reading is measured on the texts of
+``texts.py``; nothing is changed, the report says which reading fits best.
 
 Two measures, teacher-forced on the target's own answers: *agreement*, the share of drafted
 tokens that equal the text, by depth; and *overlap*, the sum over the draft vocabulary of
@@ -32,7 +32,7 @@ from mlx_eagle.drafters.load import find_embedding, load_drafter
 from mlx_eagle.system.documents import is_number
 
 from .rope import DEFAULT_THETA
-from .texts import QUESTIONS, Text, read_conversation
+from .texts import QUESTIONS, Conversation, read_conversation
 
 DEPTHS = 3
 # By how much overlap must be higher, and by how many standard errors, to count as better.
@@ -206,7 +206,7 @@ def unroll(
 
 
 def compare(
-    part: Attached, text: Text, taps: Sequence[int], lag: int = 0
+    part: Attached, text: Conversation, taps: Sequence[int], lag: int = 0
 ) -> tuple[mx.array, mx.array]:
     """Hits (DEPTHS, m), where the draft is the text's token, and overlaps (DEPTHS, m).
 
@@ -223,7 +223,7 @@ def compare(
     return mx.stack(hits), mx.stack(overlaps)
 
 
-def measure(part: Attached, setting: Setting, texts: Sequence[Text]) -> Row:
+def measure(part: Attached, setting: Setting, texts: Sequence[Conversation]) -> Row:
     """One setting over all texts."""
     part = part.read_as(setting.config)
     pairs = [compare(part, text, setting.taps, setting.lag) for text in texts]

@@ -1,6 +1,6 @@
 """Open a checkpoint as it was published: its config and its tensors by their own names.
 
-Knows folders, shards and file formats. Does not know what any tensor means.
+Folders, shards and file formats are handled here; what a tensor means is decided elsewhere.
 """
 
 import hashlib

@@ -16,7 +16,7 @@ import numpy as np
 from mlx_eagle.system.documents import is_whole, shown
 from mlx_eagle.system.safetensors import check_name, is_shape
 
-from .stored import FORMATS, Stored, map_file
+from .stored import FORMATS, CutOff, Stored, map_file
 
 ARCHITECTURE = "eagle3"
 CONFIG_KEYS = {
@@ -53,10 +53,6 @@ WIDTHS = {name: np.dtype(kind).itemsize for name, kind in FORMATS.items()}
 
 class Damaged(ValueError):
     """The file holds what no head's file holds."""
-
-
-class CutOff(ValueError):
-    """The file ends before it is complete."""
 
 
 @dataclass(frozen=True)

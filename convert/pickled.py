@@ -1,7 +1,7 @@
 """Read ``pytorch_model.bin`` without torch, building tensors and nothing else.
 
-Knows the two file formats of ``torch.save``: a zip file, and before torch 1.6 some pickles
-with the storages behind them. What a pickle may say is ``unpickle.py``'s.
+``torch.save`` has two file formats: a zip file, and before torch 1.6 some pickles with the
+storages behind them. What a pickle may say is in ``unpickle.py``.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,8 @@ import numpy as np
 from mlx_eagle.system.documents import is_whole, shown
 
 from .archive import START, Archive, DamagedArchive, open_archive
-from .stored import FORMATS, Stored, map_file
-from .unpickle import MAX_BYTES, CutOff, RefusedPickle, Storage, Unpickler, View
+from .stored import FORMATS, CutOff, Stored, map_file
+from .unpickle import MAX_BYTES, RefusedPickle, Storage, Unpickler, View
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 NUM_LEGACY_PICKLES = 5

@@ -19,7 +19,7 @@ from .checkpoint import Checkpoint, open_checkpoint
 from .quantize import Quantization, pack
 from .resolve import Overrides, Resolved, resolve
 from .stored import Tensor
-from .target import AnyTarget, Target, open_target, same_values
+from .target import AnyTarget, TargetFolder, open_target, same_values
 from .trim import Trim, describe, trim
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
@@ -41,7 +41,7 @@ class Head:
         return sum(array.nbytes for array in self.weights.values())
 
 
-def drop_shared(head: Resolved, target: Target) -> Resolved:
+def drop_shared(head: Resolved, target: TargetFolder) -> Resolved:
     """Leave out the embedding and the lm_head where they equal the target's."""
     if head.config["hidden_size"] != target.hidden_size:
         return head
@@ -69,7 +69,7 @@ def prepare(
 ) -> Resolved:
     """The head as it will be saved, its tensors unread: resolved, trimmed, nothing twice."""
     head = resolve(checkpoint, target, overrides)
-    folder = target if isinstance(target, Target) else None
+    folder = target if isinstance(target, TargetFolder) else None
     if draft_vocab is not None:
         wanted = Trim(draft_vocab) if isinstance(draft_vocab, int) else draft_vocab
         head = trim(head, wanted, checkpoint, folder)
@@ -137,7 +137,7 @@ def build(
     return Head(config, weights, num_parameters, tuple(notes))
 
 
-def save(head: Head, folder: Path, target: Target | None = None) -> None:
+def save(head: Head, folder: Path, target: TargetFolder | None = None) -> None:
     """Write ``config.json``, ``model.safetensors`` and the target's tokenizer there."""
     try:
         mx.save_safetensors(
@@ -189,7 +189,7 @@ def summary(checkpoint: Checkpoint, resolved: Resolved, head: Head) -> str:
 
 
 def run_check(
-    checkpoint: Checkpoint, resolved: Resolved, head: Head, target: Target, dtype: str | None
+    checkpoint: Checkpoint, resolved: Resolved, head: Head, target: TargetFolder, dtype: str | None
 ) -> Report:
     """Measure the head on its target, quantized and not (see ``check_head``)."""
     dense, packed = head, None

@@ -1,7 +1,7 @@
 """A converted head back in the official flat layout, as PyTorch engines read it.
 
-Knows the names and keys that vLLM, SGLang and SpecForge read of an EAGLE-3 head; whatever these
-cannot say is refused.
+Names and keys are those that vLLM, SGLang and SpecForge read of an EAGLE-3 head; what they cannot
+say is refused.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Resolve the rotary embedding of a head from its config.
 
 Gives ``Eagle3Config.rope``: type, theta, dims and the scaling dictionary that
-``mlx_lm.models.rope_utils.initialize_rope`` takes. Knows nothing of the target's rope,
-which never stands in for a missing one.
+``mlx_lm.models.rope_utils.initialize_rope`` takes. The target's rope never stands in for a
+missing one.
 """
 
 import math

@@ -1,7 +1,4 @@
-"""One tensor as it lies in a checkpoint file, read only when it is asked for.
-
-Knows number formats and strides; knows neither file formats nor what a tensor is for.
-"""
+"""One tensor as it lies in a checkpoint file of any format, read only when it is asked for."""
 
 import math
 from collections.abc import Callable
@@ -28,6 +25,10 @@ FORMATS: dict[str, type[np.generic]] = {
     "U8": np.uint8,
     "BOOL": np.bool_,
 }
+
+
+class CutOff(ValueError):
+    """What is read ends before it is complete."""
 
 
 def map_file(path: Path) -> np.ndarray:

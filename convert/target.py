@@ -41,7 +41,7 @@ def _first(config: Mapping[str, Any], keys: tuple[str, ...], name: str) -> int:
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetFolder:
     """A target by its folder and config; weights are looked at on demand."""
 
     name: str
@@ -124,18 +124,18 @@ class Target:
         return sorted(file.name for file in files)
 
 
-AnyTarget = Target | TargetSizes
+AnyTarget = TargetFolder | TargetSizes
 """A model's folder, or a model at hand, of which only the sizes are looked at."""
 
 
-def open_target(name: str) -> Target:
+def open_target(name: str) -> TargetFolder:
     """The target in a folder or on the hub; ValueError where there is none."""
     folder = locate(name, ("*.json", *TOKENIZER_FILES))
     if folder.is_file():
         raise ValueError(f"{name} is a file; --target takes a model folder or a repository id")
     config = read_config(folder)
     check(config, TARGET, folder / "config.json")
-    return Target(name, folder, config)
+    return TargetFolder(name, folder, config)
 
 
 def same_values(ours: mx.array, theirs: mx.array | None) -> bool:

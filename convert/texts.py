@@ -1,6 +1,6 @@
 """What ``--check`` reads a head on: a conversation with the target, and what it thought.
 
-Knows the target and its tokenizer, no head.
+All of it comes from the target and its tokenizer; no head has a part in it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ QUESTIONS = tuple(
 
 
 @dataclass(frozen=True)
-class Text:
+class Conversation:
     """A prompt with the target's own greedy answer, and what the target thought of it.
 
     ``tokens`` (n,), the first ``num_prompt`` of them the prompt; ``features`` (n, h_t) by
@@ -78,7 +78,7 @@ def read_text(
     stops: set[int],
     taps: set[int],
     ids: mx.array,
-) -> Text:
+) -> Conversation:
     """Let the target answer greedily, then read prompt and answer once more, with taps.
 
     ``ids`` (Vd,) are the tokens that can be drafted.
@@ -93,7 +93,7 @@ def read_text(
     probs = mx.softmax(logits[len(prompt) :].astype(mx.float32), axis=-1)[:, ids]
     parts = dict(zip(order, mx.split(features, len(order), axis=-1)))
     mx.eval(parts, probs)
-    return Text(mx.array(tokens), len(prompt), parts, probs)
+    return Conversation(mx.array(tokens), len(prompt), parts, probs)
 
 
 def read_conversation(
@@ -103,7 +103,7 @@ def read_conversation(
     num_tokens: int,
     taps: set[int],
     ids: mx.array,
-) -> list[Text]:
+) -> list[Conversation]:
     """One text a question, behind the questions and answers before it.
 
     A bar counts them where standard error is a terminal.

@@ -1,6 +1,6 @@
 """Cut a head's draft vocabulary: fewer rows of its lm_head, so a cheaper draft step.
 
-Knows how rows are chosen and what has to follow them; the text is only counted.
+Which rows stay, and what has to follow them; a text that is given is only counted.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from mlx_lm import tokenizer_utils
 from .checkpoint import Checkpoint
 from .resolve import Resolved
 from .stored import Derived
-from .target import Target
+from .target import TargetFolder
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken")
 
@@ -49,7 +49,7 @@ class Counts:
         return sum(self.tokens.get(i, 0) for i in ids) / sum(self.tokens.values())
 
 
-def _tokenizer_place(checkpoint: Checkpoint, target: Target | None) -> tuple[Path, Mapping]:
+def _tokenizer_place(checkpoint: Checkpoint, target: TargetFolder | None) -> tuple[Path, Mapping]:
     """The folder with the target's tokenizer and the config beside it; ValueError without one."""
     places = [] if target is None else [(target.folder, target.config)]
     places.append((checkpoint.files[0].parent, checkpoint.config))
@@ -98,7 +98,7 @@ def choose(ids: np.ndarray, size: int, counts: Counts | None) -> np.ndarray:
 
 
 def trim(
-    head: Resolved, wanted: Trim, checkpoint: Checkpoint, target: Target | None
+    head: Resolved, wanted: Trim, checkpoint: Checkpoint, target: TargetFolder | None
 ) -> Resolved:
     """The head with a smaller draft vocabulary, and what to say of it in ``trimmed``.
 

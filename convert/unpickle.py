@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from mlx_eagle.system.documents import is_whole, shown
 
+from .stored import CutOff
+
 STORAGES = {
     "DoubleStorage": "F64",
     "FloatStorage": "F32",
@@ -32,10 +34,6 @@ LONGEST_LINE = 100
 
 class RefusedPickle(ValueError):
     """The pickle asks for something that a checkpoint of tensors does not need."""
-
-
-class CutOff(ValueError):
-    """The pickle ends before it is complete."""
 
 
 class Name(NamedTuple):

@@ -1,6 +1,6 @@
 """What ``--draft-model`` may name, and how each kind is opened.
 
-The one place that knows every drafter; the loop knows none of them.
+All kinds of drafters come together here; the loop uses them by their interface.
 """
 
 import hashlib

@@ -1,8 +1,7 @@
 """EAGLE heads in plain NumPy, without a cache: to read, and to test the fast code against.
 
-Knows what a head computes (EAGLE-3: Li et al. 2025, arXiv:2503.01840, section 3; EAGLE-1:
-Li et al. 2024, arXiv:2401.15077) and recomputes everything at every step, in float64. Knows
-nothing of MLX, of caches, of quantization or of verifying what is drafted.
+What a head computes is in Li et al. 2025, arXiv:2503.01840, section 3 (EAGLE-3), and Li et al.
+2024, arXiv:2401.15077 (EAGLE-1). Here everything is recomputed at every step, in float64.
 
 Sizes: m slots, h the head's hidden size, F = number of features x the target's hidden size,
 V the target's vocabulary, Vd the draft vocabulary, H heads of D channels, K of them for keys.

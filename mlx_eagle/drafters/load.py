@@ -1,6 +1,6 @@
 """Reading a converted head and attaching it to a target, with every check that can be made.
 
-Knows the folder that the converter writes and where an mlx-lm model keeps its embedding.
+It reads the folder that the converter writes, and finds the embedding of an mlx-lm model.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """Public draft heads by the target they were trained for: ``--draft-model auto``.
 
-A table and one look into it. It knows names alone: nothing is fetched or checked here.
+A table of names, and one look into it: nothing is fetched or checked here.
 """
 
 import re

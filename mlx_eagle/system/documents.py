@@ -1,8 +1,8 @@
 """JSON files that others wrote, read once and for all checks: which file, what was found, what
 was expected.
 
-Knows JSON, and limits that no honest file comes near; knows no file's meaning. A reader says
-what it expects as a table of ``Kind`` by key, and can rely on it afterwards.
+The limits are such that no honest file comes near them. A reader says what it expects as a
+table of ``Kind`` by key, and can rely on it afterwards.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Checkpoints of a training run: written whole or not at all, and found again.
 
-Knows folders and files; what is in them is the trainer's business.
+What is in them is the trainer's business.
 """
 
 import json

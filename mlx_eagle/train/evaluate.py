@@ -1,6 +1,6 @@
 """How many drafts would be accepted on texts that are known, without generating any.
 
-Knows how chains of drafts are walked along a text; knows nothing of training.
+Chains of drafts are walked along texts that the target wrote.
 """
 
 from collections.abc import Callable, Sequence

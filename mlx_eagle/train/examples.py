@@ -1,6 +1,6 @@
 """Training data: mlx-lm's own data sets as token sequences, and batches of them.
 
-Knows what is read, what of it counts, and in which order; knows neither models nor heads.
+What is read, which of its tokens count, and in which order batches come.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """What a head is scored by: per step, on the slots of a batch that count.
 
-Knows the losses of EAGLE-3's trainers and how they are normalised (SpecForge's Eagle3 model,
-``LogSoftmaxLoss`` and LK losses are the reference); knows neither targets nor data.
+The losses of EAGLE-3's trainers, normalised as there: SpecForge's Eagle3 model, its
+``LogSoftmaxLoss`` and its LK losses are the reference.
 """
 
 from dataclasses import dataclass

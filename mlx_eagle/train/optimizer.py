@@ -1,6 +1,6 @@
 """One step of training: losses, their gradients, and what AdamW makes of them.
 
-Knows arrays alone: weights in float32, the optimizer's moments, and one compiled function.
+Weights are in float32, whatever the head's own type is; one function, compiled on a GPU.
 """
 
 import math

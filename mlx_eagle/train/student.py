@@ -1,6 +1,6 @@
 """The head that is trained: made anew or taken from another, and written as a converted one.
 
-Knows configurations, weights and files of heads; knows neither data nor losses.
+Its configuration, its weights as they are trained, and the files that come of them.
 """
 
 import json

@@ -1,7 +1,7 @@
 """What the target says of a batch: features at its taps, and distributions where they count.
 
-Knows the frozen target, what is kept of a pass of it, and where that may be kept for longer;
-knows no head and no loss.
+The target is frozen. What a pass gives is kept for its batch alone, or in a folder for several
+epochs.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Batch after batch: what a run does between its beginning and a head that can be used.
 
-Knows the order of things; what each of them is stands in the modules beside it.
+Here is the order of things; each of them is in a module beside this one.
 """
 
 import math

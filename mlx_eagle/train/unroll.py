@@ -1,7 +1,7 @@
 """The training-time test: every slot drafts its own chain, all slots at once.
 
-Knows how the head is fed in step after step (Li et al. 2025, arXiv:2503.01840, section 3.3)
-and that this is what decoding does; knows neither targets, nor losses, nor data.
+Step after step the head is fed what it drafted before, as in decoding (Li et al. 2025,
+arXiv:2503.01840, section 3.3).
 """
 
 from collections.abc import Iterator

@@ -14,7 +14,7 @@ from mlx_eagle.convert import convert
 from mlx_eagle.convert.checkpoint import Checkpoint
 from mlx_eagle.convert.resolve import Resolved, resolve
 from mlx_eagle.convert.stored import Stored
-from mlx_eagle.convert.target import Target
+from mlx_eagle.convert.target import TargetFolder
 from mlx_eagle.drafters.head import Eagle3Config
 
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -78,7 +78,7 @@ def resolved(config: dict, tensors: dict, depth: int, hidden_size: int, vocab: i
             data = (ids - np.arange(shape[0])).view(np.uint8)
         stored[name] = Stored("I64" if name == "d2t" else "BF16", shape, data)
     values = {"num_hidden_layers": depth, "hidden_size": hidden_size, "vocab_size": vocab}
-    target = Target("target", Path("."), values)
+    target = TargetFolder("target", Path("."), values)
     return resolve(Checkpoint("head", config, stored, ()), target)
 
 

@@ -12,7 +12,7 @@ from mlx_eagle.convert.__main__ import main
 from mlx_eagle.convert.checkpoint import Checkpoint
 from mlx_eagle.convert.resolve import Resolved, resolve
 from mlx_eagle.convert.stored import Stored
-from mlx_eagle.convert.target import Target
+from mlx_eagle.convert.target import TargetFolder
 
 PLAIN = eagle3_tensors()
 TWO = eagle3_tensors(num_layers=2)
@@ -48,7 +48,7 @@ def resolved(config: dict, num_layers: int | None, tensors: Tensors) -> Resolved
     target = None
     if num_layers is not None:
         sizes = {"hidden_size": 64, "num_hidden_layers": num_layers, "vocab_size": 128}
-        target = Target("target", Path("."), sizes)
+        target = TargetFolder("target", Path("."), sizes)
     return resolve(Checkpoint("head", config, stored, ()), target)
 
 

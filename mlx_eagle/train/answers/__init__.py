@@ -1,7 +1,7 @@
 """The target's own answers to given prompts, as data to train a head on.
 
-Knows prompts files, many rows at once through mlx-lm's own batching, and a file of answers
-that can be gone on with. Knows nothing of heads.
+Prompts come from files, many are answered at once through mlx-lm's own batching, and a file of
+answers that was cut short is continued.
 """
 
 import json
