@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> None:
         to_pytorch(*args.to_pytorch)
         return
     check_arguments(args)
-    if args.check:
+    if args.check and args.target is not None:
         print_blas_note()
     options: dict[str, Any] = vars(args)
     overrides = Overrides(**{f.name: options.pop(f.name) for f in fields(Overrides)})
