@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mlx_eagle.system.documents import shown
+
 START = b"PK\x03\x04"
 MAX_MEMBERS = 1 << 14
 END = struct.Struct("<4s4H2LH")  # end of the directory
@@ -44,13 +46,13 @@ class Archive:
         """The bytes of a member, (size,) uint8, not copied."""
         member = self.members.get(name)
         if member is None:
-            raise DamagedArchive(f"it lacks its member {name!r}")
+            raise DamagedArchive(f"it lacks its member {shown(name)}")
         if not member.is_stored:
-            raise DamagedArchive(f"its member {name!r} is compressed, as torch never does")
+            raise DamagedArchive(f"its member {shown(name)} is compressed, as torch never does")
         header = _unpack(LOCAL, self.data, member.header, START)
         start = member.header + LOCAL.size + header[-2] + header[-1]
         if start + member.size > len(self.data):
-            raise DamagedArchive(f"its member {name!r} reaches beyond the end: cut off")
+            raise DamagedArchive(f"its member {shown(name)} reaches beyond the end: cut off")
         return self.data[start : start + member.size]
 
 

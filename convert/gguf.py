@@ -40,6 +40,9 @@ SCALING_KEYS = {
     "rope.scaling.factor": "factor",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
 }
+KEYS = {"general.architecture", "general.alignment", "tokenizer.ggml.tokens"}
+KEYS |= {f"{ARCHITECTURE}.{key}" for key in (*CONFIG_KEYS, *SCALING_KEYS)}
+"""The metadata that is used; all other is passed over."""
 # What struct calls the value types 0 to 12; strings (8) and arrays (9) have no code.
 SCALARS = {kind: code for kind, code in enumerate("BbHhIif?  Qqd") if code != " "}
 STRING, ARRAY = 8, 9
@@ -48,6 +51,7 @@ MAX_DIMS = 4
 MAX_ENTRIES = 1 << 16
 MAX_LISTED = 1024
 MAX_ALIGNMENT = 1 << 16
+MAX_STRING = 1 << 10  # bytes of what is read of a string; as text they may take four times that
 WIDTHS = {name: np.dtype(kind).itemsize for name, kind in FORMATS.items()}
 
 
@@ -151,8 +155,9 @@ class _Reader:
         return float(str(np.float32(value))) if code == "f" else value
 
     def string(self) -> str:
-        size = self.scalar("Q")
-        return self.take(size, "a string").tobytes().decode("utf-8", "replace")
+        """A string, cut where it is longer than any that a head's config depends on."""
+        data = self.take(self.scalar("Q"), "a string")
+        return data[:MAX_STRING].tobytes().decode("utf-8", "replace")
 
     def value(self, kind: int) -> Any:
         if kind == STRING:
@@ -174,6 +179,11 @@ class _Reader:
             return Long(count)
         values = np.frombuffer(numbers, np.dtype(code).newbyteorder("<")).tolist()
         return [float(str(np.float32(v))) for v in values] if code == "f" else values
+
+
+def _shown(value: Any) -> str:
+    """A value for a message."""
+    return f"a list of {value.count} values" if isinstance(value, Long) else shown(value)
 
 
 def _code(kind: int) -> str:
@@ -228,19 +238,20 @@ def _read(reader: _Reader) -> tuple[dict[str, Any], dict[str, Stored]]:
         raise Damaged(f"it has {max(num_tensors, num_values)} entries, more than any draft head")
     metadata: dict[str, Any] = {}
     for _ in range(num_values):
-        key = reader.string()
-        metadata[key] = reader.value(reader.scalar("I"))
+        key, value = reader.string(), reader.value(reader.scalar("I"))
+        if key in KEYS:
+            metadata[key] = value
     architecture = metadata.get("general.architecture")
     if architecture != ARCHITECTURE:
         raise Damaged(
-            f"it holds a model of the architecture {shown(architecture)}; expected an "
+            f"it holds a model of the architecture {_shown(architecture)}; expected an "
             f"{ARCHITECTURE} head (general.architecture)"
         )
     entries = [_entry(reader) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", 32)
     if not is_whole(alignment) or not 0 < alignment <= MAX_ALIGNMENT:
         raise Damaged(
-            f"its general.alignment is {shown(alignment)}, expected 1 to {MAX_ALIGNMENT}"
+            f"its general.alignment is {_shown(alignment)}, expected 1 to {MAX_ALIGNMENT}"
         )
     start = -(-reader.at // alignment) * alignment
     tensors = {
@@ -263,6 +274,9 @@ def _entry(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
 def _config(metadata: dict[str, Any]) -> dict[str, Any]:
     def section(keys: dict[str, str]) -> dict[str, Any]:
         found = {new: metadata.get(f"{ARCHITECTURE}.{old}") for old, new in keys.items()}
+        for name, value in found.items():
+            if isinstance(value, Long):
+                raise Damaged(f"its {name} is {_shown(value)}, which no head has")
         return {name: value for name, value in found.items() if value is not None}
 
     config = {"general.architecture": ARCHITECTURE, **section(CONFIG_KEYS)}

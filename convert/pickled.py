@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 
 from mlx_eagle.system.documents import is_whole, shown
+from mlx_eagle.system.safetensors import is_name
 
 from .archive import START, Archive, DamagedArchive, open_archive
 from .stored import FORMATS, CutOff, Stored, map_file
 from .unpickle import MAX_BYTES, RefusedPickle, Storage, Unpickler, View
 
+PICKLE = b"\x80"
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 NUM_LEGACY_PICKLES = 5
 
@@ -32,8 +34,9 @@ def _stored(name: str, view: View, storage: np.ndarray) -> Stored:
     width = np.dtype(FORMATS[view.storage.format]).itemsize
     if view.offset < 0 or len(storage) // width != view.storage.elements:
         raise RefusedPickle(
-            f"a tensor in it reaches beyond its storage: {name} lies in {view.storage.elements} "
-            f"elements of {width} bytes, and the file has {len(storage)} bytes for them"
+            f"a tensor in it reaches beyond its storage: {name} lies in "
+            f"{shown(view.storage.elements)} elements of {width} bytes, and the file has "
+            f"{len(storage)} bytes for them"
         )
     strides = None if view.strides == _row_major(view.shape) else view.strides
     stored = Stored(view.storage.format, view.shape, storage[view.offset * width :], strides)
@@ -46,6 +49,8 @@ def _tensors(state: Any, storage: Callable[[Storage], np.ndarray]) -> dict[str, 
     if not isinstance(state, dict):
         raise RefusedPickle("it holds no dictionary of tensors")
     for name, view in state.items():
+        if not is_name(name):
+            raise RefusedPickle(f"it holds a tensor named {shown(name)}, which no head has")
         if not isinstance(view, View):
             raise RefusedPickle(f"its entry {shown(name)} is not a tensor")
     return {name: _stored(name, view, storage(view.storage)) for name, view in state.items()}
@@ -113,9 +118,16 @@ def read_bin(path: Path) -> dict[str, Stored]:
     the pickle names is ever imported or called.
     """
     data = map_file(path)
-    is_zip = data[: len(START)].tobytes() == START
+    beginning = data[: len(START)].tobytes()
     try:
-        return _read_zip(data) if is_zip else _read_legacy(data)
+        if beginning == START:
+            return _read_zip(data)
+        if not beginning.startswith(PICKLE):
+            raise RefusedPickle(
+                f"it begins with {shown(beginning.decode('latin-1'))}, and is neither a zip file "
+                "nor a pickle as torch.save writes them; download it again"
+            )
+        return _read_legacy(data)
     except RefusedPickle as err:
         raise ValueError(f"{path.name} was not read: {err}") from err
     except (DamagedArchive, CutOff) as err:

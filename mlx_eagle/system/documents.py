@@ -19,6 +19,7 @@ BYTES_PER_VALUE = 200
 LARGEST = 2**31 - 1
 LONGEST_SHOWN = 60
 LONGEST_NAME = 256
+LONGEST_FILE_NAME = 255  # bytes, on every file system that matters
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ FILE_NAME = Kind(
     lambda v: (
         isinstance(v, str)
         and v.isprintable()
-        and 0 < len(v) <= LONGEST_NAME
+        and 0 < len(v.encode()) <= LONGEST_FILE_NAME
         and not {"/", "\\"} & set(v)
         and v not in (".", "..")
     ),
@@ -100,8 +101,13 @@ def shown(value: Any) -> str:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The whole of a file; ValueError where it cannot be read or is beyond all measure."""
+    """The whole of a file; ValueError where it cannot be read or is beyond all measure.
+
+    A pipe is refused: whoever opens one waits until somebody writes.
+    """
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise ValueError(f"{path} is a pipe or a device, expected a file")
         with path.open("rb") as file:
             data = file.read(MAX_MEMORY + 1)
     except OSError as err:
@@ -129,8 +135,14 @@ def parse_object(data: bytes, where: str | Path) -> dict[str, Any]:
         value = json.loads(data.decode("utf-8-sig"))
     except RecursionError:
         raise ValueError(f"{where} is nested too deeply to be read") from None
-    except ValueError as err:  # of the decoder, the parser or an endless number
+    except UnicodeError as err:
+        raise ValueError(f"{where} is not valid UTF-8 text; download it again") from err
+    except json.JSONDecodeError as err:
         raise ValueError(f"{where} is not valid JSON ({err}); download it again") from err
+    except ValueError as err:  # Python's own words tell programmers how to let it through
+        raise ValueError(
+            f"{where} holds a number of thousands of digits, expected numbers below 2**63"
+        ) from err
     if not isinstance(value, dict):
         raise ValueError(f"{where} holds {shown(value)}, expected a JSON object")
     _check_values(value, where)

@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from .documents import LONGEST_NAME, TEXT, list_of, parse_object, shown, whole
+from .documents import LONGEST_NAME, MAX_MEMORY, TEXT, list_of, parse_object, shown, whole
 
 BITS = {
     "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16,
@@ -27,9 +27,14 @@ class Entry:
     end: int
 
 
+def is_name(name: object) -> bool:
+    """Whether a tensor can be called that: whether it can stand in a line."""
+    return isinstance(name, str) and len(name) <= LONGEST_NAME and name.isprintable()
+
+
 def check_name(name: object, where: str | Path) -> None:
-    """Raise ValueError where a tensor's name is none that can stand in a line."""
-    if not isinstance(name, str) or len(name) > LONGEST_NAME or not name.isprintable():
+    """Raise ValueError where a tensor's name is none."""
+    if not is_name(name):
         raise ValueError(f"{where} holds a tensor named {shown(name)}, which no head has")
 
 
@@ -46,6 +51,11 @@ def read_header(path: Path) -> dict[str, Entry]:
                 raise ValueError(f"{path} is {size} bytes long: cut off; download it again")
             if 8 + length > size:
                 raise ValueError(f"{path} is cut off, or no safetensors file; download it again")
+            if length > MAX_MEMORY:
+                raise ValueError(
+                    f"{path} is no safetensors file: its header would have {length} bytes; "
+                    "download it again"
+                )
             header = file.read(length)
     except OSError as err:
         raise ValueError(f"{path} cannot be read: {err.strerror}") from err

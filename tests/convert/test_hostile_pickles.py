@@ -75,6 +75,13 @@ HOSTILE = {
     "itself": b"\x80\x02]q\x00h\x00a.",
     "no state": b"\x80\x02K\x01.",
     "a number for a name": b"\x80\x02}K\x01K\x02s.",
+    "a long key of a storage": state(
+        view(storage(key="k" * 10**5), _int(0), ints(4, 4), ints(4, 1))
+    ),
+    "a key of two lines": state(view(storage(key="a\nb"), _int(0), ints(4, 4), ints(4, 1))),
+    "a long name": b"\x80\x02}" + _str("n" * 10**5) + PLAIN + b"s.",
+    "a name of two lines": b"\x80\x02}" + _str("a\n\x1b[31mb") + PLAIN + b"s.",
+    "a storage beyond numbers": state(PLAIN.replace(_int(16), big(2**790))),
 }  # fmt: skip
 
 
@@ -110,6 +117,23 @@ def test_compressed_members_are_refused_unread(tmp_path):
         archive.writestr("archive/data.pkl", state(PLAIN), zipfile.ZIP_STORED)
         archive.writestr("archive/data/0", bytes(1 << 24))
     with pytest.raises(ValueError, match="compressed"):
+        read_bin(tmp_path / "x.bin")
+
+
+def test_names_of_members_are_not_spelled_out(tmp_path):
+    with zipfile.ZipFile(tmp_path / "x.bin", "w") as archive:
+        archive.writestr("a\n" * 20000 + "/data.pkl", state(PLAIN))
+    with pytest.raises(ValueError) as caught:
+        read_bin(tmp_path / "x.bin")
+    assert len(str(caught.value)) < 300 and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "data", [b"version https://git-lfs.github.com/spec/v1", b"<html>", b"PK\x05\x06", b"\x7fELF"]
+)
+def test_what_is_no_checkpoint_is_not_taken_for_a_pickle(tmp_path, data):
+    (tmp_path / "x.bin").write_bytes(data + bytes(100))
+    with pytest.raises(ValueError, match="neither a zip file nor a pickle .*download it again"):
         read_bin(tmp_path / "x.bin")
 
 

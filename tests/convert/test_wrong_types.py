@@ -1,7 +1,9 @@
 """Values of the wrong kind in each file that the converter reads: a sentence that says which."""
 
 import json
+import os
 import struct
+import threading
 import time
 
 import gguf
@@ -61,12 +63,12 @@ def test_wrong_values_of_a_config(tmp_path, out, capsys, case):
     "text, words",
     [
         ('{"a":' * 100_000, "nested too deeply"),
-        ('{"a": ' + "9" * 5000 + "}", "not valid JSON"),
+        ('{"a": ' + "9" * 5000 + "}", "a number of thousands of digits"),
         ('{"a": 1e999}', "finite"),
         ("[]", "expected a JSON object"),
         ("", "not valid JSON"),
         ('{"a": "\\', "not valid JSON"),
-        ("\x80", "not valid JSON"),
+        ("\x80", "not valid UTF-8 text"),
     ],
 )
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
@@ -79,7 +81,7 @@ def test_texts_that_are_no_object(tmp_path, out, capsys, text, words, name):
 
 @pytest.mark.parametrize(
     "weight_map", [["model.safetensors"], "x", {"a": 1}, {"a": "../x"}, {"a": "/etc/passwd"},
-                   {"a": ".."}, {"a": ""}, {"a": "x\ny"}, {"a": "a\\b"}, {"a": None}],
+                   {"a": ".."}, {"a": ""}, {"a": "x\ny"}, {"a": "a\\b"}, {"a": None}, {"a": "\u00e9" * 200}],
 )  # fmt: skip
 def test_an_index_names_files_of_its_folder_alone(tmp_path, out, capsys, weight_map):
     write_safetensors(tmp_path / "x", CONFIG, PLAIN)
@@ -88,6 +90,36 @@ def test_an_index_names_files_of_its_folder_alone(tmp_path, out, capsys, weight_
     index = {"weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "weight_map" in refused(capsys, folder, out)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path, name):
+    folder = write_safetensors(tmp_path / "source", CONFIG, PLAIN)
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    errors: list[ValueError] = []
+
+    def read() -> None:
+        try:
+            convert(str(folder), str(tmp_path / "out"))
+        except ValueError as err:
+            errors.append(err)
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert len(errors) == 1 and f"{name} is a pipe" in str(errors[0])
+
+
+def test_what_a_long_array_of_a_gguf_stands_for_is_said_in_words(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "eagle3")
+    writer.add_array("eagle3.norm_before_fc", ["a", "b"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match="its norm_before_fc is a list of 2 values"):
+        read_gguf(tmp_path / "x.gguf")
 
 
 HEADERS = {

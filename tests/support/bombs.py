@@ -81,6 +81,14 @@ def many_members(folder: Path) -> None:
             archive.writestr(f"{number}", b"")
 
 
+def an_endless_header(folder: Path) -> None:
+    """A sparse file whose header would be nearly all of it."""
+    write_config(folder, CONFIG)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", (1 << 33) - 8) + b"{")
+        file.truncate(1 << 33)
+
+
 def overlapping(folder: Path) -> None:
     """As many layers as the header can name, all of them the same bytes."""
     data = np.zeros(1 << 19, np.float32).tobytes()
@@ -100,11 +108,13 @@ EMPTIES = b'{"a":[' + b"{}," * 10**6 + b"{}]}"
 DICTIONARIES = b'{"a":[' + b'{"":{}},' * 10**5 + b"{}]}"
 NAMES = json.dumps({f"key{i}": i + 0.5 for i in range(240000)}).encode()
 ASTRAL = ('{"a":"' + "\U0001f600" + "x" * (15 << 20) + '"}').encode()
+ASTRAL_STRING = struct.pack("<Q", 4 + (40 << 20)) + "\U0001f600".encode() + b"x" * (40 << 20)
 TUPLES = b"\x80\x02K\x01\x85q\x00" + b"h\x00h\x00\x86q\x00" * 40 + b"."
 BOMBS: dict[str, Callable[[Path], None]] = {
     "deflated": deflated,
     "many members": many_members,
     "overlapping": overlapping,
+    "an endless header": an_endless_header,
     "lists": _bin(b"\x80\x02" + b"]" * 500_000 + b"."),
     "dictionaries": _bin(b"\x80\x02" + b"}" * 500_000 + b"."),
     "filled dictionaries": _bin(b"\x80\x02X\x01\0\0\0aq\0" + b"}h\0Ns" * 80_000 + b"."),
@@ -128,6 +138,10 @@ BOMBS: dict[str, Callable[[Path], None]] = {
     "gguf strings": _gguf(_array(8, 500_000, (struct.pack("<Q", 1) + b"x") * 500_000)),
     "gguf endless strings": _gguf(_array(8, 2**60, bytes(8 << 20))),
     "gguf endless numbers": _gguf(_array(10, 2**60, bytes(100))),
+    "gguf a long string": _gguf(
+        struct.pack("<Q", 1) + b"a" + struct.pack("<I", 8) + ASTRAL_STRING
+    ),
+    "gguf a long key": _gguf(ASTRAL_STRING + struct.pack("<I", 0) + bytes(1)),
     "gguf nested": _gguf(_array(9, 1, struct.pack("<IQ", 9, 1) * 10**5)),
     "gguf values": _gguf(
         b"".join(struct.pack("<Q", 4) + struct.pack("<I", i) + bytes(5) for i in range(70_000)),

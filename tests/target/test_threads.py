@@ -1,10 +1,8 @@
 """Several threads on one model and one drafter, and a model that nobody ever sees changed."""
 
-import threading
-from collections.abc import Callable
-
 import mlx.core as mx
 import pytest
+from at_once import in_threads
 from drafter_pairs import tiny_qwen3_next
 from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama
 from mlx_lm.models.cache import make_prompt_cache
@@ -13,7 +11,6 @@ from mlx_eagle.drafters.model_drafter import ModelDrafter
 from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.target.taps import Target
 
-LIMIT = 60  # seconds that a test waits for its threads
 NUM_TOKENS = 14
 PROMPTS = [PROMPT, PROMPT[::-1], [9, 33, 7], [50, 51, 52, 3]]
 LLAMA3 = {
@@ -28,27 +25,6 @@ CASES = {
     "trees": (tiny_llama, {"tree": parse_tree("2x3:6")}),
     "recurrent": (tiny_qwen3_next, {"num_draft_tokens": 3}),
 }
-
-
-def in_threads(*works: Callable[[], object]) -> list[object]:
-    """The results of functions that are run at the same time, each in a thread of its own."""
-    results: list[object] = [None] * len(works)
-    together = threading.Barrier(len(works))
-
-    def run(index: int) -> None:
-        try:
-            together.wait(LIMIT)
-            results[index] = works[index]()
-        except Exception as err:  # shown by the test, which compares the results
-            results[index] = err
-
-    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(works))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT)
-        assert not thread.is_alive(), "a thread has not ended"
-    return results
 
 
 @pytest.mark.parametrize("case", CASES)
