@@ -35,7 +35,8 @@ def read_prompt_cache(file: str) -> tuple[list[Any], dict[str, str]]:
 def check_prompt_cache(file: str) -> None:
     """Raise ValueError unless the file has the parts of a prompt cache."""
     if not Path(file).is_file():
-        raise ValueError(f"{FLAG} {file} does not exist.")
+        what = "is no file" if Path(file).exists() else "does not exist"
+        raise ValueError(f"{FLAG} {file} {what}: {REMEDY}")
     try:
         with safe_open(file, framework="numpy") as opened:
             metadata = opened.metadata() or {}

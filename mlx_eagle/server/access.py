@@ -53,7 +53,7 @@ def is_loopback(host: str) -> bool:
     """Whether only this machine can reach an address. False where that is not known."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError:
+    except (OSError, UnicodeError):
         return False
     addresses = [str(address[0]).partition("%")[0] for *_, address in found]
     return all(ipaddress.ip_address(address).is_loopback for address in addresses)

@@ -74,7 +74,7 @@ NULLABLE = ("tree", "acceptance")  # null asks for chains, and for the best rule
 NAMES = ("model", "draft_model")  # empty ones are as good as none
 KINDS = {"chat_template_kwargs": dict, "role_mapping": dict, "model": str, "draft_model": str}
 TEMPLATE_OPTIONS = frozenset(
-    "conversation messages tools chat_template add_generation_prompt continue_final_message "
+    "self conversation messages tools chat_template add_generation_prompt continue_final_message "
     "tokenize sanitize_control_tokens padding truncation max_length return_tensors return_dict "
     "return_assistant_tokens_mask tokenizer_kwargs".split()
 )  # of the tokenizer's, which are not the client's to choose
@@ -100,8 +100,10 @@ def read_body(raw: bytes) -> dict[str, Any]:
         raise ValueError(f"the request body is not valid UTF-8 text ({err.reason}).") from err
     except RecursionError as err:
         raise ValueError("the request body is nested too deeply.") from err
-    except ValueError as err:  # numbers of thousands of digits too
+    except json.JSONDecodeError as err:
         raise ValueError(f"the request body is not JSON ({err}).") from err
+    except ValueError as err:  # Python's own words tell programmers how to let it through
+        raise ValueError("the request body holds a number of thousands of digits.") from err
     if not isinstance(body, dict):
         raise ValueError(f"the request body is {_kind(body)}: give a JSON object.")
     fields = {name: v for name, v in body.items() if v is not None or name in NULLABLE}
@@ -284,7 +286,11 @@ def _check_call(function: Any) -> None:
 
 def _shown(value: Any) -> str:
     """As in Python, cut where it is long."""
-    text = repr(value)
+    return shortened(repr(value))
+
+
+def shortened(text: str) -> str:
+    """What a client sent, as far as a message repeats it."""
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 

@@ -15,7 +15,7 @@ from mlx_lm.server import (
 )
 
 from .answer import Answer, RequestError, checked
-from .body import PairArguments, with_drafting
+from .body import PairArguments, shortened, with_drafting
 from .generator import PairGenerator
 from .metrics import Metrics, Outcome
 from .provider import DEFAULT
@@ -111,8 +111,10 @@ class Exchange:
     def _check_names(self, names: ModelDescription) -> None:
         provider = self.generator.model_provider
         if names.model not in provider.model_names:
-            raise RequestError(f"{names.model} is not served here, but {provider.name} is.", 404)
+            found = shortened(names.model)
+            raise RequestError(f"{found} is not served here, but {provider.name} is.", 404)
         if names.draft not in provider.draft_names:
+            found = shortened(names.draft)
             raise RequestError(
-                f"the draft model {names.draft} is not served here: leave draft_model out.", 404
+                f"the draft model {found} is not served here: leave draft_model out.", 404
             )

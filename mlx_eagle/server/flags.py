@@ -2,15 +2,36 @@
 
 import argparse
 import json
+from typing import Any
 
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.utils import _parse_size
 
-from ..commands.flags import add_draft_flags, check_draft_flags
-from .body import NUMBERS
+from ..commands.flags import add_draft_flags, check_cache_flags, check_draft_flags
+from ..decoding.limits import AUTO
+from .body import MAX_DRAFT_TOKENS, NUMBERS
 from .connection import MAX_HEAD
 from .generator import TIME_LIMIT
 from .listener import BODY_BYTES, CONNECTIONS, REQUEST_SECONDS
+
+
+def _size(text: str) -> int:
+    """For ``type=`` of a flag: bytes, with or without a unit."""
+    try:
+        return _parse_size(text)
+    except (ArithmeticError, KeyError, ValueError) as err:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size: give bytes, or a number with a unit, such as 16MB"
+        ) from err
+
+
+def _template_arguments(text: str) -> Any:
+    """For ``type=`` of a flag: a JSON value."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as err:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: give an object") from err
+
 
 FLAGS = {
     # What these three mean here is said by ``add_draft_flags``.
@@ -22,7 +43,7 @@ FLAGS = {
     "port": (int, 8080, "Port to listen at, 1 to 65535; 0 takes a free one."),
     "allowed-origins": (lambda x: x.split(","), "*", "Origins that browsers may ask from."),
     "chat-template": (str, "", "A chat template for the tokenizer."),
-    "chat-template-args": (json.loads, "{}", "Arguments of the chat template, in JSON."),
+    "chat-template-args": (_template_arguments, "{}", "Arguments of the chat template, in JSON."),
     "temp": (float, 0.0, "Default sampling temperature."),
     "top-p": (float, 1.0, "Default nucleus sampling top-p."),
     "top-k": (int, 0, "Default top-k; 0 is no limit."),
@@ -37,7 +58,7 @@ FLAGS = {
     "prompt-concurrency": (int, 8, "Prompts to process together."),
     "prefill-step-size": (int, 2048, "Tokens of a prompt to process in one pass."),
     "prompt-cache-size": (int, 10, "Number of prompts whose caches are kept."),
-    "prompt-cache-bytes": (_parse_size, None, "Maximum bytes of the caches that are kept."),
+    "prompt-cache-bytes": (_size, None, "Maximum bytes of the caches that are kept."),
     "kv-bits": (int, None, "Bits of quantized caches; requests are then served in turn."),
     "kv-group-size": (int, 64, "Group size of quantized caches."),
     "quantized-kv-start": (int, DEFAULT_QUANTIZED_KV_START, "Tokens before quantization starts."),
@@ -51,7 +72,7 @@ ACCESS = {
     ),
     "api-key-file": (str, None, "File that holds the key."),
     "max-body-size": (
-        _parse_size,
+        _size,
         BODY_BYTES,
         "Maximum bytes of a request's body, such as 16MB; a larger one gets status 413. "
         f"(A request's head may have {MAX_HEAD} bytes, and 100 header lines.)",
@@ -113,6 +134,12 @@ def build_parser() -> argparse.ArgumentParser:
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise ValueError for values that make no sense, before anything is loaded."""
     check_draft_flags(args)
+    check_cache_flags(args)
+    length = args.num_draft_tokens
+    if length != AUTO and length > MAX_DRAFT_TOKENS:
+        raise ValueError(
+            f"--num-draft-tokens is {length}: give at most {MAX_DRAFT_TOKENS}, or auto."
+        )
     for name in POSITIVE:
         if getattr(args, name) < 1:
             raise ValueError(f"--{_dashed(name)} is {getattr(args, name)}: give 1 or more.")

@@ -14,7 +14,7 @@ from mlx_lm.server import APIHandler, CompletionRequest
 
 from ..decoding.limits import AUTO
 from .answer import RequestError
-from .body import check_body, read_body, write_body
+from .body import check_body, read_body, shortened, write_body
 from .connection import Presence, RequestReader, drain
 from .exchange import Exchange
 from .listener import PairServer
@@ -93,7 +93,7 @@ class PairHandler(APIHandler):
             elif self.path.startswith("/v1/models") or self.path == "/health":
                 super().do_GET()
             else:
-                raise RequestError(f"nothing is at {self.path}.", 404)
+                raise RequestError(f"nothing is at {shortened(self.path)}.", 404)
         except RequestError as err:
             self._send_error(err)
 
@@ -105,7 +105,7 @@ class PairHandler(APIHandler):
         text = message or self.responses.get(code, ("the request is not HTTP",))[0]
         self.server.metrics.count_request(Outcome.REFUSED)  # also 501, "no such method"
         self.headers = getattr(self, "headers", None) or {}
-        self._send_error(RequestError(f"{text.rstrip('.')}.", code))
+        self._send_error(RequestError(f"{shortened(text.rstrip('.'))}.", code))
 
     def _check_request(self) -> None:
         """Read the body, and leave what was read for mlx-lm to read. Raises RequestError."""
@@ -113,7 +113,8 @@ class PairHandler(APIHandler):
         self._check_key()
         self.server.check_open()
         if self.path not in PROMPTS:
-            raise RequestError(f"nothing is at {self.path}: post to /v1/chat/completions.", 404)
+            path = shortened(self.path)
+            raise RequestError(f"nothing is at {path}: post to /v1/chat/completions.", 404)
         raw = self._read()
         self.is_body_unread = False
         self.num_bytes = len(raw)
@@ -136,6 +137,14 @@ class PairHandler(APIHandler):
             )
 
     def _read(self) -> bytes:
+        if "Transfer-Encoding" in self.headers:
+            raise RequestError(
+                "the request has a Transfer-Encoding: send the body whole, with its "
+                "Content-Length.",
+                411,
+            )
+        if len(set(self.headers.get_all("Content-Length", []))) > 1:
+            raise RequestError("the request has several Content-Lengths: give one.")
         if "Content-Length" not in self.headers:
             raise RequestError("the request has no Content-Length: give one.", 411)
         text = self.headers["Content-Length"].strip()
@@ -238,7 +247,7 @@ class PairHandler(APIHandler):
         elif wanted in (name, name.strip("/")):
             self._send_json(model)
         else:
-            raise RequestError(f"{wanted} is not served here, but {name} is.", 404)
+            raise RequestError(f"{shortened(wanted)} is not served here, but {name} is.", 404)
 
     def generate_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return self._with_counts(super().generate_response(*args, **kwargs))

@@ -65,8 +65,8 @@ class PairServer(ThreadingHTTPServer):
             )
             self.address_family, _, _, _, resolved = found[0]
             super().__init__(resolved, handler)
-        except (OSError, OverflowError) as err:
-            reason = err.strerror if isinstance(err, OSError) else str(err)
+        except (OSError, OverflowError, UnicodeError) as err:
+            reason = err.strerror if isinstance(err, OSError) else "no name of a host"
             raise ValueError(
                 f"the server cannot listen at {host}, port {port} ({reason}): choose others with "
                 "--host and --port."

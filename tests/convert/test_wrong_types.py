@@ -81,7 +81,8 @@ def test_texts_that_are_no_object(tmp_path, out, capsys, text, words, name):
 
 @pytest.mark.parametrize(
     "weight_map", [["model.safetensors"], "x", {"a": 1}, {"a": "../x"}, {"a": "/etc/passwd"},
-                   {"a": ".."}, {"a": ""}, {"a": "x\ny"}, {"a": "a\\b"}, {"a": None}, {"a": "\u00e9" * 200}],
+                   {"a": ".."}, {"a": ""}, {"a": "x\ny"}, {"a": "a\\b"}, {"a": None},
+                   {"a": "\u00e9" * 200}],
 )  # fmt: skip
 def test_an_index_names_files_of_its_folder_alone(tmp_path, out, capsys, weight_map):
     write_safetensors(tmp_path / "x", CONFIG, PLAIN)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from openai import OpenAI
@@ -19,6 +20,8 @@ from serving import ENDLESS, ours, parse, write_pair
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.server import __main__ as command
 from mlx_eagle.server.access import ApiKey, is_loopback, read_key
+from mlx_eagle.server.handler import PairHandler
+from mlx_eagle.server.listener import PairServer
 from mlx_eagle.server.metrics import Metrics, Outcome
 from mlx_eagle.server.signals import StopSignals
 
@@ -119,6 +122,9 @@ MISTAKES = {
     "tokens": (("--max-tokens", str(2**40)), "--max-tokens is 1099511627776"),
     "body": (("--max-body-size", "0"), "--max-body-size is 0: give 1 or more"),
     "time": (("--time-limit", "nan"), "--time-limit is nan: give seconds"),
+    "bits": (("--kv-bits", "7"), "--kv-bits is 7: give 2, 3, 4, 5, 6 or 8"),
+    "groups": (("--kv-group-size", "5"), "--kv-group-size is 5"),
+    "long drafts": (("--num-draft-tokens", "65"), "--num-draft-tokens is 65: give at most 64"),
     "timeout": (("--request-timeout", "0"), "--request-timeout is 0.0"),
 }
 
@@ -128,6 +134,28 @@ def test_flags_that_make_no_sense(name):
     given, sentence = MISTAKES[name]
     with pytest.raises(ValueError, match=re.escape(sentence)):
         command.check_arguments(parse(*given))
+
+
+@pytest.mark.parametrize("size", ["x", "1XB", "-5", "1e", "NaN", "Infinity", ""])
+@pytest.mark.parametrize("flag", ["--max-body-size", "--prompt-cache-bytes"])
+def test_sizes_that_are_none(flag, size, capsys):
+    with pytest.raises(SystemExit):
+        parse(f"{flag}={size}")
+    assert f"{size!r} is no size: give bytes" in capsys.readouterr().err
+
+
+def test_template_arguments_that_are_not_json(capsys):
+    with pytest.raises(SystemExit):
+        parse("--chat-template-args", "{")
+    assert "'{' is not JSON: give an object" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["a" * 300, "\udcff"])
+def test_hosts_that_cannot_be_named(host):
+    assert not is_loopback(host)
+    generator = SimpleNamespace(metrics=None)
+    with pytest.raises(ValueError, match="cannot listen at .* \\(no name of a host\\): choose"):
+        PairServer((host, 0), PairHandler, generator)
 
 
 def test_the_limits_are_stated_in_help():

@@ -112,6 +112,7 @@ PROMISES = {
     "echo": ({"echo": True}, "echo is not supported"),
     "suffix": ({"suffix": "end"}, "suffix is not supported"),
     "template": ({"chat_template_kwargs": {"chat_template": "x"}}, "not the client's to set"),
+    "self": ({"chat_template_kwargs": {"self": 1}}, "not the client's to set"),
     "truncation": ({"chat_template_kwargs": {"max_length": 3}}, "not the client's to set"),
 }
 

@@ -58,6 +58,7 @@ BODIES = {
     "half a character": (TEXT, b'{"prompt": "\\ud800"}', "not valid UTF-8"),
     "deep": (TEXT, b"[" * 200_000, "nested too deeply"),
     "a list": (TEXT, b"[1]", "give a JSON object"),
+    "digits": (TEXT, b'{"seed": ' + b"9" * 5000 + b"}", "holds a number of thousands of digits."),
     "infinite": (TEXT, b'{"prompt": "a", "temperature": 1e999}', "give a finite number"),
     "not a number": (TEXT, b'{"prompt": "a", "temperature": NaN}', "give a finite number"),
 }
@@ -144,6 +145,32 @@ def test_lengths_and_paths_that_are_wrong(server):
     with socket.create_connection(server.address, timeout=20) as connection:
         connection.sendall(f"POST {TEXT} HTTP/1.0\r\nContent-Length: 99\r\n\r\n{{".encode())
     assert server.complete(prompt="Once").choices == server.good
+
+
+def test_bodies_whose_length_is_in_doubt(server):
+    """What stands before the server may count otherwise than the server."""
+    headers = {"Transfer-Encoding: chunked": b" 411 ", "Content-Length: 5": b" 400 "}
+    for header, status in headers.items():
+        with socket.create_connection(server.address, timeout=20) as connection:
+            head = f"POST {TEXT} HTTP/1.1\r\nContent-Length: 2\r\n{header}\r\n\r\n"
+            connection.sendall(f"{head}{{}}".encode())
+            assert status in connection.recv(100)
+
+
+def test_what_clients_send_is_not_repeated_at_length(server):
+    long = "x" * 30_000
+    for path, body in (
+        (f"/v1/{long}", {}),
+        (TEXT, {"prompt": "a", "model": long}),
+        (TEXT, {"prompt": "a", "draft_model": long}),
+    ):
+        status, document = post(server, path, json.dumps(body).encode())
+        assert status == 404 and len(document["error"]["message"]) < 300
+    for line in (f"GET /{long} HTTP/1.0", f"GET /v1/models/{long} HTTP/1.0", f"{long} / HTTP/1.0"):
+        with socket.create_connection(server.address, timeout=20) as connection:
+            connection.sendall(f"{line}\r\n\r\n".encode())
+            answer = b"".join(iter(lambda: connection.recv(2**16), b""))
+        assert b"x" * 20 in answer and len(answer) < 1000
 
 
 def test_names_of_models(server, pair):
