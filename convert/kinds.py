@@ -93,7 +93,7 @@ CONFIG: Table = {
         lambda value: COUNT.holds(value) or COUNTS.holds(value),
     ),
     "eagle_config": HEAD,
-    "transformer_layer_config": LAYER,
+    "transformer_layer_config": HEAD,
     "speculators_config": {"proposal_methods": LIST},
 }
 """Of a published head."""

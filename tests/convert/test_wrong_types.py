@@ -47,6 +47,10 @@ WRONG = {
     "a large number": ({"vocab_size": 2**40}, "vocab_size is 1099511627776"),
     "a flag": ({"norm_before_residual": "false"}, "expected true or false"),
     "depth": ({"a": eval("[" * 40 + "]" * 40)}, "more than 32 levels"),
+    "a size in the layer": (
+        SPECULATORS | {"transformer_layer_config": {"target_hidden_size": [64]}},
+        "transformer_layer_config.target_hidden_size is [64], expected a whole number",
+    ),
     "a layer": (SPECULATORS | {"transformer_layer_config": [1]}, "expected an object"),
 }
 
