@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import mlx_lm
+import pytest
 from at_once import in_threads
 from helpers import byte_tokenizer, tiny_head, tiny_llama
 
@@ -56,6 +57,7 @@ def ways() -> tuple[dict[str, Callable[[], Texts]], Callable[[], Texts]]:
     return repeatable, lambda: streamed(PROMPTS[:1] * 3, num_draft_tokens=3, sampler=fresh)
 
 
+@pytest.mark.exhaustive
 def test_all_ways_at_once_give_the_texts_of_one_after_the_other():
     repeatable, fresh = ways()
     expected = {name: work() for name, work in repeatable.items()}

@@ -174,6 +174,7 @@ def test_scenarios_share_one_report(monkeypatch, capsys, tmp_path, tiny):
     assert (tmp_path / "plots" / "speedup-2.png").is_file()
 
 
+@pytest.mark.exhaustive
 def test_batches_beside_mlx_lms_own(monkeypatch, capsys, tmp_path, tiny):
     lone = runner.Models(tiny.target, tiny.tokenizer, tiny.drafter)
     costs = BatchCosts(FLAT, FLAT, 2)

@@ -92,6 +92,7 @@ def test_a_run_counts_the_tokens_after_the_first(tiny, temp):
     assert all(run.seconds > 0 and run.ttft > 0 and run.peak_bytes > 0 for run in runs)
 
 
+@pytest.mark.exhaustive
 def test_calibration_is_no_part_of_the_time_to_the_first_token(tiny, monkeypatch):
     """Neither in a run of the benchmark nor in the prompt speed of a response."""
 

@@ -7,6 +7,7 @@ import sys
 
 import mlx_lm.chat
 import pytest
+from grids import thorough
 from helpers import byte_tokenizer, caches_equal, plain, tiny_head, tiny_llama
 from mlx_lm.cli_ui import ChatUI
 from mlx_lm.models.cache import make_prompt_cache
@@ -65,7 +66,7 @@ FLAGS = {
 LENGTHS = [(), *(("--num-draft-tokens", k) for k in "03"), ("--tree", "3x3:6")]
 
 
-@pytest.mark.parametrize("ours", LENGTHS, ids=str)
+@pytest.mark.parametrize("ours", thorough(LENGTHS, LENGTHS[2]), ids=str)
 @pytest.mark.parametrize("name", FLAGS)
 def test_the_answers_of_mlx_lm(run, name, ours):
     theirs = run(mlx_lm.chat.main, [*QUESTIONS, "q"], *FLAGS[name])

@@ -90,11 +90,16 @@ def test_text_footer_and_counts(run, pair):
     "flags",
     [
         (),
-        ("--num-draft-tokens", "0"),
         ("--num-draft-tokens", "5"),
-        ("--tree", "3x3:9"),
-        ("--draft-model", "lookup"),
-        ("--kv-bits", "8", "--kv-group-size", "32", "--quantized-kv-start", "40"),
+        *(
+            pytest.param(flags.split(), marks=pytest.mark.exhaustive)
+            for flags in (
+                "--num-draft-tokens 0",
+                "--tree 3x3:9",
+                "--draft-model lookup",
+                "--kv-bits 8 --kv-group-size 32 --quantized-kv-start 40",
+            )
+        ),
     ],
 )
 def test_the_same_text_whatever_is_drafted(run, pair, flags):
@@ -145,6 +150,7 @@ def head(tmp_path):
     return write_safetensors(tmp_path / "head", {**CONFIG, "vocab_size": 49152}, tensors)
 
 
+@pytest.mark.exhaustive
 def test_folders_as_a_user_names_them(run, target, head):
     """A target folder with an unconverted checkpoint, converted on the fly, or a small model."""
     flags = ("-p", QUESTION, "-m", "12", "--verbose", "F", "--model", str(target))
@@ -156,6 +162,7 @@ def test_folders_as_a_user_names_them(run, target, head):
     assert run(*flags, "--draft-model", str(target))[1] == plain
 
 
+@pytest.mark.exhaustive
 def test_a_prompt_cache_made_by_mlx_lm(run, target, head, tmp_path):
     file = str(tmp_path / "cache.safetensors")
     made = [sys.executable, "-m", "mlx_lm", "cache_prompt", "--model", str(target)]
@@ -293,7 +300,8 @@ def test_every_command_says_once_how_to_get_openblas(main, monkeypatch, capsys):
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
     monkeypatch.setattr(device, "is_openblas_in_front", lambda: False)
-    flags = ["--hf-path", "no/such/head/here", "--check"] if main is convert.main else []
+    flags = ["--hf-path", "no/such/head", "--check", "--target", "no/such"]
+    flags = flags if main is convert.main else []
     monkeypatch.setattr(sys, "argv", ["x", *(flags or ["--draft-model", "no/such/head/here"])])
     with pytest.raises(SystemExit) as stop:
         main()

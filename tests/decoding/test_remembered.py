@@ -90,6 +90,7 @@ def test_several_threads_lose_nothing(path):
     assert len(read_entries(path)) == 30
 
 
+@pytest.mark.exhaustive
 def test_a_process_killed_while_it_writes(path):
     """Whenever that is, the file can be read, and the next process can write."""
     for tries in range(3):

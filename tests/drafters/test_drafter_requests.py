@@ -83,7 +83,7 @@ def no_collector():
 
 
 @pytest.mark.parametrize("num_taken", thorough([3, 12], 12))
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", thorough(PAIRS, "eagle-3"))
 def test_caches_are_freed_at_once(name, num_taken, no_collector):
     model, drafter = PAIRS[name]
     left = []

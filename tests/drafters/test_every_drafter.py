@@ -77,7 +77,7 @@ def test_the_target_as_its_own_draft_model(model, k):
     assert stats.tau == k + 1
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", thorough(PAIRS, "eagle-3"))
 def test_coupled_text_depends_on_the_seed_alone(name):
     model, drafter = PAIRS[name]
 
@@ -96,7 +96,7 @@ def test_coupled_text_depends_on_the_seed_alone(name):
     assert run(4) == run(1) == run(0)
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", thorough(PAIRS, "eagle-3"))
 def test_rejection_sampling(name):
     model, drafter = PAIRS[name]
 
@@ -117,7 +117,7 @@ def test_rejection_sampling(name):
     assert run(1)[0] == tokens and run(2)[0] != tokens
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", thorough(PAIRS, "eagle-3"))
 def test_two_generations_do_not_mix(name):
     model, drafter = PAIRS[name]
     prompts = [PROMPT, PROMPT[::-1]]

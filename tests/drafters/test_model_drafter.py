@@ -26,6 +26,7 @@ def test_a_recurrent_draft_model_runs_again_where_a_draft_fails(k):
         assert num_reruns == (0 if script == "all" else stats.num_rounds - 1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("keep", [0, 4])
 def test_a_draft_model_with_a_full_window(keep, monkeypatch):
     make_cache = lambda self: [RotatingKVCache(WINDOW, keep) for _ in self.layers]

@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from grids import thorough
 from mlx_lm.generate import BatchGenerator, make_stop_sequences
 from mlx_lm.server import Response
 from mlx_lm.utils import load_tokenizer
@@ -77,7 +78,7 @@ def test_answers_are_those_of_mlx_lm_server(drafted, reference, name):
     assert got.usage.tau >= 1
 
 
-@pytest.mark.parametrize("name", ["chat", "long"])
+@pytest.mark.parametrize("name", thorough(["chat", "long"], "chat"))
 def test_streams_are_those_of_mlx_lm_server(server, reference, name):
     options = REQUESTS[name] | {"stream": True, "stream_options": {"include_usage": True}}
 

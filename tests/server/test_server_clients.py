@@ -81,6 +81,7 @@ def test_a_conversation_of_ten_turns(server, reference):
     assert all(usage.drafted_tokens > 0 for usage in usages)
 
 
+@pytest.mark.exhaustive
 def test_eight_clients_in_their_own_ways(server, reference):
     """Chats and texts, whole and streamed, greedy and sampled, with stop words and logprobs."""
     requests = [

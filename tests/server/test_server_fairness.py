@@ -161,7 +161,14 @@ def half_closed(asked, fields: dict, version: str = "1.1") -> bytes:
     return b"".join(parts)
 
 
-@pytest.mark.parametrize("stream, version", [(False, "1.1"), (False, "1.0"), (True, "1.1")])
+@pytest.mark.parametrize(
+    "stream, version",
+    [
+        (True, "1.1"),
+        pytest.param(False, "1.1", marks=pytest.mark.exhaustive),
+        pytest.param(False, "1.0", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_half_closed_client_gets_its_answer(server, expected, stream, version):
     """Also where it has to wait so long that the server looks several times who is there."""
     whole = TEXT | {"temperature": 0}

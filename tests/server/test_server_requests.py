@@ -246,6 +246,7 @@ def start():
         process.communicate(timeout=30)
 
 
+@pytest.mark.exhaustive
 def test_names_of_files_that_are_wrong(pair, server, start):
     port = str(server.address[1])
     pairs = {

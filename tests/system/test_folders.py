@@ -44,6 +44,7 @@ def test_of_several_processes_one_wins(tmp_path):
     assert (tmp_path / "x" / "a").read_text() == (tmp_path / "x" / "b").read_text()
 
 
+@pytest.mark.exhaustive
 def test_what_a_killed_process_left_is_removed(tmp_path):
     killed, alive = writer(tmp_path / "x", "killed", 60), writer(tmp_path / "x", "alive", 2)
     os.kill(killed.pid, signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 import pytest
+from grids import thorough
 from helpers import (
     PROMPT,
     SCRIPTS,
@@ -43,7 +44,7 @@ def model_with(name: str):
     return tiny_llama(rope_scaling=ROPES[name], max_position_embeddings=LIMIT)
 
 
-@pytest.mark.parametrize("name", ROPES)
+@pytest.mark.parametrize("name", thorough(ROPES, "default", "yarn"))
 def test_targets_past_their_length(name):
     model = model_with(name)
     expected = plain(model, PROMPT, 52)

@@ -61,6 +61,7 @@ def test_parts_write_what_the_whole_writes(tmp_path, case):
         assert [what for what, right in report[case].items() if not right] == []
 
 
+@pytest.mark.exhaustive
 def test_recurrent_pipelines_are_refused_in_every_process(tmp_path):
     for report in reports(tmp_path):
         assert "split in a pipeline and has recurrent layers" in report["refusal"]
