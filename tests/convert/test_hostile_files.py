@@ -34,6 +34,7 @@ def test_fuzzed_files(tmp_path, seed, seconds):
     assert any("heads" in name for name in outcomes), "not all are refused"
 
 
+@pytest.mark.exhaustive
 def test_bombs(tmp_path):
     """Small files that want to become large: the writing is done here, the reading there."""
     (tmp_path / "bombs").mkdir()

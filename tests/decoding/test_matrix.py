@@ -70,7 +70,7 @@ def next_request(model, cache: list, options: dict) -> list[int]:
     return plain(model, [3, 4], 8, prompt_cache=cache, **options)
 
 
-@pytest.mark.parametrize("script", thorough(["all", "none", "alternating"], "all", "alternating"))
+@pytest.mark.parametrize("script", thorough(["all", "none", "alternating"], "alternating"))
 @pytest.mark.parametrize("k", thorough([1, 2, 3, 4, 5], 3))
 def test_matrix(case, truth, k, script):
     (model, options), (sampler, text, follow) = case, truth

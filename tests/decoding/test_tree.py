@@ -48,7 +48,7 @@ def model():
     return tiny_llama(head_dim=32)
 
 
-@pytest.mark.parametrize("shape", thorough(SHAPES, "2x3:6", "4x5:16"))
+@pytest.mark.parametrize("shape", thorough(SHAPES, "3x4:12"))
 @pytest.mark.parametrize("make_model", [tiny_llama, tiny_qwen3])
 def test_trees_of_the_head_change_nothing(make_model, shape):
     model = make_model()

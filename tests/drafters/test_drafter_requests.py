@@ -44,7 +44,7 @@ def assert_drafter_missed_nothing(drafter, model, cache: list, text: list[int]) 
         assert mx.allclose(ours[1].keys[0, 0], features[-1:], rtol=1e-3, atol=1e-3).item()
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", thorough(PAIRS, "eagle-3", "lookup", "draft model"))
 @pytest.mark.parametrize("k", thorough([1, 3], 3))
 def test_several_requests_on_one_cache(name, k, tmp_path):
     model, drafter = PAIRS[name]
