@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import mlx.nn as nn
 from jinja2 import TemplateError
 from mlx_lm.server import CompletionRequest, GenerationArguments, convert_chat
 from mlx_lm.server import process_message_content as join_content
@@ -113,10 +112,3 @@ def too_long(found: str, limit: int) -> ValueError:
         f"the prompt has {found} tokens, but this model takes texts of {limit}, the answer "
         "included: shorten it."
     )
-
-
-def context_size(model: nn.Module) -> int | None:
-    """Tokens of a text the model was made for, where its configuration says so."""
-    args = vars(model).get("args")
-    size = vars(args).get("max_position_embeddings") if args is not None else None
-    return size if isinstance(size, int) and size > 0 else None

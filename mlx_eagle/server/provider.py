@@ -8,6 +8,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import ModelProvider
 
 from ..commands.flags import read_tree
+from ..commands.opening import context_size
 from ..decoding.setup import check_tree_drafter
 from ..demo.pair import load_demo
 from ..draft_models import open_drafter
@@ -15,7 +16,6 @@ from ..drafters.load import find_embedding
 from ..system.command import USER_ERRORS
 from ..system.hub import locate
 from ..target.tree_attention import check_trees
-from .prompt import context_size
 
 DEFAULT = "default_model"  # what mlx-lm calls the model and the draft model of the command line
 DEMO = "mlx-eagle-demo"
