@@ -275,12 +275,14 @@ def test_a_branch_is_moved_within_its_buffers(name):
             assert mx.array_equal(array[..., :12, :], wanted).item()
 
 
-@pytest.mark.parametrize("difference, sentence", [(0.0, ""), (0.5, "differ by 0.5, of 1")])
-def test_a_target_is_probed_once(monkeypatch, difference, sentence):
+@pytest.mark.parametrize(
+    "difference, noise, sentence",
+    [(0.0, 0.0, ""), (0.5, 0.01, "differ by 0.5, of 1"), (0.5, 0.3, ""), (0.01, 0.0, "")],
+)
+def test_a_target_is_probed_once(monkeypatch, difference, noise, sentence):
     probed, drafter = [], tiny_head(tiny_llama())
-    monkeypatch.setattr(
-        tree_attention, "_probe", lambda *args: (probed.append(1), (difference, 1.0))[1]
-    )
+    found = tree_attention._Probe(difference, noise, 1.0)
+    monkeypatch.setattr(tree_attention, "_probe", lambda model: probed.append(1) or found)
     model = tiny_llama()
     for _ in range(3):
         with pytest.raises(ValueError, match=sentence) if sentence else nullcontext():
