@@ -16,6 +16,7 @@ from helpers import (
     left_in,
     plain,
     plain_with_cache,
+    primitives,
     speculative,
     tiny_head,
     tiny_llama,
@@ -29,7 +30,8 @@ from tree_drafters import TREE_SCRIPTS, ScriptedTreeDrafter
 
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.decoding.sampling import Sampling
-from mlx_eagle.drafters.tree import TreeShape, rerank
+from mlx_eagle.drafters import eagle3
+from mlx_eagle.drafters.tree import TreeShape, rerank, top_k
 from mlx_eagle.target import tree_attention
 from mlx_eagle.target.rollback import Checkpoint
 from mlx_eagle.target.tree_rows import ancestors, kept_path
@@ -139,6 +141,31 @@ def test_coupled_trees_depend_on_the_seed_alone(model):
             assert tokens == alone
 
 
+@pytest.mark.parametrize("k", thorough([1, 2, 3, 6, 10, 11], 3, 11))
+@pytest.mark.parametrize("size", [48, 2049])
+def test_the_best_are_those_of_a_stable_sort(size, k):
+    """Picked one by one or sorted; of equal ones, the first comes first."""
+    scores = mx.random.randint(0, 40, (5, size), key=mx.random.key(k)).astype(mx.float32)
+    rows = scores.tolist()
+    expected = [sorted(range(size), key=lambda i: (-row[i], i))[:k] for row in rows]
+    assert top_k(scores, k).tolist() == expected
+    assert top_k(scores[0], k).tolist() == expected[0]
+
+
+def test_picking_from_a_vocabulary_takes_few_kernels():
+    """Metal sorts 32000 columns in ten or more; here they are three more for every pick."""
+    scores = mx.random.normal((4, 32000))
+    mx.eval(scores)
+    kernels = ("Arange", "ArgReduce", "Equal", "Select", "Concatenate")
+
+    def count(k: int) -> int:
+        found = primitives(top_k(scores, k))
+        assert not {"ArgSort", "AsType"} & set(found)
+        return sum(found.count(name) for name in kernels)
+
+    assert [count(k) for k in (1, 2, 4)] == [1, 6, 12]
+
+
 def naive_tree(drafter, committed_tokens, features, shape):
     """EAGLE-2's tree with every node evaluated as a causal chain of its own."""
     ids = drafter._to_target.tolist()
@@ -150,7 +177,7 @@ def naive_tree(drafter, committed_tokens, features, shape):
         states = alone._seed
         for token in path:
             states = alone._forward(mx.array([token]), states)
-        return alone._log_probabilities(states)[0].tolist()
+        return eagle3._log_probabilities(alone.head.logits(states))[0].tolist()
 
     def children(path, score):
         row = log_q(path)

@@ -1,6 +1,7 @@
 """What several test files share: tiny models, scripted drafters, plain decoding."""
 
 import io
+import re
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
@@ -142,11 +143,16 @@ def left_in(model: nn.Module, cache: list) -> tuple[list[type], list[int], list[
     return types, offsets, plain(model, [7, 9, 11], 20, prompt_cache=cache)
 
 
-def num_primitives(*arrays: mx.array) -> int:
-    """Operations in the graph that computes ``arrays``; in dot they are the rectangles."""
+def primitives(*arrays: mx.array) -> list[str]:
+    """The operations in the graph that computes ``arrays``; in dot they are the rectangles."""
     graph = io.StringIO()
     mx.export_to_dot(graph, *arrays)
-    return graph.getvalue().count("shape=rectangle")
+    return re.findall(r'label ?="(\w+)", shape=rectangle', graph.getvalue())
+
+
+def num_primitives(*arrays: mx.array) -> int:
+    """How many operations compute ``arrays``."""
+    return len(primitives(*arrays))
 
 
 @dataclass(frozen=True)
