@@ -13,6 +13,8 @@ import mlx.nn as nn
 from ..target.tree_rows import ancestors
 from .tree import Tree
 
+LONG_DRAFT = 3  # tokens: from here on each one is started when it is built
+
 Pick = Callable[[mx.array, mx.array | None], mx.array]
 """How to choose a draft token from logits (1, Vd): see ``accept.Choice.pick``."""
 
@@ -47,6 +49,15 @@ class Draft:
 
 def empty_draft() -> Draft:
     return Draft(mx.zeros((0,), mx.int32))
+
+
+def start_early(token: mx.array, size: int) -> None:
+    """Start computing ``token`` (1,) before the rest of a draft of ``size`` tokens is built.
+
+    Of a short draft the whole is built sooner than the device is through with the round before.
+    """
+    if size >= LONG_DRAFT:
+        mx.async_eval(token)
 
 
 def check_width(features: mx.array, width: int) -> None:

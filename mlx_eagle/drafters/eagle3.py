@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from ..target.ropes import evaluate_ropes
 from ..target.tree_rows import each_itself
-from .base import Draft, Pick
+from .base import Draft, Pick, start_early
 from .fed import FedDrafter
 from .head import Eagle3Head
 from .tree import Tree
@@ -79,11 +79,12 @@ class Eagle3Drafter(FedDrafter):
     def propose(self, size: int, pick: Pick) -> Draft:
         """A chain of ``size`` tokens: one head forward for each but the first."""
         states, base = self._seed, self._position() if self.lagging else None
-        tokens = [self._next(states, pick)]
+        tokens = [self._next(self._first, pick)]
         for i in range(size - 1):
+            start_early(tokens[-1], size)
             positions = None if base is None else mx.array([base + i])
             states = self._forward(tokens[-1], states, positions)
-            tokens.append(self._next(states, pick))
+            tokens.append(self._next(self._logits(states), pick))
         for layer in self.cache[:-1]:
             layer.trim(size - 1)
         return Draft(mx.concatenate(tokens))
@@ -105,9 +106,9 @@ class Eagle3Drafter(FedDrafter):
             positions = mx.full((num,), base + level, mx.int32)
             states = self._forward(self._to_ids(picked), states[rows], positions, mask)
             level += 1
-            return self._log_probabilities(states)
+            return _log_probabilities(self._logits(states))
 
-        picked, parents = shape.grow(self._log_probabilities(self._seed), step)
+        picked, parents = shape.grow(_log_probabilities(self._first), step)
         for layer in self.cache[:-1]:
             layer.trim(visible.shape[1])
         return Draft(self._to_ids(picked), parents, shape.depth)
@@ -159,18 +160,17 @@ class Eagle3Drafter(FedDrafter):
         self._warn_once_past(self.head.config.max_position_embeddings, tokens.shape[0])
         return self.head(self._embed(tokens), states, self.cache[:-1], positions, mask)
 
-    def _next(self, states: mx.array, pick: Pick) -> mx.array:
-        """The head's choice after states (1, h), as a target id (1,) int32."""
-        return self._to_ids(pick(self.head.logits(states), self._to_target))
+    def _logits(self, states: mx.array) -> mx.array:
+        """See ``FedDrafter._logits``; states (m, h)."""
+        return self.head.logits(states)
+
+    def _next(self, logits: mx.array, pick: Pick) -> mx.array:
+        """The head's choice from logits (1, Vd), as a target id (1,) int32."""
+        return self._to_ids(pick(logits, self._to_target))
 
     def _to_ids(self, index: mx.array) -> mx.array:
         """Draft-vocabulary indices (m,) as target ids (m,) int32."""
         return (index if self._to_target is None else self._to_target[index]).astype(mx.int32)
-
-    def _log_probabilities(self, states: mx.array) -> mx.array:
-        """log q over the draft vocabulary in float32, (m, h) -> (m, Vd)."""
-        logits = self.head.logits(states).astype(mx.float32)
-        return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
     def _warn_once_past(self, limit: int, num_new: int) -> None:
         if not self._warned and self.cache[0].offset + num_new > limit:
@@ -180,3 +180,9 @@ class Eagle3Drafter(FedDrafter):
                 "output stays exact, but fewer drafts may be accepted from here on.",
                 stacklevel=2,
             )
+
+
+def _log_probabilities(logits: mx.array) -> mx.array:
+    """log q of logits (m, Vd), in float32."""
+    logits = logits.astype(mx.float32)
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)

@@ -103,6 +103,26 @@ def test_ragged_accept_lengths(model, scripted, k):
     assert wrong.num_emitted == perfect.num_emitted == 39
 
 
+def test_the_device_drafts_while_the_pass_of_all_is_built(monkeypatch):
+    events, model = [], tiny_llama(vocab_size=VOCAB)
+    call, start = type(model).__call__, mx.async_eval
+
+    def started(*arrays) -> None:
+        if [array.shape for array in arrays[0]] == [(2,)] * len(PROMPTS):
+            events.append("drafts")
+        start(*arrays)
+
+    def counted(self, *args, **kwargs):
+        events.append("target")
+        return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(mx, "async_eval", started)
+    monkeypatch.setattr(type(model), "__call__", counted)
+    together(model, tiny_head(model), num_draft_tokens=2, max_tokens=20)
+    first = events.index("drafts")
+    assert events[first : first + 8] == ["drafts", "target"] * 4
+
+
 def test_counts_are_those_of_each_text_alone(model, scripted):
     response = together(model, scripted)
     for prompt, length, ids, stats in zip(

@@ -26,6 +26,7 @@ from tree_drafters import TREE_SCRIPTS
 import mlx_eagle
 from mlx_eagle.decoding.accept import make_rule
 from mlx_eagle.decoding.sampling import Sampling
+from mlx_eagle.drafters import eagle3
 from mlx_eagle.drafters.base import Draft
 from mlx_eagle.drafters.tree import EAGLE1, StaticTree, TreeShape, parse_tree
 
@@ -104,7 +105,7 @@ def naive_static(drafter, committed, features, paths) -> list[int]:
         states = alone._seed
         for token in tokens:
             states = alone._forward(mx.array([token]), states)
-        row = alone._log_probabilities(states)[0].tolist()
+        row = eagle3._log_probabilities(alone.head.logits(states))[0].tolist()
         return [ids[i] for i in sorted(range(len(row)), key=lambda i: (-row[i], i))]
 
     found = {(): ()}
