@@ -183,6 +183,9 @@ class Batch:
         Of size 0, the drafters fall behind unless they are to ``absorb`` the step.
         """
         opened = [_open(request, shape) for request in self.requests]
+        if shape.size > 0:
+            # The device drafts while the host builds the target's pass, the larger graph.
+            mx.async_eval([own.draft.tokens for own in opened])
         width = _width(opened)
         windows = []
         for request, own in zip(self.requests, opened):
