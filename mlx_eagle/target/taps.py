@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from .attention_parts import AttentionParts
 from .layer_calls import LayerCall, LayerCalls
 from .masks import exact_masks
 from .sharding import find_stage
@@ -133,6 +134,11 @@ class Target:
             self._watched |= {self.stage.end, num_layers + 1}  # see Stage.fetch
         self._watch = Watch(self._watched)
         self._stand_in = self._watched_stand_in()
+
+    @property
+    def parts(self) -> AttentionParts:
+        """Whether attention cuts the rows of its passes into parts."""
+        return self._stand_in.parts
 
     def _watched_stand_in(self) -> StandIn:
         """The model's stand-in, whose layers and final norm tell ``self._watch``."""

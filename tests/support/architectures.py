@@ -90,12 +90,13 @@ ARCHITECTURES = {
 """Every architecture with a config, variants of a file included."""
 
 
-def build(name: str) -> nn.Module:
-    """A tiny model with lively random weights in float32."""
+def build(name: str, **changes: object) -> nn.Module:
+    """A tiny model with lively random weights in float32; ``changes`` to its config."""
     module = load(model_file(name))
     seed = SEEDS.get(name, 0)
     mx.random.seed(seed)  # some decays start at random, and keep that
-    model = module.Model(module.ModelArgs.from_dict(deepcopy(ARCHITECTURES[name])))
+    config = {**deepcopy(ARCHITECTURES[name]), **changes}
+    model = module.Model(module.ModelArgs.from_dict(config))
     size = sum(p.size for _, p in tree_flatten(model.parameters()))
     assert size < MOST_PARAMETERS, f"{name} has {size} parameters: a size was left to its default"
     model.eval()
