@@ -136,3 +136,11 @@ class TreeDrafter(Drafter, Protocol):
 
     def propose_tree(self, shape: Tree) -> Draft:
         """Draft a tree that may follow the last token absorbed."""
+
+
+@runtime_checkable
+class TailDrafter(Drafter, Protocol):
+    """A drafter that can keep drafted slots beside its caches (see ``tail.py``)."""
+
+    def keep_tail(self, is_kept: bool) -> None:
+        """Keep them there from now on, or in the caches; the drafts are the same."""
