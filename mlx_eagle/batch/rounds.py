@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
 from ..decoding.accept import LogitsProcessor, Sampler
-from ..decoding.controller import BatchCosts, Controller, DraftShape
+from ..decoding.controller import BatchCosts, Controller, DraftShape, Ways
 from ..decoding.decoder import Decoder
 from ..decoding.limits import Limits
 from ..decoding.loop import speculative_generate_step
@@ -130,7 +130,8 @@ def generate_together(
     if not running:
         return
     with mx.stream(options.stream):
-        batch = Batch(model, running, costs, keep_caches=keep_caches)
+        ways = Ways() if costs is None else costs.alone.ways
+        batch = Batch(model, running, costs, ways=ways, keep_caches=keep_caches)
         batch.go_by_size(controller)
         for _ in Pipeline(batch, controller):
             pass  # what each round emitted is in the requests
@@ -159,11 +160,15 @@ class Batch:
         requests: list[Request],
         costs: BatchCosts | None = None,
         *,
+        ways: Ways = Ways(),
         keep_caches: bool = False,
     ):
+        for request in requests:
+            request.decoder.use(ways)
         self.requests = requests
         self.cache = BatchCache([request.decoder.cache for request in requests])
         self._target = Target(model, requests[0].decoder.drafter.taps)
+        self._target.parts.is_on = ways.splits_attention
         self._costs = costs
         self._keep_caches = keep_caches
         self._began_with = requests

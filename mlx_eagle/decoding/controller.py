@@ -48,15 +48,32 @@ class DraftShape:
 
 
 @dataclass(frozen=True)
+class Ways:
+    """How a round is computed where two ways lead to the same numbers: what is done, if true.
+
+    ``splits_attention``: see ``target.attention_parts``; ``keeps_tail``: ``drafters.tail``.
+    """
+
+    splits_attention: bool = False
+    keeps_tail: bool = False
+
+
+@dataclass(frozen=True)
 class RoundCosts:
-    """Seconds: a step of pipelined plain decoding, and a round of each draft shape."""
+    """Seconds: a step of pipelined plain decoding, and a round of each draft shape.
+
+    ``failed`` are shapes that were asked for and cannot be run here. ``ways`` is how rounds were
+    computed.
+    """
 
     plain: float
     rounds: Mapping[DraftShape, float]
+    failed: tuple[DraftShape, ...] = ()
+    ways: Ways = Ways()
 
     @property
     def longest(self) -> int:
-        return max(shape.size for shape in self.rounds if shape.tree is None)
+        return max((shape.size for shape in self.rounds if shape.tree is None), default=0)
 
     def speedup(self, shape: DraftShape, num_tokens: float) -> float:
         """Over plain decoding, where a round of ``shape`` emits so many tokens."""
@@ -93,9 +110,11 @@ class BatchCosts:
         def cost(alone: float, together: float) -> float:
             return on_line({1: alone, self.batch_size: together}, batch_size)
 
+        known = [k for k in range(min(measured, default=1), self.together.longest + 1)]
         rounds = {
-            DraftShape(k): cost(self.alone.rounds[DraftShape(k)], on_line(measured, k))
-            for k in range(1, self.together.longest + 1)
+            shape: cost(self.alone.rounds[shape], on_line(measured, shape.size))
+            for shape in map(DraftShape, known)
+            if shape in self.alone.rounds
         }
         return RoundCosts(cost(self.alone.plain, self.together.plain), rounds)
 
@@ -198,6 +217,10 @@ class AdaptiveController:
         trees = [shape for shape in self.costs.rounds if shape.tree is not None]
         self._of_trees = {shape: (0.0, 0.0) for shape in trees}
         gains = {shape: self._gain(shape, [ALMOST_ALWAYS]) for shape in self.costs.rounds}
+        if not gains:
+            self.is_hopeless = True
+            self._turn_off("no draft can be verified on this device", float("inf"))
+            return
         shape = max(gains, key=gains.get)
         if gains[shape] < 1.0:
             cost = self.costs.rounds[shape] / self.costs.plain
@@ -275,9 +298,11 @@ class AdaptiveController:
             self._of_trees[shape] = tokens + num_accepted + 1, rounds + 1
 
     def _best(self) -> tuple[DraftShape, float]:
-        """The shape with the greatest gain, and the gain."""
+        """The shape with the greatest gain, and the gain; plain decoding where there is none."""
         alphas = self.alphas
         gains = {shape: self._gain(shape, alphas) for shape in self.costs.rounds}
+        if not gains:
+            return DraftShape(0), 0.0
         shape = max(gains, key=gains.get)
         return shape, gains[shape]
 

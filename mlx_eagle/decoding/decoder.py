@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from ..drafters.base import Draft, Drafter, Pick, empty_draft
+from ..drafters.base import Draft, Drafter, Pick, TailDrafter, empty_draft
 from ..target.rollback import CacheQuantization, Checkpoint
 from ..target.taps import Target
 from .accept import LogitsProcessor, Rule, process_logits
-from .controller import DraftShape
+from .controller import DraftShape, Ways
 from .round import OpenRound, Round, Rows, StopPoint, stop_point
 
 
@@ -62,6 +62,21 @@ class Decoder:
     def num_head_forwards(self) -> int:
         """Of the drafter, since prefill."""
         return self.drafter.num_forwards - self._prefill_forwards
+
+    @property
+    def other_ways(self) -> list[str]:
+        """The names in ``Ways`` of what could be done here; known once a pass was run."""
+        found = {
+            "splits_attention": self.target.parts.matters,
+            "keeps_tail": isinstance(self.drafter, TailDrafter),
+        }
+        return [name for name, is_possible in found.items() if is_possible]
+
+    def use(self, ways: Ways) -> None:
+        """Compute rounds in these ways from now on."""
+        self.target.parts.is_on = ways.splits_attention
+        if isinstance(self.drafter, TailDrafter):
+            self.drafter.keep_tail(ways.keeps_tail)
 
     def prefill(
         self, prompt: mx.array, step_size: int, progress: Callable[[int, int], None]

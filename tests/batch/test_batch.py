@@ -443,6 +443,14 @@ def test_costs_between_what_was_measured():
     assert BatchCosts(FLAT, steep, 1).of(1).plain == 3.0
 
 
+def test_what_fails_alone_or_together_is_not_offered_between():
+    alone = RoundCosts(1.0, {DraftShape(k): 1.0 + k for k in (1, 2, 3, 5)}, (DraftShape(4),))
+    together = RoundCosts(2.0, {DraftShape(1): 3.0, DraftShape(5): 7.0}, (DraftShape(7),))
+    assert [shape.size for shape in BatchCosts(alone, together, 4).of(2).rounds] == [1, 2, 3, 5]
+    none = RoundCosts(2.0, {}, (DraftShape(1),))
+    assert BatchCosts(alone, none, 4).of(2).rounds == {}
+
+
 def test_costs_are_measured_once_for_a_number_of_texts(model, tmp_path, monkeypatch):
     monkeypatch.setattr("mlx_eagle.decoding.calibrate.user_cache", lambda: tmp_path)
     measured, measure = [], batch_costs.measure_together
@@ -459,7 +467,8 @@ def test_costs_are_measured_once_for_a_number_of_texts(model, tmp_path, monkeypa
     assert offsets == [cache[0].offset for cache in caches]
     assert len(passes) <= 2 * 8 * sum(LENGTHS), "the caller's sampler ran while measuring"
     assert len(measured) == 1
-    assert tuple(measured[0].rounds) == batch_costs.MEASURED and measured[0].plain > 0
+    assert tuple(measured[0].rounds) == batch_costs.lengths_to_measure(len(PROMPTS))
+    assert measured[0].plain > 0
     assert auto(model, drafter, prompts=PROMPTS[:2], max_tokens=5).token_ids == (
         theirs(model, PROMPTS[:2], max_tokens=5).token_ids
     )
