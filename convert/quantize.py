@@ -41,7 +41,5 @@ def pack(name: str, weight: mx.array, bits: int, group_size: int) -> dict[str, m
     8B model.
     """
     path = name.removesuffix(".weight")
-    packed, scales, biases = mx.quantize(
-        weight, group_size=group_size, bits=bits, stream=mx.cpu
-    )
+    packed, scales, biases = mx.quantize(weight, group_size=group_size, bits=bits, stream=mx.cpu)
     return {name: packed, f"{path}.scales": scales, f"{path}.biases": biases}

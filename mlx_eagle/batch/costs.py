@@ -78,9 +78,7 @@ def _num_cached(request: Request) -> int:
     return max((getattr(c, "offset", 0) for c in request.cache), default=0)
 
 
-def measure_together(
-    model: nn.Module, trials: list[Request], ways: Ways = Ways()
-) -> RoundCosts:
+def measure_together(model: nn.Module, trials: list[Request], ways: Ways = Ways()) -> RoundCosts:
     """Time real rounds of a batch from where the prefilled ``trials`` stand, greedily.
 
     Their own caches stay as they are, because a batch copies them.

@@ -49,9 +49,7 @@ class StandIn:
             yield
 
 
-def copy_modules(
-    model: nn.Module, changed: list[nn.Module]
-) -> tuple[nn.Module, list[nn.Module]]:
+def copy_modules(model: nn.Module, changed: list[nn.Module]) -> tuple[nn.Module, list[nn.Module]]:
     """``model`` with copies of the modules ``changed`` in their places; the model and the copies.
 
     Copied are those modules and the ones that hold them, however deep; a module that stands in

@@ -334,7 +334,5 @@ def test_a_head_refuses_trees_before_anything_is_run(model, tree, changes, sente
     shape = tree if tree == "auto" else TreeShape.parse(tree)
     cache = make_prompt_cache(model)
     with pytest.raises(ValueError, match=sentence):
-        speculative(
-            model, tiny_head(model, **changes), PROMPT, 4, tree=shape, prompt_cache=cache
-        )
+        speculative(model, tiny_head(model, **changes), PROMPT, 4, tree=shape, prompt_cache=cache)
     assert all(layer.empty() for layer in cache)

@@ -58,7 +58,9 @@ def test_a_lagging_cache_drafts_the_same():
     assert tokens[0][0] == tokens[1][0] and tokens[0][1].tau == tokens[1][1].tau
 
 
-@pytest.mark.parametrize("draft", [{"num_draft_tokens": 5}, {"tree": parse_tree("2x3:6")}], ids=str)
+@pytest.mark.parametrize(
+    "draft", [{"num_draft_tokens": 5}, {"tree": parse_tree("2x3:6")}], ids=str
+)
 def test_a_generation_is_the_same(draft):
     drafter, results = tiny_head(MODEL), []
     for tail in (True, False):
