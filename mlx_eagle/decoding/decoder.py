@@ -176,7 +176,7 @@ class Decoder:
     ) -> Round:
         """The round whose verify pass gives logits (R, V) and features (R, F), not started yet."""
         draft = opened.draft
-        logprobs = self._logprobs(draft, tree_mask, logits)
+        logprobs = self._logprobs(draft, logits)
         verification = opened.choice.verify(draft, tree_mask, logprobs)
         if verification.rows is not None and features is not None:
             features = features[verification.rows]
@@ -293,8 +293,8 @@ class Decoder:
         self.num_reruns += 1
         self._run(tokens)
 
-    def _logprobs(self, draft: Draft, tree_mask: mx.array | None, logits: mx.array) -> mx.array:
+    def _logprobs(self, draft: Draft, logits: mx.array) -> mx.array:
         """Log-probabilities (k + 1, V) after each row, logits processors applied."""
         if self.processors:
-            logits = process_logits(self.processors, self.history, draft, tree_mask, logits)
+            logits = process_logits(self.processors, self.history, draft, logits)
         return logits - mx.logsumexp(logits, axis=-1, keepdims=True)

@@ -3,7 +3,7 @@
 EAGLE heads, a small model and prompt lookup all fit, and the loop treats them alike.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol, runtime_checkable
 
@@ -24,12 +24,14 @@ class Draft:
     """Proposed tokens (k,) int32 in the target's vocabulary; k may be 0.
 
     ``parents`` (k,) makes them a tree, whose deepest token is ``depth`` levels below the root:
-    ``parents[i]`` is the row of the verify pass that token i continues. None: a chain.
+    ``parents[i]`` is the row of the verify pass that token i continues. None: a chain. ``form``
+    is the same where the host knows it, because the tree is static.
     """
 
     tokens: mx.array
     parents: mx.array | None = None
     depth: int = 0
+    form: tuple[int, ...] | None = None
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -38,6 +40,10 @@ class Draft:
     def num_levels(self) -> int:
         """The longest run that can be kept."""
         return len(self) if self.parents is None else self.depth
+
+    def known_parents(self) -> Sequence[int] | None:
+        """``parents`` on the host, waited for where they are on the device alone."""
+        return self.form if self.form or self.parents is None else self.parents.tolist()
 
     def tree_mask(self) -> mx.array | None:
         """Which rows of the verify pass each one sees, itself included; None for a chain.

@@ -14,7 +14,7 @@ from .base import Draft, Pick, start_early
 from .fed import FedDrafter
 from .head import Eagle3Head
 from .tail import Tail
-from .tree import Tree
+from .tree import StaticTree, Tree
 
 
 class Eagle3Drafter(FedDrafter):
@@ -111,7 +111,8 @@ class Eagle3Drafter(FedDrafter):
 
         picked, parents = shape.grow(_log_probabilities(self._first), step)
         self._end_draft(visible.shape[1])
-        return Draft(self._to_ids(picked), parents, shape.depth)
+        form = shape.parents if isinstance(shape, StaticTree) else None
+        return Draft(self._to_ids(picked), parents, shape.depth, form)
 
     def keep_tail(self, is_kept: bool) -> None:
         """See ``TailDrafter.keep_tail``."""
