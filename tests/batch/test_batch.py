@@ -11,7 +11,15 @@ import pytest
 from costs import FLAT, LINEAR, ScriptedController
 from drafter_pairs import tiny_lfm2
 from grids import thorough
-from helpers import ScriptedDrafter, byte_tokenizer, plain, randomize, tiny_head, tiny_llama
+from helpers import (
+    FUSED,
+    ScriptedDrafter,
+    byte_tokenizer,
+    plain,
+    randomize,
+    tiny_head,
+    tiny_llama,
+)
 from mlx_lm.models import gemma3_text
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
@@ -41,15 +49,15 @@ def windowed_gemma3():
         intermediate_size=96,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=64,
         vocab_size=VOCAB,
         sliding_window=WINDOW,
         sliding_window_pattern=4,
     )
-    return randomize(gemma3_text.Model(args), 5)
+    return randomize(gemma3_text.Model(args), 9)
 
 
-MODELS = {"llama": lambda: tiny_llama(vocab_size=VOCAB), "gemma3, windowed": windowed_gemma3}
+MODELS = {"llama": lambda: tiny_llama(vocab_size=VOCAB, **FUSED), "gemma3, windowed": windowed_gemma3}
 SCRIPTS = [
     lambda r, size: size,
     lambda r, size: 0,

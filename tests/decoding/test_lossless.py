@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 from grids import thorough
 from helpers import (
+    CROWDED,
     PROMPT,
     SCRIPTS,
     VOCAB,
@@ -61,6 +62,20 @@ def test_scripted_drafts_and_the_cache_they_leave(model, text, left, k, script):
     )
     assert tokens == text[len(PROMPT) :][:40]
     assert caches_equal(cache, left(40))
+
+
+@pytest.mark.parametrize(
+    "make, options",
+    [(tiny_llama, {}), (tiny_qwen3, {}), (tiny_qwen3, {"max_kv_size": 12})],
+    ids=["llama", "qwen3", "rotating"],
+)
+def test_long_drafts_of_a_target_with_many_query_heads(make, options):
+    """Past 4 rows attention takes plain operations on Metal; past the window, a mask."""
+    crowded = make(**CROWDED)
+    truth = PROMPT + plain(crowded, PROMPT, 50, **options)
+    drafter = ScriptedDrafter(truth, SCRIPTS["every length"])
+    tokens, _ = speculative(crowded, drafter, PROMPT, 30, num_draft_tokens=7, **options)
+    assert tokens == truth[len(PROMPT) :][:30]
 
 
 def test_perfect_and_wrong_drafts_bound_tau(model, text):

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from grids import thorough
 from helpers import (
+    CROWDED,
+    FUSED,
     PROMPT,
     VOCAB,
     ScriptedDrafter,
@@ -47,13 +49,14 @@ CACHES = {
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_llama(head_dim=32)
+    return tiny_llama(**FUSED)
 
 
 @pytest.mark.parametrize("shape", thorough(SHAPES, "3x4:12"))
+@pytest.mark.parametrize("sizes", [FUSED, CROWDED], ids=["fused", "crowded"])
 @pytest.mark.parametrize("make_model", [tiny_llama, tiny_qwen3])
-def test_trees_of_the_head_change_nothing(make_model, shape):
-    model = make_model()
+def test_trees_of_the_head_change_nothing(make_model, sizes, shape):
+    model = make_model(**sizes)
     drafter = tiny_head(model)
     tokens, stats = speculative(model, drafter, PROMPT, 40, tree=TreeShape.parse(shape))
     assert tokens == plain(model, PROMPT, 40)

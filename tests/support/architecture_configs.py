@@ -356,6 +356,9 @@ WRAPPED = {
     "qwen3_vl_moe": "qwen3_moe",
 }
 
+TWO_WAYS = ("falcon_h1", "granitemoehybrid", "kimi_k3", "mamba2", "nemotron_h", "plamo2")
+"""What mlx-lm computes in one way for a row and in another for several, on Metal alone."""
+
 SEEDS = {"apertus": 4, "gptj": 1, "phi": 2, "plamo3": 1, "starcoder2": 3, "talkie": 4}
 """Where the seed 0 gives a text without life."""
 

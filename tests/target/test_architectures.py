@@ -14,6 +14,7 @@ from architectures import (
     build,
     check,
     load,
+    may_part,
     model_file,
     model_files,
     recorded,
@@ -58,6 +59,8 @@ WORKING = [name for name, works in TABLE.items() if works]
 def test_what_the_table_says_works(name):
     if name not in ARCHITECTURES:
         pytest.skip(f"the installed mlx-lm has no {model_file(name)}")
+    if may_part(name):
+        pytest.xfail("on Metal mlx-lm computes one row of it in another way than several")
     result = check(name, TABLE[name], ks=(3,), scripts=("every length",), num_tokens=18)
     works = [column for column in COLUMNS if getattr(result, column)]
     assert works == TABLE[name], result.reason
