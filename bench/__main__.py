@@ -31,7 +31,7 @@ DEMO_NAMES = {"model": "SmolLM2-135M-Instruct (demo)", "head": "demo head"}
 PICTURES = (".png", ".svg")
 SEEDS = Range("seed", 0, LARGEST_SEED, "a whole number from 0 to 2**64 - 1")
 TREES = (
-    "WIDTHxDEPTH:NODES with no more nodes than can be grown, such as 4x5:16, or a static tree "
+    "WIDTHxDEPTH:NODES with no more nodes than can be grown, such as 3x3:7, or a static tree "
     "(eagle1, root2:5, 3/2+1), or auto"
 )
 

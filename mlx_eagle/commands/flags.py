@@ -75,7 +75,7 @@ def add_draft_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tree",
         metavar="SHAPE",
-        help="Draft a tree instead of a chain. WIDTHxDEPTH:NODES (for example 4x5:16) is an "
+        help="Draft a tree instead of a chain. WIDTHxDEPTH:NODES (for example 3x3:7) is an "
         "EAGLE-2 tree.",
     )
     parser.add_argument(

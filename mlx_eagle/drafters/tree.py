@@ -44,7 +44,7 @@ class TreeShape:
             tree = cls(int(width), int(depth), int(nodes))
         except ValueError as err:
             raise ValueError(
-                f"the tree is {text!r}: give WIDTHxDEPTH:NODES, such as 4x5:16, or a static tree: "
+                f"the tree is {text!r}: give WIDTHxDEPTH:NODES, such as 3x3:7, or a static tree: "
                 "eagle1, root2:5 (two chains), or the children of each node, such as 3/2+1."
             ) from err
         most = tree.width + (tree.depth - 1) * tree.width**2
