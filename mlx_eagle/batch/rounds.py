@@ -22,6 +22,7 @@ from ..decoding.sampling import Sampling
 from ..decoding.setup import begin_drafter, open_decoder, split_cache
 from ..decoding.stats import Stats
 from ..drafters.base import Drafter
+from ..system.machines import fused_rows
 from ..system.progress import silent
 from ..target.rollback import CacheQuantization
 from ..target.taps import Target
@@ -167,7 +168,7 @@ class Batch:
             request.decoder.use(ways)
         self.requests = requests
         self.cache = BatchCache([request.decoder.cache for request in requests])
-        self._target = Target(model, requests[0].decoder.drafter.taps)
+        self._target = Target(model, requests[0].decoder.drafter.taps, fused_rows)
         self._target.parts.is_on = ways.splits_attention
         self._costs = costs
         self._keep_caches = keep_caches

@@ -150,7 +150,7 @@ def _round_time(decoder: Decoder, ways: Ways) -> float:
 def without_failed(
     shapes: Sequence[DraftShape], measure_all: Callable[[Sequence[DraftShape]], RoundCosts]
 ) -> RoundCosts:
-    """What ``measure_all`` says of the shapes that can be run here; of others, a line on stderr."""
+    """What ``measure_all`` says of the shapes that can be run; of others, a note on stderr."""
     failed: tuple[DraftShape, ...] = ()
     while True:
         try:

@@ -27,8 +27,9 @@ LOCK_TIMEOUT = 10.0  # seconds; the lock is held for a few milliseconds
 POLL = 0.01
 WAYS = {field.name for field in fields(Ways)}
 
-# {"plain": seconds, "rounds": {shape: seconds}}; "failed": [shape], "ways": [what is done] where any
 Entry = dict[str, Any]
+"""{"plain": seconds, "rounds": {shape: seconds}}, with "failed": [shape] and "ways": [name of what
+is done] where there are any."""
 
 
 @cache

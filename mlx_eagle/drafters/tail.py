@@ -34,7 +34,7 @@ class Tail:
         scale: float,
         mask: mx.array | None = None,
     ) -> mx.array:
-        """Append keys and values (1, Hk, m, D), and let queries (1, H, m, D) attend to all there is.
+        """Append keys and values (1, Hk, m, D); queries (1, H, m, D) attend to all there is.
 
         One softmax over the scores in the cache and those in the tail. ``mask`` (m, S) says which
         of all S slots each row sees, of those in the cache all; None, for one row, is all.

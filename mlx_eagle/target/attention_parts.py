@@ -1,9 +1,9 @@
 """Attention over a few rows, cut into parts that Metal's vector kernel takes.
 
-That kernel takes up to 8 rows, and 32 rows times query heads per key head
-(``machines.fused_rows``). A pass of more goes through plain operations, which read keys and
-values once for every *query* head and put all scores into memory. Cut into parts it reads them
-once for each part: with 8 query heads per key head, 8 rows in two parts read a quarter.
+That kernel takes up to 8 rows, and 32 rows times query heads per key head (``fused_rows`` in
+``system/machines.py``). A pass of more goes through plain operations, which read keys and values
+once for every *query* head and put all scores into memory. Cut into parts it reads them once for
+each part: with 8 query heads per key head, 8 rows in two parts read a quarter.
 
 A row's sum is the same in every part, so this changes rounding at most. Whether it is faster is
 measured (``decoding/calibrate.py``).
@@ -18,17 +18,20 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import scaled_dot_product_attention as attend
 
-from ..system.machines import ATTENTION_ROWS, fused_rows
-
 NAME = attend.__name__
 
 
 @dataclass
 class AttentionParts:
-    """Whether rows are cut, and whether there was anything to cut: state of one generation."""
+    """Whether rows are cut, and whether there was anything to cut: state of one generation.
 
+    ``most_rows`` says how many rows of a head dimension, with so many query heads per key head,
+    one kernel takes; 0 where there is none for that dimension.
+    """
+
+    most_rows: Callable[[int, int], int]
     is_on: bool = False
-    matters: bool = False  # a pass of at most 8 rows would be more than one part
+    matters: bool = False  # a pass that the kernel would take with fewer heads is cut
 
 
 class PartedAttention:
@@ -50,6 +53,11 @@ def find_attention(model: nn.Module) -> list[nn.Module]:
                 if call.__globals__.get(NAME) is attend:
                     found[id(module)] = module
     return list(found.values())
+
+
+def no_kernel(head_dim: int, heads_per_key: int) -> int:
+    """No attention is cut."""
+    return 0
 
 
 def with_parts(call: FunctionType, parts: AttentionParts) -> FunctionType:
@@ -85,10 +93,11 @@ def attend_in_parts(
 
     if not isinstance(keys, mx.array) or values.shape[-1] != queries.shape[-1]:
         return whole()  # quantized, or a head of two widths: there is no kernel for either
-    num_rows, num_keys = queries.shape[2], keys.shape[2]
-    most = fused_rows(queries.shape[-1], queries.shape[1] // keys.shape[1])
-    parts.matters |= 0 < most < ATTENTION_ROWS
-    if not parts.is_on or not 0 < most < num_rows <= ATTENTION_ROWS:
+    _, num_heads, num_rows, head_dim = queries.shape
+    num_keys, limit = keys.shape[2], parts.most_rows(head_dim, 1)
+    most = parts.most_rows(head_dim, num_heads // keys.shape[1])
+    parts.matters |= 0 < most < limit
+    if not parts.is_on or not 0 < most < num_rows <= limit:
         return whole()
     out = []
     for start in range(0, num_rows, most):

@@ -6,14 +6,20 @@ change is a copy of them, and of the modules that lead to them; all others, and 
 shared.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from .attention_parts import AttentionParts, PartedAttention, find_attention, with_parts
+from .attention_parts import (
+    AttentionParts,
+    PartedAttention,
+    find_attention,
+    no_kernel,
+    with_parts,
+)
 from .masks import tree_masks
 from .ropes import PositionedRope, RowPositions, find_ropes
 
@@ -26,11 +32,16 @@ class StandIn:
     them too. Weights that the user's model is given later are not seen.
     """
 
-    def __init__(self, model: nn.Module, changed: Iterable[nn.Module] = ()):
+    def __init__(
+        self,
+        model: nn.Module,
+        changed: Iterable[nn.Module] = (),
+        most_rows: Callable[[int, int], int] = no_kernel,
+    ):
         ropes, attention, changed = find_ropes(model), find_attention(model), list(changed)
         self.model, copies = copy_modules(model, [*changed, *ropes, *attention])
         self.copies, others = copies[: len(changed)], copies[len(changed) :]
-        self.positions, self.parts = RowPositions(), AttentionParts()
+        self.positions, self.parts = RowPositions(), AttentionParts(most_rows)
         for rope in others[: len(ropes)]:
             add_behaviour(rope, PositionedRope)
             rope._row_positions = self.positions

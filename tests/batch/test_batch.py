@@ -57,7 +57,10 @@ def windowed_gemma3():
     return randomize(gemma3_text.Model(args), 9)
 
 
-MODELS = {"llama": lambda: tiny_llama(vocab_size=VOCAB, **FUSED), "gemma3, windowed": windowed_gemma3}
+MODELS = {
+    "llama": lambda: tiny_llama(vocab_size=VOCAB, **FUSED),
+    "gemma3, windowed": windowed_gemma3,
+}
 SCRIPTS = [
     lambda r, size: size,
     lambda r, size: 0,

@@ -14,7 +14,8 @@ from tolerances import tolerance
 from mlx_eagle.drafters.fused import fuse_weights
 from mlx_eagle.reference import eagle3_draft, eagle3_extend
 
-QUANTIZED_TOLERANCE = 10 * TOLERANCE  # against the dequantized weights: the kernels sum in another order
+# Against the dequantized weights: the kernels sum in another order.
+QUANTIZED_TOLERANCE = 10 * TOLERANCE
 
 
 @pytest.fixture(params=VARIANTS, ids=lambda name: name.replace(" ", "-"))

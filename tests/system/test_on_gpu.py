@@ -70,7 +70,9 @@ def test_good_targets_are_not_refused_trees(sizes, dtype):
 
 
 @pytest.mark.on_gpu("metal", "chains and trees in float32")
-@pytest.mark.parametrize("draft", [{"num_draft_tokens": 7}, {"tree": parse_tree("3x3:7")}], ids=str)
+@pytest.mark.parametrize(
+    "draft", [{"num_draft_tokens": 7}, {"tree": parse_tree("3x3:7")}], ids=["chain", "tree"]
+)
 def test_float32_is_token_identical(draft):
     model = tiny_llama(**CROWDED)
     assert tolerance() <= 1e-4, "run the tests with MLX_ENABLE_TF32=0: make test does"

@@ -24,6 +24,7 @@ from mlx_eagle.decoding.limits import Limits
 from mlx_eagle.decoding.pipeline import Pipeline
 from mlx_eagle.decoding.setup import open_decoder
 from mlx_eagle.drafters.tree import TreeShape
+from mlx_eagle.system.machines import fused_rows
 from mlx_eagle.target.attention_parts import find_attention
 from mlx_eagle.target.rollback import CacheQuantization
 from mlx_eagle.target.taps import Target
@@ -82,11 +83,12 @@ def test_the_text_is_plain_decodings(name, shape, rows):
 
 def test_each_part_reads_the_keys_up_to_its_last_row(rows):
     model = tiny_llama(**CROWDED)
-    target, cache = Target(model), make_prompt_cache(model)
+    target, cache = Target(model, (), fused_rows), make_prompt_cache(model)
     target.parts.is_on = True
     tokens = mx.array([*PROMPT, 3, 4, 5])
     target(tokens, cache)  # ten rows: another kernel's
-    expected, _ = Target(model)(mx.array([7, 8, 9, 1, 2, 6]), [copy(c) for c in cache])
+    whole = Target(model, (), fused_rows)
+    expected, _ = whole(mx.array([7, 8, 9, 1, 2, 6]), [copy(c) for c in cache])
     assert target.parts.matters and {num for num, _ in rows} == {10, 6}
     rows.clear()
     logits, _ = target(mx.array([7, 8, 9, 1, 2, 6]), cache)
@@ -110,7 +112,7 @@ def copy(cache: KVCache) -> KVCache:
 )
 def test_what_need_not_or_cannot_be_cut_is_left_alone(changes, num_rows, rows):
     model = tiny_llama(**changes)
-    target, cache = Target(model), make_prompt_cache(model)
+    target, cache = Target(model, (), fused_rows), make_prompt_cache(model)
     target.parts.is_on = True
     target(mx.arange(num_rows), cache)
     assert rows == [(num_rows, num_rows)] * len(model.layers)
@@ -118,9 +120,9 @@ def test_what_need_not_or_cannot_be_cut_is_left_alone(changes, num_rows, rows):
 
 def test_the_users_model_and_others_targets_keep_their_attention(rows):
     model = tiny_llama(**CROWDED)
-    target = Target(model)
+    target = Target(model, (), fused_rows)
     target.parts.is_on = True
-    Target(model)(mx.arange(8), make_prompt_cache(model))
+    Target(model, (), fused_rows)(mx.arange(8), make_prompt_cache(model))
     model(mx.arange(8)[None], cache=make_prompt_cache(model))
     assert rows == [(8, 8)] * 2 * len(model.layers)
 
@@ -129,7 +131,7 @@ def test_attention_sinks_and_windows_go_through(rows):
     """gpt-oss: 8 query heads per key head, sinks in every layer, windows in every other."""
     model = build("gpt_oss (20b)", head_dim=64)
     tokens = mx.array(PROMPT * 2)
-    split, whole = (Target(model) for _ in range(2))
+    split, whole = (Target(model, (), fused_rows) for _ in range(2))
     split.parts.is_on = True
     results = []
     for target in (split, whole):

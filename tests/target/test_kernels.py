@@ -171,7 +171,7 @@ def test_the_rule_that_cuts_rows_is_that_of_the_kernel():
 @pytest.mark.parametrize("num_rows", [5, 8])
 def test_cut_into_parts_all_of_gpt_oss_takes_the_vector_kernel(num_rows):
     model, _ = pair("gpt-oss-20b")
-    target, cache, recorder = Target(model), make_prompt_cache(model), Recorder()
+    target, cache, recorder = Target(model, (), fused_rows), make_prompt_cache(model), Recorder()
     target.parts.is_on = True
     with recorder.recording():
         target(mx.zeros((20,), mx.int32), cache)
