@@ -41,7 +41,7 @@ class Tail:
         """
         self._added.append((keys, values))
         self.offset += keys.shape[2]
-        tail_keys, tail_values = (mx.concatenate(part, axis=2) for part in zip(*self._added))
+        tail_keys, tail_values = (mx.concatenate(list(part), axis=2) for part in zip(*self._added))
         num_added = tail_keys.shape[2]
         first = 0 if self._window is None else max(0, self.offset - self._window)
         before, after = min(first, self._num_before), max(0, first - self._num_before)

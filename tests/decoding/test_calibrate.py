@@ -161,8 +161,14 @@ class Limited:
         monkeypatch.setattr(Target, "_pass", limited)
 
 
-@pytest.mark.parametrize("make", [tiny_llama, lambda: build("gemma3_text")])
-@pytest.mark.parametrize("most, failed", [(5, (5, 6, 7)), (1, (1, 2, 3, 4, 5, 6, 7))])
+@pytest.mark.parametrize(
+    "make, most, failed",
+    [
+        (lambda: build("gemma3_text"), 5, (5, 6, 7)),
+        (tiny_llama, 1, (1, 2, 3, 4, 5, 6, 7)),
+        pytest.param(tiny_llama, 5, (5, 6, 7), marks=pytest.mark.exhaustive),
+    ],
+)
 def test_what_fails_is_not_offered_and_the_text_goes_on(
     make, most, failed, tmp_path, monkeypatch, capsys
 ):

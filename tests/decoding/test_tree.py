@@ -53,8 +53,16 @@ def model():
 
 
 @pytest.mark.parametrize("shape", thorough(SHAPES, "3x4:12"))
-@pytest.mark.parametrize("sizes", [FUSED, CROWDED], ids=["fused", "crowded"])
-@pytest.mark.parametrize("make_model", [tiny_llama, tiny_qwen3])
+@pytest.mark.parametrize(
+    "make_model, sizes",
+    [
+        (tiny_llama, FUSED),
+        (tiny_qwen3, CROWDED),
+        pytest.param(tiny_llama, CROWDED, marks=pytest.mark.exhaustive),
+        pytest.param(tiny_qwen3, FUSED, marks=pytest.mark.exhaustive),
+    ],
+    ids=["llama", "qwen3, crowded", "llama, crowded", "qwen3"],
+)
 def test_trees_of_the_head_change_nothing(make_model, sizes, shape):
     model = make_model(**sizes)
     drafter = tiny_head(model)

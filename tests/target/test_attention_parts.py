@@ -62,8 +62,14 @@ def decode(model, drafter, cache, shape, num_tokens, ways) -> list[int]:
     return [token for done in rounds for token in done.run]
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("shape", thorough(["7", "4", "2x3:6"], "7", "2x3:6"))
+@pytest.mark.parametrize(
+    "name, shape",
+    thorough(
+        [(name, shape) for name in MODELS for shape in ("7", "4", "2x3:6")],
+        ("plain", "2x3:6"),
+        ("rotating", "7"),
+    ),
+)
 def test_the_text_is_plain_decodings(name, shape, rows):
     make, make_cache = MODELS[name]
     model = make()
