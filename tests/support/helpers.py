@@ -14,8 +14,8 @@ from mlx_lm.models import llama, qwen3
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 from tolerances import tolerance
+from transformers import PreTrainedTokenizerFast
 
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.decoding.stats import Stats

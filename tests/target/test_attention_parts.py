@@ -15,8 +15,8 @@ from helpers import (
     tiny_qwen3,
 )
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
-from tree_drafters import ScriptedTreeDrafter
 from tolerances import tolerance
+from tree_drafters import ScriptedTreeDrafter
 
 from mlx_eagle.decoding.controller import DraftShape, FixedController, Ways
 from mlx_eagle.decoding.generation import Generation
@@ -63,14 +63,15 @@ def decode(model, drafter, cache, shape, num_tokens, ways) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "name, shape",
+    "case",
     thorough(
         [(name, shape) for name in MODELS for shape in ("7", "4", "2x3:6")],
         ("plain", "2x3:6"),
         ("rotating", "7"),
     ),
 )
-def test_the_text_is_plain_decodings(name, shape, rows):
+def test_the_text_is_plain_decodings(case, rows):
+    name, shape = case
     make, make_cache = MODELS[name]
     model = make()
     caches = lambda: [make_cache() for _ in model.layers]  # noqa: E731

@@ -13,8 +13,8 @@ from helpers import (
     tiny_llama,
 )
 from mlx_lm.models.cache import make_prompt_cache
-from tree_drafters import ScriptedTreeDrafter
 from tolerances import tolerance
+from tree_drafters import ScriptedTreeDrafter
 
 from mlx_eagle.drafters.head import DraftAttention
 from mlx_eagle.drafters.tree import TreeShape

@@ -13,8 +13,8 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from training import chats, write_data, write_target
 from tolerances import tolerance
+from training import chats, write_data, write_target
 
 import mlx_eagle
 from mlx_eagle.decoding.stats import Stats
