@@ -18,10 +18,10 @@ from ..decoding.calibrate import (
     on_trial,
     remembered_or,
 )
-from ..decoding.controller import BatchCosts, DraftShape, RoundCosts
+from ..decoding.costs import PLAIN, BatchCosts, DraftShape, RoundCosts
 from ..decoding.limits import Limits
 from ..decoding.setup import split_cache
-from ..decoding.timing import PLAIN, Amount, late_after, time_in_turn
+from ..decoding.timing import Amount, late_after, time_in_turn
 from ..drafters.base import Drafter
 from .rounds import Batch, Options, Request, prefill
 

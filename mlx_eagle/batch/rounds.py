@@ -12,7 +12,9 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
 from ..decoding.accept import LogitsProcessor, Sampler
-from ..decoding.controller import BatchCosts, Controller, DraftShape
+from ..decoding.controller import Controller
+from ..decoding.costs import BatchCosts, DraftShape
+from ..decoding.live_costs import LiveCosts
 from ..decoding.decoder import Decoder
 from ..decoding.limits import Limits
 from ..decoding.loop import speculative_generate_step
@@ -264,7 +266,7 @@ class Batch:
     def go_by_size(self, controller: Controller) -> None:
         """Give the controller the costs of a batch of this size, where it began with more."""
         if self._costs is not None and 0 < len(self.requests) < self._costs.batch_size:
-            controller.update_costs(self._costs.of(len(self.requests)))
+            controller.update_costs(LiveCosts(self._costs.of(len(self.requests))))
 
 
 def _open(request: Request, shape: DraftShape) -> OpenRound:

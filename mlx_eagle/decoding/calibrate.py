@@ -20,10 +20,11 @@ from ..system.progress import Progress, silent
 from ..target.rollback import Checkpoint
 from ..target.sharding import is_sharded, mean_over_processes
 from .accept import Match
-from .controller import DraftShape, RoundCosts
+from .costs import DraftShape, RoundCosts
 from .decoder import Decoder
 from .generation import Generation
 from .limits import Limits
+from .live_costs import LiveCosts
 from .remembered import open_cost_file
 from .timing import Amount, late_after, time_in_turn
 
@@ -37,16 +38,35 @@ TREES = tuple(
 AMOUNT = Amount(plain_steps=6, rounds=3, repeats=6)
 TIME_LIMIT = 30.0  # seconds; whatever they take, the first look is finished
 SMALLEST_BUCKET = 512
+# How many times what is remembered is worth: from this process, or from one before it.
+OF_TODAY, OF_OLD = 2.0, 0.5
 
 
 def round_costs(
     decoder: Decoder, with_trees: bool = False, progress: Progress = silent
-) -> RoundCosts:
-    """Costs of ``decoder``'s rounds where its sequence stands: as remembered, or measured now."""
+) -> LiveCosts:
+    """Costs of ``decoder``'s rounds where its sequence stands: as remembered, or measured now.
+
+    They are then corrected by the rounds themselves, but where a model is shared by processes,
+    which must all decide alike.
+    """
     shapes = CHAINS + TREES if with_trees else CHAINS
-    model, what = decoder.target.model, "chains and trees" if with_trees else "chains"
-    key = make_key(model, decoder.drafter, decoder.cache, 0, what)
-    return remembered_or(model, key, shapes, lambda: measure(decoder, shapes, progress))
+    model, key = decoder.target.model, _key(decoder, with_trees)
+    costs = remembered_or(model, key, shapes, lambda: measure(decoder, shapes, progress))
+    if is_sharded(model):
+        return LiveCosts(costs)
+    file = open_cost_file(user_cache() / "calibration.json")
+
+    def keep(learned: RoundCosts) -> None:
+        """For texts that begin where this one has ended."""
+        file.put(_key(decoder, with_trees), learned)
+
+    return LiveCosts(costs, OF_TODAY if file.is_recent(key) else OF_OLD, keep)
+
+
+def _key(decoder: Decoder, with_trees: bool) -> str:
+    what = "chains and trees" if with_trees else "chains"
+    return make_key(decoder.target.model, decoder.drafter, decoder.cache, 0, what)
 
 
 def remembered_or(

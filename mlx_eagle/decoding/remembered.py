@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..system.documents import number_above, parse_object, read_bytes
-from .controller import DraftShape, RoundCosts
+from .costs import DraftShape, RoundCosts
 
 SECONDS = number_above(1e-9, 1e6)
 LONGEST_KEY = 4096
@@ -40,6 +40,7 @@ class CostFile:
     def __init__(self, path: Path):
         self._path = path
         self._unsaved: dict[str, Entry] = {}
+        self._recent: set[str] = set()
         self._has_warned = False
         self._mutex = threading.Lock()
 
@@ -53,10 +54,16 @@ class CostFile:
             return None
         return RoundCosts(entry["plain"], {shape: entry["rounds"][str(shape)] for shape in shapes})
 
+    def is_recent(self, key: str) -> bool:
+        """Whether this process has put something there."""
+        with self._mutex:
+            return key in self._recent
+
     def put(self, key: str, costs: RoundCosts) -> None:
         """Remember ``costs``: beside what others have written, or where that fails, in memory."""
         rounds = {str(shape): seconds for shape, seconds in costs.rounds.items()}
         with self._mutex:
+            self._recent.add(key)
             self._unsaved[key] = {"plain": costs.plain, "rounds": rounds}
             try:
                 _merge(self._path, self._unsaved)
