@@ -20,10 +20,10 @@ from ..decoding.calibrate import (
     remembered_or,
     without_failed,
 )
-from ..decoding.controller import BatchCosts, DraftShape, RoundCosts, Ways
+from ..decoding.costs import PLAIN, BatchCosts, DraftShape, RoundCosts, Ways
 from ..decoding.limits import Limits
 from ..decoding.setup import split_cache
-from ..decoding.timing import PLAIN, Amount, late_after, time_in_turn
+from ..decoding.timing import Amount, late_after, time_in_turn
 from ..drafters.base import Drafter
 from ..system.machines import first_look, this_machine
 from .rounds import Batch, Options, Request, prefill

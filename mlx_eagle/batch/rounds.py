@@ -12,9 +12,11 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
 from ..decoding.accept import LogitsProcessor, Sampler
-from ..decoding.controller import BatchCosts, Controller, DraftShape, Ways
+from ..decoding.controller import Controller
+from ..decoding.costs import BatchCosts, DraftShape, Ways
 from ..decoding.decoder import Decoder
 from ..decoding.limits import Limits
+from ..decoding.live_costs import LiveCosts
 from ..decoding.loop import speculative_generate_step
 from ..decoding.pipeline import Pipeline
 from ..decoding.round import OpenRound, Round
@@ -273,7 +275,7 @@ class Batch:
     def go_by_size(self, controller: Controller) -> None:
         """Give the controller the costs of a batch of this size, where it began with more."""
         if self._costs is not None and 0 < len(self.requests) < self._costs.batch_size:
-            controller.update_costs(self._costs.of(len(self.requests)))
+            controller.update_costs(LiveCosts(self._costs.of(len(self.requests))))
 
 
 def _open(request: Request, shape: DraftShape) -> OpenRound:

@@ -24,10 +24,11 @@ from ..system.progress import Progress, silent
 from ..target.rollback import Checkpoint
 from ..target.sharding import is_sharded, mean_over_processes
 from .accept import Match
-from .controller import DraftShape, RoundCosts, Ways
+from .costs import DraftShape, RoundCosts, Ways
 from .decoder import Decoder
 from .generation import Generation
 from .limits import Limits
+from .live_costs import LiveCosts
 from .remembered import open_cost_file
 from .timing import Amount, RoundFailed, late_after, time_in_turn, time_rounds
 
@@ -43,21 +44,37 @@ TIME_LIMIT = 30.0  # seconds; whatever they take, the first look is finished
 SMALLEST_BUCKET = 512
 WAY_REPEATS = 2  # of each of two ways, in turn
 WAY_GAIN = 0.98  # of the time of the ordinary way, at most, for another to be taken
+# How many times what is remembered is worth: from this process, or from one before it.
+OF_TODAY, OF_OLD = 2.0, 0.5
 
 
 def round_costs(
     decoder: Decoder, with_trees: bool = False, progress: Progress = silent
-) -> RoundCosts:
+) -> LiveCosts:
     """Costs of ``decoder``'s rounds where its sequence stands: as remembered, or measured now.
 
-    From now on it computes its rounds in the ways that these are the costs of.
+    They are then corrected by the rounds themselves, but where a model is shared by processes,
+    which must all decide alike. From now on ``decoder`` computes its rounds in the ways that these
+    are the costs of.
     """
     shapes = CHAINS + TREES if with_trees else CHAINS
-    model, what = decoder.target.model, "chains and trees" if with_trees else "chains"
-    key = make_key(model, decoder.drafter, decoder.cache, 0, what)
+    model, key = decoder.target.model, _key(decoder, with_trees)
     costs = remembered_or(model, key, shapes, lambda: measure(decoder, shapes, progress))
     decoder.use(costs.ways)
-    return costs
+    if is_sharded(model):
+        return LiveCosts(costs)
+    file = open_cost_file(user_cache() / "calibration.json")
+
+    def keep(learned: RoundCosts) -> None:
+        """For texts that begin where this one has ended."""
+        file.put(_key(decoder, with_trees), learned)
+
+    return LiveCosts(costs, OF_TODAY if file.is_recent(key) else OF_OLD, keep)
+
+
+def _key(decoder: Decoder, with_trees: bool) -> str:
+    what = "chains and trees" if with_trees else "chains"
+    return make_key(decoder.target.model, decoder.drafter, decoder.cache, 0, what)
 
 
 def remembered_or(

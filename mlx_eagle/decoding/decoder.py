@@ -13,7 +13,7 @@ from ..drafters.base import Draft, Drafter, Pick, TailDrafter, empty_draft
 from ..target.rollback import CacheQuantization, Checkpoint
 from ..target.taps import Target
 from .accept import LogitsProcessor, Rule, process_logits
-from .controller import DraftShape, Ways
+from .costs import DraftShape, Ways
 from .round import OpenRound, Round, Rows, StopPoint, stop_point
 
 

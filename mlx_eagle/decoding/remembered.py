@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..system.documents import number_above, parse_object, read_bytes
-from .controller import DraftShape, RoundCosts, Ways
+from .costs import DraftShape, RoundCosts, Ways
 
 SECONDS = number_above(1e-9, 1e6)
 LONGEST_KEY = 4096
@@ -44,6 +44,7 @@ class CostFile:
     def __init__(self, path: Path):
         self._path = path
         self._unsaved: dict[str, Entry] = {}
+        self._recent: set[str] = set()
         self._has_warned = False
         self._mutex = threading.Lock()
 
@@ -55,9 +56,15 @@ class CostFile:
             entry = read_entries(self._path).get(key)
         return None if entry is None else _costs_in(entry, shapes)
 
+    def is_recent(self, key: str) -> bool:
+        """Whether this process has put something there."""
+        with self._mutex:
+            return key in self._recent
+
     def put(self, key: str, costs: RoundCosts) -> None:
         """Remember ``costs``: beside what others have written, or where that fails, in memory."""
         with self._mutex:
+            self._recent.add(key)
             self._unsaved[key] = _entry_of(costs)
             try:
                 _merge(self._path, self._unsaved)

@@ -8,10 +8,9 @@ import mlx.nn as nn
 
 from ..system.progress import Progress, silent
 from ..target.sharding import in_any_process, is_sharded
-from .controller import DraftShape, RoundCosts, on_line
+from .costs import PLAIN, DraftShape, RoundCosts, on_line
 from .pipeline import R, Runner
 
-PLAIN = DraftShape(0)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ from mlx_eagle.batch import costs as batch_costs
 from mlx_eagle.batch import generate as batch
 from mlx_eagle.batch.cache import MOST_PADDING, BatchCache
 from mlx_eagle.batch.rounds import Batch
-from mlx_eagle.decoding.controller import OFF, ON, BatchCosts, DraftShape, RoundCosts
+from mlx_eagle.decoding.controller import OFF, ON
+from mlx_eagle.decoding.costs import BatchCosts, DraftShape, RoundCosts
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.lookup import LookupDrafter
 

@@ -12,6 +12,7 @@ from costs import FLAT
 from helpers import PROMPT, plain, tiny_head, tiny_llama
 from mlx_lm.generate import generate_step
 
+from mlx_eagle.decoding.live_costs import LiveCosts
 from mlx_eagle.bench import (
     cost,
     graph,
@@ -98,7 +99,7 @@ def test_calibration_is_no_part_of_the_time_to_the_first_token(tiny, monkeypatch
 
     def slow(*_) -> object:
         time.sleep(3)
-        return FLAT
+        return LiveCosts(FLAT)
 
     monkeypatch.setattr("mlx_eagle.decoding.loop.round_costs", slow)
     (automatic,) = runner.make_configurations(["auto"])

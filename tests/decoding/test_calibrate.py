@@ -9,7 +9,7 @@ from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_eagle.decoding import calibrate, timing
-from mlx_eagle.decoding.controller import Ways
+from mlx_eagle.decoding.costs import Ways
 from mlx_eagle.decoding.setup import open_decoder
 from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.system.machines import first_look, machine_of

@@ -11,7 +11,7 @@ import pytest
 from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama
 
 from mlx_eagle.decoding import calibrate, remembered
-from mlx_eagle.decoding.controller import DraftShape, RoundCosts, Ways
+from mlx_eagle.decoding.costs import DraftShape, RoundCosts, Ways
 from mlx_eagle.decoding.remembered import CostFile, read_entries
 from mlx_eagle.decoding.timing import Amount
 
@@ -24,7 +24,7 @@ LIMIT = 120  # seconds for any process here
 WRITER = """
 import sys
 from pathlib import Path
-from mlx_eagle.decoding.controller import DraftShape, RoundCosts
+from mlx_eagle.decoding.costs import DraftShape, RoundCosts
 from mlx_eagle.decoding.remembered import CostFile
 path, name, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 print("ready", flush=True)

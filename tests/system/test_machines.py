@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 
-from mlx_eagle.decoding.controller import on_line
+from mlx_eagle.decoding.costs import on_line
 from mlx_eagle.system import machines
 from mlx_eagle.system.machines import first_look, fused_rows, machine_of, this_machine
 
