@@ -59,7 +59,7 @@ def run(monkeypatch, capsys):
     opened = []
     demo = ("demo model", "demo tokenizer", "demo head")
     monkeypatch.setattr(flags, "open_target", lambda name, *_, **__: (name, "tokenizer"))
-    monkeypatch.setattr(flags, "print_blas_note", lambda: None)
+    monkeypatch.setattr(flags, "prepare_device", lambda: None)
     monkeypatch.setattr(flags, "load_demo", lambda **_: demo)
     monkeypatch.setattr(flags, "open_drafter", lambda *names, **_: opened.append(names) or "head")
 
