@@ -17,7 +17,7 @@ from ..drafters.head import Eagle3Config
 from ..drafters.load import check_fit, read_head_config, sizes_of
 from ..drafters.model_drafter import NOT_LOADED
 from ..drafters.pairs import pair_for
-from ..system.findings import Finding
+from ..system.findings import Finding, Level
 from ..system.hub import locate
 from ..system.machines import LENGTHS, Machine, Pass, Products, fused_rows, this_machine
 from ..target.rollback import check_supported
@@ -71,7 +71,8 @@ def bits_per_weight(config: dict[str, Any]) -> float:
 
 def check_size(name: str, config: dict[str, Any], model: nn.Module) -> Finding:
     """How large the target is, and whether it fits."""
-    num_parameters = sum(array.size for _, array in tree_flatten(model.parameters()))
+    weights: Any = tree_flatten(model.parameters())
+    num_parameters = sum(array.size for _, array in weights)
     bits = bits_per_weight(config)
     num_bytes, (_, usable) = num_parameters * bits / 8, memory(this_machine())
     text = (
@@ -158,7 +159,7 @@ def check_head(model_name: str, name: str | None, model: nn.Module) -> Finding:
             pair = pair_for(model_name)
         except ValueError as err:
             remedy = f"{err} Or train one: mlx_eagle.train"
-            level = "problem" if name else "note"
+            level: Level = "problem" if name else "note"
             return Finding("draft model", "no public head is known", level, remedy)
         return Finding("draft model", f"{pair.head} is what --draft-model auto takes")
     path = Path(str(name)).expanduser()
