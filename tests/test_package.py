@@ -333,6 +333,12 @@ def test_make_passes_a_prompt_through_unharmed(checkout):
     assert done.stdout == prompt
 
 
+def test_make_tests_float32_as_float32(checkout):
+    """MLX's default is TF32 where the chip has it: 10 bits, on M5 and CUDA."""
+    recipe = make(checkout, "-n", "test").stdout.splitlines()[-1]
+    assert "MLX_ENABLE_TF32=0" in recipe.partition(" -m pytest")[0]
+
+
 def test_make_demo_runs_the_demo(checkout):
     recipe = make(checkout, "-n", "demo", "PROMPT=Hello").stdout.splitlines()[-1]
     assert re.search(r'\.venv/bin/python -m mlx_eagle\.demo --prompt "\$DEMO_PROMPT"', recipe)
