@@ -54,7 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--list",
         action="store_true",
-        help="List converted heads, known pairs and what to expect of this machine, and exit.",
+        help="List converted heads and known pairs, and exit.",
     )
     return parser
 
