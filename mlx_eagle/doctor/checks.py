@@ -119,7 +119,8 @@ def check_calibration() -> list[Finding]:
         known = parse_object(read_bytes(path), path)
         age = time.time() - path.stat().st_mtime
     except (OSError, ValueError) as err:
-        return [Finding("calibration", str(err), "problem", remedy_for(path))]
+        what = str(err).partition(";")[0]  # behind it stands what to do about files of others
+        return [Finding("calibration", what, "problem", remedy_for(path))]
     entries = read_entries(path)
     if len(entries) < len(known):
         text = f"{len(known) - len(entries)} of {len(known)} measurements in {path} are damaged"

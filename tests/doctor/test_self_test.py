@@ -9,6 +9,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from grids import thorough
 from helpers import byte_tokenizer, tiny_head, tiny_llama
 from mlx_lm.models import llama
 
@@ -121,9 +122,12 @@ def test_the_report_has_neither_the_host_nor_what_lies_at_home(run, monkeypatch)
 # --- the parts themselves ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", tiny.CACHE_CASES, ids=lambda case: case.name)
-def test_caches(case):
-    (line,) = tiny.try_cache(case)
+CASES = {case.name: case for case in tiny.CACHE_CASES}
+
+
+@pytest.mark.parametrize("name", thorough(CASES, "rotating", "quantized", "gated delta"))
+def test_caches(name):
+    (line,) = tiny.try_cache(CASES[name])
     assert line.ok and "identical" in line.cells
 
 
@@ -189,7 +193,7 @@ def test_parity(pairs, way):
     assert {line.cells for line in lines} == {("12", "identical", "ok")}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", thorough(WAYS, "chain", "sampled"))
 def test_a_difference_has_its_margin(pairs, monkeypatch, way):
     """mlx-lm's own text is changed, as if ours had gone another way there."""
     stream, batch = pair.mlx_lm.stream_generate, pair.mlx_lm.batch_generate
