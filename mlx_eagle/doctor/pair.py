@@ -13,7 +13,7 @@ from mlx_lm.generate import generate_step
 
 from ..batch.generate import batch_generate
 from ..decoding.parity import compare, parity_words
-from ..decoding.parts import Timing, head_costs, verify_costs
+from ..decoding.parts import Bench, Timing, sample_head, sample_verify
 from ..decoding.sampling import Sampling
 from ..demo.pair import load_demo
 from ..drafters.base import Drafter
@@ -27,7 +27,7 @@ QUESTIONS = (
 )
 TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 CHAIN, TREE, SEED = 4, TreeShape(4, 4, 15), 7
-ROWS, DRAFTS, CONTEXT, SAMPLES = range(1, 9), (1, 4), 256, 7
+ROWS, DRAFTS, CONTEXT, SAMPLES = range(1, 9), (1, 4), 128, 5
 
 
 @dataclass(frozen=True)
@@ -200,8 +200,9 @@ def measure_costs(samples: int) -> list[Line]:
     """c(R) for R of 1 to 8, an accept pass, and one more draft token."""
     model, _, drafter = load_demo()
     context = [token % 1000 + 100 for token in range(CONTEXT)]
-    verify = verify_costs(model, drafter, context, ROWS, samples)
-    accept, propose = head_costs(model, drafter, context, (CHAIN,), DRAFTS, samples)
+    bench = Bench(model, drafter, context)
+    verify = sample_verify(bench, ROWS, samples)
+    accept, propose = sample_head(bench, (CHAIN,), DRAFTS, samples)
     plain = milliseconds(verify[1])
     lines = [(f"pass of {rows} rows, c({rows})", milliseconds(verify[rows])) for rows in ROWS]
     first, last = (milliseconds(propose[size]) for size in DRAFTS)
