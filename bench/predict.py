@@ -28,7 +28,7 @@ class Costs:
 
     @classmethod
     def of(cls, samples: Any) -> "Costs":
-        """Medians of ``cost.Samples``."""
+        """Medians of ``parts.Samples``."""
 
         def medians(timings: Mapping[int, Any], part: str) -> dict[int, float]:
             return {size: median(vars(timing)[part]) for size, timing in timings.items()}
