@@ -145,7 +145,9 @@ def check_body(body: dict[str, Any], needed: str) -> None:
             raise ValueError(f"logit_bias has the key {_shown(token)}: give token ids.")
         BIAS.check(f"logit_bias of {token}", bias)
     options = _check_kind("stream_options", body.get("stream_options", {}), dict)
-    _check_kind("include_usage", options.get("include_usage", False), bool)
+    for name in ("include_usage", "include_draft"):
+        _check_kind(f"stream_options.{name}", options.get(name, False), bool)
+    _check_kind("include_draft", body.get("include_draft", False), bool)
     for tool in _check_kind("tools", body.get("tools", []), list):
         _check_kind("a tool", tool, dict)
     _check_promises(body)
@@ -156,6 +158,12 @@ def check_body(body: dict[str, Any], needed: str) -> None:
         _check_messages(body[needed])
     elif not isinstance(body[needed], str):
         raise ValueError(f"prompt is {_kind(body[needed])}: give one string.")
+
+
+def wants_draft(body: dict[str, Any]) -> bool:
+    """Whether a request asks what was drafted; ``stream_options`` are for streams alone."""
+    options = body.get("stream_options", {}) if body.get("stream") else {}
+    return body.get("include_draft", False) or options.get("include_draft", False)
 
 
 def with_drafting(

@@ -15,19 +15,18 @@ from mlx_lm.models.cache import can_trim_prompt_cache
 from mlx_lm.server import (
     CompletionRequest,
     GenerationContext,
-    Response,
     ResponseGenerator,
-    _format_top_logprobs,
 )
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..commands.flags import draft_options
 from ..decoding.limits import AUTO
 from ..drafters.base import Drafter
-from ..generate import GenerationResponse, stream_generate
+from ..generate import stream_generate
 from .answer import Answer, RequestError, State, Told
 from .body import PairArguments
 from .caches import Caches, PairCache, prepare
+from .drafted import Origins, message
 from .metrics import Metrics
 from .prompt import LONG, TEMPLATE_ERRORS, Tokenized, check_prompt, check_text_length, render
 from .provider import PairProvider
@@ -287,13 +286,14 @@ class PairGenerator(ResponseGenerator):
             quantized_kv_start=self.cli_args.quantized_kv_start,
             **draft_options(args, drafter) | self._calibrating(answer, drafter),
         )
-        gives_way = False
+        gives_way, origins = False, Origins(len(answer.tokens))
         with closing(responses):  # leaves in the caches what was yielded, and no more
             for response in responses:
                 sequence.tokens.append(response.token)
                 is_stop = matcher.advance(response.token)
                 finish_reason = "stop" if is_stop else response.finish_reason
-                answer.put(_message(response, finish_reason, args, tokenizer))
+                origin = origins.of(response)
+                answer.put(message(response, finish_reason, args, tokenizer, origin))
                 if finish_reason is not None or answer.is_over:
                     break
                 self._check_wanted(answer)
@@ -328,19 +328,3 @@ class PairGenerator(ResponseGenerator):
     def _check_wanted(self, answer: Answer) -> None:
         if answer.is_over or self._stop:
             raise RequestError("the server is stopping.", 503)
-
-
-def _message(
-    response: GenerationResponse,
-    finish_reason: str | None,
-    args: PairArguments,
-    tokenizer: TokenizerWrapper,
-) -> Response:
-    """A response as mlx-lm's handlers take it; the device is asked for no more than they show."""
-    return Response(
-        response.text,
-        response.token,
-        response.logprobs[response.token].item() if args.logprobs else 0.0,
-        finish_reason,
-        _format_top_logprobs(response.logprobs, args.top_logprobs, tokenizer),
-    )

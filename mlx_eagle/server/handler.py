@@ -249,8 +249,12 @@ class PairHandler(APIHandler):
         else:
             raise RequestError(f"{shortened(wanted)} is not served here, but {name} is.", 404)
 
-    def generate_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return self._with_counts(super().generate_response(*args, **kwargs))
+    def generate_response(
+        self, text: str, finish_reason: str | None, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        response = super().generate_response(text, finish_reason, *args, **kwargs)
+        draft = self.response_generator.draft(is_last=finish_reason is not None)
+        return self._with_counts(response) | ({} if draft is None else {"draft": draft})
 
     def completion_usage_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return self._with_counts(super().completion_usage_response(*args, **kwargs))
