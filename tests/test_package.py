@@ -22,6 +22,7 @@ TOP_LEVEL = set(
 )
 NAMES = ("generate", "chat", "server", "convert", "bench", "train")
 COMMANDS = [f"mlx_eagle.{name}" for name in NAMES]
+SHIPPED = ".py .typed .jsonl .json .safetensors .html .css .js".split()
 BUILD_SDIST = "import sys; from hatchling.build import build_sdist as b; b(sys.argv[1])"
 
 
@@ -86,7 +87,7 @@ def expected_files(checkout: Path) -> set[str]:
     for folder, name in [("mlx_eagle", ""), ("convert", "convert/"), ("bench", "bench/")]:
         for path in (checkout / folder).rglob("*"):
             licence = path.suffix == ".md" and path.parent.name == "prompts"
-            if licence or path.suffix in (".py", ".typed", ".jsonl", ".json", ".safetensors"):
+            if licence or path.suffix in SHIPPED:
                 found.add(f"mlx_eagle/{name}{path.relative_to(checkout / folder)}")
     return found
 
@@ -107,6 +108,7 @@ def test_wheel_holds_every_source_and_nothing_but_mlx_eagle(wheel, checkout):
         "mlx_eagle/convert/__main__.py",
         "mlx_eagle/bench/prompts/mt_bench.jsonl",
         "mlx_eagle/demo/head/model.safetensors",
+        "mlx_eagle/server/web/page.html",
     } <= names
 
 

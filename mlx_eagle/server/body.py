@@ -84,11 +84,13 @@ TEMPLATE_OPTIONS = frozenset(
 class PairArguments(GenerationArguments):
     """What a request asks for: mlx-lm's fields, and how to draft in the words of our flags.
 
+    ``reuse_caches`` False has the whole prompt computed by both models, whatever is known of it.
     ``is_alone`` keeps a request out of batches: one that it was in has failed.
     """
 
     tree: str | None
     acceptance: str | None
+    reuse_caches: bool = True
     is_alone: bool = False
 
 
@@ -147,7 +149,8 @@ def check_body(body: dict[str, Any], needed: str) -> None:
     options = _check_kind("stream_options", body.get("stream_options", {}), dict)
     for name in ("include_usage", "include_draft"):
         _check_kind(f"stream_options.{name}", options.get(name, False), bool)
-    _check_kind("include_draft", body.get("include_draft", False), bool)
+    for name in ("include_draft", "reuse_caches"):
+        _check_kind(name, body.get(name, False), bool)
     for tool in _check_kind("tools", body.get("tools", []), list):
         _check_kind("a tool", tool, dict)
     _check_promises(body)
@@ -185,7 +188,10 @@ def with_drafting(
     if tree is not None:
         check_rule_for_trees(acceptance)
     seed = args.seed if temp > 0 else None
-    return PairArguments(**vars(args) | {"seed": seed}, tree=tree, acceptance=acceptance)
+    reuse = body.get("reuse_caches", True)
+    return PairArguments(
+        **vars(args) | {"seed": seed}, tree=tree, acceptance=acceptance, reuse_caches=reuse
+    )
 
 
 def _check_drafts(body: dict[str, Any]) -> None:

@@ -251,7 +251,9 @@ class PairGenerator(ResponseGenerator):
         """The prompt, on the caches of what is known of it."""
         provider = self.model_provider
         self._log_cache_stats()
-        caches, rest = self.prompt_cache.fetch(provider.model_key, prompt)
+        caches, rest = None, prompt
+        if args.reuse_caches:
+            caches, rest = self.prompt_cache.fetch(provider.model_key, prompt)
         num_cached = len(prompt) - len(rest)
         with mx.stream(stream):
             caches = prepare(caches, provider.model, self._drafter(args), prompt[:num_cached])

@@ -241,3 +241,14 @@ def test_a_letter_that_was_held_is_told_with_its_own_token():
     report.follow(Response("x", 9, 0.0, "length", ()))
     (last,) = report.take()["tokens"]
     assert last["batched"] and report.num_batched == 1
+
+
+def test_caches_need_not_be_reused(server):
+    """The answer is the same; the drafter then has seen the whole prompt as well."""
+    first = server.complete(**STORY, num_draft_tokens=0)
+    usage = {reuse: server.complete(**STORY, reuse_caches=reuse) for reuse in (True, False)}
+    assert usage[True].choices == usage[False].choices == first.choices
+    cached = {reuse: got.usage.prompt_tokens_details.cached_tokens for reuse, got in usage.items()}
+    assert cached[True] > 0 == cached[False]
+    with pytest.raises(BadRequestError, match=r"reuse_caches is a string: give a boolean\."):
+        server.complete(**STORY, reuse_caches="no")

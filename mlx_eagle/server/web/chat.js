@@ -124,7 +124,7 @@ class Chat {
     this.addTools();
     this.log.scrollTop = this.log.scrollHeight;
     this.save();
-    say(answer.note || `The answer is complete: ${answer.numTokens} tokens.`);
+    if (!answer.isBad) say(answer.note || `The answer is complete: ${answer.numTokens} tokens.`);
   }
 }
 

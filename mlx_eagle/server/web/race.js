@@ -10,7 +10,8 @@ class Race {
     if (Number(fields.temperature ?? server.temperature) > 0 && fields.seed === undefined) {
       fields.seed = Math.floor(Math.random() * 2 ** 32); // both draw the same noise
     }
-    const drafted = { ...fields };
+    // The drafter reads the prompt too: the plain run has left the target's caches alone.
+    const drafted = { ...fields, reuse_caches: false };
     if (drafted.num_draft_tokens === 0) delete drafted.num_draft_tokens;
     const plain = { ...fields, num_draft_tokens: 0, tree: null };
     const messages = withSystem([{ role: "user", content: prompt }]);
@@ -58,7 +59,8 @@ class Lane {
     this.markdown.show(answer.reasoning ? `${answer.reasoning}\n\n${answer.text}` : answer.text,
       answer.reasoning ? [] : answer.marks.text);
     const { seconds, firstAfter, numTokens } = answer;
-    const rest = `${answer.tokensPerSecond.toFixed(1)} tokens/s, ${numTokens} tokens; the first after ${firstAfter.toFixed(2)} s. ${answer.note}`;
+    const note = answer.finish === "length" ? "" : answer.note;
+    const rest = `${answer.tokensPerSecond.toFixed(1)} tokens/s, ${numTokens} tokens; the first after ${firstAfter.toFixed(2)} s. ${note}`;
     this.clock.replaceChildren(element("b", "", `${seconds.toFixed(2)} s `), rest);
   }
 }

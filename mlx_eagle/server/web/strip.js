@@ -16,12 +16,12 @@ function showStrip(answer, answers) {
   const all = sumOf(answers.map((each) => each.figures));
   const speed = answer && answer.seconds > 0 ? answer.tokensPerSecond.toFixed(1) : "–";
   byId("brief").textContent = answer
-    ? `${speed} tok/s · ${one.mean_acceptance_length.toFixed(2)} per pass` : "";
+    ? `${speed} tok/s · tau ${one.mean_acceptance_length.toFixed(2)}` : "";
   const numAll = answers.reduce((n, each) => n + each.numTokens, 0);
   const rows = [
     ["Tokens", answer ? answer.numTokens : 0, numAll],
     ["Tokens per second", speed, ""],
-    ["Mean acceptance length", one.mean_acceptance_length.toFixed(2), all.mean_acceptance_length.toFixed(2)],
+    ["Mean acceptance length (tau)", one.mean_acceptance_length.toFixed(2), all.mean_acceptance_length.toFixed(2)],
     ["Drafted", one.drafted_tokens, all.drafted_tokens],
     ["Accepted", one.accepted_tokens, all.accepted_tokens],
     ["Target passes", one.target_passes, all.target_passes],
