@@ -166,7 +166,7 @@ def check_body(body: dict[str, Any], needed: str) -> None:
 def wants_draft(body: dict[str, Any]) -> bool:
     """Whether a request asks what was drafted; ``stream_options`` are for streams alone."""
     options = body.get("stream_options", {}) if body.get("stream") else {}
-    return body.get("include_draft", False) or options.get("include_draft", False)
+    return True in (body.get("include_draft"), options.get("include_draft"))
 
 
 def with_drafting(

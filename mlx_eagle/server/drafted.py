@@ -89,8 +89,8 @@ class Entry:
 
     def to_dict(self) -> dict[str, Any]:
         origin = self.origin or Origin()
-        found = {"index": self.index, "id": self.id, "depth": origin.depth}
-        found |= {"length": origin.length, "text": self.text}
+        found: dict[str, Any] = {"index": self.index, "id": self.id, "text": self.text}
+        found |= {"depth": origin.depth, "length": origin.length}
         if self.shown_as == "reasoning":
             found["reasoning"] = True
         if self.origin is None:

@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import unquote
 
 from mlx_lm.server import APIHandler, CompletionRequest
@@ -29,6 +29,7 @@ PROMPTS = {
     "/chat/completions": "messages",
 }
 EXTRA_HEADERS = {401: {"WWW-Authenticate": 'Bearer realm="mlx-eagle"'}, 503: {"Retry-After": "5"}}
+FinishReason = Literal["length", "stop"] | None
 LARGE = 2**16  # bytes of a body; larger ones are read into fields one after the other
 
 
@@ -231,7 +232,7 @@ class PairHandler(APIHandler):
         self.send_response(status)
         self.send_header("Content-type", content_type)
         self.send_header("Content-Length", str(len(content)))
-        for name, value in (EXTRA_HEADERS.get(status, {}) | headers).items():
+        for name, value in {**EXTRA_HEADERS.get(status, {}), **headers}.items():
             self.send_header(name, value)
         self._set_cors_headers()
         self.end_headers()
@@ -258,7 +259,7 @@ class PairHandler(APIHandler):
             raise RequestError(f"{shortened(wanted)} is not served here, but {name} is.", 404)
 
     def generate_response(
-        self, text: str, finish_reason: str | None, *args: Any, **kwargs: Any
+        self, text: str, finish_reason: FinishReason, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
         response = super().generate_response(text, finish_reason, *args, **kwargs)
         draft = self.response_generator.draft(is_last=finish_reason is not None)

@@ -22,7 +22,8 @@ KEY = "a-key"
 HOSTILE = """<script>window.broken = 1</script>
 <img src=x onerror="window.broken = 2">
 
-[a link](javascript:window.broken=3) [another](data:text/html,x) [a good one](https://example.org/a)
+[a link](javascript:window.broken=3) [another](data:text/html,x)
+[a good one](https://example.org/a)
 https://example.org/plain <a href="javascript:alert(1)">raw</a>
 
 ```html
@@ -259,7 +260,9 @@ def test_an_idle_page_asks_for_nothing(tab, server):
     assert len(tab.requests) == num_requests == 2
     after = metrics_of(server)
     assert after["requests_running"] == after["requests_waiting"] == 0
-    assert after["time_to_first_token_seconds_count"] == before["time_to_first_token_seconds_count"]
+    assert (
+        after["time_to_first_token_seconds_count"] == before["time_to_first_token_seconds_count"]
+    )
 
 
 def test_a_key(browser, pair, open_tab):
@@ -302,8 +305,10 @@ def test_hostile_answers_stay_text(open_tab, script):
             assert text in shown
         assert tab.page.evaluate("() => window.broken") is None
         assert tab.count(".answer script, .answer img, .answer b, .answer i") == 0
-        addresses = tab.page.locator(".answer").last.locator("a").evaluate_all(
-            "links => links.map(a => [a.href, a.rel])"
+        addresses = (
+            tab.page.locator(".answer")
+            .last.locator("a")
+            .evaluate_all("links => links.map(a => [a.href, a.rel])")
         )
         rel = "noopener noreferrer"
         assert addresses == [
