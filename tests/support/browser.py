@@ -48,8 +48,11 @@ def running_browser(path: str) -> Iterator[Any]:
     from playwright.sync_api import sync_playwright  # here: `make test` has neither of the two
 
     arguments = ["--no-sandbox"] if os.geteuid() == 0 else []  # root has no sandbox there
+    # Make puts OpenBLAS in front of Python; a browser may not start with it.
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=arguments)
+        launch = playwright.chromium.launch
+        browser = launch(executable_path=path, args=arguments, env=environment)
         try:
             yield browser
         finally:
