@@ -21,6 +21,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..commands.flags import draft_options
 from ..decoding.limits import AUTO
+from ..decoding.stats import Stats
 from ..drafters.base import Drafter
 from ..generate import stream_generate
 from .answer import Answer, RequestError, State, Told
@@ -272,6 +273,10 @@ class PairGenerator(ResponseGenerator):
         Raises SomebodyWaits where it began to measure what rounds cost, and another has come.
         """
         tokenizer, drafter = self.model_provider.tokenizer, self._drafter(args)
+        drafting = draft_options(args, drafter)
+        if drafter is not None:
+            answer.stats.append(Stats())  # running: the client may read them at its last token
+            drafting |= self._calibrating(answer) | {"stats": answer.stats[-1]}
         responses = stream_generate(
             self.model_provider.model,
             tokenizer,
@@ -286,7 +291,7 @@ class PairGenerator(ResponseGenerator):
             kv_bits=self.cli_args.kv_bits,
             kv_group_size=self.cli_args.kv_group_size,
             quantized_kv_start=self.cli_args.quantized_kv_start,
-            **draft_options(args, drafter) | self._calibrating(answer, drafter),
+            **drafting,
         )
         gives_way, origins = False, Origins(len(answer.tokens))
         with closing(responses):  # leaves in the caches what was yielded, and no more
@@ -303,7 +308,6 @@ class PairGenerator(ResponseGenerator):
                 if gives_way:
                     break
         if drafter is not None:
-            answer.stats.append(response.stats)
             self.metrics.count_drafts(response.stats)
             if response.stats.left_drafter:
                 # The drafter's part lacks what was generated.
@@ -317,7 +321,7 @@ class PairGenerator(ResponseGenerator):
 
         return progress
 
-    def _calibrating(self, answer: Answer, drafter: Drafter | None) -> dict[str, Callable]:
+    def _calibrating(self, answer: Answer) -> dict[str, Callable]:
         """Measuring what rounds cost takes seconds: it stops as soon as anybody waits."""
 
         def calibrating(num_done: int, num_groups: int) -> None:
@@ -325,7 +329,7 @@ class PairGenerator(ResponseGenerator):
             if num_done < num_groups and self._waiting():
                 raise SomebodyWaits
 
-        return {} if drafter is None else {"calibration_progress_callback": calibrating}
+        return {"calibration_progress_callback": calibrating}
 
     def _check_wanted(self, answer: Answer) -> None:
         if answer.is_over or self._stop:
