@@ -10,10 +10,11 @@ import mlx.core as mx
 
 from ..target.ropes import evaluate_ropes
 from ..target.tree_rows import each_itself
-from .base import Draft, Pick
+from .base import Draft, Pick, start_early
 from .fed import FedDrafter
 from .head import Eagle3Head
-from .tree import Tree
+from .tail import Tail
+from .tree import StaticTree, Tree
 
 
 class Eagle3Drafter(FedDrafter):
@@ -42,6 +43,7 @@ class Eagle3Drafter(FedDrafter):
         if draft_cache not in ("exact", "lagging"):
             raise ValueError(f"draft_cache is {draft_cache!r}: give 'exact' or 'lagging'.")
         self.lagging = draft_cache == "lagging"
+        self._keeps_tail = False
         self._embed = embed
         self._to_target = to_target
         super().__init__(head, taps, len(head.layers))
@@ -79,13 +81,13 @@ class Eagle3Drafter(FedDrafter):
     def propose(self, size: int, pick: Pick) -> Draft:
         """A chain of ``size`` tokens: one head forward for each but the first."""
         states, base = self._seed, self._position() if self.lagging else None
-        tokens = [self._next(states, pick)]
+        tokens, drafting = [self._next(self._first, pick)], self._begin_draft()
         for i in range(size - 1):
+            start_early(tokens[-1], size)
             positions = None if base is None else mx.array([base + i])
-            states = self._forward(tokens[-1], states, positions)
-            tokens.append(self._next(states, pick))
-        for layer in self.cache[:-1]:
-            layer.trim(size - 1)
+            states = self._forward(tokens[-1], states, positions, cache=drafting)
+            tokens.append(self._next(self._logits(states), pick))
+        self._end_draft(size - 1)
         return Draft(mx.concatenate(tokens))
 
     def propose_tree(self, shape: Tree) -> Draft:
@@ -94,7 +96,7 @@ class Eagle3Drafter(FedDrafter):
         One head forward for each level but the first, over the nodes that are continued; each
         sees the committed slots and its own ancestors.
         """
-        base, level = self.cache[0].offset, 0
+        base, level, drafting = self.cache[0].offset, 0, self._begin_draft()
         states, visible = self._seed, mx.zeros((1, 0), mx.bool_)
 
         def step(picked: mx.array, rows: mx.array) -> mx.array:
@@ -103,14 +105,31 @@ class Eagle3Drafter(FedDrafter):
             visible = mx.concatenate([visible[rows], each_itself(num)], axis=1)
             mask = mx.concatenate([mx.ones((num, base), mx.bool_), visible], axis=1)
             positions = mx.full((num,), base + level, mx.int32)
-            states = self._forward(self._to_ids(picked), states[rows], positions, mask)
+            states = self._forward(self._to_ids(picked), states[rows], positions, mask, drafting)
             level += 1
-            return self._log_probabilities(states)
+            return _log_probabilities(self._logits(states))
 
-        picked, parents = shape.grow(self._log_probabilities(self._seed), step)
-        for layer in self.cache[:-1]:
-            layer.trim(visible.shape[1])
-        return Draft(self._to_ids(picked), parents, shape.depth)
+        picked, parents = shape.grow(_log_probabilities(self._first), step)
+        self._end_draft(visible.shape[1])
+        form = shape.parents if isinstance(shape, StaticTree) else None
+        return Draft(self._to_ids(picked), parents, shape.depth, form)
+
+    def keep_tail(self, is_kept: bool) -> None:
+        """See ``TailDrafter.keep_tail``."""
+        self._keeps_tail = is_kept
+
+    def _begin_draft(self) -> list:
+        """Where drafted slots go: into the head's caches, or beside them."""
+        caches = self.cache[:-1]
+        if not self._keeps_tail:
+            return caches
+        return [Tail(cache, layer.window) for cache, layer in zip(caches, self.head.layers)]
+
+    def _end_draft(self, num_slots: int) -> None:
+        """Drop the drafted slots."""
+        if not self._keeps_tail:
+            for cache in self.cache[:-1]:
+                cache.trim(num_slots)
 
     def check_tree(self, shape: Tree) -> None:
         """See ``TreeDrafter.check_tree``."""
@@ -153,24 +172,28 @@ class Eagle3Drafter(FedDrafter):
         states: mx.array,
         positions: mx.array | None = None,
         mask: mx.array | None = None,
+        cache: list | None = None,
     ) -> mx.array:
-        """One head forward over tokens (m,) and states (m, h) -> (m, h)."""
+        """One head forward over tokens (m,) and states (m, h) -> (m, h).
+
+        ``cache``: what the layers append to, in place of their own.
+        """
         self.num_forwards += 1
         self._warn_once_past(self.head.config.max_position_embeddings, tokens.shape[0])
-        return self.head(self._embed(tokens), states, self.cache[:-1], positions, mask)
+        cache = self.cache[:-1] if cache is None else cache
+        return self.head(self._embed(tokens), states, cache, positions, mask)
 
-    def _next(self, states: mx.array, pick: Pick) -> mx.array:
-        """The head's choice after states (1, h), as a target id (1,) int32."""
-        return self._to_ids(pick(self.head.logits(states), self._to_target))
+    def _logits(self, states: mx.array) -> mx.array:
+        """See ``FedDrafter._logits``; states (m, h)."""
+        return self.head.logits(states)
+
+    def _next(self, logits: mx.array, pick: Pick) -> mx.array:
+        """The head's choice from logits (1, Vd), as a target id (1,) int32."""
+        return self._to_ids(pick(logits, self._to_target))
 
     def _to_ids(self, index: mx.array) -> mx.array:
         """Draft-vocabulary indices (m,) as target ids (m,) int32."""
         return (index if self._to_target is None else self._to_target[index]).astype(mx.int32)
-
-    def _log_probabilities(self, states: mx.array) -> mx.array:
-        """log q over the draft vocabulary in float32, (m, h) -> (m, Vd)."""
-        logits = self.head.logits(states).astype(mx.float32)
-        return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
     def _warn_once_past(self, limit: int, num_new: int) -> None:
         if not self._warned and self.cache[0].offset + num_new > limit:
@@ -180,3 +203,9 @@ class Eagle3Drafter(FedDrafter):
                 "output stays exact, but fewer drafts may be accepted from here on.",
                 stacklevel=2,
             )
+
+
+def _log_probabilities(logits: mx.array) -> mx.array:
+    """log q of logits (m, Vd), in float32."""
+    logits = logits.astype(mx.float32)
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)

@@ -19,6 +19,7 @@ from ..target.ropes import BY_LENGTH
 from .activations import GATED
 from .kinds import HEAD, REQUIRED
 from .numbering import default_ids, read_nested
+from .tail import Tail
 
 LARGEST_WIDTH = 2**24
 
@@ -149,9 +150,8 @@ class DraftAttention(nn.Module):
         self.scale = c.head_dim**-0.5
         rows = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
         self.qkv_proj = nn.Linear(input_size, rows, bias=c.attention_bias)
-        self.o_proj = nn.Linear(
-            c.num_heads * c.head_dim, c.hidden_size, bias=c.attention_out_bias
-        )
+        width = c.num_heads * c.head_dim
+        self.o_proj = nn.Linear(width, c.hidden_size, bias=c.attention_out_bias)
         if c.qk_norm:
             self.q_norm = nn.RMSNorm(c.head_dim, eps=c.rms_norm_eps)
             self.k_norm = nn.RMSNorm(c.head_dim, eps=c.rms_norm_eps)
@@ -182,6 +182,8 @@ class DraftAttention(nn.Module):
             q, k = mx.split(qk, [self.num_heads], axis=1)
             qk = mx.concatenate([self.q_norm(q), self.k_norm(k)], axis=1)
         q, k = mx.split(self._rotate(qk, positions), [self.num_heads], axis=1)
+        if isinstance(cache, Tail):
+            return self.o_proj(self._from_heads(cache.attend(q, k, v, self.scale, mask)))
         keys, values = cache.update_and_fetch(k, v)
         out = scaled_dot_product_attention(
             q, keys, values, cache=cache, scale=self.scale, mask=mask
@@ -207,12 +209,9 @@ class DraftMLP(nn.Module):
 
     def __init__(self, config: Eagle3Config):
         super().__init__()
-        self.gate_up_proj = nn.Linear(
-            config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias
-        )
-        self.down_proj = nn.Linear(
-            config.intermediate_size, config.hidden_size, bias=config.mlp_bias
-        )
+        size, width = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = nn.Linear(size, 2 * width, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(width, size, bias=config.mlp_bias)
         self.activation = config.hidden_act  # by name: a compiled function cannot be copied
 
     def __call__(self, x: mx.array) -> mx.array:
