@@ -88,17 +88,6 @@ REFUSALS = (
         (r"^config aux_ids_source ",),
     ),
     Refusal(
-        "a parallel-drafting EAGLE head (P-EAGLE)",
-        "use the autoregressive EAGLE-3 head of the same target",
-        (
-            r"^tensor (.*\.)?mask_hidden\b",
-            r"^config speculators_model_type = peagle",
-            r"^config (\w+\.)*(ptd_token_id|pard_token) ",
-            r"^config (\w+\.)*parallel_drafting = True",
-            r"^config architectures\.\d+ = .*P-?[Ee]agle",
-        ),
-    ),
-    Refusal(
         "a block-diffusion or parallel drafter (DFlash, DSpark, Domino, XPress)",
         "use an EAGLE-3 head of the same target",
         (

@@ -4,6 +4,7 @@ Truth order: tensor shapes, then EAGLE's own keys, then generic ones (a config i
 copy of the target's).
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ CLASS_DEFAULTS = {
     "qwen3": {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "sliding_window": 4096},
 }
 DEFAULT_HEADS = 32
+P_EAGLE = re.compile(r"P-?[Ee]agle")
 
 
 def merge_settings(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -122,6 +124,32 @@ def from_shapes(
         else settings.get("use_last_layernorm", True),
         **family.fixed,
     }
+
+
+def mask_token(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> int | None:
+    """What a P-EAGLE head is given in place of a token; None for a head that is none."""
+    keys = ("mask_token_id", "pard_token", "ptd_token_id")
+    token = next((settings[key] for key in keys if key in settings), None)
+    says_so = (
+        settings.get("speculators_model_type") == "peagle"
+        or settings.get("parallel_drafting")
+        or "pard_token" in settings
+        or "ptd_token_id" in settings
+        or any(P_EAGLE.match(name) for name in settings.get("architectures", ()))
+    )
+    if "mask_hidden" not in tensors:
+        if says_so:
+            raise ValueError(
+                "the head drafts in parallel (P-EAGLE), says its config, and the checkpoint lacks "
+                "mask_hidden; it is incomplete"
+            )
+        return None
+    if token is None:
+        raise ValueError(
+            "the head drafts in parallel (P-EAGLE), and its config names no mask_token_id "
+            "(nor ptd_token_id or pard_token); add it"
+        )
+    return token
 
 
 def window(settings: Mapping[str, Any], family: Family, num_layers: int) -> dict[str, Any]:

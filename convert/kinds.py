@@ -83,6 +83,10 @@ HEAD: Table = {
     "use_input_layernorm_in_first_layer": TRUTH,
     "use_last_layernorm": TRUTH,
     "embed_requires_grad": TRUTH,
+    "parallel_drafting": TRUTH,
+    "mask_token_id": COUNT,
+    "pard_token": COUNT,
+    "ptd_token_id": COUNT,
 }
 PROPOSAL: Table = {"speculative_tokens": COUNT}
 CONFIG: Table = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_eagle.drafters.head import Eagle3Config
+from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.load import read_head_config
 from mlx_eagle.system.folders import new_folder
 
@@ -31,6 +31,17 @@ FIXED = {
     "final_norm": True,
     "sliding_window": None,
     "num_aux": 3,
+    "latent": None,
+    "softmax_scale": None,
+    "position_scale": None,
+    "values": "projected",
+    "value_norm": False,
+    "branch_norms": False,
+    "layer_scalar": False,
+    "embed_scale": 1.0,
+    "logit_softcap": None,
+    "mask_token_id": None,
+    "num_parallel_heads": 0,
 }
 
 

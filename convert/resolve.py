@@ -16,6 +16,7 @@ from .families import Family, hidden_size, recognise
 from .fields import (
     activation,
     from_shapes,
+    mask_token,
     merge_settings,
     norm_before_residual,
     norm_output,
@@ -79,7 +80,8 @@ def _check_dimensions(tensors: Mapping[str, Tensor]) -> None:
     """Raise ValueError unless all are vectors and matrices, those of vocabularies vectors."""
     for name, tensor in tensors.items():
         expected = (1,) if name in ("d2t", "t2d", "rope_freqs.weight") else (1, 2)
-        if len(tensor.shape) not in expected or 0 in tensor.shape:
+        dims = len(tensor.shape) if name != "mask_hidden" else min(len(tensor.shape), 1)
+        if dims not in expected or 0 in tensor.shape:
             raise ValueError(
                 f"{name} is of the shape {shown(tensor.shape)}, expected a "
                 f"{'vector' if expected == (1,) else 'vector or a matrix'} that is not empty"
@@ -239,7 +241,11 @@ def _derive(
     output, ids = tensors.get("lm_head.weight"), vocabulary.target_ids
     if output is not None and ids is not None and output.rows == vocabulary.size:
         rows = mx.array(ids)
-        tensors["lm_head.weight"] = Derived(output, lambda w: w[rows], len(ids))
+        shape = (len(ids), *output.shape[1:])
+        tensors["lm_head.weight"] = Derived(output, lambda w: w[rows], shape)
+    if "mask_hidden" in tensors:  # (1, 1, F) in most files
+        mask = tensors["mask_hidden"]
+        tensors["mask_hidden"] = Derived(mask, lambda w: w.reshape(-1), (mask.size,))
     return tensors
 
 
@@ -285,6 +291,7 @@ def resolve(
             overrides.rope_theta,
             factors,
         ),
+        "mask_token_id": mask_token(tensors, settings),
         "model_type": "eagle3",
         "family": family.name,
         "speculative_tokens_hint": _hint(checkpoint.config),

@@ -85,6 +85,8 @@ def _rows(config: Mapping[str, Any]) -> Iterator[tuple[Row, dict[str, int]]]:
     if c["pre_fc_norm"] == "per_feature":
         for i in range(c["num_aux"]):
             yield (f"fc_norm.{i}.weight", "h_t"), sizes
+    if c["mask_token_id"] is not None:
+        yield ("mask_hidden", "F"), sizes
     for i in range(c["num_layers"]):
         wide = c["layer_input"] == "every" or (c["layer_input"] == "first" and i == 0)
         sizes = {**sizes, "in": 2 * h if wide else h}

@@ -130,11 +130,14 @@ class Stored:
 
 @dataclass(frozen=True)
 class Derived:
-    """Another order or selection of the rows of a tensor, made when it is read."""
+    """Another order or selection of a tensor's numbers, made when it is read.
+
+    ``new_shape`` None: of the same shape.
+    """
 
     source: "Tensor"
     change: Callable[[mx.array], mx.array]
-    num_rows: int | None = None
+    new_shape: tuple[int, ...] | None = None
 
     @property
     def format(self) -> str:
@@ -142,8 +145,7 @@ class Derived:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        rows = self.source.rows if self.num_rows is None else self.num_rows
-        return (rows, *self.source.shape[1:])
+        return self.source.shape if self.new_shape is None else self.new_shape
 
     @property
     def rows(self) -> int:

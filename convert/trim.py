@@ -121,7 +121,8 @@ def trim(
     tensors, config = dict(head.tensors), dict(head.config)
     output, rows = tensors.get("lm_head.weight"), mx.array(kept)
     if output is not None:
-        tensors["lm_head.weight"] = Derived(output, lambda w: w[rows], len(kept))
+        shape = (len(kept), *output.shape[1:])
+        tensors["lm_head.weight"] = Derived(output, lambda w: w[rows], shape)
     elif config["lm_head_source"] == "target":
         config["lm_head_source"] = "target_rows"
     config |= {"draft_vocab_size": len(kept), "has_d2t": True}

@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .drafters.base import Drafter
-from .drafters.head import Eagle3Config
+from .drafters.config import Eagle3Config
 from .drafters.load import TargetSizes, load_drafter, read_head_config, sizes_of
 from .drafters.lookup import LookupDrafter
 from .drafters.model_drafter import load_model_drafter

@@ -20,8 +20,9 @@ from checkpoints import (
 )
 
 from mlx_eagle.convert import convert
+from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.fused import fuse_weights
-from mlx_eagle.drafters.head import Eagle3Config, Eagle3Head
+from mlx_eagle.drafters.head import Eagle3Head
 
 
 def full_vocabulary(**sizes: int) -> Tensors:

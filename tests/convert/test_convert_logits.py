@@ -16,7 +16,7 @@ from heads import NUM_SLOTS, NUM_STEPS, TOLERANCE, Runner
 from test_convert_families import CASES
 
 from mlx_eagle.convert import convert
-from mlx_eagle.drafters.head import Eagle3Config
+from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.reference import eagle3_draft, eagle3_extend
 
 # 4 bits in groups of 32, random weights (the worst case): of the largest logit.

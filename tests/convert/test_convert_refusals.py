@@ -22,6 +22,7 @@ from mlx_eagle.convert import convert
 
 PLAIN = eagle3_tensors()
 EAGLE1 = eagle1_tensors()
+MASKED = PLAIN | {"mask_hidden": ones(1, 1, 192)}
 
 # What is refused
 
@@ -31,10 +32,16 @@ def dflash() -> Tensors:
 
 
 REFUSED = {
-    "P-EAGLE by its mask": (PLAIN | {"mask_hidden": ones(1, 1, 192)}, CONFIG, "P-EAGLE"),
+    "P-EAGLE without a token": (MASKED, CONFIG, "names no mask_token_id"),
     "P-EAGLE by its type": (PLAIN, speculators(speculators_model_type="peagle"), "P-EAGLE"),
-    "P-EAGLE by a token": (PLAIN, CONFIG | {"ptd_token_id": 3}, "P-EAGLE"),
+    "P-EAGLE by a token": (PLAIN, CONFIG | {"ptd_token_id": 3}, "lacks mask_hidden"),
     "P-EAGLE by its name": (PLAIN, CONFIG | {"architectures": ["PEagleDraftModel"]}, "P-EAGLE"),
+    "P-EAGLE with a token of no vocabulary": (MASKED, CONFIG | {"ptd_token_id": 128}, "128"),
+    "a mask of another width": (
+        PLAIN | {"mask_hidden": ones(1, 1, 128)},
+        CONFIG | {"ptd_token_id": 3},
+        "mask_hidden is 128",
+    ),
     "DFlash": (dflash(), CONFIG | {"architectures": ["DFlashDraftModel"]}, "DFlash"),
     "DFlash by its blocks": (PLAIN, CONFIG | {"block_size": 8, "mask_token_id": 3}, "DFlash"),
     "DSpark": (PLAIN, CONFIG | {"markov_rank": 8}, "DSpark"),
