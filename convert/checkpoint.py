@@ -140,8 +140,6 @@ def open_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
             for shard in shards:
                 tensors |= form.read(shard)
             config = read_config(folder)
-            if (folder / "hf_quant_config.json").exists():
-                config["hf_quant_config"] = True
             checkpoint = Checkpoint(source, config, tensors, tuple(shards))
             return _checked(checkpoint, folder / "config.json")
     # Of a repository the local cache may hold one of several, so there it must be named.

@@ -20,7 +20,8 @@ from typing import Any
 from mlx_eagle.system.documents import LONGEST_NAME
 
 from .checkpoint import Checkpoint
-from .stored import Stored
+from .packed import unpacked
+from .stored import Tensor
 
 # Applied in this order to every name; what comes out are the canonical names.
 NAMES = (
@@ -138,13 +139,9 @@ REFUSALS = (
         ),
     ),
     Refusal(
-        "a quantized head",
-        "dequantize it first, or use the bfloat16 head it was made from (if its tensors are "
-        "plain floats, delete the quantization entry from its config)",
-        (
-            r"^tensor .*(_scale(_\w+)?|\.scales|weight_packed|qweight|weight_shape)( |$)",
-            r"^config (quantization_config|hf_quant_config|compression_config)\b",
-        ),
+        "a head quantized as GPTQ, AWQ, bitsandbytes or MLX do",
+        "use one of compressed-tensors, ModelOpt or GGUF, or the bfloat16 head it was made from",
+        (r"^tensor .*\.(scales|qweight|qzeros|absmax|quant_state\S*|nested_\S+) ",),
     ),
     Refusal(
         "a speculators EAGLE-1 head with extra embedding norms",
@@ -249,7 +246,7 @@ def _config_lines(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield " ".join(line.splitlines())
 
 
-def hidden_size(tensors: Mapping[str, Stored]) -> int:
+def hidden_size(tensors: Mapping[str, Tensor]) -> int:
     """Rows of the first layer's output: h; 0 where the tensors for it are missing."""
     for name in ("layers.0.self_attn.o_proj.weight", "layers.0.post_attention_layernorm.weight"):
         if name in tensors and tensors[name].shape:
@@ -257,7 +254,7 @@ def hidden_size(tensors: Mapping[str, Stored]) -> int:
     return 0
 
 
-def describe(tensors: Mapping[str, Stored], config: Mapping[str, Any]) -> str:
+def describe(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> str:
     """The checkpoint as text (module docstring); tensors under canonical names."""
     h = hidden_size(tensors)
 
@@ -269,13 +266,15 @@ def describe(tensors: Mapping[str, Stored], config: Mapping[str, Any]) -> str:
     return "\n".join([*lines, *_config_lines(config)])
 
 
-def recognise(checkpoint: Checkpoint) -> tuple[Family, dict[str, Stored]]:
-    """The checkpoint's family and its tensors under canonical names.
+def recognise(checkpoint: Checkpoint) -> tuple[Family, dict[str, Tensor]]:
+    """The checkpoint's family and its tensors under canonical names, in one piece each.
 
     Raises ValueError that names what it is, where that is known and not converted.
     """
     names = [name for name in checkpoint.tensors if not DROPPED.search(canonical(name))]
-    tensors = {canonical(name): checkpoint.tensors[name] for name in names}
+    whole = unpacked({name: checkpoint.tensors[name] for name in names}, checkpoint.config)
+    names = list(whole)
+    tensors = {canonical(name): whole[name] for name in names}
     text = describe(tensors, checkpoint.config)
 
     def found(pattern: str) -> bool:

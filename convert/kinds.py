@@ -92,6 +92,8 @@ PROPOSAL: Table = {"speculative_tokens": COUNT}
 CONFIG: Table = {
     **HEAD,
     "architectures": TEXTS,
+    "quantization_config": OBJECT,
+    "compression_config": OBJECT,
     "eos_token_id": Kind(
         "a token or a list of tokens",
         lambda value: COUNT.holds(value) or COUNTS.holds(value),

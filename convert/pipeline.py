@@ -16,6 +16,7 @@ from mlx_eagle.system.progress import Progress, silent
 from .card import CARD, check_entry, check_table, make_card, source_license
 from .check import Report, check_head, load_model, rope_bases
 from .checkpoint import Checkpoint, open_checkpoint
+from .packed import Unpacked
 from .quantize import Quantization, pack
 from .resolve import Overrides, Resolved, resolve
 from .stored import Tensor
@@ -77,8 +78,13 @@ def prepare(
 
 
 def own_dtype(tensors: dict[str, Tensor]) -> str:
-    """The dtype most of the head is stored in, judged by its first matrix."""
+    """The dtype most of the head is stored in, judged by its first matrix.
+
+    Where that is quantized, by a norm, for scales are often more precise than the head.
+    """
     first = tensors["layers.0.self_attn.o_proj.weight"]
+    if isinstance(first, Unpacked):
+        first = tensors["layers.0.post_attention_layernorm.weight"]
     return DTYPE_OF_FORMAT.get(first.format, "float16")
 
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from mlx_eagle.system.documents import is_whole
 from mlx_eagle.system.safetensors import is_shape
 
-# How each stored format looks to NumPy, which has no bfloat16.
+# How each stored format looks to NumPy, which has no bfloat16 and no floats of 8 bits.
 FORMATS: dict[str, type[np.generic]] = {
     "F64": np.float64,
     "F32": np.float32,
@@ -24,6 +25,9 @@ FORMATS: dict[str, type[np.generic]] = {
     "U32": np.uint32,
     "U8": np.uint8,
     "BOOL": np.bool_,
+    "F8_E4M3": np.uint8,
+    "F8_E5M2": np.uint8,
+    "F8_E8M0": np.uint8,
 }
 
 
@@ -42,6 +46,25 @@ def map_file(path: Path) -> np.ndarray:
         return np.asarray(np.memmap(path, np.uint8, "r"))
     except OSError as err:
         raise ValueError(f"{path} cannot be read: {err.strerror}") from err
+
+
+class Tensor(Protocol):
+    """What a head is made of, however it is stored; read when it is asked for."""
+
+    @property
+    def format(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def read(self) -> mx.array:
+        """The values as an array."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +158,7 @@ class Derived:
     ``new_shape`` None: of the same shape.
     """
 
-    source: "Tensor"
+    source: Tensor
     change: Callable[[mx.array], mx.array]
     new_shape: tuple[int, ...] | None = None
 
@@ -157,6 +180,3 @@ class Derived:
 
     def read(self) -> mx.array:
         return self.change(self.source.read())
-
-
-Tensor = Stored | Derived

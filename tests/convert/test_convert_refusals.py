@@ -61,9 +61,39 @@ REFUSED = {
         FLAT | {"target_layer_ids": [5, 17, 29, 41, 46]},
         "Gemma-4",
     ),
-    "packed": (PLAIN | {"fc.weight_packed": ones(4, 4)}, CONFIG, "dequantize"),
-    "scales": (PLAIN | {"fc.weight_scale": ones(64)}, CONFIG, "dequantize"),
-    "a quantization entry": (PLAIN, CONFIG | {"quantization_config": {"bits": 4}}, "dequantize"),
+    "GPTQ": (PLAIN | {"fc.qweight": ones(4, 4), "fc.scales": ones(4, 4)}, CONFIG, "GPTQ"),
+    "MLX's own": (PLAIN | {"fc.scales": ones(64, 3), "fc.biases": ones(64, 3)}, CONFIG, "MLX"),
+    "packed without a scale": (
+        without(PLAIN, "fc.weight") | {"fc.weight_packed": np.ones((64, 24), np.int32)},
+        CONFIG,
+        "not read (weight_packed (I32))",
+    ),
+    "scales of floats": (PLAIN | {"fc.weight_scale": ones(64)}, CONFIG, "weight (F32)"),
+    "too few scales": (
+        PLAIN | {"fc.weight": np.ones((64, 192), np.int8), "fc.weight_scale": ones(64, 5)},
+        CONFIG,
+        "fc.weight is 64 x 192 with scales of 64 x 5",
+    ),
+    "words of no bits": (
+        without(PLAIN, "fc.weight")
+        | {
+            "fc.weight_packed": np.ones((64, 23), np.int32),
+            "fc.weight_shape": np.array([64, 192]),
+            "fc.weight_scale": ones(64, 6),
+        },
+        CONFIG,
+        "23 words of 192 integers",
+    ),
+    "a shape that is none": (
+        without(PLAIN, "fc.weight")
+        | {
+            "fc.weight_packed": np.ones((64, 24), np.int32),
+            "fc.weight_shape": np.array([32, 192]),
+            "fc.weight_scale": ones(64, 6),
+        },
+        CONFIG,
+        "said to be (32, 192)",
+    ),
     "a plain model": (
         {n: v[:, :64] if ".q_proj" in n else v for n, v in without(PLAIN, "fc.weight").items()},
         CONFIG,
