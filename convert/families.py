@@ -20,6 +20,7 @@ from typing import Any
 from mlx_eagle.system.documents import LONGEST_NAME
 
 from .checkpoint import Checkpoint
+from .mistral import MARK
 from .packed import unpacked
 from .stored import Tensor
 
@@ -32,6 +33,18 @@ NAMES = (
     (r"^aux_norm_low\.", "fc_norm.0."),
     (r"^aux_norm_mid\.", "fc_norm.1."),
     (r"^aux_norm_high\.", "fc_norm.2."),
+    # Mistral
+    (r"^eagle_linear\.", "fc."),
+    (r"^tok_embeddings\.", "embed_tokens."),
+    (r"^(layers\.\d+)\.attention_norm\.", r"\1.input_layernorm."),
+    (r"^(layers\.\d+)\.ffn_norm\.", r"\1.post_attention_layernorm."),
+    (r"^(layers\.\d+)\.attention\.w(q|kv)_a(?=[._])", r"\1.self_attn.\2_a_proj"),
+    (r"^(layers\.\d+)\.attention\.w(q|kv)_b\.", r"\1.self_attn.\2_b_proj."),
+    (r"^(layers\.\d+)\.attention\.(q|kv)_a_norm\.", r"\1.self_attn.\2_a_layernorm."),
+    (r"^(layers\.\d+)\.attention\.w([qkvo])\.", r"\1.self_attn.\2_proj."),
+    (r"^(layers\.\d+)\.feed_forward\.w1\.", r"\1.mlp.gate_proj."),
+    (r"^(layers\.\d+)\.feed_forward\.w2\.", r"\1.mlp.down_proj."),
+    (r"^(layers\.\d+)\.feed_forward\.w3\.", r"\1.mlp.up_proj."),
     # llama.cpp
     (r"^token_embd\.", "embed_tokens."),
     (r"^output_norm\.", "norm."),
@@ -100,14 +113,6 @@ REFUSALS = (
         ),
     ),
     Refusal(
-        "a draft with multi-head latent attention (MLA)",
-        "use a head with plain grouped-query attention for this target",
-        (
-            r"^tensor .*(kv_a_proj_with_mqa|q_a_proj|kv_b_proj)\.",
-            r"^config architectures\.\d+ = .*(Eagle3Deepseek|MLA)",
-        ),
-    ),
-    Refusal(
         "a head with parallel (Medusa-like) draft heads",
         "use a head exported with parallel_draft_step 1",
         (
@@ -151,9 +156,12 @@ REFUSALS = (
 )
 
 # Layer 0 attends from the embedding beside the state: the mark of EAGLE-3.
-WIDE = r"^tensor layers\.0\.self_attn\.q_proj\.weight \[\w+, 2h\]"
-NARROW = r"^tensor layers\.0\.self_attn\.q_proj\.weight \[\w+, h\]"
+ENTRANCE = r"^tensor layers\.0\.self_attn\.(?:q_proj|kv_a_proj_with_mqa)\.weight \[\w+, "
+WIDE = ENTRANCE + r"2h\]"
+NARROW = ENTRANCE + r"h\]"
 FUSION = r"^tensor fc\.weight "
+EAGLE_1 = {"fc_input": "embedding_and_state", "layer_input": "none", "uses_aux": False}
+MISTRAL = {"norm_output": True}  # what its final norm gives is fed back
 
 FAMILIES = (
     Family(
@@ -164,15 +172,36 @@ FAMILIES = (
         has_interleaved_heads=True,
     ),
     Family(
+        "mistral",
+        "Mistral's EAGLE",
+        has=(r"^tensor fc\.weight \[h, 2h\]", NARROW, rf"^config {MARK} = True"),
+        defaults=MISTRAL,
+        fixed=EAGLE_1,
+        has_optional_norms=True,
+        owns_embedding=False,
+        has_interleaved_heads=True,
+    ),
+    Family(
+        "mistral-hf",
+        "Mistral's EAGLE, in the names of Hugging Face",
+        has=(
+            r"^tensor fc\.weight \[h, 2h\]",
+            NARROW,
+            r"^tensor norm\.weight ",
+            r"^tensor layers\.0\.input_layernorm\.",
+        ),
+        lacks=(r"^tensor layers\.0\.hidden_norm",),
+        defaults=MISTRAL,
+        fixed=EAGLE_1,
+        has_optional_norms=True,
+        owns_embedding=False,
+    ),
+    Family(
         "eagle-1",
         "EAGLE-1 / EAGLE-2 / HASS",
         has=(r"^tensor fc\.weight \[h, 2h\]", NARROW),
         lacks=(r"^tensor layers\.0\.hidden_norm",),
-        fixed={
-            "fc_input": "embedding_and_state",
-            "layer_input": "none",
-            "uses_aux": False,
-        },
+        fixed=EAGLE_1,
         has_optional_norms=True,
         owns_embedding=False,
     ),

@@ -11,6 +11,7 @@ from typing import Any
 from mlx_eagle.drafters.activations import GATED
 from mlx_eagle.system.documents import shown
 
+from .attention import heads, input_width
 from .families import Family, hidden_size
 from .shapes import need
 from .stored import Tensor
@@ -20,7 +21,6 @@ CLASS_DEFAULTS = {
     "llama": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
     "qwen3": {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "sliding_window": 4096},
 }
-DEFAULT_HEADS = 32
 P_EAGLE = re.compile(r"P-?[Ee]agle")
 
 
@@ -43,31 +43,8 @@ def merge_settings(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _layer_input(tensors: Mapping[str, Tensor], num_layers: int, h: int) -> str:
-    names = (f"layers.{i}.self_attn.q_proj.weight" for i in range(num_layers))
-    wide = [name in tensors and tensors[name].shape[-1] == 2 * h for name in names]
+    wide = [input_width(tensors, i) == 2 * h for i in range(num_layers)]
     return "every" if num_layers > 1 and all(wide) else "first"
-
-
-def _heads(
-    tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
-) -> tuple[int, int, int]:
-    """Heads, key heads, width of a head; shapes stand in for keys that are missing."""
-    attention = "layers.0.self_attn."
-    rows = {part: need(tensors, f"{attention}{part}_proj.weight").rows for part in "qk"}
-    norm = tensors.get(f"{attention}q_norm.weight")
-    head_dim = norm.rows if norm is not None else settings.get("head_dim")
-    num_heads = settings.get("num_attention_heads")
-    num_heads = num_heads or (rows["q"] // head_dim if head_dim else DEFAULT_HEADS)
-    head_dim = head_dim or rows["q"] // num_heads
-    if not head_dim:
-        raise ValueError(f"q_proj has {rows['q']} rows for {num_heads} heads; fix the config")
-    num_kv_heads = settings.get("num_key_value_heads", max(rows["k"] // head_dim, 1))
-    if num_heads % num_kv_heads or head_dim % 2:
-        raise ValueError(
-            f"the head has {num_heads} heads of width {head_dim} and {num_kv_heads} key heads, "
-            "expected an even width and a whole number of heads per key head; fix the config"
-        )
-    return num_heads, num_kv_heads, head_dim
 
 
 def _pre_fc_norm(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> str:
@@ -95,7 +72,6 @@ def from_shapes(
             f"config.json says hidden_size {stated}, and layers.0 puts out {h} channels"
         )
     first = "layers.0."
-    num_heads, num_kv_heads, head_dim = _heads(tensors, settings)
 
     def has(tensor: str, key: str) -> bool:
         return first + tensor in tensors or bool(family.describes_layers and settings.get(key))
@@ -103,15 +79,14 @@ def from_shapes(
     return {
         "hidden_size": h,
         "num_layers": num_layers,
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
+        **heads(tensors, settings),
         "intermediate_size": need(tensors, f"{first}mlp.gate_proj.weight").rows,
         "pre_fc_norm": _pre_fc_norm(tensors, settings),
         "fc_input": "features",
         "fc_bias": "fc.bias" in tensors,
         "qk_norm": has("self_attn.q_norm.weight", "qk_norm"),
-        "attention_bias": has("self_attn.q_proj.bias", "attention_bias"),
+        "attention_bias": has("self_attn.q_proj.bias", "attention_bias")
+        or first + "self_attn.kv_a_proj_with_mqa.bias" in tensors,
         "attention_out_bias": has("self_attn.o_proj.bias", "attention_bias"),
         "mlp_bias": has("mlp.gate_proj.bias", "mlp_bias"),
         "layer_input": _layer_input(tensors, num_layers, h),

@@ -38,8 +38,16 @@ SCALING: Table = {
     "attention_factor": POSITIVE,
     "partial_rotary_factor": FRACTION,
     "truncate": TRUTH,
+    "llama_4_scaling_beta": WEIGHT,
+    "apply_yarn_scaling": TRUTH,
 }
+LATENT: Table = dict.fromkeys(
+    ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), COUNT
+)
 LAYER: Table = {
+    **LATENT,
+    "rope_interleave": TRUTH,
+    "llama_4_scaling": {"beta": WEIGHT, "original_max_position_embeddings": POSITIVE},
     "model_type": TEXT,
     "hidden_size": SIZE,
     "num_attention_heads": SIZE,

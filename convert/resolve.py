@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from mlx_eagle.system.documents import COUNT, shown
 
+from .attention import input_width, position_scale, softmax_scale
 from .checkpoint import Checkpoint
 from .families import Family, hidden_size, recognise
 from .fields import (
@@ -22,7 +23,7 @@ from .fields import (
     norm_output,
     window,
 )
-from .rope import DEFAULT_THETA, resolve_rope
+from .rope import DEFAULT_THETA, resolve_rope, rope_scaling
 from .shapes import check_shapes
 from .stored import Derived, Tensor
 from .taps import found_ids, resolve_taps
@@ -92,8 +93,7 @@ def _name_norms(tensors: dict[str, Tensor], num_layers: int, h: int) -> dict[str
     """Call the one norm of a layer without embedding ``hidden_norm``, whatever it came as."""
     tensors = dict(tensors)
     for i in range(num_layers):
-        query = tensors.get(f"layers.{i}.self_attn.q_proj.weight")
-        if query is not None and query.shape[-1] == h:
+        if input_width(tensors, i) == h:
             norm = tensors.pop(f"layers.{i}.input_layernorm.weight", None)
             if norm is not None:
                 tensors.setdefault(f"layers.{i}.hidden_norm.weight", norm)
@@ -232,7 +232,7 @@ def _derive(
 ) -> dict[str, Tensor]:
     """Put rows in the order they are used in: heads un-permuted, lm_head cut to the draft's."""
     tensors = dict(tensors)
-    if family.has_interleaved_heads:
+    if family.has_interleaved_heads and fields["latent"] is None:
         for i in range(fields["num_layers"]):
             for part, count in (("q", fields["num_heads"]), ("k", fields["num_kv_heads"])):
                 name = f"layers.{i}.self_attn.{part}_proj.weight"
@@ -272,6 +272,7 @@ def resolve(
     fields = from_shapes(tensors, settings, family, num_layers)
     fields |= _tapped(fields, tensors, checkpoint.config, settings, target, overrides, notes)
     fields |= _shared(tensors, vocabulary)
+    scaling = rope_scaling(settings)
     fields |= {
         "rms_norm_eps": settings["rms_norm_eps"],
         "hidden_act": activation(settings),
@@ -284,13 +285,9 @@ def resolve(
             settings, family, fields["pre_fc_norm"], overrides.norm_output, notes
         ),
         **window(settings, family, num_layers),
-        "rope": resolve_rope(
-            settings,
-            fields["head_dim"],
-            settings["max_position_embeddings"],
-            overrides.rope_theta,
-            factors,
-        ),
+        "rope": resolve_rope(settings, fields, overrides.rope_theta, factors),
+        "softmax_scale": softmax_scale(fields["latent"], scaling),
+        "position_scale": position_scale(settings, scaling),
         "mask_token_id": mask_token(tensors, settings),
         "model_type": "eagle3",
         "family": family.name,

@@ -1,7 +1,8 @@
 """The tensors that a resolved config calls for, and their shapes.
 
 In the table: h draft width, F width of what fc takes, H, K, D heads, key
-heads and head width, I MLP width, V and Vd the vocabularies.
+heads and head width, I MLP width, V and Vd the vocabularies; of latent attention r and rq the
+ranks, N, R, V the widths of a head's two parts and of its values.
 """
 
 from collections.abc import Iterator, Mapping
@@ -9,11 +10,25 @@ from typing import Any
 
 from .stored import Tensor
 
-LAYER = (
+GROUPED = (
     ("self_attn.q_proj.weight", "HD", "in"),
     ("self_attn.k_proj.weight", "KD", "in"),
     ("self_attn.v_proj.weight", "KD", "in"),
     ("self_attn.o_proj.weight", "h", "HD"),
+)
+LATENT = (
+    ("self_attn.kv_a_proj_with_mqa.weight", "rR", "in"),
+    ("self_attn.kv_a_layernorm.weight", "r"),
+    ("self_attn.kv_b_proj.weight", "HNV", "r"),
+    ("self_attn.o_proj.weight", "h", "HV"),
+)
+WHOLE_QUERY = (("self_attn.q_proj.weight", "HD", "in"),)
+LATENT_QUERY = (
+    ("self_attn.q_a_proj.weight", "rq", "in"),
+    ("self_attn.q_a_layernorm.weight", "rq"),
+    ("self_attn.q_b_proj.weight", "HD", "rq"),
+)
+LAYER = (
     ("post_attention_layernorm.weight", "h"),
     ("mlp.gate_proj.weight", "I", "h"),
     ("mlp.up_proj.weight", "I", "h"),
@@ -25,6 +40,8 @@ ATTENTION_BIAS = (
     ("self_attn.k_proj.bias", "KD"),
     ("self_attn.v_proj.bias", "KD"),
 )
+LATENT_BIAS = (("self_attn.kv_a_proj_with_mqa.bias", "rR"),)
+LATENT_QUERY_BIAS = (("self_attn.q_a_proj.bias", "rq"),)
 ATTENTION_OUT_BIAS = (("self_attn.o_proj.bias", "h"),)
 MLP_BIAS = (("mlp.gate_proj.bias", "I"), ("mlp.up_proj.bias", "I"), ("mlp.down_proj.bias", "h"))
 WORDS = {
@@ -38,6 +55,11 @@ WORDS = {
     "V": "vocab_size",
     "Vd": "draft_vocab_size",
     "in": "what the layer attends from",
+    "r": "kv_lora_rank",
+    "rR": "kv_lora_rank + qk_rope_head_dim",
+    "rq": "q_lora_rank",
+    "HNV": "num_heads * (qk_nope_head_dim + v_head_dim)",
+    "HV": "num_heads * v_head_dim",
 }
 Row = tuple[str, ...]
 
@@ -46,18 +68,47 @@ def _layer(config: Mapping[str, Any], index: int) -> Iterator[Row]:
     c = config
     sees_embedding = c["layer_input"] == "every" or (c["layer_input"] == "first" and index == 0)
     yield from LAYER
+    yield from _attention(c)
     if sees_embedding and c["embedding_norm"]:
         yield "input_layernorm.weight", "h"
     if index > 0 or c["state_norm"]:
         yield "hidden_norm.weight", "h"
     for flag, rows in (
         ("qk_norm", QK_NORM),
-        ("attention_bias", ATTENTION_BIAS),
         ("attention_out_bias", ATTENTION_OUT_BIAS),
         ("mlp_bias", MLP_BIAS),
     ):
         if c[flag]:
             yield from rows
+
+
+def _attention(config: Mapping[str, Any]) -> Iterator[Row]:
+    c, has_bias = config, config["attention_bias"]
+    if c["latent"] is None:
+        yield from GROUPED
+        yield from ATTENTION_BIAS if has_bias else ()
+        return
+    yield from LATENT
+    yield from LATENT_BIAS if has_bias else ()
+    if c["latent"]["q_lora_rank"] is None:
+        yield from WHOLE_QUERY
+    else:
+        yield from LATENT_QUERY
+        yield from LATENT_QUERY_BIAS if has_bias else ()
+
+
+def _latent_sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    """Symbols of latent attention with what they stand for."""
+    sizes, num_heads = config["latent"], config["num_heads"]
+    if sizes is None:
+        return {}
+    return {
+        "r": sizes["kv_lora_rank"],
+        "rR": sizes["kv_lora_rank"] + sizes["qk_rope_head_dim"],
+        "rq": sizes["q_lora_rank"],
+        "HNV": num_heads * (sizes["qk_nope_head_dim"] + sizes["v_head_dim"]),
+        "HV": num_heads * sizes["v_head_dim"],
+    }
 
 
 def _rows(config: Mapping[str, Any]) -> Iterator[tuple[Row, dict[str, int]]]:
@@ -75,6 +126,7 @@ def _rows(config: Mapping[str, Any]) -> Iterator[tuple[Row, dict[str, int]]]:
         "I": c["intermediate_size"],
         "V": c["vocab_size"],
         "Vd": c["draft_vocab_size"],
+        **_latent_sizes(c),
     }
     if c["fc_input"] != "none":
         yield ("fc.weight", "h", "F"), sizes

@@ -45,8 +45,11 @@ REFUSED = {
     "DFlash": (dflash(), CONFIG | {"architectures": ["DFlashDraftModel"]}, "DFlash"),
     "DFlash by its blocks": (PLAIN, CONFIG | {"block_size": 8, "mask_token_id": 3}, "DFlash"),
     "DSpark": (PLAIN, CONFIG | {"markov_rank": 8}, "DSpark"),
-    "MLA": (PLAIN | {"layers.0.self_attn.kv_a_proj_with_mqa.weight": ones(8, 64)}, CONFIG, "MLA"),
-    "MLA by its name": (PLAIN, CONFIG | {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "MLA"),
+    "half of latent attention": (
+        PLAIN | {"layers.0.self_attn.kv_a_proj_with_mqa.weight": ones(24, 128)},
+        CONFIG,
+        "lacks layers.0.self_attn.kv_a_layernorm.weight",
+    ),
     "Medusa heads": (PLAIN | {"parallel_draft_heads.0.weight": ones(8, 64)}, CONFIG, "Medusa"),
     "early stop": (
         PLAIN | {"fc.weight": ones(65, 192)},

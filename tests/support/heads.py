@@ -155,11 +155,11 @@ class Runner:
         if weights is None:
             weights = {name: mx.array(value) for name, value in example.weights.items()}
         else:
-            packed = fuse_weights(weights, config.num_layers)
+            packed = fuse_weights(weights, config.num_layers, config)
             nn.quantize(self.head, 32, 4, class_predicate=lambda p, _: f"{p}.scales" in packed)
         if config.embed_source == "file":
             weights["embed_tokens.weight"] = self.embed
-        self.head.load_weights(list(fuse_weights(weights, config.num_layers).items()))
+        self.head.load_weights(list(fuse_weights(weights, config.num_layers, config).items()))
         self.cache = [KVCache() for _ in range(config.num_layers)]
 
     def extend(self, tokens, features, positions=None, mask=None) -> mx.array:

@@ -124,6 +124,10 @@ CHANGES = {
 }
 
 
+NATIVE = tuple(sorted(path.name for path in FOLDER.glob("native-*")))
+"""Heads whose files are compared once they are converted: no config of theirs is written here."""
+
+
 @dataclass(frozen=True)
 class Frozen:
     """One head; T slots, S = 1 + 4 steps: the extend pass and four draft steps."""
@@ -184,6 +188,26 @@ def load(name: str) -> Frozen:
         features=np.array(expected["features"]),
         logits=np.array(expected["logits"]),
     )
+
+
+def native(name: str) -> tuple[Frozen, dict[str, np.ndarray]]:
+    """The inputs and logits of a head that is compared once it is converted.
+
+    And what of the target's it needs, under canonical names. The config is a stand-in.
+    """
+    expected = dict(mx.load(str(FOLDER / name / "expected.safetensors")))
+    arrays = {key: np.array(value) for key, value in expected.items()}
+    shared = {"lm_head.weight": arrays["lm_head"]} if "lm_head" in arrays else {}
+    found = Frozen(
+        config=Eagle3Config(**SIZES),
+        weights={},
+        embed=arrays["embed_tokens"],
+        d2t=None,
+        tokens=expected["tokens"].tolist(),
+        features=arrays["features"],
+        logits=arrays["logits"],
+    )
+    return found, shared
 
 
 def relative(found: np.ndarray, wanted: np.ndarray) -> float:
