@@ -33,6 +33,18 @@ NAMES = (
     (r"^aux_norm_low\.", "fc_norm.0."),
     (r"^aux_norm_mid\.", "fc_norm.1."),
     (r"^aux_norm_high\.", "fc_norm.2."),
+    # EAGLE-1 of speculators
+    (r"^fusion_layer\.", "fc."),
+    (r"^transformer\.", "layers.0."),
+    (r"^(?:embed|embedding|post_embedding)_layernorm\.", "embedding_norm."),
+    (r"^(?:lm_head|pre_lm_head)_layernorm\.", "norm."),
+    # ModelOpt's parallel heads
+    (r"^parallel_draft_heads\.lm_head\.", "parallel_outputs.0."),
+    (r"^parallel_draft_heads\.(\d+)\.lm_head\.", r"parallel_outputs.\1."),
+    (
+        r"^parallel_draft_heads\.(?:medusa_heads\.)?(\d+)\.(?:medusa_layers\.)?(\d+)\.linear\.",
+        r"parallel_heads.\1.layers.\2.",
+    ),
     # Mistral
     (r"^eagle_linear\.", "fc."),
     (r"^tok_embeddings\.", "embed_tokens."),
@@ -89,6 +101,7 @@ class Family:
     owns_embedding: bool = True  # False: the target's is used whatever the file holds
     has_absolute_d2t: bool = False
     has_interleaved_heads: bool = False  # q and k rows in llama.cpp's order
+    is_gemma: bool = False  # attends as Gemma's global layers, embeddings scaled and logits capped
     # What the config leaves open or may say wrongly, so that the user is told.
     doubts_rope_base: bool = False
     doubts_residual: bool = False
@@ -113,19 +126,6 @@ REFUSALS = (
         ),
     ),
     Refusal(
-        "a head with parallel (Medusa-like) draft heads",
-        "use a head exported with parallel_draft_step 1",
-        (
-            r"^tensor (.*\.)?parallel_draft_heads\.",
-            r"^config eagle_config\.parallel_draft_step = (?!1$)",
-        ),
-    ),
-    Refusal(
-        "an AngelSlim head with early-stop rows in fc",
-        "use a head trained without early_stop_method",
-        (r"\A(?=(?s:.*)^config early_stop_method )(?=(?s:.*)^tensor fc\.weight \[(?!h,))",),
-    ),
-    Refusal(
         "a multi-token-prediction (MTP) assistant",
         "use an EAGLE-3 head of the same target",
         (
@@ -136,22 +136,9 @@ REFUSALS = (
         ),
     ),
     Refusal(
-        "a DeepSpec head for Gemma-4, whose layers are not llama layers",
-        "use a speculators or SpecForge head of the same target",
-        (
-            r"^tensor .*(pre_feedforward_layernorm|layer_scalar)",
-            r"^config architectures\.\d+ = Gemma4Eagle3Model",
-        ),
-    ),
-    Refusal(
         "a head quantized as GPTQ, AWQ, bitsandbytes or MLX do",
         "use one of compressed-tensors, ModelOpt or GGUF, or the bfloat16 head it was made from",
         (r"^tensor .*\.(scales|qweight|qzeros|absmax|quant_state\S*|nested_\S+) ",),
-    ),
-    Refusal(
-        "a speculators EAGLE-1 head with extra embedding norms",
-        "use an EAGLE-3 head of the same target",
-        (r"^tensor (embed_layernorm|post_embedding_layernorm)\.",),
     ),
 )
 
@@ -187,8 +174,7 @@ FAMILIES = (
         has=(
             r"^tensor fc\.weight \[h, 2h\]",
             NARROW,
-            r"^tensor norm\.weight ",
-            r"^tensor layers\.0\.input_layernorm\.",
+            r"^config (architectures\.\d+|model_type) = .*[Mm]istral",
         ),
         lacks=(r"^tensor layers\.0\.hidden_norm",),
         defaults=MISTRAL,
@@ -212,6 +198,13 @@ FAMILIES = (
         lacks=(FUSION,),
         defaults={"rms_norm_eps": 1e-5},
         fixed={"fc_input": "none", "uses_aux": False},
+    ),
+    Family(
+        "deepspec-gemma4",
+        "DeepSpec for Gemma-4",
+        has=(FUSION, WIDE, r"^tensor layers\.0\.pre_feedforward_layernorm\."),
+        fixed={"branch_norms": True, "value_norm": True, "softmax_scale": 1.0},
+        is_gemma=True,
     ),
     Family(
         "deepspec",

@@ -37,6 +37,11 @@ def merge_settings(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         config.get("eagle_config") or {},
     )
     settings = {k: v for section in sections for k, v in section.items() if v is not None}
+    if family.is_gemma:
+        rope = settings.get("rope_parameters") or {}
+        settings["rope_parameters"] = rope.get("full_attention", rope)
+        if settings.get("attention_k_eq_v"):
+            settings["num_key_value_heads"] = settings.get("num_global_key_value_heads")
     if not family.describes_layers:
         return settings
     return settings | {"qk_norm": nested.get("model_type") == "qwen3"}
@@ -91,13 +96,41 @@ def from_shapes(
         "mlp_bias": has("mlp.gate_proj.bias", "mlp_bias"),
         "layer_input": _layer_input(tensors, num_layers, h),
         "uses_aux": True,
+        "fusion_norm": "embedding_norm.weight" in tensors,
         "embedding_norm": settings.get("use_input_layernorm_in_first_layer", True),
         "state_norm": not family.has_optional_norms
         or f"{first}hidden_norm.weight" in tensors,
         "final_norm": "norm.weight" in tensors
         if family.has_optional_norms
         else settings.get("use_last_layernorm", True),
+        "values": "keys"
+        if family.is_gemma and first + "self_attn.v_proj.weight" not in tensors
+        else "projected",
+        "layer_scalar": first + "layer_scalar" in tensors,
+        "embed_scale": h**0.5 if family.is_gemma else 1.0,
+        "logit_softcap": settings.get("final_logit_softcapping") if family.is_gemma else None,
+        **parallel_heads(tensors, settings),
         **family.fixed,
+    }
+
+
+def parallel_heads(
+    tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """How many parallel heads of ModelOpt there are, of how many layers and output matrices."""
+    places = [name.split(".") for name in tensors if name.startswith("parallel_heads.")]
+    number = len({place[1] for place in places})
+    wanted = settings.get("parallel_draft_step", 1) - 1
+    if number != wanted and "parallel_draft_step" in settings:
+        raise ValueError(
+            f"config.json says parallel_draft_step {wanted + 1}, and the checkpoint has {number} "
+            "parallel draft heads; it is incomplete"
+        )
+    return {
+        "num_parallel_heads": number,
+        "parallel_head_layers": max((int(place[3]) for place in places), default=0) + 1,
+        "parallel_head_bias": any(place[-1] == "bias" for place in places),
+        "parallel_outputs": max(1, sum(name.startswith("parallel_outputs.") for name in tensors)),
     }
 
 

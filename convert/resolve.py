@@ -227,6 +227,29 @@ def _unpermute(rows: mx.array, num_heads: int) -> mx.array:
     return rows.reshape(num_heads, width // 2, 2, -1).swapaxes(1, 2).reshape(rows.shape)
 
 
+def is_output(name: str) -> bool:
+    """Whether it is a matrix with a row for every draft token."""
+    return name == "lm_head.weight" or name.startswith("parallel_outputs.")
+
+
+def _drop_early_stop(
+    tensors: dict[str, Tensor], settings: Mapping[str, Any], notes: list[str]
+) -> dict[str, Tensor]:
+    """Without the rows of AngelSlim's fc that say when to stop thinking, not what to draft."""
+    h, matrix = hidden_size(tensors), tensors.get("fc.weight")
+    if not settings.get("early_stop_method") or matrix is None or matrix.rows <= h:
+        return tensors
+    notes.append(
+        f"{matrix.rows - h} rows of fc that estimate when to stop thinking are left out: drafts "
+        "do not depend on them"
+    )
+    cut = {name: tensors[name] for name in ("fc.weight", "fc.bias") if name in tensors}
+    return tensors | {
+        name: Derived(tensor, lambda w: w[:h], (h, *tensor.shape[1:]))
+        for name, tensor in cut.items()
+    }
+
+
 def _derive(
     tensors: dict[str, Tensor], fields: Mapping[str, Any], family: Family, vocabulary: Vocabulary
 ) -> dict[str, Tensor]:
@@ -238,11 +261,12 @@ def _derive(
                 name = f"layers.{i}.self_attn.{part}_proj.weight"
                 if name in tensors:
                     tensors[name] = Derived(tensors[name], lambda w, n=count: _unpermute(w, n))
-    output, ids = tensors.get("lm_head.weight"), vocabulary.target_ids
-    if output is not None and ids is not None and output.rows == vocabulary.size:
-        rows = mx.array(ids)
-        shape = (len(ids), *output.shape[1:])
-        tensors["lm_head.weight"] = Derived(output, lambda w: w[rows], shape)
+    ids = vocabulary.target_ids
+    for name in filter(is_output, tensors):
+        output = tensors[name]
+        if ids is not None and output.rows == vocabulary.size:
+            rows = mx.array(ids)
+            tensors[name] = Derived(output, lambda w: w[rows], (len(ids), *output.shape[1:]))
     if "mask_hidden" in tensors:  # (1, 1, F) in most files
         mask = tensors["mask_hidden"]
         tensors["mask_hidden"] = Derived(mask, lambda w: w.reshape(-1), (mask.size,))
@@ -263,6 +287,7 @@ def resolve(
     settings = merge_settings(checkpoint.config, family)
     tensors, num_layers = _cut_layers(tensors, overrides.num_layers)
     tensors = _name_norms(tensors, num_layers, hidden_size(tensors))
+    tensors = _drop_early_stop(tensors, settings, notes)
     vocabulary = resolve_vocabulary(tensors, settings, family.has_absolute_d2t, notes)
     factors = tensors.get("rope_freqs.weight")
     used_up = {"d2t", "t2d", "rope_freqs.weight"}
@@ -286,7 +311,7 @@ def resolve(
         ),
         **window(settings, family, num_layers),
         "rope": resolve_rope(settings, fields, overrides.rope_theta, factors),
-        "softmax_scale": softmax_scale(fields["latent"], scaling),
+        "softmax_scale": fields.get("softmax_scale", softmax_scale(fields["latent"], scaling)),
         "position_scale": position_scale(settings, scaling),
         "mask_token_id": mask_token(tensors, settings),
         "model_type": "eagle3",

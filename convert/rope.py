@@ -113,6 +113,21 @@ def _read_factors(factors: Stored, dims: int) -> list[float]:
     return values.tolist()
 
 
+def _simple_scaling(kind: str, scaled: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Scaling that mlx-lm takes as the config has it; None without."""
+    if kind in PLAIN:
+        return None
+    if kind not in SCALING:
+        raise ValueError(
+            f"the head's rope is of type {shown(kind)}; only default, mrope, proportional, "
+            f"{', '.join(SCALING)} convert"
+        )
+    scaling = {"type": kind, **_known(kind, scaled)}
+    if "factor" not in scaling:
+        raise ValueError(f"the head's rope is {kind} without a factor; add one to its config")
+    return scaling
+
+
 def rope_scaling(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """The entry of the config that says how the rope is scaled; empty where it has none."""
     rope = _per_layer_type(settings.get("rope_parameters") or {})
@@ -140,14 +155,15 @@ def resolve_rope(
     if theta is None:
         theta = rope.get("rope_theta") or settings.get("rope_theta") or DEFAULT_THETA
     partial = rope.get("partial_rotary_factor") or settings.get("partial_rotary_factor") or 1.0
-    dims = settings.get("rotary_dim") or int(head_dim * partial)
+    turned = 1.0 if kind == "proportional" else partial
+    dims = settings.get("rotary_dim") or int(head_dim * turned)
     if not BASE.holds(theta):
         raise ValueError(f"the base of the head's rope is {shown(theta)}, expected {BASE.words}")
     if dims % 2 or not 0 < dims <= head_dim:
         raise ValueError(
             f"the head's rope turns {dims} of {head_dim} channels, expected an even number of them"
         )
-    scaling = None
+    scaling: dict[str, Any] | None
     if factors is not None:
         kind = "factors"
         scaling = _explicit(_read_factors(factors, dims), max_positions)
@@ -156,15 +172,11 @@ def resolve_rope(
             scaling = _yarn(scaled, float(theta), dims, max_positions)
         except ArithmeticError as err:
             raise ValueError(f"the head's rope cannot be as its config says ({err})") from err
-    elif kind in SCALING:
-        scaling = {"type": kind, **_known(kind, scaled)}
-        if "factor" not in scaling:
-            raise ValueError(f"the head's rope is {kind} without a factor; add one to its config")
-    elif kind not in PLAIN:
-        raise ValueError(
-            f"the head's rope is of type {shown(kind)}; only default, mrope, "
-            f"{', '.join(SCALING)} convert"
-        )
+    elif kind == "proportional":  # as if all channels turned, but the slow ones stand still
+        factor = float(scaled.get("factor") or 1)
+        scaling = {"type": kind, "partial_rotary_factor": float(partial), "factor": factor}
+    else:
+        scaling = _simple_scaling(kind, scaled)
     traditional = latent is not None and settings.get("rope_interleave", True)
     if traditional and (scaling or {}).get("type") == "longrope":
         raise ValueError(

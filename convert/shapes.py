@@ -13,9 +13,9 @@ from .stored import Tensor
 GROUPED = (
     ("self_attn.q_proj.weight", "HD", "in"),
     ("self_attn.k_proj.weight", "KD", "in"),
-    ("self_attn.v_proj.weight", "KD", "in"),
     ("self_attn.o_proj.weight", "h", "HD"),
 )
+VALUES = (("self_attn.v_proj.weight", "KD", "in"),)
 LATENT = (
     ("self_attn.kv_a_proj_with_mqa.weight", "rR", "in"),
     ("self_attn.kv_a_layernorm.weight", "r"),
@@ -38,8 +38,13 @@ QK_NORM = (("self_attn.q_norm.weight", "D"), ("self_attn.k_norm.weight", "D"))
 ATTENTION_BIAS = (
     ("self_attn.q_proj.bias", "HD"),
     ("self_attn.k_proj.bias", "KD"),
-    ("self_attn.v_proj.bias", "KD"),
 )
+VALUE_BIAS = (("self_attn.v_proj.bias", "KD"),)
+BRANCH_NORMS = (
+    ("pre_feedforward_layernorm.weight", "h"),
+    ("post_feedforward_layernorm.weight", "h"),
+)
+LAYER_SCALAR = (("layer_scalar", "one"),)
 LATENT_BIAS = (("self_attn.kv_a_proj_with_mqa.bias", "rR"),)
 LATENT_QUERY_BIAS = (("self_attn.q_a_proj.bias", "rq"),)
 ATTENTION_OUT_BIAS = (("self_attn.o_proj.bias", "h"),)
@@ -54,6 +59,7 @@ WORDS = {
     "h_t": "target_hidden_size",
     "V": "vocab_size",
     "Vd": "draft_vocab_size",
+    "one": "one",
     "in": "what the layer attends from",
     "r": "kv_lora_rank",
     "rR": "kv_lora_rank + qk_rope_head_dim",
@@ -77,8 +83,10 @@ def _layer(config: Mapping[str, Any], index: int) -> Iterator[Row]:
         ("qk_norm", QK_NORM),
         ("attention_out_bias", ATTENTION_OUT_BIAS),
         ("mlp_bias", MLP_BIAS),
+        ("branch_norms", BRANCH_NORMS),
+        ("layer_scalar", LAYER_SCALAR),
     ):
-        if c[flag]:
+        if c.get(flag):
             yield from rows
 
 
@@ -87,6 +95,9 @@ def _attention(config: Mapping[str, Any]) -> Iterator[Row]:
     if c["latent"] is None:
         yield from GROUPED
         yield from ATTENTION_BIAS if has_bias else ()
+        if c["values"] == "projected":
+            yield from VALUES
+            yield from VALUE_BIAS if has_bias else ()
         return
     yield from LATENT
     yield from LATENT_BIAS if has_bias else ()
@@ -95,6 +106,18 @@ def _attention(config: Mapping[str, Any]) -> Iterator[Row]:
     else:
         yield from LATENT_QUERY
         yield from LATENT_QUERY_BIAS if has_bias else ()
+
+
+def _parallel(config: Mapping[str, Any]) -> Iterator[Row]:
+    """What the parallel heads are made of."""
+    for i in range(config["num_parallel_heads"]):
+        for j in range(config["parallel_head_layers"]):
+            yield f"parallel_heads.{i}.layers.{j}.weight", "h", "h"
+            if config["parallel_head_bias"]:
+                yield f"parallel_heads.{i}.layers.{j}.bias", "h"
+    if config["num_parallel_heads"]:
+        for i in range(config["parallel_outputs"]):
+            yield f"parallel_outputs.{i}.weight", "Vd", "h"
 
 
 def _latent_sizes(config: Mapping[str, Any]) -> dict[str, int]:
@@ -126,12 +149,17 @@ def _rows(config: Mapping[str, Any]) -> Iterator[tuple[Row, dict[str, int]]]:
         "I": c["intermediate_size"],
         "V": c["vocab_size"],
         "Vd": c["draft_vocab_size"],
+        "one": 1,
         **_latent_sizes(c),
     }
     if c["fc_input"] != "none":
         yield ("fc.weight", "h", "F"), sizes
     if c["fc_bias"]:
         yield ("fc.bias", "h"), sizes
+    if c["fusion_norm"]:
+        yield ("embedding_norm.weight", "h"), sizes
+    for row in _parallel(c):
+        yield row, sizes
     if c["pre_fc_norm"] == "concat":
         yield ("input_norm.weight", "F"), sizes
     if c["pre_fc_norm"] == "per_feature":

@@ -63,6 +63,7 @@ class Eagle3Config:
     mlp_bias: bool = False
     layer_input: str = "first"  # layers that see the embedding beside the state: first|every|none
     fc_input: str = "features"  # features | embedding_and_state | none
+    fusion_norm: bool = False  # the embedding is normed before that
     uses_aux: bool = True
     embedding_norm: bool = True  # the embedding is normed before attention
     state_norm: bool = True  # layer 0 norms its state before attention
@@ -85,7 +86,7 @@ class Eagle3Config:
     mask_token_id: int | None = None
     num_parallel_heads: int = 0
     parallel_head_layers: int = 1
-    parallel_head_bias: bool = True
+    parallel_head_bias: bool = False
     parallel_outputs: int = 1  # their output matrices: one for all, or one for each
     model_type: str = "eagle3"
     family: str = "unknown"

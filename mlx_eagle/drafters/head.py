@@ -89,12 +89,13 @@ class DraftLayer(nn.Module):
 
     def leave(self, residual: mx.array, attended: mx.array) -> mx.array:
         """The layer's output from what attention gives; all (..., h)."""
-        if "pre_feedforward_layernorm" not in self:
+        if "pre_feedforward_layernorm" in self:
+            states = residual + self.post_attention_layernorm(attended)
+            added = self.mlp(self.pre_feedforward_layernorm(states))
+            states = states + self.post_feedforward_layernorm(added)
+        else:
             states = residual + attended
-            return states + self.mlp(self.post_attention_layernorm(states))
-        states = residual + self.post_attention_layernorm(attended)
-        added = self.mlp(self.pre_feedforward_layernorm(states))
-        states = states + self.post_feedforward_layernorm(added)
+            states = states + self.mlp(self.post_attention_layernorm(states))
         return states * self.layer_scalar if "layer_scalar" in self else states
 
 
@@ -131,6 +132,8 @@ class Eagle3Head(nn.Module):
         if c.fc_input != "none":
             fc_width = width if c.fc_input == "features" else 2 * c.hidden_size
             self.fc = nn.Linear(fc_width, c.hidden_size, bias=c.fc_bias)
+        if c.fusion_norm:
+            self.embedding_norm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
         if c.pre_fc_norm == "concat":
             self.input_norm = nn.RMSNorm(width, eps=c.rms_norm_eps)
         elif c.pre_fc_norm == "per_feature":
@@ -204,6 +207,8 @@ class Eagle3Head(nn.Module):
         embeddings = embeddings.astype(self.dtype)
         if self.config.embed_scale != 1:
             embeddings = embeddings * self.config.embed_scale
+        if "embedding_norm" in self:
+            embeddings = self.embedding_norm(embeddings)
         if self.config.fc_input == "embedding_and_state":
             states = self.fc(mx.concatenate([embeddings, states], axis=-1))
         return embeddings, states

@@ -54,6 +54,7 @@ HEAD: Table = {
             "state_norm",
             "final_norm",
             "has_d2t",
+            "fusion_norm",
             "value_norm",
             "branch_norms",
             "layer_scalar",

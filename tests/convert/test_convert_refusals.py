@@ -50,19 +50,25 @@ REFUSED = {
         CONFIG,
         "lacks layers.0.self_attn.kv_a_layernorm.weight",
     ),
-    "Medusa heads": (PLAIN | {"parallel_draft_heads.0.weight": ones(8, 64)}, CONFIG, "Medusa"),
-    "early stop": (
-        PLAIN | {"fc.weight": ones(65, 192)},
-        CONFIG | {"early_stop_method": "confidence"},
-        "early-stop",
+    "parallel heads of another kind": (
+        PLAIN | {"parallel_draft_heads.0.weight": ones(8, 64)},
+        CONFIG,
+        "parallel_draft_heads.0.weight",
     ),
+    "no parallel heads": (
+        PLAIN,
+        CONFIG | {"eagle_config": {"parallel_draft_step": 3}},
+        "parallel_draft_step 3, and the checkpoint has 0",
+    ),
+    "rows too many": (PLAIN | {"fc.weight": ones(65, 192)}, CONFIG, "fc.weight is 65 x 192"),
     "MTP": (PLAIN | {"enorm.weight": ones(64), "hnorm.weight": ones(64)}, CONFIG, "MTP"),
     "MTP by eh_proj": (PLAIN | {"eh_proj.weight": ones(64, 128)}, CONFIG, "MTP"),
     "MTP by a flag": (PLAIN, CONFIG | {"eagle_config": {"use_mtp_layernorm": True}}, "MTP"),
-    "DeepSpec for Gemma-4": (
-        eagle3_tensors(num_aux=5, draft=128) | {"layers.0.layer_scalar": ones(1)},
-        FLAT | {"target_layer_ids": [5, 17, 29, 41, 46]},
-        "Gemma-4",
+    "half a layer of Gemma-4": (
+        eagle3_tensors(num_aux=5, draft=128)
+        | {"layers.0.pre_feedforward_layernorm.weight": ones(64)},
+        FLAT | {"target_layer_ids": [5, 17, 29, 41, 46], "draft_vocab_size": 128},
+        "lacks layers.0.post_feedforward_layernorm.weight",
     ),
     "GPTQ": (PLAIN | {"fc.qweight": ones(4, 4), "fc.scales": ones(4, 4)}, CONFIG, "GPTQ"),
     "MLX's own": (PLAIN | {"fc.scales": ones(64, 3), "fc.biases": ones(64, 3)}, CONFIG, "MLX"),
@@ -101,11 +107,6 @@ REFUSED = {
         {n: v[:, :64] if ".q_proj" in n else v for n, v in without(PLAIN, "fc.weight").items()},
         CONFIG,
         "",
-    ),
-    "speculators EAGLE-1 with norms": (
-        EAGLE1 | {"embed_layernorm.weight": ones(64)},
-        FLAT,
-        "embedding norms",
     ),
     "nothing known": ({"blocks.0.weight": ones(4, 4)}, CONFIG, "no EAGLE head"),
 }

@@ -142,7 +142,14 @@ PAIRS: dict[str, tuple[nn.Module, Drafter]] = {
     "eagle-3": (LLAMA, tiny_head(LLAMA)),
     "eagle-3, parallel heads": (
         LLAMA,
-        tiny_head(LLAMA, seed=2, num_parallel_heads=2, parallel_outputs=2),
+        tiny_head(
+            LLAMA,
+            seed=2,
+            num_parallel_heads=2,
+            parallel_head_layers=2,
+            parallel_head_bias=True,
+            parallel_outputs=2,
+        ),
     ),
     "eagle-3, latent": (LLAMA, tiny_head(LLAMA, seed=3, **LATENT)),
     "p-eagle": (LLAMA, tiny_head(LLAMA, seed=4, num_layers=2, mask_token_id=9)),
