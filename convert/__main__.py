@@ -42,7 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_version_flag(parser)
     yes_no = argparse.BooleanOptionalAction
     add = parser.add_argument
-    add("--hf-path", "--model", help="folder, GGUF file or hub repository id")
+    add("--hf-path", "--model", help="folder, GGUF file or hub id of any EAGLE head")
     add("--mlx-path", default="mlx_model", help="folder to write; it must not exist yet")
     add("-q", "--quantize", action=yes_no, default=True, help="quantize (the default)")
     add("--q-bits", type=int, default=4, help="bits per weight (default 4)")

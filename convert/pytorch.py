@@ -16,6 +16,17 @@ from mlx_eagle.system.folders import new_folder
 
 # What the flat layout has no key or name for, and the value that it stands for.
 FIXED = {
+    "latent": None,
+    "softmax_scale": None,
+    "position_scale": None,
+    "values": "projected",
+    "value_norm": False,
+    "branch_norms": False,
+    "layer_scalar": False,
+    "embed_scale": 1.0,
+    "logit_softcap": None,
+    "mask_token_id": None,
+    "num_parallel_heads": 0,
     "num_layers": 1,
     "uses_aux": True,
     "fc_input": "features",
@@ -31,17 +42,6 @@ FIXED = {
     "final_norm": True,
     "sliding_window": None,
     "num_aux": 3,
-    "latent": None,
-    "softmax_scale": None,
-    "position_scale": None,
-    "values": "projected",
-    "value_norm": False,
-    "branch_norms": False,
-    "layer_scalar": False,
-    "embed_scale": 1.0,
-    "logit_softcap": None,
-    "mask_token_id": None,
-    "num_parallel_heads": 0,
 }
 
 

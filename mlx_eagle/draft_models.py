@@ -26,7 +26,10 @@ LOOKUP = "lookup"
 DEFAULT_BITS = 4
 FILES = ("*.json", "*.safetensors", "*.bin", "*.gguf", "*.txt", "*.jinja", "*.model")
 # Names that only draft heads have: a fusion matrix, a second norm, a draft vocabulary.
-HEAD_TENSORS = ("fc.weight", "hidden_norm.weight", "d2t", "mask_hidden", "eh_proj.weight")
+HEAD_TENSORS = (
+    "fc.weight", "fc.weight_packed", "eagle_linear.weight", "fusion_layer.weight",
+    "hidden_norm.weight", "d2t", "mask_hidden", "eh_proj.weight",
+)  # fmt: skip
 
 
 def open_drafter(

@@ -101,6 +101,40 @@ def test_heads_of_other_trainers_give_their_logits(tmp_path, name):
     assert relative(half.logits(twins)[0], golden.logits[1, 4]) < TOLERANCE
 
 
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        ("native-mla-eagle31", ("softmax_scale", "traditional", "norm_output", "rms_norm_eps")),
+        ("native-mla-two-layers", ("norm_before_residual", "traditional")),
+        ("native-mistral-mla", ("position_scale", "norm_output", "traditional")),
+        ("native-mistral-grouped", ("position_scale", "norm_output")),
+        ("native-gemma4", ("softmax_scale", "value_norm", "logit_softcap", "rope")),
+        ("native-gemma4-values", ("value_norm", "hidden_act")),
+    ],
+)
+def test_every_setting_of_theirs_shows(tmp_path, name, changes):
+    golden, weights = of_native(name, tmp_path / "out", quantize=False)
+    weights = {key: np.array(value) for key, value in weights.items()}
+    config = golden.config
+    plain = {"type": "default", "theta": config.rope["theta"], "dims": config.rope["dims"]}
+    wrong = {
+        "softmax_scale": {"softmax_scale": None},
+        "traditional": {"rope": {**config.rope, "traditional": False}},
+        "norm_output": {"norm_output": not config.norm_output},
+        "norm_before_residual": {"norm_before_residual": not config.norm_before_residual},
+        "rms_norm_eps": {"rms_norm_eps": 1e-2},
+        "position_scale": {"position_scale": None},
+        "value_norm": {"value_norm": False},
+        "logit_softcap": {"logit_softcap": None},
+        "rope": {"rope": plain},
+        "hidden_act": {"hidden_act": "silu"},
+    }
+    for change in changes:
+        example = replace(golden, config=replace(config, **wrong[change]), weights=weights)
+        found = Runner(example).draft(golden, 6)
+        assert relative(found, golden.logits[:, 6]) > 100 * TOLERANCE, change
+
+
 @pytest.mark.parametrize("name", frozen.NATIVE)
 def test_in_eight_bits_they_stay_near(tmp_path, name):
     """Rows of 8 and 10 that belong to one head are packed together, and cut apart exactly."""

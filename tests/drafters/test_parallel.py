@@ -8,8 +8,15 @@ import pytest
 from golden import frozen
 from golden.frozen import Frozen, relative
 from heads import TOLERANCE, Runner
+from helpers import byte_tokenizer, plain, speculative, tiny_head, tiny_llama
 
+from mlx_eagle import batch_generate, load_drafter
+from mlx_eagle.convert import convert
+from mlx_eagle.convert.check import Attached, unroll
+from mlx_eagle.convert.pytorch import to_pytorch
 from mlx_eagle.drafters.parallel import ParallelDrafter
+from mlx_eagle.drafters.tree import TreeShape
+from mlx_eagle.train.student import student_from
 
 NAMES = [name for name in frozen.CHANGES if name.startswith("peagle")]
 
@@ -88,6 +95,52 @@ def test_rounds_equal_speculators(name):
         assert relative(np.stack(seen.rows), golden.logits[:size, end - 1]) < TOLERANCE
         start = end
     assert drafter.num_forwards == 5
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "windows" not in name])
+def test_the_converters_check_measures_the_same_drafts(name):
+    golden = frozen.load(name)
+    drafter = drafter_of(golden)
+    part = Attached(drafter.head, drafter._embed, drafter._to_target)
+    tokens, features = mx.array([0, *golden.tokens]), mx.array(golden.features)
+    rows = unroll(part, tokens, features, first=2, num_slots=5)
+    for depth, (logits, drafted) in enumerate(rows):
+        wanted = golden.logits[depth, 2:7]
+        assert relative(np.array(logits), wanted) < TOLERANCE
+        ids = wanted.argmax(axis=-1)
+        assert drafted.tolist() == (golden.d2t[ids] + ids).tolist()
+
+
+def test_a_batch_reads_as_each_prompt_alone():
+    model = tiny_llama(vocab_size=258)
+    drafter = tiny_head(model, seed=4, num_layers=2, mask_token_id=9)
+    prompts = [[5, 17, 3, 88], [9], [70, 71, 72] * 5]
+    made = batch_generate(
+        model,
+        byte_tokenizer(),
+        prompts,
+        max_tokens=15,
+        draft_model=drafter,
+        num_draft_tokens=3,
+        return_token_ids=True,
+    )
+    for prompt, tokens in zip(prompts, made.token_ids, strict=True):
+        assert tokens == plain(model, prompt, 15)[: len(tokens)]
+
+
+def test_what_is_not_for_masked_slots_is_refused(tmp_path):
+    convert(str(frozen.FOLDER / "peagle-llama"), str(tmp_path / "head"), quantize=False)
+    with pytest.raises(ValueError, match="mask_token_id 97, which the flat PyTorch layout"):
+        to_pytorch(str(tmp_path / "head"), str(tmp_path / "back"))
+    model = tiny_llama(vocab_size=128, hidden_size=32, num_hidden_layers=12)
+    with pytest.raises(ValueError, match="P-EAGLE head need every pair"):
+        load_drafter(tmp_path / "head", model, draft_cache="lagging")
+    with pytest.raises(ValueError, match="drafts in one pass .P-EAGLE., and only heads of llama"):
+        student_from(str(tmp_path / "head"), model, None)
+    drafter = load_drafter(tmp_path / "head", model)
+    assert isinstance(drafter, ParallelDrafter) and drafter.taps == (2, 6, 9)
+    with pytest.raises(ValueError, match="proposes chains only"):
+        speculative(model, drafter, [5, 6], 4, tree=TreeShape.parse("2x2:4"))
 
 
 @pytest.mark.parametrize(
