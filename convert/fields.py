@@ -134,10 +134,13 @@ def parallel_heads(
     }
 
 
-def mask_token(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> int | None:
+def mask_token(
+    tensors: Mapping[str, Tensor], settings: Mapping[str, Any], override: int | None
+) -> int | None:
     """What a P-EAGLE head is given in place of a token; None for a head that is none."""
     keys = ("mask_token_id", "pard_token", "ptd_token_id")
     token = next((settings[key] for key in keys if key in settings), None)
+    token = token if override is None else override
     says_so = (
         settings.get("speculators_model_type") == "peagle"
         or settings.get("parallel_drafting")
@@ -154,8 +157,8 @@ def mask_token(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> in
         return None
     if token is None:
         raise ValueError(
-            "the head drafts in parallel (P-EAGLE), and its config names no mask_token_id "
-            "(nor ptd_token_id or pard_token); add it"
+            "the head drafts in parallel (P-EAGLE), and its config names no mask_token_id (nor "
+            "ptd_token_id or pard_token); give the one it was trained with as --mask-token-id"
         )
     return token
 

@@ -41,6 +41,7 @@ class Overrides:
     norm_before_residual: bool | None = None
     norm_output: bool | None = None
     num_layers: int | None = None
+    mask_token_id: int | None = None
 
 
 @dataclass(frozen=True)
@@ -313,7 +314,7 @@ def resolve(
         "rope": resolve_rope(settings, fields, overrides.rope_theta, factors),
         "softmax_scale": fields.get("softmax_scale", softmax_scale(fields["latent"], scaling)),
         "position_scale": position_scale(settings, scaling),
-        "mask_token_id": mask_token(tensors, settings),
+        "mask_token_id": mask_token(tensors, settings, overrides.mask_token_id),
         "model_type": "eagle3",
         "family": family.name,
         "speculative_tokens_hint": _hint(checkpoint.config),

@@ -254,6 +254,11 @@ def _check_fit(config: Eagle3Config, target: TargetSizes) -> None:
             f"the head was made for a vocabulary of {config.vocab_size} tokens, but the "
             f"target's has {vocab_size}: use the head trained for this model."
         )
+    if config.mask_token_id is not None and config.mask_token_id >= vocab_size:
+        raise ValueError(
+            f"the head masks with token {config.mask_token_id}, but the target has {vocab_size}: "
+            "use the head trained for this model."
+        )
     taps = config.taps(num_layers)
     deepest = num_layers if config.uses_aux else num_layers + 1
     if not taps or min(taps) < 0 or max(taps) > deepest or len(taps) != config.num_aux:
