@@ -63,8 +63,10 @@ def _folder(archive: Archive) -> str:
         raise RefusedPickle("it is a zip file without a data.pkl, so torch did not save it")
     folder = index.removesuffix("data.pkl")
     order = f"{folder}byteorder"
-    if order in archive.members and archive.read(order).tobytes() != b"little":
-        raise RefusedPickle("it was saved on a big-endian machine")
+    if order in archive.members and (found := archive.read(order).tobytes()) != b"little":
+        if found == b"big":
+            raise RefusedPickle("it was saved on a big-endian machine")
+        raise DamagedArchive(f"its member {shown(order)} is neither little nor big")
     return folder
 
 

@@ -150,7 +150,7 @@ def save(head: Head, folder: Path, target: TargetFolder | None = None) -> None:
             str(folder / "model.safetensors"), head.weights, metadata={"format": "mlx"}
         )
     except RuntimeError as err:
-        raise OSError(f"the weights could not be written: {err}") from err
+        raise OSError(f"the weights do not fit there ({err})") from err
     text = json.dumps(head.config, indent=4, sort_keys=True)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
     if target is not None and not target.copy_tokenizer(folder):

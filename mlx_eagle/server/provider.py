@@ -6,9 +6,10 @@ from threading import Event
 
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import ModelProvider
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from ..commands.flags import read_tree
-from ..commands.opening import context_size
+from ..commands.opening import check_target, context_size
 from ..decoding.setup import check_tree_drafter
 from ..demo.pair import load_demo
 from ..draft_models import open_drafter
@@ -73,7 +74,7 @@ class PairProvider(ModelProvider):
             caches = make_prompt_cache(self.model)
             self.is_batchable = all(hasattr(cache, "merge") for cache in caches)
         else:
-            locate(model_path, ("config.json",))  # says in one sentence what is wrong with a name
+            check_target(locate(model_path, DEFAULT_ALLOW_PATTERNS))
             super()._load(model_path, adapter_path)
         if draft_model_path is not None:
             drafter = open_drafter(

@@ -233,7 +233,7 @@ def write_head(
         mx.save_safetensors(str(scratch), dict(weights), metadata={"format": "mlx"})
     except RuntimeError as err:
         scratch.unlink(missing_ok=True)
-        raise OSError(f"the weights could not be written: {err}") from err
+        raise OSError(f"the weights do not fit there ({err})") from err
     os.replace(scratch, folder / "model.safetensors")
     text = json.dumps(config, indent=4, sort_keys=True) + "\n"
     scratch = folder / f".config.{os.getpid()}.json"

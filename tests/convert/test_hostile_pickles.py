@@ -143,6 +143,17 @@ def test_sizes_are_compared_with_what_is_declared(tmp_path):
         read_bin(tmp_path / "x.bin")
 
 
+@pytest.mark.parametrize(
+    "order, sentence", [(b"big", "big-endian"), (b"\x80\x02", "neither little nor big")]
+)
+def test_the_order_of_bytes_is_read(tmp_path, order, sentence):
+    with zipfile.ZipFile(tmp_path / "x.bin", "w") as archive:
+        archive.writestr("archive/byteorder", order)
+        archive.writestr("archive/data.pkl", state(PLAIN))
+    with pytest.raises(ValueError, match=sentence):
+        read_bin(tmp_path / "x.bin")
+
+
 def test_a_cut_zip_is_cut_off(tmp_path):
     path = tmp_path / "x.bin"
     write_bin(path, {"t0": ARRAY}, state(PLAIN))

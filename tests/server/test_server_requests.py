@@ -3,6 +3,7 @@
 import http.client
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -247,9 +248,13 @@ def start():
 
 
 @pytest.mark.exhaustive
-def test_names_of_files_that_are_wrong(pair, server, start):
+def test_names_of_files_that_are_wrong(pair, server, start, tmp_path):
     port = str(server.address[1])
+    damaged = shutil.copytree(pair["target"], tmp_path / "damaged")
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-300])
     pairs = {
+        "cut short, fetch it again": start("--model", str(damaged), "--draft-model", "lookup"),
         "could not be reached|neither a folder": start("--model", "no/such", "--draft-model", "x"),
         "does not exist": start("--model", pair["target"], "--draft-model", "a/b/c/d"),
         f"cannot listen at 127.0.0.1, port {port}": start(

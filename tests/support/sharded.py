@@ -82,12 +82,15 @@ def batch(model, drafter) -> list[list[int]]:
     ).token_ids
 
 
-def written(model, drafter, has_trees: bool) -> dict:
+def written(model, drafter, has_trees: bool, in_few_ways: bool) -> dict:
     """What a target writes with a drafter, and how many drafts were accepted on the way."""
     texts = {}
-    for k in (1, 3):
+    for k in (3,) if in_few_ways else (1, 3):
         tokens, stats = speculative(model, drafter, PROMPT, NUM_TOKENS, num_draft_tokens=k)
         texts[f"k = {k}"] = tokens, stats.accepted_histogram
+    texts["batch"] = batch(model, drafter), None
+    if in_few_ways:
+        return texts
     if has_trees:
         tree = mlx_eagle.parse_tree("3x3:8")
         tokens, stats = speculative(model, drafter, PROMPT, NUM_TOKENS, tree=tree)
@@ -97,21 +100,20 @@ def written(model, drafter, has_trees: bool) -> dict:
     texts["small chunks"] = speculative(
         model, drafter, PROMPT * 3, NUM_TOKENS, prefill_step_size=4
     )[0], None
-    texts["batch"] = batch(model, drafter), None
     return texts
 
 
-def compare(name: str) -> dict[str, bool]:
+def compare(name: str, in_few_ways: bool) -> dict[str, bool]:
     make, spread = CASES[name]
     whole, part = make(), make()
     num_layers = len(whole.layers)
     drafter = tiny_head(whole)
     taps = (0, 1, num_layers // 2, num_layers - 1, num_layers, num_layers + 1)
     has_trees = "deepseek" not in name
-    reference = written(whole, drafter, has_trees)
+    reference = written(whole, drafter, has_trees, in_few_ways)
     spread(part)
     mine = Eagle3Drafter(drafter.head, drafter._embed, drafter.taps, drafter._to_target)
-    ours = written(part, mine, has_trees)
+    ours = written(part, mine, has_trees, in_few_ways)
     results = {f"{what} as whole": ours[what] == reference[what] for what in reference}
     results["plain as whole"] = plain(part, PROMPT, NUM_TOKENS) == ours["k = 3"][0]
     seen, expected = features(part, taps), features(whole, taps)
@@ -138,4 +140,9 @@ def refusal() -> str:
 
 if __name__ == "__main__":
     mx.distributed.init(strict=True, backend="ring")
-    print(json.dumps({name: compare(name) for name in sys.argv[1:]} | {"refusal": refusal()}))
+    (name,) = sys.argv[1:]
+    if name == "refusal":
+        print(json.dumps(refusal()))
+    else:
+        case, _, how = name.partition("/")
+        print(json.dumps(compare(case, how == "few")))
