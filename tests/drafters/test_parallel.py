@@ -1,5 +1,6 @@
 """P-EAGLE: a draft of one head forward, as speculators computes it and as a naive twin does."""
 
+import json
 from dataclasses import replace
 
 import mlx.core as mx
@@ -133,8 +134,13 @@ def test_what_is_not_for_masked_slots_is_refused(tmp_path):
     with pytest.raises(ValueError, match="mask_token_id 97, which the flat PyTorch layout"):
         to_pytorch(str(tmp_path / "head"), str(tmp_path / "back"))
     model = tiny_llama(vocab_size=128, hidden_size=32, num_hidden_layers=12)
-    with pytest.raises(ValueError, match="masks with token 97, but the target has 96"):
-        load_drafter(tmp_path / "head", tiny_llama(vocab_size=96, hidden_size=32))
+    config = tmp_path / "head" / "config.json"
+    text = config.read_text()
+    wrong = {"vocab_size": 1000, "mask_token_id": 500}
+    config.write_text(json.dumps(json.loads(text) | wrong))
+    with pytest.raises(ValueError, match="masks with token 500, but the target has 128"):
+        load_drafter(tmp_path / "head", model)
+    config.write_text(text)
     with pytest.raises(ValueError, match="P-EAGLE head need every pair"):
         load_drafter(tmp_path / "head", model, draft_cache="lagging")
     with pytest.raises(ValueError, match="drafts in one pass .P-EAGLE., and only heads of llama"):
