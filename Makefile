@@ -6,6 +6,8 @@
 # make clean  remove what these made
 #
 # Needs Python 3.11 or newer (PYTHON=python3.12 picks one) and a network for the first run.
+# On Linux BACKEND=cuda12 or cuda13 takes MLX's build for CUDA instead of that for CPUs; in a place
+# where another one is installed, run make clean before.
 
 PYTHON ?= python3
 PROMPT =
@@ -13,6 +15,8 @@ ARGS =
 VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# Which build of MLX Linux gets: an extra of pyproject.toml. A Mac has only one, whatever this says.
+BACKEND = cpu
 # Through the environment, so that quotes and dollars in a prompt reach the program as they are.
 export DEMO_PROMPT = $(value PROMPT)
 
@@ -27,7 +31,8 @@ BENCH := --limit 4 --repeats 2 --num-draft-tokens 1,2,3,auto --tree 2x2:3,auto -
 
 # Files are spread over the cores, one BLAS thread each, by name: xdist's own order leaves those with
 # few but slow tests for the end, where one core waits for the other.
-PYTEST := env OPENBLAS_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile \
+# Without TF32, which MLX uses for float32 on M5 and CUDA: 10 bits are not what the tests compare.
+PYTEST := env OPENBLAS_NUM_THREADS=1 MLX_ENABLE_TF32=0 $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile \
 	--no-loadscope-reorder
 
 .PHONY: demo test test-all bench docs clean
@@ -54,6 +59,10 @@ clean:
 $(VENV)/created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "make: $(PYTHON) is missing or older than Python 3.11: install one, or name it with make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import platform, sys; sys.exit((platform.system(), platform.machine()) == ("Darwin", "x86_64"))' || { \
+		echo "make: $(PYTHON) is built for Intel, and MLX needs a Mac with Apple silicon: install a native (arm64) Python, or name it with make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import platform, sys; sys.exit(platform.system() == "Darwin" and int(platform.mac_ver()[0].split(".")[0]) < 14)' || { \
+		echo "make: this macOS is older than 14, the oldest that MLX is built for: update it." >&2; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 		echo "make: $(PYTHON) cannot make virtual environments: install its venv module (Debian: apt install python3-venv)." >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV)
@@ -61,20 +70,20 @@ $(VENV)/created:
 
 $(VENV)/installed: $(VENV)/created pyproject.toml
 	@echo "Installing into $(VENV), once." >&2
-	@$(BIN)/python -m pip install --quiet --editable .
+	@$(BIN)/python -m pip install --quiet --editable '.[$(BACKEND)]'
 	@touch $@
 
 $(VENV)/installed-bench: $(VENV)/created pyproject.toml
 	@echo "Installing into $(VENV) with what plots need, once." >&2
-	@$(BIN)/python -m pip install --quiet --editable '.[bench]'
+	@$(BIN)/python -m pip install --quiet --editable '.[$(BACKEND),bench]'
 	@touch $(VENV)/installed $@
 
 $(VENV)/installed-test: $(VENV)/created pyproject.toml
 	@echo "Installing into $(VENV) with what the tests need, once." >&2
-	@$(BIN)/python -m pip install --quiet --editable '.[test]'
+	@$(BIN)/python -m pip install --quiet --editable '.[$(BACKEND),test]'
 	@touch $(VENV)/installed $@
 
 $(VENV)/installed-docs: $(VENV)/created pyproject.toml
 	@echo "Installing into $(VENV) what the documentation needs, once." >&2
-	@$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	@$(BIN)/python -m pip install --quiet --editable '.[$(BACKEND),docs]'
 	@touch $(VENV)/installed $@

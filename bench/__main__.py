@@ -14,7 +14,7 @@ from mlx_eagle.demo.pair import load_demo
 from mlx_eagle.draft_models import open_drafter
 from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.system.command import run_command
-from mlx_eagle.system.device import print_blas_note
+from mlx_eagle.system.device import prepare_device
 from mlx_eagle.system.values import LARGEST_SEED, Range, use_plain_types
 from mlx_eagle.system.version import add_version_flag
 
@@ -31,7 +31,7 @@ DEMO_NAMES = {"model": "SmolLM2-135M-Instruct (demo)", "head": "demo head"}
 PICTURES = (".png", ".svg")
 SEEDS = Range("seed", 0, LARGEST_SEED, "a whole number from 0 to 2**64 - 1")
 TREES = (
-    "WIDTHxDEPTH:NODES with no more nodes than can be grown, such as 4x5:16, or a static tree "
+    "WIDTHxDEPTH:NODES with no more nodes than can be grown, such as 3x3:7, or a static tree "
     "(eagle1, root2:5, 3/2+1), or auto"
 )
 
@@ -259,7 +259,7 @@ def run(args: argparse.Namespace) -> None:
     questions = load_questions(settings.prompts, settings.limit)
     check_batches(settings.batches, questions)
     folder = prepare_folder(args.out)
-    print_blas_note()
+    prepare_device()
     print(f"Loading {args.model or DEMO_NAMES['model']}.", file=sys.stderr)
     models, names = load_models(args)
     check_contexts(settings, context_size(models.target))

@@ -15,9 +15,10 @@ import mlx_lm
 from mlx_lm.generate import generation_stream
 
 from mlx_eagle.batch.generate import batch_generate
+from mlx_eagle.decoding import parity
 from mlx_eagle.decoding.stats import WHAT_IN_0_1, Stats
 
-from . import parity, summary
+from . import summary
 from .questions import Question, prompt_tokens
 from .runner import PLAIN, WARM_UP_TOKENS, Configuration, Models, make_configurations, schedule
 

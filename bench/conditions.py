@@ -1,9 +1,7 @@
 """Under what conditions a benchmark ran: machine, versions, model, head, settings."""
 
-import ctypes
 import os
 import platform
-import sys
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
@@ -15,7 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
 
 from mlx_eagle.commands.memory import weight_bytes
-from mlx_eagle.system.device import is_openblas_in_front
+from mlx_eagle.system.device import blas_name
 from mlx_eagle.system.version import __version__
 
 from .runner import Models
@@ -42,14 +40,7 @@ def machine() -> dict[str, Any]:
 
 def blas() -> str:
     """The library behind float matrix products on a CPU."""
-    if mx.default_device() == mx.gpu:
-        return "not used (GPU)"
-    if sys.platform == "darwin":
-        return "Accelerate"
-    if not is_openblas_in_front():
-        return "reference BLAS of the mlx wheel (cost linear in rows)"
-    threads = ctypes.CDLL(None).openblas_get_num_threads()
-    return f"OpenBLAS preloaded, {threads} threads"
+    return "not used (GPU)" if mx.default_device() == mx.gpu else blas_name()
 
 
 def describe(models: Models, names: dict[str, str]) -> dict[str, Any]:

@@ -11,9 +11,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_eagle.decoding.parts import Bench
 from mlx_eagle.drafters.base import Drafter
-
-from .cost import Bench
 
 # Primitives that only look at their input differently, or are a constant: no kernel runs.
 VIEWS = frozenset(
@@ -109,10 +108,9 @@ def _count_parts(
             parts[f"accept pass, k = {k}"] = _count(bench.accept(k + 1))
     bench.restart()
     with how():
-        parts["first draft token"] = _count(bench.propose(1))
-        # Two tokens and three are both put together at the end: what remains is the step.
-        two, three = _count(bench.propose(2)), _count(bench.propose(3))
-    parts["draft step"] = three - two
+        one, two = _count(bench.propose(1)), _count(bench.propose(2))
+    parts["first draft token"] = one
+    parts["draft step"] = two - one - Counter({"Concatenate": 1})  # which puts two together
     return parts
 
 

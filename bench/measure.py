@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mlx_eagle.decoding import parity
+from mlx_eagle.decoding.parts import SAMPLES, Bench, Samples
 from mlx_eagle.drafters.tree import Tree
 
-from . import conditions, parity, predict, summary
+from . import conditions, predict, summary
 from .batched import BatchRun, measure_batches, num_batch_runs
-from .cost import SAMPLES, Bench, Samples
 from .graph import count_primitives
 from .questions import Question, prompt_tokens
 from .runner import (

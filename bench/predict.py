@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from mlx_eagle.decoding.controller import expected_tokens
+from mlx_eagle.decoding.accepted import expected_tokens
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Costs:
 
     @classmethod
     def of(cls, samples: Any) -> "Costs":
-        """Medians of ``cost.Samples``."""
+        """Medians of ``parts.Samples``."""
 
         def medians(timings: Mapping[int, Any], part: str) -> dict[int, float]:
             return {size: median(vars(timing)[part]) for size, timing in timings.items()}

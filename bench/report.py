@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .parity import parity_words
+from mlx_eagle.decoding.parity import parity_words
+
 from .render import Block, Heading, Image, Paragraph, Table
 from .runner import TURN_TOKENS
 from .tables import (

@@ -1,6 +1,6 @@
 """The report's tables, from the document of results: figures set as text."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .render import Table
@@ -240,7 +240,10 @@ def primitives_table(scenario: Scenario) -> Table:
 
 
 def parity_table(scenario: Scenario) -> Table:
-    """How many outputs are the same, and the largest margin where one is not."""
+    """How many outputs are the same, and the largest margin where one is not.
+
+    Beside it the rows of a verify pass, on the mean: on a GPU they decide which kernels multiply.
+    """
     rows = []
     for configuration in scenario["configurations"]:
         mine = [
@@ -252,13 +255,21 @@ def parity_table(scenario: Scenario) -> Table:
             [
                 configuration["label"],
                 f"{len(mine) - len(apart)} of {len(mine)}",
+                _rows_per_pass([row["stats"] for row in mine]),
                 "-" if not margins else f"{max(margins):.2g}",
                 f"{sum(row['repeatable'] for row in mine)} of {len(mine)}",
             ]
         )
-    header = ["configuration", "outputs identical to plain", "largest margin where not",
-              "same output in all repeats"]  # fmt: skip
+    header = ["configuration", "outputs identical to plain", "rows per pass",
+              "largest margin where not", "same output in all repeats"]  # fmt: skip
     return Table(header, rows)
+
+
+def _rows_per_pass(stats: Sequence[Mapping[str, Any]]) -> str:
+    """The root and the drafts that were verified with it, per round that had any."""
+    rounds = sum(counts["num_rounds"] for counts in stats)
+    drafted = sum(counts["num_drafted"] for counts in stats)
+    return f"{1 + drafted / rounds:.1f}" if rounds else "1"
 
 
 def batch_table(rows: Iterable[Mapping[str, Any]]) -> Table:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_eagle.system.command import run_command
-from mlx_eagle.system.device import print_blas_note
+from mlx_eagle.system.device import prepare_device
 from mlx_eagle.system.progress import Bar
 from mlx_eagle.system.values import LARGEST, Range, check_ranges, use_plain_types
 from mlx_eagle.system.version import add_version_flag
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> None:
         return
     check_arguments(args)
     if args.check and args.target is not None:
-        print_blas_note()
+        prepare_device()
     options: dict[str, Any] = vars(args)
     overrides = Overrides(**{f.name: options.pop(f.name) for f in fields(Overrides)})
     options.pop("to_pytorch")

@@ -3,19 +3,22 @@
 import importlib
 from types import ModuleType
 
-from .batch.generate import batch_generate
-from .batch.response import BatchResponse
-from .decoding.loop import speculative_generate_step
-from .decoding.sampling import Sampling
-from .decoding.stats import Stats
-from .demo.pair import load_demo
-from .draft_models import open_drafter
-from .drafters.eagle3 import Eagle3Drafter
-from .drafters.load import load_drafter
-from .drafters.tree import StaticTree, TreeShape, parse_tree
-from .generate import GenerationResponse, generate, stream_generate
-from .installation import Installation, install, installed, uninstall
-from .system.version import __version__
+from .system.packages import explained
+
+with explained():
+    from .batch.generate import batch_generate
+    from .batch.response import BatchResponse
+    from .decoding.loop import speculative_generate_step
+    from .decoding.sampling import Sampling
+    from .decoding.stats import Stats
+    from .demo.pair import load_demo
+    from .draft_models import open_drafter
+    from .drafters.eagle3 import Eagle3Drafter
+    from .drafters.load import load_drafter
+    from .drafters.tree import StaticTree, TreeShape, parse_tree
+    from .generate import GenerationResponse, generate, stream_generate
+    from .installation import Installation, install, installed, uninstall
+    from .system.version import __version__
 
 
 def __getattr__(name: str) -> ModuleType:

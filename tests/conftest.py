@@ -7,6 +7,26 @@ import pytest
 from checkpoints import CONFIG, as_midlayer, eagle3_tensors, write_safetensors
 
 from mlx_eagle.decoding.timing import Amount
+from mlx_eagle.system.machines import this_machine
+
+NEEDS_GPU = "needs a GPU"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What only a GPU shows is left out on a CPU, with its reason."""
+    for mark in item.iter_markers("on_gpu"):
+        backend, reason = mark.args
+        if this_machine().backend != backend:
+            pytest.skip(f"{NEEDS_GPU} ({backend}): {reason}")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what was left out for want of a GPU, a line each: nothing is skipped silently."""
+    skipped = [report.longrepr for report in terminalreporter.stats.get("skipped", ())]
+    texts = [found[2].removeprefix("Skipped: ") for found in skipped if isinstance(found, tuple)]
+    reasons = [text for text in texts if text.startswith(NEEDS_GPU)]
+    for reason in sorted(set(reasons)):
+        terminalreporter.write_line(f"{reasons.count(reason)} x {reason}")
 
 
 @pytest.fixture

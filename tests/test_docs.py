@@ -16,7 +16,19 @@ from types import ModuleType, SimpleNamespace
 import mlx_lm
 import pytest
 import yaml
-from documents import DOCS, DOCUMENTS, FENCE, OTHERS, PAGES, ROOT, SCRIPTS, blocks, commands, spans
+from documents import (
+    DOCS,
+    DOCUMENTS,
+    EXTRAS,
+    FENCE,
+    OTHERS,
+    PAGES,
+    ROOT,
+    SCRIPTS,
+    blocks,
+    commands,
+    spans,
+)
 from helpers import byte_tokenizer, tiny_head, tiny_llama
 from test_package import make
 
@@ -35,7 +47,7 @@ ROOMS = [
 ]
 FOLDERS = ["", "tests", "mlx_eagle", "convert", "bench", *ROOMS]  # where a file may be named from
 
-STEPS = ("generate", "convert", "chat", "server", "bench")  # of the quickstart
+STEPS = ("generate", "convert", "chat", "server", "bench", "doctor")  # of the quickstart
 README_LINES, README_COLUMNS = 150, 110
 CODE_COLUMNS = 92  # more would scroll on the site
 
@@ -96,7 +108,8 @@ def check_python(words: list[str]) -> None:
 
 def check_pip(words: list[str]) -> None:
     """The only thing to install is this repository."""
-    assert words[1:] in (["install", "-e", "."], ["install", "."]), words
+    extras = ["", *(f"[{extra}]" for extra in EXTRAS)]
+    assert words[1:] in [["install", "-e", f".{extra}"] for extra in extras], words
 
 
 def check_source(words: list[str]) -> None:

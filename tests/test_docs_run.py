@@ -50,6 +50,7 @@ from transformers import PreTrainedTokenizerFast
 from mlx_eagle.bench.__main__ import DEMO_NAMES
 from mlx_eagle.convert import convert
 from mlx_eagle.demo import pair as demo
+from mlx_eagle.doctor.tiny import CACHE_CASES, cache_section
 from mlx_eagle.drafters.pairs import PAIRS
 
 TARGETS: dict[str, Callable[..., nn.Module]] = {
@@ -205,6 +206,18 @@ class Reader:
         found = json.loads((folder / "results.json").read_text())
         assert found["conditions"]["model"] == (value_of(words, "--model") or DEMO_NAMES["model"])
         assert all(scenario["configurations"] for scenario in found["scenarios"])
+
+    def doctor(self, words: list[str]) -> None:
+        """With a part or two of the self-test, and no word on the BLAS of the tests' machine."""
+        self.patch.setattr("mlx_eagle.doctor.checks.blas_note", lambda: None)
+        short = [cache_section(CACHE_CASES[:2])]
+        self.patch.setattr("mlx_eagle.doctor.__main__.sections", lambda: short)
+        out = self.run(words)
+        if "--self-test" in words:
+            report = Path(value_of(words, "--out") or "mlx-eagle-self-test.md")
+            assert "RotatingKVCache" in report.read_text() and report.name in out
+        else:
+            assert "machine" in out and ("passes" in out) == ("--model" in words)
 
     def server(self, words: list[str]) -> None:
         """In a process of its own, which serves until it is interrupted."""

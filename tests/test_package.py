@@ -9,7 +9,7 @@ import sys
 import tarfile
 import tomllib
 import zipfile
-from importlib.metadata import PathDistribution, version
+from importlib.metadata import PathDistribution, requires, version
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["versi
 TOP_LEVEL = set(
     "pyproject.toml mlx_eagle convert bench docs tests README.md LICENSE Makefile".split()
 )
-NAMES = ("generate", "chat", "server", "convert", "bench", "train")
+NAMES = ("generate", "chat", "server", "convert", "bench", "train", "doctor")
 COMMANDS = [f"mlx_eagle.{name}" for name in NAMES]
 BUILD_SDIST = "import sys; from hatchling.build import build_sdist as b; b(sys.argv[1])"
 
@@ -208,17 +208,47 @@ def requirements(platform: str, extra: str = "") -> list[Requirement]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = project["dependencies"] + project["optional-dependencies"].get(extra, [])
     found = [Requirement(name) for name in names]
-    environment = {"platform_system": platform, "sys_platform": platform.lower()}
-    return [r for r in found if r.marker is None or r.marker.evaluate(environment)]
+    return [r for r in found if applies(r, platform)]
 
 
-@pytest.mark.parametrize(
-    "platform, extra, expected",
-    [("Darwin", "", [set()]), ("Linux", "", [{"cpu"}]), ("Linux", "cuda", [{"cpu"}, {"cuda12"}])],
-)
-def test_platform_picks_the_build_of_mlx(platform, extra, expected):
-    found = requirements(platform, extra)
-    assert [r.extras for r in found if r.name == "mlx"] == expected
+def applies(requirement: Requirement, platform: str) -> bool:
+    """Whether it counts on that platform, without extras."""
+    environment = {"platform_system": platform, "sys_platform": platform.lower(), "extra": ""}
+    return requirement.marker is None or requirement.marker.evaluate(environment)
+
+
+BUILDS = ("cpu", "cuda12", "cuda13")
+
+
+@pytest.mark.parametrize("extra", ["", *BUILDS])
+def test_a_mac_has_one_build_of_mlx_whatever_the_extra(extra):
+    found = requirements("Darwin", extra)
+    assert [r.extras for r in found if r.name == "mlx"] == [set()]
+
+
+@pytest.mark.parametrize("extra", BUILDS)
+def test_on_linux_one_extra_brings_the_build_of_mlx(extra):
+    """Two builds are the same files: mlx-lm brings none by itself either."""
+    assert [r for r in requirements("Linux") if r.name == "mlx"] == []
+    (mlx,) = [r for r in requirements("Linux", extra) if r.name == "mlx"]
+    assert mlx.extras == {extra}
+    assert ("0.32.2" in mlx.specifier) == (extra == "cpu") and "0.32.4" in mlx.specifier
+    without = [Requirement(r) for r in requires("mlx-lm") or ()]
+    assert [r for r in without if r.name == "mlx" and applies(r, "Linux")] == []
+
+
+def test_uv_knows_that_the_builds_exclude_each_other():
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    assert tool["uv"]["conflicts"] == [[{"extra": extra} for extra in BUILDS]]
+
+
+@pytest.mark.parametrize("target", ["demo", "test", "bench", "docs"])
+@pytest.mark.parametrize("backend", ["", "cuda12"])
+def test_make_takes_one_build(checkout, target, backend):
+    chosen = [f"BACKEND={backend}"] if backend else []
+    recipe = make(checkout, "-n", target, *chosen).stdout
+    extras = re.search(r"pip install .*--editable '\.\[(.*)\]'", recipe)[1].split(",")
+    assert [extra for extra in extras if extra in BUILDS] == [backend or "cpu"]
 
 
 def test_mlx_lm_has_a_floor_and_a_tested_ceiling():
@@ -232,7 +262,7 @@ def test_matplotlib_comes_with_an_extra_that_make_bench_installs(checkout):
     assert "matplotlib" not in {r.name for r in requirements("Darwin")}
     assert "matplotlib" in {r.name for r in requirements("Darwin", "bench")}
     recipe = make(checkout, "-n", "bench").stdout
-    assert "install --quiet --editable '.[bench]'" in recipe
+    assert "install --quiet --editable '.[cpu,bench]'" in recipe
     code = "import sys; import mlx_eagle.bench.__main__; print('matplotlib' in sys.modules)"
     assert run(sys.executable, "-c", code, cwd=ROOT).stdout == "False\n"
 
@@ -273,11 +303,17 @@ def make(checkout: Path, *arguments: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize(
     "knows, sentence",
-    [("nothing", "older than Python 3.11"), ("version_info", "apt install python3-venv")],
+    [
+        ("nothing", "older than Python 3.11"),
+        ("version_info", "is built for Intel"),
+        ("version_info x86_64", "older than 14"),
+        ("version_info x86_64 mac_ver", "apt install python3-venv"),
+    ],
 )
 def test_make_says_what_python_lacks(checkout, tmp_path, knows, sentence):
     fake = tmp_path / "python"
-    fake.write_text(f'#!/bin/sh\ncase "$2" in *{knows}*) exit 0;; esac\nexit 1\n')
+    cases = "|".join(f"*{word}*" for word in knows.split())
+    fake.write_text(f'#!/bin/sh\ncase "$2" in {cases}) exit 0;; esac\nexit 1\n')
     fake.chmod(0o755)
     done = make(checkout, "demo", f"PYTHON={fake}")
     assert done.returncode != 0
@@ -293,6 +329,12 @@ def test_make_passes_a_prompt_through_unharmed(checkout):
     finally:
         (checkout / "show.mk").unlink()
     assert done.stdout == prompt
+
+
+def test_make_tests_float32_as_float32(checkout):
+    """MLX's default is TF32 where the chip has it: 10 bits, on M5 and CUDA."""
+    recipe = make(checkout, "-n", "test").stdout.splitlines()[-1]
+    assert "MLX_ENABLE_TF32=0" in recipe.partition(" -m pytest")[0]
 
 
 def test_make_demo_runs_the_demo(checkout):

@@ -4,6 +4,7 @@ Measured with as many requests as the batch begins with, and with one; between t
 Kept in the same file as the costs of single requests, under the number of requests.
 """
 
+from collections.abc import Sequence
 from copy import deepcopy
 from functools import cache
 
@@ -17,15 +18,16 @@ from ..decoding.calibrate import (
     measure,
     on_trial,
     remembered_or,
+    without_failed,
 )
-from ..decoding.controller import BatchCosts, DraftShape, RoundCosts
+from ..decoding.costs import PLAIN, BatchCosts, DraftShape, RoundCosts, Ways
 from ..decoding.limits import Limits
 from ..decoding.setup import split_cache
-from ..decoding.timing import PLAIN, Amount, late_after, time_in_turn
+from ..decoding.timing import Amount, late_after, time_in_turn
 from ..drafters.base import Drafter
+from ..system.machines import first_look, this_machine
 from .rounds import Batch, Options, Request, prefill
 
-MEASURED = (DraftShape(1), DraftShape(3), DraftShape(7))  # passes of 2, 4 and 8 rows per request
 AMOUNT = Amount(plain_steps=4, rounds=2, repeats=3)
 
 
@@ -61,24 +63,33 @@ def batch_costs(
         together = remembered_or(
             model,
             key(f"chains, {len(requests)} texts"),
-            MEASURED,
-            lambda: measure_together(model, copies()),
+            lengths_to_measure(len(requests)),
+            lambda: measure_together(model, copies(), alone.ways),
         )
     return BatchCosts(alone, together, len(requests))
+
+
+def lengths_to_measure(num_texts: int) -> tuple[DraftShape, ...]:
+    """Between these drafts of every request a line is near what rounds cost on this machine."""
+    return tuple(DraftShape(size) for size in first_look(this_machine(), num_texts))
 
 
 def _num_cached(request: Request) -> int:
     return max((getattr(c, "offset", 0) for c in request.cache), default=0)
 
 
-def measure_together(model: nn.Module, trials: list[Request]) -> RoundCosts:
+def measure_together(model: nn.Module, trials: list[Request], ways: Ways = Ways()) -> RoundCosts:
     """Time real rounds of a batch from where the prefilled ``trials`` stand, greedily.
 
     Their own caches stay as they are, because a batch copies them.
     """
-    for trial in trials:
-        trial.decoder = on_trial(trial.decoder)
-    batch = Batch(model, trials)
-    # Gives the drafters something to start from.
-    batch.finish(batch.launch(PLAIN, absorb=True))
-    return time_in_turn(batch, MEASURED, (), AMOUNT, late_after(TIME_LIMIT, model))
+
+    def measure_all(shapes: Sequence[DraftShape]) -> RoundCosts:
+        for trial in trials:
+            trial.decoder = on_trial(trial.decoder)
+        batch = Batch(model, trials, ways=ways)
+        # Gives the drafters something to start from.
+        batch.finish(batch.launch(PLAIN, absorb=True))
+        return time_in_turn(batch, shapes, (), AMOUNT, late_after(TIME_LIMIT, model))
+
+    return without_failed(lengths_to_measure(len(trials)), measure_all)

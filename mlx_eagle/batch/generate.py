@@ -16,13 +16,9 @@ from mlx_lm.generate import wired_limit
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..decoding.controller import (
-    AdaptiveController,
-    BatchCosts,
-    Controller,
-    DraftShape,
-    FixedController,
-)
+from ..decoding.controller import AdaptiveController, Controller, FixedController
+from ..decoding.costs import BatchCosts, DraftShape
+from ..decoding.live_costs import LiveCosts
 from ..decoding.limits import (
     AUTO,
     Limits,
@@ -213,7 +209,7 @@ def _make_controller(
     if options.num_draft_tokens != AUTO:
         return FixedController(DraftShape(options.num_draft_tokens)), None
     costs = batch_costs(model, draft_model, requests, options)
-    return AdaptiveController(costs.of(len(requests))), costs
+    return AdaptiveController(LiveCosts(costs.of(len(requests)))), costs
 
 
 def _shares_passes(model: nn.Module, requests: list[Request]) -> bool:

@@ -12,9 +12,11 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
 from ..decoding.accept import LogitsProcessor, Sampler
-from ..decoding.controller import BatchCosts, Controller, DraftShape
+from ..decoding.controller import Controller
+from ..decoding.costs import BatchCosts, DraftShape, Ways
 from ..decoding.decoder import Decoder
 from ..decoding.limits import Limits
+from ..decoding.live_costs import LiveCosts
 from ..decoding.loop import speculative_generate_step
 from ..decoding.pipeline import Pipeline
 from ..decoding.round import OpenRound, Round
@@ -22,6 +24,7 @@ from ..decoding.sampling import Sampling
 from ..decoding.setup import begin_drafter, open_decoder, split_cache
 from ..decoding.stats import Stats
 from ..drafters.base import Drafter
+from ..system.machines import fused_rows
 from ..system.progress import silent
 from ..target.rollback import CacheQuantization
 from ..target.taps import Target
@@ -130,7 +133,8 @@ def generate_together(
     if not running:
         return
     with mx.stream(options.stream):
-        batch = Batch(model, running, costs, keep_caches=keep_caches)
+        ways = Ways() if costs is None else costs.alone.ways
+        batch = Batch(model, running, costs, ways=ways, keep_caches=keep_caches)
         batch.go_by_size(controller)
         for _ in Pipeline(batch, controller):
             pass  # what each round emitted is in the requests
@@ -159,11 +163,15 @@ class Batch:
         requests: list[Request],
         costs: BatchCosts | None = None,
         *,
+        ways: Ways = Ways(),
         keep_caches: bool = False,
     ):
+        for request in requests:
+            request.decoder.use(ways)
         self.requests = requests
         self.cache = BatchCache([request.decoder.cache for request in requests])
-        self._target = Target(model, requests[0].decoder.drafter.taps)
+        self._target = Target(model, requests[0].decoder.drafter.taps, fused_rows)
+        self._target.parts.is_on = ways.splits_attention
         self._costs = costs
         self._keep_caches = keep_caches
         self._began_with = requests
@@ -183,6 +191,9 @@ class Batch:
         Of size 0, the drafters fall behind unless they are to ``absorb`` the step.
         """
         opened = [_open(request, shape) for request in self.requests]
+        if shape.size > 0:
+            # The device drafts while the host builds the target's pass, the larger graph.
+            mx.async_eval([own.draft.tokens for own in opened])
         width = _width(opened)
         windows = []
         for request, own in zip(self.requests, opened):
@@ -264,7 +275,7 @@ class Batch:
     def go_by_size(self, controller: Controller) -> None:
         """Give the controller the costs of a batch of this size, where it began with more."""
         if self._costs is not None and 0 < len(self.requests) < self._costs.batch_size:
-            controller.update_costs(self._costs.of(len(self.requests)))
+            controller.update_costs(LiveCosts(self._costs.of(len(self.requests))))
 
 
 def _open(request: Request, shape: DraftShape) -> OpenRound:

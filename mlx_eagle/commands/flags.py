@@ -16,7 +16,7 @@ from ..drafters.base import Drafter
 from ..drafters.eagle3 import Eagle3Drafter
 from ..drafters.pairs import pair_for
 from ..drafters.tree import Tree, parse_tree
-from ..system.device import print_blas_note
+from ..system.device import prepare_device
 from ..system.progress import Bar
 from ..system.values import (
     GROUP_SIZES,
@@ -75,7 +75,7 @@ def add_draft_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tree",
         metavar="SHAPE",
-        help="Draft a tree instead of a chain. WIDTHxDEPTH:NODES (for example 4x5:16) is an "
+        help="Draft a tree instead of a chain. WIDTHxDEPTH:NODES (for example 3x3:7) is an "
         "EAGLE-2 tree.",
     )
     parser.add_argument(
@@ -154,7 +154,7 @@ def load_pair(
 
     Says on standard error where this machine cannot gain from drafting.
     """
-    print_blas_note()
+    prepare_device()
     name, is_demo = args.draft_model, args.model is None
     if name == AUTO:
         name = None if is_demo else known_head(args.model)

@@ -18,6 +18,7 @@ from ..drafters.base import Drafter
 from ..drafters.pairs import pair_lines
 from ..generate import footer, stream_generate
 from ..system.command import run_command
+from ..system.machines import Machine, this_machine
 from ..system.progress import prompt_bar
 from .flags import (
     add_draft_cache_flag,
@@ -153,10 +154,18 @@ def write_stats(destination: str, document: dict[str, Any]) -> None:
         Path(destination).write_text(line + "\n")
 
 
+def machine_lines(machine: Machine) -> list[str]:
+    """What drafting can be expected to gain here, a line each."""
+    return [
+        f"This machine, {machine.name}: {machine.advice}.",
+        "mlx_eagle.doctor says which targets fit its memory, and with --model what one costs.",
+    ]
+
+
 def run(args: argparse.Namespace) -> None:
     """Generate once, as the flags say."""
     if args.list:
-        print("\n".join([*head_lines(), "", *pair_lines()]))
+        print("\n".join([*head_lines(), "", *pair_lines(), "", *machine_lines(this_machine())]))
         return
     check_arguments(args)
     check_cache_flags(args)

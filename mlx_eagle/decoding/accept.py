@@ -301,20 +301,24 @@ def process_logits(
     processors: tuple[LogitsProcessor, ...],
     history: mx.array,
     draft: Draft,
-    tree_mask: mx.array | None,
     logits: mx.array,
 ) -> mx.array:
     """Run logits (k + 1, V) through the processors, each row with the tokens before it.
 
     ``history`` (N,) ends with the root; row r sees it with the draft tokens on its path behind.
+    How long the paths in a tree are has to be known here: where the tree grew on the device, the
+    draft is waited for.
     """
     rows = []
-    ancestry = None if tree_mask is None else tree_mask.tolist()
+    parents = draft.known_parents()
     for r in range(logits.shape[0]):
-        if ancestry is None:
+        if parents is None:
             path = draft.tokens[:r]
         else:
-            above = [a - 1 for a in range(1, r + 1) if ancestry[r][a]]
+            above, row = [], r
+            while row > 0:
+                above.insert(0, row - 1)
+                row = parents[row - 1]
             path = draft.tokens[mx.array(above, mx.int32)]
         tokens = mx.concatenate([history, path.astype(history.dtype)])
         row = logits[r : r + 1]

@@ -4,7 +4,10 @@ Once per device, target, drafter, versions and context bucket; ``remembered.py``
 rounds of a batch cost is measured by ``batch/costs.py`` and kept in the same file.
 """
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -16,37 +19,62 @@ from ..drafters.base import Draft, Drafter, Pick
 from ..drafters.tree import TreeShape
 from ..system.device import device_name
 from ..system.hub import user_cache
+from ..system.machines import first_look, this_machine
 from ..system.progress import Progress, silent
 from ..target.rollback import Checkpoint
 from ..target.sharding import is_sharded, mean_over_processes
 from .accept import Match
-from .controller import DraftShape, RoundCosts
+from .costs import DraftShape, RoundCosts, Ways
 from .decoder import Decoder
 from .generation import Generation
 from .limits import Limits
+from .live_costs import LiveCosts
 from .remembered import open_cost_file
-from .timing import Amount, late_after, time_in_turn
+from .timing import Amount, RoundFailed, late_after, time_in_turn, time_rounds
 
 CHAINS = tuple(DraftShape(size) for size in range(1, 8))  # verify passes of 2 to 8 rows
-FIRST_LOOK = (DraftShape(1), DraftShape(3), DraftShape(7))  # are timed first, in each repeat
 TREES = tuple(
     DraftShape(tree.depth, tree)
-    for tree in map(TreeShape.parse, ("2x2:4", "3x3:8", "4x4:16", "6x5:32", "10x6:59"))
+    # With the root they fill what a GPU does at once: passes of 5, 8, 12, 32 and 64 rows.
+    for tree in map(TreeShape.parse, ("2x2:4", "3x3:7", "3x4:11", "6x5:31", "10x6:63"))
 )
 # Repeats, so that every length is timed at several moments: other work comes and goes.
 AMOUNT = Amount(plain_steps=6, rounds=3, repeats=6)
 TIME_LIMIT = 30.0  # seconds; whatever they take, the first look is finished
 SMALLEST_BUCKET = 512
+WAY_REPEATS = 2  # of each of two ways, in turn
+WAY_GAIN = 0.98  # of the time of the ordinary way, at most, for another to be taken
+# How many times what is remembered is worth: from this process, or from one before it.
+OF_TODAY, OF_OLD = 2.0, 0.5
 
 
 def round_costs(
     decoder: Decoder, with_trees: bool = False, progress: Progress = silent
-) -> RoundCosts:
-    """Costs of ``decoder``'s rounds where its sequence stands: as remembered, or measured now."""
+) -> LiveCosts:
+    """Costs of ``decoder``'s rounds where its sequence stands: as remembered, or measured now.
+
+    They are then corrected by the rounds themselves, but where a model is shared by processes,
+    which must all decide alike. From now on ``decoder`` computes its rounds in the ways that these
+    are the costs of.
+    """
     shapes = CHAINS + TREES if with_trees else CHAINS
-    model, what = decoder.target.model, "chains and trees" if with_trees else "chains"
-    key = make_key(model, decoder.drafter, decoder.cache, 0, what)
-    return remembered_or(model, key, shapes, lambda: measure(decoder, shapes, progress))
+    model, key = decoder.target.model, _key(decoder, with_trees)
+    costs = remembered_or(model, key, shapes, lambda: measure(decoder, shapes, progress))
+    decoder.use(costs.ways)
+    if is_sharded(model):
+        return LiveCosts(costs)
+    file = open_cost_file(user_cache() / "calibration.json")
+
+    def keep(learned: RoundCosts) -> None:
+        """For texts that begin where this one has ended."""
+        file.put(_key(decoder, with_trees), learned)
+
+    return LiveCosts(costs, OF_TODAY if file.is_recent(key) else OF_OLD, keep)
+
+
+def _key(decoder: Decoder, with_trees: bool) -> str:
+    what = "chains and trees" if with_trees else "chains"
+    return make_key(decoder.target.model, decoder.drafter, decoder.cache, 0, what)
 
 
 def remembered_or(
@@ -76,16 +104,84 @@ def measure(
     ``TIME_LIMIT`` only the first look is finished. ``progress`` is called between rounds of one
     shape and those of the next, never within.
     """
-    trial = on_trial(decoder)
-    before = Checkpoint(decoder.cache)
-    later = [shape for shape in shapes if shape.tree is None and shape not in FIRST_LOOK]
+    look = first_look(this_machine())
     late = late_after(TIME_LIMIT, decoder.target.model)
+    ways = fastest_ways(decoder, late)
+
+    def measure_all(left: Sequence[DraftShape]) -> RoundCosts:
+        later = [shape for shape in left if shape.tree is None and shape.size not in look]
+        with trial(decoder, ways) as runner:
+            return time_in_turn(runner, left, later, AMOUNT, late, progress)
+
+    return replace(without_failed(shapes, measure_all), ways=ways)
+
+
+@contextmanager
+def trial(decoder: Decoder, ways: Ways) -> Iterator[Generation]:
+    """Within, rounds can be run from where the sequence stands, greedily; then they are undone."""
+    before = Checkpoint(decoder.cache)
+    trial_decoder = on_trial(decoder)
     try:
-        runner = Generation(trial, Limits(-1, ()))
-        runner.finish(trial.launch_first())
-        return time_in_turn(runner, shapes, later, AMOUNT, late, progress)
+        trial_decoder.use(ways)
+        runner = Generation(trial_decoder, Limits(-1, ()))
+        runner.finish(trial_decoder.launch_first())
+        yield runner
     finally:
+        decoder.use(Ways())
         before.rollback(0)
+
+
+def fastest_ways(
+    decoder: Decoder, late: Callable[[], bool], names: Collection[str] | None = None
+) -> Ways:
+    """Of what can be done in two ways, those that are faster here, in rounds of the longest chain.
+
+    ``names`` are those to try: by default all that matter on a GPU, and none on a CPU. A way whose
+    kernels raise an error is not taken.
+    """
+    if names is None:
+        names = decoder.other_ways if this_machine().backend != "cpu" else ()
+    ways = Ways()
+    for name in names:
+        other = replace(ways, **{name: True})
+        seconds: dict[Ways, list[float]] = {ways: [], other: []}
+        for way in [ways, other] * WAY_REPEATS:
+            if not late():
+                seconds[way].append(_round_time(decoder, way))
+        if seconds[other] and min(seconds[other]) < WAY_GAIN * min(seconds[ways]):
+            ways = other
+    return ways
+
+
+def _round_time(decoder: Decoder, ways: Ways) -> float:
+    """Seconds of a round of the longest chain, the same in all processes; inf if it fails."""
+    try:
+        with trial(decoder, ways) as runner:
+            seconds = min(time_rounds(runner, CHAINS[-1], AMOUNT.rounds))
+    except RuntimeError:
+        return float("inf")
+    sharded = is_sharded(decoder.target.model)
+    return mean_over_processes([seconds])[0] if sharded else seconds
+
+
+def without_failed(
+    shapes: Sequence[DraftShape], measure_all: Callable[[Sequence[DraftShape]], RoundCosts]
+) -> RoundCosts:
+    """What ``measure_all`` says of the shapes that can be run; of others, a note on stderr."""
+    failed: tuple[DraftShape, ...] = ()
+    while True:
+        try:
+            costs = measure_all([shape for shape in shapes if shape not in failed])
+        except RoundFailed as failure:
+            failed += (failure.shape,)
+            reason = (str(failure.__cause__).strip().splitlines() or ["no reason given"])[0]
+            print(
+                f"Note: rounds that draft {failure.shape} fail on this device and are left out "
+                f"({reason}).",
+                file=sys.stderr,
+            )
+        else:
+            return replace(costs, failed=failed)
 
 
 def on_trial(decoder: Decoder) -> Decoder:

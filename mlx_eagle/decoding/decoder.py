@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from ..drafters.base import Draft, Drafter, Pick, empty_draft
+from ..drafters.base import Draft, Drafter, Pick, TailDrafter, empty_draft
 from ..target.rollback import CacheQuantization, Checkpoint
 from ..target.taps import Target
 from .accept import LogitsProcessor, Rule, process_logits
-from .controller import DraftShape
+from .costs import DraftShape, Ways
 from .round import OpenRound, Round, Rows, StopPoint, stop_point
 
 
@@ -62,6 +62,21 @@ class Decoder:
     def num_head_forwards(self) -> int:
         """Of the drafter, since prefill."""
         return self.drafter.num_forwards - self._prefill_forwards
+
+    @property
+    def other_ways(self) -> list[str]:
+        """The names in ``Ways`` of what could be done here; known once a pass was run."""
+        found = {
+            "splits_attention": self.target.parts.matters,
+            "keeps_tail": isinstance(self.drafter, TailDrafter),
+        }
+        return [name for name, is_possible in found.items() if is_possible]
+
+    def use(self, ways: Ways) -> None:
+        """Compute rounds in these ways from now on."""
+        self.target.parts.is_on = ways.splits_attention
+        if isinstance(self.drafter, TailDrafter):
+            self.drafter.keep_tail(ways.keeps_tail)
 
     def prefill(
         self, prompt: mx.array, step_size: int, progress: Callable[[int, int], None]
@@ -161,7 +176,7 @@ class Decoder:
     ) -> Round:
         """The round whose verify pass gives logits (R, V) and features (R, F), not started yet."""
         draft = opened.draft
-        logprobs = self._logprobs(draft, tree_mask, logits)
+        logprobs = self._logprobs(draft, logits)
         verification = opened.choice.verify(draft, tree_mask, logprobs)
         if verification.rows is not None and features is not None:
             features = features[verification.rows]
@@ -278,8 +293,8 @@ class Decoder:
         self.num_reruns += 1
         self._run(tokens)
 
-    def _logprobs(self, draft: Draft, tree_mask: mx.array | None, logits: mx.array) -> mx.array:
+    def _logprobs(self, draft: Draft, logits: mx.array) -> mx.array:
         """Log-probabilities (k + 1, V) after each row, logits processors applied."""
         if self.processors:
-            logits = process_logits(self.processors, self.history, draft, tree_mask, logits)
+            logits = process_logits(self.processors, self.history, draft, logits)
         return logits - mx.logsumexp(logits, axis=-1, keepdims=True)

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from .controller import Controller, DraftShape
+from .controller import Controller
+from .costs import DraftShape
 from .decoder import Decoder
 from .limits import Limits
 from .round import Round

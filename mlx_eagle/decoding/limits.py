@@ -6,7 +6,7 @@ from numbers import Integral, Real
 
 import mlx.core as mx
 
-from .controller import DraftShape
+from .costs import DraftShape
 
 AUTO = "auto"
 

@@ -13,7 +13,8 @@ from ..system.progress import Progress, silent
 from ..target.rollback import CacheQuantization
 from .accept import LogitsProcessor, Sampler
 from .calibrate import round_costs
-from .controller import AdaptiveController, Controller, DraftShape, FixedController
+from .controller import AdaptiveController, Controller, FixedController
+from .costs import DraftShape
 from .decoder import Decoder
 from .generation import Generation
 from .limits import AUTO, Limits, check_max_tokens, check_num_draft_tokens, check_prompt
@@ -139,6 +140,7 @@ def _tokens(
                 done.num_taken += 1
                 yield token, done.verification.logprobs[i], i < done.outcome.num_kept
     finally:
+        controller.close()
         last = pipeline.current
         if last is not None:
             if last.num_taken > 0:

@@ -1,9 +1,12 @@
 """The loop over rounds, the same for one request and for a batch: when what is launched."""
 
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
-from .controller import Controller, DraftShape
+from .controller import Controller
+from .costs import PLAIN, DraftShape
 
 R = TypeVar("R")
 """What a runner launches: one round, or one round per request of a batch."""
@@ -46,6 +49,39 @@ class Runner(Protocol[R]):
         """Let go of what ended with ``done``; returns what is in flight for the rest."""
 
 
+class RoundClock:
+    """Times rounds from the end of one to the end of the next, where that says what they cost.
+
+    It does after a round of the same kind, drafted or plain: the first of a kind also waits for
+    what the other has left to do. A plain step counts only if it was launched before the one
+    before it was read, as where drafting is off.
+    """
+
+    MOST_PAUSE = 0.2  # of a time, in which the caller kept the device waiting
+
+    def __init__(self) -> None:
+        self._before: DraftShape | None = None
+        self._end = self._paused = 0.0
+
+    def seconds(self, shape: DraftShape, was_ahead: bool) -> float | None:
+        """What a round of that shape, which has just ended, has taken; None where nobody knows."""
+        now = time.perf_counter()
+        before, seconds, paused = self._before, now - self._end, self._paused
+        self._before, self._end, self._paused = shape, now, 0.0
+        if before is None or (before == PLAIN) != (shape == PLAIN):
+            return None
+        if shape == PLAIN and not was_ahead or paused > self.MOST_PAUSE * seconds:
+            return None
+        return seconds
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Within, others have the thread."""
+        start = time.perf_counter()
+        yield
+        self._paused += time.perf_counter() - start
+
+
 class Pipeline(Generic[R]):
     """Rounds one after the other; iterating gives each when it is finished.
 
@@ -59,28 +95,37 @@ class Pipeline(Generic[R]):
         self.controller = controller
         self.current: R | None = None
         self.upcoming = self._launch_next() if first is None else first
+        self._clock, self._was_ahead = RoundClock(), False
 
     def __iter__(self) -> Iterator[R]:
         runner, controller = self.runner, self.controller
         while self.upcoming is not None:
             done, self.upcoming = self.upcoming, None
             self.current = done
-            shape = None  # of the next round, once it is decided
+            shape, was_ahead, self._was_ahead = None, self._was_ahead, False
             if controller.drafting_off and runner.can_run_ahead(done):
                 runner.commit_plain(done)
                 shape = controller.next_shape(runner.num_tokens)
                 if runner.can_launch_unread(shape):
-                    self.upcoming = runner.launch(shape)
+                    self.upcoming, self._was_ahead = runner.launch(shape), True
             runner.finish(done)
-            if (learned := runner.learned(done)) is not None:
-                drafted, num_accepted = learned
-                controller.record(drafted, *num_accepted)
+            self._learn(done, was_ahead)
             self.upcoming = runner.settle(done, self.upcoming, controller)
             if self.upcoming is None and runner.is_running:
                 self.upcoming = self._launch_next(shape)
-            yield done
+            with self._clock.pausing():
+                yield done
             if not runner.is_running:
                 return
+
+    def _learn(self, done: R, was_ahead: bool) -> None:
+        """Tell the controller what a round that was read has taken and brought."""
+        learned = self.runner.learned(done)
+        drafted = PLAIN if learned is None else learned[0]
+        if (seconds := self._clock.seconds(drafted, was_ahead)) is not None:
+            self.controller.record_time(drafted, seconds)
+        if learned is not None:
+            self.controller.record(drafted, *learned[1])
 
     def _launch_next(self, shape: DraftShape | None = None) -> R:
         """The next round, of the shape that was decided already or is now."""

@@ -13,19 +13,23 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ..system.documents import number_above, parse_object, read_bytes
-from .controller import DraftShape, RoundCosts
+from .costs import DraftShape, RoundCosts, Ways
 
 SECONDS = number_above(1e-9, 1e6)
 LONGEST_KEY = 4096
 LOCK_TIMEOUT = 10.0  # seconds; the lock is held for a few milliseconds
 POLL = 0.01
+WAYS = {field.name for field in fields(Ways)}
 
-Entry = dict[str, Any]  # {"plain": seconds, "rounds": {shape: seconds}}
+Entry = dict[str, Any]
+"""{"plain": seconds, "rounds": {shape: seconds}}, with "failed": [shape] and "ways": [name of what
+is done] where there are any."""
 
 
 @cache
@@ -40,6 +44,7 @@ class CostFile:
     def __init__(self, path: Path):
         self._path = path
         self._unsaved: dict[str, Entry] = {}
+        self._recent: set[str] = set()
         self._has_warned = False
         self._mutex = threading.Lock()
 
@@ -49,15 +54,18 @@ class CostFile:
             entry = self._unsaved.get(key)
         if entry is None:
             entry = read_entries(self._path).get(key)
-        if entry is None or entry["rounds"].keys() != {str(shape) for shape in shapes}:
-            return None
-        return RoundCosts(entry["plain"], {shape: entry["rounds"][str(shape)] for shape in shapes})
+        return None if entry is None else _costs_in(entry, shapes)
+
+    def is_recent(self, key: str) -> bool:
+        """Whether this process has put something there."""
+        with self._mutex:
+            return key in self._recent
 
     def put(self, key: str, costs: RoundCosts) -> None:
         """Remember ``costs``: beside what others have written, or where that fails, in memory."""
-        rounds = {str(shape): seconds for shape, seconds in costs.rounds.items()}
         with self._mutex:
-            self._unsaved[key] = {"plain": costs.plain, "rounds": rounds}
+            self._recent.add(key)
+            self._unsaved[key] = _entry_of(costs)
             try:
                 _merge(self._path, self._unsaved)
             except OSError as err:
@@ -76,6 +84,29 @@ class CostFile:
         )
 
 
+def _entry_of(costs: RoundCosts) -> Entry:
+    rounds = {str(shape): seconds for shape, seconds in costs.rounds.items()}
+    entry: Entry = {"plain": costs.plain, "rounds": rounds}
+    if costs.failed:
+        entry["failed"] = [str(shape) for shape in costs.failed]
+    if any(asdict(costs.ways).values()):
+        entry["ways"] = [name for name, is_done in asdict(costs.ways).items() if is_done]
+    return entry
+
+
+def _costs_in(entry: Entry, shapes: Sequence[DraftShape]) -> RoundCosts | None:
+    """The costs of exactly these shapes; None where the entry is of others."""
+    rounds, failed = entry["rounds"], entry.get("failed") or ()
+    if {*rounds, *failed} != {str(shape) for shape in shapes}:
+        return None
+    return RoundCosts(
+        entry["plain"],
+        {shape: rounds[str(shape)] for shape in shapes if str(shape) in rounds},
+        tuple(shape for shape in shapes if str(shape) in failed),
+        Ways(**dict.fromkeys(entry.get("ways") or (), True)),
+    )
+
+
 def read_entries(path: Path) -> dict[str, Entry]:
     """The well-formed entries of a file; none where it is missing, damaged or not a file."""
     try:
@@ -90,10 +121,16 @@ def read_entries(path: Path) -> dict[str, Entry]:
 def _is_entry(key: str, entry: Any) -> bool:
     if len(key) > LONGEST_KEY or not isinstance(entry, dict):
         return False
-    rounds = entry.get("rounds")
-    if not SECONDS.holds(entry.get("plain")) or not isinstance(rounds, dict) or not rounds:
+    rounds, failed, ways = (entry.get(name) for name in ("rounds", "failed", "ways"))
+    if not SECONDS.holds(entry.get("plain")) or not isinstance(rounds, dict):
         return False
-    return all(map(SECONDS.holds, rounds.values()))
+    if not _are_texts(failed) or not _are_texts(ways) or not {*(ways or ())} <= WAYS:
+        return False
+    return bool(rounds or failed) and all(map(SECONDS.holds, rounds.values()))
+
+
+def _are_texts(value: Any) -> bool:
+    return value is None or isinstance(value, list) and all(isinstance(v, str) for v in value)
 
 
 def _merge(path: Path, entries: dict[str, Entry]) -> None:

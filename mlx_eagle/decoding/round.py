@@ -9,7 +9,7 @@ import mlx.core as mx
 from ..drafters.base import Draft
 from ..target.rollback import Checkpoint
 from .accept import Choice, Outcome, Verification
-from .controller import DraftShape
+from .costs import DraftShape
 from .stats import Stats
 
 

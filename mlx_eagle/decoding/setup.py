@@ -6,6 +6,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..drafters.base import Drafter, TreeDrafter
 from ..drafters.tree import Tree
+from ..system.machines import fused_rows
 from ..target.rollback import CacheQuantization, Checkpoint, check_supported
 from ..target.sharding import in_any_process, is_pipelined
 from ..target.taps import Target
@@ -68,7 +69,7 @@ def open_decoder(
     # What processes exchange must be on one stream: an earlier pass may still be under way.
     with mx.stream(stream):
         _check_target(model, drafter, cache, quantization, tree, acceptance)
-        target = Target(model, drafter.taps)
+        target = Target(model, drafter.taps, fused_rows)
     rule, processors = make_rule(acceptance, sampler), tuple(logits_processors or ())
     return Decoder(target, drafter, cache, rule, processors, quantization, stream)
 

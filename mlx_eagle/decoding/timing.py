@@ -8,10 +8,9 @@ import mlx.nn as nn
 
 from ..system.progress import Progress, silent
 from ..target.sharding import in_any_process, is_sharded
-from .controller import DraftShape, RoundCosts, on_line
+from .costs import PLAIN, DraftShape, RoundCosts, on_line
 from .pipeline import R, Runner
 
-PLAIN = DraftShape(0)
 
 
 @dataclass(frozen=True)
@@ -21,6 +20,14 @@ class Amount:
     plain_steps: int
     rounds: int
     repeats: int
+
+
+class RoundFailed(RuntimeError):
+    """A round of ``shape`` cannot be run on this device."""
+
+    def __init__(self, shape: DraftShape):
+        super().__init__(f"a round of {shape} drafts failed")
+        self.shape = shape
 
 
 def time_in_turn(
@@ -34,6 +41,8 @@ def time_in_turn(
     """Costs of plain steps and rounds of ``shapes``, in turn; those ``later`` come last.
 
     Nothing is begun once it is ``late`` but the first look, which is what is not ``later``.
+    Raises RoundFailed for the first shape whose kernels raise an error; the runner is then of no
+    more use.
     """
     plain: list[float] = []
     rounds: dict[DraftShape, list[float]] = {shape: [] for shape in shapes}
@@ -44,7 +53,10 @@ def time_in_turn(
         if shape == PLAIN:
             plain += time_plain(runner, amount.plain_steps)
         else:
-            rounds[shape] += time_rounds(runner, shape, amount.rounds)
+            try:
+                rounds[shape] += time_rounds(runner, shape, amount.rounds)
+            except RuntimeError as err:
+                raise RoundFailed(shape) from err
         if i + 1 >= len(first) and late():
             break
     progress(len(groups), len(groups))
@@ -87,10 +99,15 @@ def late_after(limit: float, model: nn.Module) -> Callable[[], bool]:
 def shortest(plain: Sequence[float], rounds: Mapping[DraftShape, Sequence[float]]) -> RoundCosts:
     """The shortest times: whatever else the machine does can only add to them.
 
-    A chain that was not timed lies between those that were.
+    A chain that was not timed lies between those that were, or is left out.
     """
     known = {shape.size: min(s) for shape, s in rounds.items() if s and shape.tree is None}
+    between = range(min(known, default=0), max(known, default=0) + 1)
     return RoundCosts(
         min(plain),
-        {shape: min(s) if s else on_line(known, shape.size) for shape, s in rounds.items()},
+        {
+            shape: min(s) if s else on_line(known, shape.size)
+            for shape, s in rounds.items()
+            if s or shape.size in between
+        },
     )

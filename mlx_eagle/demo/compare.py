@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import mlx_lm
 from mlx_lm.generate import GenerationResponse
 
+from ..decoding.parity import first_difference
 from ..generate import stream_generate
 from ..system.command import run_command
-from ..system.device import print_blas_note
+from ..system.device import prepare_device
 from ..system.values import use_plain_types
 from .pair import load_demo
 
@@ -42,17 +43,6 @@ class Completion:
         return cls(tokens, response)
 
 
-def first_difference(left: list[int], right: list[int]) -> int | None:
-    """Index of the first token in which two outputs differ; None where they are identical.
-
-    [5, 6, 7], [5, 9, 7] -> 1; [5, 6], [5, 6, 7] -> 2
-    """
-    if left == right:
-        return None
-    pairs = zip(left, right)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
-
-
 def report(plain: Completion, speculative: Completion) -> list[str]:
     """The comparison in lines: speeds, mean acceptance length (tau), acceptance, identity."""
     stats = speculative.last.stats
@@ -82,8 +72,8 @@ def run(prompt: str, max_tokens: int, num_draft_tokens: int) -> None:
     if num_draft_tokens < 1:
         raise ValueError(f"--num-draft-tokens is {num_draft_tokens}: give 1 or more.")
     print("Loading SmolLM2-135M-Instruct and its EAGLE-3 head.", file=sys.stderr)
+    prepare_device()
     model, tokenizer, drafter = load_demo()
-    print_blas_note()
     messages = [{"role": "user", "content": prompt}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     tokens = tokenizer.encode(text, add_special_tokens=False)

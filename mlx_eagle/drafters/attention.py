@@ -12,6 +12,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from ..target.ropes import BY_LENGTH
 from .config import Eagle3Config
+from .tail import Tail
 
 
 class Attention(nn.Module):
@@ -79,7 +80,7 @@ class DraftAttention(Attention):
     def __call__(
         self,
         x: mx.array,
-        cache: KVCache,
+        cache: KVCache | Tail,
         positions: int | mx.array,
         mask: mx.array | str | None,
     ) -> mx.array:
@@ -89,9 +90,12 @@ class DraftAttention(Attention):
             q, k = mx.split(qk, [self.num_heads], axis=1)
             qk = mx.concatenate([self.q_norm(q), self.k_norm(k)], axis=1)
         q, k = mx.split(self._rotate(qk, positions), [self.num_heads], axis=1)
+        q = self._scaled(q, positions)
+        if isinstance(cache, Tail):
+            return self.o_proj(self._from_heads(cache.attend(q, k, v, self.scale, mask)))
         keys, values = cache.update_and_fetch(k, v)
         out = scaled_dot_product_attention(
-            self._scaled(q, positions), keys, values, cache=cache, scale=self.scale, mask=mask
+            q, keys, values, cache=cache, scale=self.scale, mask=mask
         )
         return self.o_proj(self._from_heads(out))
 

@@ -3,7 +3,7 @@
 EAGLE heads, a small model and prompt lookup all fit, and the loop treats them alike.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol, runtime_checkable
 
@@ -12,6 +12,8 @@ import mlx.nn as nn
 
 from ..target.tree_rows import ancestors
 from .tree import Tree
+
+LONG_DRAFT = 3  # tokens: from here on each one is started when it is built
 
 Pick = Callable[[mx.array, mx.array | None], mx.array]
 """How to choose a draft token from logits (1, Vd): see ``accept.Choice.pick``."""
@@ -22,12 +24,14 @@ class Draft:
     """Proposed tokens (k,) int32 in the target's vocabulary; k may be 0.
 
     ``parents`` (k,) makes them a tree, whose deepest token is ``depth`` levels below the root:
-    ``parents[i]`` is the row of the verify pass that token i continues. None: a chain.
+    ``parents[i]`` is the row of the verify pass that token i continues. None: a chain. ``form``
+    is the same where the host knows it, because the tree is static.
     """
 
     tokens: mx.array
     parents: mx.array | None = None
     depth: int = 0
+    form: tuple[int, ...] | None = None
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -36,6 +40,10 @@ class Draft:
     def num_levels(self) -> int:
         """The longest run that can be kept."""
         return len(self) if self.parents is None else self.depth
+
+    def known_parents(self) -> Sequence[int] | None:
+        """``parents`` on the host, waited for where they are on the device alone."""
+        return self.form if self.form or self.parents is None else self.parents.tolist()
 
     def tree_mask(self) -> mx.array | None:
         """Which rows of the verify pass each one sees, itself included; None for a chain.
@@ -47,6 +55,15 @@ class Draft:
 
 def empty_draft() -> Draft:
     return Draft(mx.zeros((0,), mx.int32))
+
+
+def start_early(token: mx.array, size: int) -> None:
+    """Start computing ``token`` (1,) before the rest of a draft of ``size`` tokens is built.
+
+    Of a short draft the whole is built sooner than the device is through with the round before.
+    """
+    if size >= LONG_DRAFT:
+        mx.async_eval(token)
 
 
 def check_width(features: mx.array, width: int) -> None:
@@ -125,3 +142,11 @@ class TreeDrafter(Drafter, Protocol):
 
     def propose_tree(self, shape: Tree) -> Draft:
         """Draft a tree that may follow the last token absorbed."""
+
+
+@runtime_checkable
+class TailDrafter(Drafter, Protocol):
+    """A drafter that can keep drafted slots beside its caches (see ``tail.py``)."""
+
+    def keep_tail(self, is_kept: bool) -> None:
+        """Keep them there from now on, or in the caches; the drafts are the same."""

@@ -10,10 +10,11 @@ import mlx.core as mx
 
 from ..target.ropes import evaluate_ropes
 from ..target.tree_rows import each_itself
-from .base import Draft, Pick
+from .base import Draft, Pick, start_early
 from .fed import FedDrafter
 from .head import Eagle3Head
-from .tree import Tree
+from .tail import Tail
+from .tree import StaticTree, Tree
 
 
 class EagleDrafter(FedDrafter):
@@ -50,6 +51,10 @@ class EagleDrafter(FedDrafter):
     def _start(self, cache: list) -> None:
         super()._start(cache)
         self._warned = False
+
+    def _logits(self, states: mx.array) -> mx.array:
+        """See ``FedDrafter._logits``; states (m, h)."""
+        return self.head.logits(states)
 
     def _choose(self, logits: mx.array, pick: Pick) -> mx.array:
         """The choice among logits (1, Vd), as a target id (1,) int32."""
@@ -96,6 +101,7 @@ class Eagle3Drafter(EagleDrafter):
         if draft_cache not in ("exact", "lagging"):
             raise ValueError(f"draft_cache is {draft_cache!r}: give 'exact' or 'lagging'.")
         self.lagging = draft_cache == "lagging"
+        self._keeps_tail = False
         super().__init__(head, embed, taps, to_target)
 
     def with_draft_cache(self, draft_cache: str) -> "Eagle3Drafter":
@@ -121,15 +127,15 @@ class Eagle3Drafter(EagleDrafter):
         """
         states, base = self._seed, self._position() if self.lagging else None
         num_steps = max(1, size - self.head.config.num_parallel_heads)
-        tokens = [self._choose(self.head.logits(states), pick)]
+        tokens, drafting = [self._choose(self._first, pick)], self._begin_draft()
         for i in range(num_steps - 1):
+            start_early(tokens[-1], size)
             positions = None if base is None else mx.array([base + i])
-            states = self._forward(tokens[-1], states, positions)
-            tokens.append(self._choose(self.head.logits(states), pick))
+            states = self._forward(tokens[-1], states, positions, cache=drafting)
+            tokens.append(self._choose(self._logits(states), pick))
         for i in range(size - num_steps):
             tokens.append(self._choose(self.head.parallel_logits(states, i), pick))
-        for layer in self.cache[:-1]:
-            layer.trim(num_steps - 1)
+        self._end_draft(num_steps - 1)
         return Draft(mx.concatenate(tokens))
 
     def propose_tree(self, shape: Tree) -> Draft:
@@ -138,7 +144,7 @@ class Eagle3Drafter(EagleDrafter):
         One head forward for each level but the first, over the nodes that are continued; each
         sees the committed slots and its own ancestors.
         """
-        base, level = self.cache[0].offset, 0
+        base, level, drafting = self.cache[0].offset, 0, self._begin_draft()
         states, visible = self._seed, mx.zeros((1, 0), mx.bool_)
 
         def step(picked: mx.array, rows: mx.array) -> mx.array:
@@ -147,14 +153,31 @@ class Eagle3Drafter(EagleDrafter):
             visible = mx.concatenate([visible[rows], each_itself(num)], axis=1)
             mask = mx.concatenate([mx.ones((num, base), mx.bool_), visible], axis=1)
             positions = mx.full((num,), base + level, mx.int32)
-            states = self._forward(self._to_ids(picked), states[rows], positions, mask)
+            states = self._forward(self._to_ids(picked), states[rows], positions, mask, drafting)
             level += 1
-            return self._log_probabilities(states)
+            return _log_probabilities(self._logits(states))
 
-        picked, parents = shape.grow(self._log_probabilities(self._seed), step)
-        for layer in self.cache[:-1]:
-            layer.trim(visible.shape[1])
-        return Draft(self._to_ids(picked), parents, shape.depth)
+        picked, parents = shape.grow(_log_probabilities(self._first), step)
+        self._end_draft(visible.shape[1])
+        form = shape.parents if isinstance(shape, StaticTree) else None
+        return Draft(self._to_ids(picked), parents, shape.depth, form)
+
+    def keep_tail(self, is_kept: bool) -> None:
+        """See ``TailDrafter.keep_tail``; what a latent is made of always goes into the caches."""
+        self._keeps_tail = is_kept and self.head.config.latent is None
+
+    def _begin_draft(self) -> list:
+        """Where drafted slots go: into the head's caches, or beside them."""
+        caches = self.cache[:-1]
+        if not self._keeps_tail:
+            return caches
+        return [Tail(cache, layer.window) for cache, layer in zip(caches, self.head.layers)]
+
+    def _end_draft(self, num_slots: int) -> None:
+        """Drop the drafted slots."""
+        if not self._keeps_tail:
+            for cache in self.cache[:-1]:
+                cache.trim(num_slots)
 
     def check_tree(self, shape: Tree) -> None:
         """See ``TreeDrafter.check_tree``."""
@@ -197,12 +220,18 @@ class Eagle3Drafter(EagleDrafter):
         states: mx.array,
         positions: mx.array | None = None,
         mask: mx.array | None = None,
+        cache: list | None = None,
     ) -> mx.array:
-        """One head forward over tokens (m,) and states (m, h) -> (m, h)."""
-        self._count(tokens.shape[0])
-        return self.head(self._embed(tokens), states, self.cache[:-1], positions, mask)
+        """One head forward over tokens (m,) and states (m, h) -> (m, h).
 
-    def _log_probabilities(self, states: mx.array) -> mx.array:
-        """log q over the draft vocabulary in float32, (m, h) -> (m, Vd)."""
-        logits = self.head.logits(states).astype(mx.float32)
-        return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        ``cache``: what the layers append to, in place of their own.
+        """
+        self._count(tokens.shape[0])
+        cache = self.cache[:-1] if cache is None else cache
+        return self.head(self._embed(tokens), states, cache, positions, mask)
+
+
+def _log_probabilities(logits: mx.array) -> mx.array:
+    """log q of logits (m, Vd), in float32."""
+    logits = logits.astype(mx.float32)
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)

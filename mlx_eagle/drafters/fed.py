@@ -41,6 +41,10 @@ class FedDrafter(NoModel):
     def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
         """Feed the head tokens (m,) with features (m, F): the state that a draft starts from."""
 
+    @abstractmethod
+    def _logits(self, states: mx.array) -> mx.array:
+        """Logits (m, Vd) after such states, of m rows."""
+
     def begin(self, cache: list | None = None) -> Self:
         """See ``Drafter.begin``."""
         drafter = copy(self)
@@ -52,6 +56,7 @@ class FedDrafter(NoModel):
         self.cache = cache
         self.num_forwards = 0
         self._seed: mx.array | None = None
+        self._first: mx.array | None = None  # the logits after it: of the first draft token
 
     def make_cache(self) -> list[KVCache]:
         return [KVCache() for _ in range(self._num_layers + 1)]
@@ -69,14 +74,19 @@ class FedDrafter(NoModel):
             features = mx.zeros((1, self.width), self.dtype)
         check_width(features, self.width)
         self._seed = self._absorb(tokens, features, last)
+        self._first = self._logits(self._seed)
 
     def hold(self, features: mx.array) -> None:
         """See ``Drafter.hold``; features (1, F)."""
         hold(self.cache[-1], features)
 
     def pending(self) -> list[mx.array]:
-        """See ``Drafter.pending``."""
-        return [] if self._seed is None else [self._seed]
+        """See ``Drafter.pending``: the state, and already the first token's logits.
+
+        So the largest matrix of a draft's first step is multiplied while the host reads the round
+        before and decides what comes next.
+        """
+        return [] if self._seed is None else [self._seed, self._first]
 
     def modules(self) -> list[nn.Module]:
         """See ``Drafter.modules``."""

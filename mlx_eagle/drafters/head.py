@@ -14,6 +14,7 @@ from mlx_lm.models.cache import KVCache
 from .activations import GATED
 from .attention import DraftAttention, LatentAttention
 from .config import Eagle3Config
+from .tail import Tail
 
 Mask = mx.array | Callable[[int | None], mx.array] | str | None
 """Which slots a row sees, (m, n): the same for all layers, or by the width of a layer's window."""
@@ -24,12 +25,9 @@ class DraftMLP(nn.Module):
 
     def __init__(self, config: Eagle3Config):
         super().__init__()
-        self.gate_up_proj = nn.Linear(
-            config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias
-        )
-        self.down_proj = nn.Linear(
-            config.intermediate_size, config.hidden_size, bias=config.mlp_bias
-        )
+        size, width = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = nn.Linear(size, 2 * width, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(width, size, bias=config.mlp_bias)
         self.activation = config.hidden_act  # by name: a compiled function cannot be copied
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -65,7 +63,7 @@ class DraftLayer(nn.Module):
         self,
         embeddings: mx.array,
         states: mx.array,
-        cache: KVCache,
+        cache: KVCache | Tail,
         positions: int | mx.array,
         mask: Mask,
     ) -> mx.array:

@@ -111,7 +111,7 @@ def load_head(
     embedding, _ = find_embedding(model)
     sizes = sizes_of(model)
     to_target = _draft_ids(weights.pop("d2t", None), config, sizes.vocab_size)
-    _check_fit(config, sizes)
+    check_fit(config, sizes)
     if config.lm_head_source == "target_rows":
         weights.update(rows_of_lm_head(model, embedding, to_target))
     head = build_head(config, weights, values.get("quantization"))
@@ -235,7 +235,7 @@ def _draft_ids(offsets: mx.array | None, config: Eagle3Config, vocab_size: int) 
     return ids.astype(mx.int32)
 
 
-def _check_fit(config: Eagle3Config, target: TargetSizes) -> None:
+def check_fit(config: Eagle3Config, target: TargetSizes) -> None:
     """Raise ValueError where head and target do not belong together."""
     vocab_size, num_layers = target.vocab_size, target.num_layers
     if config.target_hidden_size != target.hidden_size:

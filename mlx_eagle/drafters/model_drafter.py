@@ -11,7 +11,7 @@ from mlx_lm.utils import load
 from ..target.masks import exact_masks
 from ..target.rollback import Checkpoint, check_supported
 from ..target.ropes import evaluate_ropes
-from .base import Draft, NoModel, Pick
+from .base import Draft, NoModel, Pick, start_early
 from .load import find_embedding
 
 # What mlx-lm raises on folders that it does not know how to read.
@@ -89,6 +89,7 @@ class ModelDrafter(NoModel):
         checkpoint = Checkpoint(self._caches)
         tokens = [self._next(self._seed, pick)]
         for _ in range(size - 1):
+            start_early(tokens[-1], size)
             tokens.append(self._next(self._forward(tokens[-1]), pick))
         checkpoint.rollback(0)
         return Draft(mx.concatenate(tokens))

@@ -12,7 +12,7 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
 from ..target.ropes import evaluate_ropes
-from .base import Draft, Pick
+from .base import Draft, Pick, start_early
 from .fed import FedDrafter
 from .load import find_embedding, lm_head_of
 
@@ -79,11 +79,11 @@ class MTPDrafter(FedDrafter):
 
     def propose(self, size: int, pick: Pick) -> Draft:
         """A chain of ``size`` tokens: one forward for each but the first."""
-        states, tokens = self._seed, []
+        states, tokens = self._seed, [self._next(self._first, pick)]
         for _ in range(size - 1):
-            tokens.append(self._next(states, pick))
+            start_early(tokens[-1], size)
             states = self._forward(tokens[-1], states)
-        tokens.append(self._next(states, pick))
+            tokens.append(self._next(self._logits(states), pick))
         self.cache[0].trim(size - 1)
         return Draft(mx.concatenate(tokens))
 
@@ -92,9 +92,13 @@ class MTPDrafter(FedDrafter):
         self.num_forwards += 1
         return self.head(self._embed(tokens[None]), states, self.cache[0])
 
-    def _next(self, states: mx.array, pick: Pick) -> mx.array:
-        """The choice after states (1, 1, h), as a token (1,) int32."""
-        return pick(self._project(states)[0], None).astype(mx.int32)
+    def _logits(self, states: mx.array) -> mx.array:
+        """See ``FedDrafter._logits``; states (1, m, h)."""
+        return self._project(states)[0]
+
+    def _next(self, logits: mx.array, pick: Pick) -> mx.array:
+        """The choice from logits (1, V), as a token (1,) int32."""
+        return pick(logits, None).astype(mx.int32)
 
 
 def make_mtp_head(target: nn.Module) -> MTPHead:

@@ -12,6 +12,14 @@ SUFFIX = re.compile(
     r"\d+bits?|b?f16|fp(?:8|16)|mxfp\d|nvfp4|mlx|dwq|qat|q\d|g[s\d]\d+|\d{6,8}", re.IGNORECASE
 )
 
+BILLIONS = re.compile(r"(?<![a-z\d.])(\d+(?:\.\d+)?)b(?![a-z])", re.IGNORECASE)
+SPARSE = {"llama-4-scout-17b-16e-instruct": 109.0}
+"""Where the name counts the parameters that are at work for one token, not all."""
+BYTES_PER_WEIGHT = 4.5 / 8  # in 4 bits, each group of 64 with a scale and a bias of 16
+HEAD_SHARE = 1.06
+"""Target and head in 4 bits, by the target alone: 5% in Llama-3.1-8B, more in small ones."""
+CACHE_BYTES = 1e9  # of 8k tokens in Llama-3.1-8B
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -107,6 +115,30 @@ def pair_for(model: str) -> Pair:
         f"no public head is known here for {model}: name one with --draft-model, or see the "
         "known pairs with mlx_eagle.generate --list."
     )
+
+
+def bytes_in_4_bits(target: str) -> float | None:
+    """What target, head and a text of 8k tokens take, roughly, by the target's name.
+
+    None where the name does not say how many parameters there are.
+    """
+    name = plain_name(target)
+    found = BILLIONS.search(name)
+    billions = SPARSE.get(name) or (float(found[1]) if found else None)
+    if billions is None:
+        return None
+    return billions * 1e9 * BYTES_PER_WEIGHT * HEAD_SHARE + CACHE_BYTES
+
+
+def targets_within(limit: float) -> tuple[list[str], list[str]]:
+    """The targets of the table that fit into so many bytes in 4 bits, and those that do not.
+
+    By name without the owner, smallest first.
+    """
+    sizes = {pair.target: bytes_in_4_bits(pair.target) or 0.0 for pair in PAIRS}
+    ordered = sorted(sizes, key=lambda target: sizes[target])
+    fit = [Path(target).name for target in ordered if sizes[target] <= limit]
+    return fit, [Path(target).name for target in ordered if sizes[target] > limit]
 
 
 def pair_lines() -> list[str]:

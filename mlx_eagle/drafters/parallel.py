@@ -55,13 +55,12 @@ class ParallelDrafter(EagleDrafter):
 
     def propose(self, size: int, pick: Pick) -> Draft:
         """A chain of ``size`` tokens, from the states of the last pair and the masked slots."""
-        states = self._seed
-        if size > states.shape[0]:
+        logits, self._size = self._first, size
+        if size > logits.shape[0]:
             none = self._mask_embedding[:0], self._mask_state[:0]
             masked = self._forward(*none, mx.array(-1), size - 1)
-            states = mx.concatenate([states[:1], masked], axis=0)
-        self._seed, self._size = states, size
-        rows = mx.split(self.head.logits(states[:size]), size, axis=0)
+            logits = mx.concatenate([logits[:1], self._logits(masked)], axis=0)
+        rows = mx.split(logits[:size], size, axis=0)
         return Draft(mx.concatenate([self._choose(row, pick) for row in rows]))
 
     def _forward(

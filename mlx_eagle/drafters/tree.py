@@ -15,6 +15,8 @@ Step = Callable[[mx.array, mx.array], mx.array]
 """One more level: draft ids (m,), which continue rows (m,) of the last one -> log q (m, Vd)."""
 
 MAX_NODES = 1024  # of a static tree: they are verified in one pass
+ONE_BLOCK = 2048  # scores that Metal sorts in one kernel
+MOST_PICKS = 10  # one after the other, instead of sorting
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class TreeShape:
             tree = cls(int(width), int(depth), int(nodes))
         except ValueError as err:
             raise ValueError(
-                f"the tree is {text!r}: give WIDTHxDEPTH:NODES, such as 4x5:16, or a static tree: "
+                f"the tree is {text!r}: give WIDTHxDEPTH:NODES, such as 3x3:7, or a static tree: "
                 "eagle1, root2:5 (two chains), or the children of each node, such as 3/2+1."
             ) from err
         most = tree.width + (tree.depth - 1) * tree.width**2
@@ -188,10 +190,20 @@ def parse_tree(text: str) -> Tree:
 
 
 def top_k(scores: mx.array, k: int) -> mx.array:
-    """Indices of the k greatest of scores (..., n), greatest first, ties by lower index."""
-    if k == 1:
-        return mx.argmax(scores, axis=-1, keepdims=True)  # no sorting of a whole vocabulary
-    return mx.argsort(-scores, axis=-1)[..., :k]
+    """Indices of the k greatest of scores (..., n), greatest first, ties by lower index.
+
+    Scores are finite. A few of a vocabulary are picked one after the other: Metal sorts whatever
+    does not fit one block in ten kernels or more, and a CPU takes three to ten times as long.
+    """
+    size = scores.shape[-1]
+    if k > MOST_PICKS or 1 < k and size <= ONE_BLOCK:
+        return mx.argsort(-scores, axis=-1)[..., :k]
+    picked = [mx.argmax(scores, axis=-1, keepdims=True)]
+    index = mx.arange(size, dtype=mx.uint32)  # as argmax gives it: nothing to convert
+    while len(picked) < k:
+        scores = mx.where(index == picked[-1], -mx.inf, scores)
+        picked.append(mx.argmax(scores, axis=-1, keepdims=True))
+    return mx.concatenate(picked, axis=-1)
 
 
 def rerank(scores: mx.array, origins: mx.array, nodes: int) -> tuple[mx.array, mx.array]:

@@ -12,7 +12,7 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 from ..commands.flags import known_head
 from ..decoding.limits import AUTO
 from ..system.command import run_command
-from ..system.device import print_blas_note
+from ..system.device import prepare_device
 from .access import is_loopback, read_key
 from .caches import PairCache
 from .flags import build_parser, check_arguments
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
     """Open the pair and serve it."""
     check_arguments(args)
     key = read_key(args)
-    print_blas_note()
+    prepare_device()
     if args.draft_model == AUTO:
         args.draft_model = None if args.model is None else known_head(args.model)
     logging.basicConfig(level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s")

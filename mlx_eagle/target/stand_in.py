@@ -6,33 +6,48 @@ change is a copy of them, and of the modules that lead to them; all others, and 
 shared.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from .attention_parts import (
+    AttentionParts,
+    PartedAttention,
+    find_attention,
+    no_kernel,
+    with_parts,
+)
 from .masks import tree_masks
 from .ropes import PositionedRope, RowPositions, find_ropes
 
 
 class StandIn:
-    """A copy of ``model`` whose rotary embeddings go by ``positions``.
+    """A copy of ``model`` whose rotary embeddings go by ``positions``, its attention by ``parts``.
 
     It belongs to one generation: it has the state of a pass under way, so no two passes may run
     on it at the same time. ``copies`` are those of ``changed``, in order: the caller may change
     them too. Weights that the user's model is given later are not seen.
     """
 
-    def __init__(self, model: nn.Module, changed: Iterable[nn.Module] = ()):
-        ropes, changed = find_ropes(model), list(changed)
-        self.model, copies = copy_modules(model, [*ropes, *changed])
-        self.copies = copies[len(ropes) :]
-        self.positions = RowPositions()
-        for rope in copies[: len(ropes)]:
+    def __init__(
+        self,
+        model: nn.Module,
+        changed: Iterable[nn.Module] = (),
+        most_rows: Callable[[int, int], int] = no_kernel,
+    ):
+        ropes, attention, changed = find_ropes(model), find_attention(model), list(changed)
+        self.model, copies = copy_modules(model, [*changed, *ropes, *attention])
+        self.copies, others = copies[: len(changed)], copies[len(changed) :]
+        self.positions, self.parts = RowPositions(), AttentionParts(most_rows)
+        for rope in others[: len(ropes)]:
             add_behaviour(rope, PositionedRope)
             rope._row_positions = self.positions
+        for module, original in zip(others[len(ropes) :], attention):
+            add_behaviour(module, PartedAttention)
+            module._with_parts = with_parts(type(original).__call__, self.parts)
 
     @contextmanager
     def tree_attention(self, caches: list, tree_mask: mx.array) -> Iterator[None]:
@@ -45,9 +60,7 @@ class StandIn:
             yield
 
 
-def copy_modules(
-    model: nn.Module, changed: list[nn.Module]
-) -> tuple[nn.Module, list[nn.Module]]:
+def copy_modules(model: nn.Module, changed: list[nn.Module]) -> tuple[nn.Module, list[nn.Module]]:
     """``model`` with copies of the modules ``changed`` in their places; the model and the copies.
 
     Copied are those modules and the ones that hold them, however deep; a module that stands in

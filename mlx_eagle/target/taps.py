@@ -1,6 +1,6 @@
 """Taps on an unmodified mlx-lm model: the activations entering chosen layers."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from .attention_parts import AttentionParts, no_kernel
 from .layer_calls import LayerCall, LayerCalls
 from .masks import exact_masks
 from .sharding import find_stage
@@ -116,7 +117,13 @@ class Target:
     is for one generation.
     """
 
-    def __init__(self, model: nn.Module, taps: tuple[int, ...] = ()):
+    def __init__(
+        self,
+        model: nn.Module,
+        taps: tuple[int, ...] = (),
+        most_rows: Callable[[int, int], int] = no_kernel,
+    ):
+        """``most_rows``: of one attention kernel, see ``AttentionParts``."""
         self.stage = find_stage(model)
         num_layers = self.stage.num_layers
         outside = [tap for tap in taps if not 0 <= tap <= num_layers + 1]
@@ -132,13 +139,18 @@ class Target:
         if taps and not self.stage.is_whole:
             self._watched |= {self.stage.end, num_layers + 1}  # see Stage.fetch
         self._watch = Watch(self._watched)
-        self._stand_in = self._watched_stand_in()
+        self._stand_in = self._watched_stand_in(most_rows)
 
-    def _watched_stand_in(self) -> StandIn:
+    @property
+    def parts(self) -> AttentionParts:
+        """Whether attention cuts the rows of its passes into parts."""
+        return self._stand_in.parts
+
+    def _watched_stand_in(self, most_rows: Callable[[int, int], int]) -> StandIn:
         """The model's stand-in, whose layers and final norm tell ``self._watch``."""
         layers = list(self.model.layers)
         norms = [find_final_norm(self.model)] if self.num_layers + 1 in self._watched else []
-        stand_in = StandIn(self.model, [*layers, *norms])
+        stand_in = StandIn(self.model, [*layers, *norms], most_rows)
         for index, layer in enumerate(stand_in.copies[: len(layers)], self.stage.start):
             add_behaviour(layer, WatchedLayer)
             layer._watch, layer._index = self._watch, index

@@ -11,7 +11,15 @@ import pytest
 from costs import FLAT, LINEAR, ScriptedController
 from drafter_pairs import tiny_lfm2
 from grids import thorough
-from helpers import ScriptedDrafter, byte_tokenizer, plain, randomize, tiny_head, tiny_llama
+from helpers import (
+    FUSED,
+    ScriptedDrafter,
+    byte_tokenizer,
+    plain,
+    randomize,
+    tiny_head,
+    tiny_llama,
+)
 from mlx_lm.models import gemma3_text
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
@@ -20,7 +28,8 @@ from mlx_eagle.batch import costs as batch_costs
 from mlx_eagle.batch import generate as batch
 from mlx_eagle.batch.cache import MOST_PADDING, BatchCache
 from mlx_eagle.batch.rounds import Batch
-from mlx_eagle.decoding.controller import OFF, ON, BatchCosts, DraftShape, RoundCosts
+from mlx_eagle.decoding.controller import OFF, ON
+from mlx_eagle.decoding.costs import BatchCosts, DraftShape, RoundCosts
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.lookup import LookupDrafter
 
@@ -41,15 +50,18 @@ def windowed_gemma3():
         intermediate_size=96,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=64,
         vocab_size=VOCAB,
         sliding_window=WINDOW,
         sliding_window_pattern=4,
     )
-    return randomize(gemma3_text.Model(args), 5)
+    return randomize(gemma3_text.Model(args), 9)
 
 
-MODELS = {"llama": lambda: tiny_llama(vocab_size=VOCAB), "gemma3, windowed": windowed_gemma3}
+MODELS = {
+    "llama": lambda: tiny_llama(vocab_size=VOCAB, **FUSED),
+    "gemma3, windowed": windowed_gemma3,
+}
 SCRIPTS = [
     lambda r, size: size,
     lambda r, size: 0,
@@ -101,6 +113,26 @@ def test_ragged_accept_lengths(model, scripted, k):
     perfect, wrong, *_ = response.stats
     assert perfect.acceptance_rate == 1.0 and wrong.acceptance_rate == 0.0
     assert wrong.num_emitted == perfect.num_emitted == 39
+
+
+def test_the_device_drafts_while_the_pass_of_all_is_built(monkeypatch):
+    events, model = [], tiny_llama(vocab_size=VOCAB)
+    call, start = type(model).__call__, mx.async_eval
+
+    def started(*arrays) -> None:
+        if [array.shape for array in arrays[0]] == [(2,)] * len(PROMPTS):
+            events.append("drafts")
+        start(*arrays)
+
+    def counted(self, *args, **kwargs):
+        events.append("target")
+        return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(mx, "async_eval", started)
+    monkeypatch.setattr(type(model), "__call__", counted)
+    together(model, tiny_head(model), num_draft_tokens=2, max_tokens=20)
+    first = events.index("drafts")
+    assert events[first : first + 8] == ["drafts", "target"] * 4
 
 
 def test_counts_are_those_of_each_text_alone(model, scripted):
@@ -423,6 +455,14 @@ def test_costs_between_what_was_measured():
     assert BatchCosts(FLAT, steep, 1).of(1).plain == 3.0
 
 
+def test_what_fails_alone_or_together_is_not_offered_between():
+    alone = RoundCosts(1.0, {DraftShape(k): 1.0 + k for k in (1, 2, 3, 5)}, (DraftShape(4),))
+    together = RoundCosts(2.0, {DraftShape(1): 3.0, DraftShape(5): 7.0}, (DraftShape(7),))
+    assert [shape.size for shape in BatchCosts(alone, together, 4).of(2).rounds] == [1, 2, 3, 5]
+    none = RoundCosts(2.0, {}, (DraftShape(1),))
+    assert BatchCosts(alone, none, 4).of(2).rounds == {}
+
+
 def test_costs_are_measured_once_for_a_number_of_texts(model, tmp_path, monkeypatch):
     monkeypatch.setattr("mlx_eagle.decoding.calibrate.user_cache", lambda: tmp_path)
     measured, measure = [], batch_costs.measure_together
@@ -439,7 +479,8 @@ def test_costs_are_measured_once_for_a_number_of_texts(model, tmp_path, monkeypa
     assert offsets == [cache[0].offset for cache in caches]
     assert len(passes) <= 2 * 8 * sum(LENGTHS), "the caller's sampler ran while measuring"
     assert len(measured) == 1
-    assert tuple(measured[0].rounds) == batch_costs.MEASURED and measured[0].plain > 0
+    assert tuple(measured[0].rounds) == batch_costs.lengths_to_measure(len(PROMPTS))
+    assert measured[0].plain > 0
     assert auto(model, drafter, prompts=PROMPTS[:2], max_tokens=5).token_ids == (
         theirs(model, PROMPTS[:2], max_tokens=5).token_ids
     )

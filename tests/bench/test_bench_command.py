@@ -25,7 +25,8 @@ from mlx_eagle.bench import (
     runner,
     tables,
 )
-from mlx_eagle.decoding.controller import BatchCosts
+from mlx_eagle.decoding.costs import BatchCosts
+from mlx_eagle.decoding.live_costs import LiveCosts
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.demo import compare as demo
 from mlx_eagle.system import device
@@ -179,7 +180,7 @@ def test_batches_beside_mlx_lms_own(monkeypatch, capsys, tmp_path, tiny):
     lone = runner.Models(tiny.target, tiny.tokenizer, tiny.drafter)
     costs = BatchCosts(FLAT, FLAT, 2)
     monkeypatch.setattr("mlx_eagle.batch.generate.batch_costs", lambda *args: costs)
-    monkeypatch.setattr("mlx_eagle.decoding.loop.round_costs", lambda *args: FLAT)
+    monkeypatch.setattr("mlx_eagle.decoding.loop.round_costs", lambda *args: LiveCosts(FLAT))
     (tmp_path / "mine.jsonl").write_text('{"prompt": "so?"}\n{"prompt": "Who is it?"}\n')
     flags = f"--prompts {tmp_path}/mine.jsonl --max-tokens 9 --repeats 1"
     flags += f" --order mirror --num-draft-tokens 2,auto --batch 2,1 --out {tmp_path}"

@@ -12,34 +12,34 @@ from costs import FLAT
 from helpers import PROMPT, plain, tiny_head, tiny_llama
 from mlx_lm.generate import generate_step
 
+from mlx_eagle.decoding.live_costs import LiveCosts
 from mlx_eagle.bench import (
-    cost,
     graph,
-    parity,
     predict,
     runner,
 )
+from mlx_eagle.decoding import parity, parts
 from mlx_eagle.generate import footer
 
 # --- pure parts ---------------------------------------------------------------------------
 
 
 def test_costs_leave_no_trace_and_cover_every_size(tiny):
-    bench = cost.Bench(tiny.target, tiny.drafter, list(range(30)))
+    bench = parts.Bench(tiny.target, tiny.drafter, list(range(30)))
     first = bench.verify(3)[0].tolist()
     with bench.window():
         mx.eval(bench.verify(3), bench.accept(3))
     # The first pass was not cut: three rows more than the context's 29.
     assert bench.drafter.cache[0].offset == 29
-    samples = cost.Samples()
-    samples.measure(cost.Bench(tiny.target, tiny.drafter, list(range(30))), 4, [9], 2)
+    samples = parts.Samples()
+    samples.measure(parts.Bench(tiny.target, tiny.drafter, list(range(30))), 4, [9], 2)
     assert sorted(samples.verify) == [1, 2, 3, 4, 9] and sorted(samples.accept) == [1, 2, 3, 4]
     assert all(len(t.run) == len(t.build) == 2 for t in samples.verify.values())
     assert len(first) == 3
     costs = predict.Costs.of(samples)
     assert costs.verify[2] == statistics.median(samples.verify[2].run)
-    assert sorted(cost.verify_costs(tiny.target, tiny.drafter, [1, 2, 3], [1, 2], 1)) == [1, 2]
-    accept, propose = cost.head_costs(tiny.target, tiny.drafter, [1, 2, 3], [1], [1, 3], 1)
+    assert sorted(parts.verify_costs(tiny.target, tiny.drafter, [1, 2, 3], [1, 2], 1)) == [1, 2]
+    accept, propose = parts.head_costs(tiny.target, tiny.drafter, [1, 2, 3], [1], [1, 3], 1)
     assert sorted(accept) == [1] and sorted(propose) == [1, 3]
 
 
@@ -98,7 +98,7 @@ def test_calibration_is_no_part_of_the_time_to_the_first_token(tiny, monkeypatch
 
     def slow(*_) -> object:
         time.sleep(3)
-        return FLAT
+        return LiveCosts(FLAT)
 
     monkeypatch.setattr("mlx_eagle.decoding.loop.round_costs", slow)
     (automatic,) = runner.make_configurations(["auto"])

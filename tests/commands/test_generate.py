@@ -43,7 +43,7 @@ def run(pair, monkeypatch, capsys):
         return pair
 
     monkeypatch.setattr(flags, "load_demo", load_demo)
-    monkeypatch.setattr(flags, "print_blas_note", lambda: None)
+    monkeypatch.setattr(flags, "prepare_device", lambda: None)
 
     def command(*args: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["mlx_eagle.generate", *args])
@@ -254,7 +254,7 @@ def test_nothing_is_left_where_the_counts_should_go(run, tmp_path):
 HELP = {
     "--num-draft-tokens": "Draft tokens per step. 0 turns drafting off; auto (default) picks the "
     "length per step and turns drafting off where it does not help.",
-    "--tree": "Draft a tree instead of a chain. WIDTHxDEPTH:NODES (for example 4x5:16) is an "
+    "--tree": "Draft a tree instead of a chain. WIDTHxDEPTH:NODES (for example 3x3:7) is an "
     "EAGLE-2 tree.",
     "--acceptance": "match: works with any sampler. coupled (default with --temp): the same seed "
     "gives the same text with or without drafting. reject: standard rejection sampling.",

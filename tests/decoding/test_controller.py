@@ -13,16 +13,10 @@ from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama, tiny_qwen
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_eagle.decoding.controller import (
-    OFF,
-    ON,
-    PROBE,
-    AdaptiveController,
-    DraftShape,
-    FixedController,
-    RoundCosts,
-    expected_tokens,
-)
+from mlx_eagle.decoding.accepted import expected_tokens
+from mlx_eagle.decoding.controller import OFF, ON, PROBE, AdaptiveController, FixedController
+from mlx_eagle.decoding.costs import DraftShape, RoundCosts
+from mlx_eagle.decoding.live_costs import LiveCosts
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.lookup import LookupDrafter
@@ -30,6 +24,11 @@ from mlx_eagle.drafters.tree import TreeShape
 
 # A round of k = 1..7 in plain steps, where verification is nearly flat, and where it is linear.
 STEEP = RoundCosts(1.0, {DraftShape(k): 1.2 + 0.84 * k for k in range(1, 8)})
+
+
+def automatic(costs: RoundCosts) -> AdaptiveController:
+    """With costs that nobody corrects."""
+    return AdaptiveController(LiveCosts(costs))
 
 
 def simulate(controller, costs, alpha, num_tokens, seed) -> float:
@@ -49,7 +48,7 @@ def simulate(controller, costs, alpha, num_tokens, seed) -> float:
 
 def mean_speedup(costs, alpha, num_tokens, size=None, runs=30) -> float:
     def controller():
-        return AdaptiveController(costs) if size is None else FixedController(DraftShape(size))
+        return automatic(costs) if size is None else FixedController(DraftShape(size))
 
     times = [simulate(controller(), costs, alpha, num_tokens, seed) for seed in range(runs)]
     return costs.plain / (sum(times) / runs)
@@ -71,7 +70,7 @@ def test_close_to_the_best_fixed_length(costs, alpha):
 @pytest.mark.parametrize("costs", [FLAT, STEEP, LINEAR], ids=["flat", "steep", "linear"])
 def test_never_much_slower_than_plain_even_on_short_texts(costs, alpha):
     for seed in range(30):
-        assert simulate(AdaptiveController(costs), costs, lambda _: alpha, 100, seed) < 1.035
+        assert simulate(automatic(costs), costs, lambda _: alpha, 100, seed) < 1.035
 
 
 def test_it_follows_a_text_that_changes():
@@ -83,7 +82,7 @@ def test_it_follows_a_text_that_changes():
 
 
 def test_hopeless_costs_turn_drafting_off_with_the_reason():
-    controller = AdaptiveController(LINEAR)
+    controller = automatic(LINEAR)
     assert controller.drafting_off and controller.is_hopeless
     assert [controller.next_shape(n) for n in range(5000)] == [DraftShape(0)] * 5000
     (event,) = controller.events
@@ -91,7 +90,7 @@ def test_hopeless_costs_turn_drafting_off_with_the_reason():
 
 
 def test_drafting_off_probes_and_drafting_on_are_noted():
-    controller = AdaptiveController(FLAT)
+    controller = automatic(FLAT)
     simulate(controller, FLAT, lambda n: 0.9 if n > 600 else 0.0, 1500, seed=1)
     whats = [event.what for event in controller.events]
     assert whats[0] == OFF and whats[-1] == ON
@@ -104,17 +103,17 @@ def test_drafting_off_probes_and_drafting_on_are_noted():
 
 def test_requests_of_a_batch_share_what_is_known():
     """Three requests that accept alike teach three times as much as one, in as many rounds."""
-    alone, shared = AdaptiveController(FLAT), AdaptiveController(FLAT)
+    alone, shared = automatic(FLAT), automatic(FLAT)
     for kept in (3, 0, 1, 3):
         alone.record(DraftShape(3), kept)
         shared.record(DraftShape(3), kept, kept, kept)
-    assert shared.alphas[0] > 0.5 > alone.alphas[0] > 0.45 > AdaptiveController(FLAT).alphas[0]
-    mixed = AdaptiveController(FLAT)
+    assert shared.alphas[0] > 0.5 > alone.alphas[0] > 0.45 > automatic(FLAT).alphas[0]
+    mixed = automatic(FLAT)
     for _ in range(200):
         mixed.record(DraftShape(2), 2, 0)
     assert mixed.alphas[0] == pytest.approx(0.5, abs=0.02) and mixed.alphas[1] > 0.9
     # A trial loses what the mean request loses, in so many rounds: 6 of them, not 6 requests.
-    drafting_off = AdaptiveController(FLAT)
+    drafting_off = automatic(FLAT)
     for _ in range(2):
         assert not drafting_off.drafting_off
         drafting_off.next_shape(1)
@@ -124,19 +123,19 @@ def test_requests_of_a_batch_share_what_is_known():
 
 
 def test_other_costs_turn_drafting_on_again():
-    controller = AdaptiveController(STEEP)
+    controller = automatic(STEEP)
     assert controller.drafting_off and controller.is_hopeless
-    controller.update_costs(LINEAR)
+    controller.update_costs(LiveCosts(LINEAR))
     assert controller.drafting_off and len(controller.events) == 1
-    controller.update_costs(FLAT)
+    controller.update_costs(LiveCosts(FLAT))
     assert not controller.drafting_off and controller.next_shape(7).size > 0
     assert [event.what for event in controller.events] == [OFF, ON]
     # What is known of acceptance stays: where nothing is accepted, drafting stays off.
-    controller = AdaptiveController(FLAT)
+    controller = automatic(FLAT)
     simulate(controller, FLAT, lambda n: 0.0, 200, seed=1)
     assert controller.drafting_off
     cheaper = {shape: 0.99 * cost for shape, cost in FLAT.rounds.items()}
-    controller.update_costs(RoundCosts(1.0, cheaper))
+    controller.update_costs(LiveCosts(RoundCosts(1.0, cheaper)))
     assert controller.drafting_off
 
 
@@ -294,7 +293,7 @@ def test_a_tree_is_taken_where_it_is_faster_and_not_elsewhere():
 
     def tokens_per_second(cost: float) -> tuple[float, int]:
         costs = RoundCosts(1.0, {**FLAT.rounds, tree: cost})
-        controller, dice = AdaptiveController(costs), random.Random(7)
+        controller, dice = automatic(costs), random.Random(7)
         seconds, emitted, num_trees = 0.0, 0, 0
         for _ in range(400):
             shape = controller.next_shape(emitted)

@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 from grids import thorough
 from helpers import (
+    CROWDED,
     PROMPT,
     SCRIPTS,
     VOCAB,
@@ -56,11 +57,23 @@ def test_head_drafts(model, text, k):
 def test_scripted_drafts_and_the_cache_they_leave(model, text, left, k, script):
     drafter = ScriptedDrafter(text, SCRIPTS[script])
     cache = make_prompt_cache(model)
-    tokens, stats = speculative(
-        model, drafter, PROMPT, 40, num_draft_tokens=k, prompt_cache=cache
-    )
+    tokens, stats = speculative(model, drafter, PROMPT, 40, num_draft_tokens=k, prompt_cache=cache)
     assert tokens == text[len(PROMPT) :][:40]
     assert caches_equal(cache, left(40))
+
+
+@pytest.mark.parametrize(
+    "make, options",
+    [(tiny_llama, {}), (tiny_qwen3, {}), (tiny_qwen3, {"max_kv_size": 12})],
+    ids=["llama", "qwen3", "rotating"],
+)
+def test_long_drafts_of_a_target_with_many_query_heads(make, options):
+    """Past 4 rows attention takes plain operations on Metal; past the window, a mask."""
+    crowded = make(**CROWDED)
+    truth = PROMPT + plain(crowded, PROMPT, 50, **options)
+    drafter = ScriptedDrafter(truth, SCRIPTS["every length"])
+    tokens, _ = speculative(crowded, drafter, PROMPT, 30, num_draft_tokens=7, **options)
+    assert tokens == truth[len(PROMPT) :][:30]
 
 
 def test_perfect_and_wrong_drafts_bound_tau(model, text):
@@ -139,9 +152,7 @@ def test_a_second_request_continues_from_the_cache(model):
     drafter = tiny_head(model)
     ours += drafter.make_cache()
     for prompt in (PROMPT, question, question):
-        tokens, _ = speculative(
-            model, drafter, prompt, 9, num_draft_tokens=3, prompt_cache=ours
-        )
+        tokens, _ = speculative(model, drafter, prompt, 9, num_draft_tokens=3, prompt_cache=ours)
         assert tokens == plain(model, prompt, 9, prompt_cache=theirs)
     assert caches_equal(ours[: len(theirs)], theirs)
 
@@ -248,9 +259,7 @@ def test_sampled_text_has_the_targets_law():
     sampler = make_sampler(temp=1.0)
     for _ in range(num_runs):
         # The first token ends prefill; the pair after it comes out of drafted rounds.
-        tokens, stats = speculative(
-            model, drafter, prompt, 4, num_draft_tokens=2, sampler=sampler
-        )
+        tokens, stats = speculative(model, drafter, prompt, 4, num_draft_tokens=2, sampler=sampler)
         counts[tokens[1] * 6 + tokens[2]] += 1
         kept += stats.num_accepted
     assert kept > num_runs // 10  # the drafted branch was taken

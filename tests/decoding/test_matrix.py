@@ -5,7 +5,7 @@ Windows of sliding layers are smaller than the text, so they are crossed.
 
 import mlx.nn as nn
 import pytest
-from architectures import build
+from architectures import build, may_part
 from grids import thorough
 from helpers import PROMPT, SCRIPTS, VOCAB, ScriptedDrafter, plain, speculative, tiny_llama
 from mlx_lm.models.cache import make_prompt_cache
@@ -45,6 +45,8 @@ CASES["quantized KV"] = (
 @pytest.fixture(scope="module", params=CASES)
 def case(request):
     make, options = CASES[request.param]
+    if request.param in ARCHITECTURES and may_part(request.param):
+        pytest.xfail("on Metal mlx-lm computes one row of it in another way than several")
     return make(), options
 
 

@@ -16,6 +16,7 @@ from mlx_eagle.decoding import loop
 from mlx_eagle.decoding.accept import Outcome, Verification
 from mlx_eagle.decoding.controller import OFF, ON, DraftingEvent
 from mlx_eagle.decoding.decoder import Decoder
+from mlx_eagle.decoding.live_costs import LiveCosts
 from mlx_eagle.decoding.round import Round, StopPoint, stop_point
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.lookup import LookupDrafter
@@ -41,7 +42,7 @@ class Recital(nn.Module):
 
 @pytest.fixture
 def at_flat_costs(monkeypatch):
-    monkeypatch.setattr(loop, "round_costs", lambda *_: FLAT)
+    monkeypatch.setattr(loop, "round_costs", lambda *_: LiveCosts(FLAT))
 
 
 def test_auto_with_lookup_turns_drafting_off_where_nothing_is_found(at_flat_costs, monkeypatch):
@@ -102,7 +103,7 @@ def test_stop_points(run, num_taken, in_flight, point):
 def test_calibration_is_no_part_of_prompt_time(monkeypatch):
     def slowly(*_):
         time.sleep(0.3)
-        return FLAT
+        return LiveCosts(FLAT)
 
     monkeypatch.setattr(loop, "round_costs", slowly)
     model = tiny_llama()

@@ -11,7 +11,7 @@ import pytest
 from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama
 
 from mlx_eagle.decoding import calibrate, remembered
-from mlx_eagle.decoding.controller import DraftShape, RoundCosts
+from mlx_eagle.decoding.costs import DraftShape, RoundCosts, Ways
 from mlx_eagle.decoding.remembered import CostFile, read_entries
 from mlx_eagle.decoding.timing import Amount
 
@@ -24,7 +24,7 @@ LIMIT = 120  # seconds for any process here
 WRITER = """
 import sys
 from pathlib import Path
-from mlx_eagle.decoding.controller import DraftShape, RoundCosts
+from mlx_eagle.decoding.costs import DraftShape, RoundCosts
 from mlx_eagle.decoding.remembered import CostFile
 path, name, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 print("ready", flush=True)
@@ -51,6 +51,15 @@ def test_what_is_put_is_got_by_another(path):
     assert CostFile(path).get("key", SHAPES) == COSTS
     assert CostFile(path).get("key", SHAPES[:1]) is None, "other shapes than were measured"
     assert CostFile(path).get("other", SHAPES) is None
+
+
+def test_failed_shapes_and_ways_are_remembered(path):
+    costs = RoundCosts(1.0, {DraftShape(1): 1.5}, (DraftShape(3),), Ways(keeps_tail=True))
+    CostFile(path).put("key", costs)
+    CostFile(path).put("none", RoundCosts(1.0, {}, tuple(SHAPES)))
+    assert CostFile(path).get("key", SHAPES) == costs
+    assert CostFile(path).get("none", SHAPES).failed == tuple(SHAPES)
+    assert CostFile(path).get("key", SHAPES[:1]) is None, "other shapes than were measured"
 
 
 def test_several_processes_lose_nothing(path):
@@ -132,6 +141,10 @@ DAMAGED = {
     "not a number": '{"key": {"plain": NaN, "rounds": {"1": 1, "3": 2}}}',
     "endless": '{"key": {"plain": 1, "rounds": {"1": Infinity, "3": 2}}}',
     "a subnormal time": '{"key": {"plain": 1, "rounds": {"1": 5e-324, "3": 2}}}',
+    "a number that failed": json.dumps({"key": GOOD | {"failed": 7}}),
+    "numbers that failed": json.dumps({"key": GOOD | {"failed": [7]}}),
+    "an unknown way": json.dumps({"key": GOOD | {"ways": ["by_magic"]}}),
+    "nested ways": json.dumps({"key": GOOD | {"ways": [["keeps_tail"]]}}),
     "a time nested": '{"key": {"plain": 1, "rounds": {"1": [1], "3": 2}}}',
 }
 

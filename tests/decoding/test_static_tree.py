@@ -20,12 +20,13 @@ from helpers import (
     truth_of,
 )
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.sample_utils import make_sampler
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from tree_drafters import TREE_SCRIPTS
 
 import mlx_eagle
-from mlx_eagle.decoding.accept import make_rule
+from mlx_eagle.decoding.accept import make_rule, process_logits
 from mlx_eagle.decoding.sampling import Sampling
+from mlx_eagle.drafters import eagle3
 from mlx_eagle.drafters.base import Draft
 from mlx_eagle.drafters.tree import EAGLE1, StaticTree, TreeShape, parse_tree
 
@@ -104,7 +105,7 @@ def naive_static(drafter, committed, features, paths) -> list[int]:
         states = alone._seed
         for token in tokens:
             states = alone._forward(mx.array([token]), states)
-        row = alone._log_probabilities(states)[0].tolist()
+        row = eagle3._log_probabilities(alone.head.logits(states))[0].tolist()
         return [ids[i] for i in sorted(range(len(row)), key=lambda i: (-row[i], i))]
 
     found = {(): ()}
@@ -219,6 +220,37 @@ def test_sampled_text_depends_on_the_seed_alone(target, text):
             model, tiny_head(model), PROMPT, 24, tree=parse_tree(text), sampler=sampler
         )
         assert tokens == alone
+
+
+def test_processors_do_not_wait_for_a_tree_whose_form_is_known(target):
+    class OnDevice:
+        """What the device has yet to compute: nobody asks for its values."""
+
+        shape = (3,)
+
+    seen, tree = [], parse_tree("2/1")
+    draft = Draft(mx.array([7, 8, 9]), OnDevice(), tree.depth, tree.parents)
+    processor = lambda tokens, logits: seen.append(tokens.tolist()) or logits  # noqa: E731
+    process_logits((processor,), mx.array([1, 2]), draft, mx.zeros((4, VOCAB)))
+    assert seen == [[1, 2], [1, 2, 7], [1, 2, 8], [1, 2, 7, 9]]
+    model, _ = target
+    drafter = tiny_head(model).begin()
+    drafter.extend(mx.array(PROMPT), mx.random.normal((len(PROMPT), drafter.width)))
+    assert drafter.propose_tree(tree).form == tree.parents
+    assert drafter.propose_tree(TreeShape.parse("2x2:3")).form is None
+
+
+def test_processors_on_a_static_tree_give_plain_decodings_text(target):
+    def processors():
+        return make_logits_processors({3: 4.0}, repetition_penalty=1.8, repetition_context_size=6)
+
+    model, _ = target
+    expected = plain(model, PROMPT, 20, logits_processors=processors())
+    tokens, _ = speculative(
+        model, tiny_head(model), PROMPT, 20, tree=parse_tree("2/1+1"),
+        logits_processors=processors(),
+    )  # fmt: skip
+    assert tokens == expected
 
 
 @pytest.mark.exhaustive

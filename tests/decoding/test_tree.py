@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from grids import thorough
 from helpers import (
+    CROWDED,
+    FUSED,
     PROMPT,
     VOCAB,
     ScriptedDrafter,
@@ -16,6 +18,7 @@ from helpers import (
     left_in,
     plain,
     plain_with_cache,
+    primitives,
     speculative,
     tiny_head,
     tiny_llama,
@@ -29,7 +32,8 @@ from tree_drafters import TREE_SCRIPTS, ScriptedTreeDrafter
 
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.decoding.sampling import Sampling
-from mlx_eagle.drafters.tree import TreeShape, rerank
+from mlx_eagle.drafters import eagle3
+from mlx_eagle.drafters.tree import TreeShape, rerank, top_k
 from mlx_eagle.target import tree_attention
 from mlx_eagle.target.rollback import Checkpoint
 from mlx_eagle.target.tree_rows import ancestors, kept_path
@@ -45,13 +49,22 @@ CACHES = {
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_llama(head_dim=32)
+    return tiny_llama(**FUSED)
 
 
 @pytest.mark.parametrize("shape", thorough(SHAPES, "3x4:12"))
-@pytest.mark.parametrize("make_model", [tiny_llama, tiny_qwen3])
-def test_trees_of_the_head_change_nothing(make_model, shape):
-    model = make_model()
+@pytest.mark.parametrize(
+    "make_model, sizes",
+    [
+        (tiny_llama, FUSED),
+        (tiny_qwen3, CROWDED),
+        pytest.param(tiny_llama, CROWDED, marks=pytest.mark.exhaustive),
+        pytest.param(tiny_qwen3, FUSED, marks=pytest.mark.exhaustive),
+    ],
+    ids=["llama", "qwen3, crowded", "llama, crowded", "qwen3"],
+)
+def test_trees_of_the_head_change_nothing(make_model, sizes, shape):
+    model = make_model(**sizes)
     drafter = tiny_head(model)
     tokens, stats = speculative(model, drafter, PROMPT, 40, tree=TreeShape.parse(shape))
     assert tokens == plain(model, PROMPT, 40)
@@ -139,6 +152,31 @@ def test_coupled_trees_depend_on_the_seed_alone(model):
             assert tokens == alone
 
 
+@pytest.mark.parametrize("k", thorough([1, 2, 3, 6, 10, 11], 3, 11))
+@pytest.mark.parametrize("size", [48, 2049])
+def test_the_best_are_those_of_a_stable_sort(size, k):
+    """Picked one by one or sorted; of equal ones, the first comes first."""
+    scores = mx.random.randint(0, 40, (5, size), key=mx.random.key(k)).astype(mx.float32)
+    rows = scores.tolist()
+    expected = [sorted(range(size), key=lambda i: (-row[i], i))[:k] for row in rows]
+    assert top_k(scores, k).tolist() == expected
+    assert top_k(scores[0], k).tolist() == expected[0]
+
+
+def test_picking_from_a_vocabulary_takes_few_kernels():
+    """Metal sorts 32000 columns in ten or more; here they are three more for every pick."""
+    scores = mx.random.normal((4, 32000))
+    mx.eval(scores)
+    kernels = ("Arange", "ArgReduce", "Equal", "Select", "Concatenate")
+
+    def count(k: int) -> int:
+        found = primitives(top_k(scores, k))
+        assert not {"ArgSort", "AsType"} & set(found)
+        return sum(found.count(name) for name in kernels)
+
+    assert [count(k) for k in (1, 2, 4)] == [1, 6, 12]
+
+
 def naive_tree(drafter, committed_tokens, features, shape):
     """EAGLE-2's tree with every node evaluated as a causal chain of its own."""
     ids = drafter._to_target.tolist()
@@ -150,7 +188,7 @@ def naive_tree(drafter, committed_tokens, features, shape):
         states = alone._seed
         for token in path:
             states = alone._forward(mx.array([token]), states)
-        return alone._log_probabilities(states)[0].tolist()
+        return eagle3._log_probabilities(alone.head.logits(states))[0].tolist()
 
     def children(path, score):
         row = log_q(path)
@@ -275,12 +313,14 @@ def test_a_branch_is_moved_within_its_buffers(name):
             assert mx.array_equal(array[..., :12, :], wanted).item()
 
 
-@pytest.mark.parametrize("difference, sentence", [(0.0, ""), (0.5, "differ by 0.5, of 1")])
-def test_a_target_is_probed_once(monkeypatch, difference, sentence):
+@pytest.mark.parametrize(
+    "difference, noise, sentence",
+    [(0.0, 0.0, ""), (0.5, 0.01, "differ by 0.5, of 1"), (0.5, 0.3, ""), (0.01, 0.0, "")],
+)
+def test_a_target_is_probed_once(monkeypatch, difference, noise, sentence):
     probed, drafter = [], tiny_head(tiny_llama())
-    monkeypatch.setattr(
-        tree_attention, "_probe", lambda *args: (probed.append(1), (difference, 1.0))[1]
-    )
+    found = tree_attention._Probe(difference, noise, 1.0)
+    monkeypatch.setattr(tree_attention, "_probe", lambda model: probed.append(1) or found)
     model = tiny_llama()
     for _ in range(3):
         with pytest.raises(ValueError, match=sentence) if sentence else nullcontext():
@@ -305,7 +345,5 @@ def test_a_head_refuses_trees_before_anything_is_run(model, tree, changes, sente
     shape = tree if tree == "auto" else TreeShape.parse(tree)
     cache = make_prompt_cache(model)
     with pytest.raises(ValueError, match=sentence):
-        speculative(
-            model, tiny_head(model, **changes), PROMPT, 4, tree=shape, prompt_cache=cache
-        )
+        speculative(model, tiny_head(model, **changes), PROMPT, 4, tree=shape, prompt_cache=cache)
     assert all(layer.empty() for layer in cache)

@@ -125,6 +125,7 @@ def test_ablations_hurt(pair):
 
 
 def test_the_shipped_head_is_what_the_converter_makes_of_the_original(tmp_path):
+    """On every device: what is rounded in a conversion is rounded on the CPU."""
     folder = tmp_path / "head"
     convert(str(HEAD), str(folder))
     made = mx.load(str(folder / "model.safetensors"))

@@ -12,6 +12,7 @@ from mlx_eagle.drafters.load import TargetSizes
 from mlx_eagle.drafters.pairs import PAIRS, pair_for, plain_name
 from mlx_eagle.system.command import run_command
 from mlx_eagle.system.hub import REPO_ID
+from mlx_eagle.system.machines import this_machine
 
 NAMES = {
     "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b-instruct",
@@ -59,7 +60,7 @@ def run(monkeypatch, capsys):
     opened = []
     demo = ("demo model", "demo tokenizer", "demo head")
     monkeypatch.setattr(flags, "open_target", lambda name, *_, **__: (name, "tokenizer"))
-    monkeypatch.setattr(flags, "print_blas_note", lambda: None)
+    monkeypatch.setattr(flags, "prepare_device", lambda: None)
     monkeypatch.setattr(flags, "load_demo", lambda **_: demo)
     monkeypatch.setattr(flags, "open_drafter", lambda *names, **_: opened.append(names) or "head")
 
@@ -105,7 +106,7 @@ def test_list(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "argv", ["mlx_eagle.generate", "--list"])
     program.main()
     before = capsys.readouterr().out
-    assert "none yet" in before
+    assert "none yet" in before and this_machine().advice in before
     assert all(pair.head in before and pair.target in before for pair in PAIRS)
     head = write_safetensors(tmp_path / "head", CONFIG, as_midlayer(eagle3_tensors()))
     sizes = TargetSizes(CONFIG["hidden_size"], 32, CONFIG["vocab_size"])

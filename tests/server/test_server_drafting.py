@@ -13,7 +13,8 @@ from mlx_eagle.commands import generate as cli
 from mlx_eagle.commands.flags import read_tree
 from mlx_eagle.decoding import loop, setup
 from mlx_eagle.decoding.calibrate import CHAINS
-from mlx_eagle.decoding.controller import RoundCosts
+from mlx_eagle.decoding.costs import RoundCosts
+from mlx_eagle.decoding.live_costs import LiveCosts
 from mlx_eagle.server import __main__ as command
 from mlx_eagle.server.caches import PairCache
 
@@ -183,7 +184,7 @@ def test_targets_without_trees_refuse_them(pair, recurrent):
 def test_no_draft_could_pay_here(pair, expected, monkeypatch):
     """What was decoded without the drafter is filed without its part of the caches."""
     hopeless = RoundCosts(1.0, {shape: 100.0 for shape in CHAINS})
-    monkeypatch.setattr(loop, "round_costs", lambda *args, **options: hopeless)
+    monkeypatch.setattr(loop, "round_costs", lambda *args, **options: LiveCosts(hopeless))
     filed, insert = [], PairCache.insert_cache
 
     def watch(self, model, tokens, caches, **options):

@@ -12,7 +12,8 @@ from serving import ENDLESS, ours, theirs, write_pair
 
 from mlx_eagle.decoding import loop
 from mlx_eagle.decoding.calibrate import CHAINS
-from mlx_eagle.decoding.controller import RoundCosts
+from mlx_eagle.decoding.costs import RoundCosts
+from mlx_eagle.decoding.live_costs import LiveCosts
 from mlx_eagle.server.prompt import PIECE, check_text_length
 
 TEXT = {"prompt": "Once upon a time", "max_tokens": 30, "logit_bias": ENDLESS}
@@ -222,13 +223,13 @@ def test_rounds_are_measured_only_while_nobody_waits(flags, expected, monkeypatc
     measuring = threading.Event()
     num_done = []
 
-    def slow_costs(decoder, with_trees, progress) -> RoundCosts:
+    def slow_costs(decoder, with_trees, progress) -> LiveCosts:
         for i in range(200):  # 20 s
             progress(i, 200)
             num_done.append(i)
             measuring.set()
             time.sleep(0.1)
-        return RoundCosts(1.0, {shape: 1.0 for shape in CHAINS})
+        return LiveCosts(RoundCosts(1.0, {shape: 1.0 for shape in CHAINS}))
 
     monkeypatch.setattr(loop, "round_costs", slow_costs)
     for seeds in ({}, {"seed": 4, "temperature": 0.8}):  # in a batch then; or in turn

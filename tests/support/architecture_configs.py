@@ -59,8 +59,9 @@ SIZES = {
         (1, "group_norm_size n_groups mamba_n_groups"),
         (4, "linear_num_value_heads mamba_num_heads mamba_n_heads"),
         (2, "linear_num_key_heads mamba_expand conv_window"),
-        (16, "linear_key_head_dim linear_value_head_dim mamba_head_dim mamba_d_head"),
-        (16, "state_size ssm_state_size mamba_d_state"),
+        (16, "linear_value_head_dim mamba_head_dim mamba_d_head"),
+        (32, "linear_key_head_dim"),  # mlx-lm's kernels for a GPU take multiples of 32
+        (32, "state_size ssm_state_size mamba_d_state"),
         (4, "linear_conv_kernel_dim conv_kernel conv1d_width mamba_d_conv"),
         (3, "conv_L_cache"),
         (8, "time_step_rank"),
@@ -84,7 +85,7 @@ KIMI_DELTA = {
     "kda_layers": [1, 2, 3],
     "full_attn_layers": [4],
     "num_heads": 4,
-    "head_dim": 16,
+    "head_dim": 32,
     "short_conv_kernel_size": 4,
 }
 ROPE_PARAMETERS = {"rope_type": "default", "rope_theta": 10000.0}
@@ -122,6 +123,7 @@ OVERRIDES = {
     "apertus": {"post_norm": True, "qk_norm": True},
     "baichuan_m1": {"sliding_window_layers": [0, 2], "num_hidden_layers": 4},
     "bailing_moe_linear": {"num_key_value_heads": 4},
+    "bailing_moe_v3": {"head_dim": 32},
     "dbrx": {
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
@@ -306,11 +308,13 @@ OVERRIDES = {
     "prism_hadamard_qwen35": {"num_experts": 0, "intermediate_size": 512},
     "qwen3_5": {"num_experts": 0},
     "qwen3_5_moe": {"num_experts": 4},
+    "qwen3_next": {"linear_key_head_dim": 128},  # as published: it has a kernel of its own
     "recurrent_gemma": {
         "logits_soft_cap": 30.0,
         "block_types": ["recurrent", "attention"],
     },
     "rwkv7": {
+        "head_dim": 32,
         "a_low_rank_dim": 8,
         "v_low_rank_dim": 8,
         "gate_low_rank_dim": 8,
@@ -351,6 +355,9 @@ WRAPPED = {
     "qwen3_vl": "qwen3",
     "qwen3_vl_moe": "qwen3_moe",
 }
+
+TWO_WAYS = ("falcon_h1", "granitemoehybrid", "kimi_k3", "mamba2", "nemotron_h", "plamo2")
+"""What mlx-lm computes in one way for a row and in another for several, on Metal alone."""
 
 SEEDS = {"apertus": 4, "gptj": 1, "phi": 2, "plamo3": 1, "starcoder2": 3, "talkie": 4}
 """Where the seed 0 gives a text without life."""

@@ -23,7 +23,16 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import mlx_lm.models
-from architecture_configs import NOTES, OVERRIDES, SEEDS, SIZES, TOP_LEVEL, VOCAB, WRAPPED
+from architecture_configs import (
+    NOTES,
+    OVERRIDES,
+    SEEDS,
+    SIZES,
+    TOP_LEVEL,
+    TWO_WAYS,
+    VOCAB,
+    WRAPPED,
+)
 from helpers import SCRIPTS, ScriptedDrafter, plain
 from metal_stand_ins import replace_kernels
 from mlx.utils import tree_flatten, tree_map_with_path
@@ -33,6 +42,7 @@ from tree_drafters import ScriptedTreeDrafter
 import mlx_eagle
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.drafters.tree import TreeShape
+from mlx_eagle.system.machines import this_machine
 from mlx_eagle.target.taps import Target
 
 TABLE = Path(__file__).parents[1] / "ARCHITECTURES.md"
@@ -47,6 +57,11 @@ MOST_PARAMETERS = 4_000_000
 def model_file(name: str) -> str:
     """The model file of an architecture: a variant is called "file (what is special)"."""
     return name.split(" ")[0]
+
+
+def may_part(name: str) -> bool:
+    """Whether drafted text may part from plain text on this device, by mlx-lm's own arithmetic."""
+    return model_file(name) in TWO_WAYS and this_machine().backend == "metal"
 
 
 @lru_cache
@@ -90,12 +105,13 @@ ARCHITECTURES = {
 """Every architecture with a config, variants of a file included."""
 
 
-def build(name: str) -> nn.Module:
-    """A tiny model with lively random weights in float32."""
+def build(name: str, **changes: object) -> nn.Module:
+    """A tiny model with lively random weights in float32; ``changes`` to its config."""
     module = load(model_file(name))
     seed = SEEDS.get(name, 0)
     mx.random.seed(seed)  # some decays start at random, and keep that
-    model = module.Model(module.ModelArgs.from_dict(deepcopy(ARCHITECTURES[name])))
+    config = {**deepcopy(ARCHITECTURES[name]), **changes}
+    model = module.Model(module.ModelArgs.from_dict(config))
     size = sum(p.size for _, p in tree_flatten(model.parameters()))
     assert size < MOST_PARAMETERS, f"{name} has {size} parameters: a size was left to its default"
     model.eval()

@@ -1,6 +1,6 @@
 """What test files share about the draft length: costs of rounds, a controller by script."""
 
-from mlx_eagle.decoding.controller import DraftShape, RoundCosts
+from mlx_eagle.decoding.costs import DraftShape, RoundCosts
 
 FLAT = RoundCosts(1.0, {DraftShape(k): 1.1 + 0.13 * k for k in range(1, 8)})
 LINEAR = RoundCosts(1.0, {DraftShape(k): 1.04 * k + 1.0 for k in range(1, 8)})
@@ -23,5 +23,11 @@ class ScriptedController:
     def record(self, shape, *num_accepted):
         pass
 
+    def record_time(self, shape, seconds):
+        pass
+
     def update_costs(self, costs):
+        pass
+
+    def close(self):
         pass

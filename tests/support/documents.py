@@ -10,7 +10,8 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = DOCS / "pages"
 DOCUMENTS = [ROOT / "README.md", *sorted(PAGES.glob("*.md"))]
-SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SCRIPTS, EXTRAS = PROJECT["scripts"], PROJECT["optional-dependencies"]
 OTHERS = ("make", "python", "python3", "pip", ".")
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -6,12 +6,13 @@ import numpy as np
 from golden import frozen
 from golden.frozen import Frozen
 from mlx_lm.models.cache import KVCache
+from tolerances import tolerance
 
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.fused import fuse_weights
 from mlx_eagle.drafters.head import Eagle3Head
 
-TOLERANCE = 1e-5
+TOLERANCE = tolerance()
 NUM_SLOTS = 11
 NUM_STEPS = 4
 

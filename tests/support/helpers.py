@@ -1,6 +1,7 @@
 """What several test files share: tiny models, scripted drafters, plain decoding."""
 
 import io
+import re
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from mlx_lm.models import llama, qwen3
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tolerances import tolerance
 from transformers import PreTrainedTokenizerFast
 
 from mlx_eagle.decoding.loop import speculative_generate_step
@@ -37,6 +39,11 @@ SIZES = {
     "rms_norm_eps": 1e-5,
     "vocab_size": VOCAB,
 }
+
+FUSED = {"head_dim": 64}
+"""Sizes with which MLX's attention is one kernel on a GPU, with two query heads per key head."""
+CROWDED = {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 1}
+"""Eight query heads per key head: one kernel up to 4 rows, and plain operations from 5 to 8."""
 
 TEMPLATE = (
     "{% for m in messages %}<user>{{ m['content'] }}{% endfor %}"
@@ -125,13 +132,14 @@ def speculative(
     return [token for token, _, _ in steps], stats
 
 
-def caches_equal(ours: list, theirs: list, tolerance: float = 1e-4) -> bool:
+def caches_equal(ours: list, theirs: list) -> bool:
     """Whether two lists of KV caches hold the same positions with the same contents."""
+    most = 10 * tolerance()
     for a, b in zip(ours, theirs, strict=True):
         if a.offset != b.offset:
             return False
         for x, y in zip(a.keys_and_values(), b.keys_and_values(), strict=True):
-            if not mx.allclose(x, y, rtol=tolerance, atol=tolerance).item():
+            if not mx.allclose(x, y, rtol=most, atol=most).item():
                 return False
     return True
 
@@ -148,11 +156,16 @@ def left_in(model: nn.Module, cache: list) -> tuple[list[type], list[int], list[
     return types, offsets, plain(model, [7, 9, 11], 20, prompt_cache=cache)
 
 
-def num_primitives(*arrays: mx.array) -> int:
-    """Operations in the graph that computes ``arrays``; in dot they are the rectangles."""
+def primitives(*arrays: mx.array) -> list[str]:
+    """The operations in the graph that computes ``arrays``; in dot they are the rectangles."""
     graph = io.StringIO()
     mx.export_to_dot(graph, *arrays)
-    return graph.getvalue().count("shape=rectangle")
+    return re.findall(r'label ?="(\w+)", shape=rectangle', graph.getvalue())
+
+
+def num_primitives(*arrays: mx.array) -> int:
+    """How many operations compute ``arrays``."""
+    return len(primitives(*arrays))
 
 
 @dataclass(frozen=True)

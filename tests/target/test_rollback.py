@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 from grids import thorough
 from helpers import (
+    FUSED,
     PROMPT,
     SCRIPTS,
     ScriptedDrafter,
@@ -51,7 +52,7 @@ CACHES = {
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_llama(head_dim=32)
+    return tiny_llama(**FUSED)
 
 
 @pytest.fixture(scope="module", params=CACHES)
@@ -182,7 +183,7 @@ def test_a_pass_that_breaks_off_half_way_is_undone(model, make_cache):
     reference = make_cache()
     plain(model, PROMPT, 20, prompt_cache=reference)
     window = Checkpoint(cache)
-    rows = mx.ones((1, 2, 3, 32))
+    rows = mx.ones((1, 2, 3, 64))
     for c in cache[:3]:
         c.update_and_fetch(rows, rows)
     window.rollback(0)

@@ -9,6 +9,7 @@ from golden import frozen
 from heads import NUM_SLOTS, VARIANTS, Runner, random_head
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
+from tolerances import tolerance
 
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.fused import fuse_weights, split_weights
@@ -22,6 +23,7 @@ from mlx_eagle.train.teacher import Teacher
 from mlx_eagle.train.unroll import unroll
 
 NUM_STEPS = 5
+TOLERANCE = tolerance()
 TAPS = (1, 2, 4)
 SIZES = {
     "hidden_size": 32,
@@ -112,15 +114,15 @@ def test_losses_and_gradients_are_specforges(name, checkpoint):
     # Padding is cut off: it is zeros here and whatever the target makes of it there.
     for ours, theirs, counts in zip(features, golden.features, golden.batch.counts):
         used = counts.nonzero()[0].max() + 2
-        assert frozen.relative(np.array(ours[:used]), theirs[:used]) < 1e-5
+        assert frozen.relative(np.array(ours[:used]), theirs[:used]) < TOLERANCE
     step = TrainStep(golden.student, settings, max_grad_norm=0.5)
     losses, gradients = step.gradients(mx.array(golden.batch.tokens), features, teaching)
-    assert frozen.relative(np.array(losses), golden.losses) < 1e-4
+    assert frozen.relative(np.array(losses), golden.losses) < 10 * TOLERANCE
     found = split_weights(dict(tree_flatten(gradients)), golden.student.head.config)
     assert found.keys() == golden.gradients.keys()
     for key, wanted in golden.gradients.items():
         assert np.abs(wanted).max() > 0
-        assert frozen.relative(np.array(found[key]), wanted) < 1e-4, key
+        assert frozen.relative(np.array(found[key]), wanted) < 10 * TOLERANCE, key
 
 
 def test_some_choices_of_the_golden_target_cannot_be_drafted():
@@ -146,7 +148,7 @@ def test_parts_of_a_batch_average_to_the_whole(name):
     mean = {k: v / 3 for k, v in total.items()}
     found = split_weights(mean, golden.student.head.config)
     for key, wanted in golden.gradients.items():
-        assert frozen.relative(np.array(found[key]), wanted) < 1e-4, key
+        assert frozen.relative(np.array(found[key]), wanted) < 10 * TOLERANCE, key
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
@@ -165,7 +167,7 @@ def test_step_j_is_the_jth_chained_draft(variant, checkpoint):
                 states = decoding.step([example.tokens[slot + 1 + step]], states)
             wanted = decoding.logits(states)[0]
             found = runner.logits(steps[step][0, slot : slot + 1])[0]
-            assert frozen.relative(found, wanted) < 1e-5
+            assert frozen.relative(found, wanted) < TOLERANCE
 
 
 def test_the_learning_rate_rises_and_falls():

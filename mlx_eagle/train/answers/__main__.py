@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...system.command import run_command
-from ...system.device import print_blas_note
+from ...system.device import prepare_device
 from ...system.version import add_version_flag
 from ..regenerate import answer_file
 from ..target_model import load_target
@@ -46,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         prompts = Path(args.prompts).expanduser()
         read_prompts(prompts)  # before the model, which takes a while
+        prepare_device()
         model, tokenizer, _ = load_target(args.model, args.adapter_path, args.trust_remote_code)
-        print_blas_note()
         answer_file(model, tokenizer, prompts, Path(args.output).expanduser(), settings)
 
     run_command(answer)

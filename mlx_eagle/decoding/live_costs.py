@@ -1,0 +1,164 @@
+"""What rounds cost while a text is written: what was known before, corrected by their own times.
+
+Plain numbers only. Times come from the loop, one by one; old ones fade as the context grows.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from .costs import PLAIN, DraftShape, RoundCosts
+
+NUM_KEPT = 8  # times of a shape
+FADING = 512.0  # tokens after which a time counts 1 / e
+NEIGHBOURS = 0.1  # how many times those of other shapes are worth
+ONCE = 0.9  # recent times from which on a shape counts as timed at all
+UNSEEN = 0.5  # a shape that was never timed may cost so much of what is said of it
+SURPRISE = 0.1  # of the logarithm of a cost: so far off, what was known counts 1 / e
+
+
+@dataclass
+class ShapeTimes:
+    """The latest times of one shape, each with the number of tokens there were then."""
+
+    times: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=NUM_KEPT))
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        self.times.append((num_tokens, seconds))
+
+    def weight(self, num_tokens: int) -> float:
+        """How many recent times these are worth."""
+        return sum(math.exp((at - num_tokens) / FADING) for at, _ in self.times)
+
+    @property
+    def typical(self) -> float:
+        """The lower median: what else the machine does can only add to a time."""
+        ordered = sorted(seconds for _, seconds in self.times)
+        return ordered[(len(ordered) - 1) // 2]
+
+
+class LiveCosts:
+    """Costs that follow the times of the rounds themselves.
+
+    Of every shape there is a correction, the logarithm of its time over what was known before. A
+    shape that was not timed lately takes that of its neighbours: what makes one length slower
+    makes the next one slower too. ``num_known`` is how many times what was ``known`` is worth,
+    infinite where it shall not be corrected; ``num_tokens`` how long the text is. ``keep`` is
+    given what was learned when the text has ended.
+    """
+
+    def __init__(
+        self,
+        known: RoundCosts,
+        num_known: float = math.inf,
+        keep: Callable[[RoundCosts], None] = lambda costs: None,
+    ):
+        self._known = known
+        self._keep = keep
+        self._num_known = num_known
+        self._times = {shape: ShapeTimes() for shape in (PLAIN, *known.rounds)}
+        self._current: RoundCosts | None = None
+        self._trust = num_known
+        self.num_tokens = 0
+
+    @property
+    def current(self) -> RoundCosts:
+        """Seconds as they are believed to be now."""
+        if self._current is None:
+            fix = self._corrections()
+            rounds = {s: cost * math.exp(fix[s]) for s, cost in self._known.rounds.items()}
+            plain = self._known.plain * math.exp(fix[PLAIN])
+            self._current = replace(self._known, plain=plain, rounds=self._in_order(rounds))
+        return self._current
+
+    def record(self, shape: DraftShape, seconds: float) -> None:
+        """A round of that shape, or a plain step (size 0), has taken so long."""
+        times = self._times.get(shape)
+        if times is not None and math.isfinite(self._num_known):
+            times.add(self.num_tokens, seconds)
+            self._current = None
+
+    def close(self) -> None:
+        """Keep what was learned, if plain steps and rounds were timed and can be compared."""
+        timed = {shape == PLAIN for shape, times in self._times.items() if times.times}
+        if len(timed) == 2:
+            self._keep(self.current)
+
+    def num_times(self, shape: DraftShape) -> float:
+        """How many recent times what is known of a shape is worth."""
+        return self._times[shape].weight(self.num_tokens) + self._num_trusted
+
+    def least(self, shape: DraftShape) -> float:
+        """The least that a round of ``shape`` might take, as far as is known.
+
+        No chain takes less than a shorter one.
+        """
+        least = self.current.rounds[shape] * UNSEEN ** (1 / (1 + 3 * self.num_times(shape)))
+        if shape.tree is not None:
+            return least
+        timed = self._timed_chains(self.current.rounds)
+        return max([least, *(cost for size, cost in timed.items() if size < shape.size)])
+
+    def _in_order(self, rounds: dict[DraftShape, float]) -> dict[DraftShape, float]:
+        """No chain that was not timed takes more than a longer one that was."""
+        timed = self._timed_chains(rounds)
+
+        def at_most(shape: DraftShape, cost: float) -> float:
+            longer = (c for size, c in timed.items() if size > shape.size and shape.tree is None)
+            return min([cost, *longer])
+
+        return {shape: at_most(shape, cost) for shape, cost in rounds.items()}
+
+    def _timed_chains(self, rounds: Mapping[DraftShape, float]) -> dict[int, float]:
+        """The costs of chains that were timed lately, by their length."""
+        return {
+            shape.size: cost
+            for shape, cost in rounds.items()
+            if shape.tree is None and self._times[shape].weight(self.num_tokens) >= ONCE
+        }
+
+    @property
+    def _num_trusted(self) -> float:
+        """How many times what was known before is still worth."""
+        return self._trust * math.exp(-self.num_tokens / FADING)
+
+    def _corrections(self) -> dict[DraftShape, float]:
+        own = {
+            shape: math.log(times.typical / self._before(shape))
+            for shape, times in self._times.items()
+            if times.times
+        }
+        # Where what was known is off for one shape, it is not to be relied on for another.
+        surprise = max(map(abs, own.values()), default=0.0)
+        self._trust = self._num_known * math.exp(-surprise / SURPRISE)
+        return {shape: self._blend(shape, own) for shape in self._times}
+
+    def _before(self, shape: DraftShape) -> float:
+        return self._known.plain if shape == PLAIN else self._known.rounds[shape]
+
+    def _blend(self, shape: DraftShape, own: dict[DraftShape, float]) -> float:
+        """Its own correction, as far as it is fresh; for the rest that of its neighbours."""
+        weight, trusted = self._times[shape].weight(self.num_tokens), self._num_trusted
+        if math.isinf(trusted):
+            return 0.0
+        others = 0.0 if shape == PLAIN and weight else NEIGHBOURS
+        near = others * self._of_neighbours(shape, own) if others else 0.0
+        return (weight * own.get(shape, 0.0) + near) / (weight + trusted + others)
+
+    def _of_neighbours(self, shape: DraftShape, own: dict[DraftShape, float]) -> float:
+        """What the times of other shapes say of this one: the nearer and fresher, the more.
+
+        Plain steps and rounds speak for each other only while nothing else does.
+        """
+        others = {s: c for s, c in own.items() if s != shape}
+        drafts = {s: c for s, c in others.items() if s != PLAIN}
+        if shape != PLAIN and drafts:
+            others = drafts
+        total = weights = 0.0
+        for other, correction in others.items():
+            is_alike = (other.tree is None) == (shape.tree is None)
+            near = 1 / (1 + abs(other.size - shape.size)) if is_alike else 0.2
+            weight = near * near * (self._times[other].weight(self.num_tokens) + 1e-6)
+            total, weights = total + weight * correction, weights + weight
+        return total / weights if weights else 0.0

@@ -1,0 +1,80 @@
+"""``python -m mlx_eagle.doctor``: see ``checks.py``, and ``self_test.py`` for ``--self-test``."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from ..system.command import run_command
+from ..system.findings import is_well, page
+from ..system.version import __version__, add_version_flag
+from .checks import check_all
+from .expect import expect
+from .self_test import document, failures, sections, self_test
+
+REPORT = "mlx-eagle-self-test.md"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The flags."""
+    parser = argparse.ArgumentParser(
+        prog="mlx_eagle.doctor",
+        description="Say what this machine is, what is wrong, and what to expect of a model.",
+    )
+    add_version_flag(parser)
+    add = parser.add_argument
+    add("--model", help="A target, folder or hub repo: what to expect of it here.")
+    add("--draft-model", help="Its draft model: a converted head, auto or lookup.")
+    add("--json", action="store_true", help="Print what was found as one JSON document.")
+    test_help = "Try everything on this machine, in about five minutes, and write a report."
+    add("--self-test", action="store_true", help=test_help)
+    out_help = "Where the report of --self-test goes (%(default)s)."
+    add("--out", metavar="FILE", default=REPORT, help=out_help)
+    return parser
+
+
+def run_self_test(args: argparse.Namespace) -> bool:
+    """Try everything and say where the report lies; whether all is well."""
+    file = Path(args.out).expanduser()
+    outcomes, well = self_test(sections(), file)
+    if args.json:
+        print(json.dumps(document(outcomes, well)))
+    else:
+        said = "All parts passed." if well else f"{len(failures(outcomes))} parts failed."
+        print(f"{said} The report is {file}: paste it into an issue.")
+    return well
+
+
+def run(args: argparse.Namespace) -> bool:
+    """Look and print; whether all is well."""
+    if args.self_test:
+        return run_self_test(args)
+    if args.draft_model is not None and args.model is None:
+        raise ValueError("--draft-model needs --model: name the target it drafts for.")
+    findings = check_all()
+    if args.model is not None:
+        findings += expect(args.model, args.draft_model)
+    well = is_well(findings)
+    if args.json:
+        document = {"version": __version__, "ok": well, "findings": list(map(asdict, findings))}
+        print(json.dumps(document))
+    else:
+        print(page(findings))
+    return well
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of ``mlx_eagle.doctor``: exit code 1 where something is wrong."""
+    args = build_parser().parse_args(argv)
+
+    def command() -> None:
+        if not run(args):
+            sys.exit(1)
+
+    run_command(command)
+
+
+if __name__ == "__main__":
+    main()

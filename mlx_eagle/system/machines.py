@@ -1,0 +1,231 @@
+"""The machines that MLX runs on, and what passes of several rows cost there: a table, as data.
+
+What drafting can gain hangs on one thing: how much dearer a pass of k + 1 rows over the target is
+than a pass of one. For packed weights MLX decides by the chip, the number of rows and the size of
+the layer which kernel multiplies, and each kernel has its own price:
+
+* "vector": the weights are read once for every few rows (``rows_per_read``);
+* "matrix": a price of its own, the same for all rows of a tile (``rows_per_tile``).
+
+Sources: ``get_qmv_batch_limit``, ``use_qmv_wide`` and ``qmv_wide`` in MLX's
+``mlx/backend/metal/quantized.cpp``, checked against the code of ``libmlx.dylib`` 0.32.4 (which has
+7 where the repository of August 2026 has 6); ``QuantizedMatmul::eval_gpu`` in
+``mlx/backend/cuda/quantized/quantized.cpp``, and ``qmm/qmm_sm80.cu`` and ``qmm_sm90.cu`` there for
+tiles; for attention ``mlx/backend/metal/scaled_dot_product_attention.cpp``.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+NARROW, MIDDLE = 2048, 4096
+"""Layers no side of which is longer are narrow, or middle; all others are wide."""
+LENGTHS = range(1, 8)
+UNKNOWN_LOOK = (1, 3, 7)
+ATTENTION_ROWS, ATTENTION_QUERIES, ATTENTION_HEAD_DIMS = 8, 32, (64, 96, 128, 256)
+"""Metal's vector kernel for attention: so many rows at most, so many times the number of query
+heads per key head, and only for these head dimensions."""
+APPLE_NAMES = {13: "M1", 14: "M2", 15: "M3", 16: "M4", 17: "M5"}
+
+
+class Pass(NamedTuple):
+    """Which kernel multiplies, and how often it goes through the weights (or tiles) for it."""
+
+    kernel: str
+    times: int
+
+
+@dataclass(frozen=True)
+class Products:
+    """Products with packed weights on one kind of chip: their kernels, and what follows.
+
+    ``matrix_from`` are the rows from which on a product is the matrix kernel's: in layers that
+    are narrow, middle and wide.
+    """
+
+    title: str
+    matrix_from: tuple[int, int, int]
+    rows_per_read: int
+    rows_per_tile: int
+    advice: str
+
+    def limit(self, inputs: int = MIDDLE + 1, outputs: int = MIDDLE + 1) -> int:
+        """Rows from which on the matrix kernel multiplies in a layer of that size."""
+        side = max(inputs, outputs)
+        return self.matrix_from[(side > NARROW) + (side > MIDDLE)]
+
+    def kernel(self, rows: int, inputs: int = MIDDLE + 1, outputs: int = MIDDLE + 1) -> Pass:
+        """What a pass of that many rows takes in a layer of that size; wide ones by default."""
+        if rows >= self.limit(inputs, outputs):
+            return Pass("matrix", -(-rows // self.rows_per_tile))
+        return Pass("vector", -(-rows // self.rows_per_read))
+
+
+WIDE_READS = (
+    "passes of 2 to 5 rows read the weights once, so drafts of 1 to 4 tokens are cheap; the sixth "
+    "row (k = 5) is the first dear one"
+)
+ROW_BY_ROW = (
+    "4-bit weights are read once for every row, so chains hardly ever pay (mxfp4 weights, as in "
+    "gpt-oss, are read once for five rows)"
+)
+M5 = Products(
+    "M5 or newer", (33, 25, 13), 5, 32,
+    f"{WIDE_READS}. Expect k = 2 to 4; from 13 rows on the matrix units multiply, so trees of 12 "
+    "to 31 nodes cost alike",
+)  # fmt: skip
+M3 = Products(
+    "M3 and M4", (13, 15, 13), 5, 32,
+    f"{WIDE_READS}. Expect k = 2 to 4; from 13 rows on a pass costs what 32 rows cost, which "
+    "trees seldom earn",
+)  # fmt: skip
+NEW_ULTRA = replace(M3, title="Ultra, M3 or newer", matrix_from=(32, 18, 12))
+M1 = Products(
+    "M1 and M2", (14, 10, 6), 1, 32,
+    f"{ROW_BY_ROW}. Expect auto to turn drafting off; from 6 rows on a pass costs 5 to 6 plain "
+    "steps, whatever it holds up to 32 rows",
+)  # fmt: skip
+M1_MAX = replace(M1, title="M1 Pro and M1 Max", matrix_from=(14, 10, 7))
+OLD_ULTRA = replace(
+    M1, title="Ultra, M1 or M2", matrix_from=(32, 18, 12),
+    advice=f"{ROW_BY_ROW}. Expect auto to turn drafting off",
+)  # fmt: skip
+OLDER = replace(OLD_ULTRA, title="older than M1, or virtual", matrix_from=(18, 12, 10))
+CUDA = Products(
+    "CUDA", (8, 8, 8), 1, 16,
+    "up to 7 rows the vector kernel multiplies row by row, from 8 on tensor cores do: measure k "
+    "= 7 and trees as well. cuDNN's attention has to stay off (MLX_CUDA_USE_CUDNN_SDPA=0)",
+)  # fmt: skip
+HOPPER = replace(
+    CUDA, title="CUDA, Hopper", matrix_from=(2, 2, 2),
+    advice="from 2 rows on tensor cores multiply, and up to 16 rows cost alike: long drafts and "
+    "trees pay. cuDNN's attention has to stay off (MLX_CUDA_USE_CUDNN_SDPA=0)",
+)  # fmt: skip
+
+APPLE = (
+    # first and last generation of the GPU's architecture, its size ("" is any), what holds
+    (15, 99, "d", NEW_ULTRA),
+    (17, 99, "", M5),
+    (15, 16, "", M3),
+    (13, 14, "d", OLD_ULTRA),
+    (13, 13, "s", M1_MAX),
+    (13, 14, "", M1),
+    (0, 12, "d", OLD_ULTRA),
+    (0, 12, "", OLDER),
+)
+"""The first line that fits counts. Sizes: g base, s Pro and Max, d Ultra, p phone."""
+
+CPU_ADVICE = (
+    "MLX's CPU build multiplies packed weights row by row, so only dense float32 targets can "
+    "gain, and on Linux only with OpenBLAS in front: expect k = 1 to 3"
+)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the computation runs on. ``backend``: "metal", "cuda" or "cpu".
+
+    ``products`` is None where the table does not know what several rows cost.
+    """
+
+    name: str
+    backend: str
+    generation: str
+    products: Products | None = None
+
+    @property
+    def is_virtual(self) -> bool:
+        """Whether it is the GPU of a virtual Mac: good for what comes out, not for how fast."""
+        return "Paravirtual" in self.name
+
+    @property
+    def advice(self) -> str:
+        """What drafting can be expected to gain here, in one sentence without its full stop."""
+        if self.is_virtual:
+            return "this is a virtual Mac: times measured here say nothing about a real one"
+        if self.products is not None:
+            return self.products.advice
+        return CPU_ADVICE if self.backend == "cpu" else "nothing is known here: auto measures"
+
+
+def this_machine() -> Machine:
+    """The machine of MLX's default device, by what ``mx.device_info`` says of it."""
+    device = mx.default_device()
+    backend = "cpu"
+    if device.type == mx.gpu:
+        backend = "metal" if mx.metal.is_available() else "cuda"
+    return machine_of(mx.device_info(device), backend)
+
+
+def machine_of(info: Mapping[str, Any], backend: str) -> Machine:
+    """The machine that an answer of ``mx.device_info`` describes.
+
+    {"device_name": "Apple M4 Pro", "architecture": "applegpu_g16s"}, "metal" -> M4;
+    {"device_name": "Apple Paravirtual device", "architecture": "air64_v27"} -> no generation
+    """
+    architecture = str(info.get("architecture", ""))
+    name = str(info.get("device_name") or architecture or "unknown")
+    if backend == "metal":
+        return Machine(name, backend, _apple_generation(name, architecture), _apple(architecture))
+    if backend == "cuda":
+        major = re.fullmatch(r"sm_(\d+)\d", architecture)
+        products = None
+        if major is not None and int(major[1]) >= 8:
+            products = HOPPER if major[1] == "9" else CUDA
+        return Machine(name, backend, architecture or "unknown", products)
+    return Machine(name, backend, architecture or "unknown")
+
+
+def _apple_generation(name: str, architecture: str) -> str:
+    if found := re.search(r"\bApple ([MA]\d+)", name):
+        return found[1]
+    return APPLE_NAMES.get(_apple_number(architecture), "unknown")
+
+
+def _apple_number(architecture: str) -> int:
+    """The two digits before the last letter, read as MLX reads them; 0 for what is no digit.
+
+    "applegpu_g16s" -> 16; "air64_v27" -> 2
+    """
+    digits = architecture[-3:-1] if len(architecture) >= 3 else ""
+    tens, ones = (int(d) if d in "0123456789" else 0 for d in digits.rjust(2, "0"))
+    return 10 * tens + ones
+
+
+def _apple(architecture: str) -> Products | None:
+    number, size = _apple_number(architecture), architecture[-1:]
+    for first, last, wanted, products in APPLE:
+        if architecture and first <= number <= last and wanted in ("", size):
+            return products
+    return None
+
+
+def first_look(machine: Machine, num_texts: int = 1) -> tuple[int, ...]:
+    """The draft lengths to time first: between them a line is near what rounds cost.
+
+    The shortest, the longest, and both sides of every jump of the table, for ``num_texts``
+    sequences in one pass. M4: (1, 4, 5, 7), for the sixth row is read in a second turn.
+    """
+    if machine.products is None:
+        return UNKNOWN_LOOK
+    passes = [machine.products.kernel(num_texts * (k + 1)) for k in LENGTHS]
+    steps = [
+        (after.kernel != before.kernel, after.times - before.times)
+        for before, after in zip(passes, passes[1:])
+    ]
+    bends = [k for k, left, right in zip(LENGTHS[1:], steps, steps[1:]) if left != right]
+    return (LENGTHS[0], *bends, LENGTHS[-1]) if bends else UNKNOWN_LOOK
+
+
+def fused_rows(head_dim: int, heads_per_key: int) -> int:
+    """The most rows of a pass for which Metal's vector attention kernel takes a short pass.
+
+    Beyond it, up to 8 rows, the scores of all query heads go through memory. 0 where the kernel
+    does not exist for that head dimension. Llama-3.1-8B (128, 4) -> 8; Qwen3-32B (128, 8) -> 4
+    """
+    if head_dim not in ATTENTION_HEAD_DIMS:
+        return 0
+    return min(ATTENTION_ROWS, ATTENTION_QUERIES // heads_per_key)

@@ -1,0 +1,248 @@
+"""Which Python and which builds of MLX and mlx-lm are here, and whether they fit together.
+
+Known without importing them, for where they do not fit an import fails: ``explained`` turns that
+into one sentence. MLX for Linux is three packages of the same files, of which the last one
+installed wins; a Mac has one.
+"""
+
+import ctypes
+import importlib
+import json
+import platform
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from .findings import Finding, is_well, page
+
+COMMAND = re.compile(r"mlx_eagle(\.\w+)+")
+DOCTOR = "mlx_eagle.doctor"
+OLDEST_PYTHON, OLDEST_MACOS = (3, 11), 14
+BUILDS = {
+    "mlx-metal": "Metal",
+    "mlx-cpu": "CPU",
+    "mlx-cuda-12": "CUDA 12",
+    "mlx-cuda-13": "CUDA 13",
+}
+"""Packages that bring ``libmlx``, by what they compute on."""
+GET_MLX = "pip install mlx"
+if sys.platform == "linux":
+    GET_MLX = "pip install 'mlx[cpu]' (with an NVIDIA card 'mlx[cuda12]' or 'mlx[cuda13]')"
+
+
+class Wanted(NamedTuple):
+    """Versions of a package: the oldest, the first that is too new, and what tests ran with."""
+
+    name: str
+    low: str
+    below: str | None
+    tested: str
+
+    @property
+    def words(self) -> str:
+        newest = f" and older than {self.below}" if self.below else ""
+        return f"{self.low} or newer{newest}"
+
+    @property
+    def get(self) -> str:
+        """The command that installs a right one."""
+        newest = f",<{self.below}" if self.below else ""
+        return f"pip install '{self.name}>={self.low}{newest}'"
+
+
+MLX = Wanted("mlx", "0.32.2", None, "0.32.4")
+MLX_CUDA = Wanted("mlx", "0.32.4", None, "0.32.4")
+MLX_LM = Wanted("mlx-lm", "0.32.2", "0.33", "0.32.2")
+
+
+def find(name: str) -> Distribution | None:
+    """The installed package of that name; None where there is none."""
+    try:
+        return distribution(name)
+    except PackageNotFoundError:
+        return None
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """A version to compare: "0.32.2" -> (0, 32, 2); "0.33.0.dev1+g5" -> (0, 33, 0)"""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
+
+
+def check_version(wanted: Wanted) -> Finding:
+    """Whether a package is there, in a version that we can work with, and as tested."""
+    found = find(wanted.name)
+    if found is None:
+        return Finding(wanted.name, "not installed", "problem", wanted.get)
+    has = numbers(found.version)
+    if has < numbers(wanted.low) or (wanted.below and has >= numbers(wanted.below)):
+        text = f"{found.version}, expected {wanted.words}"
+        return Finding(wanted.name, text, "problem", wanted.get)
+    if has != numbers(wanted.tested):
+        return Finding(wanted.name, f"{found.version} (the tests ran with {wanted.tested})")
+    return Finding(wanted.name, f"{found.version}, as tested")
+
+
+def check_python() -> Finding:
+    """The Python that runs: its version, and on a Mac whether it is one for Apple silicon."""
+    text = f"{platform.python_version()} ({platform.machine()})"
+    if sys.version_info < OLDEST_PYTHON:
+        return Finding("Python", text, "problem", "install Python 3.11 or newer")
+    if sys.platform == "darwin" and platform.machine() == "x86_64":
+        if is_translated():
+            text += ", an Intel build that runs under Rosetta"
+            remedy = "MLX needs a native (arm64) Python: install one and make a new environment"
+        else:
+            text += ", on an Intel Mac"
+            remedy = "MLX runs on Macs with Apple silicon only"
+        return Finding("Python", text, "problem", remedy)
+    return Finding("Python", text)
+
+
+def is_translated() -> bool:
+    """Whether this process is an Intel program that Rosetta runs on Apple silicon."""
+    return read_sysctl("sysctl.proc_translated") == 1
+
+
+def read_sysctl(name: str) -> int | None:
+    """A whole number of the macOS kernel by its name; None where there is none of that name."""
+    if sys.platform != "darwin":
+        return None
+    value, size = ctypes.c_int64(0), ctypes.c_size_t(8)
+    failed = ctypes.CDLL(None).sysctlbyname(
+        name.encode(), ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0)
+    )
+    return None if failed else value.value
+
+
+def check_system() -> Finding:
+    """The operating system; MLX is built for macOS 14 and newer."""
+    if sys.platform != "darwin":
+        return Finding("system", platform.platform(terse=True))
+    version = platform.mac_ver()[0]
+    if numbers(version)[:1] < (OLDEST_MACOS,):
+        remedy = f"MLX is built for macOS {OLDEST_MACOS} and newer: update the system"
+        return Finding("system", f"macOS {version}", "problem", remedy)
+    return Finding("system", f"macOS {version}")
+
+
+def builds() -> dict[str, Distribution]:
+    """The packages with a build of MLX that are installed here, by name."""
+    return {name: found for name in BUILDS if (found := find(name)) is not None}
+
+
+def library() -> Path | None:
+    """The ``libmlx`` that an import would load; None where there is none."""
+    spec = find_spec("mlx")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for path in sorted(Path(folder, "lib").glob("libmlx.*")):
+            if path.suffix in (".so", ".dylib"):
+                return path
+    return None
+
+
+def owner(path: Path) -> str | None:
+    """Which of the installed builds that library is of, by its size; None if of none."""
+    size = path.stat().st_size
+    for name, found in builds().items():
+        for file in found.files or ():
+            if file.name == path.name and file.size == size:
+                return name
+    return None
+
+
+def check_build() -> Finding:
+    """Which build of MLX is here: one, and the one whose library lies there."""
+    here, path = builds(), library()
+    if find("mlx") is None:
+        return Finding("MLX build", "none, as there is no MLX", "problem", GET_MLX)
+    if not here or path is None:
+        text = "none: MLX is installed without a library to compute with"
+        if here:
+            text += f", for a part of {' and '.join(here)} was removed"
+        remedy = f"pip uninstall {' '.join(['mlx', *here])}, then {GET_MLX}"
+        return Finding("MLX build", text, "problem", remedy if here else GET_MLX)
+    has = owner(path)
+    which = f"the library there is that of {has}" if has else "the library there is of neither"
+    if len(here) > 1:
+        text = f"{' and '.join(here)} are installed over each other, and {which}"
+        remedy = f"pip uninstall {' '.join(['mlx', *here])}, then {GET_MLX}"
+        return Finding("MLX build", text, "problem", remedy)
+    ((name, found),) = here.items()
+    version = distribution("mlx").version
+    if found.version != version:
+        text = f"{name} {found.version} with mlx {version}, which do not belong together"
+        remedy = f"pip install --force-reinstall mlx=={version} {name}=={version}"
+        return Finding("MLX build", text, "problem", remedy)
+    text = f"{name} {found.version} ({BUILDS[name]})"
+    if has is None:
+        return Finding("MLX build", f"{text}; {path.name} is not the one it came with", "note")
+    return Finding("MLX build", text)
+
+
+def check_import() -> Finding:
+    """Whether MLX can be loaded."""
+    try:
+        importlib.import_module("mlx.core")
+    except ImportError as err:
+        remedy = "install a build that fits this machine (see above), and for CUDA its driver"
+        return Finding("loading MLX", f"fails: {err}", "problem", remedy)
+    return Finding("loading MLX", "works")
+
+
+def check_packages() -> list[Finding]:
+    """All that can be said of Python, the system and the packages."""
+    is_cuda = any("cuda" in name for name in builds())
+    found = [check_system(), check_python(), check_version(MLX_CUDA if is_cuda else MLX)]
+    found += [check_build(), check_version(MLX_LM)]
+    return [*found, check_import()] if is_well(found) else found
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Imports that fail because of what is installed end in one sentence, not in a traceback.
+
+    A command prints it and ends with 2, the doctor prints its page and ends with 1; a program
+    that imports us gets it as an ImportError. What nothing is known about goes on as it is.
+    """
+    try:
+        yield
+    except (ImportError, AttributeError) as err:
+        findings = check_packages()
+        if is_well(findings):
+            raise
+        command = running_command()
+        if command == DOCTOR:
+            print_report(findings, print)
+            sys.exit(1)
+        worst = next(finding for finding in findings if finding.level == "problem")
+        sentence = f"{worst.name}: {worst.text}: {worst.remedy}."
+        if command is None:
+            raise ImportError(sentence) from err
+        print(f"error: {sentence} More: {DOCTOR}.", file=sys.stderr)
+        sys.exit(2)
+
+
+def print_report(findings: list[Finding], write: Callable[[str], None]) -> None:
+    """The doctor's page of these findings, or with ``--json`` on the command line its JSON."""
+    if "--json" in sys.argv or "--json" in sys.orig_argv:
+        write(json.dumps({"ok": False, "findings": [asdict(finding) for finding in findings]}))
+    else:
+        write(page(findings))
+
+
+def running_command() -> str | None:
+    """The command of ours that this process was started as; None in anybody else's program.
+
+    While Python looks for the module of ``python -m``, ``sys.argv`` has no name yet.
+    """
+    name = Path(sys.argv[0]).name if sys.argv else ""
+    if name == "-m" and "-m" in sys.orig_argv[:-1]:
+        name = sys.orig_argv[sys.orig_argv.index("-m") + 1]
+    return name if COMMAND.fullmatch(name) else None

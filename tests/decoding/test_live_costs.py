@@ -1,0 +1,187 @@
+"""Costs that correct themselves: a simulator of texts whose costs nobody told the truth about."""
+
+import random
+from collections.abc import Callable, Iterable
+
+import pytest
+from costs import FLAT, LINEAR
+from grids import thorough
+
+from mlx_eagle.decoding import pipeline
+from mlx_eagle.decoding.accepted import expected_tokens
+from mlx_eagle.decoding.controller import AdaptiveController
+from mlx_eagle.decoding.costs import PLAIN, DraftShape, RoundCosts
+from mlx_eagle.decoding.live_costs import LiveCosts
+
+GENTLE = RoundCosts(1.0, {DraftShape(k): 1.25 + 0.08 * k for k in range(1, 8)})
+KNEE = RoundCosts(  # as where a kernel has room for four rows
+    1.0, {DraftShape(k): 1.15 + 0.05 * k + (0.7 if k > 3 else 0.0) for k in range(1, 8)}
+)
+MACHINES = {"flat": FLAT, "gentle": GENTLE, "knee": KNEE, "linear": LINEAR}
+ALPHAS = [0.0, 0.2, 0.4, 0.6, 0.8, 0.9]
+NUM_TOKENS, SETTLED = 1000, 200
+
+
+def scaled(costs: RoundCosts, plain: float, draft: Callable[[int], float]) -> RoundCosts:
+    rounds = {shape: cost * draft(shape.size) for shape, cost in costs.rounds.items()}
+    return RoundCosts(costs.plain * plain, rounds)
+
+
+def one_by_one(dice: random.Random) -> Callable[[int], float]:
+    """Each cost wrong by a factor of its own."""
+    factors = [dice.uniform(0.6, 2.0) for _ in range(8)]
+    return lambda size: factors[size]
+
+
+WRONG = {
+    "right": lambda costs: costs,
+    "rounds 1.6x": lambda costs: scaled(costs, 1.0, lambda k: 1.6),
+    "rounds 2x": lambda costs: scaled(costs, 1.0, lambda k: 2.0),
+    "rounds 0.6x": lambda costs: scaled(costs, 1.0, lambda k: 0.6),
+    "plain 2x": lambda costs: scaled(costs, 2.0, lambda k: 1.0),
+    "plain 0.6x": lambda costs: scaled(costs, 0.6, lambda k: 1.0),
+    "all 1000x": lambda costs: scaled(costs, 1000.0, lambda k: 1000.0),
+    "each by itself": lambda costs: scaled(costs, 1.0, one_by_one(random.Random(1))),
+    "each otherwise": lambda costs: scaled(costs, 1.0, one_by_one(random.Random(2))),
+}
+
+
+class Machine:
+    """Takes true costs for what a controller decides; counts seconds and tokens."""
+
+    def __init__(
+        self, costs: Callable[[int], RoundCosts], alpha: Callable[[int], float], seed: int
+    ):
+        self.costs, self.alpha, self.dice = costs, alpha, random.Random(seed)
+        self.seconds, self.num_tokens = 0.0, 0
+
+    def noise(self) -> float:
+        """Other work can only add to a time; now and then a lot."""
+        return 1 + abs(self.dice.gauss(0, 0.02)) + (0.5 if self.dice.random() < 0.02 else 0.0)
+
+    def write(self, controller, num_tokens: int) -> float:
+        """Seconds per token up to ``num_tokens``, from where the text stands."""
+        before = PLAIN if self.num_tokens else None
+        start = self.seconds, self.num_tokens
+        while self.num_tokens < num_tokens:
+            was_off, shape = controller.drafting_off, controller.next_shape(self.num_tokens)
+            costs, kept = self.costs(self.num_tokens), 0
+            cost = costs.plain if shape == PLAIN else costs.rounds[shape]
+            took = cost * self.noise()
+            self.seconds += took
+            while kept < shape.size and self.dice.random() < self.alpha(self.num_tokens):
+                kept += 1
+            self.num_tokens += kept + 1
+            if shape != PLAIN:
+                controller.record(shape, kept)
+            # As the pipeline does: only what follows its like is comparable.
+            if before is not None and (before == PLAIN) == (shape == PLAIN):
+                if shape != PLAIN or was_off:
+                    controller.record_time(shape, took)
+            before = shape
+        return (self.seconds - start[0]) / (self.num_tokens - start[1])
+
+
+def oracle(costs: RoundCosts, alpha: float) -> float:
+    """Seconds per token of the best choice by somebody who is told everything."""
+    best = min(cost / expected_tokens([alpha], s.size) for s, cost in costs.rounds.items())
+    return min(best, costs.plain) * 1.026  # the mean of the noise
+
+
+def settled(costs: RoundCosts, known: RoundCosts, alpha: float, seed: int) -> tuple[float, float]:
+    """The oracle's speed over ours once settled, and ours over plain from the beginning."""
+    machine = Machine(lambda n: costs, lambda n: alpha, seed)
+    controller = AdaptiveController(LiveCosts(known, 0.5))
+    machine.write(controller, 100)
+    early = costs.plain * 1.026 * machine.num_tokens / machine.seconds
+    machine.write(controller, SETTLED)
+    return oracle(costs, alpha) / machine.write(controller, NUM_TOKENS), early
+
+
+def mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return sum(values) / len(values)
+
+
+@pytest.mark.parametrize("wrong", thorough(WRONG, "rounds 2x", "each by itself"))
+@pytest.mark.parametrize("alpha", thorough(ALPHAS, 0.0, 0.6))
+@pytest.mark.parametrize("name", thorough(MACHINES, "flat"))
+def test_close_to_the_oracle_whatever_was_known(name, alpha, wrong):
+    costs = MACHINES[name]
+    results = [settled(costs, WRONG[wrong](costs), alpha, seed) for seed in range(8)]
+    assert mean(share for share, _ in results) > 0.95
+    assert mean(early for _, early in results) > 0.95
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("alpha", [0.3, 0.6, 0.8])
+def test_costs_that_change_as_the_context_grows(alpha):
+    """Attention over the context makes long drafts dearer; what was known is of its beginning."""
+
+    def costs(num_tokens: int) -> RoundCosts:
+        grown = num_tokens / 1000
+        return scaled(FLAT, 1 + 0.3 * grown, lambda k: 1 + grown * (0.25 + 0.05 * k))
+
+    shares = []
+    for seed in range(8):
+        machine = Machine(costs, lambda n: alpha, seed)
+        controller = AdaptiveController(LiveCosts(FLAT, 0.5))
+        machine.write(controller, SETTLED)
+        best = mean(oracle(costs(n), alpha) for n in range(SETTLED, 3000, 10))
+        shares.append(best / machine.write(controller, 3000))
+    assert mean(shares) > 0.95
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("wrong", ["right", "rounds 2x", "plain 2x"])
+def test_acceptance_that_changes_in_mid_text(wrong):
+    """Never much slower than plain, and faster over the whole than without the second half."""
+
+    def alpha(num_tokens: int) -> float:
+        return 0.05 if num_tokens < 400 else 0.85
+
+    speedups = []
+    for seed in range(8):
+        machine = Machine(lambda n: FLAT, alpha, seed)
+        controller = AdaptiveController(LiveCosts(WRONG[wrong](FLAT), 0.5))
+        assert machine.write(controller, 400) < 1.026 / 0.95
+        speedups.append(1.026 / machine.write(controller, 2400))
+    assert mean(speedups) > 1.6  # of 2.4 that are to be had: it has to find out
+
+
+def test_what_is_settled_stays_as_it_is():
+    """For processes that share a model, and must all decide alike."""
+    costs = LiveCosts(FLAT)
+    for shape in (PLAIN, *FLAT.rounds):
+        costs.record(shape, 100.0)
+    assert costs.current == FLAT and costs.num_times(PLAIN) == float("inf")
+
+
+def test_what_was_learned_is_kept_once_it_can_be_compared():
+    kept: list[RoundCosts] = []
+    costs = LiveCosts(FLAT, 0.5, kept.append)
+    costs.record(DraftShape(1), 2 * FLAT.rounds[DraftShape(1)])
+    costs.close()
+    assert kept == []
+    costs.record(PLAIN, 2 * FLAT.plain)
+    costs.close()
+    assert kept[0].plain == pytest.approx(2 * FLAT.plain, rel=0.01)
+    for shape, seconds in FLAT.rounds.items():  # those that were not timed, by those that were
+        assert kept[0].rounds[shape] == pytest.approx(2 * seconds, rel=0.05)
+
+
+def test_only_what_is_comparable_is_timed(monkeypatch):
+    now = iter([1.0, 3.0, 4.0, 5.0, 6.0, 6.5, 6.6, 7.6, 7.7, 8.7, 9.7])
+    monkeypatch.setattr(pipeline.time, "perf_counter", lambda: next(now))
+    clock, draft = pipeline.RoundClock(), DraftShape(2)
+    assert clock.seconds(PLAIN, False) is None  # at 1: nothing came before
+    assert clock.seconds(draft, False) is None  # at 3: it waited for a plain step
+    assert clock.seconds(draft, False) == 1.0  # at 4
+    assert clock.seconds(PLAIN, False) is None  # at 5
+    assert clock.seconds(PLAIN, True) == 1.0  # at 6
+    with clock.pausing():  # from 6.5 to 6.6
+        pass
+    assert clock.seconds(PLAIN, True) == pytest.approx(1.6)  # at 7.6
+    with clock.pausing():  # from 7.7 to 8.7: the caller kept the device waiting
+        pass
+    assert clock.seconds(PLAIN, True) is None  # at 9.7

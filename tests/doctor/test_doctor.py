@@ -1,0 +1,239 @@
+"""The doctor's page: what is looked at, and that everything wrong is a line with what to do."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from checkpoints import CONFIG, as_midlayer, eagle3_tensors, write_safetensors
+from helpers import tiny_llama
+
+from mlx_eagle.convert import convert
+from mlx_eagle.doctor import __main__ as program
+from mlx_eagle.doctor import checks, expect
+from mlx_eagle.drafters.pairs import PAIRS, bytes_in_4_bits, targets_within
+from mlx_eagle.system import packages
+from mlx_eagle.system.machines import machine_of
+
+M4 = machine_of({"device_name": "Apple M4 Pro", "architecture": "applegpu_g16s"}, "metal")
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+    "quantization": {"group_size": 64, "bits": 4},
+}
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch) -> Path:
+    """An empty cache, and a BLAS as it should be."""
+    monkeypatch.setattr(checks, "user_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr(checks, "blas_note", lambda: None)
+    return tmp_path
+
+
+def doctor(capsys, *flags: str) -> tuple[int, str]:
+    """The exit code, and what was printed."""
+    code = 0
+    try:
+        program.main(list(flags))
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err
+    return code, said.out + said.err
+
+
+def test_a_machine_with_nothing_wrong(home, capsys):
+    code, page = doctor(capsys)
+    assert code == 0 and page.endswith("Nothing is wrong.\n")
+    assert str(mx.device_info()["device_name"]) in page and "none yet" in page
+    assert all(len(line) <= 99 for line in page.splitlines() if "/" not in line)
+    assert not (home / "cache").exists(), "looking leaves nothing behind"
+
+
+def test_json_says_the_same(home, capsys):
+    code, text = doctor(capsys, "--json")
+    found = json.loads(text)
+    assert code == 0 and found["ok"] is True
+    names = [finding["name"] for finding in found["findings"]]
+    wanted = "machine drafting system Python mlx mlx-lm memory cache calibration known-pairs"
+    assert set(wanted.replace("-p", " p").split()) - {"known", "pairs"} <= set(names)
+    assert {finding["level"] for finding in found["findings"]} <= {"ok", "note"}
+
+
+def test_without_openblas_it_says_how_to_get_it(home, capsys, monkeypatch):
+    monkeypatch.setattr(checks, "blas_note", lambda: "Note: no good, because: `export A=B`")
+    code, page = doctor(capsys)
+    assert code == 1 and "1 problem: BLAS." in page and "`export A=B`" in page
+
+
+@pytest.mark.parametrize(
+    "content, sentence",
+    [
+        ("{ damaged", "is not valid JSON"),
+        ("[]", "expected a JSON object"),
+        ('{"a": {"plain": -1, "rounds": {}}}', "1 of 1 measurements"),
+    ],
+)
+def test_a_damaged_calibration(home, capsys, content, sentence):
+    file = home / "cache" / "calibration.json"
+    file.parent.mkdir()
+    file.write_text(content)
+    code, page = doctor(capsys, "--json")
+    (found,) = [f for f in json.loads(page)["findings"] if f["name"] == "calibration"]
+    assert code == 1 and sentence in found["text"] and f"remove {file}" in found["remedy"]
+
+
+def test_calibration_is_counted_by_device_and_has_an_age(home):
+    file = home / "cache" / "calibration.json"
+    file.parent.mkdir()
+    entry = {"plain": 0.1, "rounds": {"1": 0.2}}
+    here = f"{checks.device_name()} | mlx 0.32.4"
+    file.write_text(json.dumps({here: entry, "Apple M9 | mlx": entry, "Apple M8 | mlx": entry}))
+    os.utime(file, (file.stat().st_atime, file.stat().st_mtime - 5 * 24 * 3600))
+    (found,) = checks.check_calibration()
+    assert found.level == "ok"
+    assert "1 measurements of this device on file, 2 of others" in found.text
+    assert "5 days old" in found.text
+
+
+@pytest.mark.parametrize("blocked", ["a file in its place", "a folder that nobody may write"])
+def test_a_cache_that_cannot_be_written(home, capsys, blocked, monkeypatch):
+    if blocked == "a file in its place":
+        (home / "cache").write_text("")
+    else:
+        monkeypatch.setattr(checks, "user_cache", lambda: Path("/proc/nowhere/mlx-eagle"))
+        if sys.platform != "linux":
+            pytest.skip("/proc is Linux's")
+    code, page = doctor(capsys)
+    page = " ".join(page.split())
+    assert code == 1 and "cannot be written" in page and "problem: cache" in page
+
+
+# --- what to expect of a model ----------------------------------------------------------------
+
+
+def write_config(folder: Path, config: dict) -> str:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def found_by_name(model: str, draft_model: str | None = None) -> dict:
+    return {finding.name: finding for finding in expect.expect(model, draft_model)}
+
+
+def test_a_large_target_on_a_mac(tmp_path, monkeypatch):
+    """Llama-3.1-8B has 8.03 billion parameters, and 4.5 GB of them in 4 bits (4.52)."""
+    monkeypatch.setattr(expect, "this_machine", lambda: M4)
+    monkeypatch.setattr(expect, "memory", lambda machine: (24e9, 17e9))
+    target = write_config(tmp_path / "Meta-Llama-3.1-8B-Instruct-4bit", LLAMA_8B)
+    found = found_by_name(target, "auto")
+    assert "8.03 B parameters in 4.5 bits each: 4.5 GB" in found["model"].text
+    assert "k 1 to 4: 1 read of the weights; k 5 to 7: 2 reads" in found["passes"].text
+    assert "4096 to 14336" in found["passes"].text and "up to 8 rows" in found["attention"].text
+    assert PAIRS[0].head in found["draft model"].text
+    assert {finding.level for finding in found.values()} == {"ok"}
+    monkeypatch.setattr(expect, "memory", lambda machine: (4e9, 3e9))
+    assert found_by_name(target)["model"].level == "problem"
+
+
+def test_other_machines_have_other_passes():
+    m1 = machine_of({"architecture": "applegpu_g13s"}, "metal").products
+    words = expect.pass_words(m1, 4096, 14336)
+    assert words.endswith("k 5: 6 reads of the weights; k 6 to 7: the matrix kernel")
+    hopper = machine_of({"architecture": "sm_90"}, "cuda").products
+    assert expect.pass_words(hopper, 4096, 4096).endswith(", k 1 to 7: the matrix kernel")
+
+
+@pytest.mark.parametrize(
+    "config, sentence",
+    [
+        (None, "does not exist"),
+        ({"hidden_size": 4}, "names no model_type"),
+        ({"model_type": "nonesuch"}, "cannot build a model of type nonesuch"),
+        ({"model_type": "llama"}, "cannot build a model of type llama"),
+    ],
+)
+def test_a_target_that_cannot_be_had(tmp_path, home, capsys, config, sentence):
+    target = str(tmp_path / "nothing")
+    if config is not None:
+        target = write_config(tmp_path / "target", config)
+    code, page = doctor(capsys, "--model", target)
+    assert code == 1 and sentence in " ".join(page.split()) and "1 problem: model." in page
+
+
+def test_a_target_whose_caches_cannot_be_rolled_back(tmp_path, monkeypatch):
+    class Strange:
+        pass
+
+    monkeypatch.setattr(expect, "make_prompt_cache", lambda model: [Strange()])
+    target = write_config(tmp_path / "target", vars(tiny_llama().args))
+    found = found_by_name(target)["caches"]
+    assert found.level == "problem" and "Strange" in found.text
+
+
+def test_a_converted_head_is_held_against_the_target(tmp_path):
+    source = write_safetensors(tmp_path / "source", CONFIG, as_midlayer(eagle3_tensors()))
+    convert(str(source), str(tmp_path / "head"))
+    sizes = {"hidden_size": CONFIG["hidden_size"], "vocab_size": CONFIG["vocab_size"]}
+    config = vars(tiny_llama().args)
+    fits = write_config(tmp_path / "fits", {**config, **sizes, "num_hidden_layers": 32})
+    assert "fits the target" in found_by_name(fits, str(tmp_path / "head"))["draft model"].text
+    other = write_config(tmp_path / "other", {**config, "hidden_size": 128})
+    found = found_by_name(other, str(tmp_path / "head"))["draft model"]
+    assert found.level == "problem" and "hidden size" in found.text
+    assert "has no weights" in found_by_name(other, "lookup")["draft model"].text
+    assert found_by_name(other)["draft model"].level == "note"
+    assert found_by_name(other, "auto")["draft model"].level == "problem"
+
+
+def test_a_draft_model_needs_a_model(capsys):
+    code, said = doctor(capsys, "--draft-model", "lookup")
+    assert (
+        code == 2
+        and said == "error: --draft-model needs --model: name the target it drafts for.\n"
+    )
+
+
+def test_sizes_by_name():
+    assert all(bytes_in_4_bits(pair.target) for pair in PAIRS)
+    assert bytes_in_4_bits("a/name-without-a-size") is None
+    llama, scout = (f"meta-llama/Llama-{n}-Instruct" for n in ("3.1-8B", "4-Scout-17B-16E"))
+    assert 5e9 < bytes_in_4_bits(llama) < 6e9 and 60e9 < bytes_in_4_bits(scout) < 70e9
+    fit, others = targets_within(6e9)
+    assert "Llama-3.1-8B-Instruct" in fit and "Qwen3-14B" in others
+    assert len(fit) + len(others) == len({pair.target for pair in PAIRS})
+
+
+def test_tf32_and_cudnn_are_named_where_they_matter(monkeypatch):
+    for name in ("MLX_ENABLE_TF32", "MLX_CUDA_USE_CUDNN_SDPA"):
+        monkeypatch.delenv(name, raising=False)
+    m5 = machine_of({"device_name": "Apple M5", "architecture": "applegpu_g17g"}, "metal")
+    hopper = machine_of({"architecture": "sm_90"}, "cuda")
+    for machine, names in ((M4, []), (m5, ["float32"]), (hopper, ["cuDNN", "float32"])):
+        monkeypatch.setattr(checks, "this_machine", lambda machine=machine: machine)
+        assert [finding.name for finding in checks.check_settings()] == names
+    monkeypatch.setenv("MLX_ENABLE_TF32", "0")
+    monkeypatch.setenv("MLX_CUDA_USE_CUDNN_SDPA", "0")
+    assert checks.check_settings() == []
+
+
+def test_memory_and_wired_limit_of_a_mac(monkeypatch):
+    info = {"memory_size": 24 * 10**9, "max_recommended_working_set_size": 17 * 10**9}
+    monkeypatch.setattr(checks, "this_machine", lambda: M4)
+    monkeypatch.setattr(checks.mx, "device_info", lambda: info)
+    monkeypatch.setattr(checks, "read_sysctl", lambda name: 20000)
+    total, wired = checks.check_memory()
+    assert total.text == "24.0 GB, 17.0 GB for weights and caches"
+    assert "set to 20000 MB" in wired.text
+    assert packages.read_sysctl("hw.ncpu") is None or sys.platform == "darwin"

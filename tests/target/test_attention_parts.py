@@ -1,0 +1,167 @@
+"""Attention cut into parts that a kernel takes: the same text, and only what can be cut is cut."""
+
+import mlx.core as mx
+import pytest
+from architectures import build
+from grids import thorough
+from helpers import (
+    CROWDED,
+    PROMPT,
+    SCRIPTS,
+    ScriptedDrafter,
+    plain,
+    tiny_head,
+    tiny_llama,
+    tiny_qwen3,
+)
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from tolerances import tolerance
+from tree_drafters import ScriptedTreeDrafter
+
+from mlx_eagle.decoding.controller import DraftShape, FixedController, Ways
+from mlx_eagle.decoding.generation import Generation
+from mlx_eagle.decoding.limits import Limits
+from mlx_eagle.decoding.pipeline import Pipeline
+from mlx_eagle.decoding.setup import open_decoder
+from mlx_eagle.drafters.tree import TreeShape
+from mlx_eagle.system.machines import fused_rows
+from mlx_eagle.target.attention_parts import find_attention
+from mlx_eagle.target.rollback import CacheQuantization
+from mlx_eagle.target.taps import Target
+
+MODELS = {
+    "plain": (lambda: tiny_llama(**CROWDED), lambda: KVCache()),
+    "rotating": (lambda: tiny_llama(**CROWDED), lambda: RotatingKVCache(max_size=12, keep=4)),
+    "qk norm": (lambda: tiny_qwen3(**CROWDED), lambda: KVCache()),
+}
+
+
+@pytest.fixture
+def rows(monkeypatch):
+    """The rows and keys of every call of MLX's attention, in order."""
+    seen, attention = [], mx.fast.scaled_dot_product_attention
+
+    def spy(q, k, v, **kwargs):
+        seen.append((q.shape[2], k.shape[2]))
+        return attention(q, k, v, **kwargs)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", spy)
+    return seen
+
+
+def decode(model, drafter, cache, shape, num_tokens, ways) -> list[int]:
+    """The tokens of a generation whose rounds are computed in these ways."""
+    decoder = open_decoder(
+        model, drafter.begin(), cache, CacheQuantization(None, 64, 0), mx.default_stream(mx.cpu),
+        sampler=None, logits_processors=None, acceptance=None, tree=shape.tree,
+    )  # fmt: skip
+    decoder.use(ways)
+    decoder.prefill(mx.array(PROMPT), 2048, lambda *_: None)
+    generation = Generation(decoder, Limits(num_tokens, ()))
+    rounds = Pipeline(generation, FixedController(shape), decoder.launch_first())
+    return [token for done in rounds for token in done.run]
+
+
+@pytest.mark.parametrize(
+    "case",
+    thorough(
+        [(name, shape) for name in MODELS for shape in ("7", "4", "2x3:6")],
+        ("plain", "2x3:6"),
+        ("rotating", "7"),
+    ),
+)
+def test_the_text_is_plain_decodings(case, rows):
+    name, shape = case
+    make, make_cache = MODELS[name]
+    model = make()
+    caches = lambda: [make_cache() for _ in model.layers]  # noqa: E731
+    text = PROMPT + plain(model, PROMPT, 50, prompt_cache=caches())
+    tree = TreeShape.parse(shape) if "x" in shape else None
+    kind = ScriptedTreeDrafter if tree else ScriptedDrafter
+    drafter = kind(text, SCRIPTS["every length"])
+    size = tree.depth if tree else int(shape)
+    rows.clear()
+    ways = Ways(splits_attention=True)
+    tokens = decode(model, drafter, caches(), DraftShape(size, tree), 30, ways)
+    assert tokens == text[len(PROMPT) :][:30]
+    in_rounds = [num for num, _ in rows[len(model.layers) :]]
+    assert max(in_rounds) == 4, "8 query heads per key head: 4 rows are the most"
+
+
+def test_each_part_reads_the_keys_up_to_its_last_row(rows):
+    model = tiny_llama(**CROWDED)
+    target, cache = Target(model, (), fused_rows), make_prompt_cache(model)
+    target.parts.is_on = True
+    tokens = mx.array([*PROMPT, 3, 4, 5])
+    target(tokens, cache)  # ten rows: another kernel's
+    whole = Target(model, (), fused_rows)
+    expected, _ = whole(mx.array([7, 8, 9, 1, 2, 6]), [copy(c) for c in cache])
+    assert target.parts.matters and {num for num, _ in rows} == {10, 6}
+    rows.clear()
+    logits, _ = target(mx.array([7, 8, 9, 1, 2, 6]), cache)
+    assert rows == [(4, 14), (2, 16)] * len(model.layers)
+    assert mx.allclose(logits, expected, rtol=tolerance(), atol=tolerance()).item()
+
+
+def copy(cache: KVCache) -> KVCache:
+    new = KVCache()
+    new.update_and_fetch(*(array[..., : cache.offset, :] for array in cache.keys_and_values()))
+    return new
+
+
+@pytest.mark.parametrize(
+    "changes, num_rows",
+    [
+        ({"num_key_value_heads": 2, "head_dim": 64}, 8),  # 2 query heads per key head: 8 rows fit
+        ({**CROWDED, "head_dim": 16}, 8),  # no kernel for the head dimension
+        (CROWDED, 9),  # rows of the next kernel
+    ],
+)
+def test_what_need_not_or_cannot_be_cut_is_left_alone(changes, num_rows, rows):
+    model = tiny_llama(**changes)
+    target, cache = Target(model, (), fused_rows), make_prompt_cache(model)
+    target.parts.is_on = True
+    target(mx.arange(num_rows), cache)
+    assert rows == [(num_rows, num_rows)] * len(model.layers)
+
+
+def test_the_users_model_and_others_targets_keep_their_attention(rows):
+    model = tiny_llama(**CROWDED)
+    target = Target(model, (), fused_rows)
+    target.parts.is_on = True
+    Target(model, (), fused_rows)(mx.arange(8), make_prompt_cache(model))
+    model(mx.arange(8)[None], cache=make_prompt_cache(model))
+    assert rows == [(8, 8)] * 2 * len(model.layers)
+
+
+def test_attention_sinks_and_windows_go_through(rows):
+    """gpt-oss: 8 query heads per key head, sinks in every layer, windows in every other."""
+    model = build("gpt_oss (20b)", head_dim=64)
+    tokens = mx.array(PROMPT * 2)
+    split, whole = (Target(model, (), fused_rows) for _ in range(2))
+    split.parts.is_on = True
+    results = []
+    for target in (split, whole):
+        cache = make_prompt_cache(model)
+        target(tokens, cache)
+        results.append(target(mx.arange(8), cache)[0])
+    assert mx.allclose(*results, rtol=10 * tolerance(), atol=10 * tolerance()).item()
+    assert [num for num, _ in rows].count(4) == 2 * len(model.layers)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma3_text", "gpt_oss (20b)", "qwen3_next", "qwen3_moe"]
+)
+def test_attention_modules_are_found(name):
+    model = build(name)
+    caches = [c for c in make_prompt_cache(model) if type(c) in (KVCache, RotatingKVCache)]
+    assert len(find_attention(model)) == len(caches)
+
+
+def test_a_head_is_no_part_of_it():
+    """What a drafter runs is not the target's: one row per step, or the rows of a tree."""
+    model = tiny_llama(**CROWDED)
+    text = plain(model, PROMPT, 20)
+    drafter = tiny_head(model)
+    ways = Ways(splits_attention=True, keeps_tail=True)
+    assert decode(model, drafter, make_prompt_cache(model), DraftShape(7), 20, ways) == text

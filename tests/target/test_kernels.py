@@ -1,0 +1,182 @@
+"""Which of Metal's kernels the passes of a round take, for four published targets in 4 bits.
+
+Two layers each, of the published sizes but for vocabularies, which are only wide; nothing is
+multiplied.
+"""
+
+from functools import cache
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from helpers import PROMPT, speculative
+from metal_rules import GENERATIONS, Attention, Calls, Recorder
+from mlx_lm.models import gemma3_text, gpt_oss, llama, qwen3
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_eagle.decoding.calibrate import TREES
+from mlx_eagle.drafters.config import Eagle3Config
+from mlx_eagle.drafters.eagle3 import Eagle3Drafter
+from mlx_eagle.drafters.head import Eagle3Head
+from mlx_eagle.system.machines import fused_rows
+from mlx_eagle.target.taps import Target
+
+VOCAB = 8192  # as for all of more than 4096, the output matrix is a wide one
+SIZES = {
+    "Llama-3.1-8B": {
+        "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": VOCAB,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    },
+    "Qwen3-8B": {
+        "hidden_size": 4096, "intermediate_size": 12288, "vocab_size": VOCAB,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    },
+    "Gemma-3-12B": {
+        "hidden_size": 3840, "intermediate_size": 15360, "vocab_size": VOCAB,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256,
+    },
+    "gpt-oss-20b": {
+        "hidden_size": 2880, "intermediate_size": 2880, "vocab_size": VOCAB,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+    },
+}  # fmt: skip
+MORE = {
+    "Llama-3.1-8B": (llama, {}),
+    "Qwen3-8B": (
+        qwen3,
+        {"max_position_embeddings": 40960, "rope_theta": 1e6, "tie_word_embeddings": False},
+    ),
+    "Gemma-3-12B": (gemma3_text, {"sliding_window_pattern": 2}),
+    "gpt-oss-20b": (gpt_oss, {"num_local_experts": 32, "num_experts_per_tok": 4}),
+}
+NUM_LAYERS = 2
+
+# Of a chain of k or a tree: what attention takes in its verify pass.
+ATTENTION = {
+    "Llama-3.1-8B": {"vector": "1 2 3 4 5 6 7 2x2:4 3x3:7", "tiles": "3x4:11 6x5:31 10x6:63"},
+    "Qwen3-8B": {"vector": "1 2 3 4 5 6 7 2x2:4 3x3:7", "tiles": "3x4:11 6x5:31 10x6:63"},
+    "Gemma-3-12B": {"vector": "1 2 3 4 5 6 7 2x2:4 3x3:7", "operations": "3x4:11 6x5:31 10x6:63"},
+    "gpt-oss-20b": {
+        "vector": "1 2 3", "operations": "4 5 6 7 2x2:4 3x3:7", "tiles": "3x4:11 6x5:31 10x6:63",
+    },
+}  # fmt: skip
+# Of the widest matrices: the kernel, and how often it goes through the weights, by rows.
+READ_BY_ROW = {"vector 2": "2", "vector 3": "3", "vector 5": "5", "matrix 1": "6 8 12 32"}
+READ_BY_FIVE = {"vector 1": "2 3 5", "vector 2": "6 8", "vector 3": "12", "matrix 1": "32"}
+PRODUCTS = {
+    generation: {**kernels, "matrix 2": "64"}
+    for generations, kernels in (("M1 M2", READ_BY_ROW), ("M3 M4 M5", READ_BY_FIVE))
+    for generation in generations.split()
+}
+
+
+@cache
+def pair(name: str) -> tuple[nn.Module, Eagle3Drafter]:
+    """Target and head, as shapes: nothing in them is ever computed."""
+    module, more = MORE[name]
+    sizes = {**SIZES[name], **more, "num_hidden_layers": NUM_LAYERS}
+    args = module.ModelArgs.from_dict({"model_type": "a", "rms_norm_eps": 1e-5, **sizes})
+    model = module.Model(args)
+    config = Eagle3Config(
+        target_hidden_size=args.hidden_size, num_layers=1, draft_vocab_size=VOCAB, has_d2t=False,
+        num_heads=args.num_attention_heads, num_kv_heads=args.num_key_value_heads,
+        aux_boundary_ids=(0, 1, 2), vocab_size=VOCAB,
+        **{key: SIZES[name][key] for key in ("hidden_size", "intermediate_size", "head_dim")},
+    )  # fmt: skip
+    head = Eagle3Head(config)
+    for whole in (model, head):
+        nn.quantize(whole, 64, 4)
+    return model, Eagle3Drafter(head, nn.QuantizedEmbedding(8, args.hidden_size), (0, 1, 2))
+
+
+@cache
+def recorded(name: str, draft: str) -> Recorder:
+    """One round of that draft, whose tokens are all right, for every token is the first."""
+    recorder, trees = Recorder(), {str(shape): shape.tree for shape in TREES}
+    model, drafter = pair(name)
+    tree = trees.get(draft)
+    options = {"tree": tree} if tree else {"num_draft_tokens": int(draft)}
+    with recorder.recording():
+        speculative(model, drafter, PROMPT, (tree.depth if tree else int(draft)) + 2, **options)
+    return recorder
+
+
+def rows_of(draft: str) -> int:
+    return int(draft.split(":")[-1]) + 1
+
+
+def verify_pass(name: str, draft: str) -> Calls:
+    """The pass of the target over that draft."""
+    passes = recorded(name, draft).target
+    return next(calls for calls in passes if calls.attention[0].rows == rows_of(draft))
+
+
+DRAFTS = [str(k) for k in range(1, 8)] + [str(shape) for shape in TREES]
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_attention_of_the_verify_pass(name):
+    found: dict[str, list[str]] = {}
+    for draft in DRAFTS:
+        verify = verify_pass(name, draft)
+        assert len(verify.attention) == NUM_LAYERS
+        (kernel,) = {call.kernel for call in verify.attention}
+        found.setdefault(kernel, []).append(draft)
+        masks = {call.mask for call in verify.attention}
+        assert masks == ({"array"} if ":" in draft else {"causal"})
+    assert {kernel: " ".join(drafts) for kernel, drafts in found.items()} == ATTENTION[name]
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_attention_of_the_heads_passes(name):
+    """A draft step has one row, the accept pass those of the verify pass, a tree's level few."""
+    recorder = recorded(name, "3")
+    steps = [call for call in recorder.head.attention if call.rows == 1]
+    assert steps and {(call.kernel, call.mask) for call in steps} == {("vector", "")}
+    accept = [call for call in recorder.head.attention if call.rows == 4]
+    assert accept and {(call.kernel, call.mask) for call in accept} == {("vector", "causal")}
+    levels = [call for call in recorded(name, "3x3:7").head.attention if call.mask == "array"]
+    assert {(call.rows, call.kernel) for call in levels} == {(3, "vector")}
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize("name", SIZES)
+def test_products_of_the_verify_pass(name, generation):
+    """The last matrix and, but in gpt-oss, the MLP's are wide; the price jumps where it says."""
+    drafts = {rows_of(draft): draft for draft in DRAFTS}
+    expected = PRODUCTS[generation].items()
+    for rows, kernel in [(int(r), kernel) for kernel, rows in expected for r in rows.split()]:
+        verify = verify_pass(name, drafts[rows])
+        wide = [p for p in verify.products if max(p.inputs, p.outputs) > 4096 and not p.routed]
+        assert len(wide) == (1 if name == "gpt-oss-20b" else 3 * NUM_LAYERS + 1)
+        assert {"{} {}".format(*product.kernel(generation)) for product in wide} == {kernel}
+
+
+@pytest.mark.parametrize("draft, is_sorted", [("1", False), ("7", False), ("6x5:31", True)])
+def test_experts_are_sorted_from_64_routed_rows(draft, is_sorted):
+    verify = verify_pass("gpt-oss-20b", draft)
+    experts = [product for product in verify.products if product.routed]
+    assert len(experts) == 3 * NUM_LAYERS
+    assert {p.sorted_rows for p in experts} == {is_sorted}
+    assert {p.routed for p in experts} == {4 * rows_of(draft)}
+
+
+def test_the_rule_that_cuts_rows_is_that_of_the_kernel():
+    for head_dim in (32, 64, 80, 96, 128, 192, 256):
+        for per_key in (1, 2, 3, 4, 5, 7, 8, 16, 32, 64):
+            calls = [Attention(n, per_key, 1, head_dim, 1000, "causal") for n in range(1, 9)]
+            of_vector = [call for call in calls if call.kernel == "vector"]
+            assert len(of_vector) == fused_rows(head_dim, per_key)
+
+
+@pytest.mark.parametrize("num_rows", [5, 8])
+def test_cut_into_parts_all_of_gpt_oss_takes_the_vector_kernel(num_rows):
+    model, _ = pair("gpt-oss-20b")
+    target, cache, recorder = Target(model, (), fused_rows), make_prompt_cache(model), Recorder()
+    target.parts.is_on = True
+    with recorder.recording():
+        target(mx.zeros((20,), mx.int32), cache)
+        target(mx.zeros((num_rows,), mx.int32), cache)
+    calls = recorder.target[1].attention
+    assert [call.rows for call in calls] == [4, num_rows - 4] * NUM_LAYERS
+    assert {call.kernel for call in calls} == {"vector"}
