@@ -1,6 +1,7 @@
 # make demo   the main job on the embedded demo pair; make demo PROMPT="..." asks something else
 # make test   the tests, in minutes; make test ARGS="-k demo" runs a part
-# make test-all   every combination and the long runs as well
+# make test-all   every combination and the long runs as well, and the server's page in a Chromium;
+#                 ARGS=--without-browser where there is none
 # make bench  the README's table on the demo pair, in half an hour; ARGS="..." measures something else
 # make docs   the documentation site, into docs/site
 # make clean  remove what these made
@@ -43,7 +44,7 @@ demo: $(VENV)/installed
 test: $(VENV)/installed-test
 	@$(PYTEST) -m "not exhaustive" $(ARGS)
 
-test-all: $(VENV)/installed-test
+test-all: $(VENV)/installed-$(if $(findstring --without-browser,$(ARGS)),test,browser)
 	@$(PYTEST) $(ARGS)
 
 bench: $(VENV)/installed-bench
@@ -82,6 +83,11 @@ $(VENV)/installed-test: $(VENV)/created pyproject.toml
 	@echo "Installing into $(VENV) with what the tests need, once." >&2
 	@$(BIN)/python -m pip install --quiet --editable '.[$(BACKEND),test]'
 	@touch $(VENV)/installed $@
+
+$(VENV)/installed-browser: $(VENV)/created pyproject.toml
+	@echo "Installing into $(VENV) with what the tests and a browser need, once." >&2
+	@$(BIN)/python -m pip install --quiet --editable '.[$(BACKEND),test,browser]'
+	@touch $(VENV)/installed $(VENV)/installed-test $@
 
 $(VENV)/installed-docs: $(VENV)/created pyproject.toml
 	@echo "Installing into $(VENV) what the documentation needs, once." >&2

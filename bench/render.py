@@ -22,11 +22,8 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Table:
-    """``folded``: shown on demand only, under these words."""
-
     header: list[str]
     rows: list[list[str]]
-    folded: str | None = None
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,15 @@ class Image:
     caption: str
 
 
-Block = Heading | Paragraph | Table | Image
+@dataclass(frozen=True)
+class Folded:
+    """Blocks that are shown on demand only, under these words."""
+
+    words: str
+    blocks: "Sequence[Block]"
+
+
+Block = Heading | Paragraph | Table | Image | Folded
 
 STYLE = """
 :root { color-scheme: light; }
@@ -65,21 +70,22 @@ summary { cursor: pointer; color: #0b5cad; margin: .6rem 0; }
 
 def markdown(blocks: Sequence[Block], folder: Path) -> str:
     """The report as Markdown; images are named relative to ``folder``."""
-    parts = []
-    for block in blocks:
-        match block:
-            case Heading(text, level):
-                parts.append(f"{'#' * level} {text}")
-            case Paragraph(text):
-                parts.append(text)
-            case Table(header, rows, folded):
-                table = markdown_table(header, rows)
-                if folded is not None:
-                    table = f"<details><summary>{folded}</summary>\n\n{table}\n\n</details>"
-                parts.append(table)
-            case Image(path, caption):
-                parts.append(f"![{caption}]({path.relative_to(folder).as_posix()})")
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(_markdown(block, folder) for block in blocks) + "\n"
+
+
+def _markdown(block: Block, folder: Path) -> str:
+    match block:
+        case Heading(text, level):
+            return f"{'#' * level} {text}"
+        case Paragraph(text):
+            return text
+        case Table(header, rows):
+            return markdown_table(header, rows)
+        case Image(path, caption):
+            return f"![{caption}]({path.relative_to(folder).as_posix()})"
+        case Folded(words, blocks):
+            inside = markdown(blocks, folder)
+            return f"<details><summary>{words}</summary>\n\n{inside}\n</details>"
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -108,11 +114,11 @@ def _html(block: Block) -> str:
             return f"<h{level}>{html.escape(text)}</h{level}>"
         case Paragraph(text):
             return f"<p>{html.escape(text)}</p>"
-        case Table(header, rows, folded):
-            table = f'<div class="scroll">{_html_table(header, rows)}</div>'
-            if folded is None:
-                return table
-            return f"<details><summary>{html.escape(folded)}</summary>{table}</details>"
+        case Table(header, rows):
+            return f'<div class="scroll">{_html_table(header, rows)}</div>'
+        case Folded(words, blocks):
+            inside = "\n".join(_html(each) for each in blocks)
+            return f"<details><summary>{html.escape(words)}</summary>{inside}</details>"
         case Image(path, caption):
             data = base64.b64encode(path.read_bytes()).decode()
             text = html.escape(caption)

@@ -6,7 +6,7 @@ from typing import Any
 
 from mlx_eagle.decoding.parity import parity_words
 
-from .render import Block, Heading, Image, Paragraph, Table
+from .render import Block, Folded, Heading, Image, Paragraph, Table
 from .runner import TURN_TOKENS
 from .tables import (
     acceptance_table,
@@ -60,6 +60,8 @@ ORDERS = {
     "weave": f"plain and every configuration at once, {TURN_TOKENS} tokens each in turn, forwards "
     "and backwards, each with its own clock; all configurations share the plain run",
 }
+
+START = "Time to the first token (TTFT), calibration in the longest run, and memory"
 
 CAPTIONS = {
     "speedup": "Speedup and mean acceptance length (tau) against the draft length k. Points are "
@@ -127,11 +129,15 @@ def blocks(document: Mapping[str, Any], images: Sequence[Mapping[str, Path]] = (
         parts.append(Heading(f"Results: {scenario_name(scenario)}"))
         parts += scenario_blocks(scenario, drawn)
     parts += batch_blocks(document)
-    parts += [Heading("Conditions"), Paragraph(INTRO)]
-    order = ORDERS[settings["order"]]
-    parts.append(Paragraph(METHOD.format(order=order, repeats=settings["repeats"])))
-    parts.append(conditions_table(document))
-    return parts + [Heading("Words"), Table(["word", "meaning"], WORDS)]
+    method = METHOD.format(order=ORDERS[settings["order"]], repeats=settings["repeats"])
+    measured = [Paragraph(INTRO), Paragraph(method)]
+    return [
+        *parts,
+        Heading("Conditions"),
+        Folded("How it was measured", measured),
+        Folded("Machine, versions, models and settings", [conditions_table(document)]),
+        Folded("Words", [Table(["word", "meaning"], WORDS)]),
+    ]
 
 
 def batch_blocks(document: Mapping[str, Any]) -> list[Block]:
@@ -168,6 +174,7 @@ def scenario_blocks(scenario: Mapping[str, Any], images: Mapping[str, Path]) -> 
     def image(name: str) -> list[Block]:
         return [Image(images[name], CAPTIONS[name])] if name in images else []
 
+    prompts = prompts_table(scenario, parity_words)
     lengths = ", ".join(
         f"{what} {_range(scenario[key])} tokens"
         for what, key in (("prompts", "prompt_tokens"), ("outputs", "output_tokens"))
@@ -178,10 +185,10 @@ def scenario_blocks(scenario: Mapping[str, Any], images: Mapping[str, Path]) -> 
         speed_table(scenario),
         *image("speedup"),
         *image("tokens_per_second"),
-        start_table(scenario),
+        Folded(START, [start_table(scenario)]),
         Heading("Acceptance", 3),
         acceptance_table(scenario),
-        counts_table(scenario),
+        Folded("Accepted lengths and forward passes", [counts_table(scenario)]),
         *image("acceptance"),
         Heading("Cost of a round", 3),
         Paragraph(calibration_sentence(scenario)),
@@ -200,7 +207,7 @@ def scenario_blocks(scenario: Mapping[str, Any], images: Mapping[str, Path]) -> 
         primitives_table(scenario),
         Heading("Parity", 3),
         parity_table(scenario),
-        prompts_table(scenario, parity_words),
+        Folded(f"Every prompt ({len(scenario['prompts'])} rows)", [prompts]),
     ]
 
 

@@ -67,7 +67,7 @@ def conditions_table(document: Mapping[str, Any]) -> Table:
         ["batches", ", ".join(map(str, settings["batches"])) or "none"],
         ["repeats", f"{settings['repeats']}, order {settings['order']}"],
     ]
-    return Table(["condition", "value"], rows, folded="Machine, versions, models and settings")
+    return Table(["condition", "value"], rows)
 
 
 def megabytes(size: float) -> str:
@@ -115,8 +115,7 @@ def start_table(scenario: Scenario) -> Table:
         ]
         for name, configuration, f in figures(scenario)
     ]
-    folded = "Time to the first token (TTFT), calibration in the longest run, and memory"
-    return Table(header, rows, folded=folded)
+    return Table(header, rows)
 
 
 def acceptance_table(scenario: Scenario) -> Table:
@@ -153,7 +152,7 @@ def counts_table(scenario: Scenario) -> Table:
         ]
         for name, configuration, f in figures(scenario)
     ]
-    return Table(header, rows, folded="Accepted lengths and forward passes")
+    return Table(header, rows)
 
 
 def _list(values: list[float]) -> str:
@@ -319,4 +318,4 @@ def prompts_table(scenario: Scenario, parity_words: Callable[[Mapping[str, Any]]
     ]
     header = ["prompt", "configuration", "prompt tokens", "output tokens", "plain tok/s",
               "speculative tok/s", "ratio", "tau", "parity"]  # fmt: skip
-    return Table(header, rows, folded=f"Every prompt ({len(rows)} rows)")
+    return Table(header, rows)

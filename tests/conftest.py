@@ -29,6 +29,20 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"{reasons.count(reason)} x {reason}")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--without-browser", action="store_true", help="leave out what needs a Chromium on PATH"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave tests of the browser out where that was said; otherwise they fail without one."""
+    if config.getoption("--without-browser"):
+        left_out = [item for item in items if item.get_closest_marker("browser")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """A tiny EAGLE-3 head as the original files have it."""

@@ -174,7 +174,8 @@ def flags_of(name: str) -> set[str]:
 def test_flags_in_the_text_exist(path):
     """Also where only the flag is named; after a command's name they are that command's."""
     known = {name: flags_of(name) for name in SCRIPTS}
-    everywhere = set().union(*known.values())
+    of_tests = FLAG.findall((ROOT / "tests" / "conftest.py").read_text())
+    everywhere = set(of_tests).union(*known.values())
     for span in spans(path):
         own = known.get(span.split()[0], everywhere)
         unknown = set(FLAG.findall(span)) - own

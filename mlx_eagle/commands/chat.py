@@ -5,6 +5,7 @@ sampling are those of ``flags.py``; the look is mlx-lm's.
 """
 
 import argparse
+import sys
 from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
@@ -20,10 +21,12 @@ from ..decoding.stats import Stats
 from ..drafters.base import Drafter
 from ..generate import GenerationResponse, stream_generate
 from ..system.command import run_command
+from ..system.marking import Marker
 from ..system.progress import prompt_bar
 from .flags import (
     add_draft_cache_flag,
     add_draft_flags,
+    add_show_drafts_flag,
     build_sampler,
     check_arguments,
     draft_options,
@@ -44,6 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-draft-tokens", default=AUTO)
     add_draft_flags(parser)
     add_draft_cache_flag(parser)
+    add_show_drafts_flag(parser)
     # What mlx_lm.generate has a flag for, and mlx_lm.chat has not.
     parser.set_defaults(
         model=None, min_p=0.0, min_tokens_to_keep=1, top_k=0, quantize_activations=False
@@ -117,6 +121,7 @@ class UI(ChatUI):
 
     def __init__(self, args: argparse.Namespace):
         super().__init__(args)
+        self.shows_drafts = args.show_drafts
         self.header = [
             ("model", str(args.model or DEMO)),
             ("draft", str(args.draft_model or ("none" if args.model else "demo head"))),
@@ -127,6 +132,9 @@ class UI(ChatUI):
     def __enter__(self) -> "UI":
         print_header_panel(make_console(), "mlx_eagle.chat", self.header)
         self.say_help()
+        legend = Marker.of(sys.stdout, self.shows_drafts).legend
+        if legend:
+            self.say_lines([legend.rstrip()])
         return self
 
     def say_help(self) -> None:
@@ -166,8 +174,9 @@ def converse(ui: UI, conversation: Conversation) -> None:
 
 def answer(ui: UI, conversation: Conversation, question: str) -> None:
     """Print the answer to a question as it comes; Ctrl-C ends it."""
+    mark = Marker.of(sys.stdout, ui.shows_drafts)
     for response in conversation.answer(question):
-        ui.stream_token(response.text)
+        ui.stream_token(mark(response.text, response.from_draft))
     ui.end_turn(response)
     if conversation.interrupt.is_wanted:
         ui.say_lines(["Stopped. Press Ctrl-C again, or q, to exit."])

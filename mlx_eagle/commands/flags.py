@@ -97,6 +97,16 @@ def add_draft_cache_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_show_drafts_flag(parser: argparse.ArgumentParser) -> None:
+    """``--show-drafts``, for commands that print texts."""
+    parser.add_argument(
+        "--show-drafts",
+        action="store_true",
+        help="Mark drafted tokens in the text, where it goes to a terminal: coloured and "
+        "underlined, or underlined alone where NO_COLOR is set.",
+    )
+
+
 def draft_length(text: str) -> int | str:
     """The value of ``--num-draft-tokens``: a number or "auto"."""
     if text == AUTO:

@@ -19,10 +19,12 @@ from ..drafters.pairs import pair_lines
 from ..generate import footer, stream_generate
 from ..system.command import run_command
 from ..system.machines import Machine, this_machine
+from ..system.marking import Marker
 from ..system.progress import prompt_bar
 from .flags import (
     add_draft_cache_flag,
     add_draft_flags,
+    add_show_drafts_flag,
     build_sampler,
     check_arguments,
     check_cache_flags,
@@ -41,6 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.description = "Generate text with a target model and an EAGLE-3 draft head."
     add_draft_flags(parser)
     add_draft_cache_flag(parser)
+    add_show_drafts_flag(parser)
     parser.add_argument(
         "--memory",
         action="store_true",
@@ -216,9 +219,11 @@ def generate_and_report(
     )
     if args.verbose:
         print("=" * 10)
+    mark = Marker.of(sys.stdout, args.show_drafts)
+    print(mark.legend, end="")
     before = memory_report(model, drafter, cache)
     for response in responses:
-        print(response.text, end="", flush=True)
+        print(mark(response.text, response.from_draft), end="", flush=True)
     print()
     stats = Stats() if drafter is None else response.stats
     memory = memory_report(model, drafter, cache)

@@ -11,6 +11,7 @@ from typing import Any
 from .controller import OFF, ON, DraftingEvent
 
 WORTH_SAYING = 0.1  # seconds of calibration: what was remembered takes less
+IN_ORDER = ("draft_lengths", "drafting_events")  # what is not counted by position
 WHAT_IN_0_1 = {OFF: "park", ON: "wake"}  # words of version 0.1.0, in its JSON key
 
 
@@ -21,7 +22,8 @@ class Stats:
     ``num_target_forwards`` counts verify passes and plain steps, ``num_evals`` the times the
     host waited for the device in them; ``num_reruns`` the passes that ran kept rows again because
     a recurrent state cannot be cut. ``accepted_histogram[n]`` is the number of rounds that
-    kept n draft tokens; ``drafted_by_position[i]`` the rounds that drafted more than i.
+    kept n draft tokens; ``drafted_by_position[i]`` the rounds that drafted more than i;
+    ``draft_lengths`` how far each target forward had drafted, in order (0 for a plain step).
     Times are in seconds. ``calibration_time``, what "auto" took to measure or look up the costs
     of rounds, is not part of ``prompt_time``, which ends with the first token.
     """
@@ -36,6 +38,7 @@ class Stats:
     num_emitted: int = 0
     accepted_histogram: list[int] = field(default_factory=list)
     drafted_by_position: list[int] = field(default_factory=list)
+    draft_lengths: list[int] = field(default_factory=list)
     drafting_events: list[DraftingEvent] = field(default_factory=list)
     prompt_time: float = 0.0
     calibration_time: float = 0.0
@@ -71,6 +74,7 @@ class Stats:
         self.num_evals += 1
         self.num_emitted += num_emitted
         self._last_accepted = num_accepted
+        self.draft_lengths.append(num_levels)
         if num_drafted == 0:
             self.num_plain_steps += 1
             return
@@ -105,7 +109,7 @@ class Stats:
             if name.startswith("_"):
                 continue
             theirs = getattr(other, name)
-            if isinstance(value, list) and name != "drafting_events":
+            if isinstance(value, list) and name not in IN_ORDER:
                 value = [a + b for a, b in zip_longest(value, theirs, fillvalue=0)]
             else:
                 value = value + theirs
@@ -173,7 +177,7 @@ class Stats:
             "num_rounds num_plain_steps num_target_forwards num_reruns num_head_forwards "
             "num_evals num_drafted num_accepted num_rejected num_emitted accepted_histogram "
             "mean_acceptance_length tau acceptance_rate acceptance_by_position "
-            "cumulative_acceptance_by_position "
+            "cumulative_acceptance_by_position draft_lengths "
             "prompt_time calibration_time generation_time generation_tps"
         ).split()
         events = [asdict(event) for event in self.drafting_events]

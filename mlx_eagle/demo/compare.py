@@ -12,6 +12,7 @@ from ..decoding.parity import first_difference
 from ..generate import stream_generate
 from ..system.command import run_command
 from ..system.device import prepare_device
+from ..system.marking import Marker
 from ..system.values import use_plain_types
 from .pair import load_demo
 
@@ -31,14 +32,16 @@ class Completion:
     last: GenerationResponse
 
     @classmethod
-    def of(cls, responses: Iterator[GenerationResponse], echo: bool = False) -> "Completion":
-        """Use up ``responses``; ``echo`` prints the text as it comes."""
+    def of(
+        cls, responses: Iterator[GenerationResponse], echo: Marker | None = None
+    ) -> "Completion":
+        """Use up ``responses``; ``echo`` marks the text, which is printed as it comes."""
         tokens = []
         for response in responses:
             tokens.append(response.token)
-            if echo:
-                print(response.text, end="", flush=True)
-        if echo:
+            if echo is not None:
+                print(echo(response.text, response.from_draft), end="", flush=True)
+        if echo is not None:
             print()
         return cls(tokens, response)
 
@@ -87,8 +90,9 @@ def run(prompt: str, max_tokens: int, num_draft_tokens: int) -> None:
 
     for warm_up in (plain, speculative):
         Completion.of(warm_up(WARM_UP_TOKENS))
-    print(f"Prompt: {prompt}\n")
-    drafted = Completion.of(speculative(max_tokens), echo=True)
+    mark = Marker.of(sys.stdout)
+    print(f"Prompt: {prompt}\n{mark.legend}")
+    drafted = Completion.of(speculative(max_tokens), echo=mark)
     print()
     print("\n".join(report(Completion.of(plain(max_tokens)), drafted)))
 

@@ -23,9 +23,17 @@ from ..drafters.base import Drafter
 
 @dataclass
 class GenerationResponse(MlxGenerationResponse):
-    """mlx-lm's response plus ``stats``: the running counts, final in the last response."""
+    """mlx-lm's response, and what is known of drafts.
+
+    ``draft_depth`` is the position of the token in its draft, the first is 1; 0 where the target
+    chose it, as ``from_draft`` also says. ``draft_length`` is how far its round had drafted: 0 in
+    plain decoding and for the first token. ``stats`` are the running counts, final in the last
+    response.
+    """
 
     stats: Stats = field(default_factory=Stats)
+    draft_depth: int = 0
+    draft_length: int = 0
 
 
 @overload
@@ -120,7 +128,7 @@ def _responses(
     """Detokenize; the last response is always given and carries a stop token, not its text."""
     detokenizer = tokenizer.detokenizer
     tic, calibrated = time.perf_counter(), stats.calibration_time
-    prompt_tps = 0.0
+    prompt_tps, depth = 0.0, 0
 
     def response(finish_reason: str | None) -> GenerationResponse:
         return GenerationResponse(
@@ -135,6 +143,8 @@ def _responses(
             peak_memory=mx.get_peak_memory() / 1e9,
             finish_reason=finish_reason,
             stats=stats,
+            draft_depth=depth,
+            draft_length=0 if n == 0 else stats.draft_lengths[-1],
         )
 
     for n, (token, logprobs, from_draft) in enumerate(steps):
@@ -143,6 +153,7 @@ def _responses(
             # What "auto" measured before the first token is not the prompt's time.
             seconds = now - tic - (stats.calibration_time - calibrated)
             prompt_tps, tic = prompt_tokens / seconds, now
+        depth = depth + 1 if from_draft else 0  # a round ends with a token of the target's own
         if token in tokenizer.eos_token_ids:
             break
         detokenizer.add_token(token)

@@ -44,7 +44,8 @@ def announce(server: PairServer, generator: PairGenerator) -> None:
     host, port = server.server_address[:2]
     shown = f"[{host}]" if ":" in host else host
     name = generator.model_provider.name
-    print(f"Serving {name} at http://{shown}:{port}/v1", flush=True)
+    url = f"http://{shown}:{port}/"
+    print(f"Serving {name}: a page to talk to it at {url}, the API at {url}v1", flush=True)
     if server.key is None and not is_loopback(host):
         print(f"Note: whoever reaches {shown} can use it; nobody is asked for a key.", flush=True)
 

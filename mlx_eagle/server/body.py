@@ -84,11 +84,13 @@ TEMPLATE_OPTIONS = frozenset(
 class PairArguments(GenerationArguments):
     """What a request asks for: mlx-lm's fields, and how to draft in the words of our flags.
 
+    ``reuse_caches`` False has the whole prompt computed by both models, whatever is known of it.
     ``is_alone`` keeps a request out of batches: one that it was in has failed.
     """
 
     tree: str | None
     acceptance: str | None
+    reuse_caches: bool = True
     is_alone: bool = False
 
 
@@ -145,7 +147,10 @@ def check_body(body: dict[str, Any], needed: str) -> None:
             raise ValueError(f"logit_bias has the key {_shown(token)}: give token ids.")
         BIAS.check(f"logit_bias of {token}", bias)
     options = _check_kind("stream_options", body.get("stream_options", {}), dict)
-    _check_kind("include_usage", options.get("include_usage", False), bool)
+    for name in ("include_usage", "include_draft"):
+        _check_kind(f"stream_options.{name}", options.get(name, False), bool)
+    for name in ("include_draft", "reuse_caches"):
+        _check_kind(name, body.get(name, False), bool)
     for tool in _check_kind("tools", body.get("tools", []), list):
         _check_kind("a tool", tool, dict)
     _check_promises(body)
@@ -156,6 +161,12 @@ def check_body(body: dict[str, Any], needed: str) -> None:
         _check_messages(body[needed])
     elif not isinstance(body[needed], str):
         raise ValueError(f"prompt is {_kind(body[needed])}: give one string.")
+
+
+def wants_draft(body: dict[str, Any]) -> bool:
+    """Whether a request asks what was drafted; ``stream_options`` are for streams alone."""
+    options = body.get("stream_options", {}) if body.get("stream") else {}
+    return True in (body.get("include_draft"), options.get("include_draft"))
 
 
 def with_drafting(
@@ -177,7 +188,10 @@ def with_drafting(
     if tree is not None:
         check_rule_for_trees(acceptance)
     seed = args.seed if temp > 0 else None
-    return PairArguments(**vars(args) | {"seed": seed}, tree=tree, acceptance=acceptance)
+    reuse = body.get("reuse_caches", True)
+    return PairArguments(
+        **vars(args) | {"seed": seed}, tree=tree, acceptance=acceptance, reuse_caches=reuse
+    )
 
 
 def _check_drafts(body: dict[str, Any]) -> None:

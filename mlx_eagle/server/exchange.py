@@ -4,7 +4,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from mlx_lm.server import (
     CompletionRequest,
@@ -15,7 +15,8 @@ from mlx_lm.server import (
 )
 
 from .answer import Answer, RequestError, checked
-from .body import PairArguments, shortened, with_drafting
+from .body import PairArguments, shortened, wants_draft, with_drafting
+from .drafted import DraftReport, counts
 from .generator import PairGenerator
 from .metrics import Metrics, Outcome
 from .provider import DEFAULT
@@ -45,6 +46,7 @@ class Exchange:
         self._metrics, self._client = metrics, client
         self._context: GenerationContext | None = None
         self._num_generated = 0
+        self._report: DraftReport | None = None
 
     @property
     def cli_args(self) -> Namespace:
@@ -75,8 +77,20 @@ class Exchange:
         except RequestError as err:
             self.failure = err
             raise
+        if wants_draft(self._client.body):
+            state = self._context.text_sm.make_state(self._context.initial_state)
+            self._report = DraftReport(state)
         responses = self.answer.responses(self._check, progress_callback)
         return self._context, self._counted(responses)
+
+    def draft(self, is_last: bool) -> dict[str, Any] | None:
+        """What is said of drafts beside the next piece of text; None where nobody asked."""
+        if self._report is None or self.answer is None:
+            return None
+        told = self._report.take()
+        if is_last:
+            told["counts"] = counts(self.answer.stats, self._report.num_batched)
+        return told
 
     def close(self) -> None:
         """Generate no more for this client."""
@@ -95,6 +109,8 @@ class Exchange:
             if self._num_generated == 0:
                 self._metrics.count_first_token(time.monotonic() - self._client.asked)
             self._num_generated += 1
+            if self._report is not None:
+                self._report.follow(response)
             yield response
 
     def _check(self) -> None:

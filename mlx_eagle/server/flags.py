@@ -119,7 +119,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlx_eagle.server",
         description="mlx-lm's HTTP server with a draft model. It serves /v1/chat/completions, "
-        "/v1/completions, /v1/models, /health, and /metrics for Prometheus.",
+        "/v1/completions, /v1/models, /health, /metrics for Prometheus, and a page to talk to "
+        "at /.",
     )
     for name, (kind, default, text) in (FLAGS | ACCESS).items():
         shown = f"{text} (default: {default})" if default not in (None, "") else text

@@ -15,19 +15,19 @@ from mlx_lm.models.cache import can_trim_prompt_cache
 from mlx_lm.server import (
     CompletionRequest,
     GenerationContext,
-    Response,
     ResponseGenerator,
-    _format_top_logprobs,
 )
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..commands.flags import draft_options
 from ..decoding.limits import AUTO
+from ..decoding.stats import Stats
 from ..drafters.base import Drafter
-from ..generate import GenerationResponse, stream_generate
+from ..generate import stream_generate
 from .answer import Answer, RequestError, State, Told
 from .body import PairArguments
 from .caches import Caches, PairCache, prepare
+from .drafted import Origins, message
 from .metrics import Metrics
 from .prompt import LONG, TEMPLATE_ERRORS, Tokenized, check_prompt, check_text_length, render
 from .provider import PairProvider
@@ -252,7 +252,9 @@ class PairGenerator(ResponseGenerator):
         """The prompt, on the caches of what is known of it."""
         provider = self.model_provider
         self._log_cache_stats()
-        caches, rest = self.prompt_cache.fetch(provider.model_key, prompt)
+        caches, rest = None, prompt
+        if args.reuse_caches:
+            caches, rest = self.prompt_cache.fetch(provider.model_key, prompt)
         num_cached = len(prompt) - len(rest)
         with mx.stream(stream):
             caches = prepare(caches, provider.model, self._drafter(args), prompt[:num_cached])
@@ -271,6 +273,10 @@ class PairGenerator(ResponseGenerator):
         Raises SomebodyWaits where it began to measure what rounds cost, and another has come.
         """
         tokenizer, drafter = self.model_provider.tokenizer, self._drafter(args)
+        drafting = draft_options(args, drafter)
+        if drafter is not None:
+            answer.stats.append(Stats())  # running: the client may read them at its last token
+            drafting |= self._calibrating(answer) | {"stats": answer.stats[-1]}
         responses = stream_generate(
             self.model_provider.model,
             tokenizer,
@@ -285,15 +291,16 @@ class PairGenerator(ResponseGenerator):
             kv_bits=self.cli_args.kv_bits,
             kv_group_size=self.cli_args.kv_group_size,
             quantized_kv_start=self.cli_args.quantized_kv_start,
-            **draft_options(args, drafter) | self._calibrating(answer, drafter),
+            **drafting,
         )
-        gives_way = False
+        gives_way, origins = False, Origins(len(answer.tokens))
         with closing(responses):  # leaves in the caches what was yielded, and no more
             for response in responses:
                 sequence.tokens.append(response.token)
                 is_stop = matcher.advance(response.token)
                 finish_reason = "stop" if is_stop else response.finish_reason
-                answer.put(_message(response, finish_reason, args, tokenizer))
+                origin = origins.of(response)
+                answer.put(message(response, finish_reason, args, tokenizer, origin))
                 if finish_reason is not None or answer.is_over:
                     break
                 self._check_wanted(answer)
@@ -301,7 +308,6 @@ class PairGenerator(ResponseGenerator):
                 if gives_way:
                     break
         if drafter is not None:
-            answer.stats.append(response.stats)
             self.metrics.count_drafts(response.stats)
             if response.stats.left_drafter:
                 # The drafter's part lacks what was generated.
@@ -315,7 +321,7 @@ class PairGenerator(ResponseGenerator):
 
         return progress
 
-    def _calibrating(self, answer: Answer, drafter: Drafter | None) -> dict[str, Callable]:
+    def _calibrating(self, answer: Answer) -> dict[str, Callable]:
         """Measuring what rounds cost takes seconds: it stops as soon as anybody waits."""
 
         def calibrating(num_done: int, num_groups: int) -> None:
@@ -323,24 +329,8 @@ class PairGenerator(ResponseGenerator):
             if num_done < num_groups and self._waiting():
                 raise SomebodyWaits
 
-        return {} if drafter is None else {"calibration_progress_callback": calibrating}
+        return {"calibration_progress_callback": calibrating}
 
     def _check_wanted(self, answer: Answer) -> None:
         if answer.is_over or self._stop:
             raise RequestError("the server is stopping.", 503)
-
-
-def _message(
-    response: GenerationResponse,
-    finish_reason: str | None,
-    args: PairArguments,
-    tokenizer: TokenizerWrapper,
-) -> Response:
-    """A response as mlx-lm's handlers take it; the device is asked for no more than they show."""
-    return Response(
-        response.text,
-        response.token,
-        response.logprobs[response.token].item() if args.logprobs else 0.0,
-        finish_reason,
-        _format_top_logprobs(response.logprobs, args.top_logprobs, tokenizer),
-    )

@@ -6,8 +6,9 @@ What is generated, and when, is decided in ``generator.py``; who may connect in 
 import io
 import json
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import unquote
 
 from mlx_lm.server import APIHandler, CompletionRequest
@@ -19,6 +20,8 @@ from .connection import Presence, RequestReader, drain
 from .exchange import Exchange
 from .listener import PairServer
 from .metrics import CONTENT_TYPE, Outcome
+from .page import CONTENT_TYPE as PAGE_TYPE
+from .page import page
 
 PROMPTS = {
     "/v1/completions": "prompt",
@@ -26,6 +29,7 @@ PROMPTS = {
     "/chat/completions": "messages",
 }
 EXTRA_HEADERS = {401: {"WWW-Authenticate": 'Bearer realm="mlx-eagle"'}, 503: {"Retry-After": "5"}}
+FinishReason = Literal["length", "stop"] | None
 LARGE = 2**16  # bytes of a body; larger ones are read into fields one after the other
 
 
@@ -84,11 +88,14 @@ class PairHandler(APIHandler):
             self.server.answering.discard(self)
 
     def do_GET(self) -> None:
-        """The models, the metrics, the health."""
+        """The page, the models, the metrics, the health."""
         try:
-            if self.path != "/health":
+            if self.path not in ("/", "/health"):
                 self._check_key()
-            if self.path == "/metrics":
+            if self.path == "/":
+                document, headers = page(self.server.page_settings())
+                self._send(200, PAGE_TYPE, document, headers)
+            elif self.path == "/metrics":
                 self._send(200, CONTENT_TYPE, self.server.metrics_text().encode())
             elif self.path.startswith("/v1/models") or self.path == "/health":
                 super().do_GET()
@@ -219,11 +226,13 @@ class PairHandler(APIHandler):
     def _send_json(self, document: dict[str, Any]) -> None:
         self._send(200, "application/json", json.dumps(document).encode())
 
-    def _send(self, status: int, content_type: str, content: bytes) -> None:
+    def _send(
+        self, status: int, content_type: str, content: bytes, headers: Mapping[str, str] = {}
+    ) -> None:
         self.send_response(status)
         self.send_header("Content-type", content_type)
         self.send_header("Content-Length", str(len(content)))
-        for name, value in EXTRA_HEADERS.get(status, {}).items():
+        for name, value in {**EXTRA_HEADERS.get(status, {}), **headers}.items():
             self.send_header(name, value)
         self._set_cors_headers()
         self.end_headers()
@@ -249,8 +258,12 @@ class PairHandler(APIHandler):
         else:
             raise RequestError(f"{shortened(wanted)} is not served here, but {name} is.", 404)
 
-    def generate_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return self._with_counts(super().generate_response(*args, **kwargs))
+    def generate_response(
+        self, text: str, finish_reason: FinishReason, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        response = super().generate_response(text, finish_reason, *args, **kwargs)
+        draft = self.response_generator.draft(is_last=finish_reason is not None)
+        return self._with_counts(response) | ({} if draft is None else {"draft": draft})
 
     def completion_usage_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return self._with_counts(super().completion_usage_response(*args, **kwargs))

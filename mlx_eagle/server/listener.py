@@ -117,6 +117,18 @@ class PairServer(ThreadingHTTPServer):
         num_waiting, num_running = self.generator.count_open()
         return self.metrics.text(num_waiting, num_running, len(self._connections))
 
+    def page_settings(self) -> dict[str, Any]:
+        """What the page at ``/`` is told. Nobody is asked for a key there: then no names."""
+        args = self.generator.cli_args
+        return {
+            "needs_key": self.key is not None,
+            "model": self.generator.model_provider.name if self.key is None else None,
+            "temperature": args.temp,
+            "max_tokens": args.max_tokens,
+            "num_draft_tokens": args.num_draft_tokens,
+            "tree": args.tree,
+        }
+
     def _refuse(self, request: Any) -> None:
         """Say so without waiting: this is the thread that accepts connections for everybody."""
         content = json.dumps({"error": TOO_MANY | {"type": "server_error", "code": 503}})

@@ -128,6 +128,8 @@ def test_end_to_end(monkeypatch, capsys, tmp_path, tiny):
     assert len(tables) == 3 and all(table in text for table in tables)
     # Results come first, and conditions are folded.
     assert text.index("## Results") < text.index("## Conditions") < text.index("<summary>Machine")
+    conditions = re.sub(r"(?s)<details>.*?</details>", "", text.split("## Conditions")[1])
+    assert conditions.strip() == ""
     for word in ("tok/s", "tau", "TTFT", "bound", "c(R)", "identical", "peak", "evals/round"):
         assert word in text
     configuration = scenario["configurations"][1]

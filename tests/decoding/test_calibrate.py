@@ -270,7 +270,7 @@ def test_a_decoder_goes_by_what_is_remembered(tmp_path, monkeypatch):
     for _ in range(2):
         decoder = decoder_for_ways()
         costs = calibrate.round_costs(decoder)
-        assert costs.ways == Ways(True, True)
+        assert costs.current.ways == Ways(True, True)
         assert decoder.target.parts.is_on and decoder.drafter._keeps_tail
         monkeypatch.setattr(calibrate, "fastest_ways", lambda *_: 1 / 0)
     (known,) = json.loads((tmp_path / "calibration.json").read_text()).values()

@@ -1,0 +1,111 @@
+"""The pictures of the server's page and of the terminal: real runs of the demo pair.
+
+    python docs/pictures.py
+
+They are written to docs/pages/images. Needs the extra ``browser`` and a Chromium on PATH; speeds
+are those of the machine, so nothing else should run on it.
+"""
+
+import html
+import os
+import pty
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import sync_playwright
+
+IMAGES = Path(__file__).parent / "pages" / "images"
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
+PORT = 8731
+QUESTION = (
+    "A baker makes 12 trays of cookies with 8 cookies on each tray. "
+    "How many cookies does she make?"
+)
+LIMIT = 300_000.0  # milliseconds for an answer
+DESK, PHONE = {"width": 1280, "height": 720}, {"width": 360, "height": 700}
+MARK = re.compile(r"\x1b\[4;36m(.*?)\x1b\[24;39m")
+STYLE = """body { margin: 0; padding: 1.2rem 1.4rem; background: #14171b; color: #e6e9ed;
+  font: 15px/1.5 ui-monospace, Menlo, "DejaVu Sans Mono", monospace; white-space: pre-wrap; }
+b { font-weight: 400; color: #35c5c5; text-decoration: underline; }"""
+
+
+@contextmanager
+def demo_server() -> Iterator[str]:
+    """The address of a server of the demo pair."""
+    command = [sys.executable, "-m", "mlx_eagle.server", "--port", str(PORT)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith("Serving "):
+                    break
+            yield f"http://127.0.0.1:{PORT}/"
+        finally:
+            process.terminate()
+
+
+def draw_page(browser: Any, url: str) -> None:
+    """A conversation and a race at a desk, and the conversation on a phone in the dark."""
+    desk = browser.new_context(viewport=DESK).new_page()
+    desk.goto(url)
+    ask(desk)
+    desk.locator(".answer .drafted.d2").first.hover()
+    desk.screenshot(path=IMAGES / "page.png")
+    desk.click("#tab-race")
+    desk.fill("#race-question", QUESTION)
+    desk.click("#race-start")
+    desk.locator("#verdict", has_text=re.compile("Identical|Different")).wait_for(timeout=LIMIT)
+    desk.screenshot(path=IMAGES / "race.png")
+    phone = browser.new_context(viewport=PHONE, color_scheme="dark").new_page()
+    phone.goto(url)
+    ask(phone)
+    phone.screenshot(path=IMAGES / "page-small.png")
+
+
+def ask(page: Any) -> None:
+    page.fill("#question", QUESTION)
+    page.keyboard.press("Enter")
+    page.locator("#again").wait_for(timeout=LIMIT)
+
+
+def draw_terminal(browser: Any) -> None:
+    """What ``make demo`` shows, as a terminal would."""
+    said = bytearray()
+
+    def read(descriptor: int) -> bytes:
+        found = os.read(descriptor, 2**16)
+        said.extend(found)
+        return found
+
+    os.environ["TERM"] = "xterm-256color"
+    os.environ.pop("NO_COLOR", None)
+    pty.spawn([sys.executable, "-m", "mlx_eagle.demo", "--max-tokens", "150"], read)
+    text = said.decode().replace("\r\n", "\n")
+    shown = MARK.sub(r"<b>\1</b>", html.escape(f"$ make demo\n{text}", quote=False))
+    page = browser.new_page(viewport={"width": 900, "height": 200})
+    page.set_content(f"<style>{STYLE}</style>{shown.strip()}")
+    page.screenshot(path=IMAGES / "terminal.png", full_page=True)
+
+
+def main() -> None:
+    path = next(filter(None, map(shutil.which, CHROMIUM)))
+    with sync_playwright() as playwright:
+        sandbox = [] if os.geteuid() else ["--no-sandbox"]  # which root cannot have
+        # Make puts OpenBLAS in front of Python; a browser does not start with it.
+        environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+        launch = playwright.chromium.launch
+        browser = launch(executable_path=path, args=sandbox, env=environment)
+        draw_terminal(browser)
+        with demo_server() as url:
+            draw_page(browser, url)
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()

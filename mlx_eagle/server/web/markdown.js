@@ -1,0 +1,380 @@
+// Markdown as nodes of the document. Text of a model only ever becomes text nodes: no HTML is
+// parsed, no image is loaded, and only http and https addresses become links.
+//
+// Each text node knows where in the source it comes from, so that tokens can be marked in it.
+// A line is {s, at}: its text without what marks the block, and where that begins in the source.
+
+const DEEPEST = 12; // quotes and lists inside each other
+const FARTHEST = 2000; // letters between the two ends of an emphasis
+
+function element(name, className, ...children) {
+  const made = document.createElement(name);
+  if (className) made.className = className;
+  made.append(...children);
+  return made;
+}
+
+const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)/;
+const HEADING = /^ {0,3}(#{1,6})[ \t]+/;
+const RULE = /^ {0,3}([-*_])(?:[ \t]*\1){2,}[ \t]*$/;
+const QUOTE = /^ {0,3}> ?/;
+const ITEM = /^( {0,5})([-*+]|\d{1,9}[.)])(?:[ \t]+|$)/;
+const DELIMITERS = /^ {0,3}\|?[ \t]*:?-+:?[ \t]*(\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*$/;
+
+function linesOf(source) {
+  const lines = [];
+  let at = 0;
+  for (const s of source.split("\n")) {
+    lines.push({ s, at });
+    at += s.length + 1;
+  }
+  return lines;
+}
+
+const without = (line, count) => ({ s: line.s.slice(count), at: line.at + count });
+const isBlank = (line) => line.s.trim() === "";
+
+function beginsBlock(lines, i) {
+  const s = lines[i].s;
+  return FENCE.test(s) || HEADING.test(s) || RULE.test(s) || QUOTE.test(s) || ITEM.test(s);
+}
+
+function isTable(lines, i) {
+  return i + 1 < lines.length && lines[i].s.includes("|") && lines[i + 1].s.includes("|") &&
+    DELIMITERS.test(lines[i + 1].s);
+}
+
+/** [{kind, lines, ...}] of lines; `from` and `to` are numbers of lines. */
+function blocksOf(lines) {
+  const blocks = [];
+  let i = 0;
+  while (i < lines.length) {
+    if (isBlank(lines[i])) {
+      i += 1;
+      continue;
+    }
+    const block = blockAt(lines, i);
+    blocks.push(block);
+    i = block.to;
+  }
+  return blocks;
+}
+
+function blockAt(lines, i) {
+  const s = lines[i].s;
+  const fence = FENCE.exec(s);
+  if (fence) return codeAt(lines, i, fence);
+  const heading = HEADING.exec(s);
+  if (heading) {
+    const line = without(lines[i], heading[0].length);
+    line.s = line.s.replace(/[ \t]+#*[ \t]*$/, "");
+    return { kind: "heading", level: heading[1].length, lines: [line], from: i, to: i + 1 };
+  }
+  if (RULE.test(s)) return { kind: "rule", lines: [], from: i, to: i + 1 };
+  if (QUOTE.test(s)) {
+    const taken = [];
+    let to = i;
+    for (; to < lines.length && QUOTE.test(lines[to].s); to += 1) {
+      taken.push(without(lines[to], QUOTE.exec(lines[to].s)[0].length));
+    }
+    return { kind: "quote", lines: taken, from: i, to };
+  }
+  if (ITEM.test(s)) return listAt(lines, i);
+  if (isTable(lines, i)) {
+    let to = i + 2;
+    while (to < lines.length && lines[to].s.includes("|")) to += 1;
+    return { kind: "table", lines: lines.slice(i, to), from: i, to };
+  }
+  let to = i + 1;
+  while (to < lines.length && !isBlank(lines[to]) && !beginsBlock(lines, to)) to += 1;
+  return { kind: "paragraph", lines: lines.slice(i, to), from: i, to };
+}
+
+function codeAt(lines, i, fence) {
+  const mark = fence[1];
+  let to = i + 1;
+  const closes = (s) => {
+    const text = s.trim();
+    return text.length >= mark.length && text === mark[0].repeat(text.length);
+  };
+  while (to < lines.length && !closes(lines[to].s)) to += 1;
+  const taken = lines.slice(i + 1, to);
+  return { kind: "code", language: fence[2], lines: taken, from: i, to: Math.min(to + 1, lines.length) };
+}
+
+/** Items of one list: a line that is set in belongs to the item above it. */
+function listAt(lines, i) {
+  const first = ITEM.exec(lines[i].s);
+  const indent = first[1].length;
+  const isOrdered = /\d/.test(first[2]);
+  const items = [];
+  let to = i;
+  while (to < lines.length) {
+    const found = ITEM.exec(lines[to].s);
+    const depth = /^ */.exec(lines[to].s)[0].length;
+    if (found && depth <= indent + 1) {
+      if (/\d/.test(found[2]) !== isOrdered || RULE.test(lines[to].s) || depth < indent) break;
+      items.push({ width: found[0].length, lines: [without(lines[to], found[0].length)] });
+    } else if (isBlank(lines[to])) {
+      const next = lines[to + 1];
+      const goesOn = next && !isBlank(next) &&
+        (/^ {2,}/.test(next.s) || (ITEM.test(next.s) && !RULE.test(next.s)));
+      if (!goesOn) break;
+      items.at(-1).lines.push({ s: "", at: lines[to].at });
+    } else if (depth > indent || !beginsBlock(lines, to)) {
+      items.at(-1).lines.push(without(lines[to], Math.min(depth, items.at(-1).width)));
+    } else {
+      break;
+    }
+    to += 1;
+  }
+  const start = isOrdered ? parseInt(first[2], 10) : 1;
+  return { kind: "list", isOrdered, start, items: items.map((item) => item.lines), lines: [], from: i, to };
+}
+
+/** Makes nodes of one source text, with its drafted tokens marked. */
+class Renderer {
+  constructor(marks) {
+    this.marks = marks; // [{start, end, label, depth}], in order
+  }
+
+  block(block, depth = 0) {
+    switch (block.kind) {
+      case "heading":
+        return this.inlined(element(`h${block.level}`), block.lines);
+      case "rule":
+        return element("hr");
+      case "code":
+        return this.code(block);
+      case "quote":
+        return this.nested(element("blockquote"), block.lines, depth);
+      case "list":
+        return this.list(block, depth);
+      case "table":
+        return this.table(block.lines);
+      default:
+        return this.inlined(element("p"), block.lines);
+    }
+  }
+
+  nested(parent, lines, depth) {
+    if (depth >= DEEPEST) return this.inlined(parent, lines);
+    const blocks = blocksOf(lines);
+    if (parent.tagName === "LI" && blocks.length && blocks[0].kind === "paragraph") {
+      this.inlined(parent, blocks.shift().lines);
+    }
+    for (const block of blocks) parent.append(this.block(block, depth + 1));
+    return parent;
+  }
+
+  list(block, depth) {
+    const list = element(block.isOrdered ? "ol" : "ul");
+    if (block.start !== 1) list.start = block.start;
+    for (const lines of block.items) list.append(this.nested(element("li"), lines, depth));
+    return list;
+  }
+
+  code(block) {
+    const code = element("code");
+    const last = block.lines.length - 1;
+    block.lines.forEach((line, i) => {
+      this.text(code, line.s + (i < last ? "\n" : ""), line.at);
+    });
+    const copy = element("button", "", "Copy");
+    copy.type = "button";
+    copy.dataset.copies = "code";
+    copy.setAttribute("aria-label", "Copy this code");
+    const pre = element("pre", "", code, copy);
+    pre.tabIndex = 0;
+    if (block.language) pre.setAttribute("aria-label", `Code, ${block.language}`);
+    return pre;
+  }
+
+  table(lines) {
+    const cells = (line) => {
+      const found = [];
+      let at = 0;
+      for (const s of line.s.split(/(?<!\\)\|/)) {
+        const blank = s.length - s.trimStart().length;
+        found.push({ s: s.trim(), at: line.at + at + blank });
+        at += s.length + 1;
+      }
+      if (found.length && found[0].s === "") found.shift();
+      if (found.length && found.at(-1).s === "") found.pop();
+      return found;
+    };
+    const row = (line, kind) => {
+      const made = element("tr");
+      for (const cell of cells(line)) made.append(this.inlined(element(kind), [cell]));
+      return made;
+    };
+    const body = element("tbody", "", ...lines.slice(2).map((line) => row(line, "td")));
+    return element("div", "wide", element("table", "", element("thead", "", row(lines[0], "th")), body));
+  }
+
+  inlined(parent, lines) {
+    let s = "";
+    const at = [];
+    lines.forEach((line, i) => {
+      const text = line.s + (i + 1 < lines.length ? "\n" : "");
+      for (let k = 0; k < text.length; k += 1) at.push(line.at + k);
+      s += text;
+    });
+    this.inline(parent, s, at, 0, s.length, 0);
+    return parent;
+  }
+
+  /** Text from `from` to `to` of `s`, whose letters stand at `at` in the source. */
+  inline(parent, s, at, from, to, depth) {
+    let begun = from;
+    let i = from;
+    const flush = (end) => this.spread(parent, s, at, begun, end);
+    while (i < to) {
+      const found = depth < DEEPEST ? this.spanAt(s, i, to) : null;
+      if (found === null) {
+        i += 1;
+        continue;
+      }
+      flush(i);
+      if (found.node) {
+        if (found.isRaw) this.spread(found.node, s, at, found.from, found.to);
+        else this.inline(found.node, s, at, found.from, found.to, depth + 1);
+        parent.append(found.node);
+      } else {
+        this.spread(parent, s, at, found.from, found.to);
+      }
+      begun = i = found.end;
+    }
+    flush(to);
+  }
+
+  /** What begins at `i`, or null: {node, from, to, end}. */
+  spanAt(s, i, to) {
+    const letter = s[i];
+    if (letter === "\\" && i + 1 < to && /[!-/:-@[-`{-~]/.test(s[i + 1])) {
+      return { node: null, from: i + 1, to: i + 2, end: i + 2 };
+    }
+    if (letter === "`") {
+      const mark = /^`+/.exec(s.slice(i, i + 20))[0];
+      const close = s.slice(i + mark.length, Math.min(to, i + FARTHEST)).indexOf(mark);
+      if (close <= 0) return null;
+      const from = i + mark.length;
+      return { node: element("code"), isRaw: true, from, to: from + close, end: from + close + mark.length };
+    }
+    if (letter === "*" || letter === "_" || letter === "~") return this.emphasisAt(s, i, to);
+    if (letter === "[") return this.linkAt(s, i, to);
+    if (letter === "h" && !/\w/.test(s[i - 1] || " ")) {
+      const found = /^https?:\/\/[^\s<>"'`*]{1,1000}/.exec(s.slice(i, Math.min(to, i + 1010)));
+      const address = found && found[0].replace(/[.,;:!?)\]]+$/, "");
+      const node = address && link(address);
+      if (node) return { node, isRaw: true, from: i, to: i + address.length, end: i + address.length };
+    }
+    return null;
+  }
+
+  emphasisAt(s, i, to) {
+    const letter = s[i];
+    const mark = s[i + 1] === letter ? letter + letter : letter;
+    if (mark === "~" || (letter === "_" && /\w/.test(s[i - 1] || " "))) return null;
+    const from = i + mark.length;
+    if (from >= to || /\s/.test(s[from]) || s[from] === letter) return null;
+    const within = s.slice(from, Math.min(to, from + FARTHEST));
+    for (let k = within.indexOf(mark); k > 0; k = within.indexOf(mark, k + 1)) {
+      const isLonger = mark.length === 1 && (within[k + 1] === letter || within[k - 1] === letter);
+      const isInside = letter === "_" && /\w/.test(within[k + mark.length] || " ");
+      if (isLonger || isInside || /\s/.test(within[k - 1])) continue;
+      const name = letter === "~" ? "del" : mark.length === 2 ? "strong" : "em";
+      return { node: element(name), from, to: from + k, end: from + k + mark.length };
+    }
+    return null;
+  }
+
+  linkAt(s, i, to) {
+    const found = /^\[([^\[\]\n]{1,500})\]\(([^\s()]{1,1000})\)/.exec(s.slice(i, Math.min(to, i + 1510)));
+    const node = found && link(found[2]);
+    if (!node) return null;
+    return { node, from: i + 1, to: i + 1 + found[1].length, end: i + found[0].length };
+  }
+
+  /** Append letters that may lie apart in the source, such as those of several lines. */
+  spread(parent, s, at, from, to) {
+    let begun = from;
+    for (let i = from + 1; i <= to; i += 1) {
+      if (i === to || at[i] !== at[i - 1] + 1) {
+        this.text(parent, s.slice(begun, i), at[begun]);
+        begun = i;
+      }
+    }
+  }
+
+  /** Append text that stands at `at` in the source, drafted tokens as spans. */
+  text(parent, s, at) {
+    let done = 0;
+    for (let m = firstAfter(this.marks, at); m < this.marks.length && done < s.length; m += 1) {
+      const mark = this.marks[m];
+      const from = Math.max(done, mark.start - at);
+      const to = Math.min(s.length, mark.end - at);
+      if (from >= s.length) break;
+      if (from > done) parent.append(s.slice(done, from));
+      const span = element("span", `drafted d${Math.min(mark.depth, 3)}`, s.slice(from, to));
+      span.dataset.label = mark.label;
+      span.dataset.token = mark.token;
+      parent.append(span);
+      done = to;
+    }
+    if (done < s.length) parent.append(s.slice(done));
+  }
+}
+
+/** The number of the first mark that ends after `at`. */
+function firstAfter(marks, at) {
+  let low = 0;
+  let high = marks.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (marks[middle].end > at) high = middle;
+    else low = middle + 1;
+  }
+  return low;
+}
+
+/** An empty link, or null for what is no address of the web. */
+function link(address) {
+  let parsed;
+  try {
+    parsed = new URL(address);
+  } catch {
+    return null;
+  }
+  if (parsed.protocol !== "http:" && parsed.protocol !== "https:") return null;
+  const made = element("a");
+  made.href = parsed.href;
+  made.target = "_blank";
+  made.rel = "noopener noreferrer";
+  return made;
+}
+
+/** A text in a node, which is brought up to date as the text grows; finished blocks stay. */
+class MarkdownView {
+  constructor(node) {
+    this.node = node;
+    this.known = []; // the source of each block that is shown, and its node
+  }
+
+  show(source, marks) {
+    const lines = linesOf(source);
+    const blocks = blocksOf(lines);
+    const renderer = new Renderer(marks);
+    blocks.forEach((block, i) => {
+      const end = block.to < lines.length ? lines[block.to].at : source.length;
+      const text = `${lines[block.from].at}:${source.slice(lines[block.from].at, end)}`;
+      const before = this.known[i];
+      if (before && before.text === text && i + 1 < blocks.length) return;
+      const node = renderer.block(block);
+      if (before) before.node.replaceWith(node);
+      else this.node.append(node);
+      this.known[i] = { text, node };
+    });
+    for (const extra of this.known.splice(blocks.length)) extra.node.remove();
+  }
+}

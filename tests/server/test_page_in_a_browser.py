@@ -1,0 +1,487 @@
+"""The page at ``/`` in a headless Chromium: on a tiny pair, and on a server that follows scripts.
+
+``make test-all ARGS=--without-browser`` leaves these tests out.
+"""
+
+import re
+import threading
+from urllib.request import urlopen
+
+import mlx_lm
+import pytest
+from browser import DIE, Tab, chunk_of, find_chromium, running_browser, scripted_server
+from prometheus_client.parser import text_string_to_metric_families
+from serving import ours, write_pair
+
+from mlx_eagle import stream_generate
+from mlx_eagle.draft_models import open_drafter
+
+pytestmark = [pytest.mark.exhaustive, pytest.mark.browser]
+PATH = find_chromium()
+KEY = "a-key"
+HOSTILE = """<script>window.broken = 1</script>
+<img src=x onerror="window.broken = 2">
+
+[a link](javascript:window.broken=3) [another](data:text/html,x)
+[a good one](https://example.org/a)
+https://example.org/plain <a href="javascript:alert(1)">raw</a>
+
+```html
+<script>window.broken = 4</script>
+```
+
+| a | b |
+|---|---|
+| <b>bold?</b> | **bold** |
+
+- one
+  - two `<i>`
+
+> quoted *text* ![image](https://example.org/picture.png)
+"""
+
+
+def test_a_browser_is_there():
+    """Fails once, instead of each test, where there is none."""
+    assert PATH is not None, (
+        "no Chromium was found on PATH, so the page was not tried: install one (Debian: "
+        "apt install chromium), or leave these tests out with ARGS=--without-browser."
+    )
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if PATH is None:
+        pytest.skip("there is no Chromium: test_a_browser_is_there has failed because of that")
+    with running_browser(PATH) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> dict[str, str]:
+    return write_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def server(pair):
+    flags = ("--model", pair["target"], "--draft-model", pair["model"], "--max-tokens", "40")
+    with ours(*flags) as asked:
+        yield asked
+
+
+@pytest.fixture
+def open_tab(browser):
+    """Open pages; afterwards nobody was asked but their server, and nothing complained."""
+    tabs = []
+
+    def open_(url: str, **options) -> Tab:
+        tabs.append(Tab(browser, url, **options))
+        return tabs[-1]
+
+    yield open_
+    for tab in tabs:
+        tab.close()
+    for tab in tabs:
+        assert [url for url in tab.requests if not url.startswith((tab.url, "data:"))] == []
+        assert tab.complaints == []
+
+
+@pytest.fixture
+def tab(open_tab, server) -> Tab:
+    return open_tab(server.url.removesuffix("v1"))
+
+
+@pytest.fixture
+def script():
+    with scripted_server() as found:
+        yield found
+
+
+def metrics_of(server) -> dict[str, float]:
+    document = urlopen(server.url.removesuffix("/v1") + "/metrics", timeout=10).read().decode()
+    return {
+        sample.name.removeprefix("mlx_eagle_"): sample.value
+        for family in text_string_to_metric_families(document)
+        for sample in family.samples
+        if not sample.labels
+    }
+
+
+def test_three_turns(tab, server):
+    """The strip counts what the server counts; each turn has the ones before it."""
+    before = metrics_of(server)
+    texts = []
+    for question in ("Hello there", "And then", "At last"):
+        tab.ask(question)
+        texts.append(tab.wait())
+    assert tab.count(".question") == tab.count(".answer") == 3
+    found = metrics_of(server)
+    for name, metric in {
+        "Drafted": "drafted_tokens_total",
+        "Accepted": "accepted_tokens_total",
+        "Target passes": "draft_target_passes_total",
+    }.items():
+        assert int(tab.figure(name, 1)) == found[metric] - before[metric] > 0
+    answers = [kept["answer"] for kept in tab.stored() if kept["role"] == "assistant"]
+    assert int(tab.figure("Tokens", 1)) == sum(len(set(each["indexes"])) for each in answers)
+    for answer in answers:  # what the page counted by itself is what the server says
+        is_cut = answer["finish"] == "length" and answer["tokens"][-1][1] > 0
+        own = [token[2] for token in answer["tokens"][1:] if token[1] == 0]
+        assert own == answer["counts"]["draft_lengths"][: len(own)]
+        assert len(answer["counts"]["draft_lengths"]) == len(own) + is_cut
+    tau = answers[-1]["counts"]["mean_acceptance_length"]
+    assert tab.figure("Mean acceptance length (tau)") == f"{tau:.2f}"
+
+
+def test_marks_are_those_of_the_python_api(tab, pair):
+    """The same greedy prompt; drafted halves of letters are marked with their letter."""
+    model, tokenizer = mlx_lm.load(pair["target"])
+    question = "What birds"
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], add_generation_prompt=True
+    )
+    responses = list(
+        stream_generate(
+            model,
+            tokenizer,
+            prompt,
+            40,
+            draft_model=open_drafter(pair["model"], model, tokenizer),
+            num_draft_tokens=3,
+        )
+    )
+    tab.ask(question)
+    tab.wait()
+    (answer,) = [kept["answer"] for kept in tab.stored() if kept["role"] == "assistant"]
+    assert [token[:3] for token in answer["tokens"]] == [
+        [r.token, r.draft_depth, r.draft_length] for r in responses
+    ]
+    text = "".join(r.text for r in responses)
+    assert answer["text"] == text
+    drafted = {i for i, r in enumerate(responses) if r.from_draft and r.text}
+    marked = tab.page.locator(".answer .drafted").evaluate_all(
+        "spans => spans.map(s => Number(s.dataset.token))"
+    )
+    visible = {i for i in drafted if responses[i].text.strip()}
+    assert visible <= set(marked) and all(responses[i].text for i in set(marked))
+    assert len(drafted) > 5 and any(r.from_draft and not r.text for r in responses)
+
+
+def test_a_race(tab):
+    tab.page.click("#tab-race")
+    tab.page.fill("#race-question", "A big it all")
+    tab.page.click("#race-start")
+    verdict = tab.page.locator("#verdict", has_text=re.compile("Identical|Different|No verdict"))
+    verdict.wait_for()
+    assert verdict.inner_text().startswith("Identical: all ")
+    clocks = [tab.page.inner_text(f"#{name}-clock") for name in ("plain", "drafted")]
+    assert all(re.match(r"\d+\.\d\d s [\d.]+ tokens/s, \d+ tokens", clock) for clock in clocks)
+    assert tab.count("#plain-text .drafted") == 0 < tab.count("#drafted-text .drafted")
+    texts = [tab.page.inner_text(f"#{name}-text") for name in ("plain", "drafted")]
+    assert texts[0] == texts[1] != ""
+
+
+def test_a_race_of_samples_has_one_seed(tab):
+    tab.page.fill("#temperature", "0.9")
+    tab.page.click("#tab-race")
+    tab.page.fill("#race-question", "Once upon a time")
+    tab.page.keyboard.press("Enter")
+    tab.page.locator("#verdict", has_text="Identical: all ").wait_for()
+    assert "Both drew with the seed" in tab.page.inner_text("#verdict")
+
+
+def test_regenerate_copy_and_the_switch(tab):
+    tab.ask("Hello there")
+    first = tab.wait()
+    tab.page.click("#again")
+    tab.page.locator("#again").wait_for()
+    assert tab.wait() == first and tab.count(".answer") == 1
+    tab.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    tab.page.click("[data-copies=answer]")
+    tab.page.get_by_text("Copied").wait_for()
+    copied = tab.page.evaluate("() => navigator.clipboard.readText()")
+    assert copied == tab.stored()[-1]["answer"]["text"]
+    style = "e => getComputedStyle(e).textDecorationLine"
+    drafted = tab.page.locator(".answer .drafted").first
+    assert drafted.evaluate(style) == "underline"
+    tab.page.uncheck("#marks")
+    assert drafted.evaluate(style) == "none"
+
+
+def test_positions_are_told(tab):
+    """By the mouse, and by the arrow keys."""
+    tab.ask("Hello there")
+    tab.wait()
+    drafted = tab.page.locator(".answer .drafted").first
+    drafted.hover()
+    told = tab.page.inner_text("#tip")
+    assert re.fullmatch(r"Drafted: position \d of \d.*", told)
+    assert tab.page.inner_text("#where") == told
+    tab.page.mouse.move(0, 0)
+    assert tab.page.locator("#tip").is_hidden()
+    tab.page.focus(".answer .text")
+    tab.page.keyboard.press("ArrowRight")
+    assert tab.page.inner_text("#tip") == told
+    tab.page.keyboard.press("ArrowRight")
+    assert tab.count(".drafted.here") == 1
+
+
+def test_a_conversation_is_there_after_a_reload(tab, server):
+    tab.ask("Hello there")
+    text = tab.wait()
+    spans = tab.count(".drafted")
+    figures = tab.page.inner_text("#figures")
+    tab.page.reload()
+    assert tab.wait() == text and tab.count(".drafted") == spans > 1
+    assert tab.page.inner_text("#figures") == figures
+    tab.ask("And then")
+    tab.page.locator(".answer").nth(1).wait_for()
+    tab.wait()
+    tab.page.click("#new")
+    tab.page.reload()
+    assert tab.count(".message") == 0 and tab.count(".empty") == 1
+
+
+def test_what_cannot_be_read_is_left_alone(tab):
+    for kept in ("nonsense", '[{"role": "assistant"}]', '{"a": 1}', '[{"role":"user"}, 3]'):
+        tab.page.evaluate("text => localStorage.setItem('mlx-eagle.conversation', text)", kept)
+        tab.page.reload()
+        tab.ask("Hello")
+        assert tab.wait()
+        tab.page.click("#new")
+
+
+def test_an_idle_page_asks_for_nothing(tab, server):
+    """No request but its own, also after an answer."""
+    tab.ask("Hello there")
+    tab.wait()
+    num_requests, before = len(tab.requests), metrics_of(server)
+    tab.page.wait_for_timeout(2000)
+    assert len(tab.requests) == num_requests == 2
+    after = metrics_of(server)
+    assert after["requests_running"] == after["requests_waiting"] == 0
+    assert (
+        after["time_to_first_token_seconds_count"] == before["time_to_first_token_seconds_count"]
+    )
+
+
+def test_a_key(browser, pair, open_tab):
+    flags = ("--model", pair["target"], "--draft-model", pair["model"], "--api-key", KEY)
+    with ours(*flags, "--max-tokens", "5") as asked:
+        tab = open_tab(asked.url.removesuffix("v1"))
+        assert tab.page.inner_text("#model") == ""
+        tab.ask("Hello")
+        tab.said("The API key is missing or wrong")
+        assert [text for text in tab.complaints if "401" not in text] == []
+        tab.complaints.clear()  # the browser's own words about the status
+        assert tab.page.evaluate("() => document.activeElement.id") == "key"
+        tab.page.fill("#key", KEY)
+        tab.page.click("#again")
+        tab.page.locator(".note.bad").wait_for(state="detached")
+        tab.wait()
+        assert KEY not in tab.page.evaluate("() => JSON.stringify(localStorage)")
+        assert KEY in tab.page.evaluate("() => JSON.stringify(sessionStorage)")
+
+
+def test_mistakes_are_said(tab):
+    tab.page.fill("#tree", "4x4")
+    tab.ask("Hello")
+    tab.page.locator(".note.bad", has_text="give WIDTHxDEPTH:NODES").wait_for()
+    assert [text for text in tab.complaints if "400" not in text] == []
+    tab.complaints.clear()
+    tab.page.fill("#tree", "")
+    tab.page.click("#again")
+    tab.page.locator(".answer .drafted").first.wait_for()
+
+
+def test_hostile_answers_stay_text(open_tab, script):
+    """Whole, and letter by letter as they would come."""
+    tab = open_tab(script.url)
+    for pieces in ([HOSTILE], list(HOSTILE)):
+        script.scripts.append(pieces)
+        tab.ask("Break it")
+        shown = tab.wait()
+        for text in ("<script>window.broken = 1</script>", "onerror=", "<b>bold?</b>", "<i>"):
+            assert text in shown
+        assert tab.page.evaluate("() => window.broken") is None
+        assert tab.count(".answer script, .answer img, .answer b, .answer i") == 0
+        addresses = (
+            tab.page.locator(".answer")
+            .last.locator("a")
+            .evaluate_all("links => links.map(a => [a.href, a.rel])")
+        )
+        rel = "noopener noreferrer"
+        assert addresses == [
+            ["https://example.org/a", rel],
+            ["https://example.org/plain", rel],
+            ["https://example.org/picture.png", rel],
+        ]
+        assert tab.count(".answer:last-child strong") == tab.count(".answer:last-child em") == 1
+        assert tab.count(".answer:last-child li li code") == 1
+    halves = tab.page.locator(".answer").evaluate_all(
+        "nodes => nodes.map(n => n.querySelector('.text').innerText)"
+    )
+    assert halves[0] == halves[1]
+
+
+def test_a_policy_that_holds(open_tab, script):
+    """What a script in the page cannot do, whoever had put it there."""
+    tab = open_tab(script.url)
+    tries = {
+        "inline script": "() => { const s = document.createElement('script');"
+        " s.textContent = 'window.broken = 1'; document.body.append(s); }",
+        "html": "() => { document.body.insertAdjacentHTML('beforeend', '<b>x</b>'); }",
+        "handler": "() => { document.body.setAttribute('onclick', 'window.broken = 2');"
+        " document.body.click(); }",
+        "elsewhere": "() => fetch('https://example.org/').catch(() => null)",
+        "frame": "() => { const f = document.createElement('iframe');"
+        " f.src = 'https://example.org/'; document.body.append(f); }",
+        "style": "() => { document.body.setAttribute('style', 'color: red'); }",
+    }
+    for name, code in tries.items():
+        tab.complaints.clear()
+        try:
+            tab.page.evaluate(code)
+        except Exception as error:  # noqa: BLE001 - trusted types throw
+            assert "TrustedHTML" in str(error) or "TrustedScript" in str(error), name
+            continue
+        tab.page.wait_for_timeout(100)
+        assert any("Content Security Policy" in text for text in tab.complaints), name
+    assert tab.page.evaluate("() => window.broken") is None
+    assert tab.page.evaluate("() => getComputedStyle(document.body).color") != "rgb(255, 0, 0)"
+    tab.complaints.clear()
+    tab.requests[:] = [url for url in tab.requests if "example.org" not in url]  # refused ones
+
+
+def test_stop_in_the_midst(open_tab, script):
+    """What was said stays, the server is left alone, and the conversation goes on."""
+    tab = open_tab(script.url)
+    never = threading.Event()
+    script.scripts += [["One ", "two ", never, *["three "] * 1000], ["Go ", "on"]]
+    tab.ask("Count")
+    tab.said("One two")
+    tab.page.click("#stop")
+    assert tab.wait() == "One two"
+    assert tab.page.inner_text(".note") == "Stopped."
+    never.set()
+    assert script.has_left.wait(30)
+    tab.ask("And on")
+    tab.said("Go on")
+    assert [message["content"] for message in script.asked[-1]["messages"]] == [
+        "Count", "One two ", "And on"
+    ]  # fmt: skip
+
+
+def test_escape_stops(open_tab, script):
+    tab = open_tab(script.url)
+    script.scripts.append(["One ", threading.Event()])
+    tab.ask("Count")
+    tab.said("One")
+    tab.page.keyboard.press("Escape")
+    tab.said("Stopped.")
+
+
+def test_a_server_that_dies_in_the_midst(open_tab, script):
+    """A sentence, the text so far, and another try that works."""
+    tab = open_tab(script.url)
+    error = {"error": {"message": "the server is stopping.", "code": 503}}
+    script.scripts += [["One ", "two ", DIE], ["One ", error], ["All ", "of it"]]
+    tab.ask("Count")
+    assert tab.wait() == "One two"
+    assert tab.page.inner_text(".note").startswith("The connection broke off before the answer")
+    tab.page.click("#again")
+    tab.said("The server is stopping.")
+    tab.page.click("#again")
+    tab.said("All of it")
+    assert tab.count(".answer") == 1 and tab.page.locator(".note.bad").count() == 0
+
+
+def test_a_server_that_is_gone(browser):
+    with scripted_server() as script:
+        tab = Tab(browser, script.url)
+    try:
+        tab.ask("Hello")
+        tab.said("The server could not be reached")
+    finally:
+        tab.close()
+
+
+def test_what_is_asked_for(open_tab, script):
+    tab = open_tab(script.url)
+    values = {"system": "Be brief", "temperature": "0.5", "max_tokens": "9", "seed": "3"}
+    for name, value in (values | {"num_draft_tokens": "auto", "tree": "2x2:4"}).items():
+        tab.page.fill(f"#{name}", value)
+    script.scripts += [["Yes"], ["Yes"]]
+    tab.ask("Hello")
+    tab.wait()
+    expected = {
+        "messages": [
+            {"role": "system", "content": "Be brief"},
+            {"role": "user", "content": "Hello"},
+        ],
+        "temperature": 0.5,
+        "max_tokens": 9,
+        "seed": 3,
+        "num_draft_tokens": "auto",
+        "tree": "2x2:4",
+        "stream": True,
+        "stream_options": {"include_usage": True, "include_draft": True},
+    }
+    assert script.asked == [expected]
+    tab.page.reload()  # the settings are kept
+    tab.page.click("#again")
+    tab.wait()
+    assert script.asked[1] == expected
+
+
+def test_reasoning_and_events(open_tab, script):
+    tab = open_tab(script.url)
+    thought = chunk_of("Let me think", 1)
+    thought["choices"][0]["delta"] = {"reasoning": "Let me think"}
+    thought["draft"]["tokens"][0]["reasoning"] = True
+    event = {"num_tokens": 2, "what": "drafting off", "reason": "it does not pay"}
+    thought["draft"]["drafting_events"].append(event)
+    script.scripts.append([thought, "The answer"])
+    tab.ask("Think")
+    assert tab.wait() == "The answer"
+    tab.page.click(".reasoning summary")
+    assert tab.page.inner_text(".reasoning .drafted") == "Let me think"
+    assert tab.page.inner_text("#events") == "Token 2: drafting off. It does not pay."
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 360])
+def test_nothing_sticks_out(open_tab, server, width, scheme):
+    size = {"width": width, "height": 740}
+    tab = open_tab(server.url.removesuffix("v1"), viewport=size, color_scheme=scheme)
+    tab.ask("Hello there " * 20)
+    tab.wait()
+    for view in ("chat", "race"):
+        tab.page.click(f"#tab-{view}")
+        assert tab.page.evaluate("() => document.documentElement.scrollWidth") == width
+        assert tab.page.evaluate("() => document.documentElement.scrollHeight") == 740
+    background = tab.page.evaluate("() => getComputedStyle(document.body).backgroundColor")
+    assert (background == "rgb(255, 255, 255)") == (scheme == "light")
+
+
+def test_everything_has_a_name_and_a_key(open_tab, script):
+    """What can be used can be reached by Tab, and is called something."""
+    tab = open_tab(script.url)
+    script.scripts.append(["Some ", "`code`\n```py\nx = 1\n```\n"])
+    tab.ask("Hello")
+    tab.wait()
+    nameless = tab.page.evaluate(
+        """() => [...document.querySelectorAll("button, input, textarea, [role=img], section")]
+        .filter(e => !(e.getAttribute("aria-label") || e.getAttribute("aria-labelledby")
+          || e.labels?.length || e.textContent.trim())).map(e => e.outerHTML)"""
+    )
+    assert nameless == []
+    reached = set()
+    for _ in range(40):
+        tab.page.keyboard.press("Tab")
+        reached.add(tab.page.evaluate("() => document.activeElement.id"))
+    wanted = "tab-chat question send new marks system temperature max_tokens tree seed again log"
+    assert set(wanted.split()) <= reached
+    tab.page.focus("#tab-chat")
+    tab.page.keyboard.press("ArrowRight")
+    assert tab.page.locator("#race").is_visible() and tab.page.locator("#chat").is_hidden()
