@@ -20,6 +20,7 @@ from .trim import Trim
 RANGES = (
     Range("rope_theta", 1.0, 1e30, "a number from 1 to 1e30"),
     Range("num_layers", 1, LARGEST, "1 or more"),
+    Range("mask_token_id", 0, LARGEST, "0 or more"),
     Range("draft_vocab", 1, LARGEST, "1 or more"),
     Range("aux_offset", -LARGEST, LARGEST, f"a number from -{LARGEST} to {LARGEST}"),
 )
@@ -42,7 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_version_flag(parser)
     yes_no = argparse.BooleanOptionalAction
     add = parser.add_argument
-    add("--hf-path", "--model", help="folder, GGUF file or hub repository id")
+    add("--hf-path", "--model", help="folder, GGUF file or hub id of any EAGLE head")
     add("--mlx-path", default="mlx_model", help="folder to write; it must not exist yet")
     add("-q", "--quantize", action=yes_no, default=True, help="quantize (the default)")
     add("--q-bits", type=int, default=4, help="bits per weight (default 4)")
@@ -64,6 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--norm-before-residual", action=yes_no, help="the residual is the normed state")
     add("--norm-output", action=yes_no, help="the normed output is fed back (EAGLE-3.1)")
     add("--num-layers", type=int, help="use only the first layers of the draft")
+    add("--mask-token-id", type=int, help="the token of masked slots (P-EAGLE)")
     use_plain_types(parser)
     return parser
 

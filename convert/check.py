@@ -27,7 +27,8 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model
 
-from mlx_eagle.drafters.head import Eagle3Config, Eagle3Head
+from mlx_eagle.drafters.config import Eagle3Config
+from mlx_eagle.drafters.head import Eagle3Head
 from mlx_eagle.drafters.load import find_embedding, load_drafter
 from mlx_eagle.system.documents import is_number
 
@@ -102,6 +103,7 @@ class Attached:
         modules = tree_flatten(self.head.leaf_modules(), is_leaf=nn.Module.is_module)
         own = [(path, module) for path, module in modules if module.parameters()]
         head.update_modules(tree_unflatten(own))
+        head.update(self.head.parameters())  # arrays that no module of their own holds
         if config.lm_head_source == "target":
             head.share_lm_head(self.head.lm_head)
         return replace(self, head=head)
@@ -202,7 +204,10 @@ def unroll(
         places = mx.concatenate([places, positions])
         visible = mx.concatenate([visible, mx.eye(num_slots, dtype=mx.bool_)], axis=1)
         mask = visible & (positions[:, None] < places[None] + window)
-        states = head(part.embed(drafted), states, cache, positions, mask)
+        fed = drafted
+        if head.config.mask_token_id is not None:  # P-EAGLE: nothing is fed back
+            fed, states = mx.full(num_slots, head.config.mask_token_id), head.masked(num_slots)
+        states = head(part.embed(fed), states, cache, positions, mask)
 
 
 def compare(

@@ -15,6 +15,7 @@ from mlx_eagle.system.safetensors import check_name, read_header
 
 from .gguf import read_gguf
 from .kinds import CONFIG
+from .mistral import usual_keys
 from .pickled import read_bin
 from .stored import Stored, map_file
 
@@ -49,8 +50,13 @@ class Checkpoint:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's ``config.json``; ValueError where it is missing or no JSON object."""
+    """The folder's ``config.json``, or Mistral's ``params.json`` in its keys.
+
+    Raises ValueError where both are missing or no JSON object.
+    """
     path = folder / "config.json"
+    if not path.exists() and (folder / "params.json").exists():
+        return usual_keys(read_object(folder / "params.json"))
     if not path.exists():
         raise ValueError(f"{folder} has no {path.name}, which a checkpoint needs")
     return read_object(path)
@@ -77,7 +83,9 @@ class Format:
 # In order of preference where a folder has both.
 FORMATS = (
     Format(
-        ("model.safetensors", "*.safetensors"), "model.safetensors.index.json", read_safetensors
+        ("model.safetensors", "consolidated.safetensors", "*.safetensors"),
+        "model.safetensors.index.json",
+        read_safetensors,
     ),
     Format(("pytorch_model.bin", "pytorch_model*.bin"), "pytorch_model.bin.index.json", read_bin),
 )
@@ -140,8 +148,6 @@ def open_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
             for shard in shards:
                 tensors |= form.read(shard)
             config = read_config(folder)
-            if (folder / "hf_quant_config.json").exists():
-                config["hf_quant_config"] = True
             checkpoint = Checkpoint(source, config, tensors, tuple(shards))
             return _checked(checkpoint, folder / "config.json")
     # Of a repository the local cache may hold one of several, so there it must be named.

@@ -20,7 +20,9 @@ from typing import Any
 from mlx_eagle.system.documents import LONGEST_NAME
 
 from .checkpoint import Checkpoint
-from .stored import Stored
+from .mistral import MARK
+from .packed import unpacked
+from .stored import Tensor
 
 # Applied in this order to every name; what comes out are the canonical names.
 NAMES = (
@@ -31,6 +33,30 @@ NAMES = (
     (r"^aux_norm_low\.", "fc_norm.0."),
     (r"^aux_norm_mid\.", "fc_norm.1."),
     (r"^aux_norm_high\.", "fc_norm.2."),
+    # EAGLE-1 of speculators
+    (r"^fusion_layer\.", "fc."),
+    (r"^transformer\.", "layers.0."),
+    (r"^(?:embed|embedding|post_embedding)_layernorm\.", "embedding_norm."),
+    (r"^(?:lm_head|pre_lm_head)_layernorm\.", "norm."),
+    # ModelOpt's parallel heads
+    (r"^parallel_draft_heads\.lm_head\.", "parallel_outputs.0."),
+    (r"^parallel_draft_heads\.(\d+)\.lm_head\.", r"parallel_outputs.\1."),
+    (
+        r"^parallel_draft_heads\.(?:medusa_heads\.)?(\d+)\.(?:medusa_layers\.)?(\d+)\.linear\.",
+        r"parallel_heads.\1.layers.\2.",
+    ),
+    # Mistral
+    (r"^eagle_linear\.", "fc."),
+    (r"^tok_embeddings\.", "embed_tokens."),
+    (r"^(layers\.\d+)\.attention_norm\.", r"\1.input_layernorm."),
+    (r"^(layers\.\d+)\.ffn_norm\.", r"\1.post_attention_layernorm."),
+    (r"^(layers\.\d+)\.attention\.w(q|kv)_a(?=[._])", r"\1.self_attn.\2_a_proj"),
+    (r"^(layers\.\d+)\.attention\.w(q|kv)_b\.", r"\1.self_attn.\2_b_proj."),
+    (r"^(layers\.\d+)\.attention\.(q|kv)_a_norm\.", r"\1.self_attn.\2_a_layernorm."),
+    (r"^(layers\.\d+)\.attention\.w([qkvo])\.", r"\1.self_attn.\2_proj."),
+    (r"^(layers\.\d+)\.feed_forward\.w1\.", r"\1.mlp.gate_proj."),
+    (r"^(layers\.\d+)\.feed_forward\.w2\.", r"\1.mlp.down_proj."),
+    (r"^(layers\.\d+)\.feed_forward\.w3\.", r"\1.mlp.up_proj."),
     # llama.cpp
     (r"^token_embd\.", "embed_tokens."),
     (r"^output_norm\.", "norm."),
@@ -75,6 +101,7 @@ class Family:
     owns_embedding: bool = True  # False: the target's is used whatever the file holds
     has_absolute_d2t: bool = False
     has_interleaved_heads: bool = False  # q and k rows in llama.cpp's order
+    is_gemma: bool = False  # attends as Gemma's global layers, embeddings scaled and logits capped
     # What the config leaves open or may say wrongly, so that the user is told.
     doubts_rope_base: bool = False
     doubts_residual: bool = False
@@ -88,17 +115,6 @@ REFUSALS = (
         (r"^config aux_ids_source ",),
     ),
     Refusal(
-        "a parallel-drafting EAGLE head (P-EAGLE)",
-        "use the autoregressive EAGLE-3 head of the same target",
-        (
-            r"^tensor (.*\.)?mask_hidden\b",
-            r"^config speculators_model_type = peagle",
-            r"^config (\w+\.)*(ptd_token_id|pard_token) ",
-            r"^config (\w+\.)*parallel_drafting = True",
-            r"^config architectures\.\d+ = .*P-?[Ee]agle",
-        ),
-    ),
-    Refusal(
         "a block-diffusion or parallel drafter (DFlash, DSpark, Domino, XPress)",
         "use an EAGLE-3 head of the same target",
         (
@@ -108,27 +124,6 @@ REFUSALS = (
             r"^tensor (.*\.)?(markov_|confidence_head)",
             r"\A(?=(?s:.*)^config block_size )(?=(?s:.*)^config mask_token_id )",
         ),
-    ),
-    Refusal(
-        "a draft with multi-head latent attention (MLA)",
-        "use a head with plain grouped-query attention for this target",
-        (
-            r"^tensor .*(kv_a_proj_with_mqa|q_a_proj|kv_b_proj)\.",
-            r"^config architectures\.\d+ = .*(Eagle3Deepseek|MLA)",
-        ),
-    ),
-    Refusal(
-        "a head with parallel (Medusa-like) draft heads",
-        "use a head exported with parallel_draft_step 1",
-        (
-            r"^tensor (.*\.)?parallel_draft_heads\.",
-            r"^config eagle_config\.parallel_draft_step = (?!1$)",
-        ),
-    ),
-    Refusal(
-        "an AngelSlim head with early-stop rows in fc",
-        "use a head trained without early_stop_method",
-        (r"\A(?=(?s:.*)^config early_stop_method )(?=(?s:.*)^tensor fc\.weight \[(?!h,))",),
     ),
     Refusal(
         "a multi-token-prediction (MTP) assistant",
@@ -141,33 +136,19 @@ REFUSALS = (
         ),
     ),
     Refusal(
-        "a DeepSpec head for Gemma-4, whose layers are not llama layers",
-        "use a speculators or SpecForge head of the same target",
-        (
-            r"^tensor .*(pre_feedforward_layernorm|layer_scalar)",
-            r"^config architectures\.\d+ = Gemma4Eagle3Model",
-        ),
-    ),
-    Refusal(
-        "a quantized head",
-        "dequantize it first, or use the bfloat16 head it was made from (if its tensors are "
-        "plain floats, delete the quantization entry from its config)",
-        (
-            r"^tensor .*(_scale(_\w+)?|\.scales|weight_packed|qweight|weight_shape)( |$)",
-            r"^config (quantization_config|hf_quant_config|compression_config)\b",
-        ),
-    ),
-    Refusal(
-        "a speculators EAGLE-1 head with extra embedding norms",
-        "use an EAGLE-3 head of the same target",
-        (r"^tensor (embed_layernorm|post_embedding_layernorm)\.",),
+        "a head quantized as GPTQ, AWQ, bitsandbytes or MLX do",
+        "use one of compressed-tensors, ModelOpt or GGUF, or the bfloat16 head it was made from",
+        (r"^tensor .*\.(scales|qweight|qzeros|absmax|quant_state\S*|nested_\S+) ",),
     ),
 )
 
 # Layer 0 attends from the embedding beside the state: the mark of EAGLE-3.
-WIDE = r"^tensor layers\.0\.self_attn\.q_proj\.weight \[\w+, 2h\]"
-NARROW = r"^tensor layers\.0\.self_attn\.q_proj\.weight \[\w+, h\]"
+ENTRANCE = r"^tensor layers\.0\.self_attn\.(?:q_proj|kv_a_proj_with_mqa)\.weight \[\w+, "
+WIDE = ENTRANCE + r"2h\]"
+NARROW = ENTRANCE + r"h\]"
 FUSION = r"^tensor fc\.weight "
+EAGLE_1 = {"fc_input": "embedding_and_state", "layer_input": "none", "uses_aux": False}
+MISTRAL = {"norm_output": True}  # what its final norm gives is fed back
 
 FAMILIES = (
     Family(
@@ -178,15 +159,35 @@ FAMILIES = (
         has_interleaved_heads=True,
     ),
     Family(
+        "mistral",
+        "Mistral's EAGLE",
+        has=(r"^tensor fc\.weight \[h, 2h\]", NARROW, rf"^config {MARK} = True"),
+        defaults=MISTRAL,
+        fixed=EAGLE_1,
+        has_optional_norms=True,
+        owns_embedding=False,
+        has_interleaved_heads=True,
+    ),
+    Family(
+        "mistral-hf",
+        "Mistral's EAGLE, in the names of Hugging Face",
+        has=(
+            r"^tensor fc\.weight \[h, 2h\]",
+            NARROW,
+            r"^config (architectures\.\d+|model_type) = .*[Mm]istral",
+        ),
+        lacks=(r"^tensor layers\.0\.hidden_norm",),
+        defaults=MISTRAL,
+        fixed=EAGLE_1,
+        has_optional_norms=True,
+        owns_embedding=False,
+    ),
+    Family(
         "eagle-1",
         "EAGLE-1 / EAGLE-2 / HASS",
         has=(r"^tensor fc\.weight \[h, 2h\]", NARROW),
         lacks=(r"^tensor layers\.0\.hidden_norm",),
-        fixed={
-            "fc_input": "embedding_and_state",
-            "layer_input": "none",
-            "uses_aux": False,
-        },
+        fixed=EAGLE_1,
         has_optional_norms=True,
         owns_embedding=False,
     ),
@@ -197,6 +198,13 @@ FAMILIES = (
         lacks=(FUSION,),
         defaults={"rms_norm_eps": 1e-5},
         fixed={"fc_input": "none", "uses_aux": False},
+    ),
+    Family(
+        "deepspec-gemma4",
+        "DeepSpec for Gemma-4",
+        has=(FUSION, WIDE, r"^tensor layers\.0\.pre_feedforward_layernorm\."),
+        fixed={"branch_norms": True, "value_norm": True, "softmax_scale": 1.0},
+        is_gemma=True,
     ),
     Family(
         "deepspec",
@@ -260,7 +268,7 @@ def _config_lines(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield " ".join(line.splitlines())
 
 
-def hidden_size(tensors: Mapping[str, Stored]) -> int:
+def hidden_size(tensors: Mapping[str, Tensor]) -> int:
     """Rows of the first layer's output: h; 0 where the tensors for it are missing."""
     for name in ("layers.0.self_attn.o_proj.weight", "layers.0.post_attention_layernorm.weight"):
         if name in tensors and tensors[name].shape:
@@ -268,7 +276,7 @@ def hidden_size(tensors: Mapping[str, Stored]) -> int:
     return 0
 
 
-def describe(tensors: Mapping[str, Stored], config: Mapping[str, Any]) -> str:
+def describe(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> str:
     """The checkpoint as text (module docstring); tensors under canonical names."""
     h = hidden_size(tensors)
 
@@ -280,13 +288,15 @@ def describe(tensors: Mapping[str, Stored], config: Mapping[str, Any]) -> str:
     return "\n".join([*lines, *_config_lines(config)])
 
 
-def recognise(checkpoint: Checkpoint) -> tuple[Family, dict[str, Stored]]:
-    """The checkpoint's family and its tensors under canonical names.
+def recognise(checkpoint: Checkpoint) -> tuple[Family, dict[str, Tensor]]:
+    """The checkpoint's family and its tensors under canonical names, in one piece each.
 
     Raises ValueError that names what it is, where that is known and not converted.
     """
     names = [name for name in checkpoint.tensors if not DROPPED.search(canonical(name))]
-    tensors = {canonical(name): checkpoint.tensors[name] for name in names}
+    whole = unpacked({name: checkpoint.tensors[name] for name in names}, checkpoint.config)
+    names = list(whole)
+    tensors = {canonical(name): whole[name] for name in names}
     text = describe(tensors, checkpoint.config)
 
     def found(pattern: str) -> bool:

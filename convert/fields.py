@@ -4,12 +4,14 @@ Truth order: tensor shapes, then EAGLE's own keys, then generic ones (a config i
 copy of the target's).
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from mlx_eagle.drafters.activations import GATED
 from mlx_eagle.system.documents import shown
 
+from .attention import heads, input_width
 from .families import Family, hidden_size
 from .shapes import need
 from .stored import Tensor
@@ -19,7 +21,7 @@ CLASS_DEFAULTS = {
     "llama": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
     "qwen3": {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "sliding_window": 4096},
 }
-DEFAULT_HEADS = 32
+P_EAGLE = re.compile(r"P-?[Ee]agle")
 
 
 def merge_settings(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -35,37 +37,19 @@ def merge_settings(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         config.get("eagle_config") or {},
     )
     settings = {k: v for section in sections for k, v in section.items() if v is not None}
+    if family.is_gemma:
+        rope = settings.get("rope_parameters") or {}
+        settings["rope_parameters"] = rope.get("full_attention", rope)
+        if settings.get("attention_k_eq_v"):
+            settings["num_key_value_heads"] = settings.get("num_global_key_value_heads")
     if not family.describes_layers:
         return settings
     return settings | {"qk_norm": nested.get("model_type") == "qwen3"}
 
 
 def _layer_input(tensors: Mapping[str, Tensor], num_layers: int, h: int) -> str:
-    names = (f"layers.{i}.self_attn.q_proj.weight" for i in range(num_layers))
-    wide = [name in tensors and tensors[name].shape[-1] == 2 * h for name in names]
+    wide = [input_width(tensors, i) == 2 * h for i in range(num_layers)]
     return "every" if num_layers > 1 and all(wide) else "first"
-
-
-def _heads(
-    tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
-) -> tuple[int, int, int]:
-    """Heads, key heads, width of a head; shapes stand in for keys that are missing."""
-    attention = "layers.0.self_attn."
-    rows = {part: need(tensors, f"{attention}{part}_proj.weight").rows for part in "qk"}
-    norm = tensors.get(f"{attention}q_norm.weight")
-    head_dim = norm.rows if norm is not None else settings.get("head_dim")
-    num_heads = settings.get("num_attention_heads")
-    num_heads = num_heads or (rows["q"] // head_dim if head_dim else DEFAULT_HEADS)
-    head_dim = head_dim or rows["q"] // num_heads
-    if not head_dim:
-        raise ValueError(f"q_proj has {rows['q']} rows for {num_heads} heads; fix the config")
-    num_kv_heads = settings.get("num_key_value_heads", max(rows["k"] // head_dim, 1))
-    if num_heads % num_kv_heads or head_dim % 2:
-        raise ValueError(
-            f"the head has {num_heads} heads of width {head_dim} and {num_kv_heads} key heads, "
-            "expected an even width and a whole number of heads per key head; fix the config"
-        )
-    return num_heads, num_kv_heads, head_dim
 
 
 def _pre_fc_norm(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> str:
@@ -93,7 +77,6 @@ def from_shapes(
             f"config.json says hidden_size {stated}, and layers.0 puts out {h} channels"
         )
     first = "layers.0."
-    num_heads, num_kv_heads, head_dim = _heads(tensors, settings)
 
     def has(tensor: str, key: str) -> bool:
         return first + tensor in tensors or bool(family.describes_layers and settings.get(key))
@@ -101,27 +84,83 @@ def from_shapes(
     return {
         "hidden_size": h,
         "num_layers": num_layers,
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
+        **heads(tensors, settings),
         "intermediate_size": need(tensors, f"{first}mlp.gate_proj.weight").rows,
         "pre_fc_norm": _pre_fc_norm(tensors, settings),
         "fc_input": "features",
         "fc_bias": "fc.bias" in tensors,
         "qk_norm": has("self_attn.q_norm.weight", "qk_norm"),
-        "attention_bias": has("self_attn.q_proj.bias", "attention_bias"),
+        "attention_bias": has("self_attn.q_proj.bias", "attention_bias")
+        or first + "self_attn.kv_a_proj_with_mqa.bias" in tensors,
         "attention_out_bias": has("self_attn.o_proj.bias", "attention_bias"),
         "mlp_bias": has("mlp.gate_proj.bias", "mlp_bias"),
         "layer_input": _layer_input(tensors, num_layers, h),
         "uses_aux": True,
+        "fusion_norm": "embedding_norm.weight" in tensors,
         "embedding_norm": settings.get("use_input_layernorm_in_first_layer", True),
         "state_norm": not family.has_optional_norms
         or f"{first}hidden_norm.weight" in tensors,
         "final_norm": "norm.weight" in tensors
         if family.has_optional_norms
         else settings.get("use_last_layernorm", True),
+        "values": "keys"
+        if family.is_gemma and first + "self_attn.v_proj.weight" not in tensors
+        else "projected",
+        "layer_scalar": first + "layer_scalar" in tensors,
+        "embed_scale": h**0.5 if family.is_gemma else 1.0,
+        "logit_softcap": settings.get("final_logit_softcapping") if family.is_gemma else None,
+        **parallel_heads(tensors, settings),
         **family.fixed,
     }
+
+
+def parallel_heads(
+    tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """How many parallel heads of ModelOpt there are, of how many layers and output matrices."""
+    places = [name.split(".") for name in tensors if name.startswith("parallel_heads.")]
+    number = len({place[1] for place in places})
+    wanted = settings.get("parallel_draft_step", 1) - 1
+    if number != wanted and "parallel_draft_step" in settings:
+        raise ValueError(
+            f"config.json says parallel_draft_step {wanted + 1}, and the checkpoint has {number} "
+            "parallel draft heads; it is incomplete"
+        )
+    return {
+        "num_parallel_heads": number,
+        "parallel_head_layers": max((int(place[3]) for place in places), default=0) + 1,
+        "parallel_head_bias": any(place[-1] == "bias" for place in places),
+        "parallel_outputs": max(1, sum(name.startswith("parallel_outputs.") for name in tensors)),
+    }
+
+
+def mask_token(
+    tensors: Mapping[str, Tensor], settings: Mapping[str, Any], override: int | None
+) -> int | None:
+    """What a P-EAGLE head is given in place of a token; None for a head that is none."""
+    keys = ("mask_token_id", "pard_token", "ptd_token_id")
+    token = next((settings[key] for key in keys if key in settings), None)
+    token = token if override is None else override
+    says_so = (
+        settings.get("speculators_model_type") == "peagle"
+        or settings.get("parallel_drafting")
+        or "pard_token" in settings
+        or "ptd_token_id" in settings
+        or any(P_EAGLE.match(name) for name in settings.get("architectures", ()))
+    )
+    if "mask_hidden" not in tensors:
+        if says_so:
+            raise ValueError(
+                "the head drafts in parallel (P-EAGLE), says its config, and the checkpoint lacks "
+                "mask_hidden; it is incomplete"
+            )
+        return None
+    if token is None:
+        raise ValueError(
+            "the head drafts in parallel (P-EAGLE), and its config names no mask_token_id (nor "
+            "ptd_token_id or pard_token); give the one it was trained with as --mask-token-id"
+        )
+    return token
 
 
 def window(settings: Mapping[str, Any], family: Family, num_layers: int) -> dict[str, Any]:

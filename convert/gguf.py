@@ -1,12 +1,13 @@
 """Read an EAGLE-3 head out of a llama.cpp GGUF file (versions 2 and 3).
 
 Gives the metadata under the names that config.json files use and the tensors under their
-GGUF names, block formats decoded when read. MLX's own reader stops at the 64-bit integers
-of ``d2t``.
+GGUF names, block formats decoded when read: the usual ones here, others by the package ``gguf``
+where it is installed. MLX's own reader stops at the 64-bit integers of ``d2t``.
 """
 
 import math
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -199,14 +200,8 @@ def _tensor(name: str, shape: tuple[int, ...], kind: int, data: np.ndarray) -> S
     """A tensor whose bytes begin at ``data[0]``."""
     if kind in PLAIN:
         form, width, num_bytes, decode = PLAIN[kind], 1, WIDTHS[PLAIN[kind]], None
-    elif kind in BLOCKS:
-        form, width, num_bytes, decode = BLOCKS[kind]
     else:
-        raise Damaged(
-            f"{name} has GGUF tensor type {kind}, and only {', '.join(PLAIN.values())}, "
-            f"{', '.join(block[0] for block in BLOCKS.values())} are read; "
-            "convert the head to GGUF as F16"
-        )
+        form, width, num_bytes, decode = BLOCKS[kind] if kind in BLOCKS else _other(name, kind)
     if len(shape) > MAX_DIMS or not is_shape(shape) or (shape and shape[-1] % width):
         raise Damaged(f"{name} is {form} {shown(shape)}, which cannot be")
     size = math.prod(shape) // width * num_bytes
@@ -215,6 +210,27 @@ def _tensor(name: str, shape: tuple[int, ...], kind: int, data: np.ndarray) -> S
     if decode is None:
         return Stored(form, shape, data[:size])
     return Stored(form, shape, data[:size], decode=lambda d: decode(d.reshape(-1, num_bytes)))
+
+
+def _other(name: str, kind: int) -> tuple[str, int, int, Callable[[np.ndarray], np.ndarray]]:
+    """An entry like those of BLOCKS from the ``gguf`` package, which knows all types."""
+    try:
+        import gguf
+    except ImportError:
+        raise Damaged(
+            f"{name} has GGUF tensor type {kind}, which takes the package gguf to read: install "
+            "it with pip install 'mlx-eagle[gguf]', or convert the head to GGUF as F16"
+        ) from None
+    try:
+        form = gguf.GGMLQuantizationType(kind)
+        width, num_bytes = gguf.GGML_QUANT_SIZES[form]
+        gguf.quants.dequantize(np.zeros((1, num_bytes), np.uint8), form)
+    except (KeyError, NotImplementedError, ValueError):
+        raise Damaged(
+            f"{name} has GGUF tensor type {kind}, which nobody here knows to read; convert the "
+            "head to GGUF as F16"
+        ) from None
+    return form.name, width, num_bytes, lambda blocks: gguf.quants.dequantize(blocks, form)
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Stored]]:

@@ -38,8 +38,16 @@ SCALING: Table = {
     "attention_factor": POSITIVE,
     "partial_rotary_factor": FRACTION,
     "truncate": TRUTH,
+    "llama_4_scaling_beta": WEIGHT,
+    "apply_yarn_scaling": TRUTH,
 }
+LATENT: Table = dict.fromkeys(
+    ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), COUNT
+)
 LAYER: Table = {
+    **LATENT,
+    "rope_interleave": TRUTH,
+    "llama_4_scaling": {"beta": WEIGHT, "original_max_position_embeddings": POSITIVE},
     "model_type": TEXT,
     "hidden_size": SIZE,
     "num_attention_heads": SIZE,
@@ -83,11 +91,22 @@ HEAD: Table = {
     "use_input_layernorm_in_first_layer": TRUTH,
     "use_last_layernorm": TRUTH,
     "embed_requires_grad": TRUTH,
+    "parallel_drafting": TRUTH,
+    "parallel_draft_step": whole(1, 1024),
+    "early_stop_method": TEXT,
+    "attention_k_eq_v": TRUTH,
+    "num_global_key_value_heads": SIZE,
+    "final_logit_softcapping": POSITIVE,
+    "mask_token_id": COUNT,
+    "pard_token": COUNT,
+    "ptd_token_id": COUNT,
 }
 PROPOSAL: Table = {"speculative_tokens": COUNT}
 CONFIG: Table = {
     **HEAD,
     "architectures": TEXTS,
+    "quantization_config": OBJECT,
+    "compression_config": OBJECT,
     "eos_token_id": Kind(
         "a token or a list of tokens",
         lambda value: COUNT.holds(value) or COUNTS.holds(value),

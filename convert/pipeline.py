@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_eagle.drafters.head import Eagle3Config
+from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.load import TargetSizes
 from mlx_eagle.system.folders import new_folder
 from mlx_eagle.system.hub import upload
@@ -16,6 +16,7 @@ from mlx_eagle.system.progress import Progress, silent
 from .card import CARD, check_entry, check_table, make_card, source_license
 from .check import Report, check_head, load_model, rope_bases
 from .checkpoint import Checkpoint, open_checkpoint
+from .packed import Unpacked
 from .quantize import Quantization, pack
 from .resolve import Overrides, Resolved, resolve
 from .stored import Tensor
@@ -77,8 +78,13 @@ def prepare(
 
 
 def own_dtype(tensors: dict[str, Tensor]) -> str:
-    """The dtype most of the head is stored in, judged by its first matrix."""
-    first = tensors["layers.0.self_attn.q_proj.weight"]
+    """The dtype most of the head is stored in, judged by its first matrix.
+
+    Where that is quantized, by a norm, for scales are often more precise than the head.
+    """
+    first = tensors["layers.0.self_attn.o_proj.weight"]
+    if isinstance(first, Unpacked):
+        first = tensors["layers.0.post_attention_layernorm.weight"]
     return DTYPE_OF_FORMAT.get(first.format, "float16")
 
 
@@ -166,15 +172,16 @@ def summary(checkpoint: Checkpoint, resolved: Resolved, head: Head) -> str:
     else:
         depth = ", to be settled by the target's depth" if c["aux_nested_ids"] else ""
         taps = f"{', '.join(map(str, ids))} ({source}{depth})"
-    is_31 = c["pre_fc_norm"] == "per_feature" and c["norm_output"]
+    kinds = [", EAGLE-3.1"] if c["pre_fc_norm"] == "per_feature" and c["norm_output"] else []
+    kinds += [", P-EAGLE"] if c["mask_token_id"] is not None else []
     if quantization := c.get("quantization"):
         stored = f"{quantization['bits']}-bit, groups of {quantization['group_size']}"
     else:
-        stored = str(head.weights["layers.0.self_attn.q_proj.weight"].dtype).split(".")[-1]
+        stored = str(head.weights["layers.0.self_attn.o_proj.weight"].dtype).split(".")[-1]
     trimmed = f", {describe(c['draft_vocab_trim'])}" if "draft_vocab_trim" in c else ""
     kept = {"file": "kept", "target": "the target's", "target_rows": "rows of the target's"}
     lines = [
-        f"family      {resolved.family.title}{', EAGLE-3.1' if is_31 else ''}",
+        f"family      {resolved.family.title}{''.join(kinds)}",
         f"layers      {c['num_layers']}",
         f"taps        {taps}",
         f"rope        {c['rope']['type']}, base {c['rope']['theta']:g}",

@@ -10,12 +10,23 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_eagle.drafters.head import Eagle3Config
+from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.load import read_head_config
 from mlx_eagle.system.folders import new_folder
 
 # What the flat layout has no key or name for, and the value that it stands for.
 FIXED = {
+    "latent": None,
+    "softmax_scale": None,
+    "position_scale": None,
+    "values": "projected",
+    "value_norm": False,
+    "branch_norms": False,
+    "layer_scalar": False,
+    "embed_scale": 1.0,
+    "logit_softcap": None,
+    "mask_token_id": None,
+    "num_parallel_heads": 0,
     "num_layers": 1,
     "uses_aux": True,
     "fc_input": "features",

@@ -11,17 +11,19 @@ import mlx.core as mx
 
 from mlx_eagle.system.documents import COUNT, shown
 
+from .attention import input_width, position_scale, softmax_scale
 from .checkpoint import Checkpoint
 from .families import Family, hidden_size, recognise
 from .fields import (
     activation,
     from_shapes,
+    mask_token,
     merge_settings,
     norm_before_residual,
     norm_output,
     window,
 )
-from .rope import DEFAULT_THETA, resolve_rope
+from .rope import DEFAULT_THETA, resolve_rope, rope_scaling
 from .shapes import check_shapes
 from .stored import Derived, Tensor
 from .taps import found_ids, resolve_taps
@@ -39,6 +41,7 @@ class Overrides:
     norm_before_residual: bool | None = None
     norm_output: bool | None = None
     num_layers: int | None = None
+    mask_token_id: int | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,8 @@ def _check_dimensions(tensors: Mapping[str, Tensor]) -> None:
     """Raise ValueError unless all are vectors and matrices, those of vocabularies vectors."""
     for name, tensor in tensors.items():
         expected = (1,) if name in ("d2t", "t2d", "rope_freqs.weight") else (1, 2)
-        if len(tensor.shape) not in expected or 0 in tensor.shape:
+        dims = len(tensor.shape) if name != "mask_hidden" else min(len(tensor.shape), 1)
+        if dims not in expected or 0 in tensor.shape:
             raise ValueError(
                 f"{name} is of the shape {shown(tensor.shape)}, expected a "
                 f"{'vector' if expected == (1,) else 'vector or a matrix'} that is not empty"
@@ -90,8 +94,7 @@ def _name_norms(tensors: dict[str, Tensor], num_layers: int, h: int) -> dict[str
     """Call the one norm of a layer without embedding ``hidden_norm``, whatever it came as."""
     tensors = dict(tensors)
     for i in range(num_layers):
-        query = tensors.get(f"layers.{i}.self_attn.q_proj.weight")
-        if query is not None and query.shape[-1] == h:
+        if input_width(tensors, i) == h:
             norm = tensors.pop(f"layers.{i}.input_layernorm.weight", None)
             if norm is not None:
                 tensors.setdefault(f"layers.{i}.hidden_norm.weight", norm)
@@ -225,21 +228,49 @@ def _unpermute(rows: mx.array, num_heads: int) -> mx.array:
     return rows.reshape(num_heads, width // 2, 2, -1).swapaxes(1, 2).reshape(rows.shape)
 
 
+def is_output(name: str) -> bool:
+    """Whether it is a matrix with a row for every draft token."""
+    return name == "lm_head.weight" or name.startswith("parallel_outputs.")
+
+
+def _drop_early_stop(
+    tensors: dict[str, Tensor], settings: Mapping[str, Any], notes: list[str]
+) -> dict[str, Tensor]:
+    """Without the rows of AngelSlim's fc that say when to stop thinking, not what to draft."""
+    h, matrix = hidden_size(tensors), tensors.get("fc.weight")
+    if not settings.get("early_stop_method") or matrix is None or matrix.rows <= h:
+        return tensors
+    notes.append(
+        f"{matrix.rows - h} rows of fc that estimate when to stop thinking are left out: drafts "
+        "do not depend on them"
+    )
+    cut = {name: tensors[name] for name in ("fc.weight", "fc.bias") if name in tensors}
+    return tensors | {
+        name: Derived(tensor, lambda w: w[:h], (h, *tensor.shape[1:]))
+        for name, tensor in cut.items()
+    }
+
+
 def _derive(
     tensors: dict[str, Tensor], fields: Mapping[str, Any], family: Family, vocabulary: Vocabulary
 ) -> dict[str, Tensor]:
     """Put rows in the order they are used in: heads un-permuted, lm_head cut to the draft's."""
     tensors = dict(tensors)
-    if family.has_interleaved_heads:
+    if family.has_interleaved_heads and fields["latent"] is None:
         for i in range(fields["num_layers"]):
             for part, count in (("q", fields["num_heads"]), ("k", fields["num_kv_heads"])):
                 name = f"layers.{i}.self_attn.{part}_proj.weight"
                 if name in tensors:
                     tensors[name] = Derived(tensors[name], lambda w, n=count: _unpermute(w, n))
-    output, ids = tensors.get("lm_head.weight"), vocabulary.target_ids
-    if output is not None and ids is not None and output.rows == vocabulary.size:
-        rows = mx.array(ids)
-        tensors["lm_head.weight"] = Derived(output, lambda w: w[rows], len(ids))
+    ids = vocabulary.target_ids
+    for name in filter(is_output, tensors):
+        output = tensors[name]
+        if ids is not None and output.rows == vocabulary.size:
+            rows = mx.array(ids)
+            tensors[name] = Derived(output, lambda w: w[rows], (len(ids), *output.shape[1:]))
+    if "mask_hidden" in tensors:  # (1, 1, F) in most files
+        mask = tensors["mask_hidden"]
+        tensors["mask_hidden"] = Derived(mask, lambda w: w.reshape(-1), (mask.size,))
     return tensors
 
 
@@ -257,6 +288,7 @@ def resolve(
     settings = merge_settings(checkpoint.config, family)
     tensors, num_layers = _cut_layers(tensors, overrides.num_layers)
     tensors = _name_norms(tensors, num_layers, hidden_size(tensors))
+    tensors = _drop_early_stop(tensors, settings, notes)
     vocabulary = resolve_vocabulary(tensors, settings, family.has_absolute_d2t, notes)
     factors = tensors.get("rope_freqs.weight")
     used_up = {"d2t", "t2d", "rope_freqs.weight"}
@@ -266,6 +298,7 @@ def resolve(
     fields = from_shapes(tensors, settings, family, num_layers)
     fields |= _tapped(fields, tensors, checkpoint.config, settings, target, overrides, notes)
     fields |= _shared(tensors, vocabulary)
+    scaling = rope_scaling(settings)
     fields |= {
         "rms_norm_eps": settings["rms_norm_eps"],
         "hidden_act": activation(settings),
@@ -278,13 +311,10 @@ def resolve(
             settings, family, fields["pre_fc_norm"], overrides.norm_output, notes
         ),
         **window(settings, family, num_layers),
-        "rope": resolve_rope(
-            settings,
-            fields["head_dim"],
-            settings["max_position_embeddings"],
-            overrides.rope_theta,
-            factors,
-        ),
+        "rope": resolve_rope(settings, fields, overrides.rope_theta, factors),
+        "softmax_scale": fields.get("softmax_scale", softmax_scale(fields["latent"], scaling)),
+        "position_scale": position_scale(settings, scaling),
+        "mask_token_id": mask_token(tensors, settings, overrides.mask_token_id),
         "model_type": "eagle3",
         "family": family.name,
         "speculative_tokens_hint": _hint(checkpoint.config),

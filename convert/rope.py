@@ -113,33 +113,57 @@ def _read_factors(factors: Stored, dims: int) -> list[float]:
     return values.tolist()
 
 
+def _simple_scaling(kind: str, scaled: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Scaling that mlx-lm takes as the config has it; None without."""
+    if kind in PLAIN:
+        return None
+    if kind not in SCALING:
+        raise ValueError(
+            f"the head's rope is of type {shown(kind)}; only default, mrope, proportional, "
+            f"{', '.join(SCALING)} convert"
+        )
+    scaling = {"type": kind, **_known(kind, scaled)}
+    if "factor" not in scaling:
+        raise ValueError(f"the head's rope is {kind} without a factor; add one to its config")
+    return scaling
+
+
+def rope_scaling(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The entry of the config that says how the rope is scaled; empty where it has none."""
+    rope = _per_layer_type(settings.get("rope_parameters") or {})
+    return settings.get("rope_scaling") or rope
+
+
 def resolve_rope(
     settings: Mapping[str, Any],
-    head_dim: int,
-    max_positions: int,
+    fields: Mapping[str, Any],
     theta: float | None = None,
     factors: Stored | None = None,
 ) -> dict[str, Any]:
     """Type, theta, dims and scaling out of the config; ``theta`` overrides its base.
 
-    ``factors`` (dims / 2,) divide the frequencies, as llama.cpp stores llama3 scaling. Raises
-    ValueError for a type of scaling that mlx-lm does not have, and for numbers that give none.
+    ``fields`` are the head's, as far as they are known. ``factors`` (dims / 2,) divide the
+    frequencies, as llama.cpp stores llama3 scaling. Raises ValueError for a type of scaling that
+    mlx-lm does not have, and for numbers that give none.
     """
-    rope = settings.get("rope_parameters") or {}
-    rope = _per_layer_type(rope)
-    scaled = settings.get("rope_scaling") or rope
+    max_positions, latent = settings["max_position_embeddings"], fields["latent"]
+    head_dim = latent["qk_rope_head_dim"] if latent else fields["head_dim"]
+    rope = _per_layer_type(settings.get("rope_parameters") or {})
+    scaled = rope_scaling(settings)
     kind = scaled.get("rope_type") or scaled.get("type") or "default"
+    kind = "yarn" if kind == "deepseek_yarn" else kind
     if theta is None:
         theta = rope.get("rope_theta") or settings.get("rope_theta") or DEFAULT_THETA
     partial = rope.get("partial_rotary_factor") or settings.get("partial_rotary_factor") or 1.0
-    dims = settings.get("rotary_dim") or int(head_dim * partial)
+    turned = 1.0 if kind == "proportional" else partial
+    dims = settings.get("rotary_dim") or int(head_dim * turned)
     if not BASE.holds(theta):
         raise ValueError(f"the base of the head's rope is {shown(theta)}, expected {BASE.words}")
     if dims % 2 or not 0 < dims <= head_dim:
         raise ValueError(
             f"the head's rope turns {dims} of {head_dim} channels, expected an even number of them"
         )
-    scaling = None
+    scaling: dict[str, Any] | None
     if factors is not None:
         kind = "factors"
         scaling = _explicit(_read_factors(factors, dims), max_positions)
@@ -148,18 +172,21 @@ def resolve_rope(
             scaling = _yarn(scaled, float(theta), dims, max_positions)
         except ArithmeticError as err:
             raise ValueError(f"the head's rope cannot be as its config says ({err})") from err
-    elif kind in SCALING:
-        scaling = {"type": kind, **_known(kind, scaled)}
-        if "factor" not in scaling:
-            raise ValueError(f"the head's rope is {kind} without a factor; add one to its config")
-    elif kind not in PLAIN:
+    elif kind == "proportional":  # as if all channels turned, but the slow ones stand still
+        factor = float(scaled.get("factor") or 1)
+        scaling = {"type": kind, "partial_rotary_factor": float(partial), "factor": factor}
+    else:
+        scaling = _simple_scaling(kind, scaled)
+    traditional = latent is not None and settings.get("rope_interleave", True)
+    if traditional and (scaling or {}).get("type") == "longrope":
         raise ValueError(
-            f"the head's rope is of type {shown(kind)}; only default, mrope, "
-            f"{', '.join(SCALING)} convert"
+            "the head's rope turns neighbouring channels by factors of their own, which mlx-lm "
+            "does not have; drop truncate from its config, a difference of less than a channel"
         )
-    return {
+    resolved = {
         "type": "default" if kind in PLAIN else kind,
         "theta": float(theta),
         "dims": dims,
         "scaling": scaling,
     }
+    return resolved | {"traditional": True} if traditional else resolved

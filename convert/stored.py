@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from mlx_eagle.system.documents import is_whole
 from mlx_eagle.system.safetensors import is_shape
 
-# How each stored format looks to NumPy, which has no bfloat16.
+# How each stored format looks to NumPy, which has no bfloat16 and no floats of 8 bits.
 FORMATS: dict[str, type[np.generic]] = {
     "F64": np.float64,
     "F32": np.float32,
@@ -24,6 +25,9 @@ FORMATS: dict[str, type[np.generic]] = {
     "U32": np.uint32,
     "U8": np.uint8,
     "BOOL": np.bool_,
+    "F8_E4M3": np.uint8,
+    "F8_E5M2": np.uint8,
+    "F8_E8M0": np.uint8,
 }
 
 
@@ -42,6 +46,25 @@ def map_file(path: Path) -> np.ndarray:
         return np.asarray(np.memmap(path, np.uint8, "r"))
     except OSError as err:
         raise ValueError(f"{path} cannot be read: {err.strerror}") from err
+
+
+class Tensor(Protocol):
+    """What a head is made of, however it is stored; read when it is asked for."""
+
+    @property
+    def format(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def read(self) -> mx.array:
+        """The values as an array."""
 
 
 @dataclass(frozen=True)
@@ -130,11 +153,14 @@ class Stored:
 
 @dataclass(frozen=True)
 class Derived:
-    """Another order or selection of the rows of a tensor, made when it is read."""
+    """Another order or selection of a tensor's numbers, made when it is read.
 
-    source: "Tensor"
+    ``new_shape`` None: of the same shape.
+    """
+
+    source: Tensor
     change: Callable[[mx.array], mx.array]
-    num_rows: int | None = None
+    new_shape: tuple[int, ...] | None = None
 
     @property
     def format(self) -> str:
@@ -142,8 +168,7 @@ class Derived:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        rows = self.source.rows if self.num_rows is None else self.num_rows
-        return (rows, *self.source.shape[1:])
+        return self.source.shape if self.new_shape is None else self.new_shape
 
     @property
     def rows(self) -> int:
@@ -155,6 +180,3 @@ class Derived:
 
     def read(self) -> mx.array:
         return self.change(self.source.read())
-
-
-Tensor = Stored | Derived

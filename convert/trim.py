@@ -15,7 +15,7 @@ import numpy as np
 from mlx_lm import tokenizer_utils
 
 from .checkpoint import Checkpoint
-from .resolve import Resolved
+from .resolve import Resolved, is_output
 from .stored import Derived
 from .target import TargetFolder
 
@@ -119,10 +119,11 @@ def trim(
         counts = count_tokens(wanted.text, *_tokenizer_place(checkpoint, target))
     kept = choose(ids, wanted.size, counts)
     tensors, config = dict(head.tensors), dict(head.config)
-    output, rows = tensors.get("lm_head.weight"), mx.array(kept)
-    if output is not None:
-        tensors["lm_head.weight"] = Derived(output, lambda w: w[rows], len(kept))
-    elif config["lm_head_source"] == "target":
+    rows = mx.array(kept)
+    for name in filter(is_output, head.tensors):
+        shape = (len(kept), *tensors[name].shape[1:])
+        tensors[name] = Derived(tensors[name], lambda w: w[rows], shape)
+    if "lm_head.weight" not in tensors and config["lm_head_source"] == "target":
         config["lm_head_source"] = "target_rows"
     config |= {"draft_vocab_size": len(kept), "has_d2t": True}
     entry = {"from": len(ids), "by": "d2t order"}

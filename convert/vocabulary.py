@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .stored import Stored
+from .stored import Stored, Tensor
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def _target_ids(tensors: Mapping[str, Stored], absolute: bool) -> np.ndarray | N
 
 
 def resolve_vocabulary(
-    tensors: Mapping[str, Stored],
+    tensors: Mapping[str, Tensor],
     settings: Mapping[str, Any],
     absolute: bool,
     notes: list[str],

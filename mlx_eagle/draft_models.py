@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .drafters.base import Drafter
-from .drafters.head import Eagle3Config
+from .drafters.config import Eagle3Config
 from .drafters.load import TargetSizes, load_drafter, read_head_config, sizes_of
 from .drafters.lookup import LookupDrafter
 from .drafters.model_drafter import load_model_drafter
@@ -26,7 +26,10 @@ LOOKUP = "lookup"
 DEFAULT_BITS = 4
 FILES = ("*.json", "*.safetensors", "*.bin", "*.gguf", "*.txt", "*.jinja", "*.model")
 # Names that only draft heads have: a fusion matrix, a second norm, a draft vocabulary.
-HEAD_TENSORS = ("fc.weight", "hidden_norm.weight", "d2t", "mask_hidden", "eh_proj.weight")
+HEAD_TENSORS = (
+    "fc.weight", "fc.weight_packed", "eagle_linear.weight", "fusion_layer.weight",
+    "hidden_norm.weight", "d2t", "mask_hidden", "eh_proj.weight",
+)  # fmt: skip
 
 
 def open_drafter(

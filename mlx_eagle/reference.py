@@ -50,7 +50,8 @@ def eagle3_draft(
 
     The first k - 1 drafted tokens each add a slot, whose state is the head's own output for
     the slot before. ``d2t`` (Vd,) holds offsets: draft id i is target id i + d2t[i]. With
-    ``forced``, k - 1 target ids or more, those are fed in place of the drafted tokens.
+    ``forced``, k - 1 target ids or more, those are fed in place of the drafted tokens. A
+    P-EAGLE head (arXiv:2602.01469) is fed nothing it drafted, but masked slots.
     """
     _check_slots(config, tokens, features, embed)
     if num_draft_tokens < 1:
@@ -61,6 +62,14 @@ def eagle3_draft(
             f"{num_draft_tokens - 1}"
         )
     fed, states = list(tokens), _fuse(weights, config, features)
+    if getattr(config, "mask_token_id", None) is not None:  # P-EAGLE: all in one pass
+        masked = num_draft_tokens - 1
+        mask = _fuse(weights, config, np.reshape(weights["mask_hidden"], (1, -1)))
+        fed += [config.mask_token_id] * masked
+        outputs = _advance(weights, config, fed, np.concatenate([states, *[mask] * masked]), embed)
+        rows = _logits(weights, config, outputs[-num_draft_tokens:])
+        best = [int(i) for i in np.argmax(rows, axis=-1)]
+        return [i if d2t is None else i + int(d2t[i]) for i in best], rows
     drafted, logits = [], []
     while True:
         outputs = _advance(weights, config, fed, states, embed)
@@ -139,6 +148,11 @@ def _weight(weights: Weights, name: str, *shape: int) -> np.ndarray:
 
 
 def _check_slots(config: Any, tokens: Sequence[int], features: Any, embed: Any) -> None:
+    if any(getattr(config, name, None) for name in ("latent", "position_scale", "branch_norms")):
+        raise ValueError(
+            "the reference is for llama layers, and this head has latent attention, scaled "
+            "positions or layers of Gemma-4"
+        )
     _array("embed", embed, (None, config.hidden_size))
     rows = len(tokens)
     if rows == 0:
@@ -319,6 +333,8 @@ def _advance(
 ) -> np.ndarray:
     """What every slot hands to the next and to the logits, (m, h) -> (m, h)."""
     embeddings = np.asarray(embed, dtype=np.float64)[list(tokens)]
+    if getattr(config, "fusion_norm", False):
+        embeddings = _rms_norm(weights, config, "embedding_norm", embeddings)
     if config.fc_input == "embedding_and_state":  # EAGLE-1, at every step
         x = np.concatenate([embeddings, states], axis=-1)
         states = _linear(weights, "fc", x, config.hidden_size, config.fc_bias)

@@ -179,7 +179,10 @@ def load_pair(
         drafter = open_drafter(name, model, tokenizer, quantize_bits=args.quantize_draft)
     if args.draft_cache != "exact":
         if not isinstance(drafter, Eagle3Drafter):
-            raise ValueError("--draft-cache lagging is for EAGLE heads: leave it out here.")
+            raise ValueError(
+                "--draft-cache lagging is for EAGLE heads that draft step by step: leave it out "
+                "here."
+            )
         drafter = drafter.with_draft_cache(args.draft_cache)
     return model, tokenizer, drafter
 

@@ -8,7 +8,7 @@ import mlx.nn as nn
 import mlx_lm
 from mlx_lm.utils import dequantize_model
 
-from ..drafters.eagle3 import Eagle3Drafter
+from ..drafters.eagle3 import EagleDrafter
 from ..drafters.load import load_drafter
 from .target import demo_target_path
 
@@ -20,7 +20,7 @@ def load_demo(
     *,
     quantized: bool | None = None,
     quantize_bits: int | None = None,
-) -> tuple[nn.Module, Any, Eagle3Drafter]:
+) -> tuple[nn.Module, Any, EagleDrafter]:
     """The demo pair: (model, tokenizer, drafter); the target is fetched the first time.
 
     Without arguments the target stays 4-bit on a GPU, in float16, and is dequantized to

@@ -13,7 +13,7 @@ from mlx_lm.utils import _get_classes
 
 from ..commands.opening import check_target, read_json
 from ..draft_models import LOOKUP
-from ..drafters.head import Eagle3Config
+from ..drafters.config import Eagle3Config
 from ..drafters.load import check_fit, read_head_config, sizes_of
 from ..drafters.model_drafter import NOT_LOADED
 from ..drafters.pairs import pair_for

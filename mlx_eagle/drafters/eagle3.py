@@ -17,18 +17,10 @@ from .tail import Tail
 from .tree import StaticTree, Tree
 
 
-class Eagle3Drafter(FedDrafter):
-    """A ``Drafter`` around an EAGLE-3 head.
+class EagleDrafter(FedDrafter):
+    """What drafters around an EAGLE head have in common: its tokens, its limits, its choice.
 
-    Slots of its cache that were fed true features stay; those that ``propose`` adds, fed the
-    head's own output, are dropped before it returns (arXiv:2503.01840, section 3.2).
-
-    ``draft_cache`` "exact" absorbs every accepted token with its true features. "lagging", the
-    mode of the first MLX prototype, absorbs only the newest pair of a round, at its true
-    position, into a cache that falls behind: a shorter accept pass for fewer accepted tokens.
-    The text is the target's own either way.
-
-    Once made, it may be used in any thread, and ``begin`` it in several at the same time.
+    Once made, one may be used in any thread, and ``begin`` it in several at the same time.
     """
 
     def __init__(
@@ -37,23 +29,14 @@ class Eagle3Drafter(FedDrafter):
         embed: Callable[[mx.array], mx.array],
         taps: tuple[int, ...],
         to_target: mx.array | None = None,
-        draft_cache: str = "exact",
     ):
         """``embed`` maps tokens (m,) to (m, h); ``to_target`` (Vd,) draft ids to target ids."""
-        if draft_cache not in ("exact", "lagging"):
-            raise ValueError(f"draft_cache is {draft_cache!r}: give 'exact' or 'lagging'.")
-        self.lagging = draft_cache == "lagging"
-        self._keeps_tail = False
         self._embed = embed
         self._to_target = to_target
         super().__init__(head, taps, len(head.layers))
         # Arrays that are no parameters: nobody else computes them before another thread asks.
         evaluate_ropes(head)
         mx.eval(to_target)
-
-    def with_draft_cache(self, draft_cache: str) -> "Eagle3Drafter":
-        """The same weights with another way of absorbing: ``draft_cache`` "exact" or "lagging"."""
-        return Eagle3Drafter(self.head, self._embed, self.taps, self._to_target, draft_cache)
 
     @property
     def width(self) -> int:
@@ -68,6 +51,65 @@ class Eagle3Drafter(FedDrafter):
     def _start(self, cache: list) -> None:
         super()._start(cache)
         self._warned = False
+
+    def _logits(self, states: mx.array) -> mx.array:
+        """See ``FedDrafter._logits``; states (m, h)."""
+        return self.head.logits(states)
+
+    def _choose(self, logits: mx.array, pick: Pick) -> mx.array:
+        """The choice among logits (1, Vd), as a target id (1,) int32."""
+        return self._to_ids(pick(logits, self._to_target))
+
+    def _to_ids(self, index: mx.array) -> mx.array:
+        """Draft-vocabulary indices (m,) as target ids (m,) int32."""
+        return (index if self._to_target is None else self._to_target[index]).astype(mx.int32)
+
+    def _count(self, num_slots: int) -> None:
+        """Count a forward over that many new slots; warn once where they lead too far."""
+        self.num_forwards += 1
+        limit = self.head.config.max_position_embeddings
+        if not self._warned and self.cache[0].offset + num_slots > limit:
+            self._warned = True
+            warnings.warn(
+                f"the text has passed the {limit} tokens this draft head was trained for: "
+                "output stays exact, but fewer drafts may be accepted from here on.",
+                stacklevel=2,
+            )
+
+
+class Eagle3Drafter(EagleDrafter):
+    """A ``Drafter`` around an EAGLE-3 head.
+
+    Slots of its cache that were fed true features stay; those that ``propose`` adds, fed the
+    head's own output, are dropped before it returns (arXiv:2503.01840, section 3.2).
+
+    ``draft_cache`` "exact" absorbs every accepted token with its true features. "lagging", the
+    mode of the first MLX prototype, absorbs only the newest pair of a round, at its true
+    position, into a cache that falls behind: a shorter accept pass for fewer accepted tokens.
+    The text is the target's own either way.
+    """
+
+    def __init__(
+        self,
+        head: Eagle3Head,
+        embed: Callable[[mx.array], mx.array],
+        taps: tuple[int, ...],
+        to_target: mx.array | None = None,
+        draft_cache: str = "exact",
+    ):
+        """Raises ValueError for a ``draft_cache`` that is neither."""
+        if draft_cache not in ("exact", "lagging"):
+            raise ValueError(f"draft_cache is {draft_cache!r}: give 'exact' or 'lagging'.")
+        self.lagging = draft_cache == "lagging"
+        self._keeps_tail = False
+        super().__init__(head, embed, taps, to_target)
+
+    def with_draft_cache(self, draft_cache: str) -> "Eagle3Drafter":
+        """The same weights with another way of absorbing: ``draft_cache`` "exact" or "lagging"."""
+        return Eagle3Drafter(self.head, self._embed, self.taps, self._to_target, draft_cache)
+
+    def _start(self, cache: list) -> None:
+        super()._start(cache)
         self._num_pairs = cache[0].offset  # absorbed so far, where the cache lags behind
         self._last: mx.array | None = None
 
@@ -79,15 +121,21 @@ class Eagle3Drafter(FedDrafter):
         return states[-1:] if last is None else states[last.reshape(1)]
 
     def propose(self, size: int, pick: Pick) -> Draft:
-        """A chain of ``size`` tokens: one head forward for each but the first."""
+        """A chain of ``size`` tokens: one head forward for each but the first.
+
+        ModelOpt's parallel heads, where the head has some, say the last tokens without one.
+        """
         states, base = self._seed, self._position() if self.lagging else None
-        tokens, drafting = [self._next(self._first, pick)], self._begin_draft()
-        for i in range(size - 1):
+        num_steps = max(1, size - self.head.config.num_parallel_heads)
+        tokens, drafting = [self._choose(self._first, pick)], self._begin_draft()
+        for i in range(num_steps - 1):
             start_early(tokens[-1], size)
             positions = None if base is None else mx.array([base + i])
             states = self._forward(tokens[-1], states, positions, cache=drafting)
-            tokens.append(self._next(self._logits(states), pick))
-        self._end_draft(size - 1)
+            tokens.append(self._choose(self._logits(states), pick))
+        for i in range(size - num_steps):
+            tokens.append(self._choose(self.head.parallel_logits(states, i), pick))
+        self._end_draft(num_steps - 1)
         return Draft(mx.concatenate(tokens))
 
     def propose_tree(self, shape: Tree) -> Draft:
@@ -115,8 +163,8 @@ class Eagle3Drafter(FedDrafter):
         return Draft(self._to_ids(picked), parents, shape.depth, form)
 
     def keep_tail(self, is_kept: bool) -> None:
-        """See ``TailDrafter.keep_tail``."""
-        self._keeps_tail = is_kept
+        """See ``TailDrafter.keep_tail``; what a latent is made of always goes into the caches."""
+        self._keeps_tail = is_kept and self.head.config.latent is None
 
     def _begin_draft(self) -> list:
         """Where drafted slots go: into the head's caches, or beside them."""
@@ -178,31 +226,9 @@ class Eagle3Drafter(FedDrafter):
 
         ``cache``: what the layers append to, in place of their own.
         """
-        self.num_forwards += 1
-        self._warn_once_past(self.head.config.max_position_embeddings, tokens.shape[0])
+        self._count(tokens.shape[0])
         cache = self.cache[:-1] if cache is None else cache
         return self.head(self._embed(tokens), states, cache, positions, mask)
-
-    def _logits(self, states: mx.array) -> mx.array:
-        """See ``FedDrafter._logits``; states (m, h)."""
-        return self.head.logits(states)
-
-    def _next(self, logits: mx.array, pick: Pick) -> mx.array:
-        """The head's choice from logits (1, Vd), as a target id (1,) int32."""
-        return self._to_ids(pick(logits, self._to_target))
-
-    def _to_ids(self, index: mx.array) -> mx.array:
-        """Draft-vocabulary indices (m,) as target ids (m,) int32."""
-        return (index if self._to_target is None else self._to_target[index]).astype(mx.int32)
-
-    def _warn_once_past(self, limit: int, num_new: int) -> None:
-        if not self._warned and self.cache[0].offset + num_new > limit:
-            self._warned = True
-            warnings.warn(
-                f"the text has passed the {limit} tokens this draft head was trained for: "
-                "output stays exact, but fewer drafts may be accepted from here on.",
-                stacklevel=2,
-            )
 
 
 def _log_probabilities(logits: mx.array) -> mx.array:

@@ -20,12 +20,26 @@ FEW = whole(1, 1024)
 BITS = Kind("2, 3, 4, 5, 6 or 8", lambda v: is_whole(v) and v in (2, 3, 4, 5, 6, 8))
 GROUP = Kind("32, 64 or 128", lambda v: is_whole(v) and v in (32, 64, 128))
 PACKING: Table = {"bits": BITS, "group_size": GROUP}
+LATENT: Table = dict.fromkeys(
+    ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), SIZE
+)
+"""Sizes of multi-head latent attention; q_lora_rank is None where queries are not compressed."""
 HEAD: Table = {
     **dict.fromkeys(
         ("hidden_size", "target_hidden_size", "head_dim", "intermediate_size", "vocab_size"), SIZE
     ),
     **dict.fromkeys(("draft_vocab_size", "max_position_embeddings", "sliding_window"), SIZE),
     **dict.fromkeys(("num_layers", "num_heads", "num_kv_heads", "num_aux"), FEW),
+    **dict.fromkeys(("parallel_head_layers", "parallel_outputs"), FEW),
+    "num_parallel_heads": whole(0, 1024),
+    "mask_token_id": whole(0, 2**24),
+    "latent": LATENT,
+    **dict.fromkeys(("softmax_scale", "embed_scale", "logit_softcap"), number_above(0)),
+    "position_scale": {
+        "beta": NUMBER,
+        "original_max_position_embeddings": number_above(0),
+    },
+    "values": one_of("projected", "keys"),
     **dict.fromkeys(
         (
             "fc_bias",
@@ -40,6 +54,11 @@ HEAD: Table = {
             "state_norm",
             "final_norm",
             "has_d2t",
+            "fusion_norm",
+            "value_norm",
+            "branch_norms",
+            "layer_scalar",
+            "parallel_head_bias",
         ),
         TRUTH,
     ),
@@ -61,8 +80,11 @@ HEAD: Table = {
         "type": TEXT,
         "theta": number_above(1, 1e15),
         "dims": SIZE,
+        "traditional": TRUTH,
         "scaling": {
-            "type": one_of("linear", "dynamic", "llama3", "yarn", "longrope"),
+            "type": one_of(
+                "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"
+            ),
             **dict.fromkeys(
                 (
                     "factor",
@@ -71,6 +93,7 @@ HEAD: Table = {
                     "original_max_position_embeddings",
                     "beta_fast",
                     "beta_slow",
+                    "partial_rotary_factor",
                 ),
                 number_above(0),
             ),

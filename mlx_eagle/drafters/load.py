@@ -10,22 +10,21 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream
 
-from ..system.documents import check, read_object, shown
+from ..system.documents import read_object, shown
 from ..system.hub import locate
 from ..system.safetensors import read_header
 from ..target.ropes import evaluate_ropes
 from ..target.sharding import find_stage
-from .eagle3 import Eagle3Drafter
-from .fused import FUSED, fuse_weights
-from .head import Eagle3Config, Eagle3Head
-from .kinds import PACKING
+from .build import build_head, quantize_now
+from .config import Eagle3Config
+from .eagle3 import Eagle3Drafter, EagleDrafter
+from .head import Eagle3Head
+from .parallel import ParallelDrafter
 
 Linear = nn.Linear | nn.QuantizedLinear
 Embedding = nn.Embedding | nn.QuantizedEmbedding
-FLOATS = (mx.float16, mx.bfloat16, mx.float32)
 INTEGERS = (mx.int8, mx.int16, mx.int32, mx.int64)
 
 
@@ -47,12 +46,12 @@ def load_drafter(
     quantize_group_size: int = 64,
     dtype: mx.Dtype | None = None,
     draft_cache: str = "exact",
-) -> Eagle3Drafter:
+) -> EagleDrafter:
     """Load a converted head (a folder or a hub repo id) for ``model``, an mlx-lm model.
 
     ``quantize_bits`` quantizes an unquantized head while loading. ``dtype`` is that of the
     head's arithmetic, by default the target's own. ``draft_cache`` is "exact" or "lagging"
-    (see ``Eagle3Drafter``).
+    (see ``Eagle3Drafter``). A P-EAGLE head becomes a ``ParallelDrafter``.
 
     Raises ValueError, in one sentence, where the folder is not a converted head, is damaged,
     or does not belong to this target.
@@ -64,9 +63,15 @@ def load_drafter(
         quantize_group_size=quantize_group_size,
         dtype=dtype,
     )
-    return Eagle3Drafter(
-        attached.head, attached.embed, attached.taps, attached.to_target, draft_cache
-    )
+    parts = attached.head, attached.embed, attached.taps, attached.to_target
+    if attached.head.config.mask_token_id is None:
+        return Eagle3Drafter(*parts, draft_cache)
+    if draft_cache != "exact":
+        raise ValueError(
+            f"draft_cache is {draft_cache!r}, and the masked slots of a P-EAGLE head need every "
+            "pair before them: leave it out."
+        )
+    return ParallelDrafter(*parts)
 
 
 @dataclass(frozen=True)
@@ -109,9 +114,9 @@ def load_head(
     check_fit(config, sizes)
     if config.lm_head_source == "target_rows":
         weights.update(rows_of_lm_head(model, embedding, to_target))
-    head = _build(config, weights, values.get("quantization"))
+    head = build_head(config, weights, values.get("quantization"))
     if quantize_bits is not None:
-        _quantize_now(head, values.get("quantization"), quantize_bits, quantize_group_size)
+        quantize_now(head, values.get("quantization"), quantize_bits, quantize_group_size)
     _cast(head, dtype or activation_dtype(embedding))
     embed = embedding
     if config.embed_source == "file":
@@ -249,6 +254,11 @@ def check_fit(config: Eagle3Config, target: TargetSizes) -> None:
             f"the head was made for a vocabulary of {config.vocab_size} tokens, but the "
             f"target's has {vocab_size}: use the head trained for this model."
         )
+    if config.mask_token_id is not None and config.mask_token_id >= vocab_size:
+        raise ValueError(
+            f"the head masks with token {config.mask_token_id}, but the target has {vocab_size}: "
+            "use the head trained for this model."
+        )
     taps = config.taps(num_layers)
     deepest = num_layers if config.uses_aux else num_layers + 1
     if not taps or min(taps) < 0 or max(taps) > deepest or len(taps) != config.num_aux:
@@ -257,82 +267,6 @@ def check_fit(config: Eagle3Config, target: TargetSizes) -> None:
             f"has {num_layers} layers: use the head trained for this model, or, where this is "
             "it, convert it again with --target MODEL, or with the taps in --aux-layers."
         )
-
-
-def _build(config: Eagle3Config, weights: dict, quantization: dict | None) -> Eagle3Head:
-    """The head with its weights in place; raise ValueError naming what is missing."""
-    _check_layers(config, weights)
-    try:
-        weights = fuse_weights(weights, config.num_layers)
-        head = Eagle3Head(config)
-        if quantization:
-            _quantize_as_stored(head, weights, quantization)
-    except (ArithmeticError, KeyError, TypeError, ValueError) as err:
-        raise ValueError(
-            f"no head can be built as its config.json says ({err}): convert the head again."
-        ) from err
-    expected = {name: array.shape for name, array in tree_flatten(head.parameters())}
-    missing = sorted(expected.keys() - weights.keys())
-    extra = sorted(weights.keys() - expected.keys())
-    if missing or extra:
-        what = f"lacks {missing[0]}" if missing else f"has an unknown {extra[0]}"
-        raise ValueError(f"the head's model.safetensors {what}: convert the head again.")
-    for name, shape in expected.items():
-        if weights[name].shape != shape:
-            raise ValueError(
-                f"the head's {name} is {tuple(weights[name].shape)}, its config.json says "
-                f"{tuple(shape)}: convert the head again."
-            )
-        is_packed = name.endswith(".weight") and name.replace(".weight", ".scales") in weights
-        if weights[name].dtype != mx.uint32 if is_packed else weights[name].dtype not in FLOATS:
-            raise ValueError(
-                f"the head's {name} is stored as {weights[name].dtype}: convert the head again."
-            )
-    head.load_weights(list(weights.items()))
-    return head
-
-
-def _check_layers(config: Eagle3Config, weights: dict[str, mx.array]) -> None:
-    """Raise ValueError unless the file has as many layers as the config says."""
-    layers = {name.split(".")[1] for name in weights if name.startswith("layers.")}
-    if len(layers) != config.num_layers:
-        raise ValueError(
-            f"the head's model.safetensors has {len(layers)} layers, its config.json says "
-            f"{config.num_layers}: convert the head again."
-        )
-
-
-def _quantize_as_stored(head: Eagle3Head, weights: dict, quantization: dict) -> None:
-    """Make a module quantized where the file has scales for it, as its config entry says."""
-    default = {k: quantization[k] for k in PACKING}
-    for path, entry in quantization.items():
-        if path not in PACKING and entry is not False:
-            check({path: entry}, {path: PACKING}, "quantization")
-
-    def params(path: str, module: nn.Module) -> bool | dict:
-        if f"{path}.scales" not in weights:
-            return False
-        layer, _, kind = path.partition("self_attn." if "self_attn." in path else "mlp.")
-        fused = path.removeprefix(layer)
-        stored = layer + FUSED[fused][0] if fused in FUSED else path
-        return quantization.get(stored, default)
-
-    nn.quantize(head, class_predicate=params)
-
-
-def _quantize_now(head: Eagle3Head, stored: dict | None, bits: int, group_size: int) -> None:
-    if stored:
-        raise ValueError(
-            f"the head is already quantized to {stored['bits']} bits: load it as it is, or "
-            "convert it again with another --q-bits."
-        )
-    if bits not in (2, 3, 4, 5, 6, 8):
-        raise ValueError(f"cannot quantize to {bits} bits: give 2, 3, 4, 5, 6 or 8.")
-
-    def fits(_: str, module: nn.Module) -> bool:
-        return hasattr(module, "to_quantized") and module.weight.shape[-1] % group_size == 0
-
-    nn.quantize(head, group_size=group_size, bits=bits, class_predicate=fits)
 
 
 def activation_dtype(embedding: Embedding) -> mx.Dtype:

@@ -18,8 +18,9 @@ from mlx_lm.utils import dequantize_model
 
 from ..convert import convert
 from ..convert.quantize import Quantization, pack
+from ..drafters.config import Eagle3Config
 from ..drafters.fused import split_weights
-from ..drafters.head import Eagle3Config, Eagle3Head
+from ..drafters.head import Eagle3Head
 from ..drafters.load import (
     activation_dtype,
     find_embedding,
@@ -128,7 +129,8 @@ def student_from(source: str, model: nn.Module, target: str | None) -> Student:
     """The head in ``source``: converted already, or in any form that the converter reads.
 
     Its shape and vocabulary stay; a quantized one is dequantized. ``target`` is the target's
-    folder or repository id, for the converter.
+    folder or repository id, for the converter. Raises ValueError for a head that is more than
+    llama layers drafting step by step.
     """
     if _is_converted(Path(source).expanduser()):
         attached = load_head(source, model, dtype=mx.float32)
@@ -138,6 +140,7 @@ def student_from(source: str, model: nn.Module, target: str | None) -> Student:
             convert(source, str(folder), quantize=False, target=target)
             attached = load_head(folder, model, dtype=mx.float32)
     head, embedding = attached.head, find_embedding(model)[0]
+    _check_trainable(head.config, source)
     own = head.config.embed_source == "file"
     if head.config.lm_head_source == "target_rows":
         head.config = replace(head.config, lm_head_source="file")
@@ -150,6 +153,22 @@ def student_from(source: str, model: nn.Module, target: str | None) -> Student:
     mx.eval(head.parameters())
     embed = head.embed_tokens if own else embedding
     return Student(head, embed, attached.taps, attached.ids, activation_dtype(embedding))
+
+
+def _check_trainable(config: Eagle3Config, source: str) -> None:
+    kinds = {
+        "drafts in one pass (P-EAGLE)": config.mask_token_id is not None,
+        "has parallel heads": config.num_parallel_heads > 0,
+        "attends to a latent (MLA)": config.latent is not None,
+        "scales queries by their position": config.position_scale is not None,
+        "has layers of Gemma-4": config.branch_norms or config.values != "projected",
+    }
+    for kind, holds in kinds.items():
+        if holds:
+            raise ValueError(
+                f"{source} {kind}, and only heads of llama layers that draft step by step are "
+                "trained here: start from another head, or from none."
+            )
 
 
 def _is_converted(folder: Path) -> bool:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from ..drafters.head import DraftAttention, DraftLayer, Eagle3Head
+from ..drafters.attention import DraftAttention
+from ..drafters.head import DraftLayer, Eagle3Head
 
 
 @dataclass

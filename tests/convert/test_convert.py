@@ -23,8 +23,9 @@ from checkpoints import (
 from mlx_eagle.convert import convert, pipeline
 from mlx_eagle.convert.__main__ import main
 from mlx_eagle.convert.checkpoint import open_checkpoint
+from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.fused import fuse_weights
-from mlx_eagle.drafters.head import Eagle3Config, Eagle3Head
+from mlx_eagle.drafters.head import Eagle3Head
 
 DEMO = Path(__file__).parents[1] / "data" / "eagle3-smollm2-135m-instruct"
 

@@ -20,8 +20,9 @@ from checkpoints import (
 )
 
 from mlx_eagle.convert import convert
+from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.fused import fuse_weights
-from mlx_eagle.drafters.head import Eagle3Config, Eagle3Head
+from mlx_eagle.drafters.head import Eagle3Head
 
 
 def full_vocabulary(**sizes: int) -> Tensors:
@@ -46,6 +47,21 @@ MLP_BIAS = {
     "layers.0.mlp.down_proj.bias": ones(64),
 }
 EAGLE1 = eagle1_tensors()
+NORMS = {name: ones(64) for name in ("embedding_norm.weight", "norm.weight")}
+OUTPUTS = [ones(48, 64) / 8 for _ in range(2)]
+WHOLE = [ones(128, 64) / 8 for _ in range(2)]
+MEDUSA = {
+    f"parallel_draft_heads.{i}.medusa_layers.{j}.linear.{kind}": ones(*shape) / 8
+    for i in range(2)
+    for j in range(2)
+    for kind, shape in (("weight", (64, 64)), ("bias", (64,)))
+}
+PARALLEL = {
+    name.replace("parallel_draft_heads", "parallel_heads")
+    .replace("medusa_layers", "layers")
+    .replace("linear.", ""): value
+    for name, value in MEDUSA.items()
+}
 NORM_FLAGS = ("use_last_layernorm", "use_input_layernorm_in_first_layer")
 
 # name, tensors in their own layout, config, the tensors expected (None: the same ones), fields
@@ -267,6 +283,60 @@ CASES = {
         None,
         {"family": "eagle-1", "fc_bias": False, "attention_bias": True},
     ),
+    "EAGLE-1 of speculators, with norms": (
+        renamed(EAGLE1, ("fc.", "fusion_layer."), ("layers.0.", "transformer."))
+        | {
+            "transformer.input_layernorm.weight": ones(64),
+            "post_embedding_layernorm.weight": NORMS["embedding_norm.weight"],
+            "pre_lm_head_layernorm.weight": NORMS["norm.weight"],
+        },
+        speculators(speculators_model_type="eagle", fusion_bias=True, layernorms=True)
+        | {"draft_vocab_size": None},
+        None,
+        {
+            "family": "eagle-1",
+            "fusion_norm": True,
+            "state_norm": True,
+            "final_norm": True,
+            "norm_output": False,
+            "fc_bias": True,
+        },
+    ),
+    "AngelSlim, rows that tell when to stop thinking": (
+        as_midlayer(PLAIN | {"fc.weight": np.concatenate([PLAIN["fc.weight"], ones(3, 192)])}),
+        CONFIG
+        | {
+            "architectures": ["Eagle3LlamaForCausalLM"],
+            "early_stop_method": "confidence_progress_remain",
+        },
+        PLAIN,
+        {"family": "angelslim", "hidden_size": 64},
+    ),
+    "ModelOpt, parallel heads with one output matrix": (
+        without(PLAIN, "t2d") | MEDUSA | {"parallel_draft_heads.lm_head.weight": OUTPUTS[0]},
+        CONFIG | {"eagle_config": {"parallel_draft_step": 3, "use_last_layernorm": True}},
+        without(PLAIN, "t2d") | PARALLEL | {"parallel_outputs.0.weight": OUTPUTS[0]},
+        {
+            "family": "modelopt",
+            "num_parallel_heads": 2,
+            "parallel_head_layers": 2,
+            "parallel_head_bias": True,
+            "parallel_outputs": 1,
+        },
+    ),
+    "ModelOpt, parallel heads with whole matrices each": (
+        without(PLAIN, "t2d")
+        | MEDUSA
+        | {f"parallel_draft_heads.{i}.lm_head.weight": WHOLE[i] for i in range(2)},
+        CONFIG | {"eagle_config": {"parallel_draft_step": 3, "use_last_layernorm": True}},
+        without(PLAIN, "t2d")
+        | PARALLEL
+        | {
+            f"parallel_outputs.{i}.weight": WHOLE[i][PLAIN["d2t"] + np.arange(48)]
+            for i in range(2)
+        },
+        {"num_parallel_heads": 2, "parallel_outputs": 2},
+    ),
     "wider than its target": (
         as_midlayer(eagle3_tensors(target_size=32)) | {"embed_tokens.weight": ones(128, 64)},
         CONFIG | {"target_hidden_size": 32},
@@ -291,6 +361,9 @@ def test_family(tmp_path, capsys, case):
     convert(str(folder), str(out), quantize=False)
     if case == "wider than its target":
         expected = renamed(native, ("midlayer.", "layers.0."))
+    if case == "EAGLE-1 of speculators, with norms":
+        extra = {"layers.0.hidden_norm.weight": native["transformer.input_layernorm.weight"]}
+        expected = EAGLE1 | NORMS | extra
     assert_same(weights_of(out), native if expected is None else expected)
     written = config_of(out)
     assert {key: written[key] for key in fields} == fields

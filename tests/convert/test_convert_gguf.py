@@ -1,6 +1,7 @@
 """Heads in llama.cpp's GGUF files, written by the gguf package."""
 
 import json
+import sys
 from pathlib import Path
 
 import gguf
@@ -12,6 +13,7 @@ from checkpoints import (
     assert_same,
     config_of,
     eagle3_tensors,
+    fails,
     ones,
     refused,
     renamed,
@@ -22,7 +24,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from mlx_eagle.convert import convert
 from mlx_eagle.convert.checkpoint import open_checkpoint
-from mlx_eagle.convert.gguf import BLOCKS
+from mlx_eagle.convert.gguf import BLOCKS, read_gguf
 
 DEMO = Path(__file__).parents[1] / "data" / "eagle3-smollm2-135m-instruct"
 PLAIN = eagle3_tensors()
@@ -74,6 +76,27 @@ def test_block_formats(kind):
     data = np.random.default_rng(kind).integers(0, 120, (9, num_bytes), dtype=np.uint8)
     expected = gguf.quants.dequantize(data, gguf.GGMLQuantizationType(kind))
     assert np.array_equal(decode(data).reshape(9, -1), expected)
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q5_K", "IQ4_NL", "TQ1_0"])
+def test_other_types_are_read_by_the_gguf_package(tmp_path, monkeypatch, capsys, kind):
+    form = gguf.GGMLQuantizationType[kind]
+    width, num_bytes = gguf.GGML_QUANT_SIZES[form]
+    blocks = np.random.default_rng(1).integers(0, 60, (16 * 256 // width, num_bytes))
+    data = blocks.astype(np.uint8).reshape(16, -1)
+    path = tmp_path / "head.gguf"
+    writer = gguf.GGUFWriter(path, "eagle3")
+    writer.add_tensor("fc.weight", data, raw_dtype=form)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    _, tensors = read_gguf(path)
+    assert tensors["fc.weight"].shape == (16, 256)
+    assert np.array_equal(tensors["fc.weight"].numpy(), gguf.quants.dequantize(data, form))
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    sentence = fails(capsys, "--hf-path", path, "--mlx-path", tmp_path / "out")
+    assert f"type {form.value}" in sentence and "mlx-eagle[gguf]" in sentence
 
 
 def test_gguf_frequency_factors(tmp_path):

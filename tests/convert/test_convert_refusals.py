@@ -22,6 +22,7 @@ from mlx_eagle.convert import convert
 
 PLAIN = eagle3_tensors()
 EAGLE1 = eagle1_tensors()
+MASKED = PLAIN | {"mask_hidden": ones(1, 1, 192)}
 
 # What is refused
 
@@ -31,41 +32,81 @@ def dflash() -> Tensors:
 
 
 REFUSED = {
-    "P-EAGLE by its mask": (PLAIN | {"mask_hidden": ones(1, 1, 192)}, CONFIG, "P-EAGLE"),
+    "P-EAGLE without a token": (MASKED, CONFIG, "names no mask_token_id"),
     "P-EAGLE by its type": (PLAIN, speculators(speculators_model_type="peagle"), "P-EAGLE"),
-    "P-EAGLE by a token": (PLAIN, CONFIG | {"ptd_token_id": 3}, "P-EAGLE"),
+    "P-EAGLE by a token": (PLAIN, CONFIG | {"ptd_token_id": 3}, "lacks mask_hidden"),
     "P-EAGLE by its name": (PLAIN, CONFIG | {"architectures": ["PEagleDraftModel"]}, "P-EAGLE"),
+    "P-EAGLE with a token of no vocabulary": (MASKED, CONFIG | {"ptd_token_id": 128}, "128"),
+    "a mask of another width": (
+        PLAIN | {"mask_hidden": ones(1, 1, 128)},
+        CONFIG | {"ptd_token_id": 3},
+        "mask_hidden is 128",
+    ),
     "DFlash": (dflash(), CONFIG | {"architectures": ["DFlashDraftModel"]}, "DFlash"),
     "DFlash by its blocks": (PLAIN, CONFIG | {"block_size": 8, "mask_token_id": 3}, "DFlash"),
     "DSpark": (PLAIN, CONFIG | {"markov_rank": 8}, "DSpark"),
-    "MLA": (PLAIN | {"layers.0.self_attn.kv_a_proj_with_mqa.weight": ones(8, 64)}, CONFIG, "MLA"),
-    "MLA by its name": (PLAIN, CONFIG | {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "MLA"),
-    "Medusa heads": (PLAIN | {"parallel_draft_heads.0.weight": ones(8, 64)}, CONFIG, "Medusa"),
-    "early stop": (
-        PLAIN | {"fc.weight": ones(65, 192)},
-        CONFIG | {"early_stop_method": "confidence"},
-        "early-stop",
+    "half of latent attention": (
+        PLAIN | {"layers.0.self_attn.kv_a_proj_with_mqa.weight": ones(24, 128)},
+        CONFIG,
+        "lacks layers.0.self_attn.kv_a_layernorm.weight",
     ),
+    "parallel heads of another kind": (
+        PLAIN | {"parallel_draft_heads.0.weight": ones(8, 64)},
+        CONFIG,
+        "parallel_draft_heads.0.weight",
+    ),
+    "no parallel heads": (
+        PLAIN,
+        CONFIG | {"eagle_config": {"parallel_draft_step": 3}},
+        "parallel_draft_step 3, and the checkpoint has 0",
+    ),
+    "rows too many": (PLAIN | {"fc.weight": ones(65, 192)}, CONFIG, "fc.weight is 65 x 192"),
     "MTP": (PLAIN | {"enorm.weight": ones(64), "hnorm.weight": ones(64)}, CONFIG, "MTP"),
     "MTP by eh_proj": (PLAIN | {"eh_proj.weight": ones(64, 128)}, CONFIG, "MTP"),
     "MTP by a flag": (PLAIN, CONFIG | {"eagle_config": {"use_mtp_layernorm": True}}, "MTP"),
-    "DeepSpec for Gemma-4": (
-        eagle3_tensors(num_aux=5, draft=128) | {"layers.0.layer_scalar": ones(1)},
-        FLAT | {"target_layer_ids": [5, 17, 29, 41, 46]},
-        "Gemma-4",
+    "half a layer of Gemma-4": (
+        eagle3_tensors(num_aux=5, draft=128)
+        | {"layers.0.pre_feedforward_layernorm.weight": ones(64)},
+        FLAT | {"target_layer_ids": [5, 17, 29, 41, 46], "draft_vocab_size": 128},
+        "lacks layers.0.post_feedforward_layernorm.weight",
     ),
-    "packed": (PLAIN | {"fc.weight_packed": ones(4, 4)}, CONFIG, "dequantize"),
-    "scales": (PLAIN | {"fc.weight_scale": ones(64)}, CONFIG, "dequantize"),
-    "a quantization entry": (PLAIN, CONFIG | {"quantization_config": {"bits": 4}}, "dequantize"),
+    "GPTQ": (PLAIN | {"fc.qweight": ones(4, 4), "fc.scales": ones(4, 4)}, CONFIG, "GPTQ"),
+    "MLX's own": (PLAIN | {"fc.scales": ones(64, 3), "fc.biases": ones(64, 3)}, CONFIG, "MLX"),
+    "packed without a scale": (
+        without(PLAIN, "fc.weight") | {"fc.weight_packed": np.ones((64, 24), np.int32)},
+        CONFIG,
+        "not read (weight_packed (I32))",
+    ),
+    "scales of floats": (PLAIN | {"fc.weight_scale": ones(64)}, CONFIG, "weight (F32)"),
+    "too few scales": (
+        PLAIN | {"fc.weight": np.ones((64, 192), np.int8), "fc.weight_scale": ones(64, 5)},
+        CONFIG,
+        "fc.weight is 64 x 192 with scales of 64 x 5",
+    ),
+    "words of no bits": (
+        without(PLAIN, "fc.weight")
+        | {
+            "fc.weight_packed": np.ones((64, 23), np.int32),
+            "fc.weight_shape": np.array([64, 192]),
+            "fc.weight_scale": ones(64, 6),
+        },
+        CONFIG,
+        "23 words of 192 integers",
+    ),
+    "a shape that is none": (
+        without(PLAIN, "fc.weight")
+        | {
+            "fc.weight_packed": np.ones((64, 24), np.int32),
+            "fc.weight_shape": np.array([32, 192]),
+            "fc.weight_scale": ones(64, 6),
+        },
+        CONFIG,
+        "said to be (32, 192)",
+    ),
     "a plain model": (
         {n: v[:, :64] if ".q_proj" in n else v for n, v in without(PLAIN, "fc.weight").items()},
         CONFIG,
         "",
-    ),
-    "speculators EAGLE-1 with norms": (
-        EAGLE1 | {"embed_layernorm.weight": ones(64)},
-        FLAT,
-        "embedding norms",
     ),
     "nothing known": ({"blocks.0.weight": ones(4, 4)}, CONFIG, "no EAGLE head"),
 }

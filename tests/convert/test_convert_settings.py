@@ -212,3 +212,12 @@ def test_untruncated_yarn():
     expected *= 0.1 * np.log(4) + 1
     ours = module(mx.array(x, dtype=mx.float32).reshape(1, 1, 1, 16), offset=5)
     assert np.abs(np.array(ours).ravel() - expected).max() < tolerance()
+
+
+def test_the_token_of_masked_slots_where_no_config_names_it(tmp_path):
+    """As SpecForge's own template leaves it."""
+    tensors = TWO | {"mask_hidden": np.ones((1, 1, 192), np.float32)}
+    config = CONFIG | {"architectures": ["PEagleDraftModel"], "num_hidden_layers": 2}
+    folder = write_safetensors(tmp_path / "source", config, tensors)
+    main(["--hf-path", str(folder), "--mlx-path", str(tmp_path / "out"), "--mask-token-id", "7"])
+    assert config_of(tmp_path / "out")["mask_token_id"] == 7

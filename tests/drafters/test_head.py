@@ -9,9 +9,11 @@ import pytest
 from golden import frozen
 from golden.frozen import Frozen, relative
 from heads import NUM_SLOTS, NUM_STEPS, TOLERANCE, VARIANTS, Runner, random_head
+from mlx.utils import tree_flatten
 from tolerances import tolerance
 
 from mlx_eagle.drafters.fused import fuse_weights
+from mlx_eagle.drafters.head import Eagle3Head
 from mlx_eagle.reference import eagle3_draft, eagle3_extend
 
 # Against the dequantized weights: the kernels sum in another order.
@@ -30,7 +32,7 @@ def golden(request) -> Frozen:
 
 def test_every_golden_folder_is_compared():
     folders = {path.parent.name for path in frozen.FOLDER.glob("*/expected.safetensors")}
-    assert folders == set(frozen.CHANGES)
+    assert folders == {*frozen.CHANGES, *frozen.NATIVE}
 
 
 def test_extend_pass_equals_the_reference(example):
@@ -230,3 +232,34 @@ def test_quantized_head_equals_its_dequantized_weights(variant):
     )
     assert relative(found[0], logits) < QUANTIZED_TOLERANCE
     assert relative(found[1], drafted) < QUANTIZED_TOLERANCE
+
+
+@pytest.mark.parametrize("outputs", [1, 3])
+@pytest.mark.parametrize("norm_output", [False, True])
+def test_parallel_heads_equal_a_naive_one(outputs, norm_output):
+    """x + silu(linear(x)) twice on the normed state, then an output matrix of all or its own."""
+    changes = {
+        "num_parallel_heads": 3,
+        "parallel_head_layers": 2,
+        "parallel_head_bias": True,
+        "parallel_outputs": outputs,
+        "norm_output": norm_output,
+    }
+    head = Eagle3Head(replace(random_head("default").config, **changes))
+    rng = np.random.default_rng(2)
+    values = {
+        name: 0.2 * rng.standard_normal(array.shape).astype(np.float32)
+        for name, array in tree_flatten(head.parameters())
+    }
+    head.load_weights([(name, mx.array(value)) for name, value in values.items()])
+    states = rng.standard_normal((2, 64)).astype(np.float32)
+    for i in range(3):
+        x = states.astype(np.float64)
+        if not norm_output:
+            x = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * values["norm.weight"]
+        for j in range(2):
+            place = f"parallel_heads.{i}.layers.{j}"
+            y = x @ values[f"{place}.weight"].T + values[f"{place}.bias"]
+            x = x + y / (1 + np.exp(-y))
+        wanted = x @ values[f"parallel_outputs.{i if outputs > 1 else 0}.weight"].T
+        assert relative(np.array(head.parallel_logits(mx.array(states), i)), wanted) < TOLERANCE

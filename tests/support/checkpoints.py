@@ -140,6 +140,7 @@ STORAGES = {
     "float16": "HalfStorage",
     "int64": "LongStorage",
     "int32": "IntStorage",
+    "int8": "CharStorage",
     "bool": "BoolStorage",
     "uint16": "BFloat16Storage",  # NumPy has no bfloat16: its bits
 }

@@ -11,9 +11,10 @@ import mlx.nn as nn
 from helpers import SIZES, VOCAB, plain, randomize, tiny_head, tiny_llama
 from mlx.utils import tree_map
 from mlx_lm.models import gemma3_text, lfm2, mamba2, qwen3_5, qwen3_next
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_eagle.drafters.base import Draft, Drafter
+from mlx_eagle.drafters.eagle3 import EagleDrafter
 from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.drafters.model_drafter import ModelDrafter
 from mlx_eagle.drafters.mtp import MTPDrafter, make_mtp_head
@@ -114,6 +115,18 @@ def tiny_mtp(model: nn.Module, seed: int = 10) -> MTPDrafter:
     return MTPDrafter(randomize(make_mtp_head(model), seed), model)
 
 
+LATENT = {
+    "head_dim": 12,
+    "num_kv_heads": 4,
+    "rope": {"type": "default", "theta": 10000.0, "dims": 8, "traditional": True},
+    "latent": {
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 6,
+    },
+}
 LLAMA = tiny_llama()
 QWEN3_NEXT = tiny_qwen3_next()
 QWEN3_5_MOE = tiny_qwen3_5(num_experts=4, tie_word_embeddings=True)
@@ -127,8 +140,23 @@ PAIRS: dict[str, tuple[nn.Module, Drafter]] = {
     "mtp, qwen3-next": (QWEN3_NEXT, tiny_mtp(QWEN3_NEXT)),
     "mtp, qwen3.5 moe, tied": (QWEN3_5_MOE, tiny_mtp(QWEN3_5_MOE)),
     "eagle-3": (LLAMA, tiny_head(LLAMA)),
+    "eagle-3, parallel heads": (
+        LLAMA,
+        tiny_head(
+            LLAMA,
+            seed=2,
+            num_parallel_heads=2,
+            parallel_head_layers=2,
+            parallel_head_bias=True,
+            parallel_outputs=2,
+        ),
+    ),
+    "eagle-3, latent": (LLAMA, tiny_head(LLAMA, seed=3, **LATENT)),
+    "p-eagle": (LLAMA, tiny_head(LLAMA, seed=4, num_layers=2, mask_token_id=9)),
 }
 SHOWN = [name for name in PAIRS if "recurrent" not in name and "hybrid" not in name]
+
+PARALLEL = ("p-eagle", "eagle-3, parallel heads")
 
 
 # What each drafter proposes after a text, from that text alone.
@@ -165,12 +193,43 @@ def naive_mtp(drafter: MTPDrafter, target: nn.Module, text: list[int], size: int
     return tokens[-size:]
 
 
+def naive_eagle(drafter: EagleDrafter, target: nn.Module, text: list[int], size: int) -> list[int]:
+    """Everything anew for every token, from the features of the whole text."""
+    head, taps, embed = drafter.head, drafter.taps, target.model.embed_tokens
+    _, features = Target(target, taps)(mx.array(text), make_prompt_cache(target))
+    tokens, states = list(text[1:]), head.fuse(features[:-1])
+
+    def outputs() -> mx.array:
+        caches = [KVCache() for _ in head.layers]
+        return head(embed(mx.array(tokens)), states, caches)
+
+    def chosen(logits: mx.array) -> int:
+        return 2 * mx.argmax(logits[-1]).item()  # every second token can be drafted
+
+    config = head.config
+    if config.mask_token_id is not None:
+        tokens += [config.mask_token_id] * (size - 1)
+        mask = head.fuse(head.mask_hidden[None])
+        states = mx.concatenate([states, *[mask] * (size - 1)])
+        return [chosen(head.logits(row[None])) for row in outputs()[-size:]]
+    drafted: list[int] = []
+    while len(drafted) < max(1, size - config.num_parallel_heads):
+        tokens, last = tokens + drafted[-1:], outputs
+        out = last()[-1:]
+        drafted.append(chosen(head.logits(out)))
+        states = mx.concatenate([states, out])
+    for i in range(size - len(drafted)):
+        drafted.append(chosen(head.parallel_logits(out, i)))
+    return drafted
+
+
 def naive_twin(drafter: Drafter, target: nn.Module) -> Callable[[list[int], int], list[int]]:
     if isinstance(drafter, LookupDrafter):
         return naive_lookup
     if isinstance(drafter, ModelDrafter):
         return lambda text, size: plain(drafter.model, text, size)
-    return lambda text, size: naive_mtp(drafter, target, text, size)
+    naive = naive_mtp if isinstance(drafter, MTPDrafter) else naive_eagle
+    return lambda text, size: naive(drafter, target, text, size)
 
 
 class Steered:

@@ -8,8 +8,9 @@ from golden.frozen import Frozen
 from mlx_lm.models.cache import KVCache
 from tolerances import tolerance
 
+from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.fused import fuse_weights
-from mlx_eagle.drafters.head import Eagle3Config, Eagle3Head
+from mlx_eagle.drafters.head import Eagle3Head
 
 TOLERANCE = tolerance()
 NUM_SLOTS = 11
@@ -155,11 +156,11 @@ class Runner:
         if weights is None:
             weights = {name: mx.array(value) for name, value in example.weights.items()}
         else:
-            packed = fuse_weights(weights, config.num_layers)
+            packed = fuse_weights(weights, config.num_layers, config)
             nn.quantize(self.head, 32, 4, class_predicate=lambda p, _: f"{p}.scales" in packed)
         if config.embed_source == "file":
             weights["embed_tokens.weight"] = self.embed
-        self.head.load_weights(list(fuse_weights(weights, config.num_layers).items()))
+        self.head.load_weights(list(fuse_weights(weights, config.num_layers, config).items()))
         self.cache = [KVCache() for _ in range(config.num_layers)]
 
     def extend(self, tokens, features, positions=None, mask=None) -> mx.array:
@@ -177,6 +178,8 @@ class Runner:
     def draft(self, example: Frozen, slot: int, visible: mx.array | None = None) -> np.ndarray:
         """Logits (1 + steps, Vd): of the prefix up to that slot, then of each forced step.
 
+        Of a parallel head no token is forced.
+
         ``visible`` (slots, slots) says which slot sees which, where not the default.
         """
 
@@ -187,7 +190,10 @@ class Runner:
         tokens, features = example.tokens[:size], example.features[:size]
         states = self.extend(tokens, features, mask=mask(0, size))[-1:]
         rows = [self.logits(states)]
-        for i, token in enumerate(example.chain(slot), size):
+        if example.is_parallel:  # a masked slot for each step, in one forward
+            num, token = len(example.logits) - 1, example.config.mask_token_id
+            rows.append(self.logits(self.step([token] * num, self.head.masked(num))))
+        for i, token in enumerate([] if example.is_parallel else example.chain(slot), size):
             states = self.step([token], states, mask=mask(i, i + 1))
             rows.append(self.logits(states))
         for cache in self.cache:

@@ -20,9 +20,11 @@ from transformers import PreTrainedTokenizerFast
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.base import Draft
-from mlx_eagle.drafters.eagle3 import Eagle3Drafter
-from mlx_eagle.drafters.head import Eagle3Config, Eagle3Head
+from mlx_eagle.drafters.config import Eagle3Config
+from mlx_eagle.drafters.eagle3 import Eagle3Drafter, EagleDrafter
+from mlx_eagle.drafters.head import Eagle3Head
 from mlx_eagle.drafters.load import find_embedding
+from mlx_eagle.drafters.parallel import ParallelDrafter
 
 VOCAB = 96
 PROMPT = [5, 17, 3, 88, 41, 2, 60]
@@ -89,8 +91,11 @@ def byte_tokenizer() -> TokenizerWrapper:
     return TokenizerWrapper(fast)
 
 
-def tiny_head(model: nn.Module, seed: int = 1, **changes) -> Eagle3Drafter:
-    """A random EAGLE-3 drafter that fits a tiny model; half the vocabulary can be drafted."""
+def tiny_head(model: nn.Module, seed: int = 1, **changes) -> EagleDrafter:
+    """A random EAGLE-3 drafter that fits a tiny model; half the vocabulary can be drafted.
+
+    With a ``mask_token_id`` it is a P-EAGLE one.
+    """
     size, vocab = model.args.hidden_size, model.args.vocab_size
     values = {
         "hidden_size": size,
@@ -106,7 +111,8 @@ def tiny_head(model: nn.Module, seed: int = 1, **changes) -> Eagle3Drafter:
     config = Eagle3Config(**{**values, **changes})
     head = randomize(Eagle3Head(config), seed)
     to_target = mx.arange(0, vocab, 2, dtype=mx.int32)
-    return Eagle3Drafter(head, find_embedding(model)[0], config.taps(len(model.layers)), to_target)
+    kind = Eagle3Drafter if config.mask_token_id is None else ParallelDrafter
+    return kind(head, find_embedding(model)[0], config.taps(len(model.layers)), to_target)
 
 
 def plain(model: nn.Module, prompt: list[int], max_tokens: int, **kwargs) -> list[int]:

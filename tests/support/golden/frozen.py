@@ -1,6 +1,6 @@
 """The frozen heads of this folder: configs, written by hand, and what their makers computed.
 
-Written by make_speculators.py and make_specforge.py, whose docstrings say what the files hold.
+Written by the make_*.py beside this file, whose docstrings say what the files hold.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from mlx_eagle.drafters.head import Eagle3Config
+from mlx_eagle.drafters.config import Eagle3Config
 
 FOLDER = Path(__file__).parent
 SIZES = {
@@ -41,6 +41,8 @@ LLAMA3_ROPE = rope(
     high_freq_factor=4.0,
     original_max_position_embeddings=32,
 )
+
+MASK = {"mask_token_id": 97, "speculative_tokens_hint": 5}
 
 CHANGES = {
     "speculators-default": {
@@ -80,6 +82,28 @@ CHANGES = {
     "speculators-partial-rope": {**LONG_HEADS, **rope(1e4, dims=8, type="linear", factor=2.0)},
     "speculators-wide-heads": {"head_dim": 16},
     "speculators-full-vocabulary": {"draft_vocab_size": 128, "has_d2t": False},
+    "peagle-llama": {"num_layers": 2, **MASK},
+    "peagle-five-features": {
+        "num_layers": 3,
+        "num_aux": 5,
+        "qk_norm": True,
+        "norm_before_residual": True,
+        "pre_fc_norm": "concat",
+        **MASK,
+    },
+    "peagle-eagle31": {
+        "num_layers": 2,
+        "pre_fc_norm": "per_feature",
+        "norm_output": True,
+        **MASK,
+    },
+    "peagle-mixed-windows": {
+        "num_layers": 2,
+        "qk_norm": True,
+        "sliding_window": 4,
+        "full_attention_layers": (0,),
+        **MASK,
+    },
     "specforge-plain": {},
     "specforge-fc-norm": {"pre_fc_norm": "per_feature"},
     "specforge-target-hidden-size": {"target_hidden_size": 48},
@@ -100,6 +124,10 @@ CHANGES = {
 }
 
 
+NATIVE = tuple(sorted(path.name for path in FOLDER.glob("native-*")))
+"""Heads whose files are compared once they are converted: no config of theirs is written here."""
+
+
 @dataclass(frozen=True)
 class Frozen:
     """One head; T slots, S = 1 + 4 steps: the extend pass and four draft steps."""
@@ -112,15 +140,24 @@ class Frozen:
     features: np.ndarray  # (T, F)
     logits: np.ndarray  # (S, T, Vd): step i after the prefix of slots 0..t
 
+    @property
+    def is_parallel(self) -> bool:
+        return self.config.mask_token_id is not None
+
     def chain(self, slot: int) -> list[int]:
         """The tokens of the draft steps after the prefix that ends with that slot."""
         steps = range(slot + 1, slot + len(self.logits))
         return [self.tokens[i] if i < len(self.tokens) else 0 for i in steps]
 
     def num_comparable(self, slot: int) -> int:
-        """Steps after that prefix over which a moving window hides nothing: all without one."""
-        window = self.config.sliding_window
-        return len(self.logits) if window is None else min(len(self.logits), window - slot)
+        """Steps after that prefix over which a moving window hides nothing: all without one.
+
+        Of a parallel head, the steps that are known: those within the T slots.
+        """
+        window, steps = self.config.sliding_window, len(self.logits)
+        if self.is_parallel:
+            steps = min(steps, len(self.tokens) - slot)
+        return steps if window is None else min(steps, window - slot)
 
 
 def _canonical(name: str) -> str:
@@ -139,6 +176,8 @@ def load(name: str) -> Frozen:
         for key, value in stored.items()
         if key not in ("d2t", "t2d", "embed_tokens.weight")
     }
+    if "mask_hidden" in weights:
+        weights["mask_hidden"] = weights["mask_hidden"].reshape(-1)
     config = Eagle3Config(**{**SIZES, **CHANGES[name]})
     return Frozen(
         config=config,
@@ -149,6 +188,26 @@ def load(name: str) -> Frozen:
         features=np.array(expected["features"]),
         logits=np.array(expected["logits"]),
     )
+
+
+def native(name: str) -> tuple[Frozen, dict[str, np.ndarray]]:
+    """The inputs and logits of a head that is compared once it is converted.
+
+    And what of the target's it needs, under canonical names. The config is a stand-in.
+    """
+    expected = dict(mx.load(str(FOLDER / name / "expected.safetensors")))
+    arrays = {key: np.array(value) for key, value in expected.items()}
+    shared = {"lm_head.weight": arrays["lm_head"]} if "lm_head" in arrays else {}
+    found = Frozen(
+        config=Eagle3Config(**SIZES),
+        weights={},
+        embed=arrays["embed_tokens"],
+        d2t=None,
+        tokens=expected["tokens"].tolist(),
+        features=arrays["features"],
+        logits=arrays["logits"],
+    )
+    return found, shared
 
 
 def relative(found: np.ndarray, wanted: np.ndarray) -> float:

@@ -1,0 +1,93 @@
+"""A head from its configuration and its stored weights, packed or not."""
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ..system.documents import check
+from .config import Eagle3Config
+from .fused import FIRST_STORED, fuse_weights
+from .head import Eagle3Head
+from .kinds import PACKING
+
+FLOATS = (mx.float16, mx.bfloat16, mx.float32)
+
+
+def build_head(config: Eagle3Config, weights: dict, quantization: dict | None) -> Eagle3Head:
+    """The head with its weights in place; raise ValueError naming what is missing."""
+    _check_layers(config, weights)
+    try:
+        weights = fuse_weights(weights, config.num_layers, config)
+        head = Eagle3Head(config)
+        if quantization:
+            _quantize_as_stored(head, weights, quantization)
+    except (ArithmeticError, KeyError, TypeError, ValueError) as err:
+        raise ValueError(
+            f"no head can be built as its config.json says ({err}): convert the head again."
+        ) from err
+    expected = {name: array.shape for name, array in tree_flatten(head.parameters())}
+    missing = sorted(expected.keys() - weights.keys())
+    extra = sorted(weights.keys() - expected.keys())
+    if missing or extra:
+        what = f"lacks {missing[0]}" if missing else f"has an unknown {extra[0]}"
+        raise ValueError(f"the head's model.safetensors {what}: convert the head again.")
+    for name, shape in expected.items():
+        if weights[name].shape != shape:
+            raise ValueError(
+                f"the head's {name} is {tuple(weights[name].shape)}, its config.json says "
+                f"{tuple(shape)}: convert the head again."
+            )
+        is_packed = name.endswith(".weight") and name.replace(".weight", ".scales") in weights
+        if weights[name].dtype != mx.uint32 if is_packed else weights[name].dtype not in FLOATS:
+            raise ValueError(
+                f"the head's {name} is stored as {weights[name].dtype}: convert the head again."
+            )
+    head.load_weights(list(weights.items()))
+    return head
+
+
+def _check_layers(config: Eagle3Config, weights: dict[str, mx.array]) -> None:
+    """Raise ValueError unless the file has as many layers as the config says."""
+    layers = {name.split(".")[1] for name in weights if name.startswith("layers.")}
+    if len(layers) != config.num_layers:
+        raise ValueError(
+            f"the head's model.safetensors has {len(layers)} layers, its config.json says "
+            f"{config.num_layers}: convert the head again."
+        )
+
+
+def _quantize_as_stored(head: Eagle3Head, weights: dict, quantization: dict) -> None:
+    """Make a module quantized where the file has scales for it, as its config entry says."""
+    default = {k: quantization[k] for k in PACKING}
+    for path, entry in quantization.items():
+        if path not in PACKING and entry is not False:
+            check({path: entry}, {path: PACKING}, "quantization")
+
+    def params(path: str, module: nn.Module) -> bool | dict:
+        if f"{path}.scales" not in weights:
+            return False
+        layer = path.partition("self_attn." if "self_attn." in path else "mlp.")[0]
+        name = path.removeprefix(layer)
+        stored = layer + FIRST_STORED.get(name, name)
+        return quantization.get(stored, default)
+
+    nn.quantize(head, class_predicate=params)
+
+
+def quantize_now(head: Eagle3Head, stored: dict | None, bits: int, group_size: int) -> None:
+    """Quantize a head that is not; ``stored`` is its ``quantization`` entry, None without.
+
+    Raises ValueError where it has one, or for bits that MLX does not have.
+    """
+    if stored:
+        raise ValueError(
+            f"the head is already quantized to {stored['bits']} bits: load it as it is, or "
+            "convert it again with another --q-bits."
+        )
+    if bits not in (2, 3, 4, 5, 6, 8):
+        raise ValueError(f"cannot quantize to {bits} bits: give 2, 3, 4, 5, 6 or 8.")
+
+    def fits(_: str, module: nn.Module) -> bool:
+        return hasattr(module, "to_quantized") and module.weight.shape[-1] % group_size == 0
+
+    nn.quantize(head, group_size=group_size, bits=bits, class_predicate=fits)

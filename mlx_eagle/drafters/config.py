@@ -1,0 +1,176 @@
+"""What a converted head's ``config.json`` says, every field resolved."""
+
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ..system.documents import check
+from .kinds import HEAD, LATENT, REQUIRED
+from .numbering import default_ids, read_nested
+
+LARGEST_WIDTH = 2**24
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """What a converted head's ``config.json`` says, every field resolved.
+
+    ``aux_boundary_ids`` are taps: id b is the residual stream entering target layer b, and
+    b = N (the target's layer count) is what enters its final norm. They are None where the
+    checkpoint names none, and then mean {2, N//2, N-3} of the target it is attached to.
+    ``aux_nested_ids`` are ids as the checkpoint wrote them, where the target's depth has yet to
+    tell what they mean (see ``numbering.py``); ``aux_boundary_ids`` is then the likelier reading.
+
+    Where ``uses_aux`` is false the one feature is the target's state after its final norm.
+    ``fc_input`` says what the fusion matrix takes: the features, once per pair (EAGLE-3);
+    embedding and state, at every step (EAGLE-1); or that there is none.
+
+    ``rope`` holds ``type``, ``theta``, ``dims`` (rotated channels), ``traditional`` (pairs lie
+    beside each other) and, under ``scaling``, the dictionary mlx-lm's ``initialize_rope`` takes
+    (None for plain rope).
+
+    ``latent`` holds the sizes of multi-head latent attention (see ``LATENT`` in ``kinds.py``),
+    None for grouped-query attention. ``position_scale`` (``beta``,
+    ``original_max_position_embeddings``) makes queries longer from that position on.
+
+    With a ``mask_token_id`` a draft is one forward pass (P-EAGLE); ``num_parallel_heads`` say
+    that many tokens more after the last step of a chain (ModelOpt).
+    """
+
+    hidden_size: int
+    target_hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    rms_norm_eps: float = 1e-6
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 2048
+    num_aux: int = 3
+    aux_boundary_ids: tuple[int, ...] | None = None
+    aux_ids_source: str = "default"
+    aux_nested_ids: tuple[int, ...] | None = None
+    pre_fc_norm: str = "none"  # none | concat | per_feature
+    fc_bias: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    qk_norm: bool = False
+    attention_bias: bool = False
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    layer_input: str = "first"  # layers that see the embedding beside the state: first|every|none
+    fc_input: str = "features"  # features | embedding_and_state | none
+    fusion_norm: bool = False  # the embedding is normed before that
+    uses_aux: bool = True
+    embedding_norm: bool = True  # the embedding is normed before attention
+    state_norm: bool = True  # layer 0 norms its state before attention
+    final_norm: bool = True
+    latent: dict[str, Any] | None = None
+    softmax_scale: float | None = None  # of the scores; None: head_dim**-0.5
+    position_scale: dict[str, Any] | None = None
+    values: str = "projected"  # projected | keys: the keys before their norm
+    value_norm: bool = False  # without a weight
+    branch_norms: bool = False  # what attention and MLP add is normed too, as in Gemma
+    layer_scalar: bool = False  # a layer's output is multiplied by a number of its own
+    sliding_window: int | None = None
+    full_attention_layers: tuple[int, ...] = ()  # those a sliding window does not bind
+    rope: dict[str, Any] = field(default_factory=lambda: {"type": "default", "theta": 10000.0})
+    embed_source: str = "target"  # file | target
+    lm_head_source: str = "file"  # file | target | target_rows
+    has_d2t: bool = True
+    embed_scale: float = 1.0
+    logit_softcap: float | None = None
+    mask_token_id: int | None = None
+    num_parallel_heads: int = 0
+    parallel_head_layers: int = 1
+    parallel_head_bias: bool = False
+    parallel_outputs: int = 1  # their output matrices: one for all, or one for each
+    model_type: str = "eagle3"
+    family: str = "unknown"
+    speculative_tokens_hint: int | None = None
+
+    @classmethod
+    def from_dict(
+        cls, values: dict[str, Any], where: str | Path = "config.json"
+    ) -> "Eagle3Config":
+        """Read the known fields of a ``config.json``, which ``where`` names in messages.
+
+        Raises ValueError for a field that is missing, of a wrong kind, or contradicts another.
+        """
+        check(values, HEAD, where)
+        known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
+        nullable = {f.name for f in fields(cls) if f.default is None}
+        for name in REQUIRED:
+            known.setdefault(name, None)
+        for name, value in known.items():
+            if value is None and name not in nullable:
+                raise ValueError(f"{where} has no {name}: convert the head again.")
+            if isinstance(value, list):
+                known[name] = tuple(value)
+        config = cls(**known)
+        config._check_sizes(where)
+        return config
+
+    def _check_sizes(self, where: str | Path) -> None:
+        """Raise ValueError for sizes that no matrix can have, or that do not divide."""
+        if self.rope.get("theta") is None:
+            raise ValueError(f"{where} has no rope.theta: convert the head again.")
+        dims = self.rope.get("dims") or self.head_dim
+        if self.num_heads % self.num_kv_heads or dims % 2 or dims > self.head_dim:
+            raise ValueError(
+                f"{where} gives {self.num_heads} heads of width {self.head_dim}, "
+                f"{self.num_kv_heads} key heads and {dims} rotated channels, which do not go "
+                "together: convert the head again."
+            )
+        self._check_kinds(where)
+        widths = (
+            self.num_aux * self.target_hidden_size,
+            self.num_heads * self.head_dim,
+            2 * self.hidden_size,
+        )
+        if max(widths) > LARGEST_WIDTH:
+            raise ValueError(
+                f"{where} asks for a matrix {max(widths)} wide, which no head has: convert the "
+                "head again."
+            )
+
+    def _check_kinds(self, where: str | Path) -> None:
+        """Raise ValueError where what one kind of head needs is not all there."""
+        if self.latent is not None:
+            sizes = {**self.latent, "q_lora_rank": self.latent.get("q_lora_rank") or 1}
+            short = [name for name in LATENT if sizes.get(name) is None]
+            if short:
+                raise ValueError(f"{where} has no latent.{short[0]}: convert the head again.")
+            parts = sizes["qk_nope_head_dim"], sizes["qk_rope_head_dim"]
+            if sum(parts) != self.head_dim or self.rope.get("dims") != parts[1]:
+                raise ValueError(
+                    f"{where} gives heads of width {self.head_dim} of {parts[0]} and {parts[1]} "
+                    f"channels, {self.rope.get('dims')} of them rotated, which do not go "
+                    "together: convert the head again."
+                )
+        if self.mask_token_id is not None and self.mask_token_id >= self.vocab_size:
+            raise ValueError(
+                f"{where} masks with token {self.mask_token_id} of {self.vocab_size}: convert "
+                "the head again."
+            )
+        if self.parallel_outputs not in (1, self.num_parallel_heads):
+            raise ValueError(
+                f"{where} has {self.parallel_outputs} output matrices for "
+                f"{self.num_parallel_heads} parallel heads: convert the head again."
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def taps(self, num_target_layers: int) -> tuple[int, ...]:
+        """The taps for a target of that many layers, low to high."""
+        if not self.uses_aux:
+            return (num_target_layers + 1,)
+        if self.aux_nested_ids:
+            return read_nested(self.aux_nested_ids, num_target_layers).ids
+        if self.aux_boundary_ids is not None:
+            return self.aux_boundary_ids
+        return default_ids(num_target_layers)

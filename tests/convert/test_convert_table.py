@@ -1,0 +1,223 @@
+"""Every public head that is known here resolves from its config, at full size, without weights.
+
+The rows are those of the pages and trainers' published configs; shapes follow from them. What a
+row leaves open (width or depth of a target nobody has published) is taken from its sizes.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from public_heads import HEADS, IDS, LATENT, MISTRAL_LARGE, MISTRAL_MEDIUM
+
+from mlx_eagle.convert.checkpoint import Checkpoint
+from mlx_eagle.convert.kinds import CONFIG
+from mlx_eagle.convert.mistral import usual_keys
+from mlx_eagle.convert.resolve import Resolved, resolve
+from mlx_eagle.convert.stored import Stored
+from mlx_eagle.convert.target import TargetFolder
+from mlx_eagle.drafters.config import Eagle3Config
+from mlx_eagle.system.documents import check
+
+NOTHING = np.zeros(0, np.uint8)
+
+
+def attention(config: dict, width: int) -> dict[str, tuple[int, ...]]:
+    c, h = config, config["hidden_size"]
+    if "kv_lora_rank" not in c:
+        heads = c["num_attention_heads"], c["num_key_value_heads"]
+        query, key = (count * c["head_dim"] for count in heads)
+        return {
+            "q_proj": (query, width),
+            "k_proj": (key, width),
+            "v_proj": (key, width),
+            "o_proj": (h, query),
+        }
+    count, rank, nope = c["num_attention_heads"], c["kv_lora_rank"], c["qk_nope_head_dim"]
+    return {
+        "q_a_proj": (c["q_lora_rank"], width),
+        "q_a_layernorm": (c["q_lora_rank"],),
+        "q_b_proj": (count * (nope + c["qk_rope_head_dim"]), c["q_lora_rank"]),
+        "kv_a_proj_with_mqa": (rank + c["qk_rope_head_dim"], width),
+        "kv_a_layernorm": (rank,),
+        "kv_b_proj": (count * (nope + c["v_head_dim"]), rank),
+        "o_proj": (h, count * c["v_head_dim"]),
+    }
+
+
+def tensors(row: dict) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of a head, under the names of its files."""
+    c, num_aux, lacks = row["config"], row.get("aux", 3), row.get("lacks", ())
+    h, draft = c["hidden_size"], c["draft_vocab_size"] or c["vocab_size"]
+    features = num_aux * row.get("wide", h)
+    found = {"fc": (h, features), "norm": (h,), "lm_head": (draft, h)}
+    for i in range(row.get("layers", 1)):
+        layer = {
+            **{f"self_attn.{n}": s for n, s in attention(c, 2 * h if i == 0 else h).items()},
+            "mlp.gate_proj": (c["intermediate_size"], h),
+            "mlp.up_proj": (c["intermediate_size"], h),
+            "mlp.down_proj": (h, c["intermediate_size"]),
+            "input_layernorm": (h,),
+            "post_attention_layernorm": (h,),
+            **({"hidden_norm": (h,)} if i == 0 else {}),
+            **row.get("extra", {}),
+        }
+        if row.get("nested") == "qwen3":
+            layer |= {"self_attn.q_norm": (c["head_dim"],), "self_attn.k_norm": (c["head_dim"],)}
+        found |= {f"layers.{i}.{n}": s for n, s in layer.items() if n not in lacks}
+    if c.get("fc_norm"):
+        found |= {f"fc_norm.{j}": (h,) for j in range(num_aux)}
+    if c.get("norm_before_fc") or (c.get("eagle_config") or {}).get("norm_before_fc"):
+        found["input_norm"] = (features,)
+    if "wide" in row or "mask_token_id" in c:
+        found["embed_tokens"] = (c["vocab_size"], h)
+    scalars = {"layers.0.layer_scalar"} & found.keys()
+    shapes = {n if n in scalars else f"{n}.weight": s for n, s in found.items() if n not in lacks}
+    if any(key in c for key in ("mask_token_id", "ptd_token_id", "pard_token")):
+        shapes["mask_hidden"] = (1, 1, features)
+    if draft < c["vocab_size"]:
+        shapes["d2t"] = (draft,)
+    return shapes
+
+
+def as_nested(config: dict, kind: str) -> dict:
+    """The same as speculators writes it."""
+    top = (
+        "draft_vocab_size norm_before_residual norm_before_fc mask_token_id speculators_model_type"
+    ).split()
+    outer = {key: config[key] for key in (*top, IDS) if key in config}
+    inner = {key: value for key, value in config.items() if key not in outer}
+    return {
+        "speculators_model_type": "eagle3",
+        **outer,
+        "transformer_layer_config": inner | {"model_type": kind},
+    }
+
+
+def resolved(row: dict) -> Resolved:
+    config, stored = row["config"], {}
+    vocab = config["vocab_size"]
+    for name, shape in tensors(row).items():
+        data = NOTHING
+        if name == "d2t":  # the last ids of the vocabulary
+            data = np.full(shape, vocab - shape[0]).view(np.uint8)
+        stored[name] = Stored("I64" if name == "d2t" else "BF16", shape, data)
+    if "nested" in row:
+        config = as_nested(config, row["nested"])
+    check(config, CONFIG, "config.json")
+    width = row.get("wide", row["config"]["hidden_size"])
+    sizes = {"num_hidden_layers": row["depth"], "hidden_size": width, "vocab_size": vocab}
+    return resolve(Checkpoint("head", config, stored, ()), TargetFolder("t", Path("."), sizes))
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_it_resolves(name):
+    row = HEADS[name]
+    found, depth = resolved(row).config, row["depth"]
+    assert found["aux_boundary_ids"] == row.get("taps", (2, depth // 2, depth - 3))
+    assert found["hidden_size"] == row["config"]["hidden_size"]
+    assert found["num_layers"] == row.get("layers", 1)
+    if "kv_lora_rank" in row["config"]:
+        assert found["latent"] == LATENT
+        assert found["softmax_scale"] == pytest.approx(192**-0.5 * (0.1 * np.log(64) + 1) ** 2)
+    if row["config"].get("rope_scaling", {}).get("mrope_section"):
+        assert found["rope"]["type"] == "default" and found["rope"]["scaling"] is None
+    for key, value in row.get("fields", {}).items():
+        assert found[key] == value, key
+    Eagle3Config.from_dict(found)
+
+
+MISTRAL_NAMES = {
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_a_proj": "attention.wq_a",
+    "self_attn.q_a_layernorm": "attention.q_a_norm",
+    "self_attn.q_b_proj": "attention.wq_b",
+    "self_attn.kv_a_proj_with_mqa": "attention.wkv_a_with_mqa",
+    "self_attn.kv_a_layernorm": "attention.kv_a_norm",
+    "self_attn.kv_b_proj": "attention.wkv_b",
+    "self_attn.q_proj": "attention.wq",
+    "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+}
+
+
+def in_fp8(shapes: dict[str, tuple[int, ...]]) -> dict[str, Stored]:
+    """Matrices in 8 bits with one scale each, as Mistral stores them."""
+    stored = {}
+    for name, shape in shapes.items():
+        is_matrix = len(shape) == 2
+        stored[f"{name}.weight"] = Stored("F8_E4M3" if is_matrix else "BF16", shape, NOTHING)
+        for scale in ("qscale_weight", "qscale_act") if is_matrix else ():
+            stored[f"{name}.{scale}"] = Stored("F32", (), NOTHING)
+    return stored
+
+
+@pytest.mark.parametrize(
+    "params, depth",
+    [(MISTRAL_LARGE, 61), (MISTRAL_MEDIUM, 88)],
+    ids=["Mistral-Large-3-675B-Instruct-2512-Eagle", "Mistral-Medium-3.5-128B-EAGLE"],
+)
+def test_heads_of_mistral_resolve(params, depth):
+    h, mlp = params["dim"], params["hidden_dim"]
+    sizes = {
+        "hidden_size": h,
+        "num_attention_heads": params["n_heads"],
+        "num_key_value_heads": params["n_kv_heads"],
+        "head_dim": params["head_dim"],
+        **{key: params[key] for key in LATENT if key in params},
+    }
+    shapes: dict[str, tuple[int, ...]] = {"eagle_linear": (h, 2 * h), "norm": (h,)}
+    for i in range(params["n_layers"]):
+        layer = {
+            **{f"self_attn.{name}": shape for name, shape in attention(sizes, h).items()},
+            "mlp.gate_proj": (mlp, h),
+            "mlp.up_proj": (mlp, h),
+            "mlp.down_proj": (h, mlp),
+            "input_layernorm": (h,),
+            "post_attention_layernorm": (h,),
+        }
+        shapes |= {f"layers.{i}.{MISTRAL_NAMES[name]}": shape for name, shape in layer.items()}
+    config = usual_keys(params)
+    check(config, CONFIG, "params.json")
+    values = {"num_hidden_layers": depth, "hidden_size": h, "vocab_size": 131072}
+    target = TargetFolder("t", Path("."), values)
+    found = resolve(Checkpoint("head", config, in_fp8(shapes), ()), target).config
+    assert found["num_layers"] == params["n_layers"] and not found["uses_aux"]
+    assert found["fc_input"] == "embedding_and_state" and found["norm_output"]
+    assert found["state_norm"] and found["final_norm"] and found["lm_head_source"] == "target"
+    if "kv_lora_rank" in params:
+        assert found["latent"] == LATENT and found["softmax_scale"] is None
+        assert found["position_scale"] == {"beta": 0.1, "original_max_position_embeddings": 8192}
+        assert found["rope"]["scaling"]["mscale"] == found["rope"]["scaling"]["mscale_all_dim"]
+    Eagle3Config.from_dict(found)
+
+
+def test_a_head_in_nvfp4_resolves():
+    """AEON-7/gemma-4-31B-it-speculator.eagle3-NVFP4: all but embedding and lm_head packed."""
+    row = HEADS["RedHatAI/gemma-4-31B-it-speculator.eagle3"]
+    stored: dict[str, Stored] = {}
+    for name, shape in tensors(row).items():
+        module = name.removesuffix(".weight")
+        if len(shape) == 2 and module != "lm_head":
+            rows, columns = shape
+            stored |= {
+                f"{module}.weight_packed": Stored("U8", (rows, columns // 2), NOTHING),
+                f"{module}.weight_scale": Stored("F8_E4M3", (rows, columns // 16), NOTHING),
+                f"{module}.weight_global_scale": Stored("F32", (1,), NOTHING),
+                f"{module}.input_global_scale": Stored("F32", (1,), NOTHING),
+            }
+        elif name == "d2t":
+            stored[name] = Stored("I64", shape, np.full(shape, 262144 - shape[0]).view(np.uint8))
+        else:
+            stored[name] = Stored("BF16", shape, NOTHING)
+    config = as_nested(row["config"], "llama")
+    config["quantization_config"] = {"format": "nvfp4-pack-quantized"}
+    values = {"num_hidden_layers": 60, "hidden_size": 5376, "vocab_size": 262144}
+    target = TargetFolder("t", Path("."), values)
+    found = resolve(Checkpoint("head", config, stored, ()), target).config
+    assert found == resolved(row).config

@@ -1,0 +1,108 @@
+"""Freeze what DeepSpec computes for tiny random EAGLE-3 heads of its Gemma-4 layout.
+
+    pip install torch "transformers==5.10.2" && git clone https://github.com/deepseek-ai/DeepSpec
+    PYTHONPATH=DeepSpec python make_deepspec.py [VARIANT ...]
+
+DeepSpec is no package: its model's module is loaded from the clone, without its trainer. Writes
+``native-VARIANT/`` beside this script, as make_transformers.py does. The model is run anew for
+every prefix, without a cache.
+"""
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import torch
+from common import NUM_SLOTS, NUM_STEPS, chosen, randomize, shifted
+from safetensors.torch import save_file
+
+for name in ("deepspec", "deepspec.modeling", "deepspec.modeling.eagle3", "deepspec.utils"):
+    package = types.ModuleType(name)
+    package.__path__ = [str(Path(path, *name.split("."))) for path in sys.path if path]
+    sys.modules[name] = package
+
+from deepspec.modeling.eagle3.gemma4.modeling import Gemma4Eagle3Model  # noqa: E402
+from transformers import Gemma4TextConfig  # noqa: E402
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_global_key_value_heads": 1,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "enable_moe_block": False,
+    "final_logit_softcapping": 3.0,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1000.0,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+VARIANTS = {
+    "gemma4": (1, {"attention_k_eq_v": True}),
+    "gemma4-values": (2, {"attention_k_eq_v": False, "final_logit_softcapping": None}),
+}
+
+
+@torch.no_grad()
+def expect(model: Gemma4Eagle3Model) -> dict[str, torch.Tensor]:
+    num_aux, size = len(model.target_layer_ids), model.config.hidden_size
+    tokens = torch.randint(0, model.config.vocab_size, (NUM_SLOTS,))
+    features = torch.randn(NUM_SLOTS, num_aux * size) * 2
+    logits = torch.zeros(NUM_STEPS, NUM_SLOTS, model.config.vocab_size)
+    for slot in range(NUM_SLOTS):
+        fed = tokens[: slot + 1]
+        states = model.project_hidden_states(features[: slot + 1])
+        for step in range(NUM_STEPS):
+            positions = torch.arange(len(fed))[None]
+            out = model(hidden_states=states[None], input_ids=fed[None], position_ids=positions)
+            logits[step, slot] = model.compute_logits(out)[0, -1]
+            fed = torch.cat([fed, shifted(tokens, step + 1)[slot : slot + 1]])
+            states = torch.cat([states, out[0, -1:]])
+    return {"tokens": tokens, "features": features, "logits": logits}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for seed, variant in chosen(VARIANTS):
+        torch.manual_seed(400 + seed)
+        num_layers, changes = VARIANTS[variant]
+        config = Gemma4TextConfig(
+            **{**SIZES, **changes},
+            num_hidden_layers=num_layers,
+            layer_types=["full_attention"] * num_layers,
+            target_layer_ids=[5, 17, 29, 41, 46],
+            num_target_layers=48,
+            ttt_length=7,
+            step_loss_decay=0.8,
+            tie_word_embeddings=False,
+            architectures=["Gemma4Eagle3Model"],
+        )
+        config._attn_implementation = "sdpa"
+        model = randomize(Gemma4Eagle3Model(config))
+        for i, layer in enumerate(model.layers):
+            layer.layer_scalar.fill_(0.75 - 0.25 * i)
+        expected = expect(model)
+        expected["embed_tokens"] = model.embed_tokens.weight.detach().clone()
+        folder = Path(__file__).parent / f"native-{variant}"
+        model.to(torch.bfloat16).save_pretrained(folder)
+        written = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n")
+        save_file(expected, folder / "expected.safetensors")
+        print(folder.name, sum(file.stat().st_size for file in folder.iterdir()), "bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Freeze what the PyPI package ``nvidia-modelopt`` makes of heads that it quantized.
+
+    pip install torch "nvidia-modelopt==0.47.0"
+    python make_modelopt.py [VARIANT ...]
+
+Writes ``quantized-modelopt-VARIANT/`` beside this script, as make_quantized.py does, with the
+``hf_quant_config.json`` of the library's exports. Its dequantizing functions are asked for
+float32, so that nothing is rounded but what is stored.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from modelopt.torch.export.quant_utils import to_quantized_weight
+from modelopt.torch.quantization.qtensor import FP8QTensor, NVFP4QTensor
+from safetensors.torch import load_file, save_file
+
+HERE = Path(__file__).parent
+SOURCE = "speculators-norm-before-residual"
+IGNORED = ("embed_tokens", "lm_head")
+BLOCK = 16
+
+
+def fp8(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """What is stored of a matrix with one scale, and its floats."""
+    scale = weight.float().abs().max() / 448
+    stored = to_quantized_weight(weight.float(), scale, "fp8")
+    tensor = FP8QTensor(weight.shape, torch.float32, stored)
+    parts = {"weight": stored, "weight_scale": scale, "input_scale": torch.tensor(0.01)}
+    return parts, tensor.dequantize(torch.float32, scale=scale)
+
+
+def nvfp4(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The same in four bits."""
+    scale, second = NVFP4QTensor.get_weights_scaling_factor(weight.float(), BLOCK)
+    stored = to_quantized_weight(weight.float(), scale, "nvfp4", second, BLOCK)
+    tensor = NVFP4QTensor(weight.shape, torch.float32, stored)
+    floats = tensor.dequantize(
+        torch.float32, scale=scale, double_scale=second, block_sizes={-1: BLOCK}
+    )
+    parts = {"weight": stored, "weight_scale": scale, "weight_scale_2": second}
+    return {**parts, "input_scale": torch.tensor(0.01)}, floats
+
+
+VARIANTS = {"fp8": fp8, "nvfp4": nvfp4}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    plain = load_file(HERE / SOURCE / "model.safetensors")
+    for variant in sys.argv[1:] or VARIANTS:
+        stored, floats = {}, {}
+        for name, tensor in plain.items():
+            module = name.removesuffix(".weight")
+            if tensor.ndim != 2 or module in IGNORED:
+                stored[name] = tensor
+                continue
+            parts, dense = VARIANTS[variant](tensor)
+            stored |= {f"{module}.{part}": value.contiguous() for part, value in parts.items()}
+            floats[name] = dense.contiguous()
+        folder = HERE / f"quantized-modelopt-{variant}"
+        folder.mkdir(exist_ok=True)
+        text = (HERE / SOURCE / "config.json").read_text()
+        (folder / "config.json").write_text(text)
+        algorithm = {"quant_algo": variant.upper(), "exclude_modules": list(IGNORED)}
+        entry = {"producer": {"name": "modelopt", "version": "0.47.0"}, "quantization": algorithm}
+        (folder / "hf_quant_config.json").write_text(json.dumps(entry, indent=2) + "\n")
+        save_file(stored, folder / "model.safetensors", {"format": "pt"})
+        save_file(floats, folder / "dequantized.safetensors")
+        print(folder.name, sum(file.stat().st_size for file in folder.iterdir()), "bytes")
+
+
+if __name__ == "__main__":
+    main()

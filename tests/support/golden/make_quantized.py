@@ -1,0 +1,159 @@
+"""Freeze what the PyPI package ``compressed-tensors`` makes of heads that it quantized.
+
+    pip install torch "compressed-tensors==0.20.0"
+    python make_quantized.py [VARIANT ...]
+
+Writes ``quantized-VARIANT/`` beside this script: ``config.json`` and ``model.safetensors`` of the
+head in ``speculators-norm-before-residual``, its matrices as the library's own compressor stores
+them, and ``dequantized.safetensors``, what its decompressor makes of those. Embedding and lm_head
+stay as they are, as in published heads.
+"""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+)
+from compressed_tensors.quantization.utils import calculate_qparams
+from safetensors.torch import load_file, save_file
+
+HERE = Path(__file__).parent
+IGNORED = ("embed_tokens", "lm_head")
+INT4 = {"num_bits": 4, "type": "int", "symmetric": True}
+FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+
+# variant: (format, arguments for the weights, dtype of the scales)
+VARIANTS = {
+    "w4a16": ("pack-quantized", {**INT4, "strategy": "group", "group_size": 32}, torch.bfloat16),
+    "w4a16-channel": ("pack-quantized", {**INT4, "strategy": "channel"}, torch.float16),
+    "w4a16-asymmetric": (
+        "pack-quantized",
+        {**INT4, "symmetric": False, "strategy": "group", "group_size": 16},
+        torch.bfloat16,
+    ),
+    "w3a16": (
+        "pack-quantized",
+        {**INT4, "num_bits": 3, "strategy": "group", "group_size": 32},
+        torch.float32,
+    ),
+    "w8a8": ("int-quantized", {**INT4, "num_bits": 8, "strategy": "channel"}, torch.bfloat16),
+    "fp8-tensor": ("float-quantized", {**FP8, "strategy": "tensor"}, torch.float32),
+    "fp8-channel": ("float-quantized", {**FP8, "strategy": "channel"}, torch.bfloat16),
+    "fp8-block": (
+        "float-quantized",
+        {**FP8, "strategy": "block", "block_structure": [24, 20]},
+        torch.bfloat16,
+    ),
+    "nvfp4": (
+        "nvfp4-pack-quantized",
+        {
+            "num_bits": 4,
+            "type": "float",
+            "symmetric": True,
+            "strategy": "tensor_group",
+            "group_size": 16,
+            "scale_dtype": "torch.float8_e4m3fn",
+        },
+        torch.float32,
+    ),
+    "mxfp4": (
+        "mxfp4-pack-quantized",
+        {
+            "num_bits": 4,
+            "type": "float",
+            "symmetric": True,
+            "strategy": "group",
+            "group_size": 32,
+            "scale_dtype": "torch.uint8",
+        },
+        torch.bfloat16,
+    ),
+}
+
+
+def in_groups(weight: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
+    """The numbers that have a scale in common, (scale rows, scale columns, numbers)."""
+    rows, columns = weight.shape
+    match str(args.strategy):
+        case "tensor":
+            return weight.reshape(1, 1, -1)
+        case "channel":
+            return weight[:, None]
+        case "block":
+            down, across = args.block_structure
+            pad = (0, -columns % across, 0, -rows % down)
+            blocks = torch.nn.functional.pad(weight, pad)
+            blocks = blocks.unflatten(1, (-1, across)).unflatten(0, (-1, down))
+            return blocks.transpose(1, 2).flatten(2)
+        case _:
+            return weight.unflatten(1, (-1, args.group_size))
+
+
+def parameters(weight: torch.Tensor, args: QuantizationArgs, dtype: torch.dtype) -> dict:
+    """Scales and zero points from the smallest and largest numbers."""
+    groups = in_groups(weight.float(), args)
+    low, high = groups.amin(-1), groups.amax(-1)
+    found = {}
+    if str(args.strategy) == "tensor_group":
+        found["weight_global_scale"] = torch.tensor([448 * 6.0]) / weight.abs().max()
+        scale = torch.maximum(high, -low) / 6 * found["weight_global_scale"]
+        scale = scale.clamp(2.0**-6).to(torch.float8_e4m3fn).float()
+    elif args.scale_dtype == torch.uint8:
+        largest = torch.maximum(high, -low)
+        scale = torch.exp2(torch.floor(torch.log2(largest)) - 2)
+    else:
+        scale, zero = calculate_qparams(low, high, args)
+        if not args.symmetric:
+            found["weight_zero_point"] = zero.to(torch.int8)
+    if str(args.strategy) == "tensor":
+        scale = scale.reshape(1)
+    return found | {"weight_scale": scale.to(dtype)}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    source = HERE / "speculators-norm-before-residual"
+    plain = load_file(source / "model.safetensors")
+    for variant in sys.argv[1:] or VARIANTS:
+        form, args, dtype = VARIANTS[variant]
+        args = QuantizationArgs(**args)
+        scheme = QuantizationScheme(targets=["Linear"], weights=args, format=form)
+        compressor = BaseCompressor.get_value_from_registry(form)
+        stored, floats = {}, {}
+        for name, tensor in plain.items():
+            module = name.removesuffix(".weight")
+            if tensor.ndim != 2 or module in IGNORED:
+                stored[name] = tensor
+                continue
+            state = {"weight": tensor, **parameters(tensor, args, dtype)}
+            packed = compressor.compress(state, scheme)
+            stored |= {f"{module}.{part}": value for part, value in packed.items()}
+            floats[name] = compressor.decompress(packed, scheme)["weight"].contiguous()
+            assert math.isfinite(floats[name].float().sum())
+        folder = HERE / f"quantized-{variant}"
+        folder.mkdir(exist_ok=True)
+        config = json.loads((source / "config.json").read_text())
+        entry = QuantizationConfig(
+            config_groups={"group_0": scheme},
+            quant_method="compressed-tensors",
+            format=form,
+            quantization_status="compressed",
+            ignore=list(IGNORED),
+        )
+        config["quantization_config"] = json.loads(entry.model_dump_json(exclude_none=True))
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        stored = {name: tensor.contiguous() for name, tensor in stored.items()}
+        save_file(stored, folder / "model.safetensors", {"format": "pt"})
+        save_file(floats, folder / "dequantized.safetensors")
+        print(folder.name, sum(file.stat().st_size for file in folder.iterdir()), "bytes")
+
+
+if __name__ == "__main__":
+    main()
