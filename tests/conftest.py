@@ -1,5 +1,6 @@
 """Fixtures of many files: checkpoints, where they are converted to, what is remembered."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,18 @@ from mlx_eagle.decoding.timing import Amount
 from mlx_eagle.system.machines import this_machine
 
 NEEDS_GPU = "needs a GPU"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep each of several test processes, and what it starts, on one core.
+
+    MLX hands every operation from one thread to another. Where each of two processes may run on
+    both cores that takes half as long again as on a core of their own.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    if worker and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(worker) % len(cores)]})
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

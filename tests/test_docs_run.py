@@ -259,7 +259,7 @@ def made_elsewhere(path: Path) -> list[list[str]]:
 
 WITH_COMMANDS = [path for path in DOCUMENTS if ours(path)]
 # What people type first.
-QUICK = [p for p in WITH_COMMANDS if p.name in ("README.md", "server.md")]
+QUICK = [p for p in WITH_COMMANDS if p.name == "README.md"]
 
 
 @pytest.mark.parametrize("path", thorough(WITH_COMMANDS, *QUICK), ids=lambda path: path.name)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import CONFIG, as_midlayer, eagle1_tensors, eagle3_tensors, write_safetensors
+from grids import thorough
 from helpers import PROMPT, plain, speculative, tiny_llama
 from hub import Hub, hub_settings, running_hub
 from mlx_lm.utils import save_model
@@ -56,7 +57,10 @@ def test_an_unconverted_head_of_the_hub_is_converted_aloud(hub, tmp_path):
     assert again.stdout == "fine\n"
 
 
-@pytest.mark.parametrize("opener", ["mlx_eagle.open_drafter", "mlx_eagle.load_drafter"])
+OPENERS = ["mlx_eagle.open_drafter", "mlx_eagle.load_drafter"]
+
+
+@pytest.mark.parametrize("opener", thorough(OPENERS, OPENERS[1]))
 def test_a_converted_head_of_the_hub(hub, tmp_path, opener):
     source = write_safetensors(tmp_path / "source", CONFIG, as_midlayer(eagle3_tensors()))
     convert(str(source), str(hub.root / "some" / "head"))

@@ -125,6 +125,7 @@ def unpacked(sdist, tmp_path_factory) -> Path:
     return source
 
 
+@pytest.mark.exhaustive
 def test_sdist_builds_the_same_wheel(unpacked, wheel, tmp_path):
     again = build_wheel(unpacked, tmp_path)
     assert set(zipfile.ZipFile(again).namelist()) == set(zipfile.ZipFile(wheel).namelist())

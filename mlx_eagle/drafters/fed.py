@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
-from .base import NoModel, check_width
+from .base import Draft, NoModel, Pick, check_width
 from .held import held, hold
 
 
@@ -44,6 +44,10 @@ class FedDrafter(NoModel):
     @abstractmethod
     def _logits(self, states: mx.array) -> mx.array:
         """Logits (m, Vd) after such states, of m rows."""
+
+    @abstractmethod
+    def propose(self, size: int, pick: Pick) -> Draft:
+        """See ``Drafter.propose``."""
 
     def begin(self, cache: list | None = None) -> Self:
         """See ``Drafter.begin``."""

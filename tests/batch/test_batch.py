@@ -149,7 +149,7 @@ def test_counts_are_those_of_each_text_alone(model, scripted):
         assert stats.num_emitted == alone.num_emitted
 
 
-@pytest.mark.parametrize("drafter", ["head", "lagging head", "lookup"])
+@pytest.mark.parametrize("drafter", thorough(["head", "lagging head", "lookup"], "head"))
 def test_drafters(model, drafter):
     drafter = {
         "head": lambda: tiny_head(model),

@@ -66,6 +66,7 @@ def test_download_of_a_bin(hub, tmp_path):
     assert (again / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
 
 
+@pytest.mark.exhaustive
 def test_a_gguf_file_of_a_repository(hub, tmp_path):
     folder = hub.root / "some" / "ggufs"
     folder.mkdir(parents=True)

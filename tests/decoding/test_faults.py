@@ -150,7 +150,7 @@ def test_in_a_sampler(case, call):
     assert_usable(case, cache, *result)
 
 
-@pytest.mark.parametrize("call", [1, 2, 4, 5])  # the last with the first token
+@pytest.mark.parametrize("call", thorough([1, 2, 4, 5], 4, 5))  # the last with the first token
 def test_in_the_progress_callback(case, call):
     cache, done = fresh_cache(case), []
     callback = failing(lambda n, _: done.append(n), call)

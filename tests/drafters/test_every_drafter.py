@@ -147,7 +147,7 @@ def test_two_generations_do_not_mix(name):
 
 
 @pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("max_tokens", [1, 2, 3])
+@pytest.mark.parametrize("max_tokens", thorough([1, 2, 3], 2))
 def test_short_prompts_and_texts(name, max_tokens):
     model, drafter = PAIRS[name]
     for prompt in ([5], [5, 17]):

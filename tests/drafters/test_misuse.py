@@ -6,6 +6,7 @@ from copy import deepcopy
 import mlx.core as mx
 import pytest
 from drafter_pairs import LLAMA, PAIRS, tiny_mtp, tiny_qwen3_next
+from grids import thorough
 from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -40,7 +41,7 @@ def test_a_target_of_another_hidden_size(model, drafter, prompt):
         speculative(model, drafter, prompt, 4, prompt_cache=cache)
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", thorough(PAIRS, "eagle-3"))
 def test_a_deep_copy_drafts_the_same(name):
     model, drafter = PAIRS[name]
     expected, stats = speculative(model, drafter, PROMPT, 16)

@@ -297,7 +297,7 @@ def wait_until_idle(asked, seconds: float) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("stream", thorough([True, False], True))
 @pytest.mark.parametrize("num_clients, is_killed", [(1, True), (1, False), (3, True)])
 def test_a_client_that_leaves_costs_nobody_anything(
     server, reference, stream, num_clients, is_killed

@@ -18,7 +18,8 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from tolerances import tolerance
 from tree_drafters import ScriptedTreeDrafter
 
-from mlx_eagle.decoding.controller import DraftShape, FixedController, Ways
+from mlx_eagle.decoding.controller import FixedController
+from mlx_eagle.decoding.costs import DraftShape, Ways
 from mlx_eagle.decoding.generation import Generation
 from mlx_eagle.decoding.limits import Limits
 from mlx_eagle.decoding.pipeline import Pipeline
