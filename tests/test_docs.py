@@ -29,6 +29,7 @@ from documents import (
     commands,
     spans,
 )
+from grids import thorough
 from helpers import byte_tokenizer, tiny_head, tiny_llama
 from test_package import make
 
@@ -220,7 +221,10 @@ def tiny_pair(monkeypatch, tmp_path):
 WITH_SNIPPETS = [path for path in DOCUMENTS if list(blocks(path, "python"))]
 
 
-@pytest.mark.parametrize("path", WITH_SNIPPETS, ids=lambda path: path.name)
+QUICK = [path for path in WITH_SNIPPETS if path.name in ("README.md", "python.md", "mlx-lm.md")]
+
+
+@pytest.mark.parametrize("path", thorough(WITH_SNIPPETS, *QUICK), ids=lambda path: path.name)
 def test_snippets_run(path, tiny_pair):
     """In their order, each on what the ones before it defined."""
     names = {"mlx_lm": mlx_lm}

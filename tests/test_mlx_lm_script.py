@@ -52,6 +52,7 @@ def expected(folder) -> dict:
     return texts
 
 
+@pytest.mark.exhaustive
 def test_without_a_draft_model_nothing_changes(folder, expected):
     assert run_script(folder, "-c", INSTALLED, str(SCRIPT)) == expected
 

@@ -240,17 +240,16 @@ def test_processors_and_seeded_sampling_as_alone(model):
         assert ids == (tokens[: tokens.index(END)] if END in tokens else tokens)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"acceptance": "reject"},
-        {"acceptance": "match"},
-        {"max_speculative_batch": 1},
-        {"num_draft_tokens": 0},
-    ],
-    ids=str,
-)
+NOISY = [
+    {},
+    {"acceptance": "reject"},
+    {"acceptance": "match"},
+    {"max_speculative_batch": 1},
+    {"num_draft_tokens": 0},
+]
+
+
+@pytest.mark.parametrize("options", thorough(NOISY, NOISY[0], NOISY[-1]), ids=str)
 def test_rows_of_a_batch_have_noise_of_their_own(options):
     """Equal prompts get different texts, each that of its row alone; drafted, or by mlx-lm."""
     model = MODELS["llama"]()

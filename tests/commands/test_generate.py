@@ -291,9 +291,10 @@ def test_a_reader_that_goes_away_is_no_error(printed):
     assert (process.returncode, err) == (141, "")
 
 
-@pytest.mark.parametrize(
-    "main", [program.main, chat.main, convert.main], ids=lambda m: m.__module__
-)
+MAINS = [program.main, chat.main, convert.main]
+
+
+@pytest.mark.parametrize("main", thorough(MAINS, chat.main), ids=lambda m: m.__module__)
 def test_every_command_says_once_how_to_get_openblas(main, monkeypatch, capsys):
     """That of bench and demo is in ``test_bench_runs.py``, the server's in its own tests."""
     monkeypatch.setattr(sys, "platform", "linux")

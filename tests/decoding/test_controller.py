@@ -59,7 +59,7 @@ def test_expected_tokens():
     assert expected_tokens([], 3) == 1.0
 
 
-@pytest.mark.parametrize("alpha", [0.05, 0.3, 0.5, 0.77, 0.95])
+@pytest.mark.parametrize("alpha", thorough([0.05, 0.3, 0.5, 0.77, 0.95], 0.05, 0.77))
 @pytest.mark.parametrize("costs", [FLAT, STEEP, LINEAR], ids=["flat", "steep", "linear"])
 def test_close_to_the_best_fixed_length(costs, alpha):
     best = max(mean_speedup(costs, lambda _: alpha, 600, size) for size in range(8))
@@ -174,7 +174,7 @@ def scripted(monkeypatch, request):
     [None, pytest.param(lambda: Sampling(0.9, seed=3), marks=pytest.mark.exhaustive)],
     ids=["greedy", "t=.9"],
 )
-@pytest.mark.parametrize("scripted", thorough(SCRIPTS, "off", "off and on"), indirect=True)
+@pytest.mark.parametrize("scripted", thorough(SCRIPTS, "off and on"), indirect=True)
 def test_the_text_and_the_caches_of_plain_decoding(case, scripted, sampler):
     model, drafter, options = case
     cache, reference = make_prompt_cache(model, options.get("max_kv_size")), []

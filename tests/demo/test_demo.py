@@ -356,6 +356,7 @@ def test_default_on_a_cpu_is_dense_float32():
     assert {w.dtype for w in (m.weight for m in model.modules() if "weight" in m)} == {mx.float32}
 
 
+@pytest.mark.exhaustive
 def test_answers_like_smollm2(pair):
     model, tokenizer, _ = pair
     question = [{"role": "user", "content": "Why is the sky blue?"}]

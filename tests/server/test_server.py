@@ -32,7 +32,7 @@ def reference(pair):
         yield asked
 
 
-@pytest.fixture(scope="module", params=DRAFTS)
+@pytest.fixture(scope="module", params=thorough(DRAFTS, "head"))
 def drafted(request, pair):
     flags = ("--model", pair["target"], "--draft-model", pair[request.param])
     with ours(*flags, "--usage-stats") as asked:
