@@ -64,7 +64,7 @@ def test_failed_shapes_and_ways_are_remembered(path):
 
 def test_several_processes_lose_nothing(path):
     names = "abcd"
-    processes = [writer(path, name, 50) for name in names]
+    processes = [writer(path, name, 15) for name in names]
     try:
         for process in processes:
             assert process.stdout.readline() == "ready\n"
@@ -77,7 +77,7 @@ def test_several_processes_lose_nothing(path):
             process.kill()
     assert errors == [""] * 4
     known = json.loads(path.read_text())
-    assert known.keys() == {f"{name} {i}" for name in names for i in range(50)}
+    assert known.keys() == {f"{name} {i}" for name in names for i in range(15)}
     for key, entry in known.items():
         i = int(key.split()[1])
         assert entry == {"plain": 1 + i, "rounds": {"1": 2 + i}}

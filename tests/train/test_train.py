@@ -1,9 +1,7 @@
 """Whole training runs on a tiny target: learning by heart, stopping, going on, and refusing."""
 
 import json
-import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +11,7 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
+from ranks import run_ranks
 from tolerances import tolerance
 from training import chats, write_data, write_target
 
@@ -33,16 +32,6 @@ QUICK = {
     "learning_rate": 1e-3,
 }
 NUM_TOKENS = 33
-
-
-def free_ports(num: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(num)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
 
 
 @pytest.fixture(scope="module")
@@ -228,27 +217,9 @@ def test_two_ranks_learn_what_one_learns(target, data, tmp_path):
         "import json, sys; from mlx_eagle.train import train\n"
         "train(sys.argv[1], sys.argv[2], sys.argv[3], **json.loads(sys.argv[4]))\n"
     )
-    hosts = tmp_path / "hosts.json"
-    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(2)]))
     command = [sys.executable, "-c", script, str(target), str(data), str(tmp_path / "two")]
-    processes = [
-        subprocess.Popen(
-            [*command, json.dumps(run)],
-            env={**os.environ, "MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=200) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, errors) in zip(processes, outputs):
-        assert process.returncode == 0, errors[-3000:]
-    assert "Iter 3:" in outputs[0][0] and outputs[1][0] == ""
+    outputs = run_ranks([*command, json.dumps(run)], tmp_path)
+    assert "Iter 3:" in outputs[0] and outputs[1] == ""
     ours, theirs = weights_of(tmp_path / "one"), weights_of(tmp_path / "two")
     for name, wanted in ours.items():
         # By the norm: where a gradient is all rounding, AdamW makes a whole step of its sign.
