@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..system.documents import check
-from .kinds import HEAD, LATENT, REQUIRED
+from .kinds import HEAD, LATENT, POSITION_SCALE, REQUIRED
 from .numbering import default_ids, read_nested
 
 LARGEST_WIDTH = 2**24
@@ -150,6 +150,12 @@ class Eagle3Config:
                     f"{where} gives heads of width {self.head_dim} of {parts[0]} and {parts[1]} "
                     f"channels, {self.rope.get('dims')} of them rotated, which do not go "
                     "together: convert the head again."
+                )
+        if self.position_scale is not None:
+            short = [name for name in POSITION_SCALE if self.position_scale.get(name) is None]
+            if short:
+                raise ValueError(
+                    f"{where} has no position_scale.{short[0]}: convert the head again."
                 )
         if self.mask_token_id is not None and self.mask_token_id >= self.vocab_size:
             raise ValueError(

@@ -24,6 +24,10 @@ LATENT: Table = dict.fromkeys(
     ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), SIZE
 )
 """Sizes of multi-head latent attention; q_lora_rank is None where queries are not compressed."""
+POSITION_SCALE: Table = {
+    "beta": NUMBER,
+    "original_max_position_embeddings": number_above(0),
+}
 HEAD: Table = {
     **dict.fromkeys(
         ("hidden_size", "target_hidden_size", "head_dim", "intermediate_size", "vocab_size"), SIZE
@@ -35,10 +39,7 @@ HEAD: Table = {
     "mask_token_id": whole(0, 2**24),
     "latent": LATENT,
     **dict.fromkeys(("softmax_scale", "embed_scale", "logit_softcap"), number_above(0)),
-    "position_scale": {
-        "beta": NUMBER,
-        "original_max_position_embeddings": number_above(0),
-    },
+    "position_scale": POSITION_SCALE,
     "values": one_of("projected", "keys"),
     **dict.fromkeys(
         (

@@ -2,10 +2,11 @@
 
 import math
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from .documents import LONGEST_NAME, MAX_MEMORY, TEXT, list_of, parse_object, shown, whole
+from .documents import LONGEST_NAME, MAX_MEMORY, list_of, parse_object, shown, whole
 
 BITS = {
     "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16,
@@ -30,6 +31,11 @@ class Entry:
 def is_name(name: object) -> bool:
     """Whether a tensor can be called that: whether it can stand in a line."""
     return isinstance(name, str) and len(name) <= LONGEST_NAME and name.isprintable()
+
+
+def is_type(name: object) -> bool:
+    """Whether numbers can be stored as that: a word such as F8_E4M3, known here or not."""
+    return isinstance(name, str) and re.fullmatch(r"\w{1,16}", name, re.ASCII) is not None
 
 
 def check_name(name: object, where: str | Path) -> None:
@@ -70,7 +76,7 @@ def _entry(path: Path, name: str, entry: object, start: int, size: int) -> Entry
     check_name(name, path)
     match entry:
         case {"dtype": dtype, "shape": shape, "data_offsets": [first, last], **_rest} if (
-            TEXT.holds(dtype)
+            is_type(dtype)
             and SIZES.holds([first, last])
             and SIZES.holds(shape)
             and is_shape(tuple(shape))

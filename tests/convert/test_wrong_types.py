@@ -136,6 +136,8 @@ HEADERS = {
     "backwards": {"dtype": "F32", "shape": [64], "data_offsets": [256, 0]},
     "too few bytes": {"dtype": "F32", "shape": [64], "data_offsets": [0, 128]},
     "dtype": {"dtype": 5, "shape": [64], "data_offsets": [0, 256]},
+    "two lines": {"dtype": "F\n32", "shape": [64], "data_offsets": [0, 256]},
+    "a long type": {"dtype": "x" * 999, "shape": [64], "data_offsets": [0, 256]},
     "monstrous": {"dtype": "F32", "shape": [2**40, 2**40], "data_offsets": [0, 256]},
 }
 

@@ -58,6 +58,8 @@ WRONG = {
     "no bits": ({"quantization": {"group_size": 64}}, "no head can be built"),
     "a part": ({"quantization": {"bits": 4, "group_size": 64, "fc": 3}}, "quantization: fc is 3"),
     "window": ({"sliding_window": "all"}, "sliding_window is"),
+    "half a scale": ({"position_scale": {"beta": 1.0}}, "has no position_scale.original"),
+    "no scale": ({"position_scale": {}}, "has no position_scale.beta"),
     "nan": ({"rms_norm_eps": float("nan")}, "numbers that are finite"),
     "deep": ({"a": eval("[" * 60 + "]" * 60)}, "more than 32 levels"),
 }
