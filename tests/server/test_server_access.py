@@ -319,6 +319,10 @@ def test_new_connections_are_refused_at_once_after_sigterm(pair):
         response = connection.getresponse()
         response.readline()
         late = socket.create_connection(("127.0.0.1", port), timeout=20)
+        # Connections are taken in their order: once this one is answered, that one is open.
+        after = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        after.request("GET", "/health")
+        assert after.getresponse().status == 200
         process.send_signal(signal.SIGTERM)
         assert process.stdout.readline().startswith(b"Waiting for 1 request")
         with pytest.raises(ConnectionRefusedError):
