@@ -18,6 +18,7 @@ from ..drafters.base import Drafter
 from ..drafters.pairs import pair_lines
 from ..generate import footer, stream_generate
 from ..system.command import run_command
+from ..system.folders import check_writable
 from ..system.machines import Machine, this_machine
 from ..system.marking import Marker
 from ..system.progress import prompt_bar
@@ -134,20 +135,6 @@ def read_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict[str, st
     return cache, metadata
 
 
-def check_destination(path: Path) -> None:
-    """Raise ValueError where ``path`` cannot be written; it is left as it was."""
-    was_there = path.exists()
-    try:
-        path.open("a").close()
-    except OSError as err:
-        raise ValueError(
-            f"--stats-json {path} cannot be written ({err.strerror}): name a file in a folder "
-            "that you may write to, or '-'."
-        ) from err
-    if not was_there:
-        path.unlink()
-
-
 def write_stats(destination: str, document: dict[str, Any]) -> None:
     """Write the counts to a file, or print them where it is "-"."""
     line = json.dumps(document)
@@ -174,7 +161,7 @@ def run(args: argparse.Namespace) -> None:
     check_cache_flags(args)
     read_template_options(args.chat_template_config)
     if args.stats_json not in (None, "-"):
-        check_destination(Path(args.stats_json))
+        check_writable(Path(args.stats_json), "--stats-json", ", or '-'")
     if args.image:
         raise ValueError("--image cannot be used here: a drafter needs tokens, not embeddings.")
     if args.seed is not None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..system.device import prepare_device
 from ..system.findings import Finding
+from ..system.folders import check_writable
 from ..system.version import __version__
 from .checks import TF32, check_all
 from .pair import cost_section, parity_section
@@ -39,7 +40,7 @@ def self_test(tried: Sequence[Section], file: Path) -> tuple[list[Outcome], bool
     the outcomes, and whether all is well. Raises ValueError where ``file`` cannot be written,
     before anything is run.
     """
-    check_writable(file)
+    check_writable(file, "--out")
     prepare_device()
     # Read once, at the first product: float32 is to be compared as float32.
     os.environ.setdefault(TF32, "0")
@@ -62,20 +63,6 @@ def failures(outcomes: Sequence[Outcome]) -> list[str]:
     """The parts that failed."""
     results = [result for outcome in outcomes for result in outcome.results]
     return [result.part.name for result in results if not result.ok]
-
-
-def check_writable(file: Path) -> None:
-    """Raise ValueError where the report could not be written; nothing is left behind."""
-    was_there = os.path.lexists(file)
-    try:
-        file.open("a").close()
-    except OSError as err:
-        raise ValueError(
-            f"--out {file} cannot be written ({err.strerror}): name a "
-            "file in a folder that you may write to."
-        ) from err
-    if not was_there:
-        file.unlink()
 
 
 def report(

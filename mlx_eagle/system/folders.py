@@ -1,4 +1,6 @@
-"""Folders that are there whole or not at all, whoever else makes them or is killed over it."""
+"""Where things are written: folders that are there whole or not at all, whoever else makes them or
+is killed over it, and files that are tried before the work.
+"""
 
 import fcntl
 import glob
@@ -106,3 +108,20 @@ def _remove_orphans(path: Path) -> None:
             pass
         finally:
             os.close(lock)
+
+
+def check_writable(path: Path, flag: str, otherwise: str = "") -> None:
+    """Raise ValueError where the file that ``flag`` names cannot be written; it is left as it was.
+
+    ``otherwise`` says, behind a comma, what else the flag takes.
+    """
+    was_there = os.path.lexists(path)
+    try:
+        path.open("a").close()
+    except OSError as err:
+        raise ValueError(
+            f"{flag} {path} cannot be written ({err.strerror}): name a file in a folder that you "
+            f"may write to{otherwise}."
+        ) from err
+    if not was_there:
+        path.unlink()
