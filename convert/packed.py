@@ -16,7 +16,6 @@ Formats: compressed-tensors' compressors, Model-Optimizer's qtensor, and the OCP
 of microscaling formats 1.0 (E2M1 and E8M0).
 """
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .stored import Stored, Tensor
+from .stored import Shaped, Stored, Tensor
 
 SCALES = ("weight_scale", "weight_scale_inv", "qscale_weight")
 PARTS = (
@@ -71,7 +70,7 @@ NIBBLES = np.concatenate([E2M1, -E2M1])
 
 
 @dataclass(frozen=True)
-class Unpacked:
+class Unpacked(Shaped):
     """A matrix that is made of several tensors, ``parts`` by their last names, when it is read.
 
     ``format`` is what the format's own library makes of it; where scales are float32, values
@@ -84,14 +83,6 @@ class Unpacked:
     format: str
     num_bits: tuple[int, ...]  # that the config speaks of
     block: tuple[int, int] | None
-
-    @property
-    def rows(self) -> int:
-        return self.shape[0]
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
 
     def read(self) -> mx.array:
         """The values; ValueError where the parts do not go together."""

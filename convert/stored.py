@@ -67,8 +67,22 @@ class Tensor(Protocol):
         """The values as an array."""
 
 
+class Shaped:
+    """What follows from the ``shape`` of a tensor."""
+
+    shape: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
 @dataclass(frozen=True)
-class Stored:
+class Stored(Shaped):
     """A tensor of ``shape`` whose bytes begin at ``data[0]``.
 
     ``strides`` count elements; None means row-major. ``decode`` turns the bytes of a block
@@ -80,14 +94,6 @@ class Stored:
     data: np.ndarray
     strides: tuple[int, ...] | None = None
     decode: Callable[[np.ndarray], np.ndarray] | None = None
-
-    @property
-    def rows(self) -> int:
-        return self.shape[0]
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
@@ -152,7 +158,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Derived:
+class Derived(Shaped):
     """Another order or selection of a tensor's numbers, made when it is read.
 
     ``new_shape`` None: of the same shape.
@@ -169,14 +175,6 @@ class Derived:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.source.shape if self.new_shape is None else self.new_shape
-
-    @property
-    def rows(self) -> int:
-        return self.shape[0]
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
 
     def read(self) -> mx.array:
         return self.change(self.source.read())
