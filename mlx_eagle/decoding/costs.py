@@ -89,7 +89,7 @@ class BatchCosts:
         def cost(alone: float, together: float) -> float:
             return on_line({1: alone, self.batch_size: together}, batch_size)
 
-        known = [k for k in range(min(measured, default=1), self.together.longest + 1)]
+        known = range(min(measured, default=1), self.together.longest + 1)
         rounds = {
             shape: cost(self.alone.rounds[shape], on_line(measured, shape.size))
             for shape in map(DraftShape, known)

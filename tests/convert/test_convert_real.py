@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from checkpoints import assert_same, config_of, weights_of
 from golden import frozen
+from public_heads import KIMI_YARN
 
 from mlx_eagle.convert import convert
 from mlx_eagle.convert.checkpoint import Checkpoint
@@ -93,15 +94,6 @@ MAVERICK = sizes(5120, 16384, 40, 8, 128, 202048, 32000)
 KIMI = sizes(7168, 18432, 64, 64, 128, 163840, 32000)
 KIMI_25 = sizes(7168, 12288, 64, 64, 128, 163840, 163840)
 MINICPM4 = sizes(4096, 16384, 32, 2, 128, 73448, 15000)
-KIMI_YARN = {
-    "type": "yarn",
-    "factor": 64.0,
-    "original_max_position_embeddings": 4096,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}
 
 
 def dropping(config: dict, *keys: str) -> dict:
