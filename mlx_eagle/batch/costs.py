@@ -6,6 +6,7 @@ Kept in the same file as the costs of single requests, under the number of reque
 
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 
 import mlx.core as mx
@@ -20,13 +21,15 @@ from ..decoding.calibrate import (
     remembered_or,
     without_failed,
 )
+from ..decoding.controller import FixedController
 from ..decoding.costs import PLAIN, BatchCosts, DraftShape, RoundCosts, Ways
 from ..decoding.limits import Limits
 from ..decoding.setup import split_cache
 from ..decoding.timing import Amount, late_after, time_in_turn
 from ..drafters.base import Drafter
 from ..system.machines import first_look, this_machine
-from .rounds import Batch, Options, Request, prefill
+from .requests import Options, Request, prefill
+from .rounds import Batch
 
 AMOUNT = Amount(plain_steps=4, rounds=2, repeats=3)
 
@@ -49,7 +52,8 @@ def batch_costs(
             for request in requests
         ]
         for trial in trials:
-            prefill(model, draft_model, trial, options)
+            for _ in prefill(model, draft_model, trial, options):
+                pass
         return trials
 
     def key(what: str) -> str:
@@ -64,7 +68,7 @@ def batch_costs(
             model,
             key(f"chains, {len(requests)} texts"),
             lengths_to_measure(len(requests)),
-            lambda: measure_together(model, copies(), alone.ways),
+            lambda: measure_together(model, draft_model, copies(), alone.ways),
         )
     return BatchCosts(alone, together, len(requests))
 
@@ -78,16 +82,19 @@ def _num_cached(request: Request) -> int:
     return max((getattr(c, "offset", 0) for c in request.cache), default=0)
 
 
-def measure_together(model: nn.Module, trials: list[Request], ways: Ways = Ways()) -> RoundCosts:
+def measure_together(
+    model: nn.Module, draft_model: Drafter, trials: list[Request], ways: Ways = Ways()
+) -> RoundCosts:
     """Time real rounds of a batch from where the prefilled ``trials`` stand, greedily.
 
     Their own caches stay as they are, because a batch copies them.
     """
 
     def measure_all(shapes: Sequence[DraftShape]) -> RoundCosts:
+        batch = Batch(model, draft_model, FixedController(PLAIN), ways=ways)
         for trial in trials:
-            trial.decoder = on_trial(trial.decoder)
-        batch = Batch(model, trials, ways=ways)
+            batch.join(replace(trial, decoder=on_trial(trial.decoder)))
+        batch.admit()
         # Gives the drafters something to start from.
         batch.finish(batch.launch(PLAIN, absorb=True))
         return time_in_turn(batch, shapes, (), AMOUNT, late_after(TIME_LIMIT, model))

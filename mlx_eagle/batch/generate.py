@@ -29,12 +29,13 @@ from ..decoding.limits import (
 from ..decoding.setup import split_cache
 from ..drafters.base import Drafter
 from ..generate import is_drafter
+from ..target.ragged import can_share
 from ..target.ropes import BY_LENGTH, find_ropes
-from .cache import can_batch
 from .costs import batch_costs
+from .drafted import generate_in_turn, generate_together
 from .plain import generate_plainly
+from .requests import Options, Request
 from .response import BatchResponse, Returns, response_of
-from .rounds import Options, Request, generate_in_turn, generate_together
 
 MOST_REQUESTS = 8  # where what rounds of so many cost is not measured
 MOST_MEASURED = 32  # as many as mlx-lm decodes together
@@ -213,5 +214,5 @@ def _make_controller(
 
 
 def _shares_passes(model: nn.Module, requests: list[Request]) -> bool:
-    batchable = all(can_batch(split_cache(request.cache, model, None)[0]) for request in requests)
+    batchable = all(can_share(split_cache(request.cache, model, None)[0]) for request in requests)
     return batchable and not any(isinstance(rope, BY_LENGTH) for rope in find_ropes(model))
