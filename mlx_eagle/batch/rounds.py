@@ -152,6 +152,7 @@ class Batch:
                 if done is not None:
                     return done
                 self._rounds = None
+            self._rounds = None
             self.admit()
         return None
 
