@@ -14,6 +14,7 @@ import mlx.nn as nn
 
 from ..decoding.calibrate import (
     CHAINS,
+    OF_OLD,
     TIME_LIMIT,
     make_key,
     measure,
@@ -24,10 +25,12 @@ from ..decoding.calibrate import (
 from ..decoding.controller import FixedController
 from ..decoding.costs import PLAIN, BatchCosts, DraftShape, RoundCosts, Ways
 from ..decoding.limits import Limits
+from ..decoding.live_costs import LiveBatchCosts
 from ..decoding.setup import split_cache
 from ..decoding.timing import Amount, late_after, time_in_turn
 from ..drafters.base import Drafter
 from ..system.machines import first_look, this_machine
+from ..target.sharding import is_sharded
 from .requests import Options, Request, prefill
 from .rounds import Batch
 
@@ -36,11 +39,12 @@ AMOUNT = Amount(plain_steps=4, rounds=2, repeats=3)
 
 def batch_costs(
     model: nn.Module, draft_model: Drafter, requests: list[Request], options: Options
-) -> BatchCosts:
+) -> LiveBatchCosts:
     """Costs after the prompts of ``requests``, which stay as they are: remembered or measured now.
 
-    Measuring takes a prefill of copies, some thirty rounds, and a second set of caches for as
-    long.
+    They are then corrected by the rounds themselves, but where a model is shared by processes,
+    which must all decide alike. Measuring takes a prefill of copies, some thirty rounds, and a
+    second set of caches for as long.
     """
     lengths = [len(request.prompt) - 1 + _num_cached(request) for request in requests]
     longest = lengths.index(max(lengths))
@@ -70,7 +74,8 @@ def batch_costs(
             lengths_to_measure(len(requests)),
             lambda: measure_together(model, draft_model, copies(), alone.ways),
         )
-    return BatchCosts(alone, together, len(requests))
+    known = BatchCosts(alone, together, len(requests))
+    return LiveBatchCosts(known) if is_sharded(model) else LiveBatchCosts(known, OF_OLD)
 
 
 def lengths_to_measure(num_texts: int) -> tuple[DraftShape, ...]:

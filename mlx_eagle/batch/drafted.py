@@ -4,7 +4,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..decoding.controller import Controller
-from ..decoding.costs import BatchCosts, Ways
+from ..decoding.costs import Ways
+from ..decoding.live_costs import LiveBatchCosts
 from ..decoding.loop import speculative_generate_step
 from ..decoding.setup import split_cache
 from ..drafters.base import Drafter
@@ -17,7 +18,7 @@ def generate_together(
     draft_model: Drafter,
     requests: list[Request],
     controller: Controller,
-    costs: BatchCosts | None,
+    costs: LiveBatchCosts | None,
     options: Options,
     keep_caches: bool,
 ) -> None:
@@ -31,7 +32,7 @@ def generate_together(
         draft_model,
         controller,
         costs,
-        ways=Ways() if costs is None else costs.alone.ways,
+        ways=Ways() if costs is None else costs.ways,
         keep_caches=keep_caches,
         stream=options.stream,
     )

@@ -46,9 +46,7 @@ class GroupChoice(Protocol):
     def alone(self, index: int) -> Pick:
         """See ``together.Picks.alone``."""
 
-    def verify(
-        self, drafts: mx.array, lengths: Sequence[int], logprobs: mx.array
-    ) -> Verdicts:
+    def verify(self, drafts: mx.array, lengths: Sequence[int], logprobs: mx.array) -> Verdicts:
         """Verify drafts (n, k), of which ``lengths[b]`` tokens count, against (n, k + 1, V)."""
 
 
@@ -72,9 +70,7 @@ class Greedy:
     def alone(self, index: int) -> Pick:
         return self.pick
 
-    def verify(
-        self, drafts: mx.array, lengths: Sequence[int], logprobs: mx.array
-    ) -> Verdicts:
+    def verify(self, drafts: mx.array, lengths: Sequence[int], logprobs: mx.array) -> Verdicts:
         return _matched(drafts, lengths, mx.argmax(logprobs, axis=-1))
 
 
@@ -102,9 +98,7 @@ class CoupledRows:
     def alone(self, index: int) -> Pick:
         return self._rules[index].open(self._positions[index]).pick
 
-    def verify(
-        self, drafts: mx.array, lengths: Sequence[int], logprobs: mx.array
-    ) -> Verdicts:
+    def verify(self, drafts: mx.array, lengths: Sequence[int], logprobs: mx.array) -> Verdicts:
         rows = logprobs.reshape(-1, logprobs.shape[-1])
         log_p = self._rules[0].sampling.log_probabilities(rows).reshape(logprobs.shape)
         noise = self._noise[:, : logprobs.shape[1]]
@@ -124,9 +118,7 @@ class OneByOne:
     def alone(self, index: int) -> Pick:
         return self._choices[index].pick
 
-    def verify(
-        self, drafts: mx.array, lengths: Sequence[int], logprobs: mx.array
-    ) -> Verdicts:
+    def verify(self, drafts: mx.array, lengths: Sequence[int], logprobs: mx.array) -> Verdicts:
         following, kept = [], []
         for b, (choice, length) in enumerate(zip(self._choices, lengths)):
             made = choice.verify(Draft(drafts[b, :length]), None, logprobs[b, : length + 1])
@@ -177,12 +169,13 @@ class Judges:
             group.places.append(place)
             group.rules.append(rule)
         self._groups = list(groups.values())
-        self._order = sorted((b, i) for i, b in enumerate(b for g in self._groups for b in g.places))
+        side_by_side = [place for group in self._groups for place in group.places]
+        self._order = [side_by_side.index(place) for place in range(len(side_by_side))]
 
     def open(self, positions: Sequence[int], size: int) -> "BatchChoice":
         """One round, of at most ``size`` drafts each: see ``Rule.open``."""
         choices = [group.open(positions, size) for group in self._groups]
-        return BatchChoice(self._groups, choices, [i for _, i in self._order])
+        return BatchChoice(self._groups, choices, self._order)
 
 
 class BatchChoice:
@@ -205,9 +198,7 @@ class BatchChoice:
                 return choice.alone(group.places.index(index))
         raise IndexError(index)
 
-    def verify(
-        self, drafts: mx.array, lengths: Sequence[int], logprobs: mx.array
-    ) -> Verdicts:
+    def verify(self, drafts: mx.array, lengths: Sequence[int], logprobs: mx.array) -> Verdicts:
         """Verify drafts (B, k), of which ``lengths[b]`` tokens count, against (B, k + 1, V)."""
         if len(self._choices) == 1:
             return self._choices[0].verify(drafts, lengths, logprobs)

@@ -6,7 +6,7 @@ their number, but where a drafter or a rule works one by one.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,77 +14,17 @@ from mlx_lm.generate import generation_stream
 
 from ..decoding.accept import process_logits
 from ..decoding.controller import Controller
-from ..decoding.costs import BatchCosts, DraftShape, Ways
-from ..decoding.live_costs import LiveCosts
+from ..decoding.costs import DraftShape, Ways
+from ..decoding.live_costs import LiveBatchCosts
 from ..decoding.pipeline import Pipeline
 from ..drafters.base import Draft, Drafter
 from ..drafters.together import draft_together
 from ..system.machines import fused_rows
 from ..target.ragged import RaggedCaches
 from ..target.taps import Target
-from .judging import Judges, Verdicts
+from .judging import Judges
 from .requests import Request, put_back
-
-
-@dataclass
-class SharedRound:
-    """A round of several requests in flight, and then its result; lists have one entry for each.
-
-    Rows as in ``decoding.round.Round``: row 0 of a request is its root, row i + 1 draft token i.
-    """
-
-    requests: list[Request]
-    positions: list[int]  # how many tokens each had emitted before
-    shape: DraftShape  # what was asked for
-    room: list[int]  # as much of it as the limits of each let be kept
-    num_drafted: list[int]
-    verdicts: Verdicts
-    packed: mx.array
-    logprobs: mx.array  # (B, R, V)
-    features: mx.array | None  # (B, R, F)
-    absorbed: bool = False
-    committed: bool = False
-    kept: list[int] = field(default_factory=list)  # draft tokens, once read
-    runs: list[list[int]] = field(default_factory=list)  # the tokens emitted, once read
-
-    def of(self, index: list[int]) -> "SharedRound":
-        """The same, before it was read, for some of its requests alone."""
-        places = mx.array(index)
-        return replace(
-            self,
-            requests=[self.requests[b] for b in index],
-            positions=[self.positions[b] for b in index],
-            room=[self.room[b] for b in index],
-            num_drafted=[self.num_drafted[b] for b in index],
-            verdicts=self.verdicts.of(places),
-            packed=self.packed[places],
-            logprobs=self.logprobs[places],
-            features=None if self.features is None else self.features[places],
-        )
-
-    def read(self) -> None:
-        """Wait for the device, and cut what was emitted to the limits of each request."""
-        rows = self.packed.tolist()
-        self.kept = [num_kept for num_kept, *_ in rows]
-        self.runs = [
-            request.limits.cut(following[: num_kept + 1], position)
-            for request, position, (num_kept, *following) in zip(
-                self.requests, self.positions, rows, strict=True
-            )
-        ]
-
-
-@dataclass(frozen=True)
-class Unabsorbed:
-    """What a plain step emitted, (B, 1), which the drafter has yet to absorb."""
-
-    tokens: mx.array
-    features: mx.array | None  # (B, 1, F)
-
-    def of(self, index: mx.array) -> "Unabsorbed":
-        """For some of the requests alone."""
-        seen = None if self.features is None else self.features[index]
-        return Unabsorbed(self.tokens[index], seen)
+from .shared_round import SharedRound, Unabsorbed
 
 
 class Batch:
@@ -95,8 +35,8 @@ class Batch:
     ``tokens`` of each request, and a request that has ``ended`` is let go of. Greedy and sampled
     requests may be mixed. With ``keep_caches`` a request that leaves gets its caches back.
 
-    ``controller`` decides on one draft length for all. ``costs``, where it goes by them, are
-    looked up again whenever the number of requests has changed.
+    ``controller`` decides on one draft length for all. Where it goes by ``costs``, it begins with
+    those of ``batch_size`` requests, and gets others whenever their number has changed.
 
     It is a ``pipeline.Runner`` of ``SharedRound``.
     """
@@ -106,7 +46,7 @@ class Batch:
         model: nn.Module,
         draft_model: Drafter,
         controller: Controller,
-        costs: BatchCosts | None = None,
+        costs: LiveBatchCosts | None = None,
         *,
         ways: Ways = Ways(),
         keep_caches: bool = False,
@@ -117,6 +57,7 @@ class Batch:
         self._caches = RaggedCaches()
         self._drafts = draft_together(draft_model)
         self._costs = costs
+        self._costs_are_of = 0 if costs is None else costs.batch_size
         self._keep_caches = keep_caches
         self._stream = stream
         with mx.stream(stream):
@@ -310,9 +251,13 @@ class Batch:
         self._backlog = [step.of(places) for step in self._backlog if left]
 
     def _go_by_size(self) -> None:
-        """Give the controller the costs of a batch of this size, where it began with more."""
-        if self._costs is not None and 0 < len(self.requests) < self._costs.batch_size:
-            self.controller.update_costs(LiveCosts(self._costs.of(len(self.requests))))
+        """Give the controller the costs of a batch of this size, where it goes by others."""
+        if self._costs is None or not self.requests:
+            return
+        size = min(len(self.requests), self._costs.batch_size)
+        if size != self._costs_are_of:
+            self._costs_are_of = size
+            self.controller.update_costs(self._costs.of(size))
 
     def _catch_up(self) -> None:
         """Let the drafter absorb what was decoded plainly."""

@@ -28,6 +28,7 @@ from mlx_eagle.batch import generate as batch
 from mlx_eagle.batch.rounds import Batch
 from mlx_eagle.decoding.controller import OFF, ON
 from mlx_eagle.decoding.costs import BatchCosts, DraftShape, RoundCosts
+from mlx_eagle.decoding.live_costs import LiveBatchCosts
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.target.taps import Target
@@ -257,7 +258,7 @@ def test_calibration_is_counted_apart(monkeypatch):
 
     def slowly(*args):
         time.sleep(0.2)
-        return BatchCosts(FLAT, FLAT, len(PROMPTS))
+        return LiveBatchCosts(BatchCosts(FLAT, FLAT, len(PROMPTS)))
 
     monkeypatch.setattr(batch, "batch_costs", slowly)
     start = time.perf_counter()
@@ -269,10 +270,22 @@ def test_calibration_is_counted_apart(monkeypatch):
 def test_recurrent_targets_go_one_after_the_other():
     model = tiny_lfm2()
     prompts = [[token % 90 for token in prompt] for prompt in PROMPTS]
-    response = together(model, tiny_head(model), prompts, return_prompt_caches=True)
+    with pytest.warns(UserWarning, match=r"one text at a time \(ArraysCache\): the prompts are"):
+        response = together(model, tiny_head(model), prompts, return_prompt_caches=True)
     assert response.token_ids == [plain(model, p, n) for p, n in zip(prompts, LENGTHS)]
     assert sum(stats.num_rounds for stats in response.stats) > 0
     assert len(response.caches[0]) > len(make_prompt_cache(model))
+
+
+def test_a_drafter_for_one_text_is_said_aloud(recwarn):
+    model = MODELS["llama"]()
+    lagging = tiny_head(model).with_draft_cache("lagging")
+    with pytest.warns(UserWarning, match="takes one text at a time: .* drafts are made prompt by"):
+        together(model, lagging, max_tokens=2)
+    recwarn.clear()
+    together(model, tiny_head(model), max_tokens=2)
+    together(model, LookupDrafter(), max_tokens=2)  # which has no passes to share
+    assert not recwarn.list
 
 
 def test_larger_batches_are_decoded_plainly():
@@ -291,7 +304,7 @@ STEEP = RoundCosts(1.0, {DraftShape(k): 1.6 + 0.3 * k for k in (1, 3, 7)})
 
 def at_costs(monkeypatch, together, alone=FLAT):
     """What rounds cost, whatever this machine thinks."""
-    found = BatchCosts(alone, together, len(PROMPTS))
+    found = LiveBatchCosts(BatchCosts(alone, together, len(PROMPTS)))
     monkeypatch.setattr(batch, "batch_costs", lambda *args: found)
 
 

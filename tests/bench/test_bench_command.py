@@ -26,7 +26,7 @@ from mlx_eagle.bench import (
     tables,
 )
 from mlx_eagle.decoding.costs import BatchCosts
-from mlx_eagle.decoding.live_costs import LiveCosts
+from mlx_eagle.decoding.live_costs import LiveBatchCosts, LiveCosts
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.demo import compare as demo
 from mlx_eagle.system import device
@@ -180,7 +180,7 @@ def test_scenarios_share_one_report(monkeypatch, capsys, tmp_path, tiny):
 @pytest.mark.exhaustive
 def test_batches_beside_mlx_lms_own(monkeypatch, capsys, tmp_path, tiny):
     lone = runner.Models(tiny.target, tiny.tokenizer, tiny.drafter)
-    costs = BatchCosts(FLAT, FLAT, 2)
+    costs = LiveBatchCosts(BatchCosts(FLAT, FLAT, 2))
     monkeypatch.setattr("mlx_eagle.batch.generate.batch_costs", lambda *args: costs)
     monkeypatch.setattr("mlx_eagle.decoding.loop.round_costs", lambda *args: LiveCosts(FLAT))
     (tmp_path / "mine.jsonl").write_text('{"prompt": "so?"}\n{"prompt": "Who is it?"}\n')
