@@ -126,7 +126,10 @@ def test_greedy_and_sampled_requests_share_rounds(draft_cache):
     """Each gets the text that it gets alone, whatever the others are."""
     model = MODELS["llama"]()
     drafter, length = tiny_head(model).with_draft_cache(draft_cache), 8
-    ban = lambda tokens, logits: mx.where(mx.arange(VOCAB) == tokens[-1], -mx.inf, logits)  # noqa: E731
+
+    def ban(tokens, logits):
+        return mx.where(mx.arange(VOCAB) == tokens[-1], -mx.inf, logits)
+
     kinds = [
         lambda: {},
         lambda: {"sampler": Sampling(temp=0.8, seed=1)},
