@@ -231,7 +231,7 @@ def test_batches_are_made_set_by_set(tiny):
         reached = row["speedup_after_prefill"] / bound
         assert prediction["fraction_of_bound"] == pytest.approx(reached)
     (line, _) = tables.batch_table(rows).rows
-    assert line[12] == f"{rows[0]['prediction']['fraction_of_bound']:.2f}"
+    assert line[13] == f"{rows[0]['prediction']['fraction_of_bound']:.2f}"
 
 
 def test_the_parts_of_a_batchs_round_leave_it_as_it_was(tiny):
