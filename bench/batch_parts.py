@@ -86,7 +86,8 @@ class BatchBench:
     def propose(self, size: int) -> list[mx.array]:
         """A greedy draft of ``size`` tokens for every text."""
         with mx.stream(generation_stream):
-            choice = self._judges.open([0] * len(self._requests), size)
+            batch = len(self._requests)
+            choice = self._judges.open([0] * batch, [size] * batch)
             return [self._drafts.propose(size, choice)[0]]
 
     def _rows(self, num_rows: int) -> mx.array:

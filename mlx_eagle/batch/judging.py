@@ -56,7 +56,7 @@ def _matched(drafts: mx.array, lengths: Sequence[int], following: mx.array) -> V
     following = following.astype(mx.int32)
     keep = drafts == following[:, :-1]
     if min(lengths) < size:
-        keep = keep & (mx.arange(size) < mx.array(lengths)[:, None])
+        keep = keep & (mx.arange(size) < mx.array([*lengths])[:, None])
     kept = mx.cumprod(keep.astype(mx.int32), axis=1).sum(axis=1)
     return Verdicts(following, kept)
 
@@ -106,17 +106,28 @@ class CoupledRows:
 
 
 class OneByOne:
-    """One round of requests that are judged one after the other."""
+    """One round of requests that are judged one after the other.
 
-    def __init__(self, rules: list[Rule], positions: list[int]):
+    A rule is asked for as many picks as there is room for, as in a generation of its own: those
+    that follow because others have more room are fillers.
+    """
+
+    def __init__(self, rules: list[Rule], positions: list[int], room: list[int]):
         self._choices: list[Choice] = [r.open(at) for r, at in zip(rules, positions)]
+        self._room = list(room)  # left
 
     def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
-        rows = enumerate(self._choices)
-        return mx.concatenate([choice.pick(logits[b : b + 1], ids) for b, choice in rows])
+        rows = range(len(self._choices))
+        return mx.concatenate([self.alone(b)(logits[b : b + 1], ids) for b in rows])
 
     def alone(self, index: int) -> Pick:
-        return self._choices[index].pick
+        def pick(logits: mx.array, ids: mx.array | None) -> mx.array:
+            self._room[index] -= 1
+            if self._room[index] < 0:
+                return mx.argmax(logits, axis=-1)
+            return self._choices[index].pick(logits, ids)
+
+        return pick
 
     def verify(self, drafts: mx.array, lengths: Sequence[int], logprobs: mx.array) -> Verdicts:
         following, kept = [], []
@@ -137,16 +148,16 @@ class Group:
     rules: list[Rule] = field(default_factory=list)
     keys: mx.array | None = None  # (n, 2) of their noise
 
-    def open(self, positions: Sequence[int], size: int) -> GroupChoice:
-        """A round of at most ``size`` drafts, whose first tokens have these positions."""
+    def open(self, positions: Sequence[int], room: Sequence[int]) -> GroupChoice:
+        """A round whose first tokens have these positions in each request of the batch."""
         own = [positions[b] for b in self.places]
         if self.kind is Greedy:
             return Greedy()
         if self.kind is OneByOne:
-            return OneByOne(self.rules, own)
+            return OneByOne(self.rules, own, [room[b] for b in self.places])
         if self.keys is None:
             self.keys = mx.stack([rule.sampling.base_key for rule in self.rules])
-        return CoupledRows(self.rules, self.keys, own, size)
+        return CoupledRows(self.rules, self.keys, own, max(room))
 
 
 def _kind(rule: Rule) -> object:
@@ -172,9 +183,9 @@ class Judges:
         side_by_side = [place for group in self._groups for place in group.places]
         self._order = [side_by_side.index(place) for place in range(len(side_by_side))]
 
-    def open(self, positions: Sequence[int], size: int) -> "BatchChoice":
-        """One round, of at most ``size`` drafts each: see ``Rule.open``."""
-        choices = [group.open(positions, size) for group in self._groups]
+    def open(self, positions: Sequence[int], room: Sequence[int]) -> "BatchChoice":
+        """One round, see ``Rule.open``; of request b at most ``room[b]`` drafts can be kept."""
+        choices = [group.open(positions, room) for group in self._groups]
         return BatchChoice(self._groups, choices, self._order)
 
 

@@ -115,7 +115,7 @@ class Batch:
         limits = [request.limits for request in self.requests]
         room = [own.at_most(shape, at).size for own, at in zip(limits, positions)]
         size = max(room)
-        choice = self._judges.open(positions, size)
+        choice = self._judges.open(positions, room)
         if size > 0:
             self._catch_up()
             drafts, lengths = self._drafts.propose(size, choice)
