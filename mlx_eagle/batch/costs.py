@@ -14,12 +14,12 @@ import mlx.nn as nn
 
 from ..decoding.calibrate import (
     CHAINS,
-    OF_OLD,
     TIME_LIMIT,
     make_key,
     measure,
     on_trial,
     remembered_or,
+    trust_in,
     without_failed,
 )
 from ..decoding.controller import FixedController
@@ -30,7 +30,6 @@ from ..decoding.setup import split_cache
 from ..decoding.timing import Amount, late_after, time_in_turn
 from ..drafters.base import Drafter
 from ..system.machines import first_look, this_machine
-from ..target.sharding import is_sharded
 from .requests import Options, Request, prefill
 from .rounds import Batch
 
@@ -64,18 +63,19 @@ def batch_costs(
         caches, _ = split_cache(requests[longest].cache, model, None)
         return make_key(model, draft_model, caches, len(requests[longest].prompt) - 1, what)
 
+    together_key = key(f"chains of {len(requests)} texts")
     with mx.stream(options.stream):
         alone = remembered_or(
             model, key("chains"), CHAINS, lambda: measure(copies()[longest].decoder, CHAINS)
         )
         together = remembered_or(
             model,
-            key(f"chains, {len(requests)} texts"),
+            together_key,
             lengths_to_measure(len(requests)),
             lambda: measure_together(model, draft_model, copies(), alone.ways),
         )
     known = BatchCosts(alone, together, len(requests))
-    return LiveBatchCosts(known) if is_sharded(model) else LiveBatchCosts(known, OF_OLD)
+    return LiveBatchCosts(known, trust_in(model, together_key))
 
 
 def lengths_to_measure(num_texts: int) -> tuple[DraftShape, ...]:

@@ -155,9 +155,10 @@ class Group:
             return Greedy()
         if self.kind is OneByOne:
             return OneByOne(self.rules, own, [room[b] for b in self.places])
+        rules = [rule for rule in self.rules if isinstance(rule, Coupled)]
         if self.keys is None:
-            self.keys = mx.stack([rule.sampling.base_key for rule in self.rules])
-        return CoupledRows(self.rules, self.keys, own, max(room))
+            self.keys = mx.stack([rule.sampling.base_key for rule in rules])
+        return CoupledRows(rules, self.keys, own, max(room))
 
 
 def _kind(rule: Rule) -> object:

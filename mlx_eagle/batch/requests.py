@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,7 +28,7 @@ class Request:
 
     prompt: list[int]
     limits: Limits
-    cache: list
+    cache: list[Any]
     row: int = 0
     decoder: Decoder | None = None
     stats: Stats = field(default_factory=Stats)
@@ -55,8 +56,9 @@ class Options:
 
     def sampler_of(self, request: Request) -> Sampler | None:
         """The sampler, for one request: a ``Sampling`` has noise of its own for each row."""
-        is_ours = isinstance(self.sampler, Sampling)
-        return self.sampler.begin(request.row) if is_ours else self.sampler
+        if isinstance(self.sampler, Sampling):
+            return self.sampler.begin(request.row)
+        return self.sampler
 
 
 def prefill(

@@ -1,6 +1,7 @@
 """One round of a batch: what is in flight for several requests, and what became of it."""
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import mlx.core as mx
 
@@ -47,7 +48,7 @@ class SharedRound:
 
     def read(self) -> None:
         """Wait for the device, and cut what was emitted to the limits of each request."""
-        rows = self.packed.tolist()
+        rows: Any = self.packed.tolist()
         self.kept = [num_kept for num_kept, *_ in rows]
         self.runs = [
             request.limits.cut(following[: num_kept + 1], position)

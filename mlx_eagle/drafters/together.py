@@ -6,7 +6,7 @@ drafter request by request.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
@@ -89,7 +89,7 @@ class HeadTogether:
         head: Eagle3Head,
         embed: Callable[[mx.array], mx.array],
         to_target: mx.array | None,
-        begin: Callable[[list], Drafter],
+        begin: Callable[[list[Any]], Drafter],
     ):
         """``embed`` and ``to_target`` as in ``EagleDrafter``; ``begin`` makes one's drafter."""
         self._num_forwards = 0
@@ -99,8 +99,8 @@ class HeadTogether:
         self._to_target = to_target
         self._begin = begin
         self._caches = RaggedCaches()
-        self._seed: mx.array | None = None  # states (B, h) that drafts start from
-        self._first: mx.array | None = None  # the logits (B, Vd) after them
+        # What drafts start from: states (B, h), and the logits (B, Vd) after them.
+        self._start: tuple[mx.array, mx.array] | None = None
 
     def num_forwards(self, index: int) -> int:
         """See ``Together.num_forwards``."""
@@ -108,21 +108,21 @@ class HeadTogether:
 
     def join(self, drafter: Drafter) -> None:
         """See ``Together.join``."""
-        own = drafter.pending()
-        if own:
-            others = [] if self._seed is None else [self._seed, self._first]
-            both = [mx.concatenate(pair) for pair in zip(others, own)] if others else own
-            self._seed, self._first = both
+        if own := drafter.pending():
+            state, logits = own
+            if self._start is not None:
+                others, their_logits = self._start
+                state = mx.concatenate([others, state])
+                logits = mx.concatenate([their_logits, logits])
+            self._start = state, logits
         self._caches.join(drafter.cache[:-1])
         self._joined.append(self._num_forwards)
 
     def keep(self, index: list[int]) -> None:
         """See ``Together.keep``."""
-        if self._seed is not None:
-            places = mx.array(index, mx.int32)
-            self._seed, self._first = self._seed[places], self._first[places]
-        if not index:
-            self._seed = self._first = None
+        if self._start is not None:
+            places, (states, logits) = mx.array(index, mx.int32), self._start
+            self._start = (states[places], logits[places]) if index else None
         self._caches.keep(index)
         self._joined = [self._joined[b] for b in index]
 
@@ -135,9 +135,11 @@ class HeadTogether:
 
         ModelOpt's parallel heads, where the head has some, say the last tokens without one.
         """
+        assert self._start is not None, "every request has absorbed its first token"
         batch = len(self._caches.rows.lengths)
         num_steps = max(1, size - self._head.config.num_parallel_heads)
-        tokens, states = [self._choose(self._first, picks)], self._seed
+        states, logits = self._start
+        tokens = [self._choose(logits, picks)]
         before = self._caches.rows.lengths
         try:
             for _ in range(num_steps - 1):
@@ -159,13 +161,14 @@ class HeadTogether:
         num_rows: Sequence[int] | None = None,
     ) -> None:
         """See ``Together.extend``; all rows are absorbed, and none counts yet."""
+        assert features is not None
         check_width(features, self._head.config.num_aux * self._head.config.target_hidden_size)
         states = self._forward(tokens, self._head.fuse(features))
         if last is None:
-            self._seed = states[:, -1]
+            starts = states[:, -1]
         else:
-            self._seed = mx.take_along_axis(states, last[:, None, None], axis=1)[:, 0]
-        self._first = self._head.logits(self._seed)
+            starts = mx.take_along_axis(states, last[:, None, None], axis=1)[:, 0]
+        self._start = starts, self._head.logits(starts)
 
     def advance(self, kept: list[int]) -> None:
         """See ``Together.advance``."""
@@ -173,7 +176,7 @@ class HeadTogether:
 
     def pending(self) -> list[mx.array]:
         """See ``Together.pending``: states and the first tokens' logits."""
-        return [] if self._seed is None else [self._seed, self._first]
+        return list(self._start or ())
 
     def _forward(self, tokens: mx.array, states: mx.array) -> mx.array:
         """Tokens (B, m) and states (B, m, h) -> (B, m, h), behind what is kept."""

@@ -19,7 +19,7 @@ STEP = 256  # columns by which lanes grow, as in mlx-lm
 SLACK = 16  # columns by which a ring is larger than its window, or as many as a pass needs
 
 
-def can_share(caches: list) -> bool:
+def can_share(caches: list[Any]) -> bool:
     """Whether a text's caches can go into ``RaggedCaches``, exactly."""
     return all(type(c) is KVCache or (type(c) is RotatingKVCache and c.keep == 0) for c in caches)
 
@@ -36,7 +36,7 @@ class RowLengths:
 
     def __init__(self) -> None:
         self.slack = SLACK
-        self._made: dict[tuple, mx.array] = {}
+        self._made: dict[tuple[Any, ...], mx.array] = {}
         self.set([])
 
     def set(self, lengths: list[int]) -> None:
@@ -46,7 +46,7 @@ class RowLengths:
         self.offset = mx.array(lengths, mx.int32)  # (B,)
         self._made.clear()
 
-    def once(self, key: tuple, make: Callable[[], mx.array]) -> mx.array:
+    def once(self, key: tuple[Any, ...], make: Callable[[], mx.array]) -> mx.array:
         """What ``make`` gives, made once for these lengths."""
         if key not in self._made:
             self._made[key] = make()
