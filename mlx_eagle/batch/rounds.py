@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from ..decoding.accept import LogitsProcessor, Sampler
+from ..decoding.accept import Sampler
 from ..decoding.controller import Controller
 from ..decoding.costs import BatchCosts, DraftShape, Ways
 from ..decoding.decoder import Decoder
@@ -19,6 +19,7 @@ from ..decoding.limits import Limits
 from ..decoding.live_costs import LiveCosts
 from ..decoding.loop import speculative_generate_step
 from ..decoding.pipeline import Pipeline
+from ..decoding.processors import LogitsProcessor
 from ..decoding.round import OpenRound, Round
 from ..decoding.sampling import Sampling
 from ..decoding.setup import begin_drafter, open_decoder, split_cache

@@ -12,8 +12,9 @@ import mlx.core as mx
 from ..drafters.base import Draft, Drafter, Pick, TailDrafter, empty_draft
 from ..target.rollback import CacheQuantization, Checkpoint
 from ..target.taps import Target
-from .accept import LogitsProcessor, Rule, process_logits
+from .accept import Rule
 from .costs import DraftShape, Ways
+from .processors import LogitsProcessor, process_logits
 from .round import OpenRound, Round, Rows, StopPoint, stop_point
 
 
@@ -137,7 +138,9 @@ class Decoder:
                 # The device drafts while the host builds the target's pass, the larger graph.
                 mx.async_eval(opened.draft.tokens)
             tree_mask = opened.draft.tree_mask()
-            tokens = mx.concatenate([self.root, opened.draft.tokens])
+            tokens = self.root
+            if len(opened.draft) > 0:
+                tokens = mx.concatenate([tokens, opened.draft.tokens])
         # The checkpoint is not named in there: it would keep itself and all caches alive.
         target_checkpoint = Checkpoint(
             self.cache, lambda num_rows: self._rerun(tokens[:num_rows]), tokens.shape[0]
@@ -162,7 +165,7 @@ class Decoder:
         max_rows = self.quantization.max_rows(self.cache)
         if max_rows is not None:
             shape = replace(shape, size=min(shape.size, max_rows - 1))
-        choice = self.rule.open(self.num_emitted)
+        choice = self.rule.open(self.num_emitted, shape.size)
         draft = self._propose(shape, choice.pick)
         return OpenRound(self.num_emitted, shape, choice, draft, draft_checkpoint)
 
@@ -176,8 +179,9 @@ class Decoder:
     ) -> Round:
         """The round whose verify pass gives logits (R, V) and features (R, F), not started yet."""
         draft = opened.draft
-        logprobs = self._logprobs(draft, logits)
-        verification = opened.choice.verify(draft, tree_mask, logprobs)
+        if self.processors:
+            logits = process_logits(self.processors, self.history, draft, logits)
+        verification = opened.choice.verify(draft, tree_mask, logits)
         if verification.rows is not None and features is not None:
             features = features[verification.rows]
         return Round(
@@ -292,9 +296,3 @@ class Decoder:
         """Bring every cache forward over the kept rows, tokens (m,), by a whole pass."""
         self.num_reruns += 1
         self._run(tokens)
-
-    def _logprobs(self, draft: Draft, logits: mx.array) -> mx.array:
-        """Log-probabilities (k + 1, V) after each row, logits processors applied."""
-        if self.processors:
-            logits = process_logits(self.processors, self.history, draft, logits)
-        return logits - mx.logsumexp(logits, axis=-1, keepdims=True)

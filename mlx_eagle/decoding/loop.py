@@ -11,7 +11,7 @@ from ..drafters.base import Drafter
 from ..drafters.tree import Tree
 from ..system.progress import Progress, silent
 from ..target.rollback import CacheQuantization
-from .accept import LogitsProcessor, Sampler
+from .accept import Sampler
 from .calibrate import round_costs
 from .controller import AdaptiveController, Controller, FixedController
 from .costs import DraftShape
@@ -19,6 +19,7 @@ from .decoder import Decoder
 from .generation import Generation
 from .limits import AUTO, Limits, check_max_tokens, check_num_draft_tokens, check_prompt
 from .pipeline import Pipeline
+from .processors import LogitsProcessor
 from .sampling import Sampling
 from .setup import begin_drafter, open_decoder, split_cache
 from .stats import Stats
