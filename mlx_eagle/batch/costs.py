@@ -11,22 +11,23 @@ from functools import cache
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..decoding.accept import make_rule
 from ..decoding.calibrate import (
     CHAINS,
     TIME_LIMIT,
-    make_key,
     measure,
     on_trial,
     remembered_or,
     without_failed,
 )
+from ..decoding.cost_keys import context_bucket, make_key
 from ..decoding.costs import PLAIN, BatchCosts, DraftShape, RoundCosts, Ways
 from ..decoding.limits import Limits
 from ..decoding.setup import split_cache
 from ..decoding.timing import Amount, late_after, time_in_turn
 from ..drafters.base import Drafter
 from ..system.machines import first_look, this_machine
-from .rounds import Batch, Options, Request, prefill
+from .rounds import UNQUANTIZED, Batch, Options, Request, prefill
 
 AMOUNT = Amount(plain_steps=4, rounds=2, repeats=3)
 
@@ -54,7 +55,12 @@ def batch_costs(
 
     def key(what: str) -> str:
         caches, _ = split_cache(requests[longest].cache, model, None)
-        return make_key(model, draft_model, caches, len(requests[longest].prompt) - 1, what)
+        rule = make_rule(options.acceptance, options.sampler)
+        processors = options.logits_processors or []
+        bucket = context_bucket(caches, len(requests[longest].prompt) - 1)
+        return make_key(
+            model, draft_model, caches, UNQUANTIZED, rule, processors, bucket, what
+        )
 
     with mx.stream(options.stream):
         alone = remembered_or(

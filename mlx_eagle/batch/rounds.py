@@ -32,6 +32,9 @@ from ..target.taps import Target
 from .cache import BatchCache
 
 
+UNQUANTIZED = CacheQuantization(None, 64, 0)
+
+
 @dataclass
 class Request:
     """One prompt and what became of it; ``row`` is its place in the batch."""
@@ -98,7 +101,7 @@ def prefill(model: nn.Module, draft_model: Drafter, request: Request, options: O
         model,
         begin_drafter(draft_model, draft_cache),
         cache,
-        CacheQuantization(None, 64, 0),
+        UNQUANTIZED,
         options.stream,
         sampler=options.sampler_of(request),
         logits_processors=options.logits_processors,

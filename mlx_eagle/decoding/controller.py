@@ -44,6 +44,9 @@ class Controller(Protocol):
     def update_costs(self, costs: LiveCosts) -> None:
         """Go on with other costs of the same shapes."""
 
+    def leave_out(self, shape: DraftShape) -> bool:
+        """Draft ``shape``, which has failed, no more; False where it must be drafted."""
+
     def close(self) -> None:
         """The text has ended."""
 
@@ -67,6 +70,9 @@ class FixedController:
 
     def update_costs(self, costs: LiveCosts) -> None:
         """Nothing depends on them."""
+
+    def leave_out(self, shape: DraftShape) -> bool:
+        return False
 
     def close(self) -> None:
         """Nothing was learned."""
@@ -140,8 +146,7 @@ class AdaptiveController:
         self._accepted = Accepted(costs.rounds)
         gains = {shape: self._gain(shape, [ALMOST_ALWAYS]) for shape in costs.rounds}
         if not gains:
-            self.is_hopeless = True
-            self._turn_off("no draft can be verified on this device", float("inf"))
+            self._give_up()
             return
         shape = max(gains, key=gains.get)
         if gains[shape] < 1.0 and self._is_timed(shape):
@@ -208,6 +213,18 @@ class AdaptiveController:
         if self.drafting_off and gain >= 1.0:
             self.drafting_off = self.is_hopeless = self._is_timing = False
             self._note(ON, f"a round costs less now, drafts of {shape} promise {gain:.2f}x")
+
+    def leave_out(self, shape: DraftShape) -> bool:
+        """See ``Controller.leave_out``: a shape is, that never was drafted here."""
+        if not self.costs.leave_out(shape):
+            return False
+        if not self.costs.current.rounds:
+            self._give_up()
+        return True
+
+    def _give_up(self) -> None:
+        self.is_hopeless = True
+        self._turn_off("no draft can be verified on this device", float("inf"))
 
     def close(self) -> None:
         """See ``Controller.close``."""

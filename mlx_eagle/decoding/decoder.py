@@ -56,6 +56,7 @@ class Decoder:
         self.num_emitted = 0
         self.num_reruns = 0
         self.drops_drafter = False  # from now on nothing is kept that it could absorb
+        self._is_seeded = True  # what the drafter starts from can be computed
         self._prefill_forwards = 0
         self._backlog: list[Unabsorbed] = []
 
@@ -129,9 +130,12 @@ class Decoder:
         """Build one round that drafts ``shape``, and start it without waiting.
 
         A shape of size 0 is a step of plain decoding: unless it is to ``absorb`` the step, the
-        drafter falls behind, and catches up before it proposes again.
+        drafter falls behind, and catches up before it proposes again. It does absorb the step
+        after a round that failed, for that may have left it nothing to start from.
         """
         draft_checkpoint = self.checkpoint_draft(shape)
+        absorb |= shape.size > 0 or not self._is_seeded
+        self._is_seeded = False
         with self._undone_on_failure(draft_checkpoint), mx.stream(self.stream):
             opened = self.open_round(shape, draft_checkpoint)
             if opened.shape.size > 0:
@@ -149,9 +153,10 @@ class Decoder:
             logits, features = self._verify(tokens, tree_mask, target_checkpoint)
             launched = self.close_round(opened, tree_mask, logits, features, target_checkpoint)
             mx.async_eval(launched.verification.packed)
-            if absorb or shape.size > 0:
+            if absorb:
                 self.absorb(launched)
                 mx.async_eval(self.drafter.pending())
+        self._is_seeded = True
         return launched
 
     def checkpoint_draft(self, shape: DraftShape) -> Checkpoint:

@@ -1,5 +1,6 @@
 """The loop over rounds, the same for one request and for a batch: when what is launched."""
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -107,7 +108,7 @@ class Pipeline(Generic[R]):
                 runner.commit_plain(done)
                 shape = controller.next_shape(runner.num_tokens)
                 if runner.can_launch_unread(shape):
-                    self.upcoming, self._was_ahead = runner.launch(shape), True
+                    self.upcoming, self._was_ahead = self._launch(shape), True
             runner.finish(done)
             self._learn(done, was_ahead)
             self.upcoming = runner.settle(done, self.upcoming, controller)
@@ -131,4 +132,22 @@ class Pipeline(Generic[R]):
         """The next round, of the shape that was decided already or is now."""
         if shape is None:
             shape = self.controller.next_shape(self.runner.num_tokens)
-        return self.runner.launch(shape)
+        return self._launch(shape)
+
+    def _launch(self, shape: DraftShape) -> R:
+        """A round of that shape; a plain step where its kernels fail the first time."""
+        try:
+            return self.runner.launch(shape)
+        except RuntimeError as err:
+            if shape == PLAIN or not self.controller.leave_out(shape):
+                raise
+            print(failure_note(shape, err), file=sys.stderr)
+        return self.runner.launch(PLAIN)
+
+
+def failure_note(shape: DraftShape, error: BaseException | None) -> str:
+    """What is said of a shape that is not drafted, in one line."""
+    reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+    return (
+        f"Note: rounds that draft {shape} fail on this device and are left out ({reason})."
+    )

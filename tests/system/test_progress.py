@@ -157,7 +157,7 @@ def test_calibration_reports_between_what_it_times(checkpoint, monkeypatch, tree
         monkeypatch.setattr(timing, name, timed)
     options = {"tree": tree} if tree else {"num_draft_tokens": "auto"}
     report = {"calibration_progress_callback": lambda *args: order.append(args)}
-    tokens, _ = speculative(MODEL, DRAFTER, PROMPT, 12, **options, **report)
+    tokens, _ = speculative(MODEL, DRAFTER, PROMPT, 12, **options, **report, recalibrate=True)
     assert tokens == plain(MODEL, PROMPT, 12)
     num_plans = len(calibrate.CHAINS + (calibrate.TREES if tree else ()))
     total = calibrate.AMOUNT.repeats * (1 + num_plans)
