@@ -217,7 +217,7 @@ class Batch:
                 request.decoder.absorb(launched)
             rounds.append(launched)
         pending = [request.decoder.drafter.pending() for request in self.requests]
-        mx.async_eval([launched.verification.packed for launched in rounds], pending)
+        mx.async_eval([launched.verification.pending for launched in rounds], pending)
         return rounds
 
     def can_run_ahead(self, done: list[Round]) -> bool:
@@ -237,7 +237,7 @@ class Batch:
         self.cache.cut(1, [1] * len(done))
 
     def finish(self, done: list[Round]) -> None:
-        mx.eval([own.verification.packed for own in done])
+        mx.eval([own.verification.pending for own in done])
         were_committed = all(own.committed for own in done)
         for request, own in zip(self.requests, done):
             run = request.limits.cut(own.read().run, own.position)

@@ -58,26 +58,17 @@ class Verification:
         """
         return log_softmax(self.logits if self.rows is None else self.logits[self.rows])
 
-    @cached_property
-    def packed(self) -> mx.array:
-        """All that ``read`` takes to the host in one array, so that it waits once.
-
-        Of one row that is the token alone: nothing was drafted.
-        """
-        if self.following.shape[0] == 1:
-            return self.following
-        parts = [self.num_kept.reshape(1), self.following, self.rows]
-        return mx.concatenate([part.astype(mx.int32) for part in parts if part is not None])
+    @property
+    def pending(self) -> list[mx.array]:
+        """What ``read`` waits for, all at once; where nothing was drafted, the token alone."""
+        parts = [self.following, self.num_kept, self.rows]
+        return parts[:1] if self.following.size == 1 else [p for p in parts if p is not None]
 
     def read(self) -> Outcome:
-        """Wait for the device. The one place that takes ``packed`` apart."""
-        mx.eval(self.packed)
-        num_rows = self.following.shape[0]
-        if num_rows == 1:
-            return Outcome(0, self.packed.tolist(), None if self.rows is None else [0])
-        num_kept, *numbers = self.packed.tolist()
-        rows = None if self.rows is None else numbers[num_rows:]
-        return Outcome(num_kept, numbers[:num_rows], rows)
+        """Wait for the device."""
+        mx.eval(self.pending)
+        rows = None if self.rows is None else self.rows.tolist()
+        return Outcome(self.num_kept.item(), self.following.tolist(), rows)
 
 
 class Choice(Protocol):
@@ -205,14 +196,17 @@ class CoupledChoice:
     size: int
     num_picked: int = 0
     noise: mx.array | None = None  # (rows, V), for all positions at once
+    of_draft: mx.array | None = None  # (rows, Vd), of the tokens that can be drafted
 
     def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
         if self.rule.drafts_greedily:
             return mx.argmax(logits, axis=-1)
-        noise = self._noise(self.size + 1)[self.num_picked]
+        if self.of_draft is None:
+            noise = self._noise(self.size + 1)
+            self.of_draft = noise if ids is None else mx.take(noise, ids, axis=1)
+        row = self.of_draft[self.num_picked : self.num_picked + 1]
         self.num_picked += 1
-        scores = self.rule.sampling.scores(logits)
-        return mx.argmax(scores + (noise if ids is None else noise[ids]), axis=-1)
+        return mx.argmax(self.rule.sampling.scores(logits) + row, axis=-1)
 
     def verify(self, draft: Draft, tree_mask: mx.array | None, logits: mx.array) -> Verification:
         self.rule.vocab_size = logits.shape[-1]

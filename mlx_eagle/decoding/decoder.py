@@ -152,7 +152,7 @@ class Decoder:
         with self._undone_on_failure(target_checkpoint, draft_checkpoint), mx.stream(self.stream):
             logits, features = self._verify(tokens, tree_mask, target_checkpoint)
             launched = self.close_round(opened, tree_mask, logits, features, target_checkpoint)
-            mx.async_eval(launched.verification.packed)
+            mx.async_eval(launched.verification.pending)
             if absorb:
                 self.absorb(launched)
                 mx.async_eval(self.drafter.pending())

@@ -200,7 +200,7 @@ class Stats:
         ]
         if self.calibration_time >= WORTH_SAYING:
             lines.append(
-                f"Calibration: {self.calibration_time:.1f} s, before the first token, to measure "
+                f"Calibration: {self.calibration_time:.1f} s, before the first token, to find out "
                 "what rounds cost"
             )
         events = self.drafting_events

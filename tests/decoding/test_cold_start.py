@@ -1,4 +1,4 @@
-"""The first text of a machine, and those after it: nothing is waited for, everything is learned."""
+"""The first text of a machine, and those after it: nothing is waited for, all is learned."""
 
 import json
 import random
@@ -57,11 +57,11 @@ def test_the_first_text_of_a_machine_waits_for_nothing(file, monkeypatch):
     model = tiny_llama()
     drafter = tiny_head(model)
     monkeypatch.setattr(calibrate, "measure", lambda *_: 1 / 0)
-    cold = passes_before_the_first_token(model, drafter, monkeypatch, max_tokens=60)
+    cold = passes_before_the_first_token(model, drafter, monkeypatch, max_tokens=30)
     assert file.exists()
     new_process(file)
     monkeypatch.setattr(calibrate, "guess_costs", lambda *_: 1 / 0)
-    warm = passes_before_the_first_token(model, drafter, monkeypatch, max_tokens=60)
+    warm = passes_before_the_first_token(model, drafter, monkeypatch, max_tokens=30)
     assert cold == warm == 3  # and the round behind the first token is under way
 
 
@@ -73,16 +73,16 @@ def test_a_text_leaves_what_it_has_learned_and_the_next_one_learns_more(file):
         (entry,) = json.loads(file.read_text()).values()
         return entry
 
-    tokens, stats = speculative(model, drafter, PROMPT, 80, **AUTO)
-    assert tokens == plain(model, PROMPT, 80) and stats.calibration_time < 0.1
+    tokens, _ = speculative(model, drafter, PROMPT, 60, **AUTO)
+    assert tokens == plain(model, PROMPT, 60)
     first = known()
     assert first["rounds"].keys() == {str(shape) for shape in CHAINS}
     assert 0 < first["plain"] < 1 and "0" not in first["guessed"] and len(first["guessed"]) < 7
     new_process(file)
-    speculative(model, drafter, PROMPT, 80, **AUTO)
+    speculative(model, drafter, PROMPT, 60, **AUTO)
     assert {*known().get("guessed", [])} <= {*first["guessed"]}
     assert known()["date"] == first["date"], "it was begun with the first"
-    speculative(model, drafter, PROMPT, 80, **AUTO, recalibrate=True)
+    speculative(model, drafter, PROMPT, 2, **AUTO, recalibrate=True)
     assert "guessed" not in known()
 
 
