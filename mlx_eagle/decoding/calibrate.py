@@ -42,6 +42,7 @@ TREES = tuple(
 # Repeats, so that every length is timed at several moments: other work comes and goes.
 AMOUNT = Amount(plain_steps=6, rounds=3, repeats=6)
 TIME_LIMIT = 30.0  # seconds; whatever they take, the first look is finished
+LONG_PREFILL = 1.0  # seconds, beside which trying ways takes little
 WAY_REPEATS = 2  # of each of two ways, in turn
 WAY_GAIN = 0.98  # of the time of the ordinary way, at most, for another to be taken
 # How many times what is remembered is worth: from this process, or from one before it.
@@ -59,7 +60,8 @@ def round_costs(
     They are then corrected by the rounds themselves, and kept for the next text. Nothing is
     measured before, unless it is asked for by ``recalibrate``, or a model is shared by processes,
     which must all decide alike: there they are measured, and not corrected. From now on
-    ``decoder`` computes its rounds in the ways that these are the costs of.
+    ``decoder`` computes its rounds in the ways that these are the costs of; where nothing is
+    known of other ways, and the prompt took long, they are tried for half as long.
     """
     shapes = CHAINS + TREES if with_trees else CHAINS
     what = "chains and trees" if with_trees else "chains"
@@ -73,6 +75,9 @@ def round_costs(
         file.put(key, costs)
     else:
         costs = file.get(key, shapes) or _guess(decoder, file, what, shapes)
+        if not costs.knows_ways and decoder.prefill_time > LONG_PREFILL:
+            late = late_after(decoder.prefill_time / 2, decoder.target.model)
+            costs = replace(costs, ways=fastest_ways(decoder, late), knows_ways=True)
     decoder.use(costs.ways)
 
     def keep(learned: RoundCosts) -> None:
@@ -103,7 +108,7 @@ def _guess(
     for scale in (0.5, 2.0):
         costs = file.get(_key(decoder, what, scale), shapes)
         if costs is not None and not costs.failed:
-            return costs.as_guess()
+            return replace(costs.as_guess(), knows_ways=False)
     return guess_costs(decoder.target.model, decoder.drafter, shapes)
 
 

@@ -43,7 +43,8 @@ class RoundCosts:
     """Seconds: a step of pipelined plain decoding, and a round of each draft shape.
 
     ``failed`` are shapes that were asked for and cannot be run here. ``ways`` is how rounds were
-    computed. ``guessed``: nobody has timed these, PLAIN among them where that is so.
+    computed, and ``knows_ways`` whether others were tried. ``guessed``: nobody has timed these,
+    PLAIN among them where that is so.
     """
 
     plain: float
@@ -51,6 +52,7 @@ class RoundCosts:
     failed: tuple[DraftShape, ...] = ()
     ways: Ways = Ways()
     guessed: frozenset[DraftShape] = frozenset()
+    knows_ways: bool = True
 
     @property
     def longest(self) -> int:

@@ -3,6 +3,7 @@
 What happens here is how a round is built, committed and undone; ``pipeline.py`` decides when.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -53,6 +54,7 @@ class Decoder:
         self.stream = stream
         self.root = mx.zeros((1,), mx.int32)
         self.history = mx.zeros((0,), mx.int32)  # for logits processors: up to the root
+        self.prefill_time = 0.0  # seconds
         self.num_emitted = 0
         self.num_reruns = 0
         self.drops_drafter = False  # from now on nothing is kept that it could absorb
@@ -84,12 +86,13 @@ class Decoder:
         self, prompt: mx.array, step_size: int, progress: Callable[[int, int], None]
     ) -> None:
         """Run prompt (n,) but its last token, chunk by chunk, through target and drafter."""
-        total = prompt.shape[0]
+        total, begun = prompt.shape[0], time.perf_counter()
         progress(0, total)
         for start in range(0, total - 1, step_size):
             end = min(start + step_size, total - 1)
             self._prefill_chunk(prompt[start:end])
             progress(end, total)
+        self.prefill_time = time.perf_counter() - begun
         self.root = prompt[-1:]
         self.history = prompt
 

@@ -32,7 +32,8 @@ def guess_costs(model: nn.Module, drafter: Drafter, shapes: Sequence[DraftShape]
             of_pass = 1 + DENSE_ROW * (num_rows - 1)
         return of_pass + step * shape.size + ROUND
 
-    return RoundCosts(1.0, {shape: cost(shape) for shape in shapes}).as_guess()
+    costs = RoundCosts(1.0, {shape: cost(shape) for shape in shapes}, knows_ways=False)
+    return costs.as_guess()
 
 
 def _reads(products: Products | None, num_rows: int) -> int:

@@ -39,7 +39,7 @@ WAYS = {field.name for field in fields(Ways)}
 
 Entry = dict[str, Any]
 """{"plain": seconds, "rounds": {shape: seconds}, "date": seconds since 1970, "versions": text},
-with "failed": [shape], "guessed": [shape], "ways": [name of what is done] where there are any."""
+with "failed": [shape], "guessed": [shape] where there are any, and "ways": [name of what is done] where they were tried."""
 
 
 @cache
@@ -136,7 +136,7 @@ def _entry_of(costs: RoundCosts, date: float) -> Entry:
     for name, shapes in (("failed", costs.failed), ("guessed", costs.guessed)):
         if shapes:
             entry[name] = sorted(map(str, shapes))
-    if any(asdict(costs.ways).values()):
+    if costs.knows_ways:
         entry["ways"] = [name for name, is_done in asdict(costs.ways).items() if is_done]
     return entry
 
@@ -152,6 +152,7 @@ def _costs_in(entry: Entry, shapes: Sequence[DraftShape]) -> RoundCosts | None:
         tuple(shape for shape in shapes if str(shape) in failed),
         Ways(**dict.fromkeys(entry.get("ways") or (), True)),
         frozenset(shape for shape in (PLAIN, *shapes) if str(shape) in guessed),
+        "ways" in entry,
     )
 
 

@@ -7,9 +7,13 @@ import pytest
 from architectures import build
 from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_sampler
 
+from mlx_eagle import Sampling
 from mlx_eagle.decoding import calibrate, timing
-from mlx_eagle.decoding.costs import Ways
+from mlx_eagle.decoding.accept import Coupled, Match, Reject
+from mlx_eagle.decoding.costs import PLAIN, DraftShape, Ways
+from mlx_eagle.decoding.processors import stand_in
 from mlx_eagle.decoding.setup import open_decoder
 from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.system.machines import first_look, machine_of
@@ -277,3 +281,58 @@ def test_a_decoder_goes_by_what_is_remembered(tmp_path, monkeypatch):
         monkeypatch.setattr(calibrate, "fastest_ways", lambda *_: 1 / 0)
     (known,) = json.loads((tmp_path / "calibration.json").read_text()).values()
     assert known["ways"] == ["splits_attention", "keeps_tail"]
+
+
+@pytest.mark.parametrize("acceptance", [None, "coupled", "reject"])
+def test_samplers_and_processors_are_in_the_timing_but_not_the_callers(
+    acceptance, tmp_path, monkeypatch
+):
+    """Theirs may keep a state, and the text must not hang on whether it was measured before."""
+    monkeypatch.setattr(calibrate, "user_cache", lambda: tmp_path)
+    model, calls, rules = tiny_llama(), [], []
+    on_trial = calibrate.on_trial
+
+    def watch(decoder):
+        trial = on_trial(decoder)
+        rules.append((type(trial.rule), trial.rule != decoder.rule, trial.processors))
+        return trial
+
+    def processor(tokens, logits):
+        calls.append(1)
+        return logits * 0.9
+
+    monkeypatch.setattr(calibrate, "on_trial", watch)
+    texts = []
+    for recalibrate in (False, True):
+        mx.random.seed(5)
+        sampler = Sampling(0.8, seed=3) if acceptance else make_sampler(0.8)
+        options = {"sampler": sampler, "logits_processors": [processor], "acceptance": acceptance}
+        calls.clear()
+        tokens, _ = speculative(
+            model, tiny_head(model), PROMPT, 1, **AUTO | {"recalibrate": recalibrate}, **options
+        )
+        texts.append(tokens)
+        assert len(calls) <= 9, "the caller's processor ran while measuring"
+    assert texts[0] == texts[1]
+    kind = {None: Match, "coupled": Coupled, "reject": Reject}[acceptance]
+    assert set(rules) == {(kind, True, (stand_in,))}
+
+
+def test_ways_are_tried_unasked_where_the_prompt_took_longer(tmp_path, monkeypatch):
+    """A long context is where they matter; whoever asked little is not kept waiting."""
+    monkeypatch.setattr(calibrate, "user_cache", lambda: tmp_path)
+    limits, tried = [], []
+    monkeypatch.setattr(calibrate, "late_after", lambda limit, _: limits.append(limit))
+    monkeypatch.setattr(
+        calibrate, "fastest_ways", lambda *_: tried.append(1) or Ways(keeps_tail=True)
+    )
+    for seconds, expected in ((0.5, 0), (3.0, 1), (3.0, 1)):  # short; long; long, and known
+        decoder = decoder_for_ways()
+        decoder.prefill_time = seconds
+        costs = calibrate.round_costs(decoder)
+        assert len(tried) == expected and costs.current.knows_ways == bool(expected)
+        assert decoder.drafter._keeps_tail == bool(expected)
+        for shape in (PLAIN, DraftShape(1)):
+            costs.record(shape, 0.01)
+        costs.close()
+    assert limits == [1.5]
