@@ -189,6 +189,10 @@ class Batch:
     def is_running(self) -> bool:
         return bool(self.requests)
 
+    def fit(self, shape: DraftShape) -> DraftShape:
+        """Each request cuts it by itself: see ``_open``."""
+        return shape
+
     def launch(self, shape: DraftShape, absorb: bool = False) -> list[Round]:
         """Draft for every request and start one pass that verifies them all, without waiting.
 

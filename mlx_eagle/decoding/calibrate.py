@@ -21,6 +21,7 @@ from ..system.machines import first_look, this_machine
 from ..system.progress import Progress, silent
 from ..target.rollback import Checkpoint
 from ..target.sharding import is_sharded, mean_over_processes
+from .controller import failure_note
 from .cost_keys import context_bucket, make_key
 from .costs import DraftShape, RoundCosts, Ways
 from .decoder import Decoder
@@ -28,7 +29,6 @@ from .generation import Generation
 from .guess import guess_costs
 from .limits import Limits
 from .live_costs import LiveCosts
-from .pipeline import failure_note
 from .processors import stand_in
 from .remembered import CostFile, open_cost_file
 from .timing import Amount, RoundFailed, late_after, time_in_turn, time_rounds

@@ -85,19 +85,23 @@ class LiveCosts:
             times.add(self.num_tokens, seconds)
             self._current = None
 
+    def has_worked(self, shape: DraftShape) -> bool:
+        """Whether a round of that shape was ever timed, here or in what was known."""
+        times = self._times.get(shape)
+        return times is not None and (shape not in self._known.guessed or bool(times.times))
+
     def leave_out(self, shape: DraftShape) -> bool:
-        """Offer ``shape`` no more, which fails here; False where it is known to have worked."""
-        is_new = shape in self._known.guessed and not self._times[shape].times
-        if is_new:
-            self._known = replace(
-                self._known,
-                rounds={s: cost for s, cost in self._known.rounds.items() if s != shape},
-                failed=(*self._known.failed, shape),
-                guessed=self._known.guessed - {shape},
-            )
-            del self._times[shape]
-            self._current, self._has_failed = None, True
-        return is_new
+        """Offer ``shape`` no more, which fails; False where it was not offered before."""
+        if self._times.pop(shape, None) is None:
+            return False
+        self._known = replace(
+            self._known,
+            rounds={s: cost for s, cost in self._known.rounds.items() if s != shape},
+            failed=(*self._known.failed, shape),
+            guessed=self._known.guessed - {shape},
+        )
+        self._current, self._has_failed = None, True
+        return True
 
     def close(self) -> None:
         """Keep what was learned, if plain steps and rounds were timed and can be compared.

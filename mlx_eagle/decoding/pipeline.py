@@ -1,6 +1,5 @@
 """The loop over rounds, the same for one request and for a batch: when what is launched."""
 
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,9 @@ class Runner(Protocol[R]):
     @property
     def is_running(self) -> bool:
         """Whether anything is left to generate after the rounds that are finished."""
+
+    def fit(self, shape: DraftShape) -> DraftShape:
+        """As much of ``shape`` as there is room for."""
 
     def launch(self, shape: DraftShape) -> R:
         """Start a round without waiting for the device."""
@@ -135,19 +137,11 @@ class Pipeline(Generic[R]):
         return self._launch(shape)
 
     def _launch(self, shape: DraftShape) -> R:
-        """A round of that shape; a plain step where its kernels fail the first time."""
+        """A round of that shape; a plain step in place of one that this device cannot run."""
         try:
             return self.runner.launch(shape)
         except RuntimeError as err:
-            if shape == PLAIN or not self.controller.leave_out(shape):
+            fitting = self.runner.fit(shape)
+            if fitting.size == 0 or not self.controller.leave_out(fitting, err):
                 raise
-            print(failure_note(shape, err), file=sys.stderr)
         return self.runner.launch(PLAIN)
-
-
-def failure_note(shape: DraftShape, error: BaseException | None) -> str:
-    """What is said of a shape that is not drafted, in one line."""
-    reason = (str(error).strip().splitlines() or ["no reason given"])[0]
-    return (
-        f"Note: rounds that draft {shape} fail on this device and are left out ({reason})."
-    )
