@@ -58,9 +58,7 @@ def batch_costs(
         rule = make_rule(options.acceptance, options.sampler)
         processors = options.logits_processors or []
         bucket = context_bucket(caches, len(requests[longest].prompt) - 1)
-        return make_key(
-            model, draft_model, caches, UNQUANTIZED, rule, processors, bucket, what
-        )
+        return make_key(model, draft_model, caches, UNQUANTIZED, rule, processors, bucket, what)
 
     with mx.stream(options.stream):
         alone = remembered_or(

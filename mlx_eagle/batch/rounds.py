@@ -31,7 +31,6 @@ from ..target.rollback import CacheQuantization
 from ..target.taps import Target
 from .cache import BatchCache
 
-
 UNQUANTIZED = CacheQuantization(None, 64, 0)
 
 

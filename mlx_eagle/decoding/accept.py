@@ -61,8 +61,10 @@ class Verification:
     @property
     def pending(self) -> list[mx.array]:
         """What ``read`` waits for, all at once; where nothing was drafted, the token alone."""
-        parts = [self.following, self.num_kept, self.rows]
-        return parts[:1] if self.following.size == 1 else [p for p in parts if p is not None]
+        if self.following.size == 1:
+            return [self.following]
+        parts = (self.following, self.num_kept, self.rows)
+        return [part for part in parts if part is not None]
 
     def read(self) -> Outcome:
         """Wait for the device."""

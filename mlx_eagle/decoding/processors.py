@@ -27,10 +27,11 @@ def process_logits(
         if parents is None:
             path = draft.tokens[:r]
         else:
-            above, row = [], r
-            while row > 0:
-                above.insert(0, row - 1)
-                row = parents[row - 1]
+            above: list[int] = []
+            at = r
+            while at > 0:
+                above.insert(0, at - 1)
+                at = parents[at - 1]
             path = draft.tokens[mx.array(above, mx.int32)]
         tokens = mx.concatenate([history, path.astype(history.dtype)])
         row = logits[r : r + 1]

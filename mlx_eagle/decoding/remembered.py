@@ -39,7 +39,8 @@ WAYS = {field.name for field in fields(Ways)}
 
 Entry = dict[str, Any]
 """{"plain": seconds, "rounds": {shape: seconds}, "date": seconds since 1970, "versions": text},
-with "failed": [shape], "guessed": [shape] where there are any, and "ways": [name of what is done] where they were tried."""
+with "failed": [shape] and "guessed": [shape] where there are any, and where ways were tried
+"ways": [name of what is done]."""
 
 
 @cache
@@ -64,7 +65,9 @@ class CostFile:
         They are guesses where they have to be refreshed; what failed is then to be tried again.
         """
         entry = self._entry(key)
-        costs = None if entry is None else _costs_in(entry, shapes)
+        if entry is None:
+            return None
+        costs = _costs_in(entry, shapes)
         if costs is None or is_fresh(entry):
             return costs
         return None if costs.failed else costs.as_guess()
@@ -143,7 +146,8 @@ def _entry_of(costs: RoundCosts, date: float) -> Entry:
 
 def _costs_in(entry: Entry, shapes: Sequence[DraftShape]) -> RoundCosts | None:
     """The costs of exactly these shapes; None where the entry is of others."""
-    rounds, failed, guessed = (entry.get(name) or () for name in ("rounds", "failed", "guessed"))
+    rounds: dict[str, float] = entry["rounds"]
+    failed, guessed = (entry.get(name) or () for name in ("failed", "guessed"))
     if {*rounds, *failed} != {str(shape) for shape in shapes}:
         return None
     return RoundCosts(

@@ -183,9 +183,7 @@ def test_what_fails_is_not_offered_and_the_text_goes_on(
     expected = plain(model, PROMPT, 30)
     device = Limited(monkeypatch, most)
     drafter, cache = tiny_head(model), make_prompt_cache(model)
-    tokens, stats = speculative(
-        model, drafter, PROMPT, 30, **AUTO, prompt_cache=cache
-    )
+    tokens, stats = speculative(model, drafter, PROMPT, 30, **AUTO, prompt_cache=cache)
     assert tokens == expected and cache[0].offset == len(PROMPT) + 30
     notes = capsys.readouterr().err.splitlines()
     assert notes == [

@@ -235,7 +235,7 @@ def test_a_shape_that_fails_in_a_text_is_left_out_and_the_text_goes_on(
 
 
 def test_a_head_drafts_on_after_a_round_that_failed(file, monkeypatch, capsys):
-    """It has absorbed the step that came in its place, so that it drafts from where the text is."""
+    """It has absorbed the step that came in its place, and drafts from where the text is."""
     model = tiny_llama()
     Clock(monkeypatch, FLAT)
     tried = fail(monkeypatch, {2})

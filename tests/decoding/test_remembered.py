@@ -122,7 +122,7 @@ def test_a_process_killed_while_it_writes(path):
 
 
 GOOD = {"plain": 1.0, "rounds": {"1": 1.5, "3": 2.5}}
-NEW = {"date": time.time(), "versions": versions()}
+NEW = {"date": time.time(), "versions": versions(), "ways": []}
 DAMAGED = {
     "cut off": json.dumps({"key": GOOD})[:-9],
     "empty": "",
