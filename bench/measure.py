@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mlx_eagle.decoding import parity
+from mlx_eagle.decoding.limits import AUTO
 from mlx_eagle.decoding.parts import SAMPLES, Bench, Samples
 from mlx_eagle.drafters.tree import Tree
 
@@ -19,6 +20,7 @@ from .runner import (
     Models,
     Run,
     make_configurations,
+    run_once,
     run_prompt,
     schedule,
     warm_up,
@@ -43,6 +45,7 @@ class Settings:
     seed: int = 0
     samples: int = SAMPLES
     batches: tuple[int, ...] = ()
+    recalibrate: bool = False
 
 
 def num_runs(
@@ -111,6 +114,11 @@ def run_scenario(
     samples = Samples()
     options = {"max_tokens": settings.max_tokens, "temp": temp, "seed": settings.seed}
     warm_up(models, configurations, prompts[0], settings.max_tokens)
+    if settings.recalibrate:
+        for configuration in configurations:
+            if AUTO in configuration.options.values():
+                again = configuration.options | {"recalibrate": True}
+                run_once(models, replace(configuration, options=again), prompts[0], 2)
     for _ in range(settings.repeats):
         for row in rows:
             # Not kept over the runs: their peak memory is theirs alone.

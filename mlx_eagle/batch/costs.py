@@ -12,10 +12,10 @@ from functools import cache
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..decoding.accept import make_rule
 from ..decoding.calibrate import (
     CHAINS,
     TIME_LIMIT,
-    make_key,
     measure,
     on_trial,
     remembered_or,
@@ -23,6 +23,7 @@ from ..decoding.calibrate import (
     without_failed,
 )
 from ..decoding.controller import FixedController
+from ..decoding.cost_keys import context_bucket, make_key
 from ..decoding.costs import PLAIN, BatchCosts, DraftShape, RoundCosts, Ways
 from ..decoding.limits import Limits
 from ..decoding.live_costs import LiveBatchCosts
@@ -30,7 +31,7 @@ from ..decoding.setup import split_cache
 from ..decoding.timing import Amount, late_after, time_in_turn
 from ..drafters.base import Drafter
 from ..system.machines import first_look, this_machine
-from .requests import Options, Request, prefill
+from .requests import UNQUANTIZED, Options, Request, prefill
 from .rounds import Batch
 
 AMOUNT = Amount(plain_steps=4, rounds=2, repeats=3)
@@ -61,7 +62,10 @@ def batch_costs(
 
     def key(what: str) -> str:
         caches, _ = split_cache(requests[longest].cache, model, None)
-        return make_key(model, draft_model, caches, len(requests[longest].prompt) - 1, what)
+        rule = make_rule(options.acceptance, options.sampler)
+        processors = options.logits_processors or []
+        bucket = context_bucket(caches, len(requests[longest].prompt) - 1)
+        return make_key(model, draft_model, caches, UNQUANTIZED, rule, processors, bucket, what)
 
     together_key = key(f"chains of {len(requests)} texts")
     with mx.stream(options.stream):

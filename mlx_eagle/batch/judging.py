@@ -11,7 +11,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from ..decoding.accept import Choice, Coupled, Match, Rule
+from ..decoding.accept import Choice, Coupled, Match, Rule, log_softmax
 from ..decoding.sampling import Sampling, noise_of_rows
 from ..drafters.base import Draft, Pick
 
@@ -46,7 +46,7 @@ class GroupChoice(Protocol):
     def alone(self, index: int) -> Pick:
         """See ``together.Picks.alone``."""
 
-    def verify(self, drafts: mx.array, lengths: Sequence[int], logprobs: mx.array) -> Verdicts:
+    def verify(self, drafts: mx.array, lengths: Sequence[int], logits: mx.array) -> Verdicts:
         """Verify drafts (n, k), of which ``lengths[b]`` tokens count, against (n, k + 1, V)."""
 
 
@@ -70,8 +70,8 @@ class Greedy:
     def alone(self, index: int) -> Pick:
         return self.pick
 
-    def verify(self, drafts: mx.array, lengths: Sequence[int], logprobs: mx.array) -> Verdicts:
-        return _matched(drafts, lengths, mx.argmax(logprobs, axis=-1))
+    def verify(self, drafts: mx.array, lengths: Sequence[int], logits: mx.array) -> Verdicts:
+        return _matched(drafts, lengths, mx.argmax(logits, axis=-1))
 
 
 class CoupledRows:
@@ -80,6 +80,7 @@ class CoupledRows:
     def __init__(self, rules: list[Coupled], keys: mx.array, positions: list[int], size: int):
         self._rules = rules
         self._positions = positions
+        self._size = size
         starts = mx.array(positions, mx.uint32)[:, None]
         where = starts + mx.arange(size + 1).astype(mx.uint32)
         self._noise = noise_of_rows(keys, where, rules[0].vocab_size)  # (n, k + 1, V)
@@ -88,21 +89,19 @@ class CoupledRows:
     def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
         if self._rules[0].drafts_greedily:
             return mx.argmax(logits, axis=-1)
-        logits = logits.astype(mx.float32)
-        logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         noise = self._noise[:, self._num_picked]
         self._num_picked += 1
-        log_q = self._rules[0].sampling.log_probabilities(logits)
-        return mx.argmax(log_q + (noise if ids is None else noise[:, ids]), axis=-1)
+        scores = self._rules[0].sampling.scores(logits)
+        return mx.argmax(scores + (noise if ids is None else noise[:, ids]), axis=-1)
 
     def alone(self, index: int) -> Pick:
-        return self._rules[index].open(self._positions[index]).pick
+        return self._rules[index].open(self._positions[index], self._size).pick
 
-    def verify(self, drafts: mx.array, lengths: Sequence[int], logprobs: mx.array) -> Verdicts:
-        rows = logprobs.reshape(-1, logprobs.shape[-1])
-        log_p = self._rules[0].sampling.log_probabilities(rows).reshape(logprobs.shape)
-        noise = self._noise[:, : logprobs.shape[1]]
-        return _matched(drafts, lengths, mx.argmax(log_p + noise, axis=-1))
+    def verify(self, drafts: mx.array, lengths: Sequence[int], logits: mx.array) -> Verdicts:
+        rows = log_softmax(logits).reshape(-1, logits.shape[-1])
+        scores = self._rules[0].sampling.scores(rows, is_normalized=True).reshape(logits.shape)
+        noise = self._noise[:, : logits.shape[1]]
+        return _matched(drafts, lengths, mx.argmax(scores + noise, axis=-1))
 
 
 class OneByOne:
@@ -113,7 +112,9 @@ class OneByOne:
     """
 
     def __init__(self, rules: list[Rule], positions: list[int], room: list[int]):
-        self._choices: list[Choice] = [r.open(at) for r, at in zip(rules, positions)]
+        self._choices: list[Choice] = [
+            rule.open(at, size) for rule, at, size in zip(rules, positions, room)
+        ]
         self._room = list(room)  # left
 
     def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
@@ -129,10 +130,10 @@ class OneByOne:
 
         return pick
 
-    def verify(self, drafts: mx.array, lengths: Sequence[int], logprobs: mx.array) -> Verdicts:
+    def verify(self, drafts: mx.array, lengths: Sequence[int], logits: mx.array) -> Verdicts:
         following, kept = [], []
         for b, (choice, length) in enumerate(zip(self._choices, lengths)):
-            made = choice.verify(Draft(drafts[b, :length]), None, logprobs[b, : length + 1])
+            made = choice.verify(Draft(drafts[b, :length]), None, logits[b, : length + 1])
             padding = (0, drafts.shape[1] - length)
             following.append(mx.pad(made.following.astype(mx.int32), padding))
             kept.append(made.num_kept.astype(mx.int32))
@@ -210,12 +211,12 @@ class BatchChoice:
                 return choice.alone(group.places.index(index))
         raise IndexError(index)
 
-    def verify(self, drafts: mx.array, lengths: Sequence[int], logprobs: mx.array) -> Verdicts:
+    def verify(self, drafts: mx.array, lengths: Sequence[int], logits: mx.array) -> Verdicts:
         """Verify drafts (B, k), of which ``lengths[b]`` tokens count, against (B, k + 1, V)."""
         if len(self._choices) == 1:
-            return self._choices[0].verify(drafts, lengths, logprobs)
+            return self._choices[0].verify(drafts, lengths, logits)
         made = [
-            choice.verify(drafts[places], [lengths[b] for b in group.places], logprobs[places])
+            choice.verify(drafts[places], [lengths[b] for b in group.places], logits[places])
             for group, (choice, places) in zip(self._groups, self._by_group())
         ]
         following = mx.concatenate([verdicts.following for verdicts in made])

@@ -8,14 +8,17 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from ..decoding.accept import LogitsProcessor, Sampler
+from ..decoding.accept import Sampler
 from ..decoding.decoder import Decoder
 from ..decoding.limits import Limits
+from ..decoding.processors import LogitsProcessor
 from ..decoding.sampling import Sampling
 from ..decoding.setup import begin_drafter, open_decoder, split_cache
 from ..decoding.stats import Stats
 from ..drafters.base import Drafter
 from ..target.rollback import CacheQuantization
+
+UNQUANTIZED = CacheQuantization(None, 64, 0)
 
 
 @dataclass
@@ -74,7 +77,7 @@ def prefill(
         model,
         begin_drafter(draft_model, draft_cache),
         cache,
-        CacheQuantization(None, 64, 0),
+        UNQUANTIZED,
         options.stream,
         sampler=options.sampler_of(request),
         logits_processors=options.logits_processors,

@@ -12,11 +12,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from ..decoding.accept import process_logits
+from ..decoding.accept import log_softmax
 from ..decoding.controller import Controller
 from ..decoding.costs import DraftShape, Ways
 from ..decoding.live_costs import LiveBatchCosts
 from ..decoding.pipeline import Pipeline
+from ..decoding.processors import process_logits
 from ..drafters.base import Draft, Drafter
 from ..drafters.together import draft_together
 from ..system.machines import fused_rows
@@ -106,6 +107,14 @@ class Batch:
     def is_running(self) -> bool:
         return bool(self._waiting) or any(not request.ended for request in self.requests)
 
+    def fit(self, shape: DraftShape) -> DraftShape:
+        """See ``Runner.fit``: as long as the request with most room can take."""
+        most = max(
+            request.limits.at_most(shape, request.decoder.num_emitted).size
+            for request in self.requests
+        )
+        return replace(shape, size=most)
+
     def launch(self, shape: DraftShape, absorb: bool = False) -> SharedRound:
         """Draft for all and start one pass that verifies it, without waiting.
 
@@ -127,8 +136,7 @@ class Batch:
         tokens = mx.concatenate([self._roots, drafts], axis=1)
         logits, features = self._target.batch(tokens, self._caches.open())
         logits = self._processed(drafts, logits)
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        verdicts = choice.verify(drafts, num_drafted, logprobs)
+        verdicts = choice.verify(drafts, num_drafted, logits)
         launched = SharedRound(
             list(self.requests),
             positions,
@@ -137,7 +145,7 @@ class Batch:
             num_drafted,
             verdicts,
             verdicts.packed,
-            logprobs,
+            logits,
             features,
         )
         if absorb or size > 0:
@@ -181,7 +189,7 @@ class Batch:
             request.tokens += run
             if request.logprobs is not None:
                 rows = mx.arange(len(run)), mx.array(run)
-                request.logprobs += done.logprobs[b][rows].tolist()
+                request.logprobs += log_softmax(done.logits[b])[rows].tolist()
 
     def learned(self, done: SharedRound) -> tuple[DraftShape, Sequence[int]] | None:
         """Drafts that were cut short at a request's end tell little, and are left out."""

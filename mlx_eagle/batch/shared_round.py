@@ -24,7 +24,7 @@ class SharedRound:
     num_drafted: list[int]
     verdicts: Verdicts
     packed: mx.array
-    logprobs: mx.array  # (B, R, V)
+    logits: mx.array  # (B, R, V), processed
     features: mx.array | None  # (B, R, F)
     absorbed: bool = False
     committed: bool = False
@@ -42,7 +42,7 @@ class SharedRound:
             num_drafted=[self.num_drafted[b] for b in index],
             verdicts=self.verdicts.of(places),
             packed=self.packed[places],
-            logprobs=self.logprobs[places],
+            logits=self.logits[places],
             features=None if self.features is None else self.features[places],
         )
 

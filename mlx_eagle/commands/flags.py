@@ -84,6 +84,12 @@ def add_draft_flags(parser: argparse.ArgumentParser) -> None:
         help="match: works with any sampler. coupled (default with --temp): the same seed gives "
         "the same text with or without drafting. reject: standard rejection sampling.",
     )
+    parser.add_argument(
+        "--recalibrate",
+        action="store_true",
+        help="With auto, measure what rounds cost before the first text, up to half a minute, "
+        "instead of learning it from the rounds themselves; what was known is replaced.",
+    )
     use_plain_types(parser)
 
 
@@ -127,6 +133,10 @@ def check_draft_flags(args: argparse.Namespace) -> None:
     if args.tree is not None:
         read_tree(args.tree)
         check_rule_for_trees(args.acceptance)
+    if args.recalibrate and AUTO not in (length, args.tree):
+        raise ValueError(
+            f"--recalibrate measures for auto, but --num-draft-tokens is {length}: give auto."
+        )
     check_choice("quantize_draft", args.quantize_draft, QUANTIZED_BITS)
     check_ranges(args, RANGES)
 
@@ -227,7 +237,9 @@ def build_sampler(
     return sampler_for(options, tokenizer, seed)
 
 
-def draft_options(args: argparse.Namespace, drafter: Drafter | None) -> dict[str, Any]:
+def draft_options(
+    args: argparse.Namespace, drafter: Drafter | None, recalibrate: bool = False
+) -> dict[str, Any]:
     """The flags about drafting as options of ``stream_generate``; none without a drafter."""
     if drafter is None:
         return {}
@@ -236,5 +248,6 @@ def draft_options(args: argparse.Namespace, drafter: Drafter | None) -> dict[str
         "num_draft_tokens": args.num_draft_tokens,
         "acceptance": args.acceptance,
         "tree": None if args.tree is None else read_tree(args.tree),
+        "recalibrate": recalibrate,
         "calibration_progress_callback": Bar("Measuring the cost of rounds", "group"),
     }

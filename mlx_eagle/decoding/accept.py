@@ -6,7 +6,7 @@ tokens kept.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -17,7 +17,6 @@ from ..target.tree_rows import kept_path
 from .sampling import Sampling
 
 Sampler = Callable[[mx.array], mx.array]
-LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 
 @dataclass(frozen=True)
@@ -41,29 +40,37 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Verification:
-    """The same on the device, and the target's log-probabilities (R, V) after each row.
+    """The same on the device, and the target's logits (R, V) after each row of the pass.
 
-    ``following`` (R,), ``num_kept`` () and ``rows`` (R,) are those of ``Outcome``.
+    ``following`` (R,) int32, ``num_kept`` () and ``rows`` (R,) are those of ``Outcome``.
     """
 
     following: mx.array
     num_kept: mx.array
-    logprobs: mx.array
+    logits: mx.array
     rows: mx.array | None = None
 
     @cached_property
-    def packed(self) -> mx.array:
-        """All that ``read`` takes to the host in one array, so that it waits once."""
-        parts = [self.num_kept.reshape(1), self.following, self.rows]
-        return mx.concatenate([part.astype(mx.int32) for part in parts if part is not None])
+    def logprobs(self) -> mx.array:
+        """Log-probabilities (R, V), in the order of ``following``.
+
+        Nothing is computed unless they are read: greedy decoding does without.
+        """
+        return log_softmax(self.logits if self.rows is None else self.logits[self.rows])
+
+    @property
+    def pending(self) -> list[mx.array]:
+        """What ``read`` waits for, all at once; where nothing was drafted, the token alone."""
+        if self.following.size == 1:
+            return [self.following]
+        parts = (self.following, self.num_kept, self.rows)
+        return [part for part in parts if part is not None]
 
     def read(self) -> Outcome:
-        """Wait for the device. The one place that takes ``packed`` apart."""
-        mx.eval(self.packed)
-        num_kept, *numbers = self.packed.tolist()
-        num_rows = self.following.shape[0]
-        rows = None if self.rows is None else numbers[num_rows:]
-        return Outcome(num_kept, numbers[:num_rows], rows)
+        """Wait for the device."""
+        mx.eval(self.pending)
+        rows = None if self.rows is None else self.rows.tolist()
+        return Outcome(self.num_kept.item(), self.following.tolist(), rows)
 
 
 class Choice(Protocol):
@@ -76,8 +83,8 @@ class Choice(Protocol):
         for (None: all of the target's, in order). A drafter that has no logits does not call it.
         """
 
-    def verify(self, draft: Draft, tree_mask: mx.array | None, logprobs: mx.array) -> Verification:
-        """Verify a draft of k tokens against the target's log-probabilities (k + 1, V).
+    def verify(self, draft: Draft, tree_mask: mx.array | None, logits: mx.array) -> Verification:
+        """Verify a draft of k tokens against the target's logits (k + 1, V).
 
         ``tree_mask`` (k + 1, k + 1) says which rows are ancestors of a tree's row; None for a
         chain.
@@ -85,10 +92,24 @@ class Choice(Protocol):
 
 
 class Rule(Protocol):
-    """How draft tokens are picked and kept, for one generation."""
+    """How draft tokens are picked and kept, for one generation.
 
-    def open(self, position: int) -> Choice:
-        """The round whose row 0 decides the ``position``-th generated token (from 0)."""
+    Its text says what the cost of a round depends on.
+    """
+
+    def on_trial(self) -> "Rule":
+        """What takes as long, for measuring: no sampler of a caller runs, no noise is drawn."""
+
+    def open(self, position: int, size: int) -> Choice:
+        """The round whose row 0 decides the ``position``-th generated token (from 0).
+
+        Up to ``size`` tokens are drafted one behind the other.
+        """
+
+
+def log_softmax(logits: mx.array) -> mx.array:
+    """Log-probabilities (..., V) as mlx-lm makes them, in the type of the logits."""
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def kept_in_chain(keep: mx.array) -> mx.array:
@@ -97,14 +118,16 @@ def kept_in_chain(keep: mx.array) -> mx.array:
 
 
 def _match(
-    draft: Draft, tree_mask: mx.array | None, following: mx.array, logprobs: mx.array
+    draft: Draft, tree_mask: mx.array | None, following: mx.array, logits: mx.array
 ) -> Verification:
     """Keep what equals the choice ``following`` (R,) made after its parent."""
     following = following.astype(mx.int32)
+    if len(draft) == 0:
+        return Verification(following, mx.array(0, mx.int32), logits)
     if tree_mask is None:
-        return Verification(following, kept_in_chain(draft.tokens == following[:-1]), logprobs)
+        return Verification(following, kept_in_chain(draft.tokens == following[:-1]), logits)
     rows, num_kept = kept_path(draft.tokens == following[draft.parents], tree_mask)
-    return Verification(following[rows], num_kept, logprobs[rows], rows)
+    return Verification(following[rows], num_kept, logits, rows)
 
 
 @dataclass(frozen=True)
@@ -117,20 +140,30 @@ class Match:
 
     sampler: Sampler | None = None
 
-    def open(self, position: int) -> "Match":
+    def __str__(self) -> str:
+        return "greedy" if self.sampler is None else "a sampler"
+
+    def on_trial(self) -> "Match":
+        return self if self.sampler is None else Match(_stand_in_sampler)
+
+    def open(self, position: int, size: int) -> "Match":
         return self
 
     def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
         return mx.argmax(logits, axis=-1)
 
-    def verify(self, draft: Draft, tree_mask: mx.array | None, logprobs: mx.array) -> Verification:
+    def verify(self, draft: Draft, tree_mask: mx.array | None, logits: mx.array) -> Verification:
         if self.sampler is None:
-            following = mx.argmax(logprobs, axis=-1)
-        else:
-            # A sampler is an opaque closure: it gets the (1, V) rows it gets in plain decoding.
-            rows = range(logprobs.shape[0])
-            following = mx.concatenate([self.sampler(logprobs[r : r + 1]) for r in rows])
-        return _match(draft, tree_mask, following, logprobs)
+            return _match(draft, tree_mask, mx.argmax(logits, axis=-1), logits)
+        # A sampler is an opaque closure: it gets the (1, V) rows it gets in plain decoding.
+        logprobs, rows = log_softmax(logits), range(logits.shape[0])
+        following = mx.concatenate([self.sampler(logprobs[r : r + 1]) for r in rows])
+        return _match(draft, tree_mask, following, logits)
+
+
+def _stand_in_sampler(logprobs: mx.array) -> mx.array:
+    """Draws as a caller's sampler may, but always with the same noise."""
+    return mx.random.categorical(logprobs, key=mx.random.key(0))
 
 
 @dataclass
@@ -146,8 +179,14 @@ class Coupled:
     drafts_greedily: bool = False
     vocab_size: int = 0  # the target's, known from the first round, which has no draft
 
-    def open(self, position: int) -> "CoupledChoice":
-        return CoupledChoice(self, position)
+    def __str__(self) -> str:
+        return f"{'matched' if self.drafts_greedily else 'coupled'} {self.sampling.filters}"
+
+    def on_trial(self) -> "Coupled":
+        return replace(self, sampling=replace(self.sampling, seed=0))
+
+    def open(self, position: int, size: int) -> "CoupledChoice":
+        return CoupledChoice(self, position, size)
 
 
 @dataclass
@@ -156,29 +195,37 @@ class CoupledChoice:
 
     rule: Coupled
     position: int
-    noises: list[mx.array] = field(default_factory=list)
+    size: int
+    num_picked: int = 0
+    noise: mx.array | None = None  # (rows, V), for all positions at once
+    of_draft: mx.array | None = None  # (rows, Vd), of the tokens that can be drafted
 
     def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
         if self.rule.drafts_greedily:
             return mx.argmax(logits, axis=-1)
-        noise = self._add_noise()
-        log_q = self.rule.sampling.log_probabilities(_normalized(logits))
-        return mx.argmax(log_q + (noise if ids is None else noise[ids]), axis=-1)
+        if self.of_draft is None:
+            noise = self._noise(self.size + 1)
+            self.of_draft = noise if ids is None else mx.take(noise, ids, axis=1)
+        row = self.of_draft[self.num_picked : self.num_picked + 1]
+        self.num_picked += 1
+        return mx.argmax(self.rule.sampling.scores(logits) + row, axis=-1)
 
-    def verify(self, draft: Draft, tree_mask: mx.array | None, logprobs: mx.array) -> Verification:
-        self.rule.vocab_size = logprobs.shape[-1]
-        while len(self.noises) <= draft.num_levels:
-            self._add_noise()
-        noise = mx.stack(self.noises)
+    def verify(self, draft: Draft, tree_mask: mx.array | None, logits: mx.array) -> Verification:
+        self.rule.vocab_size = logits.shape[-1]
+        num_rows = draft.num_levels + 1
+        noise = self._noise(num_rows)
         if tree_mask is not None:
             noise = noise[tree_mask.sum(axis=1) - 1]  # rows of one depth stand for one position
-        log_p = self.rule.sampling.log_probabilities(logprobs)
-        return _match(draft, tree_mask, mx.argmax(log_p + noise, axis=-1), logprobs)
+        elif noise.shape[0] > num_rows:
+            noise = noise[:num_rows]
+        scores = self.rule.sampling.scores(log_softmax(logits), is_normalized=True)
+        return _match(draft, tree_mask, mx.argmax(scores + noise, axis=-1), logits)
 
-    def _add_noise(self) -> mx.array:
-        position = self.position + len(self.noises)
-        self.noises.append(self.rule.sampling.noise(position, self.rule.vocab_size))
-        return self.noises[-1]
+    def _noise(self, num_rows: int) -> mx.array:
+        """That of the round's positions, so many of them where none was asked for yet."""
+        if self.noise is None or self.noise.shape[0] < num_rows:
+            self.noise = self.rule.sampling.noises(self.position, num_rows, self.rule.vocab_size)
+        return self.noise
 
 
 @dataclass(frozen=True)
@@ -191,7 +238,13 @@ class Reject:
 
     sampling: Sampling
 
-    def open(self, position: int) -> "RejectChoice":
+    def __str__(self) -> str:
+        return f"reject {self.sampling.filters}"
+
+    def on_trial(self) -> "Reject":
+        return replace(self, sampling=replace(self.sampling, seed=0))
+
+    def open(self, position: int, size: int) -> "RejectChoice":
         return RejectChoice(self.sampling, position)
 
 
@@ -206,17 +259,17 @@ class RejectChoice:
     TARGET, DRAFT, COIN, RESIDUAL = range(4)
 
     def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
-        log_q = self.sampling.log_probabilities(_normalized(logits))
+        log_q = log_softmax(self.sampling.scores(logits))
         index = self._draw(log_q, len(self.picks), self.DRAFT)
         self.picks.append((log_q, index, ids))
         return index
 
-    def verify(self, draft: Draft, tree_mask: mx.array | None, logprobs: mx.array) -> Verification:
-        log_p = self.sampling.log_probabilities(logprobs)
+    def verify(self, draft: Draft, tree_mask: mx.array | None, logits: mx.array) -> Verification:
+        log_p = self.sampling.log_probabilities(log_softmax(logits))
         draft_tokens, num_drafted = draft.tokens, len(draft)
         if not self.picks or len(self.picks) != num_drafted:
             rows = [self._draw(log_p[r : r + 1], r, self.TARGET) for r in range(num_drafted + 1)]
-            return _match(draft, tree_mask, mx.concatenate(rows), logprobs)
+            return _match(draft, tree_mask, mx.concatenate(rows), logits)
         kept, following = [], []
         for i, (log_q, index, ids) in enumerate(self.picks):
             p, q = mx.exp(log_p[i]), mx.exp(log_q[0])
@@ -226,8 +279,8 @@ class RejectChoice:
             kept.append(keep)
             following.append(mx.where(keep, token, self._residual(p, q, ids, i)))
         following.append(self._draw(log_p[num_drafted:], num_drafted, self.TARGET))
-        following = mx.concatenate([tokens.astype(mx.int32) for tokens in following])
-        return Verification(following, kept_in_chain(mx.concatenate(kept)), logprobs)
+        num_kept = kept_in_chain(mx.concatenate(kept))
+        return Verification(mx.concatenate(following), num_kept, logits)
 
     def _residual(self, p: mx.array, q: mx.array, ids: mx.array | None, row: int) -> mx.array:
         """A draw (1,) from max(0, p - q), p (V,), q (Vd,); from p where that rounds to nothing."""
@@ -237,15 +290,10 @@ class RejectChoice:
 
     def _draw(self, log_probabilities: mx.array, row: int, use: int) -> mx.array:
         noise = mx.random.gumbel((log_probabilities.shape[-1],), key=self._key(row, use))
-        return mx.argmax(log_probabilities + noise, axis=-1)
+        return mx.argmax(log_probabilities + noise, axis=-1).astype(mx.int32)
 
     def _key(self, row: int, use: int) -> mx.array:
         return self.sampling.key(self.position + row, use)
-
-
-def _normalized(logits: mx.array) -> mx.array:
-    logits = logits.astype(mx.float32)
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 RULES = ("match", "coupled", "reject")
@@ -295,34 +343,3 @@ def check_rule_for_trees(acceptance: str | None) -> None:
         raise ValueError(
             "acceptance 'reject' is for chains: use 'coupled' or 'match' with a tree."
         )
-
-
-def process_logits(
-    processors: tuple[LogitsProcessor, ...],
-    history: mx.array,
-    draft: Draft,
-    logits: mx.array,
-) -> mx.array:
-    """Run logits (k + 1, V) through the processors, each row with the tokens before it.
-
-    ``history`` (N,) ends with the root; row r sees it with the draft tokens on its path behind.
-    How long the paths in a tree are has to be known here: where the tree grew on the device, the
-    draft is waited for.
-    """
-    rows = []
-    parents = draft.known_parents()
-    for r in range(logits.shape[0]):
-        if parents is None:
-            path = draft.tokens[:r]
-        else:
-            above, row = [], r
-            while row > 0:
-                above.insert(0, row - 1)
-                row = parents[row - 1]
-            path = draft.tokens[mx.array(above, mx.int32)]
-        tokens = mx.concatenate([history, path.astype(history.dtype)])
-        row = logits[r : r + 1]
-        for processor in processors:
-            row = processor(tokens, row)
-        rows.append(row)
-    return mx.concatenate(rows)

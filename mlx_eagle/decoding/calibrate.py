@@ -1,7 +1,8 @@
-"""What rounds of each draft shape cost here, measured on the caches of a running generation.
+"""What rounds of each draft shape cost here: remembered, guessed for a start, or measured.
 
-Once per device, target, drafter, versions and context bucket; ``remembered.py`` keeps it. What
-rounds of a batch cost is measured by ``batch/costs.py`` and kept in the same file.
+Measuring runs real rounds on the caches of a generation, and undoes them; it takes long, so a
+text does not wait for it unasked. ``remembered.py`` keeps what is known. What rounds of a batch
+cost is always measured, by ``batch/costs.py``, and kept in the same file.
 """
 
 import math
@@ -9,28 +10,28 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from ..drafters.base import Draft, Drafter, Pick
 from ..drafters.tree import TreeShape
-from ..system.device import device_name
 from ..system.hub import user_cache
 from ..system.machines import first_look, this_machine
 from ..system.progress import Progress, silent
 from ..target.rollback import Checkpoint
 from ..target.sharding import is_sharded, mean_over_processes
-from .accept import Match
+from .controller import failure_note
+from .cost_keys import context_bucket, make_key
 from .costs import DraftShape, RoundCosts, Ways
 from .decoder import Decoder
 from .generation import Generation
+from .guess import guess_costs
 from .limits import Limits
 from .live_costs import LiveCosts
-from .remembered import open_cost_file
+from .processors import stand_in
+from .remembered import CostFile, open_cost_file
 from .timing import Amount, RoundFailed, late_after, time_in_turn, time_rounds
 
 CHAINS = tuple(DraftShape(size) for size in range(1, 8))  # verify passes of 2 to 8 rows
@@ -42,7 +43,7 @@ TREES = tuple(
 # Repeats, so that every length is timed at several moments: other work comes and goes.
 AMOUNT = Amount(plain_steps=6, rounds=3, repeats=6)
 TIME_LIMIT = 30.0  # seconds; whatever they take, the first look is finished
-SMALLEST_BUCKET = 512
+LONG_PREFILL = 1.0  # seconds, beside which trying ways takes little
 WAY_REPEATS = 2  # of each of two ways, in turn
 WAY_GAIN = 0.98  # of the time of the ordinary way, at most, for another to be taken
 # How many times what is remembered is worth: from this process, or from one before it.
@@ -50,25 +51,39 @@ OF_TODAY, OF_OLD = 2.0, 0.5
 
 
 def round_costs(
-    decoder: Decoder, with_trees: bool = False, progress: Progress = silent
+    decoder: Decoder,
+    with_trees: bool = False,
+    progress: Progress = silent,
+    recalibrate: bool = False,
 ) -> LiveCosts:
-    """Costs of ``decoder``'s rounds where its sequence stands: as remembered, or measured now.
+    """Costs of ``decoder``'s rounds where its sequence stands: as remembered, or guessed.
 
-    They are then corrected by the rounds themselves, but where a model is shared by processes,
-    which must all decide alike. From now on ``decoder`` computes its rounds in the ways that these
-    are the costs of.
+    They are then corrected by the rounds themselves, and kept for the next text. Nothing is
+    measured before, unless it is asked for by ``recalibrate``, or a model is shared by processes,
+    which must all decide alike: there they are measured, and not corrected. From now on
+    ``decoder`` computes its rounds in the ways that these are the costs of; where nothing is
+    known of other ways, and the prompt took long, they are tried for half as long.
     """
     shapes = CHAINS + TREES if with_trees else CHAINS
-    model, key = decoder.target.model, _key(decoder, with_trees)
-    costs = remembered_or(model, key, shapes, lambda: measure(decoder, shapes, progress))
-    decoder.use(costs.ways)
-    if is_sharded(model):
+    what = "chains and trees" if with_trees else "chains"
+    if is_sharded(decoder.target.model):
+        costs = measured_alike(measure(decoder, shapes, progress))
+        decoder.use(costs.ways)
         return LiveCosts(costs)
-    file = open_cost_file(user_cache() / "calibration.json")
+    file, key = open_cost_file(user_cache() / "calibration.json"), _key(decoder, what)
+    if recalibrate:
+        costs = measure(decoder, shapes, progress)
+        file.put(key, costs)
+    else:
+        costs = file.get(key, shapes) or _guess(decoder, file, what, shapes)
+        if not costs.knows_ways and decoder.prefill_time > LONG_PREFILL:
+            late = late_after(decoder.prefill_time / 2, decoder.target.model)
+            costs = replace(costs, ways=fastest_ways(decoder, late), knows_ways=True)
+    decoder.use(costs.ways)
 
     def keep(learned: RoundCosts) -> None:
         """For texts that begin where this one has ended."""
-        file.put(_key(decoder, with_trees), learned)
+        file.correct(_key(decoder, what), learned)
 
     return LiveCosts(costs, trust_in(model, key), keep)
 
@@ -84,23 +99,50 @@ def trust_in(model: nn.Module, key: str) -> float:
     return OF_TODAY if file.is_recent(key) else OF_OLD
 
 
-def _key(decoder: Decoder, with_trees: bool) -> str:
-    what = "chains and trees" if with_trees else "chains"
-    return make_key(decoder.target.model, decoder.drafter, decoder.cache, 0, what)
+def _key(decoder: Decoder, what: str, scale: float = 1.0) -> str:
+    """That of the decoder's context, or of one ``scale`` times as large."""
+    return make_key(
+        decoder.target.model,
+        decoder.drafter,
+        decoder.cache,
+        decoder.quantization,
+        decoder.rule,
+        decoder.processors,
+        round(scale * context_bucket(decoder.cache, 0)),
+        what,
+    )
+
+
+def _guess(
+    decoder: Decoder, file: CostFile, what: str, shapes: Sequence[DraftShape]
+) -> RoundCosts:
+    """What is known of contexts of half or twice the size, or else nothing but a guess."""
+    for scale in (0.5, 2.0):
+        costs = file.get(_key(decoder, what, scale), shapes)
+        if costs is not None and not costs.failed:
+            return replace(costs.as_guess(), knows_ways=False)
+    return guess_costs(decoder.target.model, decoder.drafter, shapes)
+
+
+def measured_alike(costs: RoundCosts) -> RoundCosts:
+    """The mean of what the processes that share a model have measured."""
+    plain, *rounds = mean_over_processes([costs.plain, *costs.rounds.values()])
+    return replace(costs, plain=plain, rounds=dict(zip(costs.rounds, rounds)))
 
 
 def remembered_or(
     model: nn.Module, key: str, shapes: Sequence[DraftShape], measure_now: Callable[[], RoundCosts]
 ) -> RoundCosts:
-    """What is remembered of ``shapes`` under ``key``; else what is measured now, for next time."""
+    """What was measured of ``shapes`` and is remembered under ``key``; else what is measured now.
+
+    For those who do not correct it: what was guessed, or is to be refreshed, does not count.
+    """
     if is_sharded(model):
         # Measured anew: what one process remembers and another does not would part them.
-        costs = measure_now()
-        plain, *rounds = mean_over_processes([costs.plain, *costs.rounds.values()])
-        return RoundCosts(plain, dict(zip(costs.rounds, rounds)))
+        return measured_alike(measure_now())
     file = open_cost_file(user_cache() / "calibration.json")
     known = file.get(key, shapes)
-    if known is None:
+    if known is None or known.guessed:
         known = measure_now()
         file.put(key, known)
     return known
@@ -112,9 +154,9 @@ def measure(
     """Time real rounds from where the sequence stands, and undo them all.
 
     The drafter starts on caches of its own: one layer on a short text costs nearly what it costs
-    on a long one. Drafts and choices are greedy, so that no sampler of the caller runs. After
-    ``TIME_LIMIT`` only the first look is finished. ``progress`` is called between rounds of one
-    shape and those of the next, never within.
+    on a long one. No sampler and no logits processor of the caller runs, but others in their
+    place (``Rule.on_trial``). After ``TIME_LIMIT`` only the first look is finished. ``progress``
+    is called between rounds of one shape and those of the next, never within.
     """
     look = first_look(this_machine())
     late = late_after(TIME_LIMIT, decoder.target.model)
@@ -130,7 +172,7 @@ def measure(
 
 @contextmanager
 def trial(decoder: Decoder, ways: Ways) -> Iterator[Generation]:
-    """Within, rounds can be run from where the sequence stands, greedily; then they are undone."""
+    """Within, rounds can be run from where the sequence stands; then they are undone."""
     before = Checkpoint(decoder.cache)
     trial_decoder = on_trial(decoder)
     try:
@@ -186,22 +228,23 @@ def without_failed(
             costs = measure_all([shape for shape in shapes if shape not in failed])
         except RoundFailed as failure:
             failed += (failure.shape,)
-            reason = (str(failure.__cause__).strip().splitlines() or ["no reason given"])[0]
-            print(
-                f"Note: rounds that draft {failure.shape} fail on this device and are left out "
-                f"({reason}).",
-                file=sys.stderr,
-            )
+            print(failure_note(failure.shape, failure.__cause__), file=sys.stderr)
         else:
             return replace(costs, failed=failed)
 
 
 def on_trial(decoder: Decoder) -> Decoder:
-    """A greedy decoder on the same target's caches, with a drafter that starts afresh."""
-    drafter = _AlwaysDrafts(decoder.drafter.begin())
-    quantization, stream = decoder.quantization, decoder.stream
-    trial = Decoder(decoder.target, drafter, decoder.cache, Match(), (), quantization, stream)
-    trial.root = decoder.root
+    """A decoder on the same target's caches, with a drafter that starts afresh."""
+    trial = Decoder(
+        decoder.target,
+        _AlwaysDrafts(decoder.drafter.begin()),
+        decoder.cache,
+        decoder.rule.on_trial(),
+        (stand_in,) * len(decoder.processors),
+        decoder.quantization,
+        decoder.stream,
+    )
+    trial.root, trial.history = decoder.root, decoder.history
     return trial
 
 
@@ -217,25 +260,3 @@ class _AlwaysDrafts:
     def propose(self, size: int, pick: Pick) -> Draft:
         draft = self._drafter.propose(size, pick)
         return draft if len(draft) == size else Draft(mx.zeros((size,), mx.int32))
-
-
-def make_key(model: nn.Module, drafter: Drafter, cache: list, num_ahead: int, what: str) -> str:
-    """All that the cost of a round depends on, ``num_ahead`` tokens after what is in ``cache``."""
-    length = num_ahead + max((getattr(c, "offset", 0) for c in cache), default=0)
-    bucket = SMALLEST_BUCKET
-    while bucket < length:
-        bucket *= 2
-    versions = [f"{name} {version(name)}" for name in ("mlx", "mlx-lm", "mlx-eagle")]
-    modules = ", ".join(_describe(module) for module in drafter.modules())
-    kind = f"{type(drafter).__name__} {modules}"
-    caches = sorted({type(c).__name__ for c in cache})
-    where = [device_name(), *versions, _describe(model), kind, *caches, f"context {bucket}"]
-    return " | ".join([*where, what])
-
-
-def _describe(module: Any) -> str:
-    """A model by what decides its speed: kind, layers, parameters, bytes."""
-    weights = [w for _, w in tree_flatten(module.parameters())]
-    num_bytes, num_parameters = sum(w.nbytes for w in weights), sum(w.size for w in weights)
-    kind = type(module).__module__.rsplit(".", 1)[-1]
-    return f"{kind} {len(module.layers)} layers {num_parameters} numbers {num_bytes} bytes"

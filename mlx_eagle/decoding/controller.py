@@ -4,6 +4,7 @@ Plain numbers only. What a round brings comes from the rounds so far, what it co
 ``live_costs.py``: E tokens per round of k against t(k) seconds, beside one token per plain step.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -44,6 +45,9 @@ class Controller(Protocol):
     def update_costs(self, costs: LiveCosts) -> None:
         """Go on with other costs of the same shapes."""
 
+    def leave_out(self, shape: DraftShape, error: RuntimeError) -> bool:
+        """Whether the text can go on without ``shape``, which has failed."""
+
     def close(self) -> None:
         """The text has ended."""
 
@@ -68,6 +72,9 @@ class FixedController:
     def update_costs(self, costs: LiveCosts) -> None:
         """Nothing depends on them."""
 
+    def leave_out(self, shape: DraftShape, error: RuntimeError) -> bool:
+        return False
+
     def close(self) -> None:
         """Nothing was learned."""
 
@@ -82,6 +89,12 @@ class DraftingEvent:
     num_tokens: int
     what: str  # drafting off | probe | drafting on
     reason: str
+
+
+def failure_note(shape: DraftShape, error: BaseException | None) -> str:
+    """What is said of a shape that is not drafted, in one line."""
+    reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+    return f"Note: rounds that draft {shape} fail on this device and are left out ({reason})."
 
 
 Rounds = list[tuple[DraftShape, float]]
@@ -140,8 +153,7 @@ class AdaptiveController:
         self._accepted = Accepted(costs.rounds)
         gains = {shape: self._gain(shape, [ALMOST_ALWAYS]) for shape in costs.rounds}
         if not gains:
-            self.is_hopeless = True
-            self._turn_off("no draft can be verified on this device", float("inf"))
+            self._give_up()
             return
         shape = max(gains, key=gains.get)
         if gains[shape] < 1.0 and self._is_timed(shape):
@@ -208,6 +220,23 @@ class AdaptiveController:
         if self.drafting_off and gain >= 1.0:
             self.drafting_off = self.is_hopeless = self._is_timing = False
             self._note(ON, f"a round costs less now, drafts of {shape} promise {gain:.2f}x")
+
+    def leave_out(self, shape: DraftShape, error: RuntimeError) -> bool:
+        """See ``Controller.leave_out``: it can if that shape never was drafted here.
+
+        It is then drafted no more, which is said once.
+        """
+        if self.costs.has_worked(shape):
+            return False
+        if self.costs.leave_out(shape):
+            print(failure_note(shape, error), file=sys.stderr)
+            if not self.costs.current.rounds:
+                self._give_up()
+        return True
+
+    def _give_up(self) -> None:
+        self.is_hopeless = True
+        self._turn_off("no draft can be verified on this device", float("inf"))
 
     def close(self) -> None:
         """See ``Controller.close``."""

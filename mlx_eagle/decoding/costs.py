@@ -1,15 +1,16 @@
 """What can be drafted, and what rounds of it cost beside plain steps: plain numbers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 
 class TreeForm(Protocol):
-    """What is asked of a tree here: its levels, and the most children a node has."""
+    """What is asked of a tree here: its levels, the most children a node has, and its size."""
 
     depth: int
     width: int
+    nodes: int
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,16 @@ class RoundCosts:
     """Seconds: a step of pipelined plain decoding, and a round of each draft shape.
 
     ``failed`` are shapes that were asked for and cannot be run here. ``ways`` is how rounds were
-    computed.
+    computed, and ``knows_ways`` whether others were tried. ``guessed``: nobody has timed these,
+    PLAIN among them where that is so.
     """
 
     plain: float
     rounds: Mapping[DraftShape, float]
     failed: tuple[DraftShape, ...] = ()
     ways: Ways = Ways()
+    guessed: frozenset[DraftShape] = frozenset()
+    knows_ways: bool = True
 
     @property
     def longest(self) -> int:
@@ -57,6 +61,10 @@ class RoundCosts:
     def speedup(self, shape: DraftShape, num_tokens: float) -> float:
         """Over plain decoding, where a round of ``shape`` emits so many tokens."""
         return num_tokens * self.plain / self.rounds[shape]
+
+    def as_guess(self) -> "RoundCosts":
+        """The same figures, with no more weight than that somebody has to begin with some."""
+        return replace(self, guessed=frozenset((PLAIN, *self.rounds)))
 
 
 def on_line(points: Mapping[int, float], x: int) -> float:

@@ -3,6 +3,7 @@
 What happens here is how a round is built, committed and undone; ``pipeline.py`` decides when.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,8 +13,9 @@ import mlx.core as mx
 from ..drafters.base import Draft, Drafter, Pick, TailDrafter, empty_draft
 from ..target.rollback import CacheQuantization, Checkpoint
 from ..target.taps import Target
-from .accept import LogitsProcessor, Rule, process_logits
+from .accept import Rule
 from .costs import DraftShape, Ways
+from .processors import LogitsProcessor, process_logits
 from .round import OpenRound, Round, Rows, StopPoint, stop_point
 
 
@@ -52,9 +54,11 @@ class Decoder:
         self.stream = stream
         self.root = mx.zeros((1,), mx.int32)
         self.history = mx.zeros((0,), mx.int32)  # for logits processors: up to the root
+        self.prefill_time = 0.0  # seconds
         self.num_emitted = 0
         self.num_reruns = 0
         self.drops_drafter = False  # from now on nothing is kept that it could absorb
+        self._is_seeded = True  # what the drafter starts from can be computed
         self._prefill_forwards = 0
         self._backlog: list[Unabsorbed] = []
 
@@ -82,10 +86,11 @@ class Decoder:
         self, prompt: mx.array, step_size: int, progress: Callable[[int, int], None]
     ) -> None:
         """Run prompt (n,) but its last token, chunk by chunk, through target and drafter."""
-        total = prompt.shape[0]
+        total, begun = prompt.shape[0], time.perf_counter()
         progress(0, total)
         for end in self.prefill_chunks(prompt, step_size):
             progress(end, total)
+        self.prefill_time = time.perf_counter() - begun
 
     def prefill_chunks(self, prompt: mx.array, step_size: int) -> Iterator[int]:
         """The same, for others to have the device between chunks: yields how much is done."""
@@ -134,16 +139,21 @@ class Decoder:
         """Build one round that drafts ``shape``, and start it without waiting.
 
         A shape of size 0 is a step of plain decoding: unless it is to ``absorb`` the step, the
-        drafter falls behind, and catches up before it proposes again.
+        drafter falls behind, and catches up before it proposes again. It does absorb the step
+        after a round that failed, for that may have left it nothing to start from.
         """
         draft_checkpoint = self.checkpoint_draft(shape)
+        absorb |= shape.size > 0 or not self._is_seeded
+        self._is_seeded = False
         with self._undone_on_failure(draft_checkpoint), mx.stream(self.stream):
             opened = self.open_round(shape, draft_checkpoint)
             if opened.shape.size > 0:
                 # The device drafts while the host builds the target's pass, the larger graph.
                 mx.async_eval(opened.draft.tokens)
             tree_mask = opened.draft.tree_mask()
-            tokens = mx.concatenate([self.root, opened.draft.tokens])
+            tokens = self.root
+            if len(opened.draft) > 0:
+                tokens = mx.concatenate([tokens, opened.draft.tokens])
         # The checkpoint is not named in there: it would keep itself and all caches alive.
         target_checkpoint = Checkpoint(
             self.cache, lambda num_rows: self._rerun(tokens[:num_rows]), tokens.shape[0]
@@ -151,10 +161,11 @@ class Decoder:
         with self._undone_on_failure(target_checkpoint, draft_checkpoint), mx.stream(self.stream):
             logits, features = self._verify(tokens, tree_mask, target_checkpoint)
             launched = self.close_round(opened, tree_mask, logits, features, target_checkpoint)
-            mx.async_eval(launched.verification.packed)
-            if absorb or shape.size > 0:
+            mx.async_eval(launched.verification.pending)
+            if absorb:
                 self.absorb(launched)
                 mx.async_eval(self.drafter.pending())
+        self._is_seeded = True
         return launched
 
     def checkpoint_draft(self, shape: DraftShape) -> Checkpoint:
@@ -168,7 +179,7 @@ class Decoder:
         max_rows = self.quantization.max_rows(self.cache)
         if max_rows is not None:
             shape = replace(shape, size=min(shape.size, max_rows - 1))
-        choice = self.rule.open(self.num_emitted)
+        choice = self.rule.open(self.num_emitted, shape.size)
         draft = self._propose(shape, choice.pick)
         return OpenRound(self.num_emitted, shape, choice, draft, draft_checkpoint)
 
@@ -182,8 +193,9 @@ class Decoder:
     ) -> Round:
         """The round whose verify pass gives logits (R, V) and features (R, F), not started yet."""
         draft = opened.draft
-        logprobs = self._logprobs(draft, logits)
-        verification = opened.choice.verify(draft, tree_mask, logprobs)
+        if self.processors:
+            logits = process_logits(self.processors, self.history, draft, logits)
+        verification = opened.choice.verify(draft, tree_mask, logits)
         if verification.rows is not None and features is not None:
             features = features[verification.rows]
         return Round(
@@ -308,9 +320,3 @@ class Decoder:
         """Bring every cache forward over the kept rows, tokens (m,), by a whole pass."""
         self.num_reruns += 1
         self._run(tokens)
-
-    def _logprobs(self, draft: Draft, logits: mx.array) -> mx.array:
-        """Log-probabilities (k + 1, V) after each row, logits processors applied."""
-        if self.processors:
-            logits = process_logits(self.processors, self.history, draft, logits)
-        return logits - mx.logsumexp(logits, axis=-1, keepdims=True)

@@ -31,8 +31,11 @@ class Generation:
     def is_running(self) -> bool:
         return not self._has_ended
 
+    def fit(self, shape: DraftShape) -> DraftShape:
+        return self.limits.at_most(shape, self.num_tokens)
+
     def launch(self, shape: DraftShape) -> Round:
-        return self.decoder.launch(self.limits.at_most(shape, self.num_tokens))
+        return self.decoder.launch(self.fit(shape))
 
     def can_run_ahead(self, done: Round) -> bool:
         return done.num_drafted == 0 and self.limits.has_room_after(done.position + 1)

@@ -44,8 +44,9 @@ class LiveCosts:
     Of every shape there is a correction, the logarithm of its time over what was known before. A
     shape that was not timed lately takes that of its neighbours: what makes one length slower
     makes the next one slower too. ``num_known`` is how many times what was ``known`` is worth,
-    infinite where it shall not be corrected; ``num_tokens`` how long the text is. ``keep`` is
-    given what was learned when the text has ended.
+    infinite where it shall not be corrected, and what was guessed is worth nothing;
+    ``num_tokens`` how long the text is. ``keep`` is given what was learned when the text has
+    ended.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class LiveCosts:
         self._times = {shape: ShapeTimes() for shape in (PLAIN, *known.rounds)}
         self._current: RoundCosts | None = None
         self._trust = num_known
+        self._has_failed = False  # something that was not known to
         self.num_tokens = 0
 
     @property
@@ -68,8 +70,12 @@ class LiveCosts:
         if self._current is None:
             fix = self._corrections()
             rounds = {s: cost * math.exp(fix[s]) for s, cost in self._known.rounds.items()}
-            plain = self._known.plain * math.exp(fix[PLAIN])
-            self._current = replace(self._known, plain=plain, rounds=self._in_order(rounds))
+            self._current = replace(
+                self._known,
+                plain=self._known.plain * math.exp(fix[PLAIN]),
+                rounds=self._in_order(rounds),
+                guessed=self._known.guessed - {s for s in fix if self._times[s].times},
+            )
         return self._current
 
     def record(self, shape: DraftShape, seconds: float) -> None:
@@ -79,15 +85,36 @@ class LiveCosts:
             times.add(self.num_tokens, seconds)
             self._current = None
 
+    def has_worked(self, shape: DraftShape) -> bool:
+        """Whether a round of that shape was ever timed, here or in what was known."""
+        times = self._times.get(shape)
+        return times is not None and (shape not in self._known.guessed or bool(times.times))
+
+    def leave_out(self, shape: DraftShape) -> bool:
+        """Offer ``shape`` no more, which fails; False where it was not offered before."""
+        if self._times.pop(shape, None) is None:
+            return False
+        self._known = replace(
+            self._known,
+            rounds={s: cost for s, cost in self._known.rounds.items() if s != shape},
+            failed=(*self._known.failed, shape),
+            guessed=self._known.guessed - {shape},
+        )
+        self._current, self._has_failed = None, True
+        return True
+
     def close(self) -> None:
-        """Keep what was learned, if plain steps and rounds were timed and can be compared."""
+        """Keep what was learned, if plain steps and rounds were timed and can be compared.
+
+        Or where there are no such rounds, because they fail.
+        """
         timed = {shape == PLAIN for shape, times in self._times.items() if times.times}
-        if len(timed) == 2:
+        if len(timed) == 2 or True in timed and self._has_failed:
             self._keep(self.current)
 
     def num_times(self, shape: DraftShape) -> float:
         """How many recent times what is known of a shape is worth."""
-        return self._times[shape].weight(self.num_tokens) + self._num_trusted
+        return self._times[shape].weight(self.num_tokens) + self._num_trusted(shape)
 
     def least(self, shape: DraftShape) -> float:
         """The least that a round of ``shape`` might take, as far as is known.
@@ -118,9 +145,10 @@ class LiveCosts:
             if shape.tree is None and self._times[shape].weight(self.num_tokens) >= ONCE
         }
 
-    @property
-    def _num_trusted(self) -> float:
-        """How many times what was known before is still worth."""
+    def _num_trusted(self, shape: DraftShape) -> float:
+        """How many times what was known of a shape before is still worth."""
+        if shape in self._known.guessed:
+            return 0.0
         return self._trust * math.exp(-self.num_tokens / FADING)
 
     def _corrections(self) -> dict[DraftShape, float]:
@@ -130,7 +158,8 @@ class LiveCosts:
             if times.times
         }
         # Where what was known is off for one shape, it is not to be relied on for another.
-        surprise = max(map(abs, own.values()), default=0.0)
+        known = (abs(fix) for shape, fix in own.items() if shape not in self._known.guessed)
+        surprise = max(known, default=0.0)
         self._trust = self._num_known * math.exp(-surprise / SURPRISE)
         return {shape: self._blend(shape, own) for shape in self._times}
 
@@ -139,7 +168,7 @@ class LiveCosts:
 
     def _blend(self, shape: DraftShape, own: dict[DraftShape, float]) -> float:
         """Its own correction, as far as it is fresh; for the rest that of its neighbours."""
-        weight, trusted = self._times[shape].weight(self.num_tokens), self._num_trusted
+        weight, trusted = self._times[shape].weight(self.num_tokens), self._num_trusted(shape)
         if math.isinf(trusted):
             return 0.0
         others = 0.0 if shape == PLAIN and weight else NEIGHBOURS

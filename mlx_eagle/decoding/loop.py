@@ -1,7 +1,8 @@
 """The speculative loop: draft, verify in one target forward, keep what agrees, and again."""
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -11,14 +12,16 @@ from ..drafters.base import Drafter
 from ..drafters.tree import Tree
 from ..system.progress import Progress, silent
 from ..target.rollback import CacheQuantization
-from .accept import LogitsProcessor, Sampler
+from .accept import Sampler
 from .calibrate import round_costs
 from .controller import AdaptiveController, Controller, FixedController
 from .costs import DraftShape
 from .decoder import Decoder
 from .generation import Generation
 from .limits import AUTO, Limits, check_max_tokens, check_num_draft_tokens, check_prompt
+from .live_costs import LiveCosts
 from .pipeline import Pipeline
+from .processors import LogitsProcessor
 from .sampling import Sampling
 from .setup import begin_drafter, open_decoder, split_cache
 from .stats import Stats
@@ -45,6 +48,7 @@ def speculative_generate_step(
     kv_group_size: int = 64,
     quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START,
     prompt_progress_callback: Progress | None = None,
+    recalibrate: bool = False,
     calibration_progress_callback: Progress | None = None,
     stop_tokens: Collection[int] = (),
     stats: Stats | None = None,
@@ -53,7 +57,8 @@ def speculative_generate_step(
 
     mlx-lm's contract for a function of that name: yields (token, logprobs (V,), from_draft).
     ``num_draft_tokens`` is the length of a draft, 0 for plain decoding, "auto" for whatever is
-    fastest (see ``AdaptiveController``; what rounds cost is measured once and remembered).
+    fastest (see ``AdaptiveController``; what rounds cost is learned from the rounds themselves
+    and remembered; ``recalibrate`` forgets that and measures it all, before the first token).
     ``max_tokens`` -1 means no limit. ``acceptance`` is "match" (any sampler), "coupled" or
     "reject" (with a ``Sampling``; coupled is then the default). ``tree`` drafts trees of that
     shape instead of chains of any length, where target and drafter can; "auto" chooses the
@@ -114,7 +119,8 @@ def speculative_generate_step(
         decoder.prefill(prompt, prefill_step_size, progress)
         with mx.stream(stream):
             calibrating = calibration_progress_callback or silent
-            controller = _make_controller(decoder, num_draft_tokens, tree, stats, calibrating)
+            costs = partial(round_costs, decoder, tree == AUTO, calibrating, recalibrate)
+            controller = _make_controller(decoder, num_draft_tokens, tree, stats, costs)
         generation = Generation(
             decoder, Limits(max_tokens, stop_tokens), lambda: progress(prompt.size, prompt.size)
         )
@@ -154,14 +160,14 @@ def _make_controller(
     num_draft_tokens: int | str,
     tree: Tree | str | None,
     stats: Stats,
-    progress: Progress,
+    find_costs: Callable[[], LiveCosts],
 ) -> Controller:
     if tree not in (None, AUTO):
         return FixedController(DraftShape(tree.depth, tree))
     if AUTO not in (num_draft_tokens, tree):
         return FixedController(DraftShape(num_draft_tokens))
     start = time.perf_counter()
-    costs = round_costs(decoder, tree == AUTO, progress)
+    costs = find_costs()
     stats.calibration_time += time.perf_counter() - start
     controller = AdaptiveController(costs)
     stats.drafting_events = controller.events

@@ -23,6 +23,9 @@ class Runner(Protocol[R]):
     def is_running(self) -> bool:
         """Whether anything is left to generate after the rounds that are finished."""
 
+    def fit(self, shape: DraftShape) -> DraftShape:
+        """As much of ``shape`` as there is room for."""
+
     def launch(self, shape: DraftShape) -> R:
         """Start a round without waiting for the device."""
 
@@ -107,7 +110,7 @@ class Pipeline(Generic[R]):
                 runner.commit_plain(done)
                 shape = controller.next_shape(runner.num_tokens)
                 if runner.can_launch_unread(shape):
-                    self.upcoming, self._was_ahead = runner.launch(shape), True
+                    self.upcoming, self._was_ahead = self._launch(shape), True
             runner.finish(done)
             self._learn(done, was_ahead)
             self.upcoming = runner.settle(done, self.upcoming, controller)
@@ -131,4 +134,14 @@ class Pipeline(Generic[R]):
         """The next round, of the shape that was decided already or is now."""
         if shape is None:
             shape = self.controller.next_shape(self.runner.num_tokens)
-        return self.runner.launch(shape)
+        return self._launch(shape)
+
+    def _launch(self, shape: DraftShape) -> R:
+        """A round of that shape; a plain step in place of one that this device cannot run."""
+        try:
+            return self.runner.launch(shape)
+        except RuntimeError as err:
+            fitting = self.runner.fit(shape)
+            if fitting.size == 0 or not self.controller.leave_out(fitting, err):
+                raise
+        return self.runner.launch(PLAIN)

@@ -1,4 +1,8 @@
-"""Costs that were measured once, in a file that several processes share.
+"""What rounds cost, in a file that several processes share.
+
+Costs carry the date when they were first timed and the versions of what was timed. After two
+weeks, or under other versions, they are no more than a guess to begin with; after two months
+they are dropped.
 
 A home that cannot be written costs a warning and nothing else: what was measured is then
 remembered until the process ends.
@@ -15,21 +19,28 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from ..system.documents import number_above, parse_object, read_bytes
-from .costs import DraftShape, RoundCosts, Ways
+from .costs import PLAIN, DraftShape, RoundCosts, Ways
 
 SECONDS = number_above(1e-9, 1e6)
+DATES = number_above(0, 1e12)
 LONGEST_KEY = 4096
 LOCK_TIMEOUT = 10.0  # seconds; the lock is held for a few milliseconds
 POLL = 0.01
+DAY = 24 * 3600.0
+FRESH, LONGEST = 14 * DAY, 60 * DAY
+MOST_ENTRIES = 500
+PACKAGES = ("mlx", "mlx-lm", "mlx-eagle")
 WAYS = {field.name for field in fields(Ways)}
 
 Entry = dict[str, Any]
-"""{"plain": seconds, "rounds": {shape: seconds}}, with "failed": [shape] and "ways": [name of what
-is done] where there are any."""
+"""{"plain": seconds, "rounds": {shape: seconds}, "date": seconds since 1970, "versions": text},
+with "failed": [shape] and "guessed": [shape] where there are any, and where ways were tried
+"ways": [name of what is done]."""
 
 
 @cache
@@ -49,12 +60,22 @@ class CostFile:
         self._mutex = threading.Lock()
 
     def get(self, key: str, shapes: Sequence[DraftShape]) -> RoundCosts | None:
-        """The costs of exactly these ``shapes``; None where they are not known."""
+        """The costs of exactly these ``shapes``; None where they are not known.
+
+        They are guesses where they have to be refreshed; what failed is then to be tried again.
+        """
+        entry = self._entry(key)
+        if entry is None:
+            return None
+        costs = _costs_in(entry, shapes)
+        if costs is None or is_fresh(entry):
+            return costs
+        return None if costs.failed else costs.as_guess()
+
+    def _entry(self, key: str) -> Entry | None:
         with self._mutex:
             entry = self._unsaved.get(key)
-        if entry is None:
-            entry = read_entries(self._path).get(key)
-        return None if entry is None else _costs_in(entry, shapes)
+        return read_entries(self._path).get(key) if entry is None else entry
 
     def is_recent(self, key: str) -> bool:
         """Whether this process has put something there."""
@@ -62,10 +83,22 @@ class CostFile:
             return key in self._recent
 
     def put(self, key: str, costs: RoundCosts) -> None:
-        """Remember ``costs``: beside what others have written, or where that fails, in memory."""
+        """Remember ``costs``, all timed anew."""
+        self._put(key, _entry_of(costs, time.time()))
+
+    def correct(self, key: str, costs: RoundCosts) -> None:
+        """Remember ``costs``, some of them timed anew, unless more of them were known before."""
+        before = self._entry(key)
+        if before is None or not is_fresh(before):
+            self.put(key, costs)
+        elif len(costs.guessed) <= len(before.get("guessed") or ()):
+            self._put(key, _entry_of(costs, before["date"]))
+
+    def _put(self, key: str, entry: Entry) -> None:
+        """Beside what others have written; where that cannot be, in memory."""
         with self._mutex:
             self._recent.add(key)
-            self._unsaved[key] = _entry_of(costs)
+            self._unsaved[key] = entry
             try:
                 _merge(self._path, self._unsaved)
             except OSError as err:
@@ -84,19 +117,37 @@ class CostFile:
         )
 
 
-def _entry_of(costs: RoundCosts) -> Entry:
+def is_fresh(entry: Entry) -> bool:
+    """Whether the costs of an entry may be relied on."""
+    return age_of(entry) < FRESH and entry.get("versions") == versions()
+
+
+def age_of(entry: Entry) -> float:
+    """Seconds since an entry's costs were first timed; of a date to come, until then."""
+    return abs(time.time() - (entry.get("date") or 0.0))
+
+
+def versions() -> str:
+    """Those of all that a round's time depends on."""
+    return ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+
+
+def _entry_of(costs: RoundCosts, date: float) -> Entry:
     rounds = {str(shape): seconds for shape, seconds in costs.rounds.items()}
     entry: Entry = {"plain": costs.plain, "rounds": rounds}
-    if costs.failed:
-        entry["failed"] = [str(shape) for shape in costs.failed]
-    if any(asdict(costs.ways).values()):
+    entry |= {"date": round(date), "versions": versions()}
+    for name, shapes in (("failed", costs.failed), ("guessed", costs.guessed)):
+        if shapes:
+            entry[name] = sorted(map(str, shapes))
+    if costs.knows_ways:
         entry["ways"] = [name for name, is_done in asdict(costs.ways).items() if is_done]
     return entry
 
 
 def _costs_in(entry: Entry, shapes: Sequence[DraftShape]) -> RoundCosts | None:
     """The costs of exactly these shapes; None where the entry is of others."""
-    rounds, failed = entry["rounds"], entry.get("failed") or ()
+    rounds: dict[str, float] = entry["rounds"]
+    failed, guessed = (entry.get(name) or () for name in ("failed", "guessed"))
     if {*rounds, *failed} != {str(shape) for shape in shapes}:
         return None
     return RoundCosts(
@@ -104,6 +155,8 @@ def _costs_in(entry: Entry, shapes: Sequence[DraftShape]) -> RoundCosts | None:
         {shape: rounds[str(shape)] for shape in shapes if str(shape) in rounds},
         tuple(shape for shape in shapes if str(shape) in failed),
         Ways(**dict.fromkeys(entry.get("ways") or (), True)),
+        frozenset(shape for shape in (PLAIN, *shapes) if str(shape) in guessed),
+        "ways" in entry,
     )
 
 
@@ -124,7 +177,9 @@ def _is_entry(key: str, entry: Any) -> bool:
     rounds, failed, ways = (entry.get(name) for name in ("rounds", "failed", "ways"))
     if not SECONDS.holds(entry.get("plain")) or not isinstance(rounds, dict):
         return False
-    if not _are_texts(failed) or not _are_texts(ways) or not {*(ways or ())} <= WAYS:
+    if not all(map(_are_texts, (failed, ways, entry.get("guessed")))):
+        return False
+    if not {*(ways or ())} <= WAYS or not DATES.holds(entry.get("date", 1.0)):
         return False
     return bool(rounds or failed) and all(map(SECONDS.holds, rounds.values()))
 
@@ -140,7 +195,7 @@ def _merge(path: Path, entries: dict[str, Entry]) -> None:
         # Whoever writes holds the lock, so these are of processes that were ended meanwhile.
         for left in path.parent.glob(f"{path.stem}.*.new"):
             left.unlink(missing_ok=True)
-        document = json.dumps(read_entries(path) | entries, indent=1)
+        document = json.dumps(_worth_keeping(read_entries(path) | entries), indent=1)
         handle, name = tempfile.mkstemp(".new", f"{path.stem}.", path.parent)
         fresh = Path(name)
         try:
@@ -149,6 +204,13 @@ def _merge(path: Path, entries: dict[str, Entry]) -> None:
             fresh.replace(path)
         finally:
             fresh.unlink(missing_ok=True)
+
+
+def _worth_keeping(entries: dict[str, Entry]) -> dict[str, Entry]:
+    """The newest, but none that is so old that nobody can have used it for weeks."""
+    by_age = sorted(entries, key=lambda key: age_of(entries[key]))
+    kept = {key for key in by_age[:MOST_ENTRIES] if age_of(entries[key]) < LONGEST}
+    return {key: entry for key, entry in entries.items() if key in kept}
 
 
 @contextmanager

@@ -75,19 +75,41 @@ class Sampling:
 
         Filters in mlx-lm's order, temperature last; -inf where a token was filtered out.
         """
-        x = logprobs.astype(mx.float32)
+        x = self.scores(logprobs, is_normalized=True)
+        return x - mx.logsumexp(x, axis=-1, keepdims=True)
+
+    def scores(self, logits: mx.array, is_normalized: bool = False) -> mx.array:
+        """The same up to a constant per row, which is enough to draw by noise; of any logits.
+
+        ``is_normalized``: they are log-probabilities.
+        """
+        x = logits.astype(mx.float32)
         if 0 < self.top_p < 1.0:
+            if not is_normalized:
+                x = x - mx.logsumexp(x, axis=-1, keepdims=True)
             x = apply_top_p(x, self.top_p)
         if self.min_p != 0.0:
             x = apply_min_p(x, self.min_p, self.min_tokens_to_keep)
         if self.top_k > 0:
             x = apply_top_k(x, self.top_k)
-        x = x / float(self.temp)
-        return x - mx.logsumexp(x, axis=-1, keepdims=True)
+        return x if self.temp == 1 else x / float(self.temp)
+
+    @property
+    def filters(self) -> str:
+        """The names of those that are in use."""
+        in_use = {"top_p": 0 < self.top_p < 1, "min_p": self.min_p != 0, "top_k": self.top_k > 0}
+        return " ".join(name for name, is_used in in_use.items() if is_used) or "without filters"
 
     def noise(self, position: int, size: int, kind: int = 0) -> mx.array:
         """Gumbel noise (size,) of a generated position; ``kind``, 0 to 3, separates uses."""
         return mx.random.gumbel((size,), key=self.key(position, kind))
+
+    def noises(self, position: int, num: int, size: int) -> mx.array:
+        """``noise`` (num, size) of that position and those after it, in one go."""
+        if num == 1:
+            return self.noise(position, size)[None]
+        numbers = mx.array([[0, position + i] for i in range(num)], dtype=mx.uint32)
+        return mx.vmap(lambda key: mx.random.gumbel((size,), key=key))(self._key ^ numbers)
 
     def key(self, position: int, kind: int = 0) -> mx.array:
         """The random key of a generated position; ``kind``, 0 to 3, separates uses."""
@@ -112,7 +134,7 @@ class Sampling:
             others = [mx.random.gumbel((size,), key=_mixed(key, 0, self._calls)) for key in keys]
             noise = mx.stack([noise, *others])
         self._calls += 1
-        return mx.argmax(self.log_probabilities(logprobs) + noise, axis=-1)
+        return mx.argmax(self.scores(logprobs, is_normalized=True) + noise, axis=-1)
 
 
 def noise_of_rows(keys: mx.array, positions: mx.array, size: int) -> mx.array:

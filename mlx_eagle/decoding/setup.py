@@ -11,10 +11,11 @@ from ..target.rollback import CacheQuantization, Checkpoint, check_supported
 from ..target.sharding import in_any_process, is_pipelined
 from ..target.taps import Target
 from ..target.tree_attention import check_trees
-from .accept import LogitsProcessor, Sampler, check_rule_for_trees, make_rule
+from .accept import Sampler, check_rule_for_trees, make_rule
 from .calibrate import TREES
 from .decoder import Decoder
 from .limits import AUTO
+from .processors import LogitsProcessor
 
 
 def split_cache(

@@ -200,8 +200,8 @@ class Stats:
         ]
         if self.calibration_time >= WORTH_SAYING:
             lines.append(
-                f"Calibration: {self.calibration_time:.1f} s, before the first token; once per "
-                "pair, machine and context size"
+                f"Calibration: {self.calibration_time:.1f} s, before the first token, to find out "
+                "what rounds cost"
             )
         events = self.drafting_events
         return [*lines, *(f"After {e.num_tokens} tokens: {e.what}, {e.reason}" for e in events)]

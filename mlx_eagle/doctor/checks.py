@@ -5,13 +5,12 @@ Each check returns its findings and raises nothing.
 
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
 
-from ..decoding.remembered import read_entries
+from ..decoding.remembered import age_of, is_fresh, read_entries
 from ..drafters.pairs import targets_within
 from ..system.device import CUDNN, blas_name, blas_note, device_name
 from ..system.documents import parse_object, read_bytes
@@ -114,10 +113,9 @@ def check_calibration() -> list[Finding]:
     """What is remembered of the costs of rounds, and how old it is."""
     path = user_cache() / "calibration.json"
     if not os.path.lexists(path):
-        return [Finding("calibration", "none yet: auto measures when it is first used")]
+        return [Finding("calibration", "none yet: auto learns from its first rounds")]
     try:
         known = parse_object(read_bytes(path), path)
-        age = time.time() - path.stat().st_mtime
     except (OSError, ValueError) as err:
         what = str(err).partition(";")[0]  # behind it stands what to do about files of others
         return [Finding("calibration", what, "problem", remedy_for(path))]
@@ -125,15 +123,18 @@ def check_calibration() -> list[Finding]:
     if len(entries) < len(known):
         text = f"{len(known) - len(entries)} of {len(known)} measurements in {path} are damaged"
         return [Finding("calibration", text, "problem", remedy_for(path))]
-    here = sum(key.startswith(f"{device_name()} | ") for key in entries)
-    days = f"{age / DAY:.0f} days" if age >= 2 * DAY else f"{age / 3600:.0f} hours"
-    text = f"{here} measurements of this device on file, {len(entries) - here} of others"
-    return [Finding("calibration", f"{text}; the last one is {days} old")]
+    here = [entry for key, entry in entries.items() if key.startswith(f"{device_name()} | ")]
+    text = f"{len(here)} measurements of this device on file, {len(entries) - len(here)} of others"
+    if here:
+        age, num_stale = min(map(age_of, here)), sum(not is_fresh(entry) for entry in here)
+        days = f"{age / DAY:.0f} days" if age >= 2 * DAY else f"{age / 3600:.0f} hours"
+        text += f"; the last one was begun {days} ago, and {num_stale} will be refreshed"
+    return [Finding("calibration", text)]
 
 
 def remedy_for(path: Path) -> str:
     """What to do about a file of costs that cannot be read."""
-    return f"remove {path}: auto measures again"
+    return f"remove {path}: auto learns anew"
 
 
 def check_pairs() -> list[Finding]:

@@ -20,7 +20,6 @@ from mlx_lm.server import (
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..commands.flags import draft_options
-from ..decoding.limits import AUTO
 from ..decoding.stats import Stats
 from ..drafters.base import Drafter
 from ..generate import stream_generate
@@ -35,7 +34,6 @@ from .sampling import make_processors, make_sampler
 
 LARGE = 2**16  # bytes of a body; larger prompts are tokenized one after the other
 TIME_LIMIT = 600.0  # seconds
-FIXED_LENGTH = 3  # of drafts, where "auto" had no time to measure what they cost
 
 
 @dataclass
@@ -68,6 +66,7 @@ class PairGenerator(ResponseGenerator):
 
     def __init__(self, provider: PairProvider, prompt_cache: PairCache):
         self.metrics = Metrics()
+        self._recalibrates = provider.cli_args.recalibrate
         self._open: dict[Answer, tuple[Tokenized, PairArguments]] = {}
         self._large_prompts = Lock()
         super().__init__(provider, prompt_cache)
@@ -214,9 +213,17 @@ class PairGenerator(ResponseGenerator):
             self._serve_alone(answer, request, args, stream)
 
     def _serve_alone(
-        self, answer: Answer, request: Tokenized, args: PairArguments, stream: mx.Stream
+        self,
+        answer: Answer,
+        request: Tokenized,
+        args: PairArguments,
+        stream: mx.Stream,
+        may_measure: bool = True,
     ) -> None:
-        """Answer one request, or begin to, while no other is being answered."""
+        """Answer one request, or begin to, while no other is being answered.
+
+        ``may_measure``: before, what rounds cost is measured, if --recalibrate asks for it.
+        """
         provider, tokenizer = self.model_provider, self.model_provider.tokenizer
         prompt, _, _, initial_state, _ = self._tokenize(tokenizer, request, args)
         stop_sequences, text_machine = self._machines(args)
@@ -232,15 +239,14 @@ class PairGenerator(ResponseGenerator):
         )
         answer.put(context)
         try:
-            gives_way = self._stream(answer, args, stream, sequence, stop_sequences.matcher())
+            matcher = stop_sequences.matcher()
+            gives_way = self._stream(answer, args, stream, sequence, matcher, may_measure)
         except SomebodyWaits:
             # Its caches hold the prompt but the last token; the drafter's part may lack some.
             if len(prompt) > 1:
                 caches = Caches(sequence.caches.target)
                 self.prompt_cache.insert_cache(provider.model_key, prompt[:-1], caches)
-            tree = None if args.tree == AUTO else args.tree
-            again = replace(args, num_draft_tokens=FIXED_LENGTH, tree=tree)
-            self._serve_alone(answer, request, again, stream)
+            self._serve_alone(answer, request, args, stream, may_measure=False)
             return
         self.prompt_cache.insert_cache(provider.model_key, sequence.tokens, sequence.caches)
         if not gives_way:
@@ -267,13 +273,14 @@ class PairGenerator(ResponseGenerator):
         stream: mx.Stream,
         sequence: Sequence,
         matcher: StopSequences.Matcher,
+        may_measure: bool,
     ) -> bool:
         """Generate into ``answer`` until it ends or gives way; whether it gave way.
 
         Raises SomebodyWaits where it began to measure what rounds cost, and another has come.
         """
         tokenizer, drafter = self.model_provider.tokenizer, self._drafter(args)
-        drafting = draft_options(args, drafter)
+        drafting = draft_options(args, drafter, may_measure and self._recalibrates)
         if drafter is not None:
             answer.stats.append(Stats())  # running: the client may read them at its last token
             drafting |= self._calibrating(answer) | {"stats": answer.stats[-1]}
@@ -328,6 +335,7 @@ class PairGenerator(ResponseGenerator):
             self._check_wanted(answer)
             if num_done < num_groups and self._waiting():
                 raise SomebodyWaits
+            self._recalibrates = num_done < num_groups  # once is enough
 
         return {"calibration_progress_callback": calibrating}
 

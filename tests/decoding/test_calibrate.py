@@ -1,4 +1,4 @@
-"""What ``auto`` measures: whole rounds, undone, remembered, and in bounded time."""
+"""What ``--recalibrate`` measures: whole rounds, undone, remembered, and in bounded time."""
 
 import json
 
@@ -7,15 +7,21 @@ import pytest
 from architectures import build
 from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_sampler
 
+from mlx_eagle import Sampling
 from mlx_eagle.decoding import calibrate, timing
-from mlx_eagle.decoding.costs import Ways
+from mlx_eagle.decoding.accept import Coupled, Match, Reject
+from mlx_eagle.decoding.costs import PLAIN, DraftShape, Ways
+from mlx_eagle.decoding.processors import stand_in
 from mlx_eagle.decoding.setup import open_decoder
 from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.system.machines import first_look, machine_of
 from mlx_eagle.target import attention_parts
 from mlx_eagle.target.rollback import CacheQuantization
 from mlx_eagle.target.taps import Target
+
+AUTO = {"num_draft_tokens": "auto", "recalibrate": True}
 
 
 def test_calibration_changes_nothing_and_is_remembered(tmp_path, monkeypatch):
@@ -34,16 +40,16 @@ def test_calibration_changes_nothing_and_is_remembered(tmp_path, monkeypatch):
         cache, reference = make_prompt_cache(model), make_prompt_cache(model)
         tokens, _ = speculative(
             model, drafter, PROMPT, 20, num_draft_tokens="auto", prompt_cache=cache,
-            sampler=sampler,
+            sampler=sampler, recalibrate=True,
         )  # fmt: skip
         assert tokens == plain(model, PROMPT, 20, prompt_cache=reference)
         assert len(calls) <= 8 * 20, "the caller's sampler ran in the calibration"
-        speculative(model, drafter, PROMPT, 5, num_draft_tokens="auto")
+        speculative(model, drafter, PROMPT, 5, num_draft_tokens="auto", sampler=sampler)
     assert len(measured) == 3
     file = tmp_path / "calibration.json"
     assert len(json.loads(file.read_text())) == 3
     file.write_text("{ damaged")
-    speculative(model, drafter, PROMPT, 5, num_draft_tokens="auto")
+    speculative(model, drafter, PROMPT, 5, **AUTO)
     assert len(measured) == 4 and len(json.loads(file.read_text())) == 1
 
 
@@ -65,7 +71,7 @@ def test_measured_costs_are_of_whole_rounds(tmp_path, monkeypatch):
         return costs
 
     monkeypatch.setattr(calibrate, "measure", watch)
-    speculative(model, tiny_head(model), PROMPT, 3, num_draft_tokens="auto", prompt_cache=cache)
+    speculative(model, tiny_head(model), PROMPT, 3, **AUTO, prompt_cache=cache)
     (costs,) = seen
     assert tuple(costs.rounds) == calibrate.CHAINS and costs.plain > 0
     assert min(costs.rounds.values()) > 0
@@ -81,7 +87,7 @@ def test_where_a_step_takes_long_less_is_measured(tmp_path, monkeypatch):
         monkeypatch.setattr(module, name, keep)
     model = tiny_llama()
     tokens, _ = speculative(
-        model, tiny_head(model), PROMPT, 20, num_draft_tokens="auto",
+        model, tiny_head(model), PROMPT, 20, **AUTO,
         calibration_progress_callback=lambda *args: reports.append(args),
     )  # fmt: skip
     assert tokens == plain(model, PROMPT, 20)
@@ -100,7 +106,7 @@ def test_where_a_step_takes_long_less_is_measured(tmp_path, monkeypatch):
 def test_tree_auto_gives_the_targets_text(make, tmp_path, monkeypatch):
     monkeypatch.setattr("mlx_eagle.decoding.calibrate.user_cache", lambda: tmp_path)
     model = make()
-    tokens, _ = speculative(model, tiny_head(model), PROMPT, 30, tree="auto")
+    tokens, _ = speculative(model, tiny_head(model), PROMPT, 30, tree="auto", recalibrate=True)
     assert tokens == plain(model, PROMPT, 30)
     (known,) = json.loads((tmp_path / "calibration.json").read_text()).values()
     assert len(known["rounds"]) == len(calibrate.CHAINS + calibrate.TREES)
@@ -120,7 +126,7 @@ def test_what_is_timed_first_is_for_the_machine(tmp_path, monkeypatch, generatio
         timing, "time_rounds", lambda *a: timed.append(a[1].size) or time_rounds(*a)
     )
     model = tiny_llama()
-    speculative(model, tiny_head(model), PROMPT, 2, num_draft_tokens="auto")
+    speculative(model, tiny_head(model), PROMPT, 2, **AUTO)
     assert tuple(timed) == first_look(machine) == first
 
 
@@ -136,7 +142,7 @@ def test_every_kind_of_drafter_is_calibrated_with_full_drafts(tmp_path, monkeypa
         return done
 
     monkeypatch.setattr(calibrate.Decoder, "launch", watch)
-    tokens, _ = speculative(model, LookupDrafter(), PROMPT, 1, num_draft_tokens="auto")
+    tokens, _ = speculative(model, LookupDrafter(), PROMPT, 1, **AUTO)
     assert tokens == plain(model, PROMPT, 1)
     assert {size for size, _ in sizes} == set(range(8))
     assert all(size == drafted for size, drafted in sizes)
@@ -177,9 +183,7 @@ def test_what_fails_is_not_offered_and_the_text_goes_on(
     expected = plain(model, PROMPT, 30)
     device = Limited(monkeypatch, most)
     drafter, cache = tiny_head(model), make_prompt_cache(model)
-    tokens, stats = speculative(
-        model, drafter, PROMPT, 30, num_draft_tokens="auto", prompt_cache=cache
-    )
+    tokens, stats = speculative(model, drafter, PROMPT, 30, **AUTO, prompt_cache=cache)
     assert tokens == expected and cache[0].offset == len(PROMPT) + 30
     notes = capsys.readouterr().err.splitlines()
     assert notes == [
@@ -208,7 +212,7 @@ def test_a_plain_step_that_fails_is_an_error(tmp_path, monkeypatch):
     Limited(monkeypatch, 0)
     model = tiny_llama()
     with pytest.raises(RuntimeError, match="Maximum threads"):
-        speculative(model, tiny_head(model), PROMPT, 9, num_draft_tokens="auto")
+        speculative(model, tiny_head(model), PROMPT, 9, **AUTO)
 
 
 def decoder_for_ways():
@@ -267,11 +271,66 @@ def test_each_way_is_timed_in_real_rounds_that_are_undone(ways, monkeypatch):
 def test_a_decoder_goes_by_what_is_remembered(tmp_path, monkeypatch):
     monkeypatch.setattr(calibrate, "user_cache", lambda: tmp_path)
     monkeypatch.setattr(calibrate, "fastest_ways", lambda *_: Ways(True, True))
-    for _ in range(2):
+    for is_first in (True, False):
         decoder = decoder_for_ways()
-        costs = calibrate.round_costs(decoder)
+        costs = calibrate.round_costs(decoder, recalibrate=is_first)
         assert costs.current.ways == Ways(True, True)
         assert decoder.target.parts.is_on and decoder.drafter._keeps_tail
         monkeypatch.setattr(calibrate, "fastest_ways", lambda *_: 1 / 0)
     (known,) = json.loads((tmp_path / "calibration.json").read_text()).values()
     assert known["ways"] == ["splits_attention", "keeps_tail"]
+
+
+@pytest.mark.parametrize("acceptance", [None, "coupled", "reject"])
+def test_samplers_and_processors_are_in_the_timing_but_not_the_callers(
+    acceptance, tmp_path, monkeypatch
+):
+    """Theirs may keep a state, and the text must not hang on whether it was measured before."""
+    monkeypatch.setattr(calibrate, "user_cache", lambda: tmp_path)
+    model, calls, rules = tiny_llama(), [], []
+    on_trial = calibrate.on_trial
+
+    def watch(decoder):
+        trial = on_trial(decoder)
+        rules.append((type(trial.rule), trial.rule != decoder.rule, trial.processors))
+        return trial
+
+    def processor(tokens, logits):
+        calls.append(1)
+        return logits * 0.9
+
+    monkeypatch.setattr(calibrate, "on_trial", watch)
+    texts = []
+    for recalibrate in (False, True):
+        mx.random.seed(5)
+        sampler = Sampling(0.8, seed=3) if acceptance else make_sampler(0.8)
+        options = {"sampler": sampler, "logits_processors": [processor], "acceptance": acceptance}
+        calls.clear()
+        tokens, _ = speculative(
+            model, tiny_head(model), PROMPT, 1, **AUTO | {"recalibrate": recalibrate}, **options
+        )
+        texts.append(tokens)
+        assert len(calls) <= 9, "the caller's processor ran while measuring"
+    assert texts[0] == texts[1]
+    kind = {None: Match, "coupled": Coupled, "reject": Reject}[acceptance]
+    assert set(rules) == {(kind, True, (stand_in,))}
+
+
+def test_ways_are_tried_unasked_where_the_prompt_took_longer(tmp_path, monkeypatch):
+    """A long context is where they matter; whoever asked little is not kept waiting."""
+    monkeypatch.setattr(calibrate, "user_cache", lambda: tmp_path)
+    limits, tried = [], []
+    monkeypatch.setattr(calibrate, "late_after", lambda limit, _: limits.append(limit))
+    monkeypatch.setattr(
+        calibrate, "fastest_ways", lambda *_: tried.append(1) or Ways(keeps_tail=True)
+    )
+    for seconds, expected in ((0.5, 0), (3.0, 1), (3.0, 1)):  # short; long; long, and known
+        decoder = decoder_for_ways()
+        decoder.prefill_time = seconds
+        costs = calibrate.round_costs(decoder)
+        assert len(tried) == expected and costs.current.knows_ways == bool(expected)
+        assert decoder.drafter._keeps_tail == bool(expected)
+        for shape in (PLAIN, DraftShape(1)):
+            costs.record(shape, 0.01)
+        costs.close()
+    assert limits == [1.5]

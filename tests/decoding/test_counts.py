@@ -13,11 +13,20 @@ from helpers import (
     tiny_llama,
 )
 from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from tolerances import tolerance
 
+from mlx_eagle import Sampling
+from mlx_eagle.bench.graph import fused, primitives
 from mlx_eagle.decoding.accept import Match
+from mlx_eagle.decoding.costs import DraftShape
+from mlx_eagle.decoding.generation import Generation
+from mlx_eagle.decoding.limits import Limits
+from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.decoding.setup import open_decoder
 from mlx_eagle.drafters.tree import parse_tree
+from mlx_eagle.target.rollback import CacheQuantization
 from mlx_eagle.target.taps import Target
 
 
@@ -87,6 +96,59 @@ def test_a_draft_starts_from_logits_that_are_computed_with_the_round_before(mode
     mx.eval(drafter.pending())
     left = num_primitives(drafter.propose(1, Match().pick).tokens)
     assert left <= 4 < whole - 4
+
+
+def graph_of_a_round(model, drafter, k, monkeypatch, sampler=None):
+    """The operations of one round after two others, fused as on a GPU; none is computed."""
+    decoder = open_decoder(
+        model, drafter.begin(), make_prompt_cache(model), CacheQuantization(None, 64, 0),
+        mx.default_stream(mx.default_device()), sampler=sampler, logits_processors=None,
+        acceptance=None,
+    )  # fmt: skip
+    decoder.prefill(mx.array(PROMPT), 2048, lambda *_: None)
+    generation = Generation(decoder, Limits(-1, ()))
+    generation.finish(decoder.launch_first())
+    for _ in range(2):
+        generation.finish(generation.launch(DraftShape(k)))
+    mx.eval([c.state for c in decoder.cache])
+    with monkeypatch.context() as patch, fused():
+        patch.setattr(mx, "async_eval", lambda *_: None)
+        pending = generation.launch(DraftShape(k)).verification.pending
+        return primitives(*pending, *(decoder.drafter.pending() if k else []))
+
+
+def test_the_operations_of_a_round(monkeypatch):
+    """A plain step asks no more of the device than mlx-lm's; greedy rounds take no log-softmax."""
+    model = tiny_llama(num_hidden_layers=16)
+    drafter, noisy = tiny_head(model), Sampling(temp=0.8, seed=1)
+    cache = make_prompt_cache(model)
+    mx.eval(model(mx.array(PROMPT)[None], cache=cache), [c.state for c in cache])
+    with fused():
+        logits = model(mx.array([[1]]), cache=cache)[:, -1, :]
+        theirs = primitives(mx.argmax(logits - mx.logsumexp(logits, keepdims=True), axis=-1))
+    count = lambda *args: graph_of_a_round(model, drafter, *args)  # noqa: E731
+    plain_step, greedy = count(0, monkeypatch), count(3, monkeypatch)
+    assert plain_step.total() <= theirs.total()
+    assert "LogSumExp" in theirs and not {"LogSumExp", "Softmax"} & {*plain_step, *greedy}
+    draft_step = (greedy.total() - count(1, monkeypatch).total()) / 2
+    assert greedy.total() <= 905 and draft_step <= 36
+    coupled = count(3, monkeypatch, noisy)
+    assert coupled.total() <= 951 and coupled["LogSumExp"] == coupled["RandomBits"] == 1
+    assert count(0, monkeypatch, noisy).total() <= 804
+
+
+@pytest.mark.parametrize("options", [*CHAIN_AND_TREE, {"num_draft_tokens": 0}], ids=str)
+def test_logprobs_are_there_for_whoever_reads_them(model, options):
+    """mlx-lm's own, of every token, in rounds too; also when they are read at the end."""
+    steps = speculative_generate_step(
+        mx.array(PROMPT), model, tiny_head(model), max_tokens=20, **options
+    )
+    ours = [(token, logprobs) for token, logprobs, _ in steps]
+    theirs = generate_step(mx.array(PROMPT), model, max_tokens=20)
+    for (token, logprobs), (expected, logprobs_there) in zip(ours, theirs, strict=True):
+        assert token == expected and isinstance(logprobs, mx.array)
+        assert logprobs.shape == logprobs_there.shape
+        assert mx.allclose(logprobs, logprobs_there, atol=10 * tolerance()).item()
 
 
 @pytest.mark.parametrize("k, num_started", [(2, 0), (3, 2), (5, 4)])

@@ -5,11 +5,10 @@ import threading
 import time
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 from costs import FLAT
-from helpers import PROMPT, VOCAB, plain, speculative, tiny_head, tiny_llama
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from helpers import PROMPT, VOCAB, Recital, plain, speculative, tiny_head, tiny_llama
+from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_eagle
 from mlx_eagle.decoding import loop
@@ -20,24 +19,6 @@ from mlx_eagle.decoding.live_costs import LiveCosts
 from mlx_eagle.decoding.round import Round, StopPoint, stop_point
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.lookup import LookupDrafter
-
-
-class Recital(nn.Module):
-    """A target that recites a text: what it chooses depends on the position alone."""
-
-    def __init__(self, text: list[int]):
-        super().__init__()
-        self.layers = [nn.Identity()]
-        self.text = text
-
-    def __call__(self, tokens, cache):
-        start = cache[0].offset
-        cache[0].update_and_fetch(*[mx.zeros((1, 1, tokens.shape[1], 1))] * 2)
-        following = mx.array(self.text[start + 1 : start + 1 + tokens.shape[1]])
-        return 9.0 * (following[None, :, None] == mx.arange(VOCAB))
-
-    def make_cache(self):
-        return [KVCache()]
 
 
 @pytest.fixture

@@ -127,14 +127,14 @@ def test_pairs_have_the_targets_distribution(acceptance, temp):
 class KeepsEverything(Reject):
     """A broken rule: whatever was drafted stays."""
 
-    def open(self, position):
-        choice = super().open(position)
+    def open(self, position, size):
+        choice = super().open(position, size)
         verify = choice.verify
 
-        def keep_all(draft, tree_mask, logprobs):
-            verification = verify(draft, tree_mask, logprobs)
+        def keep_all(draft, tree_mask, logits):
+            verification = verify(draft, tree_mask, logits)
             following = mx.concatenate([draft.tokens, verification.following[-1:]])
-            return type(verification)(following, mx.array(len(draft)), logprobs)
+            return type(verification)(following, mx.array(len(draft)), logits)
 
         choice.verify = keep_all
         return choice
@@ -202,13 +202,12 @@ def test_reject_equals_its_naive_twin():
     lengths = set()
     for seed in range(60):
         sampling = Sampling(0.9, seed=seed)
-        choice = Reject(sampling).open(7)
+        choice = Reject(sampling).open(7, k)
         draft_logits = mx.random.normal((k, len(DRAFT_IDS)), key=mx.random.key(seed))
         target_logits = mx.random.normal((k + 1, VOCAB), key=mx.random.key(1000 + seed))
         picked = [choice.pick(draft_logits[i : i + 1], ids) for i in range(k)]
         tokens = mx.concatenate([ids[index] for index in picked]).astype(mx.int32)
-        logprobs = target_logits - mx.logsumexp(target_logits, axis=-1, keepdims=True)
-        verification = choice.verify(Draft(tokens), None, logprobs)
+        verification = choice.verify(Draft(tokens), None, target_logits)
         p = mx.softmax(target_logits / 0.9, axis=-1).tolist()
         q = [[0.0] * VOCAB for _ in range(k)]
         for i, row in enumerate(mx.softmax(draft_logits / 0.9, axis=-1).tolist()):
@@ -228,7 +227,6 @@ def test_reject_equals_its_naive_twin():
 def test_match_and_coupled_equal_their_naive_twins():
     for seed in range(30):
         logits = mx.random.normal((4, VOCAB), key=mx.random.key(seed))
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         drafted = mx.random.randint(0, VOCAB, (3,), key=mx.random.key(99 + seed)).astype(mx.int32)
         sampling = Sampling(0.8, seed=seed)
         rows = {
@@ -239,8 +237,8 @@ def test_match_and_coupled_equal_their_naive_twins():
             ],
         }
         for name, rule in (("match", Match()), ("coupled", Coupled(sampling))):
-            choice = rule.open(4)
-            verification = choice.verify(Draft(drafted), None, logprobs)
+            choice = rule.open(4, 3)
+            verification = choice.verify(Draft(drafted), None, logits)
             wanted = [row.index(max(row)) for row in rows[name]]
             kept = 0
             while kept < 3 and drafted.tolist()[kept] == wanted[kept]:

@@ -24,7 +24,8 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from tree_drafters import TREE_SCRIPTS
 
 import mlx_eagle
-from mlx_eagle.decoding.accept import make_rule, process_logits
+from mlx_eagle.decoding.accept import make_rule
+from mlx_eagle.decoding.processors import process_logits
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters import eagle3
 from mlx_eagle.drafters.base import Draft
@@ -265,7 +266,8 @@ def test_matching_keeps_the_law_of_two_tokens():
     mx.random.seed(3)
     counts, num_kept = {}, 0
     for _ in range(num_runs):
-        verification = rule.open(0).verify(draft, tree_mask, log_p[mx.array([root, *drafted])])
+        rows = logits[mx.array([root, *drafted])]
+        verification = rule.open(0, tree.depth).verify(draft, tree_mask, rows)
         outcome = verification.read()
         kept, run = outcome.num_kept, outcome.run
         if kept == 0:  # the next round draws it

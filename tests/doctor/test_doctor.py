@@ -1,8 +1,8 @@
 """The doctor's page: what is looked at, and that everything wrong is a line with what to do."""
 
 import json
-import os
 import sys
+import time
 from pathlib import Path
 
 import mlx.core as mx
@@ -11,6 +11,7 @@ from checkpoints import CONFIG, as_midlayer, eagle3_tensors, write_safetensors
 from helpers import tiny_llama
 
 from mlx_eagle.convert import convert
+from mlx_eagle.decoding.remembered import versions
 from mlx_eagle.doctor import __main__ as program
 from mlx_eagle.doctor import checks, expect
 from mlx_eagle.drafters.pairs import PAIRS, bytes_in_4_bits, targets_within
@@ -96,14 +97,19 @@ def test_a_damaged_calibration(home, capsys, content, sentence):
 def test_calibration_is_counted_by_device_and_has_an_age(home):
     file = home / "cache" / "calibration.json"
     file.parent.mkdir()
-    entry = {"plain": 0.1, "rounds": {"1": 0.2}}
-    here = f"{checks.device_name()} | mlx 0.32.4"
-    file.write_text(json.dumps({here: entry, "Apple M9 | mlx": entry, "Apple M8 | mlx": entry}))
-    os.utime(file, (file.stat().st_atime, file.stat().st_mtime - 5 * 24 * 3600))
+    entry = {"plain": 0.1, "rounds": {"1": 0.2}, "versions": versions()}
+    here, day = f"{checks.device_name()} | llama", 24 * 3600
+    ages = {here: 5, f"{here} 2": 20, "Apple M9 | llama": 1, "Apple M8 | llama": 1}
+    document = {key: entry | {"date": time.time() - age * day} for key, age in ages.items()}
+    document[f"{here} | of version 0.1.0"] = {"plain": 0.1, "rounds": {"1": 0.2}}
+    file.write_text(json.dumps(document))
     (found,) = checks.check_calibration()
     assert found.level == "ok"
-    assert "1 measurements of this device on file, 2 of others" in found.text
-    assert "5 days old" in found.text
+    assert "3 measurements of this device on file, 2 of others" in found.text
+    assert "begun 5 days ago, and 2 will be refreshed" in found.text
+    file.write_text(json.dumps({here: document[here] | {"date": time.time() - 3 * 3600}}))
+    (found,) = checks.check_calibration()
+    assert "begun 3 hours ago, and 0 will" in found.text
 
 
 @pytest.mark.parametrize("blocked", ["a file in its place", "a folder that nobody may write"])

@@ -223,8 +223,8 @@ def test_rounds_are_measured_only_while_nobody_waits(flags, expected, monkeypatc
     measuring = threading.Event()
     num_done = []
 
-    def slow_costs(decoder, with_trees, progress) -> LiveCosts:
-        for i in range(200):  # 20 s
+    def slow_costs(decoder, with_trees, progress, recalibrate) -> LiveCosts:
+        for i in range(200 * recalibrate):  # 20 s
             progress(i, 200)
             num_done.append(i)
             measuring.set()
@@ -236,7 +236,7 @@ def test_rounds_are_measured_only_while_nobody_waits(flags, expected, monkeypatc
         measuring.clear()
         num_done.clear()
         got = []
-        with ours(*flags, "--num-draft-tokens", "auto") as asked:
+        with ours(*flags, "--num-draft-tokens", "auto", "--recalibrate") as asked:
             first = threading.Thread(
                 target=lambda: got.append(asked.complete(**TEXT | seeds).choices[0].text)
             )
@@ -248,6 +248,24 @@ def test_rounds_are_measured_only_while_nobody_waits(flags, expected, monkeypatc
                 alone = asked.complete(**TEXT, **seeds, num_draft_tokens=0).choices[0].text
         assert second == expected and len(num_done) < 150
         assert got == [alone if seeds else expected[0].text]
+
+
+def test_rounds_are_measured_once_where_that_is_asked_for(flags, monkeypatch):
+    asked_for = []
+
+    def quick_costs(decoder, with_trees, progress, recalibrate) -> LiveCosts:
+        asked_for.append(recalibrate)
+        if recalibrate:
+            progress(1, 1)
+        return LiveCosts(RoundCosts(1.0, {shape: 1.0 for shape in CHAINS}))
+
+    monkeypatch.setattr(loop, "round_costs", quick_costs)
+    for more, expected in (("--recalibrate",), [True, False]), ((), [False, False]):
+        asked_for.clear()
+        with ours(*flags, "--num-draft-tokens", "auto", *more) as asked:
+            for _ in expected:
+                asked.complete(**TEXT)
+        assert asked_for == expected
 
 
 def test_an_answer_that_others_wait_for_ends_in_time(flags):

@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 from mlx_lm.generate import generate_step
 from mlx_lm.models import llama, qwen3
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tolerances import tolerance
@@ -77,6 +77,24 @@ def tiny_qwen3(seed: int = 0, **changes) -> nn.Module:
     }
     args = qwen3.ModelArgs(model_type="qwen3", **{**sizes, **changes})
     return randomize(qwen3.Model(args), seed)
+
+
+class Recital(nn.Module):
+    """A target that recites a text: what it chooses depends on the position alone."""
+
+    def __init__(self, text: list[int]):
+        super().__init__()
+        self.layers = [nn.Identity()]
+        self.text = text
+
+    def __call__(self, tokens, cache):
+        start = cache[0].offset
+        cache[0].update_and_fetch(*[mx.zeros((1, 1, tokens.shape[1], 1))] * 2)
+        following = mx.array(self.text[start + 1 : start + 1 + tokens.shape[1]])
+        return 9.0 * (following[None, :, None] == mx.arange(VOCAB))
+
+    def make_cache(self):
+        return [KVCache()]
 
 
 def byte_tokenizer() -> TokenizerWrapper:

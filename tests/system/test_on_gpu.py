@@ -56,7 +56,7 @@ def test_both_ways_of_a_round_are_tried(dtype, tmp_path, monkeypatch):
     model.set_dtype(dtype)
     drafter = tiny_head(model)
     drafter.head.set_dtype(dtype)
-    tokens, _ = speculative(model, drafter, PROMPT, 20, num_draft_tokens="auto")
+    tokens, _ = speculative(model, drafter, PROMPT, 20, num_draft_tokens="auto", recalibrate=True)
     assert taken == [["splits_attention", "keeps_tail"]] and len(tokens) == 20
 
 

@@ -157,7 +157,7 @@ def test_calibration_reports_between_what_it_times(checkpoint, monkeypatch, tree
         monkeypatch.setattr(timing, name, timed)
     options = {"tree": tree} if tree else {"num_draft_tokens": "auto"}
     report = {"calibration_progress_callback": lambda *args: order.append(args)}
-    tokens, _ = speculative(MODEL, DRAFTER, PROMPT, 12, **options, **report)
+    tokens, _ = speculative(MODEL, DRAFTER, PROMPT, 12, **options, **report, recalibrate=True)
     assert tokens == plain(MODEL, PROMPT, 12)
     num_plans = len(calibrate.CHAINS + (calibrate.TREES if tree else ()))
     total = calibrate.AMOUNT.repeats * (1 + num_plans)
@@ -188,21 +188,24 @@ def generate(monkeypatch, checkpoint):
 
 
 STEP = ("--prefill-step-size", "8")
-LENGTH = "--num-draft-tokens"
+LENGTH, AGAIN = "--num-draft-tokens", "--recalibrate"
 FLAGS = {
     "short": ((LENGTH, "3"), set()),
     "long": ((*STEP, LENGTH, "3"), {READING}),
     "long, undrafted": ((*STEP, LENGTH, "0"), {READING}),
     "long, without a drafter": ((*STEP, "--model", "some", LENGTH, "0"), {READING}),
-    "auto": ((LENGTH, "auto"), {MEASURING}),
-    "short, by default": ((), {MEASURING}),
-    "long, by default": (STEP, {READING, MEASURING}),
+    "auto": ((LENGTH, "auto"), set()),
+    "auto, measured": ((LENGTH, "auto", AGAIN), {MEASURING}),
+    "short, by default": ((), set()),
+    "short, measured": ((AGAIN,), {MEASURING}),
+    "long, by default": (STEP, {READING}),
+    "long, measured": ((*STEP, AGAIN), {READING, MEASURING}),
 }
 
 
 @pytest.mark.parametrize("module", [cli, chat], ids=["generate", "chat"])
 @pytest.mark.parametrize(
-    "name", thorough(FLAGS, "long", "long, without a drafter", "long, by default")
+    "name", thorough(FLAGS, "long", "long, without a drafter", "long, measured")
 )
 def test_generation_on_a_terminal(generate, module, name, capsys):
     flags, expected = FLAGS[name]
@@ -214,12 +217,12 @@ def test_generation_on_a_terminal(generate, module, name, capsys):
     assert READING not in capsys.readouterr().out
     assert (f"/{NUM_GROUPS} " in drawn) == (MEASURING in expected)
     with on_a_terminal() as terminal:
-        generate(module, *flags)
+        generate(module, *(flag for flag in flags if flag != AGAIN))
     assert MEASURING not in terminal.getvalue()
 
 
 @pytest.mark.parametrize("module", [cli, chat], ids=["generate", "chat"])
-@pytest.mark.parametrize("name", thorough(FLAGS, "long, by default"))
+@pytest.mark.parametrize("name", thorough(FLAGS, "long, measured"))
 def test_generation_without_a_terminal(generate, capsys, module, name):
     generate(module, *FLAGS[name][0])
     assert capsys.readouterr().err == ""
