@@ -7,8 +7,9 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..decoding.accept import RULES, Sampler, check_rule_for_sampling, check_rule_for_trees
+from ..decoding.accept import Sampler
 from ..decoding.limits import AUTO
+from ..decoding.rules import RULES, check_rule_for_sampling
 from ..decoding.samplers import SamplingOptions, sampler_for
 from ..demo.pair import load_demo
 from ..draft_models import open_drafter
@@ -126,7 +127,6 @@ def check_draft_flags(args: argparse.Namespace) -> None:
         )
     if args.tree is not None:
         read_tree(args.tree)
-        check_rule_for_trees(args.acceptance)
     check_choice("quantize_draft", args.quantize_draft, QUANTIZED_BITS)
     check_ranges(args, RANGES)
 
