@@ -83,7 +83,8 @@ def add_draft_flags(parser: argparse.ArgumentParser) -> None:
         "--acceptance",
         choices=RULES,
         help="match: works with any sampler. coupled (default with --temp): the same seed gives "
-        "the same text with or without drafting. reject: standard rejection sampling.",
+        "the same text with or without drafting. reject: rejection sampling, in a tree child "
+        "by child.",
     )
     use_plain_types(parser)
 

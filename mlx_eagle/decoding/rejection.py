@@ -55,7 +55,7 @@ class RejectChoice:
         unfiltered = normalized(logits)
         log_q = self.sampling.log_probabilities(unfiltered)
         # Noise for each node: what one draws must not decide which siblings another one has.
-        noise = mx.random.gumbel(log_q.shape, key=self._key(len(self.levels), self.DRAFT))
+        noise = self._gumbel(log_q.shape, len(self.levels), self.DRAFT)
         index, likely = drawn(log_q, unfiltered, noise, count)
         self.levels.append(Drawn(index, log_q, ids))
         return index, likely
@@ -65,23 +65,26 @@ class RejectChoice:
         num_rows, size = log_p.shape
         # At each depth only one row can be reached: the others may have its random numbers.
         depths = mx.arange(num_rows) if tree_mask is None else tree_mask.sum(axis=1) - 1
-        keys = [self._key(depth, self.REST) for depth in range(draft.num_levels + 1)]
-        noise = mx.stack([mx.random.gumbel((size,), key=key) for key in keys])[depths]
-        places = draft.places
-        if tree_mask is None and len(self.levels) == len(draft) > 0:
-            places = mx.arange(len(draft))
+        num_depths = draft.num_levels + 1
+        noise = mx.stack([self._gumbel((size,), i, self.REST) for i in range(num_depths)])[depths]
+        places = self._places(draft)
         if places is None:
             return match(draft, tree_mask, mx.argmax(log_p + noise, axis=-1), logprobs)
         parents = mx.arange(len(draft)) if draft.parents is None else draft.parents
         ranks, rows = families(parents, max(level.index.shape[1] for level in self.levels))
         q, children = self._tried(places, rows)
-        keys = [self._key(depth, self.COIN) for depth in range(draft.num_levels + 1)]
-        coins = mx.stack([mx.random.uniform(shape=rows.shape[1:], key=key) for key in keys])[depths]
+        shape, keys = rows.shape[1:], [self._key(i, self.COIN) for i in range(num_depths)]
+        coins = mx.stack([mx.random.uniform(shape=shape, key=key) for key in keys])[depths]
         kept, left = try_in_turn(mx.exp(log_p), q, self.levels[0].ids, children, coins)
-        drawn_there = mx.argmax(mx.log(left) + noise, axis=-1)
         child = mx.take_along_axis(rows, mx.maximum(kept, 0)[:, None], axis=1)[:, 0]
-        following = mx.where(kept < 0, drawn_there, draft.tokens[mx.maximum(child - 1, 0)])
+        token, other = draft.tokens[child - 1], mx.argmax(mx.log(left) + noise, axis=-1)
+        following = mx.where(kept < 0, other.astype(mx.int32), token)
         return keep_branch(draft, tree_mask, kept[parents] == ranks, following, logprobs)
+
+    def _places(self, draft: Draft) -> mx.array | None:
+        """Where the tokens stand among all that were drawn here; None if they were not."""
+        is_chain = draft.parents is None and len(self.levels) == len(draft) > 0
+        return mx.arange(len(draft)) if is_chain else draft.places
 
     def _tried(self, places: mx.array, rows: mx.array) -> tuple[mx.array, mx.array]:
         """What ``try_in_turn`` takes for the tokens of those places: q (R, Vd), children (R, n).
@@ -92,9 +95,12 @@ class RejectChoice:
         index = mx.concatenate([level.index.flatten() for level in self.levels])
         counts = [level.index.shape[1] for level in self.levels for _ in level.index]
         of_place = mx.array([i for i, count in enumerate(counts) for _ in range(count)])
-        token = mx.maximum(rows - 1, 0)  # of no child: any
-        children = mx.where(rows > 0, index[places[token]].astype(mx.int32), -1)
-        return q[of_place[places[token[:, 0]]]], children
+        drawn_as = places[rows - 1]  # of no child: any
+        children = mx.where(rows > 0, index[drawn_as].astype(mx.int32), -1)
+        return q[of_place[drawn_as[:, 0]]], children
+
+    def _gumbel(self, shape: tuple[int, ...], row: int, use: int) -> mx.array:
+        return mx.random.gumbel(shape, key=self._key(row, use))
 
     def _key(self, row: int, use: int) -> mx.array:
         return self.sampling.key(self.position + row, use)
@@ -137,4 +143,3 @@ def try_in_turn(
     left = rest if ids is None else p.at[:, ids].add(rest - inside)
     # Where rounding leaves nothing, p itself.
     return kept[:, 0], mx.where(left.sum(axis=1, keepdims=True) > 0, left, p)
-

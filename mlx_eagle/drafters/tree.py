@@ -31,6 +31,7 @@ class Grown:
     parents: mx.array
     places: mx.array
 
+
 MAX_NODES = 1024  # of a static tree: they are verified in one pass
 ONE_BLOCK = 2048  # scores that Metal sorts in one kernel
 MOST_PICKS = 10  # one after the other, instead of sorting

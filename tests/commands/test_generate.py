@@ -257,7 +257,8 @@ HELP = {
     "--tree": "Draft a tree instead of a chain. WIDTHxDEPTH:NODES (for example 3x3:7) is an "
     "EAGLE-2 tree.",
     "--acceptance": "match: works with any sampler. coupled (default with --temp): the same seed "
-    "gives the same text with or without drafting. reject: standard rejection sampling.",
+    "gives the same text with or without drafting. reject: rejection sampling, in a tree child by "
+    "child.",
     "--draft-cache": "Advanced: cheaper draft-cache update, lower acceptance.",
     "--list": "List converted heads and known pairs, and exit.",
 }

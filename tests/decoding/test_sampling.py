@@ -14,6 +14,7 @@ from mlx_eagle.decoding.rules import make_rule
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.base import Draft
 
+
 @pytest.mark.parametrize("temp", thorough([0.7, 1.0], 0.7))
 @pytest.mark.parametrize("acceptance", ["match", "coupled", "reject"])
 def test_pairs_have_the_targets_distribution(acceptance, temp):

@@ -193,7 +193,9 @@ def test_drawing_is_without_replacement():
     for pair in drawn(log_q, log_q, noise, 2)[0].tolist():
         counts[tuple(pair)] = counts.get(tuple(pair), 0) + 1
     q = q[0].tolist()
-    expected = {(a, b): num * q[a] * q[b] / (1 - q[a]) for a in range(3) for b in range(3) if a != b}
+    expected = {
+        (a, b): num * q[a] * q[b] / (1 - q[a]) for a in range(3) for b in range(3) if a != b
+    }
     assert counts.keys() == expected.keys()
     assert sum((counts[k] - e) ** 2 / e for k, e in expected.items()) < 20.5  # 5 degrees, 0.999
     filtered = mx.array([[-math.inf, 0.0, -math.inf]])

@@ -92,8 +92,11 @@ def test_rules_for_sampling(server, asked_of_loop):
         for rule in ("coupled", None)
     ]
     assert texts[0] == texts[1] == plain_text == trees[0] == trees[1]
-    assert len({plain_text, *texts[2:]}) == 3
+    rejected = {"tree": "2x2:4", "acceptance": "reject"}
+    texts.append(server.complete(**SAMPLED, **rejected).choices[0].text)
+    assert len({plain_text, *texts[2:]}) == 4
     again = [server.complete(**SAMPLED, acceptance=r).choices[0].text for r in rules[2:]]
+    again.append(server.complete(**SAMPLED, **rejected).choices[0].text)
     assert again == texts[2:], "a seed gives one text under each rule"
 
 
@@ -115,7 +118,6 @@ REFUSED = {
         {"acceptance": "coupled", "temperature": 1, "xtc_probability": 0.5},
         "cannot replay XTC",
     ),
-    "both": ({"acceptance": "reject", "temperature": 1, "tree": "2x2:4"}, "is for chains"),
 }
 
 
@@ -204,7 +206,6 @@ def test_no_draft_could_pay_here(pair, expected, monkeypatch):
 
 MISTAKES = {
     "tree": (("--tree", "4x4"), "give WIDTHxDEPTH:NODES"),
-    "both": (("--tree", "2x2:4", "--acceptance", "reject"), "is for chains"),
     "length": (("--num-draft-tokens", "-2"), "give 0 (plain decoding) or more, or auto"),
 }
 
