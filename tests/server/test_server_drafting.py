@@ -11,7 +11,7 @@ from serving import ENDLESS, NUM_CHARACTERS, ours, parse, theirs, write_pair, wr
 
 from mlx_eagle.commands import generate as cli
 from mlx_eagle.commands.flags import read_tree
-from mlx_eagle.decoding import loop, setup
+from mlx_eagle.decoding import loop
 from mlx_eagle.decoding.calibrate import CHAINS
 from mlx_eagle.decoding.costs import RoundCosts
 from mlx_eagle.decoding.live_costs import LiveCosts
@@ -49,13 +49,13 @@ def own_calibration(tmp_path, monkeypatch):
 @pytest.fixture
 def asked_of_loop(monkeypatch) -> list[tuple]:
     """The trees and rules that the loop is asked for."""
-    found, check = [], setup._check_target
+    found, open_decoder = [], loop.open_decoder
 
-    def watch(model, drafter, cache, quantization, tree, acceptance):
-        found.append((tree, acceptance))
-        check(model, drafter, cache, quantization, tree, acceptance)
+    def watch(*args, **options):
+        found.append((options["tree"], options["acceptance"]))
+        return open_decoder(*args, **options)
 
-    monkeypatch.setattr(setup, "_check_target", watch)
+    monkeypatch.setattr(loop, "open_decoder", watch)
     return found
 
 
