@@ -1,4 +1,4 @@
-"""Which draft tokens are kept: the acceptance rules, on arrays alone.
+"""Which draft tokens are kept: the acceptance rules, on arrays alone (and ``rejection.py``).
 
 A rule opens each round. It tells the drafter how to pick tokens, and turns the target's logits
 for the rows of the verify pass into the token that follows each row and the number of draft
