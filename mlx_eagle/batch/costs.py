@@ -12,7 +12,6 @@ from functools import cache
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..decoding.accept import make_rule
 from ..decoding.calibrate import (
     CHAINS,
     TIME_LIMIT,
@@ -27,6 +26,7 @@ from ..decoding.cost_keys import context_bucket, make_key
 from ..decoding.costs import PLAIN, BatchCosts, DraftShape, RoundCosts, Ways
 from ..decoding.limits import Limits
 from ..decoding.live_costs import LiveBatchCosts
+from ..decoding.rules import make_rule
 from ..decoding.setup import split_cache
 from ..decoding.timing import Amount, late_after, time_in_turn
 from ..drafters.base import Drafter

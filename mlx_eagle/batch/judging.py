@@ -167,7 +167,7 @@ def _kind(rule: Rule) -> object:
     if type(rule) is Match and rule.sampler is None:
         return Greedy
     if type(rule) is Coupled and type(rule.sampling) is Sampling:
-        return (*rule.sampling.filters, rule.drafts_greedily, rule.vocab_size)
+        return (*rule.sampling.parameters, rule.drafts_greedily, rule.vocab_size)
     return OneByOne
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..decoding.accept import RULES, Sampler, check_rule_for_sampling, check_rule_for_trees
+from ..decoding.accept import Sampler
 from ..decoding.limits import AUTO
+from ..decoding.rules import RULES, check_rule_for_sampling
 from ..decoding.samplers import SamplingOptions, sampler_for
 from ..demo.pair import load_demo
 from ..draft_models import open_drafter
@@ -82,7 +83,8 @@ def add_draft_flags(parser: argparse.ArgumentParser) -> None:
         "--acceptance",
         choices=RULES,
         help="match: works with any sampler. coupled (default with --temp): the same seed gives "
-        "the same text with or without drafting. reject: standard rejection sampling.",
+        "the same text with or without drafting. reject: rejection sampling, in a tree child "
+        "by child.",
     )
     parser.add_argument(
         "--recalibrate",
@@ -132,7 +134,6 @@ def check_draft_flags(args: argparse.Namespace) -> None:
         )
     if args.tree is not None:
         read_tree(args.tree)
-        check_rule_for_trees(args.acceptance)
     if args.recalibrate and AUTO not in (length, args.tree):
         raise ValueError(
             f"--recalibrate measures for auto, but --num-draft-tokens is {length}: give auto."

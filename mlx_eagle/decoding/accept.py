@@ -1,4 +1,4 @@
-"""Which draft tokens are kept: the acceptance rules, on arrays alone.
+"""Which draft tokens are kept: the acceptance rules, on arrays alone (and ``rejection.py``).
 
 A rule opens each round. It tells the drafter how to pick tokens, and turns the target's logits
 for the rows of the verify pass into the token that follows each row and the number of draft
@@ -6,15 +6,18 @@ tokens kept.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
 import mlx.core as mx
 
 from ..drafters.base import Draft
+from ..drafters.tree import top_k
 from ..target.tree_rows import kept_path
 from .sampling import Sampling
+
+FAR = 1e4  # nats, below whatever a filter leaves
 
 Sampler = Callable[[mx.array], mx.array]
 
@@ -83,6 +86,15 @@ class Choice(Protocol):
         for (None: all of the target's, in order). A drafter that has no logits does not call it.
         """
 
+    def pick_children(
+        self, logits: mx.array, ids: mx.array | None, count: int
+    ) -> tuple[mx.array, mx.array]:
+        """The same for a tree: from logits (m, Vd) ``count`` children of each of m nodes.
+
+        Different indices (m, count), and the log of how likely each is kept, (m, count),
+        the likeliest first. Called once per level, in order.
+        """
+
     def verify(self, draft: Draft, tree_mask: mx.array | None, logits: mx.array) -> Verification:
         """Verify a draft of k tokens against the target's logits (k + 1, V).
 
@@ -117,17 +129,29 @@ def kept_in_chain(keep: mx.array) -> mx.array:
     return mx.cumprod(keep.astype(mx.int32)).sum()
 
 
-def _match(
+def keep_branch(
+    draft: Draft,
+    tree_mask: mx.array | None,
+    keep: mx.array,
+    following: mx.array,
+    logits: mx.array,
+) -> Verification:
+    """Keep the branch of the tokens that ``keep`` (k,) says; after rows ``following`` (R,) int32."""
+    if tree_mask is None:
+        return Verification(following, kept_in_chain(keep), logits)
+    rows, num_kept = kept_path(keep, tree_mask)
+    return Verification(following[rows], num_kept, logits, rows)
+
+
+def match(
     draft: Draft, tree_mask: mx.array | None, following: mx.array, logits: mx.array
 ) -> Verification:
     """Keep what equals the choice ``following`` (R,) made after its parent."""
-    following = following.astype(mx.int32)
+    following = following.astype(mx.int32)  # the type of the draft's tokens
     if len(draft) == 0:
         return Verification(following, mx.array(0, mx.int32), logits)
-    if tree_mask is None:
-        return Verification(following, kept_in_chain(draft.tokens == following[:-1]), logits)
-    rows, num_kept = kept_path(draft.tokens == following[draft.parents], tree_mask)
-    return Verification(following[rows], num_kept, logits, rows)
+    after_parent = following[:-1] if draft.parents is None else following[draft.parents]
+    return keep_branch(draft, tree_mask, draft.tokens == after_parent, following, logits)
 
 
 @dataclass(frozen=True)
@@ -152,13 +176,18 @@ class Match:
     def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
         return mx.argmax(logits, axis=-1)
 
+    def pick_children(
+        self, logits: mx.array, ids: mx.array | None, count: int
+    ) -> tuple[mx.array, mx.array]:
+        return likeliest(normalized(logits), count)
+
     def verify(self, draft: Draft, tree_mask: mx.array | None, logits: mx.array) -> Verification:
         if self.sampler is None:
-            return _match(draft, tree_mask, mx.argmax(logits, axis=-1), logits)
+            return match(draft, tree_mask, mx.argmax(logits, axis=-1), logits)
         # A sampler is an opaque closure: it gets the (1, V) rows it gets in plain decoding.
         logprobs, rows = log_softmax(logits), range(logits.shape[0])
         following = mx.concatenate([self.sampler(logprobs[r : r + 1]) for r in rows])
-        return _match(draft, tree_mask, following, logits)
+        return match(draft, tree_mask, following, logits)
 
 
 def _stand_in_sampler(logprobs: mx.array) -> mx.array:
@@ -203,12 +232,16 @@ class CoupledChoice:
     def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
         if self.rule.drafts_greedily:
             return mx.argmax(logits, axis=-1)
-        if self.of_draft is None:
-            noise = self._noise(self.size + 1)
-            self.of_draft = noise if ids is None else mx.take(noise, ids, axis=1)
-        row = self.of_draft[self.num_picked : self.num_picked + 1]
-        self.num_picked += 1
-        return mx.argmax(self.rule.sampling.scores(logits) + row, axis=-1)
+        return mx.argmax(self.rule.sampling.scores(logits) + self._next_noise(ids), axis=-1)
+
+    def pick_children(
+        self, logits: mx.array, ids: mx.array | None, count: int
+    ) -> tuple[mx.array, mx.array]:
+        logits = normalized(logits)
+        if self.rule.drafts_greedily:
+            return likeliest(logits, count)
+        log_q = self.rule.sampling.log_probabilities(logits)
+        return drawn(log_q, logits, self._next_noise(ids), count)
 
     def verify(self, draft: Draft, tree_mask: mx.array | None, logits: mx.array) -> Verification:
         self.rule.vocab_size = logits.shape[-1]
@@ -219,7 +252,15 @@ class CoupledChoice:
         elif noise.shape[0] > num_rows:
             noise = noise[:num_rows]
         scores = self.rule.sampling.scores(log_softmax(logits), is_normalized=True)
-        return _match(draft, tree_mask, mx.argmax(scores + noise, axis=-1), logits)
+        return match(draft, tree_mask, mx.argmax(scores + noise, axis=-1), logits)
+
+    def _next_noise(self, ids: mx.array | None) -> mx.array:
+        """That (1, Vd) of the position that is drafted next."""
+        if self.of_draft is None:
+            noise = self._noise(self.size + 1)
+            self.of_draft = noise if ids is None else mx.take(noise, ids, axis=1)
+        self.num_picked += 1
+        return self.of_draft[self.num_picked - 1 : self.num_picked]
 
     def _noise(self, num_rows: int) -> mx.array:
         """That of the round's positions, so many of them where none was asked for yet."""
@@ -228,118 +269,28 @@ class CoupledChoice:
         return self.noise
 
 
-@dataclass(frozen=True)
-class Reject:
-    """Keep x drawn from q with probability min(1, p(x) / q(x)), else draw from max(0, p - q).
+def normalized(logits: mx.array) -> mx.array:
+    """Log-probabilities of logits (m, V), in float32."""
+    logits = logits.astype(mx.float32)
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
-    Leviathan et al. 2023, arXiv:2211.17192, algorithm 1. q is zero outside the draft
-    vocabulary. A draft that was not drawn through ``pick`` is verified as by ``match``.
+
+def likeliest(log_q: mx.array, count: int) -> tuple[mx.array, mx.array]:
+    """The greatest of log q (m, Vd), (m, count): where they stand, and they themselves."""
+    best = top_k(log_q, count)
+    return best, mx.take_along_axis(log_q, best, axis=1)
+
+
+def drawn(
+    log_q: mx.array, unfiltered: mx.array, noise: mx.array, count: int
+) -> tuple[mx.array, mx.array]:
+    """``count`` of each row of log q (m, Vd), drawn without replacement by Gumbel noise (m, Vd).
+
+    Kool et al. 2019, arXiv:1903.06059. The likeliest of ``unfiltered`` log q follow where a filter
+    left fewer. Returns indices (m, count), as drawn, and (m, count) the log of what the
+    first, second and so on of all tokens have in q, whichever were drawn.
     """
-
-    sampling: Sampling
-
-    def __str__(self) -> str:
-        return f"reject {self.sampling.filters}"
-
-    def on_trial(self) -> "Reject":
-        return replace(self, sampling=replace(self.sampling, seed=0))
-
-    def open(self, position: int, size: int) -> "RejectChoice":
-        return RejectChoice(self.sampling, position)
-
-
-@dataclass
-class RejectChoice:
-    """One round of ``Reject``; every random number belongs to a position and a use."""
-
-    sampling: Sampling
-    position: int
-    picks: list[tuple[mx.array, mx.array, mx.array | None]] = field(default_factory=list)
-
-    TARGET, DRAFT, COIN, RESIDUAL = range(4)
-
-    def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
-        log_q = log_softmax(self.sampling.scores(logits))
-        index = self._draw(log_q, len(self.picks), self.DRAFT)
-        self.picks.append((log_q, index, ids))
-        return index
-
-    def verify(self, draft: Draft, tree_mask: mx.array | None, logits: mx.array) -> Verification:
-        log_p = self.sampling.log_probabilities(log_softmax(logits))
-        draft_tokens, num_drafted = draft.tokens, len(draft)
-        if not self.picks or len(self.picks) != num_drafted:
-            rows = [self._draw(log_p[r : r + 1], r, self.TARGET) for r in range(num_drafted + 1)]
-            return _match(draft, tree_mask, mx.concatenate(rows), logits)
-        kept, following = [], []
-        for i, (log_q, index, ids) in enumerate(self.picks):
-            p, q = mx.exp(log_p[i]), mx.exp(log_q[0])
-            token = draft_tokens[i : i + 1]
-            coin = mx.random.uniform(shape=(1,), key=self._key(i, self.COIN))
-            keep = coin * q[index] < p[token]
-            kept.append(keep)
-            following.append(mx.where(keep, token, self._residual(p, q, ids, i)))
-        following.append(self._draw(log_p[num_drafted:], num_drafted, self.TARGET))
-        num_kept = kept_in_chain(mx.concatenate(kept))
-        return Verification(mx.concatenate(following), num_kept, logits)
-
-    def _residual(self, p: mx.array, q: mx.array, ids: mx.array | None, row: int) -> mx.array:
-        """A draw (1,) from max(0, p - q), p (V,), q (Vd,); from p where that rounds to nothing."""
-        rest = mx.maximum(p - q if ids is None else p.at[ids].add(-q), 0.0)
-        rest = mx.where(rest.sum() > 0, rest, p)
-        return self._draw(mx.log(rest)[None], row, self.RESIDUAL)
-
-    def _draw(self, log_probabilities: mx.array, row: int, use: int) -> mx.array:
-        noise = mx.random.gumbel((log_probabilities.shape[-1],), key=self._key(row, use))
-        return mx.argmax(log_probabilities + noise, axis=-1).astype(mx.int32)
-
-    def _key(self, row: int, use: int) -> mx.array:
-        return self.sampling.key(self.position + row, use)
-
-
-RULES = ("match", "coupled", "reject")
-
-
-def make_rule(acceptance: str | None, sampler: Sampler | None) -> Rule:
-    """The rule of that name (None: the best for the sampler), for one generation.
-
-    Raises ValueError where rule and sampler do not fit.
-    """
-    if acceptance is None:
-        acceptance = "coupled" if isinstance(sampler, Sampling) else "match"
-    if acceptance not in RULES:
-        raise ValueError(f"acceptance is {acceptance!r}: give one of {', '.join(RULES)}.")
-    if acceptance == "match":
-        if isinstance(sampler, Sampling):
-            return Coupled(sampler, drafts_greedily=True)
-        return Match(sampler)
-    if not isinstance(sampler, Sampling):
-        found = "greedy decoding" if sampler is None else "another sampler"
-        raise ValueError(
-            f"acceptance {acceptance!r} needs mlx_eagle.Sampling as the sampler, but this is "
-            f"{found}: give one (temp, top_p, min_p, top_k, seed), or use 'match'."
-        )
-    return Coupled(sampler) if acceptance == "coupled" else Reject(sampler)
-
-
-def check_rule_for_sampling(acceptance: str | None, temp: float, xtc_probability: float) -> None:
-    """Raise ValueError for a rule that cannot work with samplers of these options."""
-    if acceptance not in ("coupled", "reject"):
-        return
-    if temp == 0:
-        raise ValueError(
-            f"acceptance {acceptance!r} needs a temperature above 0: greedy decoding takes "
-            "'match'."
-        )
-    if xtc_probability > 0:
-        raise ValueError(
-            f"acceptance {acceptance!r} cannot replay XTC, which draws random numbers of its own: "
-            "use 'match' with it."
-        )
-
-
-def check_rule_for_trees(acceptance: str | None) -> None:
-    """Raise ValueError for a rule that decides along chains only."""
-    if acceptance == "reject":
-        raise ValueError(
-            "acceptance 'reject' is for chains: use 'coupled' or 'match' with a tree."
-        )
+    unfiltered = unfiltered - FAR
+    is_left = log_q > -mx.inf
+    index = top_k(mx.where(is_left, log_q + noise, unfiltered), count)
+    return index, likeliest(mx.where(is_left, log_q, unfiltered), count)[1]

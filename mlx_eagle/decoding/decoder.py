@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from ..drafters.base import Draft, Drafter, Pick, TailDrafter, empty_draft
+from ..drafters.base import Draft, Drafter, TailDrafter, empty_draft
 from ..target.rollback import CacheQuantization, Checkpoint
 from ..target.taps import Target
-from .accept import Rule
+from .accept import Choice, Rule
 from .costs import DraftShape, Ways
 from .processors import LogitsProcessor, process_logits
 from .round import OpenRound, Round, Rows, StopPoint, stop_point
@@ -180,7 +180,7 @@ class Decoder:
         if max_rows is not None:
             shape = replace(shape, size=min(shape.size, max_rows - 1))
         choice = self.rule.open(self.num_emitted, shape.size)
-        draft = self._propose(shape, choice.pick)
+        draft = self._propose(shape, choice)
         return OpenRound(self.num_emitted, shape, choice, draft, draft_checkpoint)
 
     def close_round(
@@ -296,12 +296,12 @@ class Decoder:
         with self.target.as_alone(self.cache, tokens.shape[0]):
             return self.target(tokens, self.cache)
 
-    def _propose(self, shape: DraftShape, pick: Pick) -> Draft:
+    def _propose(self, shape: DraftShape, choice: Choice) -> Draft:
         if shape.size == 0:
             return empty_draft()
         if shape.tree is None:
-            return self.drafter.propose(shape.size, pick)
-        return self.drafter.propose_tree(shape.tree.at_most(shape.size))
+            return self.drafter.propose(shape.size, choice.pick)
+        return self.drafter.propose_tree(shape.tree.at_most(shape.size), choice.pick_children)
 
     def _verify(
         self, tokens: mx.array, tree_mask: mx.array | None, checkpoint: Checkpoint

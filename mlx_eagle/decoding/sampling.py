@@ -121,7 +121,7 @@ class Sampling:
         return self._key
 
     @property
-    def filters(self) -> tuple:
+    def parameters(self) -> tuple:
         """All that ``log_probabilities`` depends on."""
         return self.temp, self.top_p, self.min_p, self.min_tokens_to_keep, self.top_k
 

@@ -11,11 +11,12 @@ from ..target.rollback import CacheQuantization, Checkpoint, check_supported
 from ..target.sharding import in_any_process, is_pipelined
 from ..target.taps import Target
 from ..target.tree_attention import check_trees
-from .accept import Sampler, check_rule_for_trees, make_rule
+from .accept import Sampler
 from .calibrate import TREES
 from .decoder import Decoder
 from .limits import AUTO
 from .processors import LogitsProcessor
+from .rules import make_rule
 
 
 def split_cache(
@@ -69,7 +70,7 @@ def open_decoder(
     """Target and drafter for one request, checked against each other and what is asked of them."""
     # What processes exchange must be on one stream: an earlier pass may still be under way.
     with mx.stream(stream):
-        _check_target(model, drafter, cache, quantization, tree, acceptance)
+        _check_target(model, drafter, cache, quantization, tree)
         target = Target(model, drafter.taps, fused_rows)
     rule, processors = make_rule(acceptance, sampler), tuple(logits_processors or ())
     return Decoder(target, drafter, cache, rule, processors, quantization, stream)
@@ -81,7 +82,6 @@ def _check_target(
     cache: list,
     quantization: CacheQuantization,
     tree: Tree | str | None,
-    acceptance: str | None,
 ) -> None:
     """Raise ValueError where the target cannot do exactly what is asked of it."""
     check_supported(cache, "target")
@@ -92,7 +92,6 @@ def _check_target(
             "can run again alone: use tensor parallelism, or no draft model."
         )
     if tree is not None:
-        check_rule_for_trees(acceptance)
         check_tree_drafter(drafter, tree)
         check_trees(model, cache)
 

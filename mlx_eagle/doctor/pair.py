@@ -109,7 +109,8 @@ def parity_section() -> Section:
     ways: dict[str, Callable[[Pairs, str], list[Line]]] = {
         "chain": partial(try_greedy, num_draft_tokens=CHAIN),
         "tree": partial(try_greedy, tree=TREE),
-        "sampled": try_sampled,
+        "sampled": partial(try_sampled, num_draft_tokens=CHAIN),
+        "sampled tree": partial(try_sampled, tree=TREE),
         "batch": try_batch,
     }
     parts = [
@@ -141,12 +142,11 @@ def try_greedy(pairs: Pairs, name: str, **options: Any) -> list[Line]:
     return [judged(result, pair, len(drafted))]
 
 
-def try_sampled(pairs: Pairs, name: str) -> list[Line]:
+def try_sampled(pairs: Pairs, name: str, **options: Any) -> list[Line]:
     """With a seed, a drafted text is the one that the same sampler draws from plain decoding."""
     pair, sampling = pairs.get(name), Sampling(temp=1.0, seed=SEED)
     plain = pair.run(mlx_lm.stream_generate, sampler=sampling.begin())
-    options = {"sampler": sampling, "num_draft_tokens": CHAIN}
-    drafted = pair.run(stream_generate, draft_model=pair.drafter, **options)
+    drafted = pair.run(stream_generate, draft_model=pair.drafter, sampler=sampling, **options)
     result = compare(pair.model, pair.prompts()[0], plain, drafted)
     if not result["identical"]:
         tokens = pair.prompts()[0] + plain[: result["index"]]

@@ -18,6 +18,9 @@ LONG_DRAFT = 3  # tokens: from here on each one is started when it is built
 Pick = Callable[[mx.array, mx.array | None], mx.array]
 """How to choose a draft token from logits (1, Vd): see ``accept.Choice.pick``."""
 
+PickChildren = Callable[[mx.array, mx.array | None, int], tuple[mx.array, mx.array]]
+"""How to choose several from logits (m, Vd): see ``accept.Choice.pick_children``."""
+
 
 @dataclass(frozen=True)
 class Draft:
@@ -25,13 +28,15 @@ class Draft:
 
     ``parents`` (k,) makes them a tree, whose deepest token is ``depth`` levels below the root:
     ``parents[i]`` is the row of the verify pass that token i continues. None: a chain. ``form``
-    is the same where the host knows it, because the tree is static.
+    is the same where the host knows it, because the tree is static. ``places`` (k,) are those of
+    ``tree.Grown``; None where no rule was asked for the tokens.
     """
 
     tokens: mx.array
     parents: mx.array | None = None
     depth: int = 0
     form: tuple[int, ...] | None = None
+    places: mx.array | None = None
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -140,7 +145,7 @@ class TreeDrafter(Drafter, Protocol):
     def check_tree(self, shape: Tree) -> None:
         """Raise ValueError, before anything is drafted, where it cannot draft that tree."""
 
-    def propose_tree(self, shape: Tree) -> Draft:
+    def propose_tree(self, shape: Tree, pick: PickChildren) -> Draft:
         """Draft a tree that may follow the last token absorbed."""
 
 

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from ..target.ropes import BY_LENGTH, evaluate_ropes, find_ropes
 from ..target.tree_rows import each_itself
-from .base import Draft, Pick, start_early
+from .base import Draft, Pick, PickChildren, start_early
 from .fed import FedDrafter
 from .head import Eagle3Head
 from .tail import Tail
@@ -139,7 +139,7 @@ class Eagle3Drafter(EagleDrafter):
         self._end_draft(num_steps - 1)
         return Draft(mx.concatenate(tokens))
 
-    def propose_tree(self, shape: Tree) -> Draft:
+    def propose_tree(self, shape: Tree, pick: PickChildren) -> Draft:
         """A tree: dynamic (EAGLE-2, arXiv:2406.16858, section 4) or static (EAGLE-1).
 
         One head forward for each level but the first, over the nodes that are continued; each
@@ -156,12 +156,15 @@ class Eagle3Drafter(EagleDrafter):
             positions = mx.full((num,), base + level, mx.int32)
             states = self._forward(self._to_ids(picked), states[rows], positions, mask, drafting)
             level += 1
-            return _log_probabilities(self._logits(states))
+            return self._logits(states)
 
-        picked, parents = shape.grow(_log_probabilities(self._first), step)
+        def branch(logits: mx.array, count: int) -> tuple[mx.array, mx.array]:
+            return pick(logits, self._to_target, count)
+
+        grown = shape.grow(self._first, step, branch)
         self._end_draft(visible.shape[1])
         form = shape.parents if isinstance(shape, StaticTree) else None
-        return Draft(self._to_ids(picked), parents, shape.depth, form)
+        return Draft(self._to_ids(grown.ids), grown.parents, shape.depth, form, grown.places)
 
     def together(self) -> HeadTogether | None:
         """See ``SharedDrafter.together``."""
@@ -236,9 +239,3 @@ class Eagle3Drafter(EagleDrafter):
         self._count(tokens.shape[0])
         cache = self.cache[:-1] if cache is None else cache
         return self.head(self._embed(tokens), states, cache, positions, mask)
-
-
-def _log_probabilities(logits: mx.array) -> mx.array:
-    """log q of logits (m, Vd), in float32."""
-    logits = logits.astype(mx.float32)
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)

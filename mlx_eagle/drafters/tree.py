@@ -11,8 +11,26 @@ from functools import cached_property
 
 import mlx.core as mx
 
+Branch = Callable[[mx.array, int], tuple[mx.array, mx.array]]
+"""Children of nodes: logits (m, Vd) and how many -> draft ids (m, n), and log of how likely each
+one is kept, (m, n), the likeliest first."""
+
 Step = Callable[[mx.array, mx.array], mx.array]
-"""One more level: draft ids (m,), which continue rows (m,) of the last one -> log q (m, Vd)."""
+"""One more level: draft ids (m,), which continue rows (m,) of the last one -> logits (m, Vd)."""
+
+
+@dataclass(frozen=True)
+class Grown:
+    """The nodes of a tree: draft ids (k,), and the ``parents`` (k,) that they continue.
+
+    ``places`` (k,) says where each one stands among all children that were asked for, level by
+    level, node by node.
+    """
+
+    ids: mx.array
+    parents: mx.array
+    places: mx.array
+
 
 MAX_NODES = 1024  # of a static tree: they are verified in one pass
 ONE_BLOCK = 2048  # scores that Metal sorts in one kernel
@@ -61,16 +79,17 @@ class TreeShape:
         most = self.width + (depth - 1) * self.width**2
         return TreeShape(self.width, depth, min(self.nodes, most))
 
-    def grow(self, log_q: mx.array, step: Step) -> tuple[mx.array, mx.array]:
-        """Draft ids and parents (nodes,) of the tree, from log q (1, Vd) after the root.
+    def grow(self, logits: mx.array, step: Step, branch: Branch) -> Grown:
+        """The tree, from logits (1, Vd) after the root.
 
-        ``step`` is called for every level but the last, with ``width`` nodes.
+        ``step`` is called for every level but the last, with ``width`` nodes. Which children stay
+        follows from how likely they are alone: ``accept.Reject`` needs that.
         """
         beam, reached = mx.array([-1]), mx.zeros((1,))  # the root
         picked, scores, origins, num_before = [], [], [], 0
         for level in range(self.depth):
-            children = top_k(log_q, self.width)
-            here = reached[:, None] + mx.take_along_axis(log_q, children, axis=1)
+            children, likely = branch(logits, self.width)
+            here = reached[:, None] + likely
             picked.append(children.flatten())
             scores.append(here.flatten())
             origins.append(mx.repeat(beam, self.width).astype(mx.int32))
@@ -79,9 +98,9 @@ class TreeShape:
             best = top_k(scores[-1], self.width)
             beam, reached = num_before + best, scores[-1][best]
             num_before += len(scores[-1])
-            log_q = step(picked[-1][best], best // self.width)
+            logits = step(picked[-1][best], best // self.width)
         chosen, parents = rerank(mx.concatenate(scores), mx.concatenate(origins), self.nodes)
-        return mx.concatenate(picked)[chosen], parents
+        return Grown(mx.concatenate(picked)[chosen], parents, chosen)
 
 
 @dataclass(frozen=True)
@@ -161,20 +180,25 @@ class StaticTree:
         """The same tree without the levels below ``depth``."""
         return StaticTree(self.children[:depth])
 
-    def grow(self, log_q: mx.array, step: Step) -> tuple[mx.array, mx.array]:
+    def grow(self, logits: mx.array, step: Step, branch: Branch) -> Grown:
         """See ``TreeShape.grow``; ``step`` is called with the nodes that have children."""
-        picked, inner = [], [0]  # of this level's parents, those with children: rows of log_q
+        picked, places, num_asked = [], [], 0
+        inner = [0]  # of this level's parents, those with children: rows of the logits
         for level, counts in enumerate(self.children):
             branches = [counts[i] for i in inner]
+            most = max(branches)
             rows = [row for row, count in enumerate(branches) for _ in range(count)]
             ranks = [rank for count in branches for rank in range(count)]
-            best = top_k(log_q, max(branches))
+            best, _ = branch(logits, most)
             picked.append(best[mx.array(rows), mx.array(ranks)])
+            places += [num_asked + row * most + rank for row, rank in zip(rows, ranks)]
+            num_asked += len(branches) * most
             if level == self.depth - 1:
                 break
             inner = [i for i, count in enumerate(self.children[level + 1]) if count]
-            log_q = step(picked[-1][mx.array(inner)], mx.array([rows[i] for i in inner]))
-        return mx.concatenate(picked), mx.array(self.parents, dtype=mx.int32)
+            logits = step(picked[-1][mx.array(inner)], mx.array([rows[i] for i in inner]))
+        parents = mx.array(self.parents, dtype=mx.int32)
+        return Grown(mx.concatenate(picked), parents, mx.array(places))
 
 
 EAGLE1 = StaticTree(((4,), (3, 2, 2, 1), (3, 2, 2, 1), (3,), (2,)))

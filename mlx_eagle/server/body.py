@@ -14,8 +14,8 @@ from typing import Any
 from mlx_lm.server import GenerationArguments
 
 from ..commands.flags import read_tree
-from ..decoding.accept import RULES, check_rule_for_sampling, check_rule_for_trees
 from ..decoding.limits import AUTO
+from ..decoding.rules import RULES, check_rule_for_sampling
 
 MAX_DRAFT_TOKENS = 64
 MAX_TREE_NODES = 256
@@ -185,8 +185,6 @@ def with_drafting(
         check_rule_for_sampling(acceptance, temp, xtc_probability)
     else:
         acceptance = flags.acceptance if temp > 0 and xtc_probability == 0 else None
-    if tree is not None:
-        check_rule_for_trees(acceptance)
     seed = args.seed if temp > 0 else None
     reuse = body.get("reuse_caches", True)
     return PairArguments(

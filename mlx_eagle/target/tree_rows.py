@@ -36,3 +36,16 @@ def kept_path(keep: mx.array, tree_mask: mx.array) -> tuple[mx.array, mx.array]:
     index = mx.arange(size)
     rows = mx.argsort(mx.where(on_branch, index, size + index))
     return rows, on_branch.sum() - 1
+
+
+def families(parents: mx.array, width: int) -> tuple[mx.array, mx.array]:
+    """Which child of its parent each token is, (k,), and the rows of each row's children.
+
+    Of the children (k + 1, ``width``), in the order of rows, 0 stands for none:
+    parents [0, 0, 2], width 2 -> [0, 1, 0] and [[1, 2], [0, 0], [3, 0], [0, 0]].
+    """
+    index = mx.arange(parents.shape[0])
+    is_sibling = parents[:, None] == parents
+    ranks = (is_sibling & (index < index[:, None])).sum(axis=1).astype(mx.int32)
+    children = mx.zeros((parents.shape[0] + 1, width), mx.int32)
+    return ranks, children.at[parents, ranks].add(index.astype(mx.int32) + 1)

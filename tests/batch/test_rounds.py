@@ -12,7 +12,7 @@ from test_batch import MODELS, PROMPTS, VOCAB
 from mlx_eagle.batch.judging import Judges
 from mlx_eagle.batch.requests import Options, Request, first_token, prefill
 from mlx_eagle.batch.rounds import Batch
-from mlx_eagle.decoding.accept import make_rule
+from mlx_eagle.decoding.rules import make_rule
 from mlx_eagle.decoding.controller import FixedController
 from mlx_eagle.decoding.costs import DraftShape
 from mlx_eagle.decoding.limits import Limits

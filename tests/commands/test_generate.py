@@ -261,7 +261,8 @@ HELP = {
     "--tree": "Draft a tree instead of a chain. WIDTHxDEPTH:NODES (for example 3x3:7) is an "
     "EAGLE-2 tree.",
     "--acceptance": "match: works with any sampler. coupled (default with --temp): the same seed "
-    "gives the same text with or without drafting. reject: standard rejection sampling.",
+    "gives the same text with or without drafting. reject: rejection sampling, in a tree child by "
+    "child.",
     "--recalibrate": "With auto, measure what rounds cost before the first text, up to half a "
     "minute, instead of learning it from the rounds themselves; what was known is replaced.",
     "--draft-cache": "Advanced: cheaper draft-cache update, lower acceptance.",

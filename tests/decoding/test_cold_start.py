@@ -12,7 +12,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from mlx_eagle import Sampling
 from mlx_eagle.decoding import calibrate, pipeline, remembered
-from mlx_eagle.decoding.accept import make_rule
+from mlx_eagle.decoding.rules import make_rule
 from mlx_eagle.decoding.calibrate import CHAINS
 from mlx_eagle.decoding.cost_keys import make_key
 from mlx_eagle.decoding.costs import PLAIN, DraftShape

@@ -24,11 +24,11 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from tree_drafters import TREE_SCRIPTS
 
 import mlx_eagle
-from mlx_eagle.decoding.accept import make_rule
+from mlx_eagle.decoding.accept import Match, normalized
 from mlx_eagle.decoding.processors import process_logits
+from mlx_eagle.decoding.rules import make_rule
 from mlx_eagle.decoding.sampling import Sampling
-from mlx_eagle.drafters import eagle3
-from mlx_eagle.drafters.base import Draft
+from mlx_eagle.drafters.base import Draft, PickChildren
 from mlx_eagle.drafters.tree import EAGLE1, StaticTree, TreeShape, parse_tree
 
 # The ranks on the way to each node: mc_sim_7b_63 of eagle/model/choices.py, SafeAILab/EAGLE.
@@ -106,7 +106,7 @@ def naive_static(drafter, committed, features, paths) -> list[int]:
         states = alone._seed
         for token in tokens:
             states = alone._forward(mx.array([token]), states)
-        row = eagle3._log_probabilities(alone.head.logits(states))[0].tolist()
+        row = normalized(alone.head.logits(states))[0].tolist()
         return [ids[i] for i in sorted(range(len(row)), key=lambda i: (-row[i], i))]
 
     found = {(): ()}
@@ -124,7 +124,7 @@ def test_the_tree_equals_a_naive_construction(text, seed):
     committed = mx.random.randint(0, VOCAB, (9,), key=mx.random.key(seed))
     features = mx.random.normal((9, 3 * 64), key=mx.random.key(60 + seed))
     drafter.extend(committed, features)
-    draft = drafter.propose_tree(tree)
+    draft = drafter.propose_tree(tree, Match().pick_children)
     assert draft.tokens.tolist() == naive_static(drafter, committed.tolist(), features, paths)
     assert draft.parents.tolist() == list(tree.parents)
     assert (draft.tree_mask().sum(axis=1) - 1).tolist() == [0, *map(len, paths)]
@@ -138,7 +138,7 @@ class ScriptedStaticDrafter(ScriptedDrafter):
     def check_tree(self, tree: StaticTree) -> None:
         pass
 
-    def propose_tree(self, tree: StaticTree) -> Draft:
+    def propose_tree(self, tree: StaticTree, pick: PickChildren) -> Draft:
         true = self.propose(tree.depth).tokens.tolist()
         right = self.script(self.num_rounds - 1, tree.depth)
         depths = [0]
@@ -237,8 +237,8 @@ def test_processors_do_not_wait_for_a_tree_whose_form_is_known(target):
     model, _ = target
     drafter = tiny_head(model).begin()
     drafter.extend(mx.array(PROMPT), mx.random.normal((len(PROMPT), drafter.width)))
-    assert drafter.propose_tree(tree).form == tree.parents
-    assert drafter.propose_tree(TreeShape.parse("2x2:3")).form is None
+    assert drafter.propose_tree(tree, Match().pick_children).form == tree.parents
+    assert drafter.propose_tree(TreeShape.parse("2x2:3"), Match().pick_children).form is None
 
 
 def test_processors_on_a_static_tree_give_plain_decodings_text(target):

@@ -30,9 +30,9 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make
 from mlx_lm.sample_utils import make_logits_processors
 from tree_drafters import TREE_SCRIPTS, ScriptedTreeDrafter
 
+from mlx_eagle.decoding.accept import Match, normalized
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.decoding.sampling import Sampling
-from mlx_eagle.drafters import eagle3
 from mlx_eagle.drafters.tree import TreeShape, rerank, top_k
 from mlx_eagle.target import tree_attention
 from mlx_eagle.target.rollback import Checkpoint
@@ -188,7 +188,7 @@ def naive_tree(drafter, committed_tokens, features, shape):
         states = alone._seed
         for token in path:
             states = alone._forward(mx.array([token]), states)
-        return eagle3._log_probabilities(alone.head.logits(states))[0].tolist()
+        return normalized(alone.head.logits(states))[0].tolist()
 
     def children(path, score):
         row = log_q(path)
@@ -220,7 +220,7 @@ def test_the_dynamic_tree_equals_a_naive_construction(shape, seed):
     text = mx.random.randint(0, VOCAB, (9,), key=mx.random.key(seed))
     features = mx.random.normal((9, 3 * 64), key=mx.random.key(50 + seed))
     drafter.extend(text, features)
-    draft = drafter.propose_tree(shape)
+    draft = drafter.propose_tree(shape, Match().pick_children)
     tokens, parents = naive_tree(drafter, text.tolist(), features, shape)
     assert draft.tokens.tolist() == tokens
     assert draft.parents.tolist() == parents
@@ -269,16 +269,6 @@ def test_what_cannot_do_trees_is_refused(model):
     shape = TreeShape.parse("2x2:4")
     with pytest.raises(ValueError, match="proposes chains only"):
         speculative(model, ScriptedDrafter(PROMPT, lambda r, s: 0), PROMPT, 4, tree=shape)
-    with pytest.raises(ValueError, match="is for chains"):
-        speculative(
-            model,
-            tiny_head(model),
-            PROMPT,
-            4,
-            tree=shape,
-            sampler=Sampling(seed=0),
-            acceptance="reject",
-        )
 
 
 def addresses(*trees) -> list[int]:

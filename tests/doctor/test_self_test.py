@@ -181,7 +181,8 @@ def pairs(monkeypatch) -> pair.Pairs:
 WAYS = {
     "chain": lambda pairs: pair.try_greedy(pairs, "float32", num_draft_tokens=3),
     "tree": lambda pairs: pair.try_greedy(pairs, "float32", tree=pair.TREE),
-    "sampled": lambda pairs: pair.try_sampled(pairs, "float32"),
+    "sampled": lambda pairs: pair.try_sampled(pairs, "float32", num_draft_tokens=3),
+    "sampled tree": lambda pairs: pair.try_sampled(pairs, "float32", tree=pair.TREE),
     "batch": lambda pairs: pair.try_batch(pairs, "float32"),
 }
 
@@ -253,7 +254,7 @@ def test_all_of_it(tmp_path, capsys, monkeypatch):
     report = (tmp_path / "report.md").read_text()
     assert "all parts passed" in report and "c(8)" in report
     for name in pair.PRECISIONS:
-        for way in ("chain", "tree", "sampled", "batch"):
+        for way in ("chain", "tree", "sampled", "sampled tree", "batch"):
             assert f"| {name} | {way} |" in report
     for size in tiny.HEAD_DIMS:
         assert f"| {size} | float16 |" in report

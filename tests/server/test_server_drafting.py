@@ -11,7 +11,7 @@ from serving import ENDLESS, NUM_CHARACTERS, ours, parse, theirs, write_pair, wr
 
 from mlx_eagle.commands import generate as cli
 from mlx_eagle.commands.flags import read_tree
-from mlx_eagle.decoding import loop, setup
+from mlx_eagle.decoding import loop
 from mlx_eagle.decoding.calibrate import CHAINS
 from mlx_eagle.decoding.costs import RoundCosts
 from mlx_eagle.decoding.live_costs import LiveCosts
@@ -49,13 +49,13 @@ def own_calibration(tmp_path, monkeypatch):
 @pytest.fixture
 def asked_of_loop(monkeypatch) -> list[tuple]:
     """The trees and rules that the loop is asked for."""
-    found, check = [], setup._check_target
+    found, open_decoder = [], loop.open_decoder
 
-    def watch(model, drafter, cache, quantization, tree, acceptance):
-        found.append((tree, acceptance))
-        check(model, drafter, cache, quantization, tree, acceptance)
+    def watch(*args, **options):
+        found.append((options["tree"], options["acceptance"]))
+        return open_decoder(*args, **options)
 
-    monkeypatch.setattr(setup, "_check_target", watch)
+    monkeypatch.setattr(loop, "open_decoder", watch)
     return found
 
 
@@ -92,8 +92,11 @@ def test_rules_for_sampling(server, asked_of_loop):
         for rule in ("coupled", None)
     ]
     assert texts[0] == texts[1] == plain_text == trees[0] == trees[1]
-    assert len({plain_text, *texts[2:]}) == 3
+    rejected = {"tree": "2x2:4", "acceptance": "reject"}
+    texts.append(server.complete(**SAMPLED, **rejected).choices[0].text)
+    assert len({plain_text, *texts[2:]}) == 4
     again = [server.complete(**SAMPLED, acceptance=r).choices[0].text for r in rules[2:]]
+    again.append(server.complete(**SAMPLED, **rejected).choices[0].text)
     assert again == texts[2:], "a seed gives one text under each rule"
 
 
@@ -115,7 +118,6 @@ REFUSED = {
         {"acceptance": "coupled", "temperature": 1, "xtc_probability": 0.5},
         "cannot replay XTC",
     ),
-    "both": ({"acceptance": "reject", "temperature": 1, "tree": "2x2:4"}, "is for chains"),
 }
 
 
@@ -204,7 +206,6 @@ def test_no_draft_could_pay_here(pair, expected, monkeypatch):
 
 MISTAKES = {
     "tree": (("--tree", "4x4"), "give WIDTHxDEPTH:NODES"),
-    "both": (("--tree", "2x2:4", "--acceptance", "reject"), "is for chains"),
     "length": (("--num-draft-tokens", "-2"), "give 0 (plain decoding) or more, or auto"),
 }
 

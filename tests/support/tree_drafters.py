@@ -3,7 +3,7 @@
 import mlx.core as mx
 from helpers import VOCAB, ScriptedDrafter
 
-from mlx_eagle.drafters.base import Draft
+from mlx_eagle.drafters.base import Draft, PickChildren
 from mlx_eagle.drafters.tree import TreeShape
 
 TREE_SCRIPTS = {
@@ -23,7 +23,7 @@ class ScriptedTreeDrafter(ScriptedDrafter):
     def check_tree(self, shape: TreeShape) -> None:
         pass
 
-    def propose_tree(self, shape: TreeShape) -> Draft:
+    def propose_tree(self, shape: TreeShape, pick: PickChildren) -> Draft:
         true = self.propose(shape.depth).tokens.tolist()
         right = self.script(self.num_rounds - 1, shape.depth)
         place = self.num_rounds % shape.width

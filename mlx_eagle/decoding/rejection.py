@@ -1,0 +1,151 @@
+"""Rejection sampling: chains, and trees whose children are tried in turn."""
+
+from dataclasses import dataclass, field, replace
+
+import mlx.core as mx
+
+from ..drafters.base import Draft
+from ..target.tree_rows import families
+from .accept import Verification, drawn, keep_branch, log_softmax, match, normalized
+from .sampling import Sampling
+
+TINY = 1e-30  # in place of a sum of probabilities that are all zero
+
+
+@dataclass(frozen=True)
+class Reject:
+    """Keep x drawn from q with probability min(1, p(x) / q(x)), else draw from max(0, p - q).
+
+    The children in a tree are drawn without replacement and tried in turn: see ``try_in_turn``.
+    q is zero outside the draft vocabulary. A draft that was not drawn through the rule is
+    verified as by ``match``.
+    """
+
+    sampling: Sampling
+
+    def __str__(self) -> str:
+        return f"reject {self.sampling.filters}"
+
+    def on_trial(self) -> "Reject":
+        return replace(self, sampling=replace(self.sampling, seed=0))
+
+    def open(self, position: int, size: int) -> "RejectChoice":
+        return RejectChoice(self.sampling, position)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Indices (m, n), drawn without replacement from log q (m, Vd) over the tokens ``ids``."""
+
+    index: mx.array
+    log_q: mx.array
+    ids: mx.array | None
+
+
+@dataclass
+class RejectChoice:
+    """One round of ``Reject``; every random number belongs to a position and a use."""
+
+    sampling: Sampling
+    position: int
+    levels: list[Drawn] = field(default_factory=list)
+
+    REST, DRAFT, COIN = range(3)
+
+    def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
+        return self.pick_children(logits, ids, 1)[0][0]
+
+    def pick_children(
+        self, logits: mx.array, ids: mx.array | None, count: int
+    ) -> tuple[mx.array, mx.array]:
+        unfiltered = normalized(logits)
+        log_q = self.sampling.log_probabilities(unfiltered)
+        # Noise for each node: what one draws must not decide which siblings another one has.
+        noise = self._gumbel(log_q.shape, len(self.levels), self.DRAFT)
+        index, likely = drawn(log_q, unfiltered, noise, count)
+        self.levels.append(Drawn(index, log_q, ids))
+        return index, likely
+
+    def verify(self, draft: Draft, tree_mask: mx.array | None, logits: mx.array) -> Verification:
+        log_p = self.sampling.log_probabilities(log_softmax(logits))
+        num_rows, size = log_p.shape
+        # At each depth only one row can be reached: the others may have its random numbers.
+        depths = mx.arange(num_rows) if tree_mask is None else tree_mask.sum(axis=1) - 1
+        num_depths = draft.num_levels + 1
+        noise = mx.stack([self._gumbel((size,), i, self.REST) for i in range(num_depths)])[depths]
+        places = self._places(draft)
+        if places is None:
+            return match(draft, tree_mask, mx.argmax(log_p + noise, axis=-1), logits)
+        parents = mx.arange(len(draft)) if draft.parents is None else draft.parents
+        ranks, rows = families(parents, max(level.index.shape[1] for level in self.levels))
+        q, children = self._tried(places, rows)
+        shape, keys = rows.shape[1:], [self._key(i, self.COIN) for i in range(num_depths)]
+        coins = mx.stack([mx.random.uniform(shape=shape, key=key) for key in keys])[depths]
+        kept, left = try_in_turn(mx.exp(log_p), q, self.levels[0].ids, children, coins)
+        child = mx.take_along_axis(rows, mx.maximum(kept, 0)[:, None], axis=1)[:, 0]
+        token, other = draft.tokens[child - 1], mx.argmax(mx.log(left) + noise, axis=-1)
+        following = mx.where(kept < 0, other.astype(mx.int32), token)
+        return keep_branch(draft, tree_mask, kept[parents] == ranks, following, logits)
+
+    def _places(self, draft: Draft) -> mx.array | None:
+        """Where the tokens stand among all that were drawn here; None if they were not."""
+        is_chain = draft.parents is None and len(self.levels) == len(draft) > 0
+        return mx.arange(len(draft)) if is_chain else draft.places
+
+    def _tried(self, places: mx.array, rows: mx.array) -> tuple[mx.array, mx.array]:
+        """What ``try_in_turn`` takes for the tokens of those places: q (R, Vd), children (R, n).
+
+        ``rows`` (R, n) are those of the children, 0 for none.
+        """
+        q = mx.exp(mx.concatenate([level.log_q for level in self.levels]))
+        index = mx.concatenate([level.index.flatten() for level in self.levels])
+        counts = [level.index.shape[1] for level in self.levels for _ in level.index]
+        of_place = mx.array([i for i, count in enumerate(counts) for _ in range(count)])
+        drawn_as = places[rows - 1]  # of no child: any
+        children = mx.where(rows > 0, index[drawn_as].astype(mx.int32), -1)
+        return q[of_place[drawn_as[:, 0]]], children
+
+    def _gumbel(self, shape: tuple[int, ...], row: int, use: int) -> mx.array:
+        return mx.random.gumbel(shape, key=self._key(row, use))
+
+    def _key(self, row: int, use: int) -> mx.array:
+        return self.sampling.key(self.position + row, use)
+
+
+def try_in_turn(
+    p: mx.array, q: mx.array, ids: mx.array | None, children: mx.array, coins: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Which child of each row is kept, (R,), -1 for none, and what is drawn from then, (R, V).
+
+    p (R, V) are the target's probabilities after the rows, q (R, Vd) those that the children were
+    drawn from, over the tokens ``ids`` (Vd,) (None: all of the target's). ``children`` (R, n) are
+    indices into q, as they were drawn without replacement, -1 where there is none; coins (R, n)
+    are uniform below 1.
+
+    A child x is kept with probability min(1, p(x) / q(x)). Else p becomes max(0, p - q) and q
+    loses x, both normalized, for the next child: EAGLE (arXiv:2401.15077, appendix A.2) and
+    SpecInfer (arXiv:2305.09781, algorithm 2), which draws with replacement. With one child that
+    is Leviathan et al. 2023, arXiv:2211.17192, algorithm 1. What is drawn from is not normalized.
+    """
+    inside = p if ids is None else p[:, ids]
+    # What cannot be drafted loses nothing: only its sum matters until the end.
+    outside = mx.maximum(p.sum(axis=1, keepdims=True) - inside.sum(axis=1, keepdims=True), 0.0)
+    index, rest = mx.arange(q.shape[1]), inside
+    kept = mx.full((p.shape[0], 1), -1)
+    for i in range(children.shape[1]):
+        child = children[:, i : i + 1]
+        there = mx.maximum(child, 0)
+        # Not p but q is scaled, by the sum of what is left of p.
+        q_of_rest = q * (rest.sum(axis=1, keepdims=True) + outside)
+        p_child = mx.take_along_axis(rest, there, axis=1)
+        q_child = mx.take_along_axis(q_of_rest, there, axis=1)
+        # A child that could not be drawn, as fewer were left, is no child.
+        is_one = (child >= 0) & (q_child > 0)
+        is_kept = is_one & (coins[:, i : i + 1] * q_child < p_child)
+        kept = mx.where((kept < 0) & is_kept, i, kept)
+        rest = mx.where(is_one, mx.maximum(rest - q_of_rest, 0.0), rest)
+        q = mx.where(index == child, 0.0, q)
+        q = q / mx.maximum(q.sum(axis=1, keepdims=True), TINY)
+    left = rest if ids is None else p.at[:, ids].add(rest - inside)
+    # Where rounding leaves nothing, p itself.
+    return kept[:, 0], mx.where(left.sum(axis=1, keepdims=True) > 0, left, p)
