@@ -189,7 +189,7 @@ def on_trial(decoder: Decoder) -> Decoder:
     drafter = _AlwaysDrafts(decoder.drafter.begin())
     quantization, stream = decoder.quantization, decoder.stream
     trial = Decoder(decoder.target, drafter, decoder.cache, Match(), (), quantization, stream)
-    trial.root = decoder.root
+    trial.root, trial.root_embedding = decoder.root, decoder.root_embedding
     return trial
 
 

@@ -145,6 +145,14 @@ class TreeDrafter(Drafter, Protocol):
 
 
 @runtime_checkable
+class EmbeddedDrafter(Drafter, Protocol):
+    """A drafter that, in the place of tokens (m,), absorbs embeddings (m, h) as well."""
+
+    def check_embeddings(self, embeddings: mx.array) -> None:
+        """Raise ValueError unless embeddings (m, h) are as wide as those of its tokens."""
+
+
+@runtime_checkable
 class TailDrafter(Drafter, Protocol):
     """A drafter that can keep drafted slots beside its caches (see ``tail.py``)."""
 
