@@ -172,10 +172,10 @@ def load_pair(
         if args.adapter_path is not None:
             raise ValueError("--adapter-path needs --model: the demo pair has no adapters.")
         is_own = name is None or split_name(name)[0] == AUTO
-        model, tokenizer, drafter = load_demo(quantize_bits=bits if is_own else None)
+        model, tokenizer, own = load_demo(quantize_bits=bits if is_own else None)
     else:
-        (model, tokenizer), drafter = load_target(args, tokenizer_config), None
-    drafter = open_beside(drafter, name, model, tokenizer, quantize_bits=bits)
+        (model, tokenizer), own = load_target(args, tokenizer_config), None
+    drafter = open_beside(own, name, model, tokenizer, quantize_bits=bits)
     if args.draft_cache != "exact":
         if not isinstance(drafter, Eagle3Drafter | CopyingTreeDrafter):
             raise ValueError(

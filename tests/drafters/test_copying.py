@@ -227,6 +227,14 @@ def test_the_head_misses_nothing_of_copied_rounds(always_copies, k):
         assert mx.allclose(a, b[..., : ours.offset, :], atol=1e-4).item()
 
 
+def test_one_eval_a_round(always_copies, monkeypatch):
+    waits, mx_eval = [], mx.eval
+    monkeypatch.setattr(mx, "eval", lambda *args: (waits.append(1), mx_eval(*args)))
+    _, stats = speculative(LLAMA, with_lookup(HEAD), LOOPING, 20, num_draft_tokens=3)
+    prefill_waits = 2  # one chunk, and the first token
+    assert len(waits) == stats.num_target_forwards + prefill_waits
+
+
 def test_trees(always_copies):
     tree = mlx_eagle.parse_tree("3x3:7")
     tokens, stats = speculative(LLAMA, with_lookup(HEAD), LOOPING, 20, tree=tree)
