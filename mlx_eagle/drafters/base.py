@@ -100,8 +100,9 @@ class Drafter(Protocol):
     cache: list
     """mlx-lm caches, one slot per pair, so that the loop can cut surplus rows as the target's."""
 
-    num_forwards: int
-    """Forward passes of the draft model since ``begin`` (prefill included)."""
+    @property
+    def num_forwards(self) -> int:
+        """Forward passes of the draft model since ``begin`` (prefill included)."""
 
     def begin(self, cache: list | None = None) -> "Drafter":
         """A drafter for one request, with this one's weights and ``cache`` (None: fresh ones)."""

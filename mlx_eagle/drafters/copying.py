@@ -134,9 +134,9 @@ class CopyingDrafter(NoModel):
         """See what has become of the last round, and would have of a copy; the host knows now."""
         new = self._lookup.read()
         length, tokens = self._match
-        agree = sum(accumulate((a == b for a, b in zip(tokens, new)), mul))
         if tokens and new:
-            self._copies.observe(length - 1, min(len(tokens), len(new)), agree)
+            num_right = sum(accumulate((a == b for a, b in zip(tokens, new)), mul))
+            self._copies.observe(length - 1, min(len(tokens), len(new)), num_right)
         if self._last is not None and self._size > 0:
             num_kept = self._last.item()
             self._rounds.observe(0, self._size, num_kept)
