@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mlx_eagle.commands.flags import known_head
+from mlx_eagle.commands.flags import with_known_head
 from mlx_eagle.commands.opening import context_size, open_target
 from mlx_eagle.decoding.limits import AUTO
 from mlx_eagle.demo.pair import load_demo
-from mlx_eagle.draft_models import open_drafter
+from mlx_eagle.draft_models import open_beside, split_name
 from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.system.command import run_command
 from mlx_eagle.system.device import prepare_device
@@ -235,12 +235,11 @@ def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
     else:
         model, tokenizer = open_target(args.model)
         names["model"] = args.model
-    head = args.draft_model
-    if head == AUTO:
-        head = None if args.model is None else known_head(args.model)
+    head = with_known_head(args.draft_model, args.model)
     if head is not None:
-        drafter = open_drafter(head, model, tokenizer)
-        names["head"] = head
+        drafter = open_beside(drafter, head, model, tokenizer)
+        own, _ = split_name(head)
+        names["head"] = head.replace(AUTO, names["head"]) if own == AUTO else head
     compared = None
     if args.compare is not None:
         compared, other = open_target(args.compare[1])

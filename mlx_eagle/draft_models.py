@@ -11,8 +11,10 @@ from tempfile import TemporaryDirectory
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .decoding.limits import AUTO
 from .drafters.base import Drafter
 from .drafters.config import Eagle3Config
+from .drafters.copying import with_lookup
 from .drafters.load import TargetSizes, load_drafter, read_head_config, sizes_of
 from .drafters.lookup import LookupDrafter
 from .drafters.model_drafter import load_model_drafter
@@ -43,10 +45,14 @@ def open_drafter(
 
     "lookup" copies from the prompt (no weights). Otherwise it is a folder, a GGUF file or a
     hub repo id: a converted head; an unconverted EAGLE checkpoint, which is converted into the
-    cache, saying so; or an ordinary mlx-lm model with the target's vocabulary.
+    cache, saying so; or an ordinary mlx-lm model with the target's vocabulary. With "+lookup"
+    behind it, it copies where that is likely to keep more.
 
     Raises ValueError, in one sentence, for what is none of these or does not fit ``model``.
     """
+    name, copies = split_name(name)
+    if copies:
+        return with_lookup(open_drafter(name, model, tokenizer, quantize_bits=quantize_bits))
     if name == LOOKUP:
         return LookupDrafter()
     path = locate(name, FILES)
@@ -60,6 +66,49 @@ def open_drafter(
             "quantized copy with mlx_lm.convert."
         )
     return load_model_drafter(path, model, tokenizer)
+
+
+def split_name(name: str) -> tuple[str, bool]:
+    """What stands before "+lookup", and whether that follows: HEAD+lookup -> (HEAD, True).
+
+    A plus in the name of a file or folder that exists is part of that name. Raises ValueError for
+    any other plus.
+    """
+    if "+" not in name or _exists(name):
+        return name, False
+    head, _, what = name.rpartition("+")
+    if what != LOOKUP:
+        raise ValueError(
+            f"{name} does not exist, and behind a plus there may only be {LOOKUP!r}: give "
+            f"HEAD+{LOOKUP}."
+        )
+    if head in ("", LOOKUP) or "+" in head and not _exists(head):
+        raise ValueError(
+            f"{name!r} has no draft head before the plus: give HEAD+{LOOKUP}, or {LOOKUP!r} "
+            "alone."
+        )
+    return head, True
+
+
+def _exists(name: str) -> bool:
+    return Path(name).expanduser().exists()
+
+
+def open_beside(
+    own: Drafter | None,
+    name: str | None,
+    model: nn.Module,
+    tokenizer: TokenizerWrapper | None = None,
+    *,
+    quantize_bits: int | None = None,
+) -> Drafter | None:
+    """As ``open_drafter``; None and "auto" stand for ``own``, which has come with the target."""
+    if name is None:
+        return own
+    base, copies = split_name(name)
+    if base != AUTO or own is None:
+        return open_drafter(name, model, tokenizer, quantize_bits=quantize_bits)
+    return with_lookup(own) if copies else own
 
 
 def _open_checkpoint(path: Path, name: str, model: nn.Module, q_bits: int | None) -> Drafter:

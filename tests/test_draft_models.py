@@ -16,6 +16,8 @@ from mlx_lm.utils import save_model
 import mlx_eagle
 from mlx_eagle.convert import convert
 from mlx_eagle.decoding.stats import Stats
+from mlx_eagle.draft_models import open_beside
+from mlx_eagle.drafters.copying import CopyingDrafter
 from mlx_eagle.drafters.eagle3 import Eagle3Drafter
 from mlx_eagle.drafters.lookup import LookupDrafter
 
@@ -92,6 +94,40 @@ def test_local_names(tmp_path, monkeypatch):
     assert len(list((tmp_path / ".cache" / "mlx-eagle" / "heads").iterdir())) == 1
     with pytest.raises(ValueError, match="does not exist"):
         mlx_eagle.open_drafter("no/such/thing/anywhere", model)
+
+
+def test_a_head_that_copies(tmp_path, monkeypatch):
+    monkeypatch.setattr("pathlib.Path.home", lambda: tmp_path)
+    model = tiny_llama(vocab_size=128)
+    # A plus is part of a name that is there, and of one that lies in such a folder.
+    for place in ("head", "with+lookup", "a+b/head"):
+        source = write_safetensors(tmp_path / place, CONFIG, as_midlayer(eagle3_tensors()))
+        assert isinstance(mlx_eagle.open_drafter(str(source), model), Eagle3Drafter)
+        drafter = mlx_eagle.open_drafter(f"{source}+lookup", model)
+        assert isinstance(drafter, CopyingDrafter)
+        assert isinstance(drafter.drafter, Eagle3Drafter)
+    tokens, _ = speculative(model, drafter, PROMPT, 12, num_draft_tokens=3)
+    assert tokens == plain(model, PROMPT, 12)
+    assert open_beside(drafter.drafter, "auto+lookup", model).drafter is drafter.drafter
+    assert open_beside(drafter, None, model) is drafter
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("head+", "head\\+ does not exist, and behind a plus there may only be 'lookup'"),
+        ("head+foo", "head\\+foo does not exist, and behind a plus"),
+        ("my+folder/head", "my\\+folder/head does not exist"),
+        ("+lookup", "'\\+lookup' has no draft head before the plus: give HEAD\\+lookup"),
+        ("lookup+lookup", "has no draft head before the plus"),
+        ("head+lookup+lookup", "has no draft head before the plus"),
+        ("no/such/thing+lookup", "no/such/thing does not exist"),
+    ],
+)
+def test_what_a_plus_may_not_be(name, message):
+    with pytest.raises(ValueError, match=message) as error:
+        mlx_eagle.open_drafter(name, tiny_llama(vocab_size=128))
+    assert "\n" not in str(error.value)
 
 
 def test_a_refused_checkpoint_says_why(tmp_path):

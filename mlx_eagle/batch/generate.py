@@ -105,6 +105,10 @@ def batch_generate(
         tokenizer = TokenizerWrapper(tokenizer)
     names = ("completion_batch_size", "prefill_batch_size")
     sizes = {name: kwargs.pop(name) for name in names if name in kwargs}
+    if kwargs.pop("input_embeddings", None) is not None:
+        raise ValueError(
+            "input_embeddings are for one prompt: give them to mlx_eagle.generate, one by one."
+        )
     options = Options(**kwargs)
     requests = _requests(model, tokenizer, prompts, prompt_caches, max_tokens, options)
     if return_logprobs:

@@ -12,8 +12,9 @@ from ..decoding.limits import AUTO
 from ..decoding.rules import RULES, check_rule_for_sampling
 from ..decoding.samplers import SamplingOptions, sampler_for
 from ..demo.pair import load_demo
-from ..draft_models import open_drafter
+from ..draft_models import LOOKUP, open_beside, split_name
 from ..drafters.base import Drafter
+from ..drafters.copying import CopyingTreeDrafter
 from ..drafters.eagle3 import Eagle3Drafter
 from ..drafters.pairs import pair_for
 from ..drafters.tree import Tree, parse_tree
@@ -58,7 +59,8 @@ def add_draft_flags(parser: argparse.ArgumentParser) -> None:
         elif action.dest == "draft_model":
             action.help = (
                 "An EAGLE head, converted or not, or an ordinary model: folder or hub repo; "
-                "'auto' for the known head of --model, or 'lookup' to copy from the prompt. "
+                "'auto' for the known head of --model, or 'lookup' to copy from the prompt; "
+                "with '+lookup' behind any of the others, whichever is accepted more. "
                 "Default: the demo head."
             )
         elif action.dest == "num_draft_tokens":
@@ -176,26 +178,36 @@ def load_pair(
     Says on standard error where this machine cannot gain from drafting.
     """
     prepare_device()
-    name, is_demo = args.draft_model, args.model is None
-    if name == AUTO:
-        name = None if is_demo else known_head(args.model)
-    if is_demo:
+    name, bits = with_known_head(args.draft_model, args.model), args.quantize_draft
+    if args.model is None:
         if args.adapter_path is not None:
             raise ValueError("--adapter-path needs --model: the demo pair has no adapters.")
-        bits = args.quantize_draft if name is None else None
-        model, tokenizer, drafter = load_demo(quantize_bits=bits)
+        is_own = name is None or split_name(name)[0] == AUTO
+        model, tokenizer, own = load_demo(quantize_bits=bits if is_own else None)
     else:
-        (model, tokenizer), drafter = load_target(args, tokenizer_config), None
-    if name is not None:
-        drafter = open_drafter(name, model, tokenizer, quantize_bits=args.quantize_draft)
+        (model, tokenizer), own = load_target(args, tokenizer_config), None
+    drafter = open_beside(own, name, model, tokenizer, quantize_bits=bits)
     if args.draft_cache != "exact":
-        if not isinstance(drafter, Eagle3Drafter):
+        if not isinstance(drafter, Eagle3Drafter | CopyingTreeDrafter):
             raise ValueError(
                 "--draft-cache lagging is for EAGLE heads that draft step by step: leave it out "
                 "here."
             )
         drafter = drafter.with_draft_cache(args.draft_cache)
     return model, tokenizer, drafter
+
+
+def with_known_head(name: str | None, model: str | None) -> str | None:
+    """``name`` with the head of the table of pairs for "auto", saying which.
+
+    Where ``model`` is None, that is the demo pair's own: see ``open_beside``.
+    """
+    head, copies = (None, False) if name is None else split_name(name)
+    if head != AUTO:
+        return name
+    if model is None:
+        return name if copies else None
+    return f"{known_head(model)}+{LOOKUP}" if copies else known_head(model)
 
 
 def known_head(model: str) -> str:

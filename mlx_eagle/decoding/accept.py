@@ -136,7 +136,7 @@ def keep_branch(
     following: mx.array,
     logits: mx.array,
 ) -> Verification:
-    """Keep the branch of the tokens that ``keep`` (k,) says; after rows ``following`` (R,) int32."""
+    """Keep the branch of the tokens that ``keep`` (k,) says; ``following`` (R,) int32 is next."""
     if tree_mask is None:
         return Verification(following, kept_in_chain(keep), logits)
     rows, num_kept = kept_path(keep, tree_mask)

@@ -244,7 +244,8 @@ def on_trial(decoder: Decoder) -> Decoder:
         decoder.quantization,
         decoder.stream,
     )
-    trial.root, trial.history = decoder.root, decoder.history
+    trial.root, trial.root_embedding = decoder.root, decoder.root_embedding
+    trial.history = decoder.history
     return trial
 
 

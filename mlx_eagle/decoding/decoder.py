@@ -53,6 +53,7 @@ class Decoder:
         self.quantization = quantization
         self.stream = stream
         self.root = mx.zeros((1,), mx.int32)
+        self.root_embedding: mx.array | None = None  # (1, h), of a prompt that was given so
         self.history = mx.zeros((0,), mx.int32)  # for logits processors: up to the root
         self.prefill_time = 0.0  # seconds
         self.num_emitted = 0
@@ -83,39 +84,53 @@ class Decoder:
             self.drafter.keep_tail(ways.keeps_tail)
 
     def prefill(
-        self, prompt: mx.array, step_size: int, progress: Callable[[int, int], None]
+        self,
+        prompt: mx.array,
+        step_size: int,
+        progress: Callable[[int, int], None],
+        embeddings: mx.array | None = None,
     ) -> None:
-        """Run prompt (n,) but its last token, chunk by chunk, through target and drafter."""
-        total, begun = prompt.shape[0], time.perf_counter()
+        """Run prompt (n,) but its last token, chunk by chunk, through target and drafter.
+
+        ``embeddings`` (n, h) stand for its tokens, of which there may then be none (0,).
+        """
+        total = (prompt if embeddings is None else embeddings).shape[0]
+        begun = time.perf_counter()
         progress(0, total)
-        for end in self.prefill_chunks(prompt, step_size):
+        for end in self.prefill_chunks(prompt, step_size, embeddings):
             progress(end, total)
         self.prefill_time = time.perf_counter() - begun
 
-    def prefill_chunks(self, prompt: mx.array, step_size: int) -> Iterator[int]:
+    def prefill_chunks(
+        self, prompt: mx.array, step_size: int, embeddings: mx.array | None = None
+    ) -> Iterator[int]:
         """The same, for others to have the device between chunks: yields how much is done."""
-        last = prompt.shape[0] - 1
+        last = (prompt if embeddings is None else embeddings).shape[0] - 1
         self.root = prompt[-1:]
+        self.root_embedding = None if embeddings is None else embeddings[-1:]
         self.history = prompt
         for start in range(0, last, step_size):
             end = min(start + step_size, last)
-            self._prefill_chunk(prompt[start:end])
+            chunk = None if embeddings is None else embeddings[start:end]
+            self._prefill_chunk(prompt[start:end], chunk)
             yield end
 
-    def _prefill_chunk(self, tokens: mx.array) -> None:
-        """Run tokens (m,) through target and drafter; a failure changes neither.
+    def _prefill_chunk(self, tokens: mx.array, embeddings: mx.array | None) -> None:
+        """Run tokens (m,) or embeddings (m, h) through target and drafter.
 
-        The last token's features wait for the token that comes next, as between requests.
+        The last token's features wait for the token that comes next, as between requests. A
+        failure changes neither.
         """
+        seen = tokens if embeddings is None else embeddings
         with self._undone_on_failure(Checkpoint(self.cache), Checkpoint(self.drafter.cache)):
             with mx.stream(self.stream):
-                _, features = self.target(tokens, self.cache)
+                _, features = self.target(tokens, self.cache, embeddings=embeddings)
                 if features is None:
-                    self.drafter.extend(tokens, None)
+                    self.drafter.extend(seen, None)
                 else:
-                    self.drafter.extend(tokens[:1], None)
-                    if tokens.size > 1:
-                        self.drafter.extend(tokens[1:], features[:-1])
+                    self.drafter.extend(seen[:1], None)
+                    if seen.shape[0] > 1:
+                        self.drafter.extend(seen[1:], features[:-1])
                 self.quantization.apply(self.cache)
             mx.eval([c.state for c in self.cache + self.drafter.cache if not c.empty()])
         if features is not None:
@@ -156,7 +171,7 @@ class Decoder:
                 tokens = mx.concatenate([tokens, opened.draft.tokens])
         # The checkpoint is not named in there: it would keep itself and all caches alive.
         target_checkpoint = Checkpoint(
-            self.cache, lambda num_rows: self._rerun(tokens[:num_rows]), tokens.shape[0]
+            self.cache, lambda num_rows: self._rerun(tokens[:num_rows]), 1 + len(opened.draft)
         )
         with self._undone_on_failure(target_checkpoint, draft_checkpoint), mx.stream(self.stream):
             logits, features = self._verify(tokens, tree_mask, target_checkpoint)
@@ -193,7 +208,8 @@ class Decoder:
     ) -> Round:
         """The round whose verify pass gives logits (R, V) and features (R, F), not started yet."""
         draft = opened.draft
-        if self.processors:
+        # As in mlx-lm, not while no token is known: after a prompt of embeddings alone.
+        if self.processors and self.history.size > 0:
             logits = process_logits(self.processors, self.history, draft, logits)
         verification = opened.choice.verify(draft, tree_mask, logits)
         if verification.rows is not None and features is not None:
@@ -224,7 +240,8 @@ class Decoder:
         """The round that ends prefill: the prompt's last token, no draft."""
         with self._undone_on_failure(Checkpoint(self.drafter.cache)):
             with mx.stream(self.stream):
-                self.drafter.extend(self.root, None)
+                given = self.root_embedding
+                self.drafter.extend(self.root if given is None else given, None)
             first = self.launch(DraftShape(0), absorb=True)
         self._prefill_forwards = self.drafter.num_forwards
         return first
@@ -238,7 +255,7 @@ class Decoder:
             done.keep_run(length)
             self.quantization.apply(self.cache)
             emitted = done.verification.following[:length]
-            self.root = emitted[-1:]
+            self.root, self.root_embedding = emitted[-1:], None
             self.num_emitted += length
             done.committed = True
             if not done.absorbed and not self.drops_drafter:
@@ -293,8 +310,9 @@ class Decoder:
         self._backlog.clear()
 
     def _run(self, tokens: mx.array) -> tuple[mx.array, mx.array | None]:
-        with self.target.as_alone(self.cache, tokens.shape[0]):
-            return self.target(tokens, self.cache)
+        given = self.root_embedding  # in the first round, whose one row is the root
+        with self.target.as_alone(self.cache, tokens.shape[0] if given is None else 1):
+            return self.target(tokens, self.cache, embeddings=given)
 
     def _propose(self, shape: DraftShape, choice: Choice) -> Draft:
         if shape.size == 0:
@@ -309,7 +327,7 @@ class Decoder:
         """Logits and features; the checkpoint gets the layer calls where it may need them."""
         if tree_mask is not None:
             return self.target(tokens, self.cache, tree_mask)
-        if not checkpoint.recurrent or tokens.shape[0] == 1:
+        if not checkpoint.recurrent or tokens.shape[0] <= 1:
             return self._run(tokens)
         with self.target.as_alone(self.cache, tokens.shape[0]):
             logits, features, calls = self.target.record(tokens, self.cache)

@@ -43,14 +43,14 @@ class Limits:
         return token in self.stop_tokens
 
 
-def check_prompt(prompt: mx.array) -> None:
-    """Raise ValueError for anything but one prompt of a token or more."""
+def check_prompt(prompt: mx.array, can_be_empty: bool = False) -> None:
+    """Raise ValueError for anything but one prompt, with a token or more unless told otherwise."""
     if prompt.ndim != 1:
         raise ValueError(
             f"the prompt has shape {tuple(prompt.shape)}: speculative decoding takes one prompt "
             "(n,) at a time; use mlx_eagle.batch_generate for several."
         )
-    if prompt.size == 0:
+    if prompt.size == 0 and not can_be_empty:
         raise ValueError("the prompt is empty: give at least one token.")
 
 

@@ -23,7 +23,7 @@ from .live_costs import LiveCosts
 from .pipeline import Pipeline
 from .processors import LogitsProcessor
 from .sampling import Sampling
-from .setup import begin_drafter, open_decoder, split_cache
+from .setup import begin_drafter, check_embeddings, open_decoder, split_cache
 from .stats import Stats
 
 CLEAR_CACHE_EVERY = 256  # tokens, as in mlx_lm.generate.generate_step
@@ -48,6 +48,7 @@ def speculative_generate_step(
     kv_group_size: int = 64,
     quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START,
     prompt_progress_callback: Progress | None = None,
+    input_embeddings: mx.array | None = None,
     recalibrate: bool = False,
     calibration_progress_callback: Progress | None = None,
     stop_tokens: Collection[int] = (),
@@ -63,9 +64,10 @@ def speculative_generate_step(
     "reject" (with a ``Sampling``; coupled is then the default). ``tree`` drafts trees of that
     shape instead of chains of any length, where target and drafter can; "auto" chooses the
     fastest among chains, trees and plain decoding. ``stop_tokens`` end the generation once
-    yielded. ``stats`` is updated after every round. Both progress callbacks are given how much is
-    done and how much there is: of the prompt in tokens, of the measurement for "auto" in groups
-    of rounds.
+    yielded. ``stats`` is updated after every round. ``input_embeddings`` (n, h) enter the target,
+    and the drafter's head, in the place of the prompt's own; the prompt may then be empty. Both
+    progress callbacks are given how much is done and how much there is: of the prompt in tokens,
+    of the measurement for "auto" in groups of rounds.
 
     Wherever the caller stops, ``prompt_cache`` then holds the prompt and every token yielded,
     as ``mlx_lm.generate.generate_step`` leaves it. ``prompt_cache`` may hold the drafter's
@@ -75,14 +77,18 @@ def speculative_generate_step(
     generate with one model and one drafter.
 
     Raises ValueError for an empty prompt, a batch of prompts, a ``num_draft_tokens`` or
-    ``max_tokens`` that is no such number, an acceptance rule that does not fit the sampler, or a
-    cache type that cannot be rolled back exactly.
+    ``max_tokens`` that is no such number, an acceptance rule that does not fit the sampler, a
+    cache type that cannot be rolled back exactly, or embeddings that target or drafter cannot
+    take.
     """
-    check_prompt(prompt)
+    check_prompt(prompt, can_be_empty=input_embeddings is not None)
     check_num_draft_tokens(num_draft_tokens)
     check_max_tokens(max_tokens)
     if isinstance(sampler, Sampling):
         sampler = sampler.begin()
+    if input_embeddings is not None and num_draft_tokens != 0:
+        check_embeddings(input_embeddings, prompt, model, draft_model)
+        prompt = prompt.astype(mx.int32)  # an empty array has another type by default
     stats = Stats() if stats is None else stats
     cache, draft_cache = split_cache(prompt_cache, model, max_kv_size)
     stats.start()
@@ -101,6 +107,7 @@ def speculative_generate_step(
                 kv_group_size=kv_group_size,
                 quantized_kv_start=quantized_kv_start,
                 prompt_progress_callback=prompt_progress_callback,
+                input_embeddings=input_embeddings,
             )
             yield from _plain(steps, stop_tokens, stats)
             return
@@ -116,13 +123,14 @@ def speculative_generate_step(
             tree=tree,
         )
         progress = prompt_progress_callback or silent
-        decoder.prefill(prompt, prefill_step_size, progress)
+        decoder.prefill(prompt, prefill_step_size, progress, input_embeddings)
         with mx.stream(stream):
             calibrating = calibration_progress_callback or silent
             costs = partial(round_costs, decoder, tree == AUTO, calibrating, recalibrate)
             controller = _make_controller(decoder, num_draft_tokens, tree, stats, costs)
+        total = prompt.size if input_embeddings is None else input_embeddings.shape[0]
         generation = Generation(
-            decoder, Limits(max_tokens, stop_tokens), lambda: progress(prompt.size, prompt.size)
+            decoder, Limits(max_tokens, stop_tokens), lambda: progress(total, total)
         )
         yield from _tokens(generation, controller, stats, keep_caches=prompt_cache is not None)
     finally:

@@ -3,8 +3,9 @@
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import does_model_support_input_embeddings
 
-from ..drafters.base import Drafter, TreeDrafter
+from ..drafters.base import Drafter, EmbeddedDrafter, TreeDrafter
 from ..drafters.tree import Tree
 from ..system.machines import fused_rows
 from ..target.rollback import CacheQuantization, Checkpoint, check_supported
@@ -53,6 +54,30 @@ def begin_drafter(draft_model: Drafter, draft_cache: list | None) -> Drafter:
     drafter = draft_model.begin(draft_cache)
     check_supported(drafter.cache, "draft model")
     return drafter
+
+
+def check_embeddings(
+    embeddings: mx.array, prompt: mx.array, model: nn.Module, drafter: Drafter
+) -> None:
+    """Raise ValueError unless ``embeddings`` (n, h) can stand for ``prompt`` (n,) or (0,)."""
+    if embeddings.ndim != 2 or embeddings.shape[0] == 0:
+        raise ValueError(
+            f"input_embeddings have shape {tuple(embeddings.shape)}: give one row per token of "
+            "one prompt, (n, h)."
+        )
+    if prompt.size not in (0, embeddings.shape[0]):
+        raise ValueError(
+            f"the prompt has {prompt.size} tokens, but input_embeddings "
+            f"{embeddings.shape[0]} rows: give one for each, or an empty prompt."
+        )
+    if not does_model_support_input_embeddings(model):
+        raise ValueError("this target takes no input_embeddings: give it tokens alone.")
+    if not isinstance(drafter, EmbeddedDrafter):
+        raise ValueError(
+            "this drafter reads tokens, and input_embeddings have none: use an EAGLE head or an "
+            "MTP layer alone, or no draft model."
+        )
+    drafter.check_embeddings(embeddings)
 
 
 def open_decoder(

@@ -3,6 +3,7 @@
 The model is built from its ``config.json`` alone; MLX computes no array that nobody asks for.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import _get_classes
 
 from ..commands.opening import check_target, read_json
-from ..draft_models import LOOKUP
+from ..draft_models import LOOKUP, split_name
 from ..drafters.config import Eagle3Config
 from ..drafters.load import check_fit, read_head_config, sizes_of
 from ..drafters.model_drafter import NOT_LOADED
@@ -152,6 +153,15 @@ def attention_words(rows: int, head_dim: int) -> str:
 
 def check_head(model_name: str, name: str | None, model: nn.Module) -> Finding:
     """What the draft model is, and whether it belongs to the target."""
+    try:
+        head, copies = (None, False) if name is None else split_name(name)
+    except ValueError as err:
+        return Finding("draft model", str(err), "problem", "see the sentence before")
+    found = _check_head(model_name, head, model)
+    return replace(found, text=f"{found.text}; copies from the text as well") if copies else found
+
+
+def _check_head(model_name: str, name: str | None, model: nn.Module) -> Finding:
     if name == LOOKUP:
         return Finding("draft model", "lookup, which copies from the prompt and has no weights")
     if name in (None, "auto"):

@@ -105,8 +105,9 @@ class Drafter(Protocol):
     cache: list
     """mlx-lm caches, one slot per pair, so that the loop can cut surplus rows as the target's."""
 
-    num_forwards: int
-    """Forward passes of the draft model since ``begin`` (prefill included)."""
+    @property
+    def num_forwards(self) -> int:
+        """Forward passes of the draft model since ``begin`` (prefill included)."""
 
     def begin(self, cache: list | None = None) -> "Drafter":
         """A drafter for one request, with this one's weights and ``cache`` (None: fresh ones)."""
@@ -147,6 +148,14 @@ class TreeDrafter(Drafter, Protocol):
 
     def propose_tree(self, shape: Tree, pick: PickChildren) -> Draft:
         """Draft a tree that may follow the last token absorbed."""
+
+
+@runtime_checkable
+class EmbeddedDrafter(Drafter, Protocol):
+    """A drafter that, in the place of tokens (m,), absorbs embeddings (m, h) as well."""
+
+    def check_embeddings(self, embeddings: mx.array) -> None:
+        """Raise ValueError unless embeddings (m, h) are as wide as those of its tokens."""
 
 
 @runtime_checkable

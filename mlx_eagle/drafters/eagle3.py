@@ -238,4 +238,4 @@ class Eagle3Drafter(EagleDrafter):
         """
         self._count(tokens.shape[0])
         cache = self.cache[:-1] if cache is None else cache
-        return self.head(self._embed(tokens), states, cache, positions, mask)
+        return self.head(self._embedded(tokens), states, cache, positions, mask)

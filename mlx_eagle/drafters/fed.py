@@ -1,6 +1,7 @@
 """What drafters that are fed the target's activations have in common: state of a request."""
 
 from abc import abstractmethod
+from collections.abc import Callable
 from copy import copy
 from typing import Self
 
@@ -27,6 +28,9 @@ class FedDrafter(NoModel):
         self._num_layers = num_layers
         self._start(self.make_cache())
 
+    _embed: Callable[[mx.array], mx.array]
+    """Maps tokens (m,) to (m, h)."""
+
     @property
     @abstractmethod
     def width(self) -> int:
@@ -39,7 +43,10 @@ class FedDrafter(NoModel):
 
     @abstractmethod
     def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
-        """Feed the head tokens (m,) with features (m, F): the state that a draft starts from."""
+        """Feed the head tokens (m,) with features (m, F): the state that a draft starts from.
+
+        Embeddings (m, h) may stand for the tokens: see ``_embedded``.
+        """
 
     @abstractmethod
     def _logits(self, states: mx.array) -> mx.array:
@@ -68,7 +75,7 @@ class FedDrafter(NoModel):
     def extend(
         self, tokens: mx.array, features: mx.array | None, last: mx.array | None = None
     ) -> None:
-        """See ``Drafter.extend``; tokens (m,), features (m, F)."""
+        """See ``Drafter.extend``; tokens (m,) or embeddings (m, h), features (m, F)."""
         if features is None:
             features = held(self.cache[-1])
         if features is None:
@@ -79,6 +86,19 @@ class FedDrafter(NoModel):
         check_width(features, self.width)
         self._seed = self._absorb(tokens, features, last)
         self._first = self._logits(self._seed)
+
+    def check_embeddings(self, embeddings: mx.array) -> None:
+        """See ``EmbeddedDrafter.check_embeddings``."""
+        own, found = self._embed(mx.zeros((1,), mx.int32)).shape[-1], embeddings.shape[-1]
+        if own != found:
+            raise ValueError(
+                f"the draft head's token embeddings are {own} wide, but the input_embeddings "
+                f"{found}: use a head that shares the target's, or no draft model."
+            )
+
+    def _embedded(self, tokens: mx.array) -> mx.array:
+        """Embeddings (m, h) of tokens (m,); or what was given in their place, as it is."""
+        return tokens if tokens.ndim == 2 else self._embed(tokens)
 
     def hold(self, features: mx.array) -> None:
         """See ``Drafter.hold``; features (1, F)."""

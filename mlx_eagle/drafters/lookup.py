@@ -25,18 +25,18 @@ class NgramIndex:
                 self._follower[tuple(self.text[position - n :])] = position
         self.text.append(token)
 
-    def continuation(self, size: int) -> list[int]:
+    def match(self, size: int) -> tuple[int, list[int]]:
         """``size`` tokens after an earlier occurrence of the text's end; [] if it has none.
 
-        The longest end that occurs before, at its latest place. A copy that reaches the end
-        of the text reads on in itself: a b c a b -> c a b c a b ...
+        The longest end that occurs before, at its latest place; how long it is comes first. A
+        copy that reaches the end of the text reads on in itself: a b c a b -> c a b c a b ...
         """
         for n in self._sizes:
             start = self._follower.get(tuple(self.text[-n:]))
             if start is not None:
                 period = len(self.text) - start
-                return [self.text[start + i % period] for i in range(size)]
-        return []
+                return n, [self.text[start + i % period] for i in range(size)]
+        return 0, []
 
 
 class LookupDrafter(NoModel):
@@ -79,13 +79,24 @@ class LookupDrafter(NoModel):
 
     def propose(self, size: int, pick: Pick) -> Draft:
         """Copy ``size`` tokens, or none; ``pick`` is not called, for there are no logits."""
+        self.read()
+        _, copied = self.match(size)
+        return Draft(mx.array(copied, dtype=mx.int32)) if copied else empty_draft()
+
+    def read(self) -> list[int]:
+        """Enter what was absorbed since the last time, and return it."""
+        new: list[int] = []
         for tokens, last in self._unread:
             num_valid = tokens.shape[0] if last is None else last.item() + 1
-            for token in tokens.tolist()[:num_valid]:
-                self._index.append(token)
+            new += tokens.tolist()[:num_valid]
         self._unread.clear()
-        copied = self._index.continuation(size)
-        return Draft(mx.array(copied, dtype=mx.int32)) if copied else empty_draft()
+        for token in new:
+            self._index.append(token)
+        return new
+
+    def match(self, size: int) -> tuple[int, list[int]]:
+        """See ``NgramIndex.match``, of what was read."""
+        return self._index.match(size)
 
     def modules(self) -> list[nn.Module]:
         return []

@@ -90,7 +90,7 @@ class MTPDrafter(FedDrafter):
     def _forward(self, tokens: mx.array, states: mx.array) -> mx.array:
         """One forward over tokens (m,) and states (1, m, h) -> (1, m, h)."""
         self.num_forwards += 1
-        return self.head(self._embed(tokens[None]), states, self.cache[0])
+        return self.head(self._embedded(tokens)[None], states, self.cache[0])
 
     def _logits(self, states: mx.array) -> mx.array:
         """See ``FedDrafter._logits``; states (1, m, h)."""

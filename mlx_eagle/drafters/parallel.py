@@ -47,7 +47,7 @@ class ParallelDrafter(EagleDrafter):
 
     def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
         """See ``FedDrafter._absorb``; the states are (k, h), of all tokens of a draft."""
-        embeddings, states = self._embed(tokens), self.head.fuse(features)
+        embeddings, states = self._embedded(tokens), self.head.fuse(features)
         if last is None:  # a prompt, which may be long: in the order that needs no mask
             self._count(tokens.shape[0])
             return self.head(embeddings, states, self.cache[:-1])[-1:]

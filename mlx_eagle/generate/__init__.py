@@ -96,10 +96,6 @@ def stream_generate(
         return
     if max_tokens == 0:
         raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
-    if kwargs.pop("input_embeddings", None) is not None:
-        raise ValueError(
-            "input embeddings cannot be combined with a draft model: the drafter needs tokens."
-        )
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     prompt = _encode(tokenizer, prompt)

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
-from ..commands.flags import known_head
-from ..decoding.limits import AUTO
+from ..commands.flags import with_known_head
 from ..system.command import run_command
 from ..system.device import prepare_device
 from .access import is_loopback, read_key
@@ -55,8 +54,7 @@ def run(args: argparse.Namespace) -> None:
     check_arguments(args)
     key = read_key(args)
     prepare_device()
-    if args.draft_model == AUTO:
-        args.draft_model = None if args.model is None else known_head(args.model)
+    args.draft_model = with_known_head(args.draft_model, args.model)
     logging.basicConfig(level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s")
     maybe_set_recommended_wired_limit()
     max_bytes = {} if args.prompt_cache_bytes is None else {"max_bytes": args.prompt_cache_bytes}

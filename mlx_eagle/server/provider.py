@@ -12,7 +12,7 @@ from ..commands.flags import read_tree
 from ..commands.opening import check_target, context_size
 from ..decoding.setup import check_tree_drafter
 from ..demo.pair import load_demo
-from ..draft_models import open_drafter
+from ..draft_models import open_beside
 from ..drafters.load import find_embedding
 from ..system.command import USER_ERRORS
 from ..system.hub import locate
@@ -76,14 +76,13 @@ class PairProvider(ModelProvider):
         else:
             check_target(locate(model_path, DEFAULT_ALLOW_PATTERNS))
             super()._load(model_path, adapter_path)
-        if draft_model_path is not None:
-            drafter = open_drafter(
-                draft_model_path,
-                self.model,
-                self.tokenizer,
-                quantize_bits=self.cli_args.quantize_draft,
-            )
-        self.draft_model = drafter
+        self.draft_model = open_beside(
+            drafter,
+            draft_model_path,
+            self.model,
+            self.tokenizer,
+            quantize_bits=self.cli_args.quantize_draft,
+        )
         if self.cli_args.tree is not None:
             self.check_tree(self.cli_args.tree)
         self.vocab_size = find_embedding(self.model)[1]

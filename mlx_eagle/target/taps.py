@@ -160,15 +160,21 @@ class Target:
         return stand_in
 
     def __call__(
-        self, tokens: mx.array, cache: list, tree_mask: mx.array | None = None
+        self,
+        tokens: mx.array,
+        cache: list,
+        tree_mask: mx.array | None = None,
+        embeddings: mx.array | None = None,
     ) -> tuple[mx.array, mx.array | None]:
         """Run tokens (R,) on top of ``cache``: logits (R, V) and features (R, F).
 
         Features are the taps side by side, low to high; None without taps. ``tree_mask`` (R, R)
-        makes the rows a tree (see ``tree_rows.ancestors``); they are a chain without.
+        makes the rows a tree (see ``tree_rows.ancestors``); they are a chain without. Of a chain
+        ``embeddings`` (R, h), if any, enter the first layer; there may then be no tokens (0,).
         """
         if tree_mask is None:
-            logits, seen, _ = self._pass(tokens[None], cache)
+            given = {} if embeddings is None else {"input_embeddings": embeddings[None]}
+            logits, seen, _ = self._pass(tokens[None], cache, **given)
         else:
             with self._stand_in.tree_attention(cache, tree_mask):
                 logits, seen, _ = self._pass(tokens[None], cache)
@@ -196,11 +202,14 @@ class Target:
             yield
 
     def _pass(
-        self, tokens: mx.array, cache: list, record: bool = False
+        self, tokens: mx.array, cache: list, record: bool = False, **given: mx.array
     ) -> tuple[mx.array, dict[int, mx.array], tuple[LayerCall, ...]]:
-        """One forward pass over tokens (B, R): logits (B, R, V), activations by tap, calls."""
+        """One forward pass over tokens (B, R): logits (B, R, V), activations by tap, calls.
+
+        ``given`` is what else the model is called with.
+        """
         self._watch.begin(record)
-        logits = self._stand_in.model(tokens, cache=cache)
+        logits = self._stand_in.model(tokens, cache=cache, **given)
         return logits, *self._watch.take()
 
     def _features(self, seen: dict[int, mx.array], batch: int) -> mx.array | None:

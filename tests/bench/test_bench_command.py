@@ -160,6 +160,10 @@ def test_any_drafter_can_be_measured(monkeypatch, capsys, tmp_path, tiny):
     args = command.build_parser().parse_args(["--draft-model", "auto"])
     models, names = command.load_models(args)
     assert models.drafter is tiny.drafter and names["head"] == command.DEMO_NAMES["head"]
+    args = command.build_parser().parse_args(["--draft-model", "auto+lookup"])
+    models, names = command.load_models(args)
+    assert models.drafter.drafter is tiny.drafter
+    assert names["head"] == command.DEMO_NAMES["head"] + "+lookup"
 
 
 @pytest.mark.exhaustive

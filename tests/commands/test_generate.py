@@ -93,6 +93,7 @@ WAYS = [
     "--num-draft-tokens 5",
     "--tree 3x3:9",
     "--draft-model lookup",
+    "--draft-model auto+lookup",
     "--kv-bits 8 --kv-group-size 32 --quantized-kv-start 40",
 ]
 

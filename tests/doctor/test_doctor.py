@@ -199,6 +199,9 @@ def test_a_converted_head_is_held_against_the_target(tmp_path):
     found = found_by_name(other, str(tmp_path / "head"))["draft model"]
     assert found.level == "problem" and "hidden size" in found.text
     assert "has no weights" in found_by_name(other, "lookup")["draft model"].text
+    found = found_by_name(fits, f"{tmp_path / 'head'}+lookup")["draft model"]
+    assert "fits the target; copies from the text as well" in found.text
+    assert found_by_name(fits, "head+foo")["draft model"].level == "problem"
     assert found_by_name(other)["draft model"].level == "note"
     assert found_by_name(other, "auto")["draft model"].level == "problem"
 

@@ -20,7 +20,9 @@ def test_lookup_equals_its_naive_twin():
         index, text = NgramIndex(max_ngram, min_ngram), []
         for _ in range(40):
             size = dice.randint(1, 6)
-            assert index.continuation(size) == naive_lookup(text, size, max_ngram, min_ngram)
+            n, copied = index.match(size)
+            assert copied == naive_lookup(text, size, max_ngram, min_ngram)
+            assert copied == (naive_lookup(text, size, n, n) if n else [])
             token = dice.randrange(5)
             index.append(token)
             text.append(token)

@@ -62,7 +62,8 @@ def run(monkeypatch, capsys):
     monkeypatch.setattr(flags, "open_target", lambda name, *_, **__: (name, "tokenizer"))
     monkeypatch.setattr(flags, "prepare_device", lambda: None)
     monkeypatch.setattr(flags, "load_demo", lambda **_: demo)
-    monkeypatch.setattr(flags, "open_drafter", lambda *names, **_: opened.append(names) or "head")
+    open_one = lambda *names, **_: opened.append(names) or "head"  # noqa: E731
+    monkeypatch.setattr(drafters, "open_drafter", open_one)
 
     def command(*given: str):
         args = program.build_parser().parse_args(given)

@@ -234,8 +234,10 @@ def test_a_decode_concurrency_of_one_drafts_for_everybody(pair, reference):
         assert answer.usage.drafted_tokens > 30
 
 
-def test_prompt_lookup(pair, reference):
-    flags = ("--model", pair["target"], "--draft-model", "lookup", "--usage-stats")
+@pytest.mark.parametrize("head", thorough(["", "{model}+"], ""))
+def test_prompt_lookup(pair, reference, head):
+    name = head.format(**pair) + "lookup"
+    flags = ("--model", pair["target"], "--draft-model", name, "--usage-stats")
     with ours(*flags) as asked:
         for name in ("chat", "long", "penalty"):
             got = asked.complete(**REQUESTS[name])

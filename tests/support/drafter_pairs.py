@@ -14,6 +14,7 @@ from mlx_lm.models import gemma3_text, lfm2, mamba2, qwen3_5, qwen3_next
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_eagle.drafters.base import Draft, Drafter
+from mlx_eagle.drafters.copying import with_lookup
 from mlx_eagle.drafters.eagle3 import EagleDrafter
 from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.drafters.model_drafter import ModelDrafter
@@ -152,6 +153,7 @@ PAIRS: dict[str, tuple[nn.Module, Drafter]] = {
         ),
     ),
     "eagle-3, latent": (LLAMA, tiny_head(LLAMA, seed=3, **LATENT)),
+    "eagle-3, lookup": (LLAMA, with_lookup(tiny_head(LLAMA))),
     "p-eagle": (LLAMA, tiny_head(LLAMA, seed=4, num_layers=2, mask_token_id=9)),
 }
 SHOWN = [name for name in PAIRS if "recurrent" not in name and "hybrid" not in name]
