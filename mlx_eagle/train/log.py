@@ -1,6 +1,7 @@
 """What a run says of itself: lines, a bar, ``training.csv`` and the card of the head."""
 
 import csv
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,8 +14,6 @@ from ..system.progress import open_bar
 from .evaluate import Evaluation
 
 CSV = "training.csv"
-
-
 
 
 class TrainingLog:
@@ -50,14 +49,19 @@ class TrainingLog:
         """Keep the rows up to ``iteration``, and write the head of the table."""
         rows: list[dict[str, str]] = []
         if iteration and self._path.exists():
-            with self._path.open(newline="") as file:
-                for row in csv.DictReader(file):
-                    if (row["iteration"] or "").isdigit() and int(row["iteration"]) <= iteration:
-                        rows.append(row)
-        with self._path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, self._columns, extrasaction="ignore")
-            writer.writeheader()
-            writer.writerows(rows)
+            whole = self._path.read_text().rpartition("\n")[0]  # a full disk cuts a line short
+            for row in csv.DictReader(whole.splitlines()):
+                if (row["iteration"] or "").isdigit() and int(row["iteration"]) <= iteration:
+                    rows.append(row)
+        scratch = self._path.with_name(f".{CSV}.{os.getpid()}")
+        try:
+            with scratch.open("w", newline="") as file:
+                writer = csv.DictWriter(file, self._columns, extrasaction="ignore")
+                writer.writeheader()
+                writer.writerows(rows)
+            os.replace(scratch, self._path)
+        finally:
+            scratch.unlink(missing_ok=True)
 
     def say(self, line: str) -> None:
         if self._quiet:

@@ -5,6 +5,7 @@ Here is the order of things; each of them is in a module beside this one.
 
 import math
 import time
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -120,43 +121,54 @@ class Trainer:
         self._iteration, self._trained_tokens = facts["iteration"], facts["trained_tokens"]
 
     def run(self, stop: Stop) -> TrainReport:
-        """Train up to the end, or until somebody asks to stop."""
-        settings, sums = self._settings, _Sums()
-        log = TrainingLog(
+        """Train up to the end, or until somebody asks to stop.
+
+        Raises ValueError where the loss is no longer a number, or the disk is full.
+        """
+        with self._checkpoints.explaining(self._output):
+            with closing(self._open_log()) as log:
+                losses = self._train(stop, log)
+            if self._iteration < self._settings.iters:
+                return self._report(losses, is_finished=False)
+            if self._world.rank() == 0:
+                self._finish()
+        log.say(f"The head is in {self._output}: use it with --draft-model.")
+        return self._report(losses, is_finished=True)
+
+    def _open_log(self) -> TrainingLog:
+        return TrainingLog(
             self._output,
-            settings.ttt_steps,
-            settings.iters,
+            self._settings.ttt_steps,
+            self._settings.iters,
             self._iteration,
             quiet=self._world.rank() > 0,
         )
+
+    def _train(self, stop: Stop, log: TrainingLog) -> list[float]:
+        """Batch after batch; the losses of the last one."""
+        settings, sums = self._settings, _Sums()
         losses: list[float] = []
-        try:
-            if self._iteration == 0:
+        if self._iteration == 0:
+            self._evaluate(log)
+        while self._iteration < settings.iters:
+            losses = self._learn(log, sums)
+            done = self._iteration
+            if done % settings.steps_per_eval == 0 or done == settings.iters:
                 self._evaluate(log)
-            while self._iteration < settings.iters:
-                losses = self._learn(log, sums)
-                done = self._iteration
-                if done % settings.steps_per_eval == 0 or done == settings.iters:
-                    self._evaluate(log)
-                # Gradients that wait for others are not saved: only behind a whole step.
-                is_whole = done % settings.grad_accumulation_steps == 0
-                is_asked = self._agree(stop.is_asked) and is_whole
-                if is_asked or done == settings.iters or (
-                    done % settings.save_every < settings.grad_accumulation_steps and is_whole
-                ):
-                    self._save(log)
-                if is_asked and done < settings.iters:
-                    log.say(
-                        f"Stopped behind batch {done}, which is saved: the same command with "
-                        "--resume goes on."
-                    )
-                    return self._report(losses, is_finished=False)
-        finally:
-            log.close()
-        if self._world.rank() == 0:
-            self._finish()
-        log.say(f"The head is in {self._output}: use it with --draft-model.")
-        return self._report(losses, is_finished=True)
+            # Gradients that wait for others are not saved: only behind a whole step.
+            is_whole = done % settings.grad_accumulation_steps == 0
+            is_asked = self._agree(stop.is_asked) and is_whole
+            if is_asked or done == settings.iters or (
+                done % settings.save_every < settings.grad_accumulation_steps and is_whole
+            ):
+                self._save(log)
+            if is_asked and done < settings.iters:
+                log.say(
+                    f"Stopped behind batch {done}, which is saved: the same command with "
+                    "--resume goes on."
+                )
+                break
+        return losses
 
     def _agree(self, is_asked: bool) -> bool:
         """Whether any rank was asked to stop; all stop behind the same batch."""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from ranks import run_ranks
 from tolerances import tolerance
-from training import chats, write_data, write_target
+from training import chats, small_files, write_data, write_target
 
 import mlx_eagle
 from mlx_eagle.decoding.stats import Stats
@@ -144,6 +144,49 @@ def test_killed_while_saving_leaves_the_checkpoint_before(tmp_path):
     left = [p for p in (tmp_path / "checkpoints").iterdir() if p.name.startswith(".")]
     Checkpoints(tmp_path).save(999999, {"a": mx.zeros(1)}, {}, {"config": {}, "weights": {}})
     assert not any(path.exists() for path in left)
+
+
+def refused(capsys, *flags: object) -> str:
+    """The one sentence on standard error with which the command ends."""
+    with pytest.raises(SystemExit) as stop:
+        main(list(map(str, flags)))
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1
+    return said
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_and_says_so(target, data, tmp_path, capsys):
+    """While a checkpoint is saved, while the table is written, and at the very beginning."""
+    output, flags = tmp_path / "head", []
+    for name, value in {**QUICK, "iters": 3}.items():
+        flags += [f"--{name.replace('_', '-')}", value]
+    command = ["--model", target, "--data", data, "--output", output, *flags]
+    with small_files(600):
+        said = refused(capsys, *command, "--steps-per-report", 1)
+    assert f"{output} cannot be written to (File too large): no checkpoint was saved yet" in said
+    main(list(map(str, command)))
+    good = output / "checkpoints" / "0000003"
+    kept, table = weights_of(good), (output / "training.csv").read_text()
+    for room, where in ((5000, output / "checkpoints"), (len(table) + 50, output)):
+        with small_files(room):
+            said = refused(capsys, *command, "--resume", "--iters", 6, "--steps-per-report", 1)
+        assert f"{where} cannot be written to (" in said
+        assert f"the last good checkpoint is {good}; make room, and go on with --resume." in said
+        assert (output / "training.csv").read_text().startswith(table)
+    assert [path.name for path in (output / "checkpoints").iterdir()] == [good.name]
+    assert not list(output.glob(".*"))
+    for name, array in weights_of(good).items():
+        assert np.array_equal(array, kept[name])
+    main(list(map(str, [*command, "--resume", "--iters", 6])))
+    assert Checkpoints(output).latest().name == "0000006"
+
+
+def test_a_cache_that_does_not_fit(target, data, tmp_path):
+    run = {**QUICK, "cache_features": str(tmp_path / "cache")}
+    with small_files(5000), pytest.raises(ValueError, match=r"cache/\S+ cannot be written to \("):
+        train(str(target), str(data), str(tmp_path / "head"), **run)
+    assert not any((tmp_path / "cache").rglob("*.safetensors"))
 
 
 def test_a_loss_that_is_no_number_stops_the_run(target, data, tmp_path):
@@ -305,13 +348,8 @@ BAD = {
 def test_bad_data_costs_one_sentence(target, tmp_path, capsys, what):
     make, sentence = BAD[what]
     make(tmp_path / "data")
-    command = ["--model", str(target), "--data", str(tmp_path / "data")]
-    with pytest.raises(SystemExit) as stop:
-        main([*command, "--output", str(tmp_path / "head"), "--batch-size", "2"])
-    assert stop.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and said.count("\n") == 1
-    assert sentence in said
+    command = ["--model", target, "--data", tmp_path / "data", "--output", tmp_path / "head"]
+    assert sentence in refused(capsys, *command, "--batch-size", 2)
     assert not (tmp_path / "head").exists()
 
 
