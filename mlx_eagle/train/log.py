@@ -11,9 +11,8 @@ import mlx.core as mx
 
 from ..convert.card import TAGS
 from ..system.progress import open_bar
+from .curves import CSV
 from .evaluate import Evaluation
-
-CSV = "training.csv"
 
 
 class TrainingLog:

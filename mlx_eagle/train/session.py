@@ -122,7 +122,7 @@ def _make_teacher(
         cache = Path(settings.cache_features).expanduser() / name
         cache.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(cache).free
-        if _is_first():
+        if is_first():
             print(
                 f"The cache in {cache} takes up to {needed / 1e9:.1f} GB; {free / 1e9:.1f} are "
                 "free."
@@ -135,5 +135,6 @@ def _make_teacher(
     return Teacher(model, student.taps, student.ids, cache, needs_sums=settings.loss != "ce")
 
 
-def _is_first() -> bool:
+def is_first() -> bool:
+    """Whether this is the rank that speaks and writes."""
     return mx.distributed.init().rank() == 0

@@ -165,7 +165,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_says_so(target, data, tmp_pa
     with small_files(600):
         said = refused(capsys, *command, "--steps-per-report", 1)
     assert f"{output} cannot be written to (File too large): no checkpoint was saved yet" in said
-    main(list(map(str, command)))
+    train(str(target), str(data), str(output), **{**QUICK, "iters": 3})
     good = output / "checkpoints" / "0000003"
     kept, table = weights_of(good), (output / "training.csv").read_text()
     for room, where in ((5000, output / "checkpoints"), (len(table) + 50, output)):
@@ -178,7 +178,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_says_so(target, data, tmp_pa
     assert not list(output.glob(".*"))
     for name, array in weights_of(good).items():
         assert np.array_equal(array, kept[name])
-    main(list(map(str, [*command, "--resume", "--iters", 6])))
+    train(str(target), str(data), str(output), resume=True, **QUICK)
     assert Checkpoints(output).latest().name == "0000006"
 
 
