@@ -50,6 +50,8 @@ HELP = {
     "steps_per_eval": "Batches between two evaluations on held-out data.",
     "save_every": "Batches between two checkpoints.",
     "val_batches": "Batches to evaluate on; -1 is all that is held out.",
+    "test_prompts": "Held-out prompts that the finished head drafts for; 0 is none.",
+    "test_tokens": "Tokens of each such answer, which is given once for each draft length.",
     "keep_checkpoints": "Checkpoints to keep.",
     "seed": "Seed of the fresh head and of the order of the data.",
     "cache_features": "Keep what the target says of each sequence here, for more epochs.",

@@ -13,6 +13,7 @@ from ..convert.card import TAGS
 from ..system.progress import open_bar
 from .curves import CSV
 from .evaluate import Evaluation
+from .generated import Generated
 
 
 class TrainingLog:
@@ -116,6 +117,13 @@ class TrainingLog:
             f"mean acceptance length for k = 1 ... {len(found.lengths)}: {lengths}"
         )
 
+    def generated(self, found: Generated) -> None:
+        lengths = " ".join(f"{length:.3f}" for length in found.lengths)
+        self.say(
+            f"Generated {found.num_answers} answers of up to {found.max_tokens} tokens: mean "
+            f"acceptance length for k = 1 ... {len(found.lengths)}: {lengths}"
+        )
+
     def _write(self, **values: float) -> None:
         if self._quiet:
             return
@@ -167,6 +175,20 @@ def make_card(name: str, facts: Mapping[str, Any]) -> str:
             + " |",
             "| mean acceptance length | "
             + " | ".join(f"{length:.3f}" for length in evaluation["lengths"])
+            + " |",
+        ]
+    generated = facts.get("generated")
+    if generated:
+        depths = range(1, len(generated["lengths"]) + 1)
+        lines += [
+            "",
+            f"Decoding {generated['num_answers']} held-out prompts greedily, up to "
+            f"{generated['max_tokens']} tokens each:",
+            "",
+            "| k | " + " | ".join(map(str, depths)) + " |",
+            "|---" * (len(depths) + 1) + "|",
+            "| mean acceptance length | "
+            + " | ".join(f"{length:.3f}" for length in generated["lengths"])
             + " |",
         ]
     usage = "mlx_eagle.generate --model TARGET --draft-model THIS_FOLDER --prompt Hello"

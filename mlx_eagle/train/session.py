@@ -11,6 +11,7 @@ import numpy as np
 from ..drafters.load import find_embedding
 from .checkpoints import Checkpoints
 from .examples import Examples, read_examples
+from .generated import Tester, choose_prompts
 from .regenerate import regenerate
 from .settings import TrainSettings
 from .stopping import stopping
@@ -54,7 +55,14 @@ def run(settings: TrainSettings) -> TrainReport:
     )
     student, covered = _make_student(settings, model, config, examples, vocab_size)
     teacher = _make_teacher(settings, model, student, examples)
-    trainer = Trainer(settings, student, teacher, examples, checkpoints, covered)
+    tester = Tester(
+        model,
+        tokenizer,
+        choose_prompts(examples.valid, settings.test_prompts),
+        settings.test_tokens,
+        settings.ttt_steps,
+    )
+    trainer = Trainer(settings, student, teacher, examples, checkpoints, covered, tester)
     output.mkdir(parents=True, exist_ok=True)
     if found is not None:
         trainer.restore(found)

@@ -226,14 +226,18 @@ def _quantization_entry(
 
 
 def write_head(
-    folder: Path, config: Mapping[str, Any], weights: Mapping[str, mx.array]
+    folder: Path, config: Mapping[str, Any], weights: Mapping[str, mx.array] | None = None
 ) -> None:
-    """Put the two files of a converted head into ``folder``, each whole or not at all."""
+    """Put the files of a converted head into ``folder``, each whole or not at all.
+
+    Without ``weights`` these stay as they are.
+    """
     scratch = folder / f".head.{os.getpid()}.safetensors"
     text = json.dumps(config, indent=4, sort_keys=True) + "\n"
     try:
-        save_arrays(scratch, weights)
-        os.replace(scratch, folder / "model.safetensors")
+        if weights is not None:
+            save_arrays(scratch, weights)
+            os.replace(scratch, folder / "model.safetensors")
         scratch.write_text(text, encoding="utf-8")
         os.replace(scratch, folder / "config.json")
     finally:

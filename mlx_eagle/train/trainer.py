@@ -18,6 +18,7 @@ from ..convert.target import open_target
 from .checkpoints import Checkpoints, load_checkpoint
 from .evaluate import Evaluation, Evaluator
 from .examples import BatchOrder, Examples, make_batch
+from .generated import Generated, Tester
 from .log import TrainingLog, make_card
 from .optimizer import TrainStep, learning_rate
 from .settings import TrainSettings
@@ -28,13 +29,15 @@ from .teacher import Teacher
 
 @dataclass(frozen=True)
 class TrainReport:
-    """What came of a run. ``evaluation`` is the last one, None without held-out sequences."""
+    """What came of a run. ``evaluation`` is the last one, None without held-out sequences;
+    ``generated`` what the finished head accepted, None where nothing was generated."""
 
     output: Path
     iteration: int
     is_finished: bool
     evaluation: Evaluation | None
     losses: tuple[float, ...] = ()
+    generated: Generated | None = None
 
 
 @dataclass
@@ -57,6 +60,7 @@ class Trainer:
         examples: Examples,
         checkpoints: Checkpoints,
         covered: float,
+        tester: Tester,
     ):
         self._settings = settings
         self._student = student
@@ -64,6 +68,8 @@ class Trainer:
         self._examples = examples
         self._checkpoints = checkpoints
         self._covered = covered
+        self._tester = tester
+        self._generated: Generated | None = None
         self._world = mx.distributed.init()
         if settings.batch_size % self._world.size():
             raise ValueError(
@@ -131,7 +137,7 @@ class Trainer:
             if self._iteration < self._settings.iters:
                 return self._report(losses, is_finished=False)
             if self._world.rank() == 0:
-                self._finish()
+                self._finish(stop, log)
         log.say(f"The head is in {self._output}: use it with --draft-model.")
         return self._report(losses, is_finished=True)
 
@@ -272,25 +278,35 @@ class Trainer:
             "loss": settings.loss,
             "learning_rate": settings.learning_rate,
             "evaluation": None if self._evaluation is None else asdict(self._evaluation),
+            "generated": None if self._generated is None else asdict(self._generated),
         }
         return {"source": {"path": "mlx_eagle.train", "files": {}}, "training": facts}
 
-    def _finish(self) -> None:
-        """Write the head itself, with its target's tokenizer and its card."""
+    def _finish(self, stop: Stop, log: TrainingLog) -> None:
+        """Write the head itself, with its target's tokenizer, and then what it is worth."""
         settings = self._settings
         quantization = None
         if settings.quantize:
             quantization = Quantization(settings.q_bits, settings.q_group_size)
-        notes = self._notes()
-        config, weights = head_files(self._student, notes, self._student.dtype, quantization)
+        dtype = self._student.dtype
+        config, weights = head_files(self._student, self._notes(), dtype, quantization)
         open_target(settings.model).copy_tokenizer(self._output)
-        card = make_card(self._output.name, notes["training"])
-        (self._output / "README.md").write_text(card, encoding="utf-8")
         write_head(self._output, config, weights)
+        self._generated = self._tester(self._output, stop)
+        if self._generated is not None:
+            log.generated(self._generated)
+            write_head(self._output, config | self._notes())
+        card = make_card(self._output.name, self._notes()["training"])
+        (self._output / "README.md").write_text(card, encoding="utf-8")
 
     def _report(self, losses: list[float], is_finished: bool) -> TrainReport:
         return TrainReport(
-            self._output, self._iteration, is_finished, self._evaluation, tuple(losses)
+            self._output,
+            self._iteration,
+            is_finished,
+            self._evaluation,
+            tuple(losses),
+            self._generated,
         )
 
 

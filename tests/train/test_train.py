@@ -17,7 +17,8 @@ from training import chats, small_files, write_data, write_target
 
 import mlx_eagle
 from mlx_eagle.decoding.stats import Stats
-from mlx_eagle.train import train
+from mlx_eagle.generate import stream_generate
+from mlx_eagle.train import generated, train
 from mlx_eagle.train.__main__ import main, settings_of
 from mlx_eagle.train.checkpoints import Checkpoints, load_checkpoint
 from mlx_eagle.train.optimizer import TrainStep
@@ -30,6 +31,7 @@ QUICK = {
     "save_every": 3,
     "draft_vocab_size": 64,
     "learning_rate": 1e-3,
+    "test_prompts": 0,
 }
 NUM_TOKENS = 33
 
@@ -101,7 +103,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(target, data, tmp_path):
     command = [sys.executable, "-m", "mlx_eagle.train", "--model", str(target)]
     command += ["--data", str(data), "--output", str(output), "--iters", "100000"]
     command += ["--batch-size", "2", "--ttt-steps", "2", "--steps-per-report", "1"]
-    command += ["--steps-per-eval", "100000", "--save-every", "100000"]
+    command += ["--steps-per-eval", "100000", "--save-every", "100000", "--test-prompts", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         for line in process.stdout:
@@ -211,6 +213,7 @@ def test_texts_are_learnt_by_heart_and_evaluated_as_decoding_has_them(target, tm
         warmup=0.1,
         ttt_steps=4,
         save_every=1000,
+        test_tokens=NUM_TOKENS,
     )
     assert report.evaluation.lengths[0] > 1.8 and report.evaluation.lengths[3] > 3
     model, tokenizer = mlx_lm.load(str(target))
@@ -230,7 +233,26 @@ def test_texts_are_learnt_by_heart_and_evaluated_as_decoding_has_them(target, tm
             rounds += stats.num_target_forwards
         # The first token of each comes with the prompt.
         found = len(rows) * (NUM_TOKENS - 1) / rounds
+        assert report.generated.lengths[size - 1] == pytest.approx(found)
         assert report.evaluation.lengths[size - 1] == pytest.approx(found, rel=0.03)
+    card = (tmp_path / "head" / "README.md").read_text()
+    assert f"Decoding 4 held-out prompts greedily, up to {NUM_TOKENS} tokens" in card
+    assert f"| {report.generated.lengths[3]:.3f} |" in card
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert config["training"]["generated"]["lengths"] == list(report.generated.lengths)
+
+
+def test_ctrl_c_while_generating_leaves_a_finished_head(target, data, tmp_path, monkeypatch):
+    def generate(*args, **options):
+        signal.raise_signal(signal.SIGINT)
+        return stream_generate(*args, **options)
+
+    monkeypatch.setattr(generated, "stream_generate", generate)
+    run = {**QUICK, "iters": 2, "test_prompts": 1}
+    report = train(str(target), str(data), str(tmp_path / "head"), **run)
+    assert report.is_finished and report.generated is None
+    assert "Decoding" not in (tmp_path / "head" / "README.md").read_text()
+    mlx_eagle.load_drafter(tmp_path / "head", mlx_lm.load(str(target))[0])
 
 
 @pytest.mark.exhaustive
