@@ -47,4 +47,5 @@ def load_demo(
     drafter = load_drafter(HEAD, model, quantize_bits=quantize_bits)
     if not quantized and quantize_bits is None:
         drafter.head = dequantize_model(drafter.head)
+        mx.eval(drafter.head.parameters())  # another thread could not compute them
     return model, tokenizer, drafter

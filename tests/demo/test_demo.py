@@ -14,9 +14,11 @@ import mlx_lm
 import numpy as np
 import pytest
 import regex
+from at_once import in_threads
 from gguf import GGUFReader, dequantize
 from tolerances import tolerance
 
+from mlx_eagle import speculative_generate_step
 from mlx_eagle.decoding.parity import first_difference
 from mlx_eagle.demo import compare as demo
 from mlx_eagle.demo import target as demo_target
@@ -354,6 +356,17 @@ def test_default_on_a_cpu_is_dense_float32():
         pytest.skip("the default device is no CPU")
     model, _, _ = load_demo()
     assert {w.dtype for w in (m.weight for m in model.modules() if "weight" in m)} == {mx.float32}
+
+
+def test_a_pair_fresh_from_disk_drafts_in_another_thread():
+    """Nothing of it waits to be computed: that is the business of the thread that made it."""
+    model, _, drafter = load_demo()
+
+    def draft() -> int:
+        steps = speculative_generate_step(mx.array([1, 9690]), model, drafter, max_tokens=3)
+        return len(list(steps))
+
+    assert in_threads(draft) == [3]
 
 
 @pytest.mark.exhaustive
