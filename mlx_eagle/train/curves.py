@@ -11,7 +11,7 @@ from ..system.render import Block, Heading, Image, Paragraph, Table, html_page
 
 CSV, PAGE = "training.csv", "training.html"
 CAPTIONS = {
-    "loss": "Loss over the batches: all steps of the training-time test, weighted, and each.",
+    "loss": "Loss over the batches: all steps of the training-time test together, and each.",
     "match": "How often the draft at each depth is the text's own token, on what is held out.",
     "length": "Mean acceptance length that drafts of k tokens would have, on what is held out.",
 }
