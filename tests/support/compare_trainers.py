@@ -4,8 +4,9 @@
     python compare_trainers.py [--model TARGET --data DATA] [--init HEAD] [--iters N] ...
 
 Both begin with the same weights and are given the same tokens in the same order; PyTorch computes
-everything else anew: the target's features and distributions, the losses, their gradients, the
-learning rate, clipping and AdamW. Printed are the losses, what a step took (with one thread each,
+everything else anew: the target's features and distributions, the losses, their gradients,
+clipping and AdamW. The learning rate is the same, for specforge's schedule begins its cosine a step
+before its rise has ended, and then exceeds its peak. Printed are the losses, what a step took (with one thread each,
 the first step aside), and the mean acceptance length of both heads on what is held out. Without
 ``--model`` the target is a tiny random one, whose answers are learnt by heart.
 """
@@ -127,14 +128,14 @@ class PyTorchTrainer:
             self._head,
             settings.learning_rate,
             max_grad_norm=settings.max_grad_norm,
-            total_steps=settings.iters,
-            warmup_ratio=max(settings.warmup, 1 / settings.iters),
         )
         for group in self._optimizer.optimizer.param_groups:
             group["betas"] = BETAS
 
-    def step(self, batch: TokenBatch) -> np.ndarray:
+    def step(self, batch: TokenBatch, rate: float) -> np.ndarray:
         """Learn from a batch; its losses (T,)."""
+        for group in self._optimizer.optimizer.param_groups:
+            group["lr"] = rate
         tokens = torch.from_numpy(batch.tokens[:, : batch.longest].astype(np.int64))
         counts = torch.from_numpy(batch.counts[:, : batch.longest])
         features, logits = golden.target_states(self._target, tokens, self._taps)
@@ -197,7 +198,7 @@ def compare(settings: TrainSettings, report=lambda line: None) -> Comparison:
         rate = learning_rate(number, settings.iters, settings.learning_rate, settings.warmup)
         ours = np.array(step(mx.array(batch.tokens), features, teaching, rate, 1)[0])
         between = time.perf_counter()
-        theirs = other.step(batch)
+        theirs = other.step(batch, rate)
         losses.append((ours, theirs))
         seconds.append((between - begun, time.perf_counter() - between))
         report(
