@@ -12,7 +12,7 @@ from mlx_eagle.drafters.tree import Tree
 from . import conditions, predict, summary
 from .batched import BatchRun, measure_batches, num_batch_runs
 from .graph import count_primitives
-from .questions import Question, prompt_tokens
+from .questions import Question, prompt_tokens, typical_context
 from .runner import (
     Cell,
     Configuration,
@@ -140,13 +140,6 @@ def calibrated_rows(configurations: Sequence[Configuration]) -> tuple[int, list[
     ]
     wide = {shape.nodes + 1 for shape in shapes if isinstance(shape, Tree)}
     return longest, sorted(n for n in wide if n > longest)
-
-
-def typical_context(prompts: Sequence[list[int]], max_tokens: int) -> list[int]:
-    """Tokens as many as half-way through a median answer: its prompt, over and over."""
-    prompt = sorted(prompts, key=len)[len(prompts) // 2]
-    length = max(2, len(prompt) + max_tokens // 2)
-    return (prompt * (length // len(prompt) + 1))[:length]
 
 
 def summarize(

@@ -114,6 +114,13 @@ def prompt_tokens(
     return head + filler[:num_missing] + tail
 
 
+def typical_context(prompts: Sequence[list[int]], max_tokens: int) -> list[int]:
+    """Tokens as many as half-way through a median answer: its prompt, over and over."""
+    prompt = sorted(prompts, key=len)[len(prompts) // 2]
+    length = max(2, len(prompt) + max_tokens // 2)
+    return (prompt * (length // len(prompt) + 1))[:length]
+
+
 def _render(tokenizer: TokenizerWrapper, text: str) -> str:
     messages = [{"role": "user", "content": text}]
     return apply_template(tokenizer, messages, tokenize=False, add_generation_prompt=True)

@@ -6,6 +6,7 @@ Kept in the same file as the costs of single requests, under the number of reque
 
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 
 import mlx.core as mx
@@ -18,26 +19,31 @@ from ..decoding.calibrate import (
     measure,
     on_trial,
     remembered_or,
+    trust_in,
     without_failed,
 )
+from ..decoding.controller import FixedController
 from ..decoding.costs import PLAIN, BatchCosts, DraftShape, RoundCosts, Ways
 from ..decoding.limits import Limits
+from ..decoding.live_costs import LiveBatchCosts
 from ..decoding.setup import split_cache
 from ..decoding.timing import Amount, late_after, time_in_turn
 from ..drafters.base import Drafter
 from ..system.machines import first_look, this_machine
-from .rounds import Batch, Options, Request, prefill
+from .requests import Options, Request, prefill
+from .rounds import Batch
 
 AMOUNT = Amount(plain_steps=4, rounds=2, repeats=3)
 
 
 def batch_costs(
     model: nn.Module, draft_model: Drafter, requests: list[Request], options: Options
-) -> BatchCosts:
+) -> LiveBatchCosts:
     """Costs after the prompts of ``requests``, which stay as they are: remembered or measured now.
 
-    Measuring takes a prefill of copies, some thirty rounds, and a second set of caches for as
-    long.
+    They are then corrected by the rounds themselves, but where a model is shared by processes,
+    which must all decide alike. Measuring takes a prefill of copies, some thirty rounds, and a
+    second set of caches for as long.
     """
     lengths = [len(request.prompt) - 1 + _num_cached(request) for request in requests]
     longest = lengths.index(max(lengths))
@@ -49,24 +55,27 @@ def batch_costs(
             for request in requests
         ]
         for trial in trials:
-            prefill(model, draft_model, trial, options)
+            for _ in prefill(model, draft_model, trial, options):
+                pass
         return trials
 
     def key(what: str) -> str:
         caches, _ = split_cache(requests[longest].cache, model, None)
         return make_key(model, draft_model, caches, len(requests[longest].prompt) - 1, what)
 
+    together_key = key(f"chains of {len(requests)} texts")
     with mx.stream(options.stream):
         alone = remembered_or(
             model, key("chains"), CHAINS, lambda: measure(copies()[longest].decoder, CHAINS)
         )
         together = remembered_or(
             model,
-            key(f"chains, {len(requests)} texts"),
+            together_key,
             lengths_to_measure(len(requests)),
-            lambda: measure_together(model, copies(), alone.ways),
+            lambda: measure_together(model, draft_model, copies(), alone.ways),
         )
-    return BatchCosts(alone, together, len(requests))
+    known = BatchCosts(alone, together, len(requests))
+    return LiveBatchCosts(known, trust_in(model, together_key))
 
 
 def lengths_to_measure(num_texts: int) -> tuple[DraftShape, ...]:
@@ -78,16 +87,19 @@ def _num_cached(request: Request) -> int:
     return max((getattr(c, "offset", 0) for c in request.cache), default=0)
 
 
-def measure_together(model: nn.Module, trials: list[Request], ways: Ways = Ways()) -> RoundCosts:
+def measure_together(
+    model: nn.Module, draft_model: Drafter, trials: list[Request], ways: Ways = Ways()
+) -> RoundCosts:
     """Time real rounds of a batch from where the prefilled ``trials`` stand, greedily.
 
     Their own caches stay as they are, because a batch copies them.
     """
 
     def measure_all(shapes: Sequence[DraftShape]) -> RoundCosts:
+        batch = Batch(model, draft_model, FixedController(PLAIN), ways=ways)
         for trial in trials:
-            trial.decoder = on_trial(trial.decoder)
-        batch = Batch(model, trials, ways=ways)
+            batch.join(replace(trial, decoder=on_trial(trial.decoder)))
+        batch.admit()
         # Gives the drafters something to start from.
         batch.finish(batch.launch(PLAIN, absorb=True))
         return time_in_turn(batch, shapes, (), AMOUNT, late_after(TIME_LIMIT, model))

@@ -4,6 +4,7 @@ Here it is decided whether a batch is drafted for, and how; the rounds are in ``
 """
 
 import time
+import warnings
 from copy import deepcopy
 from dataclasses import asdict
 from typing import Any
@@ -17,8 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoding.controller import AdaptiveController, Controller, FixedController
-from ..decoding.costs import BatchCosts, DraftShape
-from ..decoding.live_costs import LiveCosts
+from ..decoding.costs import DraftShape
 from ..decoding.limits import (
     AUTO,
     Limits,
@@ -26,15 +26,18 @@ from ..decoding.limits import (
     check_num_draft_tokens,
     check_prompt,
 )
+from ..decoding.live_costs import LiveBatchCosts
 from ..decoding.setup import split_cache
 from ..drafters.base import Drafter
+from ..drafters.together import OneByOne, draft_together
 from ..generate import is_drafter
+from ..target.ragged import can_share
 from ..target.ropes import BY_LENGTH, find_ropes
-from .cache import can_batch
 from .costs import batch_costs
+from .drafted import generate_in_turn, generate_together
 from .plain import generate_plainly
+from .requests import Options, Request
 from .response import BatchResponse, Returns, response_of
-from .rounds import Options, Request, generate_in_turn, generate_together
 
 MOST_REQUESTS = 8  # where what rounds of so many cost is not measured
 MOST_MEASURED = 32  # as many as mlx-lm decodes together
@@ -57,12 +60,12 @@ def batch_generate(
 ) -> MlxBatchResponse:
     """Generate for several prompts, as ``mlx_lm.batch_generate`` does, with a drafter.
 
-    All requests are verified in one forward pass of the target per round, padded on the left in
-    mlx-lm's batch caches; each keeps its own number of rows, ends by itself and is decoded as
-    it would be alone. Each is drafted for by itself, so the drafter's cost grows with the batch.
-    A request that has ended makes no room for another. Where the target's caches or ropes cannot
+    All requests are verified in one forward pass of the target per round, on caches with a length
+    for each; each keeps its own number of rows, ends by itself and is decoded as it would be
+    alone. An EAGLE-3 head drafts for all in shared passes too, other drafters text by text. A
+    request that has ended makes no room for another. Where the target's caches or ropes cannot
     share a pass (recurrent states, quantized caches, a base that follows the length), the
-    requests are decoded one after the other, each speculatively.
+    requests are decoded one after the other, each speculatively. Either is said in a warning.
 
     With ``num_draft_tokens`` "auto" each round has the fastest draft length, one for all
     requests, by what they accept and by what rounds of so many cost. That is measured with the
@@ -134,7 +137,8 @@ def _generate(
     verbose: bool,
 ) -> BatchResponse:
     """Together, one after the other or plainly, as fits the batch."""
-    shares = _shares_passes(model, requests)
+    why_alone = _why_alone(model, requests)
+    shares = why_alone is None
     most = MOST_MEASURED if shares and options.num_draft_tokens == AUTO else MOST_REQUESTS
     most = most if max_speculative_batch is None else max_speculative_batch
     is_drafted = options.num_draft_tokens != 0 and 0 < len(requests) <= most
@@ -158,6 +162,7 @@ def _generate(
             calibration_time=calibration_time,
             verbose=verbose,
         )
+    _say_what_is_shared(draft_model, why_alone)
     start = time.perf_counter()
     if controller is None:
         generate_in_turn(model, draft_model, requests, options)
@@ -201,7 +206,7 @@ def _requests(
 
 def _make_controller(
     model: nn.Module, draft_model: Drafter, requests: list[Request], options: Options
-) -> tuple[Controller, BatchCosts | None]:
+) -> tuple[Controller, LiveBatchCosts | None]:
     """The controller of all requests, and the costs it goes by.
 
     Its drafting is off where no draft could ever be faster.
@@ -209,9 +214,31 @@ def _make_controller(
     if options.num_draft_tokens != AUTO:
         return FixedController(DraftShape(options.num_draft_tokens)), None
     costs = batch_costs(model, draft_model, requests, options)
-    return AdaptiveController(LiveCosts(costs.of(len(requests)))), costs
+    return AdaptiveController(costs.of(len(requests))), costs
 
 
-def _shares_passes(model: nn.Module, requests: list[Request]) -> bool:
-    batchable = all(can_batch(split_cache(request.cache, model, None)[0]) for request in requests)
-    return batchable and not any(isinstance(rope, BY_LENGTH) for rope in find_ropes(model))
+def _why_alone(model: nn.Module, requests: list[Request]) -> str | None:
+    """Why the requests cannot share a pass of the target; None where they can."""
+    caches = [c for request in requests for c in split_cache(request.cache, model, None)[0]]
+    for cache in caches:
+        if not can_share([cache]):
+            kept = ", with first tokens that are kept" if getattr(cache, "keep", 0) else ""
+            return f"the target's caches are for one text at a time ({type(cache).__name__}{kept})"
+    if any(isinstance(rope, BY_LENGTH) for rope in find_ropes(model)):
+        return "the target's rotary embedding goes by the length of one text"
+    return None
+
+
+def _say_what_is_shared(draft_model: Drafter, why_alone: str | None) -> None:
+    """Warn where less is shared than could be: it is slower, and nobody would see why."""
+    if why_alone is not None:
+        warnings.warn(
+            f"{why_alone}: the prompts are decoded one after the other, each with drafts.",
+            stacklevel=4,
+        )
+    elif draft_model.modules() and isinstance(draft_together(draft_model), OneByOne):
+        warnings.warn(
+            "this drafter takes one text at a time: the prompts share the target's passes, but "
+            "drafts are made prompt by prompt.",
+            stacklevel=4,
+        )

@@ -11,8 +11,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoding.sampling import Sampling
 from ..decoding.setup import split_cache
+from .requests import Options, Request
 from .response import BatchResponse, RequestStats, Returns
-from .rounds import Options, Request
 
 
 def generate_plainly(

@@ -11,7 +11,7 @@ from mlx_lm.generate import BatchStats
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoding.stats import Stats
-from .rounds import Request
+from .requests import Request
 
 
 class RequestStats(list[Stats], BatchStats):

@@ -1,313 +1,299 @@
-"""The rounds of a batch: one verify pass of the target for all requests, ragged in what is kept.
+"""The rounds of a batch: one draft and one verify pass for all requests, however long each is.
 
 Each request keeps a number of rows of its own; how many are drafted is decided once per round for
-all. Every request drafts by itself: a head's pass is short, and its caches are one request's.
+all. Requests join and leave between rounds. What a round asks of the device does not grow with
+their number, but where a drafter or a rule works one by one.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from ..decoding.accept import LogitsProcessor, Sampler
+from ..decoding.accept import process_logits
 from ..decoding.controller import Controller
-from ..decoding.costs import BatchCosts, DraftShape, Ways
-from ..decoding.decoder import Decoder
-from ..decoding.limits import Limits
-from ..decoding.live_costs import LiveCosts
-from ..decoding.loop import speculative_generate_step
+from ..decoding.costs import DraftShape, Ways
+from ..decoding.live_costs import LiveBatchCosts
 from ..decoding.pipeline import Pipeline
-from ..decoding.round import OpenRound, Round
-from ..decoding.sampling import Sampling
-from ..decoding.setup import begin_drafter, open_decoder, split_cache
-from ..decoding.stats import Stats
-from ..drafters.base import Drafter
+from ..drafters.base import Draft, Drafter
+from ..drafters.together import draft_together
 from ..system.machines import fused_rows
-from ..system.progress import silent
-from ..target.rollback import CacheQuantization
+from ..target.ragged import RaggedCaches
 from ..target.taps import Target
-from .cache import BatchCache
-
-
-@dataclass
-class Request:
-    """One prompt and what became of it; ``row`` is its place in the batch."""
-
-    prompt: list[int]
-    limits: Limits
-    cache: list  # the target's, then the drafter's where there are any
-    row: int = 0
-    decoder: Decoder | None = None
-    stats: Stats = field(default_factory=Stats)
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] | None = None  # of the tokens, where they are asked for
-
-    @property
-    def ended(self) -> bool:
-        full = not self.limits.has_room_after(len(self.tokens))
-        return full or bool(self.tokens) and self.limits.end(self.tokens[-1])
-
-    def add(self, done: Round) -> None:
-        """Count a round and take over what it emitted."""
-        done.count(self.stats)
-        self.tokens += done.run
-        done.num_taken = len(done.run)
-        if self.logprobs is not None:
-            rows = mx.arange(len(done.run))
-            self.logprobs += done.verification.logprobs[rows, mx.array(done.run)].tolist()
-
-
-@dataclass(frozen=True)
-class Options:
-    """What holds for every request of a batch."""
-
-    stream: mx.Stream | mx.ThreadLocalStream = generation_stream
-    num_draft_tokens: int | str = 3
-    sampler: Sampler | None = None
-    logits_processors: list[LogitsProcessor] | None = None
-    acceptance: str | None = None
-    prefill_step_size: int = 2048
-
-    def sampler_of(self, request: Request) -> Sampler | None:
-        """The sampler, for one request: a ``Sampling`` has noise of its own for each row."""
-        is_ours = isinstance(self.sampler, Sampling)
-        return self.sampler.begin(request.row) if is_ours else self.sampler
-
-
-class KeptRows:
-    """A request's part in a shared window: how many of its rows stay."""
-
-    def __init__(self, num_rows: int):
-        self.num_rows = num_rows
-
-    def rollback(self, num_rows: int) -> None:
-        self.num_rows = num_rows
-
-    def rollback_to_branch(self, rows: list[int]) -> None:
-        raise AssertionError("a batch drafts chains only")
-
-
-def prefill(model: nn.Module, draft_model: Drafter, request: Request, options: Options) -> None:
-    """Run the prompt but its last token, alone."""
-    request.stats.start()
-    cache, draft_cache = split_cache(request.cache, model, None)
-    request.decoder = open_decoder(
-        model,
-        begin_drafter(draft_model, draft_cache),
-        cache,
-        CacheQuantization(None, 64, 0),
-        options.stream,
-        sampler=options.sampler_of(request),
-        logits_processors=options.logits_processors,
-        acceptance=options.acceptance,
-    )
-    request.decoder.prefill(mx.array(request.prompt), options.prefill_step_size, silent)
-
-
-def generate_together(
-    model: nn.Module,
-    draft_model: Drafter,
-    requests: list[Request],
-    controller: Controller,
-    costs: BatchCosts | None,
-    options: Options,
-    keep_caches: bool,
-) -> None:
-    """All requests to their ends, round by round in one pass.
-
-    ``costs``, where ``controller`` goes by them, are looked up again for the requests that are
-    left.
-    """
-    for request in requests:
-        prefill(model, draft_model, request, options)
-        first = request.decoder.launch_first()
-        run = first.read().run
-        request.decoder.commit(first, 1)
-        first.run = run
-        request.add(first)
-        if request.ended and keep_caches:
-            _stop(request, first, None)
-    running = [request for request in requests if not request.ended]
-    if not running:
-        return
-    with mx.stream(options.stream):
-        ways = Ways() if costs is None else costs.alone.ways
-        batch = Batch(model, running, costs, ways=ways, keep_caches=keep_caches)
-        batch.go_by_size(controller)
-        for _ in Pipeline(batch, controller):
-            pass  # what each round emitted is in the requests
-
-
-def _stop(request: Request, last: Round, upcoming: Round | None) -> None:
-    """Put into ``request.cache`` what a generation of its own would have left."""
-    request.decoder.stop(last, upcoming)
-    request.cache = request.decoder.cache + request.decoder.drafter.cache
-
-
-def _width(rounds: Sequence[Round | OpenRound]) -> int:
-    """Rows of the shared window."""
-    return max(done.num_drafted for done in rounds) + 1
+from .judging import Judges
+from .requests import Request, put_back
+from .shared_round import SharedRound, Unabsorbed
 
 
 class Batch:
-    """The requests that still run, on shared caches: a ``pipeline.Runner`` of lists of rounds.
+    """Requests that are decoded together: ``join``, ``leave``, and one ``round`` after the other.
 
-    A list of rounds has one for each of ``requests``, in order.
+    To join, a request must have emitted its first token (``requests.prefill`` and
+    ``first_token``), on caches that ``can_share``. What a round emitted is then in the
+    ``tokens`` of each request, and a request that has ``ended`` is let go of. Greedy and sampled
+    requests may be mixed. With ``keep_caches`` a request that leaves gets its caches back.
+
+    ``controller`` decides on one draft length for all. Where it goes by ``costs``, it begins with
+    those of ``batch_size`` requests, and gets others whenever their number has changed.
+
+    It is a ``pipeline.Runner`` of ``SharedRound``.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        requests: list[Request],
-        costs: BatchCosts | None = None,
+        draft_model: Drafter,
+        controller: Controller,
+        costs: LiveBatchCosts | None = None,
         *,
         ways: Ways = Ways(),
         keep_caches: bool = False,
+        stream: mx.Stream | mx.ThreadLocalStream = generation_stream,
     ):
-        for request in requests:
-            request.decoder.use(ways)
-        self.requests = requests
-        self.cache = BatchCache([request.decoder.cache for request in requests])
-        self._target = Target(model, requests[0].decoder.drafter.taps, fused_rows)
-        self._target.parts.is_on = ways.splits_attention
+        self.requests: list[Request] = []
+        self.controller = controller
+        self._caches = RaggedCaches()
+        self._drafts = draft_together(draft_model)
         self._costs = costs
+        self._costs_are_of = 0 if costs is None else costs.batch_size
         self._keep_caches = keep_caches
-        self._began_with = requests
+        self._stream = stream
+        with mx.stream(stream):
+            self._target = Target(model, draft_model.taps, fused_rows)
+        self._target.parts.is_on = ways.splits_attention
+        self._judges = Judges([])
+        self._roots = mx.zeros((0, 1), mx.int32)
+        self._backlog: list[Unabsorbed] = []
+        self._waiting: list[Request] = []
+        self._rounds: Iterator[SharedRound] | None = None
+        self._num_tokens = 0.0
+
+    def join(self, request: Request) -> None:
+        """Take in a request, from the next round on that is not under way yet."""
+        self._waiting.append(request)
+
+    def leave(self, request: Request) -> None:
+        """Let go of a request that has not ended; nothing is added to its tokens any more."""
+        request.has_left = True
+        if request in self._waiting:
+            self._waiting.remove(request)
+
+    def round(self) -> SharedRound | None:
+        """Run one round, while another may be started; None where no request is left."""
+        with mx.stream(self._stream):
+            while self.is_running:
+                if self._rounds is None:
+                    self.admit()
+                    if not self.requests:
+                        return None
+                    self._rounds = iter(Pipeline(self, self.controller))
+                done = next(self._rounds, None)
+                if done is not None:
+                    return done
+                self._rounds = None
+            self._rounds = None
+            self.admit()
+        return None
 
     @property
     def num_tokens(self) -> int:
-        """Of the request that has come furthest, whether it still runs or not."""
-        return max(request.decoder.num_emitted for request in self._began_with)
+        """Emitted so far by the mean request of each round."""
+        return int(self._num_tokens)
 
     @property
     def is_running(self) -> bool:
-        return bool(self.requests)
+        return bool(self._waiting) or any(not request.ended for request in self.requests)
 
-    def launch(self, shape: DraftShape, absorb: bool = False) -> list[Round]:
-        """Draft for every request and start one pass that verifies them all, without waiting.
+    def launch(self, shape: DraftShape, absorb: bool = False) -> SharedRound:
+        """Draft for all and start one pass that verifies it, without waiting.
 
-        Of size 0, the drafters fall behind unless they are to ``absorb`` the step.
+        Of size 0, the drafter falls behind unless it is to ``absorb`` the step.
         """
-        opened = [_open(request, shape) for request in self.requests]
-        if shape.size > 0:
+        positions = [request.decoder.num_emitted for request in self.requests]
+        limits = [request.limits for request in self.requests]
+        room = [own.at_most(shape, at).size for own, at in zip(limits, positions)]
+        size = max(room)
+        choice = self._judges.open(positions, room)
+        if size > 0:
+            self._catch_up()
+            drafts, lengths = self._drafts.propose(size, choice)
             # The device drafts while the host builds the target's pass, the larger graph.
-            mx.async_eval([own.draft.tokens for own in opened])
-        width = _width(opened)
-        windows = []
-        for request, own in zip(self.requests, opened):
-            root = request.decoder.root.astype(mx.int32)
-            filler = mx.zeros((width - 1 - own.num_drafted,), mx.int32)  # no row before sees it
-            windows.append(mx.concatenate([root, own.draft.tokens, filler]))
-        self.cache.open(width)
-        logits, features = self._target.batch(mx.stack(windows), self.cache.layers)
-        rounds = []
-        for b, (request, own) in enumerate(zip(self.requests, opened)):
-            num_rows = own.num_drafted + 1
-            seen = None if features is None else features[b, :num_rows]
-            launched = request.decoder.close_round(
-                own, None, logits[b, :num_rows], seen, KeptRows(num_rows)
-            )
-            if absorb or own.shape.size > 0:
-                request.decoder.absorb(launched)
-            rounds.append(launched)
-        pending = [request.decoder.drafter.pending() for request in self.requests]
-        mx.async_eval([launched.verification.packed for launched in rounds], pending)
-        return rounds
+            mx.async_eval(drafts)
+        else:
+            drafts, lengths = mx.zeros((len(positions), 0), mx.int32), [0] * len(positions)
+        num_drafted = [min(length, own) for length, own in zip(lengths, room)]
+        tokens = mx.concatenate([self._roots, drafts], axis=1)
+        logits, features = self._target.batch(tokens, self._caches.open())
+        logits = self._processed(drafts, logits)
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        verdicts = choice.verify(drafts, num_drafted, logprobs)
+        launched = SharedRound(
+            list(self.requests),
+            positions,
+            replace(shape, size=size),
+            room,
+            num_drafted,
+            verdicts,
+            verdicts.packed,
+            logprobs,
+            features,
+        )
+        if absorb or size > 0:
+            rows = [length + 1 for length in lengths]
+            self._drafts.extend(verdicts.following, features, verdicts.num_kept, rows)
+            launched.absorbed = True
+        mx.async_eval(launched.packed, self._drafts.pending())
+        return launched
 
-    def can_run_ahead(self, done: list[Round]) -> bool:
-        """Whether all steps were plain, and none reaches its request's limit."""
-        return _width(done) == 1 and all(
-            request.limits.has_room_after(step.position + 1)
-            for request, step in zip(self.requests, done)
+    def can_run_ahead(self, done: SharedRound) -> bool:
+        """Whether all steps were plain, nobody waits, and none reaches its request's limit."""
+        return (
+            done.shape.size == 0
+            and not self._waiting
+            and all(
+                request.limits.has_room_after(position + 1)
+                for request, position in zip(done.requests, done.positions)
+            )
         )
 
     def can_launch_unread(self, shape: DraftShape) -> bool:
         """Not a draft: a request may be found to have ended, and would keep one row at most."""
         return shape.size == 0
 
-    def commit_plain(self, done: list[Round]) -> None:
-        for request, step in zip(self.requests, done):
-            request.decoder.commit(step, 1)
-        self.cache.cut(1, [1] * len(done))
+    def commit_plain(self, done: SharedRound) -> None:
+        self._commit(done, [1] * len(done.requests), done.verdicts.following[:, :1])
 
-    def finish(self, done: list[Round]) -> None:
-        mx.eval([own.verification.packed for own in done])
-        were_committed = all(own.committed for own in done)
-        for request, own in zip(self.requests, done):
-            run = request.limits.cut(own.read().run, own.position)
-            if not own.committed:
-                request.decoder.commit(own, len(run))
-            own.run = run
-            request.add(own)
-        if not were_committed:
-            self.cache.cut(_width(done), [own.target_rows.num_rows for own in done])
+    def finish(self, done: SharedRound) -> None:
+        done.read()
+        if not done.committed:
+            lengths = [len(run) for run in done.runs]
+            roots = mx.array([run[-1:] for run in done.runs], mx.int32)
+            self._commit(done, lengths, roots)
+        for b, (request, run) in enumerate(zip(done.requests, done.runs)):
+            if request.has_left:
+                continue
+            num = done.num_drafted[b]
+            num_accepted = min(done.kept[b], len(run))
+            forwards = self._drafts.num_forwards(b)
+            request.stats.record(num, num, num_accepted, len(run), forwards)
+            request.tokens += run
+            if request.logprobs is not None:
+                rows = mx.arange(len(run)), mx.array(run)
+                request.logprobs += done.logprobs[b][rows].tolist()
 
-    def learned(self, done: list[Round]) -> tuple[DraftShape, Sequence[int]] | None:
+    def learned(self, done: SharedRound) -> tuple[DraftShape, Sequence[int]] | None:
         """Drafts that were cut short at a request's end tell little, and are left out."""
-        most = max(own.shape.size for own in done)
-        if most == 0:
+        size = done.shape.size
+        if size == 0:
             return None
-        whole = [own for own in done if own.shape.size == most]
-        shape = max((own.tried_shape for own in whole), key=lambda tried: tried.size)
-        return shape, [own.outcome.num_kept for own in whole]
+        whole = [b for b, room in enumerate(done.room) if room == size]
+        tried = max(done.num_drafted[b] for b in whole)
+        return replace(done.shape, size=max(tried, 1)), [done.kept[b] for b in whole]
 
     def settle(
-        self, done: list[Round], upcoming: list[Round] | None, controller: Controller
-    ) -> list[Round] | None:
-        """Drop what has ended; the controller goes by the costs of the batch that is left."""
+        self, done: SharedRound, upcoming: SharedRound | None, controller: Controller
+    ) -> SharedRound | None:
+        """Drop what has ended and take in what waits, with what that means for the costs."""
+        return self.admit(upcoming)
+
+    def admit(self, upcoming: SharedRound | None = None) -> SharedRound | None:
+        """Let requests leave and join now; returns what is in flight for those that stay.
+
+        Nobody can join while a round is in flight.
+        """
+        num_before = len(self.requests)
         left = [b for b, request in enumerate(self.requests) if not request.ended]
-        if len(left) == len(self.requests):
-            return upcoming
+        if len(left) < num_before:
+            self._let_go(left)
+            upcoming = upcoming.of(left) if left and upcoming is not None else None
+        if upcoming is None:
+            for request in self._waiting:
+                if not request.ended:
+                    self._take_in(request)
+                elif self._keep_caches:
+                    put_back(request)
+            self._waiting.clear()
+        if len(left) < num_before or len(self.requests) > len(left):
+            self._judges = Judges([request.decoder.rule for request in self.requests])
+            self._go_by_size()
+        return upcoming
+
+    def _take_in(self, request: Request) -> None:
+        """The last of the batch; its own caches are let go of."""
+        self._catch_up()
+        decoder = request.decoder
+        self._caches.join(decoder.cache)
+        self._drafts.join(decoder.drafter)
+        self._roots = mx.concatenate([self._roots, decoder.root[None].astype(mx.int32)])
+        decoder.cache, request.cache = [], []
+        self.requests.append(request)
+
+    def _let_go(self, left: list[int]) -> None:
+        """Of all requests but those ``left``."""
+        if self._keep_caches:
+            self._catch_up()
         for b, request in enumerate(self.requests):
-            if request.ended:
-                request.stats.drafting_events = list(controller.events)
-                if self._keep_caches:
-                    request.decoder.cache[:] = self.cache.extract(b)
-                    _stop(request, done[b], None if upcoming is None else upcoming[b])
-        if left:
-            self.cache.keep_requests(left)
+            if b in left:
+                continue
+            request.stats.drafting_events = list(self.controller.events)
+            if self._keep_caches:
+                request.decoder.cache = self._caches.extract(b)
+                request.decoder.drafter = self._drafts.extract(b)
+                request.decoder.root = self._roots[b]
+                put_back(request)
         self.requests = [self.requests[b] for b in left]
-        self.go_by_size(controller)
-        return None if upcoming is None else [upcoming[b] for b in left]
+        self._caches.keep(left)
+        self._drafts.keep(left)
+        places = mx.array(left, mx.int32)
+        self._roots = self._roots[places]
+        self._backlog = [step.of(places) for step in self._backlog if left]
 
-    def go_by_size(self, controller: Controller) -> None:
-        """Give the controller the costs of a batch of this size, where it began with more."""
-        if self._costs is not None and 0 < len(self.requests) < self._costs.batch_size:
-            controller.update_costs(LiveCosts(self._costs.of(len(self.requests))))
+    def _go_by_size(self) -> None:
+        """Give the controller the costs of a batch of this size, where it goes by others."""
+        if self._costs is None or not self.requests:
+            return
+        size = min(len(self.requests), self._costs.batch_size)
+        if size != self._costs_are_of:
+            self._costs_are_of = size
+            self.controller.update_costs(self._costs.of(size))
 
+    def _catch_up(self) -> None:
+        """Let the drafter absorb what was decoded plainly."""
+        if not self._backlog:
+            return
+        steps = [step.tokens for step in self._backlog]
+        features = [step.features for step in self._backlog]
+        seen = None if features[0] is None else mx.concatenate(features, axis=1)
+        self._drafts.extend(mx.concatenate(steps, axis=1), seen)
+        self._drafts.advance([len(steps)] * len(self.requests))
+        self._backlog.clear()
 
-def _open(request: Request, shape: DraftShape) -> OpenRound:
-    """As much of ``shape`` as the request has room for, drafted."""
-    decoder = request.decoder
-    shape = request.limits.at_most(shape, decoder.num_emitted)
-    return decoder.open_round(shape, decoder.checkpoint_draft(shape))
+    def _commit(self, done: SharedRound, lengths: list[int], roots: mx.array) -> None:
+        """Make the first ``lengths[b]`` tokens that follow part of request b."""
+        self._caches.advance(lengths)
+        if done.absorbed:
+            self._drafts.advance(lengths)
+        else:
+            self._backlog.append(Unabsorbed(done.verdicts.following, done.features))
+        self._roots = roots
+        for b, (request, length) in enumerate(zip(done.requests, lengths)):
+            decoder = request.decoder
+            decoder.num_emitted += length
+            if decoder.processors:
+                run = done.verdicts.following[b, :length].astype(decoder.history.dtype)
+                decoder.history = mx.concatenate([decoder.history, run])
+        done.committed = True
+        self._num_tokens += sum(lengths) / len(lengths)
 
-
-def generate_in_turn(
-    model: nn.Module, draft_model: Drafter, requests: list[Request], options: Options
-) -> None:
-    """Each request alone, for targets that cannot share a pass."""
-    for request in requests:
-        cache, draft_cache = split_cache(request.cache, model, None)
-        request.cache = cache + (draft_cache or draft_model.make_cache())
-        steps = speculative_generate_step(
-            mx.array(request.prompt),
-            model,
-            draft_model,
-            options.stream,
-            num_draft_tokens=options.num_draft_tokens,
-            max_tokens=request.limits.max_tokens,
-            sampler=options.sampler_of(request),
-            logits_processors=options.logits_processors,
-            acceptance=options.acceptance,
-            prompt_cache=request.cache,
-            prefill_step_size=options.prefill_step_size,
-            stop_tokens=request.limits.stop_tokens,
-            stats=request.stats,
-        )
-        for token, logprobs, _ in steps:
-            request.tokens.append(token)
-            if request.logprobs is not None:
-                request.logprobs.append(logprobs[token].item())
+    def _processed(self, drafts: mx.array, logits: mx.array) -> mx.array:
+        """Logits (B, R, V), of each request through its own processors."""
+        decoders = [request.decoder for request in self.requests]
+        if not any(decoder.processors for decoder in decoders):
+            return logits
+        rows = [
+            process_logits(decoder.processors, decoder.history, Draft(drafts[b]), logits[b])
+            for b, decoder in enumerate(decoders)
+        ]
+        return mx.stack(rows)

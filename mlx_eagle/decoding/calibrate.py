@@ -4,6 +4,7 @@ Once per device, target, drafter, versions and context bucket; ``remembered.py``
 rounds of a batch cost is measured by ``batch/costs.py`` and kept in the same file.
 """
 
+import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -69,7 +70,18 @@ def round_costs(
         """For texts that begin where this one has ended."""
         file.put(_key(decoder, with_trees), learned)
 
-    return LiveCosts(costs, OF_TODAY if file.is_recent(key) else OF_OLD, keep)
+    return LiveCosts(costs, trust_in(model, key), keep)
+
+
+def trust_in(model: nn.Module, key: str) -> float:
+    """How many times what is remembered under ``key`` is worth: see ``LiveCosts``.
+
+    Infinite where a model is shared by processes.
+    """
+    if is_sharded(model):
+        return math.inf
+    file = open_cost_file(user_cache() / "calibration.json")
+    return OF_TODAY if file.is_recent(key) else OF_OLD
 
 
 def _key(decoder: Decoder, with_trees: bool) -> str:

@@ -84,12 +84,18 @@ class Decoder:
         """Run prompt (n,) but its last token, chunk by chunk, through target and drafter."""
         total = prompt.shape[0]
         progress(0, total)
-        for start in range(0, total - 1, step_size):
-            end = min(start + step_size, total - 1)
-            self._prefill_chunk(prompt[start:end])
+        for end in self.prefill_chunks(prompt, step_size):
             progress(end, total)
+
+    def prefill_chunks(self, prompt: mx.array, step_size: int) -> Iterator[int]:
+        """The same, for others to have the device between chunks: yields how much is done."""
+        last = prompt.shape[0] - 1
         self.root = prompt[-1:]
         self.history = prompt
+        for start in range(0, last, step_size):
+            end = min(start + step_size, last)
+            self._prefill_chunk(prompt[start:end])
+            yield end
 
     def _prefill_chunk(self, tokens: mx.array) -> None:
         """Run tokens (m,) through target and drafter; a failure changes neither.
@@ -247,11 +253,21 @@ class Decoder:
                     features, row = upcoming.features, 0
                 case StopPoint.AT_ROOT:
                     (_, features), row = self._run(self.root), 0
-            self.catch_up()
-            if features is not None:
-                self.drafter.hold(features[row : row + 1])
-            self.quantization.apply(self.cache)
-            mx.eval([c.state for c in self.cache + self.drafter.cache if not c.empty()])
+            self._leave(None if features is None else features[row : row + 1])
+
+    def stop_at_root(self) -> None:
+        """The same where all that was emitted was taken, and nothing is in flight."""
+        with mx.stream(self.stream):
+            _, features = self._run(self.root)
+            self._leave(features)
+
+    def _leave(self, features: mx.array | None) -> None:
+        """Complete the drafter's caches; ``features`` (1, F) are those of the last position."""
+        self.catch_up()
+        if features is not None:
+            self.drafter.hold(features)
+        self.quantization.apply(self.cache)
+        mx.eval([c.state for c in self.cache + self.drafter.cache if not c.empty()])
 
     def catch_up(self) -> None:
         """Let the drafter absorb what was decoded plainly."""

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from .costs import PLAIN, DraftShape, RoundCosts
+from .costs import PLAIN, BatchCosts, DraftShape, RoundCosts, Ways
 
 NUM_KEPT = 8  # times of a shape
 FADING = 512.0  # tokens after which a time counts 1 / e
@@ -162,3 +162,45 @@ class LiveCosts:
             weight = near * near * (self._times[other].weight(self.num_tokens) + 1e-6)
             total, weights = total + weight * correction, weights + weight
         return total / weights if weights else 0.0
+
+
+class LiveBatchCosts:
+    """Costs of rounds for several requests that follow the times of the rounds themselves.
+
+    Each number of requests has its own. Where the number changes, what was learned goes along:
+    what is believed of the new one is off by as much as it was for the one before.
+    """
+
+    def __init__(self, known: BatchCosts, num_known: float = math.inf):
+        """``num_known`` as in ``LiveCosts``."""
+        self._known = known
+        self._num_known = num_known
+        self._latest: tuple[RoundCosts, LiveCosts] | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """The most requests that anything is known of: more are taken to cost what they do."""
+        return self._known.batch_size
+
+    @property
+    def ways(self) -> Ways:
+        """How rounds are to be computed."""
+        return self._known.alone.ways
+
+    def of(self, num_requests: int) -> LiveCosts:
+        """The costs from now on, for so many requests."""
+        known = self._known.of(min(num_requests, self.batch_size))
+        believed = known
+        if self._latest is not None:
+            before, live = self._latest
+            now = live.current
+            rounds = {
+                shape: cost * now.rounds[shape] / before.rounds[shape]
+                for shape, cost in known.rounds.items()
+                if shape in before.rounds
+            }
+            plain = known.plain * now.plain / before.plain
+            believed = replace(known, plain=plain, rounds=known.rounds | rounds)
+        latest = LiveCosts(believed, self._num_known)
+        self._latest = known, latest
+        return latest

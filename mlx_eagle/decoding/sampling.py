@@ -93,6 +93,16 @@ class Sampling:
         """The random key of a generated position; ``kind``, 0 to 3, separates uses."""
         return _mixed(self._key, kind, position)
 
+    @property
+    def base_key(self) -> mx.array:
+        """What the keys of all positions follow from: see ``noise_of_rows``."""
+        return self._key
+
+    @property
+    def filters(self) -> tuple:
+        """All that ``log_probabilities`` depends on."""
+        return self.temp, self.top_p, self.min_p, self.min_tokens_to_keep, self.top_k
+
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Draw the next token of each row, (B, V) -> (B,)."""
         num_rows, size = logprobs.shape
@@ -103,6 +113,16 @@ class Sampling:
             noise = mx.stack([noise, *others])
         self._calls += 1
         return mx.argmax(self.log_probabilities(logprobs) + noise, axis=-1)
+
+
+def noise_of_rows(keys: mx.array, positions: mx.array, size: int) -> mx.array:
+    """Noise (n, R, size) of positions (n, R), row by row that of a ``Sampling``.
+
+    ``keys`` (n, 2) are their ``base_key``. All in a few operations, however many there are.
+    """
+    numbers = mx.stack([mx.zeros_like(positions), positions], axis=-1).astype(mx.uint32)
+    draw = mx.vmap(mx.vmap(lambda key: mx.random.gumbel((size,), key=key)))
+    return draw(keys[:, None] ^ numbers)
 
 
 def _is_seed(value: object) -> bool:

@@ -1,6 +1,7 @@
 """Attention of a draft layer over the head's own cache: grouped-query or latent.
 
-Both take the slots of one request, m rows, and append them to the cache.
+Both take the slots of one request, m rows, and append them to the cache; or those of B requests
+on ragged caches (see ``target/ragged.py``), B times m rows in the same shapes with B in front.
 """
 
 import mlx.core as mx
@@ -32,19 +33,24 @@ class Attention(nn.Module):
         )
 
     def _rotate(self, x: mx.array, positions: int | mx.array) -> mx.array:
-        """Rope on (1, H, m, D): row i at ``positions + i``, or at ``positions[i]``."""
+        """Rope on (B, H, m, D): row i at ``positions + i``, or for B = 1 at ``positions[i]``.
+
+        Of B requests row i of request b is at ``positions[b] + i``.
+        """
         if isinstance(positions, int):
             return self.rope(x, offset=positions)
         if isinstance(self.rope, BY_LENGTH):
             # Its base is computed in Python: positions from the device are waited for.
             rows = zip(mx.split(x, x.shape[2], axis=2), positions.tolist())
             return mx.concatenate([self.rope(row, offset=place) for row, place in rows], axis=2)
+        if positions.shape[0] == x.shape[0]:
+            return self.rope(x, offset=positions)
         # One batch entry per row: mx.fast.rope takes one offset for each.
         rotated = self.rope(x.transpose(2, 1, 0, 3), offset=positions)
         return rotated.transpose(2, 1, 0, 3)
 
     def _scaled(self, queries: mx.array, positions: int | mx.array) -> mx.array:
-        """Queries (1, H, m, D), longer at far positions where the head was trained so.
+        """Queries (B, H, m, D), longer at far positions where the head was trained so.
 
         By 1 + beta ln(1 + floor(position / original length)), as in Llama 4.
         """
@@ -52,10 +58,13 @@ class Attention(nn.Module):
             return queries
         if isinstance(positions, int):
             positions = mx.arange(positions, positions + queries.shape[2])
+        elif positions.shape[0] == queries.shape[0]:
+            rows = mx.arange(queries.shape[2])
+            positions = positions[:, None, None] + rows  # (B, 1, m)
         beta = self.position_scale["beta"]
         original = self.position_scale["original_max_position_embeddings"]
         factors = 1 + beta * mx.log(1 + mx.floor(positions / original))
-        return queries * factors[:, None].astype(queries.dtype)
+        return queries * factors[..., None].astype(queries.dtype)
 
 
 class DraftAttention(Attention):
@@ -84,7 +93,7 @@ class DraftAttention(Attention):
         positions: int | mx.array,
         mask: mx.array | str | None,
     ) -> mx.array:
-        """Attend from rows (m, I) -> (m, h)."""
+        """Attend from rows (m, I) -> (m, h), or (B, m, I) -> (B, m, h)."""
         qk, v = self._heads(x)
         if "q_norm" in self:
             q, k = mx.split(qk, [self.num_heads], axis=1)
@@ -92,15 +101,16 @@ class DraftAttention(Attention):
         q, k = mx.split(self._rotate(qk, positions), [self.num_heads], axis=1)
         q = self._scaled(q, positions)
         if isinstance(cache, Tail):
-            return self.o_proj(self._from_heads(cache.attend(q, k, v, self.scale, mask)))
+            out = cache.attend(q, k, v, self.scale, mask)
+            return self.o_proj(self._from_heads(out, x.shape))
         keys, values = cache.update_and_fetch(k, v)
         out = scaled_dot_product_attention(
             q, keys, values, cache=cache, scale=self.scale, mask=mask
         )
-        return self.o_proj(self._from_heads(out))
+        return self.o_proj(self._from_heads(out, x.shape))
 
     def _heads(self, x: mx.array) -> tuple[mx.array, mx.array]:
-        """Queries and keys (1, H + Hkv, m, D), before any norm, and values (1, Hkv, m, D)."""
+        """Queries and keys (B, H + Hkv, m, D), before any norm, and values (B, Hkv, m, D)."""
         heads = self._to_heads(self.qkv_proj(x))
         if self.has_values:
             qk, v = mx.split(heads, [self.num_heads + self.num_kv_heads], axis=1)
@@ -113,15 +123,15 @@ class DraftAttention(Attention):
     # One row, as in every draft step, is in both orders at once: that saves two operations.
 
     def _to_heads(self, x: mx.array) -> mx.array:
-        """(m, H D) -> (1, H, m, D)."""
-        if len(x) == 1:
-            return x.reshape(1, -1, 1, self.head_dim)
-        return x.reshape(1, len(x), -1, self.head_dim).transpose(0, 2, 1, 3)
+        """(m, H D) or (B, m, H D) -> (B, H, m, D)."""
+        batch, rows = (1, *x.shape)[-3:-1]
+        if rows == 1:
+            return x.reshape(batch, -1, 1, self.head_dim)
+        return x.reshape(batch, rows, -1, self.head_dim).transpose(0, 2, 1, 3)
 
-    def _from_heads(self, x: mx.array) -> mx.array:
-        """(1, H, m, D) -> (m, H D)."""
-        rows = x.shape[2]
-        return (x if rows == 1 else x.transpose(0, 2, 1, 3)).reshape(rows, -1)
+    def _from_heads(self, x: mx.array, shape: tuple[int, ...]) -> mx.array:
+        """(B, H, m, D) -> (m, H D) or (B, m, H D): the rows of ``shape``."""
+        return (x if x.shape[2] == 1 else x.transpose(0, 2, 1, 3)).reshape(*shape[:-1], -1)
 
 
 class LatentAttention(Attention):
@@ -160,15 +170,16 @@ class LatentAttention(Attention):
         positions: int | mx.array,
         mask: mx.array | str | None,
     ) -> mx.array:
-        """Attend from rows (m, I) -> (m, h)."""
-        rows = len(x)
+        """Attend from rows (m, I) -> (m, h), or (B, m, I) -> (B, m, h)."""
+        *shape, rows, _ = x.shape
         if "q_proj" in self:
             q = self.q_proj(x)
         else:
             q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-        q = q.reshape(1, rows, self.num_heads, -1).transpose(0, 2, 1, 3)
+        q = q.reshape(*(shape or [1]), rows, self.num_heads, -1).transpose(0, 2, 1, 3)
         q, q_rope = mx.split(self._scaled(q, positions), [self.nope], axis=-1)
-        latent, k_rope = mx.split(self.kv_a_proj_with_mqa(x)[None, None], [self.rank], axis=-1)
+        made = self.kv_a_proj_with_mqa(x)[..., None, :, :]
+        latent, k_rope = mx.split(made if shape else made[None], [self.rank], axis=-1)
         latent, k_rope = cache.update_and_fetch(
             self.kv_a_layernorm(latent), self._rotate(k_rope, positions)
         )
@@ -186,7 +197,7 @@ class LatentAttention(Attention):
             mask=scores,
         )
         out = self.v_b_proj(out)
-        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(rows, -1))
+        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(*shape, rows, -1))
 
 
 def _causal(rows: int, length: int) -> mx.array:

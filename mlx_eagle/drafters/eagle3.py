@@ -8,12 +8,13 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from ..target.ropes import evaluate_ropes
+from ..target.ropes import BY_LENGTH, evaluate_ropes, find_ropes
 from ..target.tree_rows import each_itself
 from .base import Draft, Pick, start_early
 from .fed import FedDrafter
 from .head import Eagle3Head
 from .tail import Tail
+from .together import HeadTogether
 from .tree import StaticTree, Tree
 
 
@@ -161,6 +162,12 @@ class Eagle3Drafter(EagleDrafter):
         self._end_draft(visible.shape[1])
         form = shape.parents if isinstance(shape, StaticTree) else None
         return Draft(self._to_ids(picked), parents, shape.depth, form)
+
+    def together(self) -> HeadTogether | None:
+        """See ``SharedDrafter.together``."""
+        if self.lagging or any(isinstance(rope, BY_LENGTH) for rope in find_ropes(self.head)):
+            return None
+        return HeadTogether(self.head, self._embed, self._to_target, self.begin)
 
     def keep_tail(self, is_kept: bool) -> None:
         """See ``TailDrafter.keep_tail``; what a latent is made of always goes into the caches."""

@@ -67,9 +67,9 @@ class DraftLayer(nn.Module):
         positions: int | mx.array,
         mask: Mask,
     ) -> mx.array:
-        """Advance m rows, embeddings and states (m, h) -> (m, h)."""
+        """Advance m rows, embeddings and states (..., m, h) -> (..., m, h)."""
         if mask is None:
-            mask = cache.make_mask(len(states), return_array=False, window_size=self.window)
+            mask = cache.make_mask(states.shape[-2], return_array=False, window_size=self.window)
         elif callable(mask):
             mask = mask(self.window)
         x, residual = self.enter(embeddings, states)
@@ -119,7 +119,8 @@ class Eagle3Head(nn.Module):
     EAGLE-1 heads are the case of a fusion that takes embedding and state, at every step.
 
     Shapes: m rows of one request, h = ``hidden_size``, F = ``num_aux`` times
-    ``target_hidden_size``, Vd = ``draft_vocab_size``.
+    ``target_hidden_size``, Vd = ``draft_vocab_size``. With ragged caches (``target/ragged.py``)
+    the rows are those of B requests, (B, m, h) in place of (m, h).
     """
 
     def __init__(self, config: Eagle3Config):
@@ -190,8 +191,8 @@ class Eagle3Head(nn.Module):
         """Advance m slots: embeddings (m, h) of the tokens, states (m, h) -> (m, h).
 
         The result is what ``logits`` takes and what is fed back as the next slot's state.
-        ``positions`` is the first row's position (default: the cache's length) or one for each;
-        ``mask`` defaults to causal.
+        ``positions`` is the first row's position (default: the cache's length, or the lengths
+        (B,) of ragged ones) or one for each; ``mask`` defaults to causal.
         """
         if positions is None:
             positions = cache[0].offset

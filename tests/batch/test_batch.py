@@ -1,7 +1,6 @@
 """``batch_generate``: every text as it is alone, and as mlx-lm's own batch gives it."""
 
 import json
-import random
 import time
 from copy import copy
 
@@ -21,17 +20,18 @@ from helpers import (
     tiny_llama,
 )
 from mlx_lm.models import gemma3_text
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_eagle
 from mlx_eagle.batch import costs as batch_costs
 from mlx_eagle.batch import generate as batch
-from mlx_eagle.batch.cache import MOST_PADDING, BatchCache
 from mlx_eagle.batch.rounds import Batch
 from mlx_eagle.decoding.controller import OFF, ON
 from mlx_eagle.decoding.costs import BatchCosts, DraftShape, RoundCosts
+from mlx_eagle.decoding.live_costs import LiveBatchCosts
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.lookup import LookupDrafter
+from mlx_eagle.target.taps import Target
 
 VOCAB = 258
 WINDOW = 12  # smaller than prompt and text together
@@ -120,7 +120,7 @@ def test_the_device_drafts_while_the_pass_of_all_is_built(monkeypatch):
     call, start = type(model).__call__, mx.async_eval
 
     def started(*arrays) -> None:
-        if [array.shape for array in arrays[0]] == [(2,)] * len(PROMPTS):
+        if getattr(arrays[0], "shape", None) == (len(PROMPTS), 2):
             events.append("drafts")
         start(*arrays)
 
@@ -157,47 +157,6 @@ def test_drafters(model, drafter):
         "lookup": LookupDrafter,
     }[drafter]()
     assert together(model, drafter).token_ids == theirs(model).token_ids
-
-
-@pytest.mark.parametrize("size", [None, 10])
-def test_shared_caches_against_one_list_a_text(size):
-    """Random rows through a batch cache, cut at random; the truth is what lists would hold."""
-    dice = random.Random(1)
-    caches = [KVCache() if size is None else RotatingKVCache(size) for _ in range(3)]
-    truth = []
-    for cache, length in zip(caches, (4, 1, 9)):
-        keys = mx.random.normal((1, 2, length, 8))
-        cache.update_and_fetch(keys, keys)
-        truth.append(keys)
-    shared = BatchCache([[cache] for cache in caches])
-    for _ in range(60):
-        num_rows = dice.choice((1, 6))  # a window of one row is kept whole
-        window = mx.random.normal((len(truth), 2, num_rows, 8))
-        shared.open(num_rows)
-        mask = shared.layers[0].make_mask(num_rows, return_array=True)
-        keys, _ = shared.layers[0].update_and_fetch(window, window)
-        for b, rows in enumerate(truth):  # what the window's first row may look at
-            seen = mx.array([x for x in range(keys.shape[2]) if mask[b, 0, 0, x].item()])
-            expected = mx.concatenate([rows, window[b : b + 1, :, :1]], axis=2)
-            expected = expected[..., -(size or 9999) :, :]
-            found = sorted(keys[b, 0][seen][:, 0].tolist())
-            assert found == sorted(expected[0, 0, :, 0].tolist())
-        kept = [dice.choice((1, num_rows)) for _ in truth]
-        shared.cut(num_rows, kept)
-        truth = [
-            mx.concatenate([rows, window[b : b + 1, :, :n]], axis=2)
-            for b, (rows, n) in enumerate(zip(truth, kept))
-        ]
-        if truth[0].shape[2] > 150 and len(truth) == 3:
-            shared.keep_requests([0, 2])
-            truth = [truth[0], truth[2]]
-        for b, rows in enumerate(truth):
-            (cache,) = shared.extract(b)
-            assert cache.offset == rows.shape[2]
-            held = cache.keys_and_values()[0][..., -min(cache.offset, size or 9999) + 1 :, :]
-            assert mx.array_equal(held, rows[..., rows.shape[2] - held.shape[2] :, :])
-    if size is None:
-        assert shared.layers[0]._idx <= max(rows.shape[2] for rows in truth) + MOST_PADDING
 
 
 def test_end_tokens_end_one_text(model, scripted, monkeypatch):
@@ -299,7 +258,7 @@ def test_calibration_is_counted_apart(monkeypatch):
 
     def slowly(*args):
         time.sleep(0.2)
-        return BatchCosts(FLAT, FLAT, len(PROMPTS))
+        return LiveBatchCosts(BatchCosts(FLAT, FLAT, len(PROMPTS)))
 
     monkeypatch.setattr(batch, "batch_costs", slowly)
     start = time.perf_counter()
@@ -311,10 +270,22 @@ def test_calibration_is_counted_apart(monkeypatch):
 def test_recurrent_targets_go_one_after_the_other():
     model = tiny_lfm2()
     prompts = [[token % 90 for token in prompt] for prompt in PROMPTS]
-    response = together(model, tiny_head(model), prompts, return_prompt_caches=True)
+    with pytest.warns(UserWarning, match=r"one text at a time \(ArraysCache\): the prompts are"):
+        response = together(model, tiny_head(model), prompts, return_prompt_caches=True)
     assert response.token_ids == [plain(model, p, n) for p, n in zip(prompts, LENGTHS)]
     assert sum(stats.num_rounds for stats in response.stats) > 0
     assert len(response.caches[0]) > len(make_prompt_cache(model))
+
+
+def test_a_drafter_for_one_text_is_said_aloud(recwarn):
+    model = MODELS["llama"]()
+    lagging = tiny_head(model).with_draft_cache("lagging")
+    with pytest.warns(UserWarning, match="takes one text at a time: .* drafts are made prompt by"):
+        together(model, lagging, max_tokens=2)
+    recwarn.clear()
+    together(model, tiny_head(model), max_tokens=2)
+    together(model, LookupDrafter(), max_tokens=2)  # which has no passes to share
+    assert not recwarn.list
 
 
 def test_larger_batches_are_decoded_plainly():
@@ -333,7 +304,7 @@ STEEP = RoundCosts(1.0, {DraftShape(k): 1.6 + 0.3 * k for k in (1, 3, 7)})
 
 def at_costs(monkeypatch, together, alone=FLAT):
     """What rounds cost, whatever this machine thinks."""
-    found = BatchCosts(alone, together, len(PROMPTS))
+    found = LiveBatchCosts(BatchCosts(alone, together, len(PROMPTS)))
     monkeypatch.setattr(batch, "batch_costs", lambda *args: found)
 
 
@@ -432,10 +403,8 @@ def test_plain_rounds_are_pipelined_single_rows(monkeypatch):
     launch, finish = Batch.launch, Batch.finish
     monkeypatch.setattr(Batch, "launch", lambda *a: order.append("L") or launch(*a))
     monkeypatch.setattr(Batch, "finish", lambda *a: order.append("F") or finish(*a))
-    run = batch.generate_together.__globals__["Target"].batch
-    monkeypatch.setattr(
-        "mlx_eagle.target.taps.Target.batch", lambda *a: widths.append(a[1].shape) or run(*a)
-    )
+    run = Target.batch
+    monkeypatch.setattr(Target, "batch", lambda *a: widths.append(a[1].shape) or run(*a))
     response = auto(model, tiny_head(model), max_tokens=[9, 9, 9, 5])
     # Not where a text reaches its limit: its row would be for nothing.
     assert "".join(order) == "L" + "LF" * 3 + "F" + "L" + "LF" * 3 + "F"
@@ -485,7 +454,8 @@ def test_costs_are_measured_once_for_a_number_of_texts(model, tmp_path, monkeypa
     )
     known = json.loads((tmp_path / "calibration.json").read_text())
     kinds = [key.split(" | ")[-1] for key in known]
-    assert len(measured) == 2 and sorted(kinds) == ["chains", "chains, 2 texts", "chains, 4 texts"]
+    assert len(measured) == 2
+    assert sorted(kinds) == ["chains", "chains of 2 texts", "chains of 4 texts"]
 
 
 def test_without_a_drafter_it_is_mlx_lm():

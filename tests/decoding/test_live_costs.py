@@ -10,8 +10,8 @@ from grids import thorough
 from mlx_eagle.decoding import pipeline
 from mlx_eagle.decoding.accepted import expected_tokens
 from mlx_eagle.decoding.controller import AdaptiveController
-from mlx_eagle.decoding.costs import PLAIN, DraftShape, RoundCosts
-from mlx_eagle.decoding.live_costs import LiveCosts
+from mlx_eagle.decoding.costs import PLAIN, BatchCosts, DraftShape, RoundCosts
+from mlx_eagle.decoding.live_costs import LiveBatchCosts, LiveCosts
 
 GENTLE = RoundCosts(1.0, {DraftShape(k): 1.25 + 0.08 * k for k in range(1, 8)})
 KNEE = RoundCosts(  # as where a kernel has room for four rows
@@ -185,3 +185,20 @@ def test_only_what_is_comparable_is_timed(monkeypatch):
     with clock.pausing():  # from 7.7 to 8.7: the caller kept the device waiting
         pass
     assert clock.seconds(PLAIN, True) is None  # at 9.7
+
+
+def test_what_is_learned_of_a_batch_goes_along_when_its_size_changes():
+    large = scaled(FLAT, 3.0, lambda size: 3.0)
+    costs = LiveBatchCosts(BatchCosts(FLAT, large, 3), num_known=0.5)
+    three = costs.of(3)
+    assert three.current == large and costs.of(5).current == large
+    three, one = costs.of(3), DraftShape(1)
+    for _ in range(8):  # rounds take twice what was known, plain steps what was known
+        three.record(one, 2 * large.rounds[one])
+        three.record(PLAIN, large.plain)
+    two, known = costs.of(2).current, BatchCosts(FLAT, large, 3).of(2)
+    assert two.plain == pytest.approx(known.plain, rel=0.1)
+    assert two.rounds[one] == pytest.approx(2 * known.rounds[one], rel=0.1)
+    firm = LiveBatchCosts(BatchCosts(FLAT, large, 3))
+    firm.of(3).record(one, 100.0)
+    assert firm.of(2).current.rounds[one] == pytest.approx(known.rounds[one])

@@ -1,0 +1,227 @@
+"""Picking and judging drafts for all requests of a batch at once, each by its own rule.
+
+Requests of one kind are judged in the same operations: greedy ones, and those that sample with the
+same filters, each with its own noise. What cannot be put together, a sampler that is a closure or
+the rule "reject", is judged request by request.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import mlx.core as mx
+
+from ..decoding.accept import Choice, Coupled, Match, Rule
+from ..decoding.sampling import Sampling, noise_of_rows
+from ..drafters.base import Draft, Pick
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """What a verify pass of B requests decided, on the device.
+
+    ``following`` (B, R) is the token after each row, ``num_kept`` (B,) how many draft tokens are
+    kept.
+    """
+
+    following: mx.array
+    num_kept: mx.array
+
+    @property
+    def packed(self) -> mx.array:
+        """All that the host reads, (B, 1 + R): it waits once."""
+        return mx.concatenate([self.num_kept[:, None], self.following], axis=1)
+
+    def of(self, index: mx.array) -> "Verdicts":
+        """Those of the requests (n,) alone, in that order."""
+        return Verdicts(self.following[index], self.num_kept[index])
+
+
+class GroupChoice(Protocol):
+    """One round of n requests that are judged alike."""
+
+    def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
+        """See ``together.Picks.pick``; logits (n, Vd)."""
+
+    def alone(self, index: int) -> Pick:
+        """See ``together.Picks.alone``."""
+
+    def verify(self, drafts: mx.array, lengths: Sequence[int], logprobs: mx.array) -> Verdicts:
+        """Verify drafts (n, k), of which ``lengths[b]`` tokens count, against (n, k + 1, V)."""
+
+
+def _matched(drafts: mx.array, lengths: Sequence[int], following: mx.array) -> Verdicts:
+    """Keep what equals the choice (n, k + 1) made after it."""
+    size = drafts.shape[1]
+    following = following.astype(mx.int32)
+    keep = drafts == following[:, :-1]
+    if min(lengths) < size:
+        keep = keep & (mx.arange(size) < mx.array([*lengths])[:, None])
+    kept = mx.cumprod(keep.astype(mx.int32), axis=1).sum(axis=1)
+    return Verdicts(following, kept)
+
+
+class Greedy:
+    """One round of requests without a sampler."""
+
+    def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
+        return mx.argmax(logits, axis=-1)
+
+    def alone(self, index: int) -> Pick:
+        return self.pick
+
+    def verify(self, drafts: mx.array, lengths: Sequence[int], logprobs: mx.array) -> Verdicts:
+        return _matched(drafts, lengths, mx.argmax(logprobs, axis=-1))
+
+
+class CoupledRows:
+    """One round of requests that sample with the noise of their positions, by the same filters."""
+
+    def __init__(self, rules: list[Coupled], keys: mx.array, positions: list[int], size: int):
+        self._rules = rules
+        self._positions = positions
+        starts = mx.array(positions, mx.uint32)[:, None]
+        where = starts + mx.arange(size + 1).astype(mx.uint32)
+        self._noise = noise_of_rows(keys, where, rules[0].vocab_size)  # (n, k + 1, V)
+        self._num_picked = 0
+
+    def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
+        if self._rules[0].drafts_greedily:
+            return mx.argmax(logits, axis=-1)
+        logits = logits.astype(mx.float32)
+        logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        noise = self._noise[:, self._num_picked]
+        self._num_picked += 1
+        log_q = self._rules[0].sampling.log_probabilities(logits)
+        return mx.argmax(log_q + (noise if ids is None else noise[:, ids]), axis=-1)
+
+    def alone(self, index: int) -> Pick:
+        return self._rules[index].open(self._positions[index]).pick
+
+    def verify(self, drafts: mx.array, lengths: Sequence[int], logprobs: mx.array) -> Verdicts:
+        rows = logprobs.reshape(-1, logprobs.shape[-1])
+        log_p = self._rules[0].sampling.log_probabilities(rows).reshape(logprobs.shape)
+        noise = self._noise[:, : logprobs.shape[1]]
+        return _matched(drafts, lengths, mx.argmax(log_p + noise, axis=-1))
+
+
+class OneByOne:
+    """One round of requests that are judged one after the other.
+
+    A rule is asked for as many picks as there is room for, as in a generation of its own: those
+    that follow because others have more room are fillers.
+    """
+
+    def __init__(self, rules: list[Rule], positions: list[int], room: list[int]):
+        self._choices: list[Choice] = [r.open(at) for r, at in zip(rules, positions)]
+        self._room = list(room)  # left
+
+    def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
+        rows = range(len(self._choices))
+        return mx.concatenate([self.alone(b)(logits[b : b + 1], ids) for b in rows])
+
+    def alone(self, index: int) -> Pick:
+        def pick(logits: mx.array, ids: mx.array | None) -> mx.array:
+            self._room[index] -= 1
+            if self._room[index] < 0:
+                return mx.argmax(logits, axis=-1)
+            return self._choices[index].pick(logits, ids)
+
+        return pick
+
+    def verify(self, drafts: mx.array, lengths: Sequence[int], logprobs: mx.array) -> Verdicts:
+        following, kept = [], []
+        for b, (choice, length) in enumerate(zip(self._choices, lengths)):
+            made = choice.verify(Draft(drafts[b, :length]), None, logprobs[b, : length + 1])
+            padding = (0, drafts.shape[1] - length)
+            following.append(mx.pad(made.following.astype(mx.int32), padding))
+            kept.append(made.num_kept.astype(mx.int32))
+        return Verdicts(mx.stack(following), mx.stack(kept))
+
+
+@dataclass
+class Group:
+    """Requests that are judged alike: their places in the batch, and their rules."""
+
+    kind: object
+    places: list[int] = field(default_factory=list)
+    rules: list[Rule] = field(default_factory=list)
+    keys: mx.array | None = None  # (n, 2) of their noise
+
+    def open(self, positions: Sequence[int], room: Sequence[int]) -> GroupChoice:
+        """A round whose first tokens have these positions in each request of the batch."""
+        own = [positions[b] for b in self.places]
+        if self.kind is Greedy:
+            return Greedy()
+        if self.kind is OneByOne:
+            return OneByOne(self.rules, own, [room[b] for b in self.places])
+        rules = [rule for rule in self.rules if isinstance(rule, Coupled)]
+        if self.keys is None:
+            self.keys = mx.stack([rule.sampling.base_key for rule in rules])
+        return CoupledRows(rules, self.keys, own, max(room))
+
+
+def _kind(rule: Rule) -> object:
+    """The same for rules that can be judged together."""
+    if type(rule) is Match and rule.sampler is None:
+        return Greedy
+    if type(rule) is Coupled and type(rule.sampling) is Sampling:
+        return (*rule.sampling.filters, rule.drafts_greedily, rule.vocab_size)
+    return OneByOne
+
+
+class Judges:
+    """The rules of a batch, in its order."""
+
+    def __init__(self, rules: Sequence[Rule]):
+        groups: dict[object, Group] = {}
+        for place, rule in enumerate(rules):
+            kind = _kind(rule)
+            group = groups.setdefault(kind, Group(kind))
+            group.places.append(place)
+            group.rules.append(rule)
+        self._groups = list(groups.values())
+        side_by_side = [place for group in self._groups for place in group.places]
+        self._order = [side_by_side.index(place) for place in range(len(side_by_side))]
+
+    def open(self, positions: Sequence[int], room: Sequence[int]) -> "BatchChoice":
+        """One round, see ``Rule.open``; of request b at most ``room[b]`` drafts can be kept."""
+        choices = [group.open(positions, room) for group in self._groups]
+        return BatchChoice(self._groups, choices, self._order)
+
+
+class BatchChoice:
+    """One round of a batch: ``together.Picks``, and what judges the drafts."""
+
+    def __init__(self, groups: list[Group], choices: list[GroupChoice], order: list[int]):
+        self._groups = groups
+        self._choices = choices
+        self._order = order  # where each request is once those of all groups stand side by side
+
+    def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
+        if len(self._choices) == 1:
+            return self._choices[0].pick(logits, ids)
+        picked = [c.pick(logits[places], ids) for c, places in self._by_group()]
+        return mx.concatenate(picked)[mx.array(self._order)]
+
+    def alone(self, index: int) -> Pick:
+        for group, choice in zip(self._groups, self._choices):
+            if index in group.places:
+                return choice.alone(group.places.index(index))
+        raise IndexError(index)
+
+    def verify(self, drafts: mx.array, lengths: Sequence[int], logprobs: mx.array) -> Verdicts:
+        """Verify drafts (B, k), of which ``lengths[b]`` tokens count, against (B, k + 1, V)."""
+        if len(self._choices) == 1:
+            return self._choices[0].verify(drafts, lengths, logprobs)
+        made = [
+            choice.verify(drafts[places], [lengths[b] for b in group.places], logprobs[places])
+            for group, (choice, places) in zip(self._groups, self._by_group())
+        ]
+        following = mx.concatenate([verdicts.following for verdicts in made])
+        kept = mx.concatenate([verdicts.num_kept for verdicts in made])
+        return Verdicts(following, kept).of(mx.array(self._order))
+
+    def _by_group(self) -> list[tuple[GroupChoice, mx.array]]:
+        places = (mx.array(group.places) for group in self._groups)
+        return list(zip(self._choices, places))

@@ -1,0 +1,253 @@
+"""Drafting for several requests at once: in shared passes of a head, or one by one.
+
+Both do what a ``Drafter`` does, for B requests that come and go: an EAGLE head for all in one
+forward of (B, 1) per drafted token and one of (B, R) to absorb what was verified, any other
+drafter request by request.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+
+from ..target.ragged import RaggedCaches
+from ..target.rollback import Checkpoint
+from .base import Drafter, Pick, check_width, start_early
+from .head import Eagle3Head
+
+
+class Picks(Protocol):
+    """How draft tokens are chosen in one round of a batch."""
+
+    def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
+        """Of every request, as ``base.Pick``: logits (B, Vd) -> indices (B,)."""
+
+    def alone(self, index: int) -> Pick:
+        """The ``base.Pick`` of one request."""
+
+
+class Together(Protocol):
+    """A drafter for B requests, in order; see ``Drafter`` for what is drafted and absorbed."""
+
+    def num_forwards(self, index: int) -> int:
+        """Forward passes since that request has joined, shared ones included."""
+
+    def join(self, drafter: Drafter) -> None:
+        """One request more, the last, with what ``drafter`` has absorbed for it."""
+
+    def keep(self, index: list[int]) -> None:
+        """Drop all requests but these."""
+
+    def extract(self, index: int) -> Drafter:
+        """One request's drafter, as it would be had it been alone."""
+
+    def propose(self, size: int, picks: Picks) -> tuple[mx.array, list[int]]:
+        """Drafts (B, k) int32, and how many tokens of each count; k is at most ``size``."""
+
+    def extend(
+        self,
+        tokens: mx.array,
+        features: mx.array | None,
+        last: mx.array | None = None,
+        num_rows: Sequence[int] | None = None,
+    ) -> None:
+        """Absorb pairs: tokens (B, m), features (B, m, F); of request b the first ``num_rows[b]``.
+
+        ``last`` (B,) as in ``Drafter.extend``: they count once ``advance`` has said how many.
+        """
+
+    def advance(self, kept: list[int]) -> None:
+        """Of what was absorbed last, keep the first ``kept[b]`` pairs of request b."""
+
+    def pending(self) -> list[mx.array]:
+        """See ``Drafter.pending``."""
+
+
+@runtime_checkable
+class SharedDrafter(Drafter, Protocol):
+    """A drafter that can draft for several requests in shared passes."""
+
+    def together(self) -> Together | None:
+        """For no request yet; None where this one cannot, as it is made."""
+
+
+def draft_together(drafter: Drafter) -> Together:
+    """The fastest way there is with ``drafter``."""
+    shared = drafter.together() if isinstance(drafter, SharedDrafter) else None
+    return OneByOne() if shared is None else shared
+
+
+class HeadTogether:
+    """An EAGLE-3 head that drafts for B requests in shared passes, on ragged caches.
+
+    As ``Eagle3Drafter`` does for one of them, with the cache "exact".
+    """
+
+    def __init__(
+        self,
+        head: Eagle3Head,
+        embed: Callable[[mx.array], mx.array],
+        to_target: mx.array | None,
+        begin: Callable[[list[Any]], Drafter],
+    ):
+        """``embed`` and ``to_target`` as in ``EagleDrafter``; ``begin`` makes one's drafter."""
+        self._num_forwards = 0
+        self._joined: list[int] = []  # how many there were before each request
+        self._head = head
+        self._embed = embed
+        self._to_target = to_target
+        self._begin = begin
+        self._caches = RaggedCaches()
+        # What drafts start from: states (B, h), and the logits (B, Vd) after them.
+        self._start: tuple[mx.array, mx.array] | None = None
+
+    def num_forwards(self, index: int) -> int:
+        """See ``Together.num_forwards``."""
+        return self._num_forwards - self._joined[index]
+
+    def join(self, drafter: Drafter) -> None:
+        """See ``Together.join``."""
+        if own := drafter.pending():
+            state, logits = own
+            if self._start is not None:
+                others, their_logits = self._start
+                state = mx.concatenate([others, state])
+                logits = mx.concatenate([their_logits, logits])
+            self._start = state, logits
+        self._caches.join(drafter.cache[:-1])
+        self._joined.append(self._num_forwards)
+
+    def keep(self, index: list[int]) -> None:
+        """See ``Together.keep``."""
+        if self._start is not None:
+            places, (states, logits) = mx.array(index, mx.int32), self._start
+            self._start = (states[places], logits[places]) if index else None
+        self._caches.keep(index)
+        self._joined = [self._joined[b] for b in index]
+
+    def extract(self, index: int) -> Drafter:
+        """See ``Together.extract``."""
+        return self._begin([*self._caches.extract(index), KVCache()])
+
+    def propose(self, size: int, picks: Picks) -> tuple[mx.array, list[int]]:
+        """See ``Together.propose``: a head forward for each token but the first.
+
+        ModelOpt's parallel heads, where the head has some, say the last tokens without one.
+        """
+        assert self._start is not None, "every request has absorbed its first token"
+        batch = len(self._caches.rows.lengths)
+        num_steps = max(1, size - self._head.config.num_parallel_heads)
+        states, logits = self._start
+        tokens = [self._choose(logits, picks)]
+        before = self._caches.rows.lengths
+        try:
+            for _ in range(num_steps - 1):
+                start_early(tokens[-1], size)
+                states = self._forward(tokens[-1][:, None], states[:, None])[:, 0]
+                self._caches.advance([1] * batch)
+                tokens.append(self._choose(self._head.logits(states), picks))
+        finally:
+            self._caches.rows.set(before)
+        for i in range(size - num_steps):
+            tokens.append(self._choose(self._head.parallel_logits(states, i), picks))
+        return mx.stack(tokens, axis=1), [size] * batch
+
+    def extend(
+        self,
+        tokens: mx.array,
+        features: mx.array | None,
+        last: mx.array | None = None,
+        num_rows: Sequence[int] | None = None,
+    ) -> None:
+        """See ``Together.extend``; all rows are absorbed, and none counts yet."""
+        assert features is not None
+        check_width(features, self._head.config.num_aux * self._head.config.target_hidden_size)
+        states = self._forward(tokens, self._head.fuse(features))
+        if last is None:
+            starts = states[:, -1]
+        else:
+            starts = mx.take_along_axis(states, last[:, None, None], axis=1)[:, 0]
+        self._start = starts, self._head.logits(starts)
+
+    def advance(self, kept: list[int]) -> None:
+        """See ``Together.advance``."""
+        self._caches.advance(kept)
+
+    def pending(self) -> list[mx.array]:
+        """See ``Together.pending``: states and the first tokens' logits."""
+        return list(self._start or ())
+
+    def _forward(self, tokens: mx.array, states: mx.array) -> mx.array:
+        """Tokens (B, m) and states (B, m, h) -> (B, m, h), behind what is kept."""
+        self._num_forwards += 1
+        return self._head(self._embed(tokens), states, self._caches.open())
+
+    def _choose(self, logits: mx.array, picks: Picks) -> mx.array:
+        """The choices among logits (B, Vd), as target ids (B,) int32."""
+        index = picks.pick(logits, self._to_target)
+        return (index if self._to_target is None else self._to_target[index]).astype(mx.int32)
+
+
+class OneByOne:
+    """Any drafters, each for its own request."""
+
+    def __init__(self) -> None:
+        self._drafters: list[Drafter] = []
+        self._joined: list[int] = []  # forwards of each before
+        self._cuts: list[tuple[Checkpoint, int]] = []
+
+    def num_forwards(self, index: int) -> int:
+        """See ``Together.num_forwards``."""
+        return self._drafters[index].num_forwards - self._joined[index]
+
+    def join(self, drafter: Drafter) -> None:
+        """See ``Together.join``."""
+        self._drafters.append(drafter)
+        self._joined.append(drafter.num_forwards)
+
+    def keep(self, index: list[int]) -> None:
+        """See ``Together.keep``."""
+        self._drafters = [self._drafters[b] for b in index]
+        self._joined = [self._joined[b] for b in index]
+        self._cuts = [self._cuts[b] for b in index if self._cuts]
+
+    def extract(self, index: int) -> Drafter:
+        """See ``Together.extract``."""
+        return self._drafters[index]
+
+    def propose(self, size: int, picks: Picks) -> tuple[mx.array, list[int]]:
+        """See ``Together.propose``; drafts may be of several lengths, the shorter ones padded."""
+        drafts = [
+            drafter.propose(size, picks.alone(b)).tokens
+            for b, drafter in enumerate(self._drafters)
+        ]
+        lengths = [len(tokens) for tokens in drafts]
+        rows = [mx.pad(tokens, (0, max(lengths) - len(tokens))) for tokens in drafts]
+        return mx.stack(rows), lengths
+
+    def extend(
+        self,
+        tokens: mx.array,
+        features: mx.array | None,
+        last: mx.array | None = None,
+        num_rows: Sequence[int] | None = None,
+    ) -> None:
+        """See ``Together.extend``."""
+        self._cuts = []
+        for b, drafter in enumerate(self._drafters):
+            num = tokens.shape[1] if num_rows is None else num_rows[b]
+            self._cuts.append((Checkpoint(drafter.cache), num))
+            seen = None if features is None else features[b, :num]
+            drafter.extend(tokens[b, :num], seen, last=None if last is None else last[b])
+
+    def advance(self, kept: list[int]) -> None:
+        """See ``Together.advance``."""
+        for (checkpoint, num_rows), num_kept in zip(self._cuts, kept, strict=True):
+            if num_kept < num_rows:
+                checkpoint.rollback(num_kept)
+        self._cuts = []
+
+    def pending(self) -> list[mx.array]:
+        """See ``Together.pending``."""
+        return [array for drafter in self._drafters for array in drafter.pending()]

@@ -1,0 +1,318 @@
+"""The caches of several texts in one, every text at a length of its own.
+
+Text b's entry of position p lies in column p of its lane, or, in a cache that keeps a window, in
+column p modulo the size of a ring. A pass of R rows writes them at ``length[b] + r``, and a mask
+by length hides what lies behind a text's end. So keeping some of the rows, or none, is arithmetic
+on lengths: nothing is moved, and no text is padded for another.
+
+A ring has a few columns more than the window, so that the rows of a pass overwrite nothing that a
+row still sees which turns out to be the last one kept.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+STEP = 256  # columns by which lanes grow, as in mlx-lm
+SLACK = 16  # columns by which a ring is larger than its window, or as many as a pass needs
+
+
+def can_share(caches: list[Any]) -> bool:
+    """Whether a text's caches can go into ``RaggedCaches``, exactly."""
+    return all(type(c) is KVCache or (type(c) is RotatingKVCache and c.keep == 0) for c in caches)
+
+
+def _round_up(number: int, step: int) -> int:
+    return -(-number // step) * step
+
+
+class RowLengths:
+    """How long every text is, and what follows from that for a pass: shared by all layers.
+
+    Arrays are made once for a pass, however many layers ask for them.
+    """
+
+    def __init__(self) -> None:
+        self.slack = SLACK
+        self._made: dict[tuple[Any, ...], mx.array] = {}
+        self.set([])
+
+    def set(self, lengths: list[int]) -> None:
+        """Go on with texts of these lengths."""
+        self.lengths = lengths
+        self.longest = max(lengths, default=0)
+        self.offset = mx.array(lengths, mx.int32)  # (B,)
+        self._made.clear()
+
+    def once(self, key: tuple[Any, ...], make: Callable[[], mx.array]) -> mx.array:
+        """What ``make`` gives, made once for these lengths."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def after(self, num_rows: int) -> mx.array:
+        """The lengths (B,) with so many rows more."""
+        return self.once(("after", num_rows), lambda: self.offset + num_rows)
+
+    def places(self, num_rows: int) -> mx.array:
+        """The positions (B, R) of a pass's rows."""
+        return self.once(
+            ("places", num_rows), lambda: self.offset[:, None] + mx.arange(num_rows)
+        )
+
+    def width(self, num_rows: int, ring: int | None) -> int:
+        """Columns in use after a pass of so many rows."""
+        width = self.longest + num_rows
+        return width if ring is None else min(width, ring)
+
+    def slots(self, shape: tuple[int, ...], num_rows: int, ring: int | None) -> mx.array:
+        """Where (B, H, R, D) rows go in lanes of that shape (B, H, S, D): flat, in order.
+
+        Flat because one index for each number is what MLX writes fastest where the rows of
+        several lanes stand at several places.
+        """
+
+        def make() -> mx.array:
+            batch, num_heads, num_columns, size = shape
+            columns = self.places(num_rows) if ring is None else self.places(num_rows) % ring
+            large = batch * num_heads * num_columns * size >= 2**31
+            kind = mx.int64 if large else mx.int32
+            lanes = mx.arange(batch * num_heads, dtype=kind).reshape(batch, num_heads, 1)
+            rows = lanes * num_columns + columns[:, None].astype(kind)
+            return (rows[..., None] * size + mx.arange(size, dtype=kind)).reshape(-1)
+
+        return self.once(("slots", shape, num_rows, ring), make)
+
+    def mask(self, num_rows: int, ring: int | None, window: int | None) -> mx.array:
+        """Which columns each row of a pass sees, (B, 1, R, S)."""
+
+        def make() -> mx.array:
+            columns = mx.arange(self.width(num_rows, ring))
+            if ring is not None and self.longest + num_rows > ring:
+                # What a column holds: the last position before the end that belongs there.
+                last = self.after(num_rows)[:, None] - 1
+                columns = last - (last - columns) % ring
+            held = columns if columns.ndim == 1 else columns[:, None, None]
+            rows = self.places(num_rows)[:, None, :, None]
+            mask = held <= rows
+            if window is not None:
+                mask = mask & (held > rows - window)
+            return mask if columns.ndim == 1 else mask & (held >= 0)
+
+        return self.once(("mask", num_rows, ring, window), make)
+
+
+class RaggedCache:
+    """One layer's keys and values of B texts, as a model asks a cache for them.
+
+    ``max_size`` is the window, None where everything is kept. Lanes (B, H, S, D) are None until
+    there is something in them, and stay None in a layer that does not attend.
+    """
+
+    def __init__(self, rows: RowLengths, max_size: int | None = None):
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self.max_size = max_size
+        self.offset = rows.offset
+        self._rows = rows
+        self._ring: int | None = None if max_size is None else max_size + SLACK
+        self._num_rows = 0  # of the pass under way
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array:
+        """See ``RowLengths.mask``; by mlx-lm's names."""
+        sizes = [size for size in (window_size, self.max_size) if size is not None]
+        return self._rows.mask(N, self._ring_for(N), min(sizes, default=None))
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write the rows of a pass, (B, H, R, D), and give all columns in use."""
+        num_rows = keys.shape[2]
+        self._make_room(num_rows)
+        self.keys = self._written(self.keys, keys)
+        self.values = self._written(self.values, values)
+        self.offset = self._rows.after(num_rows)
+        self._num_rows = num_rows
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """The columns in use, those of the pass under way included."""
+        width = self._rows.width(self._num_rows, self._ring)
+        return self.keys[..., :width, :], self.values[..., :width, :]
+
+    @property
+    def state(self) -> list[mx.array]:
+        """What there is to compute."""
+        return [] if self.keys is None else [self.keys, self.values]
+
+    def empty(self) -> bool:
+        return self.keys is None
+
+    def begin(self) -> None:
+        """A pass begins where the texts end."""
+        self.offset, self._num_rows = self._rows.offset, 0
+
+    def join(self, cache: KVCache | RotatingKVCache, num_others: int) -> None:
+        """Take in the cache of a text, which stays as it is, behind ``num_others``."""
+        if cache.keys is None and self.keys is None:
+            return
+        need = max(cache.offset, self._rows.longest)
+        num_columns = self._columns(max(need, self._num_columns))
+        lanes = []
+        for mine, name in ((self.keys, "keys"), (self.values, "values")):
+            theirs = getattr(cache, name)
+            like = mine if theirs is None else theirs
+            blank = (1, like.shape[1], num_columns, like.shape[3])
+            if mine is None:
+                mine = mx.zeros((num_others, *blank[1:]), like.dtype)
+            if theirs is None:
+                lane = mx.zeros(blank, like.dtype)
+            else:
+                lane = self._lane(_in_order(cache, theirs), cache.offset, num_columns)
+            lanes.append(mx.concatenate([_longer(mine, num_columns), lane]))
+        self.keys, self.values = lanes
+
+    def keep(self, index: mx.array) -> None:
+        """Drop all texts but these."""
+        if self.keys is not None:
+            self.keys, self.values = self.keys[index], self.values[index]
+
+    def extract(self, index: int) -> KVCache | RotatingKVCache:
+        """One text's cache, as it would be had the text been alone."""
+        cache = KVCache() if self.max_size is None else RotatingKVCache(self.max_size)
+        length = self._rows.lengths[index]
+        if self.keys is None or length == 0:
+            return cache
+        held = length if self.max_size is None else min(length, self.max_size)
+        columns = mx.arange(length - held, length)
+        if self._ring is not None:
+            columns = columns % self._ring
+        cache.keys = mx.take(self.keys[index : index + 1], columns, axis=2)
+        cache.values = mx.take(self.values[index : index + 1], columns, axis=2)
+        cache.offset = length
+        if isinstance(cache, RotatingKVCache):
+            cache._idx = held
+        return cache
+
+    @property
+    def _num_columns(self) -> int:
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    def _columns(self, length: int) -> int:
+        """Columns of lanes for texts of that length."""
+        columns = _round_up(length, STEP)
+        return columns if self._ring is None else min(columns, self._ring)
+
+    def _ring_for(self, num_rows: int) -> int | None:
+        """The ring for passes of so many rows: large enough for the largest so far."""
+        if self.max_size is None:
+            return None
+        self._rows.slack = max(self._rows.slack, _round_up(num_rows - 1, SLACK))
+        return self.max_size + self._rows.slack
+
+    def _make_room(self, num_rows: int) -> None:
+        """Lanes that ``num_rows`` more fit into."""
+        ring = self._ring_for(num_rows)
+        if ring != self._ring:
+            self._lay_again(ring)
+        num_columns = self._columns(self._rows.longest + num_rows)
+        if self.keys is not None and self._num_columns < num_columns:
+            self.keys = _longer(self.keys, num_columns)
+            self.values = _longer(self.values, num_columns)
+
+    def _lay_again(self, ring: int) -> None:
+        """Lay the lanes in a larger ring."""
+        before, self._ring = self._ring, ring
+        if self.keys is None:
+            return
+        columns = mx.arange(self._columns(self._rows.longest))
+        last = self._rows.offset[:, None] - 1
+        held = mx.maximum(last - (last - columns) % ring, 0) % before
+        index = mx.minimum(held, self._num_columns - 1)[:, None, :, None]
+        self.keys = mx.take_along_axis(self.keys, index, axis=2)
+        self.values = mx.take_along_axis(self.values, index, axis=2)
+
+    def _lane(self, entries: mx.array, length: int, num_columns: int) -> mx.array:
+        """The last entries (1, H, n, D) of a text of that length, each in its column."""
+        if self._ring is None or length <= num_columns:
+            front = length - entries.shape[2]
+            back = num_columns - length
+            return mx.pad(entries, [(0, 0), (0, 0), (front, back), (0, 0)])
+        columns = mx.arange(num_columns)
+        places = length - 1 - (length - 1 - columns) % self._ring
+        index = mx.maximum(places - (length - entries.shape[2]), 0)
+        return mx.take(entries, index, axis=2)
+
+    def _written(self, lanes: mx.array | None, rows: mx.array) -> mx.array:
+        """The lanes (B, H, S, D) with rows (B, H, R, D) at their places, in place."""
+        num_rows = rows.shape[2]
+        if lanes is None:
+            columns = self._columns(self._rows.longest + num_rows)
+            lanes = mx.zeros((*rows.shape[:2], columns, rows.shape[3]), rows.dtype)
+        index = self._rows.slots(lanes.shape, num_rows, self._ring)
+        flat = mx.put_along_axis(lanes.reshape(-1), index, rows.reshape(-1), axis=0)
+        return flat.reshape(lanes.shape)
+
+
+def _in_order(cache: KVCache | RotatingKVCache, array: mx.array) -> mx.array:
+    """The entries (1, H, n, D) of a text's cache that count, oldest first."""
+    if type(cache) is KVCache:
+        return array[..., : cache.offset, :]
+    return cache._temporal_order(array)[..., -min(cache.offset, cache.max_size) :, :]
+
+
+def _longer(lanes: mx.array, num_columns: int) -> mx.array:
+    """Lanes with empty columns behind, so many in all."""
+    missing = num_columns - lanes.shape[2]
+    return lanes if missing <= 0 else mx.pad(lanes, [(0, 0), (0, 0), (0, missing), (0, 0)])
+
+
+class RaggedCaches:
+    """The caches of B texts for all layers of a model, which is called with ``layers``.
+
+    Each text's caches must be those that ``can_share``, and all of the same model.
+    """
+
+    def __init__(self) -> None:
+        self.rows = RowLengths()
+        self.layers: list[RaggedCache] = []
+
+    def open(self) -> list[RaggedCache]:
+        """The layers, for a pass that begins where the texts end; what it writes is not kept yet.
+
+        A pass that was opened before and of which nothing was kept is forgotten by that.
+        """
+        for layer in self.layers:
+            layer.begin()
+        return self.layers
+
+    def advance(self, num_rows: Sequence[int]) -> None:
+        """Text b is longer by ``num_rows[b]``: of what was written behind its end, or, below 0,
+        shorter."""
+        self.rows.set([n + more for n, more in zip(self.rows.lengths, num_rows, strict=True)])
+
+    def join(self, caches: list[Any]) -> None:
+        """One text more, the last; its own ``caches`` stay as they are."""
+        others = self.rows.lengths
+        if not others:
+            self.rows.slack = SLACK
+            self.layers = [RaggedCache(self.rows, getattr(c, "max_size", None)) for c in caches]
+        for layer, cache in zip(self.layers, caches, strict=True):
+            layer.join(cache, len(others))
+        self.rows.set([*others, max((c.offset for c in caches), default=0)])
+
+    def keep(self, index: list[int]) -> None:
+        """Drop all texts but these, in this order."""
+        places = mx.array(index, mx.int32)
+        for layer in self.layers:
+            if index:
+                layer.keep(places)
+        self.rows.set([self.rows.lengths[b] for b in index])
+        if not index:
+            self.layers = []
+
+    def extract(self, index: int) -> list[KVCache | RotatingKVCache]:
+        """One text's caches."""
+        return [layer.extract(index) for layer in self.layers]
