@@ -3,12 +3,13 @@
     pip install torch "transformers>=5" && pip install --no-deps specforge==0.2.0
     python compare_trainers.py [--model TARGET --data DATA] [--init HEAD] [--iters N] ...
 
-Both begin with the same weights and are given the same tokens in the same order; PyTorch computes
-everything else anew: the target's features and distributions, the losses, their gradients,
-clipping and AdamW. The learning rate is the same, for specforge's schedule begins its cosine a step
-before its rise has ended, and then exceeds its peak. Printed are the losses, what a step took (with one thread each,
-the first step aside), and the mean acceptance length of both heads on what is held out. Without
-``--model`` the target is a tiny random one, whose answers are learnt by heart.
+Both begin with the same weights and are given the same tokens in the same order; PyTorch
+computes everything else anew: the target's features and distributions, the losses, their
+gradients, clipping and AdamW. The learning rate is the same, for specforge's schedule begins its
+cosine a step before its rise has ended, and then exceeds its peak. Printed are the losses, what a
+step took (with one thread each, the first step aside), and the mean acceptance length of both
+heads on what is held out. Without ``--model`` the target is a tiny random one, whose answers are
+learnt by heart.
 """
 
 import argparse
@@ -108,10 +109,8 @@ class PyTorchTrainer:
                 pad_token_id=None,
             )
         )
-        named = {
-            name.replace(OURS, THEIRS): as_torch(w)
-            for name, w in split_weights(dict(tree_flatten(student.head.parameters())), own).items()
-        }
+        stored = split_weights(dict(tree_flatten(student.head.parameters())), own)
+        named = {name.replace(OURS, THEIRS): as_torch(w) for name, w in stored.items()}
         left = self._head.load_state_dict(named, strict=False)
         assert not left.unexpected_keys
         assert set(left.missing_keys) <= {"embed_tokens.weight", "t2d", "d2t"}
