@@ -3,6 +3,8 @@
 # make test-all   every combination and the long runs as well, and the server's page in a Chromium;
 #                 ARGS=--without-browser where there is none
 # make bench  the README's table on the demo pair, in half an hour; ARGS="..." measures something else
+# make demo-head  the demo head again: the demo target answers 7900 questions, and the head learns from
+#                 them, for days on a CPU; QUESTIONS=100 ARGS="--iters 20 --answer-temps 0" is quick
 # make docs   the documentation site, into docs/site
 # make clean  remove what these made
 #
@@ -36,7 +38,11 @@ BENCH := --limit 4 --repeats 2 --num-draft-tokens 1,2,3,auto --tree 2x2:3,auto -
 PYTEST := env OPENBLAS_NUM_THREADS=1 MLX_ENABLE_TF32=0 $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile \
 	--no-loadscope-reorder
 
-.PHONY: demo test test-all bench docs clean
+DEMO_HEAD := build/demo-head
+QUESTIONS = 7900
+DEMO_TARGET := from mlx_eagle.demo.target import demo_target_path as path; print(path())
+
+.PHONY: demo demo-head test test-all bench docs clean
 
 demo: $(VENV)/installed
 	@$(RUN) -m mlx_eagle.demo $(if $(PROMPT),--prompt "$$DEMO_PROMPT") $(ARGS)
@@ -49,6 +55,16 @@ test-all: $(VENV)/installed-$(if $(findstring --without-browser,$(ARGS)),test,br
 
 bench: $(VENV)/installed-bench
 	@$(RUN) -m mlx_eagle.bench $(or $(ARGS),$(BENCH))
+
+# Stopped with Ctrl-C and made again, it goes on. Flags in ARGS come last, and so count.
+demo-head: $(VENV)/installed
+	@mkdir -p $(DEMO_HEAD)/questions
+	@gzip -dc tests/data/demo-questions.jsonl.gz | head -n $(QUESTIONS) > $(DEMO_HEAD)/questions/train.jsonl
+	$(RUN) -m mlx_eagle.train --model "$$($(BIN)/python -c '$(DEMO_TARGET)')" \
+		--data $(DEMO_HEAD)/questions --regenerate --answer-temps 0,0.6,1 --answer-tokens 400 \
+		--init tests/data/eagle3-smollm2-135m-instruct --output $(DEMO_HEAD)/head \
+		--iters 2800 --batch-size 8 --learning-rate 1e-4 --warmup 0.03 --ttt-steps 4 --max-seq-length 512 \
+		$(if $(wildcard $(DEMO_HEAD)/head/checkpoints/0*),--resume) $(ARGS)
 
 docs: $(VENV)/installed-docs
 	@$(BIN)/python -m mkdocs build --strict --config-file docs/mkdocs.yml $(ARGS)

@@ -13,12 +13,14 @@ from mlx_eagle.decoding.limits import AUTO
 from mlx_eagle.demo.pair import load_demo
 from mlx_eagle.draft_models import open_beside, split_name
 from mlx_eagle.drafters.tree import parse_tree
+from mlx_eagle.system import render
 from mlx_eagle.system.command import run_command
 from mlx_eagle.system.device import prepare_device
+from mlx_eagle.system.drawing import EXTRA
 from mlx_eagle.system.values import LARGEST_SEED, Range, use_plain_types
 from mlx_eagle.system.version import add_version_flag
 
-from . import files, render, report
+from . import files, report
 from .batched import check_batches
 from .measure import Settings, measure, num_runs
 from .names import with_old_names
@@ -208,7 +210,7 @@ def check_picture(file: str | None) -> None:
             "that exists."
         )
     if not files.has_matplotlib():
-        raise ValueError(f"--picture needs matplotlib: {files.EXTRA}.")
+        raise ValueError(f"--picture needs matplotlib: {EXTRA}.")
 
 
 def prepare_folder(path: str) -> Path:

@@ -1,22 +1,18 @@
 """The files of a benchmark: JSON, CSV, the report, its plots where matplotlib is there."""
 
 import csv
-import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import render, report
+from mlx_eagle.system import render
+from mlx_eagle.system.drawing import EXTRA, has_matplotlib
+
+from . import report
 from .names import with_old_names
 
 PLOTS = "plots"
-EXTRA = "pip install 'mlx-eagle[bench]'"
-
-
-def has_matplotlib() -> bool:
-    """Whether plots can be drawn: matplotlib comes with an extra of its own."""
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def write_all(

@@ -12,10 +12,18 @@ import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
-GREY, BLUE, ORANGE = "#8a8a8a", "#0072B2", "#E69F00"
-GREEN, RED, PURPLE, SKY = "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
-SERIES = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED)
+from mlx_eagle.system.drawing import (  # noqa: E402
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    RED,
+    SERIES,
+    SKY,
+    STYLE,
+)
+
 PARTS = {"verify": BLUE, "draft": ORANGE, "accept": GREEN, "host": PURPLE}
 
 # For a background that may be white or nearly black: at least 3 to 1 against both.
@@ -30,19 +38,6 @@ PICTURE_STYLE = {
         PICTURE_TEXT,
     ),
 }  # fmt: skip
-
-STYLE = {
-    "font.size": 11,
-    "axes.titlesize": 12,
-    "axes.titleweight": "bold",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e3e3e3",
-    "legend.frameon": False,
-    "svg.hashsalt": "mlx-eagle",
-}
 
 
 def draw_all(scenario: dict[str, Any], folder: Path, suffix: str = "") -> dict[str, Path]:

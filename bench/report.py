@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from mlx_eagle.decoding.parity import parity_words
+from mlx_eagle.system.render import Block, Folded, Heading, Image, Paragraph, Table
 
-from .render import Block, Folded, Heading, Image, Paragraph, Table
 from .runner import TURN_TOKENS
 from .tables import (
     acceptance_table,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .render import Table
+from mlx_eagle.system.render import Table
 
 Scenario = Mapping[str, Any]
 

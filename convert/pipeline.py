@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.load import TargetSizes
-from mlx_eagle.system.folders import new_folder
+from mlx_eagle.system.folders import new_folder, save_arrays
 from mlx_eagle.system.hub import upload
 from mlx_eagle.system.progress import Progress, silent
 
@@ -145,12 +145,7 @@ def build(
 
 def save(head: Head, folder: Path, target: TargetFolder | None = None) -> None:
     """Write ``config.json``, ``model.safetensors`` and the target's tokenizer there."""
-    try:
-        mx.save_safetensors(
-            str(folder / "model.safetensors"), head.weights, metadata={"format": "mlx"}
-        )
-    except RuntimeError as err:
-        raise OSError(f"the weights do not fit there ({err})") from err
+    save_arrays(folder / "model.safetensors", head.weights)
     text = json.dumps(head.config, indent=4, sort_keys=True)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
     if target is not None and not target.copy_tokenizer(folder):

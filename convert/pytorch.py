@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.load import read_head_config
-from mlx_eagle.system.folders import new_folder
+from mlx_eagle.system.folders import new_folder, save_arrays
 
 # What the flat layout has no key or name for, and the value that it stands for.
 FIXED = {
@@ -67,7 +67,7 @@ def to_pytorch(head: str, folder: str) -> dict[str, Any]:
     tensors = _tensors(config, weights, head)
     flat = _config(config, str(weights["fc.weight"].dtype).split(".")[-1])
     with new_folder(destination) as draft:
-        mx.save_safetensors(str(draft / "model.safetensors"), tensors, metadata={"format": "pt"})
+        save_arrays(draft / "model.safetensors", tensors, layout="pt")
         text = json.dumps(flat, indent=2) + "\n"
         (draft / "config.json").write_text(text, encoding="utf-8")
     return flat

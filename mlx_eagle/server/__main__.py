@@ -14,6 +14,7 @@ from ..system.command import run_command
 from ..system.device import prepare_device
 from .access import is_loopback, read_key
 from .caches import PairCache
+from .collect import open_collector
 from .flags import build_parser, check_arguments
 from .generator import PairGenerator
 from .handler import PairHandler
@@ -47,12 +48,18 @@ def announce(server: PairServer, generator: PairGenerator) -> None:
     print(f"Serving {name}: a page to talk to it at {url}, the API at {url}v1", flush=True)
     if server.key is None and not is_loopback(host):
         print(f"Note: whoever reaches {shown} can use it; nobody is asked for a key.", flush=True)
+    if server.collector is not None:
+        print(
+            f"Note: chats and their answers are kept in {server.collector.path} (--collect).",
+            flush=True,
+        )
 
 
 def run(args: argparse.Namespace) -> None:
     """Open the pair and serve it."""
     check_arguments(args)
     key = read_key(args)
+    collector = open_collector(args)
     prepare_device()
     args.draft_model = with_known_head(args.draft_model, args.model)
     logging.basicConfig(level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s")
@@ -63,7 +70,10 @@ def run(args: argparse.Namespace) -> None:
         cache = PairCache(args.prompt_cache_size, **max_bytes)
         generator = PairGenerator(PairProvider(args), cache)
         try:
-            with PairServer((args.host, args.port), PairHandler, generator, limits, key) as server:
+            address = (args.host, args.port)
+            with PairServer(
+                address, PairHandler, generator, limits, key, collector
+            ) as server:
                 while not generator.is_loaded():
                     if signals.wait(POLL):
                         stop_loading()

@@ -16,6 +16,7 @@ from mlx_lm.server import (
 
 from .answer import Answer, RequestError, checked
 from .body import PairArguments, shortened, wants_draft, with_drafting
+from .collect import chat_row
 from .drafted import DraftReport, counts
 from .generator import PairGenerator
 from .metrics import Metrics, Outcome
@@ -47,6 +48,8 @@ class Exchange:
         self._context: GenerationContext | None = None
         self._num_generated = 0
         self._report: DraftReport | None = None
+        self._prompt: list[int] = []
+        self._finish_reason: str | None = None
 
     @property
     def cli_args(self) -> Namespace:
@@ -71,6 +74,7 @@ class Exchange:
             tokenized = self.generator.read_prompt(
                 request, args, self._client.num_bytes, self._check
             )
+            self._prompt = tokenized.tokens
             self.answer = self.generator.submit(tokenized, args)
             self._context = self.answer.context(self._check)
             self._context.tool_parser = checked(self._context.tool_parser)
@@ -92,6 +96,25 @@ class Exchange:
             told["counts"] = counts(self.answer.stats, self._report.num_batched)
         return told
 
+    def row(self, request: CompletionRequest) -> dict[str, Any] | None:
+        """A chat and its answer, to be kept; None where it is no chat, or has not ended."""
+        if request.request_type != "chat" or self._finish_reason is None or self.answer is None:
+            return None
+        body = self._client.body
+        template_args = self.cli_args.chat_template_args | (body.get("chat_template_kwargs") or {})
+        facts = {
+            "temperature": body.get("temperature", self.cli_args.temp),
+            "finish_reason": self._finish_reason,
+        }
+        return chat_row(
+            request,
+            self._prompt,
+            self.answer.tokens,
+            self.generator.model_provider.tokenizer,
+            template_args,
+            facts,
+        )
+
     def close(self) -> None:
         """Generate no more for this client."""
         if self.answer is not None:
@@ -109,6 +132,7 @@ class Exchange:
             if self._num_generated == 0:
                 self._metrics.count_first_token(time.monotonic() - self._client.asked)
             self._num_generated += 1
+            self._finish_reason = response.finish_reason
             if self._report is not None:
                 self._report.follow(response)
             yield response

@@ -10,6 +10,7 @@ from mlx_lm.utils import _parse_size
 from ..commands.flags import add_draft_flags, check_cache_flags, check_draft_flags
 from ..decoding.limits import AUTO
 from .body import MAX_DRAFT_TOKENS, NUMBERS
+from .collect import COLLECT_BYTES
 from .connection import MAX_HEAD
 from .generator import TIME_LIMIT
 from .listener import BODY_BYTES, CONNECTIONS, REQUEST_SECONDS
@@ -94,6 +95,19 @@ ACCESS = {
         "ends as at max_tokens.",
     ),
 }
+COLLECT = {
+    "collect": (
+        str,
+        None,
+        "Keep chats and their answers in this JSONL file, which its owner alone can read: data to "
+        "adapt a head with, for mlx_eagle.train. Without it nothing is kept.",
+    ),
+    "collect-size": (
+        _size,
+        COLLECT_BYTES,
+        "Bytes after which that file is renamed, .1 at its end, and a new one is begun.",
+    ),
+}
 SWITCHES = {
     "no-api-key": "Answer whoever asks, also when --host is not this machine alone. Without a "
     "key, such a --host is refused otherwise.",
@@ -106,7 +120,7 @@ SWITCHES = {
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 POSITIVE = (
     "max_tokens decode_concurrency prompt_concurrency prefill_step_size prompt_cache_size "
-    "max_body_size max_connections"
+    "max_body_size max_connections collect_size"
 ).split()
 SAMPLING = {"temp": "temperature"} | {
     name: name for name in ("top_p", "top_k", "min_p", "max_tokens")
@@ -122,7 +136,7 @@ def build_parser() -> argparse.ArgumentParser:
         "/v1/completions, /v1/models, /health, /metrics for Prometheus, and a page to talk to "
         "at /.",
     )
-    for name, (kind, default, text) in (FLAGS | ACCESS).items():
+    for name, (kind, default, text) in (FLAGS | ACCESS | COLLECT).items():
         shown = f"{text} (default: {default})" if default not in (None, "") else text
         parser.add_argument(f"--{name}", type=kind, default=default, help=shown)
     for name, text in SWITCHES.items():

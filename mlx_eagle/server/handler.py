@@ -188,6 +188,7 @@ class PairHandler(APIHandler):
         """See mlx-lm's; what breaks off is said, in the stream where one was begun."""
         try:
             super().handle_completion(request, stop_words)
+            self._collect(request)
         except RequestError as err:
             if not self.is_streaming:
                 self._headers_buffer = []  # perhaps "200 OK", not sent yet
@@ -196,6 +197,13 @@ class PairHandler(APIHandler):
             self.wfile.write(f"data: {json.dumps(_document(err))}\n\n".encode())
         finally:
             self.response_generator.close()
+
+    def _collect(self, request: CompletionRequest) -> None:
+        """Keep what was asked and answered, where the server was told to."""
+        if self.server.collector is not None:
+            row = self.response_generator.row(request)
+            if row is not None:
+                self.server.collector.keep(row)
 
     def _set_stream_headers(self, status_code: int = 200) -> None:
         self.is_streaming = True

@@ -14,6 +14,7 @@ from mlx_lm.server import get_system_fingerprint
 
 from .access import ApiKey
 from .answer import RequestError
+from .collect import Collector
 from .generator import PairGenerator
 
 BODY_BYTES = 16_000_000
@@ -49,9 +50,11 @@ class PairServer(ThreadingHTTPServer):
         generator: PairGenerator,
         limits: Limits = Limits(),
         key: ApiKey | None = None,
+        collector: Collector | None = None,
     ):
         """Listens at once. Raises ValueError where the address cannot be had."""
         self.generator, self.limits, self.key = generator, limits, key
+        self.collector = collector
         self.metrics = generator.metrics
         self.answering: set[BaseHTTPRequestHandler] = set()
         self.large_bodies = Lock()

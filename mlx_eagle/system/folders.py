@@ -2,14 +2,17 @@
 is killed over it, and files that are tried before the work.
 """
 
+import errno
 import fcntl
 import glob
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+
+import mlx.core as mx
 
 
 class AlreadyThere(ValueError):
@@ -108,6 +111,21 @@ def _remove_orphans(path: Path) -> None:
             pass
         finally:
             os.close(lock)
+
+
+def save_arrays(path: Path, arrays: Mapping[str, mx.array], layout: str = "mlx") -> None:
+    """Write a safetensors file; OSError where it does not fit.
+
+    ``layout`` is the ``format`` that its metadata name: mlx, or pt for PyTorch's.
+    """
+    try:
+        mx.save_safetensors(str(path), dict(arrays), metadata={"format": layout})
+    except RuntimeError as err:
+        # MLX says that it could not write, and not why.
+        needed = sum(array.nbytes for array in arrays.values())
+        if shutil.disk_usage(path.parent).free < needed:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from err
+        raise OSError(errno.EIO, str(err), str(path)) from err
 
 
 def check_writable(path: Path, flag: str, otherwise: str = "") -> None:

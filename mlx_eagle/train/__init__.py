@@ -1,7 +1,8 @@
 """Training draft heads: ``train`` a head, and have a target give ``answers`` to learn from."""
 
+from .curves import write_page
 from .session import run, train
 from .settings import TrainSettings
 from .trainer import TrainReport
 
-__all__ = ["TrainReport", "TrainSettings", "run", "train"]
+__all__ = ["TrainReport", "TrainSettings", "run", "train", "write_page"]

@@ -11,17 +11,19 @@ import yaml
 from mlx_lm.lora import yaml_loader
 
 from ..system.command import run_command
+from ..system.drawing import EXTRA, has_matplotlib
 from ..system.version import add_version_flag
 from .answers import parse_temperatures
+from .curves import write_page
 from .losses import LOSSES
-from .session import run
+from .session import is_first, run
 from .settings import TrainSettings
 
 REQUIRED = ("model", "data", "output")
 HELP = {
     "model": "Folder or hub repo of the target.",
     "data": "Folder with train.jsonl (and valid.jsonl), or a hub data set, as mlx_lm.lora takes.",
-    "output": "Folder for the head, its checkpoints and training.csv.",
+    "output": "Folder for the head, its checkpoints, training.csv and a page of its curves.",
     "init": "Begin with this head, in any form that mlx_eagle.convert reads, or converted.",
     "adapter_path": "Adapters of the target, as mlx_lm.lora writes them.",
     "trust_remote_code": "Let the target bring code of its own.",
@@ -48,6 +50,8 @@ HELP = {
     "steps_per_eval": "Batches between two evaluations on held-out data.",
     "save_every": "Batches between two checkpoints.",
     "val_batches": "Batches to evaluate on; -1 is all that is held out.",
+    "test_prompts": "Held-out prompts that the finished head drafts for; 0 is none.",
+    "test_tokens": "Tokens of each such answer, which is given once for each draft length.",
     "keep_checkpoints": "Checkpoints to keep.",
     "seed": "Seed of the fresh head and of the order of the data.",
     "cache_features": "Keep what the target says of each sequence here, for more epochs.",
@@ -138,7 +142,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(argv: Sequence[str] | None) -> None:
-    run(settings_of(argv))
+    report = run(settings_of(argv))
+    if not is_first():
+        return
+    if has_matplotlib():
+        print(f"Its curves are in {write_page(report.output)}.")
+    else:
+        print(f"Without a page of its curves, which needs matplotlib: {EXTRA}.")
 
 
 if __name__ == "__main__":

@@ -6,12 +6,15 @@ What is in them is the trainer's business.
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
+
+from ..system.folders import save_arrays
 
 FOLDER = "checkpoints"
 STATE, FACTS = "state.safetensors", "state.json"
@@ -49,18 +52,37 @@ class Checkpoints:
         try:
             scratch.mkdir()
             arrays = dict(tree_flatten(state))
-            _save_arrays(scratch / STATE, arrays)
-            _save_arrays(scratch / "model.safetensors", files["weights"])
+            for name, tree in ((STATE, arrays), ("model.safetensors", files["weights"])):
+                save_arrays(scratch / name, tree)
+                _flush(scratch / name)
             _save_text(scratch / "config.json", files["config"])
             _save_text(scratch / FACTS, {"iteration": iteration, **facts})
             if path.exists():  # of a run that was begun again from an earlier one
                 shutil.rmtree(path)
             os.replace(scratch, path)
+        except OSError as err:
+            raise OSError(err.errno, err.strerror, str(self._folder)) from err
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         for old in self._all()[: -self._keep]:
             shutil.rmtree(old, ignore_errors=True)
         return path
+
+    @contextmanager
+    def explaining(self, output: Path) -> Iterator[None]:
+        """Within, what cannot be written is a ValueError that says how to go on."""
+        try:
+            yield
+        except BrokenPipeError:  # the reader of what the run says, not a disk
+            raise
+        except OSError as err:
+            good = self.latest()
+            way_on = "no checkpoint was saved yet; make room, and start again"
+            if good is not None:
+                way_on = f"the last good checkpoint is {good}; make room, and go on with --resume"
+            raise ValueError(
+                f"{err.filename or output} cannot be written to ({err.strerror or err}): {way_on}."
+            ) from err
 
     def _all(self) -> list[Path]:
         return sorted(path for path in self._folder.glob("[0-9]*") if (path / FACTS).is_file())
@@ -82,14 +104,6 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             f"{path} cannot be read ({reason}): remove it to go on from the checkpoint before."
         ) from err
     return tree_unflatten(list(arrays.items())), facts
-
-
-def _save_arrays(path: Path, arrays: Mapping[str, mx.array]) -> None:
-    try:
-        mx.save_safetensors(str(path), dict(arrays), metadata={"format": "mlx"})
-    except RuntimeError as err:
-        raise OSError(f"{path.parent.parent} cannot be written to: {err}") from err
-    _flush(path)
 
 
 def _save_text(path: Path, values: Mapping[str, Any]) -> None:

@@ -80,9 +80,9 @@ def read_examples(
 ) -> Examples:
     """Read what ``mlx_lm.lora --data`` takes: a folder of JSONL files, or a hub data set.
 
-    Rows that ``mlx_eagle.train.answers`` wrote carry the very tokens; all others are read by
-    mlx-lm's data sets. Sequences are cut at ``max_length``. Without ``mask_prompt``, and in
-    rows that are plain text, every token counts. Raises ValueError, one sentence, where there
+    Rows that ``mlx_eagle.train.answers`` or a server wrote carry the very tokens; all others are
+    read by mlx-lm's data sets. Sequences are cut at ``max_length``. Without ``mask_prompt``, and
+    in rows that are plain text, every token counts. Raises ValueError, one sentence, where there
     is nothing to learn from.
     """
     _check_folder(data)
@@ -184,7 +184,11 @@ def _check_recorded(row: dict[str, Any], tokenizer: TokenizerWrapper, where: str
         raise ValueError(f'{where} has "tokens" but no fitting "prompt_length".')
     if messages:
         prompt = tokenizer.apply_chat_template(
-            messages[:-1], add_generation_prompt=True, return_dict=False
+            messages[:-1],
+            tools=row.get("tools"),
+            add_generation_prompt=True,
+            return_dict=False,
+            **row.get("chat_template_kwargs", {}),
         )
         if list(prompt) != row["tokens"][:size]:
             raise ValueError(

@@ -1,6 +1,7 @@
 """What a run says of itself: lines, a bar, ``training.csv`` and the card of the head."""
 
 import csv
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,11 +11,9 @@ import mlx.core as mx
 
 from ..convert.card import TAGS
 from ..system.progress import open_bar
+from .curves import CSV
 from .evaluate import Evaluation
-
-CSV = "training.csv"
-
-
+from .generated import Generated
 
 
 class TrainingLog:
@@ -50,14 +49,19 @@ class TrainingLog:
         """Keep the rows up to ``iteration``, and write the head of the table."""
         rows: list[dict[str, str]] = []
         if iteration and self._path.exists():
-            with self._path.open(newline="") as file:
-                for row in csv.DictReader(file):
-                    if (row["iteration"] or "").isdigit() and int(row["iteration"]) <= iteration:
-                        rows.append(row)
-        with self._path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, self._columns, extrasaction="ignore")
-            writer.writeheader()
-            writer.writerows(rows)
+            whole = self._path.read_text().rpartition("\n")[0]  # a full disk cuts a line short
+            for row in csv.DictReader(whole.splitlines()):
+                if (row["iteration"] or "").isdigit() and int(row["iteration"]) <= iteration:
+                    rows.append(row)
+        scratch = self._path.with_name(f".{CSV}.{os.getpid()}")
+        try:
+            with scratch.open("w", newline="") as file:
+                writer = csv.DictWriter(file, self._columns, extrasaction="ignore")
+                writer.writeheader()
+                writer.writerows(rows)
+            os.replace(scratch, self._path)
+        finally:
+            scratch.unlink(missing_ok=True)
 
     def say(self, line: str) -> None:
         if self._quiet:
@@ -113,6 +117,13 @@ class TrainingLog:
             f"mean acceptance length for k = 1 ... {len(found.lengths)}: {lengths}"
         )
 
+    def generated(self, found: Generated) -> None:
+        lengths = " ".join(f"{length:.3f}" for length in found.lengths)
+        self.say(
+            f"Generated {found.num_answers} answers of up to {found.max_tokens} tokens: mean "
+            f"acceptance length for k = 1 ... {len(found.lengths)}: {lengths}"
+        )
+
     def _write(self, **values: float) -> None:
         if self._quiet:
             return
@@ -164,6 +175,20 @@ def make_card(name: str, facts: Mapping[str, Any]) -> str:
             + " |",
             "| mean acceptance length | "
             + " | ".join(f"{length:.3f}" for length in evaluation["lengths"])
+            + " |",
+        ]
+    generated = facts.get("generated")
+    if generated:
+        depths = range(1, len(generated["lengths"]) + 1)
+        lines += [
+            "",
+            f"Decoding {generated['num_answers']} held-out prompts greedily, up to "
+            f"{generated['max_tokens']} tokens each:",
+            "",
+            "| k | " + " | ".join(map(str, depths)) + " |",
+            "|---" * (len(depths) + 1) + "|",
+            "| mean acceptance length | "
+            + " | ".join(f"{length:.3f}" for length in generated["lengths"])
             + " |",
         ]
     usage = "mlx_eagle.generate --model TARGET --draft-model THIS_FOLDER --prompt Hello"

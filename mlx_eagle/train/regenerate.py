@@ -28,7 +28,13 @@ def answer_file(
             bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
             bar.update(counts.done - bar.n)
 
-        counts = answer_prompts(model, tokenizer, conversations, output, settings, report)
+        try:
+            counts = answer_prompts(model, tokenizer, conversations, output, settings, report)
+        except OSError as err:
+            raise ValueError(
+                f"{output} cannot be written to ({err.strerror or err}): the answers so far stay; "
+                "make room, and the same command goes on behind them."
+            ) from err
     seconds = time.perf_counter() - begun
     print(
         f"{counts.answers} answers of {counts.tokens} tokens in {output}, "

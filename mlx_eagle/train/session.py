@@ -11,6 +11,7 @@ import numpy as np
 from ..drafters.load import find_embedding
 from .checkpoints import Checkpoints
 from .examples import Examples, read_examples
+from .generated import Tester, choose_prompts
 from .regenerate import regenerate
 from .settings import TrainSettings
 from .stopping import stopping
@@ -54,7 +55,14 @@ def run(settings: TrainSettings) -> TrainReport:
     )
     student, covered = _make_student(settings, model, config, examples, vocab_size)
     teacher = _make_teacher(settings, model, student, examples)
-    trainer = Trainer(settings, student, teacher, examples, checkpoints, covered)
+    tester = Tester(
+        model,
+        tokenizer,
+        choose_prompts(examples.valid, settings.test_prompts),
+        settings.test_tokens,
+        settings.ttt_steps,
+    )
+    trainer = Trainer(settings, student, teacher, examples, checkpoints, covered, tester)
     output.mkdir(parents=True, exist_ok=True)
     if found is not None:
         trainer.restore(found)
@@ -122,7 +130,7 @@ def _make_teacher(
         cache = Path(settings.cache_features).expanduser() / name
         cache.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(cache).free
-        if _is_first():
+        if is_first():
             print(
                 f"The cache in {cache} takes up to {needed / 1e9:.1f} GB; {free / 1e9:.1f} are "
                 "free."
@@ -135,5 +143,6 @@ def _make_teacher(
     return Teacher(model, student.taps, student.ids, cache, needs_sums=settings.loss != "ce")
 
 
-def _is_first() -> bool:
+def is_first() -> bool:
+    """Whether this is the rank that speaks and writes."""
     return mx.distributed.init().rank() == 0

@@ -15,6 +15,8 @@ FREE = (
     "steps_per_eval",
     "save_every",
     "val_batches",
+    "test_prompts",
+    "test_tokens",
     "keep_checkpoints",
     "cache_features",
     "quantize",
@@ -30,7 +32,7 @@ class TrainSettings:
 
     ``batch_size`` is that of all ranks together; ``iters`` counts batches, of which
     ``grad_accumulation_steps`` make one step of the optimizer. ``val_batches`` -1 evaluates on
-    all that is held out.
+    all that is held out; ``test_prompts`` 0 generates nothing at the end.
     """
 
     model: str
@@ -62,6 +64,8 @@ class TrainSettings:
     steps_per_eval: int = 200
     save_every: int = 100
     val_batches: int = 25
+    test_prompts: int = 4
+    test_tokens: int = 64
     keep_checkpoints: int = 2
     seed: int = 0
     cache_features: str | None = None
@@ -84,6 +88,8 @@ class TrainSettings:
             "steps_per_report": 1,
             "steps_per_eval": 1,
             "save_every": 1,
+            "test_prompts": 0,
+            "test_tokens": 2,
             "keep_checkpoints": 1,
         }
         for name, smallest in least.items():

@@ -28,6 +28,7 @@ from ..drafters.load import (
     load_head,
     rows_of_lm_head,
 )
+from ..system.folders import save_arrays
 from .vocabulary import DraftVocabulary
 
 FROZEN = "embed_tokens"  # a head's own embedding is kept as it is
@@ -225,17 +226,19 @@ def _quantization_entry(
 
 
 def write_head(
-    folder: Path, config: Mapping[str, Any], weights: Mapping[str, mx.array]
+    folder: Path, config: Mapping[str, Any], weights: Mapping[str, mx.array] | None = None
 ) -> None:
-    """Put the two files of a converted head into ``folder``, each whole or not at all."""
-    scratch = folder / f".model.{os.getpid()}.safetensors"
-    try:
-        mx.save_safetensors(str(scratch), dict(weights), metadata={"format": "mlx"})
-    except RuntimeError as err:
-        scratch.unlink(missing_ok=True)
-        raise OSError(f"the weights do not fit there ({err})") from err
-    os.replace(scratch, folder / "model.safetensors")
+    """Put the files of a converted head into ``folder``, each whole or not at all.
+
+    Without ``weights`` these stay as they are.
+    """
+    scratch = folder / f".head.{os.getpid()}.safetensors"
     text = json.dumps(config, indent=4, sort_keys=True) + "\n"
-    scratch = folder / f".config.{os.getpid()}.json"
-    scratch.write_text(text, encoding="utf-8")
-    os.replace(scratch, folder / "config.json")
+    try:
+        if weights is not None:
+            save_arrays(scratch, weights)
+            os.replace(scratch, folder / "model.safetensors")
+        scratch.write_text(text, encoding="utf-8")
+        os.replace(scratch, folder / "config.json")
+    finally:
+        scratch.unlink(missing_ok=True)

@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..system.folders import save_arrays
 from ..target.taps import Target
 from .examples import Example, TokenBatch
 from .losses import Teaching
@@ -168,8 +169,13 @@ class Teacher:
             return
         # Under its own name only when it is whole.
         scratch = self._cache / f".{number}.{os.getpid()}.safetensors"
-        mx.save_safetensors(str(scratch), lesson.arrays())
-        os.replace(scratch, self._cache / f"{number}.safetensors")
+        try:
+            save_arrays(scratch, lesson.arrays())
+            os.replace(scratch, self._cache / f"{number}.safetensors")
+        except OSError as err:
+            raise OSError(err.errno, err.strerror, str(self._cache)) from err
+        finally:
+            scratch.unlink(missing_ok=True)
 
 
 def cache_bytes(examples: Sequence[Example], width: int, num_drafted: int, item: int) -> int:

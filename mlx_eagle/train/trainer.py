@@ -5,6 +5,7 @@ Here is the order of things; each of them is in a module beside this one.
 
 import math
 import time
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from ..convert.target import open_target
 from .checkpoints import Checkpoints, load_checkpoint
 from .evaluate import Evaluation, Evaluator
 from .examples import BatchOrder, Examples, make_batch
+from .generated import Generated, Tester
 from .log import TrainingLog, make_card
 from .optimizer import TrainStep, learning_rate
 from .settings import TrainSettings
@@ -27,13 +29,15 @@ from .teacher import Teacher
 
 @dataclass(frozen=True)
 class TrainReport:
-    """What came of a run. ``evaluation`` is the last one, None without held-out sequences."""
+    """What came of a run. ``evaluation`` is the last one, None without held-out sequences;
+    ``generated`` what the finished head accepted, None where nothing was generated."""
 
     output: Path
     iteration: int
     is_finished: bool
     evaluation: Evaluation | None
     losses: tuple[float, ...] = ()
+    generated: Generated | None = None
 
 
 @dataclass
@@ -56,6 +60,7 @@ class Trainer:
         examples: Examples,
         checkpoints: Checkpoints,
         covered: float,
+        tester: Tester,
     ):
         self._settings = settings
         self._student = student
@@ -63,6 +68,8 @@ class Trainer:
         self._examples = examples
         self._checkpoints = checkpoints
         self._covered = covered
+        self._tester = tester
+        self._generated: Generated | None = None
         self._world = mx.distributed.init()
         if settings.batch_size % self._world.size():
             raise ValueError(
@@ -120,43 +127,54 @@ class Trainer:
         self._iteration, self._trained_tokens = facts["iteration"], facts["trained_tokens"]
 
     def run(self, stop: Stop) -> TrainReport:
-        """Train up to the end, or until somebody asks to stop."""
-        settings, sums = self._settings, _Sums()
-        log = TrainingLog(
+        """Train up to the end, or until somebody asks to stop.
+
+        Raises ValueError where the loss is no longer a number, or the disk is full.
+        """
+        with self._checkpoints.explaining(self._output):
+            with closing(self._open_log()) as log:
+                losses = self._train(stop, log)
+            if self._iteration < self._settings.iters:
+                return self._report(losses, is_finished=False)
+            if self._world.rank() == 0:
+                self._finish(stop, log)
+        log.say(f"The head is in {self._output}: use it with --draft-model.")
+        return self._report(losses, is_finished=True)
+
+    def _open_log(self) -> TrainingLog:
+        return TrainingLog(
             self._output,
-            settings.ttt_steps,
-            settings.iters,
+            self._settings.ttt_steps,
+            self._settings.iters,
             self._iteration,
             quiet=self._world.rank() > 0,
         )
+
+    def _train(self, stop: Stop, log: TrainingLog) -> list[float]:
+        """Batch after batch; the losses of the last one."""
+        settings, sums = self._settings, _Sums()
         losses: list[float] = []
-        try:
-            if self._iteration == 0:
+        if self._iteration == 0:
+            self._evaluate(log)
+        while self._iteration < settings.iters:
+            losses = self._learn(log, sums)
+            done = self._iteration
+            if done % settings.steps_per_eval == 0 or done == settings.iters:
                 self._evaluate(log)
-            while self._iteration < settings.iters:
-                losses = self._learn(log, sums)
-                done = self._iteration
-                if done % settings.steps_per_eval == 0 or done == settings.iters:
-                    self._evaluate(log)
-                # Gradients that wait for others are not saved: only behind a whole step.
-                is_whole = done % settings.grad_accumulation_steps == 0
-                is_asked = self._agree(stop.is_asked) and is_whole
-                if is_asked or done == settings.iters or (
-                    done % settings.save_every < settings.grad_accumulation_steps and is_whole
-                ):
-                    self._save(log)
-                if is_asked and done < settings.iters:
-                    log.say(
-                        f"Stopped behind batch {done}, which is saved: the same command with "
-                        "--resume goes on."
-                    )
-                    return self._report(losses, is_finished=False)
-        finally:
-            log.close()
-        if self._world.rank() == 0:
-            self._finish()
-        log.say(f"The head is in {self._output}: use it with --draft-model.")
-        return self._report(losses, is_finished=True)
+            # Gradients that wait for others are not saved: only behind a whole step.
+            is_whole = done % settings.grad_accumulation_steps == 0
+            is_asked = self._agree(stop.is_asked) and is_whole
+            if is_asked or done == settings.iters or (
+                done % settings.save_every < settings.grad_accumulation_steps and is_whole
+            ):
+                self._save(log)
+            if is_asked and done < settings.iters:
+                log.say(
+                    f"Stopped behind batch {done}, which is saved: the same command with "
+                    "--resume goes on."
+                )
+                break
+        return losses
 
     def _agree(self, is_asked: bool) -> bool:
         """Whether any rank was asked to stop; all stop behind the same batch."""
@@ -260,25 +278,35 @@ class Trainer:
             "loss": settings.loss,
             "learning_rate": settings.learning_rate,
             "evaluation": None if self._evaluation is None else asdict(self._evaluation),
+            "generated": None if self._generated is None else asdict(self._generated),
         }
         return {"source": {"path": "mlx_eagle.train", "files": {}}, "training": facts}
 
-    def _finish(self) -> None:
-        """Write the head itself, with its target's tokenizer and its card."""
+    def _finish(self, stop: Stop, log: TrainingLog) -> None:
+        """Write the head itself, with its target's tokenizer, and then what it is worth."""
         settings = self._settings
         quantization = None
         if settings.quantize:
             quantization = Quantization(settings.q_bits, settings.q_group_size)
-        notes = self._notes()
-        config, weights = head_files(self._student, notes, self._student.dtype, quantization)
+        dtype = self._student.dtype
+        config, weights = head_files(self._student, self._notes(), dtype, quantization)
         open_target(settings.model).copy_tokenizer(self._output)
-        card = make_card(self._output.name, notes["training"])
-        (self._output / "README.md").write_text(card, encoding="utf-8")
         write_head(self._output, config, weights)
+        self._generated = self._tester(self._output, stop)
+        if self._generated is not None:
+            log.generated(self._generated)
+            write_head(self._output, config | self._notes())
+        card = make_card(self._output.name, self._notes()["training"])
+        (self._output / "README.md").write_text(card, encoding="utf-8")
 
     def _report(self, losses: list[float], is_finished: bool) -> TrainReport:
         return TrainReport(
-            self._output, self._iteration, is_finished, self._evaluation, tuple(losses)
+            self._output,
+            self._iteration,
+            is_finished,
+            self._evaluation,
+            tuple(losses),
+            self._generated,
         )
 
 

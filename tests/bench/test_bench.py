@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 from helpers import byte_tokenizer
 
-from mlx_eagle.bench import measure, predict, questions, render, runner, summary
+from mlx_eagle.bench import measure, predict, questions, runner, summary
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.tree import TreeShape
+from mlx_eagle.system import render
 
 
 def test_spread_is_the_naive_one():

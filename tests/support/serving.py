@@ -23,6 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from mlx_eagle.convert import convert
 from mlx_eagle.server.access import read_key
 from mlx_eagle.server.caches import PairCache
+from mlx_eagle.server.collect import open_collector
 from mlx_eagle.server.flags import build_parser
 from mlx_eagle.server.generator import PairGenerator
 from mlx_eagle.server.handler import PairHandler
@@ -142,7 +143,8 @@ def ours(*flags: str):
         generator.stop_and_join()
         raise
     limits = Limits(args.max_body_size, args.max_connections, args.request_timeout)
-    server = PairServer((args.host, args.port), PairHandler, generator, limits, read_key(args))
+    address, collector = (args.host, args.port), open_collector(args)
+    server = PairServer(address, PairHandler, generator, limits, read_key(args), collector)
     return running(server, generator)
 
 

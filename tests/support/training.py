@@ -1,7 +1,9 @@
 """What the tests of training share: a tiny target with its tokenizer, and data, in folders."""
 
 import json
-from collections.abc import Sequence
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +55,14 @@ def chats(num: int, length: int = 6, first: int = 0) -> list[dict]:
         ]
         rows.append({"messages": messages})
     return rows
+
+
+@contextmanager
+def small_files(num_bytes: int) -> Iterator[None]:
+    """Within, no file of this process can grow beyond that: writing fails as on a full disk."""
+    limit, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))

@@ -6,7 +6,7 @@ from pathlib import Path
 import mlx_lm
 import pytest
 from helpers import plain
-from training import chats, write_target
+from training import chats, small_files, write_target
 
 from mlx_eagle.train.answers import AnswerSettings, answer_prompts, read_prompts
 from mlx_eagle.train.answers.__main__ import main
@@ -65,3 +65,18 @@ def test_the_command_reads_and_refuses(folder, tmp_path, capsys):
         main(command)
     assert stop.value.code == 2
     assert 'line 1 has neither "prompt" nor "messages"' in capsys.readouterr().err
+
+
+def test_a_full_disk_keeps_the_answers_so_far(folder, tmp_path, capsys):
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "train.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in chats(6)))
+    command = ["--model", str(folder), "--prompts", str(prompts), "--output", str(output)]
+    command += ["--temps", "0", "--max-tokens", "5"]
+    with small_files(700), pytest.raises(SystemExit) as stop:
+        main(command)
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and said.count("\n") == 1
+    assert f"{output} cannot be written to (File too large): the answers so far stay" in said
+    main(command)
+    assert "were there before" in capsys.readouterr().out
+    assert len(rows_in(output)) == 6

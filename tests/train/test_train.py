@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from ranks import run_ranks
 from tolerances import tolerance
-from training import chats, write_data, write_target
+from training import chats, small_files, write_data, write_target
 
 import mlx_eagle
 from mlx_eagle.decoding.stats import Stats
-from mlx_eagle.train import train
+from mlx_eagle.generate import stream_generate
+from mlx_eagle.train import generated, train
 from mlx_eagle.train.__main__ import main, settings_of
 from mlx_eagle.train.checkpoints import Checkpoints, load_checkpoint
 from mlx_eagle.train.optimizer import TrainStep
@@ -30,6 +31,7 @@ QUICK = {
     "save_every": 3,
     "draft_vocab_size": 64,
     "learning_rate": 1e-3,
+    "test_prompts": 0,
 }
 NUM_TOKENS = 33
 
@@ -101,7 +103,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(target, data, tmp_path):
     command = [sys.executable, "-m", "mlx_eagle.train", "--model", str(target)]
     command += ["--data", str(data), "--output", str(output), "--iters", "100000"]
     command += ["--batch-size", "2", "--ttt-steps", "2", "--steps-per-report", "1"]
-    command += ["--steps-per-eval", "100000", "--save-every", "100000"]
+    command += ["--steps-per-eval", "100000", "--save-every", "100000", "--test-prompts", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         for line in process.stdout:
@@ -146,6 +148,49 @@ def test_killed_while_saving_leaves_the_checkpoint_before(tmp_path):
     assert not any(path.exists() for path in left)
 
 
+def refused(capsys, *flags: object) -> str:
+    """The one sentence on standard error with which the command ends."""
+    with pytest.raises(SystemExit) as stop:
+        main(list(map(str, flags)))
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1
+    return said
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_and_says_so(target, data, tmp_path, capsys):
+    """While a checkpoint is saved, while the table is written, and at the very beginning."""
+    output, flags = tmp_path / "head", []
+    for name, value in {**QUICK, "iters": 3}.items():
+        flags += [f"--{name.replace('_', '-')}", value]
+    command = ["--model", target, "--data", data, "--output", output, *flags]
+    with small_files(600):
+        said = refused(capsys, *command, "--steps-per-report", 1)
+    assert f"{output} cannot be written to (File too large): no checkpoint was saved yet" in said
+    train(str(target), str(data), str(output), **{**QUICK, "iters": 3})
+    good = output / "checkpoints" / "0000003"
+    kept, table = weights_of(good), (output / "training.csv").read_text()
+    for room, where in ((5000, output / "checkpoints"), (len(table) + 50, output)):
+        with small_files(room):
+            said = refused(capsys, *command, "--resume", "--iters", 6, "--steps-per-report", 1)
+        assert f"{where} cannot be written to (" in said
+        assert f"the last good checkpoint is {good}; make room, and go on with --resume." in said
+        assert (output / "training.csv").read_text().startswith(table)
+    assert [path.name for path in (output / "checkpoints").iterdir()] == [good.name]
+    assert not list(output.glob(".*"))
+    for name, array in weights_of(good).items():
+        assert np.array_equal(array, kept[name])
+    train(str(target), str(data), str(output), resume=True, **QUICK)
+    assert Checkpoints(output).latest().name == "0000006"
+
+
+def test_a_cache_that_does_not_fit(target, data, tmp_path):
+    run = {**QUICK, "cache_features": str(tmp_path / "cache")}
+    with small_files(5000), pytest.raises(ValueError, match=r"cache/\S+ cannot be written to \("):
+        train(str(target), str(data), str(tmp_path / "head"), **run)
+    assert not any((tmp_path / "cache").rglob("*.safetensors"))
+
+
 def test_a_loss_that_is_no_number_stops_the_run(target, data, tmp_path):
     run = {**QUICK, "save_every": 1, "iters": 50, "warmup": 0.0}
     with pytest.raises(ValueError, match="not a number any more at batch .*checkpoint is .*00000"):
@@ -168,6 +213,7 @@ def test_texts_are_learnt_by_heart_and_evaluated_as_decoding_has_them(target, tm
         warmup=0.1,
         ttt_steps=4,
         save_every=1000,
+        test_tokens=NUM_TOKENS,
     )
     assert report.evaluation.lengths[0] > 1.8 and report.evaluation.lengths[3] > 3
     model, tokenizer = mlx_lm.load(str(target))
@@ -187,7 +233,26 @@ def test_texts_are_learnt_by_heart_and_evaluated_as_decoding_has_them(target, tm
             rounds += stats.num_target_forwards
         # The first token of each comes with the prompt.
         found = len(rows) * (NUM_TOKENS - 1) / rounds
+        assert report.generated.lengths[size - 1] == pytest.approx(found)
         assert report.evaluation.lengths[size - 1] == pytest.approx(found, rel=0.03)
+    card = (tmp_path / "head" / "README.md").read_text()
+    assert f"Decoding 4 held-out prompts greedily, up to {NUM_TOKENS} tokens" in card
+    assert f"| {report.generated.lengths[3]:.3f} |" in card
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert config["training"]["generated"]["lengths"] == list(report.generated.lengths)
+
+
+def test_ctrl_c_while_generating_leaves_a_finished_head(target, data, tmp_path, monkeypatch):
+    def generate(*args, **options):
+        signal.raise_signal(signal.SIGINT)
+        return stream_generate(*args, **options)
+
+    monkeypatch.setattr(generated, "stream_generate", generate)
+    run = {**QUICK, "iters": 2, "test_prompts": 1}
+    report = train(str(target), str(data), str(tmp_path / "head"), **run)
+    assert report.is_finished and report.generated is None
+    assert "Decoding" not in (tmp_path / "head" / "README.md").read_text()
+    mlx_eagle.load_drafter(tmp_path / "head", mlx_lm.load(str(target))[0])
 
 
 @pytest.mark.exhaustive
@@ -305,13 +370,8 @@ BAD = {
 def test_bad_data_costs_one_sentence(target, tmp_path, capsys, what):
     make, sentence = BAD[what]
     make(tmp_path / "data")
-    command = ["--model", str(target), "--data", str(tmp_path / "data")]
-    with pytest.raises(SystemExit) as stop:
-        main([*command, "--output", str(tmp_path / "head"), "--batch-size", "2"])
-    assert stop.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and said.count("\n") == 1
-    assert sentence in said
+    command = ["--model", target, "--data", tmp_path / "data", "--output", tmp_path / "head"]
+    assert sentence in refused(capsys, *command, "--batch-size", 2)
     assert not (tmp_path / "head").exists()
 
 

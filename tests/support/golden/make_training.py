@@ -79,12 +79,15 @@ VARIANTS = {
 }
 
 
-def target_states(target: LlamaForCausalLM, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def target_states(
+    target: LlamaForCausalLM, tokens: torch.Tensor, taps: tuple[int, ...] = TAPS
+) -> tuple[torch.Tensor, ...]:
     """Features (B, T, 3 h) at the taps and logits (B, T, V)."""
     entered = []
+    entries = [*target.model.layers, target.model.norm]
     hooks = [
-        module.register_forward_pre_hook(lambda _, args: entered.append(args[0]))
-        for module in [*(target.model.layers[i] for i in TAPS[:-1]), target.model.norm]
+        entries[tap].register_forward_pre_hook(lambda _, args: entered.append(args[0]))
+        for tap in taps
     ]
     with torch.no_grad():
         logits = target(tokens).logits

@@ -1,0 +1,151 @@
+"""``--collect``: what was asked and answered, as data that a head is trained on."""
+
+import json
+import logging
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from mlx_lm.utils import load_tokenizer
+from serving import ENDLESS, ours, parse, write_pair
+from training import small_files
+
+from mlx_eagle.server.__main__ import announce
+from mlx_eagle.server.collect import Collector, open_collector
+from mlx_eagle.train import train
+from mlx_eagle.train.examples import read_examples
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> dict[str, str]:
+    return write_pair(tmp_path_factory.mktemp("pair"))
+
+
+def serving(pair, file: Path, *flags: str):
+    model = ("--model", pair["target"], "--draft-model", pair["head"])
+    return ours(*model, "--collect", str(file), *flags)
+
+
+def settle(asked) -> None:
+    """A row is written once its answer was sent."""
+    assert asked.server.wait_until_answered(30)
+
+
+def rows_in(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_what_was_answered_is_what_is_trained_on(pair, tmp_path):
+    """Whole and in pieces, drafted and in a batch; the very tokens, and a run on them."""
+    file = tmp_path / "chats" / "train.jsonl"
+    said = {}
+    with serving(pair, file) as asked:
+        said["One?"] = asked.chat("One?").choices[0].message.content
+        pieces = asked.chat("Two?", stream=True, temperature=0.7)
+        said["Two?"] = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+
+        def ask(question: str) -> str:
+            options = {"max_tokens": 40, "logit_bias": ENDLESS}
+            return asked.chat(question, **options).choices[0].message.content
+
+        questions = ["Three?", "Four?", "Five?"]
+        with ThreadPoolExecutor(3) as pool:
+            said |= dict(zip(questions, pool.map(ask, questions)))
+        asked.complete(prompt="no chat")
+        asked.chat("One?", "Yes.", "More?", temperature=0.25)
+        settle(asked)
+    assert file.stat().st_mode & 0o777 == 0o600
+    rows = {row["messages"][-2]["content"]: row for row in rows_in(file)}
+    assert rows.keys() == {*said, "More?"}
+    tokenizer = load_tokenizer(Path(pair["target"]))
+    for question, row in rows.items():
+        size = row["prompt_length"]
+        messages = row["messages"][:-1]
+        prompt = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
+        assert row["tokens"][:size] == prompt
+        answer = tokenizer.decode(row["tokens"][size:]).removesuffix("<|im_end|>")
+        assert row["messages"][-1] == {"role": "assistant", "content": answer}
+        assert answer == said.get(question, answer)
+    assert [m["content"] for m in rows["More?"]["messages"][:-1]] == ["One?", "Yes.", "More?"]
+    assert rows["Three?"]["finish_reason"] == "length" and rows["More?"]["temperature"] == 0.25
+    found = read_examples(str(file.parent), tokenizer, 10**6, 2048)
+    assert {x.tokens for x in found.train} == {tuple(row["tokens"]) for row in rows.values()}
+    run = {"iters": 1, "batch_size": 2, "ttt_steps": 2, "test_prompts": 0}
+    head = str(tmp_path / "head")
+    train(pair["target"], str(file.parent), head, init=pair["head"], **run)
+
+
+def test_tools_and_arguments_of_the_template_are_read_again(pair, tmp_path):
+    file = tmp_path / "train.jsonl"
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    with serving(pair, file) as asked:
+        asked.chat("Say", tools=[tool], chat_template_kwargs={"enable_thinking": False})
+        settle(asked)
+    (row,) = rows_in(file)
+    assert row["tools"] == [tool] and row["chat_template_kwargs"] == {"enable_thinking": False}
+    tokenizer = load_tokenizer(Path(pair["target"]))
+    assert read_examples(str(tmp_path), tokenizer, 10**6, 2048).train[0].tokens
+
+
+def test_what_is_not_finished_is_not_kept(pair, tmp_path):
+    file = tmp_path / "train.jsonl"
+    with serving(pair, file) as asked:
+        body = {"messages": [{"role": "user", "content": "Go on"}], "stream": True}
+        body |= {"max_tokens": 1500, "logit_bias": ENDLESS}
+        data = json.dumps(body).encode()
+        with socket.create_connection(asked.address, timeout=30) as client:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: {len(data)}\r\n\r\n"
+            client.sendall(head.encode() + data)
+            assert client.recv(1000)
+        asked.chat("Then")
+        with pytest.raises(Exception, match="400"):
+            asked.chat("Wrong", temperature=-1)
+        settle(asked)
+    assert [row["messages"][0]["content"] for row in rows_in(file)] == ["Then"]
+
+
+def test_a_full_disk_costs_no_answer_and_one_warning(pair, tmp_path, caplog):
+    file = tmp_path / "train.jsonl"
+    with serving(pair, file) as asked, caplog.at_level(logging.WARNING):
+        asked.chat("One?")
+        settle(asked)
+        before = file.read_bytes()
+        with small_files(len(before) + 20):
+            answers = [asked.chat(f"{n}?").choices[0].message.content for n in (2, 3)]
+            settle(asked)
+        assert all(answers) and file.read_bytes() == before
+        asked.chat("4?")
+        settle(asked)
+    assert [r.getMessage() for r in caplog.records if "are not kept" in r.getMessage()] == [
+        f"{file} cannot be written (File too large): answers are not kept until it can."
+    ]
+    assert [row["messages"][0]["content"] for row in rows_in(file)] == ["One?", "4?"]
+
+
+def test_a_file_is_rotated_and_its_owner_alone_reads_it(tmp_path):
+    file = tmp_path / "chats.jsonl"
+    file.write_text("")
+    file.chmod(0o644)
+    collector = Collector(file, max_bytes=40)
+    for number in range(5):
+        collector.keep({"number": number, "text": "\ud800"})
+    older = tmp_path / "chats.jsonl.1"
+    assert [row["number"] for row in rows_in(older)] == [3]
+    assert [row["number"] for row in rows_in(file)] == [4]
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in (file, older))
+    file.rename(tmp_path / "taken")
+    collector.keep({"number": 5})
+    assert rows_in(file) == [{"number": 5}]
+
+
+def test_it_is_off_said_aloud_and_refused_in_a_sentence(pair, tmp_path, capsys):
+    assert open_collector(parse()) is None
+    with serving(pair, tmp_path / "x.jsonl") as asked:
+        announce(asked.server, asked.generator)
+    note = f"Note: chats and their answers are kept in {tmp_path / 'x.jsonl'} (--collect)."
+    assert note in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"--collect \S+ cannot be written \(Not a directory"):
+        open_collector(parse("--collect", str(tmp_path / "x.jsonl" / "y" / "z.jsonl")))
