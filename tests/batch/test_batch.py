@@ -71,7 +71,7 @@ SCRIPTS = [
 ]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=thorough(MODELS, "llama"))
 def model(request):
     return MODELS[request.param]()
 

@@ -104,7 +104,7 @@ def run_with_visitors(model, drafter, size, lengths, make_options, ends=()):
         assert most <= 3
 
 
-@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("make", thorough(MODELS, "gemma3, windowed"))
 @pytest.mark.parametrize("size", thorough(range(1, 8), 4))
 def test_requests_come_and_go(make, size):
     model = MODELS[make]()

@@ -140,9 +140,9 @@ def test_turns_reuse_the_caches_of_the_turn_before(
 ):
     rows, forward = [], Target.__call__
 
-    def counting(self, tokens, *args):
+    def counting(self, tokens, *args, **options):
         rows.append(tokens.shape[0])
-        return forward(self, tokens, *args)
+        return forward(self, tokens, *args, **options)
 
     monkeypatch.setattr(Target, "__call__", counting)
     answers = converse(drafted, question, 4, **options)

@@ -139,11 +139,11 @@ def test_flags_are_what_requests_say_nothing_of(pair, expected, asked_of_loop):
         assert asked.complete(**TEXT, tree=None, num_draft_tokens=3).choices == expected
         asked.complete(**SAMPLED)
         asked.complete(**SAMPLED, tree=None, acceptance=None)
-        with pytest.raises(BadRequestError, match="is for chains"):
-            asked.complete(**SAMPLED, acceptance="reject")
+        asked.complete(**SAMPLED, acceptance="reject")
     tree = read_tree("2x2:4")
     # Greedy decoding has one rule.
-    assert asked_of_loop == [(tree, None), (None, None), (tree, "match"), (None, None)]
+    sampled = [(tree, "match"), (None, None), (tree, "reject")]
+    assert asked_of_loop == [(tree, None), (None, None), *sampled]
 
 
 def test_pairs_without_trees_refuse_them(pair):

@@ -74,8 +74,9 @@ def test_a_full_disk_keeps_the_answers_so_far(folder, tmp_path, capsys):
     command += ["--temps", "0", "--max-tokens", "5"]
     with small_files(700), pytest.raises(SystemExit) as stop:
         main(command)
-    said = capsys.readouterr().err
-    assert stop.value.code == 2 and said.count("\n") == 1
+    lines = capsys.readouterr().err.splitlines()
+    (said,) = [line for line in lines if not line.startswith("Note: ")]  # of a slow BLAS
+    assert stop.value.code == 2
     assert f"{output} cannot be written to (File too large): the answers so far stay" in said
     main(command)
     assert "were there before" in capsys.readouterr().out
