@@ -8,7 +8,7 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoding.accept import Sampler
-from ..decoding.limits import AUTO
+from ..decoding.limits import AUTO, read_tree
 from ..decoding.rules import RULES, check_rule_for_sampling
 from ..decoding.samplers import SamplingOptions, sampler_for
 from ..demo.pair import load_demo
@@ -17,7 +17,6 @@ from ..drafters.base import Drafter
 from ..drafters.copying import CopyingTreeDrafter
 from ..drafters.eagle3 import Eagle3Drafter
 from ..drafters.pairs import pair_for
-from ..drafters.tree import Tree, parse_tree
 from ..system.device import prepare_device
 from ..system.progress import Bar
 from ..system.values import (
@@ -144,11 +143,6 @@ def check_draft_flags(args: argparse.Namespace) -> None:
     check_ranges(args, RANGES)
 
 
-def read_tree(text: str) -> Tree | str:
-    """The value of ``--tree``: a tree or "auto"; ValueError for anything else."""
-    return text if text == AUTO else parse_tree(text)
-
-
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise ValueError for values that make no sense, before anything is loaded."""
     check_draft_flags(args)
@@ -260,7 +254,7 @@ def draft_options(
         "draft_model": drafter,
         "num_draft_tokens": args.num_draft_tokens,
         "acceptance": args.acceptance,
-        "tree": None if args.tree is None else read_tree(args.tree),
+        "tree": read_tree(args.tree),
         "recalibrate": recalibrate,
         "calibration_progress_callback": Bar("Measuring the cost of rounds", "group"),
     }

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from ..drafters.base import Draft, Drafter, TailDrafter, empty_draft
+from ..drafters.base import Draft, Drafter, empty_draft, keeps_tails
 from ..target.rollback import CacheQuantization, Checkpoint
 from ..target.taps import Target
 from .accept import Choice, Rule
@@ -73,14 +73,14 @@ class Decoder:
         """The names in ``Ways`` of what could be done here; known once a pass was run."""
         found = {
             "splits_attention": self.target.parts.matters,
-            "keeps_tail": isinstance(self.drafter, TailDrafter),
+            "keeps_tail": keeps_tails(self.drafter),
         }
         return [name for name, is_possible in found.items() if is_possible]
 
     def use(self, ways: Ways) -> None:
         """Compute rounds in these ways from now on."""
         self.target.parts.is_on = ways.splits_attention
-        if isinstance(self.drafter, TailDrafter):
+        if keeps_tails(self.drafter):
             self.drafter.keep_tail(ways.keeps_tail)
 
     def prefill(

@@ -6,6 +6,7 @@ from numbers import Integral, Real
 
 import mlx.core as mx
 
+from ..drafters.tree import Tree, parse_tree
 from .costs import DraftShape
 
 AUTO = "auto"
@@ -70,6 +71,20 @@ def check_max_tokens(max_tokens: object, *, of: str = "", least: int = -1) -> No
         return
     no_limit = ", or -1 for no limit" if least < 0 else ""
     raise ValueError(f"max_tokens{of} is {in_words(max_tokens)}: give 1 or more{no_limit}.")
+
+
+def read_tree(tree: object) -> Tree | str | None:
+    """A tree, "auto" or None as it is, and the tree that a text stands for: see ``parse_tree``.
+
+    Raises ValueError for anything else.
+    """
+    if isinstance(tree, str) and tree != AUTO:
+        return parse_tree(tree)
+    if tree is None or tree == AUTO or isinstance(tree, Tree):
+        return tree
+    raise ValueError(
+        f"tree is {in_words(tree)}: give WIDTHxDEPTH:NODES, for example '4x5:16', or 'auto'."
+    )
 
 
 def in_words(value: object) -> str:

@@ -18,7 +18,14 @@ from .controller import AdaptiveController, Controller, FixedController
 from .costs import DraftShape
 from .decoder import Decoder
 from .generation import Generation
-from .limits import AUTO, Limits, check_max_tokens, check_num_draft_tokens, check_prompt
+from .limits import (
+    AUTO,
+    Limits,
+    check_max_tokens,
+    check_num_draft_tokens,
+    check_prompt,
+    read_tree,
+)
 from .live_costs import LiveCosts
 from .pipeline import Pipeline
 from .processors import LogitsProcessor
@@ -62,8 +69,8 @@ def speculative_generate_step(
     and remembered; ``recalibrate`` forgets that and measures it all, before the first token).
     ``max_tokens`` -1 means no limit. ``acceptance`` is "match" (any sampler), "coupled" or
     "reject" (with a ``Sampling``; coupled is then the default). ``tree`` drafts trees of that
-    shape instead of chains of any length, where target and drafter can; "auto" chooses the
-    fastest among chains, trees and plain decoding. ``stop_tokens`` end the generation once
+    shape ("4x5:16" or a ``Tree``) instead of chains, where target and drafter can; "auto" chooses
+    the fastest among chains, trees and plain decoding. ``stop_tokens`` end the generation once
     yielded. ``stats`` is updated after every round. ``input_embeddings`` (n, h) enter the target,
     and the drafter's head, in the place of the prompt's own; the prompt may then be empty. Both
     progress callbacks are given how much is done and how much there is: of the prompt in tokens,
@@ -83,6 +90,7 @@ def speculative_generate_step(
     """
     check_prompt(prompt, can_be_empty=input_embeddings is not None)
     check_num_draft_tokens(num_draft_tokens)
+    tree = read_tree(tree)
     check_max_tokens(max_tokens)
     if isinstance(sampler, Sampling):
         sampler = sampler.begin()

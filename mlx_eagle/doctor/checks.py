@@ -102,7 +102,7 @@ def check_cache() -> list[Finding]:
     except OSError as err:
         text = f"{folder} cannot be written ({err.strerror or err})"
         remedy = (
-            "heads are converted and costs are measured again in every process: make it "
+            "heads are converted and costs are learned again in every process: make it "
             "writable, or set HOME to a folder that is"
         )
         return [Finding("cache", text, "problem", remedy)]

@@ -5,7 +5,7 @@ EAGLE heads, a small model and prompt lookup all fit, and the loop treats them a
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, Protocol, runtime_checkable
+from typing import NoReturn, Protocol, TypeGuard, runtime_checkable
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -158,9 +158,17 @@ class EmbeddedDrafter(Drafter, Protocol):
         """Raise ValueError unless embeddings (m, h) are as wide as those of its tokens."""
 
 
-@runtime_checkable
 class TailDrafter(Drafter, Protocol):
     """A drafter that can keep drafted slots beside its caches (see ``tail.py``)."""
 
     def keep_tail(self, is_kept: bool) -> None:
         """Keep them there from now on, or in the caches; the drafts are the same."""
+
+
+def keeps_tails(drafter: Drafter) -> TypeGuard[TailDrafter]:
+    """Whether it is a ``TailDrafter``.
+
+    Python's own check of a protocol does not see methods that are handed on by ``__getattr__``,
+    from 3.12 on.
+    """
+    return hasattr(drafter, "keep_tail")

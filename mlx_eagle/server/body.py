@@ -13,8 +13,7 @@ from typing import Any
 
 from mlx_lm.server import GenerationArguments
 
-from ..commands.flags import read_tree
-from ..decoding.limits import AUTO
+from ..decoding.limits import AUTO, read_tree
 from ..decoding.rules import RULES, check_rule_for_sampling
 
 MAX_DRAFT_TOKENS = 64

@@ -8,8 +8,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import ModelProvider
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
-from ..commands.flags import read_tree
 from ..commands.opening import check_target, context_size
+from ..decoding.limits import read_tree
 from ..decoding.setup import check_tree_drafter
 from ..demo.pair import load_demo
 from ..draft_models import open_beside

@@ -272,6 +272,22 @@ def test_numbers_of_draft_tokens_that_are_none_are_refused(value, found):
         speculative(tiny_llama(), LookupDrafter(), PROMPT, 3, num_draft_tokens=value)
 
 
+@pytest.mark.parametrize("value", [5, True, ["2x2:3"], "4x4", ""])
+def test_trees_that_are_none_are_refused(value):
+    model = tiny_llama()
+    with pytest.raises(ValueError, match="give .*WIDTHxDEPTH:NODES"):
+        speculative(model, tiny_head(model), PROMPT, 3, tree=value)
+
+
+def test_a_tree_may_be_given_as_text():
+    model = tiny_llama()
+    drafter, shape = tiny_head(model), TreeShape(2, 2, 3)
+    made, stats = speculative(model, drafter, PROMPT, 12, tree="2x2:3")
+    same, expected = speculative(model, drafter, PROMPT, 12, tree=shape)
+    assert made == same == plain(model, PROMPT, 12) and stats.num_rounds == expected.num_rounds
+    assert stats.num_drafted == expected.num_drafted > stats.num_rounds
+
+
 @pytest.mark.parametrize("k", [0, 2])
 @pytest.mark.parametrize("value", [-5, 0, None, 2.5, True, "7"])
 def test_limits_that_are_none_are_refused(value, k):

@@ -10,7 +10,7 @@ from openai import BadRequestError
 from serving import ENDLESS, NUM_CHARACTERS, ours, parse, theirs, write_pair, write_tokenizer
 
 from mlx_eagle.commands import generate as cli
-from mlx_eagle.commands.flags import read_tree
+from mlx_eagle.decoding.limits import read_tree
 from mlx_eagle.decoding import loop
 from mlx_eagle.decoding.calibrate import CHAINS
 from mlx_eagle.decoding.costs import RoundCosts
