@@ -112,7 +112,7 @@ class CostFile:
         self._has_warned = True
         print(
             f"Warning: what rounds cost could not be saved in {self._path.parent} "
-            f"({err.strerror or err}); it is measured again by the next process.",
+            f"({err.strerror or err}); it is learned again by the next process.",
             file=sys.stderr,
         )
 
