@@ -233,15 +233,15 @@ def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
     """What the flags name, and how to call it in the report."""
     names = dict(DEMO_NAMES)
     if args.model is None:
-        model, tokenizer, drafter = load_demo()
+        model, tokenizer, own = load_demo()
     else:
-        model, tokenizer = open_target(args.model)
+        (model, tokenizer), own = open_target(args.model), None
         names["model"] = args.model
     head = with_known_head(args.draft_model, args.model)
+    drafter = open_beside(own, head, model, tokenizer)
     if head is not None:
-        drafter = open_beside(drafter, head, model, tokenizer)
-        own, _ = split_name(head)
-        names["head"] = head.replace(AUTO, names["head"]) if own == AUTO else head
+        base, _ = split_name(head)
+        names["head"] = head.replace(AUTO, names["head"]) if base == AUTO else head
     compared = None
     if args.compare is not None:
         compared, other = open_target(args.compare[1])
