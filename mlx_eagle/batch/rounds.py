@@ -109,11 +109,12 @@ class Batch:
 
     def fit(self, shape: DraftShape) -> DraftShape:
         """See ``Runner.fit``: as long as the request with most room can take."""
-        most = max(
-            request.limits.at_most(shape, request.decoder.num_emitted).size
-            for request in self.requests
-        )
-        return replace(shape, size=most)
+        return replace(shape, size=max(self._room(shape)))
+
+    def _room(self, shape: DraftShape) -> list[int]:
+        """As much of ``shape`` as the limits of each request let be kept."""
+        requests = self.requests
+        return [own.limits.at_most(shape, own.decoder.num_emitted).size for own in requests]
 
     def launch(self, shape: DraftShape, absorb: bool = False) -> SharedRound:
         """Draft for all and start one pass that verifies it, without waiting.
@@ -121,8 +122,7 @@ class Batch:
         Of size 0, the drafter falls behind unless it is to ``absorb`` the step.
         """
         positions = [request.decoder.num_emitted for request in self.requests]
-        limits = [request.limits for request in self.requests]
-        room = [own.at_most(shape, at).size for own, at in zip(limits, positions)]
+        room = self._room(shape)
         size = max(room)
         choice = self._judges.open(positions, room)
         if size > 0:

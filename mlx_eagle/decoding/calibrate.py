@@ -85,7 +85,7 @@ def round_costs(
         """For texts that begin where this one has ended."""
         file.correct(_key(decoder, what), learned)
 
-    return LiveCosts(costs, OF_TODAY if file.is_recent(key) else OF_OLD, keep)
+    return LiveCosts(costs, _trust(file, key), keep)
 
 
 def trust_in(model: nn.Module, key: str) -> float:
@@ -95,7 +95,10 @@ def trust_in(model: nn.Module, key: str) -> float:
     """
     if is_sharded(model):
         return math.inf
-    file = open_cost_file(user_cache() / "calibration.json")
+    return _trust(open_cost_file(user_cache() / "calibration.json"), key)
+
+
+def _trust(file: CostFile, key: str) -> float:
     return OF_TODAY if file.is_recent(key) else OF_OLD
 
 

@@ -163,33 +163,31 @@ def make_card(name: str, facts: Mapping[str, Any]) -> str:
     ]
     evaluation = facts.get("evaluation")
     if evaluation:
-        depths = range(1, len(evaluation["match"]) + 1)
-        lines += [
-            "",
-            f"On {evaluation['num_sequences']} sequences that were held out:",
-            "",
-            "| k | " + " | ".join(map(str, depths)) + " |",
-            "|---" * (len(depths) + 1) + "|",
-            "| match at that depth | "
-            + " | ".join(f"{share:.3f}" for share in evaluation["match"])
-            + " |",
-            "| mean acceptance length | "
-            + " | ".join(f"{length:.3f}" for length in evaluation["lengths"])
-            + " |",
-        ]
+        rows = {
+            "match at that depth": evaluation["match"],
+            "mean acceptance length": evaluation["lengths"],
+        }
+        said = f"On {evaluation['num_sequences']} sequences that were held out:"
+        lines += ["", said, "", *_by_depth(rows)]
     generated = facts.get("generated")
     if generated:
-        depths = range(1, len(generated["lengths"]) + 1)
-        lines += [
-            "",
+        said = (
             f"Decoding {generated['num_answers']} held-out prompts greedily, up to "
-            f"{generated['max_tokens']} tokens each:",
-            "",
-            "| k | " + " | ".join(map(str, depths)) + " |",
-            "|---" * (len(depths) + 1) + "|",
-            "| mean acceptance length | "
-            + " | ".join(f"{length:.3f}" for length in generated["lengths"])
-            + " |",
-        ]
+            f"{generated['max_tokens']} tokens each:"
+        )
+        lines += ["", said, "", *_by_depth({"mean acceptance length": generated["lengths"]})]
     usage = "mlx_eagle.generate --model TARGET --draft-model THIS_FOLDER --prompt Hello"
     return "\n".join([*lines, "", "```", usage, "```"]) + "\n"
+
+
+def _by_depth(rows: dict[str, list[float]]) -> list[str]:
+    """A table of named figures, one for each depth k from 1."""
+    depths = range(1, len(next(iter(rows.values()))) + 1)
+    return [
+        "| k | " + " | ".join(map(str, depths)) + " |",
+        "|---" * (len(depths) + 1) + "|",
+        *(
+            f"| {name} | " + " | ".join(f"{figure:.3f}" for figure in figures) + " |"
+            for name, figures in rows.items()
+        ),
+    ]

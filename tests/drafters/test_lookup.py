@@ -3,11 +3,9 @@
 import random
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 from drafter_pairs import naive_lookup
-from helpers import VOCAB, speculative
-from mlx_lm.models.cache import KVCache
+from helpers import VOCAB, Recital, speculative
 
 from mlx_eagle.drafters.lookup import LookupDrafter, NgramIndex
 
@@ -36,24 +34,6 @@ def test_lookup_reads_no_rows_after_the_last():
     drafter.extend(mx.array([7, 3]), None, last=mx.array(0))
     draft = drafter.propose(4, None)
     assert draft.tokens.shape == (0,) and draft.tokens.dtype == mx.int32
-
-
-class Recital(nn.Module):
-    """A target that recites a text: its choice depends on the position alone."""
-
-    def __init__(self, text: list[int]):
-        super().__init__()
-        self.layers = [nn.Identity()]
-        self.text = text
-
-    def __call__(self, tokens, cache):
-        start = cache[0].offset
-        cache[0].update_and_fetch(*[mx.zeros((1, 1, tokens.shape[1], 1))] * 2)
-        following = mx.array(self.text[start + 1 : start + 1 + tokens.shape[1]])
-        return 9.0 * (following[None, :, None] == mx.arange(VOCAB))
-
-    def make_cache(self):
-        return [KVCache()]
 
 
 def test_lookup_on_copy_and_edit():
