@@ -71,18 +71,18 @@ def drop_last(cache: RotatingKVCache, num_rows: int) -> None:
 
 
 def beside(caches: Sequence[RotatingKVCache]) -> list[KVCache]:
-    """What a draft sees of ``caches``, in others that it may write to and that end with it.
+    """What a draft sees of ``caches``, in the order of the text, in others that end with it.
 
-    Of those a drafted row would overwrite slots that are still needed once it is rejected. Their
-    length is that of the window, not of the text.
+    In those a drafted row would overwrite slots that are still needed once it is rejected. What
+    is copied is as long as the window, not as the text.
     """
     return [_copy(cache) for cache in caches]
 
 
 def _copy(cache: RotatingKVCache) -> KVCache:
-    made, parts = KVCache(), cache.keys_and_values()
+    made, parts = KVCache(), [cache._temporal_order(a) for a in (cache.keys, cache.values)]
     surplus = parts[0].shape[2] - cache.max_size
-    if surplus > 0:  # left by a pass of several rows, in the order of the text
+    if surplus > 0:  # left by a pass of several rows
         first = SINKS + surplus
         parts = [mx.concatenate([a[..., :SINKS, :], a[..., first:, :]], axis=2) for a in parts]
     made.keys, made.values = parts

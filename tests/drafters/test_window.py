@@ -95,7 +95,7 @@ def check_drafts(drafter: EagleDrafter, naive, sizes: list[int]) -> None:
         start, size, seen = start + num_rows, sizes[turn % len(sizes)], Seen()
         drafter.propose(size, seen)
         wanted = naive(drafter, tokens[kept], features[kept], size)
-        assert mx.allclose(mx.stack(seen.rows), wanted, atol=1e-4, rtol=1e-4).item()
+        assert mx.allclose(mx.stack(seen.rows), wanted, atol=1e-3, rtol=1e-3).item()
         assert drafter.cache[0].offset == kept.size
         assert drafter.cache[0].keys.shape[2] <= SINKS + drafter.draft_window + num_rows + 4
 
@@ -137,7 +137,11 @@ def test_trees_see_the_window_and_their_ancestors(tail):
 WINDOWED = [
     "eagle-3", "eagle-3, latent", "eagle-3, parallel heads", "p-eagle", "lagging", "head+lookup",
 ]  # fmt: skip
-OPTIONS = {"k=1": {"num_draft_tokens": 1}, "k=4": {"num_draft_tokens": 4}, "tree": {"tree": "2x3:6"}}
+OPTIONS = {
+    "k=1": {"num_draft_tokens": 1},
+    "k=4": {"num_draft_tokens": 4},
+    "tree": {"tree": "2x3:6"},
+}
 
 
 def pair_of(name: str, window: int | None):
@@ -232,7 +236,13 @@ def test_a_batch_is_drafted_for_one_by_one():
     prompts = [[5, 6, 7], [9, 8], [1, 2, 3, 4]]
     with pytest.warns(UserWarning, match="prompt by prompt"):
         response = batch_generate(
-            model, tokenizer, prompts, max_tokens=14, draft_model=drafter, num_draft_tokens=2
+            model,
+            tokenizer,
+            prompts,
+            max_tokens=14,
+            draft_model=drafter,
+            num_draft_tokens=2,
+            return_token_ids=True,
         )
     assert response.token_ids == [plain(model, prompt, 14) for prompt in prompts]
 
