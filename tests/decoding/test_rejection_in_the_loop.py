@@ -1,12 +1,13 @@
 """What the loop emits under rejection sampling, against the target alone, and with broken rules.
 
-Target and head are real ones with caches, over so small a vocabulary that every text of three
-tokens has a probability that can be computed, and seen often enough.
+The vocabulary is so small that every text of three tokens has a probability that can be computed,
+and is seen often enough. Targets are a table, and a real one with a real head and their caches.
 """
 
 import itertools
 from collections import Counter
 
+import markov
 import mlx.core as mx
 import pytest
 from grids import thorough
@@ -17,47 +18,53 @@ from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.tree import parse_tree
 
-VOCAB, LENGTH, TEMP, PROMPT = 6, 3, 1.6, [1, 4, 0, 2]
-TARGET = tiny_llama(seed=3, vocab_size=VOCAB, num_hidden_layers=6)
-HEAD = tiny_head(TARGET, seed=5)  # drafts three of the six tokens
-SHAPES = {"k=2": {"num_draft_tokens": 2}, **{t: {"tree": t} for t in ("2x2:4", "3x2:7", "3/2+1")}}
+LENGTH, TEMP = 3, 1.4
+LLAMA = tiny_llama(seed=3, vocab_size=6)
+PAIRS = {
+    "table": (markov.TARGET, markov.DRAFTER, [markov.START], markov.VOCAB),
+    "llama": (LLAMA, tiny_head(LLAMA, seed=5), [1, 4, 0, 2], 6),  # the head drafts three of six
+}
+SHAPES = {
+    "k=2": {"num_draft_tokens": 2},
+    **{text: {"tree": parse_tree(text)} for text in ("2x2:4", "3x2:7", "3/2+1")},
+}
 
 
-def exact_distribution() -> dict[tuple[int, ...], float]:
+def exact_distribution(pair: str) -> dict[tuple[int, ...], float]:
     """Of the first tokens, by the target alone: one text after the other, no cache, no head."""
+    target, _, prompt, vocab = PAIRS[pair]
     found = {}
-    for text in itertools.product(range(VOCAB), repeat=LENGTH):
-        rows = TARGET(mx.array([PROMPT + list(text)]))[0, len(PROMPT) - 1 : -1]
+    for text in itertools.product(range(vocab), repeat=LENGTH):
+        rows = target(mx.array([prompt + list(text)]))[0, len(prompt) - 1 : -1]
         p = mx.softmax(rows / TEMP, axis=-1)
         found[text] = mx.prod(p[mx.arange(LENGTH), mx.array(text)]).item()
     return found
 
 
-EXACT = exact_distribution()
-
-
-def chi_square(num_runs: int, **options) -> tuple[float, float, float]:
+def chi_square(pair: str, shape: str, num_runs: int) -> tuple[float, float, float]:
     """The statistic, what it stays below in 999 of 1000 cases, and how often drafts were kept.
 
     Texts that are expected fewer than five times are one class.
     """
+    target, drafter, prompt, _ = PAIRS[pair]
     counts: Counter = Counter()
     kept = 0
     for seed in range(num_runs):
         steps = speculative_generate_step(
-            mx.array(PROMPT),
-            TARGET,
-            HEAD,
+            mx.array(prompt),
+            target,
+            drafter,
             max_tokens=LENGTH,
             sampler=Sampling(TEMP, seed=seed),
             acceptance="reject",
-            **options,
+            **SHAPES[shape],
         )
         made = list(steps)
         counts[tuple(token for token, _, _ in made)] += 1
         kept += sum(from_draft for _, _, from_draft in made)
-    often = [text for text, p in EXACT.items() if num_runs * p >= 5]
-    classes = [(counts[text], num_runs * EXACT[text]) for text in often]
+    exact = exact_distribution(pair)
+    often = [text for text, p in exact.items() if num_runs * p >= 5]
+    classes = [(counts[text], num_runs * exact[text]) for text in often]
     classes.append((num_runs - sum(c for c, _ in classes), num_runs - sum(e for _, e in classes)))
     statistic = sum((count - expected) ** 2 / expected for count, expected in classes)
     df = len(classes) - 1
@@ -100,31 +107,27 @@ def broken(what: str):
     return try_in_turn
 
 
+def num_runs(request: pytest.FixtureRequest) -> int:
+    return 4000 if request.node.get_closest_marker("exhaustive") else 300
+
+
 @pytest.mark.parametrize("shape", thorough(SHAPES, "2x2:4"))
-def test_the_first_tokens_have_the_targets_distribution(request, shape):
-    num_runs = 3000 if request.node.get_closest_marker("exhaustive") else 150
-    statistic, most, kept = chi_square(num_runs, **options_of(shape))
+@pytest.mark.parametrize("pair", thorough(PAIRS, "table"))
+def test_the_first_tokens_have_the_targets_distribution(request, pair, shape):
+    statistic, most, kept = chi_square(pair, shape, num_runs(request))
     assert statistic < most
     assert kept > 0.1
 
 
+MISTAKES = ["nothing", "no division", "rest of p", "not normalized", "with replacement"]
+
+
 @pytest.mark.parametrize("shape", thorough(SHAPES, "2x2:4"))
-@pytest.mark.parametrize(
-    "what",
-    thorough(
-        ["nothing", "no division", "rest of p", "not normalized", "with replacement"],
-        "no division",
-    ),
-)
-def test_a_broken_rule_is_seen(request, monkeypatch, what, shape):
+@pytest.mark.parametrize("what", thorough(MISTAKES, "no division"))
+@pytest.mark.parametrize("pair", thorough(PAIRS, "table"))
+def test_a_broken_rule_is_seen(request, monkeypatch, pair, what, shape):
     if shape == "k=2" and what in ("not normalized", "with replacement"):
-        pytest.skip("a chain has no second child")
+        pytest.skip("there is no second child in a chain")
     monkeypatch.setattr(rejection, "try_in_turn", broken(what))
-    num_runs = 4000 if request.node.get_closest_marker("exhaustive") else 150
-    statistic, most, _ = chi_square(num_runs, **options_of(shape))
+    statistic, most, _ = chi_square(pair, shape, num_runs(request))
     assert (statistic < most) == (what == "nothing")
-
-
-def options_of(shape: str) -> dict:
-    found = SHAPES[shape]
-    return {"tree": parse_tree(found["tree"])} if "tree" in found else found
