@@ -113,7 +113,10 @@ class Eagle3Drafter(EagleDrafter):
         draft_cache: str = "exact",
         draft_window: int | None = None,
     ):
-        """``draft_window`` as in ``EagleDrafter``. Raises ValueError for another ``draft_cache``."""
+        """``draft_window`` is that of ``EagleDrafter``.
+
+        Raises ValueError for a ``draft_cache`` that is neither.
+        """
         if draft_cache not in ("exact", "lagging"):
             raise ValueError(f"draft_cache is {draft_cache!r}: give 'exact' or 'lagging'.")
         self.lagging = draft_cache == "lagging"

@@ -136,10 +136,11 @@ def test_heads_of_eagle_1_resolve(name):
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_key_heads,
     }
+    heads = sizes | {"head_dim": 128}
     found = {
         "fc": (h, 2 * h),
         "embed_tokens": (vocab, h),
-        **{f"layers.0.self_attn.{n}": s for n, s in attention(sizes | {"head_dim": 128}, h).items()},
+        **{f"layers.0.self_attn.{n}": s for n, s in attention(heads, h).items()},
         "layers.0.mlp.gate_proj": (mlp, h),
         "layers.0.mlp.up_proj": (mlp, h),
         "layers.0.mlp.down_proj": (h, mlp),
