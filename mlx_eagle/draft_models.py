@@ -128,10 +128,10 @@ def open_beside(
     draft_window: int | None = None,
 ) -> Drafter | None:
     """As ``open_drafter``; None and "auto" stand for ``own``, which has come with the target."""
-    base, copies = (None, False) if name is None else split_name(name)
-    if name is None and own is None:
-        return None
-    if own is None or base not in (None, AUTO):
+    if name is None:
+        return None if own is None else with_window(own, draft_window)
+    base, copies = split_name(name)
+    if base != AUTO or own is None:
         return open_drafter(
             name, model, tokenizer, quantize_bits=quantize_bits, draft_window=draft_window
         )
