@@ -60,7 +60,7 @@ def builds(names: set[str]) -> set[str]:
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_uv_finds_wheels_with_one_build(uv, extra, platform, python):
-    """For everything that the extra brings, on the oldest and the newest Python and the oldest macOS."""
+    """For all that the extra brings, on the oldest and newest Python and the oldest macOS."""
     done = resolve(
         uv, "pip", "compile", PROJECT, "--extra", extra, "--python-platform", platform,
         "--python-version", python, "--only-binary", ":all:", "--no-header", "--no-annotate",

@@ -166,7 +166,8 @@ def test_what_is_built_between_a_read_and_the_first_start(model, monkeypatch, k)
     monkeypatch.setattr(Round, "read", lambda self: has_read.append(self) or read(self))
     monkeypatch.setattr(mx, "async_eval", started)
     _, stats = speculative(model, tiny_head(model), PROMPT, 20, num_draft_tokens=k)
-    assert len(found) >= stats.num_rounds > 5 and max(found) <= 4
+    assert len(found) >= stats.num_rounds > 10
+    assert max(found[:-k]) <= 4, "at the end drafts get too short to be started by the token"
 
 
 @pytest.mark.parametrize("k, num_started", [(2, 0), (3, 2), (5, 4)])

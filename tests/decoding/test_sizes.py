@@ -58,8 +58,11 @@ RECURRENT = {
     "qwen3_next": ("linear_key_head_dim", (32, 64, 128)),
     "rwkv7": ("head_dim", (32, 64)),  # of the tiny width there is no more
 }
+DENSE = {"qwen3_next": {"num_experts": 0}}  # on a CPU MLX has experts in float32 only
 TARGETS |= {
-    f"{name}, state {size}": lambda name=name, key=key, size=size: build(name, **{key: size})
+    f"{name}, state {size}": lambda name=name, key=key, size=size: build(
+        name, **{key: size}, **DENSE.get(name, {})
+    )
     for name, (key, sizes) in RECURRENT.items()
     for size in sizes
 }
