@@ -3,7 +3,7 @@
 Xiao et al. 2023, arXiv:2309.17453 (StreamingLLM), with the positions that the slots have in the
 text. So a draft costs the same on any context, and the cache is of one size. mlx-lm's
 RotatingKVCache is what holds it: that type is saved with prompt caches and can be rolled back.
-Its own mask knows nothing of the first slots; here is one that does.
+Its own mask leaves the first slots out; the one here has them.
 """
 
 from collections.abc import Sequence
