@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..drafters.head import Eagle3Head
+from .compiled import is_compiled
 from .unroll import unroll
 
 LOSSES = ("ce", "lk-alpha", "lk-lambda")
@@ -67,15 +68,29 @@ class Teaching:
         return self.rows, self.weights, self.logits, self.log_z, self.num_slots, self.counts
 
 
+def first_slot(teaching: Teaching, length: int, num_steps: int) -> int:
+    """The first slot of any text that counts in any step, of ``length`` slots each.
+
+    0 where steps are compiled, which has to be known before the rows are.
+    """
+    if is_compiled():
+        return 0
+    places = mx.where(teaching.weights > 0, teaching.rows % length, length)
+    place = int(places.min().item())
+    return max(0, place - num_steps + 1) if place < length else 0
+
+
 def slots_at(
-    rows: mx.array, weights: mx.array, length: int, step: int
+    rows: mx.array, weights: mx.array, length: int, step: int, first: int = 0
 ) -> tuple[mx.array, mx.array]:
     """The slots that count in a step, (K,), and their weights; see ``Teaching.rows``.
 
-    Rows 1, 5 and 6 of texts of 5 slots, in step 1: slots 0, none (5 begins a text), 5.
+    They are numbered among those from ``first`` on, for nothing counts before it. Rows 1, 5 and 6
+    of texts of 5 slots, in step 1: slots 0, none (5 begins a text), 5.
     """
-    inside = rows % length >= step
-    return mx.where(inside, rows - step, 0), weights * inside
+    counts = (rows % length >= step) & (weights > 0)
+    left_out = first * (rows // length + 1)
+    return mx.where(counts, rows - step - left_out, 0), weights * counts
 
 
 def step_losses(
@@ -90,11 +105,12 @@ def step_losses(
     ``embeddings`` (B, T, h) and ``features`` (B, T, F) as ``unroll`` takes them.
     """
     length = embeddings.shape[1]
+    first = first_slot(teaching, length, settings.num_steps)
     target = mx.softmax(teaching.logits, axis=-1)
     losses = []
-    steps = unroll(head, embeddings, features, settings.num_steps, settings.checkpoint)
+    steps = unroll(head, embeddings, features, settings.num_steps, settings.checkpoint, first)
     for step, states in enumerate(steps):
-        slots, weights = slots_at(teaching.rows, teaching.weights, length, step)
+        slots, weights = slots_at(teaching.rows, teaching.weights, length, step, first)
         picked = states.reshape(-1, states.shape[-1])[slots]
         score = _checkpointed_score if settings.checkpoint else _score
         losses.append(score(head, picked, weights, target, teaching, step, settings))
@@ -112,13 +128,17 @@ def _score(
 ) -> mx.array:
     """One step's loss, (), of states (K, h)."""
     logits = head.logits(states).astype(mx.float32)
-    log_z = mx.logsumexp(logits, axis=-1)
+    # Not by logsumexp, whose gradient computes the exponentials anew: on a CPU they are dear.
+    largest = mx.stop_gradient(logits.max(axis=-1, keepdims=True))
+    powers = mx.exp(logits - largest)
+    sums = powers.sum(axis=-1, keepdims=True)
+    log_z = (mx.log(sums) + largest)[:, 0]
     # The target's probabilities sum to 1: that much of log_z.
     entropies = log_z - (target * logits).sum(axis=-1)
     loss = (entropies * weights).sum() / teaching.num_slots
     if settings.kind == "ce":
         return loss
-    drafted = mx.exp(logits - log_z[:, None])
+    drafted = powers / sums
     of_all = mx.exp(teaching.logits - teaching.log_z[:, None])
     accepted = mx.minimum(of_all, drafted).sum(axis=-1)
     count = mx.maximum(teaching.counts[step], TINY)

@@ -11,6 +11,7 @@ from mlx.nn.utils import average_gradients
 from mlx.optimizers import AdamW, clip_grad_norm
 from mlx.utils import tree_map
 
+from .compiled import is_compiled
 from .losses import LossSettings, Teaching, step_losses
 from .student import Student
 
@@ -56,8 +57,7 @@ class TrainStep:
         self.moments: Tree = self._optimizer.state
         self.kept: Tree | None = None
         self._gradients = mx.value_and_grad(self._loss)
-        # On a CPU every fused kernel is a run of the C++ compiler, for minutes on end.
-        self._advance = mx.compile(self._step) if mx.default_device() == mx.gpu else self._step
+        self._advance = mx.compile(self._step) if is_compiled() else self._step
 
     def load(self, weights: Tree, moments: Tree) -> None:
         """Go on from there."""

@@ -15,11 +15,12 @@ import numpy as np
 
 from ..system.folders import save_arrays
 from ..target.taps import Target
+from .compiled import padded
 from .examples import Example, TokenBatch
 from .losses import Teaching
 
 ROWS_AT_ONCE = 2048  # logits over a whole vocabulary are the largest arrays of a pass
-PARTS = 8  # counted slots are filled up to a multiple of an eighth of the batch's
+PARTS = 8  # counted slots are filled up to eighths of the batch's, for compiled steps
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,8 @@ class Teacher:
         rows = mx.concatenate([x.slots + i * length for i, x in enumerate(lessons)])
         logits = mx.concatenate([x.logits for x in lessons])
         log_z = mx.concatenate([x.log_z for x in lessons])
-        # A compiled step serves one shape, so there had better be few.
-        part = -(-size * length // PARTS)
-        fill = -len(rows) % part if len(rows) else part
+        # One row at least, so that there is something to compute.
+        fill = padded(max(1, len(rows)), -(-size * length // PARTS)) - len(rows)
         weights = mx.concatenate([mx.ones(len(rows)), mx.zeros(fill)])
         counts = [mx.sum(rows % length >= step) for step in range(num_steps)]
         teaching = Teaching(
