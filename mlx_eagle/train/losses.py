@@ -4,6 +4,7 @@ The losses of EAGLE-3's trainers, normalised as there: SpecForge's Eagle3 model,
 ``LogSoftmaxLoss`` and its LK losses are the reference.
 """
 
+import math
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -117,6 +118,32 @@ def step_losses(
     return mx.stack(losses)
 
 
+@mx.custom_function
+def cross_entropies(logits: mx.array, target: mx.array) -> tuple[mx.array, mx.array]:
+    """Of logits (K, Vd) with probabilities (K, Vd): (K,), and the logits' log sums (K,)."""
+    largest = logits.max(axis=-1, keepdims=True)
+    log_z = mx.log(exponentials(logits - largest).sum(axis=-1)) + largest[:, 0]
+    # The target's probabilities sum to 1: that much of log_z.
+    return log_z - (target * logits).sum(axis=-1), log_z
+
+
+@cross_entropies.vjp
+def _gradients(
+    primals: tuple[mx.array, mx.array],
+    cotangents: tuple[mx.array, mx.array],
+    outputs: tuple[mx.array, mx.array],
+) -> tuple[mx.array, mx.array]:
+    (logits, target), (of_entropies, of_log_z) = primals, (c[:, None] for c in cotangents)
+    drafted = exponentials(logits - outputs[1][:, None])
+    of_logits = (of_entropies + of_log_z) * drafted - of_entropies * target
+    return of_logits, -of_entropies * logits
+
+
+def exponentials(x: mx.array) -> mx.array:
+    """e to the ``x``. On a CPU, MLX's powers take a quarter of the time of its exp."""
+    return mx.exp(x) if is_compiled() else mx.power(math.e, x)
+
+
 def _score(
     head: Eagle3Head,
     states: mx.array,
@@ -128,17 +155,11 @@ def _score(
 ) -> mx.array:
     """One step's loss, (), of states (K, h)."""
     logits = head.logits(states).astype(mx.float32)
-    # Not by logsumexp, whose gradient computes the exponentials anew: on a CPU they are dear.
-    largest = mx.stop_gradient(logits.max(axis=-1, keepdims=True))
-    powers = mx.exp(logits - largest)
-    sums = powers.sum(axis=-1, keepdims=True)
-    log_z = (mx.log(sums) + largest)[:, 0]
-    # The target's probabilities sum to 1: that much of log_z.
-    entropies = log_z - (target * logits).sum(axis=-1)
+    entropies, log_z = cross_entropies(logits, target)
     loss = (entropies * weights).sum() / teaching.num_slots
     if settings.kind == "ce":
         return loss
-    drafted = powers / sums
+    drafted = mx.exp(logits - log_z[:, None])
     of_all = mx.exp(teaching.logits - teaching.log_z[:, None])
     accepted = mx.minimum(of_all, drafted).sum(axis=-1)
     count = mx.maximum(teaching.counts[step], TINY)

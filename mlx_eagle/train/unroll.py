@@ -45,10 +45,9 @@ def unroll(
     past = [ChainKeys() for _ in head.layers]
     forward = _checkpointed if checkpoint else _advance
     for step in range(num_steps):
-        start = first if step else 0
-        states = forward(head, _from(embeddings, step + 1), states, past, step, start)
+        states = forward(head, _from(embeddings, step + 1), states, past, step, first)
         if step == 0:
-            states, embeddings = states[:, first:], embeddings[:, first:]
+            embeddings = embeddings[:, first:]
         yield states
 
 
@@ -64,13 +63,18 @@ def _advance(
     states: mx.array,
     past: list[ChainKeys],
     step: int,
-    start: int,
+    first: int,
 ) -> mx.array:
-    """One step of the slots from ``start`` on; its keys and values are added to ``past``."""
+    """One step, which adds its keys and values to ``past``; states (B, T - first, h).
+
+    Step 0 is given all slots, and of those before ``first`` the last layer gives these alone.
+    """
     embeddings, states = head.enter(embeddings, states)
-    for layer, chain in zip(head.layers, past, strict=True):
+    for i, (layer, chain) in enumerate(zip(head.layers, past, strict=True), start=1):
         x, residual = layer.enter(embeddings, states)
-        states = layer.leave(residual, _attend(layer, x, chain, step, start))
+        skip = first if step == 0 and i == len(past) else 0
+        attended = _attend(layer, x, chain, step, first if step else 0, skip)
+        states = layer.leave(residual[:, skip:], attended)
     return head.leave(states)
 
 
@@ -80,14 +84,14 @@ def _checkpointed(
     states: mx.array,
     past: list[ChainKeys],
     step: int,
-    start: int,
+    first: int,
 ) -> mx.array:
     """The same, keeping only what goes in and comes out."""
 
     def inner(parameters: dict, embeddings: mx.array, states: mx.array, flat: list) -> list:
         head.update(parameters)
         chains = [ChainKeys(list(keys), list(values)) for keys, values in flat]
-        states = _advance(head, embeddings, states, chains, step, start)
+        states = _advance(head, embeddings, states, chains, step, first)
         return [states, *((chain.keys[-1], chain.values[-1]) for chain in chains)]
 
     parameters = head.trainable_parameters()
@@ -101,13 +105,17 @@ def _checkpointed(
 
 
 def _attend(
-    layer: DraftLayer, x: mx.array, chain: ChainKeys, step: int, start: int
+    layer: DraftLayer, x: mx.array, chain: ChainKeys, step: int, start: int, skip: int
 ) -> mx.array:
-    """Attention of one layer's slots from ``start`` on in one step, (B, R, I) -> (B, R, h)."""
+    """Attention of one layer's slots from ``start`` on in one step, x (B, R, I).
+
+    The first ``skip`` of them do not attend: (B, R - skip, h).
+    """
     attention = layer.self_attn
     q, k, v = _project(attention, x, start + step)
     chain.keys.append(k)
     chain.values.append(v)
+    q, start = q[:, :, skip:], start + skip
     batch, _, rows, width = q.shape
     # Queries by the key head they share: (B, Hkv, G, R, D).
     q = q.reshape(batch, attention.num_kv_heads, -1, rows, width) * attention.scale
@@ -115,10 +123,11 @@ def _attend(
     first = 1 if layer.window is None else max(1, step - layer.window + 1)
     keys = [k[:, :, None] for k in (chain.keys[0], *chain.keys[first:])]
     values = [v[:, :, None] for v in (chain.values[0], *chain.values[first:])]
-    scores = q @ keys[0].swapaxes(-1, -2)
-    own = [(q * k).sum(axis=-1, keepdims=True) for k in keys[1:]]
     num_slots = start + rows
-    scores = mx.where(_visible(num_slots, start, step, layer.window), scores, -mx.inf)
+    visible = _visible(num_slots, start, step, layer.window)
+    hidden = mx.where(visible, 0.0, -mx.inf).astype(q.dtype)
+    scores = mx.addmm(hidden, q, keys[0].swapaxes(-1, -2))
+    own = [(q * k).sum(axis=-1, keepdims=True) for k in keys[1:]]
     weights = mx.softmax(mx.concatenate([scores, *own], axis=-1), axis=-1, precise=True)
     # Split at once: the gradient of each slice alone would be as large as all of them.
     parts = mx.split(weights, [num_slots + i for i in range(len(own))], axis=-1)
