@@ -231,8 +231,7 @@ def convert(
     model the head was trained for: with it the taps are checked, its tokenizer is copied
     and tables that equal its own are left out. Of a model at hand its ``TargetSizes`` settle
     the taps. ``dtype`` is one of float16, bfloat16, float32 (default: the checkpoint's). Without
-    ``q_bits`` they are mixed, see ``Quantization``. Parameters are named as in
-    ``mlx_lm.convert``.
+    ``q_bits`` they are mixed, see ``Quantization``. Parameters are named as in ``mlx_lm.convert``.
     ``check`` runs the target and writes how well the head agrees into the config.
     ``draft_vocab`` keeps that many draft tokens; a ``Trim`` says which. ``progress`` is given
     the number of tensors done and of all.

@@ -104,5 +104,6 @@ def pack(name: str, weight: mx.array, packing: Packing) -> dict[str, mx.array]:
     8B model.
     """
     path = name.removesuffix(".weight")
-    packed, scales, biases = mx.quantize(weight, **packing, stream=mx.cpu)
+    group_size, bits = packing["group_size"], packing["bits"]
+    packed, scales, biases = mx.quantize(weight, group_size, bits, stream=mx.cpu)
     return {name: packed, f"{path}.scales": scales, f"{path}.biases": biases}

@@ -6,6 +6,7 @@ The losses of EAGLE-3's trainers, normalised as there: SpecForge's Eagle3 model,
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -118,8 +119,7 @@ def step_losses(
     return mx.stack(losses)
 
 
-@mx.custom_function
-def cross_entropies(logits: mx.array, target: mx.array) -> tuple[mx.array, mx.array]:
+def _cross_entropies(logits: mx.array, target: mx.array) -> tuple[mx.array, mx.array]:
     """Of logits (K, Vd) with probabilities (K, Vd): (K,), and the logits' log sums (K,)."""
     largest = logits.max(axis=-1, keepdims=True)
     log_z = mx.log(exponentials(logits - largest).sum(axis=-1)) + largest[:, 0]
@@ -127,16 +127,20 @@ def cross_entropies(logits: mx.array, target: mx.array) -> tuple[mx.array, mx.ar
     return log_z - (target * logits).sum(axis=-1), log_z
 
 
-@cross_entropies.vjp
 def _gradients(
     primals: tuple[mx.array, mx.array],
     cotangents: tuple[mx.array, mx.array],
     outputs: tuple[mx.array, mx.array],
 ) -> tuple[mx.array, mx.array]:
-    (logits, target), (of_entropies, of_log_z) = primals, (c[:, None] for c in cotangents)
+    logits, target = primals
+    of_entropies, of_log_z = (cotangent[:, None] for cotangent in cotangents)
     drafted = exponentials(logits - outputs[1][:, None])
     of_logits = (of_entropies + of_log_z) * drafted - of_entropies * target
     return of_logits, -of_entropies * logits
+
+
+cross_entropies: Any = mx.custom_function(_cross_entropies)
+cross_entropies.vjp(_gradients)
 
 
 def exponentials(x: mx.array) -> mx.array:

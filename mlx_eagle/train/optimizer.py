@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.utils import average_gradients
 from mlx.optimizers import AdamW, clip_grad_norm
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from .compiled import is_compiled
 from .losses import LossSettings, Teaching, step_losses
@@ -61,7 +61,10 @@ class TrainStep:
 
     def load(self, weights: Tree, moments: Tree) -> None:
         """Go on from there."""
-        self.weights, self.moments = weights, moments
+        # In the order they had: the norm of all gradients is summed up in it.
+        loaded = dict(tree_flatten(weights))
+        self.weights = tree_unflatten([(n, loaded[n]) for n, _ in tree_flatten(self.weights)])
+        self.moments = moments
         self.show()
 
     def show(self) -> None:
