@@ -69,7 +69,7 @@ class FedDrafter(NoModel):
         self._seed: mx.array | None = None
         self._first: mx.array | None = None  # the logits after it: of the first draft token
 
-    def make_cache(self) -> list[KVCache]:
+    def make_cache(self) -> list:
         return [KVCache() for _ in range(self._num_layers + 1)]
 
     def extend(
