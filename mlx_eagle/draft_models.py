@@ -27,7 +27,6 @@ from .system.progress import Bar
 from .system.safetensors import read_header
 
 LOOKUP = "lookup"
-DEFAULT_BITS = 4
 FILES = ("*.json", "*.safetensors", "*.bin", "*.gguf", "*.txt", "*.jinja", "*.model")
 # Names that only draft heads have: a fusion matrix, a second norm, a draft vocabulary.
 HEAD_TENSORS = (
@@ -159,12 +158,12 @@ def _open_checkpoint(path: Path, name: str, model: nn.Module, q_bits: int | None
 
 def cached_folder(path: Path, q_bits: int | None, target: TargetSizes) -> Path:
     """Where the converted form of a checkpoint for such a target lies, or would."""
-    bits = q_bits or DEFAULT_BITS
     files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.is_file())
     stamp = "".join(f"{f.name}:{f.stat().st_size}:{f.stat().st_mtime_ns};" for f in files)
-    key = f"{path.resolve()};{bits};{target};{stamp}"
+    key = f"{path.resolve()};{q_bits};{target};{stamp}"
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]
-    return heads_folder() / f"{path.stem}-{bits}bit-{digest}"
+    packed = "mixed" if q_bits is None else f"{q_bits}bit"
+    return heads_folder() / f"{path.stem}-{packed}-{digest}"
 
 
 def converted(path: Path, name: str, q_bits: int | None, target: TargetSizes) -> Path:
@@ -184,10 +183,10 @@ def converted(path: Path, name: str, q_bits: int | None, target: TargetSizes) ->
 def _convert(path: Path, name: str, folder: Path, q_bits: int | None, target: TargetSizes) -> Path:
     from .convert import convert  # heavier than the runtime, and rarely needed
 
-    bits = q_bits or DEFAULT_BITS
-    print(f"{name} is not converted yet: converting it to {bits} bits into {folder}.")
+    bits = "" if q_bits is None else f" to {q_bits} bits"
+    print(f"{name} is not converted yet: converting it{bits} into {folder}.")
     with Bar("Converting", "tensor") as progress:
-        convert(str(path), str(folder), q_bits=bits, target=target, progress=progress)
+        convert(str(path), str(folder), q_bits=q_bits, target=target, progress=progress)
     return folder
 
 
