@@ -3,7 +3,6 @@
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, Protocol
 
 from mlx_lm.server import (
@@ -20,7 +19,6 @@ from .collect import chat_row
 from .drafted import DraftReport, counts
 from .generator import PairGenerator
 from .metrics import Metrics, Outcome
-from .provider import DEFAULT
 
 
 class Client(Protocol):
@@ -68,8 +66,6 @@ class Exchange:
         """See mlx-lm's ``ResponseGenerator``. Raises RequestError."""
         try:
             self._check_names(args.model)
-            # One name for one pair, so that requests which spell it differently share a batch.
-            args = replace(args, model=ModelDescription(DEFAULT, DEFAULT, None))
             args = self._with_drafting(args)
             tokenized = self.generator.read_prompt(
                 request, args, self._client.num_bytes, self._check
