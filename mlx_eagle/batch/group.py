@@ -23,7 +23,7 @@ from ..drafters.tree import Tree
 from .learned_costs import LearnedCosts
 from .requests import Request
 from .rounds import Batch
-from .runners import Alone, Emitted, Runner, Shared
+from .runners import Alone, Emitted, Shared
 
 FindCosts = Callable[[Decoder, bool], LiveCosts]
 """What rounds of a request by itself cost; whether with trees."""
@@ -51,7 +51,7 @@ class Group:
         self._model, self._draft_model, self._stream = model, draft_model, stream
         self._num_draft_tokens, self._tree = num_draft_tokens, tree
         self._find_costs = find_costs
-        self._runner: Runner | None = None
+        self._runner: Alone | Shared | None = None
         self._num_rounds = 0
         self._running: list[Request] = []
         self._joining: list[Request] = []
@@ -101,7 +101,7 @@ class Group:
             return []
         if self._runner is None:
             self._runner = self._begin(self._joining)
-        else:
+        elif isinstance(self._runner, Shared):
             for request in self._joining:
                 self._runner.join(request)
         self._running += self._joining
@@ -134,7 +134,7 @@ class Group:
             self._runner.close()
             self._runner = None
 
-    def _begin(self, requests: Sequence[Request]) -> Runner:
+    def _begin(self, requests: Sequence[Request]) -> Alone | Shared:
         """What decodes these from now on."""
         if self._shares(len(requests)):
             shared = self._share([request.decoder for request in requests])
@@ -154,7 +154,7 @@ class Group:
         )
         return Alone(request, controller)
 
-    def _share(self, decoders: Sequence[Decoder]) -> "Shared":
+    def _share(self, decoders: Sequence[Decoder]) -> Shared:
         """Shared rounds for these, who have yet to join."""
         drafter, costs = self._draft_model, None
         controller: Controller = FixedController(PLAIN, drafting_off=True)

@@ -6,7 +6,6 @@ end of a round.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import mlx.core as mx
 
@@ -39,27 +38,6 @@ class Emitted:
     is_shared: bool = False
 
 
-class Runner(Protocol):
-    """What decodes the requests of a group for now."""
-
-    is_shared: bool
-
-    def join(self, request: Request) -> None:
-        """Take in one more."""
-
-    def leave(self, request: Request, num_unread: int) -> None:
-        """Let go of one that has not ended: see ``Group.leave``."""
-
-    def round(self) -> list[Emitted]:
-        """One round."""
-
-    def part(self) -> list[Emitted]:
-        """Finish what is under way; whoever has not ended then can be decoded by another."""
-
-    def close(self) -> None:
-        """It is not used any more."""
-
-
 class Alone:
     """One request by itself, as ``speculative_generate_step`` decodes it."""
 
@@ -73,13 +51,12 @@ class Alone:
         self._pipeline = Pipeline(self._generation, controller)
         self._rounds = iter(self._pipeline)
 
-    def join(self, request: Request) -> None:
-        raise ValueError("one request is by itself: part first.")
-
     def round(self) -> list[Emitted]:
+        """One round."""
         return self._emitted(next(self._rounds))
 
     def part(self) -> list[Emitted]:
+        """Finish what is under way; if the request has not ended, others may decode it then."""
         done = self._take_upcoming()
         made = [] if done is None else self._emitted(done)
         if self._generation.is_running:
@@ -87,7 +64,7 @@ class Alone:
         return made
 
     def leave(self, request: Request, num_unread: int) -> None:
-        """The caches are cut to what was read of the last round."""
+        """Stop before the end; of the last round's tokens, so many are dropped."""
         last = self._last
         if last is None:  # no round was read yet
             last = self._take_upcoming()
@@ -97,6 +74,7 @@ class Alone:
         self._stop(last)
 
     def close(self) -> None:
+        """What was learned of costs is kept."""
         self._controller.close()
 
     def _take_upcoming(self) -> Round | None:
@@ -139,6 +117,7 @@ class Shared:
         self._num_events = len(batch.controller.events)
 
     def join(self, request: Request) -> None:
+        """Take in one more."""
         decoder = request.decoder
         if self._is_plain:
             decoder.drafter = NoDrafter(decoder.drafter.num_forwards)
@@ -146,16 +125,19 @@ class Shared:
         self._batch.join(request)
 
     def leave(self, request: Request, num_unread: int) -> None:
-        """What was not read stays in the caches."""
+        """Let go of one that has not ended; what it has not read stays in its caches."""
         self._batch.leave(request)
 
     def round(self) -> list[Emitted]:
+        """One round."""
         return self._emitted(self._batch.round())
 
     def part(self) -> list[Emitted]:
+        """Finish what is under way; others may decode whoever has not ended then."""
         return self._emitted(self._batch.dissolve())
 
     def close(self) -> None:
+        """See ``Alone.close``."""
         self._batch.controller.close()
 
     def _emitted(self, done: SharedRound | None) -> list[Emitted]:

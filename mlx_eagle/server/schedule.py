@@ -84,8 +84,6 @@ class Schedule:
 
     def step(self) -> None:
         """One chunk of one prompt, and a round of every group."""
-        for served in [s for s in self._served if s.answer.is_over and not s.is_done]:
-            self._let_go(served)
         if self._reading:
             self._read(self._reading.popleft())
         for key, group in list(self._groups.items()):
@@ -96,22 +94,11 @@ class Schedule:
         for served in self._served:
             served.answer.put(RequestError("the server is stopping.", 503))
 
-    def _let_go(self, served: Served) -> None:
-        """Of one whose client has left."""
-        served.is_done = True
-        if served in self._reading:
-            self._reading.remove(served)
-            self._served.remove(served)
-            return
-        for group in self._groups.values():
-            if served.request in group.requests:
-                with Caught() as caught:
-                    group.leave(served.request)
-                if caught.error is not None:
-                    self._fail(served, caught.error)
-
     def _read(self, served: Served) -> None:
         """A chunk of a prompt, and behind its last one the first token."""
+        if served.answer.is_over:  # its client has left
+            self._served.remove(served)
+            return
         decoder, last = served.decoder, served.num_uncached - 1
         with Caught() as caught:
             begun = time.perf_counter()
@@ -156,6 +143,11 @@ class Schedule:
 
     def _round(self, key: object, group: Group) -> None:
         with Caught() as caught:
+            for request in group.requests:
+                served = self._served_of(request)
+                if served.answer.is_over and not served.is_done:  # its client has left
+                    served.is_done = True
+                    group.leave(request)
             for emitted in group.round():
                 served = self._served_of(emitted.request)
                 num_unread = self._say(served, emitted)

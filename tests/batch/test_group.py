@@ -208,7 +208,8 @@ def test_costs_are_learned_for_every_number_of_requests():
         live.record(DraftShape(2), 0.75)
     costs.of(2)  # keeps what was learned
     known = LearnedCosts(model, drafter, decoder).of(3).current
-    assert known.plain == pytest.approx(0.5) and known.rounds[DraftShape(2)] == pytest.approx(0.75, 0.1)
+    assert known.plain == pytest.approx(0.5)
+    assert known.rounds[DraftShape(2)] == pytest.approx(0.75, 0.1)
     assert LearnedCosts(model, drafter, decoder).of(4).current.plain != pytest.approx(0.5)
 
 
