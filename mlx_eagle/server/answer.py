@@ -11,14 +11,15 @@ from threading import RLock
 from types import TracebackType
 from typing import Any
 
-from mlx_lm.server import GenerationContext, Response
+from mlx_lm.server import GenerationContext
 
 from ..decoding.stats import Stats
+from .drafted import PairResponse
 
 POLL = 0.5  # seconds between looks at whether the client is still there
 ToolParser = Callable[[str, Any], Any]
 """From the text of a call, and the tools, to calls: one dict, or several in a list."""
-Message = GenerationContext | Response | tuple[int, int] | Exception | None
+Message = GenerationContext | PairResponse | tuple[int, int] | Exception | None
 """A context, then responses and progress through the prompt, then None or what went wrong."""
 
 
@@ -72,7 +73,7 @@ class Answer:
                 return
             if isinstance(message, GenerationContext):
                 self._messages.put(message)
-            elif isinstance(message, Response):
+            elif isinstance(message, PairResponse):
                 self._begin()
                 self._respond(message)
             elif isinstance(message, tuple):
@@ -93,7 +94,7 @@ class Answer:
         if self.state is State.WAITING:
             self.state = State.DECODING
 
-    def _respond(self, response: Response) -> None:
+    def _respond(self, response: PairResponse) -> None:
         self.tokens.append(response.token)
         if response.finish_reason is None and self._is_overdue(self):
             response.finish_reason = "length"
@@ -125,14 +126,14 @@ class Answer:
 
     def responses(
         self, check: Callable[[], None], progress: Callable[[int, int], None]
-    ) -> Iterator[Response]:
+    ) -> Iterator[PairResponse]:
         """The others. Raises RequestError where generation broke off."""
         while (message := self.next(check)) is not None:
             if isinstance(message, Exception):
                 raise RequestError(_sentence(message), _status(message, 500)) from message
             if isinstance(message, tuple):
                 progress(*message)
-            elif isinstance(message, Response):
+            elif isinstance(message, PairResponse):
                 yield message
 
 
