@@ -6,6 +6,7 @@ end of a round.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import mlx.core as mx
 
@@ -106,6 +107,11 @@ class Alone:
         self._request.cache = decoder.cache + decoder.drafter.cache
 
 
+def _logprobs(logits: mx.array, index: int, row: int) -> mx.array:
+    """Those (V,) of one row of one request, from logits (B, R, V)."""
+    return log_softmax(logits[index, row])
+
+
 class Shared:
     """Several requests in shared rounds."""
 
@@ -152,14 +158,13 @@ class Shared:
             # The controller counts by the mean request.
             before = len(request.tokens) - len(run)
             own = tuple(replace(event, num_tokens=before) for event in events)
-            rows = done.logits[b]
             made.append(
                 Emitted(
                     request,
                     run,
                     min(done.kept[b], len(run)),
                     done.num_drafted[b],
-                    lambda i, rows=rows: log_softmax(rows[i]),
+                    partial(_logprobs, done.logits, b),
                     own,
                     is_shared=True,
                 )

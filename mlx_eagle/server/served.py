@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import StopSequences
@@ -50,7 +52,8 @@ class Writer:
             finish_reason = "length"
         if is_end or finish_reason == "length":
             self._detokenizer.finalize()
-        logprob, top = 0.0, ()
+        logprob: float = 0.0
+        top: tuple[Any, ...] = ()
         if args.logprobs or args.top_logprobs > 0:
             row = logprobs()
             logprob = row[token].item()
@@ -67,7 +70,7 @@ class Writer:
                 emitted.events if i == 0 else (),
                 emitted.is_shared,
             )
-            yield self.response(token, origin, lambda i=i: emitted.logprobs(i))
+            yield self.response(token, origin, partial(emitted.logprobs, i))
 
 
 @dataclass(eq=False)
