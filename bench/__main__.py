@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mlx_eagle.commands.flags import with_known_head
+from mlx_eagle.commands.flags import DRAFT_WINDOW_HELP, check_draft_window, with_known_head
 from mlx_eagle.commands.opening import context_size, open_target
 from mlx_eagle.decoding.limits import AUTO
 from mlx_eagle.demo.pair import load_demo
@@ -48,6 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", help="Folder or hub repo of the target. Default: the demo pair.")
     add("--draft-model", help="As for mlx_eagle.generate: an EAGLE head, auto, lookup, a model.")
+    add("--draft-window", type=int, metavar="N", help=DRAFT_WINDOW_HELP)
     add(
         "--prompts",
         action="append",
@@ -182,6 +183,7 @@ def check_models(args: argparse.Namespace) -> None:
         raise ValueError(
             "--model needs --draft-model: name a head for it, or 'auto' for a known one."
         )
+    check_draft_window(args.draft_window)
     if args.compare is not None and args.compare[0] != "mlx-lm-draft":
         raise ValueError(
             f"--compare is {args.compare[0]!r}: give mlx-lm-draft and an ordinary draft model."
@@ -238,10 +240,12 @@ def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
         (model, tokenizer), own = open_target(args.model), None
         names["model"] = args.model
     head = with_known_head(args.draft_model, args.model)
-    drafter = open_beside(own, head, model, tokenizer)
+    drafter = open_beside(own, head, model, tokenizer, draft_window=args.draft_window)
     if head is not None:
         base, _ = split_name(head)
         names["head"] = head.replace(AUTO, names["head"]) if base == AUTO else head
+    if args.draft_window is not None:
+        names["head"] += f", draft window {args.draft_window}"
     compared = None
     if args.compare is not None:
         compared, other = open_target(args.compare[1])

@@ -73,7 +73,7 @@ class FedDrafter(NoModel):
         """Draft from where another has absorbed what ``cache`` holds: its ``pending``."""
         self._seed, self._first = seed, first
 
-    def make_cache(self) -> list[KVCache]:
+    def make_cache(self) -> list:
         return [KVCache() for _ in range(self._num_layers + 1)]
 
     def extend(

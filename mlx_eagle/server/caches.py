@@ -41,6 +41,31 @@ class Caches(list):
         return list(self[self.num_target :])
 
 
+class DraftPart:
+    """A drafter's caches as the store sees them: one that can always be trimmed.
+
+    Windows that are full cannot, and are dropped: the text is still found, and the drafter starts
+    cold.
+    """
+
+    def __init__(self, caches: list):
+        self.caches = caches
+
+    @property
+    def nbytes(self) -> int:
+        return sum(cache.nbytes for cache in self.caches)
+
+    def is_trimmable(self) -> bool:
+        return True
+
+    def trim(self, num_tokens: int) -> int:
+        if can_trim_prompt_cache(self.caches):
+            trim_prompt_cache(self.caches, num_tokens)
+        else:
+            self.caches = []
+        return num_tokens
+
+
 def without_last(request: Request) -> Caches | None:
     """What is to be filed of a text that ended in shared rounds, up to its last token but one.
 
@@ -68,16 +93,24 @@ class PairCache(LRUPromptCache):
     ) -> None:
         """File the caches of the text ``tokens``."""
         caches = prompt_cache if isinstance(prompt_cache, Caches) else Caches(prompt_cache)
-        caches.num_tokens = len(tokens)
-        super().insert_cache(model, tokens, caches, cache_type=cache_type)
+        part = [DraftPart(caches.draft)] if caches.draft else []
+        filed = Caches(caches.target + part, caches.num_target, caches.is_whole)
+        filed.num_tokens = len(tokens)
+        super().insert_cache(model, tokens, filed, cache_type=cache_type)
 
     def fetch(self, model: Any, tokens: list[int]) -> tuple[Caches | None, list[int]]:
         """A copy of the caches that fit best, and the tokens not in them: one at least.
 
         mlx-lm leaves none where it knows the whole text, and then has nothing to run.
         """
-        caches, rest = self.fetch_nearest_cache(model, tokens[:-1])
-        return caches, rest + tokens[-1:]
+        filed, rest = self.fetch_nearest_cache(model, tokens[:-1])
+        rest = rest + tokens[-1:]
+        if filed is None:
+            return None, rest
+        draft = [cache for part in filed.draft for cache in part.caches]
+        caches = Caches(filed.target + draft, filed.num_target, filed.is_whole)
+        caches.num_tokens = filed.num_tokens
+        return caches, rest
 
 
 def prepare(
