@@ -109,7 +109,7 @@ def ask_all(pair, flags, num_requests: int, num_clients: int) -> None:
 
 
 def test_texts_are_those_of_mlx_lm(pair, flags):
-    ask_all(pair, flags, num_requests=16, num_clients=4)
+    ask_all(pair, flags, num_requests=8, num_clients=4)
 
 
 @pytest.mark.exhaustive
