@@ -123,10 +123,10 @@ def test_greedy_and_sampled_ones_together():
 def test_who_leaves_gives_its_caches_back():
     """Before any round, by itself with tokens that nobody wants, in shared rounds, and waiting."""
     model = MODELS["llama"]()
-    drafter = Texts(model, MANY, 60, lambda r, num: num)
+    drafter = Texts(model, MANY[:5], 30, lambda r, num: num)
 
     def request(b: int) -> Request:
-        return started(model, drafter, MANY[b], 50)
+        return started(model, drafter, MANY[b], 24)
 
     group = Group(model, drafter, generation_stream, 3)
     group.join(waiting := request(0))
@@ -151,8 +151,8 @@ def test_who_leaves_gives_its_caches_back():
     assert {*map(id, group.take_left())} == {id(first), id(second), id(third)}
     for b, each in ((2, first), (3, second), (4, third)):
         goes_on(model, each, MANY[b])
-    assert second.tokens == plain(model, MANY[3], 50)
-    assert len(third.tokens) == 1 < len(first.tokens) < 50
+    assert second.tokens == plain(model, MANY[3], 24)
+    assert len(third.tokens) == 1 < len(first.tokens) < 24
 
 
 def test_where_no_draft_can_pay_nothing_is_drafted():

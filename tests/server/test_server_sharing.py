@@ -178,7 +178,7 @@ def slowly(work):
 def test_rounds_are_shared_by_those_who_draft_alike(server):
     """Others have rounds of their own, in turn; a tree is always by itself."""
     wishes = [{}, {"num_draft_tokens": 1}, {"tree": "2x2:4"}, {"num_draft_tokens": 0}, {}]
-    request = {"prompt": "Once upon a time", "max_tokens": 60, "logit_bias": ENDLESS}
+    request = {"prompt": "Once upon a time", "max_tokens": 24, "logit_bias": ENDLESS}
     with server.complete(**LONG) as stream:
         next(stream)
         with ThreadPoolExecutor(5) as pool:
@@ -192,7 +192,7 @@ def test_rounds_are_shared_by_those_who_draft_alike(server):
     lengths = [max(answer.draft["counts"]["draft_lengths"], default=0) for answer in got]
     assert lengths == [3, 1, 2, 0, 3]
     shared = [answer.draft["counts"]["batched_tokens"] for answer in got]
-    assert shared[1:4] == [0, 0, 0] and min(shared[0], shared[4]) > 30
+    assert shared[1:4] == [0, 0, 0] and min(shared[0], shared[4]) > 12
 
 
 def test_caches_of_shared_rounds_are_used_again(server, monkeypatch):
@@ -224,12 +224,11 @@ def test_a_stop_word_ends_a_shared_answer(server, pair):
     text = server.complete(**request).choices[0].text
     with server.complete(**LONG) as stream:
         next(stream)
-        for stop in (text[9:11], text[20:23]):
-            got = server.complete(**request, stop=stop, include_draft=True)
-            assert got.choices[0].finish_reason == "stop"
-            assert got.choices[0].text == text[: text.index(stop)]
-            counts = got.draft["counts"]
-            assert counts["emitted_tokens"] == len(got.draft["tokens"]) - 1
+        stop = text[9:11]
+        got = server.complete(**request, stop=stop, include_draft=True)
+        assert got.choices[0].finish_reason == "stop"
+        assert got.choices[0].text == text[: text.index(stop)]
+        assert got.draft["counts"]["emitted_tokens"] == len(got.draft["tokens"]) - 1
         again = server.complete(**request)  # on the caches that these have left
     assert again.choices[0].text == text
 
