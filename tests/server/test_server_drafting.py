@@ -10,9 +10,9 @@ from openai import BadRequestError
 from serving import ENDLESS, NUM_CHARACTERS, ours, parse, theirs, write_pair, write_tokenizer
 
 from mlx_eagle.commands import generate as cli
-from mlx_eagle.decoding.limits import read_tree
 from mlx_eagle.decoding.calibrate import CHAINS
 from mlx_eagle.decoding.costs import RoundCosts
+from mlx_eagle.decoding.limits import read_tree
 from mlx_eagle.decoding.live_costs import LiveCosts
 from mlx_eagle.server import __main__ as command
 from mlx_eagle.server import schedule, served
