@@ -82,7 +82,7 @@ def test_wrong_values_of_a_converted_config(model, head, case):
         ("d2t", np.zeros(3, np.int32), "d2t table is"),
         ("d2t", np.full(48, 2**40), "reaches token"),
         ("norm.weight", np.ones(64, np.int32), "is stored as"),
-        ("fc.weight", np.ones((64, 24), np.float32), "is stored as"),
+        ("fc.weight", np.ones((64, 36), np.float32), "is stored as"),
     ],
 )
 def test_wrong_arrays_of_a_converted_head(model, head, name, value, words):
