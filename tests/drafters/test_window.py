@@ -78,7 +78,7 @@ def naive_masked(drafter: EagleDrafter, tokens: mx.array, features: mx.array, si
     return head.logits(states[num - 1 :])
 
 
-def check_drafts(drafter: EagleDrafter, naive, sizes: list[int]) -> None:
+def check_drafts(drafter: EagleDrafter, naive, sizes: list[int], most: float = 1e-3) -> None:
     """Absorb as the loop does, and compare what is drafted after every pass."""
     total, kept = sum(rows for rows, _ in PASSES), mx.zeros((0,), mx.int32)
     tokens = mx.random.randint(0, VOCAB, (total,), key=mx.random.key(1))
@@ -95,7 +95,7 @@ def check_drafts(drafter: EagleDrafter, naive, sizes: list[int]) -> None:
         start, size, seen = start + num_rows, sizes[turn % len(sizes)], Seen()
         drafter.propose(size, seen)
         wanted = naive(drafter, tokens[kept], features[kept], size)
-        assert mx.allclose(mx.stack(seen.rows), wanted, atol=1e-3, rtol=1e-3).item()
+        assert mx.allclose(mx.stack(seen.rows), wanted, atol=most, rtol=1e-3).item()
         assert drafter.cache[0].offset == kept.size
         assert drafter.cache[0].keys.shape[2] <= SINKS + drafter.draft_window + num_rows + 4
 
@@ -106,8 +106,10 @@ def check_drafts(drafter: EagleDrafter, naive, sizes: list[int]) -> None:
 def test_chains_equal_a_naive_twin(variant, window, tail):
     drafter = tiny_head(MODEL, 1, **HEADS[variant]).with_draft_window(window).begin()
     drafter.keep_tail(tail)
-    # Three random layers make a hundred of one rounding at each step.
-    check_drafts(drafter, naive_chain, [2, 1, 2] if variant == "three layers" else [3, 1, 5])
+    if variant == "three layers":  # of one rounding they make a hundred at each step
+        check_drafts(drafter, naive_chain, [2, 1, 2], 2e-2)
+    else:
+        check_drafts(drafter, naive_chain, [3, 1, 5])
 
 
 @pytest.mark.parametrize("window", thorough([1, 2, 5, 8, 20, 60], 5))
