@@ -98,6 +98,11 @@ def trust_in(model: nn.Module, key: str) -> float:
     return _trust(open_cost_file(user_cache() / "calibration.json"), key)
 
 
+def keep_at(key: str, learned: RoundCosts) -> None:
+    """Remember under ``key`` what rounds have taught since it was looked up."""
+    open_cost_file(user_cache() / "calibration.json").correct(key, learned)
+
+
 def _trust(file: CostFile, key: str) -> float:
     return OF_TODAY if file.is_recent(key) else OF_OLD
 
