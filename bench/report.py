@@ -59,8 +59,8 @@ BATCHES = (
 PLAIN_STEPS = (
     "Plain decoding with max_kv_size, on a prompt that is longer than the cache has room for: "
     f"mlx-lm's own against our loop with drafting off, in turns of {TURN_STEPS} steps, of which "
-    "the first is not timed. Medians and quartiles of turns, the ratio within pairs of them; above "
-    "1 ours is faster."
+    "the first is not timed. Medians and quartiles of turns, the ratio within pairs of them; "
+    "above 1 ours is faster."
 )
 
 ORDERS = {

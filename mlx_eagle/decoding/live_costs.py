@@ -209,7 +209,7 @@ class LiveBatchCosts:
         num_known: float = math.inf,
         keep: Callable[[RoundCosts], None] = lambda costs: None,
     ):
-        """``num_known`` as in ``LiveCosts``; ``keep`` is given what was learned of a whole batch."""
+        """``num_known`` as in ``LiveCosts``; ``keep`` is given what a whole batch taught."""
         self._known = known
         self._num_known = num_known
         self._keep = keep

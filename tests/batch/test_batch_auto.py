@@ -1,4 +1,4 @@
-"""``auto`` for several requests: a simulator of short texts on a machine whose speed comes in waves.
+"""``auto`` for several requests: a simulator of short texts on a machine that goes in waves.
 
 What rounds cost is measured there as it is here, by times that are off by a tenth now and then.
 """
@@ -129,7 +129,7 @@ def seconds_of_length(num: int, alpha: float, costs: RoundCosts, seed: int, size
 
 @pytest.mark.parametrize("name", thorough(MACHINES, "2, steep"))
 def test_short_texts_are_near_the_best_fixed_length(name):
-    """Of plain decoding and k = 1, 2, 3, whose speed nobody knows beforehand: texts of 64 tokens."""
+    """Of plain decoding and k = 1, 2, 3, whose speeds nobody knows beforehand."""
     seeds = range(24)
     best = min(
         sum(seconds_of_length(*MACHINES[name], seed, size) for seed in seeds) for size in range(4)
