@@ -362,7 +362,7 @@ def test_make_demo_runs_the_demo(checkout):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="preloading is the Linux loader's")
-@pytest.mark.parametrize("preloads", [False, True])
+@pytest.mark.parametrize("preloads", thorough([False, True], True))
 def test_openblas_counts_only_where_make_puts_it_in_front(checkout, preloads):
     """numpy brings an OpenBLAS of its own, which MLX does not use."""
     variables = make(checkout, "-pn", "clean").stdout

@@ -41,6 +41,7 @@ for drafted in mlx_eagle.stream_generate(model, tokenizer, "Hi", draft_model=dra
 """
 # Libraries of others that we do not speak of: what they export is not looked at, which takes time.
 UNREAD = "transformers numpy huggingface_hub tokenizers safetensors jinja2 tqdm matplotlib rich"
+ANYTHING = "from typing import Any\ndef __getattr__(name: str) -> Any: ...\n"
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +55,16 @@ def folder(tmp_path_factory) -> Path:
     (folder / "mistakes.py").write_text(MISTAKES)
     unread = "".join(f"[mypy-{name}.*]\nfollow_imports = skip\n" for name in UNREAD.split())
     (folder / "mypy.ini").write_text(f"[mypy]\nstrict = true\n{unread}")
+    for name in UNREAD.split():
+        (folder / "typings" / name).mkdir(parents=True)
+        (folder / "typings" / name / "__init__.pyi").write_text(ANYTHING)
     # What pyright itself makes of a loop's variable after the loop: a warning.
-    pyright = {"typeCheckingMode": "standard", "reportPossiblyUnboundVariable": "warning"}
+    pyright = {
+        "include": ["*.py"],
+        "stubPath": "typings",
+        "typeCheckingMode": "standard",
+        "reportPossiblyUnboundVariable": "warning",
+    }
     (folder / "pyrightconfig.json").write_text(json.dumps(pyright))
     return folder
 

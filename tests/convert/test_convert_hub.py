@@ -50,6 +50,7 @@ def test_download(hub, tmp_path):
     assert not any("pytorch_model.bin" in path for path in hub.requests)
 
 
+@pytest.mark.exhaustive
 def test_download_of_a_bin(hub, tmp_path):
     folder = hub.root / "some" / "head"
     write_config(folder, CONFIG)

@@ -303,6 +303,7 @@ def test_signals_that_another_thread_was_given_are_heard_at_once():
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.mark.exhaustive
 def test_new_connections_are_refused_at_once_after_sigterm(pair):
     """They used to hang until the last answer was finished."""
     line = [sys.executable, "-m", "mlx_eagle.server", "--port", "0", "--model", pair["target"]]

@@ -37,9 +37,9 @@ def writer(folder: Path, text: str, seconds: float) -> subprocess.Popen[str]:
 
 
 def test_of_several_processes_one_wins(tmp_path):
-    processes = [writer(tmp_path / "x", str(i), 0.3) for i in range(3)]
+    processes = [writer(tmp_path / "x", str(i), 0.3) for i in range(2)]
     said = sorted(process.communicate(timeout=60)[0] for process in processes)
-    assert said == ["there\n", "there\n", "won\n"]
+    assert said == ["there\n", "won\n"]
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
     assert (tmp_path / "x" / "a").read_text() == (tmp_path / "x" / "b").read_text()
 

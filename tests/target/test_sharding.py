@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import sharded
-from grids import thorough
 from helpers import tiny_llama
 from ranks import run_ranks
 from sharded import CASES
@@ -22,7 +21,8 @@ def reports(folder: Path, case: str) -> list:
     return [json.loads(out.splitlines()[-1]) for out in outputs]
 
 
-@pytest.mark.parametrize("case", thorough([FEW, *CASES], FEW))
+@pytest.mark.exhaustive  # two processes each
+@pytest.mark.parametrize("case", [FEW, *CASES])
 def test_parts_write_what_the_whole_writes(tmp_path, case):
     for report in reports(tmp_path, case):
         assert len(report) >= (5 if case == FEW else 8)
