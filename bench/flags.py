@@ -7,11 +7,11 @@ from typing import TypeVar
 
 from mlx_eagle.decoding.limits import AUTO
 from mlx_eagle.drafters.tree import parse_tree
-from mlx_eagle.system.drawing import EXTRA, has_matplotlib
+from mlx_eagle.system.drawing import EXTRA
 from mlx_eagle.system.values import LARGEST_SEED, Range, use_plain_types
 from mlx_eagle.system.version import add_version_flag
 
-from . import plain_steps
+from . import files, plain_steps
 from .measure import Settings
 from .questions import SETS
 from .runner import ORDERS
@@ -54,20 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     tree_help = "Also draft trees: WIDTHxDEPTH:NODES."
     add("--tree", action="append", default=[], metavar="SHAPE,...", help=tree_help)
     add("--context", metavar="N,...", help="Pad prompts to that many tokens.")
-    batch_help = (
-        "Also decode so many prompts of each set at once, greedily, against mlx-lm's batch."
-    )
-    add("--batch", metavar="N,...", help=batch_help)
-    size_help = (
-        "Also time plain steps, mlx-lm's against ours with drafting off, on rotating caches of so "
-        "many entries that are full."
-    )
-    add("--max-kv-size", metavar="N,...", help=size_help)
-    serve_help = (
-        "Measure the server in place of all that: so many clients at once, greedily, over HTTP, "
-        f"against mlx_lm.server ({CLIENTS})."
-    )
-    add("--serve", nargs="?", const=CLIENTS, metavar="N,...", help=serve_help)
+    add_other_loads(parser)
     add("--repeats", type=int, default=3, help="Runs of every prompt (%(default)s).")
     add(
         "--order",
@@ -92,6 +79,25 @@ def build_parser() -> argparse.ArgumentParser:
     )
     use_plain_types(parser)
     return parser
+
+
+def add_other_loads(parser: argparse.ArgumentParser) -> None:
+    """The flags of what is measured beside single prompts, or in their place."""
+    add = parser.add_argument
+    batch_help = (
+        "Also decode so many prompts of each set at once, greedily, against mlx-lm's batch."
+    )
+    add("--batch", metavar="N,...", help=batch_help)
+    size_help = (
+        "Also time plain steps, mlx-lm's against ours with drafting off, on rotating caches of so "
+        "many entries that are full."
+    )
+    add("--max-kv-size", metavar="N,...", help=size_help)
+    serve_help = (
+        "Measure the server in place of all that: so many clients at once, greedily, over HTTP, "
+        f"against mlx_lm.server ({CLIENTS})."
+    )
+    add("--serve", nargs="?", const=CLIENTS, metavar="N,...", help=serve_help)
 
 
 def read_list(
@@ -239,5 +245,5 @@ def check_picture(file: str | None) -> None:
             f"--picture is {file}: give the name of a {' or '.join(PICTURES)} file in a folder "
             "that exists."
         )
-    if not has_matplotlib():
+    if not files.has_matplotlib():
         raise ValueError(f"--picture needs matplotlib: {EXTRA}.")

@@ -256,14 +256,14 @@ class LiveBatchCosts:
         def kept(shape: DraftShape, before: float, now: float) -> float:
             return before * (now / before) ** (KEPT_SHARE if live.was_timed(shape) else 0.0)
 
-        rounds = {
-            s: kept(s, cost, learned.rounds[s])
-            for s, cost in known.rounds.items()
-            if s in learned.rounds
-        }
-        if len(rounds) == len(known.rounds):
-            plain = kept(PLAIN, known.plain, learned.plain)
-            self._keep(replace(known, plain=plain, rounds=rounds))
+        if not learned.rounds.keys() >= known.rounds.keys():
+            return
+        rounds: dict[DraftShape, float] = {}
+        for shape, before in sorted(known.rounds.items(), key=lambda item: item[0].size):
+            cost = kept(shape, before, learned.rounds[shape])
+            rounds[shape] = max([cost, *rounds.values()])  # more drafts are never cheaper
+        plain = kept(PLAIN, known.plain, learned.plain)
+        self._keep(replace(known, plain=plain, rounds=rounds))
 
 
 def _forget(costs: RoundCosts) -> None:

@@ -179,7 +179,7 @@ def test_what_was_learned_is_kept_once_it_can_be_compared():
     assert kept == []
     costs.record(PLAIN, 2 * FLAT.plain)
     costs.close()
-    assert kept[0].plain == pytest.approx(2 * FLAT.plain, rel=0.01)
+    assert kept[0].plain == pytest.approx(2 * FLAT.plain, rel=0.02)
     for shape, seconds in FLAT.rounds.items():  # those that were not timed, by those that were
         assert kept[0].rounds[shape] == pytest.approx(2 * seconds, rel=0.05)
 
@@ -253,7 +253,9 @@ def test_what_is_learned_of_a_whole_batch_is_kept():
     live = costs.of(3)
     (learned,) = kept
     assert learned.plain == pytest.approx(2.0) and [*learned.rounds] == [one, three]
-    assert learned.rounds[one] == pytest.approx(4.8, rel=0.05) < learned.rounds[three]
+    # Half the way from 2.4 to 4.8; and more drafts are never cheaper.
+    assert learned.rounds[one] == pytest.approx(3.39, rel=0.02)
+    assert learned.rounds[three] == learned.rounds[one]
     live.record(one, 9.0)
     live.record(PLAIN, 9.0)
     live.close()  # of fewer requests nothing is kept
