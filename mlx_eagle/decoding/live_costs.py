@@ -254,7 +254,7 @@ class LiveBatchCosts:
         live, known = self._latest[1], self._known.together
 
         def kept(shape: DraftShape, before: float, now: float) -> float:
-            return before * (now / before) ** (KEPT_SHARE if live.was_timed(shape) else 0.0)
+            return before * math.exp(KEPT_SHARE * math.log(now / before) * live.was_timed(shape))
 
         if not learned.rounds.keys() >= known.rounds.keys():
             return

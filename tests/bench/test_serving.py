@@ -266,7 +266,7 @@ def test_the_whole_command_with_processes(pair, tmp_path, capsys):
 @pytest.mark.parametrize(
     "more, sentence",
     [
-        (["--tree", "root2:5,9x9:81", "--num-draft-tokens", "1"], "refused a request ("),
+        (["--tree", "20x20:300", "--num-draft-tokens", "1"], "refused a request ("),
         (["--draft-model", "/no/such/head"], "mlx_eagle.server ended with code 2 (error: "),
     ],
 )
