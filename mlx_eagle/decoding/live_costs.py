@@ -16,7 +16,8 @@ NEIGHBOURS = 0.1  # how many times those of other shapes are worth
 ONCE = 0.9  # recent times from which on a shape counts as timed at all
 UNSEEN = 0.5  # a shape that was never timed may cost so much of what is said of it
 KEPT_SHARE = 0.5  # of what one batch has taught, in the logarithm of a cost: more of it is chance
-SURPRISE = 0.2  # of the logarithm of a cost: so far off, what was known counts 1 / e
+EXPECTED = 0.1  # of the logarithm of a cost: so far off is anything that was measured
+SURPRISE = 0.1  # beyond that: so far off, what was known counts 1 / e
 
 
 @dataclass
@@ -163,7 +164,7 @@ class LiveCosts:
         # Where what was known is off for one shape, it is not to be relied on for another.
         known = (abs(fix) for shape, fix in own.items() if shape not in self._known.guessed)
         surprise = max(known, default=0.0)
-        self._trust = self._num_known * math.exp(-surprise / SURPRISE)
+        self._trust = self._num_known * math.exp(-max(0.0, surprise - EXPECTED) / SURPRISE)
         return {shape: self._blend(shape, own) for shape in self._times}
 
     def _before(self, shape: DraftShape) -> float:
