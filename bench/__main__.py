@@ -62,10 +62,12 @@ def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
         (model, tokenizer), own = open_target(args.model), None
         names["model"] = args.model
     head = with_known_head(args.draft_model, args.model)
-    drafter = open_beside(own, head, model, tokenizer)
+    drafter = open_beside(own, head, model, tokenizer, draft_window=args.draft_window)
     if head is not None:
         base, _ = split_name(head)
         names["head"] = head.replace(AUTO, names["head"]) if base == AUTO else head
+    if args.draft_window is not None:
+        names["head"] += f", draft window {args.draft_window}"
     compared = None
     if args.compare is not None:
         compared, other = open_target(args.compare[1])
@@ -112,10 +114,11 @@ def run_serving(
         "model": args.model or DEMO_NAMES["model"],
         "head": args.draft_model or DEMO_NAMES["head"],
     }
+    draft_flags = {"--draft-model": args.draft_model, "--draft-window": args.draft_window}
     print(f"Starting two servers of {names['model']}.", file=sys.stderr)
     with counting(num_loads(settings)) as count:
         document, rows = measure_serving(
-            args.model, args.draft_model, names, questions, settings, count
+            args.model, draft_flags, names, questions, settings, count
         )
     print(render.markdown(serving_report.results(document), folder), flush=True)
     files.write_serving(document, rows, folder)

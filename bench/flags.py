@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from mlx_eagle.commands.flags import DRAFT_WINDOW_HELP, check_draft_window
 from mlx_eagle.decoding.limits import AUTO
 from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.system.drawing import EXTRA
@@ -38,6 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", help="Folder or hub repo of the target. Default: the demo pair.")
     add("--draft-model", help="As for mlx_eagle.generate: an EAGLE head, auto, lookup, a model.")
+    add("--draft-window", type=int, metavar="N", help=DRAFT_WINDOW_HELP)
     add(
         "--prompts",
         action="append",
@@ -212,6 +214,7 @@ def check_models(args: argparse.Namespace) -> None:
         raise ValueError(
             "--model needs --draft-model: name a head for it, or 'auto' for a known one."
         )
+    check_draft_window(args.draft_window)
     if args.compare is not None and args.compare[0] != "mlx-lm-draft":
         raise ValueError(
             f"--compare is {args.compare[0]!r}: give mlx-lm-draft and an ordinary draft model."

@@ -107,7 +107,11 @@ WORDS = [
     ],
     ["predicted", "tau / (c(k+1) + k d + overhead)"],
     ["bound", "tau / (c(k+1) + k d): no overhead at all"],
-    ["margin", "difference of the target's two largest logits: near 0 is a tie, left to rounding"],
+    [
+        "margin",
+        "where two outputs part, how far the worse of their tokens is below the target's largest "
+        "logit: near 0 is a tie, left to rounding",
+    ],
 ]
 
 

@@ -46,7 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--hf-path", "--model", help="folder, GGUF file or hub id of any EAGLE head")
     add("--mlx-path", default="mlx_model", help="folder to write; it must not exist yet")
     add("-q", "--quantize", action=yes_no, default=True, help="quantize (the default)")
-    add("--q-bits", type=int, default=4, help="bits per weight (default 4)")
+    add("--q-bits", type=int, help="bits per weight (default: 4; fusion and output matrix 6)")
     add("--q-group-size", type=int, default=64, help="weights per scale (default 64)")
     add("--dtype", choices=list(DTYPES), help="of what is not quantized (default: as it is)")
     add("--target", help="the model the head was trained for: folder or repository id")

@@ -10,6 +10,7 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
+from mlx_eagle.drafters.build import bits_of
 from mlx_eagle.system.hub import GGUF_FILE, REPO_ID, locate
 
 from .check import DEPTHS, Report, Row
@@ -169,7 +170,7 @@ def make_card(
     quantization = config.get("quantization")
     stored = "not quantized"
     if quantization:
-        stored = f"{quantization['bits']} bits, groups of {quantization['group_size']}"
+        stored = f"{bits_of(quantization)}, groups of {quantization['group_size']}"
     licence = front.get("license_name", front["license"])
     model = target if _repository(target) else "TARGET"
     lines = [

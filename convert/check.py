@@ -27,6 +27,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model
 
+from mlx_eagle.drafters.build import bits_of
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.head import Eagle3Head
 from mlx_eagle.drafters.load import find_embedding, load_drafter
@@ -273,7 +274,7 @@ def check_head(
     rows = [measure(part, setting, texts) for setting in (resolved, baseline, *others)]
     packed_row = None
     if quantized is not None:
-        name = f"in {quantized[0]['quantization']['bits']} bits"
+        name = f"in {bits_of(quantized[0]['quantization'])}"
         packed = Attached.of(*quantized, model)
         packed_row = measure(packed, replace(resolved, name=name), texts)
     num_positions = sum(text.num_slots(DEPTHS) for text in texts)

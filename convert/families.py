@@ -136,6 +136,11 @@ REFUSALS = (
         ),
     ),
     Refusal(
+        "a draft head with experts or gated attention",
+        "use a dense EAGLE-3 head of the same target",
+        (r"^tensor (.*\.)?(mlp\.(experts|router|gate)|self_attn\.g_proj)\.",),
+    ),
+    Refusal(
         "a head quantized as GPTQ, AWQ, bitsandbytes or MLX do",
         "use one of compressed-tensors, ModelOpt or GGUF, or the bfloat16 head it was made from",
         (r"^tensor .*\.(scales|qweight|qzeros|absmax|quant_state\S*|nested_\S+) ",),

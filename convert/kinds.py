@@ -23,6 +23,9 @@ FRACTION = number_above(0, 1)
 BASE = number_above(1, 1e15)
 POSITIVE = number_above(1e-6, 1e9)
 WEIGHT = number_above(-1e6, 1e6)
+FACTORS = Kind(
+    "a list of numbers above 0", lambda v: isinstance(v, list) and all(map(POSITIVE.holds, v))
+)
 SCALING: Table = {
     "rope_type": TEXT,
     "type": TEXT,
@@ -36,6 +39,7 @@ SCALING: Table = {
     "mscale": WEIGHT,
     "mscale_all_dim": WEIGHT,
     "attention_factor": POSITIVE,
+    "short_factor": FACTORS,
     "partial_rotary_factor": FRACTION,
     "truncate": TRUTH,
     "llama_4_scaling_beta": WEIGHT,

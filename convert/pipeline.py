@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_eagle.drafters.build import bits_of
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.load import TargetSizes
 from mlx_eagle.system.folders import new_folder, save_arrays
@@ -101,8 +102,13 @@ def build(
     """
     kind = DTYPES[dtype or own_dtype(resolved.tensors)]
     weights: dict[str, mx.array] = {}
-    chosen: dict[str, Any] = {}
     notes = list(resolved.notes)
+    shapes = {
+        name.removesuffix(".weight"): tensor.shape
+        for name, tensor in resolved.tensors.items()
+        if len(tensor.shape) == 2
+    }
+    chosen = quantization.choose(shapes) if quantization is not None else {}
     for i, (name, tensor) in enumerate(resolved.tensors.items()):
         progress(i, len(resolved.tensors))
         array = tensor.read()
@@ -112,19 +118,8 @@ def build(
             )
         if dtype is not None or array.ndim > 1:
             array = array.astype(kind)
-        group = None
-        if quantization is not None and array.ndim == 2:
-            group = quantization.group_for(array.shape[1])
-            if group != quantization.group_size:
-                path = name.removesuffix(".weight")
-                own = {"group_size": group, "bits": quantization.bits}
-                chosen[path] = own if group else False
-                done = f"in groups of {group}" if group else "not quantized"
-                notes.append(
-                    f"{path}: {array.shape[1]} columns are no multiple of "
-                    f"{quantization.group_size}; {done}"
-                )
-        entry = pack(name, array, quantization.bits, group) if group else {name: array}
+        packing = chosen.get(name.removesuffix(".weight"))
+        entry = pack(name, array, packing) if packing else {name: array}
         mx.eval(entry)  # one tensor at a time, so that the sources can be let go
         weights |= entry
     progress(len(resolved.tensors), len(resolved.tensors))
@@ -134,11 +129,8 @@ def build(
     if resolved.trimmed is not None:
         config["draft_vocab_trim"] = dict(resolved.trimmed)
     if quantization is not None:
-        config["quantization"] = {
-            "group_size": quantization.group_size,
-            "bits": quantization.bits,
-            **chosen,
-        }
+        notes += quantization.notes(shapes, chosen)
+        config["quantization"] = quantization.entry(chosen)
     num_parameters = sum(tensor.size for tensor in resolved.tensors.values())
     return Head(config, weights, num_parameters, tuple(notes))
 
@@ -170,7 +162,7 @@ def summary(checkpoint: Checkpoint, resolved: Resolved, head: Head) -> str:
     kinds = [", EAGLE-3.1"] if c["pre_fc_norm"] == "per_feature" and c["norm_output"] else []
     kinds += [", P-EAGLE"] if c["mask_token_id"] is not None else []
     if quantization := c.get("quantization"):
-        stored = f"{quantization['bits']}-bit, groups of {quantization['group_size']}"
+        stored = f"{bits_of(quantization)}, groups of {quantization['group_size']}"
     else:
         stored = str(head.weights["layers.0.self_attn.o_proj.weight"].dtype).split(".")[-1]
     trimmed = f", {describe(c['draft_vocab_trim'])}" if "draft_vocab_trim" in c else ""
@@ -223,7 +215,7 @@ def convert(
     mlx_path: str = "mlx_model",
     quantize: bool = True,
     q_group_size: int = 64,
-    q_bits: int = 4,
+    q_bits: int | None = None,
     dtype: str | None = None,
     upload_repo: str | None = None,
     revision: str | None = None,
@@ -238,8 +230,8 @@ def convert(
     ``hf_path`` is a folder, a GGUF file or a hub repository id; ``target`` likewise, the
     model the head was trained for: with it the taps are checked, its tokenizer is copied
     and tables that equal its own are left out. Of a model at hand its ``TargetSizes`` settle
-    the taps. ``dtype`` is one of float16, bfloat16,
-    float32 (default: the checkpoint's). Parameters are named as in ``mlx_lm.convert``.
+    the taps. ``dtype`` is one of float16, bfloat16, float32 (default: the checkpoint's). Without
+    ``q_bits`` they are mixed, see ``Quantization``. Parameters are named as in ``mlx_lm.convert``.
     ``check`` runs the target and writes how well the head agrees into the config.
     ``draft_vocab`` keeps that many draft tokens; a ``Trim`` says which. ``progress`` is given
     the number of tensors done and of all.

@@ -1,39 +1,102 @@
-"""Which tensors of a head are quantized, and how finely."""
+"""Which matrices of a head are quantized, to how many bits and how finely."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (128, 64, 32)
 
+Packing = dict[str, int]
+"""How a matrix is packed, as a ``quantization`` entry says it: {"group_size": 64, "bits": 5}"""
+
+FINE = ("fc", "lm_head")
+"""Fusion and output matrix: what their rounding costs is nearly all that rounding costs."""
+USUAL_BITS, FINE_BITS = 4, (6, 5)
+MOST_BYTES = 1.3
+"""What a head may take so that these two get more bits: in what it takes in 4 bits."""
+
 
 @dataclass(frozen=True)
 class Quantization:
-    """Affine quantization: ``bits`` a weight, one scale and bias a ``group_size`` weights."""
+    """Affine quantization: ``bits`` a weight, one scale and bias a ``group_size`` weights.
 
-    bits: int = 4
+    Without ``bits`` they are mixed: 6 for what is in ``FINE``, or 5 where these are so large that
+    the head would take more than ``MOST_BYTES``; 4 for everything else.
+    """
+
+    bits: int | None = None
     group_size: int = 64
 
     def __post_init__(self) -> None:
-        if self.bits not in BITS:
+        if self.bits is not None and self.bits not in BITS:
             raise ValueError(f"cannot quantize to {self.bits} bits; choose one of {BITS}")
         if self.group_size not in GROUP_SIZES:
             raise ValueError(
                 f"cannot quantize in groups of {self.group_size}; choose one of {GROUP_SIZES}"
             )
 
-    def group_for(self, width: int) -> int | None:
-        """The largest group, up to ``group_size``, that divides the width; None without one.
+    def choose(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Packing | None]:
+        """How each matrix is packed, by its path; None where no group divides its width.
 
-        It depends on the width alone, so q, k, v and gate, up, which are joined when the
-        head is loaded, always agree.
+        A part of the head is packed in one way, so q, k, v and gate, up, which are joined when
+        the head is loaded, always agree.
         """
+        groups = {path: self._group(shape[1]) for path, shape in shapes.items()}
+
+        def packed(usual: int, fine: int) -> dict[str, Packing | None]:
+            return {
+                path: {"group_size": group, "bits": fine if path in FINE else usual}
+                if group
+                else None
+                for path, group in groups.items()
+            }
+
+        if self.bits is not None:
+            return packed(self.bits, self.bits)
+        most = MOST_BYTES * num_bytes(shapes, packed(USUAL_BITS, USUAL_BITS))
+        large, small = (packed(USUAL_BITS, bits) for bits in FINE_BITS)
+        return large if num_bytes(shapes, large) <= most else small
+
+    def _group(self, width: int) -> int | None:
+        """The largest group, up to ``group_size``, that divides the width; None without one."""
         fitting = (g for g in GROUP_SIZES if g <= self.group_size and width % g == 0)
         return next(fitting, None)
 
+    def notes(
+        self, shapes: Mapping[str, tuple[int, ...]], chosen: Mapping[str, Packing | None]
+    ) -> list[str]:
+        """A line about each matrix whose width asks for smaller groups, or for none."""
+        lines = []
+        for path, own in chosen.items():
+            if own is None or own["group_size"] != self.group_size:
+                done = f"in groups of {own['group_size']}" if own else "not quantized"
+                width = shapes[path][1]
+                lines.append(
+                    f"{path}: {width} columns are no multiple of {self.group_size}; {done}"
+                )
+        return lines
 
-def pack(name: str, weight: mx.array, bits: int, group_size: int) -> dict[str, mx.array]:
+    def entry(self, chosen: Mapping[str, Packing | None]) -> dict[str, Any]:
+        """``quantization`` of ``config.json``, in mlx-lm's own form: what differs by its path."""
+        most = {"group_size": self.group_size, "bits": self.bits or USUAL_BITS}
+        return most | {path: own or False for path, own in chosen.items() if own != most}
+
+
+def num_bytes(
+    shapes: Mapping[str, tuple[int, ...]], chosen: Mapping[str, Packing | None]
+) -> float:
+    """Of matrices so packed, with their scales and biases of 16 bits; of whole ones as well."""
+    bits = {
+        path: own["bits"] + 32 / own["group_size"] if own else 16 for path, own in chosen.items()
+    }
+    return sum(math.prod(shape) * bits[path] for path, shape in shapes.items()) / 8
+
+
+def pack(name: str, weight: mx.array, packing: Packing) -> dict[str, mx.array]:
     """A matrix as packed weights, scales and biases under the names mlx.nn uses.
 
     On the CPU, whatever the default device is: a GPU rounds ties otherwise, and the same
@@ -41,5 +104,6 @@ def pack(name: str, weight: mx.array, bits: int, group_size: int) -> dict[str, m
     8B model.
     """
     path = name.removesuffix(".weight")
-    packed, scales, biases = mx.quantize(weight, group_size=group_size, bits=bits, stream=mx.cpu)
+    group_size, bits = packing["group_size"], packing["bits"]
+    packed, scales, biases = mx.quantize(weight, group_size, bits, stream=mx.cpu)
     return {name: packed, f"{path}.scales": scales, f"{path}.biases": biases}

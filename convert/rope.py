@@ -99,6 +99,25 @@ def _yarn(
     return scaling
 
 
+def _longrope(source: Mapping[str, Any], dims: int, max_positions: int) -> dict[str, Any]:
+    """Longrope (Phi-3, MiniCPM4) by its factors for texts of the original length.
+
+    Heads are trained on those; for longer texts transformers takes other factors, which a cache
+    of rotated keys cannot follow.
+    """
+    factors = source.get("short_factor")
+    if factors is None or len(factors) != dims // 2:
+        raise ValueError(
+            f"the head's rope is longrope with {len(factors or ())} numbers in short_factor, "
+            f"expected {dims // 2}"
+        )
+    original = source.get("original_max_position_embeddings") or max_positions
+    ratio, scale = max_positions / original, source.get("attention_factor")
+    if scale is None:
+        scale = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 else 1.0
+    return _explicit([float(factor) for factor in factors], max_positions, float(scale))
+
+
 def _known(kind: str, source: Mapping[str, Any]) -> dict[str, Any]:
     return {key: source[key] for key in SCALING[kind] if source.get(key) is not None}
 
@@ -120,7 +139,7 @@ def _simple_scaling(kind: str, scaled: Mapping[str, Any]) -> dict[str, Any] | No
     if kind not in SCALING:
         raise ValueError(
             f"the head's rope is of type {shown(kind)}; only default, mrope, proportional, "
-            f"{', '.join(SCALING)} convert"
+            f"longrope, {', '.join(SCALING)} convert"
         )
     scaling = {"type": kind, **_known(kind, scaled)}
     if "factor" not in scaling:
@@ -167,9 +186,12 @@ def resolve_rope(
     if factors is not None:
         kind = "factors"
         scaling = _explicit(_read_factors(factors, dims), max_positions)
-    elif kind == "yarn":
+    elif kind in ("yarn", "longrope"):
         try:
-            scaling = _yarn(scaled, float(theta), dims, max_positions)
+            if kind == "yarn":
+                scaling = _yarn(scaled, float(theta), dims, max_positions)
+            else:
+                scaling = _longrope(scaled, dims, max_positions)
         except ArithmeticError as err:
             raise ValueError(f"the head's rope cannot be as its config says ({err})") from err
     elif kind == "proportional":  # as if all channels turned, but the slow ones stand still

@@ -15,9 +15,11 @@ from .decoding.limits import AUTO
 from .drafters.base import Drafter
 from .drafters.config import Eagle3Config
 from .drafters.copying import with_lookup
+from .drafters.eagle3 import Eagle3Drafter
 from .drafters.load import TargetSizes, load_drafter, read_head_config, sizes_of
 from .drafters.lookup import LookupDrafter
 from .drafters.model_drafter import load_model_drafter
+from .drafters.parallel import ParallelDrafter
 from .system.documents import read_object
 from .system.folders import AlreadyThere, CannotWrite, discard_folder
 from .system.hub import locate, user_cache
@@ -25,7 +27,6 @@ from .system.progress import Bar
 from .system.safetensors import read_header
 
 LOOKUP = "lookup"
-DEFAULT_BITS = 4
 FILES = ("*.json", "*.safetensors", "*.bin", "*.gguf", "*.txt", "*.jinja", "*.model")
 # Names that only draft heads have: a fusion matrix, a second norm, a draft vocabulary.
 HEAD_TENSORS = (
@@ -40,19 +41,27 @@ def open_drafter(
     tokenizer: TokenizerWrapper | None = None,
     *,
     quantize_bits: int | None = None,
+    draft_window: int | None = None,
 ) -> Drafter:
     """Open what ``name`` stands for, as a drafter for ``model``.
 
     "lookup" copies from the prompt (no weights). Otherwise it is a folder, a GGUF file or a
     hub repo id: a converted head; an unconverted EAGLE checkpoint, which is converted into the
     cache, saying so; or an ordinary mlx-lm model with the target's vocabulary. With "+lookup"
-    behind it, it copies where that is likely to keep more.
+    behind it, it copies where that is likely to keep more. ``draft_window`` is for EAGLE heads:
+    see ``load_drafter``.
 
     Raises ValueError, in one sentence, for what is none of these or does not fit ``model``.
     """
     name, copies = split_name(name)
-    if copies:
-        return with_lookup(open_drafter(name, model, tokenizer, quantize_bits=quantize_bits))
+    drafter = with_window(_open(name, model, tokenizer, quantize_bits), draft_window)
+    return with_lookup(drafter) if copies else drafter
+
+
+def _open(
+    name: str, model: nn.Module, tokenizer: TokenizerWrapper | None, quantize_bits: int | None
+) -> Drafter:
+    """What stands before "+lookup"."""
     if name == LOOKUP:
         return LookupDrafter()
     path = locate(name, FILES)
@@ -66,6 +75,20 @@ def open_drafter(
             "quantized copy with mlx_lm.convert."
         )
     return load_model_drafter(path, model, tokenizer)
+
+
+def with_window(drafter: Drafter, size: int | None) -> Drafter:
+    """``drafter`` with a window of ``size`` slots on its caches; as it is where that is None.
+
+    Raises ValueError for a drafter that cannot have one.
+    """
+    if size is None:
+        return drafter
+    if not isinstance(drafter, Eagle3Drafter | ParallelDrafter):
+        raise ValueError(
+            "a draft window is for EAGLE heads, and this is another drafter: leave it out."
+        )
+    return drafter.with_draft_window(size)
 
 
 def split_name(name: str) -> tuple[str, bool]:
@@ -101,13 +124,17 @@ def open_beside(
     tokenizer: TokenizerWrapper | None = None,
     *,
     quantize_bits: int | None = None,
+    draft_window: int | None = None,
 ) -> Drafter | None:
     """As ``open_drafter``; None and "auto" stand for ``own``, which has come with the target."""
     if name is None:
-        return own
+        return None if own is None else with_window(own, draft_window)
     base, copies = split_name(name)
     if base != AUTO or own is None:
-        return open_drafter(name, model, tokenizer, quantize_bits=quantize_bits)
+        return open_drafter(
+            name, model, tokenizer, quantize_bits=quantize_bits, draft_window=draft_window
+        )
+    own = with_window(own, draft_window)
     return with_lookup(own) if copies else own
 
 
@@ -131,12 +158,12 @@ def _open_checkpoint(path: Path, name: str, model: nn.Module, q_bits: int | None
 
 def cached_folder(path: Path, q_bits: int | None, target: TargetSizes) -> Path:
     """Where the converted form of a checkpoint for such a target lies, or would."""
-    bits = q_bits or DEFAULT_BITS
     files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.is_file())
     stamp = "".join(f"{f.name}:{f.stat().st_size}:{f.stat().st_mtime_ns};" for f in files)
-    key = f"{path.resolve()};{bits};{target};{stamp}"
+    key = f"{path.resolve()};{q_bits};{target};{stamp}"
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]
-    return heads_folder() / f"{path.stem}-{bits}bit-{digest}"
+    packed = "mixed" if q_bits is None else f"{q_bits}bit"
+    return heads_folder() / f"{path.stem}-{packed}-{digest}"
 
 
 def converted(path: Path, name: str, q_bits: int | None, target: TargetSizes) -> Path:
@@ -156,10 +183,10 @@ def converted(path: Path, name: str, q_bits: int | None, target: TargetSizes) ->
 def _convert(path: Path, name: str, folder: Path, q_bits: int | None, target: TargetSizes) -> Path:
     from .convert import convert  # heavier than the runtime, and rarely needed
 
-    bits = q_bits or DEFAULT_BITS
-    print(f"{name} is not converted yet: converting it to {bits} bits into {folder}.")
+    bits = "" if q_bits is None else f" to {q_bits} bits"
+    print(f"{name} is not converted yet: converting it{bits} into {folder}.")
     with Bar("Converting", "tensor") as progress:
-        convert(str(path), str(folder), q_bits=bits, target=target, progress=progress)
+        convert(str(path), str(folder), q_bits=q_bits, target=target, progress=progress)
     return folder
 
 

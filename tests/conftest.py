@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import helpers
 import pytest
 from checkpoints import CONFIG, as_midlayer, eagle3_tensors, write_safetensors
 
@@ -19,10 +20,20 @@ def pytest_configure(config: pytest.Config) -> None:
     MLX hands every operation from one thread to another. Where each of two processes may run on
     both cores that takes half as long again as on a core of their own.
     """
+    resize(config.getoption("--target-sizes"))
     worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
     if worker and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[int(worker) % len(cores)]})
+
+
+def resize(sizes: str) -> None:
+    """Give the tiny targets other sizes: "head_dim=128,num_key_value_heads=1"."""
+    for name, size in (pair.split("=") for pair in sizes.split(",") if pair):
+        if name not in helpers.SIZES:
+            raise pytest.UsageError(f"--target-sizes: no {name}, only {', '.join(helpers.SIZES)}")
+        helpers.SIZES[name] = int(size)
+    helpers.VOCAB = helpers.SIZES["vocab_size"]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -44,6 +55,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--without-browser", action="store_true", help="leave out what needs a Chromium on PATH"
+    )
+    parser.addoption(
+        "--target-sizes", default="", help="of the tiny targets: head_dim=128,hidden_size=96"
     )
 
 

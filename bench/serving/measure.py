@@ -47,7 +47,7 @@ def num_loads(settings: Settings) -> int:
 
 def measure_serving(
     model: str | None,
-    head: str | None,
+    draft_flags: Mapping[str, Any],
     names: dict[str, str],
     questions: Sequence[Question],
     settings: Settings,
@@ -55,12 +55,13 @@ def measure_serving(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Start both servers and load them in turns: the document, and a row per answer.
 
-    ``model`` and ``head`` are what the flags name; without a model it is the demo pair.
+    ``model`` and ``draft_flags`` are what the flags of the benchmark say, None where they say
+    nothing; without a model it is the demo pair.
     """
     machine = conditions.machine()  # before the run: it notes the load of the machine
     results, rows = [], []
     with plain_target(model) as target:
-        commands = server_commands(model, target, head, settings)
+        commands = server_commands(model, target, draft_flags, settings)
         with running(commands) as servers:
             for num_clients in settings.clients:
                 for cell in measure_clients(servers, num_clients, questions, settings, progress):
@@ -79,7 +80,7 @@ def measure_serving(
 
 
 def server_commands(
-    model: str | None, target: str, head: str | None, settings: Settings
+    model: str | None, target: str, draft_flags: Mapping[str, Any], settings: Settings
 ) -> dict[str, list[str]]:
     """The module and the flags of each server: both decode as many requests at once as there are
     clients, and keep no prompt that is asked again later.
@@ -88,8 +89,8 @@ def server_commands(
     flags = ["--decode-concurrency", most, "--prompt-concurrency", most]
     flags += ["--prompt-cache-size", "1", "--log-level", "WARNING"]
     ours = ["--usage-stats"]
-    for flag, value in (("--model", model), ("--draft-model", head)):
-        ours += [] if value is None else [flag, value]
+    for flag, value in {"--model": model, **draft_flags}.items():
+        ours += [] if value is None else [flag, str(value)]
     if settings.recalibrate:
         ours += ["--num-draft-tokens", AUTO, "--recalibrate"]
     return {

@@ -15,7 +15,7 @@ import mlx.nn as nn
 from ..decoding.calibrate import (
     CHAINS,
     TIME_LIMIT,
-    keep_at,
+    cost_file,
     measure,
     on_trial,
     remembered_or,
@@ -80,7 +80,7 @@ def batch_costs(
             lambda: measure_together(model, draft_model, copies(), alone.ways),
         )
     known = BatchCosts(alone, together, len(requests))
-    return LiveBatchCosts(known, trust_in(model, together_key), partial(keep_at, together_key))
+    return LiveBatchCosts(known, trust_in(model, together_key), partial(cost_file().correct, together_key))
 
 
 def lengths_to_measure(num_texts: int) -> tuple[DraftShape, ...]:

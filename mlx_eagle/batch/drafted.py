@@ -9,7 +9,7 @@ from ..decoding.live_costs import LiveBatchCosts
 from ..decoding.loop import speculative_generate_step
 from ..decoding.setup import split_cache
 from ..drafters.base import Drafter
-from .requests import Options, Request, first_token, prefill
+from .requests import Options, Request, first_token, prefill, put_back
 from .rounds import Batch
 
 
@@ -44,6 +44,9 @@ def generate_together(
     while batch.round() is not None:
         pass  # what each round emitted is in the requests
     controller.close()
+    if keep_caches:
+        for request in requests:
+            put_back(request)
 
 
 def generate_in_turn(

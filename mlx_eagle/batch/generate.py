@@ -31,12 +31,10 @@ from ..decoding.setup import split_cache
 from ..drafters.base import Drafter
 from ..drafters.together import OneByOne, draft_together
 from ..generate import is_drafter
-from ..target.ragged import can_share
-from ..target.ropes import BY_LENGTH, find_ropes
 from .costs import batch_costs
 from .drafted import generate_in_turn, generate_together
 from .plain import generate_plainly
-from .requests import Options, Request
+from .requests import Options, Request, why_alone
 from .response import BatchResponse, Returns, response_of
 
 MOST_REQUESTS = 8  # where what rounds of so many cost is not measured
@@ -141,8 +139,9 @@ def _generate(
     verbose: bool,
 ) -> BatchResponse:
     """Together, one after the other or plainly, as fits the batch."""
-    why_alone = _why_alone(model, requests)
-    shares = why_alone is None
+    caches = [c for request in requests for c in split_cache(request.cache, model, None)[0]]
+    reason = why_alone(model, caches)
+    shares = reason is None
     most = MOST_MEASURED if shares and options.num_draft_tokens == AUTO else MOST_REQUESTS
     most = most if max_speculative_batch is None else max_speculative_batch
     is_drafted = options.num_draft_tokens != 0 and 0 < len(requests) <= most
@@ -166,7 +165,7 @@ def _generate(
             calibration_time=calibration_time,
             verbose=verbose,
         )
-    _say_what_is_shared(draft_model, why_alone)
+    _say_what_is_shared(draft_model, reason)
     start = time.perf_counter()
     if controller is None:
         generate_in_turn(model, draft_model, requests, options)
@@ -221,23 +220,11 @@ def _make_controller(
     return AdaptiveController(costs.of(len(requests))), costs
 
 
-def _why_alone(model: nn.Module, requests: list[Request]) -> str | None:
-    """Why the requests cannot share a pass of the target; None where they can."""
-    caches = [c for request in requests for c in split_cache(request.cache, model, None)[0]]
-    for cache in caches:
-        if not can_share([cache]):
-            kept = ", with first tokens that are kept" if getattr(cache, "keep", 0) else ""
-            return f"the target's caches are for one text at a time ({type(cache).__name__}{kept})"
-    if any(isinstance(rope, BY_LENGTH) for rope in find_ropes(model)):
-        return "the target's rotary embedding goes by the length of one text"
-    return None
-
-
-def _say_what_is_shared(draft_model: Drafter, why_alone: str | None) -> None:
+def _say_what_is_shared(draft_model: Drafter, reason: str | None) -> None:
     """Warn where less is shared than could be: it is slower, and nobody would see why."""
-    if why_alone is not None:
+    if reason is not None:
         warnings.warn(
-            f"{why_alone}: the prompts are decoded one after the other, each with drafts.",
+            f"{reason}: the prompts are decoded one after the other, each with drafts.",
             stacklevel=4,
         )
     elif draft_model.modules() and isinstance(draft_together(draft_model), OneByOne):

@@ -12,21 +12,25 @@ from ..decoding.accept import Sampler
 from ..decoding.decoder import Decoder
 from ..decoding.limits import Limits
 from ..decoding.processors import LogitsProcessor
+from ..decoding.round import Round
 from ..decoding.sampling import Sampling
 from ..decoding.setup import begin_drafter, open_decoder, split_cache
 from ..decoding.stats import Stats
 from ..drafters.base import Drafter
+from ..target.ragged import can_share
 from ..target.rollback import CacheQuantization
+from ..target.ropes import BY_LENGTH, find_ropes
 
 UNQUANTIZED = CacheQuantization(None, 64, 0)
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """One prompt and what became of it; ``row`` tells it from others that have the same seed.
 
-    ``cache`` is the target's, then the drafter's where there are any; once the request has left
-    its batch, and caches are kept, it is what a generation of its own would have left.
+    ``cache`` is the target's, then the drafter's where there are any; the decoder's are for what
+    runs it. ``unseen`` are tokens that follow ``tokens``: of a round that was under way when the
+    request left its batch.
     """
 
     prompt: list[int]
@@ -36,6 +40,7 @@ class Request:
     decoder: Decoder | None = None
     stats: Stats = field(default_factory=Stats)
     tokens: list[int] = field(default_factory=list)
+    unseen: list[int] = field(default_factory=list)
     logprobs: list[float] | None = None  # of the tokens, where they are asked for
     has_left: bool = False
 
@@ -87,7 +92,7 @@ def prefill(
     yield from request.decoder.prefill_chunks(prompt, options.prefill_step_size)
 
 
-def first_token(request: Request) -> None:
+def first_token(request: Request) -> Round:
     """Run the prompt's last token, which ends prefill: the request may then join a batch."""
     first = request.decoder.launch_first()
     first.run = first.read().run
@@ -97,9 +102,24 @@ def first_token(request: Request) -> None:
     request.tokens += first.run
     if request.logprobs is not None:
         request.logprobs.append(first.verification.logprobs[0, first.run[0]].item())
+    return first
 
 
 def put_back(request: Request) -> None:
-    """Put into ``request.cache`` what a generation of its own would have left."""
+    """Put into ``request.cache`` what a generation of its own would have left.
+
+    Of a request that has left its batch, with its caches: one pass, of the last token.
+    """
     request.decoder.stop_at_root()
     request.cache = request.decoder.cache + request.decoder.drafter.cache
+
+
+def why_alone(model: nn.Module, caches: list[Any]) -> str | None:
+    """Why requests on these caches of the target cannot share its passes; None where they can."""
+    for cache in caches:
+        if not can_share([cache]):
+            kept = ", with first tokens that are kept" if getattr(cache, "keep", 0) else ""
+            return f"the target's caches are for one text at a time ({type(cache).__name__}{kept})"
+    if any(isinstance(rope, BY_LENGTH) for rope in find_ropes(model)):
+        return "the target's rotary embedding goes by the length of one text"
+    return None

@@ -15,7 +15,7 @@ from mlx_lm.generate import generation_stream
 from ..decoding.accept import log_softmax
 from ..decoding.controller import Controller
 from ..decoding.costs import DraftShape, Ways
-from ..decoding.live_costs import LiveBatchCosts
+from ..decoding.live_costs import CostsBySize
 from ..decoding.pipeline import Pipeline
 from ..decoding.processors import process_logits
 from ..drafters.base import Draft, Drafter
@@ -24,8 +24,10 @@ from ..system.machines import fused_rows
 from ..target.ragged import RaggedCaches
 from ..target.taps import Target
 from .judging import Judges
-from .requests import Request, put_back
+from .requests import Request
 from .shared_round import SharedRound, Unabsorbed
+
+MOST_BEHIND = 256  # plain steps that a drafter may fall behind: till then their features are kept
 
 
 class Batch:
@@ -34,10 +36,11 @@ class Batch:
     To join, a request must have emitted its first token (``requests.prefill`` and
     ``first_token``), on caches that ``can_share``. What a round emitted is then in the
     ``tokens`` of each request, and a request that has ``ended`` is let go of. Greedy and sampled
-    requests may be mixed. With ``keep_caches`` a request that leaves gets its caches back.
+    requests may be mixed. With ``keep_caches`` a request that leaves gets its caches back, in its
+    decoder: it may go on elsewhere, or ``requests.put_back`` completes them.
 
-    ``controller`` decides on one draft length for all. Where it goes by ``costs``, it begins with
-    those of ``batch_size`` requests, and gets others whenever their number has changed.
+    ``controller`` decides on one draft length for all. Where it goes by ``costs``, it gets others
+    whenever the number of requests has changed.
 
     It is a ``pipeline.Runner`` of ``SharedRound``.
     """
@@ -47,7 +50,7 @@ class Batch:
         model: nn.Module,
         draft_model: Drafter,
         controller: Controller,
-        costs: LiveBatchCosts | None = None,
+        costs: CostsBySize | None = None,
         *,
         ways: Ways = Ways(),
         keep_caches: bool = False,
@@ -58,7 +61,6 @@ class Batch:
         self._caches = RaggedCaches()
         self._drafts = draft_together(draft_model)
         self._costs = costs
-        self._costs_are_of = 0 if costs is None else costs.batch_size
         self._keep_caches = keep_caches
         self._stream = stream
         with mx.stream(stream):
@@ -68,7 +70,8 @@ class Batch:
         self._roots = mx.zeros((0, 1), mx.int32)
         self._backlog: list[Unabsorbed] = []
         self._waiting: list[Request] = []
-        self._rounds: Iterator[SharedRound] | None = None
+        self._pipeline: Pipeline[SharedRound] | None = None
+        self._rounds: Iterator[SharedRound] = iter(())
         self._num_tokens = 0.0
 
     def join(self, request: Request) -> None:
@@ -76,25 +79,38 @@ class Batch:
         self._waiting.append(request)
 
     def leave(self, request: Request) -> None:
-        """Let go of a request that has not ended; nothing is added to its tokens any more."""
+        """Let go of a request that has not ended; nothing is added to its tokens any more.
+
+        Its caches are back once the round that is under way has ended.
+        """
         request.has_left = True
-        if request in self._waiting:
-            self._waiting.remove(request)
+
+    def dissolve(self) -> SharedRound | None:
+        """Finish the round that is under way, and let go of all; returns it if there was one."""
+        with mx.stream(self._stream):
+            done = None if self._pipeline is None else self._pipeline.upcoming
+            self._pipeline = None
+            if done is not None:
+                self.finish(done)
+            self._let_go([])
+            self._waiting.clear()
+        return done
 
     def round(self) -> SharedRound | None:
         """Run one round, while another may be started; None where no request is left."""
         with mx.stream(self._stream):
             while self.is_running:
-                if self._rounds is None:
+                if self._pipeline is None:
                     self.admit()
                     if not self.requests:
                         return None
-                    self._rounds = iter(Pipeline(self, self.controller))
+                    self._pipeline = Pipeline(self, self.controller)
+                    self._rounds = iter(self._pipeline)
                 done = next(self._rounds, None)
                 if done is not None:
                     return done
-                self._rounds = None
-            self._rounds = None
+                self._pipeline = None
+            self._pipeline = None
             self.admit()
         return None
 
@@ -181,6 +197,7 @@ class Batch:
             self._commit(done, lengths, roots)
         for b, (request, run) in enumerate(zip(done.requests, done.runs)):
             if request.has_left:
+                request.unseen += run
                 continue
             num = done.num_drafted[b]
             num_accepted = min(done.kept[b], len(run))
@@ -220,8 +237,6 @@ class Batch:
             for request in self._waiting:
                 if not request.ended:
                     self._take_in(request)
-                elif self._keep_caches:
-                    put_back(request)
             self._waiting.clear()
         if len(left) < num_before or len(self.requests) > len(left):
             self._judges = Judges([request.decoder.rule for request in self.requests])
@@ -250,7 +265,6 @@ class Batch:
                 request.decoder.cache = self._caches.extract(b)
                 request.decoder.drafter = self._drafts.extract(b)
                 request.decoder.root = self._roots[b]
-                put_back(request)
         self.requests = [self.requests[b] for b in left]
         self._caches.keep(left)
         self._drafts.keep(left)
@@ -262,10 +276,8 @@ class Batch:
         """Give the controller the costs of a batch of this size, where it goes by others."""
         if self._costs is None or not self.requests:
             return
-        size = min(len(self.requests), self._costs.batch_size)
-        if size != self._costs_are_of:
-            self._costs_are_of = size
-            self.controller.update_costs(self._costs.of(size))
+        if len(self.requests) != self._costs.num_requests:
+            self.controller.update_costs(self._costs.of(len(self.requests)))
 
     def _catch_up(self) -> None:
         """Let the drafter absorb what was decoded plainly."""
@@ -285,6 +297,8 @@ class Batch:
             self._drafts.advance(lengths)
         else:
             self._backlog.append(Unabsorbed(done.verdicts.following, done.features))
+            if len(self._backlog) == MOST_BEHIND:
+                self._catch_up()
         self._roots = roots
         for b, (request, length) in enumerate(zip(done.requests, lengths)):
             decoder = request.decoder

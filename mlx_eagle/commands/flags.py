@@ -47,6 +47,10 @@ RANGES = (
     Range("max_kv_size", 5, LARGEST, "5 or more"),
     Range("quantized_kv_start", 0, LARGEST, "0 or more"),
 )
+DRAFT_WINDOW_HELP = (
+    "Keep only the newest N slots of the head's cache, beside the first few: drafts then cost the "
+    "same on any context. Default: keep all."
+)
 
 
 def add_draft_flags(parser: argparse.ArgumentParser) -> None:
@@ -74,6 +78,7 @@ def add_draft_flags(parser: argparse.ArgumentParser) -> None:
         metavar="BITS",
         help="Quantize an unquantized head while loading it.",
     )
+    parser.add_argument("--draft-window", type=int, metavar="N", help=DRAFT_WINDOW_HELP)
     parser.add_argument(
         "--tree",
         metavar="SHAPE",
@@ -140,7 +145,16 @@ def check_draft_flags(args: argparse.Namespace) -> None:
             f"--recalibrate measures for auto, but --num-draft-tokens is {length}: give auto."
         )
     check_choice("quantize_draft", args.quantize_draft, QUANTIZED_BITS)
+    check_draft_window(args.draft_window)
     check_ranges(args, RANGES)
+
+
+def check_draft_window(size: int | None) -> None:
+    """Raise ValueError for a ``--draft-window`` that keeps nothing, or more than there can be."""
+    if size is not None and not 1 <= size <= LARGEST:
+        raise ValueError(
+            f"--draft-window is {size}: give the number of slots to keep, 1 or more."
+        )
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -180,7 +194,9 @@ def load_pair(
         model, tokenizer, own = load_demo(quantize_bits=bits if is_own else None)
     else:
         (model, tokenizer), own = load_target(args, tokenizer_config), None
-    drafter = open_beside(own, name, model, tokenizer, quantize_bits=bits)
+    drafter = open_beside(
+        own, name, model, tokenizer, quantize_bits=bits, draft_window=args.draft_window
+    )
     if args.draft_cache != "exact":
         if not isinstance(drafter, Eagle3Drafter | CopyingTreeDrafter):
             raise ValueError(

@@ -70,7 +70,7 @@ def round_costs(
         costs = measured_alike(measure(decoder, shapes, progress))
         decoder.use(costs.ways)
         return LiveCosts(costs)
-    file, key = open_cost_file(user_cache() / "calibration.json"), _key(decoder, what)
+    file, key = cost_file(), _key(decoder, what)
     if recalibrate:
         costs = measure(decoder, shapes, progress)
         file.put(key, costs)
@@ -88,6 +88,11 @@ def round_costs(
     return LiveCosts(costs, _trust(file, key), keep)
 
 
+def cost_file() -> CostFile:
+    """Where what is known of this machine is kept."""
+    return open_cost_file(user_cache() / "calibration.json")
+
+
 def trust_in(model: nn.Module, key: str) -> float:
     """How many times what is remembered under ``key`` is worth: see ``LiveCosts``.
 
@@ -95,12 +100,7 @@ def trust_in(model: nn.Module, key: str) -> float:
     """
     if is_sharded(model):
         return math.inf
-    return _trust(open_cost_file(user_cache() / "calibration.json"), key)
-
-
-def keep_at(key: str, learned: RoundCosts) -> None:
-    """Remember under ``key`` what rounds have taught since it was looked up."""
-    open_cost_file(user_cache() / "calibration.json").correct(key, learned)
+    return _trust(cost_file(), key)
 
 
 def _trust(file: CostFile, key: str) -> float:
@@ -148,7 +148,7 @@ def remembered_or(
     if is_sharded(model):
         # Measured anew: what one process remembers and another does not would part them.
         return measured_alike(measure_now())
-    file = open_cost_file(user_cache() / "calibration.json")
+    file = cost_file()
     known = file.get(key, shapes)
     if known is None or known.guessed:
         known = measure_now()

@@ -18,21 +18,27 @@ DENSE_ROW = 0.08  # plain steps: one row more over weights that are read once fo
 PACKED_ROW = 0.02  # beside what reading packed weights once more costs
 
 
-def guess_costs(model: nn.Module, drafter: Drafter, shapes: Sequence[DraftShape]) -> RoundCosts:
-    """Costs of ``shapes`` in plain steps."""
+def guess_costs(
+    model: nn.Module, drafter: Drafter, shapes: Sequence[DraftShape], num_texts: int = 1
+) -> RoundCosts:
+    """Costs of ``shapes`` for so many texts in shared passes, in plain steps of one."""
     products = this_machine().products
     is_packed = any(hasattr(module, "bits") for module in model.modules())
     step = min(1.0, sum(map(num_bytes, drafter.modules())) / max(1, num_bytes(model)))
 
+    def of_pass(num_rows: int) -> float:
+        """Of so many rows of each text."""
+        num_rows *= num_texts
+        if is_packed:
+            return _reads(products, num_rows) + PACKED_ROW * (num_rows - 1)
+        return 1 + DENSE_ROW * (num_rows - 1)
+
     def cost(shape: DraftShape) -> float:
         num_rows = 1 + (shape.size if shape.tree is None else shape.tree.nodes)
-        if is_packed:
-            of_pass = _reads(products, num_rows) + PACKED_ROW * num_rows
-        else:
-            of_pass = 1 + DENSE_ROW * (num_rows - 1)
-        return of_pass + step * shape.size + ROUND
+        return of_pass(num_rows) + step * of_pass(1) * shape.size + ROUND
 
-    costs = RoundCosts(1.0, {shape: cost(shape) for shape in shapes}, knows_ways=False)
+    rounds = {shape: cost(shape) for shape in shapes}
+    costs = RoundCosts(of_pass(1), rounds, knows_ways=False)
     return costs.as_guess()
 
 

@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from .costs import PLAIN, BatchCosts, DraftShape, RoundCosts, Ways, typical
 
@@ -197,6 +198,16 @@ class LiveCosts:
         return total / weights if weights else 0.0
 
 
+class CostsBySize(Protocol):
+    """Costs of rounds for any number of requests."""
+
+    num_requests: int
+    """Whose costs were asked for last."""
+
+    def of(self, num_requests: int) -> LiveCosts:
+        """The costs from now on, for so many requests."""
+
+
 class LiveBatchCosts:
     """Costs of rounds for several requests that follow the times of the rounds themselves.
 
@@ -214,6 +225,7 @@ class LiveBatchCosts:
         self._known = known
         self._num_known = num_known
         self._keep = keep
+        self.num_requests = known.batch_size
         self._latest: tuple[RoundCosts, LiveCosts] | None = None
 
     @property
@@ -227,7 +239,8 @@ class LiveBatchCosts:
         return self._known.alone.ways
 
     def of(self, num_requests: int) -> LiveCosts:
-        """The costs from now on, for so many requests; what was learned so far is kept."""
+        """See ``CostsBySize.of``; what was learned so far is kept."""
+        self.num_requests = num_requests
         known = self._known.of(min(num_requests, self.batch_size))
         believed = known
         if self._latest is not None:

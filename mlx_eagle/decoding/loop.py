@@ -135,7 +135,7 @@ def speculative_generate_step(
         with mx.stream(stream):
             calibrating = calibration_progress_callback or silent
             costs = partial(round_costs, decoder, tree == AUTO, calibrating, recalibrate)
-            controller = _make_controller(decoder, num_draft_tokens, tree, stats, costs)
+            controller = make_controller(decoder, num_draft_tokens, tree, stats, costs)
         total = prompt.size if input_embeddings is None else input_embeddings.shape[0]
         generation = Generation(
             decoder, Limits(max_tokens, stop_tokens), lambda: progress(total, total)
@@ -171,13 +171,14 @@ def _tokens(
                 decoder.stop(last, pipeline.upcoming)
 
 
-def _make_controller(
+def make_controller(
     decoder: Decoder,
     num_draft_tokens: int | str,
     tree: Tree | str | None,
     stats: Stats,
     find_costs: Callable[[], LiveCosts],
 ) -> Controller:
+    """What decides on the drafts of one text; with "auto" by the costs that are found."""
     if tree not in (None, AUTO):
         return FixedController(DraftShape(tree.depth, tree))
     if AUTO not in (num_draft_tokens, tree):

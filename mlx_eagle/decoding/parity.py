@@ -21,19 +21,28 @@ def first_difference(left: list[int], right: list[int]) -> int | None:
 def compare(
     model: nn.Module, prompt: list[int], plain: list[int], drafted: list[int]
 ) -> dict[str, Any]:
-    """Identical, or the index of the first difference and the top-2 logit margin there."""
+    """Identical, or the index of the first difference and the margin there (see ``margin``)."""
     index = first_difference(plain, drafted)
     if index is None:
         return {"identical": True, "index": None, "margin": None}
-    margin = top2_margin(model, prompt + plain[:index])
-    return {"identical": False, "index": index, "margin": margin}
+    scores = next_logprobs(model, prompt + plain[:index])
+    return {"identical": False, "index": index, "margin": margin(scores, index, plain, drafted)}
 
 
-def top2_margin(model: nn.Module, tokens: list[int]) -> float:
-    """Difference of the target's two largest logits after ``tokens``."""
+def next_logprobs(model: nn.Module, tokens: list[int]) -> mx.array:
+    """The target's log-probabilities (V,) after ``tokens``, by mlx-lm."""
     _, logprobs = next(generate_step(mx.array(tokens), model, max_tokens=1))
-    best = mx.topk(logprobs.astype(mx.float32), 2)
-    return mx.abs(best[0] - best[1]).item()
+    return logprobs.astype(mx.float32)
+
+
+def margin(scores: mx.array, index: int, *texts: list[int]) -> float:
+    """How far below the best of scores (V,) the worst of the texts' tokens at ``index`` is.
+
+    Two texts that part at a tie have a small one. Where one has ended it is the whole range of
+    the scores: that is no tie.
+    """
+    found = [scores[text[index]] if index < len(text) else scores.min() for text in texts]
+    return float((scores.max() - mx.stack(found).min()).item())
 
 
 def parity_words(result: dict[str, Any]) -> str:

@@ -19,8 +19,10 @@ def process_logits(
 
     ``history`` (N,) ends with the root; row r sees it with the draft tokens on its path behind.
     How long the paths in a tree are has to be known here: where the tree grew on the device, the
-    draft is waited for.
+    draft is waited for, and the device goes on with the pass meanwhile.
     """
+    if draft.parents is not None and not draft.form:
+        mx.async_eval(logits)
     rows = []
     parents = draft.known_parents()
     for r in range(logits.shape[0]):

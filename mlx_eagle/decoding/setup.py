@@ -51,6 +51,14 @@ def begin_drafter(draft_model: Drafter, draft_cache: list | None) -> Drafter:
             f"prompt_cache holds {len(draft_cache)} caches behind the target's, but this drafter "
             f"has {num_needed}: make it with this drafter's make_cache()."
         )
+    for found, own in zip(draft_cache or (), draft_model.make_cache()):
+        sizes = [getattr(cache, "max_size", None) for cache in (found, own)]
+        if sizes[0] != sizes[1]:
+            held, kept = ("all slots" if n is None else f"a window of {n} slots" for n in sizes)
+            raise ValueError(
+                f"prompt_cache holds {held} of the draft model, but this drafter keeps {kept}: "
+                "give the same draft window, or a prompt_cache without the drafter's part."
+            )
     drafter = draft_model.begin(draft_cache)
     check_supported(drafter.cache, "draft model")
     return drafter

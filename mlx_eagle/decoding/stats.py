@@ -117,11 +117,6 @@ class Stats:
         return total
 
     @property
-    def left_drafter(self) -> bool:
-        """Whether no draft could have been faster, so that the drafter absorbed nothing."""
-        return bool(self.drafting_events) and self.drafting_events[0].num_tokens == 0
-
-    @property
     def num_target_forwards(self) -> int:
         return self.num_rounds + self.num_plain_steps
 

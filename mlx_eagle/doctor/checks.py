@@ -4,6 +4,7 @@ Each check returns its findings and raises nothing.
 """
 
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ GB = 1e9
 DAY = 24 * 3600
 WIRED = "iogpu.wired_limit_mb"
 TF32 = "MLX_ENABLE_TF32"
+FIRST_WITH_TF32 = 5  # M5, whose GPU has matrix units
 SHARE_OF_RAM = 0.75  # for weights and caches, where nobody says how much
 
 
@@ -64,8 +66,9 @@ def check_settings() -> list[Finding]:
 
 def has_tf32(machine: Machine) -> bool:
     """Whether MLX multiplies float32 in TF32 there, unless it is told not to."""
-    is_m5 = machine.products is not None and machine.products.title.startswith("M5")
-    return machine.backend == "cuda" or is_m5
+    generation = re.fullmatch(r"M(\d+)", machine.generation)
+    is_m5 = generation is not None and int(generation[1]) >= FIRST_WITH_TF32
+    return machine.backend == "cuda" or machine.backend == "metal" and is_m5
 
 
 def memory(machine: Machine) -> tuple[float, float]:

@@ -1,5 +1,6 @@
 """Parts of the self-test on the demo pair: the same text as mlx-lm's, and what rounds cost."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -9,10 +10,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
-from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
 
 from ..batch.generate import batch_generate
-from ..decoding.parity import compare, parity_words
+from ..decoding.parity import compare, margin, next_logprobs, parity_words
 from ..decoding.parts import Bench, Timing, sample_head, sample_verify
 from ..decoding.sampling import Sampling
 from ..demo.pair import load_demo
@@ -28,25 +29,22 @@ QUESTIONS = (
 TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 CHAIN, TREE, SEED = 4, TreeShape(4, 4, 15), 7
 ROWS, DRAFTS, CONTEXT, SAMPLES = range(1, 9), (1, 4), 128, 5
+LEAST_TOKENS, MOST_TOKENS = 4, 96  # of an answer
+SECONDS = 8.0  # for one answer, plain and drafted: there are fifteen pairs of them
 
 
 @dataclass(frozen=True)
 class Precision:
-    """A type of weights: how many tokens are compared, and which margin is a near-tie there.
-
-    On a CPU half precision is slow, so that fewer tokens have to do.
-    """
+    """A type of weights, and which margin is a near-tie there."""
 
     dtype: mx.Dtype
     near_tie: float
-    num_tokens: int = 96
-    num_tokens_on_cpu: int = 24
 
 
 PRECISIONS = {
     "float32": Precision(mx.float32, 1e-3),
-    "float16": Precision(mx.float16, 0.1, num_tokens_on_cpu=4),
-    "bfloat16": Precision(mx.bfloat16, 0.5, num_tokens_on_cpu=12),
+    "float16": Precision(mx.float16, 0.1),
+    "bfloat16": Precision(mx.bfloat16, 0.5),
 }
 
 
@@ -65,8 +63,9 @@ class DemoPair:
         """Packed on a GPU, as people run it; dense on a CPU, where packed weights are slow."""
         on_gpu, precision = mx.default_device() == mx.gpu, PRECISIONS[name]
         model, tokenizer, drafter = load_demo(precision.dtype, quantized=on_gpu)
-        num_tokens = precision.num_tokens if on_gpu else precision.num_tokens_on_cpu
-        return cls(model, tokenizer, drafter, precision, num_tokens)
+        pair = cls(model, tokenizer, drafter, precision, LEAST_TOKENS)
+        pair.num_tokens = num_tokens_within(SECONDS, model, pair.prompts()[0])
+        return pair
 
     def prompts(self) -> list[list[int]]:
         """The questions as tokens."""
@@ -79,6 +78,22 @@ class DemoPair:
             self.model, self.tokenizer, self.prompts()[0], max_tokens=self.num_tokens, **options
         )
         return [response.token for response in found]
+
+
+def num_tokens_within(seconds: float, model: nn.Module, prompt: list[int]) -> int:
+    """How many tokens a plain and a drafted answer may have to take that long together here.
+
+    By single passes, of which the first is the slowest, and as if every draft were wrong: half
+    precision on a CPU, or a CPU without OpenBLAS, is many times slower than a GPU.
+    """
+    cache, took = make_prompt_cache(model), []
+    for tokens in (prompt, prompt[:1], (prompt * TREE.nodes)[: TREE.nodes + 1]):
+        start = time.perf_counter()
+        mx.eval(model(mx.array([tokens]), cache=cache))
+        took.append(time.perf_counter() - start)
+    prefill, step, verify = took
+    most = (seconds - 2 * prefill) / (step + verify)
+    return min(max(int(most), LEAST_TOKENS), MOST_TOKENS)
 
 
 class Pairs:
@@ -120,10 +135,13 @@ def parity_section() -> Section:
     ]
     return Section(
         "Parity with mlx-lm: the demo pair",
-        ("weights", "drafts", "tokens", "result", ""),
+        ("weights", "drafts", "tokens", "result", "verdict"),
         parts,
-        "A difference is a near-tie where the margin between the two best is small: up to "
-        f"{', '.join(f'{p.near_tie:g} in {name}' for name, p in PRECISIONS.items())}.",
+        f"Chains of {CHAIN} draft tokens, a tree {TREE}, samples at temperature 1, a batch of "
+        f"{len(QUESTIONS)}; answers are as long as there is time for. Where two texts part, the "
+        "margin says how far the worse of the two tokens is below the best: up to "
+        f"{', '.join(f'{p.near_tie:g} in {name}' for name, p in PRECISIONS.items())} it is a "
+        "near-tie.",
     )
 
 
@@ -149,19 +167,18 @@ def try_sampled(pairs: Pairs, name: str, **options: Any) -> list[Line]:
     drafted = pair.run(stream_generate, draft_model=pair.drafter, sampler=sampling, **options)
     result = compare(pair.model, pair.prompts()[0], plain, drafted)
     if not result["identical"]:
-        tokens = pair.prompts()[0] + plain[: result["index"]]
-        result["margin"] = sampled_margin(pair.model, tokens, sampling, result["index"])
+        index = result["index"]
+        scores = noisy_scores(pair.model, pair.prompts()[0] + plain[:index], sampling, index)
+        result["margin"] = margin(scores, index, plain, drafted)
     return [judged(result, pair, len(drafted))]
 
 
-def sampled_margin(
+def noisy_scores(
     model: nn.Module, tokens: list[int], sampling: Sampling, position: int
-) -> float:
-    """How far the best of the noisy scores, from which the token is drawn, is above the second."""
-    _, logprobs = next(generate_step(mx.array(tokens), model, max_tokens=1))
-    scores = sampling.log_probabilities(logprobs) + sampling.noise(position, logprobs.shape[-1])
-    best: Any = mx.topk(scores, 2).tolist()
-    return float(max(best) - min(best))
+) -> mx.array:
+    """What the token after ``tokens`` is the best of, (V,), the ``position``-th drawn."""
+    logprobs = next_logprobs(model, tokens)
+    return sampling.log_probabilities(logprobs) + sampling.noise(position, logprobs.shape[-1])
 
 
 def try_batch(pairs: Pairs, name: str) -> list[Line]:

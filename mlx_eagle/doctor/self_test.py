@@ -26,6 +26,10 @@ PRIVATE = ("cache", "calibration", "known pairs")
 """Findings that are nobody else's business, or say nothing about the machine."""
 PATH = re.compile(r"(?<![\w./~])~?(?:/[^\s/:'\"`,()]+)+/?")
 LONGEST_ERROR = 300
+LEGEND = (
+    "Written by `mlx_eagle.doctor --self-test`, which tries what a machine could get wrong. A "
+    "near-tie is no failure: two tokens are so close there that rounding decides between them."
+)
 
 
 def sections() -> list[Section]:
@@ -81,10 +85,11 @@ def report(
     text = [
         f"## mlx-eagle {__version__} self-test: {verdict}",
         f"{day}, {seconds:.0f} seconds, {TF32}={os.environ.get(TF32, 'unset')}",
+        LEGEND,
     ]
     if failed:
         text.append(f"Failed: {'; '.join(failed)}")
-    text.append(table(("machine", ""), rows))
+    text.append(table(("this machine", "what is there"), rows))
     text += [part for outcome in outcomes if outcome.results for part in blocks(outcome)]
     return redact("\n\n".join(text)) + "\n"
 

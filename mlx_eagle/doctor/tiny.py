@@ -129,13 +129,13 @@ def attention_section(head_dims: Sequence[int] = HEAD_DIMS) -> Section:
     """Passes of several rows against the same rows one by one."""
     return Section(
         "Attention: several rows against one by one",
-        ("head dimension", "type", "largest difference", "allowed", "at", ""),
+        ("head dimension", "type", "largest difference", "allowed", "at", "verdict"),
         [
             Part(f"attention, head dimension {size}, {name}", partial(try_attention, size, name))
             for size in head_dims
             for name in DTYPES
         ],
-        "Differences are parts of the largest logit.",
+        "A tiny random model; differences are shares of its largest logit.",
     )
 
 
@@ -217,7 +217,7 @@ def cache_section(cases: Sequence[CacheCase] = CACHE_CASES) -> Section:
     """Drafted against plain text on every kind of cache."""
     return Section(
         "Caches: drafted against plain text, float32",
-        ("caches", "model", "tokens", "result", ""),
+        ("caches", "model", "tokens", "result", "verdict"),
         [Part(f"caches, {case.name}", partial(try_cache, case)) for case in cases],
         "Tiny random models; every other draft is wrong somewhere.",
     )

@@ -66,6 +66,8 @@ def start_early(token: mx.array, size: int) -> None:
     """Start computing ``token`` (1,) before the rest of a draft of ``size`` tokens is built.
 
     Of a short draft the whole is built sooner than the device is through with the round before.
+    The first token of a long one is a choice from logits that run behind the accept pass already:
+    the device makes it while the next step is built, so it need not be any earlier.
     """
     if size >= LONG_DRAFT:
         mx.async_eval(token)

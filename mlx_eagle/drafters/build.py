@@ -1,5 +1,8 @@
 """A head from its configuration and its stored weights, packed or not."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
@@ -74,6 +77,16 @@ def _quantize_as_stored(head: Eagle3Head, weights: dict, quantization: dict) -> 
     nn.quantize(head, class_predicate=params)
 
 
+def bits_of(quantization: Mapping[str, Any]) -> str:
+    """The bits of a ``quantization`` entry for people.
+
+    {"group_size": 64, "bits": 5, "lm_head": {"group_size": 64, "bits": 6}} -> "5 to 6 bits"
+    """
+    own = [entry["bits"] for entry in quantization.values() if isinstance(entry, dict)]
+    least, most = min([quantization["bits"], *own]), max([quantization["bits"], *own])
+    return f"{least} bits" if least == most else f"{least} to {most} bits"
+
+
 def quantize_now(head: Eagle3Head, stored: dict | None, bits: int, group_size: int) -> None:
     """Quantize a head that is not; ``stored`` is its ``quantization`` entry, None without.
 
@@ -81,7 +94,7 @@ def quantize_now(head: Eagle3Head, stored: dict | None, bits: int, group_size: i
     """
     if stored:
         raise ValueError(
-            f"the head is already quantized to {stored['bits']} bits: load it as it is, or "
+            f"the head is already quantized to {bits_of(stored)}: load it as it is, or "
             "convert it again with another --q-bits."
         )
     if bits not in (2, 3, 4, 5, 6, 8):

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 
 import mlx.core as mx
+from mlx_lm.models.cache import KVCache
 
 from ..target.ropes import BY_LENGTH, evaluate_ropes, find_ropes
 from ..target.tree_rows import each_itself
@@ -16,6 +17,7 @@ from .head import Eagle3Head
 from .tail import Tail
 from .together import HeadTogether
 from .tree import StaticTree, Tree
+from .window import beside, check_window, make_window, seen_by_rows
 
 
 class EagleDrafter(FedDrafter):
@@ -30,8 +32,15 @@ class EagleDrafter(FedDrafter):
         embed: Callable[[mx.array], mx.array],
         taps: tuple[int, ...],
         to_target: mx.array | None = None,
+        draft_window: int | None = None,
     ):
-        """``embed`` maps tokens (m,) to (m, h); ``to_target`` (Vd,) draft ids to target ids."""
+        """``embed`` maps tokens (m,) to (m, h); ``to_target`` (Vd,) draft ids to target ids.
+
+        ``draft_window`` is how many of the newest slots the head's caches keep, beside the first
+        few (see ``window.py``); None keeps all. Raises ValueError where the head cannot have one.
+        """
+        check_window(draft_window, head.config.sliding_window)
+        self.draft_window = draft_window
         self._embed = embed
         self._to_target = to_target
         super().__init__(head, taps, len(head.layers))
@@ -48,6 +57,11 @@ class EagleDrafter(FedDrafter):
     def dtype(self) -> mx.Dtype:
         """See ``FedDrafter.dtype``."""
         return self.head.dtype
+
+    def make_cache(self) -> list:
+        if self.draft_window is None:
+            return super().make_cache()
+        return [*(make_window(self.draft_window) for _ in self.head.layers), KVCache()]
 
     def _start(self, cache: list) -> None:
         super()._start(cache)
@@ -97,17 +111,29 @@ class Eagle3Drafter(EagleDrafter):
         taps: tuple[int, ...],
         to_target: mx.array | None = None,
         draft_cache: str = "exact",
+        draft_window: int | None = None,
     ):
-        """Raises ValueError for a ``draft_cache`` that is neither."""
+        """``draft_window`` is that of ``EagleDrafter``.
+
+        Raises ValueError for a ``draft_cache`` that is neither.
+        """
         if draft_cache not in ("exact", "lagging"):
             raise ValueError(f"draft_cache is {draft_cache!r}: give 'exact' or 'lagging'.")
         self.lagging = draft_cache == "lagging"
         self._keeps_tail = False
-        super().__init__(head, embed, taps, to_target)
+        super().__init__(head, embed, taps, to_target, draft_window)
 
     def with_draft_cache(self, draft_cache: str) -> "Eagle3Drafter":
         """The same weights with another way of absorbing: ``draft_cache`` "exact" or "lagging"."""
-        return Eagle3Drafter(self.head, self._embed, self.taps, self._to_target, draft_cache)
+        return self._like(draft_cache, self.draft_window)
+
+    def with_draft_window(self, size: int | None) -> "Eagle3Drafter":
+        """The same weights with a window of so many slots on the caches, or without one."""
+        return self._like("lagging" if self.lagging else "exact", size)
+
+    def _like(self, draft_cache: str, draft_window: int | None) -> "Eagle3Drafter":
+        parts = self.head, self._embed, self.taps, self._to_target
+        return Eagle3Drafter(*parts, draft_cache, draft_window)
 
     def _start(self, cache: list) -> None:
         super()._start(cache)
@@ -126,13 +152,13 @@ class Eagle3Drafter(EagleDrafter):
 
         ModelOpt's parallel heads, where the head has some, say the last tokens without one.
         """
-        states, base = self._seed, self._position() if self.lagging else None
+        states = self._seed
+        base = self._position() if self.lagging else self.cache[0].offset
         num_steps = max(1, size - self.head.config.num_parallel_heads)
         tokens, drafting = [self._choose(self._first, pick)], self._begin_draft()
         for i in range(num_steps - 1):
             start_early(tokens[-1], size)
-            positions = None if base is None else mx.array([base + i])
-            states = self._forward(tokens[-1], states, positions, cache=drafting)
+            states = self._forward(tokens[-1], states, base + i, cache=drafting)
             tokens.append(self._choose(self._logits(states), pick))
         for i in range(size - num_steps):
             tokens.append(self._choose(self.head.parallel_logits(states, i), pick))
@@ -146,13 +172,14 @@ class Eagle3Drafter(EagleDrafter):
         sees the committed slots and its own ancestors.
         """
         base, level, drafting = self.cache[0].offset, 0, self._begin_draft()
+        num_before = drafting[0].offset
         states, visible = self._seed, mx.zeros((1, 0), mx.bool_)
 
         def step(picked: mx.array, rows: mx.array) -> mx.array:
             nonlocal states, visible, level
             num = picked.shape[0]
             visible = mx.concatenate([visible[rows], each_itself(num)], axis=1)
-            mask = mx.concatenate([mx.ones((num, base), mx.bool_), visible], axis=1)
+            mask = mx.concatenate([mx.ones((num, num_before), mx.bool_), visible], axis=1)
             positions = mx.full((num,), base + level, mx.int32)
             states = self._forward(self._to_ids(picked), states[rows], positions, mask, drafting)
             level += 1
@@ -168,7 +195,8 @@ class Eagle3Drafter(EagleDrafter):
 
     def together(self) -> HeadTogether | None:
         """See ``SharedDrafter.together``."""
-        if self.lagging or any(isinstance(rope, BY_LENGTH) for rope in find_ropes(self.head)):
+        by_length = any(isinstance(rope, BY_LENGTH) for rope in find_ropes(self.head))
+        if self.lagging or by_length or self.draft_window is not None:
             return None
         return HeadTogether(self.head, self._embed, self._to_target, self.begin)
 
@@ -179,13 +207,15 @@ class Eagle3Drafter(EagleDrafter):
     def _begin_draft(self) -> list:
         """Where drafted slots go: into the head's caches, or beside them."""
         caches = self.cache[:-1]
+        if self.draft_window is not None:
+            caches = beside(caches)
         if not self._keeps_tail:
             return caches
         return [Tail(cache, layer.window) for cache, layer in zip(caches, self.head.layers)]
 
     def _end_draft(self, num_slots: int) -> None:
         """Drop the drafted slots."""
-        if not self._keeps_tail:
+        if not self._keeps_tail and self.draft_window is None:
             for cache in self.cache[:-1]:
                 cache.trim(num_slots)
 
@@ -228,7 +258,7 @@ class Eagle3Drafter(EagleDrafter):
         self,
         tokens: mx.array,
         states: mx.array,
-        positions: mx.array | None = None,
+        positions: int | mx.array | None = None,
         mask: mx.array | None = None,
         cache: list | None = None,
     ) -> mx.array:
@@ -237,5 +267,8 @@ class Eagle3Drafter(EagleDrafter):
         ``cache``: what the layers append to, in place of their own.
         """
         self._count(tokens.shape[0])
-        cache = self.cache[:-1] if cache is None else cache
+        if cache is None:
+            cache = self.cache[:-1]
+            if self.draft_window is not None:
+                mask = seen_by_rows(cache[0], tokens.shape[0])
         return self.head(self._embedded(tokens), states, cache, positions, mask)

@@ -69,7 +69,11 @@ class FedDrafter(NoModel):
         self._seed: mx.array | None = None
         self._first: mx.array | None = None  # the logits after it: of the first draft token
 
-    def make_cache(self) -> list[KVCache]:
+    def start_from(self, seed: mx.array, first: mx.array) -> None:
+        """Draft from where another has absorbed what ``cache`` holds: its ``pending``."""
+        self._seed, self._first = seed, first
+
+    def make_cache(self) -> list:
         return [KVCache() for _ in range(self._num_layers + 1)]
 
     def extend(

@@ -16,7 +16,7 @@ from .attention import DraftAttention, LatentAttention
 from .config import Eagle3Config
 from .tail import Tail
 
-Mask = mx.array | Callable[[int | None], mx.array] | str | None
+Mask = mx.array | Callable[[int | None], mx.array | None] | str | None
 """Which slots a row sees, (m, n): the same for all layers, or by the width of a layer's window."""
 
 

@@ -46,12 +46,14 @@ def load_drafter(
     quantize_group_size: int = 64,
     dtype: mx.Dtype | None = None,
     draft_cache: str = "exact",
+    draft_window: int | None = None,
 ) -> EagleDrafter:
     """Load a converted head (a folder or a hub repo id) for ``model``, an mlx-lm model.
 
     ``quantize_bits`` quantizes an unquantized head while loading. ``dtype`` is that of the
     head's arithmetic, by default the target's own. ``draft_cache`` is "exact" or "lagging"
-    (see ``Eagle3Drafter``). A P-EAGLE head becomes a ``ParallelDrafter``.
+    (see ``Eagle3Drafter``), and of the head's cache only the newest ``draft_window`` slots are
+    kept, beside the first few (None: all). A P-EAGLE head becomes a ``ParallelDrafter``.
 
     Raises ValueError, in one sentence, where the folder is not a converted head, is damaged,
     or does not belong to this target.
@@ -65,13 +67,13 @@ def load_drafter(
     )
     parts = attached.head, attached.embed, attached.taps, attached.to_target
     if attached.head.config.mask_token_id is None:
-        return Eagle3Drafter(*parts, draft_cache)
+        return Eagle3Drafter(*parts, draft_cache, draft_window)
     if draft_cache != "exact":
         raise ValueError(
             f"draft_cache is {draft_cache!r}, and the masked slots of a P-EAGLE head need every "
             "pair before them: leave it out."
         )
-    return ParallelDrafter(*parts)
+    return ParallelDrafter(*parts, draft_window)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import mlx.core as mx
 from .base import Draft, Pick
 from .eagle3 import EagleDrafter
 from .head import Eagle3Head
+from .window import SINKS, beside, columns_after, drop_last, seen_by_rows, slots_of
 
 FIRST_SIZE = 7
 """Tokens drafted first, before anybody has said how many, by a head that does not say it."""
@@ -34,12 +35,18 @@ class ParallelDrafter(EagleDrafter):
         embed: Callable[[mx.array], mx.array],
         taps: tuple[int, ...],
         to_target: mx.array | None = None,
+        draft_window: int | None = None,
     ):
-        super().__init__(head, embed, taps, to_target)
+        """See ``EagleDrafter``."""
+        super().__init__(head, embed, taps, to_target, draft_window)
         # What a masked slot takes for token and features is the same for all of them.
         self._mask_embedding = embed(mx.array([head.config.mask_token_id]))
         self._mask_state = head.masked(1)
         mx.eval(self._mask_embedding, self._mask_state)
+
+    def with_draft_window(self, size: int | None) -> "ParallelDrafter":
+        """See ``Eagle3Drafter.with_draft_window``."""
+        return ParallelDrafter(self.head, self._embed, self.taps, self._to_target, size)
 
     def _start(self, cache: list) -> None:
         super()._start(cache)
@@ -50,7 +57,10 @@ class ParallelDrafter(EagleDrafter):
         embeddings, states = self._embedded(tokens), self.head.fuse(features)
         if last is None:  # a prompt, which may be long: in the order that needs no mask
             self._count(tokens.shape[0])
-            return self.head(embeddings, states, self.cache[:-1])[-1:]
+            mask = None
+            if self.draft_window is not None:
+                mask = seen_by_rows(self.cache[0], tokens.shape[0])
+            return self.head(embeddings, states, self.cache[:-1], mask=mask)[-1:]
         return self._forward(embeddings, states, last, self._size - 1)
 
     def propose(self, size: int, pick: Pick) -> Draft:
@@ -72,26 +82,48 @@ class ParallelDrafter(EagleDrafter):
         pair (-1) there is no state for it: (num_masked, h), else (1 + num_masked, h).
         """
         num_pairs, base = embeddings.shape[0], self.cache[0].offset
-        self._count(num_pairs + num_masked)
+        num_rows, end = num_pairs + num_masked, base + num_pairs
+        self._count(num_rows)
         embeddings = mx.concatenate([embeddings, *[self._mask_embedding] * num_masked], axis=0)
         states = mx.concatenate([states, *[self._mask_state] * num_masked], axis=0)
-        end = base + num_pairs
         ahead = base + last + 1 + mx.arange(num_masked)
         positions = mx.concatenate([mx.arange(base, end), ahead])
-        slots = mx.arange(end + num_masked)
-        is_masked, rows = slots >= end, slots[base:, None]
+        caches, num_columns = self._caches_for(num_pairs, num_masked)
+        slots = slots_of(num_columns, base + num_rows)
+        is_masked, rows = slots >= end, slots[-num_rows:, None]
 
-        def visible(window: int | None) -> mx.array:
+        def visible(window: int | None) -> mx.array | None:
+            if self.draft_window is not None and num_rows == num_pairs == 1:
+                return None  # it finds its window, and nothing else
             seen = (slots <= rows) & ((slots <= base + last) | is_masked | (rows < end))
+            window = self.draft_window or window
             if window is None:
                 return seen
             # As in training, a draft sees all of itself, from the last pair on.
-            return seen & ((slots > positions[:, None] - window) | (slots >= base + last))
+            near = (slots > positions[:, None] - window) | (slots >= base + last)
+            return seen & (near if self.draft_window is None else near | (slots < SINKS))
 
-        states = self.head(embeddings, states, self.cache[:-1], positions, visible)
-        for layer in self.cache[:-1]:
-            layer.trim(num_masked)
+        states = self.head(embeddings, states, caches, positions, visible)
+        self._drop_masked(num_pairs, num_masked)
         if num_pairs == 0:
             return states
         own = states[last.reshape(1)]
         return mx.concatenate([own, states[num_pairs:]], axis=0)
+
+    def _caches_for(self, num_pairs: int, num_masked: int) -> tuple[list, int]:
+        """Where the rows of a pass go, and how many columns there are then."""
+        caches, num_rows = self.cache[:-1], num_pairs + num_masked
+        if self.draft_window is None:
+            return caches, caches[0].offset + num_rows
+        if num_pairs > 0:
+            return caches, columns_after(caches[0], num_rows)
+        copies = beside(caches)
+        return copies, copies[0].offset + num_rows
+
+    def _drop_masked(self, num_pairs: int, num_masked: int) -> None:
+        """Take the masked slots back from the head's caches, where they have gone there."""
+        for cache in self.cache[:-1]:
+            if self.draft_window is None:
+                cache.trim(num_masked)
+            elif num_pairs > 0:
+                drop_last(cache, num_masked)

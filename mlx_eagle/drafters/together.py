@@ -14,6 +14,7 @@ from mlx_lm.models.cache import KVCache
 from ..target.ragged import RaggedCaches
 from ..target.rollback import Checkpoint
 from .base import Drafter, Pick, check_width, start_early
+from .fed import FedDrafter
 from .head import Eagle3Head
 
 
@@ -89,7 +90,7 @@ class HeadTogether:
         head: Eagle3Head,
         embed: Callable[[mx.array], mx.array],
         to_target: mx.array | None,
-        begin: Callable[[list[Any]], Drafter],
+        begin: Callable[[list[Any]], FedDrafter],
     ):
         """``embed`` and ``to_target`` as in ``EagleDrafter``; ``begin`` makes one's drafter."""
         self._num_forwards = 0
@@ -128,7 +129,12 @@ class HeadTogether:
 
     def extract(self, index: int) -> Drafter:
         """See ``Together.extract``."""
-        return self._begin([*self._caches.extract(index), KVCache()])
+        drafter = self._begin([*self._caches.extract(index), KVCache()])
+        if self._start is not None:
+            place = mx.array([index])
+            states, logits = self._start
+            drafter.start_from(states[place], logits[place])
+        return drafter
 
     def propose(self, size: int, picks: Picks) -> tuple[mx.array, list[int]]:
         """See ``Together.propose``: a head forward for each token but the first.

@@ -5,23 +5,21 @@ No HTTP and no models in here; mlx-lm's kinds of messages only.
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from enum import Enum
 from queue import Empty, SimpleQueue
 from threading import RLock
 from types import TracebackType
 from typing import Any
 
-from mlx_lm.generate import StopSequences
-from mlx_lm.server import GenerationContext, Response
-from mlx_lm.tokenizer_utils import StreamingDetokenizer
+from mlx_lm.server import GenerationContext
 
 from ..decoding.stats import Stats
+from .drafted import PairResponse
 
 POLL = 0.5  # seconds between looks at whether the client is still there
 ToolParser = Callable[[str, Any], Any]
 """From the text of a call, and the tools, to calls: one dict, or several in a list."""
-Message = GenerationContext | Response | tuple[int, int] | Exception | None
+Message = GenerationContext | PairResponse | tuple[int, int] | Exception | None
 """A context, then responses and progress through the prompt, then None or what went wrong."""
 
 
@@ -37,51 +35,17 @@ class State(Enum):
     """How far an answer has got. It only ever moves forward."""
 
     WAITING = "nothing was computed for it yet"
-    DECODING = "in the way of decoding it began with, which makes its text"
-    MOVED = "in another way of decoding, which knows only the end of its text"
+    DECODING = "its prompt is read, or its text written"
     ENDED = "everything was said, or nobody listens any more"
-
-
-@dataclass
-class WholeText:
-    """The text and the stop words of an answer across a change of decoding.
-
-    mlx-lm starts a detokenizer and a matcher for each way of decoding. A letter or a stop word
-    that lies across the change needs these two, which have seen all tokens of the answer.
-    """
-
-    detokenizer: StreamingDetokenizer
-    matcher: StopSequences.Matcher
-
-    @classmethod
-    def after(
-        cls, tokens: list[int], detokenizer: StreamingDetokenizer, matcher: StopSequences.Matcher
-    ) -> "WholeText":
-        """After ``tokens``, whose text was sent. Detokenizer and matcher are new ones."""
-        for token in tokens:
-            detokenizer.add_token(token)
-            _ = detokenizer.last_segment  # reading it marks it as sent
-            matcher.advance(token)
-        return cls(detokenizer, matcher)
-
-    def follow(self, response: Response) -> None:
-        """Correct the text of a response, and whether the answer stops with it."""
-        if response.finish_reason != "stop":
-            self.detokenizer.add_token(response.token)
-            if self.matcher.advance(response.token):
-                response.finish_reason = "stop"
-        if response.finish_reason is not None:
-            self.detokenizer.finalize()
-        response.text = self.detokenizer.last_segment
 
 
 class Answer:
     """The messages to one client, in order.
 
-    ``put`` is called in the generating thread, by mlx-lm's code as well as ours; ``context`` and
-    ``responses`` in the client's; ``leave`` in either. ``tokens`` are those generated so far,
-    ``stats`` the counts of the stretches that were drafted. ``on_end`` is called once nothing
-    more will be generated. ``is_overdue`` says whether the answer has taken its share of time.
+    ``put`` is called in the generating thread; ``context`` and ``responses`` in the client's;
+    ``leave`` in either. ``tokens`` are those generated so far, ``stats`` the counts of what was
+    drafted. ``on_end`` is called once nothing more will be generated. ``is_overdue`` says whether
+    the answer has taken its share of time.
     """
 
     def __init__(
@@ -93,10 +57,8 @@ class Answer:
         self.began = 0.0  # time.monotonic() of the first thing computed for it
         self.ended = 0.0  # and of the end
         self.tokens: list[int] = []
-        self.stats: list[Stats] = []
+        self.stats = Stats()
         self._messages: SimpleQueue[Message] = SimpleQueue()
-        self._context: GenerationContext | None = None
-        self._whole_text: WholeText | None = None
         self._on_end, self._is_overdue = on_end, is_overdue
         self._lock = RLock()
 
@@ -107,26 +69,18 @@ class Answer:
     def put(self, message: Message) -> None:
         """Say something to the client. What comes after the end is dropped."""
         with self._lock:
-            if isinstance(message, GenerationContext):
-                self._open(message)
-            elif self.state is State.ENDED:
+            if self.state is State.ENDED:
                 return
-            elif isinstance(message, Response):
+            if isinstance(message, GenerationContext):
+                self._messages.put(message)
+            elif isinstance(message, PairResponse):
                 self._begin()
                 self._respond(message)
             elif isinstance(message, tuple):
                 self._begin()
-                if self.state is not State.MOVED:  # then the client knows its prompt to be done
-                    self._messages.put(message)
+                self._messages.put(message)
             else:
                 self._end(message)
-
-    def move(self, detokenizer: StreamingDetokenizer, matcher: StopSequences.Matcher) -> None:
-        """From here on the answer is decoded in another way; both arguments are new ones."""
-        with self._lock:
-            if self.state in (State.WAITING, State.DECODING):
-                self._whole_text = WholeText.after(self.tokens, detokenizer, matcher)
-                self.state = State.MOVED
 
     def leave(self) -> None:
         """The client is served, or gone: generate no more for it."""
@@ -134,36 +88,21 @@ class Answer:
             if self.state is not State.ENDED:
                 self._end(None)
 
-    def _open(self, context: GenerationContext) -> None:
-        """Each way of decoding brings a context. The client gets the first."""
-        is_first, self._context = self._context is None, context
-        if self.state is State.ENDED:
-            context.stop()
-        elif is_first:
-            self._messages.put(context)
-
     def _begin(self) -> None:
         if self.began == 0.0:
             self.began = time.monotonic()
         if self.state is State.WAITING:
             self.state = State.DECODING
 
-    def _respond(self, response: Response) -> None:
-        was_last = response.finish_reason is not None
+    def _respond(self, response: PairResponse) -> None:
         self.tokens.append(response.token)
-        if self._whole_text is not None:
-            self._whole_text.follow(response)
         if response.finish_reason is None and self._is_overdue(self):
             response.finish_reason = "length"
         self._messages.put(response)
-        if response.finish_reason is not None and not was_last:
-            self._end(None)  # whatever decodes it does not know that it ended
 
     def _end(self, last: Exception | None) -> None:
         self.state = State.ENDED
         self.ended = time.monotonic()
-        if self._context is not None:
-            self._context.stop()
         self._on_end(self)
         self._messages.put(last)
 
@@ -187,25 +126,25 @@ class Answer:
 
     def responses(
         self, check: Callable[[], None], progress: Callable[[int, int], None]
-    ) -> Iterator[Response]:
+    ) -> Iterator[PairResponse]:
         """The others. Raises RequestError where generation broke off."""
         while (message := self.next(check)) is not None:
             if isinstance(message, Exception):
                 raise RequestError(_sentence(message), _status(message, 500)) from message
             if isinstance(message, tuple):
                 progress(*message)
-            elif isinstance(message, Response):
+            elif isinstance(message, PairResponse):
                 yield message
 
 
-class Told:
-    """Within, what goes wrong with one request is told to its client, and the server goes on."""
+class Caught:
+    """Within, what goes wrong is kept as ``error`` instead of raised: the server goes on."""
 
-    def __init__(self, answer: Answer):
-        self._answer = answer
+    def __init__(self) -> None:
+        self.error: Exception | None = None
 
-    def __enter__(self) -> None:
-        pass
+    def __enter__(self) -> "Caught":
+        return self
 
     def __exit__(
         self,
@@ -215,7 +154,7 @@ class Told:
     ) -> bool:
         if not isinstance(error, Exception):
             return False
-        self._answer.put(error)
+        self.error = error
         return True
 
 

@@ -84,13 +84,11 @@ class PairArguments(GenerationArguments):
     """What a request asks for: mlx-lm's fields, and how to draft in the words of our flags.
 
     ``reuse_caches`` False has the whole prompt computed by both models, whatever is known of it.
-    ``is_alone`` keeps a request out of batches: one that it was in has failed.
     """
 
     tree: str | None
     acceptance: str | None
     reuse_caches: bool = True
-    is_alone: bool = False
 
 
 def read_body(raw: bytes) -> dict[str, Any]:
@@ -174,8 +172,7 @@ def with_drafting(
     """``args`` with the request's tree and acceptance rule, or else those of the flags.
 
     Raises ValueError where they do not go together with each other or with the sampling. The
-    rule of the flags is for the requests that it can be had for. Greedy decoding needs no seed,
-    and without one a request can share a batch.
+    rule of the flags is for the requests that it can be had for. Greedy decoding needs no seed.
     """
     temp, xtc_probability = args.sampling.temperature, args.sampling.xtc_probability
     tree = body.get("tree", flags.tree)

@@ -5,19 +5,14 @@ The generating thread sends an ``Origin`` with every token; in the client's thre
 """
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from mlx_lm.generate import GenerationResponse as MlxGenerationResponse
 from mlx_lm.generate import TextStateMachine
-from mlx_lm.server import Response, _format_top_logprobs
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.server import Response
 
 from ..decoding.controller import DraftingEvent
 from ..decoding.stats import Stats
-from ..generate import GenerationResponse
-from .body import PairArguments
 
 SHOWN_AS = {"normal": "text", "reasoning": "reasoning"}
 """States of mlx-lm's text machine whose text a client gets as text; that of calls it does not."""
@@ -25,56 +20,24 @@ SHOWN_AS = {"normal": "text", "reasoning": "reasoning"}
 
 @dataclass(frozen=True)
 class Origin:
-    """How a token that was decoded alone came about.
+    """How a token came about.
 
     ``depth`` is its position in the draft (0: the target chose it), ``length`` how far its round
-    had drafted. ``events`` are the controller's since the token before.
+    had drafted. ``events`` are the controller's since the token before. ``batched``: other
+    requests shared the round.
     """
 
     depth: int = 0
     length: int = 0
     events: tuple[DraftingEvent, ...] = ()
+    batched: bool = False
 
 
 @dataclass
 class PairResponse(Response):
-    """mlx-lm's, with the token's origin; those of mlx-lm's batches have none."""
+    """mlx-lm's, with the token's origin."""
 
     origin: Origin = Origin()
-
-
-class Origins:
-    """The origins of one stretch of tokens, before which the answer had ``num_before``."""
-
-    def __init__(self, num_before: int):
-        self._num_before = num_before
-        self._num_events = 0
-
-    def of(self, response: MlxGenerationResponse) -> Origin:
-        if not isinstance(response, GenerationResponse):
-            return Origin()
-        events = response.stats.drafting_events[self._num_events :]
-        self._num_events += len(events)
-        counted = (replace(e, num_tokens=self._num_before + e.num_tokens) for e in events)
-        return Origin(response.draft_depth, response.draft_length, tuple(counted))
-
-
-def message(
-    response: MlxGenerationResponse,
-    finish_reason: str | None,
-    args: PairArguments,
-    tokenizer: TokenizerWrapper,
-    origin: Origin,
-) -> PairResponse:
-    """A response as mlx-lm's handlers take it; the device is asked for no more than they show."""
-    return PairResponse(
-        response.text,
-        response.token,
-        response.logprobs[response.token].item() if args.logprobs else 0.0,
-        finish_reason,
-        _format_top_logprobs(response.logprobs, args.top_logprobs, tokenizer),
-        origin,
-    )
 
 
 @dataclass
@@ -83,17 +46,17 @@ class Entry:
 
     index: int
     id: int
-    origin: Origin | None
+    origin: Origin
     shown_as: str = "text"
     text: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        origin = self.origin or Origin()
+        origin = self.origin
         found: dict[str, Any] = {"index": self.index, "id": self.id, "text": self.text}
         found |= {"depth": origin.depth, "length": origin.length}
         if self.shown_as == "reasoning":
             found["reasoning"] = True
-        if self.origin is None:
+        if origin.batched:
             found["batched"] = True
         return found
 
@@ -115,13 +78,13 @@ class DraftReport:
     _held: deque[tuple[Entry, str]] = field(default_factory=deque)
     _events: list[DraftingEvent] = field(default_factory=list)
 
-    def follow(self, response: Response) -> None:
+    def follow(self, response: PairResponse) -> None:
         """Take the next token."""
-        origin = response.origin if isinstance(response, PairResponse) else None
+        origin = response.origin
         token = Entry(self._num_tokens, response.token, origin)
         self._num_tokens += 1
-        self.num_batched += origin is None
-        self._events += () if origin is None else origin.events
+        self.num_batched += origin.batched
+        self._events += origin.events
         self._unlisted.append(token)
         if response.finish_reason == "stop":
             self._held.clear()  # and the text that comes with it, as mlx-lm does
@@ -171,9 +134,8 @@ class DraftReport:
             self._entries.append(self._unlisted.popleft())
 
 
-def counts(stretches: Sequence[Stats], num_batched: int) -> dict[str, Any]:
+def counts(stats: Stats, num_batched: int) -> dict[str, Any]:
     """What was drafted for an answer, in the words of ``/metrics``."""
-    stats = sum(stretches, Stats())
     drafted, accepted = stats.drafted_by_position, stats.accepted_by_position
     return {
         "drafted_tokens": stats.num_drafted,

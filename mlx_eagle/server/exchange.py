@@ -3,7 +3,6 @@
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, Protocol
 
 from mlx_lm.server import (
@@ -11,16 +10,14 @@ from mlx_lm.server import (
     GenerationArguments,
     GenerationContext,
     ModelDescription,
-    Response,
 )
 
 from .answer import Answer, RequestError, checked
 from .body import PairArguments, shortened, wants_draft, with_drafting
 from .collect import chat_row
-from .drafted import DraftReport, counts
+from .drafted import DraftReport, PairResponse, counts
 from .generator import PairGenerator
 from .metrics import Metrics, Outcome
-from .provider import DEFAULT
 
 
 class Client(Protocol):
@@ -64,12 +61,10 @@ class Exchange:
         request: CompletionRequest,
         args: GenerationArguments,
         progress_callback: Callable[[int, int], None],
-    ) -> tuple[GenerationContext, Iterator[Response]]:
+    ) -> tuple[GenerationContext, Iterator[PairResponse]]:
         """See mlx-lm's ``ResponseGenerator``. Raises RequestError."""
         try:
             self._check_names(args.model)
-            # One name for one pair, so that requests which spell it differently share a batch.
-            args = replace(args, model=ModelDescription(DEFAULT, DEFAULT, None))
             args = self._with_drafting(args)
             tokenized = self.generator.read_prompt(
                 request, args, self._client.num_bytes, self._check
@@ -127,7 +122,7 @@ class Exchange:
         num_cached = 0 if context is None else max(0, context.prompt_cache_count)
         self._metrics.count_request(outcome, num_prompt, num_cached, self._num_generated)
 
-    def _counted(self, responses: Iterator[Response]) -> Iterator[Response]:
+    def _counted(self, responses: Iterator[PairResponse]) -> Iterator[PairResponse]:
         for response in responses:
             if self._num_generated == 0:
                 self._metrics.count_first_token(time.monotonic() - self._client.asked)

@@ -53,14 +53,14 @@ FLAGS = {
     "decode-concurrency": (
         int,
         32,
-        "Requests to decode together, without drafts, when there are several; 1 drafts for each, "
-        "one after the other.",
+        "Requests to answer at a time, in shared rounds where they can; 1 answers them one after "
+        "the other.",
     ),
-    "prompt-concurrency": (int, 8, "Prompts to process together."),
-    "prefill-step-size": (int, 2048, "Tokens of a prompt to process in one pass."),
+    "prompt-concurrency": (int, 8, "Prompts to read at a time, a chunk of each in turn."),
+    "prefill-step-size": (int, 2048, "Tokens of a prompt to read in one pass."),
     "prompt-cache-size": (int, 10, "Number of prompts whose caches are kept."),
     "prompt-cache-bytes": (_size, None, "Maximum bytes of the caches that are kept."),
-    "kv-bits": (int, None, "Bits of quantized caches; requests are then served in turn."),
+    "kv-bits": (int, None, "Bits of quantized caches; requests then share no rounds."),
     "kv-group-size": (int, 64, "Group size of quantized caches."),
     "quantized-kv-start": (int, DEFAULT_QUANTIZED_KV_START, "Tokens before quantization starts."),
 }

@@ -277,16 +277,14 @@ class PairHandler(APIHandler):
         return self._with_counts(super().completion_usage_response(*args, **kwargs))
 
     def _with_counts(self, response: dict[str, Any]) -> dict[str, Any]:
-        """With --usage-stats, what was drafted; in batches nothing is, and tau is 1."""
+        """With --usage-stats, what was drafted; where nothing was, tau is 1."""
         exchange = self.response_generator
         if "usage" in response and exchange.cli_args.usage_stats and exchange.answer is not None:
             stats = exchange.answer.stats
-            num_forwards = sum(s.num_target_forwards for s in stats)
-            num_emitted = sum(s.num_emitted for s in stats)
-            tau = num_emitted / num_forwards if num_forwards else 1.0
+            tau = stats.mean_acceptance_length or 1.0
             response["usage"] |= {
-                "drafted_tokens": sum(s.num_drafted for s in stats),
-                "accepted_tokens": sum(s.num_accepted for s in stats),
+                "drafted_tokens": stats.num_drafted,
+                "accepted_tokens": stats.num_accepted,
                 "mean_acceptance_length": tau,
                 "tau": tau,  # its name in version 0.1.0
             }

@@ -66,7 +66,7 @@ class Metrics:
             self._refused_connections += 1
 
     def count_drafts(self, stats: Stats) -> None:
-        """A stretch of drafted decoding has ended."""
+        """An answer that was drafted has ended."""
         with self._lock:
             self._drafted += stats.num_drafted
             self._accepted += stats.num_accepted

@@ -5,7 +5,7 @@ are made by mlx-lm's own code.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateError
@@ -22,34 +22,12 @@ TEMPLATE_ERRORS = (
 """What chat templates raise for messages that they were not written for."""
 
 
-@dataclass
-class Tokenized(CompletionRequest):
-    """A request whose prompt is tokens already.
+@dataclass(frozen=True)
+class Tokenized:
+    """The tokens of a prompt; the text begins as "normal" or as "reasoning"."""
 
-    ``segments`` are ``tokens`` in up to three parts, whose caches mlx-lm files apart, ``kinds``
-    what each of them is; ``initial_state`` is where the text begins: "normal" or "reasoning".
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    segments: list[list[int]] = field(default_factory=list)
-    kinds: list[str] = field(default_factory=list)
+    tokens: list[int]
     initial_state: str = "normal"
-
-    @classmethod
-    def of(
-        cls, tokens: list[int], segments: list[list[int]], kinds: list[str], initial_state: str
-    ) -> "Tokenized":
-        return cls("text", "", [], None, None, tokens, segments, kinds, initial_state)
-
-    def parts(self) -> tuple[list[int], list[list[int]], list[str], str, None]:
-        """As mlx-lm's ``_tokenize`` gives them: lists that it may change, and no images."""
-        segments = [list(segment) for segment in self.segments]
-        return list(self.tokens), segments, list(self.kinds), self.initial_state, None
-
-    def going_on(self, generated: list[int]) -> "Tokenized":
-        """The same request with what was generated for it, to go on from there."""
-        tokens = self.tokens + generated
-        return Tokenized.of(tokens, [tokens], ["assistant"], "normal")
 
 
 def render(

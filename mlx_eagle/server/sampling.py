@@ -1,4 +1,6 @@
-"""The sampler and the logits processors of a request that is decoded alone."""
+"""The sampler and the logits processors of a request."""
+
+import random
 
 import mlx.core as mx
 from mlx_lm.server import _make_logits_processors
@@ -9,6 +11,25 @@ from ..decoding.processors import LogitsProcessor
 from ..decoding.samplers import SamplingOptions, sampler_for
 from ..decoding.sampling import Sampling
 from .body import PairArguments
+
+
+class SeededSampler:
+    """One of mlx-lm's samplers, whose draws follow from a seed, whoever else draws meanwhile.
+
+    Those samplers follow mlx's random state, which all requests have in common: it is set before
+    each draw, and afterwards to where nobody can foresee.
+    """
+
+    def __init__(self, sampler: Sampler, seed: int):
+        self._sampler = sampler
+        self._seeds = random.Random(seed)
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        mx.random.seed(self._seeds.getrandbits(64))
+        try:
+            return self._sampler(logprobs)
+        finally:
+            mx.random.seed(random.getrandbits(64))
 
 
 def make_sampler(args: PairArguments, tokenizer: TokenizerWrapper) -> Sampler | None:
@@ -23,13 +44,13 @@ def make_sampler(args: PairArguments, tokenizer: TokenizerWrapper) -> Sampler | 
         acceptance=args.acceptance,
     )
     sampler = sampler_for(options, tokenizer, args.seed)
-    if args.seed is not None and not isinstance(sampler, Sampling):
-        mx.random.seed(args.seed)
-    return sampler
+    if args.seed is None or sampler is None or isinstance(sampler, Sampling):
+        return sampler
+    return SeededSampler(sampler, args.seed)
 
 
 def make_processors(args: PairArguments, before: list[int]) -> list[LogitsProcessor]:
-    """mlx-lm's, which also see the tokens that the cache holds, as they do in its batches."""
+    """mlx-lm's, which also see the tokens that the cache holds."""
     processors = _make_logits_processors(args)
     if not before:
         return processors

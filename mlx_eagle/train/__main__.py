@@ -61,7 +61,7 @@ HELP = {
     "answer_tokens": "Most tokens of such an answer.",
     "answer_rows": "Answers that are decoded at once.",
     "quantize": "Quantize the finished head.",
-    "q_bits": "Bits of a weight.",
+    "q_bits": "Bits of a weight (default: 4; fusion and output matrix 6).",
     "q_group_size": "Weights that share a scale.",
 }
 

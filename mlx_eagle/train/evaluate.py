@@ -92,9 +92,9 @@ class Evaluator:
         batch = make_batch(examples, range(len(examples)))
         length = batch.tokens.shape[1]
         spans = [(max(0, x.num_prompt - 1), len(x.tokens) - 2) for x in examples]
-        rows = mx.array(
-            np.concatenate([np.arange(*span) + i * length for i, span in enumerate(spans)])
-        )
+        begin = min(first for first, _ in spans)
+        places = [np.arange(*span) - begin + i * (length - begin) for i, span in enumerate(spans)]
+        rows = mx.array(np.concatenate(places))
         features = self._teacher.features(batch.tokens)
         embeddings = embed(mx.array(batch.tokens))
         # The tokens after the last one are not known: no draft equals them.
@@ -102,7 +102,7 @@ class Evaluator:
         for i, example in enumerate(examples):
             padded[i, len(example.tokens) :] = -1
         drafts = []
-        for states in unroll(head, embeddings, features, self._depth):
+        for states in unroll(head, embeddings, features, self._depth, first=begin):
             picked = states.reshape(-1, states.shape[-1])[rows]
             drafts.append(ids[mx.argmax(head.logits(picked), axis=-1)])
             mx.eval(drafts[-1], states)

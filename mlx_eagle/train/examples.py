@@ -16,7 +16,9 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tuner.datasets import load_dataset
 
-PAD_TO = 64  # lengths of batches are multiples of it: a compiled step serves one length
+from .compiled import padded
+
+PAD_TO = 64  # lengths of batches for compiled steps are multiples of it
 MIN_ANSWER = 2
 HELD_OUT = 0.05
 MOST_HELD_OUT = 128
@@ -270,10 +272,9 @@ def make_batch(
 ) -> TokenBatch:
     """The sequences of those numbers, of which this rank takes every ``num_ranks``-th."""
     longest = max(len(examples[i].tokens) for i in numbers)
-    padded = -(-longest // PAD_TO) * PAD_TO
     own = tuple(numbers[rank::num_ranks])
-    tokens = np.zeros((len(own), padded), np.int32)
-    counts = np.zeros((len(own), padded), bool)
+    shape = len(own), padded(longest, PAD_TO)
+    tokens, counts = np.zeros(shape, np.int32), np.zeros(shape, bool)
     for row, number in enumerate(own):
         example = examples[number]
         tokens[row, : len(example.tokens)] = example.tokens

@@ -9,8 +9,9 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.utils import average_gradients
 from mlx.optimizers import AdamW, clip_grad_norm
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
+from .compiled import is_compiled
 from .losses import LossSettings, Teaching, step_losses
 from .student import Student
 
@@ -56,12 +57,14 @@ class TrainStep:
         self.moments: Tree = self._optimizer.state
         self.kept: Tree | None = None
         self._gradients = mx.value_and_grad(self._loss)
-        # On a CPU every fused kernel is a run of the C++ compiler, for minutes on end.
-        self._advance = mx.compile(self._step) if mx.default_device() == mx.gpu else self._step
+        self._advance = mx.compile(self._step) if is_compiled() else self._step
 
     def load(self, weights: Tree, moments: Tree) -> None:
         """Go on from there."""
-        self.weights, self.moments = weights, moments
+        # In the order they had: the norm of all gradients is summed up in it.
+        loaded = dict(tree_flatten(weights))
+        self.weights = tree_unflatten([(n, loaded[n]) for n, _ in tree_flatten(self.weights)])
+        self.moments = moments
         self.show()
 
     def show(self) -> None:

@@ -75,7 +75,7 @@ class TrainSettings:
     answer_tokens: int = 512
     answer_rows: int = 32
     quantize: bool = False
-    q_bits: int = 4
+    q_bits: int | None = None
     q_group_size: int = 64
 
     def __post_init__(self) -> None:

@@ -193,36 +193,26 @@ def head_files(
     """
     config = student.head.config
     weights = dict(tree_flatten(student.head.parameters()))
+    arrays = {
+        name: array.astype(dtype or mx.float32)
+        for name, array in split_weights(weights, config).items()
+    }
+    shapes = {
+        name.removesuffix(".weight"): array.shape
+        for name, array in arrays.items()
+        if array.ndim == 2 and FROZEN not in name
+    }
+    chosen = quantization.choose(shapes) if quantization is not None else {}
     stored: dict[str, mx.array] = {}
-    for name, array in split_weights(weights, config).items():
-        array = array.astype(dtype or mx.float32)
-        group = None
-        if quantization is not None and array.ndim == 2 and FROZEN not in name:
-            group = quantization.group_for(array.shape[1])
-        if group and quantization is not None:
-            stored |= pack(name, array, quantization.bits, group)
-        else:
-            stored[name] = array
+    for name, array in arrays.items():
+        packing = chosen.get(name.removesuffix(".weight"))
+        stored |= pack(name, array, packing) if packing else {name: array}
     if config.has_d2t:
         stored["d2t"] = student.ids - mx.arange(len(student.ids), dtype=mx.int32)
     values = config.to_dict() | dict(notes)
     if quantization is not None:
-        values["quantization"] = _quantization_entry(quantization, stored)
+        values["quantization"] = quantization.entry(chosen)
     return values, stored
-
-
-def _quantization_entry(
-    quantization: Quantization, stored: Mapping[str, mx.array]
-) -> dict[str, Any]:
-    entry: dict[str, Any] = {"group_size": quantization.group_size, "bits": quantization.bits}
-    for name, scales in stored.items():
-        path = name.removesuffix(".scales")
-        if path != name:
-            columns = stored[f"{path}.weight"].shape[1] * 32 // quantization.bits
-            group = columns // scales.shape[1]
-            if group != quantization.group_size:
-                entry[path] = {"group_size": group, "bits": quantization.bits}
-    return entry
 
 
 def write_head(

@@ -15,11 +15,12 @@ import numpy as np
 
 from ..system.folders import save_arrays
 from ..target.taps import Target
+from .compiled import padded
 from .examples import Example, TokenBatch
 from .losses import Teaching
 
 ROWS_AT_ONCE = 2048  # logits over a whole vocabulary are the largest arrays of a pass
-PARTS = 8  # counted slots are filled up to a multiple of an eighth of the batch's
+PARTS = 8  # counted slots are filled up to eighths of the batch's, for compiled steps
 
 
 @dataclass(frozen=True)
@@ -88,21 +89,19 @@ class Teacher:
         features = mx.stack(
             [mx.pad(x.features, [(0, length - len(x.features)), (0, 0)]) for x in lessons]
         )
-        rows = mx.concatenate([x.slots + i * length for i, x in enumerate(lessons)])
+        rows = np.concatenate([np.array(x.slots) + i * length for i, x in enumerate(lessons)])
+        counts = np.array([(rows % length >= step).sum() for step in range(num_steps)])
+        # One row at least, so that there is something to compute.
+        fill = padded(max(1, len(rows)), -(-size * length // PARTS)) - len(rows)
         logits = mx.concatenate([x.logits for x in lessons])
         log_z = mx.concatenate([x.log_z for x in lessons])
-        # A compiled step serves one shape, so there had better be few.
-        part = -(-size * length // PARTS)
-        fill = -len(rows) % part if len(rows) else part
-        weights = mx.concatenate([mx.ones(len(rows)), mx.zeros(fill)])
-        counts = [mx.sum(rows % length >= step) for step in range(num_steps)]
         teaching = Teaching(
-            mx.pad(rows, (0, fill)),
-            weights,
+            mx.array(np.pad(rows, (0, fill)), mx.int32),
+            mx.array(np.repeat([1.0, 0.0], [len(rows), fill]), mx.float32),
             mx.pad(logits, [(0, fill), (0, 0)]),
             mx.pad(log_z, (0, fill)),
             mx.array(batch.size * batch.longest / num_ranks, mx.float32),
-            mx.stack(counts).astype(mx.float32),
+            mx.array(counts, mx.float32),
         )
         return features, teaching
 
@@ -118,35 +117,46 @@ class Teacher:
         return [lesson for lesson in lessons if lesson is not None]
 
     def _make(self, tokens: np.ndarray, counts: np.ndarray) -> Iterator[Lesson]:
+        """Lessons of sequences (B, T); ``counts`` (B, T) says which of their slots may count."""
         row = 0
         for logits, features in self._passes(tokens):
-            for i in range(len(features)):
-                slots, drafted, log_z = self._say(logits[i], counts[row])
-                # All that is needed of a position is known up to the last that counts.
-                used = int(counts[row].nonzero()[0].max(initial=0)) + 2
-                lesson = Lesson(features[i, :used], slots, drafted, log_z)
-                mx.eval(lesson.arrays())
-                yield lesson
-                row += 1
+            lessons = self._say(logits, features, counts[row : row + len(features)])
+            mx.eval([lesson.arrays() for lesson in lessons])
+            yield from lessons
+            row += len(features)
 
-    def _say(
-        self, logits: mx.array, counts: np.ndarray
-    ) -> tuple[mx.array, mx.array, mx.array]:
-        """Slots (K,) that count, their draft logits (K, Vd) and log sums (K,), of logits (T, V).
+    def _say(self, logits: mx.array, features: mx.array, counts: np.ndarray) -> list[Lesson]:
+        """What the target says of b sequences, in logits (b, T, V) and features (b, T, F).
 
         Slot i is taught what may follow token i + 1, and counts where the target's choice
         there can be drafted.
         """
+        length, vocab_size = logits.shape[1:]
         if self._is_drafted is None:
-            self._is_drafted = np.zeros(logits.shape[-1], bool)
+            self._is_drafted = np.zeros(vocab_size, bool)
             self._is_drafted[np.array(self._ids)] = True
         choices = np.array(mx.argmax(logits, axis=-1))
-        slots = np.flatnonzero(counts[:-1] & self._is_drafted[choices[1:]]).astype(np.int32)
-        if not len(slots):
-            return mx.array(slots), mx.zeros((0, len(self._ids))), mx.zeros(0)
-        chosen = logits[mx.array(slots + 1)].astype(mx.float32)
-        log_z = mx.logsumexp(chosen, axis=-1) if self._needs_sums else mx.zeros(len(slots))
-        return mx.array(slots), mx.take(chosen, self._ids, axis=1), log_z
+        rows, slots = np.nonzero(counts[:, :-1] & self._is_drafted[choices[:, 1:]])
+        drafted, log_z = mx.zeros((0, len(self._ids))), mx.zeros(len(slots))
+        if len(slots):
+            places = mx.array(rows * length + slots + 1, mx.int32)
+            chosen = logits.reshape(-1, vocab_size)[places].astype(mx.float32)
+            drafted = mx.take(chosen, self._ids, axis=1)
+            log_z = mx.logsumexp(chosen, axis=-1) if self._needs_sums else log_z
+        lessons = []
+        for i, own in enumerate(counts):
+            first, last = np.searchsorted(rows, [i, i + 1]).tolist()
+            # All that is needed of a position is known up to the last that counts.
+            used = int(own.nonzero()[0].max(initial=0)) + 2
+            lessons.append(
+                Lesson(
+                    features[i, :used],
+                    mx.array(slots[first:last], mx.int32),
+                    drafted[first:last],
+                    log_z[first:last],
+                )
+            )
+        return lessons
 
     def _passes(self, tokens: np.ndarray) -> Iterator[tuple[mx.array, mx.array]]:
         """Logits (b, T, V) and features (b, T, F), a few sequences at once."""

@@ -15,7 +15,7 @@ from ..drafters.head import DraftLayer, Eagle3Head
 
 @dataclass
 class ChainKeys:
-    """One layer's keys and values of every step so far, each (B, Hkv, T, D)."""
+    """One layer's keys and values of every step so far, each (B, Hkv, R, D)."""
 
     keys: list[mx.array] = field(default_factory=list)
     values: list[mx.array] = field(default_factory=list)
@@ -27,24 +27,27 @@ def unroll(
     features: mx.array,
     num_steps: int,
     checkpoint: bool = False,
+    first: int = 0,
 ) -> Iterator[mx.array]:
-    """States (B, T, h) of ``num_steps`` steps; ``head.logits`` takes them.
+    """States (B, T - first, h) of ``num_steps`` steps; ``head.logits`` takes them.
 
     ``embeddings`` (B, T, h) are those of the batch's tokens, ``features`` (B, T, F) the
     target's taps at the same positions. In step j (from 0) slot i takes the token at
     i + 1 + j and, at position i + j, the state that step j - 1 left in it: step j of slot i is
     the j-th draft after a text that ends with token i + 1. It attends to the slots up to i of
     step 0 and to its own of the later steps. Texts are padded at their end, and slots near it
-    whose tokens are not known take zeros: what they give means nothing.
+    whose tokens are not known take zeros: what they give means nothing. Chains of slots before
+    ``first``, which nobody asks about, end with step 0.
 
     ``checkpoint`` computes each step again for its gradient rather than keep what is between.
     """
     states = head.fuse(features)
     past = [ChainKeys() for _ in head.layers]
+    forward = _checkpointed if checkpoint else _advance
     for step in range(num_steps):
-        shifted = _from(embeddings, step + 1)
-        forward = _checkpointed if checkpoint else _advance
-        states = forward(head, shifted, states, past, step)
+        states = forward(head, _from(embeddings, step + 1), states, past, step, first)
+        if step == 0:
+            embeddings = embeddings[:, first:]
         yield states
 
 
@@ -55,25 +58,40 @@ def _from(rows: mx.array, start: int) -> mx.array:
 
 
 def _advance(
-    head: Eagle3Head, embeddings: mx.array, states: mx.array, past: list[ChainKeys], step: int
+    head: Eagle3Head,
+    embeddings: mx.array,
+    states: mx.array,
+    past: list[ChainKeys],
+    step: int,
+    first: int,
 ) -> mx.array:
-    """One step of all slots; its keys and values are added to ``past``."""
+    """One step, which adds its keys and values to ``past``; states (B, T - first, h).
+
+    Step 0 is given all slots, and of those before ``first`` the last layer gives these alone.
+    """
     embeddings, states = head.enter(embeddings, states)
-    for layer, chain in zip(head.layers, past, strict=True):
+    for i, (layer, chain) in enumerate(zip(head.layers, past, strict=True), start=1):
         x, residual = layer.enter(embeddings, states)
-        states = layer.leave(residual, _attend(layer, x, chain, step))
+        skip = first if step == 0 and i == len(past) else 0
+        attended = _attend(layer, x, chain, step, first if step else 0, skip)
+        states = layer.leave(residual[:, skip:], attended)
     return head.leave(states)
 
 
 def _checkpointed(
-    head: Eagle3Head, embeddings: mx.array, states: mx.array, past: list[ChainKeys], step: int
+    head: Eagle3Head,
+    embeddings: mx.array,
+    states: mx.array,
+    past: list[ChainKeys],
+    step: int,
+    first: int,
 ) -> mx.array:
     """The same, keeping only what goes in and comes out."""
 
     def inner(parameters: dict, embeddings: mx.array, states: mx.array, flat: list) -> list:
         head.update(parameters)
         chains = [ChainKeys(list(keys), list(values)) for keys, values in flat]
-        states = _advance(head, embeddings, states, chains, step)
+        states = _advance(head, embeddings, states, chains, step, first)
         return [states, *((chain.keys[-1], chain.values[-1]) for chain in chains)]
 
     parameters = head.trainable_parameters()
@@ -86,49 +104,60 @@ def _checkpointed(
     return states
 
 
-def _attend(layer: DraftLayer, x: mx.array, chain: ChainKeys, step: int) -> mx.array:
-    """Attention of one layer in one step, (B, T, I) -> (B, T, h)."""
+def _attend(
+    layer: DraftLayer, x: mx.array, chain: ChainKeys, step: int, start: int, skip: int
+) -> mx.array:
+    """Attention of one layer's slots from ``start`` on in one step, x (B, R, I).
+
+    The first ``skip`` of them do not attend: (B, R - skip, h).
+    """
     attention = layer.self_attn
-    q, k, v = _project(attention, x, step)
+    q, k, v = _project(attention, x, start + step)
     chain.keys.append(k)
     chain.values.append(v)
+    q, start = q[:, :, skip:], start + skip
     batch, _, rows, width = q.shape
-    # Queries by the key head they share: (B, Hkv, G, T, D).
+    # Queries by the key head they share: (B, Hkv, G, R, D).
     q = q.reshape(batch, attention.num_kv_heads, -1, rows, width) * attention.scale
     # Of its own chain a slot sees the steps that a window has not left behind.
     first = 1 if layer.window is None else max(1, step - layer.window + 1)
     keys = [k[:, :, None] for k in (chain.keys[0], *chain.keys[first:])]
     values = [v[:, :, None] for v in (chain.values[0], *chain.values[first:])]
-    scores = q @ keys[0].swapaxes(-1, -2)
+    num_slots = start + rows
+    visible = _visible(num_slots, start, step, layer.window)
+    hidden = mx.where(visible, 0.0, -mx.inf).astype(q.dtype)
+    scores = mx.addmm(hidden, q, keys[0].swapaxes(-1, -2))
     own = [(q * k).sum(axis=-1, keepdims=True) for k in keys[1:]]
-    scores = mx.where(_visible(rows, step, layer.window), scores, -mx.inf)
     weights = mx.softmax(mx.concatenate([scores, *own], axis=-1), axis=-1, precise=True)
-    out = weights[..., :rows] @ values[0]
-    for i, v in enumerate(values[1:]):
-        out = out + weights[..., rows + i, None] * v
+    # Split at once: the gradient of each slice alone would be as large as all of them.
+    parts = mx.split(weights, [num_slots + i for i in range(len(own))], axis=-1)
+    out = parts[0] @ values[0]
+    for part, v in zip(parts[1:], values[1:], strict=True):
+        out = out + part * v
     out = out.reshape(batch, attention.num_heads, rows, width)
     return attention.o_proj(out.swapaxes(1, 2).reshape(batch, rows, -1))
 
 
 def _project(
-    attention: DraftAttention, x: mx.array, step: int
+    attention: DraftAttention, x: mx.array, position: int
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Queries (B, H, T, D), keys and values (B, Hkv, T, D); slot i stands at i + ``step``."""
+    """Queries (B, H, R, D), keys and values (B, Hkv, R, D), the first at ``position``."""
     batch, rows, _ = x.shape
     heads = attention.qkv_proj(x).reshape(batch, rows, -1, attention.head_dim).swapaxes(1, 2)
     num_heads, num_kv_heads = attention.num_heads, attention.num_kv_heads
     q, k, v = mx.split(heads, [num_heads, num_heads + num_kv_heads], axis=1)
     if "q_norm" in attention:
         q, k = attention.q_norm(q), attention.k_norm(k)
-    return attention.rope(q, offset=step), attention.rope(k, offset=step), v
+    return attention.rope(q, offset=position), attention.rope(k, offset=position), v
 
 
-def _visible(rows: int, step: int, window: int | None) -> mx.array:
-    """Which slots of step 0 a slot sees in that step, (T, T)."""
-    slots = mx.arange(rows)
-    visible = slots[None] <= slots[:, None]
+def _visible(num_slots: int, start: int, step: int, window: int | None) -> mx.array:
+    """Which slots of step 0 those from ``start`` on see in that step, (T - start, T)."""
+    slots = mx.arange(num_slots)
+    rows = slots[start:, None]
+    visible = slots <= rows
     if window is not None:
-        visible = visible & (slots[:, None] + step < slots[None] + window)
+        visible = visible & (rows + step < slots + window)
     return visible
 
 

@@ -10,13 +10,13 @@ from mlx_lm.sample_utils import make_sampler
 from test_batch import MODELS, PROMPTS, VOCAB
 
 from mlx_eagle.batch.judging import Judges
-from mlx_eagle.batch.requests import Options, Request, first_token, prefill
+from mlx_eagle.batch.requests import Options, Request, first_token, prefill, put_back
 from mlx_eagle.batch.rounds import Batch
-from mlx_eagle.decoding.rules import make_rule
 from mlx_eagle.decoding.controller import FixedController
 from mlx_eagle.decoding.costs import DraftShape
 from mlx_eagle.decoding.limits import Limits
 from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.decoding.rules import make_rule
 from mlx_eagle.decoding.sampling import Sampling, noise_of_rows
 from mlx_eagle.drafters.together import HeadTogether, OneByOne, draft_together
 
@@ -99,6 +99,8 @@ def run_with_visitors(model, drafter, size, lengths, make_options, ends=()):
             batch.join(request)
             requests.append(request)
         if batch.round() is None and not waiting:
+            for request in requests:
+                put_back(request)
             return requests
         most = max(most, len(batch.requests))
         assert most <= 3
@@ -177,6 +179,7 @@ def test_all_leave_while_a_round_is_under_way():
     batch.round()
     batch.leave(request)
     assert not batch.is_running and batch.round() is None
+    put_back(request)
     left, num = request.cache, len(request.tokens)
     assert left[0].offset == len(PROMPTS[0]) + num
     batch.join(other := started(model, drafter, PROMPTS[2], 9))

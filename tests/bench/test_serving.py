@@ -300,7 +300,7 @@ def test_mistakes_cost_one_sentence(more, sentence, capsys, tmp_path):
 
 def test_both_servers_serve_as_many_requests_as_there_are_clients():
     settings = SimpleNamespace(clients=(1, 8, 2), recalibrate=False)
-    commands = measure.server_commands(None, "/demo", "auto", settings)
+    commands = measure.server_commands(None, "/demo", {"--draft-model": "auto"}, settings)
     for line in commands.values():
         for flag in ("--decode-concurrency", "--prompt-concurrency"):
             assert line[line.index(flag) + 1] == "8"

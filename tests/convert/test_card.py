@@ -34,6 +34,8 @@ def test_what_the_card_says():
     assert "# converted" in text and "SpecForge" in text and "| mit |" in text
     assert "[some/head](https://huggingface.co/some/head)" in text
     assert "4 bits, groups of 64" in text
+    mixed = {"group_size": 64, "bits": 5, "lm_head": {"group_size": 64, "bits": 6}, "fc": False}
+    assert "| 5 to 6 bits, groups of 64 |" in card({"quantization": mixed})
     assert "| 61.2% | 45.0% | 33.1% |" in text and "| 60.5% | 44.0% | 32.0% |" in text
     assert "270 positions of 6" in text
     assert "mlx_eagle.generate --model some/target --draft-model me/converted" in text

@@ -203,7 +203,7 @@ def test_the_report_goes_into_the_config(tmp_path, capsys, monkeypatch):
     assert found["num_prompts"] == 2 and found["num_positions"] == 2 * (20 - DEPTHS)
     assert "taps +1" in found["alternatives"] and "pairing shifted" in found["baseline"]
     table = capsys.readouterr().out
-    assert "as resolved" in table and "in 4 bits" in table
+    assert "as resolved" in table and "in 4 to 6 bits" in table
 
 
 # The demo pair: the right setting against deliberately wrong ones.

@@ -23,6 +23,7 @@ from checkpoints import (
 from mlx_eagle.convert import convert, pipeline
 from mlx_eagle.convert.__main__ import main
 from mlx_eagle.convert.checkpoint import open_checkpoint
+from mlx_eagle.convert.quantize import Quantization
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.fused import fuse_weights
 from mlx_eagle.drafters.head import Eagle3Head
@@ -32,26 +33,77 @@ DEMO = Path(__file__).parents[1] / "data" / "eagle3-smollm2-135m-instruct"
 # Quantization
 
 
-def test_default_is_four_bits(source, out, capsys):
+def test_default_is_mixed_bits(source, out, capsys):
     convert(str(source), str(out))
     weights, tensors = weights_of(out), eagle3_tensors()
     said = capsys.readouterr().out
     quantization = config_of(out)["quantization"]
-    smaller = {"group_size": 32, "bits": 4}
-    assert quantization == {"group_size": 64, "bits": 4, "layers.0.mlp.down_proj": smaller}
+    own = {"fc": packed(6), "lm_head": packed(6), "layers.0.mlp.down_proj": packed(4, 32)}
+    assert quantization == packed(4) | own
+    assert "4 to 6 bits, groups of 64" in said
     assert "layers.0.mlp.down_proj" in said and "groups of 32" in said
     for name, value in tensors.items():
         if name == "t2d":
             continue
         path = name.removesuffix(".weight")
         if value.ndim == 2:
-            chosen = quantization.get(path, {"group_size": 64, "bits": 4})
+            chosen = quantization.get(path, packed(4))
             parts = [weights.pop(f"{path}.{kind}") for kind in ("weight", "scales", "biases")]
             back = np.array(mx.dequantize(*parts, **chosen))
             assert np.abs(back - value).max() < 0.1 * np.abs(value).max()
         else:
             assert np.array_equal(np.array(weights.pop(name)), value)
     assert not weights
+
+
+def packed(bits: int, group_size: int = 64) -> dict[str, int]:
+    return {"group_size": group_size, "bits": bits}
+
+
+@pytest.mark.parametrize("flags, bits", [("--q-bits 4 --q-group-size 64", 4), ("--q-bits 5", 5)])
+def test_the_same_bits_for_all(source, out, flags, bits):
+    main(f"--hf-path {source} --mlx-path {out} {flags}".split())
+    smaller = {"layers.0.mlp.down_proj": packed(bits, 32)}
+    assert config_of(out)["quantization"] == packed(bits) | smaller
+    assert weights_of(out)["lm_head.weight"].shape[1] == 64 * bits // 32
+
+
+def llama_shapes(hidden, drafted, inner, heads, kv_heads, width=128, layers=1) -> dict:
+    """The matrices of a head for a llama of that shape, by their paths."""
+    shapes = {"fc": (hidden, 3 * hidden), "lm_head": (drafted, hidden)}
+    for i in range(layers):
+        seen = 2 * hidden if i == 0 else hidden
+        rows = {"q": heads * width, "k": kv_heads * width, "v": kv_heads * width}
+        shapes |= {f"layers.{i}.self_attn.{n}_proj": (r, seen) for n, r in rows.items()}
+        shapes[f"layers.{i}.self_attn.o_proj"] = (hidden, heads * width)
+        shapes |= {f"layers.{i}.mlp.{n}_proj": (inner, hidden) for n in ("gate", "up")}
+        shapes[f"layers.{i}.mlp.down_proj"] = (hidden, inner)
+    return shapes
+
+
+SHAPES = {
+    "Llama-3.1-8B": (llama_shapes(4096, 32000, 14336, 32, 8), 6),
+    "Llama-3.3-70B": (llama_shapes(8192, 32000, 28672, 64, 8), 6),
+    "the demo's": (llama_shapes(576, 8192, 1536, 9, 3, 64), 6),
+    "two layers": (llama_shapes(2048, 32000, 8192, 32, 8, 64, layers=2), 6),
+    "all tokens": (llama_shapes(1024, 151936, 3072, 16, 8), 5),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+def test_mixed_bits_take_at_most_1_3_times_what_four_take(name, group_size):
+    """By arithmetic: bits, and for each group a scale and a bias of 16."""
+    shapes, fine_bits = SHAPES[name]
+    chosen = Quantization(group_size=group_size).choose(shapes)
+    four = Quantization(4, group_size).choose(shapes)
+    stored = [
+        sum(r * c * (how[path]["bits"] + 32 / how[path]["group_size"])
+            for path, (r, c) in shapes.items())
+        for how in (chosen, four)
+    ]  # fmt: skip
+    assert 1.03 < stored[0] / stored[1] <= 1.3
+    assert chosen["lm_head"]["bits"] == chosen["fc"]["bits"] == fine_bits
 
 
 def test_what_no_group_divides_stays_whole(tmp_path, out, capsys):
@@ -90,7 +142,7 @@ def test_dtype(source, out, dtype):
 @pytest.mark.parametrize("bits", [None, 4, 8])
 def test_the_demo_head(out, bits):
     """The real head: right values, and the runtime loads what was written."""
-    convert(str(DEMO), str(out), quantize=bits is not None, q_bits=bits or 4)
+    convert(str(DEMO), str(out), quantize=bits is not None, q_bits=bits)
     original = open_checkpoint(str(DEMO)).tensors
     weights, config = weights_of(out), config_of(out)
     tolerance = {None: 0.0, 4: 0.2, 8: 0.01}[bits]
@@ -158,7 +210,7 @@ def test_as_a_module(source, out):
     command = [sys.executable, "-m", "mlx_eagle.convert", "--mlx-path", str(out)]
     command += ["--hf-path", str(source)]
     done = subprocess.run([*command, "-q"], capture_output=True, text=True)
-    assert done.returncode == 0 and "4-bit" in done.stdout and not done.stderr
+    assert done.returncode == 0 and "4 to 6 bits" in done.stdout and not done.stderr
 
 
 # The target

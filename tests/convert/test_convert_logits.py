@@ -64,7 +64,8 @@ def test_heads_of_other_libraries_give_their_logits(tmp_path, name):
 @pytest.mark.parametrize("name", frozen.CHANGES)
 def test_in_four_bits_they_stay_near(tmp_path, name):
     golden = frozen.load(name)
-    config, weights = converted(frozen.FOLDER / name, tmp_path / "out", q_group_size=32)
+    options = {"q_bits": 4, "q_group_size": 32}
+    config, weights = converted(frozen.FOLDER / name, tmp_path / "out", **options)
     dense = {k: v for k, v in weights.items() if not k.startswith(("embed_tokens", "d2t"))}
     runner = Runner(replace(golden, config=replace(config, embed_source="target")), dense)
     states = runner.extend(golden.tokens, golden.features)

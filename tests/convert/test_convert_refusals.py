@@ -70,6 +70,12 @@ REFUSED = {
         FLAT | {"target_layer_ids": [5, 17, 29, 41, 46], "draft_vocab_size": 128},
         "lacks layers.0.post_feedforward_layernorm.weight",
     ),
+    "experts": (
+        without(PLAIN, "layers.0.mlp.gate_proj.weight")
+        | {"layers.0.mlp.experts.0.gate_proj.weight": ones(96, 64)},
+        CONFIG | {"architectures": ["Qwen3MoEForCausalLMEagle3"], "num_experts": 8},
+        "a draft head with experts or gated attention, which is not converted; use a dense",
+    ),
     "GPTQ": (PLAIN | {"fc.qweight": ones(4, 4), "fc.scales": ones(4, 4)}, CONFIG, "GPTQ"),
     "MLX's own": (PLAIN | {"fc.scales": ones(64, 3), "fc.biases": ones(64, 3)}, CONFIG, "MLX"),
     "packed without a scale": (

@@ -199,19 +199,39 @@ def test_untruncated_yarn():
     """Against transformers' formula, spelled out, at some positions."""
     source = {"rope_type": "yarn", "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0, **YARN}
     rope = resolved(CONFIG | {"rope_scaling": source}, None, PLAIN).config["rope"]
-    module = initialize_rope(16, rope["theta"], False, rope["scaling"], 2048)
     base = 10000.0 ** (-np.arange(0, 16, 2) / 16)
     low, high = (16 * np.log(512 / (r * 2 * np.pi)) / (2 * np.log(10000.0)) for r in (32, 1))
     ramp = np.clip((np.arange(8) - max(low, 0)) / (min(high, 15) - max(low, 0)), 0, 1)
-    inverse = base / 4 * ramp + base * (1 - ramp)
+    check_rotation(rope, base / 4 * ramp + base * (1 - ramp), 0.1 * np.log(4) + 1)
+
+
+def check_rotation(rope: dict, inverse: np.ndarray, scale: float) -> None:
+    """It turns by those frequencies and lengthens by ``scale``, at a text of 2048 tokens."""
+    module = initialize_rope(16, rope["theta"], False, rope["scaling"], 2048)
     x = np.random.default_rng(0).standard_normal(16)
     angle = 5 * inverse
     left, right = x[:8], x[8:]
     cos, sin = np.cos(angle), np.sin(angle)
-    expected = np.concatenate([left * cos - right * sin, right * cos + left * sin])
-    expected *= 0.1 * np.log(4) + 1
+    expected = scale * np.concatenate([left * cos - right * sin, right * cos + left * sin])
     ours = module(mx.array(x, dtype=mx.float32).reshape(1, 1, 1, 16), offset=5)
     assert np.abs(np.array(ours).ravel() - expected).max() < tolerance()
+
+
+def test_longrope():
+    """Against transformers' formula for texts of the original length, spelled out."""
+    factors = [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 9.0]
+    source = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors[::-1]}
+    inverse = 10000.0 ** (-np.arange(0, 16, 2) / 16) / np.array(factors)
+    for original, own, scale in (
+        (512, {}, (1 + np.log(4) / np.log(512)) ** 0.5),
+        (2048, {}, 1.0),
+        (512, {"attention_factor": 1.25}, 1.25),
+    ):
+        scaling = source | own | {"original_max_position_embeddings": original}
+        rope = resolved(CONFIG | {"rope_scaling": scaling}, None, PLAIN).config["rope"]
+        check_rotation(rope, inverse, scale)
+    with pytest.raises(ValueError, match="longrope with 2 numbers in short_factor, expected 8"):
+        resolved(CONFIG | {"rope_scaling": source | {"short_factor": [1.0, 2.0]}}, None, PLAIN)
 
 
 def test_the_token_of_masked_slots_where_no_config_names_it(tmp_path):

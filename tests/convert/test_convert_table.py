@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from public_heads import HEADS, IDS, LATENT, MISTRAL_LARGE, MISTRAL_MEDIUM
+from public_heads import EAGLE_1, HEADS, IDS, LATENT, MISTRAL_LARGE, MISTRAL_MEDIUM
 
 from mlx_eagle.convert.checkpoint import Checkpoint
 from mlx_eagle.convert.kinds import CONFIG
@@ -102,6 +102,7 @@ def resolved(row: dict) -> Resolved:
         if name == "d2t":  # the last ids of the vocabulary
             data = np.full(shape, vocab - shape[0]).view(np.uint8)
         stored[name] = Stored("I64" if name == "d2t" else "BF16", shape, data)
+    config = {key: value for key, value in config.items() if key not in row.get("unsaid", ())}
     if "nested" in row:
         config = as_nested(config, row["nested"])
     check(config, CONFIG, "config.json")
@@ -120,11 +121,46 @@ def test_it_resolves(name):
     if "kv_lora_rank" in row["config"]:
         assert found["latent"] == LATENT
         assert found["softmax_scale"] == pytest.approx(192**-0.5 * (0.1 * np.log(64) + 1) ** 2)
-    if row["config"].get("rope_scaling", {}).get("mrope_section"):
+    if (row["config"].get("rope_scaling") or {}).get("mrope_section"):
         assert found["rope"]["type"] == "default" and found["rope"]["scaling"] is None
     for key, value in row.get("fields", {}).items():
         assert found[key] == value, key
     Eagle3Config.from_dict(found)
+
+
+@pytest.mark.parametrize("name", EAGLE_1)
+def test_heads_of_eagle_1_resolve(name):
+    depth, h, mlp, num_heads, num_key_heads, vocab, more = EAGLE_1[name]
+    sizes = {
+        "hidden_size": h,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_key_heads,
+    }
+    heads = sizes | {"head_dim": 128}
+    found = {
+        "fc": (h, 2 * h),
+        "embed_tokens": (vocab, h),
+        **{f"layers.0.self_attn.{n}": s for n, s in attention(heads, h).items()},
+        "layers.0.mlp.gate_proj": (mlp, h),
+        "layers.0.mlp.up_proj": (mlp, h),
+        "layers.0.mlp.down_proj": (h, mlp),
+        "layers.0.post_attention_layernorm": (h,),
+    }
+    biased = ["fc"] * more.get("bias", True)
+    biased += [f"layers.0.self_attn.{n}_proj" for n in "qkv" * more.get("qkv_bias", False)]
+    shapes = {f"{n}.weight": shape for n, shape in found.items()}
+    shapes |= {f"{n}.bias": found[n][:1] for n in biased}
+    config = sizes | {"intermediate_size": mlp, "vocab_size": vocab, "rms_norm_eps": 1e-5} | more
+    check(config, CONFIG, "config.json")
+    values = {"num_hidden_layers": depth, "hidden_size": h, "vocab_size": vocab}
+    stored = {n: Stored("F16", shape, NOTHING) for n, shape in shapes.items()}
+    head = Checkpoint("head", config, stored, ())
+    fields = resolve(head, TargetFolder("t", Path("."), values)).config
+    assert not fields["uses_aux"] and fields["fc_input"] == "embedding_and_state"
+    assert fields["fc_bias"] == more.get("bias", True)
+    assert fields["attention_bias"] == more.get("qkv_bias", False)
+    assert fields["lm_head_source"] == "target" and not fields["final_norm"]
+    Eagle3Config.from_dict(fields)
 
 
 MISTRAL_NAMES = {

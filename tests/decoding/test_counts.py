@@ -24,6 +24,7 @@ from mlx_eagle.decoding.costs import DraftShape
 from mlx_eagle.decoding.generation import Generation
 from mlx_eagle.decoding.limits import Limits
 from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.decoding.round import Round
 from mlx_eagle.decoding.setup import open_decoder
 from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.target.rollback import CacheQuantization
@@ -151,6 +152,24 @@ def test_logprobs_are_there_for_whoever_reads_them(model, options):
         assert mx.allclose(logprobs, logprobs_there, atol=10 * tolerance()).item()
 
 
+@pytest.mark.parametrize("k", [1, 3, 5])
+def test_what_is_built_between_a_read_and_the_first_start(model, monkeypatch, k):
+    """The choice of the first token; its logits run behind the accept pass, which is in flight."""
+    found, has_read, read, start = [], [], Round.read, mx.async_eval
+
+    def started(*arrays) -> None:
+        if has_read and isinstance(arrays[0], mx.array):  # a draft; a plain step starts a list
+            found.append(num_primitives(*arrays))
+        has_read.clear()
+        start(*arrays)
+
+    monkeypatch.setattr(Round, "read", lambda self: has_read.append(self) or read(self))
+    monkeypatch.setattr(mx, "async_eval", started)
+    _, stats = speculative(model, tiny_head(model), PROMPT, 20, num_draft_tokens=k)
+    assert len(found) >= stats.num_rounds > 10
+    assert max(found[:-k]) <= 4, "at the end drafts get too short to be started by the token"
+
+
 @pytest.mark.parametrize("k, num_started", [(2, 0), (3, 2), (5, 4)])
 def test_long_drafts_are_started_token_by_token(model, monkeypatch, k, num_started):
     drafter, started = tiny_head(model).begin(), []
@@ -187,7 +206,7 @@ def test_the_tap_adds_only_its_taps(model):
     extra = num_primitives(logits, features) - num_primitives(untapped)
     assert 1 <= extra <= 4
     assert mx.array_equal(logits, untapped).item()
-    assert features.shape == (3, len(taps) * 64)
+    assert features.shape == (3, len(taps) * model.args.hidden_size)
 
 
 def test_the_model_is_untouched_during_and_after(model):

@@ -33,7 +33,8 @@ from tree_drafters import TREE_SCRIPTS, ScriptedTreeDrafter
 from mlx_eagle.decoding.accept import Match, normalized
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.decoding.sampling import Sampling
-from mlx_eagle.drafters.tree import TreeShape, rerank, top_k
+from mlx_eagle.drafters.base import Draft
+from mlx_eagle.drafters.tree import TreeShape, parse_tree, rerank, top_k
 from mlx_eagle.target import tree_attention
 from mlx_eagle.target.rollback import Checkpoint
 from mlx_eagle.target.tree_rows import ancestors, kept_path
@@ -132,6 +133,32 @@ def test_processors_see_the_path_of_their_row(model):
         model, drafter, PROMPT, 30, tree=TreeShape.parse("2x3:6"), logits_processors=processors()
     )
     assert tokens == expected
+
+
+@pytest.mark.parametrize("tree", ["2x3:6", "2/2+1"])
+def test_where_processors_wait_for_a_draft_the_pass_goes_on(model, monkeypatch, tree):
+    """Only a tree that grew on the device is waited for; the verify pass is started before."""
+    events, start, known = [], mx.async_eval, Draft.known_parents
+    shape = (parse_tree(tree).nodes + 1, VOCAB)
+
+    def started(*arrays) -> None:
+        events.extend("pass" for a in arrays if isinstance(a, mx.array) and a.shape == shape)
+        start(*arrays)
+
+    def waited(draft: Draft) -> object:
+        has_grown = draft.parents is not None and draft.form is None
+        events.append("wait" if has_grown else "known")
+        return known(draft)
+
+    monkeypatch.setattr(mx, "async_eval", started)
+    monkeypatch.setattr(Draft, "known_parents", waited)
+    _, stats = speculative(
+        model, tiny_head(model), PROMPT, 12, tree=parse_tree(tree),
+        logits_processors=make_logits_processors({3: 4.0}),
+    )  # fmt: skip
+    assert stats.num_rounds > 5
+    assert "".join(events).count("passwait" if tree == "2x3:6" else "known") >= 5
+    assert ("pass" in events) == ("wait" in events) == (tree == "2x3:6")
 
 
 @pytest.mark.exhaustive
@@ -321,6 +348,26 @@ def test_a_target_is_probed_once(monkeypatch, difference, noise, sentence):
     del model
     gc.collect()
     assert place not in tree_attention._refusals
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+def test_the_passes_of_a_probe_have_as_many_rows(monkeypatch, dtype):
+    """A GPU has other kernels for other numbers of rows, which round otherwise."""
+    passes, model = [], tiny_llama(**FUSED)
+    model.set_dtype(dtype)
+    call = type(model).__call__
+
+    def counted(self, tokens, *args, **kwargs):
+        passes.append(tokens.tolist()[0])
+        return call(self, tokens, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "__call__", counted)
+    found = tree_attention._probe(model)
+    _, prefix, *compared, root, rest = passes
+    assert [len(tokens) for tokens in compared] == [4, 4, 4]
+    assert root + rest == compared[1]
+    assert min(prefix + sum(compared, [])) > VOCAB // 8, "special tokens come first"
+    assert found.difference <= max(2 * found.noise, tree_attention.LEAST_NOISE * found.scale)
 
 
 @pytest.mark.parametrize(

@@ -228,8 +228,10 @@ def test_tf32_and_cudnn_are_named_where_they_matter(monkeypatch):
     for name in ("MLX_ENABLE_TF32", "MLX_CUDA_USE_CUDNN_SDPA"):
         monkeypatch.delenv(name, raising=False)
     m5 = machine_of({"device_name": "Apple M5", "architecture": "applegpu_g17g"}, "metal")
+    ultra = machine_of({"device_name": "Apple M5 Ultra", "architecture": "applegpu_g17d"}, "metal")
     hopper = machine_of({"architecture": "sm_90"}, "cuda")
-    for machine, names in ((M4, []), (m5, ["float32"]), (hopper, ["cuDNN", "float32"])):
+    cases = ((M4, []), (m5, ["float32"]), (ultra, ["float32"]), (hopper, ["cuDNN", "float32"]))
+    for machine, names in cases:
         monkeypatch.setattr(checks, "this_machine", lambda machine=machine: machine)
         assert [finding.name for finding in checks.check_settings()] == names
     monkeypatch.setenv("MLX_ENABLE_TF32", "0")

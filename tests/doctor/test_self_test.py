@@ -6,6 +6,7 @@ All of it on the demo pair takes minutes: that is one exhaustive test.
 import json
 import platform
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
@@ -223,17 +224,22 @@ def test_near_ties_are_no_failures(pairs, margin, verdict):
     assert line.cells[2] == verdict and line.ok == (verdict == "near-tie")
 
 
-def test_the_margin_of_a_sampled_token_is_that_of_the_noisy_scores(pairs):
-    """The token that the sampler draws is the best of the scores that the margin is taken of."""
+def test_a_sampled_token_is_the_best_of_the_noisy_scores(pairs):
+    """Those that the margin is taken of."""
     sampling, model, tokens = pair.Sampling(temp=1.0, seed=3), pairs.get("float32").model, [5, 6]
     logits = model(mx.array(tokens)[None])[0, -1:]
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    scores = (sampling.log_probabilities(logprobs) + sampling.noise(0, logprobs.shape[-1]))[0]
-    second, best = sorted(scores.tolist())[-2:]
-    assert scores.tolist().index(best) == sampling(logprobs).item()
-    assert pair.sampled_margin(model, tokens, sampling, 0) == pytest.approx(
-        best - second, abs=1e-4
-    )
+    scores = pair.noisy_scores(model, tokens, sampling, 0).flatten()
+    assert mx.argmax(scores).item() == sampling(logprobs).item()
+
+
+@pytest.mark.parametrize("pace, num_tokens", [(1.0, 8), (0.01, 96), (9.0, 4)])
+def test_answers_are_as_long_as_there_is_time_for(monkeypatch, pace, num_tokens):
+    """A prompt takes 1 second, a step 1/4, a pass over a tree 1/2: (8 - 2 * 1) / (1/4 + 1/2)."""
+    ticks = (pace * tick for tick in (0.0, 1.0, 1.0, 1.25, 1.25, 1.75))
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks))
+    monkeypatch.setattr(pair, "time", clock)
+    assert pair.num_tokens_within(8.0, tiny_llama(), [1, 2, 3]) == num_tokens
 
 
 def test_costs(monkeypatch):

@@ -31,6 +31,27 @@ def test_a_converted_head_loads_and_drafts(model, source, options):
     assert stats.num_drafted > 0
 
 
+def test_mixed_bits_load_as_they_are_stored(model, source):
+    folder = converted(source)
+    stored = mx.load(str(folder / "model.safetensors"))
+    head = load_drafter(folder, model).head
+    layer, attention = head.layers[0], "layers.0.self_attn"
+    for module, parts, bits, group in (
+        (head.fc, ["fc"], 6, 64),
+        (head.lm_head, ["lm_head"], 6, 64),
+        (layer.self_attn.qkv_proj, [f"{attention}.{x}_proj" for x in "qkv"], 4, 64),
+        (layer.self_attn.o_proj, [f"{attention}.o_proj"], 4, 64),
+        (layer.mlp.gate_up_proj, ["layers.0.mlp.gate_proj", "layers.0.mlp.up_proj"], 4, 64),
+        (layer.mlp.down_proj, ["layers.0.mlp.down_proj"], 4, 32),
+    ):
+        assert (module.bits, module.group_size) == (bits, group)
+        kinds = ("weight", "scales", "biases")
+        rows = [mx.dequantize(*(stored[f"{p}.{k}"] for k in kinds), group, bits) for p in parts]
+        x = mx.random.normal((3, rows[0].shape[1]))
+        wanted = x @ mx.concatenate(rows).T
+        assert mx.allclose(module(x), wanted, rtol=1e-4, atol=1e-4 * mx.abs(wanted).max().item())
+
+
 def test_quantize_while_loading(model, source):
     folder = converted(source, quantize=False)
     dense = load_drafter(folder, model)
@@ -138,7 +159,7 @@ def test_what_is_no_converted_head_is_refused(model, source, tmp_path):
 
 
 def test_quantizing_twice_is_refused(model, source):
-    with pytest.raises(ValueError, match="already quantized to 4 bits"):
+    with pytest.raises(ValueError, match="already quantized to 4 to 6 bits"):
         load_drafter(converted(source), model, quantize_bits=8)
     folder = source.parent / "dense"
     convert(str(source), str(folder), quantize=False)

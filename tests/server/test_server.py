@@ -8,14 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from grids import thorough
-from mlx_lm.generate import BatchGenerator, make_stop_sequences
-from mlx_lm.server import Response
-from mlx_lm.utils import load_tokenizer
 from openai import APIError
 from serving import ENDLESS, ours, theirs, write_model, write_pair, write_tokenizer
 
+from mlx_eagle.batch.rounds import Batch
 from mlx_eagle.drafters.model_drafter import ModelDrafter
-from mlx_eagle.server.answer import WholeText
 from mlx_eagle.target.taps import Target
 
 DRAFTS = ("model", "head")
@@ -177,38 +174,27 @@ def test_eight_clients_at_once(drafted, reference):
     assert drafted.complete(**REQUESTS["long"]).usage.drafted_tokens > 0  # alone again
 
 
-def test_a_lone_request_gives_way_to_a_batch(server, reference):
-    """The second client does not wait for the first, whose text goes on as it was."""
+def test_a_second_request_joins_the_first(server, reference):
+    """It does not wait for the first, whose text goes on as it was; both are drafted for."""
     first = {"prompt": "A long story", "max_tokens": 300, "logit_bias": ENDLESS}
     first["stop"] = ["not in it"]
-    second = {"prompt": "A short one", "max_tokens": 10}
+    second = {"prompt": "A short one", "max_tokens": 10, "logit_bias": ENDLESS}
     expected = [reference.complete(**r).choices[0] for r in (first, second)]
-    options = {"stream": True, "stream_options": {"include_usage": True}}
+    options = {"stream": True, "stream_options": {"include_usage": True, "include_draft": True}}
     stream = iter(server.complete(**first, **options))
-    text = "".join(next(stream).choices[0].text for _ in range(5))
-    assert server.complete(**second).choices[0] == expected[1]
+    begun = [next(stream) for _ in range(5)]
+    other = server.complete(**second, include_draft=True)
+    assert other.choices[0] == expected[1]
     assert len(server.generator._open) == 1, "the second client waited for the first"
-    *chunks, last = list(stream)
-    assert text + "".join(c.choices[0].text for c in chunks) == expected[0].text
-    assert last.usage.drafted_tokens > 0
-    emitted = last.usage.drafted_tokens / 3 * last.usage.tau
-    assert emitted < last.usage.completion_tokens - 10, "all of it was drafted"
-
-
-def test_a_change_of_decoding_splits_neither_letters_nor_stop_words(pair):
-    tokenizer = load_tokenizer(pair["target"])
-    tokens = tokenizer.encode("a\u00e9bye")
-    assert len(tokens) == 6
-    for stop, said in ((["\u00e9b"], "\u00e9"), ([], "\u00e9bye")):
-        matcher = make_stop_sequences(tokenizer, stop).matcher()
-        tail = WholeText.after(tokens[:2], tokenizer.detokenizer, matcher)
-        responses = [Response("?", token, 0.0, None, ()) for token in tokens[2:]]
-        responses[-1].finish_reason = "length"
-        for response in responses:
-            tail.follow(response)
-        until = next(i for i, r in enumerate(responses) if r.finish_reason)
-        assert responses[until].finish_reason == ("stop" if stop else "length")
-        assert "".join(r.text for r in responses[: until + 1]).startswith(said)
+    *chunks, last = [*begun, *stream]
+    ending = [token for chunk in chunks[-30:] for token in chunk.draft["tokens"]]
+    assert not any(token.get("batched") for token in ending), "it is alone again"
+    assert any(token["depth"] > 0 for token in ending), "and drafted for"
+    assert "".join(c.choices[0].text for c in chunks) == expected[0].text
+    for told in ([t for chunk in chunks for t in chunk.draft["tokens"]], other.draft["tokens"]):
+        batched = [token for token in told if token.get("batched")]
+        assert any(token["depth"] > 0 for token in batched) and len(batched) < len(told)
+    assert last.usage.drafted_tokens > 0 < other.usage.drafted_tokens
 
 
 def test_same_seed_same_text_drafted_or_not(server):
@@ -256,15 +242,17 @@ def test_reasoning_is_told_apart_as_mlx_lm_does(tmp_path):
         assert asked.complete(**options).choices[0].message == expected
 
 
-def test_quantized_caches_are_served_in_turn(pair):
+def test_quantized_caches_share_no_rounds(pair):
     flags = ("--model", pair["target"], "--draft-model", pair["model"], "--usage-stats")
     quantized = ("--kv-bits", "8", "--kv-group-size", "32", "--quantized-kv-start", "20")
     with ours(*flags, *quantized) as asked:
         with ThreadPoolExecutor(2) as pool:
             prompts = ["The same question for all"] * 2
-            got = list(pool.map(lambda p: asked.complete(prompt=p, max_tokens=8), prompts))
+            options = {"max_tokens": 8, "include_draft": True}
+            got = list(pool.map(lambda p: asked.complete(prompt=p, **options), prompts))
     assert len({answer.choices[0].text for answer in got}) == 1
     assert all(answer.usage.drafted_tokens > 0 for answer in got)
+    assert not any(answer.draft["counts"]["batched_tokens"] for answer in got)
 
 
 def test_the_same_request_again_and_what_it_answered(server, reference):
@@ -274,7 +262,7 @@ def test_the_same_request_again_and_what_it_answered(server, reference):
     for _ in range(2):
         assert server.complete(**options).choices == expected
     text = options["prompt"]
-    for k in (3, 3, 0, 0, 3):  # 0: in a batch of mlx-lm's
+    for k in (3, 3, 0, 0, 3):
         got = server.complete(prompt=text, num_draft_tokens=k, max_tokens=8, logit_bias=ENDLESS)
         text += got.choices[0].text
     whole = reference.complete(**options | {"max_tokens": 40}).choices[0].text
@@ -333,21 +321,26 @@ def test_a_client_that_leaves_during_a_long_prompt(pair, reference):
 
 def test_a_failing_batch_costs_nobody_an_answer(server, reference, monkeypatch):
     """Those who were in it go on, each alone, from the token where they were."""
-    num_calls, step = 0, BatchGenerator.next
+    num_calls, run = 0, Batch.round
 
     def failing(self):
         nonlocal num_calls
         num_calls += 1
-        if num_calls == 12:
+        if num_calls % 3 == 0:
             raise RuntimeError("injected")
-        return step(self)
+        return run(self)
 
     requests = [{"prompt": f"Once upon {i}", "logit_bias": ENDLESS} for i in range(3)]
+    requests[0] |= {"max_tokens": 60}
+    requests[2] |= {"repetition_penalty": 1.8, "max_tokens": 20}
     expected = [reference.complete(**request).choices for request in requests]
-    monkeypatch.setattr(BatchGenerator, "next", failing)
-    with ThreadPoolExecutor(3) as pool:
-        got = list(pool.map(lambda r: server.complete(**r, num_draft_tokens=0).choices, requests))
-    assert num_calls >= 12 and got == expected
+    sampled = {"prompt": "Once", "temperature": 0.8, "seed": 4, "logit_bias": ENDLESS}
+    sampled |= {"max_tokens": 60}
+    expected.append(server.complete(**sampled).choices)
+    monkeypatch.setattr(Batch, "round", failing)
+    with ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(lambda r: server.complete(**r).choices, [*requests, sampled]))
+    assert num_calls >= 3 and got == expected
     assert server.complete(**requests[0]).choices == expected[0]
 
 

@@ -38,10 +38,10 @@ def test_caches_without_a_drafters_part_get_one():
     caches = make_prompt_cache(model)
     tokens = plain(model, PROMPT, 5, prompt_cache=caches)
     store = PairCache()
-    store.insert_cache("key", PROMPT + tokens, caches)  # as mlx-lm's batches do
+    store.insert_cache("key", PROMPT + tokens, caches)  # as of a plain answer
     fetched, rest = store.fetch("key", PROMPT + tokens + [1, 2])
     pair_caches = prepare(fetched, model, drafter, PROMPT + tokens)
     assert len(pair_caches.draft) == len(drafter.make_cache())
     store.insert_cache("key", PROMPT + tokens + [1], Caches(pair_caches, len(caches)))
-    assert len(store.fetch_nearest_cache("key", PROMPT + tokens + [1, 2])[0]) == len(caches)
+    assert len(store.fetch("key", PROMPT + tokens + [1, 2])[0].target) == len(caches)
     assert not prepare(pair_caches, model, None, PROMPT + tokens).draft

@@ -9,7 +9,6 @@ import mlx_lm
 import pytest
 from grids import thorough
 from mlx_lm.generate import TextStateMachine
-from mlx_lm.server import Response
 from openai import BadRequestError
 from prometheus_client.parser import text_string_to_metric_families
 from serving import ENDLESS, NUM_CHARACTERS, ours, write_pair
@@ -136,28 +135,34 @@ def test_whole_answers_and_streams_that_ask_as_those_do(server):
     assert whole.draft["counts"] == chunks[-1].draft["counts"]
 
 
-def test_without_drafts_tokens_come_from_a_batch(server):
+def test_without_drafts(server):
     *chunks, last = server.complete(**STORY, num_draft_tokens=0, **ASKED)
     tokens = tokens_of([*chunks, last])
-    assert all(t["batched"] and t["depth"] == t["length"] == 0 for t in tokens)
-    assert last.draft["counts"]["batched_tokens"] == len(tokens) == STORY["max_tokens"]
-    assert last.draft["counts"]["drafted_tokens"] == 0
+    assert not any(t.get("batched") or t["depth"] or t["length"] for t in tokens)
+    assert len(tokens) == STORY["max_tokens"] and last.draft["counts"]["target_passes"] == 0
+    assert last.draft["counts"]["batched_tokens"] == 0 == last.draft["counts"]["drafted_tokens"]
     assert last.draft["counts"]["mean_acceptance_length"] == 1
 
 
-def test_who_moves_into_a_batch_is_told(server):
-    """The first part of the answer was drafted, the rest was not, and no token is missing."""
+def test_who_shares_rounds_is_told(server):
+    """In the midst of the answer; the counts are those of all of it, and no token is missing."""
     begun = server.complete(**STORY | {"max_tokens": 200}, **ASKED)
     first = next(begun)
-    other = threading.Thread(target=lambda: server.complete(**STORY | {"max_tokens": 3}))
+    other = threading.Thread(target=lambda: server.complete(**STORY | {"max_tokens": 9}))
     other.start()
     chunks = [first, *begun]
     other.join(timeout=60)
     tokens, counts = tokens_of(chunks), chunks[-1].draft["counts"]
     batched = [token.get("batched", False) for token in tokens]
     assert [token["index"] for token in tokens] == list(range(200))
-    assert batched == sorted(batched) and sum(batched) == counts["batched_tokens"] > 0
-    assert counts["emitted_tokens"] == 200 - sum(batched) - 1
+    assert 0 < sum(batched) == counts["batched_tokens"] < 200
+    place = batched.index(True)
+    assert all(batched[place : place + sum(batched)]), "one stretch of the answer"
+    assert counts["emitted_tokens"] == 199
+    ends = [token for token in tokens[1:-1] if token["depth"] == 0]
+    assert [token["length"] for token in ends] == counts["draft_lengths"][: len(ends)]
+    shared = [token for token in tokens if token.get("batched")]
+    assert any(token["depth"] > 0 for token in shared)
 
 
 def test_events_of_the_controller(server):
@@ -232,7 +237,7 @@ def test_a_letter_that_was_held_is_told_with_its_own_token():
     second, third = report.take()["tokens"]
     assert [first["text"], second["text"], third["text"]] == ["a ", "st", "ay"]
     assert [first["index"], second["index"], third["index"]] == [0, 0, 1]
-    report.follow(Response("x", 9, 0.0, "length", ()))
+    report.follow(PairResponse("x", 9, 0.0, "length", (), Origin(batched=True)))
     (last,) = report.take()["tokens"]
     assert last["batched"] and report.num_batched == 1
 

@@ -10,12 +10,12 @@ from openai import BadRequestError
 from serving import ENDLESS, NUM_CHARACTERS, ours, parse, theirs, write_pair, write_tokenizer
 
 from mlx_eagle.commands import generate as cli
-from mlx_eagle.decoding.limits import read_tree
-from mlx_eagle.decoding import loop
 from mlx_eagle.decoding.calibrate import CHAINS
 from mlx_eagle.decoding.costs import RoundCosts
+from mlx_eagle.decoding.limits import read_tree
 from mlx_eagle.decoding.live_costs import LiveCosts
 from mlx_eagle.server import __main__ as command
+from mlx_eagle.server import schedule, served
 from mlx_eagle.server.caches import PairCache
 
 VOCAB = NUM_CHARACTERS + 2
@@ -47,15 +47,15 @@ def own_calibration(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def asked_of_loop(monkeypatch) -> list[tuple]:
-    """The trees and rules that the loop is asked for."""
-    found, open_decoder = [], loop.open_decoder
+def asked_of_decoder(monkeypatch) -> list[tuple]:
+    """The trees and rules that decoders are asked for."""
+    found, open_decoder = [], served.open_decoder
 
     def watch(*args, **options):
         found.append((options["tree"], options["acceptance"]))
         return open_decoder(*args, **options)
 
-    monkeypatch.setattr(loop, "open_decoder", watch)
+    monkeypatch.setattr(served, "open_decoder", watch)
     return found
 
 
@@ -70,22 +70,22 @@ WISHES = {
 
 
 @pytest.mark.parametrize("name", WISHES)
-def test_a_request_says_how_to_draft(server, expected, asked_of_loop, name):
+def test_a_request_says_how_to_draft(server, expected, asked_of_decoder, name):
     wish = WISHES[name]
     got = server.complete(**TEXT, **wish)
     assert got.choices == expected
     tree = wish.get("tree") and read_tree(wish["tree"])
-    assert asked_of_loop == [(tree, wish.get("acceptance"))]
+    assert asked_of_decoder == [(tree, wish.get("acceptance"))]
     if name.endswith(" tree"):  # more of them are drafted than a chain has
         chain = server.complete(**TEXT).usage
         assert got.usage.drafted_tokens / chain.drafted_tokens > 1.2
 
 
-def test_rules_for_sampling(server, asked_of_loop):
+def test_rules_for_sampling(server, asked_of_decoder):
     """Coupled gives the text of the seed alone; the others draw in ways of their own."""
     rules = (None, "coupled", "match", "reject")
     texts = [server.complete(**SAMPLED, acceptance=r).choices[0].text for r in rules]
-    assert asked_of_loop == [(None, rule) for rule in rules]
+    assert asked_of_decoder == [(None, rule) for rule in rules]
     plain_text = server.complete(**SAMPLED, num_draft_tokens=0).choices[0].text
     trees = [
         server.complete(**SAMPLED, tree="2x2:4", acceptance=rule).choices[0].text
@@ -132,7 +132,7 @@ def test_wishes_that_make_no_sense(server, expected, name):
         assert server.complete(**TEXT).choices == expected
 
 
-def test_flags_are_what_requests_say_nothing_of(pair, expected, asked_of_loop):
+def test_flags_are_what_requests_say_nothing_of(pair, expected, asked_of_decoder):
     flags = ("--model", pair["target"], "--draft-model", pair["head"], "--tree", "2x2:4")
     with ours(*flags, "--acceptance", "match", "--num-draft-tokens", "auto") as asked:
         assert asked.complete(**TEXT).choices == expected
@@ -143,7 +143,7 @@ def test_flags_are_what_requests_say_nothing_of(pair, expected, asked_of_loop):
     tree = read_tree("2x2:4")
     # Greedy decoding has one rule.
     sampled = [(tree, "match"), (None, None), (tree, "reject")]
-    assert asked_of_loop == [(tree, None), (None, None), *sampled]
+    assert asked_of_decoder == [(tree, None), (None, None), *sampled]
 
 
 def test_pairs_without_trees_refuse_them(pair):
@@ -186,7 +186,7 @@ def test_targets_without_trees_refuse_them(pair, recurrent):
 def test_no_draft_could_pay_here(pair, expected, monkeypatch):
     """What was decoded without the drafter is filed without its part of the caches."""
     hopeless = RoundCosts(1.0, {shape: 100.0 for shape in CHAINS})
-    monkeypatch.setattr(loop, "round_costs", lambda *args, **options: LiveCosts(hopeless))
+    monkeypatch.setattr(schedule, "round_costs", lambda *args, **options: LiveCosts(hopeless))
     filed, insert = [], PairCache.insert_cache
 
     def watch(self, model, tokens, caches, **options):

@@ -7,13 +7,14 @@ import threading
 import time
 
 import pytest
+from grids import thorough
 from openai import BadRequestError
 from serving import ENDLESS, ours, theirs, write_pair
 
-from mlx_eagle.decoding import loop
 from mlx_eagle.decoding.calibrate import CHAINS
 from mlx_eagle.decoding.costs import RoundCosts
 from mlx_eagle.decoding.live_costs import LiveCosts
+from mlx_eagle.server import schedule
 from mlx_eagle.server.prompt import PIECE, check_text_length
 
 TEXT = {"prompt": "Once upon a time", "max_tokens": 30, "logit_bias": ENDLESS}
@@ -223,7 +224,7 @@ def test_rounds_are_measured_only_while_nobody_waits(flags, expected, monkeypatc
     measuring = threading.Event()
     num_done = []
 
-    def slow_costs(decoder, with_trees, progress, recalibrate) -> LiveCosts:
+    def slow_costs(decoder, with_trees, progress=None, recalibrate=False) -> LiveCosts:
         for i in range(200 * recalibrate):  # 20 s
             progress(i, 200)
             num_done.append(i)
@@ -231,8 +232,8 @@ def test_rounds_are_measured_only_while_nobody_waits(flags, expected, monkeypatc
             time.sleep(0.1)
         return LiveCosts(RoundCosts(1.0, {shape: 1.0 for shape in CHAINS}))
 
-    monkeypatch.setattr(loop, "round_costs", slow_costs)
-    for seeds in ({}, {"seed": 4, "temperature": 0.8}):  # in a batch then; or in turn
+    monkeypatch.setattr(schedule, "round_costs", slow_costs)
+    for seeds in ({}, {"seed": 4, "temperature": 0.8}):
         measuring.clear()
         num_done.clear()
         got = []
@@ -253,13 +254,13 @@ def test_rounds_are_measured_only_while_nobody_waits(flags, expected, monkeypatc
 def test_rounds_are_measured_once_where_that_is_asked_for(flags, monkeypatch):
     asked_for = []
 
-    def quick_costs(decoder, with_trees, progress, recalibrate) -> LiveCosts:
+    def quick_costs(decoder, with_trees, progress=None, recalibrate=False) -> LiveCosts:
         asked_for.append(recalibrate)
         if recalibrate:
             progress(1, 1)
         return LiveCosts(RoundCosts(1.0, {shape: 1.0 for shape in CHAINS}))
 
-    monkeypatch.setattr(loop, "round_costs", quick_costs)
+    monkeypatch.setattr(schedule, "round_costs", quick_costs)
     for more, expected in (("--recalibrate",), [True, False]), ((), [False, False]):
         asked_for.clear()
         with ours(*flags, "--num-draft-tokens", "auto", *more) as asked:
@@ -269,8 +270,8 @@ def test_rounds_are_measured_once_where_that_is_asked_for(flags, monkeypatch):
 
 
 def test_an_answer_that_others_wait_for_ends_in_time(flags):
-    """Sampling with a seed cannot share a batch: the second would wait for all of the first."""
-    with ours(*flags, "--time-limit", "0.5") as asked:
+    """One at a time: the second would wait for all of the first."""
+    with ours(*flags, "--time-limit", "0.5", "--decode-concurrency", "1") as asked:
         endless = TEXT | {"seed": 1, "temperature": 1.0, "max_tokens": 10**6}
         got = []
         first = threading.Thread(target=lambda: got.append(asked.complete(**endless)))
@@ -284,10 +285,42 @@ def test_an_answer_that_others_wait_for_ends_in_time(flags):
         assert 0 < got[0].usage.completion_tokens < 10**6
 
 
-def test_a_greedy_request_with_a_seed_shares_a_batch(server, expected):
-    assert server.complete(**TEXT, seed=7).choices == expected
-    long = TEXT | {"max_tokens": 1500, "stream": True}
-    with server.complete(**long, seed=7) as stream:
+def test_an_answer_that_nobody_waits_for_goes_on(flags):
+    """Though it has had its time: who comes meanwhile joins it."""
+    with ours(*flags, "--time-limit", "0.01") as asked:
+        long = TEXT | {"max_tokens": 200, "stream": True}
+        with asked.complete(**long) as stream:
+            next(stream)
+            assert asked.complete(**TEXT).usage.completion_tokens == 30
+            assert sum(1 for _ in stream) > 150
+
+
+SEEDED = TEXT | {"temperature": 0.9, "seed": 7}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    thorough(
+        [
+            {"temperature": 0},
+            {},
+            {"acceptance": "reject"},
+            {"acceptance": "match"},
+            {"xtc_probability": 0.5, "xtc_threshold": 0.1},
+        ],
+        {},
+        {"acceptance": "match"},
+    ),
+    ids=str,
+)
+def test_a_request_with_a_seed_shares_rounds(server, fields):
+    """Its text is that of its seed, whoever else draws random numbers meanwhile."""
+    request = SEEDED | fields
+    expected = server.complete(**request).choices
+    long = TEXT | {"max_tokens": 1500, "stream": True, "temperature": 0.9}
+    with server.complete(**long) as stream:
         next(stream)
-        assert server.complete(**TEXT, seed=8).choices == expected
+        got = server.complete(**request, include_draft=True)
         assert len(server.generator._open) == 1, "the second waited for the first"
+    assert got.choices == expected
+    assert got.draft["counts"]["batched_tokens"] > 20

@@ -7,7 +7,7 @@ import pytest
 from automaton import write_automaton
 from serving import ours, theirs
 
-from mlx_eagle.server.generator import PairGenerator
+from mlx_eagle.batch.group import Group
 
 
 def tool(name: str, argument: str) -> dict:
@@ -157,20 +157,24 @@ def test_a_result_is_answered_and_its_caches_are_used(server, reference):
 
 
 @pytest.mark.parametrize("trigger", ["@", "&"])
-def test_a_call_goes_on_in_a_batch_from_any_token(server, trigger, monkeypatch):
-    num_given = 0
+def test_a_call_goes_on_in_shared_rounds_from_any_token(server, trigger, monkeypatch):
+    """And by itself again, two rounds later."""
+    num_rounds, run = 0, Group.round
 
-    def gives_way(self, args, caches) -> bool:
-        nonlocal num_given
-        num_given += 1
-        return num_given == num_alone
+    def counting(self) -> list:
+        nonlocal num_rounds
+        num_rounds += 1
+        return run(self)
 
-    monkeypatch.setattr(PairGenerator, "_should_give_way", gives_way)
-    monkeypatch.setattr(PairGenerator, "_is_batchable", lambda *args: num_given >= num_alone)
-    for num_alone in range(1, len(SCRIPTS[trigger]) + 1):
-        num_given = 0
-        assert streamed(server, **question(trigger)) == ANSWERS[trigger]
-        assert num_given == num_alone
+    def shares(self, num_requests: int) -> bool:
+        return num_alone < num_rounds <= num_alone + 3
+
+    monkeypatch.setattr(Group, "round", counting)
+    monkeypatch.setattr(Group, "_shares", shares)
+    for num_alone in range(len(SCRIPTS[trigger]) // 2):
+        num_rounds = 0
+        assert streamed(server, **question(trigger), num_draft_tokens=1) == ANSWERS[trigger]
+        assert num_rounds > num_alone
 
 
 def test_eight_clients_with_tools(server):

@@ -206,10 +206,12 @@ class ScriptedDrafter:
     """Proposes the true continuation, broken where the script says.
 
     ``script(round, size)`` is the number of right tokens at the front of that round's draft.
-    Every ``propose`` also asserts that exactly the committed tokens were absorbed.
+    Every ``propose`` also asserts that exactly the committed tokens were absorbed; not so where
+    ``may_part``, for a text in half precision may go another way at a tie.
     """
 
     taps = ()
+    may_part = False
 
     def __init__(self, text: list[int], script: Callable[[int, int], int], vocab: int = VOCAB):
         self.text = text
@@ -248,7 +250,8 @@ class ScriptedDrafter:
         committed = []
         for tokens, last in self.absorbed:
             committed += tokens.tolist()[: None if last is None else last.item() + 1]
-        assert committed == self.text[: len(committed)], "absorbed something else than the text"
+        absorbed_text = self.may_part or committed == self.text[: len(committed)]
+        assert absorbed_text, "absorbed something else than the text"
         position = len(committed)
         right = self.script(self.num_rounds, size)
         self.num_rounds += 1

@@ -13,7 +13,8 @@ def head(
     """A row: the target's depth, then the head's sizes; keys of its config, and of this test.
 
     ``taps`` (default: the default ones), ``layers``, ``aux``, ``nested`` (a speculators config),
-    ``extra`` and ``lacks`` (tensors), ``wide`` (the target's hidden size), ``fields``.
+    ``extra`` and ``lacks`` (tensors), ``wide`` (the target's hidden size), ``fields``, ``unsaid``
+    (keys that its config has not).
     """
     config = {
         "hidden_size": h,
@@ -24,7 +25,7 @@ def head(
         "vocab_size": vocab,
         "draft_vocab_size": draft,
     }
-    options = ("taps", "layers", "aux", "nested", "extra", "lacks", "wide", "fields")
+    options = ("taps", "layers", "aux", "nested", "extra", "lacks", "wide", "fields", "unsaid")
     row = {name: more.pop(name) for name in options if name in more}
     return row | {"config": config | more, "depth": depth}
 
@@ -419,7 +420,138 @@ HEADS = {
     "amazon/gpt-oss-120b-p-eagle": head(
         *GPT_120B, layers=4, pard_token=200020, architectures=["PeagleLlamaForCausalLM"]
     ),
+    # Further templates, read when everything above resolved
+    "template gemma3-27b": head(
+        62,
+        5376,
+        21504,
+        32,
+        16,
+        128,
+        262208,
+        262208,
+        **nested_ids(1, 29, 61),
+        taps=(2, 30, 62),
+        lacks=("lm_head",),
+        rope_theta=1e6,
+        sliding_window=512,
+        use_sliding_window=False,
+        target_model_type="gemma3_text",
+        additional_fc=False,
+        reuse_target_lm_head=True,
+        fields={"sliding_window": None, "lm_head_source": "target"},
+    ),
+    "template gemma4-26b-a4b": head(
+        30, 2816, 2112, 32, 8, 128, 262144, 262144, **nested_ids(5, 17, 29), taps=(6, 18, 30)
+    ),
+    "template mistral-small-24b": head(
+        40, 5120, 32768, 32, 8, 128, 131072, 32000, rope_theta=1e8, rms_norm_eps=1e-5
+    ),
+    "template qwen3-omni": head(48, 2048, 6144, 32, 4, 64, 152064, 32000, unsaid=("head_dim",)),
+    "template llava": head(
+        32, 4096, 11008, 32, 32, 128, 32064, 6024, unsaid=("head_dim",), rope_scaling=None
+    ),
+    "template phi4-mini": head(
+        32,
+        3072,
+        8192,
+        24,
+        8,
+        128,
+        200064,
+        32000,
+        model_type="phi3",
+        tie_word_embeddings=True,
+        unsaid=("head_dim",),
+        fields={"head_dim": 128, "lm_head_source": "file"},
+    ),
+    "template minicpm-v4": head(
+        32,
+        2560,
+        10240,
+        32,
+        2,
+        128,
+        73448,
+        32000,
+        target_hidden_size=2560,
+        max_position_embeddings=32768,
+        rope_scaling={
+            "rope_type": "longrope",
+            "factor": 1.0,
+            "original_max_position_embeddings": 32768,
+            "long_factor": [1 + 0.45 * i for i in range(64)],
+            "short_factor": [1 + 0.45 * i for i in range(64)],
+        },
+    ),
+    "template qwen3.5-4b": head(32, 2560, 9216, 16, 4, 256, 248320, 32000, rope_theta=1e7),
+    "template qwen3-vl-30b-a3b": head(
+        48, 2048, 12288, 32, 4, 128, 151936, 32000, **nested_ids(1, 23, 44), taps=(2, 24, 45)
+    ),
+    "AngelSlim Qwen3-VL-4B": head(
+        36,
+        2560,
+        9728,
+        32,
+        8,
+        128,
+        151936,
+        32000,
+        tie_word_embeddings=True,
+        rope_theta=5e6,
+        rope_scaling={
+            "type": "default",
+            "rope_type": "default",
+            "mrope_interleaved": True,
+            "mrope_section": [24, 20, 20],
+        },
+    ),
+    "AngelSlim Qwen2.5-3B": head(
+        36,
+        2048,
+        11008,
+        16,
+        2,
+        128,
+        151936,
+        32000,
+        tie_word_embeddings=True,
+        rope_theta=1e6,
+        sliding_window=32768,
+        use_sliding_window=False,
+        max_window_layers=36,
+        unsaid=("head_dim",),
+        fields={"sliding_window": None, "head_dim": 128},
+    ),
+    "NeMo Automodel gpt-oss": head(
+        *GPT_20B,
+        architectures=["LlamaEagle3DraftModel"],
+        rope_theta=150000.0,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+    ),
+    "nm-testing/EAGLE3-LLaMA3.1-Instruct-8B-converted": head(
+        *LLAMA_8B, nested="llama", norm_before_residual=False
+    ),
+    "nm-testing/for_testing_gptoss20b_spec_eagle3": head(
+        24, 2880, 2880, 64, 8, 64, 201088, 32000, **SPECULATORS, rope_theta=5e5
+    ),
 }
+
+
+EAGLE_1 = {
+    "yuhuili/EAGLE-LLaMA3-Instruct-8B": (32, 4096, 14336, 32, 8, 128256, {}),
+    "yuhuili/EAGLE-Vicuna-7B-v1.3": (32, 4096, 11008, 32, 32, 32000, {"bias": False}),
+    "yuhuili/EAGLE-mixtral-instruct-8x7B": (32, 4096, 14336, 32, 8, 32000, {"rope_theta": 1e6}),
+    "yuhuili/EAGLE-Qwen2-7B-Instruct": (28, 3584, 18944, 28, 4, 152064, {"qkv_bias": True}),
+}
+"""EAGLE-1 and 2: depth, hidden size, MLP, heads, key heads, vocabulary, and other keys."""
 
 
 MISTRAL_LARGE = {

@@ -61,11 +61,25 @@ ATTENTION = {
     },
 }  # fmt: skip
 # Of the widest matrices: the kernel, and how often it goes through the weights, by rows.
-READ_BY_ROW = {"vector 2": "2", "vector 3": "3", "vector 5": "5", "matrix 1": "6 8 12 32"}
-READ_BY_FIVE = {"vector 1": "2 3 5", "vector 2": "6 8", "vector 3": "12", "matrix 1": "32"}
+READ_BY_ROW = {
+    "vector 2": "2", "vector 3": "3", "vector 4": "4", "vector 5": "5", "matrix 1": "6 7 8 12 32",
+}  # fmt: skip
+READ_BY_FIVE = {
+    "vector 1": "2 3 4 5", "vector 2": "6 7 8", "vector 3": "12", "matrix 1": "32",
+}  # fmt: skip
 PRODUCTS = {
     generation: {**kernels, "matrix 2": "64"}
     for generations, kernels in (("M1 M2", READ_BY_ROW), ("M3 M4 M5", READ_BY_FIVE))
+    for generation in generations.split()
+}
+# Of those up to 4096 on both sides, as attention's are, the vector kernel has more rows.
+MIDDLE_BY_ROW = {f"vector {rows}": str(rows) for rows in range(2, 9)}
+MIDDLE_PRODUCTS = {
+    generation: {**kernels, "matrix 2": "64"}
+    for generations, kernels in (
+        ("M1 M2", {**MIDDLE_BY_ROW, "matrix 1": "12 32"}),
+        ("M3 M4 M5", READ_BY_FIVE),
+    )
     for generation in generations.split()
 }
 
@@ -143,13 +157,33 @@ def test_attention_of_the_heads_passes(name):
 @pytest.mark.parametrize("name", SIZES)
 def test_products_of_the_verify_pass(name, generation):
     """The last matrix and, but in gpt-oss, the MLP's are wide; the price jumps where it says."""
-    drafts = {rows_of(draft): draft for draft in DRAFTS}
-    expected = PRODUCTS[generation].items()
-    for rows, kernel in [(int(r), kernel) for kernel, rows in expected for r in rows.split()]:
-        verify = verify_pass(name, drafts[rows])
-        wide = [p for p in verify.products if max(p.inputs, p.outputs) > 4096 and not p.routed]
+    for draft in DRAFTS:
+        products = [p for p in verify_pass(name, draft).products if not p.routed]
+        wide = [p for p in products if max(p.inputs, p.outputs) > 4096]
+        middle = [p for p in products if p not in wide and min(p.inputs, p.outputs) > 32]
         assert len(wide) == (1 if name == "gpt-oss-20b" else 3 * NUM_LAYERS + 1)
-        assert {"{} {}".format(*product.kernel(generation)) for product in wide} == {kernel}
+        assert len(middle) == 4 * NUM_LAYERS
+        for layers, expected in ((wide, PRODUCTS), (middle, MIDDLE_PRODUCTS)):
+            found = {"{} {}".format(*product.kernel(generation)) for product in layers}
+            assert found == {of_rows(expected[generation])[rows_of(draft)]}, draft
+
+
+def of_rows(kernels: dict[str, str]) -> dict[int, str]:
+    """The kernel by the number of rows, of a table that has the rows by the kernel."""
+    return {int(r): kernel for kernel, rows in kernels.items() for r in rows.split()}
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize("name", SIZES)
+def test_products_of_the_heads_passes(name, generation):
+    """A draft step goes once through the weights; the accept pass as often as the verify pass."""
+    expected = of_rows(PRODUCTS[generation])
+    for draft in ("1", "2", "4", "5"):
+        products = recorded(name, draft).head.products
+        wide = [p for p in products if max(p.inputs, p.outputs) > 4096]
+        for rows, kernel in ((1, "vector 1"), (rows_of(draft), expected[rows_of(draft)])):
+            found = {"{} {}".format(*p.kernel(generation)) for p in wide if p.rows == rows}
+            assert found == {kernel}
 
 
 @pytest.mark.parametrize("draft, is_sorted", [("1", False), ("7", False), ("6x5:31", True)])

@@ -8,6 +8,8 @@ from grids import thorough
 from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_eagle.convert import convert
+from mlx_eagle.drafters.load import load_drafter
 from mlx_eagle.drafters.model_drafter import ModelDrafter
 from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.target.taps import Target
@@ -67,6 +69,15 @@ def test_a_drafter_drafts_in_another_thread_than_it_was_made_in(kind):
     else:
         smaller = tiny_llama(seed=3, rope_scaling=LLAMA3, vocab_size=90)
         drafter = ModelDrafter(smaller, vocab_size=96)
+    (tokens,) = in_threads(lambda: speculative(model, drafter, PROMPT, NUM_TOKENS)[0])
+    assert tokens == plain(model, PROMPT, NUM_TOKENS)
+
+
+def test_a_target_generates_in_another_thread_than_its_head_was_loaded_in(source, out):
+    """mlx-lm leaves the frequencies of its rope to the first pass."""
+    convert(str(source), str(out))
+    model = tiny_llama(vocab_size=128, rope_scaling=LLAMA3)
+    drafter = load_drafter(out, model)
     (tokens,) = in_threads(lambda: speculative(model, drafter, PROMPT, NUM_TOKENS)[0])
     assert tokens == plain(model, PROMPT, NUM_TOKENS)
 

@@ -15,8 +15,9 @@ from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.fused import fuse_weights, split_weights
 from mlx_eagle.drafters.head import Eagle3Head
 from mlx_eagle.drafters.load import find_embedding
+from mlx_eagle.train.compiled import is_compiled
 from mlx_eagle.train.examples import TokenBatch
-from mlx_eagle.train.losses import LossSettings
+from mlx_eagle.train.losses import LossSettings, first_slot
 from mlx_eagle.train.optimizer import TrainStep, learning_rate
 from mlx_eagle.train.student import Student
 from mlx_eagle.train.teacher import Teacher
@@ -125,6 +126,19 @@ def test_losses_and_gradients_are_specforges(name, checkpoint):
         assert frozen.relative(np.array(found[key]), wanted) < 10 * TOLERANCE, key
 
 
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_chains_that_nothing_counts_of_are_not_computed(checkpoint):
+    """A step's loss is that of a longer test, where fewer slots before answers are left out."""
+    golden = Golden("ce")
+    features, teaching = Teacher(golden.model, TAPS, golden.student.ids).teach(golden.batch, 2)
+    length = golden.batch.tokens.shape[1]
+    if not is_compiled():
+        assert first_slot(teaching, length, 2) > first_slot(teaching, length, NUM_STEPS)
+    step = TrainStep(golden.student, LossSettings(2, checkpoint=checkpoint), max_grad_norm=0.5)
+    losses, _ = step.gradients(mx.array(golden.batch.tokens), features, teaching)
+    assert frozen.relative(np.array(losses), golden.losses[:2]) < 10 * TOLERANCE
+
+
 def test_some_choices_of_the_golden_target_cannot_be_drafted():
     golden = Golden("ce")
     _, teaching = Teacher(golden.model, TAPS, golden.student.ids).teach(golden.batch, NUM_STEPS)
@@ -158,15 +172,16 @@ def test_step_j_is_the_jth_chained_draft(variant, checkpoint):
     runner = Runner(example)
     embeddings = runner.embed[mx.array(example.tokens)][None]
     features = mx.array(example.features)[None]
-    steps = list(unroll(runner.head, embeddings, features, NUM_STEPS, checkpoint))
-    for slot in (0, 2, NUM_SLOTS - NUM_STEPS - 1):
+    first = 0 if checkpoint else 2
+    steps = list(unroll(runner.head, embeddings, features, NUM_STEPS, checkpoint, first))
+    for slot in (first, first + 2, NUM_SLOTS - NUM_STEPS - 1):
         decoding = Runner(example)
         states = decoding.extend(example.tokens[1 : slot + 2], example.features[: slot + 1])[-1:]
         for step in range(NUM_STEPS):
             if step:
                 states = decoding.step([example.tokens[slot + 1 + step]], states)
             wanted = decoding.logits(states)[0]
-            found = runner.logits(steps[step][0, slot : slot + 1])[0]
+            found = runner.logits(steps[step][0, slot - first : slot - first + 1])[0]
             assert frozen.relative(found, wanted) < TOLERANCE
 
 

@@ -304,7 +304,8 @@ def test_a_head_is_taken_further(target, data, tmp_path):
     configs = [
         json.loads((tmp_path / name / "config.json").read_text()) for name in ("first", "second")
     ]
-    assert configs[0]["quantization"]["bits"] == 4 and "quantization" not in configs[1]
+    assert configs[0]["quantization"]["lm_head"]["bits"] == 6
+    assert "quantization" not in configs[1]
     assert configs[1]["draft_vocab_size"] == 64
     assert configs[1]["training"]["init"] == "first"
     with pytest.raises(ValueError, match="keeps the shape"):

@@ -127,10 +127,7 @@ class Tally {
 
   add(token, index) {
     this.numTokens += 1;
-    if (token[KIND] & IN_BATCH) {
-      this.numBatched += 1;
-      return;
-    }
+    if (token[KIND] & IN_BATCH) this.numBatched += 1;
     if (token[DEPTH] > 0) {
       this.run = token[DEPTH];
       return;

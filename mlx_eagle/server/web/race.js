@@ -76,7 +76,7 @@ function verdict(plain, drafted, seed) {
   }
   const ratio = drafted.seconds > 0 ? plain.seconds / drafted.seconds : 0;
   const batched = drafted.counts.batched_tokens;
-  const shared = batched ? ` ${batched} tokens of the second were decoded in a batch, without drafts, because others asked too.` : "";
+  const shared = batched ? ` ${batched} tokens of the second came from rounds that it shared, because others asked too.` : "";
   const speed = ratio ? ` With drafts ${ratio.toFixed(2)} times as fast.` : "";
   return `Identical: all ${left.length} tokens.${speed}${drew}${shared}`;
 }

@@ -26,7 +26,7 @@ function showStrip(answer, answers) {
     ["Accepted", one.accepted_tokens, all.accepted_tokens],
     ["Target passes", one.target_passes, all.target_passes],
   ];
-  if (all.batched_tokens) rows.push(["In a batch, without drafts", one.batched_tokens, all.batched_tokens]);
+  if (all.batched_tokens) rows.push(["In rounds shared with others", one.batched_tokens, all.batched_tokens]);
   byId("figures").replaceChildren(
     ...rows.map(([name, ...values]) => {
       const head = element("th", "", name);

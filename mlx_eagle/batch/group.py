@@ -1,0 +1,178 @@
+"""Requests that come and go and are drafted for alike: one by itself, several in shared rounds.
+
+A request moves between the two at the end of a round, with its caches, its noise and its place in
+the text: nothing is computed twice, and its text is that of a generation of its own.
+"""
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..decoding.calibrate import round_costs
+from ..decoding.controller import AdaptiveController, Controller, FixedController
+from ..decoding.cost_keys import context_bucket
+from ..decoding.costs import PLAIN, DraftShape, Ways
+from ..decoding.decoder import Decoder
+from ..decoding.limits import AUTO
+from ..decoding.live_costs import LiveCosts
+from ..decoding.loop import CLEAR_CACHE_EVERY, make_controller
+from ..drafters.absent import NoDrafter
+from ..drafters.base import Drafter
+from ..drafters.tree import Tree
+from .learned_costs import LearnedCosts
+from .requests import Request
+from .rounds import Batch
+from .runners import Alone, Emitted, Shared
+
+FindCosts = Callable[[Decoder, bool], LiveCosts]
+"""What rounds of a request by itself cost; whether with trees."""
+
+
+class Group:
+    """Requests with one way of drafting: ``join``, ``leave``, and one ``round`` after the other.
+
+    To join, a request must have emitted its first token. ``num_draft_tokens`` is as in
+    ``speculative_generate_step``, one length for all in a round, "auto" by what all of them accept
+    and by what rounds of so many cost. With a ``tree``, or where caches cannot share a pass, only
+    one may be in it. One whose decoder ``drops_drafter`` is decoded plainly, and so are those who
+    share its rounds.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        draft_model: Drafter,
+        stream: mx.Stream | mx.ThreadLocalStream,
+        num_draft_tokens: int | str,
+        tree: Tree | str | None = None,
+        find_costs: FindCosts = round_costs,
+    ):
+        self._model, self._draft_model, self._stream = model, draft_model, stream
+        self._num_draft_tokens, self._tree = num_draft_tokens, tree
+        self._find_costs = find_costs
+        self._runner: Alone | Shared | None = None
+        self._num_rounds = 0
+        self._running: list[Request] = []
+        self._joining: list[Request] = []
+        self._left: list[Request] = []
+
+    @property
+    def requests(self) -> list[Request]:
+        """Those that have not been given back."""
+        return [*self._running, *self._joining]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody is left, nor anything under way."""
+        return not self.requests and self._runner is None
+
+    def join(self, request: Request) -> None:
+        """Take in a request, from the next round on."""
+        request.cache = []
+        self._joining.append(request)
+
+    def leave(self, request: Request, num_unread: int = 0) -> None:
+        """Let go of a request that has not ended; of the last round's, so many are not wanted.
+
+        These tokens are dropped where it was by itself, and stay where rounds were shared.
+        """
+        if request in self._joining:
+            self._joining.remove(request)
+            self._left.append(request)
+        elif self._runner is not None:
+            self._runner.leave(request, num_unread)
+        request.has_left = True
+        self._give_back()
+
+    def round(self) -> list[Emitted]:
+        """One round of all: what it has given to each."""
+        running = [request for request in self._running if not request.ended]
+        num = len(running) + len(self._joining)
+        if self._runner is not None and (num == 0 or self._runner.is_shared != self._shares(num)):
+            made = self._runner.part()
+            self._runner.close()
+            self._runner = None
+            self._give_back()
+            self._joining = [*self._running, *self._joining]
+            self._running = []
+            return made
+        if num == 0:
+            return []
+        if self._runner is None:
+            self._runner = self._begin(self._joining)
+        elif isinstance(self._runner, Shared):
+            for request in self._joining:
+                self._runner.join(request)
+        self._running += self._joining
+        self._joining = []
+        made = self._runner.round()
+        self._give_back()
+        self._num_rounds += 1
+        if self._num_rounds % CLEAR_CACHE_EVERY == 0:
+            mx.clear_cache()
+        return made
+
+    def take_left(self) -> list[Request]:
+        """Those that have ended or left, each once.
+
+        Their decoders have their caches. Where ``Request.cache`` is empty, these lack the last
+        token: see ``requests.put_back``.
+        """
+        left, self._left = self._left, []
+        return left
+
+    def _shares(self, num_requests: int) -> bool:
+        """Whether so many share their rounds."""
+        return num_requests > 1
+
+    def _give_back(self) -> None:
+        back = [request for request in self._running if request.ended and request.decoder.cache]
+        self._running = [request for request in self._running if request not in back]
+        self._left += back
+        if not self._running and self._runner is not None:
+            self._runner.close()
+            self._runner = None
+
+    def _begin(self, requests: Sequence[Request]) -> Alone | Shared:
+        """What decodes these from now on."""
+        if self._shares(len(requests)):
+            shared = self._share([request.decoder for request in requests])
+            for request in requests:
+                shared.join(request)
+            return shared
+        (request,) = requests
+        decoder = request.decoder
+        if decoder.drops_drafter:
+            return Alone(request, FixedController(PLAIN, drafting_off=True))
+        controller = make_controller(
+            decoder,
+            self._num_draft_tokens,
+            self._tree,
+            request.stats,
+            lambda: self._find_costs(decoder, self._tree == AUTO),
+        )
+        return Alone(request, controller)
+
+    def _share(self, decoders: Sequence[Decoder]) -> Shared:
+        """Shared rounds for these, who have yet to join."""
+        drafter, costs = self._draft_model, None
+        controller: Controller = FixedController(PLAIN, drafting_off=True)
+        if any(decoder.drops_drafter for decoder in decoders):
+            drafter = NoDrafter()
+        elif self._num_draft_tokens == AUTO:
+            longest = max(decoders, key=lambda decoder: context_bucket(decoder.cache, 0))
+            costs = LearnedCosts(self._model, drafter, longest)
+            controller = AdaptiveController(costs.of(len(decoders)))
+        else:
+            controller = FixedController(DraftShape(self._num_draft_tokens))
+        batch = Batch(
+            self._model,
+            drafter,
+            controller,
+            costs,
+            ways=Ways(splits_attention=decoders[0].target.parts.is_on),
+            keep_caches=True,
+            stream=self._stream,
+        )
+        return Shared(batch, is_plain=isinstance(drafter, NoDrafter))

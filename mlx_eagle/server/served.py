@@ -1,0 +1,193 @@
+"""One request in the hands of the generating thread: how it is begun, and how its text is made."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import StopSequences
+from mlx_lm.server import _format_top_logprobs
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..batch.requests import Request, put_back
+from ..batch.runners import Emitted
+from ..decoding.decoder import Decoder
+from ..decoding.limits import Limits, read_tree
+from ..decoding.setup import begin_drafter, open_decoder
+from ..drafters.absent import NoDrafter
+from ..drafters.tree import Tree
+from ..target.rollback import CacheQuantization
+from .answer import Answer
+from .body import PairArguments
+from .caches import Caches, PairCache, prepare, without_last
+from .drafted import Origin, PairResponse
+from .provider import PairProvider
+from .sampling import make_processors, make_sampler
+
+
+class Writer:
+    """The responses to the tokens of one answer, in order."""
+
+    def __init__(
+        self, tokenizer: TokenizerWrapper, stop_sequences: StopSequences, args: PairArguments
+    ):
+        self._tokenizer, self._args = tokenizer, args
+        self._detokenizer = tokenizer.detokenizer
+        self._matcher = stop_sequences.matcher()
+        self._num_tokens = 0
+
+    def response(
+        self, token: int, origin: Origin, logprobs: Callable[[], mx.array]
+    ) -> PairResponse:
+        """As mlx-lm's handlers take it; ``logprobs`` (V,) are asked for if they are shown."""
+        args, finish_reason = self._args, None
+        self._num_tokens += 1
+        is_end = token in self._tokenizer.eos_token_ids
+        if not is_end:
+            self._detokenizer.add_token(token)
+        if self._matcher.advance(token) or is_end:
+            finish_reason = "stop"
+        elif self._num_tokens == args.max_tokens:
+            finish_reason = "length"
+        if is_end or finish_reason == "length":
+            self._detokenizer.finalize()
+        logprob: float = 0.0
+        top: tuple[Any, ...] = ()
+        if args.logprobs or args.top_logprobs > 0:
+            row = logprobs()
+            logprob = row[token].item()
+            top = _format_top_logprobs(row, args.top_logprobs, self._tokenizer)
+        text = self._detokenizer.last_segment
+        return PairResponse(text, token, logprob, finish_reason, top, origin)
+
+    def responses(self, emitted: Emitted) -> Iterator[PairResponse]:
+        """Those to what a round has emitted."""
+        for i, token in enumerate(emitted.tokens):
+            origin = Origin(
+                i + 1 if i < emitted.num_kept else 0,
+                emitted.length,
+                emitted.events if i == 0 else (),
+                emitted.is_shared,
+            )
+            yield self.response(token, origin, partial(emitted.logprobs, i))
+
+
+@dataclass(eq=False)
+class Served:
+    """A request that is being answered.
+
+    ``num_cached`` tokens of its prompt were in caches; of the ``num_uncached`` others ``num_read``
+    have been read, and each step of ``chunks`` reads some. ``is_alone``: rounds that it shared
+    have failed, and it shares none any more.
+    """
+
+    answer: Answer
+    args: PairArguments
+    prompt: list[int]
+    writer: Writer
+    request: Request
+    is_drafted: bool
+    is_alone: bool = False
+    is_done: bool = False  # all was said that will be
+    chunks: Iterator[int] = field(default_factory=lambda: iter(()))
+    num_cached: int = 0
+    num_uncached: int = 0
+    num_read: int = 0
+
+    @property
+    def decoder(self) -> Decoder:
+        return self.request.decoder
+
+    @property
+    def tree(self) -> Tree | str | None:
+        return read_tree(self.args.tree) if self.is_drafted else None
+
+
+class Opener:
+    """Begins requests, on the caches of what is known of their prompts."""
+
+    def __init__(self, provider: PairProvider, prompt_cache: PairCache, stream: mx.Stream):
+        self._provider, self._prompt_cache, self._stream = provider, prompt_cache, stream
+
+    def open(
+        self,
+        answer: Answer,
+        prompt: list[int],
+        args: PairArguments,
+        stop_sequences: StopSequences,
+    ) -> Served:
+        """Ready to read its prompt. Raises ValueError for what the pair cannot do."""
+        provider = self._provider
+        is_drafted = provider.draft_model is not None and args.num_draft_tokens != 0
+        if is_drafted and args.tree is not None:
+            provider.check_tree(args.tree)
+        limits = Limits(args.max_tokens, provider.tokenizer.eos_token_ids)
+        served = Served(
+            answer,
+            args,
+            prompt,
+            Writer(provider.tokenizer, stop_sequences, args),
+            Request(prompt, limits, []),
+            is_drafted,
+        )
+        if is_drafted:
+            answer.stats = served.request.stats
+        self._begin(served)
+        return served
+
+    def open_again(self, served: Served) -> None:
+        """Ready to go on behind what was said; what was computed for it is lost."""
+        served.request = Request(
+            served.prompt,
+            served.request.limits,
+            [],
+            stats=served.request.stats,
+            tokens=list(served.answer.tokens),
+        )
+        self._begin(served)
+        served.decoder.num_emitted = len(served.answer.tokens)
+
+    def _begin(self, served: Served) -> None:
+        provider, args, request = self._provider, served.args, served.request
+        text = served.prompt + request.tokens
+        drafter = provider.draft_model if served.is_drafted else None
+        caches, rest = None, text
+        if args.reuse_caches:
+            caches, rest = self._prompt_cache.fetch(provider.model_key, text)
+        known = text[: len(text) - len(rest)]
+        served.num_cached, served.num_uncached, served.num_read = len(known), len(rest), 0
+        flags = provider.cli_args
+        with mx.stream(self._stream):
+            caches = prepare(caches, provider.model, drafter, known)
+        request.stats.start()
+        request.decoder = open_decoder(
+            provider.model,
+            NoDrafter() if drafter is None else begin_drafter(drafter, caches.draft),
+            caches.target,
+            CacheQuantization(flags.kv_bits, flags.kv_group_size, flags.quantized_kv_start),
+            self._stream,
+            sampler=make_sampler(args, provider.tokenizer),
+            logits_processors=make_processors(args, known),
+            acceptance=args.acceptance if served.is_drafted else None,
+            tree=served.tree,
+        )
+        request.decoder.drops_drafter = drafter is None
+        served.chunks = request.decoder.prefill_chunks(mx.array(rest), flags.prefill_step_size)
+
+    def file(self, served: Served) -> None:
+        """Keep the caches of a request that has ended, for whoever goes on from its text."""
+        request, num_target = served.request, len(served.decoder.cache)
+        text = served.prompt + request.tokens + request.unseen
+        caches = None
+        if not request.cache:
+            caches = without_last(request)
+            if caches is None:
+                put_back(request)
+            else:
+                text = text[:-1]
+        if caches is None:
+            caches = Caches(request.cache, num_target)
+        # What was decoded without the drafter is not in its part of the caches.
+        caches = Caches(caches.target) if served.decoder.drops_drafter else caches
+        self._prompt_cache.insert_cache(self._provider.model_key, text, caches)

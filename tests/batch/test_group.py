@@ -1,0 +1,222 @@
+"""Requests that come and go: each gets the text that it gets alone, whoever shares its rounds."""
+
+import mlx.core as mx
+import pytest
+from grids import thorough
+from helpers import plain, speculative, tiny_head, tiny_llama
+from mlx_lm.generate import generation_stream
+from mlx_lm.models.cache import make_prompt_cache
+from test_batch import MODELS, PROMPTS, VOCAB
+from test_rounds import MANY, Texts, started
+
+from mlx_eagle.batch import rounds
+from mlx_eagle.batch.group import Group
+from mlx_eagle.batch.learned_costs import LearnedCosts
+from mlx_eagle.batch.requests import Request, put_back
+from mlx_eagle.batch.rounds import Batch
+from mlx_eagle.decoding.calibrate import CHAINS
+from mlx_eagle.decoding.controller import FixedController
+from mlx_eagle.decoding.costs import PLAIN, DraftShape, RoundCosts
+from mlx_eagle.decoding.live_costs import LiveCosts
+from mlx_eagle.decoding.sampling import Sampling
+from mlx_eagle.drafters.absent import NoDrafter
+
+
+@pytest.fixture(autouse=True)
+def own_calibration(tmp_path, monkeypatch):
+    monkeypatch.setattr("mlx_eagle.decoding.calibrate.user_cache", lambda: tmp_path)
+
+
+def run(
+    group: Group, arrivals: dict[int, Request], departures: dict[int, Request] | None = None
+) -> list:
+    """Rounds until all have ended; requests join and leave before the rounds of these numbers.
+
+    Per round, what it has given: (request, whether it was shared, number of tokens).
+    """
+    seen, number = [], 0
+    last = max(arrivals)
+    while number <= last or not group.is_empty:
+        if number in arrivals:
+            group.join(arrivals[number])
+        if number in (departures or {}):
+            group.leave(departures[number])
+        for made in group.round():
+            seen.append((made.request, made.is_shared, len(made.tokens)))
+            rows = [made.logprobs(i)[token].item() for i, token in enumerate(made.tokens)]
+            assert max(rows) <= 0 and made.num_kept <= made.length
+        number += 1
+        assert number < 500, "it does not end"
+    return seen
+
+
+def goes_on(model, request: Request, prompt: list[int]) -> None:
+    """Its caches are those of its text."""
+    if not request.cache:
+        put_back(request)
+    cache = request.cache[: len(model.layers)]
+    text = [*prompt, *request.tokens, *request.unseen]
+    assert max(layer.offset for layer in cache) == len(text)
+    assert plain(model, [7, 9], 3, prompt_cache=cache) == plain(model, [*text, 7, 9], 3)
+
+
+@pytest.mark.parametrize("make", thorough(MODELS, "gemma3, windowed"))
+@pytest.mark.parametrize("size", thorough([1, 2, 3, 5, 7, "auto", 0], 3, "auto"))
+def test_texts_are_those_of_each_alone(make, size):
+    """Two come while the first writes, and go; it is by itself again, twice."""
+    model = MODELS[make]()
+    drafter = tiny_head(model)
+    group = Group(model, drafter, generation_stream, size)
+    lengths = [34, 6, 4, 1 + 8]
+    requests = [started(model, drafter, MANY[b], n) for b, n in enumerate(lengths)]
+    if size == 0:
+        for request in requests:
+            request.decoder.drops_drafter = True
+    seen = run(group, dict(zip([0, 3, 4, 14], requests)))
+    for prompt, length, request in zip(MANY, lengths, requests):
+        assert request.tokens == plain(model, prompt, length)
+        assert request.stats.num_emitted == length - 1
+        goes_on(model, request, prompt)
+    assert {*map(id, group.take_left())} == {*map(id, requests)} and group.take_left() == []
+    of_first = [is_shared for request, is_shared, _ in seen if request is requests[0]]
+    changes = [a for a, b in zip(of_first, of_first[1:]) if a != b]
+    assert not of_first[0] and of_first[-1] is False and changes == [False, True] * 2
+    assert all(is_shared for request, is_shared, _ in seen if request is requests[2])
+    if size == 0:
+        assert sum(request.stats.num_drafted for request in requests) == 0
+
+
+@pytest.mark.parametrize("make", thorough(MODELS, "llama"))
+def test_drafts_go_on_where_they_were(make):
+    """A head that moves in and out of shared rounds drafts what one drafts that never did."""
+    model = MODELS[make]()
+    drafter, size, length = tiny_head(model), 3, 40
+    alone, other = (started(model, drafter, MANY[b], length) for b in (0, 1))
+    group = Group(model, drafter, generation_stream, size)
+    run(group, {0: alone})
+    first = started(model, drafter, MANY[0], length)
+    group = Group(model, drafter, generation_stream, size)
+    run(group, {0: first, 4: other}, {9: other})
+    assert first.tokens == alone.tokens
+    for name in ("num_drafted", "num_accepted", "draft_lengths", "accepted_histogram"):
+        assert getattr(first.stats, name) == getattr(alone.stats, name), name
+    for mine, theirs in zip(first.cache, alone.cache, strict=True):
+        assert mine.offset == theirs.offset
+        if mine.keys is not None and mine.offset:
+            pairs = zip(mine.keys_and_values(), theirs.keys_and_values(), strict=True)
+            assert all(mx.allclose(a, b, atol=1e-3).item() for a, b in pairs)
+
+
+def test_greedy_and_sampled_ones_together():
+    model = MODELS["llama"]()
+    drafter, length = tiny_head(model), 12
+    kinds = [{}, {"sampler": Sampling(temp=0.8, seed=1)}, {"sampler": Sampling(temp=0.8, seed=1)}]
+    requests = [
+        started(model, drafter, prompt, length, **kind) for prompt, kind in zip(MANY, kinds)
+    ]
+    run(Group(model, drafter, generation_stream, 2), dict(zip([0, 2, 4], requests)))
+    for prompt, kind, request in zip(MANY, kinds, requests):
+        tokens, _ = speculative(model, drafter, prompt, length, num_draft_tokens=2, **kind)
+        assert request.tokens == tokens
+
+
+def test_who_leaves_gives_its_caches_back():
+    """Before any round, by itself with tokens that nobody wants, in shared rounds, and waiting."""
+    model = MODELS["llama"]()
+    drafter = Texts(model, MANY[:5], 30, lambda r, num: num)
+
+    def request(b: int) -> Request:
+        return started(model, drafter, MANY[b], 24)
+
+    group = Group(model, drafter, generation_stream, 3)
+    group.join(waiting := request(0))
+    group.leave(waiting)
+    assert group.round() == [] and group.is_empty and group.take_left() == [waiting]
+    goes_on(model, waiting, MANY[0])
+    for num_unread in range(4):
+        group.join(alone := request(1))
+        assert len(group.round()[0].tokens) == 4
+        group.leave(alone, num_unread)
+        assert len(alone.tokens) == 5 - num_unread and group.take_left() == [alone]
+        goes_on(model, alone, MANY[1])
+    first, second, third = request(2), request(3), request(4)
+    group.join(first)
+    group.join(second)
+    group.round()
+    group.join(third)
+    group.leave(third)
+    group.leave(first)
+    while not group.is_empty:
+        group.round()
+    assert {*map(id, group.take_left())} == {id(first), id(second), id(third)}
+    for b, each in ((2, first), (3, second), (4, third)):
+        goes_on(model, each, MANY[b])
+    assert second.tokens == plain(model, MANY[3], 24)
+    assert len(third.tokens) == 1 < len(first.tokens) < 24
+
+
+def test_where_no_draft_can_pay_nothing_is_drafted():
+    """Neither alone nor together, and the drafter is let go of."""
+    model = MODELS["llama"]()
+    drafter = tiny_head(model)
+    hopeless = RoundCosts(1.0, {shape: 100.0 for shape in CHAINS})
+    group = Group(
+        model, drafter, generation_stream, "auto", find_costs=lambda *_: LiveCosts(hopeless)
+    )
+    first, second = (started(model, drafter, MANY[b], 20) for b in (0, 1))
+    seen = run(group, {0: first, 5: second})
+    assert {is_shared for _, is_shared, _ in seen} == {True, False}
+    for b, request in ((0, first), (1, second)):
+        assert request.tokens == plain(model, MANY[b], 20)
+        assert request.decoder.drops_drafter and request.stats.num_drafted == 0
+
+
+def test_a_drafter_that_falls_behind_catches_up_in_time(monkeypatch):
+    """What it has yet to absorb does not grow without end; it then drafts as if it never had."""
+    monkeypatch.setattr(rounds, "MOST_BEHIND", 4)
+    model = MODELS["llama"]()
+    drafter = tiny_head(model)
+    found = []
+    for absorbs in (False, True):
+        batch = Batch(model, drafter, FixedController(PLAIN, drafting_off=True))
+        for b in (0, 1):
+            batch.join(started(model, drafter, MANY[b], 60))
+        with mx.stream(generation_stream):
+            batch.admit()
+            for _ in range(11):
+                batch.finish(batch.launch(PLAIN, absorb=absorbs))
+                assert len(batch._backlog) < 4
+            done = batch.launch(DraftShape(3))
+            batch.finish(done)
+        found.append((done.runs, done.kept))
+    assert found[0] == found[1]
+
+
+def test_costs_are_learned_for_every_number_of_requests():
+    """From the guess on; what was learned is there again for the next batch of that size."""
+    model = tiny_llama(vocab_size=VOCAB)
+    drafter = tiny_head(model)
+    decoder = started(model, drafter, PROMPTS[0], 5).decoder
+    costs = LearnedCosts(model, drafter, decoder)
+    guessed = costs.of(2)
+    assert guessed.current.guessed and costs.num_requests == 2
+    plain_of = [costs.of(num).current.plain for num in (1, 2, 8)]
+    assert plain_of == sorted(plain_of) and plain_of[0] < plain_of[2]
+    live = costs.of(3)
+    for _ in range(4):
+        live.record(PLAIN, 0.5)
+        live.record(DraftShape(2), 0.75)
+    costs.of(2)  # keeps what was learned
+    known = LearnedCosts(model, drafter, decoder).of(3).current
+    assert known.plain == pytest.approx(0.5)
+    assert known.rounds[DraftShape(2)] == pytest.approx(0.75, 0.1)
+    assert LearnedCosts(model, drafter, decoder).of(4).current.plain != pytest.approx(0.5)
+
+
+def test_a_drafter_that_is_none():
+    model = tiny_llama(vocab_size=VOCAB)
+    request = started(model, NoDrafter(), PROMPTS[0], 9)
+    request.decoder.drops_drafter = True
+    run(Group(model, NoDrafter(), generation_stream, 0), {0: request})
+    assert request.tokens == plain(model, PROMPTS[0], 9)
+    assert len(request.cache) == len(make_prompt_cache(model))

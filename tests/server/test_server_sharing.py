@@ -1,0 +1,257 @@
+"""Several clients at once: shared rounds with drafts, and to each the text that it gets alone."""
+
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import mlx_lm
+import pytest
+from mlx_lm.sample_utils import make_logits_processors
+from openai import APIError
+from serving import ENDLESS, ours, write_pair
+
+from mlx_eagle.batch.group import Group
+from mlx_eagle.decoding.decoder import Decoder
+from mlx_eagle.target.taps import Target
+
+LONG = {"prompt": "Once upon a time", "max_tokens": 1500, "logit_bias": ENDLESS, "stream": True}
+CHUNK = 8
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> dict[str, str]:
+    return write_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def flags(pair) -> tuple[str, ...]:
+    return "--model", pair["target"], "--draft-model", pair["head"], "--usage-stats"
+
+
+@pytest.fixture(scope="module")
+def server(flags):
+    with ours(*flags, "--prefill-step-size", str(CHUNK)) as asked:
+        yield asked
+
+
+@pytest.fixture(autouse=True)
+def own_calibration(tmp_path, monkeypatch):
+    monkeypatch.setattr("mlx_eagle.decoding.calibrate.user_cache", lambda: tmp_path)
+
+
+def requests(num: int) -> list[dict]:
+    """Prompts and answers of many lengths."""
+    dice = random.Random(num)
+    return [
+        {"prompt": f"Client {i} says {'so ' * dice.randrange(30)}", "max_tokens": n}
+        for i, n in enumerate(dice.choices(range(1, 40), k=num))
+    ]
+
+
+def texts_of_mlx_lm(pair: dict[str, str], asked: list[dict]) -> list[str]:
+    model, tokenizer = mlx_lm.load(pair["target"])
+    bias = {int(token): value for token, value in ENDLESS.items()}
+    return [
+        mlx_lm.generate(
+            model, tokenizer, logits_processors=make_logits_processors(bias), **request
+        )
+        for request in asked
+    ]
+
+
+def ask_all(pair, flags, num_requests: int, num_clients: int) -> None:
+    """Greedy requests beside sampled ones, and beside clients that leave in mid-stream."""
+    asked = requests(num_requests)
+    expected = texts_of_mlx_lm(pair, asked)
+    sampled = {"prompt": "Draw", "temperature": 0.9, "seed": 5, "max_tokens": 30}
+    with ours(*flags, "--num-draft-tokens", "auto", "--prompt-cache-size", "4") as server:
+        drawn = server.complete(**sampled, logit_bias=ENDLESS).choices[0].text
+        done = threading.Event()
+        others: list[bool] = []
+
+        def draw() -> None:
+            while not done.is_set():
+                text = server.complete(**sampled, logit_bias=ENDLESS).choices[0].text
+                others.append(text == drawn)
+
+        def leave() -> None:
+            while not done.is_set():
+                with server.complete(**LONG) as stream:
+                    for _ in range(5):
+                        next(stream)
+
+        visitors = [threading.Thread(target=work) for work in (draw, leave)]
+        for visitor in visitors:
+            visitor.start()
+        try:
+            with ThreadPoolExecutor(num_clients) as pool:
+                answers = list(
+                    pool.map(
+                        lambda r: server.complete(**r, logit_bias=ENDLESS, include_draft=True),
+                        asked,
+                    )
+                )
+        finally:
+            done.set()
+            for visitor in visitors:
+                visitor.join(timeout=60)
+        until = time.monotonic() + 10
+        while server.generator._open:
+            assert time.monotonic() < until, "the server still generates for somebody"
+            time.sleep(0.01)
+    assert [answer.choices[0].text for answer in answers] == expected
+    assert all(others) and others
+    counts = [answer.draft["counts"] for answer in answers]
+    shared = sum(count["batched_tokens"] for count in counts)
+    assert shared > sum(len(answer.draft["tokens"]) for answer in answers) / 2
+    assert sum(count["drafted_tokens"] for count in counts) > 0
+
+
+def test_texts_are_those_of_mlx_lm(pair, flags):
+    ask_all(pair, flags, num_requests=8, num_clients=4)
+
+
+@pytest.mark.exhaustive
+def test_160_requests_from_8_clients(pair, flags):
+    ask_all(pair, flags, num_requests=160, num_clients=8)
+
+
+def watch(monkeypatch) -> list[str]:
+    """What the generating thread does: "chunk" and "round", in order."""
+    seen: list[str] = []
+    chunk, run = Decoder._prefill_chunk, Group.round
+
+    def prefill(self, tokens, embeddings) -> None:
+        assert len(tokens) <= CHUNK
+        seen.append("chunk")
+        chunk(self, tokens, embeddings)
+
+    def round_(self) -> list:
+        made = run(self)
+        seen.extend(["round"] * bool(made))
+        return made
+
+    monkeypatch.setattr(Decoder, "_prefill_chunk", prefill)
+    monkeypatch.setattr(Group, "round", round_)
+    return seen
+
+
+def test_a_long_prompt_delays_others_by_one_chunk(server, monkeypatch):
+    with server.complete(**LONG) as stream:
+        next(stream)
+        seen = watch(monkeypatch)
+        long = server.complete(prompt="word " * 60, max_tokens=3, logit_bias=ENDLESS)
+    assert long.usage.prompt_tokens == 300
+    first, last = seen.index("chunk"), len(seen) - seen[::-1].index("chunk")
+    reading = seen[first:last]
+    assert reading.count("chunk") == -(-299 // CHUNK)
+    assert all(pair != ("chunk", "chunk") for pair in zip(reading, reading[1:]))
+
+
+def test_long_prompts_are_read_in_turn(server, monkeypatch):
+    """A short one does not wait for the end of a long one."""
+    monkeypatch.setattr(Decoder, "_prefill_chunk", slowly(Decoder._prefill_chunk))
+    ended = []
+
+    def ask(name: str, num_words: int) -> None:
+        server.complete(prompt=f"{name} " * num_words, max_tokens=1)
+        ended.append(name)
+
+    long = threading.Thread(target=ask, args=("long", 60))
+    long.start()
+    while not server.generator._open:
+        time.sleep(0.01)
+    ask("short", 4)
+    long.join(timeout=60)
+    assert ended == ["short", "long"]
+
+
+def slowly(work):
+    def wrapped(*args) -> None:
+        time.sleep(0.02)
+        work(*args)
+
+    return wrapped
+
+
+def test_rounds_are_shared_by_those_who_draft_alike(server):
+    """Others have rounds of their own, in turn; a tree is always by itself."""
+    wishes = [{}, {"num_draft_tokens": 1}, {"tree": "2x2:4"}, {"num_draft_tokens": 0}, {}]
+    request = {"prompt": "Once upon a time", "max_tokens": 24, "logit_bias": ENDLESS}
+    with server.complete(**LONG) as stream:
+        next(stream)
+        with ThreadPoolExecutor(5) as pool:
+            got = list(
+                pool.map(
+                    lambda w: server.complete(**request, **w, include_draft=True), wishes
+                )
+            )
+        assert len(server.generator._open) == 1
+    assert len({answer.choices[0].text for answer in got}) == 1
+    lengths = [max(answer.draft["counts"]["draft_lengths"], default=0) for answer in got]
+    assert lengths == [3, 1, 2, 0, 3]
+    shared = [answer.draft["counts"]["batched_tokens"] for answer in got]
+    assert shared[1:4] == [0, 0, 0] and min(shared[0], shared[4]) > 12
+
+
+def test_caches_of_shared_rounds_are_used_again(server, monkeypatch):
+    """Of both models: the next turn computes nothing of the turns before."""
+    rows, forward = [], Target.__call__
+
+    def counting(self, tokens, *args, **options):
+        rows.append(tokens.shape[0])
+        return forward(self, tokens, *args, **options)
+
+    said, num_before = ["How are you today? " * 5], 0
+    with server.complete(**LONG) as stream:
+        next(stream)
+        for turn in range(3):
+            answer = server.chat(*said, max_tokens=15, logit_bias=ENDLESS, include_draft=True)
+            cached = answer.usage.prompt_tokens_details.cached_tokens
+            assert cached >= num_before - 3 * bool(turn)
+            assert answer.draft["counts"]["batched_tokens"] > 5
+            said += [answer.choices[0].message.content, f"And then {turn}?"]
+            num_before = answer.usage.total_tokens
+    monkeypatch.setattr(Target, "__call__", counting)
+    answer = server.chat(*said, max_tokens=15, logit_bias=ENDLESS)
+    assert answer.usage.prompt_tokens_details.cached_tokens >= num_before - 3
+    assert sum(rows[: rows.index(4)]) < answer.usage.prompt_tokens - num_before + 10
+
+
+def test_a_stop_word_ends_a_shared_answer(server, pair):
+    request = {"prompt": "Once upon a time", "max_tokens": 40, "logit_bias": ENDLESS}
+    text = server.complete(**request).choices[0].text
+    with server.complete(**LONG) as stream:
+        next(stream)
+        stop = text[9:11]
+        got = server.complete(**request, stop=stop, include_draft=True)
+        assert got.choices[0].finish_reason == "stop"
+        assert got.choices[0].text == text[: text.index(stop)]
+        assert got.draft["counts"]["emitted_tokens"] == len(got.draft["tokens"]) - 1
+        again = server.complete(**request)  # on the caches that these have left
+    assert again.choices[0].text == text
+
+
+def test_stopping_in_the_midst_of_shared_rounds(flags):
+    """Whoever is being answered is told so at once."""
+    found: list[str] = []
+
+    def read(stream) -> None:
+        try:
+            for _ in stream:
+                pass
+        except APIError as err:
+            found.append(str(err))
+
+    with ours(*flags) as asked:
+        streams = [asked.complete(**LONG) for _ in range(3)]
+        for stream in streams:
+            next(stream)
+        threads = [threading.Thread(target=read, args=(stream,)) for stream in streams]
+        for thread in threads:
+            thread.start()
+        asked.generator.stop_and_join()
+        for thread in threads:
+            thread.join(timeout=10)
+    assert len(found) == 3 and all("the server is stopping" in sentence for sentence in found)
