@@ -80,7 +80,8 @@ def batch_costs(
             lambda: measure_together(model, draft_model, copies(), alone.ways),
         )
     known = BatchCosts(alone, together, len(requests))
-    return LiveBatchCosts(known, trust_in(model, together_key), partial(cost_file().correct, together_key))
+    keep = partial(cost_file().correct, together_key)
+    return LiveBatchCosts(known, trust_in(model, together_key), keep)
 
 
 def lengths_to_measure(num_texts: int) -> tuple[DraftShape, ...]:
