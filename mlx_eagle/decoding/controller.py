@@ -21,8 +21,8 @@ FEWEST_PLAIN, MOST_PLAIN = 64, 1024  # tokens between two probes
 TOO_SLOW = 0.98  # what drafts must promise to go on: acceptance is never known exactly
 PATIENCE = 1.5  # plain steps that drafts must have lost as well, since they were last level
 ALMOST_ALWAYS = 0.9  # the highest acceptance that can be expected of any drafter
-TIMED_PLAIN = 4  # plain steps in a row that are timed, where their cost is not known
-TIMED = 1.0  # recent times from which on a cost counts as known
+TIMED_PLAIN = 5  # plain steps in a row that are timed, where their cost is not known
+TIMED = 1.5  # recent times from which on a cost counts as known
 WORTH_TRYING = 1.03  # of the best gain, that a shape of unknown cost must promise
 TRYING_LOSS, TRYING_SHARE = 1.0, 0.015  # plain steps, and per token, that trying shapes may lose
 
