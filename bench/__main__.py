@@ -1,218 +1,40 @@
-"""``python -m mlx_eagle.bench``: flags, loading, measuring, printing."""
+"""``python -m mlx_eagle.bench``: loading, measuring, printing."""
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from mlx_eagle.commands.flags import DRAFT_WINDOW_HELP, check_draft_window, with_known_head
+from mlx_eagle.commands.flags import with_known_head
 from mlx_eagle.commands.opening import context_size, open_target
 from mlx_eagle.decoding.limits import AUTO
 from mlx_eagle.demo.pair import load_demo
 from mlx_eagle.draft_models import open_beside, split_name
-from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.system import render
 from mlx_eagle.system.command import run_command
 from mlx_eagle.system.device import prepare_device
-from mlx_eagle.system.drawing import EXTRA
-from mlx_eagle.system.values import LARGEST_SEED, Range, use_plain_types
-from mlx_eagle.system.version import add_version_flag
 
 from . import files, report
 from .batched import check_batches
+from .flags import (
+    build_parser,
+    check_contexts,
+    check_models,
+    check_picture,
+    check_serving,
+    read_settings,
+)
 from .measure import Settings, measure, num_runs
 from .names import with_old_names
 from .progress import counting
-from .questions import SETS, Question, load_questions
-from .runner import ORDERS, Models, make_configurations
+from .questions import Question, load_questions
+from .runner import Models, make_configurations
+from .serving import report as serving_report
+from .serving.measure import check_clients, measure_serving, num_loads
 
-Value = TypeVar("Value")
 DEMO_NAMES = {"model": "SmolLM2-135M-Instruct (demo)", "head": "demo head"}
-PICTURES = (".png", ".svg")
-SEEDS = Range("seed", 0, LARGEST_SEED, "a whole number from 0 to 2**64 - 1")
-TREES = (
-    "WIDTHxDEPTH:NODES with no more nodes than can be grown, such as 3x3:7, or a static tree "
-    "(eagle1, root2:5, 3/2+1), or auto"
-)
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The flags; lists are given with commas."""
-    parser = argparse.ArgumentParser(
-        prog="mlx_eagle.bench",
-        description="Measure plain against speculative decoding, interleaved, and report it.",
-    )
-    add_version_flag(parser)
-    add = parser.add_argument
-    add("--model", help="Folder or hub repo of the target. Default: the demo pair.")
-    add("--draft-model", help="As for mlx_eagle.generate: an EAGLE head, auto, lookup, a model.")
-    add("--draft-window", type=int, metavar="N", help=DRAFT_WINDOW_HELP)
-    add(
-        "--prompts",
-        action="append",
-        metavar="NAME,...",
-        help=f"{', '.join(SETS)}, or JSONL files; repeatable (default: all three sets).",
-    )
-    limit_help = "Maximum prompts per set, evenly spread over it; 0: all (%(default)s)."
-    add("--limit", type=int, default=10, help=limit_help)
-    tokens_help = "Maximum tokens per answer (%(default)s)."
-    add("--max-tokens", type=int, default=128, help=tokens_help)
-    drafts_help = "Draft tokens per step; auto picks the length per step (3)."
-    add("--num-draft-tokens", default="3", metavar="K,...", help=drafts_help)
-    add("--temp", default="0", metavar="T,...", help="Temperatures; 0 is greedy (0).")
-    tree_help = "Also draft trees: WIDTHxDEPTH:NODES."
-    add("--tree", action="append", default=[], metavar="SHAPE,...", help=tree_help)
-    add("--context", metavar="N,...", help="Pad prompts to that many tokens.")
-    batch_help = (
-        "Also decode so many prompts of each set at once, greedily, against mlx-lm's batch."
-    )
-    add("--batch", metavar="N,...", help=batch_help)
-    add("--repeats", type=int, default=3, help="Runs of every prompt (%(default)s).")
-    add(
-        "--order",
-        choices=ORDERS,
-        default="abba",
-        help="abba: plain B B plain for every configuration; mirror: plain B C C B plain; weave: "
-        "all at once, a few tokens each in turn, where other work disturbs (%(default)s).",
-    )
-    recalibrate_help = "Have auto measure what rounds cost before the runs, not learn it in them."
-    add("--recalibrate", action="store_true", help=recalibrate_help)
-    add("--seed", type=int, default=0, help="Seed where the temperature is above 0.")
-    add("--out", default="bench-results", metavar="DIR", help="Where results go (%(default)s).")
-    picture_help = "Also draw the speed per prompt set into this PNG or SVG file."
-    add("--picture", metavar="FILE", help=picture_help)
-    add("--json", action="store_true", help="Print the results as JSON in the last line.")
-    add("--baseline", choices=["mlx-lm"], default="mlx-lm", help="What plain decoding is.")
-    add(
-        "--compare",
-        nargs=2,
-        metavar=("mlx-lm-draft", "MODEL"),
-        help="Also run mlx-lm's own speculative decoding with this draft model.",
-    )
-    use_plain_types(parser)
-    return parser
-
-
-def read_list(
-    flag: str, text: str, convert: Callable[[str], Value], wanted: str
-) -> tuple[Value, ...]:
-    """The parts of a comma list; ValueError naming the one that cannot be converted."""
-    values = []
-    for part in text.split(","):
-        try:
-            values.append(convert(part.strip()))
-        except ValueError as err:
-            raise ValueError(f"{flag} holds {part.strip()!r}: give {wanted}.") from err
-    if len(set(values)) < len(values):
-        raise ValueError(f"{flag} is {text}: give every value once.")
-    return tuple(values)
-
-
-def _at_least(low: int) -> Callable[[str], int]:
-    def convert(text: str) -> int:
-        value = int(text)
-        if value < low:
-            raise ValueError
-        return value
-
-    return convert
-
-
-def _size(text: str) -> int | str:
-    return text if text == AUTO else _at_least(0)(text)
-
-
-def _temp(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise ValueError
-    return value
-
-
-def _tree(text: str) -> str:
-    if text != AUTO:
-        parse_tree(text)
-    return text
-
-
-def _name(text: str) -> str:
-    if not text:
-        raise ValueError
-    return text
-
-
-def read_settings(args: argparse.Namespace) -> Settings:
-    """The flags as settings; ValueError, in one sentence, where they make no sense."""
-    for flag, value, low in (
-        ("--limit", args.limit, 0),
-        ("--max-tokens", args.max_tokens, 2),
-        ("--repeats", args.repeats, 1),
-    ):
-        if value < low:
-            raise ValueError(f"{flag} is {value}: give {low} or more.")
-    SEEDS.check(args.seed)
-    contexts: tuple[int | None, ...] = (None,)
-    if args.context is not None:
-        contexts = read_list("--context", args.context, _at_least(2), "numbers of tokens above 1")
-    batches: tuple[int, ...] = ()
-    if args.batch is not None:
-        batches = read_list("--batch", args.batch, _at_least(1), "numbers of prompts, 1 or more")
-    names = ",".join(args.prompts) if args.prompts else ",".join(SETS)
-    trees = ",".join(args.tree)
-    return Settings(
-        prompts=read_list("--prompts", names, _name, f"{', '.join(SETS)} or a file"),
-        limit=args.limit,
-        max_tokens=args.max_tokens,
-        sizes=read_list("--num-draft-tokens", args.num_draft_tokens, _size, "0 or more, or auto"),
-        temps=read_list("--temp", args.temp, _temp, "0 (greedy) or more"),
-        trees=read_list("--tree", trees, _tree, TREES) if trees else (),
-        contexts=contexts,
-        repeats=args.repeats,
-        order=args.order,
-        seed=args.seed,
-        batches=batches,
-        recalibrate=args.recalibrate,
-    )
-
-
-def check_models(args: argparse.Namespace) -> None:
-    """Raise ValueError for model flags that do not go together."""
-    if args.model is not None and args.draft_model is None:
-        raise ValueError(
-            "--model needs --draft-model: name a head for it, or 'auto' for a known one."
-        )
-    check_draft_window(args.draft_window)
-    if args.compare is not None and args.compare[0] != "mlx-lm-draft":
-        raise ValueError(
-            f"--compare is {args.compare[0]!r}: give mlx-lm-draft and an ordinary draft model."
-        )
-
-
-def check_contexts(settings: Settings, limit: int | None) -> None:
-    """Raise ValueError where prompt and answer would be longer than the target's ``limit``."""
-    longest = max((context for context in settings.contexts if context is not None), default=0)
-    if limit is not None and longest and longest + settings.max_tokens > limit:
-        raise ValueError(
-            f"--context holds {longest}, but the target takes {limit} tokens, of which "
-            f"--max-tokens {settings.max_tokens} are for the answer: give at most "
-            f"{limit - settings.max_tokens}."
-        )
-
-
-def check_picture(file: str | None) -> None:
-    """Raise ValueError where ``--picture`` could not be drawn."""
-    if file is None:
-        return
-    path = Path(file).expanduser()
-    if path.suffix not in PICTURES or not path.parent.is_dir():
-        raise ValueError(
-            f"--picture is {file}: give the name of a {' or '.join(PICTURES)} file in a folder "
-            "that exists."
-        )
-    if not files.has_matplotlib():
-        raise ValueError(f"--picture needs matplotlib: {EXTRA}.")
 
 
 def prepare_folder(path: str) -> Path:
@@ -263,11 +85,16 @@ def run(args: argparse.Namespace) -> None:
     """Check, load, measure, print, write."""
     settings = read_settings(args)
     check_models(args)
+    check_serving(args, settings)
     check_picture(args.picture)
     questions = load_questions(settings.prompts, settings.limit)
     check_batches(settings.batches, questions)
+    check_clients(settings, questions)
     folder = prepare_folder(args.out)
     prepare_device()
+    if settings.clients:
+        run_serving(args, questions, settings, folder)
+        return
     print(f"Loading {args.model or DEMO_NAMES['model']}.", file=sys.stderr)
     models, names = load_models(args)
     check_contexts(settings, context_size(models.target))
@@ -277,6 +104,26 @@ def run(args: argparse.Namespace) -> None:
     files.write_all(document, rows, folder, args.picture)
     if args.json:
         print(json.dumps(with_old_names(files.brief(document))))
+
+
+def run_serving(
+    args: argparse.Namespace, questions: Sequence[Question], settings: Settings, folder: Path
+) -> None:
+    """The same for ``--serve``: the models are loaded by the servers."""
+    names = {
+        "model": args.model or DEMO_NAMES["model"],
+        "head": args.draft_model or DEMO_NAMES["head"],
+    }
+    draft_flags = {"--draft-model": args.draft_model, "--draft-window": args.draft_window}
+    print(f"Starting two servers of {names['model']}.", file=sys.stderr)
+    with counting(num_loads(settings)) as count:
+        document, rows = measure_serving(
+            args.model, draft_flags, names, questions, settings, count
+        )
+    print(render.markdown(serving_report.results(document), folder), flush=True)
+    files.write_serving(document, rows, folder)
+    if args.json:
+        print(json.dumps(with_old_names(document)))
 
 
 def measure_counted(

@@ -8,9 +8,11 @@ from typing import Any
 
 from mlx_eagle.system import render
 from mlx_eagle.system.drawing import EXTRA, has_matplotlib
+from mlx_eagle.system.render import Block
 
 from . import report
 from .names import with_old_names
+from .serving import report as serving
 
 PLOTS = "plots"
 
@@ -22,19 +24,45 @@ def write_all(
     picture: str | None = None,
 ) -> None:
     """Write every file of the report, and say where; plots where matplotlib is there."""
-    text = json.dumps(with_old_names(document), indent=1)
-    (folder / "results.json").write_text(text + "\n")
-    write_csv(folder / "results.csv", [with_old_names(row) for row in rows])
+    write_figures(document, rows, folder)
     images = draw_plots(document, folder, picture)
-    blocks = report.blocks(document, images)
-    (folder / "report.md").write_text(render.markdown(blocks, folder))
-    (folder / "report.html").write_text(render.html_page(report.TITLE, blocks))
-    plots = f", {PLOTS}/" if images else ""
-    print(f"Written to {folder}: report.md, report.html, results.json, results.csv{plots}")
+    write_pages(report.TITLE, report.blocks(document, images), folder)
     if picture is not None:
         print(f"Picture: {picture}")
     if not images:
         print(f"Without plots, which need matplotlib: {EXTRA}.")
+
+
+def write_serving(
+    document: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], folder: Path
+) -> None:
+    """The same for what was measured of servers."""
+    write_figures(document, rows, folder)
+    images = []
+    if has_matplotlib():
+        from .serving import plot  # here, because matplotlib takes a second, and may be missing
+
+        images.append(plot.draw_serving(document["serving"], folder / PLOTS))
+    write_pages(serving.TITLE, serving.blocks(document, images), folder)
+    if not images:
+        print(f"Without a plot, which needs matplotlib: {EXTRA}.")
+
+
+def write_figures(
+    document: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], folder: Path
+) -> None:
+    """The document as JSON, the rows as CSV."""
+    text = json.dumps(with_old_names(document), indent=1)
+    (folder / "results.json").write_text(text + "\n")
+    write_csv(folder / "results.csv", [with_old_names(row) for row in rows])
+
+
+def write_pages(title: str, blocks: Sequence[Block], folder: Path) -> None:
+    """The report as Markdown and HTML; says where all files are."""
+    (folder / "report.md").write_text(render.markdown(blocks, folder))
+    (folder / "report.html").write_text(render.html_page(title, blocks))
+    plots = f", {PLOTS}/" if has_matplotlib() else ""
+    print(f"Written to {folder}: report.md, report.html, results.json, results.csv{plots}")
 
 
 def draw_plots(

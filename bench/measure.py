@@ -13,6 +13,7 @@ from mlx_eagle.drafters.tree import Tree
 from . import conditions, predict, summary
 from .batched import BatchRun, measure_batches, num_batch_runs
 from .graph import count_primitives
+from .plain_steps import Turn, measure_plain_steps, num_turns
 from .questions import Question, prompt_tokens, typical_context
 from .runner import (
     Cell,
@@ -45,13 +46,15 @@ class Settings:
     seed: int = 0
     samples: int = SAMPLES
     batches: tuple[int, ...] = ()
+    max_kv_sizes: tuple[int, ...] = ()
+    clients: tuple[int, ...] = ()
     recalibrate: bool = False
 
 
 def num_runs(
     settings: Settings, questions: Sequence[Question], configurations: Sequence[Configuration]
 ) -> int:
-    """Measured generations in all, a batch being one; warm-ups are not counted."""
+    """Measured generations in all, a batch or some plain steps being one, without warm-ups."""
     scenarios = len(settings.contexts) * len(settings.temps)
     singles = (
         scenarios
@@ -59,7 +62,7 @@ def num_runs(
         * len(questions)
         * len(schedule(configurations, settings.order))
     )
-    return singles + num_batch_runs(settings, questions)
+    return singles + num_batch_runs(settings, questions) + num_turns(settings)
 
 
 def measure(
@@ -67,7 +70,7 @@ def measure(
     names: dict[str, str],
     questions: Sequence[Question],
     settings: Settings,
-    progress: Callable[[Run | BatchRun], None] = lambda run: None,
+    progress: Callable[[Run | BatchRun | Turn], None] = lambda run: None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Run everything: the document of results, and a row per run for the CSV."""
     configurations = make_configurations(
@@ -89,6 +92,7 @@ def measure(
         "settings": asdict(settings),
         "scenarios": scenarios,
         "batches": measure_batches(models, questions, settings, progress),
+        "plain_steps": measure_plain_steps(models, questions[0], settings, progress),
     }
     return document, rows
 

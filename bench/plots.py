@@ -56,11 +56,16 @@ def draw_all(scenario: dict[str, Any], folder: Path, suffix: str = "") -> dict[s
             figure = draw(scenario)
             if figure is None:
                 continue
-            files[name] = folder / f"{name}{suffix}.svg"
-            figure.savefig(files[name], bbox_inches="tight")
-            figure.savefig(files[name].with_suffix(".png"), dpi=144, bbox_inches="tight")
-            plt.close(figure)
+            files[name] = save_figure(figure, folder / f"{name}{suffix}.svg")
     return files
+
+
+def save_figure(figure: Figure, path: Path) -> Path:
+    """Write a figure as that SVG file, which is returned, and as a PNG beside it."""
+    figure.savefig(path, bbox_inches="tight")
+    figure.savefig(path.with_suffix(".png"), dpi=144, bbox_inches="tight")
+    plt.close(figure)
+    return path
 
 
 def chains(scenario: dict[str, Any]) -> list[dict[str, Any]]:

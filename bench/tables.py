@@ -65,6 +65,7 @@ def conditions_table(document: Mapping[str, Any]) -> Table:
         ["context", ", ".join("as it is" if c is None else str(c) for c in settings["contexts"])],
         ["output", f"at most {settings['max_tokens']} tokens, the end-of-text token honoured"],
         ["batches", ", ".join(map(str, settings["batches"])) or "none"],
+        ["clients", ", ".join(map(str, settings["clients"])) or "none"],
         ["repeats", f"{settings['repeats']}, order {settings['order']}"],
     ]
     return Table(["condition", "value"], rows)

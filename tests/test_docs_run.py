@@ -200,6 +200,11 @@ class Reader:
     def bench(self, words: list[str]) -> None:
         short = SHORT + (["--context", "16,32"] if "--context" in words else [])
         short += ["--batch", "1,2", "--limit", "2"] if "--batch" in words else []
+        short += ["--max-kv-size", "16,32"] if "--max-kv-size" in words else []
+        if "--serve" in words:  # by processes, which find the hub in their environment
+            short += ["--serve", "1,2", "--limit", "2"]
+            for name, value in hub_settings(self.hub.address, self.hub.root.parent).items():
+                self.patch.setenv(name, value)
         self.run(words + short)
         folder = Path(value_of(words, "--out") or "bench-results")
         assert all((folder / name).stat().st_size for name in REPORT)

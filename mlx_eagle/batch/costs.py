@@ -7,7 +7,7 @@ Kept in the same file as the costs of single requests, under the number of reque
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,6 +15,7 @@ import mlx.nn as nn
 from ..decoding.calibrate import (
     CHAINS,
     TIME_LIMIT,
+    cost_file,
     measure,
     on_trial,
     remembered_or,
@@ -79,7 +80,8 @@ def batch_costs(
             lambda: measure_together(model, draft_model, copies(), alone.ways),
         )
     known = BatchCosts(alone, together, len(requests))
-    return LiveBatchCosts(known, trust_in(model, together_key))
+    keep = partial(cost_file().correct, together_key)
+    return LiveBatchCosts(known, trust_in(model, together_key), keep)
 
 
 def lengths_to_measure(num_texts: int) -> tuple[DraftShape, ...]:

@@ -43,6 +43,7 @@ def generate_together(
         batch.join(request)
     while batch.round() is not None:
         pass  # what each round emitted is in the requests
+    controller.close()
     if keep_caches:
         for request in requests:
             put_back(request)

@@ -4,6 +4,7 @@ Plain numbers only. What a round brings comes from the rounds so far, what it co
 ``live_costs.py``: E tokens per round of k against t(k) seconds, beside one token per plain step.
 """
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,8 +19,9 @@ TRIAL_LOSS = 1.5  # plain steps that a trial may lose; then it ends at once
 PROBE_BUDGET = 0.01  # of the time of plain decoding, spent on probes while drafting is off
 FEWEST_PLAIN, MOST_PLAIN = 64, 1024  # tokens between two probes
 TOO_SLOW = 0.98  # what drafts must promise to go on: acceptance is never known exactly
+PATIENCE = 1.5  # plain steps that drafts must have lost as well, since they were last level
 ALMOST_ALWAYS = 0.9  # the highest acceptance that can be expected of any drafter
-TIMED_PLAIN = 4  # plain steps in a row that are timed, where their cost is not known
+TIMED_PLAIN = 5  # plain steps in a row that are timed, where their cost is not known
 TIMED = 1.5  # recent times from which on a cost counts as known
 WORTH_TRYING = 1.03  # of the best gain, that a shape of unknown cost must promise
 TRYING_LOSS, TRYING_SHARE = 1.0, 0.015  # plain steps, and per token, that trying shapes may lose
@@ -143,6 +145,7 @@ class AdaptiveController:
     _num_tokens: int = 0
     _trial: Trial | None = field(default_factory=lambda: Trial(is_probe=False))
     _plain_left: float = 0.0
+    _behind: float = 0.0  # plain steps lost by rounds since they were last level
     _is_timing: bool = False  # off for a few steps, to see what they cost
     _next_timing: int = 0  # tokens before which they are not timed again
     _trying: DraftShape | None = None
@@ -181,7 +184,7 @@ class AdaptiveController:
         elif not self._is_timed(PLAIN) and num_tokens >= self._next_timing:
             return self._time_plain()
         shape, gain = self._best()
-        if self._trial is None and gain < TOO_SLOW:
+        if self._trial is None and gain < TOO_SLOW and self._behind > PATIENCE:
             self._turn_off(
                 f"with {self.alphas[0]:.0%} of first drafts accepted, the best length ({shape}) "
                 f"would give {gain:.2f}x",
@@ -197,6 +200,7 @@ class AdaptiveController:
         for kept in num_accepted:
             self._accepted.observe(shape, kept)
         done = shape, sum(num_accepted) / len(num_accepted) + 1
+        self._behind = max(0.0, self._behind + lost([done], self.costs.current))
         if shape == self._trying:
             self._tried.append(done)
         if self._trial is None:
@@ -206,6 +210,7 @@ class AdaptiveController:
             return
         _, gain = self._best()
         if self._trial.is_probe and gain >= 1.0:
+            self._behind = 0.0
             self._note(ON, f"the probe promises {gain:.2f}x")
         self._trial = None
 
@@ -219,6 +224,7 @@ class AdaptiveController:
         shape, gain = self._best()
         if self.drafting_off and gain >= 1.0:
             self.drafting_off = self.is_hopeless = self._is_timing = False
+            self._behind = 0.0
             self._note(ON, f"a round costs less now, drafts of {shape} promise {gain:.2f}x")
 
     def leave_out(self, shape: DraftShape, error: RuntimeError) -> bool:
@@ -301,7 +307,7 @@ class AdaptiveController:
         return min(MOST_PLAIN, max(FEWEST_PLAIN, lost / PROBE_BUDGET))
 
     def _turn_off(self, reason: str, num_plain: float) -> None:
-        self.drafting_off, self._plain_left = True, num_plain
+        self.drafting_off, self._plain_left, self._behind = True, num_plain, math.inf
         self._note(OFF, reason)
 
     def _note(self, what: str, reason: str) -> None:

@@ -9,14 +9,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from .costs import PLAIN, BatchCosts, DraftShape, RoundCosts, Ways
+from .costs import PLAIN, BatchCosts, DraftShape, RoundCosts, Ways, typical
 
 NUM_KEPT = 8  # times of a shape
 FADING = 512.0  # tokens after which a time counts 1 / e
 NEIGHBOURS = 0.1  # how many times those of other shapes are worth
 ONCE = 0.9  # recent times from which on a shape counts as timed at all
 UNSEEN = 0.5  # a shape that was never timed may cost so much of what is said of it
-SURPRISE = 0.1  # of the logarithm of a cost: so far off, what was known counts 1 / e
+KEPT_SHARE = 0.5  # of what one batch has taught, in the logarithm of a cost: more of it is chance
+EXPECTED = 0.1  # of the logarithm of a cost: so far off is anything that was measured
+SURPRISE = 0.1  # beyond that: so far off, what was known counts 1 / e
 
 
 @dataclass
@@ -34,9 +36,7 @@ class ShapeTimes:
 
     @property
     def typical(self) -> float:
-        """The lower median: what else the machine does can only add to a time."""
-        ordered = sorted(seconds for _, seconds in self.times)
-        return ordered[(len(ordered) - 1) // 2]
+        return typical(seconds for _, seconds in self.times)
 
 
 class LiveCosts:
@@ -85,6 +85,10 @@ class LiveCosts:
         if times is not None and math.isfinite(self._num_known):
             times.add(self.num_tokens, seconds)
             self._current = None
+
+    def was_timed(self, shape: DraftShape) -> bool:
+        """Whether a round of that shape was timed here."""
+        return shape in self._times and bool(self._times[shape].times)
 
     def has_worked(self, shape: DraftShape) -> bool:
         """Whether a round of that shape was ever timed, here or in what was known."""
@@ -161,7 +165,7 @@ class LiveCosts:
         # Where what was known is off for one shape, it is not to be relied on for another.
         known = (abs(fix) for shape, fix in own.items() if shape not in self._known.guessed)
         surprise = max(known, default=0.0)
-        self._trust = self._num_known * math.exp(-surprise / SURPRISE)
+        self._trust = self._num_known * math.exp(-max(0.0, surprise - EXPECTED) / SURPRISE)
         return {shape: self._blend(shape, own) for shape in self._times}
 
     def _before(self, shape: DraftShape) -> float:
@@ -211,10 +215,16 @@ class LiveBatchCosts:
     what is believed of the new one is off by as much as it was for the one before.
     """
 
-    def __init__(self, known: BatchCosts, num_known: float = math.inf):
-        """``num_known`` as in ``LiveCosts``."""
+    def __init__(
+        self,
+        known: BatchCosts,
+        num_known: float = math.inf,
+        keep: Callable[[RoundCosts], None] = lambda costs: None,
+    ):
+        """``num_known`` as in ``LiveCosts``; ``keep`` is given what a whole batch taught."""
         self._known = known
         self._num_known = num_known
+        self._keep = keep
         self.num_requests = known.batch_size
         self._latest: tuple[RoundCosts, LiveCosts] | None = None
 
@@ -229,7 +239,7 @@ class LiveBatchCosts:
         return self._known.alone.ways
 
     def of(self, num_requests: int) -> LiveCosts:
-        """See ``CostsBySize.of``."""
+        """See ``CostsBySize.of``; what was learned so far is kept."""
         self.num_requests = num_requests
         known = self._known.of(min(num_requests, self.batch_size))
         believed = known
@@ -243,6 +253,32 @@ class LiveBatchCosts:
             }
             plain = known.plain * now.plain / before.plain
             believed = replace(known, plain=plain, rounds=known.rounds | rounds)
-        latest = LiveCosts(believed, self._num_known)
+            live.close()
+        is_whole = num_requests >= self.batch_size
+        latest = LiveCosts(believed, self._num_known, self._keep_whole if is_whole else _forget)
         self._latest = known, latest
         return latest
+
+    def _keep_whole(self, learned: RoundCosts) -> None:
+        """Keep a share of what was learned of plain steps and of those known lengths that ran.
+
+        The speed of some machines comes and goes in waves that are longer than a short batch.
+        """
+        assert self._latest is not None
+        live, known = self._latest[1], self._known.together
+
+        def kept(shape: DraftShape, before: float, now: float) -> float:
+            return before * math.exp(KEPT_SHARE * math.log(now / before) * live.was_timed(shape))
+
+        if not learned.rounds.keys() >= known.rounds.keys():
+            return
+        rounds: dict[DraftShape, float] = {}
+        for shape, before in sorted(known.rounds.items(), key=lambda item: item[0].size):
+            cost = kept(shape, before, learned.rounds[shape])
+            rounds[shape] = max([cost, *rounds.values()])  # more drafts are never cheaper
+        plain = kept(PLAIN, known.plain, learned.plain)
+        self._keep(replace(known, plain=plain, rounds=rounds))
+
+
+def _forget(costs: RoundCosts) -> None:
+    """Of fewer requests than there were at first nothing is kept: they lie on a line."""

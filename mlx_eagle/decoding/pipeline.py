@@ -56,8 +56,9 @@ class RoundClock:
     """Times rounds from the end of one to the end of the next, where that says what they cost.
 
     It does after a round of the same kind, drafted or plain: the first of a kind also waits for
-    what the other has left to do. A plain step counts only if it was launched before the one
-    before it was read, as where drafting is off.
+    what the other has left to do. A plain step counts only among its like: launched before the
+    one before it was read, and read after the next one was launched, as where drafting is off.
+    The last one is done by the time when the one before it is read.
     """
 
     MOST_PAUSE = 0.2  # of a time, in which the caller kept the device waiting
@@ -66,14 +67,17 @@ class RoundClock:
         self._before: DraftShape | None = None
         self._end = self._paused = 0.0
 
-    def seconds(self, shape: DraftShape, was_ahead: bool) -> float | None:
-        """What a round of that shape, which has just ended, has taken; None where nobody knows."""
+    def seconds(self, shape: DraftShape, is_amid: bool) -> float | None:
+        """What a round of that shape, which has just ended, has taken; None where nobody knows.
+
+        ``is_amid``: whether it is a plain step among others that ran ahead.
+        """
         now = time.perf_counter()
         before, seconds, paused = self._before, now - self._end, self._paused
         self._before, self._end, self._paused = shape, now, 0.0
         if before is None or (before == PLAIN) != (shape == PLAIN):
             return None
-        if shape == PLAIN and not was_ahead or paused > self.MOST_PAUSE * seconds:
+        if shape == PLAIN and not is_amid or paused > self.MOST_PAUSE * seconds:
             return None
         return seconds
 
@@ -112,7 +116,7 @@ class Pipeline(Generic[R]):
                 if runner.can_launch_unread(shape):
                     self.upcoming, self._was_ahead = self._launch(shape), True
             runner.finish(done)
-            self._learn(done, was_ahead)
+            self._learn(done, was_ahead and self._was_ahead and shape == PLAIN)
             self.upcoming = runner.settle(done, self.upcoming, controller)
             if self.upcoming is None and runner.is_running:
                 self.upcoming = self._launch_next(shape)
@@ -121,11 +125,11 @@ class Pipeline(Generic[R]):
             if not runner.is_running:
                 return
 
-    def _learn(self, done: R, was_ahead: bool) -> None:
+    def _learn(self, done: R, is_amid: bool) -> None:
         """Tell the controller what a round that was read has taken and brought."""
         learned = self.runner.learned(done)
         drafted = PLAIN if learned is None else learned[0]
-        if (seconds := self._clock.seconds(drafted, was_ahead)) is not None:
+        if (seconds := self._clock.seconds(drafted, is_amid)) is not None:
             self.controller.record_time(drafted, seconds)
         if learned is not None:
             self.controller.record(drafted, *learned[1])

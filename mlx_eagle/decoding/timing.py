@@ -8,7 +8,7 @@ import mlx.nn as nn
 
 from ..system.progress import Progress, silent
 from ..target.sharding import in_any_process, is_sharded
-from .costs import PLAIN, DraftShape, RoundCosts, on_line
+from .costs import PLAIN, DraftShape, RoundCosts, on_line, typical
 from .pipeline import R, Runner
 
 
@@ -60,7 +60,7 @@ def time_in_turn(
         if i + 1 >= len(first) and late():
             break
     progress(len(groups), len(groups))
-    return shortest(plain, rounds)
+    return typical_costs(plain, rounds)
 
 
 def time_rounds(runner: Runner[R], shape: DraftShape, num_rounds: int) -> list[float]:
@@ -96,17 +96,19 @@ def late_after(limit: float, model: nn.Module) -> Callable[[], bool]:
     return late
 
 
-def shortest(plain: Sequence[float], rounds: Mapping[DraftShape, Sequence[float]]) -> RoundCosts:
-    """The shortest times: whatever else the machine does can only add to them.
+def typical_costs(
+    plain: Sequence[float], rounds: Mapping[DraftShape, Sequence[float]]
+) -> RoundCosts:
+    """The typical times, as ``LiveCosts`` takes them: the two are compared with each other.
 
     A chain that was not timed lies between those that were, or is left out.
     """
-    known = {shape.size: min(s) for shape, s in rounds.items() if s and shape.tree is None}
+    known = {shape.size: typical(s) for shape, s in rounds.items() if s and shape.tree is None}
     between = range(min(known, default=0), max(known, default=0) + 1)
     return RoundCosts(
-        min(plain),
+        typical(plain),
         {
-            shape: min(s) if s else on_line(known, shape.size)
+            shape: typical(s) if s else on_line(known, shape.size)
             for shape, s in rounds.items()
             if s or shape.size in between
         },

@@ -1,0 +1,1 @@
+"""The server measured over HTTP: ``mlx_lm.server`` and ours, each with several clients at once."""
