@@ -50,6 +50,7 @@ def run_with_hub(hub: Hub, home, opener: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.exhaustive
 def test_an_unconverted_head_of_the_hub_is_converted_aloud(hub, tmp_path):
     write_safetensors(hub.root / "some" / "head", CONFIG, as_midlayer(eagle3_tensors()))
     done = run_with_hub(hub, tmp_path, "mlx_eagle.open_drafter")

@@ -318,6 +318,7 @@ def test_every_command_says_once_how_to_get_openblas(main, monkeypatch, capsys):
     assert note.startswith("Note: ") and "`export LD_PRELOAD=/usr/lib/" in note
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_leaves_cleanly():
     process = subprocess.Popen(
         [sys.executable, "-m", "mlx_eagle.generate", "-p", "Write a long story.", "-m", "-1"],

@@ -24,9 +24,8 @@ def run(folder: Path, *args: object, limit: float) -> dict:
     return found["outcomes"]
 
 
-@pytest.mark.parametrize(
-    "seed, seconds", [(1, 2), pytest.param(10_000, 150, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed, seconds", [(1, 4), (10_000, 150)])
 def test_fuzzed_files(tmp_path, seed, seconds):
     outcomes = run(tmp_path, seed, seconds, limit=seconds + 120)
     for kind in fuzz.KINDS:

@@ -190,7 +190,7 @@ def test_the_text_and_the_caches_of_plain_decoding(case, scripted, sampler):
     assert follow[0] == follow[1]
 
 
-@pytest.mark.parametrize("scripted", thorough(SCRIPTS, "off", "off and on"), indirect=True)
+@pytest.mark.parametrize("scripted", thorough(SCRIPTS, "off and on"), indirect=True)
 @pytest.mark.parametrize("num_taken", thorough([1, 2, 3, 5, 8], 3))
 def test_left_early(case, scripted, num_taken):
     model, drafter, options = case

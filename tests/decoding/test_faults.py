@@ -126,8 +126,11 @@ def fresh_cache(case) -> list:
     return make_prompt_cache(model, **options) + drafter.make_cache()
 
 
+VERBS = ["extend", "propose", "pending", "_forward"]
+
+
 @pytest.mark.parametrize("call", thorough([1, 2, 11], 2))
-@pytest.mark.parametrize("verb", ["extend", "propose", "pending", "_forward"])
+@pytest.mark.parametrize("verb", thorough(VERBS, "extend", "propose"))
 def test_in_the_drafter(case, verb, call):
     cache = fresh_cache(case)
     result = run_until_it_fails(case, FailingDrafter(case[1], verb, call), cache)

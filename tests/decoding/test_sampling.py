@@ -15,8 +15,11 @@ from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.base import Draft
 
 
+RULES = ["match", "coupled", "reject"]
+
+
 @pytest.mark.parametrize("temp", thorough([0.7, 1.0], 0.7))
-@pytest.mark.parametrize("acceptance", ["match", "coupled", "reject"])
+@pytest.mark.parametrize("acceptance", thorough(RULES, "match", "coupled"))
 def test_pairs_have_the_targets_distribution(acceptance, temp):
     statistic, acceptance_rate = pair_chi_square(acceptance, temp=temp)
     assert statistic < QUANTILE_24

@@ -86,7 +86,7 @@ def truth(model, make_cache) -> Truth:
     return truth_of(model, make_cache, 40)
 
 
-@pytest.mark.parametrize("script", TREE_SCRIPTS)
+@pytest.mark.parametrize("script", thorough(TREE_SCRIPTS, "all", "every length"))
 @pytest.mark.parametrize("shape", thorough(["2x3:6", "3x4:12"], "3x4:12"))
 def test_every_branch_and_every_cache(model, make_cache, truth, shape, script):
     cache = make_cache()

@@ -115,6 +115,7 @@ def test_every_weight_is_the_published_one(reader, dense):
         np.testing.assert_allclose(weight, reference, rtol=0, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.exhaustive
 def test_q_and_k_score_as_in_llama_cpp(reader, dense):
     """Neighbour rotation of the GGUF's rows gives the scores that half rotation gives of ours."""
     expected = published(reader, "blk.4.attn_")
@@ -363,6 +364,7 @@ def test_default_on_a_cpu_is_dense_float32():
     assert {w.dtype for w in (m.weight for m in model.modules() if "weight" in m)} == {mx.float32}
 
 
+@pytest.mark.exhaustive
 def test_a_pair_fresh_from_disk_drafts_in_another_thread():
     """Nothing of it waits to be computed: that is the business of the thread that made it."""
     model, _, drafter = load_demo()

@@ -54,7 +54,11 @@ def metrics_of(server) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("request_", [STORY, ACCENTS], ids=["letters", "halves of letters"])
+@pytest.mark.parametrize(
+    "request_",
+    [pytest.param(STORY, marks=pytest.mark.exhaustive), ACCENTS],
+    ids=["letters", "halves of letters"],
+)
 def test_streams_say_what_the_python_api_says(server, pair, request_):
     model, tokenizer = mlx_lm.load(pair["target"])
     drafter = open_drafter(pair["model"], model, tokenizer)

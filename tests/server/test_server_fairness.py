@@ -251,6 +251,7 @@ def test_rounds_are_measured_only_while_nobody_waits(flags, expected, monkeypatc
         assert got == [alone if seeds else expected[0].text]
 
 
+@pytest.mark.exhaustive
 def test_rounds_are_measured_once_where_that_is_asked_for(flags, monkeypatch):
     asked_for = []
 

@@ -118,6 +118,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(target, data, tmp_path):
     assert Checkpoints(output).latest() is not None
 
 
+@pytest.mark.exhaustive
 def test_killed_while_saving_leaves_the_checkpoint_before(tmp_path):
     """A process of its own is killed at random moments; what it leaves can always be read."""
     script = (
@@ -275,6 +276,7 @@ def test_eight_sequences_are_learnt_by_heart(target, tmp_path):
         assert length >= 0.95 * best
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_learn_what_one_learns(target, data, tmp_path):
     run = {**QUICK, "iters": 3, "batch_size": 4, "loss": "lk-alpha"}
     train(str(target), str(data), str(tmp_path / "one"), **run)
