@@ -157,6 +157,8 @@ def worst_gap(case: str, dtype: str) -> tuple[float, float]:
 def test_every_token_is_the_target_s_choice(case, dtype):
     if may_part(case.partition(",")[0]):
         pytest.xfail("on Metal mlx-lm computes one row of it in another way than several")
+    if "sinks" in case and dtype != "float32" and mx.default_device() == mx.cpu:
+        pytest.xfail("on a CPU MLX multiplies experts, which gpt-oss has, in float32 only")
     gap, explained = worst_gap(case, dtype)
     assert gap <= explained
 
