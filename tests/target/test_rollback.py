@@ -183,7 +183,7 @@ def test_a_pass_that_breaks_off_half_way_is_undone(model, make_cache):
     reference = make_cache()
     plain(model, PROMPT, 20, prompt_cache=reference)
     window = Checkpoint(cache)
-    rows = mx.ones((1, 2, 3, 64))
+    rows = mx.ones((1, model.args.num_key_value_heads, 3, model.args.head_dim))
     for c in cache[:3]:
         c.update_and_fetch(rows, rows)
     window.rollback(0)
