@@ -12,7 +12,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
-from serving import ours, write_pair
+from serving import ours
 
 from mlx_eagle.server.page import PARTS, SCRIPTS, page
 
@@ -40,11 +40,6 @@ class Reader(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self.inside in self.texts:
             self.texts[self.inside] += data
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> dict[str, str]:
-    return write_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")

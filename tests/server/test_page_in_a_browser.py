@@ -11,7 +11,7 @@ import mlx_lm
 import pytest
 from browser import DIE, Tab, chunk_of, find_chromium, running_browser, scripted_server
 from prometheus_client.parser import text_string_to_metric_families
-from serving import ours, write_pair
+from serving import ours
 
 from mlx_eagle import stream_generate
 from mlx_eagle.draft_models import open_drafter
@@ -55,11 +55,6 @@ def browser():
         pytest.skip("there is no Chromium: test_a_browser_is_there has failed because of that")
     with running_browser(PATH) as found:
         yield found
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> dict[str, str]:
-    return write_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")

@@ -9,18 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from grids import thorough
 from openai import APIError
-from serving import ENDLESS, ours, theirs, write_model, write_pair, write_tokenizer
+from serving import ENDLESS, ours, theirs, write_model, write_tokenizer
 
 from mlx_eagle.batch.rounds import Batch
 from mlx_eagle.drafters.model_drafter import ModelDrafter
 from mlx_eagle.target.taps import Target
 
 DRAFTS = ("model", "head")
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> dict[str, str]:
-    return write_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
-from serving import ENDLESS, ours, parse, write_pair
+from serving import ENDLESS, ours, parse
 
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.server import __main__ as command
@@ -27,16 +27,6 @@ from mlx_eagle.server.signals import StopSignals
 
 TEXT = {"prompt": "Once upon a time", "max_tokens": 20, "logit_bias": ENDLESS}
 KEY = "sk-local-0123456789"
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> dict[str, str]:
-    return write_pair(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture(scope="module")
-def flags(pair) -> tuple[str, ...]:
-    return "--model", pair["target"], "--draft-model", pair["head"], "--usage-stats"
 
 
 def ask(asked, method: str, path: str, body: bytes | None = None, **head: str) -> tuple:

@@ -8,18 +8,13 @@ from pathlib import Path
 
 import pytest
 from mlx_lm.utils import load_tokenizer
-from serving import ENDLESS, ours, parse, write_pair
+from serving import ENDLESS, ours, parse
 from training import small_files
 
 from mlx_eagle.server.__main__ import announce
 from mlx_eagle.server.collect import Collector, open_collector
 from mlx_eagle.train import train
 from mlx_eagle.train.examples import read_examples
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> dict[str, str]:
-    return write_pair(tmp_path_factory.mktemp("pair"))
 
 
 def serving(pair, file: Path, *flags: str):

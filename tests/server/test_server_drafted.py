@@ -11,7 +11,7 @@ from grids import thorough
 from mlx_lm.generate import TextStateMachine
 from openai import BadRequestError
 from prometheus_client.parser import text_string_to_metric_families
-from serving import ENDLESS, NUM_CHARACTERS, ours, write_pair
+from serving import ENDLESS, NUM_CHARACTERS, ours
 
 from mlx_eagle import stream_generate
 from mlx_eagle.draft_models import open_drafter
@@ -27,11 +27,6 @@ MACHINES = [
     {"normal": [("<think>", "reasoning")], "reasoning": [("</think>", "normal")]},
     {"normal": [("<t>", "tool"), ("aba", "normal")], "tool": [("</t>", "normal")]},
 ]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> dict[str, str]:
-    return write_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 from architectures import ARCHITECTURES, build
 from mlx_lm.utils import save_model
 from openai import BadRequestError
-from serving import ENDLESS, NUM_CHARACTERS, ours, parse, theirs, write_pair, write_tokenizer
+from serving import ENDLESS, NUM_CHARACTERS, ours, parse, theirs, write_tokenizer
 
 from mlx_eagle.commands import generate as cli
 from mlx_eagle.decoding.calibrate import CHAINS
@@ -21,11 +21,6 @@ from mlx_eagle.server.caches import PairCache
 VOCAB = NUM_CHARACTERS + 2
 TEXT = {"prompt": "Once upon a time", "max_tokens": 40, "logit_bias": ENDLESS}
 SAMPLED = TEXT | {"temperature": 0.9, "seed": 5, "max_tokens": 24}
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> dict[str, str]:
-    return write_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import time
 import pytest
 from grids import thorough
 from openai import BadRequestError
-from serving import ENDLESS, ours, theirs, write_pair
+from serving import ENDLESS, ours, theirs
 
 from mlx_eagle.decoding.calibrate import CHAINS
 from mlx_eagle.decoding.costs import RoundCosts
@@ -19,16 +19,6 @@ from mlx_eagle.server.prompt import PIECE, check_text_length
 
 TEXT = {"prompt": "Once upon a time", "max_tokens": 30, "logit_bias": ENDLESS}
 HUGE = 2**70
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> dict[str, str]:
-    return write_pair(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture(scope="module")
-def flags(pair) -> tuple[str, ...]:
-    return "--model", pair["target"], "--draft-model", pair["head"]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import sys
 import mlx_lm.server
 import openai
 import pytest
-from serving import NUM_CHARACTERS, ours, write_pair
+from serving import NUM_CHARACTERS, ours
 
 from mlx_eagle.server import __main__ as command
 from mlx_eagle.server.listener import BODY_BYTES as MAX_BODY
@@ -20,11 +20,6 @@ from mlx_eagle.server.listener import BODY_BYTES as MAX_BODY
 VOCAB = NUM_CHARACTERS + 2
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = {"role": "user", "content": "Hello"}
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> dict[str, str]:
-    return write_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import mlx_lm
 import pytest
 from mlx_lm.sample_utils import make_logits_processors
 from openai import APIError
-from serving import ENDLESS, ours, write_pair
+from serving import ENDLESS, ours
 
 from mlx_eagle.batch.group import Group
 from mlx_eagle.decoding.decoder import Decoder
@@ -17,16 +17,6 @@ from mlx_eagle.target.taps import Target
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 1500, "logit_bias": ENDLESS, "stream": True}
 CHUNK = 8
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> dict[str, str]:
-    return write_pair(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture(scope="module")
-def flags(pair) -> tuple[str, ...]:
-    return "--model", pair["target"], "--draft-model", pair["head"], "--usage-stats"
 
 
 @pytest.fixture(scope="module")
