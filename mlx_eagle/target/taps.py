@@ -16,17 +16,29 @@ from .stand_in import StandIn, add_behaviour
 
 
 class Watch:
-    """What is seen of one pass at a time: the activations at chosen taps, and layer calls."""
+    """What is seen of one pass at a time: the activations at chosen taps, and layer calls.
 
-    def __init__(self, taps: set[int]):
+    ``last`` is the tap behind the last layer.
+    """
+
+    def __init__(self, taps: set[int], last: int):
         self._taps = taps
+        self._last = last
         self._seen: dict[int, mx.array] = {}
         self._calls: list[LayerCall] | None = None
+        self._rows: mx.array | None = None
+        self.is_cut = False
 
-    def begin(self, record: bool = False) -> None:
-        """Forget the last pass; ``record`` says whether to keep the calls of the next."""
+    def begin(self, record: bool = False, rows: mx.array | None = None) -> None:
+        """Forget the last pass; ``record`` says whether to keep the calls of the next.
+
+        ``rows`` (K,), numbered b * R + r, are all that its last layer is to hand on; whether it
+        did is in ``is_cut``.
+        """
         self._seen = {}
         self._calls = [] if record else None
+        self._rows = rows
+        self.is_cut = False
 
     def take(self) -> tuple[dict[int, mx.array], tuple[LayerCall, ...]]:
         """The activations by tap, and the calls, of the pass that has ended."""
@@ -52,6 +64,19 @@ class Watch:
             )
         self._seen[tap] = output[0] if isinstance(output, tuple) else output
 
+    def leave(self, tap: int, output: Any) -> Any:
+        """A layer's output passes a tap: what the model goes on with."""
+        self.see(tap, output)
+        if self._rows is None or tap != self._last or not isinstance(output, mx.array):
+            return output
+        if self.is_cut:
+            raise ValueError(
+                f"this target runs layer {tap - 1} more than once per pass: it cannot teach a "
+                "draft head."
+            )
+        self.is_cut = True
+        return output.reshape(-1, output.shape[-1])[self._rows][None]
+
 
 class WatchedLayer:
     """What the copy of a layer does around its own class: it tells ``Watch``."""
@@ -62,9 +87,7 @@ class WatchedLayer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = super().__call__
         self._watch.enter(LayerCall(run, args, kwargs), self._index)
-        output = run(*args, **kwargs)
-        self._watch.see(self._index + 1, output)
-        return output
+        return self._watch.leave(self._index + 1, run(*args, **kwargs))
 
 
 class WatchedNorm:
@@ -138,7 +161,7 @@ class Target:
         self._watched = set(taps)
         if taps and not self.stage.is_whole:
             self._watched |= {self.stage.end, num_layers + 1}  # see Stage.fetch
-        self._watch = Watch(self._watched)
+        self._watch = Watch(self._watched, num_layers)
         self._stand_in = self._watched_stand_in(most_rows)
 
     @property
@@ -184,6 +207,22 @@ class Target:
     def batch(self, tokens: mx.array, cache: list) -> tuple[mx.array, mx.array | None]:
         """Run tokens (B, R) on top of batch caches: logits (B, R, V), features (B, R, F)."""
         logits, seen, _ = self._pass(tokens, cache)
+        return logits, self._features(seen, tokens.shape[0])
+
+    def logits_at(
+        self, tokens: mx.array, rows: mx.array
+    ) -> tuple[mx.array, mx.array | None]:
+        """Run texts (B, R) from their beginnings: logits (K, V) at K of their positions alone.
+
+        ``rows`` (K,) are numbered b * R + r. Features (B, R, F) are those of all. What stands
+        behind the layers, the output matrix above all, sees no more than these rows, unless
+        features are taken there or the layers are spread over machines.
+        """
+        is_possible = self.stage.is_whole and self.num_layers + 1 not in self._watched
+        self._watch.begin(rows=rows if is_possible else None)
+        logits, is_cut = self._stand_in.model(tokens), self._watch.is_cut
+        seen, _ = self._watch.take()
+        logits = logits[0] if is_cut else logits.reshape(-1, logits.shape[-1])[rows]
         return logits, self._features(seen, tokens.shape[0])
 
     def record(

@@ -1,6 +1,7 @@
 """One step of training: losses, their gradients, and what AdamW makes of them.
 
-Weights are in float32, whatever the head's own type is; one function, compiled on a GPU.
+Weights are in float32, whatever the head's own type is; one function, compiled on a GPU, where a
+CPU compiles AdamW alone.
 """
 
 import math
@@ -58,6 +59,8 @@ class TrainStep:
         self.kept: Tree | None = None
         self._gradients = mx.value_and_grad(self._loss)
         self._advance = mx.compile(self._step) if is_compiled() else self._step
+        # Everywhere: one short kernel, in place of 16 passes over all weights.
+        self._update = mx.compile(self._apply)
 
     def load(self, weights: Tree, moments: Tree) -> None:
         """Go on from there."""
@@ -126,11 +129,19 @@ class TrainStep:
             gradients = tree_map(lambda new, old: new + old, gradients, kept)
         if not is_update:
             return losses, mx.array(0.0), weights, moments, gradients
-        gradients = average_gradients(gradients)
+        norm, weights, moments = self._update(
+            weights, moments, average_gradients(gradients), rate, parts
+        )
+        return losses, norm, weights, moments, None
+
+    def _apply(
+        self, weights: Tree, moments: Tree, gradients: Tree, rate: mx.array, parts: int
+    ) -> tuple[mx.array, Tree, Tree]:
+        """What AdamW makes of the gradients of ``parts`` batches; their norm comes first."""
         if parts > 1:
             gradients = tree_map(lambda gradient: gradient / parts, gradients)
         gradients, norm = clip_grad_norm(gradients, self._max_norm)
         self._optimizer.state = moments
         self._optimizer.learning_rate = rate
         weights = self._optimizer.apply_gradients(gradients, weights)
-        return losses, norm, weights, self._optimizer.state, None
+        return norm, weights, self._optimizer.state

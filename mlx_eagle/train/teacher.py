@@ -71,7 +71,7 @@ class Teacher:
     def features(self, tokens: np.ndarray) -> mx.array:
         """The taps at every position of tokens (B, T), side by side: (B, T, F)."""
         parts = []
-        for _, features in self._passes(tokens):
+        for _, _, features in self._passes(tokens, np.zeros(tokens.shape, bool)):
             mx.eval(features)
             parts.append(features)
         return mx.concatenate(parts)
@@ -118,29 +118,34 @@ class Teacher:
 
     def _make(self, tokens: np.ndarray, counts: np.ndarray) -> Iterator[Lesson]:
         """Lessons of sequences (B, T); ``counts`` (B, T) says which of their slots may count."""
+        # Slot i is taught what may follow token i + 1.
+        asked = np.zeros_like(counts)
+        asked[:, 1:] = counts[:, :-1]
         row = 0
-        for logits, features in self._passes(tokens):
-            lessons = self._say(logits, features, counts[row : row + len(features)])
+        for places, logits, features in self._passes(tokens, asked):
+            own = counts[row : row + len(features)]
+            lessons = self._say(places, logits, features, own)
             mx.eval([lesson.arrays() for lesson in lessons])
             yield from lessons
             row += len(features)
 
-    def _say(self, logits: mx.array, features: mx.array, counts: np.ndarray) -> list[Lesson]:
-        """What the target says of b sequences, in logits (b, T, V) and features (b, T, F).
+    def _say(
+        self, places: np.ndarray, logits: mx.array, features: mx.array, counts: np.ndarray
+    ) -> list[Lesson]:
+        """What the target says of b sequences, in logits (K, V) and features (b, T, F).
 
-        Slot i is taught what may follow token i + 1, and counts where the target's choice
-        there can be drafted.
+        ``places`` (K,) are the positions of the logits, numbered b * T + i. A slot counts where
+        the target's choice can be drafted.
         """
-        length, vocab_size = logits.shape[1:]
+        length, vocab_size = features.shape[1], logits.shape[-1]
         if self._is_drafted is None:
             self._is_drafted = np.zeros(vocab_size, bool)
             self._is_drafted[np.array(self._ids)] = True
-        choices = np.array(mx.argmax(logits, axis=-1))
-        rows, slots = np.nonzero(counts[:, :-1] & self._is_drafted[choices[:, 1:]])
+        (kept,) = np.nonzero(self._is_drafted[np.array(mx.argmax(logits, axis=-1))])
+        rows, slots = places[kept] // length, places[kept] % length - 1
         drafted, log_z = mx.zeros((0, len(self._ids))), mx.zeros(len(slots))
         if len(slots):
-            places = mx.array(rows * length + slots + 1, mx.int32)
-            chosen = logits.reshape(-1, vocab_size)[places].astype(mx.float32)
+            chosen = logits[mx.array(kept, mx.int32)].astype(mx.float32)
             drafted = mx.take(chosen, self._ids, axis=1)
             log_z = mx.logsumexp(chosen, axis=-1) if self._needs_sums else log_z
         lessons = []
@@ -158,15 +163,24 @@ class Teacher:
             )
         return lessons
 
-    def _passes(self, tokens: np.ndarray) -> Iterator[tuple[mx.array, mx.array]]:
-        """Logits (b, T, V) and features (b, T, F), a few sequences at once."""
+    def _passes(
+        self, tokens: np.ndarray, asked: np.ndarray
+    ) -> Iterator[tuple[np.ndarray, mx.array, mx.array]]:
+        """A few sequences at once: places (K,) asked for, logits (K, V), features (b, T, F).
+
+        ``asked`` (B, T) says where logits are of use. Places are numbered b * T + i.
+        """
         at_once = max(1, ROWS_AT_ONCE // tokens.shape[1])
         for start in range(0, len(tokens), at_once):
-            # Padding comes last, so that causal layers need no mask for it, and no cache.
-            logits, features = self._target.batch(mx.array(tokens[start : start + at_once]), None)
+            some = slice(start, start + at_once)
+            (places,) = asked[some].ravel().nonzero()
+            # Padding comes last, so that causal layers need no mask for it, and no cache. One
+            # place at least, so that there is something to compute.
+            rows = mx.array(places if len(places) else [0], mx.int32)
+            logits, features = self._target.logits_at(mx.array(tokens[some]), rows)
             if features is None:
                 raise ValueError("the head taps no layer of the target, so it cannot be taught.")
-            yield logits, features
+            yield places, logits[: len(places)], features
 
     def _kept(self, number: int) -> Lesson | None:
         path = self._cache / f"{number}.safetensors" if self._cache is not None else None

@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from ..drafters.attention import DraftAttention
 from ..drafters.head import DraftLayer, Eagle3Head
+from .exponentials import softmax
 
 
 @dataclass
@@ -128,7 +129,7 @@ def _attend(
     hidden = mx.where(visible, 0.0, -mx.inf).astype(q.dtype)
     scores = mx.addmm(hidden, q, keys[0].swapaxes(-1, -2))
     own = [(q * k).sum(axis=-1, keepdims=True) for k in keys[1:]]
-    weights = mx.softmax(mx.concatenate([scores, *own], axis=-1), axis=-1, precise=True)
+    weights = softmax(mx.concatenate([scores, *own], axis=-1))
     # Split at once: the gradient of each slice alone would be as large as all of them.
     parts = mx.split(weights, [num_slots + i for i in range(len(own))], axis=-1)
     out = parts[0] @ values[0]

@@ -22,6 +22,8 @@ from architectures import (
 from grids import thorough
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_eagle.target.taps import Target
+
 TABLE = recorded()
 # One for each combination of caches and of what works; test_matrix.py has the common ones too.
 QUICK = (
@@ -64,6 +66,21 @@ def test_what_the_table_says_works(name):
     result = check(name, TABLE[name], ks=(3,), scripts=("every length",), num_tokens=18)
     works = [column for column in COLUMNS if getattr(result, column)]
     assert works == TABLE[name], result.reason
+
+
+TAPPED = [name for name, works in TABLE.items() if "tap" in works]
+
+
+@pytest.mark.parametrize("name", thorough(TAPPED, "cohere2", "gpt_oss", "qwen3_vl"))
+def test_the_logits_of_some_rows_are_those_of_all(name):
+    if name not in ARCHITECTURES:
+        pytest.skip(f"the installed mlx-lm has no {model_file(name)}")
+    model, tokens, rows = build(name), mx.array([PROMPT, PROMPT[::-1]]), mx.array([2, 5, 9])
+    target = Target(model, (0, 1))
+    logits, features = target.logits_at(tokens, rows)
+    expected = model(tokens).reshape(-1, logits.shape[-1])[rows]
+    assert mx.allclose(logits, expected, 1e-4, 1e-5)
+    assert mx.array_equal(features, target.batch(tokens, None)[1])
 
 
 STATES = {"ssm_update": 2, "gated_delta_update": 1, "_wkv7_step_ops": 0}
