@@ -145,6 +145,11 @@ def _generate(
     most = MOST_MEASURED if shares and options.num_draft_tokens == AUTO else MOST_REQUESTS
     most = most if max_speculative_batch is None else max_speculative_batch
     is_drafted = options.num_draft_tokens != 0 and 0 < len(requests) <= most
+    if is_drafted and not shares and options.num_draft_tokens == AUTO and len(requests) > 1:
+        # Plain rows for all in one pass bring more than drafts for each in its turn.
+        if why_alone(model, caches, plainly=True) is None:
+            is_drafted = False
+            warnings.warn(f"{reason}: they are decoded together, without drafts.", stacklevel=3)
     controller, costs, calibration_time = None, None, 0.0
     if is_drafted and shares:
         start = time.perf_counter()

@@ -34,9 +34,10 @@ class Group:
 
     To join, a request must have emitted its first token. ``num_draft_tokens`` is as in
     ``speculative_generate_step``, one length for all in a round, "auto" by what all of them accept
-    and by what rounds of so many cost. With a ``tree``, or where caches cannot share a pass, only
-    one may be in it. One whose decoder ``drops_drafter`` is decoded plainly, and so are those who
-    share its rounds.
+    and by what rounds of so many cost. Without ``drafts_together``, for targets whose caches share
+    plain steps alone, drafts are made for one by itself, and several are decoded plainly. With a
+    ``tree``, or where caches cannot share a pass, only one may be in it. One whose decoder
+    ``drops_drafter`` is decoded plainly, and so are those who share its rounds.
     """
 
     def __init__(
@@ -47,10 +48,12 @@ class Group:
         num_draft_tokens: int | str,
         tree: Tree | str | None = None,
         find_costs: FindCosts = round_costs,
+        drafts_together: bool = True,
     ):
         self._model, self._draft_model, self._stream = model, draft_model, stream
         self._num_draft_tokens, self._tree = num_draft_tokens, tree
         self._find_costs = find_costs
+        self._drafts_together = drafts_together
         self._runner: Alone | Shared | None = None
         self._num_rounds = 0
         self._running: list[Request] = []
@@ -160,6 +163,8 @@ class Group:
         controller: Controller = FixedController(PLAIN, drafting_off=True)
         if any(decoder.drops_drafter for decoder in decoders):
             drafter = NoDrafter()
+        elif not self._drafts_together:
+            pass  # the drafter sees what it will need
         elif self._num_draft_tokens == AUTO:
             longest = max(decoders, key=lambda decoder: context_bucket(decoder.cache, 0))
             costs = LearnedCosts(self._model, drafter, longest)

@@ -114,10 +114,13 @@ def put_back(request: Request) -> None:
     request.cache = request.decoder.cache + request.decoder.drafter.cache
 
 
-def why_alone(model: nn.Module, caches: list[Any]) -> str | None:
-    """Why requests on these caches of the target cannot share its passes; None where they can."""
+def why_alone(model: nn.Module, caches: list[Any], plainly: bool = False) -> str | None:
+    """Why requests on these caches of the target cannot share its passes; None where they can.
+
+    ``plainly``: passes of plain steps, one row per request.
+    """
     for cache in caches:
-        if not can_share([cache]):
+        if not can_share([cache], plainly):
             kept = ", with first tokens that are kept" if getattr(cache, "keep", 0) else ""
             return f"the target's caches are for one text at a time ({type(cache).__name__}{kept})"
     if any(isinstance(rope, BY_LENGTH) for rope in find_ropes(model)):

@@ -58,7 +58,9 @@ class Schedule:
         self._groups: dict[object, Group] = {}
         flags = provider.cli_args
         self._recalibrates = flags.recalibrate
-        can_share = why_alone(provider.model, make_prompt_cache(provider.model)) is None
+        caches = make_prompt_cache(provider.model)
+        self._drafts_together = why_alone(provider.model, caches) is None
+        can_share = why_alone(provider.model, caches, plainly=True) is None
         self._can_share = can_share and flags.kv_bits is None
 
     @property
@@ -138,6 +140,7 @@ class Schedule:
                 num_draft_tokens,
                 tree,
                 self._find_costs,
+                self._drafts_together,
             )
         return self._groups[key]
 

@@ -13,15 +13,38 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
+
+from .ragged_states import RaggedList, RaggedStates
 
 STEP = 256  # columns by which lanes grow, as in mlx-lm
 SLACK = 16  # columns by which a ring is larger than its window, or as many as a pass needs
 
 
-def can_share(caches: list[Any]) -> bool:
-    """Whether a text's caches can go into ``RaggedCaches``, exactly."""
-    return all(type(c) is KVCache or (type(c) is RotatingKVCache and c.keep == 0) for c in caches)
+def can_share(caches: list[Any], plainly: bool = False) -> bool:
+    """Whether a text's caches can go into ``RaggedCaches``, exactly.
+
+    ``plainly``: for passes of one row per text that are kept, which recurrent states allow.
+    """
+    return all(
+        type(c) is KVCache
+        or (type(c) is RotatingKVCache and c.keep == 0)
+        or (plainly and type(c) is ArraysCache)
+        or (plainly and type(c) is CacheList and _has_states(c) and can_share(c.caches, True))
+        for c in caches
+    )
+
+
+def _has_states(cache: CacheList) -> bool:
+    """Lists of keys and values alone are of attention that goes by the places of slots."""
+    return any(isinstance(part, ArraysCache) for part in cache.caches)
+
+
+def _length(cache: Any) -> int:
+    """How many tokens a text's cache has seen, as far as it knows."""
+    if isinstance(cache, CacheList):
+        return max(map(_length, cache.caches), default=0)
+    return getattr(cache, "offset", 0)
 
 
 def _round_up(number: int, step: int) -> int:
@@ -150,9 +173,13 @@ class RaggedCache:
     def empty(self) -> bool:
         return self.keys is None
 
-    def begin(self) -> None:
-        """A pass begins where the texts end."""
+    def begin(self) -> "RaggedCache":
+        """A pass begins where the texts end; what the model is given for it."""
         self.offset, self._num_rows = self._rows.offset, 0
+        return self
+
+    def advance(self) -> None:
+        """What a pass has written counts as far as the lengths say."""
 
     def join(self, cache: KVCache | RotatingKVCache, num_others: int) -> None:
         """Take in the cache of a text, which stays as it is, behind ``num_others``."""
@@ -270,27 +297,26 @@ def _longer(lanes: mx.array, num_columns: int) -> mx.array:
 
 
 class RaggedCaches:
-    """The caches of B texts for all layers of a model, which is called with ``layers``.
+    """The caches of B texts for all layers of a model.
 
     Each text's caches must be those that ``can_share``, and all of the same model.
     """
 
     def __init__(self) -> None:
         self.rows = RowLengths()
-        self.layers: list[RaggedCache] = []
+        self.layers: list[RaggedCache | RaggedStates | RaggedList] = []
 
-    def open(self) -> list[RaggedCache]:
+    def open(self) -> list[Any]:
         """The layers, for a pass that begins where the texts end; what it writes is not kept yet.
 
         A pass that was opened before and of which nothing was kept is forgotten by that.
         """
-        for layer in self.layers:
-            layer.begin()
-        return self.layers
+        return [layer.begin() for layer in self.layers]
 
     def advance(self, num_rows: Sequence[int]) -> None:
-        """Text b is longer by ``num_rows[b]``: of what was written behind its end, or, below 0,
-        shorter."""
+        """Text b is longer by ``num_rows[b]`` of the rows behind its end, or, below 0, shorter."""
+        for layer in self.layers:
+            layer.advance()
         self.rows.set([n + more for n, more in zip(self.rows.lengths, num_rows, strict=True)])
 
     def join(self, caches: list[Any]) -> None:
@@ -298,21 +324,26 @@ class RaggedCaches:
         others = self.rows.lengths
         if not others:
             self.rows.slack = SLACK
-            self.layers = [RaggedCache(self.rows, getattr(c, "max_size", None)) for c in caches]
+            self.layers = [self._make(cache) for cache in caches]
         for layer, cache in zip(self.layers, caches, strict=True):
             layer.join(cache, len(others))
-        self.rows.set([*others, max((c.offset for c in caches), default=0)])
+        self.rows.set([*others, max(map(_length, caches), default=0)])
 
     def keep(self, index: list[int]) -> None:
         """Drop all texts but these, in this order."""
-        places = mx.array(index, mx.int32)
+        self.layers = self.layers if index else []
         for layer in self.layers:
-            if index:
-                layer.keep(places)
+            layer.keep(mx.array(index, mx.int32))
         self.rows.set([self.rows.lengths[b] for b in index])
-        if not index:
-            self.layers = []
 
-    def extract(self, index: int) -> list[KVCache | RotatingKVCache]:
+    def extract(self, index: int) -> list[Any]:
         """One text's caches."""
         return [layer.extract(index) for layer in self.layers]
+
+    def _make(self, cache: Any) -> RaggedCache | RaggedStates | RaggedList:
+        """What holds caches like this one of several texts."""
+        if isinstance(cache, CacheList):
+            return RaggedList(cache, self._make)
+        if isinstance(cache, ArraysCache):
+            return RaggedStates(len(cache.cache))
+        return RaggedCache(self.rows, getattr(cache, "max_size", None))

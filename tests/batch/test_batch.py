@@ -281,6 +281,20 @@ def test_recurrent_targets_go_one_after_the_other():
     assert len(response.caches[0]) > len(make_prompt_cache(model))
 
 
+def test_recurrent_targets_are_decoded_plainly_with_auto():
+    model = tiny_lfm2()
+    prompts = [[token % 90 for token in prompt] for prompt in PROMPTS]
+    with pytest.warns(UserWarning, match=r"\(ArraysCache\): they are decoded together, without"):
+        response = together(model, tiny_head(model), prompts, num_draft_tokens="auto")
+    assert response.token_ids == theirs(model, prompts).token_ids
+    assert sum(stats.num_rounds for stats in response.stats) == 0
+    with pytest.warns(UserWarning, match="one after the other, each with drafts"):
+        alone = together(
+            model, tiny_head(model), prompts[:1], num_draft_tokens="auto", max_tokens=9
+        )
+    assert alone.stats[0].num_rounds > 0
+
+
 def test_a_drafter_for_one_text_is_said_aloud(recwarn):
     model = MODELS["llama"]()
     lagging = tiny_head(model).with_draft_cache("lagging")

@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 import pytest
+from architectures import build
 from grids import thorough
 from helpers import plain, speculative, tiny_head, tiny_llama
 from mlx_lm.generate import generation_stream
@@ -12,7 +13,7 @@ from test_rounds import MANY, Texts, started
 from mlx_eagle.batch import rounds
 from mlx_eagle.batch.group import Group
 from mlx_eagle.batch.learned_costs import LearnedCosts
-from mlx_eagle.batch.requests import Request, put_back
+from mlx_eagle.batch.requests import Request, put_back, why_alone
 from mlx_eagle.batch.rounds import Batch
 from mlx_eagle.decoding.calibrate import CHAINS
 from mlx_eagle.decoding.controller import FixedController
@@ -84,6 +85,36 @@ def test_texts_are_those_of_each_alone(make, size):
     assert all(is_shared for request, is_shared, _ in seen if request is requests[2])
     if size == 0:
         assert sum(request.stats.num_drafted for request in requests) == 0
+
+
+STATES = (
+    "bailing_hybrid", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe",
+    "mamba", "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_next", "recurrent_gemma", "rwkv7",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", thorough(STATES, "falcon_h1", "lfm2", "mamba2", "qwen3_next"))
+def test_recurrent_targets_share_plain_steps(name):
+    """What an ended request leaves has not seen the step that was under way."""
+    model = build(name)
+    drafter = tiny_head(model)
+    assert why_alone(model, make_prompt_cache(model))
+    assert why_alone(model, make_prompt_cache(model), plainly=True) is None
+    group = Group(model, drafter, generation_stream, 3, drafts_together=False)
+    prompts, lengths = [[t % 90 for t in prompt] for prompt in MANY], [34, 6, 4, 1 + 8]
+    requests = [started(model, drafter, prompts[b], n) for b, n in enumerate(lengths)]
+    seen = run(group, dict(zip([0, 3, 4, 14], requests)))
+    for prompt, length, request in zip(prompts, lengths, requests):
+        assert request.tokens == plain(model, prompt, length)
+        if not request.cache:
+            put_back(request)
+        cache, text = request.cache[: len(model.layers)], [*prompt, *request.tokens]
+        assert plain(model, [7, 9], 3, prompt_cache=cache) == plain(model, [*text, 7, 9], 3)
+    of_first = [shared for request, shared, _ in seen if request is requests[0]]
+    assert True in of_first and not of_first[0] and not of_first[-1]
+    # By itself it was drafted for, in the end as well, and in shared rounds nobody was.
+    assert all(num == 1 for _, is_shared, num in seen if is_shared)
+    assert requests[0].stats.num_drafted > 0 == requests[2].stats.num_drafted
 
 
 @pytest.mark.parametrize("make", thorough(MODELS, "llama"))

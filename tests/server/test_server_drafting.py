@@ -1,13 +1,10 @@
 """How a request or a flag of the server says to draft: length, tree, rule; and who refuses it."""
 
-import json
 import re
 
 import pytest
-from architectures import ARCHITECTURES, build
-from mlx_lm.utils import save_model
 from openai import BadRequestError
-from serving import ENDLESS, NUM_CHARACTERS, ours, parse, theirs, write_tokenizer
+from serving import ENDLESS, NUM_CHARACTERS, ours, parse, theirs
 
 from mlx_eagle.commands import generate as cli
 from mlx_eagle.decoding.calibrate import CHAINS
@@ -151,18 +148,6 @@ def test_pairs_without_trees_refuse_them(pair):
         assert plain_answer.choices == asked.complete(**TEXT).choices
     with pytest.raises(ValueError, match="this drafter proposes chains only"):
         ours(*flags, "--tree", "2x2:4")
-
-
-@pytest.fixture(scope="module")
-def recurrent(pair, tmp_path_factory) -> str:
-    """A target of the sizes of the pair's, with caches that allow no trees."""
-    folder = tmp_path_factory.mktemp("recurrent")
-    config = ARCHITECTURES["lfm2"] | {"vocab_size": write_tokenizer(folder)}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(ARCHITECTURES, "lfm2", config)
-        save_model(folder, build("lfm2"))
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
 
 
 def test_targets_without_trees_refuse_them(pair, recurrent):

@@ -50,8 +50,11 @@ def texts_of_mlx_lm(pair: dict[str, str], asked: list[dict]) -> list[str]:
     ]
 
 
-def ask_all(pair, flags, num_requests: int, num_clients: int) -> None:
-    """Greedy requests beside sampled ones, and beside clients that leave in mid-stream."""
+def ask_all(pair, flags, num_requests: int, num_clients: int) -> list[dict]:
+    """Greedy requests beside sampled ones, and beside clients that leave in mid-stream.
+
+    Their texts are checked; returns the counts of each.
+    """
     asked = requests(num_requests)
     expected = texts_of_mlx_lm(pair, asked)
     sampled = {"prompt": "Draw", "temperature": 0.9, "seed": 5, "max_tokens": 30}
@@ -95,16 +98,23 @@ def ask_all(pair, flags, num_requests: int, num_clients: int) -> None:
     counts = [answer.draft["counts"] for answer in answers]
     shared = sum(count["batched_tokens"] for count in counts)
     assert shared > sum(len(answer.draft["tokens"]) for answer in answers) / 2
+    return counts
+
+
+@pytest.mark.parametrize(
+    "num_requests, num_clients", [(8, 4), pytest.param(160, 8, marks=pytest.mark.exhaustive)]
+)
+def test_texts_are_those_of_mlx_lm(pair, flags, num_requests, num_clients):
+    counts = ask_all(pair, flags, num_requests, num_clients)
     assert sum(count["drafted_tokens"] for count in counts) > 0
 
 
-def test_texts_are_those_of_mlx_lm(pair, flags):
-    ask_all(pair, flags, num_requests=8, num_clients=4)
-
-
-@pytest.mark.exhaustive
-def test_160_requests_from_8_clients(pair, flags):
-    ask_all(pair, flags, num_requests=160, num_clients=8)
+@pytest.mark.parametrize(
+    "num_requests, num_clients", [(6, 3), pytest.param(40, 8, marks=pytest.mark.exhaustive)]
+)
+def test_recurrent_states_share_plain_steps(pair, recurrent, num_requests, num_clients):
+    flags = ("--model", recurrent, "--draft-model", pair["head"], "--usage-stats")
+    ask_all({"target": recurrent}, flags, num_requests, num_clients)
 
 
 def watch(monkeypatch) -> list[str]:
