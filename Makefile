@@ -18,6 +18,8 @@ ARGS =
 VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# Off, whoever has it on: the tests start Python by the dozen, and each would compile the package anew.
+export PYTHONDONTWRITEBYTECODE =
 # Which build of MLX Linux gets: an extra of pyproject.toml. A Mac has only one, whatever this says.
 BACKEND = cpu
 # Through the environment, so that quotes and dollars in a prompt reach the program as they are.
