@@ -9,6 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx_lm
 import pytest
+from grids import thorough
 
 import mlx_eagle
 from mlx_eagle.convert import convert
@@ -62,9 +63,8 @@ def decode(pair, drafter, prompt, max_tokens, **options) -> tuple[list[int], Sta
 SHAPES = [1, 3, 5, "3x3:8"]
 
 
-@pytest.mark.exhaustive  # what make demo does is tried in test_demo.py
-@pytest.mark.parametrize("index", [0, 40])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("index", thorough([0, 40], 0))
+@pytest.mark.parametrize("shape", thorough(SHAPES, "3x3:8"))
 def test_token_identical_to_mlx_lm(pair, index, shape):
     model, tokenizer, drafter = pair
     (prompt,) = prompts(pair, "mt_bench", (index,))
