@@ -57,7 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--without-browser", action="store_true", help="leave out what needs a Chromium on PATH"
     )
     parser.addoption(
-        "--target-sizes", default="", help="of the tiny targets: head_dim=128,hidden_size=96"
+        "--target-sizes", default="", help="of tiny targets: head_dim=128,num_key_value_heads=1"
     )
 
 
