@@ -114,7 +114,8 @@ def num_runs(request: pytest.FixtureRequest) -> int:
 @pytest.mark.parametrize("shape", thorough(SHAPES, "2x2:4"))
 @pytest.mark.parametrize("pair", thorough(PAIRS, "table"))
 def test_the_first_tokens_have_the_targets_distribution(request, pair, shape):
-    statistic, most, kept = chi_square(pair, shape, num_runs(request))
+    runs = num_runs(request) if pair == "table" else 2000  # the real pair takes most of the time
+    statistic, most, kept = chi_square(pair, shape, runs)
     assert statistic < most
     assert kept > 0.1
 
