@@ -114,25 +114,20 @@ def num_runs(request: pytest.FixtureRequest) -> int:
 @pytest.mark.parametrize("shape", thorough(SHAPES, "2x2:4"))
 @pytest.mark.parametrize("pair", thorough(PAIRS, "table"))
 def test_the_first_tokens_have_the_targets_distribution(request, pair, shape):
-    runs = num_runs(request) if pair == "table" else 2000  # the real pair takes most of the time
-    statistic, most, kept = chi_square(pair, shape, runs)
+    statistic, most, kept = chi_square(pair, shape, num_runs(request))
     assert statistic < most
     assert kept > 0.1
 
 
-SECOND_CHILD = ["not normalized", "with replacement"]  # which a chain does not have
-MISTAKES = ["nothing", "no division", "rest of p", *SECOND_CHILD]
-# The real pair, which takes most of the time, with one shape.
-BROKEN = [
-    (pair, what, shape)
-    for pair, what, shape in itertools.product(PAIRS, MISTAKES, SHAPES)
-    if (pair == "table" or shape == "2x2:4") and not (shape == "k=2" and what in SECOND_CHILD)
-]
+MISTAKES = ["nothing", "no division", "rest of p", "not normalized", "with replacement"]
 
 
-@pytest.mark.parametrize("case", thorough(BROKEN, ("table", "rest of p", "2x2:4")), ids="-".join)
-def test_a_broken_rule_is_seen(request, monkeypatch, case):
-    pair, what, shape = case
+@pytest.mark.parametrize("shape", thorough(SHAPES, "2x2:4"))
+@pytest.mark.parametrize("what", thorough(MISTAKES, "rest of p"))
+@pytest.mark.parametrize("pair", thorough(PAIRS, "table"))
+def test_a_broken_rule_is_seen(request, monkeypatch, pair, what, shape):
+    if shape == "k=2" and what in ("not normalized", "with replacement"):
+        pytest.skip("there is no second child in a chain")
     monkeypatch.setattr(rejection, "try_in_turn", broken(what))
     statistic, most, _ = chi_square(pair, shape, num_runs(request))
     assert (statistic < most) == (what == "nothing")

@@ -84,8 +84,8 @@ def naive_copying(rounds: list[dict], text: list[int], size: int) -> tuple[bool,
         return [prod(each[: i + 1]) for i in range(size)]
 
     match, copy = longest_match(text, size)
-    of_copy = run(copies[0], num_copies, match - 1, 7, 0.5)
-    of_draft = run(drafts[0], num_drafts, 0, 15, 0.5)
+    of_copy = run(copies[0], num_copies, match - 1, 7, 0.3)
+    of_draft = run(drafts[0], num_drafts, 0, 15, 0.3)
     copied = bool(copy) and sum(of_copy) >= sum(of_draft)
     least = run(both[0], len(both[1]) - 1, 0, 15, 0.5)[-1] / 4
     each = of_copy if copied else of_draft
@@ -161,8 +161,7 @@ def test_copy_and_edit(chance, k):
     for place in range(9, 120, 17):
         edited[place : place + 3] = [dice.randrange(VOCAB) for _ in range(3)]
     tau = taus([*original, 1, *edited], 121, chance, k)
-    # A round of these 50 is 2%, and to find out that a head is no good takes one or two.
-    assert tau["both"] >= 0.97 * max(tau["head"], tau["lookup"])
+    assert tau["both"] >= max(tau["head"], tau["lookup"])
 
 
 @pytest.mark.parametrize("chance", thorough([0.3, 0.75], 0.75))
