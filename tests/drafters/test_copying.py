@@ -84,10 +84,10 @@ def naive_copying(rounds: list[dict], text: list[int], size: int) -> tuple[bool,
         return [prod(each[: i + 1]) for i in range(size)]
 
     match, copy = longest_match(text, size)
-    of_copy = run(copies[0], num_copies, match - 1, 7, 0.3)
-    of_draft = run(drafts[0], num_drafts, 0, 15, 0.3)
+    of_copy = run(copies[0], num_copies, match - 1, 7, 0.25)
+    of_draft = run(drafts[0], num_drafts, 0, 15, 0.25)
     copied = bool(copy) and sum(of_copy) >= sum(of_draft)
-    least = run(both[0], len(both[1]) - 1, 0, 15, 0.3)[-1] / 4
+    least = run(both[0], len(both[1]) - 1, 0, 15, 0.25)[-1] / 4
     each = of_copy if copied else of_draft
     return copied, max(1, sum(chance >= least for chance in each))
 
