@@ -85,9 +85,9 @@ def naive_copying(rounds: list[dict], text: list[int], size: int) -> tuple[bool,
 
     match, copy = longest_match(text, size)
     of_copy = run(copies[0], num_copies, match - 1, 7, 0.25)
-    of_draft = run(drafts[0], num_drafts, 0, 15, 0.25)
+    of_draft = run(drafts[0], num_drafts, 0, 15, 0.5)
     copied = bool(copy) and sum(of_copy) >= sum(of_draft)
-    least = run(both[0], len(both[1]) - 1, 0, 15, 0.25)[-1] / 4
+    least = run(both[0], len(both[1]) - 1, 0, 15, 0.5)[-1] / 4
     each = of_copy if copied else of_draft
     return copied, max(1, sum(chance >= least for chance in each))
 
