@@ -20,6 +20,7 @@ from .tree import Tree
 LONGEST_MATCH = 8  # tokens: longer matches count as this long
 LONGEST_DRAFT = 16  # tokens: those after it count as the last one
 DRAFT_FIRST, COPY_FIRST = 0.5, 0.25  # chances of the first token, before anything was seen
+COPY_RISE = 0.25  # how much more seldom a match of one token more is wrong, before that as well
 PRIOR_WEIGHT, MEMORY = 3.0, 0.98  # of that, in rounds; of what a round has shown, one later
 CUT = 0.25  # of the chance that the last token asked for has in all rounds: less is left out
 
@@ -31,9 +32,12 @@ class Chances:
     before it in its draft; that of a copied one, how long a match it continues.
     """
 
-    def __init__(self, first: float, num_places: int):
-        """``first`` is what is believed of the first place before anything was seen."""
-        self._first = first
+    def __init__(self, first: float, num_places: int, rise: float = 0.0):
+        """``first`` is what is believed of the first place before anything was seen.
+
+        Each place is believed to be wrong more seldom than the one before, by ``rise`` (0 to 1).
+        """
+        self._first, self._rise = first, rise
         self._reached = [0.0] * num_places
         self._kept = [0.0] * num_places
 
@@ -52,6 +56,7 @@ class Chances:
         for kept, reached in zip(self._kept, self._reached):
             before = (kept + PRIOR_WEIGHT * before) / (reached + PRIOR_WEIGHT)
             places.append(before)
+            before += self._rise * (1 - before)
         run = [places[min(start + i, len(places) - 1)] for i in range(size)]
         return list(accumulate(run, mul))
 
@@ -74,7 +79,7 @@ class CopyingDrafter(NoModel):
         self.drafter = drafter
         self.cache = drafter.cache
         self._lookup = LookupDrafter(max_ngram=LONGEST_MATCH)
-        self._copies = Chances(COPY_FIRST, LONGEST_MATCH)
+        self._copies = Chances(COPY_FIRST, LONGEST_MATCH, COPY_RISE)
         self._drafts = Chances(DRAFT_FIRST, LONGEST_DRAFT)
         self._rounds = Chances(DRAFT_FIRST, LONGEST_DRAFT)
         self._match: tuple[int, list[int]] = 0, []

@@ -49,13 +49,13 @@ class Guesser(LookupDrafter):
 # --- which one drafts -----------------------------------------------------------------------
 
 
-def chance(seen: list[tuple[int, int, bool]], now: int, place: int, most: int, first: float):
+def chance(seen: list[tuple[int, int, bool]], now: int, place: int, most: int, *prior: float):
     """Of a token at ``place`` to be kept: of what was ``seen`` (round, place, kept), fading."""
-    if place < 0:
-        return first
     place = min(place, most)
     weights = [(0.98 ** (now - at), kept) for at, where, kept in seen if min(where, most) == place]
-    before = chance(seen, now, place - 1, most, first)
+    before, rise = prior
+    if place > 0:
+        before = 1 - (1 - chance(seen, now, place - 1, most, *prior)) * (1 - rise)
     return (sum(w for w, kept in weights if kept) + 3 * before) / (sum(w for w, _ in weights) + 3)
 
 
@@ -79,15 +79,15 @@ def naive_copying(rounds: list[dict], text: list[int], size: int) -> tuple[bool,
             num_drafts += 1
             drafts[0].extend((num_drafts, *place) for place in places)
 
-    def run(seen, now, start, most, first):
-        each = [chance(seen, now, start + i, most, first) for i in range(size)]
+    def run(seen, now, start, most, *prior):
+        each = [chance(seen, now, start + i, most, *prior) for i in range(size)]
         return [prod(each[: i + 1]) for i in range(size)]
 
     match, copy = longest_match(text, size)
-    of_copy = run(copies[0], num_copies, match - 1, 7, 0.25)
-    of_draft = run(drafts[0], num_drafts, 0, 15, 0.5)
+    of_copy = run(copies[0], num_copies, match - 1, 7, 0.25, 0.25)
+    of_draft = run(drafts[0], num_drafts, 0, 15, 0.5, 0)
     copied = bool(copy) and sum(of_copy) >= sum(of_draft)
-    least = run(both[0], len(both[1]) - 1, 0, 15, 0.5)[-1] / 4
+    least = run(both[0], len(both[1]) - 1, 0, 15, 0.5, 0)[-1] / 4
     each = of_copy if copied else of_draft
     return copied, max(1, sum(chance >= least for chance in each))
 
