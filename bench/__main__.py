@@ -131,7 +131,9 @@ def measure_counted(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """``measure``, saying how far it is."""
     compares = models.compared is not None
-    configurations = make_configurations(settings.sizes, settings.trees, compares)
+    configurations = make_configurations(
+        settings.sizes, settings.trees, compares, settings.copied
+    )
     with counting(num_runs(settings, questions, configurations)) as count:
         return measure(models, names, questions, settings, lambda _: count())
 

@@ -71,10 +71,12 @@ def draw_plots(
     """The plots of every scenario, and the picture; nothing where matplotlib is missing."""
     if not has_matplotlib():
         return []
-    from . import plots  # here, because matplotlib takes a second, and may be missing
+    # Here, because matplotlib takes a second, and may be missing.
+    from . import plots
+    from .picture import draw_picture
 
     if picture is not None:
-        plots.draw_picture(document, Path(picture).expanduser())
+        draw_picture(document, Path(picture).expanduser())
     many = len(document["scenarios"]) > 1
     return [
         plots.draw_all(scenario, folder / PLOTS, f"-{number + 1}" if many else "")

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from mlx_eagle.commands.flags import DRAFT_WINDOW_HELP, check_draft_window
 from mlx_eagle.decoding.limits import AUTO
+from mlx_eagle.draft_models import LOOKUP, split_name
 from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.system.drawing import EXTRA
 from mlx_eagle.system.values import LARGEST_SEED, Range, use_plain_types
@@ -20,7 +21,7 @@ from .runner import ORDERS
 Value = TypeVar("Value")
 PICTURES = (".png", ".svg")
 CLIENTS = "1,2,4,8"
-NOT_SERVED = ("batch", "compare", "context", "max_kv_size", "picture")
+NOT_SERVED = ("batch", "compare", "context", "max_kv_size", "picture", "with_lookup")
 """Flags about what is not measured with ``--serve``."""
 SEEDS = Range("seed", 0, LARGEST_SEED, "a whole number from 0 to 2**64 - 1")
 TREES = (
@@ -52,6 +53,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-tokens", type=int, default=128, help=tokens_help)
     drafts_help = "Draft tokens per step; auto picks the length per step (3)."
     add("--num-draft-tokens", default="3", metavar="K,...", help=drafts_help)
+    copies_help = "Also draft so many with copies from the text, as HEAD+lookup does."
+    add("--with-lookup", metavar="K,...", help=copies_help)
     add("--temp", default="0", metavar="T,...", help="Temperatures; 0 is greedy (0).")
     tree_help = "Also draft trees: WIDTHxDEPTH:NODES."
     add("--tree", action="append", default=[], metavar="SHAPE,...", help=tree_help)
@@ -131,6 +134,10 @@ def _size(text: str) -> int | str:
     return text if text == AUTO else _at_least(0)(text)
 
 
+def _length(text: str) -> int | str:
+    return text if text == AUTO else _at_least(1)(text)
+
+
 def _temp(text: str) -> float:
     value = float(text)
     if not 0 <= value < float("inf"):
@@ -172,6 +179,9 @@ def read_settings(args: argparse.Namespace) -> Settings:
     clients: tuple[int, ...] = ()
     if args.serve is not None:
         clients = read_list("--serve", args.serve, _at_least(1), "numbers of clients, 1 or more")
+    copied: tuple[int | str, ...] = ()
+    if args.with_lookup is not None:
+        copied = read_list("--with-lookup", args.with_lookup, _length, "1 or more, or auto")
     names = ",".join(args.prompts) if args.prompts else ",".join(SETS)
     trees = ",".join(args.tree)
     return Settings(
@@ -179,6 +189,7 @@ def read_settings(args: argparse.Namespace) -> Settings:
         limit=args.limit,
         max_tokens=args.max_tokens,
         sizes=read_list("--num-draft-tokens", args.num_draft_tokens, _size, "0 or more, or auto"),
+        copied=copied,
         temps=read_list("--temp", args.temp, _temp, "0 (greedy) or more"),
         trees=read_list("--tree", trees, _tree, TREES) if trees else (),
         contexts=contexts,
@@ -214,6 +225,13 @@ def check_models(args: argparse.Namespace) -> None:
         raise ValueError(
             "--model needs --draft-model: name a head for it, or 'auto' for a known one."
         )
+    if args.with_lookup is not None and args.draft_model is not None:
+        base, copies = split_name(args.draft_model)
+        if copies or base == LOOKUP:
+            raise ValueError(
+                f"--with-lookup adds copies from the text, which --draft-model {args.draft_model} "
+                "makes already: leave one of them out."
+            )
     check_draft_window(args.draft_window)
     if args.compare is not None and args.compare[0] != "mlx-lm-draft":
         raise ValueError(

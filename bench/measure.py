@@ -38,6 +38,7 @@ class Settings:
     limit: int = 10
     max_tokens: int = 128
     sizes: tuple[int | str, ...] = (3,)
+    copied: tuple[int | str, ...] = ()
     temps: tuple[float, ...] = (0.0,)
     trees: tuple[str, ...] = ()
     contexts: tuple[int | None, ...] = (None,)
@@ -74,7 +75,7 @@ def measure(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Run everything: the document of results, and a row per run for the CSV."""
     configurations = make_configurations(
-        settings.sizes, settings.trees, models.compared is not None
+        settings.sizes, settings.trees, models.compared is not None, settings.copied
     )
     machine = conditions.machine()  # before the run: it notes the load of the machine
     scenarios, rows = [], []

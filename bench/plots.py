@@ -1,5 +1,6 @@
-"""The plots of a document of results, drawn with matplotlib, and the picture for a README."""
+"""The plots of a document of results, drawn with matplotlib."""
 
+from itertools import cycle
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -25,19 +26,6 @@ from mlx_eagle.system.drawing import (  # noqa: E402
 )
 
 PARTS = {"verify": BLUE, "draft": ORANGE, "accept": GREEN, "host": PURPLE}
-
-# For a background that may be white or nearly black: at least 3 to 1 against both.
-PICTURE_TEXT, PICTURE_GREY, PICTURE_BLUE = "#7d828a", "#8a8f98", "#2f7fd6"
-
-PICTURE_STYLE = {
-    "font.size": 13,
-    "axes.titlesize": 14,
-    **dict.fromkeys(
-        ("text.color", "axes.labelcolor", "axes.titlecolor", "axes.edgecolor", "xtick.color",
-         "ytick.color"),
-        PICTURE_TEXT,
-    ),
-}  # fmt: skip
 
 
 def draw_all(scenario: dict[str, Any], folder: Path, suffix: str = "") -> dict[str, Path]:
@@ -145,9 +133,9 @@ def _levels(axes: Axes, scenario: dict[str, Any]) -> None:
     others = [
         configuration
         for configuration in scenario["configurations"]
-        if configuration["kind"] in ("auto", "tree")
+        if configuration["kind"] in ("auto", "copies", "tree")
     ]
-    for configuration, colour in zip(others, (PURPLE, ORANGE, SKY)):
+    for configuration, colour in zip(others, cycle((PURPLE, ORANGE, SKY, RED))):
         value = configuration["overall"]["speedup"]
         if value:
             axes.axhline(
@@ -305,41 +293,3 @@ def bars(
     xs = [i + (index - (num_bars - 1) / 2) * width for i in range(len(values))]
     axes.bar(xs, values, 0.92 * width, color=colour, label=label)
     return xs
-
-
-def draw_picture(document: dict[str, Any], path: Path) -> None:
-    """Draw the speed of plain and drafted decoding per prompt set: one picture for a README.
-
-    Drafted is "auto" where that was measured, else the fastest configuration. The background
-    is left open, and every colour can be told from white and from a dark page alike. Raises
-    ValueError where no set could be timed.
-    """
-    scenario, conditions = document["scenarios"][0], document["conditions"]
-    configurations = timed(scenario)
-    if not configurations:
-        raise ValueError(f"--picture {path} was not drawn: the outputs are too short to be timed.")
-    automatic = [c for c in configurations if c["kind"] == "auto"]
-    chosen = (automatic or sorted(configurations, key=lambda c: -c["overall"]["speedup"]))[0]
-    sets = {name.replace("_", " "): figures for name, figures in chosen["sets"].items()}
-    with plt.rc_context(STYLE | PICTURE_STYLE):
-        figure, axes = plt.subplots(figsize=(8.4, 4.2))
-        series = (
-            ("plain_tps", PICTURE_GREY, "plain decoding (mlx-lm)"),
-            ("tps", PICTURE_BLUE, f"with drafts ({chosen['label']})"),
-        )
-        for index, (key, colour, words) in enumerate(series):
-            values = [figures[key] for figures in sets.values()]
-            xs = bars(axes, index, 2, values, colour, words)
-            for x, value, figures in zip(xs, values, sets.values()):
-                ratio = f"\n{figures['speedup']:.2f}x" if key == "tps" else ""
-                axes.annotate(f"{value:.1f}{ratio}", (x, value), textcoords="offset points",
-                              xytext=(0, 4), ha="center", fontsize=12, color=colour)  # fmt: skip
-        axes.set(ylabel="tokens per second", title=conditions["model"])
-        axes.set_ylim(0, 1.22 * axes.get_ylim()[1])
-        axes.set_xticks(range(len(sets)), list(sets))
-        axes.grid(visible=False)
-        axes.legend(ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.1))
-        device = conditions["blas"] if conditions["device"] == "cpu" else "GPU"
-        figure.text(0.5, -0.1, f"{conditions['chip']}, {device}", ha="center", fontsize=10)
-        figure.savefig(path, dpi=144, bbox_inches="tight", transparent=True)
-        plt.close(figure)

@@ -6,7 +6,7 @@ What follows from the runs is in ``summary.py``.
 import time
 from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -20,9 +20,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.base import Drafter
+from mlx_eagle.drafters.copying import with_lookup
 from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.generate import stream_generate
 
+from .clock import TurnClock
 from .questions import Question
 
 WARM_UPS = 2
@@ -43,7 +45,7 @@ class Models:
 
 @dataclass(frozen=True)
 class Configuration:
-    """A way to decode. ``kind``: "plain", "chain", "auto", "tree" or "mlx-lm-draft".
+    """A way to decode. ``kind``: "plain", "chain", "auto", "copies", "tree" or "mlx-lm-draft".
 
     ``size`` is the draft length where it is fixed; ``options`` go to ``stream_generate``.
     """
@@ -58,16 +60,19 @@ PLAIN = Configuration("plain", "plain")
 
 
 def make_configurations(
-    sizes: Sequence[int | str], trees: Sequence[str] = (), compares: bool = False
+    sizes: Sequence[int | str],
+    trees: Sequence[str] = (),
+    compares: bool = False,
+    copied: Sequence[int | str] = (),
 ) -> list[Configuration]:
-    """The speculative ones of the flags: chains, trees, then mlx-lm's method at every fixed k."""
-    configurations = []
-    for size in sizes:
-        options = {"num_draft_tokens": size}
-        if size == "auto":
-            configurations.append(Configuration("auto", "auto", None, options))
-        else:
-            configurations.append(Configuration(f"k={size}", "chain", size, options))
+    """The speculative ones of the flags: chains, trees, then mlx-lm's method at every fixed k.
+
+    At lengths of ``copied``, too, with copies from the text.
+    """
+    configurations = [of_length(size) for size in sizes]
+    for size in copied:
+        alone = of_length(size)
+        configurations.append(replace(alone, label=f"{alone.label} + lookup", kind="copies"))
     for tree in trees:
         shape = tree if tree == "auto" else parse_tree(tree)
         configurations.append(Configuration(f"tree {tree}", "tree", None, {"tree": shape}))
@@ -78,6 +83,14 @@ def make_configurations(
             for k in fixed
         ]
     return configurations
+
+
+def of_length(size: int | str) -> Configuration:
+    """Chains of a length, or of those that "auto" picks."""
+    options = {"num_draft_tokens": size}
+    if isinstance(size, str):
+        return Configuration("auto", "auto", None, options)
+    return Configuration(f"k={size}", "chain", size, options)
 
 
 @dataclass(frozen=True)
@@ -133,7 +146,8 @@ def responses(
         options["sampler"] = Sampling(temp=temp, seed=seed)
     if configuration.kind == "plain":
         return mlx_lm.stream_generate(models.target, models.tokenizer, prompt, **options)
-    options["draft_model"] = models.drafter
+    copies = configuration.kind == "copies"
+    options["draft_model"] = with_lookup(models.drafter) if copies else models.drafter
     return stream_generate(models.target, models.tokenizer, prompt, **options)
 
 
@@ -209,27 +223,6 @@ class Take:
         ttft = self._ttft - calibration
         peak = bytes_before + self._peak_bytes
         return Run(self._tokens, num_timed, seconds, ttft, peak, stats, calibration)
-
-
-@dataclass
-class TurnClock:
-    """The tokens of some turns and the seconds that they took; see ``Take``."""
-
-    num_tokens: int = 0
-    seconds: float = 0.0
-    _was_plain: bool = False
-    _left_over: float = 0.0  # of the turn before: from its last token until the device was done
-
-    def add(self, start: float, times: Sequence[float], done: float, is_plain: bool) -> None:
-        """A turn: its start, when each token came, and when the device was done."""
-        last = times[-1] if times else start
-        if is_plain and self._was_plain:
-            self.num_tokens += len(times) - 1
-            self.seconds += last - times[0]
-        else:
-            self.num_tokens += len(times)
-            self.seconds += self._left_over + last - start
-        self._was_plain, self._left_over = is_plain, done - last
 
 
 def run_once(

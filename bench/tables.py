@@ -59,6 +59,7 @@ def conditions_table(document: Mapping[str, Any]) -> Table:
     limit = settings["limit"] or "all"
     rows += [
         ["draft lengths k", sizes],
+        ["with copies as well, k", ", ".join(map(str, settings["copied"])) or "none"],
         ["trees", ", ".join(settings["trees"]) or "none"],
         ["temperature", ", ".join(f"{temp:g}" for temp in settings["temps"])],
         ["prompt sets", f"{', '.join(settings['prompts'])}; {limit} prompts per set"],

@@ -191,6 +191,12 @@ def test_arms_pass_the_loops_words_through():
     assert measure.calibrated_rows(configurations) == (8, [13])
 
 
+def test_copies_are_the_drafters_own_with_copies():
+    alone, copied, auto = runner.make_configurations([2], copied=[2, "auto"])
+    assert (copied.label, copied.kind, copied.options) == ("k=2 + lookup", "copies", alone.options)
+    assert auto.label == "auto + lookup" and auto.options == {"num_draft_tokens": "auto"}
+
+
 def test_counts_from_the_flags_of_mlx_lm():
     assert runner.first_batch([True, True, False, True]) == 3
     assert runner.first_batch([False, True]) == 1

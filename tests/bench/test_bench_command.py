@@ -19,7 +19,7 @@ from mlx_eagle.bench import (
     batched,
     files,
     measure,
-    plots,
+    picture,
     progress,
     questions,
     runner,
@@ -95,8 +95,8 @@ def test_a_note_says_how_to_get_openblas(monkeypatch, capsys, tmp_path, tiny, pr
 def test_end_to_end(monkeypatch, capsys, tmp_path, tiny):
     folder = tmp_path / "out"
     flags = "--prompts gsm8k,mt_bench --limit 1 --max-tokens 8 --num-draft-tokens 1,2 --repeats 1"
-    picture = tmp_path / "picture.png"
-    flags += f" --json --picture {picture}"
+    drawn = tmp_path / "picture.png"
+    flags += f" --with-lookup 2 --json --picture {drawn}"
     out, err = call(monkeypatch, capsys, tiny, *flags.split(), "--out", str(folder))
     brief, document = json.loads(out.splitlines()[-1]), results_in(folder)
     scenario = document["scenarios"][0]
@@ -106,16 +106,16 @@ def test_end_to_end(monkeypatch, capsys, tmp_path, tiny):
     overall = scenario["configurations"][0]["overall"]
     assert overall["tau"] == overall["mean_acceptance_length"] >= 1
     assert all(row["arm"] == row["configuration"] for row in scenario["prompts"])
-    assert picture.stat().st_size > 10_000
-    labels = ["k=1", "k=2", "mlx-lm draft k=1", "mlx-lm draft k=2"]
+    assert drawn.stat().st_size > 10_000
+    labels = ["k=1", "k=2", "k=2 + lookup", "mlx-lm draft k=1", "mlx-lm draft k=2"]
     assert [configuration["label"] for configuration in scenario["configurations"]] == labels
-    assert brief["scenarios"][0]["identical"] == brief["scenarios"][0]["batch_size"] == 8
+    assert brief["scenarios"][0]["identical"] == brief["scenarios"][0]["batch_size"] == 10
     names = {"chip", "os", "mlx", "mlx-lm", "mlx-eagle", "blas", "model_precision", "head"}
     assert names <= document["conditions"].keys()
     assert sorted(map(int, scenario["calibration"]["verify_cost"])) == list(range(1, 9))
 
     rows = list(csv.DictReader((folder / "results.csv").open()))
-    assert len(rows) == 2 * 4 * 4
+    assert len(rows) == 2 * 5 * 4
     assert {row["role"] for row in rows} == {"plain", "speculative"}
     for row in rows:
         rate = float(row["timed_tokens"]) / float(row["seconds"])
@@ -142,7 +142,7 @@ def test_end_to_end(monkeypatch, capsys, tmp_path, tiny):
     for suffix in ("png", "svg"):
         assert {path.stem for path in (folder / "plots").glob(f"*.{suffix}")} == names
     # The bar is for terminals: elsewhere it is a line now and then.
-    assert "%" not in err and "bench: 32 of 32 runs, " in err
+    assert "%" not in err and "bench: 40 of 40 runs, " in err
     assert widest_table((folder / "report.html").read_text()) < 1150
 
 
@@ -331,9 +331,27 @@ def luminance(colour: str) -> float:
 
 @pytest.mark.parametrize("background", ["#ffffff", "#0d1117"])
 def test_the_picture_is_readable_on_light_and_dark_pages(background):
-    for colour in (plots.PICTURE_TEXT, plots.PICTURE_GREY, plots.PICTURE_BLUE):
+    for colour in (
+        picture.PICTURE_TEXT,
+        picture.PICTURE_GREY,
+        picture.PICTURE_BLUE,
+        picture.PICTURE_ORANGE,
+    ):
         light, dark = sorted([luminance(colour), luminance(background)], reverse=True)
         assert (light + 0.05) / (dark + 0.05) >= 3  # WCAG for large text and for graphics
+
+
+def test_the_picture_shows_auto_without_copies_and_with_them():
+    def timed(kind, size, speedup):
+        return {"kind": kind, "num_draft_tokens": size, "overall": {"speedup": speedup}}
+
+    k1, k2, auto = timed("chain", 1, 1.3), timed("chain", 2, 1.4), timed("auto", None, 1.2)
+    tree, copied = timed("tree", None, 1.5), timed("copies", 3, 1.1)
+    copied_auto = timed("copies", None, 1.0)
+    assert picture.shown([k1, auto, k2, tree]) == [auto]
+    assert picture.shown([k1, copied, tree, auto, copied_auto]) == [auto, copied_auto]
+    assert picture.shown([k1, k2, copied]) == [k2, copied]
+    assert picture.shown([]) == []
 
 
 def test_progress_is_lines_where_there_is_no_terminal(capsys):
@@ -364,6 +382,10 @@ def test_progress_is_lines_where_there_is_no_terminal(capsys):
         ("--limit=-1", "--limit is -1"),
         ("--model somewhere", "--model needs --draft-model"),
         ("--compare eagle x", "--compare is 'eagle'"),
+        ("--with-lookup 0", "--with-lookup holds '0'"),
+        ("--with-lookup 3 --draft-model lookup", "copies from the text, which --draft-model look"),
+        ("--with-lookup 3 --draft-model a+lookup", "makes already: leave one of them out"),
+        ("--with-lookup 3 --serve", "--with-lookup does not go with --serve"),
     ],
 )
 def test_mistakes_cost_one_sentence(flags, sentence, capsys, tmp_path):

@@ -19,6 +19,7 @@ from mlx_eagle.bench import (
     runner,
 )
 from mlx_eagle.decoding import parity, parts
+from mlx_eagle.drafters import copying
 from mlx_eagle.generate import footer
 
 # --- pure parts ---------------------------------------------------------------------------
@@ -91,6 +92,18 @@ def test_a_run_counts_the_tokens_after_the_first(tiny, temp):
     assert runs[1].num_timed == runs[1].stats.num_emitted
     assert runs[2].num_timed == runs[2].stats.num_emitted
     assert all(run.seconds > 0 and run.ttft > 0 and run.peak_bytes > 0 for run in runs)
+
+
+def test_copies_are_made_where_they_are_measured(tiny, monkeypatch):
+    """Here wherever there is a match, and with the same drafter none elsewhere."""
+    monkeypatch.setattr(copying, "DRAFT_FIRST", 0.0)
+    alone, copied = runner.make_configurations([3], copied=[3])
+    prompt = [*PROMPT, *plain(tiny.target, PROMPT, 9), *PROMPT]
+    runs = [runner.run_once(tiny, configuration, prompt, 12) for configuration in (alone, copied)]
+    assert runs[0].tokens == runs[1].tokens
+    drafts, copies = (run.stats for run in runs)
+    assert drafts.num_head_forwards >= drafts.num_drafted
+    assert copies.num_head_forwards < copies.num_drafted
 
 
 @pytest.mark.exhaustive
