@@ -26,11 +26,11 @@ from .flags import (
     check_serving,
     read_settings,
 )
-from .measure import Settings, measure, num_runs
+from .measure import Settings, configurations_of, measure, num_runs
 from .names import with_old_names
 from .progress import counting
 from .questions import Question, load_questions
-from .runner import Models, make_configurations
+from .runner import Models
 from .serving import report as serving_report
 from .serving.measure import check_clients, measure_serving, num_loads
 
@@ -130,10 +130,7 @@ def measure_counted(
     models: Models, names: dict[str, str], questions: Sequence[Question], settings: Settings
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """``measure``, saying how far it is."""
-    compares = models.compared is not None
-    configurations = make_configurations(
-        settings.sizes, settings.trees, compares, settings.copied
-    )
+    configurations = configurations_of(settings, models)
     with counting(num_runs(settings, questions, configurations)) as count:
         return measure(models, names, questions, settings, lambda _: count())
 

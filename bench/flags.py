@@ -130,12 +130,8 @@ def _at_least(low: int) -> Callable[[str], int]:
     return convert
 
 
-def _size(text: str) -> int | str:
-    return text if text == AUTO else _at_least(0)(text)
-
-
-def _length(text: str) -> int | str:
-    return text if text == AUTO else _at_least(1)(text)
+def _auto_or_at_least(low: int) -> Callable[[str], int | str]:
+    return lambda text: text if text == AUTO else _at_least(low)(text)
 
 
 def _temp(text: str) -> float:
@@ -181,14 +177,17 @@ def read_settings(args: argparse.Namespace) -> Settings:
         clients = read_list("--serve", args.serve, _at_least(1), "numbers of clients, 1 or more")
     copied: tuple[int | str, ...] = ()
     if args.with_lookup is not None:
-        copied = read_list("--with-lookup", args.with_lookup, _length, "1 or more, or auto")
+        lengths, wanted = _auto_or_at_least(1), "1 or more, or auto"
+        copied = read_list("--with-lookup", args.with_lookup, lengths, wanted)
     names = ",".join(args.prompts) if args.prompts else ",".join(SETS)
     trees = ",".join(args.tree)
     return Settings(
         prompts=read_list("--prompts", names, _name, f"{', '.join(SETS)} or a file"),
         limit=args.limit,
         max_tokens=args.max_tokens,
-        sizes=read_list("--num-draft-tokens", args.num_draft_tokens, _size, "0 or more, or auto"),
+        sizes=read_list(
+            "--num-draft-tokens", args.num_draft_tokens, _auto_or_at_least(0), "0 or more, or auto"
+        ),
         copied=copied,
         temps=read_list("--temp", args.temp, _temp, "0 (greedy) or more"),
         trees=read_list("--tree", trees, _tree, TREES) if trees else (),

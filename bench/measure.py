@@ -52,6 +52,13 @@ class Settings:
     recalibrate: bool = False
 
 
+def configurations_of(settings: Settings, models: Models) -> list[Configuration]:
+    """The speculative ones that are to run."""
+    return make_configurations(
+        settings.sizes, settings.trees, models.compared is not None, settings.copied
+    )
+
+
 def num_runs(
     settings: Settings, questions: Sequence[Question], configurations: Sequence[Configuration]
 ) -> int:
@@ -74,9 +81,7 @@ def measure(
     progress: Callable[[Run | BatchRun | Turn], None] = lambda run: None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Run everything: the document of results, and a row per run for the CSV."""
-    configurations = make_configurations(
-        settings.sizes, settings.trees, models.compared is not None, settings.copied
-    )
+    configurations = configurations_of(settings, models)
     machine = conditions.machine()  # before the run: it notes the load of the machine
     scenarios, rows = [], []
     for context in settings.contexts:

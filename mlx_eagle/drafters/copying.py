@@ -21,7 +21,7 @@ LONGEST_MATCH = 8  # tokens: longer matches count as this long
 LONGEST_DRAFT = 16  # tokens: those after it count as the last one
 DRAFT_FIRST, COPY_FIRST = 0.5, 0.25  # chances of the first token, before anything was seen
 COPY_RISE = 0.25  # and what each token more of a match takes off its chance to be wrong
-PRIOR_WEIGHT, MEMORY = 3.0, 0.98  # of that, in rounds; of what a round has shown, one later
+PRIOR_WEIGHT, MEMORY = 3.0, 0.98  # of these, in rounds; of what a round has shown, one later
 CUT = 0.25  # of the chance that the last token asked for has in all rounds: less is left out
 
 
