@@ -1,6 +1,6 @@
 """The plots of a document of results, drawn with matplotlib."""
 
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -129,20 +129,22 @@ def _curve(
 
 
 def _levels(axes: Axes, scenario: dict[str, Any]) -> None:
-    """Configurations without a fixed k as levels."""
+    """Configurations that are not on the curve over k, as levels."""
     others = [
         configuration
         for configuration in scenario["configurations"]
         if configuration["kind"] in ("auto", "copies", "tree")
     ]
-    for configuration, colour in zip(others, cycle((PURPLE, ORANGE, SKY, RED))):
+    # The curve has the other colours.
+    looks = cycle(product(("-.", "-"), (PURPLE, ORANGE, SKY)))
+    for configuration, (style, colour) in zip(others, looks):
         value = configuration["overall"]["speedup"]
         if value:
             axes.axhline(
                 value,
                 color=colour,
                 lw=1.6,
-                ls="-.",
+                ls=style,
                 label=f"{configuration['label']}: {value:.2f}",
             )
 
