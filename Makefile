@@ -2,7 +2,7 @@
 # make test   the tests, in minutes; make test ARGS="-k demo" runs a part
 # make test-all   every combination and the long runs as well, and the server's page in a Chromium;
 #                 ARGS=--without-browser where there is none
-# make bench  the README's table on the demo pair, in 40 minutes; ARGS="..." measures something else
+# make bench  the README's table on the demo pair, in half an hour; ARGS="..." measures something else
 # make demo-head  the demo head again: the demo target answers 7900 questions, and the head learns from
 #                 them, for days on a CPU; QUESTIONS=100 ARGS="--iters 20 --answer-temps 0" is quick
 # make docs   the documentation site, into docs/site
