@@ -15,11 +15,11 @@ from .generated import Tester, choose_prompts
 from .regenerate import regenerate
 from .settings import TrainSettings
 from .stopping import stopping
-from .student import Shape, Student, fresh_student, student_from
+from .student import Shape, Student, fresh_student, student_from, widened
 from .target_model import load_target
 from .teacher import Teacher, cache_bytes
 from .trainer import Trainer, TrainReport
-from .vocabulary import choose_vocabulary, coverage
+from .vocabulary import choose_vocabulary, coverage, widened_vocabulary
 
 DEFAULT_VOCABULARY = 32000
 
@@ -95,14 +95,18 @@ def _make_student(
 ) -> tuple[Student, float]:
     """The head to train, and the share of the answers that its vocabulary covers."""
     if settings.init is not None:
-        given = [settings.draft_vocab_size, settings.aux_layers, settings.intermediate_size]
+        given = [settings.aux_layers, settings.intermediate_size]
         if any(value is not None for value in given) or settings.num_layers != 1:
             raise ValueError(
-                "--init keeps the shape and the vocabulary of the head it names: leave out "
-                "--draft-vocab-size, --aux-layers, --num-layers and --intermediate-size."
+                "--init keeps the shape of the head it names: leave out --aux-layers, "
+                "--num-layers and --intermediate-size."
             )
         student = student_from(settings.init, model, settings.model)
-        return student, coverage(examples.train, np.array(student.ids))
+        ids, wanted = np.array(student.ids), settings.draft_vocab_size
+        if wanted is not None and wanted != len(ids):
+            ids = widened_vocabulary(examples.train, ids, wanted, vocab_size)
+            student = widened(student, model, ids)
+        return student, coverage(examples.train, ids)
     wanted = settings.draft_vocab_size or min(DEFAULT_VOCABULARY, vocab_size)
     vocabulary = choose_vocabulary(examples.train, wanted, vocab_size)
     shape = Shape(

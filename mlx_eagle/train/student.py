@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 
@@ -154,6 +155,31 @@ def student_from(source: str, model: nn.Module, target: str | None) -> Student:
     mx.eval(head.parameters())
     embed = head.embed_tokens if own else embedding
     return Student(head, embed, attached.taps, attached.ids, activation_dtype(embedding))
+
+
+def widened(student: Student, model: nn.Module, ids: np.ndarray) -> Student:
+    """The same head, drafting ``ids`` (ascending), which hold all that it can draft.
+
+    It has learnt nothing of the new ones. Their rows of the output matrix are the target's, by
+    the affine map that best takes the target's rows to those that the head has for its own.
+    """
+    head, embedding = student.head, find_embedding(model)[0]
+    own = np.array(head.lm_head.weight, np.float64)
+    theirs = rows_of_lm_head(model, embedding, mx.array(ids))["lm_head.weight"]
+    rows = np.array(theirs.astype(mx.float32), np.float64)
+    rows = np.pad(rows, [(0, 0), (0, 1)], constant_values=1)
+    known = np.isin(ids, np.array(student.ids))
+    # Those of the head need not be in order.
+    own = own[np.argsort(np.array(student.ids))]
+    seen = rows[known].T @ rows[known]
+    # As good as none, but for heads that can draft fewer tokens than a row has numbers.
+    seen += np.eye(len(seen)) * (1e-6 * np.trace(seen) / len(seen))
+    weight = rows @ np.linalg.solve(seen, rows[known].T @ own)
+    weight[known] = own
+    head.lm_head.weight = mx.array(weight.astype(np.float32))
+    is_all = np.array_equal(ids, np.arange(len(ids)))
+    head.config = replace(head.config, draft_vocab_size=len(ids), has_d2t=not is_all)
+    return replace(student, ids=mx.array(ids))
 
 
 def _check_trainable(config: Eagle3Config, source: str) -> None:

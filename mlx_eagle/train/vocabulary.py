@@ -1,7 +1,7 @@
-"""The draft vocabulary of a fresh head: the tokens that answers use most."""
+"""What a head can draft: the tokens that answers use most."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,18 +29,41 @@ def choose_vocabulary(examples: Sequence[Example], size: int, vocab_size: int) -
     Where the answers use fewer, the smallest ids that are left fill it up: in most
     vocabularies these are the commonest.
     """
-    if not 1 <= size <= vocab_size:
+    _check_size(size, 1, vocab_size)
+    counts = _count(examples)
+    ids = np.array(sorted(_by_frequency(counts, range(vocab_size))[:size]), np.int32)
+    covered = sum(counts[token] for token in ids.tolist())
+    return DraftVocabulary(ids, covered / max(1, counts.total()))
+
+
+def widened_vocabulary(
+    examples: Sequence[Example], ids: np.ndarray, size: int, vocab_size: int
+) -> np.ndarray:
+    """``ids`` (Vd,) and the most frequent other tokens of the answers: (size,), ascending."""
+    _check_size(size, len(ids), vocab_size)
+    others = set(range(vocab_size)) - set(ids.tolist())
+    added = _by_frequency(_count(examples), others)[: size - len(ids)]
+    return np.array(sorted([*ids.tolist(), *added]), np.int32)
+
+
+def _check_size(size: int, least: int, most: int) -> None:
+    if not least <= size <= most:
         raise ValueError(
-            f"the draft vocabulary is to have {size} tokens, but the target has {vocab_size}: "
-            "give at most that many."
+            f"the draft vocabulary is to have {size} tokens, but the target has {most}, and the "
+            f"head {least} at least: give a --draft-vocab-size between them."
         )
+
+
+def _count(examples: Sequence[Example]) -> Counter[int]:
+    """How often the answers use each token."""
     counts: Counter[int] = Counter()
     for example in examples:
         counts.update(example.tokens[example.num_prompt :])
-    order = sorted(range(vocab_size), key=lambda token: (-counts[token], token))
-    ids = np.array(sorted(order[:size]), np.int32)
-    covered = sum(counts[token] for token in order[:size])
-    return DraftVocabulary(ids, covered / max(1, sum(counts.values())))
+    return counts
+
+
+def _by_frequency(counts: Counter[int], tokens: Iterable[int]) -> list[int]:
+    return sorted(tokens, key=lambda token: (-counts[token], token))
 
 
 def coverage(examples: Sequence[Example], ids: np.ndarray) -> float:

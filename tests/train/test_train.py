@@ -309,8 +309,9 @@ def test_a_head_is_taken_further(target, data, tmp_path):
     assert "quantization" not in configs[1]
     assert configs[1]["draft_vocab_size"] == 64
     assert configs[1]["training"]["init"] == "first"
+    run = {**run, "init": str(tmp_path / "first"), "aux_layers": (0, 1, 2)}
     with pytest.raises(ValueError, match="keeps the shape"):
-        train(str(target), str(data), str(tmp_path / "x"), init=str(tmp_path / "first"), **QUICK)
+        train(str(target), str(data), str(tmp_path / "x"), **run)
 
 
 @pytest.mark.parametrize("options", [{"cache_features": "cache"}, {"grad_checkpoint": True}])

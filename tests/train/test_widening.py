@@ -1,0 +1,106 @@
+"""Heads that are to draft more tokens than they could: ``--init`` with ``--draft-vocab-size``."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+from training import VOCAB, chats, write_data, write_target
+
+import mlx_eagle
+from mlx_eagle.train import train
+from mlx_eagle.train.__main__ import main
+from mlx_eagle.train.student import student_from, widened
+
+RUN = {
+    "iters": 1,
+    "batch_size": 2,
+    "ttt_steps": 3,
+    "steps_per_eval": 100,
+    "learning_rate": 1e-3,
+    "test_prompts": 0,
+}
+SOME = 20  # of the 27 that the answers use
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A target, data, and a head that was taught to draft but a few letters."""
+    folder = tmp_path_factory.mktemp("widening")
+    target = write_target(folder / "target")
+    data = write_data(folder / "data", train=chats(8))
+    few = {**RUN, "draft_vocab_size": SOME, "iters": 4}
+    train(str(target), str(data), str(folder / "few"), **few)
+    return target, data, folder / "few"
+
+
+def test_rows_of_new_tokens(folders):
+    """Old tokens keep their rows; new ones have the target's, as least squares takes them."""
+    target, _, few = folders
+    model, _ = mlx_lm.load(str(target))
+    before = student_from(str(few), model, str(target))
+    ids, rows = np.array(before.ids), np.array(before.head.lm_head.weight)
+    new = np.setdiff1d(np.arange(0, VOCAB, 2), ids)
+    after = widened(before, model, np.sort(np.concatenate([ids, new])).astype(np.int32))
+    found = dict(zip(np.array(after.ids).tolist(), np.array(after.head.lm_head.weight)))
+    for token, row in zip(ids.tolist(), rows):
+        assert np.array_equal(found[token], row)
+    output = model.lm_head if "lm_head" in model else model.model.embed_tokens
+    table = np.array(output.weight)
+    ones = np.ones((VOCAB, 1))
+    inputs = np.concatenate([table, ones], axis=1)
+    best = np.linalg.lstsq(inputs[ids], rows, rcond=None)[0]
+    wanted = inputs[new] @ best
+    error = np.abs(np.stack([found[token] for token in new.tolist()]) - wanted).max()
+    assert error <= 1e-3 * np.abs(wanted).max()
+    config = after.head.config
+    assert config.draft_vocab_size == len(ids) + len(new) and config.has_d2t
+
+
+def test_a_widened_head_decodes(folders, tmp_path):
+    """It gets those tokens of the answers that it lacked most, and drafts for its target."""
+    target, data, few = folders
+    kept = {**RUN, "init": str(few)}
+    train(str(target), str(data), str(tmp_path / "same"), **{**kept, "draft_vocab_size": SOME})
+    train(str(target), str(data), str(tmp_path / "more"), **{**kept, "draft_vocab_size": SOME + 3})
+    own, wide = (set(ids_of(folder)) for folder in (few, tmp_path / "more"))
+    assert set(ids_of(tmp_path / "same")) == own and own < wide and len(wide) == SOME + 3
+    model, tokenizer = mlx_lm.load(str(target))
+    answers = "".join(row["messages"][-1]["content"] for row in chats(8))
+    counts = Counter(tokenizer.encode(answers, add_special_tokens=False))
+    missed = [num for token, num in counts.items() if token not in wide]
+    assert missed and min(counts[token] for token in wide - own) >= max(missed)
+    drafter = mlx_eagle.load_drafter(tmp_path / "more", model)
+    options = {"max_tokens": 24}
+    plain = mlx_lm.generate(model, tokenizer, "say 1", **options)
+    assert mlx_eagle.generate(model, tokenizer, "say 1", draft_model=drafter, **options) == plain
+
+
+def test_all_tokens(folders, tmp_path):
+    """A head of the target's whole vocabulary needs no table of offsets."""
+    target, data, few = folders
+    every = {"init": str(few), **RUN, "draft_vocab_size": VOCAB}
+    train(str(target), str(data), str(tmp_path / "all"), **every)
+    config = json.loads((tmp_path / "all" / "config.json").read_text())
+    assert config["draft_vocab_size"] == VOCAB and not config["has_d2t"]
+    assert "d2t" not in mx.load(str(tmp_path / "all" / "model.safetensors"))
+
+
+@pytest.mark.parametrize("size", [SOME - 1, VOCAB + 1])
+def test_no_such_width(folders, tmp_path, size, capsys):
+    target, data, few = folders
+    command = f"--model {target} --data {data} --init {few} --output {tmp_path / 'x'}"
+    with pytest.raises(SystemExit) as err:
+        main([*command.split(), "--draft-vocab-size", str(size)])
+    said = capsys.readouterr().err
+    assert err.value.code == 2 and "--draft-vocab-size" in said and str(size) in said
+    assert "Traceback" not in said and not (tmp_path / "x").exists()
+
+
+def ids_of(folder: Path) -> list[int]:
+    """What the head in that folder can draft."""
+    offsets = np.array(mx.load(str(folder / "model.safetensors"))["d2t"])
+    return (np.arange(len(offsets)) + offsets).tolist()
