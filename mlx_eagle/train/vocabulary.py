@@ -49,8 +49,8 @@ def widened_vocabulary(
 def _check_size(size: int, least: int, most: int) -> None:
     if not least <= size <= most:
         raise ValueError(
-            f"the draft vocabulary is to have {size} tokens, but the target has {most}, and the "
-            f"head {least} at least: give a --draft-vocab-size between them."
+            f"the draft vocabulary is to have {size} tokens, but here it can have {least} to "
+            f"{most}: give a --draft-vocab-size between them."
         )
 
 
