@@ -2,8 +2,8 @@
 
 A page's commands run in the order and in the one folder in which a reader would type them. Hub
 ids are found on a hub on this machine: random weights in the layouts in which the real ones are
-published. Benchmarks are cut short by flags behind their own, and their plots are not rendered
-(``test_bench_runs.py`` does that); a server is given a free port.
+published. Benchmarks and texts are cut short by flags behind their own, and plots of benchmarks
+are not rendered (``test_bench_runs.py`` does that); a server is given a free port.
 
 ``make`` targets are not run here but parsed (``tests/test_docs.py``): ``make test`` is this
 suite, ``make demo`` and ``make bench`` are what ``test_demo.py`` and ``test_bench_runs.py`` run,
@@ -76,13 +76,13 @@ def write_tokenizer(folder: Path) -> int:
 
 
 def write_target(folder: Path, build: Callable[..., nn.Module]) -> int:
-    """A target as mlx-lm loads it, whose texts end soon; its number of tokens."""
+    """A target as mlx-lm loads it, whose texts do not end by themselves; its number of tokens."""
     folder.mkdir(parents=True)
     num_tokens = write_tokenizer(folder)
     model = build(vocab_size=num_tokens, num_hidden_layers=7)
     save_model(folder, model)
     values = {k: v for k, v in vars(model.args).items() if v is not None}
-    write_config(folder, values | {"eos_token_id": list(range(0, num_tokens, 20))})
+    write_config(folder, values | {"eos_token_id": num_tokens - 1})
     return num_tokens
 
 
@@ -155,14 +155,14 @@ class Reader:
         return out
 
     def generate(self, words: list[str]) -> None:
-        words = self.with_demo_target(words)
+        words = with_short_text(self.with_demo_target(words))
         # The text itself may be white space: the weights are random.
         _, _, counts = self.run(words).split("==========\n")
         assert re.search(r"^Generation: [1-9]", counts, re.MULTILINE), counts
         assert re.search(r"^Rounds: .*[1-9]", counts, re.MULTILINE), counts
 
     def chat(self, words: list[str]) -> None:
-        out = self.run(words, "Hello\n/stats\nq\n")
+        out = self.run(with_short_text(words), "Hello\n/stats\nq\n")
         assert "Answers: 1" in out and "(tau): " in out and "bye" in out
 
     def with_demo_target(self, words: list[str]) -> list[str]:
@@ -242,6 +242,11 @@ class Reader:
 
 def value_of(words: list[str], flag: str) -> str | None:
     return words[words.index(flag) + 1] if flag in words else None
+
+
+def with_short_text(words: list[str]) -> list[str]:
+    """As typed, but for a text as long as it takes to draft a few times."""
+    return words if "--max-tokens" in words else [*words, "--max-tokens", "16"]
 
 
 def ask(url: str) -> dict:
