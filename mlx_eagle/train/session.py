@@ -17,7 +17,7 @@ from .settings import TrainSettings
 from .stopping import stopping
 from .student import Shape, Student, fresh_student, student_from, widened
 from .target_model import load_target
-from .teacher import Teacher, cache_bytes
+from .teacher import Teacher, cache_bytes, cache_name
 from .trainer import Trainer, TrainReport
 from .vocabulary import choose_vocabulary, coverage, widened_vocabulary
 
@@ -128,9 +128,7 @@ def _make_teacher(
         config = student.head.config
         width = config.num_aux * config.target_hidden_size
         needed = cache_bytes(examples.train, width, len(student.ids), student.dtype.size)
-        # Of these sequences as this target and this vocabulary have it.
-        parts = (examples.fingerprint(), *student.taps, len(student.ids), settings.loss == "ce")
-        name = "-".join(map(str, parts))
+        name = cache_name(examples, model, student.taps, student.ids, settings.loss)
         cache = Path(settings.cache_features).expanduser() / name
         cache.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(cache).free

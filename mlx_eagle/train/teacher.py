@@ -4,6 +4,7 @@ The target is frozen. What a pass gives is kept for its batch alone, or in a fol
 epochs.
 """
 
+import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,14 +13,16 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 
 from ..system.folders import save_arrays
 from ..target.taps import Target
 from .compiled import padded
-from .examples import Example, TokenBatch
+from .examples import Example, Examples, TokenBatch
 from .losses import Teaching
 
 ROWS_AT_ONCE = 2048  # logits over a whole vocabulary are the largest arrays of a pass
+SAMPLES = 1024  # of each of the target's arrays, to know it again
 PARTS = 8  # counted slots are filled up to eighths of the batch's, for compiled steps
 
 
@@ -210,3 +213,19 @@ def cache_bytes(examples: Sequence[Example], width: int, num_drafted: int, item:
     """
     per_token, per_slot = width * item, (num_drafted + 2) * 4
     return sum(len(x.tokens) * per_token + x.num_answer * per_slot for x in examples)
+
+
+def cache_name(
+    examples: Examples, model: nn.Module, taps: Sequence[int], ids: mx.array, loss: str
+) -> str:
+    """Names lessons on these sequences, by this target, for these taps and draftable ``ids``.
+
+    A target is known by values from all over each of its arrays: a fine-tune, adapters or another
+    precision make another one of it, wherever it lies.
+    """
+    digest = hashlib.sha256(repr((list(taps), ids.tolist(), loss == "ce")).encode())
+    for name, array in tree_flatten(model.parameters()):
+        values = array.reshape(-1)[:: max(1, array.size // SAMPLES)]
+        digest.update(f"{name} {array.shape} {array.dtype}".encode())
+        digest.update(np.array(values.view(mx.uint8)).tobytes())
+    return f"{examples.fingerprint()}-{digest.hexdigest()[:16]}"

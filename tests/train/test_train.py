@@ -289,8 +289,8 @@ def test_two_ranks_learn_what_one_learns(target, data, tmp_path):
     ours, theirs = weights_of(tmp_path / "one"), weights_of(tmp_path / "two")
     for name, wanted in ours.items():
         # By the norm: where a gradient is all rounding, AdamW makes a whole step of its sign, and
-        # the order of sums differs between processors (up to 6e-6 was seen, on one with
-        # AVX2). Ranks that keep their own gradients end 2e-2 apart.
+        # the order of sums differs between processors (6e-6 on one with AVX2).
+        # Ranks that keep their own gradients end 2e-2 apart.
         change = np.linalg.norm(theirs[name] - wanted) / max(np.linalg.norm(wanted), 1)
         assert change <= 1e-5, name
 
