@@ -22,7 +22,7 @@ from .examples import Example, Examples, TokenBatch
 from .losses import Teaching
 
 ROWS_AT_ONCE = 2048  # logits over a whole vocabulary are the largest arrays of a pass
-SAMPLES = 1024  # of each of the target's arrays, to know it again
+SAMPLES = 1024  # at least, of each of the target's arrays, to know it again
 PARTS = 8  # counted slots are filled up to eighths of the batch's, for compiled steps
 
 

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
 from helpers import SIZES, byte_tokenizer, tiny_llama
 from mlx_lm.utils import save_model
 
@@ -55,6 +57,11 @@ def chats(num: int, length: int = 6, first: int = 0) -> list[dict]:
         ]
         rows.append({"messages": messages})
     return rows
+
+
+def weights_of(folder: Path) -> dict[str, np.ndarray]:
+    """Those of a finished head."""
+    return {k: np.array(v) for k, v in mx.load(str(folder / "model.safetensors")).items()}
 
 
 @contextmanager

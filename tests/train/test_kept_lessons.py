@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import tiny_llama
 from mlx.utils import tree_map
-from training import VOCAB, chats, write_data, write_target
+from training import VOCAB, chats, weights_of, write_data, write_target
 
 from mlx_eagle.train import train
 from mlx_eagle.train.examples import Example, Examples
@@ -70,10 +70,6 @@ def test_the_same_lessons_are_found_again():
 
 def files(folder: Path) -> dict[str, int]:
     return {str(p.relative_to(folder)): p.stat().st_mtime_ns for p in folder.rglob("*.safe*")}
-
-
-def weights_of(folder: Path) -> dict[str, np.ndarray]:
-    return {k: np.array(v) for k, v in mx.load(str(folder / "model.safetensors")).items()}
 
 
 def test_two_targets_share_a_folder(tmp_path):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from ranks import run_ranks
 from tolerances import tolerance
-from training import chats, small_files, write_data, write_target
+from training import chats, small_files, weights_of, write_data, write_target
 
 import mlx_eagle
 from mlx_eagle.decoding.stats import Stats
@@ -44,10 +44,6 @@ def target(tmp_path_factory) -> Path:
 def data(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     return write_data(folder, train=chats(8), valid=chats(3, first=8))
-
-
-def weights_of(folder: Path) -> dict[str, np.ndarray]:
-    return {k: np.array(v) for k, v in mx.load(str(folder / "model.safetensors")).items()}
 
 
 def assert_same_weights(left: Path, right: Path) -> None:
