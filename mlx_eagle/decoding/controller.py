@@ -23,6 +23,7 @@ PATIENCE = 1.5  # plain steps that drafts must have lost as well, since they wer
 ALMOST_ALWAYS = 0.9  # the highest acceptance that can be expected of any drafter
 TIMED_PLAIN = 5  # plain steps in a row that are timed, where their cost is not known
 TIMED = 1.5  # recent times from which on a cost counts as known
+SURE = 1.3  # gain from which on it may stay unseen whether plain steps cost what is remembered
 WORTH_TRYING = 1.03  # of the best gain, that a shape of unknown cost must promise
 TRYING_LOSS, TRYING_SHARE = 1.0, 0.015  # plain steps, and per token, that trying shapes may lose
 
@@ -181,9 +182,9 @@ class AdaptiveController:
             if self._plain_left >= 0:
                 return PLAIN
             self._turn_on()
-        elif not self._is_timed(PLAIN) and num_tokens >= self._next_timing:
-            return self._time_plain()
         shape, gain = self._best()
+        if num_tokens >= self._next_timing and not self._knows_plain(gain):
+            return self._time_plain()
         if self._trial is None and gain < TOO_SLOW and self._behind > PATIENCE:
             self._turn_off(
                 f"with {self.alphas[0]:.0%} of first drafts accepted, the best length ({shape}) "
@@ -250,6 +251,16 @@ class AdaptiveController:
 
     def _is_timed(self, shape: DraftShape) -> bool:
         return self.costs.num_times(shape) >= TIMED
+
+    def _knows_plain(self, gain: float) -> bool:
+        """Whether the cost of plain steps is known well enough for drafts that promise ``gain``.
+
+        That what is remembered of them is off shows in no round that drafts; so they are timed
+        once in every text, after its trial, where it matters.
+        """
+        if not self._is_timed(PLAIN) or self._trial is not None:
+            return self._is_timed(PLAIN)
+        return gain >= SURE or not self.costs.is_corrected or self.costs.was_timed(PLAIN)
 
     def _time_plain(self) -> DraftShape:
         """A few plain steps in a row, one behind the other as where drafting is off."""

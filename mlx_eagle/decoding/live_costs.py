@@ -82,9 +82,14 @@ class LiveCosts:
     def record(self, shape: DraftShape, seconds: float) -> None:
         """A round of that shape, or a plain step (size 0), has taken so long."""
         times = self._times.get(shape)
-        if times is not None and math.isfinite(self._num_known):
+        if times is not None and self.is_corrected:
             times.add(self.num_tokens, seconds)
             self._current = None
+
+    @property
+    def is_corrected(self) -> bool:
+        """Whether what was known is corrected by what is timed."""
+        return math.isfinite(self._num_known)
 
     def was_timed(self, shape: DraftShape) -> bool:
         """Whether a round of that shape was timed here."""

@@ -163,6 +163,18 @@ def test_acceptance_that_changes_in_mid_text(wrong):
     assert mean(speedups) > 1.6  # of 2.4 that are to be had: it has to find out
 
 
+@pytest.mark.parametrize(("factor", "alpha"), [(1.5, 0.05), (0.7, 0.6)])
+def test_plain_steps_are_timed_though_they_are_remembered(factor, alpha):
+    """No drafted round shows that they are remembered wrongly: all take what they are said to."""
+    known = scaled(GENTLE, factor, lambda k: 1.0)
+    shares = []
+    for seed in range(8):
+        machine = Machine(lambda n: GENTLE, lambda n: alpha, seed)
+        seconds = machine.write(AdaptiveController(LiveCosts(known, 2.0)), 400)
+        shares.append(oracle(GENTLE, alpha) / seconds)
+    assert mean(shares) > 0.94
+
+
 def test_what_is_settled_stays_as_it_is():
     """For processes that share a model, and must all decide alike."""
     costs = LiveCosts(FLAT)
