@@ -80,6 +80,9 @@ def write_target(folder: Path, build: Callable[..., nn.Module]) -> int:
     folder.mkdir(parents=True)
     num_tokens = write_tokenizer(folder)
     model = build(vocab_size=num_tokens, num_hidden_layers=7)
+    # The end has a logit of 0: some other of 200 random ones is above it.
+    output = model.model.embed_tokens if model.args.tie_word_embeddings else model.lm_head
+    output.weight[-1] = 0.0
     save_model(folder, model)
     values = {k: v for k, v in vars(model.args).items() if v is not None}
     write_config(folder, values | {"eos_token_id": num_tokens - 1})
