@@ -258,9 +258,12 @@ class AdaptiveController:
         That what is remembered of them is off shows in no round that drafts; so they are timed
         once in every text, after its trial, where it matters.
         """
-        if not self._is_timed(PLAIN) or self._trial is not None:
-            return self._is_timed(PLAIN)
-        return gain >= SURE or not self.costs.is_corrected or self.costs.was_timed(PLAIN)
+        return self._is_timed(PLAIN) and (
+            self._trial is not None
+            or gain >= SURE
+            or not self.costs.is_corrected
+            or self.costs.was_timed(PLAIN)
+        )
 
     def _time_plain(self) -> DraftShape:
         """A few plain steps in a row, one behind the other as where drafting is off."""
