@@ -19,11 +19,16 @@ UNSEEN = 0.5  # a shape that was never timed may cost so much of what is said of
 KEPT_SHARE = 0.5  # of what one batch has taught, in the logarithm of a cost: more of it is chance
 EXPECTED = 0.1  # of the logarithm of a cost: so far off is anything that was measured
 SURPRISE = 0.1  # beyond that: so far off, what was known counts 1 / e
+FOLLOWED = 0.4  # of what a time is off from those of its shape: so much is the machine's pace
+MOST_OFF = 0.4  # of the logarithm of a time: beyond that, other work came between
 
 
 @dataclass
 class ShapeTimes:
-    """The latest times of one shape, each with the number of tokens there were then."""
+    """The latest times of one shape, as they would be at the pace of what was known.
+
+    Each comes with the number of tokens there were then.
+    """
 
     times: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=NUM_KEPT))
 
@@ -41,6 +46,11 @@ class ShapeTimes:
 
 class LiveCosts:
     """Costs that follow the times of the rounds themselves.
+
+    The pace of a machine comes and goes, and is the same for plain steps and rounds: what is timed
+    now, and what was timed some rounds ago, is only comparable without it. The pace follows the
+    times of a shape from one to the next; of a shape's first times it is what all begins with,
+    since it is rather the machine than the shape that has changed since.
 
     Of every shape there is a correction, the logarithm of its time over what was known before. A
     shape that was not timed lately takes that of its neighbours: what makes one length slower
@@ -63,17 +73,18 @@ class LiveCosts:
         self._current: RoundCosts | None = None
         self._trust = num_known
         self._has_failed = False  # something that was not known to
+        self._pace: float | None = None  # logarithm of a time over what it would be as known
         self.num_tokens = 0
 
     @property
     def current(self) -> RoundCosts:
         """Seconds as they are believed to be now."""
         if self._current is None:
-            fix = self._corrections()
-            rounds = {s: cost * math.exp(fix[s]) for s, cost in self._known.rounds.items()}
+            fix, pace = self._corrections(), self._pace or 0.0
+            rounds = {s: cost * math.exp(fix[s] + pace) for s, cost in self._known.rounds.items()}
             self._current = replace(
                 self._known,
-                plain=self._known.plain * math.exp(fix[PLAIN]),
+                plain=self._known.plain * math.exp(fix[PLAIN] + pace),
                 rounds=self._in_order(rounds),
                 guessed=self._known.guessed - {s for s in fix if self._times[s].times},
             )
@@ -82,9 +93,16 @@ class LiveCosts:
     def record(self, shape: DraftShape, seconds: float) -> None:
         """A round of that shape, or a plain step (size 0), has taken so long."""
         times = self._times.get(shape)
-        if times is not None and self.is_corrected:
-            times.add(self.num_tokens, seconds)
-            self._current = None
+        if times is None or not self.is_corrected:
+            return
+        if self._pace is None:
+            is_guess = shape in self._known.guessed
+            self._pace = 0.0 if is_guess else math.log(seconds / self._before(shape))
+        elif times.times:
+            off = math.log(seconds / times.typical) - self._pace
+            self._pace += FOLLOWED * max(-MOST_OFF, min(off, MOST_OFF))
+        times.add(self.num_tokens, seconds * math.exp(-self._pace))
+        self._current = None
 
     @property
     def is_corrected(self) -> bool:

@@ -137,7 +137,7 @@ def test_costs_that_change_as_the_context_grows(alpha):
         return scaled(FLAT, 1 + 0.3 * grown, lambda k: 1 + grown * (0.25 + 0.05 * k))
 
     shares = []
-    for seed in range(8):
+    for seed in range(24):  # they lie between 0.90 and 1.0
         machine = Machine(costs, lambda n: alpha, seed)
         controller = AdaptiveController(LiveCosts(FLAT, 0.5))
         machine.write(controller, SETTLED)
@@ -168,11 +168,38 @@ def test_plain_steps_are_timed_though_they_are_remembered(factor, alpha):
     """No drafted round shows that they are remembered wrongly: all take what they are said to."""
     known = scaled(GENTLE, factor, lambda k: 1.0)
     shares = []
-    for seed in range(8):
+    for seed in range(24):  # one that turns drafting off at once has 0.68
         machine = Machine(lambda n: GENTLE, lambda n: alpha, seed)
         seconds = machine.write(AdaptiveController(LiveCosts(known, 2.0)), 400)
         shares.append(oracle(GENTLE, alpha) / seconds)
     assert mean(shares) > 0.94
+
+
+@pytest.mark.parametrize("factor", [0.6, 1.6])
+def test_a_machine_that_changes_its_pace_changes_no_comparison(factor):
+    """What is timed in a slow moment is compared with what was timed in a fast one."""
+    costs, shape = LiveCosts(GENTLE, 2.0), DraftShape(2)
+    before = GENTLE.rounds[shape]
+    for number in range(30):
+        pace = 1.0 if number < 10 else factor
+        if number < 5:
+            costs.record(PLAIN, GENTLE.plain)
+        else:
+            costs.record(shape, pace * before)
+        costs.num_tokens += 2
+    now = costs.current
+    assert now.rounds[shape] == pytest.approx(factor * before, rel=0.05)
+    assert now.plain == pytest.approx(factor * GENTLE.plain, rel=0.08)
+
+
+def test_one_time_that_something_came_between_says_little_of_the_pace():
+    costs, shape = LiveCosts(GENTLE, 2.0), DraftShape(2)
+    for seconds in (1.0, 1.0, 1.0, 30.0):
+        costs.record(shape, seconds * GENTLE.rounds[shape])
+    assert costs.current.plain == pytest.approx(GENTLE.plain, rel=0.2)
+    for _ in range(5):
+        costs.record(shape, GENTLE.rounds[shape])
+    assert costs.current.plain == pytest.approx(GENTLE.plain, rel=0.02)
 
 
 def test_what_is_settled_stays_as_it_is():
@@ -264,7 +291,7 @@ def test_what_is_learned_of_a_whole_batch_is_kept():
         live.record(PLAIN, 2.0)
     live = costs.of(3)
     (learned,) = kept
-    assert learned.plain == pytest.approx(2.0) and [*learned.rounds] == [one, three]
+    assert learned.plain == pytest.approx(2.0, rel=0.001) and [*learned.rounds] == [one, three]
     # Half the way from 2.4 to 4.8; and more drafts are never cheaper.
     assert learned.rounds[one] == pytest.approx(3.39, rel=0.02)
     assert learned.rounds[three] == learned.rounds[one]
