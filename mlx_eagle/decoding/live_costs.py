@@ -19,7 +19,7 @@ UNSEEN = 0.5  # a shape that was never timed may cost so much of what is said of
 KEPT_SHARE = 0.5  # of what one batch has taught, in the logarithm of a cost: more of it is chance
 EXPECTED = 0.1  # of the logarithm of a cost: so far off is anything that was measured
 SURPRISE = 0.1  # beyond that: so far off, what was known counts 1 / e
-FOLLOWED = 0.4  # of what a time is off from those of its shape: so much is the machine's pace
+FOLLOWED = 0.4  # of what a time is off from others of its shape: a change of the machine's pace
 MOST_OFF = 0.4  # of the logarithm of a time: beyond that, other work came between
 
 
@@ -49,8 +49,8 @@ class LiveCosts:
 
     The pace of a machine comes and goes, and is the same for plain steps and rounds: what is timed
     now, and what was timed some rounds ago, is only comparable without it. The pace follows the
-    times of a shape from one to the next; of a shape's first times it is what all begins with,
-    since it is rather the machine than the shape that has changed since.
+    times of a shape from one to the next. It begins with what the very first time is off: the
+    machine is likelier to have changed since than what a shape costs on it.
 
     Of every shape there is a correction, the logarithm of its time over what was known before. A
     shape that was not timed lately takes that of its neighbours: what makes one length slower
