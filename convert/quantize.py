@@ -13,9 +13,9 @@ GROUP_SIZES = (128, 64, 32)
 Packing = dict[str, int]
 """How a matrix is packed, as a ``quantization`` entry says it: {"group_size": 64, "bits": 5}"""
 
-FINE = ("fc", "lm_head")
-"""Fusion and output matrix: what their rounding costs is nearly all that rounding costs."""
-USUAL_BITS, FINE_BITS = 4, (6, 5)
+USUAL_BITS = 4
+FINE_BITS = ({"fc": 6, "lm_head": 6}, {"fc": 5, "lm_head": 6}, {"fc": 5, "lm_head": 5})
+"""Fusion and output matrix, best first: their rounding costs nearly all that rounding costs."""
 MOST_BYTES = 1.3
 """What a head may take so that these two get more bits: in what it takes in 4 bits."""
 
@@ -24,8 +24,8 @@ MOST_BYTES = 1.3
 class Quantization:
     """Affine quantization: ``bits`` a weight, one scale and bias a ``group_size`` weights.
 
-    Without ``bits`` they are mixed: 6 for what is in ``FINE``, or 5 where these are so large that
-    the head would take more than ``MOST_BYTES``; 4 for everything else.
+    Without ``bits`` they are mixed: the first of ``FINE_BITS`` with which the head takes at most
+    ``MOST_BYTES``, or the last one; 4 for everything else.
     """
 
     bits: int | None = None
@@ -47,19 +47,17 @@ class Quantization:
         """
         groups = {path: self._group(shape[1]) for path, shape in shapes.items()}
 
-        def packed(usual: int, fine: int) -> dict[str, Packing | None]:
+        def packed(usual: int, fine: Mapping[str, int]) -> dict[str, Packing | None]:
             return {
-                path: {"group_size": group, "bits": fine if path in FINE else usual}
-                if group
-                else None
+                path: {"group_size": group, "bits": fine.get(path, usual)} if group else None
                 for path, group in groups.items()
             }
 
         if self.bits is not None:
-            return packed(self.bits, self.bits)
-        most = MOST_BYTES * num_bytes(shapes, packed(USUAL_BITS, USUAL_BITS))
-        large, small = (packed(USUAL_BITS, bits) for bits in FINE_BITS)
-        return large if num_bytes(shapes, large) <= most else small
+            return packed(self.bits, {})
+        most = MOST_BYTES * num_bytes(shapes, packed(USUAL_BITS, {}))
+        mixed = [packed(USUAL_BITS, fine) for fine in FINE_BITS]
+        return next((m for m in mixed if num_bytes(shapes, m) <= most), mixed[-1])
 
     def _group(self, width: int) -> int | None:
         """The largest group, up to ``group_size``, that divides the width; None without one."""
