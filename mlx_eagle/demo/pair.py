@@ -24,9 +24,9 @@ def load_demo(
     """The demo pair: (model, tokenizer, drafter); the target is fetched the first time.
 
     Without arguments the target stays 4-bit on a GPU, in float16, and is dequantized to
-    float32 on a CPU, where other types are slow; the head, which is shipped in 4 bits, follows
-    it. A ``dtype`` alone means dense weights of that type; ``quantized`` keeps them packed, or
-    not, whatever the device. ``quantize_bits`` quantizes the head while loading it.
+    float32 on a CPU, where other types are slow; the head, which is shipped in 4 to 6 bits,
+    follows it. A ``dtype`` alone means dense weights of that type; ``quantized`` keeps them
+    packed, or not, whatever the device. ``quantize_bits`` quantizes the head while loading it.
 
     The tokenizer is mlx-lm's ``TokenizerWrapper``, whose methods have no types: as Any, strict
     type checkers let them be called.

@@ -212,7 +212,7 @@ MISTAKES = {
     ),
     "no such head": (("--draft-model", "no/such/head/here"), "does not exist"),
     "target without head": (("--model", "somewhere"), "--model needs --draft-model"),
-    "quantized twice": (("--quantize-draft", "8"), "already quantized to 4 bits"),
+    "quantized twice": (("--quantize-draft", "8"), "already quantized to 4 to 6 bits"),
     "nothing to measure": (
         ("--recalibrate", "--num-draft-tokens", "3"),
         "--recalibrate measures for auto, but --num-draft-tokens is 3: give auto",

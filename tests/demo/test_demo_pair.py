@@ -128,7 +128,7 @@ def test_ablations_hurt(pair):
 def test_the_shipped_head_is_what_the_converter_makes_of_the_original(tmp_path):
     """On every device: what is rounded in a conversion is rounded on the CPU."""
     folder = tmp_path / "head"
-    convert(str(HEAD), str(folder), q_bits=4)
+    convert(str(HEAD), str(folder))
     made = mx.load(str(folder / "model.safetensors"))
     shipped = mx.load(str(Path(mlx_eagle.__file__).parent / "demo" / "head" / "model.safetensors"))
     assert made.keys() == shipped.keys()
