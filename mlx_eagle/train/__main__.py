@@ -44,7 +44,7 @@ HELP = {
     "kl_decay": "lk-lambda: how fast that share falls with acceptance.",
     "num_layers": "Layers of a fresh head.",
     "draft_vocab_size": "Tokens that a fresh head can draft (default: 32000, or all), or that the "
-    "head of --init can when more are added.",
+    "head of --init can when more are added or the rarest left out.",
     "aux_layers": "Layers of the target whose input a fresh head takes: 2,16,29.",
     "intermediate_size": "Width of a fresh head's MLP (default: the target's).",
     "steps_per_report": "Batches between two lines about the loss.",

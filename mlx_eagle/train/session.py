@@ -15,11 +15,11 @@ from .generated import Tester, choose_prompts
 from .regenerate import regenerate
 from .settings import TrainSettings
 from .stopping import stopping
-from .student import Shape, Student, fresh_student, student_from, widened
+from .student import Shape, Student, fresh_student, narrowed, student_from, widened
 from .target_model import load_target
 from .teacher import Teacher, cache_bytes, cache_name
 from .trainer import Trainer, TrainReport
-from .vocabulary import choose_vocabulary, coverage, widened_vocabulary
+from .vocabulary import choose_vocabulary, coverage, resized_vocabulary
 
 DEFAULT_VOCABULARY = 32000
 
@@ -104,8 +104,9 @@ def _make_student(
         student = student_from(settings.init, model, settings.model)
         ids, wanted = np.array(student.ids), settings.draft_vocab_size
         if wanted is not None and wanted != len(ids):
-            ids = widened_vocabulary(examples.train, ids, wanted, vocab_size)
-            student = widened(student, model, ids)
+            resize = widened if wanted > len(ids) else narrowed
+            ids = resized_vocabulary(examples.train, ids, wanted, vocab_size)
+            student = resize(student, model, ids)
         return student, coverage(examples.train, ids)
     wanted = settings.draft_vocab_size or min(DEFAULT_VOCABULARY, vocab_size)
     vocabulary = choose_vocabulary(examples.train, wanted, vocab_size)

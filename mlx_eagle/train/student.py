@@ -182,6 +182,26 @@ def widened(student: Student, model: nn.Module, ids: np.ndarray) -> Student:
     return replace(student, ids=mx.array(ids))
 
 
+def narrowed(student: Student, model: nn.Module, ids: np.ndarray) -> Student:
+    """The same head, drafting but ``ids`` (ascending) of what it can draft.
+
+    One that uses the target's output projection gets rows of its own, which are then trained.
+    """
+    head = student.head
+    if head.config.lm_head_source == "target":
+        rows = rows_of_lm_head(model, find_embedding(model)[0], mx.array(ids))
+        weight = rows["lm_head.weight"].astype(mx.float32)
+        head.lm_head = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    else:
+        places = {token: place for place, token in enumerate(student.ids.tolist())}
+        weight = head.lm_head.weight[mx.array([places[token] for token in ids.tolist()])]
+    head.lm_head.weight = weight
+    head.config = replace(
+        head.config, draft_vocab_size=len(ids), has_d2t=True, lm_head_source="file"
+    )
+    return replace(student, ids=mx.array(ids))
+
+
 def _check_trainable(config: Eagle3Config, source: str) -> None:
     kinds = {
         "drafts in one pass (P-EAGLE)": config.mask_token_id is not None,

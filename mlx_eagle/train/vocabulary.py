@@ -29,26 +29,30 @@ def choose_vocabulary(examples: Sequence[Example], size: int, vocab_size: int) -
     Where the answers use fewer, the smallest ids that are left fill it up: in most
     vocabularies these are the commonest.
     """
-    ids = widened_vocabulary(examples, np.array([], np.int32), size, vocab_size)
+    ids = resized_vocabulary(examples, np.array([], np.int32), size, vocab_size)
     return DraftVocabulary(ids, coverage(examples, ids))
 
 
-def widened_vocabulary(
+def resized_vocabulary(
     examples: Sequence[Example], ids: np.ndarray, size: int, vocab_size: int
 ) -> np.ndarray:
-    """``ids`` (Vd,) and the most frequent other tokens of the answers: (size,), ascending."""
-    least = max(1, len(ids))
-    if not least <= size <= vocab_size:
+    """What a head is to draft that can draft ``ids`` (Vd,): (size,), ascending.
+
+    All of them and the other tokens that are most frequent in the answers, or those of them that
+    are.
+    """
+    if not 1 <= size <= vocab_size:
         raise ValueError(
-            f"the draft vocabulary is to have {size} tokens, but here it can have {least} to "
+            f"the draft vocabulary is to have {size} tokens, but here it can have 1 to "
             f"{vocab_size}: give a --draft-vocab-size between them."
         )
     counts: Counter[int] = Counter()
     for example in examples:
         counts.update(example.tokens[example.num_prompt :])
-    others = set(range(vocab_size)) - set(ids.tolist())
-    order = sorted(others, key=lambda token: (-counts[token], token))
-    return np.array(sorted([*ids.tolist(), *order[: size - len(ids)]]), np.int32)
+    own = set(ids.tolist())
+    kept, choice = ([], own) if size < len(own) else (list(own), set(range(vocab_size)) - own)
+    order = sorted(choice, key=lambda token: (-counts[token], token))
+    return np.array(sorted([*kept, *order[: size - len(kept)]]), np.int32)
 
 
 def coverage(examples: Sequence[Example], ids: np.ndarray) -> float:

@@ -1,4 +1,4 @@
-"""Heads that are to draft more tokens than they could: ``--init`` with ``--draft-vocab-size``."""
+"""Heads that are to draft more or fewer tokens: ``--init`` with ``--draft-vocab-size``."""
 
 import json
 from collections import Counter
@@ -13,7 +13,7 @@ from training import VOCAB, chats, write_data, write_target
 import mlx_eagle
 from mlx_eagle.train import train
 from mlx_eagle.train.__main__ import main
-from mlx_eagle.train.student import student_from, widened
+from mlx_eagle.train.student import narrowed, student_from, widened
 
 RUN = {
     "iters": 1,
@@ -89,7 +89,54 @@ def test_all_tokens(folders, tmp_path):
     assert "d2t" not in mx.load(str(tmp_path / "all" / "model.safetensors"))
 
 
-@pytest.mark.parametrize("size", [SOME - 1, VOCAB + 1])
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_narrowed_head_says_of_what_is_left_what_it_said(folders, tmp_path, shares):
+    """Whether its output matrix is its own or the target's."""
+    target, _, few = folders
+    model, _ = mlx_lm.load(str(target))
+    before = student_from(str(shared(few, tmp_path) if shares else few), model, str(target))
+    kept = np.sort(np.array(before.ids)[::3])
+    states = mx.random.normal((5, before.head.config.hidden_size))
+    said = np.array(before.head.logits(states))
+    after = narrowed(before, model, kept)
+    found = np.array(after.head.logits(states))
+    assert np.array_equal(np.array(after.ids), kept) and found.shape == (5, len(kept))
+    assert np.abs(found - said[:, np.searchsorted(np.array(before.ids), kept)]).max() <= 1e-5
+    config = after.head.config
+    assert config.draft_vocab_size == len(kept) and config.has_d2t
+    assert config.lm_head_source == "file" and "lm_head" in after.head.trainable_parameters()
+
+
+def test_a_narrowed_head_keeps_what_is_most_frequent(folders, tmp_path):
+    target, data, few = folders
+    options = {**RUN, "init": str(few), "draft_vocab_size": SOME - 6}
+    train(str(target), str(data), str(tmp_path / "less"), **options)
+    own, left = set(ids_of(few)), set(ids_of(tmp_path / "less"))
+    assert left < own and len(left) == SOME - 6
+    model, tokenizer = mlx_lm.load(str(target))
+    answers = "".join(row["messages"][-1]["content"] for row in chats(8))
+    counts = Counter(tokenizer.encode(answers, add_special_tokens=False))
+    counts[tokenizer.eos_token_id] = len(chats(8))  # which ends every answer
+    assert min(counts[token] for token in left) >= max(counts[token] for token in own - left)
+    drafter = mlx_eagle.load_drafter(tmp_path / "less", model)
+    options = {"max_tokens": 24}
+    plain = mlx_lm.generate(model, tokenizer, "say 1", **options)
+    assert mlx_eagle.generate(model, tokenizer, "say 1", draft_model=drafter, **options) == plain
+
+
+def shared(folder: Path, scratch: Path) -> Path:
+    """The same head with the target's output projection in place of its own."""
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"lm_head_source": "target", "draft_vocab_size": VOCAB, "has_d2t": False}
+    config.pop("quantization", None)
+    weights = mx.load(str(folder / "model.safetensors"))
+    kept = {k: w for k, w in weights.items() if k != "d2t" and "lm_head" not in k}
+    (scratch / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(scratch / "model.safetensors"), kept)
+    return scratch
+
+
+@pytest.mark.parametrize("size", [0, VOCAB + 1])
 def test_no_such_width(folders, tmp_path, size, capsys):
     target, data, few = folders
     command = f"--model {target} --data {data} --init {few} --output {tmp_path / 'x'}"
