@@ -65,7 +65,7 @@ demo-head: $(VENV)/installed
 	@gzip -dc tests/data/demo-questions.jsonl.gz | head -n $(QUESTIONS) > $(DEMO_HEAD)/questions/train.jsonl
 	$(RUN) -m mlx_eagle.train --model "$$($(BIN)/python -c '$(DEMO_TARGET)')" \
 		--data $(DEMO_HEAD)/questions --regenerate --answer-temps 0 --answer-tokens 176 \
-		--init tests/data/eagle3-smollm2-135m-instruct --draft-vocab-size 14336 --output $(DEMO_HEAD)/head \
+		--init tests/data/eagle3-smollm2-135m-instruct --output $(DEMO_HEAD)/head \
 		--iters 1770 --batch-size 8 --learning-rate 3e-4 --warmup 0.04 --ttt-steps 3 --max-seq-length 384 \
 		$(if $(wildcard $(DEMO_HEAD)/head/checkpoints/0*),--resume) $(ARGS)
 

@@ -78,12 +78,12 @@ def test_text_footer_and_counts(run, pair):
         "Acceptance by position",
     ):
         assert line in out
-    assert "Drafting adds" in out and "head 13.3 M parameters" in out
+    assert "Drafting adds" in out and "head 7.4 M parameters" in out
     counts = json.loads(out.splitlines()[-1])
     assert counts["num_target_forwards"] == counts["num_rounds"] + counts["num_plain_steps"]
     assert counts["num_drafted"] == counts["num_accepted"] + counts["num_rejected"]
     assert counts["tau"] == pytest.approx(counts["num_emitted"] / counts["num_target_forwards"])
-    assert 13.3e6 < counts["head_parameters"] < 13.4e6
+    assert 7.4e6 < counts["head_parameters"] < 7.5e6
     assert counts["target_weight_bytes"] > 500e6 and counts["head_cache_bytes"] > 0
 
 

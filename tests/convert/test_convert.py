@@ -85,7 +85,8 @@ SHAPES = {
     "Llama-3.1-8B": (llama_shapes(4096, 32000, 14336, 32, 8), "66 66 66"),
     "Llama-3.3-70B": (llama_shapes(8192, 32000, 28672, 64, 8), "66 66 66"),
     "the demo's first": (llama_shapes(576, 8192, 1536, 9, 3, 64), "66 66 66"),
-    "the demo's second": (llama_shapes(576, 14336, 1536, 9, 3, 64), "66 65 65"),
+    "the demo's second": (llama_shapes(576, 4096, 1536, 9, 3, 64), "66 66 66"),
+    "many tokens": (llama_shapes(576, 14336, 1536, 9, 3, 64), "66 65 65"),
     "two layers": (llama_shapes(2048, 32000, 8192, 32, 8, 64, layers=2), "66 66 66"),
     "all tokens": (llama_shapes(1024, 151936, 3072, 16, 8), "55 55 55"),
 }
