@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from ..system.device import settle_compiling
+
 
 class Interrupt:
     """Whether Ctrl-C was pressed since ``listening`` began."""
@@ -25,6 +27,7 @@ class Interrupt:
         if threading.current_thread() is not threading.main_thread():
             yield  # signals are the main thread's
             return
+        settle_compiling()
         before = signal.signal(signal.SIGINT, self._receive)
         try:
             yield

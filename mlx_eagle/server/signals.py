@@ -5,6 +5,8 @@ import signal
 import socket
 from types import TracebackType
 
+from ..system.device import settle_compiling
+
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -17,6 +19,7 @@ class StopSignals:
     """
 
     def __enter__(self) -> "StopSignals":
+        settle_compiling()
         self._reader, self._writer = socket.socketpair()
         for end in (self._reader, self._writer):
             end.setblocking(False)

@@ -78,3 +78,13 @@ def prepare_device() -> None:
     if this_machine().backend == "cuda" and CUDNN not in os.environ:
         os.environ[CUDNN] = "0"
         print(CUDNN_OFF, file=sys.stderr)
+
+
+def settle_compiling() -> None:
+    """Let MLX find out now whether it can compile for this device.
+
+    On a CPU it runs the compiler to see that, once per process, before the first compiled
+    function; and as long as a process waits in C's ``system``, Ctrl-C is lost to it. So whoever
+    shall miss none begins with this.
+    """
+    mx.compile(lambda: None)()

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
+from ..system.device import settle_compiling
+
 
 @dataclass
 class Stop:
@@ -22,6 +24,7 @@ def stopping() -> Iterator[Stop]:
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
+    settle_compiling()
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.getsignal(number) for number in numbers}
 
