@@ -4,7 +4,8 @@ from collections.abc import Iterable, Sequence
 
 from .costs import DraftShape
 
-PRIOR, PRIOR_WEIGHT = 1 / 3, 8.0  # acceptance before anything was seen, and its weight in rounds
+PRIOR = 1 / 3  # acceptance of first drafts, where no text has shown any
+PRIOR_WEIGHT = 8.0  # of what is expected of a text before it is seen, in rounds
 MEMORY = 0.98  # what a round's evidence weighs, one round later
 
 
@@ -25,7 +26,9 @@ class Accepted:
     tokens per round. Both fade, so that they follow the text.
     """
 
-    def __init__(self, shapes: Iterable[DraftShape]):
+    def __init__(self, shapes: Iterable[DraftShape], prior: float = PRIOR):
+        """``prior``: the acceptance that is expected of first drafts."""
+        self._prior = prior
         shapes = list(shapes)
         longest = max((shape.size for shape in shapes if shape.tree is None), default=0)
         self._accepted = [0.0] * longest
@@ -39,7 +42,7 @@ class Accepted:
 
         What is little known leans on the position before: with EAGLE-3 they differ little.
         """
-        alphas, before = [], PRIOR
+        alphas, before = [], self._prior
         for accepted, reached in zip(self._accepted, self._reached):
             before = (accepted + PRIOR_WEIGHT * before) / (reached + PRIOR_WEIGHT)
             alphas.append(before)

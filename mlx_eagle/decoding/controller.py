@@ -154,7 +154,7 @@ class AdaptiveController:
 
     def __post_init__(self) -> None:
         costs = self.costs.current
-        self._accepted = Accepted(costs.rounds)
+        self._accepted = Accepted(costs.rounds, self.costs.acceptance)
         gains = {shape: self._gain(shape, [ALMOST_ALWAYS]) for shape in costs.rounds}
         if not gains:
             self._give_up()
@@ -200,6 +200,8 @@ class AdaptiveController:
         self._accepted.fade(MEMORY)
         for kept in num_accepted:
             self._accepted.observe(shape, kept)
+            if shape.tree is None:
+                self.costs.count_first(kept > 0)
         done = shape, sum(num_accepted) / len(num_accepted) + 1
         self._behind = max(0.0, self._behind + lost([done], self.costs.current))
         if shape == self._trying:

@@ -44,7 +44,8 @@ class RoundCosts:
 
     ``failed`` are shapes that were asked for and cannot be run here. ``ways`` is how rounds were
     computed, and ``knows_ways`` whether others were tried. ``guessed``: nobody has timed these,
-    PLAIN among them where that is so.
+    PLAIN among them where that is so. ``acceptance`` is the share of first drafts that earlier
+    texts accepted, where that is known.
     """
 
     plain: float
@@ -53,6 +54,7 @@ class RoundCosts:
     ways: Ways = Ways()
     guessed: frozenset[DraftShape] = frozenset()
     knows_ways: bool = True
+    acceptance: float | None = None
 
     @property
     def longest(self) -> int:
@@ -112,4 +114,5 @@ class BatchCosts:
             for shape in map(DraftShape, known)
             if shape in self.alone.rounds
         }
-        return RoundCosts(cost(self.alone.plain, self.together.plain), rounds)
+        plain = cost(self.alone.plain, self.together.plain)
+        return RoundCosts(plain, rounds, acceptance=self.together.acceptance)

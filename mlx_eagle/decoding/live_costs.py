@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from .accepted import PRIOR
 from .costs import PLAIN, BatchCosts, DraftShape, RoundCosts, Ways, typical
 
 NUM_KEPT = 8  # times of a shape
@@ -16,6 +17,7 @@ FADING = 512.0  # tokens after which a time counts 1 / e
 NEIGHBOURS = 0.1  # how many times those of other shapes are worth
 ONCE = 0.9  # recent times from which on a shape counts as timed at all
 UNSEEN = 0.5  # a shape that was never timed may cost so much of what is said of it
+EARLIER = 100.0  # rounds that the acceptance of all texts before is worth
 KEPT_SHARE = 0.5  # of what one batch has taught, in the logarithm of a cost: more of it is chance
 EXPECTED = 0.1  # of the logarithm of a cost: so far off is anything that was measured
 SURPRISE = 0.1  # beyond that: so far off, what was known counts 1 / e
@@ -74,7 +76,19 @@ class LiveCosts:
         self._trust = num_known
         self._has_failed = False  # something that was not known to
         self._pace: float | None = None  # logarithm of a time over what it would be as known
+        self._first_accepted = self._first_drafted = 0
         self.num_tokens = 0
+
+    @property
+    def acceptance(self) -> float:
+        """The share of first drafts that texts accept, this one so far among them."""
+        before = PRIOR if self._known.acceptance is None else self._known.acceptance
+        return (EARLIER * before + self._first_accepted) / (EARLIER + self._first_drafted)
+
+    def count_first(self, is_accepted: bool) -> None:
+        """The first draft of a chain was accepted, or not."""
+        self._first_drafted += 1
+        self._first_accepted += is_accepted
 
     @property
     def current(self) -> RoundCosts:
@@ -138,7 +152,7 @@ class LiveCosts:
         """
         timed = {shape == PLAIN for shape, times in self._times.items() if times.times}
         if len(timed) == 2 or True in timed and self._has_failed:
-            self._keep(self.current)
+            self._keep(replace(self.current, acceptance=self.acceptance))
 
     def num_times(self, shape: DraftShape) -> float:
         """How many recent times what is known of a shape is worth."""
@@ -300,7 +314,7 @@ class LiveBatchCosts:
             cost = kept(shape, before, learned.rounds[shape])
             rounds[shape] = max([cost, *rounds.values()])  # more drafts are never cheaper
         plain = kept(PLAIN, known.plain, learned.plain)
-        self._keep(replace(known, plain=plain, rounds=rounds))
+        self._keep(replace(known, plain=plain, rounds=rounds, acceptance=learned.acceptance))
 
 
 def _forget(costs: RoundCosts) -> None:

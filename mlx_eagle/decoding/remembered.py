@@ -28,6 +28,7 @@ from .costs import PLAIN, DraftShape, RoundCosts, Ways
 
 SECONDS = number_above(1e-9, 1e6)
 DATES = number_above(0, 1e12)
+SHARES = number_above(0, 1)
 LONGEST_KEY = 4096
 LOCK_TIMEOUT = 10.0  # seconds; the lock is held for a few milliseconds
 POLL = 0.01
@@ -40,7 +41,7 @@ WAYS = {field.name for field in fields(Ways)}
 Entry = dict[str, Any]
 """{"plain": seconds, "rounds": {shape: seconds}, "date": seconds since 1970, "versions": text},
 with "failed": [shape] and "guessed": [shape] where there are any, and where ways were tried
-"ways": [name of what is done]."""
+"ways": [name of what is done], and where drafts were seen "acceptance": share of first ones."""
 
 
 @cache
@@ -139,6 +140,8 @@ def _entry_of(costs: RoundCosts, date: float) -> Entry:
     for name, shapes in (("failed", costs.failed), ("guessed", costs.guessed)):
         if shapes:
             entry[name] = sorted(map(str, shapes))
+    if costs.acceptance is not None:
+        entry["acceptance"] = round(costs.acceptance, 4)
     if costs.knows_ways:
         entry["ways"] = [name for name, is_done in asdict(costs.ways).items() if is_done]
     return entry
@@ -157,6 +160,7 @@ def _costs_in(entry: Entry, shapes: Sequence[DraftShape]) -> RoundCosts | None:
         Ways(**dict.fromkeys(entry.get("ways") or (), True)),
         frozenset(shape for shape in (PLAIN, *shapes) if str(shape) in guessed),
         "ways" in entry,
+        entry.get("acceptance"),
     )
 
 
@@ -180,6 +184,8 @@ def _is_entry(key: str, entry: Any) -> bool:
     if not all(map(_are_texts, (failed, ways, entry.get("guessed")))):
         return False
     if not {*(ways or ())} <= WAYS or not DATES.holds(entry.get("date", 1.0)):
+        return False
+    if not SHARES.holds(entry.get("acceptance", 1.0)):
         return False
     return bool(rounds or failed) and all(map(SECONDS.holds, rounds.values()))
 

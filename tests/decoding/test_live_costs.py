@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import pytest
 from costs import FLAT, LINEAR, ScriptedController
@@ -12,6 +13,7 @@ from mlx_eagle.decoding.accepted import expected_tokens
 from mlx_eagle.decoding.controller import AdaptiveController
 from mlx_eagle.decoding.costs import PLAIN, BatchCosts, DraftShape, RoundCosts
 from mlx_eagle.decoding.live_costs import LiveBatchCosts, LiveCosts
+from mlx_eagle.drafters.tree import parse_tree
 
 GENTLE = RoundCosts(1.0, {DraftShape(k): 1.25 + 0.08 * k for k in range(1, 8)})
 KNEE = RoundCosts(  # as where a kernel has room for four rows
@@ -223,6 +225,25 @@ def test_what_was_learned_is_kept_once_it_can_be_compared():
         assert kept[0].rounds[shape] == pytest.approx(2 * seconds, rel=0.05)
 
 
+def test_a_text_expects_what_the_texts_before_accepted():
+    kept: list[RoundCosts] = []
+    tree = DraftShape(2, parse_tree("2x2:4"))
+    known = replace(FLAT, rounds={**FLAT.rounds, tree: 1.5})
+    controller = AdaptiveController(LiveCosts(known, 2.0, kept.append))
+    assert controller.alphas[0] == pytest.approx(1 / 3)
+    for i in range(50):
+        controller.record(DraftShape(3), 3 if i % 10 else 0, 1 if i % 10 > 2 else 0)
+        controller.record(tree, 0)  # of a tree no draft is the first
+    for shape in (PLAIN, DraftShape(3)):
+        controller.record_time(shape, 1.0)
+    controller.close()
+    # 45 and 35 of 50 first drafts, and a hundred of which a third was accepted.
+    assert kept[0].acceptance == pytest.approx((45 + 35 + 100 / 3) / 200)
+    follower = AdaptiveController(LiveCosts(kept[0], 2.0, kept.append))
+    assert follower.alphas[0] == pytest.approx(kept[0].acceptance)
+    assert kept[0].as_guess().acceptance == kept[0].acceptance, "whatever became of its costs"
+
+
 def test_only_what_is_comparable_is_timed(monkeypatch):
     now = iter([1.0, 3.0, 4.0, 5.0, 6.0, 6.5, 6.6, 7.6, 7.7, 8.7, 9.7])
     monkeypatch.setattr(pipeline.time, "perf_counter", lambda: next(now))
@@ -289,14 +310,19 @@ def test_what_is_learned_of_a_whole_batch_is_kept():
     for _ in range(8):
         live.record(PLAIN, 2.0)
         live.record(one, 4.8)
+    live.count_first(True)
     live = costs.of(3)
     (learned,) = kept
+    assert learned.acceptance == pytest.approx((1 + 100 / 3) / 101)
+    known = BatchCosts(FLAT, learned, 4)
+    assert known.of(4).acceptance == known.of(2).acceptance == learned.acceptance
     assert learned.plain == pytest.approx(2.0) and [*learned.rounds] == [one, three]
     # Half the way from 2.4 to 4.8; and more drafts are never cheaper.
     assert learned.rounds[one] == pytest.approx(3.39, rel=0.02)
     assert learned.rounds[three] == learned.rounds[one]
     live.record(one, 9.0)
     live.record(PLAIN, 9.0)
+    live.count_first(True)
     live.close()  # of fewer requests nothing is kept
     assert len(kept) == 1
 

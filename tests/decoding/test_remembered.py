@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,12 @@ def test_failed_shapes_and_ways_are_remembered(path):
     assert CostFile(path).get("key", SHAPES) == costs
     assert CostFile(path).get("none", SHAPES).failed == tuple(SHAPES)
     assert CostFile(path).get("key", SHAPES[:1]) is None, "other shapes than were measured"
+
+
+def test_what_texts_accepted_is_remembered(path):
+    costs = replace(COSTS, acceptance=0.625)
+    CostFile(path).put("key", costs)
+    assert CostFile(path).get("key", SHAPES) == costs
 
 
 def test_several_processes_lose_nothing(path):
@@ -148,6 +155,7 @@ DAMAGED = {
     "an unknown way": json.dumps({"key": GOOD | {"ways": ["by_magic"]}}),
     "nested ways": json.dumps({"key": GOOD | {"ways": [["keeps_tail"]]}}),
     "text for a date": json.dumps({"key": GOOD | {"date": "today"}}),
+    "more accepted than drafted": json.dumps({"key": GOOD | {"acceptance": 1.5}}),
     "a shape guessed": json.dumps({"key": GOOD | {"guessed": "3"}}),
     "a time nested": '{"key": {"plain": 1, "rounds": {"1": [1], "3": 2}}}',
 }
