@@ -214,8 +214,22 @@ class LiveCosts:
         if math.isinf(trusted):
             return 0.0
         others = 0.0 if shape == PLAIN and weight else NEIGHBOURS
-        near = others * self._of_neighbours(shape, own) if others else 0.0
-        return (weight * own.get(shape, 0.0) + near) / (weight + trusted + others)
+        near = self._of_neighbours(shape, own) if others else 0.0
+        # What was not timed is off by what is common to all, unless its neighbours know better.
+        start = 0.0 if shape in own else self._common(own)
+        off = weight * own.get(shape, 0.0) + others * (near - start)
+        return start + off / (weight + trusted + others)
+
+    def _common(self, own: dict[DraftShape, float]) -> float:
+        """The correction of most times, of rounds if any was timed: the lower median by weight."""
+        drafts = {shape: fix for shape, fix in own.items() if shape != PLAIN} or own
+        weights = {shape: self._times[shape].weight(self.num_tokens) for shape in drafts}
+        below, half = 0.0, sum(weights.values()) / 2
+        for shape in sorted(drafts, key=lambda shape: drafts[shape]):
+            below += weights[shape]
+            if below >= half:
+                return drafts[shape]
+        return 0.0
 
     def _of_neighbours(self, shape: DraftShape, own: dict[DraftShape, float]) -> float:
         """What the times of other shapes say of this one: the nearer and fresher, the more.

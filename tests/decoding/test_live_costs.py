@@ -1,6 +1,7 @@
 """Costs that correct themselves: a simulator of texts whose costs nobody told the truth about."""
 
 import random
+import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -223,6 +224,20 @@ def test_what_was_learned_is_kept_once_it_can_be_compared():
     assert kept[0].plain == pytest.approx(2 * FLAT.plain, rel=0.02)
     for shape, seconds in FLAT.rounds.items():  # those that were not timed, by those that were
         assert kept[0].rounds[shape] == pytest.approx(2 * seconds, rel=0.05)
+
+
+@pytest.mark.parametrize("alpha", thorough([0.2, 0.35, 0.5], 0.35))
+def test_lengths_that_are_not_drafted_keep_their_costs_from_text_to_text(alpha):
+    """Other work makes some rounds longer: that is the pace, and no length's own."""
+    known = GENTLE
+    for seed in range(24):
+        kept: list[RoundCosts] = []
+        controller = AdaptiveController(LiveCosts(known, 2.0, kept.append))
+        Machine(lambda n: GENTLE, lambda n: alpha, seed).write(controller, 128)
+        controller.close()
+        known = (kept or [known])[0]
+    off = [known.rounds[s] / known.plain / cost for s, cost in GENTLE.rounds.items()]
+    assert statistics.median(off) == pytest.approx(1.0, rel=0.25)
 
 
 def test_a_text_expects_what_the_texts_before_accepted():
