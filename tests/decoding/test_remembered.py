@@ -64,8 +64,9 @@ def test_failed_shapes_and_ways_are_remembered(path):
     assert CostFile(path).get("key", SHAPES[:1]) is None, "other shapes than were measured"
 
 
-def test_what_texts_accepted_is_remembered(path):
-    costs = replace(COSTS, acceptance=0.625)
+@pytest.mark.parametrize("share", [0.625, 0.0, 1.0])
+def test_what_texts_accepted_is_remembered(path, share):
+    costs = replace(COSTS, acceptance=share)
     CostFile(path).put("key", costs)
     assert CostFile(path).get("key", SHAPES) == costs
 
