@@ -8,6 +8,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from .compiled import padded
 
 PAD_TO = 64  # lengths of batches for compiled steps are multiples of it
 MIN_ANSWER = 2
+ANSWERED = {"completion", "messages", "text", "tokens"}  # what mlx-lm or we can learn from
 HELD_OUT = 0.05
 MOST_HELD_OUT = 128
 
@@ -112,6 +114,11 @@ def _check_folder(data: str) -> None:
     """One sentence for what mlx-lm would answer with a traceback."""
     path = Path(data)
     if not path.exists():
+        if find_spec("datasets") is None:
+            raise ValueError(
+                f"{data} is no folder here, and data sets of the hub need the package datasets: "
+                "give a folder that holds train.jsonl, or pip install datasets."
+            )
         return  # a hub data set, or mlx-lm says that it is none
     if not path.is_dir():
         raise ValueError(f"{data} is a file: give the folder that holds it as train.jsonl.")
@@ -134,6 +141,11 @@ def _check_rows(file: Path) -> None:
                 raise ValueError(f"{file}, line {number} is not JSON ({err}).") from err
             if not isinstance(row, dict):
                 raise ValueError(f"{file}, line {number} is no JSON object: see --data.")
+            if "prompt" in row and not ANSWERED & row.keys():
+                raise ValueError(
+                    f"{file}, line {number} has a prompt and no answer to learn from: give a "
+                    '"completion" on every line, or have answers made with --regenerate.'
+                )
     if number == 0:
         raise ValueError(f"{file} is empty: it needs a JSON object on each line.")
 

@@ -332,6 +332,10 @@ BAD = {
     "no train.jsonl": (lambda f: f.mkdir(), "has no train.jsonl"),
     "empty file": (lambda f: write_data(f, train=[]), "train.jsonl is empty"),
     "no answers": (lambda f: write_data(f, train=rows_of("a", "b")), "line 1 has no answer"),
+    "prompts alone": (
+        lambda f: write_data(f, train=[{"prompt": "a"}]),
+        "line 1 has a prompt and no answer to learn from",
+    ),
     "no JSON": (
         lambda f: (write_data(f, train=[]) / "train.jsonl").write_text("{\n"),
         "line 1 is not JSON",
@@ -373,6 +377,13 @@ def test_bad_data_costs_one_sentence(target, tmp_path, capsys, what):
     make(tmp_path / "data")
     command = ["--model", target, "--data", tmp_path / "data", "--output", tmp_path / "head"]
     assert sentence in refused(capsys, *command, "--batch-size", 2)
+    assert not (tmp_path / "head").exists()
+
+
+def test_a_folder_that_is_not_there_costs_one_sentence(target, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("mlx_eagle.train.examples.find_spec", lambda name: None)
+    command = ["--model", target, "--data", tmp_path / "nowhere", "--output", tmp_path / "head"]
+    assert "is no folder here, and data sets of the hub need" in refused(capsys, *command)
     assert not (tmp_path / "head").exists()
 
 
