@@ -203,12 +203,13 @@ class LiveCosts:
         known = (abs(fix) for shape, fix in own.items() if shape not in self._known.guessed)
         surprise = max(known, default=0.0)
         self._trust = self._num_known * math.exp(-max(0.0, surprise - EXPECTED) / SURPRISE)
-        return {shape: self._blend(shape, own) for shape in self._times}
+        common = self._common(own)
+        return {shape: self._blend(shape, own, common) for shape in self._times}
 
     def _before(self, shape: DraftShape) -> float:
         return self._known.plain if shape == PLAIN else self._known.rounds[shape]
 
-    def _blend(self, shape: DraftShape, own: dict[DraftShape, float]) -> float:
+    def _blend(self, shape: DraftShape, own: dict[DraftShape, float], common: float) -> float:
         """Its own correction, as far as it is fresh; for the rest that of its neighbours."""
         weight, trusted = self._times[shape].weight(self.num_tokens), self._num_trusted(shape)
         if math.isinf(trusted):
@@ -216,7 +217,7 @@ class LiveCosts:
         others = 0.0 if shape == PLAIN and weight else NEIGHBOURS
         near = self._of_neighbours(shape, own) if others else 0.0
         # What was not timed is off by what is common to all, unless its neighbours know better.
-        start = 0.0 if shape in own else self._common(own)
+        start = 0.0 if shape in own else common
         off = weight * own.get(shape, 0.0) + others * (near - start)
         return start + off / (weight + trusted + others)
 
