@@ -122,9 +122,7 @@ def _run_all(
             yield run
 
 
-def _time_parts(
-    models: Models, cells: list[BatchCell], settings: Any, samples: Samples
-) -> None:
+def _time_parts(models: Models, cells: list[BatchCell], settings: Any, samples: Samples) -> None:
     """Time the parts of a round half-way through the outputs of this batch."""
     sizes = [cell.configuration.size for cell in cells if cell.configuration.size]
     if not sizes or not can_share(make_prompt_cache(models.target)):

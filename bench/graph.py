@@ -16,8 +16,20 @@ from mlx_eagle.drafters.base import Drafter
 
 # Primitives that only look at their input differently, or are a constant: no kernel runs.
 VIEWS = frozenset(
-    "Arange AsStrided Broadcast BroadcastAxes ExpandDims Flatten Reshape Slice Split Squeeze "
-    "Transpose Unflatten".split()
+    [
+        "Arange",
+        "AsStrided",
+        "Broadcast",
+        "BroadcastAxes",
+        "ExpandDims",
+        "Flatten",
+        "Reshape",
+        "Slice",
+        "Split",
+        "Squeeze",
+        "Transpose",
+        "Unflatten",
+    ]
 )
 
 

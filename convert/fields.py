@@ -98,8 +98,7 @@ def from_shapes(
         "uses_aux": True,
         "fusion_norm": "embedding_norm.weight" in tensors,
         "embedding_norm": settings.get("use_input_layernorm_in_first_layer", True),
-        "state_norm": not family.has_optional_norms
-        or f"{first}hidden_norm.weight" in tensors,
+        "state_norm": not family.has_optional_norms or f"{first}hidden_norm.weight" in tensors,
         "final_norm": "norm.weight" in tensors
         if family.has_optional_norms
         else settings.get("use_last_layernorm", True),
@@ -114,9 +113,7 @@ def from_shapes(
     }
 
 
-def parallel_heads(
-    tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
-) -> dict[str, Any]:
+def parallel_heads(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Any]:
     """How many parallel heads of ModelOpt there are, of how many layers and output matrices."""
     places = [name.split(".") for name in tensors if name.startswith("parallel_heads.")]
     number = len({place[1] for place in places})
@@ -187,7 +184,10 @@ def norm_before_residual(
 
 
 def norm_output(
-    settings: Mapping[str, Any], family: Family, pre_fc: str, override: bool | None,
+    settings: Mapping[str, Any],
+    family: Family,
+    pre_fc: str,
+    override: bool | None,
     notes: list[str],
 ) -> bool:
     if override is not None:

@@ -191,9 +191,7 @@ def run_check(
         dense, packed = build(resolved, dtype), (head.config, head.weights)
     bases = rope_bases(checkpoint.config) | rope_bases(target.config)
     model, tokenizer = load_model(target.name)
-    return check_head(
-        dense.config, dense.weights, model, tokenizer, quantized=packed, bases=bases
-    )
+    return check_head(dense.config, dense.weights, model, tokenizer, quantized=packed, bases=bases)
 
 
 def card_of(

@@ -90,9 +90,7 @@ def _check(config: Eagle3Config, head: str) -> None:
         )
 
 
-def _tensors(
-    config: Eagle3Config, weights: dict[str, mx.array], head: str
-) -> dict[str, mx.array]:
+def _tensors(config: Eagle3Config, weights: dict[str, mx.array], head: str) -> dict[str, mx.array]:
     """The arrays under their official names, with both vocabulary maps."""
     offsets = weights.pop("d2t", None)
     size = config.draft_vocab_size

@@ -307,9 +307,7 @@ def resolve(
             settings, family, overrides.norm_before_residual, notes
         ),
         "norm_output": fields["final_norm"]
-        and norm_output(
-            settings, family, fields["pre_fc_norm"], overrides.norm_output, notes
-        ),
+        and norm_output(settings, family, fields["pre_fc_norm"], overrides.norm_output, notes),
         **window(settings, family, num_layers),
         "rope": resolve_rope(settings, fields, overrides.rope_theta, factors),
         "softmax_scale": fields.get("softmax_scale", softmax_scale(fields["latent"], scaling)),

@@ -63,9 +63,7 @@ def _nested(ids: tuple[int, ...], num_layers: int | None, notes: list[str]) -> T
     return Taps(reading.ids, reading.source)
 
 
-def _read(
-    found: tuple[tuple[int, ...], str], num_layers: int | None, notes: list[str]
-) -> Taps:
+def _read(found: tuple[tuple[int, ...], str], num_layers: int | None, notes: list[str]) -> Taps:
     ids, place = found
     if place == "target_layer_ids":
         return Taps(_shift(ids, 1), "target_layer_ids+1")

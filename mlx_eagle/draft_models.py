@@ -105,10 +105,9 @@ def split_name(name: str) -> tuple[str, bool]:
             f"{name} does not exist, and behind a plus there may only be {LOOKUP!r}: give "
             f"HEAD+{LOOKUP}."
         )
-    if head in ("", LOOKUP) or "+" in head and not _exists(head):
+    if head in ("", LOOKUP) or ("+" in head and not _exists(head)):
         raise ValueError(
-            f"{name!r} has no draft head before the plus: give HEAD+{LOOKUP}, or {LOOKUP!r} "
-            "alone."
+            f"{name!r} has no draft head before the plus: give HEAD+{LOOKUP}, or {LOOKUP!r} alone."
         )
     return head, True
 

@@ -211,9 +211,7 @@ def test_a_stop_token_anywhere_in_a_round(installation, drafter, stop_at):
     end = text.index(text[stop_at])
     cache = make_prompt_cache(MODEL) + drafter.make_cache()
     options = {"max_tokens": 30, "draft_model": drafter, "num_draft_tokens": 3}
-    theirs = list(
-        mlx_lm.stream_generate(MODEL, tokenizer, PROMPT, prompt_cache=cache, **options)
-    )
+    theirs = list(mlx_lm.stream_generate(MODEL, tokenizer, PROMPT, prompt_cache=cache, **options))
     ours = list(mlx_eagle.stream_generate(MODEL, tokenizer, PROMPT, **options))
     assert [said(r) for r in theirs] == [said(r) for r in ours]
     assert theirs[-1].finish_reason == "stop" and theirs[-1].generation_tokens == end + 1

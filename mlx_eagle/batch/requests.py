@@ -48,7 +48,7 @@ class Request:
     def ended(self) -> bool:
         """Whether nothing is left to generate for it."""
         full = not self.limits.has_room_after(len(self.tokens))
-        return self.has_left or full or bool(self.tokens) and self.limits.end(self.tokens[-1])
+        return self.has_left or full or (bool(self.tokens) and self.limits.end(self.tokens[-1]))
 
 
 @dataclass(frozen=True)

@@ -152,9 +152,7 @@ def check_draft_flags(args: argparse.Namespace) -> None:
 def check_draft_window(size: int | None) -> None:
     """Raise ValueError for a ``--draft-window`` that keeps nothing, or more than there can be."""
     if size is not None and not 1 <= size <= LARGEST:
-        raise ValueError(
-            f"--draft-window is {size}: give the number of slots to keep, 1 or more."
-        )
+        raise ValueError(f"--draft-window is {size}: give the number of slots to keep, 1 or more.")
 
 
 def check_arguments(args: argparse.Namespace) -> None:

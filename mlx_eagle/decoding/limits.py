@@ -57,7 +57,7 @@ def check_prompt(prompt: mx.array, can_be_empty: bool = False) -> None:
 
 def check_num_draft_tokens(num_draft_tokens: object) -> None:
     """Raise ValueError for anything but a whole number from 0 or "auto"."""
-    if num_draft_tokens == AUTO or _is_whole(num_draft_tokens) and num_draft_tokens >= 0:
+    if num_draft_tokens == AUTO or (_is_whole(num_draft_tokens) and num_draft_tokens >= 0):
         return
     raise ValueError(
         f"num_draft_tokens is {in_words(num_draft_tokens)}: give a whole number, 0 (plain "

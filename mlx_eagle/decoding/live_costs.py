@@ -151,7 +151,7 @@ class LiveCosts:
         Or where there are no such rounds, because they fail.
         """
         timed = {shape == PLAIN for shape, times in self._times.items() if times.times}
-        if len(timed) == 2 or True in timed and self._has_failed:
+        if len(timed) == 2 or (True in timed and self._has_failed):
             self._keep(replace(self.current, acceptance=self.acceptance))
 
     def num_times(self, shape: DraftShape) -> float:

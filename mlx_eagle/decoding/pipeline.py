@@ -77,7 +77,7 @@ class RoundClock:
         self._before, self._end, self._paused = shape, now, 0.0
         if before is None or (before == PLAIN) != (shape == PLAIN):
             return None
-        if shape == PLAIN and not is_amid or paused > self.MOST_PAUSE * seconds:
+        if (shape == PLAIN and not is_amid) or paused > self.MOST_PAUSE * seconds:
             return None
         return seconds
 

@@ -191,7 +191,7 @@ def _is_entry(key: str, entry: Any) -> bool:
 
 
 def _are_texts(value: Any) -> bool:
-    return value is None or isinstance(value, list) and all(isinstance(v, str) for v in value)
+    return value is None or (isinstance(value, list) and all(isinstance(v, str) for v in value))
 
 
 def _merge(path: Path, entries: dict[str, Entry]) -> None:

@@ -49,7 +49,7 @@ class Sampling:
     _key: mx.array = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.temp, Real) or not 0 < self.temp or not isfinite(self.temp):
+        if not isinstance(self.temp, Real) or not self.temp > 0 or not isfinite(self.temp):
             raise ValueError(
                 f"the temperature is {self.temp}: sampling needs a number above 0 (greedy "
                 "decoding needs no sampler)."

@@ -168,13 +168,29 @@ class Stats:
 
     def to_dict(self) -> dict[str, Any]:
         """Every count and every figure derived from them, ready for JSON."""
-        names = (
-            "num_rounds num_plain_steps num_target_forwards num_reruns num_head_forwards "
-            "num_evals num_drafted num_accepted num_rejected num_emitted accepted_histogram "
-            "mean_acceptance_length tau acceptance_rate acceptance_by_position "
-            "cumulative_acceptance_by_position draft_lengths "
-            "prompt_time calibration_time generation_time generation_tps"
-        ).split()
+        names = [
+            "num_rounds",
+            "num_plain_steps",
+            "num_target_forwards",
+            "num_reruns",
+            "num_head_forwards",
+            "num_evals",
+            "num_drafted",
+            "num_accepted",
+            "num_rejected",
+            "num_emitted",
+            "accepted_histogram",
+            "mean_acceptance_length",
+            "tau",
+            "acceptance_rate",
+            "acceptance_by_position",
+            "cumulative_acceptance_by_position",
+            "draft_lengths",
+            "prompt_time",
+            "calibration_time",
+            "generation_time",
+            "generation_tps",
+        ]
         events = [asdict(event) for event in self.drafting_events]
         # The key and the words of version 0.1.0, for whoever reads those.
         old = [event | {"what": WHAT_IN_0_1.get(event["what"], event["what"])} for event in events]

@@ -12,7 +12,6 @@ from .costs import PLAIN, DraftShape, RoundCosts, on_line, typical
 from .pipeline import R, Runner
 
 
-
 @dataclass(frozen=True)
 class Amount:
     """How much is timed: so many plain steps and rounds of each shape, in each repeat."""

@@ -68,7 +68,7 @@ def has_tf32(machine: Machine) -> bool:
     """Whether MLX multiplies float32 in TF32 there, unless it is told not to."""
     generation = re.fullmatch(r"M(\d+)", machine.generation)
     is_m5 = generation is not None and int(generation[1]) >= FIRST_WITH_TF32
-    return machine.backend == "cuda" or machine.backend == "metal" and is_m5
+    return machine.backend == "cuda" or (machine.backend == "metal" and is_m5)
 
 
 def memory(machine: Machine) -> tuple[float, float]:

@@ -79,9 +79,7 @@ class DraftAttention(Attention):
         self.value_norm_eps = c.rms_norm_eps if c.value_norm else None
         rows = (c.num_heads + num_projected) * c.head_dim
         self.qkv_proj = nn.Linear(input_size, rows, bias=c.attention_bias)
-        self.o_proj = nn.Linear(
-            c.num_heads * c.head_dim, c.hidden_size, bias=c.attention_out_bias
-        )
+        self.o_proj = nn.Linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.attention_out_bias)
         if c.qk_norm:
             self.q_norm = nn.RMSNorm(c.head_dim, eps=c.rms_norm_eps)
             self.k_norm = nn.RMSNorm(c.head_dim, eps=c.rms_norm_eps)
@@ -159,9 +157,7 @@ class LatentAttention(Attention):
         self.kv_a_layernorm = nn.RMSNorm(self.rank, eps=c.rms_norm_eps)
         self.k_b_proj = MultiLinear(self.rank, self.nope, c.num_heads)
         self.v_b_proj = MultiLinear(self.rank, width, c.num_heads)
-        self.o_proj = nn.Linear(
-            c.num_heads * width, c.hidden_size, bias=c.attention_out_bias
-        )
+        self.o_proj = nn.Linear(c.num_heads * width, c.hidden_size, bias=c.attention_out_bias)
 
     def __call__(
         self,

@@ -83,9 +83,7 @@ HEAD: Table = {
         "dims": SIZE,
         "traditional": TRUTH,
         "scaling": {
-            "type": one_of(
-                "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"
-            ),
+            "type": one_of("linear", "dynamic", "llama3", "yarn", "longrope", "proportional"),
             **dict.fromkeys(
                 (
                     "factor",

@@ -209,7 +209,7 @@ Tree = TreeShape | StaticTree
 
 def parse_tree(text: str) -> Tree:
     """Read a tree as ``--tree`` takes it: ``TreeShape.parse`` and ``StaticTree.parse``."""
-    is_static = text.startswith(("root", "eagle")) or text and set(text) <= set("0123456789+/")
+    is_static = text.startswith(("root", "eagle")) or (text and set(text) <= set("0123456789+/"))
     return StaticTree.parse(text) if is_static else TreeShape.parse(text)
 
 
@@ -220,7 +220,7 @@ def top_k(scores: mx.array, k: int) -> mx.array:
     does not fit one block in ten kernels or more, and a CPU takes three to ten times as long.
     """
     size = scores.shape[-1]
-    if k > MOST_PICKS or 1 < k and size <= ONE_BLOCK:
+    if k > MOST_PICKS or (k > 1 and size <= ONE_BLOCK):
         return mx.argsort(-scores, axis=-1)[..., :k]
     picked = [mx.argmax(scores, axis=-1, keepdims=True)]
     index = mx.arange(size, dtype=mx.uint32)  # as argmax gives it: nothing to convert

@@ -71,9 +71,7 @@ def run(args: argparse.Namespace) -> None:
         generator = PairGenerator(PairProvider(args), cache)
         try:
             address = (args.host, args.port)
-            with PairServer(
-                address, PairHandler, generator, limits, key, collector
-            ) as server:
+            with PairServer(address, PairHandler, generator, limits, key, collector) as server:
                 while not generator.is_loaded():
                     if signals.wait(POLL):
                         stop_loading()

@@ -65,17 +65,38 @@ NUMBERS = {
     "xtc_threshold": Bounds(0, 0.5),
     "top_logprobs": Bounds(-1, 11),
 }
-FRACTIONS = (
-    "temperature top_p min_p repetition_penalty presence_penalty frequency_penalty "
-    "xtc_probability xtc_threshold"
-).split()
+FRACTIONS = [
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "xtc_probability",
+    "xtc_threshold",
+]
 NULLABLE = ("tree", "acceptance")  # null asks for chains, and for the best rule
 NAMES = ("model", "draft_model")  # empty ones are as good as none
 KINDS = {"chat_template_kwargs": dict, "role_mapping": dict, "model": str, "draft_model": str}
 TEMPLATE_OPTIONS = frozenset(
-    "self conversation messages tools chat_template add_generation_prompt continue_final_message "
-    "tokenize sanitize_control_tokens padding truncation max_length return_tensors return_dict "
-    "return_assistant_tokens_mask tokenizer_kwargs".split()
+    [
+        "self",
+        "conversation",
+        "messages",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "sanitize_control_tokens",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    ]
 )  # of the tokenizer's, which are not the client's to choose
 
 

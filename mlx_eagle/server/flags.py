@@ -118,10 +118,16 @@ SWITCHES = {
     "to the usage of each answer.",
 }
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-POSITIVE = (
-    "max_tokens decode_concurrency prompt_concurrency prefill_step_size prompt_cache_size "
-    "max_body_size max_connections collect_size"
-).split()
+POSITIVE = [
+    "max_tokens",
+    "decode_concurrency",
+    "prompt_concurrency",
+    "prefill_step_size",
+    "prompt_cache_size",
+    "max_body_size",
+    "max_connections",
+    "collect_size",
+]
 SAMPLING = {"temp": "temperature"} | {
     name: name for name in ("top_p", "top_k", "min_p", "max_tokens")
 }

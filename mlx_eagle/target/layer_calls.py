@@ -44,7 +44,7 @@ class LayerCall:
         stream, *others = self.arguments.items()
         return isinstance(stream[1], mx.array) and all(
             isinstance(value, (str, int, float, type(None), *cache_types))
-            or isinstance(value, mx.array) and name in (*ROWS, *MASKS)
+            or (isinstance(value, mx.array) and name in (*ROWS, *MASKS))
             for name, value in others
         )
 

@@ -81,9 +81,7 @@ class RowLengths:
 
     def places(self, num_rows: int) -> mx.array:
         """The positions (B, R) of a pass's rows."""
-        return self.once(
-            ("places", num_rows), lambda: self.offset[:, None] + mx.arange(num_rows)
-        )
+        return self.once(("places", num_rows), lambda: self.offset[:, None] + mx.arange(num_rows))
 
     def width(self, num_rows: int, ring: int | None) -> int:
         """Columns in use after a pass of so many rows."""

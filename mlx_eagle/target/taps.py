@@ -209,9 +209,7 @@ class Target:
         logits, seen, _ = self._pass(tokens, cache)
         return logits, self._features(seen, tokens.shape[0])
 
-    def logits_at(
-        self, tokens: mx.array, rows: mx.array
-    ) -> tuple[mx.array, mx.array | None]:
+    def logits_at(self, tokens: mx.array, rows: mx.array) -> tuple[mx.array, mx.array | None]:
         """Run texts (B, R) from their beginnings: logits (K, V) at K of their positions alone.
 
         ``rows`` (K,) are numbered b * R + r. Features (B, R, F) are those of all. What stands

@@ -191,5 +191,3 @@ def _checkpointed_score(
     loss = mx.checkpoint(inner)(parameters, states, weights, target, *arrays)
     head.update(parameters)
     return loss
-
-

@@ -94,9 +94,7 @@ class Trainer:
             texts = texts[: self._settings.val_batches * self._settings.batch_size]
         if not texts:
             return None
-        return Evaluator(
-            self._teacher, texts, self._settings.batch_size, self._settings.ttt_steps
-        )
+        return Evaluator(self._teacher, texts, self._settings.batch_size, self._settings.ttt_steps)
 
     def describe(self) -> None:
         """Say what is trained on what."""
@@ -164,8 +162,10 @@ class Trainer:
             # Gradients that wait for others are not saved: only behind a whole step.
             is_whole = done % settings.grad_accumulation_steps == 0
             is_asked = self._agree(stop.is_asked) and is_whole
-            if is_asked or done == settings.iters or (
-                done % settings.save_every < settings.grad_accumulation_steps and is_whole
+            if (
+                is_asked
+                or done == settings.iters
+                or (done % settings.save_every < settings.grad_accumulation_steps and is_whole)
             ):
                 self._save(log)
             if is_asked and done < settings.iters:
@@ -217,9 +217,7 @@ class Trainer:
         if self._iteration % settings.steps_per_report == 0 or self._iteration == settings.iters:
             mean = np.mean(sums.losses, axis=0).tolist()
             speed = sums.num_tokens / sums.seconds
-            log.training(
-                self._iteration, mean, rate, norm.item(), speed, self._trained_tokens
-            )
+            log.training(self._iteration, mean, rate, norm.item(), speed, self._trained_tokens)
             sums.losses, sums.num_tokens, sums.seconds = [], 0, 0.0
         return np.array(found).tolist()
 

@@ -160,5 +160,3 @@ def _visible(num_slots: int, start: int, step: int, window: int | None) -> mx.ar
     if window is not None:
         visible = visible & (rows + step < slots + window)
     return visible
-
-

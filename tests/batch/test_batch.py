@@ -267,7 +267,7 @@ def test_calibration_is_counted_apart(monkeypatch):
     monkeypatch.setattr(batch, "batch_costs", slowly)
     start = time.perf_counter()
     stats = auto(model, tiny_head(model), max_tokens=5).stats
-    assert 0.2 <= stats.calibration_time
+    assert stats.calibration_time >= 0.2
     assert stats.wall_time <= time.perf_counter() - start - 0.2
 
 

@@ -190,7 +190,7 @@ def test_where_no_draft_can_pay_nothing_is_drafted():
     """Neither alone nor together, and the drafter is let go of."""
     model = MODELS["llama"]()
     drafter = tiny_head(model)
-    hopeless = RoundCosts(1.0, {shape: 100.0 for shape in CHAINS})
+    hopeless = RoundCosts(1.0, dict.fromkeys(CHAINS, 100.0))
     group = Group(
         model, drafter, generation_stream, "auto", find_costs=lambda *_: LiveCosts(hopeless)
     )

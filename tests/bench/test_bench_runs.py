@@ -13,13 +13,13 @@ from costs import FLAT
 from helpers import PROMPT, plain, tiny_head, tiny_llama
 from mlx_lm.generate import generate_step
 
-from mlx_eagle.decoding.live_costs import LiveCosts
 from mlx_eagle.bench import (
     graph,
     predict,
     runner,
 )
 from mlx_eagle.decoding import parity, parts
+from mlx_eagle.decoding.live_costs import LiveCosts
 from mlx_eagle.drafters import copying
 from mlx_eagle.generate import footer
 

@@ -31,6 +31,7 @@ PLAIN = eagle3_tensors()
 
 # llama.cpp
 
+
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_gguf(tmp_path, kind):
     tensors = PLAIN | {"input_norm.weight": ones(192)}
@@ -102,9 +103,7 @@ def test_other_types_are_read_by_the_gguf_package(tmp_path, monkeypatch, capsys,
 def test_gguf_frequency_factors(tmp_path):
     """llama3 scaling as llama.cpp stores it: divisors of the frequencies."""
     factors = np.array([1, 1, 1, 2, 4, 8, 8, 8], np.float32)
-    path = write_gguf(
-        tmp_path / "head.gguf", PLAIN, CONFIG, **{"rope_freqs.weight": factors}
-    )
+    path = write_gguf(tmp_path / "head.gguf", PLAIN, CONFIG, **{"rope_freqs.weight": factors})
     convert(str(path), str(tmp_path / "out"))
     rope = config_of(tmp_path / "out")["rope"]
     module = initialize_rope(16, rope["theta"], False, rope["scaling"], 2048)

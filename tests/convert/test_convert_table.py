@@ -82,9 +82,13 @@ def tensors(row: dict) -> dict[str, tuple[int, ...]]:
 
 def as_nested(config: dict, kind: str) -> dict:
     """The same as speculators writes it."""
-    top = (
-        "draft_vocab_size norm_before_residual norm_before_fc mask_token_id speculators_model_type"
-    ).split()
+    top = [
+        "draft_vocab_size",
+        "norm_before_residual",
+        "norm_before_fc",
+        "mask_token_id",
+        "speculators_model_type",
+    ]
     outer = {key: config[key] for key in (*top, IDS) if key in config}
     inner = {key: value for key, value in config.items() if key not in outer}
     return {

@@ -12,13 +12,13 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from mlx_eagle import Sampling
 from mlx_eagle.decoding import calibrate, pipeline, remembered
-from mlx_eagle.decoding.rules import make_rule
 from mlx_eagle.decoding.calibrate import CHAINS
 from mlx_eagle.decoding.cost_keys import make_key
 from mlx_eagle.decoding.costs import PLAIN, DraftShape
 from mlx_eagle.decoding.generation import Generation
 from mlx_eagle.decoding.guess import guess_costs
 from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.decoding.rules import make_rule
 from mlx_eagle.drafters.base import Draft
 from mlx_eagle.system.machines import machine_of
 from mlx_eagle.target.rollback import CacheQuantization

@@ -230,8 +230,9 @@ def test_limits_and_stop_tokens(scripted, num_tokens):
     model = tiny_llama()
     text = plain(model, PROMPT, 12)
     options = {"num_draft_tokens": "auto"}
-    assert speculative(model, tiny_head(model), PROMPT, num_tokens, **options)[0] == (
-        text[:num_tokens]
+    assert (
+        speculative(model, tiny_head(model), PROMPT, num_tokens, **options)[0]
+        == (text[:num_tokens])
     )
     stop = text[num_tokens]
     tokens, stats = speculative(model, tiny_head(model), PROMPT, 12, stop_tokens=[stop], **options)

@@ -45,9 +45,7 @@ def test_one_sampler_without_a_seed_gives_four_texts_of_plain_decoding(pair):
 @pytest.mark.parametrize("k", thorough([1, 3, 5], 3))
 def test_a_seed_gives_one_text_drafted_or_not(pair, acceptance, k):
     sampler = Sampling(temp=1.0, seed=3)
-    texts = [
-        text(pair, sampler, acceptance=acceptance, num_draft_tokens=k) for _ in range(2)
-    ]
+    texts = [text(pair, sampler, acceptance=acceptance, num_draft_tokens=k) for _ in range(2)]
     assert {*texts} == {text(pair, sampler, num_draft_tokens=0)}
     assert {*texts} == {plain_text(pair, Sampling(temp=1.0, seed=3))}
     assert texts[0] != text(pair, Sampling(temp=1.0, seed=4), acceptance=acceptance)

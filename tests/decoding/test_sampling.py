@@ -14,7 +14,6 @@ from mlx_eagle.decoding.rules import make_rule
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.base import Draft
 
-
 RULES = ["match", "coupled", "reject"]
 
 

@@ -95,7 +95,7 @@ QUICK = {
 def works(target: str, way: str) -> bool:
     """Recurrent layers take no trees; the tiny head takes its sizes from a llama."""
     is_llama, is_recurrent = "head" in target, target.partition(",")[0] in RECURRENT
-    return is_llama or "of a head" not in way and not (is_recurrent and "tree" in way)
+    return is_llama or ("of a head" not in way and not (is_recurrent and "tree" in way))
 
 
 CASES = {

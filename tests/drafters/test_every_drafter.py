@@ -50,9 +50,7 @@ def test_every_draft_equals_the_naive_one(name, k, script):
     model, inner = PAIRS[name]
     text = PROMPT + plain(model, PROMPT, 24)
     drafter = Steered(inner, naive_twin(inner, model), text, SCRIPTS[script])
-    tokens, _ = speculative(
-        model, drafter, PROMPT, 18, num_draft_tokens=k, prefill_step_size=3
-    )
+    tokens, _ = speculative(model, drafter, PROMPT, 18, num_draft_tokens=k, prefill_step_size=3)
     assert tokens == text[len(PROMPT) :][:18]
     assert drafter.begun.num_rounds > 3
 
@@ -86,9 +84,7 @@ def test_drafters_that_need_fewer(k):
 )
 def test_the_target_as_its_own_draft_model(model, k):
     max_tokens = 1 + 6 * (k + 1)
-    tokens, stats = speculative(
-        model, ModelDrafter(model), PROMPT, max_tokens, num_draft_tokens=k
-    )
+    tokens, stats = speculative(model, ModelDrafter(model), PROMPT, max_tokens, num_draft_tokens=k)
     assert tokens == plain(model, PROMPT, max_tokens)
     assert stats.tau == k + 1
 

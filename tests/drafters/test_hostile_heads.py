@@ -118,7 +118,7 @@ def test_a_config_without_its_fields(model, head):
 def test_nested_ids_by_depth(ids, depth, expected):
     assert read_nested(ids, depth).ids == expected
     sizes = dict.fromkeys(Eagle3Config.__annotations__, None)
-    values = {name: 64 for name in list(sizes)[:9]} | {"head_dim": 16}
+    values = dict.fromkeys(list(sizes)[:9], 64) | {"head_dim": 16}
     config = Eagle3Config.from_dict(values | {"num_layers": 1, "aux_nested_ids": ids})
     assert config.taps(depth) == expected
 

@@ -337,7 +337,7 @@ def test_a_policy_that_holds(open_tab, script):
         tab.complaints.clear()
         try:
             tab.page.evaluate(code)
-        except Exception as error:  # noqa: BLE001 - trusted types throw
+        except Exception as error:
             assert "TrustedHTML" in str(error) or "TrustedScript" in str(error), name
             continue
         tab.page.wait_for_timeout(100)

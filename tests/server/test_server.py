@@ -206,9 +206,8 @@ def test_same_seed_same_text_drafted_or_not(server):
 def test_a_decode_concurrency_of_one_drafts_for_everybody(pair, reference):
     flags = ("--model", pair["target"], "--draft-model", pair["model"], "--usage-stats")
     prompts = [f"Client {i} says" for i in range(3)]
-    with ours(*flags, "--decode-concurrency", "1") as asked:
-        with ThreadPoolExecutor(3) as pool:
-            got = list(pool.map(lambda p: asked.complete(prompt=p, logit_bias=ENDLESS), prompts))
+    with ours(*flags, "--decode-concurrency", "1") as asked, ThreadPoolExecutor(3) as pool:
+        got = list(pool.map(lambda p: asked.complete(prompt=p, logit_bias=ENDLESS), prompts))
     for prompt, answer in zip(prompts, got):
         expected = reference.complete(prompt=prompt, logit_bias=ENDLESS)
         assert answer.choices == expected.choices
@@ -240,11 +239,10 @@ def test_reasoning_is_told_apart_as_mlx_lm_does(tmp_path):
 def test_quantized_caches_share_no_rounds(pair):
     flags = ("--model", pair["target"], "--draft-model", pair["model"], "--usage-stats")
     quantized = ("--kv-bits", "8", "--kv-group-size", "32", "--quantized-kv-start", "20")
-    with ours(*flags, *quantized) as asked:
-        with ThreadPoolExecutor(2) as pool:
-            prompts = ["The same question for all"] * 2
-            options = {"max_tokens": 8, "include_draft": True}
-            got = list(pool.map(lambda p: asked.complete(prompt=p, **options), prompts))
+    with ours(*flags, *quantized) as asked, ThreadPoolExecutor(2) as pool:
+        prompts = ["The same question for all"] * 2
+        options = {"max_tokens": 8, "include_draft": True}
+        got = list(pool.map(lambda p: asked.complete(prompt=p, **options), prompts))
     assert len({answer.choices[0].text for answer in got}) == 1
     assert all(answer.usage.drafted_tokens > 0 for answer in got)
     assert not any(answer.draft["counts"]["batched_tokens"] for answer in got)

@@ -165,7 +165,7 @@ def test_targets_without_trees_refuse_them(pair, recurrent):
 
 def test_no_draft_could_pay_here(pair, expected, monkeypatch):
     """What was decoded without the drafter is filed without its part of the caches."""
-    hopeless = RoundCosts(1.0, {shape: 100.0 for shape in CHAINS})
+    hopeless = RoundCosts(1.0, dict.fromkeys(CHAINS, 100.0))
     monkeypatch.setattr(schedule, "round_costs", lambda *args, **options: LiveCosts(hopeless))
     filed, insert = [], PairCache.insert_cache
 

@@ -220,7 +220,7 @@ def test_rounds_are_measured_only_while_nobody_waits(flags, expected, monkeypatc
             num_done.append(i)
             measuring.set()
             time.sleep(0.1)
-        return LiveCosts(RoundCosts(1.0, {shape: 1.0 for shape in CHAINS}))
+        return LiveCosts(RoundCosts(1.0, dict.fromkeys(CHAINS, 1.0)))
 
     monkeypatch.setattr(schedule, "round_costs", slow_costs)
     for seeds in ({}, {"seed": 4, "temperature": 0.8}):
@@ -249,7 +249,7 @@ def test_rounds_are_measured_once_where_that_is_asked_for(flags, monkeypatch):
         asked_for.append(recalibrate)
         if recalibrate:
             progress(1, 1)
-        return LiveCosts(RoundCosts(1.0, {shape: 1.0 for shape in CHAINS}))
+        return LiveCosts(RoundCosts(1.0, dict.fromkeys(CHAINS, 1.0)))
 
     monkeypatch.setattr(schedule, "round_costs", quick_costs)
     for more, expected in (("--recalibrate",), [True, False]), ((), [False, False]):

@@ -183,9 +183,7 @@ def test_rounds_are_shared_by_those_who_draft_alike(server):
         next(stream)
         with ThreadPoolExecutor(5) as pool:
             got = list(
-                pool.map(
-                    lambda w: server.complete(**request, **w, include_draft=True), wishes
-                )
+                pool.map(lambda w: server.complete(**request, **w, include_draft=True), wishes)
             )
         assert len(server.generator._open) == 1
     assert len({answer.choices[0].text for answer in got}) == 1

@@ -22,31 +22,31 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent / "golden"))
 
-import make_training as golden  # noqa: E402  (before torch: it says how torch is to compile)
-import mlx.core as mx  # noqa: E402
-import mlx.nn as nn  # noqa: E402
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from mlx.utils import tree_flatten  # noqa: E402
-from specforge.optimizer import BF16Optimizer  # noqa: E402
-from training import chats, write_data, write_target  # noqa: E402
-from transformers import LlamaConfig  # noqa: E402
+import make_training as golden
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import torch
+from mlx.utils import tree_flatten
+from specforge.optimizer import BF16Optimizer
+from training import chats, write_data, write_target
+from transformers import LlamaConfig
 
-from mlx_eagle.drafters.fused import fuse_weights, split_weights  # noqa: E402
-from mlx_eagle.train.evaluate import Evaluation, Evaluator  # noqa: E402
-from mlx_eagle.train.examples import (  # noqa: E402
+from mlx_eagle.drafters.fused import fuse_weights, split_weights
+from mlx_eagle.train.evaluate import Evaluation, Evaluator
+from mlx_eagle.train.examples import (
     BatchOrder,
     TokenBatch,
     make_batch,
     read_examples,
 )
-from mlx_eagle.train.optimizer import BETAS, TrainStep, learning_rate  # noqa: E402
-from mlx_eagle.train.regenerate import regenerate  # noqa: E402
-from mlx_eagle.train.settings import TrainSettings  # noqa: E402
-from mlx_eagle.train.student import Shape, Student, fresh_student, student_from  # noqa: E402
-from mlx_eagle.train.target_model import load_target  # noqa: E402
-from mlx_eagle.train.teacher import Teacher  # noqa: E402
-from mlx_eagle.train.vocabulary import choose_vocabulary  # noqa: E402
+from mlx_eagle.train.optimizer import BETAS, TrainStep, learning_rate
+from mlx_eagle.train.regenerate import regenerate
+from mlx_eagle.train.settings import TrainSettings
+from mlx_eagle.train.student import Shape, Student, fresh_student, student_from
+from mlx_eagle.train.target_model import load_target
+from mlx_eagle.train.teacher import Teacher
+from mlx_eagle.train.vocabulary import choose_vocabulary
 
 OURS, THEIRS = "layers.0.", "midlayer."
 

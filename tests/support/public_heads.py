@@ -132,9 +132,7 @@ HEADS = {
     "thoughtworks/Qwen3-Coder-Next-Eagle3": head(
         48, 2048, 8192, 16, 4, 128, 151936, 32000, **nested_ids(3, 23, 47), taps=(4, 24, 48)
     ),
-    "template qwen3-next-80b": head(
-        48, 2048, 16384, 16, 2, 256, 151936, 32000, rope_theta=1e7
-    ),
+    "template qwen3-next-80b": head(48, 2048, 16384, 16, 2, 256, 151936, 32000, rope_theta=1e7),
     "template qwen3.5-35b-a3b": head(40, 2048, 16384, 16, 2, 256, 248320, 32000, rope_theta=1e7),
     "Ex0bit/Qwen3.6-27B-PRISM-EAGLE3, full": head(64, 5120, 17408, 24, 4, 256, 248320, 248320),
     "Ex0bit/Qwen3.6-27B-PRISM-EAGLE3, compressed": head(
@@ -227,9 +225,7 @@ HEADS = {
     "nvidia/Kimi-K2.5-Thinking-Eagle3": head(*KIMI, **KIMI_MLA, **nested_ids(1, 29, 57)),
     "TorchSpec minimax_m25": head(62, 3072, 9216, 48, 48, 128, 200064, 32000, rope_theta=5e6),
     "Inferact/MiniMax-M3-EAGLE3": head(62, 3072, 9216, 48, 48, 128, 200064, None),
-    "Inferact/MiniMax-M3-EAGLE3-GQA": head(
-        62, 3072, 9216, 48, 8, 128, 200064, None, **EAGLE_31
-    ),
+    "Inferact/MiniMax-M3-EAGLE3-GQA": head(62, 3072, 9216, 48, 8, 128, 200064, None, **EAGLE_31),
     "zjxia/step-3.5-flash": head(
         45, 4096, 11264, 64, 8, 64, 128896, 32000, **nested_ids(4, 20, 40), taps=(5, 21, 41)
     ),

@@ -97,9 +97,10 @@ def written(model, drafter, has_trees: bool, in_few_ways: bool) -> dict:
         texts["tree"] = tokens, stats.accepted_histogram
     tokens, _ = speculative(model, LookupDrafter(), PROMPT, NUM_TOKENS)
     texts["lookup"] = tokens, None
-    texts["small chunks"] = speculative(
-        model, drafter, PROMPT * 3, NUM_TOKENS, prefill_step_size=4
-    )[0], None
+    texts["small chunks"] = (
+        speculative(model, drafter, PROMPT * 3, NUM_TOKENS, prefill_step_size=4)[0],
+        None,
+    )
     return texts
 
 

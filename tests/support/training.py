@@ -20,7 +20,23 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<reply>{% endif %}"
 )
 VOCAB = 258  # of the byte tokenizer
-WORDS = "the quick brown fox jumps over a lazy dog while seven old owls look on".split()
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "while",
+    "seven",
+    "old",
+    "owls",
+    "look",
+    "on",
+]
 
 
 def write_target(folder: Path, seed: int = 0, **changes: Any) -> Path:

@@ -79,9 +79,8 @@ def test_a_second_one_and_other_errors(tmp_path):
             (one / "a").write_text("one")
             (other / "a").write_text("other")
     assert (tmp_path / "x" / "a").read_text() == "other"
-    with pytest.raises(KeyboardInterrupt):
-        with new_folder(tmp_path / "y"):
-            raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "y"):
+        raise KeyboardInterrupt
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 

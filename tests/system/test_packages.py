@@ -203,6 +203,5 @@ def test_a_program_of_others_gets_an_import_error(broken):
 
 
 def test_what_is_not_known_goes_on_as_it_is():
-    with pytest.raises(ImportError, match="of another kind"):
-        with packages.explained():
-            raise ImportError("of another kind")
+    with pytest.raises(ImportError, match="of another kind"), packages.explained():
+        raise ImportError("of another kind")

@@ -126,10 +126,9 @@ def test_a_prompts_bar_ends_before_the_first_round():
 
 
 def test_without_a_terminal_there_is_nothing():
-    with redirect_stderr(io.StringIO()) as file:
-        with Bar("Counting", "sheep") as bar:
-            for done in range(4):
-                bar(done, 3)
+    with redirect_stderr(io.StringIO()) as file, Bar("Counting", "sheep") as bar:
+        for done in range(4):
+            bar(done, 3)
     assert file.getvalue() == ""
 
 

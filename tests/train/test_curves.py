@@ -36,8 +36,12 @@ def test_the_command_draws_what_was_learnt(tmp_path, capsys, monkeypatch):
     flags += " --test-prompts 0"
     drawn = {}
     monkeypatch.setattr(
-        curves, "_draw", lambda name, lines, path, draw=curves._draw: (
-            drawn.update({name: lines}), draw(name, lines, path))[1]
+        curves,
+        "_draw",
+        lambda name, lines, path, draw=curves._draw: (
+            drawn.update({name: lines}),
+            draw(name, lines, path),
+        )[1],
     )
     command.main(flags.split())
     page = tmp_path / "head" / "training.html"

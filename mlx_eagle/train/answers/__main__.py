@@ -26,11 +26,20 @@ def make_parser() -> argparse.ArgumentParser:
     add("--adapter-path", help="Adapters of the target, as mlx_lm.lora writes them.")
     add("--trust-remote-code", action="store_true", help="Let the target bring code of its own.")
     shown = ",".join(map(str, TEMPERATURES))
-    add("--temps", type=parse_temperatures, default=TEMPERATURES, metavar="T,T",
-        help=f"Every prompt is answered once at each of these temperatures (default {shown}).")
+    add(
+        "--temps",
+        type=parse_temperatures,
+        default=TEMPERATURES,
+        metavar="T,T",
+        help=f"Every prompt is answered once at each of these temperatures (default {shown}).",
+    )
     add("--max-tokens", type=int, default=defaults.max_tokens, help="Most tokens of an answer.")
-    add("--max-prompt-tokens", type=int, default=defaults.max_prompt_tokens,
-        help="Longer prompts are passed over.")
+    add(
+        "--max-prompt-tokens",
+        type=int,
+        default=defaults.max_prompt_tokens,
+        help="Longer prompts are passed over.",
+    )
     add("--rows", type=int, default=defaults.rows, help="Answers that are decoded at once.")
     add("--seed", type=int, default=defaults.seed, help="Seed of the order and of the sampling.")
     return parser
