@@ -1,7 +1,7 @@
 """Whether a converted head is right: every reading of the checkpoint, against the real target.
 
 A checkpoint may leave open taps, rotary base and norms. Each reading is measured on the texts of
-``texts.py``; nothing is changed, the report says which reading fits best.
+``target_texts.py``; nothing is changed, the report says which reading fits best.
 
 Two measures, teacher-forced on the target's own answers: *agreement*, the share of drafted
 tokens that equal the text, by depth; and *overlap*, the sum over the draft vocabulary of
@@ -34,7 +34,7 @@ from mlx_eagle.drafters.load import find_embedding, load_drafter
 from mlx_eagle.system.documents import is_number
 
 from .rope import DEFAULT_THETA
-from .texts import QUESTIONS, Conversation, read_conversation
+from .target_texts import QUESTIONS, Conversation, read_conversation
 
 DEPTHS = 3
 # By how much overlap must be higher, and by how many standard errors, to count as better.

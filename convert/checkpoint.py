@@ -14,10 +14,10 @@ from mlx_eagle.system.hub import locate
 from mlx_eagle.system.safetensors import check_name, read_header
 
 from .gguf import read_gguf
-from .kinds import CONFIG
 from .mistral import usual_keys
-from .pickled import read_bin
+from .schema import CONFIG
 from .stored import Stored, map_file
+from .torch_file import read_bin
 
 CONFIG_FILES = ("*.json",)
 MOST_SHARED = 2

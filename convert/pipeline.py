@@ -21,7 +21,7 @@ from .packed import Unpacked
 from .quantize import Quantization, pack
 from .resolve import Overrides, Resolved, resolve
 from .stored import Tensor
-from .target import AnyTarget, TargetFolder, open_target, same_values
+from .target_folder import AnyTarget, TargetFolder, open_target, same_values
 from .trim import Trim, describe, trim
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}

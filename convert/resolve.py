@@ -26,8 +26,8 @@ from .fields import (
 from .rope import DEFAULT_THETA, resolve_rope, rope_scaling
 from .shapes import check_shapes
 from .stored import Derived, Tensor
-from .taps import found_ids, resolve_taps
-from .target import AnyTarget
+from .target_folder import AnyTarget
+from .target_link import found_ids, resolve_taps
 from .vocabulary import Vocabulary, resolve_vocabulary
 
 

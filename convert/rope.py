@@ -14,7 +14,7 @@ import numpy as np
 
 from mlx_eagle.system.documents import shown
 
-from .kinds import BASE
+from .schema import BASE
 from .stored import Stored
 
 DEFAULT_THETA = 10000.0

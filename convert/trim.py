@@ -17,7 +17,7 @@ from mlx_lm import tokenizer_utils
 from .checkpoint import Checkpoint
 from .resolve import Resolved, is_output
 from .stored import Derived
-from .target import TargetFolder
+from .target_folder import TargetFolder
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken")
 

@@ -23,7 +23,7 @@ from checkpoints import (
 )
 
 from mlx_eagle.convert import convert
-from mlx_eagle.convert.pickled import read_bin
+from mlx_eagle.convert.torch_file import read_bin
 
 # Reading
 

@@ -13,7 +13,7 @@ from mlx_eagle.convert.__main__ import main
 from mlx_eagle.convert.checkpoint import Checkpoint
 from mlx_eagle.convert.resolve import Resolved, resolve
 from mlx_eagle.convert.stored import Stored
-from mlx_eagle.convert.target import TargetFolder
+from mlx_eagle.convert.target_folder import TargetFolder
 
 PLAIN = eagle3_tensors()
 TWO = eagle3_tensors(num_layers=2)

@@ -11,11 +11,11 @@ import pytest
 from public_heads import EAGLE_1, HEADS, IDS, LATENT, MISTRAL_LARGE, MISTRAL_MEDIUM
 
 from mlx_eagle.convert.checkpoint import Checkpoint
-from mlx_eagle.convert.kinds import CONFIG
 from mlx_eagle.convert.mistral import usual_keys
 from mlx_eagle.convert.resolve import Resolved, resolve
+from mlx_eagle.convert.schema import CONFIG
 from mlx_eagle.convert.stored import Stored
-from mlx_eagle.convert.target import TargetFolder
+from mlx_eagle.convert.target_folder import TargetFolder
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.system.documents import check
 

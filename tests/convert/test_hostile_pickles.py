@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from checkpoints import CONFIG, _global, _int, _str, _tuple, refused, write_bin, write_config
 
-from mlx_eagle.convert.pickled import read_bin
 from mlx_eagle.convert.stored import Stored
+from mlx_eagle.convert.torch_file import read_bin
 
 ARRAY = np.arange(16, dtype=np.float32).reshape(4, 4)
 NO_HOOKS = _global("collections", "OrderedDict") + b")R"

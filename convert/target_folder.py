@@ -17,7 +17,7 @@ from mlx_eagle.system.documents import check, read_weight_map, shown
 from mlx_eagle.system.hub import locate
 
 from .checkpoint import read_config, read_safetensors
-from .kinds import PACKING, TARGET
+from .schema import PACKING, TARGET
 from .stored import Stored
 
 TOKENIZER_FILES = (
