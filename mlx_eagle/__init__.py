@@ -3,7 +3,7 @@
 import importlib
 from types import ModuleType
 
-from .system.packages import explained
+from .doctor.packages import explained
 
 with explained():
     from .batch.generate import batch_generate

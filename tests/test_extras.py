@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_eagle.system.packages import MLX_LM, OLDEST_MACOS
+from mlx_eagle.doctor.packages import MLX_LM, OLDEST_MACOS
 
 ROOT = Path(__file__).parent.parent
 PROJECT = ROOT / "pyproject.toml"

@@ -8,10 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ..system.command import run_command
-from ..system.findings import is_well, page
 from ..system.version import __version__, add_version_flag
 from .checks import check_all
 from .expect import expect
+from .report_lines import is_well, page
 from .self_test import document, failures, sections, self_test
 
 REPORT = "mlx-eagle-self-test.md"

@@ -15,10 +15,10 @@ from ..decoding.remembered import age_of, is_fresh, read_entries
 from ..drafters.pairs import targets_within
 from ..system.device import CUDNN, blas_name, blas_note, device_name
 from ..system.documents import parse_object, read_bytes
-from ..system.findings import Finding
 from ..system.hub import user_cache
 from ..system.machines import Machine, this_machine
-from ..system.packages import check_packages, read_sysctl
+from .packages import check_packages, read_sysctl
+from .report_lines import Finding
 
 GB = 1e9
 DAY = 24 * 3600

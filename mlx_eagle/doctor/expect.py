@@ -18,11 +18,11 @@ from ..drafters.config import Eagle3Config
 from ..drafters.load import check_fit, read_head_config, sizes_of
 from ..drafters.model_drafter import NOT_LOADED
 from ..drafters.pairs import pair_for
-from ..system.findings import Finding, Level
 from ..system.hub import locate
 from ..system.machines import LENGTHS, Machine, Pass, Products, fused_rows, this_machine
 from ..target.rollback import check_supported
 from .checks import GB, memory
+from .report_lines import Finding, Level
 
 FILES = ("config.json", "*.index.json")
 DENSE_BITS = 16.0

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from ..system.device import prepare_device
-from ..system.findings import Finding
 from ..system.folders import check_writable
 from ..system.version import __version__
 from .checks import TF32, check_all
 from .pair import cost_section, parity_section
 from .parts import Outcome, Section, run_part
+from .report_lines import Finding
 from .tiny import attention_section, cache_section
 
 PRIVATE = ("cache", "calibration", "known pairs")

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from .findings import Finding, is_well, page
+from .report_lines import Finding, is_well, page
 
 COMMAND = re.compile(r"mlx_eagle(\.\w+)+")
 DOCTOR = "mlx_eagle.doctor"

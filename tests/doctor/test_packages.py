@@ -13,8 +13,8 @@ import pytest
 from documents import ROOT
 from packaging.requirements import Requirement
 
-from mlx_eagle.system import packages
-from mlx_eagle.system.findings import is_well
+from mlx_eagle.doctor import packages
+from mlx_eagle.doctor.report_lines import is_well
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
