@@ -6,10 +6,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from mlx_eagle.system.cli_values import LARGEST, Range, check_ranges, use_plain_types
 from mlx_eagle.system.command import run_command
 from mlx_eagle.system.device import prepare_device
 from mlx_eagle.system.progress import Bar
-from mlx_eagle.system.values import LARGEST, Range, check_ranges, use_plain_types
 from mlx_eagle.system.version import add_version_flag
 
 from .pipeline import DTYPES, convert

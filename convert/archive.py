@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mlx_eagle.system.documents import shown
+from mlx_eagle.system.json_schema import shown
 
 START = b"PK\x03\x04"
 MAX_MEMBERS = 1 << 14

@@ -31,7 +31,7 @@ from mlx_eagle.drafters.build import bits_of
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.head import Eagle3Head
 from mlx_eagle.drafters.load import find_embedding, load_drafter
-from mlx_eagle.system.documents import is_number
+from mlx_eagle.system.json_schema import is_number
 
 from .rope import DEFAULT_THETA
 from .target_texts import QUESTIONS, Conversation, read_conversation

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_eagle.system.documents import check, read_object, read_weight_map
 from mlx_eagle.system.hub import locate
+from mlx_eagle.system.json_schema import check, read_object, read_weight_map
 from mlx_eagle.system.safetensors import check_name, read_header
 
 from .gguf import read_gguf

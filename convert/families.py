@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_eagle.system.documents import LONGEST_NAME
+from mlx_eagle.system.json_schema import LONGEST_NAME
 
 from .checkpoint import Checkpoint
 from .mistral import MARK

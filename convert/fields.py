@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlx_eagle.drafters.activations import GATED
-from mlx_eagle.system.documents import shown
+from mlx_eagle.system.json_schema import shown
 
 from .attention import heads, input_width
 from .families import Family, hidden_size

@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_eagle.drafters.build import bits_of
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.load import TargetSizes
-from mlx_eagle.system.folders import new_folder, save_arrays
+from mlx_eagle.system.atomic_folder import new_folder, save_arrays
 from mlx_eagle.system.hub import upload
 from mlx_eagle.system.progress import Progress, silent
 

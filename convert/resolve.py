@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_eagle.system.documents import COUNT, shown
+from mlx_eagle.system.json_schema import COUNT, shown
 
 from .attention import input_width, position_scale, softmax_scale
 from .checkpoint import Checkpoint

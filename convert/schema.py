@@ -4,7 +4,7 @@ After ``documents.check`` with one of these tables nobody needs to ask for types
 config says that no table has is only looked at as text.
 """
 
-from mlx_eagle.system.documents import (
+from mlx_eagle.system.json_schema import (
     COUNT,
     COUNTS,
     LIST,

@@ -9,7 +9,7 @@ from typing import Protocol
 import mlx.core as mx
 import numpy as np
 
-from mlx_eagle.system.documents import is_whole
+from mlx_eagle.system.json_schema import is_whole
 from mlx_eagle.system.safetensors import is_shape
 
 # How each stored format looks to NumPy, which has no bfloat16 and no floats of 8 bits.

@@ -13,8 +13,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_eagle.drafters.load import TargetSizes
-from mlx_eagle.system.documents import check, read_weight_map, shown
 from mlx_eagle.system.hub import locate
+from mlx_eagle.system.json_schema import check, read_weight_map, shown
 
 from .checkpoint import read_config, read_safetensors
 from .schema import PACKING, TARGET

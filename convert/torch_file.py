@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_eagle.system.documents import is_whole, shown
+from mlx_eagle.system.json_schema import is_whole, shown
 from mlx_eagle.system.safetensors import is_name
 
 from .archive import START, Archive, DamagedArchive, open_archive

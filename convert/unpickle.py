@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from mlx_eagle.system.documents import is_whole, shown
+from mlx_eagle.system.json_schema import is_whole, shown
 
 from .stored import CutOff
 

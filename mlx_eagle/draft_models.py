@@ -20,9 +20,9 @@ from .drafters.load import TargetSizes, load_drafter, read_head_config, sizes_of
 from .drafters.lookup import LookupDrafter
 from .drafters.model_drafter import load_model_drafter
 from .drafters.parallel import ParallelDrafter
-from .system.documents import read_object
-from .system.folders import AlreadyThere, CannotWrite, discard_folder
+from .system.atomic_folder import AlreadyThere, CannotWrite, discard_folder
 from .system.hub import locate, user_cache
+from .system.json_schema import read_object
 from .system.progress import Bar
 from .system.safetensors import read_header
 

@@ -20,8 +20,8 @@ from ..decoding.limits import AUTO
 from ..decoding.stats import Stats
 from ..drafters.base import Drafter
 from ..generate import GenerationResponse, stream_generate
+from ..system.ansi import Marker
 from ..system.command import run_command
-from ..system.marking import Marker
 from ..system.progress import prompt_bar
 from .flags import (
     add_draft_cache_flag,

@@ -17,9 +17,7 @@ from ..drafters.base import Drafter
 from ..drafters.copying import CopyingTreeDrafter
 from ..drafters.eagle3 import Eagle3Drafter
 from ..drafters.pairs import pair_for
-from ..system.device import prepare_device
-from ..system.progress import Bar
-from ..system.values import (
+from ..system.cli_values import (
     GROUP_SIZES,
     LARGEST,
     LARGEST_SEED,
@@ -29,6 +27,8 @@ from ..system.values import (
     check_ranges,
     use_plain_types,
 )
+from ..system.device import prepare_device
+from ..system.progress import Bar
 from ..system.version import add_version_flag
 from .opening import open_target
 

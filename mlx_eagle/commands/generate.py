@@ -17,10 +17,10 @@ from ..draft_models import head_lines
 from ..drafters.base import Drafter
 from ..drafters.pairs import pair_lines
 from ..generate import footer, stream_generate
+from ..system.ansi import Marker
+from ..system.atomic_folder import check_writable
 from ..system.command import run_command
-from ..system.folders import check_writable
 from ..system.machines import Machine, this_machine
-from ..system.marking import Marker
 from ..system.progress import prompt_bar
 from .flags import (
     add_draft_cache_flag,

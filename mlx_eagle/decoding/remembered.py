@@ -23,7 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ..system.documents import Kind, is_number, number_above, parse_object, read_bytes
+from ..system.json_schema import Kind, is_number, number_above, parse_object, read_bytes
 from .costs import PLAIN, DraftShape, RoundCosts, Ways
 
 SECONDS = number_above(1e-9, 1e6)

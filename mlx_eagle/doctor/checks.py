@@ -14,8 +14,8 @@ import mlx.core as mx
 from ..decoding.remembered import age_of, is_fresh, read_entries
 from ..drafters.pairs import targets_within
 from ..system.device import CUDNN, blas_name, blas_note, device_name
-from ..system.documents import parse_object, read_bytes
 from ..system.hub import user_cache
+from ..system.json_schema import parse_object, read_bytes
 from ..system.machines import Machine, this_machine
 from .packages import check_packages, read_sysctl
 from .report_lines import Finding

@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ..system.atomic_folder import check_writable
 from ..system.device import prepare_device
-from ..system.folders import check_writable
 from ..system.version import __version__
 from .checks import TF32, check_all
 from .pair import cost_section, parity_section

@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..system.documents import check
+from ..system.json_schema import check
 from .config import Eagle3Config
 from .fused import FIRST_STORED, fuse_weights
 from .head import Eagle3Head

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..system.documents import check
+from ..system.json_schema import check
 from .kinds import HEAD, LATENT, POSITION_SCALE, REQUIRED
 from .numbering import default_ids, read_nested
 

@@ -1,6 +1,6 @@
 """What the fields of a converted head's ``config.json`` may hold."""
 
-from mlx_eagle.system.documents import (
+from mlx_eagle.system.json_schema import (
     COUNT,
     COUNTS,
     NUMBER,

@@ -12,8 +12,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from ..system.documents import read_object, shown
 from ..system.hub import locate
+from ..system.json_schema import read_object, shown
 from ..system.safetensors import read_header
 from ..target.ropes import evaluate_ropes
 from ..target.sharding import find_stage

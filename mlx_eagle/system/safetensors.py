@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from .documents import LONGEST_NAME, MAX_MEMORY, list_of, parse_object, shown, whole
+from .json_schema import LONGEST_NAME, MAX_MEMORY, list_of, parse_object, shown, whole
 
 BITS = {
     "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16,

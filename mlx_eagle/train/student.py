@@ -29,7 +29,7 @@ from ..drafters.load import (
     load_head,
     rows_of_lm_head,
 )
-from ..system.folders import save_arrays
+from ..system.atomic_folder import save_arrays
 from .vocabulary import DraftVocabulary
 
 FROZEN = "embed_tokens"  # a head's own embedding is kept as it is

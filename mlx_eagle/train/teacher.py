@@ -15,7 +15,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from ..system.folders import save_arrays
+from ..system.atomic_folder import save_arrays
 from ..target.taps import Target
 from .compiled import padded
 from .examples import Example, Examples, TokenBatch

@@ -148,7 +148,7 @@ def head(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_folders_as_a_user_names_them(run, target, head):
+def test_atomic_folder_as_a_user_names_them(run, target, head):
     """A target folder with an unconverted checkpoint, converted on the fly, or a small model."""
     flags = ("-p", QUESTION, "-m", "12", "--verbose", "F", "--model", str(target))
     _, plain, _ = run(*flags, "--num-draft-tokens", "0")

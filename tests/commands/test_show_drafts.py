@@ -12,7 +12,7 @@ from mlx_eagle import stream_generate
 from mlx_eagle.commands import chat, generate
 from mlx_eagle.demo import compare
 from mlx_eagle.drafters.model_drafter import ModelDrafter
-from mlx_eagle.system.marking import Marker
+from mlx_eagle.system.ansi import Marker
 
 MODEL = tiny_llama(vocab_size=258)
 SMALL = tiny_llama(seed=0, vocab_size=258)

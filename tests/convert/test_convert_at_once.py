@@ -11,7 +11,7 @@ from checkpoints import weights_of
 from grids import thorough
 
 from mlx_eagle.convert import convert, pipeline
-from mlx_eagle.system.folders import AlreadyThere
+from mlx_eagle.system.atomic_folder import AlreadyThere
 
 FULL = """
 import resource, signal, sys
@@ -71,7 +71,7 @@ def test_a_full_disk(source, out, limit):
     assert "could not be written" in done.stderr and not list(out.parent.iterdir())
 
 
-def test_folders_are_as_open_as_others(source, out):
+def test_atomic_folder_are_as_open_as_others(source, out):
     convert(str(source), str(out))
     (Path(out.parent) / "other").mkdir()
     assert os.stat(out).st_mode == os.stat(out.parent / "other").st_mode

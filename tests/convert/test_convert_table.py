@@ -17,7 +17,7 @@ from mlx_eagle.convert.schema import CONFIG
 from mlx_eagle.convert.stored import Stored
 from mlx_eagle.convert.target_folder import TargetFolder
 from mlx_eagle.drafters.config import Eagle3Config
-from mlx_eagle.system.documents import check
+from mlx_eagle.system.json_schema import check
 
 NOTHING = np.zeros(0, np.uint8)
 

@@ -187,7 +187,7 @@ def test_what_is_no_file_is_not_opened(path):
 
 def test_a_file_that_is_too_large_is_not_read(path, monkeypatch):
     CostFile(path).put("key", COSTS)
-    monkeypatch.setattr("mlx_eagle.system.documents.MAX_MEMORY", 10)
+    monkeypatch.setattr("mlx_eagle.system.json_schema.MAX_MEMORY", 10)
     assert CostFile(path).get("key", SHAPES) is None
 
 

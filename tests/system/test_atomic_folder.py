@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from mlx_eagle.system.folders import AlreadyThere, CannotWrite, discard_folder, new_folder
+from mlx_eagle.system.atomic_folder import AlreadyThere, CannotWrite, discard_folder, new_folder
 
 WRITER = """
 import sys, time
 from pathlib import Path
-from mlx_eagle.system.folders import AlreadyThere, new_folder
+from mlx_eagle.system.atomic_folder import AlreadyThere, new_folder
 
 folder, text, seconds = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
 try:
