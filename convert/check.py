@@ -1,7 +1,7 @@
 """Whether a converted head is right: every reading of the checkpoint, against the real target.
 
-A checkpoint may leave open taps, rotary base and norms. Each reading is measured on the texts of
-``target_texts.py``; nothing is changed, the report says which reading fits best.
+A checkpoint may leave open taps, rotary base and norms. Each reading is measured on a
+conversation with the target; nothing is changed, the report says which reading fits best.
 
 Two measures, teacher-forced on the target's own answers: *agreement*, the share of drafted
 tokens that equal the text, by depth; and *overlap*, the sum over the draft vocabulary of
@@ -13,7 +13,7 @@ position: the mean difference, and its standard error.
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,22 +23,129 @@ import mlx.nn as nn
 import mlx_lm
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.models.cache import KVCache
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model
 
 from mlx_eagle.drafters.build import bits_of
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.head import Eagle3Head
-from mlx_eagle.drafters.load import find_embedding, load_drafter
+from mlx_eagle.drafters.load import AttachedHead, load_head
 from mlx_eagle.system.json_schema import is_number
+from mlx_eagle.system.progress import open_bar
+from mlx_eagle.target.taps import Target
 
 from .rope import DEFAULT_THETA
-from .target_texts import QUESTIONS, Conversation, read_conversation
 
 DEPTHS = 3
 # By how much overlap must be higher, and by how many standard errors, to count as better.
 CLEAR, ERRORS = 0.005, 3
+
+# One conversation, because a wrong rotary base shows only some hundred tokens into a text. Word
+# problems, because their solutions are what heads draft best, and a head that drafts nothing
+# right cannot get worse by being misread.
+HOW = " Solve it step by step, and explain every step."
+QUESTIONS = tuple(
+    problem + HOW
+    for problem in (
+        "Tom has 3 boxes with 14 pencils each and gives away 9 pencils. How many are left?",
+        "A train with 8 cars has 45 seats in each. 287 people sit in it. How many seats are free?",
+        "A recipe for 4 people takes 300 grams of rice. How much rice do 14 people need?",
+        "Nora reads 12 pages a day on weekdays and 30 pages a day at the weekend. Her book has "
+        "360 pages. How many weeks does she need?",
+        "A shop sells 24 lamps at 35 dollars each and 6 more at half the price. How much money "
+        "does it take in?",
+        "A tank holds 480 liters and loses 16 liters an hour. How much is left after 9 hours?",
+        "A farmer picks 150 apples on Monday and twice as many on Tuesday. He packs them into "
+        "bags of 9. How many bags does he fill?",
+        "Lena saves 7 dollars a week for 6 weeks and then spends a third of it. What is left?",
+    )
+)
+
+
+@dataclass(frozen=True)
+class TargetText:
+    """A prompt with the target's own greedy answer, and what the target thought of it.
+
+    ``tokens`` (n,), the first ``num_prompt`` of them the prompt; ``features`` (n, h_t) by
+    tap; ``probs`` (n - num_prompt, Vd): what may follow the answer's tokens, of those that
+    can be drafted.
+    """
+
+    tokens: mx.array
+    num_prompt: int
+    features: Mapping[int, mx.array]
+    probs: mx.array
+
+    def num_slots(self, num_depths: int) -> int:
+        """Positions whose next ``num_depths`` tokens are all known: 2 of 5 answered, for 3."""
+        return max(len(self.tokens) - self.num_prompt - num_depths, 0)
+
+    def fused(self, taps: Sequence[int], lag: int = 0) -> mx.array:
+        """The features of each position's ``lag``-th predecessor side by side, (n, F)."""
+        features = mx.concatenate([self.features[tap] for tap in taps], axis=-1)
+        return features[mx.maximum(mx.arange(len(features)) - lag, 0)]
+
+
+def encode(tokenizer: TokenizerWrapper, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """A conversation as the target expects it: through its chat template, where it has one."""
+    if not tokenizer.has_chat_template:
+        return tokenizer.encode("\n\n".join(message["content"] for message in messages))
+    text = tokenizer.apply_chat_template(
+        list(messages), tokenize=False, add_generation_prompt=True
+    )
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def read_text(
+    model: nn.Module,
+    prompt: Sequence[int],
+    num_tokens: int,
+    stops: set[int],
+    taps: set[int],
+    ids: mx.array,
+) -> TargetText:
+    """Let the target answer greedily, then read prompt and answer once more, with taps.
+
+    ``ids`` (Vd,) are the tokens that can be drafted.
+    """
+    tokens = list(prompt)
+    for token, _ in generate_step(mx.array(prompt), model, max_tokens=num_tokens):
+        tokens.append(token)
+        if token in stops:
+            break
+    order = tuple(sorted(taps))
+    logits, features = Target(model, order)(mx.array(tokens), make_prompt_cache(model))
+    probs = mx.softmax(logits[len(prompt) :].astype(mx.float32), axis=-1)[:, ids]
+    parts = dict(zip(order, mx.split(features, len(order), axis=-1), strict=True))
+    mx.eval(parts, probs)
+    return TargetText(mx.array(tokens), len(prompt), parts, probs)
+
+
+def read_conversation(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    questions: Sequence[str],
+    num_tokens: int,
+    taps: set[int],
+    ids: mx.array,
+) -> list[TargetText]:
+    """One text a question, behind the questions and answers before it.
+
+    A bar counts them where standard error is a terminal.
+    """
+    stops, messages, texts = set(tokenizer.eos_token_ids), [], []
+    with open_bar(len(questions), "Asking the target", "question") as bar:
+        for question in questions:
+            messages.append({"role": "user", "content": question})
+            prompt = encode(tokenizer, messages)
+            text = read_text(model, prompt, num_tokens, stops, taps, ids)
+            answer = [t for t in text.tokens[text.num_prompt :].tolist() if t not in stops]
+            messages.append({"role": "assistant", "content": tokenizer.decode(answer)})
+            texts.append(text)
+            bar.update()
+    return texts
 
 
 @dataclass(frozen=True)
@@ -77,37 +184,26 @@ class Row:
         return lead > max(CLEAR, ERRORS * error)
 
 
-@dataclass(frozen=True)
-class Attached:
-    """A head with what it shares with a target; ``ids`` (Vd,) are the tokens it can draft."""
+def attach(
+    config: Mapping[str, Any], weights: Mapping[str, mx.array], model: nn.Module
+) -> AttachedHead:
+    """Load what is about to be saved as users will; ValueError where it does not fit."""
+    with tempfile.TemporaryDirectory() as folder:
+        mx.save_safetensors(str(Path(folder) / "model.safetensors"), dict(weights))
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        return load_head(folder, model)
 
-    head: Eagle3Head
-    embed: Callable[[mx.array], mx.array]
-    ids: mx.array
 
-    @classmethod
-    def of(cls, config: Mapping[str, Any], weights: Mapping[str, mx.array], model: nn.Module):
-        """Load what is about to be saved as users will; ValueError where it does not fit."""
-        with tempfile.TemporaryDirectory() as folder:
-            mx.save_safetensors(str(Path(folder) / "model.safetensors"), dict(weights))
-            (Path(folder) / "config.json").write_text(json.dumps(config))
-            head = load_drafter(folder, model).head
-        owns = head.config.embed_source == "file"
-        ids = mx.arange(head.config.draft_vocab_size)
-        if "d2t" in weights:
-            ids = ids + weights["d2t"]
-        return cls(head, head.embed_tokens if owns else find_embedding(model)[0], ids)
-
-    def read_as(self, config: Eagle3Config) -> "Attached":
-        """The same weights under another config."""
-        head = Eagle3Head(config)
-        modules = tree_flatten(self.head.leaf_modules(), is_leaf=nn.Module.is_module)
-        own = [(path, module) for path, module in modules if module.parameters()]
-        head.update_modules(tree_unflatten(own))
-        head.update(self.head.parameters())  # arrays that no module of their own holds
-        if config.lm_head_source == "target":
-            head.share_lm_head(self.head.lm_head)
-        return replace(self, head=head)
+def read_as(part: AttachedHead, config: Eagle3Config) -> AttachedHead:
+    """The same weights under another config."""
+    head = Eagle3Head(config)
+    modules = tree_flatten(part.head.leaf_modules(), is_leaf=nn.Module.is_module)
+    own = [(path, module) for path, module in modules if module.parameters()]
+    head.update_modules(tree_unflatten(own))
+    head.update(part.head.parameters())  # arrays that no module of their own holds
+    if config.lm_head_source == "target":
+        head.share_lm_head(part.head.lm_head)
+    return replace(part, head=head)
 
 
 @dataclass(frozen=True)
@@ -173,7 +269,7 @@ def alternatives(
 
 
 def unroll(
-    part: Attached, tokens: mx.array, features: mx.array, first: int, num_slots: int
+    part: AttachedHead, tokens: mx.array, features: mx.array, first: int, num_slots: int
 ) -> Iterator[tuple[mx.array, mx.array]]:
     """What the slots from ``first`` on draft, depth by depth and all slots at once.
 
@@ -212,7 +308,7 @@ def unroll(
 
 
 def compare(
-    part: Attached, text: Conversation, taps: Sequence[int], lag: int = 0
+    part: AttachedHead, text: TargetText, taps: Sequence[int], lag: int = 0
 ) -> tuple[mx.array, mx.array]:
     """Hits (DEPTHS, m), where the draft is the text's token, and overlaps (DEPTHS, m).
 
@@ -229,11 +325,11 @@ def compare(
     return mx.stack(hits), mx.stack(overlaps)
 
 
-def measure(part: Attached, setting: Setting, texts: Sequence[Conversation]) -> Row:
+def measure(part: AttachedHead, setting: Setting, texts: Sequence[TargetText]) -> Row:
     """One setting over all texts."""
-    part = part.read_as(setting.config)
+    part = read_as(part, setting.config)
     pairs = [compare(part, text, setting.taps, setting.lag) for text in texts]
-    hits, overlaps = (mx.concatenate(list(parts), axis=1) for parts in zip(*pairs))
+    hits, overlaps = (mx.concatenate(list(parts), axis=1) for parts in zip(*pairs, strict=True))
     kept = mx.cumprod(hits.astype(mx.int32), axis=0).sum(axis=0)
     agreement = tuple(hits.astype(mx.float32).mean(axis=1).tolist())
     tau = 1 + kept.astype(mx.float32).mean().item()
@@ -258,7 +354,7 @@ def check_head(
     ``questions`` are asked in one conversation, with answers of at most ``num_tokens``.
     Raises ValueError where head and target do not fit, or no answer is long enough.
     """
-    part, num_layers = Attached.of(config, weights, model), len(model.layers)
+    part, num_layers = attach(config, weights, model), len(model.layers)
     own = part.head.config
     resolved = Setting("as resolved", own, own.taps(num_layers))
     baseline = replace(resolved, name="pairing shifted", lag=1)
@@ -275,7 +371,7 @@ def check_head(
     packed_row = None
     if quantized is not None:
         name = f"in {bits_of(quantized[0]['quantization'])}"
-        packed = Attached.of(*quantized, model)
+        packed = attach(*quantized, model)
         packed_row = measure(packed, replace(resolved, name=name), texts)
     num_positions = sum(text.num_slots(DEPTHS) for text in texts)
     return Report(rows[0], tuple(rows[2:]), rows[1], packed_row, len(texts), num_positions)

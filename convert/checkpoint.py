@@ -1,24 +1,68 @@
-"""Open a checkpoint as it was published: its config and its tensors by their own names.
+"""Open folders of weights without building a model: a published draft, and its target.
 
-Folders, shards and file formats are handled here; what a tensor means is decided elsewhere.
+Shards and file formats are handled here, and Mistral's ``params.json`` is put in the usual
+keys (as vLLM reads it); what a tensor means is decided elsewhere.
 """
 
 import hashlib
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+
+from mlx_eagle.drafters.load import TargetSizes
 from mlx_eagle.system.hub import locate
-from mlx_eagle.system.json_schema import check, read_object, read_weight_map
+from mlx_eagle.system.json_schema import check, read_object, read_weight_map, shown
 from mlx_eagle.system.safetensors import check_name, read_header
 
 from .gguf import read_gguf
-from .mistral import usual_keys
-from .schema import CONFIG
+from .schema import CONFIG, PACKING, TARGET
 from .stored import Stored, map_file
 from .torch_file import read_bin
 
+MISTRAL_MARK = "mistral_params"
+"""Set in what is made of a params.json: rows of q and k are in Mistral's order then."""
+MISTRAL_KEYS = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "head_dim": "head_dim",
+    "hidden_dim": "intermediate_size",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "norm_eps": "rms_norm_eps",
+    "vocab_size": "vocab_size",
+    "rope_theta": "rope_theta",
+    "max_seq_len": "max_position_embeddings",
+    "max_position_embeddings": "max_position_embeddings",
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "qk_nope_head_dim",
+    "qk_rope_head_dim": "qk_rope_head_dim",
+    "v_head_dim": "v_head_dim",
+    "llama_4_scaling": "llama_4_scaling",
+}
+MISTRAL_YARN = {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+    "beta": "beta_fast",
+    "alpha": "beta_slow",
+    "apply_scale": "apply_yarn_scaling",
+}
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "*.tiktoken",
+)
+PART = 4096
+INDEX = "model.safetensors.index.json"
 CONFIG_FILES = ("*.json",)
 MOST_SHARED = 2
 """How often the bytes of a file may be used: twice, where embedding and lm_head are tied."""
@@ -49,6 +93,25 @@ class Checkpoint:
         return sums
 
 
+def mistral_config(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The config that a ``params.json`` stands for."""
+    config = {new: params[old] for old, new in MISTRAL_KEYS.items() if params.get(old) is not None}
+    yarn = params.get("yarn")
+    if isinstance(yarn, Mapping):
+        scaling = {
+            new: yarn[old] for old, new in MISTRAL_YARN.items() if yarn.get(old) is not None
+        }
+        # With apply_scale queries and keys grow; latent attention puts that into its scores.
+        in_rope = scaling.get("apply_yarn_scaling", True) and "kv_lora_rank" not in config
+        config["rope_scaling"] = {
+            "rope_type": "yarn",
+            "mscale": 1.0,
+            "mscale_all_dim": 0.0 if in_rope else 1.0,
+            **scaling,
+        }
+    return config | {MISTRAL_MARK: True}
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """The folder's ``config.json``, or Mistral's ``params.json`` in its keys.
 
@@ -56,7 +119,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     if not path.exists() and (folder / "params.json").exists():
-        return usual_keys(read_object(folder / "params.json"))
+        return mistral_config(read_object(folder / "params.json"))
     if not path.exists():
         raise ValueError(f"{folder} has no {path.name}, which a checkpoint needs")
     return read_object(path)
@@ -164,3 +227,122 @@ def open_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
         f"{source} has no weights: expected model.safetensors or pytorch_model.bin (of a GGUF "
         "repository give one file, owner/name/file.gguf)"
     )
+
+
+def _first(config: Mapping[str, Any], keys: tuple[str, ...], name: str) -> int:
+    for key in keys:
+        if config.get(key) is not None:
+            return config[key]
+    raise ValueError(f"the config.json of {name} has none of {', '.join(keys)}; is it a model?")
+
+
+@dataclass(frozen=True)
+class TargetFolder:
+    """A target by its folder and config; weights are looked at on demand."""
+
+    name: str
+    folder: Path
+    config: dict[str, Any]
+
+    @property
+    def _text(self) -> dict[str, Any]:
+        return self.config.get("text_config") or self.config
+
+    @property
+    def hidden_size(self) -> int:
+        return _first(self._text, ("hidden_size", "n_embd", "d_model"), self.name)
+
+    @property
+    def num_layers(self) -> int:
+        return _first(self._text, ("num_hidden_layers", "n_layer", "n_layers"), self.name)
+
+    @property
+    def vocab_size(self) -> int:
+        return _first(self._text, ("vocab_size",), self.name)
+
+    @cached_property
+    def _weights(self) -> dict[str, Stored]:
+        """The shards that hold embedding and lm_head."""
+        wanted = ("embed_tokens.", "lm_head.")
+        if (self.folder / INDEX).exists():
+            places = read_weight_map(self.folder / INDEX)
+            shards = {file for name, file in places.items() if any(w in name for w in wanted)}
+        else:
+            shards = {"model.safetensors"}
+        if not all((self.folder / shard).exists() for shard in shards):
+            locate(self.name, tuple(shards))
+        tensors: dict[str, Stored] = {}
+        for shard in sorted(shards):
+            if (self.folder / shard).is_file():
+                tensors |= read_safetensors(self.folder / shard)
+        return tensors
+
+    def table(self, module: str) -> mx.array | None:
+        """The matrix (V, h) of ``embed_tokens`` or ``lm_head``, dequantized; None without one."""
+        suffix = f"{module}.weight"
+        name = next((n for n in self._weights if f".{n}".endswith(f".{suffix}")), None)
+        if name is None:
+            return None
+        path = name.removesuffix(".weight")
+        weight = self._weights[name].read()
+        if f"{path}.scales" not in self._weights:
+            return weight
+        quantization = self.config.get("quantization") or {}
+        own = quantization.get(path)
+        chosen = own if isinstance(own, dict) else quantization
+        check(chosen, PACKING, self.folder / "config.json", "quantization.")
+        biases = self._weights.get(f"{path}.biases")
+        try:
+            return mx.dequantize(
+                weight,
+                self._weights[f"{path}.scales"].read(),
+                biases.read() if biases is not None else None,
+                group_size=chosen.get("group_size"),
+                bits=chosen.get("bits"),
+                mode=chosen.get("mode", "affine"),
+            )
+        except ValueError as err:
+            raise ValueError(
+                f"{name} of {self.name} cannot be unpacked as its config.json says "
+                f"({shown(chosen)}): {err}"
+            ) from err
+
+    def output_table(self) -> mx.array | None:
+        """The lm_head (V, h), which in tied models is the embedding."""
+        head = self.table("lm_head")
+        return self.table("embed_tokens") if head is None else head
+
+    def copy_tokenizer(self, folder: Path) -> list[str]:
+        """Copy the tokenizer's files there; their names."""
+        files = {file for pattern in TOKENIZER_FILES for file in self.folder.glob(pattern)}
+        for file in files:
+            shutil.copyfile(file, folder / file.name)
+        return sorted(file.name for file in files)
+
+
+AnyTarget = TargetFolder | TargetSizes
+"""A model's folder, or a model at hand, of which only the sizes are looked at."""
+
+
+def open_target(name: str) -> TargetFolder:
+    """The target in a folder or on the hub; ValueError where there is none."""
+    folder = locate(name, ("*.json", *TOKENIZER_FILES))
+    if folder.is_file():
+        raise ValueError(f"{name} is a file; --target takes a model folder or a repository id")
+    config = read_config(folder)
+    check(config, TARGET, folder / "config.json")
+    return TargetFolder(name, folder, config)
+
+
+def same_values(ours: mx.array, theirs: mx.array | None) -> bool:
+    """Whether both hold the same values, whatever their dtypes; a longer target is padded."""
+    if theirs is None or theirs.ndim != 2 or theirs.shape[1] != ours.shape[1]:
+        return False
+    if theirs.shape[0] < ours.shape[0]:
+        return False
+    # In parts, since the two may be gigabytes and mostly differ in the first row.
+    for start in range(0, ours.shape[0], PART):
+        parts = (table[start : start + PART].astype(mx.float32) for table in (ours, theirs))
+        if not mx.array_equal(*(part[: ours.shape[0] - start] for part in parts)).item():
+            return False
+    return True

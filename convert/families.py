@@ -19,8 +19,7 @@ from typing import Any
 
 from mlx_eagle.system.json_schema import LONGEST_NAME
 
-from .checkpoint import Checkpoint
-from .mistral import MARK
+from .checkpoint import MISTRAL_MARK, Checkpoint
 from .packed import unpacked
 from .stored import Tensor
 
@@ -166,7 +165,7 @@ FAMILIES = (
     Family(
         "mistral",
         "Mistral's EAGLE",
-        has=(r"^tensor fc\.weight \[h, 2h\]", NARROW, rf"^config {MARK} = True"),
+        has=(r"^tensor fc\.weight \[h, 2h\]", NARROW, rf"^config {MISTRAL_MARK} = True"),
         defaults=MISTRAL,
         fixed=EAGLE_1,
         has_optional_norms=True,

@@ -158,7 +158,7 @@ class Unpacked(Shaped):
                 return per_group[:, groups]
             raise ValueError(f"{self.name} has groups that are none; the checkpoint is damaged")
         steps = []
-        for axis, (size, count) in enumerate(zip(self.shape, per_group.shape)):
+        for axis, (size, count) in enumerate(zip(self.shape, per_group.shape, strict=True)):
             is_block = self.shape[0] != per_group.shape[0]
             step = _step(size, count, (self.block or BLOCK)[axis] if is_block else None)
             if step is None:
@@ -211,9 +211,9 @@ def _settings(config: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, in
         if isinstance(weights.get("num_bits"), int) and 1 <= weights["num_bits"] <= 8:
             bits.add(weights["num_bits"])
         found = weights.get("block_structure")
-        if isinstance(found, list) and len(found) == 2:
-            if all(isinstance(size, int) and size > 0 for size in found):
-                block = (found[0], found[1])
+        sizes = found if isinstance(found, list) and len(found) == 2 else [0]
+        if all(isinstance(size, int) and size > 0 for size in sizes):
+            block = (sizes[0], sizes[1])
     return tuple(sorted(bits)), block
 
 

@@ -16,12 +16,18 @@ from mlx_eagle.system.progress import Progress, silent
 
 from .card import CARD, check_entry, check_table, make_card, source_license
 from .check import Report, check_head, load_model, rope_bases
-from .checkpoint import Checkpoint, open_checkpoint
+from .checkpoint import (
+    AnyTarget,
+    Checkpoint,
+    TargetFolder,
+    open_checkpoint,
+    open_target,
+    same_values,
+)
 from .packed import Unpacked
 from .quantize import Quantization, pack
-from .resolve import Overrides, Resolved, resolve
+from .resolve import NO_OVERRIDES, Overrides, Resolved, resolve
 from .stored import Tensor
-from .target_folder import AnyTarget, TargetFolder, open_target, same_values
 from .trim import Trim, describe, trim
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
@@ -218,7 +224,7 @@ def convert(
     upload_repo: str | None = None,
     revision: str | None = None,
     target: str | TargetSizes | None = None,
-    overrides: Overrides = Overrides(),
+    overrides: Overrides = NO_OVERRIDES,
     check: bool = False,
     draft_vocab: int | Trim | None = None,
     progress: Progress = silent,

@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_eagle.system.json_schema import COUNT, shown
 
 from .attention import input_width, position_scale, softmax_scale
-from .checkpoint import Checkpoint
+from .checkpoint import AnyTarget, Checkpoint
 from .families import Family, hidden_size, recognise
 from .fields import (
     activation,
@@ -26,7 +26,6 @@ from .fields import (
 from .rope import DEFAULT_THETA, resolve_rope, rope_scaling
 from .shapes import check_shapes
 from .stored import Derived, Tensor
-from .target_folder import AnyTarget
 from .target_link import found_ids, resolve_taps
 from .vocabulary import Vocabulary, resolve_vocabulary
 
@@ -42,6 +41,9 @@ class Overrides:
     norm_output: bool | None = None
     num_layers: int | None = None
     mask_token_id: int | None = None
+
+
+NO_OVERRIDES = Overrides()
 
 
 @dataclass(frozen=True)
@@ -275,7 +277,7 @@ def _derive(
 
 
 def resolve(
-    checkpoint: Checkpoint, target: AnyTarget | None = None, overrides: Overrides = Overrides()
+    checkpoint: Checkpoint, target: AnyTarget | None = None, overrides: Overrides = NO_OVERRIDES
 ) -> Resolved:
     """Work out what head the checkpoint holds.
 

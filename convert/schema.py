@@ -1,6 +1,6 @@
 """What the keys of configs may hold that the converter reads: published ones, and targets'.
 
-After ``documents.check`` with one of these tables nobody needs to ask for types again. What a
+After ``json_schema.check`` with one of these tables nobody needs to ask for types again. What a
 config says that no table has is only looked at as text.
 """
 

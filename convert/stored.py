@@ -118,7 +118,7 @@ class Stored(Shaped):
         if self.strides is not None:
             if len(self.strides) != len(self.shape):
                 return "has not one stride per dimension"
-            last = sum((n - 1) * step for n, step in zip(self.shape, self.strides))
+            last = sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))
         available = len(self.data) // np.dtype(FORMATS[self.format]).itemsize
         if last >= available or self.size > available:
             return f"takes {max(last + 1, self.size)} elements, and {available} are there"
@@ -145,7 +145,10 @@ class Stored(Shaped):
             return self.data[: self.size * kind.itemsize].view(kind).reshape(self.shape)
         flat = self.data[: len(self.data) // kind.itemsize * kind.itemsize].view(kind)
         # The stride of a single row is never taken, and may be any number.
-        steps = [s * kind.itemsize if n > 1 else 0 for n, s in zip(self.shape, self.strides)]
+        steps = [
+            s * kind.itemsize if n > 1 else 0
+            for n, s in zip(self.shape, self.strides, strict=True)
+        ]
         return np.lib.stride_tricks.as_strided(flat, self.shape, steps, writeable=False)
 
     def read(self) -> mx.array:

@@ -14,10 +14,9 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm import tokenizer_utils
 
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, TargetFolder
 from .resolve import Resolved, is_output
 from .stored import Derived
-from .target_folder import TargetFolder
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken")
 

@@ -194,7 +194,7 @@ class Unpickler:
     def _set(self, pairs: list[Any]) -> None:
         if len(pairs) % 2 or not all(isinstance(key, str) for key in pairs[::2]):
             raise RefusedPickle("it holds a dictionary whose keys are no names")
-        self._top(dict).update(zip(pairs[::2], pairs[1::2]))
+        self._top(dict).update(zip(pairs[::2], pairs[1::2], strict=True))
 
     def _set_one(self) -> None:
         self._set(list(self._two()))

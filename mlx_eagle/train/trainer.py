@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..convert.quantize import Quantization
-from ..convert.target_folder import open_target
+from ..convert.checkpoint import open_target
 from .checkpoints import Checkpoints, load_checkpoint
 from .evaluate import Evaluation, Evaluator
 from .examples import BatchOrder, Examples, make_batch

@@ -13,14 +13,15 @@ from checkpoints import CONFIG, eagle3_tensors, write_safetensors, write_target
 from helpers import PROMPT, plain, tiny_head, tiny_llama
 from mlx_lm.utils import dequantize_model
 
-from mlx_eagle.convert import check, pipeline, texts
+from mlx_eagle.convert import check, pipeline
 from mlx_eagle.convert.__main__ import main
 from mlx_eagle.convert.card import check_entry, check_table, verdict
-from mlx_eagle.convert.check import DEPTHS, Attached, Row, Setting
+from mlx_eagle.convert.check import DEPTHS, Row, Setting
 from mlx_eagle.convert.checkpoint import open_checkpoint
 from mlx_eagle.convert.resolve import resolve
 from mlx_eagle.demo.target import demo_target_path
 from mlx_eagle.drafters.config import Eagle3Config
+from mlx_eagle.drafters.load import AttachedHead
 
 DEMO = Path(__file__).parents[1] / "data" / "eagle3-smollm2-135m-instruct"
 BASE = 100.0  # far enough from the head's 100000 to matter within a hundred tokens
@@ -49,8 +50,8 @@ def test_all_slots_at_once_draft_what_decoding_drafts(changes):
     """Against the drafter itself, one position after the other."""
     model = tiny_llama()
     drafter = tiny_head(model, **changes)
-    part = Attached(drafter.head, drafter._embed, drafter._to_target)
-    text = texts.read_text(model, PROMPT, 12, set(), set(drafter.taps), part.ids)
+    part = AttachedHead(drafter.head, drafter._embed, drafter.taps, drafter._to_target)
+    text = check.read_text(model, PROMPT, 12, set(), set(drafter.taps), part.ids)
     assert text.tokens.tolist() == PROMPT + plain(model, PROMPT, 12)
     features, first = text.fused(drafter.taps), len(PROMPT) - 1
     steps = check.unroll(part, text.tokens, features, first, text.num_slots(DEPTHS))
@@ -70,8 +71,8 @@ def test_all_slots_at_once_draft_what_decoding_drafts(changes):
 def test_hits_and_overlaps_are_counted_against_the_right_tokens():
     model = tiny_llama()
     drafter = tiny_head(model)
-    part = Attached(drafter.head, drafter._embed, drafter._to_target)
-    text = texts.read_text(model, PROMPT, 10, set(), set(drafter.taps), part.ids)
+    part = AttachedHead(drafter.head, drafter._embed, drafter.taps, drafter._to_target)
+    text = check.read_text(model, PROMPT, 10, set(), set(drafter.taps), part.ids)
     hits, overlaps = check.compare(part, text, drafter.taps)
     first = len(PROMPT) - 1
     steps = check.unroll(
@@ -91,7 +92,7 @@ def test_hits_and_overlaps_are_counted_against_the_right_tokens():
 def test_an_answer_ends_with_its_stop_token():
     model = tiny_llama()
     answer = plain(model, PROMPT, 12)
-    text = texts.read_text(model, PROMPT, 12, {answer[1]}, {0}, mx.arange(4))
+    text = check.read_text(model, PROMPT, 12, {answer[1]}, {0}, mx.arange(4))
     assert text.tokens.tolist() == PROMPT + answer[: answer.index(answer[1]) + 1]
     assert text.num_slots(DEPTHS) == 0
 
@@ -194,7 +195,7 @@ def test_the_report_goes_into_the_config(tmp_path, capsys, monkeypatch):
             return "".join(map(chr, tokens))
 
     monkeypatch.setattr(pipeline, "load_model", lambda name: (model, Tokenizer()))
-    short = partial(check.check_head, questions=texts.QUESTIONS[:2], num_tokens=20)
+    short = partial(check.check_head, questions=check.QUESTIONS[:2], num_tokens=20)
     monkeypatch.setattr(pipeline, "check_head", short)
     target = write_target(tmp_path / "target")
     main(["--hf-path", str(source), "--mlx-path", str(out), "--check", "--target", str(target)])
@@ -216,7 +217,7 @@ def spread(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     and swapping them changes next to nothing; those of the usual heads differ severalfold.
     """
     scale = 2.0 ** mx.array(np.random.default_rng(0).integers(-2, 3, (2, 576)).astype(np.float32))
-    changed = {norm: weights[norm] * part for norm, part in zip(NORMS, scale)}
+    changed = {norm: weights[norm] * part for norm, part in zip(NORMS, scale, strict=True)}
     for part in "qkv":
         name = f"layers.0.self_attn.{part}_proj.weight"
         changed[name] = weights[name] / scale.reshape(-1)
@@ -240,9 +241,9 @@ def demo():
         return read
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(texts, "generate_step", replay)
+        patch.setattr(check, "generate_step", replay)
         patch.setattr(check, "read_conversation", keep)
-        options = {"bases": {BASE}, "questions": texts.QUESTIONS[:NUM_QUESTIONS]}
+        options = {"bases": {BASE}, "questions": check.QUESTIONS[:NUM_QUESTIONS]}
         found = check.check_head(built.config, built.weights, model, tokenizer, **options)
     print("\n" + check_table(found))
     return found, built, model, read
@@ -275,11 +276,11 @@ def test_the_right_setting_is_above_the_wrong_ones(demo):
 def test_swapped_norms(demo):
     found, built, model, read = demo
     weights = spread(built.weights)
-    part = Attached.of(built.config, weights, model)
+    part = check.attach(built.config, weights, model)
     setting = Setting("", part.head.config, part.head.config.taps(30))
     right = check.measure(part, setting, read)
     assert right.overlap == pytest.approx(found.resolved.overlap, abs=1e-3)
     first, second = NORMS
     swapped = weights | {first: weights[second], second: weights[first]}
-    wrong = check.measure(Attached.of(built.config, swapped, model), setting, read)
+    wrong = check.measure(check.attach(built.config, swapped, model), setting, read)
     assert right.is_better_than(wrong) and right.agreement[0] > wrong.agreement[0] + 0.1

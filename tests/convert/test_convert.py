@@ -255,7 +255,9 @@ def test_shared_tables_are_not_stored(tmp_path, out, quantized):
         packed = mx.quantize(table, group_size=32, bits=8)
         table = mx.dequantize(*packed, group_size=32, bits=8)
         kinds = ("weight", "scales", "biases")
-        theirs = {f"model.embed_tokens.{kind}": part for kind, part in zip(kinds, packed)}
+        theirs = {
+            f"model.embed_tokens.{kind}": part for kind, part in zip(kinds, packed, strict=True)
+        }
         own = {"group_size": 32, "bits": 8}
         config = {"quantization": {"group_size": 64, "bits": 4, "model.embed_tokens": own}}
     target = write_target(tmp_path / "target", **config)

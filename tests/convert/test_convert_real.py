@@ -12,10 +12,9 @@ from golden import frozen
 from public_heads import KIMI_YARN
 
 from mlx_eagle.convert import convert
-from mlx_eagle.convert.checkpoint import Checkpoint
+from mlx_eagle.convert.checkpoint import Checkpoint, TargetFolder
 from mlx_eagle.convert.resolve import Resolved, resolve
 from mlx_eagle.convert.stored import Stored
-from mlx_eagle.convert.target_folder import TargetFolder
 from mlx_eagle.drafters.config import Eagle3Config
 
 IDS = "eagle_aux_hidden_state_layer_ids"

@@ -10,10 +10,9 @@ from mlx_lm.models.rope_utils import initialize_rope
 from tolerances import tolerance
 
 from mlx_eagle.convert.__main__ import main
-from mlx_eagle.convert.checkpoint import Checkpoint
+from mlx_eagle.convert.checkpoint import Checkpoint, TargetFolder
 from mlx_eagle.convert.resolve import Resolved, resolve
 from mlx_eagle.convert.stored import Stored
-from mlx_eagle.convert.target_folder import TargetFolder
 
 PLAIN = eagle3_tensors()
 TWO = eagle3_tensors(num_layers=2)

@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 from public_heads import EAGLE_1, HEADS, IDS, LATENT, MISTRAL_LARGE, MISTRAL_MEDIUM
 
-from mlx_eagle.convert.checkpoint import Checkpoint
-from mlx_eagle.convert.mistral import usual_keys
+from mlx_eagle.convert.checkpoint import Checkpoint, TargetFolder, mistral_config
 from mlx_eagle.convert.resolve import Resolved, resolve
 from mlx_eagle.convert.schema import CONFIG
 from mlx_eagle.convert.stored import Stored
-from mlx_eagle.convert.target_folder import TargetFolder
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.system.json_schema import check
 
@@ -222,7 +220,7 @@ def test_heads_of_mistral_resolve(params, depth):
             "post_attention_layernorm": (h,),
         }
         shapes |= {f"layers.{i}.{MISTRAL_NAMES[name]}": shape for name, shape in layer.items()}
-    config = usual_keys(params)
+    config = mistral_config(params)
     check(config, CONFIG, "params.json")
     values = {"num_hidden_layers": depth, "hidden_size": h, "vocab_size": 131072}
     target = TargetFolder("t", Path("."), values)

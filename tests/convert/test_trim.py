@@ -136,7 +136,7 @@ def test_drafted_tokens_and_the_text(tmp_path, model, target, text, name):
         for drafter in begun:
             drafter.extend(tokens, features)
         logits = whole.head.logits(begun[0]._seed)[-1].tolist()
-        by_token = dict(zip(target_ids(name).tolist(), logits))
+        by_token = dict(zip(target_ids(name).tolist(), logits, strict=True))
         kept = expected_ids(name, 16, text[1])
         drafted = begun[1].propose(1, lambda logits, ids: mx.argmax(logits, axis=-1))
         assert drafted.tokens.tolist() == [max(kept, key=lambda token: by_token[token])]

@@ -13,8 +13,9 @@ from helpers import byte_tokenizer, plain, speculative, tiny_head, tiny_llama
 
 from mlx_eagle import batch_generate, load_drafter
 from mlx_eagle.convert import convert
-from mlx_eagle.convert.check import Attached, unroll
+from mlx_eagle.convert.check import unroll
 from mlx_eagle.convert.pytorch import to_pytorch
+from mlx_eagle.drafters.load import AttachedHead
 from mlx_eagle.drafters.parallel import ParallelDrafter
 from mlx_eagle.drafters.tree import TreeShape
 from mlx_eagle.train.student import student_from
@@ -102,7 +103,7 @@ def test_rounds_equal_speculators(name):
 def test_the_converters_check_measures_the_same_drafts(name):
     golden = frozen.load(name)
     drafter = drafter_of(golden)
-    part = Attached(drafter.head, drafter._embed, drafter._to_target)
+    part = AttachedHead(drafter.head, drafter._embed, drafter.taps, drafter._to_target)
     tokens, features = mx.array([0, *golden.tokens]), mx.array(golden.features)
     rows = unroll(part, tokens, features, first=2, num_slots=5)
     for depth, (logits, drafted) in enumerate(rows):

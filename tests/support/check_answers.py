@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx_lm
 from mlx_lm.utils import dequantize_model
 
-from mlx_eagle.convert.target_texts import QUESTIONS
+from mlx_eagle.convert.check import QUESTIONS
 from mlx_eagle.demo.target import demo_target_path
 
 FILE = Path(__file__).parents[1] / "data" / "check_answers.json"
