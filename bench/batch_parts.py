@@ -17,7 +17,7 @@ from mlx_eagle.batch.requests import Options, Request, first_token, prefill
 from mlx_eagle.decoding.accept import Match
 from mlx_eagle.decoding.limits import Limits
 from mlx_eagle.drafters.base import Drafter
-from mlx_eagle.drafters.together import draft_together
+from mlx_eagle.drafters.batch_drafter import draft_together
 from mlx_eagle.target.ragged import RaggedCaches
 from mlx_eagle.target.taps import Target
 

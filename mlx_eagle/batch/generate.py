@@ -29,7 +29,7 @@ from ..decoding.limits import (
 from ..decoding.live_costs import LiveBatchCosts
 from ..decoding.setup import split_cache
 from ..drafters.base import Drafter
-from ..drafters.together import OneByOne, draft_together
+from ..drafters.batch_drafter import OneByOne, draft_together
 from ..generate import is_drafter
 from .costs import batch_costs
 from .drafted import generate_in_turn, generate_together

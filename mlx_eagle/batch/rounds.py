@@ -19,7 +19,7 @@ from ..decoding.live_costs import CostsBySize
 from ..decoding.pipeline import Pipeline
 from ..decoding.processors import process_logits
 from ..drafters.base import Draft, Drafter
-from ..drafters.together import draft_together
+from ..drafters.batch_drafter import draft_together
 from ..system.machines import fused_rows
 from ..target.ragged import RaggedCaches
 from ..target.taps import Target

@@ -31,7 +31,7 @@ PLAIN = DraftShape(0)
 class Ways:
     """How a round is computed where two ways lead to the same numbers: what is done, if true.
 
-    ``splits_attention``: see ``target.attention_parts``; ``keeps_tail``: ``drafters.tail``.
+    ``splits_attention``: see ``target.attention_parts``; ``keeps_tail``: ``drafters.head_cache``.
     """
 
     splits_attention: bool = False

@@ -13,7 +13,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from ..target.ropes import BY_LENGTH
 from .config import Eagle3Config
-from .tail import Tail
+from .head_cache import Tail
 
 
 class Attention(nn.Module):

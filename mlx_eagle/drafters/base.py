@@ -161,7 +161,7 @@ class EmbeddedDrafter(Drafter, Protocol):
 
 
 class TailDrafter(Drafter, Protocol):
-    """A drafter that can keep drafted slots beside its caches (see ``tail.py``)."""
+    """A drafter that can keep drafted slots beside its caches (see ``head_cache.py``)."""
 
     def keep_tail(self, is_kept: bool) -> None:
         """Keep them there from now on, or in the caches; the drafts are the same."""

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import KVCache
 from .activations import GATED
 from .attention import DraftAttention, LatentAttention
 from .config import Eagle3Config
-from .tail import Tail
+from .head_cache import Tail
 
 Mask = mx.array | Callable[[int | None], mx.array | None] | str | None
 """Which slots a row sees, (m, n): the same for all layers, or by the width of a layer's window."""

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import KVCache
 
 from ..target.ropes import evaluate_ropes
 from .base import Draft, Pick, start_early
-from .fed import FedDrafter
+from .feature_drafter import FedDrafter
 from .load import find_embedding, lm_head_of
 
 LAYERS = (qwen3_next.Qwen3NextDecoderLayer, qwen3_5.DecoderLayer)

@@ -18,7 +18,7 @@ from mlx_eagle.decoding.limits import Limits
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.decoding.rules import make_rule
 from mlx_eagle.decoding.sampling import Sampling, noise_of_rows
-from mlx_eagle.drafters.together import HeadTogether, OneByOne, draft_together
+from mlx_eagle.drafters.batch_drafter import HeadTogether, OneByOne, draft_together
 
 
 def started(model, drafter, prompt, max_tokens, chunk=2048, ends=(), **options) -> Request:

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import KVCache
 from ..target.ragged import RaggedCaches
 from ..target.rollback import Checkpoint
 from .base import Drafter, Pick, check_width, start_early
-from .fed import FedDrafter
+from .feature_drafter import FedDrafter
 from .head import Eagle3Head
 
 
