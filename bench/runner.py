@@ -20,7 +20,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.base import Drafter
-from mlx_eagle.drafters.copying import with_lookup
+from mlx_eagle.drafters.lookup import with_lookup
 from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.generate import stream_generate
 

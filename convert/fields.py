@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from mlx_eagle.drafters.activations import GATED
+from mlx_eagle.drafters.head import GATED
 from mlx_eagle.system.json_schema import shown
 
 from .attention import heads, input_width

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_eagle.drafters.numbering import default_ids, is_default, read_nested
+from mlx_eagle.drafters.config import default_ids, is_default, read_nested
 
 KEY = "eagle_aux_hidden_state_layer_ids"
 

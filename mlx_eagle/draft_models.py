@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .decoding.limits import AUTO
 from .drafters.base import Drafter
 from .drafters.config import Eagle3Config
-from .drafters.copying import with_lookup
+from .drafters.lookup import with_lookup
 from .drafters.eagle3 import Eagle3Drafter
 from .drafters.load import TargetSizes, load_drafter, read_head_config, sizes_of
 from .drafters.lookup import LookupDrafter

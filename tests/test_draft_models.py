@@ -17,7 +17,7 @@ import mlx_eagle
 from mlx_eagle.convert import convert
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.draft_models import open_beside
-from mlx_eagle.drafters.copying import CopyingDrafter
+from mlx_eagle.drafters.lookup import CopyingDrafter
 from mlx_eagle.drafters.eagle3 import Eagle3Drafter
 from mlx_eagle.drafters.lookup import LookupDrafter
 

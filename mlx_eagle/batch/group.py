@@ -17,7 +17,7 @@ from ..decoding.decoder import Decoder
 from ..decoding.limits import AUTO
 from ..decoding.live_costs import LiveCosts
 from ..decoding.loop import CLEAR_CACHE_EVERY, make_controller
-from ..drafters.absent import NoDrafter
+from ..drafters.base import NoDrafter
 from ..drafters.base import Drafter
 from ..drafters.tree import Tree
 from .learned_costs import LearnedCosts

@@ -15,7 +15,7 @@ from ..decoding.controller import Controller, DraftingEvent
 from ..decoding.generation import Generation
 from ..decoding.pipeline import Pipeline
 from ..decoding.round import Round
-from ..drafters.absent import NoDrafter
+from ..drafters.base import NoDrafter
 from .requests import Request
 from .rounds import Batch
 from .shared_round import SharedRound

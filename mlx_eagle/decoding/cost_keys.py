@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import CacheList, QuantizedKVCache, RotatingKVCache
 
 from ..drafters.base import Drafter
-from ..drafters.copying import CopyingDrafter
+from ..drafters.lookup import CopyingDrafter
 from ..drafters.eagle3 import Eagle3Drafter, EagleDrafter
 from ..system.device import device_name
 from ..target.rollback import CacheQuantization

@@ -5,7 +5,7 @@ EAGLE heads, a small model and prompt lookup all fit, and the loop treats them a
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, Protocol, TypeGuard, runtime_checkable
+from typing import Any, NoReturn, Protocol, TypeGuard, runtime_checkable
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -174,3 +174,44 @@ def keeps_tails(drafter: Drafter) -> TypeGuard[TailDrafter]:
     from 3.12 on.
     """
     return hasattr(drafter, "keep_tail")
+
+
+class NoDrafter(NoModel):
+    """A ``Drafter`` that absorbs nothing and proposes nothing.
+
+    ``num_forwards`` are those of a drafter in whose place it comes.
+    """
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, num_forwards: int = 0):
+        self.cache: list[Any] = []
+        self.num_forwards = num_forwards
+
+    def begin(self, cache: list | None = None) -> "NoDrafter":
+        """See ``Drafter.begin``."""
+        return NoDrafter()
+
+    def make_cache(self) -> list:
+        """See ``Drafter.make_cache``: it needs none."""
+        return []
+
+    def extend(
+        self, tokens: mx.array, features: mx.array | None, last: mx.array | None = None
+    ) -> None:
+        """See ``Drafter.extend``."""
+
+    def propose(self, size: int, pick: Pick) -> Draft:
+        """See ``Drafter.propose``."""
+        return empty_draft()
+
+    def modules(self) -> list[nn.Module]:
+        """See ``Drafter.modules``."""
+        return []
+
+    def hold(self, features: mx.array) -> None:
+        """See ``Drafter.hold``."""
+
+    def pending(self) -> list[mx.array]:
+        """See ``Drafter.pending``."""
+        return []

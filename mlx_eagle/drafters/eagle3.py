@@ -12,12 +12,11 @@ from mlx_lm.models.cache import KVCache
 from ..target.ropes import BY_LENGTH, evaluate_ropes, find_ropes
 from ..target.tree_rows import each_itself
 from .base import Draft, Pick, PickChildren, start_early
+from .batch_drafter import HeadTogether
 from .feature_drafter import FedDrafter
 from .head import Eagle3Head
-from .head_cache import Tail
-from .batch_drafter import HeadTogether
+from .head_cache import Tail, beside, check_window, make_window, seen_by_rows
 from .tree import StaticTree, Tree
-from .window import beside, check_window, make_window, seen_by_rows
 
 
 class EagleDrafter(FedDrafter):

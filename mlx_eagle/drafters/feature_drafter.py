@@ -10,7 +10,6 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from .base import Draft, NoModel, Pick, check_width
-from .held import held, hold
 
 
 class FedDrafter(NoModel):
@@ -119,3 +118,13 @@ class FedDrafter(NoModel):
     def modules(self) -> list[nn.Module]:
         """See ``Drafter.modules``."""
         return [self.head]
+
+
+def hold(cache: KVCache, features: mx.array) -> None:
+    """Keep features (1, F) until the next ``hold``."""
+    cache.keys, cache.values, cache.offset = features[None, None], features[None, None, :, :1], 1
+
+
+def held(cache: KVCache) -> mx.array | None:
+    """The features kept, (1, F); None where there are none or trimming has made them stale."""
+    return cache.keys[0, 0] if cache.offset else None

@@ -17,10 +17,10 @@ from ..system.json_schema import read_object, shown
 from ..system.safetensors import read_header
 from ..target.ropes import evaluate_ropes
 from ..target.sharding import find_stage
-from .head_weights import build_head, quantize_now
 from .config import Eagle3Config
 from .eagle3 import Eagle3Drafter, EagleDrafter
 from .head import Eagle3Head
+from .head_weights import build_head, quantize_now
 from .parallel import ParallelDrafter
 
 Linear = nn.Linear | nn.QuantizedLinear

@@ -3,10 +3,16 @@
 Saxena 2023 ("prompt lookup decoding"); Yang et al. 2023, arXiv:2304.04487.
 """
 
+from copy import copy
+from itertools import accumulate
+from operator import mul
+
 import mlx.core as mx
 import mlx.nn as nn
 
-from .base import Draft, NoModel, Pick, empty_draft
+from .base import Draft, Drafter, NoModel, Pick, PickChildren, empty_draft
+from .eagle3 import Eagle3Drafter
+from .tree import Tree
 
 
 class NgramIndex:
@@ -106,3 +112,173 @@ class LookupDrafter(NoModel):
 
     def pending(self) -> list[mx.array]:
         return []
+
+
+LONGEST_MATCH = 8  # tokens: longer matches count as this long
+LONGEST_DRAFT = 16  # tokens: those after it count as the last one
+DRAFT_FIRST, COPY_FIRST = 0.5, 0.25  # chances of the first token, before anything was seen
+COPY_RISE = 0.25  # and what each token more of a match takes off its chance to be wrong
+PRIOR_WEIGHT, MEMORY = 3.0, 0.98  # of these, in rounds; of what a round has shown, one later
+CUT = 0.25  # of the chance that the last token asked for has in all rounds: less is left out
+
+
+class Chances:
+    """How often the token at a place was kept lately, given that those before it were.
+
+    What is little known leans on the place before. The place of a drafted token is how many come
+    before it in its draft; that of a copied one, how long a match it continues.
+    """
+
+    def __init__(self, first: float, num_places: int, rise: float = 0.0):
+        """``first`` is what is believed of the first place before anything was seen.
+
+        Each place is believed to be wrong more seldom than the one before, by ``rise`` (0 to 1).
+        """
+        self._first, self._rise = first, rise
+        self._reached = [0.0] * num_places
+        self._kept = [0.0] * num_places
+
+    def observe(self, start: int, num_drafted: int, num_kept: int) -> None:
+        """Of a draft that began at place ``start`` so many tokens were kept."""
+        self._reached = [MEMORY * n for n in self._reached]
+        self._kept = [MEMORY * n for n in self._kept]
+        for i in range(min(num_kept + 1, num_drafted)):
+            place = min(start + i, len(self._reached) - 1)
+            self._reached[place] += 1
+            self._kept[place] += i < num_kept
+
+    def along(self, start: int, size: int) -> list[float]:
+        """For each of ``size`` tokens from place ``start`` on, the chance that it is kept."""
+        places, before = [], self._first
+        for kept, reached in zip(self._kept, self._reached):
+            before = (kept + PRIOR_WEIGHT * before) / (reached + PRIOR_WEIGHT)
+            places.append(before)
+            before += self._rise * (1 - before)
+        run = [places[min(start + i, len(places) - 1)] for i in range(size)]
+        return list(accumulate(run, mul))
+
+
+class CopyingDrafter(NoModel):
+    """A ``Drafter`` around another one that copies from the text in its stead.
+
+    It does where no fewer tokens of a copy are expected to be kept. Either draft ends where its
+    next token is much less likely to be kept than what is asked for has been lately, in rounds of
+    both: so what ``auto`` asks for because copies are kept does not lengthen the other's drafts.
+    The other drafter absorbs every round, whoever drafted it.
+    """
+
+    def __init__(self, drafter: Drafter):
+        self.drafter = drafter
+        self.taps = drafter.taps
+        self._start(drafter)
+
+    def _start(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.cache = drafter.cache
+        self._lookup = LookupDrafter(max_ngram=LONGEST_MATCH)
+        self._copies = Chances(COPY_FIRST, LONGEST_MATCH, COPY_RISE)
+        self._drafts = Chances(DRAFT_FIRST, LONGEST_DRAFT)
+        self._rounds = Chances(DRAFT_FIRST, LONGEST_DRAFT)
+        self._match: tuple[int, list[int]] = 0, []
+        self._was_copied = False
+        self._size = 0
+        self._last: mx.array | None = None
+
+    @property
+    def num_forwards(self) -> int:
+        """See ``Drafter.num_forwards``: the other drafter's."""
+        return self.drafter.num_forwards
+
+    def begin(self, cache: list | None = None) -> "CopyingDrafter":
+        """See ``Drafter.begin``; as with ``LookupDrafter``, only this request is copied from."""
+        begun = copy(self)
+        begun._start(self.drafter.begin(cache))
+        return begun
+
+    def make_cache(self) -> list:
+        return self.drafter.make_cache()
+
+    def extend(
+        self, tokens: mx.array, features: mx.array | None, last: mx.array | None = None
+    ) -> None:
+        """See ``Drafter.extend``; tokens (m,), features (m, F)."""
+        self.drafter.extend(tokens, features, last)
+        self._lookup.extend(tokens, None, last)
+        if last is not None:
+            self._last = last
+
+    def propose(self, size: int, pick: Pick) -> Draft:
+        """At most ``size`` tokens of the other drafter, or copied."""
+        copied = self._copy(size)
+        if copied is not None:
+            return copied
+        self._size = self._worthwhile(self._drafts.along(0, size))
+        return self.drafter.propose(self._size, pick)
+
+    def _copy(self, size: int) -> Draft | None:
+        """A copy, unless so many tokens, or levels of a tree, of the other's promise more."""
+        self._learn()
+        length, tokens = self._match = self._lookup.match(size)
+        chances = self._copies.along(length - 1, size)
+        self._size = size
+        self._was_copied = bool(tokens) and sum(chances) >= sum(self._drafts.along(0, size))
+        if not self._was_copied:
+            return None
+        self._size = self._worthwhile(chances)
+        return Draft(mx.array(tokens[: self._size], dtype=mx.int32))
+
+    def _worthwhile(self, chances: list[float]) -> int:
+        """How many tokens to draft, by the chance of each to be kept; at least one."""
+        least = CUT * self._rounds.along(0, len(chances))[-1]
+        return max(1, sum(chance >= least for chance in chances))
+
+    def _learn(self) -> None:
+        """See what has become of the last round, and would have of a copy; the host knows now."""
+        new = self._lookup.read()
+        length, tokens = self._match
+        if tokens and new:
+            num_right = sum(accumulate((a == b for a, b in zip(tokens, new)), mul))
+            self._copies.observe(length - 1, min(len(tokens), len(new)), num_right)
+        if self._last is not None and self._size > 0:
+            num_kept = self._last.item()
+            self._rounds.observe(0, self._size, num_kept)
+            if not self._was_copied:
+                self._drafts.observe(0, self._size, num_kept)
+        self._last, self._size = None, 0
+
+    def modules(self) -> list[nn.Module]:
+        return self.drafter.modules()
+
+    def hold(self, features: mx.array) -> None:
+        self.drafter.hold(features)
+
+    def pending(self) -> list[mx.array]:
+        return self.drafter.pending()
+
+
+class CopyingTreeDrafter(CopyingDrafter):
+    """The same around a drafter of trees; a copy is a chain."""
+
+    drafter: Eagle3Drafter
+
+    def with_draft_cache(self, draft_cache: str) -> "CopyingTreeDrafter":
+        """See ``Eagle3Drafter.with_draft_cache``."""
+        return CopyingTreeDrafter(self.drafter.with_draft_cache(draft_cache))
+
+    def check_tree(self, shape: Tree) -> None:
+        """See ``TreeDrafter.check_tree``."""
+        self.drafter.check_tree(shape)
+
+    def propose_tree(self, shape: Tree, pick: PickChildren) -> Draft:
+        """The other drafter's tree, or a copy."""
+        return self._copy(shape.depth) or self.drafter.propose_tree(shape, pick)
+
+    def keep_tail(self, is_kept: bool) -> None:
+        """See ``TailDrafter.keep_tail``."""
+        self.drafter.keep_tail(is_kept)
+
+
+def with_lookup(drafter: Drafter) -> CopyingDrafter:
+    """``drafter``, or copies from the text where they are likely to keep more."""
+    kind = CopyingTreeDrafter if isinstance(drafter, Eagle3Drafter) else CopyingDrafter
+    return kind(drafter)

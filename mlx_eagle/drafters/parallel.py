@@ -11,7 +11,7 @@ import mlx.core as mx
 from .base import Draft, Pick
 from .eagle3 import EagleDrafter
 from .head import Eagle3Head
-from .window import SINKS, beside, columns_after, drop_last, seen_by_rows, slots_of
+from .head_cache import SINKS, beside, columns_after, drop_last, seen_by_rows, slots_of
 
 FIRST_SIZE = 7
 """Tokens drafted first, before anybody has said how many, by a head that does not say it."""

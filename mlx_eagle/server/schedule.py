@@ -18,7 +18,7 @@ from ..batch.runners import Emitted
 from ..decoding.calibrate import round_costs
 from ..decoding.decoder import Decoder
 from ..decoding.live_costs import LiveCosts
-from ..drafters.absent import NoDrafter
+from ..drafters.base import NoDrafter
 from .answer import Caught, RequestError
 from .metrics import Metrics
 from .provider import PairProvider

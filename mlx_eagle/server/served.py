@@ -15,7 +15,7 @@ from ..batch.runners import Emitted
 from ..decoding.decoder import Decoder
 from ..decoding.limits import Limits, read_tree
 from ..decoding.setup import begin_drafter, open_decoder
-from ..drafters.absent import NoDrafter
+from ..drafters.base import NoDrafter
 from ..drafters.tree import Tree
 from ..target.rollback import CacheQuantization
 from .answer import Answer

@@ -20,7 +20,7 @@ from mlx_lm.utils import dequantize_model
 from ..convert import convert
 from ..convert.quantize import Quantization, pack
 from ..drafters.config import Eagle3Config
-from ..drafters.fused import split_weights
+from ..drafters.head_weights import split_weights
 from ..drafters.head import Eagle3Head
 from ..drafters.load import (
     activation_dtype,

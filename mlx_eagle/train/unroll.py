@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from ..drafters.attention import DraftAttention
+from ..drafters.head import DraftAttention
 from ..drafters.head import DraftLayer, Eagle3Head
 from .exponentials import softmax
 

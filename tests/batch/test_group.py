@@ -20,7 +20,7 @@ from mlx_eagle.decoding.controller import FixedController
 from mlx_eagle.decoding.costs import PLAIN, DraftShape, RoundCosts
 from mlx_eagle.decoding.live_costs import LiveCosts
 from mlx_eagle.decoding.sampling import Sampling
-from mlx_eagle.drafters.absent import NoDrafter
+from mlx_eagle.drafters.base import NoDrafter
 
 
 @pytest.fixture(autouse=True)

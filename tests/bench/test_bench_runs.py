@@ -20,7 +20,7 @@ from mlx_eagle.bench import (
 )
 from mlx_eagle.decoding import parity, parts
 from mlx_eagle.decoding.live_costs import LiveCosts
-from mlx_eagle.drafters import copying
+from mlx_eagle.drafters import lookup as copying
 from mlx_eagle.generate import footer
 
 # --- pure parts ---------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from mlx_eagle.convert.__main__ import main
 from mlx_eagle.convert.checkpoint import open_checkpoint
 from mlx_eagle.convert.quantize import Quantization
 from mlx_eagle.drafters.config import Eagle3Config
-from mlx_eagle.drafters.fused import fuse_weights
+from mlx_eagle.drafters.head_weights import fuse_weights
 from mlx_eagle.drafters.head import Eagle3Head
 
 DEMO = Path(__file__).parents[1] / "data" / "eagle3-smollm2-135m-instruct"

@@ -21,7 +21,7 @@ from checkpoints import (
 
 from mlx_eagle.convert import convert
 from mlx_eagle.drafters.config import Eagle3Config
-from mlx_eagle.drafters.fused import fuse_weights
+from mlx_eagle.drafters.head_weights import fuse_weights
 from mlx_eagle.drafters.head import Eagle3Head
 
 

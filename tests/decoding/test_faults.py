@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.decoding.round import Round
-from mlx_eagle.drafters.held import held
+from mlx_eagle.drafters.feature_drafter import held
 from mlx_eagle.target.taps import Target
 
 LONG_PROMPT = PROMPT + [9, 33, 7, 50, 51, 52]

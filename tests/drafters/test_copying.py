@@ -12,9 +12,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from test_lookup import Recital
 
 import mlx_eagle
-from mlx_eagle.drafters import copying
+from mlx_eagle.drafters import lookup as copying
 from mlx_eagle.drafters.base import Draft, Drafter, TreeDrafter, keeps_tails
-from mlx_eagle.drafters.copying import with_lookup
+from mlx_eagle.drafters.lookup import with_lookup
 from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.drafters.model_drafter import ModelDrafter
 

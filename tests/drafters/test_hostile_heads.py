@@ -15,7 +15,7 @@ from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.load import load_drafter
 from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.drafters.model_drafter import load_model_drafter
-from mlx_eagle.drafters.numbering import read_nested
+from mlx_eagle.drafters.config import read_nested
 
 
 @pytest.fixture(scope="module")

@@ -17,11 +17,11 @@ from mlx_eagle import batch_generate
 from mlx_eagle.commands.flags import check_draft_window
 from mlx_eagle.decoding.accept import Match
 from mlx_eagle.draft_models import open_beside
-from mlx_eagle.drafters.copying import with_lookup
+from mlx_eagle.drafters.lookup import with_lookup
 from mlx_eagle.drafters.eagle3 import EagleDrafter
 from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.drafters.tree import parse_tree
-from mlx_eagle.drafters.window import SINKS
+from mlx_eagle.drafters.head_cache import SINKS
 from mlx_eagle.server.caches import PairCache, prepare
 from mlx_eagle.target.rollback import Checkpoint
 

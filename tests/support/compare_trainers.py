@@ -32,7 +32,7 @@ from specforge.optimizer import BF16Optimizer
 from training import chats, write_data, write_target
 from transformers import LlamaConfig
 
-from mlx_eagle.drafters.fused import fuse_weights, split_weights
+from mlx_eagle.drafters.head_weights import fuse_weights, split_weights
 from mlx_eagle.train.evaluate import Evaluation, Evaluator
 from mlx_eagle.train.examples import (
     BatchOrder,

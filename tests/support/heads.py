@@ -9,7 +9,7 @@ from mlx_lm.models.cache import KVCache
 from tolerances import tolerance
 
 from mlx_eagle.drafters.config import Eagle3Config
-from mlx_eagle.drafters.fused import fuse_weights
+from mlx_eagle.drafters.head_weights import fuse_weights
 from mlx_eagle.drafters.head import Eagle3Head
 
 TOLERANCE = tolerance()

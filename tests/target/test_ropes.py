@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from tolerances import tolerance
 from tree_drafters import ScriptedTreeDrafter
 
-from mlx_eagle.drafters.attention import DraftAttention
+from mlx_eagle.drafters.head import DraftAttention
 from mlx_eagle.drafters.tree import TreeShape
 from mlx_eagle.target.tree_attention import check_trees
 
