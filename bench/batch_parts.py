@@ -17,7 +17,7 @@ from mlx_eagle.batch.requests import Options, Request, first_token, prefill
 from mlx_eagle.decoding.accept import Match
 from mlx_eagle.decoding.limits import Limits
 from mlx_eagle.drafters.base import Drafter
-from mlx_eagle.drafters.batch_drafter import draft_together
+from mlx_eagle.drafters.batch_drafter import make_batch_drafter
 from mlx_eagle.target.ragged import RaggedCaches
 from mlx_eagle.target.taps import Target
 
@@ -48,7 +48,7 @@ class BatchBench:
     def restart(self) -> None:
         """A fresh drafter that has absorbed the texts."""
         with mx.stream(generation_stream):
-            self._drafts = draft_together(self.drafter)
+            self._drafts = make_batch_drafter(self.drafter)
             for request in self._requests:
                 self._drafts.join(request.decoder.drafter)
             mx.eval(self._drafts.pending())

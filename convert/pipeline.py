@@ -7,8 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_eagle.drafters.head_weights import bits_of
 from mlx_eagle.drafters.config import Eagle3Config
+from mlx_eagle.drafters.head_weights import bits_of
 from mlx_eagle.drafters.load import TargetSizes
 from mlx_eagle.system.atomic_folder import new_folder, save_arrays
 from mlx_eagle.system.hub import upload

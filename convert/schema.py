@@ -5,14 +5,14 @@ config says that no table has is only looked at as text.
 """
 
 from mlx_eagle.system.json_schema import (
+    BOOL,
     COUNT,
-    COUNTS,
+    INT_LIST,
     LIST,
     OBJECT,
     TEXT,
     TEXTS,
-    TRUTH,
-    Kind,
+    FieldType,
     Table,
     number_above,
     whole,
@@ -23,7 +23,7 @@ FRACTION = number_above(0, 1)
 BASE = number_above(1, 1e15)
 POSITIVE = number_above(1e-6, 1e9)
 WEIGHT = number_above(-1e6, 1e6)
-FACTORS = Kind(
+FACTORS = FieldType(
     "a list of numbers above 0", lambda v: isinstance(v, list) and all(map(POSITIVE.holds, v))
 )
 SCALING: Table = {
@@ -41,16 +41,16 @@ SCALING: Table = {
     "attention_factor": POSITIVE,
     "short_factor": FACTORS,
     "partial_rotary_factor": FRACTION,
-    "truncate": TRUTH,
+    "truncate": BOOL,
     "llama_4_scaling_beta": WEIGHT,
-    "apply_yarn_scaling": TRUTH,
+    "apply_yarn_scaling": BOOL,
 }
 LATENT: Table = dict.fromkeys(
     ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), COUNT
 )
 LAYER: Table = {
     **LATENT,
-    "rope_interleave": TRUTH,
+    "rope_interleave": BOOL,
     "llama_4_scaling": {"beta": WEIGHT, "original_max_position_embeddings": POSITIVE},
     "model_type": TEXT,
     "hidden_size": SIZE,
@@ -62,12 +62,12 @@ LAYER: Table = {
     "rms_norm_eps": number_above(0, 1),
     "hidden_act": TEXT,
     "hidden_activation": TEXT,
-    "qk_norm": TRUTH,
-    "attention_bias": TRUTH,
-    "mlp_bias": TRUTH,
+    "qk_norm": BOOL,
+    "attention_bias": BOOL,
+    "mlp_bias": BOOL,
     "layer_types": TEXTS,
     "sliding_window": COUNT,
-    "use_sliding_window": TRUTH,
+    "use_sliding_window": BOOL,
     "rope_theta": BASE,
     "partial_rotary_factor": FRACTION,
     "rotary_dim": SIZE,
@@ -84,21 +84,21 @@ HEAD: Table = {
     "draft_vocab_size": COUNT,
     "num_aux_hidden_states": COUNT,
     "num_target_layers": COUNT,
-    "target_layer_ids": COUNTS,
-    "eagle_aux_hidden_state_layer_ids": COUNTS,
-    "norm_before_fc": TRUTH,
-    "norm_before_residual": TRUTH,
-    "norm_output": TRUTH,
-    "return_hidden_post_norm": TRUTH,
-    "fc_norm": TRUTH,
-    "use_aux_norm": TRUTH,
-    "use_input_layernorm_in_first_layer": TRUTH,
-    "use_last_layernorm": TRUTH,
-    "embed_requires_grad": TRUTH,
-    "parallel_drafting": TRUTH,
+    "target_layer_ids": INT_LIST,
+    "eagle_aux_hidden_state_layer_ids": INT_LIST,
+    "norm_before_fc": BOOL,
+    "norm_before_residual": BOOL,
+    "norm_output": BOOL,
+    "return_hidden_post_norm": BOOL,
+    "fc_norm": BOOL,
+    "use_aux_norm": BOOL,
+    "use_input_layernorm_in_first_layer": BOOL,
+    "use_last_layernorm": BOOL,
+    "embed_requires_grad": BOOL,
+    "parallel_drafting": BOOL,
     "parallel_draft_step": whole(1, 1024),
     "early_stop_method": TEXT,
-    "attention_k_eq_v": TRUTH,
+    "attention_k_eq_v": BOOL,
     "num_global_key_value_heads": SIZE,
     "final_logit_softcapping": POSITIVE,
     "mask_token_id": COUNT,
@@ -111,9 +111,9 @@ CONFIG: Table = {
     "architectures": TEXTS,
     "quantization_config": OBJECT,
     "compression_config": OBJECT,
-    "eos_token_id": Kind(
+    "eos_token_id": FieldType(
         "a token or a list of tokens",
-        lambda value: COUNT.holds(value) or COUNTS.holds(value),
+        lambda value: COUNT.holds(value) or INT_LIST.holds(value),
     ),
     "eagle_config": HEAD,
     "transformer_layer_config": HEAD,

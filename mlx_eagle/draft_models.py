@@ -14,10 +14,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .decoding.limits import AUTO
 from .drafters.base import Drafter
 from .drafters.config import Eagle3Config
-from .drafters.lookup import with_lookup
 from .drafters.eagle3 import Eagle3Drafter
 from .drafters.load import TargetSizes, load_drafter, read_head_config, sizes_of
-from .drafters.lookup import LookupDrafter
+from .drafters.lookup import LookupDrafter, with_lookup
 from .drafters.model_drafter import load_model_drafter
 from .drafters.parallel import ParallelDrafter
 from .system.atomic_folder import AlreadyThere, CannotWrite, discard_folder

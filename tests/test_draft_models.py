@@ -17,9 +17,8 @@ import mlx_eagle
 from mlx_eagle.convert import convert
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.draft_models import open_beside
-from mlx_eagle.drafters.lookup import CopyingDrafter
 from mlx_eagle.drafters.eagle3 import Eagle3Drafter
-from mlx_eagle.drafters.lookup import LookupDrafter
+from mlx_eagle.drafters.lookup import CopyingDrafter, LookupDrafter
 
 ON_THE_HUB = """
 import sys

@@ -29,7 +29,7 @@ from ..decoding.limits import (
 from ..decoding.live_costs import LiveBatchCosts
 from ..decoding.setup import split_cache
 from ..drafters.base import Drafter
-from ..drafters.batch_drafter import OneByOne, draft_together
+from ..drafters.batch_drafter import SequentialDrafter, make_batch_drafter
 from ..generate import is_drafter
 from .costs import batch_costs
 from .drafted import generate_in_turn, generate_together
@@ -232,7 +232,7 @@ def _say_what_is_shared(draft_model: Drafter, reason: str | None) -> None:
             f"{reason}: the prompts are decoded one after the other, each with drafts.",
             stacklevel=4,
         )
-    elif draft_model.modules() and isinstance(draft_together(draft_model), OneByOne):
+    elif draft_model.modules() and isinstance(make_batch_drafter(draft_model), SequentialDrafter):
         warnings.warn(
             "this drafter takes one text at a time: the prompts share the target's passes, but "
             "drafts are made prompt by prompt.",

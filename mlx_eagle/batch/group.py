@@ -17,8 +17,7 @@ from ..decoding.decoder import Decoder
 from ..decoding.limits import AUTO
 from ..decoding.live_costs import LiveCosts
 from ..decoding.loop import CLEAR_CACHE_EVERY, make_controller
-from ..drafters.base import NoDrafter
-from ..drafters.base import Drafter
+from ..drafters.base import Drafter, NullDrafter
 from ..drafters.tree import Tree
 from .learned_costs import LearnedCosts
 from .requests import Request
@@ -162,7 +161,7 @@ class Group:
         drafter, costs = self._draft_model, None
         controller: Controller = FixedController(PLAIN, drafting_off=True)
         if any(decoder.drops_drafter for decoder in decoders):
-            drafter = NoDrafter()
+            drafter = NullDrafter()
         elif not self._drafts_together:
             pass  # the drafter sees what it will need
         elif self._num_draft_tokens == AUTO:
@@ -180,4 +179,4 @@ class Group:
             keep_caches=True,
             stream=self._stream,
         )
-        return Shared(batch, is_plain=isinstance(drafter, NoDrafter))
+        return Shared(batch, is_plain=isinstance(drafter, NullDrafter))

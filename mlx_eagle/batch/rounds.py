@@ -19,7 +19,7 @@ from ..decoding.live_costs import CostsBySize
 from ..decoding.pipeline import Pipeline
 from ..decoding.processors import process_logits
 from ..drafters.base import Draft, Drafter
-from ..drafters.batch_drafter import draft_together
+from ..drafters.batch_drafter import make_batch_drafter
 from ..system.machines import fused_rows
 from ..target.ragged import RaggedCaches
 from ..target.taps import Target
@@ -59,7 +59,7 @@ class Batch:
         self.requests: list[Request] = []
         self.controller = controller
         self._caches = RaggedCaches()
-        self._drafts = draft_together(draft_model)
+        self._drafts = make_batch_drafter(draft_model)
         self._costs = costs
         self._keep_caches = keep_caches
         self._stream = stream

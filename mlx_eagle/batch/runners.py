@@ -15,7 +15,7 @@ from ..decoding.controller import Controller, DraftingEvent
 from ..decoding.generation import Generation
 from ..decoding.pipeline import Pipeline
 from ..decoding.round import Round
-from ..drafters.base import NoDrafter
+from ..drafters.base import NullDrafter
 from .requests import Request
 from .rounds import Batch
 from .shared_round import SharedRound
@@ -126,7 +126,7 @@ class Shared:
         """Take in one more."""
         decoder = request.decoder
         if self._is_plain:
-            decoder.drafter = NoDrafter(decoder.drafter.num_forwards)
+            decoder.drafter = NullDrafter(decoder.drafter.num_forwards)
             decoder.drops_drafter = True
         self._batch.join(request)
 

@@ -14,8 +14,8 @@ from ..decoding.samplers import SamplingOptions, sampler_for
 from ..demo.pair import load_demo
 from ..draft_models import LOOKUP, open_beside, split_name
 from ..drafters.base import Drafter
-from ..drafters.lookup import CopyingTreeDrafter
 from ..drafters.eagle3 import Eagle3Drafter
+from ..drafters.lookup import CopyingTreeDrafter
 from ..drafters.pairs import pair_for
 from ..system.cli_values import (
     GROUP_SIZES,

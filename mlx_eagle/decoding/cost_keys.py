@@ -12,8 +12,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import CacheList, QuantizedKVCache, RotatingKVCache
 
 from ..drafters.base import Drafter
-from ..drafters.lookup import CopyingDrafter
 from ..drafters.eagle3 import Eagle3Drafter, EagleDrafter
+from ..drafters.lookup import CopyingDrafter
 from ..system.device import device_name
 from ..target.rollback import CacheQuantization
 from .accept import Rule

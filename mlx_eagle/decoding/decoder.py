@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from ..drafters.base import Draft, Drafter, empty_draft, keeps_tails
+from ..drafters.base import Draft, Drafter, empty_draft, supports_overlay
 from ..target.rollback import CacheQuantization, Checkpoint
 from ..target.taps import Target
 from .accept import Choice, Rule
@@ -73,15 +73,15 @@ class Decoder:
         """The names in ``Ways`` of what could be done here; known once a pass was run."""
         found = {
             "splits_attention": self.target.parts.matters,
-            "keeps_tail": keeps_tails(self.drafter),
+            "keeps_tail": supports_overlay(self.drafter),
         }
         return [name for name, is_possible in found.items() if is_possible]
 
     def use(self, ways: Ways) -> None:
         """Compute rounds in these ways from now on."""
         self.target.parts.is_on = ways.splits_attention
-        if keeps_tails(self.drafter):
-            self.drafter.keep_tail(ways.keeps_tail)
+        if supports_overlay(self.drafter):
+            self.drafter.use_overlay(ways.keeps_tail)
 
     def prefill(
         self,
@@ -135,7 +135,7 @@ class Decoder:
             mx.eval([c.state for c in self.cache + self.drafter.cache if not c.empty()])
         if features is not None:
             # By an index array: a slice would keep the features of the whole chunk alive.
-            self.drafter.hold(features[mx.array([-1])])
+            self.drafter.save_last_features(features[mx.array([-1])])
         mx.clear_cache()
 
     @contextmanager
@@ -294,7 +294,7 @@ class Decoder:
         """Complete the drafter's caches; ``features`` (1, F) are those of the last position."""
         self.catch_up()
         if features is not None:
-            self.drafter.hold(features)
+            self.drafter.save_last_features(features)
         self.quantization.apply(self.cache)
         mx.eval([c.state for c in self.cache + self.drafter.cache if not c.empty()])
 

@@ -90,7 +90,7 @@ class RejectChoice:
     def _places(self, draft: Draft) -> mx.array | None:
         """Where the tokens stand among all that were drawn here; None if they were not."""
         is_chain = draft.parents is None and len(self.levels) == len(draft) > 0
-        return mx.arange(len(draft)) if is_chain else draft.places
+        return mx.arange(len(draft)) if is_chain else draft.draw_index
 
     def _tried(self, places: mx.array, rows: mx.array) -> tuple[mx.array, mx.array]:
         """What ``try_in_turn`` takes for the tokens of those places: q (R, Vd), children (R, n).

@@ -23,12 +23,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ..system.json_schema import Kind, is_number, number_above, parse_object, read_bytes
+from ..system.json_schema import FieldType, is_number, number_above, parse_object, read_bytes
 from .costs import PLAIN, DraftShape, RoundCosts, Ways
 
 SECONDS = number_above(1e-9, 1e6)
 DATES = number_above(0, 1e12)
-SHARES = Kind("a number from 0 to 1", lambda v: is_number(v) and 0 <= v <= 1)
+SHARES = FieldType("a number from 0 to 1", lambda v: is_number(v) and 0 <= v <= 1)
 LONGEST_KEY = 4096
 LOCK_TIMEOUT = 10.0  # seconds; the lock is held for a few milliseconds
 POLL = 0.01

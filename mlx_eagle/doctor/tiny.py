@@ -23,7 +23,7 @@ from mlx_lm.models.cache import (
 
 from ..decoding.loop import speculative_generate_step
 from ..decoding.parity import compare, parity_words
-from ..drafters.base import Draft, NoModel, Pick
+from ..drafters.base import Draft, DrafterBase, Pick
 from .expect import build
 from .parts import Line, Part, Section
 
@@ -247,7 +247,7 @@ def kind(cache: Any) -> str:
     return name
 
 
-class Prompter(NoModel):
+class Prompter(DrafterBase):
     """A ``Drafter`` that knows the text and gets every other draft wrong, at changing places."""
 
     taps: tuple[int, ...] = ()
@@ -293,7 +293,7 @@ class Prompter(NoModel):
     def modules(self) -> list[nn.Module]:
         return []
 
-    def hold(self, features: mx.array) -> None:
+    def save_last_features(self, features: mx.array) -> None:
         """Nothing to keep."""
 
     def pending(self) -> list[mx.array]:

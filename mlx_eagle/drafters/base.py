@@ -28,15 +28,15 @@ class Draft:
 
     ``parents`` (k,) makes them a tree, whose deepest token is ``depth`` levels below the root:
     ``parents[i]`` is the row of the verify pass that token i continues. None: a chain. ``form``
-    is the same where the host knows it, because the tree is static. ``places`` (k,) are those of
-    ``tree.Grown``; None where no rule was asked for the tokens.
+    is the same where the host knows it, because the tree is static. ``draw_index`` (k,) is that of
+    ``tree.TreeNodes``; None where no rule was asked for the tokens.
     """
 
     tokens: mx.array
     parents: mx.array | None = None
     depth: int = 0
     form: tuple[int, ...] | None = None
-    places: mx.array | None = None
+    draw_index: mx.array | None = None
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -82,7 +82,7 @@ def check_width(features: mx.array, width: int) -> None:
         )
 
 
-class NoModel:
+class DrafterBase:
     """Base of drafters: mlx-lm calls a draft model, which they are not."""
 
     def __call__(self, *_args: object, **_kwargs: object) -> NoReturn:
@@ -125,7 +125,8 @@ class Drafter(Protocol):
         ``last`` () is the index of the last valid row, perhaps still on the device; rows
         after it are garbage that the loop cuts from ``cache`` later. None means m - 1.
         ``features`` None, where there are taps: the first token (1,) of a request. What came
-        before it, if anything, is in ``cache``, and so are its features if ``hold`` was called.
+        before it, if anything, is in ``cache``, and so are its features where
+        ``save_last_features`` was called.
         """
 
     def propose(self, size: int, pick: Pick) -> Draft:
@@ -134,7 +135,7 @@ class Drafter(Protocol):
     def modules(self) -> list[nn.Module]:
         """The modules whose weights are the drafter's own, for the memory report."""
 
-    def hold(self, features: mx.array) -> None:
+    def save_last_features(self, features: mx.array) -> None:
         """Keep features (1, F) of the last position in ``cache``, for the next request."""
 
     def pending(self) -> list[mx.array]:
@@ -160,23 +161,23 @@ class EmbeddedDrafter(Drafter, Protocol):
         """Raise ValueError unless embeddings (m, h) are as wide as those of its tokens."""
 
 
-class TailDrafter(Drafter, Protocol):
+class OverlayDrafter(Drafter, Protocol):
     """A drafter that can keep drafted slots beside its caches (see ``head_cache.py``)."""
 
-    def keep_tail(self, is_kept: bool) -> None:
+    def use_overlay(self, is_kept: bool) -> None:
         """Keep them there from now on, or in the caches; the drafts are the same."""
 
 
-def keeps_tails(drafter: Drafter) -> TypeGuard[TailDrafter]:
-    """Whether it is a ``TailDrafter``.
+def supports_overlay(drafter: Drafter) -> TypeGuard[OverlayDrafter]:
+    """Whether it is an ``OverlayDrafter``.
 
     Python's own check of a protocol does not see methods that are handed on by ``__getattr__``,
     from 3.12 on.
     """
-    return hasattr(drafter, "keep_tail")
+    return hasattr(drafter, "use_overlay")
 
 
-class NoDrafter(NoModel):
+class NullDrafter(DrafterBase):
     """A ``Drafter`` that absorbs nothing and proposes nothing.
 
     ``num_forwards`` are those of a drafter in whose place it comes.
@@ -188,9 +189,9 @@ class NoDrafter(NoModel):
         self.cache: list[Any] = []
         self.num_forwards = num_forwards
 
-    def begin(self, cache: list | None = None) -> "NoDrafter":
+    def begin(self, cache: list | None = None) -> "NullDrafter":
         """See ``Drafter.begin``."""
-        return NoDrafter()
+        return NullDrafter()
 
     def make_cache(self) -> list:
         """See ``Drafter.make_cache``: it needs none."""
@@ -209,8 +210,8 @@ class NoDrafter(NoModel):
         """See ``Drafter.modules``."""
         return []
 
-    def hold(self, features: mx.array) -> None:
-        """See ``Drafter.hold``."""
+    def save_last_features(self, features: mx.array) -> None:
+        """See ``Drafter.save_last_features``."""
 
     def pending(self) -> list[mx.array]:
         """See ``Drafter.pending``."""

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import KVCache
 from ..target.ragged import RaggedCaches
 from ..target.rollback import Checkpoint
 from .base import Drafter, Pick, check_width, start_early
-from .feature_drafter import FedDrafter
+from .feature_drafter import FeatureDrafter
 from .head import Eagle3Head
 
 
@@ -28,7 +28,7 @@ class Picks(Protocol):
         """The ``base.Pick`` of one request."""
 
 
-class Together(Protocol):
+class BatchDrafter(Protocol):
     """A drafter for B requests, in order; see ``Drafter`` for what is drafted and absorbed."""
 
     def num_forwards(self, index: int) -> int:
@@ -69,17 +69,17 @@ class Together(Protocol):
 class SharedDrafter(Drafter, Protocol):
     """A drafter that can draft for several requests in shared passes."""
 
-    def together(self) -> Together | None:
+    def together(self) -> BatchDrafter | None:
         """For no request yet; None where this one cannot, as it is made."""
 
 
-def draft_together(drafter: Drafter) -> Together:
+def make_batch_drafter(drafter: Drafter) -> BatchDrafter:
     """The fastest way there is with ``drafter``."""
     shared = drafter.together() if isinstance(drafter, SharedDrafter) else None
-    return OneByOne() if shared is None else shared
+    return SequentialDrafter() if shared is None else shared
 
 
-class HeadTogether:
+class HeadBatchDrafter:
     """An EAGLE-3 head that drafts for B requests in shared passes, on ragged caches.
 
     As ``Eagle3Drafter`` does for one of them, with the cache "exact".
@@ -90,7 +90,7 @@ class HeadTogether:
         head: Eagle3Head,
         embed: Callable[[mx.array], mx.array],
         to_target: mx.array | None,
-        begin: Callable[[list[Any]], FedDrafter],
+        begin: Callable[[list[Any]], FeatureDrafter],
     ):
         """``embed`` and ``to_target`` as in ``EagleDrafter``; ``begin`` makes one's drafter."""
         self._num_forwards = 0
@@ -104,11 +104,11 @@ class HeadTogether:
         self._start: tuple[mx.array, mx.array] | None = None
 
     def num_forwards(self, index: int) -> int:
-        """See ``Together.num_forwards``."""
+        """See ``BatchDrafter.num_forwards``."""
         return self._num_forwards - self._joined[index]
 
     def join(self, drafter: Drafter) -> None:
-        """See ``Together.join``."""
+        """See ``BatchDrafter.join``."""
         if own := drafter.pending():
             state, logits = own
             if self._start is not None:
@@ -120,7 +120,7 @@ class HeadTogether:
         self._joined.append(self._num_forwards)
 
     def keep(self, index: list[int]) -> None:
-        """See ``Together.keep``."""
+        """See ``BatchDrafter.keep``."""
         if self._start is not None:
             places, (states, logits) = mx.array(index, mx.int32), self._start
             self._start = (states[places], logits[places]) if index else None
@@ -128,7 +128,7 @@ class HeadTogether:
         self._joined = [self._joined[b] for b in index]
 
     def extract(self, index: int) -> Drafter:
-        """See ``Together.extract``."""
+        """See ``BatchDrafter.extract``."""
         drafter = self._begin([*self._caches.extract(index), KVCache()])
         if self._start is not None:
             place = mx.array([index])
@@ -137,7 +137,7 @@ class HeadTogether:
         return drafter
 
     def propose(self, size: int, picks: Picks) -> tuple[mx.array, list[int]]:
-        """See ``Together.propose``: a head forward for each token but the first.
+        """See ``BatchDrafter.propose``: a head forward for each token but the first.
 
         ModelOpt's parallel heads, where the head has some, say the last tokens without one.
         """
@@ -166,7 +166,7 @@ class HeadTogether:
         last: mx.array | None = None,
         num_rows: Sequence[int] | None = None,
     ) -> None:
-        """See ``Together.extend``; all rows are absorbed, and none counts yet."""
+        """See ``BatchDrafter.extend``; all rows are absorbed, and none counts yet."""
         assert features is not None
         check_width(features, self._head.config.num_aux * self._head.config.target_hidden_size)
         states = self._forward(tokens, self._head.fuse(features))
@@ -177,11 +177,11 @@ class HeadTogether:
         self._start = starts, self._head.logits(starts)
 
     def advance(self, kept: list[int]) -> None:
-        """See ``Together.advance``."""
+        """See ``BatchDrafter.advance``."""
         self._caches.advance(kept)
 
     def pending(self) -> list[mx.array]:
-        """See ``Together.pending``: states and the first tokens' logits."""
+        """See ``BatchDrafter.pending``: states and the first tokens' logits."""
         return list(self._start or ())
 
     def _forward(self, tokens: mx.array, states: mx.array) -> mx.array:
@@ -195,7 +195,7 @@ class HeadTogether:
         return (index if self._to_target is None else self._to_target[index]).astype(mx.int32)
 
 
-class OneByOne:
+class SequentialDrafter:
     """Any drafters, each for its own request."""
 
     def __init__(self) -> None:
@@ -204,26 +204,26 @@ class OneByOne:
         self._cuts: list[tuple[Checkpoint, int]] = []
 
     def num_forwards(self, index: int) -> int:
-        """See ``Together.num_forwards``."""
+        """See ``BatchDrafter.num_forwards``."""
         return self._drafters[index].num_forwards - self._joined[index]
 
     def join(self, drafter: Drafter) -> None:
-        """See ``Together.join``."""
+        """See ``BatchDrafter.join``."""
         self._drafters.append(drafter)
         self._joined.append(drafter.num_forwards)
 
     def keep(self, index: list[int]) -> None:
-        """See ``Together.keep``."""
+        """See ``BatchDrafter.keep``."""
         self._drafters = [self._drafters[b] for b in index]
         self._joined = [self._joined[b] for b in index]
         self._cuts = [self._cuts[b] for b in index if self._cuts]
 
     def extract(self, index: int) -> Drafter:
-        """See ``Together.extract``."""
+        """See ``BatchDrafter.extract``."""
         return self._drafters[index]
 
     def propose(self, size: int, picks: Picks) -> tuple[mx.array, list[int]]:
-        """See ``Together.propose``; drafts may be of several lengths, the shorter ones padded."""
+        """Drafts may be of several lengths, the shorter ones padded."""
         drafts = [
             drafter.propose(size, picks.alone(b)).tokens
             for b, drafter in enumerate(self._drafters)
@@ -239,7 +239,7 @@ class OneByOne:
         last: mx.array | None = None,
         num_rows: Sequence[int] | None = None,
     ) -> None:
-        """See ``Together.extend``."""
+        """See ``BatchDrafter.extend``."""
         self._cuts = []
         for b, drafter in enumerate(self._drafters):
             num = tokens.shape[1] if num_rows is None else num_rows[b]
@@ -248,12 +248,12 @@ class OneByOne:
             drafter.extend(tokens[b, :num], seen, last=None if last is None else last[b])
 
     def advance(self, kept: list[int]) -> None:
-        """See ``Together.advance``."""
+        """See ``BatchDrafter.advance``."""
         for (checkpoint, num_rows), num_kept in zip(self._cuts, kept, strict=True):
             if num_kept < num_rows:
                 checkpoint.rollback(num_kept)
         self._cuts = []
 
     def pending(self) -> list[mx.array]:
-        """See ``Together.pending``."""
+        """See ``BatchDrafter.pending``."""
         return [array for drafter in self._drafters for array in drafter.pending()]

@@ -1,30 +1,38 @@
-"""What the fields of a converted head's ``config.json`` may hold."""
+"""Configuration of an EAGLE head: the fields of a converted ``config.json``, every one resolved.
+
+Tapped layers are counted in two ways:
+
+    boundary          2  16  29      what enters that layer
+    output-of-layer   1  15  28      what leaves it: one less for the same tensor
+
+We keep boundary ids: b = N is what leaves the last of N layers. Under ``eagle_config``
+producers write either, and only the target's depth tells which.
+"""
 
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from mlx_eagle.system.json_schema import (
+from ..system.json_schema import (
+    BOOL,
     COUNT,
-    COUNTS,
+    INT_LIST,
     NUMBER,
     OBJECT,
     TEXT,
-    TRUTH,
-    Kind,
+    FieldType,
     Table,
+    check,
     is_whole,
     number_above,
     one_of,
     whole,
 )
 
-from ..system.json_schema import check
-
 SIZE = whole(1, 2**24)
 FEW = whole(1, 1024)
-BITS = Kind("2, 3, 4, 5, 6 or 8", lambda v: is_whole(v) and v in (2, 3, 4, 5, 6, 8))
-GROUP = Kind("32, 64 or 128", lambda v: is_whole(v) and v in (32, 64, 128))
+BITS = FieldType("2, 3, 4, 5, 6 or 8", lambda v: is_whole(v) and v in (2, 3, 4, 5, 6, 8))
+GROUP = FieldType("32, 64 or 128", lambda v: is_whole(v) and v in (32, 64, 128))
 PACKING: Table = {"bits": BITS, "group_size": GROUP}
 LATENT: Table = dict.fromkeys(
     ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), SIZE
@@ -67,12 +75,12 @@ HEAD: Table = {
             "layer_scalar",
             "parallel_head_bias",
         ),
-        TRUTH,
+        BOOL,
     ),
     "rms_norm_eps": number_above(0, 1),
-    "aux_boundary_ids": COUNTS,
-    "aux_nested_ids": COUNTS,
-    "full_attention_layers": COUNTS,
+    "aux_boundary_ids": INT_LIST,
+    "aux_nested_ids": INT_LIST,
+    "full_attention_layers": INT_LIST,
     "aux_ids_source": TEXT,
     "model_type": TEXT,
     "family": TEXT,
@@ -87,7 +95,7 @@ HEAD: Table = {
         "type": TEXT,
         "theta": number_above(1, 1e15),
         "dims": SIZE,
-        "traditional": TRUTH,
+        "traditional": BOOL,
         "scaling": {
             "type": one_of("linear", "dynamic", "llama3", "yarn", "longrope", "proportional"),
             **dict.fromkeys(
@@ -105,7 +113,7 @@ HEAD: Table = {
             **dict.fromkeys(("mscale", "mscale_all_dim"), NUMBER),
             **dict.fromkeys(
                 ("short_factor", "long_factor"),
-                Kind(
+                FieldType(
                     "a list of numbers above 0",
                     lambda v: isinstance(v, list | tuple) and all(map(number_above(0).holds, v)),
                 ),
@@ -129,7 +137,7 @@ REQUIRED = (
 
 
 @dataclass(frozen=True)
-class Reading:
+class LayerIds:
     """Boundary ids, which of the two ways they were read in, and whether that is beyond doubt."""
 
     ids: tuple[int, ...]
@@ -147,7 +155,7 @@ def is_default(ids: tuple[int, ...], num_layers: int | None) -> bool:
     return ids == default_ids(num_layers or (ids[-1] + 3))
 
 
-def read_nested(ids: tuple[int, ...], num_layers: int | None) -> Reading:
+def read_nested(ids: tuple[int, ...], num_layers: int | None) -> LayerIds:
     """Ids under ``eagle_config``, for a target of that depth.
 
     (24, 30, 36) is as it stands with 36 layers, where nothing leaves a layer 36; (1, 15, 28)
@@ -155,12 +163,12 @@ def read_nested(ids: tuple[int, ...], num_layers: int | None) -> Reading:
     """
     outputs = tuple(i + 1 for i in ids)
     if num_layers is not None and num_layers in ids:
-        return Reading(ids, "nested-as-is")
+        return LayerIds(ids, "nested-as-is")
     if ids[0] == 1 or is_default(outputs, num_layers):
-        return Reading(outputs, "nested+1")
+        return LayerIds(outputs, "nested+1")
     if is_default(ids, num_layers):
-        return Reading(ids, "nested-as-is")
-    return Reading(outputs, "nested+1", is_certain=False)
+        return LayerIds(ids, "nested-as-is")
+    return LayerIds(outputs, "nested+1", is_certain=False)
 
 
 LARGEST_WIDTH = 2**24
@@ -174,7 +182,7 @@ class Eagle3Config:
     b = N (the target's layer count) is what enters its final norm. They are None where the
     checkpoint names none, and then mean {2, N//2, N-3} of the target it is attached to.
     ``aux_nested_ids`` are ids as the checkpoint wrote them, where the target's depth has yet to
-    tell what they mean (see ``numbering.py``); ``aux_boundary_ids`` is then the likelier reading.
+    tell what they mean (see ``read_nested``); ``aux_boundary_ids`` is then the likelier reading.
 
     Where ``uses_aux`` is false the one feature is the target's state after its final norm.
     ``fc_input`` says what the fusion matrix takes: the features, once per pair (EAGLE-3);
@@ -184,7 +192,7 @@ class Eagle3Config:
     beside each other) and, under ``scaling``, the dictionary mlx-lm's ``initialize_rope`` takes
     (None for plain rope).
 
-    ``latent`` holds the sizes of multi-head latent attention (see ``LATENT`` in ``kinds.py``),
+    ``latent`` holds the sizes of multi-head latent attention (see ``LATENT``),
     None for grouped-query attention. ``position_scale`` (``beta``,
     ``original_max_position_embeddings``) makes queries longer from that position on.
 

@@ -12,14 +12,14 @@ from mlx_lm.models.cache import KVCache
 from ..target.ropes import BY_LENGTH, evaluate_ropes, find_ropes
 from ..target.tree_rows import each_itself
 from .base import Draft, Pick, PickChildren, start_early
-from .batch_drafter import HeadTogether
-from .feature_drafter import FedDrafter
+from .batch_drafter import HeadBatchDrafter
+from .feature_drafter import FeatureDrafter
 from .head import Eagle3Head
-from .head_cache import Tail, beside, check_window, make_window, seen_by_rows
+from .head_cache import DraftOverlay, as_plain_caches, check_window, make_window, seen_by_rows
 from .tree import StaticTree, Tree
 
 
-class EagleDrafter(FedDrafter):
+class EagleDrafter(FeatureDrafter):
     """What drafters around an EAGLE head have in common: its tokens, its limits, its choice.
 
     Once made, one may be used in any thread, and ``begin`` it in several at the same time.
@@ -49,12 +49,12 @@ class EagleDrafter(FedDrafter):
 
     @property
     def width(self) -> int:
-        """See ``FedDrafter.width``: the taps side by side."""
+        """See ``FeatureDrafter.width``: the taps side by side."""
         return self.head.config.num_aux * self.head.config.target_hidden_size
 
     @property
     def dtype(self) -> mx.Dtype:
-        """See ``FedDrafter.dtype``."""
+        """See ``FeatureDrafter.dtype``."""
         return self.head.dtype
 
     def make_cache(self) -> list:
@@ -67,7 +67,7 @@ class EagleDrafter(FedDrafter):
         self._warned = False
 
     def _logits(self, states: mx.array) -> mx.array:
-        """See ``FedDrafter._logits``; states (m, h)."""
+        """See ``FeatureDrafter._logits``; states (m, h)."""
         return self.head.logits(states)
 
     def _choose(self, logits: mx.array, pick: Pick) -> mx.array:
@@ -119,7 +119,7 @@ class Eagle3Drafter(EagleDrafter):
         if draft_cache not in ("exact", "lagging"):
             raise ValueError(f"draft_cache is {draft_cache!r}: give 'exact' or 'lagging'.")
         self.lagging = draft_cache == "lagging"
-        self._keeps_tail = False
+        self._uses_overlay = False
         super().__init__(head, embed, taps, to_target, draft_window)
 
     def with_draft_cache(self, draft_cache: str) -> "Eagle3Drafter":
@@ -140,7 +140,7 @@ class Eagle3Drafter(EagleDrafter):
         self._last: mx.array | None = None
 
     def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
-        """See ``FedDrafter._absorb``; the state is (1, h)."""
+        """See ``FeatureDrafter._absorb``; the state is (1, h)."""
         if self.lagging:
             return self._absorb_lagging(tokens, features, last)
         states = self._forward(tokens, self.head.fuse(features))
@@ -190,31 +190,32 @@ class Eagle3Drafter(EagleDrafter):
         grown = shape.grow(self._first, step, branch)
         self._end_draft(visible.shape[1])
         form = shape.parents if isinstance(shape, StaticTree) else None
-        return Draft(self._to_ids(grown.ids), grown.parents, shape.depth, form, grown.places)
+        return Draft(self._to_ids(grown.ids), grown.parents, shape.depth, form, grown.draw_index)
 
-    def together(self) -> HeadTogether | None:
+    def together(self) -> HeadBatchDrafter | None:
         """See ``SharedDrafter.together``."""
         by_length = any(isinstance(rope, BY_LENGTH) for rope in find_ropes(self.head))
         if self.lagging or by_length or self.draft_window is not None:
             return None
-        return HeadTogether(self.head, self._embed, self._to_target, self.begin)
+        return HeadBatchDrafter(self.head, self._embed, self._to_target, self.begin)
 
-    def keep_tail(self, is_kept: bool) -> None:
-        """See ``TailDrafter.keep_tail``; what a latent is made of always goes into the caches."""
-        self._keeps_tail = is_kept and self.head.config.latent is None
+    def use_overlay(self, is_kept: bool) -> None:
+        """Latent attention has none: its slots always go into the caches."""
+        self._uses_overlay = is_kept and self.head.config.latent is None
 
     def _begin_draft(self) -> list:
         """Where drafted slots go: into the head's caches, or beside them."""
         caches = self.cache[:-1]
         if self.draft_window is not None:
-            caches = beside(caches)
-        if not self._keeps_tail:
+            caches = as_plain_caches(caches)
+        if not self._uses_overlay:
             return caches
-        return [Tail(cache, layer.window) for cache, layer in zip(caches, self.head.layers)]
+        layers = zip(caches, self.head.layers, strict=True)
+        return [DraftOverlay(cache, layer.window) for cache, layer in layers]
 
     def _end_draft(self, num_slots: int) -> None:
         """Drop the drafted slots."""
-        if not self._keeps_tail and self.draft_window is None:
+        if not self._uses_overlay and self.draft_window is None:
             for cache in self.cache[:-1]:
                 cache.trim(num_slots)
 

@@ -1,4 +1,4 @@
-"""What drafters that are fed the target's activations have in common: state of a request."""
+"""Base of drafters that are fed the target's features: caches and state of a request."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -9,15 +9,15 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
-from .base import Draft, NoModel, Pick, check_width
+from .base import Draft, DrafterBase, Pick, check_width
 
 
-class FedDrafter(NoModel):
+class FeatureDrafter(DrafterBase):
     """A ``Drafter`` around a head that continues the target's activations.
 
     Slot t of the head's caches is (embedding of the token at t + 1, features of position t).
     ``cache`` has one KVCache more, which holds no keys: between requests it carries the
-    features of the last position, whose token's successor is not known yet (see ``held``).
+    features of the last position, whose token's successor is not known yet.
     """
 
     def __init__(self, head: nn.Module, taps: tuple[int, ...], num_layers: int):
@@ -80,7 +80,7 @@ class FedDrafter(NoModel):
     ) -> None:
         """See ``Drafter.extend``; tokens (m,) or embeddings (m, h), features (m, F)."""
         if features is None:
-            features = held(self.cache[-1])
+            features = last_features(self.cache[-1])
         if features is None:
             if self.cache[0].offset == 0:
                 return  # the first token of a request, or of a cache without the head's part
@@ -103,9 +103,9 @@ class FedDrafter(NoModel):
         """Embeddings (m, h) of tokens (m,); or what was given in their place, as it is."""
         return tokens if tokens.ndim == 2 else self._embed(tokens)
 
-    def hold(self, features: mx.array) -> None:
-        """See ``Drafter.hold``; features (1, F)."""
-        hold(self.cache[-1], features)
+    def save_last_features(self, features: mx.array) -> None:
+        """See ``Drafter.save_last_features``; features (1, F)."""
+        save_last_features(self.cache[-1], features)
 
     def pending(self) -> list[mx.array]:
         """See ``Drafter.pending``: the state, and already the first token's logits.
@@ -120,11 +120,11 @@ class FedDrafter(NoModel):
         return [self.head]
 
 
-def hold(cache: KVCache, features: mx.array) -> None:
-    """Keep features (1, F) until the next ``hold``."""
+def save_last_features(cache: KVCache, features: mx.array) -> None:
+    """Keep features (1, F) until the next ``save_last_features``."""
     cache.keys, cache.values, cache.offset = features[None, None], features[None, None, :, :1], 1
 
 
-def held(cache: KVCache) -> mx.array | None:
+def last_features(cache: KVCache) -> mx.array | None:
     """The features kept, (1, F); None where there are none or trimming has made them stale."""
     return cache.keys[0, 0] if cache.offset else None

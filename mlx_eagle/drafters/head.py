@@ -1,4 +1,12 @@
-"""The activations of gated MLPs, by the names that checkpoints give them."""
+"""The EAGLE draft head: its weights and one forward pass.
+
+EAGLE-3: Li et al. 2025, arXiv:2503.01840, section 3; EAGLE-1 and 2: Li et al. 2024,
+arXiv:2401.15077 and 2406.16858; P-EAGLE: arXiv:2602.01469. Which tokens to draft is decided in
+``eagle3.py`` and ``parallel.py``.
+
+Attention is over the head's own cache: of one request, m rows, which it appends; or of B requests
+on ragged caches (see ``target/ragged.py``), B times m rows in the same shapes with B in front.
+"""
 
 from collections.abc import Callable
 
@@ -11,7 +19,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from ..target.ropes import BY_LENGTH
 from .config import Eagle3Config
-from .head_cache import Tail
+from .head_cache import DraftOverlay
 
 
 def _gated(activation: Callable[[mx.array], mx.array]) -> Callable[[mx.array, mx.array], mx.array]:
@@ -24,6 +32,7 @@ GATED = {
     "gelu": _gated(nn.gelu),
     "gelu_pytorch_tanh": _gated(nn.gelu_approx),
 }
+"""The activations of gated MLPs, by the names that checkpoints give them."""
 
 
 class Attention(nn.Module):
@@ -51,7 +60,7 @@ class Attention(nn.Module):
             return self.rope(x, offset=positions)
         if isinstance(self.rope, BY_LENGTH):
             # Its base is computed in Python: positions from the device are waited for.
-            rows = zip(mx.split(x, x.shape[2], axis=2), positions.tolist())
+            rows = zip(mx.split(x, x.shape[2], axis=2), positions.tolist(), strict=True)
             return mx.concatenate([self.rope(row, offset=place) for row, place in rows], axis=2)
         if positions.shape[0] == x.shape[0]:
             return self.rope(x, offset=positions)
@@ -97,7 +106,7 @@ class DraftAttention(Attention):
     def __call__(
         self,
         x: mx.array,
-        cache: KVCache | Tail,
+        cache: KVCache | DraftOverlay,
         positions: int | mx.array,
         mask: mx.array | str | None,
     ) -> mx.array:
@@ -108,7 +117,7 @@ class DraftAttention(Attention):
             qk = mx.concatenate([self.q_norm(q), self.k_norm(k)], axis=1)
         q, k = mx.split(self._rotate(qk, positions), [self.num_heads], axis=1)
         q = self._scaled(q, positions)
-        if isinstance(cache, Tail):
+        if isinstance(cache, DraftOverlay):
             out = cache.attend(q, k, v, self.scale, mask)
             return self.o_proj(self._from_heads(out, x.shape))
         keys, values = cache.update_and_fetch(k, v)
@@ -259,7 +268,7 @@ class DraftLayer(nn.Module):
         self,
         embeddings: mx.array,
         states: mx.array,
-        cache: KVCache | Tail,
+        cache: KVCache | DraftOverlay,
         positions: int | mx.array,
         mask: Mask,
     ) -> mx.array:
@@ -367,7 +376,9 @@ class Eagle3Head(nn.Module):
             features = self.input_norm(features)
         elif self.config.pre_fc_norm == "per_feature":
             parts = mx.split(features, self.config.num_aux, axis=-1)
-            features = mx.concatenate([n(p) for n, p in zip(self.fc_norm, parts)], axis=-1)
+            features = mx.concatenate(
+                [n(p) for n, p in zip(self.fc_norm, parts, strict=True)], axis=-1
+            )
         features = features.astype(self.dtype)
         return self.fc(features) if self.config.fc_input == "features" else features
 
@@ -393,7 +404,7 @@ class Eagle3Head(nn.Module):
         if positions is None:
             positions = cache[0].offset
         embeddings, states = self.enter(embeddings, states)
-        for layer, layer_cache in zip(self.layers, cache):
+        for layer, layer_cache in zip(self.layers, cache, strict=True):
             states = layer(embeddings, states, layer_cache, positions, mask)
         return self.leave(states)
 

@@ -1,8 +1,13 @@
-"""Drafted slots beside a head's cache, so that a draft step writes a few rows and nothing else.
+"""Caches of a draft head: an overlay for drafted slots, and a window on old ones.
 
-A draft step that appends to the cache writes to an array that the step before is still reading:
-MLX copies the whole of it then, at 8000 tokens 67 MB per step for the head of an 8B target.
-Whether a few more kernels are cheaper is measured (``decoding/calibrate.py``).
+Overlay: a draft step that appends to the cache writes to an array that the step before is still
+reading. MLX copies the whole of it then, at 8000 tokens 67 MB per step for the head of an 8B
+target. Whether a few more kernels are cheaper is measured.
+
+Window (Xiao et al. 2023, arXiv:2309.17453, StreamingLLM): the first slots and the newest ones,
+with the positions that they have in the text. So a draft costs the same on any context, and the
+cache is of one size. mlx-lm's RotatingKVCache holds it: that type is saved with prompt caches and
+can be rolled back. Its own mask leaves the first slots out; the one here has them.
 """
 
 from collections.abc import Sequence
@@ -11,8 +16,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 
-class Tail:
-    """What a draft has added to ``cache``, which stays as it is.
+class DraftOverlay:
+    """Slots that a draft has added to ``cache``, which stays as it is.
 
     Where there is a ``window``, a slot sees the last so many only, itself included; a draft is
     then a chain.
@@ -43,7 +48,9 @@ class Tail:
         """
         self._added.append((keys, values))
         self.offset += keys.shape[2]
-        tail_keys, tail_values = (mx.concatenate(list(part), axis=2) for part in zip(*self._added))
+        tail_keys, tail_values = (
+            mx.concatenate(list(part), axis=2) for part in zip(*self._added, strict=True)
+        )
         num_added = tail_keys.shape[2]
         first = 0 if self._window is None else max(0, self.offset - self._window)
         before, after = min(first, self._num_before), max(0, first - self._num_before)
@@ -123,7 +130,7 @@ def drop_last(cache: RotatingKVCache, num_rows: int) -> None:
         cache._idx = cache.keys.shape[2]
 
 
-def beside(caches: Sequence[RotatingKVCache]) -> list[KVCache]:
+def as_plain_caches(caches: Sequence[RotatingKVCache]) -> list[KVCache]:
     """What a draft sees of ``caches``, in the order of the text, in others that end with it.
 
     In those a drafted row would overwrite slots that are still needed once it is rejected. What

@@ -1,4 +1,4 @@
-"""The matrices of a head that are stored apart and run as one."""
+"""Weights of an EAGLE head: from the stored matrices to those it runs with, packed or not."""
 
 from collections.abc import Mapping
 from typing import Any

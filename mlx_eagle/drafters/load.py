@@ -1,4 +1,4 @@
-"""Reading a converted head and attaching it to a target, with every check that can be made.
+"""LayerIds a converted head and attaching it to a target, with every check that can be made.
 
 It reads the folder that the converter writes, and finds the embedding of an mlx-lm model.
 """
@@ -193,9 +193,10 @@ def lm_head_of(model: nn.Module, embedding: Embedding) -> Callable[[mx.array], m
     """The target's output projection: its own matrix, or the embedding where they are tied."""
     shape = (embedding.weight.shape[0], _num_columns(embedding))
     for name, module in model.named_modules():
-        if isinstance(module, Linear) and name.endswith("lm_head"):
-            if (module.weight.shape[0], _num_columns(module)) == shape:
-                return module
+        if not (isinstance(module, Linear) and name.endswith("lm_head")):
+            continue
+        if (module.weight.shape[0], _num_columns(module)) == shape:
+            return module
     return embedding.as_linear
 
 

@@ -1,6 +1,9 @@
-"""Drafts copied from the text itself: prompt lookup, without a model.
+"""Drafts copied from the text itself, alone or in turn with another drafter's.
 
-Saxena 2023 ("prompt lookup decoding"); Yang et al. 2023, arXiv:2304.04487.
+Prompt lookup: Saxena 2023 ("prompt lookup decoding"); Yang et al. 2023, arXiv:2304.04487. Where
+the end of the text stands earlier, what followed there is a draft that costs no forward. Which of
+two drafts is taken, and how far, follows from what each had accepted lately. Whether a copy would
+have been right is seen after every round, whoever drafted it, so none is drafted to see.
 """
 
 from copy import copy
@@ -10,7 +13,7 @@ from operator import mul
 import mlx.core as mx
 import mlx.nn as nn
 
-from .base import Draft, Drafter, NoModel, Pick, PickChildren, empty_draft
+from .base import Draft, Drafter, DrafterBase, Pick, PickChildren, empty_draft
 from .eagle3 import Eagle3Drafter
 from .tree import Tree
 
@@ -45,7 +48,7 @@ class NgramIndex:
         return 0, []
 
 
-class LookupDrafter(NoModel):
+class LookupDrafter(DrafterBase):
     """A ``Drafter`` that proposes what followed the last n tokens where they occurred before.
 
     n goes from ``max_ngram`` down to ``min_ngram``; where nothing occurred, the draft is
@@ -107,7 +110,7 @@ class LookupDrafter(NoModel):
     def modules(self) -> list[nn.Module]:
         return []
 
-    def hold(self, features: mx.array) -> None:
+    def save_last_features(self, features: mx.array) -> None:
         """Nothing to keep: there are no features."""
 
     def pending(self) -> list[mx.array]:
@@ -150,7 +153,7 @@ class Chances:
     def along(self, start: int, size: int) -> list[float]:
         """For each of ``size`` tokens from place ``start`` on, the chance that it is kept."""
         places, before = [], self._first
-        for kept, reached in zip(self._kept, self._reached):
+        for kept, reached in zip(self._kept, self._reached, strict=True):
             before = (kept + PRIOR_WEIGHT * before) / (reached + PRIOR_WEIGHT)
             places.append(before)
             before += self._rise * (1 - before)
@@ -158,7 +161,7 @@ class Chances:
         return list(accumulate(run, mul))
 
 
-class CopyingDrafter(NoModel):
+class CopyingDrafter(DrafterBase):
     """A ``Drafter`` around another one that copies from the text in its stead.
 
     It does where no fewer tokens of a copy are expected to be kept. Either draft ends where its
@@ -237,7 +240,7 @@ class CopyingDrafter(NoModel):
         new = self._lookup.read()
         length, tokens = self._match
         if tokens and new:
-            num_right = sum(accumulate((a == b for a, b in zip(tokens, new)), mul))
+            num_right = sum(accumulate((a == b for a, b in zip(tokens, new, strict=False)), mul))
             self._copies.observe(length - 1, min(len(tokens), len(new)), num_right)
         if self._last is not None and self._size > 0:
             num_kept = self._last.item()
@@ -249,8 +252,8 @@ class CopyingDrafter(NoModel):
     def modules(self) -> list[nn.Module]:
         return self.drafter.modules()
 
-    def hold(self, features: mx.array) -> None:
-        self.drafter.hold(features)
+    def save_last_features(self, features: mx.array) -> None:
+        self.drafter.save_last_features(features)
 
     def pending(self) -> list[mx.array]:
         return self.drafter.pending()
@@ -273,9 +276,9 @@ class CopyingTreeDrafter(CopyingDrafter):
         """The other drafter's tree, or a copy."""
         return self._copy(shape.depth) or self.drafter.propose_tree(shape, pick)
 
-    def keep_tail(self, is_kept: bool) -> None:
-        """See ``TailDrafter.keep_tail``."""
-        self.drafter.keep_tail(is_kept)
+    def use_overlay(self, is_kept: bool) -> None:
+        """See ``OverlayDrafter.use_overlay``."""
+        self.drafter.use_overlay(is_kept)
 
 
 def with_lookup(drafter: Drafter) -> CopyingDrafter:

@@ -11,7 +11,7 @@ from mlx_lm.utils import load
 from ..target.masks import exact_masks
 from ..target.rollback import Checkpoint, check_supported
 from ..target.ropes import evaluate_ropes
-from .base import Draft, NoModel, Pick, start_early
+from .base import Draft, DrafterBase, Pick, start_early
 from .load import find_embedding
 
 # What mlx-lm raises on folders that it does not know how to read.
@@ -20,7 +20,7 @@ SAME_TOKENS = 0.99
 """Share of the target's vocabulary that the draft model's must spell in the same way."""
 
 
-class ModelDrafter(NoModel):
+class ModelDrafter(DrafterBase):
     """A ``Drafter`` around a model with the target's vocabulary.
 
     The model sees every token, the first of a request included, so its caches hold a position
@@ -97,7 +97,7 @@ class ModelDrafter(NoModel):
     def modules(self) -> list[nn.Module]:
         return [self.model]
 
-    def hold(self, features: mx.array) -> None:
+    def save_last_features(self, features: mx.array) -> None:
         """Nothing to keep: the model needs no features."""
 
     def pending(self) -> list[mx.array]:

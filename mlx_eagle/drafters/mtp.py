@@ -13,7 +13,7 @@ from mlx_lm.models.cache import KVCache
 
 from ..target.ropes import evaluate_ropes
 from .base import Draft, Pick, start_early
-from .feature_drafter import FedDrafter
+from .feature_drafter import FeatureDrafter
 from .load import find_embedding, lm_head_of
 
 LAYERS = (qwen3_next.Qwen3NextDecoderLayer, qwen3_5.DecoderLayer)
@@ -45,7 +45,7 @@ class MTPHead(nn.Module):
         return self.norm(self.layers[0](x, create_attention_mask(x, cache), cache))
 
 
-class MTPDrafter(FedDrafter):
+class MTPDrafter(FeatureDrafter):
     """A ``Drafter`` around an MTP layer; embedding and output projection are the target's."""
 
     def __init__(self, head: MTPHead, target: nn.Module):
@@ -64,16 +64,16 @@ class MTPDrafter(FedDrafter):
 
     @property
     def width(self) -> int:
-        """See ``FedDrafter.width``: the target's hidden size."""
+        """See ``FeatureDrafter.width``: the target's hidden size."""
         return self.head.norm.weight.size
 
     @property
     def dtype(self) -> mx.Dtype:
-        """See ``FedDrafter.dtype``."""
+        """See ``FeatureDrafter.dtype``."""
         return self.head.norm.weight.dtype
 
     def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
-        """See ``FedDrafter._absorb``; features enter the final norm, the state is (1, 1, h)."""
+        """Features enter the target's final norm; the state is (1, 1, h)."""
         states = self._forward(tokens, self._final_norm(features[None]))
         return states[:, -1:] if last is None else mx.take(states, last.reshape(1), axis=1)
 
@@ -93,7 +93,7 @@ class MTPDrafter(FedDrafter):
         return self.head(self._embedded(tokens)[None], states, self.cache[0])
 
     def _logits(self, states: mx.array) -> mx.array:
-        """See ``FedDrafter._logits``; states (1, m, h)."""
+        """See ``FeatureDrafter._logits``; states (1, m, h)."""
         return self._project(states)[0]
 
     def _next(self, logits: mx.array, pick: Pick) -> mx.array:

@@ -11,7 +11,7 @@ import mlx.core as mx
 from .base import Draft, Pick
 from .eagle3 import EagleDrafter
 from .head import Eagle3Head
-from .head_cache import SINKS, beside, columns_after, drop_last, seen_by_rows, slots_of
+from .head_cache import SINKS, as_plain_caches, columns_after, drop_last, seen_by_rows, slots_of
 
 FIRST_SIZE = 7
 """Tokens drafted first, before anybody has said how many, by a head that does not say it."""
@@ -53,7 +53,7 @@ class ParallelDrafter(EagleDrafter):
         self._size = self.head.config.speculative_tokens_hint or FIRST_SIZE
 
     def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
-        """See ``FedDrafter._absorb``; the states are (k, h), of all tokens of a draft."""
+        """See ``FeatureDrafter._absorb``; the states are (k, h), of all tokens of a draft."""
         embeddings, states = self._embedded(tokens), self.head.fuse(features)
         if last is None:  # a prompt, which may be long: in the order that needs no mask
             self._count(tokens.shape[0])
@@ -117,7 +117,7 @@ class ParallelDrafter(EagleDrafter):
             return caches, caches[0].offset + num_rows
         if num_pairs > 0:
             return caches, columns_after(caches[0], num_rows)
-        copies = beside(caches)
+        copies = as_plain_caches(caches)
         return copies, copies[0].offset + num_rows
 
     def _drop_masked(self, num_pairs: int, num_masked: int) -> None:

@@ -20,16 +20,16 @@ Step = Callable[[mx.array, mx.array], mx.array]
 
 
 @dataclass(frozen=True)
-class Grown:
+class TreeNodes:
     """The nodes of a tree: draft ids (k,), and the ``parents`` (k,) that they continue.
 
-    ``places`` (k,) says where each one stands among all children that were asked for, level by
+    ``draw_index`` (k,) says where each one stands among all children that were asked for, level by
     level, node by node.
     """
 
     ids: mx.array
     parents: mx.array
-    places: mx.array
+    draw_index: mx.array
 
 
 MAX_NODES = 1024  # of a static tree: they are verified in one pass
@@ -79,7 +79,7 @@ class TreeShape:
         most = self.width + (depth - 1) * self.width**2
         return TreeShape(self.width, depth, min(self.nodes, most))
 
-    def grow(self, logits: mx.array, step: Step, branch: Branch) -> Grown:
+    def grow(self, logits: mx.array, step: Step, branch: Branch) -> TreeNodes:
         """The tree, from logits (1, Vd) after the root.
 
         ``step`` is called for every level but the last, with ``width`` nodes. Which children stay
@@ -100,7 +100,7 @@ class TreeShape:
             num_before += len(scores[-1])
             logits = step(picked[-1][best], best // self.width)
         chosen, parents = rerank(mx.concatenate(scores), mx.concatenate(origins), self.nodes)
-        return Grown(mx.concatenate(picked)[chosen], parents, chosen)
+        return TreeNodes(mx.concatenate(picked)[chosen], parents, chosen)
 
 
 @dataclass(frozen=True)
@@ -180,9 +180,9 @@ class StaticTree:
         """The same tree without the levels below ``depth``."""
         return StaticTree(self.children[:depth])
 
-    def grow(self, logits: mx.array, step: Step, branch: Branch) -> Grown:
+    def grow(self, logits: mx.array, step: Step, branch: Branch) -> TreeNodes:
         """See ``TreeShape.grow``; ``step`` is called with the nodes that have children."""
-        picked, places, num_asked = [], [], 0
+        picked, draw_index, num_asked = [], [], 0
         inner = [0]  # of this level's parents, those with children: rows of the logits
         for level, counts in enumerate(self.children):
             branches = [counts[i] for i in inner]
@@ -191,14 +191,16 @@ class StaticTree:
             ranks = [rank for count in branches for rank in range(count)]
             best, _ = branch(logits, most)
             picked.append(best[mx.array(rows), mx.array(ranks)])
-            places += [num_asked + row * most + rank for row, rank in zip(rows, ranks)]
+            draw_index += [
+                num_asked + row * most + rank for row, rank in zip(rows, ranks, strict=True)
+            ]
             num_asked += len(branches) * most
             if level == self.depth - 1:
                 break
             inner = [i for i, count in enumerate(self.children[level + 1]) if count]
             logits = step(picked[-1][mx.array(inner)], mx.array([rows[i] for i in inner]))
         parents = mx.array(self.parents, dtype=mx.int32)
-        return Grown(mx.concatenate(picked), parents, mx.array(places))
+        return TreeNodes(mx.concatenate(picked), parents, mx.array(draw_index))
 
 
 EAGLE1 = StaticTree(((4,), (3, 2, 2, 1), (3, 2, 2, 1), (3,), (2,)))

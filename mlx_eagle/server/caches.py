@@ -135,6 +135,6 @@ def prepare(
         target = caches.target
         trim_prompt_cache(target, 1)
         _, features = Target(model, drafter.taps)(mx.array(text[-1:]), target)
-        drafter.begin(caches.draft).hold(features)
+        drafter.begin(caches.draft).save_last_features(features)
         mx.eval(features)
     return caches

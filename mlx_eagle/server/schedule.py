@@ -18,7 +18,7 @@ from ..batch.runners import Emitted
 from ..decoding.calibrate import round_costs
 from ..decoding.decoder import Decoder
 from ..decoding.live_costs import LiveCosts
-from ..drafters.base import NoDrafter
+from ..drafters.base import NullDrafter
 from .answer import Caught, RequestError
 from .metrics import Metrics
 from .provider import PairProvider
@@ -132,7 +132,7 @@ class Schedule:
         num_draft_tokens = args.num_draft_tokens if served.is_drafted else 0
         key = num_draft_tokens if can_share else served
         if key not in self._groups:
-            drafter = self._provider.draft_model if served.is_drafted else NoDrafter()
+            drafter = self._provider.draft_model if served.is_drafted else NullDrafter()
             self._groups[key] = Group(
                 self._provider.model,
                 drafter,

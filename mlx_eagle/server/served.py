@@ -15,7 +15,7 @@ from ..batch.runners import Emitted
 from ..decoding.decoder import Decoder
 from ..decoding.limits import Limits, read_tree
 from ..decoding.setup import begin_drafter, open_decoder
-from ..drafters.base import NoDrafter
+from ..drafters.base import NullDrafter
 from ..drafters.tree import Tree
 from ..target.rollback import CacheQuantization
 from .answer import Answer
@@ -163,7 +163,7 @@ class Opener:
         request.stats.start()
         request.decoder = open_decoder(
             provider.model,
-            NoDrafter() if drafter is None else begin_drafter(drafter, caches.draft),
+            NullDrafter() if drafter is None else begin_drafter(drafter, caches.draft),
             caches.target,
             CacheQuantization(flags.kv_bits, flags.kv_group_size, flags.quantized_kv_start),
             self._stream,

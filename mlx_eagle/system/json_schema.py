@@ -2,7 +2,7 @@
 was expected.
 
 The limits are such that no honest file comes near them. A reader says what it expects as a
-table of ``Kind`` by key, and can rely on it afterwards.
+table of ``FieldType`` by key, and can rely on it afterwards.
 """
 
 import json
@@ -23,14 +23,14 @@ LONGEST_FILE_NAME = 255  # bytes, on every file system that matters
 
 
 @dataclass(frozen=True)
-class Kind:
+class FieldType:
     """What a value has to be: in words, and whether a value is one."""
 
     words: str
     holds: Callable[[Any], bool]
 
 
-Table = Mapping[str, "Kind | Table"]
+Table = Mapping[str, "FieldType | Table"]
 """What is expected of some keys of an object; a table in it stands for an object again."""
 
 
@@ -42,36 +42,36 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def whole(low: int = 0, high: int = LARGEST) -> Kind:
+def whole(low: int = 0, high: int = LARGEST) -> FieldType:
     words = f"a whole number from {low}" + ("" if high == LARGEST else f" to {high}")
-    return Kind(words, lambda v: is_whole(v) and low <= v <= high)
+    return FieldType(words, lambda v: is_whole(v) and low <= v <= high)
 
 
-def number_above(low: float, high: float = math.inf) -> Kind:
+def number_above(low: float, high: float = math.inf) -> FieldType:
     words = f"a number above {low:g}" + ("" if high == math.inf else f" and at most {high:g}")
-    return Kind(words, lambda v: is_number(v) and low < v <= high)
+    return FieldType(words, lambda v: is_number(v) and low < v <= high)
 
 
-def list_of(kind: Kind, words: str) -> Kind:
-    return Kind(
+def list_of(kind: FieldType, words: str) -> FieldType:
+    return FieldType(
         f"a list of {words}", lambda v: isinstance(v, list | tuple) and all(map(kind.holds, v))
     )
 
 
-def one_of(*names: str) -> Kind:
-    return Kind(f"one of {', '.join(names)}", lambda v: isinstance(v, str) and v in names)
+def one_of(*names: str) -> FieldType:
+    return FieldType(f"one of {', '.join(names)}", lambda v: isinstance(v, str) and v in names)
 
 
 COUNT = whole()
-NUMBER = Kind("a number", is_number)
+NUMBER = FieldType("a number", is_number)
 POSITIVE = number_above(0)
-TRUTH = Kind("true or false", lambda v: isinstance(v, bool))
-TEXT = Kind("a string", lambda v: isinstance(v, str))
-OBJECT = Kind("an object", lambda v: isinstance(v, Mapping))
-LIST = Kind("a list", lambda v: isinstance(v, list))
-COUNTS = list_of(COUNT, "whole numbers from 0")
+BOOL = FieldType("true or false", lambda v: isinstance(v, bool))
+TEXT = FieldType("a string", lambda v: isinstance(v, str))
+OBJECT = FieldType("an object", lambda v: isinstance(v, Mapping))
+LIST = FieldType("a list", lambda v: isinstance(v, list))
+INT_LIST = list_of(COUNT, "whole numbers from 0")
 TEXTS = list_of(TEXT, "strings")
-FILE_NAME = Kind(
+FILE_NAME = FieldType(
     "the name of a file in the same folder",
     lambda v: (
         isinstance(v, str)
@@ -179,10 +179,10 @@ def check(values: Mapping[str, Any], table: Table, where: str | Path, prefix: st
         value = values.get(key)
         if value is None:
             continue
-        kind = expected if isinstance(expected, Kind) else OBJECT
+        kind = expected if isinstance(expected, FieldType) else OBJECT
         if not kind.holds(value):
             raise ValueError(f"{where}: {prefix}{key} is {shown(value)}, expected {kind.words}")
-        if not isinstance(expected, Kind):
+        if not isinstance(expected, FieldType):
             check(value, expected, where, f"{prefix}{key}.")
 
 

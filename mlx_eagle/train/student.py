@@ -20,8 +20,8 @@ from mlx_lm.utils import dequantize_model
 from ..convert import convert
 from ..convert.quantize import Quantization, pack
 from ..drafters.config import Eagle3Config
-from ..drafters.head_weights import split_weights
 from ..drafters.head import Eagle3Head
+from ..drafters.head_weights import split_weights
 from ..drafters.load import (
     activation_dtype,
     find_embedding,

@@ -13,8 +13,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..convert.quantize import Quantization
 from ..convert.checkpoint import open_target
+from ..convert.quantize import Quantization
 from .checkpoints import Checkpoints, load_checkpoint
 from .evaluate import Evaluation, Evaluator
 from .examples import BatchOrder, Examples, make_batch

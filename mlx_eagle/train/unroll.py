@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from ..drafters.head import DraftAttention
-from ..drafters.head import DraftLayer, Eagle3Head
+from ..drafters.head import DraftAttention, DraftLayer, Eagle3Head
 from .exponentials import softmax
 
 

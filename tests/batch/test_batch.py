@@ -30,8 +30,7 @@ from mlx_eagle.decoding.controller import OFF, ON
 from mlx_eagle.decoding.costs import BatchCosts, DraftShape, RoundCosts
 from mlx_eagle.decoding.live_costs import LiveBatchCosts
 from mlx_eagle.decoding.sampling import Sampling
-from mlx_eagle.drafters.lookup import with_lookup
-from mlx_eagle.drafters.lookup import LookupDrafter
+from mlx_eagle.drafters.lookup import LookupDrafter, with_lookup
 from mlx_eagle.target.taps import Target
 
 VOCAB = 258

@@ -20,7 +20,7 @@ from mlx_eagle.decoding.controller import FixedController
 from mlx_eagle.decoding.costs import PLAIN, DraftShape, RoundCosts
 from mlx_eagle.decoding.live_costs import LiveCosts
 from mlx_eagle.decoding.sampling import Sampling
-from mlx_eagle.drafters.base import NoDrafter
+from mlx_eagle.drafters.base import NullDrafter
 
 
 @pytest.fixture(autouse=True)
@@ -246,8 +246,8 @@ def test_costs_are_learned_for_every_number_of_requests():
 
 def test_a_drafter_that_is_none():
     model = tiny_llama(vocab_size=VOCAB)
-    request = started(model, NoDrafter(), PROMPTS[0], 9)
+    request = started(model, NullDrafter(), PROMPTS[0], 9)
     request.decoder.drops_drafter = True
-    run(Group(model, NoDrafter(), generation_stream, 0), {0: request})
+    run(Group(model, NullDrafter(), generation_stream, 0), {0: request})
     assert request.tokens == plain(model, PROMPTS[0], 9)
     assert len(request.cache) == len(make_prompt_cache(model))

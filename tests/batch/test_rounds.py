@@ -18,7 +18,11 @@ from mlx_eagle.decoding.limits import Limits
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.decoding.rules import make_rule
 from mlx_eagle.decoding.sampling import Sampling, noise_of_rows
-from mlx_eagle.drafters.batch_drafter import HeadTogether, OneByOne, draft_together
+from mlx_eagle.drafters.batch_drafter import (
+    HeadBatchDrafter,
+    SequentialDrafter,
+    make_batch_drafter,
+)
 
 
 def started(model, drafter, prompt, max_tokens, chunk=2048, ends=(), **options) -> Request:
@@ -215,7 +219,9 @@ def test_which_heads_draft_in_shared_passes():
     model = tiny_llama(vocab_size=VOCAB)
     scaling = {"type": "dynamic", "factor": 2.0}
     rope = {"theta": 10000.0, "scaling": scaling}
-    assert type(draft_together(tiny_head(model))) is HeadTogether
-    assert type(draft_together(tiny_head(model).with_draft_cache("lagging"))) is OneByOne
-    assert type(draft_together(tiny_head(model, rope=rope))) is OneByOne
-    assert type(draft_together(tiny_head(model, mask_token_id=3))) is OneByOne
+    assert type(make_batch_drafter(tiny_head(model))) is HeadBatchDrafter
+    assert (
+        type(make_batch_drafter(tiny_head(model).with_draft_cache("lagging"))) is SequentialDrafter
+    )
+    assert type(make_batch_drafter(tiny_head(model, rope=rope))) is SequentialDrafter
+    assert type(make_batch_drafter(tiny_head(model, mask_token_id=3))) is SequentialDrafter

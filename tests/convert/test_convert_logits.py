@@ -20,8 +20,8 @@ from test_convert_families import CASES
 
 from mlx_eagle.convert import convert
 from mlx_eagle.drafters.config import Eagle3Config
-from mlx_eagle.drafters.head_weights import fuse_weights
 from mlx_eagle.drafters.head import Eagle3Head
+from mlx_eagle.drafters.head_weights import fuse_weights
 from mlx_eagle.reference import eagle3_draft, eagle3_extend
 
 # 4 bits in groups of 32, random weights (the worst case): of the largest logit.

@@ -53,7 +53,7 @@ class Prompter:
     def modules(self) -> list:
         return []
 
-    def hold(self, features) -> None:
+    def save_last_features(self, features) -> None:
         pass
 
     def pending(self) -> list:

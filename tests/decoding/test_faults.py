@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.decoding.round import Round
-from mlx_eagle.drafters.feature_drafter import held
+from mlx_eagle.drafters.feature_drafter import last_features
 from mlx_eagle.target.taps import Target
 
 LONG_PROMPT = PROMPT + [9, 33, 7, 50, 51, 52]
@@ -106,7 +106,7 @@ def assert_usable(case, cache, taken, num_done) -> None:
     reference = make_prompt_cache(model, **options)
     if text:
         features = run_as_mlx_lm(Target(model, drafter.taps), text, reference)
-        assert mx.allclose(held(cache[-1]), features[-1:], rtol=1e-3, atol=1e-3).item()
+        assert mx.allclose(last_features(cache[-1]), features[-1:], rtol=1e-3, atol=1e-3).item()
     tokens, _ = speculative(model, drafter, [3, 4], 10, num_draft_tokens=3, prompt_cache=cache)
     assert tokens == plain(model, [3, 4], 10, prompt_cache=reference)
 

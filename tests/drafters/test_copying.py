@@ -13,9 +13,8 @@ from test_lookup import Recital
 
 import mlx_eagle
 from mlx_eagle.drafters import lookup as copying
-from mlx_eagle.drafters.base import Draft, Drafter, TreeDrafter, keeps_tails
-from mlx_eagle.drafters.lookup import with_lookup
-from mlx_eagle.drafters.lookup import LookupDrafter
+from mlx_eagle.drafters.base import Draft, Drafter, TreeDrafter, supports_overlay
+from mlx_eagle.drafters.lookup import LookupDrafter, with_lookup
 from mlx_eagle.drafters.model_drafter import ModelDrafter
 
 NUM_CACHES = len(LLAMA.layers)
@@ -246,7 +245,7 @@ def test_trees(always_copies):
 
 def test_it_can_do_what_the_other_can():
     assert isinstance(with_lookup(HEAD), TreeDrafter)
-    assert keeps_tails(with_lookup(HEAD))
+    assert supports_overlay(with_lookup(HEAD))
     lagging = with_lookup(HEAD).with_draft_cache("lagging")
     assert lagging.drafter.lagging and speculative(LLAMA, lagging, LOOPING, 9)[0] == plain(
         LLAMA, LOOPING, 9

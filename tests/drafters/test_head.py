@@ -12,8 +12,8 @@ from heads import NUM_SLOTS, NUM_STEPS, TOLERANCE, VARIANTS, Runner, random_head
 from mlx.utils import tree_flatten
 from tolerances import tolerance
 
-from mlx_eagle.drafters.head_weights import fuse_weights
 from mlx_eagle.drafters.head import Eagle3Head
+from mlx_eagle.drafters.head_weights import fuse_weights
 from mlx_eagle.reference import eagle3_draft, eagle3_extend
 
 # Against the dequantized weights: the kernels sum in another order.

@@ -5,8 +5,8 @@ import numpy as np
 from golden.frozen import relative
 from mlx_lm.models.cache import KVCache
 
-from mlx_eagle.drafters.head_weights import build_head
 from mlx_eagle.drafters.config import Eagle3Config
+from mlx_eagle.drafters.head_weights import build_head
 
 H, RANK, QUERY, NOPE, ROPE, VALUE, HEADS = 64, 64, 32, 12, 8, 32, 2
 CONFIG = Eagle3Config(

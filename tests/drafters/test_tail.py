@@ -7,7 +7,7 @@ from heads import VARIANTS
 from helpers import PROMPT, VOCAB, plain, primitives, speculative, tiny_head, tiny_llama
 
 from mlx_eagle.decoding.accept import Match
-from mlx_eagle.drafters.base import keeps_tails
+from mlx_eagle.drafters.base import supports_overlay
 from mlx_eagle.drafters.eagle3 import Eagle3Drafter
 from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.drafters.tree import parse_tree
@@ -21,7 +21,7 @@ OF_ATTENTION = (
 
 def begun(tail: bool, seed: int = 1, num_pairs: int = 9, **changes) -> Eagle3Drafter:
     drafter = tiny_head(MODEL, seed, **changes).begin()
-    drafter.keep_tail(tail)
+    drafter.use_overlay(tail)
     tokens = mx.random.randint(0, VOCAB, (num_pairs,), key=mx.random.key(seed))
     drafter.extend(tokens, mx.random.normal((num_pairs, drafter.width), key=mx.random.key(7)))
     return drafter
@@ -56,7 +56,7 @@ def test_trees_are_the_same(variant, shape):
 def test_a_lagging_cache_drafts_the_same():
     drafter, tokens = tiny_head(MODEL).with_draft_cache("lagging"), []
     for tail in (True, False):
-        drafter.keep_tail(tail)
+        drafter.use_overlay(tail)
         tokens.append(speculative(MODEL, drafter, PROMPT, 15, num_draft_tokens=4))
     assert tokens[0][0] == tokens[1][0] and tokens[0][1].tau == tokens[1][1].tau
 
@@ -67,7 +67,7 @@ def test_a_lagging_cache_drafts_the_same():
 def test_a_generation_is_the_same(draft):
     drafter, results = tiny_head(MODEL), []
     for tail in (True, False):
-        drafter.keep_tail(tail)
+        drafter.use_overlay(tail)
         results.append(speculative(MODEL, drafter, PROMPT, 20, **draft))
     assert results[0][0] == results[1][0] == plain(MODEL, PROMPT, 20)
     assert results[0][1].accepted_histogram == results[1][1].accepted_histogram
@@ -84,5 +84,5 @@ def test_the_cache_is_neither_written_nor_moved():
 
 
 def test_who_can_keep_a_tail():
-    assert keeps_tails(tiny_head(MODEL))
-    assert not keeps_tails(LookupDrafter())
+    assert supports_overlay(tiny_head(MODEL))
+    assert not supports_overlay(LookupDrafter())

@@ -17,11 +17,10 @@ from mlx_eagle import batch_generate
 from mlx_eagle.commands.flags import check_draft_window
 from mlx_eagle.decoding.accept import Match
 from mlx_eagle.draft_models import open_beside
-from mlx_eagle.drafters.lookup import with_lookup
 from mlx_eagle.drafters.eagle3 import EagleDrafter
-from mlx_eagle.drafters.lookup import LookupDrafter
-from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.drafters.head_cache import SINKS
+from mlx_eagle.drafters.lookup import LookupDrafter, with_lookup
+from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.server.caches import PairCache, prepare
 from mlx_eagle.target.rollback import Checkpoint
 
@@ -105,7 +104,7 @@ def check_drafts(drafter: EagleDrafter, naive, sizes: list[int], most: float = 1
 @pytest.mark.parametrize("variant", thorough(HEADS, "default", "three layers"))
 def test_chains_equal_a_naive_twin(variant, window, tail):
     drafter = tiny_head(MODEL, 1, **HEADS[variant]).with_draft_window(window).begin()
-    drafter.keep_tail(tail)
+    drafter.use_overlay(tail)
     if variant == "three layers":  # of one rounding they make a hundred at each step
         check_drafts(drafter, naive_chain, [2, 1, 2], 2e-2)
     else:
@@ -123,7 +122,7 @@ def test_masked_slots_equal_a_naive_twin(sizes, window):
 def test_trees_see_the_window_and_their_ancestors(tail):
     """Every path of a tree has the logits of a chain of those tokens."""
     drafter = tiny_head(MODEL, 1).with_draft_window(5).begin()
-    drafter.keep_tail(tail)
+    drafter.use_overlay(tail)
     tokens = mx.random.randint(0, VOCAB, (30,), key=mx.random.key(1))
     features = mx.random.normal((30, drafter.width), key=mx.random.key(2))
     drafter.extend(tokens, features)

@@ -14,9 +14,8 @@ from mlx_lm.models import gemma3_text, lfm2, mamba2, qwen3_5, qwen3_next
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_eagle.drafters.base import Draft, Drafter
-from mlx_eagle.drafters.lookup import with_lookup
 from mlx_eagle.drafters.eagle3 import EagleDrafter
-from mlx_eagle.drafters.lookup import LookupDrafter
+from mlx_eagle.drafters.lookup import LookupDrafter, with_lookup
 from mlx_eagle.drafters.model_drafter import ModelDrafter
 from mlx_eagle.drafters.mtp import MTPDrafter, make_mtp_head
 from mlx_eagle.target.taps import Target

@@ -9,8 +9,8 @@ from mlx_lm.models.cache import KVCache
 from tolerances import tolerance
 
 from mlx_eagle.drafters.config import Eagle3Config
-from mlx_eagle.drafters.head_weights import fuse_weights
 from mlx_eagle.drafters.head import Eagle3Head
+from mlx_eagle.drafters.head_weights import fuse_weights
 
 TOLERANCE = tolerance()
 NUM_SLOTS = 11

@@ -237,7 +237,7 @@ class ScriptedDrafter:
     def modules(self):
         return []
 
-    def hold(self, features) -> None:
+    def save_last_features(self, features) -> None:
         pass
 
     def pending(self) -> list[mx.array]:

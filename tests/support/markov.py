@@ -76,12 +76,12 @@ class MarkovDrafter:
         grown = shape.grow(self.model(self.last), step, branch)
         tokens = self.ids[grown.ids].astype(mx.int32)
         form = shape.parents if isinstance(shape, StaticTree) else None
-        return Draft(tokens, grown.parents, shape.depth, form, grown.places)
+        return Draft(tokens, grown.parents, shape.depth, form, grown.draw_index)
 
     def modules(self):
         return []
 
-    def hold(self, features):
+    def save_last_features(self, features):
         pass
 
     def pending(self):

@@ -12,8 +12,8 @@ from mlx_lm.models import llama
 from tolerances import tolerance
 
 from mlx_eagle.drafters.config import Eagle3Config
-from mlx_eagle.drafters.head_weights import fuse_weights, split_weights
 from mlx_eagle.drafters.head import Eagle3Head
+from mlx_eagle.drafters.head_weights import fuse_weights, split_weights
 from mlx_eagle.drafters.load import find_embedding
 from mlx_eagle.train.compiled import is_compiled
 from mlx_eagle.train.examples import TokenBatch
