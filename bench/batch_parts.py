@@ -1,6 +1,6 @@
 """What the parts of a round cost in a batch: verify pass, accept pass, draft step.
 
-As ``mlx_eagle.decoding.parts`` has them for one text, with the same names and units: rows R are
+As ``mlx_eagle.bench.part_timing`` has them for one text, with the same names and units: rows R are
 those of each of B texts, so that a pass has B R.
 """
 
@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_eagle.batch.judging import Judges
+from mlx_eagle.batch.acceptance import Judges
 from mlx_eagle.batch.requests import Options, Request, first_token, prefill
 from mlx_eagle.decoding.accept import Match
 from mlx_eagle.decoding.limits import Limits

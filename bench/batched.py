@@ -17,13 +17,12 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_eagle.batch.generate import batch_generate
-from mlx_eagle.decoding import parity
-from mlx_eagle.decoding.parts import Samples
 from mlx_eagle.decoding.stats import WHAT_IN_0_1, Stats
 from mlx_eagle.target.ragged import can_share
 
-from . import predict, summary
+from . import parity, predict, summary
 from .batch_parts import BatchBench
+from .part_timing import Samples
 from .questions import Question, prompt_tokens, typical_context
 from .runner import PLAIN, WARM_UP_TOKENS, Configuration, Models, make_configurations, schedule
 

@@ -11,8 +11,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_eagle.decoding.parts import Bench
 from mlx_eagle.drafters.base import Drafter
+
+from .part_timing import Bench
 
 # Primitives that only look at their input differently, or are a constant: no kernel runs.
 VIEWS = frozenset(

@@ -5,14 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from mlx_eagle.decoding import parity
 from mlx_eagle.decoding.limits import AUTO
-from mlx_eagle.decoding.parts import SAMPLES, Bench, Samples
 from mlx_eagle.drafters.tree import Tree
 
-from . import conditions, predict, summary
+from . import conditions, parity, predict, summary
 from .batched import BatchRun, measure_batches, num_batch_runs
 from .graph import count_primitives
+from .part_timing import SAMPLES, Bench, Samples
 from .plain_steps import Turn, measure_plain_steps, num_turns
 from .questions import Question, prompt_tokens, typical_context
 from .runner import (

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_eagle.decoding.parity import parity_words
 from mlx_eagle.system.render import Block, Folded, Heading, Image, Paragraph, Table
 
+from .parity import parity_words
 from .plain_steps import TURN_STEPS, plain_steps_table
 from .runner import TURN_TOKENS
 from .tables import (

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = "mlx_eagle"
 ELSEWHERE = ("convert", "bench")  # source folders that become subpackages when installed
-MOST_LEVELS, MOST_FILES, MOST_LINES, MOST_COLUMNS, LONGEST_FUNCTION = 7, 8, 500, 99, 60
+MOST_LEVELS, MOST_FILES, MOST_LINES, MOST_COLUMNS, LONGEST_FUNCTION = 8, 8, 500, 99, 60
 
 MIRRORS = {
     "speculative_generate_step": "mlx_lm.generate.speculative_generate_step",

@@ -23,7 +23,7 @@ from ..drafters.batch_drafter import make_batch_drafter
 from ..system.machines import fused_rows
 from ..target.ragged import RaggedCaches
 from ..target.taps import Target
-from .judging import Judges
+from .acceptance import Judges
 from .requests import Request
 from .shared_round import SharedRound, Unabsorbed
 

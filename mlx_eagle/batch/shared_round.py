@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..decoding.costs import DraftShape
-from .judging import Verdicts
+from .acceptance import Verdicts
 from .requests import Request
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import mlx_lm
 from mlx_lm.generate import GenerationResponse
 
-from ..decoding.parity import first_difference
 from ..generate import stream_generate
 from ..system.ansi import Marker
 from ..system.cli_values import use_plain_types
@@ -44,6 +43,17 @@ class Completion:
         if echo is not None:
             print()
         return cls(tokens, response)
+
+
+def first_difference(left: list[int], right: list[int]) -> int | None:
+    """Index of the first token in which two outputs differ; None where they are identical.
+
+    [5, 6, 7], [5, 9, 7] -> 1; [5, 6], [5, 6, 7] -> 2
+    """
+    if left == right:
+        return None
+    pairs = zip(left, right)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
 
 def report(plain: Completion, speculative: Completion) -> list[str]:

@@ -13,8 +13,8 @@ import mlx_lm
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..batch.generate import batch_generate
-from ..decoding.parity import compare, margin, next_logprobs, parity_words
-from ..decoding.parts import Bench, Timing, sample_head, sample_verify
+from ..bench.parity import compare, margin, next_logprobs, parity_words
+from ..bench.part_timing import Bench, Timing, sample_head, sample_verify
 from ..decoding.sampling import Sampling
 from ..demo.pair import load_demo
 from ..drafters.base import Drafter

@@ -21,8 +21,8 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
+from ..bench.parity import compare, parity_words
 from ..decoding.loop import speculative_generate_step
-from ..decoding.parity import compare, parity_words
 from ..drafters.base import Draft, DrafterBase, Pick
 from .expect import build
 from .parts import Line, Part, Section

@@ -9,7 +9,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from test_batch import MODELS, PROMPTS, VOCAB
 
-from mlx_eagle.batch.judging import Judges
+from mlx_eagle.batch.acceptance import Judges
 from mlx_eagle.batch.requests import Options, Request, first_token, prefill, put_back
 from mlx_eagle.batch.rounds import Batch
 from mlx_eagle.decoding.controller import FixedController

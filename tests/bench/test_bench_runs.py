@@ -15,10 +15,11 @@ from mlx_lm.generate import generate_step
 
 from mlx_eagle.bench import (
     graph,
+    parity,
+    part_timing,
     predict,
     runner,
 )
-from mlx_eagle.decoding import parity, parts
 from mlx_eagle.decoding.live_costs import LiveCosts
 from mlx_eagle.drafters import lookup as copying
 from mlx_eagle.generate import footer
@@ -27,21 +28,24 @@ from mlx_eagle.generate import footer
 
 
 def test_costs_leave_no_trace_and_cover_every_size(tiny):
-    bench = parts.Bench(tiny.target, tiny.drafter, list(range(30)))
+    bench = part_timing.Bench(tiny.target, tiny.drafter, list(range(30)))
     first = bench.verify(3)[0].tolist()
     with bench.window():
         mx.eval(bench.verify(3), bench.accept(3))
     # The first pass was not cut: three rows more than the context's 29.
     assert bench.drafter.cache[0].offset == 29
-    samples = parts.Samples()
-    samples.measure(parts.Bench(tiny.target, tiny.drafter, list(range(30))), 4, [9], 2)
+    samples = part_timing.Samples()
+    samples.measure(part_timing.Bench(tiny.target, tiny.drafter, list(range(30))), 4, [9], 2)
     assert sorted(samples.verify) == [1, 2, 3, 4, 9] and sorted(samples.accept) == [1, 2, 3, 4]
     assert all(len(t.run) == len(t.build) == 2 for t in samples.verify.values())
     assert len(first) == 3
     costs = predict.Costs.of(samples)
     assert costs.verify[2] == statistics.median(samples.verify[2].run)
-    assert sorted(parts.verify_costs(tiny.target, tiny.drafter, [1, 2, 3], [1, 2], 1)) == [1, 2]
-    accept, propose = parts.head_costs(tiny.target, tiny.drafter, [1, 2, 3], [1], [1, 3], 1)
+    assert sorted(part_timing.verify_costs(tiny.target, tiny.drafter, [1, 2, 3], [1, 2], 1)) == [
+        1,
+        2,
+    ]
+    accept, propose = part_timing.head_costs(tiny.target, tiny.drafter, [1, 2, 3], [1], [1, 3], 1)
     assert sorted(accept) == [1] and sorted(propose) == [1, 3]
 
 

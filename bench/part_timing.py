@@ -1,7 +1,7 @@
 """What the parts of a round cost on this machine: verify pass, accept pass, draft step.
 
 Each part is run alone, on caches of a typical length that are cut back afterwards. Times are
-in seconds; what follows from them is in ``bench/predict.py``.
+in seconds; what follows from them is in ``predict.py``.
 """
 
 import time
@@ -14,9 +14,9 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..drafters.base import Drafter
-from ..target.rollback import Checkpoint
-from ..target.taps import Target
+from mlx_eagle.drafters.base import Drafter
+from mlx_eagle.target.rollback import Checkpoint
+from mlx_eagle.target.taps import Target
 
 SAMPLES = 15
 CHUNK = 512  # tokens per prefill step
