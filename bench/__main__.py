@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_eagle.commands.flags import with_known_head
 from mlx_eagle.commands.opening import context_size, open_target
-from mlx_eagle.decoding.limits import AUTO
+from mlx_eagle.decoding.setup import AUTO
 from mlx_eagle.demo.pair import load_demo
 from mlx_eagle.draft_models import open_beside, split_name
 from mlx_eagle.system import render

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_eagle.batch.acceptance import Judges
 from mlx_eagle.batch.requests import Options, Request, first_token, prefill
 from mlx_eagle.decoding.accept import Match
-from mlx_eagle.decoding.limits import Limits
+from mlx_eagle.decoding.decoder import Limits
 from mlx_eagle.drafters.base import Drafter
 from mlx_eagle.drafters.batch_drafter import make_batch_drafter
 from mlx_eagle.target.ragged import RaggedCaches

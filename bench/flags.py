@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from mlx_eagle.commands.flags import DRAFT_WINDOW_HELP, check_draft_window
-from mlx_eagle.decoding.limits import AUTO
+from mlx_eagle.decoding.setup import AUTO
 from mlx_eagle.draft_models import LOOKUP, split_name
 from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.system.cli_values import LARGEST_SEED, Range, use_plain_types

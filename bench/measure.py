@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from mlx_eagle.decoding.limits import AUTO
+from mlx_eagle.decoding.setup import AUTO
 from mlx_eagle.drafters.tree import Tree
 
 from . import conditions, parity, predict, summary

@@ -17,8 +17,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_eagle.batch.requests import UNQUANTIZED
 from mlx_eagle.decoding.controller import FixedController
 from mlx_eagle.decoding.costs import PLAIN
+from mlx_eagle.decoding.decoder import Limits
 from mlx_eagle.decoding.generation import Generation
-from mlx_eagle.decoding.limits import Limits
 from mlx_eagle.decoding.pipeline import Pipeline
 from mlx_eagle.decoding.setup import begin_drafter, open_decoder
 from mlx_eagle.system.render import Table

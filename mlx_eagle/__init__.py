@@ -6,8 +6,7 @@ from types import ModuleType
 from .doctor.packages import explained
 
 with explained():
-    from .batch.generate import batch_generate
-    from .batch.response import BatchResponse
+    from .batch.generate import BatchResponse, batch_generate
     from .decoding.loop import speculative_generate_step
     from .decoding.sampling import Sampling
     from .decoding.stats import Stats

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .decoding.limits import AUTO
+from .decoding.setup import AUTO
 from .drafters.base import Drafter
 from .drafters.config import Eagle3Config
 from .drafters.eagle3 import Eagle3Drafter

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.utils import save_model
 
-from mlx_eagle.decoding.limits import AUTO
+from mlx_eagle.decoding.setup import AUTO
 from mlx_eagle.demo.pair import load_demo
 from mlx_eagle.demo.target import CONFIG, FILES, WEIGHTS, demo_target_path
 

@@ -25,10 +25,9 @@ from ..decoding.calibrate import (
 from ..decoding.controller import FixedController
 from ..decoding.cost_keys import context_bucket, make_key
 from ..decoding.costs import PLAIN, BatchCosts, DraftShape, RoundCosts, Ways
-from ..decoding.limits import Limits
+from ..decoding.decoder import Limits
 from ..decoding.live_costs import LiveBatchCosts
-from ..decoding.rules import make_rule
-from ..decoding.setup import split_cache
+from ..decoding.setup import make_rule, split_cache
 from ..decoding.timing import Amount, late_after, time_in_turn
 from ..drafters.base import Drafter
 from ..system.machines import first_look, this_machine

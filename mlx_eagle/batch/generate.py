@@ -5,37 +5,279 @@ Here it is decided whether a batch is drafted for, and how; the rounds are in ``
 
 import time
 import warnings
+from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields
+from functools import reduce
+from operator import add
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
+from mlx_lm.generate import BatchGenerator, BatchStats, wired_limit
 from mlx_lm.generate import BatchResponse as MlxBatchResponse
-from mlx_lm.generate import wired_limit
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoding.controller import AdaptiveController, Controller, FixedController
-from ..decoding.costs import DraftShape
-from ..decoding.limits import (
+from ..decoding.costs import DraftShape, Ways
+from ..decoding.decoder import Limits
+from ..decoding.live_costs import LiveBatchCosts
+from ..decoding.loop import speculative_generate_step
+from ..decoding.sampling import Sampling
+from ..decoding.setup import (
     AUTO,
-    Limits,
     check_max_tokens,
     check_num_draft_tokens,
     check_prompt,
+    split_cache,
 )
-from ..decoding.live_costs import LiveBatchCosts
-from ..decoding.setup import split_cache
+from ..decoding.stats import Stats
 from ..drafters.base import Drafter
 from ..drafters.batch_drafter import SequentialDrafter, make_batch_drafter
 from ..generate import is_drafter
 from .costs import batch_costs
-from .drafted import generate_in_turn, generate_together
-from .plain import generate_plainly
-from .requests import Options, Request, why_alone
-from .response import BatchResponse, Returns, response_of
+from .requests import Options, Request, first_token, prefill, put_back, why_alone
+from .rounds import Batch
+
+
+class RequestStats(list[Stats], BatchStats):
+    """One ``Stats`` per prompt, in order, and mlx-lm's figures of the whole batch by its names.
+
+    ``stats[0].mean_acceptance_length`` is that of the first prompt, ``stats.total`` has the counts
+    of all, and ``stats.generation_tps``, ``stats.prompt_tokens``, ``stats.peak_memory`` and so on
+    are what code for ``mlx_lm.batch_generate`` expects. ``calibration_time`` is what "auto" took
+    to measure the costs of rounds, in seconds; it is in none of the other times.
+    """
+
+    def __init__(self, each: Sequence[Stats], whole: BatchStats, calibration_time: float = 0.0):
+        list.__init__(self, each)
+        names = [field.name for field in fields(BatchStats)]
+        BatchStats.__init__(self, **{name: getattr(whole, name) for name in names})
+        self.calibration_time = calibration_time
+
+    @property
+    def total(self) -> Stats:
+        """The counts of all requests together; their times overlap, and are sums all the same."""
+        return reduce(add, self, Stats())
+
+
+@dataclass
+class BatchResponse(MlxBatchResponse):
+    """mlx-lm's response, whose ``stats`` are also a list with the counts of every request.
+
+    ``batch_stats`` are mlx-lm's own of the whole batch, where it was decoded plainly.
+    """
+
+    stats: RequestStats
+    batch_stats: BatchStats | None = None
+
+
+@dataclass(frozen=True)
+class Returns:
+    """What of the response is asked for, by the names of mlx-lm's arguments."""
+
+    return_prompt_caches: bool
+    return_token_ids: bool
+    return_logprobs: bool
+
+
+def response_of(
+    requests: list[Request],
+    tokenizer: TokenizerWrapper,
+    returns: Returns,
+    *,
+    seconds: float,
+    calibration_time: float,
+    verbose: bool,
+) -> BatchResponse:
+    """The response to requests that ran for ``seconds``: stop tokens are in neither texts nor ids.
+
+    ``calibration_time`` is what was measured before; what requests measured alone is added.
+    """
+    ends = [len(t.tokens) - t.limits.end(t.tokens[-1]) for t in requests]
+    ids = [request.tokens[:end] for request, end in zip(requests, ends)]
+    stats = [request.stats for request in requests]
+    alone = sum(counts.calibration_time for counts in stats)
+    prompt_time = sum(counts.prompt_time for counts in stats)
+    whole = BatchStats(
+        prompt_tokens=sum(len(request.prompt) for request in requests),
+        prompt_time=prompt_time,
+        generation_tokens=sum(len(request.tokens) for request in requests),
+        generation_steps=max(counts.num_target_forwards for counts in stats),
+        decode_time=seconds - alone - prompt_time,
+        wall_time=seconds - alone,
+        peak_memory=mx.get_peak_memory() / 1e9,
+    )
+    if verbose:
+        for i, counts in enumerate(stats):
+            print(f"[batch_generate] Prompt {i}: " + "; ".join(counts.lines()))
+    logprobs = None
+    if returns.return_logprobs:
+        logprobs = [request.logprobs[:end] for request, end in zip(requests, ends)]
+    return BatchResponse(
+        [tokenizer.decode(tokens) for tokens in ids],
+        RequestStats(stats, whole, calibration_time + alone),
+        [request.cache for request in requests] if returns.return_prompt_caches else None,
+        ids if returns.return_token_ids else None,
+        logprobs,
+    )
+
+
+def generate_plainly(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    requests: list[Request],
+    options: Options,
+    returns: Returns,
+    *,
+    sizes: dict[str, int],
+    calibration_time: float,
+    verbose: bool,
+) -> BatchResponse:
+    """All requests by mlx-lm's batch; the caches it returns are the target's alone.
+
+    ``sizes`` are mlx-lm's ``completion_batch_size`` and ``prefill_batch_size``, where given.
+    """
+    settings = sizes | {
+        "logits_processors": options.logits_processors,
+        "prefill_step_size": options.prefill_step_size,
+    }
+    if isinstance(options.sampler, Sampling):
+        response = _sampled_by_row(model, tokenizer, requests, options, returns, settings)
+    else:
+        caches = [split_cache(request.cache, model, None)[0] for request in requests]
+        response = mlx_lm.batch_generate(
+            model,
+            tokenizer,
+            [request.prompt for request in requests],
+            caches,
+            [request.limits.max_tokens for request in requests],
+            verbose,
+            **asdict(returns) | {"return_token_ids": True},
+            sampler=options.sampler,
+            **settings,
+        )
+    for request, ids in zip(requests, response.token_ids):
+        num_steps = max(len(ids) - 1, 0)
+        request.stats.num_plain_steps = request.stats.num_emitted = num_steps
+    return BatchResponse(
+        response.texts,
+        RequestStats([request.stats for request in requests], response.stats, calibration_time),
+        response.caches,
+        response.token_ids if returns.return_token_ids else None,
+        response.logprobs,
+        batch_stats=response.stats,
+    )
+
+
+def _sampled_by_row(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    requests: list[Request],
+    options: Options,
+    returns: Returns,
+    settings: dict[str, Any],
+) -> MlxBatchResponse:
+    """The same with a sampler per request, which ``mlx_lm.batch_generate`` does not take."""
+    generator = BatchGenerator(
+        model, stop_tokens=[[token] for token in tokenizer.eos_token_ids], **settings
+    )
+    try:
+        uids = generator.insert(
+            [request.prompt for request in requests],
+            [request.limits.max_tokens for request in requests],
+            caches=[split_cache(request.cache, model, None)[0] for request in requests],
+            samplers=[options.sampler_of(request) for request in requests],
+        )
+        requests_by_uid = dict(zip(uids, requests))
+        caches = {}
+        with generator.stats() as stats:
+            while responses := generator.next_generated():
+                for made in responses:
+                    request = requests_by_uid[made.uid]
+                    if made.finish_reason is not None:
+                        caches[made.uid] = made.prompt_cache
+                    if made.finish_reason != "stop":
+                        request.tokens.append(made.token)
+                        if request.logprobs is not None:
+                            request.logprobs.append(made.logprobs[made.token].item())
+    finally:
+        generator.close()
+    ids = [request.tokens for request in requests]
+    return MlxBatchResponse(
+        [tokenizer.decode(tokens) for tokens in ids],
+        stats,
+        [caches[uid] for uid in uids] if returns.return_prompt_caches else None,
+        ids,
+        [request.logprobs for request in requests] if returns.return_logprobs else None,
+    )
+
+
+def generate_together(
+    model: nn.Module,
+    draft_model: Drafter,
+    requests: list[Request],
+    controller: Controller,
+    costs: LiveBatchCosts | None,
+    options: Options,
+    keep_caches: bool,
+) -> None:
+    """All requests to their ends, round by round in shared passes.
+
+    ``costs``, where ``controller`` goes by them, are looked up again for the requests that are
+    left.
+    """
+    batch = Batch(
+        model,
+        draft_model,
+        controller,
+        costs,
+        ways=Ways() if costs is None else costs.ways,
+        keep_caches=keep_caches,
+        stream=options.stream,
+    )
+    for request in requests:
+        for _ in prefill(model, draft_model, request, options):
+            pass
+        first_token(request)
+        batch.join(request)
+    while batch.round() is not None:
+        pass  # what each round emitted is in the requests
+    controller.close()
+    if keep_caches:
+        for request in requests:
+            put_back(request)
+
+
+def generate_in_turn(
+    model: nn.Module, draft_model: Drafter, requests: list[Request], options: Options
+) -> None:
+    """Each request alone, for targets that cannot share a pass."""
+    for request in requests:
+        cache, draft_cache = split_cache(request.cache, model, None)
+        request.cache = cache + (draft_cache or draft_model.make_cache())
+        steps = speculative_generate_step(
+            mx.array(request.prompt),
+            model,
+            draft_model,
+            options.stream,
+            num_draft_tokens=options.num_draft_tokens,
+            max_tokens=request.limits.max_tokens,
+            sampler=options.sampler_of(request),
+            logits_processors=options.logits_processors,
+            acceptance=options.acceptance,
+            prompt_cache=request.cache,
+            prefill_step_size=options.prefill_step_size,
+            stop_tokens=request.limits.stop_tokens,
+            stats=request.stats,
+        )
+        for token, logprobs, _ in steps:
+            request.tokens.append(token)
+            if request.logprobs is not None:
+                request.logprobs.append(logprobs[token].item())
+
 
 MOST_REQUESTS = 8  # where what rounds of so many cost is not measured
 MOST_MEASURED = 32  # as many as mlx-lm decodes together

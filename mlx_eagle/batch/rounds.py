@@ -17,15 +17,14 @@ from ..decoding.controller import Controller
 from ..decoding.costs import DraftShape, Ways
 from ..decoding.live_costs import CostsBySize
 from ..decoding.pipeline import Pipeline
-from ..decoding.processors import process_logits
+from ..decoding.sampling import process_logits
 from ..drafters.base import Draft, Drafter
 from ..drafters.batch_drafter import make_batch_drafter
 from ..system.machines import fused_rows
 from ..target.ragged import RaggedCaches
 from ..target.taps import Target
 from .acceptance import Judges
-from .requests import Request
-from .shared_round import SharedRound, Unabsorbed
+from .requests import Request, SharedRound, Unabsorbed
 
 MOST_BEHIND = 256  # plain steps that a drafter may fall behind: till then their features are kept
 

@@ -16,7 +16,7 @@ from mlx_lm.generate import GenerationResponse as MlxGenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..decoding.limits import AUTO
+from ..decoding.setup import AUTO
 from ..decoding.stats import Stats
 from ..drafters.base import Drafter
 from ..generate import GenerationResponse, stream_generate

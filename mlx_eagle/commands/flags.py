@@ -7,10 +7,8 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..decoding.accept import Sampler
-from ..decoding.limits import AUTO, read_tree
-from ..decoding.rules import RULES, check_rule_for_sampling
-from ..decoding.samplers import SamplingOptions, sampler_for
+from ..decoding.sampling import Sampler, SamplingOptions, sampler_for
+from ..decoding.setup import AUTO, RULES, check_rule_for_sampling, read_tree
 from ..demo.pair import load_demo
 from ..draft_models import LOOKUP, open_beside, split_name
 from ..drafters.base import Drafter

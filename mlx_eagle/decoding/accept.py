@@ -5,7 +5,6 @@ for the rows of the verify pass into the token that follows each row and the num
 tokens kept.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -15,11 +14,9 @@ import mlx.core as mx
 from ..drafters.base import Draft
 from ..drafters.tree import top_k
 from ..target.tree_rows import kept_path
-from .sampling import Sampling
+from .sampling import Sampler, Sampling
 
 FAR = 1e4  # nats, below whatever a filter leaves
-
-Sampler = Callable[[mx.array], mx.array]
 
 
 @dataclass(frozen=True)

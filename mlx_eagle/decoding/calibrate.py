@@ -25,13 +25,12 @@ from ..target.sharding import is_sharded, mean_over_processes
 from .controller import failure_note
 from .cost_keys import context_bucket, make_key
 from .costs import DraftShape, RoundCosts, Ways
-from .decoder import Decoder
+from .decoder import Decoder, Limits
 from .generation import Generation
 from .guess import guess_costs
-from .limits import Limits
 from .live_costs import LiveCosts
-from .processors import stand_in
 from .remembered import CostFile, open_cost_file
+from .sampling import stand_in
 from .timing import Amount, RoundFailed, late_after, time_in_turn, time_rounds
 
 CHAINS = tuple(DraftShape(size) for size in range(1, 8))  # verify passes of 2 to 8 rows

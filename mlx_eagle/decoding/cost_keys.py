@@ -18,7 +18,7 @@ from ..system.device import device_name
 from ..target.rollback import CacheQuantization
 from .accept import Rule
 from .guess import num_bytes
-from .processors import LogitsProcessor
+from .sampling import LogitsProcessor
 
 SMALLEST_BUCKET = 512
 

@@ -4,9 +4,7 @@ from collections.abc import Callable, Sequence
 
 from .controller import Controller
 from .costs import DraftShape
-from .decoder import Decoder
-from .limits import Limits
-from .round import Round
+from .decoder import Decoder, Limits, Round
 
 
 class Generation:

@@ -12,25 +12,25 @@ from ..drafters.base import Drafter
 from ..drafters.tree import Tree
 from ..system.progress import Progress, silent
 from ..target.rollback import CacheQuantization
-from .accept import Sampler
 from .calibrate import round_costs
 from .controller import AdaptiveController, Controller, FixedController
 from .costs import DraftShape
-from .decoder import Decoder
+from .decoder import Decoder, Limits
 from .generation import Generation
-from .limits import (
+from .live_costs import LiveCosts
+from .pipeline import Pipeline
+from .sampling import LogitsProcessor, Sampler, Sampling
+from .setup import (
     AUTO,
-    Limits,
+    begin_drafter,
+    check_embeddings,
     check_max_tokens,
     check_num_draft_tokens,
     check_prompt,
+    open_decoder,
     read_tree,
+    split_cache,
 )
-from .live_costs import LiveCosts
-from .pipeline import Pipeline
-from .processors import LogitsProcessor
-from .sampling import Sampling
-from .setup import begin_drafter, check_embeddings, open_decoder, split_cache
 from .stats import Stats
 
 CLEAR_CACHE_EVERY = 256  # tokens, as in mlx_lm.generate.generate_step

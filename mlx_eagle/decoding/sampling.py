@@ -5,7 +5,7 @@ made here, in float32, so that they are the same function of the logits.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count
@@ -13,7 +13,13 @@ from math import isfinite
 from numbers import Integral, Real
 
 import mlx.core as mx
-from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..drafters.base import Draft
+
+Sampler = Callable[[mx.array], mx.array]
+"""Draws from log-probabilities (B, V), as mlx-lm's samplers do: tokens (B,)."""
 
 OTHER_ROW = 4  # sets the keys of other rows apart from the kinds of noise, which are smaller
 
@@ -174,3 +180,89 @@ def _draws_of_threads() -> Iterator[int]:
     A count, and no other source of chance: the processes of a sharded model draw alike.
     """
     return count(1)
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """What mlx-lm's ``make_sampler`` takes, and the acceptance rule (None: the best there is)."""
+
+    temp: float
+    top_p: float
+    min_p: float
+    top_k: int
+    xtc_probability: float
+    xtc_threshold: float
+    min_tokens_to_keep: int = 1
+    acceptance: str | None = None
+
+
+def sampler_for(
+    options: SamplingOptions, tokenizer: TokenizerWrapper, seed: int | None
+) -> Sampler | None:
+    """None for greedy decoding, a ``Sampling`` where the draft can share its noise, else mlx-lm's.
+
+    ``seed`` is the ``Sampling``'s; mlx-lm's sampler follows mlx's global random state.
+    """
+    if options.temp == 0:
+        return None
+    filters = {
+        "temp": options.temp,
+        "top_p": options.top_p,
+        "min_p": options.min_p,
+        "min_tokens_to_keep": options.min_tokens_to_keep,
+        "top_k": options.top_k,
+    }
+    if options.acceptance != "match" and options.xtc_probability == 0:
+        return Sampling(**filters, seed=seed)
+    return make_sampler(
+        **filters,
+        xtc_probability=options.xtc_probability,
+        xtc_threshold=options.xtc_threshold,
+        xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
+    )
+
+
+LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+
+
+def process_logits(
+    processors: tuple[LogitsProcessor, ...],
+    history: mx.array,
+    draft: Draft,
+    logits: mx.array,
+) -> mx.array:
+    """Run logits (k + 1, V) through the processors, each row with the tokens before it.
+
+    ``history`` (N,) ends with the root; row r sees it with the draft tokens on its path behind.
+    How long the paths in a tree are has to be known here: where the tree grew on the device, the
+    draft is waited for, and the device goes on with the pass meanwhile.
+    """
+    if draft.parents is not None and not draft.form:
+        mx.async_eval(logits)
+    rows = []
+    parents = draft.known_parents()
+    for r in range(logits.shape[0]):
+        if parents is None:
+            path = draft.tokens[:r]
+        else:
+            above: list[int] = []
+            at = r
+            while at > 0:
+                above.insert(0, at - 1)
+                at = parents[at - 1]
+            path = draft.tokens[mx.array(above, mx.int32)]
+        tokens = mx.concatenate([history, path.astype(history.dtype)])
+        row = logits[r : r + 1]
+        for processor in processors:
+            row = processor(tokens, row)
+        rows.append(row)
+    return mx.concatenate(rows)
+
+
+def stand_in(tokens: mx.array, logits: mx.array) -> mx.array:
+    """A processor that takes as long as a caller's may, for measuring: theirs may keep a state.
+
+    It does what a penalty does: reads the logits (1, V) of the last token and writes them back.
+    """
+    last = tokens[-1:]
+    return logits.at[:, last].add(mx.zeros_like(logits[:, last]))

@@ -1,23 +1,129 @@
 """Before anything is decoded: target, drafter and caches checked against each other."""
 
+from numbers import Integral, Real
+
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import does_model_support_input_embeddings
 
 from ..drafters.base import Drafter, EmbeddedDrafter, TreeDrafter
-from ..drafters.tree import Tree
+from ..drafters.tree import Tree, parse_tree
 from ..system.machines import fused_rows
 from ..target.rollback import CacheQuantization, Checkpoint, check_supported
 from ..target.sharding import in_any_process, is_pipelined
 from ..target.taps import Target
 from ..target.tree_attention import check_trees
-from .accept import Sampler
+from .accept import Coupled, Match, Rule
 from .calibrate import TREES
 from .decoder import Decoder
-from .limits import AUTO
-from .processors import LogitsProcessor
-from .rules import make_rule
+from .rejection import Reject
+from .sampling import LogitsProcessor, Sampler, Sampling
+
+AUTO = "auto"
+
+
+def check_prompt(prompt: mx.array, can_be_empty: bool = False) -> None:
+    """Raise ValueError for anything but one prompt, with a token or more unless told otherwise."""
+    if prompt.ndim != 1:
+        raise ValueError(
+            f"the prompt has shape {tuple(prompt.shape)}: speculative decoding takes one prompt "
+            "(n,) at a time; use mlx_eagle.batch_generate for several."
+        )
+    if prompt.size == 0 and not can_be_empty:
+        raise ValueError("the prompt is empty: give at least one token.")
+
+
+def check_num_draft_tokens(num_draft_tokens: object) -> None:
+    """Raise ValueError for anything but a whole number from 0 or "auto"."""
+    if num_draft_tokens == AUTO or (_is_whole(num_draft_tokens) and num_draft_tokens >= 0):
+        return
+    raise ValueError(
+        f"num_draft_tokens is {in_words(num_draft_tokens)}: give a whole number, 0 (plain "
+        "decoding) or more, or 'auto'."
+    )
+
+
+def check_max_tokens(max_tokens: object, *, of: str = "", least: int = -1) -> None:
+    """Raise ValueError for anything but a whole number above 0, or -1 where ``least`` is that."""
+    if _is_whole(max_tokens) and max_tokens >= least and max_tokens != 0:
+        return
+    no_limit = ", or -1 for no limit" if least < 0 else ""
+    raise ValueError(f"max_tokens{of} is {in_words(max_tokens)}: give 1 or more{no_limit}.")
+
+
+def read_tree(tree: object) -> Tree | str | None:
+    """A tree, "auto" or None as it is, and the tree that a text stands for: see ``parse_tree``.
+
+    Raises ValueError for anything else.
+    """
+    if isinstance(tree, str) and tree != AUTO:
+        return parse_tree(tree)
+    if tree is None or tree == AUTO or isinstance(tree, Tree):
+        return tree
+    raise ValueError(
+        f"tree is {in_words(tree)}: give WIDTHxDEPTH:NODES, for example '4x5:16', or 'auto'."
+    )
+
+
+def in_words(value: object) -> str:
+    """A value for a message, with what kind of thing it is where that is what is wrong with it."""
+    if value is None:
+        return "None (nothing)"
+    if isinstance(value, bool):
+        return f"{value} (yes or no, not a number)"
+    if isinstance(value, str):
+        return f"{value!r} (text)"
+    if isinstance(value, Integral):
+        return str(value)
+    if isinstance(value, Real):
+        return f"{value} (not a whole number)" if value % 1 else f"{value} (a decimal number)"
+    return f"a {type(value).__name__}"
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+RULES = ("match", "coupled", "reject")
+
+
+def make_rule(acceptance: str | None, sampler: Sampler | None) -> Rule:
+    """The rule of that name (None: the best for the sampler), for one generation.
+
+    Raises ValueError where rule and sampler do not fit.
+    """
+    if acceptance is None:
+        acceptance = "coupled" if isinstance(sampler, Sampling) else "match"
+    if acceptance not in RULES:
+        raise ValueError(f"acceptance is {acceptance!r}: give one of {', '.join(RULES)}.")
+    if acceptance == "match":
+        if isinstance(sampler, Sampling):
+            return Coupled(sampler, drafts_greedily=True)
+        return Match(sampler)
+    if not isinstance(sampler, Sampling):
+        found = "greedy decoding" if sampler is None else "another sampler"
+        raise ValueError(
+            f"acceptance {acceptance!r} needs mlx_eagle.Sampling as the sampler, but this is "
+            f"{found}: give one (temp, top_p, min_p, top_k, seed), or use 'match'."
+        )
+    return Coupled(sampler) if acceptance == "coupled" else Reject(sampler)
+
+
+def check_rule_for_sampling(acceptance: str | None, temp: float, xtc_probability: float) -> None:
+    """Raise ValueError for a rule that cannot work with samplers of these options."""
+    if acceptance not in ("coupled", "reject"):
+        return
+    if temp == 0:
+        raise ValueError(
+            f"acceptance {acceptance!r} needs a temperature above 0: greedy decoding takes "
+            "'match'."
+        )
+    if xtc_probability > 0:
+        raise ValueError(
+            f"acceptance {acceptance!r} cannot replay XTC, which draws random numbers of its own: "
+            "use 'match' with it."
+        )
 
 
 def split_cache(

@@ -13,8 +13,7 @@ from typing import Any
 
 from mlx_lm.server import GenerationArguments
 
-from ..decoding.limits import AUTO, read_tree
-from ..decoding.rules import RULES, check_rule_for_sampling
+from ..decoding.setup import AUTO, RULES, check_rule_for_sampling, read_tree
 
 MAX_DRAFT_TOKENS = 64
 MAX_TREE_NODES = 256

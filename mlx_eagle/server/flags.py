@@ -8,7 +8,7 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.utils import _parse_size
 
 from ..commands.flags import add_draft_flags, check_cache_flags, check_draft_flags
-from ..decoding.limits import AUTO
+from ..decoding.setup import AUTO
 from .body import MAX_DRAFT_TOKENS, NUMBERS
 from .collect import COLLECT_BYTES
 from .connection import MAX_HEAD

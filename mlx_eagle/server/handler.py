@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 from mlx_lm.server import APIHandler, CompletionRequest
 
-from ..decoding.limits import AUTO
+from ..decoding.setup import AUTO
 from .answer import RequestError
 from .body import check_body, read_body, shortened, write_body
 from .connection import Presence, RequestReader, drain

@@ -9,8 +9,7 @@ from mlx_lm.server import ModelProvider
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from ..commands.opening import check_target, context_size
-from ..decoding.limits import read_tree
-from ..decoding.setup import check_tree_drafter
+from ..decoding.setup import check_tree_drafter, read_tree
 from ..demo.pair import load_demo
 from ..draft_models import open_beside
 from ..drafters.load import find_embedding

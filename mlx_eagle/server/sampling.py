@@ -6,10 +6,7 @@ import mlx.core as mx
 from mlx_lm.server import _make_logits_processors
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..decoding.accept import Sampler
-from ..decoding.processors import LogitsProcessor
-from ..decoding.samplers import SamplingOptions, sampler_for
-from ..decoding.sampling import Sampling
+from ..decoding.sampling import LogitsProcessor, Sampler, Sampling, SamplingOptions, sampler_for
 from .body import PairArguments
 
 

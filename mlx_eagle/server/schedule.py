@@ -12,9 +12,8 @@ from typing import Protocol
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..batch.group import Group
+from ..batch.group import Emitted, Group
 from ..batch.requests import Request, first_token, why_alone
-from ..batch.runners import Emitted
 from ..decoding.calibrate import round_costs
 from ..decoding.decoder import Decoder
 from ..decoding.live_costs import LiveCosts

@@ -10,11 +10,10 @@ from mlx_lm.generate import StopSequences
 from mlx_lm.server import _format_top_logprobs
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..batch.group import Emitted
 from ..batch.requests import Request, put_back
-from ..batch.runners import Emitted
-from ..decoding.decoder import Decoder
-from ..decoding.limits import Limits, read_tree
-from ..decoding.setup import begin_drafter, open_decoder
+from ..decoding.decoder import Decoder, Limits
+from ..decoding.setup import begin_drafter, open_decoder, read_tree
 from ..drafters.base import NullDrafter
 from ..drafters.tree import Tree
 from ..target.rollback import CacheQuantization

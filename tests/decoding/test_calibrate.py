@@ -13,8 +13,8 @@ from mlx_eagle import Sampling
 from mlx_eagle.decoding import calibrate, timing
 from mlx_eagle.decoding.accept import Coupled, Match
 from mlx_eagle.decoding.costs import PLAIN, DraftShape, Ways
-from mlx_eagle.decoding.processors import stand_in
 from mlx_eagle.decoding.rejection import Reject
+from mlx_eagle.decoding.sampling import stand_in
 from mlx_eagle.decoding.setup import open_decoder
 from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.system.machines import first_look, machine_of

@@ -18,7 +18,7 @@ from mlx_eagle.decoding.costs import PLAIN, DraftShape
 from mlx_eagle.decoding.generation import Generation
 from mlx_eagle.decoding.guess import guess_costs
 from mlx_eagle.decoding.loop import speculative_generate_step
-from mlx_eagle.decoding.rules import make_rule
+from mlx_eagle.decoding.setup import make_rule
 from mlx_eagle.drafters.base import Draft
 from mlx_eagle.system.machines import machine_of
 from mlx_eagle.target.rollback import CacheQuantization

@@ -243,8 +243,7 @@ def test_limits_and_stop_tokens(scripted, num_tokens):
 @pytest.mark.parametrize("scripted", ["off"], indirect=True)
 def test_plain_decoding_is_pipelined_and_the_head_does_not_run(scripted, monkeypatch):
     """The next step is launched before the token of this one is read; the head never runs."""
-    from mlx_eagle.decoding.decoder import Decoder
-    from mlx_eagle.decoding.round import Round
+    from mlx_eagle.decoding.decoder import Decoder, Round
 
     order = []
     launch, read = Decoder.launch, Round.read

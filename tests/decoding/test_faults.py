@@ -14,8 +14,8 @@ from grids import thorough
 from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama, tiny_qwen3
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_eagle.decoding.decoder import Round
 from mlx_eagle.decoding.loop import speculative_generate_step
-from mlx_eagle.decoding.round import Round
 from mlx_eagle.drafters.feature_drafter import last_features
 from mlx_eagle.target.taps import Target
 

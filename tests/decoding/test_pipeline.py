@@ -14,9 +14,8 @@ import mlx_eagle
 from mlx_eagle.decoding import loop
 from mlx_eagle.decoding.accept import Outcome, Verification
 from mlx_eagle.decoding.controller import OFF, ON, DraftingEvent
-from mlx_eagle.decoding.decoder import Decoder
+from mlx_eagle.decoding.decoder import Decoder, Round, StopPoint, stop_point
 from mlx_eagle.decoding.live_costs import LiveCosts
-from mlx_eagle.decoding.round import Round, StopPoint, stop_point
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.lookup import LookupDrafter
 

@@ -10,8 +10,8 @@ from mlx_lm.sample_utils import make_sampler
 
 from mlx_eagle.decoding.accept import Coupled, Match
 from mlx_eagle.decoding.rejection import Reject
-from mlx_eagle.decoding.rules import make_rule
 from mlx_eagle.decoding.sampling import Sampling
+from mlx_eagle.decoding.setup import make_rule
 from mlx_eagle.drafters.base import Draft
 
 RULES = ["match", "coupled", "reject"]

@@ -9,8 +9,8 @@ from serving import ENDLESS, NUM_CHARACTERS, ours, parse, theirs
 from mlx_eagle.commands import generate as cli
 from mlx_eagle.decoding.calibrate import CHAINS
 from mlx_eagle.decoding.costs import RoundCosts
-from mlx_eagle.decoding.limits import read_tree
 from mlx_eagle.decoding.live_costs import LiveCosts
+from mlx_eagle.decoding.setup import read_tree
 from mlx_eagle.server import __main__ as command
 from mlx_eagle.server import schedule, served
 from mlx_eagle.server.caches import PairCache

@@ -20,8 +20,8 @@ from tree_drafters import ScriptedTreeDrafter
 
 from mlx_eagle.decoding.controller import FixedController
 from mlx_eagle.decoding.costs import DraftShape, Ways
+from mlx_eagle.decoding.decoder import Limits
 from mlx_eagle.decoding.generation import Generation
-from mlx_eagle.decoding.limits import Limits
 from mlx_eagle.decoding.pipeline import Pipeline
 from mlx_eagle.decoding.setup import open_decoder
 from mlx_eagle.drafters.tree import TreeShape
