@@ -72,9 +72,9 @@ def test_a_converted_head_of_the_hub(hub, tmp_path, opener):
 
 
 def test_an_unreachable_hub_is_one_sentence(tmp_path):
+    flags = ["--model", "no/model", "--draft-model", "no/such", "-m", "2"]
     done = subprocess.run(
-        [sys.executable, "-m", "mlx_eagle.generate", "--draft-model", "no/such", "-m", "2"]
-        + ["--model", "no/model"],
+        [sys.executable, "-m", "mlx_eagle.generate", *flags],
         env={**os.environ, **hub_settings("http://127.0.0.1:9", tmp_path)},
         capture_output=True,
         text=True,
@@ -165,4 +165,4 @@ def test_subpackages_are_there_when_asked_for():
     assert mlx_eagle.convert.convert is convert
     assert callable(mlx_eagle.reference.eagle_draft_forward)
     with pytest.raises(AttributeError):
-        mlx_eagle.nothing_of_that_name
+        _ = mlx_eagle.nothing_of_that_name

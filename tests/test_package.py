@@ -21,19 +21,17 @@ from mlx_eagle.train.__main__ import settings_of
 
 ROOT = Path(__file__).parent.parent
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-TOP_LEVEL = set(
-    [
-        "pyproject.toml",
-        "mlx_eagle",
-        "convert",
-        "bench",
-        "docs",
-        "tests",
-        "README.md",
-        "LICENSE",
-        "Makefile",
-    ]
-)
+TOP_LEVEL = {
+    "pyproject.toml",
+    "mlx_eagle",
+    "convert",
+    "bench",
+    "docs",
+    "tests",
+    "README.md",
+    "LICENSE",
+    "Makefile",
+}
 NAMES = ("generate", "chat", "server", "convert", "bench", "train", "doctor")
 COMMANDS = [f"mlx_eagle.{name}" for name in NAMES]
 SHIPPED = [".py", ".typed", ".jsonl", ".json", ".safetensors", ".html", ".css", ".js"]

@@ -77,7 +77,7 @@ def without(head: frozen.Frozen, name: str) -> dict[str, np.ndarray]:
 
 def test_what_does_not_fit_is_named(head):
     c, tokens, features, embed = head.config, head.tokens, head.features, head.embed
-    with pytest.raises(ValueError, match="lack layers.0.hidden_norm.weight"):
+    with pytest.raises(ValueError, match=r"lack layers.0.hidden_norm.weight"):
         eagle3_extend(without(head, "layers.0.hidden_norm.weight"), c, tokens, features, embed)
     with pytest.raises(ValueError, match=r"norm.weight has shape \(63,\), but \(64\)"):
         short = {**head.weights, "norm.weight": np.ones(63)}

@@ -85,7 +85,9 @@ class ScriptedTexts(ScriptedDrafter):
 
     def __init__(self, model, num_tokens: int = 60):
         self.texts = [prompt + plain(model, prompt, num_tokens) for prompt in PROMPTS]
-        self.known = {text[0]: (text, script) for text, script in zip(self.texts, SCRIPTS)}
+        self.known = {
+            text[0]: (text, script) for text, script in zip(self.texts, SCRIPTS, strict=True)
+        }
         super().__init__([], SCRIPTS[0], VOCAB)
 
     def propose(self, size, pick=None):
@@ -109,7 +111,9 @@ def test_ragged_accept_lengths(model, scripted, k):
     expected = theirs(model, max_tokens=40)
     assert response.token_ids == expected.token_ids
     assert response.texts == expected.texts
-    assert response.token_ids == [text[len(p) :][:40] for p, text in zip(PROMPTS, scripted.texts)]
+    assert response.token_ids == [
+        text[len(p) :][:40] for p, text in zip(PROMPTS, scripted.texts, strict=True)
+    ]
     perfect, wrong, *_ = response.stats
     assert perfect.acceptance_rate == 1.0 and wrong.acceptance_rate == 0.0
     assert wrong.num_emitted == perfect.num_emitted == 39
@@ -193,7 +197,7 @@ def test_processors_and_seeded_sampling_as_alone(model):
     drafter, kwargs = tiny_head(model), {"sampler": Sampling(temp=0.7, seed=3)}
     kwargs["logits_processors"] = [ban_even]
     response = together(model, drafter, max_tokens=15, **kwargs)
-    for row, (prompt, ids) in enumerate(zip(PROMPTS, response.token_ids)):
+    for row, (prompt, ids) in enumerate(zip(PROMPTS, response.token_ids, strict=True)):
         kwargs["sampler"] = Sampling(temp=0.7, seed=3, row=row)
         steps = mlx_eagle.speculative_generate_step(
             mx.array(prompt), model, drafter, max_tokens=15, **kwargs
@@ -275,7 +279,9 @@ def test_recurrent_targets_go_one_after_the_other():
     prompts = [[token % 90 for token in prompt] for prompt in PROMPTS]
     with pytest.warns(UserWarning, match=r"one text at a time \(ArraysCache\): the prompts are"):
         response = together(model, tiny_head(model), prompts, return_prompt_caches=True)
-    assert response.token_ids == [plain(model, p, n) for p, n in zip(prompts, LENGTHS)]
+    assert response.token_ids == [
+        plain(model, p, n) for p, n in zip(prompts, LENGTHS, strict=True)
+    ]
     assert sum(stats.num_rounds for stats in response.stats) > 0
     assert len(response.caches[0]) > len(make_prompt_cache(model))
 
@@ -334,7 +340,7 @@ def test_past_the_knee_it_is_mlx_lms_batch(model, monkeypatch, costs, speculates
     at_costs(monkeypatch, costs)
     response = auto(model, tiny_head(model))
     assert response.token_ids == theirs(model).token_ids
-    for stats, length in zip(response.stats, LENGTHS):
+    for stats, length in zip(response.stats, LENGTHS, strict=True):
         assert stats.num_emitted == length - 1
         assert (stats.num_rounds > 0) == (speculates and length > 2)
         whats = [event.what for event in stats.drafting_events]
@@ -382,7 +388,7 @@ def test_plain_rounds_among_drafted_ones(model, scripted, monkeypatch, make, siz
     assert response.token_ids == expected.token_ids
     for ours, reference in zip(response.logprobs, expected.logprobs, strict=True):
         assert ours == pytest.approx(reference, abs=1e-4)
-    for stats, length in zip(response.stats, LENGTHS):
+    for stats, length in zip(response.stats, LENGTHS, strict=True):
         assert stats.num_emitted == length - 1
         assert (stats.num_plain_steps > 0) == (length > 1)
     if make != "script":  # which knows one text only

@@ -55,7 +55,7 @@ def measured(costs: RoundCosts, noise: Callable[[], float]) -> RoundCosts:
         cost, num = (costs.rounds[shape], 2) if shape.size else (costs.plain, 4)
         times[shape] += [cost * noise() for _ in range(num)]
     plain, *rounds = map(typical, times.values())
-    return RoundCosts(plain, dict(zip(shapes[1:], rounds)))
+    return RoundCosts(plain, dict(zip(shapes[1:], rounds, strict=True)))
 
 
 class Simulated:
@@ -134,6 +134,9 @@ def test_short_texts_are_near_the_best_fixed_length(name):
     best = min(
         sum(seconds_of_length(*MACHINES[name], seed, size) for seed in seeds) for size in range(4)
     )
-    totals = [sum(batch) for batch in zip(*(seconds_of_auto(*MACHINES[name], s) for s in seeds))]
+    totals = [
+        sum(batch)
+        for batch in zip(*(seconds_of_auto(*MACHINES[name], s) for s in seeds), strict=True)
+    ]
     shares = [best / total for total in totals]
     assert min(shares) > 0.955 and sum(shares) / 3 > 0.965, shares

@@ -1,5 +1,7 @@
 """Requests that come and go: each gets the text that it gets alone, whoever shares its rounds."""
 
+import itertools
+
 import mlx.core as mx
 import pytest
 from architectures import build
@@ -73,14 +75,14 @@ def test_texts_are_those_of_each_alone(make, size):
     if size == 0:
         for request in requests:
             request.decoder.drops_drafter = True
-    seen = run(group, dict(zip([0, 3, 4, 14], requests)))
-    for prompt, length, request in zip(MANY, lengths, requests):
+    seen = run(group, dict(zip([0, 3, 4, 14], requests, strict=True)))
+    for prompt, length, request in zip(MANY, lengths, requests, strict=False):
         assert request.tokens == plain(model, prompt, length)
         assert request.stats.num_emitted == length - 1
         goes_on(model, request, prompt)
     assert {*map(id, group.take_left())} == {*map(id, requests)} and group.take_left() == []
     of_first = [is_shared for request, is_shared, _ in seen if request is requests[0]]
-    changes = [a for a, b in zip(of_first, of_first[1:]) if a != b]
+    changes = [a for a, b in itertools.pairwise(of_first) if a != b]
     assert not of_first[0] and of_first[-1] is False and changes == [False, True] * 2
     assert all(is_shared for request, is_shared, _ in seen if request is requests[2])
     if size == 0:
@@ -103,8 +105,8 @@ def test_recurrent_targets_share_plain_steps(name):
     group = Group(model, drafter, generation_stream, 3, drafts_together=False)
     prompts, lengths = [[t % 90 for t in prompt] for prompt in MANY], [34, 6, 4, 1 + 8]
     requests = [started(model, drafter, prompts[b], n) for b, n in enumerate(lengths)]
-    seen = run(group, dict(zip([0, 3, 4, 14], requests)))
-    for prompt, length, request in zip(prompts, lengths, requests):
+    seen = run(group, dict(zip([0, 3, 4, 14], requests, strict=True)))
+    for prompt, length, request in zip(prompts, lengths, requests, strict=False):
         assert request.tokens == plain(model, prompt, length)
         if not request.cache:
             put_back(request)
@@ -143,10 +145,11 @@ def test_greedy_and_sampled_ones_together():
     drafter, length = tiny_head(model), 12
     kinds = [{}, {"sampler": Sampling(temp=0.8, seed=1)}, {"sampler": Sampling(temp=0.8, seed=1)}]
     requests = [
-        started(model, drafter, prompt, length, **kind) for prompt, kind in zip(MANY, kinds)
+        started(model, drafter, prompt, length, **kind)
+        for prompt, kind in zip(MANY, kinds, strict=False)
     ]
-    run(Group(model, drafter, generation_stream, 2), dict(zip([0, 2, 4], requests)))
-    for prompt, kind, request in zip(MANY, kinds, requests):
+    run(Group(model, drafter, generation_stream, 2), dict(zip([0, 2, 4], requests, strict=True)))
+    for prompt, kind, request in zip(MANY, kinds, requests, strict=False):
         tokens, _ = speculative(model, drafter, prompt, length, num_draft_tokens=2, **kind)
         assert request.tokens == tokens
 

@@ -118,7 +118,7 @@ def test_prediction_is_the_sum_of_a_rounds_parts(host):
     costs = replace(make_costs(), **changes)
     step = (0.014 - 0.002) / 3
     assert costs.d == pytest.approx(step / 0.1)
-    for k, wait in zip((1, 2, 3), waits):
+    for k, wait in zip((1, 2, 3), waits, strict=True):
         assert costs.host(k) == pytest.approx(wait, abs=1e-9)
         seconds = costs.verify[k + 1] + costs.accept[k + 1] + 0.002 + (k - 1) * step + wait
         assert costs.round(k) == pytest.approx(seconds / 0.1)

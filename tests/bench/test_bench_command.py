@@ -125,7 +125,7 @@ def test_end_to_end(monkeypatch, capsys, tmp_path, tiny):
 
     text = (folder / "report.md").read_text()
     printed = out[: out.index("Written to ")]
-    tables = [t for t in re.findall(r"(?:\|.*\n)+", printed)]
+    tables = list(re.findall(r"(?:\|.*\n)+", printed))
     assert len(tables) == 3 and all(table in text for table in tables)
     # Results come first, and conditions are folded.
     assert text.index("## Results") < text.index("## Conditions") < text.index("<summary>Machine")
@@ -326,7 +326,9 @@ def luminance(colour: str) -> float:
     """WCAG's relative luminance of "#rrggbb"."""
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
-    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear))
+    return sum(
+        weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True)
+    )
 
 
 @pytest.mark.parametrize("background", ["#ffffff", "#0d1117"])

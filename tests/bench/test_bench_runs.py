@@ -139,7 +139,7 @@ def test_woven_runs_are_those_of_one_after_the_other(tiny):
     prompt = tiny.tokenizer.encode("Hello there")
     alone = [runner.run_once(tiny, configuration, prompt, 30) for configuration in configurations]
     woven = runner.run_woven(tiny, configurations, prompt, 7, max_tokens=30)
-    for one, other, configuration in zip(alone, woven, configurations):
+    for one, other, configuration in zip(alone, woven, configurations, strict=True):
         assert one.tokens == other.tokens
         if configuration.kind in ("chain", "tree"):  # auto decides by the clock
             assert one.num_timed == other.num_timed
@@ -164,7 +164,7 @@ def test_turns_are_short_and_go_forwards_and_backwards(monkeypatch):
         runner.Configuration("b", "mlx-lm-draft", 1),
         runner.Configuration("c", "mlx-lm-draft", 1),
     ]
-    plain, b, c = runner.run_woven(
+    plain, b, _c = runner.run_woven(
         SimpleNamespace(target=None), configurations, [1], 2, max_tokens=5
     )
     in_turns = [label for label, _ in itertools.groupby(turns)]
@@ -203,5 +203,5 @@ def test_the_peak_of_a_woven_run_is_its_own(tiny):
         run.peak_bytes for run in runner.run_woven(tiny, configurations, prompt, 6, max_tokens=24)
     ]
     assert all(peak > before for peak in woven)
-    for one, other in zip(alone, woven):
+    for one, other in zip(alone, woven, strict=True):
         assert other - before == pytest.approx(one - before, rel=0.1)

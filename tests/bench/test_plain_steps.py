@@ -47,5 +47,5 @@ def test_a_turn_is_timed_from_its_first_step_to_its_last(monkeypatch):
 def test_a_cache_beyond_the_targets_context_is_refused():
     settings = measure.Settings(max_kv_sizes=(512, 4096), repeats=1)
     flags.check_contexts(settings, 4096 + 64 + 9 * 16)
-    with pytest.raises(ValueError, match="--max-kv-size holds 4096, .* of 4304 tokens, but the"):
+    with pytest.raises(ValueError, match=r"--max-kv-size holds 4096, .* of 4304 tokens, but the"):
         flags.check_contexts(settings, 4303)

@@ -108,9 +108,9 @@ def random_stream(dice: random.Random) -> tuple[list[tuple[float, str]], clients
 
 def test_waits_are_those_of_a_naive_reading():
     dice = random.Random(5)
-    all_pieces, answers = zip(*(random_stream(dice) for _ in range(200)))
+    all_pieces, answers = zip(*(random_stream(dice) for _ in range(200)), strict=True)
     per_token, pauses, firsts = [], [], []
-    for pieces, answer in zip(all_pieces, answers):
+    for pieces, answer in zip(all_pieces, answers, strict=True):
         assert answer.text == "".join(text for _, text in pieces)
         told = [moment for moment, text in pieces if text]
         firsts.append(told[0] if told else pieces[-1][0])
@@ -212,7 +212,7 @@ def in_this_process(commands):
     with theirs(target) as one, ours(*drafted[1:]) as other:
         yield {
             name: SimpleNamespace(address=asked.address, check=lambda: None)
-            for name, asked in zip(commands, (one, other))
+            for name, asked in zip(commands, (one, other), strict=True)
         }
 
 

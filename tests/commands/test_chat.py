@@ -70,7 +70,7 @@ LENGTHS = [(), *(("--num-draft-tokens", k) for k in "03"), ("--tree", "3x3:6")]
 @pytest.mark.parametrize("name", FLAGS)
 def test_the_answers_of_mlx_lm(run, name, ours):
     theirs = run(mlx_lm.chat.main, [*QUESTIONS, "q"], *FLAGS[name])
-    code, answers, out, err = run(chat.main, [*QUESTIONS, "q"], *FLAGS[name], *ours)
+    code, answers, out, _err = run(chat.main, [*QUESTIONS, "q"], *FLAGS[name], *ours)
     assert code == 0 and answers == theirs[1]
     assert all(answers[i] for i in (0, 1, 4, 5)) and answers[0] == answers[4] != answers[5]
     assert "context cleared" in out and out.rstrip().endswith("bye\x1b[0m")
@@ -149,7 +149,7 @@ def test_the_end_of_the_input_leaves(run):
 
 @pytest.mark.parametrize("lines", [[KeyboardInterrupt()], ["Hello", KeyboardInterrupt()]])
 def test_ctrl_c_at_the_prompt_leaves(run, lines):
-    code, _, out, err = run(chat.main, lines)
+    code, _, _out, err = run(chat.main, lines)
     assert (code, err) == (130, "\ninterrupted\n")
 
 

@@ -110,7 +110,7 @@ def test_the_same_text_whatever_is_drafted(run, pair, flags):
 def test_stats_go_to_a_file(run, tmp_path):
     path = tmp_path / "stats.json"
     flags = ("--num-draft-tokens", "3", "--stats-json", str(path))
-    code, out, _ = run("-p", QUESTION, "-m", "4", *flags)
+    code, _out, _ = run("-p", QUESTION, "-m", "4", *flags)
     assert code == 0 and json.loads(path.read_text())["num_rounds"] >= 1
 
 
@@ -167,9 +167,9 @@ def test_a_prompt_cache_made_by_mlx_lm(run, target, head, tmp_path):
         [*made, "--prompt", "Some long text.", "--prompt-cache-file", file], capture_output=True
     )
     assert done.returncode == 0, done.stderr
+    flags = ["--prompt-cache-file", file, "-p", "And then?", "-m", "10", "--verbose", "F"]
     theirs = subprocess.run(
-        [sys.executable, "-m", "mlx_lm", "generate", "--prompt-cache-file", file]
-        + ["-p", "And then?", "-m", "10", "--verbose", "F"],
+        [sys.executable, "-m", "mlx_lm", "generate", *flags],
         capture_output=True,
         text=True,
     )

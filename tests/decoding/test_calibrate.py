@@ -35,7 +35,7 @@ def test_calibration_changes_nothing_and_is_remembered(tmp_path, monkeypatch):
         drafter, calls = tiny_head(model), []
 
         def sampler(logprobs):
-            calls.append(logprobs.shape)
+            calls.append(logprobs.shape)  # noqa: B023
             return mx.argmax(logprobs, axis=-1)
 
         cache, reference = make_prompt_cache(model), make_prompt_cache(model)
@@ -67,7 +67,7 @@ def test_measured_costs_are_of_whole_rounds(tmp_path, monkeypatch):
         seen.append(costs)
         assert [c.offset for c in decoder.cache] == [len(PROMPT) - 1] * len(decoder.cache)
         after = [c.state for c in decoder.cache]
-        for a, b in zip(before, after):
+        for a, b in zip(before, after, strict=True):
             assert mx.array_equal(a[0], b[0]).item() and mx.array_equal(a[1], b[1]).item()
         return costs
 

@@ -1,5 +1,6 @@
 """The first text of a machine, and those after it: nothing is waited for, all is learned."""
 
+import itertools
 import json
 import random
 
@@ -72,7 +73,9 @@ class Prompter:
         self._settle()
         right = self.text[self.position : self.position + size]
         wrong = [self.dice.random() > self.alpha for _ in right]
-        return Draft(mx.array([(t + w) % VOCAB for t, w in zip(right, wrong)], mx.int32))
+        return Draft(
+            mx.array([(t + w) % VOCAB for t, w in zip(right, wrong, strict=True)], mx.int32)
+        )
 
 
 class Clock:
@@ -338,6 +341,6 @@ def test_a_guess_knows_the_jumps_of_the_machine(monkeypatch):
     machine = machine_of({"architecture": "applegpu_g16g"}, "metal")
     monkeypatch.setattr("mlx_eagle.decoding.guess.this_machine", lambda: machine)
     costs = guess_costs(model, drafter, CHAINS)
-    steps = [costs.rounds[b] - costs.rounds[a] for a, b in zip(CHAINS, CHAINS[1:])]
+    steps = [costs.rounds[b] - costs.rounds[a] for a, b in itertools.pairwise(CHAINS)]
     assert steps.index(max(steps)) == 3, "from 4 drafts to 5 the sixth row comes"
     assert costs.guessed == {PLAIN, *CHAINS} and min(steps) > 0

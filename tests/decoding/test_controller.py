@@ -215,7 +215,7 @@ def test_left_early(case, scripted, num_taken):
     whole = make_prompt_cache(model, options.get("max_kv_size")) + drafter.make_cache()
     speculative(model, drafter, text, 1, num_draft_tokens=1, prompt_cache=whole)
     mine, other = head_cache[0].keys_and_values(), whole[-2].keys_and_values()
-    for a, b in zip(mine, other):
+    for a, b in zip(mine, other, strict=True):
         assert a.shape[2] == len(text) - 1
         if not options:  # otherwise a prompt in one piece sees more than one that grew
             assert mx.allclose(a, b[..., : len(text) - 1, :], atol=1e-3).item()
@@ -275,7 +275,7 @@ def test_numbers_of_draft_tokens_that_are_none_are_refused(value, found):
 @pytest.mark.parametrize("value", [5, True, ["2x2:3"], "4x4", ""])
 def test_trees_that_are_none_are_refused(value):
     model = tiny_llama()
-    with pytest.raises(ValueError, match="give .*WIDTHxDEPTH:NODES"):
+    with pytest.raises(ValueError, match=r"give .*WIDTHxDEPTH:NODES"):
         speculative(model, tiny_head(model), PROMPT, 3, tree=value)
 
 
@@ -291,7 +291,7 @@ def test_a_tree_may_be_given_as_text():
 @pytest.mark.parametrize("k", [0, 2])
 @pytest.mark.parametrize("value", [-5, 0, None, 2.5, True, "7"])
 def test_limits_that_are_none_are_refused(value, k):
-    with pytest.raises(ValueError, match="max_tokens is .*: give 1 or more, or -1 for no limit"):
+    with pytest.raises(ValueError, match=r"max_tokens is .*: give 1 or more, or -1 for no limit"):
         speculative(tiny_llama(), LookupDrafter(), PROMPT, value, num_draft_tokens=k)
 
 

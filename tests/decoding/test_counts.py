@@ -51,7 +51,10 @@ def test_one_eval_and_k_head_forwards_a_round(model, monkeypatch, k):
 def test_the_model_runs_once_a_round(model, monkeypatch):
     calls = []
     call = type(model).__call__
-    counted = lambda self, *args, **kwargs: (calls.append(1), call(self, *args, **kwargs))[1]
+
+    def counted(self, *args, **kwargs):
+        return (calls.append(1), call(self, *args, **kwargs))[1]
+
     text = PROMPT + plain(model, PROMPT, 60)
     monkeypatch.setattr(type(model), "__call__", counted)
     for script in SCRIPTS.values():
@@ -237,5 +240,5 @@ def test_taps_are_what_enters_the_layers(model):
 
 
 def test_a_tap_beyond_the_model_is_refused(model):
-    with pytest.raises(ValueError, match="taps layers .* but the target has 6 layers"):
+    with pytest.raises(ValueError, match=r"taps layers .* but the target has 6 layers"):
         Target(model, (2, 3, 8))

@@ -92,7 +92,7 @@ def test_the_head_is_given_the_same(step):
     by_hand = [KVCache() for _ in head.head.layers]
     head.head(text[1:], head.head.fuse(features[:-1]), by_hand)
     kept = cache[len(LLAMA.layers)]
-    for a, b in zip(kept.keys_and_values(), by_hand[0].keys_and_values()):
+    for a, b in zip(kept.keys_and_values(), by_hand[0].keys_and_values(), strict=True):
         assert mx.allclose(a, b[..., : a.shape[2], :], atol=1e-4).item()
 
 

@@ -19,7 +19,7 @@ from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.drafters.feature_drafter import last_features
 from mlx_eagle.target.taps import Target
 
-LONG_PROMPT = PROMPT + [9, 33, 7, 50, 51, 52]
+LONG_PROMPT = [*PROMPT, 9, 33, 7, 50, 51, 52]
 PREFILL_STEP = 4
 TARGETS = {
     "llama": tiny_llama,
@@ -71,7 +71,7 @@ def case(request):
 
 def run_until_it_fails(case, drafter, cache, **options) -> tuple[list[int], int]:
     """The tokens yielded, and how much of the prompt was reported as done."""
-    model, _, fixed = case
+    model, _, _fixed = case
     taken, done = [], [0]
     with pytest.raises(Injected):
         for token, _, _ in speculative_generate_step(

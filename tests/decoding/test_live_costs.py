@@ -311,7 +311,8 @@ def test_the_first_and_the_last_of_some_plain_steps_are_not_timed(monkeypatch):
     monkeypatch.setattr(
         controller, "record_time", lambda shape, seconds: timed.append((count, shape.size))
     )
-    for count, _ in zip(range(13), pipeline.Pipeline(Steps(), controller)):
+    rounds = zip(range(13), pipeline.Pipeline(Steps(), controller), strict=False)
+    for count, _ in rounds:  # noqa: B007
         pass
     assert timed == [(0, 2), (2, 0), (3, 0), (6, 3)]
 

@@ -57,7 +57,9 @@ def test_head_drafts(model, text, k):
 def test_scripted_drafts_and_the_cache_they_leave(model, text, left, k, script):
     drafter = ScriptedDrafter(text, SCRIPTS[script])
     cache = make_prompt_cache(model)
-    tokens, stats = speculative(model, drafter, PROMPT, 40, num_draft_tokens=k, prompt_cache=cache)
+    tokens, _stats = speculative(
+        model, drafter, PROMPT, 40, num_draft_tokens=k, prompt_cache=cache
+    )
     assert tokens == text[len(PROMPT) :][:40]
     assert caches_equal(cache, left(40))
 
@@ -234,7 +236,7 @@ def test_two_generations_on_one_drafter_do_not_mix(model):
     ]
     tokens = [[], []]
     for _ in range(12):
-        for out, gen in zip(tokens, steps):
+        for out, gen in zip(tokens, steps, strict=True):
             out.append(next(gen)[0])
     assert tokens == expected
 
@@ -263,6 +265,8 @@ def test_sampled_text_has_the_targets_law():
         counts[tokens[1] * 6 + tokens[2]] += 1
         kept += stats.num_accepted
     assert kept > num_runs // 10  # the drafted branch was taken
-    chi_square = sum((c - num_runs * p) ** 2 / (num_runs * p) for c, p in zip(counts, exact))
+    chi_square = sum(
+        (c - num_runs * p) ** 2 / (num_runs * p) for c, p in zip(counts, exact, strict=True)
+    )
     # 35 degrees of freedom: 66.6 is the 0.999 quantile.
     assert chi_square < 66.6

@@ -99,10 +99,10 @@ def test_a_sampler_of_one_thread_works_in_another():
     mx.eval(logprobs)
     for sampler in (Sampling(temp=1.0, seed=3), Sampling(temp=1.0)):
         here = [sampler.begin()(logprobs).item() for _ in range(3)]
-        there = in_thread(lambda: [sampler.begin()(logprobs).item() for _ in range(3)])
+        there = in_thread(lambda s=sampler: [s.begin()(logprobs).item() for _ in range(3)])
         if sampler.seed is not None:
             assert there == here
-        used = in_thread(lambda: sampler(logprobs).item())
+        used = in_thread(lambda s=sampler: s(logprobs).item())
         assert isinstance(used, int)
 
 

@@ -33,7 +33,7 @@ def assert_drafter_missed_nothing(cache: list, text: list[int]) -> None:
     # After text and one token: a slot for every position but the last.
     ours, theirs = head_slots(cache), head_slots(whole)
     size = len(text) - 1
-    for a, b in zip(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
         assert a.shape[2] >= size
         assert mx.allclose(a[..., :size, :], b[..., :size, :], atol=1e-4).item()
 
@@ -80,7 +80,7 @@ def test_trimmed_to_a_common_prefix(num_trimmed):
     plain(MODEL, PROMPT, 10, prompt_cache=reference)
     for caches in (cache, reference):
         trim_prompt_cache(caches, num_trimmed)
-    tokens, stats = speculative(
+    tokens, _stats = speculative(
         MODEL, DRAFTER, [4, 5, 6], 12, num_draft_tokens=3, prompt_cache=cache
     )
     assert tokens == plain(MODEL, [4, 5, 6], 12, prompt_cache=reference)

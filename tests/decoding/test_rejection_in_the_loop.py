@@ -95,10 +95,10 @@ def broken(what: str):
         kept, left = [], []
         columns = list(range(p.shape[1])) if ids is None else ids.tolist()
         for p_row, q_row, tried, coin in zip(
-            p.tolist(), q.tolist(), children.tolist(), coins.tolist()
+            p.tolist(), q.tolist(), children.tolist(), coins.tolist(), strict=True
         ):
             rest, drawn = list(p_row), [0.0] * len(p_row)
-            for column, x in zip(columns, q_row):
+            for column, x in zip(columns, q_row, strict=True):
                 drawn[column] = x
             outcome = -1
             for i, child in enumerate(tried):
@@ -110,7 +110,7 @@ def broken(what: str):
                     outcome = i
                     break
                 if what != "rest of p":
-                    rest = [max(0.0, a - b) for a, b in zip(rest, drawn)]
+                    rest = [max(0.0, a - b) for a, b in zip(rest, drawn, strict=True)]
                 if what != "not normalized":
                     rest = [a / (sum(rest) or 1.0) for a in rest]
                 if what != "with replacement":

@@ -53,7 +53,7 @@ def test_the_chi_square_catches_a_broken_rule(monkeypatch):
 def test_coupled_text_depends_on_the_seed_alone(k):
     texts = set()
     for seed in range(12):
-        drafted, stats = run(Sampling(1.0, seed=seed), "coupled", 25, k)
+        drafted, _stats = run(Sampling(1.0, seed=seed), "coupled", 25, k)
         alone, _ = run(Sampling(1.0, seed=seed), None, 25, k=0)
         assert drafted == alone
         texts.add(tuple(drafted))
@@ -66,13 +66,13 @@ def test_acceptance_near_the_best_possible():
     p = TARGET.probabilities()
     q = [[0.0] * VOCAB for _ in range(VOCAB)]
     for a, row in enumerate(DRAFTER.model.probabilities()):
-        for i, x in zip(DRAFT_IDS, row):
+        for i, x in zip(DRAFT_IDS, row, strict=True):
             q[a][i] = x
     rates = {}
     for acceptance in ("coupled", "reject"):
         kept = drafted = 0
         for seed in range(150):
-            tokens, stats = run(Sampling(1.0, seed=seed), acceptance, 16, k=1)
+            _tokens, stats = run(Sampling(1.0, seed=seed), acceptance, 16, k=1)
             kept += stats.num_accepted
             drafted += stats.num_drafted
         rates[acceptance] = kept / drafted
@@ -92,8 +92,11 @@ def naive_reject(p, q, drafted, coins, residual_noise, bonus):
         if coins[i] < min(1.0, p[i][x] / q[i][x]):
             out.append(x)
             continue
-        rest = [max(0.0, a - b) for a, b in zip(p[i], q[i])]
-        scores = [math.log(r) + g if r > 0 else -math.inf for r, g in zip(rest, residual_noise[i])]
+        rest = [max(0.0, a - b) for a, b in zip(p[i], q[i], strict=True)]
+        scores = [
+            math.log(r) + g if r > 0 else -math.inf
+            for r, g in zip(rest, residual_noise[i], strict=True)
+        ]
         return [*out, scores.index(max(scores))]
     return [*out, bonus]
 
@@ -112,7 +115,7 @@ def test_reject_equals_its_naive_twin():
         p = mx.softmax(target_logits / 0.9, axis=-1).tolist()
         q = [[0.0] * VOCAB for _ in range(k)]
         for i, row in enumerate(mx.softmax(draft_logits / 0.9, axis=-1).tolist()):
-            for token, x in zip(DRAFT_IDS, row):
+            for token, x in zip(DRAFT_IDS, row, strict=True):
                 q[i][token] = x
         keys = [sampling.key(7 + i, 2) for i in range(k)]
         coins = [mx.random.uniform(shape=(1,), key=key).item() for key in keys]
@@ -133,7 +136,10 @@ def test_match_and_coupled_equal_their_naive_twins():
         rows = {
             "match": logits.tolist(),
             "coupled": [
-                [x / 0.8 + g for x, g in zip(row, sampling.noise(4 + r, VOCAB).tolist())]
+                [
+                    x / 0.8 + g
+                    for x, g in zip(row, sampling.noise(4 + r, VOCAB).tolist(), strict=True)
+                ]
                 for r, row in enumerate(logits.tolist())
             ],
         }
@@ -163,7 +169,7 @@ def test_sampling_filters_as_mlx_lm_does():
 
 
 def test_rules_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="needs mlx_eagle.Sampling"):
+    with pytest.raises(ValueError, match=r"needs mlx_eagle.Sampling"):
         make_rule("coupled", make_sampler(1.0))
     with pytest.raises(ValueError, match="greedy decoding"):
         make_rule("reject", None)

@@ -286,5 +286,5 @@ def test_a_tree_wider_than_the_draft_vocabulary_is_refused():
     model = tiny_llama()
     assert tiny_head(model).head.config.draft_vocab_size == 48
     for text in ("49", "49x1:49"):
-        with pytest.raises(ValueError, match="gives a node 49 children.* only 48"):
+        with pytest.raises(ValueError, match=r"gives a node 49 children.* only 48"):
             speculative(model, tiny_head(model), PROMPT, 9, tree=parse_tree(text))

@@ -2,6 +2,7 @@
 
 import gc
 from contextlib import nullcontext
+from itertools import chain
 
 import mlx.core as mx
 import numpy as np
@@ -321,12 +322,12 @@ def test_a_branch_is_moved_within_its_buffers(name):
     mx.eval(expected)
     window.rollback_to_branch([0, 2, 3])
     mx.synchronize()  # as after the accept pass of a round
-    for cache, arrays, buffer in zip(caches, expected, buffers):
+    for cache, arrays, buffer in zip(caches, expected, buffers, strict=True):
         mx.eval(cache.keys, cache.values)
         assert addresses(cache.keys, cache.values) == buffer, "the cache was copied"
         found = tree_flatten([cache.keys, cache.values])
         assert cache.offset == 12
-        for (_, array), (_, wanted) in zip(found, tree_flatten(arrays)):
+        for (_, array), (_, wanted) in zip(found, tree_flatten(arrays), strict=True):
             assert mx.array_equal(array[..., :12, :], wanted).item()
 
 
@@ -366,7 +367,7 @@ def test_the_passes_of_a_probe_have_as_many_rows(monkeypatch, dtype):
     _, prefix, *compared, root, rest = passes
     assert [len(tokens) for tokens in compared] == [4, 4, 4]
     assert root + rest == compared[1]
-    assert min(prefix + sum(compared, [])) > VOCAB // 8, "special tokens come first"
+    assert min(chain(prefix, *compared)) > VOCAB // 8, "special tokens come first"
     assert found.difference <= max(2 * found.noise, tree_attention.LEAST_NOISE * found.scale)
 
 

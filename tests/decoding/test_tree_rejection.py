@@ -51,12 +51,12 @@ def test_drawn_children_are_kept_more_often_than_the_likeliest():
 def naive_trial(p, q, children, coins):
     """One row in plain Python: which child is kept, and what is drawn from; p, q over all."""
     p, q = list(p), list(q)
-    for i, (x, coin) in enumerate(zip(children, coins)):
+    for i, (x, coin) in enumerate(zip(children, coins, strict=True)):
         if q[x] == 0:
             continue
         if coin < min(1.0, p[x] / q[x]):
             return i, None
-        p = [max(0.0, a - b) for a, b in zip(p, q)]
+        p = [max(0.0, a - b) for a, b in zip(p, q, strict=True)]
         p = [a / sum(p) for a in p]
         q[x] = 0.0
         q = [b / sum(q) if sum(q) else 0.0 for b in q]
@@ -135,7 +135,10 @@ def naive_walk(p, q, tree, coins, noise):
         last = path[-1] if path else START
         i, rest = naive_trial(p[last], q[last], children, coins[depth])
         if i < 0:
-            scores = [math.log(a) + g if a > 0 else -math.inf for a, g in zip(rest, noise[depth])]
+            scores = [
+                math.log(a) + g if a > 0 else -math.inf
+                for a, g in zip(rest, noise[depth], strict=True)
+            ]
             return [*path, scores.index(max(scores))]
         path = (*path, children[i])
 
@@ -152,7 +155,7 @@ def test_a_round_equals_its_naive_twin(text):
         draft = drafter.propose_tree(shape, choice.pick_children)
         tokens, parents = draft.tokens.tolist(), draft.parents.tolist()
         paths, tree = [()], {}
-        for token, parent in zip(tokens, parents):
+        for token, parent in zip(tokens, parents, strict=True):
             paths.append((*paths[parent], token))
             tree.setdefault(paths[parent], []).append(token)
         logits = TARGET(mx.array([START, *tokens]))
@@ -220,7 +223,7 @@ def test_a_tree_that_no_rule_was_asked_for_is_verified_too(rule):
     logits = mx.random.normal((4, VOCAB), key=mx.random.key(8))
     wanted = [
         mx.argmax(row / TEMP + sampling.noise(7 + depth, VOCAB)).item()
-        for row, depth in zip(logits, (0, 1, 1, 2))
+        for row, depth in zip(logits, (0, 1, 1, 2), strict=True)
     ]
     tokens = [wanted[0], (wanted[0] + 1) % VOCAB, wanted[1]]
     draft = Draft(mx.array(tokens, mx.int32), mx.array([0, 0, 1], mx.int32), 2)

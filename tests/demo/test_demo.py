@@ -1,5 +1,6 @@
 """The demo pair: its target against the GGUF it comes from, its failures, its report."""
 
+import itertools
 import math
 import sys
 import tempfile
@@ -175,7 +176,7 @@ def naive_encode(text: str, ids: dict[str, int], ranks: dict[tuple[str, str], in
         for word in regex.findall(GPT2_WORDS, piece):
             parts = [letters[byte] for byte in word.encode()]
             while len(parts) > 1:
-                pairs = list(zip(parts, parts[1:]))
+                pairs = list(itertools.pairwise(parts))
                 best = min(range(len(pairs)), key=lambda i: ranks.get(pairs[i], math.inf))
                 if pairs[best] not in ranks:
                     break
@@ -317,7 +318,7 @@ def test_no_network_is_one_sentence(home, monkeypatch):
 def test_no_pip_is_one_sentence(home, monkeypatch):
     venv.create(home / "bare", with_pip=False)
     monkeypatch.setattr(sys, "executable", str(home / "bare" / "bin" / "python"))
-    with pytest.raises(ValueError, match="has none: run .* -m ensurepip"):
+    with pytest.raises(ValueError, match=r"has none: run .* -m ensurepip"):
         demo_target_path()
     assert cached(home) == []
 
@@ -348,7 +349,7 @@ def test_dense_pair_holds_the_built_weights(pair, dense):
 
 @pytest.mark.exhaustive
 def test_packed_weights_compute_the_same(pair):
-    model, _, drafter = load_demo(quantized=True)
+    model, _, _drafter = load_demo(quantized=True)
     kinds = {type(m) for m in model.modules() if "weight" in m}
     assert kinds == {nn.QuantizedLinear, nn.QuantizedEmbedding, nn.RMSNorm}
     expected = logits(pair[0])

@@ -119,7 +119,7 @@ def test_ablations_hurt(pair):
         broken = kind(drafter.head, drafter._embed, drafter.taps, drafter._to_target)
         kept[kind] = 0
         for prompt in prompts(pair, "gsm8k", (0, 1)):
-            tokens, stats = decode(pair, broken, prompt, 40, num_draft_tokens=3)
+            _tokens, stats = decode(pair, broken, prompt, 40, num_draft_tokens=3)
             kept[kind] += stats.num_accepted
     assert kept[Forgetful] < 0.8 * kept[mlx_eagle.Eagle3Drafter]
     assert kept[Shifted] < 0.5 * kept[mlx_eagle.Eagle3Drafter]
@@ -137,7 +137,7 @@ def test_the_shipped_head_is_what_the_converter_makes_of_the_original(tmp_path):
 
 @pytest.mark.exhaustive
 def test_same_seed_same_text(pair):
-    _, tokenizer, drafter = pair
+    _, _tokenizer, drafter = pair
     (prompt,) = prompts(pair, "mt_bench", (2,))
     texts = [
         decode(

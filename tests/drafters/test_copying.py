@@ -62,11 +62,11 @@ def naive_copying(rounds: list[dict], text: list[int], size: int) -> tuple[bool,
     """Whether it copies next, and how much, from all rounds before: their texts and drafts."""
     copies, drafts, both = ([], []), ([], []), ([], [])
     num_copies = num_drafts = 0
-    for done, after in zip(rounds, [*[r["text"] for r in rounds[1:]], text]):
+    for done, after in zip(rounds, [*[r["text"] for r in rounds[1:]], text], strict=True):
         new = after[len(done["text"]) :]
         if done["match"]:
             num_copies += 1
-            for i, (token, real) in enumerate(zip(done["copy"], new)):
+            for i, (token, real) in enumerate(zip(done["copy"], new, strict=True)):
                 copies[0].append((num_copies, done["match"] - 1 + i, token == real))
                 if token != real:
                     break
@@ -222,7 +222,7 @@ def test_the_head_misses_nothing_of_copied_rounds(always_copies, k):
     speculative(LLAMA, HEAD, LOOPING + tokens, 1, prompt_cache=whole)
     ours, theirs = cache[NUM_CACHES], whole[NUM_CACHES]
     assert ours.offset == len(LOOPING + tokens) - 1
-    for a, b in zip(ours.keys_and_values(), theirs.keys_and_values()):
+    for a, b in zip(ours.keys_and_values(), theirs.keys_and_values(), strict=True):
         assert mx.allclose(a, b[..., : ours.offset, :], atol=1e-4).item()
 
 

@@ -139,7 +139,7 @@ def test_two_generations_do_not_mix(name):
     ]
     tokens = [[], []]
     for _ in range(12):
-        for out, gen in zip(tokens, steps):
+        for out, gen in zip(tokens, steps, strict=True):
             out.append(next(gen)[0])
     assert tokens == [plain(model, p, 12) for p in prompts]
 

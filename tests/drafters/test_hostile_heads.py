@@ -97,7 +97,7 @@ def test_wrong_arrays_of_a_converted_head(model, head, name, value, words):
 def test_a_config_without_its_fields(model, head):
     for text in ('{"model_type": "eagle3"}', "{}", "[]", "", '{"a":' * 10**5):
         (head / "config.json").write_text(text)
-        with pytest.raises(ValueError, match="config.json|converted EAGLE-3 head"):
+        with pytest.raises(ValueError, match=r"config.json|converted EAGLE-3 head"):
             load_drafter(head, model)
 
 
@@ -148,5 +148,5 @@ def test_mlx_lm_is_told_what_is_missing(model, head):
 def test_what_is_neither_head_nor_model(model, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ValueError, match="neither a draft head .* nor a model that mlx-lm loads"):
+    with pytest.raises(ValueError, match=r"neither a draft head .* nor a model that mlx-lm loads"):
         load_model_drafter(tmp_path, model)

@@ -1,5 +1,7 @@
 """The lagging draft cache: the same text, one slot a round, and true positions."""
 
+from typing import ClassVar
+
 import mlx.core as mx
 import pytest
 from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama
@@ -13,7 +15,7 @@ MODEL = tiny_llama()
 class Spy(Eagle3Drafter):
     """Records the positions and rows of every head forward."""
 
-    calls: list = []
+    calls: ClassVar[list] = []
 
     def _forward(self, tokens, states, positions=None, mask=None):
         self.calls.append((tokens.shape[0], None if positions is None else positions.tolist()))
@@ -32,7 +34,7 @@ def test_one_row_a_round_at_its_true_position():
     exact = tiny_head(MODEL)
     spy = Spy(exact.head, exact._embed, exact.taps, exact._to_target, "lagging")
     Spy.calls = []
-    _, stats = speculative(MODEL, spy, PROMPT, 20, num_draft_tokens=1)
+    _, _stats = speculative(MODEL, spy, PROMPT, 20, num_draft_tokens=1)
     prefill, root, first, *rounds = Spy.calls
     n = len(PROMPT)
     assert prefill == (n - 2, list(range(n - 2)))
@@ -55,7 +57,10 @@ def test_without_accepted_drafts_both_caches_agree():
         drafter.extend(mx.array([1, 2, 3]), features[:3])
         for i in range(3):
             drafter.extend(mx.array([7 + i]), features[3 + i : 4 + i], last=mx.array(0))
-        pick = lambda logits, ids: mx.argmax(logits, axis=-1)
+
+        def pick(logits, ids):
+            return mx.argmax(logits, axis=-1)
+
         drafts.append(drafter.propose(4, pick).tokens.tolist())
     assert drafts[0] == drafts[1]
 

@@ -120,14 +120,14 @@ def test_a_missing_tensor_is_named(model, source):
     weights = mx.load(str(folder / "model.safetensors"))
     del weights["layers.0.mlp.down_proj.weight"]
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
-    with pytest.raises(ValueError, match="lacks layers.0.mlp.down_proj.weight"):
+    with pytest.raises(ValueError, match=r"lacks layers.0.mlp.down_proj.weight"):
         load_drafter(folder, model)
 
 
 def test_a_wrong_shape_is_named(model, source):
     folder = converted(source, quantize=False)
     edit_config(folder, intermediate_size=128)
-    with pytest.raises(ValueError, match="gate_up_proj.weight is .* its config.json says"):
+    with pytest.raises(ValueError, match=r"gate_up_proj.weight is .* its config.json says"):
         load_drafter(folder, model)
 
 
@@ -149,7 +149,7 @@ def test_a_truncated_file_is_named(model, source):
 
 
 def test_what_is_no_converted_head_is_refused(model, source, tmp_path):
-    with pytest.raises(ValueError, match="has no config.json"):
+    with pytest.raises(ValueError, match=r"has no config.json"):
         load_drafter(tmp_path, model)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="not valid JSON"):

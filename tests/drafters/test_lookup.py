@@ -43,7 +43,7 @@ def test_lookup_on_copy_and_edit():
     for place in (12, 33, 34, 61):
         edited[place] = (edited[place] + 7) % VOCAB
     text = original + [1, 2] + edited + [0] * 10
-    model, prompt = Recital(text), original + [1, 2]
+    model, prompt = Recital(text), [*original, 1, 2]
     tokens, stats = speculative(model, LookupDrafter(), prompt, 80, num_draft_tokens=5)
     assert tokens == edited
     assert stats.num_head_forwards == 0

@@ -37,7 +37,7 @@ def test_mlx_lm_before_we_are_installed(name):
 )
 def test_a_target_of_another_hidden_size(model, drafter, prompt):
     cache = make_prompt_cache(model) + drafter.make_cache()
-    with pytest.raises(ValueError, match="features .* wide, and this target's are .* wide"):
+    with pytest.raises(ValueError, match=r"features .* wide, and this target's are .* wide"):
         speculative(model, drafter, prompt, 4, prompt_cache=cache)
 
 

@@ -29,13 +29,18 @@ def test_a_recurrent_draft_model_runs_again_where_a_draft_fails(k):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("keep", [0, 4])
 def test_a_draft_model_with_a_full_window(keep, monkeypatch):
-    make_cache = lambda self: [RotatingKVCache(WINDOW, keep) for _ in self.layers]
+    def make_cache(self):
+        return [RotatingKVCache(WINDOW, keep) for _ in self.layers]
+
     monkeypatch.setattr(llama.Model, "make_cache", make_cache)
     text = PROMPT + plain(LLAMA, PROMPT, 60)
     tokens, stats = speculative(LLAMA, ModelDrafter(LLAMA), PROMPT, 25, num_draft_tokens=3)
     assert tokens == text[len(PROMPT) :][:25]
     assert stats.tau == 4
-    true_text = lambda committed, size: text[len(committed) :][:size]
+
+    def true_text(committed, size):
+        return text[len(committed) :][:size]
+
     for script in SCRIPTS:
         drafter = Steered(ModelDrafter(LLAMA), true_text, text, SCRIPTS[script])
         tokens, _ = speculative(LLAMA, drafter, PROMPT, 25, num_draft_tokens=3)
@@ -90,11 +95,14 @@ def write_model(folder, model: nn.Module, words: list[str]) -> str:
 def test_loading_a_draft_model(tmp_path):
     words = [f"w{i}" for i in range(VOCAB)]
     path = write_model(tmp_path / "draft", LLAMA, words)
-    vocabulary = lambda words: PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(
-            models.WordLevel({w: i for i, w in enumerate(words)}, unk_token=words[0])
+
+    def vocabulary(words):
+        return PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(
+                models.WordLevel({w: i for i, w in enumerate(words)}, unk_token=words[0])
+            )
         )
-    )
+
     drafter = load_model_drafter(path, LLAMA, vocabulary(words))
     _, stats = speculative(LLAMA, drafter, PROMPT, 25, num_draft_tokens=3)
     assert stats.tau == 4
@@ -105,7 +113,9 @@ def test_loading_a_draft_model(tmp_path):
 
 
 def test_a_draft_model_with_an_unknown_cache_is_refused(monkeypatch):
-    make_cache = lambda self: [BatchKVCache([0]) for _ in self.layers]
+    def make_cache(self):
+        return [BatchKVCache([0]) for _ in self.layers]
+
     monkeypatch.setattr(llama.Model, "make_cache", make_cache, raising=False)
     with pytest.raises(ValueError, match="the draft model uses a BatchKVCache"):
         ModelDrafter(LLAMA)

@@ -22,9 +22,12 @@ def checkpoint(drafter: MTPDrafter, fused: bool) -> dict[str, mx.array]:
         for i, expert in enumerate(array):
             tensors[f"mtp.{mlp}.experts.{i}.{projection}.weight"] = expert
     if fused:
-        experts = lambda name: mx.stack(
-            [tensors.pop(f"mtp.layers.0.mlp.experts.{i}.{name}.weight") for i in range(4)]
-        )
+
+        def experts(name):
+            return mx.stack(
+                [tensors.pop(f"mtp.layers.0.mlp.experts.{i}.{name}.weight") for i in range(4)]
+            )
+
         gate_up = mx.concatenate([experts("gate_proj"), experts("up_proj")], axis=1)
         tensors["mtp.layers.0.mlp.experts.gate_up_proj"] = gate_up
         tensors["mtp.layers.0.mlp.experts.down_proj"] = experts("down_proj")
@@ -68,9 +71,9 @@ def test_bad_mtp_layers_are_refused():
     weights = checkpoint(tiny_mtp(QWEN3_NEXT), fused=False)
     with pytest.raises(ValueError, match="a llama model: MTP layers are known for Qwen3-Next"):
         load_mtp(weights, LLAMA)
-    with pytest.raises(ValueError, match="lacks mtp.fc.weight"):
+    with pytest.raises(ValueError, match=r"lacks mtp.fc.weight"):
         load_mtp({}, QWEN3_NEXT)
-    with pytest.raises(ValueError, match="has an unknown mtp.layers.1.mlp.gate_proj.weight"):
+    with pytest.raises(ValueError, match=r"has an unknown mtp.layers.1.mlp.gate_proj.weight"):
         load_mtp({**weights, "mtp.layers.1.mlp.gate_proj.weight": mx.zeros(3)}, QWEN3_NEXT)
     wide = tiny_qwen3_next(hidden_size=96)
     with pytest.raises(ValueError, match=r"mtp\..* is \(.*64.*\), but this target's"):

@@ -144,7 +144,7 @@ def test_what_is_not_for_masked_slots_is_refused(tmp_path):
     config.write_text(text)
     with pytest.raises(ValueError, match="P-EAGLE head need every pair"):
         load_drafter(tmp_path / "head", model, draft_cache="lagging")
-    with pytest.raises(ValueError, match="drafts in one pass .P-EAGLE., and only heads of llama"):
+    with pytest.raises(ValueError, match=r"drafts in one pass .P-EAGLE., and only heads of llama"):
         student_from(str(tmp_path / "head"), model, None)
     drafter = load_drafter(tmp_path / "head", model)
     assert isinstance(drafter, ParallelDrafter) and drafter.taps == (2, 6, 9)

@@ -131,7 +131,9 @@ def test_trees_see_the_window_and_their_ancestors(tail):
     row, found = 0, []
     parents, ids = tree.parents.tolist(), tree.tokens.tolist()
     for token in chain:
-        row = 1 + next(i for i, (p, t) in enumerate(zip(parents, ids)) if (p, t) == (row, token))
+        row = 1 + next(
+            i for i, (p, t) in enumerate(zip(parents, ids, strict=True)) if (p, t) == (row, token)
+        )
         found.append(ids[row - 1])
     assert found == chain and drafter.cache[0].offset == 30
 
@@ -208,10 +210,10 @@ def test_saved_and_loaded_between_turns(tmp_path):
 def test_caches_of_another_window_are_refused():
     with_all, with_4 = tiny_head(MODEL), tiny_head(MODEL).with_draft_window(4)
     cache = make_prompt_cache(MODEL) + with_4.make_cache()
-    with pytest.raises(ValueError, match="holds a window of 8 slots .* keeps all slots: give"):
+    with pytest.raises(ValueError, match=r"holds a window of 8 slots .* keeps all slots: give"):
         speculative(MODEL, with_all, PROMPT, 5, prompt_cache=cache)
     cache = make_prompt_cache(MODEL) + with_all.make_cache()
-    with pytest.raises(ValueError, match="holds all slots .* keeps a window of 8 slots: give"):
+    with pytest.raises(ValueError, match=r"holds all slots .* keeps a window of 8 slots: give"):
         speculative(MODEL, with_4, PROMPT, 5, prompt_cache=cache)
 
 
@@ -250,13 +252,13 @@ def test_a_batch_is_drafted_for_one_by_one():
 
 
 def test_what_cannot_have_a_window_is_told():
-    with pytest.raises(ValueError, match="^the draft window is 0: give .*$"):
+    with pytest.raises(ValueError, match=r"^the draft window is 0: give .*$"):
         tiny_head(MODEL).with_draft_window(0)
-    with pytest.raises(ValueError, match="^this head was trained with a window of 4 slots"):
+    with pytest.raises(ValueError, match=r"^this head was trained with a window of 4 slots"):
         tiny_head(MODEL, sliding_window=4).with_draft_window(8)
-    with pytest.raises(ValueError, match="^a draft window is for EAGLE heads"):
+    with pytest.raises(ValueError, match=r"^a draft window is for EAGLE heads"):
         open_beside(LookupDrafter(), None, MODEL, draft_window=8)
-    with pytest.raises(ValueError, match="^--draft-window is 0: give"):
+    with pytest.raises(ValueError, match=r"^--draft-window is 0: give"):
         check_draft_window(0)
     assert open_beside(tiny_head(MODEL), None, MODEL, draft_window=8).draft_window == 8
 

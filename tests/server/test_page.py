@@ -138,7 +138,9 @@ def test_the_page_is_only_read(server, method):
 
 
 def test_without_a_key_the_model_is_named(pair):
-    with ours("--model", pair["target"], "--draft-model", pair["head"]) as asked:
-        with urlopen(asked.url.removesuffix("v1"), timeout=10) as response:
-            settings = settings_of(response.read().decode())
+    with (
+        ours("--model", pair["target"], "--draft-model", pair["head"]) as asked,
+        urlopen(asked.url.removesuffix("v1"), timeout=10) as response,
+    ):
+        settings = settings_of(response.read().decode())
     assert settings["model"] == pair["target"] and settings["needs_key"] is False

@@ -1,5 +1,6 @@
 """The server: mlx_lm.server's answers, with drafts, caches of earlier turns and many clients."""
 
+import itertools
 import json
 import socket
 import struct
@@ -102,7 +103,7 @@ def test_logprobs_are_those_of_mlx_lm_server(server, reference):
 
     got, expected = rows(server), rows(reference)
     assert len(got) == len(expected) == 24
-    for ours_, theirs_ in zip(got, expected):
+    for ours_, theirs_ in zip(got, expected, strict=True):
         assert ours_["id"] == theirs_["id"] and ours_["token"] == theirs_["token"]
         assert ours_["logprob"] == pytest.approx(theirs_["logprob"], abs=1e-3)
         ids = [{top["id"] for top in row["top_logprobs"]} for row in (ours_, theirs_)]
@@ -144,7 +145,7 @@ def test_turns_reuse_the_caches_of_the_turn_before(
     rows.clear()
     last = converse(drafted, question, 1, **options)[0].usage  # the first turn once more
     assert last.prompt_tokens_details.cached_tokens >= last.prompt_tokens - 2
-    for before, after in zip(answers, answers[1:]):
+    for before, after in itertools.pairwise(answers):
         assert after.usage.prompt_tokens_details.cached_tokens == before.usage.total_tokens
     # One token to make the seam again, then what is new; nothing of the old.
     assert rows[0] <= 2 and max(rows) <= 4
@@ -208,7 +209,7 @@ def test_a_decode_concurrency_of_one_drafts_for_everybody(pair, reference):
     prompts = [f"Client {i} says" for i in range(3)]
     with ours(*flags, "--decode-concurrency", "1") as asked, ThreadPoolExecutor(3) as pool:
         got = list(pool.map(lambda p: asked.complete(prompt=p, logit_bias=ENDLESS), prompts))
-    for prompt, answer in zip(prompts, got):
+    for prompt, answer in zip(prompts, got, strict=True):
         expected = reference.complete(prompt=prompt, logit_bias=ENDLESS)
         assert answer.choices == expected.choices
         assert answer.usage.drafted_tokens > 30

@@ -144,7 +144,7 @@ def test_template_arguments_that_are_not_json(capsys):
 def test_hosts_that_cannot_be_named(host):
     assert not is_loopback(host)
     generator = SimpleNamespace(metrics=None)
-    with pytest.raises(ValueError, match="cannot listen at .* \\(no name of a host\\): choose"):
+    with pytest.raises(ValueError, match=r"cannot listen at .* \(no name of a host\): choose"):
         PairServer((host, 0), PairHandler, generator)
 
 

@@ -28,7 +28,10 @@ def test_the_drafter_misses_nothing_at_a_seam():
         if is_prepared:
             fetched = prepare(fetched, model, drafter, text[: -len(rest)])
         speculative(model, drafter, rest, 1, prompt_cache=fetched)
-        same = [mx.allclose(a, b, atol=1e-4).item() for a, b in zip(slots(fetched), slots(whole))]
+        same = [
+            mx.allclose(a, b, atol=1e-4).item()
+            for a, b in zip(slots(fetched), slots(whole), strict=True)
+        ]
         assert all(same) == is_prepared
 
 
@@ -39,7 +42,7 @@ def test_caches_without_a_drafters_part_get_one():
     tokens = plain(model, PROMPT, 5, prompt_cache=caches)
     store = PairCache()
     store.insert_cache("key", PROMPT + tokens, caches)  # as of a plain answer
-    fetched, rest = store.fetch("key", PROMPT + tokens + [1, 2])
+    fetched, _rest = store.fetch("key", PROMPT + tokens + [1, 2])
     pair_caches = prepare(fetched, model, drafter, PROMPT + tokens)
     assert len(pair_caches.draft) == len(drafter.make_cache())
     store.insert_cache("key", PROMPT + tokens + [1], Caches(pair_caches, len(caches)))

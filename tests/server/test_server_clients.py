@@ -1,6 +1,7 @@
 """Clients of the server as they are: long conversations, crowds, huge prompts, and leaving."""
 
 import asyncio
+import itertools
 import json
 import re
 import subprocess
@@ -77,7 +78,7 @@ def test_a_conversation_of_ten_turns(server, reference):
 
     (got, usages), (expected, _) = converse(server), converse(reference)
     assert got == expected and len(set(got)) == 10
-    for before, after in zip(usages, usages[1:]):
+    for before, after in itertools.pairwise(usages):
         assert after.prompt_tokens_details.cached_tokens == before.total_tokens
     assert all(usage.drafted_tokens > 0 for usage in usages)
 
@@ -108,7 +109,7 @@ def test_eight_clients_in_their_own_ways(server, reference):
 
     alone = [answer(server, False)(request) for request in requests]
     greedy = [answer(reference, False)(r) for r in requests if "seed" not in r]
-    assert [text for r, text in zip(requests, alone) if "seed" not in r] == greedy
+    assert [text for r, text in zip(requests, alone, strict=True) if "seed" not in r] == greedy
     for stream in (False, True):
         with ThreadPoolExecutor(8) as pool:
             assert list(pool.map(answer(server, stream), requests)) == alone

@@ -46,7 +46,7 @@ def test_what_was_answered_is_what_is_trained_on(pair, tmp_path):
 
         questions = ["Three?", "Four?", "Five?"]
         with ThreadPoolExecutor(3) as pool:
-            said |= dict(zip(questions, pool.map(ask, questions)))
+            said |= dict(zip(questions, pool.map(ask, questions), strict=True))
         asked.complete(prompt="no chat")
         asked.chat("One?", "Yes.", "More?", temperature=0.25)
         settle(asked)

@@ -190,7 +190,7 @@ def test_a_huge_prompt_is_refused_at_once_and_delays_nobody(server, expected):
         for options in ({"prompt": "word " * 2 * 10**6}, {"messages": [
             {"role": "user", "content": "word " * 2 * 10**6}
         ]}):  # fmt: skip
-            with pytest.raises(BadRequestError, match="more than .* tokens.*takes texts of 2000"):
+            with pytest.raises(BadRequestError, match=r"more than .* tokens.*takes texts of 2000"):
                 server.complete(**options, max_tokens=5)
         assert server.complete(**TEXT).choices == expected
     lengths = [length for length, thread in tokenized]
@@ -229,7 +229,9 @@ def test_rounds_are_measured_only_while_nobody_waits(flags, expected, monkeypatc
         got = []
         with ours(*flags, "--num-draft-tokens", "auto", "--recalibrate") as asked:
             first = threading.Thread(
-                target=lambda: got.append(asked.complete(**TEXT | seeds).choices[0].text)
+                target=lambda got=got, options=TEXT | seeds: got.append(
+                    asked.complete(**options).choices[0].text
+                )
             )
             first.start()
             assert measuring.wait(20)

@@ -176,7 +176,7 @@ def test_names_of_models(server, pair):
     for name in (model.id, "default_model"):
         got = server.complete(prompt="Once", model=name, draft_model=pair["model"])
         assert got.choices == server.good
-    with pytest.raises(openai.NotFoundError, match="gpt-4 is not served here, but .* is"):
+    with pytest.raises(openai.NotFoundError, match=r"gpt-4 is not served here, but .* is"):
         server.complete(prompt="Once", model="gpt-4")
     with pytest.raises(openai.NotFoundError, match="leave draft_model out"):
         server.complete(prompt="Once", draft_model="another")

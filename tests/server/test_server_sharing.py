@@ -1,5 +1,6 @@
 """Several clients at once: shared rounds with drafts, and to each the text that it gets alone."""
 
+import itertools
 import random
 import threading
 import time
@@ -146,7 +147,7 @@ def test_a_long_prompt_delays_others_by_one_chunk(server, monkeypatch):
     first, last = seen.index("chunk"), len(seen) - seen[::-1].index("chunk")
     reading = seen[first:last]
     assert reading.count("chunk") == -(-299 // CHUNK)
-    assert all(pair != ("chunk", "chunk") for pair in zip(reading, reading[1:]))
+    assert all(pair != ("chunk", "chunk") for pair in itertools.pairwise(reading))
 
 
 def test_long_prompts_are_read_in_turn(server, monkeypatch):

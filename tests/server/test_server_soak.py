@@ -3,6 +3,7 @@
 Ten seconds of it run with the other tests, five minutes in ``make test-all``.
 """
 
+import contextlib
 import http.client
 import json
 import os
@@ -32,7 +33,7 @@ def requests() -> list[dict]:
     ways += [{"frequency_penalty": 0.5}, {"model": ""}, {"num_draft_tokens": 7}]
     return [
         {"temperature": 0, "max_tokens": 5 + 4 * i, "logit_bias": ENDLESS, **kind, **way}
-        for i, (kind, way) in enumerate(zip([*prompts, *chats], ways * 2))
+        for i, (kind, way) in enumerate(zip([*prompts, *chats], ways * 2, strict=False))
     ]
 
 
@@ -125,10 +126,8 @@ def reads_slowly(asked: Asked, seen: Seen, dice: random.Random) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         connection.settimeout(0.3)
         for _ in range(4):
-            try:
+            with contextlib.suppress(TimeoutError):
                 connection.recv(1)
-            except TimeoutError:
-                pass
             time.sleep(0.2)
     seen.count("left")
 

@@ -161,7 +161,7 @@ OVERRIDES = {
     "gemma4 (31B)": GEMMA4_LARGE,
     "gear": {"layer_types": ["conv_mixer", SLIDING, "conv_mixer", FULL]},
     "gemma3n": {
-        "layer_types": ALTERNATING + [SLIDING, FULL],
+        "layer_types": [*ALTERNATING, SLIDING, FULL],
         "num_hidden_layers": 6,
         "num_kv_shared_layers": 2,
         "vocab_size_per_layer_input": VOCAB,
@@ -175,7 +175,7 @@ OVERRIDES = {
         "laurel_rank": 8,
     },
     "gemma4_text": {
-        "layer_types": ALTERNATING + [SLIDING, FULL],
+        "layer_types": [*ALTERNATING, SLIDING, FULL],
         "num_hidden_layers": 6,
         "num_kv_shared_layers": 2,
         "global_head_dim": 32,

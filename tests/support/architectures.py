@@ -340,7 +340,9 @@ def recorded() -> dict[str, list[str]]:
     for line in TABLE.read_text().splitlines():
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
         if len(cells) > len(COLUMNS) and cells[2] in ("yes", "no"):
-            rows[cells[0]] = [key for key, cell in zip(COLUMNS, cells[2:]) if cell == "yes"]
+            rows[cells[0]] = [
+                key for key, cell in zip(COLUMNS, cells[2:], strict=True) if cell == "yes"
+            ]
     return rows
 
 

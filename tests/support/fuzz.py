@@ -137,7 +137,7 @@ def write_json(rng: random.Random, path: Path, values: dict) -> None:
 def fuzz_pickle(rng: random.Random, data: bytes) -> bytes:
     """Opcodes of the whole language put in, taken out or repeated, at their boundaries."""
     places = [at for _, _, at in pickletools.genops(data)]
-    parts = [data[a:b] for a, b in zip(places, [*places[1:], len(data)])]
+    parts = [data[a:b] for a, b in zip(places, [*places[1:], len(data)], strict=True)]
     for _ in range(rng.choice((1, 1, 2, 5, 20))):
         at = rng.randrange(len(parts))
         match rng.randrange(5):

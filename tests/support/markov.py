@@ -124,5 +124,7 @@ def pair_chi_square(acceptance, num_runs=1200, temp=1.0, tree=None):
         counts[tokens[1] * VOCAB + tokens[2]] += 1
         kept += stats.num_accepted
         drafted += stats.num_drafted
-    statistic = sum((c - num_runs * e) ** 2 / (num_runs * e) for c, e in zip(counts, exact))
+    statistic = sum(
+        (c - num_runs * e) ** 2 / (num_runs * e) for c, e in zip(counts, exact, strict=True)
+    )
     return statistic, kept / drafted

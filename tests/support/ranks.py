@@ -59,6 +59,6 @@ def run_ranks(command: Sequence[str], folder: Path, num_ranks: int = 2) -> list[
     finally:
         for process in processes:
             process.kill()
-    for process, (_, errors) in zip(processes, outputs):
+    for process, (_, errors) in zip(processes, outputs, strict=True):
         assert process.returncode == 0, errors[-3000:]
     return [out for out, _ in outputs]

@@ -59,25 +59,28 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
 
 
 def test_no_space_is_a_sentence_and_leaves_nothing(tmp_path):
-    with pytest.raises(CannotWrite, match="x could not be written: No space left on device"):
-        with new_folder(tmp_path / "x") as draft:
-            (draft / "a").write_text("a")
-            raise OSError(28, "No space left on device")
+    says = "x could not be written: No space left on device"
+    with pytest.raises(CannotWrite, match=says), new_folder(tmp_path / "x") as draft:
+        (draft / "a").write_text("a")
+        raise OSError(28, "No space left on device")
     assert not list(tmp_path.iterdir())
 
 
 def test_no_place_is_a_sentence(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CannotWrite, match="could not be written"):
-        with new_folder(tmp_path / "file" / "x"):
-            pass
+    place = new_folder(tmp_path / "file" / "x")
+    with pytest.raises(CannotWrite, match="could not be written"), place:
+        pass
 
 
 def test_a_second_one_and_other_errors(tmp_path):
-    with pytest.raises(AlreadyThere, match="is there by now"):
-        with new_folder(tmp_path / "x") as one, new_folder(tmp_path / "x") as other:
-            (one / "a").write_text("one")
-            (other / "a").write_text("other")
+    with (
+        pytest.raises(AlreadyThere, match="is there by now"),
+        new_folder(tmp_path / "x") as one,
+        new_folder(tmp_path / "x") as other,
+    ):
+        (one / "a").write_text("one")
+        (other / "a").write_text("other")
     assert (tmp_path / "x" / "a").read_text() == "other"
     with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "y"):
         raise KeyboardInterrupt

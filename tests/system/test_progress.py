@@ -145,15 +145,18 @@ def test_conversion_counts_its_tensors(checkpoint, tmp_path):
 @pytest.mark.parametrize("tree", thorough([None, "auto"], None))
 def test_calibration_reports_between_what_it_times(checkpoint, monkeypatch, tree):
     order = []
-    for name in ("time_rounds", "time_plain"):
 
-        def timed(*args, original=getattr(timing, name)):
+    def reported(function):
+        def timed(*args):
             order.append("begin")
-            result = original(*args)
+            result = function(*args)
             order.append("end")
             return result
 
-        monkeypatch.setattr(timing, name, timed)
+        return timed
+
+    for name in ("time_rounds", "time_plain"):
+        monkeypatch.setattr(timing, name, reported(getattr(timing, name)))
     options = {"tree": tree} if tree else {"num_draft_tokens": "auto"}
     report = {"calibration_progress_callback": lambda *args: order.append(args)}
     tokens, _ = speculative(MODEL, DRAFTER, PROMPT, 12, **options, **report, recalibrate=True)

@@ -82,7 +82,7 @@ def test_passes_of_texts_that_come_and_go(size):
         shared.advance(kept)
         truth = [
             mx.concatenate([rows, window[b : b + 1, :, :n]], axis=2)
-            for b, (rows, n) in enumerate(zip(truth, kept))
+            for b, (rows, n) in enumerate(zip(truth, kept, strict=True))
         ]
         if step % 9 == 4:
             left = sorted(dice.sample(range(len(truth)), len(truth) - 1))

@@ -270,7 +270,7 @@ def test_a_single_row_is_taken_back(name, num_next):
     assert [vars(c).get("offset") for c in caches] == [vars(c).get("offset") for c in twins]
     for seed in range(3):
         rows = random_rows(100 + seed, num_next)
-        for cache, twin in zip(caches, twins):
+        for cache, twin in zip(caches, twins, strict=True):
             for ours, theirs in zip(append(cache, rows), append(twin, rows), strict=True):
                 assert mx.array_equal(ours, theirs).item()
 

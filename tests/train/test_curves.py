@@ -59,7 +59,7 @@ def test_the_command_draws_what_was_learnt(tmp_path, capsys, monkeypatch):
 
 
 def test_without_matplotlib_or_a_table(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="has no training.csv: name the --output"):
+    with pytest.raises(ValueError, match=r"has no training.csv: name the --output"):
         curves.write_page(tmp_path)
     write_table(tmp_path, [{"iteration": 1, "loss": 2.0, "loss_1": 2.0}])
     before = dict(matplotlib.rcParams)
@@ -67,5 +67,5 @@ def test_without_matplotlib_or_a_table(tmp_path, monkeypatch):
     assert "Nothing was held out" in text and text.count("<img") == 1
     assert dict(matplotlib.rcParams) == before
     monkeypatch.setattr(curves, "has_matplotlib", lambda: False)
-    with pytest.raises(ValueError, match="training.html needs matplotlib: pip install"):
+    with pytest.raises(ValueError, match=r"training.html needs matplotlib: pip install"):
         curves.write_page(tmp_path)

@@ -45,8 +45,10 @@ def test_rows_of_new_tokens(folders):
     ids, rows = np.array(before.ids), np.array(before.head.lm_head.weight)
     new = np.setdiff1d(np.arange(0, VOCAB, 2), ids)
     after = widened(before, model, np.sort(np.concatenate([ids, new])).astype(np.int32))
-    found = dict(zip(np.array(after.ids).tolist(), np.array(after.head.lm_head.weight)))
-    for token, row in zip(ids.tolist(), rows):
+    found = dict(
+        zip(np.array(after.ids).tolist(), np.array(after.head.lm_head.weight), strict=True)
+    )
+    for token, row in zip(ids.tolist(), rows, strict=True):
         assert np.array_equal(found[token], row)
     output = model.lm_head if "lm_head" in model else model.model.embed_tokens
     table = np.array(output.weight)

@@ -113,7 +113,7 @@ def test_losses_and_gradients_are_specforges(name, checkpoint):
     teacher = Teacher(golden.model, TAPS, golden.student.ids)
     features, teaching = teacher.teach(golden.batch, NUM_STEPS)
     # Padding is cut off: it is zeros here and whatever the target makes of it there.
-    for ours, theirs, counts in zip(features, golden.features, golden.batch.counts):
+    for ours, theirs, counts in zip(features, golden.features, golden.batch.counts, strict=True):
         used = counts.nonzero()[0].max() + 2
         assert frozen.relative(np.array(ours[:used]), theirs[:used]) < TOLERANCE
     step = TrainStep(golden.student, settings, max_grad_norm=0.5)
@@ -154,7 +154,7 @@ def test_parts_of_a_batch_average_to_the_whole(name):
     taught = [teacher.teach(part, NUM_STEPS, num_ranks=3) for part in parts]
     counts = sum(teaching.counts for _, teaching in taught) / 3
     total = None
-    for part, (features, teaching) in zip(parts, taught):
+    for part, (features, teaching) in zip(parts, taught, strict=True):
         teaching = type(teaching)(*teaching.arrays()[:-1], counts)
         _, gradients = step.gradients(mx.array(part.tokens), features, teaching)
         flat = dict(tree_flatten(gradients))
