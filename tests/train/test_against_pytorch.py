@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "support" / "compare_trainers.py"
+SCRIPT = Path(__file__).parents[2] / "tools" / "compare_trainers.py"
 
 
 @pytest.mark.exhaustive

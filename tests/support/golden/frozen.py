@@ -1,6 +1,6 @@
 """The frozen heads of this folder: configs, written by hand, and what their makers computed.
 
-Written by the make_*.py beside this file, whose docstrings say what the files hold.
+Written by ``tools/golden/make_*.py``, whose docstrings say what the files hold.
 """
 
 from dataclasses import dataclass

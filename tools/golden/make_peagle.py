@@ -1,9 +1,9 @@
 """Freeze what the PyPI package ``speculators`` computes for tiny random P-EAGLE heads.
 
     pip install torch speculators==0.9.0
-    python make_peagle.py [VARIANT ...]
+    python tools/golden/make_peagle.py [VARIANT ...]
 
-Writes ``peagle-VARIANT/`` beside this script with the same three files as
+Writes ``peagle-VARIANT/``, among the golden heads of the tests with the same three files as
 ``make_speculators.py``. The library trains on a random part of all drafts; here it is given all
 that fit in T slots:
 
@@ -11,10 +11,8 @@ that fit in T slots:
                              0..t, all of one forward pass; zeros where t + i >= T
 """
 
-from pathlib import Path
-
 import torch
-from common import NUM_SLOTS, chosen, freeze, random_vocabulary, randomize, stub
+from common import GOLDEN, NUM_SLOTS, chosen, freeze, random_vocabulary, randomize, stub
 
 stub("datasets", "hs_connectors", "httpx", "loguru", "openai", "psutil", "torchaudio")
 
@@ -125,7 +123,7 @@ def main() -> None:
             *random_vocabulary(model.verifier_vocab_size, model.draft_vocab_size)
         )
         randomize(model)
-        folder = Path(__file__).parent / f"peagle-{variant}"
+        folder = GOLDEN / f"peagle-{variant}"
         freeze(model, folder, expect(model), "speculators", variant, 200 + seed)
 
 

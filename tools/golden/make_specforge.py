@@ -1,10 +1,10 @@
 """Freeze what the PyPI package ``specforge`` computes for tiny random EAGLE-3 heads.
 
     pip install torch "transformers>=5" && pip install --no-deps specforge==0.2.0
-    python make_specforge.py [VARIANT ...]
+    python tools/golden/make_specforge.py [VARIANT ...]
 
-Writes ``specforge-VARIANT/`` beside this script with the same three files, the same tensors
-and the same unrolled steps as ``make_speculators.py``.
+Writes ``specforge-VARIANT/``, among the golden heads of the tests with the same three files, the
+same tensors and the same unrolled steps as ``make_speculators.py``.
 """
 
 import importlib.util
@@ -15,8 +15,9 @@ from pathlib import Path
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the library compiles its norms; nothing to gain here
 
-import torch  # noqa: E402
-from common import (  # noqa: E402
+import torch
+from common import (
+    GOLDEN,
     NUM_SLOTS,
     NUM_STEPS,
     chosen,
@@ -110,7 +111,7 @@ def main() -> None:
         model.t2d.copy_(t2d)
         model.d2t.copy_(d2t)
         randomize(model)
-        folder = Path(__file__).parent / f"specforge-{variant}"
+        folder = GOLDEN / f"specforge-{variant}"
         freeze(model, folder, expect(model), "specforge", variant, 100 + seed)
 
 

@@ -1,11 +1,11 @@
 """Freeze what the PyPI package ``nvidia-modelopt`` makes of heads that it quantized.
 
     pip install torch "nvidia-modelopt==0.47.0"
-    python make_modelopt.py [VARIANT ...]
+    python tools/golden/make_modelopt.py [VARIANT ...]
 
-Writes ``quantized-modelopt-VARIANT/`` beside this script, as make_quantized.py does, with the
-``hf_quant_config.json`` of the library's exports. Its dequantizing functions are asked for
-float32, so that nothing is rounded but what is stored.
+Writes ``quantized-modelopt-VARIANT/``, among the golden heads of the tests, as make_quantized.py
+does, with the ``hf_quant_config.json`` of the library's exports. Its dequantizing functions are
+asked for float32, so that nothing is rounded but what is stored.
 """
 
 import json
@@ -17,7 +17,7 @@ from modelopt.torch.export.quant_utils import to_quantized_weight
 from modelopt.torch.quantization.qtensor import FP8QTensor, NVFP4QTensor
 from safetensors.torch import load_file, save_file
 
-HERE = Path(__file__).parent
+GOLDEN = Path(__file__).parents[2] / "tests" / "support" / "golden"
 SOURCE = "speculators-norm-before-residual"
 IGNORED = ("embed_tokens", "lm_head")
 BLOCK = 16
@@ -49,7 +49,7 @@ VARIANTS = {"fp8": fp8, "nvfp4": nvfp4}
 
 def main() -> None:
     torch.set_num_threads(1)
-    plain = load_file(HERE / SOURCE / "model.safetensors")
+    plain = load_file(GOLDEN / SOURCE / "model.safetensors")
     for variant in sys.argv[1:] or VARIANTS:
         stored, floats = {}, {}
         for name, tensor in plain.items():
@@ -60,9 +60,9 @@ def main() -> None:
             parts, dense = VARIANTS[variant](tensor)
             stored |= {f"{module}.{part}": value.contiguous() for part, value in parts.items()}
             floats[name] = dense.contiguous()
-        folder = HERE / f"quantized-modelopt-{variant}"
+        folder = GOLDEN / f"quantized-modelopt-{variant}"
         folder.mkdir(exist_ok=True)
-        text = (HERE / SOURCE / "config.json").read_text()
+        text = (GOLDEN / SOURCE / "config.json").read_text()
         (folder / "config.json").write_text(text)
         algorithm = {"quant_algo": variant.upper(), "exclude_modules": list(IGNORED)}
         entry = {"producer": {"name": "modelopt", "version": "0.47.0"}, "quantization": algorithm}

@@ -1,11 +1,11 @@
 """Freeze what DeepSpec computes for tiny random EAGLE-3 heads of its Gemma-4 layout.
 
     pip install torch "transformers==5.10.2" && git clone https://github.com/deepseek-ai/DeepSpec
-    PYTHONPATH=DeepSpec python make_deepspec.py [VARIANT ...]
+    PYTHONPATH=DeepSpec python tools/golden/make_deepspec.py [VARIANT ...]
 
 DeepSpec is no package: its model's module is loaded from the clone, without its trainer. Writes
-``native-VARIANT/`` beside this script, as make_transformers.py does. The model is run anew for
-every prefix, without a cache.
+``native-VARIANT/``, among the golden heads of the tests, as make_transformers.py does. The model
+is run anew for every prefix, without a cache.
 """
 
 import json
@@ -14,7 +14,7 @@ import types
 from pathlib import Path
 
 import torch
-from common import NUM_SLOTS, NUM_STEPS, chosen, randomize, shifted
+from common import GOLDEN, NUM_SLOTS, NUM_STEPS, chosen, randomize, shifted
 from safetensors.torch import save_file
 
 for name in ("deepspec", "deepspec.modeling", "deepspec.modeling.eagle3", "deepspec.utils"):
@@ -96,7 +96,7 @@ def main() -> None:
             layer.layer_scalar.fill_(0.75 - 0.25 * i)
         expected = expect(model)
         expected["embed_tokens"] = model.embed_tokens.weight.detach().clone()
-        folder = Path(__file__).parent / f"native-{variant}"
+        folder = GOLDEN / f"native-{variant}"
         model.to(torch.bfloat16).save_pretrained(folder)
         written = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n")

@@ -6,16 +6,18 @@ import sys
 import types
 from importlib.metadata import version
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from safetensors.torch import save_file
 
+GOLDEN = Path(__file__).parents[2] / "tests" / "support" / "golden"
 NUM_SLOTS = 10
 NUM_STEPS = 1 + 4  # the extend pass and four draft steps
 
 
 class Stub(types.ModuleType):
-    __path__: list[str] = []
+    __path__: ClassVar[list[str]] = []
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):

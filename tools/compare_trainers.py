@@ -1,7 +1,7 @@
 """The same head trained by mlx_eagle and by the PyPI package ``specforge``, step by step in turn.
 
     pip install torch "transformers>=5" && pip install --no-deps specforge==0.2.0
-    python compare_trainers.py [--model TARGET --data DATA] [--init HEAD] [--iters N] ...
+    python tools/compare_trainers.py [--model TARGET --data DATA] [--init HEAD] [--iters N] ...
 
 Both begin with the same weights and are given the same tokens in the same order; PyTorch
 computes everything else anew: the target's features and distributions, the losses, their
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent / "golden"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 import make_training as golden
 import mlx.core as mx

@@ -1,12 +1,12 @@
 """Freeze what the PyPI package ``compressed-tensors`` makes of heads that it quantized.
 
     pip install torch "compressed-tensors==0.20.0"
-    python make_quantized.py [VARIANT ...]
+    python tools/golden/make_quantized.py [VARIANT ...]
 
-Writes ``quantized-VARIANT/`` beside this script: ``config.json`` and ``model.safetensors`` of the
-head in ``speculators-norm-before-residual``, its matrices as the library's own compressor stores
-them, and ``dequantized.safetensors``, what its decompressor makes of those. Embedding and lm_head
-stay as they are, as in published heads.
+Writes ``quantized-VARIANT/``, among the golden heads of the tests: ``config.json`` and
+``model.safetensors`` of the head in ``speculators-norm-before-residual``, its matrices as the
+library's own compressor stores them, and ``dequantized.safetensors``, what its decompressor
+makes of those. Embedding and lm_head stay as they are, as in published heads.
 """
 
 import json
@@ -24,7 +24,7 @@ from compressed_tensors.quantization import (
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
 
-HERE = Path(__file__).parent
+GOLDEN = Path(__file__).parents[2] / "tests" / "support" / "golden"
 IGNORED = ("embed_tokens", "lm_head")
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True}
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -119,7 +119,7 @@ def parameters(weight: torch.Tensor, args: QuantizationArgs, dtype: torch.dtype)
 
 def main() -> None:
     torch.set_num_threads(1)
-    source = HERE / "speculators-norm-before-residual"
+    source = GOLDEN / "speculators-norm-before-residual"
     plain = load_file(source / "model.safetensors")
     for variant in sys.argv[1:] or VARIANTS:
         form, args, dtype = VARIANTS[variant]
@@ -137,7 +137,7 @@ def main() -> None:
             stored |= {f"{module}.{part}": value for part, value in packed.items()}
             floats[name] = compressor.decompress(packed, scheme)["weight"].contiguous()
             assert math.isfinite(floats[name].float().sum())
-        folder = HERE / f"quantized-{variant}"
+        folder = GOLDEN / f"quantized-{variant}"
         folder.mkdir(exist_ok=True)
         config = json.loads((source / "config.json").read_text())
         entry = QuantizationConfig(

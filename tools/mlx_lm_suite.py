@@ -1,7 +1,7 @@
 """mlx-lm's own tests with our loop installed: run by hand, beside ``make test``.
 
     pip download --no-deps --no-binary mlx-lm mlx-lm==0.32.2 && tar xzf mlx_lm-0.32.2.tar.gz
-    python tests/support/mlx_lm_suite.py mlx_lm-0.32.2/tests
+    python tools/mlx_lm_suite.py mlx_lm-0.32.2/tests
 
 A tiny random model with a tokenizer of bytes stands in for those that the tests fetch. Three
 runs: mlx-lm as it is, installed, and installed with our loop for every draft model. All must
@@ -16,6 +16,8 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 import mlx_lm.utils
 import pytest

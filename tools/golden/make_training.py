@@ -1,12 +1,12 @@
 """Freeze what the PyPI package ``specforge`` computes when it trains tiny random EAGLE-3 heads.
 
     pip install torch "transformers>=5" && pip install --no-deps specforge==0.2.0
-    python make_training.py [VARIANT ...]
+    python tools/golden/make_training.py [VARIANT ...]
 
-Writes ``training-VARIANT/`` beside this script, three safetensors files: ``target``, a llama;
-``head``; and ``training``: a batch of padded texts, the loss of every step, and the gradient of
-every trained weight of their weighted sum. On a CPU the library's Triton kernel for the loss
-cannot run; its own reference implementation stands in for it.
+Writes ``training-VARIANT/``, among the golden heads of the tests, three safetensors files:
+``target``, a llama; ``head``; and ``training``: a batch of padded texts, the loss of every step,
+and the gradient of every trained weight of their weighted sum. On a CPU the library's Triton
+kernel for the loss cannot run; its own reference implementation stands in for it.
 """
 
 import importlib.util
@@ -17,10 +17,10 @@ from pathlib import Path
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
-import torch  # noqa: E402
-from common import chosen, random_vocabulary, randomize, stub  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+import torch
+from common import GOLDEN, chosen, random_vocabulary, randomize, stub
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 stub("accelerate", "psutil", "yunchang", "triton")
 
@@ -148,7 +148,7 @@ def main() -> None:
         head.t2d.copy_(t2d)
         head.d2t.copy_(d2t)
         expected = expect(target, head, variant)
-        folder = Path(__file__).parent / f"training-{name}"
+        folder = GOLDEN / f"training-{name}"
         folder.mkdir(exist_ok=True)
         for stem, module in (("target", target), ("head", head)):
             tensors = {

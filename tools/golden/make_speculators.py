@@ -1,11 +1,12 @@
 """Freeze what the PyPI package ``speculators`` computes for tiny random EAGLE-3 heads.
 
     pip install torch speculators==0.9.0
-    python make_speculators.py [VARIANT ...]
+    python tools/golden/make_speculators.py [VARIANT ...]
 
-Writes, for each variant, ``speculators-VARIANT/`` beside this script: ``config.json`` and
-``model.safetensors`` as the library's own ``save_pretrained`` leaves them (bfloat16), and
-``expected.safetensors``, computed by the library from the same weights in float32:
+Writes, for each variant, ``speculators-VARIANT/``, among the golden heads of the tests:
+``config.json`` and ``model.safetensors`` as the library's own ``save_pretrained`` leaves them
+(bfloat16), and ``expected.safetensors``, computed by the library from the same weights in
+float32:
 
     tokens   (T,)            token t is what follows position t, whose features are row t
     features (T, 3h)
@@ -18,10 +19,9 @@ the true-feature slots that slot t saw: with a sliding window that is one window
 chain, where a cache would let the window move along.
 """
 
-from pathlib import Path
-
 import torch
 from common import (
+    GOLDEN,
     NUM_SLOTS,
     NUM_STEPS,
     chosen,
@@ -175,7 +175,7 @@ def main() -> None:
                 *random_vocabulary(model.verifier_vocab_size, model.draft_vocab_size)
             )
         randomize(model)
-        folder = Path(__file__).parent / f"speculators-{variant}"
+        folder = GOLDEN / f"speculators-{variant}"
         freeze(model, folder, expect(model), "speculators", variant, seed)
 
 

@@ -1,23 +1,22 @@
 """Freeze what attention of the PyPI package ``transformers`` computes inside tiny EAGLE heads.
 
     pip install torch "transformers==5.19.0"
-    python make_transformers.py [VARIANT ...]
+    python tools/golden/make_transformers.py [VARIANT ...]
 
 Heads with latent attention and Mistral's come from trainers that are not on PyPI. What is theirs
 alone is a few lines, written here from vLLM's and TorchSpec's models; attention, rotary embedding
 and MLP are the library's. Everything is computed anew for every prefix, without a cache.
 
-Writes ``native-VARIANT/`` beside this script: the checkpoint as its trainer leaves it (bfloat16),
-and ``expected.safetensors`` as make_speculators.py does, with the target's ``embed_tokens`` and
-``lm_head`` where the checkpoint has none.
+Writes ``native-VARIANT/``, among the golden heads of the tests: the checkpoint as its trainer
+leaves it (bfloat16), and ``expected.safetensors`` as make_speculators.py does, with the target's
+``embed_tokens`` and ``lm_head`` where the checkpoint has none.
 """
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from common import NUM_SLOTS, NUM_STEPS, chosen, random_vocabulary, randomize, shifted
+from common import GOLDEN, NUM_SLOTS, NUM_STEPS, chosen, random_vocabulary, randomize, shifted
 from safetensors.torch import save_file
 from torch import nn
 from transformers import DeepseekV3Config, Ministral3Config, Mistral4Config
@@ -119,7 +118,7 @@ class Head(nn.Module):
             return features
         parts = features.split(self.fc.in_features // 3, dim=-1)
         if self.flags.get("fc_norm"):
-            parts = [norm(part) for norm, part in zip(self.fc_norm, parts)]
+            parts = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=False)]
         return self.fc(torch.cat(parts, dim=-1))
 
     def forward(self, tokens, states):
@@ -290,7 +289,7 @@ def main() -> None:
             if config["draft_vocab_size"] < config["vocab_size"]:
                 tensors["t2d"], tensors["d2t"] = random_vocabulary(128, 48)
             files = "config.json", "model.safetensors"
-        folder = Path(__file__).parent / f"native-{variant}"
+        folder = GOLDEN / f"native-{variant}"
         folder.mkdir(exist_ok=True)
         (folder / files[0]).write_text(json.dumps(config, indent=2) + "\n")
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
