@@ -2,6 +2,7 @@
 # make test   the tests, in minutes; make test ARGS="-k demo" runs a part
 # make test-all   every combination and the long runs as well, and the server's page in a Chromium;
 #                 ARGS=--without-browser where there is none
+# make lint   ruff, its format, and mypy
 # make bench  the README's table on the demo pair, in half an hour; ARGS="..." measures something else
 # make demo-head  the demo head taken further, as it was made: the demo target answers 16416 questions, and
 #                 the head learns from them, for hours on a CPU; QUESTIONS=100 ARGS="--iters 20" is quick
@@ -45,7 +46,7 @@ DEMO_HEAD := build/demo-head
 QUESTIONS = 16416
 DEMO_TARGET := from mlx_eagle.demo.target import demo_target_path as path; print(path())
 
-.PHONY: demo demo-head test test-all bench docs clean
+.PHONY: demo demo-head test test-all lint bench docs clean
 
 demo: $(VENV)/installed
 	@$(RUN) -m mlx_eagle.demo $(if $(PROMPT),--prompt "$$DEMO_PROMPT") $(ARGS)
@@ -55,6 +56,11 @@ test: $(VENV)/installed-test
 
 test-all: $(VENV)/installed-$(if $(findstring --without-browser,$(ARGS)),test,browser)
 	@$(PYTEST) $(ARGS)
+
+lint: $(VENV)/installed-lint
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
 
 bench: $(VENV)/installed-bench
 	@$(RUN) -m mlx_eagle.bench $(or $(ARGS),$(BENCH))
@@ -107,6 +113,11 @@ $(VENV)/installed-browser: $(VENV)/created pyproject.toml
 	@echo "Installing into $(VENV) with what the tests and a browser need, once." >&2
 	@$(BIN)/python -m pip install --quiet --editable '.[$(BACKEND),test,browser]'
 	@touch $(VENV)/installed $(VENV)/installed-test $@
+
+$(VENV)/installed-lint: $(VENV)/created pyproject.toml
+	@echo "Installing into $(VENV) what checks the code, once." >&2
+	@$(BIN)/python -m pip install --quiet --editable '.[$(BACKEND),lint]'
+	@touch $@
 
 $(VENV)/installed-docs: $(VENV)/created pyproject.toml
 	@echo "Installing into $(VENV) what the documentation needs, once." >&2

@@ -18,7 +18,8 @@ ROOT = Path(__file__).parent.parent
 PAGES = PurePosixPath("docs/pages")
 TAKEN = {
     "README.md": "index.md",
-    "tests/ARCHITECTURES.md": "architectures.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
     "bench/LOG.md": "log.md",
 }
 # [text](path#anchor), where path is no address of the web

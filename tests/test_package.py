@@ -22,6 +22,11 @@ from mlx_eagle.train.__main__ import settings_of
 ROOT = Path(__file__).parent.parent
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 TOP_LEVEL = {
+    "CHANGELOG.md",
+    "CITATION.cff",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "tools",
     "pyproject.toml",
     "mlx_eagle",
     "convert",
@@ -257,7 +262,7 @@ def test_uv_knows_that_the_builds_exclude_each_other():
     assert tool["uv"]["conflicts"] == [[{"extra": extra} for extra in BUILDS]]
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "bench", "docs"])
+@pytest.mark.parametrize("target", ["demo", "test", "lint", "bench", "docs"])
 @pytest.mark.parametrize("backend", ["", "cuda12"])
 def test_make_takes_one_build(checkout, target, backend):
     chosen = [f"BACKEND={backend}"] if backend else []
@@ -396,5 +401,5 @@ def test_ci_runs_every_test(tmp_path, has_browser):
     done = run(ROOT / ".ci" / "run", cwd=tmp_path, env={"PATH": f"{tmp_path}:{tools}"})
     without = "" if has_browser else "--without-browser"
     said = (tmp_path / "said").read_text()
-    assert said == f"test\ntest-all ARGS=-m exhaustive {without}\n"
+    assert said == f"lint\ntest\ntest-all ARGS=-m exhaustive {without}\n"
     assert ("NOT tried" in done.stderr) != has_browser

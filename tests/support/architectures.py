@@ -1,7 +1,7 @@
 """Which model files of mlx-lm work with speculation: a tiny model of each, and what it does.
 
-``python tests/support/architectures.py`` measures every architecture and rewrites ARCHITECTURES.md
-beside this file; test_architectures.py holds the code to that table.
+``python tests/support/architectures.py`` measures every architecture and rewrites the page
+docs/pages/architectures.md; test_architectures.py holds the code to that table.
 
 The configurations are data, in architecture_configs.py. Knows nothing of checkpoints.
 """
@@ -45,7 +45,7 @@ from mlx_eagle.drafters.tree import TreeShape
 from mlx_eagle.system.machines import this_machine
 from mlx_eagle.target.taps import Target
 
-TABLE = Path(__file__).parents[1] / "ARCHITECTURES.md"
+TABLE = Path(__file__).parents[2] / "docs" / "pages" / "architectures.md"
 PROMPT = [5, 17, 3, 88, 41, 2, 60]
 SECOND_PROMPT = [7, 9, 11, 30]
 TREE = "2x3:6"
@@ -341,7 +341,7 @@ def recorded() -> dict[str, list[str]]:
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
         if len(cells) > len(COLUMNS) and cells[2] in ("yes", "no"):
             rows[cells[0]] = [
-                key for key, cell in zip(COLUMNS, cells[2:], strict=True) if cell == "yes"
+                key for key, cell in zip(COLUMNS, cells[2:5], strict=True) if cell == "yes"
             ]
     return rows
 

@@ -9,7 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = DOCS / "pages"
-DOCUMENTS = [ROOT / "README.md", *sorted(PAGES.glob("*.md"))]
+AT_ROOT = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+DOCUMENTS = [*(ROOT / name for name in AT_ROOT), *sorted(PAGES.glob("*.md"))]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SCRIPTS, EXTRAS = PROJECT["scripts"], PROJECT["optional-dependencies"]
 OTHERS = ("make", "python", "python3", "pip", ".")

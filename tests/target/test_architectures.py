@@ -38,7 +38,7 @@ QUICK = (
 def test_every_model_file_of_mlx_lm_is_in_the_table():
     missing = sorted(set(model_files()) - {model_file(name) for name in TABLE})
     assert not missing, (
-        f"mlx-lm has model files that ARCHITECTURES.md does not know: {', '.join(missing)}. Give "
+        f"mlx-lm has model files that architectures.md does not know: {', '.join(missing)}. Give "
         "them a config in tests/support/architecture_configs.py where none can be derived, then "
         "run `python tests/support/architectures.py`."
     )
