@@ -102,9 +102,9 @@ class Family:
     has_interleaved_heads: bool = False  # q and k rows in llama.cpp's order
     is_gemma: bool = False  # attends as Gemma's global layers, embeddings scaled and logits capped
     # What the config leaves open or may say wrongly, so that the user is told.
-    doubts_rope_base: bool = False
-    doubts_residual: bool = False
-    doubts_norm_output: bool = False
+    rope_base_unknown: bool = False
+    residual_order_unknown: bool = False
+    norm_output_unknown: bool = False
 
 
 REFUSALS = (
@@ -220,13 +220,13 @@ FAMILIES = (
         "speculators (RedHatAI)",
         has=(FUSION, WIDE, r"^config (transformer_layer_config\.|speculators_model_type )"),
         describes_layers=True,
-        doubts_residual=True,
+        residual_order_unknown=True,
     ),
     Family(
         "angelslim",
         "AngelSlim",
         has=(FUSION, WIDE, r"^config architectures\.\d+ = Eagle3LlamaForCausalLM$"),
-        doubts_rope_base=True,
+        rope_base_unknown=True,
     ),
     Family(
         "nemo",
@@ -247,9 +247,9 @@ FAMILIES = (
             WIDE,
             r"^config (eagle_config\.|architectures\.\d+ = LlamaForCausalLMEagle3)",
         ),
-        doubts_norm_output=True,
+        norm_output_unknown=True,
     ),
-    Family("eagle3", "EAGLE-3 (SafeAILab layout)", has=(FUSION, WIDE), doubts_norm_output=True),
+    Family("eagle3", "EAGLE-3 (SafeAILab layout)", has=(FUSION, WIDE), norm_output_unknown=True),
 )
 
 

@@ -51,21 +51,22 @@ class Head:
 
 def drop_shared(head: Resolved, target: TargetFolder) -> Resolved:
     """Leave out the embedding and the lm_head where they equal the target's."""
-    if head.config["hidden_size"] != target.hidden_size:
+    if head.config.hidden_size != target.hidden_size:
         return head
-    config, tensors = dict(head.config), dict(head.tensors)
+    config, tensors = head.config, dict(head.tensors)
     ids = head.vocabulary.target_ids
     embedding, output = tensors.get("embed_tokens.weight"), tensors.get("lm_head.weight")
     if embedding is not None and same_values(embedding.read(), target.table("embed_tokens")):
         del tensors["embed_tokens.weight"]
-        config["embed_source"] = "target"
+        config = replace(config, embed_source="target")
     if output is not None:
         theirs = target.output_table()
         if theirs is not None and ids is not None:
             theirs = theirs[mx.array(ids)]
         if same_values(output.read(), theirs):
             del tensors["lm_head.weight"]
-            config["lm_head_source"] = "target" if ids is None else "target_rows"
+            source = "target" if ids is None else "target_rows"
+            config = replace(config, lm_head_source=source)
     return replace(head, config=config, tensors=tensors)
 
 
@@ -131,7 +132,7 @@ def build(
     progress(len(resolved.tensors), len(resolved.tensors))
     if resolved.vocabulary.offsets is not None:
         weights["d2t"] = mx.array(resolved.vocabulary.offsets)
-    config = Eagle3Config.from_dict(resolved.config).to_dict()
+    config = Eagle3Config.from_dict(resolved.config.to_dict()).to_dict()
     if resolved.trimmed is not None:
         config["draft_vocab_trim"] = dict(resolved.trimmed)
     if quantization is not None:

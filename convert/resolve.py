@@ -3,31 +3,32 @@
 Nothing of the weights is read here but the vocabulary map.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
+from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.system.json_schema import COUNT, shown
 
-from .attention import input_width, position_scale, softmax_scale
 from .checkpoint import AnyTarget, Checkpoint
 from .families import Family, hidden_size, recognise
-from .fields import (
-    activation,
-    from_shapes,
-    mask_token,
-    merge_settings,
-    norm_before_residual,
-    norm_output,
-    window,
+from .fields import attention_fields, check_shapes, input_width, layer_fields, merge_settings
+from .rope import DEFAULT_THETA, resolve_rope
+from .stored import LazyTensor, Tensor
+from .target_link import (
+    Vocabulary,
+    check_sharing,
+    check_vocabulary,
+    feature_fields,
+    final_state_fields,
+    resolve_vocabulary,
+    vocabulary_fields,
 )
-from .rope import DEFAULT_THETA, resolve_rope, rope_scaling
-from .shapes import check_shapes
-from .stored import Derived, Tensor
-from .target_link import found_ids, resolve_taps
-from .vocabulary import Vocabulary, resolve_vocabulary
+
+P_EAGLE = re.compile(r"P-?[Ee]agle")
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,14 @@ NO_OVERRIDES = Overrides()
 
 @dataclass(frozen=True)
 class Resolved:
-    """A head: ``config`` holds every field of ``Eagle3Config``, ``tensors`` are unread.
+    """A head: its config, and its tensors, which are unread.
 
     ``notes`` are doubts, each a sentence for the user. ``trimmed`` says how the draft
     vocabulary was cut down, where it was (see ``trim.py``).
     """
 
     family: Family
-    config: dict[str, Any]
+    config: Eagle3Config
     tensors: dict[str, Tensor]
     vocabulary: Vocabulary
     notes: tuple[str, ...]
@@ -103,119 +104,64 @@ def _name_norms(tensors: dict[str, Tensor], num_layers: int, h: int) -> dict[str
     return tensors
 
 
-def _features(
-    tensors: Mapping[str, Tensor],
-    settings: Mapping[str, Any],
-    num_taps: int | None,
-    h: int,
-    target: AnyTarget | None,
-) -> tuple[int, int]:
-    """How many features fc fuses and how wide each is."""
-    width = tensors["fc.weight"].shape[-1]
-    num_taps = num_taps or settings.get("num_aux_hidden_states")
-    # Without a table of its own the head uses the target's, so their widths are the same.
-    shares_embedding = "embed_tokens.weight" not in tensors
-    if settings.get("target_hidden_size"):
-        size = settings["target_hidden_size"]
-    elif shares_embedding or (num_taps and width % h == 0):
-        size = h
-    elif target is not None:
-        size = target.hidden_size
-    else:
-        size = max(width // (num_taps or 3), 1)
-    if width % size:
-        raise ValueError(
-            f"fc takes {width} channels, which are no whole number of features of width {size}; "
-            "the head belongs to another target, or its target_hidden_size is wrong"
-        )
-    return width // size, size
-
-
-def _check_width(size: int, target: AnyTarget | None) -> None:
-    if target is not None and target.hidden_size != size:
-        raise ValueError(
-            f"the head takes features of width {size}, and {target.name} has hidden size "
-            f"{target.hidden_size}; give the target it was trained for"
-        )
-
-
-def _tapped(
-    fields: dict[str, Any],
-    tensors: Mapping[str, Tensor],
-    config: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    target: AnyTarget | None,
-    overrides: Overrides,
-    notes: list[str],
-) -> dict[str, Any]:
-    """The fields about what the head takes from the target."""
-    h = fields["hidden_size"]
-    if not fields["uses_aux"]:
-        _check_width(h, target)
-        return {
-            "num_aux": 1,
-            "target_hidden_size": h,
-            "aux_boundary_ids": None,
-            "aux_ids_source": "final norm",
-            "aux_nested_ids": None,
-        }
-    found = found_ids(config)
-    ids = overrides.aux_layers or (found[0] if found else ())
-    num_aux, size = _features(tensors, settings, len(ids), h, target)
-    _check_width(size, target)
-    num_layers = target.num_layers if target else settings.get("num_target_layers")
-    taps = resolve_taps(
-        config, num_aux, num_layers, overrides.aux_layers, overrides.aux_offset, notes
+def _mask_token(
+    tensors: Mapping[str, Tensor], settings: Mapping[str, Any], override: int | None
+) -> int | None:
+    """What a P-EAGLE head is given in place of a token; None for a head that is none."""
+    keys = ("mask_token_id", "pard_token", "ptd_token_id")
+    token = next((settings[key] for key in keys if key in settings), None)
+    token = token if override is None else override
+    is_declared = (
+        settings.get("speculators_model_type") == "peagle"
+        or settings.get("parallel_drafting")
+        or "pard_token" in settings
+        or "ptd_token_id" in settings
+        or any(P_EAGLE.match(name) for name in settings.get("architectures", ()))
     )
-    return {
-        "num_aux": num_aux,
-        "target_hidden_size": size,
-        "aux_boundary_ids": taps.ids,
-        "aux_ids_source": taps.source,
-        "aux_nested_ids": taps.nested,
-    }
-
-
-def _shared(tensors: Mapping[str, Tensor], vocabulary: Vocabulary) -> dict[str, Any]:
-    """The fields about vocabularies and what is taken from the target for want of an own."""
-    same = vocabulary.target_ids is None
-    if "lm_head.weight" in tensors:
-        output = "file"
-    else:
-        output = "target" if same else "target_rows"
-    return {
-        "vocab_size": vocabulary.size,
-        "draft_vocab_size": vocabulary.draft_size,
-        "has_d2t": not same,
-        "embed_source": "file" if "embed_tokens.weight" in tensors else "target",
-        "lm_head_source": output,
-    }
-
-
-def _check_sharing(fields: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    if settings.get("embed_requires_grad") and fields["embed_source"] != "file":
-        raise ValueError(
-            "the head was trained with an embedding of its own (embed_requires_grad), "
-            "which the checkpoint lacks"
-        )
-    if fields["hidden_size"] == fields["target_hidden_size"]:
-        return
-    for part in ("embed", "lm_head"):
-        if fields[f"{part}_source"] != "file":
+    if "mask_hidden" not in tensors:
+        if is_declared:
             raise ValueError(
-                f"the head is {fields['hidden_size']} wide and its target "
-                f"{fields['target_hidden_size']}, so it needs "
-                f"{'an embed_tokens' if part == 'embed' else 'an lm_head'} of its own, "
-                "which the checkpoint lacks"
+                "the head drafts in parallel (P-EAGLE), says its config, and the checkpoint lacks "
+                "mask_hidden; it is incomplete"
             )
-
-
-def _check_vocabulary(vocabulary: Vocabulary, target: AnyTarget) -> None:
-    if vocabulary.max_target_id >= target.vocab_size:
+        return None
+    if token is None:
         raise ValueError(
-            f"the head drafts token {vocabulary.max_target_id}, and {target.name} has only "
-            f"{target.vocab_size} tokens; give the target it was trained for"
+            "the head drafts in parallel (P-EAGLE), and its config names no mask_token_id (nor "
+            "ptd_token_id or pard_token); give the one it was trained with as --mask-token-id"
         )
+    return token
+
+
+def _norm_before_residual(
+    settings: Mapping[str, Any], family: Family, override: bool | None, notes: list[str]
+) -> bool:
+    if override is not None:
+        return override
+    if family.residual_order_unknown and "norm_before_residual" not in settings:
+        notes.append(
+            "the config does not say norm_before_residual; taken as false, the class default; "
+            "if acceptance is low try --norm-before-residual"
+        )
+    return bool(settings.get("norm_before_residual", False))
+
+
+def _norm_output(
+    settings: Mapping[str, Any],
+    family: Family,
+    pre_fc_norm: str,
+    override: bool | None,
+    notes: list[str],
+) -> bool:
+    if override is not None:
+        return override
+    value = settings.get("norm_output", settings.get("return_hidden_post_norm", False))
+    if value and pre_fc_norm == "none" and family.norm_output_unknown:
+        notes.append(
+            "norm_output is set without fc_norm; SpecForge before September 2026 meant plain "
+            "EAGLE-3 by that; if acceptance is low try --no-norm-output"
+        )
+    return bool(value)
 
 
 def _hint(config: Mapping[str, Any]) -> int | None:
@@ -248,31 +194,33 @@ def _drop_early_stop(
     )
     cut = {name: tensors[name] for name in ("fc.weight", "fc.bias") if name in tensors}
     return tensors | {
-        name: Derived(tensor, lambda w: w[:h], (h, *tensor.shape[1:]))
+        name: LazyTensor(tensor, lambda w: w[:h], (h, *tensor.shape[1:]))
         for name, tensor in cut.items()
     }
 
 
 def _derive(
-    tensors: dict[str, Tensor], fields: Mapping[str, Any], family: Family, vocabulary: Vocabulary
+    tensors: dict[str, Tensor], config: Eagle3Config, family: Family, vocabulary: Vocabulary
 ) -> dict[str, Tensor]:
     """Put rows in the order they are used in: heads un-permuted, lm_head cut to the draft's."""
     tensors = dict(tensors)
-    if family.has_interleaved_heads and fields["latent"] is None:
-        for i in range(fields["num_layers"]):
-            for part, count in (("q", fields["num_heads"]), ("k", fields["num_kv_heads"])):
+    if family.has_interleaved_heads and config.latent is None:
+        for i in range(config.num_layers):
+            for part, count in (("q", config.num_heads), ("k", config.num_kv_heads)):
                 name = f"layers.{i}.self_attn.{part}_proj.weight"
                 if name in tensors:
-                    tensors[name] = Derived(tensors[name], lambda w, n=count: _unpermute(w, n))
+                    tensors[name] = LazyTensor(tensors[name], lambda w, n=count: _unpermute(w, n))
     ids = vocabulary.target_ids
     for name in filter(is_output, tensors):
         output = tensors[name]
         if ids is not None and output.rows == vocabulary.size:
             rows = mx.array(ids)
-            tensors[name] = Derived(output, lambda w: w[rows], (len(ids), *output.shape[1:]))
+            tensors[name] = LazyTensor(
+                output, lambda w, rows=rows: w[rows], (len(ids), *output.shape[1:])
+            )
     if "mask_hidden" in tensors:  # (1, 1, F) in most files
         mask = tensors["mask_hidden"]
-        tensors["mask_hidden"] = Derived(mask, lambda w: w.reshape(-1), (mask.size,))
+        tensors["mask_hidden"] = LazyTensor(mask, lambda w: w.reshape(-1), (mask.size,))
     return tensors
 
 
@@ -289,7 +237,8 @@ def resolve(
     _check_dimensions(tensors)
     settings = merge_settings(checkpoint.config, family)
     tensors, num_layers = _cut_layers(tensors, overrides.num_layers)
-    tensors = _name_norms(tensors, num_layers, hidden_size(tensors))
+    h = hidden_size(tensors)
+    tensors = _name_norms(tensors, num_layers, h)
     tensors = _drop_early_stop(tensors, settings, notes)
     vocabulary = resolve_vocabulary(tensors, settings, family.has_absolute_d2t, notes)
     factors = tensors.get("rope_freqs.weight")
@@ -297,36 +246,37 @@ def resolve(
     if not family.owns_embedding:
         used_up.add("embed_tokens.weight")
     tensors = {name: tensor for name, tensor in tensors.items() if name not in used_up}
-    fields = from_shapes(tensors, settings, family, num_layers)
-    fields |= _tapped(fields, tensors, checkpoint.config, settings, target, overrides, notes)
-    fields |= _shared(tensors, vocabulary)
-    scaling = rope_scaling(settings)
-    fields |= {
-        "rms_norm_eps": settings["rms_norm_eps"],
-        "hidden_act": activation(settings),
-        "max_position_embeddings": settings["max_position_embeddings"],
-        "norm_before_residual": norm_before_residual(
+    layers = layer_fields(tensors, settings, family, num_layers)
+    attention = attention_fields(tensors, settings, family, num_layers)
+    if family.fixed.get("uses_aux", True):
+        aux = overrides.aux_layers, overrides.aux_offset
+        features = feature_fields(h, tensors, checkpoint.config, settings, target, *aux, notes)
+    else:
+        features = final_state_fields(h, target)
+    fields = {
+        **layers,
+        **attention,
+        **features,
+        **vocabulary_fields(tensors, vocabulary),
+        "rope": resolve_rope(settings, attention, overrides.rope_theta, factors),
+        "norm_before_residual": _norm_before_residual(
             settings, family, overrides.norm_before_residual, notes
         ),
-        "norm_output": fields["final_norm"]
-        and norm_output(settings, family, fields["pre_fc_norm"], overrides.norm_output, notes),
-        **window(settings, family, num_layers),
-        "rope": resolve_rope(settings, fields, overrides.rope_theta, factors),
-        "softmax_scale": fields.get("softmax_scale", softmax_scale(fields["latent"], scaling)),
-        "position_scale": position_scale(settings, scaling),
-        "mask_token_id": mask_token(tensors, settings, overrides.mask_token_id),
-        "model_type": "eagle3",
+        "norm_output": layers["final_norm"]
+        and _norm_output(settings, family, layers["pre_fc_norm"], overrides.norm_output, notes),
+        "mask_token_id": _mask_token(tensors, settings, overrides.mask_token_id),
         "family": family.name,
         "speculative_tokens_hint": _hint(checkpoint.config),
     }
-    if family.doubts_rope_base and fields["rope"]["theta"] != DEFAULT_THETA:
+    config = Eagle3Config(**(fields | dict(family.fixed)))
+    if family.rope_base_unknown and config.rope["theta"] != DEFAULT_THETA:
         notes.append(
             "AngelSlim may have trained with rope base 10000 whatever its config says; if "
             "acceptance is low try --rope-theta 10000"
         )
-    tensors = _derive(tensors, fields, family, vocabulary)
-    check_shapes(tensors, fields)
-    _check_sharing(fields, settings)
-    if target is not None and fields["lm_head_source"] != "target":
-        _check_vocabulary(vocabulary, target)
-    return Resolved(family, fields, tensors, vocabulary, tuple(notes))
+    tensors = _derive(tensors, config, family, vocabulary)
+    check_shapes(tensors, config)
+    check_sharing(config, settings)
+    if target is not None and config.lm_head_source != "target":
+        check_vocabulary(vocabulary, target)
+    return Resolved(family, config, tensors, vocabulary, tuple(notes))

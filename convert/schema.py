@@ -105,7 +105,6 @@ HEAD: Table = {
     "pard_token": COUNT,
     "ptd_token_id": COUNT,
 }
-PROPOSAL: Table = {"speculative_tokens": COUNT}
 CONFIG: Table = {
     **HEAD,
     "architectures": TEXTS,

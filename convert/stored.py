@@ -161,7 +161,7 @@ class Stored(Shaped):
 
 
 @dataclass(frozen=True)
-class Derived(Shaped):
+class LazyTensor(Shaped):
     """Another order or selection of a tensor's numbers, made when it is read.
 
     ``new_shape`` None: of the same shape.

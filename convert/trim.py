@@ -16,7 +16,7 @@ from mlx_lm import tokenizer_utils
 
 from .checkpoint import Checkpoint, TargetFolder
 from .resolve import Resolved, is_output
-from .stored import Derived
+from .stored import LazyTensor
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken")
 
@@ -117,14 +117,14 @@ def trim(
     if wanted.text is not None:
         counts = count_tokens(wanted.text, *_tokenizer_place(checkpoint, target))
     kept = choose(ids, wanted.size, counts)
-    tensors, config = dict(head.tensors), dict(head.config)
+    tensors, config = dict(head.tensors), head.config
     rows = mx.array(kept)
     for name in filter(is_output, head.tensors):
         shape = (len(kept), *tensors[name].shape[1:])
-        tensors[name] = Derived(tensors[name], lambda w: w[rows], shape)
-    if "lm_head.weight" not in tensors and config["lm_head_source"] == "target":
-        config["lm_head_source"] = "target_rows"
-    config |= {"draft_vocab_size": len(kept), "has_d2t": True}
+        tensors[name] = LazyTensor(tensors[name], lambda w: w[rows], shape)
+    if "lm_head.weight" not in tensors and config.lm_head_source == "target":
+        config = replace(config, lm_head_source="target_rows")
+    config = replace(config, draft_vocab_size=len(kept), has_d2t=True)
     entry = {"from": len(ids), "by": "d2t order"}
     if counts is not None:
         entry |= {

@@ -276,16 +276,16 @@ def test_head(name):
     config, tensors, (depth, width), taps, theta, fields, doubts = HEADS[name]
     vocab = config.get("vocab_size") or config["transformer_layer_config"]["vocab_size"]
     head = resolved(config, tensors, depth, width, vocab)
-    assert head.config["aux_boundary_ids"] == taps
-    assert head.config["rope"]["theta"] == theta
-    assert {key: head.config[key] for key in fields} == fields
+    assert head.config.aux_boundary_ids == taps
+    assert head.config.rope["theta"] == theta
+    assert {key: getattr(head.config, key) for key in fields} == fields
     assert bool(head.notes) == doubts, head.notes
-    Eagle3Config.from_dict(head.config)
+    Eagle3Config.from_dict(head.config.to_dict())
 
 
 def test_rope_of_kimi():
     head = resolved(*HEADS["lightseekorg/kimi-k2.5-eagle3"][:2], 61, 7168, 163840)
-    assert head.config["rope"] == {
+    assert head.config.rope == {
         "type": "yarn",
         "theta": 5e4,
         "dims": 128,

@@ -59,16 +59,16 @@ def test_taps(place, ids, depth, expected, source, doubts):
         found = resolved(CONFIG | {"eagle_config": entry}, depth, PLAIN)
     else:
         found = resolved(speculators(**entry), depth, PLAIN)
-    assert list(found.config["aux_boundary_ids"]) == expected
-    assert found.config["aux_ids_source"] == source
+    assert list(found.config.aux_boundary_ids) == expected
+    assert found.config.aux_ids_source == source
     assert bool(found.notes) == doubts
 
 
 @pytest.mark.parametrize("depth", [24, 28, 32, 36, 40, 48, 60, 61, 62, 64, 80, 94])
 def test_default_taps(depth):
     found = resolved(CONFIG, depth, PLAIN)
-    assert found.config["aux_boundary_ids"] == (2, depth // 2, depth - 3)
-    assert found.config["aux_ids_source"] == "default"
+    assert found.config.aux_boundary_ids == (2, depth // 2, depth - 3)
+    assert found.config.aux_ids_source == "default"
 
 
 def test_taps_beyond_the_target(capsys):
@@ -189,7 +189,7 @@ ROPE = {
 @pytest.mark.parametrize("case", ROPE)
 def test_rope(case):
     config, theta, dims, scaling = ROPE[case]
-    rope = resolved(CONFIG | config, None, PLAIN).config["rope"]
+    rope = resolved(CONFIG | config, None, PLAIN).config.rope
     assert (rope["theta"], rope["dims"], rope["scaling"]) == (theta, dims, scaling)
     initialize_rope(dims, theta, False, scaling, 2048)
 
@@ -197,7 +197,7 @@ def test_rope(case):
 def test_untruncated_yarn():
     """Against transformers' formula, spelled out, at some positions."""
     source = {"rope_type": "yarn", "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0, **YARN}
-    rope = resolved(CONFIG | {"rope_scaling": source}, None, PLAIN).config["rope"]
+    rope = resolved(CONFIG | {"rope_scaling": source}, None, PLAIN).config.rope
     base = 10000.0 ** (-np.arange(0, 16, 2) / 16)
     low, high = (16 * np.log(512 / (r * 2 * np.pi)) / (2 * np.log(10000.0)) for r in (32, 1))
     ramp = np.clip((np.arange(8) - max(low, 0)) / (min(high, 15) - max(low, 0)), 0, 1)
@@ -227,7 +227,7 @@ def test_longrope():
         (512, {"attention_factor": 1.25}, 1.25),
     ):
         scaling = source | own | {"original_max_position_embeddings": original}
-        rope = resolved(CONFIG | {"rope_scaling": scaling}, None, PLAIN).config["rope"]
+        rope = resolved(CONFIG | {"rope_scaling": scaling}, None, PLAIN).config.rope
         check_rotation(rope, inverse, scale)
     with pytest.raises(ValueError, match="longrope with 2 numbers in short_factor, expected 8"):
         resolved(CONFIG | {"rope_scaling": source | {"short_factor": [1.0, 2.0]}}, None, PLAIN)

@@ -117,17 +117,17 @@ def resolved(row: dict) -> Resolved:
 def test_it_resolves(name):
     row = HEADS[name]
     found, depth = resolved(row).config, row["depth"]
-    assert found["aux_boundary_ids"] == row.get("taps", (2, depth // 2, depth - 3))
-    assert found["hidden_size"] == row["config"]["hidden_size"]
-    assert found["num_layers"] == row.get("layers", 1)
+    assert found.aux_boundary_ids == row.get("taps", (2, depth // 2, depth - 3))
+    assert found.hidden_size == row["config"]["hidden_size"]
+    assert found.num_layers == row.get("layers", 1)
     if "kv_lora_rank" in row["config"]:
-        assert found["latent"] == LATENT
-        assert found["softmax_scale"] == pytest.approx(192**-0.5 * (0.1 * np.log(64) + 1) ** 2)
+        assert found.latent == LATENT
+        assert found.softmax_scale == pytest.approx(192**-0.5 * (0.1 * np.log(64) + 1) ** 2)
     if (row["config"].get("rope_scaling") or {}).get("mrope_section"):
-        assert found["rope"]["type"] == "default" and found["rope"]["scaling"] is None
+        assert found.rope["type"] == "default" and found.rope["scaling"] is None
     for key, value in row.get("fields", {}).items():
-        assert found[key] == value, key
-    Eagle3Config.from_dict(found)
+        assert getattr(found, key) == value, key
+    Eagle3Config.from_dict(found.to_dict())
 
 
 @pytest.mark.parametrize("name", EAGLE_1)
@@ -158,11 +158,11 @@ def test_heads_of_eagle_1_resolve(name):
     stored = {n: Stored("F16", shape, NOTHING) for n, shape in shapes.items()}
     head = Checkpoint("head", config, stored, ())
     fields = resolve(head, TargetFolder("t", Path("."), values)).config
-    assert not fields["uses_aux"] and fields["fc_input"] == "embedding_and_state"
-    assert fields["fc_bias"] == more.get("bias", True)
-    assert fields["attention_bias"] == more.get("qkv_bias", False)
-    assert fields["lm_head_source"] == "target" and not fields["final_norm"]
-    Eagle3Config.from_dict(fields)
+    assert not fields.uses_aux and fields.fc_input == "embedding_and_state"
+    assert fields.fc_bias == more.get("bias", True)
+    assert fields.attention_bias == more.get("qkv_bias", False)
+    assert fields.lm_head_source == "target" and not fields.final_norm
+    Eagle3Config.from_dict(fields.to_dict())
 
 
 MISTRAL_NAMES = {
@@ -225,14 +225,14 @@ def test_heads_of_mistral_resolve(params, depth):
     values = {"num_hidden_layers": depth, "hidden_size": h, "vocab_size": 131072}
     target = TargetFolder("t", Path("."), values)
     found = resolve(Checkpoint("head", config, in_fp8(shapes), ()), target).config
-    assert found["num_layers"] == params["n_layers"] and not found["uses_aux"]
-    assert found["fc_input"] == "embedding_and_state" and found["norm_output"]
-    assert found["state_norm"] and found["final_norm"] and found["lm_head_source"] == "target"
+    assert found.num_layers == params["n_layers"] and not found.uses_aux
+    assert found.fc_input == "embedding_and_state" and found.norm_output
+    assert found.state_norm and found.final_norm and found.lm_head_source == "target"
     if "kv_lora_rank" in params:
-        assert found["latent"] == LATENT and found["softmax_scale"] is None
-        assert found["position_scale"] == {"beta": 0.1, "original_max_position_embeddings": 8192}
-        assert found["rope"]["scaling"]["mscale"] == found["rope"]["scaling"]["mscale_all_dim"]
-    Eagle3Config.from_dict(found)
+        assert found.latent == LATENT and found.softmax_scale is None
+        assert found.position_scale == {"beta": 0.1, "original_max_position_embeddings": 8192}
+        assert found.rope["scaling"]["mscale"] == found.rope["scaling"]["mscale_all_dim"]
+    Eagle3Config.from_dict(found.to_dict())
 
 
 def test_a_head_in_nvfp4_resolves():
