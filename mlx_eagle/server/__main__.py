@@ -15,8 +15,8 @@ from ..system.device import prepare_device
 from .access import is_loopback, read_key
 from .caches import PairCache
 from .collect import open_collector
+from .engine import PairGenerator
 from .flags import build_parser, check_arguments
-from .generator import PairGenerator
 from .handler import PairHandler
 from .listener import Limits, PairServer
 from .provider import PairProvider

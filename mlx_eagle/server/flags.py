@@ -12,7 +12,7 @@ from ..decoding.setup import AUTO
 from .body import MAX_DRAFT_TOKENS, NUMBERS
 from .collect import COLLECT_BYTES
 from .connection import MAX_HEAD
-from .generator import TIME_LIMIT
+from .engine import TIME_LIMIT
 from .listener import BODY_BYTES, CONNECTIONS, REQUEST_SECONDS
 
 

@@ -1,6 +1,6 @@
 """One HTTP request: mlx-lm's handler, with its edges made safe and the counts of drafting.
 
-What is generated, and when, is decided in ``generator.py``; who may connect in ``listener.py``.
+What is generated, and when, is decided in ``engine.py``; who may connect in ``listener.py``.
 """
 
 import io
@@ -13,15 +13,15 @@ from urllib.parse import unquote
 
 from mlx_lm.server import APIHandler, CompletionRequest
 
-from ..decoding.setup import AUTO
-from .answer import RequestError
+from ..decoding.limits import AUTO
+from .answers import RequestError
 from .body import check_body, read_body, shortened, write_body
 from .connection import Presence, RequestReader, drain
-from .exchange import Exchange
 from .listener import PairServer
 from .metrics import CONTENT_TYPE, Outcome
 from .page import CONTENT_TYPE as PAGE_TYPE
 from .page import page
+from .session import Exchange
 
 PROMPTS = {
     "/v1/completions": "prompt",

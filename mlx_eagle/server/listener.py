@@ -13,9 +13,9 @@ from typing import Any
 from mlx_lm.server import get_system_fingerprint
 
 from .access import ApiKey
-from .answer import RequestError
+from .answers import RequestError
 from .collect import Collector
-from .generator import PairGenerator
+from .engine import PairGenerator
 
 BODY_BYTES = 16_000_000
 CONNECTIONS = 128

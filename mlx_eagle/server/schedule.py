@@ -18,10 +18,10 @@ from ..decoding.calibrate import round_costs
 from ..decoding.decoder import Decoder
 from ..decoding.live_costs import LiveCosts
 from ..drafters.base import NullDrafter
-from .answer import Caught, RequestError
+from .active_requests import Opener, Served
+from .answers import Caught, RequestError
 from .metrics import Metrics
 from .provider import PairProvider
-from .served import Opener, Served
 
 
 class SomebodyWaits(Exception):

@@ -17,7 +17,7 @@ from ..decoding.setup import begin_drafter, open_decoder, read_tree
 from ..drafters.base import NullDrafter
 from ..drafters.tree import Tree
 from ..target.rollback import CacheQuantization
-from .answer import Answer
+from .answers import Answer
 from .body import PairArguments
 from .caches import Caches, PairCache, prepare, without_last
 from .drafted import Origin, PairResponse

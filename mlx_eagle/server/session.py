@@ -12,11 +12,11 @@ from mlx_lm.server import (
     ModelDescription,
 )
 
-from .answer import Answer, RequestError, checked
+from .answers import Answer, RequestError, checked
 from .body import PairArguments, shortened, wants_draft, with_drafting
 from .collect import chat_row
 from .drafted import DraftReport, PairResponse, counts
-from .generator import PairGenerator
+from .engine import PairGenerator
 from .metrics import Metrics, Outcome
 
 

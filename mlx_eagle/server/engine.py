@@ -12,14 +12,14 @@ from threading import Lock
 import mlx.core as mx
 from mlx_lm.server import CompletionRequest, GenerationContext, ResponseGenerator
 
-from .answer import Answer, Caught, RequestError, State
+from .active_requests import Opener
+from .answers import Answer, Caught, RequestError, State
 from .body import PairArguments
 from .caches import PairCache
 from .metrics import Metrics
 from .prompt import LONG, TEMPLATE_ERRORS, Tokenized, check_prompt, check_text_length, render
 from .provider import PairProvider
 from .schedule import Schedule
-from .served import Opener
 
 LARGE = 2**16  # bytes of a body; larger prompts are tokenized one after the other
 TIME_LIMIT = 600.0  # seconds
