@@ -34,6 +34,7 @@ from training import chats, write_data, write_target
 from transformers import LlamaConfig
 
 from mlx_eagle.drafters.head_weights import fuse_weights, split_weights
+from mlx_eagle.train.answers import regenerate
 from mlx_eagle.train.evaluate import Evaluation, Evaluator
 from mlx_eagle.train.examples import (
     BatchOrder,
@@ -42,12 +43,9 @@ from mlx_eagle.train.examples import (
     read_examples,
 )
 from mlx_eagle.train.optimizer import BETAS, TrainStep, learning_rate
-from mlx_eagle.train.regenerate import regenerate
 from mlx_eagle.train.settings import TrainSettings
-from mlx_eagle.train.student import Shape, Student, fresh_student, student_from
-from mlx_eagle.train.target_model import load_target
-from mlx_eagle.train.teacher import Teacher
-from mlx_eagle.train.vocabulary import choose_vocabulary
+from mlx_eagle.train.student import Shape, Student, choose_vocabulary, fresh_student, student_from
+from mlx_eagle.train.teacher import Teacher, load_target
 
 OURS, THEIRS = "layers.0.", "midlayer."
 
@@ -194,9 +192,9 @@ def compare(settings: TrainSettings, report=lambda line: None) -> Comparison:
     for number in range(settings.iters):
         batch = make_batch(examples.train, order.batch(number))
         begun = time.perf_counter()
-        features, teaching = teacher.teach(batch, settings.ttt_steps)
+        features, targets = teacher.teach(batch, settings.ttt_steps)
         rate = learning_rate(number, settings.iters, settings.learning_rate, settings.warmup)
-        ours = np.array(step(mx.array(batch.tokens), features, teaching, rate, 1)[0])
+        ours = np.array(step(mx.array(batch.tokens), features, targets, rate, 1)[0])
         between = time.perf_counter()
         theirs = other.step(batch, rate)
         losses.append((ours, theirs))

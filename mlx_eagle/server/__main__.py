@@ -12,13 +12,12 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 from ..commands.flags import with_known_head
 from ..system.command import run_command
 from ..system.device import prepare_device
-from .access import is_loopback, read_key
 from .caches import PairCache
 from .collect import open_collector
 from .engine import PairGenerator
 from .flags import build_parser, check_arguments
 from .handler import PairHandler
-from .listener import Limits, PairServer
+from .listener import Limits, PairServer, is_loopback, read_key
 from .provider import PairProvider
 from .signals import StopSignals
 

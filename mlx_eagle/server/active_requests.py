@@ -1,5 +1,6 @@
-"""One request in the hands of the generating thread: how it is begun, and how its text is made."""
+"""Requests in the generating thread: how one begins on cached prefixes, samples and is written."""
 
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -7,25 +8,24 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import StopSequences
-from mlx_lm.server import _format_top_logprobs
+from mlx_lm.server import _format_top_logprobs, _make_logits_processors
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..batch.group import Emitted
 from ..batch.requests import Request, put_back
 from ..decoding.decoder import Decoder, Limits
+from ..decoding.sampling import LogitsProcessor, Sampler, Sampling, SamplingOptions, sampler_for
 from ..decoding.setup import begin_drafter, open_decoder, read_tree
 from ..drafters.base import NullDrafter
 from ..drafters.tree import Tree
 from ..target.rollback import CacheQuantization
-from .answers import Answer
+from .answers import Answer, PairResponse, TokenOrigin
 from .body import PairArguments
 from .caches import Caches, PairCache, prepare, without_last
-from .drafted import Origin, PairResponse
 from .provider import PairProvider
-from .sampling import make_processors, make_sampler
 
 
-class Writer:
+class ResponseWriter:
     """The responses to the tokens of one answer, in order."""
 
     def __init__(
@@ -37,7 +37,7 @@ class Writer:
         self._num_tokens = 0
 
     def response(
-        self, token: int, origin: Origin, logprobs: Callable[[], mx.array]
+        self, token: int, origin: TokenOrigin, logprobs: Callable[[], mx.array]
     ) -> PairResponse:
         """As mlx-lm's handlers take it; ``logprobs`` (V,) are asked for if they are shown."""
         args, finish_reason = self._args, None
@@ -63,7 +63,7 @@ class Writer:
     def responses(self, emitted: Emitted) -> Iterator[PairResponse]:
         """Those to what a round has emitted."""
         for i, token in enumerate(emitted.tokens):
-            origin = Origin(
+            origin = TokenOrigin(
                 i + 1 if i < emitted.num_kept else 0,
                 emitted.length,
                 emitted.events if i == 0 else (),
@@ -73,7 +73,7 @@ class Writer:
 
 
 @dataclass(eq=False)
-class Served:
+class ActiveRequest:
     """A request that is being answered.
 
     ``num_cached`` tokens of its prompt were in caches; of the ``num_uncached`` others ``num_read``
@@ -84,7 +84,7 @@ class Served:
     answer: Answer
     args: PairArguments
     prompt: list[int]
-    writer: Writer
+    writer: ResponseWriter
     request: Request
     is_drafted: bool
     is_alone: bool = False
@@ -103,7 +103,7 @@ class Served:
         return read_tree(self.args.tree) if self.is_drafted else None
 
 
-class Opener:
+class RequestFactory:
     """Begins requests, on the caches of what is known of their prompts."""
 
     def __init__(self, provider: PairProvider, prompt_cache: PairCache, stream: mx.Stream):
@@ -115,47 +115,47 @@ class Opener:
         prompt: list[int],
         args: PairArguments,
         stop_sequences: StopSequences,
-    ) -> Served:
+    ) -> ActiveRequest:
         """Ready to read its prompt. Raises ValueError for what the pair cannot do."""
         provider = self._provider
         is_drafted = provider.draft_model is not None and args.num_draft_tokens != 0
         if is_drafted and args.tree is not None:
             provider.check_tree(args.tree)
         limits = Limits(args.max_tokens, provider.tokenizer.eos_token_ids)
-        served = Served(
+        active = ActiveRequest(
             answer,
             args,
             prompt,
-            Writer(provider.tokenizer, stop_sequences, args),
+            ResponseWriter(provider.tokenizer, stop_sequences, args),
             Request(prompt, limits, []),
             is_drafted,
         )
         if is_drafted:
-            answer.stats = served.request.stats
-        self._begin(served)
-        return served
+            answer.stats = active.request.stats
+        self._begin(active)
+        return active
 
-    def open_again(self, served: Served) -> None:
+    def open_again(self, active: ActiveRequest) -> None:
         """Ready to go on behind what was said; what was computed for it is lost."""
-        served.request = Request(
-            served.prompt,
-            served.request.limits,
+        active.request = Request(
+            active.prompt,
+            active.request.limits,
             [],
-            stats=served.request.stats,
-            tokens=list(served.answer.tokens),
+            stats=active.request.stats,
+            tokens=list(active.answer.tokens),
         )
-        self._begin(served)
-        served.decoder.num_emitted = len(served.answer.tokens)
+        self._begin(active)
+        active.decoder.num_emitted = len(active.answer.tokens)
 
-    def _begin(self, served: Served) -> None:
-        provider, args, request = self._provider, served.args, served.request
-        text = served.prompt + request.tokens
-        drafter = provider.draft_model if served.is_drafted else None
+    def _begin(self, active: ActiveRequest) -> None:
+        provider, args, request = self._provider, active.args, active.request
+        text = active.prompt + request.tokens
+        drafter = provider.draft_model if active.is_drafted else None
         caches, rest = None, text
         if args.reuse_caches:
             caches, rest = self._prompt_cache.fetch(provider.model_key, text)
         known = text[: len(text) - len(rest)]
-        served.num_cached, served.num_uncached, served.num_read = len(known), len(rest), 0
+        active.num_cached, active.num_uncached, active.num_read = len(known), len(rest), 0
         flags = provider.cli_args
         with mx.stream(self._stream):
             caches = prepare(caches, provider.model, drafter, known)
@@ -168,16 +168,16 @@ class Opener:
             self._stream,
             sampler=make_sampler(args, provider.tokenizer),
             logits_processors=make_processors(args, known),
-            acceptance=args.acceptance if served.is_drafted else None,
-            tree=served.tree,
+            acceptance=args.acceptance if active.is_drafted else None,
+            tree=active.tree,
         )
         request.decoder.drops_drafter = drafter is None
-        served.chunks = request.decoder.prefill_chunks(mx.array(rest), flags.prefill_step_size)
+        active.chunks = request.decoder.prefill_chunks(mx.array(rest), flags.prefill_step_size)
 
-    def file(self, served: Served) -> None:
+    def file(self, active: ActiveRequest) -> None:
         """Keep the caches of a request that has ended, for whoever goes on from its text."""
-        request, num_target = served.request, len(served.decoder.cache)
-        text = served.prompt + request.tokens + request.unseen
+        request, num_target = active.request, len(active.decoder.cache)
+        text = active.prompt + request.tokens + request.unseen
         caches = None
         if not request.cache:
             caches = without_last(request)
@@ -188,5 +188,54 @@ class Opener:
         if caches is None:
             caches = Caches(request.cache, num_target)
         # What was decoded without the drafter is not in its part of the caches.
-        caches = Caches(caches.target) if served.decoder.drops_drafter else caches
+        caches = Caches(caches.target) if active.decoder.drops_drafter else caches
         self._prompt_cache.insert_cache(self._provider.model_key, text, caches)
+
+
+class SeededSampler:
+    """One of mlx-lm's samplers, whose draws follow from a seed, whoever else draws meanwhile.
+
+    Those samplers follow mlx's random state, which all requests have in common: it is set before
+    each draw, and afterwards to where nobody can foresee.
+    """
+
+    def __init__(self, sampler: Sampler, seed: int):
+        self._sampler = sampler
+        self._seeds = random.Random(seed)
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        mx.random.seed(self._seeds.getrandbits(64))
+        try:
+            return self._sampler(logprobs)
+        finally:
+            mx.random.seed(random.getrandbits(64))
+
+
+def make_sampler(args: PairArguments, tokenizer: TokenizerWrapper) -> Sampler | None:
+    """The sampler of a request, ready to begin."""
+    options = SamplingOptions(
+        temp=args.sampling.temperature,
+        top_p=args.sampling.top_p,
+        min_p=args.sampling.min_p,
+        top_k=args.sampling.top_k,
+        xtc_probability=args.sampling.xtc_probability,
+        xtc_threshold=args.sampling.xtc_threshold,
+        acceptance=args.acceptance,
+    )
+    sampler = sampler_for(options, tokenizer, args.seed)
+    if args.seed is None or sampler is None or isinstance(sampler, Sampling):
+        return sampler
+    return SeededSampler(sampler, args.seed)
+
+
+def make_processors(args: PairArguments, before: list[int]) -> list[LogitsProcessor]:
+    """mlx-lm's, which also see the tokens that the cache holds."""
+    processors = _make_logits_processors(args)
+    if not before:
+        return processors
+    cached = mx.array(before)
+
+    def seeing_all(processor: LogitsProcessor) -> LogitsProcessor:
+        return lambda tokens, logits: processor(mx.concatenate([cached, tokens]), logits)
+
+    return [seeing_all(processor) for processor in processors]

@@ -1,17 +1,22 @@
-"""What a request may hold: wrong types, sizes and values, each said in one sentence.
+"""Request bodies and prompts: wrong types, sizes and values, each refused in one sentence.
 
 Every field of the OpenAI API that mlx-lm reads is checked here before mlx-lm reads it: past
 these checks a bad value would end the thread that generates for everybody. Fields that would
-be ignored although they change what a client must get are refused.
+be ignored although they change what a client must get are refused. A prompt that is far too long
+is refused before all of it was tokenized.
 """
 
 import json
 import math
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_lm.server import GenerationArguments
+from jinja2 import TemplateError
+from mlx_lm.server import CompletionRequest, GenerationArguments, convert_chat
+from mlx_lm.server import process_message_content as join_content
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoding.setup import AUTO, RULES, check_rule_for_sampling, read_tree
 
@@ -22,6 +27,15 @@ MAX_STOP_WORDS = 64
 MAX_STOP_TEXT = 1000  # characters
 MAX_TOKEN_DIGITS = 9
 SHOWN = 60  # characters of a value in a message
+
+
+PIECE = 2**15  # characters that are tokenized at once when a long text is measured
+SEAM = 64  # tokens, far more than a cut between two pieces can add
+LONG = 8  # characters per token of the context: beyond it a text is measured before it is used
+TEMPLATE_ERRORS = (
+    TemplateError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
+"""What chat templates raise for messages that they were not written for."""
 
 
 @dataclass(frozen=True)
@@ -327,3 +341,73 @@ def _kind(value: Any) -> str:
     names = {bool: "a boolean", str: "a string", list: "a list", dict: "an object"}
     names |= {int: "a number", float: "a number", type(None): "null"}
     return names[type(value)]
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """The tokens of a prompt; the text begins as "normal" or as "reasoning"."""
+
+    tokens: list[int]
+    initial_state: str = "normal"
+
+
+def render(
+    request: CompletionRequest, tokenizer: TokenizerWrapper, template_args: dict[str, Any]
+) -> str:
+    """The text of the prompt, as the chat template puts it together."""
+    if request.request_type != "chat":
+        return request.prompt
+    if not tokenizer.has_chat_template:
+        return convert_chat(request.messages, request.role_mapping)
+    join_content(request.messages)
+    return tokenizer.apply_chat_template(
+        request.messages,
+        add_generation_prompt=True,
+        tools=request.tools,
+        tokenize=False,
+        **template_args,
+    )
+
+
+def check_text_length(
+    text: str, encode: Callable[[str], list[int]], limit: int, check: Callable[[], None]
+) -> None:
+    """Raise ValueError for a text of at least ``limit`` tokens, having seen no more than those.
+
+    ``check`` is called between pieces and may raise.
+    """
+    num_tokens = 0
+    for start in range(0, len(text), PIECE):
+        check()
+        num_tokens += max(0, len(encode(text[start : start + PIECE])) - SEAM)
+        if num_tokens >= limit:
+            raise too_long(f"more than {num_tokens}", limit)
+
+
+def check_prompt(
+    prompt: list[int], args: GenerationArguments, vocab_size: int, limit: int | None
+) -> None:
+    """Check what needs the tokens or the model's sizes. Raises ValueError.
+
+    ``limit`` is the model's context in tokens, where that is known.
+    """
+    if not prompt:
+        raise ValueError("the prompt is empty: give at least one token.")
+    if limit is not None and len(prompt) >= limit:
+        raise too_long(str(len(prompt)), limit)
+    if args.sampling.top_k >= vocab_size:
+        raise ValueError(f"top_k is {args.sampling.top_k}: give less than {vocab_size}.")
+    if args.top_logprobs > vocab_size:
+        raise ValueError(f"top_logprobs is {args.top_logprobs}: give at most {vocab_size}.")
+    outside = [token for token in args.logits.logit_bias or () if not 0 <= token < vocab_size]
+    if outside:
+        raise ValueError(
+            f"logit_bias names token {outside[0]}, but this model has {vocab_size} tokens."
+        )
+
+
+def too_long(found: str, limit: int) -> ValueError:
+    return ValueError(
+        f"the prompt has {found} tokens, but this model takes texts of {limit}, the answer "
+        "included: shorten it."
+    )

@@ -1,4 +1,4 @@
-"""Caches of earlier requests, the drafter's behind the target's, and the seams between them.
+"""Prompt caches of earlier requests: the target's with the drafter's part behind them.
 
 mlx-lm's store files and trims them; what a drafter adds is here.
 """

@@ -1,6 +1,6 @@
-"""Requests and their answers, kept in a file that ``mlx_eagle.train`` takes as data.
+"""Collecting chats in a file that ``mlx_eagle.train`` takes as data (``--collect``).
 
-Only where ``--collect`` names one; what becomes of a request never depends on it.
+What becomes of a request never depends on it.
 """
 
 import json

@@ -1,33 +1,261 @@
-"""The thread that generates, as the threads of the clients see it.
+"""The generating thread and its scheduler: which request is begun, read and decoded next.
 
-What it does for whom and when is in ``schedule.py``; HTTP is in ``handler.py``.
+Prompts are read chunk by chunk, and between two chunks all requests get a round. Requests whose
+drafting settings agree are a group, and share their rounds where their caches can.
 """
 
 import gc
+import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from threading import Lock
+from typing import Protocol
 
 import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import CompletionRequest, GenerationContext, ResponseGenerator
 
-from .active_requests import Opener
-from .answers import Answer, Caught, RequestError, State
-from .body import PairArguments
+from ..batch.group import Emitted, Group
+from ..batch.requests import Request, first_token, why_alone
+from ..decoding.calibrate import round_costs
+from ..decoding.decoder import Decoder
+from ..decoding.live_costs import LiveCosts
+from ..drafters.base import NullDrafter
+from .active_requests import ActiveRequest, RequestFactory
+from .answers import Answer, RequestError, State, capture_error
+from .body import (
+    LONG,
+    TEMPLATE_ERRORS,
+    PairArguments,
+    Tokenized,
+    check_prompt,
+    check_text_length,
+    render,
+)
 from .caches import PairCache
 from .metrics import Metrics
-from .prompt import LONG, TEMPLATE_ERRORS, Tokenized, check_prompt, check_text_length, render
 from .provider import PairProvider
-from .schedule import Schedule
 
 LARGE = 2**16  # bytes of a body; larger prompts are tokenized one after the other
 TIME_LIMIT = 600.0  # seconds
 IDLE = 0.1  # seconds between looks at whether to stop, where nobody asks
 
 
+class CalibrationPreempted(Exception):
+    """The cost of rounds was being measured, and there is something better to do."""
+
+
+class RequestSource(Protocol):
+    """Where requests come from."""
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether nobody shall be answered any more."""
+
+    def is_anybody_waiting(self) -> bool:
+        """Whether a request has not been begun."""
+
+
+class Schedule:
+    """The requests that are being answered, and the order of what is computed for them."""
+
+    def __init__(
+        self,
+        provider: PairProvider,
+        factory: RequestFactory,
+        metrics: Metrics,
+        stream: mx.Stream,
+        source: RequestSource,
+    ):
+        self._provider, self._factory, self._metrics = provider, factory, metrics
+        self._stream, self._source = stream, source
+        self._active: list[ActiveRequest] = []
+        self._reading: deque[ActiveRequest] = deque()
+        self._groups: dict[object, Group] = {}
+        flags = provider.cli_args
+        self._recalibrates = flags.recalibrate
+        caches = make_prompt_cache(provider.model)
+        self._drafts_together = why_alone(provider.model, caches) is None
+        can_share = why_alone(provider.model, caches, plainly=True) is None
+        self._can_share = can_share and flags.kv_bits is None
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._active
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nobody can be begun until somebody has ended."""
+        return len(self._active) >= self._provider.cli_args.decode_concurrency
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the next request can be begun now."""
+        num_prompts = self._provider.cli_args.prompt_concurrency
+        return not self.is_full and len(self._reading) < num_prompts
+
+    def add(self, active: ActiveRequest) -> None:
+        """Answer this one too, from the next step on."""
+        active.answer.put((0, active.num_uncached))
+        self._active.append(active)
+        self._reading.append(active)
+
+    def step(self) -> None:
+        """One chunk of one prompt, and a round of every group."""
+        if self._reading:
+            self._read(self._reading.popleft())
+        for key, group in list(self._groups.items()):
+            self._round(key, group)
+
+    def close(self) -> None:
+        """Answer nobody any more."""
+        for active in self._active:
+            active.answer.put(RequestError("the server is stopping.", 503))
+
+    def _read(self, active: ActiveRequest) -> None:
+        """A chunk of a prompt, and behind its last one the first token."""
+        if active.answer.is_over:  # its client has left
+            self._active.remove(active)
+            return
+        decoder, last = active.decoder, active.num_uncached - 1
+        with capture_error() as captured:
+            begun = time.perf_counter()
+            active.num_read = next(active.chunks, last)
+            decoder.prefill_time += time.perf_counter() - begun
+            if active.num_read < last:
+                active.answer.put((active.num_read, active.num_uncached))
+                self._reading.append(active)
+            else:
+                self._begin_text(active)
+        if captured.error is not None:
+            self._fail(active, captured.error)
+
+    def _begin_text(self, active: ActiveRequest) -> None:
+        request = active.request
+        first = first_token(request)
+        active.answer.put((active.num_uncached, active.num_uncached))
+        made = first.verification
+        self._say(active, Emitted(request, first.run, 0, 0, lambda i: made.logprobs[i]))
+        if active.is_done or request.ended:
+            self._end(active)
+        else:
+            self._group_of(active).join(request)
+
+    def _group_of(self, active: ActiveRequest) -> Group:
+        """That of its drafting settings; one of its own where it can share no rounds."""
+        args, tree = active.args, active.tree
+        can_share = self._can_share and tree is None and not active.is_alone
+        num_draft_tokens = args.num_draft_tokens if active.is_drafted else 0
+        key = num_draft_tokens if can_share else active
+        if key not in self._groups:
+            drafter = self._provider.draft_model if active.is_drafted else NullDrafter()
+            self._groups[key] = Group(
+                self._provider.model,
+                drafter,
+                self._stream,
+                num_draft_tokens,
+                tree,
+                self._find_costs,
+                self._drafts_together,
+            )
+        return self._groups[key]
+
+    def _round(self, key: object, group: Group) -> None:
+        with capture_error() as captured:
+            for request in group.requests:
+                active = self._active_of(request)
+                if active.answer.is_over and not active.is_done:  # its client has left
+                    active.is_done = True
+                    group.leave(request)
+            for emitted in group.round():
+                active = self._active_of(emitted.request)
+                num_unread = self._say(active, emitted)
+                if active.is_done and not emitted.request.ended:
+                    group.leave(emitted.request, num_unread)
+        if captured.error is not None:
+            del self._groups[key]
+            self._recover([self._active_of(r) for r in group.requests], captured.error)
+        for request in group.take_left():
+            self._end(self._active_of(request))
+        if group.is_empty:
+            self._groups.pop(key, None)
+
+    def _say(self, active: ActiveRequest, emitted: Emitted) -> int:
+        """Tell a client what a round has given it; how many tokens are not wanted any more."""
+        answer, stats = active.answer, emitted.request.stats
+        for i, response in enumerate(active.writer.responses(emitted)):
+            num_unread = len(emitted.tokens) - i - 1
+            is_last = response.finish_reason is not None
+            if is_last:  # the client reads the counts with its last token
+                stats.take_back(num_unread, i + 1)
+            answer.put(response)
+            if response.finish_reason is not None or answer.is_over:
+                if not is_last:
+                    stats.take_back(num_unread, i + 1)
+                active.is_done = True
+                return num_unread
+        return 0
+
+    def _end(self, active: ActiveRequest) -> None:
+        """All was generated: keep its caches, then tell its client."""
+        self._active.remove(active)
+        if active.is_drafted:
+            self._metrics.count_drafts(active.request.stats)
+        with capture_error() as captured:
+            self._factory.file(active)
+        if captured.error is not None:
+            logging.warning(f"The caches of an answer could not be kept ({captured.error}).")
+        active.answer.put(None)
+
+    def _fail(self, active: ActiveRequest, error: Exception) -> None:
+        """Tell a client; where its answer was complete, that it has ended."""
+        self._active = [other for other in self._active if other is not active]
+        active.answer.put(None if active.is_done else error)
+
+    def _active_of(self, request: Request) -> ActiveRequest:
+        return next(active for active in self._active if active.request is request)
+
+    def _recover(self, all_active: list[ActiveRequest], error: Exception) -> None:
+        """After a round that has failed: whoever was by itself is told so.
+
+        Those who shared it go on, each by itself, so that it fails those only that it is to blame
+        on.
+        """
+        for active in all_active:
+            if active.is_done or len(all_active) == 1:
+                self._fail(active, error)
+                continue
+            with capture_error() as captured:
+                active.is_alone = True
+                self._factory.open_again(active)
+                self._reading.append(active)
+            if captured.error is not None:
+                self._fail(active, captured.error)
+
+    def _find_costs(self, decoder: Decoder, with_trees: bool) -> LiveCosts:
+        """See ``round_costs``; measuring takes seconds, and stops as soon as anybody waits."""
+        if not self._recalibrates or len(self._active) > 1:
+            return round_costs(decoder, with_trees)
+        (active,) = self._active
+
+        def measuring(num_done: int, num_groups: int) -> None:
+            if num_done == num_groups:
+                self._recalibrates = False  # once is enough
+                return
+            is_wanted = not self._source.is_stopping and not active.answer.is_over
+            if not is_wanted or self._source.is_anybody_waiting():
+                raise CalibrationPreempted
+
+        try:
+            return round_costs(decoder, with_trees, measuring, recalibrate=True)
+        except CalibrationPreempted:
+            return round_costs(decoder, with_trees)
+
+
 class PairGenerator(ResponseGenerator):
-    """mlx-lm's generator of responses, with a loop of its own, which drafts for all."""
+    """mlx-lm's generator of responses as the clients' threads see it; its loop drafts for all."""
 
     model_provider: PairProvider
     prompt_cache: PairCache
@@ -123,21 +351,21 @@ class PairGenerator(ResponseGenerator):
         provider.load_default()
         if provider.model is not None:
             stream = mx.default_stream(mx.default_device())
-            opener = Opener(provider, self.prompt_cache, stream)
-            schedule = Schedule(provider, opener, self.metrics, stream, self)
+            factory = RequestFactory(provider, self.prompt_cache, stream)
+            schedule = Schedule(provider, factory, self.metrics, stream, self)
             self._schedule = schedule
             while not self._stop:
-                self._take_in(schedule, opener)
+                self._take_in(schedule, factory)
                 schedule.step()
             schedule.close()
-            del schedule, opener
+            del schedule, factory
         # What was made in this thread has to go in it.
         self._schedule = None
         provider.reset()
         del self.prompt_cache
         gc.collect()
 
-    def _take_in(self, schedule: Schedule, opener: Opener) -> None:
+    def _take_in(self, schedule: Schedule, factory: RequestFactory) -> None:
         """Begin as many requests as there is room for; wait for one where there is none."""
         while schedule.has_room:
             asked = self._next_request(IDLE if schedule.is_idle else None)
@@ -146,15 +374,15 @@ class PairGenerator(ResponseGenerator):
             answer, tokenized, args = asked
             if answer.is_over:
                 continue
-            with Caught() as caught:
-                self._begin(schedule, opener, answer, tokenized, args)
-            if caught.error is not None:
-                answer.put(caught.error)
+            with capture_error() as captured:
+                self._begin(schedule, factory, answer, tokenized, args)
+            if captured.error is not None:
+                answer.put(captured.error)
 
     def _begin(
         self,
         schedule: Schedule,
-        opener: Opener,
+        factory: RequestFactory,
         answer: Answer,
         tokenized: Tokenized,
         args: PairArguments,
@@ -165,7 +393,7 @@ class PairGenerator(ResponseGenerator):
             provider.model_key, tokenizer, args.stop_words
         )
         self._log_cache_stats()
-        served = opener.open(answer, tokenized.tokens, args, stop_sequences)
+        active = factory.open(answer, tokenized.tokens, args, stop_sequences)
         context = GenerationContext(
             has_tool_calling=tokenizer.has_tool_calling,
             has_thinking=tokenizer.has_thinking,
@@ -173,7 +401,7 @@ class PairGenerator(ResponseGenerator):
             text_sm=text_machine,
             initial_state=tokenized.initial_state,
             prompt=tokenized.tokens,
-            prompt_cache_count=served.num_cached,
+            prompt_cache_count=active.num_cached,
         )
         answer.put(context)
-        schedule.add(served)
+        schedule.add(active)

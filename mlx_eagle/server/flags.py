@@ -11,9 +11,8 @@ from ..commands.flags import add_draft_flags, check_cache_flags, check_draft_fla
 from ..decoding.setup import AUTO
 from .body import MAX_DRAFT_TOKENS, NUMBERS
 from .collect import COLLECT_BYTES
-from .connection import MAX_HEAD
 from .engine import TIME_LIMIT
-from .listener import BODY_BYTES, CONNECTIONS, REQUEST_SECONDS
+from .listener import BODY_BYTES, CONNECTIONS, MAX_HEAD, REQUEST_SECONDS
 
 
 def _size(text: str) -> int:

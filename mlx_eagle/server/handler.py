@@ -1,13 +1,17 @@
-"""One HTTP request: mlx-lm's handler, with its edges made safe and the counts of drafting.
+"""HTTP requests: mlx-lm's handler with its edges made safe, the counts of drafting, the page.
 
 What is generated, and when, is decided in ``engine.py``; who may connect in ``listener.py``.
 """
 
+import base64
+import hashlib
+import html
 import io
 import json
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote
 
@@ -16,12 +20,9 @@ from mlx_lm.server import APIHandler, CompletionRequest
 from ..decoding.limits import AUTO
 from .answers import RequestError
 from .body import check_body, read_body, shortened, write_body
-from .connection import Presence, RequestReader, drain
-from .listener import PairServer
+from .listener import PairServer, Presence, RequestReader, drain
 from .metrics import CONTENT_TYPE, Outcome
-from .page import CONTENT_TYPE as PAGE_TYPE
-from .page import page
-from .session import Exchange
+from .session import ClientSession
 
 PROMPTS = {
     "/v1/completions": "prompt",
@@ -29,14 +30,49 @@ PROMPTS = {
     "/chat/completions": "messages",
 }
 EXTRA_HEADERS = {401: {"WWW-Authenticate": 'Bearer realm="mlx-eagle"'}, 503: {"Retry-After": "5"}}
-FinishReason = Literal["length", "stop"] | None
 LARGE = 2**16  # bytes of a body; larger ones are read into fields one after the other
+FinishReason = Literal["length", "stop"] | None
+
+
+PARTS = Path(__file__).parent / "web"
+SCRIPTS = ("markdown.js", "answer.js", "stream.js", "strip.js", "settings.js", "chat.js",
+           "race.js", "main.js")  # fmt: skip
+PAGE_TYPE = "text/html; charset=utf-8"
+TRUSTED_TYPES = "require-trusted-types-for 'script'; trusted-types 'none'"  # no text becomes HTML
+
+
+def page(settings: dict[str, Any]) -> tuple[bytes, dict[str, str]]:
+    """The document and its headers; ``settings`` are what the page's script reads."""
+    style = (PARTS / "page.css").read_text(encoding="utf-8")
+    scripts = "".join((PARTS / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    script = f'"use strict";\n(() => {{\n{scripts}}})();\n'
+    document = (PARTS / "page.html").read_text(encoding="utf-8")
+    values = html.escape(json.dumps(settings), quote=True)
+    for name, text in (("style", style), ("script", script), ("settings", values)):
+        document = document.replace(f"{{{{{name}}}}}", text, 1)
+    policy = (
+        f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; "
+        "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+        f"frame-ancestors 'none'; {TRUSTED_TYPES}"
+    )
+    return document.encode(), {
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "X-Frame-Options": "DENY",
+        "Referrer-Policy": "no-referrer",
+        "Cross-Origin-RequestFactory-Policy": "same-origin",
+        "Cache-Control": "no-cache",
+    }
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 class PairHandler(APIHandler):
     """mlx-lm's handler. Requests it cannot answer get a sentence, and the server goes on."""
 
-    response_generator: Exchange
+    response_generator: ClientSession
     server: PairServer
 
     def __init__(self, server: PairServer, *args: Any, **kwargs: Any):
@@ -44,8 +80,8 @@ class PairHandler(APIHandler):
         self.num_bytes = 0  # of the body
         self.status = 0
         self.is_streaming = self.is_answering = self.is_body_unread = False
-        exchange = Exchange(server.generator, server.metrics, self)
-        super().__init__(exchange, *args, **kwargs)
+        session = ClientSession(server.generator, server.metrics, self)
+        super().__init__(session, *args, **kwargs)
 
     def setup(self) -> None:
         """Reads have a limit of time together, writes each."""
@@ -250,9 +286,10 @@ class PairHandler(APIHandler):
         """Raise ConnectionError where the client is gone, or too slow to read its answer."""
         self.presence.check(self.is_answering)
         answer = self.response_generator.answer
-        if answer is not None and answer.is_over:
-            if time.monotonic() - answer.ended > self.server.limits.request_seconds:
-                raise TimeoutError("the client reads too slowly")
+        if answer is None or not answer.is_over:
+            return
+        if time.monotonic() - answer.ended > self.server.limits.request_seconds:
+            raise TimeoutError("the client reads too slowly")
 
     def handle_models_request(self) -> None:
         """The one model that is served."""
@@ -278,9 +315,9 @@ class PairHandler(APIHandler):
 
     def _with_counts(self, response: dict[str, Any]) -> dict[str, Any]:
         """With --usage-stats, what was drafted; where nothing was, tau is 1."""
-        exchange = self.response_generator
-        if "usage" in response and exchange.cli_args.usage_stats and exchange.answer is not None:
-            stats = exchange.answer.stats
+        session = self.response_generator
+        if "usage" in response and session.cli_args.usage_stats and session.answer is not None:
+            stats = session.answer.stats
             tau = stats.mean_acceptance_length or 1.0
             response["usage"] |= {
                 "drafted_tokens": stats.num_drafted,

@@ -1,21 +1,36 @@
-"""Who may connect: the listening socket, its limits, and how it stops."""
+"""Listening socket: connections and their limits, the API key, and how the server stops."""
 
+import hmac
+import http.client
+import io
+import ipaddress
 import json
 import logging
+import select
 import socket
 import sys
 import time
+from argparse import Namespace
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from mlx_lm.server import get_system_fingerprint
 
-from .access import ApiKey
 from .answers import RequestError
 from .collect import Collector
 from .engine import PairGenerator
+
+MAX_HEAD = 2**17  # bytes of a request before its body
+DRAIN_SECONDS = 2.0
+DRAIN_BYTES = 2**26
+BEGINNING = b"HTTP/1.0 "
+"""What every answer of ours begins with, whatever its status: it can be sent ahead."""
+
+
+LONGEST_KEY = 4096  # characters
 
 BODY_BYTES = 16_000_000
 CONNECTIONS = 128
@@ -35,6 +50,152 @@ class Limits:
     body_bytes: int = BODY_BYTES
     num_connections: int = CONNECTIONS
     request_seconds: float = REQUEST_SECONDS
+
+
+class ApiKey:
+    """A key that clients send as ``Authorization: Bearer KEY``."""
+
+    def __init__(self, key: str, source: str):
+        """``source`` says where it was given. Raises ValueError for what no header can carry."""
+        if not 0 < len(key) <= LONGEST_KEY or not all("!" <= char <= "~" for char in key):
+            raise ValueError(
+                f"the API key of {source} is empty, too long, or has characters that no header "
+                f"can carry: give 1 to {LONGEST_KEY} letters, digits and signs, without spaces."
+            )
+        self._key = key.encode()
+
+    def admits(self, header: str | None) -> bool:
+        """Whether an Authorization header has the key; as slow for a near miss as for any."""
+        scheme, _, given = (header or "").strip().partition(" ")
+        found = given.strip().encode("utf-8", "surrogateescape")
+        return hmac.compare_digest(found, self._key) and scheme.lower() == "bearer"
+
+
+def read_key(args: Namespace) -> ApiKey | None:
+    """The key of the flags, if there is one.
+
+    Raises ValueError where the flags contradict each other, or where other machines could ask
+    and neither a key nor ``--no-api-key`` was given.
+    """
+    given = [args.api_key is not None, args.api_key_file is not None, args.no_api_key]
+    if sum(given) > 1:
+        raise ValueError("give only one of --api-key, --api-key-file and --no-api-key.")
+    if args.api_key is not None:
+        return ApiKey(args.api_key, "--api-key")
+    if args.api_key_file is not None:
+        return ApiKey(_read_file(args.api_key_file), f"--api-key-file {args.api_key_file}")
+    if not args.no_api_key and not is_loopback(args.host):
+        raise ValueError(
+            f"other machines can reach --host {args.host}: give --api-key-file FILE, or "
+            "--no-api-key to answer whoever asks."
+        )
+    return None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address. False where that is not known."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError):
+        return False
+    addresses = [str(address[0]).partition("%")[0] for *_, address in found]
+    return all(ipaddress.ip_address(address).is_loopback for address in addresses)
+
+
+def _read_file(name: str) -> str:
+    try:
+        with Path(name).open("rb") as file:
+            return file.read(LONGEST_KEY + 2).decode().strip()
+    except (OSError, UnicodeError) as err:
+        reason = err.strerror if isinstance(err, OSError) else "it is not text"
+        raise ValueError(
+            f"--api-key-file {name} could not be read ({reason}): name a file that holds the key."
+        ) from err
+
+
+class RequestReader(io.RawIOBase):
+    """Reads a request from a socket, all of it within one limit of time.
+
+    A limit for each read alone would let a client hold its connection for days, byte by byte.
+    """
+
+    def __init__(self, connection: socket.socket, seconds: float):
+        self._connection = connection
+        self._deadline = time.monotonic() + seconds
+        self.in_head = True  # whose size is bounded here; the body's by Content-Length
+        self._num_read = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Raises TimeoutError, and for a head that is too large what http.server answers 431."""
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the request took too long to arrive")
+        self._connection.settimeout(left)
+        found = self._connection.recv_into(buffer)
+        self._num_read += found
+        if self.in_head and self._num_read > MAX_HEAD:
+            raise http.client.LineTooLong("head")
+        return found
+
+
+class Presence:
+    """Whether the client of a connection is still there.
+
+    A client that has closed its sending side may be gone, or may wait for its answer, as
+    ``nc -N`` does. Only sending tells: what is gone refuses it. So the bytes with which every
+    answer begins are sent ahead, one at a time.
+    """
+
+    def __init__(self, connection: socket.socket):
+        self._connection = connection
+        self.num_ahead = 0  # bytes of BEGINNING that were sent
+        self._next, self._pause = 0.0, 1.0
+
+    def check(self, is_answering: bool) -> None:
+        """Raise ConnectionError where the client is gone.
+
+        ``is_answering`` says that the head of the answer was sent: what follows it will tell.
+        """
+        error = self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            raise ConnectionAbortedError(error, "the client left.")
+        if self._has_said_all() and not is_answering and self.num_ahead < len(BEGINNING):
+            now = time.monotonic()
+            if now >= self._next:
+                self._connection.sendall(BEGINNING[self.num_ahead : self.num_ahead + 1])
+                self.num_ahead += 1
+                self._next, self._pause = now + self._pause, 2 * self._pause
+
+    def _has_said_all(self) -> bool:
+        """Whether the client has closed its sending side."""
+        closed = getattr(select, "POLLRDHUP", 0)  # Linux: even with bytes before it unread
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN | closed)
+        events = poll.poll(0)
+        if not events:
+            return False
+        return bool(events[0][1] & closed) or not self._connection.recv(1, socket.MSG_PEEK)
+
+
+def drain(connection: socket.socket) -> None:
+    """Read what a client still sends after it was refused, for a moment.
+
+    A connection that is closed with bytes unread is reset, and the client may lose its answer.
+    """
+    until, num_bytes = time.monotonic() + DRAIN_SECONDS, 0
+    try:
+        connection.shutdown(socket.SHUT_WR)
+        while num_bytes < DRAIN_BYTES and (left := until - time.monotonic()) > 0:
+            connection.settimeout(left)
+            found = connection.recv(2**16)
+            if not found:
+                return
+            num_bytes += len(found)
+    except OSError:
+        return  # it is gone, or takes its time
 
 
 class PairServer(ThreadingHTTPServer):
@@ -107,13 +268,6 @@ class PairServer(ThreadingHTTPServer):
         """Raise RequestError where a request comes too late."""
         if self.is_stopping:
             raise RequestError("the server is stopping.", 503)
-
-    def wait_until_answered(self, seconds: float) -> bool:
-        """Whether all requests are answered after at most so long."""
-        until = time.monotonic() + seconds
-        while self.answering and time.monotonic() < until:
-            time.sleep(0.01)
-        return not self.answering
 
     def metrics_text(self) -> str:
         """What ``/metrics`` shows."""

@@ -1,4 +1,4 @@
-"""What the server counts, and how ``/metrics`` shows it: Prometheus's text format 0.0.4."""
+"""Counters of the server, and ``/metrics``: Prometheus's text format 0.0.4."""
 
 from collections.abc import Iterable, Mapping
 from enum import Enum
@@ -126,7 +126,7 @@ class Metrics:
         bounds = [*(str(bound) for bound in FIRST_TOKEN_BOUNDS), "+Inf"]
         name, counts = "time_to_first_token_seconds", list(accumulate(self._first_tokens))
         samples: list[tuple[str, Labels, float]] = [
-            ("_bucket", {"le": bound}, count) for bound, count in zip(bounds, counts)
+            ("_bucket", {"le": bound}, count) for bound, count in zip(bounds, counts, strict=True)
         ]
         samples += [("_sum", {}, self._first_token_seconds), ("_count", {}, counts[-1])]
         text = "Seconds from a request to the first token of its answer."
@@ -135,7 +135,7 @@ class Metrics:
     def _draft_families(self) -> list[str]:
         drafted, accepted = self._drafted_by_position, self._accepted_by_position
         mean = self._emitted / self._forwards if self._forwards else 0.0
-        rates = [a / d if d else 0.0 for d, a in zip(drafted, accepted)]
+        rates = [a / d if d else 0.0 for d, a in zip(drafted, accepted, strict=True)]
         passes = "Passes of the target, where drafting was on."
         return [
             _family("drafted_tokens_total", "counter", "Draft tokens.", self._drafted),

@@ -1,4 +1,4 @@
-"""The generator as mlx-lm's handler of one request sees it."""
+"""Client session: one request and its answer, between mlx-lm's handler and the engine."""
 
 import time
 from argparse import Namespace
@@ -12,10 +12,9 @@ from mlx_lm.server import (
     ModelDescription,
 )
 
-from .answers import Answer, RequestError, checked
+from .answers import Answer, DraftReport, PairResponse, RequestError, checked, counts
 from .body import PairArguments, shortened, wants_draft, with_drafting
 from .collect import chat_row
-from .drafted import DraftReport, PairResponse, counts
 from .engine import PairGenerator
 from .metrics import Metrics, Outcome
 
@@ -31,7 +30,7 @@ class Client(Protocol):
         """Raise ConnectionError where the client is gone."""
 
 
-class Exchange:
+class ClientSession:
     """One request and its answer.
 
     ``answer`` is what is said to the client, ``failure`` why nothing is.
@@ -86,10 +85,10 @@ class Exchange:
         """What is said of drafts beside the next piece of text; None where nobody asked."""
         if self._report is None or self.answer is None:
             return None
-        told = self._report.take()
+        reported = self._report.take()
         if is_last:
-            told["counts"] = counts(self.answer.stats, self._report.num_batched)
-        return told
+            reported["counts"] = counts(self.answer.stats, self._report.num_batched)
+        return reported
 
     def row(self, request: CompletionRequest) -> dict[str, Any] | None:
         """A chat and its answer, to be kept; None where it is no chat, or has not ended."""

@@ -1,6 +1,6 @@
 """Training draft heads: ``train`` a head, and have a target give ``answers`` to learn from."""
 
-from .curves import write_page
+from .log import write_page
 from .session import run, train
 from .settings import TrainSettings
 from .trainer import TrainReport

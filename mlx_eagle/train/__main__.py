@@ -13,11 +13,10 @@ from mlx_lm.lora import yaml_loader
 from ..system.command import run_command
 from ..system.drawing import EXTRA, has_matplotlib
 from ..system.version import add_version_flag
-from .answers import parse_temperatures
-from .curves import write_page
+from .log import write_page
 from .losses import LOSSES
 from .session import is_first, run
-from .settings import TrainSettings
+from .settings import TrainSettings, parse_temperatures
 
 REQUIRED = ("model", "data", "output")
 HELP = {

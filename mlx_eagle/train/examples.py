@@ -17,7 +17,7 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tuner.datasets import load_dataset
 
-from .compiled import padded
+from .losses import padded
 
 PAD_TO = 64  # lengths of batches for compiled steps are multiples of it
 MIN_ANSWER = 2

@@ -12,8 +12,7 @@ from mlx.nn.utils import average_gradients
 from mlx.optimizers import AdamW, clip_grad_norm
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from .compiled import is_compiled
-from .losses import LossSettings, Teaching, step_losses
+from .losses import LossSettings, TargetBatch, is_compiled, step_losses
 from .student import Student
 
 BETAS = (0.9, 0.95)
@@ -78,7 +77,7 @@ class TrainStep:
         self,
         tokens: mx.array,
         features: mx.array,
-        teaching: Teaching,
+        targets: TargetBatch,
         rate: float | None,
         parts: int,
     ) -> tuple[mx.array, mx.array]:
@@ -88,7 +87,7 @@ class TrainStep:
         gave; None only adds this batch to them, and gives a norm of 0.
         """
         embeddings = self._student.embed(tokens)
-        inputs = (embeddings, features, *teaching.arrays())
+        inputs = (embeddings, features, *targets.arrays())
         at = mx.array(0.0 if rate is None else rate)
         outcome = self._advance(
             self.weights, self.moments, self.kept, at, inputs, rate is not None, parts
@@ -99,10 +98,10 @@ class TrainStep:
         return losses, norm
 
     def gradients(
-        self, tokens: mx.array, features: mx.array, teaching: Teaching
+        self, tokens: mx.array, features: mx.array, targets: TargetBatch
     ) -> tuple[mx.array, Tree]:
         """The losses per step (num_steps,) and the gradients of their weighted sum."""
-        inputs = (self._student.embed(tokens), features, *teaching.arrays())
+        inputs = (self._student.embed(tokens), features, *targets.arrays())
         (_, losses), gradients = self._gradients(self.weights, inputs)
         self.show()
         return losses, gradients
@@ -110,8 +109,8 @@ class TrainStep:
     def _loss(self, weights: Tree, inputs: tuple[mx.array, ...]) -> tuple[mx.array, mx.array]:
         head, dtype = self._student.head, self._student.dtype
         head.update(tree_map(lambda weight: weight.astype(dtype), weights))
-        embeddings, features, *teaching = inputs
-        losses = step_losses(head, embeddings, features, Teaching(*teaching), self._settings)
+        embeddings, features, *targets = inputs
+        losses = step_losses(head, embeddings, features, TargetBatch(*targets), self._settings)
         return (losses * self._settings.weights).sum(), losses
 
     def _step(

@@ -1,4 +1,4 @@
-"""A training run from its settings: what is read, what is made of it, and what is refused."""
+"""A training run from its settings: data, head and teacher are made, and the trainer started."""
 
 import shutil
 from pathlib import Path
@@ -10,16 +10,23 @@ import numpy as np
 
 from ..drafters.load import find_embedding
 from .checkpoints import Checkpoints
+from .evaluate import Tester, choose_prompts
 from .examples import Examples, read_examples
-from .generated import Tester, choose_prompts
-from .regenerate import regenerate
 from .settings import TrainSettings
 from .stopping import stopping
-from .student import Shape, Student, fresh_student, narrowed, student_from, widened
-from .target_model import load_target
-from .teacher import Teacher, cache_bytes, cache_name
+from .student import (
+    Shape,
+    Student,
+    choose_vocabulary,
+    coverage,
+    fresh_student,
+    narrowed,
+    resized_vocabulary,
+    student_from,
+    widened,
+)
+from .teacher import Teacher, cache_bytes, cache_name, load_target
 from .trainer import Trainer, TrainReport
-from .vocabulary import choose_vocabulary, coverage, resized_vocabulary
 
 DEFAULT_VOCABULARY = 32000
 
@@ -48,6 +55,8 @@ def run(settings: TrainSettings) -> TrainReport:
     vocab_size = find_embedding(model)[1]
     data = settings.data
     if settings.regenerate:
+        from .answers import regenerate  # here, for it is a command as well: python -m
+
         folder = output / "answers"
         data = str(regenerate(data, folder, model, tokenizer, settings.answers()))
     examples = read_examples(

@@ -1,10 +1,41 @@
-"""What a training run is told: every setting, its default, and what is refused."""
+"""Settings of a training run: each with its default, and what is refused."""
 
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from .answers import TEMPERATURES, AnswerSettings
 from .losses import LossSettings
+
+TEMPERATURES = (0.0, 0.6, 1.0)
+
+
+@dataclass(frozen=True)
+class AnswerSettings:
+    """How prompts are answered.
+
+    ``temperatures``: every prompt is answered once at each. ``rows``: sequences decoded at
+    once. ``max_tokens``: of one answer. ``max_prompt_tokens``: longer prompts are passed over.
+    """
+
+    temperatures: tuple[float, ...] = TEMPERATURES
+    max_tokens: int = 512
+    max_prompt_tokens: int = 1024
+    rows: int = 32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "max_prompt_tokens", "rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: give 1 or more.")
+        if not self.temperatures or min(self.temperatures) < 0:
+            raise ValueError(
+                f"temperatures are {list(self.temperatures)}: give one or more, none below 0."
+            )
+
+
+def parse_temperatures(text: str) -> tuple[float, ...]:
+    """0,0.6,1 -> (0.0, 0.6, 1.0)"""
+    return tuple(float(part) for part in text.split(","))
+
 
 # What a run that goes on may have otherwise than the one before.
 FREE = (

@@ -1,7 +1,6 @@
-"""What the target says of a batch: features at its taps, and distributions where they count.
+"""The target as a teacher: features at its taps, and distributions where they count.
 
-The target is frozen. What a pass gives is kept for its batch alone, or in a folder for several
-epochs.
+It is frozen. What a pass gives is kept for its batch alone, or in a folder for several epochs.
 """
 
 import hashlib
@@ -9,21 +8,53 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx_lm
 import numpy as np
 from mlx.utils import tree_flatten
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import dequantize_model
 
 from ..system.atomic_folder import save_arrays
 from ..target.taps import Target
-from .compiled import padded
 from .examples import Example, Examples, TokenBatch
-from .losses import Teaching
+from .losses import TargetBatch, padded
 
 ROWS_AT_ONCE = 2048  # logits over a whole vocabulary are the largest arrays of a pass
 SAMPLES = 1024  # at least, of each of the target's arrays, to know it again
 PARTS = 8  # counted slots are filled up to eighths of the batch's, for compiled steps
+
+
+def load_target(
+    name: str, adapter_path: str | None = None, trust_remote_code: bool = False
+) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
+    """The model, its tokenizer and its ``config.json``; ValueError where it cannot be loaded.
+
+    On a CPU the weights are dequantized to float32, since other types are many times slower
+    there.
+    """
+    path = Path(name).expanduser()
+    try:
+        model, tokenizer, config = mlx_lm.load(
+            str(path) if path.exists() else name,
+            adapter_path=adapter_path,
+            tokenizer_config={"trust_remote_code": trust_remote_code},
+            return_config=True,
+            trust_remote_code=trust_remote_code,
+        )
+    except (ValueError, OSError) as err:
+        reason = str(err).strip().splitlines()[0]
+        raise ValueError(f"the target {name} cannot be loaded: {reason}") from err
+    if mx.default_device() == mx.cpu:
+        model = dequantize_model(model)
+        model.set_dtype(mx.float32)
+    model.freeze()
+    model.eval()
+    mx.eval(model.parameters())
+    return model, tokenizer, config
 
 
 @dataclass(frozen=True)
@@ -31,7 +62,7 @@ class Lesson:
     """One sequence of n tokens, K slots of which count.
 
     ``features`` (n, F); ``slots`` (K,) int32; ``logits`` (K, Vd) float32: what the target says
-    may follow token slot + 1, of what can be drafted; ``log_z`` (K,): see ``Teaching``.
+    may follow token slot + 1, of what can be drafted; ``log_z`` (K,): see ``TargetBatch``.
     """
 
     features: mx.array
@@ -81,7 +112,7 @@ class Teacher:
 
     def teach(
         self, batch: TokenBatch, num_steps: int, num_ranks: int = 1
-    ) -> tuple[mx.array, Teaching]:
+    ) -> tuple[mx.array, TargetBatch]:
         """Features (B, T, F) of a batch, and what the target says of it.
 
         ``num_ranks``: so many make up a step. Their losses are averaged, and so divided by
@@ -98,7 +129,7 @@ class Teacher:
         fill = padded(max(1, len(rows)), -(-size * length // PARTS)) - len(rows)
         logits = mx.concatenate([x.logits for x in lessons])
         log_z = mx.concatenate([x.log_z for x in lessons])
-        teaching = Teaching(
+        targets = TargetBatch(
             mx.array(np.pad(rows, (0, fill)), mx.int32),
             mx.array(np.repeat([1.0, 0.0], [len(rows), fill]), mx.float32),
             mx.pad(logits, [(0, fill), (0, 0)]),
@@ -106,7 +137,7 @@ class Teacher:
             mx.array(batch.size * batch.longest / num_ranks, mx.float32),
             mx.array(counts, mx.float32),
         )
-        return features, teaching
+        return features, targets
 
     def _lessons(self, batch: TokenBatch) -> list[Lesson]:
         """A lesson for every sequence: from the cache, or from the target and into the cache."""

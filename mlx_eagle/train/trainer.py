@@ -1,7 +1,4 @@
-"""Batch after batch: what a run does between its beginning and a head that can be used.
-
-Here is the order of things; each of them is in a module beside this one.
-"""
+"""Training loop: batch after batch, from the first to a head that can be used."""
 
 import math
 import time
@@ -16,9 +13,8 @@ import numpy as np
 from ..convert.checkpoint import open_target
 from ..convert.quantize import Quantization
 from .checkpoints import Checkpoints, load_checkpoint
-from .evaluate import Evaluation, Evaluator
+from .evaluate import Evaluation, Evaluator, Generated, Tester
 from .examples import BatchOrder, Examples, make_batch
-from .generated import Generated, Tester
 from .log import TrainingLog, make_card
 from .optimizer import TrainStep, learning_rate
 from .settings import TrainSettings
@@ -188,12 +184,12 @@ class Trainer:
         number, parts = self._iteration, settings.grad_accumulation_steps
         numbers = self._order.batch(number)
         batch = make_batch(self._examples.train, numbers, self._world.rank(), self._world.size())
-        features, teaching = self._teacher.teach(
+        features, targets = self._teacher.teach(
             batch, settings.ttt_steps, num_ranks=self._world.size()
         )
         if self._world.size() > 1:
-            counts = mx.distributed.all_sum(teaching.counts, stream=mx.cpu) / self._world.size()
-            teaching = replace(teaching, counts=counts)
+            counts = mx.distributed.all_sum(targets.counts, stream=mx.cpu) / self._world.size()
+            targets = replace(targets, counts=counts)
         is_update = (number + 1) % parts == 0
         rate = learning_rate(
             number // parts,
@@ -202,7 +198,7 @@ class Trainer:
             settings.warmup,
         )
         found, norm = self._step(
-            mx.array(batch.tokens), features, teaching, rate if is_update else None, parts
+            mx.array(batch.tokens), features, targets, rate if is_update else None, parts
         )
         if self._world.size() > 1:
             found = mx.distributed.all_sum(found, stream=mx.cpu) / self._world.size()

@@ -14,7 +14,7 @@ from urllib.request import Request, urlopen
 import pytest
 from serving import ours
 
-from mlx_eagle.server.page import PARTS, SCRIPTS, page
+from mlx_eagle.server.handler import PARTS, SCRIPTS, page
 
 KEY = "a-key"
 ADDRESS = re.compile(r"""(?:https?:)?//[\w.-]+\.[a-z]+""")
@@ -138,9 +138,7 @@ def test_the_page_is_only_read(server, method):
 
 
 def test_without_a_key_the_model_is_named(pair):
-    with (
-        ours("--model", pair["target"], "--draft-model", pair["head"]) as asked,
-        urlopen(asked.url.removesuffix("v1"), timeout=10) as response,
-    ):
+    flags = ("--model", pair["target"], "--draft-model", pair["head"])
+    with ours(*flags) as asked, urlopen(asked.url.removesuffix("v1"), timeout=10) as response:
         settings = settings_of(response.read().decode())
     assert settings["model"] == pair["target"] and settings["needs_key"] is False

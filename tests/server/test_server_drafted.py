@@ -15,7 +15,7 @@ from serving import ENDLESS, NUM_CHARACTERS, ours
 
 from mlx_eagle import stream_generate
 from mlx_eagle.draft_models import open_drafter
-from mlx_eagle.server.drafted import DraftReport, Origin, PairResponse
+from mlx_eagle.server.answers import DraftReport, PairResponse, TokenOrigin
 
 ASKED = {"stream": True, "stream_options": {"include_draft": True}}
 STORY = {"prompt": "Once upon a time", "max_tokens": 60, "logit_bias": ENDLESS}
@@ -165,7 +165,7 @@ def test_who_shares_rounds_is_told(server):
 
 
 def test_events_of_the_controller(server):
-    """Numbered by the tokens of the answer, and told once, with the token after them."""
+    """Numbered by the tokens of the answer, and reported once, with the token after them."""
     chunks = list(server.complete(**STORY, num_draft_tokens="auto", **ASKED))
     events = [event for chunk in chunks for event in chunk.draft["drafting_events"]]
     for event in events:
@@ -207,22 +207,22 @@ def test_letters_are_known_by_their_tokens(seed):
     parts = ["", "a", "b", "ab", "<", "<t", "think>", "<think>", "</think>", "t>", "</t>", "é<t>"]
     pieces = [rng.choice(parts) for _ in range(40)]
     finish_reason = rng.choice(["stop", "length"])
-    report, told = DraftReport(machine.make_state("normal")), []
+    report, reported = DraftReport(machine.make_state("normal")), []
     for i, piece in enumerate(pieces):
         finish = finish_reason if i == 39 else None
-        report.follow(PairResponse(piece, i, 0.0, finish, (), Origin(i % 3, 3)))
+        report.follow(PairResponse(piece, i, 0.0, finish, (), TokenOrigin(i % 3, 3)))
         if rng.random() < 0.3:
-            told += report.take()["tokens"]
-    told += report.take()["tokens"]
+            reported += report.take()["tokens"]
+    reported += report.take()["tokens"]
     found = [
         ("reasoning" if token.get("reasoning") else "normal", letter)
-        for token in told
+        for token in reported
         for letter in token["text"]
     ]
     assert found == handled(machine, pieces, finish_reason)
-    assert sorted({token["index"] for token in told}) == list(range(40))
-    assert [token["index"] for token in told] == sorted(token["index"] for token in told)
-    for token in told:
+    assert sorted({token["index"] for token in reported}) == list(range(40))
+    assert [token["index"] for token in reported] == sorted(token["index"] for token in reported)
+    for token in reported:
         assert token["id"] == token["index"] and token["depth"] == token["index"] % 3
         assert token["text"] in pieces[token["index"]]
 
@@ -230,13 +230,13 @@ def test_letters_are_known_by_their_tokens(seed):
 def test_a_letter_that_was_held_is_told_with_its_own_token():
     machine = TextStateMachine({"normal": [("stop", "normal")]})
     report = DraftReport(machine.make_state("normal"))
-    report.follow(PairResponse("a st", 7, 0.0, None, (), Origin(1, 2)))
+    report.follow(PairResponse("a st", 7, 0.0, None, (), TokenOrigin(1, 2)))
     (first,) = report.take()["tokens"]
-    report.follow(PairResponse("ay", 8, 0.0, None, (), Origin(0, 2)))
+    report.follow(PairResponse("ay", 8, 0.0, None, (), TokenOrigin(0, 2)))
     second, third = report.take()["tokens"]
     assert [first["text"], second["text"], third["text"]] == ["a ", "st", "ay"]
     assert [first["index"], second["index"], third["index"]] == [0, 0, 1]
-    report.follow(PairResponse("x", 9, 0.0, "length", (), Origin(batched=True)))
+    report.follow(PairResponse("x", 9, 0.0, "length", (), TokenOrigin(batched=True)))
     (last,) = report.take()["tokens"]
     assert last["batched"] and report.num_batched == 1
 

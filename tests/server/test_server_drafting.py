@@ -12,7 +12,7 @@ from mlx_eagle.decoding.costs import RoundCosts
 from mlx_eagle.decoding.live_costs import LiveCosts
 from mlx_eagle.decoding.setup import read_tree
 from mlx_eagle.server import __main__ as command
-from mlx_eagle.server import schedule, served
+from mlx_eagle.server import active_requests, engine
 from mlx_eagle.server.caches import PairCache
 
 VOCAB = NUM_CHARACTERS + 2
@@ -41,13 +41,13 @@ def own_calibration(tmp_path, monkeypatch):
 @pytest.fixture
 def asked_of_decoder(monkeypatch) -> list[tuple]:
     """The trees and rules that decoders are asked for."""
-    found, open_decoder = [], served.open_decoder
+    found, open_decoder = [], active_requests.open_decoder
 
     def watch(*args, **options):
         found.append((options["tree"], options["acceptance"]))
         return open_decoder(*args, **options)
 
-    monkeypatch.setattr(served, "open_decoder", watch)
+    monkeypatch.setattr(active_requests, "open_decoder", watch)
     return found
 
 
@@ -166,7 +166,7 @@ def test_targets_without_trees_refuse_them(pair, recurrent):
 def test_no_draft_could_pay_here(pair, expected, monkeypatch):
     """What was decoded without the drafter is filed without its part of the caches."""
     hopeless = RoundCosts(1.0, dict.fromkeys(CHAINS, 100.0))
-    monkeypatch.setattr(schedule, "round_costs", lambda *args, **options: LiveCosts(hopeless))
+    monkeypatch.setattr(engine, "round_costs", lambda *args, **options: LiveCosts(hopeless))
     filed, insert = [], PairCache.insert_cache
 
     def watch(self, model, tokens, caches, **options):

@@ -14,8 +14,8 @@ from serving import ENDLESS, ours, theirs
 from mlx_eagle.decoding.calibrate import CHAINS
 from mlx_eagle.decoding.costs import RoundCosts
 from mlx_eagle.decoding.live_costs import LiveCosts
-from mlx_eagle.server import schedule
-from mlx_eagle.server.prompt import PIECE, check_text_length
+from mlx_eagle.server import engine
+from mlx_eagle.server.body import PIECE, check_text_length
 
 TEXT = {"prompt": "Once upon a time", "max_tokens": 30, "logit_bias": ENDLESS}
 HUGE = 2**70
@@ -222,7 +222,7 @@ def test_rounds_are_measured_only_while_nobody_waits(flags, expected, monkeypatc
             time.sleep(0.1)
         return LiveCosts(RoundCosts(1.0, dict.fromkeys(CHAINS, 1.0)))
 
-    monkeypatch.setattr(schedule, "round_costs", slow_costs)
+    monkeypatch.setattr(engine, "round_costs", slow_costs)
     for seeds in ({}, {"seed": 4, "temperature": 0.8}):
         measuring.clear()
         num_done.clear()
@@ -253,7 +253,7 @@ def test_rounds_are_measured_once_where_that_is_asked_for(flags, monkeypatch):
             progress(1, 1)
         return LiveCosts(RoundCosts(1.0, dict.fromkeys(CHAINS, 1.0)))
 
-    monkeypatch.setattr(schedule, "round_costs", quick_costs)
+    monkeypatch.setattr(engine, "round_costs", quick_costs)
     for more, expected in (("--recalibrate",), [True, False]), ((), [False, False]):
         asked_for.clear()
         with ours(*flags, "--num-draft-tokens", "auto", *more) as asked:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from mlx_eagle.server.page import CONTENT_TYPE, page
+from mlx_eagle.server.handler import PAGE_TYPE, page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 ON_MACS = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
@@ -160,7 +160,7 @@ def scripted_server() -> Iterator[Script]:
         def do_GET(self) -> None:
             document, headers = page(SETTINGS)
             self.send_response(200)
-            for name, value in (headers | {"Content-type": CONTENT_TYPE}).items():
+            for name, value in (headers | {"Content-type": PAGE_TYPE}).items():
                 self.send_header(name, value)
             self.end_headers()
             self.wfile.write(document)

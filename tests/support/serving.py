@@ -21,13 +21,12 @@ from openai import OpenAI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from mlx_eagle.convert import convert
-from mlx_eagle.server.access import read_key
 from mlx_eagle.server.caches import PairCache
 from mlx_eagle.server.collect import open_collector
 from mlx_eagle.server.engine import PairGenerator
 from mlx_eagle.server.flags import build_parser
 from mlx_eagle.server.handler import PairHandler
-from mlx_eagle.server.listener import Limits, PairServer
+from mlx_eagle.server.listener import Limits, PairServer, read_key
 from mlx_eagle.server.provider import PairProvider
 
 START, END = "<|im_start|>", "<|im_end|>"

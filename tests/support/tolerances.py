@@ -1,6 +1,6 @@
 """How near numbers come to what they are compared with, by type and device.
 
-On a GPU sums are taken in another order, and cosines and exponentials are the fast ones: MLX's
+On a GPU sums are taken in another order, and cosines and fast_exp are the fast ones: MLX's
 own tests allow ten times as much there. On some, products in float32 keep 10 bits of the
 mantissa, unless ``MLX_ENABLE_TF32`` is 0 (see docs/pages/exactness.md).
 """

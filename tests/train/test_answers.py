@@ -8,8 +8,7 @@ import pytest
 from helpers import plain
 from training import chats, small_files, write_target
 
-from mlx_eagle.train.answers import AnswerSettings, answer_prompts, read_prompts
-from mlx_eagle.train.answers.__main__ import main
+from mlx_eagle.train.answers import AnswerSettings, answer_prompts, main, read_prompts
 
 PROMPTS = [row["messages"][:-1] for row in chats(7)]
 SETTINGS = AnswerSettings(temperatures=(0.0, 1.0), max_tokens=9, rows=3)

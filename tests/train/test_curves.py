@@ -7,11 +7,11 @@ import pytest
 from training import chats, write_data, write_target
 
 from mlx_eagle.train import __main__ as command
-from mlx_eagle.train import curves
+from mlx_eagle.train import log
 
 
 def write_table(folder, rows):
-    with (folder / curves.CSV).open("w", newline="") as file:
+    with (folder / log.CSV).open("w", newline="") as file:
         writer = csv.DictWriter(file, ["iteration", "loss", *(k for k in rows[-1] if "_" in k)])
         writer.writeheader()
         writer.writerows(rows)
@@ -23,9 +23,9 @@ def test_lines_are_the_columns_that_have_values():
         {"iteration": "5", "loss": "2", "loss_1": "1.5", "match_1": "", "loss_rate": ""},
         {"iteration": "9", "loss": "1", "loss_1": "0.5", "match_1": "", "loss_rate": ""},
     ]
-    assert curves.lines_of(rows, "loss") == {"loss": ([5, 9], [2, 1]), "1": ([5, 9], [1.5, 0.5])}
-    assert curves.lines_of(rows, "match") == {"1": ([0], [0.5])}
-    assert curves.lines_of([], "loss") == {}
+    assert log.lines_of(rows, "loss") == {"loss": ([5, 9], [2, 1]), "1": ([5, 9], [1.5, 0.5])}
+    assert log.lines_of(rows, "match") == {"1": ([0], [0.5])}
+    assert log.lines_of([], "loss") == {}
 
 
 def test_the_command_draws_what_was_learnt(tmp_path, capsys, monkeypatch):
@@ -36,9 +36,9 @@ def test_the_command_draws_what_was_learnt(tmp_path, capsys, monkeypatch):
     flags += " --test-prompts 0"
     drawn = {}
     monkeypatch.setattr(
-        curves,
+        log,
         "_draw",
-        lambda name, lines, path, draw=curves._draw: (
+        lambda name, lines, path, draw=log._draw: (
             drawn.update({name: lines}),
             draw(name, lines, path),
         )[1],
@@ -60,12 +60,12 @@ def test_the_command_draws_what_was_learnt(tmp_path, capsys, monkeypatch):
 
 def test_without_matplotlib_or_a_table(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"has no training.csv: name the --output"):
-        curves.write_page(tmp_path)
+        log.write_page(tmp_path)
     write_table(tmp_path, [{"iteration": 1, "loss": 2.0, "loss_1": 2.0}])
     before = dict(matplotlib.rcParams)
-    text = curves.write_page(tmp_path).read_text()
+    text = log.write_page(tmp_path).read_text()
     assert "Nothing was held out" in text and text.count("<img") == 1
     assert dict(matplotlib.rcParams) == before
-    monkeypatch.setattr(curves, "has_matplotlib", lambda: False)
+    monkeypatch.setattr(log, "has_matplotlib", lambda: False)
     with pytest.raises(ValueError, match=r"training.html needs matplotlib: pip install"):
-        curves.write_page(tmp_path)
+        log.write_page(tmp_path)

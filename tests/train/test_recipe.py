@@ -15,13 +15,11 @@ from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.head import Eagle3Head
 from mlx_eagle.drafters.head_weights import fuse_weights, split_weights
 from mlx_eagle.drafters.load import find_embedding
-from mlx_eagle.train.compiled import is_compiled
 from mlx_eagle.train.examples import TokenBatch
-from mlx_eagle.train.losses import LossSettings, first_slot
+from mlx_eagle.train.losses import LossSettings, first_slot, is_compiled, unroll
 from mlx_eagle.train.optimizer import TrainStep, learning_rate
 from mlx_eagle.train.student import Student
 from mlx_eagle.train.teacher import Teacher
-from mlx_eagle.train.unroll import unroll
 
 NUM_STEPS = 5
 TOLERANCE = tolerance()
@@ -111,13 +109,13 @@ def test_losses_and_gradients_are_specforges(name, checkpoint):
     golden = Golden(name)
     settings = LossSettings(**{**vars(LOSSES[name]), "checkpoint": checkpoint})
     teacher = Teacher(golden.model, TAPS, golden.student.ids)
-    features, teaching = teacher.teach(golden.batch, NUM_STEPS)
+    features, targets = teacher.teach(golden.batch, NUM_STEPS)
     # Padding is cut off: it is zeros here and whatever the target makes of it there.
     for ours, theirs, counts in zip(features, golden.features, golden.batch.counts, strict=True):
         used = counts.nonzero()[0].max() + 2
         assert frozen.relative(np.array(ours[:used]), theirs[:used]) < TOLERANCE
     step = TrainStep(golden.student, settings, max_grad_norm=0.5)
-    losses, gradients = step.gradients(mx.array(golden.batch.tokens), features, teaching)
+    losses, gradients = step.gradients(mx.array(golden.batch.tokens), features, targets)
     assert frozen.relative(np.array(losses), golden.losses) < 10 * TOLERANCE
     found = split_weights(dict(tree_flatten(gradients)), golden.student.head.config)
     assert found.keys() == golden.gradients.keys()
@@ -130,19 +128,19 @@ def test_losses_and_gradients_are_specforges(name, checkpoint):
 def test_chains_that_nothing_counts_of_are_not_computed(checkpoint):
     """A step's loss is that of a longer test, where fewer slots before answers are left out."""
     golden = Golden("ce")
-    features, teaching = Teacher(golden.model, TAPS, golden.student.ids).teach(golden.batch, 2)
+    features, targets = Teacher(golden.model, TAPS, golden.student.ids).teach(golden.batch, 2)
     length = golden.batch.tokens.shape[1]
     if not is_compiled():
-        assert first_slot(teaching, length, 2) > first_slot(teaching, length, NUM_STEPS)
+        assert first_slot(targets, length, 2) > first_slot(targets, length, NUM_STEPS)
     step = TrainStep(golden.student, LossSettings(2, checkpoint=checkpoint), max_grad_norm=0.5)
-    losses, _ = step.gradients(mx.array(golden.batch.tokens), features, teaching)
+    losses, _ = step.gradients(mx.array(golden.batch.tokens), features, targets)
     assert frozen.relative(np.array(losses), golden.losses[:2]) < 10 * TOLERANCE
 
 
 def test_some_choices_of_the_golden_target_cannot_be_drafted():
     golden = Golden("ce")
-    _, teaching = Teacher(golden.model, TAPS, golden.student.ids).teach(golden.batch, NUM_STEPS)
-    assert 3 < teaching.weights.sum().item() < golden.batch.counts.sum() - 3
+    _, targets = Teacher(golden.model, TAPS, golden.student.ids).teach(golden.batch, NUM_STEPS)
+    assert 3 < targets.weights.sum().item() < golden.batch.counts.sum() - 3
 
 
 @pytest.mark.parametrize("name", ["ce", "lk-alpha"])
@@ -152,11 +150,11 @@ def test_parts_of_a_batch_average_to_the_whole(name):
     step = TrainStep(golden.student, LOSSES[name], max_grad_norm=0.5)
     parts = [golden.rows(0), golden.rows(1, padding=3), golden.rows(2, padding=47)]
     taught = [teacher.teach(part, NUM_STEPS, num_ranks=3) for part in parts]
-    counts = sum(teaching.counts for _, teaching in taught) / 3
+    counts = sum(targets.counts for _, targets in taught) / 3
     total = None
-    for part, (features, teaching) in zip(parts, taught, strict=True):
-        teaching = type(teaching)(*teaching.arrays()[:-1], counts)
-        _, gradients = step.gradients(mx.array(part.tokens), features, teaching)
+    for part, (features, targets) in zip(parts, taught, strict=True):
+        targets = type(targets)(*targets.arrays()[:-1], counts)
+        _, gradients = step.gradients(mx.array(part.tokens), features, targets)
         flat = dict(tree_flatten(gradients))
         total = flat if total is None else {k: total[k] + v for k, v in flat.items()}
     mean = {k: v / 3 for k, v in total.items()}

@@ -50,15 +50,15 @@ class Answer {
     if (choice.finish_reason) this.finish = choice.finish_reason;
   }
 
-  add(told) {
-    const place = told.reasoning ? "reasoning" : "text";
+  add(reported) {
+    const place = reported.reasoning ? "reasoning" : "text";
     const start = this[place].length;
-    this[place] += told.text;
-    const kind = (told.reasoning ? IN_REASONING : IN_TEXT) | (told.batched ? IN_BATCH : 0);
-    const token = [told.id, told.depth, told.length, start, this[place].length, kind];
+    this[place] += reported.text;
+    const kind = (reported.reasoning ? IN_REASONING : IN_TEXT) | (reported.batched ? IN_BATCH : 0);
+    const token = [reported.id, reported.depth, reported.length, start, this[place].length, kind];
     this.tokens.push(token);
-    this.indexes.push(told.index);
-    this.count(token, told.index);
+    this.indexes.push(reported.index);
+    this.count(token, reported.index);
   }
 
   count(token, index) {

@@ -76,7 +76,7 @@ async function copied(text) {
     await navigator.clipboard.writeText(text);
     return true;
   } catch {
-    const field = element("textarea", "told");
+    const field = element("textarea", "reported");
     field.value = text;
     document.body.append(field);
     field.select();

@@ -55,14 +55,14 @@ function showBars(counts) {
     return [element("span", "", String(i + 1)), element("div", "track", bar), element("span", "", `${Math.round(100 * rate)}%`)];
   });
   byId("bars").replaceChildren(...(parts.length ? parts : ["–"]));
-  byId("bars-told").textContent = rates.map((rate, i) => `Position ${i + 1}: ${Math.round(100 * rate)} percent.`).join(" ") || "Nothing was drafted.";
+  byId("bars-reported").textContent = rates.map((rate, i) => `Position ${i + 1}: ${Math.round(100 * rate)} percent.`).join(" ") || "Nothing was drafted.";
 }
 
 /** A line of steps, one per pass of the target; the latest passes where there are many. */
 function showLengths(lengths) {
   const shown = lengths.slice(-SHOWN_PASSES);
   const most = Math.max(1, ...shown);
-  byId("lengths-told").textContent = lengths.length
+  byId("lengths-reported").textContent = lengths.length
     ? `Over ${lengths.length} passes of the target: lately ${shown.at(-1)}, at most ${most}.` : "Nothing was decoded yet.";
   if (!shown.length) {
     byId("lengths").replaceChildren("–");

@@ -4,8 +4,10 @@ Prompts come from files, many are answered at once through mlx-lm's own batching
 answers that was cut short is continued.
 """
 
+import argparse
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -19,33 +21,14 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..system.command import run_command
+from ..system.device import prepare_device
+from ..system.progress import open_bar
+from ..system.version import add_version_flag
+from .settings import TEMPERATURES, AnswerSettings, parse_temperatures
+from .teacher import load_target
+
 Messages = list[dict[str, Any]]
-
-TEMPERATURES = (0.0, 0.6, 1.0)
-
-
-@dataclass(frozen=True)
-class AnswerSettings:
-    """How prompts are answered.
-
-    ``temperatures``: every prompt is answered once at each. ``rows``: sequences decoded at
-    once. ``max_tokens``: of one answer. ``max_prompt_tokens``: longer prompts are passed over.
-    """
-
-    temperatures: tuple[float, ...] = TEMPERATURES
-    max_tokens: int = 512
-    max_prompt_tokens: int = 1024
-    rows: int = 32
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("max_tokens", "max_prompt_tokens", "rows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: give 1 or more.")
-        if not self.temperatures or min(self.temperatures) < 0:
-            raise ValueError(
-                f"temperatures are {list(self.temperatures)}: give one or more, none below 0."
-            )
 
 
 @dataclass
@@ -75,11 +58,6 @@ class _Job:
     messages: Messages
     tokens: list[int]
     temperature: float
-
-
-def parse_temperatures(text: str) -> tuple[float, ...]:
-    """0,0.6,1 -> (0.0, 0.6, 1.0)"""
-    return tuple(float(part) for part in text.split(","))
 
 
 def read_prompts(path: Path) -> list[Messages]:
@@ -124,7 +102,7 @@ def answer_prompts(
     tokenizer: TokenizerWrapper,
     prompts: Sequence[Messages],
     output: Path,
-    settings: AnswerSettings = AnswerSettings(),
+    settings: AnswerSettings,
     report: Callable[[AnswerCounts], None] = lambda counts: None,
 ) -> AnswerCounts:
     """Answer every prompt at every temperature, and append the answers to ``output``.
@@ -240,7 +218,9 @@ def _answer_block(
                 joining = list(islice(waiting, settings.rows - len(running)))
                 if joining:
                     uids = generator.insert([job.tokens for job in joining])
-                    running.update((uid, (job, [])) for uid, job in zip(uids, joining))
+                    running.update(
+                        (uid, (job, [])) for uid, job in zip(uids, joining, strict=True)
+                    )
             if not running:
                 return
             for response in generator.next_generated():
@@ -271,3 +251,113 @@ def _write(
     }
     file.write(json.dumps(row, ensure_ascii=False) + "\n")
     file.flush()
+
+
+def answer_file(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    prompts: Path,
+    output: Path,
+    settings: AnswerSettings,
+) -> AnswerCounts:
+    """Answer the prompts of a file into another, with a bar, and say what was done."""
+    conversations = read_prompts(prompts)
+    begun = time.perf_counter()
+    with open_bar(len(conversations) * len(settings.temperatures), "Answering", "answer") as bar:
+
+        def report(counts: AnswerCounts) -> None:
+            speed = counts.tokens / (time.perf_counter() - begun)
+            bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
+            bar.update(counts.done - bar.n)
+
+        try:
+            counts = answer_prompts(model, tokenizer, conversations, output, settings, report)
+        except OSError as err:
+            raise ValueError(
+                f"{output} cannot be written to ({err.strerror or err}): the answers so far stay; "
+                "make room, and the same command goes on behind them."
+            ) from err
+    seconds = time.perf_counter() - begun
+    print(
+        f"{counts.answers} answers of {counts.tokens} tokens in {output}, "
+        f"{counts.tokens / seconds:.0f} tokens/s; {counts.found} were there before, {counts.cut} "
+        f"ran into the limit, {counts.too_long} prompts were too long."
+    )
+    return counts
+
+
+def regenerate(
+    data: str,
+    folder: Path,
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    settings: AnswerSettings,
+) -> Path:
+    """Have the target answer the prompts of a data folder; the folder with its answers.
+
+    One rank answers, and all others wait for it. A run that was stopped is gone on with.
+    """
+    source = Path(data).expanduser()
+    if not (source / "train.jsonl").is_file():
+        raise ValueError(f"{data} has no train.jsonl: --regenerate takes its prompts from there.")
+    world = mx.distributed.init()
+    if world.rank() == 0:
+        for name in ("train.jsonl", "valid.jsonl"):
+            if (source / name).is_file():
+                answer_file(model, tokenizer, source / name, folder / name, settings)
+    mx.eval(mx.distributed.all_sum(mx.array(0), stream=mx.cpu))
+    return folder
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mlx_eagle.train.answers",
+        description="Let a model answer prompts, many at once, as data to train its head on.",
+    )
+    add_version_flag(parser)
+    add = parser.add_argument
+    defaults = AnswerSettings()
+    add("--model", required=True, help="Folder or hub repo of the target.")
+    add("--prompts", required=True, help='JSONL with "prompt" or "messages" on each line.')
+    add("--output", required=True, help="JSONL to write or to go on with: DATA/train.jsonl.")
+    add("--adapter-path", help="Adapters of the target, as mlx_lm.lora writes them.")
+    add("--trust-remote-code", action="store_true", help="Let the target bring code of its own.")
+    shown = ",".join(map(str, TEMPERATURES))
+    add(
+        "--temps",
+        type=parse_temperatures,
+        default=TEMPERATURES,
+        metavar="T,T",
+        help=f"Every prompt is answered once at each of these temperatures (default {shown}).",
+    )
+    add("--max-tokens", type=int, default=defaults.max_tokens, help="Most tokens of an answer.")
+    add(
+        "--max-prompt-tokens",
+        type=int,
+        default=defaults.max_prompt_tokens,
+        help="Longer prompts are passed over.",
+    )
+    add("--rows", type=int, default=defaults.rows, help="Answers that are decoded at once.")
+    add("--seed", type=int, default=defaults.seed, help="Seed of the order and of the sampling.")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Answer; exit with 2 and one sentence on errors a user can cause."""
+    args = make_parser().parse_args(argv)
+
+    def answer() -> None:
+        settings = AnswerSettings(
+            args.temps, args.max_tokens, args.max_prompt_tokens, args.rows, args.seed
+        )
+        prompts = Path(args.prompts).expanduser()
+        read_prompts(prompts)  # before the model, which takes a while
+        prepare_device()
+        model, tokenizer, _ = load_target(args.model, args.adapter_path, args.trust_remote_code)
+        answer_file(model, tokenizer, prompts, Path(args.output).expanduser(), settings)
+
+    run_command(answer)
+
+
+if __name__ == "__main__":
+    main()
