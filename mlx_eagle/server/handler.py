@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 from mlx_lm.server import APIHandler, CompletionRequest
 
-from ..decoding.limits import AUTO
+from ..decoding.setup import AUTO
 from .answers import RequestError
 from .body import check_body, read_body, shortened, write_body
 from .listener import PairServer, Presence, RequestReader, drain
