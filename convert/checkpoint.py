@@ -15,8 +15,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_eagle.drafters.load import TargetSizes
-from mlx_eagle.system.hub import locate
-from mlx_eagle.system.json_schema import check, read_object, read_weight_map, shown
+from mlx_eagle.system.hub import locate, refuse_eagle_4
+from mlx_eagle.system.json_schema import LONGEST_NAME, check, read_object, read_weight_map, shown
 from mlx_eagle.system.safetensors import check_name, read_header
 
 from .gguf import read_gguf
@@ -193,12 +193,24 @@ def _checked(checkpoint: Checkpoint, where: Path) -> Checkpoint:
     return checkpoint
 
 
+def refuse_by_config(folder: Path, source: str) -> None:
+    """Raise ValueError where the config names what must not be read, before weights are."""
+    path = folder / "config.json"
+    config = read_object(path) if path.is_file() else {}
+    names = [config.get("model_type"), config.get("speculators_model_type")]
+    entries = config.get("architectures")
+    names += entries if isinstance(entries, list) else []
+    for name in names:
+        refuse_eagle_4(str(name)[:LONGEST_NAME], source)
+
+
 def open_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
     """Open a folder, a ``.gguf`` file, a hub repository or a ``.gguf`` file in one.
 
     Raises ValueError for what is missing, cut off or not a checkpoint.
     """
     folder = locate(source, CONFIG_FILES, revision)
+    refuse_by_config(folder, source)
     if folder.is_file():
         if folder.suffix != ".gguf":
             raise ValueError(f"{source} is a file; give the folder it is in, or a .gguf file")

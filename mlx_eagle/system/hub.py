@@ -20,6 +20,7 @@ from huggingface_hub.errors import (
 # The base of what the HTTP library raises; which library that is changes between versions.
 HTTP_ERROR = HfHubHTTPError.__bases__[0]
 REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")
+EAGLE_4 = re.compile(r"eagle[-_. ]?4(?![\db])", re.IGNORECASE)  # not 4bit, 4B, 4096
 GGUF_FILE = re.compile(rf"(?P<repo>{REPO_ID.pattern})/(?P<name>[\w./-]+\.gguf)")
 
 
@@ -52,11 +53,22 @@ def temporary_cache() -> Path:
     return Path(tempfile.mkdtemp(prefix="mlx-eagle-"))
 
 
+def refuse_eagle_4(text: str, source: str) -> None:
+    """Raise ValueError where ``text``, a name or an entry of a config, speaks of EAGLE-4."""
+    if EAGLE_4.search(text):
+        raise ValueError(
+            f"{source} is an EAGLE-4 head, whose weights and code are under a source-available "
+            "licence that forbids competing use, so nothing of it is downloaded or read; use an "
+            "EAGLE-3 head of the same target"
+        )
+
+
 def fetch(repo: str, patterns: Sequence[str], revision: str | None = None) -> Path:
     """Download the files of a repository that fit the patterns; the folder they lie in.
 
     Raises ValueError where there is no such repository, no access or no hub.
     """
+    refuse_eagle_4(repo, repo)
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns)))
     except GatedRepoError as err:

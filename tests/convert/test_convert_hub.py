@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from checkpoints import (
     write_safetensors,
 )
 from hub import Hub, hub_settings, running_hub
+
+from mlx_eagle.system.hub import refuse_eagle_4
 
 
 @pytest.fixture
@@ -48,6 +51,32 @@ def test_download(hub, tmp_path):
     assert config["source"]["path"] == "some/head"
     assert any("model.safetensors" in path for path in hub.requests)
     assert not any("pytorch_model.bin" in path for path in hub.requests)
+
+
+def test_nothing_of_eagle_4_is_asked_for(hub, tmp_path):
+    write_safetensors(hub.root / "some" / "EAGLE4-8B", CONFIG, as_midlayer(eagle3_tensors()))
+    args = "--hf-path", "some/EAGLE4-8B", "--mlx-path", tmp_path / "out"
+    done = run(tmp_path, hub.address, *args)
+    assert done.returncode == 2 and "forbids competing use" in done.stderr
+    assert not hub.requests
+
+
+@pytest.mark.parametrize(
+    "name, is_one",
+    [
+        ("owner/Qwen3-8B-EAGLE-4", True),
+        ("owner/eagle4-llama", True),
+        ("owner/llama-eagle_4.1", True),
+        ("owner/EAGLE3-4bit", False),
+        ("owner/eagle-4bit", False),
+        ("owner/EAGLE-4B", False),
+        ("owner/eagle3-4k", False),
+        ("owner/eagle-4096", False),
+    ],
+)
+def test_which_names_say_eagle_4(name, is_one):
+    with pytest.raises(ValueError, match="EAGLE-4") if is_one else nullcontext():
+        refuse_eagle_4(name, name)
 
 
 @pytest.mark.exhaustive

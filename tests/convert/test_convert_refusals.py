@@ -44,6 +44,8 @@ REFUSED = {
     ),
     "DFlash": (dflash(), CONFIG | {"architectures": ["DFlashDraftModel"]}, "DFlash"),
     "DFlash by its blocks": (PLAIN, CONFIG | {"block_size": 8, "mask_token_id": 3}, "DFlash"),
+    "EAGLE-4 by its name": (PLAIN, CONFIG | {"architectures": ["LlamaEagle4Model"]}, "licence"),
+    "EAGLE-4 by its type": (PLAIN, speculators(speculators_model_type="eagle4"), "licence"),
     "DSpark": (PLAIN, CONFIG | {"markov_rank": 8}, "DSpark"),
     "half of latent attention": (
         PLAIN | {"layers.0.self_attn.kv_a_proj_with_mqa.weight": ones(24, 128)},
@@ -129,6 +131,15 @@ def test_refused(tmp_path, out, capsys, case, form):
         write_config(folder, config)
         write_bin(folder / "pytorch_model.bin", tensors)
     assert words in refused(capsys, folder, out)
+
+
+@pytest.mark.parametrize("config", [{"architectures": ["Eagle4Model"]}, {"model_type": "eagle_4"}])
+def test_weights_of_eagle_4_are_not_opened(tmp_path, out, capsys, config):
+    """A file of weights that is no file of weights: whoever looks into it fails in other words."""
+    folder = tmp_path / "source"
+    write_config(folder, CONFIG | config)
+    (folder / "model.safetensors").write_bytes(b"not to be read")
+    assert "forbids competing use" in refused(capsys, folder, out)
 
 
 def test_a_converted_head_is_not_converted_again(tmp_path, capsys):
