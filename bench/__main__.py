@@ -27,7 +27,6 @@ from .flags import (
     read_settings,
 )
 from .measure import Settings, configurations_of, measure, num_runs
-from .names import with_old_names
 from .progress import counting
 from .questions import Question, load_questions
 from .runner import Models
@@ -103,7 +102,7 @@ def run(args: argparse.Namespace) -> None:
     print(render.markdown(report.results(document), folder), flush=True)
     files.write_all(document, rows, folder, args.picture)
     if args.json:
-        print(json.dumps(with_old_names(files.brief(document))))
+        print(json.dumps(files.brief(document)))
 
 
 def run_serving(
@@ -123,7 +122,7 @@ def run_serving(
     print(render.markdown(serving_report.results(document), folder), flush=True)
     files.write_serving(document, rows, folder)
     if args.json:
-        print(json.dumps(with_old_names(document)))
+        print(json.dumps(document))
 
 
 def measure_counted(

@@ -17,7 +17,7 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_eagle.batch.generate import batch_generate
-from mlx_eagle.decoding.stats import WHAT_IN_0_1, Stats
+from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.target.ragged import can_share
 
 from . import parity, predict, summary
@@ -189,8 +189,6 @@ def batch_result(
             for prompt, one, other in zip(cell.prompts, plain, ours, strict=True)
         ],
         "drafting_events": events,
-        # Its key and its words of version 0.1.0.
-        "pace_events": [WHAT_IN_0_1.get(event, event) for event in events],
     }
 
 

@@ -11,7 +11,6 @@ from mlx_eagle.system.drawing import EXTRA, has_matplotlib
 from mlx_eagle.system.render import Block
 
 from . import report
-from .names import with_old_names
 from .serving import report as serving
 
 PLOTS = "plots"
@@ -52,9 +51,9 @@ def write_figures(
     document: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], folder: Path
 ) -> None:
     """The document as JSON, the rows as CSV."""
-    text = json.dumps(with_old_names(document), indent=1)
+    text = json.dumps(document, indent=1)
     (folder / "results.json").write_text(text + "\n")
-    write_csv(folder / "results.csv", [with_old_names(row) for row in rows])
+    write_csv(folder / "results.csv", rows)
 
 
 def write_pages(title: str, blocks: Sequence[Block], folder: Path) -> None:
