@@ -10,7 +10,6 @@ from mlx_eagle.drafters.tree import Tree
 
 from . import conditions, parity, predict, summary
 from .batched import BatchRun, measure_batches, num_batch_runs
-from .graph import count_primitives
 from .part_timing import SAMPLES, Bench, Samples
 from .plain_steps import Turn, measure_plain_steps, num_turns
 from .questions import Question, prompt_tokens, typical_context
@@ -169,11 +168,6 @@ def summarize(
 ) -> dict[str, Any]:
     """One scenario as plain data."""
     costs = predict.Costs.of(samples)
-    chains = [
-        configuration.size
-        for configuration in configurations
-        if configuration.kind == "chain" and configuration.size
-    ]
     prompts = list({cell.question: cell.prompt for cell in cells}.values())
     typical = typical_context(prompts, settings.max_tokens)
     results = [
@@ -189,7 +183,6 @@ def summarize(
         "output_tokens": summary.spread_of(outputs),
         "calibration": {"context": len(typical), **costs.to_dict()},
         "plain_step_measured": summary.median_seconds([r for c in cells for r in c.plain]),
-        "primitives": count_primitives(models.target, models.drafter, typical, chains or [3]),
         "configurations": results,
         "curve": model_curve(results, costs),
         "prompts": [prompt_result(models, cell) for cell in cells],

@@ -17,7 +17,6 @@ from .tables import (
     counts_table,
     parity_table,
     prediction_table,
-    primitives_table,
     prompts_table,
     speed_table,
     split_table,
@@ -219,14 +218,6 @@ def scenario_blocks(scenario: Mapping[str, Any], images: Mapping[str, Path]) -> 
         *_optional(split_table(scenario)),
         *image("round_time"),
         *_prediction(scenario),
-        Heading("Graph primitives", 3),
-        Paragraph(
-            "Operations in the lazily built graph: what the host issues for one step. Norm, "
-            "rotary embedding and attention count as one each, as on a GPU; the last column is "
-            "what this device makes of them. Kernels leave out views such as a transposition. "
-            "Aim: a verify pass at most 1.05 plain steps plus the taps, a draft step at most 30."
-        ),
-        primitives_table(scenario),
         Heading("Parity", 3),
         parity_table(scenario),
         Folded(f"Every prompt ({len(scenario['prompts'])} rows)", [prompts]),

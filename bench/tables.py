@@ -222,24 +222,6 @@ def prediction_table(scenario: Scenario) -> Table | None:
     return Table(header, rows) if rows else None
 
 
-def primitives_table(scenario: Scenario) -> Table:
-    """What a part of a round issues, beside a plain step."""
-    rows = [
-        [
-            row["part"],
-            str(row["primitives"]),
-            number(row["ratio"], 3),
-            str(row["kernels"]),
-            number(row["kernel_ratio"], 3),
-            str(row["primitives_here"]),
-        ]
-        for row in scenario["primitives"]
-    ]
-    header = ["part", "primitives", "of a plain step", "kernels", "of a plain step",
-              "spelt out on this device"]  # fmt: skip
-    return Table(header, rows)
-
-
 def parity_table(scenario: Scenario) -> Table:
     """How many outputs are the same, and the largest margin where one is not.
 

@@ -1,7 +1,11 @@
 """Counts that the design promises: evals, forwards, and a tap that adds its taps only."""
 
+from contextlib import nullcontext
+
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
+from graph import fused, primitives
 from helpers import (
     PROMPT,
     SCRIPTS,
@@ -18,7 +22,6 @@ from mlx_lm.models.cache import make_prompt_cache
 from tolerances import tolerance
 
 from mlx_eagle import Sampling
-from mlx_eagle.bench.graph import fused, primitives
 from mlx_eagle.decoding.accept import Match
 from mlx_eagle.decoding.costs import DraftShape
 from mlx_eagle.decoding.decoder import Limits, Round
@@ -181,6 +184,23 @@ def test_long_drafts_are_started_token_by_token(model, monkeypatch, k, num_start
     tokens = drafter.propose(k, Match().pick).tokens
     assert [array.shape for arrays in started for array in arrays] == [(1,)] * num_started
     assert tokens.tolist() == expected
+
+
+def test_a_draft_step_of_a_quantized_head_is_thirty_primitives(model):
+    head = tiny_head(model)
+    nn.quantize(head.head, group_size=32, bits=4)
+
+    def count(size: int) -> int:
+        """Of a draft of that length, built once before: compiled graphs keep no stand-ins."""
+        for stand_ins in (nullcontext, fused):
+            drafter = head.begin()
+            drafter.extend(mx.array(PROMPT), mx.random.normal((len(PROMPT), drafter.width)))
+            mx.eval(drafter.pending())
+            with stand_ins():
+                found = primitives(drafter.propose(size, Match().pick).tokens).total()
+        return found
+
+    assert count(2) - count(1) <= 31  # and one that puts the two tokens together
 
 
 def test_stats_add_up(model):
