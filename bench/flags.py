@@ -13,7 +13,7 @@ from mlx_eagle.system.cli_values import LARGEST_SEED, Range, use_plain_types
 from mlx_eagle.system.drawing import EXTRA
 from mlx_eagle.system.version import add_version_flag
 
-from . import files, plain_steps
+from . import files
 from .measure import Settings
 from .questions import SETS
 from .runner import ORDERS
@@ -21,7 +21,7 @@ from .runner import ORDERS
 Value = TypeVar("Value")
 PICTURES = (".png", ".svg")
 CLIENTS = "1,2,4,8"
-NOT_SERVED = ("batch", "compare", "context", "max_kv_size", "picture", "with_lookup")
+NOT_SERVED = ("batch", "compare", "context", "picture", "with_lookup")
 """Flags about what is not measured with ``--serve``."""
 SEEDS = Range("seed", 0, LARGEST_SEED, "a whole number from 0 to 2**64 - 1")
 TREES = (
@@ -93,11 +93,6 @@ def add_other_loads(parser: argparse.ArgumentParser) -> None:
         "Also decode so many prompts of each set at once, greedily, against mlx-lm's batch."
     )
     add("--batch", metavar="N,...", help=batch_help)
-    size_help = (
-        "Also time plain steps, mlx-lm's against ours with drafting off, on rotating caches of so "
-        "many entries that are full."
-    )
-    add("--max-kv-size", metavar="N,...", help=size_help)
     serve_help = (
         "Measure the server in place of all that: so many clients at once, greedily, over HTTP, "
         f"against mlx_lm.server ({CLIENTS})."
@@ -169,9 +164,6 @@ def read_settings(args: argparse.Namespace) -> Settings:
     batches: tuple[int, ...] = ()
     if args.batch is not None:
         batches = read_list("--batch", args.batch, _at_least(1), "numbers of prompts, 1 or more")
-    sizes: tuple[int, ...] = ()
-    if args.max_kv_size is not None:
-        sizes = read_list("--max-kv-size", args.max_kv_size, _at_least(5), "numbers from 5 on")
     clients: tuple[int, ...] = ()
     if args.serve is not None:
         clients = read_list("--serve", args.serve, _at_least(1), "numbers of clients, 1 or more")
@@ -196,7 +188,6 @@ def read_settings(args: argparse.Namespace) -> Settings:
         order=args.order,
         seed=args.seed,
         batches=batches,
-        max_kv_sizes=sizes,
         clients=clients,
         recalibrate=args.recalibrate,
     )
@@ -246,12 +237,6 @@ def check_contexts(settings: Settings, limit: int | None) -> None:
             f"--context holds {longest}, but the target takes {limit} tokens, of which "
             f"--max-tokens {settings.max_tokens} are for the answer: give at most "
             f"{limit - settings.max_tokens}."
-        )
-    needed = plain_steps.num_tokens(max(settings.max_kv_sizes, default=0), settings.repeats)
-    if limit is not None and settings.max_kv_sizes and needed > limit:
-        raise ValueError(
-            f"--max-kv-size holds {max(settings.max_kv_sizes)}, which is timed on a text of "
-            f"{needed} tokens, but the target takes {limit}: give a smaller one."
         )
 
 

@@ -11,7 +11,6 @@ from mlx_eagle.drafters.tree import Tree
 from . import conditions, parity, predict, summary
 from .batched import BatchRun, measure_batches, num_batch_runs
 from .part_timing import SAMPLES, Bench, Samples
-from .plain_steps import Turn, measure_plain_steps, num_turns
 from .questions import Question, prompt_tokens, typical_context
 from .runner import (
     Cell,
@@ -45,7 +44,6 @@ class Settings:
     seed: int = 0
     samples: int = SAMPLES
     batches: tuple[int, ...] = ()
-    max_kv_sizes: tuple[int, ...] = ()
     clients: tuple[int, ...] = ()
     recalibrate: bool = False
 
@@ -60,7 +58,7 @@ def configurations_of(settings: Settings, models: Models) -> list[Configuration]
 def num_runs(
     settings: Settings, questions: Sequence[Question], configurations: Sequence[Configuration]
 ) -> int:
-    """Measured generations in all, a batch or some plain steps being one, without warm-ups."""
+    """Measured generations in all, a batch being one, without warm-ups."""
     scenarios = len(settings.contexts) * len(settings.temps)
     singles = (
         scenarios
@@ -68,7 +66,7 @@ def num_runs(
         * len(questions)
         * len(schedule(configurations, settings.order))
     )
-    return singles + num_batch_runs(settings, questions) + num_turns(settings)
+    return singles + num_batch_runs(settings, questions)
 
 
 def measure(
@@ -76,7 +74,7 @@ def measure(
     names: dict[str, str],
     questions: Sequence[Question],
     settings: Settings,
-    progress: Callable[[Run | BatchRun | Turn], None] = lambda run: None,
+    progress: Callable[[Run | BatchRun], None] = lambda run: None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Run everything: the document of results, and a row per run for the CSV."""
     configurations = configurations_of(settings, models)
@@ -96,7 +94,6 @@ def measure(
         "settings": asdict(settings),
         "scenarios": scenarios,
         "batches": measure_batches(models, questions, settings, progress),
-        "plain_steps": measure_plain_steps(models, questions[0], settings, progress),
     }
     return document, rows
 

@@ -7,7 +7,6 @@ from typing import Any
 from mlx_eagle.system.render import Block, Folded, Heading, Image, Paragraph, Table
 
 from .parity import parity_words
-from .plain_steps import TURN_STEPS, plain_steps_table
 from .runner import TURN_TOKENS
 from .tables import (
     acceptance_table,
@@ -53,13 +52,6 @@ BATCHES = (
     "turned on again. The mean acceptance length is 1 where the whole batch went to mlx-lm. The "
     "bound is tau / (c(k + 1) + k d), with c and d, timed between the runs, in plain steps of as "
     "many prompts."
-)
-
-PLAIN_STEPS = (
-    "Plain decoding with max_kv_size, on a prompt that is longer than the cache has room for: "
-    f"mlx-lm's own against our loop with drafting off, in turns of {TURN_STEPS} steps, of which "
-    "the first is not timed. Medians and quartiles of turns, the ratio within pairs of them; "
-    "above 1 ours is faster."
 )
 
 ORDERS = {
@@ -129,7 +121,7 @@ def results(document: Mapping[str, Any]) -> list[Block]:
         parts.append(Heading(f"Results: {scenario_name(scenario)}"))
         parts += [Paragraph(line) for line in headlines(scenario)]
         parts += [speed_table(scenario), acceptance_table(scenario), parity_table(scenario)]
-    return parts + batch_blocks(document) + plain_steps_blocks(document)
+    return parts + batch_blocks(document)
 
 
 def blocks(document: Mapping[str, Any], images: Sequence[Mapping[str, Path]] = ()) -> list[Block]:
@@ -141,7 +133,7 @@ def blocks(document: Mapping[str, Any], images: Sequence[Mapping[str, Path]] = (
     for scenario, drawn in zip(scenarios, images or [{}] * len(scenarios), strict=True):
         parts.append(Heading(f"Results: {scenario_name(scenario)}"))
         parts += scenario_blocks(scenario, drawn)
-    parts += batch_blocks(document) + plain_steps_blocks(document)
+    parts += batch_blocks(document)
     method = METHOD.format(order=ORDERS[settings["order"]], repeats=settings["repeats"])
     measured = [Paragraph(INTRO), Paragraph(method)]
     return [
@@ -158,14 +150,6 @@ def batch_blocks(document: Mapping[str, Any]) -> list[Block]:
     if not document["batches"]:
         return []
     return [Heading("Batches"), Paragraph(BATCHES), batch_table(document["batches"])]
-
-
-def plain_steps_blocks(document: Mapping[str, Any]) -> list[Block]:
-    """How long plain steps take on rotating caches, if that was measured."""
-    rows = document["plain_steps"]
-    if not rows:
-        return []
-    return [Heading("Rotating caches"), Paragraph(PLAIN_STEPS), plain_steps_table(rows)]
 
 
 def headlines(scenario: Mapping[str, Any]) -> Iterator[str]:

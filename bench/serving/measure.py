@@ -73,7 +73,6 @@ def measure_serving(
         "settings": asdict(settings),
         "scenarios": [],
         "batches": [],
-        "plain_steps": [],
         "serving": results,
     }
     return document, rows
