@@ -4,7 +4,6 @@ Greedy, prompts as they are. The figures are all tokens of all outputs over the 
 call, and over what is left of it after prefill.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,16 +13,12 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm
 from mlx_lm.generate import generation_stream
-from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_eagle.batch.generate import batch_generate
 from mlx_eagle.decoding.stats import Stats
-from mlx_eagle.target.ragged import can_share
 
-from . import parity, predict, summary
-from .batch_parts import BatchBench
-from .part_timing import Samples
-from .questions import Question, prompt_tokens, typical_context
+from . import parity, summary
+from .questions import Question, prompt_tokens
 from .runner import PLAIN, WARM_UP_TOKENS, Configuration, Models, make_configurations, schedule
 
 
@@ -92,43 +87,25 @@ def measure_batches(
                 BatchCell(name, prompts, configuration)
                 for configuration in make_configurations(settings.sizes)
             ]
-            samples = Samples()
-            for run in _run_all(models, cells, settings, samples):
+            for run in _run_all(models, cells, settings):
                 progress(run)
-            costs = predict.Costs.of(samples) if samples.verify else None
-            rows += [batch_result(models, cell, costs) for cell in cells]
+            rows += [batch_result(models, cell) for cell in cells]
     return rows
 
 
-def _run_all(
-    models: Models, cells: list[BatchCell], settings: Any, samples: Samples
-) -> Iterator[BatchRun]:
-    """A warm-up of each, then all repeats in the order of the flags; runs land in their cells.
-
-    Before every repeat the parts of a round are timed, into ``samples``.
-    """
+def _run_all(models: Models, cells: list[BatchCell], settings: Any) -> Iterator[BatchRun]:
+    """A warm-up of each, then all repeats in the order of the flags; runs land in their cells."""
     configurations, prompts = [cell.configuration for cell in cells], cells[0].prompts
     for configuration in (PLAIN, *configurations):
         run_batch(models, configuration, prompts, min(settings.max_tokens, WARM_UP_TOKENS))
     by_label = {cell.configuration.label: cell for cell in cells}
     for _ in range(settings.repeats):
-        _time_parts(models, cells, settings, samples)
         for configuration, owners in schedule(configurations, settings.order):
             run = run_batch(models, configuration, prompts, settings.max_tokens)
             for owner in owners:
                 cell = by_label[owner.label]
                 (cell.plain if configuration is PLAIN else cell.runs).append(run)
             yield run
-
-
-def _time_parts(models: Models, cells: list[BatchCell], settings: Any, samples: Samples) -> None:
-    """Time the parts of a round half-way through the outputs of this batch."""
-    sizes = [cell.configuration.size for cell in cells if cell.configuration.size]
-    if not sizes or not can_share(make_prompt_cache(models.target)):
-        return
-    contexts = [typical_context([prompt], settings.max_tokens) for prompt in cells[0].prompts]
-    bench = BatchBench(models.target, models.drafter, contexts)
-    samples.measure(bench, max(sizes) + 1, (), math.ceil(settings.samples / settings.repeats))
 
 
 def run_batch(
@@ -151,13 +128,8 @@ def run_batch(
     return BatchRun(tokens, seconds, prefill, num_first, stats)
 
 
-def batch_result(
-    models: Models, cell: BatchCell, costs: predict.Costs | None = None
-) -> dict[str, Any]:
-    """One configuration on one batch, with the parity of every output.
-
-    ``costs`` are those of rounds of this batch; of a fixed draft length the bound follows.
-    """
+def batch_result(models: Models, cell: BatchCell) -> dict[str, Any]:
+    """One configuration on one batch, with the parity of every output."""
     plain, ours = cell.plain[0].tokens, cell.runs[0].tokens
     merged = summary.merge_stats(counts for run in cell.runs for counts in run.stats)
     speeds = {}
@@ -168,18 +140,12 @@ def batch_result(
         speeds |= {f"plain_{name}": before, name: after, ratio: after / before if before else None}
     last_to_end = max(cell.runs[0].stats, key=lambda counts: len(counts.drafting_events))
     events = [event.what for event in last_to_end.drafting_events]
-    prediction, size = None, cell.configuration.size
-    if costs is not None and size:
-        tau, measured = merged.mean_acceptance_length, speeds["speedup_after_prefill"]
-        prediction = predict.predict(costs, tau, size, measured)
     return {
         "batch": len(cell.prompts),
         "set": cell.set_name,
         "configuration": cell.configuration.label,
         "output_tokens": sum(map(len, ours)),
         **speeds,
-        "prediction": prediction,
-        "calibration": None if costs is None else costs.to_dict(),
         "mean_acceptance_length": merged.mean_acceptance_length,
         "num_rounds": merged.num_rounds,
         "num_plain_steps": merged.num_plain_steps,

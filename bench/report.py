@@ -49,9 +49,7 @@ BATCHES = (
     "the drafter, greedy, in the same turns. Tokens per second are those of all outputs, after "
     "prefill as each counts it, then over the whole call; ours prefills prompt by prompt. "
     "Drafting events say when drafting was turned off for all sequences, tried again (probe) and "
-    "turned on again. The mean acceptance length is 1 where the whole batch went to mlx-lm. The "
-    "bound is tau / (c(k + 1) + k d), with c and d, timed between the runs, in plain steps of as "
-    "many prompts."
+    "turned on again. The mean acceptance length is 1 where the whole batch went to mlx-lm."
 )
 
 ORDERS = {

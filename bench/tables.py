@@ -256,14 +256,10 @@ def _rows_per_pass(stats: Sequence[Mapping[str, Any]]) -> str:
 
 
 def batch_table(rows: Iterable[Mapping[str, Any]]) -> Table:
-    """Batches: tokens per second of the whole call and after prefill, bound and parity.
-
-    c and d are in plain steps of the whole batch, c that of a pass of k + 1 rows for each prompt.
-    """
+    """Batches: tokens per second of the whole call and after prefill, and parity."""
     header = ["prompts at once", "set", "configuration", "plain batch tok/s",
               "speculative tok/s", "ratio",
-              "whole call: plain", "speculative", "ratio", "tau", "c(k + 1)", "d", "bound",
-              "fraction of bound reached", "outputs identical",
+              "whole call: plain", "speculative", "ratio", "tau", "outputs identical",
               "largest margin where not", "drafting events"]  # fmt: skip
     lines = []
     for row in rows:
@@ -280,27 +276,12 @@ def batch_table(rows: Iterable[Mapping[str, Any]]) -> Table:
                 number(row["tps"]),
                 times(row["speedup"]),
                 number(row["mean_acceptance_length"]),
-                *_batch_bound(row),
                 f"{row['batch'] - len(margins)} of {row['batch']}",
                 "-" if not margins else f"{max(margins):.2g}",
                 ", ".join(row["drafting_events"]) or "-",
             ]
         )
     return Table(header, lines)
-
-
-def _batch_bound(row: Mapping[str, Any]) -> list[str]:
-    """What a round of a batch cost, the bound that follows, and how much of it was reached."""
-    prediction, costs = row["prediction"], row["calibration"]
-    if prediction is None:
-        return ["-"] * 4
-    size = int(row["configuration"].removeprefix("k="))
-    return [
-        number(costs["verify_cost"][size + 1], 3),
-        number(costs["d"], 3),
-        times(prediction["bound"]),
-        number(prediction["fraction_of_bound"]),
-    ]
 
 
 def prompts_table(scenario: Scenario, parity_words: Callable[[Mapping[str, Any]], str]) -> Table:
