@@ -33,7 +33,7 @@ OPENBLAS := $(if $(filter Linux,$(shell uname -s)),$(firstword \
 	$(shell (ldconfig -p || /sbin/ldconfig -p) 2>/dev/null | sed -n 's/.*libopenblas\.so.* => //p')))
 RUN := $(if $(OPENBLAS),env LD_PRELOAD=$(OPENBLAS)) $(BIN)/python
 
-BENCH := --limit 4 --repeats 2 --recalibrate --num-draft-tokens 1,2,3,auto --with-lookup auto \
+BENCH := --limit 4 --repeats 2 --num-draft-tokens 1,2,3,auto --with-lookup auto \
 	--tree 2x2:3,auto --order weave
 
 # Files are spread over the cores, one BLAS thread each, by name: xdist's own order leaves those with

@@ -3,7 +3,9 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,9 @@ from mlx_eagle.draft_models import open_beside, split_name
 from mlx_eagle.system import render
 from mlx_eagle.system.command import run_command
 from mlx_eagle.system.device import prepare_device
+from mlx_eagle.system.progress import open_bar
 
-from . import files, report
+from . import files, report, serving
 from .batched import check_batches
 from .flags import (
     build_parser,
@@ -27,13 +30,32 @@ from .flags import (
     read_settings,
 )
 from .measure import Settings, configurations_of, measure, num_runs
-from .progress import counting
 from .questions import Question, load_questions
 from .runner import Models
-from .serving import report as serving_report
-from .serving.measure import check_clients, measure_serving, num_loads
+from .serving import check_clients, measure_serving, num_loads
 
+NUM_LINES = 20  # of progress, where standard error is no terminal
 DEMO_NAMES = {"model": "SmolLM2-135M-Instruct (demo)", "head": "demo head"}
+
+
+@contextmanager
+def counting(total: int) -> Iterator[Callable[[], None]]:
+    """Inside, a call says that one more of ``total`` runs is done; on standard error."""
+    if sys.stderr.isatty():
+        with open_bar(total, "bench", "run") as bar:
+            yield lambda: bar.update()
+        return
+    start, done = time.perf_counter(), 0
+
+    def count() -> None:
+        nonlocal done
+        done += 1
+        # The i-th line is due once i in NUM_LINES of the runs are done.
+        if done * NUM_LINES // total > (done - 1) * NUM_LINES // total:
+            seconds = time.perf_counter() - start
+            print(f"bench: {done} of {total} runs, {seconds:.0f} s", file=sys.stderr, flush=True)
+
+    yield count
 
 
 def prepare_folder(path: str) -> Path:
@@ -119,8 +141,8 @@ def run_serving(
         document, rows = measure_serving(
             args.model, draft_flags, names, questions, settings, count
         )
-    print(render.markdown(serving_report.results(document), folder), flush=True)
-    files.write_serving(document, rows, folder)
+    print(render.markdown(serving.results(document), folder), flush=True)
+    files.write_all(document, rows, folder)
     if args.json:
         print(json.dumps(document))
 

@@ -1,7 +1,8 @@
-"""Under what conditions a benchmark ran: machine, versions, model, head, settings."""
+"""Conditions of a benchmark: machine, versions, model, head and settings, and their table."""
 
 import os
 import platform
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
@@ -14,6 +15,7 @@ from mlx_lm.utils import get_total_parameters
 
 from mlx_eagle.commands.memory import weight_bytes
 from mlx_eagle.system.device import blas_name
+from mlx_eagle.system.render import Table
 from mlx_eagle.system.version import __version__
 
 from .runner import Models
@@ -78,3 +80,37 @@ def precision(module: nn.Module) -> str:
             kind = str(array.dtype).removeprefix("mlx.core.")
             sizes[kind] = sizes.get(kind, 0) + array.nbytes
     return ", ".join(sorted(sizes, key=sizes.get, reverse=True))
+
+
+def conditions_table(document: Mapping[str, Any]) -> Table:
+    """Machine, versions, models, then the settings."""
+    conditions, settings = document["conditions"], document["settings"]
+    rows = []
+    for name, value in conditions.items():
+        if name.endswith("_bytes"):
+            rows.append(
+                [name.removesuffix("_bytes").replace("_", " ") + " size", megabytes(value)]
+            )
+        elif name.endswith("_parameters"):
+            rows.append([name.replace("_", " "), f"{value / 1e6:.1f} M"])
+        else:
+            rows.append([name.replace("_", " "), str(value)])
+    sizes = ", ".join(map(str, settings["sizes"]))
+    limit = settings["limit"] or "all"
+    rows += [
+        ["draft lengths k", sizes],
+        ["with copies as well, k", ", ".join(map(str, settings["copied"])) or "none"],
+        ["trees", ", ".join(settings["trees"]) or "none"],
+        ["temperature", ", ".join(f"{temp:g}" for temp in settings["temps"])],
+        ["prompt sets", f"{', '.join(settings['prompts'])}; {limit} prompts per set"],
+        ["context", ", ".join("as it is" if c is None else str(c) for c in settings["contexts"])],
+        ["output", f"at most {settings['max_tokens']} tokens, the end-of-text token honoured"],
+        ["batches", ", ".join(map(str, settings["batches"])) or "none"],
+        ["clients", ", ".join(map(str, settings["clients"])) or "none"],
+        ["repeats", f"{settings['repeats']}, order {settings['order']}"],
+    ]
+    return Table(["condition", "value"], rows)
+
+
+def megabytes(size: float) -> str:
+    return f"{size / 1e6:.1f} MB"

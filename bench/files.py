@@ -6,12 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_eagle.system import render
 from mlx_eagle.system.drawing import EXTRA, has_matplotlib
-from mlx_eagle.system.render import Block
+from mlx_eagle.system.render import markdown
 
-from . import report
-from .serving import report as serving
+from . import report, serving
 
 PLOTS = "plots"
 
@@ -22,60 +20,28 @@ def write_all(
     folder: Path,
     picture: str | None = None,
 ) -> None:
-    """Write every file of the report, and say where; plots where matplotlib is there."""
-    write_figures(document, rows, folder)
-    images = draw_plots(document, folder, picture)
-    write_pages(report.TITLE, report.blocks(document, images), folder)
+    """Write every file, and say where; plots and the picture where matplotlib is there."""
+    (folder / "results.json").write_text(json.dumps(document, indent=1) + "\n")
+    write_csv(folder / "results.csv", rows)
+    blocks = serving.blocks if "serving" in document else report.blocks
+    images = draw(document, folder, picture) if has_matplotlib() else []
+    (folder / "report.md").write_text(markdown(blocks(document, images), folder))
+    plots = f", {PLOTS}/" if images else ""
+    print(f"Written to {folder}: report.md, results.json, results.csv{plots}")
     if picture is not None:
         print(f"Picture: {picture}")
     if not images:
         print(f"Without plots, which need matplotlib: {EXTRA}.")
 
 
-def write_serving(
-    document: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], folder: Path
-) -> None:
-    """The same for what was measured of servers."""
-    write_figures(document, rows, folder)
-    images = []
-    if has_matplotlib():
-        from .serving import plot  # here, because matplotlib takes a second, and may be missing
+def draw(document: Mapping[str, Any], folder: Path, picture: str | None) -> list[dict[str, Path]]:
+    """The plots of the servers, or of every scenario with the picture."""
+    from . import plots  # here, because matplotlib takes a second, and may be missing
 
-        images.append(plot.draw_serving(document["serving"], folder / PLOTS))
-    write_pages(serving.TITLE, serving.blocks(document, images), folder)
-    if not images:
-        print(f"Without a plot, which needs matplotlib: {EXTRA}.")
-
-
-def write_figures(
-    document: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], folder: Path
-) -> None:
-    """The document as JSON, the rows as CSV."""
-    text = json.dumps(document, indent=1)
-    (folder / "results.json").write_text(text + "\n")
-    write_csv(folder / "results.csv", rows)
-
-
-def write_pages(title: str, blocks: Sequence[Block], folder: Path) -> None:
-    """The report as Markdown and HTML; says where all files are."""
-    (folder / "report.md").write_text(render.markdown(blocks, folder))
-    (folder / "report.html").write_text(render.html_page(title, blocks))
-    plots = f", {PLOTS}/" if has_matplotlib() else ""
-    print(f"Written to {folder}: report.md, report.html, results.json, results.csv{plots}")
-
-
-def draw_plots(
-    document: Mapping[str, Any], folder: Path, picture: str | None
-) -> list[Mapping[str, Path]]:
-    """The plots of every scenario, and the picture; nothing where matplotlib is missing."""
-    if not has_matplotlib():
-        return []
-    # Here, because matplotlib takes a second, and may be missing.
-    from . import plots
-    from .picture import draw_picture
-
+    if "serving" in document:
+        return [{"serving": plots.draw_serving(document["serving"], folder / PLOTS)}]
     if picture is not None:
-        draw_picture(document, Path(picture).expanduser())
+        plots.draw_picture(document, Path(picture).expanduser())
     many = len(document["scenarios"]) > 1
     return [
         plots.draw_all(scenario, folder / PLOTS, f"-{number + 1}" if many else "")

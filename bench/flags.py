@@ -68,8 +68,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="abba: plain B B plain for every configuration; mirror: plain B C C B plain; weave: "
         "all at once, a few tokens each in turn, where other work disturbs (%(default)s).",
     )
-    recalibrate_help = "Have auto measure what rounds cost before the runs, not learn it in them."
-    add("--recalibrate", action="store_true", help=recalibrate_help)
     add("--seed", type=int, default=0, help="Seed where the temperature is above 0.")
     add("--out", default="bench-results", metavar="DIR", help="Where results go (%(default)s).")
     picture_help = "Also draw the speed per prompt set into this PNG or SVG file."
@@ -189,7 +187,6 @@ def read_settings(args: argparse.Namespace) -> Settings:
         seed=args.seed,
         batches=batches,
         clients=clients,
-        recalibrate=args.recalibrate,
     )
 
 

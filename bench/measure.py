@@ -2,10 +2,9 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from mlx_eagle.decoding.setup import AUTO
 from mlx_eagle.drafters.tree import Tree
 
 from . import conditions, parity, predict, summary
@@ -18,7 +17,6 @@ from .runner import (
     Models,
     Run,
     make_configurations,
-    run_once,
     run_prompt,
     schedule,
     warm_up,
@@ -45,7 +43,6 @@ class Settings:
     samples: int = SAMPLES
     batches: tuple[int, ...] = ()
     clients: tuple[int, ...] = ()
-    recalibrate: bool = False
 
 
 def configurations_of(settings: Settings, models: Models) -> list[Configuration]:
@@ -111,7 +108,7 @@ def run_scenario(
     prompts = [prompt_tokens(question, models.tokenizer, context) for question in questions]
     rows = [
         [Cell(q, p, configuration) for configuration in configurations]
-        for q, p in zip(questions, prompts)
+        for q, p in zip(questions, prompts, strict=True)
     ]
     typical = typical_context(prompts, settings.max_tokens)
     longest, wide = calibrated_rows(configurations)
@@ -119,11 +116,6 @@ def run_scenario(
     samples = Samples()
     options = {"max_tokens": settings.max_tokens, "temp": temp, "seed": settings.seed}
     warm_up(models, configurations, prompts[0], settings.max_tokens)
-    if settings.recalibrate:
-        for configuration in configurations:
-            if AUTO in configuration.options.values():
-                again = configuration.options | {"recalibrate": True}
-                run_once(models, replace(configuration, options=again), prompts[0], 2)
     for _ in range(settings.repeats):
         for row in rows:
             # Not kept over the runs: their peak memory is theirs alone.

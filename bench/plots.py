@@ -1,5 +1,6 @@
-"""The plots of a document of results, drawn with matplotlib."""
+"""The plots of a document of results, and the picture for a README, drawn with matplotlib."""
 
+from collections.abc import Mapping, Sequence
 from itertools import cycle, product
 from pathlib import Path
 from statistics import mean
@@ -26,6 +27,21 @@ from mlx_eagle.system.drawing import (
 )
 
 PARTS = {"verify": BLUE, "draft": ORANGE, "accept": GREEN, "host": PURPLE}
+
+
+# On white and on nearly black: at least 3 to 1 against both.
+PICTURE_TEXT, PICTURE_GREY = "#7d828a", "#8a8f98"
+PICTURE_BLUE, PICTURE_ORANGE = "#2f7fd6", "#c8701a"
+
+PICTURE_STYLE = {
+    "font.size": 13,
+    "axes.titlesize": 14,
+    **dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.titlecolor", "axes.edgecolor", "xtick.color",
+         "ytick.color"),
+        PICTURE_TEXT,
+    ),
+}  # fmt: skip
 
 
 def draw_all(scenario: dict[str, Any], folder: Path, suffix: str = "") -> dict[str, Path]:
@@ -81,8 +97,8 @@ def speedup(scenario: dict[str, Any]) -> Figure | None:
     measured = [configuration["overall"]["speedup"] for configuration in configurations]
     spreads = [configuration["overall"]["speedup_by_prompt"] for configuration in configurations]
     errors = [
-        [max(0.0, m - s["q1"]) for m, s in zip(measured, spreads)],
-        [max(0.0, s["q3"] - m) for m, s in zip(measured, spreads)],
+        [max(0.0, m - s["q1"]) for m, s in zip(measured, spreads, strict=True)],
+        [max(0.0, s["q3"] - m) for m, s in zip(measured, spreads, strict=True)],
     ]
     left.errorbar(
         sizes,
@@ -137,7 +153,7 @@ def _levels(axes: Axes, scenario: dict[str, Any]) -> None:
     ]
     # The curve has the other colours.
     looks = cycle(product(("-.", "-"), (PURPLE, ORANGE, SKY)))
-    for configuration, (style, colour) in zip(others, looks):
+    for configuration, (style, colour) in zip(others, looks, strict=False):
         value = configuration["overall"]["speedup"]
         if value:
             axes.axhline(
@@ -196,7 +212,7 @@ def acceptance(scenario: dict[str, Any]) -> Figure | None:
         ("cumulative_acceptance_by_position", "Of all rounds"),
     )
     names = [*configuration["sets"], *(["overall"] if len(configuration["sets"]) > 1 else [])]
-    for axes, (key, title) in zip((left, right), titles):
+    for axes, (key, title) in zip((left, right), titles, strict=True):
         for i, name in enumerate(names):
             figures = (
                 configuration["overall"] if name == "overall" else configuration["sets"][name]
@@ -232,8 +248,8 @@ def round_time(scenario: dict[str, Any]) -> Figure | None:
             for configuration in configurations
         ]
         axes.bar(labels[1:], heights, 0.6, bottoms, color=colour, label=part)
-        bottoms = [b + h for b, h in zip(bottoms, heights)]
-    for label, configuration, top in zip(labels[1:], configurations, bottoms):
+        bottoms = [b + h for b, h in zip(bottoms, heights, strict=True)]
+    for label, configuration, top in zip(labels[1:], configurations, bottoms, strict=True):
         text = f"{configuration['overall']['mean_acceptance_length']:.2f} tokens"
         axes.annotate(
             text, (label, top), textcoords="offset points", xytext=(0, 4), ha="center", fontsize=9
@@ -268,7 +284,7 @@ def tokens_per_second(scenario: dict[str, Any]) -> Figure | None:
     colours = [GREY, *(SERIES[i % len(SERIES)] for i in range(len(configurations)))]
     for index, values in enumerate([plain, *drafted]):
         xs = bars(axes, index, num_bars, values, colours[index], labels[index])
-        for x, value in zip(xs, values):
+        for x, value in zip(xs, values, strict=True):
             axes.annotate(f"{value:.3g}", (x, value), textcoords="offset points", xytext=(0, 3),
                           ha="center", fontsize=8)  # fmt: skip
     axes.set(ylabel="tokens per second", title="Speed by prompt set")
@@ -295,3 +311,102 @@ def bars(
     xs = [i + (index - (num_bars - 1) / 2) * width for i in range(len(values))]
     axes.bar(xs, values, 0.92 * width, color=colour, label=label)
     return xs
+
+
+def is_auto(configuration: dict[str, Any]) -> bool:
+    return configuration["kind"] != "tree" and configuration["num_draft_tokens"] is None
+
+
+def shown(configurations: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without copies and with them "auto", where that was timed, else the fastest."""
+    best = []
+    for copies in (False, True):
+        those = [c for c in configurations if (c["kind"] == "copies") == copies]
+        those.sort(key=lambda c: (not is_auto(c), -c["overall"]["speedup"]))
+        best += those[:1]
+    return best
+
+
+def draw_picture(document: dict[str, Any], path: Path) -> None:
+    """Draw the speed of plain and drafted decoding per prompt set: one picture for a README.
+
+    Drafted is "auto" where that was measured, else the fastest configuration; beside it stands
+    what was drafted with copies. The background is left open, and every colour can be told from
+    white and from a dark page alike. Raises ValueError where no set could be timed.
+    """
+    conditions = document["conditions"]
+    configurations = shown(timed(document["scenarios"][0]))
+    if not configurations:
+        raise ValueError(f"--picture {path} was not drawn: the outputs are too short to be timed.")
+    names = [name.replace("_", " ") for name in configurations[0]["sets"]]
+    with plt.rc_context(STYLE | PICTURE_STYLE):
+        figure, axes = plt.subplots(figsize=(8.4, 4.2))
+        series = [(configurations[0], "plain_tps", PICTURE_GREY, "plain decoding (mlx-lm)")]
+        for one, colour in zip(configurations, (PICTURE_BLUE, PICTURE_ORANGE), strict=False):
+            series.append((one, "tps", colour, f"with drafts ({one['label']})"))
+        for index, (one, key, colour, words) in enumerate(series):
+            values = [figures[key] for figures in one["sets"].values()]
+            xs = bars(axes, index, len(series), values, colour, words)
+            for x, value, figures in zip(xs, values, one["sets"].values(), strict=True):
+                ratio = f"\n{figures['speedup']:.2f}x" if key == "tps" else ""
+                axes.annotate(f"{value:.1f}{ratio}", (x, value), textcoords="offset points",
+                              xytext=(0, 4), ha="center", fontsize=12, color=colour)  # fmt: skip
+        axes.set(ylabel="tokens per second", title=conditions["model"])
+        axes.set_ylim(0, 1.22 * axes.get_ylim()[1])
+        axes.set_xticks(range(len(names)), names)
+        axes.grid(visible=False)
+        axes.legend(ncols=len(series), loc="upper center", bbox_to_anchor=(0.5, -0.1), fontsize=11)
+        device = conditions["blas"] if conditions["device"] == "cpu" else "GPU"
+        figure.text(0.5, -0.1, f"{conditions['chip']}, {device}", ha="center", fontsize=10)
+        figure.savefig(path, dpi=144, bbox_inches="tight", transparent=True)
+        plt.close(figure)
+
+
+def draw_serving(rows: Sequence[Mapping[str, Any]], folder: Path) -> Path:
+    """Speed and time per token against the number of clients; an SVG, and a PNG beside it."""
+    with plt.rc_context(STYLE):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4))
+        labels = list(dict.fromkeys(row["configuration"] for row in rows))
+        # Plain ran between the loads of every configuration; those of the first are shown.
+        first = [row for row in rows if row["configuration"] == labels[0]]
+        _series(left, right, first, "plain", "mlx_lm.server", GREY)
+        for i, label in enumerate(labels):
+            own = [row for row in rows if row["configuration"] == label]
+            words = f"mlx_eagle.server, {label}"
+            _series(left, right, own, "speculative", words, SERIES[i % len(SERIES)])
+        left.set(ylabel="tokens per second, all clients", title="Speed")
+        right.set(ylabel="milliseconds per token", title="Time per token, median and worst")
+        numbers = sorted({row["clients"] for row in rows})
+        for axes in (left, right):
+            axes.set_xlabel("clients at once")
+            axes.set_xticks(range(len(numbers)), [str(number) for number in numbers])
+            axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
+            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), fontsize=9)
+        return save_figure(figure, folder / "serving.svg")
+
+
+def _series(
+    left: Axes,
+    right: Axes,
+    rows: Sequence[Mapping[str, Any]],
+    who: str,
+    label: str,
+    colour: str,
+) -> None:
+    """One server's line in both plots, ratios beside its speed, a bar up to the worst answer."""
+    xs = list(range(len(rows)))
+    speeds = [row[who]["tps"] for row in rows]
+    left.plot(xs, speeds, "o-", color=colour, lw=2, ms=7, label=label)
+    if who == "speculative":
+        for x, row in zip(xs, rows, strict=True):
+            if row["speedup"] is not None:
+                left.annotate(f"{row['speedup']:.2f}x", (x, row[who]["tps"]), xytext=(0, 8),
+                              textcoords="offset points", ha="center", fontsize=9,
+                              color=colour)  # fmt: skip
+    waits = [(x, row[who]["seconds_per_token"]) for x, row in zip(xs, rows, strict=True)]
+    timed = [(x, 1e3 * wait["median"], 1e3 * wait["worst"]) for x, wait in waits if wait]
+    if timed:
+        at, typical, worst = zip(*timed, strict=True)
+        above = [high - low for low, high in zip(typical, worst, strict=True)]
+        right.errorbar(at, typical, [[0.0] * len(above), above], fmt="o-", color=colour, lw=2,
+                       ms=7, capsize=4, label=label)  # fmt: skip

@@ -1,27 +1,16 @@
-"""The report: which tables and words are made of a document of results."""
+"""The report on a document of results: sentences, tables and plots, as blocks."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mlx_eagle.system.render import Block, Folded, Heading, Image, Paragraph, Table
 
+from .conditions import conditions_table, megabytes
 from .parity import parity_words
 from .runner import TURN_TOKENS
-from .tables import (
-    acceptance_table,
-    batch_table,
-    conditions_table,
-    cost_table,
-    counts_table,
-    parity_table,
-    prediction_table,
-    prompts_table,
-    speed_table,
-    split_table,
-    start_table,
-    times,
-)
+
+Scenario = Mapping[str, Any]
 
 TITLE = "mlx-eagle benchmark"
 
@@ -33,15 +22,14 @@ INTRO = (
 
 METHOD = (
     "How it was measured: plain and speculative runs take turns on every prompt ({order}), after "
-    "two warm-ups (repeats: {repeats}). Plain is the pipelined mlx_lm.stream_generate. "
-    "Tokens per second count from the first token to the last, so prefill is not in them; the "
-    "time to the first token is listed apart, and so is what auto takes to measure the cost of "
-    "rounds. A prompt's speed is that of its median run, its ratio the median of its runs, each "
-    "against the plain run beside it; a set's speed is the sum of its tokens over the sum of "
-    "those times, its ratio that of such speeds. In brackets: first to third quartile of single "
-    "runs, or of prompts where it says so. Of MT-bench, the first turn is asked. Peak memory is "
-    "with target and head loaded, in plain runs too. Above temperature 0 both draw with the same "
-    "sampler and seed."
+    "two warm-ups (repeats: {repeats}). Plain is the pipelined mlx_lm.stream_generate. Tokens per "
+    "second count from the first token to the last, so prefill is not in them; the time to the "
+    "first token is listed apart. A prompt's speed is that of its median run, its ratio the "
+    "median of its runs, each against the plain run beside it; a set's speed is the sum of its "
+    "tokens over the sum of those times, its ratio that of such speeds. In brackets: first to "
+    "third quartile of single runs, or of prompts where it says so. Of MT-bench, the first turn "
+    "is asked. Peak memory is with target and head loaded, in plain runs too. Above temperature "
+    "0 both draw with the same sampler and seed."
 )
 
 BATCHES = (
@@ -60,11 +48,11 @@ ORDERS = {
     "and backwards, each with its own clock; all configurations share the plain run",
 }
 
-START = "Time to the first token (TTFT), calibration in the longest run, and memory"
+START = "Time to the first token (TTFT), and memory"
 
 CAPTIONS = {
     "speedup": "Speedup and mean acceptance length (tau) against the draft length k. Points are "
-    "measured; the dashed line is what the cost model makes of the calibrated costs and of the "
+    "measured; the dashed line is what the cost model makes of these costs and of the "
     "longest chain's acceptance.",
     "verify_cost": "Verify cost: the time of one target pass over R rows, in passes over one row. "
     "Speculation gains where this line is near the flat one, and cannot where it is near the "
@@ -91,8 +79,8 @@ WORDS = [
     ["overhead", "accept pass, first logits and waiting for the host, beyond k d, in plain steps"],
     [
         "host and the rest",
-        "the measured round less its calibrated parts; below zero where the machine was busier "
-        "during calibration than during the runs",
+        "the measured round less its parts, timed alone; below zero where the machine was busier "
+        "then than during the runs",
     ],
     ["predicted", "tau / (c(k+1) + k d + overhead)"],
     ["bound", "tau / (c(k+1) + k d): no overhead at all"],
@@ -104,7 +92,7 @@ WORDS = [
 ]
 
 
-def scenario_name(scenario: Mapping[str, Any]) -> str:
+def scenario_name(scenario: Scenario) -> str:
     """What is particular to one scenario, in words."""
     context = scenario["context"]
     length = "prompts as they are" if context is None else f"prompts padded to {context} tokens"
@@ -150,7 +138,7 @@ def batch_blocks(document: Mapping[str, Any]) -> list[Block]:
     return [Heading("Batches"), Paragraph(BATCHES), batch_table(document["batches"])]
 
 
-def headlines(scenario: Mapping[str, Any]) -> Iterator[str]:
+def headlines(scenario: Scenario) -> Iterator[str]:
     """A sentence per configuration."""
     for configuration in scenario["configurations"]:
         overall, label = configuration["overall"], configuration["label"]
@@ -171,13 +159,13 @@ def headlines(scenario: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def scenario_blocks(scenario: Mapping[str, Any], images: Mapping[str, Path]) -> list[Block]:
+def scenario_blocks(scenario: Scenario, images: Mapping[str, Path]) -> list[Block]:
     """Tables and plots of one scenario."""
 
     def image(name: str) -> list[Block]:
         return [Image(images[name], CAPTIONS[name])] if name in images else []
 
-    prompts = prompts_table(scenario, parity_words)
+    prompts = prompts_table(scenario)
     lengths = ", ".join(
         f"{what} {_range(scenario[key])} tokens"
         for what, key in (("prompts", "prompt_tokens"), ("outputs", "output_tokens"))
@@ -194,36 +182,27 @@ def scenario_blocks(scenario: Mapping[str, Any], images: Mapping[str, Path]) -> 
         Folded("Accepted lengths and forward passes", [counts_table(scenario)]),
         *image("acceptance"),
         Heading("Cost of a round", 3),
-        Paragraph(calibration_sentence(scenario)),
+        Paragraph(costs_sentence(scenario)),
         cost_table(scenario),
         *image("verify_cost"),
-        *_optional(split_table(scenario)),
+        *split_blocks(scenario),
         *image("round_time"),
-        *_prediction(scenario),
+        *prediction_blocks(scenario),
         Heading("Parity", 3),
         parity_table(scenario),
         Folded(f"Every prompt ({len(scenario['prompts'])} rows)", [prompts]),
     ]
 
 
-def _optional(table: Table | None) -> list[Block]:
-    return [] if table is None else [table]
-
-
-def _prediction(scenario: Mapping[str, Any]) -> list[Block]:
-    table = prediction_table(scenario)
-    return [] if table is None else [Heading("Predicted and measured", 3), table]
-
-
 def _range(spread: Mapping[str, float]) -> str:
     return f"{spread['min']:.0f} to {spread['max']:.0f} (median {spread['median']:.0f})"
 
 
-def calibration_sentence(scenario: Mapping[str, Any]) -> str:
-    """What the calibration found, and how near its plain step is to the measured one."""
+def costs_sentence(scenario: Scenario) -> str:
+    """What a plain step and a draft step cost, and how near the former is to the runs'."""
     costs = scenario["calibration"]
     sentence = (
-        f"Calibrated between the runs, on {costs['context']} tokens of context: one plain step "
+        f"Timed between the runs, on {costs['context']} tokens of context: one plain step "
         f"takes {1e3 * costs['plain_step_seconds']:.1f} ms, one draft step "
         f"{1e3 * costs['chain_step_seconds']:.1f} ms (d = {costs['d']:.3f})."
     )
@@ -231,3 +210,265 @@ def calibration_sentence(scenario: Mapping[str, Any]) -> str:
     if measured is not None:
         sentence += f" In the plain runs a token took {1e3 * measured:.1f} ms."
     return sentence
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def times(value: float | None) -> str:
+    """A ratio: "1.25x"."""
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def milliseconds(seconds: float | None, digits: int = 1) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.{digits}f}"
+
+
+def with_spread(
+    spread: Mapping[str, float] | None, show: Callable[[float], str], middle: float | None = None
+) -> str:
+    """ "5.1 [4.9-5.3]": the median, or ``middle`` in its place, and the quartiles."""
+    if spread is None:
+        return "-"
+    middle = spread["median"] if middle is None else middle
+    return f"{show(middle)} [{show(spread['q1'])}-{show(spread['q3'])}]"
+
+
+def figures(scenario: Scenario) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+    """(set, configuration, figures) for every set, then overall where there are several sets."""
+    names = list(scenario["configurations"][0]["sets"]) if scenario["configurations"] else []
+    for name in names:
+        for configuration in scenario["configurations"]:
+            yield name, configuration, configuration["sets"][name]
+    if len(names) > 1:
+        for configuration in scenario["configurations"]:
+            yield "overall", configuration, configuration["overall"]
+
+
+def speed_table(scenario: Scenario) -> Table:
+    """Tokens per second, plain and drafted, and their ratio."""
+    header = [
+        "set", "configuration", "plain tok/s", "speculative tok/s", "ratio", "ratio by prompt",
+        "worst prompt", "runs",
+    ]  # fmt: skip
+    rows = []
+    for name, configuration, f in figures(scenario):
+        by_prompt = f["speedup_by_prompt"]
+        rows.append(
+            [
+                name,
+                configuration["label"],
+                with_spread(f["plain_tps_spread"], number, f["plain_tps"]),
+                with_spread(f["tps_spread"], number, f["tps"]),
+                times(f["speedup"]),
+                with_spread(by_prompt, number),
+                "-" if by_prompt is None else times(by_prompt["min"]),
+                str(f["num_runs"]),
+            ]
+        )
+    return Table(header, rows)
+
+
+def start_table(scenario: Scenario) -> Table:
+    """Time to the first token (TTFT), and peak memory."""
+    header = [
+        "set", "configuration", "TTFT plain ms", "TTFT ms", "peak plain", "peak",
+    ]  # fmt: skip
+    rows = [
+        [
+            name,
+            configuration["label"],
+            milliseconds(f["plain_ttft"]["median"], 0),
+            milliseconds(f["ttft"]["median"], 0),
+            megabytes(f["plain_peak_bytes"]),
+            megabytes(f["peak_bytes"]),
+        ]
+        for name, configuration, f in figures(scenario)
+    ]
+    return Table(header, rows)
+
+
+def acceptance_table(scenario: Scenario) -> Table:
+    """How much of the drafts was accepted."""
+    header = ["set", "configuration", "mean acceptance length (tau)", "acceptance", "by position"]
+    rows = [
+        [
+            name,
+            configuration["label"],
+            number(f["mean_acceptance_length"]),
+            number(f["acceptance_rate"]),
+            _list(f["acceptance_by_position"]),
+        ]
+        for name, configuration, f in figures(scenario)
+    ]
+    return Table(header, rows)
+
+
+def counts_table(scenario: Scenario) -> Table:
+    """Accepted lengths, and the forward passes and evaluations that the outputs took."""
+    header = [
+        "set", "configuration", "accepted lengths", "cumulative acceptance by position",
+        "target forwards/token", "head forwards/round", "evals/round",
+    ]  # fmt: skip
+    rows = [
+        [
+            name,
+            configuration["label"],
+            " ".join(f"{n}:{c}" for n, c in enumerate(f["accepted_histogram"])) or "-",
+            _list(f["cumulative_acceptance_by_position"]),
+            number(f["target_forwards_per_token"], 3),
+            number(f["head_forwards_per_round"]),
+            number(f["evals_per_round"]),
+        ]
+        for name, configuration, f in figures(scenario)
+    ]
+    return Table(header, rows)
+
+
+def _list(values: list[float]) -> str:
+    return " ".join(f"{value:.2f}" for value in values) or "-"
+
+
+def cost_table(scenario: Scenario) -> Table:
+    """By rows R: verify pass, accept pass, and what the host adds to a round of k = R - 1."""
+    costs = scenario["calibration"]
+    header = [
+        "rows R", "T(R) ms", "c(R)", "graph building ms", "accept pass ms", "host wait ms",
+        "overhead (plain steps)",
+    ]  # fmt: skip
+    rows = []
+    for size in costs["verify_seconds"]:
+        host = costs["host_seconds"].get(size - 1)
+        rows.append(
+            [
+                str(size),
+                milliseconds(costs["verify_seconds"][size]),
+                number(costs["verify_cost"][size], 3),
+                milliseconds(costs["verify_build_seconds"][size]),
+                milliseconds(costs["accept_seconds"].get(size)),
+                milliseconds(host),
+                number(costs["overhead"].get(size - 1), 3),
+            ]
+        )
+    return Table(header, rows)
+
+
+def split_blocks(scenario: Scenario) -> list[Block]:
+    """Milliseconds and shares of the median round; nothing without a chain."""
+    rows = []
+    for configuration in scenario["configurations"]:
+        split = configuration["overall"].get("time_split")
+        if split is not None:
+            parts = ("verify", "draft", "accept", "host")
+            shares = [f"{milliseconds(split[p])} ({split[p] / split['round']:.0%})" for p in parts]
+            rows.append([configuration["label"], milliseconds(split["round"]), *shares])
+    header = ["configuration", "round ms", "verify", "draft", "accept", "host and the rest"]
+    return [Table(header, rows)] if rows else []
+
+
+def prediction_blocks(scenario: Scenario) -> list[Block]:
+    """Predicted against measured speedup, and the bound; nothing without a chain."""
+    header = ["set", "configuration", "tau", "predicted", "measured", "predicted/measured - 1",
+              "bound", "fraction of bound reached"]  # fmt: skip
+    rows = []
+    for name, configuration, f in figures(scenario):
+        if "prediction" in f:
+            p = f["prediction"]
+            error = "-" if p["error"] is None else f"{p['error']:+.1%}"
+            rows.append(
+                [
+                    name,
+                    configuration["label"],
+                    number(p["mean_acceptance_length"]),
+                    times(p["predicted"]),
+                    times(p["measured"]),
+                    error,
+                    times(p["bound"]),
+                    number(p["fraction_of_bound"]),
+                ]
+            )
+    return [Heading("Predicted and measured", 3), Table(header, rows)] if rows else []
+
+
+def parity_table(scenario: Scenario) -> Table:
+    """How many outputs are the same, and the largest margin where one is not.
+
+    Beside it the rows of a verify pass, on the mean: on a GPU they decide which kernels multiply.
+    """
+    rows = []
+    for configuration in scenario["configurations"]:
+        mine = [
+            row for row in scenario["prompts"] if row["configuration"] == configuration["label"]
+        ]
+        apart = [row["parity"] for row in mine if not row["parity"]["identical"]]
+        margins = [parity["margin"] for parity in apart]
+        rows.append(
+            [
+                configuration["label"],
+                f"{len(mine) - len(apart)} of {len(mine)}",
+                _rows_per_pass([row["stats"] for row in mine]),
+                "-" if not margins else f"{max(margins):.2g}",
+                f"{sum(row['repeatable'] for row in mine)} of {len(mine)}",
+            ]
+        )
+    header = ["configuration", "outputs identical to plain", "rows per pass",
+              "largest margin where not", "same output in all repeats"]  # fmt: skip
+    return Table(header, rows)
+
+
+def _rows_per_pass(stats: Sequence[Mapping[str, Any]]) -> str:
+    """The root and the drafts that were verified with it, per round that had any."""
+    rounds = sum(counts["num_rounds"] for counts in stats)
+    drafted = sum(counts["num_drafted"] for counts in stats)
+    return f"{1 + drafted / rounds:.1f}" if rounds else "1"
+
+
+def batch_table(rows: Iterable[Mapping[str, Any]]) -> Table:
+    """Batches: tokens per second of the whole call and after prefill, and parity."""
+    header = ["prompts at once", "set", "configuration", "plain batch tok/s",
+              "speculative tok/s", "ratio",
+              "whole call: plain", "speculative", "ratio", "tau", "outputs identical",
+              "largest margin where not", "drafting events"]  # fmt: skip
+    lines = []
+    for row in rows:
+        margins = [p["margin"] for p in row["parity"] if not p["identical"]]
+        lines.append(
+            [
+                str(row["batch"]),
+                row["set"],
+                row["configuration"],
+                number(row["plain_tps_after_prefill"]),
+                number(row["tps_after_prefill"]),
+                times(row["speedup_after_prefill"]),
+                number(row["plain_tps"]),
+                number(row["tps"]),
+                times(row["speedup"]),
+                number(row["mean_acceptance_length"]),
+                f"{row['batch'] - len(margins)} of {row['batch']}",
+                "-" if not margins else f"{max(margins):.2g}",
+                ", ".join(row["drafting_events"]) or "-",
+            ]
+        )
+    return Table(header, lines)
+
+
+def prompts_table(scenario: Scenario) -> Table:
+    """Every prompt and configuration, with its parity."""
+    rows = [
+        [
+            f"{row['set']}/{row['id']}",
+            row["configuration"],
+            str(row["prompt_tokens"]),
+            str(row["output_tokens"]),
+            number(row["plain_tps"]),
+            number(row["tps"]),
+            times(row["speedup"]),
+            number(row["mean_acceptance_length"]),
+            parity_words(row["parity"]),
+        ]
+        for row in scenario["prompts"]
+    ]
+    header = ["prompt", "configuration", "prompt tokens", "output tokens", "plain tok/s",
+              "speculative tok/s", "ratio", "tau", "parity"]  # fmt: skip
+    return Table(header, rows)

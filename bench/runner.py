@@ -24,7 +24,6 @@ from mlx_eagle.drafters.lookup import with_lookup
 from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.generate import stream_generate
 
-from .clock import TurnClock
 from .questions import Question
 
 WARM_UPS = 2
@@ -98,8 +97,7 @@ class Run:
     """One generation. Times are in seconds.
 
     ``num_timed`` tokens came in ``seconds``, from the first token to the last one: the first
-    is prefill's and not among them, nor is what arrived together with it. ``calibration``, what
-    "auto" took to measure the cost of rounds, is not part of ``ttft``.
+    is prefill's and not among them, nor is what arrived with it.
     """
 
     tokens: list[int]
@@ -108,7 +106,6 @@ class Run:
     ttft: float
     peak_bytes: int
     stats: Stats | None = None
-    calibration: float = 0.0
 
     @property
     def tps(self) -> float | None:
@@ -149,6 +146,27 @@ def responses(
     copies = configuration.kind == "copies"
     options["draft_model"] = with_lookup(models.drafter) if copies else models.drafter
     return stream_generate(models.target, models.tokenizer, prompt, **options)
+
+
+@dataclass
+class TurnClock:
+    """The tokens of some turns and the seconds that they took; see ``Take``."""
+
+    num_tokens: int = 0
+    seconds: float = 0.0
+    _was_plain: bool = False
+    _left_over: float = 0.0  # of the turn before: from its last token until the device was done
+
+    def add(self, start: float, times: Sequence[float], done: float, is_plain: bool) -> None:
+        """A turn: its start, when each token came, and when the device was done."""
+        last = times[-1] if times else start
+        if is_plain and self._was_plain:
+            self.num_tokens += len(times) - 1
+            self.seconds += last - times[0]
+        else:
+            self.num_tokens += len(times)
+            self.seconds += self._left_over + last - start
+        self._was_plain, self._left_over = is_plain, done - last
 
 
 class Take:
@@ -219,10 +237,8 @@ class Take:
             stats = copy(self._stats)
             # Its own has the others' turns in it.
             stats.generation_time = seconds / max(1, num_timed) * stats.num_emitted
-        calibration = 0.0 if stats is None else stats.calibration_time
-        ttft = self._ttft - calibration
         peak = bytes_before + self._peak_bytes
-        return Run(self._tokens, num_timed, seconds, ttft, peak, stats, calibration)
+        return Run(self._tokens, num_timed, seconds, self._ttft, peak, stats)
 
 
 def run_once(
@@ -332,7 +348,7 @@ def run_prompt(models: Models, cells: Sequence[Cell], order: str, **options: Any
         runs = run_woven(models, in_turn, prompt, **options)
     else:
         runs = (run_once(models, configuration, prompt, **options) for configuration in in_turn)
-    for (configuration, owners), run in zip(steps, runs):
+    for (configuration, owners), run in zip(steps, runs, strict=True):
         for owner in owners:
             cell = by_label[owner.label]
             (cell.plain if configuration is PLAIN else cell.runs).append(run)

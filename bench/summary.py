@@ -95,7 +95,6 @@ def configuration_summary(cells: Sequence[Any]) -> dict[str, Any]:
         "speedup_by_prompt": spread_of(row["speedup"] for row in per_cell),
         "plain_ttft": spread_of(run.ttft for run in plain_runs),
         "ttft": spread_of(run.ttft for run in runs),
-        "calibration_seconds": max(run.calibration for run in runs),
         "plain_peak_bytes": max(run.peak_bytes for run in plain_runs),
         "peak_bytes": max(run.peak_bytes for run in runs),
         **counts_summary([run.stats for run in runs], runs),

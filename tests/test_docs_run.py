@@ -60,7 +60,7 @@ TARGETS: dict[str, Callable[..., nn.Module]] = {
     "Qwen/Qwen3-8B": tiny_qwen3,
 }
 SHORT = ["--limit", "1", "--max-tokens", "4", "--repeats", "1"]
-REPORT = ("report.md", "report.html", "results.json", "results.csv")
+REPORT = ("report.md", "results.json", "results.csv")
 
 
 def write_tokenizer(folder: Path) -> int:

@@ -193,7 +193,9 @@ def try_batch(pairs: Pairs, name: str) -> list[Line]:
         compare(pair.model, prompt, one, other)
         for prompt, one, other in zip(prompts, plain or [], drafted or [], strict=True)
     ]
-    return [judged(result, pair, len(one)) for result, one in zip(results, drafted or [])]
+    return [
+        judged(result, pair, len(one)) for result, one in zip(results, drafted or [], strict=True)
+    ]
 
 
 def judged(result: dict[str, Any], pair: DemoPair, num_tokens: int) -> Line:

@@ -3,12 +3,10 @@
 import gc
 import itertools
 import statistics
-import time
 from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-from costs import FLAT
 from helpers import PROMPT, plain
 from mlx_lm.generate import generate_step
 
@@ -18,9 +16,7 @@ from mlx_eagle.bench import (
     predict,
     runner,
 )
-from mlx_eagle.decoding.live_costs import LiveCosts
 from mlx_eagle.drafters import lookup as copying
-from mlx_eagle.generate import footer
 
 # --- pure parts ---------------------------------------------------------------------------
 
@@ -87,25 +83,6 @@ def test_copies_are_made_where_they_are_measured(tiny, monkeypatch):
 
 
 @pytest.mark.exhaustive
-def test_calibration_is_no_part_of_the_time_to_the_first_token(tiny, monkeypatch):
-    """Neither in a run of the benchmark nor in the prompt speed of a response."""
-
-    def slow(*_) -> object:
-        time.sleep(3)
-        return LiveCosts(FLAT)
-
-    monkeypatch.setattr("mlx_eagle.decoding.loop.round_costs", slow)
-    (automatic,) = runner.make_configurations(["auto"])
-    prompt = tiny.tokenizer.encode("Hello there")
-    run = runner.run_once(tiny, automatic, prompt, 6)
-    assert 3 <= run.calibration < 3 + run.ttft + 1 and run.ttft < 3
-    found = runner.responses(tiny, automatic, prompt, 6, 0.0, 0)
-    *_, last = found
-    assert last.prompt_tps > len(prompt) / 3
-    assert any(line.startswith("Calibration: 3.") for line in footer(last))
-
-
-@pytest.mark.exhaustive
 def test_woven_runs_are_those_of_one_after_the_other(tiny):
     configurations = [
         runner.PLAIN,
@@ -139,7 +116,7 @@ def test_turns_are_short_and_go_forwards_and_backwards(monkeypatch):
         runner.Configuration("b", "mlx-lm-draft", 1),
         runner.Configuration("c", "mlx-lm-draft", 1),
     ]
-    plain, b, _c = runner.run_woven(
+    plain, b, _ = runner.run_woven(
         SimpleNamespace(target=None), configurations, [1], 2, max_tokens=5
     )
     in_turns = [label for label, _ in itertools.groupby(turns)]

@@ -17,8 +17,7 @@ import pytest
 from serving import ours, theirs, write_pair
 
 from mlx_eagle.bench import __main__ as command
-from mlx_eagle.bench import questions, runner
-from mlx_eagle.bench.serving import child, clients, figures, measure, processes
+from mlx_eagle.bench import clients, questions, runner, servers, serving
 
 STUB = """
 import json, os, sys, time
@@ -122,7 +121,7 @@ def test_waits_are_those_of_a_naive_reading():
             longest = gap if longest is None or gap > longest else longest
         if longest is not None:
             pauses.append(longest)
-    found = figures.load_figures([clients.Load(list(answers), 4.0)])
+    found = serving.load_figures([clients.Load(list(answers), 4.0)])
     num_tokens = sum(map(len, all_pieces))
     assert found["tps"] == num_tokens / 4.0 and found["output_tokens"] == num_tokens
     for name, values in (
@@ -133,17 +132,17 @@ def test_waits_are_those_of_a_naive_reading():
 
 def test_acceptance_is_tokens_over_passes():
     answers = [clients.Answer(num_tokens=9, tau=2.0), clients.Answer(num_tokens=4, tau=1.0)]
-    assert figures.acceptance_length(answers) == pytest.approx((8 + 3) / (4 + 3))
-    assert figures.acceptance_length([clients.Answer(num_tokens=9)]) is None
+    assert serving.acceptance_length(answers) == pytest.approx((8 + 3) / (4 + 3))
+    assert serving.acceptance_length([clients.Answer(num_tokens=9)]) is None
 
 
 # --- processes ----------------------------------------------------------------------------
 
 
 def test_clients_share_the_requests_and_servers_end_with_the_block(stub):
-    with processes.running({"one": [stub], "two": [stub]}) as servers:
-        ids = [server.process.pid for server in servers.values()]
-        load = clients.run_load(servers["one"].address, bodies(*["a b c"] * 5, "d"), 3)
+    with servers.running({"one": [stub], "two": [stub]}) as up:
+        ids = [server.process.pid for server in up.values()]
+        load = clients.run_load(up["one"].address, bodies(*["a b c"] * 5, "d"), 3)
         assert [answer.text for answer in load.answers] == ["abc"] * 5 + ["d"]
         assert [answer.num_tokens for answer in load.answers] == [4] * 5 + [2]
         assert load.tps == pytest.approx(22 / load.seconds)
@@ -157,8 +156,8 @@ def test_clients_share_the_requests_and_servers_end_with_the_block(stub):
 def test_no_process_is_left_behind(stub, ending):
     ids = []
     expected = ZeroDivisionError if ending == "error" else KeyboardInterrupt
-    with pytest.raises(expected), processes.running({"one": [stub]}) as servers:
-        ids.append(servers["one"].process.pid)
+    with pytest.raises(expected), servers.running({"one": [stub]}) as up:
+        ids.append(up["one"].process.pid)
         if ending == "SIGTERM":
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(5)
@@ -168,7 +167,7 @@ def test_no_process_is_left_behind(stub, ending):
 
 def test_a_server_ends_with_the_process_that_started_it(stub):
     """However that went: its end of the pipe is closed in any case."""
-    line = [sys.executable, "-P", child.__file__, stub, "--port", "0"]
+    line = [sys.executable, "-P", servers.__file__, stub, "--port", "0"]
     with subprocess.Popen(line, stdin=subprocess.PIPE) as process:
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.3)
@@ -178,7 +177,7 @@ def test_a_server_ends_with_the_process_that_started_it(stub):
 
 def test_a_server_that_does_not_start_is_one_sentence(stub):
     sentence = r"one ended with code 1 \(there is no such model\)"
-    with pytest.raises(ValueError, match=sentence), processes.running({"one": [stub, "--broken"]}):
+    with pytest.raises(ValueError, match=sentence), servers.running({"one": [stub, "--broken"]}):
         pass
 
 
@@ -190,8 +189,8 @@ def test_a_server_that_does_not_start_is_one_sentence(stub):
     ],
 )
 def test_a_server_that_fails_is_one_sentence(stub, text, sentence):
-    with processes.running({"one": [stub]}) as servers:
-        server = servers["one"]
+    with servers.running({"one": [stub]}) as up:
+        server = up["one"]
         with pytest.raises(ValueError, match=sentence):
             clients.run_load(server.address, bodies("a", text, "b"), 2, server.check)
 
@@ -243,11 +242,11 @@ def check_results(folder: Path, labels: list[str], num_loads: int) -> None:
     assert report.count("\n| 1 | ") == report.count("\n| 2 | ") == 2 * len(labels)
     assert "2 of 2" in report and "| clients | 1, 2 |" in report
     assert (folder / "plots" / "serving.png").is_file()
-    assert "data:image/svg+xml;base64," in (folder / "report.html").read_text()
+    assert "](plots/serving.svg)" in report
 
 
 def test_the_whole_command(pair, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(measure, "running", in_this_process)
+    monkeypatch.setattr(serving, "running", in_this_process)
     more = ["--num-draft-tokens", "2", "--order", "mirror", "--json"]
     command.main(flags(pair, tmp_path, *more))
     out, err = capsys.readouterr()
@@ -299,19 +298,19 @@ def test_mistakes_cost_one_sentence(more, sentence, capsys, tmp_path):
 
 
 def test_both_servers_serve_as_many_requests_as_there_are_clients():
-    settings = SimpleNamespace(clients=(1, 8, 2), recalibrate=False)
-    commands = measure.server_commands(None, "/demo", {"--draft-model": "auto"}, settings)
+    settings = SimpleNamespace(clients=(1, 8, 2))
+    commands = serving.server_commands(None, "/demo", {"--draft-model": "auto"}, settings)
     for line in commands.values():
         for flag in ("--decode-concurrency", "--prompt-concurrency"):
             assert line[line.index(flag) + 1] == "8"
-    assert commands[measure.PLAIN_SERVER][1:3] == ["--model", "/demo"]
-    assert "--model" not in commands[measure.OUR_SERVER]
+    assert commands[serving.PLAIN_SERVER][1:3] == ["--model", "/demo"]
+    assert "--model" not in commands[serving.OUR_SERVER]
     tree = runner.make_configurations([], ["3/2+1"])[0]
-    assert measure.request_fields(tree) == {"tree": "3/2+1"}
-    assert measure.request_fields(runner.PLAIN) == {}
+    assert serving.request_fields(tree) == {"tree": "3/2+1"}
+    assert serving.request_fields(runner.PLAIN) == {}
 
 
 def test_some_clients_with_nothing_to_ask_are_refused():
     asked = [questions.Question("a", str(i), "so?") for i in range(3)]
     with pytest.raises(ValueError, match="--serve holds 4, but 3 prompts are taken"):
-        measure.check_clients(SimpleNamespace(clients=(4,)), asked)
+        serving.check_clients(SimpleNamespace(clients=(4,)), asked)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
+from itertools import pairwise
 from typing import Any
 
 LONGEST_SILENCE = 600.0  # seconds until a client gives up
@@ -45,7 +46,7 @@ class Answer:
     @property
     def longest_pause(self) -> float | None:
         """The most seconds between two pieces; None where there is but one."""
-        pauses = [after - before for before, after in zip(self.times, self.times[1:])]
+        pauses = [after - before for before, after in pairwise(self.times)]
         return max(pauses, default=None)
 
     def take(self, chunk: Mapping[str, Any], seconds: float) -> None:

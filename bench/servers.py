@@ -1,5 +1,12 @@
-"""The two servers as processes on this machine: started, waited for, and never left behind."""
+"""Servers as processes on this machine: started, waited for, and never left behind.
 
+A server ends with the process that started it: this file, run as a script with the module whose
+``main`` is the server and its flags, watches the end of standard input, a pipe that nothing is
+written to. It ends when the other process closes it or is gone, however it went.
+"""
+
+import importlib
+import os
 import signal
 import socket
 import subprocess
@@ -13,8 +20,6 @@ from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from types import FrameType
-
-from . import child
 
 HOST = "127.0.0.1"
 START_LIMIT = 900.0  # seconds until a server answers: a large model may come over the network
@@ -64,7 +69,9 @@ def running(commands: Mapping[str, Sequence[str]]) -> Iterator[dict[str, Server]
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mlx-eagle-")))
         servers = {
             name: stack.enter_context(_started(name, command, port, folder / f"{port}.log"))
-            for (name, command), port in zip(commands.items(), free_ports(len(commands)))
+            for (name, command), port in zip(
+                commands.items(), free_ports(len(commands)), strict=True
+            )
         }
         wait_until_they_answer(servers.values())
         yield servers
@@ -92,7 +99,7 @@ def interrupted_by(*numbers: signal.Signals) -> Iterator[None]:
 def _started(name: str, command: Sequence[str], port: int, log: Path) -> Iterator[Server]:
     module, *flags = command
     # -P: the folder of that script is no place to import from.
-    line = [sys.executable, "-P", child.__file__, module, *flags, "--port", str(port)]
+    line = [sys.executable, "-P", __file__, module, *flags, "--port", str(port)]
     with log.open("wb") as output:
         process = subprocess.Popen(
             line,
@@ -148,3 +155,23 @@ def last_line(log: Path) -> str:
     """The last thing that a log says, as the reason why it has ended."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
     return next((line for line in reversed(lines) if line), "it said nothing")[:LONGEST_REASON]
+
+
+def end_with_parent() -> None:
+    """Wait for the end of standard input, and then leave without ado."""
+    # Not through sys.stdin, whose lock the interpreter would miss when it ends by itself.
+    while os.read(0, 1):
+        pass
+    os._exit(0)
+
+
+def serve() -> None:
+    """Run the server that the arguments name."""
+    module, *flags = sys.argv[1:]
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    sys.argv = [module, *flags]
+    importlib.import_module(module).main()
+
+
+if __name__ == "__main__":
+    serve()

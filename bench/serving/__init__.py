@@ -1,1 +1,0 @@
-"""The server measured over HTTP: ``mlx_lm.server`` and ours, each with several clients at once."""
