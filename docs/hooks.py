@@ -21,6 +21,7 @@ TAKEN = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "bench/LOG.md": "log.md",
+    **{f"bench/log/{path.name}": f"log-{path.name}" for path in ROOT.glob("bench/log/*.md")},
 }
 # [text](path#anchor), where path is no address of the web
 LINK = re.compile(r"\[([^\]\n]*)\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")

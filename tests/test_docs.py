@@ -40,6 +40,7 @@ from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.demo import compare as demo
 from mlx_eagle.drafters.pairs import PAIRS
 
+LOG = ROOT / "bench" / "log"
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
 ROOMS = [
     path.relative_to(ROOT).as_posix()
@@ -334,9 +335,23 @@ def test_architecture_page_names_every_room():
     )
 
 
+def test_the_index_of_the_log_is_whole():
+    """Each entry of each month, newest first; lines that are no rows of tables are short."""
+    index = (ROOT / "bench" / "LOG.md").read_text()
+    months = sorted(LOG.glob("*.md"), reverse=True)
+    assert re.findall(r"^## \[.*\]\(log/(.*)\)$", index, re.MULTILINE) == [m.name for m in months]
+    entries = [re.findall(r"^## (.*)$", m.read_text(), re.MULTILINE) for m in months]
+    assert all(title.startswith(m.stem) for m, found in zip(months, entries, strict=True)
+               for title in found)
+    assert re.findall(r"^\* (.*)$", index, re.MULTILINE) == [title for e in entries for title in e]
+    lines = [line for m in months for line in m.read_text().splitlines()]
+    assert not [line for line in lines if len(line) > README_COLUMNS and not line.startswith("|")]
+
+
 def test_site_shows_every_page():
     """`make docs` makes sure of the rest, and runs in the workflow."""
     nav = (DOCS / "mkdocs.yml").read_text().split("\nnav:\n")[1]
     listed = re.findall(r": ([\w-]+\.md)$", nav, re.MULTILINE)
     taken = ["index.md", "changelog.md", "contributing.md", "log.md"]  # docs/hooks.py makes them
+    taken += [f"log-{path.name}" for path in LOG.glob("*.md")]
     assert sorted(listed) == sorted([path.name for path in PAGES.glob("*.md")] + taken)

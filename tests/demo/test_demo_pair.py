@@ -1,6 +1,6 @@
 """The demo pair, end to end: exact text, the published acceptance, ablations that must hurt.
 
-Slow tests on the real model, kept small; ``bench/LOG.md`` has the same on whole prompt sets.
+Slow tests on the real model, kept small; ``bench/log/`` has the same on whole prompt sets.
 """
 
 import json
