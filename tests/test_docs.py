@@ -5,6 +5,7 @@ tiny pair in place of the models that they name.
 """
 
 import argparse
+import ast
 import importlib.util
 import re
 import shlex
@@ -227,8 +228,8 @@ QUICK = [path for path in WITH_SNIPPETS if path.name in ("README.md", "python.md
 
 @pytest.mark.parametrize("path", thorough(WITH_SNIPPETS, *QUICK), ids=lambda path: path.name)
 def test_snippets_run(path, tiny_pair):
-    """In their order, each on what the ones before it defined."""
-    names = {"mlx_lm": mlx_lm}
+    """In their order and an empty namespace, each on what the ones before it defined."""
+    names: dict[str, object] = {}
     for _, text in blocks(path, "python"):
         exec(compile(text, path.name, "exec"), names)
 
@@ -335,14 +336,43 @@ def test_architecture_page_names_every_room():
     )
 
 
+def defined_in(path: Path) -> set[str]:
+    """What a file defines: at its top, and in its classes."""
+    found = set()
+    body = ast.parse(path.read_text()).body
+    for node in [*body, *(n for c in body if isinstance(c, ast.ClassDef) for n in c.body)]:
+        targets = getattr(node, "targets", [getattr(node, "target", None)])
+        found |= {getattr(node, "name", None), *(getattr(t, "id", None) for t in targets)}
+    return found
+
+
+def test_the_map_names_what_is_there():
+    """A name in a row of the map is defined in a file of that row."""
+    rows = re.findall(
+        r"^\| (.*?) \| (.*) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE
+    )
+    checked = []
+    for question, answer in rows:
+        spans = re.findall(r"`([^`]+)`", answer)
+        names = {span for span in spans if re.fullmatch(r"[A-Za-z_]+", span)}
+        files = [ROOT / span for span in spans if span.endswith(".py") and "/" in span]
+        known = set().union(*map(defined_in, files))
+        assert names <= known, f"{question}: {names - known} is not in {answer}"
+        checked += names
+    assert len(checked) >= 3
+
+
 def test_the_index_of_the_log_is_whole():
     """Each entry of each month, newest first; lines that are no rows of tables are short."""
     index = (ROOT / "bench" / "LOG.md").read_text()
     months = sorted(LOG.glob("*.md"), reverse=True)
     assert re.findall(r"^## \[.*\]\(log/(.*)\)$", index, re.MULTILINE) == [m.name for m in months]
     entries = [re.findall(r"^## (.*)$", m.read_text(), re.MULTILINE) for m in months]
-    assert all(title.startswith(m.stem) for m, found in zip(months, entries, strict=True)
-               for title in found)
+    assert all(
+        title.startswith(m.stem)
+        for m, found in zip(months, entries, strict=True)
+        for title in found
+    )
     assert re.findall(r"^\* (.*)$", index, re.MULTILINE) == [title for e in entries for title in e]
     lines = [line for m in months for line in m.read_text().splitlines()]
     assert not [line for line in lines if len(line) > README_COLUMNS and not line.startswith("|")]

@@ -14,6 +14,7 @@ from importlib.metadata import PathDistribution, requires, version
 from pathlib import Path
 
 import pytest
+import yaml
 from grids import thorough
 from packaging.requirements import Requirement
 
@@ -114,6 +115,20 @@ def test_top_level_of_the_repository(tracked):
     assert {name for name in names if not name.startswith(".")} == TOP_LEVEL
 
 
+LARGE_FILE = 1_000_000  # bytes
+LARGE = {
+    "tests/data/demo-questions.jsonl.gz": "what the demo head is trained on",
+    "mlx_eagle/demo/head/model.safetensors": "the demo head, as it is shipped",
+    "tests/data/eagle3-smollm2-135m-instruct/pytorch_model.bin": "the demo head, as it is trained",
+}
+
+
+def test_large_files_are_known(tracked):
+    """Each version of one stays in everybody's clone: a head changes with a release only."""
+    sizes = {path: (ROOT / path).lstat().st_size for path in tracked}
+    assert {path for path, size in sizes.items() if size > LARGE_FILE} == set(LARGE)
+
+
 def test_wheel_holds_every_source_and_nothing_but_mlx_eagle(wheel, checkout):
     names = set(zipfile.ZipFile(wheel).namelist())
     info = f"mlx_eagle-{VERSION}.dist-info"
@@ -176,6 +191,43 @@ def test_tests_pass_from_the_sdist(unpacked):
     here = "not exhaustive and not on_gpu"
     said = run_tests_of(unpacked, *chosen, "tests/test_docs.py", "-m", here)
     assert re.search(r"\b\d{3,} passed", said) and "skipped" not in said
+
+
+def test_root_documents_name_the_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == VERSION and citation["license"] == "MIT"
+    assert f"## {VERSION} (" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_release_publishes_without_a_secret():
+    """Trusted publishing, from a job that can do nothing else; and it says that it never ran."""
+    text = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    workflow = yaml.safe_load(text)
+    assert workflow["permissions"] == {"contents": "read"}
+    publish = workflow["jobs"]["publish"]
+    assert publish["permissions"] == {"id-token": "write"} and publish["needs"] == "build"
+    assert "secrets." not in text and "HAS NEVER RUN" in text
+
+
+def test_the_same_ruff_everywhere():
+    """pre-commit and `make lint` run one version."""
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    (rev,) = [repo["rev"] for repo in hooks if "ruff" in repo["repo"]]
+    (ruff,) = [r for r in requirements("Linux", "lint") if r.name == "ruff"]
+    assert str(ruff.specifier) == f"=={rev.removeprefix('v')}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")))
+def test_issue_forms_are_well_formed(path):
+    form = yaml.safe_load(path.read_text())
+    if path.name == "config.yml":
+        assert form == {"blank_issues_enabled": True}
+        return
+    assert form["name"] and form["description"]
+    kinds = {"markdown", "textarea", "input"}
+    assert {part["type"] for part in form["body"]} <= kinds
+    ids = [part["id"] for part in form["body"] if part["type"] != "markdown"]
+    assert len(set(ids)) == len(ids)
 
 
 def test_metadata_names_commands_and_version(site):

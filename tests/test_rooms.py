@@ -6,6 +6,8 @@ or a file beside the folders. Entry points stand on top of all: ``__main__`` mod
 """
 
 import ast
+import re
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -16,6 +18,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "mlx_eagle"
 ELSEWHERE = ("convert", "bench")  # source folders that become subpackages when installed
 MOST_LEVELS, MOST_FILES, MOST_LINES, MOST_COLUMNS, LONGEST_FUNCTION = 8, 8, 500, 99, 60
+
+MOST_MODULES = 175  # on the way to 130
 
 MIRRORS = {
     "speculative_generate_step": "mlx_lm.generate.speculative_generate_step",
@@ -112,7 +116,7 @@ def level(room: str, graph: dict[str, set[str]]) -> int:
 
 def python_files() -> list[Path]:
     """Every Python file of the repository, tests included."""
-    folders = [ROOT / name for name in (PACKAGE, *ELSEWHERE, "tests")]
+    folders = [ROOT / name for name in (PACKAGE, *ELSEWHERE, "docs", "tests", "tools")]
     return sorted({path.resolve() for folder in folders for path in folder.rglob("*.py")})
 
 
@@ -140,6 +144,10 @@ def test_nobody_imports_an_entry_point():
 def test_few_files_stand_beside_the_folders():
     files = sorted(path.name for path in (ROOT / PACKAGE).iterdir() if path.is_file())
     assert len(files) <= MOST_FILES, files
+
+
+def test_there_are_few_modules():
+    assert len(MODULES) <= MOST_MODULES
 
 
 def test_files_are_short():
@@ -178,6 +186,71 @@ def test_lines_are_short():
         if len(line) > MOST_COLUMNS
     ]
     assert found == []
+
+
+SHARED_FILES = {
+    "__init__.py", "__main__.py",  # Python's own names
+    "flags.py",  # of the command of each package
+    "chat.py", "generate.py",  # a command, and what it runs
+    "answers.py", "costs.py", "pair.py", "pipeline.py", "session.py",
+}  # fmt: skip
+SHARED_CLASSES = {"Answer", "Checkpoint", "Entry", "Group", "Limits", "Outcome", "Unabsorbed"}
+
+
+def test_one_thing_has_one_name():
+    """No two modules of the product have the same file name, and no two classes the same name."""
+    files = Counter(path.name for path in MODULES.values())
+    assert {name for name, count in files.items() if count > 1} <= SHARED_FILES
+    classes = Counter(
+        node.name
+        for path in MODULES.values()
+        for node in tree_of(path).body
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name for name, count in classes.items() if count > 1} <= SHARED_CLASSES
+
+
+def rules() -> str:
+    """The rules of the code, on one line."""
+    return " ".join((ROOT / "CONTRIBUTING.md").read_text().split())
+
+
+def test_the_environment_is_read_where_the_rules_say():
+    said = re.search(r"Environment variables are read in (.*?) only:", rules())
+    assert said, "CONTRIBUTING.md does not say where"
+    allowed = {f"{path.strip('/').replace('/', '.')}." for path in re.findall("`(.*?)`", said[1])}
+    readers = [
+        module
+        for module, path in MODULES.items()
+        if re.search(r"\bos\.environ|\bgetenv\(", path.read_text(encoding="utf-8"))
+    ]
+    assert readers
+    assert [m for m in readers if not any(m.startswith(prefix) for prefix in allowed)] == []
+
+
+def asked_names(tree: ast.Module) -> Iterator[int]:
+    """Lines that compare or look up the name of a class."""
+    for node in ast.walk(tree):
+        parts: list[ast.expr] = []
+        if isinstance(node, ast.Compare):
+            parts = [node.left, *node.comparators]
+        elif isinstance(node, ast.Subscript):
+            parts = [node.slice]
+        elif isinstance(node, ast.Attribute):  # type(x).__name__.startswith("Rotating")
+            parts = [node.value]
+        named = [n for n in parts if isinstance(n, ast.Attribute) and n.attr == "__name__"]
+        if any(not isinstance(n.value, ast.Name) for n in named):
+            yield node.lineno
+
+
+def test_names_of_classes_are_said_and_never_asked():
+    assert "Class names are said" in rules()
+    asked = {module: list(asked_names(tree_of(path))) for module, path in MODULES.items()}
+    assert {module: lines for module, lines in asked.items() if lines} == {}
+    assert list(asked_names(ast.parse("type(cache).__name__ == 'KVCache'"))) == [1]
+    assert list(asked_names(ast.parse("a = 1\nRULES[type(cache).__name__]"))) == [2]
+    assert list(asked_names(ast.parse("type(cache).__name__.startswith('KV')"))) == [1]
+    assert list(asked_names(ast.parse("f'a {type(cache).__name__}'"))) == []
 
 
 def test_a_circle_is_found():

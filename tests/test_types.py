@@ -50,7 +50,7 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("types")
     snippets = [text for _, text in blocks(ROOT / "README.md", "python")]
     assert snippets
-    (folder / "readme.py").write_text("import mlx_lm\n" + "\n".join(snippets))
+    (folder / "readme.py").write_text("\n".join(snippets))
     (folder / "use.py").write_text(USE)
     (folder / "mistakes.py").write_text(MISTAKES)
     unread = "".join(f"[mypy-{name}.*]\nfollow_imports = skip\n" for name in UNREAD.split())

@@ -67,7 +67,8 @@ def test_a_conversion_on_a_gpu_would_give_other_codes(tmp_path):
         total += found.size
         as_cpu += int((codes(weights, bits, to_even) != found).sum())
         as_metal += int((codes(weights, bits, away_from_zero) != found).sum())
-    assert (as_cpu, as_metal, total) == (0, 2581, 7_446_528)
+    assert as_cpu == 0
+    assert 1e-4 < as_metal / total < 1e-3
 
 
 def quantized_target(dtype: mx.Dtype, as_matrix: bool) -> nn.Module:
