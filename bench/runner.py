@@ -20,7 +20,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.base import Drafter
-from mlx_eagle.drafters.lookup import with_lookup
+from mlx_eagle.drafters.lookup import CopyingDrafter
 from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.generate import stream_generate
 
@@ -144,7 +144,7 @@ def responses(
     if configuration.kind == "plain":
         return mlx_lm.stream_generate(models.target, models.tokenizer, prompt, **options)
     copies = configuration.kind == "copies"
-    options["draft_model"] = with_lookup(models.drafter) if copies else models.drafter
+    options["draft_model"] = CopyingDrafter(models.drafter) if copies else models.drafter
     return stream_generate(models.target, models.tokenizer, prompt, **options)
 
 

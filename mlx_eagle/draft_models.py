@@ -14,11 +14,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .decoding.setup import AUTO
 from .drafters.base import Drafter
 from .drafters.config import Eagle3Config
-from .drafters.eagle3 import Eagle3Drafter
 from .drafters.load import TargetSizes, load_drafter, read_head_config, sizes_of
-from .drafters.lookup import LookupDrafter, with_lookup
+from .drafters.lookup import CopyingDrafter, LookupDrafter
 from .drafters.model_drafter import load_model_drafter
-from .drafters.parallel import ParallelDrafter
 from .system.atomic_folder import AlreadyThere, CannotWrite, discard_folder
 from .system.hub import locate, user_cache
 from .system.json_schema import read_object
@@ -53,8 +51,8 @@ def open_drafter(
     Raises ValueError, in one sentence, for what is none of these or does not fit ``model``.
     """
     name, copies = split_name(name)
-    drafter = with_window(_open(name, model, tokenizer, quantize_bits), draft_window)
-    return with_lookup(drafter) if copies else drafter
+    drafter = _open(name, model, tokenizer, quantize_bits).with_draft_window(draft_window)
+    return CopyingDrafter(drafter) if copies else drafter
 
 
 def _open(
@@ -74,20 +72,6 @@ def _open(
             "quantized copy with mlx_lm.convert."
         )
     return load_model_drafter(path, model, tokenizer)
-
-
-def with_window(drafter: Drafter, size: int | None) -> Drafter:
-    """``drafter`` with a window of ``size`` slots on its caches; as it is where that is None.
-
-    Raises ValueError for a drafter that cannot have one.
-    """
-    if size is None:
-        return drafter
-    if not isinstance(drafter, Eagle3Drafter | ParallelDrafter):
-        raise ValueError(
-            "a draft window is for EAGLE heads, and this is another drafter: leave it out."
-        )
-    return drafter.with_draft_window(size)
 
 
 def split_name(name: str) -> tuple[str, bool]:
@@ -126,14 +110,14 @@ def open_beside(
 ) -> Drafter | None:
     """As ``open_drafter``; None and "auto" stand for ``own``, which has come with the target."""
     if name is None:
-        return None if own is None else with_window(own, draft_window)
+        return None if own is None else own.with_draft_window(draft_window)
     base, copies = split_name(name)
     if base != AUTO or own is None:
         return open_drafter(
             name, model, tokenizer, quantize_bits=quantize_bits, draft_window=draft_window
         )
-    own = with_window(own, draft_window)
-    return with_lookup(own) if copies else own
+    own = own.with_draft_window(draft_window)
+    return CopyingDrafter(own) if copies else own
 
 
 def _open_checkpoint(path: Path, name: str, model: nn.Module, q_bits: int | None) -> Drafter:

@@ -35,7 +35,6 @@ from ..decoding.setup import (
 )
 from ..decoding.stats import Stats
 from ..drafters.base import Drafter
-from ..drafters.batch_drafter import SequentialDrafter, make_batch_drafter
 from ..generate import is_drafter
 from .costs import batch_costs
 from .requests import Options, Request, first_token, prefill, put_back, why_alone
@@ -474,7 +473,7 @@ def _say_what_is_shared(draft_model: Drafter, reason: str | None) -> None:
             f"{reason}: the prompts are decoded one after the other, each with drafts.",
             stacklevel=4,
         )
-    elif draft_model.modules() and isinstance(make_batch_drafter(draft_model), SequentialDrafter):
+    elif draft_model.modules() and draft_model.batch_drafter() is None:
         warnings.warn(
             "this drafter takes one text at a time: the prompts share the target's passes, but "
             "drafts are made prompt by prompt.",

@@ -335,4 +335,4 @@ class Group:
             keep_caches=True,
             stream=self._stream,
         )
-        return Shared(batch, is_plain=isinstance(drafter, NullDrafter))
+        return Shared(batch, is_plain=drafter.longest_draft == 0)

@@ -21,6 +21,7 @@ from ..decoding.sampling import process_logits
 from ..drafters.base import Draft, Drafter
 from ..drafters.batch_drafter import make_batch_drafter
 from ..system.machines import fused_rows
+from ..target.cache_view import CacheView
 from ..target.ragged import RaggedCaches
 from ..target.taps import Target
 from .acceptance import Judges
@@ -142,6 +143,7 @@ class Batch:
         choice = self._judges.open(positions, room)
         if size > 0:
             self._catch_up()
+            self._drafts.see_target(lambda b: CacheView(self._caches.extract(b)))
             drafts, lengths = self._drafts.propose(size, choice)
             # The device drafts while the host builds the target's pass, the larger graph.
             mx.async_eval(drafts)

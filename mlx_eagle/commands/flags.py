@@ -11,9 +11,7 @@ from ..decoding.sampling import Sampler, SamplingOptions, sampler_for
 from ..decoding.setup import AUTO, RULES, check_rule_for_sampling, read_tree
 from ..demo.pair import load_demo
 from ..draft_models import LOOKUP, open_beside, split_name
-from ..drafters.base import Drafter
-from ..drafters.eagle3 import Eagle3Drafter
-from ..drafters.lookup import CopyingTreeDrafter
+from ..drafters.base import Drafter, NullDrafter
 from ..drafters.pairs import pair_for
 from ..system.cli_values import (
     GROUP_SIZES,
@@ -194,12 +192,7 @@ def load_pair(
         own, name, model, tokenizer, quantize_bits=bits, draft_window=args.draft_window
     )
     if args.draft_cache != "exact":
-        if not isinstance(drafter, Eagle3Drafter | CopyingTreeDrafter):
-            raise ValueError(
-                "--draft-cache lagging is for EAGLE heads that draft step by step: leave it out "
-                "here."
-            )
-        drafter = drafter.with_draft_cache(args.draft_cache)
+        drafter = (drafter or NullDrafter()).with_draft_cache(args.draft_cache)
     return model, tokenizer, drafter
 
 

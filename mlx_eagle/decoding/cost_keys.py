@@ -12,8 +12,6 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import CacheList, QuantizedKVCache, RotatingKVCache
 
 from ..drafters.base import Drafter
-from ..drafters.eagle3 import Eagle3Drafter, EagleDrafter
-from ..drafters.lookup import CopyingDrafter
 from ..system.device import device_name
 from ..target.rollback import CacheQuantization
 from .accept import Rule
@@ -44,12 +42,7 @@ def make_key(
 ) -> str:
     """All that the cost of a round depends on, at a context of up to ``bucket`` tokens."""
     modules = ", ".join(map(_describe, drafter.modules()))
-    kind = f"{type(drafter).__name__} {modules}"
-    head = drafter.drafter if isinstance(drafter, CopyingDrafter) else drafter
-    if isinstance(head, Eagle3Drafter) and head.lagging:
-        kind += " lagging"
-    if isinstance(head, EagleDrafter) and head.draft_window is not None:
-        kind += f" window {head.draft_window}"
+    kind = f"{drafter.cost_key} {modules}"
     caches = ", ".join(sorted({_describe_cache(c) for c in cache}))
     if quantization.bits is not None:
         bits, size = quantization.bits, quantization.group_size

@@ -12,7 +12,8 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from ..drafters.base import Draft, Drafter, empty_draft, supports_overlay
+from ..drafters.base import Draft, Drafter, empty_draft
+from ..target.cache_view import CacheView
 from ..target.rollback import CacheQuantization, Checkpoint
 from ..target.taps import Target
 from .accept import Choice, Outcome, Rule, Verification
@@ -208,15 +209,14 @@ class Decoder:
         """The names in ``Ways`` of what could be done here; known once a pass was run."""
         found = {
             "splits_attention": self.target.parts.matters,
-            "keeps_tail": supports_overlay(self.drafter),
+            "keeps_tail": self.drafter.supports_overlay,
         }
         return [name for name, is_possible in found.items() if is_possible]
 
     def use(self, ways: Ways) -> None:
         """Compute rounds in these ways from now on."""
         self.target.parts.is_on = ways.splits_attention
-        if supports_overlay(self.drafter):
-            self.drafter.use_overlay(ways.keeps_tail)
+        self.drafter.use_overlay(ways.keeps_tail)
 
     def prefill(
         self,
@@ -452,6 +452,7 @@ class Decoder:
     def _propose(self, shape: DraftShape, choice: Choice) -> Draft:
         if shape.size == 0:
             return empty_draft()
+        self.drafter.see_target(CacheView(self.cache))
         if shape.tree is None:
             return self.drafter.propose(shape.size, choice.pick)
         return self.drafter.propose_tree(shape.tree.at_most(shape.size), choice.pick_children)

@@ -7,7 +7,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import does_model_support_input_embeddings
 
-from ..drafters.base import Drafter, EmbeddedDrafter, TreeDrafter
+from ..drafters.base import Drafter
 from ..drafters.tree import Tree, parse_tree
 from ..system.machines import fused_rows
 from ..target.rollback import CacheQuantization, Checkpoint, check_supported
@@ -186,11 +186,6 @@ def check_embeddings(
         )
     if not does_model_support_input_embeddings(model):
         raise ValueError("this target takes no input_embeddings: give it tokens alone.")
-    if not isinstance(drafter, EmbeddedDrafter):
-        raise ValueError(
-            "this drafter reads tokens, and input_embeddings have none: use an EAGLE head or an "
-            "MTP layer alone, or no draft model."
-        )
     drafter.check_embeddings(embeddings)
 
 
@@ -237,7 +232,5 @@ def _check_target(
 
 def check_tree_drafter(drafter: Drafter, tree: Tree | str) -> None:
     """Raise ValueError where ``drafter`` cannot draft ``tree``; "auto" stands for several."""
-    if not isinstance(drafter, TreeDrafter):
-        raise ValueError("this drafter proposes chains only: leave the tree out.")
     for shape in [shape.tree for shape in TREES] if tree == AUTO else [tree]:
         drafter.check_tree(shape)

@@ -289,12 +289,3 @@ class Prompter(DrafterBase):
             tokens[wrong] = (tokens[wrong] + 1) % VOCAB
         self._num_drafts += 1
         return Draft(mx.array(tokens, mx.int32))
-
-    def modules(self) -> list[nn.Module]:
-        return []
-
-    def save_last_features(self, features: mx.array) -> None:
-        """Nothing to keep."""
-
-    def pending(self) -> list[mx.array]:
-        return []

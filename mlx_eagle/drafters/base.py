@@ -1,15 +1,17 @@
-"""What the loop asks of a drafter: the interface, with its invariants.
+"""Interface between the loop and drafters, with its invariants.
 
-EAGLE heads, a small model and prompt lookup all fit, and the loop treats them alike.
+EAGLE heads, MTP layers, a small model and prompt lookup all fit, and the loop treats them alike:
+what one of them can or cannot do is a member here, never a question of its class.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, TypeGuard, runtime_checkable
+from typing import Any, NoReturn, Protocol, cast, runtime_checkable
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..target.cache_view import CacheView
 from ..target.tree_rows import ancestors
 from .tree import Tree
 
@@ -82,14 +84,14 @@ def check_width(features: mx.array, width: int) -> None:
         )
 
 
-class DrafterBase:
-    """Base of drafters: mlx-lm calls a draft model, which they are not."""
+class Picks(Protocol):
+    """How draft tokens are chosen in one round of a batch."""
 
-    def __call__(self, *_args: object, **_kwargs: object) -> NoReturn:
-        raise ValueError(
-            "mlx-lm runs one of our drafters as a model of its own: call mlx_eagle.install() "
-            "before, or use mlx_eagle.generate."
-        )
+    def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
+        """Of every request, as ``Pick``: logits (B, Vd) -> indices (B,)."""
+
+    def alone(self, index: int) -> Pick:
+        """The ``Pick`` of one request."""
 
 
 @runtime_checkable
@@ -99,22 +101,25 @@ class Drafter(Protocol):
     A pair couples the features of position P with the token at P + 1. With N tokens
     committed, a drafter has absorbed N - 1 pairs, and nothing that ``propose`` left behind:
     ``propose`` changes nothing that the next ``extend`` does not overwrite.
+
+    Every drafter has a way to do the members up to ``pending``. Those after it tell what it can
+    do beyond that; ``DrafterBase`` answers that it cannot.
     """
 
     taps: tuple[int, ...]
     """Which activations ``extend`` wants; () for none."""
 
-    cache: list
+    cache: list[Any]
     """mlx-lm caches, one slot per pair, so that the loop can cut surplus rows as the target's."""
 
     @property
     def num_forwards(self) -> int:
         """Forward passes of the draft model since ``begin`` (prefill included)."""
 
-    def begin(self, cache: list | None = None) -> "Drafter":
+    def begin(self, cache: list[Any] | None = None) -> "Drafter":
         """A drafter for one request, with this one's weights and ``cache`` (None: fresh ones)."""
 
-    def make_cache(self) -> list:
+    def make_cache(self) -> list[Any]:
         """Fresh caches, as mlx-lm's ``make_prompt_cache`` asks a model for them."""
 
     def extend(
@@ -141,10 +146,23 @@ class Drafter(Protocol):
     def pending(self) -> list[mx.array]:
         """Arrays the next ``propose`` starts from, so that the loop can have them computed."""
 
+    @property
+    def longest_draft(self) -> int | None:
+        """The most tokens it ever drafts; 0 for none at all, None where there is no limit."""
 
-@runtime_checkable
-class TreeDrafter(Drafter, Protocol):
-    """A drafter that can also propose trees."""
+    @property
+    def cost_key(self) -> str:
+        """What the cost of its rounds depends on, besides ``modules``: equal where that is."""
+
+    def see_target(self, caches: CacheView) -> None:
+        """Look at the target's caches, which hold one slot per pair now; before ``propose``.
+
+        ``caches`` is good until ``propose`` has returned, and only for reading.
+        """
+
+    @property
+    def supports_trees(self) -> bool:
+        """Whether it can propose trees."""
 
     def check_tree(self, shape: Tree) -> None:
         """Raise ValueError, before anything is drafted, where it cannot draft that tree."""
@@ -152,29 +170,96 @@ class TreeDrafter(Drafter, Protocol):
     def propose_tree(self, shape: Tree, pick: PickChildren) -> Draft:
         """Draft a tree that may follow the last token absorbed."""
 
-
-@runtime_checkable
-class EmbeddedDrafter(Drafter, Protocol):
-    """A drafter that, in the place of tokens (m,), absorbs embeddings (m, h) as well."""
-
     def check_embeddings(self, embeddings: mx.array) -> None:
-        """Raise ValueError unless embeddings (m, h) are as wide as those of its tokens."""
+        """Raise ValueError unless ``extend`` takes embeddings (m, h) in the place of tokens."""
 
+    @property
+    def supports_overlay(self) -> bool:
+        """Whether it can keep drafted slots outside its caches (see ``head_cache.py``)."""
 
-class OverlayDrafter(Drafter, Protocol):
-    """A drafter that can keep drafted slots beside its caches (see ``head_cache.py``)."""
-
-    def use_overlay(self, is_kept: bool) -> None:
+    def use_overlay(self, is_used: bool) -> None:
         """Keep them there from now on, or in the caches; the drafts are the same."""
 
+    def batch_drafter(self) -> "BatchDrafter | None":
+        """One that drafts for several requests in shared passes, of none yet; None: it cannot."""
 
-def supports_overlay(drafter: Drafter) -> TypeGuard[OverlayDrafter]:
-    """Whether it is an ``OverlayDrafter``.
+    def with_draft_window(self, size: int | None) -> "Drafter":
+        """The same weights with caches of the newest ``size`` slots; None: of all slots."""
 
-    Python's own check of a protocol does not see methods that are handed on by ``__getattr__``,
-    from 3.12 on.
-    """
-    return hasattr(drafter, "use_overlay")
+    def with_draft_cache(self, draft_cache: str) -> "Drafter":
+        """The same weights, absorbing in another way: "exact" or "lagging"."""
+
+
+class DrafterBase:
+    """Base of drafters: can do nothing that not every ``Drafter`` can."""
+
+    def __call__(self, *_args: object, **_kwargs: object) -> NoReturn:
+        raise ValueError(
+            "mlx-lm runs one of our drafters as a model of its own: call mlx_eagle.install() "
+            "before, or use mlx_eagle.generate."
+        )
+
+    def modules(self) -> list[nn.Module]:
+        return []
+
+    def save_last_features(self, features: mx.array) -> None:
+        """Nothing to keep: there are no features."""
+
+    def pending(self) -> list[mx.array]:
+        return []
+
+    @property
+    def longest_draft(self) -> int | None:
+        return None
+
+    @property
+    def cost_key(self) -> str:
+        return type(self).__name__
+
+    def see_target(self, caches: CacheView) -> None:
+        """It does not look."""
+
+    @property
+    def supports_trees(self) -> bool:
+        return False
+
+    def check_tree(self, shape: Tree) -> None:
+        raise ValueError("this drafter proposes chains only: leave the tree out.")
+
+    def propose_tree(self, shape: Tree, pick: PickChildren) -> Draft:
+        self.check_tree(shape)
+        raise NotImplementedError
+
+    def check_embeddings(self, embeddings: mx.array) -> None:
+        raise ValueError(
+            "this drafter reads tokens, and input_embeddings have none: use an EAGLE head or an "
+            "MTP layer alone, or no draft model."
+        )
+
+    @property
+    def supports_overlay(self) -> bool:
+        return False
+
+    def use_overlay(self, is_used: bool) -> None:
+        """Drafted slots, if there are any, are always in its caches."""
+
+    def batch_drafter(self) -> "BatchDrafter | None":
+        return None
+
+    def with_draft_window(self, size: int | None) -> Drafter:
+        if size is not None:
+            raise ValueError(
+                "a draft window is for EAGLE heads, and this is another drafter: leave it out."
+            )
+        return cast(Drafter, self)
+
+    def with_draft_cache(self, draft_cache: str) -> Drafter:
+        if draft_cache != "exact":
+            raise ValueError(
+                "a lagging draft cache is for EAGLE heads that draft step by step: leave it out "
+                "here."
+            )
+        return cast(Drafter, self)
 
 
 class NullDrafter(DrafterBase):
@@ -184,35 +269,62 @@ class NullDrafter(DrafterBase):
     """
 
     taps: tuple[int, ...] = ()
+    longest_draft = 0
 
     def __init__(self, num_forwards: int = 0):
         self.cache: list[Any] = []
         self.num_forwards = num_forwards
 
-    def begin(self, cache: list | None = None) -> "NullDrafter":
-        """See ``Drafter.begin``."""
+    def begin(self, cache: list[Any] | None = None) -> "NullDrafter":
         return NullDrafter()
 
-    def make_cache(self) -> list:
-        """See ``Drafter.make_cache``: it needs none."""
+    def make_cache(self) -> list[Any]:
         return []
 
     def extend(
         self, tokens: mx.array, features: mx.array | None, last: mx.array | None = None
     ) -> None:
-        """See ``Drafter.extend``."""
+        """There is nothing to absorb it."""
 
     def propose(self, size: int, pick: Pick) -> Draft:
-        """See ``Drafter.propose``."""
         return empty_draft()
 
-    def modules(self) -> list[nn.Module]:
-        """See ``Drafter.modules``."""
-        return []
 
-    def save_last_features(self, features: mx.array) -> None:
-        """See ``Drafter.save_last_features``."""
+class BatchDrafter(Protocol):
+    """A drafter for B requests, in order; see ``Drafter`` for what is drafted and absorbed."""
+
+    def num_forwards(self, index: int) -> int:
+        """Forward passes since that request has joined, shared ones included."""
+
+    def join(self, drafter: Drafter) -> None:
+        """One request more, the last, with what ``drafter`` has absorbed for it."""
+
+    def keep(self, index: list[int]) -> None:
+        """Drop all requests but these."""
+
+    def extract(self, index: int) -> Drafter:
+        """One request's drafter, as it would be had it been alone."""
+
+    def see_target(self, caches: Callable[[int], CacheView]) -> None:
+        """See ``Drafter.see_target``; ``caches`` gives those of each request."""
+
+    def propose(self, size: int, picks: Picks) -> tuple[mx.array, list[int]]:
+        """Drafts (B, k) int32, and how many tokens of each count; k is at most ``size``."""
+
+    def extend(
+        self,
+        tokens: mx.array,
+        features: mx.array | None,
+        last: mx.array | None = None,
+        num_rows: Sequence[int] | None = None,
+    ) -> None:
+        """Absorb pairs: tokens (B, m), features (B, m, F); of request b the first ``num_rows[b]``.
+
+        ``last`` (B,) as in ``Drafter.extend``: they count once ``advance`` has said how many.
+        """
+
+    def advance(self, kept: list[int]) -> None:
+        """Of what was absorbed last, keep the first ``kept[b]`` pairs of request b."""
 
     def pending(self) -> list[mx.array]:
-        """See ``Drafter.pending``."""
-        return []
+        """Arrays the next ``propose`` starts from, as ``Drafter.pending``."""

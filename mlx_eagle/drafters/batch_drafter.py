@@ -6,76 +6,22 @@ drafter request by request.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
+from ..target.cache_view import CacheView
 from ..target.ragged import RaggedCaches
 from ..target.rollback import Checkpoint
-from .base import Drafter, Pick, check_width, start_early
+from .base import BatchDrafter, Drafter, Picks, check_width, start_early
 from .feature_drafter import FeatureDrafter
 from .head import Eagle3Head
 
 
-class Picks(Protocol):
-    """How draft tokens are chosen in one round of a batch."""
-
-    def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
-        """Of every request, as ``base.Pick``: logits (B, Vd) -> indices (B,)."""
-
-    def alone(self, index: int) -> Pick:
-        """The ``base.Pick`` of one request."""
-
-
-class BatchDrafter(Protocol):
-    """A drafter for B requests, in order; see ``Drafter`` for what is drafted and absorbed."""
-
-    def num_forwards(self, index: int) -> int:
-        """Forward passes since that request has joined, shared ones included."""
-
-    def join(self, drafter: Drafter) -> None:
-        """One request more, the last, with what ``drafter`` has absorbed for it."""
-
-    def keep(self, index: list[int]) -> None:
-        """Drop all requests but these."""
-
-    def extract(self, index: int) -> Drafter:
-        """One request's drafter, as it would be had it been alone."""
-
-    def propose(self, size: int, picks: Picks) -> tuple[mx.array, list[int]]:
-        """Drafts (B, k) int32, and how many tokens of each count; k is at most ``size``."""
-
-    def extend(
-        self,
-        tokens: mx.array,
-        features: mx.array | None,
-        last: mx.array | None = None,
-        num_rows: Sequence[int] | None = None,
-    ) -> None:
-        """Absorb pairs: tokens (B, m), features (B, m, F); of request b the first ``num_rows[b]``.
-
-        ``last`` (B,) as in ``Drafter.extend``: they count once ``advance`` has said how many.
-        """
-
-    def advance(self, kept: list[int]) -> None:
-        """Of what was absorbed last, keep the first ``kept[b]`` pairs of request b."""
-
-    def pending(self) -> list[mx.array]:
-        """See ``Drafter.pending``."""
-
-
-@runtime_checkable
-class SharedDrafter(Drafter, Protocol):
-    """A drafter that can draft for several requests in shared passes."""
-
-    def together(self) -> BatchDrafter | None:
-        """For no request yet; None where this one cannot, as it is made."""
-
-
 def make_batch_drafter(drafter: Drafter) -> BatchDrafter:
     """The fastest way there is with ``drafter``."""
-    shared = drafter.together() if isinstance(drafter, SharedDrafter) else None
+    shared = drafter.batch_drafter()
     return SequentialDrafter() if shared is None else shared
 
 
@@ -104,11 +50,9 @@ class HeadBatchDrafter:
         self._start: tuple[mx.array, mx.array] | None = None
 
     def num_forwards(self, index: int) -> int:
-        """See ``BatchDrafter.num_forwards``."""
         return self._num_forwards - self._joined[index]
 
     def join(self, drafter: Drafter) -> None:
-        """See ``BatchDrafter.join``."""
         if own := drafter.pending():
             state, logits = own
             if self._start is not None:
@@ -120,7 +64,6 @@ class HeadBatchDrafter:
         self._joined.append(self._num_forwards)
 
     def keep(self, index: list[int]) -> None:
-        """See ``BatchDrafter.keep``."""
         if self._start is not None:
             places, (states, logits) = mx.array(index, mx.int32), self._start
             self._start = (states[places], logits[places]) if index else None
@@ -128,7 +71,6 @@ class HeadBatchDrafter:
         self._joined = [self._joined[b] for b in index]
 
     def extract(self, index: int) -> Drafter:
-        """See ``BatchDrafter.extract``."""
         drafter = self._begin([*self._caches.extract(index), KVCache()])
         if self._start is not None:
             place = mx.array([index])
@@ -136,8 +78,11 @@ class HeadBatchDrafter:
             drafter.start_from(states[place], logits[place])
         return drafter
 
+    def see_target(self, caches: Callable[[int], CacheView]) -> None:
+        """A head has no use for them."""
+
     def propose(self, size: int, picks: Picks) -> tuple[mx.array, list[int]]:
-        """See ``BatchDrafter.propose``: a head forward for each token but the first.
+        """Draft for all: a head forward for each token but the first.
 
         ModelOpt's parallel heads, where the head has some, say the last tokens without one.
         """
@@ -166,7 +111,7 @@ class HeadBatchDrafter:
         last: mx.array | None = None,
         num_rows: Sequence[int] | None = None,
     ) -> None:
-        """See ``BatchDrafter.extend``; all rows are absorbed, and none counts yet."""
+        """All rows are absorbed, and none counts yet."""
         assert features is not None
         check_width(features, self._head.config.num_aux * self._head.config.target_hidden_size)
         states = self._forward(tokens, self._head.fuse(features))
@@ -177,11 +122,10 @@ class HeadBatchDrafter:
         self._start = starts, self._head.logits(starts)
 
     def advance(self, kept: list[int]) -> None:
-        """See ``BatchDrafter.advance``."""
         self._caches.advance(kept)
 
     def pending(self) -> list[mx.array]:
-        """See ``BatchDrafter.pending``: states and the first tokens' logits."""
+        """States and the first tokens' logits."""
         return list(self._start or ())
 
     def _forward(self, tokens: mx.array, states: mx.array) -> mx.array:
@@ -202,32 +146,34 @@ class SequentialDrafter:
         self._drafters: list[Drafter] = []
         self._joined: list[int] = []  # forwards of each before
         self._cuts: list[tuple[Checkpoint, int]] = []
+        self._views: Callable[[int], CacheView] | None = None
 
     def num_forwards(self, index: int) -> int:
-        """See ``BatchDrafter.num_forwards``."""
         return self._drafters[index].num_forwards - self._joined[index]
 
     def join(self, drafter: Drafter) -> None:
-        """See ``BatchDrafter.join``."""
         self._drafters.append(drafter)
         self._joined.append(drafter.num_forwards)
 
     def keep(self, index: list[int]) -> None:
-        """See ``BatchDrafter.keep``."""
         self._drafters = [self._drafters[b] for b in index]
         self._joined = [self._joined[b] for b in index]
         self._cuts = [self._cuts[b] for b in index if self._cuts]
 
     def extract(self, index: int) -> Drafter:
-        """See ``BatchDrafter.extract``."""
         return self._drafters[index]
+
+    def see_target(self, caches: Callable[[int], CacheView]) -> None:
+        self._views = caches
 
     def propose(self, size: int, picks: Picks) -> tuple[mx.array, list[int]]:
         """Drafts may be of several lengths, the shorter ones padded."""
-        drafts = [
-            drafter.propose(size, picks.alone(b)).tokens
-            for b, drafter in enumerate(self._drafters)
-        ]
+        drafts = []
+        for b, drafter in enumerate(self._drafters):
+            if self._views is not None:
+                drafter.see_target(self._views(b))
+            drafts.append(drafter.propose(size, picks.alone(b)).tokens)
+        self._views = None
         lengths = [len(tokens) for tokens in drafts]
         rows = [mx.pad(tokens, (0, max(lengths) - len(tokens))) for tokens in drafts]
         return mx.stack(rows), lengths
@@ -239,7 +185,6 @@ class SequentialDrafter:
         last: mx.array | None = None,
         num_rows: Sequence[int] | None = None,
     ) -> None:
-        """See ``BatchDrafter.extend``."""
         self._cuts = []
         for b, drafter in enumerate(self._drafters):
             num = tokens.shape[1] if num_rows is None else num_rows[b]
@@ -248,12 +193,10 @@ class SequentialDrafter:
             drafter.extend(tokens[b, :num], seen, last=None if last is None else last[b])
 
     def advance(self, kept: list[int]) -> None:
-        """See ``BatchDrafter.advance``."""
         for (checkpoint, num_rows), num_kept in zip(self._cuts, kept, strict=True):
             if num_kept < num_rows:
                 checkpoint.rollback(num_kept)
         self._cuts = []
 
     def pending(self) -> list[mx.array]:
-        """See ``BatchDrafter.pending``."""
         return [array for drafter in self._drafters for array in drafter.pending()]

@@ -48,13 +48,17 @@ class EagleDrafter(FeatureDrafter):
         mx.eval(to_target)
 
     @property
+    def cost_key(self) -> str:
+        window = "" if self.draft_window is None else f" window {self.draft_window}"
+        return super().cost_key + window
+
+    @property
     def width(self) -> int:
-        """See ``FeatureDrafter.width``: the taps side by side."""
+        """The taps side by side."""
         return self.head.config.num_aux * self.head.config.target_hidden_size
 
     @property
     def dtype(self) -> mx.Dtype:
-        """See ``FeatureDrafter.dtype``."""
         return self.head.dtype
 
     def make_cache(self) -> list:
@@ -67,7 +71,7 @@ class EagleDrafter(FeatureDrafter):
         self._warned = False
 
     def _logits(self, states: mx.array) -> mx.array:
-        """See ``FeatureDrafter._logits``; states (m, h)."""
+        """States (m, h)."""
         return self.head.logits(states)
 
     def _choose(self, logits: mx.array, pick: Pick) -> mx.array:
@@ -123,16 +127,21 @@ class Eagle3Drafter(EagleDrafter):
         super().__init__(head, embed, taps, to_target, draft_window)
 
     def with_draft_cache(self, draft_cache: str) -> "Eagle3Drafter":
-        """The same weights with another way of absorbing: ``draft_cache`` "exact" or "lagging"."""
         return self._like(draft_cache, self.draft_window)
 
     def with_draft_window(self, size: int | None) -> "Eagle3Drafter":
-        """The same weights with a window of so many slots on the caches, or without one."""
         return self._like("lagging" if self.lagging else "exact", size)
 
     def _like(self, draft_cache: str, draft_window: int | None) -> "Eagle3Drafter":
+        lagging = "lagging" if self.lagging else "exact"
+        if (draft_cache, draft_window) == (lagging, self.draft_window):
+            return self
         parts = self.head, self._embed, self.taps, self._to_target
         return Eagle3Drafter(*parts, draft_cache, draft_window)
+
+    @property
+    def cost_key(self) -> str:
+        return super().cost_key + (" lagging" if self.lagging else "")
 
     def _start(self, cache: list) -> None:
         super()._start(cache)
@@ -140,7 +149,7 @@ class Eagle3Drafter(EagleDrafter):
         self._last: mx.array | None = None
 
     def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
-        """See ``FeatureDrafter._absorb``; the state is (1, h)."""
+        """The state is (1, h)."""
         if self.lagging:
             return self._absorb_lagging(tokens, features, last)
         states = self._forward(tokens, self.head.fuse(features))
@@ -192,16 +201,19 @@ class Eagle3Drafter(EagleDrafter):
         form = shape.parents if isinstance(shape, StaticTree) else None
         return Draft(self._to_ids(grown.ids), grown.parents, shape.depth, form, grown.draw_index)
 
-    def together(self) -> HeadBatchDrafter | None:
-        """See ``SharedDrafter.together``."""
+    def batch_drafter(self) -> HeadBatchDrafter | None:
         by_length = any(isinstance(rope, BY_LENGTH) for rope in find_ropes(self.head))
         if self.lagging or by_length or self.draft_window is not None:
             return None
         return HeadBatchDrafter(self.head, self._embed, self._to_target, self.begin)
 
-    def use_overlay(self, is_kept: bool) -> None:
-        """Latent attention has none: its slots always go into the caches."""
-        self._uses_overlay = is_kept and self.head.config.latent is None
+    @property
+    def supports_overlay(self) -> bool:
+        """Not with latent attention, whose slots always go into the caches."""
+        return self.head.config.latent is None
+
+    def use_overlay(self, is_used: bool) -> None:
+        self._uses_overlay = is_used and self.supports_overlay
 
     def _begin_draft(self) -> list:
         """Where drafted slots go: into the head's caches, or beside them."""
@@ -219,10 +231,13 @@ class Eagle3Drafter(EagleDrafter):
             for cache in self.cache[:-1]:
                 cache.trim(num_slots)
 
+    @property
+    def supports_trees(self) -> bool:
+        return not self.lagging and self.head.config.sliding_window is None
+
     def check_tree(self, shape: Tree) -> None:
-        """See ``TreeDrafter.check_tree``."""
         config = self.head.config
-        if self.lagging or config.sliding_window is not None:
+        if not self.supports_trees:
             what = "a lagging draft cache" if self.lagging else "a sliding window"
             raise ValueError(
                 f"tree drafts do not support {what}: leave the tree out and draft chains."

@@ -53,10 +53,9 @@ class FeatureDrafter(DrafterBase):
 
     @abstractmethod
     def propose(self, size: int, pick: Pick) -> Draft:
-        """See ``Drafter.propose``."""
+        """A chain of ``size`` tokens."""
 
     def begin(self, cache: list | None = None) -> Self:
-        """See ``Drafter.begin``."""
         drafter = copy(self)
         drafter._start(self.make_cache() if cache is None else cache)
         return drafter
@@ -78,7 +77,7 @@ class FeatureDrafter(DrafterBase):
     def extend(
         self, tokens: mx.array, features: mx.array | None, last: mx.array | None = None
     ) -> None:
-        """See ``Drafter.extend``; tokens (m,) or embeddings (m, h), features (m, F)."""
+        """Tokens (m,) or embeddings (m, h), features (m, F)."""
         if features is None:
             features = last_features(self.cache[-1])
         if features is None:
@@ -91,7 +90,6 @@ class FeatureDrafter(DrafterBase):
         self._first = self._logits(self._seed)
 
     def check_embeddings(self, embeddings: mx.array) -> None:
-        """See ``EmbeddedDrafter.check_embeddings``."""
         own, found = self._embed(mx.zeros((1,), mx.int32)).shape[-1], embeddings.shape[-1]
         if own != found:
             raise ValueError(
@@ -104,11 +102,11 @@ class FeatureDrafter(DrafterBase):
         return tokens if tokens.ndim == 2 else self._embed(tokens)
 
     def save_last_features(self, features: mx.array) -> None:
-        """See ``Drafter.save_last_features``; features (1, F)."""
+        """Features (1, F)."""
         save_last_features(self.cache[-1], features)
 
     def pending(self) -> list[mx.array]:
-        """See ``Drafter.pending``: the state, and already the first token's logits.
+        """The state, and already the first token's logits.
 
         So the largest matrix of a draft's first step is multiplied while the host reads the round
         before and decides what comes next.
@@ -116,7 +114,6 @@ class FeatureDrafter(DrafterBase):
         return [] if self._seed is None else [self._seed, self._first]
 
     def modules(self) -> list[nn.Module]:
-        """See ``Drafter.modules``."""
         return [self.head]
 
 

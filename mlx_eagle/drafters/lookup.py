@@ -13,8 +13,8 @@ from operator import mul
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..target.cache_view import CacheView
 from .base import Draft, Drafter, DrafterBase, Pick, PickChildren, empty_draft
-from .eagle3 import Eagle3Drafter
 from .tree import Tree
 
 
@@ -82,7 +82,7 @@ class LookupDrafter(DrafterBase):
     def extend(
         self, tokens: mx.array, features: mx.array | None, last: mx.array | None = None
     ) -> None:
-        """See ``Drafter.extend``; tokens (m,)."""
+        """Tokens (m,)."""
         # Not read here, where the device may still be at work on them.
         self._unread.append((tokens, last))
 
@@ -106,15 +106,6 @@ class LookupDrafter(DrafterBase):
     def match(self, size: int) -> tuple[int, list[int]]:
         """See ``NgramIndex.match``, of what was read."""
         return self._index.match(size)
-
-    def modules(self) -> list[nn.Module]:
-        return []
-
-    def save_last_features(self, features: mx.array) -> None:
-        """Nothing to keep: there are no features."""
-
-    def pending(self) -> list[mx.array]:
-        return []
 
 
 LONGEST_MATCH = 8  # tokens: longer matches count as this long
@@ -189,11 +180,11 @@ class CopyingDrafter(DrafterBase):
 
     @property
     def num_forwards(self) -> int:
-        """See ``Drafter.num_forwards``: the other drafter's."""
+        """The other drafter's."""
         return self.drafter.num_forwards
 
     def begin(self, cache: list | None = None) -> "CopyingDrafter":
-        """See ``Drafter.begin``; as with ``LookupDrafter``, only this request is copied from."""
+        """As with ``LookupDrafter``, only this request is copied from."""
         begun = copy(self)
         begun._start(self.drafter.begin(cache))
         return begun
@@ -204,7 +195,7 @@ class CopyingDrafter(DrafterBase):
     def extend(
         self, tokens: mx.array, features: mx.array | None, last: mx.array | None = None
     ) -> None:
-        """See ``Drafter.extend``; tokens (m,), features (m, F)."""
+        """Tokens (m,), features (m, F)."""
         self.drafter.extend(tokens, features, last)
         self._lookup.extend(tokens, None, last)
         if last is not None:
@@ -215,8 +206,9 @@ class CopyingDrafter(DrafterBase):
         copied = self._copy(size)
         if copied is not None:
             return copied
-        self._size = self._worthwhile(self._drafts.along(0, size))
-        return self.drafter.propose(self._size, pick)
+        draft = self.drafter.propose(self._worthwhile(self._drafts.along(0, size)), pick)
+        self._size = len(draft)
+        return draft
 
     def _copy(self, size: int) -> Draft | None:
         """A copy, unless so many tokens, or levels of a tree, of the other's promise more."""
@@ -258,30 +250,33 @@ class CopyingDrafter(DrafterBase):
     def pending(self) -> list[mx.array]:
         return self.drafter.pending()
 
+    @property
+    def cost_key(self) -> str:
+        return f"{super().cost_key} {self.drafter.cost_key}"
 
-class CopyingTreeDrafter(CopyingDrafter):
-    """The same around a drafter of trees; a copy is a chain."""
+    def see_target(self, caches: CacheView) -> None:
+        self.drafter.see_target(caches)
 
-    drafter: Eagle3Drafter
-
-    def with_draft_cache(self, draft_cache: str) -> "CopyingTreeDrafter":
-        """See ``Eagle3Drafter.with_draft_cache``."""
-        return CopyingTreeDrafter(self.drafter.with_draft_cache(draft_cache))
+    @property
+    def supports_trees(self) -> bool:
+        return self.drafter.supports_trees
 
     def check_tree(self, shape: Tree) -> None:
-        """See ``TreeDrafter.check_tree``."""
         self.drafter.check_tree(shape)
 
     def propose_tree(self, shape: Tree, pick: PickChildren) -> Draft:
-        """The other drafter's tree, or a copy."""
+        """The other drafter's tree, or a copy, which is a chain."""
         return self._copy(shape.depth) or self.drafter.propose_tree(shape, pick)
 
-    def use_overlay(self, is_kept: bool) -> None:
-        """See ``OverlayDrafter.use_overlay``."""
-        self.drafter.use_overlay(is_kept)
+    @property
+    def supports_overlay(self) -> bool:
+        return self.drafter.supports_overlay
 
+    def use_overlay(self, is_used: bool) -> None:
+        self.drafter.use_overlay(is_used)
 
-def with_lookup(drafter: Drafter) -> CopyingDrafter:
-    """``drafter``, or copies from the text where they are likely to keep more."""
-    kind = CopyingTreeDrafter if isinstance(drafter, Eagle3Drafter) else CopyingDrafter
-    return kind(drafter)
+    def with_draft_window(self, size: int | None) -> "CopyingDrafter":
+        return CopyingDrafter(self.drafter.with_draft_window(size))
+
+    def with_draft_cache(self, draft_cache: str) -> "CopyingDrafter":
+        return CopyingDrafter(self.drafter.with_draft_cache(draft_cache))

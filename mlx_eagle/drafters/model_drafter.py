@@ -58,7 +58,7 @@ class ModelDrafter(DrafterBase):
         self._uncut: tuple[Checkpoint, mx.array, mx.array] | None = None
 
     def begin(self, cache: list | None = None) -> "ModelDrafter":
-        """See ``Drafter.begin``; a recurrent draft model starts afresh whatever ``cache`` is."""
+        """A recurrent draft model starts afresh whatever ``cache`` is."""
         drafter = copy(self)
         fresh = cache is None or self._is_recurrent
         drafter._start(make_prompt_cache(self.model) if fresh else cache)
@@ -70,7 +70,7 @@ class ModelDrafter(DrafterBase):
     def extend(
         self, tokens: mx.array, features: mx.array | None, last: mx.array | None = None
     ) -> None:
-        """See ``Drafter.extend``; tokens (m,)."""
+        """Tokens (m,)."""
         self._cut()
         if self._is_recurrent and last is not None:
             self._uncut = Checkpoint(self._caches), tokens, last
@@ -96,9 +96,6 @@ class ModelDrafter(DrafterBase):
 
     def modules(self) -> list[nn.Module]:
         return [self.model]
-
-    def save_last_features(self, features: mx.array) -> None:
-        """Nothing to keep: the model needs no features."""
 
     def pending(self) -> list[mx.array]:
         return [] if self._seed is None else [self._seed]

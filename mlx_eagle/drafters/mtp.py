@@ -64,12 +64,11 @@ class MTPDrafter(FeatureDrafter):
 
     @property
     def width(self) -> int:
-        """See ``FeatureDrafter.width``: the target's hidden size."""
+        """The target's hidden size."""
         return self.head.norm.weight.size
 
     @property
     def dtype(self) -> mx.Dtype:
-        """See ``FeatureDrafter.dtype``."""
         return self.head.norm.weight.dtype
 
     def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
@@ -93,7 +92,7 @@ class MTPDrafter(FeatureDrafter):
         return self.head(self._embedded(tokens)[None], states, self.cache[0])
 
     def _logits(self, states: mx.array) -> mx.array:
-        """See ``FeatureDrafter._logits``; states (1, m, h)."""
+        """States (1, m, h)."""
         return self._project(states)[0]
 
     def _next(self, logits: mx.array, pick: Pick) -> mx.array:

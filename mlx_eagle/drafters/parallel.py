@@ -37,15 +37,23 @@ class ParallelDrafter(EagleDrafter):
         to_target: mx.array | None = None,
         draft_window: int | None = None,
     ):
-        """See ``EagleDrafter``."""
         super().__init__(head, embed, taps, to_target, draft_window)
         # What a masked slot takes for token and features is the same for all of them.
         self._mask_embedding = embed(mx.array([head.config.mask_token_id]))
         self._mask_state = head.masked(1)
         mx.eval(self._mask_embedding, self._mask_state)
 
+    def with_draft_cache(self, draft_cache: str) -> "ParallelDrafter":
+        if draft_cache != "exact":
+            raise ValueError(
+                f"draft_cache is {draft_cache!r}, and the masked slots of a P-EAGLE head need "
+                "every pair before them: leave it out."
+            )
+        return self
+
     def with_draft_window(self, size: int | None) -> "ParallelDrafter":
-        """See ``Eagle3Drafter.with_draft_window``."""
+        if size == self.draft_window:
+            return self
         return ParallelDrafter(self.head, self._embed, self.taps, self._to_target, size)
 
     def _start(self, cache: list) -> None:
@@ -53,7 +61,7 @@ class ParallelDrafter(EagleDrafter):
         self._size = self.head.config.speculative_tokens_hint or FIRST_SIZE
 
     def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
-        """See ``FeatureDrafter._absorb``; the states are (k, h), of all tokens of a draft."""
+        """The states are (k, h), of all tokens of a draft."""
         embeddings, states = self._embedded(tokens), self.head.fuse(features)
         if last is None:  # a prompt, which may be long: in the order that needs no mask
             self._count(tokens.shape[0])

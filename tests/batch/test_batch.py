@@ -30,7 +30,7 @@ from mlx_eagle.decoding.controller import OFF, ON
 from mlx_eagle.decoding.costs import BatchCosts, DraftShape, RoundCosts
 from mlx_eagle.decoding.live_costs import LiveBatchCosts
 from mlx_eagle.decoding.sampling import Sampling
-from mlx_eagle.drafters.lookup import LookupDrafter, with_lookup
+from mlx_eagle.drafters.lookup import CopyingDrafter, LookupDrafter
 from mlx_eagle.target.taps import Target
 
 VOCAB = 258
@@ -161,7 +161,7 @@ def test_drafters(model, drafter):
         "head": lambda: tiny_head(model),
         "lagging head": lambda: tiny_head(model).with_draft_cache("lagging"),
         "lookup": LookupDrafter,
-        "head+lookup": lambda: with_lookup(tiny_head(model)),
+        "head+lookup": lambda: CopyingDrafter(tiny_head(model)),
     }[drafter]()
     assert together(model, drafter).token_ids == theirs(model).token_ids
 

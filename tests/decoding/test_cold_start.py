@@ -20,7 +20,7 @@ from mlx_eagle.decoding.generation import Generation
 from mlx_eagle.decoding.guess import guess_costs
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.decoding.setup import make_rule
-from mlx_eagle.drafters.base import Draft
+from mlx_eagle.drafters.base import Draft, DrafterBase
 from mlx_eagle.system.machines import machine_of
 from mlx_eagle.target.rollback import CacheQuantization
 from mlx_eagle.target.taps import Target
@@ -36,7 +36,7 @@ def file(tmp_path, monkeypatch):
     return tmp_path / "calibration.json"
 
 
-class Prompter:
+class Prompter(DrafterBase):
     """A drafter that knows the text, and is wrong as often as it is told to be."""
 
     taps, cache, num_forwards = (), [], 0
@@ -49,15 +49,6 @@ class Prompter:
         return Prompter(self.text, self.alpha, self.seed)
 
     def make_cache(self) -> list:
-        return []
-
-    def modules(self) -> list:
-        return []
-
-    def save_last_features(self, features) -> None:
-        pass
-
-    def pending(self) -> list:
         return []
 
     def extend(self, tokens, features, last=None) -> None:

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.utils import does_model_support_input_embeddings
 
 import mlx_eagle
-from mlx_eagle.drafters.base import Drafter, EmbeddedDrafter
+from mlx_eagle.drafters.base import Drafter, DrafterBase
 from mlx_eagle.drafters.load import find_embedding
 from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.drafters.model_drafter import ModelDrafter
@@ -23,7 +23,8 @@ GEMMA = tiny_gemma3()
 FED = {
     name: pair
     for name, pair in PAIRS.items()
-    if isinstance(pair[1], EmbeddedDrafter) and does_model_support_input_embeddings(pair[0])
+    if type(pair[1]).check_embeddings is not DrafterBase.check_embeddings
+    and does_model_support_input_embeddings(pair[0])
 }
 FED["gemma 3, which scales them"] = GEMMA, tiny_head(GEMMA)
 FED["lagging"] = LLAMA, tiny_head(LLAMA).with_draft_cache("lagging")

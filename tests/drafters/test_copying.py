@@ -13,8 +13,8 @@ from test_lookup import Recital
 
 import mlx_eagle
 from mlx_eagle.drafters import lookup as copying
-from mlx_eagle.drafters.base import Draft, Drafter, TreeDrafter, supports_overlay
-from mlx_eagle.drafters.lookup import LookupDrafter, with_lookup
+from mlx_eagle.drafters.base import Draft, Drafter
+from mlx_eagle.drafters.lookup import CopyingDrafter, LookupDrafter
 from mlx_eagle.drafters.model_drafter import ModelDrafter
 
 NUM_CACHES = len(LLAMA.layers)
@@ -107,7 +107,7 @@ def test_the_choice_is_that_of_a_naive_twin(seed):
     while len(text) < 90:
         text += phrase if dice.random() < 0.5 else [dice.randrange(5) for _ in range(3)]
     guesser = Guesser(text, dice.choice([0.2, 0.5]), seed)
-    drafter, rounds, position = with_lookup(guesser).begin(), [], 9
+    drafter, rounds, position = CopyingDrafter(guesser).begin(), [], 9
     drafter.extend(mx.array(text[:position]), None)
     kinds = set()
     while position < len(text) - 8:
@@ -139,7 +139,7 @@ def test_the_choice_is_that_of_a_naive_twin(seed):
 def taus(text: list[int], num_prompt: int, chance: float, k: int) -> dict[str, float]:
     """Of the head, of lookup and of both."""
     drafters = {"head": Guesser(text, chance), "lookup": LookupDrafter()}
-    drafters["both"] = with_lookup(drafters["head"])
+    drafters["both"] = CopyingDrafter(drafters["head"])
     found = {}
     for name, drafter in drafters.items():
         length = len(text) - num_prompt
@@ -169,7 +169,7 @@ def test_nothing_is_lost_where_nothing_repeats(chance):
     text = random.Random(6).sample(range(VOCAB), VOCAB)
     alone, both = Guesser(text, chance), Guesser(text, chance)
     counts = []
-    for drafter in (alone, with_lookup(both)):
+    for drafter in (alone, CopyingDrafter(both)):
         _, stats = speculative(
             Recital(text + [0] * 10), drafter, text[:6], VOCAB - 6, num_draft_tokens=4
         )
@@ -193,7 +193,7 @@ def test_a_weak_drafter_drafts_less_where_copies_raise_what_is_asked_for():
         text += original[start : start + 15] + [(next(fresh) * 37 + 11) % VOCAB for _ in range(4)]
     guesser = Guesser(text, 0.3)
     speculative(
-        Recital([*text, *[0] * 10]), with_lookup(guesser), text[:91], 110, num_draft_tokens=7
+        Recital([*text, *[0] * 10]), CopyingDrafter(guesser), text[:91], 110, num_draft_tokens=7
     )
     assert max(guesser.begun.sizes) == 7 and min(guesser.begun.sizes) < 4
 
@@ -215,7 +215,7 @@ LOOPING = [*PROMPT, *plain(LLAMA, PROMPT, 20), *PROMPT]  # what follows it may f
 def test_the_head_misses_nothing_of_copied_rounds(always_copies, k):
     cache = make_prompt_cache(LLAMA) + HEAD.make_cache()
     options = {"num_draft_tokens": k, "prompt_cache": cache}
-    tokens, stats = speculative(LLAMA, with_lookup(HEAD), LOOPING, 20, **options)
+    tokens, stats = speculative(LLAMA, CopyingDrafter(HEAD), LOOPING, 20, **options)
     assert tokens == plain(LLAMA, LOOPING, 20)
     assert stats.num_head_forwards < stats.num_drafted
     whole = make_prompt_cache(LLAMA) + HEAD.make_cache()
@@ -229,14 +229,14 @@ def test_the_head_misses_nothing_of_copied_rounds(always_copies, k):
 def test_one_eval_a_round(always_copies, monkeypatch):
     waits, mx_eval = [], mx.eval
     monkeypatch.setattr(mx, "eval", lambda *args: (waits.append(1), mx_eval(*args)))
-    _, stats = speculative(LLAMA, with_lookup(HEAD), LOOPING, 20, num_draft_tokens=3)
+    _, stats = speculative(LLAMA, CopyingDrafter(HEAD), LOOPING, 20, num_draft_tokens=3)
     prefill_waits = 2  # one chunk, and the first token
     assert len(waits) == stats.num_target_forwards + prefill_waits
 
 
 def test_trees(always_copies):
     tree = mlx_eagle.parse_tree("3x3:7")
-    tokens, stats = speculative(LLAMA, with_lookup(HEAD), LOOPING, 20, tree=tree)
+    tokens, stats = speculative(LLAMA, CopyingDrafter(HEAD), LOOPING, 20, tree=tree)
     assert tokens == plain(LLAMA, LOOPING, 20)
     # Of a round that is copied only the pass that absorbs it, and its draft is a chain of 3.
     assert stats.num_rounds <= stats.num_head_forwards < 3 * stats.num_rounds
@@ -244,14 +244,13 @@ def test_trees(always_copies):
 
 
 def test_it_can_do_what_the_other_can():
-    assert isinstance(with_lookup(HEAD), TreeDrafter)
-    assert supports_overlay(with_lookup(HEAD))
-    lagging = with_lookup(HEAD).with_draft_cache("lagging")
+    assert CopyingDrafter(HEAD).supports_trees and CopyingDrafter(HEAD).supports_overlay
+    lagging = CopyingDrafter(HEAD).with_draft_cache("lagging")
     assert lagging.drafter.lagging and speculative(LLAMA, lagging, LOOPING, 9)[0] == plain(
         LLAMA, LOOPING, 9
     )
-    chains = with_lookup(ModelDrafter(nudged(LLAMA)))
-    assert isinstance(chains, Drafter) and not isinstance(chains, TreeDrafter)
+    chains = CopyingDrafter(ModelDrafter(nudged(LLAMA)))
+    assert isinstance(chains, Drafter) and not chains.supports_trees
     with pytest.raises(ValueError, match="proposes chains only"):
         speculative(LLAMA, chains, PROMPT, 4, tree=mlx_eagle.parse_tree("3x3:7"))
     assert speculative(LLAMA, chains, LOOPING, 9)[0] == plain(LLAMA, LOOPING, 9)
@@ -259,5 +258,5 @@ def test_it_can_do_what_the_other_can():
 
 def test_auto(tmp_path, monkeypatch):
     monkeypatch.setattr("mlx_eagle.decoding.calibrate.user_cache", lambda: tmp_path)
-    tokens, _ = speculative(LLAMA, with_lookup(HEAD), LOOPING, 20, num_draft_tokens="auto")
+    tokens, _ = speculative(LLAMA, CopyingDrafter(HEAD), LOOPING, 20, num_draft_tokens="auto")
     assert tokens == plain(LLAMA, LOOPING, 20)

@@ -7,7 +7,6 @@ from heads import VARIANTS
 from helpers import PROMPT, VOCAB, plain, primitives, speculative, tiny_head, tiny_llama
 
 from mlx_eagle.decoding.accept import Match
-from mlx_eagle.drafters.base import supports_overlay
 from mlx_eagle.drafters.eagle3 import Eagle3Drafter
 from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.drafters.tree import parse_tree
@@ -84,5 +83,5 @@ def test_the_cache_is_neither_written_nor_moved():
 
 
 def test_who_can_keep_a_tail():
-    assert supports_overlay(tiny_head(MODEL))
-    assert not supports_overlay(LookupDrafter())
+    assert tiny_head(MODEL).supports_overlay
+    assert not LookupDrafter().supports_overlay

@@ -19,7 +19,7 @@ from mlx_eagle.decoding.accept import Match
 from mlx_eagle.draft_models import open_beside
 from mlx_eagle.drafters.eagle3 import EagleDrafter
 from mlx_eagle.drafters.head_cache import SINKS
-from mlx_eagle.drafters.lookup import LookupDrafter, with_lookup
+from mlx_eagle.drafters.lookup import CopyingDrafter, LookupDrafter
 from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.server.caches import PairCache, prepare
 from mlx_eagle.target.rollback import Checkpoint
@@ -152,7 +152,7 @@ def pair_of(name: str, window: int | None):
     if name == "lagging":
         return MODEL, tiny_head(MODEL).with_draft_cache("lagging").with_draft_window(window)
     if name == "head+lookup":
-        return MODEL, with_lookup(tiny_head(MODEL).with_draft_window(window))
+        return MODEL, CopyingDrafter(tiny_head(MODEL).with_draft_window(window))
     model, drafter = PAIRS[name]
     return model, drafter.with_draft_window(window)
 
@@ -234,7 +234,7 @@ def test_the_servers_store_trims_the_text_or_starts_cold(window):
 
 def test_a_batch_is_drafted_for_one_by_one():
     drafter = tiny_head(MODEL).with_draft_window(3)
-    assert drafter.together() is None
+    assert drafter.batch_drafter() is None
     model, tokenizer = tiny_llama(vocab_size=258), byte_tokenizer()
     drafter = tiny_head(model).with_draft_window(3)
     prompts = [[5, 6, 7], [9, 8], [1, 2, 3, 4]]

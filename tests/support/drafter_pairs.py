@@ -15,7 +15,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_eagle.drafters.base import Draft, Drafter
 from mlx_eagle.drafters.eagle3 import EagleDrafter
-from mlx_eagle.drafters.lookup import LookupDrafter, with_lookup
+from mlx_eagle.drafters.lookup import CopyingDrafter, LookupDrafter
 from mlx_eagle.drafters.model_drafter import ModelDrafter
 from mlx_eagle.drafters.mtp import MTPDrafter, make_mtp_head
 from mlx_eagle.target.taps import Target
@@ -152,7 +152,7 @@ PAIRS: dict[str, tuple[nn.Module, Drafter]] = {
         ),
     ),
     "eagle-3, latent": (LLAMA, tiny_head(LLAMA, seed=3, **LATENT)),
-    "eagle-3, lookup": (LLAMA, with_lookup(tiny_head(LLAMA))),
+    "eagle-3, lookup": (LLAMA, CopyingDrafter(tiny_head(LLAMA))),
     "p-eagle": (LLAMA, tiny_head(LLAMA, seed=4, num_layers=2, mask_token_id=9)),
 }
 SHOWN = [name for name in PAIRS if "recurrent" not in name and "hybrid" not in name]

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.decoding.stats import Stats
-from mlx_eagle.drafters.base import Draft
+from mlx_eagle.drafters.base import Draft, DrafterBase
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.eagle3 import Eagle3Drafter, EagleDrafter
 from mlx_eagle.drafters.head import Eagle3Head
@@ -202,7 +202,7 @@ def truth_of(model: nn.Module, make_cache: Callable, num_tokens: int, **options)
     return Truth(PROMPT + text, made, left_in(model, cache))
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(DrafterBase):
     """Proposes the true continuation, broken where the script says.
 
     ``script(round, size)`` is the number of right tokens at the front of that round's draft.
@@ -232,15 +232,6 @@ class ScriptedDrafter:
         return drafter
 
     def make_cache(self) -> list:
-        return []
-
-    def modules(self):
-        return []
-
-    def save_last_features(self, features) -> None:
-        pass
-
-    def pending(self) -> list[mx.array]:
         return []
 
     def extend(self, tokens, features, last=None) -> None:

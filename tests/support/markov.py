@@ -9,7 +9,7 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.decoding.stats import Stats
-from mlx_eagle.drafters.base import Draft
+from mlx_eagle.drafters.base import Draft, DrafterBase
 from mlx_eagle.drafters.tree import StaticTree, parse_tree
 
 VOCAB = 5
@@ -36,10 +36,11 @@ class MarkovModel(nn.Module):
         return mx.softmax(self.table / temp, axis=-1).tolist()
 
 
-class MarkovDrafter:
+class MarkovDrafter(DrafterBase):
     """Drafts from a Markov chain of its own, over part of the vocabulary."""
 
     taps = ()
+    supports_trees = True
 
     def __init__(self, seed: int):
         self.model = MarkovModel(seed, len(DRAFT_IDS))
@@ -77,15 +78,6 @@ class MarkovDrafter:
         tokens = self.ids[grown.ids].astype(mx.int32)
         form = shape.parents if isinstance(shape, StaticTree) else None
         return Draft(tokens, grown.parents, shape.depth, form, grown.draw_index)
-
-    def modules(self):
-        return []
-
-    def save_last_features(self, features):
-        pass
-
-    def pending(self):
-        return []
 
 
 TARGET, DRAFTER = MarkovModel(1), MarkovDrafter(2)

@@ -20,6 +20,8 @@ class ScriptedTreeDrafter(ScriptedDrafter):
     as long as the script says; at which place among its siblings it stands changes by round.
     """
 
+    supports_trees = True
+
     def check_tree(self, shape: TreeShape) -> None:
         pass
 
