@@ -17,7 +17,7 @@ from ..drafters.base import Draft, Pick
 
 
 @dataclass(frozen=True)
-class Verdicts:
+class BatchVerification:
     """What a verify pass of B requests decided, on the device.
 
     ``following`` (B, R) is the token after each row, ``num_kept`` (B,) how many draft tokens are
@@ -32,9 +32,9 @@ class Verdicts:
         """All that the host reads, (B, 1 + R): it waits once."""
         return mx.concatenate([self.num_kept[:, None], self.following], axis=1)
 
-    def of(self, index: mx.array) -> "Verdicts":
+    def of(self, index: mx.array) -> "BatchVerification":
         """Those of the requests (n,) alone, in that order."""
-        return Verdicts(self.following[index], self.num_kept[index])
+        return BatchVerification(self.following[index], self.num_kept[index])
 
 
 class GroupChoice(Protocol):
@@ -46,11 +46,13 @@ class GroupChoice(Protocol):
     def alone(self, index: int) -> Pick:
         """See ``together.Picks.alone``."""
 
-    def verify(self, drafts: mx.array, lengths: Sequence[int], logits: mx.array) -> Verdicts:
+    def verify(
+        self, drafts: mx.array, lengths: Sequence[int], logits: mx.array
+    ) -> BatchVerification:
         """Verify drafts (n, k), of which ``lengths[b]`` tokens count, against (n, k + 1, V)."""
 
 
-def _matched(drafts: mx.array, lengths: Sequence[int], following: mx.array) -> Verdicts:
+def _matched(drafts: mx.array, lengths: Sequence[int], following: mx.array) -> BatchVerification:
     """Keep what equals the choice (n, k + 1) made after it."""
     size = drafts.shape[1]
     following = following.astype(mx.int32)
@@ -58,7 +60,7 @@ def _matched(drafts: mx.array, lengths: Sequence[int], following: mx.array) -> V
     if min(lengths) < size:
         keep = keep & (mx.arange(size) < mx.array([*lengths])[:, None])
     kept = mx.cumprod(keep.astype(mx.int32), axis=1).sum(axis=1)
-    return Verdicts(following, kept)
+    return BatchVerification(following, kept)
 
 
 class Greedy:
@@ -70,7 +72,9 @@ class Greedy:
     def alone(self, index: int) -> Pick:
         return self.pick
 
-    def verify(self, drafts: mx.array, lengths: Sequence[int], logits: mx.array) -> Verdicts:
+    def verify(
+        self, drafts: mx.array, lengths: Sequence[int], logits: mx.array
+    ) -> BatchVerification:
         return _matched(drafts, lengths, mx.argmax(logits, axis=-1))
 
 
@@ -97,14 +101,16 @@ class CoupledRows:
     def alone(self, index: int) -> Pick:
         return self._rules[index].open(self._positions[index], self._size).pick
 
-    def verify(self, drafts: mx.array, lengths: Sequence[int], logits: mx.array) -> Verdicts:
+    def verify(
+        self, drafts: mx.array, lengths: Sequence[int], logits: mx.array
+    ) -> BatchVerification:
         rows = log_softmax(logits).reshape(-1, logits.shape[-1])
         scores = self._rules[0].sampling.scores(rows, is_normalized=True).reshape(logits.shape)
         noise = self._noise[:, : logits.shape[1]]
         return _matched(drafts, lengths, mx.argmax(scores + noise, axis=-1))
 
 
-class OneByOne:
+class RowByRow:
     """One round of requests that are judged one after the other.
 
     A rule is asked for as many picks as there is room for, as in a generation of its own: those
@@ -130,18 +136,20 @@ class OneByOne:
 
         return pick
 
-    def verify(self, drafts: mx.array, lengths: Sequence[int], logits: mx.array) -> Verdicts:
+    def verify(
+        self, drafts: mx.array, lengths: Sequence[int], logits: mx.array
+    ) -> BatchVerification:
         following, kept = [], []
         for b, (choice, length) in enumerate(zip(self._choices, lengths)):
             made = choice.verify(Draft(drafts[b, :length]), None, logits[b, : length + 1])
             padding = (0, drafts.shape[1] - length)
             following.append(mx.pad(made.following.astype(mx.int32), padding))
             kept.append(made.num_kept.astype(mx.int32))
-        return Verdicts(mx.stack(following), mx.stack(kept))
+        return BatchVerification(mx.stack(following), mx.stack(kept))
 
 
 @dataclass
-class Group:
+class RuleGroup:
     """Requests that are judged alike: their places in the batch, and their rules."""
 
     kind: object
@@ -154,8 +162,8 @@ class Group:
         own = [positions[b] for b in self.places]
         if self.kind is Greedy:
             return Greedy()
-        if self.kind is OneByOne:
-            return OneByOne(self.rules, own, [room[b] for b in self.places])
+        if self.kind is RowByRow:
+            return RowByRow(self.rules, own, [room[b] for b in self.places])
         rules = [rule for rule in self.rules if isinstance(rule, Coupled)]
         if self.keys is None:
             self.keys = mx.stack([rule.sampling.base_key for rule in rules])
@@ -168,17 +176,17 @@ def _kind(rule: Rule) -> object:
         return Greedy
     if type(rule) is Coupled and type(rule.sampling) is Sampling:
         return (*rule.sampling.parameters, rule.drafts_greedily, rule.vocab_size)
-    return OneByOne
+    return RowByRow
 
 
-class Judges:
+class BatchRule:
     """The rules of a batch, in its order."""
 
     def __init__(self, rules: Sequence[Rule]):
-        groups: dict[object, Group] = {}
+        groups: dict[object, RuleGroup] = {}
         for place, rule in enumerate(rules):
             kind = _kind(rule)
-            group = groups.setdefault(kind, Group(kind))
+            group = groups.setdefault(kind, RuleGroup(kind))
             group.places.append(place)
             group.rules.append(rule)
         self._groups = list(groups.values())
@@ -194,7 +202,7 @@ class Judges:
 class BatchChoice:
     """One round of a batch: ``together.Picks``, and what judges the drafts."""
 
-    def __init__(self, groups: list[Group], choices: list[GroupChoice], order: list[int]):
+    def __init__(self, groups: list[RuleGroup], choices: list[GroupChoice], order: list[int]):
         self._groups = groups
         self._choices = choices
         self._order = order  # where each request is once those of all groups stand side by side
@@ -211,7 +219,9 @@ class BatchChoice:
                 return choice.alone(group.places.index(index))
         raise IndexError(index)
 
-    def verify(self, drafts: mx.array, lengths: Sequence[int], logits: mx.array) -> Verdicts:
+    def verify(
+        self, drafts: mx.array, lengths: Sequence[int], logits: mx.array
+    ) -> BatchVerification:
         """Verify drafts (B, k), of which ``lengths[b]`` tokens count, against (B, k + 1, V)."""
         if len(self._choices) == 1:
             return self._choices[0].verify(drafts, lengths, logits)
@@ -219,9 +229,9 @@ class BatchChoice:
             choice.verify(drafts[places], [lengths[b] for b in group.places], logits[places])
             for group, (choice, places) in zip(self._groups, self._by_group())
         ]
-        following = mx.concatenate([verdicts.following for verdicts in made])
-        kept = mx.concatenate([verdicts.num_kept for verdicts in made])
-        return Verdicts(following, kept).of(mx.array(self._order))
+        following = mx.concatenate([verification.following for verification in made])
+        kept = mx.concatenate([verification.num_kept for verification in made])
+        return BatchVerification(following, kept).of(mx.array(self._order))
 
     def _by_group(self) -> list[tuple[GroupChoice, mx.array]]:
         places = (mx.array(group.places) for group in self._groups)

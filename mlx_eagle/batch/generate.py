@@ -37,7 +37,7 @@ from ..decoding.stats import Stats
 from ..drafters.base import Drafter
 from ..generate import is_drafter
 from .costs import batch_costs
-from .requests import Options, Request, first_token, prefill, put_back, why_alone
+from .requests import Options, Request, first_token, prefill, reason_not_batchable, restore_caches
 from .rounds import Batch
 
 
@@ -247,7 +247,7 @@ def generate_together(
     controller.close()
     if keep_caches:
         for request in requests:
-            put_back(request)
+            restore_caches(request)
 
 
 def generate_in_turn(
@@ -381,14 +381,14 @@ def _generate(
 ) -> BatchResponse:
     """Together, one after the other or plainly, as fits the batch."""
     caches = [c for request in requests for c in split_cache(request.cache, model, None)[0]]
-    reason = why_alone(model, caches)
+    reason = reason_not_batchable(model, caches)
     shares = reason is None
     most = MOST_MEASURED if shares and options.num_draft_tokens == AUTO else MOST_REQUESTS
     most = most if max_speculative_batch is None else max_speculative_batch
     is_drafted = options.num_draft_tokens != 0 and 0 < len(requests) <= most
     if is_drafted and not shares and options.num_draft_tokens == AUTO and len(requests) > 1:
         # Plain rows for all in one pass bring more than drafts for each in its turn.
-        if why_alone(model, caches, plainly=True) is None:
+        if reason_not_batchable(model, caches, plainly=True) is None:
             is_drafted = False
             warnings.warn(f"{reason}: they are decoded together, without drafts.", stacklevel=3)
     controller, costs, calibration_time = None, None, 0.0

@@ -30,7 +30,7 @@ from .rounds import Batch
 
 
 @dataclass(frozen=True)
-class Emitted:
+class RoundOutput:
     """What a round has given to one request.
 
     The first ``num_kept`` tokens were drafted; ``length`` is how far the round had drafted, in a
@@ -47,7 +47,7 @@ class Emitted:
     is_shared: bool = False
 
 
-class Alone:
+class SingleRunner:
     """One request by itself, as ``speculative_generate_step`` decodes it."""
 
     is_shared = False
@@ -60,16 +60,16 @@ class Alone:
         self._pipeline = Pipeline(self._generation, controller)
         self._rounds = iter(self._pipeline)
 
-    def round(self) -> list[Emitted]:
+    def round(self) -> list[RoundOutput]:
         """One round."""
         return self._emitted(next(self._rounds))
 
-    def part(self) -> list[Emitted]:
+    def part(self) -> list[RoundOutput]:
         """Finish what is under way; if the request has not ended, others may decode it then."""
         done = self._take_upcoming()
         made = [] if done is None else self._emitted(done)
         if self._generation.is_running:
-            self._request.decoder.catch_up()
+            self._request.decoder.flush_pairs()
         return made
 
     def leave(self, request: Request, num_unread: int) -> None:
@@ -93,7 +93,7 @@ class Alone:
             self._generation.finish(done)
         return done
 
-    def _emitted(self, done: Round) -> list[Emitted]:
+    def _emitted(self, done: Round) -> list[RoundOutput]:
         request, controller = self._request, self._controller
         self._last, done.num_taken = done, len(done.run)
         request.stats.num_reruns = request.decoder.num_reruns
@@ -105,7 +105,9 @@ class Alone:
             self._stop(done)
         made, kept = done.verification, done.outcome.num_kept
         return [
-            Emitted(request, done.run, kept, done.num_levels, lambda i: made.logprobs[i], events)
+            RoundOutput(
+                request, done.run, kept, done.num_levels, lambda i: made.logprobs[i], events
+            )
         ]
 
     def _stop(self, last: Round) -> None:
@@ -120,7 +122,7 @@ def _logprobs(logits: mx.array, index: int, row: int) -> mx.array:
     return log_softmax(logits[index, row])
 
 
-class Shared:
+class SharedRunner:
     """Several requests in shared rounds."""
 
     is_shared = True
@@ -135,18 +137,18 @@ class Shared:
         decoder = request.decoder
         if self._is_plain:
             decoder.drafter = NullDrafter(decoder.drafter.num_forwards)
-            decoder.drops_drafter = True
+            decoder.discards_features = True
         self._batch.join(request)
 
     def leave(self, request: Request, num_unread: int) -> None:
         """Let go of one that has not ended; what it has not read stays in its caches."""
         self._batch.leave(request)
 
-    def round(self) -> list[Emitted]:
+    def round(self) -> list[RoundOutput]:
         """One round."""
         return self._emitted(self._batch.round())
 
-    def part(self) -> list[Emitted]:
+    def part(self) -> list[RoundOutput]:
         """Finish what is under way; others may decode whoever has not ended then."""
         return self._emitted(self._batch.dissolve())
 
@@ -154,20 +156,20 @@ class Shared:
         """See ``Alone.close``."""
         self._batch.controller.close()
 
-    def _emitted(self, done: SharedRound | None) -> list[Emitted]:
+    def _emitted(self, done: SharedRound | None) -> list[RoundOutput]:
         events = self._batch.controller.events[self._num_events :]
         self._num_events += len(events)
         if done is None:
             return []
         made = []
         for b, (request, run) in enumerate(zip(done.requests, done.runs)):
-            if request.has_left:
+            if request.cancelled:
                 continue
             # The controller counts by the mean request.
             before = len(request.tokens) - len(run)
             own = tuple(replace(event, num_tokens=before) for event in events)
             made.append(
-                Emitted(
+                RoundOutput(
                     request,
                     run,
                     min(done.kept[b], len(run)),
@@ -192,7 +194,7 @@ class Group:
     and by what rounds of so many cost. Without ``drafts_together``, for targets whose caches share
     plain steps alone, drafts are made for one by itself, and several are decoded plainly. With a
     ``tree``, or where caches cannot share a pass, only one may be in it. One whose decoder
-    ``drops_drafter`` is decoded plainly, and so are those who share its rounds.
+    ``discards_features`` is decoded plainly, and so are those who share its rounds.
     """
 
     def __init__(
@@ -209,7 +211,7 @@ class Group:
         self._num_draft_tokens, self._tree = num_draft_tokens, tree
         self._find_costs = find_costs
         self._drafts_together = drafts_together
-        self._runner: Alone | Shared | None = None
+        self._runner: SingleRunner | SharedRunner | None = None
         self._num_rounds = 0
         self._running: list[Request] = []
         self._joining: list[Request] = []
@@ -240,10 +242,10 @@ class Group:
             self._left.append(request)
         elif self._runner is not None:
             self._runner.leave(request, num_unread)
-        request.has_left = True
+        request.cancelled = True
         self._give_back()
 
-    def round(self) -> list[Emitted]:
+    def round(self) -> list[RoundOutput]:
         """One round of all: what it has given to each."""
         running = [request for request in self._running if not request.ended]
         num = len(running) + len(self._joining)
@@ -259,7 +261,7 @@ class Group:
             return []
         if self._runner is None:
             self._runner = self._begin(self._joining)
-        elif isinstance(self._runner, Shared):
+        elif isinstance(self._runner, SharedRunner):
             for request in self._joining:
                 self._runner.join(request)
         self._running += self._joining
@@ -275,7 +277,7 @@ class Group:
         """Those that have ended or left, each once.
 
         Their decoders have their caches. Where ``Request.cache`` is empty, these lack the last
-        token: see ``requests.put_back``.
+        token: see ``requests.restore_caches``.
         """
         left, self._left = self._left, []
         return left
@@ -292,7 +294,7 @@ class Group:
             self._runner.close()
             self._runner = None
 
-    def _begin(self, requests: Sequence[Request]) -> Alone | Shared:
+    def _begin(self, requests: Sequence[Request]) -> SingleRunner | SharedRunner:
         """What decodes these from now on."""
         if self._shares(len(requests)):
             shared = self._share([request.decoder for request in requests])
@@ -301,8 +303,8 @@ class Group:
             return shared
         (request,) = requests
         decoder = request.decoder
-        if decoder.drops_drafter:
-            return Alone(request, FixedController(PLAIN, drafting_off=True))
+        if decoder.discards_features:
+            return SingleRunner(request, FixedController(PLAIN, drafting_off=True))
         controller = make_controller(
             decoder,
             self._num_draft_tokens,
@@ -310,13 +312,13 @@ class Group:
             request.stats,
             lambda: self._find_costs(decoder, self._tree == AUTO),
         )
-        return Alone(request, controller)
+        return SingleRunner(request, controller)
 
-    def _share(self, decoders: Sequence[Decoder]) -> Shared:
+    def _share(self, decoders: Sequence[Decoder]) -> SharedRunner:
         """Shared rounds for these, who have yet to join."""
         drafter, costs = self._draft_model, None
         controller: Controller = FixedController(PLAIN, drafting_off=True)
-        if any(decoder.drops_drafter for decoder in decoders):
+        if any(decoder.discards_features for decoder in decoders):
             drafter = NullDrafter()
         elif not self._drafts_together:
             pass  # the drafter sees what it will need
@@ -335,4 +337,4 @@ class Group:
             keep_caches=True,
             stream=self._stream,
         )
-        return Shared(batch, is_plain=drafter.longest_draft == 0)
+        return SharedRunner(batch, is_plain=drafter.longest_draft == 0)

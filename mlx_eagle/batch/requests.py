@@ -17,7 +17,7 @@ from ..drafters.base import Drafter
 from ..target.ragged import can_share
 from ..target.rollback import CacheQuantization
 from ..target.ropes import BY_LENGTH, find_ropes
-from .acceptance import Verdicts
+from .acceptance import BatchVerification
 
 UNQUANTIZED = CacheQuantization(None, 64, 0)
 
@@ -27,7 +27,7 @@ class Request:
     """One prompt and what became of it; ``row`` tells it from others that have the same seed.
 
     ``cache`` is the target's, then the drafter's where there are any; the decoder's are for what
-    runs it. ``unseen`` are tokens that follow ``tokens``: of a round that was under way when the
+    runs it. ``tokens_after_leave`` follow ``tokens``: of a round that was under way when the
     request left its batch.
     """
 
@@ -38,15 +38,15 @@ class Request:
     decoder: Decoder | None = None
     stats: Stats = field(default_factory=Stats)
     tokens: list[int] = field(default_factory=list)
-    unseen: list[int] = field(default_factory=list)
+    tokens_after_leave: list[int] = field(default_factory=list)
     logprobs: list[float] | None = None  # of the tokens, where they are asked for
-    has_left: bool = False
+    cancelled: bool = False
 
     @property
     def ended(self) -> bool:
         """Whether nothing is left to generate for it."""
         full = not self.limits.has_room_after(len(self.tokens))
-        return self.has_left or full or (bool(self.tokens) and self.limits.end(self.tokens[-1]))
+        return self.cancelled or full or (bool(self.tokens) and self.limits.end(self.tokens[-1]))
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def first_token(request: Request) -> Round:
     return first
 
 
-def put_back(request: Request) -> None:
+def restore_caches(request: Request) -> None:
     """Put into ``request.cache`` what a generation of its own would have left.
 
     Of a request that has left its batch, with its caches: one pass, of the last token.
@@ -112,7 +112,7 @@ def put_back(request: Request) -> None:
     request.cache = request.decoder.cache + request.decoder.drafter.cache
 
 
-def why_alone(model: nn.Module, caches: list[Any], plainly: bool = False) -> str | None:
+def reason_not_batchable(model: nn.Module, caches: list[Any], plainly: bool = False) -> str | None:
     """Why requests on these caches of the target cannot share its passes; None where they can.
 
     ``plainly``: passes of plain steps, one row per request.
@@ -138,7 +138,7 @@ class SharedRound:
     shape: DraftShape  # what was asked for
     room: list[int]  # as much of it as the limits of each let be kept
     num_drafted: list[int]
-    verdicts: Verdicts
+    verification: BatchVerification
     packed: mx.array
     logits: mx.array  # (B, R, V), processed
     features: mx.array | None  # (B, R, F)
@@ -156,7 +156,7 @@ class SharedRound:
             positions=[self.positions[b] for b in index],
             room=[self.room[b] for b in index],
             num_drafted=[self.num_drafted[b] for b in index],
-            verdicts=self.verdicts.of(places),
+            verification=self.verification.of(places),
             packed=self.packed[places],
             logits=self.logits[places],
             features=None if self.features is None else self.features[places],
@@ -175,13 +175,13 @@ class SharedRound:
 
 
 @dataclass(frozen=True)
-class Unabsorbed:
+class PendingPairs:
     """What a plain step emitted, (B, 1), which the drafter has yet to absorb."""
 
     tokens: mx.array
     features: mx.array | None  # (B, 1, F)
 
-    def of(self, index: mx.array) -> "Unabsorbed":
+    def of(self, index: mx.array) -> "PendingPairs":
         """For some of the requests alone."""
         seen = None if self.features is None else self.features[index]
-        return Unabsorbed(self.tokens[index], seen)
+        return PendingPairs(self.tokens[index], seen)

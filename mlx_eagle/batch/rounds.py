@@ -24,8 +24,8 @@ from ..system.machines import fused_rows
 from ..target.cache_view import CacheView
 from ..target.ragged import RaggedCaches
 from ..target.taps import Target
-from .acceptance import Judges
-from .requests import Request, SharedRound, Unabsorbed
+from .acceptance import BatchRule
+from .requests import PendingPairs, Request, SharedRound
 
 MOST_BEHIND = 256  # plain steps that a drafter may fall behind: till then their features are kept
 
@@ -37,7 +37,7 @@ class Batch:
     ``first_token``), on caches that ``can_share``. What a round emitted is then in the
     ``tokens`` of each request, and a request that has ``ended`` is let go of. Greedy and sampled
     requests may be mixed. With ``keep_caches`` a request that leaves gets its caches back, in its
-    decoder: it may go on elsewhere, or ``requests.put_back`` completes them.
+    decoder: it may go on elsewhere, or ``requests.restore_caches`` completes them.
 
     ``controller`` decides on one draft length for all. Where it goes by ``costs``, it gets others
     whenever the number of requests has changed.
@@ -66,9 +66,9 @@ class Batch:
         with mx.stream(stream):
             self._target = Target(model, draft_model.taps, fused_rows)
         self._target.parts.is_on = ways.splits_attention
-        self._judges = Judges([])
+        self._rule = BatchRule([])
         self._roots = mx.zeros((0, 1), mx.int32)
-        self._backlog: list[Unabsorbed] = []
+        self._backlog: list[PendingPairs] = []
         self._waiting: list[Request] = []
         self._pipeline: Pipeline[SharedRound] | None = None
         self._rounds: Iterator[SharedRound] = iter(())
@@ -83,7 +83,7 @@ class Batch:
 
         Its caches are back once the round that is under way has ended.
         """
-        request.has_left = True
+        request.cancelled = True
 
     def dissolve(self) -> SharedRound | None:
         """Finish the round that is under way, and let go of all; returns it if there was one."""
@@ -140,7 +140,7 @@ class Batch:
         positions = [request.decoder.num_emitted for request in self.requests]
         room = self._room(shape)
         size = max(room)
-        choice = self._judges.open(positions, room)
+        choice = self._rule.open(positions, room)
         if size > 0:
             self._catch_up()
             self._drafts.see_target(lambda b: CacheView(self._caches.extract(b)))
@@ -153,21 +153,21 @@ class Batch:
         tokens = mx.concatenate([self._roots, drafts], axis=1)
         logits, features = self._target.batch(tokens, self._caches.open())
         logits = self._processed(drafts, logits)
-        verdicts = choice.verify(drafts, num_drafted, logits)
+        verification = choice.verify(drafts, num_drafted, logits)
         launched = SharedRound(
             list(self.requests),
             positions,
             replace(shape, size=size),
             room,
             num_drafted,
-            verdicts,
-            verdicts.packed,
+            verification,
+            verification.packed,
             logits,
             features,
         )
         if absorb or size > 0:
             rows = [length + 1 for length in lengths]
-            self._drafts.extend(verdicts.following, features, verdicts.num_kept, rows)
+            self._drafts.extend(verification.following, features, verification.num_kept, rows)
             launched.absorbed = True
         mx.async_eval(launched.packed, self._drafts.pending())
         return launched
@@ -183,12 +183,12 @@ class Batch:
             )
         )
 
-    def can_launch_unread(self, shape: DraftShape) -> bool:
+    def can_launch_before_read(self, shape: DraftShape) -> bool:
         """Not a draft: a request may be found to have ended, and would keep one row at most."""
         return shape.size == 0
 
     def commit_plain(self, done: SharedRound) -> None:
-        self._commit(done, [1] * len(done.requests), done.verdicts.following[:, :1])
+        self._commit(done, [1] * len(done.requests), done.verification.following[:, :1])
 
     def finish(self, done: SharedRound) -> None:
         done.read()
@@ -197,8 +197,8 @@ class Batch:
             roots = mx.array([run[-1:] for run in done.runs], mx.int32)
             self._commit(done, lengths, roots)
         for b, (request, run) in enumerate(zip(done.requests, done.runs)):
-            if request.has_left:
-                request.unseen += run
+            if request.cancelled:
+                request.tokens_after_leave += run
                 continue
             num = done.num_drafted[b]
             num_accepted = min(done.kept[b], len(run))
@@ -209,7 +209,7 @@ class Batch:
                 rows = mx.arange(len(run)), mx.array(run)
                 request.logprobs += log_softmax(done.logits[b])[rows].tolist()
 
-    def learned(self, done: SharedRound) -> tuple[DraftShape, Sequence[int]] | None:
+    def acceptance_of(self, done: SharedRound) -> tuple[DraftShape, Sequence[int]] | None:
         """Drafts that were cut short at a request's end tell little, and are left out."""
         size = done.shape.size
         if size == 0:
@@ -218,7 +218,7 @@ class Batch:
         tried = max(done.num_drafted[b] for b in whole)
         return replace(done.shape, size=max(tried, 1)), [done.kept[b] for b in whole]
 
-    def settle(
+    def retire(
         self, done: SharedRound, upcoming: SharedRound | None, controller: Controller
     ) -> SharedRound | None:
         """Drop what has ended and take in what waits, with what that means for the costs."""
@@ -240,7 +240,7 @@ class Batch:
                     self._take_in(request)
             self._waiting.clear()
         if len(left) < num_before or len(self.requests) > len(left):
-            self._judges = Judges([request.decoder.rule for request in self.requests])
+            self._rule = BatchRule([request.decoder.rule for request in self.requests])
             self._go_by_size()
         return upcoming
 
@@ -297,7 +297,7 @@ class Batch:
         if done.absorbed:
             self._drafts.advance(lengths)
         else:
-            self._backlog.append(Unabsorbed(done.verdicts.following, done.features))
+            self._backlog.append(PendingPairs(done.verification.following, done.features))
             if len(self._backlog) == MOST_BEHIND:
                 self._catch_up()
         self._roots = roots
@@ -305,7 +305,7 @@ class Batch:
             decoder = request.decoder
             decoder.num_emitted += length
             if decoder.processors:
-                run = done.verdicts.following[b, :length].astype(decoder.history.dtype)
+                run = done.verification.following[b, :length].astype(decoder.history.dtype)
                 decoder.history = mx.concatenate([decoder.history, run])
         done.committed = True
         self._num_tokens += sum(lengths) / len(lengths)

@@ -156,7 +156,7 @@ def stop_point(last: Round, upcoming: Round | None) -> StopPoint:
 
 
 @dataclass(frozen=True)
-class Unabsorbed:
+class PendingPairs:
     """Pairs that the drafter has not absorbed yet: what a plain step emitted at ``position``."""
 
     position: int
@@ -194,10 +194,10 @@ class Decoder:
         self.prefill_time = 0.0  # seconds
         self.num_emitted = 0
         self.num_reruns = 0
-        self.drops_drafter = False  # from now on nothing is kept that it could absorb
+        self.discards_features = False  # from now on nothing is kept that it could absorb
         self._is_seeded = True  # what the drafter starts from can be computed
         self._prefill_forwards = 0
-        self._backlog: list[Unabsorbed] = []
+        self._backlog: list[PendingPairs] = []
 
     @property
     def num_head_forwards(self) -> int:
@@ -313,7 +313,7 @@ class Decoder:
             launched = self.close_round(opened, tree_mask, logits, features, target_checkpoint)
             mx.async_eval(launched.verification.pending)
             if absorb:
-                self.absorb(launched)
+                self.extend_drafter(launched)
                 mx.async_eval(self.drafter.pending())
         self._is_seeded = True
         return launched
@@ -321,7 +321,7 @@ class Decoder:
     def checkpoint_draft(self, shape: DraftShape) -> Checkpoint:
         """The drafter's caches before a round, brought up to the root where it is to propose."""
         if shape.size > 0:
-            self.catch_up()
+            self.flush_pairs()
         return Checkpoint(self.drafter.cache)
 
     def open_round(self, shape: DraftShape, draft_checkpoint: Checkpoint) -> OpenRound:
@@ -361,7 +361,7 @@ class Decoder:
             self.num_head_forwards,
         )
 
-    def absorb(self, launched: Round) -> None:
+    def extend_drafter(self, launched: Round) -> None:
         """Let the drafter absorb a round, before anybody knows how much of it is kept.
 
         The pairs after the kept ones are cut once that is read.
@@ -393,8 +393,8 @@ class Decoder:
             self.root, self.root_embedding = emitted[-1:], None
             self.num_emitted += length
             done.committed = True
-            if not done.absorbed and not self.drops_drafter:
-                self._backlog.append(Unabsorbed(done.position, emitted, done.features))
+            if not done.absorbed and not self.discards_features:
+                self._backlog.append(PendingPairs(done.position, emitted, done.features))
             if self.processors:
                 tokens = emitted.astype(self.history.dtype)
                 self.history = mx.concatenate([self.history, tokens])
@@ -417,23 +417,23 @@ class Decoder:
                     features, row = upcoming.features, 0
                 case StopPoint.AT_ROOT:
                     (_, features), row = self._run(self.root), 0
-            self._leave(None if features is None else features[row : row + 1])
+            self._finalize_caches(None if features is None else features[row : row + 1])
 
     def stop_at_root(self) -> None:
         """The same where all that was emitted was taken, and nothing is in flight."""
         with mx.stream(self.stream):
             _, features = self._run(self.root)
-            self._leave(features)
+            self._finalize_caches(features)
 
-    def _leave(self, features: mx.array | None) -> None:
+    def _finalize_caches(self, features: mx.array | None) -> None:
         """Complete the drafter's caches; ``features`` (1, F) are those of the last position."""
-        self.catch_up()
+        self.flush_pairs()
         if features is not None:
             self.drafter.save_last_features(features)
         self.quantization.apply(self.cache)
         mx.eval([c.state for c in self.cache + self.drafter.cache if not c.empty()])
 
-    def catch_up(self) -> None:
+    def flush_pairs(self) -> None:
         """Let the drafter absorb what was decoded plainly."""
         if not self._backlog:
             return

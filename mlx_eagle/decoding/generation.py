@@ -38,7 +38,7 @@ class Generation:
     def can_run_ahead(self, done: Round) -> bool:
         return done.num_drafted == 0 and self.limits.has_room_after(done.position + 1)
 
-    def can_launch_unread(self, shape: DraftShape) -> bool:
+    def can_launch_before_read(self, shape: DraftShape) -> bool:
         """Any shape: a draft too may follow a token that only the device knows."""
         return True
 
@@ -57,9 +57,9 @@ class Generation:
             done.position + len(run)
         )
 
-    def learned(self, done: Round) -> tuple[DraftShape, Sequence[int]] | None:
+    def acceptance_of(self, done: Round) -> tuple[DraftShape, Sequence[int]] | None:
         shape = done.tried_shape
         return None if shape is None else (shape, (done.outcome.num_kept,))
 
-    def settle(self, done: Round, upcoming: Round | None, controller: Controller) -> Round | None:
+    def retire(self, done: Round, upcoming: Round | None, controller: Controller) -> Round | None:
         return upcoming

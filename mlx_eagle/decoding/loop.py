@@ -188,7 +188,7 @@ def make_controller(
     stats.calibration_time += time.perf_counter() - start
     controller = AdaptiveController(costs)
     stats.drafting_events = controller.events
-    decoder.drops_drafter = controller.is_hopeless
+    decoder.discards_features = controller.is_hopeless
     return controller
 
 

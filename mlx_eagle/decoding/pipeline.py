@@ -36,7 +36,7 @@ class Runner(Protocol[R]):
         allow another.
         """
 
-    def can_launch_unread(self, shape: DraftShape) -> bool:
+    def can_launch_before_read(self, shape: DraftShape) -> bool:
         """Whether it is this round that may follow before the one before it is read."""
 
     def commit_plain(self, done: R) -> None:
@@ -45,10 +45,10 @@ class Runner(Protocol[R]):
     def finish(self, done: R) -> None:
         """Read a round, and commit it where that is not done yet."""
 
-    def learned(self, done: R) -> tuple[DraftShape, Sequence[int]] | None:
+    def acceptance_of(self, done: R) -> tuple[DraftShape, Sequence[int]] | None:
         """What was drafted and how much of it was accepted; None after a plain step."""
 
-    def settle(self, done: R, upcoming: R | None, controller: Controller) -> R | None:
+    def retire(self, done: R, upcoming: R | None, controller: Controller) -> R | None:
         """Let go of what ended with ``done``; returns what is in flight for the rest."""
 
 
@@ -67,17 +67,17 @@ class RoundClock:
         self._before: DraftShape | None = None
         self._end = self._paused = 0.0
 
-    def seconds(self, shape: DraftShape, is_amid: bool) -> float | None:
+    def seconds(self, shape: DraftShape, between_plain_steps: bool) -> float | None:
         """What a round of that shape, which has just ended, has taken; None where nobody knows.
 
-        ``is_amid``: whether it is a plain step among others that ran ahead.
+        ``between_plain_steps``: whether it is a plain step among others that ran ahead.
         """
         now = time.perf_counter()
         before, seconds, paused = self._before, now - self._end, self._paused
         self._before, self._end, self._paused = shape, now, 0.0
         if before is None or (before == PLAIN) != (shape == PLAIN):
             return None
-        if (shape == PLAIN and not is_amid) or paused > self.MOST_PAUSE * seconds:
+        if (shape == PLAIN and not between_plain_steps) or paused > self.MOST_PAUSE * seconds:
             return None
         return seconds
 
@@ -113,11 +113,11 @@ class Pipeline(Generic[R]):
             if controller.drafting_off and runner.can_run_ahead(done):
                 runner.commit_plain(done)
                 shape = controller.next_shape(runner.num_tokens)
-                if runner.can_launch_unread(shape):
+                if runner.can_launch_before_read(shape):
                     self.upcoming, self._was_ahead = self._launch(shape), True
             runner.finish(done)
             self._learn(done, was_ahead and self._was_ahead and shape == PLAIN)
-            self.upcoming = runner.settle(done, self.upcoming, controller)
+            self.upcoming = runner.retire(done, self.upcoming, controller)
             if self.upcoming is None and runner.is_running:
                 self.upcoming = self._launch_next(shape)
             with self._clock.pausing():
@@ -125,11 +125,11 @@ class Pipeline(Generic[R]):
             if not runner.is_running:
                 return
 
-    def _learn(self, done: R, is_amid: bool) -> None:
+    def _learn(self, done: R, between_plain_steps: bool) -> None:
         """Tell the controller what a round that was read has taken and brought."""
-        learned = self.runner.learned(done)
+        learned = self.runner.acceptance_of(done)
         drafted = PLAIN if learned is None else learned[0]
-        if (seconds := self._clock.seconds(drafted, is_amid)) is not None:
+        if (seconds := self._clock.seconds(drafted, between_plain_steps)) is not None:
             self.controller.record_time(drafted, seconds)
         if learned is not None:
             self.controller.record(drafted, *learned[1])

@@ -11,8 +11,8 @@ from mlx_lm.generate import StopSequences
 from mlx_lm.server import _format_top_logprobs, _make_logits_processors
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..batch.group import Emitted
-from ..batch.requests import Request, put_back
+from ..batch.group import RoundOutput
+from ..batch.requests import Request, restore_caches
 from ..decoding.decoder import Decoder, Limits
 from ..decoding.sampling import LogitsProcessor, Sampler, Sampling, SamplingOptions, sampler_for
 from ..decoding.setup import begin_drafter, open_decoder, read_tree
@@ -60,7 +60,7 @@ class ResponseWriter:
         text = self._detokenizer.last_segment
         return PairResponse(text, token, logprob, finish_reason, top, origin)
 
-    def responses(self, emitted: Emitted) -> Iterator[PairResponse]:
+    def responses(self, emitted: RoundOutput) -> Iterator[PairResponse]:
         """Those to what a round has emitted."""
         for i, token in enumerate(emitted.tokens):
             origin = TokenOrigin(
@@ -171,24 +171,24 @@ class RequestFactory:
             acceptance=args.acceptance if active.is_drafted else None,
             tree=active.tree,
         )
-        request.decoder.drops_drafter = drafter is None
+        request.decoder.discards_features = drafter is None
         active.chunks = request.decoder.prefill_chunks(mx.array(rest), flags.prefill_step_size)
 
     def file(self, active: ActiveRequest) -> None:
         """Keep the caches of a request that has ended, for whoever goes on from its text."""
         request, num_target = active.request, len(active.decoder.cache)
-        text = active.prompt + request.tokens + request.unseen
+        text = active.prompt + request.tokens + request.tokens_after_leave
         caches = None
         if not request.cache:
             caches = without_last(request)
             if caches is None:
-                put_back(request)
+                restore_caches(request)
             else:
                 text = text[:-1]
         if caches is None:
             caches = Caches(request.cache, num_target)
         # What was decoded without the drafter is not in its part of the caches.
-        caches = Caches(caches.target) if active.decoder.drops_drafter else caches
+        caches = Caches(caches.target) if active.decoder.discards_features else caches
         self._prompt_cache.insert_cache(self._provider.model_key, text, caches)
 
 

@@ -17,8 +17,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import CompletionRequest, GenerationContext, ResponseGenerator
 
-from ..batch.group import Emitted, Group
-from ..batch.requests import Request, first_token, why_alone
+from ..batch.group import Group, RoundOutput
+from ..batch.requests import Request, first_token, reason_not_batchable
 from ..decoding.calibrate import round_costs
 from ..decoding.decoder import Decoder
 from ..decoding.live_costs import LiveCosts
@@ -77,8 +77,8 @@ class Schedule:
         flags = provider.cli_args
         self._recalibrates = flags.recalibrate
         caches = make_prompt_cache(provider.model)
-        self._drafts_together = why_alone(provider.model, caches) is None
-        can_share = why_alone(provider.model, caches, plainly=True) is None
+        self._drafts_together = reason_not_batchable(provider.model, caches) is None
+        can_share = reason_not_batchable(provider.model, caches, plainly=True) is None
         self._can_share = can_share and flags.kv_bits is None
 
     @property
@@ -137,7 +137,7 @@ class Schedule:
         first = first_token(request)
         active.answer.put((active.num_uncached, active.num_uncached))
         made = first.verification
-        self._say(active, Emitted(request, first.run, 0, 0, lambda i: made.logprobs[i]))
+        self._say(active, RoundOutput(request, first.run, 0, 0, lambda i: made.logprobs[i]))
         if active.is_done or request.ended:
             self._end(active)
         else:
@@ -182,7 +182,7 @@ class Schedule:
         if group.is_empty:
             self._groups.pop(key, None)
 
-    def _say(self, active: ActiveRequest, emitted: Emitted) -> int:
+    def _say(self, active: ActiveRequest, emitted: RoundOutput) -> int:
         """Tell a client what a round has given it; how many tokens are not wanted any more."""
         answer, stats = active.answer, emitted.request.stats
         for i, response in enumerate(active.writer.responses(emitted)):

@@ -15,7 +15,7 @@ from test_rounds import MANY, Texts, started
 from mlx_eagle.batch import rounds
 from mlx_eagle.batch.group import Group
 from mlx_eagle.batch.learned_costs import LearnedCosts
-from mlx_eagle.batch.requests import Request, put_back, why_alone
+from mlx_eagle.batch.requests import Request, reason_not_batchable, restore_caches
 from mlx_eagle.batch.rounds import Batch
 from mlx_eagle.decoding.calibrate import CHAINS
 from mlx_eagle.decoding.controller import FixedController
@@ -56,9 +56,9 @@ def run(
 def goes_on(model, request: Request, prompt: list[int]) -> None:
     """Its caches are those of its text."""
     if not request.cache:
-        put_back(request)
+        restore_caches(request)
     cache = request.cache[: len(model.layers)]
-    text = [*prompt, *request.tokens, *request.unseen]
+    text = [*prompt, *request.tokens, *request.tokens_after_leave]
     assert max(layer.offset for layer in cache) == len(text)
     assert plain(model, [7, 9], 3, prompt_cache=cache) == plain(model, [*text, 7, 9], 3)
 
@@ -74,7 +74,7 @@ def test_texts_are_those_of_each_alone(make, size):
     requests = [started(model, drafter, MANY[b], n) for b, n in enumerate(lengths)]
     if size == 0:
         for request in requests:
-            request.decoder.drops_drafter = True
+            request.decoder.discards_features = True
     seen = run(group, dict(zip([0, 3, 4, 14], requests, strict=True)))
     for prompt, length, request in zip(MANY, lengths, requests, strict=False):
         assert request.tokens == plain(model, prompt, length)
@@ -100,8 +100,8 @@ def test_recurrent_targets_share_plain_steps(name):
     """What an ended request leaves has not seen the step that was under way."""
     model = build(name)
     drafter = tiny_head(model)
-    assert why_alone(model, make_prompt_cache(model))
-    assert why_alone(model, make_prompt_cache(model), plainly=True) is None
+    assert reason_not_batchable(model, make_prompt_cache(model))
+    assert reason_not_batchable(model, make_prompt_cache(model), plainly=True) is None
     group = Group(model, drafter, generation_stream, 3, drafts_together=False)
     prompts, lengths = [[t % 90 for t in prompt] for prompt in MANY], [34, 6, 4, 1 + 8]
     requests = [started(model, drafter, prompts[b], n) for b, n in enumerate(lengths)]
@@ -109,7 +109,7 @@ def test_recurrent_targets_share_plain_steps(name):
     for prompt, length, request in zip(prompts, lengths, requests, strict=False):
         assert request.tokens == plain(model, prompt, length)
         if not request.cache:
-            put_back(request)
+            restore_caches(request)
         cache, text = request.cache[: len(model.layers)], [*prompt, *request.tokens]
         assert plain(model, [7, 9], 3, prompt_cache=cache) == plain(model, [*text, 7, 9], 3)
     of_first = [shared for request, shared, _ in seen if request is requests[0]]
@@ -202,7 +202,7 @@ def test_where_no_draft_can_pay_nothing_is_drafted():
     assert {is_shared for _, is_shared, _ in seen} == {True, False}
     for b, request in ((0, first), (1, second)):
         assert request.tokens == plain(model, MANY[b], 20)
-        assert request.decoder.drops_drafter and request.stats.num_drafted == 0
+        assert request.decoder.discards_features and request.stats.num_drafted == 0
 
 
 def test_a_drafter_that_falls_behind_catches_up_in_time(monkeypatch):
@@ -250,7 +250,7 @@ def test_costs_are_learned_for_every_number_of_requests():
 def test_a_drafter_that_is_none():
     model = tiny_llama(vocab_size=VOCAB)
     request = started(model, NullDrafter(), PROMPTS[0], 9)
-    request.decoder.drops_drafter = True
+    request.decoder.discards_features = True
     run(Group(model, NullDrafter(), generation_stream, 0), {0: request})
     assert request.tokens == plain(model, PROMPTS[0], 9)
     assert len(request.cache) == len(make_prompt_cache(model))

@@ -9,8 +9,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from test_batch import MODELS, PROMPTS, VOCAB
 
-from mlx_eagle.batch.acceptance import Judges
-from mlx_eagle.batch.requests import Options, Request, first_token, prefill, put_back
+from mlx_eagle.batch.acceptance import BatchRule
+from mlx_eagle.batch.requests import Options, Request, first_token, prefill, restore_caches
 from mlx_eagle.batch.rounds import Batch
 from mlx_eagle.decoding.controller import FixedController
 from mlx_eagle.decoding.costs import DraftShape
@@ -104,7 +104,7 @@ def run_with_visitors(model, drafter, size, lengths, make_options, ends=()):
             requests.append(request)
         if batch.round() is None and not waiting:
             for request in requests:
-                put_back(request)
+                restore_caches(request)
             return requests
         most = max(most, len(batch.requests))
         assert most <= 3
@@ -183,7 +183,7 @@ def test_all_leave_while_a_round_is_under_way():
     batch.round()
     batch.leave(request)
     assert not batch.is_running and batch.round() is None
-    put_back(request)
+    restore_caches(request)
     left, num = request.cache, len(request.tokens)
     assert left[0].offset == len(PROMPTS[0]) + num
     batch.join(other := started(model, drafter, PROMPTS[2], 9))
@@ -211,7 +211,7 @@ def test_requests_of_one_kind_are_judged_together():
     greedy, closure = make_rule(None, None), make_rule("match", make_sampler(temp=1.0))
     rejecting = make_rule("reject", Sampling(seed=2))
     rules = [greedy, rule(temp=0.5), closure, greedy, rule(temp=0.7), rejecting, rule(temp=0.5)]
-    groups = [group.places for group in Judges(rules)._groups]
+    groups = [group.places for group in BatchRule(rules)._groups]
     assert sorted(groups) == [[0, 3], [1, 6], [2, 5], [4]]
 
 

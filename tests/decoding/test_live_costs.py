@@ -287,7 +287,7 @@ class Steps:
     def can_run_ahead(self, done: DraftShape) -> bool:
         return done == PLAIN
 
-    def can_launch_unread(self, shape: DraftShape) -> bool:
+    def can_launch_before_read(self, shape: DraftShape) -> bool:
         return True
 
     def commit_plain(self, done: DraftShape) -> None:
@@ -296,10 +296,10 @@ class Steps:
     def finish(self, done: DraftShape) -> None:
         """It is done."""
 
-    def learned(self, done: DraftShape) -> tuple[DraftShape, tuple[int]] | None:
+    def acceptance_of(self, done: DraftShape) -> tuple[DraftShape, tuple[int]] | None:
         return None if done == PLAIN else (done, (0,))
 
-    def settle(self, done, upcoming, controller) -> DraftShape | None:
+    def retire(self, done, upcoming, controller) -> DraftShape | None:
         return upcoming
 
 
