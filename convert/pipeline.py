@@ -10,9 +10,10 @@ import mlx.core as mx
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.head_weights import bits_of
 from mlx_eagle.drafters.load import TargetSizes
-from mlx_eagle.system.atomic_folder import new_folder, save_arrays
+from mlx_eagle.system.atomic_folder import new_folder
 from mlx_eagle.system.hub import upload
 from mlx_eagle.system.progress import Progress, silent
+from mlx_eagle.system.safetensors import save_arrays
 
 from .card import CARD, check_entry, check_table, make_card, source_license
 from .check import Report, check_head, load_model, rope_bases

@@ -12,7 +12,8 @@ import mlx.core as mx
 
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.load import read_head_config
-from mlx_eagle.system.atomic_folder import new_folder, save_arrays
+from mlx_eagle.system.atomic_folder import new_folder
+from mlx_eagle.system.safetensors import save_arrays
 
 # What the flat layout has no key or name for, and the value that it stands for.
 FIXED = {

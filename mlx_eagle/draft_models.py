@@ -17,8 +17,8 @@ from .drafters.config import Eagle3Config
 from .drafters.load import TargetSizes, load_drafter, read_head_config, sizes_of
 from .drafters.lookup import CopyingDrafter, LookupDrafter
 from .drafters.model_drafter import load_model_drafter
-from .system.atomic_folder import AlreadyThere, CannotWrite, discard_folder
-from .system.hub import locate, user_cache
+from .system.atomic_folder import AlreadyThere, CannotWrite, discard_folder, user_cache
+from .system.hub import locate
 from .system.json_schema import read_object
 from .system.progress import Bar
 from .system.safetensors import read_header

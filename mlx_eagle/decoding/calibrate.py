@@ -17,7 +17,7 @@ import mlx.nn as nn
 
 from ..drafters.base import Draft, Drafter, Pick
 from ..drafters.tree import TreeShape
-from ..system.hub import user_cache
+from ..system.atomic_folder import user_cache
 from ..system.machines import first_look, this_machine
 from ..system.progress import Progress, silent
 from ..target.rollback import Checkpoint

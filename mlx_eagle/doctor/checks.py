@@ -13,8 +13,8 @@ import mlx.core as mx
 
 from ..decoding.remembered import age_of, is_fresh, read_entries
 from ..drafters.pairs import targets_within
+from ..system.atomic_folder import user_cache
 from ..system.device import CUDNN, blas_name, blas_note, device_name
-from ..system.hub import user_cache
 from ..system.json_schema import parse_object, read_bytes
 from ..system.machines import Machine, this_machine
 from .packages import check_packages, read_sysctl

@@ -1,18 +1,18 @@
-"""Where things are written: folders that are there whole or not at all, whoever else makes them or
-is killed over it, and files that are tried before the work.
+"""Places to write to: our cache, folders that are there whole or not at all, files that are tried
+before the work.
 """
 
-import errno
 import fcntl
 import glob
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-import mlx.core as mx
 
 
 class AlreadyThere(ValueError):
@@ -21,6 +21,35 @@ class AlreadyThere(ValueError):
 
 class CannotWrite(ValueError):
     """The folder cannot be written: no permission, no space, no such place."""
+
+
+def user_cache() -> Path:
+    """This package's folder in the user's cache directory, by the platform's convention.
+
+    For a user without a home it is ``temporary_cache``.
+    """
+    base = "Library/Caches" if sys.platform == "darwin" else ".cache"
+    try:
+        return Path.home() / base / "mlx-eagle"
+    except RuntimeError:  # what pathlib raises where neither HOME nor the system names a home
+        return temporary_cache()
+
+
+def temporary_cache() -> Path:
+    """A folder of this user's own that lasts until temporary files are cleared.
+
+    Where its usual name belongs to somebody else, it is a fresh one.
+    """
+    folder = Path(tempfile.gettempdir()) / f"mlx-eagle-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except FileExistsError:
+        return Path(tempfile.mkdtemp(prefix="mlx-eagle-"))
+    is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    if is_ours and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return folder
+    return Path(tempfile.mkdtemp(prefix="mlx-eagle-"))
 
 
 @contextmanager
@@ -111,21 +140,6 @@ def _remove_orphans(path: Path) -> None:
             pass
         finally:
             os.close(lock)
-
-
-def save_arrays(path: Path, arrays: Mapping[str, mx.array], layout: str = "mlx") -> None:
-    """Write a safetensors file; OSError where it does not fit.
-
-    ``layout`` is the ``format`` that its metadata name: mlx, or pt for PyTorch's.
-    """
-    try:
-        mx.save_safetensors(str(path), dict(arrays), metadata={"format": layout})
-    except RuntimeError as err:
-        # MLX says that it could not write, and not why.
-        needed = sum(array.nbytes for array in arrays.values())
-        if shutil.disk_usage(path.parent).free < needed:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from err
-        raise OSError(errno.EIO, str(err), str(path)) from err
 
 
 def check_writable(path: Path, flag: str, otherwise: str = "") -> None:

@@ -1,10 +1,6 @@
-"""Files from and to the Hugging Face hub, its errors said in one sentence; our own cache."""
+"""Files from and to the Hugging Face hub, its errors said in one sentence."""
 
-import os
 import re
-import stat
-import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,35 +18,6 @@ HTTP_ERROR = HfHubHTTPError.__bases__[0]
 REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")
 EAGLE_4 = re.compile(r"eagle[-_. ]?4(?![\db])", re.IGNORECASE)  # not 4bit, 4B, 4096
 GGUF_FILE = re.compile(rf"(?P<repo>{REPO_ID.pattern})/(?P<name>[\w./-]+\.gguf)")
-
-
-def user_cache() -> Path:
-    """This package's folder in the user's cache directory, by the platform's convention.
-
-    For a user without a home it is ``temporary_cache``.
-    """
-    base = "Library/Caches" if sys.platform == "darwin" else ".cache"
-    try:
-        return Path.home() / base / "mlx-eagle"
-    except RuntimeError:  # what pathlib raises where neither HOME nor the system names a home
-        return temporary_cache()
-
-
-def temporary_cache() -> Path:
-    """A folder of this user's own that lasts until temporary files are cleared.
-
-    Where its usual name belongs to somebody else, it is a fresh one.
-    """
-    folder = Path(tempfile.gettempdir()) / f"mlx-eagle-{os.getuid()}"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-    except FileExistsError:
-        return Path(tempfile.mkdtemp(prefix="mlx-eagle-"))
-    is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-    if is_ours and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return folder
-    return Path(tempfile.mkdtemp(prefix="mlx-eagle-"))
 
 
 def refuse_eagle_4(text: str, source: str) -> None:

@@ -1,10 +1,15 @@
-"""The header of a safetensors file, checked against the file before anything is made of it."""
+"""Safetensors files: writing, and headers checked against the file before anything is read."""
 
+import errno
 import math
 import os
 import re
+import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import mlx.core as mx
 
 from .json_schema import LONGEST_NAME, MAX_MEMORY, list_of, parse_object, shown, whole
 
@@ -104,3 +109,18 @@ def is_shape(shape: tuple[int, ...]) -> bool:
     """Whether a tensor can have that shape: few sizes, none negative, no monstrous product."""
     sizes = [size for size in shape if size]
     return len(shape) <= MAX_DIMS and min(shape, default=0) >= 0 and math.prod(sizes) <= MAX_SIZE
+
+
+def save_arrays(path: Path, arrays: Mapping[str, mx.array], layout: str = "mlx") -> None:
+    """Write a safetensors file; OSError where it does not fit.
+
+    ``layout`` is the ``format`` that its metadata name: mlx, or pt for PyTorch's.
+    """
+    try:
+        mx.save_safetensors(str(path), dict(arrays), metadata={"format": layout})
+    except RuntimeError as err:
+        # MLX says that it could not write, and not why.
+        needed = sum(array.nbytes for array in arrays.values())
+        if shutil.disk_usage(path.parent).free < needed:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from err
+        raise OSError(errno.EIO, str(err), str(path)) from err

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
-from ..system.atomic_folder import save_arrays
+from ..system.safetensors import save_arrays
 
 FOLDER = "checkpoints"
 STATE, FACTS = "state.safetensors", "state.json"

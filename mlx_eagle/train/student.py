@@ -27,7 +27,7 @@ from ..drafters.load import (
     load_head,
     rows_of_lm_head,
 )
-from ..system.atomic_folder import save_arrays
+from ..system.safetensors import save_arrays
 from .examples import Example
 
 FROZEN = "embed_tokens"  # a head's own embedding is kept as it is

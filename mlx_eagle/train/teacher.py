@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model
 
-from ..system.atomic_folder import save_arrays
+from ..system.safetensors import save_arrays
 from ..target.taps import Target
 from .examples import Example, Examples, TokenBatch
 from .losses import TargetBatch, padded

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_eagle.system.hub import temporary_cache, user_cache
+from mlx_eagle.system.atomic_folder import temporary_cache, user_cache
 
 
 @pytest.fixture
