@@ -26,20 +26,13 @@ BACKEND = cpu
 # Through the environment, so that quotes and dollars in a prompt reach the program as they are.
 export DEMO_PROMPT = $(value PROMPT)
 
-# Linux: the CPU build of mlx brings a reference BLAS, with which a forward of k + 1 rows costs
-# k + 1 times one row. Where OpenBLAS is installed it goes in front; empty elsewhere.
-OPENBLAS := $(if $(filter Linux,$(shell uname -s)),$(firstword \
-	$(wildcard /usr/lib/$(shell uname -m)-linux-gnu/openblas-pthread/libopenblas.so.0) \
-	$(shell (ldconfig -p || /sbin/ldconfig -p) 2>/dev/null | sed -n 's/.*libopenblas\.so.* => //p')))
-RUN := $(if $(OPENBLAS),env LD_PRELOAD=$(OPENBLAS)) $(BIN)/python
-
 BENCH := --limit 4 --repeats 2 --num-draft-tokens 1,2,3,auto --with-lookup auto \
 	--tree 2x2:3,auto --order weave
 
 # Files are spread over the cores, one BLAS thread each, by name: xdist's own order leaves those with
 # few but slow tests for the end, where one core waits for the other.
 # Without TF32, which MLX uses for float32 on M5 and CUDA: 10 bits are not what the tests compare.
-PYTEST := env OPENBLAS_NUM_THREADS=1 MLX_ENABLE_TF32=0 $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile \
+PYTEST := env OPENBLAS_NUM_THREADS=1 MLX_ENABLE_TF32=0 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile \
 	--no-loadscope-reorder
 
 DEMO_HEAD := build/demo-head
@@ -49,7 +42,7 @@ DEMO_TARGET := from mlx_eagle.demo.target import demo_target_path as path; print
 .PHONY: demo demo-head test test-all lint bench docs clean
 
 demo: $(VENV)/installed
-	@$(RUN) -m mlx_eagle.demo $(if $(PROMPT),--prompt "$$DEMO_PROMPT") $(ARGS)
+	@$(BIN)/python -m mlx_eagle.demo $(if $(PROMPT),--prompt "$$DEMO_PROMPT") $(ARGS)
 
 test: $(VENV)/installed-test
 	@$(PYTEST) -m "not exhaustive" $(ARGS)
@@ -63,13 +56,13 @@ lint: $(VENV)/installed-lint
 	@$(BIN)/mypy
 
 bench: $(VENV)/installed-bench
-	@$(RUN) -m mlx_eagle.bench $(or $(ARGS),$(BENCH))
+	@$(BIN)/python -m mlx_eagle.bench $(or $(ARGS),$(BENCH))
 
 # Stopped with Ctrl-C and made again, it goes on. Flags in ARGS come last, and so count.
 demo-head: $(VENV)/installed
 	@mkdir -p $(DEMO_HEAD)/questions
 	@gzip -dc tests/data/demo-questions.jsonl.gz | head -n $(QUESTIONS) > $(DEMO_HEAD)/questions/train.jsonl
-	$(RUN) -m mlx_eagle.train --model "$$($(BIN)/python -c '$(DEMO_TARGET)')" \
+	$(BIN)/python -m mlx_eagle.train --model "$$($(BIN)/python -c '$(DEMO_TARGET)')" \
 		--data $(DEMO_HEAD)/questions --regenerate --answer-temps 0 --answer-tokens 176 \
 		--init tests/data/eagle3-smollm2-135m-instruct --output $(DEMO_HEAD)/head \
 		--iters 2040 --batch-size 8 --learning-rate 3e-4 --warmup 0.04 --ttt-steps 3 --max-seq-length 384 \
@@ -90,7 +83,7 @@ $(VENV)/created:
 	@$(PYTHON) -c 'import platform, sys; sys.exit(platform.system() == "Darwin" and int(platform.mac_ver()[0].split(".")[0]) < 14)' || { \
 		echo "make: this macOS is older than 14, the oldest that MLX is built for: update it." >&2; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
-		echo "make: $(PYTHON) cannot make virtual environments: install its venv module (Debian: apt install python3-venv)." >&2; exit 1; }
+		echo "make: $(PYTHON) cannot make virtual environments: install its venv module." >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@
 

@@ -1,51 +1,56 @@
-"""EAGLE-3 speculative decoding on MLX, for the models of mlx-lm."""
+"""EAGLE-3 speculative decoding on MLX, for the models of mlx-lm.
+
+MLX is not imported before a public name is asked for: ``load_fast_blas`` has to come first.
+Our own commands begin with it.
+"""
 
 import importlib
+import sys
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from .doctor.packages import explained
+from .doctor.packages import explained, running_command
+from .system.blas import load_fast_blas
+from .system.version import __version__ as __version__
 
-with explained():
-    from .batch.generate import BatchResponse, batch_generate
-    from .decoding.loop import speculative_generate_step
-    from .decoding.sampling import Sampling
-    from .decoding.stats import Stats
-    from .demo.pair import load_demo
-    from .draft_models import open_drafter
-    from .drafters.eagle3 import Eagle3Drafter
-    from .drafters.load import load_drafter
-    from .drafters.tree import StaticTree, TreeShape, parse_tree
-    from .generate import GenerationResponse, generate, stream_generate
-    from .installation import Installation, install, installed, uninstall
-    from .system.version import __version__
+if TYPE_CHECKING:
+    from .public import *  # noqa: F403
+
+OWN_NAMES = ("__version__", "load_fast_blas")
+MODULES = ("bench", "convert", "reference", "server", "train")
 
 
-def __getattr__(name: str) -> ModuleType:
-    """Import ``mlx_eagle.convert`` and the like when they are first asked for."""
-    if name in ("bench", "convert", "reference", "server", "train"):
+def __getattr__(name: str) -> Any:
+    """Import a public name, or ``mlx_eagle.convert`` and the like, when it is first asked for."""
+    if name in MODULES:
         return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name.startswith("__") and name != "__all__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    with explained():
+        public = importlib.import_module(f"{__name__}.public")
+    if name == "__all__":
+        return [*OWN_NAMES, *public.__all__]
+    if name not in public.__all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(public, name)
 
 
-__all__ = [
-    "BatchResponse",
-    "Eagle3Drafter",
-    "GenerationResponse",
-    "Installation",
-    "Sampling",
-    "StaticTree",
-    "Stats",
-    "TreeShape",
-    "__version__",
-    "batch_generate",
-    "generate",
-    "install",
-    "installed",
-    "load_demo",
-    "load_drafter",
-    "open_drafter",
-    "parse_tree",
-    "speculative_generate_step",
-    "stream_generate",
-    "uninstall",
-]
+def __dir__() -> list[str]:
+    return [*__getattr__("__all__"), *MODULES]
+
+
+class _Package(ModuleType):
+    """This package, in which ``generate`` is the function, and not the module of that name."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # What Python does at the end of importing a module.
+        if name == "generate" and isinstance(value, ModuleType):
+            value = value.generate
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+if running_command() is not None:
+    load_fast_blas()
+    with explained():
+        importlib.import_module(f"{__name__}.decoding.loop")

@@ -4,6 +4,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from mlx_eagle import load_fast_blas
+
+load_fast_blas()  # before anything imports MLX
+
+# ruff: noqa: E402
 import helpers
 import pytest
 from checkpoints import CONFIG, as_midlayer, eagle3_tensors, write_safetensors

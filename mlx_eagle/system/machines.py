@@ -120,7 +120,7 @@ APPLE = (
 
 CPU_ADVICE = (
     "MLX's CPU build multiplies packed weights row by row, so only dense float32 targets can "
-    "gain, and on Linux only with OpenBLAS in front: expect k = 1 to 3"
+    "gain, and on Linux only with OpenBLAS: expect k = 1 to 3"
 )
 
 

@@ -50,18 +50,16 @@ def test_a_note_says_how_to_get_openblas(monkeypatch, capsys, tmp_path, tiny, pr
     flags = "--prompts gsm8k --limit 1 --max-tokens 4 --num-draft-tokens 1 --repeats 1 --out"
 
     def errors(has_openblas: bool) -> list[str]:
-        monkeypatch.setattr(device, "is_openblas_in_front", lambda: has_openblas)
+        monkeypatch.setattr(device, "openblas", lambda: object() if has_openblas else None)
         if program == "bench":
             return call(monkeypatch, capsys, tiny, *flags.split(), str(tmp_path))[1].splitlines()
         monkeypatch.setattr(demo, "load_demo", lambda: (tiny.target, tiny.tokenizer, tiny.drafter))
         demo.run("Hello", 4, 1)
         return capsys.readouterr().err.splitlines()
 
-    for library in (tmp_path, tmp_path / "nowhere"):
-        monkeypatch.setattr(device, "openblas_path", lambda path=library: path)
-        notes = [line for line in errors(False) if f"`export LD_PRELOAD={library}`" in line]
-        assert len(notes) == 1 and f"make {program}" in notes[0]
-        assert ("apt install libopenblas0-pthread" in notes[0]) == (not library.exists())
+    monkeypatch.setattr(device, "slow_because", lambda: "get OpenBLAS on Tuesday")
+    notes = [line for line in errors(False) if line.endswith("get OpenBLAS on Tuesday.")]
+    assert len(notes) == 1 and notes[0].startswith("Note: ")
     assert not any("openblas" in line.lower() for line in errors(True))
     monkeypatch.setattr(sys, "platform", "darwin")
     assert not any("openblas" in line.lower() for line in errors(False))

@@ -23,7 +23,7 @@ from mlx_eagle.commands import chat, flags
 from mlx_eagle.commands import generate as program
 from mlx_eagle.convert import __main__ as convert
 from mlx_eagle.demo.target import demo_target_path
-from mlx_eagle.system import device
+from mlx_eagle.system import blas, device
 
 QUESTION = "What is 3 + 4?"
 
@@ -307,7 +307,8 @@ def test_every_command_says_once_how_to_get_openblas(main, monkeypatch, capsys):
     """That of bench and demo is in ``test_bench_runs.py``, the server's in its own tests."""
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
-    monkeypatch.setattr(device, "is_openblas_in_front", lambda: False)
+    monkeypatch.setattr(device, "openblas", lambda: None)
+    monkeypatch.setattr(blas, "SOURCE", "no-such-package")
     flags = ["--hf-path", "no/such/head", "--check", "--target", "no/such"]
     flags = flags if main is convert.main else []
     monkeypatch.setattr(sys, "argv", ["x", *(flags or ["--draft-model", "no/such/head/here"])])
@@ -315,7 +316,7 @@ def test_every_command_says_once_how_to_get_openblas(main, monkeypatch, capsys):
         main()
     note, error = capsys.readouterr().err.splitlines()
     assert stop.value.code == 2 and error.startswith("error: ")
-    assert note.startswith("Note: ") and "`export LD_PRELOAD=/usr/lib/" in note
+    assert note.startswith("Note: ") and "pip install 'mlx-eagle[cpu]'" in note
 
 
 @pytest.mark.exhaustive

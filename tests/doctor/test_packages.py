@@ -197,7 +197,7 @@ def test_the_doctor_gives_its_page_all_the_same(broken, kind):
 
 
 def test_a_program_of_others_gets_an_import_error(broken):
-    code = "try: import mlx_eagle\nexcept ImportError as err: print(err)"
+    code = "try: from mlx_eagle import generate\nexcept ImportError as err: print(err)"
     done = python(broken["old"], "-c", code)
     assert done.stdout == f"{SENTENCES['old']}\n"
 

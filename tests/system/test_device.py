@@ -45,8 +45,11 @@ def test_elsewhere_nothing_is_set(prepared):
 
 def test_the_remedy_for_a_reference_blas_is_a_line(monkeypatch):
     monkeypatch.setattr(device.sys, "platform", "linux")
-    monkeypatch.setattr(device, "is_openblas_in_front", lambda: False)
+    monkeypatch.setattr(device, "openblas", lambda: None)
+    monkeypatch.setattr(device, "slow_because", lambda: "it is Tuesday")
     monkeypatch.setattr(device.mx, "default_device", lambda: device.mx.cpu)
-    assert "export LD_PRELOAD=" in device.blas_note()
-    monkeypatch.setattr(device, "is_openblas_in_front", lambda: True)
+    note = device.blas_note()
+    assert note.startswith("Note: drafting cannot be faster here")
+    assert note.endswith(": it is Tuesday.") and "\n" not in note
+    monkeypatch.setattr(device, "openblas", lambda: "one")
     assert device.blas_note() is None
