@@ -1,4 +1,4 @@
-"""Which Python and which builds of MLX and mlx-lm are here, and whether they fit together.
+"""Check of the packages: which Python, MLX and mlx-lm are here, and whether they fit together.
 
 Known without importing them, for where they do not fit an import fails: ``explained`` turns that
 into one sentence. MLX for Linux is three packages of the same files, of which the last one
@@ -18,6 +18,9 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from .report_lines import Finding, is_well, page
 
@@ -50,6 +53,11 @@ class Wanted(NamedTuple):
         return f"{self.low} or newer{newest}"
 
     @property
+    def limits(self) -> SpecifierSet:
+        newest = f",<{self.below}" if self.below else ""
+        return SpecifierSet(f">={self.low}{newest}", prereleases=True)
+
+    @property
     def get(self) -> str:
         """The command that installs a right one."""
         newest = f",<{self.below}" if self.below else ""
@@ -69,22 +77,15 @@ def find(name: str) -> Distribution | None:
         return None
 
 
-def numbers(version: str) -> tuple[int, ...]:
-    """A version to compare: "0.32.2" -> (0, 32, 2); "0.33.0.dev1+g5" -> (0, 33, 0)"""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
-
-
 def check_version(wanted: Wanted) -> Finding:
     """Whether a package is there, in a version that we can work with, and as tested."""
     found = find(wanted.name)
     if found is None:
         return Finding(wanted.name, "not installed", "problem", wanted.get)
-    has = numbers(found.version)
-    if has < numbers(wanted.low) or (wanted.below and has >= numbers(wanted.below)):
+    if found.version not in wanted.limits:
         text = f"{found.version}, expected {wanted.words}"
         return Finding(wanted.name, text, "problem", wanted.get)
-    if has != numbers(wanted.tested):
+    if Version(found.version) != Version(wanted.tested):
         return Finding(wanted.name, f"{found.version} (the tests ran with {wanted.tested})")
     return Finding(wanted.name, f"{found.version}, as tested")
 
@@ -126,7 +127,7 @@ def check_system() -> Finding:
     if sys.platform != "darwin":
         return Finding("system", platform.platform(terse=True))
     version = platform.mac_ver()[0]
-    if numbers(version)[:1] < (OLDEST_MACOS,):
+    if int(version.partition(".")[0] or 0) < OLDEST_MACOS:
         remedy = f"MLX is built for macOS {OLDEST_MACOS} and newer: update the system"
         return Finding("system", f"macOS {version}", "problem", remedy)
     return Finding("system", f"macOS {version}")
