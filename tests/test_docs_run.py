@@ -50,7 +50,7 @@ from transformers import PreTrainedTokenizerFast
 from mlx_eagle.bench.__main__ import DEMO_NAMES
 from mlx_eagle.convert import convert
 from mlx_eagle.demo import pair as demo
-from mlx_eagle.doctor.tiny import CACHE_CASES, cache_section
+from mlx_eagle.doctor.self_test import Section, attention_section
 from mlx_eagle.drafters.pairs import PAIRS
 
 TARGETS: dict[str, Callable[..., nn.Module]] = {
@@ -204,7 +204,6 @@ class Reader:
     def bench(self, words: list[str]) -> None:
         short = SHORT + (["--context", "16,32"] if "--context" in words else [])
         short += ["--batch", "1,2", "--limit", "2"] if "--batch" in words else []
-        short += ["--max-kv-size", "16,32"] if "--max-kv-size" in words else []
         if "--serve" in words:  # by processes, which find the hub in their environment
             short += ["--serve", "1,2", "--limit", "2"]
             for name, value in hub_settings(self.hub.address, self.hub.root.parent).items():
@@ -219,12 +218,13 @@ class Reader:
     def doctor(self, words: list[str]) -> None:
         """With a part or two of the self-test, and no word on the BLAS of the tests' machine."""
         self.patch.setattr("mlx_eagle.doctor.checks.blas_note", lambda: None)
-        short = [cache_section(CACHE_CASES[:2])]
+        whole = attention_section()
+        short = [Section(whole.title, whole.header, whole.parts[:2])]
         self.patch.setattr("mlx_eagle.doctor.__main__.sections", lambda: short)
         out = self.run(words)
         if "--self-test" in words:
             report = Path(value_of(words, "--out") or "mlx-eagle-self-test.md")
-            assert "RotatingKVCache" in report.read_text() and report.name in out
+            assert "| 64 | float16 |" in report.read_text() and report.name in out
         else:
             assert "machine" in out and ("passes" in out) == ("--model" in words)
 

@@ -7,21 +7,17 @@ import os
 import re
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import mlx.core as mx
 
-from ..decoding.remembered import age_of, is_fresh, read_entries
 from ..drafters.pairs import targets_within
 from ..system.atomic_folder import user_cache
-from ..system.device import CUDNN, blas_name, blas_note, device_name
-from ..system.json_schema import parse_object, read_bytes
+from ..system.device import CUDNN, blas_name, blas_note
 from ..system.machines import Machine, this_machine
 from .packages import check_packages, read_sysctl
 from .report_lines import Finding
 
 GB = 1e9
-DAY = 24 * 3600
 WIRED = "iogpu.wired_limit_mb"
 TF32 = "MLX_ENABLE_TF32"
 FIRST_WITH_TF32 = 5  # M5, whose GPU has matrix units
@@ -96,7 +92,7 @@ def check_memory() -> list[Finding]:
 
 
 def check_cache() -> list[Finding]:
-    """Whether converted heads and measured costs can be kept."""
+    """Whether converted heads can be kept."""
     folder = user_cache()
     nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     try:
@@ -105,39 +101,11 @@ def check_cache() -> list[Finding]:
     except OSError as err:
         text = f"{folder} cannot be written ({err.strerror or err})"
         remedy = (
-            "heads are converted and costs are learned again in every process: make it "
-            "writable, or set HOME to a folder that is"
+            "heads are converted again in every process: make it writable, or set HOME to a "
+            "folder that is"
         )
         return [Finding("cache", text, "problem", remedy)]
     return [Finding("cache", f"{folder} can be written")]
-
-
-def check_calibration() -> list[Finding]:
-    """What is remembered of the costs of rounds, and how old it is."""
-    path = user_cache() / "calibration.json"
-    if not os.path.lexists(path):
-        return [Finding("calibration", "none yet: auto learns from its first rounds")]
-    try:
-        known = parse_object(read_bytes(path), path)
-    except (OSError, ValueError) as err:
-        what = str(err).partition(";")[0]  # behind it stands what to do about files of others
-        return [Finding("calibration", what, "problem", remedy_for(path))]
-    entries = read_entries(path)
-    if len(entries) < len(known):
-        text = f"{len(known) - len(entries)} of {len(known)} measurements in {path} are damaged"
-        return [Finding("calibration", text, "problem", remedy_for(path))]
-    here = [entry for key, entry in entries.items() if key.startswith(f"{device_name()} | ")]
-    text = f"{len(here)} measurements of this device on file, {len(entries) - len(here)} of others"
-    if here:
-        age, num_stale = min(map(age_of, here)), sum(not is_fresh(entry) for entry in here)
-        days = f"{age / DAY:.0f} days" if age >= 2 * DAY else f"{age / 3600:.0f} hours"
-        text += f"; the last one was begun {days} ago, and {num_stale} will be refreshed"
-    return [Finding("calibration", text)]
-
-
-def remedy_for(path: Path) -> str:
-    """What to do about a file of costs that cannot be read."""
-    return f"remove {path}: auto learns anew"
 
 
 def check_pairs() -> list[Finding]:
@@ -158,7 +126,6 @@ CHECKS: tuple[Callable[[], list[Finding]], ...] = (
     check_settings,
     check_memory,
     check_cache,
-    check_calibration,
     check_pairs,
 )
 

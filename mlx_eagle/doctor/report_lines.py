@@ -1,4 +1,4 @@
-"""What a look at the machine finds: a line each, with what to do about it. Imports nothing."""
+"""Lines of the doctor's page: what was found, and what to do about it."""
 
 import textwrap
 from collections.abc import Sequence

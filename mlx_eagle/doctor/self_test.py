@@ -1,6 +1,7 @@
-"""The self-test: every part in turn, and one Markdown report for an issue.
+"""The self-test: attention, costs and parity tried part by part, and one report for an issue.
 
-The report names no path, no user and no host.
+A part that fails or whose kernel raises becomes a line of the report, and the rest goes on. The
+report names no path, no user and no host.
 """
 
 import os
@@ -8,22 +9,42 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
+from math import inf, isnan
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+from mlx.utils import tree_map
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..batch.generate import batch_generate
+from ..bench.parity import compare, margin, next_logprobs, parity_words
+from ..bench.part_timing import Bench, Timing, sample_head, sample_verify
+from ..decoding.sampling import Sampling
+from ..demo.pair import load_demo
+from ..drafters.base import Drafter
+from ..drafters.tree import TreeShape
+from ..generate import stream_generate
 from ..system.atomic_folder import check_writable
 from ..system.device import prepare_device
 from ..system.version import __version__
 from .checks import TF32, check_all
-from .pair import cost_section, parity_section
-from .parts import Outcome, Section, run_part
+from .expect import build
 from .report_lines import Finding
-from .tiny import attention_section, cache_section
 
-PRIVATE = ("cache", "calibration", "known pairs")
-"""Findings that are nobody else's business, or say nothing about the machine."""
+FAILED = "FAILED"
+KERNEL_ERRORS = (RuntimeError, ValueError)
+"""What MLX raises where a kernel cannot be built or run, and we where something is refused."""
+PRIVATE = ("cache", "known pairs")
+"""Findings about the user, or that say nothing about the machine."""
 PATH = re.compile(r"(?<![\w./~])~?(?:/[^\s/:'\"`,()]+)+/?")
 LONGEST_ERROR = 300
 LEGEND = (
@@ -31,49 +52,99 @@ LEGEND = (
     "near-tie is no failure: two tokens are so close there that rounding decides between them."
 )
 
+Line = tuple[str, ...]
+"""A line of a table of the report; the last cell is ``FAILED`` where something is wrong."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing that is tried: ``run`` returns its lines of the table."""
+
+    name: str
+    run: Callable[[], Sequence[Line]]
+
+
+@dataclass
+class Result:
+    """What a part gave: its lines, or the error that ended it."""
+
+    name: str
+    lines: Sequence[Line] = ()
+    error: str = ""
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return not self.error and all(line[-1] != FAILED for line in self.lines)
+
+
+@dataclass
+class Section:
+    """A table of the report: its columns, the parts that fill it, and what they gave."""
+
+    title: str
+    header: Line
+    parts: Sequence[Part]
+    remark: str = ""
+    results: list[Result] = field(default_factory=list)
+
 
 def sections() -> list[Section]:
     """Everything that is tried, quick things first."""
-    return [cache_section(), attention_section(), cost_section(), parity_section()]
+    return [attention_section(), cost_section(), parity_section()]
 
 
-def self_test(tried: Sequence[Section], file: Path) -> tuple[list[Outcome], bool]:
+def self_test(tried: Sequence[Section], file: Path) -> list[str]:
     """Run all parts, saying how far it is on standard error, and write the report to ``file``.
 
     It is also written before each part: should one end the whole process, it says which. Returns
-    the outcomes, and whether all is well. Raises ValueError where ``file`` cannot be written,
-    before anything is run.
+    the names of the parts that failed. Raises ValueError where ``file`` cannot be written, before
+    anything is run.
     """
     check_writable(file, "--out")
     prepare_device()
     # Read once, at the first product: float32 is to be compared as float32.
     os.environ.setdefault(TF32, "0")
-    findings, outcomes, start = check_all(), [Outcome(section) for section in tried], time.time()
+    findings, start = check_all(), time.time()
     total, number = sum(len(section.parts) for section in tried), 0
-    for outcome in outcomes:
-        for part in outcome.section.parts:
+    for section in tried:
+        for part in section.parts:
             number += 1
-            file.write_text(report(findings, outcomes, time.time() - start, part.name))
+            file.write_text(report(findings, tried, time.time() - start, part.name))
             result = run_part(part)
-            outcome.results.append(result)
-            said = "ok" if result.ok else "FAILED"
+            section.results.append(result)
+            said = "ok" if result.ok else FAILED
             line = f"[{number}/{total}] {part.name}: {said} ({result.seconds:.1f} s)"
             print(line, file=sys.stderr, flush=True)
-    file.write_text(report(findings, outcomes, time.time() - start))
-    return outcomes, not failures(outcomes)
+    file.write_text(report(findings, tried, time.time() - start))
+    return failures(tried)
 
 
-def failures(outcomes: Sequence[Outcome]) -> list[str]:
+def run_part(part: Part) -> Result:
+    """Run one part; what a kernel raises is its result."""
+    result, start = Result(part.name), time.perf_counter()
+    try:
+        result.lines = part.run()
+    except KERNEL_ERRORS as err:
+        reason = " ".join(str(err).split()) or "no reason given"
+        result.error = f"{type(err).__name__}: {reason}"
+    result.seconds = time.perf_counter() - start
+    return result
+
+
+def failures(tried: Sequence[Section]) -> list[str]:
     """The parts that failed."""
-    results = [result for outcome in outcomes for result in outcome.results]
-    return [result.part.name for result in results if not result.ok]
+    return [result.name for section in tried for result in section.results if not result.ok]
+
+
+# --- the report ---------------------------------------------------------------------------------
 
 
 def report(
-    findings: Sequence[Finding], outcomes: Sequence[Outcome], seconds: float, running: str = ""
+    findings: Sequence[Finding], tried: Sequence[Section], seconds: float, running: str = ""
 ) -> str:
     """The Markdown of all that was found; ``running`` is the part that has not come back."""
-    failed, num_parts = failures(outcomes), sum(len(outcome.results) for outcome in outcomes)
+    failed, num_parts = failures(tried), sum(len(section.results) for section in tried)
     verdict = f"{len(failed)} of {num_parts} parts failed" if failed else "all parts passed"
     verdict = f'ended in the part "{running}"' if running else verdict
     rows = [
@@ -90,21 +161,20 @@ def report(
     if failed:
         text.append(f"Failed: {'; '.join(failed)}")
     text.append(table(("this machine", "what is there"), rows))
-    text += [part for outcome in outcomes if outcome.results for part in blocks(outcome)]
+    text += [part for section in tried if section.results for part in blocks(section)]
     return redact("\n\n".join(text)) + "\n"
 
 
-def blocks(outcome: Outcome) -> list[str]:
+def blocks(section: Section) -> list[str]:
     """The heading, the remark and the table of a section."""
-    header = outcome.section.header
-    rows: list[tuple[str, ...]] = []
-    for result in outcome.results:
-        rows += [line.cells for line in result.lines]
+    rows: list[Line] = []
+    for result in section.results:
+        rows += result.lines
         if result.error:
-            told = (result.part.name, result.error[:LONGEST_ERROR], "FAILED")
-            rows.append((told[0], *[""] * (len(header) - 3), *told[1:]))
-    remark = [outcome.section.remark] if outcome.section.remark else []
-    return [f"### {outcome.section.title}", *remark, table(header, rows)]
+            empty = [""] * (len(section.header) - 3)
+            rows.append((result.name, *empty, result.error[:LONGEST_ERROR], FAILED))
+    remark = [section.remark] if section.remark else []
+    return [f"### {section.title}", *remark, table(section.header, rows)]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -124,18 +194,288 @@ def redact(text: str) -> str:
     return re.sub(rf"\b{re.escape(host)}\b", "(host)", text) if len(host) > 2 else text
 
 
-def document(outcomes: Sequence[Outcome], well: bool) -> dict[str, Any]:
-    """The outcomes for ``--json``."""
+def document(tried: Sequence[Section]) -> dict[str, Any]:
+    """The results for ``--json``."""
     parts = [
         {
-            "section": outcome.section.title,
-            "name": result.part.name,
+            "section": section.title,
+            "name": result.name,
             "ok": result.ok,
             "seconds": round(result.seconds, 2),
-            "lines": [list(line.cells) for line in result.lines],
+            "lines": [list(line) for line in result.lines],
             "error": redact(result.error),
         }
-        for outcome in outcomes
-        for result in outcome.results
+        for section in tried
+        for result in section.results
     ]
-    return {"version": __version__, "ok": well, "parts": parts}
+    return {"version": __version__, "ok": not failures(tried), "parts": parts}
+
+
+# --- attention: passes of several rows against the same rows one by one -------------------------
+
+HEAD_DIMS = (64, 80, 96, 128, 256)
+GROUPS = (4, 8)  # query heads per key head
+PREFIXES = (100, 1100)  # keys before the pass: from 1024 on, Metal's kernel works in two steps
+PASS_ROWS = (2, 3, 4, 5, 8, 9, 16)
+NUM_HEADS, VOCAB = 8, 64
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+ATTENTION_LIMITS = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 8e-2}
+"""Of the largest logit; the rows of a pass are rounded in another order than single ones."""
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "num_attention_heads": NUM_HEADS,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCAB,
+    "tie_word_embeddings": False,
+}
+
+
+def tiny(config: dict[str, Any], dtype: mx.Dtype = mx.float32) -> nn.Module:
+    """A model of that configuration with lively random weights."""
+    model = build(config)
+    mx.random.seed(0)
+    model.update(tree_map(_random, model.parameters()))
+    model.set_dtype(dtype)
+    mx.eval(model.parameters())
+    return model
+
+
+def _random(weight: mx.array) -> mx.array:
+    noise = 0.1 * mx.random.normal(weight.shape)
+    return 1.0 + noise if weight.ndim == 1 else noise
+
+
+def attention_section() -> Section:
+    """Every head dimension that has a kernel of its own, in every type."""
+    return Section(
+        "Attention: several rows against one by one",
+        ("head dimension", "type", "largest difference", "allowed", "at", "verdict"),
+        [
+            Part(f"attention, head dimension {size}, {name}", partial(try_attention, size, name))
+            for size in HEAD_DIMS
+            for name in DTYPES
+        ],
+        "A tiny random model; differences are shares of its largest logit.",
+    )
+
+
+def try_attention(head_dim: int, dtype_name: str) -> list[Line]:
+    """The largest difference in logits of passes of several rows, of all groups and prefixes."""
+    worst, where = -1.0, ""
+    for group in GROUPS:
+        changes = {"head_dim": head_dim, "num_key_value_heads": NUM_HEADS // group}
+        model = tiny(LLAMA | changes, DTYPES[dtype_name])
+        for prefix in PREFIXES:
+            for rows, found in differences(model, prefix, DTYPES[dtype_name]):
+                if found > worst:
+                    worst, where = found, f"{rows} rows, {group} heads per key, {prefix} keys"
+    limit = ATTENTION_LIMITS[dtype_name]
+    verdict = "ok" if worst <= limit else FAILED
+    return [(str(head_dim), dtype_name, f"{worst:.1e}", f"{limit:.0e}", where, verdict)]
+
+
+def differences(model: nn.Module, prefix: int, dtype: mx.Dtype) -> list[tuple[int, float]]:
+    """Number of rows and difference, by the largest logit, for passes after random keys."""
+    filled = make_prompt_cache(model)
+    args = model.args
+    shape = (1, args.num_key_value_heads, prefix, args.head_dim)
+    for cache in filled:
+        keys, values = (mx.random.normal(shape).astype(dtype) for _ in range(2))
+        cache.update_and_fetch(keys, values)
+    mx.eval([cache.state for cache in filled])
+    tokens = mx.random.randint(0, VOCAB, (1, max(PASS_ROWS)))
+    by_one = deepcopy(filled)
+    single = mx.concatenate(
+        [model(tokens[:, i : i + 1], cache=by_one)[0] for i in range(max(PASS_ROWS))]
+    ).astype(mx.float32)
+    found = []
+    for rows in PASS_ROWS:
+        several = model(tokens[:, :rows], cache=deepcopy(filled))[0].astype(mx.float32)
+        difference = mx.abs(several - single[:rows]).max() / mx.abs(single[:rows]).max()
+        number: Any = difference.item()
+        found.append((rows, inf if isnan(number) else number))
+    return found
+
+
+# --- costs: passes of the demo target by rows, and its head -------------------------------------
+
+CHAIN, ROWS, DRAFTS, CONTEXT, SAMPLES = 4, range(1, 9), (1, 4), 128, 5
+
+
+def cost_section(samples: int = SAMPLES) -> Section:
+    """What passes of the demo target cost by rows, and what the head costs."""
+    return Section(
+        "Costs: the demo pair as the commands load it",
+        ("what", "milliseconds", "of a plain step"),
+        [Part("costs", partial(measure_costs, samples))],
+        f"After {CONTEXT} tokens, the median of {samples} times.",
+    )
+
+
+def measure_costs(samples: int) -> list[Line]:
+    """c(R) for R of 1 to 8, an accept pass, and one more draft token."""
+    model, _, drafter = load_demo()
+    context = [token % 1000 + 100 for token in range(CONTEXT)]
+    bench = Bench(model, drafter, context)
+    verify = sample_verify(bench, ROWS, samples)
+    accept, propose = sample_head(bench, (CHAIN,), DRAFTS, samples)
+    plain = milliseconds(verify[1])
+    lines = [(f"pass of {rows} rows, c({rows})", milliseconds(verify[rows])) for rows in ROWS]
+    first, last = (milliseconds(propose[size]) for size in DRAFTS)
+    lines.append((f"accept pass of {CHAIN} rows", milliseconds(accept[CHAIN])))
+    lines.append(("draft step of the head", (last - first) / (DRAFTS[1] - DRAFTS[0])))
+    return [(what, f"{time:.2f}", f"{time / plain:.2f}") for what, time in lines]
+
+
+def milliseconds(timing: Timing) -> float:
+    """The median time of the device."""
+    return 1000 * median(timing.run)
+
+
+# --- parity: the demo pair, drafted in every way, against plain mlx-lm --------------------------
+
+QUESTIONS = (
+    "What is 12 * 8?",
+    "Tom has 3 boxes with 7 pens each and buys 4 more pens. How many pens does he have?",
+)
+TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+TREE, SEED = TreeShape(4, 4, 15), 7
+LEAST_TOKENS, MOST_TOKENS = 4, 96  # of an answer
+SECONDS = 8.0  # for one answer, plain and drafted: there are fifteen pairs of them
+NEAR_TIES = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}
+"""Margins up to which two tokens are so close that rounding may decide between them."""
+
+
+@dataclass
+class DemoPair:
+    """The demo pair in one type of weights, and mlx-lm's own greedy answer on it."""
+
+    name: str
+    model: nn.Module
+    tokenizer: Any
+    drafter: Drafter
+    num_tokens: int = LEAST_TOKENS
+    greedy: list[int] = field(default_factory=list)
+
+    def prompts(self) -> list[list[int]]:
+        """The questions as tokens."""
+        encode = self.tokenizer.encode
+        return [encode(TEMPLATE.format(question)) for question in QUESTIONS]
+
+    def run(self, generate: Callable[..., Any], **options: Any) -> list[int]:
+        """The tokens of one answer."""
+        found = generate(
+            self.model, self.tokenizer, self.prompts()[0], max_tokens=self.num_tokens, **options
+        )
+        return [response.token for response in found]
+
+    def line(self, way: str, result: dict[str, Any], num_tokens: int) -> Line:
+        """Identical, or parted at a near-tie: fine; anything else is not."""
+        near = result["identical"] or result["margin"] <= NEAR_TIES[self.name]
+        verdict = "ok" if result["identical"] else "near-tie" if near else FAILED
+        return (self.name, way, str(num_tokens), parity_words(result), verdict)
+
+
+def load_pair(name: str) -> DemoPair:
+    """Packed on a GPU, as people run it; dense on a CPU, where packed weights are slow."""
+    loaded = load_demo(DTYPES[name], quantized=mx.default_device() == mx.gpu)
+    pair = DemoPair(name, *loaded)
+    pair.num_tokens = num_tokens_within(SECONDS, pair.model, pair.prompts()[0])
+    pair.greedy = pair.run(mlx_lm.stream_generate)
+    return pair
+
+
+def num_tokens_within(seconds: float, model: nn.Module, prompt: list[int]) -> int:
+    """How many tokens a plain and a drafted answer may have to take that long here.
+
+    By single passes, of which the first is the slowest, and as if every draft were wrong: half
+    precision on a CPU, or a CPU without a fast BLAS, is many times slower than a GPU.
+    """
+    cache, took = make_prompt_cache(model), []
+    for tokens in (prompt, prompt[:1], (prompt * TREE.nodes)[: TREE.nodes + 1]):
+        start = time.perf_counter()
+        mx.eval(model(mx.array([tokens]), cache=cache))
+        took.append(time.perf_counter() - start)
+    prefill, step, verify = took
+    most = (seconds - 2 * prefill) / (step + verify)
+    return min(max(int(most), LEAST_TOKENS), MOST_TOKENS)
+
+
+def parity_section() -> Section:
+    """Every way to draft with every type of weights, against plain mlx-lm."""
+    loaded: list[DemoPair] = []  # one at a time
+
+    def run(name: str, way: str) -> list[Line]:
+        if not loaded or loaded[0].name != name:
+            loaded.clear()  # before the next one takes its memory
+            loaded.append(load_pair(name))
+        return WAYS[way](loaded[0], way)
+
+    ties = ", ".join(f"{limit:g} in {name}" for name, limit in NEAR_TIES.items())
+    return Section(
+        "Parity with mlx-lm: the demo pair",
+        ("weights", "drafts", "tokens", "result", "verdict"),
+        [
+            Part(f"parity, {name}, {way}", partial(run, name, way))
+            for name in NEAR_TIES
+            for way in WAYS
+        ],
+        f"Chains of {CHAIN} draft tokens, a tree {TREE}, samples at temperature 1, a batch of "
+        f"{len(QUESTIONS)}; answers are as long as there is time for. Where two texts part, the "
+        f"margin says how far the worse of the two tokens is below the best: up to {ties} it is "
+        "a near-tie.",
+    )
+
+
+def try_greedy(pair: DemoPair, way: str, **options: Any) -> list[Line]:
+    """A greedy answer, drafted with these options, against mlx-lm's."""
+    drafted = pair.run(stream_generate, draft_model=pair.drafter, **options)
+    result = compare(pair.model, pair.prompts()[0], pair.greedy, drafted)
+    return [pair.line(way, result, len(drafted))]
+
+
+def try_sampled(pair: DemoPair, way: str, **options: Any) -> list[Line]:
+    """With a seed, a drafted text is the one that the same sampler draws from plain decoding."""
+    sampling = Sampling(temp=1.0, seed=SEED)
+    plain = pair.run(mlx_lm.stream_generate, sampler=sampling.begin())
+    drafted = pair.run(stream_generate, draft_model=pair.drafter, sampler=sampling, **options)
+    result = compare(pair.model, pair.prompts()[0], plain, drafted)
+    if not result["identical"]:
+        index = result["index"]
+        scores = noisy_scores(pair.model, pair.prompts()[0] + plain[:index], sampling, index)
+        result["margin"] = margin(scores, index, plain, drafted)
+    return [pair.line(way, result, len(drafted))]
+
+
+def noisy_scores(
+    model: nn.Module, tokens: list[int], sampling: Sampling, position: int
+) -> mx.array:
+    """What the token after ``tokens`` is the best of, (V,), the ``position``-th drawn."""
+    logprobs = next_logprobs(model, tokens)
+    return sampling.log_probabilities(logprobs) + sampling.noise(position, logprobs.shape[-1])
+
+
+def try_batch(pair: DemoPair, way: str) -> list[Line]:
+    """Two answers at once against mlx-lm's own batch."""
+    prompts = pair.prompts()
+    options: dict[str, Any] = {"max_tokens": pair.num_tokens, "return_token_ids": True}
+    plain = mlx_lm.batch_generate(pair.model, pair.tokenizer, prompts, **options).token_ids
+    options |= {"draft_model": pair.drafter, "num_draft_tokens": CHAIN}
+    drafted = batch_generate(pair.model, pair.tokenizer, prompts, **options).token_ids
+    return [
+        pair.line(way, compare(pair.model, prompt, one, other), len(other))
+        for prompt, one, other in zip(prompts, plain or [], drafted or [], strict=True)
+    ]
+
+
+WAYS: dict[str, Callable[[DemoPair, str], list[Line]]] = {
+    "chain": partial(try_greedy, num_draft_tokens=CHAIN),
+    "tree": partial(try_greedy, tree=TREE),
+    "sampled": partial(try_sampled, num_draft_tokens=CHAIN),
+    "sampled tree": partial(try_sampled, tree=TREE),
+    "batch": try_batch,
+}

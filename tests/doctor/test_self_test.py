@@ -15,9 +15,8 @@ from helpers import byte_tokenizer, tiny_head, tiny_llama
 from mlx_lm.models import llama
 
 from mlx_eagle.doctor import __main__ as program
-from mlx_eagle.doctor import pair, self_test, tiny
-from mlx_eagle.doctor.parts import Line, Part, Section
-from mlx_eagle.target import rollback
+from mlx_eagle.doctor import self_test
+from mlx_eagle.doctor.self_test import Line, Part, Section
 
 
 def raises(error: Exception):
@@ -30,9 +29,10 @@ def raises(error: Exception):
 KERNEL = RuntimeError(
     "Maximum threads per threadgroup is 896\nbut requested 1024 | in /opt/a/b.metal"
 )
-GOOD = Part("good", lambda: [Line(("one", "1.0", "fine"))])
-BAD = Part("bad", lambda: [Line(("two", "2.0", "FAILED"), ok=False)])
+GOOD = Part("good", lambda: [("one", "1.0", "fine")])
+BAD = Part("bad", lambda: [("two", "2.0", "FAILED")])
 BROKEN = Part("broken", raises(KERNEL))
+WAYS = self_test.WAYS
 
 
 def section(*parts: Part) -> Section:
@@ -117,46 +117,22 @@ def test_the_report_has_neither_the_host_nor_what_lies_at_home(run, monkeypatch)
     monkeypatch.setattr(platform, "node", lambda: "anns-macbook")
     _, report, _ = run(Part("a", raises(ValueError("anns-macbook went away"))))
     assert "anns-macbook" not in report and "(host) went away" in report
-    assert str(Path.home()) not in report and "calibration" not in report
+    assert str(Path.home()) not in report
 
 
 # --- the parts themselves ------------------------------------------------------------------------
 
 
-CASES = {case.name: case for case in tiny.CACHE_CASES}
-
-
-@pytest.mark.parametrize("name", thorough(CASES, "rotating", "quantized", "gated delta"))
-def test_caches(name):
-    (line,) = tiny.try_cache(CASES[name])
-    assert line.ok and "identical" in line.cells
-
-
-def test_every_kind_of_cache_is_tried():
-    quantized = any("kv_bits" in case.options for case in tiny.CACHE_CASES)
-    names = {"QuantizedKVCache"} if quantized else set()
-    for case in tiny.CACHE_CASES:
-        for cache in case.make_cache(tiny.build(case.config)):
-            names |= set(tiny.kind(cache).split())
-    assert {kind.__name__ for kind in rollback.RULES} <= names
-
-
-def test_a_cache_that_is_not_cut_back_is_found(monkeypatch):
-    monkeypatch.setattr(rollback.TrimRollback, "rollback", lambda self, *args: None)
-    (line,) = tiny.try_cache(tiny.CACHE_CASES[0])
-    assert not line.ok and line.cells[-1] == "FAILED" and "differs from token" in line.cells[-2]
-
-
 @pytest.mark.parametrize("head_dim, dtype", [(64, "float32"), (80, "bfloat16")])
 def test_attention(head_dim, dtype, monkeypatch):
-    monkeypatch.setattr(tiny, "PREFIXES", (40,))
-    (line,) = tiny.try_attention(head_dim, dtype)
-    assert line.ok and line.cells[:2] == (str(head_dim), dtype)
+    monkeypatch.setattr(self_test, "PREFIXES", (40,))
+    (line,) = self_test.try_attention(head_dim, dtype)
+    assert line[:2] == (str(head_dim), dtype) and line[-1] == "ok"
 
 
 @pytest.mark.parametrize("wrong", ["nan", "the mask"])
 def test_attention_that_is_wrong_for_five_rows_is_found(monkeypatch, wrong):
-    monkeypatch.setattr(tiny, "PREFIXES", (40,))
+    monkeypatch.setattr(self_test, "PREFIXES", (40,))
     attention = llama.scaled_dot_product_attention
 
     def broken(queries, keys, values, cache, scale, mask, **options):
@@ -166,39 +142,40 @@ def test_attention_that_is_wrong_for_five_rows_is_found(monkeypatch, wrong):
         return out * mx.nan if queries.shape[2] == 5 and wrong == "nan" else out
 
     monkeypatch.setattr(llama, "scaled_dot_product_attention", broken)
-    (line,) = tiny.try_attention(64, "float32")
-    assert not line.ok and line.cells[4].startswith("5 rows")
+    (line,) = self_test.try_attention(64, "float32")
+    assert line[-1] == "FAILED" and line[4].startswith("5 rows")
 
 
 @pytest.fixture
-def pairs(monkeypatch) -> pair.Pairs:
+def pair() -> self_test.DemoPair:
     """A tiny random pair in place of the demo pair."""
     model = tiny_llama(vocab_size=258)
-    args = model, byte_tokenizer(), tiny_head(model), pair.PRECISIONS["float32"], 12
-    monkeypatch.setattr(pair.DemoPair, "load", lambda name: pair.DemoPair(*args))
-    return pair.Pairs()
-
-
-WAYS = {
-    "chain": lambda pairs: pair.try_greedy(pairs, "float32", num_draft_tokens=3),
-    "tree": lambda pairs: pair.try_greedy(pairs, "float32", tree=pair.TREE),
-    "sampled": lambda pairs: pair.try_sampled(pairs, "float32", num_draft_tokens=3),
-    "sampled tree": lambda pairs: pair.try_sampled(pairs, "float32", tree=pair.TREE),
-    "batch": lambda pairs: pair.try_batch(pairs, "float32"),
-}
+    pair = self_test.DemoPair("float32", model, byte_tokenizer(), tiny_head(model), 12)
+    pair.greedy = pair.run(self_test.mlx_lm.stream_generate)
+    return pair
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_parity(pairs, way):
-    lines = WAYS[way](pairs)
+def test_parity(pair, way):
+    lines = WAYS[way](pair, way)
     assert len(lines) == (2 if way == "batch" else 1)
-    assert {line.cells for line in lines} == {("12", "identical", "ok")}
+    assert set(lines) == {("float32", way, "12", "identical", "ok")}
+
+
+def test_each_type_of_weights_is_loaded_once(pair, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(self_test, "load_pair", lambda name: loaded.append(name) or pair)
+    monkeypatch.setattr(pair, "name", "float16")
+    parts = [part for part in self_test.parity_section().parts if ", float16," in part.name]
+    lines = [line for part in parts for line in part.run()]
+    assert loaded == ["float16"] and len(lines) == len(WAYS) + 1
+    assert {line[-1] for line in lines} == {"ok"}
 
 
 @pytest.mark.parametrize("way", thorough(WAYS, "chain", "sampled"))
-def test_a_difference_has_its_margin(pairs, monkeypatch, way):
+def test_a_difference_has_its_margin(pair, monkeypatch, way):
     """mlx-lm's own text is changed, as if ours had gone another way there."""
-    stream, batch = pair.mlx_lm.stream_generate, pair.mlx_lm.batch_generate
+    stream, batch = self_test.mlx_lm.stream_generate, self_test.mlx_lm.batch_generate
 
     def wrong_stream(*args, **options):
         for i, response in enumerate(stream(*args, **options)):
@@ -210,26 +187,25 @@ def test_a_difference_has_its_margin(pairs, monkeypatch, way):
         found.token_ids[1][3] += 1
         return found
 
-    monkeypatch.setattr(pair.mlx_lm, "stream_generate", wrong_stream)
-    monkeypatch.setattr(pair.mlx_lm, "batch_generate", wrong_batch)
-    line = WAYS[way](pairs)[-1]
-    assert not line.ok and line.cells[2] == "FAILED"
-    assert line.cells[1].startswith("differs from token 3 on, margin ")
+    monkeypatch.setattr(self_test.mlx_lm, "stream_generate", wrong_stream)
+    monkeypatch.setattr(self_test.mlx_lm, "batch_generate", wrong_batch)
+    pair.greedy = pair.run(self_test.mlx_lm.stream_generate)
+    line = WAYS[way](pair, way)[-1]
+    assert line[-1] == "FAILED" and line[3].startswith("differs from token 3 on, margin ")
 
 
 @pytest.mark.parametrize("margin, verdict", [(0.0009, "near-tie"), (0.0011, "FAILED")])
-def test_near_ties_are_no_failures(pairs, margin, verdict):
+def test_near_ties_are_no_failures(pair, margin, verdict):
     result = {"identical": False, "index": 3, "margin": margin}
-    line = pair.judged(result, pairs.get("float32"), 12)
-    assert line.cells[2] == verdict and line.ok == (verdict == "near-tie")
+    assert pair.line("chain", result, 12)[-1] == verdict
 
 
-def test_a_sampled_token_is_the_best_of_the_noisy_scores(pairs):
+def test_a_sampled_token_is_the_best_of_the_noisy_scores(pair):
     """Those that the margin is taken of."""
-    sampling, model, tokens = pair.Sampling(temp=1.0, seed=3), pairs.get("float32").model, [5, 6]
+    sampling, model, tokens = self_test.Sampling(temp=1.0, seed=3), pair.model, [5, 6]
     logits = model(mx.array(tokens)[None])[0, -1:]
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    scores = pair.noisy_scores(model, tokens, sampling, 0).flatten()
+    scores = self_test.noisy_scores(model, tokens, sampling, 0).flatten()
     assert mx.argmax(scores).item() == sampling(logprobs).item()
 
 
@@ -238,18 +214,16 @@ def test_answers_are_as_long_as_there_is_time_for(monkeypatch, pace, num_tokens)
     """A prompt takes 1 second, a step 1/4, a pass over a tree 1/2: (8 - 2 * 1) / (1/4 + 1/2)."""
     ticks = (pace * tick for tick in (0.0, 1.0, 1.0, 1.25, 1.25, 1.75))
     clock = SimpleNamespace(perf_counter=lambda: next(ticks))
-    monkeypatch.setattr(pair, "time", clock)
-    assert pair.num_tokens_within(8.0, tiny_llama(), [1, 2, 3]) == num_tokens
+    monkeypatch.setattr(self_test, "time", clock)
+    assert self_test.num_tokens_within(8.0, tiny_llama(), [1, 2, 3]) == num_tokens
 
 
 def test_costs(monkeypatch):
     model = tiny_llama(vocab_size=2000)
-    monkeypatch.setattr(pair, "load_demo", lambda: (model, None, tiny_head(model)))
-    lines = pair.measure_costs(1)
-    assert [line.cells[0] for line in lines[:8]] == [
-        f"pass of {r} rows, c({r})" for r in range(1, 9)
-    ]
-    assert lines[0].cells[2] == "1.00" and lines[-1].cells[0] == "draft step of the head"
+    monkeypatch.setattr(self_test, "load_demo", lambda: (model, None, tiny_head(model)))
+    lines = self_test.measure_costs(1)
+    assert [line[0] for line in lines[:8]] == [f"pass of {r} rows, c({r})" for r in range(1, 9)]
+    assert lines[0][2] == "1.00" and lines[-1][0] == "draft step of the head"
 
 
 @pytest.mark.exhaustive
@@ -259,8 +233,8 @@ def test_all_of_it(tmp_path, capsys, monkeypatch):
     program.main(["--self-test", "--out", str(tmp_path / "report.md")])
     report = (tmp_path / "report.md").read_text()
     assert "all parts passed" in report and "c(8)" in report
-    for name in pair.PRECISIONS:
-        for way in ("chain", "tree", "sampled", "sampled tree", "batch"):
+    for name in self_test.NEAR_TIES:
+        for way in WAYS:
             assert f"| {name} | {way} |" in report
-    for size in tiny.HEAD_DIMS:
+    for size in self_test.HEAD_DIMS:
         assert f"| {size} | float16 |" in report
