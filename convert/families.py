@@ -20,7 +20,7 @@ from typing import Any
 from mlx_eagle.system.json_schema import LONGEST_NAME
 
 from .checkpoint import MISTRAL_MARK, Checkpoint
-from .packed import unpacked
+from .packed import Unpacked, unpacked
 from .stored import Tensor
 
 # Applied in this order to every name; what comes out are the canonical names.
@@ -99,6 +99,7 @@ class Family:
     has_optional_norms: bool = False  # the final and the first norm are there or not
     owns_embedding: bool = True  # False: the target's is used whatever the file holds
     has_absolute_d2t: bool = False
+    num_stop_rows: int = 0  # rows of fc, at most, that tell when to stop thinking (AngelSlim)
     has_interleaved_heads: bool = False  # q and k rows in llama.cpp's order
     is_gemma: bool = False  # attends as Gemma's global layers, embeddings scaled and logits capped
     # What the config leaves open or may say wrongly, so that the user is told.
@@ -152,6 +153,7 @@ WIDE = ENTRANCE + r"2h\]"
 NARROW = ENTRANCE + r"h\]"
 FUSION = r"^tensor fc\.weight "
 EAGLE_1 = {"fc_input": "embedding_and_state", "layer_input": "none", "uses_aux": False}
+STOP_ROWS = 3  # confidence, progress and what remains, each with a row
 MISTRAL = {"norm_output": True}  # what its final norm gives is fed back
 
 FAMILIES = (
@@ -226,6 +228,7 @@ FAMILIES = (
         "angelslim",
         "AngelSlim",
         has=(FUSION, WIDE, r"^config architectures\.\d+ = Eagle3LlamaForCausalLM$"),
+        num_stop_rows=STOP_ROWS,
         rope_base_unknown=True,
     ),
     Family(
@@ -249,7 +252,13 @@ FAMILIES = (
         ),
         norm_output_unknown=True,
     ),
-    Family("eagle3", "EAGLE-3 (SafeAILab layout)", has=(FUSION, WIDE), norm_output_unknown=True),
+    Family(
+        "eagle3",
+        "EAGLE-3 (SafeAILab layout)",
+        has=(FUSION, WIDE),
+        num_stop_rows=STOP_ROWS,
+        norm_output_unknown=True,
+    ),
 )
 
 
@@ -292,6 +301,21 @@ def describe(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> str:
     return "\n".join([*lines, *_config_lines(config)])
 
 
+def _explain(source: str, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError where it is nearly an EAGLE-3 head: what is missing, or said wrongly."""
+    needed = ("fc.weight", "layers.0.self_attn.q_proj.weight")
+    for name in needed:
+        if "layers.0.hidden_norm.weight" in tensors and name not in tensors:
+            raise ValueError(f"{source} lacks {name}, which an EAGLE-3 head needs")
+    tensor, h = tensors.get(needed[1]), hidden_size(tensors)
+    if isinstance(tensor, Unpacked) and h and tensor.shape[1] % h:
+        raise ValueError(
+            f"{tensor.name} is said to be {' x '.join(map(str, tensor.shape))} (by its "
+            f"weight_shape), in a head of width {h}; the checkpoint is "
+            "damaged"
+        )
+
+
 def recognise(checkpoint: Checkpoint) -> tuple[Family, dict[str, Tensor]]:
     """The checkpoint's family and its tensors under canonical names, in one piece each.
 
@@ -317,10 +341,7 @@ def recognise(checkpoint: Checkpoint) -> tuple[Family, dict[str, Tensor]]:
     for family in FAMILIES:
         if all(map(found, family.has)) and not any(map(found, family.lacks)):
             return family, tensors
-    if "layers.0.hidden_norm.weight" in tensors:
-        for name in ("fc.weight", "layers.0.self_attn.q_proj.weight"):
-            if name not in tensors:
-                raise ValueError(f"{checkpoint.source} lacks {name}, which an EAGLE-3 head needs")
+    _explain(checkpoint.source, tensors)
     shown = ", ".join(names[:4]) or "none"
     raise ValueError(
         f"{checkpoint.source} is no EAGLE head that is known here: expected fc.weight and a first "

@@ -27,8 +27,12 @@ ENTRANCES = ("k_proj", "kv_a_proj_with_mqa", "q_proj", "q_a_proj")
 """Matrices that take what a layer attends from."""
 
 
-def merge_settings(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """All config keys in one dictionary, the more telling ones last; nulls are dropped."""
+def merge_settings(config: Mapping[str, Any], family: Family, num_layers: int) -> dict[str, Any]:
+    """All config keys in one dictionary, the more telling ones last; nulls are dropped.
+
+    ``num_layers`` are those of the checkpoint: layer_types of another number are the target's,
+    whose config this one was copied from.
+    """
     nested = config.get("transformer_layer_config") or {}
     # speculators builds a Qwen3Config where no model_type is written.
     kind = nested.get("model_type", "qwen3") if nested else "llama"
@@ -46,6 +50,8 @@ def merge_settings(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         if settings.get("attention_k_eq_v"):
             settings["num_key_value_heads"] = settings.get("num_global_key_value_heads")
     if not family.describes_layers:
+        if len(settings.get("layer_types", ())) != num_layers:
+            settings.pop("layer_types", None)
         return settings
     return settings | {"qk_norm": nested.get("model_type") == "qwen3"}
 
@@ -203,7 +209,7 @@ def attention_fields(
         "values": "keys" if family.is_gemma and not own_values else "projected",
         "softmax_scale": _softmax_scale(sizes["latent"], scaling),
         "position_scale": _position_scale(settings, scaling),
-        **_window(settings, family, num_layers),
+        **_window(settings, num_layers),
     }
 
 
@@ -258,11 +264,11 @@ def _parallel_heads(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) 
     }
 
 
-def _window(settings: Mapping[str, Any], family: Family, num_layers: int) -> dict[str, Any]:
+def _window(settings: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     """The width of sliding attention, None without, and the layers that see everything."""
     kinds = (settings.get("layer_types") or [])[:num_layers]
     size = settings.get("sliding_window") if "sliding_attention" in kinds else None
-    if not family.describes_layers or settings.get("use_sliding_window") is False:
+    if settings.get("use_sliding_window") is False:
         size = None
     full = [i for i, kind in enumerate(kinds) if size and kind != "sliding_attention"]
     return {"sliding_window": size, "full_attention_layers": tuple(full)}

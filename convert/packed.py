@@ -1,17 +1,9 @@
 """Matrices that a checkpoint holds quantized, as floats again, exactly as their formats say.
 
-What a matrix P.weight is made of lies beside it:
+What a matrix P.weight is made of lies under names of its own, P.weight_scale and so on: a row of
+``PACKED_FORMATS`` for each way. The tensors decide; of the config only what they leave open is
+read, bits and sizes of blocks, and which parts there must be besides.
 
-    integers        weight_packed (int32), weight_scale, weight_shape, perhaps
-                    weight_zero_point and weight_g_idx      compressed-tensors, pack-quantized
-    bytes           weight (int8 or an 8-bit float), weight_scale (one, one a row, a group or a
-                    block)                                  compressed-tensors, ModelOpt FP8
-                    with weight_scale_inv or qscale_weight  fine-grained FP8, Mistral
-    4-bit floats    weight_packed, weight_scale, weight_global_scale (a divisor; without one
-                    the scales are powers of two)           compressed-tensors, NVFP4 and MXFP4
-                    weight, weight_scale, weight_scale_2    ModelOpt NVFP4
-
-The tensors decide; of the config only what they leave open is read: bits and sizes of blocks.
 Formats: compressed-tensors' compressors, Model-Optimizer's qtensor, and the OCP specification
 of microscaling formats 1.0 (E2M1 and E8M0).
 """
@@ -24,9 +16,44 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_eagle.system.json_schema import shown
+
 from .stored import Shaped, Stored, Tensor
 
 SCALES = ("weight_scale", "weight_scale_inv", "qscale_weight")
+
+
+@dataclass(frozen=True)
+class PackedFormat:
+    """A way to store a matrix: in which tensor the numbers are, their types and the scales'.
+
+    All of ``needs`` must be there, and of ``SCALES`` one. ``columns`` of the matrix lie in a
+    column as stored; None where weight_shape tells.
+    """
+
+    name: str
+    numbers: str
+    types: tuple[str, ...]
+    scale_types: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+    columns: int | None = 1
+
+
+FLOATS = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
+POWERS = ("U8", "F8_E8M0")
+PACKED_FORMATS = (
+    PackedFormat("integers", "weight_packed", ("I32",), tuple(FLOATS), ("weight_shape",), None),
+    PackedFormat("NVFP4", "weight_packed", ("U8",), ("F8_E4M3",), ("weight_global_scale",), 2),
+    PackedFormat("MXFP4", "weight_packed", ("U8",), POWERS, columns=2),
+    PackedFormat("ModelOpt's NVFP4", "weight", ("U8",), ("F8_E4M3",), ("weight_scale_2",), 2),
+    PackedFormat("ModelOpt's MXFP4", "weight", ("U8",), POWERS, columns=2),
+    PackedFormat("bytes", "weight", ("F8_E4M3", "F8_E5M2", "I8"), (*FLOATS, *POWERS)),
+)
+ASKED = {
+    "weight_zero_point": ("symmetric", (False,)),
+    "weight_g_idx": ("actorder", (True, "group", "dynamic")),
+}
+"""Parts that a config asks for: by the key of its weights, and the values that do."""
 PARTS = (
     "weight_packed",
     *SCALES,
@@ -36,9 +63,9 @@ PARTS = (
     "weight_shape",
     "weight_g_idx",
 )
+ONE_NUMBER = ("weight_scale_2", "weight_global_scale")
 # Of activations and caches, which are not quantized here.
 UNUSED = re.compile(r"\.(((input|output|[kqv])_(scale|zero_point|global_scale))|qscale_act)$")
-FLOATS = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 BLOCK = (128, 128)  # of fine-grained FP8 whose config does not say it
 
 
@@ -95,8 +122,7 @@ class Unpacked(Shaped):
 
     def _values(self) -> np.ndarray:
         """The quantized numbers, (rows, columns) float32."""
-        packed = self.parts.get("weight_packed", self.parts.get("weight"))
-        assert packed is not None
+        packed = self.parts.get("weight_packed") or self.parts["weight"]
         data = packed.numpy()
         if packed.format == "I32":
             return self._integers(data, self.shape[1])
@@ -111,11 +137,11 @@ class Unpacked(Shaped):
         They lie bit behind bit, as now, or only whole ones in a word, as until 2025, which is
         another order where the bits do not divide 32.
         """
-        fitting = []
-        for bits in self.num_bits or tuple(range(1, 9)):
-            dense, whole = -(-count * bits // 32), -(-count // (32 // bits))
-            if words.shape[1] in (dense, whole):
-                fitting.append((bits, words.shape[1] == dense))
+        fitting = [
+            (bits, words.shape[1] == dense)
+            for bits, dense, whole in _words_of(count, self.num_bits)
+            if words.shape[1] in (dense, whole)
+        ]
         if len(fitting) != 1:
             raise ValueError(
                 f"{self.name} is packed as {words.shape[1]} words of {count} integers, and the "
@@ -137,16 +163,22 @@ class Unpacked(Shaped):
         stored = next(self.parts[name] for name in SCALES if name in self.parts)
         scales = _floats(stored)
         if "weight_global_scale" in self.parts:
-            scales = scales / _floats(self.parts["weight_global_scale"]).reshape(-1)[0]
+            scales = scales / _floats(self.parts["weight_global_scale"]).reshape(())
         if "weight_scale_2" in self.parts:
-            scales = scales * _floats(self.parts["weight_scale_2"]).reshape(-1)[0]
+            scales = scales * _floats(self.parts["weight_scale_2"]).reshape(())
         return scales.reshape(-1, 1) if scales.ndim < 2 else scales.reshape(len(scales), -1)
 
     def _zero_points(self, scales: np.ndarray) -> np.ndarray:
         stored = self.parts["weight_zero_point"]
-        if stored.format == "I32":  # packed down the rows
-            return self._integers(stored.numpy().T, self.shape[0]).T
-        zeros = _floats(stored)
+        if stored.format == "I32" and len(stored.shape) == 2:  # packed down the rows
+            zeros = self._integers(stored.numpy().T, self.shape[0]).T
+        else:
+            zeros = _floats(stored)
+        if zeros.size != scales.size:
+            raise ValueError(
+                f"{self.name} has {scales.size} scales and zero points of the shape "
+                f"{shown(stored.shape)}, expected as many; the checkpoint is damaged"
+            )
         return zeros.reshape(scales.shape)
 
     def _over_columns(self, per_group: np.ndarray) -> np.ndarray:
@@ -154,7 +186,13 @@ class Unpacked(Shaped):
         rows, columns = self.shape
         if "weight_g_idx" in self.parts:  # which group each column is of
             groups = self.parts["weight_g_idx"].numpy().reshape(-1)
-            if len(groups) == columns and groups.min() >= 0 and groups.max() < per_group.shape[1]:
+            is_whole = self.parts["weight_g_idx"].format in ("I64", "I32")
+            if (
+                is_whole
+                and len(groups) == columns
+                and groups.min() >= 0
+                and groups.max() < per_group.shape[1]
+            ):
                 return per_group[:, groups]
             raise ValueError(f"{self.name} has groups that are none; the checkpoint is damaged")
         steps = []
@@ -204,6 +242,22 @@ def _weights_groups(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     yield {"block_structure": entry.get("weight_block_size")}
 
 
+def _words_of(count: int, num_bits: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
+    """(bits, words if they lie densely, words if only whole ones do) of so many integers."""
+    for bits in num_bits or tuple(range(1, 9)):
+        yield bits, -(-count * bits // 32), -(-count // (32 // bits))
+
+
+def _asked(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Parts that the config asks for: those of integers of which every group of it says so."""
+    groups = [g for g in _weights_groups(config) if g.get("type", "int") == "int" and len(g) > 1]
+    return tuple(
+        part
+        for part, (key, values) in ASKED.items()
+        if groups and all(group.get(key) in values for group in groups)
+    )
+
+
 def _settings(config: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, int] | None]:
     """Bits of integers and sizes of blocks that the config names."""
     bits, block = set(), None
@@ -217,26 +271,75 @@ def _settings(config: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, in
     return tuple(sorted(bits)), block
 
 
-def _shape(name: str, parts: Mapping[str, Stored]) -> tuple[int, ...]:
-    """Rows and columns of the matrix; ValueError for parts that are of no format known here."""
-    packed = parts.get("weight_packed", parts.get("weight"))
+def _shape(
+    name: str, parts: Mapping[str, Stored], num_bits: tuple[int, ...], asked: tuple[str, ...]
+) -> tuple[int, ...]:
+    """Rows and columns of the matrix; ValueError where a part is missing or unknown."""
+    found = ", ".join(f"{part} ({tensor.format[:20]})" for part, tensor in parts.items())
+    packed = parts.get("weight_packed") or parts.get("weight")
+    if packed is None:
+        raise ValueError(f"{name} lacks its numbers, there is only {found}; it is incomplete")
     scale = next((parts[part] for part in SCALES if part in parts), None)
-    if packed is not None and scale is not None and len(packed.shape) == 2:
-        if packed.format == "I32" and "weight_shape" in parts:
-            shape = tuple(map(int, parts["weight_shape"].numpy().reshape(-1)))
-            room = packed.shape[1] * 32
-            if len(shape) == 2 and shape[0] == packed.rows and 0 < shape[1] <= room:
-                return shape
-            raise ValueError(f"{name} is said to be {shape}; the checkpoint is damaged")
-        if packed.format == "U8" and scale.format in ("F8_E4M3", "F8_E8M0", "U8"):
-            return packed.rows, 2 * packed.shape[1]
-        if packed.format in ("F8_E4M3", "F8_E5M2", "I8"):
-            return packed.shape
-    found = ", ".join(f"{part} ({tensor.format})" for part, tensor in parts.items())
+    for form in PACKED_FORMATS:
+        if form.numbers not in parts or packed.format not in form.types:
+            continue
+        if scale is None:
+            raise ValueError(
+                f"{name} is quantized ({found}) and lacks its weight_scale; the checkpoint is "
+                "incomplete"
+            )
+        if scale.format in form.scale_types and len(packed.shape) == 2:
+            is_integer = packed.format in ("I32", "I8")
+            _check_parts(name, parts, form, asked if is_integer else ())
+            if form.columns is not None:
+                return packed.rows, form.columns * packed.shape[1]
+            return _integer_shape(name, packed, parts["weight_shape"], num_bits)
     raise ValueError(
         f"{name} is quantized in a way that is not read ({found}); compressed-tensors (integers, "
         "FP8, NVFP4, MXFP4), ModelOpt's FP8 and NVFP4 and GGUF are, so take such a head, or the "
         "bfloat16 one it was made from"
+    )
+
+
+def _check_parts(
+    name: str, parts: Mapping[str, Stored], form: PackedFormat, asked: tuple[str, ...]
+) -> None:
+    """Raise ValueError where a part is missing that the format needs or the config asks for."""
+    for part in form.needs:
+        if part not in parts:
+            raise ValueError(
+                f"{name} is stored as {form.name} and lacks its {part}; the checkpoint is "
+                "incomplete, download it again"
+            )
+    for part in asked:
+        if part not in parts:
+            raise ValueError(
+                f"{name} lacks its {part}, which the config asks for ({ASKED[part][0]}); the "
+                "checkpoint is incomplete, download it again"
+            )
+    for part in ONE_NUMBER:
+        if part in parts and parts[part].size != 1:
+            raise ValueError(
+                f"{part} of {name} is of the shape {shown(parts[part].shape)}, expected one "
+                "number; the checkpoint is damaged"
+            )
+
+
+def _integer_shape(
+    name: str, packed: Stored, stated: Stored, num_bits: tuple[int, ...]
+) -> tuple[int, ...]:
+    """What weight_shape says, where so many integers fill the words that are there."""
+    is_whole = stated.format in ("I64", "I32")
+    shape = tuple(map(int, stated.numpy().reshape(-1)[:3])) if is_whole else ()
+    words = packed.shape[1]
+    fits = len(shape) == 2 and shape[0] == packed.rows and 0 < shape[1] <= words * 32
+    if fits and any(words in counts for _, *counts in _words_of(shape[1], num_bits)):
+        return shape
+    bits = f" of {' or '.join(map(str, num_bits))} bits" if num_bits else ""
+    raise ValueError(
+        f"{name} is said to be {' x '.join(map(str, shape))} (weight_shape), and is packed in "
+        f"{packed.rows} rows of {words} words{bits}, which do not go together; the checkpoint is "
+        "damaged"
     )
 
 
@@ -250,9 +353,8 @@ def unpacked(tensors: Mapping[str, Stored], config: Mapping[str, Any]) -> dict[s
         module, _, part = name.rpartition(".")
         if part in PARTS:
             groups.setdefault(module, {})[part] = tensor
-    if not groups:
-        return dict(tensors)
     num_bits, block = _settings(config)
+    asked = _asked(config)
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         module, _, part = name.rpartition(".")
@@ -267,5 +369,7 @@ def unpacked(tensors: Mapping[str, Stored], config: Mapping[str, Any]) -> dict[s
         scale = next((parts[part] for part in SCALES if part in parts), None)
         form = scale.format if scale is not None and scale.format in FLOATS else "BF16"
         form = "F32" if "weight_scale_2" in parts else form
-        found[name] = Unpacked(name, parts, _shape(name, parts), form, num_bits, block)
+        found[name] = Unpacked(
+            name, parts, _shape(name, parts, num_bits, asked), form, num_bits, block
+        )
     return found

@@ -122,7 +122,8 @@ def build(
         array = tensor.read()
         if array.dtype not in DTYPES.values():
             raise ValueError(
-                f"{name} is stored as {tensor.format}, expected floats; the checkpoint is damaged"
+                f"{name} is stored as {tensor.format} without a scale, expected floats; the "
+                "checkpoint is damaged"
             )
         if dtype is not None or array.ndim > 1:
             array = array.astype(kind)

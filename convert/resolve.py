@@ -63,8 +63,8 @@ class Resolved:
     trimmed: Mapping[str, Any] | None = None
 
 
-def _cut_layers(tensors: dict[str, Tensor], wanted: int | None) -> tuple[dict[str, Tensor], int]:
-    """The tensors of the first layers, and how many layers that are."""
+def _num_layers(tensors: Mapping[str, Tensor]) -> int:
+    """How many layers the checkpoint has; ValueError where one between them is missing."""
     numbers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
     num_layers = len(numbers)
     if numbers != set(map(str, range(num_layers))):
@@ -72,6 +72,13 @@ def _cut_layers(tensors: dict[str, Tensor], wanted: int | None) -> tuple[dict[st
             f"the checkpoint's layers are {shown(sorted(numbers))}, expected numbers from 0 "
             "without a gap; it is incomplete"
         )
+    return num_layers
+
+
+def _cut_layers(
+    tensors: dict[str, Tensor], num_layers: int, wanted: int | None
+) -> tuple[dict[str, Tensor], int]:
+    """The tensors of the first layers, and how many layers that are."""
     if wanted is not None:
         if not 1 <= wanted <= num_layers:
             raise ValueError(f"--num-layers {wanted}: the checkpoint has {num_layers}")
@@ -105,7 +112,10 @@ def _name_norms(tensors: dict[str, Tensor], num_layers: int, h: int) -> dict[str
 
 
 def _mask_token(
-    tensors: Mapping[str, Tensor], settings: Mapping[str, Any], override: int | None
+    tensors: Mapping[str, Tensor],
+    settings: Mapping[str, Any],
+    vocab_size: int,
+    override: int | None,
 ) -> int | None:
     """What a P-EAGLE head is given in place of a token; None for a head that is none."""
     keys = ("mask_token_id", "pard_token", "ptd_token_id")
@@ -129,6 +139,11 @@ def _mask_token(
         raise ValueError(
             "the head drafts in parallel (P-EAGLE), and its config names no mask_token_id (nor "
             "ptd_token_id or pard_token); give the one it was trained with as --mask-token-id"
+        )
+    if token >= vocab_size:
+        raise ValueError(
+            f"the head masks with token {token}, and its vocabulary has {vocab_size}; give the "
+            "one it was trained with as --mask-token-id"
         )
     return token
 
@@ -164,6 +179,23 @@ def _norm_output(
     return bool(value)
 
 
+def _rope_doubts(family: Family, config: Eagle3Config) -> list[str]:
+    """A note about a base that the head was perhaps not trained with."""
+    is_latent_yarn = config.latent is not None and config.rope["type"] == "yarn"
+    if config.rope["theta"] == DEFAULT_THETA:
+        return []
+    if family.rope_base_unknown:
+        who = "AngelSlim may have trained"
+    elif is_latent_yarn and config.uses_aux:
+        who = "a head with latent attention and yarn was probably trained (by TorchSpec)"
+    else:
+        return []
+    return [
+        f"{who} with rope base 10000 whatever its config says; if acceptance is low try "
+        "--rope-theta 10000"
+    ]
+
+
 def _hint(config: Mapping[str, Any]) -> int | None:
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     hint = methods[0].get("speculative_tokens") if isinstance(methods[0], Mapping) else None
@@ -182,11 +214,16 @@ def is_output(name: str) -> bool:
 
 
 def _drop_early_stop(
-    tensors: dict[str, Tensor], settings: Mapping[str, Any], notes: list[str]
+    tensors: dict[str, Tensor], settings: Mapping[str, Any], family: Family, notes: list[str]
 ) -> dict[str, Tensor]:
-    """Without the rows of AngelSlim's fc that say when to stop thinking, not what to draft."""
+    """Without the rows of AngelSlim's fc that say when to stop thinking, not what to draft.
+
+    Its trainer takes them from a flag, so that the config may not speak of them.
+    """
     h, matrix = hidden_size(tensors), tensors.get("fc.weight")
-    if not settings.get("early_stop_method") or matrix is None or matrix.rows <= h:
+    if matrix is None or matrix.rows <= h:
+        return tensors
+    if not settings.get("early_stop_method") and matrix.rows > h + family.num_stop_rows:
         return tensors
     notes.append(
         f"{matrix.rows - h} rows of fc that estimate when to stop thinking are left out: drafts "
@@ -235,11 +272,12 @@ def resolve(
     notes: list[str] = []
     family, tensors = recognise(checkpoint)
     _check_dimensions(tensors)
-    settings = merge_settings(checkpoint.config, family)
-    tensors, num_layers = _cut_layers(tensors, overrides.num_layers)
+    num_stored = _num_layers(tensors)
+    settings = merge_settings(checkpoint.config, family, num_stored)
+    tensors, num_layers = _cut_layers(tensors, num_stored, overrides.num_layers)
     h = hidden_size(tensors)
     tensors = _name_norms(tensors, num_layers, h)
-    tensors = _drop_early_stop(tensors, settings, notes)
+    tensors = _drop_early_stop(tensors, settings, family, notes)
     vocabulary = resolve_vocabulary(tensors, settings, family.has_absolute_d2t, notes)
     factors = tensors.get("rope_freqs.weight")
     used_up = {"d2t", "t2d", "rope_freqs.weight"}
@@ -264,16 +302,12 @@ def resolve(
         ),
         "norm_output": layers["final_norm"]
         and _norm_output(settings, family, layers["pre_fc_norm"], overrides.norm_output, notes),
-        "mask_token_id": _mask_token(tensors, settings, overrides.mask_token_id),
+        "mask_token_id": _mask_token(tensors, settings, vocabulary.size, overrides.mask_token_id),
         "family": family.name,
         "speculative_tokens_hint": _hint(checkpoint.config),
     }
     config = Eagle3Config(**(fields | dict(family.fixed)))
-    if family.rope_base_unknown and config.rope["theta"] != DEFAULT_THETA:
-        notes.append(
-            "AngelSlim may have trained with rope base 10000 whatever its config says; if "
-            "acceptance is low try --rope-theta 10000"
-        )
+    notes += _rope_doubts(family, config)
     tensors = _derive(tensors, config, family, vocabulary)
     check_shapes(tensors, config)
     check_sharing(config, settings)

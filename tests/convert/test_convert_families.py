@@ -312,6 +312,35 @@ CASES = {
         PLAIN,
         {"family": "angelslim", "hidden_size": 64},
     ),
+    "AngelSlim, such rows without a word in the config": (
+        as_midlayer(PLAIN | {"fc.weight": np.concatenate([PLAIN["fc.weight"], ones(3, 192)])}),
+        CONFIG | {"architectures": ["Eagle3LlamaForCausalLM"]},
+        PLAIN,
+        {"family": "angelslim", "hidden_size": 64},
+    ),
+    "a window in a flat config, with an entry for the one draft layer": (
+        as_midlayer(PLAIN),
+        CONFIG | {"layer_types": ["sliding_attention"], "sliding_window": 512},
+        PLAIN,
+        {"sliding_window": 512, "full_attention_layers": []},
+    ),
+    "layer types of a target that the config was copied from": (
+        as_midlayer(PLAIN),
+        CONFIG | {"layer_types": ["sliding_attention"] * 32, "sliding_window": 512},
+        PLAIN,
+        {"sliding_window": None},
+    ),
+    "a window that is turned off": (
+        as_midlayer(PLAIN),
+        CONFIG
+        | {
+            "layer_types": ["sliding_attention"],
+            "sliding_window": 512,
+            "use_sliding_window": False,
+        },
+        PLAIN,
+        {"sliding_window": None},
+    ),
     "ModelOpt, parallel heads with one output matrix": (
         without(PLAIN, "t2d") | MEDUSA | {"parallel_draft_heads.lm_head.weight": OUTPUTS[0]},
         CONFIG | {"eagle_config": {"parallel_draft_step": 3, "use_last_layernorm": True}},

@@ -1,5 +1,9 @@
 """Quantized heads: floats again, exactly as the formats' own libraries make them."""
 
+import json
+import shutil
+from pathlib import Path
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -14,6 +18,7 @@ from mlx_eagle.convert.packed import BYTES, NIBBLES, Unpacked, unpacked
 from mlx_eagle.convert.stored import Stored
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.reference import eagle3_draft, eagle3_extend
+from mlx_eagle.system.safetensors import read_header
 
 SOURCE = "speculators-norm-before-residual"
 FOLDERS = sorted(path.name for path in frozen.FOLDER.glob("quantized-*"))
@@ -36,6 +41,80 @@ def test_weights_are_those_of_the_library(tmp_path, name):
     native = mx.load(str(frozen.FOLDER / SOURCE / "model.safetensors"))
     for tensor in native.keys() - wanted.keys() - {"t2d"}:
         assert mx.array_equal(found[tensor], native[tensor]), tensor
+
+
+def without_part(source: Path, folder: Path, part: str) -> Path:
+    """A copy of the checkpoint in which q_proj lacks that part."""
+    folder.mkdir()
+    for file in source.glob("*.json"):
+        shutil.copy(file, folder)
+    data = (source / "model.safetensors").read_bytes()
+    header, body = {}, b""
+    for name, entry in read_header(source / "model.safetensors").items():
+        if name != f"layers.0.self_attn.q_proj.{part}":
+            own = data[entry.start : entry.end]
+            places = [len(body), len(body) + len(own)]
+            header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": places}
+            body += own
+    text = json.dumps(header).encode()
+    whole = len(text).to_bytes(8, "little") + text + body
+    (folder / "model.safetensors").write_bytes(whole)
+    return folder
+
+
+def parts_of(name: str) -> list[str]:
+    """What q_proj consists of, but for what belongs to its input."""
+    tensors = read_header(frozen.FOLDER / name / "model.safetensors")
+    module = "layers.0.self_attn.q_proj."
+    found = [tensor.removeprefix(module) for tensor in tensors if tensor.startswith(module)]
+    return [part for part in found if part != "input_scale"]
+
+
+@pytest.mark.parametrize(
+    "name, part", [(name, part) for name in FOLDERS for part in parts_of(name)]
+)
+def test_every_part_must_be_there(tmp_path, name, part):
+    """Scales, second scales, zero points, shapes: none is taken to be 1 or 0 for want of it."""
+    source = without_part(frozen.FOLDER / name, tmp_path / "source", part)
+    words = rf"q_proj.weight .*lacks its ({part}|numbers)|q_proj.weight .*without a scale"
+    with pytest.raises(ValueError, match=words) as caught:
+        convert(str(source), str(tmp_path / "out"))
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+
+
+def test_a_group_order_that_the_config_asks_for():
+    parts = {
+        "weight": stored(np.ones((4, 12), np.int8)),
+        "weight_scale": stored(np.ones((4, 3), np.float32)),
+    }
+    weights = {"num_bits": 8, "type": "int", "actorder": "group"}
+    config = {"quantization_config": {"config_groups": {"group_0": {"weights": weights}}}}
+    with pytest.raises(ValueError, match="lacks its weight_g_idx, which the config asks for"):
+        read(parts, config)
+    weights["actorder"] = "weight"
+    assert np.array_equal(read(parts, config), np.ones((4, 12)))
+
+
+@pytest.mark.parametrize("part", ["weight_scale_2", "weight_global_scale"])
+def test_second_scales_are_one_number(part):
+    numbers = "weight" if part == "weight_scale_2" else "weight_packed"
+    parts = {
+        numbers: stored(np.ones((4, 16), np.uint8)),
+        "weight_scale": stored(np.ones((4, 2), np.uint8), "F8_E4M3"),
+        part: stored(np.ones(0, np.float32)),
+    }
+    with pytest.raises(ValueError, match=f"{part} of fc.weight .* expected one number"):
+        read(parts)
+
+
+def test_zero_points_as_many_as_scales():
+    parts = {
+        "weight": stored(np.ones((4, 12), np.int8)),
+        "weight_scale": stored(np.ones((4, 3), np.float32)),
+        "weight_zero_point": stored(np.ones((4, 2), np.int8)),
+    }
+    with pytest.raises(ValueError, match="12 scales and zero points of the shape"):
+        read(parts)
 
 
 @pytest.mark.parametrize("name", FOLDERS)

@@ -36,7 +36,11 @@ REFUSED = {
     "P-EAGLE by its type": (PLAIN, speculators(speculators_model_type="peagle"), "P-EAGLE"),
     "P-EAGLE by a token": (PLAIN, CONFIG | {"ptd_token_id": 3}, "lacks mask_hidden"),
     "P-EAGLE by its name": (PLAIN, CONFIG | {"architectures": ["PEagleDraftModel"]}, "P-EAGLE"),
-    "P-EAGLE with a token of no vocabulary": (MASKED, CONFIG | {"ptd_token_id": 128}, "128"),
+    "P-EAGLE with a token of no vocabulary": (
+        MASKED,
+        CONFIG | {"ptd_token_id": 128},
+        "masks with token 128, and its vocabulary has 128; give the one it was trained with",
+    ),
     "a mask of another width": (
         PLAIN | {"mask_hidden": ones(1, 1, 128)},
         CONFIG | {"ptd_token_id": 3},
@@ -83,7 +87,7 @@ REFUSED = {
     "packed without a scale": (
         without(PLAIN, "fc.weight") | {"fc.weight_packed": np.ones((64, 24), np.int32)},
         CONFIG,
-        "not read (weight_packed (I32))",
+        "quantized (weight_packed (I32)) and lacks its weight_scale",
     ),
     "scales of floats": (PLAIN | {"fc.weight_scale": ones(64)}, CONFIG, "weight (F32)"),
     "too few scales": (
@@ -99,7 +103,7 @@ REFUSED = {
             "fc.weight_scale": ones(64, 6),
         },
         CONFIG,
-        "23 words of 192 integers",
+        "64 x 192 (weight_shape), and is packed in 64 rows of 23 words",
     ),
     "a shape that is none": (
         without(PLAIN, "fc.weight")
@@ -109,7 +113,17 @@ REFUSED = {
             "fc.weight_scale": ones(64, 6),
         },
         CONFIG,
-        "said to be (32, 192)",
+        "said to be 32 x 192 (weight_shape)",
+    ),
+    "a shape that fills the words, but no head": (
+        without(PLAIN, "layers.0.self_attn.q_proj.weight")
+        | {
+            "layers.0.self_attn.q_proj.weight_packed": np.ones((64, 16), np.int32),
+            "layers.0.self_attn.q_proj.weight_shape": np.array([64, 126]),
+            "layers.0.self_attn.q_proj.weight_scale": ones(64, 4),
+        },
+        CONFIG,
+        "q_proj.weight is said to be 64 x 126 (by its weight_shape), in a head of width 64",
     ),
     "a plain model": (
         {n: v[:, :64] if ".q_proj" in n else v for n, v in without(PLAIN, "fc.weight").items()},
