@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.head_weights import bits_of
 from mlx_eagle.drafters.load import TargetSizes
-from mlx_eagle.system.atomic_folder import new_folder
+from mlx_eagle.system.atomic_folder import AlreadyThere, new_folder
 from mlx_eagle.system.hub import upload
 from mlx_eagle.system.progress import Progress, silent
 from mlx_eagle.system.safetensors import save_arrays
@@ -248,7 +248,7 @@ def convert(
     """
     destination = Path(mlx_path).expanduser()
     if destination.exists():
-        raise ValueError(f"{mlx_path} is there already; remove it or choose another --mlx-path")
+        raise AlreadyThere(f"{mlx_path} is there already; remove it or choose another --mlx-path")
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype}; choose one of {', '.join(DTYPES)}")
     sizes = target if isinstance(target, TargetSizes) else None

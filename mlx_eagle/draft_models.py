@@ -17,7 +17,7 @@ from .drafters.config import Eagle3Config
 from .drafters.load import TargetSizes, load_drafter, read_head_config, sizes_of
 from .drafters.lookup import CopyingDrafter, LookupDrafter
 from .drafters.model_drafter import load_model_drafter
-from .system.atomic_folder import AlreadyThere, CannotWrite, discard_folder, user_cache
+from .system.atomic_folder import AlreadyThere, CannotWrite, discard_folder, locked, user_cache
 from .system.hub import locate
 from .system.json_schema import read_object
 from .system.progress import Bar
@@ -151,15 +151,19 @@ def cached_folder(path: Path, q_bits: int | None, target: TargetSizes) -> Path:
 def converted(path: Path, name: str, q_bits: int | None, target: TargetSizes) -> Path:
     """The converted form of an unconverted checkpoint, made once and kept in the cache.
 
-    Raises CannotWrite where the cache cannot be written.
+    Of several processes one converts, and the others wait for its folder. Raises CannotWrite
+    where the cache cannot be written.
     """
     folder = cached_folder(path, q_bits, target)
     if folder.is_dir():
         return folder
-    try:
-        return _convert(path, name, folder, q_bits, target)
-    except AlreadyThere:
-        return folder
+    with locked(folder.parent, lambda: print(f"{name}: another process is converting; waiting.")):
+        if folder.is_dir():
+            return folder
+        try:
+            return _convert(path, name, folder, q_bits, target)
+        except AlreadyThere:  # where the file system has no locks
+            return folder
 
 
 def _convert(path: Path, name: str, folder: Path, q_bits: int | None, target: TargetSizes) -> Path:

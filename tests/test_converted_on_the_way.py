@@ -2,7 +2,10 @@
 
 import json
 import os
+import subprocess
+import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -78,8 +81,51 @@ def test_an_unusable_folder_is_made_anew(model, source, cache, capsys, damage):
     assert capsys.readouterr().err == ""
 
 
+OPEN = """
+import sys
+from helpers import tiny_llama
+from mlx_eagle.draft_models import open_drafter
+
+model = tiny_llama(vocab_size=128)
+print("ready", flush=True)
+sys.stdin.readline()
+open_drafter(sys.argv[1], model)
+"""
+
+
+def test_of_several_processes_one_converts(source, tmp_path):
+    support = Path(__file__).parent / "support"
+    environment = os.environ | {"HOME": str(tmp_path), "PYTHONPATH": str(support)}
+    command = [sys.executable, "-c", OPEN, str(source)]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    run = [subprocess.Popen(command, text=True, env=environment, **pipes) for _ in range(3)]
+    assert {process.stdout.readline() for process in run} == {"ready\n"}
+    for process in run:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    said = [process.communicate(timeout=120) for process in run]
+    assert [process.returncode for process in run] == [0] * 3, said
+    assert sum("is not converted yet" in out for out, _ in said) == 1
+    assert len([path for path in tmp_path.rglob("*") if path.name == "model.safetensors"]) == 2
+
+
+def test_a_folder_that_appears_before_the_conversion_is_used(model, source, cache, monkeypatch):
+    """As on a file system without locks: the other is done while the converter is imported."""
+    convert_one, sizes = draft_models._convert, draft_models.sizes_of(model)
+
+    def after_another(*args: object) -> Path:
+        monkeypatch.setattr(draft_models, "_convert", convert_one)
+        convert_one(*args)
+        return convert_one(*args)
+
+    monkeypatch.setattr(draft_models, "_convert", after_another)
+    folder = draft_models.converted(source, "head", None, sizes)
+    assert list(cache.iterdir()) == [folder]
+
+
 def test_several_at_once_use_what_the_first_has_made(model, source, cache, monkeypatch):
-    """Each converts; one wins, and the others take its folder."""
+    """Each converts, for want of locks; one wins, and the others take its folder."""
+    monkeypatch.setattr(draft_models, "locked", lambda *_: nullcontext())
     wait, converted = threading.Barrier(2, timeout=60), draft_models.converted
     sizes = draft_models.sizes_of(model)
     rename, found = os.rename, []

@@ -10,7 +10,7 @@ import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -75,6 +75,27 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise CannotWrite(
             f"{path} could not be written: {err.strerror or err}; nothing of it was kept"
         ) from err
+
+
+@contextmanager
+def locked(folder: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Hold the lock of a folder, made if need be; ``on_wait`` is called before any waiting.
+
+    Where there is no such folder, or no lock on its file system, the block runs without.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY)
+    except OSError:
+        yield
+        return
+    try:
+        if not _lock(lock):
+            on_wait()
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 def _rename(draft: Path, path: Path) -> None:
