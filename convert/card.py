@@ -10,7 +10,7 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
-from mlx_eagle.drafters.head_weights import bits_of
+from mlx_eagle.drafters.folder import bits_of
 from mlx_eagle.system.hub import GGUF_FILE, REPO_ID, locate
 
 from .check import DEPTHS, Report, Row

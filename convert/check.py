@@ -29,9 +29,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model
 
 from mlx_eagle.drafters.config import Eagle3Config
+from mlx_eagle.drafters.folder import bits_of
 from mlx_eagle.drafters.head import Eagle3Head
-from mlx_eagle.drafters.head_weights import bits_of
-from mlx_eagle.drafters.load import AttachedHead, load_head
+from mlx_eagle.drafters.head_weights import AttachedHead, load_head
 from mlx_eagle.system.json_schema import is_number
 from mlx_eagle.system.progress import open_bar
 from mlx_eagle.target.taps import Target

@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_eagle.drafters.load import TargetSizes
+from mlx_eagle.drafters.target_parts import TargetSizes
 from mlx_eagle.system.hub import locate, refuse_eagle_4
 from mlx_eagle.system.json_schema import LONGEST_NAME, check, read_object, read_weight_map, shown
 from mlx_eagle.system.safetensors import check_name, read_header

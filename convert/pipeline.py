@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_eagle.drafters.config import Eagle3Config
-from mlx_eagle.drafters.head_weights import bits_of
-from mlx_eagle.drafters.load import TargetSizes
+from mlx_eagle.drafters.folder import bits_of
+from mlx_eagle.drafters.target_parts import TargetSizes
 from mlx_eagle.system.atomic_folder import AlreadyThere, new_folder
 from mlx_eagle.system.hub import upload
 from mlx_eagle.system.progress import Progress, silent

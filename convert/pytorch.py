@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_eagle.drafters.config import Eagle3Config
-from mlx_eagle.drafters.load import read_head_config
+from mlx_eagle.drafters.head_weights import read_head_config
 from mlx_eagle.system.atomic_folder import new_folder
 from mlx_eagle.system.safetensors import save_arrays
 

@@ -13,10 +13,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .decoding.setup import AUTO
 from .drafters.base import Drafter
-from .drafters.config import Eagle3Config
-from .drafters.load import TargetSizes, load_drafter, read_head_config, sizes_of
-from .drafters.lookup import CopyingDrafter, LookupDrafter
-from .drafters.model_drafter import load_model_drafter
+from .drafters.folder import LoadOptions
+from .drafters.kinds import KINDS, is_converted, kind_of, load_drafter, recognise
+from .drafters.lookup import CopyingDrafter
+from .drafters.target_parts import TargetSizes, sizes_of
 from .system.atomic_folder import AlreadyThere, CannotWrite, discard_folder, locked, user_cache
 from .system.hub import locate
 from .system.json_schema import read_object
@@ -25,11 +25,6 @@ from .system.safetensors import read_header
 
 LOOKUP = "lookup"
 FILES = ("*.json", "*.safetensors", "*.bin", "*.gguf", "*.txt", "*.jinja", "*.model")
-# Names that only draft heads have: a fusion matrix, a second norm, a draft vocabulary.
-HEAD_TENSORS = (
-    "fc.weight", "fc.weight_packed", "eagle_linear.weight", "fusion_layer.weight",
-    "hidden_norm.weight", "d2t", "mask_hidden", "eh_proj.weight",
-)  # fmt: skip
 
 
 def open_drafter(
@@ -59,19 +54,17 @@ def _open(
     name: str, model: nn.Module, tokenizer: TokenizerWrapper | None, quantize_bits: int | None
 ) -> Drafter:
     """What stands before "+lookup"."""
-    if name == LOOKUP:
-        return LookupDrafter()
+    options = LoadOptions(quantize_bits, tokenizer=tokenizer)
+    named = KINDS.get(name)
+    if named is not None and named.by_name is not None:
+        return named.by_name(model, options)
     path = locate(name, FILES)
-    if _is_converted(path):
+    if is_converted(path):
         return load_drafter(path, model, quantize_bits=quantize_bits)
-    if _is_checkpoint(path):
-        return _open_checkpoint(path, name, model, quantize_bits)
-    if quantize_bits is not None:
-        raise ValueError(
-            f"{name} is an ordinary model, which is not quantized while loading: make a "
-            "quantized copy with mlx_lm.convert."
-        )
-    return load_model_drafter(path, model, tokenizer)
+    kind = KINDS[_published_kind(path)]
+    if kind.loads_published:
+        return kind.load(path, {}, model, options)
+    return _open_checkpoint(path, name, model, quantize_bits)
 
 
 def split_name(name: str) -> tuple[str, bool]:
@@ -194,31 +187,19 @@ def _cached_configs() -> list[Path]:
 
 def _about(folder: Path) -> str:
     try:
-        values = read_head_config(folder)
-        config = Eagle3Config.from_dict(values, folder / "config.json")
+        kind, values = kind_of(folder)
+        made_for = kind.made_for(values, folder / "config.json", None)
         size = (folder / "model.safetensors").stat().st_size
     except (ValueError, OSError):
         return "damaged; it is converted again when it is used"
     source = (values.get("source") or {}).get("path", "an unknown place")
-    return (
-        f"{size / 1e6:.0f} MB, for targets of hidden size {config.target_hidden_size} with "
-        f"{config.vocab_size} tokens, from {source}"
-    )
+    return f"{size / 1e6:.0f} MB, {made_for}, from {source}"
 
 
-def _is_converted(path: Path) -> bool:
-    config = path / "config.json"
-    return config.is_file() and read_object(config).get("model_type") == "eagle3"
-
-
-def _is_checkpoint(path: Path) -> bool:
-    """Whether it holds a draft head as published, of a family we know or not."""
-    if path.is_file() or not (path / "config.json").is_file():
-        return True  # a GGUF, or nothing mlx-lm could load: the converter says what it is
-    shards = sorted(path.glob("*.safetensors"))
-    if not shards:
-        return True
-    for shard in shards:
-        if any(name.endswith(HEAD_TENSORS) for name in read_header(shard)):
-            return True
-    return False
+def _published_kind(path: Path) -> str:
+    """The kind of a checkpoint that is not converted, by its tensors' names and its config."""
+    shards = [] if path.is_file() else sorted(path.glob("*.safetensors"))
+    if not shards or not (path / "config.json").is_file():
+        return "eagle3"  # a GGUF, or nothing mlx-lm could load: the converter says what it is
+    names = [name for shard in shards for name in read_header(shard)]
+    return recognise(names, read_object(path / "config.json"))

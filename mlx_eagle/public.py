@@ -7,7 +7,7 @@ from .decoding.stats import Stats
 from .demo.pair import load_demo
 from .draft_models import open_drafter
 from .drafters.eagle3 import Eagle3Drafter
-from .drafters.load import load_drafter
+from .drafters.kinds import load_drafter
 from .drafters.tree import StaticTree, TreeShape, parse_tree
 from .generate import GenerationResponse, generate, stream_generate
 from .installation import Installation, install, installed, uninstall

@@ -14,7 +14,7 @@ from helpers import PROMPT, plain, speculative, tiny_llama
 
 from mlx_eagle import draft_models
 from mlx_eagle.convert import convert
-from mlx_eagle.drafters.load import load_drafter
+from mlx_eagle.drafters.kinds import load_drafter
 from mlx_eagle.system.atomic_folder import CannotWrite
 
 

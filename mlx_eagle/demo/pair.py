@@ -8,8 +8,9 @@ import mlx.nn as nn
 import mlx_lm
 from mlx_lm.utils import dequantize_model
 
+from ..drafters import eagle3
 from ..drafters.eagle3 import EagleDrafter
-from ..drafters.load import load_drafter
+from ..drafters.folder import LoadOptions, read_config
 from .target import demo_target_path
 
 HEAD = Path(__file__).parent / "head"
@@ -44,7 +45,7 @@ def load_demo(
         model = dequantize_model(model)
     model.set_dtype(dtype)
     mx.eval(model.parameters())
-    drafter = load_drafter(HEAD, model, quantize_bits=quantize_bits)
+    drafter = eagle3.load(HEAD, read_config(HEAD), model, LoadOptions(quantize_bits))
     if not quantized and quantize_bits is None:
         drafter.head = dequantize_model(drafter.head)
         mx.eval(drafter.head.parameters())  # another thread could not compute them

@@ -14,10 +14,10 @@ from mlx_lm.utils import _get_classes
 
 from ..commands.opening import check_target, read_json
 from ..draft_models import LOOKUP, split_name
-from ..drafters.config import Eagle3Config
-from ..drafters.load import check_fit, read_head_config, sizes_of
+from ..drafters.kinds import kind_of
 from ..drafters.model_drafter import NOT_LOADED
 from ..drafters.pairs import pair_for
+from ..drafters.target_parts import sizes_of
 from ..system.hub import locate
 from ..system.machines import LENGTHS, Machine, Pass, Products, fused_rows, this_machine
 from ..target.rollback import check_supported
@@ -176,8 +176,8 @@ def _check_head(model_name: str, name: str | None, model: nn.Module) -> Finding:
     if not path.exists():
         return Finding("draft model", f"{name} is not on this machine, so it was not looked at")
     try:
-        config = Eagle3Config.from_dict(read_head_config(path), path / "config.json")
-        check_fit(config, sizes_of(model))
+        kind, config = kind_of(path)
+        kind.made_for(config, path / "config.json", sizes_of(model))
         num_bytes = (path / "model.safetensors").stat().st_size
     except (OSError, ValueError) as err:
         return Finding("draft model", f"{path.name}: {err}", "problem", "see the sentence before")

@@ -23,17 +23,14 @@ from ..system.json_schema import (
     FieldType,
     Table,
     check,
-    is_whole,
     number_above,
     one_of,
     whole,
 )
+from .folder import PACKING
 
 SIZE = whole(1, 2**24)
 FEW = whole(1, 1024)
-BITS = FieldType("2, 3, 4, 5, 6 or 8", lambda v: is_whole(v) and v in (2, 3, 4, 5, 6, 8))
-GROUP = FieldType("32, 64 or 128", lambda v: is_whole(v) and v in (32, 64, 128))
-PACKING: Table = {"bits": BITS, "group_size": GROUP}
 LATENT: Table = dict.fromkeys(
     ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), SIZE
 )
@@ -82,6 +79,7 @@ HEAD: Table = {
     "aux_nested_ids": INT_LIST,
     "full_attention_layers": INT_LIST,
     "aux_ids_source": TEXT,
+    "kind": TEXT,
     "model_type": TEXT,
     "family": TEXT,
     "speculative_tokens_hint": COUNT,

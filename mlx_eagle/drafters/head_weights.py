@@ -1,15 +1,37 @@
-"""Weights of an EAGLE head: from the stored matrices to those it runs with, packed or not."""
+"""Weights of an EAGLE head: from the stored matrices to a head attached to its target."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
-from ..system.json_schema import check
-from .config import PACKING, Eagle3Config
+from ..system.hub import locate
+from ..system.json_schema import shown
+from ..target.ropes import evaluate_ropes
+from .config import Eagle3Config
+from .folder import (
+    LoadOptions,
+    fill,
+    kind_in,
+    quantize_as_stored,
+    quantize_now,
+    read_config,
+    read_weights,
+)
 from .head import Eagle3Head
+from .target_parts import (
+    TargetSizes,
+    activation_dtype,
+    find_embedding,
+    lm_head_of,
+    rows_of_lm_head,
+    sizes_of,
+)
+
+INTEGERS = (mx.int8, mx.int16, mx.int32, mx.int64)
 
 FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -77,39 +99,21 @@ def split_weights(weights: dict[str, mx.array], config: Eagle3Config) -> dict[st
     return weights
 
 
-FLOATS = (mx.float16, mx.bfloat16, mx.float32)
-
-
-def build_head(config: Eagle3Config, weights: dict, quantization: dict | None) -> Eagle3Head:
+def build_head(
+    config: Eagle3Config, weights: dict[str, mx.array], quantization: dict[str, Any] | None
+) -> Eagle3Head:
     """The head with its weights in place; raise ValueError naming what is missing."""
     _check_layers(config, weights)
     try:
         weights = fuse_weights(weights, config.num_layers, config)
         head = Eagle3Head(config)
         if quantization:
-            _quantize_as_stored(head, weights, quantization)
+            quantize_as_stored(head, weights, quantization, _stored_name)
     except (ArithmeticError, KeyError, TypeError, ValueError) as err:
         raise ValueError(
             f"no head can be built as its config.json says ({err}): convert the head again."
         ) from err
-    expected = {name: array.shape for name, array in tree_flatten(head.parameters())}
-    missing = sorted(expected.keys() - weights.keys())
-    extra = sorted(weights.keys() - expected.keys())
-    if missing or extra:
-        what = f"lacks {missing[0]}" if missing else f"has an unknown {extra[0]}"
-        raise ValueError(f"the head's model.safetensors {what}: convert the head again.")
-    for name, shape in expected.items():
-        if weights[name].shape != shape:
-            raise ValueError(
-                f"the head's {name} is {tuple(weights[name].shape)}, its config.json says "
-                f"{tuple(shape)}: convert the head again."
-            )
-        is_packed = name.endswith(".weight") and name.replace(".weight", ".scales") in weights
-        if weights[name].dtype != mx.uint32 if is_packed else weights[name].dtype not in FLOATS:
-            raise ValueError(
-                f"the head's {name} is stored as {weights[name].dtype}: convert the head again."
-            )
-    head.load_weights(list(weights.items()))
+    fill(head, weights)
     return head
 
 
@@ -123,48 +127,134 @@ def _check_layers(config: Eagle3Config, weights: dict[str, mx.array]) -> None:
         )
 
 
-def _quantize_as_stored(head: Eagle3Head, weights: dict, quantization: dict) -> None:
-    """Make a module quantized where the file has scales for it, as its config entry says."""
-    default = {k: quantization[k] for k in PACKING}
-    for path, entry in quantization.items():
-        if path not in PACKING and entry is not False:
-            check({path: entry}, {path: PACKING}, "quantization")
-
-    def params(path: str, module: nn.Module) -> bool | dict:
-        if f"{path}.scales" not in weights:
-            return False
-        layer = path.partition("self_attn." if "self_attn." in path else "mlp.")[0]
-        name = path.removeprefix(layer)
-        stored = layer + FIRST_STORED.get(name, name)
-        return quantization.get(stored, default)
-
-    nn.quantize(head, class_predicate=params)
+def _stored_name(path: str) -> str:
+    """What the matrix that runs at ``path`` is stored as, or begins with."""
+    layer = path.partition("self_attn." if "self_attn." in path else "mlp.")[0]
+    name = path.removeprefix(layer)
+    return layer + FIRST_STORED.get(name, name)
 
 
-def bits_of(quantization: Mapping[str, Any]) -> str:
-    """The bits of a ``quantization`` entry for people.
+@dataclass(frozen=True)
+class AttachedHead:
+    """A head and what it takes from its target.
 
-    {"group_size": 64, "bits": 5, "lm_head": {"group_size": 64, "bits": 6}} -> "5 to 6 bits"
+    ``embed`` maps tokens (...,) to (..., h); ``to_target`` (Vd,) draft ids to target ids, None
+    where they are the same.
     """
-    own = [entry["bits"] for entry in quantization.values() if isinstance(entry, dict)]
-    least, most = min([quantization["bits"], *own]), max([quantization["bits"], *own])
-    return f"{least} bits" if least == most else f"{least} to {most} bits"
+
+    head: Eagle3Head
+    embed: Callable[[mx.array], mx.array]
+    taps: tuple[int, ...]
+    to_target: mx.array | None
+
+    @property
+    def ids(self) -> mx.array:
+        """The target ids of all that can be drafted, (Vd,) int32."""
+        if self.to_target is not None:
+            return self.to_target
+        return mx.arange(self.head.config.draft_vocab_size, dtype=mx.int32)
 
 
-def quantize_now(head: Eagle3Head, stored: dict | None, bits: int, group_size: int) -> None:
-    """Quantize a head that is not; ``stored`` is its ``quantization`` entry, None without.
+def load_head(
+    path_or_repo: str | Path, model: nn.Module, dtype: mx.Dtype | None = None
+) -> AttachedHead:
+    """Load a converted head (a folder or a hub repo id) and attach it to ``model``.
 
-    Raises ValueError where it has one, or for bits that MLX does not have.
+    ``dtype`` is that of its arithmetic, by default the target's own.
     """
-    if stored:
+    folder = locate(str(path_or_repo), ("*.json", "*.safetensors"))
+    return attach_head(folder, read_head_config(folder), model, LoadOptions(dtype=dtype))
+
+
+def read_head_config(folder: Path) -> dict[str, Any]:
+    """The ``config.json`` of a converted EAGLE head; ValueError where it is none."""
+    values = read_config(folder)
+    if kind_in(values) != "eagle3":
         raise ValueError(
-            f"the head is already quantized to {bits_of(stored)}: load it as it is, or "
-            "convert it again with another --q-bits."
+            f"{folder} holds a {shown(kind_in(values))} model, not a converted EAGLE-3 head: "
+            "convert the checkpoint first with mlx_eagle.convert --hf-path SRC --mlx-path DST."
         )
-    if bits not in (2, 3, 4, 5, 6, 8):
-        raise ValueError(f"cannot quantize to {bits} bits: give 2, 3, 4, 5, 6 or 8.")
+    return values
 
-    def fits(_: str, module: nn.Module) -> bool:
-        return hasattr(module, "to_quantized") and module.weight.shape[-1] % group_size == 0
 
-    nn.quantize(head, group_size=group_size, bits=bits, class_predicate=fits)
+def attach_head(
+    folder: Path, values: dict[str, Any], model: nn.Module, options: LoadOptions
+) -> AttachedHead:
+    """The head in ``folder``, whose ``config.json`` holds ``values``, attached to ``model``."""
+    config = Eagle3Config.from_dict(values, folder / "config.json")
+    weights = read_weights(folder)
+    embedding, _ = find_embedding(model)
+    sizes = sizes_of(model)
+    to_target = _draft_ids(weights.pop("d2t", None), config, sizes.vocab_size)
+    check_fit(config, sizes)
+    if config.lm_head_source == "target_rows":
+        weights.update(rows_of_lm_head(model, embedding, to_target))
+    head = build_head(config, weights, values.get("quantization"))
+    quantize_now(head, values.get("quantization"), options)
+    head.set_dtype(options.dtype or activation_dtype(embedding))
+    embed = embedding
+    if config.embed_source == "file":
+        embed = head.embed_tokens
+    if config.lm_head_source == "target":
+        head.share_lm_head(lm_head_of(model, embedding))
+    mx.eval(head.parameters())
+    evaluate_ropes(model)  # for threads other than this one; mlx-lm leaves them to the first pass
+    return AttachedHead(head, embed, config.taps(sizes.num_layers), to_target)
+
+
+def _draft_ids(offsets: mx.array | None, config: Eagle3Config, vocab_size: int) -> mx.array | None:
+    """Target id of every draft id, (Vd,) int32, from the stored offsets; None for identity."""
+    if offsets is None:
+        if config.has_d2t:
+            raise ValueError(
+                f"the head drafts {config.draft_vocab_size} of {config.vocab_size} tokens but "
+                "its d2t table is missing: convert it again."
+            )
+        return None
+    if offsets.dtype not in INTEGERS or offsets.shape != (config.draft_vocab_size,):
+        raise ValueError(
+            f"the head's d2t table is {tuple(offsets.shape)} of {offsets.dtype}, expected "
+            f"{config.draft_vocab_size} whole numbers: convert the head again."
+        )
+    ids = offsets.astype(mx.int64) + mx.arange(offsets.shape[0], dtype=mx.int64)
+    low, high = ids.min().item(), ids.max().item()
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"the head's d2t table reaches token {high if low >= 0 else low}, but the target "
+            f"has {vocab_size} tokens: this head was made for another target."
+        )
+    return ids.astype(mx.int32)
+
+
+def check_fit(config: Eagle3Config, target: TargetSizes) -> None:
+    """Raise ValueError where head and target do not belong together."""
+    vocab_size, num_layers = target.vocab_size, target.num_layers
+    if config.target_hidden_size != target.hidden_size:
+        raise ValueError(
+            f"the head was made for a target of hidden size {config.target_hidden_size}, but "
+            f"this target's is {target.hidden_size}: use the head trained for this model."
+        )
+    if not config.has_d2t and config.draft_vocab_size > vocab_size:
+        raise ValueError(
+            f"the head drafts {config.draft_vocab_size} tokens, but the target has "
+            f"{vocab_size}: use the head trained for this model."
+        )
+    # Vocabularies may be padded differently, so only a clear mismatch is an error.
+    if abs(config.vocab_size - vocab_size) > max(1024, vocab_size // 100):
+        raise ValueError(
+            f"the head was made for a vocabulary of {config.vocab_size} tokens, but the "
+            f"target's has {vocab_size}: use the head trained for this model."
+        )
+    if config.mask_token_id is not None and config.mask_token_id >= vocab_size:
+        raise ValueError(
+            f"the head masks with token {config.mask_token_id}, but the target has {vocab_size}: "
+            "use the head trained for this model."
+        )
+    taps = config.taps(num_layers)
+    deepest = num_layers if config.uses_aux else num_layers + 1
+    if not taps or min(taps) < 0 or max(taps) > deepest or len(taps) != config.num_aux:
+        raise ValueError(
+            f"the head taps layers {list(taps)} ({config.num_aux} features), but the target "
+            f"has {num_layers} layers: use the head trained for this model, or, where this is "
+            "it, convert it again with --target MODEL, or with the taps in --aux-layers."
+        )

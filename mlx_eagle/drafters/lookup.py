@@ -9,12 +9,15 @@ have been right is seen after every round, whoever drafted it, so none is drafte
 from copy import copy
 from itertools import accumulate
 from operator import mul
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..target.cache_view import CacheView
 from .base import Draft, Drafter, DrafterBase, Pick, PickChildren, empty_draft
+from .folder import LoadOptions
 from .tree import Tree
 
 
@@ -276,7 +279,22 @@ class CopyingDrafter(DrafterBase):
         self.drafter.use_overlay(is_used)
 
     def with_draft_window(self, size: int | None) -> "CopyingDrafter":
-        return CopyingDrafter(self.drafter.with_draft_window(size))
+        return self._around(self.drafter.with_draft_window(size))
 
     def with_draft_cache(self, draft_cache: str) -> "CopyingDrafter":
-        return CopyingDrafter(self.drafter.with_draft_cache(draft_cache))
+        return self._around(self.drafter.with_draft_cache(draft_cache))
+
+    def _around(self, drafter: Drafter) -> "CopyingDrafter":
+        return self if drafter is self.drafter else CopyingDrafter(drafter)
+
+
+def by_name(model: nn.Module, options: LoadOptions) -> LookupDrafter:
+    """What "lookup" alone stands for."""
+    return LookupDrafter()
+
+
+def load(
+    folder: Path, config: dict[str, Any], model: nn.Module, options: LoadOptions
+) -> LookupDrafter:
+    """A folder has nothing to add."""
+    return LookupDrafter()

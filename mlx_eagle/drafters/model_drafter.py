@@ -1,18 +1,21 @@
 """Drafts from an ordinary, smaller mlx-lm model (Leviathan et al. 2023, arXiv:2211.17192)."""
 
+from collections.abc import Collection, Mapping
 from copy import copy
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import load
+from mlx_lm.utils import load as load_model
 
 from ..target.masks import exact_masks
 from ..target.rollback import Checkpoint, check_supported
 from ..target.ropes import evaluate_ropes
 from .base import Draft, DrafterBase, Pick, start_early
-from .load import find_embedding
+from .folder import LoadOptions
+from .target_parts import find_embedding
 
 # What mlx-lm raises on folders that it does not know how to read.
 NOT_LOADED = (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError)
@@ -124,6 +127,23 @@ class ModelDrafter(DrafterBase):
         return pick(logits[:, : self._vocab_size], self._ids).astype(mx.int32)
 
 
+def recognise(names: Collection[str], config: Mapping[str, Any]) -> bool:
+    """Anything may be a model: mlx-lm says whether it is."""
+    return True
+
+
+def load(
+    folder: Path, config: dict[str, Any], model: nn.Module, options: LoadOptions
+) -> "ModelDrafter":
+    """See ``Kind.load``."""
+    if options.quantize_bits is not None:
+        raise ValueError(
+            f"{folder} is an ordinary model, which is not quantized while loading: make a "
+            "quantized copy with mlx_lm.convert."
+        )
+    return load_model_drafter(folder, model, options.tokenizer)
+
+
 def load_model_drafter(
     path_or_repo: str | Path, target: nn.Module, tokenizer=None
 ) -> ModelDrafter:
@@ -134,7 +154,7 @@ def load_model_drafter(
     models do not speak of the same tokens.
     """
     try:
-        model, draft_tokenizer = load(str(path_or_repo))
+        model, draft_tokenizer = load_model(str(path_or_repo))
     except NOT_LOADED as err:
         reason = (str(err).strip() or type(err).__name__).splitlines()[0].rstrip(" :")
         raise ValueError(

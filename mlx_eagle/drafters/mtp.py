@@ -4,6 +4,10 @@ The layer of Qwen3-Next and Qwen3.5 (dense and mixture of experts): tensors ``mt
 original checkpoint, which mlx-lm drops when it loads or converts one.
 """
 
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
@@ -14,7 +18,8 @@ from mlx_lm.models.cache import KVCache
 from ..target.ropes import evaluate_ropes
 from .base import Draft, Pick, start_early
 from .feature_drafter import FeatureDrafter
-from .load import find_embedding, lm_head_of
+from .folder import LoadOptions, Tensors, read_weights
+from .target_parts import TargetSizes, find_embedding, lm_head_of
 
 LAYERS = (qwen3_next.Qwen3NextDecoderLayer, qwen3_5.DecoderLayer)
 
@@ -114,6 +119,30 @@ def make_mtp_head(target: nn.Module) -> MTPHead:
     args = (target.language_model if "language_model" in target else target).args
     attends = args.full_attention_interval - 1  # the index of a layer that is not recurrent
     return MTPHead(kind(args, attends), args.hidden_size, args.rms_norm_eps)
+
+
+def recognise(names: Collection[str], config: Mapping[str, Any]) -> bool:
+    """Whether these are the tensors of such a layer, without the model it belongs to."""
+    bare = {name.removeprefix("mtp.") for name in names}
+    return {"fc.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight"} <= bare
+
+
+def convert(tensors: Tensors, config: Mapping[str, Any]) -> tuple[dict[str, Any], Tensors]:
+    """The tensors under names without ``mtp.``; see ``Kind.convert``."""
+    return {}, {name.removeprefix("mtp."): tensor for name, tensor in tensors.items()}
+
+
+def load(
+    folder: Path, config: dict[str, Any], model: nn.Module, options: LoadOptions
+) -> MTPDrafter:
+    """The drafter of a converted folder; see ``Kind.load``."""
+    weights = {f"mtp.{name}": array for name, array in read_weights(folder).items()}
+    return load_mtp(weights, model)
+
+
+def made_for(config: dict[str, Any], where: Path, target: TargetSizes | None) -> str:
+    """The tensors tell, once they are read; see ``Kind.made_for``."""
+    return "for the target it was published with"
 
 
 def load_mtp(weights: dict[str, mx.array], target: nn.Module) -> MTPDrafter:

@@ -12,7 +12,7 @@ from ..commands.opening import check_target, context_size
 from ..decoding.setup import check_tree_drafter, read_tree
 from ..demo.pair import load_demo
 from ..draft_models import open_beside
-from ..drafters.load import find_embedding
+from ..drafters.target_parts import find_embedding
 from ..system.command import USER_ERRORS
 from ..system.hub import locate
 from ..target.tree_attention import check_trees

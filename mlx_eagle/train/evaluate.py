@@ -10,7 +10,7 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..drafters.head import Eagle3Head
-from ..drafters.load import load_drafter
+from ..drafters.kinds import load_drafter
 from ..generate import stream_generate
 from ..system.progress import open_bar
 from .examples import Example, make_batch

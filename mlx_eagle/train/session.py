@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..drafters.load import find_embedding
+from ..drafters.target_parts import find_embedding
 from .checkpoints import Checkpoints
 from .evaluate import Tester, choose_prompts
 from .examples import Examples, read_examples

@@ -19,14 +19,8 @@ from ..convert import convert
 from ..convert.quantize import Quantization, pack
 from ..drafters.config import Eagle3Config
 from ..drafters.head import Eagle3Head
-from ..drafters.head_weights import split_weights
-from ..drafters.load import (
-    activation_dtype,
-    find_embedding,
-    lm_head_of,
-    load_head,
-    rows_of_lm_head,
-)
+from ..drafters.head_weights import load_head, split_weights
+from ..drafters.target_parts import activation_dtype, find_embedding, lm_head_of, rows_of_lm_head
 from ..system.safetensors import save_arrays
 from .examples import Example
 

@@ -21,7 +21,7 @@ from mlx_eagle.convert.checkpoint import open_checkpoint
 from mlx_eagle.convert.resolve import resolve
 from mlx_eagle.demo.target import demo_target_path
 from mlx_eagle.drafters.config import Eagle3Config
-from mlx_eagle.drafters.load import AttachedHead
+from mlx_eagle.drafters.head_weights import AttachedHead
 
 DEMO = Path(__file__).parents[1] / "data" / "eagle3-smollm2-135m-instruct"
 BASE = 100.0  # far enough from the head's 100000 to matter within a hundred tokens

@@ -27,7 +27,7 @@ from tolerances import tolerance
 
 from mlx_eagle.convert import Trim, convert
 from mlx_eagle.convert.__main__ import main
-from mlx_eagle.drafters.load import load_drafter
+from mlx_eagle.drafters.kinds import load_drafter
 from mlx_eagle.drafters.tree import parse_tree
 
 VOCAB, DRAFT, STOP = 128, 48, 5

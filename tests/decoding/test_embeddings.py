@@ -14,9 +14,9 @@ from mlx_lm.utils import does_model_support_input_embeddings
 
 import mlx_eagle
 from mlx_eagle.drafters.base import Drafter, DrafterBase
-from mlx_eagle.drafters.load import find_embedding
 from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.drafters.model_drafter import ModelDrafter
+from mlx_eagle.drafters.target_parts import find_embedding
 from mlx_eagle.target.taps import Target
 
 GEMMA = tiny_gemma3()

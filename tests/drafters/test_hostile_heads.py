@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from mlx_eagle.convert import convert
 from mlx_eagle.drafters.config import Eagle3Config, read_nested
-from mlx_eagle.drafters.load import load_drafter
+from mlx_eagle.drafters.kinds import load_drafter
 from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.drafters.model_drafter import load_model_drafter
 

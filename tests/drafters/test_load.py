@@ -8,7 +8,8 @@ from helpers import PROMPT, plain, speculative, tiny_llama
 from mlx_lm.utils import get_total_parameters
 
 from mlx_eagle.convert import convert
-from mlx_eagle.drafters.load import find_embedding, lm_head_of, load_drafter
+from mlx_eagle.drafters.kinds import load_drafter
+from mlx_eagle.drafters.target_parts import find_embedding, lm_head_of
 
 
 @pytest.fixture(scope="module")

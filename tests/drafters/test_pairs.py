@@ -8,8 +8,8 @@ from checkpoints import CONFIG, as_midlayer, eagle3_tensors, write_safetensors
 from mlx_eagle import draft_models as drafters
 from mlx_eagle.commands import flags
 from mlx_eagle.commands import generate as program
-from mlx_eagle.drafters.load import TargetSizes
 from mlx_eagle.drafters.pairs import PAIRS, pair_for, plain_name
+from mlx_eagle.drafters.target_parts import TargetSizes
 from mlx_eagle.system.command import run_command
 from mlx_eagle.system.hub import REPO_ID
 from mlx_eagle.system.machines import this_machine

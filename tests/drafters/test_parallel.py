@@ -15,8 +15,8 @@ from mlx_eagle import batch_generate, load_drafter
 from mlx_eagle.convert import convert
 from mlx_eagle.convert.check import unroll
 from mlx_eagle.convert.pytorch import to_pytorch
-from mlx_eagle.drafters.load import AttachedHead
-from mlx_eagle.drafters.parallel import ParallelDrafter
+from mlx_eagle.drafters.eagle3 import ParallelDrafter
+from mlx_eagle.drafters.head_weights import AttachedHead
 from mlx_eagle.drafters.tree import TreeShape
 from mlx_eagle.train.student import student_from
 

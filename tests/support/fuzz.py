@@ -42,7 +42,7 @@ from helpers import PROMPT, speculative, tiny_llama
 
 import mlx_eagle.convert
 from mlx_eagle.convert import convert
-from mlx_eagle.drafters.load import load_drafter
+from mlx_eagle.drafters.kinds import load_drafter
 
 ALLOWANCE = 64 << 20
 LONGEST = 900

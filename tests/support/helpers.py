@@ -21,10 +21,9 @@ from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.base import Draft, DrafterBase
 from mlx_eagle.drafters.config import Eagle3Config
-from mlx_eagle.drafters.eagle3 import Eagle3Drafter, EagleDrafter
+from mlx_eagle.drafters.eagle3 import Eagle3Drafter, EagleDrafter, ParallelDrafter
 from mlx_eagle.drafters.head import Eagle3Head
-from mlx_eagle.drafters.load import find_embedding
-from mlx_eagle.drafters.parallel import ParallelDrafter
+from mlx_eagle.drafters.target_parts import find_embedding
 
 VOCAB = 96
 PROMPT = [5, 17, 3, 88, 41, 2, 60]

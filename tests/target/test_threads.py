@@ -9,7 +9,7 @@ from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_eagle.convert import convert
-from mlx_eagle.drafters.load import load_drafter
+from mlx_eagle.drafters.kinds import load_drafter
 from mlx_eagle.drafters.model_drafter import ModelDrafter
 from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.target.taps import Target

@@ -14,7 +14,7 @@ from tolerances import tolerance
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.head import Eagle3Head
 from mlx_eagle.drafters.head_weights import fuse_weights, split_weights
-from mlx_eagle.drafters.load import find_embedding
+from mlx_eagle.drafters.target_parts import find_embedding
 from mlx_eagle.train.examples import TokenBatch
 from mlx_eagle.train.losses import LossSettings, first_slot, is_compiled, unroll
 from mlx_eagle.train.optimizer import TrainStep, learning_rate

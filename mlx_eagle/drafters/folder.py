@@ -1,0 +1,202 @@
+"""Folder of a converted drafter: its files read, a module filled with them, and what a kind is.
+
+A converted folder holds a ``config.json`` that names its ``kind`` and a ``model.safetensors``.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ..system.json_schema import FieldType, Table, check, is_whole, read_object
+from ..system.safetensors import read_header
+from .base import Drafter
+from .target_parts import TargetSizes
+
+QUANTIZED_BITS = (2, 3, 4, 5, 6, 8)
+BITS = FieldType("2, 3, 4, 5, 6 or 8", lambda v: is_whole(v) and v in QUANTIZED_BITS)
+GROUP = FieldType("32, 64 or 128", lambda v: is_whole(v) and v in (32, 64, 128))
+PACKING: Table = {"bits": BITS, "group_size": GROUP}
+FLOATS = (mx.float16, mx.bfloat16, mx.float32)
+
+
+class PublishedTensor(Protocol):
+    """A tensor of a published checkpoint, read when it is asked for."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read(self) -> mx.array:
+        """The values as an array."""
+
+
+Tensors = Mapping[str, PublishedTensor]
+"""The tensors of a checkpoint by the names of its files."""
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a drafter is loaded.
+
+    ``quantize_bits`` quantizes an unquantized one; ``dtype`` is that of its arithmetic, None for
+    the target's own. ``tokenizer`` is the target's, where it is known, to compare vocabularies.
+    """
+
+    quantize_bits: int | None = None
+    quantize_group_size: int = 64
+    dtype: mx.Dtype | None = None
+    tokenizer: Any = None
+
+
+def _is_none(names: Collection[str], config: Mapping[str, Any]) -> bool:
+    return False
+
+
+def _for_any(config: dict[str, Any], where: Path, target: TargetSizes | None) -> str:
+    return "for any target"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of drafter: one row of the table in ``kinds.py``."""
+
+    title: str
+    """What people call one: "an MTP layer"."""
+
+    load: Callable[[Path, dict[str, Any], nn.Module, LoadOptions], Drafter]
+    """The drafter of a folder with that ``config.json``, for a target; ValueError: it fits not."""
+
+    recognise: Callable[[Collection[str], Mapping[str, Any]], bool] = _is_none
+    """Whether a checkpoint as published, by its tensors' names and its config, is of this kind."""
+
+    convert: Callable[[Tensors, Mapping[str, Any]], tuple[dict[str, Any], Tensors]] | None = None
+    """Config and tensors of the converted folder, from those of a published checkpoint.
+
+    None: the converter has its own way, as for EAGLE heads, or what is published is loaded as it
+    is.
+    """
+
+    loads_published: bool = False
+    """Whether ``load`` takes checkpoints as published."""
+
+    made_for: Callable[[dict[str, Any], Path, TargetSizes | None], str] = _for_any
+    """What targets a converted folder is for, in words, by its config.
+
+    Raises ValueError where that is damaged, or where the target of those sizes is not among them.
+    """
+
+    by_name: Callable[[nn.Module, LoadOptions], Drafter] | None = None
+    """What the kind's own name opens for a target, where there need be no folder."""
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The ``config.json`` of a converted folder; ValueError where there is none."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} has no config.json: it is not a converted head.")
+    return read_object(path)
+
+
+def kind_in(config: Mapping[str, Any]) -> str:
+    """The kind that a ``config.json`` names: of the first ones as their model_type."""
+    return str(config.get("kind", config.get("model_type")))
+
+
+def read_weights(folder: Path) -> dict[str, mx.array]:
+    """The arrays of a converted folder; ValueError where they cannot be read."""
+    path = folder / "model.safetensors"
+    if not path.is_file():
+        raise ValueError(f"{folder} has no model.safetensors: convert the head again.")
+    try:
+        read_header(path)
+        return dict(mx.load(str(path)))
+    except (RuntimeError, ValueError) as err:
+        reason = str(err).strip().splitlines()[0]
+        raise ValueError(
+            f"{path} cannot be read ({reason}): it is damaged or cut short, copy or convert "
+            "it again."
+        ) from err
+
+
+def fill(module: nn.Module, weights: dict[str, mx.array]) -> None:
+    """Give ``module``, quantized as they are, its weights; ValueError names what is wrong."""
+    expected = {name: array.shape for name, array in tree_flatten(module.parameters())}
+    missing = sorted(expected.keys() - weights.keys())
+    extra = sorted(weights.keys() - expected.keys())
+    if missing or extra:
+        what = f"lacks {missing[0]}" if missing else f"has an unknown {extra[0]}"
+        raise ValueError(f"the head's model.safetensors {what}: convert the head again.")
+    for name, shape in expected.items():
+        if weights[name].shape != shape:
+            raise ValueError(
+                f"the head's {name} is {tuple(weights[name].shape)}, its config.json says "
+                f"{tuple(shape)}: convert the head again."
+            )
+        is_packed = name.endswith(".weight") and name.replace(".weight", ".scales") in weights
+        if weights[name].dtype != mx.uint32 if is_packed else weights[name].dtype not in FLOATS:
+            raise ValueError(
+                f"the head's {name} is stored as {weights[name].dtype}: convert the head again."
+            )
+    module.load_weights(list(weights.items()))
+
+
+def quantize_as_stored(
+    module: nn.Module,
+    weights: Mapping[str, mx.array],
+    quantization: Mapping[str, Any],
+    stored_name: Callable[[str], str] = str,
+) -> None:
+    """Quantize each layer of ``module`` that ``weights`` have scales for, as its entry says.
+
+    ``stored_name`` tells under which path ``quantization`` speaks of a layer.
+    """
+    default = {k: quantization[k] for k in PACKING}
+    for path, entry in quantization.items():
+        if path not in PACKING and entry is not False:
+            check({path: entry}, {path: PACKING}, "quantization")
+
+    def params(path: str, _: nn.Module) -> bool | dict[str, Any]:
+        if f"{path}.scales" not in weights:
+            return False
+        entry: dict[str, Any] = quantization.get(stored_name(path), default)
+        return entry
+
+    nn.quantize(module, class_predicate=params)
+
+
+def bits_of(quantization: Mapping[str, Any]) -> str:
+    """The bits of a ``quantization`` entry for people.
+
+    {"group_size": 64, "bits": 5, "lm_head": {"group_size": 64, "bits": 6}} -> "5 to 6 bits"
+    """
+    own = [entry["bits"] for entry in quantization.values() if isinstance(entry, dict)]
+    least, most = min([quantization["bits"], *own]), max([quantization["bits"], *own])
+    return f"{least} bits" if least == most else f"{least} to {most} bits"
+
+
+def quantize_now(
+    module: nn.Module, stored: Mapping[str, Any] | None, options: LoadOptions
+) -> None:
+    """Quantize a module as ``options`` ask; ``stored`` is the ``quantization`` entry it has.
+
+    Raises ValueError where there is one, or for bits that MLX does not have.
+    """
+    bits, group_size = options.quantize_bits, options.quantize_group_size
+    if bits is None:
+        return
+    if stored:
+        raise ValueError(
+            f"the head is already quantized to {bits_of(stored)}: load it as it is, or "
+            "convert it again with another --q-bits."
+        )
+    if bits not in QUANTIZED_BITS:
+        raise ValueError(f"cannot quantize to {bits} bits: give 2, 3, 4, 5, 6 or 8.")
+
+    def fits(_: str, layer: nn.Module) -> bool:
+        return hasattr(layer, "to_quantized") and layer.weight.shape[-1] % group_size == 0
+
+    nn.quantize(module, group_size=group_size, bits=bits, class_predicate=fits)

@@ -1,0 +1,78 @@
+"""Table of the kinds of drafters: how each is recognised, converted and loaded.
+
+A new kind is a file beside this one and a row here; docs/pages/add-a-drafter.md shows how.
+"""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..system.hub import locate
+from ..system.json_schema import read_object, shown
+from . import eagle3, lookup, model_drafter, mtp
+from .base import Drafter
+from .folder import Kind, LoadOptions, kind_in, read_config
+
+KINDS: dict[str, Kind] = {
+    "mtp": Kind("an MTP layer", mtp.load, mtp.recognise, mtp.convert, made_for=mtp.made_for),
+    "eagle3": Kind("an EAGLE head", eagle3.load, eagle3.recognise, made_for=eagle3.made_for),
+    "lookup": Kind("prompt lookup", lookup.load, by_name=lookup.by_name),
+    "model": Kind(
+        "a draft model", model_drafter.load, model_drafter.recognise, loads_published=True
+    ),
+}
+"""By the name that ``kind`` has in a converted folder; what is published is the first that fits.
+"""
+
+
+def recognise(names: Collection[str], config: Mapping[str, Any]) -> str:
+    """The kind of a checkpoint as published, by the names of its tensors and its config."""
+    return next(name for name, kind in KINDS.items() if kind.recognise(names, config))
+
+
+def is_converted(folder: Path) -> bool:
+    """Whether it is the folder of a converted drafter."""
+    path = folder / "config.json"
+    return path.is_file() and kind_in(read_object(path)) in KINDS
+
+
+def kind_of(folder: Path) -> tuple[Kind, dict[str, Any]]:
+    """The kind of a converted folder, and its config; ValueError where it is not converted."""
+    config = read_config(folder)
+    name = kind_in(config)
+    if name not in KINDS:
+        raise ValueError(
+            f"{folder} holds a {shown(name)} model, not a converted EAGLE-3 head: convert the "
+            "checkpoint first with mlx_eagle.convert --hf-path SRC --mlx-path DST."
+        )
+    return KINDS[name], config
+
+
+def load_drafter(
+    path_or_repo: str | Path,
+    model: nn.Module,
+    *,
+    quantize_bits: int | None = None,
+    quantize_group_size: int = 64,
+    dtype: mx.Dtype | None = None,
+    draft_cache: str = "exact",
+    draft_window: int | None = None,
+) -> Drafter:
+    """Load a converted drafter (a folder or a hub repo id) for ``model``, an mlx-lm model.
+
+    ``quantize_bits`` quantizes an unquantized one while loading. ``dtype`` is that of its
+    arithmetic, by default the target's own. For EAGLE heads, ``draft_cache`` is "exact" or
+    "lagging" (see ``Eagle3Drafter``), and of the head's cache only the newest ``draft_window``
+    slots are kept, beside the first few (None: all).
+
+    Raises ValueError, in one sentence, where the folder is not converted, is damaged, or does not
+    belong to this target.
+    """
+    folder = locate(str(path_or_repo), ("*.json", "*.safetensors"))
+    kind, config = kind_of(folder)
+    options = LoadOptions(quantize_bits, quantize_group_size, dtype)
+    drafter = kind.load(folder, config, model, options)
+    return drafter.with_draft_window(draft_window).with_draft_cache(draft_cache)

@@ -1,0 +1,81 @@
+"""Parts of a target that drafters share: its embedding, its output projection, its sizes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generation_stream
+
+from ..target.sharding import find_stage
+
+Linear = nn.Linear | nn.QuantizedLinear
+Embedding = nn.Embedding | nn.QuantizedEmbedding
+
+
+@dataclass(frozen=True)
+class TargetSizes:
+    """What a head has to know of the model it drafts for."""
+
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    name: str = "the target"
+
+
+def sizes_of(model: nn.Module) -> TargetSizes:
+    """The sizes of an mlx-lm model; of a pipelined one all processes must ask at once."""
+    embedding, vocab_size = find_embedding(model)
+    with mx.stream(generation_stream):
+        return TargetSizes(_num_columns(embedding), find_stage(model).num_layers, vocab_size)
+
+
+def find_embedding(model: nn.Module) -> tuple[Embedding, int]:
+    """The module that embeds tokens in an mlx-lm model, and its number of rows.
+
+    It is the embedding as wide as the residual stream; of several, the one with most rows
+    (position tables are shorter than vocabularies).
+    """
+    found = [m for _, m in model.named_modules() if isinstance(m, Embedding)]
+    if not found:
+        raise ValueError(
+            "the target has no token embedding that a draft head could share: this model is "
+            "not supported."
+        )
+    embedding = max(found, key=lambda m: m.weight.shape[0])
+    return embedding, embedding.weight.shape[0]
+
+
+def _num_columns(module: Linear | Embedding) -> int:
+    """Input width of a matrix, packed or not."""
+    columns = module.weight.shape[-1]
+    return columns * 32 // module.bits if "scales" in module else columns
+
+
+def lm_head_of(model: nn.Module, embedding: Embedding) -> Callable[[mx.array], mx.array]:
+    """The target's output projection: its own matrix, or the embedding where they are tied."""
+    shape = (embedding.weight.shape[0], _num_columns(embedding))
+    for name, module in model.named_modules():
+        if not (isinstance(module, Linear) and name.endswith("lm_head")):
+            continue
+        if (module.weight.shape[0], _num_columns(module)) == shape:
+            return module
+    return embedding.as_linear
+
+
+def rows_of_lm_head(
+    model: nn.Module, embedding: Embedding, to_target: mx.array
+) -> dict[str, mx.array]:
+    """The rows of the target's output projection that the draft vocabulary names."""
+    source = lm_head_of(model, embedding)
+    module = source if isinstance(source, nn.Module) else embedding
+    weight = module.weight
+    if "scales" in module:
+        rows = [module[k][to_target] for k in ("weight", "scales", "biases")]
+        weight = mx.dequantize(*rows, group_size=module.group_size, bits=module.bits)
+        return {"lm_head.weight": weight}
+    return {"lm_head.weight": weight[to_target]}
+
+
+def activation_dtype(embedding: Embedding) -> mx.Dtype:
+    return (embedding.scales if "scales" in embedding else embedding.weight).dtype
