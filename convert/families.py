@@ -13,11 +13,11 @@ AngelSlim, DeepSpec, llama.cpp, vLLM and SGLang.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_eagle.system.json_schema import LONGEST_NAME
+from mlx_eagle.system.json_schema import LONGEST_NAME, shown
 
 from .checkpoint import MISTRAL_MARK, Checkpoint
 from .packed import Unpacked, unpacked
@@ -281,6 +281,11 @@ def _config_lines(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield " ".join(line.splitlines())
 
 
+def some_of(names: Sequence[str]) -> str:
+    """The first four names for a message, shortened."""
+    return ", ".join(shown(name).strip('"') for name in names[:4]) or "none"
+
+
 def hidden_size(tensors: Mapping[str, Tensor]) -> int:
     """Rows of the first layer's output: h; 0 where the tensors for it are missing."""
     for name in ("layers.0.self_attn.o_proj.weight", "layers.0.post_attention_layernorm.weight"):
@@ -342,9 +347,8 @@ def recognise(checkpoint: Checkpoint) -> tuple[Family, dict[str, Tensor]]:
         if all(map(found, family.has)) and not any(map(found, family.lacks)):
             return family, tensors
     _explain(checkpoint.source, tensors)
-    shown = ", ".join(names[:4]) or "none"
     raise ValueError(
         f"{checkpoint.source} is no EAGLE head that is known here: expected fc.weight and a first "
         f"layer that attends from twice the hidden size (EAGLE-3), or an fc of twice it "
-        f"(EAGLE-1); found {len(names)} tensors: {shown} ..."
+        f"(EAGLE-1); found {len(names)} tensors: {some_of(names)} ..."
     )

@@ -12,7 +12,7 @@ from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.head import GATED
 from mlx_eagle.system.json_schema import shown
 
-from .families import Family, hidden_size
+from .families import Family, hidden_size, some_of
 from .rope import rope_scaling
 from .stored import Tensor
 
@@ -464,6 +464,6 @@ def check_shapes(tensors: Mapping[str, Tensor], config: Eagle3Config) -> None:
     surplus = sorted(set(tensors) - expected)
     if surplus:
         raise ValueError(
-            f"the checkpoint holds {', '.join(surplus[:4])}, which no known EAGLE head has; "
+            f"the checkpoint holds {some_of(surplus)}, which no known EAGLE head has; "
             "converting without would change what it computes"
         )

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mlx_eagle.drafters.config import Eagle3Config, default_ids, is_default, read_nested
+from mlx_eagle.system.json_schema import shown
 
 from .checkpoint import AnyTarget
 from .stored import Stored, Tensor
@@ -55,15 +56,15 @@ def _nested(ids: tuple[int, ...], num_layers: int | None, notes: list[str]) -> T
     if num_layers is None:
         if not reading.is_certain:
             notes.append(
-                f"what the taps {list(ids)} mean depends on the target's depth, so it is settled "
+                f"what the taps {shown(ids)} mean depends on the target's depth, so it is settled "
                 "when the head meets its target; give --target to settle it now"
             )
         return Taps(reading.ids, reading.source, ids)
     if not reading.is_certain:
         notes.append(
-            f"the taps {list(ids)} fit neither numbering; read as outputs of these layers, so "
-            f"{list(reading.ids)}; if acceptance is low try --aux-layers "
-            f"{','.join(map(str, ids))}"
+            f"the taps {shown(ids)} fit neither numbering; read as outputs of these layers, so "
+            f"{shown(reading.ids)}; if acceptance is low try --aux-layers "
+            f"{shown(ids)[1:-1].replace(' ', '')}"
         )
     return Taps(reading.ids, reading.source)
 
@@ -78,7 +79,7 @@ def _read_ids(
         return _nested(ids, num_layers, notes)
     if ids[0] == 1 and is_default(_shift(ids, 1), num_layers):
         notes.append(
-            f"the taps {list(ids)} look like numbers of layer outputs that a converter copied; "
+            f"the taps {shown(ids)} look like numbers of layer outputs that a converter copied; "
             f"taken as written; if acceptance is low try --aux-offset 1"
         )
     return Taps(ids, "top-level")
@@ -127,18 +128,19 @@ def _check_taps(taps: Taps, num_aux: int, num_layers: int | None) -> None:
     ids = list(taps.ids)
     if len(ids) != num_aux:
         raise ValueError(
-            f"{len(ids)} taps {ids} ({taps.source}), but fc fuses {num_aux} features; "
+            f"{len(ids)} taps {shown(ids)} ({taps.source}), but fc fuses {num_aux} features; "
             "give --aux-layers with as many"
         )
     # The default of a target of a few layers names one of them twice, as the official code does.
     in_order = sorted(ids) if taps.source == "default" else sorted(set(ids))
     if min(ids) < 0 or ids != in_order:
         raise ValueError(
-            f"the taps {ids} ({taps.source}) are not ascending numbers from 0; give --aux-layers"
+            f"the taps {shown(ids)} ({taps.source}) are not ascending numbers from 0; give "
+            "--aux-layers"
         )
     if num_layers is not None and ids[-1] > num_layers:
         raise ValueError(
-            f"the taps {ids} ({taps.source}) go beyond the target's {num_layers} layers; "
+            f"the taps {shown(ids)} ({taps.source}) go beyond the target's {num_layers} layers; "
             "this head belongs to another target, or give --aux-layers"
         )
 

@@ -116,13 +116,15 @@ def resolved(row: dict) -> Resolved:
 @pytest.mark.parametrize("name", HEADS)
 def test_it_resolves(name):
     row = HEADS[name]
-    found, depth = resolved(row).config, row["depth"]
+    head, depth = resolved(row), row["depth"]
+    found = head.config
     assert found.aux_boundary_ids == row.get("taps", (2, depth // 2, depth - 3))
     assert found.hidden_size == row["config"]["hidden_size"]
     assert found.num_layers == row.get("layers", 1)
     if "kv_lora_rank" in row["config"]:
         assert found.latent == LATENT
         assert found.softmax_scale == pytest.approx(192**-0.5 * (0.1 * np.log(64) + 1) ** 2)
+        assert any("--rope-theta 10000" in note for note in head.notes)
     if (row["config"].get("rope_scaling") or {}).get("mrope_section"):
         assert found.rope["type"] == "default" and found.rope["scaling"] is None
     for key, value in row.get("fields", {}).items():

@@ -55,6 +55,33 @@ WRONG = {
 }
 
 
+LONG = "x" * 5000
+IDS = "eagle_aux_hidden_state_layer_ids"
+OVERSIZED = {
+    "taps": {IDS: list(range(9000))},
+    "nested taps": {"eagle_config": {IDS: list(range(1, 900))}},
+    "taps backwards": {"target_layer_ids": [10**9, 5, 10**8]},
+    "activation": {"hidden_act": LONG},
+    "rope": {"rope_scaling": {"rope_type": LONG, "factor": 2}},
+    "sizes": {"hidden_size": 2**24, "num_attention_heads": 2**24},
+    "factors": {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.5] * 9000}},
+}
+
+
+@pytest.mark.parametrize("case", OVERSIZED)
+def test_values_are_shortened_in_messages(tmp_path, out, capsys, case):
+    source = write_safetensors(tmp_path / "source", CONFIG | OVERSIZED[case], as_midlayer(PLAIN))
+    said = refused(capsys, source, out)
+    assert said.count("\n") == 1 and len(said) - len(str(tmp_path)) < 400
+
+
+def test_names_are_shortened_in_messages(tmp_path, out, capsys):
+    surplus = {f"layers.0.{'y' * 240}{i}": np.ones(2, np.float32) for i in range(9)}
+    for number, tensors in enumerate((as_midlayer(PLAIN) | surplus, surplus)):
+        source = write_safetensors(tmp_path / f"source{number}", CONFIG, tensors)
+        assert len(refused(capsys, source, out)) - len(str(tmp_path)) < 600
+
+
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_values_of_a_config(tmp_path, out, capsys, case):
     changes, words = WRONG[case]
