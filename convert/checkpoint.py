@@ -69,7 +69,7 @@ MOST_SHARED = 2
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class DraftCheckpoint:
     """``tensors`` under the names of the files; nothing of them has been read yet.
 
     ``source`` is the path or repository id as the user gave it.
@@ -174,12 +174,12 @@ def find_shards(folder: Path, form: Format) -> list[Path]:
     return []
 
 
-def _open_gguf(source: str, path: Path) -> Checkpoint:
+def _open_gguf(source: str, path: Path) -> DraftCheckpoint:
     config, tensors = read_gguf(path)
-    return _checked(Checkpoint(source, config, tensors, (path,)), path)
+    return _checked(DraftCheckpoint(source, config, tensors, (path,)), path)
 
 
-def _checked(checkpoint: Checkpoint, where: Path) -> Checkpoint:
+def _checked(checkpoint: DraftCheckpoint, where: Path) -> DraftCheckpoint:
     """The checkpoint, its config of the right types and its tensors no more than its files."""
     check(checkpoint.config, CONFIG, where)
     for name in checkpoint.tensors:
@@ -204,7 +204,7 @@ def refuse_by_config(folder: Path, source: str) -> None:
         refuse_eagle_4(str(name)[:LONGEST_NAME], source)
 
 
-def open_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
+def open_checkpoint(source: str, revision: str | None = None) -> DraftCheckpoint:
     """Open a folder, a ``.gguf`` file, a hub repository or a ``.gguf`` file in one.
 
     Raises ValueError for what is missing, cut off or not a checkpoint.
@@ -223,7 +223,7 @@ def open_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
             for shard in shards:
                 tensors |= form.read(shard)
             config = read_config(folder)
-            checkpoint = Checkpoint(source, config, tensors, tuple(shards))
+            checkpoint = DraftCheckpoint(source, config, tensors, tuple(shards))
             return _checked(checkpoint, folder / "config.json")
     # Of a repository the local cache may hold one of several, so there it must be named.
     is_local = folder == Path(source).expanduser()

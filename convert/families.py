@@ -19,7 +19,7 @@ from typing import Any
 
 from mlx_eagle.system.json_schema import LONGEST_NAME, shown
 
-from .checkpoint import MISTRAL_MARK, Checkpoint
+from .checkpoint import MISTRAL_MARK, DraftCheckpoint
 from .packed import Unpacked, unpacked
 from .stored import Tensor
 
@@ -321,7 +321,7 @@ def _explain(source: str, tensors: Mapping[str, Tensor]) -> None:
         )
 
 
-def recognise(checkpoint: Checkpoint) -> tuple[Family, dict[str, Tensor]]:
+def recognise(checkpoint: DraftCheckpoint) -> tuple[Family, dict[str, Tensor]]:
     """The checkpoint's family and its tensors under canonical names, in one piece each.
 
     Raises ValueError that names what it is, where that is known and not converted.

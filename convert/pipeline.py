@@ -19,7 +19,7 @@ from .card import CARD, check_entry, check_table, make_card, source_license
 from .check import Report, check_head, load_model, rope_bases
 from .checkpoint import (
     AnyTarget,
-    Checkpoint,
+    DraftCheckpoint,
     TargetFolder,
     open_checkpoint,
     open_target,
@@ -72,7 +72,7 @@ def drop_shared(head: Resolved, target: TargetFolder) -> Resolved:
 
 
 def prepare(
-    checkpoint: Checkpoint,
+    checkpoint: DraftCheckpoint,
     target: AnyTarget | None,
     overrides: Overrides,
     draft_vocab: int | Trim | None,
@@ -157,7 +157,7 @@ def _megabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:.1f} MB"
 
 
-def summary(checkpoint: Checkpoint, resolved: Resolved, head: Head) -> str:
+def summary(checkpoint: DraftCheckpoint, resolved: Resolved, head: Head) -> str:
     """What was found and what became of it, for people."""
     c = head.config
     ids, source = c["aux_boundary_ids"], c["aux_ids_source"]
@@ -192,7 +192,11 @@ def summary(checkpoint: Checkpoint, resolved: Resolved, head: Head) -> str:
 
 
 def run_check(
-    checkpoint: Checkpoint, resolved: Resolved, head: Head, target: TargetFolder, dtype: str | None
+    checkpoint: DraftCheckpoint,
+    resolved: Resolved,
+    head: Head,
+    target: TargetFolder,
+    dtype: str | None,
 ) -> Report:
     """Measure the head on its target, quantized and not (see ``check_head``)."""
     dense, packed = head, None
@@ -204,7 +208,7 @@ def run_check(
 
 
 def card_of(
-    checkpoint: Checkpoint,
+    checkpoint: DraftCheckpoint,
     resolved: Resolved,
     head: Head,
     target: str | None,

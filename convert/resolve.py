@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.system.json_schema import COUNT, shown
 
-from .checkpoint import AnyTarget, Checkpoint
+from .checkpoint import AnyTarget, DraftCheckpoint
 from .families import Family, hidden_size, recognise
 from .fields import attention_fields, check_shapes, input_width, layer_fields, merge_settings
 from .rope import DEFAULT_THETA, resolve_rope
@@ -262,7 +262,9 @@ def _derive(
 
 
 def resolve(
-    checkpoint: Checkpoint, target: AnyTarget | None = None, overrides: Overrides = NO_OVERRIDES
+    checkpoint: DraftCheckpoint,
+    target: AnyTarget | None = None,
+    overrides: Overrides = NO_OVERRIDES,
 ) -> Resolved:
     """Work out what head the checkpoint holds.
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm import tokenizer_utils
 
-from .checkpoint import Checkpoint, TargetFolder
+from .checkpoint import DraftCheckpoint, TargetFolder
 from .resolve import Resolved, is_output
 from .stored import LazyTensor
 
@@ -48,7 +48,9 @@ class Counts:
         return sum(self.tokens.get(i, 0) for i in ids) / sum(self.tokens.values())
 
 
-def _tokenizer_place(checkpoint: Checkpoint, target: TargetFolder | None) -> tuple[Path, Mapping]:
+def _tokenizer_place(
+    checkpoint: DraftCheckpoint, target: TargetFolder | None
+) -> tuple[Path, Mapping]:
     """The folder with the target's tokenizer and the config beside it; ValueError without one."""
     places = [] if target is None else [(target.folder, target.config)]
     places.append((checkpoint.files[0].parent, checkpoint.config))
@@ -97,7 +99,7 @@ def choose(ids: np.ndarray, size: int, counts: Counts | None) -> np.ndarray:
 
 
 def trim(
-    head: Resolved, wanted: Trim, checkpoint: Checkpoint, target: TargetFolder | None
+    head: Resolved, wanted: Trim, checkpoint: DraftCheckpoint, target: TargetFolder | None
 ) -> Resolved:
     """The head with a smaller draft vocabulary, and what to say of it in ``trimmed``.
 

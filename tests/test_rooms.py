@@ -194,7 +194,7 @@ SHARED_FILES = {
     "chat.py", "generate.py",  # a command, and what it runs
     "answers.py", "costs.py", "pair.py", "pipeline.py", "session.py",
 }  # fmt: skip
-SHARED_CLASSES = {"Answer", "Checkpoint", "Entry", "Group", "Limits", "Outcome", "PendingPairs"}
+SHARED_CLASSES = {"Answer", "Entry", "Group", "Limits", "Outcome", "PendingPairs"}
 
 
 def test_one_thing_has_one_name():

@@ -12,7 +12,7 @@ from golden import frozen
 from public_heads import KIMI_YARN
 
 from mlx_eagle.convert import convert
-from mlx_eagle.convert.checkpoint import Checkpoint, TargetFolder
+from mlx_eagle.convert.checkpoint import DraftCheckpoint, TargetFolder
 from mlx_eagle.convert.resolve import Resolved, resolve
 from mlx_eagle.convert.stored import Stored
 from mlx_eagle.drafters.config import Eagle3Config
@@ -79,7 +79,7 @@ def resolved(config: dict, tensors: dict, depth: int, hidden_size: int, vocab: i
         stored[name] = Stored("I64" if name == "d2t" else "BF16", shape, data)
     values = {"num_hidden_layers": depth, "hidden_size": hidden_size, "vocab_size": vocab}
     target = TargetFolder("target", Path("."), values)
-    return resolve(Checkpoint("head", config, stored, ()), target)
+    return resolve(DraftCheckpoint("head", config, stored, ()), target)
 
 
 LLAMA_8B = sizes(4096, 14336, 32, 8, 128, 128256, 32000)

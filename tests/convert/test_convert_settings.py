@@ -10,7 +10,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 from tolerances import tolerance
 
 from mlx_eagle.convert.__main__ import main
-from mlx_eagle.convert.checkpoint import Checkpoint, TargetFolder
+from mlx_eagle.convert.checkpoint import DraftCheckpoint, TargetFolder
 from mlx_eagle.convert.resolve import Resolved, resolve
 from mlx_eagle.convert.stored import Stored
 
@@ -49,7 +49,7 @@ def resolved(config: dict, num_layers: int | None, tensors: Tensors) -> Resolved
     if num_layers is not None:
         sizes = {"hidden_size": 64, "num_hidden_layers": num_layers, "vocab_size": 128}
         target = TargetFolder("target", Path("."), sizes)
-    return resolve(Checkpoint("head", config, stored, ()), target)
+    return resolve(DraftCheckpoint("head", config, stored, ()), target)
 
 
 @pytest.mark.parametrize("place, ids, depth, expected, source, doubts", TAPS)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from public_heads import EAGLE_1, HEADS, IDS, LATENT, MISTRAL_LARGE, MISTRAL_MEDIUM
 
-from mlx_eagle.convert.checkpoint import Checkpoint, TargetFolder, mistral_config
+from mlx_eagle.convert.checkpoint import DraftCheckpoint, TargetFolder, mistral_config
 from mlx_eagle.convert.resolve import Resolved, resolve
 from mlx_eagle.convert.schema import CONFIG
 from mlx_eagle.convert.stored import Stored
@@ -110,7 +110,9 @@ def resolved(row: dict) -> Resolved:
     check(config, CONFIG, "config.json")
     width = row.get("wide", row["config"]["hidden_size"])
     sizes = {"num_hidden_layers": row["depth"], "hidden_size": width, "vocab_size": vocab}
-    return resolve(Checkpoint("head", config, stored, ()), TargetFolder("t", Path("."), sizes))
+    return resolve(
+        DraftCheckpoint("head", config, stored, ()), TargetFolder("t", Path("."), sizes)
+    )
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -158,7 +160,7 @@ def test_heads_of_eagle_1_resolve(name):
     check(config, CONFIG, "config.json")
     values = {"num_hidden_layers": depth, "hidden_size": h, "vocab_size": vocab}
     stored = {n: Stored("F16", shape, NOTHING) for n, shape in shapes.items()}
-    head = Checkpoint("head", config, stored, ())
+    head = DraftCheckpoint("head", config, stored, ())
     fields = resolve(head, TargetFolder("t", Path("."), values)).config
     assert not fields.uses_aux and fields.fc_input == "embedding_and_state"
     assert fields.fc_bias == more.get("bias", True)
@@ -226,7 +228,7 @@ def test_heads_of_mistral_resolve(params, depth):
     check(config, CONFIG, "params.json")
     values = {"num_hidden_layers": depth, "hidden_size": h, "vocab_size": 131072}
     target = TargetFolder("t", Path("."), values)
-    found = resolve(Checkpoint("head", config, in_fp8(shapes), ()), target).config
+    found = resolve(DraftCheckpoint("head", config, in_fp8(shapes), ()), target).config
     assert found.num_layers == params["n_layers"] and not found.uses_aux
     assert found.fc_input == "embedding_and_state" and found.norm_output
     assert found.state_norm and found.final_norm and found.lm_head_source == "target"
@@ -259,5 +261,5 @@ def test_a_head_in_nvfp4_resolves():
     config["quantization_config"] = {"format": "nvfp4-pack-quantized"}
     values = {"num_hidden_layers": 60, "hidden_size": 5376, "vocab_size": 262144}
     target = TargetFolder("t", Path("."), values)
-    found = resolve(Checkpoint("head", config, stored, ()), target).config
+    found = resolve(DraftCheckpoint("head", config, stored, ()), target).config
     assert found == resolved(row).config
