@@ -78,9 +78,9 @@ def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
     """What the flags name, and how to call it in the report."""
     names = dict(DEMO_NAMES)
     if args.model is None:
-        model, tokenizer, own = load_demo()
+        model, tokenizer, own = load_demo(dtype=args.dtype)
     else:
-        (model, tokenizer), own = open_target(args.model), None
+        (model, tokenizer), own = open_target(args.model, dtype=args.dtype), None
         names["model"] = args.model
     head = with_known_head(args.draft_model, args.model)
     drafter = open_beside(own, head, model, tokenizer, draft_window=args.draft_window)
@@ -91,7 +91,7 @@ def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
         names["head"] += f", draft window {args.draft_window}"
     compared = None
     if args.compare is not None:
-        compared, other = open_target(args.compare[1])
+        compared, other = open_target(args.compare[1], dtype=args.dtype)
         names["compared"] = args.compare[1]
         if other.vocab_size != tokenizer.vocab_size:
             raise ValueError(

@@ -5,12 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from mlx_eagle.commands.flags import DRAFT_WINDOW_HELP, check_draft_window
+from mlx_eagle.commands.flags import DRAFT_WINDOW_HELP, DTYPE_HELP, check_draft_window
 from mlx_eagle.decoding.setup import AUTO
 from mlx_eagle.draft_models import LOOKUP, split_name
 from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.system.cli_values import LARGEST_SEED, Range, use_plain_types
 from mlx_eagle.system.drawing import EXTRA
+from mlx_eagle.system.precision import DTYPES
 from mlx_eagle.system.version import add_version_flag
 
 from . import files
@@ -41,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", help="Folder or hub repo of the target. Default: the demo pair.")
     add("--draft-model", help="As for mlx_eagle.generate: an EAGLE head, auto, lookup, a model.")
     add("--draft-window", type=int, metavar="N", help=DRAFT_WINDOW_HELP)
+    add("--dtype", choices=DTYPES, help=DTYPE_HELP)
     add(
         "--prompts",
         action="append",

@@ -26,13 +26,13 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import dequantize_model
 
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.folder import bits_of
 from mlx_eagle.drafters.head import Eagle3Head
 from mlx_eagle.drafters.head_weights import AttachedHead, load_head
 from mlx_eagle.system.json_schema import is_number
+from mlx_eagle.system.precision import set_precision
 from mlx_eagle.system.progress import open_bar
 from mlx_eagle.target.taps import Target
 
@@ -386,7 +386,4 @@ def load_model(name: str) -> tuple[nn.Module, TokenizerWrapper]:
     except (ValueError, OSError) as err:
         reason = str(err).strip().splitlines()[0]
         raise ValueError(f"--check cannot load the target {name}: {reason}") from err
-    if mx.default_device() == mx.cpu:  # where other types are many times slower
-        model = dequantize_model(model)
-        model.set_dtype(mx.float32)
-    return model, tokenizer
+    return set_precision(model), tokenizer

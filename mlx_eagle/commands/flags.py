@@ -24,6 +24,7 @@ from ..system.cli_values import (
     use_plain_types,
 )
 from ..system.device import prepare_device
+from ..system.precision import DTYPES
 from ..system.progress import Bar
 from ..system.version import add_version_flag
 from .opening import open_target
@@ -42,6 +43,10 @@ RANGES = (
     # A rotating cache never drops its first four tokens: it needs room for one more.
     Range("max_kv_size", 5, LARGEST, "5 or more"),
     Range("quantized_kv_start", 0, LARGEST, "0 or more"),
+)
+DTYPE_HELP = (
+    "Floats of the target. Default: as stored; on a CPU float32, with packed weights unpacked, "
+    "where the memory is enough."
 )
 DRAFT_WINDOW_HELP = (
     "Keep only the newest N slots of the head's cache, beside the first few: drafts then cost the "
@@ -75,6 +80,7 @@ def add_draft_flags(parser: argparse.ArgumentParser) -> None:
         help="Quantize an unquantized head while loading it.",
     )
     parser.add_argument("--draft-window", type=int, metavar="N", help=DRAFT_WINDOW_HELP)
+    parser.add_argument("--dtype", choices=DTYPES, help=DTYPE_HELP)
     parser.add_argument(
         "--tree",
         metavar="SHAPE",
@@ -185,7 +191,8 @@ def load_pair(
         if args.adapter_path is not None:
             raise ValueError("--adapter-path needs --model: the demo pair has no adapters.")
         is_own = name is None or split_name(name)[0] == AUTO
-        model, tokenizer, own = load_demo(quantize_bits=bits if is_own else None)
+        bits_of_own = bits if is_own else None
+        model, tokenizer, own = load_demo(dtype=args.dtype, quantize_bits=bits_of_own)
     else:
         (model, tokenizer), own = load_target(args, tokenizer_config), None
     drafter = open_beside(
@@ -226,6 +233,7 @@ def load_target(
         adapter_path=args.adapter_path,
         model_config={"quantize_activations": args.quantize_activations},
         trust_remote_code=args.trust_remote_code,
+        dtype=args.dtype,
     )
 
 

@@ -2,16 +2,11 @@
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import get_total_parameters
 
 from ..drafters.base import Drafter
-
-
-def weight_bytes(module: nn.Module) -> int:
-    """Bytes of a module's parameters as they are stored (packed where quantized)."""
-    return sum(array.nbytes for _, array in tree_flatten(module.parameters()))
+from ..system.precision import weight_bytes
 
 
 def cache_bytes(cache: list) -> int:

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -15,21 +16,32 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, load
 from safetensors import SafetensorError, safe_open
 
 from ..system.hub import locate
+from ..system.precision import set_precision
 
 INDEX = "model.safetensors.index.json"
 
 
 def open_target(
-    name: str, tokenizer_config: dict[str, Any] | None = None, **options: Any
+    name: str,
+    tokenizer_config: dict[str, Any] | None = None,
+    dtype: str | None = None,
+    **options: Any,
 ) -> tuple[nn.Module, TokenizerWrapper]:
     """The target of that folder or hub repository and its tokenizer, through mlx-lm's loader.
 
-    ``options`` are those of ``mlx_lm.load``. Raises ValueError, in one sentence, for a name that
-    leads nowhere and for a damaged file.
+    ``dtype`` ("float32", "float16", "bfloat16") is that of its floats. By default they stay as
+    they are stored; on a CPU, where MLX is many times slower with others, they become float32,
+    and a line on standard error says what memory that takes. ``options`` are those of
+    ``mlx_lm.load``.
+
+    Raises ValueError, in one sentence, for a name that leads nowhere and for a damaged file.
     """
     folder = locate(name, DEFAULT_ALLOW_PATTERNS)
     check_target(folder)
-    return load(str(folder), tokenizer_config=tokenizer_config, **options)
+    model, tokenizer = load(str(folder), tokenizer_config=tokenizer_config, lazy=True, **options)
+    model = set_precision(model, dtype)
+    mx.eval(model.parameters())
+    return model, tokenizer
 
 
 def check_target(folder: Path) -> None:

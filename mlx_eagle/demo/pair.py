@@ -17,7 +17,7 @@ HEAD = Path(__file__).parent / "head"
 
 
 def load_demo(
-    dtype: mx.Dtype | None = None,
+    dtype: mx.Dtype | str | None = None,
     *,
     quantized: bool | None = None,
     quantize_bits: int | None = None,
@@ -26,8 +26,9 @@ def load_demo(
 
     Without arguments the target stays 4-bit on a GPU, in float16, and is dequantized to
     float32 on a CPU, where other types are slow; the head, which is shipped in 4 to 6 bits,
-    follows it. A ``dtype`` alone means dense weights of that type; ``quantized`` keeps them
-    packed, or not, whatever the device. ``quantize_bits`` quantizes the head while loading it.
+    follows it. A ``dtype`` (its name will do) means dense weights of that type; ``quantized``
+    keeps them packed, or not, whatever the device. ``quantize_bits`` quantizes the head while
+    loading it.
 
     The tokenizer is mlx-lm's ``TokenizerWrapper``, whose methods have no types: as Any, strict
     type checkers let them be called.
@@ -37,6 +38,8 @@ def load_demo(
     on_gpu = mx.default_device() == mx.gpu
     if quantized is None:
         quantized = on_gpu and dtype is None
+    if isinstance(dtype, str):
+        dtype = getattr(mx, dtype)
     if dtype is None:
         dtype = mx.float16 if on_gpu else mx.float32
     model, tokenizer = mlx_lm.load(str(demo_target_path()), lazy=True)

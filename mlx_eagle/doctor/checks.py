@@ -14,6 +14,7 @@ from ..drafters.pairs import targets_within
 from ..system.atomic_folder import user_cache
 from ..system.device import CUDNN, blas_name, blas_note
 from ..system.machines import Machine, this_machine
+from ..system.precision import SHARE_OF_RAM, ram
 from .packages import check_packages, read_sysctl
 from .report_lines import Finding
 
@@ -21,7 +22,6 @@ GB = 1e9
 WIRED = "iogpu.wired_limit_mb"
 TF32 = "MLX_ENABLE_TF32"
 FIRST_WITH_TF32 = 5  # M5, whose GPU has matrix units
-SHARE_OF_RAM = 0.75  # for weights and caches, where nobody says how much
 
 
 def check_machine() -> list[Finding]:
@@ -74,7 +74,7 @@ def memory(machine: Machine) -> tuple[float, float]:
         return float(info["memory_size"]), float(info["max_recommended_working_set_size"])
     if machine.backend == "cuda":
         return float(info["total_memory"]), float(info["free_memory"])
-    total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    total = float(ram())
     return total, SHARE_OF_RAM * total
 
 

@@ -15,6 +15,7 @@ from ..draft_models import open_beside
 from ..drafters.target_parts import find_embedding
 from ..system.command import USER_ERRORS
 from ..system.hub import locate
+from ..system.precision import set_precision
 from ..target.tree_attention import check_trees
 
 DEFAULT = "default_model"  # what mlx-lm calls the model and the draft model of the command line
@@ -69,12 +70,13 @@ class PairProvider(ModelProvider):
         drafter = None
         if model_path is None:
             self.reset()
-            self.model, self.tokenizer, drafter = load_demo()
+            self.model, self.tokenizer, drafter = load_demo(dtype=self.cli_args.dtype)
             caches = make_prompt_cache(self.model)
             self.is_batchable = all(hasattr(cache, "merge") for cache in caches)
         else:
             check_target(locate(model_path, DEFAULT_ALLOW_PATTERNS))
             super()._load(model_path, adapter_path)
+            self.model = set_precision(self.model, self.cli_args.dtype)
         self.draft_model = open_beside(
             drafter,
             draft_model_path,

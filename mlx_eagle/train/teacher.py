@@ -16,8 +16,8 @@ import mlx_lm
 import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import dequantize_model
 
+from ..system.precision import set_precision
 from ..system.safetensors import save_arrays
 from ..target.taps import Target
 from .examples import Example, Examples, TokenBatch
@@ -48,9 +48,7 @@ def load_target(
     except (ValueError, OSError) as err:
         reason = str(err).strip().splitlines()[0]
         raise ValueError(f"the target {name} cannot be loaded: {reason}") from err
-    if mx.default_device() == mx.cpu:
-        model = dequantize_model(model)
-        model.set_dtype(mx.float32)
+    model = set_precision(model)
     model.freeze()
     model.eval()
     mx.eval(model.parameters())

@@ -114,7 +114,7 @@ def test_end_to_end(monkeypatch, capsys, tmp_path, tiny):
 def test_any_drafter_can_be_measured(monkeypatch, capsys, tmp_path, tiny):
     """Here the one without weights, opened as ``mlx_eagle.generate`` opens it."""
     loaded = tiny.target, tiny.tokenizer, tiny.drafter
-    monkeypatch.setattr(command, "load_demo", lambda: loaded)
+    monkeypatch.setattr(command, "load_demo", lambda **_: loaded)
     flags = "--draft-model lookup --prompts gsm8k --limit 1 --max-tokens 6 --repeats 1"
     command.main([*flags.split(), "--out", str(tmp_path)])
     assert "{" not in capsys.readouterr().out, "JSON is printed on demand"

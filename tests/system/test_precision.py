@@ -1,0 +1,73 @@
+"""Precision of a target on a CPU and elsewhere, and what is said about memory."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from helpers import tiny_llama
+from mlx.utils import tree_flatten
+
+from mlx_eagle.system import precision
+from mlx_eagle.system.precision import set_precision, weight_bytes
+
+CPU, GPU = mx.Device(mx.cpu), mx.Device(mx.gpu)
+
+
+def dtypes(model: nn.Module) -> set[mx.Dtype]:
+    return {array.dtype for _, array in tree_flatten(model.parameters())}
+
+
+@pytest.fixture
+def packed() -> nn.Module:
+    """A target in 4 bits whose floats are half precision."""
+    model = tiny_llama()
+    model.set_dtype(mx.float16)
+    nn.quantize(model, group_size=32, bits=4)
+    return model
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Let MLX's default device be another one, as far as anybody asks."""
+    return lambda kind: monkeypatch.setattr(mx, "default_device", lambda: kind)
+
+
+def test_on_a_cpu_it_becomes_float32_and_the_memory_is_said(packed, device, capsys):
+    device(CPU)
+    before = weight_bytes(packed)
+    tokens = mx.array([[1, 2, 3]])
+    expected = packed(tokens).astype(mx.float32)
+    model = set_precision(packed)
+    assert dtypes(model) == {mx.float32}
+    assert mx.allclose(model(tokens), expected, atol=0.05, rtol=0.05)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "--dtype" in said
+    after = weight_bytes(model)
+    assert f"{after / 1e6:.0f} MB in place of {before / 1e6:.0f} MB" in said
+
+
+def test_float32_is_not_spoken_of(device, capsys):
+    device(CPU)
+    assert dtypes(set_precision(tiny_llama())) == {mx.float32}
+    assert capsys.readouterr().err == ""
+
+
+def test_on_a_gpu_it_stays_as_it_is(packed, device, capsys):
+    device(GPU)
+    before = dtypes(packed)
+    assert dtypes(set_precision(packed)) == before == {mx.uint32, mx.float16}
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("kind", [CPU, GPU])
+def test_who_chooses_a_type_gets_it_and_keeps_packed_weights(packed, device, capsys, kind):
+    device(kind)
+    assert dtypes(set_precision(packed, "float32")) == {mx.uint32, mx.float32}
+    assert dtypes(set_precision(packed, "bfloat16")) == {mx.uint32, mx.bfloat16}
+    assert capsys.readouterr().err == ""
+
+
+def test_what_does_not_fit_stays_as_it_is_aloud(packed, device, capsys, monkeypatch):
+    device(CPU)
+    monkeypatch.setattr(precision, "ram", lambda: 1000)
+    assert dtypes(set_precision(packed)) == {mx.uint32, mx.float16}
+    assert "they stay as they are" in capsys.readouterr().err
