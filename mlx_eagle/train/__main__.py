@@ -11,7 +11,6 @@ import yaml
 from mlx_lm.lora import yaml_loader
 
 from ..system.command import run_command
-from ..system.drawing import EXTRA, has_matplotlib
 from ..system.version import add_version_flag
 from .log import write_page
 from .losses import LOSSES
@@ -145,10 +144,7 @@ def _run(argv: Sequence[str] | None) -> None:
     report = run(settings_of(argv))
     if not is_first():
         return
-    if has_matplotlib():
-        print(f"Its curves are in {write_page(report.output)}.")
-    else:
-        print(f"Without a page of its curves, which needs matplotlib: {EXTRA}.")
+    print(f"Its curves are in {write_page(report.output)}.")
 
 
 if __name__ == "__main__":

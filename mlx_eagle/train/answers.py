@@ -25,6 +25,7 @@ from ..system.command import run_command
 from ..system.device import prepare_device
 from ..system.progress import open_bar
 from ..system.version import add_version_flag
+from .examples import Row, check_messages, read_rows
 from .settings import TEMPERATURES, AnswerSettings, parse_temperatures
 from .teacher import load_target
 
@@ -67,34 +68,26 @@ def read_prompts(path: Path) -> list[Messages]:
     out, since the target gives its own. Raises ValueError naming the line that has neither.
     """
     conversations = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as err:
-            raise ValueError(f"{path}, line {number} is not JSON ({err}).") from err
-        messages = _conversation(row) if isinstance(row, dict) else None
+    for row in read_rows(path):
+        messages = _conversation(row)
         if not messages:
             raise ValueError(
-                f'{path}, line {number} has neither "prompt" nor "messages" that end with a '
+                f'{row.where} has neither "prompt" nor "messages" that end with a '
                 "user's: give one of them on every line."
             )
         conversations.append(messages)
-    if not conversations:
-        raise ValueError(f"{path} is empty: give one prompt on each line.")
     return conversations
 
 
-def _conversation(row: dict[str, Any]) -> Messages | None:
-    if isinstance(row.get("prompt"), str):
-        return [{"role": "user", "content": row["prompt"]}]
-    messages = row.get("messages")
-    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        return None
-    while messages and messages[-1].get("role") == "assistant":
+def _conversation(row: Row) -> Messages:
+    if isinstance(row.fields.get("prompt"), str):
+        return [{"role": "user", "content": row.fields["prompt"]}]
+    if "messages" not in row.fields:
+        return []
+    messages = check_messages(row)
+    while messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
-    return messages or None
+    return messages
 
 
 def answer_prompts(
@@ -259,16 +252,27 @@ def answer_file(
     prompts: Path,
     output: Path,
     settings: AnswerSettings,
+    report_seconds: float = 30.0,
 ) -> AnswerCounts:
-    """Answer the prompts of a file into another, with a bar, and say what was done."""
+    """Answer the prompts of a file into another, and say what was done and what is.
+
+    Where no bar can be drawn a line is printed every ``report_seconds``.
+    """
     conversations = read_prompts(prompts)
-    begun = time.perf_counter()
-    with open_bar(len(conversations) * len(settings.temperatures), "Answering", "answer") as bar:
+    total = len(conversations) * len(settings.temperatures)
+    print(f"The target gives {total} answers to the prompts of {prompts}.", flush=True)
+    begun = said = time.perf_counter()
+    with open_bar(total, "Answering", "answer") as bar:
 
         def report(counts: AnswerCounts) -> None:
-            speed = counts.tokens / (time.perf_counter() - begun)
-            bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
+            nonlocal said
+            now = time.perf_counter()
+            speed = f"{counts.tokens / (now - begun):.0f} tokens/s"
+            bar.set_postfix_str(speed, refresh=False)
             bar.update(counts.done - bar.n)
+            if bar.disable and now - said >= report_seconds:
+                said = now
+                print(f"{counts.done} of {total} answers, {speed}.", flush=True)
 
         try:
             counts = answer_prompts(model, tokenizer, conversations, output, settings, report)

@@ -1,8 +1,9 @@
-"""Checkpoints of a training run: written whole or not at all, and found again.
+"""Checkpoints of a training run: written whole or not at all, found again, one run at a time.
 
 What is in them is the trainer's business.
 """
 
+import fcntl
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from ..system.safetensors import save_arrays
 
 FOLDER = "checkpoints"
 STATE, FACTS = "state.safetensors", "state.json"
+LOCK = "training.lock"
 
 
 class Checkpoints:
@@ -85,7 +87,8 @@ class Checkpoints:
             ) from err
 
     def _all(self) -> list[Path]:
-        return sorted(path for path in self._folder.glob("[0-9]*") if (path / FACTS).is_file())
+        numbered = (path for path in self._folder.glob("[0-9]*") if path.name.isdecimal())
+        return sorted(path for path in numbered if (path / FACTS).is_file())
 
     def _clean(self) -> None:
         """Remove what processes left behind that were killed while they wrote."""
@@ -93,17 +96,63 @@ class Checkpoints:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def load_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state and the facts of a checkpoint; ValueError where it is damaged."""
+def load_checkpoint(
+    path: Path, expected: Mapping[str, Any], facts: Mapping[str, type]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The state and the facts of a checkpoint; ValueError where it is damaged.
+
+    ``expected`` is a tree with arrays of the names, shapes and types that the state has to have,
+    and ``facts`` has the types of the facts.
+    """
+    wanted = dict(tree_flatten(expected))
     try:
         arrays = mx.load(str(path / STATE))
-        facts = json.loads((path / FACTS).read_text(encoding="utf-8"))
-    except (RuntimeError, OSError, ValueError) as err:
-        reason = str(err).strip().splitlines()[0]
-        raise ValueError(
-            f"{path} cannot be read ({reason}): remove it to go on from the checkpoint before."
-        ) from err
-    return tree_unflatten(list(arrays.items())), facts
+        found = json.loads((path / FACTS).read_text(encoding="utf-8"))
+    except (RuntimeError, OSError, ValueError) as err:  # RecursionError is a RuntimeError
+        raise _damaged(path, str(err).strip().splitlines()[0]) from err
+    for name, kind in facts.items():
+        if not isinstance(found, dict) or type(found.get(name)) is not kind:
+            raise _damaged(path, f"{FACTS} has no {name}")
+    # Names before the tree: a number in one of them would be the length of a list.
+    for name in wanted.keys() | arrays.keys():
+        there, own = arrays.get(name), wanted.get(name)
+        if there is None or own is None:
+            raise _damaged(path, f"{STATE} {'lacks' if there is None else 'has'} {name[:80]}")
+        if there.shape != own.shape or there.dtype != own.dtype:
+            raise _damaged(path, f"{name} is {there.dtype}{list(there.shape)} in {STATE}")
+    return tree_unflatten([(name, arrays[name]) for name in wanted]), found
+
+
+def _damaged(path: Path, reason: str) -> ValueError:
+    return ValueError(
+        f"{path} cannot be read ({reason}): remove it to go on from the checkpoint before."
+    )
+
+
+@contextmanager
+def locked(output: Path) -> Iterator[None]:
+    """Within, no other run writes to ``output``; ValueError where one does already.
+
+    A folder that was made for it, and that nothing was put into, is removed.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / LOCK
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_ours = os.path.samestat(os.fstat(file.fileno()), path.stat())
+        except (BlockingIOError, FileNotFoundError):
+            is_ours = False
+        if not is_ours:
+            raise ValueError(
+                f"another run is writing to {output}: wait for its end, or give another --output."
+            )
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            if not any(output.iterdir()):
+                output.rmdir()
 
 
 def _save_text(path: Path, values: Mapping[str, Any]) -> None:

@@ -1,37 +1,58 @@
-"""Training data: mlx-lm's own data sets as token sequences, and batches of them.
+"""Training data: mlx-lm's own formats as token sequences, and batches of them.
 
-What is read, which of its tokens count, and in which order batches come.
+What is read, which of its tokens count, what is held out, and in which order batches come.
 """
 
 import hashlib
 import json
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.tuner.datasets import load_dataset
+from mlx_lm.tuner.datasets import ChatDataset, CompletionsDataset, TextDataset, load_hf_dataset
 
 from .losses import padded
 
 PAD_TO = 64  # lengths of batches for compiled steps are multiples of it
 MIN_ANSWER = 2
-ANSWERED = {"completion", "messages", "text", "tokens"}  # what mlx-lm or we can learn from
-HELD_OUT = 0.05
-MOST_HELD_OUT = 128
+HELD_OUT = 0.05  # of the prompts
+MOST_HELD_OUT = 128  # prompts
+ALIKE = 0.8  # prompts that share so much of their words (Jaccard's index) count as the same
+WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|\w+")  # a character where words are not spaced
+UNREADABLE = (
+    TemplateError, KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError,
+)  # fmt: skip
+"""What tokenizers and chat templates raise for rows that they were not written for."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The fields of one row of data, and ``where`` it stands, for messages."""
+
+    where: str
+    fields: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Example:
-    """A sequence; tokens from ``num_prompt`` on are the answer, whose slots count."""
+    """A sequence; tokens from ``num_prompt`` on are the answer, whose slots count.
+
+    ``words`` are those of what is asked: sequences are alike where they ask in the same.
+    """
 
     tokens: tuple[int, ...]
     num_prompt: int
+    words: frozenset[str] = frozenset()
 
     @property
     def num_answer(self) -> int:
@@ -85,130 +106,260 @@ def read_examples(
     """Read what ``mlx_lm.lora --data`` takes: a folder of JSONL files, or a hub data set.
 
     Rows that ``mlx_eagle.train.answers`` or a server wrote carry the very tokens; all others are
-    read by mlx-lm's data sets. Sequences are cut at ``max_length``. Without ``mask_prompt``, and
-    in rows that are plain text, every token counts. Raises ValueError, one sentence, where there
-    is nothing to learn from.
+    encoded by mlx-lm's data sets. Sequences are cut at ``max_length``. Without ``mask_prompt``,
+    and in rows that are plain text, every token counts. Where there is nothing to evaluate on,
+    sequences are held out whose prompts are not among those to learn from. Raises ValueError, one sentence, where there is nothing to learn
+    from.
     """
-    _check_folder(data)
-    options = SimpleNamespace(data=data, train=True, test=False, mask_prompt=False)
-    try:
-        train, valid, _ = load_dataset(options, tokenizer)
-    except (KeyError, IndexError, TypeError, AttributeError) as err:
-        raise ValueError(f"{data} cannot be read as a data set ({err!r}): see --data.") from err
+    train, valid = _load(data)
     notes: list[str] = []
-    found = _encoded(train, tokenizer, mask_prompt, "train")
+    found = _encoded(train, tokenizer, mask_prompt)
     sequences = _fitting(found, vocab_size, max_length, data, notes)
-    held_out: list[Example] = []
-    if len(valid):
-        found = _encoded(valid, tokenizer, mask_prompt, "valid")
+    if valid:
+        found = _encoded(valid, tokenizer, mask_prompt)
         held_out = _fitting(found, vocab_size, max_length, data, [])
-    else:
-        num = min(MOST_HELD_OUT, int(len(sequences) * HELD_OUT))
-        sequences, held_out = sequences[: len(sequences) - num], sequences[len(sequences) - num :]
-        what = f"the last {num} sequences of train.jsonl are held out" if num else "no evaluation"
-        notes.append(f"There is no valid.jsonl: {what}.")
+        num_known = _count_known(sequences, held_out)
+        if num_known:
+            notes.append(
+                f"{num_known} of {len(held_out)} sequences of valid.jsonl ask what train.jsonl "
+                "asks, in these words or almost: of them the figures say little."
+            )
+        return Examples(tuple(sequences), tuple(held_out), tuple(notes))
+    chosen = _choose_held_out(sequences)
+    what = "the prompts are too few or too much alike to hold any out"
+    if chosen:
+        what = f"{len(chosen)} of {len(sequences)} sequences are held out, and none like them is"
+        what += " learnt from"
+    notes.append(f"There is no valid.jsonl: {what}.")
+    held_out = [sequences[i] for i in sorted(chosen)]
+    sequences = [x for i, x in enumerate(sequences) if i not in chosen]
     return Examples(tuple(sequences), tuple(held_out), tuple(notes))
 
 
-def _check_folder(data: str) -> None:
-    """One sentence for what mlx-lm would answer with a traceback."""
+def _likeness(asked: Sequence[frozenset[str]]) -> Callable[[frozenset[str]], set[int]]:
+    """A function from words to the numbers of those of ``asked`` that are alike."""
+    sizes = np.array([len(words) for words in asked])
+    places: dict[str, list[int]] = {}
+    for i, words in enumerate(asked):
+        for word in words:
+            places.setdefault(word, []).append(i)
+
+    def alike(words: frozenset[str]) -> set[int]:
+        found = [places[word] for word in words if word in places]
+        shared = np.bincount(np.concatenate(found or [[]]).astype(int), minlength=len(asked))
+        return set(np.flatnonzero(shared >= ALIKE * (sizes + len(words) - shared)).tolist())
+
+    return alike
+
+
+def _count_known(sequences: Sequence[Example], held_out: Sequence[Example]) -> int:
+    """How many of ``held_out`` ask what one of ``sequences`` asks."""
+    alike = _likeness(list(dict.fromkeys(x.words for x in sequences)))
+    return sum(bool(alike(x.words)) for x in held_out)
+
+
+def _choose_held_out(sequences: Sequence[Example]) -> set[int]:
+    """The numbers of the sequences to hold out: the last prompts, and all that are alike.
+
+    What is like one that is held out is held out as well, and what is like that. A prompt that
+    would take more with it than the share of all prompts is learnt from.
+    """
+    asked = list(dict.fromkeys(x.words for x in sequences))
+    alike = _likeness(asked)
+    num = min(MOST_HELD_OUT, int(len(asked) * HELD_OUT))
+    held: set[int] = set()
+    looked_at: set[int] = set()
+    for last in reversed(range(len(asked))):
+        if last in looked_at or len(held) == num:
+            continue
+        group, waiting = {last}, [last]
+        while waiting and len(held | group) <= num:
+            new = alike(asked[waiting.pop()]) - group
+            group |= new
+            waiting += new
+        looked_at |= group
+        if len(held | group) <= num:
+            held |= group
+    chosen = {asked[i] for i in held}
+    return {i for i, x in enumerate(sequences) if x.words in chosen}
+
+
+def _words_of(fields: dict[str, Any]) -> frozenset[str]:
+    """The words of what a row asks; of a conversation, of its first question.
+
+    {"prompt": "What's 2 + 3?", ...} -> what, s, 2, 3
+    """
+    asked = fields.get("prompt", fields.get("text", fields.get("tokens")))
+    if "messages" in fields:
+        messages = fields["messages"]
+        asked = next((m.get("content") for m in messages if m["role"] == "user"), messages)
+    plain = unicodedata.normalize("NFKC", asked if isinstance(asked, str) else str(asked))
+    return frozenset(WORD.findall(plain.casefold())) or frozenset([plain.strip()])
+
+
+def _load(data: str) -> tuple[list[Row], list[Row]]:
+    """The rows to learn from and those to evaluate on, each with its place in ``data``."""
     path = Path(data)
-    if not path.exists():
-        if find_spec("datasets") is None:
-            raise ValueError(
-                f"{data} is no folder here, and data sets of the hub need the package datasets: "
-                "give a folder that holds train.jsonl, or pip install datasets."
+    if path.exists():
+        if not path.is_dir():
+            raise ValueError(f"{data} is a file: give the folder that holds it as train.jsonl.")
+        if not (path / "train.jsonl").is_file():
+            raise ValueError(f"{data} has no train.jsonl: put the training data there.")
+        files = [path / f"{name}.jsonl" for name in ("train", "valid")]
+        train, valid = (read_rows(file) if file.is_file() else [] for file in files)
+        return train, valid
+    if find_spec("datasets") is None:
+        raise ValueError(
+            f"{data} is no folder here, and data sets of the hub need the package datasets: "
+            "give a folder that holds train.jsonl, or pip install datasets."
+        )
+    parts = load_hf_dataset(data, None, SimpleNamespace())
+    train, valid = (
+        [
+            Row(
+                f"{data}, row {i + 1} of {name}",
+                {k: v for k, v in part[i].items() if v is not None},
             )
-        return  # a hub data set, or mlx-lm says that it is none
-    if not path.is_dir():
-        raise ValueError(f"{data} is a file: give the folder that holds it as train.jsonl.")
-    for name in ("train", "valid", "test"):
-        file = path / f"{name}.jsonl"
-        if not file.is_file():
-            if name == "train":
-                raise ValueError(f"{data} has no train.jsonl: put the training data there.")
-            continue
-        _check_rows(file)
+            for i in range(len(part))
+        ]
+        for name, part in zip(("train", "valid"), parts[:2], strict=True)
+    )
+    if not train:
+        raise ValueError(f"{data} has no part named train: give another data set.")
+    return train, valid
 
 
-def _check_rows(file: Path) -> None:
-    number = 0
-    with file.open(encoding="utf-8") as lines:
+def read_rows(file: Path) -> list[Row]:
+    """The objects of a JSONL file; ValueError naming the line that holds something else."""
+    rows = []
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where = f"{file}, line {number}"
             try:
-                row = json.loads(line)
+                fields = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except UnicodeDecodeError as err:
+                raise ValueError(f"{where} is not UTF-8 text ({err.reason}).") from err
+            except RecursionError as err:
+                raise ValueError(f"{where} is nested too deeply.") from err
             except ValueError as err:
-                raise ValueError(f"{file}, line {number} is not JSON ({err}).") from err
-            if not isinstance(row, dict):
-                raise ValueError(f"{file}, line {number} is no JSON object: see --data.")
-            if "prompt" in row and not ANSWERED & row.keys():
-                raise ValueError(
-                    f"{file}, line {number} has a prompt and no answer to learn from: give a "
-                    '"completion" on every line, or have answers made with --regenerate.'
-                )
-    if number == 0:
+                raise ValueError(f"{where} is not JSON ({err}).") from err
+            if not isinstance(fields, dict):
+                raise ValueError(f"{where} is no JSON object: see --data.")
+            rows.append(Row(where, fields))
+    if not rows:
         raise ValueError(f"{file} is empty: it needs a JSON object on each line.")
+    return rows
 
 
-def _encoded(
-    dataset: Any, tokenizer: TokenizerWrapper, mask_prompt: bool, name: str
-) -> list[Example]:
-    """Every row as tokens; ValueError naming the first row that has no answer or no tokens."""
-    for part in getattr(dataset, "_data", []) if _is_joined(dataset) else [dataset]:
-        if hasattr(part, "mask_prompt"):
-            part.mask_prompt = mask_prompt
-    examples = []
-    for number in range(len(dataset)):
-        row = dataset[number]
-        where = f"{name}.jsonl, line {number + 1}"
-        if "tokens" in row:
-            _check_recorded(row, tokenizer, where)
-            examples.append(Example(tuple(row["tokens"]), row["prompt_length"] * mask_prompt))
-            continue
-        if mask_prompt and not _has_answer(row):
+def check_messages(row: Row) -> list[dict[str, Any]]:
+    """The row's conversation; ValueError for what is no list of at least one message."""
+    messages = row.fields["messages"]
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f'{row.where} has "messages" that are no list of at least one message.')
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(f"{row.where} has a message that is no object with a role.")
+        if not isinstance(message.get("content"), str | list | None):
+            raise ValueError(f"{row.where} has a message whose content is no text.")
+    return messages
+
+
+def _format(row: Row) -> str:
+    """Which of mlx-lm's formats a row has, by the field that is its own."""
+    fields = row.fields
+    if "prompt" in fields and "completion" in fields:
+        return "completion"
+    for name in ("messages", "text", "tokens"):
+        if name in fields:
+            return name
+    if "prompt" in fields:
+        raise ValueError(
+            f"{row.where} has a prompt and no answer to learn from: give a "
+            '"completion" on every line, or have answers made with --regenerate.'
+        )
+    raise ValueError(
+        f"{row.where} has no data format that is known: give messages, prompt and completion, or "
+        "text."
+    )
+
+
+def _check_row(row: Row, mask_prompt: bool) -> str:
+    """The row's format; ValueError where its fields are not what mlx-lm's format asks for."""
+    kind, fields = _format(row), row.fields
+    for name in ("prompt", "completion", "text"):
+        if name in fields and not isinstance(fields[name], str):
+            raise ValueError(f'{row.where} has a "{name}" that is no text.')
+    for name, expected in (("tools", list), ("chat_template_kwargs", dict)):
+        if not isinstance(fields.get(name), expected | None):
+            raise ValueError(f'{row.where} has "{name}" that are no {expected.__name__}.')
+    if "messages" in fields:
+        is_answered = check_messages(row)[-1]["role"] == "assistant"
+        if kind == "messages" and mask_prompt and not is_answered:
             raise ValueError(
-                f"{where} has no answer to learn from: let it end with the assistant's message, "
-                "have answers made with --regenerate, or learn from all of it with "
+                f"{row.where} has no answer to learn from: let it end with the assistant's "
+                "message, have answers made with --regenerate, or learn from all of it with "
                 "--no-mask-prompt."
             )
-        try:
-            tokens, num_prompt = dataset.process(row)
-        except (KeyError, IndexError, TypeError, AttributeError) as err:
-            raise ValueError(
-                f"{where} cannot be read ({err!r}): every row needs the same keys."
-            ) from err
-        examples.append(Example(tuple(tokens), num_prompt))
+    return kind
+
+
+def _encoded(rows: Sequence[Row], tokenizer: TokenizerWrapper, mask_prompt: bool) -> list[Example]:
+    """Every row as tokens; ValueError naming the first that cannot be read."""
+    makers: dict[str, Any] = {
+        "completion": CompletionsDataset([], tokenizer, "prompt", "completion", mask_prompt),
+        "messages": ChatDataset([], tokenizer, mask_prompt=mask_prompt),
+        "text": TextDataset([], tokenizer),
+    }
+    examples = []
+    for row in rows:
+        kind, fields = _check_row(row, mask_prompt), row.fields
+        if "tokens" in fields:
+            _check_recorded(row, tokenizer)
+            tokens, num_prompt = fields["tokens"], fields["prompt_length"] * mask_prompt
+        else:
+            with _reading(row):
+                tokens, num_prompt = makers[kind].process(fields)
+        examples.append(Example(tuple(tokens), num_prompt, _words_of(fields)))
     return examples
 
 
-def _is_joined(dataset: Any) -> bool:
-    return all(hasattr(part, "process") for part in getattr(dataset, "_data", [None]))
+@contextmanager
+def _reading(row: Row) -> Iterator[None]:
+    """Within, what a library raises for a row is a ValueError that says where it stands."""
+    try:
+        yield
+    except UNREADABLE as err:
+        reason = " ".join(str(err).split())[:200]
+        raise ValueError(
+            f"{row.where} cannot be made into tokens ({type(err).__name__}: {reason})."
+        ) from err
 
 
-def _has_answer(row: dict[str, Any]) -> bool:
-    """Whether a conversation ends with an answer; other rows have one by their format."""
-    messages = row.get("messages")
-    return not messages or messages[-1].get("role") == "assistant"
-
-
-def _check_recorded(row: dict[str, Any], tokenizer: TokenizerWrapper, where: str) -> None:
+def _check_recorded(row: Row, tokenizer: TokenizerWrapper) -> None:
     """Raise ValueError unless the recorded tokens are of this tokenizer."""
-    size, messages = row.get("prompt_length"), row.get("messages")
-    if not isinstance(size, int) or not 0 <= size <= len(row["tokens"]):
-        raise ValueError(f'{where} has "tokens" but no fitting "prompt_length".')
-    if messages:
+    fields = row.fields
+    tokens, size, messages = (fields.get(x) for x in ("tokens", "prompt_length", "messages"))
+    if not isinstance(tokens, list) or not all(type(x) is int and x >= 0 for x in tokens):
+        raise ValueError(f'{row.where} has "tokens" that are no list of token ids.')
+    if type(size) is not int or not 0 <= size <= len(tokens):
+        raise ValueError(f'{row.where} has "tokens" but no fitting "prompt_length".')
+    if not messages:
+        return
+    with _reading(row):
         prompt = tokenizer.apply_chat_template(
             messages[:-1],
-            tools=row.get("tools"),
+            tools=fields.get("tools"),
             add_generation_prompt=True,
             return_dict=False,
-            **row.get("chat_template_kwargs", {}),
+            **(fields.get("chat_template_kwargs") or {}),
         )
-        if list(prompt) != row["tokens"][:size]:
-            raise ValueError(
-                f"{where} holds tokens that this target's tokenizer would not give: they are "
-                "another target's answers; have answers made with --regenerate."
-            )
+    if list(prompt) != tokens[:size]:
+        raise ValueError(
+            f"{row.where} holds tokens that this target's tokenizer would not give: they are "
+            "another target's answers; have answers made with --regenerate."
+        )
 
 
 def _fitting(
@@ -223,7 +374,7 @@ def _fitting(
                 f"{data} holds token {largest}, but the target has {vocab_size} tokens: it was "
                 "made for another vocabulary."
             )
-        cut = Example(example.tokens[:max_length], example.num_prompt)
+        cut = replace(example, tokens=example.tokens[:max_length])
         num_cut += len(cut.tokens) < len(example.tokens)
         if cut.num_answer >= MIN_ANSWER:
             kept.append(cut)

@@ -1,9 +1,10 @@
 """Training log: lines, a bar, ``training.csv``, the page of its curves and the head's card."""
 
 import csv
+import html
+import math
 import os
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,44 @@ from typing import Any
 import mlx.core as mx
 
 from ..convert.card import TAGS
-from ..system.drawing import BLUE, EXTRA, STYLE, has_matplotlib
 from ..system.progress import open_bar
-from ..system.render import Block, Heading, Image, Paragraph, Table, html_page
 from .evaluate import Evaluation, Generated
 
 CSV, PAGE = "training.csv", "training.html"
-CAPTIONS = {
-    "loss": "Loss over the batches: all steps of the training-time test together, and each.",
-    "match": "How often the draft at each depth is the text's own token, on what is held out.",
-    "length": "Mean acceptance length that drafts of k tokens would have, on what is held out.",
+CHARTS = {
+    "loss": (
+        "loss",
+        "Loss",
+        "Loss over the batches: all steps of the training-time test together, and each.",
+    ),
+    "match": (
+        "match",
+        "Acceptance by depth",
+        "How often the draft at each depth is the text's own token, on what is held out.",
+    ),
+    "length": (
+        "mean_acceptance_length",
+        "Mean acceptance length (tau)",
+        "Mean acceptance length that drafts of k tokens would have, on what is held out.",
+    ),
 }
+"""Of each chart on the page: its columns of the table, its title and its caption."""
+STYLE = """
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 820px; margin: 2rem auto;
+  padding: 0 1rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .25rem .8rem; border-bottom: 1px solid #8884; text-align: left; }
+figure { margin: 2rem 0; }
+figcaption { opacity: .7; font-size: .9rem; }
+svg { width: 100%; height: auto; }
+svg text { font-size: 12px; fill: currentColor; }
+svg .title { font-size: 15px; font-weight: 600; }
+svg .x { text-anchor: middle; }
+svg .y { text-anchor: end; }
+svg polyline, svg path { fill: none; stroke-width: 1.6; }
+svg .grid { stroke: #8884; stroke-width: 1; }
+"""
 
 Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 """Lines by their names: numbers of batches, and what stands at each."""
@@ -207,30 +235,31 @@ def _by_depth(rows: dict[str, list[float]]) -> list[str]:
 def write_page(output: str | Path) -> Path:
     """Draw ``training.csv`` in the folder of a run; the page, one HTML file beside it.
 
-    Raises ValueError where matplotlib is missing, or there is no such table to read.
+    Raises ValueError where there is no such table to read.
     """
     folder = Path(output).expanduser()
-    if not has_matplotlib():
-        raise ValueError(f"{PAGE} needs matplotlib: {EXTRA}.")
     table = folder / CSV
     if not table.is_file():
         raise ValueError(f"{folder} has no {CSV}: name the --output of a training run.")
     with table.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    curves = {
-        "loss": lines_of(rows, "loss"),
-        "match": lines_of(rows, "match"),
-        "length": lines_of(rows, "mean_acceptance_length"),
-    }
-    with tempfile.TemporaryDirectory() as scratch:
-        blocks: list[Block] = [Heading(f"Training of {folder.resolve().name}", 1)]
-        blocks += _last(curves)
-        blocks += [
-            Image(_draw(name, lines, Path(scratch) / f"{name}.svg"), CAPTIONS[name])
-            for name, lines in curves.items()
-            if lines
-        ]
-        text = html_page(folder.resolve().name, blocks)
+    try:
+        curves = {name: lines_of(rows, column) for name, (column, *_) in CHARTS.items()}
+    except ValueError as err:
+        raise ValueError(f"{table} cannot be read ({err}): it is not as the run left it.") from err
+    name = html.escape(folder.resolve().name)
+    figures = "".join(
+        f"<figure>{_chart(CHARTS[name][1], lines)}<figcaption>{CHARTS[name][2]}</figcaption>"
+        "</figure>\n"
+        for name, lines in curves.items()
+        if lines
+    )
+    text = (
+        '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width">\n'
+        f"<title>Training of {name}</title>\n<style>{STYLE}</style>\n"
+        f"<h1>Training of {name}</h1>\n{_last(curves)}{figures}</html>\n"
+    )
     page, draft = folder / PAGE, folder / f".{PAGE}.{os.getpid()}"
     try:
         draft.write_text(text, encoding="utf-8")
@@ -258,44 +287,69 @@ def lines_of(rows: Sequence[Mapping[str, str]], what: str) -> Series:
     return lines
 
 
-def _last(curves: Mapping[str, Series]) -> list[Block]:
+def _last(curves: Mapping[str, Series]) -> str:
     """The last figures on what is held out, as a table."""
     match, length = curves["match"], curves["length"]
     if not match:
-        return [Paragraph("Nothing was held out, so nothing was evaluated.")]
+        return "<p>Nothing was held out, so nothing was evaluated.</p>\n"
     number = next(iter(match.values()))[0][-1]
-    rows = [
-        [depth, f"{match[depth][1][-1]:.3f}", f"{length[depth][1][-1]:.3f}"] for depth in match
-    ]
-    return [
-        Paragraph(f"On what is held out, after {number} batches:"),
-        Table(["k", "match at that depth", "mean acceptance length"], rows),
-    ]
+    rows = "".join(
+        f"<tr><td>{depth}<td>{match[depth][1][-1]:.3f}<td>{length[depth][1][-1]:.3f}"
+        for depth in match
+    )
+    return (
+        f"<p>On what is held out, after {number} batches:</p>\n<table>"
+        f"<tr><th>k<th>match at that depth<th>mean acceptance length{rows}</table>\n"
+    )
 
 
-def _draw(name: str, lines: Series, path: Path) -> Path:
-    import matplotlib  # here, because it takes a second, and may be missing
-    from matplotlib.figure import Figure
+def _ticks(low: float, high: float) -> list[float]:
+    """Round numbers from ``low`` to at least ``high``, five to twelve: 0, 0.2, ... 1."""
+    step = 10.0 ** math.floor(math.log10((high - low) or 1.0))
+    while (high - low) / step < 5:
+        step /= 2 if f"{step:e}"[0] != "5" else 2.5
+    first = math.floor(low / step + 1e-9)
+    count = math.ceil((high - low) / step - 1e-9)
+    return [round((first + i) * step, 10) for i in range(count + 1)]
 
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(8.6, 4.2))
-        axes = figure.subplots()
-        shades = matplotlib.colormaps["viridis"]
-        depths = [label for label in lines if label.isdecimal()]
-        for label, (batches, values) in lines.items():
-            if label in depths:
-                colour = shades(0.9 * depths.index(label) / max(1, len(depths) - 1))
-                words = f"k = {label}" if name == "length" else f"depth {label}"
-                axes.plot(batches, values, "o-", ms=3, lw=1.4, color=colour, label=words)
-            else:
-                axes.plot(batches, values, lw=2.2, color=BLUE, label="all")
-        titles = {
-            "loss": "Loss",
-            "match": "Acceptance by depth",
-            "length": "Mean acceptance length (tau)",
-        }
-        axes.set(xlabel="batches", title=titles[name])
-        axes.set_ylim(bottom=1.0 if name == "length" else 0.0)
-        axes.legend(fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
-        figure.savefig(path, bbox_inches="tight")
-    return path
+
+def _chart(title: str, lines: Series) -> str:
+    """Lines over batches as an SVG of its own, with axes, names and every value to point at."""
+    width, height, left, right, top, bottom = 760, 340, 56, 96, 34, 44
+    most = max(max(batches) for batches, _ in lines.values())
+    values = [v for _, values in lines.values() for v in values if math.isfinite(v)] or [0.0]
+    low = 1.0 if title.startswith("Mean") else 0.0
+    across = [x for x in _ticks(0, most or 1) if x == int(x)]
+    up = _ticks(min(low, *values), max(low + 1e-3, *values))
+
+    def at(batch: float, value: float) -> tuple[float, float]:
+        x = left + batch / across[-1] * (width - left - right)
+        return x, top + (up[-1] - value) / (up[-1] - up[0]) * (height - top - bottom)
+
+    parts = [f'<text class="title" x="{left}" y="18">{title}</text>']
+    for tick in across:
+        x, y = at(tick, up[0])
+        parts.append(f'<text class="x" x="{x:.1f}" y="{y + 18:.1f}">{tick:g}</text>')
+    for tick in up:
+        x, y = at(0, tick)
+        parts.append(f'<path class="grid" d="M{x:.1f} {y:.1f}H{width - right}"/>')
+        parts.append(f'<text class="y" x="{x - 8:.1f}" y="{y + 4:.1f}">{tick:g}</text>')
+    x, y = at(across[-1] / 2, up[0])
+    parts.append(f'<text class="x" x="{x:.1f}" y="{y + 38:.1f}">batches</text>')
+    for number, (label, (batches, values)) in enumerate(lines.items()):
+        colour = f"hsl({260 - 200 * number / max(1, len(lines) - 1):.0f} 65% 45%)"
+        pairs = zip(batches, values, strict=True)
+        points = [(*at(b, v), b, v) for b, v in pairs if math.isfinite(v)]
+        words = "all" if not label.isdecimal() else f"k = {label}"
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _, _ in points)
+        parts.append(f'<polyline stroke="{colour}" points="{path}"/>')
+        parts += [
+            f'<circle fill="{colour}" cx="{x:.1f}" cy="{y:.1f}" r="2.5">'
+            f"<title>{words}, batch {b:g}: {v:.4g}</title></circle>"
+            for x, y, b, v in points
+        ]
+        row = top + 8 + 18 * number
+        parts.append(f'<path stroke="{colour}" d="M{width - right + 12} {row}h16"/>')
+        parts.append(f'<text x="{width - right + 34}" y="{row + 4}">{words}</text>')
+    shape = f'viewBox="0 0 {width} {height}" role="img" aria-label="{title}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {shape}>{"".join(parts)}</svg>'

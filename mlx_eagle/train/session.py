@@ -1,6 +1,7 @@
 """A training run from its settings: data, head and teacher are made, and the trainer started."""
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..drafters.target_parts import find_embedding
-from .checkpoints import Checkpoints
+from .checkpoints import Checkpoints, locked
 from .evaluate import Tester, choose_prompts
 from .examples import Examples, read_examples
 from .settings import TrainSettings
@@ -45,6 +46,13 @@ def train(model: str, data: str, output: str, **options: Any) -> TrainReport:
 def run(settings: TrainSettings) -> TrainReport:
     """The same with all that is set in one place."""
     output = Path(settings.output).expanduser()
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"{output} is there already: give another --output.")
+    with locked(output) if is_first() else nullcontext():
+        return _run(settings, output)
+
+
+def _run(settings: TrainSettings, output: Path) -> TrainReport:
     checkpoints = Checkpoints(output, settings.keep_checkpoints)
     found = checkpoints.latest()
     _check_output(output, settings, found)
@@ -72,7 +80,6 @@ def run(settings: TrainSettings) -> TrainReport:
         settings.ttt_steps,
     )
     trainer = Trainer(settings, student, teacher, examples, checkpoints, covered, tester)
-    output.mkdir(parents=True, exist_ok=True)
     if found is not None:
         trainer.restore(found)
     trainer.describe()
@@ -91,7 +98,7 @@ def _check_output(output: Path, settings: TrainSettings, found: Path | None) -> 
             f"{output} holds a run up to batch {int(found.name)}: go on with --resume, or give "
             "another --output."
         )
-    if output.exists() and (not output.is_dir() or any(output.glob("*.safetensors"))):
+    if any(output.glob("*.safetensors")):
         raise ValueError(f"{output} is there already: give another --output.")
 
 

@@ -17,7 +17,7 @@ from mlx_lm.utils import dequantize_model
 
 from ..convert import convert
 from ..convert.quantize import Quantization, pack
-from ..drafters.config import Eagle3Config
+from ..drafters.config import Eagle3Config, default_ids
 from ..drafters.head import Eagle3Head
 from ..drafters.head_weights import load_head, split_weights
 from ..drafters.target_parts import activation_dtype, find_embedding, lm_head_of, rows_of_lm_head
@@ -125,9 +125,10 @@ def fresh_student(
     num_layers = len(model.layers)
     ids = mx.array(vocabulary.ids)
     text = model_config.get("text_config") or model_config
+    shape = replace(shape, aux_layers=shape.aux_layers or fitting_taps(num_layers))
     config = _fresh_config(text, shape, vocab_size, len(vocabulary.ids), max_length)
     taps = config.taps(num_layers)
-    if list(taps) != sorted(taps) or taps[0] < 0 or taps[-1] > num_layers:
+    if list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > num_layers:
         raise ValueError(
             f"the target has {num_layers} layers, so it cannot be tapped at {list(taps)}: name "
             "other layers with --aux-layers."
@@ -139,6 +140,17 @@ def fresh_student(
     head.set_dtype(mx.float32)
     mx.eval(head.parameters())
     return Student(head, embedding, taps, ids, activation_dtype(embedding))
+
+
+def fitting_taps(num_layers: int) -> tuple[int, ...] | None:
+    """Three taps of a target too shallow for the default ones, which are None.
+
+    Evenly spread, up to what enters the final norm: of 4 layers 1, 2 and 4.
+    """
+    if list(default_ids(num_layers)) == sorted(set(default_ids(num_layers))):
+        return None
+    first = min(1, num_layers - 2)
+    return first, (first + num_layers) // 2, num_layers
 
 
 def _fresh_config(
@@ -165,7 +177,7 @@ def _fresh_config(
         max_position_embeddings=max(2048, max_length),
         num_aux=num_aux,
         aux_boundary_ids=shape.aux_layers,
-        aux_ids_source="--aux-layers" if shape.aux_layers else "default",
+        aux_ids_source="mlx_eagle.train" if shape.aux_layers else "default",
         rope={"type": "default", "theta": float(theta), "dims": None, "scaling": None},
         has_d2t=num_drafted < vocab_size,
         family="mlx-eagle",

@@ -22,6 +22,9 @@ from .stopping import Stop
 from .student import Student, head_files, write_head
 from .teacher import Teacher
 
+FACTS = {"iteration": int, "trained_tokens": int, "settings": dict, "data": str}
+"""What a checkpoint says besides its arrays."""
+
 
 @dataclass(frozen=True)
 class TrainReport:
@@ -110,7 +113,7 @@ class Trainer:
 
     def restore(self, path: Path) -> None:
         """Go on from the checkpoint in that folder; ValueError where it is of another run."""
-        state, facts = load_checkpoint(path)
+        state, facts = load_checkpoint(path, self._state(), FACTS)
         self._settings.check_same(facts["settings"])
         if facts["data"] != self._examples.fingerprint():
             raise ValueError(
@@ -246,7 +249,7 @@ class Trainer:
             self._iteration,
             # Nothing is drawn at random but the order of the data, which the seed and the number
             # of the batch settle.
-            {"weights": self._step.weights, "moments": self._step.moments},
+            self._state(),
             {
                 "trained_tokens": self._trained_tokens,
                 "settings": self._settings.to_dict(),
@@ -255,6 +258,9 @@ class Trainer:
             {"config": config, "weights": weights},
         )
         log.say(f"Iter {self._iteration}: Saved a checkpoint.")
+
+    def _state(self) -> dict[str, Any]:
+        return {"weights": self._step.weights, "moments": self._step.moments}
 
     def _notes(self) -> dict[str, Any]:
         """What the head's ``config.json`` says of how it was trained."""

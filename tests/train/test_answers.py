@@ -8,7 +8,13 @@ import pytest
 from helpers import plain
 from training import chats, small_files, write_target
 
-from mlx_eagle.train.answers import AnswerSettings, answer_prompts, main, read_prompts
+from mlx_eagle.train.answers import (
+    AnswerSettings,
+    answer_file,
+    answer_prompts,
+    main,
+    read_prompts,
+)
 
 PROMPTS = [row["messages"][:-1] for row in chats(7)]
 SETTINGS = AnswerSettings(temperatures=(0.0, 1.0), max_tokens=9, rows=3)
@@ -36,6 +42,18 @@ def test_greedy_answers_are_mlx_lms_own(folder, tmp_path):
         assert row["tokens"][size:] == plain(model, row["tokens"][:size], 9)
         assert row["messages"][:-1] == prompt
         assert row["messages"][-1]["content"] == tokenizer.decode(row["tokens"][size:])
+
+
+def test_without_a_terminal_lines_say_how_far_it_is(folder, tmp_path, capsys):
+    model, tokenizer = mlx_lm.load(str(folder))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"messages": m}) + "\n" for m in PROMPTS))
+    answer_file(model, tokenizer, prompts, tmp_path / "answers.jsonl", SETTINGS, 0.0)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == f"The target gives 14 answers to the prompts of {prompts}."
+    done = [int(line.partition(" ")[0]) for line in said if " of 14 answers, " in line]
+    assert len(done) > 3 and done == sorted(done) and done[-1] == 14
+    assert said[-1].startswith("14 answers of 126 tokens")
 
 
 def test_a_file_cut_short_is_gone_on_with(folder, tmp_path):

@@ -1,6 +1,7 @@
 """Whole training runs on a tiny target: learning by heart, stopping, going on, and refusing."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -17,10 +18,13 @@ from training import chats, small_files, weights_of, write_data, write_target
 
 import mlx_eagle
 from mlx_eagle.decoding.stats import Stats
+from mlx_eagle.drafters.config import default_ids
 from mlx_eagle.generate import stream_generate
 from mlx_eagle.train import evaluate, train
 from mlx_eagle.train.__main__ import main, settings_of
-from mlx_eagle.train.checkpoints import Checkpoints, load_checkpoint
+from mlx_eagle.train.checkpoints import LOCK, Checkpoints, load_checkpoint, locked
+from mlx_eagle.train.examples import read_examples
+from mlx_eagle.train.student import fitting_taps
 
 QUICK = {
     "iters": 6,
@@ -85,8 +89,8 @@ def test_stopped_and_gone_on_with_is_the_same_bit_for_bit(target, data, tmp_path
     train(str(target), str(data), str(half), resume=True, **run)
     assert_same_weights(tmp_path / "whole", half)
     last = [folder / "checkpoints" / "0000008" for folder in (tmp_path / "whole", half)]
-    (ours, _), (theirs, _) = map(load_checkpoint, last)
-    assert mx.array_equal(ours["moments"]["step"], theirs["moments"]["step"])
+    ours, theirs = (mx.load(str(folder / "state.safetensors")) for folder in last)
+    assert mx.array_equal(ours["moments.step"], theirs["moments.step"])
     # Speed and memory differ from run to run, losses do not.
     tables = [(folder / "training.csv").read_text() for folder in (tmp_path / "whole", half)]
     first = [[line.split(",")[:5] for line in table.splitlines()] for table in tables]
@@ -135,7 +139,8 @@ def test_killed_while_saving_leaves_the_checkpoint_before(tmp_path):
         finally:
             process.kill()
             process.communicate(timeout=60)
-        state, facts = load_checkpoint(Checkpoints(tmp_path).latest())
+        shapes = {"a": mx.zeros((300, 1000), mx.int32), "b": mx.zeros(7, mx.int32)}
+        state, facts = load_checkpoint(Checkpoints(tmp_path).latest(), shapes, {"number": int})
         assert facts["number"] >= done
         assert (state["a"] == facts["number"]).all().item()
         assert (state["b"] == facts["number"]).all().item()
@@ -373,6 +378,40 @@ BAD = {
 }
 
 
+GOOD = json.dumps(chats(1)[0]).encode()
+MALFORMED = {
+    b'{"messages": 5}': "messages",
+    b'["x"]': "no JSON object",
+    b"[" * 10**5: "nested too deeply",
+    b'{"messages": ' + b"[" * 10**5: "nested too deeply",
+    b'{"text": "\xff"}': "not UTF-8",
+    b'{"messages": []}': "at least one message",
+    b'{"messages": [5]}': "no object with a role",
+    b'{"messages": [{"role": "assistant", "content": {"a": 1}}]}': "content is no text",
+    b'{"text": 5}': '"text" that is no text',
+    b'{"prompt": ["a"], "completion": "b"}': '"prompt" that is no text',
+    b'{"question": "a"}': "no data format that is known",
+    b'{"prompt": "a"}': "a prompt and no answer",
+    b'{"text": "a", "tokens": "abc", "prompt_length": 1}': "no list of token ids",
+    b'{"text": "a", "tokens": [1, -2], "prompt_length": 1}': "no list of token ids",
+    b'{"text": "a", "tokens": [1, 2], "prompt_length": true}': "no fitting",
+    b'{"text": "\\ud800"}': "cannot be made into tokens",
+    b'{"text": ' + b"9" * 5000 + b"}": "not JSON",
+    json.dumps({**chats(1)[0], "tools": 3}).encode(): '"tools" that are no list',
+}
+
+
+@pytest.mark.parametrize("row", MALFORMED, ids=range(len(MALFORMED)))
+@pytest.mark.parametrize("name", ["train", "valid"])
+def test_a_malformed_row_is_named_by_file_and_line(target, tmp_path, row, name):
+    folder = write_data(tmp_path / "data", train=chats(2))
+    (folder / f"{name}.jsonl").write_bytes(GOOD + b"\n\n" + row + b"\n")
+    _, tokenizer = mlx_lm.load(str(target))
+    with pytest.raises(ValueError, match=re.escape(MALFORMED[row])) as caught:
+        read_examples(str(folder), tokenizer, 258, 100)
+    assert f"{name}.jsonl, line 3 " in str(caught.value) and "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("what", BAD)
 def test_bad_data_costs_one_sentence(target, tmp_path, capsys, what):
     make, sentence = BAD[what]
@@ -389,13 +428,89 @@ def test_a_folder_that_is_not_there_costs_one_sentence(target, tmp_path, capsys,
     assert not (tmp_path / "head").exists()
 
 
-def test_a_target_too_shallow_for_the_taps(data, tmp_path):
+def test_taps_fit_a_shallow_target(data, tmp_path):
+    """Of four layers the default of the official code would be 2, 2 and 1."""
     small = write_target(tmp_path / "small", num_hidden_layers=4)
-    with pytest.raises(
-        ValueError, match=r"has 4 layers, so it cannot be tapped at .*--aux-layers"
-    ):
+    train(str(small), str(data), str(tmp_path / "head"), **QUICK)
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert config["aux_boundary_ids"] == [1, 2, 4]
+    for num_layers in range(2, 20):
+        taps = fitting_taps(num_layers) or default_ids(num_layers)
+        assert list(taps) == sorted({*taps}) and taps[0] >= 0 and taps[-1] <= num_layers
+    assert [fitting_taps(n) for n in (2, 7, 32)] == [(0, 1, 2), None, None]
+
+
+def test_a_target_too_shallow_for_the_taps(data, tmp_path):
+    small = write_target(tmp_path / "small", num_hidden_layers=1)
+    with pytest.raises(ValueError, match=r"has 1 layers, so it cannot be tapped at .*--aux-lay"):
         train(str(small), str(data), str(tmp_path / "head"), **QUICK)
-    train(str(small), str(data), str(tmp_path / "head"), **QUICK, aux_layers=(1, 2, 4))
+    with pytest.raises(ValueError, match="cannot be tapped at"):
+        run = {**QUICK, "aux_layers": (1, 1)}
+        train(str(small), str(data), str(tmp_path / "head"), **run)
+    assert not (tmp_path / "head").exists()
+
+
+def test_two_runs_do_not_write_to_one_folder(target, data, tmp_path):
+    """Not while one is writing; afterwards, and after it was killed, nothing is in the way."""
+    output = tmp_path / "head"
+    train(str(target), str(data), str(output), **{**QUICK, "iters": 3})
+    assert not (output / LOCK).exists()
+    with locked(output), pytest.raises(ValueError, match="another run is writing to"):
+        train(str(target), str(data), str(output), resume=True, **QUICK)
+    (output / LOCK).touch()
+    report = train(str(target), str(data), str(output), resume=True, **QUICK)
+    assert report.is_finished and report.iteration == 6
+
+
+@pytest.fixture(scope="module")
+def started(target, data, tmp_path_factory):
+    """The folder of a run that was stopped, and the flags of its command."""
+    output = tmp_path_factory.mktemp("started") / "head"
+    run = {**QUICK, "iters": 3, "keep_checkpoints": 1}
+    train(str(target), str(data), str(output), **run)
+    flags = ["--model", target, "--data", data, "--output", output]
+    names = ("batch_size", "ttt_steps", "draft_vocab_size", "learning_rate")
+    return output, [*flags, *(x for n in names for x in (f"--{n.replace('_', '-')}", QUICK[n]))]
+
+
+DAMAGED_FACTS = {
+    "a list": "[]",
+    "another type": '{"iteration": "3"}',
+    "nested too deeply": "[" * 10**5,
+}
+
+
+@pytest.mark.parametrize("what", DAMAGED_FACTS)
+def test_damaged_facts_of_a_checkpoint_cost_one_sentence(started, capsys, what):
+    output, flags = started
+    state = output / "checkpoints" / "0000003" / "state.json"
+    whole = state.read_text()
+    state.write_text(DAMAGED_FACTS[what])
+    said = refused(capsys, *flags, "--resume")
+    state.write_text(whole)
+    assert "0000003 cannot be read (" in said and "remove it to go on" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        # mlx would make a list of that length of it.
+        (lambda arrays: arrays.update({"zz.3000000000.w": mx.zeros(1)}), "has zz.3000000000.w"),
+        (lambda arrays: arrays.pop("weights.norm.weight"), "lacks weights.norm.weight"),
+        (lambda arrays: arrays.update({"moments.step": mx.zeros(3)}), "moments.step is"),
+    ],
+)
+def test_damaged_arrays_of_a_checkpoint_cost_one_sentence(started, capsys, change, sentence):
+    output, flags = started
+    file = output / "checkpoints" / "0000003" / "state.safetensors"
+    whole = file.read_bytes()
+    arrays = dict(mx.load(str(file)))
+    mx.eval(arrays)
+    change(arrays)
+    file.unlink()
+    mx.save_safetensors(str(file), arrays)
+    assert sentence in refused(capsys, *flags, "--resume")
+    file.write_bytes(whole)
 
 
 def test_what_lies_there_is_not_spoilt(target, data, tmp_path):
