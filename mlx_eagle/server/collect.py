@@ -3,11 +3,15 @@
 What becomes of a request never depends on it.
 """
 
+import errno
+import hashlib
 import json
 import logging
 import os
+import stat
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -16,13 +20,15 @@ from mlx_lm.server import CompletionRequest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 COLLECT_BYTES = 256_000_000
+MOST_KNOWN = 100_000  # rows that are not kept a second time
 
 
 class Collector:
-    """Appends rows to a JSONL file that its owner alone may read.
+    """Appends rows to a JSONL file that its owner alone may read; each conversation once.
 
-    A file that would grow beyond ``max_bytes`` is renamed, ``.1`` at its end, in place of the one
-    that had this name; rows that follow begin a new file.
+    It has to be a regular file of this user, with no other name: what a link leads to, a device
+    or another's file is left as it is. A file that would grow beyond ``max_bytes`` is renamed,
+    ``.1`` at its end, in place of the one that had this name; rows that follow begin a new file.
     """
 
     def __init__(self, path: Path, max_bytes: int = COLLECT_BYTES):
@@ -33,6 +39,7 @@ class Collector:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._append(b"")
+            self._known = dict.fromkeys(self._kept())
         except OSError as err:
             raise ValueError(
                 f"--collect {path} cannot be written ({err.strerror}): name a file in a folder "
@@ -40,9 +47,12 @@ class Collector:
             ) from err
 
     def keep(self, row: Mapping[str, Any]) -> None:
-        """Append a row; where that fails, say so once until it works again."""
+        """Append a row, unless it was kept; where that fails, say so once until it works again."""
         line = json.dumps(row).encode() + b"\n"
+        digest = _digest(row)
         with self._lock:
+            if digest in self._known:
+                return
             try:
                 self._append(line)
             except OSError as err:
@@ -54,6 +64,16 @@ class Collector:
                 self._is_failing = True
             else:
                 self._is_failing = False
+                self._known[digest] = None
+                if len(self._known) > MOST_KNOWN:
+                    del self._known[next(iter(self._known))]
+
+    def _kept(self) -> Iterator[bytes]:
+        """The digests of the rows in the file; lines that are none of ours do not matter."""
+        with self.path.open("rb") as file:
+            for line in file:
+                with suppress(ValueError, AttributeError, RecursionError):
+                    yield _digest(json.loads(line))
 
     def _append(self, line: bytes) -> None:
         """The line whole or not at all. Whoever moves the file away gets all that is in it."""
@@ -74,9 +94,22 @@ class Collector:
             os.close(file)
 
     def _open(self) -> int:
-        file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        if self.path.is_symlink() or (self.path.exists() and not self.path.is_file()):
+            raise OSError(errno.EINVAL, "it is no regular file")  # to open some has effects
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        file = os.open(self.path, flags, 0o600)
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_nlink > 1:
+            os.close(file)
+            raise OSError(errno.EINVAL, "it is another user's, or has another name")
         os.fchmod(file, 0o600)  # also a file that was there
         return file
+
+
+def _digest(row: Mapping[str, Any]) -> bytes:
+    """Names a conversation with its answer, tools and arguments."""
+    said = [row.get(name) for name in ("messages", "tools", "chat_template_kwargs")]
+    return hashlib.blake2b(json.dumps(said).encode(), digest_size=16).digest()
 
 
 def open_collector(args: Namespace) -> Collector | None:

@@ -91,8 +91,8 @@ class ClientSession:
         return reported
 
     def row(self, request: CompletionRequest) -> dict[str, Any] | None:
-        """A chat and its answer, to be kept; None where it is no chat, or has not ended."""
-        if request.request_type != "chat" or self._finish_reason is None or self.answer is None:
+        """A chat and its answer, to be kept; None where it is no chat, or was cut off."""
+        if request.request_type != "chat" or self._finish_reason != "stop" or self.answer is None:
             return None
         body = self._client.body
         template_args = self.cli_args.chat_template_args | (body.get("chat_template_kwargs") or {})
