@@ -108,8 +108,8 @@ def read_examples(
     Rows that ``mlx_eagle.train.answers`` or a server wrote carry the very tokens; all others are
     encoded by mlx-lm's data sets. Sequences are cut at ``max_length``. Without ``mask_prompt``,
     and in rows that are plain text, every token counts. Where there is nothing to evaluate on,
-    sequences are held out whose prompts are not among those to learn from. Raises ValueError, one sentence, where there is nothing to learn
-    from.
+    sequences are held out whose prompts are not among those to learn from. Raises ValueError, one
+    sentence, where there is nothing to learn from.
     """
     train, valid = _load(data)
     notes: list[str] = []
