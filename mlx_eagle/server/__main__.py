@@ -17,7 +17,7 @@ from .collect import open_collector
 from .engine import PairGenerator
 from .flags import build_parser, check_arguments
 from .handler import PairHandler
-from .listener import Limits, PairServer, is_loopback, read_key
+from .listener import ConnectionLimits, PairServer, is_loopback, read_key
 from .provider import PairProvider
 from .signals import StopSignals
 
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
     logging.basicConfig(level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s")
     maybe_set_recommended_wired_limit()
     max_bytes = {} if args.prompt_cache_bytes is None else {"max_bytes": args.prompt_cache_bytes}
-    limits = Limits(args.max_body_size, args.max_connections, args.request_timeout)
+    limits = ConnectionLimits(args.max_body_size, args.max_connections, args.request_timeout)
     with StopSignals() as signals:
         cache = PairCache(args.prompt_cache_size, **max_bytes)
         generator = PairGenerator(PairProvider(args), cache)
@@ -87,7 +87,7 @@ def stop_loading() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point of ``mlx_eagle.server``."""
+    """TokenEntry point of ``mlx_eagle.server``."""
     args = build_parser().parse_args(argv)
     code: int | str | None = 0
     try:

@@ -19,7 +19,7 @@ from ..decoding.setup import begin_drafter, open_decoder, read_tree
 from ..drafters.base import NullDrafter
 from ..drafters.tree import Tree
 from ..target.rollback import CacheQuantization
-from .answers import Answer, PairResponse, TokenOrigin
+from .answer_stream import AnswerStream, PairResponse, TokenOrigin
 from .body import PairArguments
 from .caches import Caches, PairCache, prepare, without_last
 from .provider import PairProvider
@@ -81,7 +81,7 @@ class ActiveRequest:
     have failed, and it shares none any more.
     """
 
-    answer: Answer
+    answer: AnswerStream
     args: PairArguments
     prompt: list[int]
     writer: ResponseWriter
@@ -111,7 +111,7 @@ class RequestFactory:
 
     def open(
         self,
-        answer: Answer,
+        answer: AnswerStream,
         prompt: list[int],
         args: PairArguments,
         stop_sequences: StopSequences,

@@ -24,7 +24,7 @@ from ..decoding.decoder import Decoder
 from ..decoding.live_costs import LiveCosts
 from ..drafters.base import NullDrafter
 from .active_requests import ActiveRequest, RequestFactory
-from .answers import Answer, RequestError, State, capture_error
+from .answer_stream import AnswerStream, RequestError, State, capture_error
 from .body import (
     LONG,
     TEMPLATE_ERRORS,
@@ -262,7 +262,7 @@ class PairGenerator(ResponseGenerator):
 
     def __init__(self, provider: PairProvider, prompt_cache: PairCache):
         self.metrics = Metrics()
-        self._open: set[Answer] = set()
+        self._open: set[AnswerStream] = set()
         self._schedule: Schedule | None = None
         self._large_prompts = Lock()
         super().__init__(provider, prompt_cache)
@@ -310,10 +310,10 @@ class PairGenerator(ResponseGenerator):
                 ) from err
         return Tokenized(tokens, initial_state)
 
-    def submit(self, request: Tokenized, args: PairArguments) -> Answer:
+    def submit(self, request: Tokenized, args: PairArguments) -> AnswerStream:
         """Queue a request; raises RequestError where nobody would answer it."""
         self.check_alive()
-        answer = Answer(self._open.discard, self._is_overdue)
+        answer = AnswerStream(self._open.discard, self._is_overdue)
         self._open.add(answer)
         self.requests.put((answer, request, args))
         return answer
@@ -338,7 +338,7 @@ class PairGenerator(ResponseGenerator):
         with self.requests.mutex:
             return any(not answer.is_over for answer, _, _ in self.requests.queue)
 
-    def _is_overdue(self, answer: Answer) -> bool:
+    def _is_overdue(self, answer: AnswerStream) -> bool:
         """Whether an answer has had its time, and another cannot begin because of it."""
         if time.monotonic() - answer.began < self.cli_args.time_limit:
             return False
@@ -383,7 +383,7 @@ class PairGenerator(ResponseGenerator):
         self,
         schedule: Schedule,
         factory: RequestFactory,
-        answer: Answer,
+        answer: AnswerStream,
         tokenized: Tokenized,
         args: PairArguments,
     ) -> None:

@@ -18,11 +18,11 @@ from urllib.parse import unquote
 from mlx_lm.server import APIHandler, CompletionRequest
 
 from ..decoding.setup import AUTO
-from .answers import RequestError
+from .answer_stream import RequestError
 from .body import check_body, read_body, shortened, write_body
+from .client_session import ClientSession
 from .listener import PairServer, Presence, RequestReader, drain
-from .metrics import CONTENT_TYPE, Outcome
-from .session import ClientSession
+from .metrics import CONTENT_TYPE, RequestOutcome
 
 PROMPTS = {
     "/v1/completions": "prompt",
@@ -108,16 +108,16 @@ class PairHandler(APIHandler):
     def do_POST(self) -> None:
         """Check who asks and the body, then answer as mlx-lm does."""
         self.server.answering.add(self)
-        outcome = Outcome.FAILED
+        outcome = RequestOutcome.FAILED
         try:
             self._check_request()
             super().do_POST()
-            outcome = Outcome.of_status(self.status)
+            outcome = RequestOutcome.of_status(self.status)
         except RequestError as err:
-            outcome = Outcome.of_status(err.status)
+            outcome = RequestOutcome.of_status(err.status)
             self._send_error(err)
         except (ConnectionError, TimeoutError):
-            outcome = Outcome.LEFT
+            outcome = RequestOutcome.LEFT
             raise
         finally:
             self.response_generator.count(outcome)
@@ -146,7 +146,7 @@ class PairHandler(APIHandler):
         """What http.server refuses, in the words of the others."""
         self.close_connection, self.is_body_unread = True, True
         text = message or self.responses.get(code, ("the request is not HTTP",))[0]
-        self.server.metrics.count_request(Outcome.REFUSED)  # also 501, "no such method"
+        self.server.metrics.count_request(RequestOutcome.REFUSED)  # also 501, "no such method"
         self.headers = getattr(self, "headers", None) or {}
         self._send_error(RequestError(f"{shortened(text.rstrip('.'))}.", code))
 

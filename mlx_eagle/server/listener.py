@@ -19,7 +19,7 @@ from typing import Any
 
 from mlx_lm.server import get_system_fingerprint
 
-from .answers import RequestError
+from .answer_stream import RequestError
 from .collect import Collector
 from .engine import PairGenerator
 
@@ -40,7 +40,7 @@ TOO_MANY = {"message": "the server has too many connections: try again later."}
 
 
 @dataclass(frozen=True)
-class Limits:
+class ConnectionLimits:
     """What one client, and all of them, may take.
 
     ``request_seconds`` is the time that a request may take to arrive, and an answer that is
@@ -209,7 +209,7 @@ class PairServer(ThreadingHTTPServer):
         address: tuple[str, int],
         handler: type[BaseHTTPRequestHandler],
         generator: PairGenerator,
-        limits: Limits = Limits(),
+        limits: ConnectionLimits = ConnectionLimits(),
         key: ApiKey | None = None,
         collector: Collector | None = None,
     ):

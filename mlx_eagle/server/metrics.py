@@ -13,7 +13,7 @@ FIRST_TOKEN_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120
 Labels = Mapping[str, str]
 
 
-class Outcome(Enum):
+class RequestOutcome(Enum):
     """What became of a request to generate."""
 
     ANSWERED = "answered"  # whole and without an error
@@ -22,7 +22,7 @@ class Outcome(Enum):
     LEFT = "left"  # the client left, or was too slow
 
     @classmethod
-    def of_status(cls, status: int) -> "Outcome":
+    def of_status(cls, status: int) -> "RequestOutcome":
         if status < 400:
             return cls.ANSWERED
         return cls.REFUSED if status < 500 else cls.FAILED
@@ -33,10 +33,10 @@ class Metrics:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._requests = dict.fromkeys(Outcome, 0)
-        self._prompt_tokens = dict.fromkeys(Outcome, 0)
-        self._cached_tokens = dict.fromkeys(Outcome, 0)
-        self._generated_tokens = dict.fromkeys(Outcome, 0)
+        self._requests = dict.fromkeys(RequestOutcome, 0)
+        self._prompt_tokens = dict.fromkeys(RequestOutcome, 0)
+        self._cached_tokens = dict.fromkeys(RequestOutcome, 0)
+        self._generated_tokens = dict.fromkeys(RequestOutcome, 0)
         self._first_tokens = [0] * (len(FIRST_TOKEN_BOUNDS) + 1)  # by the bound it lies under
         self._first_token_seconds = 0.0
         self._refused_connections = 0
@@ -45,7 +45,11 @@ class Metrics:
         self._accepted_by_position: list[int] = []
 
     def count_request(
-        self, outcome: Outcome, num_prompt: int = 0, num_cached: int = 0, num_generated: int = 0
+        self,
+        outcome: RequestOutcome,
+        num_prompt: int = 0,
+        num_cached: int = 0,
+        num_generated: int = 0,
     ) -> None:
         """A request has ended, with so many tokens of each kind."""
         with self._lock:

@@ -25,7 +25,7 @@ from ..system.command import run_command
 from ..system.device import prepare_device
 from ..system.progress import open_bar
 from ..system.version import add_version_flag
-from .examples import Row, check_messages, read_rows
+from .examples import DataRow, check_messages, read_rows
 from .settings import TEMPERATURES, AnswerSettings, parse_temperatures
 from .teacher import load_target
 
@@ -79,7 +79,7 @@ def read_prompts(path: Path) -> list[Messages]:
     return conversations
 
 
-def _conversation(row: Row) -> Messages:
+def _conversation(row: DataRow) -> Messages:
     if isinstance(row.fields.get("prompt"), str):
         return [{"role": "user", "content": row.fields["prompt"]}]
     if "messages" not in row.fields:

@@ -36,7 +36,7 @@ UNREADABLE = (
 
 
 @dataclass(frozen=True)
-class Row:
+class DataRow:
     """The fields of one row of data, and ``where`` it stands, for messages."""
 
     where: str
@@ -197,7 +197,7 @@ def _words_of(fields: dict[str, Any]) -> frozenset[str]:
     return frozenset(WORD.findall(plain.casefold())) or frozenset([plain.strip()])
 
 
-def _load(data: str) -> tuple[list[Row], list[Row]]:
+def _load(data: str) -> tuple[list[DataRow], list[DataRow]]:
     """The rows to learn from and those to evaluate on, each with its place in ``data``."""
     path = Path(data)
     if path.exists():
@@ -216,7 +216,7 @@ def _load(data: str) -> tuple[list[Row], list[Row]]:
     parts = load_hf_dataset(data, None, SimpleNamespace())
     train, valid = (
         [
-            Row(
+            DataRow(
                 f"{data}, row {i + 1} of {name}",
                 {k: v for k, v in part[i].items() if v is not None},
             )
@@ -229,7 +229,7 @@ def _load(data: str) -> tuple[list[Row], list[Row]]:
     return train, valid
 
 
-def read_rows(file: Path) -> list[Row]:
+def read_rows(file: Path) -> list[DataRow]:
     """The objects of a JSONL file; ValueError naming the line that holds something else."""
     rows = []
     with file.open("rb") as lines:
@@ -247,13 +247,13 @@ def read_rows(file: Path) -> list[Row]:
                 raise ValueError(f"{where} is not JSON ({err}).") from err
             if not isinstance(fields, dict):
                 raise ValueError(f"{where} is no JSON object: see --data.")
-            rows.append(Row(where, fields))
+            rows.append(DataRow(where, fields))
     if not rows:
         raise ValueError(f"{file} is empty: it needs a JSON object on each line.")
     return rows
 
 
-def check_messages(row: Row) -> list[dict[str, Any]]:
+def check_messages(row: DataRow) -> list[dict[str, Any]]:
     """The row's conversation; ValueError for what is no list of at least one message."""
     messages = row.fields["messages"]
     if not isinstance(messages, list) or not messages:
@@ -266,7 +266,7 @@ def check_messages(row: Row) -> list[dict[str, Any]]:
     return messages
 
 
-def _format(row: Row) -> str:
+def _format(row: DataRow) -> str:
     """Which of mlx-lm's formats a row has, by the field that is its own."""
     fields = row.fields
     if "prompt" in fields and "completion" in fields:
@@ -285,7 +285,7 @@ def _format(row: Row) -> str:
     )
 
 
-def _check_row(row: Row, mask_prompt: bool) -> str:
+def _check_row(row: DataRow, mask_prompt: bool) -> str:
     """The row's format; ValueError where its fields are not what mlx-lm's format asks for."""
     kind, fields = _format(row), row.fields
     for name in ("prompt", "completion", "text"):
@@ -305,7 +305,9 @@ def _check_row(row: Row, mask_prompt: bool) -> str:
     return kind
 
 
-def _encoded(rows: Sequence[Row], tokenizer: TokenizerWrapper, mask_prompt: bool) -> list[Example]:
+def _encoded(
+    rows: Sequence[DataRow], tokenizer: TokenizerWrapper, mask_prompt: bool
+) -> list[Example]:
     """Every row as tokens; ValueError naming the first that cannot be read."""
     makers: dict[str, Any] = {
         "completion": CompletionsDataset([], tokenizer, "prompt", "completion", mask_prompt),
@@ -326,7 +328,7 @@ def _encoded(rows: Sequence[Row], tokenizer: TokenizerWrapper, mask_prompt: bool
 
 
 @contextmanager
-def _reading(row: Row) -> Iterator[None]:
+def _reading(row: DataRow) -> Iterator[None]:
     """Within, what a library raises for a row is a ValueError that says where it stands."""
     try:
         yield
@@ -337,7 +339,7 @@ def _reading(row: Row) -> Iterator[None]:
         ) from err
 
 
-def _check_recorded(row: Row, tokenizer: TokenizerWrapper) -> None:
+def _check_recorded(row: DataRow, tokenizer: TokenizerWrapper) -> None:
     """Raise ValueError unless the recorded tokens are of this tokenizer."""
     fields = row.fields
     tokens, size, messages = (fields.get(x) for x in ("tokens", "prompt_length", "messages"))

@@ -21,7 +21,7 @@ from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.server import __main__ as command
 from mlx_eagle.server.handler import PairHandler
 from mlx_eagle.server.listener import ApiKey, PairServer, is_loopback, read_key
-from mlx_eagle.server.metrics import Metrics, Outcome
+from mlx_eagle.server.metrics import Metrics, RequestOutcome
 from mlx_eagle.server.signals import StopSignals
 
 TEXT = {"prompt": "Once upon a time", "max_tokens": 20, "logit_bias": ENDLESS}
@@ -264,7 +264,7 @@ def test_the_histogram_counts_each_time_under_its_bounds():
     for seconds in (0.01, 0.05, 0.07, 3.0, 1000.0):
         metrics.count_first_token(seconds)
     metrics.count_drafts(Stats())
-    metrics.count_request(Outcome.of_status(503))
+    metrics.count_request(RequestOutcome.of_status(503))
     families = {f.name: f for f in text_string_to_metric_families(metrics.text(1, 2, 3))}
     samples = families["mlx_eagle_time_to_first_token_seconds"].samples
     counts = {s.labels["le"]: s.value for s in samples if s.name.endswith("_bucket")}

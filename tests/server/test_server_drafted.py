@@ -15,7 +15,7 @@ from serving import ENDLESS, NUM_CHARACTERS, ours
 
 from mlx_eagle import stream_generate
 from mlx_eagle.draft_models import open_drafter
-from mlx_eagle.server.answers import DraftReport, PairResponse, TokenOrigin
+from mlx_eagle.server.answer_stream import DraftReport, PairResponse, TokenOrigin
 
 ASKED = {"stream": True, "stream_options": {"include_draft": True}}
 STORY = {"prompt": "Once upon a time", "max_tokens": 60, "logit_bias": ENDLESS}

@@ -12,11 +12,11 @@ from mlx_lm.server import (
     ModelDescription,
 )
 
-from .answers import Answer, DraftReport, PairResponse, RequestError, checked, counts
+from .answer_stream import AnswerStream, DraftReport, PairResponse, RequestError, checked, counts
 from .body import PairArguments, shortened, wants_draft, with_drafting
 from .collect import chat_row
 from .engine import PairGenerator
-from .metrics import Metrics, Outcome
+from .metrics import Metrics, RequestOutcome
 
 
 class Client(Protocol):
@@ -38,7 +38,7 @@ class ClientSession:
 
     def __init__(self, generator: PairGenerator, metrics: Metrics, client: Client):
         self.generator = generator
-        self.answer: Answer | None = None
+        self.answer: AnswerStream | None = None
         self.failure: RequestError | None = None
         self._metrics, self._client = metrics, client
         self._context: GenerationContext | None = None
@@ -114,7 +114,7 @@ class ClientSession:
         if self.answer is not None:
             self.answer.leave()
 
-    def count(self, outcome: Outcome) -> None:
+    def count(self, outcome: RequestOutcome) -> None:
         """Add this request to the server's counts, once it has ended."""
         context = self._context
         num_prompt = 0 if context is None else len(context.prompt)

@@ -72,7 +72,7 @@ class State(Enum):
     ENDED = "everything was said, or nobody listens any more"
 
 
-class Answer:
+class AnswerStream:
     """The messages to one client, in order.
 
     ``put`` is called in the generating thread; ``context`` and ``responses`` in the client's;
@@ -83,8 +83,8 @@ class Answer:
 
     def __init__(
         self,
-        on_end: Callable[["Answer"], None],
-        is_overdue: Callable[["Answer"], bool] = lambda answer: False,
+        on_end: Callable[["AnswerStream"], None],
+        is_overdue: Callable[["AnswerStream"], bool] = lambda answer: False,
     ):
         self.state = State.WAITING
         self.began = 0.0  # time.monotonic() of the first thing computed for it
@@ -221,7 +221,7 @@ def _status(error: Exception, otherwise: int) -> int:
 
 
 @dataclass
-class Entry:
+class TokenEntry:
     """A token, or a part of it, as a client reads of it."""
 
     index: int
@@ -243,7 +243,7 @@ class Entry:
 
 @dataclass
 class DraftReport:
-    """What is told of the tokens of one answer.
+    """What is reported of the tokens of one answer.
 
     mlx-lm's handler holds text back that may begin a stop word or a mark around reasoning and
     calls. Its text machine runs here a second time, letter by letter, so that every letter that
@@ -253,15 +253,16 @@ class DraftReport:
     state: tuple[Any, ...]
     num_batched: int = 0
     _num_tokens: int = 0
-    _entries: list[Entry] = field(default_factory=list)  # to be told with the next chunk
-    _unlisted: deque[Entry] = field(default_factory=deque)  # the first waits for a letter held
-    _held: deque[tuple[Entry, str]] = field(default_factory=deque)
+    _entries: list[TokenEntry] = field(default_factory=list)  # to be reported with the next chunk
+    # The first waits for a letter held.
+    _unlisted: deque[TokenEntry] = field(default_factory=deque)
+    _held: deque[tuple[TokenEntry, str]] = field(default_factory=deque)
     _events: list[DraftingEvent] = field(default_factory=list)
 
     def follow(self, response: PairResponse) -> None:
         """Take the next token."""
         origin = response.origin
-        token = Entry(self._num_tokens, response.token, origin)
+        token = TokenEntry(self._num_tokens, response.token, origin)
         self._num_tokens += 1
         self.num_batched += origin.batched
         self._events += origin.events
@@ -277,7 +278,7 @@ class DraftReport:
         self._list_up_to(self._held[0][0].index if self._held else self._num_tokens)
 
     def take(self) -> dict[str, Any]:
-        """What is to be told of the tokens since the last call."""
+        """What is to be reported of the tokens since the last call."""
         entries, self._entries = self._entries, []
         events, self._events = self._events, []
         return {
