@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from mlx_eagle.commands.opening import context_size, open_target
 from mlx_eagle.decoding.setup import AUTO
 from mlx_eagle.demo.pair import load_demo
 from mlx_eagle.draft_models import open_beside, split_name
+from mlx_eagle.drafters.base import Drafter
 from mlx_eagle.system import render
 from mlx_eagle.system.command import run_command
 from mlx_eagle.system.device import prepare_device
@@ -27,6 +28,7 @@ from .flags import (
     check_models,
     check_picture,
     check_serving,
+    draft_names,
     read_settings,
 )
 from .measure import Settings, configurations_of, measure, num_runs
@@ -82,11 +84,17 @@ def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
     else:
         (model, tokenizer), own = open_target(args.model, dtype=args.dtype), None
         names["model"] = args.model
-    head = with_known_head(args.draft_model, args.model)
-    drafter = open_beside(own, head, model, tokenizer, draft_window=args.draft_window)
-    if head is not None:
-        base, _ = split_name(head)
-        names["head"] = head.replace(AUTO, names["head"]) if base == AUTO else head
+    drafters = {}
+    for given in draft_names(args) or (None,):
+        head = with_known_head(given, args.model)
+        drafter = open_beside(own, head, model, tokenizer, draft_window=args.draft_window)
+        name = DEMO_NAMES["head"]
+        if head is not None:
+            name = head.replace(AUTO, name) if split_name(head)[0] == AUTO else head
+        if name in drafters:
+            raise ValueError(f"--draft-model names {name} twice: give every draft model once.")
+        drafters[name] = drafter
+    names["head"] = ", ".join(drafters)
     if args.draft_window is not None:
         names["head"] += f", draft window {args.draft_window}"
     compared = None
@@ -99,7 +107,13 @@ def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
                 f"of {tokenizer.vocab_size}: mlx-lm's own method needs a draft model with the "
                 "target's tokenizer."
             )
-    return Models(model, tokenizer, drafter, compared), names
+    return Models(model, tokenizer, with_short_names(drafters), compared), names
+
+
+def with_short_names(drafters: Mapping[str, Drafter]) -> dict[str, Drafter]:
+    """By the last part of their names, where that tells them apart."""
+    short = {name.rstrip("/").rpartition("/")[2]: drafter for name, drafter in drafters.items()}
+    return short if len(short) == len(drafters) else dict(drafters)
 
 
 def run(args: argparse.Namespace) -> None:

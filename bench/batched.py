@@ -5,7 +5,7 @@ call, and over what is left of it after prefill.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -65,9 +65,12 @@ def check_batches(batches: Sequence[int], questions: Sequence[Question]) -> None
             )
 
 
-def num_batch_runs(settings: Any, questions: Sequence[Question]) -> int:
+def num_batch_runs(
+    settings: Any, questions: Sequence[Question], drafters: Collection[str] = ("",)
+) -> int:
     """Measured calls in all."""
-    steps = schedule(make_configurations(settings.sizes), settings.order)
+    configurations = make_configurations(settings.sizes, drafters=tuple(drafters))
+    steps = schedule(configurations, settings.order)
     return len(settings.batches) * len(_by_set(questions)) * settings.repeats * len(steps)
 
 
@@ -85,7 +88,9 @@ def measure_batches(
             # A batch drafts chains only.
             cells = [
                 BatchCell(name, prompts, configuration)
-                for configuration in make_configurations(settings.sizes)
+                for configuration in make_configurations(
+                    settings.sizes, drafters=tuple(models.drafters)
+                )
             ]
             for run in _run_all(models, cells, settings):
                 progress(run)
@@ -115,7 +120,8 @@ def run_batch(
     mx.synchronize(generation_stream)
     options = {"max_tokens": max_tokens, "return_token_ids": True, **configuration.options}
     if configuration is not PLAIN:
-        options |= {"draft_model": models.drafter, "max_speculative_batch": len(prompts)}
+        drafter = models.drafters[configuration.drafter]
+        options |= {"draft_model": drafter, "max_speculative_batch": len(prompts)}
     generate = mlx_lm.batch_generate if configuration is PLAIN else batch_generate
     start = time.perf_counter()
     response = generate(models.target, models.tokenizer, prompts, **options)

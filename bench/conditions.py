@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
 
 from mlx_eagle.commands.memory import weight_bytes
+from mlx_eagle.drafters.base import Drafter
 from mlx_eagle.system.device import blas_name
 from mlx_eagle.system.render import Table
 from mlx_eagle.system.version import __version__
@@ -48,22 +49,30 @@ def blas() -> str:
 def describe(models: Models, names: dict[str, str]) -> dict[str, Any]:
     """Target, head and template; ``names`` are as the user gave them."""
     target = models.target
-    heads = models.drafter.modules()
     result = {
         "model": names["model"],
         "model_precision": precision(target),
         "model_parameters": get_total_parameters(target),
         "model_bytes": weight_bytes(target),
         "head": names["head"],
-        "head_precision": ", ".join(precision(head) for head in heads) or "no weights",
-        "head_parameters": sum(get_total_parameters(head) for head in heads),
-        "head_bytes": sum(weight_bytes(head) for head in heads),
+        "drafters": [drafter_facts(name, drafter) for name, drafter in models.drafters.items()],
         "chat_template": "on" if models.tokenizer.has_chat_template else "none in the tokenizer",
     }
     if models.compared is not None:
         result["compared_draft_model"] = names["compared"]
         result["compared_draft_bytes"] = weight_bytes(models.compared)
     return result
+
+
+def drafter_facts(name: str, drafter: Drafter) -> dict[str, Any]:
+    """What a drafter weighs."""
+    modules = drafter.modules()
+    return {
+        "name": name,
+        "precision": ", ".join(map(precision, modules)) or "no weights",
+        "parameters": sum(map(get_total_parameters, modules)),
+        "bytes": sum(map(weight_bytes, modules)),
+    }
 
 
 def precision(module: nn.Module) -> str:
@@ -87,7 +96,9 @@ def conditions_table(document: Mapping[str, Any]) -> Table:
     conditions, settings = document["conditions"], document["settings"]
     rows = []
     for name, value in conditions.items():
-        if name.endswith("_bytes"):
+        if name == "drafters":
+            rows += [[f"drafter {d['name']}", _weight_words(d)] for d in value]
+        elif name.endswith("_bytes"):
             rows.append(
                 [name.removesuffix("_bytes").replace("_", " ") + " size", megabytes(value)]
             )
@@ -110,6 +121,14 @@ def conditions_table(document: Mapping[str, Any]) -> Table:
         ["repeats", f"{settings['repeats']}, order {settings['order']}"],
     ]
     return Table(["condition", "value"], rows)
+
+
+def _weight_words(facts: Mapping[str, Any]) -> str:
+    """ "float16, 12.3 M parameters, 24.6 MB"; "no weights" """
+    if not facts["bytes"]:
+        return str(facts["precision"])
+    size = f"{facts['parameters'] / 1e6:.1f} M parameters, {megabytes(facts['bytes'])}"
+    return f"{facts['precision']}, {size}"
 
 
 def megabytes(size: float) -> str:

@@ -40,7 +40,8 @@ def build_parser() -> argparse.ArgumentParser:
     add_version_flag(parser)
     add = parser.add_argument
     add("--model", help="Folder or hub repo of the target. Default: the demo pair.")
-    add("--draft-model", help="As for mlx_eagle.generate: an EAGLE head, auto, lookup, a model.")
+    drafters_help = "As for mlx_eagle.generate; several with commas are shown side by side."
+    add("--draft-model", metavar="NAME,...", help=drafters_help)
     add("--draft-window", type=int, metavar="N", help=DRAFT_WINDOW_HELP)
     add("--dtype", choices=DTYPES, help=DTYPE_HELP)
     add(
@@ -196,6 +197,10 @@ def check_serving(args: argparse.Namespace, settings: Settings) -> None:
     """Raise ValueError for flags that ``--serve`` leaves no room for."""
     if not settings.clients:
         return
+    if len(draft_names(args)) > 1:
+        raise ValueError(
+            f"--serve measures one draft model, but --draft-model is {args.draft_model}: give one."
+        )
     for name in NOT_SERVED:
         if getattr(args, name) is not None:
             flag = name.replace("_", "-")
@@ -214,18 +219,28 @@ def check_models(args: argparse.Namespace) -> None:
         raise ValueError(
             "--model needs --draft-model: name a head for it, or 'auto' for a known one."
         )
-    if args.with_lookup is not None and args.draft_model is not None:
-        base, copies = split_name(args.draft_model)
-        if copies or base == LOOKUP:
+    for name in draft_names(args):
+        base, copies = split_name(name)
+        if args.with_lookup is not None and (copies or base == LOOKUP):
             raise ValueError(
-                f"--with-lookup adds copies from the text, which --draft-model {args.draft_model} "
-                "makes already: leave one of them out."
+                f"--with-lookup adds copies from the text, which --draft-model {name} makes "
+                "already: leave one of them out."
             )
     check_draft_window(args.draft_window)
     if args.compare is not None and args.compare[0] != "mlx-lm-draft":
         raise ValueError(
             f"--compare is {args.compare[0]!r}: give mlx-lm-draft and an ordinary draft model."
         )
+
+
+def draft_names(args: argparse.Namespace) -> tuple[str, ...]:
+    """What ``--draft-model`` names, one or several; none without it."""
+    text = args.draft_model
+    if text is None:
+        return ()
+    if Path(text).expanduser().exists():  # with a comma in its name, perhaps
+        return (text,)
+    return read_list("--draft-model", text, _name, "names of draft models")
 
 
 def check_contexts(settings: Settings, limit: int | None) -> None:

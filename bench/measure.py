@@ -1,10 +1,14 @@
 """The benchmark from models to one document of results: what ``results.json`` holds."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mlx.utils import tree_flatten
+
+from mlx_eagle.commands.memory import weight_bytes
+from mlx_eagle.drafters.base import Drafter
 from mlx_eagle.drafters.tree import Tree
 
 from . import conditions, parity, predict, summary
@@ -22,7 +26,7 @@ from .runner import (
     warm_up,
 )
 
-LONGEST = 8  # rows of a verify pass that are always calibrated
+LONGEST = 8  # rows of a verify pass that are always timed
 
 
 @dataclass(frozen=True)
@@ -46,10 +50,17 @@ class Settings:
 
 
 def configurations_of(settings: Settings, models: Models) -> list[Configuration]:
-    """The speculative ones that are to run."""
-    return make_configurations(
-        settings.sizes, settings.trees, models.compared is not None, settings.copied
+    """The speculative ones that are to run; of several drafters, trees where one can draw them."""
+    found = make_configurations(
+        settings.sizes,
+        settings.trees,
+        models.compared is not None,
+        settings.copied,
+        tuple(models.drafters),
     )
+    if len(models.drafters) == 1:
+        return found
+    return [c for c in found if c.kind != "tree" or models.drafters[c.drafter].supports_trees]
 
 
 def num_runs(
@@ -63,7 +74,8 @@ def num_runs(
         * len(questions)
         * len(schedule(configurations, settings.order))
     )
-    return singles + num_batch_runs(settings, questions)
+    drafters = {c.drafter for c in configurations if c.kind != "mlx-lm-draft"}
+    return singles + num_batch_runs(settings, questions, drafters)
 
 
 def measure(
@@ -103,31 +115,32 @@ def run_scenario(
     context: int | None,
     temp: float,
     progress: Callable[[Run], None],
-) -> tuple[list[Cell], Samples]:
-    """All repeats at one context length and temperature, a calibration before every prompt."""
+) -> tuple[list[Cell], dict[str, Samples]]:
+    """All repeats at one context length and temperature; parts are timed before every prompt."""
     prompts = [prompt_tokens(question, models.tokenizer, context) for question in questions]
     rows = [
         [Cell(q, p, configuration) for configuration in configurations]
         for q, p in zip(questions, prompts, strict=True)
     ]
     typical = typical_context(prompts, settings.max_tokens)
-    longest, wide = calibrated_rows(configurations)
+    longest, wide = timed_rows(configurations)
     num_samples = math.ceil(settings.samples / (settings.repeats * len(rows)))
-    samples = Samples()
+    samples = {name: Samples() for name in models.drafters}
     options = {"max_tokens": settings.max_tokens, "temp": temp, "seed": settings.seed}
     warm_up(models, configurations, prompts[0], settings.max_tokens)
     for _ in range(settings.repeats):
         for row in rows:
-            # Not kept over the runs: their peak memory is theirs alone.
-            bench = Bench(models.target, models.drafter, typical)
-            samples.measure(bench, longest, wide, num_samples)
-            del bench
+            for name, drafter in models.drafters.items():
+                # Not kept over the runs: their peak memory is their own.
+                bench = Bench(models.target, drafter, typical)
+                samples[name].measure(bench, longest, wide, num_samples)
+                del bench
             for run in run_prompt(models, row, settings.order, **options):
                 progress(run)
     return [cell for row in rows for cell in row], samples
 
 
-def calibrated_rows(configurations: Sequence[Configuration]) -> tuple[int, list[int]]:
+def timed_rows(configurations: Sequence[Configuration]) -> tuple[int, list[int]]:
     """Rows of the verify passes to time: 1 up to the first, and those of trees.
 
     At least 1 to 8; a tree of 16 nodes has 17 rows.
@@ -151,42 +164,52 @@ def summarize(
     models: Models,
     cells: Sequence[Cell],
     configurations: Sequence[Configuration],
-    samples: Samples,
+    samples: Mapping[str, Samples],
     settings: Settings,
     name: dict[str, Any],
 ) -> dict[str, Any]:
     """One scenario as plain data."""
-    costs = predict.Costs.of(samples)
+    costs = {name: predict.Costs.of(timed) for name, timed in samples.items()}
     prompts = list({cell.question: cell.prompt for cell in cells}.values())
     typical = typical_context(prompts, settings.max_tokens)
     results = [
         configuration_result(
-            configuration, [c for c in cells if c.configuration == configuration], costs
+            configuration,
+            [c for c in cells if c.configuration == configuration],
+            costs.get(configuration.drafter),
         )
         for configuration in configurations
     ]
     outputs = [len(run.tokens) for cell in cells for run in cell.plain]
+    checked = [prompt_result(models, cell) for cell in cells]
     return {
         **name,
         "prompt_tokens": summary.spread_of(map(len, prompts)),
         "output_tokens": summary.spread_of(outputs),
-        "calibration": {"context": len(typical), **costs.to_dict()},
         "plain_step_measured": summary.median_seconds([r for c in cells for r in c.plain]),
         "configurations": results,
-        "curve": model_curve(results, costs),
-        "prompts": [prompt_result(models, cell) for cell in cells],
+        "drafters": [
+            {
+                "name": name,
+                "costs": {"context": len(typical), **found.to_dict()},
+                "curve": model_curve([r for r in results if r["drafter"] == name], found),
+            }
+            for name, found in costs.items()
+        ],
+        "side_by_side": side_by_side(models, results, checked),
+        "prompts": checked,
     }
 
 
 def configuration_result(
-    configuration: Configuration, cells: Sequence[Cell], costs: predict.Costs
+    configuration: Configuration, cells: Sequence[Cell], costs: predict.Costs | None
 ) -> dict[str, Any]:
     """One configuration, overall and per set; with prediction and time split for a fixed k."""
     groups = {"overall": list(cells), **summary.by_set(cells)}
     figures = {}
     for name, group in groups.items():
         figures[name] = summary.configuration_summary(group)
-        if configuration.kind == "chain" and configuration.size:
+        if costs is not None and configuration.kind == "chain" and configuration.size:
             figure = figures[name]
             figure["prediction"] = predict.predict(
                 costs, figure["mean_acceptance_length"], configuration.size, figure["speedup"]
@@ -196,6 +219,7 @@ def configuration_result(
                 figure["time_split"] = split
     return {
         "label": configuration.label,
+        "drafter": configuration.drafter,
         "kind": configuration.kind,
         "num_draft_tokens": configuration.size,
         "overall": figures.pop("overall"),
@@ -210,6 +234,52 @@ def model_curve(results: Sequence[dict[str, Any]], costs: predict.Costs) -> list
         return []
     longest = max(chains, key=lambda result: result["num_draft_tokens"])
     return predict.curve(costs, longest["overall"]["acceptance_by_position"])
+
+
+def side_by_side(
+    models: Models, results: Sequence[dict[str, Any]], checked: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Each of several drafters in its fastest configuration, the fastest drafter first.
+
+    ``peak_bytes`` are without the weights of the others, which were loaded as well.
+    """
+    if len(models.drafters) < 2:
+        return []
+    weights = {name: weights_of(drafter) for name, drafter in models.drafters.items()}
+    loaded = {key: size for own in weights.values() for key, size in own.items()}
+    if models.compared is not None:
+        loaded["compared"] = weight_bytes(models.compared)
+    rows = []
+    for name, own in weights.items():
+        ways = [r for r in results if r["drafter"] == name and r["overall"]["speedup"]]
+        if not ways:
+            continue
+        best = max(ways, key=lambda result: result["overall"]["speedup"])
+        overall = best["overall"]
+        others = sum(size for key, size in loaded.items() if key not in own)
+        parities = [row["parity"] for row in checked if row["configuration"] == best["label"]]
+        rows.append(
+            {
+                "drafter": name,
+                "configuration": best["label"],
+                "tps": overall["tps"],
+                "plain_tps": overall["plain_tps"],
+                "speedup": overall["speedup"],
+                "speedup_of_worst_prompt": overall["speedup_by_prompt"]["min"],
+                "mean_acceptance_length": overall["mean_acceptance_length"],
+                "weight_bytes": sum(own.values()),
+                "peak_bytes": overall["peak_bytes"] - others,
+                "identical": sum(parity["identical"] for parity in parities),
+                "num_prompts": len(parities),
+            }
+        )
+    return sorted(rows, key=lambda row: -row["speedup"])
+
+
+def weights_of(drafter: Drafter) -> dict[int | str, int]:
+    """The bytes of each array of weights; drafters may share some."""
+    arrays = (tree_flatten(module.parameters()) for module in drafter.modules())
+    return {id(array): array.nbytes for found in arrays for _, array in found}
 
 
 def prompt_result(models: Models, cell: Cell) -> dict[str, Any]:

@@ -26,6 +26,8 @@ from mlx_eagle.system.drawing import (
     STYLE,
 )
 
+from .report import views
+
 PARTS = {"verify": BLUE, "draft": ORANGE, "accept": GREEN, "host": PURPLE}
 
 
@@ -45,22 +47,28 @@ PICTURE_STYLE = {
 
 
 def draw_all(scenario: dict[str, Any], folder: Path, suffix: str = "") -> dict[str, Path]:
-    """Draw every plot that the results allow; {name: SVG file}, a PNG of that name beside it."""
+    """Draw every plot that the results allow; {name: SVG file}, a PNG of that name beside it.
+
+    Of each of several drafters those of its costs, as "speedup-drafter1" and the like.
+    """
+    common = {"side_by_side": side_by_side, "tokens_per_second": tokens_per_second}
     drawings = {
         "speedup": speedup,
         "verify_cost": verify_cost,
         "acceptance": acceptance,
         "round_time": round_time,
-        "tokens_per_second": tokens_per_second,
     }
+    todo = [(name, draw, scenario) for name, draw in common.items()]
+    for number, view in enumerate(views(scenario), 1):
+        last = f"-drafter{number}" if len(scenario["drafters"]) > 1 else ""
+        todo += [(f"{name}{last}", draw, view) for name, draw in drawings.items()]
     folder.mkdir(parents=True, exist_ok=True)
     files = {}
     with plt.rc_context(STYLE):
-        for name, draw in drawings.items():
-            figure = draw(scenario)
-            if figure is None:
-                continue
-            files[name] = save_figure(figure, folder / f"{name}{suffix}.svg")
+        for name, draw, shown_of in todo:
+            figure = draw(shown_of)
+            if figure is not None:
+                files[name] = save_figure(figure, folder / f"{name}{suffix}.svg")
     return files
 
 
@@ -171,7 +179,7 @@ def _legend_below(axes: Axes) -> None:
 
 def verify_cost(scenario: dict[str, Any]) -> Figure:
     """c(R) between its two extremes, flat and linear."""
-    cost = {int(rows): value for rows, value in scenario["calibration"]["verify_cost"].items()}
+    cost = {int(rows): value for rows, value in scenario["costs"]["verify_cost"].items()}
     rows = sorted(cost)
     figure, axes = plt.subplots(figsize=(6.6, 4.4))
     linear = "linear: every row costs a pass of its own"
@@ -266,6 +274,33 @@ def round_time(scenario: dict[str, Any]) -> Figure | None:
     axes.set_ylim(0, 1.15 * max([1e3 * plain, *bottoms]))
     axes.grid(axis="x", visible=False)
     axes.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.1), fontsize=9)
+    return figure
+
+
+def side_by_side(scenario: dict[str, Any]) -> Figure | None:
+    """Speed, mean acceptance length and memory of each of several drafters, the fastest on top."""
+    rows = scenario["side_by_side"][::-1]
+    if not rows:
+        return None
+    figure, panels = plt.subplots(1, 3, figsize=(11, 1.4 + 0.55 * len(rows)), sharey=True)
+    names = [
+        f"{row['drafter']}\n{row['identical']} of {row['num_prompts']} identical" for row in rows
+    ]
+    drawn = (
+        ("tokens per second", [row["tps"] for row in rows], BLUE,
+         [f"{row['tps']:.3g} ({row['speedup']:.2f}x)" for row in rows]),
+        ("mean acceptance length (tau)", [row["mean_acceptance_length"] for row in rows], GREEN,
+         [f"{row['mean_acceptance_length']:.2f}" for row in rows]),
+        ("peak memory, GB", [row["peak_bytes"] / 1e9 for row in rows], ORANGE,
+         [f"{row['peak_bytes'] / 1e9:.2f}" for row in rows]),
+    )  # fmt: skip
+    for axes, (title, values, colour, words) in zip(panels, drawn, strict=True):
+        drawn_bars = axes.barh(names, values, 0.6, color=colour)
+        axes.bar_label(drawn_bars, words, padding=3, fontsize=9)
+        axes.set_xlim(0, 1.35 * max(values))
+        axes.set_xlabel(title)
+        axes.grid(axis="y", visible=False)
+    panels[0].axvline(rows[0]["plain_tps"], color=GREY, lw=1.4, ls="--")
     return figure
 
 

@@ -146,7 +146,7 @@ def curve(costs: Costs, alphas: Sequence[float]) -> list[dict[str, float]]:
 def time_split(costs: Costs, size: int, round_seconds: float) -> dict[str, float]:
     """One measured round in seconds: calibrated parts, and the rest, which is the host's.
 
-    ``host`` may come out below zero where the calibration was slower than the run.
+    ``host`` may come out below zero where the parts were slower by themselves than in the run.
     """
     verify, draft, accept = costs.verify[size + 1], costs.draft(size), costs.accept[size + 1]
     parts = {"verify": verify, "draft": draft, "accept": accept}

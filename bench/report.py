@@ -51,6 +51,8 @@ ORDERS = {
 START = "Time to the first token (TTFT), and memory"
 
 CAPTIONS = {
+    "side_by_side": "Every draft model in its fastest configuration: speed (dashed: plain "
+    "decoding), tokens per target forward, and peak memory without the others' weights.",
     "speedup": "Speedup and mean acceptance length (tau) against the draft length k. Points are "
     "measured; the dashed line is what the cost model makes of these costs and of the "
     "longest chain's acceptance.",
@@ -63,33 +65,22 @@ CAPTIONS = {
     "tokens_per_second": "Speed by prompt set, plain beside speculative.",
 }
 
-WORDS = [
-    ["k", "draft tokens per round"],
-    [
-        "mean acceptance length (tau)",
-        "tokens emitted per target forward, the target's own one included; plain decoding: 1",
-    ],
-    [
-        "acceptance",
-        "share of draft tokens accepted; by position, given the one before was accepted",
-    ],
-    ["accepted lengths", "n:c means that c rounds accepted n draft tokens, over all runs"],
-    ["c(R)", "time of a target pass over R rows, in passes over one row"],
-    ["d", "time of one more draft step, in plain steps"],
-    ["overhead", "accept pass, first logits and waiting for the host, beyond k d, in plain steps"],
-    [
-        "host and the rest",
-        "the measured round less its parts, timed alone; below zero where the machine was busier "
-        "then than during the runs",
-    ],
-    ["predicted", "tau / (c(k+1) + k d + overhead)"],
-    ["bound", "tau / (c(k+1) + k d): no overhead at all"],
-    [
-        "margin",
-        "where two outputs part, how far the worse of their tokens is below the target's largest "
-        "logit: near 0 is a tie, left to rounding",
-    ],
-]
+WORDS = {
+    "k": "draft tokens per round",
+    "mean acceptance length (tau)": "tokens emitted per target forward, the target's own one "
+    "included; plain decoding: 1",
+    "acceptance": "share of draft tokens accepted; by position, given the one before was accepted",
+    "accepted lengths": "n:c means that c rounds accepted n draft tokens, over all runs",
+    "c(R)": "time of a target pass over R rows, in passes over one row",
+    "d": "time of one more draft step, in plain steps",
+    "overhead": "accept pass, first logits and waiting for the host, beyond k d, in plain steps",
+    "host and the rest": "the measured round less its parts, timed alone; below zero where the "
+    "machine was busier then than during the runs",
+    "predicted": "tau / (c(k+1) + k d + overhead)",
+    "bound": "tau / (c(k+1) + k d): no overhead at all",
+    "margin": "where two outputs part, how far the worse of their tokens is below the target's "
+    "largest logit: near 0 is a tie, left to rounding",
+}
 
 
 def scenario_name(scenario: Scenario) -> str:
@@ -106,6 +97,7 @@ def results(document: Mapping[str, Any]) -> list[Block]:
     for scenario in document["scenarios"]:
         parts.append(Heading(f"Results: {scenario_name(scenario)}"))
         parts += [Paragraph(line) for line in headlines(scenario)]
+        parts += side_by_side_blocks(scenario)
         parts += [speed_table(scenario), acceptance_table(scenario), parity_table(scenario)]
     return parts + batch_blocks(document)
 
@@ -127,7 +119,7 @@ def blocks(document: Mapping[str, Any], images: Sequence[Mapping[str, Path]] = (
         Heading("Conditions"),
         Folded("How it was measured", measured),
         Folded("Machine, versions, models and settings", [conditions_table(document)]),
-        Folded("Words", [Table(["word", "meaning"], WORDS)]),
+        Folded("Words", [Table(["word", "meaning"], list(map(list, WORDS.items())))]),
     ]
 
 
@@ -162,36 +154,85 @@ def headlines(scenario: Scenario) -> Iterator[str]:
 def scenario_blocks(scenario: Scenario, images: Mapping[str, Path]) -> list[Block]:
     """Tables and plots of one scenario."""
 
-    def image(name: str) -> list[Block]:
-        return [Image(images[name], CAPTIONS[name])] if name in images else []
+    def image(name: str, last: str = "") -> list[Block]:
+        return [Image(images[name + last], CAPTIONS[name])] if name + last in images else []
 
     prompts = prompts_table(scenario)
     lengths = ", ".join(
         f"{what} {_range(scenario[key])} tokens"
         for what, key in (("prompts", "prompt_tokens"), ("outputs", "output_tokens"))
     )
-    return [
+    parts = [
+        *side_by_side_blocks(scenario),
+        *image("side_by_side"),
         Paragraph(f"Lengths: {lengths}."),
         Heading("Speed", 3),
         speed_table(scenario),
-        *image("speedup"),
         *image("tokens_per_second"),
         Folded(START, [start_table(scenario)]),
         Heading("Acceptance", 3),
         acceptance_table(scenario),
         Folded("Accepted lengths and forward passes", [counts_table(scenario)]),
-        *image("acceptance"),
-        Heading("Cost of a round", 3),
-        Paragraph(costs_sentence(scenario)),
-        cost_table(scenario),
-        *image("verify_cost"),
-        *split_blocks(scenario),
-        *image("round_time"),
-        *prediction_blocks(scenario),
+    ]
+    for number, view in enumerate(views(scenario), 1):
+        last = f"-drafter{number}" if len(scenario["drafters"]) > 1 else ""
+        parts += [
+            Heading(f"Cost of a round{with_name(scenario, view)}", 3),
+            Paragraph(costs_sentence(view)),
+            cost_table(view),
+            *image("verify_cost", last),
+            *split_blocks(view),
+            *image("round_time", last),
+            *prediction_blocks(view),
+            *image("speedup", last),
+            *image("acceptance", last),
+        ]
+    return [
+        *parts,
         Heading("Parity", 3),
         parity_table(scenario),
         Folded(f"Every prompt ({len(scenario['prompts'])} rows)", [prompts]),
     ]
+
+
+def views(scenario: Scenario) -> list[dict[str, Any]]:
+    """The scenario as each drafter has it: its own configurations, costs and curve."""
+    return [
+        {
+            **scenario,
+            **drafter,
+            "configurations": [
+                c for c in scenario["configurations"] if c["drafter"] == drafter["name"]
+            ],
+        }
+        for drafter in scenario["drafters"]
+    ]
+
+
+def with_name(scenario: Scenario, view: Scenario) -> str:
+    """ ", lookup", where there are several drafters."""
+    return f", {view['name']}" if len(scenario["drafters"]) > 1 else ""
+
+
+def side_by_side_blocks(scenario: Scenario) -> list[Block]:
+    """Each of several drafters in its fastest configuration."""
+    rows = [
+        [
+            row["drafter"],
+            row["configuration"].removeprefix(f"{row['drafter']}, "),
+            number(row["tps"]),
+            times(row["speedup"]),
+            times(row["speedup_of_worst_prompt"]),
+            number(row["mean_acceptance_length"]),
+            megabytes(row["weight_bytes"]) if row["weight_bytes"] else "none",
+            megabytes(row["peak_bytes"]),
+            f"{row['identical']} of {row['num_prompts']}",
+        ]
+        for row in scenario["side_by_side"]
+    ]
+    header = ["draft model", "fastest with", "tok/s", "ratio", "worst prompt", "tau", "weights",
+              "peak memory", "outputs identical"]  # fmt: skip
+    return [Heading("Side by side", 3), Table(header, rows)] if rows else []
 
 
 def _range(spread: Mapping[str, float]) -> str:
@@ -200,7 +241,7 @@ def _range(spread: Mapping[str, float]) -> str:
 
 def costs_sentence(scenario: Scenario) -> str:
     """What a plain step and a draft step cost, and how near the former is to the runs'."""
-    costs = scenario["calibration"]
+    costs = scenario["costs"]
     sentence = (
         f"Timed between the runs, on {costs['context']} tokens of context: one plain step "
         f"takes {1e3 * costs['plain_step_seconds']:.1f} ms, one draft step "
@@ -246,84 +287,69 @@ def figures(scenario: Scenario) -> Iterator[tuple[str, Mapping[str, Any], Mappin
             yield "overall", configuration, configuration["overall"]
 
 
+def figures_table(
+    scenario: Scenario, header: list[str], cells: Callable[[Mapping[str, Any]], list[str]]
+) -> Table:
+    """A row of ``cells`` for every set and configuration."""
+    rows = [[name, c["label"], *cells(f)] for name, c, f in figures(scenario)]
+    return Table(["set", "configuration", *header], rows)
+
+
 def speed_table(scenario: Scenario) -> Table:
     """Tokens per second, plain and drafted, and their ratio."""
-    header = [
-        "set", "configuration", "plain tok/s", "speculative tok/s", "ratio", "ratio by prompt",
-        "worst prompt", "runs",
-    ]  # fmt: skip
-    rows = []
-    for name, configuration, f in figures(scenario):
+
+    def cells(f: Mapping[str, Any]) -> list[str]:
         by_prompt = f["speedup_by_prompt"]
-        rows.append(
-            [
-                name,
-                configuration["label"],
-                with_spread(f["plain_tps_spread"], number, f["plain_tps"]),
-                with_spread(f["tps_spread"], number, f["tps"]),
-                times(f["speedup"]),
-                with_spread(by_prompt, number),
-                "-" if by_prompt is None else times(by_prompt["min"]),
-                str(f["num_runs"]),
-            ]
-        )
-    return Table(header, rows)
+        return [
+            with_spread(f["plain_tps_spread"], number, f["plain_tps"]),
+            with_spread(f["tps_spread"], number, f["tps"]),
+            times(f["speedup"]),
+            with_spread(by_prompt, number),
+            "-" if by_prompt is None else times(by_prompt["min"]),
+            str(f["num_runs"]),
+        ]
+
+    header = ["plain tok/s", "speculative tok/s", "ratio", "ratio by prompt", "worst prompt",
+              "runs"]  # fmt: skip
+    return figures_table(scenario, header, cells)
 
 
 def start_table(scenario: Scenario) -> Table:
     """Time to the first token (TTFT), and peak memory."""
-    header = [
-        "set", "configuration", "TTFT plain ms", "TTFT ms", "peak plain", "peak",
-    ]  # fmt: skip
-    rows = [
-        [
-            name,
-            configuration["label"],
-            milliseconds(f["plain_ttft"]["median"], 0),
-            milliseconds(f["ttft"]["median"], 0),
-            megabytes(f["plain_peak_bytes"]),
-            megabytes(f["peak_bytes"]),
-        ]
-        for name, configuration, f in figures(scenario)
-    ]
-    return Table(header, rows)
+
+    def cells(f: Mapping[str, Any]) -> list[str]:
+        waits = [milliseconds(f[key]["median"], 0) for key in ("plain_ttft", "ttft")]
+        return [*waits, megabytes(f["plain_peak_bytes"]), megabytes(f["peak_bytes"])]
+
+    return figures_table(scenario, ["TTFT plain ms", "TTFT ms", "peak plain", "peak"], cells)
 
 
 def acceptance_table(scenario: Scenario) -> Table:
     """How much of the drafts was accepted."""
-    header = ["set", "configuration", "mean acceptance length (tau)", "acceptance", "by position"]
-    rows = [
-        [
-            name,
-            configuration["label"],
-            number(f["mean_acceptance_length"]),
-            number(f["acceptance_rate"]),
-            _list(f["acceptance_by_position"]),
-        ]
-        for name, configuration, f in figures(scenario)
-    ]
-    return Table(header, rows)
+
+    def cells(f: Mapping[str, Any]) -> list[str]:
+        tau, rate = number(f["mean_acceptance_length"]), number(f["acceptance_rate"])
+        return [tau, rate, _list(f["acceptance_by_position"])]
+
+    header = ["mean acceptance length (tau)", "acceptance", "by position"]
+    return figures_table(scenario, header, cells)
 
 
 def counts_table(scenario: Scenario) -> Table:
     """Accepted lengths, and the forward passes and evaluations that the outputs took."""
-    header = [
-        "set", "configuration", "accepted lengths", "cumulative acceptance by position",
-        "target forwards/token", "head forwards/round", "evals/round",
-    ]  # fmt: skip
-    rows = [
-        [
-            name,
-            configuration["label"],
+
+    def cells(f: Mapping[str, Any]) -> list[str]:
+        return [
             " ".join(f"{n}:{c}" for n, c in enumerate(f["accepted_histogram"])) or "-",
             _list(f["cumulative_acceptance_by_position"]),
             number(f["target_forwards_per_token"], 3),
             number(f["head_forwards_per_round"]),
             number(f["evals_per_round"]),
         ]
-        for name, configuration, f in figures(scenario)
-    ]
-    return Table(header, rows)
+
+    header = ["accepted lengths", "cumulative acceptance by position", "target forwards/token",
+              "head forwards/round", "evals/round"]  # fmt: skip
+    return figures_table(scenario, header, cells)
 
 
 def _list(values: list[float]) -> str:
@@ -332,7 +358,7 @@ def _list(values: list[float]) -> str:
 
 def cost_table(scenario: Scenario) -> Table:
     """By rows R: verify pass, accept pass, and what the host adds to a round of k = R - 1."""
-    costs = scenario["calibration"]
+    costs = scenario["costs"]
     header = [
         "rows R", "T(R) ms", "c(R)", "graph building ms", "accept pass ms", "host wait ms",
         "overhead (plain steps)",

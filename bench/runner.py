@@ -4,7 +4,7 @@ What follows from the runs is in ``summary.py``.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -34,11 +34,14 @@ TURN_TOKENS = 2  # of each in turn where they are woven: the machine changes wit
 
 @dataclass(frozen=True)
 class Models:
-    """What is measured. ``compared`` is an ordinary draft model for mlx-lm's own method."""
+    """What is measured: a target with drafters by their names.
+
+    ``compared`` is an ordinary draft model for mlx-lm's own method.
+    """
 
     target: nn.Module
     tokenizer: TokenizerWrapper
-    drafter: Drafter
+    drafters: Mapping[str, Drafter]
     compared: nn.Module | None = None
 
 
@@ -46,13 +49,15 @@ class Models:
 class Configuration:
     """A way to decode. ``kind``: "plain", "chain", "auto", "copies", "tree" or "mlx-lm-draft".
 
-    ``size`` is the draft length where it is fixed; ``options`` go to ``stream_generate``.
+    ``size`` is the draft length where it is fixed; ``options`` go to ``stream_generate``;
+    ``drafter`` names one of ``Models.drafters``.
     """
 
     label: str
     kind: str
     size: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    drafter: str = ""
 
 
 PLAIN = Configuration("plain", "plain")
@@ -63,10 +68,12 @@ def make_configurations(
     trees: Sequence[str] = (),
     compares: bool = False,
     copied: Sequence[int | str] = (),
+    drafters: Sequence[str] = ("",),
 ) -> list[Configuration]:
     """The speculative ones of the flags: chains, trees, then mlx-lm's method at every fixed k.
 
-    At lengths of ``copied``, too, with copies from the text.
+    At lengths of ``copied``, too, with copies from the text. Each of several ``drafters`` has all
+    of them, with its name in front.
     """
     configurations = [of_length(size) for size in sizes]
     for size in copied:
@@ -75,6 +82,11 @@ def make_configurations(
     for tree in trees:
         shape = tree if tree == "auto" else parse_tree(tree)
         configurations.append(Configuration(f"tree {tree}", "tree", None, {"tree": shape}))
+    configurations = [
+        replace(c, drafter=name, label=f"{name}, {c.label}" if len(drafters) > 1 else c.label)
+        for name in drafters
+        for c in configurations
+    ]
     if compares:
         fixed = [size for size in sizes if size != "auto" and size > 0] or [2]
         configurations += [
@@ -143,8 +155,8 @@ def responses(
         options["sampler"] = Sampling(temp=temp, seed=seed)
     if configuration.kind == "plain":
         return mlx_lm.stream_generate(models.target, models.tokenizer, prompt, **options)
-    copies = configuration.kind == "copies"
-    options["draft_model"] = CopyingDrafter(models.drafter) if copies else models.drafter
+    drafter = models.drafters[configuration.drafter]
+    options["draft_model"] = CopyingDrafter(drafter) if configuration.kind == "copies" else drafter
     return stream_generate(models.target, models.tokenizer, prompt, **options)
 
 

@@ -51,6 +51,7 @@ def cell_summary(cell: Any) -> dict[str, Any]:
     return {
         "set": cell.question.set_name,
         "id": cell.question.id,
+        "drafter": cell.configuration.drafter,
         "configuration": cell.configuration.label,
         "prompt_tokens": len(cell.prompt),
         "output_tokens": len(cell.runs[0].tokens),
@@ -147,6 +148,7 @@ def run_rows(cells: Sequence[Any], scenario: dict[str, Any]) -> list[dict[str, A
                         **scenario,
                         "set": cell.question.set_name,
                         "id": cell.question.id,
+                        "drafter": cell.configuration.drafter,
                         "configuration": cell.configuration.label,
                         "role": role,
                         "run": number,

@@ -188,7 +188,7 @@ def test_arms_pass_the_loops_words_through():
     ]
     assert configurations[1].options == {"num_draft_tokens": "auto"}
     assert configurations[2].options == {"tree": TreeShape(2, 4, 12)}
-    assert measure.calibrated_rows(configurations) == (8, [13])
+    assert measure.timed_rows(configurations) == (8, [13])
 
 
 def test_copies_are_the_drafters_own_with_copies():

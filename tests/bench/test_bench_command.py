@@ -12,6 +12,7 @@ import pytest
 from costs import FLAT
 from grids import thorough
 from helpers import PROMPT, byte_tokenizer, plain, tiny_head, tiny_llama
+from mlx.utils import tree_flatten
 from test_bench import make_stats
 
 from mlx_eagle.bench import __main__ as command
@@ -28,6 +29,7 @@ from mlx_eagle.decoding.costs import BatchCosts
 from mlx_eagle.decoding.live_costs import LiveBatchCosts, LiveCosts
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.demo import compare as demo
+from mlx_eagle.drafters.lookup import CopyingDrafter, LookupDrafter
 from mlx_eagle.system import device
 
 
@@ -37,6 +39,10 @@ def call(monkeypatch, capsys, tiny, *flags: str) -> tuple[str, str]:
     monkeypatch.setattr(command, "load_models", lambda args: (tiny, names))
     command.main(list(flags))
     return capsys.readouterr()
+
+
+def head_of(tiny: runner.Models):
+    return tiny.drafters["tiny head"]
 
 
 def results_in(folder: Path) -> dict:
@@ -53,7 +59,9 @@ def test_a_note_says_how_to_get_openblas(monkeypatch, capsys, tmp_path, tiny, pr
         monkeypatch.setattr(device, "openblas", lambda: object() if has_openblas else None)
         if program == "bench":
             return call(monkeypatch, capsys, tiny, *flags.split(), str(tmp_path))[1].splitlines()
-        monkeypatch.setattr(demo, "load_demo", lambda: (tiny.target, tiny.tokenizer, tiny.drafter))
+        monkeypatch.setattr(
+            demo, "load_demo", lambda: (tiny.target, tiny.tokenizer, head_of(tiny))
+        )
         demo.run("Hello", 4, 1)
         return capsys.readouterr().err.splitlines()
 
@@ -81,7 +89,7 @@ def test_end_to_end(monkeypatch, capsys, tmp_path, tiny):
     assert brief["scenarios"][0]["identical"] == brief["scenarios"][0]["batch_size"] == 10
     names = {"chip", "os", "mlx", "mlx-lm", "mlx-eagle", "blas", "model_precision", "head"}
     assert names <= document["conditions"].keys()
-    assert sorted(map(int, scenario["calibration"]["verify_cost"])) == list(range(1, 9))
+    assert sorted(map(int, scenario["drafters"][0]["costs"]["verify_cost"])) == list(range(1, 9))
 
     rows = list(csv.DictReader((folder / "results.csv").open()))
     assert len(rows) == 2 * 5 * 4
@@ -113,7 +121,7 @@ def test_end_to_end(monkeypatch, capsys, tmp_path, tiny):
 @pytest.mark.exhaustive
 def test_any_drafter_can_be_measured(monkeypatch, capsys, tmp_path, tiny):
     """Here the one without weights, opened as ``mlx_eagle.generate`` opens it."""
-    loaded = tiny.target, tiny.tokenizer, tiny.drafter
+    loaded = tiny.target, tiny.tokenizer, head_of(tiny)
     monkeypatch.setattr(command, "load_demo", lambda **_: loaded)
     flags = "--draft-model lookup --prompts gsm8k --limit 1 --max-tokens 6 --repeats 1"
     command.main([*flags.split(), "--out", str(tmp_path)])
@@ -123,16 +131,92 @@ def test_any_drafter_can_be_measured(monkeypatch, capsys, tmp_path, tiny):
     assert [row["parity"]["identical"] for row in found["scenarios"][0]["prompts"]] == [True]
     args = command.build_parser().parse_args(["--draft-model", "auto"])
     models, names = command.load_models(args)
-    assert models.drafter is tiny.drafter and names["head"] == command.DEMO_NAMES["head"]
+    assert (
+        models.drafters["demo head"] is head_of(tiny)
+        and names["head"] == command.DEMO_NAMES["head"]
+    )
     args = command.build_parser().parse_args(["--draft-model", "auto+lookup"])
     models, names = command.load_models(args)
-    assert models.drafter.drafter is tiny.drafter
+    assert models.drafters["demo head+lookup"].drafter is head_of(tiny)
     assert names["head"] == command.DEMO_NAMES["head"] + "+lookup"
+
+
+def test_several_drafters_are_shown_side_by_side(monkeypatch, capsys, tmp_path, tiny):
+    """Against sums over the CSV's rows, and each drafter as it is measured by itself."""
+    drafters = {"tiny head": head_of(tiny), "lookup": LookupDrafter()}
+    several = runner.Models(tiny.target, tiny.tokenizer, drafters)
+    flags = "--prompts gsm8k --limit 2 --max-tokens 8 --num-draft-tokens 1,2 --repeats 1 --json"
+    flags += f" --tree 2x2:4 --order mirror --batch 2 --out {tmp_path}"
+    out, err = call(monkeypatch, capsys, several, *flags.split())
+    scenario = json.loads(out.splitlines()[-1])["scenarios"][0]
+    ways = {"tiny head": ["k=1", "k=2", "tree 2x2:4"], "lookup": ["k=1", "k=2"]}
+    labels = [f"{name}, {way}" for name in ways for way in ways[name]]
+    assert [c["label"] for c in scenario["configurations"]] == labels
+    assert [drafter["name"] for drafter in scenario["drafters"]] == list(ways)
+    assert "bench: 34 of 34 runs, " in err, "2 prompts in 12 turns, and a batch in 10"
+
+    best = scenario["side_by_side"]
+    assert sorted(row["drafter"] for row in best) == sorted(ways)
+    assert best[0]["speedup"] >= best[1]["speedup"]
+    runs = list(csv.DictReader((tmp_path / "results.csv").open()))
+    for row in best:
+        own = [c for c in scenario["configurations"] if c["drafter"] == row["drafter"]]
+        assert row["speedup"] == max(c["overall"]["speedup"] for c in own)
+        mine = [run for run in runs if run["configuration"] == row["configuration"]]
+        assert {run["drafter"] for run in mine} == {row["drafter"]}
+        peak = max(int(run["peak_bytes"]) for run in mine if run["role"] == "speculative")
+        weight = sum(a.nbytes for _, a in tree_flatten(head_of(tiny).head.parameters()))
+        is_head = row["drafter"] == "tiny head"
+        assert row["weight_bytes"] == (weight if is_head else 0)
+        assert row["peak_bytes"] == peak - (0 if is_head else weight)
+        assert row["identical"] == row["num_prompts"] == 2
+        line = f"| {row['drafter']} | {row['configuration'].partition(', ')[2]} | "
+        assert line in out and line in (tmp_path / "report.md").read_text()
+    assert (tmp_path / "plots" / "side_by_side.png").stat().st_size > 10_000
+    assert (tmp_path / "plots" / "verify_cost-drafter2.svg").is_file()
+    batches = json.loads(out.splitlines()[-1])["batches"]
+    assert [row["configuration"] for row in batches] == [x for x in labels if "tree" not in x]
+    assert "| drafter lookup | no weights |" in (tmp_path / "report.md").read_text()
+
+
+def test_weights_that_drafters_share_are_counted_for_both(tiny):
+    """Of three drafters, two with one head, the peak is without what only the others need."""
+    head, other = head_of(tiny), tiny_head(tiny.target, seed=5)
+    shared = {"head": head, "head+lookup": CopyingDrafter(head), "other": other}
+    models = runner.Models(tiny.target, tiny.tokenizer, shared)
+    overall = {"speedup": 1.5, "tps": 3.0, "plain_tps": 2.0, "mean_acceptance_length": 2.0,
+               "peak_bytes": 10**9, "speedup_by_prompt": {"min": 1.0}}  # fmt: skip
+    results = [{"drafter": name, "label": name, "overall": overall} for name in shared]
+    rows = {row["drafter"]: row for row in measure.side_by_side(models, results, [])}
+    weight = sum(array.nbytes for _, array in tree_flatten(head.head.parameters()))
+    assert [rows[name]["weight_bytes"] for name in shared] == [weight] * 3
+    assert [rows[name]["peak_bytes"] for name in shared] == [10**9 - weight] * 3
+
+
+def test_names_of_several_draft_models(monkeypatch, tmp_path, tiny):
+    loaded = tiny.target, tiny.tokenizer, head_of(tiny)
+    monkeypatch.setattr(command, "load_demo", lambda **_: loaded)
+
+    def load(names: str):
+        return command.load_models(command.build_parser().parse_args(["--draft-model", names]))
+
+    models, names = load("auto, lookup,auto+lookup")
+    assert list(models.drafters) == ["demo head", "lookup", "demo head+lookup"]
+    assert names["head"] == "demo head, lookup, demo head+lookup"
+    assert models.drafters["demo head"] is head_of(tiny)
+    assert command.with_short_names({"a/head": 1, "b/other": 2}) == {"head": 1, "other": 2}
+    assert list(command.with_short_names({"a/head": 1, "b/head": 2})) == ["a/head", "b/head"]
+    with pytest.raises(ValueError, match="no/such/head"):
+        load("lookup,no/such/head")
+    named = tmp_path / "heads, old"
+    named.mkdir()
+    args = command.build_parser().parse_args(["--draft-model", str(named)])
+    assert command.draft_names(args) == (str(named),)
 
 
 @pytest.mark.exhaustive
 def test_scenarios_share_one_report(monkeypatch, capsys, tmp_path, tiny):
-    lone = runner.Models(tiny.target, tiny.tokenizer, tiny.drafter)
+    lone = runner.Models(tiny.target, tiny.tokenizer, tiny.drafters)
     prompts = tmp_path / "mine.jsonl"
     prompts.write_text('{"prompt": "one?"}\n')
     flags = "--max-tokens 6 --num-draft-tokens 2 --tree 2x2:4 --repeats 1 --temp 0,0.7"
@@ -148,7 +232,7 @@ def test_scenarios_share_one_report(monkeypatch, capsys, tmp_path, tiny):
 
 @pytest.mark.exhaustive
 def test_batches_beside_mlx_lms_own(monkeypatch, capsys, tmp_path, tiny):
-    lone = runner.Models(tiny.target, tiny.tokenizer, tiny.drafter)
+    lone = runner.Models(tiny.target, tiny.tokenizer, tiny.drafters)
     costs = LiveBatchCosts(BatchCosts(FLAT, FLAT, 2))
     monkeypatch.setattr("mlx_eagle.batch.generate.batch_costs", lambda *args: costs)
     monkeypatch.setattr("mlx_eagle.decoding.loop.round_costs", lambda *args: LiveCosts(FLAT))
@@ -223,7 +307,7 @@ def test_a_text_that_differs_in_a_batch_is_shown_with_its_margin(tiny):
 
 
 def test_results_are_printed_before_they_are_written(monkeypatch, capsys, tmp_path, tiny):
-    lone = runner.Models(tiny.target, tiny.tokenizer, tiny.drafter)
+    lone = runner.Models(tiny.target, tiny.tokenizer, tiny.drafters)
 
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
@@ -238,7 +322,7 @@ def test_results_are_printed_before_they_are_written(monkeypatch, capsys, tmp_pa
 
 
 def test_without_matplotlib_there_are_tables(monkeypatch, capsys, tmp_path, tiny):
-    lone = runner.Models(tiny.target, tiny.tokenizer, tiny.drafter)
+    lone = runner.Models(tiny.target, tiny.tokenizer, tiny.drafters)
     monkeypatch.setattr(files, "has_matplotlib", lambda: False)
     flags = f"--prompts gsm8k --limit 1 --max-tokens 4 --repeats 1 --out {tmp_path}"
     out, _ = call(monkeypatch, capsys, lone, *flags.split())
@@ -253,7 +337,7 @@ def test_without_matplotlib_there_are_tables(monkeypatch, capsys, tmp_path, tiny
 
 def test_a_context_beyond_the_targets_is_refused(monkeypatch, capsys, tmp_path):
     model = tiny_llama(vocab_size=258, max_position_embeddings=64)
-    small = runner.Models(model, byte_tokenizer(), tiny_head(model))
+    small = runner.Models(model, byte_tokenizer(), {"head": tiny_head(model)})
     with pytest.raises(SystemExit) as stop:
         flags = f"--limit 1 --max-tokens 8 --context 32,57 --out {tmp_path}"
         call(monkeypatch, capsys, small, *flags.split())
@@ -329,6 +413,10 @@ def test_progress_is_lines_where_there_is_no_terminal(capsys):
         ("--with-lookup 0", "--with-lookup holds '0'"),
         ("--with-lookup 3 --draft-model lookup", "copies from the text, which --draft-model look"),
         ("--with-lookup 3 --draft-model a+lookup", "makes already: leave one of them out"),
+        ("--with-lookup 3 --draft-model auto,lookup", "which --draft-model lookup makes already"),
+        ("--draft-model auto,auto", "--draft-model is auto,auto: give every value once."),
+        ("--draft-model auto,", "--draft-model holds '': give names of draft models."),
+        ("--draft-model auto,lookup --serve", "--serve measures one draft model, but"),
         ("--with-lookup 3 --serve", "--with-lookup does not go with --serve"),
     ],
 )

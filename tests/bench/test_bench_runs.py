@@ -18,28 +18,37 @@ from mlx_eagle.bench import (
 )
 from mlx_eagle.drafters import lookup as copying
 
+
+def head_of(tiny: runner.Models):
+    return tiny.drafters["tiny head"]
+
+
+def of_tiny(*args, **options) -> list[runner.Configuration]:
+    return runner.make_configurations(*args, **options, drafters=["tiny head"])
+
+
 # --- pure parts ---------------------------------------------------------------------------
 
 
 def test_costs_leave_no_trace_and_cover_every_size(tiny):
-    bench = part_timing.Bench(tiny.target, tiny.drafter, list(range(30)))
+    bench = part_timing.Bench(tiny.target, head_of(tiny), list(range(30)))
     first = bench.verify(3)[0].tolist()
     with bench.window():
         mx.eval(bench.verify(3), bench.accept(3))
     # The first pass was not cut: three rows more than the context's 29.
     assert bench.drafter.cache[0].offset == 29
     samples = part_timing.Samples()
-    samples.measure(part_timing.Bench(tiny.target, tiny.drafter, list(range(30))), 4, [9], 2)
+    samples.measure(part_timing.Bench(tiny.target, head_of(tiny), list(range(30))), 4, [9], 2)
     assert sorted(samples.verify) == [1, 2, 3, 4, 9] and sorted(samples.accept) == [1, 2, 3, 4]
     assert all(len(t.run) == len(t.build) == 2 for t in samples.verify.values())
     assert len(first) == 3
     costs = predict.Costs.of(samples)
     assert costs.verify[2] == statistics.median(samples.verify[2].run)
-    assert sorted(part_timing.verify_costs(tiny.target, tiny.drafter, [1, 2, 3], [1, 2], 1)) == [
+    assert sorted(part_timing.verify_costs(tiny.target, head_of(tiny), [1, 2, 3], [1, 2], 1)) == [
         1,
         2,
     ]
-    accept, propose = part_timing.head_costs(tiny.target, tiny.drafter, [1, 2, 3], [1], [1, 3], 1)
+    accept, propose = part_timing.head_costs(tiny.target, head_of(tiny), [1, 2, 3], [1], [1, 3], 1)
     assert sorted(accept) == [1] and sorted(propose) == [1, 3]
 
 
@@ -58,7 +67,7 @@ def test_the_margin_is_that_of_the_worse_token(tiny):
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 def test_a_run_counts_the_tokens_after_the_first(tiny, temp):
-    configurations = [runner.PLAIN, *runner.make_configurations([2], compares=True)]
+    configurations = [runner.PLAIN, *of_tiny([2], compares=True)]
     prompt = tiny.tokenizer.encode("Hello there")
     runs = [
         runner.run_once(tiny, configuration, prompt, 12, temp) for configuration in configurations
@@ -73,7 +82,7 @@ def test_a_run_counts_the_tokens_after_the_first(tiny, temp):
 def test_copies_are_made_where_they_are_measured(tiny, monkeypatch):
     """Here wherever there is a match, and with the same drafter none elsewhere."""
     monkeypatch.setattr(copying, "DRAFT_FIRST", 0.0)
-    alone, copied = runner.make_configurations([3], copied=[3])
+    alone, copied = of_tiny([3], copied=[3])
     prompt = [*PROMPT, *plain(tiny.target, PROMPT, 9), *PROMPT]
     runs = [runner.run_once(tiny, configuration, prompt, 12) for configuration in (alone, copied)]
     assert runs[0].tokens == runs[1].tokens
@@ -86,7 +95,7 @@ def test_copies_are_made_where_they_are_measured(tiny, monkeypatch):
 def test_woven_runs_are_those_of_one_after_the_other(tiny):
     configurations = [
         runner.PLAIN,
-        *runner.make_configurations([3, "auto"], ["2x2:3"], compares=True),
+        *of_tiny([3, "auto"], ["2x2:3"], compares=True),
     ]
     prompt = tiny.tokenizer.encode("Hello there")
     alone = [runner.run_once(tiny, configuration, prompt, 30) for configuration in configurations]
@@ -144,7 +153,7 @@ def test_the_clock_of_turns():
 
 def test_the_peak_of_a_woven_run_is_its_own(tiny):
     prompt = tiny.tokenizer.encode("Hello there " * 40)
-    configurations = [runner.PLAIN, *runner.make_configurations([2])]
+    configurations = [runner.PLAIN, *of_tiny([2])]
     gc.collect()  # what tests before this one left is not to be freed in its midst
     before = mx.get_active_memory()
     alone = [
