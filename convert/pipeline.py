@@ -1,6 +1,7 @@
 """identify -> rename -> check -> quantize -> save: the whole conversion."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_eagle.drafters.config import Eagle3Config
-from mlx_eagle.drafters.folder import bits_of
+from mlx_eagle.drafters.folder import PublishedTensor, bits_of
+from mlx_eagle.drafters.kinds import KINDS, recognise
 from mlx_eagle.drafters.target_parts import TargetSizes
 from mlx_eagle.system.atomic_folder import AlreadyThere, new_folder
 from mlx_eagle.system.hub import upload
@@ -108,39 +110,69 @@ def build(
     Norms and biases are not quantized, and keep the precision they are stored in unless a
     ``dtype`` is given: in GGUF files they are float32 beside blocks of 8 bits and fewer.
     """
-    kind = DTYPES[dtype or own_dtype(resolved.tensors)]
+    config = Eagle3Config.from_dict(resolved.config.to_dict()).to_dict() | {"kind": "eagle3"}
+    if resolved.trimmed is not None:
+        config["draft_vocab_trim"] = dict(resolved.trimmed)
+    kind, tensors = DTYPES[dtype or own_dtype(resolved.tensors)], resolved.tensors
+    head = _read(config, tensors, kind, dtype is not None, quantization, progress)
+    if resolved.vocabulary.offsets is not None:
+        head.weights["d2t"] = mx.array(resolved.vocabulary.offsets)
+    return replace(head, notes=(*resolved.notes, *head.notes))
+
+
+def build_kind(
+    name: str,
+    checkpoint: DraftCheckpoint,
+    dtype: str | None = None,
+    quantization: Quantization | None = None,
+    progress: Progress = silent,
+) -> Head:
+    """The same of a kind whose row in the table of kinds says what a checkpoint becomes."""
+    make = KINDS[name].convert
+    assert make is not None
+    config, tensors = make(checkpoint.tensors, checkpoint.config)
+    largest = max(tensors.values(), key=lambda tensor: tensor.size)
+    kind = DTYPES[dtype or DTYPE_OF_FORMAT.get(largest.format, "float16")]
+    config = config | {"kind": name}
+    return _read(config, tensors, kind, dtype is not None, quantization, progress)
+
+
+def _read(
+    config: dict[str, Any],
+    tensors: Mapping[str, PublishedTensor],
+    dtype: mx.Dtype,
+    casts_all: bool,
+    quantization: Quantization | None,
+    progress: Progress,
+) -> Head:
+    """Tensors as arrays: matrices of that ``dtype``, quantized as the config then says."""
     weights: dict[str, mx.array] = {}
-    notes = list(resolved.notes)
+    notes: list[str] = []
     shapes = {
         name.removesuffix(".weight"): tensor.shape
-        for name, tensor in resolved.tensors.items()
-        if len(tensor.shape) == 2
+        for name, tensor in tensors.items()
+        if len(tensor.shape) == 2 and name.endswith(".weight")
     }
     chosen = quantization.choose(shapes) if quantization is not None else {}
-    for i, (name, tensor) in enumerate(resolved.tensors.items()):
-        progress(i, len(resolved.tensors))
+    for i, (name, tensor) in enumerate(tensors.items()):
+        progress(i, len(tensors))
         array = tensor.read()
         if array.dtype not in DTYPES.values():
             raise ValueError(
                 f"{name} is stored as {tensor.format} without a scale, expected floats; the "
                 "checkpoint is damaged"
             )
-        if dtype is not None or array.ndim > 1:
-            array = array.astype(kind)
+        if casts_all or array.ndim > 1:
+            array = array.astype(dtype)
         packing = chosen.get(name.removesuffix(".weight"))
         entry = pack(name, array, packing) if packing else {name: array}
         mx.eval(entry)  # one tensor at a time, so that the sources can be let go
         weights |= entry
-    progress(len(resolved.tensors), len(resolved.tensors))
-    if resolved.vocabulary.offsets is not None:
-        weights["d2t"] = mx.array(resolved.vocabulary.offsets)
-    config = Eagle3Config.from_dict(resolved.config.to_dict()).to_dict()
-    if resolved.trimmed is not None:
-        config["draft_vocab_trim"] = dict(resolved.trimmed)
+    progress(len(tensors), len(tensors))
     if quantization is not None:
         notes += quantization.notes(shapes, chosen)
         config["quantization"] = quantization.entry(chosen)
-    num_parameters = sum(tensor.size for tensor in resolved.tensors.values())
+    num_parameters = sum(tensor.size for tensor in tensors.values())
     return Head(config, weights, num_parameters, tuple(notes))
 
 
@@ -221,6 +253,53 @@ def card_of(
     return make_card(head.config, repo, checkpoint.source, target, family, license)
 
 
+def _destination(mlx_path: str, dtype: str | None) -> Path:
+    """Where a folder of that name will lie; ValueError where something does, or for no dtype."""
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype}; choose one of {', '.join(DTYPES)}")
+    path = Path(mlx_path).expanduser()
+    if path.exists():
+        raise AlreadyThere(f"{mlx_path} is there already; remove it or choose another --mlx-path")
+    return path
+
+
+def source_entry(checkpoint: DraftCheckpoint) -> dict[str, Any]:
+    """Where a head is from, for its config: of a local folder only the name."""
+    path = Path(checkpoint.source)
+    return {
+        "path": path.name if path.exists() else checkpoint.source,
+        "files": checkpoint.sha256(),
+    }
+
+
+def _refuse(kind: str, check: bool, draft_vocab: object, upload_repo: str | None) -> None:
+    """Raise ValueError for options that only EAGLE heads have."""
+    options = {"--check": check, "--draft-vocab": draft_vocab, "--upload-repo": upload_repo}
+    given = [name for name, value in options.items() if value]
+    if given:
+        raise ValueError(
+            f"{given[0]} is for EAGLE heads, and this is {KINDS[kind].title}: leave it out"
+        )
+
+
+def _write(
+    head: Head, kind: str, checkpoint: DraftCheckpoint, destination: Path
+) -> dict[str, Any]:
+    """Save a drafter of another kind than EAGLE heads, and say so; returns its config."""
+    head.config["source"] = source_entry(checkpoint)
+    with new_folder(destination) as folder:
+        save(head, folder)
+    sizes = f"{_megabytes(checkpoint.num_bytes)} -> {_megabytes(head.num_bytes)}"
+    parameters = f"{head.num_parameters / 1e6:.2f} M"
+    lines = [
+        f"kind        {KINDS[kind].title}",
+        f"parameters  {parameters}",
+        f"size        {sizes}",
+    ]
+    print("\n".join([*lines, *(f"warning: {note}" for note in head.notes)]))
+    return head.config
+
+
 def convert(
     hf_path: str,
     mlx_path: str = "mlx_model",
@@ -236,7 +315,7 @@ def convert(
     draft_vocab: int | Trim | None = None,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Convert a published EAGLE checkpoint to a folder that ``load_drafter`` reads.
+    """Convert a published drafter to a folder that ``load_drafter`` reads.
 
     ``hf_path`` is a folder, a GGUF file or a hub repository id; ``target`` likewise, the
     model the head was trained for: with it the taps are checked, its tokenizer is copied
@@ -250,23 +329,22 @@ def convert(
     Returns the config that was written. Raises ValueError, one sentence, for a checkpoint
     that is damaged, refused or contradicts itself, and leaves nothing behind.
     """
-    destination = Path(mlx_path).expanduser()
-    if destination.exists():
-        raise AlreadyThere(f"{mlx_path} is there already; remove it or choose another --mlx-path")
-    if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {dtype}; choose one of {', '.join(DTYPES)}")
+    destination = _destination(mlx_path, dtype)
     sizes = target if isinstance(target, TargetSizes) else None
     target = None if sizes is not None else target
     if check and target is None:
         raise ValueError("--check compares the head with its target; name it with --target")
     quantization = Quantization(q_bits, q_group_size) if quantize else None
     checkpoint = open_checkpoint(str(hf_path), revision)
+    kind = recognise(checkpoint.tensors, checkpoint.config)
+    if KINDS[kind].convert is not None:
+        _refuse(kind, check, draft_vocab, upload_repo)
+        other = build_kind(kind, checkpoint, dtype, quantization, progress)
+        return _write(other, kind, checkpoint, destination)
     model = open_target(str(target)) if target is not None else None
     resolved = prepare(checkpoint, model or sizes, overrides, draft_vocab)
     head = build(resolved, dtype, quantization, progress)
-    # Of a local folder only the name: a converted head is made to be handed on.
-    source = Path(hf_path).name if Path(hf_path).exists() else str(hf_path)
-    head.config["source"] = {"path": source, "files": checkpoint.sha256()}
+    head.config["source"] = source_entry(checkpoint)
     report = run_check(checkpoint, resolved, head, model, dtype) if check else None
     if report is not None:
         head.config["check"] = check_entry(report)

@@ -28,7 +28,13 @@ class PublishedTensor(Protocol):
     """A tensor of a published checkpoint, read when it is asked for."""
 
     @property
+    def format(self) -> str: ...
+
+    @property
     def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def size(self) -> int: ...
 
     def read(self) -> mx.array:
         """The values as an array."""

@@ -20,17 +20,15 @@ KINDS: dict[str, Kind] = {
     "mtp": Kind("an MTP layer", mtp.load, mtp.recognise, mtp.convert, made_for=mtp.made_for),
     "eagle3": Kind("an EAGLE head", eagle3.load, eagle3.recognise, made_for=eagle3.made_for),
     "lookup": Kind("prompt lookup", lookup.load, by_name=lookup.by_name),
-    "model": Kind(
-        "a draft model", model_drafter.load, model_drafter.recognise, loads_published=True
-    ),
+    "model": Kind("a draft model", model_drafter.load, loads_published=True),
 }
-"""By the name that ``kind`` has in a converted folder; what is published is the first that fits.
-"""
+"""By the name that ``kind`` has in a converted folder."""
 
 
 def recognise(names: Collection[str], config: Mapping[str, Any]) -> str:
-    """The kind of a checkpoint as published, by the names of its tensors and its config."""
-    return next(name for name, kind in KINDS.items() if kind.recognise(names, config))
+    """The kind of a checkpoint as published: the first to know it, else a model of mlx-lm's."""
+    found = (name for name, kind in KINDS.items() if kind.recognise(names, config))
+    return next(found, "model")
 
 
 def is_converted(folder: Path) -> bool:

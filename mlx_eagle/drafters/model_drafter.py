@@ -1,6 +1,5 @@
 """Drafts from an ordinary, smaller mlx-lm model (Leviathan et al. 2023, arXiv:2211.17192)."""
 
-from collections.abc import Collection, Mapping
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -125,11 +124,6 @@ class ModelDrafter(DrafterBase):
     def _next(self, logits: mx.array, pick: Pick) -> mx.array:
         """The choice after logits (1, Vd), as a token (1,) int32."""
         return pick(logits[:, : self._vocab_size], self._ids).astype(mx.int32)
-
-
-def recognise(names: Collection[str], config: Mapping[str, Any]) -> bool:
-    """Anything may be a model: mlx-lm says whether it is."""
-    return True
 
 
 def load(
