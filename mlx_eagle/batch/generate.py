@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import reduce
 from operator import add
 from typing import Any
@@ -34,10 +34,18 @@ from ..decoding.setup import (
     split_cache,
 )
 from ..decoding.stats import Stats
-from ..drafters.base import Drafter
+from ..drafters.base import Drafter, NullDrafter
 from ..generate import is_drafter
 from .costs import batch_costs
-from .requests import Options, Request, first_token, prefill, reason_not_batchable, restore_caches
+from .requests import (
+    Options,
+    Request,
+    first_token,
+    mlx_lm_can_batch,
+    prefill,
+    reason_not_batchable,
+    restore_caches,
+)
 from .rounds import Batch
 
 
@@ -265,7 +273,7 @@ def generate_in_turn(
             num_draft_tokens=options.num_draft_tokens,
             max_tokens=request.limits.max_tokens,
             sampler=options.sampler_of(request),
-            logits_processors=options.logits_processors,
+            logits_processors=options.own_processors(),
             acceptance=options.acceptance,
             prompt_cache=request.cache,
             prefill_step_size=options.prefill_step_size,
@@ -400,18 +408,13 @@ def _generate(
             is_drafted = False
             for request in requests:
                 request.stats.drafting_events = list(controller.events)
-    if not is_drafted:
-        return generate_plainly(
-            model,
-            tokenizer,
-            requests,
-            options,
-            returns,
-            sizes=sizes,
-            calibration_time=calibration_time,
-            verbose=verbose,
-        )
-    _say_what_is_shared(draft_model, reason)
+    if not is_drafted and len(requests) > 1 and not mlx_lm_can_batch(model, caches):
+        controller, draft_model = None, NullDrafter()
+        options = replace(options, num_draft_tokens=0)
+    elif not is_drafted:
+        settings = {"sizes": sizes, "calibration_time": calibration_time, "verbose": verbose}
+        return generate_plainly(model, tokenizer, requests, options, returns, **settings)
+    _say_what_is_shared(draft_model, options, reason)
     start = time.perf_counter()
     if controller is None:
         generate_in_turn(model, draft_model, requests, options)
@@ -466,9 +469,15 @@ def _make_controller(
     return AdaptiveController(costs.of(len(requests))), costs
 
 
-def _say_what_is_shared(draft_model: Drafter, reason: str | None) -> None:
+def _say_what_is_shared(draft_model: Drafter, options: Options, reason: str | None) -> None:
     """Warn where less is shared than could be: it is slower, and nobody would see why."""
-    if reason is not None:
+    if options.num_draft_tokens == 0:
+        warnings.warn(
+            "mlx-lm's batch gives other texts with this target: the prompts are decoded one after "
+            "the other, without drafts.",
+            stacklevel=4,
+        )
+    elif reason is not None:
         warnings.warn(
             f"{reason}: the prompts are decoded one after the other, each with drafts.",
             stacklevel=4,

@@ -1,6 +1,7 @@
 """One request of a batch: its prompt, its limits, how it is decoded, and what became of it."""
 
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,10 +11,11 @@ from mlx_lm.generate import generation_stream
 
 from ..decoding.costs import DraftShape
 from ..decoding.decoder import Decoder, Limits, Round
-from ..decoding.sampling import LogitsProcessor, Sampler, Sampling
+from ..decoding.sampling import LogitsProcessor, Sampler, Sampling, is_pure
 from ..decoding.setup import begin_drafter, open_decoder, split_cache
 from ..decoding.stats import Stats
 from ..drafters.base import Drafter
+from ..target.batch_attention import batch_mask_axes
 from ..target.ragged import can_share
 from ..target.rollback import CacheQuantization
 from ..target.ropes import BY_LENGTH, find_ropes
@@ -66,6 +68,10 @@ class Options:
             return self.sampler.begin(request.row)
         return self.sampler
 
+    def own_processors(self) -> list[LogitsProcessor]:
+        """The logits processors for one request: those that keep a state are copied for it."""
+        return [p if is_pure(p) else deepcopy(p) for p in self.logits_processors or ()]
+
 
 def prefill(
     model: nn.Module, draft_model: Drafter, request: Request, options: Options
@@ -83,7 +89,7 @@ def prefill(
         UNQUANTIZED,
         options.stream,
         sampler=options.sampler_of(request),
-        logits_processors=options.logits_processors,
+        logits_processors=options.own_processors(),
         acceptance=options.acceptance,
     )
     prompt = mx.array(request.prompt)
@@ -123,7 +129,14 @@ def reason_not_batchable(model: nn.Module, caches: list[Any], plainly: bool = Fa
             return f"the target's caches are for one text at a time ({type(cache).__name__}{kept})"
     if any(isinstance(rope, BY_LENGTH) for rope in find_ropes(model)):
         return "the target's rotary embedding goes by the length of one text"
+    if batch_mask_axes(model) == 0:
+        return "the target does not compute several texts in one pass as it does each of them"
     return None
+
+
+def mlx_lm_can_batch(model: nn.Module, caches: list[Any]) -> bool:
+    """Whether mlx-lm's own batch can be right: its masks have four axes."""
+    return not can_share(caches, plainly=True) or batch_mask_axes(model) == 4
 
 
 @dataclass

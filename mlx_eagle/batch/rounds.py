@@ -12,19 +12,19 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from ..decoding.accept import log_softmax
+from ..decoding.accept import RowsInTurn, log_softmax
 from ..decoding.controller import Controller
 from ..decoding.costs import DraftShape, Ways
 from ..decoding.live_costs import CostsBySize
 from ..decoding.pipeline import Pipeline
-from ..decoding.sampling import process_logits
 from ..drafters.base import Draft, Drafter
 from ..drafters.batch_drafter import make_batch_drafter
 from ..system.machines import fused_rows
+from ..target.batch_attention import batch_mask_axes
 from ..target.cache_view import CacheView
 from ..target.ragged import RaggedCaches
 from ..target.taps import Target
-from .acceptance import BatchRule
+from .acceptance import BatchChoice, BatchRule, BatchVerification
 from .requests import PendingPairs, Request, SharedRound
 
 MOST_BEHIND = 256  # plain steps that a drafter may fall behind: till then their features are kept
@@ -58,7 +58,7 @@ class Batch:
     ):
         self.requests: list[Request] = []
         self.controller = controller
-        self._caches = RaggedCaches()
+        self._caches = RaggedCaches(batch_mask_axes(model))
         self._drafts = make_batch_drafter(draft_model)
         self._costs = costs
         self._keep_caches = keep_caches
@@ -152,8 +152,7 @@ class Batch:
         num_drafted = [min(length, own) for length, own in zip(lengths, room)]
         tokens = mx.concatenate([self._roots, drafts], axis=1)
         logits, features = self._target.batch(tokens, self._caches.open())
-        logits = self._processed(drafts, logits)
-        verification = choice.verify(drafts, num_drafted, logits)
+        verification, logits = self._accept(choice, drafts, num_drafted, logits)
         launched = SharedRound(
             list(self.requests),
             positions,
@@ -307,16 +306,35 @@ class Batch:
             if decoder.processors:
                 run = done.verification.following[b, :length].astype(decoder.history.dtype)
                 decoder.history = mx.concatenate([decoder.history, run])
+                decoder.processors.commit(length - 1, length)
         done.committed = True
         self._num_tokens += sum(lengths) / len(lengths)
 
-    def _processed(self, drafts: mx.array, logits: mx.array) -> mx.array:
-        """Logits (B, R, V), of each request through its own processors."""
+    def _accept(
+        self, choice: BatchChoice, drafts: mx.array, num_drafted: list[int], logits: mx.array
+    ) -> tuple[BatchVerification, mx.array]:
+        """What the rules keep, by logits (B, R, V) of each request through its own processors."""
         decoders = [request.decoder for request in self.requests]
-        if not any(decoder.processors for decoder in decoders):
-            return logits
-        rows = [
-            process_logits(decoder.processors, decoder.history, Draft(drafts[b]), logits[b])
-            for b, decoder in enumerate(decoders)
-        ]
-        return mx.stack(rows)
+        if not any(map(len, (decoder.processors for decoder in decoders))):
+            return choice.verify(drafts, num_drafted, logits), logits
+        rows, in_turn = list(logits), {}
+        for b, decoder in enumerate(decoders):
+            processors, draft = decoder.processors, Draft(drafts[b])
+            if processors.run_at_once(draft):
+                rows[b] = processors.process(decoder.history, draft, logits[b])
+            else:
+                in_turn[b] = RowsInTurn(
+                    processors, decoder.rule, decoder.history, draft, logits[b]
+                )
+        while True:
+            for_rule = [in_turn[b].for_rule if b in in_turn else rows[b] for b in range(len(rows))]
+            verification = choice.verify(drafts, num_drafted, mx.stack(for_rule))
+            if not in_turn:
+                return verification, mx.stack(rows)
+            kept = verification.num_kept.tolist()
+            # All of them, for each is to process a row of its own.
+            if not any([turn.process_next(range(kept[b] + 1)) for b, turn in in_turn.items()]):
+                processed = [
+                    in_turn[b].logits if b in in_turn else row for b, row in enumerate(rows)
+                ]
+                return verification, mx.stack(processed)

@@ -5,6 +5,7 @@ for the rows of the verify pass into the token that follows each row and the num
 tokens kept.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -14,7 +15,7 @@ import mlx.core as mx
 from ..drafters.base import Draft
 from ..drafters.tree import top_k
 from ..target.tree_rows import kept_path
-from .sampling import Sampler, Sampling
+from .sampling import LogitsProcessors, Sampler, Sampling
 
 FAR = 1e4  # nats, below whatever a filter leaves
 
@@ -36,6 +37,11 @@ class Outcome:
     def run(self) -> list[int]:
         """The tokens that it emits: what was kept, and the one that follows."""
         return self.following[: self.num_kept + 1]
+
+    @property
+    def kept_rows(self) -> Sequence[int]:
+        """The rows of the pass, from the root on, that these follow."""
+        return range(self.num_kept + 1) if self.rows is None else self.rows[: self.num_kept + 1]
 
 
 @dataclass(frozen=True)
@@ -291,3 +297,56 @@ def drawn(
     is_left = log_q > -mx.inf
     index = top_k(mx.where(is_left, log_q + noise, unfiltered), count)
     return index, likeliest(mx.where(is_left, log_q, unfiltered), count)[1]
+
+
+class RowsInTurn:
+    """The rows of one text's verify pass, for logits processors that must see no rejected row.
+
+    Row 0 is processed at once, each other one when the rule has accepted the way to it. What a
+    caller's sampler says of a row is drawn along with it, for it must not be drawn twice.
+    """
+
+    def __init__(
+        self,
+        processors: LogitsProcessors,
+        rule: Rule,
+        history: mx.array,
+        draft: Draft,
+        logits: mx.array,
+    ):
+        self._processors, self._history, self._draft = processors, history, draft
+        self._sampler = rule.sampler if isinstance(rule, Match) else None
+        self._unprocessed = logits
+        self._rows = [logits[r : r + 1] for r in range(logits.shape[0])]
+        self._for_rule = list(self._rows)
+        self._processed: set[int] = set()
+        self.process_next([0])
+
+    @property
+    def are_drawn(self) -> bool:
+        """Whether a sampler has drawn already: the greatest logit is its token."""
+        return self._sampler is not None
+
+    @property
+    def logits(self) -> mx.array:
+        """(R, V), processed as far as the rule has accepted."""
+        return mx.concatenate(self._rows)
+
+    @property
+    def for_rule(self) -> mx.array:
+        """The same to be judged; of a row whose token was drawn, that token alone."""
+        return mx.concatenate(self._for_rule)
+
+    def process_next(self, kept: Sequence[int]) -> bool:
+        """Process the first of the rows ``kept`` that is not; whether there was one."""
+        row = next((r for r in kept if r not in self._processed), None)
+        if row is None:
+            return False
+        self._processed.add(row)
+        made = self._processors.process_row(self._history, self._draft, self._unprocessed, row)
+        self._rows[row] = self._for_rule[row] = made
+        if self._sampler is not None:
+            token = self._sampler(log_softmax(made))
+            is_drawn = mx.arange(made.shape[-1]) == token[:, None]
+            self._for_rule[row] = mx.where(is_drawn, 0.0, -mx.inf).astype(made.dtype)
+        return True

@@ -30,7 +30,7 @@ from .generation import Generation
 from .guess import guess_costs
 from .live_costs import LiveCosts
 from .remembered import CostFile, open_cost_file
-from .sampling import stand_in
+from .sampling import LogitsProcessors, stand_in
 from .timing import Amount, RoundFailed, late_after, time_in_turn, time_rounds
 
 CHAINS = tuple(DraftShape(size) for size in range(1, 8))  # verify passes of 2 to 8 rows
@@ -247,7 +247,7 @@ def on_trial(decoder: Decoder) -> Decoder:
         _AlwaysDrafts(decoder.drafter.begin()),
         decoder.cache,
         decoder.rule.on_trial(),
-        (stand_in,) * len(decoder.processors),
+        LogitsProcessors((stand_in,) * len(decoder.processors)),
         decoder.quantization,
         decoder.stream,
     )

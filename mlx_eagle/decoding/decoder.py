@@ -16,9 +16,9 @@ from ..drafters.base import Draft, Drafter, empty_draft
 from ..target.cache_view import CacheView
 from ..target.rollback import CacheQuantization, Checkpoint
 from ..target.taps import Target
-from .accept import Choice, Outcome, Rule, Verification
+from .accept import Choice, Match, Outcome, RowsInTurn, Rule, Verification
 from .costs import DraftShape, Ways
-from .sampling import LogitsProcessor, process_logits
+from .sampling import LogitsProcessors
 from .stats import Stats
 
 
@@ -177,7 +177,7 @@ class Decoder:
         drafter: Drafter,
         cache: list,
         rule: Rule,
-        processors: tuple[LogitsProcessor, ...],
+        processors: LogitsProcessors,
         quantization: CacheQuantization,
         stream: mx.Stream | mx.ThreadLocalStream,
     ):
@@ -343,10 +343,7 @@ class Decoder:
     ) -> Round:
         """The round whose verify pass gives logits (R, V) and features (R, F), not started yet."""
         draft = opened.draft
-        # As in mlx-lm, not while no token is known: after a prompt of embeddings alone.
-        if self.processors and self.history.size > 0:
-            logits = process_logits(self.processors, self.history, draft, logits)
-        verification = opened.choice.verify(draft, tree_mask, logits)
+        verification = self._accept(opened, tree_mask, logits)
         if verification.rows is not None and features is not None:
             features = features[verification.rows]
         return Round(
@@ -360,6 +357,24 @@ class Decoder:
             opened.draft_checkpoint,
             self.num_head_forwards,
         )
+
+    def _accept(
+        self, opened: OpenRound, tree_mask: mx.array | None, logits: mx.array
+    ) -> Verification:
+        """What the rule keeps, by logits that have been through the processors."""
+        choice, draft, history = opened.choice, opened.draft, self.history
+        # As in mlx-lm, not while no token is known: after a prompt of embeddings alone.
+        if len(self.processors) == 0 or history.size == 0:
+            return choice.verify(draft, tree_mask, logits)
+        if self.processors.run_at_once(draft):
+            logits = self.processors.process(history, draft, logits)
+            return choice.verify(draft, tree_mask, logits)
+        rows = RowsInTurn(self.processors, self.rule, history, draft, logits)
+        choice = Match() if rows.are_drawn else choice
+        while True:
+            made = choice.verify(draft, tree_mask, rows.for_rule)
+            if not rows.process_next(made.read().kept_rows):
+                return replace(made, logits=rows.logits)
 
     def extend_drafter(self, launched: Round) -> None:
         """Let the drafter absorb a round, before anybody knows how much of it is kept.
@@ -398,6 +413,8 @@ class Decoder:
             if self.processors:
                 tokens = emitted.astype(self.history.dtype)
                 self.history = mx.concatenate([self.history, tokens])
+                rows = range(length) if done.outcome is None else done.outcome.kept_rows
+                self.processors.commit(rows[length - 1], length)
 
     def stop(self, last: Round, upcoming: Round | None) -> None:
         """Make the caches what plain decoding leaves: all tokens taken are run, nothing after.

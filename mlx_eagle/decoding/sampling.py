@@ -5,7 +5,7 @@ made here, in float32, so that they are the same function of the logits.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count
@@ -225,38 +225,103 @@ def sampler_for(
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 
-def process_logits(
-    processors: tuple[LogitsProcessor, ...],
+class LogitsProcessors:
+    """The logits processors of one generation, over the rows of its verify passes.
+
+    A row that is rejected must leave no trace in a processor that keeps a state. Those of mlx-lm
+    keep none, nor do those with a true ``is_pure``: they run over all rows of a pass. Others do
+    so where each row can go on from a ``copy()`` after the row before, or, in chains, where
+    ``rollback(n)`` takes the last n calls back. With any other, row r is processed only once row
+    r - 1 is known to be accepted (see ``RowsInTurn``): the host waits for each row that is kept.
+    """
+
+    def __init__(self, processors: Sequence[LogitsProcessor] = ()):
+        self._processors = tuple(processors)
+        self._after: list[tuple[LogitsProcessor, ...]] = []  # each row of the pass under way
+        self._num_called = 0
+
+    def __len__(self) -> int:
+        return len(self._processors)
+
+    def run_at_once(self, draft: Draft) -> bool:
+        """Whether all rows of a pass over ``draft`` may be processed before any is accepted."""
+        return len(draft) == 0 or all(
+            is_pure(p) or hasattr(p, "copy") or (draft.parents is None and hasattr(p, "rollback"))
+            for p in self._processors
+        )
+
+    def process(self, history: mx.array, draft: Draft, logits: mx.array) -> mx.array:
+        """Run logits (k + 1, V) through the processors, each row with the tokens before it.
+
+        ``history`` (N,) ends with the root; row r sees it with the draft tokens on its path
+        behind. How long the paths in a tree are has to be known here: where the tree grew on the
+        device, the draft is waited for, and the device goes on with the pass meanwhile.
+        """
+        if draft.parents is not None and not draft.form:
+            mx.async_eval(logits)
+        self._take_back(self._num_called)  # of a pass that nothing came of
+        parents = draft.known_parents()
+        self._after, rows = [], []
+        for r in range(logits.shape[0]):
+            before = self._processors
+            if r > 0:
+                before = self._after[r - 1 if parents is None else parents[r - 1]]
+            self._after.append(tuple(p.copy() if _is_copied(p) else p for p in before))
+            rows.append(_processed(self._after[r], history, draft, parents, logits, r))
+        self._num_called = len(rows)
+        return mx.concatenate(rows)
+
+    def process_row(self, history: mx.array, draft: Draft, logits: mx.array, row: int) -> mx.array:
+        """The same for one row alone, (1, V), which is kept."""
+        parents = draft.known_parents()
+        return _processed(self._processors, history, draft, parents, logits, row)
+
+    def commit(self, last_row: int, num_rows: int) -> None:
+        """Go on from the state after ``last_row``, the last of ``num_rows`` that are kept."""
+        if self._after:
+            self._processors = self._after[last_row]
+            self._take_back(self._num_called - num_rows)
+
+    def _take_back(self, num_calls: int) -> None:
+        for processor in self._processors:
+            if num_calls > 0 and not is_pure(processor) and not _is_copied(processor):
+                processor.rollback(num_calls)
+        self._after, self._num_called = [], 0
+
+
+def _processed(
+    processors: Sequence[LogitsProcessor],
     history: mx.array,
     draft: Draft,
+    parents: Sequence[int] | None,
     logits: mx.array,
+    row: int,
 ) -> mx.array:
-    """Run logits (k + 1, V) through the processors, each row with the tokens before it.
+    """One row (1, V) of logits through the processors, with the tokens before it."""
+    if parents is None:
+        path = draft.tokens[:row]
+    else:
+        above: list[int] = []
+        at = row
+        while at > 0:
+            above.insert(0, at - 1)
+            at = parents[at - 1]
+        path = draft.tokens[mx.array(above, mx.int32)]
+    tokens = mx.concatenate([history, path.astype(history.dtype)])
+    made = logits[row : row + 1]
+    for processor in processors:
+        made = processor(tokens, made)
+    return made
 
-    ``history`` (N,) ends with the root; row r sees it with the draft tokens on its path behind.
-    How long the paths in a tree are has to be known here: where the tree grew on the device, the
-    draft is waited for, and the device goes on with the pass meanwhile.
-    """
-    if draft.parents is not None and not draft.form:
-        mx.async_eval(logits)
-    rows = []
-    parents = draft.known_parents()
-    for r in range(logits.shape[0]):
-        if parents is None:
-            path = draft.tokens[:r]
-        else:
-            above: list[int] = []
-            at = r
-            while at > 0:
-                above.insert(0, at - 1)
-                at = parents[at - 1]
-            path = draft.tokens[mx.array(above, mx.int32)]
-        tokens = mx.concatenate([history, path.astype(history.dtype)])
-        row = logits[r : r + 1]
-        for processor in processors:
-            row = processor(tokens, row)
-        rows.append(row)
-    return mx.concatenate(rows)
+
+def is_pure(processor: LogitsProcessor) -> bool:
+    """Whether it keeps no state: mlx-lm's own, and those that say so."""
+    is_of_mlx_lm = getattr(processor, "__module__", None) == make_sampler.__module__
+    return is_of_mlx_lm or getattr(processor, "is_pure", False) is True
+
+
+def _is_copied(processor: LogitsProcessor) -> bool:
+    return hasattr(processor, "copy") and not is_pure(processor)
 
 
 def stand_in(tokens: mx.array, logits: mx.array) -> mx.array:
@@ -266,3 +331,6 @@ def stand_in(tokens: mx.array, logits: mx.array) -> mx.array:
     """
     last = tokens[-1:]
     return logits.at[:, last].add(mx.zeros_like(logits[:, last]))
+
+
+stand_in.is_pure = True  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from .accept import Coupled, Match, Rule
 from .calibrate import TREES
 from .decoder import Decoder
 from .rejection import Reject
-from .sampling import LogitsProcessor, Sampler, Sampling
+from .sampling import LogitsProcessor, LogitsProcessors, Sampler, Sampling
 
 AUTO = "auto"
 
@@ -206,7 +206,7 @@ def open_decoder(
     with mx.stream(stream):
         _check_target(model, drafter, cache, quantization, tree)
         target = Target(model, drafter.taps, fused_rows)
-    rule, processors = make_rule(acceptance, sampler), tuple(logits_processors or ())
+    rule, processors = make_rule(acceptance, sampler), LogitsProcessors(logits_processors or ())
     return Decoder(target, drafter, cache, rule, processors, quantization, stream)
 
 

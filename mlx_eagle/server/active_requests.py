@@ -14,7 +14,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..batch.group import RoundOutput
 from ..batch.requests import Request, restore_caches
 from ..decoding.decoder import Decoder, Limits
-from ..decoding.sampling import LogitsProcessor, Sampler, Sampling, SamplingOptions, sampler_for
+from ..decoding.sampling import (
+    LogitsProcessor,
+    Sampler,
+    Sampling,
+    SamplingOptions,
+    is_pure,
+    sampler_for,
+)
 from ..decoding.setup import begin_drafter, open_decoder, read_tree
 from ..drafters.base import NullDrafter
 from ..drafters.tree import Tree
@@ -236,6 +243,10 @@ def make_processors(args: PairArguments, before: list[int]) -> list[LogitsProces
     cached = mx.array(before)
 
     def seeing_all(processor: LogitsProcessor) -> LogitsProcessor:
-        return lambda tokens, logits: processor(mx.concatenate([cached, tokens]), logits)
+        def seeing(tokens: mx.array, logits: mx.array) -> mx.array:
+            return processor(mx.concatenate([cached, tokens]), logits)
+
+        seeing.is_pure = is_pure(processor)  # type: ignore[attr-defined]
+        return seeing
 
     return [seeing_all(processor) for processor in processors]

@@ -57,8 +57,9 @@ class RowLengths:
     Arrays are made once for a pass, however many layers ask for them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mask_axes: int = 4) -> None:
         self.slack = SLACK
+        self._mask_axes = mask_axes
         self._made: dict[tuple[Any, ...], mx.array] = {}
         self.set([])
 
@@ -107,7 +108,7 @@ class RowLengths:
         return self.once(("slots", shape, num_rows, ring), make)
 
     def mask(self, num_rows: int, ring: int | None, window: int | None) -> mx.array:
-        """Which columns each row of a pass sees, (B, 1, R, S)."""
+        """Which columns each row of a pass sees, (B, 1, R, S), or with an axis more."""
 
         def make() -> mx.array:
             columns = mx.arange(self.width(num_rows, ring))
@@ -120,7 +121,9 @@ class RowLengths:
             mask = held <= rows
             if window is not None:
                 mask = mask & (held > rows - window)
-            return mask if columns.ndim == 1 else mask & (held >= 0)
+            if columns.ndim > 1:
+                mask = mask & (held >= 0)
+            return mask if self._mask_axes == 4 else mask[:, None]
 
         return self.once(("mask", num_rows, ring, window), make)
 
@@ -297,11 +300,12 @@ def _longer(lanes: mx.array, num_columns: int) -> mx.array:
 class RaggedCaches:
     """The caches of B texts for all layers of a model.
 
-    Each text's caches must be those that ``can_share``, and all of the same model.
+    Each text's caches must be those that ``can_share``, and all of the same model, which takes
+    masks of ``mask_axes``: see ``batch_attention``.
     """
 
-    def __init__(self) -> None:
-        self.rows = RowLengths()
+    def __init__(self, mask_axes: int = 4) -> None:
+        self.rows = RowLengths(mask_axes)
         self.layers: list[RaggedCache | RaggedStates | RaggedList] = []
 
     def open(self) -> list[Any]:

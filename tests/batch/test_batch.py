@@ -2,11 +2,13 @@
 
 import json
 import time
+import warnings
 from copy import copy
 
 import mlx.core as mx
 import mlx_lm
 import pytest
+from architectures import build
 from costs import FLAT, LINEAR, ScriptedController
 from drafter_pairs import tiny_lfm2
 from grids import thorough
@@ -505,3 +507,24 @@ def test_refusals(change, reason):
     model = MODELS["llama"]()
     with pytest.raises(ValueError, match=reason):
         together(model, LookupDrafter(), **{"max_tokens": 5, **change})
+
+
+@pytest.mark.parametrize(
+    "name, shares", [("gemma2", True), ("afm7", False), ("gpt_bigcode", False)]
+)
+def test_batches_of_every_size_give_each_text(name, shares):
+    """As many prompts as key heads once gave a row the mask of another one, without a word."""
+    model = build(name)
+    prompts = [[5, 17, 3, 88, 41, 2, 60], [9], [70, 71, 72] * 4, [33, 4, 90, 8]]
+    prompts = [[token % model.args.vocab_size for token in prompt] for prompt in prompts]
+    expected = [plain(model, prompt, 12) for prompt in prompts]
+    for num in (2, 3, 4):
+        for size in (3, 0):
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                found = together(
+                    model, LookupDrafter(), prompts[:num], num_draft_tokens=size, max_tokens=12
+                )
+            assert found.token_ids == expected[:num]
+            in_turn = [w for w in said if "one after the other" in str(w.message)]
+            assert len(in_turn) == (0 if shares and size else 1)

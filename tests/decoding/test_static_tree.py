@@ -25,7 +25,7 @@ from tree_drafters import TREE_SCRIPTS
 
 import mlx_eagle
 from mlx_eagle.decoding.accept import Match, normalized
-from mlx_eagle.decoding.sampling import Sampling, process_logits
+from mlx_eagle.decoding.sampling import LogitsProcessors, Sampling
 from mlx_eagle.decoding.setup import make_rule
 from mlx_eagle.drafters.base import Draft, PickChildren
 from mlx_eagle.drafters.tree import EAGLE1, StaticTree, TreeShape, parse_tree
@@ -232,7 +232,8 @@ def test_processors_do_not_wait_for_a_tree_whose_form_is_known(target):
     seen, tree = [], parse_tree("2/1")
     draft = Draft(mx.array([7, 8, 9]), OnDevice(), tree.depth, tree.parents)
     processor = lambda tokens, logits: seen.append(tokens.tolist()) or logits  # noqa: E731
-    process_logits((processor,), mx.array([1, 2]), draft, mx.zeros((4, VOCAB)))
+    processor.is_pure = True
+    LogitsProcessors([processor]).process(mx.array([1, 2]), draft, mx.zeros((4, VOCAB)))
     assert seen == [[1, 2], [1, 2, 7], [1, 2, 8], [1, 2, 7, 9]]
     model, _ = target
     drafter = tiny_head(model).begin()

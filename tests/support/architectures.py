@@ -40,7 +40,13 @@ from mlx_lm.models.cache import make_prompt_cache
 from tree_drafters import ScriptedTreeDrafter
 
 import mlx_eagle
+from mlx_eagle.batch.requests import Options, Request, first_token, prefill, reason_not_batchable
+from mlx_eagle.batch.rounds import Batch
+from mlx_eagle.decoding.controller import FixedController
+from mlx_eagle.decoding.costs import DraftShape
+from mlx_eagle.decoding.decoder import Limits
 from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.drafters.base import Draft, Pick
 from mlx_eagle.drafters.tree import TreeShape
 from mlx_eagle.system.machines import this_machine
 from mlx_eagle.target.taps import Target
@@ -48,8 +54,9 @@ from mlx_eagle.target.taps import Target
 TABLE = Path(__file__).parents[2] / "docs" / "pages" / "architectures.md"
 PROMPT = [5, 17, 3, 88, 41, 2, 60]
 SECOND_PROMPT = [7, 9, 11, 30]
+BATCH = [PROMPT, [9], SECOND_PROMPT * 4, [33, 4, 25, 8]]  # each with another first token
 TREE = "2x3:6"
-COLUMNS = ("tap", "chain", "tree")
+COLUMNS = ("tap", "chain", "tree", "batch")
 OUR_FILES = str(Path(mlx_eagle.__file__).parent)
 MOST_PARAMETERS = 4_000_000
 
@@ -145,12 +152,13 @@ class Result:
     tap: bool
     chain: bool
     tree: bool
+    batch: bool
     reason: str
 
 
 def check(
     name: str,
-    what: Collection[str] = ("tap", "chain", "tree"),
+    what: Collection[str] = COLUMNS,
     ks: Collection[int] = (1, 3, 5),
     scripts: Collection[str] = ("all", "none", "alternating", "every length"),
     num_tokens: int = 32,
@@ -167,6 +175,7 @@ def check(
         "tap": lambda: _check_tap(model),
         "chain": lambda: _check_text(model, texts(), drafts, scripts),
         "tree": lambda: _check_text(model, texts(), [tree], scripts),
+        "batch": lambda: _check_batch(model, num_tokens),
     }
     reasons = {key: _reason(measures[key]) for key in what}
     works = [reasons.get(key, "not measured") == "" for key in measures]
@@ -258,6 +267,45 @@ def _check_text(
     return ""
 
 
+class _ScriptedTexts(ScriptedDrafter):
+    """Knows every text by the first token of its prompt, and drafts every length of it."""
+
+    def __init__(self, texts: list[list[int]]):
+        self.texts = {text[0]: text for text in texts}
+        super().__init__([], SCRIPTS["every length"], VOCAB)
+
+    def propose(self, size: int, pick: Pick | None = None) -> Draft:
+        self.text = self.texts[self.absorbed[0][0][0].item()]
+        return super().propose(size, pick)
+
+
+def _check_batch(model: nn.Module, num_tokens: int) -> str:
+    """The reason why texts in shared passes are not those of each; "" where they are."""
+    reason = reason_not_batchable(model, make_prompt_cache(model))
+    if reason is not None:
+        return f"one by one, {reason}"
+    expected = [plain(model, prompt, num_tokens) for prompt in BATCH]
+    drafter = _ScriptedTexts(
+        [prompt + text + text for prompt, text in zip(BATCH, expected, strict=True)]
+    )
+    for num in range(2, len(BATCH) + 1):
+        requests = [
+            Request(prompt, Limits(num_tokens, ()), make_prompt_cache(model), row)
+            for row, prompt in enumerate(BATCH[:num])
+        ]
+        batch = Batch(model, drafter, FixedController(DraftShape(3)))
+        for request in requests:
+            for _ in prefill(model, drafter, request, Options()):
+                pass
+            first_token(request)
+            batch.join(request)
+        while batch.round() is not None:
+            pass
+        if [request.tokens for request in requests] != expected[:num]:
+            return f"other texts in a batch of {num}"
+    return ""
+
+
 def _says(expected: list[int], steps: Iterator[tuple[int, mx.array, bool]]) -> bool:
     """Whether the loop yields this text; the scripted drafter stops it where it does not."""
     try:
@@ -321,7 +369,10 @@ def write_table() -> None:
         "the logits stay bit-equal;",
         f"* chain works for {counts['chain']}: drafted text and the caches behind it are those of "
         "plain greedy decoding;",
-        f"* tree works for {counts['tree']}: the same with draft trees.",
+        f"* tree works for {counts['tree']}: the same with draft trees;",
+        f"* batch works for {counts['batch']}: the same with chains for 2, 3 and 4 prompts in "
+        "shared passes. Others are decoded",
+        "one by one, each with drafts.",
         "",
         "| architecture | caches | " + " | ".join(COLUMNS) + " | reason, or what to know |",
         "|---|---|" + "---|" * (len(COLUMNS) + 1),
@@ -341,7 +392,9 @@ def recorded() -> dict[str, list[str]]:
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
         if len(cells) > len(COLUMNS) and cells[2] in ("yes", "no"):
             rows[cells[0]] = [
-                key for key, cell in zip(COLUMNS, cells[2:5], strict=True) if cell == "yes"
+                key
+                for key, cell in zip(COLUMNS, cells[2 : 2 + len(COLUMNS)], strict=True)
+                if cell == "yes"
             ]
     return rows
 
