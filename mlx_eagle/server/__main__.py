@@ -17,7 +17,7 @@ from .collect import open_collector
 from .engine import PairGenerator
 from .flags import build_parser, check_arguments
 from .handler import PairHandler
-from .listener import ConnectionLimits, PairServer, is_loopback, read_key
+from .listener import ConnectionLimits, PairServer, is_loopback, read_access
 from .provider import PairProvider
 from .signals import StopSignals
 
@@ -45,7 +45,7 @@ def announce(server: PairServer, generator: PairGenerator) -> None:
     name = generator.model_provider.name
     url = f"http://{shown}:{port}/"
     print(f"Serving {name}: a page to talk to it at {url}, the API at {url}v1", flush=True)
-    if server.key is None and not is_loopback(host):
+    if server.access.key is None and not is_loopback(host):
         print(f"Note: whoever reaches {shown} can use it; nobody is asked for a key.", flush=True)
     if server.collector is not None:
         print(
@@ -57,7 +57,7 @@ def announce(server: PairServer, generator: PairGenerator) -> None:
 def run(args: argparse.Namespace) -> None:
     """Open the pair and serve it."""
     check_arguments(args)
-    key = read_key(args)
+    access = read_access(args)
     collector = open_collector(args)
     prepare_device()
     args.draft_model = with_known_head(args.draft_model, args.model)
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
         generator = PairGenerator(PairProvider(args), cache)
         try:
             address = (args.host, args.port)
-            with PairServer(address, PairHandler, generator, limits, key, collector) as server:
+            with PairServer(address, PairHandler, generator, limits, access, collector) as server:
                 while not generator.is_loaded():
                     if signals.wait(POLL):
                         stop_loading()

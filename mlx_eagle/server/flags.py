@@ -25,6 +25,11 @@ def _size(text: str) -> int:
         ) from err
 
 
+def _names(text: str) -> list[str]:
+    """For ``type=`` of a flag: names with commas between them."""
+    return [name for name in map(str.strip, text.split(",")) if name]
+
+
 def _template_arguments(text: str) -> Any:
     """For ``type=`` of a flag: a JSON value."""
     try:
@@ -41,7 +46,12 @@ FLAGS = {
     "adapter-path": (str, None, "Folder of trained adapter weights for the target."),
     "host": (str, "127.0.0.1", "Address to listen at."),
     "port": (int, 8080, "Port to listen at, 1 to 65535; 0 takes a free one."),
-    "allowed-origins": (lambda x: x.split(","), "*", "Origins that browsers may ask from."),
+    "allowed-origins": (
+        _names,
+        "",
+        "Origins such as http://localhost:3000, commas between them, whose pages may ask in a "
+        "browser; * is all. Without it, none may but the server's own page.",
+    ),
     "chat-template": (str, "", "A chat template for the tokenizer."),
     "chat-template-args": (_template_arguments, "{}", "Arguments of the chat template, in JSON."),
     "temp": (float, 0.0, "Default sampling temperature."),
@@ -64,6 +74,11 @@ FLAGS = {
     "quantized-kv-start": (int, DEFAULT_QUANTIZED_KV_START, "Tokens before quantization starts."),
 }
 ACCESS = {
+    "allowed-hosts": (
+        _names,
+        "",
+        "Names by which a proxy asks for a server that listens on this machine alone; * is all.",
+    ),
     "api-key": (
         str,
         None,

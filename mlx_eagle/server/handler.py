@@ -60,7 +60,7 @@ def page(settings: dict[str, Any]) -> tuple[bytes, dict[str, str]]:
         "X-Content-Type-Options": "nosniff",
         "X-Frame-Options": "DENY",
         "Referrer-Policy": "no-referrer",
-        "Cross-Origin-RequestFactory-Policy": "same-origin",
+        "Cross-Origin-Opener-Policy": "same-origin",
         "Cache-Control": "no-cache",
     }
 
@@ -126,8 +126,9 @@ class PairHandler(APIHandler):
     def do_GET(self) -> None:
         """The page, the models, the metrics, the health."""
         try:
+            self.server.access.check_page(self.headers)
             if self.path not in ("/", "/health"):
-                self._check_key()
+                self.server.access.check_key(self.headers)
             if self.path == "/":
                 document, headers = page(self.server.page_settings())
                 self._send(200, PAGE_TYPE, document, headers)
@@ -139,6 +140,22 @@ class PairHandler(APIHandler):
                 raise RequestError(f"nothing is at {shortened(self.path)}.", 404)
         except RequestError as err:
             self._send_error(err)
+
+    def do_OPTIONS(self) -> None:
+        """What a browser asks before it lets a page of another origin ask."""
+        try:
+            self.server.access.check_page(self.headers)
+            self._send(204, "text/plain", b"")
+        except RequestError as err:
+            self._send_error(err)
+
+    def _set_cors_headers(self) -> None:
+        origin = self.server.access.shared_with(self.headers.get("Origin"))
+        if origin is not None:
+            self.send_header("Access-Control-Allow-Origin", origin)
+            self.send_header("Access-Control-Allow-Methods", "GET, POST, OPTIONS")
+            self.send_header("Access-Control-Allow-Headers", "*, Authorization")
+        self.send_header("Vary", "Origin")
 
     def send_error(
         self, code: int, message: str | None = None, explain: str | None = None
@@ -153,7 +170,8 @@ class PairHandler(APIHandler):
     def _check_request(self) -> None:
         """Read the body, and leave what was read for mlx-lm to read. Raises RequestError."""
         self.is_body_unread = True
-        self._check_key()
+        self.server.access.check_page(self.headers)
+        self.server.access.check_key(self.headers)
         self.server.check_open()
         if self.path not in PROMPTS:
             path = shortened(self.path)
@@ -171,13 +189,6 @@ class PairHandler(APIHandler):
             raise RequestError(str(err)) from err
         self.headers.replace_header("Content-Length", str(len(raw)))
         self.rfile = io.BytesIO(raw)
-
-    def _check_key(self) -> None:
-        key = self.server.key
-        if key is not None and not key.admits(self.headers["Authorization"]):
-            raise RequestError(
-                "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'.", 401
-            )
 
     def _read(self) -> bytes:
         if "Transfer-Encoding" in self.headers:

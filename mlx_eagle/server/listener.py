@@ -1,4 +1,4 @@
-"""Listening socket: connections and their limits, the API key, and how the server stops."""
+"""Listening socket: connections and their limits, who may ask, and how the server stops."""
 
 import hmac
 import http.client
@@ -12,6 +12,7 @@ import sys
 import time
 from argparse import Namespace
 from dataclasses import dataclass
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
@@ -20,6 +21,7 @@ from typing import Any
 from mlx_lm.server import get_system_fingerprint
 
 from .answer_stream import RequestError
+from .body import SHOWN
 from .collect import Collector
 from .engine import PairGenerator
 
@@ -69,6 +71,85 @@ class ApiKey:
         scheme, _, given = (header or "").strip().partition(" ")
         found = given.strip().encode("utf-8", "surrogateescape")
         return hmac.compare_digest(found, self._key) and scheme.lower() == "bearer"
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may ask: those with the key, and no page of somebody else's.
+
+    A browser lets every page ask this machine, and says which one does (``Origin``). ``origins``
+    are those that may, besides the server's own; "*" is all. A page whose name was made to mean
+    this machine is told by the name that it asks for (``Host``): a server that ``is_local`` takes
+    none but this machine's and those of ``hosts``; "*" is all.
+    """
+
+    key: ApiKey | None = None
+    origins: frozenset[str] = frozenset()
+    hosts: frozenset[str] = frozenset()
+    is_local: bool = True
+
+    def check_key(self, headers: Message) -> None:
+        """Raise RequestError where the key is asked for and not given."""
+        if self.key is not None and not self.key.admits(headers["Authorization"]):
+            raise RequestError(
+                "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'.", 401
+            )
+
+    def check_page(self, headers: Message) -> None:
+        """Raise RequestError for what another's page has a browser ask."""
+        host = (headers["Host"] or "").strip().lower()
+        if self.is_local and host and not self._is_known(_name_in(host)):
+            raise RequestError(
+                f"the Host {host[:SHOWN]!r} is no name of this machine: ask for localhost, or "
+                "start the server with --allowed-hosts.",
+                403,
+            )
+        if not self._may_ask(headers, host):
+            raise RequestError(
+                f"pages of {(headers['Origin'] or 'other sites')[:SHOWN]!r} may not ask here: "
+                "start the server with --allowed-origins to let them.",
+                403,
+            )
+
+    def shared_with(self, origin: str | None) -> str | None:
+        """What a browser is to read: whose pages may see the answer; None is the server's own."""
+        if "*" in self.origins:
+            return "*"
+        return origin if origin in self.origins else None
+
+    def _is_known(self, name: str) -> bool:
+        if "*" in self.hosts or name in self.hosts or name == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(name).is_loopback
+        except ValueError:
+            return name.endswith(".localhost")  # which browsers never look up
+
+    def _may_ask(self, headers: Message, host: str) -> bool:
+        origin = headers["Origin"]
+        if self.shared_with(origin) is not None:
+            return True
+        if origin is not None:
+            return origin.lower() in (f"http://{host}", f"https://{host}")
+        is_link = headers["Sec-Fetch-Mode"] == "navigate"  # followed by somebody who sees it
+        return is_link or headers["Sec-Fetch-Site"] not in ("cross-site", "same-site")
+
+
+def read_access(args: Namespace) -> Access:
+    """What the flags say. Raises ValueError as ``read_key``."""
+    return Access(
+        read_key(args),
+        frozenset(args.allowed_origins),
+        frozenset(host.lower() for host in args.allowed_hosts),
+        is_loopback(args.host),
+    )
+
+
+def _name_in(host: str) -> str:
+    """The name in a Host header: [::1]:8080 -> ::1"""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.rpartition(":")[0] if ":" in host else host
 
 
 def read_key(args: Namespace) -> ApiKey | None:
@@ -210,11 +291,11 @@ class PairServer(ThreadingHTTPServer):
         handler: type[BaseHTTPRequestHandler],
         generator: PairGenerator,
         limits: ConnectionLimits = ConnectionLimits(),
-        key: ApiKey | None = None,
+        access: Access = Access(),
         collector: Collector | None = None,
     ):
         """Listens at once. Raises ValueError where the address cannot be had."""
-        self.generator, self.limits, self.key = generator, limits, key
+        self.generator, self.limits, self.access = generator, limits, access
         self.collector = collector
         self.metrics = generator.metrics
         self.answering: set[BaseHTTPRequestHandler] = set()
@@ -278,8 +359,8 @@ class PairServer(ThreadingHTTPServer):
         """What the page at ``/`` is told. Nobody is asked for a key there: then no names."""
         args = self.generator.cli_args
         return {
-            "needs_key": self.key is not None,
-            "model": self.generator.model_provider.name if self.key is None else None,
+            "needs_key": self.access.key is not None,
+            "model": self.generator.model_provider.name if self.access.key is None else None,
             "temperature": args.temp,
             "max_tokens": args.max_tokens,
             "num_draft_tokens": args.num_draft_tokens,

@@ -65,6 +65,7 @@ def test_the_policy_lets_only_the_page_itself_run():
         assert rules[f"{kind}-src"] == f"'sha256-{base64.b64encode(digest).decode()}'"
     assert "unsafe" not in headers["Content-Security-Policy"]
     assert headers["X-Content-Type-Options"] == "nosniff"
+    assert headers["Cross-Origin-Opener-Policy"] == "same-origin"
 
 
 def test_nothing_comes_from_elsewhere():

@@ -26,7 +26,7 @@ from mlx_eagle.server.collect import open_collector
 from mlx_eagle.server.engine import PairGenerator
 from mlx_eagle.server.flags import build_parser
 from mlx_eagle.server.handler import PairHandler
-from mlx_eagle.server.listener import ConnectionLimits, PairServer, read_key
+from mlx_eagle.server.listener import ConnectionLimits, PairServer, read_access
 from mlx_eagle.server.provider import PairProvider
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -143,7 +143,7 @@ def ours(*flags: str):
         raise
     limits = ConnectionLimits(args.max_body_size, args.max_connections, args.request_timeout)
     address, collector = (args.host, args.port), open_collector(args)
-    server = PairServer(address, PairHandler, generator, limits, read_key(args), collector)
+    server = PairServer(address, PairHandler, generator, limits, read_access(args), collector)
     return running(server, generator)
 
 
