@@ -32,7 +32,7 @@ from mlx_eagle.decoding.controller import OFF, ON
 from mlx_eagle.decoding.costs import BatchCosts, DraftShape, RoundCosts
 from mlx_eagle.decoding.live_costs import LiveBatchCosts
 from mlx_eagle.decoding.sampling import Sampling
-from mlx_eagle.drafters.lookup import CopyingDrafter, LookupDrafter
+from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.target.taps import Target
 
 VOCAB = 258
@@ -153,19 +153,6 @@ def test_counts_are_those_of_each_text_alone(model, scripted):
         assert ids == [token for token, _, _ in steps]
         assert stats.accepted_histogram == alone.accepted_histogram
         assert stats.num_emitted == alone.num_emitted
-
-
-@pytest.mark.parametrize(
-    "drafter", thorough(["head", "lagging head", "lookup", "head+lookup"], "head")
-)
-def test_drafters(model, drafter):
-    drafter = {
-        "head": lambda: tiny_head(model),
-        "lagging head": lambda: tiny_head(model).with_draft_cache("lagging"),
-        "lookup": LookupDrafter,
-        "head+lookup": lambda: CopyingDrafter(tiny_head(model)),
-    }[drafter]()
-    assert together(model, drafter).token_ids == theirs(model).token_ids
 
 
 def test_end_tokens_end_one_text(model, scripted, monkeypatch):

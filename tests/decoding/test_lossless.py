@@ -45,15 +45,8 @@ def left(model):
     return lru_cache(lambda num_tokens: plain_with_cache(model, PROMPT, num_tokens)[1])
 
 
-@pytest.mark.parametrize("k", thorough([1, 2, 3, 4, 5], 4))
-def test_head_drafts(model, text, k):
-    tokens, stats = speculative(model, tiny_head(model), PROMPT, 40, num_draft_tokens=k)
-    assert tokens == text[len(PROMPT) :][:40]
-    assert stats.num_emitted == 39
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize("k", thorough([1, 2, 3, 4, 5, 7], 3))
+@pytest.mark.parametrize("k", thorough([1, 4], 4))
 def test_scripted_drafts_and_the_cache_they_leave(model, text, left, k, script):
     drafter = ScriptedDrafter(text, SCRIPTS[script])
     cache = make_prompt_cache(model)

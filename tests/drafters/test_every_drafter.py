@@ -33,16 +33,6 @@ def test_the_interface(name):
     assert isinstance(PAIRS[name][1], Drafter)
 
 
-@pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("k", thorough([1, 2, 3, 4, 5], 3))
-def test_same_text(name, k):
-    model, drafter = PAIRS[name]
-    tokens, stats = speculative(model, drafter, PROMPT, 30, num_draft_tokens=k)
-    assert tokens == plain(model, PROMPT, 30)
-    assert stats.num_emitted == 29
-    assert stats.num_emitted == stats.num_accepted + stats.num_target_forwards
-
-
 @pytest.mark.parametrize("script", thorough(SCRIPTS, "every length"))
 @pytest.mark.parametrize("k", thorough([1, 4], 4))
 @pytest.mark.parametrize("name", [n for n in PAIRS if n not in ("eagle-3", COPYING)])

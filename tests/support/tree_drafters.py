@@ -1,10 +1,10 @@
-"""A drafter whose trees hold the true continuation where a script says."""
+"""Drafters whose trees hold the true continuation where a script says."""
 
 import mlx.core as mx
 from helpers import VOCAB, ScriptedDrafter
 
 from mlx_eagle.drafters.base import Draft, PickChildren
-from mlx_eagle.drafters.tree import TreeShape
+from mlx_eagle.drafters.tree import StaticTree, TreeShape
 
 TREE_SCRIPTS = {
     "all": lambda r, depth: depth,
@@ -39,3 +39,29 @@ class ScriptedTreeDrafter(ScriptedDrafter):
         return Draft(
             mx.array(tokens, dtype=mx.int32), mx.array(parents, dtype=mx.int32), shape.depth
         )
+
+
+class ScriptedStaticDrafter(ScriptedDrafter):
+    """The true continuation runs down to one of the deepest nodes, another one every round."""
+
+    def check_tree(self, tree: StaticTree) -> None:
+        pass
+
+    def propose_tree(self, tree: StaticTree, pick: PickChildren) -> Draft:
+        true = self.propose(tree.depth).tokens.tolist()
+        right = self.script(self.num_rounds - 1, tree.depth)
+        depths = [0]
+        for parent in tree.parents:
+            depths.append(depths[parent] + 1)
+        deepest = [row for row, depth in enumerate(depths) if depth == tree.depth]
+        row, branch = deepest[self.num_rounds % len(deepest)], set()
+        while row:
+            branch.add(row)
+            row = tree.parents[row - 1]
+        tokens = []
+        for row in range(1, tree.nodes + 1):
+            level = depths[row] - 1
+            away = 2 + row if row not in branch else int(level >= right)
+            tokens.append((true[level] + away) % VOCAB)
+        parents = mx.array(tree.parents, dtype=mx.int32)
+        return Draft(mx.array(tokens, dtype=mx.int32), parents, tree.depth)

@@ -25,7 +25,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_eagle.target.taps import Target
 
 TABLE = recorded()
-# One for each combination of caches and of what works; test_matrix.py has the common ones too.
+# One for each combination of caches and of what works; test_promises.py has the common ones too.
 QUICK = (
     "baichuan_m1", "bailing_moe_v3", "cohere2", "deepseek_v32", "gear", "gemma3n",
     "gemma4 (26B-A4B)",

@@ -1,0 +1,337 @@
+"""The promise: whatever is combined, the text is mlx-lm's, and so is what its caches go on with.
+
+One table: targets, drafters, rules, shapes of drafts, sizes of batches, caches. ``make test``
+tries each pair of values once, ``make test-all`` each three. What cannot be combined is a row of
+``REFUSED``, with the sentence that it must give, or of ``PAST_MLX_LM``. Sliding windows, rotating
+caches and quantizing begin within the texts.
+"""
+
+import warnings
+from collections.abc import Callable
+from copy import deepcopy
+from functools import lru_cache
+from itertools import combinations, product
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from architectures import build
+from covering import Row, covering
+from drafter_pairs import nudged, tiny_mtp
+from helpers import (
+    PROMPT,
+    VOCAB,
+    byte_tokenizer,
+    plain,
+    speculative,
+    tiny_head,
+    tiny_llama,
+)
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors
+from tree_drafters import ScriptedStaticDrafter, ScriptedTreeDrafter
+
+import mlx_eagle
+from mlx_eagle.decoding.sampling import Sampler, Sampling
+from mlx_eagle.decoding.stats import Stats
+from mlx_eagle.drafters.base import Draft, Drafter
+from mlx_eagle.drafters.lookup import CopyingDrafter, LookupDrafter
+from mlx_eagle.drafters.model_drafter import ModelDrafter
+from mlx_eagle.drafters.tree import StaticTree, TreeShape
+
+PROMPTS = [PROMPT, [9], [70, 71, 72] * 4, [33, 4, 25, 8]]
+LENGTHS = [20, 7, 14, 1]
+BEFORE, AFTER = [61, 12, 44, 90, 7], [3, 4]  # a conversation until then, and a question after
+LONGEST = 8  # draft tokens
+
+
+def packed() -> nn.Module:
+    model = tiny_llama(head_dim=32)
+    nn.quantize(model, group_size=32, bits=4)
+    return model
+
+
+TARGETS: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: tiny_llama(head_dim=32),
+    "llama, quantized": packed,
+    "qwen3_moe": lambda: build("qwen3_moe", head_dim=32),
+    "gemma2": lambda: build("gemma2", head_dim=32),
+    "gemma3_text": lambda: build("gemma3_text", head_dim=32),
+    "gpt_oss": lambda: build("gpt_oss (20b)", head_dim=32),
+    "qwen3_next": lambda: build("qwen3_next", head_dim=32),
+    "mamba2": lambda: build("mamba2"),
+    "falcon_h1": lambda: build("falcon_h1", head_dim=32),
+}
+STATES = ("qwen3_next", "mamba2", "falcon_h1")  # recurrent, besides attention or without it
+
+
+@lru_cache
+def target(name: str) -> nn.Module:
+    return TARGETS[name]()
+
+
+SCRIPTS = {"right": lambda r, size: size, "wrong": lambda r, size: 0} | {
+    "right to a length": lambda r, size: r % (size + 1)
+}
+
+
+class Scripted(ScriptedTreeDrafter, ScriptedStaticDrafter):
+    """Drafts the true text of whichever prompt it absorbed, as far as the script says."""
+
+    def __init__(self, texts: list[list[int]], script: str):
+        self.texts = {text[0]: text for text in texts}
+        super().__init__([], SCRIPTS[script], VOCAB)
+
+    def propose(self, size: int, pick=None) -> Draft:
+        self.text = self.texts[self.absorbed[0][0][0].item()]
+        return super().propose(size, pick)
+
+    def propose_tree(self, shape: TreeShape | StaticTree, pick) -> Draft:
+        kind = ScriptedTreeDrafter if isinstance(shape, TreeShape) else ScriptedStaticDrafter
+        return kind.propose_tree(self, shape, pick)
+
+
+DRAFTERS: dict[str, Callable[[nn.Module], Drafter]] = {
+    "head": tiny_head,
+    "lagging head": lambda model: tiny_head(model).with_draft_cache("lagging"),
+    "head, window": lambda model: tiny_head(model).with_draft_window(12),
+    "head+lookup": lambda model: CopyingDrafter(tiny_head(model)),
+    "p-eagle": lambda model: tiny_head(model, seed=4, num_layers=2, mask_token_id=9),
+    "lookup": lambda model: LookupDrafter(),
+    "draft model": lambda model: ModelDrafter(nudged(tiny_llama())),
+    "mtp": tiny_mtp,
+}
+
+
+@lru_cache
+def drafter(name: str, of: str) -> Drafter:
+    return DRAFTERS[name](target(of))
+
+
+def second_best(logprobs: mx.array) -> mx.array:
+    return mx.argsort(logprobs, axis=-1)[..., -2]
+
+
+def penalties() -> list[Callable]:
+    return make_logits_processors({3: 4.0}, repetition_penalty=1.8, repetition_context_size=6)
+
+
+def sampling(row: int, **options) -> Sampling:
+    return Sampling(0.9, seed=5, row=row, **options)
+
+
+# How a run chooses tokens, and a sampler with which mlx-lm chooses the same in that row.
+RULES: dict[str, tuple[dict, Callable[[int], Sampler | None]]] = {
+    "greedy": ({}, lambda row: None),
+    "coupled": ({"sampler": sampling(0)}, sampling),
+    "match": ({"sampler": sampling(0), "acceptance": "match"}, sampling),
+    "reject": ({"sampler": sampling(0, top_k=1), "acceptance": "reject"}, lambda row: None),
+    "any sampler": ({"sampler": second_best}, lambda row: second_best),
+    "processors": ({}, lambda row: None),
+}
+SHAPES: dict[str, dict] = {
+    "1": {"num_draft_tokens": 1},
+    "3": {"num_draft_tokens": 3},
+    "7": {"num_draft_tokens": 7},
+    "auto": {"num_draft_tokens": "auto"},
+    "tree": {"tree": "2x3:6"},
+    "static tree": {"tree": "3/2+0+1"},
+    "tree auto": {"tree": "auto"},
+}
+TREES = ("tree", "static tree", "tree auto")
+
+
+def kept_in(cache: list, kind: str) -> list:
+    """Quantized copies of the caches that can be."""
+    if kind != "quantized":
+        return cache
+    return [c.to_quantized(32, 8) if type(c) is KVCache else c for c in cache]
+
+
+@lru_cache
+def begun(of: str, kind: str) -> list:
+    """Caches of the target before the prompt; for copies."""
+    model = target(of)
+    cache = kept_in(make_prompt_cache(model, 12 if kind == "rotating" else None), kind)
+    if kind == "continued":
+        plain(model, BEFORE, 3, prompt_cache=cache)
+    return cache
+
+
+CACHES = ("fresh", "continued", "rotating", "quantized", "quantized on the way")
+ON_THE_WAY = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": len(PROMPT) + 5}
+
+
+@lru_cache
+def truth(of: str, rule: str, kind: str, row: int) -> tuple[list[int], list[int]]:
+    """mlx-lm's text, longer than what is made of it, and its answer to the question after."""
+    model, options = target(of), ON_THE_WAY if kind == "quantized on the way" else {}
+
+    def text(num_tokens: int, cache: list) -> list[int]:
+        return plain(
+            model,
+            PROMPTS[row],
+            num_tokens,
+            sampler=RULES[rule][1](row),
+            logits_processors=penalties() if rule == "processors" else None,
+            prompt_cache=cache,
+            **options,
+        )
+
+    whole = text(LENGTHS[row] + LONGEST, deepcopy(begun(of, kind)))
+    cache = deepcopy(begun(of, kind))
+    assert text(LENGTHS[row], cache) == whole[: LENGTHS[row]]
+    return whole, answer(model, cache, options)
+
+
+def answer(model: nn.Module, cache: list, options: dict) -> list[int]:
+    return plain(model, AFTER, 6, prompt_cache=cache[: len(make_prompt_cache(model))], **options)
+
+
+AXES = {
+    "target": tuple(TARGETS),
+    "drafter": (*SCRIPTS, *DRAFTERS),
+    "rule": tuple(RULES),
+    "shape": tuple(SHAPES),
+    "batch": (1, 2, 3, 4),
+    "cache": CACHES,
+}
+SHARED = (2, 3, 4)
+REFUSED: list[tuple[dict[str, tuple], str]] = [
+    (
+        {"drafter": ("mtp",), "target": tuple(name for name in TARGETS if name != "qwen3_next")},
+        "MTP layers are known for",
+    ),
+    (
+        {"drafter": ("p-eagle", "lookup", "draft model"), "shape": TREES},
+        "this drafter proposes chains only",
+    ),
+    (
+        {"drafter": ("mtp",), "target": ("qwen3_next",), "shape": TREES},
+        "this drafter proposes chains only",
+    ),
+    ({"drafter": ("lagging head",), "shape": TREES}, "do not support a lagging draft cache"),
+    ({"target": STATES, "shape": TREES}, "tree drafts need caches whose rows can be gathered"),
+    ({"batch": SHARED, "shape": TREES}, "unexpected keyword argument 'tree'"),
+    (
+        {"batch": SHARED, "cache": ("quantized on the way",)},
+        "unexpected keyword argument 'kv_bits'",
+    ),
+    (
+        {"target": ("gemma3_text", "gpt_oss"), "cache": ("quantized on the way",)},
+        "RotatingKVCache, which mlx-lm cannot quantize",
+    ),
+]
+PAST_MLX_LM: list[dict[str, tuple]] = [  # which cannot decode them by itself
+    {"target": ("gemma2",), "cache": ("quantized", "quantized on the way")},
+    {"target": ("gpt_oss",), "cache": ("quantized",)},
+]
+BROKEN: list[tuple[dict[str, tuple], str]] = [
+    (
+        {"rule": ("coupled", "match"), "shape": ("auto",), "batch": SHARED},
+        "there is no noise for the rounds that are timed",
+    ),
+]
+
+
+def holds(row: Row, condition: dict[str, tuple]) -> bool:
+    return all(row.get(axis) in values for axis, values in condition.items())
+
+
+def possible(row: Row) -> bool:
+    return not any(holds(row, when) for when in [*PAST_MLX_LM, *(when for when, _ in REFUSED)])
+
+
+def decoded(row: Row) -> tuple[list[list[int]], list[list], list[Stats]]:
+    """Texts, caches and counts of a row of the table."""
+    model, num = target(row["target"]), row["batch"]
+    options = RULES[row["rule"]][0] | SHAPES[row["shape"]]
+    if row["rule"] == "processors":
+        options = options | {"logits_processors": penalties()}
+    if row["drafter"] in SCRIPTS:
+        places = row["target"], row["rule"], row["cache"]
+        texts = [PROMPTS[b] + truth(*places, b)[0] for b in range(num)]
+        draft_model = Scripted(texts, row["drafter"])
+    else:
+        draft_model = drafter(row["drafter"], row["target"])
+    caches = [deepcopy(begun(row["target"], row["cache"])) for _ in range(num)]
+    if row["cache"] == "quantized on the way":
+        options = options | ON_THE_WAY
+    if num == 1:
+        options["prompt_cache"] = caches[0]
+        tokens, stats = speculative(model, draft_model, PROMPTS[0], LENGTHS[0], **options)
+        return [tokens], caches, [stats]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # who drafts for one after the other says so
+        response = mlx_eagle.batch_generate(
+            model,
+            byte_tokenizer(),
+            PROMPTS[:num],
+            caches,
+            LENGTHS[:num],
+            draft_model=draft_model,
+            return_token_ids=True,
+            return_prompt_caches=True,
+            **options,
+        )
+    return response.token_ids, response.caches, response.stats
+
+
+PAIRS = covering(AXES, 2, possible)
+TRIPLES = covering(AXES, 3, possible, PAIRS)
+
+
+def marked(row: Row, *marks: pytest.MarkDecorator) -> Any:
+    broken = [pytest.mark.xfail(reason=why) for when, why in BROKEN if holds(row, when)]
+    return pytest.param(row, marks=[*marks, *broken], id=", ".join(map(str, row.values())))
+
+
+ROWS = [*map(marked, PAIRS), *(marked(row, pytest.mark.exhaustive) for row in TRIPLES)]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_the_text_is_mlx_lms(row):
+    texts, caches, counts = decoded(row)
+    options = ON_THE_WAY if row["cache"] == "quantized on the way" else {}
+    for b in range(row["batch"]):
+        whole, after = truth(row["target"], row["rule"], row["cache"], b)
+        assert texts[b] == whole[: LENGTHS[b]]
+        assert answer(target(row["target"]), caches[b], options) == after
+        assert counts[b].num_emitted == LENGTHS[b] - 1
+        if row["drafter"] == "right" and row["shape"] not in TREES:
+            assert counts[b].num_rejected == 0
+        if row["drafter"] == "wrong":
+            assert counts[b].num_accepted == 0
+
+
+USUAL = dict(zip(AXES, ("llama", "head", "greedy", "3", 1, "fresh"), strict=True))
+
+
+def each(condition: dict[str, tuple]) -> list[Row]:
+    """Rows that meet a condition, each of its values in turn, and are usual for the rest."""
+    values = product(*condition.values())
+    return [USUAL | dict(zip(condition, chosen, strict=True)) for chosen in values]
+
+
+@pytest.mark.parametrize(
+    "row, sentence", [(row, says) for when, says in REFUSED for row in each(when)], ids=str
+)
+def test_what_cannot_be_is_said(row, sentence):
+    with pytest.raises((ValueError, TypeError), match=sentence):
+        decoded(row)
+
+
+@pytest.mark.parametrize("row", [row for when in PAST_MLX_LM for row in each(when)], ids=str)
+def test_mlx_lm_cannot_either(row):
+    with pytest.raises((ValueError, TypeError, NotImplementedError)):
+        truth(row["target"], "greedy", row["cache"], 0)
+
+
+@pytest.mark.parametrize("size, rows", [(2, PAIRS), (3, PAIRS + TRIPLES)], ids=["pairs", "threes"])
+def test_nothing_possible_is_left_out(size, rows):
+    """Against all rows that there can be, one by one."""
+    every = (dict(zip(AXES, values, strict=True)) for values in product(*AXES.values()))
+    wanted = {part for row in every if possible(row) for part in combinations(row.items(), size)}
+    assert {part for row in rows for part in combinations(row.items(), size)} == wanted
+    assert len(rows) < len(wanted) / 3
