@@ -16,9 +16,9 @@ from ..decoding.setup import begin_drafter, open_decoder, split_cache
 from ..decoding.stats import Stats
 from ..drafters.base import Drafter
 from ..target.batch_attention import batch_mask_axes
+from ..target.masks_and_ropes import BY_LENGTH, find_ropes
 from ..target.ragged import can_share
 from ..target.rollback import CacheQuantization
-from ..target.ropes import BY_LENGTH, find_ropes
 from .acceptance import BatchVerification
 
 UNQUANTIZED = CacheQuantization(None, 64, 0)

@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..target.cache_view import CacheView
-from ..target.tree_rows import ancestors
+from ..target.tree_attention import ancestors
 from .tree import Tree
 
 LONG_DRAFT = 3  # tokens: from here on each one is started when it is built
@@ -55,7 +55,7 @@ class Draft:
     def tree_mask(self) -> mx.array | None:
         """Which rows of the verify pass each one sees, itself included; None for a chain.
 
-        See ``tree_rows.ancestors``.
+        See ``tree_attention.ancestors``.
         """
         return None if self.parents is None else ancestors(self.parents, self.depth)
 

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.models.mla import MultiLinear
 from mlx_lm.models.rope_utils import initialize_rope
 
-from ..target.ropes import BY_LENGTH
+from ..target.masks_and_ropes import BY_LENGTH
 from .config import Eagle3Config
 from .head_cache import DraftOverlay
 

@@ -10,7 +10,7 @@ import mlx.nn as nn
 
 from ..system.hub import locate
 from ..system.json_schema import shown
-from ..target.ropes import evaluate_ropes
+from ..target.masks_and_ropes import evaluate_ropes
 from .config import Eagle3Config
 from .folder import (
     LoadOptions,

@@ -9,9 +9,8 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load as load_model
 
-from ..target.masks import exact_masks
+from ..target.masks_and_ropes import evaluate_ropes, exact_masks
 from ..target.rollback import Checkpoint, check_supported
-from ..target.ropes import evaluate_ropes
 from .base import Draft, DrafterBase, Pick, start_early
 from .folder import LoadOptions
 from .target_parts import find_embedding

@@ -15,7 +15,7 @@ from mlx_lm.models import qwen3_5, qwen3_next
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
-from ..target.ropes import evaluate_ropes
+from ..target.masks_and_ropes import evaluate_ropes
 from .base import Draft, Pick, start_early
 from .feature_drafter import FeatureDrafter
 from .folder import LoadOptions, Tensors, read_weights

@@ -20,8 +20,7 @@ from .attention_parts import (
     no_kernel,
     with_parts,
 )
-from .masks import tree_masks
-from .ropes import PositionedRope, RowPositions, find_ropes
+from .masks_and_ropes import PositionedRope, RowPositions, find_ropes, tree_masks
 
 
 class StandIn:

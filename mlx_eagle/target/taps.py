@@ -10,7 +10,7 @@ import mlx.nn as nn
 
 from .attention_parts import AttentionParts, no_kernel
 from .layer_calls import LayerCall, LayerCalls
-from .masks import exact_masks
+from .masks_and_ropes import exact_masks
 from .sharding import find_stage
 from .stand_in import StandIn, add_behaviour
 
@@ -192,8 +192,9 @@ class Target:
         """Run tokens (R,) on top of ``cache``: logits (R, V) and features (R, F).
 
         Features are the taps side by side, low to high; None without taps. ``tree_mask`` (R, R)
-        makes the rows a tree (see ``tree_rows.ancestors``); they are a chain without. Of a chain
-        ``embeddings`` (R, h), if any, enter the first layer; there may then be no tokens (0,).
+        makes the rows a tree (see ``tree_attention.ancestors``); they are a chain without. Of a
+        chain ``embeddings`` (R, h), if any, enter the first layer; there may then be no tokens
+        (0,).
         """
         if tree_mask is None:
             given = {} if embeddings is None else {"input_embeddings": embeddings[None]}
