@@ -77,7 +77,7 @@ class Bench:
         """A verify pass of R rows: the target's choices, and the features."""
         tokens = self._rows(num_rows)
         with mx.stream(generation_stream):
-            with self._target.as_alone(self._cache, num_rows):
+            with self._target.matching_single_row(self._cache, num_rows):
                 logits, features = self._target(tokens, self._cache)
             return [mx.argmax(logits, axis=-1), *_present(features)]
 

@@ -463,7 +463,7 @@ class Decoder:
 
     def _run(self, tokens: mx.array) -> tuple[mx.array, mx.array | None]:
         given = self.root_embedding  # in the first round, whose one row is the root
-        with self.target.as_alone(self.cache, tokens.shape[0] if given is None else 1):
+        with self.target.matching_single_row(self.cache, tokens.shape[0] if given is None else 1):
             return self.target(tokens, self.cache, embeddings=given)
 
     def _propose(self, shape: DraftShape, choice: Choice) -> Draft:
@@ -482,7 +482,7 @@ class Decoder:
             return self.target(tokens, self.cache, tree_mask)
         if not checkpoint.recurrent or tokens.shape[0] <= 1:
             return self._run(tokens)
-        with self.target.as_alone(self.cache, tokens.shape[0]):
+        with self.target.matching_single_row(self.cache, tokens.shape[0]):
             logits, features, calls = self.target.record(tokens, self.cache)
         checkpoint.keep_calls(calls)
         return logits, features

@@ -75,12 +75,12 @@ def _first_rows(name: str, value: mx.array, num_rows: int, total: int) -> mx.arr
 class LayerCalls:
     """The calls of every layer in one pass, in order.
 
-    ``as_alone(m)`` is entered around m rows that are run again: they take the positions and the
-    masks that the pass had (see ``Target.as_alone``).
+    ``matching_single_row(m)`` is entered around m rows that are run again: they take the positions
+    and the masks that the pass had (see ``Target.matching_single_row``).
     """
 
     calls: tuple[LayerCall, ...]
-    as_alone: Callable[[int], AbstractContextManager[None]]
+    matching_single_row: Callable[[int], AbstractContextManager[None]]
 
     def of(self, caches: list, cache_types: tuple[type, ...]) -> "LayerCalls | None":
         """The calls that bring ``caches`` forward; None where only the whole model can.
@@ -93,6 +93,6 @@ class LayerCalls:
 
     def repeat(self, num_rows: int) -> None:
         """Run the first ``num_rows`` through these layers again."""
-        with self.as_alone(num_rows):
+        with self.matching_single_row(num_rows):
             for call in self.calls:
                 call.repeat(num_rows)

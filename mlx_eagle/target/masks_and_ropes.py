@@ -186,7 +186,7 @@ class RowPositions:
             self.depths = None
 
     @contextmanager
-    def as_alone(self, num_rows: int) -> Iterator[None]:
+    def matching_single_row(self, num_rows: int) -> Iterator[None]:
         """Within, each row of a chain is rotated as it would be if it were run alone.
 
         Past the length that a model was trained for, a base that follows the end of the pass

@@ -1,9 +1,9 @@
 """The caches of several texts in one, every text at a length of its own.
 
-Text b's entry of position p lies in column p of its lane, or, in a cache that keeps a window, in
-column p modulo the size of a ring. A pass of R rows writes them at ``length[b] + r``, and a mask
-by length hides what lies behind a text's end. So keeping some of the rows, or none, is arithmetic
-on lengths: nothing is moved, and no text is padded for another.
+Text b's entry of position p lies in column p of its row buffer, or, in a cache that keeps a
+window, in column p modulo the size of a ring. A pass of R rows writes them at ``length[b] + r``,
+and a mask by length hides what lies behind a text's end. So keeping some of the rows, or none, is
+arithmetic on lengths: nothing is moved, and no text is padded for another.
 
 A ring has a few columns more than the window, so that the rows of a pass overwrite nothing that a
 row still sees which turns out to be the last one kept.
@@ -39,7 +39,8 @@ class RaggedStates:
     def join(self, cache: ArraysCache, num_others: int) -> None:
         """Take in the states of a text, which stay as they are, behind ``num_others``."""
         self._kept = [
-            _joined(mine, theirs, num_others) for mine, theirs in zip(self._kept, cache.cache)
+            _joined(mine, theirs, num_others)
+            for mine, theirs in zip(self._kept, cache.cache, strict=True)
         ]
         self._pass = ArraysCache(len(self._kept))
 
@@ -97,7 +98,7 @@ class RaggedList:
         return CacheList(*[part.extract(index) for part in self._parts])
 
 
-STEP = 256  # columns by which lanes grow, as in mlx-lm
+STEP = 256  # columns by which row buffers grow, as in mlx-lm
 SLACK = 16  # columns by which a ring is larger than its window, or as many as a pass needs
 
 
@@ -169,11 +170,11 @@ class RowLengths:
         width = self.longest + num_rows
         return width if ring is None else min(width, ring)
 
-    def slots(self, shape: tuple[int, ...], num_rows: int, ring: int | None) -> mx.array:
-        """Where (B, H, R, D) rows go in lanes of that shape (B, H, S, D): flat, in order.
+    def flat_index(self, shape: tuple[int, ...], num_rows: int, ring: int | None) -> mx.array:
+        """Where (B, H, R, D) rows go in row buffers of that shape (B, H, S, D): flat, in order.
 
         Flat because one index for each number is what MLX writes fastest where the rows of
-        several lanes stand at several places.
+        several buffers stand at several places.
         """
 
         def make() -> mx.array:
@@ -181,11 +182,11 @@ class RowLengths:
             columns = self.places(num_rows) if ring is None else self.places(num_rows) % ring
             large = batch * num_heads * num_columns * size >= 2**31
             kind = mx.int64 if large else mx.int32
-            lanes = mx.arange(batch * num_heads, dtype=kind).reshape(batch, num_heads, 1)
-            rows = lanes * num_columns + columns[:, None].astype(kind)
+            buffers = mx.arange(batch * num_heads, dtype=kind).reshape(batch, num_heads, 1)
+            rows = buffers * num_columns + columns[:, None].astype(kind)
             return (rows[..., None] * size + mx.arange(size, dtype=kind)).reshape(-1)
 
-        return self.once(("slots", shape, num_rows, ring), make)
+        return self.once(("flat_index", shape, num_rows, ring), make)
 
     def mask(self, num_rows: int, ring: int | None, window: int | None) -> mx.array:
         """Which columns each row of a pass sees, (B, 1, R, S), or with an axis more."""
@@ -211,8 +212,8 @@ class RowLengths:
 class RaggedCache:
     """One layer's keys and values of B texts, as a model asks a cache for them.
 
-    ``max_size`` is the window, None where everything is kept. Lanes (B, H, S, D) are None until
-    there is something in them, and stay None in a layer that does not attend.
+    ``max_size`` is the window, None where everything is kept. Row buffers (B, H, S, D) are None
+    until there is something in them, and stay None in a layer that does not attend.
     """
 
     def __init__(self, rows: RowLengths, max_size: int | None = None):
@@ -268,7 +269,7 @@ class RaggedCache:
             return
         need = max(cache.offset, self._rows.longest)
         num_columns = self._columns(max(need, self._num_columns))
-        lanes = []
+        buffers = []
         for mine, name in ((self.keys, "keys"), (self.values, "values")):
             theirs = getattr(cache, name)
             like = mine if theirs is None else theirs
@@ -276,11 +277,11 @@ class RaggedCache:
             if mine is None:
                 mine = mx.zeros((num_others, *blank[1:]), like.dtype)
             if theirs is None:
-                lane = mx.zeros(blank, like.dtype)
+                buffer = mx.zeros(blank, like.dtype)
             else:
-                lane = self._lane(_in_order(cache, theirs), cache.offset, num_columns)
-            lanes.append(mx.concatenate([_longer(mine, num_columns), lane]))
-        self.keys, self.values = lanes
+                buffer = self._row_buffer(_in_order(cache, theirs), cache.offset, num_columns)
+            buffers.append(mx.concatenate([_pad_columns(mine, num_columns), buffer]))
+        self.keys, self.values = buffers
 
     def keep(self, index: mx.array) -> None:
         """Drop all texts but these."""
@@ -309,7 +310,7 @@ class RaggedCache:
         return 0 if self.keys is None else self.keys.shape[2]
 
     def _columns(self, length: int) -> int:
-        """Columns of lanes for texts of that length."""
+        """Columns of row buffers for texts of that length."""
         columns = _round_up(length, STEP)
         return columns if self._ring is None else min(columns, self._ring)
 
@@ -321,17 +322,17 @@ class RaggedCache:
         return self.max_size + self._rows.slack
 
     def _make_room(self, num_rows: int) -> None:
-        """Lanes that ``num_rows`` more fit into."""
+        """Row buffers that ``num_rows`` more fit into."""
         ring = self._ring_for(num_rows)
         if ring != self._ring:
-            self._lay_again(ring)
+            self._resize_ring(ring)
         num_columns = self._columns(self._rows.longest + num_rows)
         if self.keys is not None and self._num_columns < num_columns:
-            self.keys = _longer(self.keys, num_columns)
-            self.values = _longer(self.values, num_columns)
+            self.keys = _pad_columns(self.keys, num_columns)
+            self.values = _pad_columns(self.values, num_columns)
 
-    def _lay_again(self, ring: int) -> None:
-        """Lay the lanes in a larger ring."""
+    def _resize_ring(self, ring: int) -> None:
+        """Copy the row buffers into a larger ring."""
         before, self._ring = self._ring, ring
         if self.keys is None:
             return
@@ -342,7 +343,7 @@ class RaggedCache:
         self.keys = mx.take_along_axis(self.keys, index, axis=2)
         self.values = mx.take_along_axis(self.values, index, axis=2)
 
-    def _lane(self, entries: mx.array, length: int, num_columns: int) -> mx.array:
+    def _row_buffer(self, entries: mx.array, length: int, num_columns: int) -> mx.array:
         """The last entries (1, H, n, D) of a text of that length, each in its column."""
         if self._ring is None or length <= num_columns:
             front = length - entries.shape[2]
@@ -353,15 +354,15 @@ class RaggedCache:
         index = mx.maximum(places - (length - entries.shape[2]), 0)
         return mx.take(entries, index, axis=2)
 
-    def _written(self, lanes: mx.array | None, rows: mx.array) -> mx.array:
-        """The lanes (B, H, S, D) with rows (B, H, R, D) at their places, in place."""
+    def _written(self, buffers: mx.array | None, rows: mx.array) -> mx.array:
+        """The row buffers (B, H, S, D) with rows (B, H, R, D) at their places, in place."""
         num_rows = rows.shape[2]
-        if lanes is None:
+        if buffers is None:
             columns = self._columns(self._rows.longest + num_rows)
-            lanes = mx.zeros((*rows.shape[:2], columns, rows.shape[3]), rows.dtype)
-        index = self._rows.slots(lanes.shape, num_rows, self._ring)
-        flat = mx.put_along_axis(lanes.reshape(-1), index, rows.reshape(-1), axis=0)
-        return flat.reshape(lanes.shape)
+            buffers = mx.zeros((*rows.shape[:2], columns, rows.shape[3]), rows.dtype)
+        index = self._rows.flat_index(buffers.shape, num_rows, self._ring)
+        flat = mx.put_along_axis(buffers.reshape(-1), index, rows.reshape(-1), axis=0)
+        return flat.reshape(buffers.shape)
 
 
 def _in_order(cache: KVCache | RotatingKVCache, array: mx.array) -> mx.array:
@@ -371,10 +372,10 @@ def _in_order(cache: KVCache | RotatingKVCache, array: mx.array) -> mx.array:
     return cache._temporal_order(array)[..., -min(cache.offset, cache.max_size) :, :]
 
 
-def _longer(lanes: mx.array, num_columns: int) -> mx.array:
-    """Lanes with empty columns behind, so many in all."""
-    missing = num_columns - lanes.shape[2]
-    return lanes if missing <= 0 else mx.pad(lanes, [(0, 0), (0, 0), (0, missing), (0, 0)])
+def _pad_columns(buffers: mx.array, num_columns: int) -> mx.array:
+    """Row buffers with empty columns behind, so many in all."""
+    missing = num_columns - buffers.shape[2]
+    return buffers if missing <= 0 else mx.pad(buffers, [(0, 0), (0, 0), (0, missing), (0, 0)])
 
 
 class RaggedCaches:

@@ -15,7 +15,7 @@ from .sharding import find_stage
 from .stand_in import StandIn, add_behaviour
 
 
-class Watch:
+class TapRecorder:
     """What is seen of one pass at a time: the activations at chosen taps, and layer calls.
 
     ``last`` is the tap behind the last layer.
@@ -46,14 +46,14 @@ class Watch:
         self.begin()
         return seen, calls
 
-    def enter(self, call: LayerCall, index: int) -> None:
+    def on_layer_input(self, call: LayerCall, index: int) -> None:
         """A layer is called. Some take the stream as another argument than the first."""
         if index == 0:  # what enters any other layer is what left the one before
-            self.see(0, call.args[0] if call.args else next(iter(call.kwargs.values())))
+            self.on_tap(0, call.args[0] if call.args else next(iter(call.kwargs.values())))
         if self._calls is not None:
             self._calls.append(call)
 
-    def see(self, tap: int, output: mx.array | tuple) -> None:
+    def on_tap(self, tap: int, output: mx.array | tuple) -> None:
         """An activation passes a tap. Some layers return it with extras; it comes first."""
         if tap not in self._taps:
             return
@@ -64,9 +64,9 @@ class Watch:
             )
         self._seen[tap] = output[0] if isinstance(output, tuple) else output
 
-    def leave(self, tap: int, output: Any) -> Any:
+    def on_layer_output(self, tap: int, output: Any) -> Any:
         """A layer's output passes a tap: what the model goes on with."""
-        self.see(tap, output)
+        self.on_tap(tap, output)
         if self._rows is None or tap != self._last or not isinstance(output, mx.array):
             return output
         if self.is_cut:
@@ -78,27 +78,27 @@ class Watch:
         return output.reshape(-1, output.shape[-1])[self._rows][None]
 
 
-class WatchedLayer:
-    """What the copy of a layer does around its own class: it tells ``Watch``."""
+class RecordedLayer:
+    """What the copy of a layer does around its own class: it tells ``TapRecorder``."""
 
-    _watch: Watch
+    _recorder: TapRecorder
     _index: int
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = super().__call__
-        self._watch.enter(LayerCall(run, args, kwargs), self._index)
-        return self._watch.leave(self._index + 1, run(*args, **kwargs))
+        self._recorder.on_layer_input(LayerCall(run, args, kwargs), self._index)
+        return self._recorder.on_layer_output(self._index + 1, run(*args, **kwargs))
 
 
-class WatchedNorm:
-    """What the copy of the final norm does after its own class: it tells ``Watch``."""
+class RecordedNorm:
+    """What the copy of the final norm does after its own class: it tells ``TapRecorder``."""
 
-    _watch: Watch
+    _recorder: TapRecorder
     _tap: int
 
     def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
         output = super().__call__(*args, **kwargs)
-        self._watch.see(self._tap, output)
+        self._recorder.on_tap(self._tap, output)
         return output
 
 
@@ -158,28 +158,28 @@ class Target:
         self.model = model
         self.taps = taps
         self.num_layers = num_layers
-        self._watched = set(taps)
+        self._recorded = set(taps)
         if taps and not self.stage.is_whole:
-            self._watched |= {self.stage.end, num_layers + 1}  # see Stage.fetch
-        self._watch = Watch(self._watched, num_layers)
-        self._stand_in = self._watched_stand_in(most_rows)
+            self._recorded |= {self.stage.end, num_layers + 1}  # see Stage.fetch
+        self._recorder = TapRecorder(self._recorded, num_layers)
+        self._stand_in = self._recording_stand_in(most_rows)
 
     @property
     def parts(self) -> AttentionParts:
         """Whether attention cuts the rows of its passes into parts."""
         return self._stand_in.parts
 
-    def _watched_stand_in(self, most_rows: Callable[[int, int], int]) -> StandIn:
-        """The model's stand-in, whose layers and final norm tell ``self._watch``."""
+    def _recording_stand_in(self, most_rows: Callable[[int, int], int]) -> StandIn:
+        """The model's stand-in, whose layers and final norm tell ``self._recorder``."""
         layers = list(self.model.layers)
-        norms = [find_final_norm(self.model)] if self.num_layers + 1 in self._watched else []
+        norms = [find_final_norm(self.model)] if self.num_layers + 1 in self._recorded else []
         stand_in = StandIn(self.model, [*layers, *norms], most_rows)
         for index, layer in enumerate(stand_in.copies[: len(layers)], self.stage.start):
-            add_behaviour(layer, WatchedLayer)
-            layer._watch, layer._index = self._watch, index
+            add_behaviour(layer, RecordedLayer)
+            layer._recorder, layer._index = self._recorder, index
         for norm in stand_in.copies[len(layers) :]:
-            add_behaviour(norm, WatchedNorm)
-            norm._watch, norm._tap = self._watch, self.num_layers + 1
+            add_behaviour(norm, RecordedNorm)
+            norm._recorder, norm._tap = self._recorder, self.num_layers + 1
         return stand_in
 
     def __call__(
@@ -217,10 +217,10 @@ class Target:
         behind the layers, the output matrix above all, sees no more than these rows, unless
         features are taken there or the layers are spread over machines.
         """
-        is_possible = self.stage.is_whole and self.num_layers + 1 not in self._watched
-        self._watch.begin(rows=rows if is_possible else None)
-        logits, is_cut = self._stand_in.model(tokens), self._watch.is_cut
-        seen, _ = self._watch.take()
+        is_possible = self.stage.is_whole and self.num_layers + 1 not in self._recorded
+        self._recorder.begin(rows=rows if is_possible else None)
+        logits, is_cut = self._stand_in.model(tokens), self._recorder.is_cut
+        seen, _ = self._recorder.take()
         logits = logits[0] if is_cut else logits.reshape(-1, logits.shape[-1])[rows]
         return logits, self._features(seen, tokens.shape[0])
 
@@ -230,13 +230,13 @@ class Target:
         """As when called with tokens (R,) that form a chain, and every layer's call."""
         logits, seen, calls = self._pass(tokens[None], cache, record=True)
         features = self._features(seen, 1)
-        layer_calls = LayerCalls(calls, partial(self.as_alone, cache))
+        layer_calls = LayerCalls(calls, partial(self.matching_single_row, cache))
         return logits[0], None if features is None else features[0], layer_calls
 
     @contextmanager
-    def as_alone(self, cache: list, num_rows: int) -> Iterator[None]:
+    def matching_single_row(self, cache: list, num_rows: int) -> Iterator[None]:
         """Within, each row of a chain gets the mask and the position it would get alone."""
-        with exact_masks(cache, num_rows), self._stand_in.positions.as_alone(num_rows):
+        with exact_masks(cache, num_rows), self._stand_in.positions.matching_single_row(num_rows):
             yield
 
     def _pass(
@@ -246,15 +246,15 @@ class Target:
 
         ``given`` is what else the model is called with.
         """
-        self._watch.begin(record)
+        self._recorder.begin(record)
         logits = self._stand_in.model(tokens, cache=cache, **given)
-        return logits, *self._watch.take()
+        return logits, *self._recorder.take()
 
     def _features(self, seen: dict[int, mx.array], batch: int) -> mx.array | None:
         """The taps side by side, (batch, R, F); None where there are none."""
         if not self.taps:
             return None
-        for tap in filter(self.stage.sees, self._watched):
+        for tap in filter(self.stage.sees, self._recorded):
             if tap not in seen or seen[tap].ndim != 3 or seen[tap].shape[0] != batch:
                 found = f"shape {tuple(seen[tap].shape)}" if tap in seen else "nothing"
                 raise ValueError(

@@ -65,7 +65,7 @@ def test_a_round_asks_no_more_of_the_device_for_many_than_for_one(monkeypatch, c
         with monkeypatch.context() as patch:
             # Nothing is computed before it is counted.
             patch.setattr(mx, "async_eval", lambda *arrays: None)
-            graph_of(batch, 3)  # the first one grows the lanes
+            graph_of(batch, 3)  # the first one grows the row buffers
             counts[num] = {size: graph_of(batch, size) for size in (0, 1, 3)}
     assert counts[2] == counts[8]
     for size, one in counts[1].items():  # whose rope takes a single offset

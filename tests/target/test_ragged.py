@@ -123,7 +123,7 @@ def test_a_pass_that_failed_leaves_nothing():
 
 
 def test_a_write_moves_its_own_rows_only():
-    """Whatever there is already: nothing as large as the lanes is made for a pass."""
+    """Whatever there is already: nothing as large as the row buffers is made for a pass."""
     texts = [text_of(8 * STEP - 20 * n, None) for n in range(1, 4)]
     shared = RaggedCaches()
     for caches, _ in texts:
