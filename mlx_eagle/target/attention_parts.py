@@ -49,9 +49,10 @@ def find_attention(model: nn.Module) -> list[nn.Module]:
     for layer in model.layers:
         for _, module in layer.named_modules():
             call = type(module).__call__
-            if isinstance(call, FunctionType) and NAME in call.__code__.co_names:
-                if call.__globals__.get(NAME) is attend:
-                    found[id(module)] = module
+            if not isinstance(call, FunctionType) or NAME not in call.__code__.co_names:
+                continue
+            if call.__globals__.get(NAME) is attend:
+                found[id(module)] = module
     return list(found.values())
 
 
@@ -60,7 +61,7 @@ def no_kernel(head_dim: int, heads_per_key: int) -> int:
     return 0
 
 
-def with_parts(call: FunctionType, parts: AttentionParts) -> FunctionType:
+def with_parts(call: Any, parts: AttentionParts) -> FunctionType:
     """A module's ``__call__`` that looks up ``attend_in_parts`` where it had mlx-lm's function.
 
     The code is the same, and so is all else it refers to: the module file that others use stays
@@ -83,10 +84,13 @@ def attend_in_parts(
     values: Any,
     cache: Any,
     scale: float,
-    mask: mx.array | str | None,
+    mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """mlx-lm's function of queries (B, H, R, D), keys and values (B, Hk, S, D), in parts of R."""
+    """mlx-lm's function of queries (B, H, R, D), keys and values (B, Hk, S, D), in parts of R.
+
+    ``mask`` is an array, "causal" or None.
+    """
 
     def whole() -> mx.array:
         return attend(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)

@@ -47,7 +47,8 @@ def _arrays(cache: Any) -> list[mx.array]:
     """Keys and values of a cache that is not empty, unpacked."""
     if not isinstance(cache, QuantizedKVCache):
         return [cache.keys, cache.values]
-    size, bits = cache.group_size, cache.bits
+    parts: tuple[Any, Any] = (cache.keys, cache.values)
     return [
-        mx.dequantize(*part, group_size=size, bits=bits) for part in (cache.keys, cache.values)
+        mx.dequantize(packed, scales, biases, group_size=cache.group_size, bits=cache.bits)
+        for packed, scales, biases in parts
     ]

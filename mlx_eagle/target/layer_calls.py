@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from inspect import Signature, signature
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import mlx.core as mx
@@ -25,7 +25,7 @@ MASKS = ("mask", "attn_mask", "mamba_mask")
 class LayerCall:
     """One layer's call in a pass over R rows; ``run`` does what the layer's own class does."""
 
-    run: MethodType
+    run: Any  # a bound method
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
@@ -82,7 +82,7 @@ class LayerCalls:
     calls: tuple[LayerCall, ...]
     matching_single_row: Callable[[int], AbstractContextManager[None]]
 
-    def of(self, caches: list, cache_types: tuple[type, ...]) -> "LayerCalls | None":
+    def of(self, caches: list[Any], cache_types: tuple[type, ...]) -> "LayerCalls | None":
         """The calls that bring ``caches`` forward; None where only the whole model can.
 
         A model may use a cache outside its layers, or give layers something that grows.

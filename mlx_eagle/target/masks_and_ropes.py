@@ -8,7 +8,7 @@ mlx-lm's rotary embeddings rotate row r of a pass by ``offset + r``. The rows of
 positions, and some rows need the very numbers that they would get one by one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 
 
-def exact_masks(caches: list, num_rows: int) -> AbstractContextManager[None]:
+def exact_masks(caches: list[Any], num_rows: int) -> AbstractContextManager[None]:
     """Within, each row of a chain sees what it would see if it were decoded alone.
 
     mlx-lm masks the rows of a block by distance alone. A RotatingKVCache that keeps its first
@@ -34,7 +34,7 @@ def exact_masks(caches: list, num_rows: int) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def tree_masks(caches: list, tree_mask: mx.array, depths: mx.array) -> Iterator[None]:
+def tree_masks(caches: list[Any], tree_mask: mx.array, depths: mx.array) -> Iterator[None]:
     """Within, a row sees what came before the pass, its ancestors in the pass, and itself.
 
     ``tree_mask[r, a]``, (R, R), says whether row a is row r or an ancestor of it; ``depths``
@@ -52,7 +52,7 @@ def tree_masks(caches: list, tree_mask: mx.array, depths: mx.array) -> Iterator[
 
 
 @contextmanager
-def _swapped_classes(pairs: list[tuple[Any, type]]) -> Iterator[None]:
+def _swapped_classes(pairs: Sequence[tuple[Any, type]]) -> Iterator[None]:
     """Within, each cache has the class beside it; afterwards, also by an error, its own."""
     originals = [(cache, type(cache)) for cache, _ in pairs]
     for cache, changed in pairs:
@@ -75,7 +75,7 @@ class _KeepingCache(RotatingKVCache):
         rows = mx.arange(self.offset, self.offset + N)[:, None]
         positions = mx.where(index < self.keep, index, index + (self.offset + N - length))
         recent = positions > rows - (self.max_size - self.keep)
-        mask = (positions <= rows) & ((index < self.keep) | recent)
+        mask: mx.array = (positions <= rows) & ((index < self.keep) | recent)
         return mask if window_size is None else mask & (positions > rows - window_size)
 
 
@@ -133,7 +133,8 @@ class _TreeRotatingKVCache(_TreeMask, RotatingKVCache):
     def _within_cache(self, mask: mx.array, distance: mx.array) -> mx.array:
         num_rows, num_columns = mask.shape
         kept = mx.arange(num_columns) < min(self.keep, num_columns - num_rows)
-        return mask & (kept[None] | (distance < self.max_size - self.keep))
+        seen: mx.array = mask & (kept[None] | (distance < self.max_size - self.keep))
+        return seen
 
 
 _TREE_CACHES: dict[type, type] = {
@@ -199,7 +200,7 @@ class RowPositions:
             self.one_by_one = False
 
 
-class PositionedRope:
+class PositionedRope(nn.Module):
     """What a copy of a rope module does before its own class: it asks ``RowPositions``."""
 
     _row_positions: RowPositions
@@ -207,15 +208,18 @@ class PositionedRope:
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
         """Rotate the rows of x (1, H, R, D)."""
         if self._row_positions.depths is not None:
-            return self._at_depths(x, *args, **kwargs)
+            return self._at_depths(x, self._row_positions.depths, *args, **kwargs)
         if self._row_positions.one_by_one and isinstance(self, BY_LENGTH):
             return self._row_by_row(x, *args, **kwargs)
-        return super().__call__(x, *args, **kwargs)
+        rotated: mx.array = super().__call__(x, *args, **kwargs)
+        return rotated
 
-    def _at_depths(self, x: mx.array, offset: int = 0, **kwargs: Any) -> mx.array:
+    def _at_depths(
+        self, x: mx.array, depths: mx.array, offset: int = 0, **kwargs: Any
+    ) -> mx.array:
         # (1, H, R, D) -> (R, H, 1, D): one batch entry per row, each with an offset of its own.
-        places = offset + self._row_positions.depths
-        rows = super().__call__(x.transpose(2, 1, 0, 3), offset=places, **kwargs)
+        places = depths + offset
+        rows: mx.array = super().__call__(x.transpose(2, 1, 0, 3), offset=places, **kwargs)
         return rows.transpose(2, 1, 0, 3)
 
     def _row_by_row(self, x: mx.array, offset: int = 0) -> mx.array:

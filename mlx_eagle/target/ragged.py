@@ -24,9 +24,9 @@ class RaggedStates:
 
     def __init__(self, size: int):
         self._kept: list[mx.array | None] = [None] * size
-        self._pass = ArraysCache(size)
+        self._pass: Any = ArraysCache(size)
 
-    def begin(self) -> ArraysCache:
+    def begin(self) -> Any:
         """What the model is given for a pass; what it writes is not kept yet."""
         self._pass = ArraysCache(len(self._kept))
         self._pass.cache = list(self._kept)
@@ -49,9 +49,9 @@ class RaggedStates:
         self._kept = [None if array is None else array[index] for array in self._kept]
         self._pass.cache = [None if array is None else array[index] for array in self._pass.cache]
 
-    def extract(self, index: int) -> ArraysCache:
+    def extract(self, index: int) -> Any:
         """One text's states."""
-        cache = ArraysCache(len(self._kept))
+        cache: Any = ArraysCache(len(self._kept))
         cache.cache = [None if a is None else a[index : index + 1] for a in self._kept]
         return cache
 
@@ -102,7 +102,7 @@ STEP = 256  # columns by which row buffers grow, as in mlx-lm
 SLACK = 16  # columns by which a ring is larger than its window, or as many as a pass needs
 
 
-def can_share(caches: list[Any], plainly: bool = False) -> bool:
+def can_share(caches: Sequence[Any], plainly: bool = False) -> bool:
     """Whether a text's caches can go into ``RaggedCaches``, exactly.
 
     ``plainly``: for passes of one row per text that are kept, which recurrent states allow.
@@ -217,8 +217,8 @@ class RaggedCache:
     """
 
     def __init__(self, rows: RowLengths, max_size: int | None = None):
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
+        self.keys: Any = None
+        self.values: Any = None
         self.max_size = max_size
         self.offset = rows.offset
         self._rows = rows
@@ -331,10 +331,10 @@ class RaggedCache:
             self.keys = _pad_columns(self.keys, num_columns)
             self.values = _pad_columns(self.values, num_columns)
 
-    def _resize_ring(self, ring: int) -> None:
+    def _resize_ring(self, ring: int | None) -> None:
         """Copy the row buffers into a larger ring."""
         before, self._ring = self._ring, ring
-        if self.keys is None:
+        if self.keys is None or before is None or ring is None:
             return
         columns = mx.arange(self._columns(self._rows.longest))
         last = self._rows.offset[:, None] - 1
@@ -365,11 +365,12 @@ class RaggedCache:
         return flat.reshape(buffers.shape)
 
 
-def _in_order(cache: KVCache | RotatingKVCache, array: mx.array) -> mx.array:
+def _in_order(cache: Any, array: mx.array) -> mx.array:
     """The entries (1, H, n, D) of a text's cache that count, oldest first."""
     if type(cache) is KVCache:
         return array[..., : cache.offset, :]
-    return cache._temporal_order(array)[..., -min(cache.offset, cache.max_size) :, :]
+    ordered: mx.array = cache._temporal_order(array)
+    return ordered[..., -min(cache.offset, cache.max_size) :, :]
 
 
 def _pad_columns(buffers: mx.array, num_columns: int) -> mx.array:

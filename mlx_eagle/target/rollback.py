@@ -18,7 +18,7 @@ RULES is the table of strategies, a class for each; its objects are the entries 
 A pass of one row costs what it costs without a checkpoint: nothing is copied for one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,15 +52,17 @@ class TrimRollback:
         if surplus > 0:
             self.cache.trim(surplus)
 
-    def take(self, rows: list[int]) -> list:
+    def take(self, rows: list[int]) -> list[Any]:
         """Copies of these rows of the pass: keys and values, or nothing where there are none."""
         cache = self.cache
         if cache.keys is None:
             return []  # a layer that does not attend
         index = mx.array([self.start + row for row in rows])
-        return tree_map(lambda array: mx.take(array, index, axis=-2), [cache.keys, cache.values])
+        arrays = [cache.keys, cache.values]
+        taken: list[Any] = tree_map(lambda array: mx.take(array, index, axis=-2), arrays)
+        return taken
 
-    def put(self, taken: list, num_rows: int) -> None:
+    def put(self, taken: list[Any], num_rows: int) -> None:
         """Make these the only rows of the pass."""
         cache, end = self.cache, self.start + num_rows
 
@@ -96,7 +98,7 @@ class RotatingRollback:
 
     needs_rerun = False
 
-    def __init__(self, cache: RotatingKVCache, num_rows: int | None = None):
+    def __init__(self, cache: Any, num_rows: int | None = None):
         self.cache = cache
         self.start = cache.offset
         self._index = cache._idx
@@ -123,14 +125,14 @@ class RotatingRollback:
         cache.offset -= surplus
         cache._idx = length
 
-    def take(self, rows: list[int]) -> list:
+    def take(self, rows: list[int]) -> list[Any]:
         """What was there before the pass, with these rows of the pass behind."""
         cache = self.cache
         length = cache.keys.shape[2] - (cache.offset - self.start)
         index = mx.array([*range(length), *(length + row for row in rows)])
         return [mx.take(array, index, axis=-2) for array in (cache.keys, cache.values)]
 
-    def put(self, taken: list, num_rows: int) -> None:
+    def put(self, taken: list[Any], num_rows: int) -> None:
         """Make that the cache."""
         cache = self.cache
         cache.keys, cache.values = taken
@@ -138,11 +140,12 @@ class RotatingRollback:
         cache._idx = cache.keys.shape[2]
 
 
-def _appends_in_place(cache: RotatingKVCache) -> bool:
+def _appends_in_place(cache: Any) -> bool:
     """Whether its next row, alone, goes into the arrays that it has: not longer or cut ones."""
     if cache.keys is None or cache.keys.shape[2] > cache.max_size:
         return False
-    return cache.keys.shape[2] == cache.max_size or cache.offset < cache.keys.shape[2]
+    length = cache.keys.shape[2]
+    return bool(length == cache.max_size or cache.offset < length)
 
 
 class StateRollback:
@@ -184,7 +187,7 @@ RULES: dict[type, Callable[[Any, int | None], Any]] = {
 """Matched by exact type: a subclass may keep state that these rules do not know."""
 
 
-def check_supported(caches: list, whose: str) -> None:
+def check_supported(caches: Sequence[Any], whose: str) -> None:
     """Raise ValueError naming the first cache that cannot be rolled back exactly."""
     for cache in caches:
         if type(cache) not in RULES:
@@ -205,17 +208,17 @@ class CacheQuantization:
     group_size: int
     start: int
 
-    def check(self, caches: list) -> None:
+    def check(self, caches: list[Any]) -> None:
         if self.bits is not None and any(type(c) is RotatingKVCache for c in caches):
             raise ValueError(
                 "kv_bits asks for a quantized cache, but this model has a RotatingKVCache, "
                 "which mlx-lm cannot quantize: leave kv_bits (and max_kv_size) out."
             )
 
-    def apply(self, caches: list) -> None:
+    def apply(self, caches: list[Any]) -> None:
         maybe_quantize_kv_cache(caches, self.start, self.group_size, self.bits)
 
-    def max_rows(self, caches: list) -> int | None:
+    def max_rows(self, caches: list[Any]) -> int | None:
         """Rows until a cache is to be quantized: a pass must end there, as in plain decoding."""
         if self.bits is None:
             return None
@@ -233,7 +236,7 @@ class Checkpoint:
 
     def __init__(
         self,
-        caches: list,
+        caches: list[Any],
         rerun: Callable[[int], None] | None = None,
         num_rows: int | None = None,
     ):
@@ -244,7 +247,7 @@ class Checkpoint:
         self._layers: LayerCalls | None = None
 
     @property
-    def recurrent(self) -> list:
+    def recurrent(self) -> list[Any]:
         """The caches whose rows cannot be cut."""
         return [entry.cache for entry in self._entries if entry.needs_rerun]
 
@@ -272,6 +275,7 @@ class Checkpoint:
         if self._layers is not None:
             self._layers.repeat(num_rows)
         else:
+            assert self._rerun is not None
             self._rerun(num_rows)
 
     def rollback_to_branch(self, rows: list[int]) -> None:
@@ -283,5 +287,5 @@ class Checkpoint:
         # Started before anything is written: a buffer that is still to be read would be copied,
         # all of it, to be written.
         mx.async_eval(taken)
-        for entry, arrays in zip(self._entries, taken):
+        for entry, arrays in zip(self._entries, taken, strict=True):
             entry.put(arrays, len(rows))

@@ -59,7 +59,7 @@ class Stage:
         # must come in one order in all processes. Hence also no waiting for a later need.
         fetched = mx.distributed.all_sum(mx.depends(mine, last))
         mx.async_eval(fetched)
-        return {self.num_layers + 1: last} | dict(zip(shared, fetched))
+        return {self.num_layers + 1: last} | dict(zip(shared, fetched, strict=True))
 
 
 def find_stage(model: nn.Module) -> Stage:
@@ -69,7 +69,7 @@ def find_stage(model: nn.Module) -> Stage:
     """
     num_here = len(model.layers)
     for pipeline in _pipelines(model):
-        total = mx.distributed.all_sum(mx.array(num_here)).item()
+        total = int(mx.distributed.all_sum(mx.array(num_here)))
         return Stage(pipeline.start_idx, pipeline.start_idx + num_here, total)
     return Stage(0, num_here, num_here)
 
@@ -85,12 +85,13 @@ def is_sharded(model: nn.Module) -> bool:
 
 def in_any_process(flag: bool) -> bool:
     """Whether it is true in at least one; all must ask at the same time."""
-    return mx.distributed.all_sum(mx.array(int(flag))).item() > 0
+    return int(mx.distributed.all_sum(mx.array(int(flag)))) > 0
 
 
 def mean_over_processes(values: list[float]) -> list[float]:
     """The mean of numbers that each process has measured; all must ask at the same time."""
-    return (mx.distributed.all_sum(mx.array(values)) / mx.distributed.init().size()).tolist()
+    total = mx.distributed.all_sum(mx.array(values))
+    return [float(mean) for mean in total / mx.distributed.init().size()]
 
 
 def _modules(model: nn.Module) -> list[nn.Module]:

@@ -44,12 +44,12 @@ class StandIn:
         for rope in others[: len(ropes)]:
             add_behaviour(rope, PositionedRope)
             rope._row_positions = self.positions
-        for module, original in zip(others[len(ropes) :], attention):
+        for module, original in zip(others[len(ropes) :], attention, strict=True):
             add_behaviour(module, PartedAttention)
             module._with_parts = with_parts(type(original).__call__, self.parts)
 
     @contextmanager
-    def tree_attention(self, caches: list, tree_mask: mx.array) -> Iterator[None]:
+    def tree_attention(self, caches: list[Any], tree_mask: mx.array) -> Iterator[None]:
         """Within, a forward pass over R rows is one over the tree of ``tree_mask`` (R, R).
 
         ``tree_mask[r, a]`` says whether row a is r itself or one of its ancestors.
@@ -83,9 +83,9 @@ def copy_modules(model: nn.Module, changed: list[nn.Module]) -> tuple[nn.Module,
 def _with_members(value: Any, copied: Any, must_copy: bool) -> Any:
     """A module or a plain container of modules, with every member put through ``copied``."""
     if not isinstance(value, dict):
-        members = [copied(member) for member in value]
-        same = all(new is old for new, old in zip(members, value))
-        return value if same else type(value)(members)
+        listed = [copied(member) for member in value]
+        same = all(new is old for new, old in zip(listed, value, strict=True))
+        return value if same else type(value)(listed)
     members = {key: copied(member) for key, member in value.items()}
     if not must_copy and all(members[key] is value[key] for key in value):
         return value

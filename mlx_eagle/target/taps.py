@@ -53,7 +53,7 @@ class TapRecorder:
         if self._calls is not None:
             self._calls.append(call)
 
-    def on_tap(self, tap: int, output: mx.array | tuple) -> None:
+    def on_tap(self, tap: int, output: Any) -> None:
         """An activation passes a tap. Some layers return it with extras; it comes first."""
         if tap not in self._taps:
             return
@@ -78,7 +78,7 @@ class TapRecorder:
         return output.reshape(-1, output.shape[-1])[self._rows][None]
 
 
-class RecordedLayer:
+class RecordedLayer(nn.Module):
     """What the copy of a layer does around its own class: it tells ``TapRecorder``."""
 
     _recorder: TapRecorder
@@ -90,14 +90,14 @@ class RecordedLayer:
         return self._recorder.on_layer_output(self._index + 1, run(*args, **kwargs))
 
 
-class RecordedNorm:
+class RecordedNorm(nn.Module):
     """What the copy of the final norm does after its own class: it tells ``TapRecorder``."""
 
     _recorder: TapRecorder
     _tap: int
 
     def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
-        output = super().__call__(*args, **kwargs)
+        output: mx.array = super().__call__(*args, **kwargs)
         self._recorder.on_tap(self._tap, output)
         return output
 
@@ -115,7 +115,7 @@ def find_final_norm(model: nn.Module) -> nn.Module:
         if any(layer is last for layer in module.get("layers") or ())
     ]
     owner = owners[-1] if owners else model
-    norms = []
+    norms: list[nn.Module] = []
     for child in owner.children().values():
         parameters = child.parameters() if isinstance(child, nn.Module) else {}
         vectors = all(isinstance(p, mx.array) and p.ndim == 1 for p in parameters.values())
@@ -185,7 +185,7 @@ class Target:
     def __call__(
         self,
         tokens: mx.array,
-        cache: list,
+        cache: list[Any],
         tree_mask: mx.array | None = None,
         embeddings: mx.array | None = None,
     ) -> tuple[mx.array, mx.array | None]:
@@ -197,7 +197,9 @@ class Target:
         (0,).
         """
         if tree_mask is None:
-            given = {} if embeddings is None else {"input_embeddings": embeddings[None]}
+            given: dict[str, Any] = {}
+            if embeddings is not None:
+                given["input_embeddings"] = embeddings[None]
             logits, seen, _ = self._pass(tokens[None], cache, **given)
         else:
             with self._stand_in.tree_attention(cache, tree_mask):
@@ -205,7 +207,7 @@ class Target:
         features = self._features(seen, 1)
         return logits[0], None if features is None else features[0]
 
-    def batch(self, tokens: mx.array, cache: list) -> tuple[mx.array, mx.array | None]:
+    def batch(self, tokens: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array | None]:
         """Run tokens (B, R) on top of batch caches: logits (B, R, V), features (B, R, F)."""
         logits, seen, _ = self._pass(tokens, cache)
         return logits, self._features(seen, tokens.shape[0])
@@ -225,7 +227,7 @@ class Target:
         return logits, self._features(seen, tokens.shape[0])
 
     def record(
-        self, tokens: mx.array, cache: list
+        self, tokens: mx.array, cache: list[Any]
     ) -> tuple[mx.array, mx.array | None, LayerCalls]:
         """As when called with tokens (R,) that form a chain, and every layer's call."""
         logits, seen, calls = self._pass(tokens[None], cache, record=True)
@@ -234,13 +236,13 @@ class Target:
         return logits[0], None if features is None else features[0], layer_calls
 
     @contextmanager
-    def matching_single_row(self, cache: list, num_rows: int) -> Iterator[None]:
+    def matching_single_row(self, cache: list[Any], num_rows: int) -> Iterator[None]:
         """Within, each row of a chain gets the mask and the position it would get alone."""
         with exact_masks(cache, num_rows), self._stand_in.positions.matching_single_row(num_rows):
             yield
 
     def _pass(
-        self, tokens: mx.array, cache: list, record: bool = False, **given: mx.array
+        self, tokens: mx.array, cache: list[Any], record: bool = False, **given: Any
     ) -> tuple[mx.array, dict[int, mx.array], tuple[LayerCall, ...]]:
         """One forward pass over tokens (B, R): logits (B, R, V), activations by tap, calls.
 

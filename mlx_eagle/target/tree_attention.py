@@ -7,6 +7,7 @@ takes either from elsewhere would give wrong logits, so each model is tried once
 
 from copy import deepcopy
 from dataclasses import dataclass
+from typing import Any
 from weakref import finalize
 
 import mlx.core as mx
@@ -70,7 +71,7 @@ LEAST_NOISE = 0.02  # of the greatest logit; a mask or a position gone astray ch
 _refusals: dict[int, str] = {}  # by the id of a model, as long as it lives
 
 
-def check_trees(model: nn.Module, caches: list) -> None:
+def check_trees(model: nn.Module, caches: list[Any]) -> None:
     """Raise ValueError, with the reason, where this model cannot verify a tree exactly.
 
     Cache types are looked up; the rest is measured, once for each model: a small tree on a few
@@ -129,8 +130,8 @@ def _probe(model: nn.Module) -> _Probe:
     vocabulary, because models are at their most sensitive on special ones.
     """
 
-    def run(model: nn.Module, tokens: list[int], cache: list) -> mx.array:
-        logits = model(mx.array([tokens]), cache=cache)[0]
+    def run(model: nn.Module, tokens: list[int], cache: list[Any]) -> mx.array:
+        logits: mx.array = model(mx.array([tokens]), cache=cache)[0]
         mx.eval(logits)  # one by one: parts of a pipeline must all run them in this order
         return logits
 
@@ -146,7 +147,7 @@ def _probe(model: nn.Module) -> _Probe:
     parts = [run(model, tokens, before) for tokens in ([root], [left, below, last])]
     alone = mx.stack([first[0], first[1], second[1], first[2]])
     return _Probe(
-        mx.abs(tree - alone).max().item(),
-        mx.abs(mx.concatenate(parts) - first).max().item(),
-        mx.abs(alone).max().item(),
+        float(mx.abs(tree - alone).max()),
+        float(mx.abs(mx.concatenate(parts) - first).max()),
+        float(mx.abs(alone).max()),
     )
