@@ -5,6 +5,7 @@ sampling are those of ``flags.py``; the look is mlx-lm's.
 """
 
 import argparse
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -23,6 +24,7 @@ from ..generate import GenerationResponse, stream_generate
 from ..system.ansi import Marker
 from ..system.command import run_command
 from ..system.progress import prompt_bar
+from ..system.signals import StopSignals
 from .flags import (
     add_draft_cache_flag,
     add_draft_flags,
@@ -32,7 +34,6 @@ from .flags import (
     draft_options,
     load_pair,
 )
-from .interrupts import Interrupt
 from .opening import apply_template
 
 DEMO = "SmolLM2-135M-Instruct (demo)"
@@ -71,7 +72,8 @@ class Conversation:
         self.drafter = drafter
         self.stats = Stats()
         self.num_answers = 0
-        self.interrupt = Interrupt()
+        # A first Ctrl-C ends the answer, a second one the command.
+        self.interrupt = StopSignals((signal.SIGINT,), once=True)
         self.forget()
 
     def forget(self) -> None:
@@ -102,10 +104,10 @@ class Conversation:
             prompt_progress_callback=prompt_bar(self.args.prefill_step_size),
             **draft_options(self.args, self.drafter, recalibrate),
         )
-        with self.interrupt.listening():
+        with self.interrupt:
             for response in responses:
                 yield response
-                if self.interrupt.is_wanted:
+                if self.interrupt.is_asked:
                     break
             responses.close()
         self.num_answers += 1
@@ -179,7 +181,7 @@ def answer(ui: UI, conversation: Conversation, question: str) -> None:
     for response in conversation.answer(question):
         ui.stream_token(mark(response.text, response.from_draft))
     ui.end_turn(response)
-    if conversation.interrupt.is_wanted:
+    if conversation.interrupt.is_asked:
         ui.say_lines(["Stopped. Press Ctrl-C again, or q, to exit."])
 
 

@@ -12,6 +12,7 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 from ..commands.flags import with_known_head
 from ..system.command import run_command
 from ..system.device import prepare_device
+from ..system.signals import StopSignals
 from .caches import PairCache
 from .collect import open_collector
 from .engine import PairGenerator
@@ -19,7 +20,6 @@ from .flags import build_parser, check_arguments
 from .handler import PairHandler
 from .listener import ConnectionLimits, PairServer, is_loopback, read_access
 from .provider import PairProvider
-from .signals import StopSignals
 
 POLL = 0.1  # seconds
 

@@ -13,9 +13,9 @@ from ..drafters.head import Eagle3Head
 from ..drafters.kinds import load_drafter
 from ..generate import stream_generate
 from ..system.progress import open_bar
+from ..system.signals import StopSignals
 from .examples import Example, make_batch
 from .losses import unroll
-from .stopping import Stop
 from .teacher import Teacher
 
 
@@ -147,7 +147,7 @@ class Tester:
         self._max_tokens = max_tokens
         self._depth = depth
 
-    def __call__(self, folder: Path, stop: Stop) -> Generated | None:
+    def __call__(self, folder: Path, stop: StopSignals) -> Generated | None:
         """The figures of the head in that folder; None without prompts, or where ``stop`` asks."""
         if not self._prompts:
             return None

@@ -10,11 +10,11 @@ import mlx.nn as nn
 import numpy as np
 
 from ..drafters.target_parts import find_embedding
+from ..system.signals import StopSignals
 from .checkpoints import Checkpoints, locked
 from .evaluate import Tester, choose_prompts
 from .examples import Examples, read_examples
 from .settings import TrainSettings
-from .stopping import stopping
 from .student import (
     Shape,
     Student,
@@ -83,7 +83,7 @@ def _run(settings: TrainSettings, output: Path) -> TrainReport:
     if found is not None:
         trainer.restore(found)
     trainer.describe()
-    with stopping() as stop:
+    with StopSignals(once=True) as stop:
         return trainer.run(stop)
 
 

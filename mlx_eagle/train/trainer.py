@@ -12,13 +12,13 @@ import numpy as np
 
 from ..convert.checkpoint import open_target
 from ..convert.quantize import Quantization
+from ..system.signals import StopSignals
 from .checkpoints import Checkpoints, load_checkpoint
 from .evaluate import Evaluation, Evaluator, Generated, Tester
 from .examples import BatchOrder, Examples, make_batch
 from .log import TrainingLog, make_card
 from .optimizer import TrainStep, learning_rate
 from .settings import TrainSettings
-from .stopping import Stop
 from .student import Student, head_files, write_head
 from .teacher import Teacher
 
@@ -123,7 +123,7 @@ class Trainer:
         self._step.load(state["weights"], state["moments"])
         self._iteration, self._trained_tokens = facts["iteration"], facts["trained_tokens"]
 
-    def run(self, stop: Stop) -> TrainReport:
+    def run(self, stop: StopSignals) -> TrainReport:
         """Train up to the end, or until somebody asks to stop.
 
         Raises ValueError where the loss is no longer a number, or the disk is full.
@@ -147,7 +147,7 @@ class Trainer:
             quiet=self._world.rank() > 0,
         )
 
-    def _train(self, stop: Stop, log: TrainingLog) -> list[float]:
+    def _train(self, stop: StopSignals, log: TrainingLog) -> list[float]:
         """Batch after batch; the losses of the last one."""
         settings, sums = self._settings, _Sums()
         losses: list[float] = []
@@ -282,7 +282,7 @@ class Trainer:
         }
         return {"source": {"path": "mlx_eagle.train", "files": {}}, "training": facts}
 
-    def _finish(self, stop: Stop, log: TrainingLog) -> None:
+    def _finish(self, stop: StopSignals, log: TrainingLog) -> None:
         """Write the head itself, with its target's tokenizer, and then what it is worth."""
         settings = self._settings
         quantization = None

@@ -1,10 +1,14 @@
 """Ctrl-C while MLX looks for a compiler, for which C's ``system`` has the process ignore it."""
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 
 import pytest
+
+from mlx_eagle.system.signals import StopSignals
 
 COMPILER = """#!/bin/sh
 echo >> asked
@@ -13,7 +17,7 @@ if [ -e listening ]; then echo >> sent; kill -INT $(cat listening); fi
 SCRIPT = """
 import os
 import mlx.core as mx
-{imports}
+from mlx_eagle.system.signals import StopSignals
 
 mx.set_default_device(mx.cpu)
 with {listening} as stop:
@@ -23,13 +27,8 @@ with {listening} as stop:
     print(len(open("asked").readlines()), int(os.path.exists("sent")), int({has_seen}))
 """
 LISTENERS = {
-    "server": ("from mlx_eagle.server.signals import *", "StopSignals()", "stop.wait(0.5)"),
-    "trainer": ("from mlx_eagle.train.stopping import *", "stopping()", "stop.is_asked"),
-    "chat": (
-        "from mlx_eagle.commands.interrupts import *; interrupt = Interrupt()",
-        "interrupt.listening()",
-        "interrupt.is_wanted",
-    ),
+    "waiting": ("StopSignals()", "stop.wait(0.5)"),
+    "looking": ("StopSignals(once=True)", "stop.is_asked"),
 }
 
 
@@ -39,8 +38,8 @@ def test_who_listens_misses_no_ctrl_c_while_a_compiler_is_looked_for(name, tmp_p
     compiler = tmp_path / "g++"
     compiler.write_text(COMPILER)
     compiler.chmod(0o755)
-    imports, listening, has_seen = LISTENERS[name]
-    script = SCRIPT.format(imports=imports, listening=listening, has_seen=has_seen)
+    listening, has_seen = LISTENERS[name]
+    script = SCRIPT.format(listening=listening, has_seen=has_seen)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     line = [sys.executable, "-c", script]
     done = subprocess.run(
@@ -49,3 +48,26 @@ def test_who_listens_misses_no_ctrl_c_while_a_compiler_is_looked_for(name, tmp_p
     assert done.returncode == 0, done.stderr
     num_asked, num_sent, num_seen = map(int, done.stdout.split())
     assert num_asked == 1 and num_seen == num_sent
+
+
+def test_a_second_one_is_as_ever_where_only_the_first_is_asked_for():
+    before = signal.getsignal(signal.SIGINT)
+    with StopSignals((signal.SIGINT,), once=True) as stop:
+        assert not stop.is_asked
+        signal.raise_signal(signal.SIGINT)
+        assert stop.is_asked
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_in_another_thread_nothing_happens():
+    def listen() -> None:
+        with StopSignals() as stop:
+            seen.append(stop.is_asked)
+
+    seen: list[bool] = []
+    thread = threading.Thread(target=listen)
+    thread.start()
+    thread.join()
+    assert seen == [False]
