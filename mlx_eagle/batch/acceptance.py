@@ -119,7 +119,7 @@ class RowByRow:
 
     def __init__(self, rules: list[Rule], positions: list[int], room: list[int]):
         self._choices: list[Choice] = [
-            rule.open(at, size) for rule, at, size in zip(rules, positions, room)
+            rule.open(at, size) for rule, at, size in zip(rules, positions, room, strict=True)
         ]
         self._room = list(room)  # left
 
@@ -140,7 +140,7 @@ class RowByRow:
         self, drafts: mx.array, lengths: Sequence[int], logits: mx.array
     ) -> BatchVerification:
         following, kept = [], []
-        for b, (choice, length) in enumerate(zip(self._choices, lengths)):
+        for b, (choice, length) in enumerate(zip(self._choices, lengths, strict=True)):
             made = choice.verify(Draft(drafts[b, :length]), None, logits[b, : length + 1])
             padding = (0, drafts.shape[1] - length)
             following.append(mx.pad(made.following.astype(mx.int32), padding))
@@ -214,7 +214,7 @@ class BatchChoice:
         return mx.concatenate(picked)[mx.array(self._order)]
 
     def alone(self, index: int) -> Pick:
-        for group, choice in zip(self._groups, self._choices):
+        for group, choice in zip(self._groups, self._choices, strict=True):
             if index in group.places:
                 return choice.alone(group.places.index(index))
         raise IndexError(index)
@@ -227,7 +227,7 @@ class BatchChoice:
             return self._choices[0].verify(drafts, lengths, logits)
         made = [
             choice.verify(drafts[places], [lengths[b] for b in group.places], logits[places])
-            for group, (choice, places) in zip(self._groups, self._by_group())
+            for group, (choice, places) in zip(self._groups, self._by_group(), strict=True)
         ]
         following = mx.concatenate([verification.following for verification in made])
         kept = mx.concatenate([verification.num_kept for verification in made])
@@ -235,4 +235,4 @@ class BatchChoice:
 
     def _by_group(self) -> list[tuple[GroupChoice, mx.array]]:
         places = (mx.array(group.places) for group in self._groups)
-        return list(zip(self._choices, places))
+        return list(zip(self._choices, places, strict=True))

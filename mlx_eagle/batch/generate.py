@@ -49,7 +49,7 @@ from .requests import (
 from .rounds import Batch
 
 
-class RequestStats(list[Stats], BatchStats):
+class RequestStats(list[Stats], BatchStats):  # type: ignore[misc]  # both have __iadd__
     """One ``Stats`` per prompt, in order, and mlx-lm's figures of the whole batch by its names.
 
     ``stats[0].mean_acceptance_length`` is that of the first prompt, ``stats.total`` has the counts
@@ -104,7 +104,7 @@ def response_of(
     ``calibration_time`` is what was measured before; what requests measured alone is added.
     """
     ends = [len(t.tokens) - t.limits.end(t.tokens[-1]) for t in requests]
-    ids = [request.tokens[:end] for request, end in zip(requests, ends)]
+    ids = [request.tokens[:end] for request, end in zip(requests, ends, strict=True)]
     stats = [request.stats for request in requests]
     alone = sum(counts.calibration_time for counts in stats)
     prompt_time = sum(counts.prompt_time for counts in stats)
@@ -122,7 +122,7 @@ def response_of(
             print(f"[batch_generate] Prompt {i}: " + "; ".join(counts.lines()))
     logprobs = None
     if returns.return_logprobs:
-        logprobs = [request.logprobs[:end] for request, end in zip(requests, ends)]
+        logprobs = [(t.logprobs or [])[:end] for t, end in zip(requests, ends, strict=True)]
     return BatchResponse(
         [tokenizer.decode(tokens) for tokens in ids],
         RequestStats(stats, whole, calibration_time + alone),
@@ -138,7 +138,6 @@ def generate_plainly(
     requests: list[Request],
     options: Options,
     returns: Returns,
-    *,
     sizes: dict[str, int],
     calibration_time: float,
     verbose: bool,
@@ -147,7 +146,7 @@ def generate_plainly(
 
     ``sizes`` are mlx-lm's ``completion_batch_size`` and ``prefill_batch_size``, where given.
     """
-    settings = sizes | {
+    settings: dict[str, Any] = sizes | {
         "logits_processors": options.logits_processors,
         "prefill_step_size": options.prefill_step_size,
     }
@@ -162,11 +161,10 @@ def generate_plainly(
             caches,
             [request.limits.max_tokens for request in requests],
             verbose,
-            **asdict(returns) | {"return_token_ids": True},
+            **asdict(returns) | settings | {"return_token_ids": True},
             sampler=options.sampler,
-            **settings,
         )
-    for request, ids in zip(requests, response.token_ids):
+    for request, ids in zip(requests, response.token_ids or (), strict=True):
         num_steps = max(len(ids) - 1, 0)
         request.stats.num_plain_steps = request.stats.num_emitted = num_steps
     return BatchResponse(
@@ -192,14 +190,15 @@ def _sampled_by_row(
         model, stop_tokens=[[token] for token in tokenizer.eos_token_ids], **settings
     )
     try:
+        samplers: Any = [options.sampler_of(request) for request in requests]
         uids = generator.insert(
             [request.prompt for request in requests],
             [request.limits.max_tokens for request in requests],
             caches=[split_cache(request.cache, model, None)[0] for request in requests],
-            samplers=[options.sampler_of(request) for request in requests],
+            samplers=samplers,
         )
-        requests_by_uid = dict(zip(uids, requests))
-        caches = {}
+        requests_by_uid = dict(zip(uids, requests, strict=True))
+        caches: dict[int, list[Any]] = {}
         with generator.stats() as stats:
             while responses := generator.next_generated():
                 for made in responses:
@@ -218,7 +217,7 @@ def _sampled_by_row(
         stats,
         [caches[uid] for uid in uids] if returns.return_prompt_caches else None,
         ids,
-        [request.logprobs for request in requests] if returns.return_logprobs else None,
+        [request.logprobs or [] for request in requests] if returns.return_logprobs else None,
     )
 
 
@@ -283,7 +282,8 @@ def generate_in_turn(
         for token, logprobs, _ in steps:
             request.tokens.append(token)
             if request.logprobs is not None:
-                request.logprobs.append(logprobs[token].item())
+                logprob: Any = logprobs[token].item()
+                request.logprobs.append(logprob)
 
 
 MOST_REQUESTS = 8  # where what rounds of so many cost is not measured
@@ -294,7 +294,7 @@ def batch_generate(
     model: nn.Module,
     tokenizer: Any,
     prompts: list[list[int]],
-    prompt_caches: list[list] | None = None,
+    prompt_caches: list[list[Any]] | None = None,
     max_tokens: int | list[int] = 128,
     verbose: bool = False,
     return_prompt_caches: bool = False,
@@ -361,7 +361,8 @@ def batch_generate(
     if return_logprobs:
         for request in requests:
             request.logprobs = []
-    with wired_limit(model, [options.stream]):
+    stream: Any = options.stream
+    with wired_limit(model, [stream]):
         return _generate(
             model,
             tokenizer,
@@ -394,11 +395,11 @@ def _generate(
     most = MOST_MEASURED if shares and options.num_draft_tokens == AUTO else MOST_REQUESTS
     most = most if max_speculative_batch is None else max_speculative_batch
     is_drafted = options.num_draft_tokens != 0 and 0 < len(requests) <= most
-    if is_drafted and not shares and options.num_draft_tokens == AUTO and len(requests) > 1:
-        # Plain rows for all in one pass bring more than drafts for each in its turn.
-        if reason_not_batchable(model, caches, plainly=True) is None:
-            is_drafted = False
-            warnings.warn(f"{reason}: they are decoded together, without drafts.", stacklevel=3)
+    is_slow = is_drafted and not shares and options.num_draft_tokens == AUTO and len(requests) > 1
+    # Plain rows for all in one pass bring more than drafts for each in its turn.
+    if is_slow and reason_not_batchable(model, caches, plainly=True) is None:
+        is_drafted = False
+        warnings.warn(f"{reason}: they are decoded together, without drafts.", stacklevel=3)
     controller, costs, calibration_time = None, None, 0.0
     if is_drafted and shares:
         start = time.perf_counter()
@@ -412,8 +413,9 @@ def _generate(
         controller, draft_model = None, NullDrafter()
         options = replace(options, num_draft_tokens=0)
     elif not is_drafted:
-        settings = {"sizes": sizes, "calibration_time": calibration_time, "verbose": verbose}
-        return generate_plainly(model, tokenizer, requests, options, returns, **settings)
+        return generate_plainly(
+            model, tokenizer, requests, options, returns, sizes, calibration_time, verbose
+        )
     _say_what_is_shared(draft_model, options, reason)
     start = time.perf_counter()
     if controller is None:
@@ -435,7 +437,7 @@ def _requests(
     model: nn.Module,
     tokenizer: TokenizerWrapper,
     prompts: list[list[int]],
-    prompt_caches: list[list] | None,
+    prompt_caches: list[list[Any]] | None,
     max_tokens: int | list[int],
     options: Options,
 ) -> list[Request]:
@@ -447,7 +449,7 @@ def _requests(
             raise ValueError(f"{what} has {len(values)} entries for {num} prompts: give one each.")
     check_num_draft_tokens(options.num_draft_tokens)
     requests = []
-    for i, (prompt, limit) in enumerate(zip(prompts, limits)):
+    for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
         check_prompt(mx.array(prompt))
         check_max_tokens(limit, of=f" of prompt {i}", least=1)
         # As in mlx-lm's batch, the caches that were given stay as they are.

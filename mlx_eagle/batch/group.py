@@ -80,7 +80,8 @@ class SingleRunner:
         else:
             last.num_taken -= num_unread
             del request.tokens[len(request.tokens) - num_unread :]
-        self._stop(last)
+        if last is not None:
+            self._stop(last)
 
     def close(self) -> None:
         """What was learned of costs is kept."""
@@ -162,7 +163,7 @@ class SharedRunner:
         if done is None:
             return []
         made = []
-        for b, (request, run) in enumerate(zip(done.requests, done.runs)):
+        for b, (request, run) in enumerate(zip(done.requests, done.runs, strict=True)):
             if request.cancelled:
                 continue
             # The controller counts by the mean request.

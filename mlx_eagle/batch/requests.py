@@ -37,12 +37,23 @@ class Request:
     limits: Limits
     cache: list[Any]
     row: int = 0
-    decoder: Decoder | None = None
     stats: Stats = field(default_factory=Stats)
     tokens: list[int] = field(default_factory=list)
     tokens_after_leave: list[int] = field(default_factory=list)
     logprobs: list[float] | None = None  # of the tokens, where they are asked for
     cancelled: bool = False
+    _decoder: Decoder | None = None
+
+    @property
+    def decoder(self) -> Decoder:
+        """What decodes it, from ``prefill`` on."""
+        if self._decoder is None:
+            raise RuntimeError("the request has not been opened: prefill it first")
+        return self._decoder
+
+    @decoder.setter
+    def decoder(self, decoder: Decoder) -> None:
+        self._decoder = decoder
 
     @property
     def ended(self) -> bool:
@@ -105,7 +116,8 @@ def first_token(request: Request) -> Round:
     first.count(request.stats)
     request.tokens += first.run
     if request.logprobs is not None:
-        request.logprobs.append(first.verification.logprobs[0, first.run[0]].item())
+        logprob: Any = first.verification.logprobs[0, first.run[0]].item()
+        request.logprobs.append(logprob)
     return first
 
 
@@ -185,16 +197,3 @@ class SharedRound:
                 self.requests, self.positions, rows, strict=True
             )
         ]
-
-
-@dataclass(frozen=True)
-class PendingPairs:
-    """What a plain step emitted, (B, 1), which the drafter has yet to absorb."""
-
-    tokens: mx.array
-    features: mx.array | None  # (B, 1, F)
-
-    def of(self, index: mx.array) -> "PendingPairs":
-        """For some of the requests alone."""
-        seen = None if self.features is None else self.features[index]
-        return PendingPairs(self.tokens[index], seen)

@@ -7,6 +7,7 @@ their number, but where a drafter or a rule works one by one.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,6 +16,7 @@ from mlx_lm.generate import generation_stream
 from ..decoding.accept import RowsInTurn, log_softmax
 from ..decoding.controller import Controller
 from ..decoding.costs import DraftShape, Ways
+from ..decoding.decoder import PendingPairs
 from ..decoding.live_costs import CostsBySize
 from ..decoding.pipeline import Pipeline
 from ..drafters.base import Draft, Drafter
@@ -25,7 +27,7 @@ from ..target.cache_view import CacheView
 from ..target.ragged import RaggedCaches
 from ..target.taps import Target
 from .acceptance import BatchChoice, BatchRule, BatchVerification
-from .requests import PendingPairs, Request, SharedRound
+from .requests import Request, SharedRound
 
 MOST_BEHIND = 256  # plain steps that a drafter may fall behind: till then their features are kept
 
@@ -68,7 +70,7 @@ class Batch:
         self._target.parts.is_on = ways.splits_attention
         self._rule = BatchRule([])
         self._roots = mx.zeros((0, 1), mx.int32)
-        self._backlog: list[PendingPairs] = []
+        self._pending = PendingPairs()
         self._waiting: list[Request] = []
         self._pipeline: Pipeline[SharedRound] | None = None
         self._rounds: Iterator[SharedRound] = iter(())
@@ -149,7 +151,7 @@ class Batch:
             mx.async_eval(drafts)
         else:
             drafts, lengths = mx.zeros((len(positions), 0), mx.int32), [0] * len(positions)
-        num_drafted = [min(length, own) for length, own in zip(lengths, room)]
+        num_drafted = [min(length, own) for length, own in zip(lengths, room, strict=True)]
         tokens = mx.concatenate([self._roots, drafts], axis=1)
         logits, features = self._target.batch(tokens, self._caches.open())
         verification, logits = self._accept(choice, drafts, num_drafted, logits)
@@ -178,7 +180,7 @@ class Batch:
             and not self._waiting
             and all(
                 request.limits.has_room_after(position + 1)
-                for request, position in zip(done.requests, done.positions)
+                for request, position in zip(done.requests, done.positions, strict=True)
             )
         )
 
@@ -195,7 +197,7 @@ class Batch:
             lengths = [len(run) for run in done.runs]
             roots = mx.array([run[-1:] for run in done.runs], mx.int32)
             self._commit(done, lengths, roots)
-        for b, (request, run) in enumerate(zip(done.requests, done.runs)):
+        for b, (request, run) in enumerate(zip(done.requests, done.runs, strict=True)):
             if request.cancelled:
                 request.tokens_after_leave += run
                 continue
@@ -206,7 +208,8 @@ class Batch:
             request.tokens += run
             if request.logprobs is not None:
                 rows = mx.arange(len(run)), mx.array(run)
-                request.logprobs += log_softmax(done.logits[b])[rows].tolist()
+                logprobs: Any = log_softmax(done.logits[b])[rows].tolist()
+                request.logprobs += logprobs
 
     def acceptance_of(self, done: SharedRound) -> tuple[DraftShape, Sequence[int]] | None:
         """Drafts that were cut short at a request's end tell little, and are left out."""
@@ -270,7 +273,10 @@ class Batch:
         self._drafts.keep(left)
         places = mx.array(left, mx.int32)
         self._roots = self._roots[places]
-        self._backlog = [step.of(places) for step in self._backlog if left]
+        if left:
+            self._pending.keep(places)
+        else:
+            self._pending.clear()
 
     def _go_by_size(self) -> None:
         """Give the controller the costs of a batch of this size, where it goes by others."""
@@ -281,14 +287,9 @@ class Batch:
 
     def _catch_up(self) -> None:
         """Let the drafter absorb what was decoded plainly."""
-        if not self._backlog:
-            return
-        steps = [step.tokens for step in self._backlog]
-        features = [step.features for step in self._backlog]
-        seen = None if features[0] is None else mx.concatenate(features, axis=1)
-        self._drafts.extend(mx.concatenate(steps, axis=1), seen)
-        self._drafts.advance([len(steps)] * len(self.requests))
-        self._backlog.clear()
+        if num_steps := len(self._pending):
+            self._pending.flush(self._drafts.extend)
+            self._drafts.advance([num_steps] * len(self.requests))
 
     def _commit(self, done: SharedRound, lengths: list[int], roots: mx.array) -> None:
         """Make the first ``lengths[b]`` tokens that follow part of request b."""
@@ -296,17 +297,12 @@ class Batch:
         if done.absorbed:
             self._drafts.advance(lengths)
         else:
-            self._backlog.append(PendingPairs(done.verification.following, done.features))
-            if len(self._backlog) == MOST_BEHIND:
+            self._pending.add(0, done.verification.following, done.features)
+            if len(self._pending) == MOST_BEHIND:
                 self._catch_up()
         self._roots = roots
-        for b, (request, length) in enumerate(zip(done.requests, lengths)):
-            decoder = request.decoder
-            decoder.num_emitted += length
-            if decoder.processors:
-                run = done.verification.following[b, :length].astype(decoder.history.dtype)
-                decoder.history = mx.concatenate([decoder.history, run])
-                decoder.processors.commit(length - 1, length)
+        for b, (request, length) in enumerate(zip(done.requests, lengths, strict=True)):
+            request.decoder.follow(done.verification.following[b], length, length - 1)
         done.committed = True
         self._num_tokens += sum(lengths) / len(lengths)
 
@@ -331,9 +327,9 @@ class Batch:
             verification = choice.verify(drafts, num_drafted, mx.stack(for_rule))
             if not in_turn:
                 return verification, mx.stack(rows)
-            kept = verification.num_kept.tolist()
-            # All of them, for each is to process a row of its own.
-            if not any([turn.process_next(range(kept[b] + 1)) for b, turn in in_turn.items()]):
+            kept: Any = verification.num_kept.tolist()
+            more = [turn.process_next(range(kept[b] + 1)) for b, turn in in_turn.items()]
+            if not any(more):
                 processed = [
                     in_turn[b].logits if b in in_turn else row for b, row in enumerate(rows)
                 ]

@@ -8,7 +8,7 @@ tokens kept.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -75,8 +75,10 @@ class Verification:
     def read(self) -> Outcome:
         """Wait for the device."""
         mx.eval(self.pending)
-        rows = None if self.rows is None else self.rows.tolist()
-        return Outcome(self.num_kept.item(), self.following.tolist(), rows)
+        num_kept: Any = self.num_kept.item()
+        following: Any = self.following.tolist()
+        rows: Any = None if self.rows is None else self.rows.tolist()
+        return Outcome(num_kept, following, rows)
 
 
 class Choice(Protocol):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Protocol
+from typing import Any
 
 import mlx.core as mx
 
@@ -54,35 +54,6 @@ class Limits:
         return token in self.stop_tokens
 
 
-class Rows(Protocol):
-    """The rows of a verify pass in the target's caches, as ``Checkpoint`` has them."""
-
-    def rollback(self, num_rows: int) -> None:
-        """Keep the first ``num_rows``."""
-
-    def rollback_to_branch(self, rows: list[int]) -> None:
-        """Keep these rows of a tree."""
-
-
-@dataclass(frozen=True)
-class OpenRound:
-    """A round before its verify pass: what is drafted, and the rule's part in it.
-
-    ``position`` is the number of tokens emitted before. ``shape`` is what the drafter was asked
-    for; a draft may be shorter than that, or empty.
-    """
-
-    position: int
-    shape: DraftShape
-    choice: Choice
-    draft: Draft
-    draft_checkpoint: Checkpoint
-
-    @property
-    def num_drafted(self) -> int:
-        return len(self.draft)
-
-
 @dataclass
 class Round:
     """A verify pass in flight, and then its result: row 0 is the root, row i + 1 draft token i."""
@@ -93,19 +64,26 @@ class Round:
     num_levels: int
     verification: Verification
     features: mx.array | None  # (R, F)
-    target_rows: Rows
+    target_rows: Checkpoint
     draft_checkpoint: Checkpoint
     num_head_forwards: int = 0  # of the drafter since prefill, this round included
     absorbed: bool = False  # by the drafter; otherwise kept until it catches up
     committed: bool = False
-    outcome: Outcome | None = None  # once read
+    _outcome: Outcome | None = None
     run: list[int] = field(default_factory=list)  # the tokens emitted, once read and committed
     num_taken: int = 0  # of them, by the caller
 
     def read(self) -> Outcome:
         """Wait for the device: what stays of the draft, and what follows."""
-        self.outcome = self.verification.read()
-        return self.outcome
+        self._outcome = self.verification.read()
+        return self._outcome
+
+    @property
+    def outcome(self) -> Outcome:
+        """What the rule kept, once the round was read."""
+        if self._outcome is None:
+            raise RuntimeError("the round has not been read yet")
+        return self._outcome
 
     @property
     def tried_shape(self) -> DraftShape | None:
@@ -124,12 +102,16 @@ class Round:
             self.num_drafted, self.num_levels, num_accepted, len(self.run), self.num_head_forwards
         )
 
+    def last_row(self, length: int) -> int:
+        """The row of the pass that the last of so many tokens follows."""
+        return length - 1 if self._outcome is None else self._outcome.kept_rows[length - 1]
+
     def keep_run(self, length: int) -> None:
         """Cut the caches to the rows that led to the first ``length`` tokens emitted."""
-        if self.outcome is None or self.outcome.rows is None:
+        if self._outcome is None or self._outcome.rows is None:
             self.rollback(length, length)
             return
-        self.target_rows.rollback_to_branch(self.outcome.rows[:length])
+        self.target_rows.rollback_to_branch(self._outcome.rows[:length])
         self.draft_checkpoint.rollback(length)
 
     def rollback(self, num_rows: int, num_pairs: int) -> None:
@@ -155,13 +137,45 @@ def stop_point(last: Round, upcoming: Round | None) -> StopPoint:
     return StopPoint.AT_ROOT if upcoming is None else StopPoint.NEXT_IN_FLIGHT
 
 
-@dataclass(frozen=True)
 class PendingPairs:
-    """Pairs that the drafter has not absorbed yet: what a plain step emitted at ``position``."""
+    """What plain steps emitted and the drafter has yet to absorb, of one request or of several.
 
-    position: int
-    tokens: mx.array
-    features: mx.array | None
+    Tokens are (m,), of several requests (B, m), with features (m, F) or (B, m, F) where the
+    drafter is fed any.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[int, mx.array, mx.array | None]] = []
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def add(self, position: int, tokens: mx.array, features: mx.array | None) -> None:
+        """What was emitted from ``position`` on, behind all others."""
+        self._steps.append((position, tokens, features))
+
+    def drop_from(self, position: int) -> None:
+        """Forget what was emitted from there on."""
+        self._steps = [step for step in self._steps if step[0] < position]
+
+    def keep(self, index: mx.array) -> None:
+        """Keep these of several requests."""
+        self._steps = [
+            (position, tokens[index], None if features is None else features[index])
+            for position, tokens, features in self._steps
+        ]
+
+    def clear(self) -> None:
+        self._steps = []
+
+    def flush(self, extend: Callable[[mx.array, mx.array | None], None]) -> None:
+        """Give all of them to ``extend``, and forget them once it has taken them."""
+        if not self._steps:
+            return
+        features = [features for _, _, features in self._steps if features is not None]
+        seen = mx.concatenate(features, axis=-2) if features else None
+        extend(mx.concatenate([tokens for _, tokens, _ in self._steps], axis=-1), seen)
+        self.clear()
 
 
 class Decoder:
@@ -175,7 +189,7 @@ class Decoder:
         self,
         target: Target,
         drafter: Drafter,
-        cache: list,
+        cache: list[Any],
         rule: Rule,
         processors: LogitsProcessors,
         quantization: CacheQuantization,
@@ -197,7 +211,7 @@ class Decoder:
         self.discards_features = False  # from now on nothing is kept that it could absorb
         self._is_seeded = True  # what the drafter starts from can be computed
         self._prefill_forwards = 0
-        self._backlog: list[PendingPairs] = []
+        self._pending = PendingPairs()
 
     @property
     def num_head_forwards(self) -> int:
@@ -292,77 +306,62 @@ class Decoder:
         drafter falls behind, and catches up before it proposes again. It does absorb the step
         after a round that failed, for that may have left it nothing to start from.
         """
-        draft_checkpoint = self.checkpoint_draft(shape)
+        if shape.size > 0:
+            self.flush_pairs()
+        before_draft = Checkpoint(self.drafter.cache)
         absorb |= shape.size > 0 or not self._is_seeded
         self._is_seeded = False
-        with self._undone_on_failure(draft_checkpoint), mx.stream(self.stream):
-            opened = self.open_round(shape, draft_checkpoint)
-            if opened.shape.size > 0:
+        # 1. Draft: the drafter proposes what may follow the root.
+        with self._undone_on_failure(before_draft), mx.stream(self.stream):
+            shape = self._before_quantization(shape)
+            choice = self.rule.open(self.num_emitted, shape.size)
+            draft = self._propose(shape, choice)
+            if shape.size > 0:
                 # The device drafts while the host builds the target's pass, the larger graph.
-                mx.async_eval(opened.draft.tokens)
-            tree_mask = opened.draft.tree_mask()
+                mx.async_eval(draft.tokens)
+            tree_mask = draft.tree_mask()
             tokens = self.root
-            if len(opened.draft) > 0:
-                tokens = mx.concatenate([tokens, opened.draft.tokens])
+            if len(draft) > 0:
+                tokens = mx.concatenate([tokens, draft.tokens])
         # The checkpoint is not named in there: it would keep itself and all caches alive.
-        target_checkpoint = Checkpoint(
-            self.cache, lambda num_rows: self._rerun(tokens[:num_rows]), 1 + len(opened.draft)
+        before_pass = Checkpoint(
+            self.cache, lambda num_rows: self._rerun(tokens[:num_rows]), 1 + len(draft)
         )
-        with self._undone_on_failure(target_checkpoint, draft_checkpoint), mx.stream(self.stream):
-            logits, features = self._verify(tokens, tree_mask, target_checkpoint)
-            launched = self.close_round(opened, tree_mask, logits, features, target_checkpoint)
-            mx.async_eval(launched.verification.pending)
+        with self._undone_on_failure(before_pass, before_draft), mx.stream(self.stream):
+            # 2. Verify: one pass of the target over the root and the draft.
+            logits, features = self._verify(tokens, tree_mask, before_pass)
+            # 3. Accept: the rule keeps what the target agrees with, and the drafter absorbs it.
+            verification = self._accept(choice, draft, tree_mask, logits)
+            if verification.rows is not None and features is not None:
+                features = features[verification.rows]
+            launched = Round(
+                self.num_emitted,
+                shape,
+                len(draft),
+                draft.num_levels,
+                verification,
+                features,
+                before_pass,
+                before_draft,
+                self.num_head_forwards,
+            )
+            mx.async_eval(verification.pending)
             if absorb:
                 self.extend_drafter(launched)
                 mx.async_eval(self.drafter.pending())
         self._is_seeded = True
         return launched
 
-    def checkpoint_draft(self, shape: DraftShape) -> Checkpoint:
-        """The drafter's caches before a round, brought up to the root where it is to propose."""
-        if shape.size > 0:
-            self.flush_pairs()
-        return Checkpoint(self.drafter.cache)
-
-    def open_round(self, shape: DraftShape, draft_checkpoint: Checkpoint) -> OpenRound:
-        """Draft ``shape``, or as much of it as fits before the caches are quantized."""
+    def _before_quantization(self, shape: DraftShape) -> DraftShape:
+        """As much of ``shape`` as fits before the caches are quantized."""
         max_rows = self.quantization.max_rows(self.cache)
-        if max_rows is not None:
-            shape = replace(shape, size=min(shape.size, max_rows - 1))
-        choice = self.rule.open(self.num_emitted, shape.size)
-        draft = self._propose(shape, choice)
-        return OpenRound(self.num_emitted, shape, choice, draft, draft_checkpoint)
-
-    def close_round(
-        self,
-        opened: OpenRound,
-        tree_mask: mx.array | None,
-        logits: mx.array,
-        features: mx.array | None,
-        target_rows: Rows,
-    ) -> Round:
-        """The round whose verify pass gives logits (R, V) and features (R, F), not started yet."""
-        draft = opened.draft
-        verification = self._accept(opened, tree_mask, logits)
-        if verification.rows is not None and features is not None:
-            features = features[verification.rows]
-        return Round(
-            opened.position,
-            opened.shape,
-            len(draft),
-            draft.num_levels,
-            verification,
-            features,
-            target_rows,
-            opened.draft_checkpoint,
-            self.num_head_forwards,
-        )
+        return shape if max_rows is None else replace(shape, size=min(shape.size, max_rows - 1))
 
     def _accept(
-        self, opened: OpenRound, tree_mask: mx.array | None, logits: mx.array
+        self, choice: Choice, draft: Draft, tree_mask: mx.array | None, logits: mx.array
     ) -> Verification:
         """What the rule keeps, by logits that have been through the processors."""
-        choice, draft, history = opened.choice, opened.draft, self.history
+        history = self.history
         # As in mlx-lm, not while no token is known: after a prompt of embeddings alone.
         if len(self.processors) == 0 or history.size == 0:
             return choice.verify(draft, tree_mask, logits)
@@ -406,15 +405,18 @@ class Decoder:
             self.quantization.apply(self.cache)
             emitted = done.verification.following[:length]
             self.root, self.root_embedding = emitted[-1:], None
-            self.num_emitted += length
+            self.follow(emitted, length, done.last_row(length))
             done.committed = True
             if not done.absorbed and not self.discards_features:
-                self._backlog.append(PendingPairs(done.position, emitted, done.features))
-            if self.processors:
-                tokens = emitted.astype(self.history.dtype)
-                self.history = mx.concatenate([self.history, tokens])
-                rows = range(length) if done.outcome is None else done.outcome.kept_rows
-                self.processors.commit(rows[length - 1], length)
+                self._pending.add(done.position, emitted, done.features)
+
+    def follow(self, following: mx.array, length: int, last_row: int) -> None:
+        """Count the first ``length`` of (R,) as emitted, the last after ``last_row``."""
+        self.num_emitted += length
+        if len(self.processors) > 0:
+            tokens = following[:length].astype(self.history.dtype)
+            self.history = mx.concatenate([self.history, tokens])
+            self.processors.commit(last_row, length)
 
     def stop(self, last: Round, upcoming: Round | None) -> None:
         """Make the caches what plain decoding leaves: all tokens taken are run, nothing after.
@@ -427,12 +429,12 @@ class Decoder:
                     if upcoming is not None:
                         upcoming.rollback(0, 0)
                     last.rollback(last.num_taken + 1, last.num_taken)
-                    self._backlog = [p for p in self._backlog if p.position < last.position]
+                    self._pending.drop_from(last.position)
                     features, row = last.features, last.num_taken
-                case StopPoint.NEXT_IN_FLIGHT:
+                case StopPoint.NEXT_IN_FLIGHT if upcoming is not None:
                     upcoming.rollback(1, 0)
                     features, row = upcoming.features, 0
-                case StopPoint.AT_ROOT:
+                case _:
                     (_, features), row = self._run(self.root), 0
             self._finalize_caches(None if features is None else features[row : row + 1])
 
@@ -452,14 +454,10 @@ class Decoder:
 
     def flush_pairs(self) -> None:
         """Let the drafter absorb what was decoded plainly."""
-        if not self._backlog:
+        if len(self._pending) == 0:
             return
-        tokens = mx.concatenate([pairs.tokens for pairs in self._backlog])
-        features = [pairs.features for pairs in self._backlog]
         with self._undone_on_failure(Checkpoint(self.drafter.cache)), mx.stream(self.stream):
-            seen = None if features[0] is None else mx.concatenate(features)
-            self.drafter.extend(tokens, seen)
-        self._backlog.clear()
+            self._pending.flush(self.drafter.extend)
 
     def _run(self, tokens: mx.array) -> tuple[mx.array, mx.array | None]:
         given = self.root_embedding  # in the first round, whose one row is the root

@@ -11,6 +11,7 @@ from functools import cache
 from itertools import count
 from math import isfinite
 from numbers import Integral, Real
+from typing import Any, Protocol, TypeGuard
 
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_sampler
@@ -127,7 +128,7 @@ class Sampling:
         return self._key
 
     @property
-    def parameters(self) -> tuple:
+    def parameters(self) -> tuple[float, ...]:
         """All that ``log_probabilities`` depends on."""
         return self.temp, self.top_p, self.min_p, self.min_tokens_to_keep, self.top_k
 
@@ -154,7 +155,7 @@ def noise_of_rows(keys: mx.array, positions: mx.array, size: int) -> mx.array:
 
 
 def _is_seed(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and 0 <= value < 2**64
+    return isinstance(value, Integral) and not isinstance(value, bool) and 0 <= int(value) < 2**64
 
 
 def _mixed(key: mx.array, kind: int, number: int) -> mx.array:
@@ -205,7 +206,7 @@ def sampler_for(
     """
     if options.temp == 0:
         return None
-    filters = {
+    filters: dict[str, Any] = {
         "temp": options.temp,
         "top_p": options.top_p,
         "min_p": options.min_p,
@@ -223,6 +224,24 @@ def sampler_for(
 
 
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+
+
+class CopiedProcessor(Protocol):
+    """A logits processor that can be gone on from in several ways."""
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array: ...
+
+    def copy(self) -> "CopiedProcessor":
+        """Another one in the same state."""
+
+
+class RolledBackProcessor(Protocol):
+    """A logits processor that can forget its last calls."""
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array: ...
+
+    def rollback(self, n: int) -> None:
+        """Be as before the last ``n`` calls."""
 
 
 class LogitsProcessors:
@@ -246,7 +265,7 @@ class LogitsProcessors:
     def run_at_once(self, draft: Draft) -> bool:
         """Whether all rows of a pass over ``draft`` may be processed before any is accepted."""
         return len(draft) == 0 or all(
-            is_pure(p) or hasattr(p, "copy") or (draft.parents is None and hasattr(p, "rollback"))
+            is_pure(p) or is_copied(p) or (draft.parents is None and can_roll_back(p))
             for p in self._processors
         )
 
@@ -266,7 +285,7 @@ class LogitsProcessors:
             before = self._processors
             if r > 0:
                 before = self._after[r - 1 if parents is None else parents[r - 1]]
-            self._after.append(tuple(p.copy() if _is_copied(p) else p for p in before))
+            self._after.append(tuple(p.copy() if is_copied(p) else p for p in before))
             rows.append(_processed(self._after[r], history, draft, parents, logits, r))
         self._num_called = len(rows)
         return mx.concatenate(rows)
@@ -284,7 +303,7 @@ class LogitsProcessors:
 
     def _take_back(self, num_calls: int) -> None:
         for processor in self._processors:
-            if num_calls > 0 and not is_pure(processor) and not _is_copied(processor):
+            if num_calls > 0 and can_roll_back(processor):
                 processor.rollback(num_calls)
         self._after, self._num_called = [], 0
 
@@ -320,8 +339,13 @@ def is_pure(processor: LogitsProcessor) -> bool:
     return is_of_mlx_lm or getattr(processor, "is_pure", False) is True
 
 
-def _is_copied(processor: LogitsProcessor) -> bool:
+def is_copied(processor: LogitsProcessor) -> TypeGuard[CopiedProcessor]:
     return hasattr(processor, "copy") and not is_pure(processor)
+
+
+def can_roll_back(processor: LogitsProcessor) -> TypeGuard[RolledBackProcessor]:
+    is_copied_or_pure = hasattr(processor, "copy") or is_pure(processor)
+    return hasattr(processor, "rollback") and not is_copied_or_pure
 
 
 def stand_in(tokens: mx.array, logits: mx.array) -> mx.array:

@@ -1,6 +1,7 @@
 """Before anything is decoded: target, drafter and caches checked against each other."""
 
 from numbers import Integral, Real
+from typing import Any, SupportsInt, TypeGuard
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -36,7 +37,7 @@ def check_prompt(prompt: mx.array, can_be_empty: bool = False) -> None:
 
 def check_num_draft_tokens(num_draft_tokens: object) -> None:
     """Raise ValueError for anything but a whole number from 0 or "auto"."""
-    if num_draft_tokens == AUTO or (_is_whole(num_draft_tokens) and num_draft_tokens >= 0):
+    if num_draft_tokens == AUTO or (_is_whole(num_draft_tokens) and int(num_draft_tokens) >= 0):
         return
     raise ValueError(
         f"num_draft_tokens is {in_words(num_draft_tokens)}: give a whole number, 0 (plain "
@@ -46,7 +47,7 @@ def check_num_draft_tokens(num_draft_tokens: object) -> None:
 
 def check_max_tokens(max_tokens: object, *, of: str = "", least: int = -1) -> None:
     """Raise ValueError for anything but a whole number above 0, or -1 where ``least`` is that."""
-    if _is_whole(max_tokens) and max_tokens >= least and max_tokens != 0:
+    if _is_whole(max_tokens) and int(max_tokens) >= least and max_tokens != 0:
         return
     no_limit = ", or -1 for no limit" if least < 0 else ""
     raise ValueError(f"max_tokens{of} is {in_words(max_tokens)}: give 1 or more{no_limit}.")
@@ -81,7 +82,7 @@ def in_words(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def _is_whole(value: object) -> bool:
+def _is_whole(value: object) -> TypeGuard[SupportsInt]:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -127,8 +128,8 @@ def check_rule_for_sampling(acceptance: str | None, temp: float, xtc_probability
 
 
 def split_cache(
-    prompt_cache: list | None, model: nn.Module, max_kv_size: int | None
-) -> tuple[list, list | None]:
+    prompt_cache: list[Any] | None, model: nn.Module, max_kv_size: int | None
+) -> tuple[list[Any], list[Any] | None]:
     """The target's caches, and the drafter's where ``prompt_cache`` holds them behind those.
 
     Raises ValueError where there are fewer than the target has.
@@ -146,7 +147,7 @@ def split_cache(
     return prompt_cache[:num_caches], prompt_cache[num_caches:] or None
 
 
-def begin_drafter(draft_model: Drafter, draft_cache: list | None) -> Drafter:
+def begin_drafter(draft_model: Drafter, draft_cache: list[Any] | None) -> Drafter:
     """A drafter for one request, on its part of a prompt cache.
 
     Raises ValueError where that is not one of this drafter's.
@@ -157,7 +158,7 @@ def begin_drafter(draft_model: Drafter, draft_cache: list | None) -> Drafter:
             f"prompt_cache holds {len(draft_cache)} caches behind the target's, but this drafter "
             f"has {num_needed}: make it with this drafter's make_cache()."
         )
-    for found, own in zip(draft_cache or (), draft_model.make_cache()):
+    for found, own in zip(draft_cache or (), draft_model.make_cache(), strict=False):
         sizes = [getattr(cache, "max_size", None) for cache in (found, own)]
         if sizes[0] != sizes[1]:
             held, kept = ("all slots" if n is None else f"a window of {n} slots" for n in sizes)
@@ -192,7 +193,7 @@ def check_embeddings(
 def open_decoder(
     model: nn.Module,
     drafter: Drafter,
-    cache: list,
+    cache: list[Any],
     quantization: CacheQuantization,
     stream: mx.Stream | mx.ThreadLocalStream,
     *,
@@ -213,7 +214,7 @@ def open_decoder(
 def _check_target(
     model: nn.Module,
     drafter: Drafter,
-    cache: list,
+    cache: list[Any],
     quantization: CacheQuantization,
     tree: Tree | str | None,
 ) -> None:

@@ -149,17 +149,21 @@ class Stats:
     def acceptance_by_position(self) -> list[float]:
         """alpha_i: kept at position i, given that position i - 1 was kept and i was drafted."""
         reached = self._reached_by_position
-        return [a / r if r else 0.0 for a, r in zip(self.accepted_by_position, reached)]
+        return [
+            a / r if r else 0.0 for a, r in zip(self.accepted_by_position, reached, strict=True)
+        ]
 
     @property
     def cumulative_acceptance_by_position(self) -> list[float]:
         """Kept at position i, of all rounds that drafted that far."""
-        return [a / d for a, d in zip(self.accepted_by_position, self.drafted_by_position)]
+        return [
+            a / d for a, d in zip(self.accepted_by_position, self.drafted_by_position, strict=True)
+        ]
 
     @property
     def _reached_by_position(self) -> list[int]:
         accepted, drafted = self.accepted_by_position, self.drafted_by_position
-        return [min(a, d) for a, d in zip([self.num_rounds, *accepted], drafted)]
+        return [min(a, d) for a, d in zip([self.num_rounds, *accepted], drafted, strict=False)]
 
     @property
     def generation_tps(self) -> float:

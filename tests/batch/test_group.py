@@ -219,7 +219,7 @@ def test_a_drafter_that_falls_behind_catches_up_in_time(monkeypatch):
             batch.admit()
             for _ in range(11):
                 batch.finish(batch.launch(PLAIN, absorb=absorbs))
-                assert len(batch._backlog) < 4
+                assert len(batch._pending) < 4
             done = batch.launch(DraftShape(3))
             batch.finish(done)
         found.append((done.runs, done.kept))
