@@ -103,7 +103,7 @@ def open_beside(
 ) -> Drafter | None:
     """As ``open_drafter``; None and "auto" stand for ``own``, which has come with the target."""
     if name is None:
-        return None if own is None else own.with_draft_window(draft_window)
+        return own if own is None or draft_window is None else own.with_draft_window(draft_window)
     base, copies = split_name(name)
     if base != AUTO or own is None:
         return open_drafter(

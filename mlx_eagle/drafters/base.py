@@ -50,7 +50,10 @@ class Draft:
 
     def known_parents(self) -> Sequence[int] | None:
         """``parents`` on the host, waited for where they are on the device alone."""
-        return self.form if self.form or self.parents is None else self.parents.tolist()
+        if self.form or self.parents is None:
+            return self.form
+        waited: Any = self.parents.tolist()
+        return [int(parent) for parent in waited]
 
     def tree_mask(self) -> mx.array | None:
         """Which rows of the verify pass each one sees, itself included; None for a chain.
@@ -73,6 +76,12 @@ def start_early(token: mx.array, size: int) -> None:
     """
     if size >= LONG_DRAFT:
         mx.async_eval(token)
+
+
+def index_of(array: mx.array) -> int:
+    """A whole number that is on the device; waits for it."""
+    found: Any = array.item()
+    return int(found)
 
 
 def check_width(features: mx.array, width: int) -> None:

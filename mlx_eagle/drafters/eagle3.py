@@ -16,7 +16,7 @@ from mlx_lm.models.cache import KVCache
 
 from ..target.masks_and_ropes import BY_LENGTH, evaluate_ropes, find_ropes
 from ..target.tree_attention import each_itself
-from .base import Draft, Pick, PickChildren, start_early
+from .base import Draft, Pick, PickChildren, index_of, start_early
 from .batch_drafter import HeadBatchDrafter
 from .config import Eagle3Config
 from .feature_drafter import FeatureDrafter
@@ -51,6 +51,8 @@ class EagleDrafter(FeatureDrafter):
 
     Once made, one may be used in any thread, and ``begin`` it in several at the same time.
     """
+
+    head: Eagle3Head
 
     def __init__(
         self,
@@ -88,12 +90,12 @@ class EagleDrafter(FeatureDrafter):
     def dtype(self) -> mx.Dtype:
         return self.head.dtype
 
-    def make_cache(self) -> list:
+    def make_cache(self) -> list[Any]:
         if self.draft_window is None:
             return super().make_cache()
         return [*(make_window(self.draft_window) for _ in self.head.layers), KVCache()]
 
-    def _start(self, cache: list) -> None:
+    def _start(self, cache: list[Any]) -> None:
         super()._start(cache)
         self._warned = False
 
@@ -170,9 +172,9 @@ class Eagle3Drafter(EagleDrafter):
     def cost_key(self) -> str:
         return super().cost_key + (" lagging" if self.lagging else "")
 
-    def _start(self, cache: list) -> None:
+    def _start(self, cache: list[Any]) -> None:
         super()._start(cache)
-        self._num_pairs = cache[0].offset  # absorbed so far, where the cache lags behind
+        self._num_pairs: int = cache[0].offset  # absorbed so far, where the cache lags behind
         self._last: mx.array | None = None
 
     def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
@@ -242,7 +244,7 @@ class Eagle3Drafter(EagleDrafter):
     def use_overlay(self, is_used: bool) -> None:
         self._uses_overlay = is_used and self.supports_overlay
 
-    def _begin_draft(self) -> list:
+    def _begin_draft(self) -> list[Any]:
         """Where drafted slots go: into the head's caches, or beside them."""
         caches = self.cache[:-1]
         if self.draft_window is not None:
@@ -292,7 +294,7 @@ class Eagle3Drafter(EagleDrafter):
     def _position(self) -> int:
         """Pairs absorbed or passed over so far; the last round's count is known by now."""
         if self._last is not None:
-            self._num_pairs += self._last.item() + 1
+            self._num_pairs += index_of(self._last) + 1
             self._last = None
         return self._num_pairs
 
@@ -302,7 +304,7 @@ class Eagle3Drafter(EagleDrafter):
         states: mx.array,
         positions: int | mx.array | None = None,
         mask: mx.array | None = None,
-        cache: list | None = None,
+        cache: list[Any] | None = None,
     ) -> mx.array:
         """One head forward over tokens (m,) and states (m, h) -> (m, h).
 
@@ -355,7 +357,7 @@ class ParallelDrafter(EagleDrafter):
             return self
         return ParallelDrafter(self.head, self._embed, self.taps, self._to_target, size)
 
-    def _start(self, cache: list) -> None:
+    def _start(self, cache: list[Any]) -> None:
         super()._start(cache)
         self._size = self.head.config.speculative_tokens_hint or FIRST_SIZE
 
@@ -400,6 +402,8 @@ class ParallelDrafter(EagleDrafter):
         is_masked, rows = slots >= end, slots[-num_rows:, None]
 
         def visible(window: int | None) -> mx.array | None:
+            seen: mx.array
+            near: mx.array
             if self.draft_window is not None and num_rows == num_pairs == 1:
                 return None  # it finds its window, and nothing else
             seen = (slots <= rows) & ((slots <= base + last) | is_masked | (rows < end))
@@ -417,7 +421,7 @@ class ParallelDrafter(EagleDrafter):
         own = states[last.reshape(1)]
         return mx.concatenate([own, states[num_pairs:]], axis=0)
 
-    def _caches_for(self, num_pairs: int, num_masked: int) -> tuple[list, int]:
+    def _caches_for(self, num_pairs: int, num_masked: int) -> tuple[list[Any], int]:
         """Where the rows of a pass go, and how many columns there are then."""
         caches, num_rows = self.cache[:-1], num_pairs + num_masked
         if self.draft_window is None:

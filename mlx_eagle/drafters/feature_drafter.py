@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable
 from copy import copy
-from typing import Self
+from typing import Any, Self
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -55,23 +55,23 @@ class FeatureDrafter(DrafterBase):
     def propose(self, size: int, pick: Pick) -> Draft:
         """A chain of ``size`` tokens."""
 
-    def begin(self, cache: list | None = None) -> Self:
+    def begin(self, cache: list[Any] | None = None) -> Self:
         drafter = copy(self)
         drafter._start(self.make_cache() if cache is None else cache)
         return drafter
 
-    def _start(self, cache: list) -> None:
+    def _start(self, cache: list[Any]) -> None:
         """Forget the request so far; ``cache`` is that of the next."""
         self.cache = cache
         self.num_forwards = 0
-        self._seed: mx.array | None = None
-        self._first: mx.array | None = None  # the logits after it: of the first draft token
+        self._seed = mx.zeros((0,))  # the state that a draft starts from
+        self._first = mx.zeros((0,))  # the logits after it: of the first draft token
 
     def start_from(self, seed: mx.array, first: mx.array) -> None:
         """Draft from where another has absorbed what ``cache`` holds: its ``pending``."""
         self._seed, self._first = seed, first
 
-    def make_cache(self) -> list:
+    def make_cache(self) -> list[Any]:
         return [KVCache() for _ in range(self._num_layers + 1)]
 
     def extend(
@@ -111,7 +111,7 @@ class FeatureDrafter(DrafterBase):
         So the largest matrix of a draft's first step is multiplied while the host reads the round
         before and decides what comes next.
         """
-        return [] if self._seed is None else [self._seed, self._first]
+        return [] if self._seed.size == 0 else [self._seed, self._first]
 
     def modules(self) -> list[nn.Module]:
         return [self.head]
@@ -124,4 +124,5 @@ def save_last_features(cache: KVCache, features: mx.array) -> None:
 
 def last_features(cache: KVCache) -> mx.array | None:
     """The features kept, (1, F); None where there are none or trimming has made them stale."""
-    return cache.keys[0, 0] if cache.offset else None
+    kept: Any = cache.keys
+    return kept[0, 0] if cache.offset else None

@@ -119,18 +119,20 @@ def read_weights(folder: Path) -> dict[str, mx.array]:
         raise ValueError(f"{folder} has no model.safetensors: convert the head again.")
     try:
         read_header(path)
-        return dict(mx.load(str(path)))
+        loaded: Any = mx.load(str(path))
     except (RuntimeError, ValueError) as err:
         reason = str(err).strip().splitlines()[0]
         raise ValueError(
             f"{path} cannot be read ({reason}): it is damaged or cut short, copy or convert "
             "it again."
         ) from err
+    return dict(loaded)
 
 
 def fill(module: nn.Module, weights: dict[str, mx.array]) -> None:
     """Give ``module``, quantized as they are, its weights; ValueError names what is wrong."""
-    expected = {name: array.shape for name, array in tree_flatten(module.parameters())}
+    own: Any = tree_flatten(module.parameters())
+    expected = {name: array.shape for name, array in own}
     missing = sorted(expected.keys() - weights.keys())
     extra = sorted(weights.keys() - expected.keys())
     if missing or extra:

@@ -9,6 +9,7 @@ on ragged caches (see ``target/ragged.py``), B times m rows in the same shapes w
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -43,7 +44,7 @@ class Attention(nn.Module):
         c = config
         self.scale = c.head_dim**-0.5 if c.softmax_scale is None else c.softmax_scale
         self.position_scale = c.position_scale
-        self.rope = initialize_rope(
+        self.rope: Any = initialize_rope(
             c.rope.get("dims") or c.head_dim,
             c.rope["theta"],
             bool(c.rope.get("traditional")),
@@ -56,14 +57,15 @@ class Attention(nn.Module):
 
         Of B requests row i of request b is at ``positions[b] + i``.
         """
-        if isinstance(positions, int):
-            return self.rope(x, offset=positions)
-        if isinstance(self.rope, BY_LENGTH):
+        rotated: mx.array
+        if isinstance(positions, mx.array) and isinstance(self.rope, BY_LENGTH):
             # Its base is computed in Python: positions from the device are waited for.
-            rows = zip(mx.split(x, x.shape[2], axis=2), positions.tolist(), strict=True)
+            waited: Any = positions.tolist()
+            rows = zip(mx.split(x, x.shape[2], axis=2), waited, strict=True)
             return mx.concatenate([self.rope(row, offset=place) for row, place in rows], axis=2)
-        if positions.shape[0] == x.shape[0]:
-            return self.rope(x, offset=positions)
+        if isinstance(positions, int) or positions.shape[0] == x.shape[0]:
+            rotated = self.rope(x, offset=positions)
+            return rotated
         # One batch entry per row: mx.fast.rope takes one offset for each.
         rotated = self.rope(x.transpose(2, 1, 0, 3), offset=positions)
         return rotated.transpose(2, 1, 0, 3)
@@ -83,7 +85,8 @@ class Attention(nn.Module):
         beta = self.position_scale["beta"]
         original = self.position_scale["original_max_position_embeddings"]
         factors = 1 + beta * mx.log(1 + mx.floor(positions / original))
-        return queries * factors[..., None].astype(queries.dtype)
+        scaled: mx.array = queries * factors[..., None].astype(queries.dtype)
+        return scaled
 
 
 class DraftAttention(Attention):
@@ -118,12 +121,12 @@ class DraftAttention(Attention):
         q, k = mx.split(self._rotate(qk, positions), [self.num_heads], axis=1)
         q = self._scaled(q, positions)
         if isinstance(cache, DraftOverlay):
+            assert not isinstance(mask, str), "a draft is not causal by a name"
             out = cache.attend(q, k, v, self.scale, mask)
             return self.o_proj(self._from_heads(out, x.shape))
         keys, values = cache.update_and_fetch(k, v)
-        out = scaled_dot_product_attention(
-            q, keys, values, cache=cache, scale=self.scale, mask=mask
-        )
+        attend: Any = scaled_dot_product_attention  # which takes the name of a mask as well
+        out = attend(q, keys, values, cache=cache, scale=self.scale, mask=mask)
         return self.o_proj(self._from_heads(out, x.shape))
 
     def _heads(self, x: mx.array) -> tuple[mx.array, mx.array]:
@@ -255,7 +258,7 @@ class DraftLayer(nn.Module):
         if index > 0 or config.state_norm:
             self.hidden_norm = nn.RMSNorm(size, eps=eps)
         kind = DraftAttention if config.latent is None else LatentAttention
-        self.self_attn = kind(config, 2 * size if sees else size)
+        self.self_attn: Any = kind(config, 2 * size if sees else size)
         self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
         if config.branch_norms:
             self.pre_feedforward_layernorm = nn.RMSNorm(size, eps=eps)
@@ -299,7 +302,8 @@ class DraftLayer(nn.Module):
         else:
             states = residual + attended
             states = states + self.mlp(self.post_attention_layernorm(states))
-        return states * self.layer_scalar if "layer_scalar" in self else states
+        scaled: mx.array = states * self.layer_scalar if "layer_scalar" in self else states
+        return scaled
 
 
 class ParallelHead(nn.Module):
@@ -347,6 +351,7 @@ class Eagle3Head(nn.Module):
         self.layers = [DraftLayer(c, i) for i in range(c.num_layers)]
         if c.final_norm:
             self.norm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+        self.lm_head: Any
         if c.lm_head_source != "target":
             self.lm_head = nn.Linear(c.hidden_size, c.draft_vocab_size, bias=False)
         if c.embed_source == "file":
@@ -391,7 +396,7 @@ class Eagle3Head(nn.Module):
         self,
         embeddings: mx.array,
         states: mx.array,
-        cache: list,
+        cache: list[Any],
         positions: int | mx.array | None = None,
         mask: Mask = None,
     ) -> mx.array:

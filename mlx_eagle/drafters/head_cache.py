@@ -11,6 +11,7 @@ can be rolled back. Its own mask leaves the first slots out; the one here has th
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
@@ -67,7 +68,7 @@ class DraftOverlay:
             scores[1] = mx.where(seen, by_row, -mx.inf).reshape(scores[1].shape)
         weights = mx.softmax(mx.concatenate(scores, axis=-1), axis=-1, precise=True)
         in_cache, in_tail = mx.split(weights, [self._num_before - before], axis=-1)
-        out = in_cache @ parts[0][1] + in_tail @ parts[1][1]
+        out: mx.array = in_cache @ parts[0][1] + in_tail @ parts[1][1]
         return out.reshape(queries.shape)
 
 
@@ -104,7 +105,8 @@ def slots_of(num_columns: int, num_slots: int) -> mx.array:
 
 def columns_after(cache: RotatingKVCache, num_rows: int) -> int:
     """How many columns there are in a pass of two rows or more: each row finds its window."""
-    return min(cache.offset, cache.max_size - 1) + num_rows
+    num_before: int = min(cache.offset, cache.max_size - 1)
+    return num_before + num_rows
 
 
 def seen_by_rows(cache: RotatingKVCache, num_rows: int) -> mx.array | None:
@@ -117,15 +119,15 @@ def seen_by_rows(cache: RotatingKVCache, num_rows: int) -> mx.array | None:
         return None
     slots = slots_of(columns_after(cache, num_rows), end)
     rows = slots[-num_rows:, None]
-    return (slots <= rows) & ((slots < SINKS) | (slots > rows - (cache.max_size - SINKS)))
+    near: mx.array = (slots < SINKS) | (slots > rows - (cache.max_size - SINKS))
+    return (slots <= rows) & near
 
 
 def drop_last(cache: RotatingKVCache, num_rows: int) -> None:
     """Take back the last rows of a pass of two or more."""
     if num_rows > 0:
-        cache.keys, cache.values = (
-            array[..., :-num_rows, :] for array in (cache.keys, cache.values)
-        )
+        parts: Any = cache.keys, cache.values
+        cache.keys, cache.values = (array[..., :-num_rows, :] for array in parts)
         cache.offset -= num_rows
         cache._idx = cache.keys.shape[2]
 

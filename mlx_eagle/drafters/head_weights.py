@@ -11,6 +11,7 @@ import mlx.nn as nn
 from ..system.hub import locate
 from ..system.json_schema import shown
 from ..target.masks_and_ropes import evaluate_ropes
+from .base import index_of
 from .config import Eagle3Config
 from .folder import (
     LoadOptions,
@@ -187,7 +188,7 @@ def attach_head(
     sizes = sizes_of(model)
     to_target = _draft_ids(weights.pop("d2t", None), config, sizes.vocab_size)
     check_fit(config, sizes)
-    if config.lm_head_source == "target_rows":
+    if config.lm_head_source == "target_rows" and to_target is not None:
         weights.update(rows_of_lm_head(model, embedding, to_target))
     head = build_head(config, weights, values.get("quantization"))
     quantize_now(head, values.get("quantization"), options)
@@ -217,7 +218,7 @@ def _draft_ids(offsets: mx.array | None, config: Eagle3Config, vocab_size: int) 
             f"{config.draft_vocab_size} whole numbers: convert the head again."
         )
     ids = offsets.astype(mx.int64) + mx.arange(offsets.shape[0], dtype=mx.int64)
-    low, high = ids.min().item(), ids.max().item()
+    low, high = index_of(ids.min()), index_of(ids.max())
     if low < 0 or high >= vocab_size:
         raise ValueError(
             f"the head's d2t table reaches token {high if low >= 0 else low}, but the target "

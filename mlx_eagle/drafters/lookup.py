@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..target.cache_view import CacheView
-from .base import Draft, Drafter, DrafterBase, Pick, PickChildren, empty_draft
+from .base import Draft, Drafter, DrafterBase, Pick, PickChildren, empty_draft, index_of
 from .folder import LoadOptions
 from .tree import Tree
 
@@ -71,15 +71,15 @@ class LookupDrafter(DrafterBase):
             )
         self.max_ngram = max_ngram
         self.min_ngram = min_ngram
-        self.cache: list = []
+        self.cache: list[Any] = []
         self._index = NgramIndex(max_ngram, min_ngram)
         self._unread: list[tuple[mx.array, mx.array | None]] = []
 
-    def begin(self, cache: list | None = None) -> "LookupDrafter":
+    def begin(self, cache: list[Any] | None = None) -> "LookupDrafter":
         """See ``Drafter.begin``; ``cache`` is not used."""
         return LookupDrafter(self.max_ngram, self.min_ngram)
 
-    def make_cache(self) -> list:
+    def make_cache(self) -> list[Any]:
         return []
 
     def extend(
@@ -99,8 +99,9 @@ class LookupDrafter(DrafterBase):
         """Enter what was absorbed since the last time, and return it."""
         new: list[int] = []
         for tokens, last in self._unread:
-            num_valid = tokens.shape[0] if last is None else last.item() + 1
-            new += tokens.tolist()[:num_valid]
+            num_valid = tokens.shape[0] if last is None else index_of(last) + 1
+            waited: Any = tokens.tolist()
+            new += waited[:num_valid]
         self._unread.clear()
         for token in new:
             self._index.append(token)
@@ -186,13 +187,13 @@ class CopyingDrafter(DrafterBase):
         """The other drafter's."""
         return self.drafter.num_forwards
 
-    def begin(self, cache: list | None = None) -> "CopyingDrafter":
+    def begin(self, cache: list[Any] | None = None) -> "CopyingDrafter":
         """As with ``LookupDrafter``, only this request is copied from."""
         begun = copy(self)
         begun._start(self.drafter.begin(cache))
         return begun
 
-    def make_cache(self) -> list:
+    def make_cache(self) -> list[Any]:
         return self.drafter.make_cache()
 
     def extend(
@@ -238,7 +239,7 @@ class CopyingDrafter(DrafterBase):
             num_right = sum(accumulate((a == b for a, b in zip(tokens, new, strict=False)), mul))
             self._copies.observe(length - 1, min(len(tokens), len(new)), num_right)
         if self._last is not None and self._size > 0:
-            num_kept = self._last.item()
+            num_kept = index_of(self._last)
             self._rounds.observe(0, self._size, num_kept)
             if not self._was_copied:
                 self._drafts.observe(0, self._size, num_kept)

@@ -11,7 +11,7 @@ from mlx_lm.utils import load as load_model
 
 from ..target.masks_and_ropes import evaluate_ropes, exact_masks
 from ..target.rollback import Checkpoint, check_supported
-from .base import Draft, DrafterBase, Pick, start_early
+from .base import Draft, DrafterBase, Pick, index_of, start_early
 from .folder import LoadOptions
 from .target_parts import find_embedding
 
@@ -51,21 +51,22 @@ class ModelDrafter(DrafterBase):
         evaluate_ropes(model)
         mx.eval(self._ids)
 
-    def _start(self, caches: list) -> None:
+    def _start(self, caches: list[Any]) -> None:
         self._caches = caches
         self.cache = [] if self._is_recurrent else caches
         self.num_forwards = 0
-        self._seed: mx.array | None = None
+        self._seed = mx.zeros((0,))
         self._uncut: tuple[Checkpoint, mx.array, mx.array] | None = None
 
-    def begin(self, cache: list | None = None) -> "ModelDrafter":
+    def begin(self, cache: list[Any] | None = None) -> "ModelDrafter":
         """A recurrent draft model starts afresh whatever ``cache`` is."""
         drafter = copy(self)
-        fresh = cache is None or self._is_recurrent
-        drafter._start(make_prompt_cache(self.model) if fresh else cache)
+        if cache is None or self._is_recurrent:
+            cache = make_prompt_cache(self.model)
+        drafter._start(cache)
         return drafter
 
-    def make_cache(self) -> list:
+    def make_cache(self) -> list[Any]:
         return [] if self._is_recurrent else make_prompt_cache(self.model)
 
     def extend(
@@ -99,7 +100,7 @@ class ModelDrafter(DrafterBase):
         return [self.model]
 
     def pending(self) -> list[mx.array]:
-        return [] if self._seed is None else [self._seed]
+        return [] if self._seed.size == 0 else [self._seed]
 
     def _cut(self) -> None:
         """Bring recurrent caches back to the last valid row of the last ``extend``."""
@@ -107,7 +108,7 @@ class ModelDrafter(DrafterBase):
             return
         checkpoint, tokens, last = self._uncut
         self._uncut = None
-        num_valid = last.item() + 1
+        num_valid = index_of(last) + 1
         if num_valid < tokens.shape[0]:
             checkpoint.rollback(0)
             self._forward(tokens[:num_valid])
@@ -118,7 +119,8 @@ class ModelDrafter(DrafterBase):
         if self._ids is not None:
             tokens = mx.minimum(tokens, self._num_known - 1)  # padding, which no text contains
         with exact_masks(self._caches, tokens.shape[0]):
-            return self.model(tokens[None], cache=self._caches)[0]
+            logits: mx.array = self.model(tokens[None], cache=self._caches)[0]
+        return logits
 
     def _next(self, logits: mx.array, pick: Pick) -> mx.array:
         """The choice after logits (1, Vd), as a token (1,) int32."""
@@ -138,7 +140,7 @@ def load(
 
 
 def load_model_drafter(
-    path_or_repo: str | Path, target: nn.Module, tokenizer=None
+    path_or_repo: str | Path, target: nn.Module, tokenizer: Any = None
 ) -> ModelDrafter:
     """Load an mlx-lm model (a folder or a hub repo id) as draft model for ``target``.
 
@@ -147,7 +149,7 @@ def load_model_drafter(
     models do not speak of the same tokens.
     """
     try:
-        model, draft_tokenizer = load_model(str(path_or_repo))
+        model, draft_tokenizer = load_model(str(path_or_repo))[:2]
     except NOT_LOADED as err:
         reason = (str(err).strip() or type(err).__name__).splitlines()[0].rstrip(" :")
         raise ValueError(

@@ -45,13 +45,16 @@ class MTPHead(nn.Module):
         A state is what the output projection takes: the target's, after its final norm, or
         the head's own, which is fed back in its place.
         """
-        x = [self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(states)]
-        x = self.fc(mx.concatenate(x, axis=-1))
-        return self.norm(self.layers[0](x, create_attention_mask(x, cache), cache))
+        both = [self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(states)]
+        x = self.fc(mx.concatenate(both, axis=-1))
+        states = self.norm(self.layers[0](x, create_attention_mask(x, cache), cache))
+        return states
 
 
 class MTPDrafter(FeatureDrafter):
     """A ``Drafter`` around an MTP layer; embedding and output projection are the target's."""
+
+    head: MTPHead
 
     def __init__(self, head: MTPHead, target: nn.Module):
         """Raises ValueError where the head is not as wide as the target."""
@@ -98,7 +101,8 @@ class MTPDrafter(FeatureDrafter):
 
     def _logits(self, states: mx.array) -> mx.array:
         """States (1, m, h)."""
-        return self._project(states)[0]
+        logits: mx.array = self._project(states)[0]
+        return logits
 
     def _next(self, logits: mx.array, pick: Pick) -> mx.array:
         """The choice from logits (1, V), as a token (1,) int32."""
@@ -187,7 +191,7 @@ def _stack_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     if f"{mlp}.experts.down_proj" in weights:
         stacked["down_proj"] = weights.pop(f"{mlp}.experts.down_proj")
     for name in ("gate_proj", "up_proj", "down_proj"):
-        experts = []
+        experts: list[mx.array] = []
         while f"{mlp}.experts.{len(experts)}.{name}.weight" in weights:
             experts.append(weights.pop(f"{mlp}.experts.{len(experts)}.{name}.weight"))
         if experts:

@@ -69,12 +69,11 @@ def rows_of_lm_head(
     """The rows of the target's output projection that the draft vocabulary names."""
     source = lm_head_of(model, embedding)
     module = source if isinstance(source, nn.Module) else embedding
-    weight = module.weight
+    weight: mx.array = module.weight[to_target]
     if "scales" in module:
-        rows = [module[k][to_target] for k in ("weight", "scales", "biases")]
-        weight = mx.dequantize(*rows, group_size=module.group_size, bits=module.bits)
-        return {"lm_head.weight": weight}
-    return {"lm_head.weight": weight[to_target]}
+        scales, biases = module["scales"][to_target], module["biases"][to_target]
+        weight = mx.dequantize(weight, scales, biases, module.group_size, module.bits)
+    return {"lm_head.weight": weight}
 
 
 def activation_dtype(embedding: Embedding) -> mx.Dtype:

@@ -169,7 +169,8 @@ class StaticTree:
     @cached_property
     def parents(self) -> tuple[int, ...]:
         """The row of the verify pass that each node continues."""
-        found, first = [], 0
+        found: list[int] = []
+        first = 0
         for counts in self.children:
             here = [first + i for i, count in enumerate(counts) for _ in range(count)]
             first = len(found) + 1

@@ -62,11 +62,11 @@ def naive_copying(rounds: list[dict], text: list[int], size: int) -> tuple[bool,
     """Whether it copies next, and how much, from all rounds before: their texts and drafts."""
     copies, drafts, both = ([], []), ([], []), ([], [])
     num_copies = num_drafts = 0
-    for done, after in zip(rounds, [*[r["text"] for r in rounds[1:]], text], strict=True):
+    for done, after in zip(rounds, [*[r["text"] for r in rounds[1:]], text], strict=False):
         new = after[len(done["text"]) :]
         if done["match"]:
             num_copies += 1
-            for i, (token, real) in enumerate(zip(done["copy"], new, strict=True)):
+            for i, (token, real) in enumerate(zip(done["copy"], new, strict=False)):
                 copies[0].append((num_copies, done["match"] - 1 + i, token == real))
                 if token != real:
                     break
