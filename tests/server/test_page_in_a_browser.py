@@ -238,7 +238,9 @@ def test_a_conversation_is_there_after_a_reload(tab, server):
 
 
 def test_what_cannot_be_read_is_left_alone(tab):
-    for kept in ("nonsense", '[{"role": "assistant"}]', '{"a": 1}', '[{"role":"user"}, 3]'):
+    halves = ('[{"role": "assistant"}]', '{"a": 1}', '[{"role":"user"}, 3]', "null", "5")
+    cut = '[{"role": "assistant", "answer": {"text": "a", "tokens": 5, "counts": {}}}]'
+    for kept in ("nonsense", *halves, cut):
         tab.page.evaluate("text => localStorage.setItem('mlx-eagle.conversation', text)", kept)
         tab.page.reload()
         tab.ask("Hello")

@@ -1,5 +1,6 @@
 // The conversation: questions, answers as they come, and the buttons below them.
 
+const MOST_DRAFTED = 1000; // tokens of one draft
 const ANSWERS_KEPT_OPEN = 60; // pixels from the end of the log at which it follows the text
 
 class Chat {
@@ -7,12 +8,11 @@ class Chat {
     this.messages = []; // {role: "user", content} and {role: "assistant", answer}
     this.running = null; // the controller of the request that is being answered
     this.log = byId("log");
-    try {
-      this.messages = stored("conversation", []).map(restored);
-    } catch (error) {
-      if (!(error instanceof TypeError)) throw error; // kept by another version
-    }
+    const kept = stored("conversation", []);
+    const isWhole = Array.isArray(kept) && kept.every(isMessage);
+    if (isWhole) this.messages = kept.map(restored);
     this.rebuild();
+    if (!isWhole) this.log.append(element("p", "note", "What was kept of a conversation here could not be read, and is gone."));
   }
 
   get answers() {
@@ -126,6 +126,30 @@ class Chat {
     this.save();
     if (!answer.isBad) say(answer.note || `The answer is complete: ${answer.numTokens} tokens.`);
   }
+}
+
+const isCount = (value) => Number.isInteger(value) && value >= 0 && value < 1e7;
+const isRate = (value) => Number.isFinite(value) && value >= 0;
+const areAll = (values, test) => Array.isArray(values) && values.length < 1e6 && values.every(test);
+
+/** Whether something that was kept is a message: whoever wrote it, and whatever became of it. */
+function isMessage(kept) {
+  if (kept?.role === "user") return typeof kept.content === "string";
+  if (kept?.role !== "assistant" || typeof kept.answer !== "object" || kept.answer === null) return false;
+  const { text, reasoning, tokens, indexes, events, counts, seconds, firstAfter, note } = kept.answer;
+  return [text, reasoning, note].every((value) => typeof value === "string") &&
+    isRate(seconds) && isRate(firstAfter) &&
+    areAll(tokens, (token) => areAll(token, isCount) && token.length === 6 && token[LENGTH] <= MOST_DRAFTED) &&
+    areAll(indexes, isCount) && indexes.length === tokens.length &&
+    areAll(events, (event) => typeof event?.what === "string" && typeof event.reason === "string" && isCount(event.num_tokens)) &&
+    (counts === null || areCounts(counts));
+}
+
+function areCounts(counts) {
+  const numbers = ["drafted_tokens", "accepted_tokens", "target_passes", "emitted_tokens", "batched_tokens"];
+  return typeof counts === "object" && numbers.every((name) => isCount(counts[name])) &&
+    isRate(counts.mean_acceptance_length) && areAll(counts.draft_lengths, isCount) &&
+    areAll(counts.acceptance_by_position, isRate) && counts.acceptance_by_position.length <= MOST_DRAFTED;
 }
 
 /** A message as it was kept. */

@@ -3,9 +3,15 @@
 //
 // Each text node knows where in the source it comes from, so that tokens can be marked in it.
 // A line is {s, at}: its text without what marks the block, and where that begins in the source.
+//
+// A model may write anything, and the page must not freeze: all of it takes time in proportion to
+// the length of the text, and what is longer than these limits is shown as it stands.
 
 const DEEPEST = 12; // quotes and lists inside each other
 const FARTHEST = 2000; // letters between the two ends of an emphasis
+const MOST_INLINE = 20_000; // letters of one paragraph, heading or cell in which marks are looked for
+const MOST_PARSED = 200_000; // letters of one text
+const MOST_CELLS = 100; // of one row of a table
 
 function element(name, className, ...children) {
   const made = document.createElement(name);
@@ -19,11 +25,13 @@ const HEADING = /^ {0,3}(#{1,6})[ \t]+/;
 const RULE = /^ {0,3}([-*_])(?:[ \t]*\1){2,}[ \t]*$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( {0,5})([-*+]|\d{1,9}[.)])(?:[ \t]+|$)/;
-const DELIMITERS = /^ {0,3}\|?[ \t]*:?-+:?[ \t]*(\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*$/;
+const DELIMITER = /^:?-+:?$/;
+const SPACE = /\s/;
+const LETTER = /\w/;
 
-function linesOf(source) {
+/** The lines of a text that begins at `at` in the source. */
+function linesOf(source, at = 0) {
   const lines = [];
-  let at = 0;
   for (const s of source.split("\n")) {
     lines.push({ s, at });
     at += s.length + 1;
@@ -41,7 +49,30 @@ function beginsBlock(lines, i) {
 
 function isTable(lines, i) {
   return i + 1 < lines.length && lines[i].s.includes("|") && lines[i + 1].s.includes("|") &&
-    DELIMITERS.test(lines[i + 1].s);
+    areDelimiters(lines[i + 1].s);
+}
+
+/** Whether a line stands between the head and the body of a table: |---|:-:| */
+function areDelimiters(s) {
+  const cells = s.split("|").map((cell) => cell.trim());
+  if (cells[0] === "") cells.shift();
+  if (cells.at(-1) === "") cells.pop();
+  return cells.length > 0 && !/^ {4}/.test(s) && cells.every((cell) => DELIMITER.test(cell));
+}
+
+/** A heading's text without the signs that may close it: "a ## " -> "a" */
+function withoutClosing(s) {
+  const end = endBefore(s, s.length, " \t");
+  const signs = endBefore(s, end, "#");
+  const blank = endBefore(s, signs, " \t");
+  return s.slice(0, blank < signs || signs === 0 ? blank : end);
+}
+
+/** The end of `s` without the letters of `left` before `end`. */
+function endBefore(s, end, left) {
+  let last = end;
+  while (last > 0 && left.includes(s[last - 1])) last -= 1;
+  return last;
 }
 
 /** [{kind, lines, ...}] of lines; `from` and `to` are numbers of lines. */
@@ -67,7 +98,7 @@ function blockAt(lines, i) {
   const heading = HEADING.exec(s);
   if (heading) {
     const line = without(lines[i], heading[0].length);
-    line.s = line.s.replace(/[ \t]+#*[ \t]*$/, "");
+    line.s = withoutClosing(line.s);
     return { kind: "heading", level: heading[1].length, lines: [line], from: i, to: i + 1 };
   }
   if (RULE.test(s)) return { kind: "rule", lines: [], from: i, to: i + 1 };
@@ -201,7 +232,7 @@ class Renderer {
       }
       if (found.length && found[0].s === "") found.shift();
       if (found.length && found.at(-1).s === "") found.pop();
-      return found;
+      return found.slice(0, MOST_CELLS);
     };
     const row = (line, kind) => {
       const made = element("tr");
@@ -220,7 +251,9 @@ class Renderer {
       for (let k = 0; k < text.length; k += 1) at.push(line.at + k);
       s += text;
     });
-    this.inline(parent, s, at, 0, s.length, 0);
+    this.closers = new Map();
+    if (s.length > MOST_INLINE) this.spread(parent, s, at, 0, s.length);
+    else this.inline(parent, s, at, 0, s.length, 0);
     return parent;
   }
 
@@ -265,7 +298,7 @@ class Renderer {
     if (letter === "[") return this.linkAt(s, i, to);
     if (letter === "h" && !/\w/.test(s[i - 1] || " ")) {
       const found = /^https?:\/\/[^\s<>"'`*]{1,1000}/.exec(s.slice(i, Math.min(to, i + 1010)));
-      const address = found && found[0].replace(/[.,;:!?)\]]+$/, "");
+      const address = found && found[0].slice(0, endBefore(found[0], found[0].length, ".,;:!?)]"));
       const node = address && link(address);
       if (node) return { node, isRaw: true, from: i, to: i + address.length, end: i + address.length };
     }
@@ -277,16 +310,19 @@ class Renderer {
     const mark = s[i + 1] === letter ? letter + letter : letter;
     if (mark === "~" || (letter === "_" && /\w/.test(s[i - 1] || " "))) return null;
     const from = i + mark.length;
-    if (from >= to || /\s/.test(s[from]) || s[from] === letter) return null;
-    const within = s.slice(from, Math.min(to, from + FARTHEST));
-    for (let k = within.indexOf(mark); k > 0; k = within.indexOf(mark, k + 1)) {
-      const isLonger = mark.length === 1 && (within[k + 1] === letter || within[k - 1] === letter);
-      const isInside = letter === "_" && /\w/.test(within[k + mark.length] || " ");
-      if (isLonger || isInside || /\s/.test(within[k - 1])) continue;
-      const name = letter === "~" ? "del" : mark.length === 2 ? "strong" : "em";
-      return { node: element(name), from, to: from + k, end: from + k + mark.length };
-    }
-    return null;
+    if (from >= to || SPACE.test(s[from]) || s[from] === letter) return null;
+    const close = this.closerAfter(s, mark, from);
+    if (close < 0 || close - from > FARTHEST || close + mark.length > to) return null;
+    const name = letter === "~" ? "del" : mark.length === 2 ? "strong" : "em";
+    return { node: element(name), from, to: close, end: close + mark.length };
+  }
+
+  /** Where an emphasis that begins at `from` may end, or -1. */
+  closerAfter(s, mark, from) {
+    if (!this.closers.has(mark)) this.closers.set(mark, closersOf(s, mark));
+    const places = this.closers.get(mark);
+    const next = firstOf(places.length, (n) => places[n] > from);
+    return next < places.length ? places[next] : -1;
   }
 
   linkAt(s, i, to) {
@@ -328,14 +364,31 @@ class Renderer {
 
 /** The number of the first mark that ends after `at`. */
 function firstAfter(marks, at) {
+  return firstOf(marks.length, (n) => marks[n].end > at);
+}
+
+/** The first number below `count` for which `holds`, as for all after it; else `count`. */
+function firstOf(count, holds) {
   let low = 0;
-  let high = marks.length;
+  let high = count;
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (marks[middle].end > at) high = middle;
+    if (holds(middle)) high = middle;
     else low = middle + 1;
   }
   return low;
+}
+
+/** All places of `s` where a mark may end an emphasis, wherever that began. */
+function closersOf(s, mark) {
+  const letter = mark[0];
+  const places = [];
+  for (let k = s.indexOf(mark, 1); k > 0; k = s.indexOf(mark, k + 1)) {
+    const isLonger = mark.length === 1 && (s[k + 1] === letter || s[k - 1] === letter);
+    const isInside = letter === "_" && LETTER.test(s[k + mark.length] || " ");
+    if (!isLonger && !isInside && !SPACE.test(s[k - 1])) places.push(k);
+  }
+  return places;
 }
 
 /** An empty link, or null for what is no address of the web. */
@@ -358,23 +411,31 @@ function link(address) {
 class MarkdownView {
   constructor(node) {
     this.node = node;
-    this.known = []; // the source of each block that is shown, and its node
+    this.source = "";
+    this.known = []; // where each block that is shown begins, and its node
   }
 
   show(source, marks) {
-    const lines = linesOf(source);
-    const blocks = blocksOf(lines);
+    const parsed = source.slice(0, MOST_PARSED);
+    // What was written goes on in the last block, or, where the last line turns out to begin none,
+    // in the one before it. All others are as they were.
+    const isGrown = parsed.startsWith(this.source);
+    const changed = this.known.splice(isGrown ? Math.max(0, this.known.length - 2) : 0);
+    for (const { node } of changed) node.remove();
+    this.source = parsed;
     const renderer = new Renderer(marks);
-    blocks.forEach((block, i) => {
-      const end = block.to < lines.length ? lines[block.to].at : source.length;
-      const text = `${lines[block.from].at}:${source.slice(lines[block.from].at, end)}`;
-      const before = this.known[i];
-      if (before && before.text === text && i + 1 < blocks.length) return;
-      const node = renderer.block(block);
-      if (before) before.node.replaceWith(node);
-      else this.node.append(node);
-      this.known[i] = { text, node };
-    });
-    for (const extra of this.known.splice(blocks.length)) extra.node.remove();
+    const begun = isGrown && changed.length ? changed[0].at : 0;
+    const lines = linesOf(parsed.slice(begun), begun);
+    for (const block of blocksOf(lines)) this.add(lines[block.from].at, renderer.block(block));
+    if (source.length > MOST_PARSED) {
+      const rest = element("p", "plain");
+      renderer.text(rest, source.slice(MOST_PARSED), MOST_PARSED);
+      this.add(MOST_PARSED, rest);
+    }
+  }
+
+  add(at, node) {
+    this.node.append(node);
+    this.known.push({ at, node });
   }
 }

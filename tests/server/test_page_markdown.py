@@ -1,0 +1,186 @@
+"""Markdown on the page without a browser: what becomes of it, and that nothing makes it slow."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mlx_eagle.server.handler import PARTS
+
+NODE = shutil.which("node")
+pytestmark = pytest.mark.skipif(NODE is None, reason="runs the page's script in Node.js")
+FAKE_DOM = Path(__file__).parents[1] / "support" / "fake_dom.js"
+LETTERS = 10**5
+SECONDS = 1.0  # of each; the slowest take a fortieth of it, and used to take minutes
+
+HOSTILE = {
+    "blanks in a heading": "# a" + " " * LETTERS + "b",
+    "blanks and signs in a heading": "# " + " #" * (LETTERS // 2) + "b",
+    "tabs in a heading": "# a" + "\t" * LETTERS + "b",
+    "delimiters of a table": "a|b\n" + "-|" * (LETTERS // 2) + "x",
+    "blanks after delimiters": "a|b\n|-" + " " * LETTERS + "x",
+    "dashes of a table": "a|b\n|" + "-" * LETTERS + "|x",
+    "cells": "a|b\n-|-\n" + "|" * LETTERS,
+    "stars": "*" * LETTERS,
+    "emphasis that opens": "*a " * (LETTERS // 3),
+    "emphasis that closes": " a*" * (LETTERS // 3),
+    "emphasis of one letter": "*a" * (LETTERS // 2),
+    "strong that opens": "**a " * (LETTERS // 4),
+    "emphasis in itself": "*a **b _c __d ~~e " * (LETTERS // 18),
+    "underscores": "_a" * (LETTERS // 2),
+    "tildes": "~~a " * (LETTERS // 4),
+    "backticks": "`" * LETTERS,
+    "backticks in ever longer runs": "".join(
+        "`" * (i % 19 + 1) + "a" for i in range(LETTERS // 11)
+    ),
+    "fences": "```\n~~~\n" * (LETTERS // 8),
+    "a fence of its own length": "`" * (LETTERS // 2) + "\n" + "`" * (LETTERS // 2),
+    "brackets": "[" * LETTERS,
+    "links that are none": "[a](" * (LETTERS // 4),
+    "brackets with words": ("[" + "a" * 499) * (LETTERS // 500),
+    "addresses": "https://" + "a" * LETTERS,
+    "addresses that end": ("http://a" + ")" * 900 + "b ") * (LETTERS // 910),
+    "many addresses": "http://a " * (LETTERS // 9),
+    "quotes": ">" * LETTERS,
+    "quotes on lines": ">\n" * (LETTERS // 2),
+    "lists in lists": "- " * (LETTERS // 2),
+    "items": "- a\n" * (LETTERS // 4),
+    "items set in ever further": "".join(" " * (i % 40) + "- a\n" for i in range(LETTERS // 24)),
+    "rules": "* * *\n" * (LETTERS // 6),
+    "a rule that is none": "* " * (LETTERS // 2) + "x",
+    "empty lines": "\n" * LETTERS,
+    "escapes": "\\*" * (LETTERS // 2),
+    "a word": "a" * LETTERS,
+    "long lines of a paragraph": ("*a " * 6000 + "\n") * 5,
+}
+
+
+def run(script: str, given: object) -> object:
+    """What a script makes of ``given`` behind markdown.js, both as JSON."""
+    parts = [FAKE_DOM.read_text(), (PARTS / "markdown.js").read_text()]
+    parts.append(f"const given = JSON.parse(require('fs').readFileSync(0, 'utf8'));\n{script}")
+    done = subprocess.run(
+        [NODE, "-e", "\n".join(parts)],
+        input=json.dumps(given),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+SHOW = """
+const shown = (source, step) => {
+  const node = element("main");
+  const view = new MarkdownView(node);
+  for (let end = step; end < source.length; end += step) view.show(source.slice(0, end), []);
+  view.show(source, []);
+  return node.markup;
+};
+"""
+TIMED = """
+const took = {};
+for (const [name, source] of Object.entries(given)) {
+  const begun = performance.now();
+  const markup = shown(source, source.length);
+  took[name] = [(performance.now() - begun) / 1000, markup.length];
+}
+console.log(JSON.stringify(took));
+"""
+
+
+def test_hostile_texts_take_no_time():
+    took = run(SHOW + TIMED, HOSTILE)
+    assert took.keys() == HOSTILE.keys()
+    assert {name: seconds for name, (seconds, _) in took.items() if seconds > SECONDS} == {}
+
+
+def test_what_is_too_long_is_shown_as_it_stands():
+    """And nothing of it is left out: a paragraph beyond its limit, a text beyond that of all."""
+    long = "*a* " * 10_000
+    text = long + "\n\n*b*\n\n" + "c " * 100_000
+    markup = run(SHOW + "console.log(JSON.stringify(shown(given, given.length)));", text)
+    assert "<EM>a</EM>" not in markup and "<EM>b</EM>" in markup
+    shown = re.sub("<.*?>", "", markup)
+    assert shown.count("*a* ") == 10_000 and shown.count("c ") == 100_000
+
+
+SHAPES = {
+    "# a ##": "<H1>a</H1>",
+    "# a#": "<H1>a#</H1>",
+    "## ": "<H2></H2>",
+    "# #": "<H1></H1>",
+    "a *b* **c** _d_ ~~e~~": "<P>a <EM>b</EM> <STRONG>c</STRONG> <EM>d</EM> <DEL>e</DEL></P>",
+    "a * b * c": "<P>a * b * c</P>",
+    "snake_case_name": "<P>snake_case_name</P>",
+    "**a *b* c**": "<P><STRONG>a <EM>b</EM> c</STRONG></P>",
+    "`a*b*`": "<P><CODE>a*b*</CODE></P>",
+    "[a](https://b.c) https://d.e).": "<P><A>a</A> <A>https://d.e</A>).</P>",
+    "a|b\n-|:-:\n1|2": "<DIV><TABLE><THEAD><TR><TH>a</TH><TH>b</TH></TR></THEAD><TBODY><TR>"
+    "<TD>1</TD><TD>2</TD></TR></TBODY></TABLE></DIV>",
+    "a|b\n- | x": "<P>a|b</P><UL><LI>| x</LI></UL>",
+    "- a\n- b": "<UL><LI>a</LI><LI>b</LI></UL>",
+    "> a": "<BLOCKQUOTE><P>a</P></BLOCKQUOTE>",
+    "---": "<HR></HR>",
+}
+
+
+def test_shapes():
+    got = run(
+        SHOW + "console.log(JSON.stringify(given.map((s) => shown(s, s.length))));", [*SHAPES]
+    )
+    assert dict(zip(SHAPES, got, strict=True)) == {
+        source: f"<MAIN>{markup}</MAIN>" for source, markup in SHAPES.items()
+    }
+
+
+def test_a_text_that_grows_is_as_one_that_is_whole():
+    """Letter by letter: a line that turns out to begin no block goes on in the one before."""
+    texts = ["".join(SHAPES), "\n".join(SHAPES), "\n\n".join(SHAPES)]
+    texts += ["a\n*b", "a\n* b", "a\n--- b", "```\nc\n```\nd", "- a\n\n  b\n\nc", "a\n1. b\n1c"]
+    script = "console.log(JSON.stringify(given.map((s) => [shown(s, 1), shown(s, s.length)])));"
+    for grown, whole in run(SHOW + script, texts):
+        assert grown == whole
+
+
+WHOLE = {
+    "text": "a b", "reasoning": "", "note": "", "tokens": [[5, 0, 0, 0, 1, 0], [6, 1, 3, 1, 3, 0]],
+    "indexes": [0, 1], "events": [{"what": "probe", "reason": "a", "num_tokens": 1}],
+    "counts": {
+        "drafted_tokens": 3, "accepted_tokens": 1, "target_passes": 1, "emitted_tokens": 2,
+        "batched_tokens": 0, "mean_acceptance_length": 2.0, "draft_lengths": [3],
+        "acceptance_by_position": [1.0, 0, 0],
+    },
+    "seconds": 0.5, "firstAfter": 0.1, "finish": "stop", "isBad": False,
+}  # fmt: skip
+WRONG = (None, 5, -1, 10**9, 0.5, "x", [], {}, [5], [[1, 2, 3]], [[0, 1, 10**9, 0, 1, 0]], True)
+READ = """
+console.log(JSON.stringify(given.map((kept) => {
+  if (!isMessage(kept)) return false;
+  const { answer } = restored(kept);
+  return Number.isFinite(answer.figures.mean_acceptance_length) && answer.marks.text.length >= 0;
+})));
+"""
+
+
+def test_what_is_kept_damaged_is_not_read():
+    """Whatever stands in the place of a part of it: it is refused, or can be shown at once."""
+    message = {"role": "assistant", "content": "", "answer": WHOLE}
+    damaged = [{**message, "answer": {**WHOLE, name: w}} for name in WHOLE for w in WRONG]
+    counts = WHOLE["counts"]
+    damaged += [
+        {**message, "answer": {**WHOLE, "counts": {**counts, name: w}}}
+        for name in counts
+        for w in WRONG
+    ]
+    damaged += [{**message, "answer": w} for w in WRONG] + list(WRONG)
+    damaged += [{"role": "user", "content": w} for w in WRONG if w != "x"]
+    scripts = "".join((PARTS / f"{name}.js").read_text() for name in ("answer", "strip", "chat"))
+    got = run(scripts + READ, [message, *damaged])
+    assert got[0] is True and None not in got
+    assert got.count(True) < len(got) / 4 and got[-10:] == [False] * 10
+    assert run(scripts + READ, [{**message, "answer": {**WHOLE, "counts": None}}]) == [True]
