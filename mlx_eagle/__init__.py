@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .doctor.packages import explained, running_command
 from .system.blas import load_fast_blas
 from .system.version import __version__ as __version__
+from .system.version import versions
 
 if TYPE_CHECKING:
     from .public import *  # noqa: F403
@@ -50,7 +51,11 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
-if running_command() is not None:
+if (command := running_command()) is not None:
+    if sys.argv[1:] == ["--version"]:  # which needs nothing of what follows, and that takes long
+        with explained():
+            print(f"{command} {versions()}")
+        sys.exit()
     load_fast_blas()
     with explained():
         importlib.import_module(f"{__name__}.decoding.loop")

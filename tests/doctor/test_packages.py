@@ -6,7 +6,7 @@ import platform
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import PathDistribution
+from importlib.metadata import PathDistribution, version
 from pathlib import Path
 
 import pytest
@@ -211,3 +211,13 @@ def test_a_program_of_others_gets_an_import_error(broken):
 def test_what_is_not_known_goes_on_as_it_is():
     with pytest.raises(ImportError, match="of another kind"), packages.explained():
         raise ImportError("of another kind")
+
+
+def test_the_version_is_said_without_importing_mlx(tmp_path):
+    for name in ("mlx", "mlx_lm"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('was imported')")
+    for command in ("mlx_eagle.bench", "mlx_eagle.doctor", "mlx_eagle.generate"):
+        done = python(tmp_path, "-m", command, "--version")
+        versions = f"{PROJECT['version']} (mlx {version('mlx')}, mlx-lm {version('mlx-lm')})"
+        assert (done.returncode, done.stdout) == (0, f"{command} {versions}\n")
