@@ -103,7 +103,7 @@ def measure_together(
     def measure_all(shapes: Sequence[DraftShape]) -> RoundCosts:
         batch = Batch(model, draft_model, FixedController(PLAIN), ways=ways)
         for trial in trials:
-            batch.join(replace(trial, decoder=on_trial(trial.decoder)))
+            batch.join(replace(trial, _decoder=on_trial(trial.decoder)))
         batch.admit()
         # Gives the drafters something to start from.
         batch.finish(batch.launch(PLAIN, absorb=True))
