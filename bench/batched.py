@@ -1,7 +1,7 @@
-"""Several prompts at once: mlx-lm's own batch against ours with the drafter, in turns.
+"""Batches: several prompts at once, mlx-lm's own against ours with the drafter, in turns.
 
 Greedy, prompts as they are. The figures are all tokens of all outputs over the time of the whole
-call, and over what is left of it after prefill.
+call, and over its time after prefill.
 """
 
 import time

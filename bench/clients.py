@@ -76,7 +76,7 @@ class Load:
 
     @property
     def tps(self) -> float:
-        """Tokens per second of all clients together."""
+        """Tokens per second, all clients added up."""
         return sum(answer.num_tokens for answer in self.answers) / self.seconds
 
 

@@ -23,7 +23,7 @@ Value = TypeVar("Value")
 PICTURES = (".png", ".svg")
 CLIENTS = "1,2,4,8"
 NOT_SERVED = ("batch", "compare", "context", "picture", "with_lookup")
-"""Flags about what is not measured with ``--serve``."""
+"""Flags that mean nothing with ``--serve``."""
 SEEDS = Range("seed", 0, LARGEST_SEED, "a whole number from 0 to 2**64 - 1")
 TREES = (
     "WIDTHxDEPTH:NODES with no more nodes than can be grown, such as 3x3:7, or a static tree "
@@ -88,7 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def add_other_loads(parser: argparse.ArgumentParser) -> None:
-    """The flags of what is measured beside single prompts, or in their place."""
+    """The flags of other loads than single prompts."""
     add = parser.add_argument
     batch_help = (
         "Also decode so many prompts of each set at once, greedily, against mlx-lm's batch."

@@ -1,4 +1,4 @@
-"""The benchmark from models to one document of results: what ``results.json`` holds."""
+"""Measuring: from models to one document of results, which ``results.json`` holds."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ LONGEST = 8  # rows of a verify pass that are always timed
 
 @dataclass(frozen=True)
 class Settings:
-    """The flags of a benchmark that shape what is run."""
+    """The flags of a benchmark that shape its runs."""
 
     prompts: tuple[str, ...] = ("mt_bench", "humaneval", "gsm8k")
     limit: int = 10

@@ -1,6 +1,6 @@
-"""What the parts of a round cost on this machine: verify pass, accept pass, draft step.
+"""Part timing: what verify pass, accept pass and draft step cost on this machine.
 
-Each part is run alone, on caches of a typical length that are cut back afterwards. Times are
+Each part is run by itself, on caches of a typical length that are cut back afterwards. Times are
 in seconds; what follows from them is in ``predict.py``.
 """
 
@@ -99,7 +99,7 @@ class Bench:
             return [self.drafter.propose(size, _greedy).tokens]
 
     def _rows(self, num_rows: int) -> mx.array:
-        """Tokens (R,) of the context, computed: they are no part of what is timed."""
+        """Tokens (R,) of the context, computed before the clock starts."""
         tokens = self._context[mx.arange(num_rows) % self._context.shape[0]]
         mx.eval(tokens)
         return tokens
@@ -113,33 +113,13 @@ def _greedy(logits: mx.array, ids: mx.array | None) -> mx.array:
     return mx.argmax(logits, axis=-1)
 
 
-def verify_costs(
-    model: nn.Module,
-    drafter: Drafter,
-    context: list[int],
-    rows: Sequence[int],
-    samples: int = SAMPLES,
-) -> dict[int, Timing]:
-    """Time of a target forward of R rows after ``context``, for every R in ``rows``."""
-    return sample_verify(Bench(model, drafter, context), rows, samples)
-
-
-def head_costs(
-    model: nn.Module,
-    drafter: Drafter,
-    context: list[int],
-    rows: Sequence[int],
-    sizes: Sequence[int],
-    samples: int = SAMPLES,
-) -> tuple[dict[int, Timing], dict[int, Timing]]:
-    """Time of an accept pass of R rows, and of a draft of k tokens once that is done."""
-    return sample_head(Bench(model, drafter, context), rows, sizes, samples)
-
-
 def sample_verify(
     bench: Bench, rows: Sequence[int], samples: int, warms_all: bool = True
 ) -> dict[int, Timing]:
-    """See ``verify_costs``; without ``warms_all`` only the first size is run once unmeasured."""
+    """Time of a verify pass of R rows, for every R in ``rows``.
+
+    Each is run once unmeasured before; without ``warms_all`` only the first.
+    """
     return _sample(bench, bench.verify, rows, samples, warms_all)
 
 
@@ -150,7 +130,7 @@ def sample_head(
     samples: int,
     warms_all: bool = True,
 ) -> tuple[dict[int, Timing], dict[int, Timing]]:
-    """See ``head_costs`` and ``sample_verify``."""
+    """Time of an accept pass of R rows, and of a draft of k tokens once that is done."""
     accept = _sample(bench, bench.accept, rows, samples, warms_all)
     bench.restart()
     return accept, _sample(bench, bench.propose, sizes, samples, warms_all)

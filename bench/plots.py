@@ -47,7 +47,7 @@ PICTURE_STYLE = {
 
 
 def draw_all(scenario: dict[str, Any], folder: Path, suffix: str = "") -> dict[str, Path]:
-    """Draw every plot that the results allow; {name: SVG file}, a PNG of that name beside it.
+    """Draw every plot that the results allow; {name: SVG file}, and a PNG of that name.
 
     Of each of several drafters those of its costs, as "speedup-drafter1" and the like.
     """
@@ -73,7 +73,7 @@ def draw_all(scenario: dict[str, Any], folder: Path, suffix: str = "") -> dict[s
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
-    """Write a figure as that SVG file, which is returned, and as a PNG beside it."""
+    """Write a figure as that SVG file, which is returned, and as a PNG."""
     figure.savefig(path, bbox_inches="tight")
     figure.savefig(path.with_suffix(".png"), dpi=144, bbox_inches="tight")
     plt.close(figure)
@@ -83,57 +83,36 @@ def save_figure(figure: Figure, path: Path) -> Path:
 def chains(scenario: dict[str, Any]) -> list[dict[str, Any]]:
     """The configurations with a fixed k above 0, shortest first."""
     found = [
-        configuration
-        for configuration in scenario["configurations"]
-        if configuration["kind"] == "chain" and configuration["num_draft_tokens"]
+        c for c in scenario["configurations"] if c["kind"] == "chain" and c["num_draft_tokens"]
     ]
-    return sorted(found, key=lambda configuration: configuration["num_draft_tokens"])
+    return sorted(found, key=lambda c: c["num_draft_tokens"])
 
 
 def speedup(scenario: dict[str, Any]) -> Figure | None:
     """Speedup and mean acceptance length against k: measured, and as the cost model has it."""
-    configurations = [
-        configuration for configuration in chains(scenario) if configuration["overall"]["speedup"]
-    ]
-    if not configurations:
+    found = [c for c in chains(scenario) if c["overall"]["speedup"]]
+    if not found:
         return None
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4))
-    sizes = [configuration["num_draft_tokens"] for configuration in configurations]
+    sizes, overall = [c["num_draft_tokens"] for c in found], [c["overall"] for c in found]
     curve = scenario["curve"]
     _curve(left, curve, "speedup", "predicted: E / (c(k+1) + k d + overhead)")
     _curve(left, curve, "bound", "bound: tau / (c(k+1) + k d)", style=":", colour=GREEN)
-    measured = [configuration["overall"]["speedup"] for configuration in configurations]
-    spreads = [configuration["overall"]["speedup_by_prompt"] for configuration in configurations]
     errors = [
-        [max(0.0, m - s["q1"]) for m, s in zip(measured, spreads, strict=True)],
-        [max(0.0, s["q3"] - m) for m, s in zip(measured, spreads, strict=True)],
+        [max(0.0, f["speedup"] - f["speedup_by_prompt"]["q1"]) for f in overall],
+        [max(0.0, f["speedup_by_prompt"]["q3"] - f["speedup"]) for f in overall],
     ]
-    left.errorbar(
-        sizes,
-        measured,
-        errors,
-        fmt="o",
-        color=BLUE,
-        ms=8,
-        capsize=5,
-        zorder=3,
-        label="measured (bars: middle half of the prompts)",
-    )
+    words = "measured (bars: middle half of the prompts)"
+    left.errorbar(sizes, [f["speedup"] for f in overall], errors, fmt="o", color=BLUE, ms=8,
+                  capsize=5, zorder=3, label=words)  # fmt: skip
     _levels(left, scenario)
     left.axhline(1.0, color=GREY, lw=1.2)
-    left.annotate(
-        "plain decoding",
-        (0.995, 1.0),
-        xycoords=("axes fraction", "data"),
-        ha="right",
-        va="top",
-        color="#555555",
-        fontsize=9,
-        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
-    )
+    box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
+    left.annotate("plain decoding", (0.995, 1.0), xycoords=("axes fraction", "data"), ha="right",
+                  va="top", color="#555555", fontsize=9, bbox=box)  # fmt: skip
     left.set(xlabel="draft length k", ylabel="speedup over plain decoding", title="Speedup")
     _curve(right, curve, "mean_acceptance_length", "from the longest chain's acceptance")
-    taus = [configuration["overall"]["mean_acceptance_length"] for configuration in configurations]
+    taus = [f["mean_acceptance_length"] for f in overall]
     right.plot(sizes, taus, "o", color=BLUE, ms=8, zorder=3, label="measured")
     right.set(xlabel="draft length k", ylabel="tau", title="Mean acceptance length (tau)")
     for axes in (left, right):
@@ -154,23 +133,19 @@ def _curve(
 
 def _levels(axes: Axes, scenario: dict[str, Any]) -> None:
     """Configurations that are not on the curve over k, as levels."""
-    others = [
-        configuration
-        for configuration in scenario["configurations"]
-        if configuration["kind"] in ("auto", "copies", "tree")
-    ]
+    others = [c for c in scenario["configurations"] if c["kind"] in ("auto", "copies", "tree")]
     # The curve has the other colours.
     looks = cycle(product(("-.", "-"), (PURPLE, ORANGE, SKY)))
     for configuration, (style, colour) in zip(others, looks, strict=False):
-        value = configuration["overall"]["speedup"]
-        if value:
-            axes.axhline(
-                value,
-                color=colour,
-                lw=1.6,
-                ls=style,
-                label=f"{configuration['label']}: {value:.2f}",
-            )
+        if value := configuration["overall"]["speedup"]:
+            words = f"{configuration['label']}: {value:.2f}"
+            axes.axhline(value, color=colour, lw=1.6, ls=style, label=words)
+
+
+def _above(axes: Axes, words: str, x: Any, y: float, points: int = 4, **look: Any) -> None:
+    """Write so many points above a place."""
+    at = {"textcoords": "offset points", "xytext": (0, points), "ha": "center"}
+    axes.annotate(words, (x, y), **at, **look)
 
 
 def _legend_below(axes: Axes) -> None:
@@ -187,15 +162,7 @@ def verify_cost(scenario: dict[str, Any]) -> Figure:
     axes.axhline(1.0, color=GREY, lw=1.6, ls="--", label="flat: rows are free")
     axes.plot(rows, [cost[r] for r in rows], "o-", color=BLUE, lw=2, ms=7, label="measured")
     for r in rows:
-        axes.annotate(
-            f"{cost[r]:.2f}",
-            (r, cost[r]),
-            textcoords="offset points",
-            xytext=(0, 9),
-            ha="center",
-            fontsize=9,
-            color=BLUE,
-        )
+        _above(axes, f"{cost[r]:.2f}", r, cost[r], 9, fontsize=9, color=BLUE)
     top = max(cost.values())
     axes.set(
         xlabel="rows R of one verify pass (k + 1)",
@@ -210,10 +177,9 @@ def verify_cost(scenario: dict[str, Any]) -> Figure:
 
 def acceptance(scenario: dict[str, Any]) -> Figure | None:
     """Acceptance of the longest chain by position: given the one before, and from the root."""
-    configurations = chains(scenario)
-    if not configurations:
+    if not chains(scenario):
         return None
-    configuration = configurations[-1]
+    configuration = chains(scenario)[-1]
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.0), sharey=True)
     titles = (
         ("acceptance_by_position", "Given that the one before was accepted"),
@@ -222,9 +188,7 @@ def acceptance(scenario: dict[str, Any]) -> Figure | None:
     names = [*configuration["sets"], *(["overall"] if len(configuration["sets"]) > 1 else [])]
     for axes, (key, title) in zip((left, right), titles, strict=True):
         for i, name in enumerate(names):
-            figures = (
-                configuration["overall"] if name == "overall" else configuration["sets"][name]
-            )
+            figures = configuration["sets"].get(name) or configuration["overall"]
             xs = range(1, len(figures[key]) + 1)
             colour = "#222222" if name == "overall" else SERIES[i % len(SERIES)]
             axes.plot(xs, figures[key], "o-", color=colour, lw=2, ms=7, label=name)
@@ -237,39 +201,23 @@ def acceptance(scenario: dict[str, Any]) -> Figure | None:
 
 
 def round_time(scenario: dict[str, Any]) -> Figure | None:
-    """One round in parts, for every k, beside a plain step."""
-    configurations = [
-        configuration
-        for configuration in chains(scenario)
-        if "time_split" in configuration["overall"]
-    ]
+    """One round in parts, for every k, and a plain step."""
+    found = [c for c in chains(scenario) if "time_split" in c["overall"]]
     plain = scenario["plain_step_measured"]
-    if not configurations or plain is None:
+    if not found or plain is None:
         return None
     figure, axes = plt.subplots(figsize=(6.6, 4.4))
-    labels = ["plain step", *(configuration["label"] for configuration in configurations)]
+    labels = ["plain step", *(c["label"] for c in found)]
     axes.bar(labels[0], 1e3 * plain, 0.6, color=GREY)
-    bottoms = [0.0] * len(configurations)
+    bottoms = [0.0] * len(found)
     for part, colour in PARTS.items():
-        heights = [
-            max(0.0, 1e3 * configuration["overall"]["time_split"][part])
-            for configuration in configurations
-        ]
+        heights = [max(0.0, 1e3 * c["overall"]["time_split"][part]) for c in found]
         axes.bar(labels[1:], heights, 0.6, bottoms, color=colour, label=part)
         bottoms = [b + h for b, h in zip(bottoms, heights, strict=True)]
-    for label, configuration, top in zip(labels[1:], configurations, bottoms, strict=True):
-        text = f"{configuration['overall']['mean_acceptance_length']:.2f} tokens"
-        axes.annotate(
-            text, (label, top), textcoords="offset points", xytext=(0, 4), ha="center", fontsize=9
-        )
-    axes.annotate(
-        "1 token",
-        (labels[0], 1e3 * plain),
-        textcoords="offset points",
-        xytext=(0, 4),
-        ha="center",
-        fontsize=9,
-    )
+    for label, c, top in zip(labels[1:], found, bottoms, strict=True):
+        tau = c["overall"]["mean_acceptance_length"]
+        _above(axes, f"{tau:.2f} tokens", label, top, fontsize=9)
+    _above(axes, "1 token", labels[0], 1e3 * plain, fontsize=9)
     axes.set(ylabel="milliseconds", title="Where a round's time goes")
     axes.set_ylim(0, 1.15 * max([1e3 * plain, *bottoms]))
     axes.grid(axis="x", visible=False)
@@ -305,7 +253,7 @@ def side_by_side(scenario: dict[str, Any]) -> Figure | None:
 
 
 def tokens_per_second(scenario: dict[str, Any]) -> Figure | None:
-    """Plain beside every speculative configuration, set by set."""
+    """Plain decoding and every speculative configuration, set by set."""
     configurations = timed(scenario)
     if not configurations:
         return None
@@ -320,8 +268,7 @@ def tokens_per_second(scenario: dict[str, Any]) -> Figure | None:
     for index, values in enumerate([plain, *drafted]):
         xs = bars(axes, index, num_bars, values, colours[index], labels[index])
         for x, value in zip(xs, values, strict=True):
-            axes.annotate(f"{value:.3g}", (x, value), textcoords="offset points", xytext=(0, 3),
-                          ha="center", fontsize=8)  # fmt: skip
+            _above(axes, f"{value:.3g}", x, value, 3, fontsize=8)
     axes.set(ylabel="tokens per second", title="Speed by prompt set")
     axes.set_xticks(range(len(names)), names)
     axes.grid(axis="x", visible=False)
@@ -365,8 +312,8 @@ def shown(configurations: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def draw_picture(document: dict[str, Any], path: Path) -> None:
     """Draw the speed of plain and drafted decoding per prompt set: one picture for a README.
 
-    Drafted is "auto" where that was measured, else the fastest configuration; beside it stands
-    what was drafted with copies. The background is left open, and every colour can be told from
+    Drafted is "auto" where that was measured, else the fastest configuration, then
+    the one with copies. The background is left open, and every colour can be told from
     white and from a dark page alike. Raises ValueError where no set could be timed.
     """
     conditions = document["conditions"]
@@ -384,8 +331,7 @@ def draw_picture(document: dict[str, Any], path: Path) -> None:
             xs = bars(axes, index, len(series), values, colour, words)
             for x, value, figures in zip(xs, values, one["sets"].values(), strict=True):
                 ratio = f"\n{figures['speedup']:.2f}x" if key == "tps" else ""
-                axes.annotate(f"{value:.1f}{ratio}", (x, value), textcoords="offset points",
-                              xytext=(0, 4), ha="center", fontsize=12, color=colour)  # fmt: skip
+                _above(axes, f"{value:.1f}{ratio}", x, value, fontsize=12, color=colour)
         axes.set(ylabel="tokens per second", title=conditions["model"])
         axes.set_ylim(0, 1.22 * axes.get_ylim()[1])
         axes.set_xticks(range(len(names)), names)
@@ -398,7 +344,7 @@ def draw_picture(document: dict[str, Any], path: Path) -> None:
 
 
 def draw_serving(rows: Sequence[Mapping[str, Any]], folder: Path) -> Path:
-    """Speed and time per token against the number of clients; an SVG, and a PNG beside it."""
+    """Speed and time per token against the number of clients; an SVG and a PNG."""
     with plt.rc_context(STYLE):
         figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4))
         labels = list(dict.fromkeys(row["configuration"] for row in rows))
@@ -428,16 +374,15 @@ def _series(
     label: str,
     colour: str,
 ) -> None:
-    """One server's line in both plots, ratios beside its speed, a bar up to the worst answer."""
+    """One server's line in both plots: ratios over its speeds, a bar up to the worst answer."""
     xs = list(range(len(rows)))
     speeds = [row[who]["tps"] for row in rows]
     left.plot(xs, speeds, "o-", color=colour, lw=2, ms=7, label=label)
     if who == "speculative":
         for x, row in zip(xs, rows, strict=True):
             if row["speedup"] is not None:
-                left.annotate(f"{row['speedup']:.2f}x", (x, row[who]["tps"]), xytext=(0, 8),
-                              textcoords="offset points", ha="center", fontsize=9,
-                              color=colour)  # fmt: skip
+                words = f"{row['speedup']:.2f}x"
+                _above(left, words, x, row[who]["tps"], 8, fontsize=9, color=colour)
     waits = [(x, row[who]["seconds_per_token"]) for x, row in zip(xs, rows, strict=True)]
     timed = [(x, 1e3 * wait["median"], 1e3 * wait["worst"]) for x, wait in waits if wait]
     if timed:

@@ -1,4 +1,4 @@
-"""From costs and acceptance to the speedup that should come out.
+"""Prediction: from costs and acceptance to the speedup that should come out.
 
 Plain numbers only. E tokens per round, against the time of a round in units of one plain step:
 E / (c(k + 1) + k d + overhead).
@@ -96,7 +96,7 @@ class Costs:
         return tau / (self.c(size + 1) + size * self.d)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything that was measured, and what is derived from it alone."""
+        """Everything that was measured, and what follows from it."""
         return {
             "verify_seconds": dict(self.verify),
             "verify_cost": {rows: self.c(rows) for rows in self.verify},

@@ -25,7 +25,7 @@ METHOD = (
     "two warm-ups (repeats: {repeats}). Plain is the pipelined mlx_lm.stream_generate. Tokens per "
     "second count from the first token to the last, so prefill is not in them; the time to the "
     "first token is listed apart. A prompt's speed is that of its median run, its ratio the "
-    "median of its runs, each against the plain run beside it; a set's speed is the sum of its "
+    "median of its runs, each against the plain run near it; a set's speed is the sum of its "
     "tokens over the sum of those times, its ratio that of such speeds. In brackets: first to "
     "third quartile of single runs, or of prompts where it says so. Of MT-bench, the first turn "
     "is asked. Peak memory is with target and head loaded, in plain runs too. Above temperature "
@@ -60,9 +60,9 @@ CAPTIONS = {
     "Speculation gains where this line is near the flat one, and cannot where it is near the "
     "linear one.",
     "acceptance": "How often the draft's token at each position was the target's own.",
-    "round_time": "The median round in parts. Verify, draft and accept are timed alone in the "
+    "round_time": "The median round in parts. Verify, draft and accept are timed apart in the "
     "same session; host is the rest of the measured round. Above each bar: tokens per round.",
-    "tokens_per_second": "Speed by prompt set, plain beside speculative.",
+    "tokens_per_second": "Speed by prompt set, plain and speculative.",
 }
 
 WORDS = {
@@ -74,7 +74,7 @@ WORDS = {
     "c(R)": "time of a target pass over R rows, in passes over one row",
     "d": "time of one more draft step, in plain steps",
     "overhead": "accept pass, first logits and waiting for the host, beyond k d, in plain steps",
-    "host and the rest": "the measured round less its parts, timed alone; below zero where the "
+    "host and the rest": "the measured round less its parts, timed apart; below zero where the "
     "machine was busier then than during the runs",
     "predicted": "tau / (c(k+1) + k d + overhead)",
     "bound": "tau / (c(k+1) + k d): no overhead at all",

@@ -1,7 +1,4 @@
-"""Running the configurations: one generation, its clock, and the order of taking turns.
-
-What follows from the runs is in ``summary.py``.
-"""
+"""Runner: one generation of a configuration, its clock, and the order of taking turns."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -77,8 +74,8 @@ def make_configurations(
     """
     configurations = [of_length(size) for size in sizes]
     for size in copied:
-        alone = of_length(size)
-        configurations.append(replace(alone, label=f"{alone.label} + lookup", kind="copies"))
+        chain = of_length(size)
+        configurations.append(replace(chain, label=f"{chain.label} + lookup", kind="copies"))
     for tree in trees:
         shape = tree if tree == "auto" else parse_tree(tree)
         configurations.append(Configuration(f"tree {tree}", "tree", None, {"tree": shape}))

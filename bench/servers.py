@@ -23,7 +23,7 @@ from types import FrameType
 
 HOST = "127.0.0.1"
 START_LIMIT = 900.0  # seconds until a server answers: a large model may come over the network
-STOP_LIMIT = 10.0  # seconds to end, once it was told to
+STOP_LIMIT = 10.0  # seconds to end, once it is asked to
 POLL = 0.1  # seconds
 LONGEST_REASON = 200  # characters
 
@@ -49,7 +49,7 @@ class Server:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of this machine that nobody listens at."""
+    """Ports of this machine that are free."""
     with ExitStack() as stack:
         probes = [stack.enter_context(closing(socket.socket())) for _ in range(count)]
         for probe in probes:
@@ -106,7 +106,7 @@ def _started(name: str, command: Sequence[str], port: int, log: Path) -> Iterato
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C in the terminal is for us alone
+            start_new_session=True,  # Ctrl-C in the terminal is for us
         )
     try:
         yield Server(name, port, process, log)

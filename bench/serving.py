@@ -38,7 +38,7 @@ METHOD = (
     "on this machine with the same target, and only one of them is asked at a time. So many "
     "clients send the prompts of the sets over HTTP as streamed, greedy chats, each the next one "
     "as soon as it has its answer. The servers take turns ({order}; repeats: {repeats}), after a "
-    "short load of each. Both decode as many requests together as there are clients, and keep the "
+    "short load of each. Both decode as many requests at once as there are clients, and keep the "
     "caches of one earlier prompt. Tokens per second are those of all clients over the whole "
     "load, prompts included; the ratio is the median over pairs of loads. Time per token is that "
     "of an answer from its first token to its last; a pause is the time between two pieces of a "
@@ -214,7 +214,7 @@ def _configurations(settings: Settings) -> list[Configuration]:
 
 
 def serving_result(cell: ServingCell, questions: Sequence[Question]) -> dict[str, Any]:
-    """One configuration with so many clients, beside mlx-lm's server under the same load."""
+    """One configuration with so many clients, and mlx-lm's server under the same load."""
     pairs = zip(questions, cell.plain[0].answers, cell.runs[0].answers, strict=True)
     return {
         "clients": cell.num_clients,
@@ -246,7 +246,7 @@ def answers_of(loads: Iterable[Load]) -> list[Answer]:
 
 
 def typical_and_worst(values: Iterable[float | None]) -> dict[str, float] | None:
-    """The median and the largest of what is there; None where nothing is."""
+    """The median and the largest of those that are there; None without any."""
     present = [value for value in values if value is not None]
     return {"median": median(present), "worst": max(present)} if present else None
 
@@ -256,9 +256,9 @@ def acceptance_length(answers: Iterable[Answer]) -> float | None:
 
     The first token of an answer belongs to the prompt: 9 tokens at 2.0 are 4 passes.
     """
-    said = [(answer.num_tokens - 1, answer.tau) for answer in answers if answer.tau]
-    passes = sum(num_tokens / tau for num_tokens, tau in said if tau)
-    return sum(num_tokens for num_tokens, _ in said) / passes if passes else None
+    known = [(answer.num_tokens - 1, answer.tau) for answer in answers if answer.tau]
+    passes = sum(num_tokens / tau for num_tokens, tau in known if tau)
+    return sum(num_tokens for num_tokens, _ in known) / passes if passes else None
 
 
 def answer_rows(cell: ServingCell, questions: Sequence[Question]) -> list[dict[str, Any]]:
@@ -321,7 +321,7 @@ def clients(row: Mapping[str, Any]) -> str:
 
 
 def loads_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Tokens per second of all clients together, acceptance and parity."""
+    """Tokens per second of all clients, acceptance and parity."""
     header = ["clients", "configuration", "mlx_lm.server tok/s", "mlx_eagle.server tok/s", "ratio",
               "tau", "texts identical", "loads"]  # fmt: skip
     lines = [

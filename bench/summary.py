@@ -1,4 +1,4 @@
-"""From runs to figures, in plain arithmetic: medians and spread, rates per set, counts."""
+"""Summary of runs, in plain arithmetic: medians and spread, rates per set, counts."""
 
 from collections.abc import Iterable, Sequence
 from statistics import median, quantiles
@@ -8,7 +8,7 @@ from mlx_eagle.decoding.stats import Stats
 
 
 def spread_of(values: Iterable[float | None]) -> dict[str, float] | None:
-    """Median, quartiles and extremes of what is there; None where nothing is."""
+    """Median, quartiles and extremes of the values; None without any."""
     present = sorted(value for value in values if value is not None)
     if not present:
         return None

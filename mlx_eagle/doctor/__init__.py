@@ -1,1 +1,1 @@
-"""The command ``mlx_eagle.doctor``: what this machine is, what is wrong, and a test of it all."""
+"""The command ``mlx_eagle.doctor``: checks of this machine, and a test of its kernels."""

@@ -1,4 +1,4 @@
-"""What the doctor looks at: the machine, what is installed, memory, files, known pairs.
+"""Checks of the doctor: the machine, what is installed, memory, files, known pairs.
 
 Each check returns its findings and raises nothing.
 """

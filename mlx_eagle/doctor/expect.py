@@ -1,6 +1,6 @@
-"""What to expect of a target and a draft model on this machine, without loading a weight.
+"""Expectation of a target and a draft model on this machine, without loading a weight.
 
-The model is built from its ``config.json`` alone; MLX computes no array that nobody asks for.
+The model is built from its ``config.json`` alone; MLX computes no array before it is asked for.
 """
 
 from dataclasses import replace

@@ -44,11 +44,9 @@ def test_costs_leave_no_trace_and_cover_every_size(tiny):
     assert len(first) == 3
     costs = predict.Costs.of(samples)
     assert costs.verify[2] == statistics.median(samples.verify[2].run)
-    assert sorted(part_timing.verify_costs(tiny.target, head_of(tiny), [1, 2, 3], [1, 2], 1)) == [
-        1,
-        2,
-    ]
-    accept, propose = part_timing.head_costs(tiny.target, head_of(tiny), [1, 2, 3], [1], [1, 3], 1)
+    bench = part_timing.Bench(tiny.target, head_of(tiny), [1, 2, 3])
+    assert sorted(part_timing.sample_verify(bench, [1, 2], 1)) == [1, 2]
+    accept, propose = part_timing.sample_head(bench, [1], [1, 3], 1)
     assert sorted(accept) == [1] and sorted(propose) == [1, 3]
 
 
