@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_eagle.commands.flags import with_known_head
-from mlx_eagle.commands.opening import context_size, open_target
+from mlx_eagle.commands.loading import context_size, load
 from mlx_eagle.decoding.setup import AUTO
 from mlx_eagle.demo.pair import load_demo
 from mlx_eagle.draft_models import open_beside, split_name
@@ -82,7 +82,7 @@ def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
     if args.model is None:
         model, tokenizer, own = load_demo(dtype=args.dtype)
     else:
-        (model, tokenizer), own = open_target(args.model, dtype=args.dtype), None
+        (model, tokenizer), own = load(args.model, dtype=args.dtype), None
         names["model"] = args.model
     drafters = {}
     for given in draft_names(args) or (None,):
@@ -99,7 +99,7 @@ def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
         names["head"] += f", draft window {args.draft_window}"
     compared = None
     if args.compare is not None:
-        compared, other = open_target(args.compare[1], dtype=args.dtype)
+        compared, other = load(args.compare[1], dtype=args.dtype)
         names["compared"] = args.compare[1]
         if other.vocab_size != tokenizer.vocab_size:
             raise ValueError(

@@ -10,8 +10,8 @@ from mlx_eagle.decoding.setup import AUTO
 from mlx_eagle.draft_models import LOOKUP, split_name
 from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.system.cli_values import LARGEST_SEED, Range, use_plain_types
+from mlx_eagle.system.device import DTYPES
 from mlx_eagle.system.drawing import EXTRA
-from mlx_eagle.system.precision import DTYPES
 from mlx_eagle.system.version import add_version_flag
 
 from . import files

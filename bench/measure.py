@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx.utils import tree_flatten
 
-from mlx_eagle.commands.memory import weight_bytes
+from mlx_eagle.commands.generate import weight_bytes
 from mlx_eagle.drafters.base import Drafter
 from mlx_eagle.drafters.tree import Tree
 

@@ -6,8 +6,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generate_step
 
-from mlx_eagle.demo.compare import first_difference
-
 
 def compare(
     model: nn.Module, prompt: list[int], plain: list[int], drafted: list[int]
@@ -41,3 +39,14 @@ def parity_words(result: dict[str, Any]) -> str:
     if result["identical"]:
         return "identical"
     return f"differs from token {result['index']} on, margin {result['margin']:.2g}"
+
+
+def first_difference(left: list[int], right: list[int]) -> int | None:
+    """Index of the first token in which two outputs differ; None where they are identical.
+
+    [5, 6, 7], [5, 9, 7] -> 1; [5, 6], [5, 6, 7] -> 2
+    """
+    if left == right:
+        return None
+    pairs = zip(left, right, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))

@@ -1,6 +1,211 @@
-"""``python -m mlx_eagle.chat``: see ``commands/chat.py``."""
+"""The command ``mlx_eagle.chat``: mlx-lm's chat in the terminal, with a drafter.
 
-from .commands.chat import main
+The caches of target and drafter, and the counts, are kept over the turns. Flags, loading and
+sampling are those of ``flags.py``; the look is mlx-lm's.
+"""
+
+import argparse
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.chat import setup_arg_parser
+from mlx_lm.cli_ui import ChatUI, make_console, print_header_panel
+from mlx_lm.generate import GenerationResponse as MlxGenerationResponse
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from .commands.flags import (
+    add_draft_cache_flag,
+    add_draft_flags,
+    add_show_drafts_flag,
+    build_sampler,
+    check_arguments,
+    draft_options,
+    load_pair,
+)
+from .commands.loading import apply_template
+from .decoding.setup import AUTO
+from .decoding.stats import Stats
+from .drafters.base import Drafter
+from .generate import GenerationResponse, stream_generate
+from .system.ansi import Marker
+from .system.command import run_command
+from .system.progress import prompt_bar
+from .system.signals import StopSignals
+
+DEMO = "SmolLM2-135M-Instruct (demo)"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """mlx-lm's parser, with our flags beside its own."""
+    parser = setup_arg_parser()
+    parser.prog = "mlx_eagle.chat"
+    parser.description = "Chat with a target model and an EAGLE-3 draft head."
+    parser.add_argument("--draft-model", type=str)
+    parser.add_argument("--num-draft-tokens", default=AUTO)
+    add_draft_flags(parser)
+    add_draft_cache_flag(parser)
+    add_show_drafts_flag(parser)
+    # What mlx_lm.generate has a flag for, and mlx_lm.chat has not.
+    parser.set_defaults(
+        model=None, min_p=0.0, min_tokens_to_keep=1, top_k=0, quantize_activations=False
+    )
+    return parser
+
+
+class Conversation:
+    """The state kept over turns: caches, the drafter's behind the target's, and counts."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        model: nn.Module,
+        tokenizer: TokenizerWrapper,
+        drafter: Drafter | None,
+    ):
+        self.args = args
+        self.model = model
+        self.tokenizer = tokenizer
+        self.drafter = drafter
+        self.stats = Stats()
+        self.num_answers = 0
+        # A first Ctrl-C ends the answer, a second one the command.
+        self.interrupt = StopSignals((signal.SIGINT,), once=True)
+        self.forget()
+
+    def forget(self) -> None:
+        """Start a new conversation; the counts go on."""
+        self.cache = make_prompt_cache(self.model, self.args.max_kv_size)
+        if self.drafter is not None:
+            self.cache += self.drafter.make_cache()
+
+    def answer(self, question: str) -> Iterator[MlxGenerationResponse]:
+        """Answer piece by piece; what was said before is in the caches.
+
+        Ctrl-C ends the answer after the token that is being computed: the caches then hold the
+        question and the tokens that were given.
+        """
+        messages = [{"role": "user", "content": question}]
+        if self.args.system_prompt is not None:
+            messages.insert(0, {"role": "system", "content": self.args.system_prompt})
+        recalibrate = self.args.recalibrate and self.num_answers == 0
+        responses = stream_generate(
+            self.model,
+            self.tokenizer,
+            apply_template(self.tokenizer, messages, add_generation_prompt=True),
+            max_tokens=self.args.max_tokens,
+            # Every answer draws its own noise, from the global state that --seed fixed.
+            sampler=build_sampler(self.args, self.tokenizer, seed=None),
+            prompt_cache=self.cache,
+            prefill_step_size=self.args.prefill_step_size,
+            prompt_progress_callback=prompt_bar(self.args.prefill_step_size),
+            **draft_options(self.args, self.drafter, recalibrate),
+        )
+        with self.interrupt:
+            for response in responses:
+                yield response
+                if self.interrupt.is_asked:
+                    break
+            responses.close()
+        self.num_answers += 1
+        if isinstance(response, GenerationResponse):
+            self.stats += response.stats
+
+    def stats_lines(self) -> list[str]:
+        """Mean acceptance length (tau) and the counts of all answers so far."""
+        return [f"Answers: {self.num_answers}", *self.stats.lines()]
+
+
+class UI(ChatUI):
+    """mlx-lm's, with our name, what drafts, and one command more."""
+
+    def __init__(self, args: argparse.Namespace):
+        super().__init__(args)
+        self.shows_drafts = args.show_drafts
+        self.header = [
+            ("model", str(args.model or DEMO)),
+            ("draft", str(args.draft_model or ("none" if args.model else "demo head"))),
+            ("draft tokens", str(args.num_draft_tokens)),
+            ("max tokens", f"{args.max_tokens:,}"),
+        ]
+
+    def __enter__(self) -> "UI":
+        print_header_panel(make_console(), "mlx_eagle.chat", self.header)
+        self.say_help()
+        legend = Marker.of(sys.stdout, self.shows_drafts).legend
+        if legend:
+            self.say_lines([legend.rstrip()])
+        return self
+
+    def say_help(self) -> None:
+        super().say_help()
+        make_console().print(
+            f"{'':14}[ui.strong]/stats[/ui.strong] [ui.muted]mean acceptance length (tau) and "
+            "counts of all answers[/ui.muted]\n"
+            f"{'':14}[ui.strong]Ctrl-C[/ui.strong] [ui.muted]ends the answer; at the prompt, "
+            "exits[/ui.muted]"
+        )
+
+    def say_lines(self, lines: list[str]) -> None:
+        """Print lines of our own, set in as mlx-lm's are."""
+        print("\n".join(f"  {line}" for line in lines))
+
+
+def converse(ui: UI, conversation: Conversation) -> None:
+    """Read questions and answer them until the user exits."""
+    while True:
+        try:
+            question = ui.prompt()
+        except EOFError:
+            question = "q"
+        if question == "q":
+            ui.say_bye()
+            return
+        if question == "r":
+            conversation.forget()
+            ui.say_reset()
+        elif question == "h":
+            ui.say_help()
+        elif question == "/stats":
+            ui.say_lines(conversation.stats_lines())
+        else:
+            answer(ui, conversation, question)
+
+
+def answer(ui: UI, conversation: Conversation, question: str) -> None:
+    """Print the answer to a question as it comes; Ctrl-C ends it."""
+    mark = Marker.of(sys.stdout, ui.shows_drafts)
+    for response in conversation.answer(question):
+        ui.stream_token(mark(response.text, response.from_draft))
+    ui.end_turn(response)
+    if conversation.interrupt.is_asked:
+        ui.say_lines(["Stopped. Press Ctrl-C again, or q, to exit."])
+
+
+def run(args: argparse.Namespace) -> None:
+    """Chat as the flags say."""
+    check_arguments(args)
+    if args.pipeline:
+        raise ValueError("--pipeline spreads a model over machines: leave it out with a drafter.")
+    mx.random.seed(args.seed)
+    tokenizer_config = {"trust_remote_code": args.trust_remote_code}
+    model, tokenizer, drafter = load_pair(args, tokenizer_config)
+    if not tokenizer.has_chat_template:
+        raise ValueError(
+            f"{args.model} has no chat template: use a chat model, or mlx_eagle.generate."
+        )
+    with UI(args) as ui:
+        converse(ui, Conversation(args, model, tokenizer, drafter))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of ``mlx_eagle.chat``."""
+    args = build_parser().parse_args(argv)
+    run_command(lambda: run(args))
+
 
 if __name__ == "__main__":
     main()

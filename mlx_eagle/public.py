@@ -1,6 +1,7 @@
 """Public names of the package, imported when one of them is first asked for."""
 
 from .batch.generate import BatchResponse, batch_generate
+from .commands.loading import load
 from .decoding.loop import speculative_generate_step
 from .decoding.sampling import Sampling
 from .decoding.stats import Stats
@@ -25,6 +26,7 @@ __all__ = [
     "generate",
     "install",
     "installed",
+    "load",
     "load_demo",
     "load_drafter",
     "open_drafter",

@@ -38,7 +38,7 @@ import mlx_eagle
 from mlx_eagle.bench import __main__ as bench
 from mlx_eagle.commands import flags
 from mlx_eagle.decoding.stats import Stats
-from mlx_eagle.demo import compare as demo
+from mlx_eagle.demo import __main__ as demo
 from mlx_eagle.drafters.pairs import PAIRS
 
 LOG = ROOT / "bench" / "log"

@@ -23,11 +23,10 @@ from ..system.cli_values import (
     check_ranges,
     use_plain_types,
 )
-from ..system.device import prepare_device
-from ..system.precision import DTYPES
+from ..system.device import DTYPES, prepare_device
 from ..system.progress import Bar
 from ..system.version import add_version_flag
-from .opening import open_target
+from .loading import load
 
 SHARE = "a number from 0 to 1"
 RANGES = (
@@ -227,7 +226,7 @@ def load_target(
     args: argparse.Namespace, tokenizer_config: dict[str, Any]
 ) -> tuple[nn.Module, TokenizerWrapper]:
     """The target that the flags name, and its tokenizer."""
-    return open_target(
+    return load(
         args.model,
         tokenizer_config,
         adapter_path=args.adapter_path,

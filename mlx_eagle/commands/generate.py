@@ -9,8 +9,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import setup_arg_parser
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models import cache as cache_types
+from mlx_lm.models.cache import QuantizedKVCache, load_prompt_cache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import get_total_parameters
+from safetensors import SafetensorError, safe_open
 
 from ..decoding.stats import Stats
 from ..draft_models import head_lines
@@ -20,6 +23,7 @@ from ..generate import footer, stream_generate
 from ..system.ansi import Marker
 from ..system.atomic_folder import check_writable
 from ..system.command import run_command
+from ..system.device import weight_bytes
 from ..system.machines import Machine, this_machine
 from ..system.progress import prompt_bar
 from .flags import (
@@ -32,9 +36,7 @@ from .flags import (
     draft_options,
     load_pair,
 )
-from .memory import memory_line, memory_lines, memory_report
-from .opening import apply_template
-from .prompt_caches import check_bits, fit_prompt_cache, read_prompt_cache
+from .loading import apply_template
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -229,6 +231,129 @@ def generate_and_report(
             "finish_reason": response.finish_reason,
         }
         write_stats(args.stats_json, {**stats.to_dict(), **counts, **memory})
+
+
+FLAG = "--prompt-cache-file"
+REMEDY = "make it again with mlx_lm.cache_prompt."
+
+
+def read_prompt_cache(file: str) -> tuple[list[Any], dict[str, str]]:
+    """The caches in a file and what was written with them: "model", "tokenizer_config".
+
+    Raises ValueError, naming the file, for anything that ``mlx_lm.cache_prompt`` did not write.
+    """
+    check_prompt_cache(file)
+    try:
+        return load_prompt_cache(file, return_metadata=True)
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError) as err:
+        # The parts are there: what is wrong in one of them, only its type of cache can tell.
+        raise ValueError(f"{FLAG} {file} cannot be restored ({err}): {REMEDY}") from err
+
+
+def check_prompt_cache(file: str) -> None:
+    """Raise ValueError unless the file has the parts of a prompt cache."""
+    if not Path(file).is_file():
+        what = "is no file" if Path(file).exists() else "does not exist"
+        raise ValueError(f"{FLAG} {file} {what}: {REMEDY}")
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            metadata = opened.metadata() or {}
+    except SafetensorError as err:
+        raise ValueError(
+            f"{FLAG} {file} cannot be read ({err}): it is damaged or no prompt cache; {REMEDY}"
+        ) from err
+    classes = [value for key, value in metadata.items() if key.startswith("1.")]
+    if not classes:
+        raise ValueError(f"{FLAG} {file} holds no prompt cache, but other tensors: {REMEDY}")
+    unknown = [name for name in classes if not isinstance(vars(cache_types).get(name), type)]
+    if unknown:
+        raise ValueError(f"{FLAG} {file} holds caches of an unknown type {unknown[0]}: {REMEDY}")
+    if "0.model" not in metadata:
+        raise ValueError(f"{FLAG} {file} does not say which model it was made with: {REMEDY}")
+    try:
+        is_object = isinstance(json.loads(metadata.get("0.tokenizer_config", "{}")), dict)
+    except ValueError:
+        is_object = False
+    if not is_object:
+        raise ValueError(f"{FLAG} {file} holds no tokenizer configuration: {REMEDY}")
+
+
+def check_bits(cache: list[Any], kv_bits: int | None) -> None:
+    """Raise ValueError where ``--kv-bits`` is not what a quantized prompt cache has."""
+    first = cache[0]
+    if isinstance(first, QuantizedKVCache) and kv_bits not in (None, first.bits):
+        raise ValueError(
+            f"--kv-bits is {kv_bits}, but the prompt cache has {first.bits} bits: leave the flag "
+            "out, or give the same number."
+        )
+
+
+def fit_prompt_cache(
+    file: str, cache: list[Any], model: nn.Module, drafter: Drafter | None
+) -> list[Any]:
+    """The caches for ``model`` and ``drafter``: those of the file, the drafter's fresh if missing.
+
+    Raises ValueError where the file has caches for neither the model alone nor for both.
+    """
+    num_target = len(make_prompt_cache(model))
+    fresh = [] if drafter is None else drafter.make_cache()
+    if len(cache) == num_target:
+        return cache + fresh
+    if drafter is None or len(cache) != num_target + len(fresh):
+        both = f", or {num_target + len(fresh)} with the draft model's" if fresh else ""
+        raise ValueError(
+            f"{FLAG} {file} holds {len(cache)} caches, but this model has {num_target}{both}: "
+            "give a file that was made with this model."
+        )
+    return cache
+
+
+def cache_bytes(cache: list) -> int:
+    """Bytes held by mlx-lm caches."""
+    return sum(entry.nbytes for entry in cache)
+
+
+def memory_report(model: nn.Module, drafter: Drafter | None, cache: list) -> dict[str, int]:
+    """Bytes of what is loaded and of the caches as they stand: the target's, then the head's."""
+    num_target = len(make_prompt_cache(model))
+    report = {
+        "target_weight_bytes": weight_bytes(model),
+        "target_cache_bytes": cache_bytes(cache[:num_target]),
+        "peak_bytes": mx.get_peak_memory(),
+    }
+    if drafter is not None:
+        report["head_parameters"] = sum(get_total_parameters(m) for m in drafter.modules())
+        report["head_weight_bytes"] = sum(weight_bytes(m) for m in drafter.modules())
+        report["head_cache_bytes"] = cache_bytes(cache[num_target:])
+    return report
+
+
+def memory_line(report: dict[str, int]) -> str:
+    """The memory report in one line of the footer."""
+    megabytes = {k: f"{v / 1e6:.1f} MB" for k, v in report.items() if k.endswith("bytes")}
+    line = f"Memory: target weights {megabytes['target_weight_bytes']}"
+    if "head_parameters" in report:
+        line += (
+            f", head {report['head_parameters'] / 1e6:.1f} M parameters in "
+            f"{megabytes['head_weight_bytes']}, head cache {megabytes['head_cache_bytes']}"
+        )
+    return line + f", target cache {megabytes['target_cache_bytes']}"
+
+
+def memory_lines(before: dict[str, int], after: dict[str, int]) -> list[str]:
+    """The memory report as a table: before and after the generation, and the increment."""
+    lines = [f"{'Memory (MB)':<24}{'before':>10}{'after':>10}"]
+    for name in after:
+        if name.endswith("bytes"):
+            label = name.removesuffix("_bytes").replace("_", " ")
+            lines.append(f"{label:<24}{before[name] / 1e6:>10.1f}{after[name] / 1e6:>10.1f}")
+    if "head_parameters" in after:
+        added = after["head_weight_bytes"] + after["head_cache_bytes"]
+        plain = after["target_weight_bytes"] + after["target_cache_bytes"]
+        lines.append(
+            f"Drafting adds {added / 1e6:.1f} MB ({added / plain:.1%}) to weights and caches."
+        )
+    return lines
 
 
 def main() -> None:

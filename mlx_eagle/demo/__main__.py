@@ -1,6 +1,124 @@
-"""``python -m mlx_eagle.demo``: see ``compare.py``."""
+"""The main job, shown on the demo pair: plain beside speculative decoding of one prompt."""
 
-from .compare import main
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import mlx_lm
+from mlx_lm.generate import GenerationResponse
+
+from ..bench.parity import first_difference
+from ..generate import stream_generate
+from ..system.ansi import Marker
+from ..system.cli_values import use_plain_types
+from ..system.command import run_command
+from ..system.device import prepare_device
+from .pair import load_demo
+
+# The kind of prompt the small demo head was trained on; code and open chat gain less.
+PROMPT = (
+    "A baker makes 12 trays of cookies with 8 cookies on each tray. "
+    "How many cookies does she make?"
+)
+WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One generation: its token ids, the stop token included, and its last response."""
+
+    tokens: list[int]
+    last: GenerationResponse
+
+    @classmethod
+    def of(
+        cls, responses: Iterator[GenerationResponse], echo: Marker | None = None
+    ) -> "Completion":
+        """Use up ``responses``; ``echo`` marks the text, which is printed as it comes."""
+        tokens = []
+        for response in responses:
+            tokens.append(response.token)
+            if echo is not None:
+                print(echo(response.text, response.from_draft), end="", flush=True)
+        if echo is not None:
+            print()
+        return cls(tokens, response)
+
+
+def report(plain: Completion, speculative: Completion) -> list[str]:
+    """The comparison in lines: speeds, mean acceptance length (tau), acceptance, identity."""
+    stats = speculative.last.stats
+    plain_tps, tps = plain.last.generation_tps, speculative.last.generation_tps
+    by_position = " ".join(f"{a:.2f}" for a in stats.acceptance_by_position)
+    index = first_difference(plain.tokens, speculative.tokens)
+    identical = f"yes, all {len(plain.tokens)} tokens"
+    if index is not None:
+        identical = f"no, they differ from token {index} on (counted from 0)"
+    return [
+        f"Plain:       {plain_tps:.1f} tokens/s (mlx_lm.stream_generate)",
+        f"Speculative: {tps:.1f} tokens/s, {tps / plain_tps:.2f}x",
+        f"Mean acceptance length (tau): {stats.mean_acceptance_length:.2f} tokens per target "
+        f"forward, over {stats.num_target_forwards} forwards",
+        f"Acceptance:  {stats.acceptance_rate:.2f} of what was drafted; "
+        f"by position: {by_position or '-'}",
+        f"Token-identical: {identical}",
+    ]
+
+
+def run(prompt: str, max_tokens: int, num_draft_tokens: int) -> None:
+    """Generate once with the head and once without, and print how they compare."""
+    if max_tokens < 2:
+        raise ValueError(
+            f"--max-tokens is {max_tokens}: give 2 or more, there is nothing to time."
+        )
+    if num_draft_tokens < 1:
+        raise ValueError(f"--num-draft-tokens is {num_draft_tokens}: give 1 or more.")
+    print("Loading SmolLM2-135M-Instruct and its EAGLE-3 head.", file=sys.stderr)
+    prepare_device()
+    model, tokenizer, drafter = load_demo()
+    messages = [{"role": "user", "content": prompt}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+
+    def plain(limit: int) -> Iterator[GenerationResponse]:
+        return mlx_lm.stream_generate(model, tokenizer, tokens, max_tokens=limit)
+
+    def speculative(limit: int) -> Iterator[GenerationResponse]:
+        options = {"draft_model": drafter, "num_draft_tokens": num_draft_tokens}
+        return stream_generate(model, tokenizer, tokens, max_tokens=limit, **options)
+
+    for warm_up in (plain, speculative):
+        Completion.of(warm_up(WARM_UP_TOKENS))
+    mark = Marker.of(sys.stdout)
+    print(f"Prompt: {prompt}\n{mark.legend}")
+    drafted = Completion.of(speculative(max_tokens), echo=mark)
+    print()
+    print("\n".join(report(Completion.of(plain(max_tokens)), drafted)))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command ``python -m mlx_eagle.demo``."""
+    parser = argparse.ArgumentParser(
+        prog="mlx_eagle.demo", description="Plain against speculative decoding, on the demo pair."
+    )
+    parser.add_argument(
+        "--prompt", "-p", default=PROMPT, help="what to ask (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-tokens",
+        "-m",
+        type=int,
+        default=200,
+        help="maximum tokens of the answer (%(default)s)",
+    )
+    parser.add_argument(
+        "--num-draft-tokens", type=int, default=3, help="draft tokens per step (%(default)s)"
+    )
+    use_plain_types(parser)
+    args = parser.parse_args(argv)
+    run_command(lambda: run(args.prompt or PROMPT, args.max_tokens, args.num_draft_tokens))
+
 
 if __name__ == "__main__":
     main()

@@ -12,9 +12,8 @@ import mlx.core as mx
 
 from ..drafters.pairs import targets_within
 from ..system.atomic_folder import user_cache
-from ..system.device import CUDNN, blas_name, blas_note
+from ..system.device import CUDNN, SHARE_OF_RAM, blas_name, blas_note, ram
 from ..system.machines import Machine, this_machine
-from ..system.precision import SHARE_OF_RAM, ram
 from .packages import check_packages, read_sysctl
 from .report_lines import Finding
 

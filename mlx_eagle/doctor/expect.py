@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import _get_classes
 
-from ..commands.opening import check_target, read_json
+from ..commands.loading import check_target, read_json
 from ..draft_models import LOOKUP, split_name
 from ..drafters.kinds import kind_of
 from ..drafters.model_drafter import NOT_LOADED

@@ -8,14 +8,14 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import ModelProvider
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
-from ..commands.opening import check_target, context_size
+from ..commands.loading import check_target, context_size
 from ..decoding.setup import check_tree_drafter, read_tree
 from ..demo.pair import load_demo
 from ..draft_models import open_beside
 from ..drafters.target_parts import find_embedding
 from ..system.command import USER_ERRORS
+from ..system.device import set_precision
 from ..system.hub import locate
-from ..system.precision import set_precision
 from ..target.tree_attention import check_trees
 
 DEFAULT = "default_model"  # what mlx-lm calls the model and the draft model of the command line

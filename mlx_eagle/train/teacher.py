@@ -17,7 +17,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..system.precision import set_precision
+from ..system.device import set_precision
 from ..system.safetensors import save_arrays
 from ..target.taps import Target
 from .examples import Example, Examples, TokenBatch

@@ -28,7 +28,7 @@ from mlx_eagle.bench import (
 from mlx_eagle.decoding.costs import BatchCosts
 from mlx_eagle.decoding.live_costs import LiveBatchCosts, LiveCosts
 from mlx_eagle.decoding.stats import Stats
-from mlx_eagle.demo import compare as demo
+from mlx_eagle.demo import __main__ as demo
 from mlx_eagle.drafters.lookup import CopyingDrafter, LookupDrafter
 from mlx_eagle.system import device
 

@@ -12,7 +12,7 @@ from helpers import byte_tokenizer, caches_equal, plain, tiny_head, tiny_llama
 from mlx_lm.cli_ui import ChatUI
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_eagle.commands import chat
+from mlx_eagle import chat
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.model_drafter import ModelDrafter
 

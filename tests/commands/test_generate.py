@@ -19,7 +19,8 @@ from helpers import tiny_llama
 from mlx_lm.utils import save_model
 
 import mlx_eagle
-from mlx_eagle.commands import chat, flags
+from mlx_eagle import chat
+from mlx_eagle.commands import flags
 from mlx_eagle.commands import generate as program
 from mlx_eagle.convert import __main__ as convert
 from mlx_eagle.demo.target import demo_target_path

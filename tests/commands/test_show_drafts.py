@@ -8,9 +8,9 @@ import sys
 import pytest
 from helpers import byte_tokenizer, tiny_llama
 
-from mlx_eagle import stream_generate
-from mlx_eagle.commands import chat, generate
-from mlx_eagle.demo import compare
+from mlx_eagle import chat, stream_generate
+from mlx_eagle.commands import generate
+from mlx_eagle.demo import __main__ as demo
 from mlx_eagle.drafters.model_drafter import ModelDrafter
 from mlx_eagle.system.ansi import Marker
 
@@ -117,9 +117,9 @@ def test_chat_marks_too(terminal, monkeypatch):
 
 
 def test_the_demo_marks_unasked(terminal, monkeypatch):
-    monkeypatch.setattr(compare, "load_demo", lambda: PAIR)
+    monkeypatch.setattr(demo, "load_demo", lambda: PAIR)
     monkeypatch.setattr(sys, "stdout", terminal)
-    compare.run("Hello", 12, 3)
+    demo.run("Hello", 12, 3)
     assert len(MARKED.findall(terminal.getvalue())) > 3
     assert "Drafted tokens are" in CODES.sub("", terminal.getvalue())
 

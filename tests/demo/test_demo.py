@@ -20,9 +20,10 @@ from gguf import GGUFReader, dequantize
 from tolerances import tolerance
 
 from mlx_eagle import speculative_generate_step
-from mlx_eagle.demo import compare as demo
+from mlx_eagle.bench.parity import first_difference
+from mlx_eagle.demo import __main__ as demo
 from mlx_eagle.demo import target as demo_target
-from mlx_eagle.demo.compare import first_difference, load_demo
+from mlx_eagle.demo.__main__ import load_demo
 from mlx_eagle.demo.target import demo_target_path
 
 HEADS = {"q_proj": 9, "k_proj": 3}

@@ -54,12 +54,19 @@ def test_an_unknown_target_is_told_what_to_do(model):
         pair_for(model)
 
 
+class DemoHead(str):
+    """Stands for the demo pair's own head."""
+
+    def with_draft_window(self, draft_window: int | None) -> "DemoHead":
+        return self
+
+
 @pytest.fixture
 def run(monkeypatch, capsys):
     """The command's exit code and output, with stand-ins where it would load or generate."""
     opened = []
-    demo = ("demo model", "demo tokenizer", "demo head")
-    monkeypatch.setattr(flags, "open_target", lambda name, *_, **__: (name, "tokenizer"))
+    demo = ("demo model", "demo tokenizer", DemoHead("demo head"))
+    monkeypatch.setattr(flags, "load", lambda name, *_, **__: (name, "tokenizer"))
     monkeypatch.setattr(flags, "prepare_device", lambda: None)
     monkeypatch.setattr(flags, "load_demo", lambda **_: demo)
     open_one = lambda *names, **_: opened.append(names) or "head"  # noqa: E731

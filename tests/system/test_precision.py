@@ -6,8 +6,8 @@ import pytest
 from helpers import tiny_llama
 from mlx.utils import tree_flatten
 
-from mlx_eagle.system import precision
-from mlx_eagle.system.precision import set_precision, weight_bytes
+from mlx_eagle.system import device as devices
+from mlx_eagle.system.device import set_precision, weight_bytes
 
 CPU, GPU = mx.Device(mx.cpu), mx.Device(mx.gpu)
 
@@ -68,6 +68,6 @@ def test_who_chooses_a_type_gets_it_and_keeps_packed_weights(packed, device, cap
 
 def test_what_does_not_fit_stays_as_it_is_aloud(packed, device, capsys, monkeypatch):
     device(CPU)
-    monkeypatch.setattr(precision, "ram", lambda: 1000)
+    monkeypatch.setattr(devices, "ram", lambda: 1000)
     assert dtypes(set_precision(packed)) == {mx.uint32, mx.float16}
     assert "they stay as they are" in capsys.readouterr().err

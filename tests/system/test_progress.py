@@ -14,8 +14,8 @@ from hub import running_hub, use_hub
 from mlx_lm.generate import generate_step
 
 import mlx_eagle
+from mlx_eagle import chat
 from mlx_eagle import draft_models as drafters
-from mlx_eagle.commands import chat
 from mlx_eagle.commands import generate as cli
 from mlx_eagle.convert import convert
 from mlx_eagle.convert.__main__ import main as convert_main

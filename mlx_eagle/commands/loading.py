@@ -10,35 +10,38 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx_lm
 from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, load
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 from safetensors import SafetensorError, safe_open
 
+from ..system.device import set_precision
 from ..system.hub import locate
-from ..system.precision import set_precision
 
 INDEX = "model.safetensors.index.json"
 
 
-def open_target(
-    name: str,
+def load(
+    path_or_hf_repo: str,
     tokenizer_config: dict[str, Any] | None = None,
+    *,
     dtype: str | None = None,
     **options: Any,
 ) -> tuple[nn.Module, TokenizerWrapper]:
-    """The target of that folder or hub repository and its tokenizer, through mlx-lm's loader.
+    """Load a target and its tokenizer with ``mlx_lm.load``, whose ``options`` are taken.
 
     ``dtype`` ("float32", "float16", "bfloat16") is that of its floats. By default they stay as
     they are stored; on a CPU, where MLX is many times slower with others, they become float32,
-    and a line on standard error says what memory that takes. ``options`` are those of
-    ``mlx_lm.load``.
+    and a line on standard error says what memory that takes.
 
     Raises ValueError, in one sentence, for a name that leads nowhere and for a damaged file.
     """
-    folder = locate(name, DEFAULT_ALLOW_PATTERNS)
+    folder = locate(path_or_hf_repo, DEFAULT_ALLOW_PATTERNS)
     check_target(folder)
-    model, tokenizer = load(str(folder), tokenizer_config=tokenizer_config, lazy=True, **options)
+    model, tokenizer = mlx_lm.load(
+        str(folder), tokenizer_config=tokenizer_config, lazy=True, **options
+    )
     model = set_precision(model, dtype)
     mx.eval(model.parameters())
     return model, tokenizer

@@ -1,9 +1,10 @@
 """mlx-lm's ``stream_generate`` and ``generate``, for a drafter as ``draft_model``.
 
-Tokenizers, timing and responses. The loop itself is in ``decoding/loop.py``, the command in
-``commands/generate.py``.
+Tokenizers, timing and responses. The loop itself is in ``decoding/loop.py``, the command
+``python -m mlx_eagle.generate`` in ``commands/generate.py``.
 """
 
+import importlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,9 +17,9 @@ from mlx_lm.generate import GenerationResponse as MlxGenerationResponse
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..decoding.loop import speculative_generate_step
-from ..decoding.stats import Stats
-from ..drafters.base import Drafter
+from .decoding.loop import speculative_generate_step
+from .decoding.stats import Stats
+from .drafters.base import Drafter
 
 
 @dataclass
@@ -143,7 +144,7 @@ def _responses(
             draft_length=0 if n == 0 else stats.draft_lengths[-1],
         )
 
-    for n, (token, logprobs, from_draft) in enumerate(steps):
+    for n, (token, logprobs, from_draft) in enumerate(steps):  # noqa: B007 (used in response)
         if n == 0:
             now = time.perf_counter()
             # What "auto" measured before the first token is not the prompt's time.
@@ -213,3 +214,8 @@ def _encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | list[int]) -> 
         has_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
         prompt = tokenizer.encode(prompt, add_special_tokens=not has_bos)
     return mx.array(prompt, dtype=mx.int32) if len(prompt) == 0 else mx.array(prompt)
+
+
+if __name__ == "__main__":
+    # By its name: the command is built on this module.
+    importlib.import_module("mlx_eagle.commands.generate").main()
