@@ -157,6 +157,9 @@ def _read(
     for i, (name, tensor) in enumerate(tensors.items()):
         progress(i, len(tensors))
         array = tensor.read()
+        if name == "d2t":
+            weights[name] = array.astype(mx.int32)
+            continue
         if array.dtype not in DTYPES.values():
             raise ValueError(
                 f"{name} is stored as {tensor.format} without a scale, expected floats; the "

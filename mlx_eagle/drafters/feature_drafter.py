@@ -51,6 +51,10 @@ class FeatureDrafter(DrafterBase):
     def _logits(self, states: mx.array) -> mx.array:
         """Logits (m, Vd) after such states, of m rows."""
 
+    def _first_logits(self, seed: mx.array) -> mx.array:
+        """The logits of the first draft token, (0,) where they are not to be had before."""
+        return self._logits(seed)
+
     @abstractmethod
     def propose(self, size: int, pick: Pick) -> Draft:
         """A chain of ``size`` tokens."""
@@ -87,7 +91,7 @@ class FeatureDrafter(DrafterBase):
             features = mx.zeros((1, self.width), self.dtype)
         check_width(features, self.width)
         self._seed = self._absorb(tokens, features, last)
-        self._first = self._logits(self._seed)
+        self._first = self._first_logits(self._seed)
 
     def check_embeddings(self, embeddings: mx.array) -> None:
         own, found = self._embed(mx.zeros((1,), mx.int32)).shape[-1], embeddings.shape[-1]

@@ -12,6 +12,7 @@ from ..system.hub import locate
 from ..system.json_schema import shown
 from ..target.masks_and_ropes import evaluate_ropes
 from .base import index_of
+from .block_config import BlockConfig
 from .config import Eagle3Config
 from .folder import (
     LoadOptions,
@@ -186,7 +187,7 @@ def attach_head(
     weights = read_weights(folder)
     embedding, _ = find_embedding(model)
     sizes = sizes_of(model)
-    to_target = _draft_ids(weights.pop("d2t", None), config, sizes.vocab_size)
+    to_target = draft_ids(weights.pop("d2t", None), config, sizes.vocab_size)
     check_fit(config, sizes)
     if config.lm_head_source == "target_rows" and to_target is not None:
         weights.update(rows_of_lm_head(model, embedding, to_target))
@@ -203,7 +204,9 @@ def attach_head(
     return AttachedHead(head, embed, config.taps(sizes.num_layers), to_target)
 
 
-def _draft_ids(offsets: mx.array | None, config: Eagle3Config, vocab_size: int) -> mx.array | None:
+def draft_ids(
+    offsets: mx.array | None, config: Eagle3Config | BlockConfig, vocab_size: int
+) -> mx.array | None:
     """Target id of every draft id, (Vd,) int32, from the stored offsets; None for identity."""
     if offsets is None:
         if config.has_d2t:

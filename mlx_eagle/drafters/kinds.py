@@ -12,12 +12,19 @@ import mlx.nn as nn
 
 from ..system.hub import locate
 from ..system.json_schema import read_object, shown
-from . import eagle3, lookup, model_drafter, mtp
+from . import dflash, eagle3, lookup, model_drafter, mtp
 from .base import Drafter
 from .folder import Kind, LoadOptions, kind_in, read_config
 
 KINDS: dict[str, Kind] = {
     "mtp": Kind("an MTP layer", mtp.load, mtp.recognise, mtp.convert, made_for=mtp.made_for),
+    "dflash": Kind(
+        "a DFlash head",
+        dflash.load,
+        dflash.recognise,
+        dflash.convert,
+        made_for=dflash.made_for,
+    ),
     "eagle3": Kind("an EAGLE head", eagle3.load, eagle3.recognise, made_for=eagle3.made_for),
     "lookup": Kind("prompt lookup", lookup.load, by_name=lookup.by_name),
     "model": Kind("a draft model", model_drafter.load, loads_published=True),

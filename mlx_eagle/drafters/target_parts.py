@@ -6,8 +6,10 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
+from mlx_lm.models.cache import make_prompt_cache
 
 from ..target.sharding import find_stage
+from ..target.taps import Target
 
 Linear = nn.Linear | nn.QuantizedLinear
 Embedding = nn.Embedding | nn.QuantizedEmbedding
@@ -74,6 +76,22 @@ def rows_of_lm_head(
         scales, biases = module["scales"][to_target], module["biases"][to_target]
         weight = mx.dequantize(weight, scales, biases, module.group_size, module.bits)
     return {"lm_head.weight": weight}
+
+
+def embedding_scale(model: nn.Module) -> float:
+    """By what a model multiplies its embeddings before the first layer: Gemma by sqrt(H).
+
+    Measured on a token; 1 where what enters the first layer is not its embedding times a number.
+    """
+    embedding, _ = find_embedding(model)
+    token = mx.array([1])
+    with mx.stream(generation_stream):
+        _, entering = Target(model, (0,))(token, make_prompt_cache(model))
+        assert entering is not None
+        own, seen = embedding(token).astype(mx.float32), entering.astype(mx.float32)
+        factor = float((own * seen).sum().item() / max((own * own).sum().item(), 1e-20))
+        is_scaled = mx.allclose(seen, factor * own, rtol=0.02, atol=0.02 * factor).item()
+    return factor if is_scaled and abs(factor - 1) > 0.01 else 1.0
 
 
 def activation_dtype(embedding: Embedding) -> mx.Dtype:

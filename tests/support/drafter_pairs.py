@@ -8,12 +8,14 @@ from collections.abc import Callable
 
 import mlx.core as mx
 import mlx.nn as nn
+from block_twin import naive_dflash, tiny_dflash
 from helpers import SIZES, VOCAB, plain, randomize, tiny_head, tiny_llama
 from mlx.utils import tree_map
 from mlx_lm.models import gemma3_text, lfm2, mamba2, qwen3_5, qwen3_next
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_eagle.drafters.base import Draft, Drafter
+from mlx_eagle.drafters.dflash import DFlashDrafter
 from mlx_eagle.drafters.eagle3 import EagleDrafter
 from mlx_eagle.drafters.lookup import CopyingDrafter, LookupDrafter
 from mlx_eagle.drafters.model_drafter import ModelDrafter
@@ -154,10 +156,15 @@ PAIRS: dict[str, tuple[nn.Module, Drafter]] = {
     "eagle-3, latent": (LLAMA, tiny_head(LLAMA, seed=3, **LATENT)),
     "eagle-3, lookup": (LLAMA, CopyingDrafter(tiny_head(LLAMA))),
     "p-eagle": (LLAMA, tiny_head(LLAMA, seed=4, num_layers=2, mask_token_id=9)),
+    "dflash": (LLAMA, tiny_dflash(LLAMA)),
+    "dflash, windows": (
+        QWEN3_NEXT,
+        tiny_dflash(QWEN3_NEXT, windows=(4, 0), causal_layers=(0,), attention_bias=True),
+    ),
 }
 SHOWN = [name for name in PAIRS if "recurrent" not in name and "hybrid" not in name]
 
-PARALLEL = ("p-eagle", "eagle-3, parallel heads")
+PARALLEL = ("p-eagle", "eagle-3, parallel heads", "dflash", "dflash, windows")
 
 
 # What each drafter proposes after a text, from that text alone.
@@ -229,6 +236,8 @@ def naive_twin(drafter: Drafter, target: nn.Module) -> Callable[[list[int], int]
         return naive_lookup
     if isinstance(drafter, ModelDrafter):
         return lambda text, size: plain(drafter.model, text, size)
+    if isinstance(drafter, DFlashDrafter):
+        return lambda text, size: naive_dflash(drafter, target, text, size)
     naive = naive_mtp if isinstance(drafter, MTPDrafter) else naive_eagle
     return lambda text, size: naive(drafter, target, text, size)
 

@@ -1,0 +1,347 @@
+"""Config of a drafter of blocks, and how published configs of both packagings say it."""
+
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from ..system.json_schema import (
+    BOOL,
+    INT_LIST,
+    NUMBER,
+    OBJECT,
+    TEXT,
+    Table,
+    check,
+    list_of,
+    number_above,
+    one_of,
+    shown,
+    whole,
+)
+from .folder import PACKING, PublishedTensor, Tensors
+from .target_parts import TargetSizes
+
+SIZE = whole(1, 2**24)
+FEW = whole(1, 256)
+LAYER_IDS = list_of(whole(-1, 4096), "whole numbers from -1")
+SCALINGS = ("linear", "llama3", "yarn")
+OWN: Table = {
+    **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "draft_vocab_size"), SIZE),
+    **dict.fromkeys(("num_layers", "num_heads", "num_kv_heads", "block_size"), FEW),
+    **dict.fromkeys(("head_dim", "max_position_embeddings"), SIZE),
+    "taps": INT_LIST,
+    "mask_token_id": whole(0, 2**24),
+    "first_slot": whole(0, 1),
+    "rms_norm_eps": number_above(0, 1),
+    "rope_theta": number_above(1, 1e15),
+    "rope_scaling": OBJECT,
+    "windows": INT_LIST,
+    "window_from": one_of("query", "anchor"),
+    "causal_layers": INT_LIST,
+    **dict.fromkeys(("attention_bias", "has_sinks", "scales_as_target", "rope_traditional"), BOOL),
+    **dict.fromkeys(("embed_scale", "logit_softcap"), number_above(0)),
+    **dict.fromkeys(("embed_source", "lm_head_source"), one_of("target", "file")),
+    "quantization": PACKING,
+}
+"""Of a converted folder."""
+INSIDE: Table = {
+    "mask_token_id": whole(0, 2**24),
+    "target_layer_ids": LAYER_IDS,
+    "block_size": FEW,
+    "input_embedding_scale": number_above(0),
+    "final_logit_softcapping": number_above(0),
+    "use_swa": BOOL,
+    "swa_window_size": SIZE,
+    "causal": BOOL,
+    "dflash_query_causal": BOOL,
+}
+PUBLISHED: Table = {
+    **INSIDE,
+    "dflash_config": INSIDE,
+    "is_causal": BOOL,
+    "sample_from_anchor": BOOL,
+    "sliding_window_non_causal": BOOL,
+    "aux_hidden_state_layer_ids": INT_LIST,
+    "attention_sink_bias": BOOL,
+    "hidden_act": one_of("silu"),
+    "transformer_layer_config": OBJECT,
+    "rope_is_neox_style": BOOL,
+}
+LAYER: Table = {
+    "rms_norm_eps": number_above(0, 1),
+    "vocab_size": SIZE,
+    "max_position_embeddings": SIZE,
+    "rope_theta": number_above(1, 1e15),
+    "rope_parameters": {"rope_theta": number_above(1, 1e15), "rope_type": TEXT},
+    "rope_scaling": OBJECT,
+    "layer_types": list_of(TEXT, "strings"),
+    "sliding_window": whole(),
+    "use_sliding_window": BOOL,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig:
+    """What a converted folder's ``config.json`` says, every field resolved.
+
+    ``taps`` are as in ``Drafter``. Of the ``block_size`` slots of a block the first holds the
+    newest token, and ``first_slot`` is the first that drafts one: 1, or 0 where every slot drafts
+    what follows it.
+
+    ``windows`` are how many positions each layer sees, 0: all; () for none anywhere. A window
+    reaches back from each "query", or has so many before the "anchor", the newest token. In
+    ``causal_layers`` a slot sees no later ones of its block.
+
+    Embeddings are multiplied by ``embed_scale``, and ``scales_as_target`` by what the target
+    multiplies them by.
+    """
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    taps: tuple[int, ...]
+    mask_token_id: int
+    block_size: int
+    first_slot: int = 1
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 32768
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None
+    rope_traditional: bool = False
+    windows: tuple[int, ...] = ()
+    window_from: str = "query"
+    causal_layers: tuple[int, ...] = ()
+    attention_bias: bool = False
+    has_sinks: bool = False
+    embed_scale: float = 1.0
+    scales_as_target: bool = True
+    logit_softcap: float | None = None
+    embed_source: str = "target"
+    lm_head_source: str = "target"
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], where: str | Path) -> Self:
+        """Read a ``config.json``, which ``where`` names; ValueError for what cannot be."""
+        check(values, OWN, where)
+        known: dict[str, Any]
+        known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
+        for field in fields(cls):
+            if field.default is not None and known.get(field.name) is None:
+                known.pop(field.name, None)
+                if field.default is MISSING:
+                    raise ValueError(f"{where} has no {field.name}: convert the drafter again.")
+        known = {k: tuple(v) if isinstance(v, list) else v for k, v in known.items()}
+        made = cls(**known)
+        made.check_sizes(where)
+        return made
+
+    def check_sizes(self, where: str | Path) -> None:
+        """Raise ValueError for sizes that do not go together."""
+        layers = range(self.num_layers)
+        fits = (
+            self.num_heads % self.num_kv_heads == 0
+            and self.head_dim % 2 == 0
+            and max(self.num_heads * self.head_dim, len(self.taps) * self.hidden_size) <= 2**24
+            and len(self.windows) in (0, self.num_layers)
+            and all(layer in layers for layer in self.causal_layers)
+            and self.block_size > self.first_slot
+            and len(self.taps) > 0
+            and self.draft_vocab_size <= self.vocab_size
+        )
+        if not fits:
+            raise ValueError(
+                f"{where} gives {self.num_heads} heads of width {self.head_dim}, "
+                f"{self.num_kv_heads} key heads, {len(self.windows)} windows for "
+                f"{self.num_layers} layers and blocks of {self.block_size}, which do not go "
+                "together."
+            )
+        if self.mask_token_id >= self.vocab_size:
+            raise ValueError(
+                f"{where} masks with token {self.mask_token_id}, and the vocabulary has "
+                f"{self.vocab_size}: this is not the config of the drafter."
+            )
+
+    @property
+    def longest_draft(self) -> int:
+        return self.block_size - self.first_slot
+
+    @property
+    def has_d2t(self) -> bool:
+        return self.draft_vocab_size < self.vocab_size
+
+    def window(self, layer: int) -> int | None:
+        """How many positions a layer sees; None: all."""
+        return (self.windows[layer] or None) if self.windows else None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def check_fit(config: BlockConfig, target: TargetSizes) -> None:
+    """Raise ValueError where drafter and target do not belong together."""
+    c = config
+    if c.hidden_size != target.hidden_size:
+        raise ValueError(
+            f"the drafter was made for a target of hidden size {c.hidden_size}, but this "
+            f"target's is {target.hidden_size}: use the one made for this model."
+        )
+    if max(c.taps) > target.num_layers:
+        raise ValueError(
+            f"the drafter taps layers {shown(c.taps)}, but the target has {target.num_layers} "
+            "layers: use the one made for this model."
+        )
+    # Vocabularies may be padded differently, so only a clear mismatch is an error.
+    differs = abs(c.vocab_size - target.vocab_size) > max(1024, target.vocab_size // 100)
+    if differs or c.mask_token_id >= target.vocab_size:
+        raise ValueError(
+            f"the drafter was made for a vocabulary of {c.vocab_size} tokens and masks with "
+            f"{c.mask_token_id}, but the target's has {target.vocab_size}: use the one made for "
+            "this model."
+        )
+
+
+def known_tensors(tensors: Tensors) -> dict[str, PublishedTensor]:
+    """The tensors under the names of our modules, without training leftovers."""
+    found = {}
+    for name, tensor in tensors.items():
+        bare = name.removeprefix("model.").replace("encoder.output_norm_enc.", "hidden_norm.")
+        bare = bare.removeprefix("encoder.")
+        if bare != "t2d" and not bare.startswith("verifier_") and "rotary_emb" not in bare:
+            found[bare] = tensor
+    return found
+
+
+def merged(config: Mapping[str, Any]) -> dict[str, Any]:
+    """All keys of a published config in one dictionary, the more telling ones last."""
+    check(config, PUBLISHED, "config.json")
+    sections = (
+        config.get("transformer_layer_config") or {},
+        config,
+        config.get("dflash_config") or {},
+    )
+    settings = {k: v for section in sections for k, v in section.items() if v is not None}
+    check(settings, LAYER, "config.json")
+    return settings
+
+
+def _need(settings: Mapping[str, Any], key: str) -> Any:
+    if key not in settings:
+        raise ValueError(f"config.json has no {key}, which a drafter of blocks needs; add it")
+    return settings[key]
+
+
+def _rows(tensors: Mapping[str, PublishedTensor], name: str) -> int:
+    if name not in tensors or not tensors[name].shape:
+        raise ValueError(f"the checkpoint lacks {name}; it is incomplete")
+    return tensors[name].shape[0]
+
+
+def sizes_from(tensors: Mapping[str, PublishedTensor]) -> dict[str, Any]:
+    """The fields that the shapes of the tensors tell."""
+    attention = "layers.0.self_attn."
+    head_dim = _rows(tensors, f"{attention}q_norm.weight")
+    numbers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
+    return {
+        "hidden_size": _rows(tensors, "norm.weight"),
+        "num_layers": len(numbers),
+        "num_heads": max(_rows(tensors, f"{attention}q_proj.weight") // head_dim, 1),
+        "num_kv_heads": max(_rows(tensors, f"{attention}k_proj.weight") // head_dim, 1),
+        "head_dim": head_dim,
+        "intermediate_size": _rows(tensors, "layers.0.mlp.gate_proj.weight"),
+        "attention_bias": f"{attention}q_proj.bias" in tensors,
+        "has_sinks": f"{attention}attention_sink_bias" in tensors,
+        "embed_source": "file" if "embed_tokens.weight" in tensors else "target",
+        "lm_head_source": "file" if "lm_head.weight" in tensors else "target",
+    }
+
+
+def rope_from(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields about rope; partial rotation and mrope are noise copied off a target."""
+    rope = settings.get("rope_parameters") or {}
+    scaling = settings.get("rope_scaling") or rope
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    found: dict[str, Any] = {
+        "rope_theta": rope.get("rope_theta") or settings.get("rope_theta") or 10000.0,
+        "rope_traditional": settings.get("rope_is_neox_style") is False,
+    }
+    if kind in ("default", "mrope", "proportional"):
+        return found
+    if kind not in SCALINGS or not NUMBER.holds(scaling.get("factor")):
+        raise ValueError(
+            f"the drafter's rope is of type {shown(kind)}; default, {', '.join(SCALINGS)} with a "
+            "factor convert"
+        )
+    numbers = {key: value for key, value in scaling.items() if NUMBER.holds(value)}
+    return found | {"rope_scaling": {"rope_type": kind, **numbers}}
+
+
+def windows_from(settings: Mapping[str, Any], num_layers: int, is_nested: bool) -> dict[str, Any]:
+    """The fields about sliding layers, by the rules of the library that trained the drafter.
+
+    z-lab's: a sliding layer is causal in its block unless ``is_causal`` is false, others only
+    where it is true. speculators': a sliding layer is unless ``sliding_window_non_causal``, and
+    its window lies before the anchor. ModelOpt's ``use_swa``: a window on every layer.
+    """
+    kinds = (settings.get("layer_types") or ["full_attention"] * num_layers)[:num_layers]
+    size = settings.get("sliding_window")
+    is_off = settings.get("use_sliding_window") is False
+    slides = [kind == "sliding_attention" and bool(size) and not is_off for kind in kinds]
+    slides += [False] * (num_layers - len(slides))
+    if settings.get("use_swa") and not any(slides):
+        return {"windows": (_need(settings, "swa_window_size"),) * num_layers}
+    is_causal = settings.get("causal") or settings.get("dflash_query_causal")
+    if is_nested:
+        causal = [own and not settings.get("sliding_window_non_causal") for own in slides]
+    else:
+        said = settings.get("is_causal")
+        causal = [said is not False if own else said is True for own in slides]
+    return {
+        "windows": tuple(size if own else 0 for own in slides) if any(slides) else (),
+        "window_from": "anchor" if is_nested else "query",
+        "causal_layers": tuple(i for i, own in enumerate(causal) if own or is_causal),
+    }
+
+
+def config_from(
+    tensors: Mapping[str, PublishedTensor], config: Mapping[str, Any], **more: Any
+) -> BlockConfig:
+    """The config that a published checkpoint of DFlash comes to; ``more`` has the last word."""
+    settings = merged(config)
+    is_nested = "transformer_layer_config" in config
+    sizes = sizes_from(tensors)
+    if is_nested:
+        taps = _need(settings, "aux_hidden_state_layer_ids")
+        embeds = {"scales_as_target": False}  # it was trained on the raw rows of a copy
+    else:
+        taps = [i + 1 for i in _need(settings, "target_layer_ids")]
+        embeds = {"embed_scale": settings.get("input_embedding_scale", 1.0)}
+    vocab_size = _need(settings, "vocab_size")
+    draft_vocab = tensors["lm_head.weight"].shape[0] if "lm_head.weight" in tensors else vocab_size
+    if draft_vocab < vocab_size and "d2t" not in tensors:
+        raise ValueError(
+            f"the draft vocabulary has {draft_vocab} of {vocab_size} tokens, and there is no d2t "
+            "to map them; the checkpoint is incomplete"
+        )
+    made = {
+        **sizes,
+        **embeds,
+        **rope_from(settings),
+        **windows_from(settings, sizes["num_layers"], is_nested),
+        "taps": tuple(taps),
+        "vocab_size": vocab_size,
+        "draft_vocab_size": draft_vocab,
+        "mask_token_id": _need(settings, "mask_token_id"),
+        "block_size": _need(settings, "block_size"),
+        "first_slot": 0 if settings.get("sample_from_anchor") else 1,
+        "rms_norm_eps": settings.get("rms_norm_eps", 1e-6),
+        "max_position_embeddings": settings.get("max_position_embeddings", 32768),
+        "logit_softcap": settings.get("final_logit_softcapping"),
+        **more,
+    }
+    return BlockConfig.from_dict(made, "config.json")

@@ -1,0 +1,446 @@
+"""Drafts of a whole block from one forward pass: DFlash.
+
+The target's activations of every committed position are keys and values that the head attends to.
+Behind them it is given the newest token and masked slots, all at once, and says what stands in
+each. Keys and values of the block do not stay.
+
+    slots of a layer's cache   0 .. P - 1            features of position i, at position i
+    block                      P, P + 1 .. P + k     the newest token, then masks
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache
+from mlx_lm.models.rope_utils import initialize_rope
+
+from ..target.cache_view import CacheView
+from ..target.masks_and_ropes import evaluate_ropes
+from ..target.ragged import RaggedCache, RaggedCaches
+from .base import Draft, Drafter, Pick, Picks
+from .block_config import BlockConfig, check_fit, config_from, known_tensors
+from .feature_drafter import FeatureDrafter
+from .folder import (
+    LoadOptions,
+    Tensors,
+    fill,
+    quantize_as_stored,
+    quantize_now,
+    read_weights,
+)
+from .head import GATED
+from .head_weights import draft_ids
+from .target_parts import (
+    TargetSizes,
+    activation_dtype,
+    embedding_scale,
+    find_embedding,
+    lm_head_of,
+    sizes_of,
+)
+
+Caches = list[KVCache] | list[RaggedCache]
+C = TypeVar("C", bound=BlockConfig)
+H = TypeVar("H", bound=nn.Module)
+
+
+def visible(
+    base: int | mx.array, num_rows: int, num_columns: int, config: BlockConfig, layer: int
+) -> mx.array | None:
+    """Which columns the rows of a block see in a layer, (m, S) or (B, 1, m, S); None: all.
+
+    ``base`` is how many slots come before the block, or (B,) of several requests.
+    """
+    window, is_causal = config.window(layer), layer in config.causal_layers
+    if isinstance(base, int):
+        if not is_causal and (window is None or base + num_rows <= window):
+            return None
+        start: int | mx.array = base
+    else:
+        start = base[:, None, None, None]
+    columns, rows = mx.arange(num_columns), start + mx.arange(num_rows)[:, None]
+    seen = columns <= (rows if is_causal else start + num_rows - 1)
+    if window is None:
+        return seen
+    first = start - window if config.window_from == "anchor" else rows - window + 1
+    return seen & (columns >= first)
+
+
+class BlockAttention(nn.Module):
+    """Attention of a block to the context and to itself, with queries and keys normed by head."""
+
+    def __init__(self, config: BlockConfig):
+        super().__init__()
+        c = config
+        self.num_heads, self.num_kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
+        h, bias = c.hidden_size, c.attention_bias
+        self.q_proj = nn.Linear(h, c.num_heads * c.head_dim, bias=bias)
+        self.k_proj = nn.Linear(h, c.num_kv_heads * c.head_dim, bias=bias)
+        self.v_proj = nn.Linear(h, c.num_kv_heads * c.head_dim, bias=bias)
+        self.o_proj = nn.Linear(c.num_heads * c.head_dim, h, bias=bias)
+        self.q_norm = nn.RMSNorm(c.head_dim, c.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(c.head_dim, c.rms_norm_eps)
+        if c.has_sinks:
+            self.attention_sink_bias = mx.zeros((c.num_heads,))
+        self.rope = initialize_rope(
+            c.head_dim,
+            c.rope_theta,
+            c.rope_traditional,
+            c.rope_scaling,
+            c.max_position_embeddings,
+        )
+
+    def absorb(self, context: mx.array, cache: KVCache | RaggedCache) -> None:
+        """Append keys and values of the context's rows (B, m, h), behind what there is."""
+        cache.update_and_fetch(*self._keys_and_values(context, cache.offset))
+
+    def __call__(
+        self, x: mx.array, cache: KVCache | RaggedCache, mask: mx.array | None
+    ) -> mx.array:
+        """Attend from the block's rows (B, m, h); their keys and values are left in the cache."""
+        q = self.q_norm(self._to_heads(self.q_proj(x), self.num_heads))
+        q = self.rope(q, offset=cache.offset)
+        keys, values = cache.update_and_fetch(*self._keys_and_values(x, cache.offset))
+        out = mx.fast.scaled_dot_product_attention(
+            q,
+            keys,
+            values,
+            scale=self.head_dim**-0.5,
+            mask=mask,
+            sinks=self.attention_sink_bias if "attention_sink_bias" in self else None,
+        )
+        return self.o_proj(out.swapaxes(1, 2).reshape(*x.shape[:2], -1))
+
+    def _keys_and_values(self, x: mx.array, offset: int | mx.array) -> tuple[mx.array, mx.array]:
+        k = self.k_norm(self._to_heads(self.k_proj(x), self.num_kv_heads))
+        return self.rope(k, offset=offset), self._to_heads(self.v_proj(x), self.num_kv_heads)
+
+    def _to_heads(self, x: mx.array, num_heads: int) -> mx.array:
+        return x.reshape(*x.shape[:2], num_heads, self.head_dim).swapaxes(1, 2)
+
+
+class BlockMLP(nn.Module):
+    """Gated MLP."""
+
+    def __init__(self, config: BlockConfig):
+        super().__init__()
+        h, size = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(h, size, bias=False)
+        self.up_proj = nn.Linear(h, size, bias=False)
+        self.down_proj = nn.Linear(size, h, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(GATED["silu"](self.gate_proj(x), self.up_proj(x)))
+
+
+class BlockLayer(nn.Module):
+    """Layer of a DFlash head. The context does not go through ``input_layernorm``."""
+
+    def __init__(self, config: BlockConfig):
+        super().__init__()
+        self.self_attn = BlockAttention(config)
+        self.mlp = BlockMLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def __call__(
+        self, x: mx.array, cache: KVCache | RaggedCache, mask: mx.array | None
+    ) -> mx.array:
+        x = x + self.self_attn(self.input_layernorm(x), cache, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DFlashHead(nn.Module):
+    """Weights of a DFlash head: what it makes of the context, and of a block behind it."""
+
+    def __init__(self, config: BlockConfig):
+        super().__init__()
+        self.config = c = config
+        self.fc = nn.Linear(len(c.taps) * c.hidden_size, c.hidden_size, bias=False)
+        self.hidden_norm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.layers = [self.make_layer() for _ in range(c.num_layers)]
+        self.norm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
+        if c.embed_source == "file":
+            self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
+        if c.lm_head_source == "file":
+            self.lm_head = nn.Linear(c.hidden_size, c.draft_vocab_size, bias=False)
+
+    def make_layer(self) -> nn.Module:
+        return BlockLayer(self.config)
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.norm.weight.dtype
+
+    def absorb(self, features: mx.array, caches: Caches) -> None:
+        """Append features (B, m, F) to the context."""
+        context = self.hidden_norm(self.fc(features.astype(self.dtype)))
+        for layer, cache in zip(self.layers, caches, strict=True):
+            layer.self_attn.absorb(context, cache)
+
+    def __call__(self, x: mx.array, caches: Caches) -> mx.array:
+        """States (B, m, h) of a block's rows x (B, m, h), which are left in the caches."""
+        base, num_rows = caches[0].offset, x.shape[1]
+        if isinstance(base, int):
+            num_columns = base + num_rows
+        else:
+            num_columns = caches[0].make_mask(num_rows).shape[-1]
+        for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            x = layer(x, cache, visible(base, num_rows, num_columns, self.config, i))
+        states: mx.array = self.norm(x)
+        return states
+
+
+class DFlashDrafter(FeatureDrafter):
+    """A ``Drafter`` around a DFlash head: one forward of the head for a draft of any length."""
+
+    head: DFlashHead
+
+    def __init__(
+        self,
+        head: DFlashHead,
+        embed: Callable[[mx.array], mx.array],
+        project: Callable[[mx.array], mx.array],
+        to_target: mx.array | None = None,
+    ):
+        """``embed`` maps tokens to what the target makes of them, ``project`` states to logits.
+
+        ``to_target`` (Vd,) are the target ids of the draft's, None where they are the same.
+        """
+        self._embed, self._project, self._to_target = embed, project, to_target
+        super().__init__(head, head.config.taps, len(head.layers))
+        self._mask = embed(mx.array([head.config.mask_token_id]))
+        evaluate_ropes(head)
+        mx.eval(self._mask, to_target, head.parameters())
+
+    @property
+    def width(self) -> int:
+        """The taps side by side."""
+        return len(self.taps) * self.head.config.hidden_size
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.head.dtype
+
+    @property
+    def longest_draft(self) -> int:
+        return self.head.config.longest_draft
+
+    def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
+        """The seed is the newest token (1,), or its embedding (1, h)."""
+        self.head.absorb(features[None], self.cache[:-1])
+        return tokens[-1:] if last is None else tokens[last.reshape(1)]
+
+    def _first_logits(self, seed: mx.array) -> mx.array:
+        """There are none before the block is run."""
+        return mx.zeros((0,))
+
+    def pending(self) -> list[mx.array]:
+        """The newest token, and the context's keys and values."""
+        if self._seed.size == 0:
+            return []
+        return [self._seed, *(a for cache in self.cache[:-1] for a in (cache.keys, cache.values))]
+
+    def propose(self, size: int, pick: Pick) -> Draft:
+        """A chain of ``size`` tokens, or as many as a block has."""
+        anchor = self._seed
+        size = min(size, self.longest_draft)
+        block = self.block_after(self._embedded(anchor)[None], size)
+        states = self.head(block, self.cache[:-1])
+        self.num_forwards += 1
+        for cache in self.cache[:-1]:
+            cache.trim(block.shape[1])
+        tokens = self.read(
+            states[:, self.head.config.first_slot :], anchor, lambda x: pick(x, self._to_target)
+        )
+        return Draft(mx.concatenate(tokens))
+
+    def block_after(self, anchors: mx.array, size: int) -> mx.array:
+        """The rows (B, m, h) of a block that drafts ``size`` tokens, behind anchors (B, 1, h)."""
+        num_masks = size + self.head.config.first_slot - 1
+        shape = (anchors.shape[0], num_masks, anchors.shape[2])
+        return mx.concatenate([anchors, mx.broadcast_to(self._mask, shape)], axis=1)
+
+    def read(
+        self, states: mx.array, anchors: mx.array, choose: Callable[[mx.array], mx.array]
+    ) -> list[mx.array]:
+        """The drafted tokens (B,), slot by slot, from the states (B, k, h) of their slots.
+
+        ``choose`` gives the choice among logits (B, Vd); ``anchors`` (B,) are the tokens before.
+        """
+        rows = self._logits(states)
+        return [self._to_ids(choose(rows[:, slot])) for slot in range(rows.shape[1])]
+
+    def _logits(self, states: mx.array) -> mx.array:
+        logits, cap = self._project(states), self.head.config.logit_softcap
+        return logits if cap is None else cap * mx.tanh(logits / cap)
+
+    def _to_ids(self, index: mx.array) -> mx.array:
+        """Draft-vocabulary indices as target ids, int32."""
+        return (index if self._to_target is None else self._to_target[index]).astype(mx.int32)
+
+    def batch_drafter(self) -> "BlockBatchDrafter":
+        return BlockBatchDrafter(self)
+
+
+class BlockBatchDrafter:
+    """Drafts for B requests in one forward of the head, on ragged caches."""
+
+    def __init__(self, drafter: DFlashDrafter):
+        self._drafter = drafter
+        self._caches = RaggedCaches()
+        self._num_forwards = 0
+        self._joined: list[int] = []
+        self._anchors: mx.array | None = None  # (B,)
+
+    def num_forwards(self, index: int) -> int:
+        return self._num_forwards - self._joined[index]
+
+    def join(self, drafter: Drafter) -> None:
+        if own := drafter.pending():
+            before = [] if self._anchors is None else [self._anchors]
+            self._anchors = mx.concatenate([*before, own[0].astype(mx.int32)])
+        self._caches.join(drafter.cache[:-1])
+        self._joined.append(self._num_forwards)
+
+    def keep(self, index: list[int]) -> None:
+        if self._anchors is not None:
+            self._anchors = self._anchors[mx.array(index, mx.int32)] if index else None
+        self._caches.keep(index)
+        self._joined = [self._joined[b] for b in index]
+
+    def extract(self, index: int) -> Drafter:
+        drafter = self._drafter.begin([*self._caches.extract(index), KVCache()])
+        if self._anchors is not None:
+            drafter.start_from(self._anchors[index : index + 1], mx.zeros((0,)))
+        return drafter
+
+    def see_target(self, caches: Callable[[int], CacheView]) -> None:
+        """It has no use for them."""
+
+    def propose(self, size: int, picks: Picks) -> tuple[mx.array, list[int]]:
+        own, anchors = self._drafter, self._anchors
+        assert anchors is not None, "every request has absorbed its first token"
+        size = min(size, own.longest_draft)
+        block = own.block_after(own._embed(anchors[:, None]), size)
+        states = own.head(block, self._caches.open())
+        self._num_forwards += 1
+        first = own.head.config.first_slot
+        tokens = own.read(states[:, first:], anchors, lambda x: picks.pick(x, own._to_target))
+        return mx.stack(tokens, axis=1), [size] * len(self._joined)
+
+    def extend(
+        self,
+        tokens: mx.array,
+        features: mx.array | None,
+        last: mx.array | None = None,
+        num_rows: Collection[int] | None = None,
+    ) -> None:
+        """All rows are absorbed, and none counts yet."""
+        assert features is not None
+        self._drafter.head.absorb(features, self._caches.open())
+        if last is None:
+            self._anchors = tokens[:, -1]
+        else:
+            self._anchors = mx.take_along_axis(tokens, last[:, None], axis=1)[:, 0]
+
+    def advance(self, kept: list[int]) -> None:
+        self._caches.advance(kept)
+
+    def pending(self) -> list[mx.array]:
+        """The newest tokens, and the context's keys and values."""
+        if self._anchors is None:
+            return []
+        return [self._anchors, *(a for cache in self._caches.layers for a in _arrays(cache))]
+
+
+def _arrays(cache: Any) -> list[mx.array]:
+    arrays: list[mx.array] = cache.state
+    return arrays
+
+
+def recognise(names: Collection[str], config: Mapping[str, Any]) -> bool:
+    """By the norm behind the fusion matrix, which only drafters of blocks have."""
+    bare = {name.removeprefix("model.") for name in names}
+    needed = {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"}
+    others = ("markov_head.", "candidate_selector.")
+    return needed <= bare and not any(name.startswith(others) for name in bare)
+
+
+def convert(tensors: Tensors, config: Mapping[str, Any]) -> tuple[dict[str, Any], Tensors]:
+    """See ``Kind.convert``: both packagings, z-lab's and that of speculators."""
+    found = known_tensors(tensors)
+    made = config_from(found, config)
+    check_tensors(DFlashHead(made), found)
+    return made.to_dict(), found
+
+
+def check_tensors(head: nn.Module, tensors: Tensors) -> None:
+    """Raise ValueError unless the tensors are those of ``head``, each of its shape."""
+    arrays: Any = tree_flatten(head.parameters())
+    expected = {name: array.shape for name, array in arrays}
+    own = {name: tensor for name, tensor in tensors.items() if name != "d2t"}
+    for name, shape in expected.items():
+        if name not in own:
+            raise ValueError(f"the checkpoint lacks {name}; it is incomplete")
+        if tuple(own[name].shape) != tuple(shape):
+            found, wanted = (" x ".join(map(str, s)) for s in (own[name].shape, shape))
+            raise ValueError(f"{name} is {found}, expected {wanted}; tensors and config disagree")
+    surplus = sorted(own.keys() - expected.keys())
+    if surplus:
+        raise ValueError(
+            f"the checkpoint holds {surplus[0][:60]}, which no such drafter has; converting "
+            "without would change what it computes"
+        )
+
+
+def attach(
+    make_head: Callable[[C], H],
+    make_config: Callable[[dict[str, Any], Path], C],
+    folder: Path,
+    values: dict[str, Any],
+    model: nn.Module,
+    options: LoadOptions,
+) -> tuple[H, Callable[[mx.array], mx.array], Callable[[mx.array], mx.array], mx.array | None]:
+    """A head of blocks in ``folder``, attached to ``model``: what ``DFlashDrafter`` takes."""
+    config, sizes = make_config(values, folder / "config.json"), sizes_of(model)
+    check_fit(config, sizes)
+    weights = read_weights(folder)
+    to_target = draft_ids(weights.pop("d2t", None), config, sizes.vocab_size)
+    try:
+        head = make_head(config)
+        if quantization := values.get("quantization"):
+            quantize_as_stored(head, weights, quantization)
+    except (ArithmeticError, KeyError, TypeError, ValueError) as err:
+        raise ValueError(
+            f"no drafter can be built as its config.json says ({err}): convert it again."
+        ) from err
+    fill(head, weights)
+    quantize_now(head, values.get("quantization"), options)
+    embedding, _ = find_embedding(model)
+    head.set_dtype(options.dtype or activation_dtype(embedding))
+    table = head.embed_tokens if config.embed_source == "file" else embedding
+    scale = config.embed_scale * (embedding_scale(model) if config.scales_as_target else 1.0)
+    project = head.lm_head if config.lm_head_source == "file" else lm_head_of(model, embedding)
+    evaluate_ropes(model)
+    return head, table if scale == 1.0 else lambda t: scale * table(t), project, to_target
+
+
+def load(
+    folder: Path, config: dict[str, Any], model: nn.Module, options: LoadOptions
+) -> DFlashDrafter:
+    """The drafter of a converted folder; see ``Kind.load``."""
+    parts = attach(DFlashHead, BlockConfig.from_dict, folder, config, model, options)
+    return DFlashDrafter(*parts)
+
+
+def made_for(config: dict[str, Any], where: Path, target: TargetSizes | None) -> str:
+    """The sizes of its targets; see ``Kind.made_for``."""
+    c = BlockConfig.from_dict(config, where)
+    if target is not None:
+        check_fit(c, target)
+    return f"for targets of hidden size {c.hidden_size} with {c.vocab_size} tokens"

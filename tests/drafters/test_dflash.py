@@ -1,0 +1,454 @@
+"""DFlash: drafts against the NumPy twin, both packagings converted, one forward per round."""
+
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from block_twin import Twin, features_of, tiny_dflash, twin_logits
+from checkpoints import write_config
+from golden import frozen
+from helpers import PROMPT, VOCAB, byte_tokenizer, plain, speculative, tiny_llama
+from mlx.utils import tree_flatten
+
+import mlx_eagle
+from mlx_eagle.convert import convert
+from mlx_eagle.drafters.block_config import BlockConfig, config_from, known_tensors
+from mlx_eagle.drafters.dflash import DFlashDrafter, DFlashHead
+from mlx_eagle.drafters.folder import fill, read_weights
+from mlx_eagle.drafters.kinds import load_drafter, recognise
+
+LLAMA, TOKENIZER = tiny_llama(), byte_tokenizer()
+TOLERANCE = 1e-5
+FORMS = {
+    "plain": {},
+    "three layers, five taps": {"num_layers": 3, "taps": (0, 1, 2, 3, 3)},
+    "window from each query": {"windows": (5, 0)},
+    "window before the anchor": {"windows": (5, 3), "window_from": "anchor"},
+    "causal window": {"windows": (6, 6), "causal_layers": (0, 1)},
+    "causal window before the anchor": {
+        "windows": (4, 0),
+        "window_from": "anchor",
+        "causal_layers": (0,),
+    },
+    "causal everywhere": {"causal_layers": (0, 1)},
+    "biases": {"attention_bias": True},
+    "sinks": {"has_sinks": True},
+    "neighbouring channels turned": {"rope_traditional": True, "rope_theta": 500.0},
+    "capped logits": {"logit_softcap": 2.0},
+    "a token from the anchor's slot": {"first_slot": 0},
+}
+
+
+def drafted_logits(drafter, size: int) -> np.ndarray:
+    """The logits (size, V) that a draft is chosen from."""
+    seen = []
+
+    def pick(logits, ids):
+        seen.append(logits)
+        return mx.argmax(logits, axis=-1)
+
+    drafter.propose(size, pick)
+    return np.array(mx.concatenate(seen), np.float64)
+
+
+def relative(found: np.ndarray, wanted: np.ndarray) -> float:
+    return float(np.abs(found - wanted).max() / np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_logits_after_a_prompt_and_after_acceptance(form):
+    """Whole prompts, then rounds of which some or all rows are kept, as the loop does it."""
+    drafter = tiny_dflash(LLAMA, **FORMS[form]).begin()
+    text = PROMPT + plain(LLAMA, PROMPT, 16)
+    features = mx.array(features_of(LLAMA, drafter.taps, text).astype(np.float32))
+    end = len(PROMPT) + 1
+    drafter.extend(mx.array(text[1:end]), features[: end - 1])
+    for kept, num_rows, size in ((1, 4, 3), (4, 4, 6), (2, 5, 1), (3, 3, 6)):
+        wanted = twin_logits(drafter, LLAMA, text[:end], size)
+        assert relative(drafted_logits(drafter, size), wanted) < TOLERANCE
+        before = drafter.cache[0].offset
+        rows = slice(end - 1, end - 1 + num_rows)
+        tokens = mx.array([*text[end : end + kept], *[7] * (num_rows - kept)])
+        drafter.extend(tokens, features[rows], last=mx.array(kept - 1))
+        for cache in drafter.cache[:-1]:
+            cache.trim(num_rows - kept)
+        assert drafter.cache[0].offset == before + kept
+        end += kept
+    assert drafter.num_forwards == 4
+
+
+MISTAKES = {
+    "taps of the layer before": lambda c, w: (c | {"taps": (0, 2)}, w),
+    "a norm of the context left out": lambda c, w: (
+        c,
+        w | {"hidden_norm.weight": mx.ones_like(w["hidden_norm.weight"])},
+    ),
+    "another token for the mask": lambda c, w: (c | {"mask_token_id": 12}, w),
+    "the slot before": lambda c, w: (c | {"first_slot": 0}, w),
+    "causal": lambda c, w: (c | {"causal_layers": (0, 1)}, w),
+    "a window": lambda c, w: (c | {"windows": (4, 4)}, w),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_seen(mistake):
+    drafter, text = tiny_dflash(LLAMA), [*PROMPT, 5]
+    wanted = twin_logits(drafter, LLAMA, text, 4)
+    weights = dict(tree_flatten(drafter.head.parameters()))
+    config, weights = MISTAKES[mistake](drafter.head.config.to_dict(), weights)
+    other = tiny_dflash(LLAMA, **config)
+    other.head.load_weights(list(weights.items()))
+    other = other.begin()
+    features = mx.array(features_of(LLAMA, other.taps, text).astype(np.float32))
+    other.extend(mx.array(text[1:]), features[:-1])
+    assert relative(drafted_logits(other, 4), wanted) > 0.01
+
+
+def taught(model, prompts: list[list[int]], length: int):
+    """A head that has learnt by heart what the target says after the prompts."""
+    drafter = tiny_dflash(model, seed=1)
+    head, c = drafter.head, drafter.head.config
+    texts = [prompt + plain(model, prompt, length + c.block_size) for prompt in prompts]
+    seen = [mx.array(features_of(model, c.taps, text).astype(np.float32)) for text in texts]
+    starts = [(i, len(prompts[i]) + n) for i in range(len(prompts)) for n in range(length)]
+    choices = np.random.default_rng(0)
+
+    def loss(head, i, start):
+        begun = drafter.begin()
+        head.absorb(seen[i][None, :start], begun.cache[:-1])
+        text = mx.array(texts[i])
+        block = begun.block_after(begun._embed(text[start : start + 1])[None], c.longest_draft)
+        logits = begun._logits(head(block, begun.cache[:-1])[:, c.first_slot :])[0]
+        return nn.losses.cross_entropy(logits, text[start + 1 : start + c.block_size]).mean()
+
+    step = nn.value_and_grad(head, lambda head, some: sum(loss(head, *pair) for pair in some) / 4)
+    optimizer = optim.Adam(3e-3)
+    for _ in range(130):
+        some = [starts[n] for n in choices.choice(len(starts), 4, replace=False)]
+        _, grads = step(head, some)
+        grads, _ = optim.clip_grad_norm(grads, 1.0)
+        optimizer.update(head, grads)
+        mx.eval(head.parameters(), optimizer.state)
+    return drafter
+
+
+PROMPTS = [PROMPT, PROMPT[:5], PROMPT[2:9]]
+
+
+@pytest.fixture(scope="module")
+def learned():
+    return taught(LLAMA, PROMPTS, 24)
+
+
+@pytest.mark.parametrize("k", [2, 6])
+def test_a_head_that_knows_the_text(learned, k):
+    tokens, stats = speculative(LLAMA, learned, PROMPT, 25, num_draft_tokens=k)
+    assert tokens == plain(LLAMA, PROMPT, 25)
+    assert stats.tau > 0.7 * (k + 1)
+    assert stats.num_head_forwards == stats.num_rounds
+
+
+def test_drafts_are_no_longer_than_a_block(learned):
+    _, stats = speculative(LLAMA, learned, PROMPT, 25, num_draft_tokens=12)
+    assert stats.num_drafted <= 6 * stats.num_rounds
+
+
+def test_batches_share_forwards_and_accept_as_each_request_alone(learned):
+    options = {"draft_model": learned, "num_draft_tokens": 4, "max_tokens": 20}
+    made = mlx_eagle.batch_generate(LLAMA, TOKENIZER, PROMPTS, return_token_ids=True, **options)
+    for prompt, tokens, stats in zip(PROMPTS, made.token_ids, made.stats, strict=True):
+        alone, own = speculative(LLAMA, learned, prompt, 20, num_draft_tokens=4)
+        assert tokens == alone == plain(LLAMA, prompt, 20)
+        assert stats.num_accepted >= own.num_accepted - 2
+
+
+# What mlx-vlm makes of the same files
+
+GOLDEN = Path(frozen.FOLDER)
+ROUNDS = ((9, 5), (1, 8), (4, 40), (2, 3))  # as in tools/golden/make_blocks.py
+
+
+@pytest.mark.parametrize("name", ["dflash", "dflash-capped"])
+def test_logits_are_those_of_another_library(tmp_path, name):
+    source = GOLDEN / f"block-{name}"
+    written = convert(str(source), str(tmp_path / "head"), quantize=False, dtype="float32")
+    expected = mx.load(str(source / "expected.safetensors"))
+    head = DFlashHead(BlockConfig.from_dict(written, "config.json"))
+    fill(head, read_weights(tmp_path / "head"))
+    embed, project = expected["embed"], expected["head"].T
+    drafter = DFlashDrafter(head, lambda t: embed[t], lambda x: x @ project).begin()
+    assert drafter.taps == (1, 2, 4)
+    start = 0
+    for i, (num_rows, token) in enumerate(ROUNDS):
+        tokens = mx.array([*[0] * (num_rows - 1), token])
+        drafter.extend(tokens, expected["features"][start : start + num_rows])
+        start += num_rows
+        wanted = np.array(expected[f"logits.{i}"], np.float64)
+        assert relative(drafted_logits(drafter, len(wanted)), wanted) < TOLERANCE
+
+
+# As published
+
+
+def published(folder, drafter, config: dict, prefix: str = "", more: dict | None = None):
+    """A checkpoint of the drafter's weights under published names."""
+    folder.mkdir()
+    weights = {f"{prefix}{n}": a for n, a in tree_flatten(drafter.head.parameters())}
+    mx.save_safetensors(str(folder / "model.safetensors"), weights | (more or {}))
+    write_config(folder, config)
+    return folder
+
+
+LAYER = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "vocab_size": VOCAB,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+}
+FLAT = {
+    **LAYER,
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "block_size": 7,
+    "dflash_config": {"mask_token_id": 11, "target_layer_ids": [0, 5]},
+    "num_target_layers": 6,
+}
+NESTED = {
+    "architectures": ["DFlashDraftModel"],
+    "speculators_model_type": "dflash",
+    "transformer_layer_config": LAYER | {"model_type": "qwen3"},
+    "aux_hidden_state_layer_ids": [1, 6],
+    "mask_token_id": 11,
+    "block_size": 7,
+    "draft_vocab_size": VOCAB,
+    "sample_from_anchor": False,
+}
+
+
+@pytest.mark.parametrize("form", ["flat", "nested"])
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_both_packagings_convert_to_the_same(tmp_path, form, prefix):
+    drafter = tiny_dflash(LLAMA)
+    config = FLAT if form == "flat" else NESTED
+    source = published(tmp_path / "source", drafter, config, prefix)
+    written = convert(str(source), str(tmp_path / "head"), quantize=False)
+    assert written["kind"] == "dflash"
+    loaded = load_drafter(tmp_path / "head", LLAMA)
+    assert loaded.taps == drafter.taps == (1, 6)
+    assert speculative(LLAMA, loaded, PROMPT, 20, num_draft_tokens=3)[0] == plain(
+        LLAMA, PROMPT, 20
+    )
+    text = [*PROMPT, 5]
+    features = mx.array(features_of(LLAMA, loaded.taps, text).astype(np.float32))
+    begun = loaded.begin()
+    begun.extend(mx.array(text[1:]), features[:-1])
+    assert relative(drafted_logits(begun, 5), twin_logits(drafter, LLAMA, text, 5)) < TOLERANCE
+
+
+def test_four_bits(tmp_path):
+    drafter = tiny_dflash(LLAMA)
+    source = published(tmp_path / "source", drafter, FLAT)
+    written = convert(str(source), str(tmp_path / "head"), q_group_size=32)
+    assert written["quantization"]["bits"] == 4
+    loaded = load_drafter(tmp_path / "head", LLAMA)
+    assert isinstance(loaded.head.fc, nn.QuantizedLinear)
+    tokens, _ = speculative(LLAMA, loaded, PROMPT, 20, num_draft_tokens=4)
+    assert tokens == plain(LLAMA, PROMPT, 20)
+
+
+def test_a_reduced_vocabulary(tmp_path):
+    """Every second token can be drafted; d2t holds offsets."""
+    drafter = tiny_dflash(LLAMA, lm_head_source="file", draft_vocab_size=VOCAB // 2)
+    offsets = mx.arange(VOCAB // 2, dtype=mx.int64)
+    marked = mx.arange(VOCAB) % 2 == 0
+    source = published(tmp_path / "source", drafter, NESTED, more={"d2t": offsets, "t2d": marked})
+    convert(str(source), str(tmp_path / "head"), quantize=False)
+    loaded = load_drafter(tmp_path / "head", LLAMA).begin()
+    features = mx.array(features_of(LLAMA, loaded.taps, PROMPT).astype(np.float32))
+    loaded.extend(mx.array(PROMPT[1:]), features[:-1])
+    drafted = loaded.propose(6, lambda logits, ids: mx.argmax(logits, axis=-1)).tokens
+    states = Twin(loaded.head).states(
+        np.array(features[:-1], np.float64),
+        np.array(loaded._embed(mx.array([PROMPT[-1], *[11] * 6])), np.float64),
+    )
+    head = np.array(loaded.head.lm_head.weight, np.float64)
+    assert drafted.tolist() == (2 * (states[1:] @ head.T).argmax(axis=-1)).tolist()
+
+
+RULES = {
+    # config keys -> windows, where from, causal layers
+    "nothing said": (FLAT, {}, ((), "query", ())),
+    "z-lab, sliding": (
+        FLAT,
+        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9},
+        ((9, 0), "query", (0,)),
+    ),
+    "z-lab, not causal": (
+        FLAT,
+        {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9, "is_causal": False},
+        ((9, 9), "query", ()),
+    ),
+    "z-lab, causal": (FLAT, {"is_causal": True}, ((), "query", (0, 1))),
+    "a window that is turned off": (
+        FLAT,
+        {
+            "layer_types": ["sliding_attention"] * 2,
+            "sliding_window": 9,
+            "use_sliding_window": False,
+        },
+        ((), "query", ()),
+    ),
+    "ModelOpt": (
+        FLAT,
+        {"dflash_config": FLAT["dflash_config"] | {"use_swa": True, "swa_window_size": 8}},
+        ((8, 8), "query", ()),
+    ),
+    "speculators, sliding": (
+        NESTED,
+        {
+            "transformer_layer_config": NESTED["transformer_layer_config"]
+            | {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 9}
+        },
+        ((0, 9), "anchor", (1,)),
+    ),
+    "speculators, not causal": (
+        NESTED,
+        {
+            "sliding_window_non_causal": True,
+            "transformer_layer_config": NESTED["transformer_layer_config"]
+            | {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9},
+        },
+        ((9, 9), "anchor", ()),
+    ),
+}
+
+
+class Shaped:
+    """A tensor of which only the shape is asked for."""
+
+    def __init__(self, shape):
+        self.shape = shape
+
+
+def tensors_of(drafter) -> dict:
+    return {n: Shaped(a.shape) for n, a in tree_flatten(drafter.head.parameters())}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rules_of_sliding_layers(rule):
+    base, changes, wanted = RULES[rule]
+    made = config_from(known_tensors(tensors_of(tiny_dflash(LLAMA))), base | changes)
+    assert (made.windows, made.window_from, made.causal_layers) == wanted
+
+
+def test_what_packagings_say_otherwise():
+    tensors = tensors_of(tiny_dflash(LLAMA))
+    flat, nested = config_from(tensors, FLAT), config_from(tensors, NESTED)
+    assert flat.taps == nested.taps == (1, 6)
+    assert flat.scales_as_target and not nested.scales_as_target
+    assert flat.longest_draft == nested.longest_draft == 6
+    assert config_from(tensors, NESTED | {"sample_from_anchor": True}).longest_draft == 7
+    scaled = FLAT["dflash_config"] | {"input_embedding_scale": 0.5, "target_layer_ids": [-1, 2]}
+    made = config_from(tensors, FLAT | {"dflash_config": scaled})
+    assert made.embed_scale == 0.5 and made.taps == (0, 3)
+    noise = {
+        "rope_parameters": {"rope_theta": 5e5, "mrope_section": [1, 2], "rope_type": "default"}
+    }
+    assert config_from(tensors, FLAT | noise | {"partial_rotary_factor": 0.25}).rope_theta == 5e5
+    yarn = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 8192}
+    assert config_from(tensors, FLAT | {"rope_scaling": yarn}).rope_scaling == yarn
+
+
+def without(config: dict, *keys: str) -> dict:
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+REFUSED = {
+    "no mask": (
+        without(FLAT, "dflash_config") | {"target_layer_ids": [0, 5]},
+        {},
+        "mask_token_id",
+    ),
+    "no taps": (FLAT | {"dflash_config": {"mask_token_id": 11}}, {}, "target_layer_ids"),
+    "another number of taps": (
+        FLAT | {"dflash_config": {"mask_token_id": 11, "target_layer_ids": [0, 1, 2]}},
+        {},
+        "fc.weight is 64 x 128, expected 64 x 192",
+    ),
+    "no blocks": (without(FLAT, "block_size"), {}, "block_size"),
+    "a mask beyond the vocabulary": (
+        FLAT | {"dflash_config": {"mask_token_id": VOCAB, "target_layer_ids": [0, 5]}},
+        {},
+        f"masks with token {VOCAB}",
+    ),
+    "a mask that is none": (
+        FLAT | {"dflash_config": {"mask_token_id": "x", "target_layer_ids": [0, 5]}},
+        {},
+        'dflash_config.mask_token_id is "x"',
+    ),
+    "a rope of its own": (FLAT | {"rope_scaling": {"type": "spiral", "factor": 2}}, {}, "spiral"),
+    "a tensor more": (FLAT, {"layers.0.self_attn.g_proj.weight": mx.ones((4, 4))}, "g_proj"),
+    "a reduced vocabulary without a map": (
+        FLAT,
+        {"lm_head.weight": mx.ones((8, 64))},
+        "there is no d2t",
+    ),
+    "an activation": (FLAT | {"hidden_act": "relu"}, {}, "hidden_act"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(tmp_path, case):
+    config, more, words = REFUSED[case]
+    source = published(tmp_path / "source", tiny_dflash(LLAMA), config, more=more)
+    with pytest.raises(ValueError, match=words) as caught:
+        convert(str(source), str(tmp_path / "head"))
+    assert "\n" not in str(caught.value) and not (tmp_path / "head").exists()
+
+
+def test_a_missing_tensor(tmp_path):
+    drafter = tiny_dflash(LLAMA)
+    source = published(tmp_path / "source", drafter, FLAT)
+    weights = mx.load(str(source / "model.safetensors"))
+    del weights["layers.1.mlp.up_proj.weight"]
+    mx.save_safetensors(str(source / "model.safetensors"), weights)
+    with pytest.raises(ValueError, match=r"lacks layers\.1\.mlp\.up_proj\.weight"):
+        convert(str(source), str(tmp_path / "head"))
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"hidden_size": 32}, "hidden size 32"),
+        ({"vocab_size": 9000}, "vocabulary of 9000"),
+        ({"num_hidden_layers": 2}, "taps layers"),
+    ],
+)
+def test_another_target(tmp_path, changes, words):
+    drafter = tiny_dflash(tiny_llama(**without(changes, "num_hidden_layers")))
+    config = BlockConfig.from_dict(drafter.head.config.to_dict(), "config.json")
+    folder = tmp_path / "head"
+    folder.mkdir()
+    weights = dict(tree_flatten(drafter.head.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    write_config(folder, config.to_dict() | {"kind": "dflash"})
+    target = tiny_llama(num_hidden_layers=2) if "num_hidden_layers" in changes else LLAMA
+    with pytest.raises(ValueError, match=words):
+        load_drafter(folder, target)
+
+
+def test_it_is_told_from_eagle():
+    names = [name for name, _ in tree_flatten(tiny_dflash(LLAMA).head.parameters())]
+    assert recognise(names, FLAT) == "dflash"
+    assert recognise([f"model.{name}" for name in names], {"model_type": "qwen3"}) == "dflash"
+    assert isinstance(tiny_dflash(LLAMA).head, DFlashHead)
