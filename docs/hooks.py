@@ -24,7 +24,7 @@ TAKEN = {
     **{f"bench/log/{path.name}": f"log-{path.name}" for path in ROOT.glob("bench/log/*.md")},
 }
 # [text](path#anchor), where path is no address of the web
-LINK = re.compile(r"\[([^\]\n]*)\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"\[([^\]]*)\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
 TABLE = re.compile(r"<!-- table: (\w+) -->")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from mlx_eagle.drafters.pairs import PAIRS
+from mlx_eagle.drafters.pairs import PAIRS, targets_within
 
 PACKAGE = Path(__file__).parents[1] / "mlx_eagle"
 HUB = "https://huggingface.co"
@@ -22,6 +22,20 @@ def pair_table() -> str:
             head = f"[{pair.head}]({HUB}/{pair.head})"
             rows.append([target if i == 0 else "", head, pair.licence])
     return markdown_table(["target", "head", "licence of the head"], rows)
+
+
+# Of a Mac's memory in GB, what macOS lets a GPU use.
+USABLE = {16: 2 / 3, 24: 2 / 3, 32: 2 / 3, 64: 3 / 4, 128: 3 / 4}
+
+
+def memory_table() -> str:
+    """Which known targets fit into a memory and not into the one before it."""
+    rows, before = [], set()
+    for size, share in USABLE.items():
+        fit, _ = targets_within(size * share * 1e9)
+        rows.append([f"{size} GB", ", ".join(name for name in fit if name not in before)])
+        before |= set(fit)
+    return markdown_table(["memory", "targets"], rows)
 
 
 def file_tables() -> str:
@@ -51,4 +65,8 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-TABLES: dict[str, Callable[[], str]] = {"pairs": pair_table, "files": file_tables}
+TABLES: dict[str, Callable[[], str]] = {
+    "pairs": pair_table,
+    "memory": memory_table,
+    "files": file_tables,
+}

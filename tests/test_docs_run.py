@@ -266,7 +266,9 @@ def ours(path: Path) -> list[list[str]]:
 def made_elsewhere(path: Path) -> list[list[str]]:
     """The conversions on other pages that make the heads which this page takes for granted."""
     made = {value_of(words, flag) for words in ours(path) for flag in ("--mlx-path", "--output")}
-    named = {value_of(words, "--draft-model") for words in ours(path)} - {None, "auto", "lookup"}
+    given = [value_of(words, "--draft-model") or "auto" for words in ours(path)]
+    named = {name for names in given for name in names.split(",")} - {"auto", "lookup"}
+    named = {name for name in named if "/" not in name}  # of the hub
     conversions = {value_of(w, "--mlx-path"): w for page in DOCUMENTS for w in ours(page)}
     return [conversions[name] for name in sorted(named - made)]
 
