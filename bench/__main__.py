@@ -15,7 +15,6 @@ from mlx_eagle.decoding.setup import AUTO
 from mlx_eagle.demo.pair import load_demo
 from mlx_eagle.draft_models import open_beside, split_name
 from mlx_eagle.drafters.base import Drafter
-from mlx_eagle.system import render
 from mlx_eagle.system.command import run_command
 from mlx_eagle.system.device import prepare_device
 from mlx_eagle.system.progress import open_bar
@@ -31,6 +30,7 @@ from .flags import (
     draft_names,
     read_settings,
 )
+from .markdown import markdown
 from .measure import Settings, configurations_of, measure, num_runs
 from .questions import Question, load_questions
 from .runner import Models
@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> None:
     check_contexts(settings, context_size(models.target))
     document, rows = measure_counted(models, names, questions, settings)
     # Before anything is written: what took hours to measure is not lost to a full disk.
-    print(render.markdown(report.results(document), folder), flush=True)
+    print(markdown(report.results(document), folder), flush=True)
     files.write_all(document, rows, folder, args.picture)
     if args.json:
         print(json.dumps(files.brief(document)))
@@ -155,7 +155,7 @@ def run_serving(
         document, rows = measure_serving(
             args.model, draft_flags, names, questions, settings, count
         )
-    print(render.markdown(serving.results(document), folder), flush=True)
+    print(markdown(serving.results(document), folder), flush=True)
     files.write_all(document, rows, folder)
     if args.json:
         print(json.dumps(document))

@@ -13,12 +13,11 @@ import mlx_lm
 from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
 
-from mlx_eagle.commands.generate import weight_bytes
 from mlx_eagle.drafters.base import Drafter
-from mlx_eagle.system.device import blas_name
-from mlx_eagle.system.render import Table
+from mlx_eagle.system.device import blas_name, weight_bytes
 from mlx_eagle.system.version import __version__
 
+from .markdown import Table
 from .runner import Models
 
 

@@ -1,16 +1,16 @@
 """The files of a benchmark: JSON, CSV, the report, its plots where matplotlib is there."""
 
 import csv
+import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_eagle.system.drawing import EXTRA, has_matplotlib
-from mlx_eagle.system.render import markdown
-
 from . import report, serving
+from .markdown import markdown
 
+EXTRA = "pip install 'mlx-eagle[bench]'"
 PLOTS = "plots"
 
 
@@ -66,3 +66,8 @@ def brief(document: Mapping[str, Any]) -> dict[str, Any]:
         for scenario in document["scenarios"]
     ]  # fmt: skip
     return {**document, "scenarios": scenarios}
+
+
+def has_matplotlib() -> bool:
+    """Whether plots can be drawn: matplotlib comes with an extra of its own."""
+    return importlib.util.find_spec("matplotlib") is not None

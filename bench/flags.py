@@ -11,7 +11,6 @@ from mlx_eagle.draft_models import LOOKUP, split_name
 from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.system.cli_values import LARGEST_SEED, Range, use_plain_types
 from mlx_eagle.system.device import DTYPES
-from mlx_eagle.system.drawing import EXTRA
 from mlx_eagle.system.version import add_version_flag
 
 from . import files
@@ -265,4 +264,4 @@ def check_picture(file: str | None) -> None:
             "that exists."
         )
     if not files.has_matplotlib():
-        raise ValueError(f"--picture needs matplotlib: {EXTRA}.")
+        raise ValueError(f"--picture needs matplotlib: {files.EXTRA}.")

@@ -14,19 +14,25 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from mlx_eagle.system.drawing import (
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    RED,
-    SERIES,
-    SKY,
-    STYLE,
-)
-
 from .report import views
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
+GREY, BLUE, ORANGE = "#8a8a8a", "#0072B2", "#E69F00"
+GREEN, RED, PURPLE, SKY = "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
+SERIES = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED)
+
+STYLE = {
+    "font.size": 11,
+    "axes.titlesize": 12,
+    "axes.titleweight": "bold",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e3e3e3",
+    "legend.frameon": False,
+    "svg.hashsalt": "mlx-eagle",
+}
 
 PARTS = {"verify": BLUE, "draft": ORANGE, "accept": GREEN, "host": PURPLE}
 

@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_eagle.system.render import Block, Folded, Heading, Image, Paragraph, Table
-
 from .conditions import conditions_table, megabytes
+from .markdown import Block, Folded, Heading, Image, Paragraph, Table
 from .parity import parity_words
 from .runner import TURN_TOKENS
 

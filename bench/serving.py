@@ -16,10 +16,10 @@ from mlx_lm.utils import save_model
 
 from mlx_eagle.demo.pair import load_demo
 from mlx_eagle.demo.target import CONFIG, FILES, WEIGHTS, demo_target_path
-from mlx_eagle.system.render import Block, Folded, Heading, Image, Paragraph, Table
 
 from . import conditions
 from .clients import Answer, Load, chat_body, run_load
+from .markdown import Block, Folded, Heading, Image, Paragraph, Table
 from .measure import Settings
 from .questions import Question
 from .report import milliseconds, number, times

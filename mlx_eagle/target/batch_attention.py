@@ -44,7 +44,7 @@ def _is_exact(model: nn.Module, mask_axes: int) -> bool:
 
 def _probe(model: nn.Module, mask_axes: int) -> bool:
     def run(tokens: list[int], cache: list[Any]) -> mx.array:
-        logits = model(mx.array([tokens]), cache=cache)
+        logits: mx.array = model(mx.array([tokens]), cache=cache)
         mx.eval(logits)  # one by one: parts of a pipeline must all run them in this order
         return logits
 
@@ -72,4 +72,4 @@ def _probe(model: nn.Module, mask_axes: int) -> bool:
 def _greatest(values: mx.array) -> float:
     """The greatest size of a number; tokens that a model rules out have none."""
     size = mx.abs(values.astype(mx.float32))
-    return float(mx.where(size < mx.inf, size, 0.0).max().item())
+    return float(mx.where(size < mx.inf, size, 0.0).max())

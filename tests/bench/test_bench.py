@@ -7,9 +7,9 @@ import pytest
 from helpers import byte_tokenizer
 
 from mlx_eagle.bench import measure, predict, questions, runner, summary
+from mlx_eagle.bench.markdown import markdown_table
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.tree import TreeShape
-from mlx_eagle.system import render
 
 
 def test_spread_is_the_naive_one():
@@ -253,5 +253,5 @@ def test_prompts_go_through_the_template_and_are_padded_exactly():
 
 
 def test_markdown_escapes_bars():
-    table = render.markdown_table(["a|b"], [["1"], ["x|y"]])
+    table = markdown_table(["a|b"], [["1"], ["x|y"]])
     assert table.splitlines() == ["| a\\|b |", "|---|", "| 1 |", "| x\\|y |"]
