@@ -87,7 +87,9 @@ def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
     drafters = {}
     for given in draft_names(args) or (None,):
         head = with_known_head(given, args.model)
-        drafter = open_beside(own, head, model, tokenizer, draft_window=args.draft_window)
+        drafter = open_beside(
+            own, head, model, tokenizer, draft_window=args.draft_window, target=args.model
+        )
         name = DEMO_NAMES["head"]
         if head is not None:
             name = head.replace(AUTO, name) if split_name(head)[0] == AUTO else head

@@ -38,6 +38,9 @@ DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 DTYPE_OF_FORMAT = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float32"}
 
 
+LOADED_AS_PUBLISHED = ("mtp",)
+
+
 @dataclass(frozen=True)
 class Head:
     """A head ready to be saved: its ``config.json`` and its arrays."""
@@ -277,6 +280,11 @@ def source_entry(checkpoint: DraftCheckpoint) -> dict[str, Any]:
 
 def _refuse(kind: str, check: bool, draft_vocab: object, upload_repo: str | None) -> None:
     """Raise ValueError for options that only EAGLE heads have."""
+    if kind in LOADED_AS_PUBLISHED:
+        raise ValueError(
+            f"this is {KINDS[kind].title}, which is loaded as published: name it with "
+            "--draft-model"
+        )
     options = {"--check": check, "--draft-vocab": draft_vocab, "--upload-repo": upload_repo}
     given = [name for name, value in options.items() if value]
     if given:
@@ -340,7 +348,7 @@ def convert(
     quantization = Quantization(q_bits, q_group_size) if quantize else None
     checkpoint = open_checkpoint(str(hf_path), revision)
     kind = recognise(checkpoint.tensors, checkpoint.config)
-    if KINDS[kind].convert is not None:
+    if KINDS[kind].convert is not None or kind in LOADED_AS_PUBLISHED:
         _refuse(kind, check, draft_vocab, upload_repo)
         other = build_kind(kind, checkpoint, dtype, quantization, progress)
         return _write(other, kind, checkpoint, destination)

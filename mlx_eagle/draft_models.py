@@ -34,37 +34,41 @@ def open_drafter(
     *,
     quantize_bits: int | None = None,
     draft_window: int | None = None,
+    target: str | Path | None = None,
 ) -> Drafter:
     """Open what ``name`` stands for, as a drafter for ``model``.
 
-    "lookup" copies from the prompt (no weights). Otherwise it is a folder, a GGUF file or a
-    hub repo id: a converted head; an unconverted EAGLE checkpoint, which is converted into the
-    cache, saying so; or an ordinary mlx-lm model with the target's vocabulary. With "+lookup"
-    behind it, it copies where that is likely to keep more. ``draft_window`` is for EAGLE heads:
-    see ``load_drafter``.
+    "lookup" copies from the prompt (no weights); "mtp" takes the multi-token-prediction layers
+    that the target was published with, from ``target``, its folder or hub repo id (by default
+    where ``tokenizer`` is from), or from the model that this was converted from. Otherwise it is a
+    folder, a GGUF file or a hub repo id: a converted head; a folder of MTP layers; an EAGLE
+    checkpoint, which is converted into the cache, saying so; or an ordinary mlx-lm model with the
+    target's vocabulary. With "+lookup" behind it, it copies where that is likely to keep more.
+    ``draft_window`` is for EAGLE heads: see ``load_drafter``.
 
     Raises ValueError, in one sentence, for what is none of these or does not fit ``model``.
     """
     name, copies = split_name(name)
-    drafter = _open(name, model, tokenizer, quantize_bits).with_draft_window(draft_window)
+    if target is None and tokenizer is not None:
+        target = tokenizer.name_or_path
+    place = None if target is None else str(target)
+    options = LoadOptions(quantize_bits, tokenizer=tokenizer, target=place)
+    drafter = _open(name, model, options).with_draft_window(draft_window)
     return CopyingDrafter(drafter) if copies else drafter
 
 
-def _open(
-    name: str, model: nn.Module, tokenizer: TokenizerWrapper | None, quantize_bits: int | None
-) -> Drafter:
+def _open(name: str, model: nn.Module, options: LoadOptions) -> Drafter:
     """What stands before "+lookup"."""
-    options = LoadOptions(quantize_bits, tokenizer=tokenizer)
     named = KINDS.get(name)
     if named is not None and named.by_name is not None:
         return named.by_name(model, options)
     path = locate(name, FILES)
     if is_converted(path):
-        return load_drafter(path, model, quantize_bits=quantize_bits)
+        return load_drafter(path, model, quantize_bits=options.quantize_bits)
     kind = KINDS[_published_kind(path)]
     if kind.loads_published:
-        return kind.load(path, {}, model, options)
-    return _open_checkpoint(path, name, model, quantize_bits)
+        return kind.load(path, read_object(path / "config.json"), model, options)
+    return _open_checkpoint(path, name, model, options.quantize_bits)
 
 
 def split_name(name: str) -> tuple[str, bool]:
@@ -100,6 +104,7 @@ def open_beside(
     *,
     quantize_bits: int | None = None,
     draft_window: int | None = None,
+    target: str | None = None,
 ) -> Drafter | None:
     """As ``open_drafter``; None and "auto" stand for ``own``, which has come with the target."""
     if name is None:
@@ -107,7 +112,12 @@ def open_beside(
     base, copies = split_name(name)
     if base != AUTO or own is None:
         return open_drafter(
-            name, model, tokenizer, quantize_bits=quantize_bits, draft_window=draft_window
+            name,
+            model,
+            tokenizer,
+            quantize_bits=quantize_bits,
+            draft_window=draft_window,
+            target=target,
         )
     own = own.with_draft_window(draft_window)
     return CopyingDrafter(own) if copies else own

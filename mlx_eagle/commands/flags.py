@@ -62,7 +62,8 @@ def add_draft_flags(parser: argparse.ArgumentParser) -> None:
         elif action.dest == "draft_model":
             action.help = (
                 "An EAGLE head, converted or not, or an ordinary model: folder or hub repo; "
-                "'auto' for the known head of --model, or 'lookup' to copy from the prompt; "
+                "'auto' for the known head of --model, 'mtp' for the layers that --model was "
+                "published with to predict several tokens, or 'lookup' to copy from the prompt; "
                 "with '+lookup' behind any of the others, whichever is accepted more. "
                 "Default: the demo head."
             )
@@ -195,7 +196,13 @@ def load_pair(
     else:
         (model, tokenizer), own = load_target(args, tokenizer_config), None
     drafter = open_beside(
-        own, name, model, tokenizer, quantize_bits=bits, draft_window=args.draft_window
+        own,
+        name,
+        model,
+        tokenizer,
+        quantize_bits=bits,
+        draft_window=args.draft_window,
+        target=args.model,
     )
     if args.draft_cache != "exact":
         drafter = (drafter or NullDrafter()).with_draft_cache(args.draft_cache)

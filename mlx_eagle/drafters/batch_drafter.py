@@ -6,7 +6,6 @@ drafter request by request.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
@@ -16,7 +15,6 @@ from ..target.ragged import RaggedCaches
 from ..target.rollback import Checkpoint
 from .base import BatchDrafter, Drafter, Picks, check_width, start_early
 from .feature_drafter import FeatureDrafter
-from .head import Eagle3Head
 
 
 def make_batch_drafter(drafter: Drafter) -> BatchDrafter:
@@ -26,25 +24,16 @@ def make_batch_drafter(drafter: Drafter) -> BatchDrafter:
 
 
 class HeadBatchDrafter:
-    """An EAGLE-3 head that drafts for B requests in shared passes, on ragged caches.
+    """A head that drafts for B requests in shared passes, on ragged caches.
 
-    As ``Eagle3Drafter`` does for one of them, with the cache "exact".
+    As its own drafter does for one of them, the caches exact.
     """
 
-    def __init__(
-        self,
-        head: Eagle3Head,
-        embed: Callable[[mx.array], mx.array],
-        to_target: mx.array | None,
-        begin: Callable[[list[Any]], FeatureDrafter],
-    ):
-        """``embed`` and ``to_target`` as in ``EagleDrafter``; ``begin`` makes one's drafter."""
+    def __init__(self, drafter: FeatureDrafter):
+        """``drafter`` says what its head is given and what it gives."""
         self._num_forwards = 0
         self._joined: list[int] = []  # how many there were before each request
-        self._head = head
-        self._embed = embed
-        self._to_target = to_target
-        self._begin = begin
+        self._own = drafter
         self._caches = RaggedCaches()
         # What drafts start from: states (B, h), and the logits (B, Vd) after them.
         self._start: tuple[mx.array, mx.array] | None = None
@@ -71,7 +60,7 @@ class HeadBatchDrafter:
         self._joined = [self._joined[b] for b in index]
 
     def extract(self, index: int) -> Drafter:
-        drafter = self._begin([*self._caches.extract(index), KVCache()])
+        drafter = self._own.begin([*self._caches.extract(index), KVCache()])
         if self._start is not None:
             place = mx.array([index])
             states, logits = self._start
@@ -88,7 +77,7 @@ class HeadBatchDrafter:
         """
         assert self._start is not None, "every request has absorbed its first token"
         batch = len(self._caches.rows.lengths)
-        num_steps = max(1, size - self._head.config.num_parallel_heads)
+        num_steps = max(1, size - self._own.num_parallel_heads)
         states, logits = self._start
         tokens = [self._choose(logits, picks)]
         before = self._caches.rows.lengths
@@ -97,11 +86,11 @@ class HeadBatchDrafter:
                 start_early(tokens[-1], size)
                 states = self._forward(tokens[-1][:, None], states[:, None])[:, 0]
                 self._caches.advance([1] * batch)
-                tokens.append(self._choose(self._head.logits(states), picks))
+                tokens.append(self._choose(self._own.logits(states), picks))
         finally:
             self._caches.rows.set(before)
         for i in range(size - num_steps):
-            tokens.append(self._choose(self._head.parallel_logits(states, i), picks))
+            tokens.append(self._choose(self._own.parallel_logits(states, i), picks))
         return mx.stack(tokens, axis=1), [size] * batch
 
     def extend(
@@ -113,13 +102,13 @@ class HeadBatchDrafter:
     ) -> None:
         """All rows are absorbed, and none counts yet."""
         assert features is not None
-        check_width(features, self._head.config.num_aux * self._head.config.target_hidden_size)
-        states = self._forward(tokens, self._head.fuse(features))
+        check_width(features, self._own.width)
+        states = self._forward(tokens, self._own.states_of(features))
         if last is None:
             starts = states[:, -1]
         else:
             starts = mx.take_along_axis(states, last[:, None, None], axis=1)[:, 0]
-        self._start = starts, self._head.logits(starts)
+        self._start = starts, self._own.logits(starts)
 
     def advance(self, kept: list[int]) -> None:
         self._caches.advance(kept)
@@ -131,12 +120,13 @@ class HeadBatchDrafter:
     def _forward(self, tokens: mx.array, states: mx.array) -> mx.array:
         """Tokens (B, m) and states (B, m, h) -> (B, m, h), behind what is kept."""
         self._num_forwards += 1
-        return self._head(self._embed(tokens), states, self._caches.open())
+        return self._own.run(tokens, states, self._caches.open())
 
     def _choose(self, logits: mx.array, picks: Picks) -> mx.array:
         """The choices among logits (B, Vd), as target ids (B,) int32."""
-        index = picks.pick(logits, self._to_target)
-        return (index if self._to_target is None else self._to_target[index]).astype(mx.int32)
+        ids = self._own.to_target
+        index = picks.pick(logits, ids)
+        return (index if ids is None else ids[index]).astype(mx.int32)
 
 
 class SequentialDrafter:

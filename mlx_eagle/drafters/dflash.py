@@ -272,10 +272,10 @@ class DFlashDrafter(FeatureDrafter):
 
         ``choose`` gives the choice among logits (B, Vd); ``anchors`` (B,) are the tokens before.
         """
-        rows = self._logits(states)
+        rows = self.logits(states)
         return [self._to_ids(choose(rows[:, slot])) for slot in range(rows.shape[1])]
 
-    def _logits(self, states: mx.array) -> mx.array:
+    def logits(self, states: mx.array) -> mx.array:
         logits, cap = self._project(states), self.head.config.logit_softcap
         return logits if cap is None else cap * mx.tanh(logits / cap)
 

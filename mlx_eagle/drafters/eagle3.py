@@ -70,7 +70,7 @@ class EagleDrafter(FeatureDrafter):
         check_window(draft_window, head.config.sliding_window)
         self.draft_window = draft_window
         self._embed = embed
-        self._to_target = to_target
+        self.to_target = to_target
         super().__init__(head, taps, len(head.layers))
         # Arrays that are no parameters: nobody else computes them before another thread asks.
         evaluate_ropes(head)
@@ -99,17 +99,30 @@ class EagleDrafter(FeatureDrafter):
         super()._start(cache)
         self._warned = False
 
-    def _logits(self, states: mx.array) -> mx.array:
-        """States (m, h)."""
+    def states_of(self, features: mx.array) -> mx.array:
+        return self.head.fuse(features)
+
+    def run(self, tokens: mx.array, states: mx.array, caches: list[Any]) -> mx.array:
+        return self.head(self._embed(tokens), states, caches)
+
+    def logits(self, states: mx.array) -> mx.array:
         return self.head.logits(states)
+
+    @property
+    def num_parallel_heads(self) -> int:
+        """ModelOpt's."""
+        return self.head.config.num_parallel_heads
+
+    def parallel_logits(self, states: mx.array, index: int) -> mx.array:
+        return self.head.parallel_logits(states, index)
 
     def _choose(self, logits: mx.array, pick: Pick) -> mx.array:
         """The choice among logits (1, Vd), as a target id (1,) int32."""
-        return self._to_ids(pick(logits, self._to_target))
+        return self._to_ids(pick(logits, self.to_target))
 
     def _to_ids(self, index: mx.array) -> mx.array:
         """Draft-vocabulary indices (m,) as target ids (m,) int32."""
-        return (index if self._to_target is None else self._to_target[index]).astype(mx.int32)
+        return (index if self.to_target is None else self.to_target[index]).astype(mx.int32)
 
     def _count(self, num_slots: int) -> None:
         """Count a forward over that many new slots; warn once where they lead too far."""
@@ -165,7 +178,7 @@ class Eagle3Drafter(EagleDrafter):
         lagging = "lagging" if self.lagging else "exact"
         if (draft_cache, draft_window) == (lagging, self.draft_window):
             return self
-        parts = self.head, self._embed, self.taps, self._to_target
+        parts = self.head, self._embed, self.taps, self.to_target
         return Eagle3Drafter(*parts, draft_cache, draft_window)
 
     @property
@@ -191,14 +204,14 @@ class Eagle3Drafter(EagleDrafter):
         """
         states = self._seed
         base = self._position() if self.lagging else self.cache[0].offset
-        num_steps = max(1, size - self.head.config.num_parallel_heads)
+        num_steps = max(1, size - self.num_parallel_heads)
         tokens, drafting = [self._choose(self._first, pick)], self._begin_draft()
         for i in range(num_steps - 1):
             start_early(tokens[-1], size)
             states = self._forward(tokens[-1], states, base + i, cache=drafting)
-            tokens.append(self._choose(self._logits(states), pick))
+            tokens.append(self._choose(self.logits(states), pick))
         for i in range(size - num_steps):
-            tokens.append(self._choose(self.head.parallel_logits(states, i), pick))
+            tokens.append(self._choose(self.parallel_logits(states, i), pick))
         self._end_draft(num_steps - 1)
         return Draft(mx.concatenate(tokens))
 
@@ -220,10 +233,10 @@ class Eagle3Drafter(EagleDrafter):
             positions = mx.full((num,), base + level, mx.int32)
             states = self._forward(self._to_ids(picked), states[rows], positions, mask, drafting)
             level += 1
-            return self._logits(states)
+            return self.logits(states)
 
         def branch(logits: mx.array, count: int) -> tuple[mx.array, mx.array]:
-            return pick(logits, self._to_target, count)
+            return pick(logits, self.to_target, count)
 
         grown = shape.grow(self._first, step, branch)
         self._end_draft(visible.shape[1])
@@ -234,7 +247,7 @@ class Eagle3Drafter(EagleDrafter):
         by_length = any(isinstance(rope, BY_LENGTH) for rope in find_ropes(self.head))
         if self.lagging or by_length or self.draft_window is not None:
             return None
-        return HeadBatchDrafter(self.head, self._embed, self._to_target, self.begin)
+        return HeadBatchDrafter(self)
 
     @property
     def supports_overlay(self) -> bool:
@@ -355,7 +368,7 @@ class ParallelDrafter(EagleDrafter):
     def with_draft_window(self, size: int | None) -> "ParallelDrafter":
         if size == self.draft_window:
             return self
-        return ParallelDrafter(self.head, self._embed, self.taps, self._to_target, size)
+        return ParallelDrafter(self.head, self._embed, self.taps, self.to_target, size)
 
     def _start(self, cache: list[Any]) -> None:
         super()._start(cache)
@@ -378,7 +391,7 @@ class ParallelDrafter(EagleDrafter):
         if size > logits.shape[0]:
             none = self._mask_embedding[:0], self._mask_state[:0]
             masked = self._forward(*none, mx.array(-1), size - 1)
-            logits = mx.concatenate([logits[:1], self._logits(masked)], axis=0)
+            logits = mx.concatenate([logits[:1], self.logits(masked)], axis=0)
         rows = mx.split(logits[:size], size, axis=0)
         return Draft(mx.concatenate([self._choose(row, pick) for row in rows]))
 

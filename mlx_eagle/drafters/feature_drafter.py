@@ -48,12 +48,34 @@ class FeatureDrafter(DrafterBase):
         """
 
     @abstractmethod
-    def _logits(self, states: mx.array) -> mx.array:
-        """Logits (m, Vd) after such states, of m rows."""
+    def logits(self, states: mx.array) -> mx.array:
+        """Logits (m, Vd) after such states (m, h)."""
+
+    # Of heads that draft step by step, for ``HeadBatchDrafter``.
+
+    def states_of(self, features: mx.array) -> mx.array:
+        """What the head takes for features (..., F): states (..., h)."""
+        raise NotImplementedError
+
+    def run(self, tokens: mx.array, states: mx.array, caches: list[Any]) -> mx.array:
+        """One forward of the head over tokens (B, m) and states (B, m, h) -> (B, m, h)."""
+        raise NotImplementedError
+
+    to_target: mx.array | None = None
+    """Target id of every draft id, (Vd,); None where they are the same."""
+
+    @property
+    def num_parallel_heads(self) -> int:
+        """How many tokens more ``parallel_logits`` says."""
+        return 0
+
+    def parallel_logits(self, states: mx.array, index: int) -> mx.array:
+        """Logits (m, Vd) of the token that comes ``index`` + 1 after the one of ``logits``."""
+        raise NotImplementedError
 
     def _first_logits(self, seed: mx.array) -> mx.array:
         """The logits of the first draft token, (0,) where they are not to be had before."""
-        return self._logits(seed)
+        return self.logits(seed)
 
     @abstractmethod
     def propose(self, size: int, pick: Pick) -> Draft:

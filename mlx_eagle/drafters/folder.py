@@ -49,13 +49,15 @@ class LoadOptions:
     """How a drafter is loaded.
 
     ``quantize_bits`` quantizes an unquantized one; ``dtype`` is that of its arithmetic, None for
-    the target's own. ``tokenizer`` is the target's, where it is known, to compare vocabularies.
+    the target's own. ``tokenizer`` is the target's, where it is known, to compare vocabularies,
+    and ``target`` the folder or repository that the target is from.
     """
 
     quantize_bits: int | None = None
     quantize_group_size: int = 64
     dtype: mx.Dtype | None = None
     tokenizer: Any = None
+    target: str | None = None
 
 
 def _is_none(names: Collection[str], config: Mapping[str, Any]) -> bool:
@@ -187,9 +189,14 @@ def bits_of(quantization: Mapping[str, Any]) -> str:
 
 
 def quantize_now(
-    module: nn.Module, stored: Mapping[str, Any] | None, options: LoadOptions
+    module: nn.Module,
+    stored: Mapping[str, Any] | None,
+    options: LoadOptions,
+    kept: str | None = None,
 ) -> None:
     """Quantize a module as ``options`` ask; ``stored`` is the ``quantization`` entry it has.
+
+    Layers whose path ends in ``kept`` stay as they are.
 
     Raises ValueError where there is one, or for bits that MLX does not have.
     """
@@ -204,7 +211,10 @@ def quantize_now(
     if bits not in QUANTIZED_BITS:
         raise ValueError(f"cannot quantize to {bits} bits: give 2, 3, 4, 5, 6 or 8.")
 
-    def fits(_: str, layer: nn.Module) -> bool:
-        return hasattr(layer, "to_quantized") and layer.weight.shape[-1] % group_size == 0
+    def fits(path: str, layer: nn.Module) -> bool:
+        if not hasattr(layer, "to_quantized") or (kept is not None and path.endswith(kept)):
+            return False
+        fitting: bool = layer.weight.shape[-1] % group_size == 0
+        return fitting
 
     nn.quantize(module, group_size=group_size, bits=bits, class_predicate=fits)

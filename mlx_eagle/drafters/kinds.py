@@ -17,7 +17,14 @@ from .base import Drafter
 from .folder import Kind, LoadOptions, kind_in, read_config
 
 KINDS: dict[str, Kind] = {
-    "mtp": Kind("an MTP layer", mtp.load, mtp.recognise, mtp.convert, made_for=mtp.made_for),
+    "mtp": Kind(
+        "an MTP layer",
+        mtp.load,
+        mtp.recognise,
+        loads_published=True,
+        made_for=mtp.made_for,
+        by_name=mtp.by_name,
+    ),
     "dflash": Kind(
         "a DFlash head",
         dflash.load,

@@ -1,73 +1,100 @@
-"""Drafts from a multi-token-prediction layer, which some targets are published with.
+"""Drafts from multi-token-prediction layers, which some targets are published with.
 
-The layer of Qwen3-Next and Qwen3.5 (dense and mixture of experts): tensors ``mtp.*`` of the
-original checkpoint, which mlx-lm drops when it loads or converts one.
+DeepSeek-AI 2024, arXiv:2412.19437, section 2.2. The layers lie in the target's own checkpoint,
+which mlx-lm loads without them, or in a folder of their own. What families call their parts is
+in ``mtp_layers.py``.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
-from mlx_lm.models import qwen3_5, qwen3_next
+from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models.base import create_attention_mask
-from mlx_lm.models.cache import KVCache
 
 from ..target.masks_and_ropes import evaluate_ropes
 from .base import Draft, Pick, start_early
+from .batch_drafter import HeadBatchDrafter
 from .feature_drafter import FeatureDrafter
-from .folder import LoadOptions, Tensors, read_weights
-from .target_parts import TargetSizes, find_embedding, lm_head_of
+from .folder import LoadOptions, quantize_now
+from .mtp_layers import MTPFamily, Weights, family_of, prepared, text_args
+from .target_checkpoint import read_tensors, take_tensors
+from .target_parts import TargetSizes, activation_dtype, find_embedding, lm_head_of
 
-LAYERS = (qwen3_next.Qwen3NextDecoderLayer, qwen3_5.DecoderLayer)
+FLOAT32 = "e_score_correction_bias"  # what routers add to choose experts: never cast
+ROUTER = "mlp.gate"  # which chooses experts: never packed
+TRUNK = ("model.layers.", "model.language_model.", "language_model.model.", "backbone.layers.")
+FOLDER = (
+    {"fc.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight"},
+    {"model.eh_proj.weight", "model.enorm.weight", "model.hnorm.weight"},
+    {"layers.0.eh_proj.weight", "layers.0.enorm.weight", "layers.0.hnorm.weight"},
+)
+"""Tensors that only folders of such layers have, of one family or another."""
 
 
 class MTPHead(nn.Module):
-    """One decoder layer over (embedding of a token, state of the position before it).
+    """Layers over (embedding of a token, state of the position before it)."""
 
-    DeepSeek-AI 2024, arXiv:2412.19437, section 2.2, with the names of the Qwen checkpoints.
-    """
-
-    def __init__(self, layer: nn.Module, hidden_size: int, rms_norm_eps: float):
-        """``layer`` is a decoder layer of mlx-lm, called with (x, mask, cache)."""
+    def __init__(self, layers: list[nn.Module], hidden_size: int, eps: float, arrays: bool):
+        """``layers`` are mlx-lm's; ``arrays``: whether they take no mask by its name."""
         super().__init__()
-        self.pre_fc_norm_embedding = nn.RMSNorm(hidden_size, rms_norm_eps)
-        self.pre_fc_norm_hidden = nn.RMSNorm(hidden_size, rms_norm_eps)
+        self.pre_fc_norm_embedding = nn.RMSNorm(hidden_size, eps)
+        self.pre_fc_norm_hidden = nn.RMSNorm(hidden_size, eps)
         self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=False)
-        self.layers = [layer]
-        self.norm = nn.RMSNorm(hidden_size, rms_norm_eps)
+        self.layers = layers
+        self.norm = nn.RMSNorm(hidden_size, eps)
+        self._attends = [_has_cache(layer) for layer in layers]
+        self._arrays = arrays
 
-    def __call__(self, embeddings: mx.array, states: mx.array, cache: KVCache) -> mx.array:
-        """Advance m slots: embeddings and states (1, m, h) -> states (1, m, h).
+    @property
+    def num_caches(self) -> int:
+        return sum(self._attends)
+
+    def __call__(self, embeddings: mx.array, states: mx.array, caches: list[Any]) -> mx.array:
+        """Advance m slots of B requests: embeddings and states (B, m, h) -> states (B, m, h).
 
         A state is what the output projection takes: the target's, after its final norm, or
         the head's own, which is fed back in its place.
         """
         both = [self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(states)]
         x = self.fc(mx.concatenate(both, axis=-1))
-        states = self.norm(self.layers[0](x, create_attention_mask(x, cache), cache))
+        mask = create_attention_mask(x, caches[0], return_array=self._arrays)
+        left = iter(caches)
+        for layer, attends in zip(self.layers, self._attends, strict=True):
+            x = layer(x, mask=mask, cache=next(left)) if attends else layer(x)
+        states = self.norm(x)
         return states
 
 
+def _has_cache(layer: nn.Module) -> bool:
+    """Whether a layer attends; of blocks with one part each, not all do."""
+    return "self_attn" in layer or getattr(layer, "block_type", None) == "*"
+
+
 class MTPDrafter(FeatureDrafter):
-    """A ``Drafter`` around an MTP layer; embedding and output projection are the target's."""
+    """A ``Drafter`` around MTP layers; embedding and output projection are the target's.
+
+    Slot t joins the token at t + 1 with the target's state at t, after its final norm. Drafted
+    slots take the head's own state, and are dropped again.
+    """
 
     head: MTPHead
 
     def __init__(self, head: MTPHead, target: nn.Module):
         """Raises ValueError where the head is not as wide as the target."""
-        self._final_norm = target.model.norm
-        width, target_width = (n.weight.size for n in (head.norm, self._final_norm))
-        if width != target_width:
+        embedding, _ = find_embedding(target)
+        args = text_args(target)
+        width = head.norm.weight.size
+        if width != args.hidden_size:
             raise ValueError(
                 f"the MTP layer was made for a target of hidden size {width}, but this target's "
-                f"is {target_width}: use the layer from the target's own checkpoint."
+                f"is {args.hidden_size}: use the layer from the target's own checkpoint."
             )
-        self._embed, _ = find_embedding(target)
-        self._project = lm_head_of(target, self._embed)
-        super().__init__(head, (len(target.layers),), num_layers=1)
+        self._embed = embedding
+        self._project: Callable[[mx.array], mx.array] = lm_head_of(target, embedding)
+        super().__init__(head, (len(target.layers) + 1,), head.num_caches)
         evaluate_ropes(head)
 
     @property
@@ -79,10 +106,23 @@ class MTPDrafter(FeatureDrafter):
     def dtype(self) -> mx.Dtype:
         return self.head.norm.weight.dtype
 
+    def batch_drafter(self) -> HeadBatchDrafter:
+        return HeadBatchDrafter(self)
+
+    def states_of(self, features: mx.array) -> mx.array:
+        """They are its states."""
+        return features
+
+    def run(self, tokens: mx.array, states: mx.array, caches: list[Any]) -> mx.array:
+        return self.head(self._embed(tokens), states, caches)
+
+    def logits(self, states: mx.array) -> mx.array:
+        return self._project(states)
+
     def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
-        """Features enter the target's final norm; the state is (1, 1, h)."""
-        states = self._forward(tokens, self._final_norm(features[None]))
-        return states[:, -1:] if last is None else mx.take(states, last.reshape(1), axis=1)
+        """The state is (1, h)."""
+        states = self._forward(tokens, features)
+        return states[-1:] if last is None else states[last.reshape(1)]
 
     def propose(self, size: int, pick: Pick) -> Draft:
         """A chain of ``size`` tokens: one forward for each but the first."""
@@ -90,110 +130,133 @@ class MTPDrafter(FeatureDrafter):
         for _ in range(size - 1):
             start_early(tokens[-1], size)
             states = self._forward(tokens[-1], states)
-            tokens.append(self._next(self._logits(states), pick))
-        self.cache[0].trim(size - 1)
+            tokens.append(self._next(self.logits(states), pick))
+        for cache in self.cache[:-1]:
+            cache.trim(size - 1)
         return Draft(mx.concatenate(tokens))
 
     def _forward(self, tokens: mx.array, states: mx.array) -> mx.array:
-        """One forward over tokens (m,) and states (1, m, h) -> (1, m, h)."""
+        """One forward over tokens (m,) and states (m, h) -> (m, h)."""
         self.num_forwards += 1
-        return self.head(self._embedded(tokens)[None], states, self.cache[0])
-
-    def _logits(self, states: mx.array) -> mx.array:
-        """States (1, m, h)."""
-        logits: mx.array = self._project(states)[0]
-        return logits
+        return self.head(self._embedded(tokens)[None], states[None], self.cache[:-1])[0]
 
     def _next(self, logits: mx.array, pick: Pick) -> mx.array:
         """The choice from logits (1, V), as a token (1,) int32."""
         return pick(logits, None).astype(mx.int32)
 
 
-def make_mtp_head(target: nn.Module) -> MTPHead:
-    """The MTP layer that fits ``target``, with fresh weights.
+def make_mtp_head(target: nn.Module, names: Collection[str] = ()) -> MTPHead:
+    """Layers that fit ``target``, with fresh weights; ``names`` are those of published ones.
 
-    Raises ValueError where the target is not of a family whose layer is known.
+    Raises ValueError where the target is not of a family whose layers are known.
     """
-    kind = type(target.layers[0])
-    if kind not in LAYERS:
+    family, args = family_of(target), text_args(target)
+    eps = getattr(args, "rms_norm_eps", None) or args.layer_norm_epsilon
+    layers = family.make_layers(target, names)
+    return MTPHead(layers, args.hidden_size, eps, family.masks_as_arrays)
+
+
+def load_mtp(
+    weights: Mapping[str, mx.array],
+    target: nn.Module,
+    options: LoadOptions | None = None,
+    quantization: Mapping[str, Any] | None = None,
+) -> MTPDrafter:
+    """A drafter from the MTP layers among ``weights``, the target's own checkpoint or a folder's.
+
+    The checkpoint as its makers published it, not as mlx-lm converts it; other tensors are
+    ignored, so a shard can be given as ``mx.load`` reads it. ``quantization`` is what the config
+    says of those that are packed. Raises ValueError, in one sentence, where the target has no such
+    layer or the tensors are not those of its layer.
+    """
+    family, options = family_of(target), options or LoadOptions()
+    own = prepared(family.renamed(weights, len(target.layers)), family, target)
+    head = make_mtp_head(target, own)
+    _quantize(head, own, quantization or {})
+    _check(head, own, family)
+    head.load_weights(list(own.items()))
+    dtype = options.dtype or activation_dtype(find_embedding(target)[0])
+    _cast(head, dtype)
+    quantize_now(head, quantization, options, kept=ROUTER)
+    mx.eval(head.parameters())
+    return MTPDrafter(head, target)
+
+
+def _cast(head: MTPHead, dtype: mx.Dtype) -> None:
+    """Give the head's floats one type, but what routers add; packed integers stay."""
+
+    def cast(path: str, array: mx.array) -> mx.array:
+        is_float = mx.issubdtype(array.dtype, mx.floating)
+        return array.astype(dtype) if is_float and not path.endswith(FLOAT32) else array
+
+    head.update(tree_map_with_path(cast, head.parameters()))
+
+
+def _quantize(head: MTPHead, weights: Weights, quantization: Mapping[str, Any]) -> None:
+    """Pack the modules that ``weights`` have scales for, as the config says of each."""
+    usual = {k: v for k, v in quantization.items() if k in ("group_size", "bits", "mode")}
+
+    def packing(path: str, _: nn.Module) -> bool | dict[str, Any]:
+        if f"{path}.scales" not in weights:
+            return False
+        entry = quantization.get(path, quantization.get(f"mtp.{path}", usual))
+        if not isinstance(entry, Mapping) or "bits" not in entry:
+            raise ValueError(
+                f"the MTP layer's {path} is packed, but its config.json says not how: fetch the "
+                "folder again."
+            )
+        return dict(entry)
+
+    nn.quantize(head, class_predicate=packing)
+
+
+def _check(head: MTPHead, weights: Weights, family: MTPFamily) -> None:
+    """Raise ValueError unless these are the tensors of the head."""
+    own: Any = tree_flatten(head.parameters())
+    expected = {name: array.shape for name, array in own}
+    missing, unknown = expected.keys() - weights.keys(), weights.keys() - expected.keys()
+    if missing or unknown:
+        what = f"lacks mtp.{min(missing)}" if missing else f"has an unknown mtp.{min(unknown)}"
         raise ValueError(
-            f"the target is a {target.model_type} model: MTP layers are known for Qwen3-Next "
-            "and Qwen3.5 (model types qwen3_next, qwen3_5, qwen3_5_moe)."
+            f"the checkpoint {what}: give the tensors of one MTP layer, as published with this "
+            f"target ({family.title})."
         )
-    args = (target.language_model if "language_model" in target else target).args
-    attends = args.full_attention_interval - 1  # the index of a layer that is not recurrent
-    return MTPHead(kind(args, attends), args.hidden_size, args.rms_norm_eps)
+    for name, shape in expected.items():
+        if weights[name].shape != shape:
+            raise ValueError(
+                f"the checkpoint's mtp.{name} is {weights[name].shape}, but this target's layer "
+                f"has {shape}: use the target's own checkpoint."
+            )
 
 
 def recognise(names: Collection[str], config: Mapping[str, Any]) -> bool:
-    """Whether these are the tensors of such a layer, without the model it belongs to."""
+    """Whether these are the tensors of such layers, without the model that they belong to."""
+    if any(name.startswith(TRUNK) for name in names):
+        return False
     bare = {name.removeprefix("mtp.") for name in names}
-    return {"fc.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight"} <= bare
-
-
-def convert(tensors: Tensors, config: Mapping[str, Any]) -> tuple[dict[str, Any], Tensors]:
-    """The tensors under names without ``mtp.``; see ``Kind.convert``."""
-    return {}, {name.removeprefix("mtp."): tensor for name, tensor in tensors.items()}
+    return any(parts <= bare for parts in FOLDER)
 
 
 def load(
     folder: Path, config: dict[str, Any], model: nn.Module, options: LoadOptions
 ) -> MTPDrafter:
-    """The drafter of a converted folder; see ``Kind.load``."""
-    weights = {f"mtp.{name}": array for name, array in read_weights(folder).items()}
-    return load_mtp(weights, model)
+    """The drafter of a folder of MTP layers, converted or as published; see ``Kind.load``."""
+    weights = read_tensors(sorted(folder.glob("*.safetensors")), lambda name: True)
+    return load_mtp(weights, model, options, config.get("quantization"))
+
+
+def by_name(model: nn.Module, options: LoadOptions) -> MTPDrafter:
+    """The layers in the target's own checkpoint, or in the one that it was made from."""
+    family, num_layers = family_of(model), len(model.layers)
+    if options.target is None:
+        raise ValueError(
+            "the MTP layers are in the target's own checkpoint, and nobody says where that is: "
+            "give its folder or repository as `target`."
+        )
+    weights, _ = take_tensors(options.target, lambda name: family.is_part(name, num_layers))
+    return load_mtp(weights, model, options)
 
 
 def made_for(config: dict[str, Any], where: Path, target: TargetSizes | None) -> str:
     """The tensors tell, once they are read; see ``Kind.made_for``."""
     return "for the target it was published with"
-
-
-def load_mtp(weights: dict[str, mx.array], target: nn.Module) -> MTPDrafter:
-    """A drafter from the ``mtp.*`` tensors among ``weights``, the target's own checkpoint.
-
-    The checkpoint as its makers published it, not as mlx-lm converts it; other tensors are
-    ignored, so a shard can be given as ``mx.load`` reads it. Raises ValueError, in one
-    sentence, where the target has no such layer or the tensors are not those of its layer.
-    """
-    head = make_mtp_head(target)
-    weights = {k.removeprefix("mtp."): v for k, v in weights.items() if k.startswith("mtp.")}
-    weights = _stack_experts(weights)
-    expected = dict(tree_flatten(head.parameters()))
-    missing, unknown = expected.keys() - weights.keys(), weights.keys() - expected.keys()
-    if missing or unknown:
-        what = f"lacks mtp.{min(missing)}" if missing else f"has an unknown mtp.{min(unknown)}"
-        raise ValueError(
-            f"the checkpoint {what}: give the tensors of one MTP layer, unquantized, as "
-            "published with this target."
-        )
-    for name, array in expected.items():
-        if weights[name].shape != array.shape:
-            raise ValueError(
-                f"the checkpoint's mtp.{name} is {weights[name].shape}, but this target's layer "
-                f"has {array.shape}: use the target's own checkpoint."
-            )
-    for name, array in weights.items():
-        if name.endswith("norm.weight") or "_norm_" in name:
-            weights[name] = array + 1.0  # published norms multiply by 1 + weight
-    head.load_weights(list(weights.items()))
-    head.set_dtype(target.model.norm.weight.dtype)
-    mx.eval(head.parameters())
-    return MTPDrafter(head, target)
-
-
-def _stack_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Experts as mlx-lm holds them, (E, out, in), from one tensor each or fused ones."""
-    weights, mlp, stacked = dict(weights), "layers.0.mlp", {}
-    if f"{mlp}.experts.gate_up_proj" in weights:
-        gate_up = weights.pop(f"{mlp}.experts.gate_up_proj")
-        stacked["gate_proj"], stacked["up_proj"] = mx.split(gate_up, 2, axis=-2)
-    if f"{mlp}.experts.down_proj" in weights:
-        stacked["down_proj"] = weights.pop(f"{mlp}.experts.down_proj")
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        experts: list[mx.array] = []
-        while f"{mlp}.experts.{len(experts)}.{name}.weight" in weights:
-            experts.append(weights.pop(f"{mlp}.experts.{len(experts)}.{name}.weight"))
-        if experts:
-            stacked[name] = mx.stack(experts)
-    return weights | {f"{mlp}.switch_mlp.{name}.weight": w for name, w in stacked.items()}

@@ -84,6 +84,7 @@ class PairProvider(ModelProvider):
             self.tokenizer,
             quantize_bits=self.cli_args.quantize_draft,
             draft_window=self.cli_args.draft_window,
+            target=model_path,
         )
         if self.cli_args.tree is not None:
             self.check_tree(self.cli_args.tree)

@@ -50,7 +50,7 @@ def test_all_slots_at_once_draft_what_decoding_drafts(changes):
     """Against the drafter itself, one position after the other."""
     model = tiny_llama()
     drafter = tiny_head(model, **changes)
-    part = AttachedHead(drafter.head, drafter._embed, drafter.taps, drafter._to_target)
+    part = AttachedHead(drafter.head, drafter._embed, drafter.taps, drafter.to_target)
     text = check.read_text(model, PROMPT, 12, set(), set(drafter.taps), part.ids)
     assert text.tokens.tolist() == PROMPT + plain(model, PROMPT, 12)
     features, first = text.fused(drafter.taps), len(PROMPT) - 1
@@ -71,7 +71,7 @@ def test_all_slots_at_once_draft_what_decoding_drafts(changes):
 def test_hits_and_overlaps_are_counted_against_the_right_tokens():
     model = tiny_llama()
     drafter = tiny_head(model)
-    part = AttachedHead(drafter.head, drafter._embed, drafter.taps, drafter._to_target)
+    part = AttachedHead(drafter.head, drafter._embed, drafter.taps, drafter.to_target)
     text = check.read_text(model, PROMPT, 10, set(), set(drafter.taps), part.ids)
     hits, overlaps = check.compare(part, text, drafter.taps)
     first = len(PROMPT) - 1

@@ -108,9 +108,9 @@ def test_logits_are_rows_of_the_untrimmed_heads(tmp_path, model, target, text, n
     wanted = Trim(size, str(text[0])) if by_text else size
     config = convert(str(source), str(tmp_path / "cut"), **options, draft_vocab=wanted)
     whole, cut = (load_drafter(tmp_path / folder, model) for folder in ("whole", "cut"))
-    assert cut._to_target.tolist() == expected_ids(name, size, counts)
+    assert cut.to_target.tolist() == expected_ids(name, size, counts)
     assert config["draft_vocab_size"] == size and config["has_d2t"]
-    rows = mx.array(np.searchsorted(target_ids(name), cut._to_target))
+    rows = mx.array(np.searchsorted(target_ids(name), cut.to_target))
     states = mx.random.normal((1, 7, 64), key=mx.random.key(2))
     ours, theirs = cut.head.logits(states), whole.head.logits(states)
     assert ours.shape == (1, 7, size)

@@ -95,7 +95,7 @@ def test_impossible_trees_are_refused(text, reason):
 
 def naive_static(drafter, committed, features, paths) -> list[int]:
     """The token of every node, each one's ancestors run alone as a causal chain."""
-    ids = drafter._to_target.tolist()
+    ids = drafter.to_target.tolist()
 
     @cache
     def best_first(tokens: tuple[int, ...]) -> list[int]:

@@ -167,7 +167,7 @@ def test_picking_from_a_vocabulary_takes_few_kernels():
 
 def naive_tree(drafter, committed_tokens, features, shape):
     """EAGLE-2's tree with every node evaluated as a causal chain of its own."""
-    ids = drafter._to_target.tolist()
+    ids = drafter.to_target.tolist()
 
     def log_q(path):
         """log q after a path of draft tokens, by running it alone on a fresh cache."""

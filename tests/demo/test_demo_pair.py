@@ -116,7 +116,7 @@ def test_ablations_hurt(pair):
     _, _, drafter = pair
     kept = {}
     for kind in (mlx_eagle.Eagle3Drafter, Forgetful, Shifted):
-        broken = kind(drafter.head, drafter._embed, drafter.taps, drafter._to_target)
+        broken = kind(drafter.head, drafter._embed, drafter.taps, drafter.to_target)
         kept[kind] = 0
         for prompt in prompts(pair, "gsm8k", (0, 1)):
             _tokens, stats = decode(pair, broken, prompt, 40, num_draft_tokens=3)

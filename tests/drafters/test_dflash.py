@@ -121,7 +121,7 @@ def taught(model, prompts: list[list[int]], length: int):
         head.absorb(seen[i][None, :start], begun.cache[:-1])
         text = mx.array(texts[i])
         block = begun.block_after(begun._embed(text[start : start + 1])[None], c.longest_draft)
-        logits = begun._logits(head(block, begun.cache[:-1])[:, c.first_slot :])[0]
+        logits = begun.logits(head(block, begun.cache[:-1])[:, c.first_slot :])[0]
         return nn.losses.cross_entropy(logits, text[start + 1 : start + c.block_size]).mean()
 
     step = nn.value_and_grad(head, lambda head, some: sum(loss(head, *pair) for pair in some) / 4)

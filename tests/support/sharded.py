@@ -113,7 +113,7 @@ def compare(name: str, in_few_ways: bool) -> dict[str, bool]:
     has_trees = "deepseek" not in name
     reference = written(whole, drafter, has_trees, in_few_ways)
     spread(part)
-    mine = Eagle3Drafter(drafter.head, drafter._embed, drafter.taps, drafter._to_target)
+    mine = Eagle3Drafter(drafter.head, drafter._embed, drafter.taps, drafter.to_target)
     ours = written(part, mine, has_trees, in_few_ways)
     results = {f"{what} as whole": ours[what] == reference[what] for what in reference}
     results["plain as whole"] = plain(part, PROMPT, NUM_TOKENS) == ours["k = 3"][0]

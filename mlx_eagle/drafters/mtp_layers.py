@@ -1,0 +1,274 @@
+"""Families of multi-token-prediction layers: which tensors they have and what they are built of.
+
+Published files name the same few parts in many ways: two norms, a matrix that joins embedding and
+state, layers of the target's own kind, and a norm at the end. A row says how a family calls them.
+Layers are mlx-lm's own classes, and what these want of the tensors the target's own ``sanitize``
+does, as if they were those of one of its layers.
+"""
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+Weights = dict[str, mx.array]
+Names = tuple[tuple[str, str | None], ...]
+"""Patterns of published names, and what stands for what they match; None: not needed."""
+
+EMBEDDING_NORM, STATE_NORM, JOIN = "pre_fc_norm_embedding.", "pre_fc_norm_hidden.", "fc."
+COMPARED = (
+    "layers.0.input_layernorm.weight",
+    "layers.0.post_attention_layernorm.weight",
+    "layers.0.self_attn.q_norm.weight",
+    "layers.0.self_attn.k_norm.weight",
+)
+
+
+@dataclass(frozen=True)
+class MTPFamily:
+    """Targets whose layers are published in the same way.
+
+    ``raw`` are the names in a target's checkpoint, in which {N} is how many layers the target
+    has, ``folder`` those in a folder of these layers alone, as mlx-vlm writes it.
+    """
+
+    title: str
+    model_types: tuple[str, ...]
+    raw: Names
+    folder: Names
+    make_layers: Callable[[nn.Module, Collection[str]], list[nn.Module]]
+    trunk: str | None = None
+    """What the target's ``sanitize`` calls its layers; None: experts are stacked here."""
+    state_first: bool = False
+    """Whether the joining matrix takes the state before the embedding."""
+    zero_centred: bool = False
+    """Whether published norms hold their weight less one."""
+    masks_as_arrays: bool = False
+    """Whether attention takes no mask by its name."""
+
+    def renamed(self, weights: Mapping[str, mx.array], num_layers: int) -> Weights:
+        """The parts of the layers under their names here; nothing else."""
+        own = any(re.match(self._start(self.raw, num_layers), name) for name in weights)
+        found: Weights = {}
+        for name, array in weights.items():
+            new = self._new_name(name, self.raw if own else self.folder, num_layers)
+            if new is not None:
+                found[new] = array
+        return found
+
+    def is_part(self, name: str, num_layers: int) -> bool:
+        """Whether a tensor of the target's checkpoint is one of theirs."""
+        return self._new_name(name, self.raw, num_layers) is not None
+
+    def _start(self, names: Names, num_layers: int) -> str:
+        return "|".join(pattern.replace("{N}", str(num_layers)) for pattern, _ in names)
+
+    def _new_name(self, name: str, names: Names, num_layers: int) -> str | None:
+        for pattern, new in names:
+            match = re.match(pattern.replace("{N}", str(num_layers)), name)
+            if match is not None:
+                return None if new is None else match.expand(new) + name[match.end() :]
+        return None
+
+
+def text_args(target: nn.Module) -> Any:
+    """The arguments of the target's text model."""
+    return (target.language_model if "language_model" in target else target).args
+
+
+def _attending(target: nn.Module, names: Collection[str]) -> list[nn.Module]:
+    """A layer with full attention, of a target that has it every few layers."""
+    args = text_args(target)
+    return [type(target.layers[0])(args, args.full_attention_interval - 1)]
+
+
+def _next(target: nn.Module, names: Collection[str]) -> list[nn.Module]:
+    """The layer that would come next."""
+    return [type(target.layers[-1])(text_args(target), len(target.layers))]
+
+
+def _like_all(target: nn.Module, names: Collection[str]) -> list[nn.Module]:
+    """A layer of a target whose layers are alike."""
+    return [type(target.layers[0])(text_args(target))]
+
+
+def _blocks(target: nn.Module, names: Collection[str]) -> list[nn.Module]:
+    """Blocks of the kinds that their tensors tell."""
+    kinds = {"q_proj": "*", "gate": "E", "in_proj": "M", "up_proj": "-"}
+    found: dict[int, str] = {}
+    for name in sorted(names):
+        match = re.match(r"layers\.(\d+)\.mixer\.(\w+)", name)
+        if match is not None and match[2] in kinds:
+            found.setdefault(int(match[1]), kinds[match[2]])
+    block = type(target.layers[0])
+    return [block(text_args(target), found[index]) for index in sorted(found)]
+
+
+def _after(prefix: str) -> Names:
+    """The names of DeepSeek's layers behind a prefix."""
+    return (
+        (rf"{prefix}enorm\.", EMBEDDING_NORM),
+        (rf"{prefix}hnorm\.", STATE_NORM),
+        (rf"{prefix}eh_proj\.", JOIN),
+    )
+
+
+NEXT = r"model\.layers\.{N}\."
+QWEN = r"(fc|pre_fc_norm_embedding|pre_fc_norm_hidden|norm|layers\.\d+)\."
+NEMOTRON = (
+    (r"(?:mtp\.)?layers\.\d+\.[\w.]*\.[kv]_scale$", None),
+    *_after(r"(?:mtp\.)?layers\.0\."),
+    (r"(?:mtp\.)?layers\.\d+\.final_layernorm\.", "norm."),
+    (r"(?:mtp\.)?(layers\.\d+)\.", r"\1."),
+)
+
+FAMILIES = (
+    MTPFamily(
+        "Qwen3-Next and Qwen3.5",
+        ("qwen3_next", "qwen3_5", "qwen3_5_moe"),
+        raw=((rf"(?:language_model\.)?mtp\.{QWEN}", r"\1."),),
+        folder=((QWEN, r"\1."),),
+        make_layers=_attending,
+        zero_centred=True,
+    ),
+    MTPFamily(
+        "DeepSeek-V3 and GLM-4",
+        ("deepseek_v3", "glm4_moe", "glm4_moe_lite"),
+        raw=(
+            *_after(NEXT),
+            (rf"{NEXT}shared_head\.norm\.", "norm."),
+            # Copies of the target's own tables.
+            (rf"{NEXT}(?:embed_tokens|shared_head\.head)\.", None),
+            (NEXT, "layers.0."),
+        ),
+        folder=(
+            *_after(r"model\."),
+            (r"model\.shared_head_norm\.", "norm."),
+            (r"model\.mtp_block\.", "layers.0."),
+        ),
+        make_layers=_next,
+        trunk="model.layers.",
+        masks_as_arrays=True,
+    ),
+    MTPFamily(
+        "MiMo",
+        ("mimo",),
+        raw=(
+            (r"model\.mtp_layers\.0\.token_layernorm\.", EMBEDDING_NORM),
+            (r"model\.mtp_layers\.0\.hidden_layernorm\.", STATE_NORM),
+            (r"model\.mtp_layers\.0\.input_proj\.", JOIN),
+            (r"model\.mtp_layers\.0\.final_layernorm\.", "norm."),
+            (r"model\.mtp_layers\.0\.", "layers.0."),
+        ),
+        folder=(),
+        make_layers=_like_all,
+        trunk="model.layers.",
+        state_first=True,
+    ),
+    MTPFamily(
+        "Nemotron-H",
+        ("nemotron_h",),
+        raw=tuple((pattern.replace("(?:mtp\\.)?", "mtp\\."), new) for pattern, new in NEMOTRON),
+        folder=NEMOTRON,
+        make_layers=_blocks,
+        trunk="backbone.layers.",
+    ),
+)
+
+
+def family_of(target: nn.Module) -> MTPFamily:
+    """The family of the target's layers; ValueError where none is known."""
+    model_type = getattr(target, "model_type", None) or target.args.model_type
+    for family in FAMILIES:
+        if model_type in family.model_types:
+            return family
+    known = ", ".join(f"{family.title} ({', '.join(family.model_types)})" for family in FAMILIES)
+    raise ValueError(
+        f"the target is a {model_type} model: MTP layers are known for {known}; name another "
+        "drafter."
+    )
+
+
+def prepared(weights: Weights, family: MTPFamily, target: nn.Module) -> Weights:
+    """Weights as mlx-lm's layers hold them: experts stacked, projections split, norms final."""
+    if family.trunk is None:
+        weights = stack_experts(weights)
+    else:
+        own, theirs = "layers.", family.trunk
+        inner = {n.replace(own, theirs, 1): w for n, w in weights.items() if n.startswith(own)}
+        outer = {n: w for n, w in weights.items() if not n.startswith(own)}
+        inner = target.sanitize(inner)
+        weights = outer | {n.replace(theirs, own, 1): w for n, w in inner.items()}
+    if family.state_first:
+        for name in [name for name in weights if name.startswith(JOIN)]:
+            first, second = mx.split(weights[name], 2, axis=-1)
+            weights[name] = mx.concatenate([second, first], axis=-1)
+    return with_final_norms(weights, target) if family.zero_centred else weights
+
+
+def stack_experts(weights: Weights) -> Weights:
+    """Experts as mlx-lm holds them, (E, out, in), from one tensor each or fused ones."""
+    weights, mlp, stacked = dict(weights), "layers.0.mlp", {}
+    if f"{mlp}.experts.gate_up_proj" in weights:
+        gate_up = weights.pop(f"{mlp}.experts.gate_up_proj")
+        stacked["gate_proj"], stacked["up_proj"] = mx.split(gate_up, 2, axis=-2)
+    if f"{mlp}.experts.down_proj" in weights:
+        stacked["down_proj"] = weights.pop(f"{mlp}.experts.down_proj")
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        experts: list[mx.array] = []
+        while f"{mlp}.experts.{len(experts)}.{name}.weight" in weights:
+            experts.append(weights.pop(f"{mlp}.experts.{len(experts)}.{name}.weight"))
+        if experts:
+            stacked[name] = mx.stack(experts)
+    return weights | {f"{mlp}.switch_mlp.{name}.weight": w for name, w in stacked.items()}
+
+
+def with_final_norms(weights: Weights, target: nn.Module) -> Weights:
+    """Norms as they are multiplied with: some files hold them less one, and some hold both kinds.
+
+    Each is compared with the target's own norm of that name, which one of the two readings is
+    nearer to; the two norms before the matrix go with those of the layer, for in either reading
+    they may be small. One is added in float32.
+    """
+    weights = dict(weights)
+    layers = [layer for layer in target.layers if "self_attn" in layer]
+    votes = 0.0
+    for name in COMPARED:
+        if name in weights:
+            path = name.removeprefix("layers.0.").removesuffix(".weight").split(".")
+            own = [_mean(_at(layer, path)["weight"]) for layer in layers]
+            gain = _gain_of_one(weights[name], sum(own) / len(own))
+            votes += gain
+            if gain > 0:
+                weights[name] = weights[name].astype(mx.float32) + 1.0
+    text = target.language_model if "language_model" in target else target
+    if (
+        "norm.weight" in weights
+        and _gain_of_one(weights["norm.weight"], _mean(text.model.norm.weight)) > 0
+    ):
+        weights["norm.weight"] = weights["norm.weight"].astype(mx.float32) + 1.0
+    if votes > 0:
+        for part in (EMBEDDING_NORM, STATE_NORM):
+            if f"{part}weight" in weights:
+                weights[f"{part}weight"] = weights[f"{part}weight"].astype(mx.float32) + 1.0
+    return weights
+
+
+def _gain_of_one(weight: mx.array, own: float) -> float:
+    """How much nearer the mean is to the target's with one added to it; below 0: further."""
+    mean = _mean(weight)
+    return abs(mean - own) - abs(mean + 1 - own)
+
+
+def _mean(weight: mx.array) -> float:
+    found: Any = weight.astype(mx.float32).mean().item()
+    return float(found)
+
+
+def _at(module: Any, path: list[str]) -> Any:
+    for part in path:
+        module = module[part]
+    return module

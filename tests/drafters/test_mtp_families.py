@@ -1,0 +1,173 @@
+"""MTP layers of every family, from published tensors, against NumPy; and what they are told by.
+
+What is drafted is compared draft by draft, with the logits behind it, after prompts and after
+drafts of which none, some or all were kept.
+"""
+
+from functools import cache
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from grids import thorough
+from helpers import PROMPT, SCRIPTS, byte_tokenizer, plain, speculative
+from mtp_checkpoints import FAMILIES, Published
+
+import mlx_eagle
+from mlx_eagle.drafters.mtp import MTPDrafter, load_mtp
+from mlx_eagle.target.taps import find_final_norm
+
+TOKENIZER = byte_tokenizer()
+
+published = cache(lambda name: FAMILIES[name]())
+
+
+class Watched:
+    """Runs a drafter, compares its logits with the reference's, and drafts by a script."""
+
+    def __init__(self, inner: MTPDrafter, part: Published, text: list[int], script):
+        self.inner, self.part, self.text, self.script = inner, part, text, script
+        self.absorbed, self.num_rounds, self.furthest = [], 0, 0.0
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def begin(self, cache=None):
+        self.begun = Watched(self.inner.begin(cache), self.part, self.text, self.script)
+        return self.begun
+
+    def extend(self, tokens, features, last=None):
+        self.absorbed.append((tokens, last))
+        self.inner.extend(tokens, features, last)
+
+    def propose(self, size, pick):
+        committed: list[int] = []
+        for tokens, last in self.absorbed:
+            committed += tokens.tolist()[: None if last is None else last.item() + 1]
+        seen = []
+
+        def watching(logits, ids):
+            seen.append(np.array(logits[0]))
+            return pick(logits, ids)
+
+        drafted = self.inner.propose(size, watching)
+        expected = self.part.logits(committed, size)
+        for ours, theirs in zip(seen, expected, strict=True):
+            far = np.abs(ours - theirs).max() / np.abs(theirs).max()
+            self.furthest = max(self.furthest, far)
+        right = self.script(self.num_rounds, size)
+        self.num_rounds += 1
+        tokens = self.text[len(committed) :][:size]
+        if right < size:
+            tokens[right] = (tokens[right] + 1) % 96
+        return type(drafted)(mx.array(tokens, mx.int32))
+
+
+def furthest(part: Published, drafter: MTPDrafter, script: str = "every length") -> float:
+    """How far logits are from the reference's, at most, in units of the greatest."""
+    text = PROMPT + plain(part.target, PROMPT, 20)
+    watched = Watched(drafter, part, text, SCRIPTS[script])
+    tokens, _ = speculative(
+        part.target, watched, PROMPT, 14, num_draft_tokens=3, prefill_step_size=3
+    )
+    assert tokens == text[len(PROMPT) :][:14]
+    assert watched.begun.num_rounds > 3
+    return watched.begun.furthest
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("script", thorough(SCRIPTS, "every length"))
+def test_drafts_are_the_references(name, script):
+    part = published(name)
+    assert furthest(part, load_mtp(part.arrays(), part.target), script) < 1e-5
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("k", [1, 3])
+def test_k_forwards_a_round(name, k):
+    part = published(name)
+    drafter = load_mtp(part.arrays(), part.target)
+    tokens, stats = speculative(part.target, drafter, PROMPT, 15, num_draft_tokens=k)
+    assert tokens == plain(part.target, PROMPT, 15)
+    assert stats.num_head_forwards == stats.num_drafted
+
+
+SHARED = ["deepseek-v3", "glm-4.5", "glm-4.7-flash", "mimo"]
+PROMPTS = [PROMPT, PROMPT[:5], PROMPT[2:9]]
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_several_requests_share_the_passes(name):
+    """One forward of the layers for all, however long each text is."""
+    part = published(name)
+    drafter = load_mtp(part.arrays(), part.target)
+    options = {"draft_model": drafter, "num_draft_tokens": 3, "max_tokens": 14}
+    made = mlx_eagle.batch_generate(
+        part.target, TOKENIZER, PROMPTS, return_token_ids=True, **options
+    )
+    assert made.token_ids == [plain(part.target, prompt, 14) for prompt in PROMPTS]
+    forwards = [stats.num_head_forwards for stats in made.stats]
+    assert max(forwards) <= 3 * max(stats.num_rounds for stats in made.stats) + 3
+
+
+def test_recurrent_targets_draft_one_text_after_the_other():
+    part = published("qwen3.5")
+    drafter = load_mtp(part.arrays(), part.target)
+    options = {"draft_model": drafter, "num_draft_tokens": 2, "max_tokens": 10}
+    with pytest.warns(UserWarning, match="one after the other"):
+        made = mlx_eagle.batch_generate(
+            part.target, TOKENIZER, PROMPTS, return_token_ids=True, **options
+        )
+    assert made.token_ids == [plain(part.target, prompt, 10) for prompt in PROMPTS]
+
+
+# What is easily done wrong, and each of it is seen.
+
+
+def swapped(part: Published) -> MTPDrafter:
+    tensors = part.arrays()
+    first, second = mx.split(tensors[part.naive.join], 2, axis=-1)
+    tensors[part.naive.join] = mx.concatenate([second, first], axis=-1)
+    return load_mtp(tensors, part.target)
+
+
+def before_the_final_norm(part: Published) -> MTPDrafter:
+    drafter = load_mtp(part.arrays(), part.target)
+    drafter.taps = (len(part.target.layers),)
+    return drafter
+
+
+def a_layer_off(part: Published) -> MTPDrafter:
+    drafter = load_mtp(part.arrays(), part.target)
+    drafter.taps = (len(part.target.layers) - 1,)
+    return drafter
+
+
+def with_the_targets_norm(part: Published) -> MTPDrafter:
+    drafter = load_mtp(part.arrays(), part.target)
+    drafter.head.norm.weight = find_final_norm(part.target).weight
+    return drafter
+
+
+def with_bare_norms(part: Published) -> MTPDrafter:
+    """Of Qwen's files, which hold norms less one."""
+    drafter = load_mtp(part.arrays(), part.target)
+    for name, array in part.arrays().items():
+        if name in ("mtp.norm.weight", "mtp.pre_fc_norm_hidden.weight"):
+            drafter.head[name.split(".")[1]].weight = array
+    return drafter
+
+
+MISTAKES = [swapped, before_the_final_norm, a_layer_off, with_the_targets_norm]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
+@pytest.mark.parametrize("name", thorough(FAMILIES, "qwen3.5", "glm-4.5", "mimo", "nemotron-h"))
+def test_mistakes_are_seen(name, mistake):
+    part = published(name)
+    assert furthest(part, mistake(part)) > 1e-2
+
+
+def test_bare_norms_are_seen():
+    part = published("qwen3.5")
+    assert furthest(part, with_bare_norms(part)) > 1e-2

@@ -1,0 +1,274 @@
+"""Tiny targets whose families are published with MTP layers, and such layers as published.
+
+The tensors' names and shapes are those of the makers' files; ``naive`` says what they stand for.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mtp_numpy
+import numpy as np
+from drafter_pairs import randomize, tiny_qwen3_5, tiny_qwen3_next
+from helpers import VOCAB
+from mlx_lm.models import deepseek_v3, glm4_moe, glm4_moe_lite, mimo, nemotron_h
+
+H, F, E = 64, 32, 4  # the hidden size, an expert's width, experts
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Published:
+    """A target, and the tensors and the reference of its MTP layers."""
+
+    target: nn.Module
+    tensors: dict[str, np.ndarray]
+    naive: mtp_numpy.NaiveMTP
+    inner: Callable[[Any], Any]
+    """The module of the target that gives its states, after the final norm."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        text = self.target.language_model if "language_model" in self.target else self.target
+        return vars(text.args)
+
+    def states(self, text: list[int]) -> np.ndarray:
+        """The target's states (n, h) of a text, run at once."""
+        return np.array(self.inner(self.target)(mx.array([text]))[0].astype(mx.float32))
+
+    def tables(self) -> tuple[np.ndarray, np.ndarray]:
+        """Embedding and output matrix, (V, h)."""
+        inner = self.inner(self.target)
+        embedding = inner["embeddings" if "embeddings" in inner else "embed_tokens"]
+        owner = self.target.language_model if "language_model" in self.target else self.target
+        output = owner.get("lm_head", embedding)
+        return np.array(embedding.weight), np.array(output.weight)
+
+    def logits(self, text: list[int], size: int) -> list[np.ndarray]:
+        """Of each draft after ``text``, by the reference."""
+        table, output = self.tables()
+        states = self.states(text)[: len(text) - 1]
+        return self.naive.logits(self.tensors, self.config, table, output, states, text, size)
+
+    def arrays(self) -> dict[str, mx.array]:
+        return {name: mx.array(array) for name, array in self.tensors.items()}
+
+
+def filled(shapes: Shapes, seed: int, less_one: bool = False) -> dict[str, np.ndarray]:
+    """Random tensors: matrices that keep the size of what they multiply, norms near 1 (or 0)."""
+    dice = np.random.default_rng(seed)
+    found = {}
+    for name, shape in shapes.items():
+        values = dice.normal(size=shape)
+        if len(shape) == 1:
+            is_norm = name.endswith("norm.weight") or "_norm_" in name
+            values = 0.1 * values + (1.0 if is_norm and not less_one else 0.0)
+        else:
+            values *= shape[-1] ** -0.5 * 1.5
+        found[name] = values.astype(np.float32)
+    return found
+
+
+def mlp(prefix: str, width: int) -> Shapes:
+    return {
+        f"{prefix}gate_proj.weight": (width, H),
+        f"{prefix}up_proj.weight": (width, H),
+        f"{prefix}down_proj.weight": (H, width),
+    }
+
+
+def joined(prefix: str, names: tuple[str, str, str]) -> Shapes:
+    embedding, state, join = names
+    return {f"{prefix}{embedding}": (H,), f"{prefix}{state}": (H,), f"{prefix}{join}": (H, 2 * H)}
+
+
+def norms(prefix: str) -> Shapes:
+    return {
+        f"{prefix}input_layernorm.weight": (H,),
+        f"{prefix}post_attention_layernorm.weight": (H,),
+    }
+
+
+def gqa(
+    prefix: str, heads: int, kv: int, d: int, gated: bool = False, bias: bool = False
+) -> Shapes:
+    rows = {"q": heads * d * (2 if gated else 1), "k": kv * d, "v": kv * d}
+    found: Shapes = {f"{prefix}{name}_proj.weight": (n, H) for name, n in rows.items()}
+    if bias:
+        found |= {f"{prefix}{name}_proj.bias": (n,) for name, n in rows.items()}
+    return found | {f"{prefix}o_proj.weight": (H, heads * d)}
+
+
+def qwen(target: nn.Module, seed: int = 21) -> Published:
+    text = target.language_model if "language_model" in target else target
+    args, p = text.args, "mtp.layers.0."
+    d = args.head_dim
+    names = "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "fc.weight"
+    shapes = joined("mtp.", names) | {"mtp.norm.weight": (H,)} | norms(p)
+    shapes |= gqa(f"{p}self_attn.", args.num_attention_heads, args.num_key_value_heads, d, True)
+    shapes |= {f"{p}self_attn.q_norm.weight": (d,), f"{p}self_attn.k_norm.weight": (d,)}
+    if args.num_experts:
+        shapes |= {f"{p}mlp.gate.weight": (E, H), f"{p}mlp.shared_expert_gate.weight": (1, H)}
+        shapes |= mlp(f"{p}mlp.shared_expert.", args.shared_expert_intermediate_size)
+        for expert in range(E):
+            shapes |= mlp(f"{p}mlp.experts.{expert}.", args.moe_intermediate_size)
+    else:
+        shapes |= mlp(f"{p}mlp.", args.intermediate_size)
+    inner = lambda model: (  # noqa: E731
+        model.language_model.model if "language_model" in model else model.model
+    )
+    return Published(target, filled(shapes, seed, less_one=True), mtp_numpy.QWEN, inner)
+
+
+def experts(prefix: str) -> Shapes:
+    found = {f"{prefix}gate.weight": (E, H), f"{prefix}gate.e_score_correction_bias": (E,)}
+    for expert in range(E):
+        found |= mlp(f"{prefix}experts.{expert}.", F)
+    return found | mlp(f"{prefix}shared_experts.", F)
+
+
+APPENDED = {
+    "vocab_size": VOCAB,
+    "hidden_size": H,
+    "intermediate_size": 96,
+    "moe_intermediate_size": F,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "n_shared_experts": 1,
+    "n_routed_experts": E,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "attention_bias": False,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "qk_nope_head_dim": 8,
+}
+
+
+def appended(target: nn.Module, layer: Any, attention: Shapes, seed: int) -> Published:
+    p = f"model.layers.{target.args.num_hidden_layers}."
+    shapes = joined(p, ("enorm.weight", "hnorm.weight", "eh_proj.weight")) | norms(p)
+    shapes |= {f"{p}self_attn.{name}": shape for name, shape in attention.items()}
+    shapes |= {f"{p}shared_head.norm.weight": (H,), f"{p}shared_head.head.weight": (VOCAB, H)}
+    shapes |= {f"{p}embed_tokens.weight": (VOCAB, H)} | experts(f"{p}mlp.")
+    naive = mtp_numpy.appended(layer, target.args.num_hidden_layers)
+    return Published(target, filled(shapes, seed), naive, lambda model: model.model)
+
+
+def latent(module: Any, model_type: str, seed: int) -> Published:
+    args = module.ModelArgs(model_type=model_type, **APPENDED, **LATENT)
+    attention = {
+        "q_a_proj.weight": (24, H),
+        "q_a_layernorm.weight": (24,),
+        "q_b_proj.weight": (4 * 16, 24),
+        "kv_a_proj_with_mqa.weight": (16 + 8, H),
+        "kv_a_layernorm.weight": (16,),
+        "kv_b_proj.weight": (4 * (8 + 12), 16),
+        "o_proj.weight": (H, 4 * 12),
+    }
+    target = randomize(module.Model(args), seed)
+    return appended(target, mtp_numpy.latent_layer, attention, seed)
+
+
+def glm4(seed: int = 23) -> Published:
+    more = {"num_key_value_heads": 2, "head_dim": 16, "use_qk_norm": True}
+    more |= {"tie_word_embeddings": False, "partial_rotary_factor": 0.5}
+    args = glm4_moe.ModelArgs(
+        model_type="glm4_moe", **{**APPENDED, "attention_bias": True, **more}
+    )
+    attention = gqa("", 4, 2, 16, bias=True) | {"q_norm.weight": (16,), "k_norm.weight": (16,)}
+    target = randomize(glm4_moe.Model(args), seed)
+    return appended(target, mtp_numpy.glm_layer, attention, seed)
+
+
+def mimo_7b(seed: int = 24) -> Published:
+    args = mimo.ModelArgs(
+        model_type="mimo",
+        hidden_size=H,
+        num_hidden_layers=3,
+        intermediate_size=96,
+        num_attention_heads=4,
+        rms_norm_eps=1e-5,
+        vocab_size=VOCAB,
+        num_key_value_heads=2,
+        num_nextn_predict_layers=1,
+    )
+    p = "model.mtp_layers.0."
+    names = "token_layernorm.weight", "hidden_layernorm.weight", "input_proj.weight"
+    shapes = joined(p, names) | {f"{p}final_layernorm.weight": (H,)} | norms(p)
+    shapes |= gqa(f"{p}self_attn.", 4, 2, 16, bias=True) | mlp(f"{p}mlp.", 96)
+    target = randomize(mimo.Model(args), seed)
+    return Published(target, filled(shapes, seed), mtp_numpy.MIMO, lambda model: model.model)
+
+
+def nemotron(seed: int = 25) -> Published:
+    args = nemotron_h.ModelArgs(
+        model_type="nemotron_h",
+        vocab_size=VOCAB,
+        hidden_size=H,
+        intermediate_size=96,
+        max_position_embeddings=512,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        attention_bias=False,
+        mamba_num_heads=4,
+        mamba_head_dim=16,
+        mamba_proj_bias=False,
+        ssm_state_size=16,
+        conv_kernel=4,
+        n_groups=2,
+        mlp_bias=False,
+        layer_norm_epsilon=1e-5,
+        use_bias=False,
+        use_conv_bias=True,
+        hybrid_override_pattern=list("M*E-"),
+        moe_intermediate_size=F,
+        moe_shared_expert_intermediate_size=F,
+        n_group=1,
+        topk_group=1,
+        n_routed_experts=E,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        routed_scaling_factor=1.5,
+    )
+    p = "mtp.layers.0."
+    shapes = joined(p, ("enorm.weight", "hnorm.weight", "eh_proj.weight"))
+    shapes |= {f"{p}norm.weight": (H,)} | gqa(f"{p}mixer.", 4, 2, 16)
+    p = "mtp.layers.1."
+    own = experts(f"{p}mixer.")
+    shapes |= {name: shape for name, shape in own.items() if "gate_proj" not in name}
+    shapes |= {f"{p}norm.weight": (H,), f"{p}final_layernorm.weight": (H,)}
+    target = randomize(nemotron_h.Model(args), seed)
+    return Published(
+        target, filled(shapes, seed), mtp_numpy.NEMOTRON, lambda model: model.backbone
+    )
+
+
+FAMILIES: dict[str, Callable[[], Published]] = {
+    "qwen3-next": lambda: qwen(tiny_qwen3_next()),
+    "qwen3-next moe": lambda: qwen(tiny_qwen3_next(num_experts=E)),
+    "qwen3.5": lambda: qwen(tiny_qwen3_5()),
+    "qwen3.5 moe, tied": lambda: qwen(tiny_qwen3_5(num_experts=E, tie_word_embeddings=True)),
+    "deepseek-v3": lambda: latent(deepseek_v3, "deepseek_v3", 22),
+    "glm-4.5": glm4,
+    "glm-4.7-flash": lambda: latent(glm4_moe_lite, "glm4_moe_lite", 26),
+    "mimo": mimo_7b,
+    "nemotron-h": nemotron,
+}
