@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from mlx_eagle.drafters.folder import bits_of
-from mlx_eagle.system.hub import GGUF_FILE, REPO_ID, locate
+from mlx_eagle.system.hub import FOLDER_ID, GGUF_FILE, REPO_ID, locate
 
 from .check import DEPTHS, Report, Row
 
@@ -109,11 +109,11 @@ def source_license(
 def _repository(name: str | None) -> str | None:
     """The repository a name stands for, None where it is a path on this machine.
 
-    owner/name, owner/name/head.gguf -> owner/name
+    owner/name, owner/name/head.gguf, owner/name/folder -> owner/name
     """
     if name is None or Path(name).expanduser().exists():
         return None
-    file = GGUF_FILE.fullmatch(name)
+    file = GGUF_FILE.fullmatch(name) or FOLDER_ID.fullmatch(name)
     if file:
         return file["repo"]
     return name if REPO_ID.fullmatch(name) else None

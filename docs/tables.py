@@ -15,13 +15,16 @@ HUB = "https://huggingface.co"
 
 
 def pair_table() -> str:
-    """Every known target with its heads, the one that ``auto`` takes first."""
+    """Every known target with its drafters, the one that ``auto`` takes first."""
     rows = []
     for target, pairs in groupby(PAIRS, key=lambda pair: pair.target):
         for i, pair in enumerate(pairs):
-            head = f"[{pair.head}]({HUB}/{pair.head})"
-            rows.append([target if i == 0 else "", head, pair.licence])
-    return markdown_table(["target", "head", "licence of the head"], rows)
+            owner, name, *folder = pair.head.split("/")
+            page = "/".join([HUB, owner, name, *(["tree/main", *folder] if folder else [])])
+            drafter = f"[{pair.head}]({page})"
+            rows.append([target if i == 0 else "", drafter, pair.kind, pair.size, pair.licence])
+    header = ["target", "drafter", "kind", "size as published", "licence of the drafter"]
+    return markdown_table(header, rows)
 
 
 # Of a Mac's memory in GB, what macOS lets a GPU use.

@@ -1,8 +1,9 @@
-"""Public draft heads by the target they were trained for: ``--draft-model auto``.
+"""Public drafters by the target they were trained for: ``--draft-model auto``.
 
 A table of names, and one look into it: nothing is fetched or checked here.
 """
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,8 @@ SUFFIX = re.compile(
 )
 
 BILLIONS = re.compile(r"(?<![a-z\d.])(\d+(?:\.\d+)?)b(?![a-z])", re.IGNORECASE)
-SPARSE = {"llama-4-scout-17b-16e-instruct": 109.0}
-"""Where the name counts the parameters that are at work for one token, not all."""
+SPARSE = {"llama-4-scout-17b-16e-instruct": 109.0, "qwen3-coder-next": 80.0}
+"""Where the name counts the parameters that are at work for one token, or none."""
 BYTES_PER_WEIGHT = 4.5 / 8  # in 4 bits, each group of 64 with a scale and a bias of 16
 HEAD_SHARE = 1.06
 """Target and head in 4 bits, by the target alone: 5% in Llama-3.1-8B, more in small ones."""
@@ -23,71 +24,161 @@ CACHE_BYTES = 1e9  # of 8k tokens in Llama-3.1-8B
 
 @dataclass(frozen=True)
 class Pair:
-    """Hub ids of a target and of a head for it; the head's licence as its page states it."""
+    """Hub ids of a target and of a drafter for it, which may lie in a folder of a repository.
+
+    ``licence`` is the drafter's as its page states it, ``kind`` as in ``kinds.py``, and
+    ``megabytes`` what it takes as published, where that is known.
+    """
 
     target: str
     head: str
     licence: str = "see its page"
+    kind: str = "eagle3"
+    megabytes: int | None = None
+
+    @property
+    def size(self) -> str:
+        """For people: "850 MB", "3.2 GB"; "" where it is not known."""
+        if self.megabytes is None:
+            return ""
+        return (
+            f"{self.megabytes / 1000:.1f} GB" if self.megabytes > 999 else f"{self.megabytes} MB"
+        )
 
 
-# Of several heads for a target, the first is what ``auto`` takes.
+# Of several for a target, the first is what ``auto`` takes.
 PAIRS = (
-    Pair("meta-llama/Llama-3.1-8B-Instruct", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"),
+    Pair("meta-llama/Llama-3.1-8B-Instruct", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", megabytes=849),
     Pair(
         "meta-llama/Llama-3.1-8B-Instruct",
         "lmsys/SGLang-EAGLE3-Llama-3.1-8B-Instruct-SpecForge",
+        megabytes=849,
     ),
-    Pair("meta-llama/Llama-3.1-8B-Instruct", "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3"),
-    Pair("meta-llama/Llama-3.1-8B-Instruct", "thoughtworks/Llama-3.1-8B-Instruct-Eagle3"),
+    Pair(
+        "meta-llama/Llama-3.1-8B-Instruct",
+        "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3",
+        megabytes=849,
+    ),
+    Pair(
+        "meta-llama/Llama-3.1-8B-Instruct",
+        "thoughtworks/Llama-3.1-8B-Instruct-Eagle3",
+        megabytes=849,
+    ),
+    Pair(
+        "meta-llama/Llama-3.1-8B-Instruct",
+        "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat",
+        licence="MIT",
+        kind="dflash",
+    ),
     Pair(
         "meta-llama/Llama-3.3-70B-Instruct",
         "lmsys/SGLang-EAGLE3-Llama-3.3-70B-Instruct-SpecForge",
-        "MIT",
+        licence="MIT",
+        megabytes=2806,
     ),
-    Pair("meta-llama/Llama-3.3-70B-Instruct", "yuhuili/EAGLE3-LLaMA3.3-Instruct-70B"),
-    Pair("meta-llama/Llama-3.3-70B-Instruct", "nebius/EAGLE3-Llama-3.3-70B-Instruct"),
-    Pair("meta-llama/Llama-3.3-70B-Instruct", "RedHatAI/Llama-3.3-70B-Instruct-speculator.eagle3"),
+    Pair(
+        "meta-llama/Llama-3.3-70B-Instruct", "yuhuili/EAGLE3-LLaMA3.3-Instruct-70B", megabytes=3152
+    ),
+    Pair(
+        "meta-llama/Llama-3.3-70B-Instruct", "nebius/EAGLE3-Llama-3.3-70B-Instruct", megabytes=2806
+    ),
+    Pair(
+        "meta-llama/Llama-3.3-70B-Instruct",
+        "RedHatAI/Llama-3.3-70B-Instruct-speculator.eagle3",
+        megabytes=2806,
+    ),
     Pair(
         "meta-llama/Llama-4-Scout-17B-16E-Instruct",
         "lmsys/SGLang-EAGLE3-Llama-4-Scout-17B-16E-Instruct-SpecForge",
+        megabytes=1691,
     ),
     Pair(
         "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
         "yuhuili/EAGLE3-DeepSeek-R1-Distill-LLaMA-8B",
+        megabytes=849,
     ),
-    Pair("lmsys/vicuna-13b-v1.3", "yuhuili/EAGLE3-Vicuna1.3-13B", "Apache-2.0"),
-    Pair("Qwen/Qwen2.5-7B-Instruct", "thoughtworks/Qwen2.5-7B-Instruct-Eagle3"),
-    Pair("Qwen/Qwen2.5-14B-Instruct", "thoughtworks/Qwen2.5-14B-Instruct-Eagle3"),
-    Pair("Qwen/Qwen3-1.7B", "AngelSlim/Qwen3-1.7B_eagle3"),
-    Pair("Qwen/Qwen3-4B", "AngelSlim/Qwen3-4B_eagle3"),
-    Pair("Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.eagle3"),
-    Pair("Qwen/Qwen3-8B", "Tengyunw/qwen3_8b_eagle3"),
-    Pair("Qwen/Qwen3-8B", "AngelSlim/Qwen3-8B_eagle3"),
-    Pair("Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.peagle"),
-    Pair("Qwen/Qwen3-14B", "RedHatAI/Qwen3-14B-speculator.eagle3"),
-    Pair("Qwen/Qwen3-14B", "AngelSlim/Qwen3-14B_eagle3"),
-    Pair("Qwen/Qwen3-32B", "RedHatAI/Qwen3-32B-speculator.eagle3"),
-    Pair("Qwen/Qwen3-32B", "AngelSlim/Qwen3-32B_eagle3"),
-    Pair("Qwen/Qwen3-30B-A3B", "Tengyunw/qwen3_30b_moe_eagle3"),
+    Pair(
+        "lmsys/vicuna-13b-v1.3",
+        "yuhuili/EAGLE3-Vicuna1.3-13B",
+        licence="Apache-2.0",
+        megabytes=1277,
+    ),
+    Pair("Qwen/Qwen2.5-7B-Instruct", "thoughtworks/Qwen2.5-7B-Instruct-Eagle3", megabytes=806),
+    Pair("Qwen/Qwen2.5-14B-Instruct", "thoughtworks/Qwen2.5-14B-Instruct-Eagle3", megabytes=1109),
+    Pair("Qwen/Qwen3-1.7B", "AngelSlim/Qwen3-1.7B_eagle3", megabytes=274),
+    Pair("Qwen/Qwen3-4B", "AngelSlim/Qwen3-4B_eagle3", megabytes=436),
+    Pair("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16", licence="MIT", kind="dflash"),
+    Pair("Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.eagle3", megabytes=799),
+    Pair("Qwen/Qwen3-8B", "Tengyunw/qwen3_8b_eagle3", megabytes=799),
+    Pair("Qwen/Qwen3-8B", "AngelSlim/Qwen3-8B_eagle3", megabytes=799),
+    Pair("Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.peagle", megabytes=3269),
+    Pair("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16", licence="MIT", kind="dflash"),
+    Pair("Qwen/Qwen3-14B", "RedHatAI/Qwen3-14B-speculator.eagle3", megabytes=1219),
+    Pair("Qwen/Qwen3-14B", "AngelSlim/Qwen3-14B_eagle3", megabytes=1219),
+    Pair("Qwen/Qwen3-32B", "RedHatAI/Qwen3-32B-speculator.eagle3", megabytes=1565),
+    Pair("Qwen/Qwen3-32B", "AngelSlim/Qwen3-32B_eagle3", megabytes=1565),
+    Pair("Qwen/Qwen3-30B-A3B", "Tengyunw/qwen3_30b_moe_eagle3", megabytes=366),
     Pair(
         "Qwen/Qwen3-30B-A3B-Instruct-2507",
         "lmsys/SGLang-EAGLE3-Qwen3-30B-A3B-Instruct-2507-SpecForge-Nex",
+        megabytes=366,
     ),
     Pair(
         "Qwen/Qwen3-Coder-30B-A3B-Instruct",
         "JinnP/SGLang-EAGLE3-Qwen3-Coder-30B-A3B-Instruct",
-        "Apache-2.0",
+        licence="Apache-2.0",
+        megabytes=366,
     ),
-    Pair("Qwen/Qwen3-235B-A22B", "lmsys/Qwen3-235B-A22B-EAGLE3"),
-    Pair("openai/gpt-oss-20b", "zhuyksir/EAGLE3-gpt-oss-20b-bf16"),
-    Pair("openai/gpt-oss-20b", "RedHatAI/gpt-oss-20b-speculator.eagle3"),
-    Pair("openai/gpt-oss-20b", "amazon/GPT-OSS-20B-P-EAGLE", "Apache-2.0"),
-    Pair("openai/gpt-oss-120b", "lmsys/EAGLE3-gpt-oss-120b-bf16"),
-    Pair("openai/gpt-oss-120b", "RedHatAI/gpt-oss-120b-speculator.eagle3"),
-    Pair("openai/gpt-oss-120b", "amazon/gpt-oss-120b-p-eagle", "Apache-2.0"),
-    Pair("google/gemma-4-31B-it", "RedHatAI/gemma-4-31B-it-speculator.eagle3"),
-    Pair("google/gemma-4-26B-A4B-it", "RedHatAI/gemma-4-26B-A4B-it-speculator.eagle3"),
-    Pair("openbmb/MiniCPM4-8B", "linglingdan/Eagle3_for_MiniCPM4"),
+    Pair(
+        "Qwen/Qwen3-Coder-30B-A3B-Instruct",
+        "z-lab/Qwen3-Coder-30B-A3B-DFlash",
+        licence="MIT",
+        kind="dflash",
+    ),
+    Pair("Qwen/Qwen3-235B-A22B", "lmsys/Qwen3-235B-A22B-EAGLE3", megabytes=1185),
+    Pair(
+        "Qwen/Qwen3-Coder-Next",
+        "thoughtworks/Qwen3-Coder-Next-Eagle3",
+        licence="Apache-2.0",
+        megabytes=290,
+    ),
+    Pair("Qwen/Qwen3.5-4B", "z-lab/Qwen3.5-4B-DFlash", licence="MIT", kind="dflash"),
+    Pair("Qwen/Qwen3.5-9B", "BLR2/Qwen3.5-9B-Eagle3-ShareGPT"),
+    Pair("Qwen/Qwen3.5-9B", "z-lab/Qwen3.5-9B-DFlash", licence="MIT", kind="dflash"),
+    Pair("Qwen/Qwen3.5-27B", "VirVen/Qwen3.5-27B-EAGLE3-v2"),
+    Pair("Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash", licence="MIT", kind="dflash"),
+    Pair("Qwen/Qwen3.5-35B-A3B", "z-lab/Qwen3.5-35B-A3B-DFlash", licence="MIT", kind="dflash"),
+    Pair("Qwen/Qwen3.5-122B-A10B", "z-lab/Qwen3.5-122B-A10B-DFlash", licence="MIT", kind="dflash"),
+    Pair("Qwen/Qwen3.6-27B", "Ex0bit/Qwen3.6-27B-PRISM-EAGLE3/compressed", megabytes=1100),
+    Pair("Qwen/Qwen3.6-27B", "z-lab/Qwen3.6-27B-DFlash", licence="MIT", kind="dflash"),
+    Pair("Qwen/Qwen3.6-35B-A3B", "z-lab/Qwen3.6-35B-A3B-DFlash", licence="MIT", kind="dflash"),
+    Pair("openai/gpt-oss-20b", "zhuyksir/EAGLE3-gpt-oss-20b-bf16", megabytes=615),
+    Pair("openai/gpt-oss-20b", "RedHatAI/gpt-oss-20b-speculator.eagle3", megabytes=366),
+    Pair("openai/gpt-oss-20b", "amazon/GPT-OSS-20B-P-EAGLE", licence="Apache-2.0", megabytes=1670),
+    Pair("openai/gpt-oss-20b", "z-lab/gpt-oss-20b-DFlash", licence="MIT", kind="dflash"),
+    Pair("openai/gpt-oss-120b", "lmsys/EAGLE3-gpt-oss-120b-bf16", megabytes=615),
+    Pair("openai/gpt-oss-120b", "RedHatAI/gpt-oss-120b-speculator.eagle3", megabytes=366),
+    Pair(
+        "openai/gpt-oss-120b", "amazon/gpt-oss-120b-p-eagle", licence="Apache-2.0", megabytes=1670
+    ),
+    Pair("openai/gpt-oss-120b", "z-lab/gpt-oss-120b-DFlash", licence="MIT", kind="dflash"),
+    Pair("google/gemma-4-31B-it", "RedHatAI/gemma-4-31B-it-speculator.eagle3", megabytes=1652),
+    Pair(
+        "google/gemma-4-26B-A4B-it", "RedHatAI/gemma-4-26B-A4B-it-speculator.eagle3", megabytes=486
+    ),
+    Pair("google/gemma-4-12B-it", "z-lab/gemma4-12B-it-DFlash", licence="MIT", kind="dflash"),
+    Pair("openbmb/MiniCPM4-8B", "linglingdan/Eagle3_for_MiniCPM4", megabytes=735),
+    Pair("zai-org/GLM-5.1", "AQ-MedAI/GLM-5.1-eagle3"),
+    Pair("MiniMaxAI/MiniMax-M2.5", "IamBerbec/MiniMax-M2.5-Eagle3"),
+    Pair("MiniMaxAI/MiniMax-M2.7", "Lorbus/MiniMax-M2.7-EAGLE3"),
+    Pair("MiniMaxAI/MiniMax-M3", "Inferact/MiniMax-M3-EAGLE3", megabytes=1720),
+    Pair("deepseek-ai/DeepSeek-V4-Flash", "SyzygyResearch/DeepSeek-V4-Flash-EAGLE3.1"),
+    Pair("moonshotai/Kimi-K2.5", "AQ-MedAI/Kimi-K25-eagle3", megabytes=2382),
+    Pair("moonshotai/Kimi-K2.6", "AQ-MedAI/Kimi-K26-eagle3"),
+    Pair("moonshotai/Kimi-K2.7-Code", "AQ-MedAI/Kimi-K2.7-Code-eagle3"),
+    Pair("moonshotai/Kimi-K2.7-Code", "lightseekorg/kimi-k2.7-coder-eagle3.1-mla"),
+    Pair("mistralai/Mistral-Small-4-119B-2603", "mistralai/Mistral-Small-4-119B-2603-eagle"),
+    Pair("mistralai/Mistral-Medium-3.5-128B", "mistralai/Mistral-Medium-3.5-128B-EAGLE"),
 )
 
 
@@ -133,9 +224,9 @@ def bytes_in_4_bits(target: str) -> float | None:
 def targets_within(limit: float) -> tuple[list[str], list[str]]:
     """The targets of the table that fit into so many bytes in 4 bits, and those that do not.
 
-    By name without the owner, smallest first.
+    By name without the owner, smallest first; one whose name tells no size is taken for large.
     """
-    sizes = {pair.target: bytes_in_4_bits(pair.target) or 0.0 for pair in PAIRS}
+    sizes = {pair.target: bytes_in_4_bits(pair.target) or math.inf for pair in PAIRS}
     ordered = sorted(sizes, key=lambda target: sizes[target])
     fit = [Path(target).name for target in ordered if sizes[target] <= limit]
     return fit, [Path(target).name for target in ordered if sizes[target] > limit]
@@ -143,11 +234,15 @@ def targets_within(limit: float) -> tuple[list[str], list[str]]:
 
 def pair_lines() -> list[str]:
     """The table for people, a line each."""
-    width = max(len(pair.target) for pair in PAIRS)
-    head_width = max(len(pair.head) for pair in PAIRS)
+    rows = [(pair.target, pair.head, pair.kind, pair.size, pair.licence) for pair in PAIRS]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(f"{text:{width}}" for text, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
     return [
-        "Known public heads (target, head, licence of the head); --draft-model auto takes the "
-        "first for --model.",
+        "Known public drafters (target, drafter, kind, size, licence of the drafter); "
+        "--draft-model auto takes the first for --model.",
         "Collected from their pages and not measured by us.",
-        *(f"  {pair.target:{width}}  {pair.head:{head_width}}  {pair.licence}" for pair in PAIRS),
+        *(f"  {line}".rstrip() for line in lines),
     ]

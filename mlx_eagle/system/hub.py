@@ -18,6 +18,7 @@ HTTP_ERROR = HfHubHTTPError.__bases__[0]
 REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")
 EAGLE_4 = re.compile(r"eagle[-_. ]?4(?![\db])", re.IGNORECASE)  # not 4bit, 4B, 4096
 GGUF_FILE = re.compile(rf"(?P<repo>{REPO_ID.pattern})/(?P<name>[\w./-]+\.gguf)")
+FOLDER_ID = re.compile(rf"(?P<repo>{REPO_ID.pattern})/(?P<folder>\w[\w-]*)")
 
 
 def refuse_eagle_4(text: str, source: str) -> None:
@@ -62,7 +63,8 @@ def fetch(repo: str, patterns: Sequence[str], revision: str | None = None) -> Pa
 def locate(source: str, patterns: Sequence[str], revision: str | None = None) -> Path:
     """A local folder or file as it is; a repository id downloaded (see ``fetch``).
 
-    ``owner/name/file.gguf`` is that one file of the repository.
+    ``owner/name/file.gguf`` is that one file of the repository, ``owner/name/folder`` what lies
+    in that folder of it.
     """
     path = Path(source).expanduser()
     if path.exists():
@@ -72,6 +74,12 @@ def locate(source: str, patterns: Sequence[str], revision: str | None = None) ->
         path = fetch(file["repo"], (name,), revision) / name
         if not path.exists():
             raise ValueError(f"{file['repo']} has no {name} on the hub")
+        return path
+    if inner := FOLDER_ID.fullmatch(source):
+        name = inner["folder"]
+        path = fetch(inner["repo"], [f"{name}/{own}" for own in patterns], revision) / name
+        if not path.is_dir():
+            raise ValueError(f"{inner['repo']} has no folder {name} on the hub")
         return path
     if not REPO_ID.fullmatch(source):
         raise ValueError(f"{source} does not exist, and it is not a repository id either")

@@ -53,6 +53,20 @@ def test_download(hub, tmp_path):
     assert not any("pytorch_model.bin" in path for path in hub.requests)
 
 
+def test_a_folder_of_a_repository(hub, tmp_path):
+    """Two variants of one head lie in folders of their own; only the one is downloaded."""
+    for name in ("full", "compressed"):
+        folder = hub.root / "some" / "head" / name
+        write_safetensors(folder, CONFIG, as_midlayer(eagle3_tensors()))
+    out = tmp_path / "out"
+    done = run(tmp_path, hub.address, "--hf-path", "some/head/compressed", "--mlx-path", out)
+    assert done.returncode == 0, done.stderr
+    fetched = [path for path in hub.requests if "model.safetensors" in path]
+    assert fetched and all("compressed/" in path for path in fetched)
+    done = run(tmp_path, hub.address, "--hf-path", "some/head/none", "--mlx-path", tmp_path / "x")
+    assert done.returncode == 2 and "some/head has no folder none" in done.stderr
+
+
 def test_nothing_of_eagle_4_is_asked_for(hub, tmp_path):
     write_safetensors(hub.root / "some" / "EAGLE4-8B", CONFIG, as_midlayer(eagle3_tensors()))
     args = "--hf-path", "some/EAGLE4-8B", "--mlx-path", tmp_path / "out"

@@ -4,6 +4,7 @@ The rows are those of the pages and trainers' published configs; shapes follow f
 row leaves open (width or depth of a target nobody has published) is taken from its sizes.
 """
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from mlx_eagle.convert.resolve import Resolved, resolve
 from mlx_eagle.convert.schema import CONFIG
 from mlx_eagle.convert.stored import Stored
 from mlx_eagle.drafters.config import Eagle3Config
+from mlx_eagle.drafters.pairs import PAIRS
 from mlx_eagle.system.json_schema import check
 
 NOTHING = np.zeros(0, np.uint8)
@@ -167,6 +169,13 @@ def test_heads_of_eagle_1_resolve(name):
     assert fields.attention_bias == more.get("qkv_bias", False)
     assert fields.lm_head_source == "target" and not fields.final_norm
     Eagle3Config.from_dict(fields.to_dict())
+
+
+@pytest.mark.parametrize("pair", [p for p in PAIRS if p.head in HEADS], ids=lambda p: p.head)
+def test_sizes_in_the_table_of_pairs(pair):
+    """What is said there is what the shapes of the published head come to in 16 bits."""
+    shapes = [shape for name, shape in tensors(HEADS[pair.head]).items() if name != "d2t"]
+    assert pair.megabytes == pytest.approx(2 * sum(map(math.prod, shapes)) / 1e6, rel=0.02)
 
 
 MISTRAL_NAMES = {

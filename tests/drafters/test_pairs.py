@@ -8,10 +8,11 @@ from checkpoints import CONFIG, as_midlayer, eagle3_tensors, write_safetensors
 from mlx_eagle import draft_models as drafters
 from mlx_eagle.commands import flags
 from mlx_eagle.commands import generate as program
+from mlx_eagle.drafters.kinds import KINDS
 from mlx_eagle.drafters.pairs import PAIRS, pair_for, plain_name
 from mlx_eagle.drafters.target_parts import TargetSizes
 from mlx_eagle.system.command import run_command
-from mlx_eagle.system.hub import REPO_ID
+from mlx_eagle.system.hub import FOLDER_ID, REPO_ID
 from mlx_eagle.system.machines import this_machine
 
 NAMES = {
@@ -36,7 +37,9 @@ def test_a_model_is_known_whoever_converted_it(model):
 def test_the_table_names_heads_once():
     heads = [pair.head for pair in PAIRS]
     assert len(set(heads)) == len(heads)
-    assert all(REPO_ID.fullmatch(name) for pair in PAIRS for name in (pair.target, pair.head))
+    assert all(REPO_ID.fullmatch(pair.target) for pair in PAIRS)
+    assert all((FOLDER_ID.fullmatch(p.head) or REPO_ID.fullmatch(p.head)) for p in PAIRS)
+    assert all(KINDS[pair.kind].convert or pair.kind == "eagle3" for pair in PAIRS)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.head)

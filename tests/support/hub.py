@@ -52,7 +52,8 @@ class Handler(BaseHTTPRequestHandler):
         if parts[:2] == ["api", "models"]:
             folder = self.server.root.joinpath(*parts[2:4])
             if folder.is_dir():
-                files = [(p.name, p.stat().st_size) for p in sorted(folder.iterdir())]
+                found = sorted(path for path in folder.rglob("*") if path.is_file())
+                files = [(str(p.relative_to(folder)), p.stat().st_size) for p in found]
                 if "tree" in parts:
                     entry = {"type": "file", "oid": COMMIT}
                     self.answer_json([entry | {"path": n, "size": size} for n, size in files])
