@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from mlx_eagle.decoding.accepted import expected_tokens
+from mlx_eagle.drafters.acceptance_stats import expected_tokens
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,6 @@ class Conversation:
         messages = [{"role": "user", "content": question}]
         if self.args.system_prompt is not None:
             messages.insert(0, {"role": "system", "content": self.args.system_prompt})
-        recalibrate = self.args.recalibrate and self.num_answers == 0
         responses = stream_generate(
             self.model,
             self.tokenizer,
@@ -102,7 +101,7 @@ class Conversation:
             prompt_cache=self.cache,
             prefill_step_size=self.args.prefill_step_size,
             prompt_progress_callback=prompt_bar(self.args.prefill_step_size),
-            **draft_options(self.args, self.drafter, recalibrate),
+            **draft_options(self.args, self.drafter),
         )
         with self.interrupt:
             for response in responses:

@@ -124,7 +124,7 @@ def _responses(
 ) -> Iterator[GenerationResponse]:
     """Detokenize; the last response is always given and carries a stop token, not its text."""
     detokenizer = tokenizer.detokenizer
-    tic, calibrated = time.perf_counter(), stats.calibration_time
+    tic = time.perf_counter()
     prompt_tps, depth = 0.0, 0
 
     def response(finish_reason: str | None) -> GenerationResponse:
@@ -147,9 +147,7 @@ def _responses(
     for n, (token, logprobs, from_draft) in enumerate(steps):  # noqa: B007 (used in response)
         if n == 0:
             now = time.perf_counter()
-            # What "auto" measured before the first token is not the prompt's time.
-            seconds = now - tic - (stats.calibration_time - calibrated)
-            prompt_tps, tic = prompt_tokens / seconds, now
+            prompt_tps, tic = prompt_tokens / (now - tic), now
         depth = depth + 1 if from_draft else 0  # a round ends with a token of the target's own
         if token in tokenizer.eos_token_ids:
             break

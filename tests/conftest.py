@@ -1,7 +1,6 @@
 """Fixtures of many files: checkpoints, where they are converted to, what is remembered."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from mlx_eagle import load_fast_blas
@@ -13,7 +12,7 @@ import helpers
 import pytest
 from checkpoints import CONFIG, as_midlayer, eagle3_tensors, write_safetensors
 
-from mlx_eagle.decoding.timing import Amount
+from mlx_eagle.decoding import setup
 from mlx_eagle.system.machines import this_machine
 
 NEEDS_GPU = "needs a GPU"
@@ -86,15 +85,7 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "results" / "head"
 
 
-@pytest.fixture(autouse=True, scope="session")
-def calibrations(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What rounds cost is remembered for the tests alone, and measured once, not six times.
-
-    Commands measure it unasked.
-    """
-    folder = tmp_path_factory.mktemp("calibrations")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mlx_eagle.decoding.calibrate.user_cache", lambda: folder)
-        patch.setattr("mlx_eagle.decoding.calibrate.AMOUNT", Amount(1, 1, 1))
-        patch.setattr("mlx_eagle.batch.costs.AMOUNT", Amount(1, 1, 1))
-        yield
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What rounds cost is learned by every test anew."""
+    monkeypatch.setattr(setup, "_known", {})

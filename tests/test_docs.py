@@ -219,7 +219,6 @@ def tiny_pair(monkeypatch, tmp_path):
     monkeypatch.setattr(mlx_eagle, "load_demo", lambda: (model, tokenizer, drafter))
     monkeypatch.setattr(mlx_eagle, "load_drafter", lambda name, model: drafter)
     monkeypatch.setattr(mlx_eagle, "open_drafter", lambda name, model, tokenizer: drafter)
-    monkeypatch.setattr("mlx_eagle.decoding.calibrate.user_cache", lambda: tmp_path)
     yield
     mlx_eagle.uninstall()
 

@@ -20,10 +20,9 @@ from mlx_lm.generate import BatchResponse as MlxBatchResponse
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..decoding.controller import AdaptiveController, Controller, FixedController
-from ..decoding.costs import DraftShape, Ways
+from ..decoding.auto import AdaptiveController, Controller, FixedController
 from ..decoding.decoder import Limits
-from ..decoding.live_costs import LiveBatchCosts
+from ..decoding.kernel_options import KernelOptions
 from ..decoding.loop import speculative_generate_step
 from ..decoding.sampling import Sampling
 from ..decoding.setup import (
@@ -31,12 +30,14 @@ from ..decoding.setup import (
     check_max_tokens,
     check_num_draft_tokens,
     check_prompt,
+    costs_of,
+    make_rule,
     split_cache,
 )
 from ..decoding.stats import Stats
 from ..drafters.base import Drafter, NullDrafter
+from ..drafters.tree import CHAINS, DraftShape
 from ..generate import is_drafter
-from .costs import batch_costs
 from .requests import (
     Options,
     Request,
@@ -54,15 +55,13 @@ class RequestStats(list[Stats], BatchStats):  # type: ignore[misc]  # both have 
 
     ``stats[0].mean_acceptance_length`` is that of the first prompt, ``stats.total`` has the counts
     of all, and ``stats.generation_tps``, ``stats.prompt_tokens``, ``stats.peak_memory`` and so on
-    are what code for ``mlx_lm.batch_generate`` expects. ``calibration_time`` is what "auto" took
-    to measure the costs of rounds, in seconds; it is in none of the other times.
+    are what code for ``mlx_lm.batch_generate`` expects.
     """
 
-    def __init__(self, each: Sequence[Stats], whole: BatchStats, calibration_time: float = 0.0):
+    def __init__(self, each: Sequence[Stats], whole: BatchStats):
         list.__init__(self, each)
         names = [field.name for field in fields(BatchStats)]
         BatchStats.__init__(self, **{name: getattr(whole, name) for name in names})
-        self.calibration_time = calibration_time
 
     @property
     def total(self) -> Stats:
@@ -96,25 +95,20 @@ def response_of(
     returns: Returns,
     *,
     seconds: float,
-    calibration_time: float,
     verbose: bool,
 ) -> BatchResponse:
-    """The response to requests that ran for ``seconds``: stop tokens are in neither texts nor ids.
-
-    ``calibration_time`` is what was measured before; what requests measured alone is added.
-    """
+    """The response to requests that ran for ``seconds``, stop tokens in neither texts nor ids."""
     ends = [len(t.tokens) - t.limits.end(t.tokens[-1]) for t in requests]
     ids = [request.tokens[:end] for request, end in zip(requests, ends, strict=True)]
     stats = [request.stats for request in requests]
-    alone = sum(counts.calibration_time for counts in stats)
     prompt_time = sum(counts.prompt_time for counts in stats)
     whole = BatchStats(
         prompt_tokens=sum(len(request.prompt) for request in requests),
         prompt_time=prompt_time,
         generation_tokens=sum(len(request.tokens) for request in requests),
         generation_steps=max(counts.num_target_forwards for counts in stats),
-        decode_time=seconds - alone - prompt_time,
-        wall_time=seconds - alone,
+        decode_time=seconds - prompt_time,
+        wall_time=seconds,
         peak_memory=mx.get_peak_memory() / 1e9,
     )
     if verbose:
@@ -125,7 +119,7 @@ def response_of(
         logprobs = [(t.logprobs or [])[:end] for t, end in zip(requests, ends, strict=True)]
     return BatchResponse(
         [tokenizer.decode(tokens) for tokens in ids],
-        RequestStats(stats, whole, calibration_time + alone),
+        RequestStats(stats, whole),
         [request.cache for request in requests] if returns.return_prompt_caches else None,
         ids if returns.return_token_ids else None,
         logprobs,
@@ -139,7 +133,6 @@ def generate_plainly(
     options: Options,
     returns: Returns,
     sizes: dict[str, int],
-    calibration_time: float,
     verbose: bool,
 ) -> BatchResponse:
     """All requests by mlx-lm's batch; the caches it returns are the target's alone.
@@ -169,7 +162,7 @@ def generate_plainly(
         request.stats.num_plain_steps = request.stats.num_emitted = num_steps
     return BatchResponse(
         response.texts,
-        RequestStats([request.stats for request in requests], response.stats, calibration_time),
+        RequestStats([request.stats for request in requests], response.stats),
         response.caches,
         response.token_ids if returns.return_token_ids else None,
         response.logprobs,
@@ -226,21 +219,16 @@ def generate_together(
     draft_model: Drafter,
     requests: list[Request],
     controller: Controller,
-    costs: LiveBatchCosts | None,
+    kernel_options: KernelOptions,
     options: Options,
     keep_caches: bool,
 ) -> None:
-    """All requests to their ends, round by round in shared passes.
-
-    ``costs``, where ``controller`` goes by them, are looked up again for the requests that are
-    left.
-    """
+    """All requests to their ends, round by round in shared passes."""
     batch = Batch(
         model,
         draft_model,
         controller,
-        costs,
-        ways=Ways() if costs is None else costs.ways,
+        options=kernel_options,
         keep_caches=keep_caches,
         stream=options.stream,
     )
@@ -251,7 +239,6 @@ def generate_together(
         batch.join(request)
     while batch.round() is not None:
         pass  # what each round emitted is in the requests
-    controller.close()
     if keep_caches:
         for request in requests:
             restore_caches(request)
@@ -286,8 +273,8 @@ def generate_in_turn(
                 request.logprobs.append(logprob)
 
 
-MOST_REQUESTS = 8  # where what rounds of so many cost is not measured
-MOST_MEASURED = 32  # as many as mlx-lm decodes together
+MOST_REQUESTS = 8  # with a fixed length, or one after the other
+MOST_WITH_AUTO = 32  # as many as mlx-lm decodes together
 
 
 def batch_generate(
@@ -315,11 +302,10 @@ def batch_generate(
     requests are decoded one after the other, each speculatively. Either is said in a warning.
 
     With ``num_draft_tokens`` "auto" each round has the fastest draft length, one for all
-    requests, by what they accept and by what rounds of so many cost. That is measured with the
-    requests of the batch (once, see ``batch_costs``); for fewer, when some have ended, it is
-    taken from a line to the costs of one. Where no length is faster than plain decoding, rounds
-    are plain and pipelined until a probe finds otherwise, or the batch has shrunk enough. Where
-    none could ever be faster, all goes to ``mlx_lm.batch_generate`` from the start.
+    requests, by what they accept and by what rounds of so many have cost (see
+    ``decoding/auto.py``). Where no length is faster than plain decoding, rounds are plain and
+    pipelined until a probe finds otherwise, or the batch has shrunk enough. Where earlier batches
+    have shown that none could ever be faster, all goes to ``mlx_lm.batch_generate``.
 
     ``max_speculative_batch``: more prompts than that go to ``mlx_lm.batch_generate``, because a
     pass over so many rows costs more than drafts save. None: 8; with "auto" 32, the costs
@@ -392,7 +378,7 @@ def _generate(
     caches = [c for request in requests for c in split_cache(request.cache, model, None)[0]]
     reason = reason_not_batchable(model, caches)
     shares = reason is None
-    most = MOST_MEASURED if shares and options.num_draft_tokens == AUTO else MOST_REQUESTS
+    most = MOST_WITH_AUTO if shares and options.num_draft_tokens == AUTO else MOST_REQUESTS
     most = most if max_speculative_batch is None else max_speculative_batch
     is_drafted = options.num_draft_tokens != 0 and 0 < len(requests) <= most
     is_slow = is_drafted and not shares and options.num_draft_tokens == AUTO and len(requests) > 1
@@ -400,11 +386,10 @@ def _generate(
     if is_slow and reason_not_batchable(model, caches, plainly=True) is None:
         is_drafted = False
         warnings.warn(f"{reason}: they are decoded together, without drafts.", stacklevel=3)
-    controller, costs, calibration_time = None, None, 0.0
+    controller: Controller | None = None
+    kernel_options = KernelOptions()
     if is_drafted and shares:
-        start = time.perf_counter()
-        controller, costs = _make_controller(model, draft_model, requests, options)
-        calibration_time = time.perf_counter() - start if costs is not None else 0.0
+        controller, kernel_options = _make_controller(model, draft_model, requests, options)
         if controller.drafting_off:
             is_drafted = False
             for request in requests:
@@ -413,22 +398,19 @@ def _generate(
         controller, draft_model = None, NullDrafter()
         options = replace(options, num_draft_tokens=0)
     elif not is_drafted:
-        return generate_plainly(
-            model, tokenizer, requests, options, returns, sizes, calibration_time, verbose
-        )
+        return generate_plainly(model, tokenizer, requests, options, returns, sizes, verbose)
     _say_what_is_shared(draft_model, options, reason)
     start = time.perf_counter()
     if controller is None:
         generate_in_turn(model, draft_model, requests, options)
     else:
         keep = returns.return_prompt_caches
-        generate_together(model, draft_model, requests, controller, costs, options, keep)
+        generate_together(model, draft_model, requests, controller, kernel_options, options, keep)
     return response_of(
         requests,
         tokenizer,
         returns,
         seconds=time.perf_counter() - start,
-        calibration_time=calibration_time,
         verbose=verbose,
     )
 
@@ -460,15 +442,17 @@ def _requests(
 
 def _make_controller(
     model: nn.Module, draft_model: Drafter, requests: list[Request], options: Options
-) -> tuple[Controller, LiveBatchCosts | None]:
-    """The controller of all requests, and the costs it goes by.
+) -> tuple[Controller, KernelOptions]:
+    """The controller of all requests, and how rounds are computed.
 
     Its drafting is off where no draft could ever be faster.
     """
-    if options.num_draft_tokens != AUTO:
-        return FixedController(DraftShape(options.num_draft_tokens)), None
-    costs = batch_costs(model, draft_model, requests, options)
-    return AdaptiveController(costs.of(len(requests))), costs
+    if not isinstance(options.num_draft_tokens, str):
+        return FixedController(DraftShape(options.num_draft_tokens)), KernelOptions()
+    rule = make_rule(options.acceptance, options.sampler)
+    costs = costs_of(model, draft_model, rule)
+    controller = AdaptiveController(costs, CHAINS, len(requests))
+    return controller, costs.options or KernelOptions()
 
 
 def _say_what_is_shared(draft_model: Drafter, options: Options, reason: str | None) -> None:

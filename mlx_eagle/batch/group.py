@@ -12,19 +12,15 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..decoding.accept import log_softmax
-from ..decoding.calibrate import round_costs
-from ..decoding.controller import AdaptiveController, Controller, DraftingEvent, FixedController
-from ..decoding.cost_keys import context_bucket
-from ..decoding.costs import PLAIN, DraftShape, Ways
+from ..decoding.auto import AdaptiveController, Controller, DraftingEvent, FixedController
 from ..decoding.decoder import Decoder, Round
 from ..decoding.generation import Generation
-from ..decoding.live_costs import LiveCosts
+from ..decoding.kernel_options import KernelOptions
 from ..decoding.loop import CLEAR_CACHE_EVERY, make_controller
 from ..decoding.pipeline import Pipeline
-from ..decoding.setup import AUTO
+from ..decoding.setup import costs_of
 from ..drafters.base import Drafter, NullDrafter
-from ..drafters.tree import Tree
-from .learned_costs import LearnedCosts
+from ..drafters.tree import CHAINS, PLAIN, DraftShape, Tree
 from .requests import Request, SharedRound
 from .rounds import Batch
 
@@ -82,10 +78,6 @@ class SingleRunner:
             del request.tokens[len(request.tokens) - num_unread :]
         if last is not None:
             self._stop(last)
-
-    def close(self) -> None:
-        """What was learned of costs is kept."""
-        self._controller.close()
 
     def _take_upcoming(self) -> Round | None:
         """The round that is under way, finished."""
@@ -153,10 +145,6 @@ class SharedRunner:
         """Finish what is under way; others may decode whoever has not ended then."""
         return self._emitted(self._batch.dissolve())
 
-    def close(self) -> None:
-        """See ``Alone.close``."""
-        self._batch.controller.close()
-
     def _emitted(self, done: SharedRound | None) -> list[RoundOutput]:
         events = self._batch.controller.events[self._num_events :]
         self._num_events += len(events)
@@ -183,10 +171,6 @@ class SharedRunner:
         return made
 
 
-FindCosts = Callable[[Decoder, bool], LiveCosts]
-"""What rounds of a request by itself cost; whether with trees."""
-
-
 class Group:
     """Requests with one way of drafting: ``join``, ``leave``, and one ``round`` after the other.
 
@@ -205,12 +189,10 @@ class Group:
         stream: mx.Stream | mx.ThreadLocalStream,
         num_draft_tokens: int | str,
         tree: Tree | str | None = None,
-        find_costs: FindCosts = round_costs,
         drafts_together: bool = True,
     ):
         self._model, self._draft_model, self._stream = model, draft_model, stream
         self._num_draft_tokens, self._tree = num_draft_tokens, tree
-        self._find_costs = find_costs
         self._drafts_together = drafts_together
         self._runner: SingleRunner | SharedRunner | None = None
         self._num_rounds = 0
@@ -252,7 +234,6 @@ class Group:
         num = len(running) + len(self._joining)
         if self._runner is not None and (num == 0 or self._runner.is_shared != self._shares(num)):
             made = self._runner.part()
-            self._runner.close()
             self._runner = None
             self._give_back()
             self._joining = [*self._running, *self._joining]
@@ -292,7 +273,6 @@ class Group:
         self._running = [request for request in self._running if request not in back]
         self._left += back
         if not self._running and self._runner is not None:
-            self._runner.close()
             self._runner = None
 
     def _begin(self, requests: Sequence[Request]) -> SingleRunner | SharedRunner:
@@ -306,35 +286,27 @@ class Group:
         decoder = request.decoder
         if decoder.discards_features:
             return SingleRunner(request, FixedController(PLAIN, drafting_off=True))
-        controller = make_controller(
-            decoder,
-            self._num_draft_tokens,
-            self._tree,
-            request.stats,
-            lambda: self._find_costs(decoder, self._tree == AUTO),
-        )
+        controller = make_controller(decoder, self._num_draft_tokens, self._tree, request.stats)
         return SingleRunner(request, controller)
 
     def _share(self, decoders: Sequence[Decoder]) -> SharedRunner:
         """Shared rounds for these, who have yet to join."""
-        drafter, costs = self._draft_model, None
+        drafter = self._draft_model
         controller: Controller = FixedController(PLAIN, drafting_off=True)
         if any(decoder.discards_features for decoder in decoders):
             drafter = NullDrafter()
         elif not self._drafts_together:
             pass  # the drafter sees what it will need
-        elif self._num_draft_tokens == AUTO:
-            longest = max(decoders, key=lambda decoder: context_bucket(decoder.cache, 0))
-            costs = LearnedCosts(self._model, drafter, longest)
-            controller = AdaptiveController(costs.of(len(decoders)))
+        elif isinstance(self._num_draft_tokens, str):  # auto
+            costs = costs_of(self._model, drafter, decoders[0].rule)
+            controller = AdaptiveController(costs, CHAINS, len(decoders))
         else:
             controller = FixedController(DraftShape(self._num_draft_tokens))
         batch = Batch(
             self._model,
             drafter,
             controller,
-            costs,
-            ways=Ways(splits_attention=decoders[0].target.parts.is_on),
+            options=KernelOptions(splits_attention=decoders[0].target.parts.is_on),
             keep_caches=True,
             stream=self._stream,
         )

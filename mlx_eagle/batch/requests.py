@@ -9,12 +9,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from ..decoding.costs import DraftShape
 from ..decoding.decoder import Decoder, Limits, Round
 from ..decoding.sampling import LogitsProcessor, Sampler, Sampling, is_pure
 from ..decoding.setup import begin_drafter, open_decoder, split_cache
 from ..decoding.stats import Stats
 from ..drafters.base import Drafter
+from ..drafters.tree import DraftShape
 from ..target.batch_attention import batch_mask_axes
 from ..target.masks_and_ropes import BY_LENGTH, find_ropes
 from ..target.ragged import can_share

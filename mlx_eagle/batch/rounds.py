@@ -14,13 +14,13 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
 from ..decoding.accept import RowsInTurn, log_softmax
-from ..decoding.controller import Controller
-from ..decoding.costs import DraftShape, Ways
+from ..decoding.auto import Controller
 from ..decoding.decoder import PendingPairs
-from ..decoding.live_costs import CostsBySize
+from ..decoding.kernel_options import KernelOptions
 from ..decoding.pipeline import Pipeline
 from ..drafters.base import Draft, Drafter
 from ..drafters.batch_drafter import make_batch_drafter
+from ..drafters.tree import DraftShape
 from ..system.machines import fused_rows
 from ..target.batch_attention import batch_mask_axes
 from ..target.cache_view import CacheView
@@ -41,8 +41,7 @@ class Batch:
     requests may be mixed. With ``keep_caches`` a request that leaves gets its caches back, in its
     decoder: it may go on elsewhere, or ``requests.restore_caches`` completes them.
 
-    ``controller`` decides on one draft length for all. Where it goes by ``costs``, it gets others
-    whenever the number of requests has changed.
+    ``controller`` decides on one draft length for all, and is told how many they are.
 
     It is a ``pipeline.Runner`` of ``SharedRound``.
     """
@@ -52,9 +51,8 @@ class Batch:
         model: nn.Module,
         draft_model: Drafter,
         controller: Controller,
-        costs: CostsBySize | None = None,
         *,
-        ways: Ways = Ways(),
+        options: KernelOptions | None = None,
         keep_caches: bool = False,
         stream: mx.Stream | mx.ThreadLocalStream = generation_stream,
     ):
@@ -62,12 +60,11 @@ class Batch:
         self.controller = controller
         self._caches = RaggedCaches(batch_mask_axes(model))
         self._drafts = make_batch_drafter(draft_model)
-        self._costs = costs
         self._keep_caches = keep_caches
         self._stream = stream
         with mx.stream(stream):
             self._target = Target(model, draft_model.taps, fused_rows)
-        self._target.parts.is_on = ways.splits_attention
+        self._target.parts.is_on = options is not None and options.splits_attention
         self._rule = BatchRule([])
         self._roots = mx.zeros((0, 1), mx.int32)
         self._pending = PendingPairs()
@@ -243,7 +240,7 @@ class Batch:
             self._waiting.clear()
         if len(left) < num_before or len(self.requests) > len(left):
             self._rule = BatchRule([request.decoder.rule for request in self.requests])
-            self._go_by_size()
+            self.controller.resize(max(1, len(self.requests)))
         return upcoming
 
     def _take_in(self, request: Request) -> None:
@@ -277,13 +274,6 @@ class Batch:
             self._pending.keep(places)
         else:
             self._pending.clear()
-
-    def _go_by_size(self) -> None:
-        """Give the controller the costs of a batch of this size, where it goes by others."""
-        if self._costs is None or not self.requests:
-            return
-        if len(self.requests) != self._costs.num_requests:
-            self.controller.update_costs(self._costs.of(len(self.requests)))
 
     def _catch_up(self) -> None:
         """Let the drafter absorb what was decoded plainly."""

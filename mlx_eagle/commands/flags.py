@@ -24,7 +24,6 @@ from ..system.cli_values import (
     use_plain_types,
 )
 from ..system.device import DTYPES, prepare_device
-from ..system.progress import Bar
 from ..system.version import add_version_flag
 from .loading import load
 
@@ -94,12 +93,6 @@ def add_draft_flags(parser: argparse.ArgumentParser) -> None:
         "the same text with or without drafting. reject: rejection sampling, in a tree child "
         "by child.",
     )
-    parser.add_argument(
-        "--recalibrate",
-        action="store_true",
-        help="With auto, measure what rounds cost before the first text, up to half a minute, "
-        "instead of learning it from the rounds themselves; what was known is replaced.",
-    )
     use_plain_types(parser)
 
 
@@ -142,10 +135,6 @@ def check_draft_flags(args: argparse.Namespace) -> None:
         )
     if args.tree is not None:
         read_tree(args.tree)
-    if args.recalibrate and AUTO not in (length, args.tree):
-        raise ValueError(
-            f"--recalibrate measures for auto, but --num-draft-tokens is {length}: give auto."
-        )
     check_choice("quantize_draft", args.quantize_draft, QUANTIZED_BITS)
     check_draft_window(args.draft_window)
     check_ranges(args, RANGES)
@@ -263,9 +252,7 @@ def build_sampler(
     return sampler_for(options, tokenizer, seed)
 
 
-def draft_options(
-    args: argparse.Namespace, drafter: Drafter | None, recalibrate: bool = False
-) -> dict[str, Any]:
+def draft_options(args: argparse.Namespace, drafter: Drafter | None) -> dict[str, Any]:
     """The flags about drafting as options of ``stream_generate``; none without a drafter."""
     if drafter is None:
         return {}
@@ -274,6 +261,4 @@ def draft_options(
         "num_draft_tokens": args.num_draft_tokens,
         "acceptance": args.acceptance,
         "tree": read_tree(args.tree),
-        "recalibrate": recalibrate,
-        "calibration_progress_callback": Bar("Measuring the cost of rounds", "group"),
     }

@@ -204,7 +204,7 @@ def generate_and_report(
         kv_bits=args.kv_bits,
         kv_group_size=args.kv_group_size,
         quantized_kv_start=args.quantized_kv_start,
-        **draft_options(args, drafter, args.recalibrate),
+        **draft_options(args, drafter),
     )
     if args.verbose:
         print("=" * 10)

@@ -6,7 +6,7 @@ tokens kept.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -114,9 +114,6 @@ class Rule(Protocol):
     Its text says what the cost of a round depends on.
     """
 
-    def on_trial(self) -> "Rule":
-        """What takes as long, for measuring: no sampler of a caller runs, no noise is drawn."""
-
     def open(self, position: int, size: int) -> Choice:
         """The round whose row 0 decides the ``position``-th generated token (from 0).
 
@@ -172,9 +169,6 @@ class Match:
     def __str__(self) -> str:
         return "greedy" if self.sampler is None else "a sampler"
 
-    def on_trial(self) -> "Match":
-        return self if self.sampler is None else Match(_stand_in_sampler)
-
     def open(self, position: int, size: int) -> "Match":
         return self
 
@@ -195,11 +189,6 @@ class Match:
         return match(draft, tree_mask, following, logits)
 
 
-def _stand_in_sampler(logprobs: mx.array) -> mx.array:
-    """Draws as a caller's sampler may, but always with the same noise."""
-    return mx.random.categorical(logprobs, key=mx.random.key(0))
-
-
 @dataclass
 class Coupled:
     """The target draws with the Gumbel noise of the position; keep a draft token iff it agrees.
@@ -215,9 +204,6 @@ class Coupled:
 
     def __str__(self) -> str:
         return f"{'matched' if self.drafts_greedily else 'coupled'} {self.sampling.filters}"
-
-    def on_trial(self) -> "Coupled":
-        return replace(self, sampling=replace(self.sampling, seed=0))
 
     def open(self, position: int, size: int) -> "CoupledChoice":
         return CoupledChoice(self, position, size)

@@ -13,11 +13,13 @@ from typing import Any
 import mlx.core as mx
 
 from ..drafters.base import Draft, Drafter, empty_draft
+from ..drafters.tree import DraftShape
+from ..system.machines import this_machine
 from ..target.cache_view import CacheView
 from ..target.rollback import CacheQuantization, Checkpoint
 from ..target.taps import Target
 from .accept import Choice, Match, Outcome, RowsInTurn, Rule, Verification
-from .costs import DraftShape, Ways
+from .kernel_options import KernelOptions
 from .sampling import LogitsProcessors
 from .stats import Stats
 
@@ -219,18 +221,20 @@ class Decoder:
         return self.drafter.num_forwards - self._prefill_forwards
 
     @property
-    def other_ways(self) -> list[str]:
-        """The names in ``Ways`` of what could be done here; known once a pass was run."""
+    def kernel_options(self) -> list[str]:
+        """The names in ``KernelOptions`` of what can be done here; known once a pass was run."""
+        if this_machine().backend == "cpu":  # its kernels are alike either way
+            return []
         found = {
             "splits_attention": self.target.parts.matters,
-            "keeps_tail": self.drafter.supports_overlay,
+            "uses_overlay": self.drafter.supports_overlay,
         }
         return [name for name, is_possible in found.items() if is_possible]
 
-    def use(self, ways: Ways) -> None:
-        """Compute rounds in these ways from now on."""
-        self.target.parts.is_on = ways.splits_attention
-        self.drafter.use_overlay(ways.keeps_tail)
+    def use(self, options: KernelOptions) -> None:
+        """Compute rounds by these options from now on."""
+        self.target.parts.is_on = options.splits_attention
+        self.drafter.use_overlay(options.uses_overlay)
 
     def prefill(
         self,

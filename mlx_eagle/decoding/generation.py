@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from .controller import Controller
-from .costs import DraftShape
+from ..drafters.tree import DraftShape
+from .auto import Controller
 from .decoder import Decoder, Limits, Round
 
 

@@ -1,7 +1,6 @@
 """The speculative loop: draft, verify in one target forward, keep what agrees, and again."""
 
-import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 
 import mlx.core as mx
@@ -9,30 +8,31 @@ import mlx.nn as nn
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generate_step, generation_stream
 
 from ..drafters.base import Drafter
-from ..drafters.tree import Tree
+from ..drafters.tree import CHAINS, DraftShape, Tree
 from ..system.progress import Progress, silent
 from ..target.rollback import CacheQuantization
-from .calibrate import round_costs
-from .controller import AdaptiveController, Controller, FixedController
-from .costs import DraftShape
+from .auto import AdaptiveController, Controller, FixedController
 from .decoder import Decoder, Limits
 from .generation import Generation
-from .live_costs import LiveCosts
+from .kernel_options import KernelOptions, OptionTrial
 from .pipeline import Pipeline
 from .sampling import LogitsProcessor, Sampler, Sampling
 from .setup import (
-    AUTO,
     begin_drafter,
     check_embeddings,
     check_max_tokens,
     check_num_draft_tokens,
     check_prompt,
+    costs_of,
+    drawable_trees,
     open_decoder,
     read_tree,
     split_cache,
+    verifies_trees,
 )
 from .stats import Stats
 
+LONG_PREFILL = 1.0  # seconds of a prompt, so long that kernel options may matter
 CLEAR_CACHE_EVERY = 256  # tokens, as in mlx_lm.generate.generate_step
 
 
@@ -56,8 +56,6 @@ def speculative_generate_step(
     quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START,
     prompt_progress_callback: Progress | None = None,
     input_embeddings: mx.array | None = None,
-    recalibrate: bool = False,
-    calibration_progress_callback: Progress | None = None,
     stop_tokens: Collection[int] = (),
     stats: Stats | None = None,
 ) -> Iterator[tuple[int, mx.array, bool]]:
@@ -65,16 +63,15 @@ def speculative_generate_step(
 
     mlx-lm's contract for a function of that name: yields (token, logprobs (V,), from_draft).
     ``num_draft_tokens`` is the length of a draft, 0 for plain decoding, "auto" for whatever is
-    fastest (see ``AdaptiveController``; what rounds cost is learned from the rounds themselves
-    and remembered; ``recalibrate`` forgets that and measures it all, before the first token).
+    fastest of chains, trees and plain decoding by the rounds so far, those of earlier texts of
+    the pair in this process among them: see ``decoding/auto.py``.
     ``max_tokens`` -1 means no limit. ``acceptance`` is "match" (any sampler), "coupled" or
     "reject" (with a ``Sampling``; coupled is then the default). ``tree`` drafts trees of that
-    shape ("4x5:16" or a ``Tree``) instead of chains, where target and drafter can; "auto" chooses
-    the fastest among chains, trees and plain decoding. ``stop_tokens`` end the generation once
-    yielded. ``stats`` is updated after every round. ``input_embeddings`` (n, h) enter the target,
-    and the drafter's head, in the place of the prompt's own; the prompt may then be empty. Both
-    progress callbacks are given how much is done and how much there is: of the prompt in tokens,
-    of the measurement for "auto" in groups of rounds.
+    shape ("4x5:16" or a ``Tree``) instead of chains, where target and drafter can; "auto" is
+    that of ``num_draft_tokens``, where trees can be drafted. ``stop_tokens`` end the generation
+    once yielded. ``stats`` is updated after every round. ``input_embeddings`` (n, h) enter the
+    target, and the drafter's head, in the place of the prompt's own; the prompt may then be empty.
+    The progress callback is given how much of the prompt is done and how much there is, in tokens.
 
     Wherever the caller stops, ``prompt_cache`` then holds the prompt and every token yielded,
     as ``mlx_lm.generate.generate_step`` leaves it. ``prompt_cache`` may hold the drafter's
@@ -133,9 +130,7 @@ def speculative_generate_step(
         progress = prompt_progress_callback or silent
         decoder.prefill(prompt, prefill_step_size, progress, input_embeddings)
         with mx.stream(stream):
-            calibrating = calibration_progress_callback or silent
-            costs = partial(round_costs, decoder, tree == AUTO, calibrating, recalibrate)
-            controller = make_controller(decoder, num_draft_tokens, tree, stats, costs)
+            controller = make_controller(decoder, num_draft_tokens, tree, stats)
         total = prompt.size if input_embeddings is None else input_embeddings.shape[0]
         generation = Generation(
             decoder, Limits(max_tokens, stop_tokens), lambda: progress(total, total)
@@ -162,7 +157,6 @@ def _tokens(
                 done.num_taken += 1
                 yield token, done.verification.logprobs[i], i < done.outcome.num_kept
     finally:
-        controller.close()
         last = pipeline.current
         if last is not None:
             if last.num_taken > 0:
@@ -172,23 +166,26 @@ def _tokens(
 
 
 def make_controller(
-    decoder: Decoder,
-    num_draft_tokens: int | str,
-    tree: Tree | str | None,
-    stats: Stats,
-    find_costs: Callable[[], LiveCosts],
+    decoder: Decoder, num_draft_tokens: int | str, tree: Tree | str | None, stats: Stats
 ) -> Controller:
-    """What decides on the drafts of one text; with "auto" by the costs that are found."""
-    if tree not in (None, AUTO):
+    """What decides on the drafts of one text, whose prompt ``decoder`` has read."""
+    if tree is not None and not isinstance(tree, str):
         return FixedController(DraftShape(tree.depth, tree))
-    if AUTO not in (num_draft_tokens, tree):
+    if tree is None and not isinstance(num_draft_tokens, str):
         return FixedController(DraftShape(num_draft_tokens))
-    start = time.perf_counter()
-    costs = find_costs()
-    stats.calibration_time += time.perf_counter() - start
-    controller = AdaptiveController(costs)
+    costs = costs_of(decoder.target.model, decoder.drafter, decoder.rule)
+    decoder.use(costs.options or KernelOptions())
+    trial = None
+    if costs.options is None and decoder.kernel_options and decoder.prefill_time > LONG_PREFILL:
+        trial = OptionTrial(decoder.kernel_options, decoder.use)
+    controller = AdaptiveController(
+        costs,
+        CHAINS + drawable_trees(decoder),
+        can_draw=partial(verifies_trees, decoder),
+        trial=trial,
+    )
     stats.drafting_events = controller.events
-    decoder.discards_features = controller.is_hopeless
+    decoder.discards_features = controller.never_pays
     return controller
 
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
-from .controller import Controller
-from .costs import PLAIN, DraftShape
+from ..drafters.tree import PLAIN, DraftShape
+from .auto import Controller
 
 R = TypeVar("R")
 """What a runner launches: one round, or one round per request of a batch."""
@@ -101,7 +101,9 @@ class Pipeline(Generic[R]):
         self.runner = runner
         self.controller = controller
         self.current: R | None = None
-        self.upcoming = self._launch_next() if first is None else first
+        if first is None:
+            first = self._launch(controller.next_shape(runner.num_tokens))
+        self.upcoming: R | None = first
         self._clock, self._was_ahead = RoundClock(), False
 
     def __iter__(self) -> Iterator[R]:
@@ -109,36 +111,26 @@ class Pipeline(Generic[R]):
         while self.upcoming is not None:
             done, self.upcoming = self.upcoming, None
             self.current = done
-            shape, was_ahead, self._was_ahead = None, self._was_ahead, False
-            if controller.drafting_off and runner.can_run_ahead(done):
+            was_ahead, self._was_ahead = self._was_ahead, False
+            can_be_ahead = controller.drafting_off and runner.can_run_ahead(done)
+            if can_be_ahead:
                 runner.commit_plain(done)
-                shape = controller.next_shape(runner.num_tokens)
-                if runner.can_launch_before_read(shape):
-                    self.upcoming, self._was_ahead = self._launch(shape), True
+            # Before the read, and recorded after the launch: the device waits for neither.
+            shape = controller.next_shape(runner.num_tokens)
+            if can_be_ahead and runner.can_launch_before_read(shape):
+                self.upcoming, self._was_ahead = self._launch(shape), True
             runner.finish(done)
-            self._learn(done, was_ahead and self._was_ahead and shape == PLAIN)
+            drafted, num_accepted = runner.acceptance_of(done) or (PLAIN, ())
+            between_plain_steps = was_ahead and self._was_ahead and shape == PLAIN
+            seconds = self._clock.seconds(drafted, between_plain_steps)
             self.upcoming = runner.retire(done, self.upcoming, controller)
             if self.upcoming is None and runner.is_running:
-                self.upcoming = self._launch_next(shape)
+                self.upcoming = self._launch(shape)
+            controller.record(drafted, num_accepted, seconds)
             with self._clock.pausing():
                 yield done
             if not runner.is_running:
                 return
-
-    def _learn(self, done: R, between_plain_steps: bool) -> None:
-        """Tell the controller what a round that was read has taken and brought."""
-        learned = self.runner.acceptance_of(done)
-        drafted = PLAIN if learned is None else learned[0]
-        if (seconds := self._clock.seconds(drafted, between_plain_steps)) is not None:
-            self.controller.record_time(drafted, seconds)
-        if learned is not None:
-            self.controller.record(drafted, *learned[1])
-
-    def _launch_next(self, shape: DraftShape | None = None) -> R:
-        """The next round, of the shape that was decided already or is now."""
-        if shape is None:
-            shape = self.controller.next_shape(self.runner.num_tokens)
-        return self._launch(shape)
 
     def _launch(self, shape: DraftShape) -> R:
         """A round of that shape; a plain step in place of one that this device cannot run."""
@@ -146,6 +138,6 @@ class Pipeline(Generic[R]):
             return self.runner.launch(shape)
         except RuntimeError as err:
             fitting = self.runner.fit(shape)
-            if fitting.size == 0 or not self.controller.leave_out(fitting, err):
+            if fitting.size == 0 or not self.controller.disable_shape(fitting, err):
                 raise
         return self.runner.launch(PLAIN)

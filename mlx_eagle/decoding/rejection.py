@@ -1,6 +1,6 @@
 """Rejection sampling: chains, and trees whose children are tried in turn."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 
@@ -25,9 +25,6 @@ class Reject:
 
     def __str__(self) -> str:
         return f"reject {self.sampling.filters}"
-
-    def on_trial(self) -> "Reject":
-        return replace(self, sampling=replace(self.sampling, seed=0))
 
     def open(self, position: int, size: int) -> "RejectChoice":
         return RejectChoice(self.sampling, position)

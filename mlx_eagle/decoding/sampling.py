@@ -346,15 +346,3 @@ def is_copied(processor: LogitsProcessor) -> TypeGuard[CopiedProcessor]:
 def can_roll_back(processor: LogitsProcessor) -> TypeGuard[RolledBackProcessor]:
     is_copied_or_pure = hasattr(processor, "copy") or is_pure(processor)
     return hasattr(processor, "rollback") and not is_copied_or_pure
-
-
-def stand_in(tokens: mx.array, logits: mx.array) -> mx.array:
-    """A processor that takes as long as a caller's may, for measuring: theirs may keep a state.
-
-    It does what a penalty does: reads the logits (1, V) of the last token and writes them back.
-    """
-    last = tokens[-1:]
-    return logits.at[:, last].add(mx.zeros_like(logits[:, last]))
-
-
-stand_in.is_pure = True  # type: ignore[attr-defined]

@@ -1,5 +1,9 @@
-"""Before anything is decoded: target, drafter and caches checked against each other."""
+"""Settings, checks and known costs: what there is of a pair before anything is decoded."""
 
+import math
+import weakref
+from collections.abc import Callable
+from functools import cache
 from numbers import Integral, Real
 from typing import Any, SupportsInt, TypeGuard
 
@@ -9,14 +13,14 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import does_model_support_input_embeddings
 
 from ..drafters.base import Drafter
-from ..drafters.tree import Tree, parse_tree
-from ..system.machines import fused_rows
+from ..drafters.tree import PLAIN, TREES, DraftShape, Tree, parse_tree
+from ..system.machines import fused_rows, kind_of, num_bytes, pass_cost, this_machine
 from ..target.rollback import CacheQuantization, Checkpoint, check_supported
-from ..target.sharding import in_any_process, is_pipelined
+from ..target.sharding import in_any_process, is_pipelined, is_sharded, mean_over_processes
 from ..target.taps import Target
 from ..target.tree_attention import check_trees
 from .accept import Coupled, Match, Rule
-from .calibrate import TREES
+from .auto import RoundCosts
 from .decoder import Decoder
 from .rejection import Reject
 from .sampling import LogitsProcessor, LogitsProcessors, Sampler, Sampling
@@ -231,7 +235,69 @@ def _check_target(
         check_trees(model, cache)
 
 
+def drawable_trees(decoder: Decoder) -> tuple[DraftShape, ...]:
+    """Those of ``TREES`` that the drafter can draft, where the target's caches may verify some."""
+    if not decoder.drafter.supports_trees or decoder.quantization.bits is not None:
+        return ()
+    if is_sharded(decoder.target.model):
+        return ()
+    return tuple(shape for shape in TREES if _can_draft(decoder.drafter, shape.tree))
+
+
+def _can_draft(drafter: Drafter, tree: Tree | None) -> bool:
+    try:
+        check_tree_drafter(drafter, tree)
+    except ValueError:
+        return False
+    return True
+
+
+def verifies_trees(decoder: Decoder) -> bool:
+    """Whether the target can verify trees exactly; found out once for each model, by a probe."""
+    try:
+        with mx.stream(decoder.stream):
+            check_trees(decoder.target.model, decoder.cache)
+    except ValueError:
+        return False
+    return True
+
+
 def check_tree_drafter(drafter: Drafter, tree: Tree | str) -> None:
     """Raise ValueError where ``drafter`` cannot draft ``tree``; "auto" stands for several."""
-    for shape in [shape.tree for shape in TREES] if tree == AUTO else [tree]:
-        drafter.check_tree(shape)
+    trees = [shape.tree for shape in TREES] if isinstance(tree, str) else [tree]
+    for shape in trees:
+        if shape is not None:
+            drafter.check_tree(shape)
+
+
+OVERHEAD = 0.1  # plain steps: what a round does beside its passes, before one was timed
+_known: dict[tuple[object, ...], RoundCosts] = {}
+
+
+def costs_of(model: nn.Module, drafter: Drafter, rule: object) -> RoundCosts:
+    """What this process knows of a pair's rounds under a rule; the same object for all who ask."""
+    parts = (model, *drafter.modules())
+    key = (drafter.cost_key, str(rule), *map(id, parts))
+    if key not in _known:
+        _known[key] = RoundCosts(_curve(model, drafter), _agreed if is_sharded(model) else None)
+        for part in parts:
+            weakref.finalize(part, _known.pop, key, None)
+    return _known[key]
+
+
+def _agreed(seconds: float | None) -> float | None:
+    """The mean over the processes that share a model; None where one of them does not know."""
+    (mean,) = mean_over_processes([math.nan if seconds is None else seconds])
+    return None if math.isnan(mean) else mean
+
+
+def _curve(model: nn.Module, drafter: Drafter) -> Callable[[DraftShape, int], float]:
+    machine, kind = this_machine(), kind_of(model)
+    share = min(1.0, sum(map(num_bytes, drafter.modules())) / max(1, num_bytes(model)))
+
+    def curve(shape: DraftShape, num_requests: int) -> float:
+        verify = pass_cost(machine, shape.num_rows * num_requests, kind)
+        steps = shape.size * share * pass_cost(machine, num_requests, kind)
+        return verify + steps + OVERHEAD * (shape != PLAIN)
+
+    return cache(curve)

@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from .controller import OFF, ON, DraftingEvent
+from .auto import OFF, ON, DraftingEvent
 
-WORTH_SAYING = 0.1  # seconds of calibration: what was remembered takes less
 IN_ORDER = ("draft_lengths", "drafting_events")  # what is not counted by position
 WHAT_IN_0_1 = {OFF: "park", ON: "wake"}  # words of version 0.1.0, in its JSON key
 
@@ -24,8 +23,7 @@ class Stats:
     a recurrent state cannot be cut. ``accepted_histogram[n]`` is the number of rounds that
     kept n draft tokens; ``drafted_by_position[i]`` the rounds that drafted more than i;
     ``draft_lengths`` how far each target forward had drafted, in order (0 for a plain step).
-    Times are in seconds. ``calibration_time``, what "auto" took to measure or look up the costs
-    of rounds, is not part of ``prompt_time``, which ends with the first token.
+    Times are in seconds; ``prompt_time`` ends with the first token.
     """
 
     num_rounds: int = 0
@@ -41,7 +39,6 @@ class Stats:
     draft_lengths: list[int] = field(default_factory=list)
     drafting_events: list[DraftingEvent] = field(default_factory=list)
     prompt_time: float = 0.0
-    calibration_time: float = 0.0
     generation_time: float = 0.0
     _start: float = field(default_factory=time.perf_counter, repr=False)
     _first_token: float | None = field(default=None, repr=False)
@@ -67,7 +64,7 @@ class Stats:
         now = time.perf_counter()
         if self._first_token is None:
             self._first_token = now
-            self.prompt_time = now - self._start - self.calibration_time
+            self.prompt_time = now - self._start
             return
         self.generation_time = now - self._first_token
         self.num_head_forwards = num_head_forwards
@@ -191,7 +188,6 @@ class Stats:
             "cumulative_acceptance_by_position",
             "draft_lengths",
             "prompt_time",
-            "calibration_time",
             "generation_time",
             "generation_tps",
         ]
@@ -213,10 +209,5 @@ class Stats:
             f"{self.num_rejected} rejected, acceptance rate {self.acceptance_rate:.3f}",
             f"Acceptance by position: {by_position or '-'}; accepted lengths: {histogram or '-'}",
         ]
-        if self.calibration_time >= WORTH_SAYING:
-            lines.append(
-                f"Calibration: {self.calibration_time:.1f} s, before the first token, to find out "
-                "what rounds cost"
-            )
         events = self.drafting_events
         return [*lines, *(f"After {e.num_tokens} tokens: {e.what}, {e.reason}" for e in events)]

@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..target.cache_view import CacheView
+from .acceptance_stats import Acceptance
 from .base import Draft, Drafter, DrafterBase, Pick, PickChildren, empty_draft, index_of
 from .folder import LoadOptions
 from .tree import Tree
@@ -116,44 +117,7 @@ LONGEST_MATCH = 8  # tokens: longer matches count as this long
 LONGEST_DRAFT = 16  # tokens: those after it count as the last one
 DRAFT_FIRST, COPY_FIRST = 0.5, 0.25  # chances of the first token, before anything was seen
 COPY_RISE = 0.25  # and what each token more of a match takes off its chance to be wrong
-PRIOR_WEIGHT, MEMORY = 3.0, 0.98  # of these, in rounds; of what a round has shown, one later
 CUT = 0.25  # of the chance that the last token asked for has in all rounds: less is left out
-
-
-class Chances:
-    """How often the token at a place was kept lately, given that those before it were.
-
-    What is little known leans on the place before. The place of a drafted token is how many come
-    before it in its draft; that of a copied one, how long a match it continues.
-    """
-
-    def __init__(self, first: float, num_places: int, rise: float = 0.0):
-        """``first`` is what is believed of the first place before anything was seen.
-
-        Each place is believed to be wrong more seldom than the one before, by ``rise`` (0 to 1).
-        """
-        self._first, self._rise = first, rise
-        self._reached = [0.0] * num_places
-        self._kept = [0.0] * num_places
-
-    def observe(self, start: int, num_drafted: int, num_kept: int) -> None:
-        """Of a draft that began at place ``start`` so many tokens were kept."""
-        self._reached = [MEMORY * n for n in self._reached]
-        self._kept = [MEMORY * n for n in self._kept]
-        for i in range(min(num_kept + 1, num_drafted)):
-            place = min(start + i, len(self._reached) - 1)
-            self._reached[place] += 1
-            self._kept[place] += i < num_kept
-
-    def along(self, start: int, size: int) -> list[float]:
-        """For each of ``size`` tokens from place ``start`` on, the chance that it is kept."""
-        places, before = [], self._first
-        for kept, reached in zip(self._kept, self._reached, strict=True):
-            before = (kept + PRIOR_WEIGHT * before) / (reached + PRIOR_WEIGHT)
-            places.append(before)
-            before += self._rise * (1 - before)
-        run = [places[min(start + i, len(places) - 1)] for i in range(size)]
-        return list(accumulate(run, mul))
 
 
 class CopyingDrafter(DrafterBase):
@@ -174,9 +138,9 @@ class CopyingDrafter(DrafterBase):
         self.drafter = drafter
         self.cache = drafter.cache
         self._lookup = LookupDrafter(max_ngram=LONGEST_MATCH)
-        self._copies = Chances(COPY_FIRST, LONGEST_MATCH, COPY_RISE)
-        self._drafts = Chances(DRAFT_FIRST, LONGEST_DRAFT)
-        self._rounds = Chances(DRAFT_FIRST, LONGEST_DRAFT)
+        self._copies = Acceptance(COPY_FIRST, LONGEST_MATCH, COPY_RISE)
+        self._drafts = Acceptance(DRAFT_FIRST, LONGEST_DRAFT)
+        self._rounds = Acceptance(DRAFT_FIRST, LONGEST_DRAFT)
         self._match: tuple[int, list[int]] = 0, []
         self._was_copied = False
         self._size = 0
@@ -237,11 +201,14 @@ class CopyingDrafter(DrafterBase):
         length, tokens = self._match
         if tokens and new:
             num_right = sum(accumulate((a == b for a, b in zip(tokens, new, strict=False)), mul))
+            self._copies.fade()
             self._copies.observe(length - 1, min(len(tokens), len(new)), num_right)
         if self._last is not None and self._size > 0:
             num_kept = index_of(self._last)
+            self._rounds.fade()
             self._rounds.observe(0, self._size, num_kept)
             if not self._was_copied:
+                self._drafts.fade()
                 self._drafts.observe(0, self._size, num_kept)
         self._last, self._size = None, 0
 

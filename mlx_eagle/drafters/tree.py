@@ -246,3 +246,31 @@ def rerank(scores: mx.array, origins: mx.array, nodes: int) -> tuple[mx.array, m
     # The position of the origin among the chosen: how many of them come before it.
     position = (chosen[None] < origin[:, None]).sum(axis=1)
     return chosen, mx.where(origin < 0, 0, position + 1).astype(mx.int32)
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """What to draft next: a chain of ``size`` tokens, a tree of ``size`` levels, or nothing."""
+
+    size: int
+    tree: Tree | None = None
+
+    def __str__(self) -> str:
+        return str(self.size) if self.tree is None else str(self.tree)
+
+    @property
+    def num_rows(self) -> int:
+        """Of the verify pass."""
+        return 1 + (self.size if self.tree is None else self.tree.nodes)
+
+    @property
+    def width(self) -> int:
+        """The most children of a node."""
+        return 1 if self.tree is None else self.tree.width
+
+
+PLAIN = DraftShape(0)
+CHAINS = tuple(DraftShape(size) for size in range(1, 8))
+# With the root they fill what kernels do at once: passes of 4, 8, 16 and 32 rows.
+_TREES = map(TreeShape.parse, ("2x2:3", "3x3:7", "4x5:15", "6x5:31"))
+TREES = tuple(DraftShape(tree.depth, tree) for tree in _TREES)

@@ -18,7 +18,7 @@ from typing import Any
 from mlx_lm.generate import TextStateMachine
 from mlx_lm.server import GenerationContext, Response
 
-from ..decoding.controller import DraftingEvent
+from ..decoding.auto import DraftingEvent
 from ..decoding.stats import Stats
 
 POLL = 0.5  # seconds between looks at whether the client is still there

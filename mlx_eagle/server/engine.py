@@ -19,9 +19,6 @@ from mlx_lm.server import CompletionRequest, GenerationContext, ResponseGenerato
 
 from ..batch.group import Group, RoundOutput
 from ..batch.requests import Request, first_token, reason_not_batchable
-from ..decoding.calibrate import round_costs
-from ..decoding.decoder import Decoder
-from ..decoding.live_costs import LiveCosts
 from ..drafters.base import NullDrafter
 from .active_requests import ActiveRequest, RequestFactory
 from .answer_stream import AnswerStream, RequestError, State, capture_error
@@ -41,10 +38,6 @@ from .provider import PairProvider
 LARGE = 2**16  # bytes of a body; larger prompts are tokenized one after the other
 TIME_LIMIT = 600.0  # seconds
 IDLE = 0.1  # seconds between looks at whether to stop, where nobody asks
-
-
-class CalibrationPreempted(Exception):
-    """The cost of rounds was being measured, and there is something better to do."""
 
 
 class RequestSource(Protocol):
@@ -75,7 +68,6 @@ class Schedule:
         self._reading: deque[ActiveRequest] = deque()
         self._groups: dict[object, Group] = {}
         flags = provider.cli_args
-        self._recalibrates = flags.recalibrate
         caches = make_prompt_cache(provider.model)
         self._drafts_together = reason_not_batchable(provider.model, caches) is None
         can_share = reason_not_batchable(provider.model, caches, plainly=True) is None
@@ -157,7 +149,6 @@ class Schedule:
                 self._stream,
                 num_draft_tokens,
                 tree,
-                self._find_costs,
                 self._drafts_together,
             )
         return self._groups[key]
@@ -233,25 +224,6 @@ class Schedule:
                 self._reading.append(active)
             if captured.error is not None:
                 self._fail(active, captured.error)
-
-    def _find_costs(self, decoder: Decoder, with_trees: bool) -> LiveCosts:
-        """See ``round_costs``; measuring takes seconds, and stops as soon as anybody waits."""
-        if not self._recalibrates or len(self._active) > 1:
-            return round_costs(decoder, with_trees)
-        (active,) = self._active
-
-        def measuring(num_done: int, num_groups: int) -> None:
-            if num_done == num_groups:
-                self._recalibrates = False  # once is enough
-                return
-            is_wanted = not self._source.is_stopping and not active.answer.is_over
-            if not is_wanted or self._source.is_anybody_waiting():
-                raise CalibrationPreempted
-
-        try:
-            return round_costs(decoder, with_trees, measuring, recalibrate=True)
-        except CalibrationPreempted:
-            return round_costs(decoder, with_trees)
 
 
 class PairGenerator(ResponseGenerator):

@@ -16,20 +16,34 @@ tiles; for attention ``mlx/backend/metal/scaled_dot_product_attention.cpp``.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 NARROW, MIDDLE = 2048, 4096
 """Layers no side of which is longer are narrow, or middle; all others are wide."""
 LENGTHS = range(1, 8)
-UNKNOWN_LOOK = (1, 3, 7)
 ATTENTION_ROWS, ATTENTION_QUERIES, ATTENTION_HEAD_DIMS = 8, 32, (64, 96, 128, 256)
 """Metal's vector kernel for attention: so many rows at most, so many times the number of query
 heads per key head, and only for these head dimensions."""
 APPLE_NAMES = {13: "M1", 14: "M2", 15: "M3", 16: "M4", 17: "M5"}
+
+
+M4_CURVE = {2: 1.01, 3: 1.18, 4: 1.45, 5: 1.75, 6: 2.07, 8: 2.77}
+"""What a pass over 4-bit weights takes by its rows, in passes of one row: M4 Pro, products of 5120
+to 17408 and 4096 to 24576 (issues 3852 and 3839 of ml-explore/mlx)."""
+M3_CURVE = {2: 1.12, 3: 1.20, 6: 1.55}  # M3 Max (issue 3553)
+M5_CURVE = {3: 1.12, 5: 1.42, 8: 2.2}  # M5 Max, a whole pass of a 70B (issue 3791)
+ULTRA_CURVE = {4: 1.0, 6: 1.28, 8: 1.57}  # M3 Ultra (issue 4265)
+EXPERTS_CURVE = {4: 2.4}  # derived: four rows touch 13 of gpt-oss-20b's 32 experts, one row 4
+DENSE_CURVE = {2: 1.08, 8: 1.56}  # a guess: weights are read once for all rows
+BLAS_CURVE = {2: 1.10, 3: 1.16, 4: 1.15, 5: 1.32, 6: 1.48, 7: 1.37, 8: 1.18, 12: 1.60, 16: 1.56}
+"""A whole pass in float32 on an EPYC with OpenBLAS 0.3.34: rows that fill a tile are cheap."""
+BY_ROW = {2: 2.0}
 
 
 class Pass(NamedTuple):
@@ -52,6 +66,7 @@ class Products:
     rows_per_read: int
     rows_per_tile: int
     advice: str
+    curve: Mapping[int, float] = field(default_factory=lambda: BY_ROW)
 
     def limit(self, inputs: int = MIDDLE + 1, outputs: int = MIDDLE + 1) -> int:
         """Rows from which on the matrix kernel multiplies in a layer of that size."""
@@ -74,16 +89,17 @@ ROW_BY_ROW = (
     "gpt-oss, are read once for five rows)"
 )
 M5 = Products(
-    "M5 or newer", (33, 25, 13), 5, 32,
+    "M5 or newer", (33, 25, 13), 5, 32, curve=M5_CURVE, advice=
     f"{WIDE_READS}. Expect k = 2 to 4; from 13 rows on the matrix units multiply, so trees of 12 "
     "to 31 nodes cost alike",
 )  # fmt: skip
 M3 = Products(
-    "M3 and M4", (13, 15, 13), 5, 32,
+    "M3 and M4", (13, 15, 13), 5, 32, curve=M3_CURVE, advice=
     f"{WIDE_READS}. Expect k = 2 to 4; from 13 rows on a pass costs what 32 rows cost, which "
     "trees seldom earn",
 )  # fmt: skip
-NEW_ULTRA = replace(M3, title="Ultra, M3 or newer", matrix_from=(32, 18, 12))
+M4 = replace(M3, curve=M4_CURVE)
+NEW_ULTRA = replace(M3, title="Ultra, M3 or newer", matrix_from=(32, 18, 12), curve=ULTRA_CURVE)
 M1 = Products(
     "M1 and M2", (14, 10, 6), 1, 32,
     f"{ROW_BY_ROW}. Expect auto to turn drafting off; from 6 rows on a pass costs 5 to 6 plain "
@@ -101,7 +117,7 @@ CUDA = Products(
     "= 7 and trees as well. cuDNN's attention has to stay off (MLX_CUDA_USE_CUDNN_SDPA=0)",
 )  # fmt: skip
 HOPPER = replace(
-    CUDA, title="CUDA, Hopper", matrix_from=(2, 2, 2),
+    CUDA, title="CUDA, Hopper", matrix_from=(2, 2, 2), curve={2: 1.2},
     advice="from 2 rows on tensor cores multiply, and up to 16 rows cost alike: long drafts and "
     "trees pay. cuDNN's attention has to stay off (MLX_CUDA_USE_CUDNN_SDPA=0)",
 )  # fmt: skip
@@ -110,7 +126,8 @@ APPLE = (
     # first and last generation of the GPU's architecture, its size ("" is any), what holds
     (15, 99, "d", NEW_ULTRA),
     (17, 99, "", M5),
-    (15, 16, "", M3),
+    (16, 16, "", M4),
+    (15, 15, "", M3),
     (13, 14, "d", OLD_ULTRA),
     (13, 13, "s", M1_MAX),
     (13, 14, "", M1),
@@ -204,23 +221,46 @@ def _apple(architecture: str) -> Products | None:
     return None
 
 
-def first_look(machine: Machine, num_texts: int = 1) -> tuple[int, ...]:
-    """The draft lengths to time first: between them a line is near what rounds cost.
+def kind_of(model: nn.Module) -> str:
+    """What passes over it go through: "packed", "experts" or "dense" weights."""
+    modules = model.modules()
+    if any(isinstance(module, SwitchLinear | QuantizedSwitchLinear) for module in modules):
+        return "experts"
+    return "packed" if any(hasattr(module, "bits") for module in modules) else "dense"
 
-    The shortest, the longest, and both sides of every jump of the table, for ``num_texts``
-    sequences in one pass. M4: (1, 4, 5, 7), for the sixth row is read in a second turn.
+
+def num_bytes(module: nn.Module) -> int:
+    """The size of a module's weights."""
+    return sum(weights.nbytes for _, weights in tree_flatten(module.parameters()))
+
+
+def pass_cost(machine: Machine, num_rows: int, kind: str) -> float:
+    """What a pass of so many rows takes in passes of one row, as far as the table knows.
+
+    ``kind`` of the target's weights: "packed", "experts" or "dense". Between rows that are known
+    a line, and beyond them one from the first row to the last, up to what the matrix kernel asks.
     """
-    if machine.products is None:
-        return UNKNOWN_LOOK
-    passes = [machine.products.kernel(num_texts * (k + 1)) for k in LENGTHS]
-    steps = [
-        (after.kernel != before.kernel, after.times - before.times)
-        for before, after in pairwise(passes)
-    ]
-    bends = [
-        k for k, (left, right) in zip(LENGTHS[1:], pairwise(steps), strict=False) if left != right
-    ]
-    return (LENGTHS[0], *bends, LENGTHS[-1]) if bends else UNKNOWN_LOOK
+    products = machine.products
+    if kind == "packed":
+        curve = BY_ROW if products is None else products.curve
+    elif kind == "experts":
+        curve = EXPERTS_CURVE
+    else:
+        curve = BLAS_CURVE if machine.backend == "cpu" else DENSE_CURVE
+    if kind == "packed" and products is not None and num_rows >= products.limit():
+        return _on_curve(curve, products.limit()) * products.kernel(num_rows).times
+    return _on_curve(curve, num_rows)
+
+
+def _on_curve(curve: Mapping[int, float], num_rows: int) -> float:
+    points = {1: 1.0, **curve}
+    last = max(points)
+    if num_rows > last:
+        return 1 + (points[last] - 1) * (num_rows - 1) / (last - 1)
+    low = max(at for at in points if at <= num_rows)
+    high = min(at for at in points if at >= num_rows)
+    share = (num_rows - low) / (high - low) if high > low else 0.0
+    return points[low] + share * (points[high] - points[low])
 
 
 def fused_rows(head_dim: int, heads_per_key: int) -> int:

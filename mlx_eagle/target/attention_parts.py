@@ -6,7 +6,7 @@ once for every *query* head and put all scores into memory. Cut into parts it re
 each part: with 8 query heads per key head, 8 rows in two parts read a quarter.
 
 A row's sum is the same in every part, so this changes rounding at most. Whether it is faster is
-measured (``decoding/calibrate.py``).
+measured (``decoding/kernel_options.py``).
 """
 
 from collections.abc import Callable

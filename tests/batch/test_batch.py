@@ -1,7 +1,5 @@
 """``batch_generate``: every text as it is alone, and as mlx-lm's own batch gives it."""
 
-import json
-import time
 import warnings
 from copy import copy
 
@@ -9,7 +7,7 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 from architectures import build
-from costs import FLAT, LINEAR, ScriptedController
+from costs import FLAT, LINEAR, ScriptedController, SettledCosts
 from drafter_pairs import tiny_lfm2
 from grids import thorough
 from helpers import (
@@ -25,14 +23,12 @@ from mlx_lm.models import gemma3_text
 from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_eagle
-from mlx_eagle.batch import costs as batch_costs
 from mlx_eagle.batch import generate as batch
 from mlx_eagle.batch.rounds import Batch
-from mlx_eagle.decoding.controller import OFF, ON
-from mlx_eagle.decoding.costs import BatchCosts, DraftShape, RoundCosts
-from mlx_eagle.decoding.live_costs import LiveBatchCosts
+from mlx_eagle.decoding.auto import OFF, ON
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.lookup import LookupDrafter
+from mlx_eagle.drafters.tree import DraftShape
 from mlx_eagle.target.taps import Target
 
 VOCAB = 258
@@ -244,23 +240,9 @@ def test_stats_are_a_list_and_have_mlx_lms_names(make, num_draft_tokens):
     assert stats.generation_tokens == expected.generation_tokens == sum(lengths)
     assert 0 < stats.prompt_time < stats.wall_time and stats.generation_tps > 0
     assert stats.generation_time == pytest.approx(stats.wall_time - stats.prompt_time)
-    assert stats.peak_memory > 0 and stats.calibration_time == 0
+    assert stats.peak_memory > 0
     assert stats.total.num_emitted == sum(counts.num_emitted for counts in stats)
     assert stats[0].mean_acceptance_length >= 1
-
-
-def test_calibration_is_counted_apart(monkeypatch):
-    model = MODELS["llama"]()
-
-    def slowly(*args):
-        time.sleep(0.2)
-        return LiveBatchCosts(BatchCosts(FLAT, FLAT, len(PROMPTS)))
-
-    monkeypatch.setattr(batch, "batch_costs", slowly)
-    start = time.perf_counter()
-    stats = auto(model, tiny_head(model), max_tokens=5).stats
-    assert stats.calibration_time >= 0.2
-    assert stats.wall_time <= time.perf_counter() - start - 0.2
 
 
 def test_recurrent_targets_go_one_after_the_other():
@@ -310,14 +292,16 @@ def test_larger_batches_are_decoded_plainly():
     assert response.stats[0].num_rounds > 0
 
 
-# A batch in which drafts help only if nearly all are accepted; with fewer requests, as in FLAT.
-STEEP = RoundCosts(1.0, {DraftShape(k): 1.6 + 0.3 * k for k in (1, 3, 7)})
+def steep(shape: DraftShape, num_requests: int) -> float:
+    """Drafts help four requests only if nearly all are accepted; two of them, as in FLAT."""
+    if num_requests < 3 or shape.size == 0:
+        return FLAT(shape, num_requests)
+    return num_requests * (1.6 + 0.3 * shape.size)
 
 
-def at_costs(monkeypatch, together, alone=FLAT):
+def at_costs(monkeypatch, cost):
     """What rounds cost, whatever this machine thinks."""
-    found = LiveBatchCosts(BatchCosts(alone, together, len(PROMPTS)))
-    monkeypatch.setattr(batch, "batch_costs", lambda *args: found)
+    monkeypatch.setattr(batch, "costs_of", lambda *_: SettledCosts(cost))
 
 
 def auto(model, drafter, **kwargs):
@@ -340,7 +324,7 @@ def test_past_the_knee_it_is_mlx_lms_batch(model, monkeypatch, costs, speculates
 
 def test_drafting_goes_off_and_on_again_when_requests_have_ended(model, scripted, monkeypatch):
     """Three first drafts in four are right: too few for four texts, enough for two."""
-    at_costs(monkeypatch, STEEP)
+    at_costs(monkeypatch, steep)
     drafter = copy(scripted)
     texts = {first: text for first, (text, _) in scripted.known.items()}
     drafter.known = {first: (text, lambda r, _: min(r % 4, 1)) for first, text in texts.items()}
@@ -365,7 +349,7 @@ def test_drafting_goes_off_and_on_again_when_requests_have_ended(model, scripted
 def test_plain_rounds_among_drafted_ones(model, scripted, monkeypatch, make, sizes):
     """Texts and caches are those of plain decoding, however often the head is left behind."""
     at_costs(monkeypatch, FLAT)
-    monkeypatch.setattr(batch, "AdaptiveController", lambda costs: ScriptedController(sizes))
+    monkeypatch.setattr(batch, "AdaptiveController", lambda *_: ScriptedController(sizes))
     drafter = {
         "head": lambda: tiny_head(model),
         "lagging head": lambda: tiny_head(model).with_draft_cache("lagging"),
@@ -389,7 +373,7 @@ def test_plain_rounds_among_drafted_ones(model, scripted, monkeypatch, make, siz
 def test_stop_tokens_while_drafting_is_off(model, monkeypatch):
     """Found when the next step is under way; the caches are as if it had not been."""
     at_costs(monkeypatch, FLAT)
-    monkeypatch.setattr(batch, "AdaptiveController", lambda costs: ScriptedController([0]))
+    monkeypatch.setattr(batch, "AdaptiveController", lambda *_: ScriptedController([0]))
     text = plain(model, PROMPTS[0], 12)
     monkeypatch.setattr(TOKENIZER, "_eos_token_ids", {text[-1]})
     response = auto(model, tiny_head(model), return_prompt_caches=True)
@@ -410,7 +394,7 @@ def test_stop_tokens_while_drafting_is_off(model, monkeypatch):
 def test_plain_rounds_are_pipelined_single_rows(monkeypatch):
     model = MODELS["llama"]()
     at_costs(monkeypatch, FLAT)
-    monkeypatch.setattr(batch, "AdaptiveController", lambda costs: ScriptedController([0]))
+    monkeypatch.setattr(batch, "AdaptiveController", lambda *_: ScriptedController([0]))
     order, widths = [], []
     launch, finish = Batch.launch, Batch.finish
     monkeypatch.setattr(Batch, "launch", lambda *a: order.append("L") or launch(*a))
@@ -424,50 +408,12 @@ def test_plain_rounds_are_pipelined_single_rows(monkeypatch):
     assert all(stats.num_head_forwards == 0 for stats in response.stats)
 
 
-def test_costs_between_what_was_measured():
-    steep = RoundCosts(3.0, {DraftShape(1): 5.0, DraftShape(3): 6.0, DraftShape(7): 14.0})
-    costs = BatchCosts(FLAT, steep, 5)
-    assert costs.of(1).rounds == pytest.approx(FLAT.rounds) and costs.of(1).plain == 1.0
-    assert [costs.of(5).rounds[DraftShape(k)] for k in range(1, 8)] == [5, 5.5, 6, 8, 10, 12, 14]
-    middle = costs.of(3)
-    assert middle.plain == 2.0
-    assert middle.rounds[DraftShape(4)] == pytest.approx((FLAT.rounds[DraftShape(4)] + 8.0) / 2)
-    assert BatchCosts(FLAT, steep, 1).of(1).plain == 3.0
-
-
-def test_what_fails_alone_or_together_is_not_offered_between():
-    alone = RoundCosts(1.0, {DraftShape(k): 1.0 + k for k in (1, 2, 3, 5)}, (DraftShape(4),))
-    together = RoundCosts(2.0, {DraftShape(1): 3.0, DraftShape(5): 7.0}, (DraftShape(7),))
-    assert [shape.size for shape in BatchCosts(alone, together, 4).of(2).rounds] == [1, 2, 3, 5]
-    none = RoundCosts(2.0, {}, (DraftShape(1),))
-    assert BatchCosts(alone, none, 4).of(2).rounds == {}
-
-
-def test_costs_are_measured_once_for_a_number_of_texts(model, tmp_path, monkeypatch):
-    monkeypatch.setattr("mlx_eagle.decoding.calibrate.user_cache", lambda: tmp_path)
-    measured, measure = [], batch_costs.measure_together
-    monkeypatch.setattr(
-        batch_costs, "measure_together", lambda *a: measured.append(measure(*a)) or measured[-1]
-    )
-    drafter, passes = tiny_head(model), []
-    sampled = lambda logprobs: passes.append(1) or mx.argmax(logprobs, axis=-1)  # noqa: E731
-    caches = theirs(model, return_prompt_caches=True).caches
-    offsets = [cache[0].offset for cache in caches]
+def test_auto_with_noise_for_every_prompt(model):
+    """Texts with costs that nobody knows yet, and again with what the first batch has taught."""
+    drafter, sampling = tiny_head(model), Sampling(0.8, seed=3)
+    expected = together(model, drafter, num_draft_tokens=2, sampler=sampling).token_ids
     for _ in range(2):
-        response = auto(model, drafter, prompt_caches=caches, sampler=sampled)
-        assert response.token_ids == theirs(model, prompt_caches=caches).token_ids
-    assert offsets == [cache[0].offset for cache in caches]
-    assert len(passes) <= 2 * 8 * sum(LENGTHS), "the caller's sampler ran while measuring"
-    assert len(measured) == 1
-    assert tuple(measured[0].rounds) == batch_costs.lengths_to_measure(len(PROMPTS))
-    assert measured[0].plain > 0
-    assert auto(model, drafter, prompts=PROMPTS[:2], max_tokens=5).token_ids == (
-        theirs(model, PROMPTS[:2], max_tokens=5).token_ids
-    )
-    known = json.loads((tmp_path / "calibration.json").read_text())
-    kinds = [key.split(" | ")[-1] for key in known]
-    assert len(measured) == 2, "of two texts, without a sampler, as it was of four with one"
-    assert sorted(kinds) == ["chains", "chains", "chains of 2 texts", "chains of 4 texts"]
+        assert auto(model, drafter, sampler=sampling).token_ids == expected
 
 
 def test_without_a_drafter_it_is_mlx_lm():

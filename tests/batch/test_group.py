@@ -5,6 +5,7 @@ import itertools
 import mlx.core as mx
 import pytest
 from architectures import build
+from costs import SettledCosts, curve
 from grids import thorough
 from helpers import plain, speculative, tiny_head, tiny_llama
 from mlx_lm.generate import generation_stream
@@ -12,22 +13,16 @@ from mlx_lm.models.cache import make_prompt_cache
 from test_batch import MODELS, PROMPTS, VOCAB
 from test_rounds import MANY, Texts, started
 
+from mlx_eagle.batch import group as groups
 from mlx_eagle.batch import rounds
 from mlx_eagle.batch.group import Group
-from mlx_eagle.batch.learned_costs import LearnedCosts
 from mlx_eagle.batch.requests import Request, reason_not_batchable, restore_caches
 from mlx_eagle.batch.rounds import Batch
-from mlx_eagle.decoding.calibrate import CHAINS
-from mlx_eagle.decoding.controller import FixedController
-from mlx_eagle.decoding.costs import PLAIN, DraftShape, RoundCosts
-from mlx_eagle.decoding.live_costs import LiveCosts
+from mlx_eagle.decoding import loop
+from mlx_eagle.decoding.auto import FixedController
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.base import NullDrafter
-
-
-@pytest.fixture(autouse=True)
-def own_calibration(tmp_path, monkeypatch):
-    monkeypatch.setattr("mlx_eagle.decoding.calibrate.user_cache", lambda: tmp_path)
+from mlx_eagle.drafters.tree import CHAINS, PLAIN, TREES, DraftShape
 
 
 def run(
@@ -189,14 +184,14 @@ def test_who_leaves_gives_its_caches_back():
     assert len(third.tokens) == 1 < len(first.tokens) < 24
 
 
-def test_where_no_draft_can_pay_nothing_is_drafted():
+def test_where_no_draft_can_pay_nothing_is_drafted(monkeypatch):
     """Neither alone nor together, and the drafter is let go of."""
     model = MODELS["llama"]()
     drafter = tiny_head(model)
-    hopeless = RoundCosts(1.0, dict.fromkeys(CHAINS, 100.0))
-    group = Group(
-        model, drafter, generation_stream, "auto", find_costs=lambda *_: LiveCosts(hopeless)
-    )
+    hopeless = SettledCosts(curve(lambda k: 100.0), CHAINS + TREES)
+    for module in (loop, groups):
+        monkeypatch.setattr(module, "costs_of", lambda *_: hopeless)
+    group = Group(model, drafter, generation_stream, "auto")
     first, second = (started(model, drafter, MANY[b], 20) for b in (0, 1))
     seen = run(group, {0: first, 5: second})
     assert {is_shared for _, is_shared, _ in seen} == {True, False}
@@ -224,27 +219,6 @@ def test_a_drafter_that_falls_behind_catches_up_in_time(monkeypatch):
             batch.finish(done)
         found.append((done.runs, done.kept))
     assert found[0] == found[1]
-
-
-def test_costs_are_learned_for_every_number_of_requests():
-    """From the guess on; what was learned is there again for the next batch of that size."""
-    model = tiny_llama(vocab_size=VOCAB)
-    drafter = tiny_head(model)
-    decoder = started(model, drafter, PROMPTS[0], 5).decoder
-    costs = LearnedCosts(model, drafter, decoder)
-    guessed = costs.of(2)
-    assert guessed.current.guessed and costs.num_requests == 2
-    plain_of = [costs.of(num).current.plain for num in (1, 2, 8)]
-    assert plain_of == sorted(plain_of) and plain_of[0] < plain_of[2]
-    live = costs.of(3)
-    for _ in range(4):
-        live.record(PLAIN, 0.5)
-        live.record(DraftShape(2), 0.75)
-    costs.of(2)  # keeps what was learned
-    known = LearnedCosts(model, drafter, decoder).of(3).current
-    assert known.plain == pytest.approx(0.5)
-    assert known.rounds[DraftShape(2)] == pytest.approx(0.75, 0.1)
-    assert LearnedCosts(model, drafter, decoder).of(4).current.plain != pytest.approx(0.5)
 
 
 def test_a_drafter_that_is_none():

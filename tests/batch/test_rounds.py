@@ -12,8 +12,7 @@ from test_batch import MODELS, PROMPTS, VOCAB
 from mlx_eagle.batch.acceptance import BatchRule
 from mlx_eagle.batch.requests import Options, Request, first_token, prefill, restore_caches
 from mlx_eagle.batch.rounds import Batch
-from mlx_eagle.decoding.controller import FixedController
-from mlx_eagle.decoding.costs import DraftShape
+from mlx_eagle.decoding.auto import FixedController
 from mlx_eagle.decoding.decoder import Limits
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.decoding.sampling import Sampling, noise_of_rows
@@ -23,6 +22,7 @@ from mlx_eagle.drafters.batch_drafter import (
     SequentialDrafter,
     make_batch_drafter,
 )
+from mlx_eagle.drafters.tree import DraftShape
 
 
 def started(model, drafter, prompt, max_tokens, chunk=2048, ends=(), **options) -> Request:

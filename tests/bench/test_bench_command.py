@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-from costs import FLAT
+from costs import FLAT, SettledCosts
 from grids import thorough
 from helpers import PROMPT, byte_tokenizer, plain, tiny_head, tiny_llama
 from mlx.utils import tree_flatten
@@ -25,8 +25,6 @@ from mlx_eagle.bench import (
     report,
     runner,
 )
-from mlx_eagle.decoding.costs import BatchCosts
-from mlx_eagle.decoding.live_costs import LiveBatchCosts, LiveCosts
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.demo import __main__ as demo
 from mlx_eagle.drafters.lookup import CopyingDrafter, LookupDrafter
@@ -233,9 +231,8 @@ def test_scenarios_share_one_report(monkeypatch, capsys, tmp_path, tiny):
 @pytest.mark.exhaustive
 def test_batches_beside_mlx_lms_own(monkeypatch, capsys, tmp_path, tiny):
     lone = runner.Models(tiny.target, tiny.tokenizer, tiny.drafters)
-    costs = LiveBatchCosts(BatchCosts(FLAT, FLAT, 2))
-    monkeypatch.setattr("mlx_eagle.batch.generate.batch_costs", lambda *args: costs)
-    monkeypatch.setattr("mlx_eagle.decoding.loop.round_costs", lambda *args: LiveCosts(FLAT))
+    for module in ("batch.generate", "decoding.loop"):
+        monkeypatch.setattr(f"mlx_eagle.{module}.costs_of", lambda *_: SettledCosts(FLAT))
     (tmp_path / "mine.jsonl").write_text('{"prompt": "so?"}\n{"prompt": "Who is it?"}\n')
     flags = f"--prompts {tmp_path}/mine.jsonl --max-tokens 9 --repeats 1"
     flags += f" --order mirror --num-draft-tokens 2,auto --batch 2,1 --out {tmp_path}"

@@ -214,10 +214,6 @@ MISTAKES = {
     "no such head": (("--draft-model", "no/such/head/here"), "does not exist"),
     "target without head": (("--model", "somewhere"), "--model needs --draft-model"),
     "quantized twice": (("--quantize-draft", "8"), "already quantized to 4 to 6 bits"),
-    "nothing to measure": (
-        ("--recalibrate", "--num-draft-tokens", "3"),
-        "--recalibrate measures for auto, but --num-draft-tokens is 3: give auto",
-    ),
     "no such cache": (("--prompt-cache-file", "nowhere.safetensors"), "does not exist"),
     "a file as head": (("--draft-model", __file__), "give the folder it is in"),
 }
@@ -265,8 +261,6 @@ HELP = {
     "--acceptance": "match: works with any sampler. coupled (default with --temp): the same seed "
     "gives the same text with or without drafting. reject: rejection sampling, in a tree child by "
     "child.",
-    "--recalibrate": "With auto, measure what rounds cost before the first text, up to half a "
-    "minute, instead of learning it from the rounds themselves; what was known is replaced.",
     "--draft-cache": "Advanced: cheaper draft-cache update, lower acceptance.",
     "--list": "List converted heads and known pairs, and exit.",
 }

@@ -23,12 +23,11 @@ from tolerances import tolerance
 
 from mlx_eagle import Sampling
 from mlx_eagle.decoding.accept import Match
-from mlx_eagle.decoding.costs import DraftShape
 from mlx_eagle.decoding.decoder import Limits, Round
 from mlx_eagle.decoding.generation import Generation
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.decoding.setup import open_decoder
-from mlx_eagle.drafters.tree import parse_tree
+from mlx_eagle.drafters.tree import DraftShape, parse_tree
 from mlx_eagle.target.rollback import CacheQuantization
 from mlx_eagle.target.taps import Target
 

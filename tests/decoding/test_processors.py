@@ -12,12 +12,11 @@ from tree_drafters import TREE_SCRIPTS, ScriptedTreeDrafter
 
 from mlx_eagle.batch.requests import Options, Request, first_token, prefill
 from mlx_eagle.batch.rounds import Batch
-from mlx_eagle.decoding.controller import FixedController
-from mlx_eagle.decoding.costs import DraftShape
+from mlx_eagle.decoding.auto import FixedController
 from mlx_eagle.decoding.decoder import Limits
 from mlx_eagle.decoding.sampling import LogitsProcessors, Sampling
 from mlx_eagle.drafters.base import Draft
-from mlx_eagle.drafters.tree import TreeShape
+from mlx_eagle.drafters.tree import DraftShape, TreeShape
 
 NUM_TOKENS = 24
 

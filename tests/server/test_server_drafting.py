@@ -3,16 +3,16 @@
 import re
 
 import pytest
+from costs import SettledCosts, curve
 from openai import BadRequestError
 from serving import ENDLESS, NUM_CHARACTERS, ours, parse, theirs
 
 from mlx_eagle.commands import generate as cli
-from mlx_eagle.decoding.calibrate import CHAINS
-from mlx_eagle.decoding.costs import RoundCosts
-from mlx_eagle.decoding.live_costs import LiveCosts
+from mlx_eagle.decoding import loop
 from mlx_eagle.decoding.setup import read_tree
+from mlx_eagle.drafters.tree import CHAINS, TREES
 from mlx_eagle.server import __main__ as command
-from mlx_eagle.server import active_requests, engine
+from mlx_eagle.server import active_requests
 from mlx_eagle.server.caches import PairCache
 
 VOCAB = NUM_CHARACTERS + 2
@@ -31,11 +31,6 @@ def expected(pair):
 def server(pair):
     with ours("--model", pair["target"], "--draft-model", pair["head"], "--usage-stats") as asked:
         yield asked
-
-
-@pytest.fixture(autouse=True)
-def own_calibration(tmp_path, monkeypatch):
-    monkeypatch.setattr("mlx_eagle.decoding.calibrate.user_cache", lambda: tmp_path)
 
 
 @pytest.fixture
@@ -165,8 +160,8 @@ def test_targets_without_trees_refuse_them(pair, recurrent):
 
 def test_no_draft_could_pay_here(pair, expected, monkeypatch):
     """What was decoded without the drafter is filed without its part of the caches."""
-    hopeless = RoundCosts(1.0, dict.fromkeys(CHAINS, 100.0))
-    monkeypatch.setattr(engine, "round_costs", lambda *args, **options: LiveCosts(hopeless))
+    hopeless = SettledCosts(curve(lambda k: 100.0), CHAINS + TREES)
+    monkeypatch.setattr(loop, "costs_of", lambda *_: hopeless)
     filed, insert = [], PairCache.insert_cache
 
     def watch(self, model, tokens, caches, **options):

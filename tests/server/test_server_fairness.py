@@ -11,10 +11,6 @@ from grids import thorough
 from openai import BadRequestError
 from serving import ENDLESS, ours, theirs
 
-from mlx_eagle.decoding.calibrate import CHAINS
-from mlx_eagle.decoding.costs import RoundCosts
-from mlx_eagle.decoding.live_costs import LiveCosts
-from mlx_eagle.server import engine
 from mlx_eagle.server.body import PIECE, check_text_length
 
 TEXT = {"prompt": "Once upon a time", "max_tokens": 30, "logit_bias": ENDLESS}
@@ -207,59 +203,6 @@ def test_texts_are_measured_as_they_are_tokenized(server):
     with pytest.raises(ValueError, match="shorten it"):
         check_text_length(text, provider.tokenizer.encode, num_tokens // 2, lambda: None)
     assert len(text) > 2 * PIECE
-
-
-def test_rounds_are_measured_only_while_nobody_waits(flags, expected, monkeypatch):
-    """A second client comes in the midst of it: both are answered, and nothing is remembered."""
-    measuring = threading.Event()
-    num_done = []
-
-    def slow_costs(decoder, with_trees, progress=None, recalibrate=False) -> LiveCosts:
-        for i in range(200 * recalibrate):  # 20 s
-            progress(i, 200)
-            num_done.append(i)
-            measuring.set()
-            time.sleep(0.1)
-        return LiveCosts(RoundCosts(1.0, dict.fromkeys(CHAINS, 1.0)))
-
-    monkeypatch.setattr(engine, "round_costs", slow_costs)
-    for seeds in ({}, {"seed": 4, "temperature": 0.8}):
-        measuring.clear()
-        num_done.clear()
-        got = []
-        with ours(*flags, "--num-draft-tokens", "auto", "--recalibrate") as asked:
-            first = threading.Thread(
-                target=lambda got=got, options=TEXT | seeds: got.append(
-                    asked.complete(**options).choices[0].text
-                )
-            )
-            first.start()
-            assert measuring.wait(20)
-            second = asked.complete(**TEXT, num_draft_tokens=0).choices
-            first.join(timeout=60)
-            if seeds:
-                alone = asked.complete(**TEXT, **seeds, num_draft_tokens=0).choices[0].text
-        assert second == expected and len(num_done) < 150
-        assert got == [alone if seeds else expected[0].text]
-
-
-@pytest.mark.exhaustive
-def test_rounds_are_measured_once_where_that_is_asked_for(flags, monkeypatch):
-    asked_for = []
-
-    def quick_costs(decoder, with_trees, progress=None, recalibrate=False) -> LiveCosts:
-        asked_for.append(recalibrate)
-        if recalibrate:
-            progress(1, 1)
-        return LiveCosts(RoundCosts(1.0, dict.fromkeys(CHAINS, 1.0)))
-
-    monkeypatch.setattr(engine, "round_costs", quick_costs)
-    for more, expected in (("--recalibrate",), [True, False]), ((), [False, False]):
-        asked_for.clear()
-        with ours(*flags, "--num-draft-tokens", "auto", *more) as asked:
-            for _ in expected:
-                asked.complete(**TEXT)
-        assert asked_for == expected
 
 
 def test_an_answer_that_others_wait_for_ends_in_time(flags):

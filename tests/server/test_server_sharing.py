@@ -26,11 +26,6 @@ def server(flags):
         yield asked
 
 
-@pytest.fixture(autouse=True)
-def own_calibration(tmp_path, monkeypatch):
-    monkeypatch.setattr("mlx_eagle.decoding.calibrate.user_cache", lambda: tmp_path)
-
-
 def requests(num: int) -> list[dict]:
     """Prompts and answers of many lengths."""
     dice = random.Random(num)

@@ -42,12 +42,11 @@ from tree_drafters import ScriptedTreeDrafter
 import mlx_eagle
 from mlx_eagle.batch.requests import Options, Request, first_token, prefill, reason_not_batchable
 from mlx_eagle.batch.rounds import Batch
-from mlx_eagle.decoding.controller import FixedController
-from mlx_eagle.decoding.costs import DraftShape
+from mlx_eagle.decoding.auto import FixedController
 from mlx_eagle.decoding.decoder import Limits
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.drafters.base import Draft, Pick
-from mlx_eagle.drafters.tree import TreeShape
+from mlx_eagle.drafters.tree import DraftShape, TreeShape
 from mlx_eagle.system.machines import this_machine
 from mlx_eagle.target.taps import Target
 

@@ -1,18 +1,49 @@
 """What test files share about the draft length: costs of rounds, a controller by script."""
 
-from mlx_eagle.decoding.costs import DraftShape, RoundCosts
+from collections.abc import Callable, Sequence
 
-FLAT = RoundCosts(1.0, {DraftShape(k): 1.1 + 0.13 * k for k in range(1, 8)})
-LINEAR = RoundCosts(1.0, {DraftShape(k): 1.04 * k + 1.0 for k in range(1, 8)})
+from mlx_eagle.decoding.auto import RoundCosts
+from mlx_eagle.drafters.tree import CHAINS, PLAIN, DraftShape
+
+Curve = Callable[[DraftShape, int], float]
+
+
+def curve(of_draft: Callable[[int], float], per_request: float = 1.0) -> Curve:
+    """Plain steps by drafted tokens, of several requests so many times as much."""
+
+    def cost(shape: DraftShape, num_requests: int) -> float:
+        one = 1.0 if shape == PLAIN else of_draft(shape.num_rows - 1)
+        return one * (1 + per_request * (num_requests - 1))
+
+    return cost
+
+
+FLAT = curve(lambda k: 1.1 + 0.13 * k)
+LINEAR = curve(lambda k: 1.0 + 1.04 * k)
+
+
+class SettledCosts(RoundCosts):
+    """RoundCosts that are known, and that no round corrects."""
+
+    def __init__(self, cost: Curve, shapes: Sequence[DraftShape] = CHAINS, sizes=(1, 2, 3, 4, 5)):
+        super().__init__(cost)
+        for size in sizes:
+            for shape in (PLAIN, *shapes):
+                for _ in range(4):
+                    super().record(size, shape, cost(shape, size))
+
+    def record(self, num_requests, shape, seconds):
+        pass
 
 
 class ScriptedController:
     """Sizes by a script; drafting is off in its zeros."""
 
-    is_hopeless = False
+    never_pays = False
 
     def __init__(self, sizes):
         self.sizes, self.drafting_off, self.events, self.i = sizes, False, [], 0
+        self.recorded = []
 
     def next_shape(self, num_tokens):
         size = self.sizes[self.i % len(self.sizes)]
@@ -20,14 +51,8 @@ class ScriptedController:
         self.drafting_off = size == 0
         return DraftShape(size)
 
-    def record(self, shape, *num_accepted):
-        pass
+    def record(self, shape, num_accepted, seconds):
+        self.recorded.append((shape, num_accepted, seconds))
 
-    def record_time(self, shape, seconds):
-        pass
-
-    def update_costs(self, costs):
-        pass
-
-    def close(self):
+    def resize(self, num_requests):
         pass

@@ -123,5 +123,4 @@ def use_hub(patch: pytest.MonkeyPatch, hub: Hub, home: Path) -> None:
     patch.setattr(constants, "HF_HUB_CACHE", str(home / "hf" / "hub"))
     patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     patch.setattr(constants, "HF_HUB_OFFLINE", False)
-    for module in ("draft_models", "decoding.calibrate"):
-        patch.setattr(f"mlx_eagle.{module}.user_cache", lambda: home / ".cache" / "mlx-eagle")
+    patch.setattr("mlx_eagle.draft_models.user_cache", lambda: home / ".cache" / "mlx-eagle")

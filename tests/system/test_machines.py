@@ -3,9 +3,7 @@
 import mlx.core as mx
 import pytest
 
-from mlx_eagle.decoding.costs import on_line
-from mlx_eagle.system import machines
-from mlx_eagle.system.machines import first_look, fused_rows, machine_of, this_machine
+from mlx_eagle.system.machines import fused_rows, machine_of, pass_cost, this_machine
 
 APPLE = [  # what mx.device_info says, rows from which layers up to 2048, 4096 and wider change
     ("Apple M1", "applegpu_g13g", "M1", (14, 10, 6), 1),
@@ -57,7 +55,6 @@ def test_cuda(architecture, seven, eight):
 def test_unknown_machines_have_a_name_and_an_advice(info, backend):
     machine = machine_of(info, backend)
     assert machine.name and machine.generation and machine.advice
-    assert first_look(machine)[0] == 1 and first_look(machine)[-1] == 7
 
 
 def test_this_machine_is_the_one_of_the_default_device():
@@ -66,28 +63,23 @@ def test_this_machine_is_the_one_of_the_default_device():
     assert machine.name == str(mx.device_info()["device_name"])
 
 
-EVERY = [apple(name, architecture) for name, architecture, *_ in APPLE]
-EVERY += [machine_of({"architecture": name}, "cuda") for name in ("sm_80", "sm_90", "sm_100")]
-
-
-@pytest.mark.parametrize("machine", EVERY, ids=lambda m: f"{m.name} {m.generation}")
-@pytest.mark.parametrize("num_texts", [1, 2, 3, 4, 8, 16])
-def test_on_lines_between_what_is_timed_first_all_prices_lie(machine, num_texts):
-    """Whatever a vector read and a matrix tile cost, nothing in between is off the line."""
-    known = first_look(machine, num_texts)
-    for prices in ({"vector": 1.0, "matrix": 2.75}, {"vector": 1.0, "matrix": 5.5}):
-        passes = {k: machine.products.kernel(num_texts * (k + 1)) for k in machines.LENGTHS}
-        price = {k: prices[p.kernel] * p.times + 0.125 * k for k, p in passes.items()}
-        points = {k: price[k] for k in known}
-        assert [on_line(points, k) for k in price] == pytest.approx(list(price.values()))
-
-
-def test_what_is_timed_first():
-    assert first_look(apple("Apple M4", "applegpu_g16g")) == (1, 4, 5, 7)
-    assert first_look(apple("Apple M4", "applegpu_g16g"), 4) == (1, 2, 3, 7)
-    assert first_look(apple("Apple M1 Max", "applegpu_g13s")) == (1, 5, 6, 7)
-    assert first_look(apple("Apple M2 Ultra", "applegpu_g14d")) == (1, 3, 7)
-    assert first_look(machine_of({}, "cpu")) == (1, 3, 7)
+@pytest.mark.parametrize("kind", ["packed", "experts", "dense"])
+def test_what_passes_cost_before_any_was_timed(kind):
+    """In passes of one row; measured figures stand where they were measured."""
+    for name, architecture, *_ in APPLE:
+        machine = apple(name, architecture)
+        assert pass_cost(machine, 1, kind) == 1.0
+        costs = [pass_cost(machine, rows, kind) for rows in range(1, 41)]
+        assert min(costs) == 1.0 and max(costs) <= 40
+    pro, ultra = apple("Apple M4 Pro", "applegpu_g16s"), apple("Apple M3 Ultra", "applegpu_g15d")
+    if kind == "packed":
+        assert pass_cost(pro, 3, kind) == 1.18 and pass_cost(pro, 7, kind) == pytest.approx(2.42)
+        assert pass_cost(ultra, 4, kind) == 1.0
+        assert pass_cost(pro, 13, kind) == pass_cost(pro, 32, kind) < pass_cost(pro, 33, kind)
+        assert pass_cost(apple("Apple M1", "applegpu_g13g"), 4, kind) == 4.0
+    if kind == "dense":  # rows that fill a tile are cheap
+        cpu = machine_of({}, "cpu")
+        assert pass_cost(cpu, 8, kind) < pass_cost(cpu, 5, kind) < pass_cost(cpu, 6, kind)
 
 
 @pytest.mark.parametrize(

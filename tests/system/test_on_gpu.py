@@ -8,7 +8,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from tolerances import tolerance
 
 from mlx_eagle.convert.quantize import pack
-from mlx_eagle.decoding import calibrate
+from mlx_eagle.decoding import loop
+from mlx_eagle.decoding.decoder import Decoder
 from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.system.machines import this_machine
 from mlx_eagle.target.tree_attention import check_trees
@@ -46,18 +47,17 @@ def test_heads_are_quantized_on_the_cpu():
 
 @pytest.mark.on_gpu("metal", "attention in parts takes another kernel")
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
-def test_both_ways_of_a_round_are_tried(dtype, tmp_path, monkeypatch):
-    monkeypatch.setattr(calibrate, "user_cache", lambda: tmp_path)
-    taken, find = [], calibrate.fastest_ways
-    monkeypatch.setattr(
-        calibrate, "fastest_ways", lambda d, late: taken.append(d.other_ways) or find(d, late)
-    )
+def test_both_ways_of_a_round_are_tried(dtype, monkeypatch):
+    monkeypatch.setattr(loop, "LONG_PREFILL", 0.0)
+    used, use = [], Decoder.use
+    monkeypatch.setattr(Decoder, "use", lambda d, o: used.append(o) or use(d, o))
     model = tiny_llama(**CROWDED)
     model.set_dtype(dtype)
     drafter = tiny_head(model)
     drafter.head.set_dtype(dtype)
-    tokens, _ = speculative(model, drafter, PROMPT, 20, num_draft_tokens="auto", recalibrate=True)
-    assert taken == [["splits_attention", "keeps_tail"]] and len(tokens) == 20
+    tokens, _ = speculative(model, drafter, PROMPT, 200, num_draft_tokens="auto")
+    assert len(tokens) == 200 and any(options.splits_attention for options in used)
+    assert any(options.uses_overlay for options in used)
 
 
 @pytest.mark.on_gpu("metal", "half precision takes the kernels that people run")

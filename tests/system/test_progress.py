@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 from checkpoints import CONFIG, as_midlayer, eagle3_tensors, write_safetensors
 from grids import thorough
-from helpers import PROMPT, byte_tokenizer, plain, speculative, tiny_head, tiny_llama
+from helpers import PROMPT, byte_tokenizer, tiny_head, tiny_llama
 from hub import running_hub, use_hub
 from mlx_lm.generate import generate_step
 
@@ -19,15 +19,13 @@ from mlx_eagle import draft_models as drafters
 from mlx_eagle.commands import generate as cli
 from mlx_eagle.convert import convert
 from mlx_eagle.convert.__main__ import main as convert_main
-from mlx_eagle.decoding import calibrate, timing
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.system.hub import fetch
 from mlx_eagle.system.progress import Bar, prompt_bar
 
-READING, MEASURING, CONVERTING = "Reading the prompt", "Measuring the cost of rounds", "Converting"
+READING, CONVERTING = "Reading the prompt", "Converting"
 MODEL = tiny_llama(vocab_size=258)
 DRAFTER = tiny_head(MODEL)
-NUM_GROUPS = 1 + len(calibrate.CHAINS)  # conftest.py lets each be timed once
 
 
 class Terminal(io.StringIO):
@@ -53,9 +51,8 @@ def on_a_terminal() -> Iterator[Terminal]:
 
 @pytest.fixture
 def checkpoint(tmp_path, monkeypatch):
-    """An unconverted head; what is remembered of it and of costs is kept beside it."""
-    for module in (calibrate, drafters):
-        monkeypatch.setattr(module, "user_cache", lambda: tmp_path / "cache")
+    """An unconverted head; what is remembered of it is kept beside it."""
+    monkeypatch.setattr(drafters, "user_cache", lambda: tmp_path / "cache")
     return write_safetensors(tmp_path / "source", CONFIG, as_midlayer(eagle3_tensors()))
 
 
@@ -92,7 +89,6 @@ def test_small_totals_have_no_bar():
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 2, "auto"])
 def test_a_prompt_is_reported_as_mlx_lm_does(num_draft_tokens, monkeypatch, tmp_path):
-    monkeypatch.setattr("mlx_eagle.decoding.calibrate.user_cache", lambda: tmp_path)
     model = tiny_llama()
     ours, theirs = [], []
     options = {"max_tokens": 4, "prefill_step_size": 3}
@@ -142,34 +138,6 @@ def test_conversion_counts_its_tensors(checkpoint, tmp_path):
     assert seen == [(done, total) for done in range(total + 1)]
 
 
-@pytest.mark.parametrize("tree", thorough([None, "auto"], None))
-def test_calibration_reports_between_what_it_times(checkpoint, monkeypatch, tree):
-    order = []
-
-    def reported(function):
-        def timed(*args):
-            order.append("begin")
-            result = function(*args)
-            order.append("end")
-            return result
-
-        return timed
-
-    for name in ("time_rounds", "time_plain"):
-        monkeypatch.setattr(timing, name, reported(getattr(timing, name)))
-    options = {"tree": tree} if tree else {"num_draft_tokens": "auto"}
-    report = {"calibration_progress_callback": lambda *args: order.append(args)}
-    tokens, _ = speculative(MODEL, DRAFTER, PROMPT, 12, **options, **report, recalibrate=True)
-    assert tokens == plain(MODEL, PROMPT, 12)
-    num_plans = len(calibrate.CHAINS + (calibrate.TREES if tree else ()))
-    total = calibrate.AMOUNT.repeats * (1 + num_plans)
-    expected = [step for i in range(total) for step in ((i, total), "begin", "end")]
-    assert order == [*expected, (total, total)]
-    order.clear()
-    speculative(MODEL, DRAFTER, PROMPT, 12, **options, **report)
-    assert order == [], "the costs are remembered"
-
-
 # --- the commands, and the library ----------------------------------------------------------
 
 
@@ -190,41 +158,32 @@ def generate(monkeypatch, checkpoint):
 
 
 STEP = ("--prefill-step-size", "8")
-LENGTH, AGAIN = "--num-draft-tokens", "--recalibrate"
+LENGTH = "--num-draft-tokens"
 FLAGS = {
     "short": ((LENGTH, "3"), set()),
     "long": ((*STEP, LENGTH, "3"), {READING}),
     "long, undrafted": ((*STEP, LENGTH, "0"), {READING}),
     "long, without a drafter": ((*STEP, "--model", "some", LENGTH, "0"), {READING}),
     "auto": ((LENGTH, "auto"), set()),
-    "auto, measured": ((LENGTH, "auto", AGAIN), {MEASURING}),
     "short, by default": ((), set()),
-    "short, measured": ((AGAIN,), {MEASURING}),
     "long, by default": (STEP, {READING}),
-    "long, measured": ((*STEP, AGAIN), {READING, MEASURING}),
 }
 
 
 @pytest.mark.parametrize("module", [cli, chat], ids=["generate", "chat"])
-@pytest.mark.parametrize(
-    "name", thorough(FLAGS, "long", "long, without a drafter", "long, measured")
-)
+@pytest.mark.parametrize("name", thorough(FLAGS, "long", "long, without a drafter", "auto"))
 def test_generation_on_a_terminal(generate, module, name, capsys):
     flags, expected = FLAGS[name]
     with on_a_terminal() as terminal:
         generate(module, *flags)
     drawn = terminal.getvalue()
-    assert {text for text in (READING, MEASURING) if text in drawn} == expected
+    assert (READING in drawn) == (READING in expected)
     assert terminal.shown == "" and bool(drawn) == bool(expected)
     assert READING not in capsys.readouterr().out
-    assert (f"/{NUM_GROUPS} " in drawn) == (MEASURING in expected)
-    with on_a_terminal() as terminal:
-        generate(module, *(flag for flag in flags if flag != AGAIN))
-    assert MEASURING not in terminal.getvalue()
 
 
 @pytest.mark.parametrize("module", [cli, chat], ids=["generate", "chat"])
-@pytest.mark.parametrize("name", thorough(FLAGS, "long, measured"))
+@pytest.mark.parametrize("name", thorough(FLAGS, "long, by default"))
 def test_generation_without_a_terminal(generate, capsys, module, name):
     generate(module, *FLAGS[name][0])
     assert capsys.readouterr().err == ""

@@ -18,13 +18,13 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from tolerances import tolerance
 from tree_drafters import ScriptedTreeDrafter
 
-from mlx_eagle.decoding.controller import FixedController
-from mlx_eagle.decoding.costs import DraftShape, Ways
+from mlx_eagle.decoding.auto import FixedController
 from mlx_eagle.decoding.decoder import Limits
 from mlx_eagle.decoding.generation import Generation
+from mlx_eagle.decoding.kernel_options import KernelOptions
 from mlx_eagle.decoding.pipeline import Pipeline
 from mlx_eagle.decoding.setup import open_decoder
-from mlx_eagle.drafters.tree import TreeShape
+from mlx_eagle.drafters.tree import DraftShape, TreeShape
 from mlx_eagle.system.machines import fused_rows
 from mlx_eagle.target.attention_parts import find_attention
 from mlx_eagle.target.rollback import CacheQuantization
@@ -50,13 +50,13 @@ def rows(monkeypatch):
     return seen
 
 
-def decode(model, drafter, cache, shape, num_tokens, ways) -> list[int]:
-    """The tokens of a generation whose rounds are computed in these ways."""
+def decode(model, drafter, cache, shape, num_tokens, options) -> list[int]:
+    """The tokens of a generation whose rounds are computed by these options."""
     decoder = open_decoder(
         model, drafter.begin(), cache, CacheQuantization(None, 64, 0), mx.default_stream(mx.cpu),
         sampler=None, logits_processors=None, acceptance=None, tree=shape.tree,
     )  # fmt: skip
-    decoder.use(ways)
+    decoder.use(options)
     decoder.prefill(mx.array(PROMPT), 2048, lambda *_: None)
     generation = Generation(decoder, Limits(num_tokens, ()))
     rounds = Pipeline(generation, FixedController(shape), decoder.launch_first())
@@ -82,8 +82,8 @@ def test_the_text_is_plain_decodings(case, rows):
     drafter = kind(text, SCRIPTS["every length"])
     size = tree.depth if tree else int(shape)
     rows.clear()
-    ways = Ways(splits_attention=True)
-    tokens = decode(model, drafter, caches(), DraftShape(size, tree), 30, ways)
+    options = KernelOptions(splits_attention=True)
+    tokens = decode(model, drafter, caches(), DraftShape(size, tree), 30, options)
     assert tokens == text[len(PROMPT) :][:30]
     in_rounds = [num for num, _ in rows[len(model.layers) :]]
     assert max(in_rounds) == 4, "8 query heads per key head: 4 rows are the most"
@@ -164,5 +164,5 @@ def test_a_head_is_no_part_of_it():
     model = tiny_llama(**CROWDED)
     text = plain(model, PROMPT, 20)
     drafter = tiny_head(model)
-    ways = Ways(splits_attention=True, keeps_tail=True)
-    assert decode(model, drafter, make_prompt_cache(model), DraftShape(7), 20, ways) == text
+    options = KernelOptions(splits_attention=True, uses_overlay=True)
+    assert decode(model, drafter, make_prompt_cache(model), DraftShape(7), 20, options) == text

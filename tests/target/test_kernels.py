@@ -14,10 +14,10 @@ from metal_rules import GENERATIONS, Attention, Calls, Recorder
 from mlx_lm.models import gemma3_text, gpt_oss, llama, qwen3
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_eagle.decoding.calibrate import TREES
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.eagle3 import Eagle3Drafter
 from mlx_eagle.drafters.head import Eagle3Head
+from mlx_eagle.drafters.tree import TREES
 from mlx_eagle.system.machines import fused_rows
 from mlx_eagle.target.taps import Target
 

@@ -1,0 +1,400 @@
+"""Draft lengths: always the same, or the fastest of chains, trees and plain steps (``auto``).
+
+A round that drafts shape s emits E(s) tokens in t(s) seconds, a plain step one in t(plain):
+
+    gain(s) = E(s) t(plain) / t(s)
+
+and the shape with the greatest gain is drafted, none where that stays below 1. E comes from the
+share of drafted tokens kept lately at each place. t is told by the rounds themselves: the lower
+median of the last seven times of a shape, each over the pace of the machine at that moment. Times
+of shapes lean on each other, and before there are any on a curve c(s) known of the chip:
+
+    log t(s)/c(s) = sum_r w(r) log t(r)/c(r) / sum_r w(r),  w(r) = n(r) NEAR / (NEAR + d(s, r)^2)
+
+with n(r) times of r, the older the less, and d the difference in rows. The more n(s) = sum_r w(r)
+is, the less cheaper can a shape turn out: t(s) UNSEEN^(1 / (1 + 3 n(s))) at least. Where its gain
+would then be the greatest, a shape is tried, as long as that loses little. Nothing here takes a
+longer draft for a dearer one: 8 rows may cost less than 6.
+
+A shape is chosen before the round under way is read, and a round is recorded once the next one is
+launched, so the device waits for none of this. What was learned stays in memory, for the next
+text of the pair. A batch has one controller, and what its requests accept is pooled.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple
+
+from ..drafters.acceptance_stats import DraftAcceptance
+from ..drafters.tree import CHAINS, PLAIN, DraftShape
+from .kernel_options import KernelOptions, OptionTrial
+
+PRIOR = 1 / 3  # share of first drafts accepted where no text has shown any: heads have .3 to .8
+FIRSTS = 100.0  # first drafts that the acceptance expected of a new text is the mean of
+KEPT_TIMES = 7  # of a shape: the lower median stands with three of them disturbed
+STALE = 256.0  # rounds after which a time counts half: contexts grow
+NEAR = 0.1  # rows squared: a time one row away is worth a tenth of one of the own
+APART = 3.0  # rows more between plain steps and drafts, which share little but the weights
+UNSEEN = 0.5  # of its estimate, that a shape never timed may cost: 8 rows had .7 with OpenBLAS
+SURPRISE = 0.2  # logarithm of a time: so far off, costs are not those of the text before
+KNOWN = 0.9  # times from which on a cost counts as known
+TIMED_PLAIN = 4  # plain steps in a row to time: the first and the last are not comparable
+AGAIN, LATER = 64, 512  # tokens before plain steps are timed again: unknown; known, and close
+SURE = 1.3  # gain that no wrong time of plain steps brings below 1
+PROBE_ROUNDS = 6  # of a probe, before drafting is said to be on
+TRIAL_LOSS = 1.5  # plain steps that drafts must have lost before drafting is turned off
+TOO_SLOW = 0.98  # gain below which it is: acceptance is never known exactly
+FORGET = 0.3  # of the evidence on acceptance is left when a probe begins
+PROBE_BUDGET = 0.01  # of the time of plain decoding, spent on probes while drafting is off
+FEWEST, MOST = 64, 1024  # tokens between two probes
+ALMOST_ALWAYS = 0.9  # the highest acceptance of any drafter on a text
+WORTH_TRYING = 1.03  # of the best gain, that a shape to be tried must promise
+TRYING_LOSS, TRYING_SHARE = 1.0, 0.015  # plain steps, and per token, that trying shapes may lose
+
+OFF, PROBE, ON = "drafting off", "probe", "drafting on"
+
+
+@dataclass(frozen=True)
+class DraftingEvent:
+    """Drafting was turned off, tried again or turned on again, after ``num_tokens`` tokens."""
+
+    num_tokens: int
+    what: str  # drafting off | probe | drafting on
+    reason: str
+
+
+@dataclass
+class FixedController:
+    """Always the same.
+
+    ``drafting_off``: whether decoding is plain for now, so that the drafter may fall behind.
+    """
+
+    shape: DraftShape
+    drafting_off: bool = False
+    events: list[DraftingEvent] = field(default_factory=list)
+
+    def next_shape(self, num_tokens: int) -> DraftShape:
+        """What follows the round under way, before which ``num_tokens`` were emitted."""
+        return self.shape
+
+    def record(
+        self, shape: DraftShape, num_accepted: Sequence[int], seconds: float | None
+    ) -> None:
+        """What each request kept of a draft, none of a plain step; the time, if it says much."""
+
+    def disable_shape(self, shape: DraftShape, error: RuntimeError) -> bool:
+        """Whether the text can go on without ``shape``, which has failed."""
+        return False
+
+    def resize(self, num_requests: int) -> None:
+        """So many requests share rounds from now on."""
+
+
+class Estimate(NamedTuple):
+    """Of a round: its seconds, the least that these may be, and how many times say so."""
+
+    seconds: float
+    least: float
+    num_times: float
+
+
+class RoundCosts:
+    """What rounds of a pair cost, for any number of requests: times, and a curve before them.
+
+    ``curve`` gives what a round of a shape takes for so many requests, in plain steps of one.
+    ``agree`` makes one of the times of processes that share a model and must decide alike; the
+    first three of a shape then stand for all.
+    """
+
+    def __init__(
+        self,
+        curve: Callable[[DraftShape, int], float],
+        agree: Callable[[float | None], float | None] | None = None,
+    ):
+        self.acceptance = PRIOR
+        self.failed: frozenset[DraftShape] = frozenset()
+        self.options: KernelOptions | None = None  # None: others were not tried
+        self._curve, self._agree = curve, agree
+        # The pace of the machine is the median of the logarithms by which the last three times
+        # were off from others of their shape: one of them may have had other work in it.
+        self._offs = (0.0, 0.0, 0.0)
+        # Per requests and shape: after how many rounds each time was taken, and its logarithm
+        # without the pace. Entries are replaced whole, for other threads read them.
+        self._times: dict[tuple[int, DraftShape], tuple[tuple[int, float], ...]] = {}
+        self._num_rounds = self._begun = 0
+
+    def record(self, num_requests: int, shape: DraftShape, seconds: float | None) -> None:
+        """A round, or a plain step, has ended; of some it is not known how long they took."""
+        self._num_rounds += 1
+        times = self._times.get((num_requests, shape), ())
+        if self._agree is not None:
+            seconds = self._agree(seconds) if len(times) < 3 else None
+        if seconds is None:
+            return
+        if times:
+            off = math.log(seconds) - lower_median([time for _, time in times])
+            if times[-1][0] > self._begun:
+                self._offs = (*self._offs[1:], off)
+            elif shape == PLAIN:  # the machine goes at another pace than in the text before
+                self._offs = (off,) * 3
+            elif abs(off - lower_median(self._offs)) > SURPRISE:
+                self._forget()  # what was known of other shapes is off as well
+            times = times if times[-1][0] > self._begun else ()
+        time = self._num_rounds, math.log(seconds) - lower_median(self._offs)
+        self._times[num_requests, shape] = (*times[1 - KEPT_TIMES :], time)
+
+    def begin(self) -> None:
+        """A text begins: what is known by now is of earlier ones."""
+        self._begun = self._num_rounds
+
+    def _forget(self) -> None:
+        """Forget what earlier texts have taught of drafts."""
+        kept = [k for k, t in self._times.items() if k[1] == PLAIN or t[-1][0] > self._begun]
+        self._times = {key: self._times[key] for key in kept}
+
+    def has_run(self, shape: DraftShape) -> bool:
+        """Whether a round of that shape was ever timed."""
+        return any(shape == timed for _, timed in [*self._times])
+
+    def estimates(self, shapes: Sequence[DraftShape], num: int) -> dict[DraftShape, Estimate]:
+        """Of ``shapes`` and plain steps for ``num`` requests, all at one pace."""
+        sizes = {other for other, _ in [*self._times]} - {num}
+        nearest = min(sizes, key=lambda other: abs(math.log(other / num)), default=num)
+        known = [
+            (
+                shape,
+                sum(1 / (1 + (self._num_rounds - at) / STALE) for at, _ in times),
+                math.log2(other / num) ** 2,
+                lower_median([time for _, time in times]) - math.log(self._curve(shape, other)),
+            )
+            for (other, shape), times in [*self._times.items()]
+            if other in (num, nearest)
+        ]
+        return {shape: self._estimate(shape, num, known) for shape in (PLAIN, *shapes)}
+
+    def _estimate(
+        self, shape: DraftShape, num: int, known: list[tuple[DraftShape, float, float, float]]
+    ) -> Estimate:
+        total, weights = 0.0, 1e-9
+        for other, num_times, apart, off in known:
+            weight = num_times * NEAR / (NEAR + apart + _distance(shape, other) ** 2)
+            total, weights = total + weight * off, weights + weight
+        seconds = self._curve(shape, num) * math.exp(total / weights)
+        return Estimate(seconds, seconds * UNSEEN ** (1 / (1 + 3 * weights)), weights)
+
+
+@cache
+def _distance(left: DraftShape, right: DraftShape) -> float:
+    """How little the costs of two shapes have to do with each other, in rows."""
+    apart = APART * ((left == PLAIN) != (right == PLAIN)) + ((left.width > 1) != (right.width > 1))
+    return abs(left.num_rows - right.num_rows) + apart
+
+
+def lower_median(values: Sequence[float]) -> float:
+    """[3.0, 1.0, 2.0, 9.0] -> 2.0: other work can only add to a time."""
+    return sorted(values)[(len(values) - 1) // 2]
+
+
+class AdaptiveController:
+    """The fastest shape by what was accepted lately; plain decoding where no draft is faster.
+
+    While drafting is off, a few rounds are drafted now and then to see whether the text has
+    changed; how often follows from what the last ones lost.
+    """
+
+    def __init__(
+        self,
+        costs: RoundCosts,
+        shapes: Sequence[DraftShape] = CHAINS,
+        num_requests: int = 1,
+        can_draw: Callable[[], bool] = lambda: True,
+        trial: OptionTrial | None = None,
+    ):
+        """``can_draw``: whether the trees among ``shapes`` can be; asked before the first one."""
+        self.drafting_off = self.never_pays = False  # the latter: whatever is accepted
+        self.events: list[DraftingEvent] = []
+        self._costs, self._num_requests, self._resized = costs, num_requests, num_requests
+        costs.begin()
+        self._shapes = [shape for shape in shapes if shape not in costs.failed]
+        self._can_draw, self._is_asked, self._trial = can_draw, False, trial
+        longest = max((shape.size for shape in shapes), default=1)
+        self._accepted = DraftAcceptance(costs.acceptance, longest)
+        self._latest = PLAIN  # chosen; perhaps not recorded yet
+        self._num_tokens, self._probe_left, self._plain_left = 0, 0, 0.0
+        self._is_timing = False  # off for a few steps, to see what they cost
+        self._plain_timed = -LATER  # the token after which that was done
+        self._rounds: list[tuple[DraftShape, float]] = []  # and tokens, since drafts were level
+        self._tries_lost = 0.0  # plain steps
+        self._estimates = costs.estimates(self._shapes, num_requests)
+        self._give_up()
+
+    def next_shape(self, num_tokens: int) -> DraftShape:
+        """See ``Controller.next_shape``."""
+        self._num_tokens = num_tokens
+        if self.drafting_off:
+            self._plain_left -= 1
+            if self._plain_left >= 0:
+                return PLAIN
+            self._turn_on()
+        shape, gain = self._best()
+        if self._has_to_time_plain(gain):
+            self.drafting_off = self._is_timing = True
+            self._plain_left, self._plain_timed = TIMED_PLAIN - 1, num_tokens
+            return PLAIN
+        if shape == PLAIN and self._shapes:
+            return min(self._shapes, key=lambda shape: (shape.num_rows, shape.size))
+        if gain < TOO_SLOW and (lost := self._lost()) > TRIAL_LOSS:
+            lost += self._cost(shape)  # when drafting begins, the pipeline drains
+            self._turn_off(
+                f"with {self._accepted.places[0]:.0%} of first drafts accepted, the best length "
+                f"({shape}) would give {gain:.2f}x",
+                min(MOST, max(FEWEST, lost / PROBE_BUDGET)) - 1,
+            )
+            self._give_up()
+            return PLAIN
+        self._latest = shape = self._worth_trying(max(gain, 1.0)) or shape
+        if shape.tree is not None and not self._is_asked:
+            self._is_asked = True
+            if not self._can_draw():
+                self._shapes = [shape for shape in self._shapes if shape.tree is None]
+                return self.next_shape(num_tokens)
+        return shape
+
+    def record(
+        self, shape: DraftShape, num_accepted: Sequence[int], seconds: float | None
+    ) -> None:
+        """See ``Controller.record``."""
+        if shape not in self._estimates:  # cut to what was left of the text
+            return
+        if num_accepted:
+            self._learn(shape, num_accepted)
+        self._costs.record(self._num_requests, shape, seconds)
+        if self._trial is not None and shape != PLAIN:
+            self._trial.record(shape, seconds)
+            if self._trial.has_ended:
+                self._costs.options, self._trial = self._trial.best, None
+        is_other, self._num_requests = self._num_requests != self._resized, self._resized
+        self._estimates = self._costs.estimates(self._shapes, self._num_requests)
+        best, gain = self._best()
+        self._probe_left -= shape != PLAIN
+        reason = ""
+        if is_other and self.drafting_off and not self._is_timing:
+            reason = f"a round costs less now, drafts of {best} promise {gain:.2f}x"
+        elif shape != PLAIN and self._probe_left == 0:
+            reason = f"the probe promises {gain:.2f}x"
+        if reason and gain >= 1.0:
+            self.drafting_off, self.never_pays, self._rounds = False, False, []
+            self._note(ON, reason)
+
+    def disable_shape(self, shape: DraftShape, error: RuntimeError) -> bool:
+        """See ``Controller.disable_shape``: it can if that shape never was drafted here.
+
+        It is then drafted no more, which is said once.
+        """
+        if self._costs.has_run(shape):
+            return False
+        if shape not in self._costs.failed:
+            reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+            what = f"rounds that draft {shape} fail on this device and are left out ({reason})."
+            print(f"Note: {what}", file=sys.stderr)
+        self._costs.failed |= {shape}
+        self._shapes = [other for other in self._shapes if other != shape]
+        self._give_up()
+        return True
+
+    def resize(self, num_requests: int) -> None:
+        """See ``Controller.resize``: from the next record on, which is of the others' round."""
+        self._resized = num_requests
+
+    def _learn(self, shape: DraftShape, num_accepted: Sequence[int]) -> None:
+        """See what was accepted, and what that has lost against plain steps."""
+        num_tokens = sum(num_accepted) / len(num_accepted) + 1
+        if self._estimates[shape].num_times < KNOWN:
+            self._tries_lost += self._cost(shape) - num_tokens / max(self._best()[1], 1.0)
+        first = self._accepted.learn(shape, num_accepted)
+        weight = 1 - (1 - 1 / FIRSTS) ** len(num_accepted)
+        self._costs.acceptance += weight * (first - self._costs.acceptance)
+        self._rounds.append((shape, num_tokens))
+        if self._lost() <= 0:
+            self._rounds.clear()
+
+    def _lost(self) -> float:
+        """Plain steps that drafts have lost since they were last level, as is known now."""
+        return sum(self._cost(s) - num for s, num in self._rounds if s in self._estimates)
+
+    def _cost(self, shape: DraftShape) -> float:
+        """In plain steps."""
+        return self._estimates[shape].seconds / self._estimates[PLAIN].seconds
+
+    def _best(self) -> tuple[DraftShape, float]:
+        """The timed shape with the greatest gain, and the gain; a plain step where none is."""
+        alphas, timed = self._accepted.places, self._timed()
+        gains = {s: self._accepted.expected(s, alphas) / self._cost(s) for s in timed}
+        shape = max(gains, key=gains.__getitem__, default=PLAIN)
+        return shape, gains.get(shape, 0.0)
+
+    def _worth_trying(self, best: float) -> DraftShape | None:
+        """A shape of unknown cost that might be faster than ``best``, if that loses little."""
+        left = TRYING_LOSS + TRYING_SHARE * self._num_tokens - self._tries_lost
+        plain, alphas = self._estimates[PLAIN].seconds, self._accepted.places
+        promises, timed = {}, self._timed()
+        for shape in self._shapes:
+            if shape in timed or shape == self._latest:
+                continue
+            num_tokens = self._accepted.expected(shape, alphas)
+            promise = num_tokens * plain / self._estimates[shape].least
+            # At worst every row more costs what those of a timed shape do.
+            slope = min(((self._cost(s) - 1) / (s.num_rows - 1) for s in timed), default=0.0)
+            most = max(self._cost(shape), 1 + slope * (shape.num_rows - 1))
+            if most - num_tokens / best <= left and promise > WORTH_TRYING * best:
+                promises[shape] = promise
+        return max(promises, key=promises.__getitem__, default=None)
+
+    def _timed(self) -> list[DraftShape]:
+        """The shapes whose cost is known."""
+        return [s for s in self._shapes if self._estimates[s].num_times >= KNOWN]
+
+    def _has_to_time_plain(self, gain: float) -> bool:
+        """Whether what plain steps cost has to be seen: unknown, or old and nearly as fast."""
+        age = self._num_tokens - self._plain_timed
+        is_known = self._estimates[PLAIN].num_times >= KNOWN
+        return age >= LATER and gain < SURE and not self._rounds if is_known else age > AGAIN
+
+    def _turn_on(self) -> None:
+        """Draft again: where plain steps were timed as before, else for a probe."""
+        self.drafting_off, self._plain_timed = False, self._num_tokens
+        if self._is_timing:
+            self._is_timing = False
+            return
+        self._rounds, self._probe_left = [], PROBE_ROUNDS
+        self._accepted.fade(FORGET)
+        self._note(PROBE, "to see whether drafts are accepted now")
+
+    def _give_up(self) -> None:
+        """Draft no more where no draft can be run, or none is faster whatever is accepted."""
+        known, always = self._estimates, [ALMOST_ALWAYS]
+        chances = {s: self._accepted.expected(s, always) / known[s].least for s in self._shapes}
+        shape = max(chances, key=chances.__getitem__, default=PLAIN)
+        reason = "no draft can be verified on this device"
+        if shape != PLAIN:
+            is_known = known[PLAIN].num_times >= KNOWN and self._timed()
+            if not is_known or chances[shape] * known[PLAIN].seconds >= 1.0:
+                return
+            reason = f"a round of {shape} drafts costs {self._cost(shape):.2f} plain steps, so it "
+            reason += f"would be slower even with {ALMOST_ALWAYS:.0%} accepted"
+        self.never_pays = True
+        self._turn_off(reason, math.inf)
+
+    def _turn_off(self, reason: str, num_plain: float) -> None:
+        self.drafting_off, self._plain_left = True, num_plain
+        self._note(OFF, reason)
+
+    def _note(self, what: str, reason: str) -> None:
+        self.events.append(DraftingEvent(self._num_tokens, what, reason))
+
+
+Controller = FixedController | AdaptiveController

@@ -1,0 +1,452 @@
+"""What is drafted next: chosen in a simulator of texts, and in the order of the loop."""
+
+import gc
+import re
+from collections.abc import Iterable
+
+import pytest
+from costs import FLAT, LINEAR, SettledCosts, curve
+from grids import thorough
+from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama
+from simulator import GUESSES, MACHINES, NOISE, Machine, best
+
+from mlx_eagle.decoding import loop, pipeline, setup
+from mlx_eagle.decoding.auto import (
+    OFF,
+    ON,
+    PROBE,
+    AdaptiveController,
+    FixedController,
+    RoundCosts,
+    lower_median,
+)
+from mlx_eagle.decoding.kernel_options import COUNTED, UNCOUNTED, KernelOptions, OptionTrial
+from mlx_eagle.decoding.setup import costs_of
+from mlx_eagle.drafters.acceptance_stats import Acceptance, DraftAcceptance, expected_tokens
+from mlx_eagle.drafters.lookup import CopyingDrafter
+from mlx_eagle.drafters.tree import CHAINS, PLAIN, TREES, DraftShape
+from mlx_eagle.target.taps import Target
+
+ALPHAS = [0.0, 0.25, 0.5, 0.7, 0.85]
+STEEP = curve(lambda k: 1.2 + 0.84 * k)
+ONE, THREE, SEVEN = DraftShape(1), DraftShape(3), DraftShape(7)
+
+
+def mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return sum(values) / len(values)
+
+
+def first_text(cost, guess, alpha, length, seed, waves=0.0, shapes=CHAINS) -> float:
+    """Seconds per token of a text before which nothing was known but a guess."""
+    machine = Machine(cost, lambda n: alpha, seed, waves)
+    return machine.write(AdaptiveController(RoundCosts(guess), shapes), length)
+
+
+# --- texts of a machine -----------------------------------------------------------------------
+
+# Of the best speed, as measured over all acceptances and guesses, less one hundredth.
+LEAST = {"flat": 0.92, "gentle": 0.9, "knee": 0.9, "linear": 0.94, "BLAS": 0.87, "tiles of 8": 0.8}
+
+
+@pytest.mark.parametrize("waves", thorough([0.0, 0.2], 0.0))
+@pytest.mark.parametrize("name", thorough(MACHINES, "flat", "linear", "BLAS", "tiles of 8"))
+def test_a_first_text_is_near_the_best(name, waves):
+    """Somebody who is told everything is the measure; with trees offered, too."""
+    cost, shares = MACHINES[name], []
+    for guess in GUESSES.values():
+        for alpha in ALPHAS:
+            times = [first_text(cost, guess, alpha, 200, seed, waves) for seed in range(4)]
+            shares.append(best(cost, alpha) / mean(times))
+            assert NOISE / mean(times) > 0.93, "against plain decoding"
+    assert mean(shares) > LEAST[name]
+
+
+@pytest.mark.parametrize("guess", GUESSES)
+@pytest.mark.parametrize("name", thorough(MACHINES, "flat", "linear"))
+def test_the_second_text_goes_on_where_the_first_has_ended(name, guess):
+    cost, gains = MACHINES[name], []
+    for alpha in ALPHAS:
+        texts = []
+        for seed in range(6):
+            known, machine = RoundCosts(GUESSES[guess]), Machine(cost, lambda n, a=alpha: a, seed)
+            texts.append([machine.write(AdaptiveController(known), 100) for _ in range(2)])
+        first, second = (mean(text) for text in zip(*texts, strict=True))
+        gains.append(first / second)
+        assert NOISE / second > 0.95, "against plain decoding"
+    assert mean(gains) > (0.99 if name == "linear" else 1.01)
+
+
+@pytest.mark.parametrize("factor", [1.6, 1 / 1.6])
+@pytest.mark.parametrize("alpha", [0.25, 0.6])
+def test_costs_wrong_by_a_factor_are_corrected_within_a_text(factor, alpha):
+    """All that was known of rounds is off: the text after is as fast as where nothing was."""
+
+    def second(known: RoundCosts, seed: int) -> float:
+        machine = Machine(FLAT, lambda n: alpha, seed)
+        machine.write(AdaptiveController(known), 200)
+        return machine.write(AdaptiveController(known), 200)
+
+    def costs(of: float) -> RoundCosts:
+        return SettledOnce(curve(lambda k: of * (1.1 + 0.13 * k)))
+
+    wrong = mean(second(costs(factor), seed) for seed in range(16))
+    right = mean(second(costs(1.0), seed) for seed in range(16))
+    assert wrong < 1.04 * right
+
+
+def test_it_follows_a_text_that_changes():
+    def alpha(position: int) -> float:
+        return 0.8 if (position // 500) % 2 else 0.02
+
+    def speed(make) -> float:
+        return mean(1 / Machine(FLAT, alpha, seed).write(make(), 2000) for seed in range(12))
+
+    fixed = max(speed(lambda k=k: FixedController(DraftShape(k))) for k in range(8))
+    assert speed(lambda: AdaptiveController(SettledCosts(FLAT))) > 1.02 * fixed
+
+
+class Growing(Machine):
+    """Attention makes long drafts dearer than short ones with the context, and plain steps too."""
+
+    @staticmethod
+    def at(num_tokens: float):
+        grown = num_tokens / 1000
+
+        def cost(shape: DraftShape, num_requests: int) -> float:
+            dearer = 1 + grown * (0.25 + 0.05 * shape.size) if shape != PLAIN else 1 + 0.3 * grown
+            return dearer * FLAT(shape, num_requests)
+
+        return cost
+
+    def took(self, shape: DraftShape) -> float:
+        self.cost = self.at(self.num_tokens)
+        return super().took(shape)
+
+
+def growing_best(num_tokens: float, alpha: float) -> float:
+    return (1 + 0.3 * num_tokens / 1000) * best(
+        lambda s, n: Growing.at(num_tokens)(s, n) / (1 + 0.3 * num_tokens / 1000), alpha
+    )
+
+
+@pytest.mark.parametrize("alpha", thorough([0.3, 0.6, 0.8], 0.6))
+def test_it_follows_costs_that_grow_with_the_context(alpha):
+    shares = []
+    for seed in range(8):
+        machine = Growing(FLAT, lambda n: alpha, seed)
+        seconds = machine.write(AdaptiveController(SettledOnce(FLAT)), 3000)
+        shares.append(mean(growing_best(n, alpha) for n in range(0, 3000, 10)) / seconds)
+    assert mean(shares) > 0.93
+
+
+class SettledOnce(SettledCosts):
+    """RoundCosts that are known at first."""
+
+    record = RoundCosts.record
+
+
+# --- shapes -----------------------------------------------------------------------------------
+
+
+def most_used(cost, alpha, shapes=CHAINS, length=600, seed=3) -> DraftShape:
+    machine = Machine(cost, lambda n: alpha, seed)
+    machine.write(AdaptiveController(RoundCosts(GUESSES["five rows"]), shapes), length)
+    late = machine.shapes[len(machine.shapes) // 2 :]
+    return max(set(late), key=late.count)
+
+
+def test_eight_rows_may_be_cheaper_than_six():
+    assert most_used(MACHINES["BLAS"], 0.85) == SEVEN
+    assert most_used(MACHINES["tiles of 8"], 0.7) == SEVEN
+    assert most_used(MACHINES["knee"], 0.7) == THREE
+
+
+def test_a_tree_is_taken_where_it_is_faster_and_not_elsewhere():
+    shapes = CHAINS + TREES
+    assert most_used(MACHINES["BLAS"], 0.5, shapes).tree is not None
+    assert most_used(LINEAR, 0.5, shapes) == PLAIN
+    trees_cost_more = lambda s, n: FLAT(s, n) * (2.0 if s.tree else 1.0)  # noqa: E731
+    assert most_used(trees_cost_more, 0.5, shapes).tree is None
+
+
+def test_trees_are_left_out_where_they_cannot_be_drawn():
+    """That is found out once, and only where one would be drafted."""
+    asked: list[int] = []
+    for _ in range(2):
+        machine = Machine(MACHINES["BLAS"], lambda n: 0.6, 1)
+        controller = AdaptiveController(
+            RoundCosts(FLAT), CHAINS + TREES, can_draw=lambda: asked.append(1) or False
+        )
+        machine.write(controller, 300)
+        assert all(shape.tree is None for shape in machine.shapes)
+    assert len(asked) == 2
+    controller = AdaptiveController(RoundCosts(LINEAR), CHAINS + TREES, can_draw=lambda: 1 / 0)
+    Machine(LINEAR, lambda n: 0.1, 1).write(controller, 300)
+
+
+def test_a_shape_that_fails_is_left_out_for_good(capsys):
+    costs, error = RoundCosts(FLAT), RuntimeError("[metal] Maximum threads per threadgroup\nmore")
+    controller = AdaptiveController(costs)
+    assert controller.disable_shape(THREE, error) and controller.disable_shape(THREE, error)
+    assert capsys.readouterr().err == (
+        "Note: rounds that draft 3 fail on this device and are left out ([metal] Maximum threads "
+        "per threadgroup).\n"
+    )
+    machine = Machine(FLAT, lambda n: 0.9, 1)
+    machine.write(AdaptiveController(costs), 300)
+    assert THREE not in machine.shapes and SEVEN in machine.shapes
+    assert not AdaptiveController(costs).disable_shape(SEVEN, error), "it has worked"
+    for shape in CHAINS:
+        costs.failed |= {shape}
+    (event,) = AdaptiveController(costs).events
+    assert event.reason == "no draft can be verified on this device"
+
+
+# --- off and on -------------------------------------------------------------------------------
+
+
+def test_hopeless_costs_turn_drafting_off_with_the_reason():
+    controller = AdaptiveController(SettledCosts(LINEAR))
+    assert controller.drafting_off and controller.never_pays
+    assert [controller.next_shape(n) for n in range(5000)] == [PLAIN] * 5000
+    (event,) = controller.events
+    assert event.what == OFF and "would be slower even with 90% accepted" in event.reason
+
+
+def test_drafting_off_probes_and_drafting_on_are_noted():
+    controller = AdaptiveController(SettledCosts(FLAT))
+    Machine(FLAT, lambda n: 0.9 if n > 600 else 0.0, 1).write(controller, 1500)
+    whats = [event.what for event in controller.events]
+    assert whats[0] == OFF and whats[-1] == ON
+    assert whats.count(PROBE) == whats.count(OFF)
+    positions = [event.num_tokens for event in controller.events]
+    assert positions == sorted(positions) and positions[-1] > 600
+    reason = controller.events[0].reason
+    assert re.search(r"with \d+% of first drafts accepted, the best length", reason)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.1, 0.4])
+@pytest.mark.parametrize("cost", [FLAT, STEEP, LINEAR], ids=["flat", "steep", "linear"])
+def test_known_costs_lose_little_even_on_short_texts(cost, alpha):
+    for seed in range(20):
+        machine = Machine(cost, lambda n: alpha, seed)
+        machine.took = lambda shape, cost=cost: cost(shape, 1)
+        assert machine.write(AdaptiveController(SettledCosts(cost)), 100) < 1.04
+
+
+# --- batches ----------------------------------------------------------------------------------
+
+
+def test_requests_of_a_batch_share_what_is_known():
+    """Three requests that accept alike teach three times as much as one, in as many rounds."""
+    single, shared = (AdaptiveController(SettledCosts(FLAT)) for _ in range(2))
+    for kept in (3, 0, 1, 3):
+        single.record(THREE, [kept], None)
+        shared.record(THREE, [kept] * 3, None)
+    assert shared._accepted.places[0] > 0.5 > single._accepted.places[0] > 0.4
+
+
+def test_a_batch_that_shrinks_goes_on_from_what_more_have_cost():
+    """Drafts pay for two and not for four; the round under way when one ends is of the others."""
+
+    def cost(shape: DraftShape, num_requests: int) -> float:
+        dear = 1.9 if num_requests > 2 and shape != PLAIN else 1.0
+        return dear * FLAT(shape, num_requests)
+
+    controller = AdaptiveController(SettledCosts(cost), CHAINS, 4)
+    machine = Machine(cost, lambda n: 0.6, 1, num_requests=4)
+    machine.write(controller, 60)
+    assert controller.drafting_off and not controller.never_pays
+    controller.resize(2)
+    assert controller.drafting_off
+    controller.record(PLAIN, (), None)
+    assert not controller.drafting_off and controller.events[-1].what == ON
+    assert "a round costs less now" in controller.events[-1].reason
+
+
+def test_costs_of_one_size_tell_of_the_next():
+    costs = RoundCosts(FLAT)
+    for _ in range(4):
+        costs.record(4, PLAIN, 8.0)  # twice what is thought, as everything
+        costs.record(4, THREE, 2 * FLAT(THREE, 4))
+    found = costs.estimates(CHAINS, 3)
+    assert found[PLAIN].seconds == pytest.approx(6.0, rel=0.01)
+    assert found[THREE].seconds == pytest.approx(2 * FLAT(THREE, 3), rel=0.01)
+    assert found[SEVEN].least < 0.6 * found[SEVEN].seconds, "nobody has seen that"
+
+
+# --- costs and acceptance ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", [0.6, 1.6])
+def test_a_machine_that_changes_its_pace_changes_no_comparison(factor):
+    """What is timed in a slow moment is compared with what was timed in a fast one."""
+    costs = RoundCosts(FLAT)
+    for number in range(40):
+        pace = 1.0 if number < 15 else factor
+        shape = PLAIN if number < 5 else THREE
+        costs.record(1, shape, pace * FLAT(shape, 1))
+    found = costs.estimates(CHAINS, 1)
+    assert found[THREE].seconds / found[PLAIN].seconds == pytest.approx(FLAT(THREE, 1), rel=0.05)
+
+
+def test_one_time_that_something_came_between_says_little():
+    costs = RoundCosts(FLAT)
+    for pace in (1.0, 1.0, 30.0, 1.0, 1.0):
+        costs.record(1, PLAIN, 1.0)
+        costs.record(1, THREE, pace * FLAT(THREE, 1))
+    found = costs.estimates(CHAINS, 1)
+    assert found[THREE].seconds / found[PLAIN].seconds == pytest.approx(FLAT(THREE, 1), rel=0.1)
+    assert lower_median([3.0, 1.0, 2.0, 9.0]) == 2.0
+
+
+def test_processes_that_share_a_model_decide_alike():
+    """Their mean time counts, three of each shape, and none where one of them has none."""
+    others = iter([1.2, None, 1.0, 1.4, 1.0])
+
+    def agree(seconds: float | None) -> float | None:
+        other = next(others)
+        return None if None in (seconds, other) else (seconds + other) / 2
+
+    costs = RoundCosts(FLAT, agree)
+    for seconds in (1.0, 1.0, 1.0, 1.0, 50.0, 50.0):
+        costs.record(1, PLAIN, seconds)
+    assert costs.estimates(CHAINS, 1)[PLAIN].seconds == pytest.approx(1.1, rel=0.15)
+    assert next(others) == 1.0, "nobody is asked a fourth time"
+
+
+def test_acceptance_by_place_and_of_trees():
+    assert expected_tokens([0.8, 0.5], 3) == pytest.approx(1 + 0.8 + 0.4 + 0.2)
+    assert expected_tokens([], 3) == 1.0
+    seen = Acceptance(1 / 3, 3)
+    for _ in range(300):
+        seen.fade()
+        seen.observe(0, 3, 2)
+    assert seen.places[:2] == pytest.approx([1.0, 1.0], abs=0.15) and seen.places[2] < 0.15
+    tree = next(shape for shape in TREES if str(shape) == "3x3:7")
+    drafts = DraftAcceptance(0.5, 7)
+    before = drafts.expected(THREE, drafts.places), drafts.expected(tree, drafts.places)
+    for _ in range(60):
+        drafts.learn(tree, [3, 3, 2])
+    assert drafts.expected(tree, drafts.places) > 3.3 > before[1] > before[0]
+    now = drafts.expected(THREE, drafts.places)
+    assert now > before[0], "what a tree keeps says that a chain keeps more"
+
+
+def test_a_text_expects_what_the_texts_before_accepted():
+    costs = RoundCosts(FLAT)
+    assert AdaptiveController(costs)._accepted.places[0] == pytest.approx(1 / 3)
+    for i in range(300):
+        AdaptiveController(costs).record(THREE, [3 if i % 10 else 0], None)
+    assert AdaptiveController(costs)._accepted.places[0] == pytest.approx(0.9, abs=0.05)
+
+
+# --- memory -----------------------------------------------------------------------------------
+
+
+def test_what_is_known_is_of_a_pair_and_gone_with_it():
+    model = tiny_llama()
+    drafter, other = tiny_head(model), tiny_head(model)
+    known = costs_of(model, drafter, "greedy")
+    assert known is costs_of(model, drafter.begin(), "greedy")
+    others = [
+        costs_of(model, other, "greedy"),
+        costs_of(model, drafter, "coupled"),
+        costs_of(model, CopyingDrafter(drafter), "greedy"),
+        costs_of(model, drafter.with_draft_cache("lagging"), "greedy"),
+        costs_of(tiny_llama(), drafter, "greedy"),
+    ]
+    assert len({id(costs) for costs in [known, *others]}) == 6
+    del model, drafter, other, known, others
+    gc.collect()
+    assert setup._known == {}
+
+
+def test_texts_of_a_pair_go_on_from_each_other():
+    model = tiny_llama()
+    drafter = tiny_head(model)
+    for num in (1, 2):
+        assert speculative(model, drafter, PROMPT, 60, num_draft_tokens="auto")[0] == plain(
+            model, PROMPT, 60
+        )
+        (costs,) = setup._known.values()
+        assert costs.has_run(PLAIN) and costs._num_rounds > 15 * num
+
+
+# --- the order of the loop --------------------------------------------------------------------
+
+
+def test_chosen_before_the_read_and_recorded_after_the_launch(monkeypatch):
+    """What the host does between the read and the next launch is no business of ``auto``."""
+    order: list[str] = []
+
+    def noting(kind, name: str, what: str) -> None:
+        method = getattr(kind, name)
+        monkeypatch.setattr(kind, name, lambda *a, **k: order.append(what) or method(*a, **k))
+
+    noting(AdaptiveController, "next_shape", "choose")
+    noting(AdaptiveController, "record", "record")
+    noting(Target, "__call__", "launch")
+    noting(loop.Generation, "finish", "read")
+    model = tiny_llama()
+    free = SettledCosts(curve(lambda k: 1.0))
+    monkeypatch.setattr(loop, "costs_of", lambda *_: free)
+    speculative(model, tiny_head(model), PROMPT, 30, num_draft_tokens="auto")
+    whole = " ".join(order[order.index("choose") :])
+    assert whole.startswith("choose read launch record choose read launch record")
+    assert "read choose" not in whole and "read record launch" not in whole
+
+
+def test_only_what_is_comparable_is_timed(monkeypatch):
+    now = iter([1.0, 3.0, 4.0, 5.0, 6.0, 6.5, 6.6, 7.6, 7.7, 8.7, 9.7])
+    monkeypatch.setattr(pipeline.time, "perf_counter", lambda: next(now))
+    clock, draft = pipeline.RoundClock(), DraftShape(2)
+    assert clock.seconds(PLAIN, False) is None  # at 1: nothing came before
+    assert clock.seconds(draft, False) is None  # at 3: it waited for a plain step
+    assert clock.seconds(draft, False) == 1.0  # at 4
+    assert clock.seconds(PLAIN, False) is None  # at 5
+    assert clock.seconds(PLAIN, True) == 1.0  # at 6
+    with clock.pausing():  # from 6.5 to 6.6
+        pass
+    assert clock.seconds(PLAIN, True) == pytest.approx(1.6)  # at 7.6
+    with clock.pausing():  # from 7.7 to 8.7: the caller kept the device waiting
+        pass
+    assert clock.seconds(PLAIN, True) is None  # at 9.7
+
+
+# --- kernel options ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "seconds, expected",
+    [
+        # of (splits attention, uses overlay)
+        ({}, KernelOptions()),
+        ({(1, 0): 0.9}, KernelOptions(splits_attention=True)),
+        ({(0, 1): 0.9}, KernelOptions(uses_overlay=True)),
+        ({(1, 0): 0.9, (1, 1): 0.8}, KernelOptions(True, True)),
+        ({(1, 0): 0.9, (1, 1): 0.89}, KernelOptions(True, False)),  # hardly faster
+    ],
+)
+def test_the_faster_way_is_taken(seconds, expected):
+    used = [KernelOptions()]
+    trial = OptionTrial(["splits_attention", "uses_overlay"], used.append)
+    num_rounds = 0
+    while not trial.has_ended:
+        now = used[-1]
+        trial.record(THREE, seconds.get((int(now.splits_attention), int(now.uses_overlay)), 1.0))
+        trial.record(THREE, None)
+        num_rounds += 1
+    assert trial.best == used[-1] == expected
+    assert num_rounds <= 4 * (COUNTED + UNCOUNTED)
+    trial.record(THREE, 1.0)
+
+
+def test_ways_are_compared_in_rounds_of_one_shape():
+    used: list[KernelOptions] = []
+    trial = OptionTrial(["splits_attention"], used.append)
+    for _ in range(20):
+        for shape in (ONE, THREE):
+            trial.record(shape, 1.0)
+    assert used == [] and not trial.has_ended
