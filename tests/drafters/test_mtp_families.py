@@ -9,9 +9,11 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 import pytest
+from documents import ROOT
 from grids import thorough
 from helpers import PROMPT, SCRIPTS, byte_tokenizer, plain, speculative
-from mtp_checkpoints import FAMILIES, Published
+from mlx_lm.models.cache import KVCache
+from mtp_checkpoints import FAMILIES, Published, entering
 
 import mlx_eagle
 from mlx_eagle.drafters.mtp import MTPDrafter, load_mtp
@@ -90,6 +92,24 @@ def test_k_forwards_a_round(name, k):
     tokens, stats = speculative(part.target, drafter, PROMPT, 15, num_draft_tokens=k)
     assert tokens == plain(part.target, PROMPT, 15)
     assert stats.num_head_forwards == stats.num_drafted
+
+
+GOLDEN = mx.load(str(ROOT / "tests" / "support" / "golden" / "mtp.safetensors"))
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_states_are_those_of_mlx_vlm(name):
+    """Frozen by ``tools/golden/make_mtp.py``; in one pass, and row by row."""
+    part, (embeddings, states) = published(name), entering()
+    head = load_mtp(part.arrays(), part.target).head
+    caches = [KVCache() for _ in range(head.num_caches)]
+    once = head(embeddings[None], states[None], caches)[0]
+    caches = [KVCache() for _ in range(head.num_caches)]
+    rows = zip(embeddings, states, strict=True)
+    steps = [head(e[None, None], s[None, None], caches)[0, 0] for e, s in rows]
+    greatest = mx.abs(GOLDEN[name]).max()
+    for found in (once, mx.stack(steps)):
+        assert (mx.abs(found - GOLDEN[name]).max() / greatest).item() < 1e-5
 
 
 SHARED = ["deepseek-v3", "glm-4.5", "glm-4.7-flash", "mimo"]

@@ -1,0 +1,280 @@
+"""Where MTP layers are found: in a target's shards, here or on a hub, or in their own folder."""
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from checkpoints import write_config
+from helpers import PROMPT, byte_tokenizer, plain, speculative, tiny_llama
+from hub import Hub, running_hub, use_hub
+from mlx.utils import tree_flatten
+from mtp_checkpoints import FAMILIES, Published
+
+import mlx_eagle
+from mlx_eagle.drafters.kinds import recognise
+from mlx_eagle.drafters.mtp import load_mtp
+
+QWEN = FAMILIES["qwen3.5"]()
+MOE = FAMILIES["qwen3.5 moe, tied"]()
+GLM = FAMILIES["glm-4.5"]()
+CARD = "---\nlibrary_name: mlx\nbase_model: {}\ntags:\n- mlx\n---\n# A copy\n"
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch) -> Hub:
+    with running_hub(tmp_path / "hub") as server:
+        use_hub(monkeypatch, server, tmp_path / "home")
+        yield server
+
+
+def write_checkpoint(folder: Path, part: Published, num_shards: int = 3) -> Path:
+    """A checkpoint as published: shards and an index; the last holds the MTP layers."""
+    folder.mkdir(parents=True)
+    trunk = {f"model.layers.{i}.mlp.up_proj.weight": mx.zeros((4, 4)) for i in range(2)}
+    places: dict[str, str] = {}
+    for i in range(num_shards):
+        name = f"model-{i + 1:05}-of-{num_shards:05}.safetensors"
+        last = i == num_shards - 1
+        arrays = part.arrays() if last else {f"{n}{i}": array for n, array in trunk.items()}
+        mx.save_safetensors(str(folder / name), arrays)
+        places |= dict.fromkeys(arrays, name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    write_config(folder, {"model_type": part.target.model_type})
+    return folder
+
+
+def check(drafter, part: Published) -> None:
+    """It is what comes of the tensors themselves, and drafts."""
+    own = load_mtp(part.arrays(), part.target)
+    theirs = dict(tree_flatten(drafter.head.parameters()))
+    for name, array in tree_flatten(own.head.parameters()):
+        assert mx.array_equal(theirs[name], array), name
+    tokens, stats = speculative(part.target, drafter, PROMPT, 10, num_draft_tokens=2)
+    assert tokens == plain(part.target, PROMPT, 10)
+    assert stats.num_drafted > 0
+
+
+@pytest.mark.parametrize("part", [QWEN, MOE, GLM], ids=["qwen3.5", "qwen3.5 moe", "glm-4.5"])
+def test_a_folder(part, tmp_path):
+    folder = write_checkpoint(tmp_path / "target", part)
+    (folder / "model-00001-of-00003.safetensors").write_bytes(b"never read")
+    check(mlx_eagle.open_drafter("mtp", part.target, target=folder), part)
+    copies = mlx_eagle.open_drafter("mtp+lookup", part.target, target=folder)
+    tokens, _ = speculative(part.target, copies, PROMPT, 10, num_draft_tokens=2)
+    assert tokens == plain(part.target, PROMPT, 10)
+
+
+def test_a_folder_of_one_file(tmp_path):
+    (tmp_path / "target").mkdir()
+    mx.save_safetensors(str(tmp_path / "target" / "model.safetensors"), QWEN.arrays())
+    write_config(tmp_path / "target", {"model_type": "qwen3_5"})
+    check(mlx_eagle.open_drafter("mtp", QWEN.target, target=tmp_path / "target"), QWEN)
+
+
+def test_where_the_tokenizer_is_from(tmp_path):
+    """As in ``mlx_lm.load``: a caller from Python need not say it again."""
+    folder = write_checkpoint(tmp_path / "target", QWEN)
+    tokenizer = byte_tokenizer()
+    tokenizer._tokenizer.name_or_path = str(folder)
+    check(mlx_eagle.open_drafter("mtp", QWEN.target, tokenizer), QWEN)
+
+
+def fetched(hub: Hub) -> list[str]:
+    """The files of weights that were asked for, without their owners, each once."""
+    names = [path.rsplit("/", 1)[1] for path in hub.requests if path.endswith(".safetensors")]
+    return sorted(set(names))
+
+
+def test_a_repository_fetches_the_shard_that_holds_them(hub):
+    write_checkpoint(hub.root / "some" / "target", GLM)
+    check(mlx_eagle.open_drafter("mtp", GLM.target, target="some/target"), GLM)
+    assert fetched(hub) == ["model-00003-of-00003.safetensors"]
+
+
+def test_a_repository_of_one_file(hub):
+    folder = hub.root / "some" / "target"
+    folder.mkdir(parents=True)
+    mx.save_safetensors(str(folder / "model.safetensors"), QWEN.arrays())
+    write_config(folder, {"model_type": "qwen3_5"})
+    check(mlx_eagle.open_drafter("mtp", QWEN.target, target="some/target"), QWEN)
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_a_conversion_sends_to_its_original(hub, tmp_path, is_local):
+    write_checkpoint(hub.root / "maker" / "original", QWEN)
+    copy = (tmp_path if is_local else hub.root / "some") / "copy-4bit"
+    copy.mkdir(parents=True)
+    mx.save_safetensors(str(copy / "model.safetensors"), {"model.norm.weight": mx.ones(4)})
+    write_config(copy, {"model_type": "qwen3_5", "quantization": {"bits": 4, "group_size": 64}})
+    (copy / "README.md").write_text(CARD.format("maker/original"))
+    target = str(copy) if is_local else "some/copy-4bit"
+    check(mlx_eagle.open_drafter("mtp", QWEN.target, target=target), QWEN)
+    assert "model-00001-of-00003.safetensors" not in fetched(hub)
+
+
+def test_an_original_without_layers_is_not_left_for_its_own_base(hub):
+    """What a fine-tune was made from has other weights: its layers would not be the target's."""
+    write_checkpoint(hub.root / "maker" / "base", QWEN)
+    tuned = hub.root / "some" / "tuned"
+    tuned.mkdir(parents=True)
+    mx.save_safetensors(str(tuned / "model.safetensors"), {"model.norm.weight": mx.ones(4)})
+    write_config(tuned, {"model_type": "qwen3_5"})
+    (tuned / "README.md").write_text("---\nbase_model: maker/base\n---\n")
+    with pytest.raises(ValueError, match=r"^some/tuned holds no MTP layers: mlx-lm leaves them"):
+        mlx_eagle.open_drafter("mtp", QWEN.target, target="some/tuned")
+    assert "base" not in " ".join(hub.requests)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("no/such", "no/such is neither a folder here nor a repository on the hub"),
+        ("not a name", "not a name does not exist, and it is not a repository id either"),
+        (None, "nobody says where that is: give its folder or repository as `target`"),
+    ],
+)
+def test_places_that_are_none(hub, target, message):
+    with pytest.raises(ValueError, match=message) as error:
+        mlx_eagle.open_drafter("mtp", QWEN.target, target=target)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_shard(hub, tmp_path):
+    folder = write_checkpoint(hub.root / "some" / "target", QWEN)
+    (folder / "model-00003-of-00003.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"has model-00003-of-00003.safetensors in its index"):
+        mlx_eagle.open_drafter("mtp", QWEN.target, target="some/target")
+    folder.rename(tmp_path / "here")
+    with pytest.raises(ValueError, match=r"00003.safetensors is missing, though model.safe"):
+        mlx_eagle.open_drafter("mtp", QWEN.target, target=tmp_path / "here")
+
+
+def test_other_targets_are_refused_by_what_they_are(tmp_path):
+    with pytest.raises(ValueError, match=r"^the target is a llama model: MTP layers are known"):
+        mlx_eagle.open_drafter("mtp", tiny_llama(), target=tmp_path)
+
+
+# Folders of MTP layers alone, as mlx-vlm and mlx-community publish them.
+
+
+def final(part: Published) -> dict[str, np.ndarray]:
+    """Qwen's tensors as in a folder: no prefix, norms as they are multiplied with."""
+    found = {}
+    for name, array in part.tensors.items():
+        is_norm = array.ndim == 1
+        found[name.removeprefix("mtp.")] = array + 1 if is_norm else array
+    return found
+
+
+def write_folder(folder: Path, tensors: dict, **config) -> str:
+    folder.mkdir()
+    arrays = {name: mx.array(array) for name, array in tensors.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), arrays)
+    write_config(folder, {"model_type": "qwen3_5_mtp", "block_size": 4, **config})
+    return str(folder)
+
+
+@pytest.mark.parametrize("norms", ["final", "less one", "mixed", "small ones"])
+def test_a_folder_of_layers(tmp_path, norms):
+    """What norms hold is told by the target's own, not by what the file is called."""
+    tensors, part = final(QWEN), QWEN
+    if norms != "final":
+        raw = {name.removeprefix("mtp."): array for name, array in QWEN.tensors.items()}
+        mixed = [name for name in raw if norms == "less one" or name.startswith("layers.")]
+        mixed = [] if norms == "small ones" else mixed
+        tensors |= {name: raw[name] for name in mixed}
+        if norms == "mixed":  # the two that go with the layer's
+            names = ("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
+            tensors |= {name: raw[name] for name in names}
+    if norms == "small ones":  # in either reading nearer to 0 than to 1
+        small = {f"mtp.{name}": QWEN.tensors[f"mtp.{name}"] * 0 - 0.7 for name in PRE}
+        part = Published(QWEN.target, {**QWEN.tensors, **small}, QWEN.naive, QWEN.inner)
+        tensors = final(part)
+    path = write_folder(tmp_path / "layers", tensors)
+    assert recognise(tensors, {"model_type": "qwen3_5_mtp"}) == "mtp"
+    check(mlx_eagle.open_drafter(path, QWEN.target), part)
+
+
+PRE = ("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
+
+
+def packed(tensors: dict, skip: tuple[str, ...] = ()) -> tuple[dict, dict]:
+    """The same with its matrices in 4 bits, and what they are worth."""
+    stored, worth = {}, {}
+    for name, array in tensors.items():
+        array = mx.array(array)
+        if array.ndim == 1 or name in skip:
+            stored[name] = worth[name] = array
+            continue
+        path = name.removesuffix(".weight")
+        parts = mx.quantize(array, 32, 4)
+        stored |= dict(zip((name, f"{path}.scales", f"{path}.biases"), parts, strict=True))
+        worth[name] = mx.dequantize(*parts, 32, 4)
+    return stored, worth
+
+
+@pytest.mark.parametrize("part", [QWEN, MOE], ids=["dense", "moe"])
+def test_a_packed_folder(part, tmp_path):
+    tensors = final(part)
+    if part is MOE:
+        for name in ("gate", "up", "down"):
+            own = [tensors.pop(f"layers.0.mlp.experts.{i}.{name}_proj.weight") for i in range(4)]
+            tensors[f"layers.0.mlp.switch_mlp.{name}_proj.weight"] = np.stack(own)
+    stored, worth = packed(tensors, skip=("layers.0.mlp.gate.weight",))
+    path = write_folder(tmp_path / "layers", stored, quantization={"bits": 4, "group_size": 32})
+    drafter = mlx_eagle.open_drafter(path, part.target)
+    dense = load_mtp(worth, part.target)
+    tokens, features = mx.array(PROMPT[1:]), mx.random.normal((len(PROMPT) - 1, 64))
+    for each in (drafter, dense):
+        each.extend(tokens, features)
+    assert mx.allclose(drafter._first, dense._first, rtol=1e-3, atol=1e-3)
+    text, _ = speculative(part.target, drafter, PROMPT, 10, num_draft_tokens=2)
+    assert text == plain(part.target, PROMPT, 10)
+    with pytest.raises(ValueError, match="is already quantized to 4 bits"):
+        mlx_eagle.open_drafter(path, part.target, quantize_bits=4)
+
+
+def test_packed_without_a_word_on_how(tmp_path):
+    stored, _ = packed(final(QWEN))
+    path = write_folder(tmp_path / "layers", stored)
+    with pytest.raises(ValueError, match=r"is packed, but its config.json says not how"):
+        mlx_eagle.open_drafter(path, QWEN.target)
+
+
+def test_packing_while_loading(tmp_path):
+    folder = write_checkpoint(tmp_path / "target", MOE)
+    drafter = mlx_eagle.open_drafter("mtp", MOE.target, target=folder, quantize_bits=8)
+    layer = drafter.head.layers[0]
+    assert "scales" in drafter.head.fc and "scales" in layer.self_attn.q_proj
+    assert "scales" not in layer.mlp.gate  # the router
+    text, _ = speculative(MOE.target, drafter, PROMPT, 10, num_draft_tokens=2)
+    assert text == plain(MOE.target, PROMPT, 10)
+
+
+def test_layers_of_another_target_are_refused(tmp_path):
+    folder = write_checkpoint(tmp_path / "target", QWEN)
+    other = FAMILIES["qwen3-next moe"]()
+    with pytest.raises(ValueError, match=r"the checkpoint lacks mtp.layers.0.mlp"):
+        mlx_eagle.open_drafter("mtp", other.target, target=folder)
+
+
+def test_the_converter_says_that_there_is_nothing_to_convert(tmp_path):
+    path = write_folder(tmp_path / "layers", final(QWEN))
+    with pytest.raises(ValueError, match="this is an MTP layer, which is loaded as published"):
+        mlx_eagle.convert.convert(path, str(tmp_path / "out"))
+
+
+def test_the_commands_open_them(tmp_path, monkeypatch):
+    from mlx_eagle.commands import flags
+
+    folder = write_checkpoint(tmp_path / "target", QWEN)
+    monkeypatch.setattr(flags, "load_target", lambda *_: (QWEN.target, byte_tokenizer()))
+    args = Namespace(
+        draft_model="mtp", model=str(folder), quantize_draft=None, draft_window=None,
+        draft_cache="exact", adapter_path=None, dtype=None,
+    )  # fmt: skip
+    _, _, drafter = flags.load_pair(args, {})
+    check(drafter, QWEN)
