@@ -20,6 +20,7 @@ ELSEWHERE = ("convert", "bench")  # source folders that become subpackages when 
 MOST_LEVELS, MOST_FILES, MOST_LINES, MOST_COLUMNS, LONGEST_FUNCTION = 8, 8, 500, 99, 60
 
 MOST_MODULES = 175  # on the way to 130
+MOST_REACHED = 30  # modules behind the loop, itself among them
 
 MIRRORS = {
     "speculative_generate_step": "mlx_lm.generate.speculative_generate_step",
@@ -130,6 +131,21 @@ def test_arrows_between_rooms_run_downwards_over_few_levels():
     levels = {room: level(room, graph) for room in graph}
     assert max(levels.values()) <= MOST_LEVELS, sorted(levels.items(), key=lambda item: item[1])
     assert levels["system"] == 1 and levels["target"] < levels["drafters"] < levels["decoding"]
+
+
+def reached(module: str) -> set[str]:
+    """The modules of ours that one imports, by whatever way, itself included."""
+    found, left = set(), {module}
+    while left:
+        found |= left
+        left = set().union(*map(imports, left)) - found
+    return found
+
+
+def test_the_loop_is_understood_from_few_modules():
+    found = reached("mlx_eagle.decoding.loop")
+    assert {"mlx_eagle.decoding.decoder", "mlx_eagle.target.rollback"} <= found
+    assert len(found) <= MOST_REACHED, sorted(found)
 
 
 def test_nobody_imports_an_entry_point():

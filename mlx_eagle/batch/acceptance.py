@@ -41,10 +41,10 @@ class GroupChoice(Protocol):
     """One round of n requests that are judged alike."""
 
     def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
-        """See ``together.Picks.pick``; logits (n, Vd)."""
+        """See ``batch_drafter.Picks.pick``; logits (n, Vd)."""
 
     def alone(self, index: int) -> Pick:
-        """See ``together.Picks.alone``."""
+        """See ``batch_drafter.Picks.alone``."""
 
     def verify(
         self, drafts: mx.array, lengths: Sequence[int], logits: mx.array
@@ -81,7 +81,7 @@ class Greedy:
 class CoupledRows:
     """One round of requests that sample with the noise of their positions, by the same filters."""
 
-    def __init__(self, rules: list[Coupled], keys: mx.array, positions: list[int], size: int):
+    def __init__(self, rules: Sequence[Coupled], keys: mx.array, positions: list[int], size: int):
         self._rules = rules
         self._positions = positions
         self._size = size
@@ -172,9 +172,9 @@ class RuleGroup:
 
 def _kind(rule: Rule) -> object:
     """The same for rules that can be judged together."""
-    if type(rule) is Match and rule.sampler is None:
+    if isinstance(rule, Match) and rule.sampler is None:
         return Greedy
-    if type(rule) is Coupled and type(rule.sampling) is Sampling:
+    if isinstance(rule, Coupled) and type(rule.sampling) is Sampling:
         return (*rule.sampling.parameters, rule.drafts_greedily, rule.vocab_size)
     return RowByRow
 
@@ -200,7 +200,7 @@ class BatchRule:
 
 
 class BatchChoice:
-    """One round of a batch: ``together.Picks``, and what judges the drafts."""
+    """One round of a batch: ``batch_drafter.Picks``, and what judges the drafts."""
 
     def __init__(self, groups: list[RuleGroup], choices: list[GroupChoice], order: list[int]):
         self._groups = groups

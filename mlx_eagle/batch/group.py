@@ -14,10 +14,8 @@ import mlx.nn as nn
 from ..decoding.accept import log_softmax
 from ..decoding.auto import AdaptiveController, Controller, DraftingEvent, FixedController
 from ..decoding.decoder import Decoder, Round
-from ..decoding.generation import Generation
 from ..decoding.kernel_options import KernelOptions
-from ..decoding.loop import CLEAR_CACHE_EVERY, make_controller
-from ..decoding.pipeline import Pipeline
+from ..decoding.loop import CLEAR_CACHE_EVERY, Pipeline, SingleRunner, make_controller
 from ..decoding.setup import costs_of
 from ..drafters.base import Drafter, NullDrafter
 from ..drafters.tree import CHAINS, PLAIN, DraftShape, Tree
@@ -43,14 +41,14 @@ class RoundOutput:
     is_shared: bool = False
 
 
-class SingleRunner:
+class OwnRunner:
     """One request by itself, as ``speculative_generate_step`` decodes it."""
 
     is_shared = False
 
     def __init__(self, request: Request, controller: Controller):
         self._request, self._controller = request, controller
-        self._generation = Generation(request.decoder, request.limits)
+        self._generation = SingleRunner(request.decoder, request.limits)
         self._num_events = 0
         self._last: Round | None = None
         self._pipeline = Pipeline(self._generation, controller)
@@ -142,7 +140,7 @@ class SharedRunner:
         return self._emitted(self._batch.round())
 
     def part(self) -> list[RoundOutput]:
-        """Finish what is under way; others may decode whoever has not ended then."""
+        """Finish what is under way; others may decode those that have not ended then."""
         return self._emitted(self._batch.dissolve())
 
     def _emitted(self, done: SharedRound | None) -> list[RoundOutput]:
@@ -194,7 +192,7 @@ class Group:
         self._model, self._draft_model, self._stream = model, draft_model, stream
         self._num_draft_tokens, self._tree = num_draft_tokens, tree
         self._drafts_together = drafts_together
-        self._runner: SingleRunner | SharedRunner | None = None
+        self._runner: OwnRunner | SharedRunner | None = None
         self._num_rounds = 0
         self._running: list[Request] = []
         self._joining: list[Request] = []
@@ -207,7 +205,7 @@ class Group:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody is left, nor anything under way."""
+        """Whether no request is left, nor anything under way."""
         return not self.requests and self._runner is None
 
     def join(self, request: Request) -> None:
@@ -275,7 +273,7 @@ class Group:
         if not self._running and self._runner is not None:
             self._runner = None
 
-    def _begin(self, requests: Sequence[Request]) -> SingleRunner | SharedRunner:
+    def _begin(self, requests: Sequence[Request]) -> OwnRunner | SharedRunner:
         """What decodes these from now on."""
         if self._shares(len(requests)):
             shared = self._share([request.decoder for request in requests])
@@ -285,9 +283,9 @@ class Group:
         (request,) = requests
         decoder = request.decoder
         if decoder.discards_features:
-            return SingleRunner(request, FixedController(PLAIN, drafting_off=True))
+            return OwnRunner(request, FixedController(PLAIN, drafting_off=True))
         controller = make_controller(decoder, self._num_draft_tokens, self._tree, request.stats)
-        return SingleRunner(request, controller)
+        return OwnRunner(request, controller)
 
     def _share(self, decoders: Sequence[Decoder]) -> SharedRunner:
         """Shared rounds for these, who have yet to join."""

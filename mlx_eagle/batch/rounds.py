@@ -17,7 +17,7 @@ from ..decoding.accept import RowsInTurn, log_softmax
 from ..decoding.auto import Controller
 from ..decoding.decoder import PendingPairs
 from ..decoding.kernel_options import KernelOptions
-from ..decoding.pipeline import Pipeline
+from ..decoding.loop import Pipeline
 from ..drafters.base import Draft, Drafter
 from ..drafters.batch_drafter import make_batch_drafter
 from ..drafters.tree import DraftShape
@@ -43,7 +43,7 @@ class Batch:
 
     ``controller`` decides on one draft length for all, and is told how many they are.
 
-    It is a ``pipeline.Runner`` of ``SharedRound``.
+    It is a ``loop.Runner`` of ``SharedRound``.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Batch:
         size = max(room)
         choice = self._rule.open(positions, room)
         if size > 0:
-            self._catch_up()
+            self._flush_pairs()
             self._drafts.see_target(lambda b: CacheView(self._caches.extract(b)))
             drafts, lengths = self._drafts.propose(size, choice)
             # The device drafts while the host builds the target's pass, the larger graph.
@@ -245,7 +245,7 @@ class Batch:
 
     def _take_in(self, request: Request) -> None:
         """The last of the batch; its own caches are let go of."""
-        self._catch_up()
+        self._flush_pairs()
         decoder = request.decoder
         self._caches.join(decoder.cache)
         self._drafts.join(decoder.drafter)
@@ -256,7 +256,7 @@ class Batch:
     def _let_go(self, left: list[int]) -> None:
         """Of all requests but those ``left``."""
         if self._keep_caches:
-            self._catch_up()
+            self._flush_pairs()
         for b, request in enumerate(self.requests):
             if b in left:
                 continue
@@ -275,7 +275,7 @@ class Batch:
         else:
             self._pending.clear()
 
-    def _catch_up(self) -> None:
+    def _flush_pairs(self) -> None:
         """Let the drafter absorb what was decoded plainly."""
         if num_steps := len(self._pending):
             self._pending.flush(self._drafts.extend)
@@ -289,7 +289,7 @@ class Batch:
         else:
             self._pending.add(0, done.verification.following, done.features)
             if len(self._pending) == MOST_BEHIND:
-                self._catch_up()
+                self._flush_pairs()
         self._roots = roots
         for b, (request, length) in enumerate(zip(done.requests, lengths, strict=True)):
             request.decoder.follow(done.verification.following[b], length, length - 1)

@@ -1,6 +1,6 @@
 """One request being decoded: the steps of a round, on the target's caches and the drafter's.
 
-What happens here is how a round is built, committed and undone; ``pipeline.py`` decides when.
+What happens here is how a round is built, committed and undone; ``loop.py`` decides when.
 """
 
 import time

@@ -1,21 +1,33 @@
-"""The speculative loop: draft, verify in one target forward, keep what agrees, and again."""
+"""The speculative loop: draft, verify, accept, commit, tell, and again.
 
-from collections.abc import Collection, Iterator
+1. Draft: the drafter proposes a chain or a tree behind the root, the last token emitted.
+2. Verify: one forward pass of the target runs over the root and the draft.
+3. Accept: the acceptance rule keeps what the target agrees with, and the drafter absorbs it.
+4. Commit: the host reads what was kept, the caches are cut to it, and its tokens are emitted.
+5. Tell: the controller hears what the round brought and what it took.
+
+The first three are one launch, for which the host does not wait: ``Decoder.launch`` for one
+request, ``Batch.launch`` for several. The next round is launched between 4 and 5, so the device is
+busy whatever the controller computes, and whatever the caller does with the tokens.
+"""
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generate_step, generation_stream
 
 from ..drafters.base import Drafter
-from ..drafters.tree import CHAINS, DraftShape, Tree
+from ..drafters.tree import CHAINS, PLAIN, DraftShape, Tree
 from ..system.progress import Progress, silent
 from ..target.rollback import CacheQuantization
 from .auto import AdaptiveController, Controller, FixedController
-from .decoder import Decoder, Limits
-from .generation import Generation
+from .decoder import Decoder, Limits, Round
 from .kernel_options import KernelOptions, OptionTrial
-from .pipeline import Pipeline
 from .sampling import LogitsProcessor, Sampler, Sampling
 from .setup import (
     begin_drafter,
@@ -31,6 +43,203 @@ from .setup import (
     verifies_trees,
 )
 from .stats import Stats
+
+R = TypeVar("R")
+"""What a runner launches: one round, or one round per request of a batch."""
+
+
+class Runner(Protocol[R]):
+    """What runs rounds: a request by itself, or several in shared passes of the target."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Emitted so far, committed rounds included; in a batch, by the longest request."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether anything is left to generate after the rounds that are finished."""
+
+    def fit(self, shape: DraftShape) -> DraftShape:
+        """As much of ``shape`` as there is room for."""
+
+    def launch(self, shape: DraftShape) -> R:
+        """Start a round without waiting for the device."""
+
+    def can_run_ahead(self, done: R) -> bool:
+        """Whether a round may follow before ``done`` is read.
+
+        It may after a plain step, whose one token is known to the device, as long as the limits
+        allow another.
+        """
+
+    def can_launch_before_read(self, shape: DraftShape) -> bool:
+        """Whether it is this round that may follow before the one before it is read."""
+
+    def commit_plain(self, done: R) -> None:
+        """Commit a plain step before it is read."""
+
+    def finish(self, done: R) -> None:
+        """Read a round, and commit it where that is not done yet."""
+
+    def acceptance_of(self, done: R) -> tuple[DraftShape, Sequence[int]] | None:
+        """What was drafted and how much of it was accepted; None after a plain step."""
+
+    def retire(self, done: R, upcoming: R | None, controller: Controller) -> R | None:
+        """Let go of what ended with ``done``; returns what is in flight for the rest."""
+
+
+class RoundClock:
+    """Times rounds from the end of one to the end of the next, where that says what they cost.
+
+    It does after a round of the same kind, drafted or plain: the first of a kind also waits for
+    what the other has left to do. A plain step counts only among its like: launched before the
+    one before it was read, and read after the next one was launched, as where drafting is off.
+    The last one is done by the time when the one before it is read.
+    """
+
+    MOST_PAUSE = 0.2  # of a time, in which the caller kept the device waiting
+
+    def __init__(self) -> None:
+        self._before: DraftShape | None = None
+        self._end = self._paused = 0.0
+
+    def seconds(self, shape: DraftShape, between_plain_steps: bool) -> float | None:
+        """What a round of that shape, which has just ended, has taken; None where that is open.
+
+        ``between_plain_steps``: whether it is a plain step among others that ran ahead.
+        """
+        now = time.perf_counter()
+        before, seconds, paused = self._before, now - self._end, self._paused
+        self._before, self._end, self._paused = shape, now, 0.0
+        if before is None or (before == PLAIN) != (shape == PLAIN):
+            return None
+        if (shape == PLAIN and not between_plain_steps) or paused > self.MOST_PAUSE * seconds:
+            return None
+        return seconds
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Within, others have the thread."""
+        start = time.perf_counter()
+        yield
+        self._paused += time.perf_counter() - start
+
+
+class Pipeline(Generic[R]):
+    """Rounds one after the other; iterating gives each when it is finished.
+
+    The next round is on the device before the caller sees the tokens of this one. While drafting
+    is off it is launched before this one is even read, as mlx-lm does. ``current`` and
+    ``upcoming`` say, at any moment and after any error, what was begun.
+    """
+
+    def __init__(self, runner: Runner[R], controller: Controller, first: R | None = None):
+        self.runner = runner
+        self.controller = controller
+        self.current: R | None = None
+        if first is None:
+            first = self._launch(controller.next_shape(runner.num_tokens))
+        self.upcoming: R | None = first
+        self._clock, self._was_ahead = RoundClock(), False
+
+    def __iter__(self) -> Iterator[R]:
+        runner, controller = self.runner, self.controller
+        while self.upcoming is not None:
+            # 1. to 3. of this round, draft, verify and accept, are under way.
+            done, self.upcoming = self.upcoming, None
+            self.current = done
+            was_ahead, self._was_ahead = self._was_ahead, False
+            can_be_ahead = controller.drafting_off and runner.can_run_ahead(done)
+            if can_be_ahead:
+                runner.commit_plain(done)
+            # Chosen before the read, by what was known up to the round before.
+            shape = controller.next_shape(runner.num_tokens)
+            if can_be_ahead and runner.can_launch_before_read(shape):
+                self.upcoming, self._was_ahead = self._launch(shape), True
+            # 4. Commit.
+            runner.finish(done)
+            drafted, num_accepted = runner.acceptance_of(done) or (PLAIN, ())
+            between_plain_steps = was_ahead and self._was_ahead and shape == PLAIN
+            seconds = self._clock.seconds(drafted, between_plain_steps)
+            # 1. to 3. of the next round.
+            self.upcoming = runner.retire(done, self.upcoming, controller)
+            if self.upcoming is None and runner.is_running:
+                self.upcoming = self._launch(shape)
+            # 5. Tell.
+            controller.record(drafted, num_accepted, seconds)
+            with self._clock.pausing():
+                yield done
+            if not runner.is_running:
+                return
+
+    def _launch(self, shape: DraftShape) -> R:
+        """A round of that shape; a plain step in place of one that this device cannot run."""
+        try:
+            return self.runner.launch(shape)
+        except RuntimeError as err:
+            fitting = self.runner.fit(shape)
+            if fitting.size == 0 or not self.controller.disable_shape(fitting, err):
+                raise
+        return self.runner.launch(PLAIN)
+
+
+class SingleRunner:
+    """A request that runs by itself: a ``Runner`` of single rounds.
+
+    ``when_prefilled`` is called when the first round is read, which ends prefill.
+    """
+
+    def __init__(
+        self, decoder: Decoder, limits: Limits, when_prefilled: Callable[[], None] = lambda: None
+    ):
+        self.decoder = decoder
+        self.limits = limits
+        self._when_prefilled = when_prefilled
+        self._has_ended = False
+
+    @property
+    def num_tokens(self) -> int:
+        return self.decoder.num_emitted
+
+    @property
+    def is_running(self) -> bool:
+        return not self._has_ended
+
+    def fit(self, shape: DraftShape) -> DraftShape:
+        return self.limits.at_most(shape, self.num_tokens)
+
+    def launch(self, shape: DraftShape) -> Round:
+        return self.decoder.launch(self.fit(shape))
+
+    def can_run_ahead(self, done: Round) -> bool:
+        return done.num_drafted == 0 and self.limits.has_room_after(done.position + 1)
+
+    def can_launch_before_read(self, shape: DraftShape) -> bool:
+        """Any shape: a draft too may follow a token that only the device knows."""
+        return True
+
+    def commit_plain(self, done: Round) -> None:
+        self.decoder.commit(done, 1)
+
+    def finish(self, done: Round) -> None:
+        outcome = done.read()
+        if done.position == 0:
+            self._when_prefilled()
+        run = self.limits.cut(outcome.run, done.position)
+        if not done.committed:
+            self.decoder.commit(done, len(run))
+        done.run = run
+        self._has_ended = self.limits.end(run[-1]) or not self.limits.has_room_after(
+            done.position + len(run)
+        )
+
+    def acceptance_of(self, done: Round) -> tuple[DraftShape, Sequence[int]] | None:
+        shape = done.tried_shape
+        return None if shape is None else (shape, (done.outcome.num_kept,))
+
+    def retire(self, done: Round, upcoming: Round | None, controller: Controller) -> Round | None:
+        return upcoming
+
 
 LONG_PREFILL = 1.0  # seconds of a prompt, so long that kernel options may matter
 CLEAR_CACHE_EVERY = 256  # tokens, as in mlx_lm.generate.generate_step
@@ -48,7 +257,7 @@ def speculative_generate_step(
     logits_processors: list[LogitsProcessor] | None = None,
     acceptance: str | None = None,
     tree: Tree | str | None = None,
-    prompt_cache: list | None = None,
+    prompt_cache: list[Any] | None = None,
     max_kv_size: int | None = None,
     prefill_step_size: int = 2048,
     kv_bits: int | None = None,
@@ -99,7 +308,7 @@ def speculative_generate_step(
     stats.start()
     try:
         if num_draft_tokens == 0:
-            steps = generate_step(
+            steps: Any = generate_step(
                 prompt,
                 model,
                 stream,
@@ -132,21 +341,21 @@ def speculative_generate_step(
         with mx.stream(stream):
             controller = make_controller(decoder, num_draft_tokens, tree, stats)
         total = prompt.size if input_embeddings is None else input_embeddings.shape[0]
-        generation = Generation(
+        runner = SingleRunner(
             decoder, Limits(max_tokens, stop_tokens), lambda: progress(total, total)
         )
-        yield from _tokens(generation, controller, stats, keep_caches=prompt_cache is not None)
+        yield from _tokens(runner, controller, stats, keep_caches=prompt_cache is not None)
     finally:
         if prompt_cache is not None:
             prompt_cache[: len(cache)] = cache  # some may have been replaced by quantized ones
 
 
 def _tokens(
-    generation: Generation, controller: Controller, stats: Stats, *, keep_caches: bool
+    runner: SingleRunner, controller: Controller, stats: Stats, *, keep_caches: bool
 ) -> Iterator[tuple[int, mx.array, bool]]:
     """Round after round, token by token; the first round, without a draft, ends prefill."""
-    decoder = generation.decoder
-    pipeline = Pipeline(generation, controller, decoder.launch_first())
+    decoder = runner.decoder
+    pipeline = Pipeline(runner, controller, decoder.launch_first())
     try:
         for done in pipeline:
             stats.num_reruns = decoder.num_reruns

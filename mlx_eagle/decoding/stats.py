@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from .auto import OFF, ON, DraftingEvent
+from .auto import DraftingEvent
 
 IN_ORDER = ("draft_lengths", "drafting_events")  # what is not counted by position
-WHAT_IN_0_1 = {OFF: "park", ON: "wake"}  # words of version 0.1.0, in its JSON key
 
 
 @dataclass
@@ -192,10 +191,8 @@ class Stats:
             "generation_tps",
         ]
         events = [asdict(event) for event in self.drafting_events]
-        # The key and the words of version 0.1.0, for whoever reads those.
-        old = [event | {"what": WHAT_IN_0_1.get(event["what"], event["what"])} for event in events]
         counts = {name: getattr(self, name) for name in names}
-        return counts | {"drafting_events": events, "pace_events": old}
+        return counts | {"drafting_events": events}
 
     def lines(self) -> list[str]:
         """The footer, line by line."""

@@ -10,7 +10,7 @@ from grids import thorough
 from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama
 from simulator import GUESSES, MACHINES, NOISE, Machine, best
 
-from mlx_eagle.decoding import loop, pipeline, setup
+from mlx_eagle.decoding import loop, setup
 from mlx_eagle.decoding.auto import (
     OFF,
     ON,
@@ -388,7 +388,7 @@ def test_chosen_before_the_read_and_recorded_after_the_launch(monkeypatch):
     noting(AdaptiveController, "next_shape", "choose")
     noting(AdaptiveController, "record", "record")
     noting(Target, "__call__", "launch")
-    noting(loop.Generation, "finish", "read")
+    noting(loop.SingleRunner, "finish", "read")
     model = tiny_llama()
     free = SettledCosts(curve(lambda k: 1.0))
     monkeypatch.setattr(loop, "costs_of", lambda *_: free)
@@ -400,8 +400,8 @@ def test_chosen_before_the_read_and_recorded_after_the_launch(monkeypatch):
 
 def test_only_what_is_comparable_is_timed(monkeypatch):
     now = iter([1.0, 3.0, 4.0, 5.0, 6.0, 6.5, 6.6, 7.6, 7.7, 8.7, 9.7])
-    monkeypatch.setattr(pipeline.time, "perf_counter", lambda: next(now))
-    clock, draft = pipeline.RoundClock(), DraftShape(2)
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: next(now))
+    clock, draft = loop.RoundClock(), DraftShape(2)
     assert clock.seconds(PLAIN, False) is None  # at 1: nothing came before
     assert clock.seconds(draft, False) is None  # at 3: it waited for a plain step
     assert clock.seconds(draft, False) == 1.0  # at 4

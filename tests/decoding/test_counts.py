@@ -24,8 +24,7 @@ from tolerances import tolerance
 from mlx_eagle import Sampling
 from mlx_eagle.decoding.accept import Match
 from mlx_eagle.decoding.decoder import Limits, Round
-from mlx_eagle.decoding.generation import Generation
-from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.decoding.loop import SingleRunner, speculative_generate_step
 from mlx_eagle.decoding.setup import open_decoder
 from mlx_eagle.drafters.tree import DraftShape, parse_tree
 from mlx_eagle.target.rollback import CacheQuantization
@@ -111,7 +110,7 @@ def graph_of_a_round(model, drafter, k, monkeypatch, sampler=None):
         acceptance=None,
     )  # fmt: skip
     decoder.prefill(mx.array(PROMPT), 2048, lambda *_: None)
-    generation = Generation(decoder, Limits(-1, ()))
+    generation = SingleRunner(decoder, Limits(-1, ()))
     generation.finish(decoder.launch_first())
     for _ in range(2):
         generation.finish(generation.launch(DraftShape(k)))

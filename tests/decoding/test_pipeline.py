@@ -87,7 +87,6 @@ def test_the_json_of_stats_has_new_and_old_keys():
     assert stats.mean_acceptance_length == 2.5
     events = [event["what"] for event in document["drafting_events"]]
     assert events == ["drafting off", "probe", "drafting on"]
-    assert [event["what"] for event in document["pace_events"]] == ["park", "probe", "wake"]
     assert "Mean acceptance length (tau): 2.500" in stats.lines()
 
 

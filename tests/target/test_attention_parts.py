@@ -20,9 +20,8 @@ from tree_drafters import ScriptedTreeDrafter
 
 from mlx_eagle.decoding.auto import FixedController
 from mlx_eagle.decoding.decoder import Limits
-from mlx_eagle.decoding.generation import Generation
 from mlx_eagle.decoding.kernel_options import KernelOptions
-from mlx_eagle.decoding.pipeline import Pipeline
+from mlx_eagle.decoding.loop import Pipeline, SingleRunner
 from mlx_eagle.decoding.setup import open_decoder
 from mlx_eagle.drafters.tree import DraftShape, TreeShape
 from mlx_eagle.system.machines import fused_rows
@@ -58,7 +57,7 @@ def decode(model, drafter, cache, shape, num_tokens, options) -> list[int]:
     )  # fmt: skip
     decoder.use(options)
     decoder.prefill(mx.array(PROMPT), 2048, lambda *_: None)
-    generation = Generation(decoder, Limits(num_tokens, ()))
+    generation = SingleRunner(decoder, Limits(num_tokens, ()))
     rounds = Pipeline(generation, FixedController(shape), decoder.launch_first())
     return [token for done in rounds for token in done.run]
 
