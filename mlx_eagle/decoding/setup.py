@@ -262,7 +262,7 @@ def verifies_trees(decoder: Decoder) -> bool:
     return True
 
 
-def check_tree_drafter(drafter: Drafter, tree: Tree | str) -> None:
+def check_tree_drafter(drafter: Drafter, tree: Tree | str | None) -> None:
     """Raise ValueError where ``drafter`` cannot draft ``tree``; "auto" stands for several."""
     trees = [shape.tree for shape in TREES] if isinstance(tree, str) else [tree]
     for shape in trees:
