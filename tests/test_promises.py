@@ -84,7 +84,10 @@ class Scripted(ScriptedTreeDrafter, ScriptedStaticDrafter):
         super().__init__([], SCRIPTS[script], VOCAB)
 
     def propose(self, size: int, pick=None) -> Draft:
-        self.text = self.texts[self.absorbed[0][0][0].item()]
+        first = self.absorbed[0][0][0].item()
+        if first not in self.texts:  # rounds that are only timed
+            return Draft(mx.zeros((size,), mx.int32))
+        self.text = self.texts[first]
         return super().propose(size, pick)
 
     def propose_tree(self, shape: TreeShape | StaticTree, pick) -> Draft:
