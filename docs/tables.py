@@ -44,10 +44,10 @@ def memory_table() -> str:
 def file_tables() -> str:
     """The files of every folder of the package, with the first line of their docstrings."""
     parts = []
-    for room in sorted(path for path in PACKAGE.iterdir() if is_package(path)):
-        files = [path for path in sorted(room.glob("*.py")) if not path.name.startswith("__")]
+    for package in sorted(path for path in PACKAGE.iterdir() if is_package(path)):
+        files = [path for path in sorted(package.glob("*.py")) if not path.name.startswith("__")]
         if files:
-            parts.append(f"### {room.name}/\n\n{first_line(room / '__init__.py')}")
+            parts.append(f"### {package.name}/\n\n{first_line(package / '__init__.py')}")
             rows = [[f"`{path.name}`", first_line(path)] for path in files]
             parts.append(markdown_table(["file", "what is there"], rows))
     return "\n\n".join(parts)

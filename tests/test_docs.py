@@ -33,6 +33,7 @@ from documents import (
 from grids import thorough
 from helpers import byte_tokenizer, tiny_head, tiny_llama
 from test_package import make
+from test_rooms import arrows
 
 import mlx_eagle
 from mlx_eagle.bench import __main__ as bench
@@ -43,12 +44,19 @@ from mlx_eagle.drafters.pairs import PAIRS
 
 LOG = ROOT / "bench" / "log"
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
-ROOMS = [
+PACKAGES = [
     path.relative_to(ROOT).as_posix()
     for folder in ("mlx_eagle", "tests")
     for path in (ROOT / folder).glob("*/")
 ]
-FOLDERS = ["", "tests", "mlx_eagle", "convert", "bench", *ROOMS]  # where a file may be named from
+FOLDERS = [
+    "",
+    "tests",
+    "mlx_eagle",
+    "convert",
+    "bench",
+    *PACKAGES,
+]  # where a file may be named from
 
 STEPS = ("generate", "convert", "chat", "server", "bench", "doctor")  # of the quickstart
 README_LINES, README_COLUMNS = 130, 110
@@ -326,17 +334,24 @@ def test_tables_made_from_the_code_are_whole():
     assert all(f"[{pair.head}]" in pairs and pair.target in pairs for pair in PAIRS)
     assert len(pairs.splitlines()) == len(PAIRS) + 2
     files = tables["files"]()
-    for room in (ROOT / "mlx_eagle").glob("*/__init__.py"):
-        assert f"### {room.parent.name}/" in files or not list(room.parent.glob("[!_]*.py"))
+    for package in (ROOT / "mlx_eagle").glob("*/__init__.py"):
+        others = list(package.parent.glob("[!_]*.py"))
+        assert f"### {package.parent.name}/" in files or not others
     cells = re.findall(r"^\| `(.*?)` \| (.*) \|$", files, re.MULTILINE)
     assert all(file and line for file, line in cells)
 
 
-def test_architecture_page_names_every_room():
-    listed = re.findall(r"^\| \d \| `(\w+)/` \|", (PAGES / "architecture.md").read_text(), re.M)
-    assert sorted(listed) == sorted(
-        path.parent.name for path in (ROOT / "mlx_eagle").glob("*/__init__.py")
-    )
+def test_the_levels_of_the_architecture_page():
+    """All packages are there, each above those it imports; the drawing says the same."""
+    page = (PAGES / "architecture.md").read_text()
+    rows = re.findall(r"^\| (\d) \| `([\w/.]+)` \|", page, re.MULTILINE)
+    levels = {re.sub(r"/$|\.py$", "", name): int(level) for level, name in rows}
+    graph = arrows()
+    assert levels.keys() == graph.keys() and len(rows) == len(levels)
+    upwards = {(a, b) for a in graph for b in graph[a] if levels[a] <= levels[b]}
+    assert upwards == set()
+    drawn = re.findall(r"^│ (\d) │ ([\w ]+)│", page, re.MULTILINE)
+    assert {name: int(level) for level, names in drawn for name in names.split()} == levels
 
 
 def defined_in(path: Path) -> set[str]:

@@ -185,9 +185,8 @@ def run_tests_of(source: Path, *arguments: str) -> str:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 def test_tests_pass_from_the_sdist(unpacked):
-    """Rooms of each kind: plain arithmetic, tiny models, test data, the documentation."""
-    rooms = ["bench", "convert", "drafters", "system"]
-    chosen = [f"tests/{room}" for room in rooms]
+    """Packages of each kind: plain arithmetic, tiny models, test data, the documentation."""
+    chosen = [f"tests/{name}" for name in ("bench", "convert", "drafters", "system")]
     here = "not exhaustive and not on_gpu"
     said = run_tests_of(unpacked, *chosen, "tests/test_docs.py", "-m", here)
     assert re.search(r"\b\d{3,} passed", said) and "skipped" not in said

@@ -1,8 +1,8 @@
-"""The house shows itself: rooms whose imports run downwards only, and files one can read.
+"""Rules of the code: imports run downwards only, files are short, names and places are kept.
 
-A room is a folder under mlx_eagle/ (``convert`` and ``bench`` lie at the top of the repository)
-or a file beside the folders. Entry points stand on top of all: ``__main__`` modules, and the
-``__init__`` of the package.
+A package is here a folder under mlx_eagle/ (``convert`` and ``bench`` lie at the top of the
+repository) or a file next to the folders. Entry points stand on top of all: ``__main__`` modules,
+and the ``__init__`` of the package.
 """
 
 import ast
@@ -49,7 +49,7 @@ def is_entry_point(module: str) -> bool:
     return module == PACKAGE or module.endswith(".__main__")
 
 
-def room_of(module: str) -> str:
+def package_of(module: str) -> str:
     return module.split(".")[1]
 
 
@@ -86,13 +86,13 @@ def imports(module: str) -> frozenset[str]:
 
 
 def arrows() -> dict[str, set[str]]:
-    """Which rooms each room looks into; entry points belong to none."""
-    rooms: dict[str, set[str]] = {}
+    """Which packages each package imports; entry points belong to none."""
+    packages: dict[str, set[str]] = {}
     for module in MODULES:
         if not is_entry_point(module):
-            here = rooms.setdefault(room_of(module), set())
-            here |= {room_of(other) for other in imports(module) if not is_entry_point(other)}
-    return {room: others - {room} for room, others in rooms.items()}
+            here = packages.setdefault(package_of(module), set())
+            here |= {package_of(other) for other in imports(module) if not is_entry_point(other)}
+    return {name: others - {name} for name, others in packages.items()}
 
 
 def circle_in(graph: dict[str, set[str]]) -> list[str]:
@@ -111,8 +111,8 @@ def circle_in(graph: dict[str, set[str]]) -> list[str]:
     return path[path.index(following) :]
 
 
-def level(room: str, graph: dict[str, set[str]]) -> int:
-    return 1 + max((level(other, graph) for other in graph[room]), default=0)
+def level(package: str, graph: dict[str, set[str]]) -> int:
+    return 1 + max((level(other, graph) for other in graph[package]), default=0)
 
 
 def python_files() -> list[Path]:
@@ -125,10 +125,10 @@ def test_no_circle_of_modules():
     assert circle_in({module: set(imports(module)) for module in MODULES}) == []
 
 
-def test_arrows_between_rooms_run_downwards_over_few_levels():
+def test_imports_between_packages_run_downwards_over_few_levels():
     graph = arrows()
     assert circle_in(graph) == []
-    levels = {room: level(room, graph) for room in graph}
+    levels = {name: level(name, graph) for name in graph}
     assert max(levels.values()) <= MOST_LEVELS, sorted(levels.items(), key=lambda item: item[1])
     assert levels["system"] == 1 and levels["target"] < levels["drafters"] < levels["decoding"]
 
