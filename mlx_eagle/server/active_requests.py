@@ -4,11 +4,10 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import StopSequences
-from mlx_lm.server import _format_top_logprobs, _make_logits_processors
+from mlx_lm.server import _make_logits_processors
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..batch.group import RoundOutput
@@ -31,17 +30,27 @@ from .body import PairArguments
 from .caches import Caches, PairCache, prepare, without_last
 from .provider import PairProvider
 
+CONTINUED = 8  # tokens of a prompt that its continuation is spelled behind
+
 
 class ResponseWriter:
     """The responses to the tokens of one answer, in order."""
 
     def __init__(
-        self, tokenizer: TokenizerWrapper, stop_sequences: StopSequences, args: PairArguments
+        self,
+        tokenizer: TokenizerWrapper,
+        stop_sequences: StopSequences,
+        args: PairArguments,
+        prompt: list[int],
     ):
         self._tokenizer, self._args = tokenizer, args
         self._detokenizer = tokenizer.detokenizer
         self._matcher = stop_sequences.matcher()
         self._num_tokens = 0
+        if args.keeps_space:  # mlx-lm takes a space away from what a text begins with
+            for token in prompt[-CONTINUED:]:
+                self._detokenizer.add_token(token)
+            _ = self._detokenizer.last_segment
 
     def response(
         self, token: int, origin: TokenOrigin, logprobs: Callable[[], mx.array]
@@ -59,11 +68,11 @@ class ResponseWriter:
         if is_end or finish_reason == "length":
             self._detokenizer.finalize()
         logprob: float = 0.0
-        top: tuple[Any, ...] = ()
+        top: tuple[tuple[int, float], ...] = ()
         if args.logprobs or args.top_logprobs > 0:
             row = logprobs()
             logprob = row[token].item()
-            top = _format_top_logprobs(row, args.top_logprobs, self._tokenizer)
+            top = _top(row, args.top_logprobs)
         text = self._detokenizer.last_segment
         return PairResponse(text, token, logprob, finish_reason, top, origin)
 
@@ -77,6 +86,15 @@ class ResponseWriter:
                 emitted.is_shared,
             )
             yield self.response(token, origin, partial(emitted.logprobs, i))
+
+
+def _top(logprobs: mx.array, num: int) -> tuple[tuple[int, float], ...]:
+    """The most likely tokens of logprobs (V,) with theirs, the likeliest first."""
+    if num <= 0:
+        return ()
+    ids = mx.argpartition(-logprobs, kth=num - 1)[:num]
+    pairs = zip(ids.tolist(), logprobs[ids].tolist(), strict=True)
+    return tuple(sorted(pairs, key=lambda pair: -pair[1]))
 
 
 @dataclass(eq=False)
@@ -133,7 +151,7 @@ class RequestFactory:
             answer,
             args,
             prompt,
-            ResponseWriter(provider.tokenizer, stop_sequences, args),
+            ResponseWriter(provider.tokenizer, stop_sequences, args, prompt),
             Request(prompt, limits, []),
             is_drafted,
         )

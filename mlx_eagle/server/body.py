@@ -1,22 +1,22 @@
-"""Request bodies and prompts: wrong types, sizes and values, each refused in one sentence.
+"""Request bodies: wrong types, sizes and values of their fields, each refused in one sentence.
 
-Every field of the OpenAI API that mlx-lm reads is checked here before mlx-lm reads it: past
-these checks a bad value would end the thread that generates for everybody. Fields that would
-be ignored although they change what a client must get are refused. A prompt that is far too long
-is refused before all of it was tokenized.
+Every field of the OpenAI API that changes the answer is checked here: past these checks a bad
+value would end the thread that generates for everybody. Fields that would be ignored although
+they change what a client must get are refused.
 """
 
 import json
 import math
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import TemplateError
-from mlx_lm.server import CompletionRequest, GenerationArguments, convert_chat
-from mlx_lm.server import process_message_content as join_content
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.server import (
+    GenerationArguments,
+    LogitsProcessorArguments,
+    ModelDescription,
+    SamplingArguments,
+)
 
 from ..decoding.setup import AUTO, RULES, check_rule_for_sampling, read_tree
 
@@ -27,15 +27,8 @@ MAX_STOP_WORDS = 64
 MAX_STOP_TEXT = 1000  # characters
 MAX_TOKEN_DIGITS = 9
 SHOWN = 60  # characters of a value in a message
-
-
-PIECE = 2**15  # characters that are tokenized at once when a long text is measured
-SEAM = 64  # tokens, far more than a cut between two pieces can add
-LONG = 8  # characters per token of the context: beyond it a text is measured before it is used
-TEMPLATE_ERRORS = (
-    TemplateError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError,
-)  # fmt: skip
-"""What chat templates raise for messages that they were not written for."""
+MAX_TOP = 20  # alternatives to each token
+MAX_CHOICES = 64  # answers to one request
 
 
 @dataclass(frozen=True)
@@ -45,6 +38,7 @@ class Bounds:
     low: float
     high: float
     smallest: float = 0.0
+    is_whole: bool = False
 
     def check(self, name: str, value: Any) -> None:
         """Raise ValueError for what is no finite number within them."""
@@ -52,12 +46,14 @@ class Bounds:
             raise ValueError(f"{name} is {_kind(value)}: give a number.")
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name} is {value}: give a finite number.")
+        if self.is_whole and not isinstance(value, int):
+            raise ValueError(f"{name} is {value}: give a whole number.")
         if not self.low <= value <= self.high or 0 < value < self.smallest:
             zero = f"0, or {self.smallest}" if self.smallest else f"{self.low}"
             raise ValueError(f"{name} is {_shown(value)}: give {zero} to {self.high}.")
 
 
-TOKENS, ROWS = Bounds(1, 2**31 - 1), Bounds(0, 2**20)
+TOKENS, ROWS = Bounds(1, 2**31 - 1, is_whole=True), Bounds(0, 2**20, is_whole=True)
 SHARE, PENALTY = Bounds(0, 1), Bounds(-100, 100)
 BIAS = Bounds(-(10**9), 10**9)
 NUMBERS = {
@@ -65,9 +61,9 @@ NUMBERS = {
     "max_completion_tokens": TOKENS,
     "temperature": Bounds(0, 100, smallest=1e-20),
     "top_p": SHARE,
-    "top_k": Bounds(0, 2**31 - 1),
+    "top_k": Bounds(0, 2**31 - 1, is_whole=True),
     "min_p": SHARE,
-    "seed": Bounds(0, 2**64 - 1),
+    "seed": Bounds(0, 2**64 - 1, is_whole=True),
     "repetition_penalty": Bounds(0, 100, smallest=0.01),
     "repetition_context_size": ROWS,
     "presence_penalty": PENALTY,
@@ -76,7 +72,7 @@ NUMBERS = {
     "frequency_context_size": ROWS,
     "xtc_probability": SHARE,
     "xtc_threshold": Bounds(0, 0.5),
-    "top_logprobs": Bounds(-1, 11),
+    "top_logprobs": Bounds(-1, MAX_TOP, is_whole=True),
 }
 FRACTIONS = [
     "temperature",
@@ -90,7 +86,17 @@ FRACTIONS = [
 ]
 NULLABLE = ("tree", "acceptance")  # null asks for chains, and for the best rule
 NAMES = ("model", "draft_model")  # empty ones are as good as none
-KINDS = {"chat_template_kwargs": dict, "role_mapping": dict, "model": str, "draft_model": str}
+KINDS = {
+    "chat_template_kwargs": dict,
+    "role_mapping": dict,
+    "model": str,
+    "draft_model": str,
+    "stream": bool,
+    "echo": bool,
+    "parallel_tool_calls": bool,
+    "reasoning_effort": str,
+}
+UNSUPPORTED = ("suffix", "audio", "web_search_options", "verbosity", "guided_json", "grammar")
 TEMPLATE_OPTIONS = frozenset(
     [
         "self",
@@ -118,11 +124,16 @@ class PairArguments(GenerationArguments):
     """What a request asks for: mlx-lm's fields, and how to draft in the words of our flags.
 
     ``reuse_caches`` False has the whole prompt computed by both models, whatever is known of it.
+    ``reports_drafts``: the client asks what was drafted. ``keeps_space``: the text goes on with
+    the prompt's, and may begin with a space.
     """
 
     tree: str | None
     acceptance: str | None
     reuse_caches: bool = True
+    reports_drafts: bool = False
+    keeps_space: bool = False
+    reasoning_effort: str | None = None
 
 
 def read_body(raw: bytes) -> dict[str, Any]:
@@ -184,42 +195,80 @@ def check_body(body: dict[str, Any], needed: str) -> None:
         _check_kind(name, body.get(name, False), bool)
     for tool in _check_kind("tools", body.get("tools", []), list):
         _check_kind("a tool", tool, dict)
+    _check_logprobs(body, needed)
     _check_promises(body)
     _check_stop(body.get("stop", []))
     if needed not in body:
         raise ValueError(f"the request has no {needed}.")
     if needed == "messages":
-        _check_messages(body[needed])
-    elif not isinstance(body[needed], str):
-        raise ValueError(f"prompt is {_kind(body[needed])}: give one string.")
+        check_messages(body[needed])
+    _check_number_of_answers(body, needed)
 
 
-def wants_draft(body: dict[str, Any]) -> bool:
-    """Whether a request asks what was drafted; ``stream_options`` are for streams alone."""
-    options = body.get("stream_options", {}) if body.get("stream") else {}
-    return True in (body.get("include_draft"), options.get("include_draft"))
+def read_arguments(body: dict[str, Any], flags: Namespace, is_chat: bool) -> PairArguments:
+    """What a checked body asks for, and the flags where it says nothing.
 
-
-def with_drafting(
-    args: GenerationArguments, body: dict[str, Any], flags: Namespace
-) -> PairArguments:
-    """``args`` with the request's tree and acceptance rule, or else those of the flags.
-
-    Raises ValueError where they do not go together with each other or with the sampling. The
-    rule of the flags is for the requests that it can be had for. Greedy decoding needs no seed.
+    Raises ValueError where tree, acceptance rule and sampling do not go together. The rule of the
+    flags is for the requests that it can be had for. Greedy decoding needs no seed.
     """
-    temp, xtc_probability = args.sampling.temperature, args.sampling.xtc_probability
-    tree = body.get("tree", flags.tree)
+    get = body.get
+    sampling = SamplingArguments(
+        get("temperature", flags.temp),
+        get("top_p", flags.top_p),
+        get("top_k", flags.top_k),
+        get("min_p", flags.min_p),
+        get("xtc_probability", 0.0),
+        get("xtc_threshold", 0.1),
+    )
+    bias = {int(token): float(value) for token, value in get("logit_bias", {}).items()}
+    penalties = {"logit_bias": bias or None}
+    for name in ("repetition", "presence", "frequency"):
+        penalties[f"{name}_penalty"] = get(f"{name}_penalty", 0.0)
+        penalties[f"{name}_context_size"] = get(f"{name}_context_size", 20)
+    temp = sampling.temperature
     if "acceptance" in body:
         acceptance = body["acceptance"]
-        check_rule_for_sampling(acceptance, temp, xtc_probability)
+        check_rule_for_sampling(acceptance, temp, sampling.xtc_probability)
     else:
-        acceptance = flags.acceptance if temp > 0 and xtc_probability == 0 else None
-    seed = args.seed if temp > 0 else None
-    reuse = body.get("reuse_caches", True)
+        acceptance = flags.acceptance if temp > 0 and sampling.xtc_probability == 0 else None
+    logprobs, stop = get("logprobs", False), get("stop") or []
+    options = get("stream_options", {}) if get("stream") else {}
     return PairArguments(
-        **vars(args) | {"seed": seed}, tree=tree, acceptance=acceptance, reuse_caches=reuse
+        model=ModelDescription(get("model", ""), get("draft_model", ""), ""),
+        sampling=sampling,
+        logits=LogitsProcessorArguments(**penalties),
+        stop_words=[stop] if isinstance(stop, str) else stop,
+        max_tokens=get("max_completion_tokens", get("max_tokens", flags.max_tokens)),
+        num_draft_tokens=get("num_draft_tokens", flags.num_draft_tokens),
+        logprobs=logprobs is not False,
+        top_logprobs=get("top_logprobs", -1) if isinstance(logprobs, bool) else logprobs,
+        seed=get("seed") if temp > 0 else None,
+        chat_template_kwargs=get("chat_template_kwargs"),
+        tree=get("tree", flags.tree),
+        acceptance=acceptance,
+        reuse_caches=get("reuse_caches", True),
+        reports_drafts=True in (get("include_draft"), options.get("include_draft")),
+        keeps_space=not is_chat,
+        reasoning_effort=get("reasoning_effort"),
     )
+
+
+def read_prompts(body: dict[str, Any]) -> list[str | list[int]]:
+    """The prompts of a completion: one text or list of tokens, or several. Raises ValueError."""
+    given = body["prompt"]
+    if isinstance(given, str):
+        return [given]
+    if not isinstance(given, list) or not given:
+        raise ValueError(f"prompt is {_kind(given)}: give a string, tokens, or a list of these.")
+    prompts = [given] if all(type(part) is int for part in given) else given
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            continue
+        if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
+            raise ValueError("a prompt is something else than a string or a list of tokens.")
+        if not all(0 <= token < 2**31 for token in prompt):
+            raise ValueError("a prompt has a token below 0 or far too large.")
+    return prompts
 
 
 def _check_drafts(body: dict[str, Any]) -> None:
@@ -228,7 +277,7 @@ def _check_drafts(body: dict[str, Any]) -> None:
     if isinstance(length, str) and length != AUTO:
         raise ValueError(f"num_draft_tokens is {_shown(length)}: give a number or 'auto'.")
     if length not in (None, AUTO):
-        Bounds(0, MAX_DRAFT_TOKENS).check("num_draft_tokens", length)
+        Bounds(0, MAX_DRAFT_TOKENS, is_whole=True).check("num_draft_tokens", length)
     if tree is not None and _check_kind("tree", tree, str) != AUTO:
         if len(tree) > MAX_TREE_TEXT:
             raise ValueError(f"the tree has {len(tree)} characters: give at most {MAX_TREE_TEXT}.")
@@ -242,14 +291,40 @@ def _check_drafts(body: dict[str, Any]) -> None:
         raise ValueError(f"acceptance is {_shown(rule)}: give one of {', '.join(RULES)}.")
 
 
+def _check_logprobs(body: dict[str, Any], needed: str) -> None:
+    """``logprobs`` of completions may be a number of alternatives."""
+    if needed == "prompt" and type(body.get("logprobs")) is int:
+        Bounds(0, MAX_TOP, is_whole=True).check("logprobs", body["logprobs"])
+    else:
+        _check_kind("logprobs", body.get("logprobs", False), bool)
+
+
+def _check_number_of_answers(body: dict[str, Any], needed: str) -> None:
+    num_prompts = len(read_prompts(body)) if needed == "prompt" else 1
+    if num_prompts * body.get("n", 1) > MAX_CHOICES:
+        raise ValueError(
+            f"the request asks for {num_prompts * body.get('n', 1)} answers: ask for at most "
+            f"{MAX_CHOICES} at a time."
+        )
+
+
 def _check_promises(body: dict[str, Any]) -> None:
     """Refuse what would otherwise be ignored; ``tool_choice`` "none" takes the tools away."""
-    for name in ("n", "best_of"):
-        TOKENS.check(name, body.get(name, 1))
-        if body.get(name, 1) != 1:
+    TOKENS.check("n", body.get("n", 1))
+    if body.get("best_of", body.get("n", 1)) != body.get("n", 1):
+        raise ValueError(
+            f"best_of is {_shown(body['best_of'])}: all answers are given, so leave it out."
+        )
+    if body.get("parallel_tool_calls", True) is False and body.get("tools"):
+        raise ValueError(
+            "parallel_tool_calls is false, but nothing here holds the model to one call: leave it "
+            "out."
+        )
+    for tool in body.get("tools", []):
+        if _check_kind("a tool's function", tool.get("function") or {}, dict).get("strict"):
             raise ValueError(
-                f"{name} is {_shown(body[name])}: a request gets one answer here, so send several "
-                "requests."
+                "a tool is strict, but nothing here holds the model to its parameters: leave "
+                "strict out."
             )
     form = _check_kind("response_format", body.get("response_format", {}), dict)
     if form.get("type", "text") != "text":
@@ -268,9 +343,11 @@ def _check_promises(body: dict[str, Any]) -> None:
     for name in ("functions", "function_call"):
         if name in body:
             raise ValueError(f"{name} is not supported: give tools instead.")
-    for name in ("echo", "suffix"):
+    for name in UNSUPPORTED:
         if body.get(name):
             raise ValueError(f"{name} is not supported: leave it out.")
+    if body.get("echo") and body.get("logprobs", False) is not False:
+        raise ValueError("echo and logprobs together are not supported: leave one out.")
     if "adapters" in body:
         raise ValueError("adapters cannot be chosen here: start the server with --adapter-path.")
 
@@ -293,7 +370,8 @@ def _check_stop(stop: Any) -> None:
         )
 
 
-def _check_messages(messages: Any) -> None:
+def check_messages(messages: Any) -> None:
+    """Raise ValueError for what is no conversation in text."""
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"messages is {_kind(messages)}: give a list of at least one message.")
     for message in messages:
@@ -341,73 +419,3 @@ def _kind(value: Any) -> str:
     names = {bool: "a boolean", str: "a string", list: "a list", dict: "an object"}
     names |= {int: "a number", float: "a number", type(None): "null"}
     return names[type(value)]
-
-
-@dataclass(frozen=True)
-class Tokenized:
-    """The tokens of a prompt; the text begins as "normal" or as "reasoning"."""
-
-    tokens: list[int]
-    initial_state: str = "normal"
-
-
-def render(
-    request: CompletionRequest, tokenizer: TokenizerWrapper, template_args: dict[str, Any]
-) -> str:
-    """The text of the prompt, as the chat template puts it together."""
-    if request.request_type != "chat":
-        return request.prompt
-    if not tokenizer.has_chat_template:
-        return convert_chat(request.messages, request.role_mapping)
-    join_content(request.messages)
-    return tokenizer.apply_chat_template(
-        request.messages,
-        add_generation_prompt=True,
-        tools=request.tools,
-        tokenize=False,
-        **template_args,
-    )
-
-
-def check_text_length(
-    text: str, encode: Callable[[str], list[int]], limit: int, check: Callable[[], None]
-) -> None:
-    """Raise ValueError for a text of at least ``limit`` tokens, having seen no more than those.
-
-    ``check`` is called between pieces and may raise.
-    """
-    num_tokens = 0
-    for start in range(0, len(text), PIECE):
-        check()
-        num_tokens += max(0, len(encode(text[start : start + PIECE])) - SEAM)
-        if num_tokens >= limit:
-            raise too_long(f"more than {num_tokens}", limit)
-
-
-def check_prompt(
-    prompt: list[int], args: GenerationArguments, vocab_size: int, limit: int | None
-) -> None:
-    """Check what needs the tokens or the model's sizes. Raises ValueError.
-
-    ``limit`` is the model's context in tokens, where that is known.
-    """
-    if not prompt:
-        raise ValueError("the prompt is empty: give at least one token.")
-    if limit is not None and len(prompt) >= limit:
-        raise too_long(str(len(prompt)), limit)
-    if args.sampling.top_k >= vocab_size:
-        raise ValueError(f"top_k is {args.sampling.top_k}: give less than {vocab_size}.")
-    if args.top_logprobs > vocab_size:
-        raise ValueError(f"top_logprobs is {args.top_logprobs}: give at most {vocab_size}.")
-    outside = [token for token in args.logits.logit_bias or () if not 0 <= token < vocab_size]
-    if outside:
-        raise ValueError(
-            f"logit_bias names token {outside[0]}, but this model has {vocab_size} tokens."
-        )
-
-
-def too_long(found: str, limit: int) -> ValueError:
-    return ValueError(
-        f"the prompt has {found} tokens, but this model takes texts of {limit}, the answer "
-        "included: shorten it."
-    )

@@ -1,154 +1,202 @@
-"""Client session: one request and its answer, between mlx-lm's handler and the engine."""
+"""Client session: one prompt and its answer, from a request's fields to pieces of text."""
 
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from mlx_lm.server import (
-    CompletionRequest,
-    GenerationArguments,
-    GenerationContext,
-    ModelDescription,
-)
+from mlx_lm.generate import TextStateMachine
+from mlx_lm.server import CompletionRequest, GenerationContext, ToolCallFormatter
 
 from .answer_stream import AnswerStream, DraftReport, PairResponse, RequestError, checked, counts
-from .body import PairArguments, shortened, wants_draft, with_drafting
-from .collect import chat_row
+from .body import PairArguments
+from .collect import Collector, chat_row
 from .engine import PairGenerator
-from .metrics import Metrics, RequestOutcome
+from .metrics import Metrics
 
 
 class Client(Protocol):
-    """What is asked of a handler."""
+    """What is asked of the connection of a client."""
 
-    body: dict
     num_bytes: int
     asked: float
 
-    def check_connected(self) -> None:
+    def check_connected(self, session: "ClientSession") -> None:
         """Raise ConnectionError where the client is gone."""
 
 
-class ClientSession:
-    """One request and its answer.
+@dataclass
+class Piece:
+    """What a client gets at a time; the last piece of an answer has a ``finish_reason``.
 
-    ``answer`` is what is said to the client, ``failure`` why nothing is.
+    ``calls`` are calls of tools, as the OpenAI API has them; ``responses`` the tokens since the
+    piece before; ``draft`` what is reported of them to those who ask.
     """
 
-    def __init__(self, generator: PairGenerator, metrics: Metrics, client: Client):
-        self.generator = generator
+    text: str = ""
+    reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    responses: list[PairResponse] = field(default_factory=list)
+    draft: dict[str, Any] | None = None
+    finish_reason: str | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.text or self.reasoning or self.calls)
+
+
+class ClientSession:
+    """One prompt and its answer: ``submit``, ``open``, then ``pieces``; at last ``close``."""
+
+    def __init__(
+        self,
+        generator: PairGenerator,
+        metrics: Metrics,
+        client: Client,
+        request: CompletionRequest,
+        args: PairArguments,
+    ):
+        self.generator, self.request, self.args = generator, request, args
         self.answer: AnswerStream | None = None
-        self.failure: RequestError | None = None
+        self.prompt: list[int] = []
+        self.num_generated = 0
+        self.read_since = 0.0  # time.monotonic() of the first look at the answer
         self._metrics, self._client = metrics, client
         self._context: GenerationContext | None = None
-        self._num_generated = 0
         self._report: DraftReport | None = None
-        self._prompt: list[int] = []
         self._finish_reason: str | None = None
 
     @property
-    def cli_args(self) -> Namespace:
-        return self.generator.cli_args
+    def num_cached(self) -> int:
+        """Tokens of the prompt that an earlier request had computed."""
+        return max(0, self._context.prompt_cache_count) if self._context is not None else 0
 
-    @property
-    def is_healthy(self) -> bool:
-        return self.generator.is_healthy
+    def submit(self) -> None:
+        """Tokenize the prompt and queue the request. Raises RequestError."""
+        tokenized = self.generator.read_prompt(
+            self.request, self.args, self._client.num_bytes, self._check
+        )
+        self.prompt = tokenized.tokens
+        self.answer = self.generator.submit(tokenized, self.args)
 
-    def generate(
-        self,
-        request: CompletionRequest,
-        args: GenerationArguments,
-        progress_callback: Callable[[int, int], None],
-    ) -> tuple[GenerationContext, Iterator[PairResponse]]:
-        """See mlx-lm's ``ResponseGenerator``. Raises RequestError."""
-        try:
-            self._check_names(args.model)
-            args = self._with_drafting(args)
-            tokenized = self.generator.read_prompt(
-                request, args, self._client.num_bytes, self._check
-            )
-            self._prompt = tokenized.tokens
-            self.answer = self.generator.submit(tokenized, args)
-            self._context = self.answer.context(self._check)
-            self._context.tool_parser = checked(self._context.tool_parser)
-        except RequestError as err:
-            self.failure = err
-            raise
-        if wants_draft(self._client.body):
-            state = self._context.text_sm.make_state(self._context.initial_state)
-            self._report = DraftReport(state)
-        responses = self.answer.responses(self._check, progress_callback)
-        return self._context, self._counted(responses)
+    def open(self) -> GenerationContext:
+        """Wait until the request was begun. Raises RequestError where it cannot be."""
+        if self.answer is None:
+            raise RequestError("the request was not submitted.", 500)
+        self.read_since = time.monotonic()
+        self._context = context = self.answer.context(self._check)
+        if self.args.reports_drafts:
+            self._report = DraftReport(context.text_sm.make_state(context.initial_state))
+        return context
 
-    def draft(self, is_last: bool) -> dict[str, Any] | None:
-        """What is said of drafts beside the next piece of text; None where nobody asked."""
-        if self._report is None or self.answer is None:
-            return None
-        reported = self._report.take()
-        if is_last:
-            reported["counts"] = counts(self.answer.stats, self._report.num_batched)
-        return reported
+    def pieces(self, progress: Callable[[int, int], None], is_stream: bool) -> Iterator[Piece]:
+        """What the client gets, as soon as it is known, by mlx-lm's text machine.
 
-    def row(self, request: CompletionRequest) -> dict[str, Any] | None:
-        """A chat and its answer, to be kept; None where it is no chat, or was cut off."""
-        if request.request_type != "chat" or self._finish_reason != "stop" or self.answer is None:
-            return None
-        body = self._client.body
-        template_args = self.cli_args.chat_template_args | (body.get("chat_template_kwargs") or {})
+        ``progress`` is called with the tokens of the prompt that are read, and all of them.
+        ``is_stream``: calls have an ``index``, and drafts are reported piece by piece. Raises
+        RequestError.
+        """
+        context = self._context or self.open()
+        parser = checked(context.tool_parser)
+        formatter = ToolCallFormatter(parser, self.request.tools, is_stream)
+        state = context.text_sm.make_state(context.initial_state)
+        previous, called, has_called = context.initial_state, "", False
+        piece = Piece()
+        for response in self._responses(progress):
+            piece.responses.append(response)
+            state, segments = _split(state, response)
+            for kind, text in segments:
+                if kind == "tool":
+                    called += text
+                elif kind == "reasoning":
+                    piece.reasoning += text
+                else:
+                    if previous == "tool":
+                        piece.calls += formatter([called])
+                        called, has_called = "", True
+                    piece.text += text
+                previous = kind
+            if previous != "tool" and not piece.is_empty:
+                yield self._reported(piece) if is_stream else piece
+                piece = Piece()
+        if previous == "tool" and called:
+            piece.calls += formatter([called])
+            has_called = True
+        piece.finish_reason = self._finish_reason or "stop"
+        if piece.finish_reason == "stop" and has_called:
+            piece.finish_reason = "tool_calls"
+        yield self._reported(piece)
+
+    def whole(self) -> Piece:
+        """All of the answer in one piece."""
+        pieces = list(self.pieces(lambda done, total: None, is_stream=False))
+        return replace(
+            pieces[-1],
+            text="".join(piece.text for piece in pieces),
+            reasoning="".join(piece.reasoning for piece in pieces),
+            calls=[call for piece in pieces for call in piece.calls],
+            responses=[response for piece in pieces for response in piece.responses],
+        )
+
+    def collect(self, collector: Collector, flags: Namespace) -> None:
+        """Keep a chat and its answer, unless it was cut off."""
+        if self.request.request_type != "chat" or self._finish_reason != "stop":
+            return
+        if self.answer is None:
+            return
         facts = {
-            "temperature": body.get("temperature", self.cli_args.temp),
+            "temperature": self.args.sampling.temperature,
             "finish_reason": self._finish_reason,
         }
-        return chat_row(
-            request,
-            self._prompt,
+        row = chat_row(
+            self.request,
+            self.prompt,
             self.answer.tokens,
             self.generator.model_provider.tokenizer,
-            template_args,
+            flags.chat_template_args | (self.args.chat_template_kwargs or {}),
             facts,
         )
+        collector.keep(row)
 
     def close(self) -> None:
         """Generate no more for this client."""
         if self.answer is not None:
             self.answer.leave()
 
-    def count(self, outcome: RequestOutcome) -> None:
-        """Add this request to the server's counts, once it has ended."""
-        context = self._context
-        num_prompt = 0 if context is None else len(context.prompt)
-        num_cached = 0 if context is None else max(0, context.prompt_cache_count)
-        self._metrics.count_request(outcome, num_prompt, num_cached, self._num_generated)
-
-    def _counted(self, responses: Iterator[PairResponse]) -> Iterator[PairResponse]:
-        for response in responses:
-            if self._num_generated == 0:
+    def _responses(self, progress: Callable[[int, int], None]) -> Iterator[PairResponse]:
+        assert self.answer is not None
+        for response in self.answer.responses(self._check, progress):
+            if self.num_generated == 0:
                 self._metrics.count_first_token(time.monotonic() - self._client.asked)
-            self._num_generated += 1
+            self.num_generated += 1
             self._finish_reason = response.finish_reason
             if self._report is not None:
                 self._report.follow(response)
             yield response
 
+    def _reported(self, piece: Piece) -> Piece:
+        """The piece with what was drafted of it, where the client asked."""
+        if self._report is None or self.answer is None:
+            return piece
+        piece.draft = self._report.take()
+        if piece.finish_reason is not None:
+            piece.draft["counts"] = counts(self.answer.stats, self._report.num_batched)
+        return piece
+
     def _check(self) -> None:
         """Raise where waiting is in vain."""
-        self._client.check_connected()
+        self._client.check_connected(self)
         self.generator.check_alive()
 
-    def _with_drafting(self, args: GenerationArguments) -> PairArguments:
-        try:
-            return with_drafting(args, self._client.body, self.cli_args)
-        except ValueError as err:
-            raise RequestError(str(err)) from err
 
-    def _check_names(self, names: ModelDescription) -> None:
-        provider = self.generator.model_provider
-        if names.model not in provider.model_names:
-            found = shortened(names.model)
-            raise RequestError(f"{found} is not served here, but {provider.name} is.", 404)
-        if names.draft not in provider.draft_names:
-            found = shortened(names.draft)
-            raise RequestError(
-                f"the draft model {found} is not served here: leave draft_model out.", 404
-            )
+def _split(state: Any, response: PairResponse) -> tuple[Any, list[tuple[str, str]]]:
+    """The text machine's next state, and the text that it gives by its kind."""
+    if response.finish_reason == "stop":
+        state, kind = TextStateMachine.discard(state)
+        return state, [(kind, "")]
+    state, segments = TextStateMachine.split(state, response.text)
+    if response.finish_reason == "length":
+        state, rest, kind = TextStateMachine.flush(state)
+        segments = [*segments, (kind, rest)]
+    return state, segments

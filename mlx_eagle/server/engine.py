@@ -22,17 +22,18 @@ from ..batch.requests import Request, first_token, reason_not_batchable
 from ..drafters.base import NullDrafter
 from .active_requests import ActiveRequest, RequestFactory
 from .answer_stream import AnswerStream, RequestError, State, capture_error
-from .body import (
+from .body import PairArguments
+from .caches import PairCache
+from .metrics import Metrics
+from .prompt import (
     LONG,
     TEMPLATE_ERRORS,
-    PairArguments,
     Tokenized,
     check_prompt,
     check_text_length,
     render,
+    template_options,
 )
-from .caches import PairCache
-from .metrics import Metrics
 from .provider import PairProvider
 
 LARGE = 2**16  # bytes of a body; larger prompts are tokenized one after the other
@@ -264,22 +265,35 @@ class PairGenerator(ResponseGenerator):
         """
         with self._large_prompts if num_bytes > LARGE else nullcontext():
             self.check_alive()
-            provider, tokenizer = self.model_provider, self.model_provider.tokenizer
             try:
-                if provider.context is not None and num_bytes > LONG * provider.context:
-                    template_args = self.cli_args.chat_template_args | (
-                        args.chat_template_kwargs or {}
-                    )
-                    text = render(request, tokenizer, template_args)
-                    check_text_length(text, tokenizer.encode, provider.context, check)
-                tokens, _, _, initial_state, _ = super()._tokenize(tokenizer, request, args)
-                check_prompt(tokens, args, provider.vocab_size, provider.context)
+                tokenized = self._tokenized(request, args, num_bytes, check)
             except ValueError as err:
                 raise RequestError(str(err)) from err
             except TEMPLATE_ERRORS as err:
                 raise RequestError(
                     f"the chat template cannot take these messages ({type(err).__name__}: {err})."
                 ) from err
+        return tokenized
+
+    def _tokenized(
+        self,
+        request: CompletionRequest,
+        args: PairArguments,
+        num_bytes: int,
+        check: Callable[[], None],
+    ) -> Tokenized:
+        provider, tokenizer = self.model_provider, self.model_provider.tokenizer
+        if isinstance(request.prompt, list):
+            check_prompt(request.prompt, args, provider.vocab_size, provider.context)
+            return Tokenized(request.prompt)
+        if provider.context is not None and num_bytes > LONG * provider.context:
+            options = self.cli_args.chat_template_args | (args.chat_template_kwargs or {})
+            text = render(request, tokenizer, options)
+            check_text_length(text, tokenizer.encode, provider.context, check)
+        options = template_options(request, args, tokenizer, self.cli_args)
+        args.chat_template_kwargs = options
+        tokens, _, _, initial_state, _ = self._tokenize(tokenizer, request, args)
+        check_prompt(tokens, args, provider.vocab_size, provider.context)
         return Tokenized(tokens, initial_state)
 
     def submit(self, request: Tokenized, args: PairArguments) -> AnswerStream:
@@ -364,7 +378,6 @@ class PairGenerator(ResponseGenerator):
         stop_sequences, text_machine = self._make_state_machine(
             provider.model_key, tokenizer, args.stop_words
         )
-        self._log_cache_stats()
         active = factory.open(answer, tokenized.tokens, args, stop_sequences)
         context = GenerationContext(
             has_tool_calling=tokenizer.has_tool_calling,

@@ -128,8 +128,9 @@ SWITCHES = {
     "trust-remote-code": "Let the tokenizer run code of its own.",
     "use-default-chat-template": "Use the tokenizer's default template where it has none.",
     "pipeline": "Not supported here: a pair runs on one machine.",
-    "usage-stats": "Add drafted_tokens, accepted_tokens and mean_acceptance_length (also as tau) "
-    "to the usage of each answer.",
+    "strict-model": "Refuse requests that name another model, which are answered otherwise.",
+    "usage-stats": "Add drafted_tokens, accepted_tokens and mean_acceptance_length to the usage "
+    "of each answer.",
 }
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 POSITIVE = [

@@ -1,6 +1,7 @@
-"""HTTP requests: mlx-lm's handler with its edges made safe, the counts of drafting, the page.
+"""HTTP: requests read and routed, answers sent, and a line in the log of each.
 
-What is generated, and when, is decided in ``engine.py``; who may connect in ``listener.py``.
+What is asked and answered is in ``completions.py``; what is generated, and when, in ``engine.py``;
+who may connect in ``listener.py``.
 """
 
 import base64
@@ -8,32 +9,29 @@ import hashlib
 import html
 import io
 import json
+import logging
 import time
-from collections.abc import Mapping
+from argparse import Namespace
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import unquote
 
-from mlx_lm.server import APIHandler, CompletionRequest
+from mlx_lm.server import CompletionRequest
 
-from ..decoding.setup import AUTO
+from . import completions as openai
 from .answer_stream import RequestError
-from .body import check_body, read_body, shortened, write_body
+from .body import PairArguments, check_body, read_body, shortened, write_body
 from .client_session import ClientSession
 from .listener import PairServer, Presence, RequestReader, drain
 from .metrics import CONTENT_TYPE, RequestOutcome
+from .provider import PairProvider
 
-PROMPTS = {
-    "/v1/completions": "prompt",
-    "/v1/chat/completions": "messages",
-    "/chat/completions": "messages",
-}
 EXTRA_HEADERS = {401: {"WWW-Authenticate": 'Bearer realm="mlx-eagle"'}, 503: {"Retry-After": "5"}}
 LARGE = 2**16  # bytes of a body; larger ones are read into fields one after the other
-FinishReason = Literal["length", "stop"] | None
-
-
 PARTS = Path(__file__).parent / "web"
 SCRIPTS = ("markdown.js", "answer.js", "stream.js", "strip.js", "settings.js", "chat.js",
            "race.js", "main.js")  # fmt: skip
@@ -69,30 +67,81 @@ def _digest(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-class PairHandler(APIHandler):
-    """mlx-lm's handler. Requests it cannot answer get a sentence, and the server goes on."""
+@dataclass(frozen=True)
+class Route:
+    """What is posted to a path: ``check`` raises ValueError, ``answer`` RequestError.
 
-    response_generator: ClientSession
+    ``generates``: it counts as a request to generate.
+    """
+
+    check: Callable[[dict[str, Any]], None]
+    answer: Callable[["PairHandler", dict[str, Any]], None]
+    generates: bool = True
+    error_document: Callable[[RequestError], dict[str, Any]] = openai.error_document
+    error_event: Callable[[RequestError], str] = openai.error_event
+
+
+CHAT = Route(lambda body: check_body(body, "messages"), openai.answer_chat)
+ROUTES = {
+    "/v1/chat/completions": CHAT,
+    "/chat/completions": CHAT,
+    "/v1/completions": Route(lambda body: check_body(body, "prompt"), openai.answer_text),
+    "/tokenize": Route(openai.check_tokenize, openai.tokenize, generates=False),
+    "/detokenize": Route(openai.check_detokenize, openai.detokenize, generates=False),
+}
+NO_ROUTE = Route(lambda body: None, lambda handler, body: None)
+
+
+class PairHandler(BaseHTTPRequestHandler):
+    """The requests of one connection. What cannot be answered gets a sentence, and it goes on."""
+
+    protocol_version = "HTTP/1.1"
     server: PairServer
 
-    def __init__(self, server: PairServer, *args: Any, **kwargs: Any):
-        self.asked = time.monotonic()
-        self.num_bytes = 0  # of the body
-        self.status = 0
-        self.is_streaming = self.is_answering = self.is_body_unread = False
-        session = ClientSession(server.generator, server.metrics, self)
-        super().__init__(session, *args, **kwargs)
+    def __init__(self, server: PairServer, *args: Any):
+        self.server = server  # before the base class answers
+        super().__init__(*args)
+
+    @property
+    def provider(self) -> PairProvider:
+        return self.server.generator.model_provider
+
+    @property
+    def flags(self) -> Namespace:
+        return self.server.generator.cli_args
 
     def setup(self) -> None:
         """Reads have a limit of time together, writes each."""
         self.timeout = self.server.limits.request_seconds
         super().setup()
+        self.reader = RequestReader(self.connection, self.timeout, self.server.note_busy)
+        self._rest = self.rfile = io.BufferedReader(self.reader)
+        self.is_body_unread = False
+
+    def handle_one_request(self) -> None:
+        """The next request of the connection, and what is said of it in the log."""
+        self.rfile, self.requestline, self.command, self.path = self._rest, "", "", ""
+        self.asked, self.created = time.monotonic(), int(time.time())
+        self.num_bytes = 0  # of the body
+        self.status, self.reason = 0, ""
+        self.is_streaming = self.is_answering = self.is_body_unread = False
+        self.outcome: RequestOutcome | None = None  # of a request to generate
+        self.route = NO_ROUTE
+        self.sessions: list[ClientSession] = []
         self.presence = Presence(self.connection)
-        self.reader = RequestReader(self.connection, self.timeout)
-        self.rfile = io.BufferedReader(self.reader)
+        self.reader.restart()
+        self.server.note_idle(self.connection)
+        try:
+            super().handle_one_request()
+        except (ConnectionError, TimeoutError):
+            self.close_connection = True
+        finally:
+            self._end_request()
 
     def parse_request(self) -> bool:
         """See http.server's. Leaves the path without its query."""
+        self.reader.begin()
+        self.asked = time.monotonic()
         if not super().parse_request():
             return False
         self.reader.in_head = False
@@ -106,40 +155,57 @@ class PairHandler(APIHandler):
             drain(self.connection)
 
     def do_POST(self) -> None:
-        """Check who asks and the body, then answer as mlx-lm does."""
+        """Check who asks and the body, then answer."""
         self.server.answering.add(self)
-        outcome = RequestOutcome.FAILED
+        self.outcome = RequestOutcome.FAILED
         try:
-            self._check_request()
-            super().do_POST()
-            outcome = RequestOutcome.of_status(self.status)
+            closes = self.close_connection
+            self.is_body_unread = self.close_connection = True  # until it was read
+            self._check_access()
+            self.server.check_open()
+            if self.path not in ROUTES:
+                path = shortened(self.path)
+                raise RequestError(f"nothing is at {path}: post to /v1/chat/completions.", 404)
+            self.route = ROUTES[self.path]
+            raw = self._read()
+            self.is_body_unread, self.close_connection = False, closes
+            self.route.answer(self, self._fields_of(raw))
+            if self.server.collector is not None:
+                for session in self.sessions:
+                    session.collect(self.server.collector, self.flags)
+            self.outcome = RequestOutcome.of_status(self.status)
         except RequestError as err:
-            outcome = RequestOutcome.of_status(err.status)
-            self._send_error(err)
+            self.outcome = RequestOutcome.of_status(err.status)
+            self._refuse(err)
         except (ConnectionError, TimeoutError):
-            outcome = RequestOutcome.LEFT
+            self.outcome = RequestOutcome.LEFT
             raise
-        finally:
-            self.response_generator.count(outcome)
-            self.server.answering.discard(self)
 
     def do_GET(self) -> None:
-        """The page, the models, the metrics, the health."""
+        """The page, the models, the metrics, the health, the properties."""
         try:
-            self.server.access.check_page(self.headers)
-            if self.path not in ("/", "/health"):
-                self.server.access.check_key(self.headers)
+            self._check_access()
             if self.path == "/":
                 document, headers = page(self.server.page_settings())
                 self._send(200, PAGE_TYPE, document, headers)
             elif self.path == "/metrics":
                 self._send(200, CONTENT_TYPE, self.server.metrics_text().encode())
-            elif self.path.startswith("/v1/models") or self.path == "/health":
-                super().do_GET()
+            elif self.path == "/health":
+                status, document = self.server.health()
+                self._send(status, "application/json", document)
+            elif self.path == "/props":
+                self.send_json(openai.properties(self))
+            elif self.path.startswith("/v1/models"):
+                wanted = unquote(self.path.removeprefix("/v1/models").strip("/"))
+                self.send_json(openai.models(self, wanted))
             else:
                 raise RequestError(f"nothing is at {shortened(self.path)}.", 404)
         except RequestError as err:
-            self._send_error(err)
+            self._refuse(err)
+
+    def do_HEAD(self) -> None:
+        """What GET would send, without its content."""
+        self.do_GET()
 
     def do_OPTIONS(self) -> None:
         """What a browser asks before it lets a page of another origin ask."""
@@ -147,48 +213,40 @@ class PairHandler(APIHandler):
             self.server.access.check_page(self.headers)
             self._send(204, "text/plain", b"")
         except RequestError as err:
-            self._send_error(err)
-
-    def _set_cors_headers(self) -> None:
-        origin = self.server.access.shared_with(self.headers.get("Origin"))
-        if origin is not None:
-            self.send_header("Access-Control-Allow-Origin", origin)
-            self.send_header("Access-Control-Allow-Methods", "GET, POST, OPTIONS")
-            self.send_header("Access-Control-Allow-Headers", "*, Authorization")
-        self.send_header("Vary", "Origin")
+            self._refuse(err)
 
     def send_error(
         self, code: int, message: str | None = None, explain: str | None = None
     ) -> None:
         """What http.server refuses, in the words of the others."""
-        self.close_connection, self.is_body_unread = True, True
+        self.close_connection = self.is_body_unread = True
         text = message or self.responses.get(code, ("the request is not HTTP",))[0]
-        self.server.metrics.count_request(RequestOutcome.REFUSED)  # also 501, "no such method"
+        self.outcome = RequestOutcome.REFUSED  # also 501, "no such method"
         self.headers = getattr(self, "headers", None) or {}
-        self._send_error(RequestError(f"{shortened(text.rstrip('.'))}.", code))
+        self._refuse(RequestError(f"{shortened(text.rstrip('.'))}.", code))
 
-    def _check_request(self) -> None:
-        """Read the body, and leave what was read for mlx-lm to read. Raises RequestError."""
-        self.is_body_unread = True
+    def handle_expect_100(self) -> bool:
+        """A client that waits for a word before it sends its body."""
+        self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        return True
+
+    def _check_access(self) -> None:
         self.server.access.check_page(self.headers)
-        self.server.access.check_key(self.headers)
-        self.server.check_open()
-        if self.path not in PROMPTS:
-            path = shortened(self.path)
-            raise RequestError(f"nothing is at {path}: post to /v1/chat/completions.", 404)
-        raw = self._read()
-        self.is_body_unread = False
+        if self.command == "POST" or self.path not in ("/", "/health"):
+            self.server.access.check_key(self.headers)
+
+    def _fields_of(self, raw: bytes) -> dict[str, Any]:
+        """The checked fields of a body. Raises RequestError."""
         self.num_bytes = len(raw)
         try:
             # One at a time: hostile ones together would leave no time to generate.
             with self.server.large_bodies if len(raw) > LARGE else nullcontext():
                 body = read_body(raw)
-                check_body(body, PROMPTS[self.path])
-                raw = write_body(body)
+                self.route.check(body)
+                write_body(body)
         except ValueError as err:
             raise RequestError(str(err)) from err
-        self.headers.replace_header("Content-Length", str(len(raw)))
-        self.rfile = io.BytesIO(raw)
+        return body
 
     def _read(self) -> bytes:
         if "Transfer-Encoding" in self.headers:
@@ -217,51 +275,74 @@ class PairHandler(APIHandler):
             raise ConnectionAbortedError("the client left before its request was complete.")
         return raw
 
-    def validate_model_parameters(self) -> None:
-        """See mlx-lm's. Raises RequestError."""
-        try:
-            super().validate_model_parameters()
-        except ValueError as err:
-            raise RequestError(f"{err}.") from err
-        if self.stream_options is not None:
-            self.stream_options.setdefault("include_usage", False)
+    def new_session(self, request: CompletionRequest, args: PairArguments) -> ClientSession:
+        """See ``Reply``."""
+        generator, metrics = self.server.generator, self.server.metrics
+        session = ClientSession(generator, metrics, self, request, args)
+        self.sessions.append(session)
+        return session
 
-    def _validate(self, name: str, *args: Any, **kwargs: Any) -> None:
-        # mlx-lm knows numbers only.
-        if name != "num_draft_tokens" or self.num_draft_tokens != AUTO:
-            super()._validate(name, *args, **kwargs)
+    def send_json(self, document: dict[str, Any]) -> None:
+        self._send(200, "application/json", json.dumps(document).encode())
 
-    def handle_completion(self, request: CompletionRequest, stop_words: list[str]) -> None:
-        """See mlx-lm's; what breaks off is said, in the stream where one was begun."""
-        try:
-            super().handle_completion(request, stop_words)
-            self._collect(request)
-        except RequestError as err:
-            if not self.is_streaming:
-                self._headers_buffer = []  # perhaps "200 OK", not sent yet
-                raise
-            self.status = err.status
-            self.wfile.write(f"data: {json.dumps(_document(err))}\n\n".encode())
-        finally:
-            self.response_generator.close()
+    def begin_events(self) -> None:
+        self.is_streaming = self.close_connection = True
+        self.send_response(200)
+        self.send_header("Content-type", "text/event-stream")
+        self.send_header("Cache-Control", "no-cache")
+        self._end_head()
 
-    def _collect(self, request: CompletionRequest) -> None:
-        """Keep what was asked and answered, where the server was told to."""
-        if self.server.collector is not None:
-            row = self.response_generator.row(request)
-            if row is not None:
-                self.server.collector.keep(row)
+    def write(self, text: str) -> None:
+        self.wfile.write(text.encode())
 
-    def _set_stream_headers(self, status_code: int = 200) -> None:
-        self.is_streaming = True
-        super()._set_stream_headers(status_code)
+    def say_progress(self, done: int, total: int) -> None:
+        self.write(f": keepalive {done}/{total}\n\n")
 
-    def _set_completion_headers(self, status_code: int = 200) -> None:
-        # mlx-lm is about to say 404 to whatever came out of ``generate``.
-        failure, self.response_generator.failure = self.response_generator.failure, None
-        if failure is not None:
-            raise failure
-        super()._set_completion_headers(status_code)
+    def check_connected(self, session: ClientSession) -> None:
+        """Raise ConnectionError where the client is gone, or too slow to read its answer."""
+        self.presence.check(self.is_answering)
+        answer = session.answer
+        if answer is None or not answer.is_over or not session.read_since:
+            return
+        complete = max(answer.ended, session.read_since)
+        if time.monotonic() - complete > self.server.limits.request_seconds:
+            raise TimeoutError("the client reads too slowly")
+
+    def _refuse(self, error: RequestError) -> None:
+        """Say what is wrong: within the stream, where one was begun."""
+        self.reason = str(error)
+        if self.is_streaming:
+            self.status = error.status
+            self.write(self.route.error_event(error))
+            return
+        document = self.route.error_document(error)
+        self._send(error.status, "application/json", json.dumps(document).encode())
+
+    def _send(
+        self, status: int, content_type: str, content: bytes, headers: Mapping[str, str] = {}
+    ) -> None:
+        self.send_response(status)
+        if status != 204:
+            self.send_header("Content-type", content_type)
+            self.send_header("Content-Length", str(len(content)))
+        for name, value in {**EXTRA_HEADERS.get(status, {}), **headers}.items():
+            self.send_header(name, value)
+        self._end_head()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def _end_head(self) -> None:
+        origin = self.server.access.shared_with(self.headers.get("Origin"))
+        if origin is not None:
+            self.send_header("Access-Control-Allow-Origin", origin)
+            self.send_header("Access-Control-Allow-Methods", "GET, POST, OPTIONS")
+            self.send_header("Access-Control-Allow-Headers", "*, Authorization")
+        self.send_header("Vary", "Origin")
+        if self.close_connection or self.server.is_stopping:
+            self.send_header("Connection", "close")
+        elif self.request_version == "HTTP/1.0":
+            self.send_header("Connection", "keep-alive")
+        self.end_headers()
 
     def send_response(self, code: int, message: str | None = None) -> None:
         self.status = code
@@ -275,71 +356,45 @@ class PairHandler(APIHandler):
             self.is_answering = True
         super().flush_headers()
 
-    def _send_error(self, error: RequestError) -> None:
-        self._send(error.status, "application/json", json.dumps(_document(error)).encode())
+    def _end_request(self) -> None:
+        """Generate no more, count the request, and log it."""
+        for session in self.sessions:
+            session.close()
+        if self.outcome is not None and (self.route.generates or self.outcome.is_bad):
+            self.server.metrics.count_request(
+                self.outcome,
+                sum(len(session.prompt) for session in self.sessions),
+                sum(session.num_cached for session in self.sessions),
+                sum(session.num_generated for session in self.sessions),
+            )
+        if self.status or self.outcome is not None:
+            is_poll = self.path in ("/health", "/metrics") and self.status == 200
+            logging.log(logging.DEBUG if is_poll else logging.INFO, "%s", self._log_line())
+        self.server.answering.discard(self)
 
-    def _send_json(self, document: dict[str, Any]) -> None:
-        self._send(200, "application/json", json.dumps(document).encode())
+    def _log_line(self) -> str:
+        """Who asked for what, and what became of it: tokens, their speed, and why not."""
+        outcome = "" if self.outcome is None else f" {self.outcome.value}"
+        line = f"{self.client_address[0]} {self.command or '-'} {shortened(self.path) or '-'} "
+        line += f"{self.status or '-'}{outcome}"
+        seconds = time.monotonic() - self.asked
+        if num_generated := sum(session.num_generated for session in self.sessions):
+            num_prompt = sum(len(session.prompt) for session in self.sessions)
+            num_cached = sum(session.num_cached for session in self.sessions)
+            tau = openai.draft_usage(self.sessions)["mean_acceptance_length"]
+            began = [s.answer.began for s in self.sessions if s.answer and s.answer.began]
+            busy = max(1e-9, time.monotonic() - min(began, default=self.asked))
+            line += (
+                f": {num_prompt} prompt tokens, {num_cached} of them cached, {num_generated} "
+                f"generated in {seconds:.2f} s, {num_generated / busy:.1f} tokens/s, mean "
+                f"acceptance length {tau:.2f}"
+            )
+        if self.reason:
+            line += f": {self.reason}"
+        return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in line)
 
-    def _send(
-        self, status: int, content_type: str, content: bytes, headers: Mapping[str, str] = {}
-    ) -> None:
-        self.send_response(status)
-        self.send_header("Content-type", content_type)
-        self.send_header("Content-Length", str(len(content)))
-        for name, value in {**EXTRA_HEADERS.get(status, {}), **headers}.items():
-            self.send_header(name, value)
-        self._set_cors_headers()
-        self.end_headers()
-        self.wfile.write(content)
+    def version_string(self) -> str:
+        return "mlx-eagle"
 
-    def check_connected(self) -> None:
-        """Raise ConnectionError where the client is gone, or too slow to read its answer."""
-        self.presence.check(self.is_answering)
-        answer = self.response_generator.answer
-        if answer is None or not answer.is_over:
-            return
-        if time.monotonic() - answer.ended > self.server.limits.request_seconds:
-            raise TimeoutError("the client reads too slowly")
-
-    def handle_models_request(self) -> None:
-        """The one model that is served."""
-        name = self.response_generator.generator.model_provider.name
-        model = {"id": name, "object": "model", "created": self.created, "owned_by": "mlx-eagle"}
-        wanted = unquote(self.path.removeprefix("/v1/models").strip("/"))
-        if not wanted:
-            self._send_json({"object": "list", "data": [model]})
-        elif wanted in (name, name.strip("/")):
-            self._send_json(model)
-        else:
-            raise RequestError(f"{shortened(wanted)} is not served here, but {name} is.", 404)
-
-    def generate_response(
-        self, text: str, finish_reason: FinishReason, *args: Any, **kwargs: Any
-    ) -> dict[str, Any]:
-        response = super().generate_response(text, finish_reason, *args, **kwargs)
-        draft = self.response_generator.draft(is_last=finish_reason is not None)
-        return self._with_counts(response) | ({} if draft is None else {"draft": draft})
-
-    def completion_usage_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return self._with_counts(super().completion_usage_response(*args, **kwargs))
-
-    def _with_counts(self, response: dict[str, Any]) -> dict[str, Any]:
-        """With --usage-stats, what was drafted; where nothing was, tau is 1."""
-        session = self.response_generator
-        if "usage" in response and session.cli_args.usage_stats and session.answer is not None:
-            stats = session.answer.stats
-            tau = stats.mean_acceptance_length or 1.0
-            response["usage"] |= {
-                "drafted_tokens": stats.num_drafted,
-                "accepted_tokens": stats.num_accepted,
-                "mean_acceptance_length": tau,
-                "tau": tau,  # its name in version 0.1.0
-            }
-        return response
-
-
-def _document(error: RequestError) -> dict[str, Any]:
-    """An error as clients of the OpenAI API read it."""
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
-    return {"error": {"message": str(error), "type": kind, "code": error.status}}
+    def log_message(self, format: str, *args: Any) -> None:
+        """One line per request is enough, which ``_end_request`` writes."""

@@ -11,14 +11,15 @@ import socket
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from email.message import Message
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Lock
+from threading import BoundedSemaphore, Lock, Thread
 from typing import Any
-
-from mlx_lm.server import get_system_fingerprint
 
 from .answer_stream import RequestError
 from .body import SHOWN
@@ -28,7 +29,7 @@ from .engine import PairGenerator
 MAX_HEAD = 2**17  # bytes of a request before its body
 DRAIN_SECONDS = 2.0
 DRAIN_BYTES = 2**26
-BEGINNING = b"HTTP/1.0 "
+BEGINNING = b"HTTP/1.1 "
 """What every answer of ours begins with, whatever its status: it can be sent ahead."""
 
 
@@ -38,7 +39,18 @@ BODY_BYTES = 16_000_000
 CONNECTIONS = 128
 REQUEST_SECONDS = 60.0
 ACCEPT_POLL = 0.05  # seconds until the listening thread sees that it is to stop
-TOO_MANY = {"message": "the server has too many connections: try again later."}
+TOO_MANY = json.dumps(
+    {
+        "error": {
+            "message": "the server has too many connections: try again later.",
+            "type": "server_error",
+            "code": 503,
+        }
+    }
+).encode()
+IDLE_SECONDS = 1.0  # without a request, after which a connection may be closed to make room
+RESERVE = 8  # connections beyond the limit that are read at a time
+BRIEF_SECONDS = 1.0  # how long each of them is
 
 
 @dataclass(frozen=True)
@@ -200,11 +212,29 @@ class RequestReader(io.RawIOBase):
     A limit for each read alone would let a client hold its connection for days, byte by byte.
     """
 
-    def __init__(self, connection: socket.socket, seconds: float):
-        self._connection = connection
-        self._deadline = time.monotonic() + seconds
+    def __init__(
+        self,
+        connection: socket.socket,
+        seconds: float,
+        on_begin: Callable[[socket.socket], None] = lambda connection: None,
+    ):
+        """``on_begin`` is called when the first byte of a request has come."""
+        self._connection, self._seconds, self._on_begin = connection, seconds, on_begin
+        self.restart()
+
+    def restart(self) -> None:
+        """Wait for the next request of the connection."""
+        self._deadline = time.monotonic() + self._seconds
         self.in_head = True  # whose size is bounded here; the body's by Content-Length
+        self._has_begun = False
         self._num_read = 0
+
+    def begin(self) -> None:
+        """The request has begun to arrive: from now on its time runs."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._deadline = time.monotonic() + self._seconds
+            self._on_begin(self._connection)
 
     def readable(self) -> bool:
         return True
@@ -217,6 +247,8 @@ class RequestReader(io.RawIOBase):
         self._connection.settimeout(left)
         found = self._connection.recv_into(buffer)
         self._num_read += found
+        if found:
+            self.begin()
         if self.in_head and self._num_read > MAX_HEAD:
             raise http.client.LineTooLong("head")
         return found
@@ -301,8 +333,10 @@ class PairServer(ThreadingHTTPServer):
         self.answering: set[BaseHTTPRequestHandler] = set()
         self.large_bodies = Lock()
         self.is_stopping = False
-        self._fingerprint = get_system_fingerprint()
         self._connections: set[socket.socket] = set()
+        self._idle: dict[socket.socket, float] = {}  # without a request, since when
+        self._lock = Lock()
+        self._reserve = BoundedSemaphore(RESERVE)
         host, port = address
         try:
             found = socket.getaddrinfo(
@@ -319,22 +353,71 @@ class PairServer(ThreadingHTTPServer):
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         # Not as the base class does it: this handler takes the server first.
-        self.RequestHandlerClass(
-            self, request, client_address, self, system_fingerprint=self._fingerprint
-        )
+        self.RequestHandlerClass(self, request, client_address, self)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread of its own, unless there are too many."""
+        """Answer in a thread of its own, unless there are too many.
+
+        Of too many, the one that has asked for nothing the longest makes room. Where all have,
+        a few more are read: who asks for the health gets it, and the others learn that it is
+        full.
+        """
         if len(self._connections) >= self.limits.num_connections:
-            self.metrics.count_refused_connection()
-            self._refuse(request)
+            self._close_idlest()
+        if len(self._connections) < self.limits.num_connections:
+            self._connections.add(request)
+            super().process_request(request, client_address)
             return
-        self._connections.add(request)
-        super().process_request(request, client_address)
+        self.metrics.count_refused_connection()
+        if self._reserve.acquire(blocking=False):
+            Thread(target=self._answer_in_brief, args=(request,), daemon=True).start()
+        else:
+            self._refuse(request)
 
     def shutdown_request(self, request: Any) -> None:
         self._connections.discard(request)
+        self.note_busy(request)
         super().shutdown_request(request)
+
+    def note_idle(self, connection: socket.socket) -> None:
+        """A connection waits for a request from now on."""
+        with self._lock:
+            self._idle[connection] = time.monotonic()
+
+    def note_busy(self, connection: socket.socket) -> None:
+        """It does not, any more."""
+        with self._lock:
+            self._idle.pop(connection, None)
+
+    def _close_idlest(self) -> None:
+        with self._lock:
+            found = min(self._idle, key=lambda each: self._idle[each], default=None)
+            if found is None or time.monotonic() - self._idle[found] < IDLE_SECONDS:
+                return
+            del self._idle[found]
+        self._connections.discard(found)
+        with suppress(OSError):
+            found.shutdown(socket.SHUT_RDWR)  # its thread reads an end, and closes it
+
+    def _answer_in_brief(self, request: socket.socket) -> None:
+        """Answer one that is too many: its health, or that it is full."""
+        try:
+            request.settimeout(BRIEF_SECONDS)
+            with suppress(OSError):
+                head = request.recv(2**12)
+                if head.startswith((b"GET /health ", b"HEAD /health ")):
+                    status, content = self.health()
+                    self._refuse(request, status, content)
+                    return
+            self._refuse(request)
+        finally:
+            self._reserve.release()
+
+    def health(self) -> tuple[int, bytes]:
+        """Whether it can answer: the status, and the document that says so."""
+        is_healthy = self.generator.is_healthy
+        document = {"status": "ok" if is_healthy else "unavailable"}
+        return 200 if is_healthy else 503, json.dumps(document).encode()
 
     def serve_forever(self, poll_interval: float = ACCEPT_POLL) -> None:
         super().serve_forever(poll_interval)
@@ -367,15 +450,16 @@ class PairServer(ThreadingHTTPServer):
             "tree": args.tree,
         }
 
-    def _refuse(self, request: Any) -> None:
+    def _refuse(self, request: Any, status: int = 503, content: bytes = TOO_MANY) -> None:
         """Say so without waiting: this is the thread that accepts connections for everybody."""
-        content = json.dumps({"error": TOO_MANY | {"type": "server_error", "code": 503}})
         head = (
-            f"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 5\r\nContent-Length: {len(content)}"
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Length: {len(content)}\r\n"
         )
+        head += "Retry-After: 5\r\n" if status == 503 else ""
+        head += "Content-type: application/json\r\nConnection: close\r\n\r\n"
         try:
             request.setblocking(False)
-            request.send(f"{head}\r\nContent-type: application/json\r\n\r\n{content}".encode())
+            request.send(head.encode() + content)
             request.shutdown(socket.SHUT_WR)
             request.recv(2**16)  # a connection with bytes unread is reset, and loses its answer
         except OSError:
@@ -384,7 +468,5 @@ class PairServer(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that leaves is no error of ours."""
-        if isinstance(sys.exception(), (ConnectionError, TimeoutError)):
-            logging.info("A client left before it was answered.")
-        else:
+        if not isinstance(sys.exception(), (ConnectionError, TimeoutError)):
             super().handle_error(request, client_address)

@@ -6,6 +6,11 @@ from threading import Event
 
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import ModelProvider
+from mlx_lm.tokenizer_utils import (
+    BPEStreamingDetokenizer,
+    SPMStreamingDetokenizer,
+    _byte_decoder,
+)
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from ..commands.loading import check_target, context_size
@@ -44,6 +49,22 @@ class PairProvider(ModelProvider):
         """Raise ValueError where the pair cannot draft trees of that shape."""
         check_tree_drafter(self.draft_model, read_tree(tree))
         check_trees(self.model, make_prompt_cache(self.model))
+
+    def spelling(self, token: int) -> bytes:
+        """The bytes that a token stands for."""
+        tokenizer = self.tokenizer
+        word = tokenizer.convert_ids_to_tokens(token)
+        if word is None:  # beyond the vocabulary, where a model's matrices are padded
+            return b""
+        spelled = tokenizer.detokenizer
+        if isinstance(spelled, BPEStreamingDetokenizer):
+            letters = _byte_decoder()
+            return b"".join(
+                bytes([letters[x]]) if x in letters else x.encode("utf-8", "replace") for x in word
+            )
+        if isinstance(spelled, SPMStreamingDetokenizer):
+            return bytes(spelled.tokenmap[token]).replace("\u2581".encode(), b" ")
+        return tokenizer.decode([token]).encode("utf-8", "replace")
 
     @property
     def name(self) -> str:

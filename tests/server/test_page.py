@@ -129,7 +129,7 @@ def test_the_page_needs_no_key_and_names_nothing(server):
         assert response.status == 200
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "HEAD"])
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
 def test_the_page_is_only_read(server, method):
     headers = {"Authorization": f"Bearer {KEY}"}
     request = Request(server.url.removesuffix("v1"), b"{}", headers, method=method)

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import logging
 import math
 import re
 import signal
@@ -167,7 +168,7 @@ def test_limits_of_bodies_heads_and_time(flags):
         assert ask(asked, "PUT", "/v1/completions", raw)[0] == 501
         # Byte by byte, for ever: cut off after a second, in the head or in the body.
         begun = f"POST /v1/completions HTTP/1.1\r\nContent-Length: {len(raw)}\r\n"
-        for start, answer in ((begun, b""), (f"{begun}\r\n", b"HTTP/1.0 408 ")):
+        for start, answer in ((begun, b""), (f"{begun}\r\n", b"HTTP/1.1 408 ")):
             with socket.create_connection(asked.address, timeout=20) as connection:
                 connection.sendall(start.encode())
                 began = time.monotonic()
@@ -192,20 +193,137 @@ def drip(connection: socket.socket, stop: threading.Event) -> None:
         return
 
 
+def wait_for(what, seconds: float = 10) -> bool:
+    until = time.monotonic() + seconds
+    while not what() and time.monotonic() < until:
+        time.sleep(0.01)
+    return what()
+
+
+def begin_head(asked) -> socket.socket:
+    """A connection whose request has begun to arrive."""
+    connection = socket.create_connection(asked.address, timeout=20)
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\n")
+    return connection
+
+
 def test_one_connection_too_many_is_told_so(flags):
+    """While all the others ask for something; the health is answered even then."""
+    raw = json.dumps(TEXT).encode()
     with ours(*flags, "--max-connections", "3") as asked:
-        idle = [socket.create_connection(asked.address, timeout=20) for _ in range(3)]
-        until = time.monotonic() + 10
-        while len(asked.server._connections) < 3 and time.monotonic() < until:
-            time.sleep(0.01)
-        status, head, content = ask(asked, "GET", "/health")
+        busy = [begin_head(asked) for _ in range(3)]
+        server = asked.server
+        assert wait_for(lambda: len(server._connections) == 3 and not server._idle)
+        status, head, content = ask(asked, "POST", "/v1/completions", raw)
         assert status == 503 and head["Retry-After"] and b"too many connections" in content
+        status, _, content = ask(asked, "GET", "/health")
+        assert (status, content) == (200, b'{"status": "ok"}')
+        for connection in busy:
+            connection.close()
+        assert wait_for(lambda: not server._connections)
+        assert ask(asked, "POST", "/v1/completions", raw)[0] == 200
+        assert read_metrics(asked)["mlx_eagle_refused_connections_total"] == 2
+
+
+def test_idle_connections_keep_nobody_out(flags):
+    """128 that ask for nothing: the one that is idle the longest makes room, each time."""
+    with ours(*flags) as asked:
+        idle = [socket.create_connection(asked.address, timeout=20) for _ in range(128)]
+        assert wait_for(lambda: len(asked.server._idle) == 128)
+        assert ask(asked, "GET", "/health")[0] == 200  # also within their first second
+        time.sleep(1.1)
+        began = time.monotonic()
+        assert ask(asked, "POST", "/v1/completions", json.dumps(TEXT).encode())[0] == 200
+        assert ask(asked, "GET", "/health")[0] == 200 and time.monotonic() - began < 10
+        assert idle[0].recv(10) == b""  # the first to come was the first to go
+        assert len(asked.server._connections) <= 128
+        idle[-1].sendall(b"GET /health HTTP/1.1\r\n\r\n")
+        assert idle[-1].recv(15) == b"HTTP/1.1 200 OK"
         for connection in idle:
             connection.close()
-        while asked.server._connections and time.monotonic() < until:
-            time.sleep(0.01)
-        assert ask(asked, "GET", "/health")[0] == 200
-        assert read_metrics(asked)["mlx_eagle_refused_connections_total"] == 1
+
+
+def test_a_connection_is_kept_for_the_next_request(flags):
+    """Also after a request that was refused, for streams and for clients of HTTP/1.0 it is not."""
+    with ours(*flags) as asked:
+        connection = http.client.HTTPConnection(*asked.address, timeout=30)
+        texts = set()
+        for body, expected in ((TEXT, 200), ({"prompt": ""}, 400), (TEXT, 200), ({}, 400)):
+            connection.request("POST", "/v1/completions", json.dumps(body))
+            response = connection.getresponse()
+            document = json.loads(response.read())
+            assert response.status == expected and response.version == 11
+            texts |= {choice["text"] for choice in document.get("choices", [])}
+            address = connection.sock.getsockname()
+            connection.request("GET", "/health")
+            assert connection.getresponse().read() == b'{"status": "ok"}'
+            assert connection.sock.getsockname() == address
+        assert len(texts) == 1
+        connection.request("HEAD", "/v1/models")
+        response = connection.getresponse()
+        assert response.status == 200 and response.read() == b""
+        assert int(response.headers["Content-Length"]) > 10
+        connection.request("POST", "/v1/completions", json.dumps(TEXT | {"stream": True}))
+        response = connection.getresponse()
+        assert response.headers["Connection"] == "close"
+        assert response.read().endswith(b"data: [DONE]\n\n")
+        connection.close()
+        raw = json.dumps(TEXT).encode()
+        line = f"Content-Length: {len(raw)}\r\n"
+        for head, closes in (("", True), ("Connection: keep-alive\r\n", False)):
+            with socket.create_connection(asked.address, timeout=30) as old:
+                request = f"POST /v1/completions HTTP/1.0\r\n{head}{line}\r\n".encode() + raw
+                old.sendall(request)
+                assert b"200 OK" in old.recv(15)
+                old.sendall(b"" if closes else request)
+                rest = old.recv(2**16)
+                while rest.count(b"200 OK") < 1 and (found := old.recv(2**16)):
+                    rest += found
+                assert (b"200 OK" in rest) is not closes
+        with socket.create_connection(asked.address, timeout=30) as eager:
+            expect = f"POST /v1/completions HTTP/1.1\r\nExpect: 100-continue\r\n{line}\r\n"
+            eager.sendall(expect.encode())
+            assert eager.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+            eager.sendall(raw)
+            assert eager.recv(15) == b"HTTP/1.1 200 OK"
+        # Two requests in one go are answered one after the other.
+        with socket.create_connection(asked.address, timeout=30) as both:
+            both.sendall(b"GET /health HTTP/1.1\r\n\r\n" * 2)
+            both.settimeout(5)
+            got = b""
+            while got.count(b'"ok"') < 2:
+                got += both.recv(2**16)
+
+
+def test_every_request_is_a_line_in_the_log(flags, caplog):
+    with ours(*flags) as asked, caplog.at_level(logging.DEBUG):
+        asked.complete(**TEXT)
+        ask(asked, "POST", "/v1/completions", b'{"prompt": "a", "temperature": -1}')
+        ask(asked, "GET", "/v1/models")
+        ask(asked, "GET", "/health")
+        with socket.create_connection(asked.address, timeout=30) as raw:
+            raw.sendall(b"GET /x\x1b[31m HTTP/1.1\r\n\r\n")
+            assert b" 404 " in raw.recv(100)
+        with asked.complete(**TEXT | {"max_tokens": 1900}, stream=True) as stream:
+            next(stream)
+        assert wait_for(lambda: not asked.server.answering)
+    records = [r for r in caplog.records if r.getMessage().startswith("127.0.0.1 ")]
+    lines = {r.getMessage() for r in records}
+    assert len(records) == 6
+    (whole,) = [line for line in lines if " answered" in line]
+    assert re.fullmatch(
+        r"127\.0\.0\.1 POST /v1/completions 200 answered: 16 prompt tokens, 0 of them cached, "
+        r"20 generated in \d+\.\d\d s, \d+\.\d tokens/s, mean acceptance length \d\.\d\d",
+        whole,
+    )
+    (refused,) = [line for line in lines if " 400 " in line]
+    assert refused.startswith("127.0.0.1 POST /v1/completions 400 refused: temperature is -1: ")
+    assert any(" 200 left: 16 prompt tokens" in line for line in lines)
+    assert any(line.endswith("GET /v1/models 200") for line in lines)
+    assert [r.levelname for r in records if "/health" in r.getMessage()] == ["DEBUG"]
+    assert not any("\x1b" in line for line in lines)
+    ours_ = [r for r in caplog.records if r.name == "root" and r.levelno >= logging.INFO]
+    assert [r.getMessage() for r in ours_ if r not in records] == []
 
 
 def read_metrics(asked) -> dict[str, float]:
@@ -318,7 +436,7 @@ def test_new_connections_are_refused_at_once_after_sigterm(pair):
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), timeout=20)
         late.sendall(b"POST /v1/completions HTTP/1.0\r\nContent-Length: 2\r\n\r\n{}")
-        assert late.recv(100).startswith(b"HTTP/1.0 503 ")
+        assert late.recv(100).startswith(b"HTTP/1.1 503 ")
         assert process.poll() is None, "the answer was over before this was tried"
         assert response.read().endswith(b"data: [DONE]\n\n")
         _, err = process.communicate(timeout=30)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from mlx_lm.utils import load_tokenizer
-from serving import ENDLESS, ours, parse
+from serving import ENDLESS, TEMPLATE, ours, parse
 from training import small_files
 
 from mlx_eagle.server.__main__ import announce
@@ -84,13 +84,15 @@ def test_what_was_answered_is_what_is_trained_on(pair, tmp_path):
 def test_tools_and_arguments_of_the_template_are_read_again(pair, tmp_path):
     file = tmp_path / "train.jsonl"
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    with serving(pair, file) as asked:
+    template = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}" + TEMPLATE
+    with serving(pair, file, "--chat-template", template) as asked:
         options = {"tools": [tool], "chat_template_kwargs": {"enable_thinking": False}}
         asked.complete(messages=[{"role": "user", "content": "Say"}], **options, **SOON)
         settle(asked)
     (row,) = rows_in(file)
     assert row["tools"] == [tool] and row["chat_template_kwargs"] == {"enable_thinking": False}
     tokenizer = load_tokenizer(Path(pair["target"]))
+    tokenizer.chat_template = template
     assert read_examples(str(tmp_path), tokenizer, 10**6, 2048).train[0].tokens
 
 

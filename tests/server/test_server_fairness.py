@@ -11,7 +11,7 @@ from grids import thorough
 from openai import BadRequestError
 from serving import ENDLESS, ours, theirs
 
-from mlx_eagle.server.body import PIECE, check_text_length
+from mlx_eagle.server.prompt import PIECE, check_text_length
 
 TEXT = {"prompt": "Once upon a time", "max_tokens": 30, "logit_bias": ENDLESS}
 HUGE = 2**70
@@ -90,14 +90,14 @@ def post(asked, fields: dict, path: str = "/v1/completions", head: dict | None =
 
 
 PROMISES = {
-    "several": ({"n": 2}, "n is 2: a request gets one answer"),
+    "several": ({"n": 65}, "asks for 65 answers: ask for at most 64"),
     "best": ({"best_of": 3}, "best_of is 3"),
     "schema": ({"response_format": {"type": "json_schema"}}, "response_format 'json_schema'"),
     "json": ({"response_format": {"type": "json_object"}}, "ask for it in the prompt"),
     "forced": ({"tool_choice": "required"}, "tool_choice 'required' is not supported"),
     "named": ({"tool_choice": {"type": "function"}}, "give 'auto' or 'none'"),
     "functions": ({"functions": []}, "give tools instead"),
-    "echo": ({"echo": True}, "echo is not supported"),
+    "echo": ({"echo": True, "logprobs": True}, "echo and logprobs together"),
     "suffix": ({"suffix": "end"}, "suffix is not supported"),
     "template": ({"chat_template_kwargs": {"chat_template": "x"}}, "not the client's to set"),
     "self": ({"chat_template_kwargs": {"self": 1}}, "not the client's to set"),
@@ -163,13 +163,13 @@ def test_a_half_closed_client_gets_its_answer(server, expected, stream, version)
     for max_tokens in (30, 400):
         got = half_closed(server, whole | {"stream": stream, "max_tokens": max_tokens}, version)
         head, _, content = got.partition(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.0 200 OK\r\n"), head
+        assert head.startswith(b"HTTP/1.1 200 OK\r\n"), head
         if stream:
             assert content.endswith(b"data: [DONE]\n\n")
         else:
             assert json.loads(content)["choices"][0]["text"].startswith(expected[0].text)
-    refused = half_closed(server, whole | {"n": 2}, version)
-    assert refused.startswith(b"HTTP/1.0 400 ")
+    refused = half_closed(server, whole | {"best_of": 2}, version)
+    assert refused.startswith(b"HTTP/1.1 400 ")
 
 
 def test_a_huge_prompt_is_refused_at_once_and_delays_nobody(server, expected):

@@ -69,13 +69,23 @@ def test_bodies_that_are_no_requests(server, name):
 
 FIELDS = {
     "no prompt": ({}, "the request has no prompt"),
-    "prompt": ({"prompt": ["a"]}, "prompt is a list: give one string"),
+    "prompt": ({"prompt": {"a": 1}}, "prompt is an object: give a string, tokens, or a list"),
+    "no prompts": ({"prompt": []}, "prompt is a list: give a string, tokens, or a list"),
+    "prompts": ({"prompt": ["a", 5]}, "a prompt is something else than a string or a list"),
+    "negative token": ({"prompt": [[1, -2]]}, "a prompt has a token below 0"),
+    "unknown token": ({"prompt": [1, VOCAB]}, f"has token {VOCAB}, but this model has {VOCAB}"),
+    "many prompts": ({"prompt": ["a"] * 65}, "asks for 65 answers: ask for at most 64"),
+    "many answers": ({"prompt": ["a"] * 9, "n": 8}, "asks for 72 answers"),
+    "best of": ({"best_of": 3}, "best_of is 3: all answers are given"),
+    "logprobs": ({"logprobs": 21}, "logprobs is 21: give 0 to 20"),
+    "logprobs and echo": ({"logprobs": 1, "echo": True}, "echo and logprobs together"),
+    "suffix": ({"suffix": "a"}, "suffix is not supported"),
     "empty prompt": ({"prompt": ""}, "the prompt is empty"),
     "long prompt": ({"prompt": "a" * 2000}, "has 2000 tokens, but this model takes texts of 2000"),
     "negative draft": ({"num_draft_tokens": -1}, "num_draft_tokens is -1: give 0 to 64"),
     "endless draft": ({"num_draft_tokens": 10**9}, "give 0 to 64"),
     "draft": ({"num_draft_tokens": "3"}, "num_draft_tokens is '3': give a number or 'auto'"),
-    "half a draft": ({"num_draft_tokens": 1.5}, "must be of type int"),
+    "half a draft": ({"num_draft_tokens": 1.5}, "num_draft_tokens is 1.5: give a whole number"),
     "temperature": ({"temperature": -1}, "temperature is -1: give 0, or 1e-20 to 100"),
     "boolean": ({"max_tokens": True}, "max_tokens is a boolean"),
     "no tokens": ({"max_tokens": 0}, "give 1 to 2147483647"),
@@ -90,7 +100,7 @@ FIELDS = {
     "bias of lists": ({"logit_bias": {"1": []}}, "logit_bias of 1 is a list"),
     "stop": ({"stop": 5}, "stop is something else"),
     "empty stop": ({"stop": ["a", ""]}, "stop is something else"),
-    "stream": ({"stream": "yes"}, "stream must be of type bool"),
+    "stream": ({"stream": "yes"}, "stream is a string: give a boolean"),
     "stream options": ({"stream_options": {"include_usage": 1}}, "include_usage is a number"),
     "adapters": ({"adapters": "folder"}, "start the server with --adapter-path"),
 }
@@ -155,13 +165,11 @@ def test_bodies_whose_length_is_in_doubt(server):
 
 def test_what_clients_send_is_not_repeated_at_length(server):
     long = "x" * 30_000
-    for path, body in (
-        (f"/v1/{long}", {}),
-        (TEXT, {"prompt": "a", "model": long}),
-        (TEXT, {"prompt": "a", "draft_model": long}),
-    ):
+    for path, body in ((f"/v1/{long}", {}), (TEXT, {"prompt": "a", "draft_model": long})):
         status, document = post(server, path, json.dumps(body).encode())
         assert status == 404 and len(document["error"]["message"]) < 300
+    status, document = post(server, TEXT, json.dumps({"prompt": "a", "model": long}).encode())
+    assert status == 200 and len(document["model"]) < 300
     for line in (f"GET /{long} HTTP/1.0", f"GET /v1/models/{long} HTTP/1.0", f"{long} / HTTP/1.0"):
         with socket.create_connection(server.address, timeout=20) as connection:
             connection.sendall(f"{line}\r\n\r\n".encode())
@@ -176,12 +184,20 @@ def test_names_of_models(server, pair):
     for name in (model.id, "default_model"):
         got = server.complete(prompt="Once", model=name, draft_model=pair["model"])
         assert got.choices == server.good
-    with pytest.raises(openai.NotFoundError, match=r"gpt-4 is not served here, but .* is"):
-        server.complete(prompt="Once", model="gpt-4")
+    got = server.complete(prompt="Once", model="gpt-4")
+    assert got.choices == server.good and got.model == model.id
     with pytest.raises(openai.NotFoundError, match="leave draft_model out"):
         server.complete(prompt="Once", draft_model="another")
     with pytest.raises(openai.NotFoundError, match="is not served here"):
         server.client.models.retrieve("gpt-4")
+
+
+def test_another_name_is_refused_where_that_is_wanted(pair):
+    flags = ("--model", pair["target"], "--draft-model", pair["model"], "--strict-model")
+    with ours(*flags) as asked:
+        assert asked.complete(prompt="Once", model=pair["target"]).model == pair["target"]
+        with pytest.raises(openai.NotFoundError, match=r"gpt-4 is not served here, but .* is"):
+            asked.complete(prompt="Once", model="gpt-4")
 
 
 def test_health(server):

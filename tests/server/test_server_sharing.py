@@ -89,7 +89,8 @@ def ask_all(pair, flags, num_requests: int, num_clients: int) -> list[dict]:
         while server.generator._open:
             assert time.monotonic() < until, "the server still generates for somebody"
             time.sleep(0.01)
-    assert [answer.choices[0].text for answer in answers] == expected
+    # mlx-lm takes the space away that a text begins with.
+    assert [answer.choices[0].text.removeprefix(" ") for answer in answers] == expected
     assert all(others) and others
     counts = [answer.draft["counts"] for answer in answers]
     shared = sum(count["batched_tokens"] for count in counts)

@@ -95,7 +95,7 @@ def friendly(asked: Asked, seen: Seen, dice: random.Random, expected: list) -> N
         document = json.loads(content)
         got, usage = (text_of(document), document["usage"]) if status == 200 else ("", None)
     seen.count("answered" if status == 200 else "failed", usage)
-    if got != text:
+    if got.removeprefix(" ") != text:  # mlx-lm takes the space away that a text begins with
         seen.wrong.append(f"{status} {request}: {got!r}, not {text!r}, {content[-200:]!r}")
 
 
@@ -249,7 +249,7 @@ def soak(tmp_path_factory, seconds: float) -> None:
         check_counts(content.decode(), seen)
         request, text = expected[0]
         status, content = send(asked, json.dumps(request).encode(), path_of(request))
-        assert text_of(json.loads(content)) == text
+        assert text_of(json.loads(content)).removeprefix(" ") == text
 
 
 def get(asked: Asked, path: str) -> tuple[int, bytes]:

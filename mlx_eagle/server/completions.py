@@ -1,0 +1,354 @@
+"""OpenAI API: chats, completions and the tokenizer, from a checked body to its answer.
+
+No HTTP in here: ``Reply`` is where a document or an event goes.
+"""
+
+import json
+import uuid
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from mlx_lm.server import CompletionRequest
+
+from ..system.version import __version__
+from .answer_stream import PairResponse, RequestError
+from .body import (
+    MAX_TOP,
+    PairArguments,
+    check_messages,
+    read_arguments,
+    read_prompts,
+    shortened,
+)
+from .client_session import ClientSession, Piece
+from .prompt import render
+from .provider import PairProvider
+
+FINGERPRINT = f"mlx-eagle-{__version__}"
+Document = dict[str, Any]
+
+
+class Reply(Protocol):
+    """Where an answer goes."""
+
+    created: int
+
+    @property
+    def provider(self) -> PairProvider:
+        """The pair that is served."""
+
+    @property
+    def flags(self) -> Namespace:
+        """Those of the command."""
+
+    def new_session(self, request: CompletionRequest, args: PairArguments) -> ClientSession:
+        """One prompt of the request, which is closed and counted with it."""
+
+    def send_json(self, document: Document) -> None:
+        """The whole answer."""
+
+    def begin_events(self) -> None:
+        """The head of a stream."""
+
+    def write(self, text: str) -> None:
+        """A part of a stream."""
+
+    def say_progress(self, done: int, total: int) -> None:
+        """Tell the client of a stream how much of its prompt is read."""
+
+
+def error_document(error: RequestError) -> Document:
+    """An error as clients of the OpenAI API read it."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return {"error": {"message": str(error), "type": kind, "code": error.status}}
+
+
+def error_event(error: RequestError) -> str:
+    """The same within a stream."""
+    return f"data: {json.dumps(error_document(error))}\n\n"
+
+
+def answer_chat(reply: Reply, body: Document) -> None:
+    """Answer a checked body of /v1/chat/completions. Raises RequestError."""
+    request = CompletionRequest(
+        "chat", "", body["messages"], body.get("tools") or None, body.get("role_mapping")
+    )
+    kind = "chat.completion.chunk" if body.get("stream") else "chat.completion"
+    Answering(reply, body, [request], "chatcmpl", kind).run()
+
+
+def answer_text(reply: Reply, body: Document) -> None:
+    """Answer a checked body of /v1/completions. Raises RequestError."""
+    prompts = read_prompts(body)
+    requests = [CompletionRequest("text", prompt, [], None, None) for prompt in prompts]
+    Answering(reply, body, requests, "cmpl", "text_completion").run()
+
+
+class Answering:
+    """The answers to one request: ``n`` to each of its prompts, its choices in their order."""
+
+    def __init__(
+        self,
+        reply: Reply,
+        body: Document,
+        requests: Sequence[CompletionRequest],
+        prefix: str,
+        kind: str,
+    ):
+        self._reply, self._body, self._kind = reply, body, kind
+        self._is_chat = kind != "text_completion"
+        self._is_stream = bool(body.get("stream"))
+        self._base = {
+            "id": f"{prefix}-{uuid.uuid4()}",
+            "system_fingerprint": FINGERPRINT,
+            "object": kind,
+            "model": model_name(reply, body),
+            "created": reply.created,
+        }
+        args = self._read_arguments()
+        num_each = body.get("n", 1)
+        self._sessions = [
+            reply.new_session(request, _seeded(args, i * num_each + j))
+            for i, request in enumerate(requests)
+            for j in range(num_each)
+        ]
+        self._offsets = [0] * len(self._sessions)  # letters of each that were given
+
+    def _read_arguments(self) -> PairArguments:
+        try:
+            return read_arguments(self._body, self._reply.flags, self._is_chat)
+        except ValueError as err:
+            raise RequestError(str(err)) from err
+
+    def run(self) -> None:
+        """Generate all of them at a time, and give them one after the other."""
+        for session in self._sessions:
+            session.submit()
+        self._sessions[0].open()
+        if self._is_stream:
+            self._run_stream()
+            return
+        pieces = [session.whole() for session in self._sessions]
+        choices = [self._choice(i, self._echo(i) + p.text, p) for i, p in enumerate(pieces)]
+        document = self._base | {"choices": choices, "usage": self._usage()}
+        if len(pieces) == 1 and pieces[0].draft is not None:
+            document["draft"] = choices[0].pop("draft")
+        self._reply.send_json(document)
+
+    def _run_stream(self) -> None:
+        reply = self._reply
+        reply.begin_events()
+        for i, session in enumerate(self._sessions):
+            if echoed := self._echo(i):
+                self._write(choices=[self._choice(i, echoed, Piece(echoed))])
+            for piece in session.pieces(reply.say_progress, is_stream=True):
+                choice = self._choice(i, piece.text, piece)
+                draft = {} if piece.draft is None else {"draft": choice.pop("draft")}
+                self._write(choices=[choice], **draft)
+        if self._body.get("stream_options", {}).get("include_usage"):
+            self._write(choices=[], usage=self._usage())
+        reply.write("data: [DONE]\n\n")
+
+    def _write(self, **more: Any) -> None:
+        self._reply.write(f"data: {json.dumps(self._base | more)}\n\n")
+
+    def _echo(self, i: int) -> str:
+        """What precedes a text: its prompt, where that is asked for."""
+        if not self._body.get("echo"):
+            return ""
+        prompt = self._sessions[i].request.prompt
+        return prompt if isinstance(prompt, str) else self._reply.provider.tokenizer.decode(prompt)
+
+    def _choice(self, i: int, text: str, piece: Piece) -> Document:
+        choice: Document = {"index": i, "finish_reason": piece.finish_reason}
+        args = self._sessions[i].args
+        if piece.responses and (args.logprobs or args.top_logprobs > 0):
+            choice["logprobs"] = self._logprobs(i, piece.responses)
+        if piece.draft is not None:
+            choice["draft"] = piece.draft
+        self._offsets[i] += len(text)
+        if not self._is_chat:
+            return choice | {"text": text}
+        message: Document = {"role": "assistant"}
+        if text or not self._is_stream:
+            message["content"] = text or None
+        if piece.reasoning:
+            message["reasoning"] = piece.reasoning
+        if piece.calls:
+            message["tool_calls"] = piece.calls
+        return choice | {"delta" if self._is_stream else "message": message}
+
+    def _logprobs(self, i: int, responses: Sequence[PairResponse]) -> Document:
+        spell = self._reply.provider.spelling
+        entries = [_logprob_of(spell, response) for response in responses]
+        if self._is_chat or isinstance(self._body.get("logprobs"), bool):
+            return {"content": entries}
+        offsets, at = [], self._offsets[i]
+        for entry in entries:
+            offsets.append(at)
+            at += len(entry["token"])
+        return {
+            "tokens": [entry["token"] for entry in entries],
+            "token_logprobs": [entry["logprob"] for entry in entries],
+            "top_logprobs": [
+                {top["token"]: top["logprob"] for top in entry["top_logprobs"]}
+                for entry in entries
+            ],
+            "text_offset": offsets,
+        }
+
+    def _usage(self) -> Document:
+        sessions, num_each = self._sessions, self._body.get("n", 1)
+        num_prompt = sum(len(session.prompt) for session in sessions[::num_each])
+        num_generated = sum(session.num_generated for session in sessions)
+        usage = {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_generated,
+            "total_tokens": num_prompt + num_generated,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(session.num_cached for session in sessions[::num_each])
+            },
+        }
+        if self._reply.flags.usage_stats:
+            usage |= draft_usage(sessions)
+        return usage
+
+
+def draft_usage(sessions: Sequence[ClientSession]) -> Document:
+    """What --usage-stats adds; where nothing was drafted, the mean acceptance length is 1."""
+    stats = [session.answer.stats for session in sessions if session.answer is not None]
+    num_passes = sum(each.num_target_forwards for each in stats)
+    mean = sum(each.num_emitted for each in stats) / num_passes if num_passes else 1.0
+    return {
+        "drafted_tokens": sum(each.num_drafted for each in stats),
+        "accepted_tokens": sum(each.num_accepted for each in stats),
+        "mean_acceptance_length": mean,
+    }
+
+
+def model_name(reply: Reply, body: Document) -> str:
+    """The name of what answers; raises RequestError for one that is not served.
+
+    Any name of a model means the one there is, unless --strict-model.
+    """
+    provider = reply.provider
+    model, draft = body.get("model", provider.name), body.get("draft_model")
+    if draft is not None and draft not in provider.draft_names:
+        raise RequestError(
+            f"the draft model {shortened(draft)} is not served here: leave draft_model out.", 404
+        )
+    if model in provider.model_names:
+        return str(model)
+    if reply.flags.strict_model:
+        raise RequestError(f"{shortened(model)} is not served here, but {provider.name} is.", 404)
+    return provider.name
+
+
+def _seeded(args: PairArguments, number: int) -> PairArguments:
+    """The arguments of one of several answers: each has its own noise."""
+    if args.seed is None or number == 0:
+        return replace(args)
+    return replace(args, seed=(args.seed + number) % 2**64)
+
+
+def _logprob_of(spell: Callable[[int], bytes], response: PairResponse) -> Document:
+    def entry(token: int, logprob: float) -> Document:
+        spelled = spell(token)
+        text = spelled.decode("utf-8", "replace")
+        return {"token": text, "id": token, "logprob": logprob, "bytes": list(spelled)}
+
+    top = [entry(token, logprob) for token, logprob in response.top_tokens]
+    return entry(response.token, response.logprob) | {"top_logprobs": top}
+
+
+def tokenize(reply: Reply, body: Document) -> None:
+    """The tokens of a ``content``, a ``prompt`` or ``messages``. Raises RequestError."""
+    provider = reply.provider
+    tokenizer = provider.tokenizer
+    if "messages" in body:
+        request = CompletionRequest("chat", "", body["messages"], body.get("tools"), None)
+        options = reply.flags.chat_template_args | body.get("chat_template_kwargs", {})
+        tokens = tokenizer.encode(render(request, tokenizer, options), add_special_tokens=False)
+    else:
+        (name,) = [name for name in ("content", "prompt") if name in body]
+        has_special = body.get("add_special", body.get("add_special_tokens", name == "prompt"))
+        tokens = tokenizer.encode(body[name], add_special_tokens=has_special)
+    document: Document = {"tokens": tokens, "count": len(tokens)}
+    if body.get("with_pieces"):
+        document["tokens"] = [{"id": token, "piece": _piece(provider, token)} for token in tokens]
+    if provider.context is not None:
+        document["max_model_len"] = provider.context
+    reply.send_json(document)
+
+
+def _piece(provider: PairProvider, token: int) -> str | list[int]:
+    """A token's text, or its bytes where they are no whole letters."""
+    spelled = provider.spelling(token)
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return list(spelled)
+
+
+def detokenize(reply: Reply, body: Document) -> None:
+    """The text of ``tokens``. Raises RequestError."""
+    size = reply.provider.vocab_size
+    outside = [token for token in body["tokens"] if not 0 <= token < size]
+    if outside:
+        raise RequestError(f"there is no token {outside[0]}: this model has {size}.")
+    text = reply.provider.tokenizer.decode(body["tokens"])
+    reply.send_json({"content": text, "prompt": text})
+
+
+def check_tokenize(body: Document) -> None:
+    """Raise ValueError for what is no request to tokenize."""
+    given = [name for name in ("content", "prompt", "messages") if name in body]
+    if len(given) != 1:
+        raise ValueError("give one of content, prompt and messages to be tokenized.")
+    if given[0] == "messages":
+        check_messages(body["messages"])
+    elif not isinstance(body[given[0]], str):
+        raise ValueError(f"{given[0]} is something else than a string.")
+    if not isinstance(body.get("chat_template_kwargs", {}), dict):
+        raise ValueError("chat_template_kwargs is something else than an object.")
+    if not isinstance(body.get("tools", []), list):
+        raise ValueError("tools is something else than a list.")
+
+
+def check_detokenize(body: Document) -> None:
+    """Raise ValueError for what is no request to put tokens together."""
+    tokens = body.get("tokens")
+    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+        raise ValueError("tokens is something else than a list of token ids.")
+
+
+def properties(reply: Reply) -> Document:
+    """What is served and how, for ``/props``, in llama-server's words where it has one."""
+    provider, flags = reply.provider, reply.flags
+    names = ("temp", "top_p", "top_k", "min_p", "max_tokens", "num_draft_tokens", "tree")
+    return {
+        "model_alias": provider.name,
+        "model_path": provider.name,
+        "draft_model": flags.draft_model,
+        "chat_template": provider.tokenizer.chat_template or "",
+        "default_generation_settings": {
+            "n_ctx": provider.context,
+            "params": {name: getattr(flags, name) for name in names},
+        },
+        "total_slots": flags.decode_concurrency,
+        "max_logprobs": MAX_TOP,
+        "build_info": FINGERPRINT,
+    }
+
+
+def models(reply: Reply, wanted: str) -> Document:
+    """The list of the one model, or what is ``wanted`` of it."""
+    name = reply.provider.name
+    model = {"id": name, "object": "model", "created": reply.created, "owned_by": "mlx-eagle"}
+    if not wanted:
+        return {"object": "list", "data": [model]}
+    if wanted in (name, name.strip("/")):
+        return model
+    raise RequestError(f"{shortened(wanted)} is not served here, but {name} is.", 404)

@@ -1,0 +1,124 @@
+"""Prompts: from a request's text or messages to tokens, in the thread of its client.
+
+A prompt that is far too long is refused before all of it was tokenized. The tokens themselves
+are made by mlx-lm's own code.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jinja2 import TemplateError
+from mlx_lm.server import CompletionRequest, convert_chat
+from mlx_lm.server import process_message_content as join_content
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from .body import PairArguments
+
+PIECE = 2**15  # characters that are tokenized at once when a long text is measured
+SEAM = 64  # tokens, far more than a cut between two pieces can add
+LONG = 8  # characters per token of the context: beyond it a text is measured before it is used
+TEMPLATE_ERRORS = (
+    TemplateError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
+"""What chat templates raise for messages that they were not written for."""
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """The tokens of a prompt; the text begins as "normal" or as "reasoning"."""
+
+    tokens: list[int]
+    initial_state: str = "normal"
+
+
+def render(
+    request: CompletionRequest, tokenizer: TokenizerWrapper, template_args: dict[str, Any]
+) -> str:
+    """The text of the prompt, as the chat template puts it together."""
+    if request.request_type != "chat":
+        return request.prompt
+    if not tokenizer.has_chat_template:
+        return convert_chat(request.messages, request.role_mapping)
+    join_content(request.messages)
+    return tokenizer.apply_chat_template(
+        request.messages,
+        add_generation_prompt=True,
+        tools=request.tools,
+        tokenize=False,
+        **template_args,
+    )
+
+
+def check_text_length(
+    text: str, encode: Callable[[str], list[int]], limit: int, check: Callable[[], None]
+) -> None:
+    """Raise ValueError for a text of at least ``limit`` tokens, having seen no more than those.
+
+    ``check`` is called between pieces and may raise.
+    """
+    num_tokens = 0
+    for start in range(0, len(text), PIECE):
+        check()
+        num_tokens += max(0, len(encode(text[start : start + PIECE])) - SEAM)
+        if num_tokens >= limit:
+            raise too_long(f"more than {num_tokens}", limit)
+
+
+def check_prompt(
+    prompt: list[int], args: PairArguments, vocab_size: int, limit: int | None
+) -> None:
+    """Check what needs the tokens or the model's sizes. Raises ValueError.
+
+    ``limit`` is the model's context in tokens, where that is known.
+    """
+    if not prompt:
+        raise ValueError("the prompt is empty: give at least one token.")
+    if max(prompt) >= vocab_size:
+        raise ValueError(f"the prompt has token {max(prompt)}, but this model has {vocab_size}.")
+    if limit is not None and len(prompt) >= limit:
+        raise too_long(str(len(prompt)), limit)
+    if args.sampling.top_k >= vocab_size:
+        raise ValueError(f"top_k is {args.sampling.top_k}: give less than {vocab_size}.")
+    if args.top_logprobs > vocab_size:
+        raise ValueError(f"top_logprobs is {args.top_logprobs}: give at most {vocab_size}.")
+    outside = [token for token in args.logits.logit_bias or () if not 0 <= token < vocab_size]
+    if outside:
+        raise ValueError(
+            f"logit_bias names token {outside[0]}, but this model has {vocab_size} tokens."
+        )
+
+
+def too_long(found: str, limit: int) -> ValueError:
+    return ValueError(
+        f"the prompt has {found} tokens, but this model takes texts of {limit}, the answer "
+        "included: shorten it."
+    )
+
+
+def template_options(
+    request: CompletionRequest, args: PairArguments, tokenizer: TokenizerWrapper, flags: Any
+) -> dict[str, Any]:
+    """What the chat template is given besides messages and tools.
+
+    Raises ValueError for tools, and for an effort of reasoning, that it would leave out.
+    """
+    options = flags.chat_template_args | (args.chat_template_kwargs or {})
+    if request.request_type != "chat":
+        return options
+    if request.tools and not tokenizer.has_tool_calling:
+        without = render(replace(request, tools=None), tokenizer, options)
+        if render(request, tokenizer, options) == without:
+            raise ValueError("the chat template of this model takes no tools: leave them out.")
+    effort = args.reasoning_effort
+    if effort is None:
+        return options
+    for name, values in (
+        ("reasoning_effort", ("low", "high")),
+        ("enable_thinking", (False, True)),
+    ):
+        texts = {render(request, tokenizer, options | {name: value}) for value in values}
+        if len(texts) > 1:
+            value = effort if name == "reasoning_effort" else effort not in ("none", "minimal")
+            return options | {name: value}
+    raise ValueError("the chat template of this model knows no reasoning_effort: leave it out.")
