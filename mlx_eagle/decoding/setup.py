@@ -14,7 +14,8 @@ from mlx_lm.utils import does_model_support_input_embeddings
 
 from ..drafters.base import Drafter
 from ..drafters.tree import PLAIN, TREES, DraftShape, Tree, parse_tree
-from ..system.machines import fused_rows, kind_of, num_bytes, pass_cost, this_machine
+from ..system.device import weight_bytes
+from ..system.machines import fused_rows, product_cost, this_machine
 from ..target.rollback import CacheQuantization, Checkpoint, check_supported
 from ..target.sharding import in_any_process, is_pipelined, is_sharded, mean_over_processes
 from ..target.taps import Target
@@ -24,6 +25,7 @@ from .auto import RoundCosts
 from .decoder import Decoder
 from .rejection import Reject
 from .sampling import LogitsProcessor, LogitsProcessors, Sampler, Sampling
+from .target_weights import TargetWeights
 
 AUTO = "auto"
 
@@ -292,12 +294,12 @@ def _agreed(seconds: float | None) -> float | None:
 
 
 def _curve(model: nn.Module, drafter: Drafter) -> Callable[[DraftShape, int], float]:
-    machine, kind = this_machine(), kind_of(model)
-    share = min(1.0, sum(map(num_bytes, drafter.modules())) / max(1, num_bytes(model)))
+    machine, weights = this_machine(), TargetWeights.of(model)
+    share = min(1.0, sum(map(weight_bytes, drafter.modules())) / max(1, weights.row_bytes))
 
     def curve(shape: DraftShape, num_requests: int) -> float:
-        verify = pass_cost(machine, shape.num_rows * num_requests, kind)
-        steps = shape.size * share * pass_cost(machine, num_requests, kind)
+        verify = weights.pass_cost(machine, shape.num_rows * num_requests)
+        steps = shape.size * share * product_cost(machine, num_requests, weights.is_packed)
         return verify + steps + OVERHEAD * (shape != PLAIN)
 
     return cache(curve)

@@ -20,9 +20,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import mlx.nn as nn
-from mlx.utils import tree_flatten
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 NARROW, MIDDLE = 2048, 4096
 """Layers no side of which is longer are narrow, or middle; all others are wide."""
@@ -33,17 +30,12 @@ heads per key head, and only for these head dimensions."""
 APPLE_NAMES = {13: "M1", 14: "M2", 15: "M3", 16: "M4", 17: "M5"}
 
 
-M4_CURVE = {2: 1.01, 3: 1.18, 4: 1.45, 5: 1.75, 6: 2.07, 8: 2.77}
-"""What a pass over 4-bit weights takes by its rows, in passes of one row: M4 Pro, products of 5120
-to 17408 and 4096 to 24576 (issues 3852 and 3839 of ml-explore/mlx)."""
-M3_CURVE = {2: 1.12, 3: 1.20, 6: 1.55}  # M3 Max (issue 3553)
-M5_CURVE = {3: 1.12, 5: 1.42, 8: 2.2}  # M5 Max, a whole pass of a 70B (issue 3791)
-ULTRA_CURVE = {4: 1.0, 6: 1.28, 8: 1.57}  # M3 Ultra (issue 4265)
-EXPERTS_CURVE = {4: 2.4}  # derived: four rows touch 13 of gpt-oss-20b's 32 experts, one row 4
-DENSE_CURVE = {2: 1.08, 8: 1.56}  # a guess: weights are read once for all rows
+BY_ROW = {2: 2.0}
+"""c(R), what a pass over 4-bit weights takes by its rows R, in passes of one row: each as much as
+the first. Between rows that are given a line; beyond them the line from one row to the last."""
 BLAS_CURVE = {2: 1.10, 3: 1.16, 4: 1.15, 5: 1.32, 6: 1.48, 7: 1.37, 8: 1.18, 12: 1.60, 16: 1.56}
 """A whole pass in float32 on an EPYC with OpenBLAS 0.3.34: rows that fill a tile are cheap."""
-BY_ROW = {2: 2.0}
+DENSE_CURVE = {2: 1.08, 8: 1.56}  # a guess, for weights that are read once for all rows
 
 
 class Pass(NamedTuple):
@@ -58,7 +50,7 @@ class Products:
     """Products with packed weights on one kind of chip: their kernels, and what follows.
 
     ``matrix_from`` are the rows from which on a product is the matrix kernel's: in layers that
-    are narrow, middle and wide.
+    are narrow, middle and wide. ``curve`` is c(R) below them, and ``source`` says who measured it.
     """
 
     title: str
@@ -67,6 +59,7 @@ class Products:
     rows_per_tile: int
     advice: str
     curve: Mapping[int, float] = field(default_factory=lambda: BY_ROW)
+    source: str = "by MLX's sources"
 
     def limit(self, inputs: int = MIDDLE + 1, outputs: int = MIDDLE + 1) -> int:
         """Rows from which on the matrix kernel multiplies in a layer of that size."""
@@ -80,32 +73,43 @@ class Products:
         return Pass("vector", -(-rows // self.rows_per_read))
 
 
-WIDE_READS = (
-    "passes of 2 to 5 rows read the weights once, so drafts of 1 to 4 tokens are cheap; the sixth "
-    "row (k = 5) is the first dear one"
-)
+NO_STEP = "each row of a pass costs a little more than the one before"
 ROW_BY_ROW = (
-    "4-bit weights are read once for every row, so chains hardly ever pay (mxfp4 weights, as in "
-    "gpt-oss, are read once for five rows)"
+    "4-bit weights are read once for every row, so chains of an EAGLE head hardly ever pay: try "
+    "lookup, and float16 targets, which are read once for all rows"
 )
 M5 = Products(
-    "M5 or newer", (33, 25, 13), 5, 32, curve=M5_CURVE, advice=
-    f"{WIDE_READS}. Expect k = 2 to 4; from 13 rows on the matrix units multiply, so trees of 12 "
-    "to 31 nodes cost alike",
+    "M5 or newer", (33, 25, 13), 5, 32,
+    f"{NO_STEP}: expect k = 2 to 4; from 13 rows on the matrix units multiply, so trees of 12 to "
+    "31 nodes cost alike",
+    {3: 1.12, 5: 1.42, 8: 2.2}, "measured on an M5 Max, a 70B: ml-explore/mlx 3791",
 )  # fmt: skip
-M3 = Products(
-    "M3 and M4", (13, 15, 13), 5, 32, curve=M3_CURVE, advice=
-    f"{WIDE_READS}. Expect k = 2 to 4; from 13 rows on a pass costs what 32 rows cost, which "
-    "trees seldom earn",
+M4 = Products(
+    "M4", (13, 15, 13), 5, 32,
+    f"{NO_STEP}: expect k = 2; from 13 rows on a pass costs what 32 rows cost, which trees seldom "
+    "earn",
+    # Means of products of 5120 to 17408 (2 to 5 and 8 rows) and 4096 to 24576 (2 to 4, 6, 8).
+    {2: 1.01, 3: 1.18, 4: 1.45, 5: 1.75, 6: 2.07, 8: 2.77},
+    "measured on an M4 Pro: ml-explore/mlx 3852 and 3839",
 )  # fmt: skip
-M4 = replace(M3, curve=M4_CURVE)
-NEW_ULTRA = replace(M3, title="Ultra, M3 or newer", matrix_from=(32, 18, 12), curve=ULTRA_CURVE)
+M3 = replace(
+    M4, title="M3", advice=f"{NO_STEP}: expect k = 2 to 4", curve={2: 1.12, 3: 1.20, 6: 1.55},
+    source="measured on an M3 Max: ml-explore/mlx 3553",
+)  # fmt: skip
+NEW_ULTRA = replace(
+    M4, title="Ultra, M3 or newer", matrix_from=(32, 18, 12),
+    advice="4 rows of a pass cost as much as one: expect k = 3 to 4",
+    curve={4: 1.0, 6: 1.28, 8: 1.57}, source="measured on an M3 Ultra: ml-explore/mlx 4265",
+)  # fmt: skip
 M1 = Products(
     "M1 and M2", (14, 10, 6), 1, 32,
     f"{ROW_BY_ROW}. Expect auto to turn drafting off; from 6 rows on a pass costs 5 to 6 plain "
     "steps, whatever it holds up to 32 rows",
 )  # fmt: skip
-M1_MAX = replace(M1, title="M1 Pro and M1 Max", matrix_from=(14, 10, 7))
+M1_MAX = replace(
+    M1, title="M1 Pro and M1 Max", matrix_from=(14, 10, 7),
+    advice=M1.advice.replace("from 6 rows on a pass costs 5 to 6", "from 7 rows on one costs 6"),
+)  # fmt: skip
 OLD_ULTRA = replace(
     M1, title="Ultra, M1 or M2", matrix_from=(32, 18, 12),
     advice=f"{ROW_BY_ROW}. Expect auto to turn drafting off",
@@ -117,7 +121,7 @@ CUDA = Products(
     "= 7 and trees as well. cuDNN's attention has to stay off (MLX_CUDA_USE_CUDNN_SDPA=0)",
 )  # fmt: skip
 HOPPER = replace(
-    CUDA, title="CUDA, Hopper", matrix_from=(2, 2, 2), curve={2: 1.2},
+    CUDA, title="CUDA, Hopper", matrix_from=(2, 2, 2), curve={2: 1.2}, source="a guess",
     advice="from 2 rows on tensor cores multiply, and up to 16 rows cost alike: long drafts and "
     "trees pay. cuDNN's attention has to stay off (MLX_CUDA_USE_CUDNN_SDPA=0)",
 )  # fmt: skip
@@ -221,38 +225,20 @@ def _apple(architecture: str) -> Products | None:
     return None
 
 
-def kind_of(model: nn.Module) -> str:
-    """What passes over it go through: "packed", "experts" or "dense" weights."""
-    modules = model.modules()
-    if any(isinstance(module, SwitchLinear | QuantizedSwitchLinear) for module in modules):
-        return "experts"
-    return "packed" if any(hasattr(module, "bits") for module in modules) else "dense"
-
-
-def num_bytes(module: nn.Module) -> int:
-    """The size of a module's weights."""
-    return sum(weights.nbytes for _, weights in tree_flatten(module.parameters()))
-
-
-def pass_cost(machine: Machine, num_rows: int, kind: str) -> float:
-    """What a pass of so many rows takes in passes of one row, as far as the table knows.
-
-    ``kind`` of the target's weights: "packed", "experts" or "dense". Between rows that are known
-    a line, and beyond them one from the first row to the last, up to what the matrix kernel asks.
-    """
+def product_cost(machine: Machine, num_rows: int, is_packed: bool) -> float:
+    """What products of so many rows take in those of one row, as far as the table knows."""
     products = machine.products
-    if kind == "packed":
-        curve = BY_ROW if products is None else products.curve
-    elif kind == "experts":
-        curve = EXPERTS_CURVE
-    else:
-        curve = BLAS_CURVE if machine.backend == "cpu" else DENSE_CURVE
-    if kind == "packed" and products is not None and num_rows >= products.limit():
-        return _on_curve(curve, products.limit()) * products.kernel(num_rows).times
-    return _on_curve(curve, num_rows)
+    if not is_packed:
+        return on_curve(BLAS_CURVE if machine.backend == "cpu" else DENSE_CURVE, num_rows)
+    if products is None:
+        return on_curve(BY_ROW, num_rows)
+    if num_rows >= products.limit():  # the matrix kernel, which takes over where it is no dearer
+        return on_curve(products.curve, products.limit()) * products.kernel(num_rows).times
+    return on_curve(products.curve, num_rows)
 
 
-def _on_curve(curve: Mapping[int, float], num_rows: int) -> float:
+def on_curve(curve: Mapping[int, float], num_rows: int) -> float:
+    """The point of a curve, as ``BY_ROW`` says."""
     points = {1: 1.0, **curve}
     last = max(points)
     if num_rows > last:

@@ -18,6 +18,7 @@ from test_bench import make_stats
 from mlx_eagle.bench import __main__ as command
 from mlx_eagle.bench import (
     batched,
+    conditions,
     files,
     measure,
     plots,
@@ -56,6 +57,7 @@ def test_a_note_says_how_to_get_openblas(monkeypatch, capsys, tmp_path, tiny, pr
     def errors(has_openblas: bool) -> list[str]:
         monkeypatch.setattr(device, "openblas", lambda: object() if has_openblas else None)
         if program == "bench":
+            monkeypatch.setattr(conditions, "blas_name", lambda: "a BLAS")
             return call(monkeypatch, capsys, tiny, *flags.split(), str(tmp_path))[1].splitlines()
         monkeypatch.setattr(
             demo, "load_demo", lambda: (tiny.target, tiny.tokenizer, head_of(tiny))

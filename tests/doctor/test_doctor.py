@@ -8,6 +8,7 @@ import mlx.core as mx
 import pytest
 from checkpoints import CONFIG, as_midlayer, eagle3_tensors, write_safetensors
 from helpers import tiny_llama
+from true_configs import GEMMA3_12B, GEMMA4_31B, GPT_OSS_20B, LLAMA_8B, QWEN3_30B_A3B, QWEN35_27B
 
 from mlx_eagle.convert import convert
 from mlx_eagle.doctor import __main__ as program
@@ -16,18 +17,6 @@ from mlx_eagle.drafters.pairs import PAIRS, bytes_in_4_bits, targets_within
 from mlx_eagle.system.machines import machine_of
 
 M4 = machine_of({"device_name": "Apple M4 Pro", "architecture": "applegpu_g16s"}, "metal")
-LLAMA_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": 128256,
-    "tie_word_embeddings": False,
-    "quantization": {"group_size": 64, "bits": 4},
-}
 
 
 @pytest.fixture
@@ -107,20 +96,54 @@ def test_a_large_target_on_a_mac(tmp_path, monkeypatch):
     target = write_config(tmp_path / "Meta-Llama-3.1-8B-Instruct-4bit", LLAMA_8B)
     found = found_by_name(target, "auto")
     assert "8.03 B parameters in 4.5 bits each: 4.5 GB" in found["model"].text
-    assert "k 1 to 4: 1 read of the weights; k 5 to 7: 2 reads" in found["passes"].text
-    assert "4096 to 14336" in found["passes"].text and "up to 8 rows" in found["attention"].text
+    costs = "k = 1 to 7 cost about 1.0, 1.2, 1.4, 1.8, 2.1, 2.4, 2.8 plain steps a pass"
+    assert found["passes"].text.startswith(f"{costs} (measured on an M4 Pro")
+    assert found["attention"].text == "heads of 128: fused for passes of up to 8 rows (k up to 7)"
     assert PAIRS[0].head in found["draft model"].text
     assert {finding.level for finding in found.values()} == {"ok"}
     monkeypatch.setattr(expect, "memory", lambda machine: (4e9, 3e9))
     assert found_by_name(target)["model"].level == "problem"
 
 
-def test_other_machines_have_other_passes():
-    m1 = machine_of({"architecture": "applegpu_g13s"}, "metal").products
-    words = expect.pass_words(m1, 4096, 14336)
-    assert words.endswith("k 5: 6 reads of the weights; k 6 to 7: the matrix kernel")
-    hopper = machine_of({"architecture": "sm_90"}, "cuda").products
-    assert expect.pass_words(hopper, 4096, 4096).endswith(", k 1 to 7: the matrix kernel")
+# Parameters in billions and gigabytes as the models are published, heads and rows of attention.
+REAL = {
+    "gpt-oss-20b": (GPT_OSS_20B, "20.91", "12.1", [(64, 4)]),
+    "Qwen3-30B-A3B": (QWEN3_30B_A3B, "30.53", "17.2", [(128, 4)]),
+    "Gemma 3 12B": (GEMMA3_12B, "11.77", "6.6", [(256, 8)]),
+    "Gemma 4 31B": (GEMMA4_31B, "30.70", "17.3", [(256, 8), (512, 0)]),
+    "Qwen3.5 27B": (QWEN35_27B, "26.90", "15.1", [(256, 5)]),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_targets_nested_configurations_too(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(expect, "this_machine", lambda: M4)
+    monkeypatch.setattr(expect, "memory", lambda machine: (36e9, 27e9))
+    config, billions, gigabytes, heads = REAL[name]
+    target = write_config(tmp_path / "target", config)
+    findings = expect.expect(target, None)
+    found = {finding.name: finding.text for finding in findings}
+    assert f"{billions} B parameters" in found["model"] and f": {gigabytes} GB" in found["model"]
+    assert ("experts" in found["passes"]) == ("experts" in str(config))
+    said = [finding.text for finding in findings if finding.name == "attention"]
+    assert [int(text.split()[2].strip(":")) for text in said] == [size for size, _ in heads]
+    for text, (_, rows) in zip(said, heads, strict=True):
+        assert (f"up to {rows} rows" if rows else "no fused kernel") in text
+
+
+def test_other_machines_have_other_passes(tmp_path, monkeypatch):
+    target = write_config(tmp_path / "target", LLAMA_8B)
+
+    def said(backend: str, architecture: str) -> str:
+        machine = machine_of({"architecture": architecture}, backend)
+        monkeypatch.setattr(expect, "this_machine", lambda: machine)
+        monkeypatch.setattr(expect, "memory", lambda machine: (24e9, 17e9))
+        return found_by_name(target)["passes"].text
+
+    assert " 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 7.0 plain" in said("metal", "applegpu_g13s")
+    assert " 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0 plain" in said("metal", "applegpu_g14d")
+    assert " 1.0, 1.0, 1.0, 1.1, 1.3, 1.4, 1.6 plain" in said("metal", "applegpu_g15d")
+    assert " 1.2, 1.2, 1.2, 1.2, 1.2, 1.2, 1.2 plain" in said("cuda", "sm_90")
 
 
 @pytest.mark.parametrize(
