@@ -18,13 +18,12 @@ from mlx_eagle.demo.pair import load_demo
 from mlx_eagle.demo.target import CONFIG, FILES, WEIGHTS, demo_target_path
 
 from . import conditions
-from .clients import Answer, Load, chat_body, run_load
 from .markdown import Block, Folded, Heading, Image, Paragraph, Table
 from .measure import Settings
 from .questions import Question
 from .report import milliseconds, number, times
 from .runner import PLAIN, WARM_UP_TOKENS, Configuration, make_configurations, schedule
-from .servers import Server, running
+from .servers import Answer, Load, Server, chat_body, run_load, running
 from .summary import median_ratio
 
 PLAIN_SERVER, OUR_SERVER = "mlx_lm.server", "mlx_eagle.server"

@@ -17,7 +17,7 @@ import pytest
 from serving import ours, theirs, write_pair
 
 from mlx_eagle.bench import __main__ as command
-from mlx_eagle.bench import clients, questions, runner, servers, serving
+from mlx_eagle.bench import questions, runner, servers, serving
 
 STUB = """
 import json, os, sys, time
@@ -73,7 +73,7 @@ def stub(tmp_path, monkeypatch) -> str:
 
 
 def bodies(*texts: str) -> list[dict]:
-    return [clients.chat_body(text, 8) for text in texts]
+    return [servers.chat_body(text, 8) for text in texts]
 
 
 def has_ended(process_id: int) -> bool:
@@ -90,9 +90,9 @@ def has_ended(process_id: int) -> bool:
 # --- arithmetic ---------------------------------------------------------------------------
 
 
-def random_stream(dice: random.Random) -> tuple[list[tuple[float, str]], clients.Answer]:
+def random_stream(dice: random.Random) -> tuple[list[tuple[float, str]], servers.Answer]:
     """Pieces with their moments, some without text, and what a client makes of them."""
-    answer, now, pieces = clients.Answer(), 0.0, []
+    answer, now, pieces = servers.Answer(), 0.0, []
     for _ in range(dice.randrange(1, 9)):
         now += dice.choice([0.0, 0.01, dice.random()])
         text = dice.choice(["", "a", "bc"])
@@ -121,7 +121,7 @@ def test_waits_are_those_of_a_naive_reading():
             longest = gap if longest is None or gap > longest else longest
         if longest is not None:
             pauses.append(longest)
-    found = serving.load_figures([clients.Load(list(answers), 4.0)])
+    found = serving.load_figures([servers.Load(list(answers), 4.0)])
     num_tokens = sum(map(len, all_pieces))
     assert found["tps"] == num_tokens / 4.0 and found["output_tokens"] == num_tokens
     for name, values in (
@@ -131,9 +131,9 @@ def test_waits_are_those_of_a_naive_reading():
 
 
 def test_acceptance_is_tokens_over_passes():
-    answers = [clients.Answer(num_tokens=9, tau=2.0), clients.Answer(num_tokens=4, tau=1.0)]
+    answers = [servers.Answer(num_tokens=9, tau=2.0), servers.Answer(num_tokens=4, tau=1.0)]
     assert serving.acceptance_length(answers) == pytest.approx((8 + 3) / (4 + 3))
-    assert serving.acceptance_length([clients.Answer(num_tokens=9)]) is None
+    assert serving.acceptance_length([servers.Answer(num_tokens=9)]) is None
 
 
 # --- processes ----------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def test_acceptance_is_tokens_over_passes():
 def test_clients_share_the_requests_and_servers_end_with_the_block(stub):
     with servers.running({"one": [stub], "two": [stub]}) as up:
         ids = [server.process.pid for server in up.values()]
-        load = clients.run_load(up["one"].address, bodies(*["a b c"] * 5, "d"), 3)
+        load = servers.run_load(up["one"].address, bodies(*["a b c"] * 5, "d"), 3)
         assert [answer.text for answer in load.answers] == ["abc"] * 5 + ["d"]
         assert [answer.num_tokens for answer in load.answers] == [4] * 5 + [2]
         assert load.tps == pytest.approx(22 / load.seconds)
@@ -192,7 +192,7 @@ def test_a_server_that_fails_is_one_sentence(stub, text, sentence):
     with servers.running({"one": [stub]}) as up:
         server = up["one"]
         with pytest.raises(ValueError, match=sentence):
-            clients.run_load(server.address, bodies("a", text, "b"), 2, server.check)
+            servers.run_load(server.address, bodies("a", text, "b"), 2, server.check)
 
 
 # --- the command --------------------------------------------------------------------------
