@@ -106,19 +106,14 @@ class RoundCosts:
     """What rounds of a pair cost, for any number of requests: times, and a curve before them.
 
     ``curve`` gives what a round of a shape takes for so many requests, in plain steps of one.
-    ``agree`` makes one of the times of processes that share a model and must decide alike; the
-    first three of a shape then stand for all.
+    It is all there is where ``is_settled``: the processes that share a model must decide alike.
     """
 
-    def __init__(
-        self,
-        curve: Callable[[DraftShape, int], float],
-        agree: Callable[[float | None], float | None] | None = None,
-    ):
+    def __init__(self, curve: Callable[[DraftShape, int], float], is_settled: bool = False):
         self.acceptance = PRIOR
         self.failed: frozenset[DraftShape] = frozenset()
         self.options: KernelOptions | None = None  # None: others were not tried
-        self._curve, self._agree = curve, agree
+        self._curve, self._is_settled = curve, is_settled
         # The pace of the machine is the median of the logarithms by which the last three times
         # were off from others of their shape: one of them may have had other work in it.
         self._offs = (0.0, 0.0, 0.0)
@@ -131,9 +126,7 @@ class RoundCosts:
         """A round, or a plain step, has ended; of some it is not known how long they took."""
         self._num_rounds += 1
         times = self._times.get((num_requests, shape), ())
-        if self._agree is not None:
-            seconds = self._agree(seconds) if len(times) < 3 else None
-        if seconds is None:
+        if seconds is None or self._is_settled:
             return
         if times:
             off = math.log(seconds) - lower_median([time for _, time in times])
@@ -162,6 +155,9 @@ class RoundCosts:
 
     def estimates(self, shapes: Sequence[DraftShape], num: int) -> dict[DraftShape, Estimate]:
         """Of ``shapes`` and plain steps for ``num`` requests, all at one pace."""
+        if self._is_settled:
+            costs = {shape: self._curve(shape, num) for shape in (PLAIN, *shapes)}
+            return {shape: Estimate(cost, cost, math.inf) for shape, cost in costs.items()}
         sizes = {other for other, _ in [*self._times]} - {num}
         nearest = min(sizes, key=lambda other: abs(math.log(other / num)), default=num)
         known = [

@@ -1,6 +1,5 @@
 """Settings, checks and known costs: what there is of a pair before anything is decoded."""
 
-import math
 import weakref
 from collections.abc import Callable
 from functools import cache
@@ -17,7 +16,7 @@ from ..drafters.tree import PLAIN, TREES, DraftShape, Tree, parse_tree
 from ..system.device import weight_bytes
 from ..system.machines import fused_rows, product_cost, this_machine
 from ..target.rollback import CacheQuantization, Checkpoint, check_supported
-from ..target.sharding import in_any_process, is_pipelined, is_sharded, mean_over_processes
+from ..target.sharding import in_any_process, is_pipelined, is_sharded
 from ..target.taps import Target
 from ..target.tree_attention import check_trees
 from .accept import Coupled, Match, Rule
@@ -281,16 +280,10 @@ def costs_of(model: nn.Module, drafter: Drafter, rule: object) -> RoundCosts:
     parts = (model, *drafter.modules())
     key = (drafter.cost_key, str(rule), *map(id, parts))
     if key not in _known:
-        _known[key] = RoundCosts(_curve(model, drafter), _agreed if is_sharded(model) else None)
+        _known[key] = RoundCosts(_curve(model, drafter), is_settled=is_sharded(model))
         for part in parts:
             weakref.finalize(part, _known.pop, key, None)
     return _known[key]
-
-
-def _agreed(seconds: float | None) -> float | None:
-    """The mean over the processes that share a model; None where one of them does not know."""
-    (mean,) = mean_over_processes([math.nan if seconds is None else seconds])
-    return None if math.isnan(mean) else mean
 
 
 def _curve(model: nn.Module, drafter: Drafter) -> Callable[[DraftShape, int], float]:

@@ -88,12 +88,6 @@ def in_any_process(flag: bool) -> bool:
     return int(mx.distributed.all_sum(mx.array(int(flag)))) > 0
 
 
-def mean_over_processes(values: list[float]) -> list[float]:
-    """The mean of numbers that each process has measured; all must ask at the same time."""
-    total = mx.distributed.all_sum(mx.array(values))
-    return [float(mean) for mean in total / mx.distributed.init().size()]
-
-
 def _modules(model: nn.Module) -> list[nn.Module]:
     return [module for _, module in model.named_modules()]
 

@@ -302,18 +302,15 @@ def test_one_time_that_something_came_between_says_little():
 
 
 def test_processes_that_share_a_model_decide_alike():
-    """Their mean time counts, three of each shape, and none where one of them has none."""
-    others = iter([1.2, None, 1.0, 1.4, 1.0])
-
-    def agree(seconds: float | None) -> float | None:
-        other = next(others)
-        return None if None in (seconds, other) else (seconds + other) / 2
-
-    costs = RoundCosts(FLAT, agree)
-    for seconds in (1.0, 1.0, 1.0, 1.0, 50.0, 50.0):
-        costs.record(1, PLAIN, seconds)
-    assert costs.estimates(CHAINS, 1)[PLAIN].seconds == pytest.approx(1.1, rel=0.15)
-    assert next(others) == 1.0, "nobody is asked a fourth time"
+    """Whatever each of them has timed: all go by the same curve, and by what was accepted."""
+    costs = RoundCosts(FLAT, is_settled=True)
+    for _ in range(9):
+        costs.record(1, THREE, 50.0)
+    found = costs.estimates(CHAINS, 2)
+    assert found[THREE].seconds == found[THREE].least == FLAT(THREE, 2)
+    machine = Machine(FLAT, lambda n: 0.8, 1)
+    machine.write(AdaptiveController(costs), 200)
+    assert max(shape.size for shape in machine.shapes) > 2
 
 
 def test_acceptance_by_place_and_of_trees():
