@@ -15,13 +15,16 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models.base import create_attention_mask
 
 from ..target.masks_and_ropes import evaluate_ropes
-from .base import Draft, Pick, start_early
+from ..target.stand_in import StandIn
+from ..target.tree_attention import each_itself
+from .base import Draft, Pick, PickChildren, start_early
 from .batch_drafter import HeadBatchDrafter
 from .feature_drafter import FeatureDrafter
 from .folder import LoadOptions, quantize_now
 from .mtp_layers import MTPFamily, Weights, family_of, prepared, text_args
 from .target_checkpoint import read_tensors, take_tensors
 from .target_parts import TargetSizes, activation_dtype, find_embedding, lm_head_of
+from .tree import StaticTree, Tree
 
 FLOAT32 = "e_score_correction_bias"  # what routers add to choose experts: never cast
 ROUTER = "mlp.gate"  # which chooses experts: never packed
@@ -131,9 +134,49 @@ class MTPDrafter(FeatureDrafter):
             start_early(tokens[-1], size)
             states = self._forward(tokens[-1], states)
             tokens.append(self._next(self.logits(states), pick))
-        for cache in self.cache[:-1]:
-            cache.trim(size - 1)
+        self._drop(self.cache[:-1], size - 1)
         return Draft(mx.concatenate(tokens))
+
+    supports_trees = True
+
+    def check_tree(self, shape: Tree) -> None:
+        """Any will do: all tokens can be drafted, and there is no window."""
+
+    def propose_tree(self, shape: Tree, pick: PickChildren) -> Draft:
+        """A tree: one forward for each level but the first, over all nodes so far.
+
+        Each node's slot stands at its depth, and sees the committed slots and its ancestors.
+        """
+        stand_in, caches = StandIn(self.head), self.cache[:-1]
+        states = self._seed
+        taken = [mx.zeros((0,), mx.int32)], [states[:0]]  # tokens and states of all slots so far
+        mask, visible = mx.zeros((0, 0), mx.bool_), mx.zeros((1, 0), mx.bool_)
+
+        def step(picked: mx.array, rows: mx.array) -> mx.array:
+            nonlocal states, mask, visible
+            num, before = picked.shape[0], mask.shape[0]
+            visible = mx.concatenate([visible[rows], each_itself(num)], axis=1)
+            mask = mx.concatenate([mx.pad(mask, [(0, 0), (0, num)]), visible], axis=0)
+            taken[0].append(picked.astype(mx.int32))
+            taken[1].append(states[rows])
+            self._drop(caches, before)
+            self.num_forwards += 1
+            with stand_in.tree_attention(caches, mask):
+                embeddings = self._embed(mx.concatenate(taken[0]))[None]
+                out = stand_in.model(embeddings, mx.concatenate(taken[1])[None], caches)
+            states = out[0, before:]
+            return self.logits(states)
+
+        grown = shape.grow(self._first, step, lambda logits, count: pick(logits, None, count))
+        self._drop(caches, mask.shape[0])
+        form = shape.parents if isinstance(shape, StaticTree) else None
+        tokens = grown.ids.astype(mx.int32)
+        return Draft(tokens, grown.parents, shape.depth, form, grown.draw_index)
+
+    @staticmethod
+    def _drop(caches: list[Any], num_slots: int) -> None:
+        for cache in caches:
+            cache.trim(num_slots)
 
     def _forward(self, tokens: mx.array, states: mx.array) -> mx.array:
         """One forward over tokens (m,) and states (m, h) -> (m, h)."""

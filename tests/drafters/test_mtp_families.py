@@ -12,11 +12,13 @@ import pytest
 from documents import ROOT
 from grids import thorough
 from helpers import PROMPT, SCRIPTS, byte_tokenizer, plain, speculative
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mtp_checkpoints import FAMILIES, Published, entering
 
 import mlx_eagle
+from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.mtp import MTPDrafter, load_mtp
+from mlx_eagle.drafters.tree import StaticTree, parse_tree
 from mlx_eagle.target.taps import find_final_norm
 
 TOKENIZER = byte_tokenizer()
@@ -191,3 +193,87 @@ def test_mistakes_are_seen(name, mistake):
 def test_bare_norms_are_seen():
     part = published("qwen3.5")
     assert furthest(part, with_bare_norms(part)) > 1e-2
+
+
+# Trees, on targets that verify them.
+
+
+@pytest.mark.parametrize("tree", ["3x3:7", "2/2+1/1+0+0"])
+@pytest.mark.parametrize("name", SHARED)
+def test_trees_give_the_targets_text(name, tree):
+    part = published(name)
+    drafter = load_mtp(part.arrays(), part.target)
+    tokens, stats = speculative(part.target, drafter, PROMPT, 16, tree=parse_tree(tree))
+    assert tokens == plain(part.target, PROMPT, 16)
+    assert stats.num_head_forwards <= 3 * stats.num_rounds
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_every_branch_of_a_tree_is_drafted_as_a_chain(name):
+    """Below each node stand the children that the reference gives after that branch alone."""
+    part = published(name)
+    drafter = load_mtp(part.arrays(), part.target).begin()
+    text = PROMPT + plain(part.target, PROMPT, 4)
+    states = mx.array(part.states(text)[:-1])
+    drafter.extend(mx.array(text[1:2]), None)
+    drafter.extend(mx.array(text[1:]), states)
+    seen = []
+
+    def pick(logits, ids, count):
+        seen.extend(np.array(logits))
+        best = mx.argsort(-logits, axis=-1)[:, :count]
+        return best, mx.take_along_axis(logits, best, axis=-1)
+
+    draft = drafter.propose_tree(StaticTree(((2,), (2, 1), (1, 1, 1))), pick)
+    assert drafter.cache[0].offset == len(text) - 1
+    tokens, parents = draft.tokens.tolist(), draft.parents.tolist()
+    assert len(seen) == 1 + 2 + 3
+    for row in range(len(seen)):
+        branch, node = [], row
+        while node:
+            branch.insert(0, tokens[node - 1])
+            node = parents[node - 1]
+        theirs = part.logits(text, len(branch) + 1, branch)[-1]
+        assert np.abs(seen[row] - theirs).max() / np.abs(theirs).max() < 1e-5
+
+
+# A layer that knows a text by heart, so that drafts are kept with real features.
+
+
+def by_heart() -> tuple[Published, MTPDrafter]:
+    """Trained by ``tools/golden/learn_mtp.py``, with mlx-vlm's own class."""
+    part = published("qwen3.5")
+    path = ROOT / "tests" / "support" / "golden" / "mtp-by-heart.safetensors"
+    return part, load_mtp(mx.load(str(path)), part.target)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_what_is_known_by_heart_is_accepted(k):
+    part, drafter = by_heart()
+    tokens, stats = speculative(part.target, drafter, PROMPT, 45, num_draft_tokens=k)
+    assert tokens == plain(part.target, PROMPT, 45)
+    assert stats.tau >= 0.9 * (k + 1)
+
+
+@pytest.mark.parametrize("rule", ["match", "coupled", "reject"])
+def test_what_is_known_by_heart_is_accepted_when_sampled(rule):
+    part, drafter = by_heart()
+    sampler = Sampling(temp=0.005, seed=3)
+    _, stats = speculative(
+        part.target, drafter, PROMPT, 40, num_draft_tokens=2, sampler=sampler, acceptance=rule
+    )
+    assert stats.tau >= 0.9 * 3
+
+
+@pytest.mark.parametrize("stop", [1, 2, 5, 11])
+def test_a_prompt_cache_goes_on_wherever_it_was_left(stop):
+    """The pairs of a partly taken round are cut, and the last features kept."""
+    part, drafter = by_heart()
+    caches = [*make_prompt_cache(part.target), *drafter.make_cache()]
+    options = {"num_draft_tokens": 3, "prompt_cache": caches}
+    text = plain(part.target, PROMPT, 40)
+    first, _ = speculative(part.target, drafter, PROMPT, stop, **options)
+    assert first == text[:stop]
+    more, stats = speculative(part.target, drafter, text[stop : stop + 3], 20, **options)
+    assert more == text[stop + 3 :][:20]
+    assert stats.tau >= 0.9 * 4

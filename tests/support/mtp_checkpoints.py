@@ -3,7 +3,7 @@
 The tensors' names and shapes are those of the makers' files; ``naive`` says what they stand for.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,11 +46,10 @@ class Published:
         output = owner.get("lm_head", embedding)
         return np.array(embedding.weight), np.array(output.weight)
 
-    def logits(self, text: list[int], size: int) -> list[np.ndarray]:
-        """Of each draft after ``text``, by the reference."""
-        table, output = self.tables()
-        states = self.states(text)[: len(text) - 1]
-        return self.naive.logits(self.tensors, self.config, table, output, states, text, size)
+    def logits(self, text: list[int], size: int, drafted: Sequence[int] = ()) -> list[np.ndarray]:
+        """Of each draft after ``text``, by the reference; ``drafted`` are the first of them."""
+        tables, states = self.tables(), self.states(text)[: len(text) - 1]
+        return self.naive.logits(self.tensors, self.config, *tables, states, text, size, drafted)
 
     def arrays(self) -> dict[str, mx.array]:
         return {name: mx.array(array) for name, array in self.tensors.items()}

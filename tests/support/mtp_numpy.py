@@ -4,7 +4,7 @@ Published tensors by the names of the files; every slot of a text anew, without 
 this is ours or mlx-lm's: the target's states are given, and what follows from them is computed.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,14 +203,16 @@ class NaiveMTP:
         states: Array,
         text: list[int],
         size: int,
+        drafted: Sequence[int] = (),
     ) -> list[Array]:
-        """Logits of each of ``size`` greedy drafts after ``text``, of whose tokens all but the
-        last have ``states``; ``table`` (V, h) embeds, ``output`` (V, h) is the target's."""
+        """Logits of each of ``size`` drafts after ``text``, of whose tokens all but the last have
+        ``states``; ``table`` (V, h) embeds, ``output`` (V, h) is the target's. The first drafts
+        are ``drafted``, the others the greatest."""
         eps = config.get("rms_norm_eps") or config["layer_norm_epsilon"]
         plus = 1.0 if self.less_one else 0.0
         t = {name: np.asarray(array, np.float64) for name, array in tensors.items()}
         tokens, states, found = text[1:], np.asarray(states, np.float64), []
-        for _ in range(size):
+        for i in range(size):
             both = [
                 rms(np.asarray(table, np.float64)[tokens], plus + t[self.embedding_norm], eps),
                 rms(states, plus + t[self.state_norm], eps),
@@ -219,7 +221,7 @@ class NaiveMTP:
             out = self.layer(joined @ t[self.join].T, t, config)
             last = rms(out, plus + t[self.out_norm], eps)[-1]
             found.append(np.asarray(output, np.float64) @ last)
-            tokens = [*tokens, int(found[-1].argmax())]
+            tokens = [*tokens, drafted[i] if i < len(drafted) else int(found[-1].argmax())]
             states = np.concatenate([states, last[None]])
         return found
 

@@ -23,7 +23,7 @@ from mtp_checkpoints import FAMILIES, entering
 GOLDEN = Path(__file__).parents[2] / "tests" / "support" / "golden" / "mtp.safetensors"
 
 
-def qwen(name: str) -> mx.array:
+def make_qwen(name: str) -> Qwen3_5MTPDraftModel:
     part = FAMILIES[name]()
     text = {k: v for k, v in part.config.items() if v is not None}
     rope = {"type": "default", "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25}
@@ -31,7 +31,11 @@ def qwen(name: str) -> mx.array:
     values = {"model_type": "qwen3_5_mtp", "text_config": text}
     model = Qwen3_5MTPDraftModel(Qwen3_5MTPConfig.from_dict(values))
     model.load_weights(list(model.sanitize(part.arrays()).items()))
-    embeddings, states = entering()
+    return model
+
+
+def qwen(name: str) -> mx.array:
+    model, (embeddings, states) = make_qwen(name), entering()
     places = mx.arange(embeddings.shape[0])[None]
     return model._forward_hidden(embeddings[None], states[None], model.make_cache(), places)[0]
 
