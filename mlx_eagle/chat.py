@@ -5,6 +5,7 @@ sampling are those of ``flags.py``; the look is mlx-lm's.
 """
 
 import argparse
+import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -37,6 +38,13 @@ from .system.progress import prompt_bar
 from .system.signals import StopSignals
 
 DEMO = "SmolLM2-135M-Instruct (demo)"
+HELP = {
+    "/help": "says this",
+    "/reset": "forgets the conversation",
+    "/stats": "mean acceptance length (tau) and counts of all answers",
+    "/exit": "leaves, as Ctrl-D and Ctrl-C at the prompt do",
+    "Ctrl-C": "ends an answer",
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -119,14 +127,15 @@ class Conversation:
 
 
 class UI(ChatUI):
-    """mlx-lm's, with our name, what drafts, and one command more."""
+    """mlx-lm's look, with our name, what drafts, and commands that begin with a slash."""
 
-    def __init__(self, args: argparse.Namespace):
+    def __init__(self, args: argparse.Namespace, drafter: Drafter | None):
         super().__init__(args)
         self.shows_drafts = args.show_drafts
+        draft = args.draft_model or ("auto" if args.model else "demo head")
         self.header = [
             ("model", str(args.model or DEMO)),
-            ("draft", str(args.draft_model or ("none" if args.model else "demo head"))),
+            ("draft", "none" if drafter is None else str(draft)),
             ("draft tokens", str(args.num_draft_tokens)),
             ("max tokens", f"{args.max_tokens:,}"),
         ]
@@ -140,38 +149,67 @@ class UI(ChatUI):
         return self
 
     def say_help(self) -> None:
-        super().say_help()
-        make_console().print(
-            f"{'':14}[ui.strong]/stats[/ui.strong] [ui.muted]mean acceptance length (tau) and "
-            "counts of all answers[/ui.muted]\n"
-            f"{'':14}[ui.strong]Ctrl-C[/ui.strong] [ui.muted]ends the answer; at the prompt, "
-            "exits[/ui.muted]"
-        )
+        label = "[ui.label]commands[/ui.label]    "
+        for name, what in HELP.items():
+            make_console().print(
+                f"  {label}[ui.strong]{name}[/ui.strong] [ui.muted]{what}[/ui.muted]"
+            )
+            label = " " * 12
 
     def say_lines(self, lines: list[str]) -> None:
         """Print lines of our own, set in as mlx-lm's are."""
         print("\n".join(f"  {line}" for line in lines))
 
 
+class PlainUI(UI):
+    """The answers, a line or more each, and what was asked for: for a pipe or a file."""
+
+    def __enter__(self) -> "PlainUI":
+        return self
+
+    def prompt(self) -> str:
+        return input()
+
+    def say_help(self) -> None:
+        print("\n".join(f"{name}: {what}" for name, what in HELP.items()))
+
+    def say_reset(self) -> None:
+        """The answers show it."""
+
+    def say_bye(self) -> None:
+        """The end of the output shows it."""
+
+    def end_turn(self, response: MlxGenerationResponse) -> None:
+        print()
+
+    def say_lines(self, lines: list[str]) -> None:
+        print("\n".join(lines))
+
+
 def converse(ui: UI, conversation: Conversation) -> None:
-    """Read questions and answer them until the user exits."""
+    """Read questions and answer them until the user exits; an empty line asks nothing."""
     while True:
         try:
             question = ui.prompt()
         except EOFError:
-            question = "q"
-        if question == "q":
-            ui.say_bye()
-            return
-        if question == "r":
-            conversation.forget()
-            ui.say_reset()
-        elif question == "h":
-            ui.say_help()
-        elif question == "/stats":
-            ui.say_lines(conversation.stats_lines())
-        else:
-            answer(ui, conversation, question)
+            question = "/exit"
+        match question.strip():
+            case "":
+                pass
+            case "/exit" | "/quit":
+                ui.say_bye()
+                return
+            case "/reset":
+                conversation.forget()
+                ui.say_reset()
+            case "/help":
+                ui.say_help()
+            case "/stats":
+                ui.say_lines(conversation.stats_lines())
+            case text if re.fullmatch(r"/\w+", text):
+                ui.say_lines([f"There is no command {text}: /help lists them."])
+            case _:
+                answer(ui, conversation, question)
 
 
 def answer(ui: UI, conversation: Conversation, question: str) -> None:
@@ -181,7 +219,7 @@ def answer(ui: UI, conversation: Conversation, question: str) -> None:
         ui.stream_token(mark(response.text, response.from_draft))
     ui.end_turn(response)
     if conversation.interrupt.is_asked:
-        ui.say_lines(["Stopped. Press Ctrl-C again, or q, to exit."])
+        ui.say_lines(["Stopped. Press Ctrl-C again, or type /exit, to leave."])
 
 
 def run(args: argparse.Namespace) -> None:
@@ -196,7 +234,8 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(
             f"{args.model} has no chat template: use a chat model, or mlx_eagle.generate."
         )
-    with UI(args) as ui:
+    look = UI if sys.stdout.isatty() else PlainUI
+    with look(args, drafter) as ui:
         converse(ui, Conversation(args, model, tokenizer, drafter))
 
 

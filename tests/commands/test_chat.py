@@ -21,6 +21,7 @@ DRAFTER = tiny_head(MODEL)
 TOKENIZER = byte_tokenizer()
 NUM_CACHES = len(make_prompt_cache(MODEL))
 QUESTIONS = ["Hello", "And then?", "h", "r", "Hello", "More"]
+OURS = ["Hello", "And then?", "/help", "/reset", "Hello", "More"]
 
 
 @pytest.fixture
@@ -31,6 +32,7 @@ def run(monkeypatch, capsys):
 
     def command(main, lines: list, *flags: str) -> tuple[int, list[str], str, str]:
         answers, typed = [], iter(lines)
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
 
         def read(_: str = "") -> str:
             line = next(typed, EOFError())
@@ -70,15 +72,15 @@ LENGTHS = [(), *(("--num-draft-tokens", k) for k in "03"), ("--tree", "3x3:6")]
 @pytest.mark.parametrize("name", FLAGS)
 def test_the_answers_of_mlx_lm(run, name, ours):
     theirs = run(mlx_lm.chat.main, [*QUESTIONS, "q"], *FLAGS[name])
-    code, answers, out, _err = run(chat.main, [*QUESTIONS, "q"], *FLAGS[name], *ours)
+    code, answers, out, _err = run(chat.main, [*OURS, "/exit"], *FLAGS[name], *ours)
     assert code == 0 and answers == theirs[1]
     assert all(answers[i] for i in (0, 1, 4, 5)) and answers[0] == answers[4] != answers[5]
     assert "context cleared" in out and out.rstrip().endswith("bye\x1b[0m")
-    assert "mlx_eagle.chat" in out and out.count("/stats") == 2
+    assert "mlx_eagle.chat" in out and out.count("/stats") == 2 and out.count("/exit") == 2
 
 
 def test_a_seed_fixes_the_answers_drafted_or_not(run):
-    lines = ["Hello", "r", "Hello"]
+    lines = ["Hello", "/reset", "Hello"]
     flags = ("--temp", "0.9", "--top-p", "0.95", "--seed")
     texts = [
         run(chat.main, lines, *flags, seed, "--num-draft-tokens", k)[1]
@@ -185,7 +187,7 @@ def test_ctrl_c_ends_the_answer_and_the_chat_goes_on(run, monkeypatch, ctrl_c, k
     shorter.args.max_tokens = 12
     expected = "".join(response.text for response in shorter.answer("And then?"))
 
-    typed = iter(["Hello", "And then?", "q"])
+    typed = iter(["Hello", "And then?", "/exit"])
     monkeypatch.setattr(builtins, "input", lambda _="": next(typed))
     monkeypatch.setattr(sys, "argv", ["chat", "-m", "12", "--num-draft-tokens", k])
     pieces = press_ctrl_c_at(monkeypatch, 5)
@@ -197,11 +199,11 @@ def test_ctrl_c_ends_the_answer_and_the_chat_goes_on(run, monkeypatch, ctrl_c, k
 def test_ctrl_c_says_how_to_exit(run, monkeypatch, ctrl_c, capsys):
     typed = iter(["Hello", "/stats"])
     monkeypatch.setattr(sys, "argv", ["chat", "-m", "12"])
-    monkeypatch.setattr(builtins, "input", lambda _="": next(typed, "q"))
+    monkeypatch.setattr(builtins, "input", lambda _="": next(typed, "/quit"))
     press_ctrl_c_at(monkeypatch, 2)
     chat.main()
     out = capsys.readouterr().out
-    assert "Stopped. Press Ctrl-C again, or q, to exit." in out and "Answers: 1" in out
+    assert "Stopped. Press Ctrl-C again, or type /exit, to leave." in out and "Answers: 1" in out
 
 
 def test_a_second_ctrl_c_in_an_answer_exits(run, monkeypatch, ctrl_c):
@@ -219,7 +221,6 @@ def test_a_second_ctrl_c_in_an_answer_exits(run, monkeypatch, ctrl_c):
 
 
 MISTAKES = {
-    "no head": (("--model", "somewhere"), "--model needs --draft-model"),
     "negative draft": (("--num-draft-tokens", "-1"), "give 0 (plain decoding) or more"),
     "several machines": (("--pipeline",), "--pipeline spreads a model over machines"),
     "tree": (("--tree", "4x4"), "give WIDTHxDEPTH:NODES"),
@@ -243,3 +244,24 @@ def test_a_model_without_a_chat_template(run, monkeypatch):
     monkeypatch.setattr(chat, "load_pair", lambda args, _: (MODEL, bare, DRAFTER))
     code, _, _, err = run(chat.main, ["Hello"], "--model", "base", "--draft-model", "head")
     assert code == 2 and "base has no chat template" in err
+
+
+def test_nothing_is_asked_by_an_empty_line_and_letters_can_be_said(run):
+    code, answers, out, _ = run(chat.main, ["", "   ", "q", "r", "h", "/nothing", "/exit"])
+    assert code == 0
+    assert [bool(text) for text in answers] == [False, False, *[True] * 3, False, False]
+    assert "There is no command /nothing" in out
+
+
+def test_into_a_pipe_go_the_answers_alone(monkeypatch, capsys):
+    """No colours, no cursor movements, no boxes; what was asked for is said plainly."""
+    talk = conversation(DRAFTER)
+    texts = ["".join(r.text for r in talk.answer(text)) + "\n" for text in ("Hello", "More")]
+    monkeypatch.setattr(chat, "load_pair", lambda args, _: (MODEL, TOKENIZER, DRAFTER))
+    typed, asked = iter(["Hello", "", "/reset", "/reset", "Hello", "More", "/help", "/exit"]), []
+    monkeypatch.setattr(builtins, "input", lambda *given: asked.append(given) or next(typed))
+    chat.main(["-m", "12", "--num-draft-tokens", "3", "--show-drafts"])
+    out, err = capsys.readouterr()
+    assert out.startswith(texts[0] + "".join(texts)) and err == ""
+    assert out.removeprefix(texts[0] + "".join(texts)).startswith("/help: ")
+    assert "\x1b" not in out and set(asked) == {()}

@@ -110,7 +110,7 @@ def test_generate_marks_what_the_python_api_says(terminal, monkeypatch):
 
 
 def test_chat_marks_too(terminal, monkeypatch):
-    lines = iter(["Hello", "q"])
+    lines = iter(["Hello", "/exit"])
     monkeypatch.setattr("builtins.input", lambda _="": next(lines))
     said = said_by(chat, monkeypatch, terminal, "--show-drafts")
     assert "Drafted tokens are" in CODES.sub("", said) and len(MARKED.findall(said)) > 3
