@@ -162,6 +162,12 @@ class Stats:
         return [min(a, d) for a, d in zip([self.num_rounds, *accepted], drafted, strict=False)]
 
     @property
+    def acceptance_words(self) -> str:
+        """The acceptance at the positions that a round reached: "0.74 0.69", or "-" for none."""
+        pairs = zip(self.acceptance_by_position, self._reached_by_position, strict=True)
+        return " ".join(f"{share:.2f}" for share, reached in pairs if reached) or "-"
+
+    @property
     def generation_tps(self) -> float:
         """Tokens per second after the first, which prefill yields."""
         return self.num_emitted / self.generation_time if self.generation_time else 0.0
@@ -196,7 +202,6 @@ class Stats:
 
     def lines(self) -> list[str]:
         """The footer, line by line."""
-        by_position = " ".join(f"{a:.2f}" for a in self.acceptance_by_position)
         histogram = " ".join(f"{n}:{c}" for n, c in enumerate(self.accepted_histogram))
         lines = [
             f"Rounds: {self.num_rounds}, forwards: {self.num_target_forwards} target, "
@@ -204,7 +209,8 @@ class Stats:
             f"Mean acceptance length (tau): {self.mean_acceptance_length:.3f}",
             f"Draft: {self.num_drafted} drafted, {self.num_accepted} accepted, "
             f"{self.num_rejected} rejected, acceptance rate {self.acceptance_rate:.3f}",
-            f"Acceptance by position: {by_position or '-'}; accepted lengths: {histogram or '-'}",
+            f"Acceptance by position: {self.acceptance_words}; "
+            f"accepted lengths: {histogram or '-'}",
         ]
         events = self.drafting_events
         return [*lines, *(f"After {e.num_tokens} tokens: {e.what}, {e.reason}" for e in events)]

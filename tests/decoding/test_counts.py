@@ -26,6 +26,7 @@ from mlx_eagle.decoding.accept import Match
 from mlx_eagle.decoding.decoder import Limits, Round
 from mlx_eagle.decoding.loop import SingleRunner, speculative_generate_step
 from mlx_eagle.decoding.setup import open_decoder
+from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.tree import DraftShape, parse_tree
 from mlx_eagle.target.rollback import CacheQuantization
 from mlx_eagle.target.taps import Target
@@ -260,3 +261,13 @@ def test_taps_are_what_enters_the_layers(model):
 def test_a_tap_beyond_the_model_is_refused(model):
     with pytest.raises(ValueError, match=r"taps layers .* but the target has 6 layers"):
         Target(model, (2, 3, 8))
+
+
+def test_positions_that_no_round_reached_have_no_acceptance():
+    """Where no first draft was kept, nothing is known of the second and third."""
+    stats = Stats(num_rounds=4, accepted_histogram=[4], drafted_by_position=[4, 4, 4])
+    assert stats.acceptance_words == "0.00"
+    assert "Acceptance by position: 0.00;" in "\n".join(stats.lines())
+    stats = Stats(num_rounds=4, accepted_histogram=[1, 3], drafted_by_position=[4, 4, 4])
+    assert stats.acceptance_words == "0.75 0.00"
+    assert Stats().acceptance_words == "-"
