@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from mlx_eagle.system.cli_values import LARGEST, Range, check_ranges, use_plain_types
+from mlx_eagle.system.cli_values import LARGEST, Range, check_ranges, use_plain_words
 from mlx_eagle.system.command import run_command
 from mlx_eagle.system.device import prepare_device
 from mlx_eagle.system.progress import Bar
@@ -66,7 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--norm-output", action=yes_no, help="the normed output is fed back (EAGLE-3.1)")
     add("--num-layers", type=int, help="use only the first layers of the draft")
     add("--mask-token-id", type=int, help="the token of masked slots (P-EAGLE)")
-    use_plain_types(parser)
+    use_plain_words(parser)
     return parser
 
 

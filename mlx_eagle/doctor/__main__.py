@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from ..system.cli_values import use_plain_words
 from ..system.command import run_command
 from ..system.version import __version__, add_version_flag
 from .checks import check_all
@@ -32,6 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--self-test", action="store_true", help=test_help)
     out_help = "Where the report of --self-test goes (%(default)s)."
     add("--out", metavar="FILE", default=REPORT, help=out_help)
+    use_plain_words(parser)
     return parser
 
 

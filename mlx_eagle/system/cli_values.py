@@ -1,12 +1,15 @@
-"""Values given on the command line: read, and held against what makes sense.
+"""Command lines: a mistake costs one sentence, and values are held against what makes sense.
 
-argparse names Python types in its own complaints; these readers say what to give instead.
+argparse prints all flags for a wrong one, and names Python types in its complaints.
 """
 
 import argparse
+import difflib
+import shlex
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 LARGEST = 2**31 - 1
 """The largest count that is taken: what mlx holds in 32 bits."""
@@ -33,8 +36,49 @@ def number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from err
 
 
-def use_plain_types(parser: argparse.ArgumentParser) -> None:
-    """Let every flag of ``parser`` that takes a number complain in plain words."""
+class Parser(argparse.ArgumentParser):
+    """argparse's, whose complaints are one sentence each, with what was probably meant."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        given = list(sys.argv[1:] if args is None else args)
+        flags = [flag for action in self._actions for flag in action.option_strings]
+        for word in given:
+            # Before argparse misses what was meant by it.
+            name = word.partition("=")[0]
+            if name.startswith("--") and not any(flag.startswith(name) for flag in flags):
+                self.error(_no_flag(name, flags))
+        found, unknown = self.parse_known_args(given, namespace)
+        if unknown:
+            word = unknown[0]
+            self.error(_no_flag(word, flags) if word[0] == "-" else _alone(word, given, flags))
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        sentence = " ".join(message.removeprefix("argument ").split()).rstrip(".")
+        self.exit(2, f"error: {sentence}. More: {self.prog} --help\n")
+
+
+def _no_flag(name: str, flags: list[str]) -> str:
+    """What to say of a flag that there is not."""
+    near = difflib.get_close_matches(name, flags, 1)
+    return f"there is no flag {name}" + (f": did you mean {near[0]}?" if near else "")
+
+
+def _alone(word: str, given: list[str], flags: list[str]) -> str:
+    """What to say of a word that belongs to no flag: quotes are missing, probably."""
+    end = given.index(word)
+    begin = max((i for i, each in enumerate(given[:end]) if each in flags), default=end)
+    if begin == end:
+        return f"{word!r} belongs to no flag"
+    rest = (i for i, each in enumerate(given) if i > end and each.startswith("-"))
+    value = shlex.quote(" ".join(given[begin + 1 : next(rest, len(given))]))
+    what = "the prompt" if given[begin] in ("-p", "--prompt") else "a value of several words"
+    return f"{word!r} belongs to no flag: quote {what}, {given[begin]} {value}"
+
+
+def use_plain_words(parser: argparse.ArgumentParser) -> None:
+    """Let a parser, mlx-lm's perhaps, complain as ``Parser`` does; of numbers too."""
+    parser.__class__ = Parser
     readers = {int: whole_number, float: number}
     for action in parser._actions:
         if action.type in (int, float):

@@ -10,6 +10,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import yaml
 from mlx_lm.lora import yaml_loader
 
+from ..system.cli_values import use_plain_words
 from ..system.command import run_command
 from ..system.version import add_version_flag
 from .log import write_page
@@ -95,6 +96,7 @@ def make_parser() -> argparse.ArgumentParser:
         if setting.name == "loss":
             options["choices"] = LOSSES
         parser.add_argument("--" + setting.name.replace("_", "-"), **options)
+    use_plain_words(parser)
     return parser
 
 

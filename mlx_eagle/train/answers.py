@@ -21,6 +21,7 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..system.cli_values import use_plain_words
 from ..system.command import run_command
 from ..system.device import prepare_device
 from ..system.progress import open_bar
@@ -343,6 +344,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--rows", type=int, default=defaults.rows, help="Answers that are decoded at once.")
     add("--seed", type=int, default=defaults.seed, help="Seed of the order and of the sampling.")
+    use_plain_words(parser)
     return parser
 
 

@@ -1,0 +1,73 @@
+"""Mistakes on the command line: one sentence each, with what was probably meant."""
+
+import pytest
+
+from mlx_eagle import chat
+from mlx_eagle.bench import flags as bench
+from mlx_eagle.commands import generate
+from mlx_eagle.convert import __main__ as convert
+from mlx_eagle.doctor import __main__ as doctor
+from mlx_eagle.server import flags as server
+from mlx_eagle.train import __main__ as train
+from mlx_eagle.train import answers
+
+PARSERS = {
+    "generate": generate.build_parser,
+    "chat": chat.build_parser,
+    "server": server.build_parser,
+    "convert": convert.make_parser,
+    "bench": bench.build_parser,
+    "train": train.make_parser,
+    "answers": answers.make_parser,
+    "doctor": doctor.build_parser,
+}
+
+
+def said(capsys, name: str, *flags: str) -> str:
+    """What a command says of these flags, which is one sentence and its end."""
+    with pytest.raises(SystemExit) as stop:
+        PARSERS[name]().parse_args(list(flags))
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert err.endswith(f". More: {PARSERS[name]().prog} --help\n")
+    return err.removeprefix("error: ").partition(". More: ")[0]
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_a_flag_that_there_is_not(capsys, name):
+    found = said(capsys, name, "--nothing-like-it-xyz")
+    assert found == "there is no flag --nothing-like-it-xyz"
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        ("--promt Hello", "there is no flag --promt: did you mean --prompt?"),
+        ("--draft_model=x", "there is no flag --draft_model: did you mean --draft-model?"),
+        (
+            "--prompt Why is the sky --temp 0",
+            "'is' belongs to no flag: quote the prompt, --prompt 'Why is the sky'",
+        ),
+        ("-p Why now", "'now' belongs to no flag: quote the prompt, -p 'Why now'"),
+        (
+            "--system-prompt Be brief",
+            "'brief' belongs to no flag: quote a value of several words, "
+            "--system-prompt 'Be brief'",
+        ),
+        ("Hello", "'Hello' belongs to no flag"),
+        ("--temp warm", "--temp: 'warm' is not a number"),
+        ("--temp", "--temp: expected one argument"),
+        (
+            "--num-draft-tokens many",
+            "--num-draft-tokens: 'many' is neither a whole number nor auto",
+        ),
+    ],
+)
+def test_what_was_meant(capsys, flags, sentence):
+    assert said(capsys, "generate", *flags.split()) == sentence
+
+
+def test_what_is_right_is_read(capsys):
+    args = PARSERS["generate"]().parse_args(["--prompt", "Why is the sky", "--draft-m", "x"])
+    assert (args.prompt, args.draft_model) == ("Why is the sky", "x")
