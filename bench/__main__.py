@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mlx_eagle.commands.flags import with_known_head
+from mlx_eagle.commands.flags import say_known_head, with_known_head
 from mlx_eagle.commands.loading import context_size, load
 from mlx_eagle.decoding.setup import AUTO
 from mlx_eagle.demo.pair import load_demo
@@ -79,17 +79,19 @@ def prepare_folder(path: str) -> Path:
 def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
     """What the flags name, and how to call it in the report."""
     names = dict(DEMO_NAMES)
+    wanted = draft_names(args) or (None if args.model is None else AUTO,)
+    heads = {name: with_known_head(name, args.model) for name in wanted}
     if args.model is None:
         model, tokenizer, own = load_demo(dtype=args.dtype)
     else:
         (model, tokenizer), own = load(args.model, dtype=args.dtype), None
         names["model"] = args.model
     drafters = {}
-    for given in draft_names(args) or (None,):
-        head = with_known_head(given, args.model)
+    for given, head in heads.items():
         drafter = open_beside(
             own, head, model, tokenizer, draft_window=args.draft_window, target=args.model
         )
+        say_known_head(given, args.model)
         name = DEMO_NAMES["head"]
         if head is not None:
             name = head.replace(AUTO, name) if split_name(head)[0] == AUTO else head

@@ -9,7 +9,7 @@ from mlx_eagle.commands.flags import DRAFT_WINDOW_HELP, DTYPE_HELP, check_draft_
 from mlx_eagle.decoding.setup import AUTO
 from mlx_eagle.draft_models import LOOKUP, split_name
 from mlx_eagle.drafters.tree import parse_tree
-from mlx_eagle.system.cli_values import LARGEST_SEED, Range, use_plain_types
+from mlx_eagle.system.cli_values import LARGEST_SEED, Range, use_plain_words
 from mlx_eagle.system.device import DTYPES
 from mlx_eagle.system.version import add_version_flag
 
@@ -82,7 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar=("mlx-lm-draft", "MODEL"),
         help="Also run mlx-lm's own speculative decoding with this draft model.",
     )
-    use_plain_types(parser)
+    use_plain_words(parser)
     return parser
 
 
@@ -214,10 +214,6 @@ def check_serving(args: argparse.Namespace, settings: Settings) -> None:
 
 def check_models(args: argparse.Namespace) -> None:
     """Raise ValueError for model flags that do not go together."""
-    if args.model is not None and args.draft_model is None:
-        raise ValueError(
-            "--model needs --draft-model: name a head for it, or 'auto' for a known one."
-        )
     for name in draft_names(args):
         base, copies = split_name(name)
         if args.with_lookup is not None and (copies or base == LOOKUP):

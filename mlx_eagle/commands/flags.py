@@ -21,7 +21,7 @@ from ..system.cli_values import (
     Range,
     check_choice,
     check_ranges,
-    use_plain_types,
+    use_plain_words,
 )
 from ..system.device import DTYPES, prepare_device
 from ..system.version import add_version_flag
@@ -64,7 +64,7 @@ def add_draft_flags(parser: argparse.ArgumentParser) -> None:
                 "'auto' for the known head of --model, 'mtp' for the layers that --model was "
                 "published with to predict several tokens, or 'lookup' to copy from the prompt; "
                 "with '+lookup' behind any of the others, whichever is accepted more. "
-                "Default: the demo head."
+                "Default: the demo head; auto with --model."
             )
         elif action.dest == "num_draft_tokens":
             action.type, action.metavar, action.default = draft_length, "K", AUTO
@@ -93,7 +93,7 @@ def add_draft_flags(parser: argparse.ArgumentParser) -> None:
         "the same text with or without drafting. reject: rejection sampling, in a tree child "
         "by child.",
     )
-    use_plain_types(parser)
+    use_plain_words(parser)
 
 
 def add_draft_cache_flag(parser: argparse.ArgumentParser) -> None:
@@ -154,11 +154,6 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--max-tokens is {args.max_tokens}: give a positive number, or -1 for no limit."
         )
-    if args.model is not None and args.draft_model is None and args.num_draft_tokens != 0:
-        raise ValueError(
-            "--model needs --draft-model: name a converted head for it, 'auto' for a known one, "
-            "or give --num-draft-tokens 0 for plain decoding."
-        )
 
 
 def check_cache_flags(args: argparse.Namespace) -> None:
@@ -175,7 +170,10 @@ def load_pair(
     Says on standard error where this machine cannot gain from drafting.
     """
     prepare_device()
-    name, bits = with_known_head(args.draft_model, args.model), args.quantize_draft
+    bits, own = args.quantize_draft, None
+    # Plain decoding that nobody gave a head for needs none.
+    is_plain = args.num_draft_tokens == 0 and args.draft_model is None and args.model is not None
+    name = None if is_plain else with_known_head(args.draft_model, args.model)
     if args.model is None:
         if args.adapter_path is not None:
             raise ValueError("--adapter-path needs --model: the demo pair has no adapters.")
@@ -183,7 +181,7 @@ def load_pair(
         bits_of_own = bits if is_own else None
         model, tokenizer, own = load_demo(dtype=args.dtype, quantize_bits=bits_of_own)
     else:
-        (model, tokenizer), own = load_target(args, tokenizer_config), None
+        model, tokenizer = load_target(args, tokenizer_config)
     drafter = open_beside(
         own,
         name,
@@ -193,29 +191,52 @@ def load_pair(
         draft_window=args.draft_window,
         target=args.model,
     )
+    if not is_plain:
+        say_known_head(args.draft_model, args.model)
     if args.draft_cache != "exact":
         drafter = (drafter or NullDrafter()).with_draft_cache(args.draft_cache)
     return model, tokenizer, drafter
 
 
 def with_known_head(name: str | None, model: str | None) -> str | None:
-    """``name`` with the head of the table of pairs for "auto", saying which.
+    """``name`` with the head of the table of pairs for "auto", which is the default for a model.
 
-    Where ``model`` is None, that is the demo pair's own: see ``open_beside``.
+    None by default where the table has none for ``model``. Where ``model`` is None, "auto" is the
+    demo pair's own head: see ``open_beside``.
     """
-    head, copies = (None, False) if name is None else split_name(name)
+    head, copies = (AUTO, False) if name is None else split_name(name)
     if head != AUTO:
         return name
     if model is None:
         return name if copies else None
-    return f"{known_head(model)}+{LOOKUP}" if copies else known_head(model)
+    if name is None and not is_known(model):
+        return None
+    known = pair_for(model).head
+    return f"{known}+{LOOKUP}" if copies else known
 
 
-def known_head(model: str) -> str:
-    """The head of the table of pairs for ``model``, saying which."""
-    pair = pair_for(model)
-    print(f"Drafting with {pair.head} (licence: {pair.licence}).", file=sys.stderr)
-    return pair.head
+def say_known_head(name: str | None, model: str | None) -> None:
+    """Say on standard error which head "auto" has taken, or that none is known by default."""
+    if model is None or (name is not None and split_name(name)[0] != AUTO):
+        return
+    if is_known(model):
+        pair = pair_for(model)
+        print(f"Drafting with {pair.head} (licence: {pair.licence}).", file=sys.stderr)
+    else:
+        print(
+            f"Note: no public head is known here for {model}, so nothing is drafted: name one "
+            f"with --draft-model, or copy from the text with --draft-model {LOOKUP}.",
+            file=sys.stderr,
+        )
+
+
+def is_known(model: str) -> bool:
+    """Whether the table of pairs has a head for ``model``."""
+    try:
+        pair_for(model)
+    except ValueError:
+        return False
+    return True
 
 
 def load_target(

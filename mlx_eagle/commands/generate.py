@@ -127,12 +127,6 @@ def read_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict[str, st
             "give the same --model."
         )
     args.model = metadata["model"]
-    if args.draft_model is None and args.num_draft_tokens != 0:
-        print(
-            "Note: decoding without a drafter, because the prompt cache was made with "
-            f"{args.model} and --draft-model names none for it.",
-            file=sys.stderr,
-        )
     check_bits(cache, args.kv_bits)
     return cache, metadata
 
@@ -218,7 +212,7 @@ def generate_and_report(
     memory = memory_report(model, drafter, cache)
     if args.verbose:
         print("=" * 10)
-        print("\n".join([*footer(response), memory_line(memory)]))
+        print("\n".join(footer(response)))
     if args.memory:
         print("\n".join(memory_lines(before, memory)))
     if args.stats_json:
@@ -326,18 +320,6 @@ def memory_report(model: nn.Module, drafter: Drafter | None, cache: list) -> dic
         report["head_weight_bytes"] = sum(weight_bytes(m) for m in drafter.modules())
         report["head_cache_bytes"] = cache_bytes(cache[num_target:])
     return report
-
-
-def memory_line(report: dict[str, int]) -> str:
-    """The memory report in one line of the footer."""
-    megabytes = {k: f"{v / 1e6:.1f} MB" for k, v in report.items() if k.endswith("bytes")}
-    line = f"Memory: target weights {megabytes['target_weight_bytes']}"
-    if "head_parameters" in report:
-        line += (
-            f", head {report['head_parameters'] / 1e6:.1f} M parameters in "
-            f"{megabytes['head_weight_bytes']}, head cache {megabytes['head_cache_bytes']}"
-        )
-    return line + f", target cache {megabytes['target_cache_bytes']}"
 
 
 def memory_lines(before: dict[str, int], after: dict[str, int]) -> list[str]:

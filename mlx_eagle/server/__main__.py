@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
-from ..commands.flags import with_known_head
+from ..commands.flags import say_known_head, with_known_head
 from ..system.command import run_command
 from ..system.device import prepare_device
 from ..system.signals import StopSignals
@@ -60,7 +60,9 @@ def run(args: argparse.Namespace) -> None:
     access = read_access(args)
     collector = open_collector(args)
     prepare_device()
-    args.draft_model = with_known_head(args.draft_model, args.model)
+    named, is_plain = args.draft_model, args.num_draft_tokens == 0
+    if named is not None or not is_plain:
+        args.draft_model = with_known_head(named, args.model)
     logging.basicConfig(level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s")
     maybe_set_recommended_wired_limit()
     max_bytes = {} if args.prompt_cache_bytes is None else {"max_bytes": args.prompt_cache_bytes}
@@ -75,6 +77,8 @@ def run(args: argparse.Namespace) -> None:
                     if signals.wait(POLL):
                         stop_loading()
                 generator.check_loaded()
+                if named is not None or not is_plain:
+                    say_known_head(named, args.model)
                 serve(server, generator, signals)
         finally:
             generator.stop_and_join()

@@ -192,11 +192,6 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError("--pipeline cannot be used here: a pair runs on one machine.")
     if not isinstance(args.chat_template_args, dict):
         raise ValueError("--chat-template-args is something else than a JSON object.")
-    if args.model is not None and args.draft_model is None and args.num_draft_tokens != 0:
-        raise ValueError(
-            "--model needs --draft-model: name a head for it, or use mlx_lm.server, which "
-            "decodes without."
-        )
     target_flags = (args.adapter_path, args.chat_template, args.use_default_chat_template)
     if args.model is None and any(target_flags):
         raise ValueError(

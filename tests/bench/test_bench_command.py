@@ -407,7 +407,6 @@ def test_progress_is_lines_where_there_is_no_terminal(capsys):
         ("--batch 0", "--batch holds '0'"),
         ("--batch 4 --limit 2", "--batch holds 4, but 2 prompts of mt_bench are taken"),
         ("--limit=-1", "--limit is -1"),
-        ("--model somewhere", "--model needs --draft-model"),
         ("--compare eagle x", "--compare is 'eagle'"),
         ("--with-lookup 0", "--with-lookup holds '0'"),
         ("--with-lookup 3 --draft-model lookup", "copies from the text, which --draft-model look"),
@@ -450,3 +449,10 @@ def test_an_output_folder_that_cannot_be(tmp_path, capsys):
         command.main(["--limit", "1", "--out", str(tmp_path / "file")])
     err = capsys.readouterr().err
     assert stop.value.code == 2 and "cannot be written" in err and "matplotlib" not in err
+
+
+def test_a_target_without_a_known_head_is_not_loaded(capsys, tmp_path):
+    with pytest.raises(SystemExit) as stop:
+        command.main(["--model", "some/Model", "--out", str(tmp_path)])
+    assert stop.value.code == 2
+    assert "error: no public head is known here for some/Model" in capsys.readouterr().err

@@ -79,13 +79,20 @@ def test_text_footer_and_counts(run, pair):
         "Acceptance by position",
     ):
         assert line in out
-    assert "Drafting adds" in out and "head 7.4 M parameters" in out
+    assert "Drafting adds" in out
     counts = json.loads(out.splitlines()[-1])
     assert counts["num_target_forwards"] == counts["num_rounds"] + counts["num_plain_steps"]
     assert counts["num_drafted"] == counts["num_accepted"] + counts["num_rejected"]
     assert counts["tau"] == pytest.approx(counts["num_emitted"] / counts["num_target_forwards"])
     assert 7.4e6 < counts["head_parameters"] < 7.5e6
     assert counts["target_weight_bytes"] > 500e6 and counts["head_cache_bytes"] > 0
+
+
+def test_lines_about_memory_come_with_their_flag_only(run):
+    code, out, _ = run("-p", QUESTION, "-m", "4", "--num-draft-tokens", "3")
+    assert code == 0 and "Rounds: " in out
+    lines = [line for line in out.splitlines() if "MB" in line or "emory" in line]
+    assert [line.partition(":")[0] for line in lines] == ["Peak memory"]
 
 
 WAYS = [
@@ -212,7 +219,7 @@ MISTAKES = {
         "cannot replay XTC",
     ),
     "no such head": (("--draft-model", "no/such/head/here"), "does not exist"),
-    "target without head": (("--model", "somewhere"), "--model needs --draft-model"),
+    "no such target": (("--model", "somewhere"), "somewhere does not exist"),
     "quantized twice": (("--quantize-draft", "8"), "already quantized to 4 to 6 bits"),
     "no such cache": (("--prompt-cache-file", "nowhere.safetensors"), "does not exist"),
     "a file as head": (("--draft-model", __file__), "give the folder it is in"),

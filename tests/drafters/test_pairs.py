@@ -96,6 +96,34 @@ def test_auto_opens_the_head_of_the_target(run):
     assert said.err == f"Drafting with {head} (licence: Apache-2.0).\n" and said.out == ""
 
 
+def test_a_model_without_a_head_takes_the_known_one(run):
+    model = "mlx-community/Qwen3-8B-4bit"
+    code, opened, said = run("--model", model)
+    assert code == 0 and opened[0] == (pair_for(model).head, model, "tokenizer")
+    assert said.err.startswith(f"Drafting with {pair_for(model).head} (")
+
+
+def test_without_a_known_head_it_decodes_plainly_with_one_note(run):
+    code, opened, said = run("--model", "some/Model")
+    assert code == 0 and opened == [("some/Model", "tokenizer", None)]
+    assert said.err.startswith("Note: no public head is known here for some/Model")
+    assert said.err.count("\n") == 1
+
+
+def test_plain_decoding_looks_for_no_head(run):
+    code, opened, said = run("--model", "Qwen/Qwen3-8B", "--num-draft-tokens", "0")
+    assert code == 0 and opened == [("Qwen/Qwen3-8B", "tokenizer", None)] and said.err == ""
+
+
+def test_nothing_is_said_to_draft_that_could_not_be_opened(run, monkeypatch):
+    def fail(*_, **__):
+        raise ValueError("the hub could not be reached")
+
+    monkeypatch.setattr(drafters, "open_drafter", fail)
+    code, _, said = run("--model", "Qwen/Qwen3-8B")
+    assert (code, said.err) == (2, "error: the hub could not be reached\n")
+
+
 def test_auto_without_a_target_is_the_demo_head(run):
     assert run("--draft-model", "auto")[:2] == (0, [("demo model", "demo tokenizer", "demo head")])
 

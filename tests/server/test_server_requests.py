@@ -226,7 +226,6 @@ def test_flags_are_those_of_mlx_lm_server(monkeypatch, capsys):
 MISTAKES = {
     "negative draft": (("--num-draft-tokens", "-1"), "give 0 (plain decoding) or more"),
     "no concurrency": (("--decode-concurrency", "0"), "--decode-concurrency is 0"),
-    "no drafter": (("--model", "x"), "--model needs --draft-model"),
     "template": (("--chat-template", "x"), "need --model"),
     "pipeline": (("--pipeline",), "a pair runs on one machine"),
     "template arguments": (("--chat-template-args", "3"), "than a JSON object"),
