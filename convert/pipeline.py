@@ -27,7 +27,7 @@ from .checkpoint import (
     open_target,
     same_values,
 )
-from .packed import Unpacked
+from .packed import Unpacked, unpacked
 from .quantize import Quantization, pack
 from .resolve import NO_OVERRIDES, Overrides, Resolved, resolve
 from .stored import Tensor
@@ -133,7 +133,8 @@ def build_kind(
     """The same of a kind whose row in the table of kinds says what a checkpoint becomes."""
     make = KINDS[name].convert
     assert make is not None
-    config, tensors = make(checkpoint.tensors, checkpoint.config)
+    whole = unpacked(checkpoint.tensors, checkpoint.config)
+    config, tensors = make(whole, checkpoint.config)
     largest = max(tensors.values(), key=lambda tensor: tensor.size)
     kind = DTYPES[dtype or DTYPE_OF_FORMAT.get(largest.format, "float16")]
     config = config | {"kind": name}
@@ -155,6 +156,7 @@ def _read(
         name.removesuffix(".weight"): tensor.shape
         for name, tensor in tensors.items()
         if len(tensor.shape) == 2 and name.endswith(".weight")
+        if not name.endswith(KINDS[config["kind"]].never_quantized)
     }
     chosen = quantization.choose(shapes) if quantization is not None else {}
     for i, (name, tensor) in enumerate(tensors.items()):

@@ -55,12 +55,15 @@ INSIDE: Table = {
     "swa_window_size": SIZE,
     "causal": BOOL,
     "dflash_query_causal": BOOL,
+    "selector_top_k": whole(1, 2**16),
+    "output_multiplier": number_above(0),
+    "dspark_bonus_anchor": BOOL,
+    "sample_from_anchor": BOOL,
 }
 PUBLISHED: Table = {
     **INSIDE,
     "dflash_config": INSIDE,
     "is_causal": BOOL,
-    "sample_from_anchor": BOOL,
     "sliding_window_non_causal": BOOL,
     "aux_hidden_state_layer_ids": INT_LIST,
     "attention_sink_bias": BOOL,
@@ -126,9 +129,14 @@ class BlockConfig:
     lm_head_source: str = "target"
 
     @classmethod
+    def table(cls) -> Table:
+        """What each field may hold."""
+        return OWN
+
+    @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str | Path) -> Self:
         """Read a ``config.json``, which ``where`` names; ValueError for what cannot be."""
-        check(values, OWN, where)
+        check(values, cls.table(), where)
         known: dict[str, Any]
         known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
         for field in fields(cls):
@@ -277,7 +285,7 @@ def rope_from(settings: Mapping[str, Any]) -> dict[str, Any]:
             f"the drafter's rope is of type {shown(kind)}; default, {', '.join(SCALINGS)} with a "
             "factor convert"
         )
-    numbers = {key: value for key, value in scaling.items() if NUMBER.holds(value)}
+    numbers = {k: v for k, v in scaling.items() if NUMBER.holds(v) and k != "rope_theta"}
     return found | {"rope_scaling": {"rope_type": kind, **numbers}}
 
 
@@ -289,7 +297,7 @@ def windows_from(settings: Mapping[str, Any], num_layers: int, is_nested: bool) 
     its window lies before the anchor. ModelOpt's ``use_swa``: a window on every layer.
     """
     kinds = (settings.get("layer_types") or ["full_attention"] * num_layers)[:num_layers]
-    size = settings.get("sliding_window")
+    size = settings.get("sliding_window") or settings.get("swa_window_size")
     is_off = settings.get("use_sliding_window") is False
     slides = [kind == "sliding_attention" and bool(size) and not is_off for kind in kinds]
     slides += [False] * (num_layers - len(slides))
@@ -308,12 +316,16 @@ def windows_from(settings: Mapping[str, Any], num_layers: int, is_nested: bool) 
     }
 
 
-def config_from(
-    tensors: Mapping[str, PublishedTensor], config: Mapping[str, Any], **more: Any
-) -> BlockConfig:
-    """The config that a published checkpoint of DFlash comes to; ``more`` has the last word."""
-    settings = merged(config)
-    is_nested = "transformer_layer_config" in config
+def config_from(tensors: Mapping[str, PublishedTensor], config: Mapping[str, Any]) -> BlockConfig:
+    """The config that a published checkpoint of DFlash comes to."""
+    fields = fields_from(tensors, merged(config), "transformer_layer_config" in config)
+    return BlockConfig.from_dict(fields, "config.json")
+
+
+def fields_from(
+    tensors: Mapping[str, PublishedTensor], settings: Mapping[str, Any], is_nested: bool
+) -> dict[str, Any]:
+    """The fields that all drafters of blocks have, by all keys of a published config."""
     sizes = sizes_from(tensors)
     if is_nested:
         taps = _need(settings, "aux_hidden_state_layer_ids")
@@ -328,7 +340,7 @@ def config_from(
             f"the draft vocabulary has {draft_vocab} of {vocab_size} tokens, and there is no d2t "
             "to map them; the checkpoint is incomplete"
         )
-    made = {
+    return {
         **sizes,
         **embeds,
         **rope_from(settings),
@@ -342,6 +354,4 @@ def config_from(
         "rms_norm_eps": settings.get("rms_norm_eps", 1e-6),
         "max_position_embeddings": settings.get("max_position_embeddings", 32768),
         "logit_softcap": settings.get("final_logit_softcapping"),
-        **more,
     }
-    return BlockConfig.from_dict(made, "config.json")

@@ -276,7 +276,10 @@ class DFlashDrafter(FeatureDrafter):
         return [self._to_ids(choose(rows[:, slot])) for slot in range(rows.shape[1])]
 
     def logits(self, states: mx.array) -> mx.array:
-        logits, cap = self._project(states), self.head.config.logit_softcap
+        return self._capped(self._project(states), self.head.config.logit_softcap)
+
+    @staticmethod
+    def _capped(logits: mx.array, cap: float | None) -> mx.array:
         return logits if cap is None else cap * mx.tanh(logits / cap)
 
     def _to_ids(self, index: mx.array) -> mx.array:
@@ -363,12 +366,19 @@ def _arrays(cache: Any) -> list[mx.array]:
     return arrays
 
 
-def recognise(names: Collection[str], config: Mapping[str, Any]) -> bool:
-    """By the norm behind the fusion matrix, which only drafters of blocks have."""
+def is_block_head(names: Collection[str], having: str | tuple[str, ...] = "") -> bool:
+    """Whether there is a norm behind the fusion matrix, as in drafters of blocks only.
+
+    ``having``: and a tensor whose name begins with that.
+    """
     bare = {name.removeprefix("model.") for name in names}
     needed = {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"}
-    others = ("markov_head.", "candidate_selector.")
-    return needed <= bare and not any(name.startswith(others) for name in bare)
+    return needed <= bare and any(name.startswith(having) for name in bare)
+
+
+def recognise(names: Collection[str], config: Mapping[str, Any]) -> bool:
+    """By its norms; those of its kin that have more are asked before."""
+    return is_block_head(names)
 
 
 def convert(tensors: Tensors, config: Mapping[str, Any]) -> tuple[dict[str, Any], Tensors]:

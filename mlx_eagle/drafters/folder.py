@@ -88,6 +88,9 @@ class Kind:
     is.
     """
 
+    never_quantized: tuple[str, ...] = ()
+    """How the names of matrices end that stay floats in a converted folder."""
+
     loads_published: bool = False
     """Whether ``load`` takes checkpoints as published."""
 

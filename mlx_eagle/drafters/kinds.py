@@ -12,7 +12,7 @@ import mlx.nn as nn
 
 from ..system.hub import locate
 from ..system.json_schema import read_object, shown
-from . import dflash, eagle3, lookup, model_drafter, mtp
+from . import dflash, dflash2, dspark, eagle3, lookup, model_drafter, mtp
 from .base import Drafter
 from .folder import Kind, LoadOptions, kind_in, read_config
 
@@ -24,6 +24,21 @@ KINDS: dict[str, Kind] = {
         loads_published=True,
         made_for=mtp.made_for,
         by_name=mtp.by_name,
+    ),
+    "dspark": Kind(
+        "a DSpark head",
+        dspark.load,
+        dspark.recognise,
+        dspark.convert,
+        made_for=dspark.made_for,
+    ),
+    "dflash2": Kind(
+        "a DFlash2 head",
+        dflash2.load,
+        dflash2.recognise,
+        dflash2.convert,
+        never_quantized=dflash2.NEVER_QUANTIZED,
+        made_for=dflash2.made_for,
     ),
     "dflash": Kind(
         "a DFlash head",

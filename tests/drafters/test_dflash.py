@@ -4,10 +4,20 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx.optimizers as optim
 import numpy as np
 import pytest
-from block_twin import Twin, features_of, tiny_dflash, twin_logits
+from block_twin import (
+    TOLERANCE,
+    Twin,
+    compare_rounds,
+    drafted_logits,
+    features_of,
+    published,
+    relative,
+    taught,
+    tiny_dflash,
+    twin_logits,
+)
 from checkpoints import write_config
 from golden import frozen
 from helpers import PROMPT, VOCAB, byte_tokenizer, plain, speculative, tiny_llama
@@ -21,7 +31,6 @@ from mlx_eagle.drafters.folder import fill, read_weights
 from mlx_eagle.drafters.kinds import load_drafter, recognise
 
 LLAMA, TOKENIZER = tiny_llama(), byte_tokenizer()
-TOLERANCE = 1e-5
 FORMS = {
     "plain": {},
     "three layers, five taps": {"num_layers": 3, "taps": (0, 1, 2, 3, 3)},
@@ -42,42 +51,9 @@ FORMS = {
 }
 
 
-def drafted_logits(drafter, size: int) -> np.ndarray:
-    """The logits (size, V) that a draft is chosen from."""
-    seen = []
-
-    def pick(logits, ids):
-        seen.append(logits)
-        return mx.argmax(logits, axis=-1)
-
-    drafter.propose(size, pick)
-    return np.array(mx.concatenate(seen), np.float64)
-
-
-def relative(found: np.ndarray, wanted: np.ndarray) -> float:
-    return float(np.abs(found - wanted).max() / np.abs(wanted).max())
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_logits_after_a_prompt_and_after_acceptance(form):
-    """Whole prompts, then rounds of which some or all rows are kept, as the loop does it."""
-    drafter = tiny_dflash(LLAMA, **FORMS[form]).begin()
-    text = PROMPT + plain(LLAMA, PROMPT, 16)
-    features = mx.array(features_of(LLAMA, drafter.taps, text).astype(np.float32))
-    end = len(PROMPT) + 1
-    drafter.extend(mx.array(text[1:end]), features[: end - 1])
-    for kept, num_rows, size in ((1, 4, 3), (4, 4, 6), (2, 5, 1), (3, 3, 6)):
-        wanted = twin_logits(drafter, LLAMA, text[:end], size)
-        assert relative(drafted_logits(drafter, size), wanted) < TOLERANCE
-        before = drafter.cache[0].offset
-        rows = slice(end - 1, end - 1 + num_rows)
-        tokens = mx.array([*text[end : end + kept], *[7] * (num_rows - kept)])
-        drafter.extend(tokens, features[rows], last=mx.array(kept - 1))
-        for cache in drafter.cache[:-1]:
-            cache.trim(num_rows - kept)
-        assert drafter.cache[0].offset == before + kept
-        end += kept
-    assert drafter.num_forwards == 4
+    compare_rounds(tiny_dflash(LLAMA, **FORMS[form]), LLAMA)
 
 
 MISTAKES = {
@@ -107,40 +83,12 @@ def test_mistakes_are_seen(mistake):
     assert relative(drafted_logits(other, 4), wanted) > 0.01
 
 
-def taught(model, prompts: list[list[int]], length: int):
-    """A head that has learnt by heart what the target says after the prompts."""
-    drafter = tiny_dflash(model, seed=1)
-    head, c = drafter.head, drafter.head.config
-    texts = [prompt + plain(model, prompt, length + c.block_size) for prompt in prompts]
-    seen = [mx.array(features_of(model, c.taps, text).astype(np.float32)) for text in texts]
-    starts = [(i, len(prompts[i]) + n) for i in range(len(prompts)) for n in range(length)]
-    choices = np.random.default_rng(0)
-
-    def loss(head, i, start):
-        begun = drafter.begin()
-        head.absorb(seen[i][None, :start], begun.cache[:-1])
-        text = mx.array(texts[i])
-        block = begun.block_after(begun._embed(text[start : start + 1])[None], c.longest_draft)
-        logits = begun.logits(head(block, begun.cache[:-1])[:, c.first_slot :])[0]
-        return nn.losses.cross_entropy(logits, text[start + 1 : start + c.block_size]).mean()
-
-    step = nn.value_and_grad(head, lambda head, some: sum(loss(head, *pair) for pair in some) / 4)
-    optimizer = optim.Adam(3e-3)
-    for _ in range(130):
-        some = [starts[n] for n in choices.choice(len(starts), 4, replace=False)]
-        _, grads = step(head, some)
-        grads, _ = optim.clip_grad_norm(grads, 1.0)
-        optimizer.update(head, grads)
-        mx.eval(head.parameters(), optimizer.state)
-    return drafter
-
-
 PROMPTS = [PROMPT, PROMPT[:5], PROMPT[2:9]]
 
 
 @pytest.fixture(scope="module")
 def learned():
-    return taught(LLAMA, PROMPTS, 24)
+    return taught(tiny_dflash(LLAMA, seed=1), LLAMA, PROMPTS, 24)
 
 
 @pytest.mark.parametrize("k", [2, 6])
@@ -191,15 +139,6 @@ def test_logits_are_those_of_another_library(tmp_path, name):
 
 
 # As published
-
-
-def published(folder, drafter, config: dict, prefix: str = "", more: dict | None = None):
-    """A checkpoint of the drafter's weights under published names."""
-    folder.mkdir()
-    weights = {f"{prefix}{n}": a for n, a in tree_flatten(drafter.head.parameters())}
-    mx.save_safetensors(str(folder / "model.safetensors"), weights | (more or {}))
-    write_config(folder, config)
-    return folder
 
 
 LAYER = {

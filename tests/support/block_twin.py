@@ -4,13 +4,18 @@ Nothing is shared with the product: no cache, no batch, a loop over what each qu
 """
 
 import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
 import numpy as np
-from helpers import randomize
+from checkpoints import write_config
+from helpers import PROMPT, plain, randomize
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_eagle.drafters.block_config import BlockConfig
 from mlx_eagle.drafters.dflash import DFlashDrafter, DFlashHead
+from mlx_eagle.drafters.dflash2 import DFlash2Config, DFlash2Drafter, DFlash2Head
+from mlx_eagle.drafters.dspark import DSparkConfig, DSparkDrafter, DSparkHead
 from mlx_eagle.drafters.target_parts import find_embedding, lm_head_of
 from mlx_eagle.target.taps import Target
 
@@ -25,8 +30,16 @@ SIZES = {
 }
 
 
-def tiny_dflash(model, seed: int = 20, **changes) -> DFlashDrafter:
+KINDS = {
+    "dflash": (BlockConfig, DFlashHead, DFlashDrafter),
+    "dspark": (DSparkConfig, DSparkHead, DSparkDrafter),
+    "dflash2": (DFlash2Config, DFlash2Head, DFlash2Drafter),
+}
+
+
+def tiny_block(model, kind: str = "dflash", seed: int = 20, **changes) -> DFlashDrafter:
     """A head of blocks with random weights for a target; its embedding and output are shared."""
+    make_config, make_head, make_drafter = KINDS[kind]
     embedding, vocab_size = find_embedding(model)
     sizes = {
         "hidden_size": embedding.weight.shape[1],
@@ -36,8 +49,21 @@ def tiny_dflash(model, seed: int = 20, **changes) -> DFlashDrafter:
         **SIZES,
         **changes,
     }
-    head = randomize(DFlashHead(BlockConfig(**sizes)), seed)
-    return DFlashDrafter(head, embedding, lm_head_of(model, embedding))
+    head = randomize(make_head(make_config(**sizes)), seed)
+    return make_drafter(head, embedding, lm_head_of(model, embedding))
+
+
+def tiny_dflash(model, seed: int = 20, **changes) -> DFlashDrafter:
+    return tiny_block(model, "dflash", seed, **changes)
+
+
+def tiny_dspark(model, seed: int = 21, **changes) -> DFlashDrafter:
+    return tiny_block(model, "dspark", seed, **{"markov_rank": 8, "first_slot": 0, **changes})
+
+
+def tiny_dflash2(model, seed: int = 22, **changes) -> DFlashDrafter:
+    sizes = {"group_size": 16, "selector_rank": 8, "top_k": 5, **changes}
+    return tiny_block(model, "dflash2", seed, **sizes)
 
 
 def weights_of(head) -> dict[str, np.ndarray]:
@@ -97,8 +123,32 @@ class Twin:
         return self.normed(x, "norm")
 
     def layer(self, i: int, x: np.ndarray, context: np.ndarray) -> np.ndarray:
+        if isinstance(self.c, DFlash2Config):
+            return self.convolved_layer(i, x, context)
         x = x + self.attention(i, self.normed(x, f"layers.{i}.input_layernorm"), context)
         return x + self.mlp(i, self.normed(x, f"layers.{i}.post_attention_layernorm"))
+
+    def convolved_layer(self, i: int, x: np.ndarray, context: np.ndarray) -> np.ndarray:
+        u = self.normed(x, f"layers.{i}.input_layernorm")
+        inner = self.attention(i, self.convolution(f"layers.{i}.attention_conv", 0, u, u), context)
+        x = x + self.convolution(f"layers.{i}.attention_conv", 1, inner, u)
+        u = self.normed(x, f"layers.{i}.post_attention_layernorm")
+        inner = self.mlp(i, self.convolution(f"layers.{i}.mlp_conv", 0, u, u))
+        return x + self.convolution(f"layers.{i}.mlp_conv", 1, inner, u)
+
+    def convolution(self, name: str, which: int, rows: np.ndarray, fed: np.ndarray) -> np.ndarray:
+        """Row by row, channel by channel; kernels come from what the sublayer is fed."""
+        c, base = self.c, self.w[f"{name}.base_kernel"][which]
+        num_groups = c.hidden_size // c.group_size
+        out = np.zeros_like(rows)
+        for p in range(len(rows)):
+            own = self.w[f"{name}.kernel_projection.weight"] @ fed[p]
+            own = own.reshape(2, c.kernel_size, num_groups)[which]
+            for back in range(min(c.kernel_size, p + 1)):
+                for channel in range(c.hidden_size):
+                    kernel = base[back, channel] + own[back, channel // c.group_size]
+                    out[p, channel] += kernel * rows[p - back, channel]
+        return out
 
     def mlp(self, i: int, x: np.ndarray) -> np.ndarray:
         names = (f"layers.{i}.mlp.{part}_proj.weight" for part in ("gate", "up", "down"))
@@ -146,6 +196,40 @@ def features_of(target, taps: tuple[int, ...], text: list[int]) -> np.ndarray:
     return np.array(features, np.float64)
 
 
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def corrected(twin: Twin, logits: np.ndarray, states: np.ndarray, token: int) -> np.ndarray:
+    """The logits that each slot's token is chosen from, greedily, by DSpark and DFlash2."""
+    c, w = twin.c, twin.w
+    out, carried = [], np.zeros(getattr(c, "markov_rank", 1))
+    for row, state in zip(logits, states, strict=True):
+        if isinstance(c, DSparkConfig):
+            own = w["markov_head.markov_w1.weight"][token]
+            if c.markov_kind == "gated":
+                gate, bias = (w[f"markov_head.gate_proj.{part}"] for part in ("weight", "bias"))
+                own = sigmoid(gate @ np.concatenate([state, own]) + bias) * own
+            if c.markov_kind == "rnn":
+                joint, bias = (w[f"markov_head.joint_proj.{part}"] for part in ("weight", "bias"))
+                g, new, o = np.split(joint @ np.concatenate([carried, own, state]) + bias, 3)
+                carried = sigmoid(g) * carried + (1 - sigmoid(g)) * np.tanh(new)
+                own = np.tanh(o)
+            row = row + w["markov_head.markov_w2.weight"] @ own
+        if isinstance(c, DFlash2Config):
+            name = "candidate_selector."
+            left = w[f"{name}predecessor_codebook"][token]
+            left = left * (w[f"{name}hidden_projection.weight"] @ state)
+            scored = np.full(len(row), -np.inf)
+            for candidate in np.argsort(-row)[: c.top_k]:
+                right = w[f"{name}successor_codebook"][candidate]
+                scored[candidate] = row[candidate] + left @ right
+            row = scored
+        out.append(row)
+        token = int(row.argmax())
+    return np.array(out)
+
+
 def twin_logits(drafter: DFlashDrafter, target, text: list[int], size: int) -> np.ndarray:
     """Logits (size, V) of the slots after ``text``, from that text alone."""
     c = drafter.head.config
@@ -153,13 +237,112 @@ def twin_logits(drafter: DFlashDrafter, target, text: list[int], size: int) -> n
     embed = drafter._embed
     tokens = [text[-1], *[c.mask_token_id] * (size + c.first_slot - 1)]
     block = np.array(embed(mx.array(tokens)), np.float64)
-    states = Twin(drafter.head).states(features, block)[c.first_slot :]
+    twin = Twin(drafter.head)
+    states = twin.states(features, block)[c.first_slot :]
     logits = np.array(drafter._project(mx.array(states.astype(np.float32))), np.float64)
-    return (
-        logits if c.logit_softcap is None else c.logit_softcap * np.tanh(logits / c.logit_softcap)
-    )
+    logits = logits * getattr(c, "output_multiplier", 1.0)
+    if c.logit_softcap is not None:
+        logits = c.logit_softcap * np.tanh(logits / c.logit_softcap)
+    return corrected(twin, logits, states, text[-1])
 
 
 def naive_dflash(drafter: DFlashDrafter, target, text: list[int], size: int) -> list[int]:
     size = min(size, drafter.head.config.longest_draft)
     return twin_logits(drafter, target, text, size).argmax(axis=-1).tolist()
+
+
+TOLERANCE = 1e-5
+
+
+def drafted_logits(drafter, size: int) -> np.ndarray:
+    """The logits (size, V) that a draft is chosen from."""
+    seen = []
+
+    def pick(logits, ids):
+        seen.append(logits)
+        return mx.argmax(logits, axis=-1)
+
+    drafter.propose(size, pick)
+    return np.array(mx.concatenate(seen), np.float64)
+
+
+def relative(found: np.ndarray, wanted: np.ndarray) -> float:
+    """The largest difference by the largest value; infinite where not the same are finite."""
+    real = np.isfinite(wanted)
+    if not np.array_equal(real, np.isfinite(found)):
+        return float("inf")
+    found, wanted = found[real], wanted[real]
+    return float(np.abs(found - wanted).max() / np.abs(wanted).max())
+
+
+def compare_rounds(drafter, target) -> None:
+    """Whole prompts, then rounds of which some or all rows are kept, as the loop does it."""
+    drafter = drafter.begin()
+    text = PROMPT + plain(target, PROMPT, 16)
+    features = mx.array(features_of(target, drafter.taps, text).astype(np.float32))
+    end = len(PROMPT) + 1
+    drafter.extend(mx.array(text[1:end]), features[: end - 1])
+    for kept, num_rows, size in ((1, 4, 3), (4, 4, 6), (2, 5, 1), (3, 3, 6)):
+        wanted = twin_logits(drafter, target, text[:end], size)
+        assert relative(drafted_logits(drafter, size), wanted) < TOLERANCE
+        before = drafter.cache[0].offset
+        rows = slice(end - 1, end - 1 + num_rows)
+        tokens = mx.array([*text[end : end + kept], *[7] * (num_rows - kept)])
+        drafter.extend(tokens, features[rows], last=mx.array(kept - 1))
+        for cache in drafter.cache[:-1]:
+            cache.trim(num_rows - kept)
+        assert drafter.cache[0].offset == before + kept
+        end += kept
+    assert drafter.num_forwards == 4
+
+
+def rows_of(drafter, states: mx.array, before: mx.array) -> mx.array:
+    """The logits (k, V) of slots (1, k, h) where the tokens before each are given."""
+    given = iter(before[1:].tolist())
+    seen: list[mx.array] = []
+
+    def choose(row: mx.array) -> mx.array:
+        seen.append(row)
+        return mx.array([next(given, 0)])
+
+    drafter.read(states, before[:1], choose)
+    return mx.maximum(mx.concatenate(seen), -1e4)
+
+
+def taught(drafter, model, prompts: list[list[int]], length: int):
+    """A head that has learnt by heart what the target says after the prompts."""
+    head, c = drafter.head, drafter.head.config
+    texts = [prompt + plain(model, prompt, length + c.block_size) for prompt in prompts]
+    seen = [mx.array(features_of(model, c.taps, text).astype(np.float32)) for text in texts]
+    starts = [(i, len(prompts[i]) + n) for i in range(len(prompts)) for n in range(length)]
+    choices = np.random.default_rng(0)
+
+    def loss(head, i, start):
+        begun = drafter.begin()
+        head.absorb(seen[i][None, :start], begun.cache[:-1])
+        text = mx.array(texts[i])
+        block = begun.block_after(begun._embed(text[start : start + 1])[None], c.longest_draft)
+        states = head(block, begun.cache[:-1])[:, c.first_slot :]
+        logits = rows_of(drafter, states, text[start : start + c.longest_draft])
+        return nn.losses.cross_entropy(
+            logits, text[start + 1 : start + 1 + c.longest_draft]
+        ).mean()
+
+    step = nn.value_and_grad(head, lambda head, some: sum(loss(head, *pair) for pair in some) / 4)
+    optimizer = optim.Adam(3e-3)
+    for _ in range(130):
+        some = [starts[n] for n in choices.choice(len(starts), 4, replace=False)]
+        _, grads = step(head, some)
+        grads, _ = optim.clip_grad_norm(grads, 1.0)
+        optimizer.update(head, grads)
+        mx.eval(head.parameters(), optimizer.state)
+    return drafter
+
+
+def published(folder, drafter, config: dict, prefix: str = "", more: dict | None = None):
+    """A checkpoint of the drafter's weights under published names."""
+    folder.mkdir()
+    weights = {f"{prefix}{n}": a for n, a in tree_flatten(drafter.head.parameters())}
+    mx.save_safetensors(str(folder / "model.safetensors"), weights | (more or {}))
+    write_config(folder, config)
+    return folder

@@ -1,0 +1,228 @@
+"""Drafts of a block with convolutions over its slots, and a choice among candidates: DFlash2.
+
+A DFlash head whose sublayers mix each slot with the ones before it, by kernels that depend on
+what they are fed. In each slot the most likely tokens are scored once more, by the token before.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import KVCache
+
+from ..system.json_schema import Table, number_above, whole
+from ..target.ragged import RaggedCache
+from .block_config import (
+    OWN,
+    BlockConfig,
+    check_fit,
+    fields_from,
+    known_tensors,
+    merged,
+)
+from .dflash import BlockLayer, DFlashDrafter, DFlashHead, attach, check_tensors, is_block_head
+from .folder import LoadOptions, PublishedTensor, Tensors
+from .target_parts import TargetSizes, activation_dtype, find_embedding
+
+SELECTOR = ("predecessor_codebook", "successor_codebook")
+CONVOLVED: Table = {
+    **OWN,
+    **dict.fromkeys(("kernel_size", "group_size", "selector_rank", "top_k"), whole(1, 2**16)),
+    "output_multiplier": number_above(0),
+}
+NEVER_QUANTIZED = ("kernel_projection.weight", "hidden_projection.weight")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlash2Config(BlockConfig):
+    """That of DFlash, with kernels of so many slots, one coefficient for ``group_size`` channels.
+
+    Of each slot the ``top_k`` most likely tokens are scored by codebooks of ``selector_rank``.
+    """
+
+    kernel_size: int = 2
+    group_size: int = 16
+    selector_rank: int = 1
+    top_k: int = 16
+    output_multiplier: float = 1.0
+
+    @classmethod
+    def table(cls) -> Table:
+        return CONVOLVED
+
+
+class BlockConvolution(nn.Module):
+    """Two causal convolutions over the slots of a block, around a sublayer.
+
+    Kernels are a base and what the sublayer's input adds to it, by groups of channels.
+    """
+
+    def __init__(self, config: DFlash2Config):
+        super().__init__()
+        c = config
+        self.base_kernel = mx.zeros((2, c.kernel_size, c.hidden_size))
+        num_groups = c.hidden_size // c.group_size
+        self.kernel_projection = nn.Linear(
+            c.hidden_size, 2 * c.kernel_size * num_groups, bias=False
+        )
+
+    def kernels(self, x: mx.array) -> mx.array:
+        """Both kernels at each slot of x (B, m, h): (B, m, 2, T, h)."""
+        _, num_taps, h = self.base_kernel.shape
+        added = self.kernel_projection(x).reshape(*x.shape[:2], 2, num_taps, -1)
+        return self.base_kernel + mx.repeat(added, h // added.shape[-1], axis=-1)
+
+
+def convolved(x: mx.array, kernel: mx.array) -> mx.array:
+    """x (B, m, h) by a kernel (B, m, T, h); before the block there is nothing."""
+    num_rows = x.shape[1]
+    out = kernel[:, :, 0] * x
+    for back in range(1, kernel.shape[2]):
+        before = mx.pad(x, [(0, 0), (back, 0), (0, 0)])[:, :num_rows]
+        out = out + kernel[:, :, back] * before
+    return out
+
+
+class ConvolvedLayer(BlockLayer):
+    """Layer of DFlash2."""
+
+    def __init__(self, config: DFlash2Config):
+        super().__init__(config)
+        self.attention_conv = BlockConvolution(config)
+        self.mlp_conv = BlockConvolution(config)
+
+    def __call__(
+        self, x: mx.array, cache: KVCache | RaggedCache, mask: mx.array | None
+    ) -> mx.array:
+        normed = self.input_layernorm(x)
+        kernels = self.attention_conv.kernels(normed)
+        seen = self.self_attn(convolved(normed, kernels[:, :, 0]), cache, mask)
+        x = x + convolved(seen, kernels[:, :, 1])
+        normed = self.post_attention_layernorm(x)
+        kernels = self.mlp_conv.kernels(normed)
+        out = self.mlp(convolved(normed, kernels[:, :, 0]))
+        return x + convolved(out, kernels[:, :, 1])
+
+
+class CandidateSelector(nn.Module):
+    """Scores of a slot's candidates, given the token before."""
+
+    def __init__(self, config: DFlash2Config):
+        super().__init__()
+        c = config
+        self.predecessor_codebook = mx.zeros((c.vocab_size, c.selector_rank))
+        self.successor_codebook = mx.zeros((c.draft_vocab_size, c.selector_rank))
+        self.hidden_projection = nn.Linear(c.hidden_size, c.selector_rank, bias=False)
+
+    def __call__(self, tokens: mx.array, states: mx.array, candidates: mx.array) -> mx.array:
+        """What to add to logits of candidates (B, n) after tokens (B,) in states (B, h)."""
+        own = self.predecessor_codebook[tokens] * self.hidden_projection(states)
+        return (self.successor_codebook[candidates] @ own[..., None])[..., 0]
+
+
+class DFlash2Head(DFlashHead):
+    """Weights of a DFlash2 head."""
+
+    config: DFlash2Config
+
+    def __init__(self, config: DFlash2Config):
+        super().__init__(config)
+        self.candidate_selector = CandidateSelector(config)
+
+    def make_layer(self) -> nn.Module:
+        return ConvolvedLayer(self.config)
+
+
+class DFlash2Drafter(DFlashDrafter):
+    """A ``Drafter`` around a DFlash2 head."""
+
+    head: DFlash2Head
+
+    def logits(self, states: mx.array) -> mx.array:
+        c = self.head.config
+        return self._capped(self._project(states) * c.output_multiplier, c.logit_softcap)
+
+    def read(
+        self, states: mx.array, anchors: mx.array, choose: Callable[[mx.array], mx.array]
+    ) -> list[mx.array]:
+        """Slot by slot among its candidates, each with the token chosen in the slot before."""
+        logits, before = self.logits(states).astype(mx.float32), anchors
+        num_candidates = min(self.head.config.top_k, logits.shape[-1])
+        order = mx.argpartition(-logits, num_candidates - 1, axis=-1)
+        found = mx.stop_gradient(order[..., :num_candidates])
+        tokens = []
+        for slot in range(logits.shape[1]):
+            candidates, row = found[:, slot], logits[:, slot]
+            scores = mx.take_along_axis(row, candidates, axis=-1)
+            scores = scores + self.head.candidate_selector(before, states[:, slot], candidates)
+            only = mx.put_along_axis(mx.full(row.shape, -mx.inf), candidates, scores, axis=-1)
+            before = self._to_ids(choose(only))
+            tokens.append(before)
+        return tokens
+
+
+def recognise(names: Collection[str], config: Mapping[str, Any]) -> bool:
+    """By the codebooks of the candidates."""
+    return is_block_head(names, having="candidate_selector.")
+
+
+def convert(tensors: Tensors, config: Mapping[str, Any]) -> tuple[dict[str, Any], Tensors]:
+    """See ``Kind.convert``: files of z-lab and of speculators."""
+    found = {_name(name): tensor for name, tensor in known_tensors(tensors).items()}
+    made = config_from(found, config)
+    check_tensors(DFlash2Head(made), found)
+    return made.to_dict(), found
+
+
+def _name(name: str) -> str:
+    """Codebooks and base kernels are no modules of their own, whatever they were saved as."""
+    bare = name.removesuffix(".weight")
+    return bare if bare.endswith((*SELECTOR, "base_kernel")) else name
+
+
+def config_from(
+    tensors: Mapping[str, PublishedTensor], config: Mapping[str, Any]
+) -> DFlash2Config:
+    """The config that a published checkpoint comes to."""
+    settings = merged(config)
+    fields = fields_from(tensors, settings, "transformer_layer_config" in config)
+    kernel = tensors.get("layers.0.attention_conv.base_kernel")
+    projected = tensors.get("layers.0.attention_conv.kernel_projection.weight")
+    codebook = tensors.get("candidate_selector.predecessor_codebook")
+    if kernel is None or projected is None or codebook is None or len(kernel.shape) != 3:
+        raise ValueError("the checkpoint lacks convolutions or codebooks; it is incomplete")
+    num_groups = max(projected.shape[0] // (2 * kernel.shape[1]), 1)
+    made = fields | {
+        "kernel_size": kernel.shape[1],
+        "group_size": max(fields["hidden_size"] // num_groups, 1),
+        "selector_rank": codebook.shape[-1],
+        "top_k": settings.get("selector_top_k", 16),
+        "output_multiplier": settings.get("output_multiplier", 1.0),
+    }
+    return DFlash2Config.from_dict(made, "config.json")
+
+
+def load(
+    folder: Path, config: dict[str, Any], model: nn.Module, options: LoadOptions
+) -> DFlash2Drafter:
+    """The drafter of a converted folder; see ``Kind.load``.
+
+    Not in float16: the stream between the layers of published heads exceeds its largest number.
+    """
+    if options.dtype is None and activation_dtype(find_embedding(model)[0]) == mx.float16:
+        options = LoadOptions(
+            options.quantize_bits, options.quantize_group_size, mx.bfloat16, options.tokenizer
+        )
+    parts = attach(DFlash2Head, DFlash2Config.from_dict, folder, config, model, options)
+    return DFlash2Drafter(*parts)
+
+
+def made_for(config: dict[str, Any], where: Path, target: TargetSizes | None) -> str:
+    """The sizes of its targets; see ``Kind.made_for``."""
+    c = DFlash2Config.from_dict(config, where)
+    if target is not None:
+        check_fit(c, target)
+    return f"for targets of hidden size {c.hidden_size} with {c.vocab_size} tokens"

@@ -1,0 +1,147 @@
+"""DFlash2: drafts against the NumPy twin, both packagings, float16 targets."""
+
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from block_twin import (
+    TOLERANCE,
+    compare_rounds,
+    drafted_logits,
+    features_of,
+    published,
+    relative,
+    taught,
+    tiny_dflash2,
+    twin_logits,
+)
+from golden import frozen
+from helpers import PROMPT, byte_tokenizer, plain, speculative, tiny_llama
+from mlx.utils import tree_flatten
+from test_dflash import FLAT, NESTED, PROMPTS, ROUNDS
+
+import mlx_eagle
+from mlx_eagle.convert import convert
+from mlx_eagle.drafters.dflash2 import DFlash2Config, DFlash2Drafter, DFlash2Head
+from mlx_eagle.drafters.folder import fill, read_weights
+from mlx_eagle.drafters.kinds import load_drafter, recognise
+
+LLAMA, TOKENIZER = tiny_llama(), byte_tokenizer()
+FORMS = {
+    "plain": {},
+    "longer kernels": {"kernel_size": 4, "group_size": 8},
+    "a multiplier and a cap": {"output_multiplier": 0.2, "logit_softcap": 3.0},
+    "all candidates": {"top_k": 96},
+    "from the anchor": {"first_slot": 0},
+    "windows": {"windows": (5, 5)},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_logits_after_a_prompt_and_after_acceptance(form):
+    compare_rounds(tiny_dflash2(LLAMA, **FORMS[form]), LLAMA)
+
+
+@pytest.fixture(scope="module")
+def learned():
+    """It learns with every token a candidate, and drafts among sixteen."""
+    teacher = taught(tiny_dflash2(LLAMA, seed=2, top_k=96), LLAMA, PROMPTS, 24)
+    drafter = tiny_dflash2(LLAMA, top_k=16)
+    drafter.head.load_weights(tree_flatten(teacher.head.parameters()))
+    return drafter
+
+
+@pytest.mark.parametrize("k", [2, 6])
+def test_a_head_that_knows_the_text(learned, k):
+    tokens, stats = speculative(LLAMA, learned, PROMPT, 25, num_draft_tokens=k)
+    assert tokens == plain(LLAMA, PROMPT, 25)
+    assert stats.tau > 1.4
+    assert stats.num_head_forwards == stats.num_rounds
+
+
+def test_batches_share_forwards_and_accept_as_each_request_alone(learned):
+    options = {"draft_model": learned, "num_draft_tokens": 4, "max_tokens": 20}
+    made = mlx_eagle.batch_generate(LLAMA, TOKENIZER, PROMPTS, return_token_ids=True, **options)
+    for prompt, tokens, stats in zip(PROMPTS, made.token_ids, made.stats, strict=True):
+        alone, own = speculative(LLAMA, learned, prompt, 20, num_draft_tokens=4)
+        assert tokens == alone == plain(LLAMA, prompt, 20)
+        assert stats.num_accepted >= own.num_accepted - 2
+
+
+@pytest.mark.parametrize("rule", ["match", "coupled", "reject"])
+def test_sampled_texts(learned, rule):
+    """Drafts are drawn among the candidates only: q is 0 for all other tokens."""
+    sampler = mlx_eagle.Sampling(temp=0.8, seed=5)
+    tokens, stats = speculative(
+        LLAMA, learned, PROMPT, 15, num_draft_tokens=4, sampler=sampler, acceptance=rule
+    )
+    assert len(tokens) == 15 and stats.num_drafted > 0
+
+
+INSIDE = FLAT["dflash_config"] | {"selector_top_k": 5, "output_multiplier": 0.5}
+TWO = FLAT | {"architectures": ["DFlash2DraftModel"], "dflash_config": INSIDE}
+SPECULATORS = NESTED | {
+    "speculators_model_type": "dflash2",
+    "selector_top_k": 5,
+    "output_multiplier": 0.5,
+}
+
+
+@pytest.mark.parametrize("config", [TWO, SPECULATORS], ids=["flat", "nested"])
+def test_packagings_convert(tmp_path, config):
+    drafter = tiny_dflash2(LLAMA, output_multiplier=0.5)
+    source = published(tmp_path / "source", drafter, config)
+    written = convert(str(source), str(tmp_path / "head"), quantize=False)
+    assert written["kind"] == "dflash2" and written["kernel_size"] == 2
+    loaded, text = load_drafter(tmp_path / "head", LLAMA).begin(), [*PROMPT, 5]
+    features = mx.array(features_of(LLAMA, loaded.taps, text).astype(np.float32))
+    loaded.extend(mx.array(text[1:]), features[:-1])
+    assert relative(drafted_logits(loaded, 6), twin_logits(drafter, LLAMA, text, 6)) < TOLERANCE
+
+
+def test_what_stays_floats_in_four_bits(tmp_path):
+    source = published(tmp_path / "source", tiny_dflash2(LLAMA), TWO)
+    convert(str(source), str(tmp_path / "head"), q_group_size=32)
+    loaded = load_drafter(tmp_path / "head", LLAMA)
+    layer = loaded.head.layers[0]
+    assert isinstance(layer.mlp.up_proj, nn.QuantizedLinear)
+    assert type(layer.mlp_conv.kernel_projection) is nn.Linear
+    assert type(loaded.head.candidate_selector.hidden_projection) is nn.Linear
+    tokens, _ = speculative(LLAMA, loaded, PROMPT, 20, num_draft_tokens=4)
+    assert tokens == plain(LLAMA, PROMPT, 20)
+
+
+def test_not_in_float16(tmp_path):
+    """Published heads exceed its largest number between their layers."""
+    source = published(tmp_path / "source", tiny_dflash2(LLAMA), TWO)
+    convert(str(source), str(tmp_path / "head"), quantize=False)
+    half = tiny_llama()
+    half.set_dtype(mx.float16)
+    assert load_drafter(tmp_path / "head", half).dtype == mx.bfloat16
+    assert load_drafter(tmp_path / "head", LLAMA).dtype == mx.float32
+
+
+def test_it_is_told_by_its_codebooks():
+    names = [name for name, _ in tree_flatten(tiny_dflash2(LLAMA).head.parameters())]
+    assert recognise(names, TWO) == "dflash2"
+
+
+def test_tokens_are_those_of_another_library(tmp_path):
+    """mlx-vlm's greedy drafts of four rounds, from the same files and features."""
+    source = Path(frozen.FOLDER) / "block-dflash2"
+    written = convert(str(source), str(tmp_path / "head"), quantize=False, dtype="float32")
+    expected = mx.load(str(source / "expected.safetensors"))
+    head = DFlash2Head(DFlash2Config.from_dict(written, "config.json"))
+    fill(head, read_weights(tmp_path / "head"))
+    embed, project = expected["embed"], expected["head"].T
+    drafter = DFlash2Drafter(head, lambda t: embed[t], lambda x: x @ project).begin()
+    start = 0
+    for i, (num_rows, token) in enumerate(ROUNDS):
+        tokens = mx.array([*[0] * (num_rows - 1), token])
+        drafter.extend(tokens, expected["features"][start : start + num_rows])
+        start += num_rows
+        wanted = expected[f"tokens.{i}"].tolist()
+        drafted = drafter.propose(len(wanted), lambda logits, _: mx.argmax(logits, axis=-1))
+        assert drafted.tokens.tolist() == wanted

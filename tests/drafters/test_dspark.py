@@ -1,0 +1,197 @@
+"""DSpark: drafts against the NumPy twin, its packagings, which slot drafts first."""
+
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from block_twin import (
+    TOLERANCE,
+    compare_rounds,
+    drafted_logits,
+    features_of,
+    published,
+    relative,
+    taught,
+    tiny_dspark,
+    twin_logits,
+)
+from golden import frozen
+from helpers import PROMPT, byte_tokenizer, plain, speculative, tiny_llama
+from mlx.utils import tree_flatten
+from test_dflash import FLAT, LAYER, NESTED, PROMPTS, ROUNDS, without
+
+import mlx_eagle
+from mlx_eagle.convert import convert
+from mlx_eagle.drafters.dspark import DSparkConfig, DSparkDrafter, DSparkHead, config_from
+from mlx_eagle.drafters.folder import fill, read_weights
+from mlx_eagle.drafters.kinds import load_drafter, recognise
+
+LLAMA, TOKENIZER = tiny_llama(), byte_tokenizer()
+FORMS = {
+    "vanilla": {},
+    "gated": {"markov_kind": "gated"},
+    "rnn": {"markov_kind": "rnn"},
+    "the anchor's slot not used": {"first_slot": 1},
+    "windows and sinks": {"windows": (5, 0), "causal_layers": (0,), "has_sinks": True},
+    "capped before the correction": {"logit_softcap": 2.0},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_logits_after_a_prompt_and_after_acceptance(form):
+    compare_rounds(tiny_dspark(LLAMA, **FORMS[form]), LLAMA)
+
+
+@pytest.fixture(scope="module")
+def learned():
+    return taught(tiny_dspark(LLAMA, seed=2), LLAMA, PROMPTS, 24)
+
+
+@pytest.mark.parametrize("k", [2, 7])
+def test_a_head_that_knows_the_text(learned, k):
+    tokens, stats = speculative(LLAMA, learned, PROMPT, 25, num_draft_tokens=k)
+    assert tokens == plain(LLAMA, PROMPT, 25)
+    assert stats.tau > 0.6 * (k + 1)
+    assert stats.num_head_forwards == stats.num_rounds
+
+
+def test_batches_share_forwards_and_accept_as_each_request_alone(learned):
+    options = {"draft_model": learned, "num_draft_tokens": 4, "max_tokens": 20}
+    made = mlx_eagle.batch_generate(LLAMA, TOKENIZER, PROMPTS, return_token_ids=True, **options)
+    for prompt, tokens, stats in zip(PROMPTS, made.token_ids, made.stats, strict=True):
+        alone, own = speculative(LLAMA, learned, prompt, 20, num_draft_tokens=4)
+        assert tokens == alone == plain(LLAMA, prompt, 20)
+        assert stats.num_accepted >= own.num_accepted - 2
+
+
+@pytest.mark.parametrize("rule", ["match", "coupled", "reject"])
+def test_sampled_texts(learned, rule):
+    sampler = mlx_eagle.Sampling(temp=0.8, seed=5)
+    tokens, stats = speculative(
+        LLAMA, learned, PROMPT, 15, num_draft_tokens=4, sampler=sampler, acceptance=rule
+    )
+    assert len(tokens) == 15 and stats.num_drafted > 0
+
+
+TOP = {
+    **LAYER,
+    "architectures": ["Qwen3DSparkModel"],
+    "model_type": "qwen3",
+    "block_size": 7,
+    "mask_token_id": 11,
+    "target_layer_ids": [0, 5],
+    "markov_rank": 8,
+    "markov_head_type": "vanilla",
+}
+SPECULATORS = without(NESTED, "sample_from_anchor") | {
+    "architectures": ["DSparkDraftModel"],
+    "speculators_model_type": "dspark",
+    "markov_rank": 8,
+}
+SPECFORGE = FLAT | {
+    "architectures": ["DSparkDraftModel"],
+    "dflash_config": FLAT["dflash_config"] | {"projector_type": "dspark"},
+}
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 8192}
+
+
+def proposing(number: int) -> dict:
+    return {"speculators_config": {"proposal_methods": [{"speculative_tokens": number}]}}
+
+
+SLOTS = {
+    "DeepSpec": (TOP, 0),
+    "SpecForge": (SPECFORGE, 0),
+    "old speculators": (SPECULATORS, 1),
+    "from the anchor": (SPECULATORS | {"sample_from_anchor": True}, 0),
+    "not from the anchor": (TOP | {"sample_from_anchor": False}, 1),
+    "the anchor is counted": (SPECFORGE | {"dspark_bonus_anchor": True}, 1),
+    "as many as the block": (SPECULATORS | {"sample_from_anchor": False} | proposing(7), 0),
+    "one less than the block": (SPECULATORS | {"sample_from_anchor": True} | proposing(6), 1),
+    "a number that does not fit": (SPECULATORS | {"sample_from_anchor": True} | proposing(3), 0),
+}
+
+
+@pytest.mark.parametrize("case", SLOTS)
+def test_which_slot_drafts_first(case):
+    config, first = SLOTS[case]
+    tensors = dict(tree_flatten(tiny_dspark(LLAMA).head.parameters()))
+    made = config_from(tensors, config)
+    assert made.first_slot == first and made.longest_draft == 7 - first
+    assert made.taps == (1, 6) and made.markov_rank == 8
+
+
+def test_yarn_is_real_in_files_of_specforge_only():
+    tensors = dict(tree_flatten(tiny_dspark(LLAMA).head.parameters()))
+    rope = {"rope_parameters": YARN | {"rope_theta": 1e6}}
+    assert config_from(tensors, SPECFORGE | rope).rope_scaling == YARN
+    other = config_from(tensors, TOP | rope)
+    assert other.rope_scaling is None and other.rope_theta == 1e6
+
+
+def test_liquid_turns_neighbouring_channels():
+    tensors = dict(tree_flatten(tiny_dspark(LLAMA).head.parameters()))
+    assert config_from(tensors, FLAT | {"rope_is_neox_style": False}).rope_traditional
+    assert not config_from(tensors, FLAT).rope_traditional
+
+
+@pytest.mark.parametrize("config", [TOP, SPECULATORS, SPECFORGE], ids=["deepspec", "nested", "sf"])
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+def test_packagings_convert(tmp_path, config, kind):
+    first = 1 if config is SPECULATORS else 0
+    drafter = tiny_dspark(LLAMA, markov_kind=kind, first_slot=first)
+    more = {
+        "confidence_head.proj.weight": mx.ones((1, 72)),
+        "confidence_head.proj.bias": mx.ones(1),
+    }
+    source = published(tmp_path / "source", drafter, config, more=more)
+    written = convert(str(source), str(tmp_path / "head"), quantize=False)
+    assert written["kind"] == "dspark" and written["markov_kind"] == kind
+    loaded, text = load_drafter(tmp_path / "head", LLAMA).begin(), [*PROMPT, 5]
+    features = mx.array(features_of(LLAMA, loaded.taps, text).astype(np.float32))
+    loaded.extend(mx.array(text[1:]), features[:-1])
+    assert relative(drafted_logits(loaded, 6), twin_logits(drafter, LLAMA, text, 6)) < TOLERANCE
+
+
+def test_own_embedding_and_output(tmp_path):
+    """As DeepSpec saves them: nothing of them is the target's, nor is their scale."""
+    drafter = tiny_dspark(LLAMA, embed_source="file", lm_head_source="file")
+    source = published(tmp_path / "source", drafter, TOP)
+    written = convert(str(source), str(tmp_path / "head"), q_bits=8, q_group_size=32)
+    assert written["embed_source"] == written["lm_head_source"] == "file"
+    assert not written["scales_as_target"]
+    loaded = load_drafter(tmp_path / "head", LLAMA)
+    tokens, _ = speculative(LLAMA, loaded, PROMPT, 20, num_draft_tokens=5)
+    assert tokens == plain(LLAMA, PROMPT, 20)
+
+
+def test_layers_of_gemma_4_are_refused_by_name(tmp_path):
+    more = {"layers.0.pre_feedforward_layernorm.weight": mx.ones(64)}
+    source = published(tmp_path / "source", tiny_dspark(LLAMA), TOP, more=more)
+    with pytest.raises(ValueError, match="DSpark head with the layers of Gemma 4"):
+        convert(str(source), str(tmp_path / "head"))
+
+
+def test_it_is_told_by_its_matrix():
+    names = [name for name, _ in tree_flatten(tiny_dspark(LLAMA).head.parameters())]
+    assert recognise(names, FLAT) == "dspark"
+
+
+def test_tokens_are_those_of_another_library(tmp_path):
+    """mlx-vlm's greedy drafts of four rounds, from the same files and features."""
+    source = Path(frozen.FOLDER) / "block-dspark"
+    written = convert(str(source), str(tmp_path / "head"), quantize=False, dtype="float32")
+    expected = mx.load(str(source / "expected.safetensors"))
+    head = DSparkHead(DSparkConfig.from_dict(written, "config.json"))
+    fill(head, read_weights(tmp_path / "head"))
+    embed, project = expected["embed"], expected["head"].T
+    drafter = DSparkDrafter(head, lambda t: embed[t], lambda x: x @ project).begin()
+    start = 0
+    for i, (num_rows, token) in enumerate(ROUNDS):
+        tokens = mx.array([*[0] * (num_rows - 1), token])
+        drafter.extend(tokens, expected["features"][start : start + num_rows])
+        start += num_rows
+        wanted = expected[f"tokens.{i}"].tolist()
+        drafted = drafter.propose(len(wanted), lambda logits, _: mx.argmax(logits, axis=-1))
+        assert drafted.tokens.tolist() == wanted
