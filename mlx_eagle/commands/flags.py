@@ -12,6 +12,7 @@ from ..decoding.setup import AUTO, RULES, check_rule_for_sampling, read_tree
 from ..demo.pair import load_demo
 from ..draft_models import LOOKUP, open_beside, split_name
 from ..drafters.base import Drafter, NullDrafter
+from ..drafters.kinds import KINDS, own_kind
 from ..drafters.pairs import pair_for
 from ..system.cli_values import (
     GROUP_SIZES,
@@ -209,34 +210,36 @@ def with_known_head(name: str | None, model: str | None) -> str | None:
         return name
     if model is None:
         return name if copies else None
-    if name is None and not is_known(model):
+    known = known_drafter(model)
+    if known is None and name is None:
         return None
-    known = pair_for(model).head
+    known = known or pair_for(model).head  # which says that there is none
     return f"{known}+{LOOKUP}" if copies else known
 
 
 def say_known_head(name: str | None, model: str | None) -> None:
-    """Say on standard error which head "auto" has taken, or that none is known by default."""
+    """Say on standard error what "auto" has taken, or that nothing is known by default."""
     if model is None or (name is not None and split_name(name)[0] != AUTO):
         return
-    if is_known(model):
-        pair = pair_for(model)
-        print(f"Drafting with {pair.head} (licence: {pair.licence}).", file=sys.stderr)
-    else:
-        print(
+    known = known_drafter(model)
+    if known is None:
+        said = (
             f"Note: no public head is known here for {model}, so nothing is drafted: name one "
-            f"with --draft-model, or copy from the text with --draft-model {LOOKUP}.",
-            file=sys.stderr,
+            f"with --draft-model, or copy from the text with --draft-model {LOOKUP}."
         )
+    elif known in KINDS:
+        said = f"Drafting with {KINDS[known].title} of the model's own."
+    else:
+        said = f"Drafting with {known} (licence: {pair_for(model).licence})."
+    print(said, file=sys.stderr)
 
 
-def is_known(model: str) -> bool:
-    """Whether the table of pairs has a head for ``model``."""
+def known_drafter(model: str) -> str | None:
+    """The head of the table of pairs for ``model``, or what its own checkpoint has."""
     try:
-        pair_for(model)
+        return pair_for(model).head
     except ValueError:
-        return False
-    return True
+        return own_kind(model)
 
 
 def load_target(

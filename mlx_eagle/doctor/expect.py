@@ -15,7 +15,7 @@ from mlx_lm.utils import _get_classes, get_total_parameters
 from ..commands.loading import check_target, read_json
 from ..decoding.target_weights import TargetWeights
 from ..draft_models import LOOKUP, split_name
-from ..drafters.kinds import kind_of
+from ..drafters.kinds import KINDS, kind_of
 from ..drafters.model_drafter import NOT_LOADED
 from ..drafters.pairs import pair_for
 from ..drafters.target_parts import sizes_of
@@ -176,6 +176,12 @@ def check_head(model_name: str, name: str | None, model: nn.Module) -> Finding:
 def _check_head(model_name: str, name: str | None, model: nn.Module) -> Finding:
     if name == LOOKUP:
         return Finding("draft model", "lookup, which copies from the prompt and has no weights")
+    if name in KINDS and KINDS[name].by_name is not None:
+        title = KINDS[name].title
+        if KINDS[name].comes_with(model_name):
+            return Finding("draft model", f"{title} of the target's own")
+        wrong = f"there is no {name} in the target's checkpoint, nor in what it was made from"
+        return Finding("draft model", wrong, "problem", "name another drafter")
     if name in (None, "auto"):
         try:
             pair = pair_for(model_name)

@@ -67,7 +67,7 @@ def expected_tokens(alphas: list[float], size: int) -> float:
     [0.8, 0.5], 3 -> 1 + 0.8 + 0.4 + 0.2
     """
     run = [alphas[min(i, len(alphas) - 1)] if alphas else 0.0 for i in range(size)]
-    return 1.0 + sum(accumulate(run, mul))
+    return 1.0 + float(sum(accumulate(run, mul)))
 
 
 class DraftAcceptance(Acceptance):

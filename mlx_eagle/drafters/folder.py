@@ -64,6 +64,10 @@ def _is_none(names: Collection[str], config: Mapping[str, Any]) -> bool:
     return False
 
 
+def _with_none(target: str) -> bool:
+    return False
+
+
 def _for_any(config: dict[str, Any], where: Path, target: TargetSizes | None) -> str:
     return "for any target"
 
@@ -102,6 +106,9 @@ class Kind:
 
     by_name: Callable[[nn.Module, LoadOptions], Drafter] | None = None
     """What the kind's own name opens for a target, where there need be no folder."""
+
+    comes_with: Callable[[str], bool] = _with_none
+    """Whether a target's checkpoint, a folder or repository, has one that ``by_name`` opens."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -24,6 +24,7 @@ KINDS: dict[str, Kind] = {
         loads_published=True,
         made_for=mtp.made_for,
         by_name=mtp.by_name,
+        comes_with=mtp.comes_with,
     ),
     "dspark": Kind(
         "a DSpark head",
@@ -58,6 +59,11 @@ def recognise(names: Collection[str], config: Mapping[str, Any]) -> str:
     """The kind of a checkpoint as published: the first to know it, else a model of mlx-lm's."""
     found = (name for name, kind in KINDS.items() if kind.recognise(names, config))
     return next(found, "model")
+
+
+def own_kind(target: str) -> str | None:
+    """The name that opens what the checkpoint of a target has itself; None: nothing is known."""
+    return next((name for name, kind in KINDS.items() if kind.comes_with(target)), None)
 
 
 def is_converted(folder: Path) -> bool:

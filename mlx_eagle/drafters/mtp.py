@@ -21,8 +21,8 @@ from .base import Draft, Pick, PickChildren, start_early
 from .batch_drafter import HeadBatchDrafter
 from .feature_drafter import FeatureDrafter
 from .folder import LoadOptions, quantize_now
-from .mtp_layers import MTPFamily, Weights, family_of, prepared, text_args
-from .target_checkpoint import read_tensors, take_tensors
+from .mtp_layers import MTPFamily, Weights, family_named, family_of, prepared, text_args
+from .target_checkpoint import holder_of, read_target_config, read_tensors, take_tensors
 from .target_parts import TargetSizes, activation_dtype, find_embedding, lm_head_of
 from .tree import StaticTree, Tree
 
@@ -298,6 +298,20 @@ def by_name(model: nn.Module, options: LoadOptions) -> MTPDrafter:
         )
     weights, _ = take_tensors(options.target, lambda name: family.is_part(name, num_layers))
     return load_mtp(weights, model, options)
+
+
+def comes_with(target: str) -> bool:
+    """Whether such layers are in a checkpoint, or in that which it was converted from."""
+    try:
+        config = read_target_config(target)
+        text = config.get("text_config") or config
+        family = family_named(config.get("model_type"))
+        num_layers = text.get("num_hidden_layers")
+        if family is None or not isinstance(num_layers, int):
+            return False
+        return holder_of(target, lambda name: family.is_part(name, num_layers)) is not None
+    except (OSError, ValueError):
+        return False  # whoever opens the target is told why
 
 
 def made_for(config: dict[str, Any], where: Path, target: TargetSizes | None) -> str:

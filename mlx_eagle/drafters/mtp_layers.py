@@ -179,12 +179,17 @@ FAMILIES = (
 )
 
 
+def family_named(model_type: Any) -> MTPFamily | None:
+    """The family of targets of that ``model_type``; None where none is known."""
+    return next((family for family in FAMILIES if model_type in family.model_types), None)
+
+
 def family_of(target: nn.Module) -> MTPFamily:
     """The family of the target's layers; ValueError where none is known."""
     model_type = getattr(target, "model_type", None) or target.args.model_type
-    for family in FAMILIES:
-        if model_type in family.model_types:
-            return family
+    family = family_named(model_type)
+    if family is not None:
+        return family
     known = ", ".join(f"{family.title} ({', '.join(family.model_types)})" for family in FAMILIES)
     raise ValueError(
         f"the target is a {model_type} model: MTP layers are known for {known}; name another "

@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 from mtp_checkpoints import FAMILIES, Published
 
 import mlx_eagle
+from mlx_eagle.commands import flags
 from mlx_eagle.drafters.kinds import recognise
 from mlx_eagle.drafters.mtp import load_mtp
 
@@ -42,7 +43,8 @@ def write_checkpoint(folder: Path, part: Published, num_shards: int = 3) -> Path
         mx.save_safetensors(str(folder / name), arrays)
         places |= dict.fromkeys(arrays, name)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    write_config(folder, {"model_type": part.target.model_type})
+    sizes = {"num_hidden_layers": len(part.target.layers)}
+    write_config(folder, {"model_type": part.target.model_type, "text_config": sizes})
     return folder
 
 
@@ -148,7 +150,7 @@ def test_a_missing_shard(hub, tmp_path):
     with pytest.raises(ValueError, match=r"has model-00003-of-00003.safetensors in its index"):
         mlx_eagle.open_drafter("mtp", QWEN.target, target="some/target")
     folder.rename(tmp_path / "here")
-    with pytest.raises(ValueError, match=r"00003.safetensors is missing, though model.safe"):
+    with pytest.raises(ValueError, match=r"in its index, but the file is missing: fetch it again"):
         mlx_eagle.open_drafter("mtp", QWEN.target, target=tmp_path / "here")
 
 
@@ -268,13 +270,24 @@ def test_the_converter_says_that_there_is_nothing_to_convert(tmp_path):
 
 
 def test_the_commands_open_them(tmp_path, monkeypatch):
-    from mlx_eagle.commands import flags
-
     folder = write_checkpoint(tmp_path / "target", QWEN)
     monkeypatch.setattr(flags, "load_target", lambda *_: (QWEN.target, byte_tokenizer()))
     args = Namespace(
         draft_model="mtp", model=str(folder), quantize_draft=None, draft_window=None,
-        draft_cache="exact", adapter_path=None, dtype=None,
+        draft_cache="exact", adapter_path=None, dtype=None, num_draft_tokens=2,
     )  # fmt: skip
     _, _, drafter = flags.load_pair(args, {})
     check(drafter, QWEN)
+
+
+def test_auto_takes_them_where_no_head_is_known(tmp_path, capsys):
+    folder = write_checkpoint(tmp_path / "Some-Qwen", QWEN)
+    assert flags.with_known_head("auto", str(folder)) == "mtp"
+    assert flags.with_known_head("auto+lookup", str(folder)) == "mtp+lookup"
+    assert flags.with_known_head(None, str(folder)) == "mtp"
+    flags.say_known_head("auto", str(folder))
+    assert capsys.readouterr().err == "Drafting with an MTP layer of the model's own.\n"
+    write_config(folder, {"model_type": "llama", "num_hidden_layers": 2})
+    assert flags.with_known_head(None, str(folder)) is None
+    with pytest.raises(ValueError, match="no public head is known here"):
+        flags.with_known_head("auto", str(folder))
