@@ -115,7 +115,7 @@ REFUSALS = (
         (r"^config aux_ids_source ",),
     ),
     Refusal(
-        "a block-diffusion or parallel drafter (DFlash, DSpark, Domino, XPress)",
+        "a drafter of blocks (DFlash, DSpark) whose layers are of a kind that is not known",
         "use an EAGLE-3 head of the same target",
         (
             r"^config architectures\.\d+ = .*(DFlash|DSpark|Domino|XPress)",

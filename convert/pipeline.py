@@ -12,6 +12,7 @@ from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.folder import PublishedTensor, bits_of
 from mlx_eagle.drafters.kinds import KINDS, recognise
 from mlx_eagle.drafters.target_parts import TargetSizes
+from mlx_eagle.drafters.unread import refuse_unread
 from mlx_eagle.system.atomic_folder import AlreadyThere, new_folder
 from mlx_eagle.system.hub import upload
 from mlx_eagle.system.progress import Progress, silent
@@ -313,6 +314,14 @@ def _write(
     return head.config
 
 
+def _kind_of(checkpoint: DraftCheckpoint, target: str | None) -> str:
+    """The kind of a checkpoint; ValueError for one that is known and not read."""
+    kind = recognise(checkpoint.tensors, checkpoint.config)
+    if kind in ("eagle3", "model"):  # what is taken for one of these may be another drafter
+        refuse_unread(checkpoint.tensors, checkpoint.config, checkpoint.source, target)
+    return kind
+
+
 def convert(
     hf_path: str,
     mlx_path: str = "mlx_model",
@@ -349,7 +358,7 @@ def convert(
         raise ValueError("--check compares the head with its target; name it with --target")
     quantization = Quantization(q_bits, q_group_size) if quantize else None
     checkpoint = open_checkpoint(str(hf_path), revision)
-    kind = recognise(checkpoint.tensors, checkpoint.config)
+    kind = _kind_of(checkpoint, target)
     if KINDS[kind].convert is not None or kind in LOADED_AS_PUBLISHED:
         _refuse(kind, check, draft_vocab, upload_repo)
         other = build_kind(kind, checkpoint, dtype, quantization, progress)

@@ -17,6 +17,7 @@ from .drafters.folder import LoadOptions
 from .drafters.kinds import KINDS, is_converted, kind_of, load_drafter, recognise
 from .drafters.lookup import CopyingDrafter
 from .drafters.target_parts import TargetSizes, sizes_of
+from .drafters.unread import refuse_unread
 from .system.atomic_folder import AlreadyThere, CannotWrite, discard_folder, locked, user_cache
 from .system.hub import locate
 from .system.json_schema import read_object
@@ -65,7 +66,7 @@ def _open(name: str, model: nn.Module, options: LoadOptions) -> Drafter:
     path = locate(name, FILES)
     if is_converted(path):
         return load_drafter(path, model, quantize_bits=options.quantize_bits)
-    kind = KINDS[_published_kind(path)]
+    kind = KINDS[_published_kind(path, name)]
     if kind.loads_published:
         return kind.load(path, read_object(path / "config.json"), model, options)
     return _open_checkpoint(path, name, model, options.quantize_bits)
@@ -206,10 +207,17 @@ def _about(folder: Path) -> str:
     return f"{size / 1e6:.0f} MB, {made_for}, from {source}"
 
 
-def _published_kind(path: Path) -> str:
-    """The kind of a checkpoint that is not converted, by its tensors' names and its config."""
+def _published_kind(path: Path, source: str) -> str:
+    """The kind of a checkpoint that is not converted, by its tensors' names and its config.
+
+    Raises ValueError for a drafter of a kind that is known and not read.
+    """
     shards = [] if path.is_file() else sorted(path.glob("*.safetensors"))
     if not shards or not (path / "config.json").is_file():
         return "eagle3"  # a GGUF, or nothing mlx-lm could load: the converter says what it is
     names = [name for shard in shards for name in read_header(shard)]
-    return recognise(names, read_object(path / "config.json"))
+    config = read_object(path / "config.json")
+    kind = recognise(names, config)
+    if kind in ("eagle3", "model"):  # what is taken for one of these may be another drafter
+        refuse_unread(names, config, source)
+    return kind

@@ -5,6 +5,7 @@ A table of names, and one look into it: nothing is fetched or checked here.
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -247,6 +248,25 @@ def pair_for(model: str) -> Pair:
         f"no public head is known here for {model}: name one with --draft-model, or see the "
         "known pairs with mlx_eagle.generate --list."
     )
+
+
+def drafters_for(texts: Sequence[str]) -> tuple[str, list[str]]:
+    """The target that the first telling one of some names speaks of, and its known drafters.
+
+    "somebody/Qwen3-8B-MTP-4bit" -> ("Qwen/Qwen3-8B", ["RedHatAI/Qwen3-8B-speculator.eagle3", ...])
+    """
+    for text in texts:
+        spoken = Path(text).name.lower()
+        fitting = [pair.target for pair in PAIRS if _speaks_of(spoken, plain_name(pair.target))]
+        if fitting:
+            target = max(fitting, key=len)
+            return target, [pair.head for pair in PAIRS if pair.target == target]
+    return "", []
+
+
+def _speaks_of(text: str, name: str) -> bool:
+    """Whether a name is in a text whole: qwen3-8b is in qwen3-8b-mtp, not in qwen3-8b.1."""
+    return re.search(rf"(?<![a-z\d.]){re.escape(name)}(?![a-z\d.])", text) is not None
 
 
 def bytes_in_4_bits(target: str) -> float | None:

@@ -1,0 +1,91 @@
+"""Kinds of drafters that are not read: named, with what there is for the same target."""
+
+import numpy as np
+import pytest
+from checkpoints import CONFIG, as_midlayer, eagle3_tensors, ones, write_safetensors
+from helpers import tiny_llama
+
+import mlx_eagle
+from mlx_eagle.convert import convert
+from mlx_eagle.drafters.pairs import PAIRS, drafters_for
+from mlx_eagle.drafters.unread import refuse_unread
+
+KINDS = {
+    "a Gemma assistant": (["pre_projection.weight", "model.layers.0.self_attn.q_proj.weight"], {}),
+    "a Gemma assistant, by its type": ([], {"model_type": "gemma4_unified_assistant"}),
+    "a Muse assistant": (["encoder.fc.weight", "encoder.output_norm_enc.weight"], {}),
+    "a Laguna drafter": ([], {"architectures": ["LagunaDFlashModel"]}),
+    "a Nemotron-H MTP layer": (["mtp.layers.0.eh_proj.weight", "mtp.layers.1.mixer.gate.w"], {}),
+    "an MTP layer of MiMo": (["model.mtp_layers.0.token_layernorm.weight"], {}),
+    "an MTP layer of MiMo or speculators": (["mtp_layers.0.input_proj.weight"], {}),
+    "an MTP layer as DeepSeek": (["model.layers.61.eh_proj.weight"], {}),
+    "an MTP layer as DeepSeek and GLM": (["model.hnorm.weight", "model.mtp_block.x"], {}),
+    "an XPress drafter": ([], {"model_type": "xpress"}),
+    "a Domino drafter": ([], {"architectures": ["Qwen3DominoModel"]}),
+}
+
+
+@pytest.mark.parametrize("title", KINDS)
+def test_it_is_named(title):
+    names, config = KINDS[title]
+    with pytest.raises(ValueError, match=title.partition(",")[0]) as caught:
+        refuse_unread(names, config, "somebody/drafter")
+    assert "which is not read; use an EAGLE or DFlash head" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["model.layers.0.self_attn.q_proj.weight", "model.layers.46.eh_proj.weight"],
+        ["model.layers.0.self_attn.q_proj.weight", "model.mtp_layers.0.input_proj.weight"],
+        ["backbone.layers.0.mixer.in_proj.weight", "mtp.layers.0.eh_proj.weight"],
+        ["model.layers.0.self_attn.q_proj.weight", "lm_head.weight"],
+        list(as_midlayer(eagle3_tensors())),
+    ],
+)
+def test_a_whole_model_and_an_eagle_head_are_none(names):
+    refuse_unread(names, {"model_type": "glm4_moe"}, "somebody/model")
+
+
+NAMES = {
+    "somebody/Qwen3-8B-MTP-4bit": "Qwen/Qwen3-8B",
+    "mlx-community/Qwen3.5-9B-MTP-4bit": "Qwen/Qwen3.5-9B",
+    "google/gemma-4-31B-it-assistant": "google/gemma-4-31B-it",
+    "somebody/Qwen3-Coder-30B-A3B-Instruct-draft": "Qwen/Qwen3-Coder-30B-A3B-Instruct",
+    "somebody/Qwen33-8B": "",
+    "somebody/draft": "",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_target_that_a_name_speaks_of(name):
+    target, known = drafters_for([name])
+    assert target == NAMES[name]
+    assert known == [pair.head for pair in PAIRS if pair.target == target]
+
+
+def test_what_works_for_the_target_is_said():
+    first = next(pair.head for pair in PAIRS if pair.target == "google/gemma-4-31B-it")
+    for config, source, target in (
+        ({}, "google/gemma-4-31B-it-assistant", None),
+        (
+            {"speculators_config": {"verifier": {"name_or_path": "google/gemma-4-31B-it"}}},
+            "x",
+            None,
+        ),
+        ({}, "draft", "mlx-community/gemma-4-31b-it-4bit"),
+    ):
+        with pytest.raises(ValueError, match=rf"for google/gemma-4-31B-it there is {first} or "):
+            refuse_unread(["pre_projection.weight"], config, source, target)
+
+
+def test_both_doors_say_it(tmp_path):
+    tensors = {"pre_projection.weight": ones(64, 128), "model.norm.weight": np.ones(64)}
+    folder = write_safetensors(tmp_path / "Qwen3-8B-assistant", CONFIG, tensors)
+    for door in (
+        lambda: convert(str(folder), str(tmp_path / "out")),
+        lambda: mlx_eagle.open_drafter(str(folder), tiny_llama()),
+    ):
+        with pytest.raises(ValueError, match="is a Gemma assistant.* for Qwen/Qwen3-8B there is"):
+            door()
