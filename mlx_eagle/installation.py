@@ -1,41 +1,56 @@
-"""Our loop inside mlx-lm: unmodified callers of mlx-lm may pass a drafter as ``draft_model``.
+"""Our loop inside mlx-lm: for a drafter as ``draft_model``, or by default for every model.
 
-All of them go through one function of mlx-lm, which ours takes the place of.
+Unmodified callers of mlx-lm go through three functions of it, which ours take the place of, also
+under names that were imported before.
 """
 
 import importlib
 import inspect
+import re
+import sys
+import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import update_wrapper
+from functools import update_wrapper, wraps
 from types import ModuleType
 from typing import Any
+from weakref import finalize
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
-from mlx_lm.generate import generation_stream
+from mlx_lm.generate import GenerationResponse, generation_stream
 
+from .batch.generate import batch_generate
 from .decoding.loop import speculative_generate_step
+from .decoding.setup import AUTO
 from .decoding.stats import Stats
+from .draft_models import LOOKUP, open_drafter, split_name
 from .drafters.base import Drafter
+from .drafters.pairs import pair_for
 from .generate import is_drafter, stream_generate
 
 WORKS_WITH = "mlx-lm>=0.32.2,<0.33"
 NAME = "speculative_generate_step"
+SNAPSHOT = re.compile(r".*/models--([^/]+?)--([^/]+)/snapshots/[^/]+/?")
 
 
 class Installation:
     """What stands in mlx-lm for its ``speculative_generate_step`` while we are installed.
 
-    ``stats`` are the counts of the latest generation that ran our loop, final once it has
-    ended; None before the first.
+    ``stats`` are the counts of the latest generation of one text that ran our loop, final once
+    it has ended; None before the first.
     """
 
-    def __init__(self, original: Callable):
+    def __init__(self, original: Callable[..., Any]):
         update_wrapper(self, original)
         self.original = original
         self.stats: Stats | None = None
+        self._draft_model: str | Drafter | None = None
+        self._drafters: dict[int, Drafter | None] = {}  # by the id of a model, while it lives
+        self._in_batch = threading.local()
+        self._replaced: list[tuple[ModuleType, str, Any]] = []
 
     def __call__(
         self,
@@ -53,45 +68,180 @@ class Installation:
             prompt, model, draft_model, stream, **kwargs, stats=self.stats
         )
 
+    def draft_by_default(self, draft_model: str | Drafter | None) -> None:
+        """Take this from now on where a call names no draft model."""
+        if not isinstance(draft_model, str | None) and not is_drafter(draft_model):
+            raise ValueError(
+                f"draft_model is a {type(draft_model).__name__}: give 'auto', the name of a draft "
+                "model, or a drafter that mlx_eagle has opened."
+            )
+        self._draft_model = draft_model
+        self._drafters.clear()
 
-def install() -> Installation:
-    """Let mlx-lm run our loop wherever ``draft_model`` is one of our drafters.
+    def default_for(self, model: nn.Module, tokenizer: Any) -> Drafter | None:
+        """The drafter for ``model`` by default, opened once; None where there is none.
+
+        Why there is none is said once, in a warning.
+        """
+        if not isinstance(self._draft_model, str):
+            return self._draft_model
+        if id(model) not in self._drafters:
+            self._drafters[id(model)] = _open(self._draft_model, model, tokenizer)
+            finalize(model, self._drafters.pop, id(model), None)
+        return self._drafters[id(model)]
+
+    def put_in_place(self, module: ModuleType) -> None:
+        """Stand in mlx-lm's module, and wherever its functions were imported to."""
+        self._put(module, NAME, self)
+        texts = self._for_texts(module.stream_generate)
+        batches = self._for_batches(module.batch_generate)
+        for theirs, ours in ((module.stream_generate, texts), (module.batch_generate, batches)):
+            for place in list(sys.modules.values()):
+                names = getattr(place, "__dict__", {})
+                for name in [name for name, value in list(names.items()) if value is theirs]:
+                    self._put(place, name, ours)
+
+    def _put(self, module: ModuleType, name: str, value: Any) -> None:
+        self._replaced.append((module, name, vars(module)[name]))
+        setattr(module, name, value)
+
+    def put_back(self) -> None:
+        """Give all of them their own back."""
+        for module, name, value in reversed(self._replaced):
+            setattr(module, name, value)
+        self._replaced = []
+
+    def _for_texts(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
+        """``stream_generate`` with a drafter where none is named."""
+
+        @wraps(theirs)
+        def generate(
+            model: nn.Module,
+            tokenizer: Any,
+            prompt: Any,
+            max_tokens: int = 256,
+            draft_model: Any = None,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Iterator[GenerationResponse]:
+            drafter = self.default_for(model, tokenizer) if draft_model is None else None
+            if drafter is None:
+                yield from theirs(
+                    model, tokenizer, prompt, max_tokens, draft_model, *args, **kwargs
+                )
+                return
+            stats = Stats()
+            options = {"num_draft_tokens": AUTO, "stats": stats, **kwargs}
+            responses = stream_generate(
+                model, tokenizer, prompt, max_tokens, drafter, *args, **options
+            )
+            try:
+                first = next(responses)
+            except ValueError as err:  # what our loop refuses, and mlx-lm may not
+                warnings.warn(f"decoded without drafts: {err}", stacklevel=2)
+                yield from theirs(model, tokenizer, prompt, max_tokens, None, *args, **kwargs)
+                return
+            self.stats = stats
+            yield first
+            yield from responses
+
+        return generate
+
+    def _for_batches(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
+        """``batch_generate`` that takes a ``draft_model``, and one of ours where none is named."""
+
+        @wraps(theirs)
+        def generate(model: nn.Module, tokenizer: Any, *args: Any, **kwargs: Any) -> Any:
+            # Ours gives mlx-lm's the batches that it does not draft for.
+            is_inner = getattr(self._in_batch, "is_inside", False)
+            named = kwargs.pop("draft_model", None)
+            drafter = self.default_for(model, tokenizer) if named is None else named
+            if is_inner or drafter is None:
+                return theirs(model, tokenizer, *args, **kwargs)
+            if not is_drafter(drafter):
+                raise ValueError(
+                    "mlx-lm drafts for no batch: give a drafter that mlx_eagle has opened, or "
+                    "leave draft_model out."
+                )
+            options = {"num_draft_tokens": AUTO, **kwargs} if named is None else kwargs
+            self._in_batch.is_inside = True
+            try:
+                return batch_generate(model, tokenizer, *args, draft_model=drafter, **options)
+            finally:
+                self._in_batch.is_inside = False
+
+        return generate
+
+
+def _open(name: str, model: nn.Module, tokenizer: Any) -> Drafter | None:
+    """What ``name`` stands for beside ``model``; None, with a warning, where that is nothing."""
+    target = str(getattr(tokenizer, "name_or_path", ""))
+    if found := SNAPSHOT.fullmatch(target):
+        target = f"{found[1]}/{found[2]}"
+    try:
+        head, copies = split_name(name)
+        if head == AUTO:
+            known = pair_for(target or "a model without a name").head
+            name = f"{known}+{LOOKUP}" if copies else known
+        return open_drafter(name, model, tokenizer)
+    except ValueError as err:
+        warnings.warn(f"decoded without drafts: {err}", stacklevel=4)
+        return None
+
+
+def install(draft_model: str | Drafter | None = None) -> Installation:
+    """Let mlx-lm run our loop wherever ``draft_model`` is one of our drafters, or by default.
 
     ``mlx_lm.generate``, ``mlx_lm.stream_generate``, ``mlx_lm.server`` and what is built on them
-    all look this function up when they are called, so it does not matter whether they were
-    imported before. Ordinary draft models keep mlx-lm's own path. Installing again changes
-    nothing and returns the same ``Installation``.
+    take a drafter as ``draft_model``, and so does ``mlx_lm.batch_generate``; it does not matter
+    whether they were imported before. Ordinary draft models keep mlx-lm's own path.
+
+    With ``draft_model`` calls that name none draft as well, ``num_draft_tokens`` "auto" unless
+    they say more, so that programs of other people do: "auto" is the known head of each model,
+    any other name is opened for each model (see ``open_drafter``), and a drafter is for the model
+    that it was opened for. Where there is none for a model it decodes plainly, with a warning.
+    mlx-lm's server has batches of its own, which this does not reach: use ``mlx_eagle.server``.
+
+    Installing again changes the default, if one is given, and returns the same ``Installation``.
 
     Raises RuntimeError, in one sentence, where this version of mlx-lm is not the one we know.
     """
     module = _module()
-    current = getattr(module, NAME, None)
-    if isinstance(current, Installation):
-        return current
-    _check(module)
-    installation = Installation(current)
-    setattr(module, NAME, installation)
+    installation = getattr(module, NAME, None)
+    if not isinstance(installation, Installation):
+        _check(module)
+        original = installation
+        installation = Installation(original)
+        installation.draft_by_default(draft_model)
+        installation.put_in_place(module)
+    elif draft_model is not None:
+        installation.draft_by_default(draft_model)
     return installation
 
 
 def uninstall() -> None:
-    """Give mlx-lm its own function back; nothing happens where we are not installed."""
-    module = _module()
-    current = getattr(module, NAME, None)
+    """Give mlx-lm its own functions back; nothing happens where we are not installed."""
+    current = getattr(_module(), NAME, None)
     if isinstance(current, Installation):
-        setattr(module, NAME, current.original)
+        current.put_back()
 
 
 @contextmanager
-def installed() -> Iterator[Installation]:
+def installed(draft_model: str | Drafter | None = None) -> Iterator[Installation]:
     """Installed within; afterwards as it was before."""
     before = getattr(_module(), NAME, None)
-    installation = install()
+    if isinstance(before, Installation):
+        default = before._draft_model
+        try:
+            yield install(draft_model)
+        finally:
+            before.draft_by_default(default)
+        return
+    installation = install(draft_model)
     try:
         yield installation
     finally:
-        if before is not installation:
-            uninstall()
+        uninstall()
 
 
 def _module() -> ModuleType:
@@ -101,7 +251,7 @@ def _module() -> ModuleType:
 
 def _check(module: ModuleType) -> None:
     """Raise RuntimeError unless every call of mlx-lm's functions is a call of ours."""
-    for ours in (speculative_generate_step, stream_generate):
+    for ours in (speculative_generate_step, stream_generate, batch_generate):
         theirs = getattr(module, ours.__name__, None)
         if theirs is None or not _takes(ours, theirs):
             raise RuntimeError(
@@ -110,7 +260,7 @@ def _check(module: ModuleType) -> None:
             )
 
 
-def _takes(ours: Callable, theirs: Callable) -> bool:
+def _takes(ours: Callable[..., Any], theirs: Callable[..., Any]) -> bool:
     """Whether the positions are the same and ``ours`` knows every name that ``theirs`` has."""
     calls, known = (
         {name: parameter.kind for name, parameter in inspect.signature(f).parameters.items()}

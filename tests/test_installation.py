@@ -5,6 +5,7 @@ import inspect
 import json
 import threading
 import tomllib
+import warnings
 from http.server import HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import mlx_eagle
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.model_drafter import ModelDrafter
+from mlx_eagle.drafters.pairs import pair_for
 from mlx_eagle.drafters.tree import TreeShape
 from mlx_eagle.installation import NAME, WORKS_WITH
 
@@ -184,9 +186,10 @@ def test_the_step_itself(installation):
 
 def test_an_ordinary_draft_model_keeps_its_own_path(installation, monkeypatch):
     options = {"max_tokens": 15, "num_draft_tokens": 3}
-    mlx_eagle.uninstall()
-    before = list(mlx_lm.stream_generate(MODEL, TOKENIZER, PROMPT, draft_model=SMALL, **options))
-    MODULE.speculative_generate_step = installation
+    with monkeypatch.context() as patch:
+        patch.setattr(MODULE, NAME, ORIGINAL)
+        responses = mlx_lm.stream_generate(MODEL, TOKENIZER, PROMPT, draft_model=SMALL, **options)
+        before = list(responses)
     calls = []
 
     def original(*args, **kwargs):
@@ -399,3 +402,110 @@ def test_turns_through_the_server(installation, chat):
         assert installation.stats.num_rounds > 0
         installation.stats = None
         messages.append({"role": "assistant", "content": text})
+
+
+# --- a default for programs that name no draft model --------------------------------------
+
+EARLY = {"stream": mlx_lm.stream_generate, "batch": mlx_lm.batch_generate}
+PLACES = [(mlx_lm, "stream_generate"), (MODULE, "stream_generate"), (mlx_lm, "batch_generate"),
+          (MODULE, "batch_generate"), (mlx_lm.chat, "stream_generate")]  # fmt: skip
+stream_by_another_name, batch_by_another_name = EARLY.values()
+BATCH = [[1, 2, 3], [4, 5, 6, 7]]
+
+
+def named(name: str):
+    tokenizer = byte_tokenizer()
+    tokenizer.name_or_path = name
+    return tokenizer
+
+
+def test_a_program_that_names_no_draft_model_drafts():
+    expected = mlx_lm.generate(MODEL, TOKENIZER, PROMPT, max_tokens=20)
+    with mlx_eagle.installed(draft_model=PERFECT) as installation:
+        assert mlx_lm.generate(MODEL, TOKENIZER, PROMPT, max_tokens=20) == expected
+        assert installation.stats.num_accepted > 0
+        responses = list(stream_by_another_name(MODEL, TOKENIZER, PROMPT, max_tokens=20))
+        assert "".join(r.text for r in responses) == expected
+        assert any(r.from_draft for r in responses)
+    assert not any(
+        r.from_draft for r in stream_by_another_name(MODEL, TOKENIZER, PROMPT, max_tokens=20)
+    )
+
+
+def test_everything_is_put_back_wherever_it_was_imported_to():
+    before = [getattr(place, name) for place, name in PLACES]
+    assert before == [*[EARLY["stream"]] * 2, *[EARLY["batch"]] * 2, EARLY["stream"]]
+    with mlx_eagle.installed():
+        assert not any(getattr(place, name) in before for place, name in PLACES)
+        assert stream_by_another_name not in before
+    assert [getattr(place, name) for place, name in PLACES] == before
+
+
+def test_batches_draft_by_default_and_by_name():
+    expected = mlx_lm.batch_generate(MODEL, TOKENIZER, BATCH, max_tokens=12).texts
+    with mlx_eagle.installed():
+        found = mlx_lm.batch_generate(MODEL, TOKENIZER, BATCH, max_tokens=12, draft_model=PERFECT)
+        assert found.texts == expected and found.stats[0].num_accepted > 0
+        with pytest.raises(ValueError, match="mlx-lm drafts for no batch"):
+            mlx_lm.batch_generate(MODEL, TOKENIZER, BATCH, max_tokens=12, draft_model=SMALL)
+        assert mlx_lm.batch_generate(MODEL, TOKENIZER, BATCH, max_tokens=12).texts == expected
+    with mlx_eagle.installed(draft_model=PERFECT):
+        found = batch_by_another_name(MODEL, TOKENIZER, BATCH, max_tokens=12)
+        assert found.texts == expected and hasattr(found.stats, "__len__")
+        many = mlx_lm.batch_generate(MODEL, TOKENIZER, BATCH * 20, max_tokens=4)
+        assert [text[:2] for text in many.texts[:2]] == [text[:2] for text in expected]
+
+
+def test_each_model_gets_a_drafter_of_its_own_once(monkeypatch):
+    opened = []
+
+    def open_drafter(name, model, tokenizer):
+        opened.append((name, model))
+        return ModelDrafter(model)
+
+    monkeypatch.setattr("mlx_eagle.installation.open_drafter", open_drafter)
+    snapshot = named("/home/me/hub/models--mlx-community--Qwen3-8B-4bit/snapshots/0a1b2c")
+    with mlx_eagle.installed(draft_model="auto"):
+        for _ in range(2):
+            mlx_lm.generate(MODEL, snapshot, PROMPT, max_tokens=4)
+            mlx_lm.generate(SMALL, named("Qwen/Qwen3-8B"), PROMPT, max_tokens=4)
+    assert [model for _, model in opened] == [MODEL, SMALL]
+    assert {name for name, _ in opened} == {pair_for("Qwen/Qwen3-8B").head}
+
+
+def test_without_a_known_head_it_decodes_plainly_and_says_so_once():
+    expected = mlx_lm.generate(MODEL, TOKENIZER, PROMPT, max_tokens=8)
+    with mlx_eagle.installed(draft_model="auto") as installation:
+        with pytest.warns(UserWarning, match="no public head is known here for some/model"):
+            found = mlx_lm.generate(MODEL, named("some/model"), PROMPT, max_tokens=8)
+        assert found == expected and installation.stats is None
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            mlx_lm.generate(MODEL, named("some/model"), PROMPT, max_tokens=8)
+
+
+def test_what_our_loop_refuses_goes_to_mlx_lm():
+    other = tiny_head(tiny_llama(vocab_size=VOCAB, hidden_size=128))
+    expected = mlx_lm.generate(MODEL, TOKENIZER, PROMPT, max_tokens=8)
+    cache = [*make_prompt_cache(MODEL), *other.make_cache(), *other.make_cache()]
+    options = {"max_tokens": 8, "prompt_cache": cache[: NUM_CACHES + 2]}
+    refused = pytest.warns(UserWarning, match="decoded without drafts")
+    with mlx_eagle.installed(draft_model=other), refused:
+        found = mlx_lm.generate(MODEL, TOKENIZER, PROMPT, **options)
+    assert found == expected
+
+
+def test_something_else_than_a_drafter_is_refused():
+    with pytest.raises(ValueError, match="draft_model is a Model: give 'auto'"):
+        mlx_eagle.install(draft_model=SMALL)
+    assert MODULE.speculative_generate_step is ORIGINAL
+
+
+def test_a_default_within_is_gone_afterwards():
+    outer = mlx_eagle.install()
+    try:
+        with mlx_eagle.installed(draft_model=PERFECT) as inner:
+            assert inner is outer and inner.default_for(MODEL, TOKENIZER) is PERFECT
+        assert outer.default_for(MODEL, TOKENIZER) is None
+    finally:
+        mlx_eagle.uninstall()
