@@ -19,6 +19,7 @@ from block_twin import (
     twin_logits,
 )
 from checkpoints import write_config
+from drafter_pairs import tiny_gemma3
 from golden import frozen
 from helpers import PROMPT, VOCAB, byte_tokenizer, plain, speculative, tiny_llama
 from mlx.utils import tree_flatten
@@ -192,6 +193,35 @@ def test_both_packagings_convert_to_the_same(tmp_path, form, prefix):
     begun = loaded.begin()
     begun.extend(mx.array(text[1:]), features[:-1])
     assert relative(drafted_logits(begun, 5), twin_logits(drafter, LLAMA, text, 5)) < TOLERANCE
+
+
+@pytest.mark.parametrize("form", ["flat", "nested"])
+def test_embeddings_are_scaled_as_the_target_scales_its_own(tmp_path, form):
+    """Gemma multiplies by sqrt(h); heads of speculators were trained on the raw rows."""
+    gemma = tiny_gemma3()
+    config = FLAT if form == "flat" else NESTED
+    key = "target_layer_ids" if form == "flat" else "aux_hidden_state_layer_ids"
+    ids = {key: [0, 2]}
+    config = config | ({"dflash_config": FLAT["dflash_config"] | ids} if form == "flat" else ids)
+    drafter = tiny_dflash(gemma)
+    source = published(tmp_path / "source", drafter, config)
+    convert(str(source), str(tmp_path / "head"), quantize=False)
+    loaded = load_drafter(tmp_path / "head", gemma)
+    raw = gemma.model.embed_tokens(mx.array([5, 9]))
+    scale = 8.0 if form == "flat" else 1.0
+    assert mx.allclose(loaded._embed(mx.array([5, 9])), scale * raw, rtol=1e-4)
+    assert mx.allclose(
+        load_embed(tmp_path, LLAMA)(mx.array([3])), LLAMA.model.embed_tokens.weight[3]
+    )
+    tokens, _ = speculative(gemma, loaded, PROMPT, 20, num_draft_tokens=4)
+    assert tokens == plain(gemma, PROMPT, 20)
+
+
+def load_embed(folder: Path, target):
+    """The embedding of a flat head for a target that scales nothing."""
+    source = published(folder / "other", tiny_dflash(target), FLAT)
+    convert(str(source), str(folder / "other head"), quantize=False)
+    return load_drafter(folder / "other head", target)._embed
 
 
 def test_four_bits(tmp_path):

@@ -6,6 +6,7 @@ Whoever drafts, the text is the target's own; and what is drafted is what a naiv
 import mlx.core as mx
 import pytest
 from drafter_pairs import (
+    BLOCKS,
     LLAMA,
     PAIRS,
     PARALLEL,
@@ -61,8 +62,9 @@ def test_drafters_that_need_fewer(k):
     assert run("lookup").num_head_forwards == 0
     masked = run("p-eagle")
     assert masked.num_head_forwards == masked.num_rounds
-    block = run("dflash")
-    assert block.num_head_forwards == block.num_rounds
+    for name in BLOCKS:
+        block = run(name)
+        assert block.num_head_forwards == block.num_rounds
     heads = run("eagle-3, parallel heads")
     # Two tokens of a draft, where it has as many, cost no forward of their own.
     assert heads.num_head_forwards <= heads.num_drafted - min(k - 1, 2) * (heads.num_rounds - 2)

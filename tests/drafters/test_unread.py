@@ -87,5 +87,5 @@ def test_both_doors_say_it(tmp_path):
         lambda: convert(str(folder), str(tmp_path / "out")),
         lambda: mlx_eagle.open_drafter(str(folder), tiny_llama()),
     ):
-        with pytest.raises(ValueError, match="is a Gemma assistant.* for Qwen/Qwen3-8B there is"):
+        with pytest.raises(ValueError, match=r"is a Gemma assistant.* for Qwen/Qwen3-8B there is"):
             door()

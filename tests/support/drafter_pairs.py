@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 import mlx.nn as nn
-from block_twin import naive_dflash, tiny_dflash
+from block_twin import naive_dflash, tiny_dflash, tiny_dflash2, tiny_dspark
 from helpers import SIZES, VOCAB, plain, randomize, tiny_head, tiny_llama
 from mlx.utils import tree_map
 from mlx_lm.models import gemma3_text, lfm2, mamba2, qwen3_5, qwen3_next
@@ -131,6 +131,7 @@ LATENT = {
 }
 LLAMA = tiny_llama()
 QWEN3_NEXT = tiny_qwen3_next()
+GEMMA3 = tiny_gemma3()
 QWEN3_5_MOE = tiny_qwen3_5(num_experts=4, tie_word_embeddings=True)
 
 PAIRS: dict[str, tuple[nn.Module, Drafter]] = {
@@ -161,10 +162,13 @@ PAIRS: dict[str, tuple[nn.Module, Drafter]] = {
         QWEN3_NEXT,
         tiny_dflash(QWEN3_NEXT, windows=(4, 0), causal_layers=(0,), attention_bias=True),
     ),
+    "dspark": (LLAMA, tiny_dspark(LLAMA, markov_kind="rnn")),
+    "dflash2, rotating": (GEMMA3, tiny_dflash2(GEMMA3, scales_as_target=True)),
 }
 SHOWN = [name for name in PAIRS if "recurrent" not in name and "hybrid" not in name]
 
-PARALLEL = ("p-eagle", "eagle-3, parallel heads", "dflash", "dflash, windows")
+BLOCKS = ("dflash", "dflash, windows", "dspark", "dflash2, rotating")
+PARALLEL = ("p-eagle", "eagle-3, parallel heads", *BLOCKS)
 
 
 # What each drafter proposes after a text, from that text alone.
