@@ -2,7 +2,7 @@
 
 EAGLE-3: Li et al. 2025, arXiv:2503.01840, section 3; EAGLE-1 and 2: Li et al. 2024,
 arXiv:2401.15077 and 2406.16858; P-EAGLE: arXiv:2602.01469. Which tokens to draft is decided in
-``eagle3.py`` and ``parallel.py``.
+``eagle3.py``.
 
 Attention is over the head's own cache: of one request, m rows, which it appends; or of B requests
 on ragged caches (see ``target/ragged.py``), B times m rows in the same shapes with B in front.

@@ -11,12 +11,13 @@ from checkpoints import write_config
 from helpers import PROMPT, byte_tokenizer, plain, speculative, tiny_llama
 from hub import Hub, running_hub, use_hub
 from mlx.utils import tree_flatten
+from mlx_lm.models import glm4_moe, qwen3_next
 from mtp_checkpoints import FAMILIES, Published
 
 import mlx_eagle
 from mlx_eagle.commands import flags
 from mlx_eagle.drafters.kinds import recognise
-from mlx_eagle.drafters.mtp import load_mtp
+from mlx_eagle.drafters.mtp import load_mtp, make_mtp_head
 
 QWEN = FAMILIES["qwen3.5"]()
 MOE = FAMILIES["qwen3.5 moe, tied"]()
@@ -175,7 +176,7 @@ def write_folder(folder: Path, tensors: dict, **config) -> str:
     folder.mkdir()
     arrays = {name: mx.array(array) for name, array in tensors.items()}
     mx.save_safetensors(str(folder / "model.safetensors"), arrays)
-    write_config(folder, {"model_type": "qwen3_5_mtp", "block_size": 4, **config})
+    write_config(folder, {"model_type": "qwen3_5_mtp", "block_size": 4} | config)
     return str(folder)
 
 
@@ -291,3 +292,106 @@ def test_auto_takes_them_where_no_head_is_known(tmp_path, capsys):
     assert flags.with_known_head(None, str(folder)) is None
     with pytest.raises(ValueError, match="no public head is known here"):
         flags.with_known_head("auto", str(folder))
+
+
+FLASH, NEMOTRON = FAMILIES["glm-4.7-flash"](), FAMILIES["nemotron-h"]()
+
+
+def glm_folder(name: str) -> str | None:
+    """As mlx-vlm calls them; it keeps copies of the target's tables as well."""
+    rest = name.removeprefix("model.layers.3.")
+    tables = {"embed_tokens.weight": "model.embed_tokens.weight"}
+    tables["shared_head.head.weight"] = "lm_head.weight"
+    if rest in tables:
+        return tables[rest]
+    if rest.split(".")[0] in ("enorm", "hnorm", "eh_proj"):
+        return f"model.{rest}"
+    return (
+        f"model.{rest.replace('shared_head.norm', 'shared_head_norm')}"
+        if (rest.startswith("shared_head"))
+        else f"model.mtp_block.{rest}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("part", "rename", "model_type"),
+    [
+        (FLASH, glm_folder, "glm4_moe_lite_mtp"),
+        (NEMOTRON, lambda name: name.removeprefix("mtp."), "nemotron_h_mtp"),
+    ],
+    ids=["glm", "nemotron"],
+)
+def test_folders_of_other_families(part, rename, model_type, tmp_path):
+    tensors = {rename(name): array for name, array in part.tensors.items()}
+    assert recognise(tensors, {"model_type": model_type}) == "mtp"
+    path = write_folder(tmp_path / "layers", tensors, model_type=model_type)
+    check(mlx_eagle.open_drafter(path, part.target), part)
+
+
+def test_blocks_of_8_bits(tmp_path):
+    """DeepSeek's matrices as it publishes them: float8 with a scale for each block."""
+    part = FAMILIES["deepseek-v3"]()
+    stored, worth = part.arrays(), part.arrays()
+    for name in ("self_attn.o_proj.weight", "mlp.experts.2.up_proj.weight"):
+        name = f"model.layers.3.{name}"
+        scale = mx.abs(stored[name]).max() / 448
+        stored[name] = mx.to_fp8(stored[name] / scale)
+        stored[f"{name}_scale_inv"] = scale.reshape(1, 1)
+        worth[name] = mx.from_fp8(stored[name], dtype=mx.bfloat16) * scale
+    drafter, same = (load_mtp(weights, part.target) for weights in (stored, worth))
+    for each in (drafter, same):
+        each.extend(mx.array(PROMPT[1:]), mx.ones((len(PROMPT) - 1, 64)))
+    assert mx.allclose(drafter._first, same._first, rtol=0.05, atol=0.05)
+
+
+FULL_SIZE = {
+    # What the makers' configs say, and the shapes of their published layers.
+    "Qwen3-Next-80B-A3B": (
+        qwen3_next,
+        {
+            "model_type": "qwen3_next", "hidden_size": 2048, "num_hidden_layers": 48,
+            "intermediate_size": 5120, "num_attention_heads": 16, "num_key_value_heads": 2,
+            "head_dim": 256, "linear_num_value_heads": 32, "linear_num_key_heads": 16,
+            "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4, "num_experts": 512, "num_experts_per_tok": 10,
+            "decoder_sparse_step": 1, "shared_expert_intermediate_size": 512,
+            "mlp_only_layers": [], "moe_intermediate_size": 512, "rms_norm_eps": 1e-6,
+            "vocab_size": 151936, "rope_theta": 1e7, "partial_rotary_factor": 0.25,
+            "max_position_embeddings": 262144,
+        },
+        {
+            "fc.weight": (2048, 4096), "layers.0.self_attn.q_proj.weight": (8192, 2048),
+            "layers.0.self_attn.k_proj.weight": (512, 2048),
+            "layers.0.mlp.switch_mlp.up_proj.weight": (512, 512, 2048),
+            "layers.0.mlp.gate.weight": (512, 2048), "norm.weight": (2048,),
+        },
+    ),
+    "GLM-4.5-Air": (
+        glm4_moe,
+        {
+            "model_type": "glm4_moe", "hidden_size": 4096, "num_hidden_layers": 46,
+            "vocab_size": 151552, "intermediate_size": 10944, "max_position_embeddings": 131072,
+            "moe_intermediate_size": 1408, "norm_topk_prob": True, "num_attention_heads": 96,
+            "n_group": 1, "head_dim": 128, "topk_group": 1, "n_shared_experts": 1,
+            "n_routed_experts": 128, "routed_scaling_factor": 1.0, "num_experts_per_tok": 8,
+            "first_k_dense_replace": 1, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6, "rope_scaling": None, "use_qk_norm": False,
+            "tie_word_embeddings": False, "attention_bias": True, "partial_rotary_factor": 0.5,
+        },
+        {
+            "fc.weight": (4096, 8192), "layers.0.self_attn.q_proj.weight": (12288, 4096),
+            "layers.0.self_attn.k_proj.bias": (1024,),
+            "layers.0.mlp.switch_mlp.down_proj.weight": (128, 4096, 1408),
+            "layers.0.mlp.gate.e_score_correction_bias": (128,),
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_layers_at_full_size(name):
+    """Shapes only: nothing is computed of what nobody asks for."""
+    module, config, shapes = FULL_SIZE[name]
+    target = module.Model(module.ModelArgs.from_dict(config))
+    own = {path: array.shape for path, array in tree_flatten(make_mtp_head(target).parameters())}
+    assert {path: own.get(path) for path in shapes} == shapes
