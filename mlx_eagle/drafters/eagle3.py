@@ -65,7 +65,7 @@ class EagleDrafter(FeatureDrafter):
         """``embed`` maps tokens (m,) to (m, h); ``to_target`` (Vd,) draft ids to target ids.
 
         ``draft_window`` is how many of the newest slots the head's caches keep, beside the first
-        few (see ``head_cache.py``); None keeps all. Raises ValueError where the head cannot have one.
+        few (see ``head_cache.py``); None keeps all. Raises ValueError where the head has its own.
         """
         check_window(draft_window, head.config.sliding_window)
         self.draft_window = draft_window

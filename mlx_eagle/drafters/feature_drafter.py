@@ -107,7 +107,7 @@ class FeatureDrafter(DrafterBase):
         if features is None:
             features = last_features(self.cache[-1])
         if features is None:
-            if self.cache[0].offset == 0:
+            if self.cache[0].size() == 0:
                 return  # the first token of a request, or of a cache without the head's part
             # One slot with an empty state is cheaper than a position that no slot stands for.
             features = mx.zeros((1, self.width), self.dtype)

@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.cache import CacheList, KVCache
 
 from ..target.masks_and_ropes import evaluate_ropes
 from ..target.stand_in import StandIn
@@ -40,7 +41,9 @@ FOLDER = (
 class MTPHead(nn.Module):
     """Layers over (embedding of a token, state of the position before it)."""
 
-    def __init__(self, layers: list[nn.Module], hidden_size: int, eps: float, arrays: bool):
+    def __init__(
+        self, layers: list[nn.Module], hidden_size: int, eps: float, arrays: bool = False
+    ):
         """``layers`` are mlx-lm's; ``arrays``: whether they take no mask by its name."""
         super().__init__()
         self.pre_fc_norm_embedding = nn.RMSNorm(hidden_size, eps)
@@ -51,9 +54,17 @@ class MTPHead(nn.Module):
         self._attends = [_has_cache(layer) for layer in layers]
         self._arrays = arrays
 
+    def make_cache(self) -> list[Any]:
+        """A cache for each layer that attends; two in one where it also chooses what it sees."""
+        attending = [
+            layer for layer, attends in zip(self.layers, self._attends, strict=True) if attends
+        ]
+        return [_make_cache(layer) for layer in attending]
+
     @property
-    def num_caches(self) -> int:
-        return sum(self._attends)
+    def chooses(self) -> bool:
+        """Whether attention is to slots that an indexer chooses."""
+        return any(isinstance(cache, CacheList) for cache in self.make_cache())
 
     def __call__(self, embeddings: mx.array, states: mx.array, caches: list[Any]) -> mx.array:
         """Advance m slots of B requests: embeddings and states (B, m, h) -> states (B, m, h).
@@ -63,7 +74,8 @@ class MTPHead(nn.Module):
         """
         both = [self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(states)]
         x = self.fc(mx.concatenate(both, axis=-1))
-        mask = create_attention_mask(x, caches[0], return_array=self._arrays)
+        first = caches[0][0] if self.chooses else caches[0]
+        mask = create_attention_mask(x, first, return_array=self._arrays)
         left = iter(caches)
         for layer, attends in zip(self.layers, self._attends, strict=True):
             x = layer(x, mask=mask, cache=next(left)) if attends else layer(x)
@@ -74,6 +86,11 @@ class MTPHead(nn.Module):
 def _has_cache(layer: nn.Module) -> bool:
     """Whether a layer attends; of blocks with one part each, not all do."""
     return "self_attn" in layer or getattr(layer, "block_type", None) == "*"
+
+
+def _make_cache(layer: nn.Module) -> Any:
+    has_indexer = "indexer" in layer.get("self_attn", {})
+    return CacheList(KVCache(), KVCache()) if has_indexer else KVCache()
 
 
 class MTPDrafter(FeatureDrafter):
@@ -97,8 +114,11 @@ class MTPDrafter(FeatureDrafter):
             )
         self._embed = embedding
         self._project: Callable[[mx.array], mx.array] = lm_head_of(target, embedding)
-        super().__init__(head, (len(target.layers) + 1,), head.num_caches)
+        super().__init__(head, (len(target.layers) + 1,), len(head.make_cache()))
         evaluate_ropes(head)
+
+    def make_cache(self) -> list[Any]:
+        return [*self.head.make_cache(), KVCache()]
 
     @property
     def width(self) -> int:
@@ -137,10 +157,15 @@ class MTPDrafter(FeatureDrafter):
         self._drop(self.cache[:-1], size - 1)
         return Draft(mx.concatenate(tokens))
 
-    supports_trees = True
+    @property
+    def supports_trees(self) -> bool:
+        return not self.head.chooses
 
     def check_tree(self, shape: Tree) -> None:
-        """Any will do: all tokens can be drafted, and there is no window."""
+        if not self.supports_trees:
+            raise ValueError(
+                "MTP layers that choose what they attend to draft chains only: leave the tree out."
+            )
 
     def propose_tree(self, shape: Tree, pick: PickChildren) -> Draft:
         """A tree: one forward for each level but the first, over all nodes so far.

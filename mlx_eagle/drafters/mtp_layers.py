@@ -135,8 +135,8 @@ FAMILIES = (
         zero_centred=True,
     ),
     MTPFamily(
-        "DeepSeek-V3 and GLM-4",
-        ("deepseek_v3", "glm4_moe", "glm4_moe_lite"),
+        "DeepSeek-V3 and GLM-4 and 5",
+        ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
         raw=(
             *_after(NEXT),
             (rf"{NEXT}shared_head\.norm\.", "norm."),

@@ -12,7 +12,7 @@ import pytest
 from documents import ROOT
 from grids import thorough
 from helpers import PROMPT, SCRIPTS, byte_tokenizer, plain, speculative
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 from mtp_checkpoints import FAMILIES, Published, entering
 
 import mlx_eagle
@@ -104,9 +104,9 @@ def test_states_are_those_of_mlx_vlm(name):
     """Frozen by ``tools/golden/make_mtp.py``; in one pass, and row by row."""
     part, (embeddings, states) = published(name), entering()
     head = load_mtp(part.arrays(), part.target).head
-    caches = [KVCache() for _ in range(head.num_caches)]
+    caches = head.make_cache()
     once = head(embeddings[None], states[None], caches)[0]
-    caches = [KVCache() for _ in range(head.num_caches)]
+    caches = head.make_cache()
     rows = zip(embeddings, states, strict=True)
     steps = [head(e[None, None], s[None, None], caches)[0, 0] for e, s in rows]
     greatest = mx.abs(GOLDEN[name]).max()
@@ -115,10 +115,11 @@ def test_states_are_those_of_mlx_vlm(name):
 
 
 SHARED = ["deepseek-v3", "glm-4.5", "glm-4.7-flash", "mimo"]
+CHOOSING = ["deepseek-v3.2", "glm-5"]
 PROMPTS = [PROMPT, PROMPT[:5], PROMPT[2:9]]
 
 
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("name", SHARED + CHOOSING)
 def test_several_requests_share_the_passes(name):
     """One forward of the layers for all, however long each text is."""
     part = published(name)
@@ -206,6 +207,14 @@ def test_trees_give_the_targets_text(name, tree):
     tokens, stats = speculative(part.target, drafter, PROMPT, 16, tree=parse_tree(tree))
     assert tokens == plain(part.target, PROMPT, 16)
     assert stats.num_head_forwards <= 3 * stats.num_rounds
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+def test_layers_that_choose_draft_no_trees(name):
+    part = published(name)
+    drafter = load_mtp(part.arrays(), part.target)
+    with pytest.raises(ValueError, match="choose what they attend to draft chains only"):
+        speculative(part.target, drafter, PROMPT, 4, tree=parse_tree("3x3:7"))
 
 
 @pytest.mark.parametrize("name", SHARED)

@@ -13,7 +13,15 @@ import mtp_numpy
 import numpy as np
 from drafter_pairs import randomize, tiny_qwen3_5, tiny_qwen3_next
 from helpers import VOCAB
-from mlx_lm.models import deepseek_v3, glm4_moe, glm4_moe_lite, mimo, nemotron_h
+from mlx_lm.models import (
+    deepseek_v3,
+    deepseek_v32,
+    glm4_moe,
+    glm4_moe_lite,
+    glm_moe_dsa,
+    mimo,
+    nemotron_h,
+)
 
 H, F, E = 64, 32, 4  # the hidden size, an expert's width, experts
 Shapes = dict[str, tuple[int, ...]]
@@ -169,8 +177,17 @@ def appended(target: nn.Module, layer: Any, attention: Shapes, seed: int) -> Pub
     return Published(target, filled(shapes, seed), naive, lambda model: model.model)
 
 
-def latent(module: Any, model_type: str, seed: int) -> Published:
-    args = module.ModelArgs(model_type=model_type, **APPENDED, **LATENT)
+GLM_5 = {
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "moe_layer_freq": 1,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+}
+INDEXER = {"index_head_dim": 16, "index_n_heads": 2, "index_topk": 64, "rms_norm_eps": 1e-6}
+
+
+def latent(module: Any, model_type: str, seed: int, **more: Any) -> Published:
+    args = module.ModelArgs.from_dict({"model_type": model_type, **APPENDED, **LATENT, **more})
     attention = {
         "q_a_proj.weight": (24, H),
         "q_a_layernorm.weight": (24,),
@@ -180,6 +197,10 @@ def latent(module: Any, model_type: str, seed: int) -> Published:
         "kv_b_proj.weight": (4 * (8 + 12), 16),
         "o_proj.weight": (H, 4 * 12),
     }
+    if "index_topk" in more:  # of no effect on texts that are no longer
+        attention |= {"indexer.wq_b.weight": (2 * 16, 24), "indexer.wk.weight": (16, H)}
+        attention |= {"indexer.k_norm.weight": (16,), "indexer.k_norm.bias": (16,)}
+        attention |= {"indexer.weights_proj.weight": (2, H)}
     target = randomize(module.Model(args), seed)
     return appended(target, mtp_numpy.latent_layer, attention, seed)
 
@@ -268,6 +289,8 @@ FAMILIES: dict[str, Callable[[], Published]] = {
     "deepseek-v3": lambda: latent(deepseek_v3, "deepseek_v3", 22),
     "glm-4.5": glm4,
     "glm-4.7-flash": lambda: latent(glm4_moe_lite, "glm4_moe_lite", 26),
+    "deepseek-v3.2": lambda: latent(deepseek_v32, "deepseek_v32", 27, **INDEXER),
+    "glm-5": lambda: latent(glm_moe_dsa, "glm_moe_dsa", 28, **INDEXER, **GLM_5),
     "mimo": mimo_7b,
     "nemotron-h": nemotron,
 }
