@@ -36,7 +36,7 @@ from ..decoding.setup import (
 )
 from ..decoding.stats import Stats
 from ..drafters.base import Drafter, NullDrafter
-from ..drafters.tree import CHAINS, DraftShape
+from ..drafters.tree import DraftShape, chains_for
 from ..generate import is_drafter
 from .requests import (
     Options,
@@ -451,7 +451,7 @@ def _make_controller(
         return FixedController(DraftShape(options.num_draft_tokens)), KernelOptions()
     rule = make_rule(options.acceptance, options.sampler)
     costs = costs_of(model, draft_model, rule)
-    controller = AdaptiveController(costs, CHAINS, len(requests))
+    controller = AdaptiveController(costs, chains_for(draft_model.longest_draft), len(requests))
     return controller, costs.options or KernelOptions()
 
 

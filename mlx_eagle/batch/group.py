@@ -18,7 +18,7 @@ from ..decoding.kernel_options import KernelOptions
 from ..decoding.loop import CLEAR_CACHE_EVERY, Pipeline, SingleRunner, make_controller
 from ..decoding.setup import costs_of
 from ..drafters.base import Drafter, NullDrafter
-from ..drafters.tree import CHAINS, PLAIN, DraftShape, Tree
+from ..drafters.tree import PLAIN, DraftShape, Tree, chains_for
 from .requests import Request, SharedRound
 from .rounds import Batch
 
@@ -297,7 +297,9 @@ class Group:
             pass  # the drafter sees what it will need
         elif isinstance(self._num_draft_tokens, str):  # auto
             costs = costs_of(self._model, drafter, decoders[0].rule)
-            controller = AdaptiveController(costs, CHAINS, len(decoders))
+            controller = AdaptiveController(
+                costs, chains_for(drafter.longest_draft), len(decoders)
+            )
         else:
             controller = FixedController(DraftShape(self._num_draft_tokens))
         batch = Batch(

@@ -22,7 +22,7 @@ import mlx.nn as nn
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generate_step, generation_stream
 
 from ..drafters.base import Drafter
-from ..drafters.tree import CHAINS, PLAIN, DraftShape, Tree
+from ..drafters.tree import PLAIN, DraftShape, Tree, chains_for
 from ..system.progress import Progress, silent
 from ..target.rollback import CacheQuantization
 from .auto import AdaptiveController, Controller, FixedController
@@ -389,7 +389,7 @@ def make_controller(
         trial = OptionTrial(decoder.kernel_options, decoder.use)
     controller = AdaptiveController(
         costs,
-        CHAINS + drawable_trees(decoder),
+        chains_for(decoder.drafter.longest_draft) + drawable_trees(decoder),
         can_draw=partial(verifies_trees, decoder),
         trial=trial,
     )

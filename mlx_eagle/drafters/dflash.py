@@ -45,7 +45,7 @@ from .target_parts import (
 
 Caches = list[KVCache] | list[RaggedCache]
 C = TypeVar("C", bound=BlockConfig)
-H = TypeVar("H", bound=nn.Module)
+H = TypeVar("H", bound="DFlashHead")
 
 
 def visible(
@@ -156,6 +156,8 @@ class BlockLayer(nn.Module):
 
 class DFlashHead(nn.Module):
     """Weights of a DFlash head: what it makes of the context, and of a block behind it."""
+
+    never_quantized: tuple[str, ...] = ()
 
     def __init__(self, config: BlockConfig):
         super().__init__()
@@ -430,7 +432,7 @@ def attach(
             f"no drafter can be built as its config.json says ({err}): convert it again."
         ) from err
     fill(head, weights)
-    quantize_now(head, values.get("quantization"), options)
+    quantize_now(head, values.get("quantization"), options, head.never_quantized)
     embedding, _ = find_embedding(model)
     head.set_dtype(options.dtype or activation_dtype(embedding))
     table = head.embed_tokens if config.embed_source == "file" else embedding

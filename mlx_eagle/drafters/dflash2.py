@@ -33,7 +33,8 @@ CONVOLVED: Table = {
     **dict.fromkeys(("kernel_size", "group_size", "selector_rank", "top_k"), whole(1, 2**16)),
     "output_multiplier": number_above(0),
 }
-NEVER_QUANTIZED = ("kernel_projection.weight", "hidden_projection.weight")
+PROJECTIONS = ("kernel_projection", "hidden_projection")
+NEVER_QUANTIZED = tuple(f"{path}.weight" for path in PROJECTIONS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +128,7 @@ class DFlash2Head(DFlashHead):
     """Weights of a DFlash2 head."""
 
     config: DFlash2Config
+    never_quantized = PROJECTIONS
 
     def __init__(self, config: DFlash2Config):
         super().__init__(config)

@@ -202,7 +202,7 @@ def quantize_now(
     module: nn.Module,
     stored: Mapping[str, Any] | None,
     options: LoadOptions,
-    kept: str | None = None,
+    kept: str | tuple[str, ...] = (),
 ) -> None:
     """Quantize a module as ``options`` ask; ``stored`` is the ``quantization`` entry it has.
 
@@ -222,7 +222,7 @@ def quantize_now(
         raise ValueError(f"cannot quantize to {bits} bits: give 2, 3, 4, 5, 6 or 8.")
 
     def fits(path: str, layer: nn.Module) -> bool:
-        if not hasattr(layer, "to_quantized") or (kept is not None and path.endswith(kept)):
+        if not hasattr(layer, "to_quantized") or path.endswith(kept):
             return False
         fitting: bool = layer.weight.shape[-1] % group_size == 0
         return fitting

@@ -271,6 +271,14 @@ class DraftShape:
 
 PLAIN = DraftShape(0)
 CHAINS = tuple(DraftShape(size) for size in range(1, 8))
+LONG_CHAINS = tuple(DraftShape(size) for size in (9, 11, 13, 15))  # of drafters of whole blocks
 # With the root they fill what kernels do at once: passes of 4, 8, 16 and 32 rows.
 _TREES = map(TreeShape.parse, ("2x2:3", "3x3:7", "4x5:15", "6x5:31"))
 TREES = tuple(DraftShape(tree.depth, tree) for tree in _TREES)
+
+
+def chains_for(longest: int | None) -> tuple[DraftShape, ...]:
+    """The chains to choose among for a drafter of at most so many tokens; None: of any number."""
+    if not longest:
+        return CHAINS
+    return tuple(shape for shape in CHAINS + LONG_CHAINS if shape.size <= longest)

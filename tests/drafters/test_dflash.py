@@ -30,6 +30,7 @@ from mlx_eagle.drafters.block_config import BlockConfig, config_from, known_tens
 from mlx_eagle.drafters.dflash import DFlashDrafter, DFlashHead
 from mlx_eagle.drafters.folder import fill, read_weights
 from mlx_eagle.drafters.kinds import load_drafter, recognise
+from mlx_eagle.drafters.tree import CHAINS, chains_for
 
 LLAMA, TOKENIZER = tiny_llama(), byte_tokenizer()
 FORMS = {
@@ -98,6 +99,14 @@ def test_a_head_that_knows_the_text(learned, k):
     assert tokens == plain(LLAMA, PROMPT, 25)
     assert stats.tau > 0.7 * (k + 1)
     assert stats.num_head_forwards == stats.num_rounds
+
+
+def test_auto_chooses_among_what_a_block_holds(learned):
+    assert chains_for(None) == chains_for(0) == CHAINS
+    assert [shape.size for shape in chains_for(4)] == [1, 2, 3, 4]
+    assert [shape.size for shape in chains_for(15)] == [*range(1, 8), 9, 11, 13, 15]
+    tokens, stats = speculative(LLAMA, learned, PROMPT, 25, num_draft_tokens="auto")
+    assert tokens == plain(LLAMA, PROMPT, 25) and stats.num_drafted > 0
 
 
 def test_drafts_are_no_longer_than_a_block(learned):

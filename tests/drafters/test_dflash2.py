@@ -25,8 +25,9 @@ from test_dflash import FLAT, NESTED, PROMPTS, ROUNDS
 import mlx_eagle
 from mlx_eagle.convert import convert
 from mlx_eagle.drafters.dflash2 import DFlash2Config, DFlash2Drafter, DFlash2Head
-from mlx_eagle.drafters.folder import fill, read_weights
-from mlx_eagle.drafters.kinds import load_drafter, recognise
+from mlx_eagle.drafters.folder import LoadOptions, fill, read_weights
+from mlx_eagle.drafters.kinds import kind_of, load_drafter, recognise
+from mlx_eagle.system.hub import locate
 
 LLAMA, TOKENIZER = tiny_llama(), byte_tokenizer()
 FORMS = {
@@ -101,10 +102,15 @@ def test_packagings_convert(tmp_path, config):
     assert relative(drafted_logits(loaded, 6), twin_logits(drafter, LLAMA, text, 6)) < TOLERANCE
 
 
-def test_what_stays_floats_in_four_bits(tmp_path):
+@pytest.mark.parametrize("when", ["converted", "loaded"])
+def test_what_stays_floats_in_four_bits(tmp_path, when):
     source = published(tmp_path / "source", tiny_dflash2(LLAMA), TWO)
-    convert(str(source), str(tmp_path / "head"), q_group_size=32)
-    loaded = load_drafter(tmp_path / "head", LLAMA)
+    options = {"q_group_size": 32} if when == "converted" else {"quantize": False}
+    convert(str(source), str(tmp_path / "head"), **options)
+    bits = {"quantize_bits": 4, "quantize_group_size": 32} if when == "loaded" else {}
+    folder = locate(str(tmp_path / "head"), ())
+    kind, config = kind_of(folder)
+    loaded = kind.load(folder, config, LLAMA, LoadOptions(**bits))
     layer = loaded.head.layers[0]
     assert isinstance(layer.mlp.up_proj, nn.QuantizedLinear)
     assert type(layer.mlp_conv.kernel_projection) is nn.Linear
