@@ -381,6 +381,11 @@ def test_the_map_names_what_is_there():
     assert len(checked) >= 3
 
 
+@every_document
+def test_no_merge_is_left_half_done(path):
+    assert not re.findall(r"^(?:<{7} |>{7} |={7}$).*", path.read_text(), re.MULTILINE)
+
+
 def test_the_index_of_the_log_is_whole():
     """Each entry of each month, newest first; lines that are no rows of tables are short."""
     index = (ROOT / "bench" / "LOG.md").read_text()
