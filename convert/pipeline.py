@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.folder import PublishedTensor, bits_of
-from mlx_eagle.drafters.kinds import KINDS, recognise
+from mlx_eagle.drafters.kinds import KINDS, OTHERWISE, recognise
 from mlx_eagle.drafters.target_parts import TargetSizes
 from mlx_eagle.drafters.unread import refuse_unread
 from mlx_eagle.system.atomic_folder import AlreadyThere, new_folder
@@ -37,9 +37,6 @@ from .trim import Trim, describe, trim
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 # The dtype of a head whose weights are stored so; block formats stand for float16.
 DTYPE_OF_FORMAT = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float32"}
-
-
-LOADED_AS_PUBLISHED = ("mtp",)
 
 
 @dataclass(frozen=True)
@@ -283,7 +280,7 @@ def source_entry(checkpoint: DraftCheckpoint) -> dict[str, Any]:
 
 def _refuse(kind: str, check: bool, draft_vocab: object, upload_repo: str | None) -> None:
     """Raise ValueError for options that only EAGLE heads have."""
-    if kind in LOADED_AS_PUBLISHED:
+    if KINDS[kind].loads_published:
         raise ValueError(
             f"this is {KINDS[kind].title}, which is loaded as published: name it with "
             "--draft-model"
@@ -359,7 +356,7 @@ def convert(
     quantization = Quantization(q_bits, q_group_size) if quantize else None
     checkpoint = open_checkpoint(str(hf_path), revision)
     kind = _kind_of(checkpoint, target)
-    if KINDS[kind].convert is not None or kind in LOADED_AS_PUBLISHED:
+    if KINDS[kind].convert is not None or (KINDS[kind].loads_published and kind != OTHERWISE):
         _refuse(kind, check, draft_vocab, upload_repo)
         other = build_kind(kind, checkpoint, dtype, quantization, progress)
         return _write(other, kind, checkpoint, destination)

@@ -54,11 +54,14 @@ KINDS: dict[str, Kind] = {
 }
 """By the name that ``kind`` has in a converted folder."""
 
+OTHERWISE = "model"
+"""What a checkpoint is taken for that no kind knows: mlx-lm says whether it is one."""
+
 
 def recognise(names: Collection[str], config: Mapping[str, Any]) -> str:
-    """The kind of a checkpoint as published: the first to know it, else a model of mlx-lm's."""
+    """The kind of a checkpoint as published: the first to know it."""
     found = (name for name, kind in KINDS.items() if kind.recognise(names, config))
-    return next(found, "model")
+    return next(found, OTHERWISE)
 
 
 def own_kind(target: str) -> str | None:

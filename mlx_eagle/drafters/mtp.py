@@ -44,7 +44,10 @@ class MTPHead(nn.Module):
     def __init__(
         self, layers: list[nn.Module], hidden_size: int, eps: float, arrays: bool = False
     ):
-        """``layers`` are mlx-lm's; ``arrays``: whether they take no mask by its name."""
+        """``layers`` are mlx-lm's; ``arrays``: whether they take no mask by its name.
+
+        ``chooses`` says whether they attend to slots that an indexer chooses.
+        """
         super().__init__()
         self.pre_fc_norm_embedding = nn.RMSNorm(hidden_size, eps)
         self.pre_fc_norm_hidden = nn.RMSNorm(hidden_size, eps)
@@ -53,6 +56,7 @@ class MTPHead(nn.Module):
         self.norm = nn.RMSNorm(hidden_size, eps)
         self._attends = [_has_cache(layer) for layer in layers]
         self._arrays = arrays
+        self.chooses = any(isinstance(cache, CacheList) for cache in self.make_cache())
 
     def make_cache(self) -> list[Any]:
         """A cache for each layer that attends; two in one where it also chooses what it sees."""
@@ -60,11 +64,6 @@ class MTPHead(nn.Module):
             layer for layer, attends in zip(self.layers, self._attends, strict=True) if attends
         ]
         return [_make_cache(layer) for layer in attending]
-
-    @property
-    def chooses(self) -> bool:
-        """Whether attention is to slots that an indexer chooses."""
-        return any(isinstance(cache, CacheList) for cache in self.make_cache())
 
     def __call__(self, embeddings: mx.array, states: mx.array, caches: list[Any]) -> mx.array:
         """Advance m slots of B requests: embeddings and states (B, m, h) -> states (B, m, h).

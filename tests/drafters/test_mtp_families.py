@@ -86,6 +86,14 @@ def test_drafts_are_the_references(name, script):
     assert furthest(part, load_mtp(part.arrays(), part.target), script) < 1e-5
 
 
+@pytest.mark.parametrize("name", thorough(FAMILIES, "qwen3.5", "glm-4.5"))
+def test_auto_gives_the_targets_text(name):
+    part = published(name)
+    drafter = load_mtp(part.arrays(), part.target)
+    tokens, _ = speculative(part.target, drafter, PROMPT, 40, num_draft_tokens="auto")
+    assert tokens == plain(part.target, PROMPT, 40)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("k", [1, 3])
 def test_k_forwards_a_round(name, k):
