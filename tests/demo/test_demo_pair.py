@@ -4,6 +4,8 @@ Slow tests on the real model, kept small; ``bench/log/`` has the same on whole p
 """
 
 import json
+import re
+from datetime import date
 from pathlib import Path
 
 import mlx.core as mx
@@ -34,6 +36,20 @@ def dense_head(pair, tmp_path_factory):
     folder = tmp_path_factory.mktemp("head") / "dense"
     convert(str(HEAD), str(folder), quantize=False)
     return mlx_eagle.load_drafter(folder, pair[0])
+
+
+MONTHS = [date(2026, month, 1).strftime("%B") for month in range(1, 13)]
+
+
+def test_the_first_question_of_the_pages_is_answered_right(pair):
+    """A newcomer who reads a wrong answer thinks that drafting broke the model."""
+    model, tokenizer, drafter = pair
+    page = (Path(__file__).parents[2] / "docs" / "pages" / "quickstart.md").read_text()
+    question = re.search(r'mlx_eagle\.generate --prompt "(.*?)"', page)[1]
+    messages = [{"role": "user", "content": question}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    text = mlx_eagle.generate(model, tokenizer, prompt, draft_model=drafter, max_tokens=100)
+    assert re.findall(r"[A-Z][a-z]+(?=\n|$)", text) == MONTHS
 
 
 def prompts(pair, name: str, indices) -> list[list[int]]:
