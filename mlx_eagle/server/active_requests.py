@@ -47,6 +47,7 @@ class ResponseWriter:
         self._detokenizer = tokenizer.detokenizer
         self._matcher = stop_sequences.matcher()
         self._num_tokens = 0
+        self._tail = ""  # of the text, in which a stop word may have begun
         if args.keeps_space:  # mlx-lm takes a space away from what a text begins with
             for token in prompt[-CONTINUED:]:
                 self._detokenizer.add_token(token)
@@ -56,7 +57,7 @@ class ResponseWriter:
         self, token: int, origin: TokenOrigin, logprobs: Callable[[], mx.array]
     ) -> PairResponse:
         """As mlx-lm's handlers take it; ``logprobs`` (V,) are asked for if they are shown."""
-        args, finish_reason = self._args, None
+        args, finish_reason, stop_word = self._args, None, None
         self._num_tokens += 1
         is_end = token in self._tokenizer.eos_token_ids
         if not is_end:
@@ -65,7 +66,7 @@ class ResponseWriter:
             finish_reason = "stop"
         elif self._num_tokens == args.max_tokens:
             finish_reason = "length"
-        if is_end or finish_reason == "length":
+        if finish_reason is not None:
             self._detokenizer.finalize()
         logprob: float = 0.0
         top: tuple[tuple[int, float], ...] = ()
@@ -74,7 +75,26 @@ class ResponseWriter:
             logprob = row[token].item()
             top = _top(row, args.top_logprobs)
         text = self._detokenizer.last_segment
-        return PairResponse(text, token, logprob, finish_reason, top, origin)
+        if not is_end:
+            text, stop_word = self._until_stop_word(text)
+        finish_reason = finish_reason if stop_word is None else "stop"
+        return PairResponse(text, token, logprob, finish_reason, top, origin, stop_word)
+
+    def _until_stop_word(self, text: str) -> tuple[str, str | None]:
+        """The text up to the first stop word that it completes, and that word.
+
+        mlx-lm looks for the tokens of a stop word, which are others where it begins or ends
+        within one: of "lo " and "there" those of "lo t" are none.
+        """
+        words = self._args.stop_words
+        if not words:
+            return text, None
+        tail, known = self._tail, len(self._tail)
+        seen = tail + text
+        self._tail = seen[-max(map(len, words)) :]
+        ends = {word: seen.find(word) + len(word) for word in words if word in seen}
+        word = min(ends, key=lambda each: ends[each], default=None)
+        return (text, None) if word is None else (text[: ends[word] - known], word)
 
     def responses(self, emitted: RoundOutput) -> Iterator[PairResponse]:
         """Those to what a round has emitted."""
@@ -192,7 +212,7 @@ class RequestFactory:
             CacheQuantization(flags.kv_bits, flags.kv_group_size, flags.quantized_kv_start),
             self._stream,
             sampler=make_sampler(args, provider.tokenizer),
-            logits_processors=make_processors(args, known),
+            logits_processors=make_processors(args, provider.tokenizer, known),
             acceptance=args.acceptance if active.is_drafted else None,
             tree=active.tree,
         )
@@ -253,9 +273,11 @@ def make_sampler(args: PairArguments, tokenizer: TokenizerWrapper) -> Sampler | 
     return SeededSampler(sampler, args.seed)
 
 
-def make_processors(args: PairArguments, before: list[int]) -> list[LogitsProcessor]:
-    """mlx-lm's, which also see the tokens that the cache holds."""
-    processors = _make_logits_processors(args)
+def make_processors(
+    args: PairArguments, tokenizer: TokenizerWrapper, before: list[int]
+) -> list[LogitsProcessor]:
+    """mlx-lm's and ours, which also see the tokens that the cache holds."""
+    processors = _make_logits_processors(args) + end_thoughts(args, tokenizer)
     if not before:
         return processors
     cached = mx.array(before)
@@ -268,3 +290,25 @@ def make_processors(args: PairArguments, before: list[int]) -> list[LogitsProces
         return seeing
 
     return [seeing_all(processor) for processor in processors]
+
+
+def end_thoughts(args: PairArguments, tokenizer: TokenizerWrapper) -> list[LogitsProcessor]:
+    """A processor that ends thoughts after their budget, where one token begins and one ends them.
+
+    It has to see the whole text, prompt included.
+    """
+    budget = args.thinking_budget
+    marks = (tokenizer.think_start_tokens, tokenizer.think_end_tokens)
+    if budget is None or not tokenizer.has_thinking or any(len(mark) != 1 for mark in marks):
+        return []
+    (start,), (end,) = marks
+
+    def end_now(tokens: mx.array, logits: mx.array) -> mx.array:
+        places = mx.arange(1, tokens.size + 1)
+        begun, ended = (mx.where(tokens == mark, places, 0).max() for mark in (start, end))
+        is_due = (begun > ended) & (tokens.size - begun >= budget)
+        forced = mx.where(mx.arange(logits.shape[-1]) == end, 0.0, -mx.inf).astype(logits.dtype)
+        return mx.where(is_due, forced, logits)
+
+    end_now.is_pure = True  # type: ignore[attr-defined]
+    return [end_now]

@@ -45,9 +45,10 @@ class TokenOrigin:
 
 @dataclass
 class PairResponse(Response):
-    """mlx-lm's, with the token's origin."""
+    """mlx-lm's, with the token's origin, and the client's stop word that its text ends with."""
 
     origin: TokenOrigin = TokenOrigin()
+    stop_word: str | None = None
 
 
 ToolParser = Callable[[str, Any], Any]
@@ -267,12 +268,12 @@ class DraftReport:
         self.num_batched += origin.batched
         self._events += origin.events
         self._unlisted.append(token)
-        if response.finish_reason == "stop":
-            self._held.clear()  # and the text that comes with it, as mlx-lm does
-        else:
+        if response.finish_reason != "stop" or response.stop_word is not None:
             for letter in response.text:
                 self._held.append((token, letter))
                 self._read(letter)
+        if response.finish_reason == "stop":
+            self._held.clear()  # and the text that comes with it, as mlx-lm does
         if response.finish_reason == "length":
             self._show(self.state[0], len(self._held))
         self._list_up_to(self._held[0][0].index if self._held else self._num_tokens)

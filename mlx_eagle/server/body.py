@@ -72,6 +72,7 @@ NUMBERS = {
     "frequency_context_size": ROWS,
     "xtc_probability": SHARE,
     "xtc_threshold": Bounds(0, 0.5),
+    "thinking_budget": Bounds(0, 2**31 - 1, is_whole=True),
     "top_logprobs": Bounds(-1, MAX_TOP, is_whole=True),
 }
 FRACTIONS = [
@@ -133,6 +134,7 @@ class PairArguments(GenerationArguments):
     reuse_caches: bool = True
     reports_drafts: bool = False
     keeps_space: bool = False
+    thinking_budget: int | None = None  # tokens after which thoughts are ended
     reasoning_effort: str | None = None
 
 
@@ -165,8 +167,8 @@ def write_body(body: dict[str, Any]) -> bytes:
         raise ValueError("the request body is nested too deeply.") from err
 
 
-def check_body(body: dict[str, Any], needed: str) -> None:
-    """Check the fields; ``needed`` is the one that holds the prompt. Raises ValueError.
+def check_body(body: dict[str, Any], needed: str) -> dict[str, Any]:
+    """The fields, checked; ``needed`` is the one that holds the prompt. Raises ValueError.
 
     Numbers that may have a fraction become floats: mlx-lm takes some of them in no other form.
     """
@@ -203,6 +205,7 @@ def check_body(body: dict[str, Any], needed: str) -> None:
     if needed == "messages":
         check_messages(body[needed])
     _check_number_of_answers(body, needed)
+    return body
 
 
 def read_arguments(body: dict[str, Any], flags: Namespace, is_chat: bool) -> PairArguments:
@@ -249,6 +252,7 @@ def read_arguments(body: dict[str, Any], flags: Namespace, is_chat: bool) -> Pai
         reuse_caches=get("reuse_caches", True),
         reports_drafts=True in (get("include_draft"), options.get("include_draft")),
         keeps_space=not is_chat,
+        thinking_budget=get("thinking_budget"),
         reasoning_effort=get("reasoning_effort"),
     )
 

@@ -61,6 +61,7 @@ class ClientSession:
         self.answer: AnswerStream | None = None
         self.prompt: list[int] = []
         self.num_generated = 0
+        self.stop_word: str | None = None  # of the client's, with which the answer ended
         self.read_since = 0.0  # time.monotonic() of the first look at the answer
         self._metrics, self._client = metrics, client
         self._context: GenerationContext | None = None
@@ -170,7 +171,7 @@ class ClientSession:
             if self.num_generated == 0:
                 self._metrics.count_first_token(time.monotonic() - self._client.asked)
             self.num_generated += 1
-            self._finish_reason = response.finish_reason
+            self._finish_reason, self.stop_word = response.finish_reason, response.stop_word
             if self._report is not None:
                 self._report.follow(response)
             yield response
@@ -192,10 +193,12 @@ class ClientSession:
 
 def _split(state: Any, response: PairResponse) -> tuple[Any, list[tuple[str, str]]]:
     """The text machine's next state, and the text that it gives by its kind."""
+    segments: list[tuple[str, str]] = []
+    if response.finish_reason != "stop" or response.stop_word is not None:
+        state, segments = TextStateMachine.split(state, response.text)
     if response.finish_reason == "stop":
         state, kind = TextStateMachine.discard(state)
-        return state, [(kind, "")]
-    state, segments = TextStateMachine.split(state, response.text)
+        segments = [*segments, (kind, "")]
     if response.finish_reason == "length":
         state, rest, kind = TextStateMachine.flush(state)
         segments = [*segments, (kind, rest)]

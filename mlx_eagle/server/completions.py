@@ -23,7 +23,7 @@ from .body import (
     shortened,
 )
 from .client_session import ClientSession, Piece
-from .prompt import render
+from .prompt import TEMPLATE_ERRORS, render
 from .provider import PairProvider
 
 FINGERPRINT = f"mlx-eagle-{__version__}"
@@ -270,7 +270,11 @@ def tokenize(reply: Reply, body: Document) -> None:
     if "messages" in body:
         request = CompletionRequest("chat", "", body["messages"], body.get("tools"), None)
         options = reply.flags.chat_template_args | body.get("chat_template_kwargs", {})
-        tokens = tokenizer.encode(render(request, tokenizer, options), add_special_tokens=False)
+        try:
+            text = render(request, tokenizer, options)
+        except (ValueError, *TEMPLATE_ERRORS) as err:
+            raise RequestError(f"the chat template cannot take these messages ({err}).") from err
+        tokens = tokenizer.encode(text, add_special_tokens=False)
     else:
         (name,) = [name for name in ("content", "prompt") if name in body]
         has_special = body.get("add_special", body.get("add_special_tokens", name == "prompt"))
@@ -302,8 +306,8 @@ def detokenize(reply: Reply, body: Document) -> None:
     reply.send_json({"content": text, "prompt": text})
 
 
-def check_tokenize(body: Document) -> None:
-    """Raise ValueError for what is no request to tokenize."""
+def check_tokenize(body: Document) -> Document:
+    """The body; raises ValueError for what is no request to tokenize."""
     given = [name for name in ("content", "prompt", "messages") if name in body]
     if len(given) != 1:
         raise ValueError("give one of content, prompt and messages to be tokenized.")
@@ -315,13 +319,15 @@ def check_tokenize(body: Document) -> None:
         raise ValueError("chat_template_kwargs is something else than an object.")
     if not isinstance(body.get("tools", []), list):
         raise ValueError("tools is something else than a list.")
+    return body
 
 
-def check_detokenize(body: Document) -> None:
-    """Raise ValueError for what is no request to put tokens together."""
+def check_detokenize(body: Document) -> Document:
+    """The body; raises ValueError for what is no request to put tokens together."""
     tokens = body.get("tokens")
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
         raise ValueError("tokens is something else than a list of token ids.")
+    return body
 
 
 def properties(reply: Reply) -> Document:

@@ -15,6 +15,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from urllib.parse import unquote
 
 from mlx_lm.server import CompletionRequest
 
+from . import anthropic_messages as anthropic
 from . import completions as openai
 from .answer_stream import RequestError
 from .body import PairArguments, check_body, read_body, shortened, write_body
@@ -69,27 +71,32 @@ def _digest(text: str) -> str:
 
 @dataclass(frozen=True)
 class Route:
-    """What is posted to a path: ``check`` raises ValueError, ``answer`` RequestError.
+    """What is posted to a path: ``check`` gives the fields to ``answer``, or raises ValueError.
 
     ``generates``: it counts as a request to generate.
     """
 
-    check: Callable[[dict[str, Any]], None]
+    check: Callable[[dict[str, Any]], dict[str, Any]]
     answer: Callable[["PairHandler", dict[str, Any]], None]
     generates: bool = True
     error_document: Callable[[RequestError], dict[str, Any]] = openai.error_document
     error_event: Callable[[RequestError], str] = openai.error_event
 
 
-CHAT = Route(lambda body: check_body(body, "messages"), openai.answer_chat)
+CHAT = Route(partial(check_body, needed="messages"), openai.answer_chat)
+ANTHROPIC = (anthropic.error_document, anthropic.error_event)
 ROUTES = {
     "/v1/chat/completions": CHAT,
     "/chat/completions": CHAT,
-    "/v1/completions": Route(lambda body: check_body(body, "prompt"), openai.answer_text),
+    "/v1/completions": Route(partial(check_body, needed="prompt"), openai.answer_text),
+    "/v1/messages": Route(anthropic.check, anthropic.answer, True, *ANTHROPIC),
+    "/v1/messages/count_tokens": Route(
+        anthropic.check_count, anthropic.count_tokens, False, *ANTHROPIC
+    ),
     "/tokenize": Route(openai.check_tokenize, openai.tokenize, generates=False),
     "/detokenize": Route(openai.check_detokenize, openai.detokenize, generates=False),
 }
-NO_ROUTE = Route(lambda body: None, lambda handler, body: None)
+NO_ROUTE = Route(dict, lambda handler, body: None)
 
 
 class PairHandler(BaseHTTPRequestHandler):
@@ -161,12 +168,12 @@ class PairHandler(BaseHTTPRequestHandler):
         try:
             closes = self.close_connection
             self.is_body_unread = self.close_connection = True  # until it was read
+            self.route = ROUTES.get(self.path, NO_ROUTE)
             self._check_access()
             self.server.check_open()
-            if self.path not in ROUTES:
+            if self.route is NO_ROUTE:
                 path = shortened(self.path)
                 raise RequestError(f"nothing is at {path}: post to /v1/chat/completions.", 404)
-            self.route = ROUTES[self.path]
             raw = self._read()
             self.is_body_unread, self.close_connection = False, closes
             self.route.answer(self, self._fields_of(raw))
@@ -242,8 +249,8 @@ class PairHandler(BaseHTTPRequestHandler):
             # One at a time: hostile ones together would leave no time to generate.
             with self.server.large_bodies if len(raw) > LARGE else nullcontext():
                 body = read_body(raw)
-                self.route.check(body)
                 write_body(body)
+                body = self.route.check(body)
         except ValueError as err:
             raise RequestError(str(err)) from err
         return body

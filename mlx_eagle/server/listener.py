@@ -102,7 +102,12 @@ class Access:
 
     def check_key(self, headers: Message) -> None:
         """Raise RequestError where the key is asked for and not given."""
-        if self.key is not None and not self.key.admits(headers["Authorization"]):
+        if self.key is None:
+            return
+        given = headers["Authorization"]
+        if given is None and headers["x-api-key"] is not None:  # clients of the Anthropic API
+            given = f"Bearer {headers['x-api-key']}"
+        if not self.key.admits(given):
             raise RequestError(
                 "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'.", 401
             )

@@ -110,7 +110,7 @@ def template_options(
         without = render(replace(request, tools=None), tokenizer, options)
         if render(request, tokenizer, options) == without:
             raise ValueError("the chat template of this model takes no tools: leave them out.")
-    effort = args.reasoning_effort
+    effort = "none" if args.thinking_budget == 0 else args.reasoning_effort
     if effort is None:
         return options
     for name, values in (
@@ -121,4 +121,6 @@ def template_options(
         if len(texts) > 1:
             value = effort if name == "reasoning_effort" else effort not in ("none", "minimal")
             return options | {name: value}
+    if args.reasoning_effort is None:
+        return options  # thoughts are ended where they begin
     raise ValueError("the chat template of this model knows no reasoning_effort: leave it out.")

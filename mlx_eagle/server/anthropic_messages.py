@@ -1,0 +1,333 @@
+"""Anthropic API: /v1/messages, translated to a chat and back.
+
+A request becomes a body of Chat Completions, which is checked and answered as any other; pieces
+of its answer become blocks and events. No HTTP in here.
+"""
+
+import json
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mlx_lm.server import CompletionRequest
+
+from .answer_stream import RequestError
+from .body import check_body, read_arguments, shortened
+from .client_session import ClientSession
+from .completions import Document, Reply, model_name
+from .prompt import TEMPLATE_ERRORS, render, template_options
+
+ATTRIBUTION = "x-anthropic-billing-header:"
+"""Begins a system block that an agent changes with every request, for its bill: no prompt."""
+ERRORS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+SAME = ("temperature", "top_p", "top_k", "stream", "model")
+OWN = (
+    "num_draft_tokens", "tree", "acceptance", "seed", "reuse_caches", "chat_template_kwargs",
+)  # fmt: skip
+"""Fields of ours that a request may have besides Anthropic's."""
+
+
+def error_document(error: RequestError) -> Document:
+    """An error as clients of the Anthropic API read it."""
+    kind = ERRORS.get(error.status, "api_error")
+    if error.status < 500:
+        kind = ERRORS.get(error.status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+def error_event(error: RequestError) -> str:
+    """The same within a stream."""
+    return _event("error", **error_document(error))
+
+
+def check(body: Document) -> Document:
+    """The body of a chat that a request for a message means. Raises ValueError."""
+    if "max_tokens" not in body:
+        raise ValueError("the request has no max_tokens.")
+    return _translated(body)
+
+
+def check_count(body: Document) -> Document:
+    """The same for a request that counts its tokens."""
+    return _translated(body)
+
+
+def answer(reply: Reply, body: Document) -> None:
+    """Answer a translated body. Raises RequestError."""
+    model = model_name(reply, body)
+    try:
+        args = read_arguments(body, reply.flags, is_chat=True)
+    except ValueError as err:
+        raise RequestError(str(err)) from err
+    session = reply.new_session(_request_of(body), args)
+    session.submit()
+    session.open()
+    message = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
+    message |= {"model": model}
+    if body.get("stream"):
+        for event in _events(reply, session, message):
+            reply.write(event)
+        return
+    piece = session.whole()
+    blocks: list[Document] = []
+    if piece.reasoning:
+        blocks.append({"type": "thinking", "thinking": piece.reasoning, "signature": ""})
+    if piece.text:
+        blocks.append({"type": "text", "text": piece.text})
+    blocks += [
+        _call_block(call, json.loads(call["function"]["arguments"])) for call in piece.calls
+    ]
+    end = _end(session, str(piece.finish_reason))
+    reply.send_json(message | {"content": blocks, "usage": _usage(session)} | end)
+
+
+def count_tokens(reply: Reply, body: Document) -> None:
+    """How many tokens the prompt of a translated body has. Raises RequestError."""
+    tokenizer, request = reply.provider.tokenizer, _request_of(body)
+    try:
+        args = read_arguments(body, reply.flags, is_chat=True)
+        text = render(request, tokenizer, template_options(request, args, tokenizer, reply.flags))
+    except (ValueError, *TEMPLATE_ERRORS) as err:
+        raise RequestError(f"the chat template cannot take these messages ({err}).") from err
+    tokens = tokenizer.encode(text, add_special_tokens=not tokenizer.has_chat_template)
+    reply.send_json({"input_tokens": len(tokens)})
+
+
+def _request_of(body: Document) -> CompletionRequest:
+    return CompletionRequest("chat", "", body["messages"], body.get("tools") or None, None)
+
+
+def _translated(body: Document) -> Document:
+    form = body.get("output_config") or {}
+    if body.get("output_format") or (isinstance(form, dict) and form.get("format")):
+        raise ValueError("output_format is not supported: ask for the form in the prompt.")
+    if body.get("mcp_servers"):
+        raise ValueError("mcp_servers are not supported: let the client call them.")
+    chat: Document = {name: body[name] for name in (*SAME, *OWN) if name in body}
+    chat["max_tokens"] = body.get("max_tokens", 1)
+    if "stop_sequences" in body:
+        chat["stop"] = body["stop_sequences"]
+    messages = _list(body, "messages")
+    chat["messages"] = [*_system(body.get("system", [])), *_flat(map(_messages, messages))]
+    if not messages or chat["messages"][-1]["role"] == "assistant":
+        raise ValueError("the last message is not the user's: an answer cannot be gone on with.")
+    if tools := _list(body, "tools"):
+        chat["tools"] = [_tool(tool) for tool in tools]
+    chat |= _choice(body.get("tool_choice", {"type": "auto"}))
+    chat |= _thinking(body.get("thinking", {"type": "adaptive"}))
+    check_body(chat, "messages")
+    return chat
+
+
+def _list(body: Document, name: str) -> list[Any]:
+    found = body.get(name, [])
+    if not isinstance(found, list):
+        raise ValueError(f"{name} is something else than a list.")
+    return found
+
+
+def _flat(parts: Iterator[list[Document]]) -> list[Document]:
+    return [message for part in parts for message in part]
+
+
+def _blocks(content: Any, what: str) -> list[Document]:
+    """The blocks of a content, which may be a text."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+        raise ValueError(f"{what} is something else than a text or a list of blocks.")
+    return content
+
+
+def _text(block: Document, what: str) -> str:
+    if block.get("type") != "text" or not isinstance(block.get("text"), str):
+        kind = shortened(str(block.get("type")))
+        raise ValueError(f"{what} has a block of type {kind!r}: only text can be read here.")
+    return str(block["text"])
+
+
+def _system(content: Any) -> list[Document]:
+    texts = [_text(block, "system") for block in _blocks(content, "system")]
+    text = "\n\n".join(t for t in texts if t and not t.startswith(ATTRIBUTION))
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _messages(message: Any) -> list[Document]:
+    """The messages of a chat that a message means: each result of a tool is one of its own."""
+    role = message.get("role") if isinstance(message, dict) else None
+    if role not in ("user", "assistant"):
+        raise ValueError("a message is something else than an object of the user or assistant.")
+    blocks = _blocks(message.get("content"), "a message's content")
+    return [_assistant(blocks)] if role == "assistant" else _user(blocks)
+
+
+def _user(blocks: Sequence[Document]) -> list[Document]:
+    found: list[Document] = []
+    texts: list[str] = []
+    for block in blocks:
+        if block.get("type") != "tool_result":
+            texts.append(_text(block, "a message"))
+            continue
+        parts = _blocks(block.get("content", ""), "a tool_result")
+        result = "\n".join(_text(part, "a tool_result") for part in parts)
+        name = block.get("tool_use_id")
+        if not isinstance(name, str):
+            raise ValueError("a tool_result has no tool_use_id.")
+        failed = "Error: " if block.get("is_error") is True else ""
+        found.append({"role": "tool", "tool_call_id": name, "content": failed + result})
+    if texts or not found:
+        found.append({"role": "user", "content": "\n\n".join(texts)})
+    return found
+
+
+def _assistant(blocks: Sequence[Document]) -> Document:
+    message: Document = {"role": "assistant", "content": ""}
+    texts, thoughts, calls = [], [], []
+    for block in blocks:
+        kind = block.get("type")
+        if kind == "thinking":
+            thoughts.append(str(block.get("thinking", "")))
+        elif kind == "tool_use":
+            function = {"name": block.get("name"), "arguments": block.get("input")}
+            if not isinstance(function["name"], str) or not isinstance(block.get("input"), dict):
+                raise ValueError("a tool_use has no name, or an input that is no object.")
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind != "redacted_thinking":
+            texts.append(_text(block, "a message"))
+    message["content"] = "\n\n".join(texts)
+    if any(thoughts):
+        message["reasoning_content"] = "\n\n".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _tool(tool: Any) -> Document:
+    if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
+        raise ValueError("a tool is something else than an object with a name.")
+    if tool.get("type", "custom") != "custom" or "input_schema" not in tool:
+        raise ValueError(
+            f"the tool {shortened(tool['name'])} is none of the client's own: leave it out."
+        )
+    function = {"name": tool["name"], "parameters": tool["input_schema"]}
+    function |= {name: tool[name] for name in ("description", "strict") if name in tool}
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: Any) -> Document:
+    if not isinstance(choice, dict):
+        raise ValueError("tool_choice is something else than an object.")
+    kind = {"any": "required", "tool": {"name": choice.get("name")}}
+    found: Document = {"tool_choice": kind.get(str(choice.get("type")), choice.get("type"))}
+    if choice.get("disable_parallel_tool_use"):
+        found["parallel_tool_calls"] = False
+    return found
+
+
+def _thinking(thinking: Any) -> Document:
+    """A budget is a number of tokens after which the thoughts are ended; none thinks at all."""
+    if not isinstance(thinking, dict):
+        raise ValueError("thinking is something else than an object.")
+    kind = thinking.get("type")
+    if kind == "disabled":
+        return {"thinking_budget": 0}
+    if kind not in ("enabled", "adaptive"):
+        raise ValueError(f"thinking is {shortened(str(kind))}: enable or disable it.")
+    budget = thinking.get("budget_tokens")
+    return {} if budget is None else {"thinking_budget": budget}
+
+
+def _call_block(call: Document, arguments: Any) -> Document:
+    name = call["function"]["name"]
+    return {"type": "tool_use", "id": call["id"], "name": name, "input": arguments}
+
+
+def _usage(session: ClientSession) -> Document:
+    return {
+        "input_tokens": len(session.prompt) - session.num_cached,
+        "cache_read_input_tokens": session.num_cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": session.num_generated,
+    }
+
+
+def _end(session: ClientSession, finish_reason: str) -> Document:
+    """Why an answer ended, and at which of the client's words."""
+    word = session.stop_word if finish_reason == "stop" else None
+    reason = STOP_REASONS[finish_reason] if word is None else "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": word}
+
+
+def _event(kind: str, **fields: Any) -> str:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind} | fields)}\n\n"
+
+
+class _Blocks:
+    """The events of an answer's blocks, of which one is open at a time."""
+
+    def __init__(self) -> None:
+        self.index = -1
+        self._kind: str | None = None
+
+    def add(self, kind: str, field: str, text: str) -> Iterator[str]:
+        """A part of a block of text or thoughts, which goes on with the last one of its kind."""
+        if self._kind != kind:
+            empty = {"signature": ""} if kind == "thinking" else {}
+            yield from self.open({"type": kind, field: "", **empty})
+        yield self._delta(type=f"{kind}_delta", **{field: text})
+
+    def open(self, block: Document) -> Iterator[str]:
+        """A new block behind the last one."""
+        yield from self.close()
+        self.index += 1
+        self._kind = block["type"]
+        yield _event("content_block_start", index=self.index, content_block=block)
+
+    def call(self, call: Document) -> Iterator[str]:
+        """A block of its own, whole."""
+        yield from self.open(_call_block(call, {}))
+        yield self._delta(type="input_json_delta", partial_json=call["function"]["arguments"])
+
+    def close(self) -> Iterator[str]:
+        """End the block that is open."""
+        if self._kind is None:
+            return
+        if self._kind == "thinking":
+            yield self._delta(type="signature_delta", signature="")
+        self._kind = None
+        yield _event("content_block_stop", index=self.index)
+
+    def _delta(self, **delta: Any) -> str:
+        return _event("content_block_delta", index=self.index, delta=delta)
+
+
+def _events(reply: Reply, session: ClientSession, message: Document) -> Iterator[str]:
+    reply.begin_events()
+    start = message | {"content": [], "stop_reason": None, "stop_sequence": None}
+    yield _event("message_start", message=start | {"usage": _usage(session)})
+    yield _event("ping")
+    blocks = _Blocks()
+    finish_reason = "stop"
+
+    def ping(done: int, total: int) -> None:
+        reply.write(_event("ping"))
+
+    for piece in session.pieces(ping, is_stream=True):
+        if piece.reasoning:
+            yield from blocks.add("thinking", "thinking", piece.reasoning)
+        if piece.text:
+            yield from blocks.add("text", "text", piece.text)
+        for call in piece.calls:
+            yield from blocks.call(call)
+        finish_reason = piece.finish_reason or finish_reason
+    yield from blocks.close()
+    yield _event("message_delta", delta=_end(session, finish_reason), usage=_usage(session))
+    yield _event("message_stop")
