@@ -124,11 +124,19 @@ def test_answers_that_end_within_a_call(server, reference, max_tokens, read):
     assert got[3] == "length" and bool(got[2]) == (max_tokens == 11)  # the call is complete then
 
 
+ENDED = {
+    "look": ("Let me ", None, [], "stop"),
+    "Paris": ("Let me look. ", None, [], "tool_calls"),  # its call was cut off
+}
+
+
 @pytest.mark.parametrize("stop", ["Paris", "look", "<tool_call>", "cat"])
 def test_stop_words_within_calls_and_before(server, reference, stop):
+    """Also those that begin or end within a token: mlx-lm takes these out, and goes on."""
     options = question("@") | {"stop": [stop]}
     for read in (whole, streamed):
-        assert read(server, **options) == read(reference, **options)
+        expected = ENDED.get(stop) or read(reference, **options)
+        assert read(server, **options) == expected
 
 
 @pytest.mark.parametrize("read", [whole, streamed])
