@@ -20,6 +20,7 @@ from mlx_eagle.system.safetensors import save_arrays
 
 from .card import CARD, check_entry, check_table, make_card, source_license
 from .check import Report, check_head, load_model, rope_bases
+from .check_acceptance import measure_acceptance
 from .checkpoint import (
     AnyTarget,
     DraftCheckpoint,
@@ -278,26 +279,41 @@ def source_entry(checkpoint: DraftCheckpoint) -> dict[str, Any]:
     }
 
 
-def _refuse(kind: str, check: bool, draft_vocab: object, upload_repo: str | None) -> None:
+def _refuse(kind: str, draft_vocab: object, upload_repo: str | None, overrides: Overrides) -> None:
     """Raise ValueError for options that only EAGLE heads have."""
     if KINDS[kind].loads_published:
         raise ValueError(
             f"this is {KINDS[kind].title}, which is loaded as published: name it with "
             "--draft-model"
         )
-    options = {"--check": check, "--draft-vocab": draft_vocab, "--upload-repo": upload_repo}
-    given = [name for name, value in options.items() if value]
+    options = {"--draft-vocab": draft_vocab, "--upload-repo": upload_repo}
+    options |= {f"--{name.replace('_', '-')}": value for name, value in vars(overrides).items()}
+    given = [name for name, value in options.items() if value is not None]
     if given:
         raise ValueError(
             f"{given[0]} is for EAGLE heads, and this is {KINDS[kind].title}: leave it out"
         )
 
 
-def _write(
-    head: Head, kind: str, checkpoint: DraftCheckpoint, destination: Path
+def _finish_kind(
+    head: Head,
+    kind: str,
+    checkpoint: DraftCheckpoint,
+    destination: Path,
+    target: str | TargetSizes | None,
+    check: bool,
 ) -> dict[str, Any]:
-    """Save a drafter of another kind than EAGLE heads, and say so; returns its config."""
+    """Check and save a drafter of another kind than EAGLE heads, and say so; its config."""
     head.config["source"] = source_entry(checkpoint)
+    if isinstance(target, str):
+        model = open_target(target)
+        target = TargetSizes(model.hidden_size, model.num_layers, model.vocab_size, model.name)
+    KINDS[kind].made_for(head.config, Path("config.json"), target)
+    found = None
+    if check and target is not None:
+        loaded = load_model(target.name)
+        found = measure_acceptance(KINDS[kind], head.config, head.weights, *loaded)
+        head.config["check"] = found.entry()
     with new_folder(destination) as folder:
         save(head, folder)
     sizes = f"{_megabytes(checkpoint.num_bytes)} -> {_megabytes(head.num_bytes)}"
@@ -308,6 +324,8 @@ def _write(
         f"size        {sizes}",
     ]
     print("\n".join([*lines, *(f"warning: {note}" for note in head.notes)]))
+    if found is not None:
+        print(found.table())
     return head.config
 
 
@@ -357,9 +375,9 @@ def convert(
     checkpoint = open_checkpoint(str(hf_path), revision)
     kind = _kind_of(checkpoint, target)
     if KINDS[kind].convert is not None or (KINDS[kind].loads_published and kind != OTHERWISE):
-        _refuse(kind, check, draft_vocab, upload_repo)
+        _refuse(kind, draft_vocab, upload_repo, overrides)
         other = build_kind(kind, checkpoint, dtype, quantization, progress)
-        return _write(other, kind, checkpoint, destination)
+        return _finish_kind(other, kind, checkpoint, destination, target or sizes, check)
     model = open_target(str(target)) if target is not None else None
     resolved = prepare(checkpoint, model or sizes, overrides, draft_vocab)
     head = build(resolved, dtype, quantization, progress)

@@ -191,6 +191,28 @@ class BlockConfig:
         return asdict(self)
 
 
+def readings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What else a config may have meant, one doubt at a time; see ``Kind.readings``."""
+    taps, layers = list(config["taps"]), list(range(config["num_layers"]))
+    is_causal, is_scaled = bool(config["causal_layers"]), config["scales_as_target"]
+    found: dict[str, dict[str, Any]] = {}
+    for by in (1, -1):
+        if min(taps) + by >= 0:
+            found[f"taps {by:+d}"] = {"taps": [tap + by for tap in taps]}
+    first = 1 - config["first_slot"]
+    if config["block_size"] > first:
+        found[f"slot {first} drafts first"] = {"first_slot": first}
+    found["not causal" if is_causal else "causal"] = {"causal_layers": [] if is_causal else layers}
+    found["raw embeddings" if is_scaled else "embeddings scaled as the target's"] = {
+        "scales_as_target": not is_scaled
+    }
+    is_traditional = config["rope_traditional"]
+    found[f"{'half' if is_traditional else 'neighbouring'} channels turned"] = {
+        "rope_traditional": not is_traditional
+    }
+    return found
+
+
 def check_fit(config: BlockConfig, target: TargetSizes) -> None:
     """Raise ValueError where drafter and target do not belong together."""
     c = config

@@ -72,6 +72,10 @@ def _for_any(config: dict[str, Any], where: Path, target: TargetSizes | None) ->
     return "for any target"
 
 
+def _no_readings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    return {}
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of drafter: one row of the table in ``kinds.py``."""
@@ -91,6 +95,9 @@ class Kind:
     None: the converter has its own way, as for EAGLE heads, or what is published is loaded as it
     is.
     """
+
+    readings: Callable[[Mapping[str, Any]], dict[str, dict[str, Any]]] = _no_readings
+    """What else a converted config may have meant: changes of it by name, for ``--check``."""
 
     never_quantized: tuple[str, ...] = ()
     """How the names of matrices end that stay floats in a converted folder."""

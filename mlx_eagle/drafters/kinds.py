@@ -12,7 +12,7 @@ import mlx.nn as nn
 
 from ..system.hub import locate
 from ..system.json_schema import read_object, shown
-from . import dflash, dflash2, dspark, eagle3, lookup, model_drafter, mtp
+from . import block_config, dflash, dflash2, dspark, eagle3, lookup, model_drafter, mtp
 from .base import Drafter
 from .folder import Kind, LoadOptions, kind_in, read_config
 
@@ -32,6 +32,7 @@ KINDS: dict[str, Kind] = {
         dspark.recognise,
         dspark.convert,
         made_for=dspark.made_for,
+        readings=block_config.readings,
     ),
     "dflash2": Kind(
         "a DFlash2 head",
@@ -40,6 +41,7 @@ KINDS: dict[str, Kind] = {
         dflash2.convert,
         never_quantized=dflash2.NEVER_QUANTIZED,
         made_for=dflash2.made_for,
+        readings=block_config.readings,
     ),
     "dflash": Kind(
         "a DFlash head",
@@ -47,6 +49,7 @@ KINDS: dict[str, Kind] = {
         dflash.recognise,
         dflash.convert,
         made_for=dflash.made_for,
+        readings=block_config.readings,
     ),
     "eagle3": Kind("an EAGLE head", eagle3.load, eagle3.recognise, made_for=eagle3.made_for),
     "lookup": Kind("prompt lookup", lookup.load, by_name=lookup.by_name),

@@ -1,5 +1,6 @@
 """DFlash: drafts against the NumPy twin, both packagings converted, one forward per round."""
 
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -18,14 +19,15 @@ from block_twin import (
     tiny_dflash,
     twin_logits,
 )
-from checkpoints import write_config
+from checkpoints import config_of, write_config, write_target
 from drafter_pairs import tiny_gemma3
 from golden import frozen
 from helpers import PROMPT, VOCAB, byte_tokenizer, plain, speculative, tiny_llama
 from mlx.utils import tree_flatten
 
 import mlx_eagle
-from mlx_eagle.convert import convert
+from mlx_eagle.convert import convert, pipeline
+from mlx_eagle.convert.check_acceptance import measure_acceptance
 from mlx_eagle.drafters.block_config import BlockConfig, config_from, known_tensors
 from mlx_eagle.drafters.dflash import DFlashDrafter, DFlashHead
 from mlx_eagle.drafters.folder import fill, read_weights
@@ -121,6 +123,59 @@ def test_batches_share_forwards_and_accept_as_each_request_alone(learned):
         alone, own = speculative(LLAMA, learned, prompt, 20, num_draft_tokens=4)
         assert tokens == alone == plain(LLAMA, prompt, 20)
         assert stats.num_accepted >= own.num_accepted - 2
+
+
+# What --check says of it
+
+
+class Tokenizer:
+    """Reads a number as the prompt of that number."""
+
+    has_chat_template, eos_token_ids = False, ()
+
+    def encode(self, text: str) -> list[int]:
+        return PROMPTS[int(text)]
+
+
+@pytest.fixture
+def target(tmp_path, monkeypatch) -> str:
+    """A folder for the converter; the model is LLAMA, asked for what the head has learnt."""
+    short = partial(measure_acceptance, questions=("0", "1"), num_tokens=20)
+    monkeypatch.setattr(pipeline, "measure_acceptance", short)
+    monkeypatch.setattr(pipeline, "load_model", lambda name: (LLAMA, Tokenizer()))
+    sizes = {"hidden_size": 64, "num_hidden_layers": 6, "vocab_size": VOCAB}
+    return str(write_target(tmp_path / "target", **sizes))
+
+
+def test_check_measures_acceptance(learned, target, tmp_path, capsys):
+    source = published(tmp_path / "source", learned, FLAT)
+    options = {"target": target, "check": True, "quantize": False}
+    found = convert(str(source), str(tmp_path / "head"), **options)["check"]
+    assert found["winner"] == "as resolved" and found["mean_acceptance_length"] > 4
+    assert len(found["acceptance_by_position"]) == 6 and found["num_prompts"] == 2
+    names = {"taps -1", "slot 0 drafts first", "causal", "raw embeddings"}
+    assert names < found["readings"].keys() and "taps +1" not in found["readings"]
+    assert found["readings"]["slot 0 drafts first"] < 2
+    assert config_of(tmp_path / "head")["check"] == found
+    assert "winner: as resolved" in capsys.readouterr().out
+
+
+def test_check_says_which_reading_fits_better(learned, target, tmp_path, capsys):
+    config = FLAT | {"sample_from_anchor": True}
+    source = published(tmp_path / "source", learned, config)
+    options = {"target": target, "check": True, "quantize": False}
+    found = convert(str(source), str(tmp_path / "head"), **options)["check"]
+    assert found["winner"] == "slot 1 drafts first"
+    said = capsys.readouterr().out
+    assert "set first_slot to 1 in the config.json of the converted folder" in said
+
+
+def test_a_target_it_was_not_made_for_is_told_while_converting(target, tmp_path):
+    drafter = tiny_dflash(tiny_llama(hidden_size=32))
+    source = published(tmp_path / "source", drafter, FLAT | {"hidden_size": 32})
+    with pytest.raises(ValueError, match="target of hidden size 32, but this target's is 64"):
+        convert(str(source), str(tmp_path / "head"), target=target)
+    assert not (tmp_path / "head").exists()
 
 
 # What mlx-vlm makes of the same files

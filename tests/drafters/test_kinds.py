@@ -85,10 +85,13 @@ def test_a_kind_from_outside_drafts_in_a_batch(bigram, tmp_path):
     assert made.token_ids == texts
 
 
-@pytest.mark.parametrize("option", ["check", "draft_vocab"])
+@pytest.mark.parametrize("option", ["draft_vocab", "aux_offset"])
 def test_options_of_eagle_heads_are_refused_for_other_kinds(bigram, tmp_path, option):
     source = published(tmp_path / "source", PROMPT)
-    asked = {"check": {"check": True, "target": "some/target"}, "draft_vocab": {"draft_vocab": 8}}
+    asked = {
+        "draft_vocab": {"draft_vocab": 8},
+        "aux_offset": {"overrides": converter.Overrides(aux_offset=0)},
+    }
     flag = option.replace("_", "-")
     with pytest.raises(ValueError, match=f"^--{flag} is for EAGLE heads, and this is a bigram"):
         converter.convert(str(source), str(tmp_path / "head"), **asked[option])
