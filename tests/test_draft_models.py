@@ -121,7 +121,7 @@ def test_a_head_that_copies(tmp_path, monkeypatch):
         ("+lookup", "'\\+lookup' has no draft head before the plus: give HEAD\\+lookup"),
         ("lookup+lookup", "has no draft head before the plus"),
         ("head+lookup+lookup", "has no draft head before the plus"),
-        ("no/such/thing+lookup", "no/such/thing does not exist"),
+        ("no/such/folder/thing+lookup", "no/such/folder/thing does not exist"),
     ],
 )
 def test_what_a_plus_may_not_be(name, message):

@@ -164,6 +164,7 @@ def test_missing_files(source, tmp_path, out, capsys):
     assert "no config.json" in refused(capsys, source, out)
     (source / "config.json").write_text("{")
     assert "not valid JSON" in refused(capsys, source, out)
+    (source / "other.json").replace(source / "config.json")
     (source / "model.safetensors").unlink()
     assert "no weights" in refused(capsys, source, out)
     sharded = write_shards(tmp_path / "sharded", CONFIG, eagle3_tensors(), "safetensors")

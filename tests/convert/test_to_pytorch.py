@@ -81,7 +81,7 @@ def test_other_taps_and_residuals_come_back(tmp_path):
     [
         ({"quantization": {"bits": 4, "group_size": 64}}, "is quantized"),
         ({"num_layers": 2}, "has num_layers 2, which the flat PyTorch layout cannot say"),
-        ({"model_type": "llama"}, "not a converted EAGLE-3 head"),
+        ({"kind": "llama"}, "not a converted EAGLE-3 head"),
         ({"lm_head_source": "target"}, "takes its output matrix from the target"),
     ],
 )

@@ -51,7 +51,7 @@ def test_drawn_children_are_kept_more_often_than_the_likeliest():
 def naive_trial(p, q, children, coins):
     """One row in plain Python: which child is kept, and what is drawn from; p, q over all."""
     p, q = list(p), list(q)
-    for i, (x, coin) in enumerate(zip(children, coins, strict=True)):
+    for i, (x, coin) in enumerate(zip(children, coins, strict=False)):
         if q[x] == 0:
             continue
         if coin < min(1.0, p[x] / q[x]):

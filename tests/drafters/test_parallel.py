@@ -103,7 +103,7 @@ def test_rounds_equal_speculators(name):
 def test_the_converters_check_measures_the_same_drafts(name):
     golden = frozen.load(name)
     drafter = drafter_of(golden)
-    part = AttachedHead(drafter.head, drafter._embed, drafter.taps, drafter._to_target)
+    part = AttachedHead(drafter.head, drafter._embed, drafter.taps, drafter.to_target)
     tokens, features = mx.array([0, *golden.tokens]), mx.array(golden.features)
     rows = unroll(part, tokens, features, first=2, num_slots=5)
     for depth, (logits, drafted) in enumerate(rows):

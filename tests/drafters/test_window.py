@@ -56,7 +56,7 @@ def naive_chain(drafter: EagleDrafter, tokens: mx.array, features: mx.array, siz
     state = head(embed(tokens), head.fuse(features), caches, 0, mask)[-1:]
     committed, logits = ((slots < SINKS) | (slots >= num - window))[None], [head.logits(state)]
     for i in range(size - 1):
-        token = drafter._to_target[mx.argmax(logits[-1], axis=-1)]
+        token = drafter.to_target[mx.argmax(logits[-1], axis=-1)]
         mask = mx.concatenate([committed, mx.ones((1, i + 1), mx.bool_)], axis=1)
         state = head(embed(token), state, caches, num + i, mask)
         logits.append(head.logits(state))
