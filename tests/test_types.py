@@ -39,7 +39,7 @@ for plain in mlx_eagle.stream_generate(model, tokenizer, "Hi"):
 for drafted in mlx_eagle.stream_generate(model, tokenizer, "Hi", draft_model=drafter):
     drafted.stats.taus
 """
-# mlx_lm.load itself is typed as what gives two things or three, which no snippet of its own passes.
+# mlx_lm.load is typed as what gives two things or three, which no snippet of its own passes.
 LOAD_PAIR = """
 from mlx.nn.layers.base import Module
 from typing import Any
