@@ -56,6 +56,7 @@ TARGETS: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: tiny_llama(head_dim=32),
     "llama, quantized": packed,
     "qwen3_moe": lambda: build("qwen3_moe", head_dim=32),
+    "glm4_moe": lambda: build("glm4_moe", head_dim=32),
     "gemma2": lambda: build("gemma2", head_dim=32),
     "gemma3_text": lambda: build("gemma3_text", head_dim=32),
     "gpt_oss": lambda: build("gpt_oss (20b)", head_dim=32),
@@ -63,6 +64,7 @@ TARGETS: dict[str, Callable[[], nn.Module]] = {
     "mamba2": lambda: build("mamba2"),
     "falcon_h1": lambda: build("falcon_h1", head_dim=32),
 }
+WITH_MTP = ("qwen3_next", "glm4_moe")
 STATES = ("qwen3_next", "mamba2", "falcon_h1")  # recurrent, besides attention or without it
 
 
@@ -203,15 +205,11 @@ AXES = {
 SHARED = (2, 3, 4)
 REFUSED: list[tuple[dict[str, tuple], str]] = [
     (
-        {"drafter": ("mtp",), "target": tuple(name for name in TARGETS if name != "qwen3_next")},
+        {"drafter": ("mtp",), "target": tuple(name for name in TARGETS if name not in WITH_MTP)},
         "MTP layers are known for",
     ),
     (
         {"drafter": ("p-eagle", "lookup", "draft model"), "shape": TREES},
-        "this drafter proposes chains only",
-    ),
-    (
-        {"drafter": ("mtp",), "target": ("qwen3_next",), "shape": TREES},
         "this drafter proposes chains only",
     ),
     ({"drafter": ("lagging head",), "shape": TREES}, "do not support a lagging draft cache"),
