@@ -105,6 +105,9 @@ class Kind:
     loads_published: bool = False
     """Whether ``load`` takes checkpoints as published."""
 
+    is_trained: bool = False
+    """Whether ``mlx_eagle.train`` takes one further."""
+
     made_for: Callable[[dict[str, Any], Path, TargetSizes | None], str] = _for_any
     """What targets a converted folder is for, in words, by its config.
 

@@ -51,7 +51,13 @@ KINDS: dict[str, Kind] = {
         made_for=dflash.made_for,
         readings=block_config.readings,
     ),
-    "eagle3": Kind("an EAGLE head", eagle3.load, eagle3.recognise, made_for=eagle3.made_for),
+    "eagle3": Kind(
+        "an EAGLE head",
+        eagle3.load,
+        eagle3.recognise,
+        is_trained=True,
+        made_for=eagle3.made_for,
+    ),
     "lookup": Kind("prompt lookup", lookup.load, by_name=lookup.by_name),
     "model": Kind("a draft model", model_drafter.load, loads_published=True),
 }

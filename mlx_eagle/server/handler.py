@@ -146,7 +146,7 @@ class PairHandler(BaseHTTPRequestHandler):
             self._end_request()
 
     def parse_request(self) -> bool:
-        """See http.server's. Leaves the path without its query."""
+        """Read the head of a request; its path is left without the query."""
         self.reader.begin()
         self.asked = time.monotonic()
         if not super().parse_request():
@@ -283,7 +283,6 @@ class PairHandler(BaseHTTPRequestHandler):
         return raw
 
     def new_session(self, request: CompletionRequest, args: PairArguments) -> ClientSession:
-        """See ``Reply``."""
         generator, metrics = self.server.generator, self.server.metrics
         session = ClientSession(generator, metrics, self, request, args)
         self.sessions.append(session)

@@ -20,6 +20,7 @@ from ..convert.quantize import Quantization, pack
 from ..drafters.config import Eagle3Config, default_ids
 from ..drafters.head import Eagle3Head
 from ..drafters.head_weights import load_head, split_weights
+from ..drafters.kinds import is_converted, kind_of
 from ..drafters.target_parts import activation_dtype, find_embedding, lm_head_of, rows_of_lm_head
 from ..system.safetensors import save_arrays
 from .examples import Example
@@ -191,13 +192,18 @@ def student_from(source: str, model: nn.Module, target: str | None) -> Student:
     folder or repository id, for the converter. Raises ValueError for a head that is more than
     llama layers drafting step by step.
     """
-    if _is_converted(Path(source).expanduser()):
-        attached = load_head(source, model, dtype=mx.float32)
-    else:
-        with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(source).expanduser()
+        if not is_converted(folder):
             folder = Path(scratch) / "head"
             convert(source, str(folder), quantize=False, target=target)
-            attached = load_head(folder, model, dtype=mx.float32)
+        kind, _ = kind_of(folder)
+        if not kind.is_trained:
+            raise ValueError(
+                f"{source} is {kind.title}, and only EAGLE heads are trained here: start from "
+                "one, or from none."
+            )
+        attached = load_head(folder, model, dtype=mx.float32)
     head, embedding = attached.head, find_embedding(model)[0]
     _check_trainable(head.config, source)
     own = head.config.embed_source == "file"
@@ -260,27 +266,19 @@ def narrowed(student: Student, model: nn.Module, ids: np.ndarray) -> Student:
 
 
 def _check_trainable(config: Eagle3Config, source: str) -> None:
-    kinds = {
+    features = {
         "drafts in one pass (P-EAGLE)": config.mask_token_id is not None,
         "has parallel heads": config.num_parallel_heads > 0,
         "attends to a latent (MLA)": config.latent is not None,
         "scales queries by their position": config.position_scale is not None,
         "has layers of Gemma-4": config.branch_norms or config.values != "projected",
     }
-    for kind, holds in kinds.items():
+    for feature, holds in features.items():
         if holds:
             raise ValueError(
-                f"{source} {kind}, and only heads of llama layers that draft step by step are "
+                f"{source} {feature}, and only heads of llama layers that draft step by step are "
                 "trained here: start from another head, or from none."
             )
-
-
-def _is_converted(folder: Path) -> bool:
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and config.get("model_type") == "eagle3"
 
 
 def head_files(
