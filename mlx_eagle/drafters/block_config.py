@@ -26,6 +26,7 @@ SIZE = whole(1, 2**24)
 FEW = whole(1, 256)
 LAYER_IDS = list_of(whole(-1, 4096), "whole numbers from -1")
 SCALINGS = ("linear", "llama3", "yarn")
+ACTIVATION = one_of("silu", "gelu_pytorch_tanh")
 OWN: Table = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "draft_vocab_size"), SIZE),
     **dict.fromkeys(("num_layers", "num_heads", "num_kv_heads", "block_size"), FEW),
@@ -36,6 +37,7 @@ OWN: Table = {
     "rms_norm_eps": number_above(0, 1),
     "rope_theta": number_above(1, 1e15),
     "rope_scaling": OBJECT,
+    "hidden_act": ACTIVATION,
     "windows": INT_LIST,
     "window_from": one_of("query", "anchor"),
     "causal_layers": INT_LIST,
@@ -67,7 +69,7 @@ PUBLISHED: Table = {
     "sliding_window_non_causal": BOOL,
     "aux_hidden_state_layer_ids": INT_LIST,
     "attention_sink_bias": BOOL,
-    "hidden_act": one_of("silu"),
+    "hidden_act": ACTIVATION,
     "transformer_layer_config": OBJECT,
     "rope_is_neox_style": BOOL,
 }
@@ -112,6 +114,7 @@ class BlockConfig:
     mask_token_id: int
     block_size: int
     first_slot: int = 1
+    hidden_act: str = "silu"
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 32768
     rope_theta: float = 10000.0
@@ -373,6 +376,7 @@ def fields_from(
         "mask_token_id": _need(settings, "mask_token_id"),
         "block_size": _need(settings, "block_size"),
         "first_slot": 0 if settings.get("sample_from_anchor") else 1,
+        "hidden_act": settings.get("hidden_act", "silu"),
         "rms_norm_eps": settings.get("rms_norm_eps", 1e-6),
         "max_position_embeddings": settings.get("max_position_embeddings", 32768),
         "logit_softcap": settings.get("final_logit_softcapping"),

@@ -77,6 +77,7 @@ class BlockAttention(nn.Module):
         super().__init__()
         c = config
         self.num_heads, self.num_kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
+        self.scale = c.head_dim**-0.5
         h, bias = c.hidden_size, c.attention_bias
         self.q_proj = nn.Linear(h, c.num_heads * c.head_dim, bias=bias)
         self.k_proj = nn.Linear(h, c.num_kv_heads * c.head_dim, bias=bias)
@@ -109,7 +110,7 @@ class BlockAttention(nn.Module):
             q,
             keys,
             values,
-            scale=self.head_dim**-0.5,
+            scale=self.scale,
             mask=mask,
             sinks=self.attention_sink_bias if "attention_sink_bias" in self else None,
         )
@@ -132,9 +133,10 @@ class BlockMLP(nn.Module):
         self.gate_proj = nn.Linear(h, size, bias=False)
         self.up_proj = nn.Linear(h, size, bias=False)
         self.down_proj = nn.Linear(size, h, bias=False)
+        self.activation = config.hidden_act
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(GATED["silu"](self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(GATED[self.activation](self.gate_proj(x), self.up_proj(x)))
 
 
 class BlockLayer(nn.Module):

@@ -11,8 +11,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import KVCache
 
-from ..system.json_schema import Table, one_of, whole
+from ..system.json_schema import BOOL, Table, one_of, whole
+from ..target.ragged import RaggedCache
 from .block_config import (
     OWN,
     BlockConfig,
@@ -21,12 +23,21 @@ from .block_config import (
     known_tensors,
     merged,
 )
-from .dflash import DFlashDrafter, DFlashHead, attach, check_tensors, is_block_head
+from .dflash import (
+    BlockAttention,
+    BlockLayer,
+    DFlashDrafter,
+    DFlashHead,
+    attach,
+    check_tensors,
+    is_block_head,
+)
 from .folder import LoadOptions, PublishedTensor, Tensors
 from .target_parts import TargetSizes
 
 MARKOV: Table = {
     **OWN,
+    **dict.fromkeys(("is_gemma", "values_are_keys"), BOOL),
     "markov_rank": whole(1, 2**16),
     "markov_kind": one_of("vanilla", "gated", "rnn"),
 }
@@ -36,10 +47,16 @@ CONFIDENCE = "confidence_head."
 
 @dataclass(frozen=True, kw_only=True)
 class DSparkConfig(BlockConfig):
-    """That of DFlash, and the rank and kind of the head that reads the token before."""
+    """That of DFlash, and the rank and kind of the head that reads the token before.
+
+    Where ``is_gemma``, layers are those of Gemma 4's global attention; with ``values_are_keys``,
+    values are the keys before their norm.
+    """
 
     markov_rank: int = 1
     markov_kind: str = "vanilla"
+    is_gemma: bool = False
+    values_are_keys: bool = False
 
     @classmethod
     def table(cls) -> Table:
@@ -82,12 +99,54 @@ class MarkovHead(nn.Module):
         return self.markov_w2(own), carried
 
 
+class GemmaAttention(BlockAttention):
+    """Gemma 4's global attention: values are normed too, and scores are not scaled."""
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__(config)
+        self.scale, self.eps = 1.0, config.rms_norm_eps
+        if config.values_are_keys:
+            self.pop("v_proj")
+
+    def _keys_and_values(self, x: mx.array, offset: int | mx.array) -> tuple[mx.array, mx.array]:
+        k = self._to_heads(self.k_proj(x), self.num_kv_heads)
+        v = self._to_heads(self.v_proj(x), self.num_kv_heads) if "v_proj" in self else k
+        return self.rope(self.k_norm(k), offset=offset), mx.fast.rms_norm(v, None, self.eps)
+
+
+class GemmaLayer(BlockLayer):
+    """Layer of Gemma 4: what attention and MLP add is normed as well, the sum multiplied."""
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__(config)
+        h, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn = GemmaAttention(config)
+        self.pre_feedforward_layernorm = nn.RMSNorm(h, eps)
+        self.post_feedforward_layernorm = nn.RMSNorm(h, eps)
+        self.layer_scalar = mx.ones((1,))
+
+    def __call__(
+        self, x: mx.array, cache: KVCache | RaggedCache, mask: mx.array | None
+    ) -> mx.array:
+        attended = self.self_attn(self.input_layernorm(x), cache, mask)
+        x = x + self.post_attention_layernorm(attended)
+        added = self.mlp(self.pre_feedforward_layernorm(x))
+        x = x + self.post_feedforward_layernorm(added)
+        scalar: mx.array = self.layer_scalar
+        return x * scalar
+
+
 class DSparkHead(DFlashHead):
     """Weights of a DSpark head."""
+
+    config: DSparkConfig
 
     def __init__(self, config: DSparkConfig):
         super().__init__(config)
         self.markov_head = MarkovHead(config)
+
+    def make_layer(self) -> nn.Module:
+        return GemmaLayer(self.config) if self.config.is_gemma else BlockLayer(self.config)
 
 
 class DSparkDrafter(DFlashDrafter):
@@ -120,11 +179,6 @@ def convert(tensors: Tensors, config: Mapping[str, Any]) -> tuple[dict[str, Any]
         for name, tensor in known_tensors(tensors).items()
         if not name.startswith(CONFIDENCE)
     }
-    if "layers.0.pre_feedforward_layernorm.weight" in found:
-        raise ValueError(
-            "this is a DSpark head with the layers of Gemma 4, which are not converted yet; use "
-            "an assistant or an EAGLE head of the same target"
-        )
     made = config_from(found, config)
     check_tensors(DSparkHead(made), found)
     return made.to_dict(), found
@@ -142,6 +196,8 @@ def config_from(tensors: Mapping[str, PublishedTensor], config: Mapping[str, Any
     fields = fields_from(tensors, settings, "transformer_layer_config" in config)
     if fields["embed_source"] == "file":
         fields["scales_as_target"] = False
+    if "layers.0.pre_feedforward_layernorm.weight" in tensors:
+        fields |= _gemma_fields(tensors, settings, config, fields)
     kind = "gated" if "markov_head.gate_proj.weight" in tensors else "vanilla"
     kind = "rnn" if "markov_head.joint_proj.weight" in tensors else kind
     w1 = tensors.get("markov_head.markov_w1.weight")
@@ -151,6 +207,33 @@ def config_from(tensors: Mapping[str, PublishedTensor], config: Mapping[str, Any
         "markov_kind": kind,
     }
     return DSparkConfig.from_dict(made, "config.json")
+
+
+def _gemma_fields(
+    tensors: Mapping[str, PublishedTensor],
+    settings: Mapping[str, Any],
+    config: Mapping[str, Any],
+    fields: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What is otherwise with Gemma 4's layers: all of them attend globally."""
+    ropes = config.get("rope_parameters") or {}
+    rope = ropes.get("full_attention") or ropes
+    partial = rope.get("partial_rotary_factor", 0.25)
+    owns_embedding = fields["embed_source"] == "file"
+    return {
+        "is_gemma": True,
+        "values_are_keys": "layers.0.self_attn.v_proj.weight" not in tensors,
+        "hidden_act": settings.get("hidden_activation", "gelu_pytorch_tanh"),
+        "embed_scale": fields["hidden_size"] ** 0.5 if owns_embedding else 1.0,
+        "rope_theta": rope.get("rope_theta", 1e6),
+        "rope_scaling": {
+            "type": "proportional",
+            "partial_rotary_factor": partial,
+            "factor": 1.0,
+        },
+        "windows": (),
+        "causal_layers": (),
+    }
 
 
 def _first_slot(config: Mapping[str, Any], settings: Mapping[str, Any], block_size: int) -> int:

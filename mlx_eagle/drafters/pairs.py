@@ -15,7 +15,12 @@ SUFFIX = re.compile(
 )
 
 BILLIONS = re.compile(r"(?<![a-z\d.])(\d+(?:\.\d+)?)b(?![a-z])", re.IGNORECASE)
-SPARSE = {"llama-4-scout-17b-16e-instruct": 109.0, "qwen3-coder-next": 80.0}
+SPARSE = {
+    "llama-4-scout-17b-16e-instruct": 109.0,
+    "qwen3-coder-next": 80.0,
+    "gemma-4-e2b-it": 5.1,
+    "gemma-4-e4b-it": 8.0,
+}
 """Where the name counts the parameters that are at work for one token, or none."""
 BYTES_PER_WEIGHT = 4.5 / 8  # in 4 bits, each group of 64 with a scale and a bias of 16
 HEAD_SHARE = 1.06
@@ -192,6 +197,9 @@ PAIRS = (
     ),
     Pair("google/gemma-4-26B-A4B-it", "makora-ai/gemma4-26b-a4b-dspark", kind="dspark"),
     Pair("google/gemma-4-12B-it", "z-lab/gemma4-12B-it-DFlash", licence="MIT", kind="dflash"),
+    Pair("google/gemma-4-12B-it", "deepseek-ai/dspark_gemma4_12b_block7", kind="dspark"),
+    Pair("google/gemma-4-E4B-it", "rasyosef/gemma-4-E4B-it-dspark", kind="dspark"),
+    Pair("google/gemma-4-E2B-it", "rasyosef/gemma-4-E2B-it-dspark", kind="dspark"),
     Pair(
         "LiquidAI/LFM2.5-1.2B-Instruct",
         "LiquidAI/LFM2.5-1.2B-Instruct-DSpark",

@@ -28,12 +28,22 @@ from mlx_eagle.drafters.folder import fill, read_weights
 from mlx_eagle.drafters.kinds import load_drafter, recognise
 
 LLAMA, TOKENIZER = tiny_llama(), byte_tokenizer()
+GEMMA = {
+    "is_gemma": True,
+    "values_are_keys": True,
+    "hidden_act": "gelu_pytorch_tanh",
+    "rope_theta": 1e6,
+    "rope_scaling": {"type": "proportional", "partial_rotary_factor": 0.25, "factor": 1.0},
+    "logit_softcap": 30.0,
+}
 FORMS = {
     "vanilla": {},
     "gated": {"markov_kind": "gated"},
     "rnn": {"markov_kind": "rnn"},
     "the anchor's slot not used": {"first_slot": 1},
     "windows and sinks": {"windows": (5, 0), "causal_layers": (0,), "has_sinks": True},
+    "Gemma 4": GEMMA,
+    "Gemma 4, values of their own": GEMMA | {"values_are_keys": False},
     "capped before the correction": {"logit_softcap": 2.0},
 }
 
@@ -166,11 +176,45 @@ def test_own_embedding_and_output(tmp_path):
     assert tokens == plain(LLAMA, PROMPT, 20)
 
 
-def test_layers_of_gemma_4_are_refused_by_name(tmp_path):
-    more = {"layers.0.pre_feedforward_layernorm.weight": mx.ones(64)}
-    source = published(tmp_path / "source", tiny_dspark(LLAMA), TOP, more=more)
-    with pytest.raises(ValueError, match="DSpark head with the layers of Gemma 4"):
-        convert(str(source), str(tmp_path / "head"))
+@pytest.mark.parametrize("values_are_keys", [True, False])
+def test_layers_of_gemma_4(tmp_path, values_are_keys):
+    """As DeepSpec saves them: a flat config of a gemma4_text model, tables of their own."""
+    own = {"embed_source": "file", "lm_head_source": "file", "values_are_keys": values_are_keys}
+    drafter = tiny_dspark(LLAMA, **GEMMA | own)
+    ropes = {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1e6,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    config = without(TOP, "rope_theta", "hidden_act") | {
+        "architectures": ["Gemma4DSparkModel"],
+        "model_type": "gemma4_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "final_logit_softcapping": 30.0,
+        "rope_parameters": ropes,
+        "layer_types": ["full_attention"] * 2,
+        "sliding_window": 1024,
+        "attention_k_eq_v": values_are_keys,
+    }
+    source = published(tmp_path / "source", drafter, config)
+    written = convert(str(source), str(tmp_path / "head"), quantize=False)
+    assert {key: written[key] for key in GEMMA if key != "values_are_keys"} == {
+        key: value for key, value in GEMMA.items() if key != "values_are_keys"
+    }
+    assert written["values_are_keys"] == values_are_keys and written["embed_scale"] == 8.0
+    loaded, text = load_drafter(tmp_path / "head", LLAMA), [*PROMPT, 5]
+    begun = loaded.begin()
+    features = mx.array(features_of(LLAMA, loaded.taps, text).astype(np.float32))
+    begun.extend(mx.array(text[1:]), features[:-1])
+    wanted = twin_logits(loaded, LLAMA, text, 6)
+    assert relative(drafted_logits(begun, 6), wanted) < TOLERANCE
+    table = drafter.head.embed_tokens.weight
+    assert mx.allclose(loaded._embed(mx.array([7])), 8.0 * table[7])
+    tokens, _ = speculative(LLAMA, loaded, PROMPT, 20, num_draft_tokens=5)
+    assert tokens == plain(LLAMA, PROMPT, 20)
 
 
 def test_it_is_told_by_its_matrix():

@@ -78,10 +78,20 @@ def silu(x: np.ndarray) -> np.ndarray:
     return x / (1 + np.exp(-x))
 
 
-def turned(x: np.ndarray, position: int, theta: float, neighbours: bool) -> np.ndarray:
-    """x (heads, d) at a position: channel i with channel i + d/2, or with its neighbour."""
+def gelu(x: np.ndarray) -> np.ndarray:
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def turned(
+    x: np.ndarray, position: int, theta: float, neighbours: bool, part: float = 1.0
+) -> np.ndarray:
+    """x (heads, d) at a position: channel i with channel i + d/2, or with its neighbour.
+
+    Of all channels only the first ``part`` of each half turns.
+    """
     half = x.shape[-1] // 2
     angles = position * theta ** (-np.arange(half) / half)
+    angles[int(part * half) :] = 0
     first, second = (x[:, ::2], x[:, 1::2]) if neighbours else (x[:, :half], x[:, half:])
     pair = (
         first * np.cos(angles) - second * np.sin(angles),
@@ -125,6 +135,13 @@ class Twin:
     def layer(self, i: int, x: np.ndarray, context: np.ndarray) -> np.ndarray:
         if isinstance(self.c, DFlash2Config):
             return self.convolved_layer(i, x, context)
+        if getattr(self.c, "is_gemma", False):
+            name = f"layers.{i}."
+            added = self.attention(i, self.normed(x, f"{name}input_layernorm"), context)
+            x = x + self.normed(added, f"{name}post_attention_layernorm")
+            added = self.mlp(i, self.normed(x, f"{name}pre_feedforward_layernorm"))
+            x = x + self.normed(added, f"{name}post_feedforward_layernorm")
+            return x * self.w[f"{name}layer_scalar"]
         x = x + self.attention(i, self.normed(x, f"layers.{i}.input_layernorm"), context)
         return x + self.mlp(i, self.normed(x, f"layers.{i}.post_attention_layernorm"))
 
@@ -153,7 +170,8 @@ class Twin:
     def mlp(self, i: int, x: np.ndarray) -> np.ndarray:
         names = (f"layers.{i}.mlp.{part}_proj.weight" for part in ("gate", "up", "down"))
         gate, up, down = (self.w[name] for name in names)
-        return (silu(x @ gate.T) * (x @ up.T)) @ down.T
+        activation = silu if self.c.hidden_act == "silu" else gelu
+        return (activation(x @ gate.T) * (x @ up.T)) @ down.T
 
     def attention(self, i: int, x: np.ndarray, context: np.ndarray) -> np.ndarray:
         c, name = self.c, f"layers.{i}.self_attn."
@@ -166,21 +184,27 @@ class Twin:
         def placed(rows: np.ndarray, part: str, start: int) -> list[np.ndarray]:
             rows = self.normed(rows, f"{name}{part}_norm")
             return [
-                turned(row, start + n, c.rope_theta, c.rope_traditional)
+                turned(row, start + n, c.rope_theta, c.rope_traditional, part_turned)
                 for n, row in enumerate(rows)
             ]
 
+        is_gemma = getattr(c, "is_gemma", False)
+        part_turned = (c.rope_scaling or {}).get("partial_rotary_factor", 1.0)
         num_before = len(context)
         queries = placed(heads(x, "q", c.num_heads), "q", num_before)
         keys = placed(heads(context, "k", c.num_kv_heads), "k", 0)
         keys += placed(heads(x, "k", c.num_kv_heads), "k", num_before)
-        values = [*heads(context, "v", c.num_kv_heads), *heads(x, "v", c.num_kv_heads)]
+        part = "k" if getattr(c, "values_are_keys", False) else "v"
+        values = [*heads(context, part, c.num_kv_heads), *heads(x, part, c.num_kv_heads)]
+        if is_gemma:
+            values = [rms(row, np.ones(c.head_dim), c.rms_norm_eps) for row in values]
         out = np.zeros((len(x), c.num_heads, c.head_dim))
         for r, query in enumerate(queries):
             seen = [k for k in range(len(keys)) if sees(c, i, num_before + r, k, num_before)]
             for head in range(c.num_heads):
                 group = head // (c.num_heads // c.num_kv_heads)
-                scores = np.array([keys[k][group] @ query[head] for k in seen]) * c.head_dim**-0.5
+                scores = np.array([keys[k][group] @ query[head] for k in seen])
+                scores = scores * (1.0 if is_gemma else c.head_dim**-0.5)
                 if c.has_sinks:
                     scores = np.append(scores, self.w[f"{name}attention_sink_bias"][head])
                 shares = np.exp(scores - scores.max())
