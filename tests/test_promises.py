@@ -17,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from architectures import build
+from block_twin import tiny_dflash, tiny_dspark
 from covering import Row, covering
 from drafter_pairs import nudged, tiny_mtp
 from helpers import (
@@ -106,6 +107,8 @@ DRAFTERS: dict[str, Callable[[nn.Module], Drafter]] = {
     "lookup": lambda model: LookupDrafter(),
     "draft model": lambda model: ModelDrafter(nudged(tiny_llama())),
     "mtp": tiny_mtp,
+    "dflash": tiny_dflash,
+    "dspark": tiny_dspark,
 }
 
 
@@ -209,7 +212,7 @@ REFUSED: list[tuple[dict[str, tuple], str]] = [
         "MTP layers are known for",
     ),
     (
-        {"drafter": ("p-eagle", "lookup", "draft model"), "shape": TREES},
+        {"drafter": ("p-eagle", "lookup", "draft model", "dflash", "dspark"), "shape": TREES},
         "this drafter proposes chains only",
     ),
     ({"drafter": ("lagging head",), "shape": TREES}, "do not support a lagging draft cache"),

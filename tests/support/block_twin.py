@@ -42,7 +42,7 @@ def tiny_block(model, kind: str = "dflash", seed: int = 20, **changes) -> DFlash
     make_config, make_head, make_drafter = KINDS[kind]
     embedding, vocab_size = find_embedding(model)
     sizes = {
-        "hidden_size": embedding.weight.shape[1],
+        "hidden_size": embedding(mx.array([0])).shape[-1],  # of packed ones as well
         "vocab_size": vocab_size,
         "draft_vocab_size": vocab_size,
         "taps": (1, len(model.layers)),
