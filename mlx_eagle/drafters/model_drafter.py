@@ -9,6 +9,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load as load_model
 
+from ..system.device import set_precision
 from ..target.masks_and_ropes import evaluate_ropes, exact_masks
 from ..target.rollback import Checkpoint, check_supported
 from .base import Draft, DrafterBase, Pick, index_of, start_early
@@ -149,13 +150,15 @@ def load_model_drafter(
     models do not speak of the same tokens.
     """
     try:
-        model, draft_tokenizer = load_model(str(path_or_repo))[:2]
+        model, draft_tokenizer = load_model(str(path_or_repo), lazy=True)[:2]
     except NOT_LOADED as err:
         reason = (str(err).strip() or type(err).__name__).splitlines()[0].rstrip(" :")
         raise ValueError(
             f"{path_or_repo} is neither a draft head that is known here nor a model that mlx-lm "
             f"loads ({reason[:200]}): give an EAGLE head or a model of the target's family."
         ) from err
+    model = set_precision(model, whose="the draft model's")
+    mx.eval(model.parameters())
     vocab_size, num_known = find_embedding(target)[1], find_embedding(model)[1]
     # Tables may be padded differently, so only a clear mismatch is an error.
     if abs(num_known - vocab_size) > max(1024, vocab_size // 100):

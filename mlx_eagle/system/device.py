@@ -85,17 +85,21 @@ def settle_compiling() -> None:
 DTYPES = ("float32", "float16", "bfloat16")
 SHARE_OF_RAM = 0.75  # for weights and caches, where nobody says how much
 FLOAT32 = (
-    "Note: on a CPU the weights are loaded as float32, {after} in place of {before}, as MLX is "
-    "many times slower there with others. --dtype float32 leaves packed weights packed, --dtype "
-    "float16 and bfloat16 take half precision."
+    "Note: on a CPU {whose} weights are loaded as float32, {after} in place of {before}, as MLX "
+    "is many times slower there with others."
+)
+TARGET = "the target's"
+CHOICE = (
+    " --dtype float32 leaves packed weights packed, --dtype float16 and bfloat16 take half "
+    "precision."
 )
 TOO_LARGE = (
     "Note: MLX is many times slower on a CPU with weights that are not float32, but as float32 "
-    "these would take {after} of {total}: they stay as they are, {before}."
+    "{whose} would take {after} of {total}: they stay as they are, {before}."
 )
 
 
-def set_precision(model: nn.Module, dtype: str | None = None) -> nn.Module:
+def set_precision(model: nn.Module, dtype: str | None = None, whose: str = TARGET) -> nn.Module:
     """A model, just loaded, with floats of type ``dtype``; its packed weights stay packed.
 
     By default everything stays as it is stored. But on a CPU it is unpacked and made float32, if
@@ -106,11 +110,12 @@ def set_precision(model: nn.Module, dtype: str | None = None) -> nn.Module:
     if dtype is None:
         before, after, total = weight_bytes(model), 4 * get_total_parameters(model), ram()
         size = {"before": megabytes(before), "after": megabytes(after), "total": megabytes(total)}
-        if after > SHARE_OF_RAM * total:
-            print(TOO_LARGE.format(**size), file=sys.stderr)
+        if after > before and after > SHARE_OF_RAM * total:
+            print(TOO_LARGE.format(whose=whose, **size), file=sys.stderr)
             return model
         if after > before:
-            print(FLOAT32.format(**size), file=sys.stderr)
+            choice = CHOICE if whose == TARGET else ""
+            print(FLOAT32.format(whose=whose, **size) + choice, file=sys.stderr)
         # Before the cast: a packed weight is what its scales say in their own type.
         model = dequantize_model(model)
     model.set_dtype(getattr(mx, dtype or "float32"))

@@ -23,6 +23,7 @@ from mlx_eagle import chat
 from mlx_eagle.commands import flags
 from mlx_eagle.commands import generate as program
 from mlx_eagle.convert import __main__ as convert
+from mlx_eagle.demo.pair import HEAD
 from mlx_eagle.demo.target import demo_target_path
 from mlx_eagle.system import blas, device
 
@@ -86,6 +87,21 @@ def test_text_footer_and_counts(run, pair):
     assert counts["tau"] == pytest.approx(counts["num_emitted"] / counts["num_target_forwards"])
     assert 7.4e6 < counts["head_parameters"] < 7.5e6
     assert counts["target_weight_bytes"] > 500e6 and counts["head_cache_bytes"] > 0
+
+
+MOST_SECONDS_PER_TOKEN = 3  # 0.05 where it is quiet; in half precision, as it is stored, 7
+
+
+@pytest.mark.skipif(mx.default_device() == mx.gpu, reason="only a CPU is slow in half precision")
+def test_the_demo_target_by_its_folder_is_as_fast_as_the_demo_pair(capsys, monkeypatch, pair):
+    """As the page on training has it, with a head of one's own."""
+    flags = ["--model", str(demo_target_path()), "--draft-model", str(HEAD), "-m", "6"]
+    monkeypatch.setattr(sys, "argv", ["generate", *flags, "-p", QUESTION, "--stats-json", "-"])
+    program.main()
+    out, err = capsys.readouterr()
+    assert plain_text(pair, QUESTION, 6) in out
+    assert err.count("Note: on a CPU the target's weights are loaded as float32") == 1
+    assert json.loads(out.splitlines()[-1])["generation_tps"] > 1 / MOST_SECONDS_PER_TOKEN
 
 
 def test_lines_about_memory_come_with_their_flag_only(run):

@@ -1,9 +1,11 @@
 """An ordinary model as the drafter: its caches, its vocabulary, loading it."""
 
+import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from drafter_pairs import LLAMA, PAIRS, WINDOW, Steered, naive_twin
 from helpers import PROMPT, SCRIPTS, VOCAB, plain, speculative, tiny_llama
+from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.models.cache import BatchKVCache, RotatingKVCache
 from mlx_lm.utils import save_config, save_model
@@ -119,3 +121,15 @@ def test_a_draft_model_with_an_unknown_cache_is_refused(monkeypatch):
     monkeypatch.setattr(llama.Model, "make_cache", make_cache, raising=False)
     with pytest.raises(ValueError, match="the draft model uses a BatchKVCache"):
         ModelDrafter(LLAMA)
+
+
+def test_a_draft_model_in_half_precision_becomes_float32_on_a_cpu(tmp_path, monkeypatch, capsys):
+    """Its drafts took longer than the target's own tokens."""
+    half = tiny_llama()
+    half.set_dtype(mx.float16)
+    path = write_model(tmp_path / "draft", half, [f"w{i}" for i in range(VOCAB)])
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
+    drafter = load_model_drafter(path, LLAMA)
+    found = {array.dtype for _, array in tree_flatten(drafter.model.parameters())}
+    assert found == {mx.float32}
+    assert capsys.readouterr().err.startswith("Note: on a CPU the draft model's weights are")

@@ -71,3 +71,10 @@ def test_what_does_not_fit_stays_as_it_is_aloud(packed, device, capsys, monkeypa
     monkeypatch.setattr(devices, "ram", lambda: 1000)
     assert dtypes(set_precision(packed)) == {mx.uint32, mx.float16}
     assert "they stay as they are" in capsys.readouterr().err
+
+
+def test_float32_that_is_there_already_is_not_too_large(device, capsys, monkeypatch):
+    device(CPU)
+    monkeypatch.setattr(devices, "ram", lambda: 1000)
+    set_precision(tiny_llama())
+    assert capsys.readouterr().err == ""
