@@ -8,7 +8,7 @@ from functools import partial
 import mlx.core as mx
 from mlx_lm.generate import StopSequences
 from mlx_lm.server import _make_logits_processors
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
 
 from ..batch.group import RoundOutput
 from ..batch.requests import Request, restore_caches
@@ -51,6 +51,8 @@ class ResponseWriter:
         if args.keeps_space:  # mlx-lm takes a space away from what a text begins with
             for token in prompt[-CONTINUED:]:
                 self._detokenizer.add_token(token)
+            if not isinstance(self._detokenizer, NaiveStreamingDetokenizer):
+                self._detokenizer.finalize()  # a space at the end is the prompt's
             _ = self._detokenizer.last_segment
 
     def response(

@@ -7,7 +7,7 @@ from pathlib import Path
 import openai
 import pytest
 from mlx_lm.utils import load_tokenizer
-from serving import ENDLESS, NUM_CHARACTERS, TEMPLATE, ours, theirs
+from serving import CHARACTERS, ENDLESS, NUM_CHARACTERS, TEMPLATE, ours, theirs
 
 TEXT = {"max_tokens": 12, "logit_bias": ENDLESS}
 SPACE, HALVES = NUM_CHARACTERS - 4, (NUM_CHARACTERS - 2, NUM_CHARACTERS - 1)
@@ -93,6 +93,10 @@ def test_a_text_that_goes_on_keeps_its_space(server):
     assert got.choices[0].text == "   "
     chunks = server.complete(prompt="Once", max_tokens=3, logit_bias=bias, stream=True)
     assert "".join(chunk.choices[0].text for chunk in chunks) == "   "
+    bias = {str(CHARACTERS.index("a")): 100}
+    for prompt in ("Once ", "Once  ", " "):
+        got = server.complete(prompt=prompt, max_tokens=3, logit_bias=bias)
+        assert got.choices[0].text == "aaa"
 
 
 def test_logprobs_of_completions(server):

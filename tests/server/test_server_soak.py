@@ -33,7 +33,7 @@ def requests() -> list[dict]:
     ways += [{"frequency_penalty": 0.5}, {"model": ""}, {"num_draft_tokens": 7}]
     return [
         {"temperature": 0, "max_tokens": 5 + 4 * i, "logit_bias": ENDLESS, **kind, **way}
-        for i, (kind, way) in enumerate(zip([*prompts, *chats], ways * 2, strict=True))
+        for i, (kind, way) in enumerate(zip([*prompts, *chats], ways * 2, strict=False))
     ]
 
 
