@@ -1,4 +1,4 @@
-"""What is said of a converted head: the result of ``--check``, and the model card.
+"""Model card of a converted head, and the result of ``--check`` as a table and an entry.
 
 It goes into the hub's front matter and the ``check`` entry of ``config.json``.
 """

@@ -242,7 +242,7 @@ def rope_bases(config: Mapping[str, Any]) -> set[float]:
 def alternatives(
     config: Eagle3Config, num_layers: int, bases: set[float] = frozenset()
 ) -> list[Setting]:
-    """The other readings of a head, one doubt at a time; ``bases`` of rope beside 10000."""
+    """The other readings of a head, one doubt at a time; ``bases`` of rope besides 10000."""
     taps, found = config.taps(num_layers), []
     if config.uses_aux:
         for by in (1, -1):
@@ -350,7 +350,7 @@ def check_head(
     """Teacher-force a head on the target's own greedy answers, under every reading of it.
 
     ``config`` and ``weights`` are what the converter saves, not quantized; ``quantized`` are
-    the same of the quantized head; ``bases`` are rotary bases to try beside 10000. The
+    the same of the quantized head; ``bases`` are rotary bases to try besides 10000. The
     ``questions`` are asked in one conversation, with answers of at most ``num_tokens``.
     Raises ValueError where head and target do not fit, or no answer is long enough.
     """

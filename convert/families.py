@@ -147,7 +147,7 @@ REFUSALS = (
     ),
 )
 
-# Layer 0 attends from the embedding beside the state: the mark of EAGLE-3.
+# Layer 0 attends from the embedding and the state: the mark of EAGLE-3.
 ENTRANCE = r"^tensor layers\.0\.self_attn\.(?:q_proj|kv_a_proj_with_mqa)\.weight \[\w+, "
 WIDE = ENTRANCE + r"2h\]"
 NARROW = ENTRANCE + r"h\]"

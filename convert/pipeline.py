@@ -110,7 +110,7 @@ def build(
     """Read, cast and quantize the tensors.
 
     Norms and biases are not quantized, and keep the precision they are stored in unless a
-    ``dtype`` is given: in GGUF files they are float32 beside blocks of 8 bits and fewer.
+    ``dtype`` is given: in GGUF files they are float32, and matrices blocks of 8 bits and fewer.
     """
     config = Eagle3Config.from_dict(resolved.config.to_dict()).to_dict() | {"kind": "eagle3"}
     if resolved.trimmed is not None:

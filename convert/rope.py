@@ -37,7 +37,7 @@ SCALING = {
         "mscale_all_dim",
     ),
 }
-# With text alone all position components of mrope are equal, and it is plain rope.
+# With nothing but text, all position components of mrope are equal, and it is plain rope.
 PLAIN = ("default", "none", "mrope")
 
 

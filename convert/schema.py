@@ -1,6 +1,6 @@
 """What the keys of configs may hold that the converter reads: published ones, and targets'.
 
-After ``json_schema.check`` with one of these tables nobody needs to ask for types again. What a
+After ``json_schema.check`` with one of these tables no type needs to be asked for again. What a
 config says that no table has is only looked at as text.
 """
 

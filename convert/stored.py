@@ -32,7 +32,7 @@ FORMATS: dict[str, type[np.generic]] = {
 
 
 class CutOff(ValueError):
-    """What is read ends before it is complete."""
+    """The data end before they are complete."""
 
 
 def map_file(path: Path) -> np.ndarray:
@@ -103,7 +103,7 @@ class Stored(Shaped):
         return self.size * np.dtype(FORMATS[self.format]).itemsize
 
     def problem(self) -> str | None:
-        """What is wrong with shape and strides, for a message; None where all lies in ``data``.
+        """A fault of shape or strides, for a message; None where all lies in ``data``.
 
         Block formats are left to their reader.
         """
@@ -127,7 +127,7 @@ class Stored(Shaped):
     def numpy(self) -> np.ndarray:
         """The values; bfloat16 comes as its bits in uint16.
 
-        Raises ValueError where they do not all lie in ``data``, whoever made this.
+        Raises ValueError where they do not all lie in ``data``.
         """
         if problem := self.problem():
             raise ValueError(f"a tensor {problem}; the checkpoint is damaged")

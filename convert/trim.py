@@ -51,7 +51,7 @@ class Counts:
 def _tokenizer_place(
     checkpoint: DraftCheckpoint, target: TargetFolder | None
 ) -> tuple[Path, Mapping]:
-    """The folder with the target's tokenizer and the config beside it; ValueError without one."""
+    """The folder with the target's tokenizer, and its config; ValueError without one."""
     places = [] if target is None else [(target.folder, target.config)]
     places.append((checkpoint.files[0].parent, checkpoint.config))
     for folder, config in places:

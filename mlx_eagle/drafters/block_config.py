@@ -86,6 +86,20 @@ LAYER: Table = {
 }
 
 
+MUSE_TYPE = "muse_glimmer_assistant"
+MUSE: dict[str, Any] = {
+    "block_size": 16,
+    "mask_token_id": 201818,
+    "target_layer_ids": [1, 13, 25, 37, 49],
+    "layer_types": ["sliding_attention"] * 5,
+    "sliding_window": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "vocab_size": 202048,
+}
+"""What transformers takes for the keys that a Muse assistant's config leaves out."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig:
     """What a converted folder's ``config.json`` says, every field resolved.
@@ -239,12 +253,17 @@ def check_fit(config: BlockConfig, target: TargetSizes) -> None:
         )
 
 
+def bare_name(name: str) -> str:
+    """The name of a tensor in our modules: model.encoder.fc.weight -> fc.weight"""
+    bare = name.removeprefix("model.").replace("encoder.output_norm_enc.", "hidden_norm.")
+    return bare.removeprefix("encoder.")
+
+
 def known_tensors(tensors: Tensors) -> dict[str, PublishedTensor]:
     """The tensors under the names of our modules, without training leftovers."""
     found = {}
     for name, tensor in tensors.items():
-        bare = name.removeprefix("model.").replace("encoder.output_norm_enc.", "hidden_norm.")
-        bare = bare.removeprefix("encoder.")
+        bare = bare_name(name)
         if bare != "t2d" and not bare.startswith("verifier_") and "rotary_emb" not in bare:
             found[bare] = tensor
     return found
@@ -343,7 +362,13 @@ def windows_from(settings: Mapping[str, Any], num_layers: int, is_nested: bool) 
 
 def config_from(tensors: Mapping[str, PublishedTensor], config: Mapping[str, Any]) -> BlockConfig:
     """The config that a published checkpoint of DFlash comes to."""
-    fields = fields_from(tensors, merged(config), "transformer_layer_config" in config)
+    if config.get("model_type") == MUSE_TYPE:
+        config = {**MUSE, **{key: value for key, value in config.items() if value is not None}}
+        fields = fields_from(tensors, merged(config), is_nested=False)
+        seen = [window and window + 1 for window in fields["windows"]]  # it counts the query apart
+        fields |= {"windows": seen, "causal_layers": (), "scales_as_target": False}
+    else:
+        fields = fields_from(tensors, merged(config), "transformer_layer_config" in config)
     return BlockConfig.from_dict(fields, "config.json")
 
 

@@ -22,7 +22,7 @@ from ..target.cache_view import CacheView
 from ..target.masks_and_ropes import evaluate_ropes
 from ..target.ragged import RaggedCache, RaggedCaches
 from .base import Draft, Drafter, Pick, Picks
-from .block_config import BlockConfig, check_fit, config_from, known_tensors
+from .block_config import BlockConfig, bare_name, check_fit, config_from, known_tensors
 from .feature_drafter import FeatureDrafter
 from .folder import (
     LoadOptions,
@@ -375,7 +375,7 @@ def is_block_head(names: Collection[str], having: str | tuple[str, ...] = "") ->
 
     ``having``: and a tensor whose name begins with that.
     """
-    bare = {name.removeprefix("model.") for name in names}
+    bare = {bare_name(name) for name in names}
     needed = {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"}
     return needed <= bare and any(name.startswith(having) for name in bare)
 

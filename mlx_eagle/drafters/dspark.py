@@ -78,7 +78,7 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(c.hidden_size + 2 * rank, 3 * rank)
 
     def start(self, num_requests: int) -> mx.array:
-        """What is carried from slot to slot, (B, r), before the first."""
+        """The state carried from slot to slot, (B, r), before the first."""
         rank = self.markov_w1(mx.array([0])).shape[-1]
         return mx.zeros((num_requests, rank))
 
@@ -215,7 +215,7 @@ def _gemma_fields(
     config: Mapping[str, Any],
     fields: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What is otherwise with Gemma 4's layers: all of them attend globally."""
+    """The fields of Gemma 4's layers, all of which attend globally."""
     ropes = config.get("rope_parameters") or {}
     rope = ropes.get("full_attention") or ropes
     partial = rope.get("partial_rotary_factor", 0.25)

@@ -216,6 +216,8 @@ PAIRS = (
         licence="lfm1.0",
         kind="dspark",
     ),
+    Pair("meta-models/Muse-Glimmer-30B", "meta-models/Muse-Glimmer-30B-assistant", kind="dflash"),
+    Pair("meta-models/Muse-Glimmer-30B", "DaoCloud/Muse-Glimmer-30B-DSpark", kind="dspark"),
     Pair("openbmb/MiniCPM4-8B", "linglingdan/Eagle3_for_MiniCPM4", megabytes=735),
     Pair("openbmb/MiniCPM5-2B", "openbmb/MiniCPM5-2B-DSpark", kind="dspark"),
     Pair("zai-org/GLM-5.1", "AQ-MedAI/GLM-5.1-eagle3"),

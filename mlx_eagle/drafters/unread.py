@@ -24,7 +24,6 @@ class UnreadKind:
 NONE = r"$^"
 UNREAD = (
     UnreadKind("a Gemma assistant", r"(pre|post)_projection\.weight$", r"gemma\d\w*assistant"),
-    UnreadKind("a Muse assistant", r"encoder\.fc\.weight$", r"muse\w*assistant"),
     UnreadKind("a Laguna drafter", NONE, r"laguna\w*(dflash|draft)"),
     UnreadKind(
         "a Nemotron-H MTP layer",

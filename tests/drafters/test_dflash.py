@@ -288,6 +288,29 @@ def load_embed(folder: Path, target):
     return load_drafter(folder / "other head", target)._embed
 
 
+def test_an_assistant_of_muse_is_one(tmp_path):
+    """Other names for two tensors, defaults that its config leaves out, a window to both sides."""
+    drafter = tiny_dflash(LLAMA)
+    weights = {
+        n: a for n, a in tree_flatten(drafter.head.parameters()) if n[:2] not in ("fc", "hi")
+    }
+    weights["encoder.fc.weight"] = drafter.head.fc.weight
+    weights["encoder.output_norm_enc.weight"] = drafter.head.hidden_norm.weight
+    source = tmp_path / "source"
+    source.mkdir()
+    mx.save_safetensors(str(source / "model.safetensors"), weights)
+    said = {"target_layer_ids": [0, 5], "mask_token_id": 11, "sliding_window": 9}
+    write_config(source, {"model_type": "muse_glimmer_assistant", "vocab_size": VOCAB} | said)
+    written = convert(str(source), str(tmp_path / "head"), quantize=False)
+    assert written["windows"] == (10, 10) and written["causal_layers"] == ()
+    assert written["block_size"] == 16 and written["rope_theta"] == 5e5
+    assert not written["scales_as_target"]
+    loaded, text = load_drafter(tmp_path / "head", LLAMA).begin(), [*PROMPT, 5, 7, 1, 4, 9, 30]
+    features = mx.array(features_of(LLAMA, loaded.taps, text).astype(np.float32))
+    loaded.extend(mx.array(text[1:]), features[:-1])
+    assert relative(drafted_logits(loaded, 9), twin_logits(loaded, LLAMA, text, 9)) < TOLERANCE
+
+
 def test_four_bits(tmp_path):
     drafter = tiny_dflash(LLAMA)
     source = published(tmp_path / "source", drafter, FLAT)

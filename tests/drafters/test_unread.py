@@ -13,7 +13,6 @@ from mlx_eagle.drafters.unread import refuse_unread
 KINDS = {
     "a Gemma assistant": (["pre_projection.weight", "model.layers.0.self_attn.q_proj.weight"], {}),
     "a Gemma assistant, by its type": ([], {"model_type": "gemma4_unified_assistant"}),
-    "a Muse assistant": (["encoder.fc.weight", "encoder.output_norm_enc.weight"], {}),
     "a Laguna drafter": ([], {"architectures": ["LagunaDFlashModel"]}),
     "a Nemotron-H MTP layer": (["mtp.layers.0.eh_proj.weight", "mtp.layers.1.mixer.gate.w"], {}),
     "an MTP layer of MiMo": (["model.mtp_layers.0.token_layernorm.weight"], {}),
