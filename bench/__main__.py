@@ -17,7 +17,7 @@ from mlx_eagle.draft_models import open_beside, split_name
 from mlx_eagle.drafters.base import Drafter
 from mlx_eagle.system.command import run_command
 from mlx_eagle.system.device import prepare_device
-from mlx_eagle.system.progress import open_bar
+from mlx_eagle.system.terminal import open_bar
 
 from . import files, report, serving
 from .batched import check_batches

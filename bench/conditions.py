@@ -14,8 +14,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
 
 from mlx_eagle.drafters.base import Drafter
+from mlx_eagle.system.cli_values import __version__
 from mlx_eagle.system.device import blas_name, weight_bytes
-from mlx_eagle.system.version import __version__
 
 from .markdown import Table
 from .runner import Models

@@ -9,9 +9,8 @@ from mlx_eagle.commands.flags import DRAFT_WINDOW_HELP, DTYPE_HELP, check_draft_
 from mlx_eagle.decoding.setup import AUTO
 from mlx_eagle.draft_models import LOOKUP, split_name
 from mlx_eagle.drafters.tree import parse_tree
-from mlx_eagle.system.cli_values import LARGEST_SEED, Range, use_plain_words
+from mlx_eagle.system.cli_values import LARGEST_SEED, Range, add_version_flag, use_plain_words
 from mlx_eagle.system.device import DTYPES
-from mlx_eagle.system.version import add_version_flag
 
 from . import files
 from .measure import Settings

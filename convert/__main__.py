@@ -6,11 +6,16 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from mlx_eagle.system.cli_values import LARGEST, Range, check_ranges, use_plain_words
+from mlx_eagle.system.cli_values import (
+    LARGEST,
+    Range,
+    add_version_flag,
+    check_ranges,
+    use_plain_words,
+)
 from mlx_eagle.system.command import run_command
 from mlx_eagle.system.device import prepare_device
-from mlx_eagle.system.progress import Bar
-from mlx_eagle.system.version import add_version_flag
+from mlx_eagle.system.terminal import Bar
 
 from .pipeline import DTYPES, convert
 from .pytorch import to_pytorch

@@ -33,7 +33,7 @@ from mlx_eagle.drafters.head import Eagle3Head
 from mlx_eagle.drafters.head_weights import AttachedHead, load_head
 from mlx_eagle.system.device import set_precision
 from mlx_eagle.system.json_schema import is_number
-from mlx_eagle.system.progress import open_bar
+from mlx_eagle.system.terminal import open_bar
 from mlx_eagle.target.taps import Target
 
 from .rope import DEFAULT_THETA

@@ -15,8 +15,8 @@ from mlx_eagle.drafters.target_parts import TargetSizes
 from mlx_eagle.drafters.unread import refuse_unread
 from mlx_eagle.system.atomic_folder import AlreadyThere, new_folder
 from mlx_eagle.system.hub import upload
-from mlx_eagle.system.progress import Progress, silent
 from mlx_eagle.system.safetensors import save_arrays
+from mlx_eagle.system.terminal import Progress, silent
 
 from .card import CARD, check_entry, check_table, make_card, source_license
 from .check import Report, check_head, load_model, rope_bases

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from .doctor.packages import explained, running_command
 from .system.blas import load_fast_blas
-from .system.version import __version__ as __version__
-from .system.version import versions
+from .system.cli_values import __version__ as __version__
+from .system.cli_values import versions
 
 if TYPE_CHECKING:
     from .public import *  # noqa: F403

@@ -32,10 +32,8 @@ from .decoding.setup import AUTO
 from .decoding.stats import Stats
 from .drafters.base import Drafter
 from .generate import GenerationResponse, stream_generate
-from .system.ansi import Marker
-from .system.command import run_command
-from .system.progress import prompt_bar
-from .system.signals import StopSignals
+from .system.command import StopSignals, run_command
+from .system.terminal import Marker, prompt_bar
 
 DEMO = "SmolLM2-135M-Instruct (demo)"
 HELP = {

@@ -20,12 +20,12 @@ from ..system.cli_values import (
     LARGEST_SEED,
     QUANTIZED_BITS,
     Range,
+    add_version_flag,
     check_choice,
     check_ranges,
     use_plain_words,
 )
 from ..system.device import DTYPES, prepare_device
-from ..system.version import add_version_flag
 from .loading import load
 
 SHARE = "a number from 0 to 1"

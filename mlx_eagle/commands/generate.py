@@ -20,12 +20,11 @@ from ..draft_models import head_lines
 from ..drafters.base import Drafter
 from ..drafters.pairs import pair_lines
 from ..generate import footer, stream_generate
-from ..system.ansi import Marker
 from ..system.atomic_folder import check_writable
 from ..system.command import run_command
 from ..system.device import weight_bytes
 from ..system.machines import Machine, this_machine
-from ..system.progress import prompt_bar
+from ..system.terminal import Marker, prompt_bar
 from .flags import (
     add_draft_cache_flag,
     add_draft_flags,

@@ -23,7 +23,7 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generate_step, generatio
 
 from ..drafters.base import Drafter
 from ..drafters.tree import PLAIN, DraftShape, Tree, chains_for
-from ..system.progress import Progress, silent
+from ..system.terminal import Progress, silent
 from ..target.rollback import CacheQuantization
 from .auto import AdaptiveController, Controller, FixedController
 from .decoder import Decoder, Limits, Round

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ..system.cli_values import use_plain_words
+from ..system.cli_values import __version__, add_version_flag, use_plain_words
 from ..system.command import run_command
-from ..system.version import __version__, add_version_flag
 from .checks import check_all
 from .expect import expect
 from .report_lines import is_well, page

@@ -34,8 +34,8 @@ from ..drafters.base import Drafter
 from ..drafters.tree import TreeShape
 from ..generate import stream_generate
 from ..system.atomic_folder import check_writable
+from ..system.cli_values import __version__
 from ..system.device import prepare_device
-from ..system.version import __version__
 from .checks import TF32, check_all
 from .expect import build
 from .report_lines import Finding

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..commands.flags import say_known_head, with_known_head
-from ..system.command import run_command
+from ..system.command import StopSignals, run_command
 from ..system.device import prepare_device
-from ..system.signals import StopSignals
 from .caches import PairCache
 from .collect import open_collector
 from .engine import PairGenerator

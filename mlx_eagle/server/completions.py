@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from mlx_lm.server import CompletionRequest
 
-from ..system.version import __version__
+from ..system.cli_values import __version__
 from .answer_stream import PairResponse, RequestError
 from .body import (
     MAX_TOP,

@@ -1,4 +1,4 @@
-"""Command lines: a mistake costs one sentence, and values are held against what makes sense.
+"""Command lines: a mistake costs one sentence, values are checked, ``--version`` is the same.
 
 argparse prints all flags for a wrong one, and names Python types in its complaints.
 """
@@ -9,7 +9,10 @@ import shlex
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any, NoReturn
+
+__version__ = "0.2.0"
 
 LARGEST = 2**31 - 1
 """The largest count that is taken: what mlx holds in 32 bits."""
@@ -121,3 +124,13 @@ def check_choice(name: str, value: Any, choices: tuple[int, ...]) -> None:
 def flag_of(name: str) -> str:
     """The flag behind an attribute: top_p -> --top-p"""
     return "--" + name.replace("_", "-")
+
+
+def add_version_flag(parser: argparse.ArgumentParser) -> None:
+    """``--version``: ours, and those of what we stand on."""
+    parser.add_argument("--version", action="version", version=f"%(prog)s {versions()}")
+
+
+def versions() -> str:
+    """Ours, then MLX's and mlx-lm's: "0.2.0 (mlx 0.32.4, mlx-lm 0.32.2)"."""
+    return f"{__version__} (mlx {version('mlx')}, mlx-lm {version('mlx-lm')})"

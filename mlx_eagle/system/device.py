@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import platform
 import re
 import sys
 
@@ -24,15 +23,6 @@ CUDNN_OFF = (
     f"Note: {CUDNN}=0 is set for this command: cuDNN's attention would make a new plan, about 20 "
     "ms, at every length of the text, so in every round."
 )
-
-
-def device_name() -> str:
-    """The chip, and on a Linux CPU the BLAS that decides what several rows cost."""
-    on_cpu = mx.default_device() == mx.cpu
-    name = str(mx.device_info().get("device_name", platform.processor() or platform.machine()))
-    if not on_cpu:
-        return name
-    return f"{name} CPU" if sys.platform == "darwin" else f"{name} CPU, {blas_name()}"
 
 
 def blas_name() -> str:

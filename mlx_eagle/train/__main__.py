@@ -10,9 +10,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import yaml
 from mlx_lm.lora import yaml_loader
 
-from ..system.cli_values import use_plain_words
+from ..system.cli_values import add_version_flag, use_plain_words
 from ..system.command import run_command
-from ..system.version import add_version_flag
 from .log import write_page
 from .losses import LOSSES
 from .session import is_first, run

@@ -21,11 +21,10 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..system.cli_values import use_plain_words
+from ..system.cli_values import add_version_flag, use_plain_words
 from ..system.command import run_command
 from ..system.device import prepare_device
-from ..system.progress import open_bar
-from ..system.version import add_version_flag
+from ..system.terminal import open_bar
 from .examples import DataRow, check_messages, read_rows
 from .settings import TEMPERATURES, AnswerSettings, parse_temperatures
 from .teacher import load_target

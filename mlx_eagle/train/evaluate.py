@@ -12,8 +12,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..drafters.head import Eagle3Head
 from ..drafters.kinds import load_drafter
 from ..generate import stream_generate
-from ..system.progress import open_bar
-from ..system.signals import StopSignals
+from ..system.command import StopSignals
+from ..system.terminal import open_bar
 from .examples import Example, make_batch
 from .losses import unroll
 from .teacher import Teacher

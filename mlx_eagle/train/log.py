@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..convert.card import TAGS
-from ..system.progress import open_bar
+from ..system.terminal import open_bar
 from .evaluate import Evaluation, Generated
 
 CSV, PAGE = "training.csv", "training.html"

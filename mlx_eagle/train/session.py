@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..drafters.target_parts import find_embedding
-from ..system.signals import StopSignals
+from ..system.command import StopSignals
 from .checkpoints import Checkpoints, locked
 from .evaluate import Tester, choose_prompts
 from .examples import Examples, read_examples
