@@ -222,7 +222,7 @@ class RequestFactory:
         active.chunks = request.decoder.prefill_chunks(mx.array(rest), flags.prefill_step_size)
 
     def file(self, active: ActiveRequest) -> None:
-        """Keep the caches of a request that has ended, for whoever goes on from its text."""
+        """Keep the caches of a request that has ended, for requests that continue its text."""
         request, num_target = active.request, len(active.decoder.cache)
         text = active.prompt + request.tokens + request.tokens_after_leave
         caches = None
@@ -240,10 +240,10 @@ class RequestFactory:
 
 
 class SeededSampler:
-    """One of mlx-lm's samplers, whose draws follow from a seed, whoever else draws meanwhile.
+    """One of mlx-lm's samplers, whose draws follow from a seed, whatever other requests draw.
 
     Those samplers follow mlx's random state, which all requests have in common: it is set before
-    each draw, and afterwards to where nobody can foresee.
+    each draw, and afterwards to an unforeseeable one.
     """
 
     def __init__(self, sampler: Sampler, seed: int):

@@ -70,7 +70,7 @@ class State(Enum):
 
     WAITING = "nothing was computed for it yet"
     DECODING = "its prompt is read, or its text written"
-    ENDED = "everything was said, or nobody listens any more"
+    ENDED = "all was sent, or the client has left"
 
 
 class AnswerStream:

@@ -69,8 +69,8 @@ class DraftPart:
 def without_last(request: Request) -> Caches | None:
     """What is to be filed of a text that ended in shared rounds, up to its last token but one.
 
-    That token was not run yet: whoever goes on from the text will do it, with what follows. None
-    where the caches cannot be trimmed to that.
+    That token was not run yet: a request that continues the text will run it, with what follows.
+    None where the caches cannot be trimmed to that.
     """
     decoder = request.decoder
     target, draft = decoder.cache, decoder.drafter.cache

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from threading import Lock
-from typing import Protocol
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
@@ -38,18 +37,7 @@ from .provider import PairProvider
 
 LARGE = 2**16  # bytes of a body; larger prompts are tokenized one after the other
 TIME_LIMIT = 600.0  # seconds
-IDLE = 0.1  # seconds between looks at whether to stop, where nobody asks
-
-
-class RequestSource(Protocol):
-    """Where requests come from."""
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether nobody shall be answered any more."""
-
-    def is_anybody_waiting(self) -> bool:
-        """Whether a request has not been begun."""
+IDLE = 0.1  # seconds between looks at whether to stop, while there are no requests
 
 
 class Schedule:
@@ -61,10 +49,9 @@ class Schedule:
         factory: RequestFactory,
         metrics: Metrics,
         stream: mx.Stream,
-        source: RequestSource,
     ):
         self._provider, self._factory, self._metrics = provider, factory, metrics
-        self._stream, self._source = stream, source
+        self._stream = stream
         self._active: list[ActiveRequest] = []
         self._reading: deque[ActiveRequest] = deque()
         self._groups: dict[object, Group] = {}
@@ -80,7 +67,7 @@ class Schedule:
 
     @property
     def is_full(self) -> bool:
-        """Whether nobody can be begun until somebody has ended."""
+        """Whether no request can begin until another has ended."""
         return len(self._active) >= self._provider.cli_args.decode_concurrency
 
     @property
@@ -103,7 +90,7 @@ class Schedule:
             self._round(key, group)
 
     def close(self) -> None:
-        """Answer nobody any more."""
+        """End all requests: the server stops."""
         for active in self._active:
             active.answer.put(RequestError("the server is stopping.", 503))
 
@@ -210,7 +197,7 @@ class Schedule:
         return next(active for active in self._active if active.request is request)
 
     def _recover(self, all_active: list[ActiveRequest], error: Exception) -> None:
-        """After a round that has failed: whoever was by itself is told so.
+        """After a round that has failed: a request that was by itself gets the error.
 
         Those who shared it go on, each by itself, so that it fails those only that it is to blame
         on.
@@ -297,7 +284,7 @@ class PairGenerator(ResponseGenerator):
         return Tokenized(tokens, initial_state)
 
     def submit(self, request: Tokenized, args: PairArguments) -> AnswerStream:
-        """Queue a request; raises RequestError where nobody would answer it."""
+        """Queue a request; raises RequestError where the thread has ended."""
         self.check_alive()
         answer = AnswerStream(self._open.discard, self._is_overdue)
         self._open.add(answer)
@@ -305,7 +292,7 @@ class PairGenerator(ResponseGenerator):
         return answer
 
     def check_alive(self) -> None:
-        """Raise RequestError where the thread is gone, and whoever waits for it waits in vain."""
+        """Raise RequestError where the generating thread has ended, and waiting is in vain."""
         if self._stop or not self._generation_thread.is_alive():
             raise RequestError("the server is stopping or has failed.", 503)
 
@@ -315,11 +302,7 @@ class PairGenerator(ResponseGenerator):
         num_waiting = states.count(State.WAITING)
         return num_waiting, len(states) - num_waiting
 
-    @property
-    def is_stopping(self) -> bool:
-        return self._stop
-
-    def is_anybody_waiting(self) -> bool:
+    def has_waiting_request(self) -> bool:
         """Whether a request was not begun yet whose client is still there."""
         with self.requests.mutex:
             return any(not answer.is_over for answer, _, _ in self.requests.queue)
@@ -329,7 +312,7 @@ class PairGenerator(ResponseGenerator):
         if time.monotonic() - answer.began < self.cli_args.time_limit:
             return False
         is_full = self._schedule is not None and self._schedule.is_full
-        return is_full and self.is_anybody_waiting()
+        return is_full and self.has_waiting_request()
 
     def _generate(self) -> None:
         """All that the generating thread does; nothing else in this process computes."""
@@ -338,7 +321,7 @@ class PairGenerator(ResponseGenerator):
         if provider.model is not None:
             stream = mx.default_stream(mx.default_device())
             factory = RequestFactory(provider, self.prompt_cache, stream)
-            schedule = Schedule(provider, factory, self.metrics, stream, self)
+            schedule = Schedule(provider, factory, self.metrics, stream)
             self._schedule = schedule
             while not self._stop:
                 self._take_in(schedule, factory)
