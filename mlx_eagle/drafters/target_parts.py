@@ -36,9 +36,11 @@ def find_embedding(model: nn.Module) -> tuple[Embedding, int]:
     """The module that embeds tokens in an mlx-lm model, and its number of rows.
 
     It is the embedding as wide as the residual stream; of several, the one with most rows
-    (position tables are shorter than vocabularies).
+    (position tables are shorter than vocabularies). What Gemma's smaller models give to each
+    layer has as many rows, and is another.
     """
-    found = [m for _, m in model.named_modules() if isinstance(m, Embedding)]
+    modules = model.named_modules()
+    found = [m for n, m in modules if isinstance(m, Embedding) and not n.endswith("_per_layer")]
     if not found:
         raise ValueError(
             "the target has no token embedding that a draft head could share: this model is "

@@ -103,7 +103,7 @@ class RecordedNorm(nn.Module):
 
 
 def find_final_norm(model: nn.Module) -> nn.Module:
-    """The norm beside a model's layers; ValueError where there is not exactly one.
+    """The norm beside a model's layers: the only one, or the one called ``norm``; else ValueError.
 
     A norm is known by its parameters: vectors only, of which one is the weight.
     """
@@ -115,18 +115,20 @@ def find_final_norm(model: nn.Module) -> nn.Module:
         if any(layer is last for layer in module.get("layers") or ())
     ]
     owner = owners[-1] if owners else model
-    norms: list[nn.Module] = []
-    for child in owner.children().values():
+    norms: dict[str, nn.Module] = {}
+    for name, child in owner.children().items():
         parameters = child.parameters() if isinstance(child, nn.Module) else {}
         vectors = all(isinstance(p, mx.array) and p.ndim == 1 for p in parameters.values())
         if "weight" in parameters and vectors:
-            norms.append(child)
+            norms[name] = child
+    if "norm" in norms:
+        return norms["norm"]
     if len(norms) != 1:
         raise ValueError(
             f"the draft head needs what leaves the target's final norm, but {len(norms)} norms "
             "stand beside its layers where one was expected: this target is not supported."
         )
-    return norms[0]
+    return next(iter(norms.values()))
 
 
 class Target:
