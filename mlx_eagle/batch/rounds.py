@@ -23,7 +23,6 @@ from ..drafters.batch_drafter import make_batch_drafter
 from ..drafters.tree import DraftShape
 from ..system.machines import fused_rows
 from ..target.batch_attention import batch_mask_axes
-from ..target.cache_view import CacheView
 from ..target.ragged import RaggedCaches
 from ..target.taps import Target
 from .acceptance import BatchChoice, BatchRule, BatchVerification
@@ -142,7 +141,7 @@ class Batch:
         choice = self._rule.open(positions, room)
         if size > 0:
             self._flush_pairs()
-            self._drafts.see_target(lambda b: CacheView(self._caches.extract(b)))
+            self._drafts.see_target(self._caches.view)
             drafts, lengths = self._drafts.propose(size, choice)
             # The device drafts while the host builds the target's pass, the larger graph.
             mx.async_eval(drafts)

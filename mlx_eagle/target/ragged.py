@@ -18,6 +18,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
+from .cache_view import CacheView
+
 
 class RaggedStates:
     """One layer's states of B texts, each an array (B, ...), or None where nothing is kept."""
@@ -379,6 +381,19 @@ def _pad_columns(buffers: mx.array, num_columns: int) -> mx.array:
     return buffers if missing <= 0 else mx.pad(buffers, [(0, 0), (0, 0), (0, missing), (0, 0)])
 
 
+class TextCaches(Sequence[Any]):
+    """One text's caches, made when they are asked for."""
+
+    def __init__(self, layers: Sequence[Any], index: int):
+        self._layers, self._index = layers, index
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __getitem__(self, layer: Any) -> Any:
+        return self._layers[layer].extract(self._index)
+
+
 class RaggedCaches:
     """The caches of B texts for all layers of a model.
 
@@ -423,6 +438,10 @@ class RaggedCaches:
     def extract(self, index: int) -> list[Any]:
         """One text's caches."""
         return [layer.extract(index) for layer in self.layers]
+
+    def view(self, index: int) -> CacheView:
+        """One text's caches, each extracted when it is read."""
+        return CacheView(TextCaches(self.layers, index))
 
     def _make(self, cache: Any) -> RaggedCache | RaggedStates | RaggedList:
         """What holds caches like this one of several texts."""
