@@ -38,6 +38,7 @@ from .trim import Trim, describe, trim
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 # The dtype of a head whose weights are stored so; block formats stand for float16.
 DTYPE_OF_FORMAT = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float32"}
+TABLES_OF_IDS = ("d2t", "token_ordering")
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ def _read(
     for i, (name, tensor) in enumerate(tensors.items()):
         progress(i, len(tensors))
         array = tensor.read()
-        if name == "d2t":
+        if name in TABLES_OF_IDS:
             weights[name] = array.astype(mx.int32)
             continue
         if array.dtype not in DTYPES.values():

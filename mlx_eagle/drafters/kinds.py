@@ -12,7 +12,17 @@ import mlx.nn as nn
 
 from ..system.hub import locate
 from ..system.json_schema import read_object, shown
-from . import block_config, dflash, dflash2, dspark, eagle3, lookup, model_drafter, mtp
+from . import (
+    assistant,
+    block_config,
+    dflash,
+    dflash2,
+    dspark,
+    eagle3,
+    lookup,
+    model_drafter,
+    mtp,
+)
 from .base import Drafter
 from .folder import Kind, LoadOptions, kind_in, read_config
 
@@ -50,6 +60,14 @@ KINDS: dict[str, Kind] = {
         dflash.convert,
         made_for=dflash.made_for,
         readings=block_config.readings,
+    ),
+    "assistant": Kind(
+        "a Gemma 4 assistant",
+        assistant.load,
+        assistant.recognise,
+        assistant.convert,
+        made_for=assistant.made_for,
+        readings=assistant.readings,
     ),
     "eagle3": Kind(
         "an EAGLE head",

@@ -195,10 +195,40 @@ PAIRS = (
     Pair(
         "google/gemma-4-26B-A4B-it", "RedHatAI/gemma-4-26B-A4B-it-speculator.eagle3", megabytes=486
     ),
+    Pair(
+        "google/gemma-4-31B-it",
+        "google/gemma-4-31B-it-assistant",
+        licence="Apache-2.0",
+        kind="assistant",
+    ),
+    Pair(
+        "google/gemma-4-26B-A4B-it",
+        "google/gemma-4-26B-A4B-it-assistant",
+        licence="Apache-2.0",
+        kind="assistant",
+    ),
     Pair("google/gemma-4-26B-A4B-it", "makora-ai/gemma4-26b-a4b-dspark", kind="dspark"),
+    Pair(
+        "google/gemma-4-12B-it",
+        "google/gemma-4-12B-it-assistant",
+        licence="Apache-2.0",
+        kind="assistant",
+    ),
     Pair("google/gemma-4-12B-it", "z-lab/gemma4-12B-it-DFlash", licence="MIT", kind="dflash"),
     Pair("google/gemma-4-12B-it", "deepseek-ai/dspark_gemma4_12b_block7", kind="dspark"),
+    Pair(
+        "google/gemma-4-E4B-it",
+        "google/gemma-4-E4B-it-assistant",
+        licence="Apache-2.0",
+        kind="assistant",
+    ),
     Pair("google/gemma-4-E4B-it", "rasyosef/gemma-4-E4B-it-dspark", kind="dspark"),
+    Pair(
+        "google/gemma-4-E2B-it",
+        "google/gemma-4-E2B-it-assistant",
+        licence="Apache-2.0",
+        kind="assistant",
+    ),
     Pair("google/gemma-4-E2B-it", "rasyosef/gemma-4-E2B-it-dspark", kind="dspark"),
     Pair(
         "LiquidAI/LFM2.5-1.2B-Instruct",

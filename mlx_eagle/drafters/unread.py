@@ -23,7 +23,6 @@ class UnreadKind:
 
 NONE = r"$^"
 UNREAD = (
-    UnreadKind("a Gemma assistant", r"(pre|post)_projection\.weight$", r"gemma\d\w*assistant"),
     UnreadKind("a Laguna drafter", NONE, r"laguna\w*(dflash|draft)"),
     UnreadKind(
         "a Nemotron-H MTP layer",

@@ -11,8 +11,6 @@ from mlx_eagle.drafters.pairs import PAIRS, drafters_for
 from mlx_eagle.drafters.unread import refuse_unread
 
 KINDS = {
-    "a Gemma assistant": (["pre_projection.weight", "model.layers.0.self_attn.q_proj.weight"], {}),
-    "a Gemma assistant, by its type": ([], {"model_type": "gemma4_unified_assistant"}),
     "a Laguna drafter": ([], {"architectures": ["LagunaDFlashModel"]}),
     "a Nemotron-H MTP layer": (["mtp.layers.0.eh_proj.weight", "mtp.layers.1.mixer.gate.w"], {}),
     "an MTP layer of MiMo": (["model.mtp_layers.0.token_layernorm.weight"], {}),
@@ -76,15 +74,17 @@ def test_what_works_for_the_target_is_said():
         ({}, "draft", "mlx-community/gemma-4-31b-it-4bit"),
     ):
         with pytest.raises(ValueError, match=rf"for google/gemma-4-31B-it there is {first} or "):
-            refuse_unread(["pre_projection.weight"], config, source, target)
+            refuse_unread(["hnorm.weight"], config, source, target)
 
 
 def test_both_doors_say_it(tmp_path):
-    tensors = {"pre_projection.weight": ones(64, 128), "model.norm.weight": np.ones(64)}
+    tensors = {"eh_proj.weight": ones(64, 128), "model.norm.weight": np.ones(64)}
     folder = write_safetensors(tmp_path / "Qwen3-8B-assistant", CONFIG, tensors)
     for door in (
         lambda: convert(str(folder), str(tmp_path / "out")),
         lambda: mlx_eagle.open_drafter(str(folder), tiny_llama()),
     ):
-        with pytest.raises(ValueError, match=r"is a Gemma assistant.* for Qwen/Qwen3-8B there is"):
+        with pytest.raises(
+            ValueError, match=r"is an MTP layer as DeepSeek.* for Qwen/Qwen3-8B there is"
+        ):
             door()

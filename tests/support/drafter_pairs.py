@@ -8,12 +8,14 @@ from collections.abc import Callable
 
 import mlx.core as mx
 import mlx.nn as nn
+from assistants import naive_assistant, tiny_assistant, tiny_gemma4
 from block_twin import naive_dflash, tiny_dflash, tiny_dflash2, tiny_dspark
 from helpers import SIZES, VOCAB, plain, randomize, tiny_head, tiny_llama
 from mlx.utils import tree_map
 from mlx_lm.models import gemma3_text, lfm2, mamba2, qwen3_5, qwen3_next
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
+from mlx_eagle.drafters.assistant import AssistantDrafter
 from mlx_eagle.drafters.base import Draft, Drafter
 from mlx_eagle.drafters.dflash import DFlashDrafter
 from mlx_eagle.drafters.eagle3 import EagleDrafter
@@ -132,6 +134,7 @@ LATENT = {
 LLAMA = tiny_llama()
 QWEN3_NEXT = tiny_qwen3_next()
 GEMMA3 = tiny_gemma3()
+GEMMA4 = tiny_gemma4()
 QWEN3_5_MOE = tiny_qwen3_5(num_experts=4, tie_word_embeddings=True)
 
 PAIRS: dict[str, tuple[nn.Module, Drafter]] = {
@@ -142,6 +145,7 @@ PAIRS: dict[str, tuple[nn.Module, Drafter]] = {
     "draft model, hybrid": (LLAMA, ModelDrafter(tiny_lfm2())),
     "mtp, qwen3-next": (QWEN3_NEXT, tiny_mtp(QWEN3_NEXT)),
     "mtp, qwen3.5 moe, tied": (QWEN3_5_MOE, tiny_mtp(QWEN3_5_MOE)),
+    "assistant": (GEMMA4, tiny_assistant(GEMMA4, num_centroids=12, centroid_top_k=4)),
     "eagle-3": (LLAMA, tiny_head(LLAMA)),
     "eagle-3, parallel heads": (
         LLAMA,
@@ -242,6 +246,8 @@ def naive_twin(drafter: Drafter, target: nn.Module) -> Callable[[list[int], int]
         return lambda text, size: plain(drafter.model, text, size)
     if isinstance(drafter, DFlashDrafter):
         return lambda text, size: naive_dflash(drafter, target, text, size)
+    if isinstance(drafter, AssistantDrafter):
+        return lambda text, size: naive_assistant(drafter, target, text, size)
     naive = naive_mtp if isinstance(drafter, MTPDrafter) else naive_eagle
     return lambda text, size: naive(drafter, target, text, size)
 

@@ -1,0 +1,457 @@
+"""Drafts of Gemma 4's assistants, small models that read the target's own keys and values.
+
+An assistant has no keys and values. Its sliding layers attend to those of the target's last
+sliding layer that has its own, its full layers to those of the last full one, and all of them from
+the position of the newest token, however many tokens are drafted. What a drafted token passes on
+to the next is a state as wide as the target's.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import gemma4_text
+
+from ..system.json_schema import (
+    BOOL,
+    OBJECT,
+    TEXT,
+    Table,
+    check,
+    list_of,
+    number_above,
+    one_of,
+    shown,
+    whole,
+)
+from ..target.cache_view import CacheView
+from ..target.masks_and_ropes import evaluate_ropes
+from .base import Draft, Pick, start_early
+from .dflash import check_tensors
+from .feature_drafter import FeatureDrafter
+from .folder import (
+    PACKING,
+    LoadOptions,
+    PublishedTensor,
+    Tensors,
+    fill,
+    quantize_as_stored,
+    quantize_now,
+    read_weights,
+)
+from .target_parts import TargetSizes, activation_dtype, find_embedding, sizes_of
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+ORDERING = "token_ordering"
+SIZE = whole(1, 2**24)
+LAYER_TYPES = list_of(one_of(SLIDING, FULL), f"{SLIDING} and {FULL}")
+ROPE: Table = {
+    "rope_type": one_of("default", "proportional"),
+    "rope_theta": number_above(1, 1e15),
+    "partial_rotary_factor": number_above(0, 1),
+}
+ROPES: Table = {SLIDING: ROPE, FULL: ROPE}
+OWN: Table = {
+    **dict.fromkeys(("hidden_size", "target_hidden_size", "vocab_size"), SIZE),
+    **dict.fromkeys(("intermediate_size", "head_dim", "global_head_dim"), SIZE),
+    "num_heads": whole(1, 1024),
+    "layer_types": LAYER_TYPES,
+    "rope_parameters": ROPES,
+    "rms_norm_eps": number_above(0, 1),
+    "num_centroids": whole(0, 2**24),
+    "centroid_top_k": whole(0, 2**24),
+    "position": one_of("next", "newest"),
+    "quantization": PACKING,
+}
+"""Of a converted folder."""
+PUBLISHED: Table = {
+    "backbone_hidden_size": SIZE,
+    "use_ordered_embeddings": BOOL,
+    "centroid_intermediate_top_k": SIZE,
+    "tie_word_embeddings": BOOL,
+    "text_config": OBJECT,
+}
+TEXT_PART: Table = {
+    "layer_types": LAYER_TYPES,
+    "rms_norm_eps": number_above(0, 1),
+    "rope_parameters": ROPES,
+    "head_dim": SIZE,
+    "global_head_dim": SIZE,
+    "hidden_activation": TEXT,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssistantConfig:
+    """What a converted folder's ``config.json`` says.
+
+    ``head_dim`` is that of sliding layers, ``global_head_dim`` of full ones. With
+    ``num_centroids`` above 0 only the tokens of the ``centroid_top_k`` best of so many equal
+    clusters can be drafted. A ``position`` "next" is that of the newest token, whose keys and
+    values the target has yet to compute; "newest" that of the last row it has.
+    """
+
+    hidden_size: int
+    target_hidden_size: int
+    vocab_size: int
+    intermediate_size: int
+    num_heads: int
+    head_dim: int
+    global_head_dim: int
+    layer_types: tuple[str, ...]
+    rope_parameters: dict[str, Any] | None = None
+    rms_norm_eps: float = 1e-6
+    num_centroids: int = 0
+    centroid_top_k: int = 0
+    position: str = "next"
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], where: str | Path) -> Self:
+        """Read a ``config.json``, which ``where`` names; ValueError for what cannot be."""
+        check(values, OWN, where)
+        known: dict[str, Any]
+        known = {f.name: values[f.name] for f in fields(cls) if values.get(f.name) is not None}
+        for field in fields(cls):
+            if field.default is MISSING and field.name not in known:
+                raise ValueError(f"{where} has no {field.name}: convert the drafter again.")
+        made = cls(**known | {"layer_types": tuple(known["layer_types"])})
+        made.check_sizes(where)
+        return made
+
+    def check_sizes(self, where: str | Path) -> None:
+        """Raise ValueError for sizes that do not go together."""
+        num_clusters = max(self.num_centroids, 1)
+        fits = (
+            0 < len(self.layer_types) <= 256
+            and self.head_dim % 2 == self.global_head_dim % 2 == 0
+            and self.num_heads * max(self.head_dim, self.global_head_dim) <= 2**24
+            and self.vocab_size % num_clusters == 0
+            and (self.num_centroids == 0 or 0 < self.centroid_top_k <= self.num_centroids)
+        )
+        if not fits:
+            raise ValueError(
+                f"{where} gives {len(self.layer_types)} layers, {self.num_heads} heads of width "
+                f"{self.head_dim} or {self.global_head_dim}, and {self.centroid_top_k} of "
+                f"{self.num_centroids} clusters for {self.vocab_size} tokens, which do not go "
+                "together."
+            )
+
+    def layer_args(self) -> gemma4_text.ModelArgs:
+        """The same for mlx-lm's layers, all of which read keys and values of others."""
+        return gemma4_text.ModelArgs(
+            hidden_size=self.hidden_size,
+            num_hidden_layers=len(self.layer_types),
+            num_kv_shared_layers=len(self.layer_types),
+            intermediate_size=self.intermediate_size,
+            num_attention_heads=self.num_heads,
+            head_dim=self.head_dim,
+            global_head_dim=self.global_head_dim,
+            layer_types=list(self.layer_types),
+            rope_parameters=self.rope_parameters,
+            rms_norm_eps=self.rms_norm_eps,
+            vocab_size=self.vocab_size,
+            hidden_size_per_layer_input=0,
+            use_double_wide_mlp=False,
+        )
+
+
+Rows = Mapping[str, tuple[mx.array, mx.array]]
+"""Keys and values (1, H, S, D) for each type of layer."""
+
+
+class Assistant(nn.Module):
+    """Weights of an assistant, and one step of it."""
+
+    def __init__(self, config: AssistantConfig):
+        super().__init__()
+        self.config = c = config
+        args = c.layer_args()
+        self.pre_projection = nn.Linear(2 * c.target_hidden_size, c.hidden_size, bias=False)
+        self.layers = [gemma4_text.DecoderLayer(args, i) for i in range(len(c.layer_types))]
+        self.norm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.post_projection = nn.Linear(c.hidden_size, c.target_hidden_size, bias=False)
+        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
+        if c.num_centroids:
+            self.centroids = nn.Linear(c.hidden_size, c.num_centroids, bias=False)
+        self._clusters: mx.array | None = None
+
+    def set_clusters(self, ordering: mx.array) -> None:
+        """The tokens (V,), cluster by cluster."""
+        self._clusters = ordering.astype(mx.int32).reshape(self.config.num_centroids, -1)
+        mx.eval(self._clusters)
+
+    def __call__(self, joined: mx.array, rows: Rows, position: int) -> tuple[mx.array, mx.array]:
+        """Logits (1, V) and state (1, H) after an embedding and a state side by side, (1, 2H)."""
+        x = self.pre_projection(joined)[None]
+        for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
+            x, _, _ = layer(x, shared_kv=rows[kind], offset=position)
+        x = self.norm(x)[0]
+        return self.logits(x), self.post_projection(x)
+
+    def logits(self, x: mx.array) -> mx.array:
+        """Logits (1, V) after x (1, h): minus infinity for what cannot be drafted."""
+        if self._clusters is None:
+            dense: mx.array = self.embed_tokens.as_linear(x)
+            return dense
+        best = self.config.centroid_top_k
+        found = mx.argpartition(-self.centroids(x)[0], best - 1)[:best]
+        candidates = self._clusters[found].reshape(-1)
+        # Rows of a packed table are unpacked as they are gathered.
+        own = x @ self.embed_tokens(candidates).T
+        nothing = mx.full((1, self.config.vocab_size), -mx.inf, own.dtype)
+        return mx.put_along_axis(nothing, candidates[None], own, axis=1)
+
+
+class AssistantDrafter(FeatureDrafter):
+    """A ``Drafter`` around an assistant: a forward for each token, and nothing to absorb.
+
+    It starts from the newest token and the target's state before it, after the final norm. Of
+    the target's caches it sees the rows of two layers, at the beginning of a draft.
+    """
+
+    head: Assistant
+
+    def __init__(self, head: Assistant, target: nn.Module):
+        """Raises ValueError where the target is not one that the assistant is for."""
+        text = text_of(target)
+        check_fit(head.config, sizes_of(target))
+        self._sources = sources(head.config, text)
+        self._embed, _ = find_embedding(target)
+        self._scale: float = text.model.embed_scale
+        super().__init__(head, (len(target.layers) + 1,), 0)
+        self._rows: Rows = {}
+        self._position = 0
+        evaluate_ropes(head)
+        mx.eval(head.parameters())
+
+    @property
+    def width(self) -> int:
+        """The target's hidden size."""
+        return self.head.config.target_hidden_size
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.head.norm.weight.dtype
+
+    def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
+        """The seed is the newest token's embedding beside the state before it, (1, 2H)."""
+        row = mx.array([tokens.shape[0] - 1]) if last is None else last.reshape(1)
+        return self._joined(tokens[row], features[row])
+
+    def _joined(self, tokens: mx.array, states: mx.array) -> mx.array:
+        embeddings = self._embedded(tokens) * self._scale
+        return mx.concatenate([embeddings, states.astype(embeddings.dtype)], axis=-1)
+
+    def logits(self, states: mx.array) -> mx.array:
+        return self.head.logits(states)
+
+    def _first_logits(self, seed: mx.array) -> mx.array:
+        """There are none before the target's rows are cut to what was kept."""
+        return mx.zeros((0,))
+
+    def pending(self) -> list[mx.array]:
+        return [] if self._seed.size == 0 else [self._seed]
+
+    def see_target(self, caches: CacheView) -> None:
+        """Take the rows that the layers attend to, and where the newest token stands."""
+        rows = {kind: caches.rows(index) for kind, index in self._sources.items()}
+        num_rows = rows[FULL][0].shape[2]
+        self._position = num_rows if self.head.config.position == "next" else num_rows - 1
+        self._rows = {
+            kind: (keys.astype(self.dtype), values.astype(self.dtype))
+            for kind, (keys, values) in rows.items()
+        }
+
+    def propose(self, size: int, pick: Pick) -> Draft:
+        """A chain of ``size`` tokens: one forward for each."""
+        rows, self._rows = self._rows, {}  # the next pass would copy the caches for a reader
+        joined = self._seed
+        tokens: list[mx.array] = []
+        for _ in range(size):
+            logits, state = self.head(joined.astype(self.dtype), rows, self._position)
+            self.num_forwards += 1
+            tokens.append(pick(logits, None).astype(mx.int32))
+            if len(tokens) < size:
+                start_early(tokens[-1], size)
+                joined = self._joined(tokens[-1], state)
+        return Draft(mx.concatenate(tokens))
+
+
+def text_of(target: nn.Module) -> gemma4_text.Model:
+    """The text model of a target; ValueError where it is not a Gemma 4."""
+    text = target.language_model if "language_model" in target else target
+    if not isinstance(text, gemma4_text.Model):
+        name = getattr(target, "model_type", type(target).__name__)
+        raise ValueError(
+            "this is an assistant of Gemma 4, which reads keys and values that only Gemma 4 has, "
+            f"and the target is a {name} model: use a drafter made for this model."
+        )
+    return text
+
+
+def check_fit(config: AssistantConfig, target: TargetSizes) -> None:
+    """Raise ValueError where assistant and target are of different sizes."""
+    if config.target_hidden_size != target.hidden_size:
+        raise ValueError(
+            f"the assistant was made for a target of hidden size {config.target_hidden_size}, but "
+            f"this target's is {target.hidden_size}: use the one made for this model."
+        )
+    if config.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"the assistant was made for a vocabulary of {config.vocab_size} tokens, but the "
+            f"target's has {target.vocab_size}: use the one made for this model."
+        )
+
+
+def sources(config: AssistantConfig, target: gemma4_text.Model) -> dict[str, int]:
+    """The target's cache that layers of each type read: the last of that type with its own rows.
+
+    Layers after the first ``num_kv_shared_layers`` from the end have none. The full one is always
+    among them, for it has a row for each position. Raises ValueError where heads do not fit.
+    """
+    args = target.args
+    owning = list(args.layer_types or [])[: args.num_hidden_layers - args.num_kv_shared_layers]
+    found = {kind: i for i, kind in enumerate(owning)}
+    for kind in (*config.layer_types, FULL):
+        width = config.global_head_dim if kind == FULL else config.head_dim
+        own = target.layers[found[kind]].self_attn if kind in found else None
+        fits = own is not None and (
+            kind not in config.layer_types
+            or (own.head_dim == width and config.num_heads % own.n_kv_heads == 0)
+        )
+        if not fits:
+            has = "none" if own is None else f"{own.n_kv_heads} heads of width {own.head_dim}"
+            raise ValueError(
+                f"the assistant's {config.num_heads} heads of width {width} read {kind} layers, "
+                f"of which the target has {has}: use the one made for this model."
+            )
+    return {kind: i for kind, i in found.items() if kind in (*config.layer_types, FULL)}
+
+
+def recognise(names: Collection[str], config: Mapping[str, Any]) -> bool:
+    """By the projections from and to the target's width, which nothing else has."""
+    bare = {name.removeprefix("model.") for name in names}
+    return not bare.isdisjoint({"pre_projection.weight", "post_projection.weight"})
+
+
+def convert(tensors: Tensors, config: Mapping[str, Any]) -> tuple[dict[str, Any], Tensors]:
+    """See ``Kind.convert``. There is one table of tokens, whether the output is tied or not."""
+    check(config, PUBLISHED, "config.json")
+    text = config.get("text_config") or {}
+    check(text, TEXT_PART, "config.json")
+    found = _known_tensors(tensors, config.get("tie_word_embeddings", True))
+    made = _config_from(found, config, text)
+    ordering = found.pop(ORDERING, None)
+    check_tensors(Assistant(made), found)
+    if made.num_centroids:
+        if ordering is None or tuple(ordering.shape) != (made.vocab_size,):
+            raise ValueError(
+                f"the checkpoint lacks masked_embedding.{ORDERING} with {made.vocab_size} tokens; "
+                "it is incomplete"
+            )
+        found[ORDERING] = ordering
+    return asdict(made), found
+
+
+def readings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The other convention of positions; see ``Kind.readings``."""
+    other = "newest" if config["position"] == "next" else "next"
+    return {f"{other} position": {"position": other}}
+
+
+def _known_tensors(tensors: Tensors, is_tied: bool) -> dict[str, PublishedTensor]:
+    """The tensors under the names of our modules."""
+    found = {}
+    for name, tensor in tensors.items():
+        bare = name.removeprefix("model.").removeprefix("masked_embedding.")
+        if "rotary_emb" not in bare:
+            found[bare] = tensor
+    output = found.pop("lm_head.weight", None)
+    if output is not None and not is_tied:
+        found["embed_tokens.weight"] = output
+    return found
+
+
+def _config_from(
+    tensors: Mapping[str, PublishedTensor], config: Mapping[str, Any], text: Mapping[str, Any]
+) -> AssistantConfig:
+    """The config that a published checkpoint comes to; sizes are those of its tensors."""
+    unknown = {
+        "hidden_activation": text.get("hidden_activation") not in (None, "gelu_pytorch_tanh"),
+        **{
+            key: bool(text.get(key))
+            for key in ("enable_moe_block", "use_double_wide_mlp", "hidden_size_per_layer_input")
+        },
+    }
+    for key, is_unknown in unknown.items():
+        if is_unknown:
+            raise ValueError(
+                f"config.json has {key} {shown(text[key])}, which no known assistant of Gemma 4 "
+                "has; converting without would change what it computes"
+            )
+    if "layer_types" not in text:
+        raise ValueError("config.json has no text_config.layer_types, which an assistant needs")
+    kinds = text["layer_types"]
+
+    def rows(name: str) -> int:
+        if name not in tensors or not tensors[name].shape:
+            raise ValueError(f"the checkpoint lacks {name}; it is incomplete")
+        return tensors[name].shape[0]
+
+    def width(kind: str) -> int | None:
+        index = next((i for i, own in enumerate(kinds) if own == kind), None)
+        return None if index is None else rows(f"layers.{index}.self_attn.q_norm.weight")
+
+    sliding, full = width(SLIDING), width(FULL)
+    head_dim = rows("layers.0.self_attn.q_norm.weight")
+    has_clusters = config.get("use_ordered_embeddings", "centroids.weight" in tensors)
+    made = {
+        "hidden_size": rows("norm.weight"),
+        "target_hidden_size": rows("post_projection.weight"),
+        "vocab_size": rows("embed_tokens.weight"),
+        "intermediate_size": rows("layers.0.mlp.gate_proj.weight"),
+        "num_heads": max(rows("layers.0.self_attn.q_proj.weight") // head_dim, 1),
+        "head_dim": sliding or full,
+        "global_head_dim": full or sliding,
+        "layer_types": kinds,
+        "rope_parameters": text.get("rope_parameters"),
+        "rms_norm_eps": text.get("rms_norm_eps", 1e-6),
+        "num_centroids": rows("centroids.weight") if has_clusters else 0,
+        "centroid_top_k": config.get("centroid_intermediate_top_k", 32) if has_clusters else 0,
+    }
+    return AssistantConfig.from_dict(made, "config.json")
+
+
+def load(
+    folder: Path, config: dict[str, Any], model: nn.Module, options: LoadOptions
+) -> AssistantDrafter:
+    """The drafter of a converted folder; see ``Kind.load``."""
+    text_of(model)
+    made = AssistantConfig.from_dict(config, folder / "config.json")
+    check_fit(made, sizes_of(model))
+    weights = read_weights(folder)
+    ordering = weights.pop(ORDERING, None)
+    head, quantization = Assistant(made), config.get("quantization")
+    if quantization:
+        quantize_as_stored(head, weights, quantization)
+    fill(head, weights)
+    if made.num_centroids:
+        if ordering is None or ordering.shape != (made.vocab_size,):
+            raise ValueError(
+                f"the head's model.safetensors lacks {ORDERING}: convert the head again."
+            )
+        head.set_clusters(ordering)
+    quantize_now(head, quantization, options)
+    head.set_dtype(options.dtype or activation_dtype(find_embedding(model)[0]))
+    return AssistantDrafter(head, model)
+
+
+def made_for(config: dict[str, Any], where: Path, target: TargetSizes | None) -> str:
+    """The width of its targets; see ``Kind.made_for``."""
+    made = AssistantConfig.from_dict(config, where)
+    if target is not None:
+        check_fit(made, target)
+    return f"for Gemma 4 of hidden size {made.target_hidden_size}"
