@@ -13,7 +13,7 @@ COUNTED = 3  # rounds of each way, of which the fastest counts: other work only 
 
 @dataclass(frozen=True)
 class KernelOptions:
-    """What is done, if true: see ``target.attention_parts`` and ``drafters.head_cache``."""
+    """What is done, if true: see ``target.stand_in`` and ``drafters.head_cache``."""
 
     splits_attention: bool = False
     uses_overlay: bool = False

@@ -4,23 +4,124 @@ Looking into a model, or giving its rows other positions, takes modules that do 
 own. The user's are never touched: another thread may be running them at the same time. What we
 change is a copy of them, and of the modules that lead to them; all others, and every array, are
 shared.
+
+The copy's attention over a few rows can be cut into parts that Metal's vector kernel takes: up to
+8 rows, and 32 rows times query heads per key head (``fused_rows`` in ``system/machines.py``). A
+pass of more goes through plain operations, which read keys and values once for every *query* head
+and put all scores into memory. Parts read them once each: with 8 query heads per key head, 8 rows
+in two parts read a quarter. A row's sum is the same in every part, so this changes rounding at
+most. Whether it is faster is measured (``decoding/kernel_options.py``).
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.base import scaled_dot_product_attention as attend
 
-from .attention_parts import (
-    AttentionParts,
-    PartedAttention,
-    find_attention,
-    no_kernel,
-    with_parts,
-)
 from .masks_and_ropes import PositionedRope, RowPositions, find_ropes, tree_masks
+
+NAME = attend.__name__
+
+
+@dataclass
+class AttentionParts:
+    """Whether rows are cut, and whether there was anything to cut: state of one generation.
+
+    ``most_rows`` says how many rows of a head dimension, with so many query heads per key head,
+    one kernel takes; 0 where there is none for that dimension.
+    """
+
+    most_rows: Callable[[int, int], int]
+    is_on: bool = False
+    matters: bool = False  # a pass that the kernel would take with fewer heads is cut
+
+
+class PartedAttention:
+    """What a copy of an attention module does in place of its own class: it asks the parts."""
+
+    _with_parts: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._with_parts(self, *args, **kwargs)
+
+
+def find_attention(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model's layers that call mlx-lm's attention function themselves."""
+    found: dict[int, nn.Module] = {}
+    for layer in model.layers:
+        for _, module in layer.named_modules():
+            call = type(module).__call__
+            if not isinstance(call, FunctionType) or NAME not in call.__code__.co_names:
+                continue
+            if call.__globals__.get(NAME) is attend:
+                found[id(module)] = module
+    return list(found.values())
+
+
+def no_kernel(head_dim: int, heads_per_key: int) -> int:
+    """No attention is cut."""
+    return 0
+
+
+def with_parts(call: Any, parts: AttentionParts) -> FunctionType:
+    """A module's ``__call__`` that looks up ``attend_in_parts`` where it had mlx-lm's function.
+
+    The code is the same, and so is all else it refers to: the module file that others use stays
+    as it is.
+    """
+
+    def function(*args: Any, **kwargs: Any) -> mx.array:
+        return attend_in_parts(parts, *args, **kwargs)
+
+    names = {**call.__globals__, NAME: function}
+    copy = FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
+    copy.__kwdefaults__ = call.__kwdefaults__
+    return copy
+
+
+def attend_in_parts(
+    parts: AttentionParts,
+    queries: mx.array,
+    keys: Any,
+    values: Any,
+    cache: Any,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """mlx-lm's function of queries (B, H, R, D), keys and values (B, Hk, S, D), in parts of R.
+
+    ``mask`` is an array, "causal" or None.
+    """
+
+    def whole() -> mx.array:
+        return attend(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+
+    if not isinstance(keys, mx.array) or values.shape[-1] != queries.shape[-1]:
+        return whole()  # quantized, or a head of two widths: there is no kernel for either
+    _, num_heads, num_rows, head_dim = queries.shape
+    num_keys, limit = keys.shape[2], parts.most_rows(head_dim, 1)
+    most = parts.most_rows(head_dim, num_heads // keys.shape[1])
+    parts.matters |= 0 < most < limit
+    if not parts.is_on or not 0 < most < num_rows <= limit:
+        return whole()
+    out = []
+    for start in range(0, num_rows, most):
+        end = min(start + most, num_rows)
+        seen, part_mask = num_keys, mask
+        if isinstance(mask, str):  # causal: what comes after the last row of the part is not seen
+            seen = num_keys - num_rows + end
+            part_mask = mask if end - start > 1 else None
+        elif mask is not None and mask.shape[-2] > 1:
+            part_mask = mask[..., start:end, :]
+        rows, k, v = queries[:, :, start:end], keys[:, :, :seen], values[:, :, :seen]
+        out.append(attend(rows, k, v, cache=cache, scale=scale, mask=part_mask, sinks=sinks))
+    return mx.concatenate(out, axis=2)
 
 
 class StandIn:

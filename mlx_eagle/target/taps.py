@@ -8,11 +8,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .attention_parts import AttentionParts, no_kernel
-from .layer_calls import LayerCall, LayerCalls
 from .masks_and_ropes import exact_masks
+from .rollback import LayerCall, LayerCalls
 from .sharding import find_stage
-from .stand_in import StandIn, add_behaviour
+from .stand_in import AttentionParts, StandIn, add_behaviour, no_kernel
 
 
 class TapRecorder:
