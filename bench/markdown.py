@@ -64,9 +64,10 @@ def _markdown(block: Block, folder: Path) -> str:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A pipe table; bars inside cells are escaped."""
+    """A pipe table; each row is one line, and bars inside cells are escaped."""
 
     def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        shown = (" ".join(cell.split()).replace("|", "\\|") for cell in cells)
+        return f"| {' | '.join(shown)} |"
 
     return "\n".join([line(header), "|" + "---|" * len(header), *map(line, rows)])

@@ -7,9 +7,9 @@ from typing import Any
 
 from mlx.utils import tree_flatten
 
-from mlx_eagle.commands.generate import weight_bytes
 from mlx_eagle.drafters.base import Drafter
 from mlx_eagle.drafters.tree import Tree
+from mlx_eagle.system.device import weight_bytes
 
 from . import conditions, parity, predict, summary
 from .batched import BatchRun, measure_batches, num_batch_runs

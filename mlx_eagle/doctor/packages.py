@@ -11,19 +11,20 @@ import json
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterator
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from .report_lines import Finding, is_well, page
-
+Level = Literal["ok", "note", "problem"]
+WIDTH = 96
 COMMAND = re.compile(r"mlx_eagle(\.\w+)+")
 DOCTOR = "mlx_eagle.doctor"
 OLDEST_PYTHON, OLDEST_MACOS = (3, 11), 14
@@ -37,6 +38,53 @@ BUILDS = {
 GET_MLX = "pip install mlx"
 if sys.platform == "linux":
     GET_MLX = "pip install 'mlx[cpu]' (with an NVIDIA card 'mlx[cuda12]' or 'mlx[cuda13]')"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report: what was looked at, what is there, and what to do, if anything.
+
+    A "note" costs nothing but speed or certainty; with a "problem" something will not work.
+    """
+
+    name: str
+    text: str
+    level: Level = "ok"
+    remedy: str = ""
+
+
+def page(findings: Sequence[Finding]) -> str:
+    """All findings for people: notes and problems are marked, and their remedies stand below."""
+    marks = {"ok": " ", "note": "-", "problem": "!"}
+    width = max(len(finding.name) for finding in findings)
+    lines = []
+    for finding in findings:
+        start = f"{marks[finding.level]} {finding.name:{width}}  "
+        space = " " * len(start)
+        lines += textwrap.wrap(
+            finding.text, WIDTH, initial_indent=start, subsequent_indent=space,
+            break_on_hyphens=False, break_long_words=False,
+        )  # fmt: skip
+        if finding.remedy:
+            lines += textwrap.wrap(
+                f"{finding.level}: {finding.remedy}", WIDTH, initial_indent=space,
+                subsequent_indent=space, break_on_hyphens=False, break_long_words=False,
+            )  # fmt: skip
+    return "\n".join([*lines, "", verdict(findings)])
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    """The last line of the page."""
+    problems = [finding.name for finding in findings if finding.level == "problem"]
+    if not problems:
+        return "Nothing is wrong."
+    what = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    return f"{what}: {', '.join(problems)}."
+
+
+def is_well(findings: Sequence[Finding]) -> bool:
+    """Whether there is no problem among them."""
+    return all(finding.level != "problem" for finding in findings)
 
 
 class Wanted(NamedTuple):

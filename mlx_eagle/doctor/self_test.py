@@ -26,6 +26,7 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..batch.generate import batch_generate
+from ..bench.markdown import markdown_table
 from ..bench.parity import compare, margin, next_logprobs, parity_words
 from ..bench.part_timing import Bench, Timing, sample_head, sample_verify
 from ..decoding.sampling import Sampling
@@ -36,9 +37,8 @@ from ..generate import stream_generate
 from ..system.atomic_folder import check_writable
 from ..system.cli_values import __version__
 from ..system.device import prepare_device
-from .checks import TF32, check_all
-from .expect import build
-from .report_lines import Finding
+from .checks import TF32, build, check_all
+from .packages import Finding
 
 FAILED = "FAILED"
 KERNEL_ERRORS = (RuntimeError, ValueError)
@@ -160,7 +160,7 @@ def report(
     ]
     if failed:
         text.append(f"Failed: {'; '.join(failed)}")
-    text.append(table(("this machine", "what is there"), rows))
+    text.append(markdown_table(("this machine", "what is there"), rows))
     text += [part for section in tried if section.results for part in blocks(section)]
     return redact("\n\n".join(text)) + "\n"
 
@@ -174,14 +174,7 @@ def blocks(section: Section) -> list[str]:
             empty = [""] * (len(section.header) - 3)
             rows.append((result.name, *empty, result.error[:LONGEST_ERROR], FAILED))
     remark = [section.remark] if section.remark else []
-    return [f"### {section.title}", *remark, table(section.header, rows)]
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; what would end a cell or a line is replaced."""
-    lines = [header, ["---"] * len(header), *rows]
-    cells = [[" ".join(cell.split()).replace("|", "/") for cell in line] for line in lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+    return [f"### {section.title}", *remark, markdown_table(section.header, rows)]
 
 
 def redact(text: str) -> str:

@@ -12,7 +12,7 @@ from true_configs import GEMMA3_12B, GEMMA4_31B, GPT_OSS_20B, LLAMA_8B, QWEN3_30
 
 from mlx_eagle.convert import convert
 from mlx_eagle.doctor import __main__ as program
-from mlx_eagle.doctor import checks, expect, packages
+from mlx_eagle.doctor import checks, packages
 from mlx_eagle.drafters.pairs import PAIRS, bytes_in_4_bits, targets_within
 from mlx_eagle.system.machines import machine_of
 
@@ -86,13 +86,13 @@ def write_config(folder: Path, config: dict) -> str:
 
 
 def found_by_name(model: str, draft_model: str | None = None) -> dict:
-    return {finding.name: finding for finding in expect.expect(model, draft_model)}
+    return {finding.name: finding for finding in checks.expect(model, draft_model)}
 
 
 def test_a_large_target_on_a_mac(tmp_path, monkeypatch):
     """Llama-3.1-8B has 8.03 billion parameters, and 4.5 GB of them in 4 bits (4.52)."""
-    monkeypatch.setattr(expect, "this_machine", lambda: M4)
-    monkeypatch.setattr(expect, "memory", lambda machine: (24e9, 17e9))
+    monkeypatch.setattr(checks, "this_machine", lambda: M4)
+    monkeypatch.setattr(checks, "memory", lambda machine: (24e9, 17e9))
     target = write_config(tmp_path / "Meta-Llama-3.1-8B-Instruct-4bit", LLAMA_8B)
     found = found_by_name(target, "auto")
     assert "8.03 B parameters in 4.5 bits each: 4.5 GB" in found["model"].text
@@ -101,7 +101,7 @@ def test_a_large_target_on_a_mac(tmp_path, monkeypatch):
     assert found["attention"].text == "heads of 128: fused for passes of up to 8 rows (k up to 7)"
     assert PAIRS[0].head in found["draft model"].text
     assert {finding.level for finding in found.values()} == {"ok"}
-    monkeypatch.setattr(expect, "memory", lambda machine: (4e9, 3e9))
+    monkeypatch.setattr(checks, "memory", lambda machine: (4e9, 3e9))
     assert found_by_name(target)["model"].level == "problem"
 
 
@@ -117,11 +117,11 @@ REAL = {
 
 @pytest.mark.parametrize("name", REAL)
 def test_real_targets_nested_configurations_too(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(expect, "this_machine", lambda: M4)
-    monkeypatch.setattr(expect, "memory", lambda machine: (36e9, 27e9))
+    monkeypatch.setattr(checks, "this_machine", lambda: M4)
+    monkeypatch.setattr(checks, "memory", lambda machine: (36e9, 27e9))
     config, billions, gigabytes, heads = REAL[name]
     target = write_config(tmp_path / "target", config)
-    findings = expect.expect(target, None)
+    findings = checks.expect(target, None)
     found = {finding.name: finding.text for finding in findings}
     assert f"{billions} B parameters" in found["model"] and f": {gigabytes} GB" in found["model"]
     assert ("experts" in found["passes"]) == ("experts" in str(config))
@@ -136,8 +136,8 @@ def test_other_machines_have_other_passes(tmp_path, monkeypatch):
 
     def said(backend: str, architecture: str) -> str:
         machine = machine_of({"architecture": architecture}, backend)
-        monkeypatch.setattr(expect, "this_machine", lambda: machine)
-        monkeypatch.setattr(expect, "memory", lambda machine: (24e9, 17e9))
+        monkeypatch.setattr(checks, "this_machine", lambda: machine)
+        monkeypatch.setattr(checks, "memory", lambda machine: (24e9, 17e9))
         return found_by_name(target)["passes"].text
 
     assert " 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 7.0 plain" in said("metal", "applegpu_g13s")
@@ -167,7 +167,7 @@ def test_a_target_whose_caches_cannot_be_rolled_back(tmp_path, monkeypatch):
     class Strange:
         pass
 
-    monkeypatch.setattr(expect, "make_prompt_cache", lambda model: [Strange()])
+    monkeypatch.setattr(checks, "make_prompt_cache", lambda model: [Strange()])
     target = write_config(tmp_path / "target", vars(tiny_llama().args))
     found = found_by_name(target)["caches"]
     assert found.level == "problem" and "Strange" in found.text

@@ -14,7 +14,7 @@ from documents import ROOT
 from packaging.requirements import Requirement
 
 from mlx_eagle.doctor import packages
-from mlx_eagle.doctor.report_lines import is_well
+from mlx_eagle.doctor.packages import is_well
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
