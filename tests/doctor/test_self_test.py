@@ -73,7 +73,7 @@ def test_what_fails_is_a_line_and_the_rest_goes_on(run):
     assert line.startswith("| broken | RuntimeError: Maximum threads") and line.endswith(
         "| FAILED |"
     )
-    assert r"1024 \| in .../b.metal" in line, "neither the table nor the path of a user is left open"
+    assert r"1024 \| in .../b.metal" in line, "the table and a user's path are not left open"
     assert "| two | 2.0 | FAILED |" in report and "| one | 1.0 | fine |" in report
     assert [line.split()[0] for line in said.err.splitlines()[-3:]] == ["[1/3]", "[2/3]", "[3/3]"]
 
