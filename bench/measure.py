@@ -11,7 +11,7 @@ from mlx_eagle.drafters.base import Drafter
 from mlx_eagle.drafters.tree import Tree
 from mlx_eagle.system.device import weight_bytes
 
-from . import conditions, parity, predict, summary
+from . import conditions, parity, summary
 from .batched import BatchRun, measure_batches, num_batch_runs
 from .part_timing import SAMPLES, Bench, Samples
 from .questions import Question, prompt_tokens, typical_context
@@ -169,7 +169,7 @@ def summarize(
     name: dict[str, Any],
 ) -> dict[str, Any]:
     """One scenario as plain data."""
-    costs = {name: predict.Costs.of(timed) for name, timed in samples.items()}
+    costs = {name: summary.Costs.of(timed) for name, timed in samples.items()}
     prompts = list({cell.question: cell.prompt for cell in cells}.values())
     typical = typical_context(prompts, settings.max_tokens)
     results = [
@@ -202,7 +202,7 @@ def summarize(
 
 
 def configuration_result(
-    configuration: Configuration, cells: Sequence[Cell], costs: predict.Costs | None
+    configuration: Configuration, cells: Sequence[Cell], costs: summary.Costs | None
 ) -> dict[str, Any]:
     """One configuration, overall and per set; with prediction and time split for a fixed k."""
     groups = {"overall": list(cells), **summary.by_set(cells)}
@@ -211,11 +211,11 @@ def configuration_result(
         figures[name] = summary.configuration_summary(group)
         if costs is not None and configuration.kind == "chain" and configuration.size:
             figure = figures[name]
-            figure["prediction"] = predict.predict(
+            figure["prediction"] = summary.predict(
                 costs, figure["mean_acceptance_length"], configuration.size, figure["speedup"]
             )
             if figure["round_seconds"] is not None:
-                split = predict.time_split(costs, configuration.size, figure["round_seconds"])
+                split = summary.time_split(costs, configuration.size, figure["round_seconds"])
                 figure["time_split"] = split
     return {
         "label": configuration.label,
@@ -227,13 +227,13 @@ def configuration_result(
     }
 
 
-def model_curve(results: Sequence[dict[str, Any]], costs: predict.Costs) -> list[dict[str, float]]:
+def model_curve(results: Sequence[dict[str, Any]], costs: summary.Costs) -> list[dict[str, float]]:
     """The prediction at every k, from the acceptance of the longest chain that was run."""
     chains = [r for r in results if r["kind"] == "chain" and r["num_draft_tokens"]]
     if not chains:
         return []
     longest = max(chains, key=lambda result: result["num_draft_tokens"])
-    return predict.curve(costs, longest["overall"]["acceptance_by_position"])
+    return summary.curve(costs, longest["overall"]["acceptance_by_position"])
 
 
 def side_by_side(

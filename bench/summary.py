@@ -1,10 +1,16 @@
-"""Summary of runs, in plain arithmetic: medians and spread, rates per set, counts."""
+"""Summary of runs, in plain arithmetic: medians and spread, rates per set, counts, predictions.
 
-from collections.abc import Iterable, Sequence
+A prediction is the speedup that should come out, from costs and acceptance: E tokens per round,
+against the time of a round in units of one plain step, E / (c(k + 1) + k d + overhead).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
 
 from mlx_eagle.decoding.stats import Stats
+from mlx_eagle.drafters.acceptance_stats import expected_tokens
 
 
 def spread_of(values: Iterable[float | None]) -> dict[str, float] | None:
@@ -165,3 +171,144 @@ def run_rows(cells: Sequence[Any], scenario: dict[str, Any]) -> list[dict[str, A
                     }
                 )
     return rows
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Medians in seconds. ``verify`` and ``accept`` by rows R, ``propose`` by draft length.
+
+    ``verify`` may go beyond ``accept``, for trees. ``*_build`` is the host's time for building
+    the same graph.
+    """
+
+    verify: Mapping[int, float]
+    accept: Mapping[int, float]
+    propose: Mapping[int, float]
+    verify_build: Mapping[int, float]
+    propose_build: Mapping[int, float]
+
+    @classmethod
+    def of(cls, samples: Any) -> "Costs":
+        """Medians of ``parts.Samples``."""
+
+        def medians(timings: Mapping[int, Any], part: str) -> dict[int, float]:
+            return {size: median(vars(timing)[part]) for size, timing in timings.items()}
+
+        return cls(
+            medians(samples.verify, "run"),
+            medians(samples.accept, "run"),
+            medians(samples.propose, "run"),
+            medians(samples.verify, "build"),
+            medians(samples.propose, "build"),
+        )
+
+    @property
+    def plain_step(self) -> float:
+        """T(1), the unit of everything below."""
+        return self.verify[1]
+
+    def c(self, num_rows: int) -> float:
+        """Verify cost c(R) = T(R) / T(1)."""
+        return self.verify[num_rows] / self.plain_step
+
+    @property
+    def chain_step(self) -> float:
+        """Seconds that one more draft token takes: head forward, logits, pick."""
+        return max(0.0, _slope(self.propose))
+
+    @property
+    def d(self) -> float:
+        """A chain step in plain steps."""
+        return self.chain_step / self.plain_step
+
+    def draft(self, size: int) -> float:
+        """Seconds of a draft of ``size`` tokens after the accept pass, which ran the head once."""
+        return self.propose[1] + (size - 1) * self.chain_step if size else 0.0
+
+    def host(self, size: int) -> float:
+        """Seconds that a round waits for the host.
+
+        It builds the draft while the device runs the accept pass before it, and the verify pass
+        while the device drafts.
+        """
+        if not size:
+            return 0.0
+        drafting = self.propose_build[1] + (size - 1) * max(0.0, _slope(self.propose_build))
+        busy = self.accept[size + 1] + self.draft(size)
+        drafted = max(drafting, self.accept[size + 1]) + self.draft(size)
+        return max(drafted, drafting + self.verify_build[size + 1]) - busy
+
+    def overhead(self, size: int) -> float:
+        """What a round costs beyond c(k + 1) + k d, in plain steps."""
+        accept = self.accept[size + 1] if size else 0.0
+        rest = accept + self.draft(size) - size * self.chain_step + self.host(size)
+        return rest / self.plain_step
+
+    def round(self, size: int) -> float:
+        """A round with ``size`` drafts, in plain steps."""
+        return self.c(size + 1) + size * self.d + self.overhead(size)
+
+    def speedup(self, tau: float, size: int) -> float:
+        """Predicted speedup where the mean acceptance length is ``tau``."""
+        return tau / self.round(size)
+
+    def bound(self, tau: float, size: int) -> float:
+        """The speedup without any overhead: tau / (c(k + 1) + k d)."""
+        return tau / (self.c(size + 1) + size * self.d)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything that was measured, and what follows from it."""
+        return {
+            "verify_seconds": dict(self.verify),
+            "verify_cost": {rows: self.c(rows) for rows in self.verify},
+            "verify_build_seconds": dict(self.verify_build),
+            "accept_seconds": dict(self.accept),
+            "draft_seconds": dict(self.propose),
+            "draft_build_seconds": dict(self.propose_build),
+            "plain_step_seconds": self.plain_step,
+            "chain_step_seconds": self.chain_step,
+            "d": self.d,
+            "host_seconds": {rows - 1: self.host(rows - 1) for rows in self.accept},
+            "overhead": {rows - 1: self.overhead(rows - 1) for rows in self.accept},
+        }
+
+
+def _slope(seconds: Mapping[int, float]) -> float:
+    """Seconds per token between the shortest and the longest draft."""
+    low, high = min(seconds), max(seconds)
+    return (seconds[high] - seconds[low]) / (high - low)
+
+
+def predict(costs: Costs, tau: float, size: int, measured: float | None) -> dict[str, Any]:
+    """Predicted and measured speedup, their distance, the bound and the fraction reached."""
+    predicted, bound = costs.speedup(tau, size), costs.bound(tau, size)
+    return {
+        "mean_acceptance_length": tau,
+        "predicted": predicted,
+        "measured": measured,
+        "error": None if measured is None else predicted / measured - 1.0,
+        "bound": bound,
+        "fraction_of_bound": None if measured is None else measured / bound,
+    }
+
+
+def curve(costs: Costs, alphas: Sequence[float]) -> list[dict[str, float]]:
+    """Mean acceptance length (tau) and speedup against k, from one acceptance by position."""
+    points = []
+    for size in range(1, max(costs.accept)):
+        tau = expected_tokens(alphas, size)
+        speedup, bound = costs.speedup(tau, size), costs.bound(tau, size)
+        points.append(
+            {"k": size, "mean_acceptance_length": tau, "speedup": speedup, "bound": bound}
+        )
+    return points
+
+
+def time_split(costs: Costs, size: int, round_seconds: float) -> dict[str, float]:
+    """One measured round in seconds: calibrated parts, and the rest, which is the host's.
+
+    ``host`` may come out below zero where the parts were slower by themselves than in the run.
+    """
+    verify, draft, accept = costs.verify[size + 1], costs.draft(size), costs.accept[size + 1]
+    parts = {"verify": verify, "draft": draft, "accept": accept}
+    return {**parts, "host": round_seconds - sum(parts.values()), "round": round_seconds}

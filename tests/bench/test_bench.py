@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from helpers import byte_tokenizer
 
-from mlx_eagle.bench import measure, predict, questions, runner, summary
+from mlx_eagle.bench import measure, questions, runner, summary
 from mlx_eagle.bench.markdown import markdown_table
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.tree import TreeShape
@@ -94,8 +94,8 @@ def test_a_text_of_one_token_has_no_speed():
     assert result["speedup"] is None and result["tps"] is None and result["round_seconds"] is None
 
 
-def make_costs() -> predict.Costs:
-    return predict.Costs(
+def make_costs() -> summary.Costs:
+    return summary.Costs(
         verify={1: 0.10, 2: 0.11, 3: 0.12, 4: 0.13},
         accept={1: 0.005, 2: 0.006, 3: 0.007, 4: 0.008},
         propose={1: 0.002, 4: 0.014},
@@ -125,10 +125,10 @@ def test_prediction_is_the_sum_of_a_rounds_parts(host):
         assert costs.speedup(2.5, k) == pytest.approx(2.5 * 0.1 / seconds)
         bound = 2.5 / (costs.verify[k + 1] / 0.1 + k * step / 0.1)
         assert costs.bound(2.5, k) == pytest.approx(bound)
-    result = predict.predict(costs, 2.5, 3, 1.5)
+    result = summary.predict(costs, 2.5, 3, 1.5)
     assert result["error"] == pytest.approx(result["predicted"] / 1.5 - 1)
     assert result["fraction_of_bound"] == pytest.approx(1.5 / result["bound"])
-    assert predict.predict(costs, 2.5, 3, None)["error"] is None
+    assert summary.predict(costs, 2.5, 3, None)["error"] is None
 
 
 def test_expected_tokens_sum_the_chances_of_getting_that_far():
@@ -137,22 +137,22 @@ def test_expected_tokens_sum_the_chances_of_getting_that_far():
         chances = [1.0]
         for i in range(k):
             chances.append(chances[-1] * alphas[min(i, 2)])
-        assert predict.expected_tokens(alphas, k) == pytest.approx(sum(chances))
+        assert summary.expected_tokens(alphas, k) == pytest.approx(sum(chances))
     # A constant alpha: the geometric series.
-    assert predict.expected_tokens([0.7], 4) == pytest.approx((1 - 0.7**5) / (1 - 0.7))
-    assert predict.expected_tokens([], 3) == 1.0
+    assert summary.expected_tokens([0.7], 4) == pytest.approx((1 - 0.7**5) / (1 - 0.7))
+    assert summary.expected_tokens([], 3) == 1.0
 
 
 def test_the_curve_agrees_with_single_predictions():
     costs = make_costs()
-    points = predict.curve(costs, [0.8, 0.5])
+    points = summary.curve(costs, [0.8, 0.5])
     assert [point["k"] for point in points] == [1, 2, 3]
     assert points[2]["mean_acceptance_length"] == pytest.approx(1 + 0.8 + 0.4 + 0.2)
     assert points[2]["speedup"] == pytest.approx(costs.speedup(2.4, 3))
 
 
 def test_the_parts_of_a_round_add_up_to_it():
-    split = predict.time_split(make_costs(), 3, 0.2)
+    split = summary.time_split(make_costs(), 3, 0.2)
     parts = [split[name] for name in ("verify", "draft", "accept", "host")]
     assert sum(parts) == pytest.approx(split["round"]) == pytest.approx(0.2)
 

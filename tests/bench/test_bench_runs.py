@@ -13,8 +13,8 @@ from mlx_lm.generate import generate_step
 from mlx_eagle.bench import (
     parity,
     part_timing,
-    predict,
     runner,
+    summary,
 )
 from mlx_eagle.drafters import lookup as copying
 
@@ -42,7 +42,7 @@ def test_costs_leave_no_trace_and_cover_every_size(tiny):
     assert sorted(samples.verify) == [1, 2, 3, 4, 9] and sorted(samples.accept) == [1, 2, 3, 4]
     assert all(len(t.run) == len(t.build) == 2 for t in samples.verify.values())
     assert len(first) == 3
-    costs = predict.Costs.of(samples)
+    costs = summary.Costs.of(samples)
     assert costs.verify[2] == statistics.median(samples.verify[2].run)
     bench = part_timing.Bench(tiny.target, head_of(tiny), [1, 2, 3])
     assert sorted(part_timing.sample_verify(bench, [1, 2], 1)) == [1, 2]
