@@ -20,7 +20,6 @@ from mlx_eagle.system.device import prepare_device
 from mlx_eagle.system.terminal import open_bar
 
 from . import files, report, serving
-from .batched import check_batches
 from .flags import (
     build_parser,
     check_contexts,
@@ -31,7 +30,7 @@ from .flags import (
     read_settings,
 )
 from .markdown import markdown
-from .measure import Settings, configurations_of, measure, num_runs
+from .measure import Settings, check_batches, configurations_of, measure, num_runs
 from .questions import Question, load_questions
 from .runner import Models
 from .serving import check_clients, measure_serving, num_loads

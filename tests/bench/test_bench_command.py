@@ -17,7 +17,6 @@ from test_bench import make_stats
 
 from mlx_eagle.bench import __main__ as command
 from mlx_eagle.bench import (
-    batched,
     conditions,
     files,
     measure,
@@ -269,9 +268,9 @@ def test_batches_are_made_set_by_set(tiny):
     asked = [questions.Question(name, str(i), "so?") for i in range(2) for name in ("a", "b")]
     settings = measure.Settings(batches=(2,), sizes=(1,), max_tokens=3, repeats=2)
     runs = []
-    rows = batched.measure_batches(tiny, asked, settings, runs.append)
+    rows = measure.measure_batches(tiny, asked, settings, runs.append)
     assert [(row["set"], row["batch"]) for row in rows] == [("a", 2), ("b", 2)]
-    assert len(runs) == batched.num_batch_runs(settings, asked) == 2 * 2 * 4
+    assert len(runs) == measure.num_batch_runs(settings, asked) == 2 * 2 * 4
     assert measure.num_runs(settings, asked, runner.make_configurations([1])) == 16 + 4 * 2 * 4
     (line, _) = report.batch_table(rows).rows
     assert line[9] == f"{rows[0]['mean_acceptance_length']:.2f}"
@@ -280,23 +279,23 @@ def test_batches_are_made_set_by_set(tiny):
 def test_the_clock_of_a_batch_runs_over_the_whole_call(tiny, monkeypatch):
     ticks = iter([10.0, 12.5])
     clock = SimpleNamespace(perf_counter=lambda: next(ticks))
-    monkeypatch.setattr(batched, "time", clock)
+    monkeypatch.setattr(measure, "time", clock)
     prompts = [PROMPT, PROMPT[:3]]
-    run = batched.run_batch(tiny, runner.PLAIN, prompts, 6)
+    run = measure.run_batch(tiny, runner.PLAIN, prompts, 6)
     assert run.seconds == 2.5 and run.tps == pytest.approx(sum(map(len, run.tokens)) / 2.5)
     assert run.tokens == [plain(tiny.target, prompt, 6) for prompt in prompts]
     stats = [Stats(prompt_time=1.0), Stats(prompt_time=0.5)]
-    run = batched.BatchRun([[1, 2, 3], [4]], 2.5, 1.5, 2, stats)
+    run = measure.BatchRun([[1, 2, 3], [4]], 2.5, 1.5, 2, stats)
     assert (run.tps, run.tps_after_prefill) == (4 / 2.5, 2 / 1.0)
 
 
 def test_a_text_that_differs_in_a_batch_is_shown_with_its_margin(tiny):
     texts = [plain(tiny.target, PROMPT, 8), plain(tiny.target, PROMPT[:3], 8)]
     other = [texts[0], [*texts[1][:5], (texts[1][5] + 1) % 258, *texts[1][6:]]]
-    cell = batched.BatchCell("mine", [PROMPT, PROMPT[:3]], runner.make_configurations(["auto"])[0])
-    cell.plain.append(batched.BatchRun(texts, 4.0, 2.0, 0, []))
-    cell.runs.append(batched.BatchRun(other, 4.0, 3.0, 2, [make_stats([1, 0], 2)] * 2))
-    row = batched.batch_result(tiny, cell)
+    cell = measure.BatchCell("mine", [PROMPT, PROMPT[:3]], runner.make_configurations(["auto"])[0])
+    cell.plain.append(measure.BatchRun(texts, 4.0, 2.0, 0, []))
+    cell.runs.append(measure.BatchRun(other, 4.0, 3.0, 2, [make_stats([1, 0], 2)] * 2))
+    row = measure.batch_result(tiny, cell)
     assert (row["speedup"], row["speedup_after_prefill"]) == (1.0, (16 - 2) / 1.0 / (16 / 2.0))
     assert [verification["index"] for verification in row["parity"]] == [None, 5]
     (line,) = report.batch_table([row]).rows
