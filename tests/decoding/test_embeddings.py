@@ -1,6 +1,7 @@
 """A prompt given as embeddings, as images give them: the text is that of mlx-lm without us."""
 
 from collections.abc import Callable
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,6 +28,7 @@ FED = {
     and does_model_support_input_embeddings(pair[0])
 }
 FED["gemma 3, which scales them"] = GEMMA, tiny_head(GEMMA)
+BY_TOKEN = {"assistant"}  # Gemma 4's small targets, whose layers are given something of each token
 FED["lagging"] = LLAMA, tiny_head(LLAMA).with_draft_cache("lagging")
 
 
@@ -67,6 +69,11 @@ def theirs(model: nn.Module, given: str, **options) -> list[int]:
 @pytest.mark.parametrize("name", thorough(FED, "eagle-3", "mtp, qwen3.5 moe, tied"))
 def test_same_text(name, given, step):
     model, drafter = FED[name]
+    if name in BY_TOKEN and not GIVEN[given](model)[0]:
+        for generate in (partial(ours, model, drafter), partial(theirs, model)):
+            with pytest.raises(ValueError, match="broadcast|empty array"):
+                generate(given)
+        return
     tokens, _ = ours(model, drafter, given, num_draft_tokens=3, prefill_step_size=step)
     assert tokens == theirs(model, given)
 
