@@ -182,7 +182,7 @@ class Answering:
 
     def _logprobs(self, i: int, responses: Sequence[PairResponse]) -> Document:
         spell = self._reply.provider.spelling
-        entries = [_logprob_of(spell, response) for response in responses]
+        entries = [logprob_of(spell, response) for response in responses]
         if self._is_chat or isinstance(self._body.get("logprobs"), bool):
             return {"content": entries}
         offsets, at = [], self._offsets[i]
@@ -253,7 +253,9 @@ def _seeded(args: PairArguments, number: int) -> PairArguments:
     return replace(args, seed=(args.seed + number) % 2**64)
 
 
-def _logprob_of(spell: Callable[[int], bytes], response: PairResponse) -> Document:
+def logprob_of(spell: Callable[[int], bytes], response: PairResponse) -> Document:
+    """A token with its text, bytes, logarithm of probability, and the likeliest others."""
+
     def entry(token: int, logprob: float) -> Document:
         spelled = spell(token)
         text = spelled.decode("utf-8", "replace")

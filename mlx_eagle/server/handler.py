@@ -25,6 +25,7 @@ from mlx_lm.server import CompletionRequest
 
 from . import anthropic_messages as anthropic
 from . import completions as openai
+from . import openai_responses as responses
 from .answer_stream import RequestError
 from .body import PairArguments, check_body, read_body, shortened, write_body
 from .client_session import ClientSession
@@ -89,6 +90,7 @@ ROUTES = {
     "/v1/chat/completions": CHAT,
     "/chat/completions": CHAT,
     "/v1/completions": Route(partial(check_body, needed="prompt"), openai.answer_text),
+    "/v1/responses": Route(responses.check, responses.answer, error_event=responses.error_event),
     "/v1/messages": Route(anthropic.check, anthropic.answer, True, *ANTHROPIC),
     "/v1/messages/count_tokens": Route(
         anthropic.check_count, anthropic.count_tokens, False, *ANTHROPIC
@@ -96,6 +98,7 @@ ROUTES = {
     "/tokenize": Route(openai.check_tokenize, openai.tokenize, generates=False),
     "/detokenize": Route(openai.check_detokenize, openai.detokenize, generates=False),
 }
+RESPONSES = "/v1/responses/"  # and the name of one that is kept
 NO_ROUTE = Route(dict, lambda handler, body: None)
 
 
@@ -116,6 +119,10 @@ class PairHandler(BaseHTTPRequestHandler):
     @property
     def flags(self) -> Namespace:
         return self.server.generator.cli_args
+
+    @property
+    def stored(self) -> responses.StoredResponses:
+        return self.server.stored
 
     def setup(self) -> None:
         """Reads have a limit of time together, writes each."""
@@ -189,7 +196,7 @@ class PairHandler(BaseHTTPRequestHandler):
             raise
 
     def do_GET(self) -> None:
-        """The page, the models, the metrics, the health, the properties."""
+        """The page, the models, the metrics, the health, the properties, a kept response."""
         try:
             self._check_access()
             if self.path == "/":
@@ -205,8 +212,21 @@ class PairHandler(BaseHTTPRequestHandler):
             elif self.path.startswith("/v1/models"):
                 wanted = unquote(self.path.removeprefix("/v1/models").strip("/"))
                 self.send_json(openai.models(self, wanted))
+            elif self.path.startswith(RESPONSES):
+                self.send_json(self.stored.find(self.path.removeprefix(RESPONSES))[0])
             else:
                 raise RequestError(f"nothing is at {shortened(self.path)}.", 404)
+        except RequestError as err:
+            self._refuse(err)
+
+    def do_DELETE(self) -> None:
+        """Forget a response that is kept."""
+        try:
+            self._check_access()
+            if not self.path.startswith(RESPONSES):
+                path = shortened(self.path)
+                raise RequestError(f"nothing at {path} can be deleted, only responses.", 404)
+            self.send_json(self.stored.delete(self.path.removeprefix(RESPONSES)))
         except RequestError as err:
             self._refuse(err)
 
@@ -341,7 +361,7 @@ class PairHandler(BaseHTTPRequestHandler):
         origin = self.server.access.shared_with(self.headers.get("Origin"))
         if origin is not None:
             self.send_header("Access-Control-Allow-Origin", origin)
-            self.send_header("Access-Control-Allow-Methods", "GET, POST, OPTIONS")
+            self.send_header("Access-Control-Allow-Methods", "GET, POST, DELETE, OPTIONS")
             self.send_header("Access-Control-Allow-Headers", "*, Authorization")
         self.send_header("Vary", "Origin")
         if self.close_connection or self.server.is_stopping:

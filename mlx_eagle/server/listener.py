@@ -25,6 +25,7 @@ from .answer_stream import RequestError
 from .body import SHOWN
 from .collect import Collector
 from .engine import PairGenerator
+from .openai_responses import StoredResponses
 
 MAX_HEAD = 2**17  # bytes of a request before its body
 DRAIN_SECONDS = 2.0
@@ -335,6 +336,7 @@ class PairServer(ThreadingHTTPServer):
         self.generator, self.limits, self.access = generator, limits, access
         self.collector = collector
         self.metrics = generator.metrics
+        self.stored = StoredResponses()
         self.answering: set[BaseHTTPRequestHandler] = set()
         self.large_bodies = Lock()
         self.is_stopping = False

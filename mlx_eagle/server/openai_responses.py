@@ -1,0 +1,494 @@
+"""OpenAI's Responses API: /v1/responses, translated to a chat and back, and what is kept of it.
+
+A request becomes a body of Chat Completions, which is checked and answered as any other; pieces
+of its answer become items, which grow with the events of a stream. No HTTP in here.
+"""
+
+import json
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, Protocol
+
+from mlx_lm.server import CompletionRequest
+
+from .answer_stream import RequestError
+from .body import PairArguments, check_body, read_arguments, shortened
+from .client_session import ClientSession
+from .completions import Document, Reply, logprob_of, model_name
+
+KEPT_SECONDS = 3600.0  # what a client may need to go on with a response
+KEPT_BYTES = 100_000_000  # of JSON: a thousand turns of 100 kB
+SAME = (
+    "model", "stream", "temperature", "top_p", "parallel_tool_calls", "top_logprobs",
+    "num_draft_tokens", "tree", "acceptance", "seed", "reuse_caches", "chat_template_kwargs",
+    "stop", "top_k", "min_p", "logit_bias", "thinking_budget", "presence_penalty",
+    "frequency_penalty", "repetition_penalty",
+)  # fmt: skip
+"""Fields that mean what they mean for a chat."""
+OTHER_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "n": "several requests",
+}
+"""Fields of a chat, and what this API has instead."""
+UNSUPPORTED = ("background", "conversation", "prompt", "context_management", "moderation", "image")
+ECHOED = (
+    "instructions", "max_output_tokens", "max_tool_calls", "metadata", "previous_response_id",
+    "prompt_cache_key", "safety_identifier", "user",
+)  # fmt: skip
+TYPES = {
+    "instructions": str,
+    "metadata": dict,
+    "previous_response_id": str,
+    "store": bool,
+    "include": list,
+    "reasoning": dict,
+    "text": dict,
+}
+
+
+class StoredResponses:
+    """Responses with their conversations, in memory: the oldest leave first."""
+
+    def __init__(
+        self,
+        seconds: float = KEPT_SECONDS,
+        max_bytes: int = KEPT_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._seconds, self._max_bytes, self._clock = seconds, max_bytes, clock
+        self._kept: OrderedDict[str, tuple[float, bytes]] = OrderedDict()
+        self._lock = Lock()
+
+    def keep(self, response: Document, messages: Sequence[Document]) -> None:
+        """Keep a response, and the messages that a next one goes on behind."""
+        content = json.dumps([response, messages]).encode()
+        with self._lock:
+            self._kept[response["id"]] = (self._clock(), content)
+            self._drop()
+
+    def find(self, name: str, status: int = 404) -> tuple[Document, list[Document]]:
+        """A response and its messages, both the caller's own; raises RequestError."""
+        with self._lock:
+            self._drop()
+            found = self._kept.get(name)
+        if found is None:
+            raise RequestError(
+                f"there is no response {shortened(name)}: each is kept for "
+                f"{self._seconds / 60:.0f} minutes, until the server stops, unless store is "
+                "false.",
+                status,
+            )
+        response, messages = json.loads(found[1])
+        return response, messages
+
+    def delete(self, name: str) -> Document:
+        """Forget a response; raises RequestError."""
+        self.find(name)
+        with self._lock:
+            self._kept.pop(name, None)
+        return {"id": name, "object": "response", "deleted": True}
+
+    def _drop(self) -> None:
+        size = sum(len(content) for _, content in self._kept.values())
+        oldest = self._clock() - self._seconds
+        for name, (since, content) in list(self._kept.items()):
+            if since > oldest and size <= self._max_bytes:
+                return
+            size -= len(content)
+            del self._kept[name]
+
+
+class StoringReply(Reply, Protocol):
+    """Where a response goes, and where those before it are."""
+
+    @property
+    def stored(self) -> StoredResponses:
+        """The responses that are kept."""
+
+
+def error_event(error: RequestError) -> str:
+    """Nothing more: a stream that fails ends with the response that has failed."""
+    return ""
+
+
+def check(body: Document) -> Document:
+    """The body of the chat that a request means, behind what was asked. Raises ValueError."""
+    for name, instead in OTHER_NAMES.items():
+        if name in body:
+            raise ValueError(f"{name} is not a field of /v1/responses: give {instead}.")
+    for name in UNSUPPORTED:
+        if body.get(name):
+            raise ValueError(f"{name} is not supported: leave it out.")
+    for name, kind in TYPES.items():
+        if not isinstance(body.get(name, kind()), kind):
+            raise ValueError(f"{name} is something else than {_named(kind)}.")
+    if body.get("truncation", "disabled") != "disabled":
+        raise ValueError("truncation is not supported: nothing is left out of a long input.")
+    chat: Document = {name: body[name] for name in SAME if name in body}
+    chat["messages"] = _messages(_items(body.get("input")))
+    if "max_output_tokens" in body:
+        chat["max_tokens"] = body["max_output_tokens"]
+    if "message.output_text.logprobs" in body.get("include", []) or "top_logprobs" in body:
+        chat["logprobs"] = True
+    if "effort" in body.get("reasoning", {}):
+        chat["reasoning_effort"] = body["reasoning"]["effort"]
+    chat |= _form(body.get("text", {})) | _tools(body)
+    check_body(chat, "messages")
+    return {"asked": body, "chat": chat}
+
+
+def _named(kind: type) -> str:
+    return {str: "a string", dict: "an object", list: "a list", bool: "true or false"}[kind]
+
+
+def _items(given: Any) -> list[Document]:
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
+        raise ValueError("the request has no input: give a string, or a list of items.")
+    if not all(isinstance(item, dict) for item in given):
+        raise ValueError("an item of input is something else than an object.")
+    return given
+
+
+def _text(content: Any, what: str) -> str:
+    """The text of a content, which may be a list of parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise ValueError(f"{what} is something else than a string or a list of parts.")
+    texts = []
+    for part in content:
+        text = part.get("refusal" if part.get("type") == "refusal" else "text")
+        if part.get("type") in ("input_image", "input_file") or not isinstance(text, str):
+            kind = shortened(str(part.get("type")))
+            raise ValueError(f"{what} has a part of type {kind!r}: only text can be read here.")
+        texts.append(text)
+    return "\n\n".join(texts)
+
+
+def _messages(items: Sequence[Document]) -> list[Document]:
+    """The messages of a chat that items mean; thoughts, text and calls of an answer are one."""
+    messages: list[Document] = []
+    for item in items:
+        kind = item.get("type", "message")
+        if kind == "reasoning":
+            parts = [*(item.get("summary") or []), *(item.get("content") or [])]
+            thoughts = _text(parts, "a reasoning item")
+            if thoughts:
+                answer = _answer_for(messages, ("content", "tool_calls"))
+                known = answer.get("reasoning_content")
+                answer["reasoning_content"] = f"{known}\n\n{thoughts}" if known else thoughts
+        elif kind == "function_call":
+            answer = _answer_for(messages, ())
+            answer.setdefault("tool_calls", []).append(_call(item))
+        elif kind == "function_call_output":
+            if not isinstance(item.get("call_id"), str):
+                raise ValueError("a function_call_output has no call_id.")
+            result = _text(item.get("output"), "a function_call_output")
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": result})
+        elif kind == "message":
+            _add_message(messages, item)
+        else:
+            raise ValueError(f"input has an item of type {shortened(str(kind))!r}: leave it out.")
+    return messages
+
+
+def _add_message(messages: list[Document], item: Document) -> None:
+    role = item.get("role")
+    if role not in ("user", "assistant", "system", "developer"):
+        raise ValueError("a message has no role: give user, assistant, system or developer.")
+    text = _text(item.get("content"), "a message's content")
+    if role == "assistant":
+        _answer_for(messages, ("content", "tool_calls"))["content"] = text
+    else:
+        role = "system" if role == "developer" else role
+        messages.append({"role": role, "content": text})
+
+
+def _answer_for(messages: list[Document], behind: Sequence[str]) -> Document:
+    """The answer that an item belongs to: a new one where the last has what it precedes."""
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or any(last.get(name) for name in behind):
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _call(item: Document) -> Document:
+    function = {name: item.get(name) for name in ("name", "arguments")}
+    if not all(isinstance(value, str) for value in (*function.values(), item.get("call_id"))):
+        raise ValueError("a function_call has no call_id, name or arguments, which are strings.")
+    return {"id": item["call_id"], "type": "function", "function": function}
+
+
+def _form(text: Document) -> Document:
+    """What a chat has for the field ``text``."""
+    found = {"verbosity": text["verbosity"]} if "verbosity" in text else {}
+    form = text.get("format")
+    if isinstance(form, dict) and form.get("type") == "json_schema":
+        schema = {name: value for name, value in form.items() if name != "type"}
+        form = {"type": "json_schema", "json_schema": schema}
+    return found if form is None else found | {"response_format": form}
+
+
+def _tools(body: Document) -> Document:
+    """What a chat has for tools, and for which of them the model may or must call."""
+    given, choice = body.get("tools", []), body.get("tool_choice", "auto")
+    if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
+        raise ValueError("tools is something else than a list of objects.")
+    tools = [_tool(tool) for tool in given]
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = choice.get("tools") or []
+        names = [tool.get("name") for tool in allowed if isinstance(tool, dict)]
+        tools = [tool for tool in tools if tool["function"]["name"] in names]
+        choice = choice.get("mode", "auto")
+    elif isinstance(choice, dict) and choice.get("type") == "function":
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    return {"tool_choice": choice} | ({"tools": tools} if tools else {})
+
+
+def _tool(tool: Document) -> Document:
+    if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
+        name = shortened(str(tool.get("name") or tool.get("type")))
+        raise ValueError(f"the tool {name} is no function of the client's: leave it out.")
+    names = ("name", "description", "parameters", "strict")
+    function = {name: tool[name] for name in names if tool.get(name) is not None}
+    function.setdefault("parameters", {})
+    return {"type": "function", "function": function}
+
+
+def answer(reply: StoringReply, body: Document) -> None:
+    """Answer a translated body. Raises RequestError."""
+    asked, chat = body["asked"], body["chat"]
+    messages = chat["messages"]
+    if previous := asked.get("previous_response_id"):
+        messages = reply.stored.find(previous, status=400)[1] + messages
+    try:
+        args = read_arguments(chat, reply.flags, is_chat=True)
+    except ValueError as err:
+        raise RequestError(str(err)) from err
+    response = _begun(reply, asked, chat, args)
+    prompt = deepcopy(_behind(asked.get("instructions"), messages))  # templates change messages
+    request = CompletionRequest("chat", "", prompt, chat.get("tools") or None, None)
+    session = reply.new_session(request, args)
+    session.submit()
+    session.open()
+
+    def keep() -> None:
+        if asked.get("store", True):
+            reply.stored.keep(response, [*messages, *_messages(response["output"])])
+
+    is_summary = bool(asked.get("reasoning", {}).get("summary"))
+    events = _Events(response, is_summary, reply.provider.spelling)
+    if not chat.get("stream"):
+        for _ in events.of(session, lambda done, total: None, keep):
+            pass
+        reply.send_json(response)
+        return
+    reply.begin_events()
+    try:
+        for event in events.of(session, reply.say_progress, keep):
+            reply.write(event)
+    except RequestError as err:
+        reply.write(events.failed(err))
+        raise
+
+
+def _begun(reply: Reply, asked: Document, chat: Document, args: PairArguments) -> Document:
+    """The document of a response that was begun."""
+    reasoning = asked.get("reasoning", {})
+    return {
+        "id": f"resp_{uuid.uuid4().hex}",
+        "object": "response",
+        "created_at": reply.created,
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "model": model_name(reply, chat),
+        "output": [],
+        "parallel_tool_calls": asked.get("parallel_tool_calls", True),
+        "reasoning": {name: reasoning.get(name) for name in ("effort", "summary")},
+        "store": asked.get("store", True),
+        "temperature": args.sampling.temperature,
+        "text": {"format": {"type": "text"}} | asked.get("text", {}),
+        "tool_choice": asked.get("tool_choice", "auto"),
+        "tools": asked.get("tools", []),
+        "top_p": args.sampling.top_p,
+        "truncation": "disabled",
+        "usage": None,
+    } | {name: asked.get(name) for name in ECHOED}
+
+
+def _behind(instructions: str | None, messages: list[Document]) -> list[Document]:
+    """The conversation with one message of the system, as templates want it: the first."""
+    rules = [instructions] if instructions else []
+    first = 0
+    while first < len(messages) and messages[first]["role"] == "system":
+        rules.append(messages[first]["content"])
+        first += 1
+    system = [{"role": "system", "content": "\n\n".join(rules)}] if rules else []
+    return [*system, *messages[first:]]
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """A text within an item: which one, and the names of the events that tell of it."""
+
+    item: str
+    field: str
+    empty: Document
+    part_event: str
+    text_event: str
+
+    @property
+    def index(self) -> str:
+        return f"{self.field}_index"
+
+
+EMPTY = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+TEXT = TextPart(
+    "message", "content", EMPTY, "response.content_part", "response.output_text",
+)  # fmt: skip
+THOUGHTS = TextPart(
+    "reasoning", "content", {"type": "reasoning_text", "text": ""},
+    "response.content_part", "response.reasoning_text",
+)  # fmt: skip
+SUMMARY = TextPart(
+    "reasoning", "summary", {"type": "summary_text", "text": ""},
+    "response.reasoning_summary_part", "response.reasoning_summary_text",
+)  # fmt: skip
+
+
+class _Events:
+    """The events of a response, whose items grow with them; one item is open at a time."""
+
+    def __init__(self, response: Document, is_summary: bool, spell: Callable[[int], bytes]):
+        """``is_summary``: thoughts go where a client looks for their summary."""
+        self._response, self._spell = response, spell
+        self._thoughts = SUMMARY if is_summary else THOUGHTS
+        self._number = 0
+        self._kind: TextPart | None = None  # of the part that is open
+        self._texts: list[str] = []  # of that part
+        self._logprobs: list[Document] = []
+
+    def of(
+        self,
+        session: ClientSession,
+        progress: Callable[[int, int], None],
+        keep: Callable[[], None],
+    ) -> Iterator[str]:
+        """All events of an answer; ``keep`` is called with the whole response, before the last."""
+        response = self._response
+        yield self._event("response.created", response=response)
+        yield self._event("response.in_progress", response=response)
+        reason, num_reasoning = "stop", 0
+        for piece in session.pieces(progress, is_stream=False):
+            if piece.reasoning:
+                num_reasoning += len(piece.responses)
+                yield from self._add(self._thoughts, piece.reasoning)
+            if piece.text:
+                shown = piece.responses if session.args.logprobs else []
+                logprobs = [logprob_of(self._spell, token) for token in shown]
+                yield from self._add(TEXT, piece.text, logprobs)
+            for call in piece.calls:
+                yield from self._add_call(call)
+            reason = piece.finish_reason or reason
+        status = "incomplete" if reason == "length" else "completed"
+        yield from self._close(status)
+        response["status"], response["usage"] = status, _usage(session, num_reasoning)
+        if status == "incomplete":
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            response["completed_at"] = int(time.time())
+        keep()
+        yield self._event(f"response.{status}", response=response)
+
+    def failed(self, error: RequestError) -> str:
+        """The last event of an answer that has broken off."""
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        self._response["status"] = "failed"
+        self._response["error"] = {"code": code, "message": str(error)}
+        return self._event("response.failed", response=self._response)
+
+    @property
+    def _output(self) -> list[Document]:
+        found: list[Document] = self._response["output"]
+        return found
+
+    def _event(self, name: str, **fields: Any) -> str:
+        data = {"type": name, "sequence_number": self._number} | fields
+        self._number += 1
+        return f"event: {name}\ndata: {json.dumps(data)}\n\n"
+
+    def _of_item(self, name: str, **fields: Any) -> str:
+        """An event of the last item."""
+        place = {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
+        return self._event(name, **place, **fields)
+
+    def _item_event(self, name: str) -> str:
+        item, place = self._output[-1], len(self._output) - 1
+        return self._event(f"response.output_item.{name}", output_index=place, item=item)
+
+    def _open(self, item: Document, prefix: str) -> str:
+        named = {"id": f"{prefix}_{uuid.uuid4().hex}", "status": "in_progress"}
+        self._output.append(item | named)
+        return self._item_event("added")
+
+    def _add(self, kind: TextPart, text: str, logprobs: Sequence[Document] = ()) -> Iterator[str]:
+        """A part of a text, which goes on with the last one of its kind."""
+        if self._kind is not kind:
+            yield from self._close()
+            lists: Document = {"summary": []} if kind is not TEXT else {"role": "assistant"}
+            item = {"type": kind.item, "content": []} | lists
+            yield self._open(item, "msg" if kind is TEXT else "rs")
+            self._kind, self._texts, self._logprobs = kind, [], []
+            yield self._of_item(f"{kind.part_event}.added", **{kind.index: 0}, part=kind.empty)
+        self._texts.append(text)
+        self._logprobs += logprobs
+        more = {"logprobs": logprobs} if kind is TEXT else {}
+        yield self._of_item(f"{kind.text_event}.delta", **{kind.index: 0}, delta=text, **more)
+
+    def _close(self, status: str = "completed") -> Iterator[str]:
+        """End the item that is open."""
+        kind, item = self._kind, self._output[-1] if self._output else {}
+        if kind is None:
+            return
+        self._kind = None
+        text = "".join(self._texts)
+        more = {"logprobs": self._logprobs} if kind is TEXT else {}
+        part = kind.empty | {"text": text} | more
+        item[kind.field], item["status"] = [part], status
+        yield self._of_item(f"{kind.text_event}.done", **{kind.index: 0}, text=text, **more)
+        yield self._of_item(f"{kind.part_event}.done", **{kind.index: 0}, part=part)
+        yield self._item_event("done")
+
+    def _add_call(self, call: Document) -> Iterator[str]:
+        """A call of a tool, whole."""
+        yield from self._close()
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        item = {"type": "function_call", "call_id": call["id"], "name": name, "arguments": ""}
+        yield self._open(item, "fc")
+        yield self._of_item("response.function_call_arguments.delta", delta=arguments)
+        self._output[-1] |= {"arguments": arguments, "status": "completed"}
+        yield self._of_item("response.function_call_arguments.done", arguments=arguments)
+        yield self._item_event("done")
+
+
+def _usage(session: ClientSession, num_reasoning: int) -> Document:
+    num_prompt, num_generated = len(session.prompt), session.num_generated
+    return {
+        "input_tokens": num_prompt,
+        "input_tokens_details": {"cached_tokens": session.num_cached, "cache_write_tokens": 0},
+        "output_tokens": num_generated,
+        "output_tokens_details": {"reasoning_tokens": num_reasoning},
+        "total_tokens": num_prompt + num_generated,
+    }
