@@ -15,7 +15,7 @@ from .answer_stream import RequestError
 from .body import check_body, read_arguments, shortened
 from .client_session import ClientSession
 from .completions import Document, Reply, model_name
-from .prompt import TEMPLATE_ERRORS, render, template_options
+from .prompt import TEMPLATE_ERRORS, render, template_options, with_one_system
 
 ATTRIBUTION = "x-anthropic-billing-header:"
 """Begins a system block that an agent changes with every request, for its bill: no prompt."""
@@ -116,7 +116,8 @@ def _translated(body: Document) -> Document:
     if "stop_sequences" in body:
         chat["stop"] = body["stop_sequences"]
     messages = _list(body, "messages")
-    chat["messages"] = [*_system(body.get("system", [])), *_flat(map(_messages, messages))]
+    said = [*_system(body.get("system", [])), *_flat(map(_messages, messages))]
+    chat["messages"] = with_one_system(said)
     if not messages or chat["messages"][-1]["role"] == "assistant":
         raise ValueError("the last message is not the user's: an answer cannot be gone on with.")
     if tools := _list(body, "tools"):
@@ -163,8 +164,10 @@ def _system(content: Any) -> list[Document]:
 def _messages(message: Any) -> list[Document]:
     """The messages of a chat that a message means: each result of a tool is one of its own."""
     role = message.get("role") if isinstance(message, dict) else None
-    if role not in ("user", "assistant"):
-        raise ValueError("a message is something else than an object of the user or assistant.")
+    if role not in ("user", "assistant", "system"):
+        raise ValueError("a message is no object with a role: give user, assistant or system.")
+    if role == "system":
+        return _system(message.get("content"))
     blocks = _blocks(message.get("content"), "a message's content")
     return [_assistant(blocks)] if role == "assistant" else _user(blocks)
 

@@ -20,6 +20,7 @@ from .answer_stream import RequestError
 from .body import PairArguments, check_body, read_arguments, shortened
 from .client_session import ClientSession
 from .completions import Document, Reply, logprob_of, model_name
+from .prompt import with_one_system
 
 KEPT_SECONDS = 3600.0  # what a client may need to go on with a response
 KEPT_BYTES = 100_000_000  # of JSON: a thousand turns of 100 kB
@@ -31,27 +32,22 @@ SAME = (
 )  # fmt: skip
 """Fields that mean what they mean for a chat."""
 OTHER_NAMES = {
-    "messages": "input",
-    "max_tokens": "max_output_tokens",
-    "max_completion_tokens": "max_output_tokens",
-    "response_format": "text.format",
-    "reasoning_effort": "reasoning.effort",
+    "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format",
+    "max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort",
     "n": "several requests",
-}
+}  # fmt: skip
 """Fields of a chat, and what this API has instead."""
+IN = "__"  # between a namespace of tools and the name of one
 UNSUPPORTED = ("background", "conversation", "prompt", "context_management", "moderation", "image")
 ECHOED = (
     "instructions", "max_output_tokens", "max_tool_calls", "metadata", "previous_response_id",
     "prompt_cache_key", "safety_identifier", "user",
 )  # fmt: skip
 TYPES = {
-    "instructions": str,
-    "metadata": dict,
-    "previous_response_id": str,
-    "store": bool,
-    "include": list,
-    "reasoning": dict,
-    "text": dict,
+    (str, "a string"): ("instructions", "previous_response_id"),
+    (dict, "an object"): ("metadata", "reasoning", "text"),
+    (bool, "true or false"): ("store",),
+    (list, "a list"): ("include",),
 }
 
 
@@ -128,9 +124,10 @@ def check(body: Document) -> Document:
     for name in UNSUPPORTED:
         if body.get(name):
             raise ValueError(f"{name} is not supported: leave it out.")
-    for name, kind in TYPES.items():
-        if not isinstance(body.get(name, kind()), kind):
-            raise ValueError(f"{name} is something else than {_named(kind)}.")
+    for (kind, what), names in TYPES.items():
+        for name in names:
+            if not isinstance(body.get(name, kind()), kind):
+                raise ValueError(f"{name} is something else than {what}.")
     if body.get("truncation", "disabled") != "disabled":
         raise ValueError("truncation is not supported: nothing is left out of a long input.")
     chat: Document = {name: body[name] for name in SAME if name in body}
@@ -146,28 +143,26 @@ def check(body: Document) -> Document:
     return {"asked": body, "chat": chat}
 
 
-def _named(kind: type) -> str:
-    return {str: "a string", dict: "an object", list: "a list", bool: "true or false"}[kind]
+def _objects(given: Any, what: str) -> list[Document]:
+    if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
+        raise ValueError(f"{what} is something else than a list of objects.")
+    return given
 
 
 def _items(given: Any) -> list[Document]:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
-    if not isinstance(given, list) or not given:
+    if not given:
         raise ValueError("the request has no input: give a string, or a list of items.")
-    if not all(isinstance(item, dict) for item in given):
-        raise ValueError("an item of input is something else than an object.")
-    return given
+    return _objects(given, "input")
 
 
 def _text(content: Any, what: str) -> str:
     """The text of a content, which may be a list of parts."""
     if isinstance(content, str):
         return content
-    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        raise ValueError(f"{what} is something else than a string or a list of parts.")
     texts = []
-    for part in content:
+    for part in _objects(content, what):
         text = part.get("refusal" if part.get("type") == "refusal" else "text")
         if part.get("type") in ("input_image", "input_file") or not isinstance(text, str):
             kind = shortened(str(part.get("type")))
@@ -225,6 +220,8 @@ def _answer_for(messages: list[Document], behind: Sequence[str]) -> Document:
 
 def _call(item: Document) -> Document:
     function = {name: item.get(name) for name in ("name", "arguments")}
+    if item.get("namespace"):
+        function["name"] = _full_name({"name": item["namespace"]}, item)
     if not all(isinstance(value, str) for value in (*function.values(), item.get("call_id"))):
         raise ValueError("a function_call has no call_id, name or arguments, which are strings.")
     return {"id": item["call_id"], "type": "function", "function": function}
@@ -242,10 +239,8 @@ def _form(text: Document) -> Document:
 
 def _tools(body: Document) -> Document:
     """What a chat has for tools, and for which of them the model may or must call."""
-    given, choice = body.get("tools", []), body.get("tool_choice", "auto")
-    if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
-        raise ValueError("tools is something else than a list of objects.")
-    tools = [_tool(tool) for tool in given]
+    given, choice = _objects(body.get("tools", []), "tools"), body.get("tool_choice", "auto")
+    tools = [_tool(tool) for tool in _functions(given)]
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allowed = choice.get("tools") or []
         names = [tool.get("name") for tool in allowed if isinstance(tool, dict)]
@@ -254,6 +249,20 @@ def _tools(body: Document) -> Document:
     elif isinstance(choice, dict) and choice.get("type") == "function":
         choice = {"type": "function", "function": {"name": choice.get("name")}}
     return {"tool_choice": choice} | ({"tools": tools} if tools else {})
+
+
+def _functions(tools: Sequence[Document]) -> Iterator[Document]:
+    """The tools, those within namespaces under names that say so."""
+    for tool in tools:
+        if tool.get("type") == "namespace":
+            for each in _objects(tool.get("tools", []), "the tools of a namespace"):
+                yield each | {"name": _full_name(tool, each)}
+        else:
+            yield tool
+
+
+def _full_name(space: Document, function: Document) -> str:
+    return f"{space.get('name')}{IN}{function.get('name')}"
 
 
 def _tool(tool: Document) -> Document:
@@ -277,7 +286,8 @@ def answer(reply: StoringReply, body: Document) -> None:
     except ValueError as err:
         raise RequestError(str(err)) from err
     response = _begun(reply, asked, chat, args)
-    prompt = deepcopy(_behind(asked.get("instructions"), messages))  # templates change messages
+    rules = {"role": "system", "content": asked.get("instructions", "")}
+    prompt = deepcopy(with_one_system([rules, *messages]))  # templates change messages
     request = CompletionRequest("chat", "", prompt, chat.get("tools") or None, None)
     session = reply.new_session(request, args)
     session.submit()
@@ -328,17 +338,6 @@ def _begun(reply: Reply, asked: Document, chat: Document, args: PairArguments) -
     } | {name: asked.get(name) for name in ECHOED}
 
 
-def _behind(instructions: str | None, messages: list[Document]) -> list[Document]:
-    """The conversation with one message of the system, as templates want it: the first."""
-    rules = [instructions] if instructions else []
-    first = 0
-    while first < len(messages) and messages[first]["role"] == "system":
-        rules.append(messages[first]["content"])
-        first += 1
-    system = [{"role": "system", "content": "\n\n".join(rules)}] if rules else []
-    return [*system, *messages[first:]]
-
-
 @dataclass(frozen=True)
 class TextPart:
     """A text within an item: which one, and the names of the events that tell of it."""
@@ -375,6 +374,11 @@ class _Events:
         """``is_summary``: thoughts go where a client looks for their summary."""
         self._response, self._spell = response, spell
         self._thoughts = SUMMARY if is_summary else THOUGHTS
+        self._names = {  # of tools within namespaces, as the client knows them
+            _full_name(tool, each): {"namespace": tool["name"], "name": each["name"]}
+            for tool in response["tools"] if tool["type"] == "namespace"
+            for each in tool.get("tools", [])
+        }  # fmt: skip
         self._number = 0
         self._kind: TextPart | None = None  # of the part that is open
         self._texts: list[str] = []  # of that part
@@ -476,6 +480,7 @@ class _Events:
         yield from self._close()
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         item = {"type": "function_call", "call_id": call["id"], "name": name, "arguments": ""}
+        item |= self._names.get(name, {})
         yield self._open(item, "fc")
         yield self._of_item("response.function_call_arguments.delta", delta=arguments)
         self._output[-1] |= {"arguments": arguments, "status": "completed"}

@@ -4,7 +4,7 @@ A prompt that is far too long is refused before all of it was tokenized. The tok
 are made by mlx-lm's own code.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,6 +48,33 @@ def render(
         tokenize=False,
         **template_args,
     )
+
+
+def with_one_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A conversation in text, in which the system speaks first and once, as most templates want.
+
+    What it says later, as agents have it remind the model of something, the user says.
+    """
+    rules: list[str] = []
+    found: list[dict[str, Any]] = []
+    is_reminded = False
+    for message in messages:
+        is_system = message["role"] == "system"
+        if is_system and not found:
+            rules.append(message["content"])
+            continue
+        if is_system:
+            text = f"<system-reminder>\n{message['content']}\n</system-reminder>"
+            message = {"role": "user", "content": text}
+        joins = (is_system or is_reminded) and message["role"] == "user"
+        if joins and found[-1]["role"] == "user":
+            text = f"{found[-1]['content']}\n\n{message['content']}"
+            found[-1] = {"role": "user", "content": text}
+        else:
+            found.append(message)
+        is_reminded = is_system
+    text = "\n\n".join(filter(None, rules))
+    return [{"role": "system", "content": text}, *found] if text else found
 
 
 def check_text_length(

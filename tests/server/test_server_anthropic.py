@@ -19,6 +19,17 @@ OWN_TOOLS = [
     }
     for tool in TOOLS
 ]
+DESCRIBED = [
+    {
+        "type": "function",
+        "function": {
+            "name": tool["name"],
+            "parameters": tool["input_schema"],
+            "description": tool["description"],
+        },
+    }
+    for tool in OWN_TOOLS
+]
 EVENTS = [
     "message_start", "content_block_start", "content_block_delta", "content_block_stop",
     "message_delta", "message_stop",
@@ -124,17 +135,43 @@ def test_a_conversation_with_tools_is_the_one_that_openais_client_has(server):
         {"role": "tool", "tool_call_id": "a1", "content": "22"},
         {"role": "user", "content": "and ^"},
     ]
-    tools = [
-        {**tool, "function": {**tool["function"], "description": "Says it."}} for tool in TOOLS
-    ]
     other = server.client.chat.completions.create(
-        model="x", messages=chat, tools=tools, max_tokens=60
+        model="x", messages=chat, tools=DESCRIBED, max_tokens=60
     )
     assert other.choices[0].message.content == "It has 22 degrees."
     usage = message.usage
     assert usage.input_tokens + usage.cache_read_input_tokens == other.usage.prompt_tokens
     count = {name: asked[name] for name in ("model", "messages", "system", "tools")}
     assert server.own.messages.count_tokens(**count).input_tokens == other.usage.prompt_tokens
+
+
+def test_what_the_system_says_between_messages(server):
+    """As Claude Code reminds the model of something, behind a message or a tool's result."""
+    call = {"type": "tool_use", "id": "a1", "name": "get_date", "input": {}}
+    messages = [
+        {"role": "user", "content": "Please"},
+        {"role": "system", "content": "Mind x."},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a1"}]},
+        {"role": "system", "content": [{"type": "text", "text": "Mind ^."}]},
+    ]
+    function = {"name": "get_date", "arguments": "{}"}
+    reminder = "<system-reminder>\n{}\n</system-reminder>".format
+    chat = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": f"Please\n\n{reminder('Mind x.')}"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": function}]},
+        {"role": "tool", "content": ""},
+        {"role": "user", "content": reminder("Mind ^.")},
+    ]
+    message = server.own.messages.create(**question("", messages=messages, system="Be kind."))
+    assert blocks_of(message) == [("text", "It has 22 degrees.")]
+    body = {"messages": chat, "tools": DESCRIBED}
+    other = server.client.chat.completions.create(model="x", max_tokens=1, **body)
+    usage = message.usage
+    assert usage.input_tokens + usage.cache_read_input_tokens == other.usage.prompt_tokens
+    cached = other.usage.prompt_tokens_details.cached_tokens
+    assert cached >= other.usage.prompt_tokens - 2
 
 
 def test_what_an_agent_changes_for_its_bill_is_no_prompt(server):
@@ -207,7 +244,7 @@ WRONG = {
         "the last message is not the user's",
     ),
     "a text": ({"messages": "Hello"}, "messages is something else than a list"),
-    "a role": ({"messages": [{"role": "system", "content": "a"}]}, "the user or assistant"),
+    "a role": ({"messages": [{"role": "tool", "content": "a"}]}, "give user, assistant or system"),
     "a number": ({"messages": [{"role": "user", "content": 5}]}, "a text or a list of blocks"),
     "an image": (
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},

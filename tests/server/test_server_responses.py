@@ -12,6 +12,8 @@ from test_server_tools import SCRIPTS, TOOLS
 from mlx_eagle.server.answer_stream import RequestError
 from mlx_eagle.server.openai_responses import StoredResponses
 
+SPACED = ["<tool_call>", '{"name":"get__da', 'te","arguments":{', "} }", "</tool_call>"]
+OWN_SCRIPTS = {";": SPACED} | SCRIPTS
 FUNCTIONS = [{"type": "function", **tool["function"]} for tool in TOOLS]
 ANSWERS = {
     "!": [("message", "Hello there.")],
@@ -32,8 +34,8 @@ EVENTS = {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("responses")
-    target = write_automaton(folder / "target", SCRIPTS)
-    draft = write_automaton(folder / "draft", SCRIPTS, mistakes=4)
+    target = write_automaton(folder / "target", OWN_SCRIPTS)
+    draft = write_automaton(folder / "draft", OWN_SCRIPTS, mistakes=4)
     with ours("--model", target, "--draft-model", draft) as asked:
         yield asked
 
@@ -152,6 +154,38 @@ def test_items_are_the_messages_of_a_chat(server):
     assert num_read(got) <= 2
 
 
+def test_tools_within_a_namespace(server):
+    """As Codex has them: called by a longer name here, and by their own there."""
+    names = {"name": "get", "type": "namespace", "description": "Asks."}
+    inner = [tool | {"name": tool["name"].removeprefix("get_")} for tool in FUNCTIONS]
+    got = ask(server, "", input="Please ;", tools=[names | {"tools": inner}])
+    assert items_of(got) == [("function_call", "date", {})]
+    assert got.output[0].namespace == "get"
+    result = RESULT | {"call_id": got.output[0].call_id, "output": "^"}
+    own = [{"role": "user", "content": "Please ;"}, *got.output, result]
+    again = ask(server, "", input=own, tools=[names | {"tools": inner}])
+    assert again.output_text == "It has 22 degrees." and num_read(again) < 80
+
+
+def test_what_the_system_says_later_the_user_says(server):
+    items = [
+        {"role": "system", "content": "Be kind."}, {"role": "user", "content": "Please"},
+        {"role": "developer", "content": "Mind !"}, {"role": "user", "content": "now"},
+        {"role": "assistant", "content": "Yes."}, {"role": "developer", "content": "And !"},
+    ]  # fmt: skip
+    reminder = "<system-reminder>\n{}\n</system-reminder>".format
+    chat = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": f"Please\n\n{reminder('Mind !')}\n\nnow"},
+        {"role": "assistant", "content": "Yes."},
+        {"role": "user", "content": reminder("And !")},
+    ]
+    got = ask(server, "", input=items)
+    server.complete(messages=chat, tools=TOOLS, max_tokens=1)
+    same = ask(server, "", input=chat)
+    assert got.usage.input_tokens == same.usage.input_tokens and num_read(same) <= 2
+
+
 def test_a_conversation_that_the_server_keeps(server):
     """The same prompt and caches as where the client keeps it; instructions do not stay."""
     first = ask(server, "@", instructions="Be brief.")
@@ -253,9 +287,9 @@ USER = {"role": "user", "content": "Hello"}
 WRONG = {
     "nothing": ({"input": None}, "the request has no input"),
     "an empty list": ({"input": []}, "the request has no input"),
-    "texts": ({"input": ["a"]}, "an item of input is something else than an object"),
+    "texts": ({"input": ["a"]}, "input is something else than a list of objects"),
     "a role": ({"input": [{"content": "a"}]}, "a message has no role"),
-    "a number": ({"input": [USER | {"content": 5}]}, "something else than a string or a list"),
+    "a number": ({"input": [USER | {"content": 5}]}, "content is something else than a list"),
     "an image": (
         {"input": [USER | {"content": [{"type": "input_image", "image_url": "x"}]}]},
         "a part of type 'input_image': only text",
