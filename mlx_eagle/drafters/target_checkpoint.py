@@ -1,22 +1,28 @@
-"""Tensors out of a target's own checkpoint: only the shards that hold them are read or fetched.
+"""Tensors out of a target's own checkpoint: only what holds them is read or fetched.
 
-mlx-lm drops the layers that predict further tokens when it converts a model, so a converted target
-sends back to the one that it was made from, by its card.
+mlx-lm drops the layers that predict further tokens when it converts a model, so a target without
+sends back to the one that it was made from, by its card or config. Of a repository the shards are
+fetched that hold them, or, where they are the smaller part of a shard, their bytes.
 """
 
+import hashlib
 import json
+import os
 import re
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
 
-from ..system.hub import REPO_ID, fetch
+from ..system.atomic_folder import locked, user_cache
+from ..system.hub import REPO_ID, FileMissing, fetch, read_range
 from ..system.json_schema import read_weight_map
-from ..system.safetensors import read_header
+from ..system.safetensors import Entry, header_length, parse_header, read_header
+from ..system.terminal import Bar
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -24,45 +30,99 @@ CARD = "README.md"
 CONFIG = "config.json"
 FRONT = re.compile(r"\A---\s*\n(.*?)\n---", re.DOTALL)
 MLX = re.compile(r"^(?:library_name: *|- *)mlx *$", re.MULTILINE)
+QUANTIZED = re.compile(r"^base_model_relation: *[\"']?quantized", re.MULTILINE)
 BASE_MODEL = re.compile(r"^base_model: *(?:\n *- *)?[\"']?([\w.-]+/[\w.-]+)", re.MULTILINE)
-MOST_CONVERSIONS = 3  # a quantized copy of a copy is followed that far
+MOST_STEPS = 3  # from a model to the one that it was made from
+WHOLE = 0.5  # the share of a file's bytes from which on all of it is fetched, as the hub keeps it
+HEADER_BYTES = 100_000  # asked for first: most headers are shorter
+PART_BYTES = 32_000_000  # asked for at once, and lost where a connection breaks
 
 IsWanted = Callable[[str], bool]
+
+
+@dataclass
+class Search:
+    """The way from a target to the checkpoint that has wanted tensors."""
+
+    looked: list[str] = field(default_factory=list)
+    """Where it was looked, the target first; where they were found last."""
+
+    names: list[str] = field(default_factory=list)
+    """The files there that hold them; [] where the way ended without."""
+
+    tuned: str | None = None
+    """The first of them whose base has other weights: a fine-tune, no conversion."""
+
+    end: str = ""
+    """Why it goes no further, a part of a sentence."""
+
+    @property
+    def place(self) -> str:
+        return self.looked[-1]
 
 
 def take_tensors(source: str, is_wanted: IsWanted) -> tuple[dict[str, mx.array], str]:
     """The tensors that are wanted, and the checkpoint that had them.
 
-    ``source`` is the target's folder or repository id. Where it has none and is a conversion, the
-    model that its card names is looked into. Raises ValueError where no one has any.
+    ``source`` is the target's folder or repository id. Where it has none, the model is looked into
+    that its card or config names as its base, with a warning where that has other weights. Raises
+    ValueError where no one has any.
     """
-    looked: list[str] = []
-    found = _search(source, is_wanted, looked)
-    if found is None:
+    files, place = take_files(source, is_wanted)
+    return read_tensors(files, is_wanted), place
+
+
+def take_files(source: str, is_wanted: IsWanted) -> tuple[list[Path], str]:
+    """The files that hold them, which may be parts of files of a repository."""
+    found = search(source, is_wanted)
+    if not found.names:
+        has = "holds" if len(found.looked) == 1 else "hold"
         raise ValueError(
-            f"{' and '.join(looked)} {'holds' if len(looked) == 1 else 'hold'} no MTP layers: "
-            "mlx-lm leaves them out where it converts a model, so give the checkpoint as "
-            "published as --model, or name a folder of MTP layers or another drafter."
+            f"{' and '.join(found.looked)} {has} no MTP layers, and {found.end}: mlx-lm leaves "
+            "them out where it converts a model, so give the checkpoint as published as --model, "
+            "or name a folder of MTP layers or another drafter."
         )
-    place, names = found
-    return read_tensors(_files(place, names), is_wanted), place
+    if found.tuned is not None:
+        warnings.warn(
+            f"the MTP layers are those of {found.place}, for {found.tuned}, which was tuned from "
+            "it, has none: fewer drafts may be accepted.",
+            stacklevel=2,
+        )
+    return _files(found.place, found.names, is_wanted), found.place
 
 
 def holder_of(source: str, is_wanted: IsWanted) -> str | None:
     """The checkpoint that ``take_tensors`` would take from; no weights are read or fetched."""
-    found = _search(source, is_wanted, [])
-    return None if found is None else found[0]
+    found = search(source, is_wanted)
+    return found.place if found.names else None
 
 
-def _search(source: str, is_wanted: IsWanted, looked: list[str]) -> tuple[str, list[str]] | None:
-    """The checkpoint that has wanted tensors, and the names of its files that hold them."""
+def search(source: str, is_wanted: IsWanted) -> Search:
+    """Look into a model, and the one that it was made from, until one has wanted tensors."""
+    found = Search()
     place: str | None = source
-    while place is not None and place not in looked and len(looked) <= MOST_CONVERSIONS:
-        looked.append(place)
-        if names := find_shards(place, is_wanted):
-            return place, names
-        place = made_from(place)
-    return None
+    while place is not None:
+        found.looked.append(place)
+        try:
+            found.names = find_shards(place, is_wanted)
+            base, is_same = (None, True) if found.names else made_from(place)
+        except ValueError as err:
+            if len(found.looked) == 1:
+                raise
+            raise ValueError(f"{found.looked[-2]} was made from {place}, and {err}") from err
+        if found.names:
+            break
+        if base is None:
+            found.end = f"{place} names no model that it was made from"
+        elif base in found.looked:
+            found.end = f"{place} names {base} as the model that it was made from"
+        elif len(found.looked) > MOST_STEPS:
+            found.end = f"{base}, which {place} was made from, is not looked into"
+        if found.end:
+            break
+        found.tuned = found.tuned or (None if is_same else place)
+        place = base
+    return found
 
 
 def find_shards(source: str, is_wanted: IsWanted) -> list[str]:
@@ -76,33 +136,130 @@ def find_shards(source: str, is_wanted: IsWanted) -> list[str]:
     if (folder / INDEX).is_file():
         places = read_weight_map(folder / INDEX)
         return sorted({file for name, file in places.items() if is_wanted(name)})
-    if is_local:
+    if is_local or (folder / SINGLE).is_file():
         shards = sorted(folder.glob("*.safetensors"))
         return [shard.name for shard in shards if any(map(is_wanted, read_header(shard)))]
-    return [SINGLE] if any(map(is_wanted, _names_in_single(source))) else []
-
-
-def _names_in_single(repo: str) -> Iterable[str]:
-    """The tensors of a repository of one file, by its first bytes."""
     try:
-        return HfApi().parse_safetensors_file_metadata(repo, SINGLE).tensors
-    except (NotASafetensorsRepoError, HfHubHTTPError):
-        return ()  # it has none, or is another format
+        return (
+            [SINGLE] if any(map(is_wanted, _remote_header(source, SINGLE, folder.name)[0])) else []
+        )
+    except FileMissing:
+        return []  # it has none, or is another format
 
 
-def _files(source: str, names: list[str]) -> list[Path]:
-    """These files of a folder or repository, fetched where need be."""
+def _files(source: str, names: list[str], is_wanted: IsWanted) -> list[Path]:
+    """These files of a folder or repository, or the wanted part of them, fetched where need be."""
     folder = Path(source).expanduser()
     is_local = folder.is_dir()
     if not is_local:
-        folder = fetch(source, tuple(names))
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        way_out = "fetch it again." if is_local else "check the connection and try again."
+        folder = fetch(source, (INDEX, CONFIG))
+    files = []
+    for name in names:
+        path = folder / name
+        if not path.is_file():
+            if is_local:
+                raise ValueError(
+                    f"{source} has {name} in its index, but the file is missing: fetch it again."
+                )
+            path = _fetch_part(source, name, folder.name, is_wanted)
+        files.append(path)
+    return files
+
+
+def _remote_header(repo: str, name: str, commit: str) -> tuple[dict[str, Entry], int]:
+    """The tensors of a file of a repository, and its size, by its first bytes.
+
+    They are kept, so that what was fetched is found again without the hub.
+    """
+    where, kept = f"{repo}/{name}", _kept(repo, f"{commit};{name}", "header")
+    if kept.is_file():
+        stored = kept.read_bytes()
+        size = int.from_bytes(stored[:8], "little")
+        return parse_header(stored[8:], size, where), size
+    start, size = read_range(repo, name, 0, HEADER_BYTES, commit)
+    end = 8 + header_length(start, size, where)
+    if len(start) < end:
+        start += read_range(repo, name, len(start), end, commit)[0]
+    found = parse_header(start[8:end], size, where)
+    with suppress(OSError):
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_bytes(size.to_bytes(8, "little") + start[8:end])
+    return found, size
+
+
+def _kept(repo: str, about: str, suffix: str) -> Path:
+    """Where what was fetched of a repository lies in our cache."""
+    key = hashlib.sha256(about.encode()).hexdigest()[:12]
+    return user_cache() / "layers" / f"{repo.replace('/', '--')}-{key}.{suffix}"
+
+
+def _fetch_part(repo: str, name: str, commit: str, is_wanted: IsWanted) -> Path:
+    """A file of a repository, or one of ours with its wanted tensors where these are the less."""
+    try:
+        header, size = _remote_header(repo, name, commit)
+    except FileMissing as err:
         raise ValueError(
-            f"{source} has {missing[0]} in its index, but the file is missing: {way_out}"
-        )
-    return [folder / name for name in names]
+            f"{repo} has {name} in its index, but the file is missing: ask on its page, or name "
+            "another drafter."
+        ) from err
+    wanted = {n: entry for n, entry in header.items() if is_wanted(n)}
+    if sum(entry.end - entry.start for entry in wanted.values()) > WHOLE * size:
+        return fetch(repo, (name,), commit) / name
+    path = _kept(repo, f"{commit};{name};{sorted(wanted)}", "safetensors")
+    with locked(path.parent, lambda: print(f"{repo}: another process is fetching; waiting.")):
+        if not path.is_file():
+            try:
+                _write_part(path, wanted, lambda a, b: read_range(repo, name, a, b, commit)[0])
+            except OSError as err:
+                raise ValueError(
+                    f"{path} cannot be written ({err.strerror}): make room or give rights, and "
+                    "try again."
+                ) from err
+    return path
+
+
+def _write_part(
+    path: Path, wanted: Mapping[str, Entry], read: Callable[[int, int], bytes]
+) -> None:
+    """A safetensors file of these tensors of another, whose bytes ``read`` gives.
+
+    What is there so far lies beside it, and the next call goes on from there.
+    """
+    ordered = sorted(wanted.items(), key=lambda item: item[1].start)
+    places, total = {}, 0
+    for name, entry in ordered:
+        end = total + entry.end - entry.start
+        places[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [total, end]}
+        total = end
+    header = json.dumps(places).encode()
+    begun = path.with_suffix(".incomplete")
+    with begun.open("ab") as file, Bar("Fetching", "B") as progress:
+        if file.tell() == 0:
+            file.write(len(header).to_bytes(8, "little") + header)
+        done = file.tell() - 8 - len(header)
+        for start, end in _pieces(entry for _, entry in ordered):
+            if (left := end - start - done) > 0:
+                file.write(read(end - left, end))
+                file.flush()
+            done = max(0, done - (end - start))
+            progress(file.tell() - 8 - len(header), total)
+    os.replace(begun, path)
+
+
+def _pieces(entries: Iterable[Entry]) -> Iterator[tuple[int, int]]:
+    """The bytes of tensors in their order, from and to, as much at once as lies side by side."""
+    start = end = 0
+    for entry in entries:
+        if entry.start != end:
+            yield from _halves(start, end)
+            start = entry.start
+        end = entry.end
+    yield from _halves(start, end)
+
+
+def _halves(start: int, end: int) -> Iterator[tuple[int, int]]:
+    for first in range(start, end, PART_BYTES):
+        yield first, min(first + PART_BYTES, end)
 
 
 def read_target_config(source: str) -> dict[str, Any]:
@@ -123,17 +280,22 @@ def read_tensors(files: Iterable[Path], is_wanted: IsWanted) -> dict[str, mx.arr
     return found
 
 
-def made_from(source: str) -> str | None:
-    """The model that a conversion was made from, by its card; None where it is no conversion."""
+def made_from(source: str) -> tuple[str | None, bool]:
+    """The model that another was made from, and whether only by converting it.
+
+    By its card, else by its config; None where neither names one.
+    """
     folder = Path(source).expanduser()
     if not folder.is_dir():
         folder = fetch(source, (CARD, CONFIG))
-    config, card = (_text(folder / name) for name in (CONFIG, CARD))
+    text, card = (_text(folder / name) for name in (CONFIG, CARD))
     front = FRONT.match(card)
-    if front is None or not (MLX.search(front[1]) or '"quantization"' in config):
-        return None
-    base = BASE_MODEL.search(front[1])
-    return base[1] if base is not None and base[1] != source else None
+    lines = front[1] if front is not None else ""
+    is_same = MLX.search(lines) or QUANTIZED.search(lines) or '"quantization' in text
+    base = BASE_MODEL.search(lines)
+    named = base[1] if base is not None else read_target_config(source).get("_name_or_path")
+    is_other = isinstance(named, str) and REPO_ID.fullmatch(named) and named != source
+    return (named if is_other else None), bool(is_same)
 
 
 def _text(path: Path) -> str:

@@ -1,24 +1,38 @@
 """Files from and to the Hugging Face hub, its errors said in one sentence."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import (
+    HfApi,
+    get_session,
+    hf_hub_url,
+    hf_raise_for_status,
+    snapshot_download,
+)
 from huggingface_hub.errors import (
+    EntryNotFoundError,
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.utils import build_hf_headers
 
 # The base of what the HTTP library raises; which library that is changes between versions.
 HTTP_ERROR = HfHubHTTPError.__bases__[0]
+TIMEOUT = 30.0  # seconds without a byte
 REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")
 EAGLE_4 = re.compile(r"eagle[-_. ]?4(?![\db])", re.IGNORECASE)  # not 4bit, 4B, 4096
 GGUF_FILE = re.compile(rf"(?P<repo>{REPO_ID.pattern})/(?P<name>[\w./-]+\.gguf)")
 FOLDER_ID = re.compile(rf"(?P<repo>{REPO_ID.pattern})/(?P<folder>\w[\w-]*)")
+
+
+class FileMissing(ValueError):
+    """The repository has no file of that name."""
 
 
 def refuse_eagle_4(text: str, source: str) -> None:
@@ -31,14 +45,11 @@ def refuse_eagle_4(text: str, source: str) -> None:
         )
 
 
-def fetch(repo: str, patterns: Sequence[str], revision: str | None = None) -> Path:
-    """Download the files of a repository that fit the patterns; the folder they lie in.
-
-    Raises ValueError where there is no such repository, no access or no hub.
-    """
-    refuse_eagle_4(repo, repo)
+@contextmanager
+def explained(repo: str, revision: str | None = None) -> Iterator[None]:
+    """Run a block that asks the hub for a repository; its errors become ValueErrors."""
     try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns)))
+        yield
     except GatedRepoError as err:
         raise ValueError(
             f"{repo} asks for its terms to be accepted: do so on its hub page, then run "
@@ -54,10 +65,54 @@ def fetch(repo: str, patterns: Sequence[str], revision: str | None = None) -> Pa
     except HFValidationError as err:
         raise ValueError(f"{repo} is neither a folder here nor a repository id") from err
     except (HTTP_ERROR, OSError) as err:
+        if _is_forbidden(err):
+            raise ValueError(
+                f"the hub does not let you read {repo} (403): ask for access on its page, or run "
+                "`hf auth login` with a token that has it"
+            ) from err
         raise ValueError(
             f"the hub could not be reached for {repo}, and it is not in the local cache; "
             "check the connection, or give a folder"
         ) from err
+
+
+def _is_forbidden(err: BaseException | None) -> bool:
+    """Whether an error, or what it came of, is the hub's 403."""
+    response = getattr(err, "response", None)
+    is_own = getattr(response, "status_code", None) == 403
+    return is_own or (err is not None and _is_forbidden(err.__cause__))
+
+
+def fetch(repo: str, patterns: Sequence[str], revision: str | None = None) -> Path:
+    """Download the files of a repository that fit the patterns; the folder they lie in.
+
+    The folder is named after the commit. Raises ValueError where there is no such repository, no
+    access or no hub.
+    """
+    refuse_eagle_4(repo, repo)
+    with explained(repo, revision):
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns)))
+
+
+def read_range(repo: str, name: str, start: int, end: int, commit: str) -> tuple[bytes, int]:
+    """Bytes ``start`` to ``end`` of a repository's file, fewer where it ends, and its size.
+
+    Raises ValueError as ``fetch`` does, FileMissing where there is no such file.
+    """
+    refuse_eagle_4(repo, repo)
+    headers = {**build_hf_headers(), "Range": f"bytes={start}-{end - 1}"}
+    with explained(repo, commit):
+        try:
+            answer = get_session().get(
+                hf_hub_url(repo, name, revision=commit), headers=headers, timeout=TIMEOUT
+            )
+            hf_raise_for_status(answer)
+        except EntryNotFoundError as err:
+            raise FileMissing(f"{repo} has no {name} on the hub") from err
+    content: bytes = answer.content
+    if answer.status_code != 206:  # a server that sends whole files only
+        return content[start:end], len(content)
+    return content, int(answer.headers["Content-Range"].rpartition("/")[2])
 
 
 def locate(source: str, patterns: Sequence[str], revision: str | None = None) -> Path:

@@ -57,19 +57,34 @@ def read_header(path: Path) -> dict[str, Entry]:
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8:
-                raise ValueError(f"{path} is {size} bytes long: cut off; download it again")
-            if 8 + length > size:
-                raise ValueError(f"{path} is cut off, or no safetensors file; download it again")
-            if length > MAX_MEMORY:
-                raise ValueError(
-                    f"{path} is no safetensors file: its header would have {length} bytes; "
-                    "download it again"
-                )
+            length = header_length(file.read(8), size, path)
             header = file.read(length)
     except OSError as err:
         raise ValueError(f"{path} cannot be read: {err.strerror}") from err
+    return parse_header(header, size, path)
+
+
+def header_length(start: bytes, size: int, path: str | Path) -> int:
+    """How long the header of a file of ``size`` bytes is; ValueError where it has none."""
+    length = int.from_bytes(start[:8], "little")
+    if size < 8:
+        raise ValueError(f"{path} is {size} bytes long: cut off; download it again")
+    if 8 + length > size:
+        raise ValueError(f"{path} is cut off, or no safetensors file; download it again")
+    if length > MAX_MEMORY:
+        raise ValueError(
+            f"{path} is no safetensors file: its header would have {length} bytes; download it "
+            "again"
+        )
+    return length
+
+
+def parse_header(header: bytes, size: int, path: str | Path) -> dict[str, Entry]:
+    """Every tensor of a file of ``size`` bytes, by the header behind its first eight bytes.
+
+    Raises ValueError, which names the file by ``path``, where they do not go together.
+    """
+    length = len(header)
     if not header.startswith(b"{"):
         raise ValueError(f"{path} is no safetensors file: its header is no JSON object")
     values = parse_object(header, f"the header of {path}")
@@ -77,7 +92,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     return {name: _entry(path, name, entry, 8 + length, size) for name, entry in values.items()}
 
 
-def _entry(path: Path, name: str, entry: object, start: int, size: int) -> Entry:
+def _entry(path: str | Path, name: str, entry: object, start: int, size: int) -> Entry:
     check_name(name, path)
     match entry:
         case {"dtype": dtype, "shape": shape, "data_offsets": [first, last], **_rest} if (

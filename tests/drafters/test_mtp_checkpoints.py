@@ -1,6 +1,5 @@
-"""Where MTP layers are found: in a target's shards, here or on a hub, or in their own folder."""
+"""Where MTP layers are found: in a target's shards, or in a folder of their own."""
 
-import json
 from argparse import Namespace
 from pathlib import Path
 
@@ -9,10 +8,9 @@ import numpy as np
 import pytest
 from checkpoints import write_config
 from helpers import PROMPT, byte_tokenizer, plain, speculative, tiny_llama
-from hub import Hub, running_hub, use_hub
 from mlx.utils import tree_flatten
 from mlx_lm.models import glm4_moe, qwen3_next
-from mtp_checkpoints import FAMILIES, Published
+from mtp_checkpoints import FAMILIES, Published, check_layers, write_checkpoint
 
 import mlx_eagle
 from mlx_eagle.commands import flags
@@ -22,49 +20,13 @@ from mlx_eagle.drafters.mtp import load_mtp, make_mtp_head
 QWEN = FAMILIES["qwen3.5"]()
 MOE = FAMILIES["qwen3.5 moe, tied"]()
 GLM = FAMILIES["glm-4.5"]()
-CARD = "---\nlibrary_name: mlx\nbase_model: {}\ntags:\n- mlx\n---\n# A copy\n"
-
-
-@pytest.fixture
-def hub(tmp_path, monkeypatch) -> Hub:
-    with running_hub(tmp_path / "hub") as server:
-        use_hub(monkeypatch, server, tmp_path / "home")
-        yield server
-
-
-def write_checkpoint(folder: Path, part: Published, num_shards: int = 3) -> Path:
-    """A checkpoint as published: shards and an index; the last holds the MTP layers."""
-    folder.mkdir(parents=True)
-    trunk = {f"model.layers.{i}.mlp.up_proj.weight": mx.zeros((4, 4)) for i in range(2)}
-    places: dict[str, str] = {}
-    for i in range(num_shards):
-        name = f"model-{i + 1:05}-of-{num_shards:05}.safetensors"
-        last = i == num_shards - 1
-        arrays = part.arrays() if last else {f"{n}{i}": array for n, array in trunk.items()}
-        mx.save_safetensors(str(folder / name), arrays)
-        places |= dict.fromkeys(arrays, name)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    sizes = {"num_hidden_layers": len(part.target.layers)}
-    write_config(folder, {"model_type": part.target.model_type, "text_config": sizes})
-    return folder
-
-
-def check(drafter, part: Published) -> None:
-    """It is what comes of the tensors themselves, and drafts."""
-    own = load_mtp(part.arrays(), part.target)
-    theirs = dict(tree_flatten(drafter.head.parameters()))
-    for name, array in tree_flatten(own.head.parameters()):
-        assert mx.array_equal(theirs[name], array), name
-    tokens, stats = speculative(part.target, drafter, PROMPT, 10, num_draft_tokens=2)
-    assert tokens == plain(part.target, PROMPT, 10)
-    assert stats.num_drafted > 0
 
 
 @pytest.mark.parametrize("part", [QWEN, MOE, GLM], ids=["qwen3.5", "qwen3.5 moe", "glm-4.5"])
 def test_a_folder(part, tmp_path):
     folder = write_checkpoint(tmp_path / "target", part)
     (folder / "model-00001-of-00003.safetensors").write_bytes(b"never read")
-    check(mlx_eagle.open_drafter("mtp", part.target, target=folder), part)
+    check_layers(mlx_eagle.open_drafter("mtp", part.target, target=folder), part)
     copies = mlx_eagle.open_drafter("mtp+lookup", part.target, target=folder)
     tokens, _ = speculative(part.target, copies, PROMPT, 10, num_draft_tokens=2)
     assert tokens == plain(part.target, PROMPT, 10)
@@ -74,7 +36,7 @@ def test_a_folder_of_one_file(tmp_path):
     (tmp_path / "target").mkdir()
     mx.save_safetensors(str(tmp_path / "target" / "model.safetensors"), QWEN.arrays())
     write_config(tmp_path / "target", {"model_type": "qwen3_5"})
-    check(mlx_eagle.open_drafter("mtp", QWEN.target, target=tmp_path / "target"), QWEN)
+    check_layers(mlx_eagle.open_drafter("mtp", QWEN.target, target=tmp_path / "target"), QWEN)
 
 
 def test_where_the_tokenizer_is_from(tmp_path):
@@ -82,77 +44,7 @@ def test_where_the_tokenizer_is_from(tmp_path):
     folder = write_checkpoint(tmp_path / "target", QWEN)
     tokenizer = byte_tokenizer()
     tokenizer._tokenizer.name_or_path = str(folder)
-    check(mlx_eagle.open_drafter("mtp", QWEN.target, tokenizer), QWEN)
-
-
-def fetched(hub: Hub) -> list[str]:
-    """The files of weights that were asked for, without their owners, each once."""
-    names = [path.rsplit("/", 1)[1] for path in hub.requests if path.endswith(".safetensors")]
-    return sorted(set(names))
-
-
-def test_a_repository_fetches_the_shard_that_holds_them(hub):
-    write_checkpoint(hub.root / "some" / "target", GLM)
-    check(mlx_eagle.open_drafter("mtp", GLM.target, target="some/target"), GLM)
-    assert fetched(hub) == ["model-00003-of-00003.safetensors"]
-
-
-def test_a_repository_of_one_file(hub):
-    folder = hub.root / "some" / "target"
-    folder.mkdir(parents=True)
-    mx.save_safetensors(str(folder / "model.safetensors"), QWEN.arrays())
-    write_config(folder, {"model_type": "qwen3_5"})
-    check(mlx_eagle.open_drafter("mtp", QWEN.target, target="some/target"), QWEN)
-
-
-@pytest.mark.parametrize("is_local", [True, False])
-def test_a_conversion_sends_to_its_original(hub, tmp_path, is_local):
-    write_checkpoint(hub.root / "maker" / "original", QWEN)
-    copy = (tmp_path if is_local else hub.root / "some") / "copy-4bit"
-    copy.mkdir(parents=True)
-    mx.save_safetensors(str(copy / "model.safetensors"), {"model.norm.weight": mx.ones(4)})
-    write_config(copy, {"model_type": "qwen3_5", "quantization": {"bits": 4, "group_size": 64}})
-    (copy / "README.md").write_text(CARD.format("maker/original"))
-    target = str(copy) if is_local else "some/copy-4bit"
-    check(mlx_eagle.open_drafter("mtp", QWEN.target, target=target), QWEN)
-    assert "model-00001-of-00003.safetensors" not in fetched(hub)
-
-
-def test_an_original_without_layers_is_not_left_for_its_own_base(hub):
-    """What a fine-tune was made from has other weights: its layers would not be the target's."""
-    write_checkpoint(hub.root / "maker" / "base", QWEN)
-    tuned = hub.root / "some" / "tuned"
-    tuned.mkdir(parents=True)
-    mx.save_safetensors(str(tuned / "model.safetensors"), {"model.norm.weight": mx.ones(4)})
-    write_config(tuned, {"model_type": "qwen3_5"})
-    (tuned / "README.md").write_text("---\nbase_model: maker/base\n---\n")
-    with pytest.raises(ValueError, match=r"^some/tuned holds no MTP layers: mlx-lm leaves them"):
-        mlx_eagle.open_drafter("mtp", QWEN.target, target="some/tuned")
-    assert "base" not in " ".join(hub.requests)
-
-
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ("no/such", "no/such is neither a folder here nor a repository on the hub"),
-        ("not a name", "not a name does not exist, and it is not a repository id either"),
-        (None, "nobody says where that is: give its folder or repository as `target`"),
-    ],
-)
-def test_places_that_are_none(hub, target, message):
-    with pytest.raises(ValueError, match=message) as error:
-        mlx_eagle.open_drafter("mtp", QWEN.target, target=target)
-    assert "\n" not in str(error.value)
-
-
-def test_a_missing_shard(hub, tmp_path):
-    folder = write_checkpoint(hub.root / "some" / "target", QWEN)
-    (folder / "model-00003-of-00003.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"has model-00003-of-00003.safetensors in its index"):
-        mlx_eagle.open_drafter("mtp", QWEN.target, target="some/target")
-    folder.rename(tmp_path / "here")
-    with pytest.raises(ValueError, match=r"in its index, but the file is missing: fetch it again"):
-        mlx_eagle.open_drafter("mtp", QWEN.target, target=tmp_path / "here")
+    check_layers(mlx_eagle.open_drafter("mtp", QWEN.target, tokenizer), QWEN)
 
 
 def test_other_targets_are_refused_by_what_they_are(tmp_path):
@@ -198,7 +90,7 @@ def test_a_folder_of_layers(tmp_path, norms):
         tensors = final(part)
     path = write_folder(tmp_path / "layers", tensors)
     assert recognise(tensors, {"model_type": "qwen3_5_mtp"}) == "mtp"
-    check(mlx_eagle.open_drafter(path, QWEN.target), part)
+    check_layers(mlx_eagle.open_drafter(path, QWEN.target), part)
 
 
 PRE = ("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
@@ -278,7 +170,7 @@ def test_the_commands_open_them(tmp_path, monkeypatch):
         draft_cache="exact", adapter_path=None, dtype=None, num_draft_tokens=2,
     )  # fmt: skip
     _, _, drafter = flags.load_pair(args, {})
-    check(drafter, QWEN)
+    check_layers(drafter, QWEN)
 
 
 def test_auto_takes_them_where_no_head_is_known(tmp_path, capsys):
@@ -325,7 +217,7 @@ def test_folders_of_other_families(part, rename, model_type, tmp_path):
     tensors = {rename(name): array for name, array in part.tensors.items()}
     assert recognise(tensors, {"model_type": model_type}) == "mtp"
     path = write_folder(tmp_path / "layers", tensors, model_type=model_type)
-    check(mlx_eagle.open_drafter(path, part.target), part)
+    check_layers(mlx_eagle.open_drafter(path, part.target), part)
 
 
 def test_blocks_of_8_bits(tmp_path):

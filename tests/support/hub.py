@@ -3,7 +3,9 @@
 import base64
 import hashlib
 import json
+import re
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,15 +19,23 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(ThreadingHTTPServer):
-    """Repositories under ``root/owner/name``; ``requests`` and ``uploads`` are what came in."""
+    """Repositories under ``root/owner/name``; ``requests`` and ``uploads`` are what came in.
+
+    ``sent`` are the bytes that went out of each file. ``refusals`` are what a repository is
+    answered with, a status and the hub's code for it; ``breaks_after`` how many bytes of weights
+    go out before the connection does.
+    """
 
     def __init__(self, root: Path):
         super().__init__(("127.0.0.1", 0), Handler)
         self.root = root
         self.requests: list[str] = []
         self.uploads: dict[str, bytes] = {}
+        self.sent: Counter[str] = Counter()
+        self.refusals: dict[str, tuple[int, str]] = {}
+        self.breaks_after: int | None = None
         self.address = f"http://127.0.0.1:{self.server_port}"
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -42,6 +52,26 @@ class Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
+    def answer_file(self, path: str, body: bytes) -> None:
+        """A file, or the range of it that is asked for, as the hub sends it."""
+        etag = f'"{hashlib.sha1(body).hexdigest()}"'
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        status, more = 200, {}
+        if asked is not None:
+            first, last = int(asked[1]), min(int(asked[2] or len(body)), len(body) - 1)
+            more = {"Content_Range": f"bytes {first}-{last}/{len(body)}"}
+            status, body = 206, body[first : last + 1]
+        limit = self.server.breaks_after
+        if self.command == "HEAD" or limit is None or not path.endswith(".safetensors"):
+            self.server.sent[path] += 0 if self.command == "HEAD" else len(body)
+            self.answer(status, body, ETag=etag, X_Repo_Commit=COMMIT, **more)
+            return
+        part = body[: max(limit - self.server.sent[path], 0)]
+        self.server.sent[path] += len(part)
+        size = str(len(body))
+        self.answer(status, part, ETag=etag, X_Repo_Commit=COMMIT, Content_Length=size, **more)
+        self.close_connection = True
+
     def answer_json(self, value: object) -> None:
         self.answer(200, json.dumps(value).encode(), Content_Type="application/json")
 
@@ -49,6 +79,11 @@ class Handler(BaseHTTPRequestHandler):
         path = unquote(self.path.partition("?")[0]).strip("/")
         self.server.requests.append(path)
         parts = path.split("/")
+        repo = "/".join(parts[2:4] if parts[0] == "api" else parts[:2])
+        if repo in self.server.refusals:
+            status, code = self.server.refusals[repo]
+            self.answer(status, b"{}", X_Error_Code=code)
+            return
         if parts[:2] == ["api", "models"]:
             folder = self.server.root.joinpath(*parts[2:4])
             if folder.is_dir():
@@ -65,9 +100,10 @@ class Handler(BaseHTTPRequestHandler):
         elif "resolve" in parts:
             file = self.server.root.joinpath(*parts[:2], *parts[4:])
             if file.is_file():
-                body = file.read_bytes()
-                etag = f'"{hashlib.sha1(body).hexdigest()}"'
-                self.answer(200, body, ETag=etag, X_Repo_Commit=COMMIT)
+                self.answer_file(path, file.read_bytes())
+                return
+            if self.server.root.joinpath(*parts[:2]).is_dir():
+                self.answer(404, b"{}", X_Error_Code="EntryNotFound")
                 return
         self.answer(404, b"{}", X_Error_Code="RepoNotFound")
 
@@ -123,4 +159,5 @@ def use_hub(patch: pytest.MonkeyPatch, hub: Hub, home: Path) -> None:
     patch.setattr(constants, "HF_HUB_CACHE", str(home / "hf" / "hub"))
     patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     patch.setattr(constants, "HF_HUB_OFFLINE", False)
-    patch.setattr("mlx_eagle.draft_models.user_cache", lambda: home / ".cache" / "mlx-eagle")
+    for module in ("draft_models", "drafters.target_checkpoint"):
+        patch.setattr(f"mlx_eagle.{module}.user_cache", lambda: home / ".cache" / "mlx-eagle")

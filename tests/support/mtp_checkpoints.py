@@ -3,16 +3,20 @@
 The tensors' names and shapes are those of the makers' files; ``naive`` says what they stand for.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mtp_numpy
 import numpy as np
+from checkpoints import write_config
 from drafter_pairs import randomize, tiny_qwen3_5, tiny_qwen3_next
-from helpers import VOCAB
+from helpers import PROMPT, VOCAB, plain, speculative
+from mlx.utils import tree_flatten
 from mlx_lm.models import (
     deepseek_v3,
     deepseek_v32,
@@ -22,6 +26,8 @@ from mlx_lm.models import (
     mimo,
     nemotron_h,
 )
+
+from mlx_eagle.drafters.mtp import load_mtp
 
 H, F, E = 64, 32, 4  # the hidden size, an expert's width, experts
 Shapes = dict[str, tuple[int, ...]]
@@ -300,3 +306,37 @@ def entering() -> tuple[mx.array, mx.array]:
     """Embeddings and states (12, h) of a text that there is not."""
     dice = np.random.default_rng(31)
     return tuple(mx.array(dice.normal(size=(12, H)).astype(np.float32)) for _ in range(2))
+
+
+def write_checkpoint(folder: Path, part: Published, num_shards: int = 3, beside: int = 0) -> Path:
+    """A checkpoint as published: shards and an index; the last holds the MTP layers.
+
+    Of a model's other tensors so many bytes lie ``beside`` them, in the middle.
+    """
+    folder.mkdir(parents=True)
+    trunk = {f"model.layers.{i}.mlp.up_proj.weight": mx.zeros((4, 4)) for i in range(2)}
+    places: dict[str, str] = {}
+    for i in range(num_shards):
+        name = f"model-{i + 1:05}-of-{num_shards:05}.safetensors"
+        last = i == num_shards - 1
+        theirs = {"model.norm.weight": mx.zeros((beside // 4,))} if beside else {}
+        arrays = (
+            part.arrays() | theirs if last else {f"{n}{i}": array for n, array in trunk.items()}
+        )
+        mx.save_safetensors(str(folder / name), arrays)
+        places |= dict.fromkeys(arrays, name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    sizes = {"num_hidden_layers": len(part.target.layers)}
+    write_config(folder, {"model_type": part.target.model_type, "text_config": sizes})
+    return folder
+
+
+def check_layers(drafter: Any, part: Published) -> None:
+    """It is what comes of the tensors themselves, and drafts."""
+    own = load_mtp(part.arrays(), part.target)
+    theirs = dict(tree_flatten(drafter.head.parameters()))
+    for name, array in tree_flatten(own.head.parameters()):
+        assert mx.array_equal(theirs[name], array), name
+    tokens, stats = speculative(part.target, drafter, PROMPT, 10, num_draft_tokens=2)
+    assert tokens == plain(part.target, PROMPT, 10)
+    assert stats.num_drafted > 0
