@@ -53,7 +53,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("-q", "--quantize", action=yes_no, default=True, help="quantize (the default)")
     add("--q-bits", type=int, help="bits per weight (default: 4; fusion and output matrix 6)")
     add("--q-group-size", type=int, default=64, help="weights per scale (default 64)")
-    add("--dtype", choices=list(DTYPES), help="of what is not quantized (default: as it is)")
+    add(
+        "--dtype",
+        choices=list(DTYPES),
+        help="of what is not quantized, and of the target of --check (default: as they are)",
+    )
     add("--target", help="the model the head was trained for: folder or repository id")
     add("--check", action="store_true", help="measure the head on the target (needs --target)")
     add("--draft-vocab", type=int, metavar="N", help="keep only N draft tokens: a cheaper draft")

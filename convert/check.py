@@ -377,8 +377,11 @@ def check_head(
     return Report(rows[0], tuple(rows[2:]), rows[1], packed_row, len(texts), num_positions)
 
 
-def load_model(name: str) -> tuple[nn.Module, TokenizerWrapper]:
-    """The target with its tokenizer; ValueError where mlx-lm cannot load it."""
+def load_model(name: str, dtype: str | None = None) -> tuple[nn.Module, TokenizerWrapper]:
+    """The target, its floats of type ``dtype``, with its tokenizer; see ``set_precision``.
+
+    Raises ValueError where mlx-lm cannot load it.
+    """
     print(f"checking the head against {name} ...", file=sys.stderr)
     path = Path(name).expanduser()
     try:
@@ -386,4 +389,4 @@ def load_model(name: str) -> tuple[nn.Module, TokenizerWrapper]:
     except (ValueError, OSError) as err:
         reason = str(err).strip().splitlines()[0]
         raise ValueError(f"--check cannot load the target {name}: {reason}") from err
-    return set_precision(model), tokenizer
+    return set_precision(model, dtype), tokenizer

@@ -243,7 +243,7 @@ def run_check(
     if "quantization" in head.config:
         dense, packed = build(resolved, dtype), (head.config, head.weights)
     bases = rope_bases(checkpoint.config) | rope_bases(target.config)
-    model, tokenizer = load_model(target.name)
+    model, tokenizer = load_model(target.name, dtype)
     return check_head(dense.config, dense.weights, model, tokenizer, quantized=packed, bases=bases)
 
 
@@ -303,6 +303,7 @@ def _finish_kind(
     destination: Path,
     target: str | TargetSizes | None,
     check: bool,
+    dtype: str | None,
 ) -> dict[str, Any]:
     """Check and save a drafter of another kind than EAGLE heads, and say so; its config."""
     head.config["source"] = source_entry(checkpoint)
@@ -312,7 +313,7 @@ def _finish_kind(
     KINDS[kind].made_for(head.config, Path("config.json"), target)
     found = None
     if check and target is not None:
-        loaded = load_model(target.name)
+        loaded = load_model(target.name, dtype)
         found = measure_acceptance(KINDS[kind], head.config, head.weights, *loaded)
         head.config["check"] = found.entry()
     with new_folder(destination) as folder:
@@ -378,7 +379,7 @@ def convert(
     if KINDS[kind].convert is not None or (KINDS[kind].loads_published and kind != OTHERWISE):
         _refuse(kind, draft_vocab, upload_repo, overrides)
         other = build_kind(kind, checkpoint, dtype, quantization, progress)
-        return _finish_kind(other, kind, checkpoint, destination, target or sizes, check)
+        return _finish_kind(other, kind, checkpoint, destination, target or sizes, check, dtype)
     model = open_target(str(target)) if target is not None else None
     resolved = prepare(checkpoint, model or sizes, overrides, draft_vocab)
     head = build(resolved, dtype, quantization, progress)

@@ -281,6 +281,14 @@ def test_workflow_runs_what_the_makefile_has():
         assert name in SCRIPTS
 
 
+def test_the_self_test_runs_on_every_wheel_of_mlx_for_macs():
+    """MLX has wheels for macOS 14, 15 and 26; the last one's has kernels that the others lack."""
+    jobs = yaml.safe_load(WORKFLOW.read_text())["jobs"]
+    for job, machine in (("test", "macOS"), ("imports", "macos-26")):
+        steps = [s for s in jobs[job]["steps"] if "--self-test" in s.get("run", "")]
+        assert [machine in step["if"] for step in steps] == [True]
+
+
 def test_readme_is_short():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= README_LINES

@@ -112,8 +112,7 @@ class Wanted(NamedTuple):
         return f"pip install '{self.name}>={self.low}{newest}'"
 
 
-MLX = Wanted("mlx", "0.32.2", None, "0.32.4")
-MLX_CUDA = Wanted("mlx", "0.32.4", None, "0.32.4")
+MLX = Wanted("mlx", "0.32.4", None, "0.32.4")
 MLX_LM = Wanted("mlx-lm", "0.32.2", "0.33", "0.32.2")
 
 
@@ -247,8 +246,7 @@ def check_import() -> Finding:
 
 def check_packages() -> list[Finding]:
     """All that can be said of Python, the system and the packages."""
-    is_cuda = any("cuda" in name for name in builds())
-    found = [check_system(), check_python(), check_version(MLX_CUDA if is_cuda else MLX)]
+    found = [check_system(), check_python(), check_version(MLX)]
     found += [check_build(), check_version(MLX_LM)]
     return [*found, check_import()] if is_well(found) else found
 

@@ -194,11 +194,27 @@ def test_the_report_goes_into_the_config(tmp_path, capsys, monkeypatch):
         def decode(self, tokens: list[int]) -> str:
             return "".join(map(chr, tokens))
 
-    monkeypatch.setattr(pipeline, "load_model", lambda name: (model, Tokenizer()))
+    loaded = []
+
+    def load_model(name: str, dtype: str | None):
+        loaded.append(dtype)
+        return model, Tokenizer()
+
+    monkeypatch.setattr(pipeline, "load_model", load_model)
     short = partial(check.check_head, questions=check.QUESTIONS[:2], num_tokens=20)
     monkeypatch.setattr(pipeline, "check_head", short)
     target = write_target(tmp_path / "target")
-    main(["--hf-path", str(source), "--mlx-path", str(out), "--check", "--target", str(target)])
+    command = [
+        "--hf-path",
+        str(source),
+        "--mlx-path",
+        str(out),
+        "--check",
+        "--target",
+        str(target),
+    ]
+    main([*command, "--dtype", "float32"])
+    assert loaded == ["float32"]
     found = json.loads((out / "config.json").read_text())["check"]
     assert len(found["agreement"]) == len(found["quantized"]["agreement"]) == DEPTHS
     assert found["num_prompts"] == 2 and found["num_positions"] == 2 * (20 - DEPTHS)

@@ -108,10 +108,10 @@ def test_versions_of_mlx_lm(site, version, level):
 
 def test_the_versions_are_those_of_the_project():
     found = [Requirement(name) for name in PROJECT["dependencies"]]
-    cuda = [Requirement(name) for name in PROJECT["optional-dependencies"]["cuda12"]]
-    for wanted, among in (
-        (packages.MLX, found), (packages.MLX_LM, found), (packages.MLX_CUDA, cuda),
-    ):  # fmt: skip
+    extras = PROJECT["optional-dependencies"]
+    builds = [[Requirement(name) for name in extras[x]] for x in ("cpu", "cuda12", "cuda13")]
+    wanted_by = [(packages.MLX_LM, found), *((packages.MLX, x) for x in (found, *builds))]
+    for wanted, among in wanted_by:
         (requirement,) = [r for r in among if r.name == wanted.name]
         assert requirement.specifier == wanted.limits
         assert wanted.tested in requirement.specifier
