@@ -63,6 +63,7 @@ class OwnRunner:
         done = self._take_upcoming()
         made = [] if done is None else self._emitted(done)
         if self._generation.is_running:
+            self._request.decoder.restore_states()
             self._request.decoder.flush_pairs()
         return made
 

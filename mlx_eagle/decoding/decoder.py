@@ -109,9 +109,11 @@ class Round:
         return length - 1 if self._outcome is None else self._outcome.kept_rows[length - 1]
 
     def keep_run(self, length: int) -> None:
-        """Cut the caches to the rows that led to the first ``length`` tokens emitted."""
+        """Cut the caches, but for recurrent states, to the rows that led to ``length`` tokens."""
         if self._outcome is None or self._outcome.rows is None:
-            self.rollback(length, length)
+            if length <= self.num_drafted:
+                self.draft_checkpoint.rollback(length)
+                self.target_rows.cut(length)
             return
         self.target_rows.rollback_to_branch(self._outcome.rows[:length])
         self.draft_checkpoint.rollback(length)
@@ -214,6 +216,7 @@ class Decoder:
         self._is_seeded = True  # what the drafter starts from can be computed
         self._prefill_forwards = 0
         self._pending = PendingPairs()
+        self._committed: Checkpoint | None = None  # of the target, in the last round
 
     @property
     def num_head_forwards(self) -> int:
@@ -323,6 +326,7 @@ class Decoder:
             if shape.size > 0:
                 # The device drafts while the host builds the target's pass, the larger graph.
                 mx.async_eval(draft.tokens)
+            self.restore_states()  # which it is not made from
             tree_mask = draft.tree_mask()
             tokens = self.root
             if len(draft) > 0:
@@ -339,16 +343,9 @@ class Decoder:
             if verification.rows is not None and features is not None:
                 features = features[verification.rows]
             launched = Round(
-                self.num_emitted,
-                shape,
-                len(draft),
-                draft.num_levels,
-                verification,
-                features,
-                before_pass,
-                before_draft,
-                self.num_head_forwards,
-            )
+                self.num_emitted, shape, len(draft), draft.num_levels, verification, features,
+                before_pass, before_draft, self.num_head_forwards,
+            )  # fmt: skip
             mx.async_eval(verification.pending)
             if absorb:
                 self.extend_drafter(launched)
@@ -406,6 +403,7 @@ class Decoder:
         """
         with mx.stream(self.stream):
             done.keep_run(length)
+            self._committed = done.target_rows
             self.quantization.apply(self.cache)
             emitted = done.verification.following[:length]
             self.root, self.root_embedding = emitted[-1:], None
@@ -413,6 +411,12 @@ class Decoder:
             done.committed = True
             if not done.absorbed and not self.discards_features:
                 self._pending.add(done.position, emitted, done.features)
+
+    def restore_states(self) -> None:
+        """Make the target's recurrent states that the last commit left open, before a pass."""
+        if self._committed is not None:
+            self._committed.restore()
+            self._committed = None
 
     def follow(self, following: mx.array, length: int, last_row: int) -> None:
         """Count the first ``length`` of (R,) as emitted, the last after ``last_row``."""
@@ -464,6 +468,7 @@ class Decoder:
             self._pending.flush(self.drafter.extend)
 
     def _run(self, tokens: mx.array) -> tuple[mx.array, mx.array | None]:
+        self.restore_states()
         given = self.root_embedding  # in the first round, whose one row is the root
         with self.target.matching_single_row(self.cache, tokens.shape[0] if given is None else 1):
             return self.target(tokens, self.cache, embeddings=given)
@@ -479,15 +484,13 @@ class Decoder:
     def _verify(
         self, tokens: mx.array, tree_mask: mx.array | None, checkpoint: Checkpoint
     ) -> tuple[mx.array, mx.array | None]:
-        """Logits and features; the checkpoint gets the layer calls where it may need them."""
+        """Logits and features; the checkpoint learns how recurrent states came about."""
         if tree_mask is not None:
             return self.target(tokens, self.cache, tree_mask)
         if not checkpoint.recurrent or tokens.shape[0] <= 1:
             return self._run(tokens)
-        with self.target.matching_single_row(self.cache, tokens.shape[0]):
-            logits, features, calls = self.target.record(tokens, self.cache)
-        checkpoint.keep_calls(calls)
-        return logits, features
+        with self.target.recording(self.cache, tokens.shape[0], checkpoint.keep_updates):
+            return self._run(tokens)
 
     def _rerun(self, tokens: mx.array) -> None:
         """Bring every cache forward over the kept rows, tokens (m,), by a whole pass."""

@@ -19,7 +19,7 @@ class Stats:
 
     ``num_target_forwards`` counts verify passes and plain steps, ``num_evals`` the times the
     host waited for the device in them; ``num_reruns`` the passes that ran kept rows again because
-    a recurrent state cannot be cut. ``accepted_histogram[n]`` is the number of rounds that
+    a recurrent state cannot be made again. ``accepted_histogram[n]`` is the number of rounds that
     kept n draft tokens; ``drafted_by_position[i]`` the rounds that drafted more than i;
     ``draft_lengths`` how far each target forward had drafted, in order (0 for a plain step).
     Times are in seconds; ``prompt_time`` ends with the first token.

@@ -10,8 +10,8 @@ RULES is the table of strategies, a class for each; its objects are the entries 
 * ConcatenateKVCache: trim, and cut the tail off the arrays.
 * RotatingKVCache: cut the tail off the arrays, which a pass of two rows or more leaves in time
   order. ``trim`` is silently wrong once the cache is full.
-* ArraysCache (recurrent state): restore the state from before the pass, and run the kept rows
-  through those layers again, on the arguments they were given (``LayerCalls``).
+* ArraysCache (recurrent state): make the state again, by what was recorded of the pass
+  (``states.py``); where that is not enough, restore it and run the kept rows again.
 * CacheList: each member by its own rule.
 * Anything else is refused by name before anything is generated.
 
@@ -19,11 +19,7 @@ A pass of one row costs what it costs without a checkpoint: nothing is copied fo
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from inspect import Signature, signature
-from types import FunctionType
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -39,94 +35,11 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-ROWS = ("v_first",)
-"""Layer arguments, beside the first, with one entry per row: (1, R, ...)."""
-
-MASKS = ("mask", "attn_mask", "mamba_mask")
-"""Layer arguments that say what each row sees: (..., R, S), the last R columns the rows."""
-
-
-@dataclass(frozen=True)
-class LayerCall:
-    """One layer's call in a pass over R rows; ``run`` does what the layer's own class does."""
-
-    run: Any  # a bound method
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def uses(self, cache: Any) -> bool:
-        return any(value is cache for value in (*self.args, *self.kwargs.values()))
-
-    @cached_property
-    def arguments(self) -> dict[str, Any]:
-        """Every argument by its name in the layer's signature; the residual stream is first."""
-        bound = _signature(self.run.__func__).bind(self.run.__self__, *self.args, **self.kwargs)
-        _, *arguments = bound.arguments.items()
-        return dict(arguments)
-
-    def is_repeatable(self, cache_types: tuple[type, ...]) -> bool:
-        """Whether it is known how to cut each argument: nothing that grew, no unknown arrays."""
-        stream, *others = self.arguments.items()
-        return isinstance(stream[1], mx.array) and all(
-            isinstance(value, (str, int, float, type(None), *cache_types))
-            or (isinstance(value, mx.array) and name in (*ROWS, *MASKS))
-            for name, value in others
-        )
-
-    def repeat(self, num_rows: int) -> None:
-        """Run the layer on its first ``num_rows`` again, for what that does to its cache."""
-        (name, stream), *others = self.arguments.items()
-        cut = {name: stream[:, :num_rows]}
-        for name, value in others:
-            if isinstance(value, mx.array):
-                value = _first_rows(name, value, num_rows, stream.shape[1])
-            cut[name] = value
-        self.run(**cut)
-
-
-@lru_cache
-def _signature(function: FunctionType) -> Signature:
-    return signature(function)
-
-
-def _first_rows(name: str, value: mx.array, num_rows: int, total: int) -> mx.array:
-    """What the first ``num_rows`` of ``total`` have of an argument of that name."""
-    if name in ROWS:
-        return value[:, :num_rows]
-    return value[..., :num_rows, : value.shape[-1] - total + num_rows]
-
-
-@dataclass(frozen=True)
-class LayerCalls:
-    """The calls of every layer in one pass, in order.
-
-    ``matching_single_row(m)`` is entered around m rows that are run again: they take the positions
-    and the masks that the pass had (see ``Target.matching_single_row``).
-    """
-
-    calls: tuple[LayerCall, ...]
-    matching_single_row: Callable[[int], AbstractContextManager[None]]
-
-    def of(self, caches: list[Any], cache_types: tuple[type, ...]) -> "LayerCalls | None":
-        """The calls that bring ``caches`` forward; None where only the whole model can.
-
-        A model may use a cache outside its layers, or give layers something that grows.
-        """
-        calls = tuple(call for call in self.calls if any(call.uses(cache) for cache in caches))
-        suffice = len(calls) == len(caches) and all(c.is_repeatable(cache_types) for c in calls)
-        return replace(self, calls=calls) if suffice else None
-
-    def repeat(self, num_rows: int) -> None:
-        """Run the first ``num_rows`` through these layers again."""
-        with self.matching_single_row(num_rows):
-            for call in self.calls:
-                call.repeat(num_rows)
+from .states import KeptRows, StateUpdates
 
 
 class TrimRollback:
     """Rows can be dropped by moving the offset back; what lies behind it is overwritten."""
-
-    needs_rerun = False
 
     def __init__(self, cache: Any, num_rows: int | None = None):
         self.cache = cache
@@ -181,8 +94,6 @@ class RotatingRollback:
     very row. So ``num_rows`` 1 keeps no handles where the arrays stay the same ones.
     """
 
-    needs_rerun = False
-
     def __init__(self, cache: Any, num_rows: int | None = None):
         self.cache = cache
         self.start = cache.offset
@@ -234,16 +145,16 @@ def _appends_in_place(cache: Any) -> bool:
 
 
 class StateRollback:
-    """A recurrent state has no rows: models rebind its entries, so the old ones are a snapshot."""
+    """A recurrent state has no rows: models rebind its entries, so the old ones are a snapshot.
 
-    needs_rerun = True
+    Rows that are kept have to be run on top of them, see ``Checkpoint.restore``.
+    """
 
-    def __init__(self, cache: ArraysCache, num_rows: int | None = None):
+    def __init__(self, cache: Any, num_rows: int | None = None):
         self.cache = cache
         self._entries = list(cache.cache)
 
     def rollback(self, num_rows: int) -> None:
-        assert num_rows == 0, "a recurrent state is restored whole"
         self.cache.cache = list(self._entries)
 
 
@@ -252,11 +163,10 @@ class ListRollback:
 
     def __init__(self, cache: CacheList, num_rows: int | None = None):
         self.cache = cache
-        self._members = [RULES[type(member)](member, num_rows) for member in cache.caches]
-        self.needs_rerun = any(member.needs_rerun for member in self._members)
+        self.members = [RULES[type(member)](member, num_rows) for member in cache.caches]
 
     def rollback(self, num_rows: int) -> None:
-        for member in self._members:
+        for member in self.members:
             member.rollback(num_rows)
 
 
@@ -311,6 +221,13 @@ class CacheQuantization:
         return min((n for n in left if n > 0), default=None)
 
 
+def _states_of(entry: Any) -> list[StateRollback]:
+    """The recurrent states in an entry of a checkpoint."""
+    if isinstance(entry, ListRollback):
+        return [state for member in entry.members for state in _states_of(member)]
+    return [entry] if isinstance(entry, StateRollback) else []
+
+
 class Checkpoint:
     """A list of caches as it is now, before a forward pass over some rows.
 
@@ -329,19 +246,17 @@ class Checkpoint:
         self._before = list(caches)
         self._entries = [RULES[type(cache)](cache, num_rows) for cache in caches]
         self._rerun = rerun
-        self._layers: LayerCalls | None = None
+        self._updates: StateUpdates | None = None
+        self._kept: KeptRows | None = None  # what recurrent states have yet to be made of
 
     @property
-    def recurrent(self) -> list[Any]:
-        """The caches whose rows cannot be cut."""
-        return [entry.cache for entry in self._entries if entry.needs_rerun]
+    def recurrent(self) -> list[StateRollback]:
+        """The entries whose rows cannot be cut."""
+        return [state for entry in self._entries for state in _states_of(entry)]
 
-    def keep_calls(self, calls: LayerCalls) -> None:
-        """The layer calls of the pass: where they suffice, they are repeated instead of ``rerun``.
-
-        They do where they are all that touched the caches whose rows cannot be cut.
-        """
-        self._layers = calls.of(self.recurrent, tuple(RULES))
+    def keep_updates(self, updates: StateUpdates | None) -> None:
+        """How the states of the pass came about: where that is known there is no ``rerun``."""
+        self._updates = updates
 
     def rollback(self, num_rows: int) -> None:
         """Drop every row after the first ``num_rows``; rows cut before stay cut.
@@ -349,19 +264,30 @@ class Checkpoint:
         Works also when the pass broke off half-way, with some caches updated and some not.
         Not to be called when every row stays.
         """
+        self.cut(num_rows)
+        self.restore()
+
+    def cut(self, num_rows: int) -> None:
+        """The same, but for recurrent states that can be made later: see ``restore``."""
         self._caches[:] = self._before  # a cache may have been replaced by its quantized copy
-        if num_rows == 0 or not self.recurrent:
-            for entry in self._entries:
-                entry.rollback(num_rows)
-            return
+        self._kept, runs_again = None, False
+        if num_rows > 0 and self.recurrent:
+            if self._updates is None:
+                runs_again = True
+            else:
+                self._kept = KeptRows((num_rows,), self._updates.num_rows)
         for entry in self._entries:
-            runs_again = entry.needs_rerun or self._layers is None
             entry.rollback(0 if runs_again else num_rows)
-        if self._layers is not None:
-            self._layers.repeat(num_rows)
-        else:
+        if runs_again:
             assert self._rerun is not None
             self._rerun(num_rows)
+
+    def restore(self) -> None:
+        """Make the recurrent states that ``cut`` left open."""
+        if self._updates is not None and self._kept is not None:
+            for state in self.recurrent:
+                state.cache.cache = self._updates.states(state.cache, self._kept)
+        self._kept = None
 
     def rollback_to_branch(self, rows: list[int]) -> None:
         """Keep the given rows of a tree, root first, as if they had been a chain."""

@@ -16,6 +16,7 @@ most. Whether it is faster is measured (``decoding/kernel_options.py``).
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -24,6 +25,7 @@ import mlx.nn as nn
 from mlx_lm.models.base import scaled_dot_product_attention as attend
 
 from .masks_and_ropes import PositionedRope, RowPositions, find_ropes, tree_masks
+from .states import StateRecorder
 
 NAME = attend.__name__
 
@@ -39,15 +41,6 @@ class AttentionParts:
     most_rows: Callable[[int, int], int]
     is_on: bool = False
     matters: bool = False  # a pass that the kernel would take with fewer heads is cut
-
-
-class PartedAttention:
-    """What a copy of an attention module does in place of its own class: it asks the parts."""
-
-    _with_parts: Callable[..., Any]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._with_parts(self, *args, **kwargs)
 
 
 def find_attention(model: nn.Module) -> list[nn.Module]:
@@ -68,20 +61,29 @@ def no_kernel(head_dim: int, heads_per_key: int) -> int:
     return 0
 
 
-def with_parts(call: Any, parts: AttentionParts) -> FunctionType:
-    """A module's ``__call__`` that looks up ``attend_in_parts`` where it had mlx-lm's function.
+def with_names(method: FunctionType, names: dict[str, Any]) -> FunctionType:
+    """``method`` with other things behind some of the global names that it looks up.
 
     The code is the same, and so is all else it refers to: the module file that others use stays
     as it is.
     """
-
-    def function(*args: Any, **kwargs: Any) -> mx.array:
-        return attend_in_parts(parts, *args, **kwargs)
-
-    names = {**call.__globals__, NAME: function}
-    copy = FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
-    copy.__kwdefaults__ = call.__kwdefaults__
+    names = {**method.__globals__, **names}
+    copy = FunctionType(
+        method.__code__, names, method.__name__, method.__defaults__, method.__closure__
+    )
+    copy.__kwdefaults__ = method.__kwdefaults__
     return copy
+
+
+def methods_of(kind: type) -> dict[str, FunctionType]:
+    """The methods that a class of modules does not have from MLX."""
+    own = [base for base in reversed(kind.__mro__) if issubclass(base, nn.Module)]
+    return {
+        name: method
+        for base in own[1:]
+        for name, method in vars(base).items()
+        if isinstance(method, FunctionType)
+    }
 
 
 def attend_in_parts(
@@ -127,9 +129,11 @@ def attend_in_parts(
 class StandIn:
     """A copy of ``model`` whose rotary embeddings go by ``positions``, its attention by ``parts``.
 
-    It belongs to one generation: it has the state of a pass under way, so no two passes may run
-    on it at the same time. ``copies`` are those of ``changed``, in order: the caller may change
-    them too. Weights that the user's model is given later are not seen.
+    What its recurrent layers do with their states can be recorded by ``states``.
+
+    It belongs to one generation: it has the state of a pass under way, so no two passes may run on
+    it at the same time. ``copies`` are those of ``changed``, in order: the caller may change them
+    too. Weights that the user's model is given later are not seen.
     """
 
     def __init__(
@@ -138,16 +142,44 @@ class StandIn:
         changed: Iterable[nn.Module] = (),
         most_rows: Callable[[int, int], int] = no_kernel,
     ):
-        ropes, attention, changed = find_ropes(model), find_attention(model), list(changed)
-        self.model, copies = copy_modules(model, [*changed, *ropes, *attention])
-        self.copies, others = copies[: len(changed)], copies[len(changed) :]
         self.positions, self.parts = RowPositions(), AttentionParts(most_rows)
-        for rope in others[: len(ropes)]:
+        self.states = StateRecorder()
+        ropes, changed = find_ropes(model), list(changed)
+        others = self._changed_methods(model, ropes)
+        self.model, copies = copy_modules(model, [*changed, *ropes, *(m for m, _ in others)])
+        self.copies, copies = copies[: len(changed)], copies[len(changed) :]
+        for rope in copies[: len(ropes)]:
             add_behaviour(rope, PositionedRope)
             rope._row_positions = self.positions
-        for module, original in zip(others[len(ropes) :], attention, strict=True):
-            add_behaviour(module, PartedAttention)
-            module._with_parts = with_parts(type(original).__call__, self.parts)
+        for module, (_, methods) in zip(copies[len(ropes) :], others, strict=True):
+            module.__class__ = type(type(module).__name__, (type(module),), methods)
+
+    def _changed_methods(
+        self, model: nn.Module, ropes: list[nn.Module]
+    ) -> list[tuple[nn.Module, dict[str, Any]]]:
+        """The modules of a model, but for ``ropes``, with the methods that they need changed."""
+        attention = {id(module) for module in find_attention(model)}
+        of_kind: dict[tuple[type, bool], dict[str, Any]] = {}
+        found = {}
+        for _, module in model.named_modules():
+            key = type(module), id(module) in attention
+            if key not in of_kind:
+                of_kind[key] = self._methods(*key)
+            if of_kind[key] and not any(module is rope for rope in ropes):
+                found[id(module)] = module, of_kind[key]
+        return list(found.values())
+
+    def _methods(self, kind: type, attends: bool) -> dict[str, Any]:
+        """The methods of a class of modules that have to do more here than their own."""
+        changed: dict[str, Any] = {}
+        for name, method in methods_of(kind).items():
+            names = self.states.names_in(method)
+            if attends and name == "__call__":
+                names[NAME] = partial(attend_in_parts, self.parts)
+            new = self.states.noting(name, with_names(method, names) if names else method)
+            if new is not method:
+                changed[name] = new
+        return changed
 
     @contextmanager
     def tree_attention(self, caches: list[Any], tree_mask: mx.array) -> Iterator[None]:

@@ -2,20 +2,19 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from .masks_and_ropes import exact_masks
-from .rollback import LayerCall, LayerCalls
 from .sharding import find_stage
 from .stand_in import AttentionParts, StandIn, add_behaviour, no_kernel
+from .states import StateUpdates
 
 
 class TapRecorder:
-    """What is seen of one pass at a time: the activations at chosen taps, and layer calls.
+    """What is seen of one pass at a time: the activations at chosen taps.
 
     ``last`` is the tap behind the last layer.
     """
@@ -24,33 +23,24 @@ class TapRecorder:
         self._taps = taps
         self._last = last
         self._seen: dict[int, mx.array] = {}
-        self._calls: list[LayerCall] | None = None
         self._rows: mx.array | None = None
         self.is_cut = False
 
-    def begin(self, record: bool = False, rows: mx.array | None = None) -> None:
-        """Forget the last pass; ``record`` says whether to keep the calls of the next.
+    def begin(self, rows: mx.array | None = None) -> None:
+        """Forget the last pass.
 
-        ``rows`` (K,), numbered b * R + r, are all that its last layer is to hand on; whether it
-        did is in ``is_cut``.
+        ``rows`` (K,), numbered b * R + r, are all that the last layer of the next is to hand on;
+        whether it did is in ``is_cut``.
         """
         self._seen = {}
-        self._calls = [] if record else None
         self._rows = rows
         self.is_cut = False
 
-    def take(self) -> tuple[dict[int, mx.array], tuple[LayerCall, ...]]:
-        """The activations by tap, and the calls, of the pass that has ended."""
-        seen, calls = self._seen, tuple(self._calls or ())
+    def take(self) -> dict[int, mx.array]:
+        """The activations by tap of the pass that has ended."""
+        seen = self._seen
         self.begin()
-        return seen, calls
-
-    def on_layer_input(self, call: LayerCall, index: int) -> None:
-        """A layer is called. Some take the stream as another argument than the first."""
-        if index == 0:  # what enters any other layer is what left the one before
-            self.on_tap(0, call.args[0] if call.args else next(iter(call.kwargs.values())))
-        if self._calls is not None:
-            self._calls.append(call)
+        return seen
 
     def on_tap(self, tap: int, output: Any) -> None:
         """An activation passes a tap. Some layers return it with extras; it comes first."""
@@ -84,9 +74,10 @@ class RecordedLayer(nn.Module):
     _index: int
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = super().__call__
-        self._recorder.on_layer_input(LayerCall(run, args, kwargs), self._index)
-        return self._recorder.on_layer_output(self._index + 1, run(*args, **kwargs))
+        if self._index == 0:  # what enters any other layer is what left the one before
+            # The stream, which some call by a name.
+            self._recorder.on_tap(0, args[0] if args else next(iter(kwargs.values())))
+        return self._recorder.on_layer_output(self._index + 1, super().__call__(*args, **kwargs))
 
 
 class RecordedNorm(nn.Module):
@@ -201,16 +192,16 @@ class Target:
             given: dict[str, Any] = {}
             if embeddings is not None:
                 given["input_embeddings"] = embeddings[None]
-            logits, seen, _ = self._pass(tokens[None], cache, **given)
+            logits, seen = self._pass(tokens[None], cache, **given)
         else:
             with self._stand_in.tree_attention(cache, tree_mask):
-                logits, seen, _ = self._pass(tokens[None], cache)
+                logits, seen = self._pass(tokens[None], cache)
         features = self._features(seen, 1)
         return logits[0], None if features is None else features[0]
 
     def batch(self, tokens: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array | None]:
         """Run tokens (B, R) on top of batch caches: logits (B, R, V), features (B, R, F)."""
-        logits, seen, _ = self._pass(tokens, cache)
+        logits, seen = self._pass(tokens, cache)
         return logits, self._features(seen, tokens.shape[0])
 
     def logits_at(self, tokens: mx.array, rows: mx.array) -> tuple[mx.array, mx.array | None]:
@@ -223,18 +214,22 @@ class Target:
         is_possible = self.stage.is_whole and self.num_layers + 1 not in self._recorded
         self._recorder.begin(rows=rows if is_possible else None)
         logits, is_cut = self._stand_in.model(tokens), self._recorder.is_cut
-        seen, _ = self._recorder.take()
+        seen = self._recorder.take()
         logits = logits[0] if is_cut else logits.reshape(-1, logits.shape[-1])[rows]
         return logits, self._features(seen, tokens.shape[0])
 
-    def record(
-        self, tokens: mx.array, cache: list[Any]
-    ) -> tuple[mx.array, mx.array | None, LayerCalls]:
-        """As when called with tokens (R,) that form a chain, and every layer's call."""
-        logits, seen, calls = self._pass(tokens[None], cache, record=True)
-        features = self._features(seen, 1)
-        layer_calls = LayerCalls(calls, partial(self.matching_single_row, cache))
-        return logits[0], None if features is None else features[0], layer_calls
+    @contextmanager
+    def recording(
+        self, cache: list[Any], num_rows: int, keep: Callable[[StateUpdates | None], None]
+    ) -> Iterator[None]:
+        """Within, a pass over so many rows is noted: ``keep`` is told how states came about."""
+        states = self._stand_in.states
+        states.begin(cache, num_rows)
+        try:
+            yield
+            keep(states.end())
+        finally:
+            states.begin([], 0)
 
     @contextmanager
     def matching_single_row(self, cache: list[Any], num_rows: int) -> Iterator[None]:
@@ -243,15 +238,15 @@ class Target:
             yield
 
     def _pass(
-        self, tokens: mx.array, cache: list[Any], record: bool = False, **given: Any
-    ) -> tuple[mx.array, dict[int, mx.array], tuple[LayerCall, ...]]:
-        """One forward pass over tokens (B, R): logits (B, R, V), activations by tap, calls.
+        self, tokens: mx.array, cache: list[Any], **given: Any
+    ) -> tuple[mx.array, dict[int, mx.array]]:
+        """One forward pass over tokens (B, R): logits (B, R, V), activations by tap.
 
         ``given`` is what else the model is called with.
         """
-        self._recorder.begin(record)
+        self._recorder.begin()
         logits = self._stand_in.model(tokens, cache=cache, **given)
-        return logits, *self._recorder.take()
+        return logits, self._recorder.take()
 
     def _features(self, seen: dict[int, mx.array], batch: int) -> mx.array | None:
         """The taps side by side, (batch, R, F); None where there are none."""
