@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -220,6 +221,13 @@ class RequestFactory:
         )
         request.decoder.discards_features = drafter is None
         active.chunks = request.decoder.prefill_chunks(mx.array(rest), flags.prefill_step_size)
+
+    def file_prompt(self, active: ActiveRequest) -> None:
+        """Keep copies of the caches of a prompt that was read, but for its last token."""
+        decoder = active.decoder
+        caches = Caches(deepcopy(decoder.cache + decoder.drafter.cache), len(decoder.cache))
+        text = (active.prompt + active.request.tokens)[:-1]
+        self._prompt_cache.insert_cache(self._provider.model_key, text, caches)
 
     def file(self, active: ActiveRequest) -> None:
         """Keep the caches of a request that has ended, for requests that continue its text."""

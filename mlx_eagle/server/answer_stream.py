@@ -93,6 +93,7 @@ class AnswerStream:
         self.tokens: list[int] = []
         self.stats = Stats()
         self._messages: SimpleQueue[Message] = SimpleQueue()
+        self._when_read: list[Callable[[], None]] = []
         self._on_end, self._is_overdue = on_end, is_overdue
         self._lock = RLock()
 
@@ -122,6 +123,19 @@ class AnswerStream:
             if self.state is not State.ENDED:
                 self._end(None)
 
+    def when_read(self, act: Callable[[], None]) -> None:
+        """Call ``act`` when the prompt was read, or never will be; in whichever thread that is."""
+        with self._lock:
+            if self.tokens or self.is_over:
+                act()
+            else:
+                self._when_read.append(act)
+
+    def _note_read(self) -> None:
+        acts, self._when_read = self._when_read, []
+        for act in acts:
+            act()
+
     def _begin(self) -> None:
         if self.began == 0.0:
             self.began = time.monotonic()
@@ -133,12 +147,14 @@ class AnswerStream:
         if response.finish_reason is None and self._is_overdue(self):
             response.finish_reason = "length"
         self._messages.put(response)
+        self._note_read()
 
     def _end(self, last: Exception | None) -> None:
         self.state = State.ENDED
         self.ended = time.monotonic()
         self._on_end(self)
         self._messages.put(last)
+        self._note_read()
 
     def next(self, check: Callable[[], None]) -> Message:
         """The next message; ``check`` is called while waiting and may raise."""

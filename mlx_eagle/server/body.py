@@ -126,7 +126,8 @@ class PairArguments(GenerationArguments):
 
     ``reuse_caches`` False has the whole prompt computed by both models, whatever is known of it.
     ``reports_drafts``: the client asks what was drafted. ``keeps_space``: the text goes on with
-    the prompt's, and may begin with a space.
+    the prompt's, and may begin with a space. ``has_followers``: other answers to the same prompt
+    wait for its caches.
     """
 
     tree: str | None
@@ -134,6 +135,7 @@ class PairArguments(GenerationArguments):
     reuse_caches: bool = True
     reports_drafts: bool = False
     keeps_space: bool = False
+    has_followers: bool = False
     thinking_budget: int | None = None  # tokens after which thoughts are ended
     reasoning_effort: str | None = None
 

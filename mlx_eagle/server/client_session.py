@@ -14,6 +14,7 @@ from .body import PairArguments
 from .collect import Collector, chat_row
 from .engine import PairGenerator
 from .metrics import Metrics
+from .prompt import Tokenized
 
 
 class Client(Protocol):
@@ -64,6 +65,7 @@ class ClientSession:
         self.stop_word: str | None = None  # of the client's, with which the answer ended
         self.read_since = 0.0  # time.monotonic() of the first look at the answer
         self._metrics, self._client = metrics, client
+        self._tokenized = Tokenized([])
         self._context: GenerationContext | None = None
         self._report: DraftReport | None = None
         self._finish_reason: str | None = None
@@ -73,13 +75,21 @@ class ClientSession:
         """Tokens of the prompt that an earlier request had computed."""
         return max(0, self._context.prompt_cache_count) if self._context is not None else 0
 
-    def submit(self) -> None:
-        """Tokenize the prompt and queue the request. Raises RequestError."""
-        tokenized = self.generator.read_prompt(
-            self.request, self.args, self._client.num_bytes, self._check
-        )
-        self.prompt = tokenized.tokens
-        self.answer = self.generator.submit(tokenized, self.args)
+    def submit(self, leader: "ClientSession | None" = None) -> None:
+        """Tokenize the prompt and queue the request. Raises RequestError.
+
+        ``leader``: a session that was submitted with the same prompt, which is read once.
+        """
+        if leader is None:
+            self._tokenized = self.generator.read_prompt(
+                self.request, self.args, self._client.num_bytes, self._check
+            )
+        else:
+            self._tokenized = leader._tokenized
+            self.args.chat_template_kwargs = leader.args.chat_template_kwargs
+        self.prompt = self._tokenized.tokens
+        behind = None if leader is None else leader.answer
+        self.answer = self.generator.submit(self._tokenized, self.args, behind)
 
     def open(self) -> GenerationContext:
         """Wait until the request was begun. Raises RequestError where it cannot be."""

@@ -124,9 +124,13 @@ class Answering:
 
     def run(self) -> None:
         """Generate all of them at a time, and give them one after the other."""
-        for session in self._sessions:
-            session.submit()
-        self._sessions[0].open()
+        num_each, sessions = self._body.get("n", 1), self._sessions
+        for i, leader in enumerate(sessions[::num_each]):
+            leader.args.has_followers = num_each > 1 and leader.args.reuse_caches
+            leader.submit()
+            for session in sessions[i * num_each + 1 : (i + 1) * num_each]:
+                session.submit(leader if leader.args.has_followers else None)
+        sessions[0].open()
         if self._is_stream:
             self._run_stream()
             return

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from threading import Lock
 
 import mlx.core as mx
@@ -108,6 +109,8 @@ class Schedule:
                 active.answer.put((active.num_read, active.num_uncached))
                 self._reading.append(active)
             else:
+                if active.args.has_followers:
+                    self._factory.file_prompt(active)
                 self._begin_text(active)
         if captured.error is not None:
             self._fail(active, captured.error)
@@ -283,12 +286,21 @@ class PairGenerator(ResponseGenerator):
         check_prompt(tokens, args, provider.vocab_size, provider.context)
         return Tokenized(tokens, initial_state)
 
-    def submit(self, request: Tokenized, args: PairArguments) -> AnswerStream:
-        """Queue a request; raises RequestError where the thread has ended."""
+    def submit(
+        self, request: Tokenized, args: PairArguments, behind: AnswerStream | None = None
+    ) -> AnswerStream:
+        """Queue a request; raises RequestError where the thread has ended.
+
+        ``behind``: an answer to the same prompt, which is read for that one first.
+        """
         self.check_alive()
         answer = AnswerStream(self._open.discard, self._is_overdue)
         self._open.add(answer)
-        self.requests.put((answer, request, args))
+        queue = partial(self.requests.put, (answer, request, args))
+        if behind is None:
+            queue()
+        else:
+            behind.when_read(queue)
         return answer
 
     def check_alive(self) -> None:

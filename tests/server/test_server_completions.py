@@ -2,12 +2,15 @@
 
 import http.client
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import openai
 import pytest
 from mlx_lm.utils import load_tokenizer
 from serving import CHARACTERS, ENDLESS, NUM_CHARACTERS, TEMPLATE, ours, theirs
+
+from mlx_eagle.decoding.decoder import Decoder
 
 TEXT = {"max_tokens": 12, "logit_bias": ENDLESS}
 SPACE, HALVES = NUM_CHARACTERS - 4, (NUM_CHARACTERS - 2, NUM_CHARACTERS - 1)
@@ -73,6 +76,38 @@ def test_several_answers_to_one_prompt(server):
     assert got.usage.completion_tokens == 36 and got.usage.prompt_tokens == 4
     chat = server.chat("Hello", n=2, max_tokens=5, logit_bias=ENDLESS)
     assert len(chat.choices) == 2 and chat.choices[0].message == chat.choices[1].message
+
+
+LEADING = ["head", *(pytest.param(k, marks=pytest.mark.exhaustive) for k in ("model", "states"))]
+
+
+@pytest.mark.parametrize("kind", LEADING)
+def test_several_answers_read_their_prompt_once(server, pair, recurrent, kind, monkeypatch):
+    """Counted where chunks of prompts are run; the texts are those of answers by themselves."""
+    rows = []
+    run = Decoder._prefill_chunk
+
+    def counted(decoder, tokens, embeddings):
+        rows.append(tokens.shape[0])
+        run(decoder, tokens, embeddings)
+
+    monkeypatch.setattr(Decoder, "_prefill_chunk", counted)
+    prompts = ["Quite another beginning", "Zebras end it"]
+    options = {"temperature": 1.2, "seed": 5, **TEXT}
+    target, draft = (recurrent, "lookup") if kind == "states" else (pair["target"], pair[kind])
+    flags = ("--model", target, "--draft-model", draft, "--prefill-step-size", "8")
+    with nullcontext(server) if kind == "head" else ours(*flags) as asked:
+        got = asked.complete(prompt=prompts, n=3, **options)
+        texts = [choice.text for choice in got.choices]
+        assert sum(rows) == sum(len(prompt) - 1 for prompt in prompts)
+        assert got.usage.prompt_tokens == sum(map(len, prompts))
+        rows.clear()
+        asked.complete(prompt="Anew", n=3, reuse_caches=False, **options)
+        assert sum(rows) == 3 * 3
+        for i, text in enumerate(texts):
+            options |= {"seed": 5 + i, "prompt": prompts[i // 3], "reuse_caches": False}
+            assert asked.complete(**options).choices[0].text == text
+    assert len(set(texts)) == 6
 
 
 def test_echo_begins_with_the_prompt(server, tokenizer):
