@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..drafters.base import Draft, Drafter, empty_draft
-from ..drafters.tree import DraftShape
+from ..drafters.tree import PLAIN, DraftShape
 from ..system.machines import this_machine
 from ..target.cache_view import CacheView
 from ..target.rollback import CacheQuantization, Checkpoint
@@ -320,7 +320,7 @@ class Decoder:
         self._is_seeded = False
         # 1. Draft: the drafter proposes what may follow the root.
         with self._undone_on_failure(before_draft), mx.stream(self.stream):
-            shape = self._before_quantization(shape)
+            shape = self._verifiable(shape)
             choice = self.rule.open(self.num_emitted, shape.size)
             draft = self._propose(shape, choice)
             if shape.size > 0:
@@ -353,8 +353,10 @@ class Decoder:
         self._is_seeded = True
         return launched
 
-    def _before_quantization(self, shape: DraftShape) -> DraftShape:
-        """As much of ``shape`` as fits before the caches are quantized."""
+    def _verifiable(self, shape: DraftShape) -> DraftShape:
+        """As much of ``shape`` as fits before caches are quantized, or attention's scale grows."""
+        if shape.tree is not None and not self.target.can_verify_tree(self.cache, shape.num_rows):
+            return PLAIN
         max_rows = self.quantization.max_rows(self.cache)
         return shape if max_rows is None else replace(shape, size=min(shape.size, max_rows - 1))
 

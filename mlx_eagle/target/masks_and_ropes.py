@@ -75,8 +75,24 @@ class _KeepingCache(RotatingKVCache):
         rows = mx.arange(self.offset, self.offset + N)[:, None]
         positions = mx.where(index < self.keep, index, index + (self.offset + N - length))
         recent = positions > rows - (self.max_size - self.keep)
+        _check_window(self, window_size)
         mask: mx.array = (positions <= rows) & ((index < self.keep) | recent)
-        return mask if window_size is None else mask & (positions > rows - window_size)
+        return mask
+
+
+def _check_window(cache: RotatingKVCache, window_size: int | None) -> None:
+    """Raise ValueError where a layer sees less than a cache that keeps its first tokens holds.
+
+    mlx-lm gives a row on a full cache no window of its own where that is no shorter than the
+    cache. A shorter one it lays over the cache's slots as if none were kept: it then hides other
+    tokens than those that are too far back, at times the newest, as the slots have come to lie.
+    """
+    if window_size is not None and cache.keep and window_size < cache.max_size:
+        raise ValueError(
+            f"the target looks back {window_size} tokens, but its cache holds {cache.max_size} "
+            f"and keeps the first {cache.keep}, where mlx-lm masks the wrong ones: give a "
+            f"max_kv_size of {window_size} or less, or none."
+        )
 
 
 @dataclass(frozen=True)
@@ -98,12 +114,16 @@ class _TreeMask:
     ) -> mx.array:
         """Which of the entries before the pass and of its N rows each row sees, (N, S)."""
         past = self._past()
-        rows = self.offset + self._tree_rows.depths
+        rows, window_size = self.offset + self._tree_rows.depths, self._window(N, window_size)
         distance = rows[:, None] - mx.concatenate([past, rows])[None]
         before = mx.ones((N, past.size), mx.bool_)
         mask = mx.concatenate([before, self._tree_rows.mask], axis=1)
         mask = self._within_cache(mask, distance)
         return mask if window_size is None else mask & (distance < window_size)
+
+    def _window(self, N: int, window_size: int | None) -> int | None:
+        """How far back a row sees, of what the cache holds."""
+        return window_size
 
     def _past(self) -> mx.array:
         """Positions (P,) of the entries that stay in the cache beside the rows, in order."""
@@ -124,6 +144,12 @@ class _TreeQuantizedKVCache(_TreeMask, QuantizedKVCache):
 
 class _TreeRotatingKVCache(_TreeMask, RotatingKVCache):
     """A RotatingKVCache with a tree's mask: it holds its first ``keep`` and the latest entries."""
+
+    def _window(self, N: int, window_size: int | None) -> int | None:
+        if not self.keep or self.offset + N <= self.max_size:
+            return window_size
+        _check_window(self, window_size)
+        return None
 
     def _past(self) -> mx.array:
         length = min(self.max_size - 1, self.offset)

@@ -183,13 +183,19 @@ RULES: dict[type, Callable[[Any, int | None], Any]] = {
 
 
 def check_supported(caches: Sequence[Any], whose: str) -> None:
-    """Raise ValueError naming the first cache that cannot be rolled back exactly."""
+    """Raise ValueError naming the first cache that cannot be rolled back exactly, or go on."""
     for cache in caches:
         if type(cache) not in RULES:
             names = ", ".join(kind.__name__ for kind in RULES)
             raise ValueError(
                 f"the {whose} uses a {type(cache).__name__}, which speculative decoding cannot "
                 f"roll back exactly (it can: {names}); generate without a draft model."
+            )
+        if type(cache) is RotatingKVCache and 0 < cache.max_size <= cache.keep:
+            raise ValueError(
+                f"a cache of the {whose} holds {cache.max_size} tokens and keeps the first "
+                f"{cache.keep}, so that none is left for what follows: give a max_kv_size above "
+                f"{cache.keep}."
             )
         if type(cache) is CacheList:
             check_supported(cache.caches, whose)

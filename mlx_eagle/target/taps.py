@@ -11,6 +11,7 @@ from .masks_and_ropes import exact_masks
 from .sharding import find_stage
 from .stand_in import AttentionParts, StandIn, add_behaviour, no_kernel
 from .states import StateUpdates
+from .tree_attention import positions_of_one_scale
 
 
 class TapRecorder:
@@ -155,6 +156,12 @@ class Target:
             self._recorded |= {self.stage.end, num_layers + 1}  # see Stage.fetch
         self._recorder = TapRecorder(self._recorded, num_layers)
         self._stand_in = self._recording_stand_in(most_rows)
+        self._positions_of_one_scale = positions_of_one_scale(model)
+
+    def can_verify_tree(self, cache: list[Any], num_rows: int) -> bool:
+        """Whether the rows of a tree have the attention scales that they would have alone."""
+        num, start = self._positions_of_one_scale, cache[0].offset
+        return num is None or start // num == (start + num_rows - 1) // num
 
     @property
     def parts(self) -> AttentionParts:

@@ -66,6 +66,20 @@ def families(parents: mx.array, width: int) -> tuple[mx.array, mx.array]:
     return ranks, children.at[parents, ranks].add(index.astype(mx.int32) + 1)
 
 
+def positions_of_one_scale(model: nn.Module) -> int | None:
+    """How many positions on end have the same attention scale; None where all have.
+
+    In Ministral's and Mistral 4's layers (as in Llama 4's) queries grow with the position, a step
+    at a time, and mlx-lm counts positions row by row, also in a tree: its rows must all lie
+    between two steps.
+    """
+    for module in model.modules():
+        rope = getattr(getattr(module, "args", None), "rope_parameters", None) or {}
+        if rope.get("llama_4_scaling_beta"):
+            return int(rope["original_max_position_embeddings"])
+    return None
+
+
 PROBE_PARENTS = [0, 0, 1]  # two children of the root, and one of the first of them
 LEAST_NOISE = 0.02  # of the greatest logit; a mask or a position gone astray changes far more
 _refusals: dict[int, str] = {}  # by the id of a model, as long as it lives

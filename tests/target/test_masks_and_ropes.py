@@ -2,6 +2,8 @@
 
 import mlx.core as mx
 import pytest
+from architecture_configs import LLAMA4_ROPE
+from architectures import build
 from grids import thorough
 from helpers import (
     PROMPT,
@@ -14,7 +16,7 @@ from helpers import (
 )
 from mlx_lm.models.cache import make_prompt_cache
 from tolerances import tolerance
-from tree_drafters import ScriptedTreeDrafter
+from tree_drafters import TREE_SCRIPTS, ScriptedTreeDrafter
 
 from mlx_eagle.drafters.head import DraftAttention
 from mlx_eagle.drafters.tree import TreeShape
@@ -86,3 +88,33 @@ def test_a_head_whose_base_follows_the_length_drafts_trees_and_lags():
     with pytest.warns(UserWarning, match="trained for"):
         lagging = drafter.with_draft_cache("lagging")
         assert speculative(model, lagging, PROMPT, 40)[0] == expected
+
+
+@pytest.mark.parametrize("draft", [{"num_draft_tokens": 3}, {"tree": "2x2:3"}], ids=str)
+def test_a_window_as_long_as_a_cache_that_keeps_its_first_tokens(draft):
+    """The layers of mistral3 ask any cache for a mask of their own window, here of 8 tokens."""
+    model, prompt = build("mistral3"), PROMPT * 2
+
+    def texts(size: int) -> tuple[list[int], list[int]]:
+        expected = plain(model, prompt, 30, prompt_cache=make_prompt_cache(model, size))
+        drafter = ScriptedTreeDrafter(prompt + expected + PROMPT, TREE_SCRIPTS["every length"])
+        cache = make_prompt_cache(model, size)
+        assert {c.keep for c in cache} == {4}
+        return speculative(model, drafter, prompt, 30, prompt_cache=cache, **draft)[0], expected
+
+    found, expected = texts(8)
+    assert found == expected
+    with pytest.raises(ValueError, match="looks back 8 tokens, but its cache holds 12"):
+        texts(12)
+
+
+@pytest.mark.parametrize("name", ["mistral4", "ministral3"])
+def test_trees_where_the_scale_of_attention_grows_with_the_position(name):
+    """Every 8 positions, and much: rows of a tree stand elsewhere than their numbers say."""
+    model = build(name, rope_parameters={**LLAMA4_ROPE, "llama_4_scaling_beta": 4.0})
+    expected = plain(model, PROMPT, 40)
+    drafter = ScriptedTreeDrafter(PROMPT + expected + PROMPT, TREE_SCRIPTS["every length"])
+    for draft in ({"tree": "2x3:6"}, {"num_draft_tokens": 3}):
+        found, stats = speculative(model, drafter, PROMPT, 40, **draft)
+        assert found == expected and stats.num_accepted > 0
+    assert stats.num_plain_steps <= 1  # the last: chains need no such care

@@ -290,3 +290,9 @@ def test_stop_tokens_end_the_generation(model, k):
         model, tiny_head(model), PROMPT, 20, num_draft_tokens=k, stop_tokens=[text[6]]
     )
     assert tokens == text[: text.index(text[6]) + 1]
+
+
+def test_a_cache_that_has_room_for_nothing_but_its_first_tokens(model):
+    cache = make_prompt_cache(tiny_qwen3(), 4)  # and keeps 4
+    with pytest.raises(ValueError, match=r"holds 4 tokens and keeps the first 4.*above 4"):
+        speculative(model, tiny_head(model), PROMPT, 20, prompt_cache=cache)
