@@ -32,21 +32,24 @@ def sizes_of(model: nn.Module) -> TargetSizes:
         return TargetSizes(_num_columns(embedding), find_stage(model).num_layers, vocab_size)
 
 
+NOT_OF_TOKENS = ("wpe", "_per_layer")  # of GPT-2's positions; for each layer of a small Gemma
+
+
 def find_embedding(model: nn.Module) -> tuple[Embedding, int]:
     """The module that embeds tokens in an mlx-lm model, and its number of rows.
 
-    It is the embedding as wide as the residual stream; of several, the one with most rows
-    (position tables are shorter than vocabularies). What Gemma's smaller models give to each
-    layer has as many rows, and is another.
+    It is the widest one, as wide as the residual stream: those of several tokens at once
+    (LongCat's n-grams) are narrower, however many rows they have. Others say by their names that
+    they are not of tokens: see ``NOT_OF_TOKENS``.
     """
     modules = model.named_modules()
-    found = [m for n, m in modules if isinstance(m, Embedding) and not n.endswith("_per_layer")]
+    found = [m for n, m in modules if isinstance(m, Embedding) and not n.endswith(NOT_OF_TOKENS)]
     if not found:
         raise ValueError(
             "the target has no token embedding that a draft head could share: this model is "
             "not supported."
         )
-    embedding = max(found, key=lambda m: m.weight.shape[0])
+    embedding = max(found, key=_num_columns)
     return embedding, embedding.weight.shape[0]
 
 

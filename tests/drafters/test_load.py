@@ -4,7 +4,9 @@ import json
 
 import mlx.core as mx
 import pytest
+from architectures import build
 from helpers import PROMPT, plain, speculative, tiny_llama
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import get_total_parameters
 
 from mlx_eagle.convert import convert
@@ -166,3 +168,12 @@ def test_quantizing_twice_is_refused(model, source):
     convert(str(source), str(folder), quantize=False)
     with pytest.raises(ValueError, match="cannot quantize to 7 bits"):
         load_drafter(folder, model, quantize_bits=7)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_bigcode", "longcat_flash_ngram", "gemma3n"])
+def test_the_embedding_of_tokens_among_others(name):
+    """Others have more rows: positions and n-grams, whose numbers are no tokens to draft."""
+    model = build(name)
+    embedding, vocab_size = find_embedding(model)
+    logits = model(mx.array([[1]]), cache=make_prompt_cache(model))
+    assert embedding.weight.shape == (vocab_size, 64) == (logits.shape[-1], 64)
