@@ -24,7 +24,7 @@ from ..decoding.auto import AdaptiveController, Controller, FixedController
 from ..decoding.decoder import Limits
 from ..decoding.kernel_options import KernelOptions
 from ..decoding.loop import speculative_generate_step
-from ..decoding.sampling import Sampling
+from ..decoding.sampling import Sampling, is_pure
 from ..decoding.setup import (
     AUTO,
     check_max_tokens,
@@ -139,12 +139,10 @@ def generate_plainly(
 
     ``sizes`` are mlx-lm's ``completion_batch_size`` and ``prefill_batch_size``, where given.
     """
-    settings: dict[str, Any] = sizes | {
-        "logits_processors": options.logits_processors,
-        "prefill_step_size": options.prefill_step_size,
-    }
-    if isinstance(options.sampler, Sampling):
-        response = _sampled_by_row(model, tokenizer, requests, options, returns, settings)
+    settings: dict[str, Any] = sizes | {"prefill_step_size": options.prefill_step_size}
+    processors = options.logits_processors or []
+    if isinstance(options.sampler, Sampling) or not all(map(is_pure, processors)):
+        response = _each_by_itself(model, tokenizer, requests, options, returns, settings)
     else:
         caches = [split_cache(request.cache, model, None)[0] for request in requests]
         response = mlx_lm.batch_generate(
@@ -156,6 +154,7 @@ def generate_plainly(
             verbose,
             **asdict(returns) | settings | {"return_token_ids": True},
             sampler=options.sampler,
+            logits_processors=processors,
         )
     for request, ids in zip(requests, response.token_ids or (), strict=True):
         num_steps = max(len(ids) - 1, 0)
@@ -170,7 +169,7 @@ def generate_plainly(
     )
 
 
-def _sampled_by_row(
+def _each_by_itself(
     model: nn.Module,
     tokenizer: TokenizerWrapper,
     requests: list[Request],
@@ -178,7 +177,7 @@ def _sampled_by_row(
     returns: Returns,
     settings: dict[str, Any],
 ) -> MlxBatchResponse:
-    """The same with a sampler per request, which ``mlx_lm.batch_generate`` does not take."""
+    """The same with samplers and processors of each, which mlx-lm's function does not take."""
     generator = BatchGenerator(
         model, stop_tokens=[[token] for token in tokenizer.eos_token_ids], **settings
     )
@@ -189,6 +188,7 @@ def _sampled_by_row(
             [request.limits.max_tokens for request in requests],
             caches=[split_cache(request.cache, model, None)[0] for request in requests],
             samplers=samplers,
+            logits_processors=[options.own_processors() for _ in requests],
         )
         requests_by_uid = dict(zip(uids, requests, strict=True))
         caches: dict[int, list[Any]] = {}
@@ -313,14 +313,15 @@ def batch_generate(
 
     A ``Sampling`` gives every prompt noise of its own (see ``Sampling.row``).
 
-    ``kwargs``: the fields of ``Options``, and mlx-lm's ``completion_batch_size`` and
-    ``prefill_batch_size`` for a batch that goes to it. Without one of our drafters all goes
-    to mlx-lm unchanged.
+    ``kwargs``: the fields of ``Options``, mlx-lm's ``max_kv_size``, and its
+    ``completion_batch_size`` and ``prefill_batch_size`` for a batch that goes to it. Without one
+    of our drafters all goes to mlx-lm unchanged.
 
     Returns a ``BatchResponse``; its ``stats`` are a list of ``Stats``, one per prompt, with
     mlx-lm's figures of the whole batch as attributes.
 
-    Raises ValueError for an empty prompt, lists of unequal length, ``max_tokens`` below 1.
+    Raises ValueError for an empty prompt, lists of unequal length, ``max_tokens`` below 1, and
+    for what only one prompt alone can have: a tree, caches quantized on the way, embeddings.
     """
     returns = Returns(return_prompt_caches, return_token_ids, return_logprobs)
     if not is_drafter(draft_model):
@@ -338,12 +339,13 @@ def batch_generate(
         tokenizer = TokenizerWrapper(tokenizer)
     names = ("completion_batch_size", "prefill_batch_size")
     sizes = {name: kwargs.pop(name) for name in names if name in kwargs}
-    if kwargs.pop("input_embeddings", None) is not None:
-        raise ValueError(
-            "input_embeddings are for one prompt: give them to mlx_eagle.generate, one by one."
-        )
-    options = Options(**kwargs)
-    requests = _requests(model, tokenizer, prompts, prompt_caches, max_tokens, options)
+    max_kv_size = kwargs.pop("max_kv_size", None)
+    options = Options.by_names(kwargs)
+    if prompt_caches is None:
+        caches = [make_prompt_cache(model, max_kv_size) for _ in prompts]
+    else:  # as in mlx-lm's batch, those that were given stay as they are
+        caches = [deepcopy(cache) for cache in prompt_caches]
+    requests = _requests(tokenizer, prompts, caches, max_tokens, options)
     if return_logprobs:
         for request in requests:
             request.logprobs = []
@@ -394,7 +396,7 @@ def _generate(
             is_drafted = False
             for request in requests:
                 request.stats.drafting_events = list(controller.events)
-    if not is_drafted and len(requests) > 1 and not mlx_lm_can_batch(model, caches):
+    if not is_drafted and len(requests) > 1 and not mlx_lm_can_batch(model, requests):
         controller, draft_model = None, NullDrafter()
         options = replace(options, num_draft_tokens=0)
     elif not is_drafted:
@@ -416,27 +418,25 @@ def _generate(
 
 
 def _requests(
-    model: nn.Module,
     tokenizer: TokenizerWrapper,
     prompts: list[list[int]],
-    prompt_caches: list[list[Any]] | None,
+    prompt_caches: list[list[Any]],
     max_tokens: int | list[int],
     options: Options,
 ) -> list[Request]:
     """Every prompt with its limits and caches of its own."""
     num = len(prompts)
-    limits = max_tokens if isinstance(max_tokens, list | tuple) else [max_tokens] * num
-    for what, values in (("max_tokens", limits), ("prompt_caches", prompt_caches)):
-        if values is not None and len(values) != num:
+    most = max_tokens if isinstance(max_tokens, list | tuple) else [max_tokens] * num
+    for what, values in (("max_tokens", most), ("prompt_caches", prompt_caches)):
+        if len(values) != num:
             raise ValueError(f"{what} has {len(values)} entries for {num} prompts: give one each.")
     check_num_draft_tokens(options.num_draft_tokens)
     requests = []
-    for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+    for i, (prompt, limit) in enumerate(zip(prompts, most, strict=True)):
         check_prompt(mx.array(prompt))
         check_max_tokens(limit, of=f" of prompt {i}", least=1)
-        # As in mlx-lm's batch, the caches that were given stay as they are.
-        cache = deepcopy(prompt_caches[i]) if prompt_caches else make_prompt_cache(model)
-        requests.append(Request(prompt, Limits(limit, tokenizer.eos_token_ids), cache, row=i))
+        limits = Limits(limit, tokenizer.eos_token_ids)
+        requests.append(Request(prompt, limits, prompt_caches[i], row=i))
     return requests
 
 

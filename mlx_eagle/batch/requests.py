@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import mlx.core as mx
@@ -21,6 +21,7 @@ from ..target.ragged import can_share
 from ..target.rollback import CacheQuantization
 from .acceptance import BatchVerification
 
+FOR_ONE_PROMPT = ("tree", "kv_bits", "input_embeddings")  # as ``speculative_generate_step`` has it
 UNQUANTIZED = CacheQuantization(None, 64, 0)
 
 
@@ -72,6 +73,22 @@ class Options:
     logits_processors: list[LogitsProcessor] | None = None
     acceptance: str | None = None
     prefill_step_size: int = 2048
+
+    @classmethod
+    def by_names(cls, given: dict[str, Any]) -> "Options":
+        """What was asked for, after a look at what only one prompt alone can have.
+
+        Raises ValueError where that is wanted, TypeError for a name that nobody knows.
+        """
+        for name in FOR_ONE_PROMPT:
+            if given.pop(name, None) is not None:
+                raise ValueError(
+                    f"{name} is for one prompt at a time: leave it out, or give it to "
+                    "mlx_eagle.generate, prompt by prompt."
+                )
+        for name in given.keys() - {known.name for known in fields(cls)}:
+            raise TypeError(f"batch_generate() got an unexpected keyword argument {name!r}")
+        return cls(**given)
 
     def sampler_of(self, request: Request) -> Sampler | None:
         """The sampler, for one request: a ``Sampling`` has noise of its own for each row."""
@@ -146,8 +163,17 @@ def reason_not_batchable(model: nn.Module, caches: list[Any], plainly: bool = Fa
     return None
 
 
-def mlx_lm_can_batch(model: nn.Module, caches: list[Any]) -> bool:
-    """Whether mlx-lm's own batch can be right: its masks have four axes."""
+def mlx_lm_can_batch(model: nn.Module, requests: list[Request]) -> bool:
+    """Whether mlx-lm's own batch can be right.
+
+    Its masks have four axes, and its rotating caches keep no first tokens while others go.
+    """
+    for request in requests:
+        length = len(request.prompt) + request.limits.max_tokens
+        for cache in request.cache:
+            if getattr(cache, "keep", 0) and cache.offset + length > cache.max_size:
+                return False
+    caches = [c for request in requests for c in split_cache(request.cache, model, None)[0]]
     return not can_share(caches, plainly=True) or batch_mask_axes(model) == 4
 
 

@@ -18,6 +18,7 @@ from helpers import (
     randomize,
     tiny_head,
     tiny_llama,
+    tiny_qwen3,
 )
 from mlx_lm.models import gemma3_text
 from mlx_lm.models.cache import make_prompt_cache
@@ -434,12 +435,45 @@ def test_without_a_drafter_it_is_mlx_lm():
         ({"prompt_caches": [[]] * 4}, "prompt_cache holds 0 caches, but"),
         ({"prompts": [[1], []]}, "the prompt is empty"),
         ({"num_draft_tokens": -1}, "num_draft_tokens is -1"),
+        ({"tree": "2x3:6"}, "tree is for one prompt at a time: leave it out"),
+        ({"kv_bits": 8}, "kv_bits is for one prompt at a time: leave it out"),
+        ({"depth": 2}, r"batch_generate\(\) got an unexpected keyword argument 'depth'"),
     ],
 )
 def test_refusals(change, reason):
     model = MODELS["llama"]()
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(TypeError if "depth" in change else ValueError, match=reason):
         together(model, LookupDrafter(), **{"max_tokens": 5, **change})
+
+
+def test_caches_of_the_size_that_mlx_lms_batch_takes():
+    model, options = tiny_qwen3(vocab_size=VOCAB), {"max_kv_size": 12, "max_tokens": 20}
+    expected = [
+        plain(model, prompt, 20, prompt_cache=make_prompt_cache(model, 12)) for prompt in PROMPTS
+    ]
+    for k in (3, 0):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = together(model, LookupDrafter(), num_draft_tokens=k, tree=None, **options)
+        assert found.token_ids == expected
+
+
+@pytest.mark.parametrize("num_draft_tokens", [2, 0])
+def test_a_processor_that_counts_counts_for_each_prompt(num_draft_tokens):
+    model = MODELS["llama"]()
+    expected = [plain(model, prompt, 9, logits_processors=[Counting()]) for prompt in PROMPTS]
+    options = {"num_draft_tokens": num_draft_tokens, "logits_processors": [Counting()]}
+    assert together(model, LookupDrafter(), max_tokens=9, **options).token_ids == expected
+
+
+class Counting:
+    """A processor that goes by how often it was called."""
+
+    num_calls = 0
+
+    def __call__(self, tokens, logits):
+        self.num_calls += 1
+        return mx.where(mx.arange(VOCAB) % 3 == self.num_calls % 3, logits + 9.0, logits)
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ def test_what_cannot_be_is_said(drafter, prompt, shape, message):
 
 def test_batches_and_targets_that_take_none():
     options = {"draft_model": tiny_head(LLAMA), "input_embeddings": own(LLAMA)}
-    with pytest.raises(ValueError, match="input_embeddings are for one prompt"):
+    with pytest.raises(ValueError, match="input_embeddings is for one prompt"):
         mlx_eagle.batch_generate(LLAMA, byte_tokenizer(), [PROMPT], **options)
     model, drafter = PAIRS["mtp, qwen3-next"]
     with pytest.raises(ValueError, match="takes no input_embeddings"):
