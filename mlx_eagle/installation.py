@@ -50,7 +50,7 @@ class Installation:
         self._draft_model: str | Drafter | None = None
         self._drafters: dict[int, Drafter | None] = {}  # by the id of a model, while it lives
         self._in_batch = threading.local()
-        self._replaced: list[tuple[ModuleType, str, Any]] = []
+        self._replaced: list[tuple[Any, Any]] = []  # theirs and ours
 
     def __call__(
         self,
@@ -92,24 +92,24 @@ class Installation:
 
     def put_in_place(self, module: ModuleType) -> None:
         """Stand in mlx-lm's module, and wherever its functions were imported to."""
-        self._put(module, NAME, self)
-        texts = self._for_texts(module.stream_generate)
-        batches = self._for_batches(module.batch_generate)
-        for theirs, ours in ((module.stream_generate, texts), (module.batch_generate, batches)):
-            for place in list(sys.modules.values()):
-                names = getattr(place, "__dict__", {})
-                for name in [name for name, value in list(names.items()) if value is theirs]:
-                    self._put(place, name, ours)
-
-    def _put(self, module: ModuleType, name: str, value: Any) -> None:
-        self._replaced.append((module, name, vars(module)[name]))
-        setattr(module, name, value)
+        texts, batches = module.stream_generate, module.batch_generate
+        self._replaced = [
+            (self.original, self),
+            (texts, self._for_texts(texts)),
+            (batches, self._for_batches(batches)),
+        ]
+        for theirs, ours in self._replaced:
+            _replace_everywhere(theirs, ours)
 
     def put_back(self) -> None:
-        """Give all of them their own back."""
-        for module, name, value in reversed(self._replaced):
-            setattr(module, name, value)
+        """Give mlx-lm its own back, also where ours were imported to in between.
+
+        Whoever still holds ours has mlx-lm's by another name: no default drafts any more.
+        """
+        for theirs, ours in self._replaced:
+            _replace_everywhere(ours, theirs)
         self._replaced = []
+        self.draft_by_default(None)
 
     def _for_texts(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
         """``stream_generate`` with a drafter where none is named."""
@@ -167,10 +167,23 @@ class Installation:
             self._in_batch.is_inside = True
             try:
                 return batch_generate(model, tokenizer, *args, draft_model=drafter, **options)
+            except ValueError as err:  # what ours refuses, and mlx-lm may not
+                if named is not None:
+                    raise
+                warnings.warn(f"decoded without drafts: {err}", stacklevel=2)
+                return theirs(model, tokenizer, *args, **kwargs)
             finally:
                 self._in_batch.is_inside = False
 
         return generate
+
+
+def _replace_everywhere(old: Any, new: Any) -> None:
+    """Put ``new`` in the place of ``old`` under each name of each module that was imported."""
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})
+        for name in [name for name, value in list(names.items()) if value is old]:
+            setattr(module, name, new)
 
 
 def _open(name: str, model: nn.Module, tokenizer: Any) -> Drafter | None:

@@ -3,12 +3,13 @@
 import importlib
 import inspect
 import json
+import sys
 import threading
 import tomllib
 import warnings
 from http.server import HTTPServer
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from urllib.request import Request, urlopen
 
 import mlx.core as mx
@@ -41,7 +42,7 @@ from mlx_eagle.drafters.tree import TreeShape
 from mlx_eagle.installation import NAME, WORKS_WITH
 
 MODULE = importlib.import_module("mlx_lm.generate")
-ORIGINAL = MODULE.speculative_generate_step
+MLX_LMS = [MODULE.speculative_generate_step]  # in a list, where install() does not replace it
 VOCAB = 258
 MODEL = tiny_llama(vocab_size=VOCAB, head_dim=32)  # wide enough for quantized caches
 DRAFTER = tiny_head(MODEL)
@@ -55,7 +56,7 @@ NUM_CACHES = len(make_prompt_cache(MODEL))
 def installation():
     with mlx_eagle.installed() as installation:
         yield installation
-    assert MODULE.speculative_generate_step is ORIGINAL
+    assert MODULE.speculative_generate_step is MLX_LMS[0]
 
 
 def with_stop(token: int):
@@ -88,16 +89,16 @@ def counts(stats: Stats) -> dict:
 def test_out_again_is_as_before():
     installation = mlx_eagle.install()
     assert MODULE.speculative_generate_step is installation
-    assert mlx_eagle.install() is installation and installation.original is ORIGINAL
+    assert mlx_eagle.install() is installation and installation.original is MLX_LMS[0]
     for _ in range(2):
         mlx_eagle.uninstall()
-        assert MODULE.speculative_generate_step is ORIGINAL
+        assert MODULE.speculative_generate_step is MLX_LMS[0]
 
 
 def test_the_context_manager_leaves_what_it_found():
     with pytest.raises(KeyError), mlx_eagle.installed():
         raise KeyError
-    assert MODULE.speculative_generate_step is ORIGINAL
+    assert MODULE.speculative_generate_step is MLX_LMS[0]
     installation = mlx_eagle.install()
     try:
         with mlx_eagle.installed() as inner:
@@ -139,7 +140,7 @@ def test_the_sentence_names_the_versions_of_the_requirement():
 
 
 def test_it_looks_like_what_it_replaces(installation):
-    assert inspect.signature(installation) == inspect.signature(ORIGINAL)
+    assert inspect.signature(installation) == inspect.signature(MLX_LMS[0])
     assert installation.__name__ == NAME
 
 
@@ -187,14 +188,14 @@ def test_the_step_itself(installation):
 def test_an_ordinary_draft_model_keeps_its_own_path(installation, monkeypatch):
     options = {"max_tokens": 15, "num_draft_tokens": 3}
     with monkeypatch.context() as patch:
-        patch.setattr(MODULE, NAME, ORIGINAL)
+        patch.setattr(MODULE, NAME, MLX_LMS[0])
         responses = mlx_lm.stream_generate(MODEL, TOKENIZER, PROMPT, draft_model=SMALL, **options)
         before = list(responses)
     calls = []
 
     def original(*args, **kwargs):
         calls.append(kwargs)
-        return ORIGINAL(*args, **kwargs)
+        return MLX_LMS[0](*args, **kwargs)
 
     monkeypatch.setattr(installation, "original", original)
     after = list(mlx_lm.stream_generate(MODEL, TOKENIZER, PROMPT, draft_model=SMALL, **options))
@@ -495,10 +496,43 @@ def test_what_our_loop_refuses_goes_to_mlx_lm():
     assert found == expected
 
 
+def test_batches_that_ours_refuses_go_to_mlx_lm():
+    other = tiny_head(tiny_llama(vocab_size=VOCAB, hidden_size=128))
+    expected = mlx_lm.batch_generate(MODEL, TOKENIZER, BATCH, max_tokens=4).texts
+    with mlx_eagle.installed(draft_model=other):
+        with pytest.warns(UserWarning, match="decoded without drafts"):
+            found = mlx_lm.batch_generate(MODEL, TOKENIZER, BATCH, max_tokens=4)
+        assert found.texts == expected
+        with pytest.raises(ValueError, match="the drafter takes features"):
+            mlx_lm.batch_generate(MODEL, TOKENIZER, BATCH, max_tokens=4, draft_model=other)
+    with mlx_eagle.installed(draft_model=DRAFTER):
+        found = mlx_lm.batch_generate(MODEL, TOKENIZER, BATCH, max_tokens=4, max_kv_size=64)
+        assert found.texts == expected and hasattr(found.stats, "__len__")
+
+
+def test_what_was_imported_in_between_is_mlx_lms_afterwards(monkeypatch):
+    """Under any name, and the step's where it was imported before."""
+    early, late = ModuleType("early"), ModuleType("late")
+    early.step = MLX_LMS[0]
+    monkeypatch.setitem(sys.modules, "early", early)
+    monkeypatch.setitem(sys.modules, "late", late)
+    with mlx_eagle.installed(draft_model=PERFECT) as installation:
+        assert early.step is installation
+        late.text, late.batch, late.step = (
+            mlx_lm.stream_generate,
+            mlx_lm.batch_generate,
+            early.step,
+        )
+        held = late.text
+    assert (late.text, late.batch) == (mlx_lm.stream_generate, mlx_lm.batch_generate)
+    assert late.step is early.step is MLX_LMS[0]
+    assert not any(r.from_draft for r in held(MODEL, TOKENIZER, PROMPT, max_tokens=20))
+
+
 def test_something_else_than_a_drafter_is_refused():
     with pytest.raises(ValueError, match="draft_model is a Model: give 'auto'"):
         mlx_eagle.install(draft_model=SMALL)
-    assert MODULE.speculative_generate_step is ORIGINAL
+    assert MODULE.speculative_generate_step is MLX_LMS[0]
 
 
 def test_a_default_within_is_gone_afterwards():
