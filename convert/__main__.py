@@ -43,12 +43,14 @@ def layer_numbers(text: str) -> tuple[int, ...]:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="mlx_eagle.convert", description="Convert an EAGLE, DFlash or DSpark head to MLX."
+        prog="mlx_eagle.convert",
+        description="Convert a drafter to MLX: an EAGLE, DFlash or DSpark head, an assistant of "
+        "Gemma 4, or the MTP layers of a model.",
     )
     add_version_flag(parser)
     yes_no = argparse.BooleanOptionalAction
     add = parser.add_argument
-    add("--hf-path", "--model", help="folder, GGUF file or hub id of a published head")
+    add("--hf-path", "--model", help="folder, GGUF file or hub id of a published drafter")
     add("--mlx-path", default="mlx_model", help="folder to write; it must not exist yet")
     add("-q", "--quantize", action=yes_no, default=True, help="quantize (the default)")
     add("--q-bits", type=int, help="bits per weight (default: 4; fusion and output matrix 6)")

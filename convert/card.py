@@ -16,7 +16,7 @@ from mlx_eagle.system.hub import FOLDER_ID, GGUF_FILE, REPO_ID, locate
 from .check import DEPTHS, Report, Row
 
 CARD = "README.md"
-TAGS = ["mlx", "eagle3", "speculative-decoding", "draft-model"]
+TAGS = ["mlx", "speculative-decoding", "draft-model"]
 # What the hub reads of a licence; the last two belong to `license: other`.
 LICENSE_KEYS = ("license", "license_name", "license_link")
 
@@ -131,6 +131,14 @@ def _agreement(check: Mapping[str, Any] | None) -> list[str]:
     """The section about what ``--check`` measured; none where it did not run."""
     if check is None:
         return []
+    if "mean_acceptance_length" in check:
+        return [
+            "## Measured acceptance",
+            "",
+            f"{check['mean_acceptance_length']} tokens per pass of the target, in "
+            f"{check['num_prompts']} answers of its own.",
+            "",
+        ]
     rows = [("as converted, not quantized", check)]
     if "quantized" in check:
         rows.append(("as stored here, quantized", check["quantized"]))
@@ -166,7 +174,9 @@ def make_card(
     """
     base = _repository(target) or _repository(source)
     front = {"license": "unknown", **license}
-    data = ModelCardData(base_model=base, library_name="mlx", tags=list(TAGS), **front)
+    data = ModelCardData(
+        base_model=base, library_name="mlx", tags=[*TAGS, config["kind"]], **front
+    )
     quantization = config.get("quantization")
     stored = "not quantized"
     if quantization:
@@ -180,7 +190,7 @@ def make_card(
         "",
         f"# {repo.split('/')[-1]}",
         "",
-        "A draft head for speculative decoding, converted to MLX by mlx-eagle. It is no model of "
+        "A drafter for speculative decoding, converted to MLX by mlx-eagle. It is no model of "
         "its own: it drafts tokens that its target accepts or replaces.",
         "",
         "| | |",

@@ -16,8 +16,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_eagle.system.json_schema import shown
+from mlx_eagle.system.json_schema import check, shown
 
+from .schema import PACKING
 from .stored import Shaped, Stored, Tensor
 
 SCALES = ("weight_scale", "weight_scale_inv", "qscale_weight")
@@ -343,11 +344,93 @@ def _integer_shape(
     )
 
 
+@dataclass(frozen=True)
+class MLXPacked(Shaped):
+    """A matrix as mlx.nn packs it, or several of one shape: words, scales and maybe biases."""
+
+    name: str
+    parts: Mapping[str, Stored]
+    bits: int
+    group_size: int
+    mode: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return (*self.parts["weight"].shape[:-1], self.parts["weight"].shape[-1] * 32 // self.bits)
+
+    @property
+    def format(self) -> str:
+        own = self.parts["scales"].format
+        return own if own in FLOATS else "BF16"
+
+    @property
+    def packing(self) -> dict[str, int] | None:
+        """How it is packed, where that is as we pack."""
+        if self.mode != "affine":
+            return None
+        return {"group_size": self.group_size, "bits": self.bits}
+
+    def stored(self, name: str) -> dict[str, mx.array]:
+        """Its parts as they are, under the names that mlx.nn gives those of that weight."""
+        path = name.removesuffix(".weight")
+        return {f"{path}.{part}": tensor.read() for part, tensor in self.parts.items()}
+
+    def read(self) -> mx.array:
+        """The values; ValueError where the parts do not go together."""
+        own = {part: tensor.read() for part, tensor in self.parts.items()}
+        try:
+            found: mx.array = mx.dequantize(
+                own["weight"],
+                own["scales"],
+                own.get("biases"),
+                group_size=self.group_size,
+                bits=self.bits,
+                mode=self.mode,
+                dtype=FLOATS[self.format],
+                stream=mx.cpu,
+            )
+        except ValueError as err:
+            raise ValueError(
+                f"{self.name} cannot be unpacked as config.json says ({self.bits} bits in groups "
+                f"of {self.group_size}, {self.mode}): {err}"
+            ) from err
+        return found
+
+
+def _unpacked_by_mlx(
+    tensors: Mapping[str, Stored], config: Mapping[str, Any]
+) -> dict[str, Stored | MLXPacked]:
+    """The tensors with every matrix in one piece that lies as mlx.nn packs it."""
+    entry = config.get("quantization") or config.get("quantization_config") or {}
+    found: dict[str, Stored | MLXPacked] = dict(tensors)
+    for name in tensors:
+        path, _, part = name.rpartition(".")
+        weight = tensors.get(f"{path}.weight")
+        if part != "scales" or weight is None or weight.format != "U32":
+            continue
+        own = entry.get(path, entry.get(f"mtp.{path}"))
+        own = own if isinstance(own, Mapping) else entry
+        check(own, PACKING, "config.json", "quantization.")
+        if own.get("bits") is None or own.get("group_size") is None:
+            raise ValueError(
+                f"{path}.weight is packed by MLX, and config.json says not how: download the "
+                "folder again"
+            )
+        names = {part: f"{path}.{part}" for part in ("weight", "scales", "biases")}
+        parts = {part: found.pop(n) for part, n in names.items() if n in tensors}
+        found[names["weight"]] = MLXPacked(
+            names["weight"], parts, own["bits"], own["group_size"], own.get("mode", "affine")
+        )
+    return found
+
+
 def unpacked(tensors: Mapping[str, Stored], config: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors with every quantized matrix in one piece, unread; others as they are.
 
     Raises ValueError for a matrix that is quantized in a way not known here.
     """
+    whole = _unpacked_by_mlx(tensors, config)
+    tensors = {name: tensor for name, tensor in whole.items() if isinstance(tensor, Stored)}
     groups: dict[str, dict[str, Stored]] = {}
     for name, tensor in tensors.items():
         module, _, part = name.rpartition(".")
@@ -355,7 +438,7 @@ def unpacked(tensors: Mapping[str, Stored], config: Mapping[str, Any]) -> dict[s
             groups.setdefault(module, {})[part] = tensor
     num_bits, block = _settings(config)
     asked = _asked(config)
-    found: dict[str, Tensor] = {}
+    found: dict[str, Tensor] = {n: t for n, t in whole.items() if not isinstance(t, Stored)}
     for name, tensor in tensors.items():
         module, _, part = name.rpartition(".")
         if UNUSED.search(name) or part in PARTS:

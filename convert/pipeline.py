@@ -11,10 +11,16 @@ import mlx.core as mx
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.folder import PublishedTensor, bits_of
 from mlx_eagle.drafters.kinds import KINDS, OTHERWISE, recognise
+from mlx_eagle.drafters.target_checkpoint import (
+    find_shards,
+    made_from,
+    read_target_config,
+    take_files,
+)
 from mlx_eagle.drafters.target_parts import TargetSizes
 from mlx_eagle.drafters.unread import refuse_unread
 from mlx_eagle.system.atomic_folder import AlreadyThere, new_folder
-from mlx_eagle.system.hub import upload
+from mlx_eagle.system.hub import locate, upload
 from mlx_eagle.system.safetensors import save_arrays
 from mlx_eagle.system.terminal import Progress, silent
 
@@ -22,15 +28,17 @@ from .card import CARD, check_entry, check_table, make_card, source_license
 from .check import Report, check_head, load_model, rope_bases
 from .check_acceptance import measure_acceptance
 from .checkpoint import (
+    CONFIG_FILES,
     AnyTarget,
     DraftCheckpoint,
     TargetFolder,
     open_checkpoint,
     open_target,
+    read_safetensors,
     same_values,
 )
-from .packed import Unpacked, unpacked
-from .quantize import Quantization, pack
+from .packed import MLXPacked, Unpacked, unpacked
+from .quantize import Packing, Quantization, pack
 from .resolve import NO_OVERRIDES, Overrides, Resolved, resolve
 from .stored import Tensor
 from .trim import Trim, describe, trim
@@ -135,6 +143,12 @@ def build_kind(
     assert make is not None
     whole = unpacked(checkpoint.tensors, checkpoint.config)
     config, tensors = make(whole, checkpoint.config)
+    is_packed = any(isinstance(tensor, MLXPacked) for tensor in whole.values())
+    if is_packed and quantization and not _kept_packings(tensors, Quantization()):
+        raise ValueError(
+            f"this is {KINDS[name].title} that is packed already, and packed anew it would lose "
+            "twice: name it as it is with --draft-model, or convert with --no-quantize"
+        )
     largest = max(tensors.values(), key=lambda tensor: tensor.size)
     kind = DTYPES[dtype or DTYPE_OF_FORMAT.get(largest.format, "float16")]
     config = config | {"kind": name}
@@ -155,12 +169,18 @@ def _read(
     shapes = {
         name.removesuffix(".weight"): tensor.shape
         for name, tensor in tensors.items()
-        if len(tensor.shape) == 2 and name.endswith(".weight")
+        if len(tensor.shape) in (2, 3) and name.endswith(".weight")
         if not name.endswith(KINDS[config["kind"]].never_quantized)
     }
-    chosen = quantization.choose(shapes) if quantization is not None else {}
+    chosen = {}
+    if quantization is not None:
+        chosen = quantization.choose(shapes) | _kept_packings(tensors, quantization)
     for i, (name, tensor) in enumerate(tensors.items()):
         progress(i, len(tensors))
+        packing = chosen.get(name.removesuffix(".weight"))
+        if isinstance(tensor, MLXPacked) and packing and packing == tensor.packing:
+            weights |= tensor.stored(name)
+            continue
         array = tensor.read()
         if name in TABLES_OF_IDS:
             weights[name] = array.astype(mx.int32)
@@ -172,7 +192,6 @@ def _read(
             )
         if casts_all or array.ndim > 1:
             array = array.astype(dtype)
-        packing = chosen.get(name.removesuffix(".weight"))
         entry = pack(name, array, packing) if packing else {name: array}
         mx.eval(entry)  # one tensor at a time, so that the sources can be let go
         weights |= entry
@@ -182,6 +201,18 @@ def _read(
         config["quantization"] = quantization.entry(chosen)
     num_parameters = sum(tensor.size for tensor in tensors.values())
     return Head(config, weights, num_parameters, tuple(notes))
+
+
+def _kept_packings(
+    tensors: Mapping[str, PublishedTensor], quantization: Quantization
+) -> dict[str, Packing]:
+    """How matrices are packed that MLX has packed already: packed anew they would lose twice."""
+    found = {}
+    for name, tensor in tensors.items():
+        is_packed = isinstance(tensor, MLXPacked) and quantization.bits in (None, tensor.bits)
+        if is_packed and (packing := tensor.packing) is not None:
+            found[name.removesuffix(".weight")] = packing
+    return found
 
 
 def save(head: Head, folder: Path, target: TargetFolder | None = None) -> None:
@@ -249,7 +280,7 @@ def run_check(
 
 def card_of(
     checkpoint: DraftCheckpoint,
-    resolved: Resolved,
+    family: str,
     head: Head,
     target: str | None,
     repo: str,
@@ -257,7 +288,6 @@ def card_of(
 ) -> str:
     """The model card of a head that is uploaded as ``repo``."""
     license = source_license(checkpoint.source, checkpoint.config, revision)
-    family = resolved.family.title
     return make_card(head.config, repo, checkpoint.source, target, family, license)
 
 
@@ -280,14 +310,9 @@ def source_entry(checkpoint: DraftCheckpoint) -> dict[str, Any]:
     }
 
 
-def _refuse(kind: str, draft_vocab: object, upload_repo: str | None, overrides: Overrides) -> None:
+def _refuse(kind: str, draft_vocab: object, overrides: Overrides) -> None:
     """Raise ValueError for options that only EAGLE heads have."""
-    if KINDS[kind].loads_published:
-        raise ValueError(
-            f"this is {KINDS[kind].title}, which is loaded as published: name it with "
-            "--draft-model"
-        )
-    options = {"--draft-vocab": draft_vocab, "--upload-repo": upload_repo}
+    options = {"--draft-vocab": draft_vocab}
     options |= {f"--{name.replace('_', '-')}": value for name, value in vars(overrides).items()}
     given = [name for name, value in options.items() if value is not None]
     if given:
@@ -304,9 +329,14 @@ def _finish_kind(
     target: str | TargetSizes | None,
     check: bool,
     dtype: str | None,
+    upload_as: tuple[str, str | None] | None,
 ) -> dict[str, Any]:
-    """Check and save a drafter of another kind than EAGLE heads, and say so; its config."""
+    """Check and save a drafter of another kind than EAGLE heads, and say so; its config.
+
+    ``upload_as`` is the repository that it is put into, and the revision that its source is of.
+    """
     head.config["source"] = source_entry(checkpoint)
+    named = target if isinstance(target, str) else None
     if isinstance(target, str):
         model = open_target(target)
         target = TargetSizes(model.hidden_size, model.num_layers, model.vocab_size, model.name)
@@ -318,6 +348,10 @@ def _finish_kind(
         head.config["check"] = found.entry()
     with new_folder(destination) as folder:
         save(head, folder)
+        if upload_as is not None:
+            title = KINDS[kind].title
+            card = card_of(checkpoint, title, head, named, *upload_as)
+            (folder / CARD).write_text(card, encoding="utf-8")
     sizes = f"{_megabytes(checkpoint.num_bytes)} -> {_megabytes(head.num_bytes)}"
     parameters = f"{head.num_parameters / 1e6:.2f} M"
     lines = [
@@ -328,7 +362,36 @@ def _finish_kind(
     print("\n".join([*lines, *(f"warning: {note}" for note in head.notes)]))
     if found is not None:
         print(found.table())
+    if upload_as is not None:
+        print(f"uploaded to {upload(destination, upload_as[0])}")
     return head.config
+
+
+def _open(source: str, revision: str | None, target: str | None) -> tuple[str, DraftCheckpoint]:
+    """The kind of a checkpoint, and that, of a target with such parts only these.
+
+    Raises ValueError for a kind that is known and not read.
+    """
+    folder = locate(source, CONFIG_FILES, revision)
+    config = read_target_config(folder) if folder.is_dir() else {}
+    for name, own in KINDS.items():
+        is_part = own.parts_of(config)
+        if is_part is None or not find_shards(source, is_part):
+            continue
+        if revision is not None:
+            raise ValueError(
+                f"--revision is for repositories of drafters: leave it out for {source}"
+            )
+        files, _ = take_files(source, is_part)
+        tensors = {n: t for file in files for n, t in read_safetensors(file).items() if is_part(n)}
+        return name, DraftCheckpoint(source, config, tensors, tuple(files))
+    checkpoint = open_checkpoint(source, revision)
+    kind = _kind_of(checkpoint, target)
+    if kind == OTHERWISE and any(own.parts_of(config) is not None for own in KINDS.values()):
+        base, _ = made_from(source)
+        way_out = f"convert {base}, which it was made from" if base else "convert its original"
+        raise ValueError(f"{source} is a model without MTP layers: {way_out}")
+    return kind, checkpoint
 
 
 def _kind_of(checkpoint: DraftCheckpoint, target: str | None) -> str:
@@ -374,12 +437,13 @@ def convert(
     if check and target is None:
         raise ValueError("--check compares the head with its target; name it with --target")
     quantization = Quantization(q_bits, q_group_size) if quantize else None
-    checkpoint = open_checkpoint(str(hf_path), revision)
-    kind = _kind_of(checkpoint, target)
-    if KINDS[kind].convert is not None or (KINDS[kind].loads_published and kind != OTHERWISE):
-        _refuse(kind, draft_vocab, upload_repo, overrides)
+    kind, checkpoint = _open(str(hf_path), revision, target)
+    if KINDS[kind].convert is not None:
+        _refuse(kind, draft_vocab, overrides)
         other = build_kind(kind, checkpoint, dtype, quantization, progress)
-        return _finish_kind(other, kind, checkpoint, destination, target or sizes, check, dtype)
+        place = (upload_repo, revision) if upload_repo else None
+        where = checkpoint, destination
+        return _finish_kind(other, kind, *where, target or sizes, check, dtype, place)
     model = open_target(str(target)) if target is not None else None
     resolved = prepare(checkpoint, model or sizes, overrides, draft_vocab)
     head = build(resolved, dtype, quantization, progress)
@@ -390,7 +454,7 @@ def convert(
     with new_folder(destination) as folder:
         save(head, folder, model)
         if upload_repo is not None:
-            card = card_of(checkpoint, resolved, head, target, upload_repo, revision)
+            card = card_of(checkpoint, resolved.family.title, head, target, upload_repo, revision)
             (folder / CARD).write_text(card, encoding="utf-8")
     print(summary(checkpoint, resolved, head))
     if report is not None:

@@ -45,7 +45,7 @@ class Quantization:
         A part of the head is packed in one way, so q, k, v and gate, up, which are joined when
         the head is loaded, always agree.
         """
-        groups = {path: self._group(shape[1]) for path, shape in shapes.items()}
+        groups = {path: self._group(shape[-1]) for path, shape in shapes.items()}
 
         def packed(usual: int, fine: Mapping[str, int]) -> dict[str, Packing | None]:
             return {
@@ -72,7 +72,7 @@ class Quantization:
         for path, own in chosen.items():
             if own is None or own["group_size"] != self.group_size:
                 done = f"in groups of {own['group_size']}" if own else "not quantized"
-                width = shapes[path][1]
+                width = shapes[path][-1]
                 lines.append(
                     f"{path}: {width} columns are no multiple of {self.group_size}; {done}"
                 )

@@ -76,6 +76,10 @@ def _no_readings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {}
 
 
+def _no_parts(config: Mapping[str, Any]) -> Callable[[str], bool] | None:
+    return None
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of drafter: one row of the table in ``kinds.py``."""
@@ -101,6 +105,9 @@ class Kind:
 
     never_quantized: tuple[str, ...] = ()
     """How the names of matrices end that stay floats in a converted folder."""
+
+    parts_of: Callable[[Mapping[str, Any]], Callable[[str], bool] | None] = _no_parts
+    """Which tensors of a model's own checkpoint are of this kind, by its config; None: none."""
 
     loads_published: bool = False
     """Whether ``load`` takes checkpoints as published."""

@@ -6,6 +6,8 @@ in ``mtp_layers.py``.
 """
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +17,26 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import CacheList, KVCache
 
+from ..system.json_schema import BOOL, TEXT, Table, check, shown, whole
 from ..target.masks_and_ropes import evaluate_ropes
 from ..target.stand_in import StandIn
 from ..target.tree_attention import each_itself
 from .base import Draft, Pick, PickChildren, start_early
 from .batch_drafter import HeadBatchDrafter
 from .feature_drafter import FeatureDrafter
-from .folder import LoadOptions, quantize_now
-from .mtp_layers import MTPFamily, Weights, family_named, family_of, prepared, text_args
+from .folder import PACKING, LoadOptions, Tensors, quantize_now, read_weights
+from .mtp_layers import (
+    MTPFamily,
+    Weights,
+    family_named,
+    family_of,
+    prepared,
+    text_args,
+    type_of,
+    with_final_norms,
+)
 from .target_checkpoint import holder_of, read_target_config, read_tensors, take_tensors
-from .target_parts import TargetSizes, activation_dtype, find_embedding, lm_head_of
+from .target_parts import TargetSizes, activation_dtype, find_embedding, lm_head_of, sizes_of
 from .tree import StaticTree, Tree
 
 FLOAT32 = "e_score_correction_bias"  # what routers add to choose experts: never cast
@@ -36,6 +48,16 @@ FOLDER = (
     {"layers.0.eh_proj.weight", "layers.0.enorm.weight", "layers.0.hnorm.weight"},
 )
 """Tensors that only folders of such layers have, of one family or another."""
+CONVERTED: Table = {
+    "target_type": TEXT,
+    "hidden_size": whole(1, 2**24),
+    "vocab_size": whole(1, 2**24),
+    "state_first": BOOL,
+    "quantization": PACKING,
+}
+"""Of a converted folder."""
+NEVER_QUANTIZED = (f"{ROUTER}.weight", "mixer.gate.weight")
+FORMATS = {mx.float16: "F16", mx.bfloat16: "BF16", mx.float32: "F32"}
 
 
 class MTPHead(nn.Module):
@@ -46,7 +68,8 @@ class MTPHead(nn.Module):
     ):
         """``layers`` are mlx-lm's; ``arrays``: whether they take no mask by its name.
 
-        ``chooses`` says whether they attend to slots that an indexer chooses.
+        ``chooses`` says whether they attend to slots that an indexer chooses, ``state_first``
+        whether the joining matrix takes the state before the embedding.
         """
         super().__init__()
         self.pre_fc_norm_embedding = nn.RMSNorm(hidden_size, eps)
@@ -56,6 +79,7 @@ class MTPHead(nn.Module):
         self.norm = nn.RMSNorm(hidden_size, eps)
         self._attends = [_has_cache(layer) for layer in layers]
         self._arrays = arrays
+        self.state_first = False
         self.chooses = any(isinstance(cache, CacheList) for cache in self.make_cache())
 
     def make_cache(self) -> list[Any]:
@@ -72,7 +96,7 @@ class MTPHead(nn.Module):
         the head's own, which is fed back in its place.
         """
         both = [self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(states)]
-        x = self.fc(mx.concatenate(both, axis=-1))
+        x = self.fc(mx.concatenate(both[::-1] if self.state_first else both, axis=-1))
         first = caches[0][0] if self.chooses else caches[0]
         mask = create_attention_mask(x, first, return_array=self._arrays)
         left = iter(caches)
@@ -236,10 +260,20 @@ def load_mtp(
     says of those that are packed. Raises ValueError, in one sentence, where the target has no such
     layer or the tensors are not those of its layer.
     """
-    family, options = family_of(target), options or LoadOptions()
+    family = family_of(target)
     own = prepared(family.renamed(weights, len(target.layers)), family, target)
+    return _drafter_of(own, target, options or LoadOptions(), quantization or {})
+
+
+def _drafter_of(
+    own: Weights, target: nn.Module, options: LoadOptions, quantization: Mapping[str, Any]
+) -> MTPDrafter:
+    """The drafter of parts as the head has them."""
+    family = family_of(target)
+    if family.zero_centred:
+        own = with_final_norms(own, target)
     head = make_mtp_head(target, own)
-    _quantize(head, own, quantization or {})
+    _quantize(head, own, quantization)
     _check(head, own, family)
     head.load_weights(list(own.items()))
     dtype = options.dtype or activation_dtype(find_embedding(target)[0])
@@ -308,8 +342,97 @@ def load(
     folder: Path, config: dict[str, Any], model: nn.Module, options: LoadOptions
 ) -> MTPDrafter:
     """The drafter of a folder of MTP layers, converted or as published; see ``Kind.load``."""
-    weights = read_tensors(sorted(folder.glob("*.safetensors")), lambda name: True)
-    return load_mtp(weights, model, options, config.get("quantization"))
+    quantization = config.get("quantization") or {}
+    if config.get("kind") is None:
+        weights = read_tensors(sorted(folder.glob("*.safetensors")), lambda name: True)
+        return load_mtp(weights, model, options, quantization)
+    made_for(config, folder / "config.json", sizes_of(model))
+    drafter = _drafter_of(read_weights(folder), model, options, quantization)
+    drafter.head.state_first = config.get("state_first") is True
+    return drafter
+
+
+def convert(tensors: Tensors, config: Mapping[str, Any]) -> tuple[dict[str, Any], Tensors]:
+    """See ``Kind.convert``: layers of a target's own checkpoint, or a folder of them.
+
+    Norms are left as they are stored, for only a target at hand tells what they hold.
+    """
+    target = _target_of(config)
+    family, num_layers = family_of(target), len(target.layers)
+    arrays = {name: tensor.read() for name, tensor in tensors.items()}
+    own = prepared(family.renamed(arrays, num_layers), family, target)
+    _check(make_mtp_head(target, own), own, family)
+    made = {
+        "target_type": type_of(target),
+        "hidden_size": text_args(target).hidden_size,
+        "vocab_size": text_args(target).vocab_size,
+        "state_first": False,
+    }
+    return made, {name: _AtHand(array) for name, array in own.items()}
+
+
+@dataclass(frozen=True)
+class _AtHand:
+    """A tensor that is an array already."""
+
+    array: mx.array
+
+    @property
+    def format(self) -> str:
+        return FORMATS.get(self.array.dtype, "F32")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    @property
+    def size(self) -> int:
+        return self.array.size
+
+    def read(self) -> mx.array:
+        """The array."""
+        return self.array
+
+
+def readings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The other order of what the matrix joins; see ``Kind.readings``."""
+    return {"state before embedding": {"state_first": not config["state_first"]}}
+
+
+def parts_of(config: Mapping[str, Any]) -> Callable[[str], bool] | None:
+    """Which tensors are such layers in the checkpoint of a target; see ``Kind.parts_of``."""
+    text = config.get("text_config") or config
+    family = family_named(config.get("model_type"))
+    num_layers = text.get("num_hidden_layers")
+    if family is None or not isinstance(num_layers, int):
+        return None
+    return lambda name: family.is_part(name, num_layers)
+
+
+def _target_of(config: Mapping[str, Any]) -> nn.Module:
+    """A target without weights, by its config, or by that of a folder of its layers.
+
+    Raises ValueError where that does not say it.
+    """
+    text = config.get("text_config") or {}
+    spoken = [text.get("model_type"), config.get("model_type")]
+    names = [str(name).removesuffix("_mtp").removesuffix("_text") for name in spoken]
+    model_type = next((name for name in names if family_named(name) is not None), None)
+    if model_type is None:
+        raise ValueError(
+            f"config.json has model_type {shown(spoken[1])}, which says not what model these MTP "
+            "layers are for: add the model's own config as text_config"
+        )
+    settings = {**text, **config, "model_type": model_type}
+    module: Any = import_module(f"mlx_lm.models.{model_type}")
+    try:
+        target: nn.Module = module.Model(module.ModelArgs.from_dict(settings))
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as err:
+        raise ValueError(
+            f"config.json does not describe a {model_type} model ({err}): take the one that the "
+            "model was published with"
+        ) from err
+    return target
 
 
 def by_name(model: nn.Module, options: LoadOptions) -> MTPDrafter:
@@ -327,17 +450,23 @@ def by_name(model: nn.Module, options: LoadOptions) -> MTPDrafter:
 def comes_with(target: str) -> bool:
     """Whether such layers are in a checkpoint, or in that which it was converted from."""
     try:
-        config = read_target_config(target)
-        text = config.get("text_config") or config
-        family = family_named(config.get("model_type"))
-        num_layers = text.get("num_hidden_layers")
-        if family is None or not isinstance(num_layers, int):
-            return False
-        return holder_of(target, lambda name: family.is_part(name, num_layers)) is not None
+        is_part = parts_of(read_target_config(target))
+        return is_part is not None and holder_of(target, is_part) is not None
     except (OSError, ValueError):
         return False  # whoever opens the target is told why
 
 
 def made_for(config: dict[str, Any], where: Path, target: TargetSizes | None) -> str:
-    """The tensors tell, once they are read; see ``Kind.made_for``."""
-    return "for the target it was published with"
+    """The sizes of its targets, where it is converted; see ``Kind.made_for``."""
+    check(config, CONVERTED, where)
+    if config.get("kind") is None:
+        return "for the target it was published with"
+    missing = [key for key in CONVERTED if key != "quantization" and config.get(key) is None]
+    if missing:
+        raise ValueError(f"{where} has no {missing[0]}: convert the layers again.")
+    if target is not None and target.hidden_size != config["hidden_size"]:
+        raise ValueError(
+            f"the MTP layers were made for a target of hidden size {config['hidden_size']}, but "
+            f"this target's is {target.hidden_size}: use those made for this model."
+        )
+    return f"for targets of hidden size {config['hidden_size']} with {config['vocab_size']} tokens"

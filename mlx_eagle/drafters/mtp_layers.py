@@ -184,9 +184,14 @@ def family_named(model_type: Any) -> MTPFamily | None:
     return next((family for family in FAMILIES if model_type in family.model_types), None)
 
 
+def type_of(target: nn.Module) -> str:
+    """The target's ``model_type``."""
+    return str(getattr(target, "model_type", None) or target.args.model_type)
+
+
 def family_of(target: nn.Module) -> MTPFamily:
     """The family of the target's layers; ValueError where none is known."""
-    model_type = getattr(target, "model_type", None) or target.args.model_type
+    model_type = type_of(target)
     family = family_named(model_type)
     if family is not None:
         return family
@@ -198,7 +203,7 @@ def family_of(target: nn.Module) -> MTPFamily:
 
 
 def prepared(weights: Weights, family: MTPFamily, target: nn.Module) -> Weights:
-    """Weights as mlx-lm's layers hold them: experts stacked, projections split, norms final."""
+    """Weights as mlx-lm's layers hold them: experts stacked, projections split."""
     if family.trunk is None:
         weights = stack_experts(weights)
     else:
@@ -211,7 +216,7 @@ def prepared(weights: Weights, family: MTPFamily, target: nn.Module) -> Weights:
         for name in [name for name in weights if name.startswith(JOIN)]:
             first, second = mx.split(weights[name], 2, axis=-1)
             weights[name] = mx.concatenate([second, first], axis=-1)
-    return with_final_norms(weights, target) if family.zero_centred else weights
+    return weights
 
 
 def stack_experts(weights: Weights) -> Weights:

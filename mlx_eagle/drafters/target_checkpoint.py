@@ -262,11 +262,18 @@ def _halves(start: int, end: int) -> Iterator[tuple[int, int]]:
         yield first, min(first + PART_BYTES, end)
 
 
-def read_target_config(source: str) -> dict[str, Any]:
-    """The ``config.json`` of a folder or repository; {} where there is none."""
+def read_target_config(source: str | Path) -> dict[str, Any]:
+    """The ``config.json`` of a folder or repository; {} where there is none that can be read.
+
+    It is mlx-lm that says what is wrong with a target's: here it may hold infinite numbers, as
+    those of Mamba layers do.
+    """
     folder = Path(source).expanduser()
-    folder = folder if folder.is_dir() else fetch(source, (CONFIG,))
-    found: Any = json.loads(_text(folder / CONFIG) or "{}")
+    folder = folder if folder.is_dir() else fetch(str(source), (CONFIG,))
+    try:
+        found: Any = json.loads(_text(folder / CONFIG) or "{}")
+    except ValueError:
+        return {}
     return found if isinstance(found, dict) else {}
 
 

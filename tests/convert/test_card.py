@@ -9,7 +9,7 @@ from test_convert_hub import hub, run  # noqa: F401, hub is a fixture
 
 from mlx_eagle.convert.card import make_card, source_license
 
-CONVERTED = {"quantization": {"bits": 4, "group_size": 64}}
+CONVERTED = {"kind": "eagle3", "quantization": {"bits": 4, "group_size": 64}}
 CHECK = {
     "num_prompts": 6,
     "num_positions": 270,
@@ -35,14 +35,14 @@ def test_what_the_card_says():
     assert "[some/head](https://huggingface.co/some/head)" in text
     assert "4 bits, groups of 64" in text
     mixed = {"group_size": 64, "bits": 5, "lm_head": {"group_size": 64, "bits": 6}, "fc": False}
-    assert "| 5 to 6 bits, groups of 64 |" in card({"quantization": mixed})
+    assert "| 5 to 6 bits, groups of 64 |" in card(CONVERTED | {"quantization": mixed})
     assert "| 61.2% | 45.0% | 33.1% |" in text and "| 60.5% | 44.0% | 32.0% |" in text
     assert "270 positions of 6" in text
     assert "mlx_eagle.generate --model some/target --draft-model me/converted" in text
     code = text.split("```python\n")[1].split("```")[0]
     compile(code, "card", "exec")
     assert 'mlx_eagle.load_drafter("me/converted", model)' in code
-    assert "agreement" not in card() and "not quantized" in card({})
+    assert "agreement" not in card() and "not quantized" in card({"kind": "eagle3"})
     assert "https://huggingface.co/some/head)" in card(source="some/head/model-f16.gguf")
 
 

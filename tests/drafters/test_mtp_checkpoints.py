@@ -156,12 +156,6 @@ def test_layers_of_another_target_are_refused(tmp_path):
         mlx_eagle.open_drafter("mtp", other.target, target=folder)
 
 
-def test_the_converter_says_that_there_is_nothing_to_convert(tmp_path):
-    path = write_folder(tmp_path / "layers", final(QWEN))
-    with pytest.raises(ValueError, match="this is an MTP layer, which is loaded as published"):
-        mlx_eagle.convert.convert(path, str(tmp_path / "out"))
-
-
 def test_the_commands_open_them(tmp_path, monkeypatch):
     folder = write_checkpoint(tmp_path / "target", QWEN)
     monkeypatch.setattr(flags, "load_target", lambda *_: (QWEN.target, byte_tokenizer()))

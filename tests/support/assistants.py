@@ -7,8 +7,10 @@ import json
 from pathlib import Path
 
 import mlx.core as mx
+from checkpoints import write_config
 from golden import frozen
 from helpers import VOCAB, randomize
+from mlx.utils import tree_flatten
 from mlx_lm.models import gemma4_text
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
@@ -170,3 +172,35 @@ def golden_target(name: str):
     target.load_weights(list(target.sanitize(weights).items()))
     mx.eval(target.parameters())
     return target
+
+
+def published(folder, drafter, prefix: str = "model.", drop: tuple = (), **changes):
+    """A checkpoint of the drafter's weights under published names."""
+    folder.mkdir()
+    c, weights = drafter.head.config, {}
+    for name, array in tree_flatten(drafter.head.parameters()):
+        own = "masked_embedding." if name.startswith("centroids") else prefix
+        weights[name if "projection" in name else own + name] = array
+    if c.num_centroids:
+        ordering = drafter.head._clusters.reshape(-1).astype(mx.int64)
+        weights["masked_embedding.token_ordering"] = ordering
+    weights = {name: a for name, a in weights.items() if name not in drop}
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    text = {
+        "model_type": "gemma4_text",
+        "layer_types": list(c.layer_types),
+        "rms_norm_eps": c.rms_norm_eps,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "num_kv_shared_layers": 0,
+        **changes.pop("text_config", {}),
+    }
+    config = {
+        "model_type": "gemma4_unified_assistant",
+        "backbone_hidden_size": c.target_hidden_size,
+        "use_ordered_embeddings": bool(c.num_centroids),
+        "centroid_intermediate_top_k": c.centroid_top_k or 32,
+        "text_config": text,
+        **changes,
+    }
+    write_config(folder, config)
+    return folder

@@ -331,6 +331,14 @@ def write_checkpoint(folder: Path, part: Published, num_shards: int = 3, beside:
     return folder
 
 
+def full_config(part: Published) -> dict[str, Any]:
+    """The ``config.json`` that such a target is published with."""
+    model_type = part.target.model_type
+    if "language_model" in part.target:
+        return {"model_type": model_type, "text_config": part.config}
+    return part.config | {"model_type": model_type}
+
+
 def check_layers(drafter: Any, part: Published) -> None:
     """It is what comes of the tensors themselves, and drafts."""
     own = load_mtp(part.arrays(), part.target)

@@ -1,0 +1,205 @@
+"""MTP layers and packed drafters through the converter: what is written is what drafts."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from assistants import published, tiny_assistant, tiny_gemma4
+from checkpoints import write_config
+from helpers import PROMPT, plain, speculative
+from hub import running_hub, use_hub
+from mlx.utils import tree_flatten
+from mtp_checkpoints import FAMILIES, Published, check_layers, full_config, write_checkpoint
+
+from mlx_eagle.convert import convert, pipeline
+from mlx_eagle.convert.check_acceptance import measure_acceptance
+from mlx_eagle.drafters.kinds import load_drafter
+
+QWEN, MOE, GLM = (FAMILIES[name]() for name in ("qwen3.5", "qwen3.5 moe, tied", "glm-4.5"))
+
+
+def written(folder: Path, part: Published) -> str:
+    """A target's checkpoint with its layers in the last shard, and the config it comes with."""
+    write_checkpoint(folder, part)
+    write_config(folder, full_config(part))
+    return str(folder)
+
+
+QUICK = ("qwen3.5", "glm-4.7-flash", "mimo")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in QUICK else pytest.param(n, marks=pytest.mark.exhaustive) for n in FAMILIES],
+)
+def test_layers_of_a_targets_own_checkpoint(tmp_path, name):
+    part = FAMILIES[name]()
+    source = written(tmp_path / "target", part)
+    (tmp_path / "target" / "model-00001-of-00003.safetensors").write_bytes(b"never read")
+    config = convert(source, str(tmp_path / "head"), quantize=False)
+    assert (config["kind"], config["hidden_size"]) == ("mtp", 64)
+    check_layers(load_drafter(tmp_path / "head", part.target), part)
+
+
+@pytest.mark.parametrize("part", [MOE, GLM], ids=["qwen3.5 moe", "glm-4.5"])
+def test_four_bits_by_default(tmp_path, part):
+    config = convert(written(tmp_path / "target", part), str(tmp_path / "head"))
+    assert config["quantization"]["bits"] == 4
+    drafter = load_drafter(tmp_path / "head", part.target)
+    layer = drafter.head.layers[0]
+    assert drafter.head.fc.bits > 4 and layer.self_attn.q_proj.bits == 4
+    assert "scales" not in layer.mlp.gate  # which chooses experts
+    tokens, stats = speculative(part.target, drafter, PROMPT, 10, num_draft_tokens=2)
+    assert tokens == plain(part.target, PROMPT, 10) and stats.num_drafted > 0
+
+
+PACKED = {"bits": 4, "group_size": 32}
+
+
+def packed_folder(folder: Path) -> tuple[str, dict[str, mx.array]]:
+    """A folder of packed layers, as mlx-vlm writes it, and what its tensors are worth."""
+    stored, worth = {}, {}
+    for name, array in QWEN.arrays().items():
+        bare = name.removeprefix("mtp.")
+        worth[bare] = array + 1 if array.ndim == 1 else array
+        stored[bare] = worth[bare]
+        if array.ndim == 2:
+            parts = mx.quantize(array, 32, 4)
+            path = bare.removesuffix(".weight")
+            names = (bare, f"{path}.scales", f"{path}.biases")
+            stored |= dict(zip(names, parts, strict=True))
+            worth[bare] = mx.dequantize(*parts, 32, 4)
+    folder.mkdir()
+    mx.save_safetensors(str(folder / "model.safetensors"), stored)
+    own = {"model_type": "qwen3_5_mtp", "text_config": QWEN.config}
+    write_config(folder, own | {"quantization": PACKED})
+    return str(folder), worth
+
+
+def test_a_packed_folder_is_unpacked_as_it_says(tmp_path):
+    source, worth = packed_folder(tmp_path / "layers")
+    convert(source, str(tmp_path / "head"), quantize=False)
+    drafter = load_drafter(tmp_path / "head", QWEN.target)
+    own = dict(tree_flatten(drafter.head.parameters()))
+    for name, array in worth.items():
+        assert mx.allclose(own[name], array, rtol=1e-6, atol=1e-6), name
+
+
+def test_a_packed_folder_is_not_packed_anew(tmp_path):
+    source, _ = packed_folder(tmp_path / "layers")
+    with pytest.raises(ValueError, match="an MTP layer that is packed already, and packed anew"):
+        convert(source, str(tmp_path / "head"))
+
+
+def test_a_packed_folder_that_says_not_how(tmp_path):
+    source, _ = packed_folder(tmp_path / "layers")
+    write_config(Path(source), {"model_type": "qwen3_5_mtp", "text_config": QWEN.config})
+    with pytest.raises(ValueError, match=r"is packed by MLX, and config.json says not how"):
+        convert(source, str(tmp_path / "head"))
+    write_config(Path(source), {"model_type": "other_mtp", "quantization": PACKED})
+    with pytest.raises(ValueError, match="which says not what model these MTP layers are for"):
+        convert(source, str(tmp_path / "head"))
+    assert not (tmp_path / "head").exists()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_packed_assistant(tmp_path, bits):
+    """Its words stay as they are, for packed anew they would be other ones."""
+    target = tiny_gemma4(seed=33)
+    drafter = tiny_assistant(target, num_centroids=12, centroid_top_k=4)
+    source = published(tmp_path / "source", drafter)
+    weights = mx.load(str(source / "model.safetensors"))
+    stored = dict(weights)
+    for name, array in weights.items():
+        if array.ndim == 2 and "centroids" not in name and array.shape[1] % 32 == 0:
+            path, parts = name.removesuffix(".weight"), mx.quantize(array, 32, bits)
+            names = (name, f"{path}.scales", f"{path}.biases")
+            stored |= dict(zip(names, parts, strict=True))
+    mx.save_safetensors(str(source / "model.safetensors"), stored)
+    config = json.loads((source / "config.json").read_text())
+    config["quantization"] = {"bits": bits, "group_size": 32}
+    write_config(source, config)
+    convert(str(source), str(tmp_path / "head"), q_group_size=32)
+    loaded = load_drafter(tmp_path / "head", target)
+    own = dict(tree_flatten(loaded.head.parameters()))
+    words = {name.removeprefix("model."): a for name, a in stored.items() if a.dtype == mx.uint32}
+    assert len(words) > 15
+    assert all(mx.array_equal(own[name], array) for name, array in words.items())
+    tokens, _ = speculative(target, loaded, PROMPT, 20, num_draft_tokens=3)
+    assert tokens == plain(target, PROMPT, 20)
+
+
+class Tokenizer:
+    """Reads a number as a prompt of its own."""
+
+    has_chat_template, eos_token_ids = False, ()
+
+    def encode(self, text: str) -> list[int]:
+        return [*PROMPT, int(text)]
+
+
+def test_check_measures_both_orders(tmp_path, monkeypatch, capsys):
+    short = partial(measure_acceptance, questions=("1", "2"), num_tokens=8)
+    monkeypatch.setattr(pipeline, "measure_acceptance", short)
+    monkeypatch.setattr(pipeline, "load_model", lambda *_: (QWEN.target, Tokenizer()))
+    source = written(tmp_path / "target", QWEN)
+    write_config(tmp_path / "target", full_config(QWEN) | {"vocab_size": 97, "hidden_size": 64})
+    options = {"target": source, "check": True, "quantize": False}
+    found = convert(source, str(tmp_path / "head"), **options)["check"]
+    assert found["readings"].keys() == {"state before embedding"}
+    assert found["num_prompts"] == 2 and found["mean_acceptance_length"] >= 1
+    assert "tokens per pass of the target, in 2 answers" in capsys.readouterr().out
+
+
+def test_the_other_order_is_a_key_of_the_config(tmp_path):
+    convert(written(tmp_path / "target", QWEN), str(tmp_path / "head"), quantize=False)
+    path = tmp_path / "head" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"state_first": True}))
+    drafter = load_drafter(tmp_path / "head", QWEN.target)
+    usual = load_drafter(written_head(tmp_path), QWEN.target)
+    first, second = mx.split(usual.head.fc.weight, 2, axis=-1)
+    usual.head.fc.weight = mx.concatenate([second, first], axis=-1)
+    for each in (drafter, usual):
+        each.extend(mx.array(PROMPT[1:]), mx.ones((len(PROMPT) - 1, 64)))
+    assert mx.allclose(drafter._first, usual._first, rtol=1e-5, atol=1e-5)
+
+
+def written_head(tmp_path: Path) -> Path:
+    convert(str(tmp_path / "target"), str(tmp_path / "usual"), quantize=False)
+    return tmp_path / "usual"
+
+
+def test_upload_and_what_a_copy_is_told(tmp_path, monkeypatch):
+    """Of a repository the layers alone are fetched, and go up with a card."""
+    with running_hub(tmp_path / "hub") as hub:
+        use_hub(monkeypatch, hub, tmp_path / "home")
+        written(hub.root / "maker" / "original", QWEN)
+        out = tmp_path / "head"
+        convert("maker/original", str(out), upload_repo="me/layers")
+        assert not any("00001-of" in path or "00002-of" in path for path in hub.requests)
+        assert hub.uploads["model.safetensors"] == (out / "model.safetensors").read_bytes()
+        card = hub.uploads["README.md"].decode()
+        assert "- mtp\n" in card and "| Family | an MTP layer |" in card
+        copy = tmp_path / "copy"
+        copy.mkdir()
+        mx.save_safetensors(
+            str(copy / "model.safetensors"), {"model.layers.0.mlp.up_proj.weight": mx.ones((4, 4))}
+        )
+        write_config(copy, full_config(QWEN))
+        (copy / "README.md").write_text(
+            "---\nlibrary_name: mlx\nbase_model: maker/original\n---\n"
+        )
+        with pytest.raises(ValueError, match="without MTP layers: convert maker/original, which"):
+            convert(str(copy), str(tmp_path / "other"))
+
+
+def test_layers_for_another_target_are_refused(tmp_path):
+    convert(written(tmp_path / "target", QWEN), str(tmp_path / "head"))
+    path = tmp_path / "head" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden_size": 32}))
+    with pytest.raises(
+        ValueError, match="for a target of hidden size 32, but this target's is 64"
+    ):
+        load_drafter(tmp_path / "head", QWEN.target)
