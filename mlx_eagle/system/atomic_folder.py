@@ -90,7 +90,7 @@ def locked(folder: Path, on_wait: Callable[[], None]) -> Iterator[None]:
         yield
         return
     try:
-        if not _lock(lock):
+        if not try_lock(lock):
             on_wait()
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -131,12 +131,12 @@ def _make_draft(path: Path) -> tuple[Path, int]:
         draft.mkdir()
         lock = os.open(draft, os.O_RDONLY)
         # Between the two lines above another process may have taken it for an orphan.
-        if _lock(lock) and draft.exists():
+        if try_lock(lock) and draft.exists():
             return draft, lock
         os.close(lock)
 
 
-def _lock(descriptor: int) -> bool:
+def try_lock(descriptor: int) -> bool:
     """Whether the lock is ours now; also true where the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -54,6 +55,22 @@ def read_header(path: Path) -> dict[str, Entry]:
 
     Raises ValueError where the file is cut off, or its header does not fit it.
     """
+    values, start, size = _read_values(path)
+    values.pop("__metadata__", None)
+    return {name: _entry(path, name, entry, start, size) for name, entry in values.items()}
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """What the file says of itself; {} where that is nothing. Raises ValueError as above."""
+    values, _, _ = _read_values(path)
+    found = values.get("__metadata__", {})
+    if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
+        raise ValueError(f"{path} is damaged: its metadata are {shown(found)}, expected texts")
+    return found
+
+
+def _read_values(path: Path) -> tuple[dict[str, Any], int, int]:
+    """The header, the byte where the tensors begin, and the bytes of the whole file."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -87,9 +104,7 @@ def parse_header(header: bytes, size: int, path: str | Path) -> dict[str, Entry]
     length = len(header)
     if not header.startswith(b"{"):
         raise ValueError(f"{path} is no safetensors file: its header is no JSON object")
-    values = parse_object(header, f"the header of {path}")
-    values.pop("__metadata__", None)
-    return {name: _entry(path, name, entry, 8 + length, size) for name, entry in values.items()}
+    return parse_object(header, f"the header of {path}"), 8 + length, size
 
 
 def _entry(path: str | Path, name: str, entry: object, start: int, size: int) -> Entry:
