@@ -12,7 +12,7 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 from ..commands.flags import say_known_head, with_known_head
 from ..system.command import StopSignals, run_command
 from ..system.device import prepare_device
-from .caches import PairCache
+from .caches import open_prompt_cache
 from .collect import open_collector
 from .engine import PairGenerator
 from .flags import build_parser, check_arguments
@@ -58,16 +58,15 @@ def run(args: argparse.Namespace) -> None:
     check_arguments(args)
     access = read_access(args)
     collector = open_collector(args)
+    cache = open_prompt_cache(args)
     prepare_device()
     named, is_plain = args.draft_model, args.num_draft_tokens == 0
     if named is not None or not is_plain:
         args.draft_model = with_known_head(named, args.model)
     logging.basicConfig(level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s")
     maybe_set_recommended_wired_limit()
-    max_bytes = {} if args.prompt_cache_bytes is None else {"max_bytes": args.prompt_cache_bytes}
     limits = ConnectionLimits(args.max_body_size, args.max_connections, args.request_timeout)
     with StopSignals() as signals:
-        cache = PairCache(args.prompt_cache_size, **max_bytes)
         generator = PairGenerator(PairProvider(args), cache)
         try:
             address = (args.host, args.port)

@@ -1,10 +1,11 @@
 """Requests in the generating thread: how one begins on cached prefixes, samples and is written."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 
 import mlx.core as mx
 from mlx_lm.generate import StopSequences
@@ -29,6 +30,7 @@ from ..target.rollback import CacheQuantization
 from .answer_stream import AnswerStream, PairResponse, TokenOrigin
 from .body import PairArguments
 from .caches import Caches, PairCache, prepare, without_last
+from .prompt import Tokenized
 from .provider import PairProvider
 
 CONTINUED = 8  # tokens of a prompt that its continuation is spelled behind
@@ -126,7 +128,7 @@ class ActiveRequest:
 
     ``num_cached`` tokens of its prompt were in caches; of the ``num_uncached`` others ``num_read``
     have been read, and each step of ``chunks`` reads some. ``is_alone``: rounds that it shared
-    have failed, and it shares none any more.
+    have failed, and it shares none any more. At ``ends`` its caches are filed (see ``Tokenized``).
     """
 
     answer: AnswerStream
@@ -135,6 +137,7 @@ class ActiveRequest:
     writer: ResponseWriter
     request: Request
     is_drafted: bool
+    ends: Mapping[int, str]
     is_alone: bool = False
     is_done: bool = False  # all was said that will be
     chunks: Iterator[int] = field(default_factory=lambda: iter(()))
@@ -160,12 +163,12 @@ class RequestFactory:
     def open(
         self,
         answer: AnswerStream,
-        prompt: list[int],
+        tokenized: Tokenized,
         args: PairArguments,
         stop_sequences: StopSequences,
     ) -> ActiveRequest:
         """Ready to read its prompt. Raises ValueError for what the pair cannot do."""
-        provider = self._provider
+        provider, prompt = self._provider, tokenized.tokens
         is_drafted = provider.draft_model is not None and args.num_draft_tokens != 0
         if is_drafted and args.tree is not None:
             provider.check_tree(args.tree)
@@ -177,6 +180,7 @@ class RequestFactory:
             ResponseWriter(provider.tokenizer, stop_sequences, args, prompt),
             Request(prompt, limits, []),
             is_drafted,
+            tokenized.ends if provider.needs_snapshots else {},
         )
         if is_drafted:
             answer.stats = active.request.stats
@@ -201,7 +205,7 @@ class RequestFactory:
         drafter = provider.draft_model if active.is_drafted else None
         caches, rest = None, text
         if args.reuse_caches:
-            caches, rest = self._prompt_cache.fetch(provider.model_key, text)
+            caches, rest = self._prompt_cache.fetch(text)
         known = text[: len(text) - len(rest)]
         active.num_cached, active.num_uncached, active.num_read = len(known), len(rest), 0
         flags = provider.cli_args
@@ -220,14 +224,29 @@ class RequestFactory:
             tree=active.tree,
         )
         request.decoder.discards_features = drafter is None
-        active.chunks = request.decoder.prefill_chunks(mx.array(rest), flags.prefill_step_size)
+        active.chunks = self._read(active, known, rest)
+
+    def _read(self, active: ActiveRequest, known: list[int], rest: list[int]) -> Iterator[int]:
+        """Read ``rest`` but its last token, and file the caches where that is worth it."""
+        decoder, step_size = active.decoder, self._provider.cli_args.prefill_step_size
+        prompt, last = mx.array(rest), len(rest) - 1
+        ends = {end - len(known): whose for end, whose in active.ends.items()}
+        for start, end in pairwise([0, *sorted(end for end in ends if 0 < end < last), last]):
+            for done in decoder.prefill_chunks(prompt[start : end + 1], step_size):
+                if start + done in ends:
+                    self._file_copy(active, known + rest[: start + done], ends[start + done])
+                yield start + done
+        decoder.history = prompt
+
+    def _file_copy(self, active: ActiveRequest, text: list[int], whose: str) -> None:
+        """File what a prompt's caches are now, which go on to be used."""
+        decoder = active.decoder
+        caches = Caches(deepcopy(decoder.cache + decoder.drafter.cache), len(decoder.cache))
+        self._prompt_cache.insert_cache(text, caches, cache_type=whose)
 
     def file_prompt(self, active: ActiveRequest) -> None:
         """Keep copies of the caches of a prompt that was read, but for its last token."""
-        decoder = active.decoder
-        caches = Caches(deepcopy(decoder.cache + decoder.drafter.cache), len(decoder.cache))
-        text = (active.prompt + active.request.tokens)[:-1]
-        self._prompt_cache.insert_cache(self._provider.model_key, text, caches)
+        self._file_copy(active, (active.prompt + active.request.tokens)[:-1], "user")
 
     def file(self, active: ActiveRequest) -> None:
         """Keep the caches of a request that has ended, for requests that continue its text."""
@@ -244,7 +263,7 @@ class RequestFactory:
             caches = Caches(request.cache, num_target)
         # What was decoded without the drafter is not in its part of the caches.
         caches = Caches(caches.target) if active.decoder.discards_features else caches
-        self._prompt_cache.insert_cache(self._provider.model_key, text, caches)
+        self._prompt_cache.insert_cache(text, caches)
 
 
 class SeededSampler:

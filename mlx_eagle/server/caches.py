@@ -1,14 +1,28 @@
-"""Prompt caches of earlier requests: the target's with the drafter's part behind them.
+"""Prompt caches of earlier requests: the target's, with the drafter's part behind them.
 
-mlx-lm's store files and trims them; what a drafter adds is here.
+A cache that can be trimmed serves all texts that begin like its own. Recurrent states cannot be,
+nor can full windows: of those there are snapshots, where other texts are likely to part from one.
 """
 
+import time
+from argparse import Namespace
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
+from mlx.utils import tree_map
 from mlx_lm.models.cache import (
-    LRUPromptCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
     can_trim_prompt_cache,
     make_prompt_cache,
     trim_prompt_cache,
@@ -17,6 +31,20 @@ from mlx_lm.models.cache import (
 from ..batch.requests import Request
 from ..drafters.base import Drafter
 from ..target.taps import Target
+from .cache_files import FOLDER_BYTES, CacheFolder, StoredText
+from .metrics import CacheCounts
+
+Tokens = npt.NDArray[np.int32]
+
+NUM_KEPT = {"system": 1, "user": 2, "assistant": 1}
+"""By mlx-lm's words for whose message a text ends with: how many snapshots are kept along one.
+
+A turn goes on behind the last answer, or where thoughts are left out behind the last question,
+and one that was edited behind the question before.
+"""
+
+
+SETTLED = 1.0  # seconds: an agent asks again sooner
 
 
 class Caches(list):
@@ -40,30 +68,58 @@ class Caches(list):
     def draft(self) -> list:
         return list(self[self.num_target :])
 
-
-class DraftPart:
-    """A drafter's caches as the store sees them: one that can always be trimmed.
-
-    Windows that are full cannot, and are dropped: the text is still found, and the drafter starts
-    cold.
-    """
-
-    def __init__(self, caches: list):
-        self.caches = caches
-
     @property
     def nbytes(self) -> int:
-        return sum(cache.nbytes for cache in self.caches)
+        return sum(cache.nbytes for cache in self)
 
-    def is_trimmable(self) -> bool:
-        return True
+    def without_last(self, num_tokens: int) -> "Caches":
+        """Copies that hold so many tokens less; the drafter has none where its cannot be cut."""
+        target, draft = deepcopy(self.target), deepcopy(self.draft)
+        if num_tokens > 0:
+            trim(target, num_tokens)
+            draft = draft if can_trim(draft) else []
+            trim(draft, num_tokens)
+        caches = Caches(target + draft, self.num_target, self.is_whole)
+        caches.num_tokens = self.num_tokens
+        return caches
 
-    def trim(self, num_tokens: int) -> int:
-        if can_trim_prompt_cache(self.caches):
-            trim_prompt_cache(self.caches, num_tokens)
-        else:
-            self.caches = []
-        return num_tokens
+
+def can_trim(caches: list[Any]) -> bool:
+    """Whether any number of tokens can be cut off the end, and leave what was there before them.
+
+    Of chunks mlx-lm says so too where the front is gone, which a shorter text would need.
+    """
+    chunks = [cache for cache in _members(caches) if isinstance(cache, ChunkedKVCache)]
+    return can_trim_prompt_cache(caches) and not any(chunk.start_position for chunk in chunks)
+
+
+def trim(caches: list[Any], num_tokens: int) -> None:
+    """Cut tokens off the end, and let go of the memory that they took."""
+    trim_prompt_cache(caches, num_tokens)
+    for cache in _members(caches):
+        if type(cache) in TRIMMED_FOREVER and cache.offset > 0:
+            kept = partial(_first_rows, cache.offset)
+            cache.keys, cache.values = tree_map(kept, [cache.keys, cache.values])
+
+
+def _first_rows(num_rows: int, array: mx.array) -> mx.array:
+    return array[..., :num_rows, :]
+
+
+TRIMMED_FOREVER = (KVCache, QuantizedKVCache, ConcatenateKVCache)
+
+
+def is_always_trimmable(caches: list[Any]) -> bool:
+    """Whether caches of these kinds can be trimmed whatever they hold: they need no snapshots."""
+    return all(type(cache) in TRIMMED_FOREVER for cache in _members(caches))
+
+
+def _members(caches: list[Any]) -> list[Any]:
+    """The caches with those of lists in the place of the lists."""
+    found = []
+    for cache in caches:
+        found += _members(cache.caches) if isinstance(cache, CacheList) else [cache]
+    return found
 
 
 def without_last(request: Request) -> Caches | None:
@@ -74,43 +130,244 @@ def without_last(request: Request) -> Caches | None:
     """
     decoder = request.decoder
     target, draft = decoder.cache, decoder.drafter.cache
-    if not can_trim_prompt_cache(target) or not can_trim_prompt_cache(draft):
+    if not can_trim(target) or not can_trim(draft):
         return None
     trim_prompt_cache(draft, 1)
     return Caches(target + draft, len(target), is_whole=False)
 
 
-class PairCache(LRUPromptCache):
-    """mlx-lm's store of caches, some of them with a drafter's part."""
+@dataclass(eq=False)
+class Snapshot:
+    """The caches of one text: in memory, in a file, or in both.
+
+    ``rank``: the lowest leave memory first. It is how many tokens would have to be read again, on
+    top of the rank of what had left when it was last used, so that nothing stays for its length
+    alone. ``outdated`` are files of shorter texts, of no use once this one has its own.
+    """
+
+    tokens: Tokens
+    cache_type: str
+    is_trimmable: bool
+    caches: Caches | None = None
+    path: Path | None = None
+    outdated: list[Path] = field(default_factory=list)
+    rank: int = 0
+    is_unwritable: bool = False
+
+    def num_usable(self, tokens: Tokens) -> int:
+        """How many of the first tokens of a text need not be read."""
+        num_common = common_prefix(self.tokens, tokens)
+        is_usable = self.is_trimmable or num_common == len(self.tokens)
+        return num_common if is_usable else 0
+
+    def is_longer(self, other: "Snapshot") -> bool:
+        return len(self.tokens) > len(other.tokens)
+
+
+def common_prefix(a: Tokens, b: Tokens) -> int:
+    """How many tokens two texts (n,) and (m,) have in common, from the first on."""
+    size = min(len(a), len(b))
+    differ = a[:size] != b[:size]
+    return int(differ.argmax()) if differ.any() else size
+
+
+class PairCache:
+    """Snapshots of earlier texts, for the requests that begin like them.
+
+    As in mlx-lm's store, ``max_size`` is how many texts it keeps in memory, and ``max_bytes``
+    bounds what they take. With a ``folder`` they go to files too, once ``folder.pair`` is known.
+    ``counts`` may be read from any thread, all else belongs to one.
+    """
+
+    def __init__(
+        self, max_size: int = 10, max_bytes: int = 1 << 63, folder: CacheFolder | None = None
+    ):
+        self.max_size, self.max_bytes, self.folder = max_size, max_bytes, folder
+        self.counts = CacheCounts()
+        self._snapshots: list[Snapshot] = []
+        self._clock = 0  # the rank of what left memory last
+        self._used = time.monotonic()
 
     def insert_cache(
-        self,
-        model: Any,
-        tokens: list[int],
-        prompt_cache: list,
-        *,
-        cache_type: str = "assistant",
+        self, tokens: list[int], prompt_cache: list[Any], *, cache_type: str = "assistant"
     ) -> None:
-        """File the caches of the text ``tokens``."""
+        """File the caches of a text, which are nobody else's from now on."""
         caches = prompt_cache if isinstance(prompt_cache, Caches) else Caches(prompt_cache)
-        part = [DraftPart(caches.draft)] if caches.draft else []
-        filed = Caches(caches.target + part, caches.num_target, caches.is_whole)
-        filed.num_tokens = len(tokens)
-        super().insert_cache(model, tokens, filed, cache_type=cache_type)
+        caches.num_tokens = len(tokens)
+        text = np.array(tokens, np.int32)
+        made = Snapshot(text, cache_type, can_trim(caches.target), caches)
+        for other in self._snapshots:
+            is_held = other.caches is not None and other.is_longer(made)
+            if is_held and other.num_usable(text) == len(text):
+                self._use(other)  # and that is all that is needed
+                return
+        for other in self._replaced_by(made):
+            self._snapshots.remove(other)
+            made.outdated += other.outdated
+            if made.is_longer(other):
+                made.outdated += [other.path] if other.path is not None else []
+            else:
+                made.path = other.path
+        self._snapshots.append(made)
+        self._use(made)
+        self._make_room(made)
 
-    def fetch(self, model: Any, tokens: list[int]) -> tuple[Caches | None, list[int]]:
-        """A copy of the caches that fit best, and the tokens not in them: one at least.
+    def fetch(self, tokens: list[int]) -> tuple[Caches | None, list[int]]:
+        """A copy of the caches that fit best, and the tokens not in them: one at least."""
+        wanted = np.array(tokens[:-1], np.int32)
+        self._look_into_folder()
+        while found := self._nearest(wanted):
+            snapshot, num_usable = found
+            place = "memory" if snapshot.caches is not None else "disk"
+            caches = self._load(snapshot)
+            if caches is None:
+                continue  # it is gone
+            self.counts.hits[place] += 1
+            self._use(snapshot)
+            got = caches.without_last(len(snapshot.tokens) - num_usable)
+            self._make_room(snapshot)
+            return got, tokens[num_usable:]
+        self.counts.misses += 1
+        return None, tokens
 
-        mlx-lm leaves none where it knows the whole text, and then has nothing to run.
+    def save_next(self) -> None:
+        """Write a snapshot to a file, if one is due; to be called while there is nothing else.
+
+        A text that is about to go on is not worth it.
         """
-        filed, rest = self.fetch_nearest_cache(model, tokens[:-1])
-        rest = rest + tokens[-1:]
-        if filed is None:
-            return None, rest
-        draft = [cache for part in filed.draft for cache in part.caches]
-        caches = Caches(filed.target + draft, filed.num_target, filed.is_whole)
-        caches.num_tokens = filed.num_tokens
-        return caches, rest
+        if self.folder is not None and time.monotonic() - self._used >= SETTLED:
+            self._save(next(filter(_is_unsaved, reversed(self._snapshots)), None))
+
+    def save_all(self) -> None:
+        """Write what no file has, the newest first."""
+        for snapshot in list(filter(_is_unsaved, reversed(self._snapshots))):
+            self._save(snapshot)
+
+    def _replaced_by(self, made: Snapshot) -> list[Snapshot]:
+        """Of the beginnings of its text, those that are of no use any more beside it."""
+        before = [s for s in self._snapshots if s.num_usable(made.tokens) == len(s.tokens)]
+        if made.is_trimmable:
+            return before
+        alike = sorted(
+            (s for s in before if s.cache_type == made.cache_type), key=lambda s: -len(s.tokens)
+        )
+        same = [s for s in before if not made.is_longer(s)]
+        alike = [s for s in alike if s not in same]
+        return same + alike[NUM_KEPT[made.cache_type] - 1 :]
+
+    def _nearest(self, wanted: Tokens) -> tuple[Snapshot, int] | None:
+        """The best one to go on from, with how many tokens of it; None where there is none.
+
+        Of several, one in memory, and of these the one of which the least has to be cut off.
+        """
+        usable = [(s.num_usable(wanted), s) for s in self._snapshots]
+        num_usable, snapshot = max(
+            usable,
+            key=lambda found: (found[0], found[1].caches is not None, -len(found[1].tokens)),
+            default=(0, None),
+        )
+        return None if snapshot is None or num_usable == 0 else (snapshot, num_usable)
+
+    def _load(self, snapshot: Snapshot) -> Caches | None:
+        """Its caches, read from the file if need be; where that fails, it is forgotten."""
+        if snapshot.caches is None and self.folder is not None and snapshot.path is not None:
+            read = self.folder.load(snapshot.path)
+            if read is not None:
+                snapshot.caches = Caches(read.caches, read.num_target, read.is_whole)
+                snapshot.caches.num_tokens = len(snapshot.tokens)
+        if snapshot.caches is None:
+            self._snapshots.remove(snapshot)
+        return snapshot.caches
+
+    def _use(self, snapshot: Snapshot) -> None:
+        """Let it stay, and the others leave first."""
+        snapshot.rank = self._clock + len(snapshot.tokens)
+        self._used = time.monotonic()
+        if self.folder is not None and snapshot.path is not None:
+            self.folder.use(snapshot.path)
+
+    def _make_room(self, newest: Snapshot) -> None:
+        """Let snapshots leave memory until they are few enough, the newest last of all."""
+
+        def lowest(snapshots: list[Snapshot]) -> Snapshot:
+            return min(snapshots, key=lambda s: (s is newest, s.rank))
+
+        for cache_type, num_kept in NUM_KEPT.items():
+            held = [s for s in self._held() if s.cache_type == cache_type]
+            while len(held) > self.max_size * num_kept:
+                held.remove(leaving := lowest(held))
+                self._leave(leaving)
+        held = self._held()
+        while sum(s.caches.nbytes for s in held if s.caches is not None) > self.max_bytes:
+            held.remove(leaving := lowest(held))
+            self._leave(leaving)
+        self._count()
+
+    def _held(self) -> list[Snapshot]:
+        return [s for s in self._snapshots if s.caches is not None]
+
+    def _leave(self, snapshot: Snapshot) -> None:
+        if _is_unsaved(snapshot):
+            self._save(snapshot)
+        self._clock = max(self._clock, snapshot.rank)
+        snapshot.caches = None
+        if snapshot.path is None:
+            self._snapshots.remove(snapshot)
+
+    def _save(self, snapshot: Snapshot | None) -> None:
+        if self.folder is None or snapshot is None or snapshot.caches is None:
+            return
+        caches = snapshot.caches
+        snapshot.path = self.folder.save(
+            StoredText(
+                snapshot.tokens,
+                snapshot.cache_type,
+                snapshot.is_trimmable,
+                caches.num_target,
+                caches.is_whole,
+                list(caches),
+            )
+        )
+        snapshot.is_unwritable = snapshot.path is None
+        if snapshot.path is not None:
+            self.folder.remove(snapshot.outdated)
+            snapshot.outdated = []
+        self._count()
+
+    def _look_into_folder(self) -> None:
+        """Know the files that are there now, also those of other servers."""
+        if self.folder is None:
+            return
+        files = self.folder.files()
+        for snapshot in self._snapshots:
+            if snapshot.path is not None and files.pop(snapshot.path, None) is None:
+                snapshot.path = None
+        self._snapshots = [s for s in self._snapshots if s.caches or s.path]
+        for path, file in files.items():
+            self._snapshots.append(
+                Snapshot(file.tokens, file.cache_type, file.is_trimmable, path=path)
+            )
+
+    def _count(self) -> None:
+        held = self._held()
+        self.counts.snapshots["memory"] = len(held)
+        self.counts.bytes["memory"] = sum(s.caches.nbytes for s in held if s.caches is not None)
+        if self.folder is not None:
+            self.counts.snapshots["disk"], self.counts.bytes["disk"] = self.folder.measure()
+
+
+def _is_unsaved(snapshot: Snapshot) -> bool:
+    is_held = snapshot.caches is not None and snapshot.path is None
+    return is_held and not snapshot.is_unwritable
+
+
+def open_prompt_cache(args: Namespace) -> PairCache:
+    """The store that the flags ask for; ValueError where its folder cannot be written."""
+    max_bytes, folder = args.prompt_cache_bytes, None
+    if args.prompt_cache_dir is not None:
+        path = Path(args.prompt_cache_dir).expanduser()
+        folder = CacheFolder(path, FOLDER_BYTES if max_bytes is None else max_bytes)
+    return PairCache(args.prompt_cache_size, 1 << 63 if max_bytes is None else max_bytes, folder)
 
 
 def prepare(
@@ -133,7 +390,7 @@ def prepare(
         # The pair at the seam couples the features of the last token with the token to come,
         # and the features that were held belong to a token that has been trimmed away.
         target = caches.target
-        trim_prompt_cache(target, 1)
+        trim(target, 1)
         _, features = Target(model, drafter.taps)(mx.array(text[-1:]), target)
         drafter.begin(caches.draft).save_last_features(features)
         mx.eval(features)

@@ -31,6 +31,7 @@ from .prompt import (
     Tokenized,
     check_prompt,
     check_text_length,
+    message_ends,
     render,
     template_options,
 )
@@ -224,7 +225,7 @@ class PairGenerator(ResponseGenerator):
     prompt_cache: PairCache
 
     def __init__(self, provider: PairProvider, prompt_cache: PairCache):
-        self.metrics = Metrics()
+        self.metrics = Metrics(prompt_cache.counts)
         self._open: set[AnswerStream] = set()
         self._schedule: Schedule | None = None
         self._large_prompts = Lock()
@@ -275,7 +276,7 @@ class PairGenerator(ResponseGenerator):
         provider, tokenizer = self.model_provider, self.model_provider.tokenizer
         if isinstance(request.prompt, list):
             check_prompt(request.prompt, args, provider.vocab_size, provider.context)
-            return Tokenized(request.prompt)
+            return Tokenized(request.prompt, ends={len(request.prompt) - 1: "user"})
         if provider.context is not None and num_bytes > LONG * provider.context:
             options = self.cli_args.chat_template_args | (args.chat_template_kwargs or {})
             text = render(request, tokenizer, options)
@@ -284,7 +285,10 @@ class PairGenerator(ResponseGenerator):
         args.chat_template_kwargs = options
         tokens, _, _, initial_state, _ = self._tokenize(tokenizer, request, args)
         check_prompt(tokens, args, provider.vocab_size, provider.context)
-        return Tokenized(tokens, initial_state)
+        ends = {}
+        if provider.needs_snapshots:
+            ends = message_ends(request, tokens, tokenizer, options)
+        return Tokenized(tokens, initial_state, ends)
 
     def submit(
         self, request: Tokenized, args: PairArguments, behind: AnswerStream | None = None
@@ -335,10 +339,15 @@ class PairGenerator(ResponseGenerator):
             factory = RequestFactory(provider, self.prompt_cache, stream)
             schedule = Schedule(provider, factory, self.metrics, stream)
             self._schedule = schedule
+            if self.prompt_cache.folder is not None:
+                self.prompt_cache.folder.pair = provider.describe()
             while not self._stop:
                 self._take_in(schedule, factory)
                 schedule.step()
+                if schedule.is_idle:
+                    self.prompt_cache.save_next()
             schedule.close()
+            self.prompt_cache.save_all()
             del schedule, factory
         # What was made in this thread has to go in it.
         self._schedule = None
@@ -373,7 +382,7 @@ class PairGenerator(ResponseGenerator):
         stop_sequences, text_machine = self._make_state_machine(
             provider.model_key, tokenizer, args.stop_words
         )
-        active = factory.open(answer, tokenized.tokens, args, stop_sequences)
+        active = factory.open(answer, tokenized, args, stop_sequences)
         context = GenerationContext(
             has_tool_calling=tokenizer.has_tool_calling,
             has_thinking=tokenizer.has_thinking,

@@ -10,6 +10,7 @@ from mlx_lm.utils import _parse_size
 from ..commands.flags import add_draft_flags, check_cache_flags, check_draft_flags
 from ..decoding.setup import AUTO
 from .body import MAX_DRAFT_TOKENS, NUMBERS
+from .cache_files import FOLDER_BYTES
 from .collect import COLLECT_BYTES
 from .engine import TIME_LIMIT
 from .listener import BODY_BYTES, CONNECTIONS, MAX_HEAD, REQUEST_SECONDS
@@ -67,8 +68,19 @@ FLAGS = {
     ),
     "prompt-concurrency": (int, 8, "Prompts to read at a time, a chunk of each in turn."),
     "prefill-step-size": (int, 2048, "Tokens of a prompt to read in one pass."),
-    "prompt-cache-size": (int, 10, "Number of prompts whose caches are kept."),
-    "prompt-cache-bytes": (_size, None, "Maximum bytes of the caches that are kept."),
+    "prompt-cache-size": (int, 10, "Number of prompts whose caches are kept in memory."),
+    "prompt-cache-bytes": (
+        _size,
+        None,
+        "Maximum bytes of the caches that are kept: in memory, where the default is no maximum, "
+        f"and as many in --prompt-cache-dir, where it is {FOLDER_BYTES // 10**9}GB.",
+    ),
+    "prompt-cache-dir": (
+        str,
+        None,
+        "Keep caches in files of this folder too, which their owner alone can read: they are "
+        "found again after a restart.",
+    ),
     "kv-bits": (int, None, "Bits of quantized caches; requests then share no rounds."),
     "kv-group-size": (int, 64, "Group size of quantized caches."),
     "quantized-kv-start": (int, DEFAULT_QUANTIZED_KV_START, "Tokens before quantization starts."),

@@ -1,6 +1,7 @@
 """Counters of the server, and ``/metrics``: Prometheus's text format 0.0.4."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate
 from threading import Lock
@@ -32,11 +33,26 @@ class RequestOutcome(Enum):
         return cls.REFUSED if status < 500 else cls.FAILED
 
 
+def _places() -> dict[str, int]:
+    return {"memory": 0, "disk": 0}
+
+
+@dataclass
+class CacheCounts:
+    """Where requests have found caches since the server was started, and what is kept now."""
+
+    hits: dict[str, int] = field(default_factory=_places)
+    misses: int = 0
+    snapshots: dict[str, int] = field(default_factory=_places)
+    bytes: dict[str, int] = field(default_factory=_places)
+
+
 class Metrics:
     """Counts since the server was started; to be used from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, caches: CacheCounts | None = None) -> None:
         self._lock = Lock()
+        self._caches = caches or CacheCounts()
         self._requests = dict.fromkeys(RequestOutcome, 0)
         self._prompt_tokens = dict.fromkeys(RequestOutcome, 0)
         self._cached_tokens = dict.fromkeys(RequestOutcome, 0)
@@ -89,6 +105,7 @@ class Metrics:
             pages = [
                 _family("build_info", "gauge", "The version.", [({"version": __version__}, 1)]),
                 *self._request_families(),
+                *self._cache_families(),
                 self._histogram(),
                 *self._draft_families(),
             ]
@@ -128,6 +145,25 @@ class Metrics:
         return [
             *families,
             _family("refused_connections_total", "counter", text, self._refused_connections),
+        ]
+
+    def _cache_families(self) -> list[str]:
+        caches = self._caches
+        return [
+            _family(
+                "prompt_cache_hits_total",
+                "counter",
+                "Requests that began on caches of an earlier text, by where these were.",
+                _by_place(caches.hits),
+            ),
+            _family(
+                "prompt_cache_misses_total",
+                "counter",
+                "Requests that found none.",
+                caches.misses,
+            ),
+            _family("prompt_cache_snapshots", "gauge", "Texts kept.", _by_place(caches.snapshots)),
+            _family("prompt_cache_bytes", "gauge", "Bytes of these.", _by_place(caches.bytes)),
         ]
 
     def _histogram(self) -> str:
@@ -192,6 +228,10 @@ def _add(totals: list[int], counts: list[int]) -> None:
 
 def _by_position(values: Iterable[float]) -> list[tuple[Labels, float]]:
     return [({"position": str(i + 1)}, value) for i, value in enumerate(values)]
+
+
+def _by_place(counts: Mapping[str, int]) -> list[tuple[Labels, float]]:
+    return [({"place": place}, count) for place, count in counts.items()]
 
 
 def _family(

@@ -4,8 +4,8 @@ A prompt that is far too long is refused before all of it was tokenized. The tok
 are made by mlx-lm's own code.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jinja2 import TemplateError
@@ -26,10 +26,14 @@ TEMPLATE_ERRORS = (
 
 @dataclass(frozen=True)
 class Tokenized:
-    """The tokens of a prompt; the text begins as "normal" or as "reasoning"."""
+    """The tokens of a prompt; the text begins as "normal" or as "reasoning".
+
+    ``ends``: where caches that cannot be trimmed are worth a snapshot; see ``message_ends``.
+    """
 
     tokens: list[int]
     initial_state: str = "normal"
+    ends: Mapping[int, str] = field(default_factory=dict)
 
 
 def render(
@@ -151,3 +155,37 @@ def template_options(
     if args.reasoning_effort is None:
         return options  # thoughts are ended where they begin
     raise ValueError("the chat template of this model knows no reasoning_effort: leave it out.")
+
+
+def message_ends(
+    request: CompletionRequest,
+    prompt: list[int],
+    tokenizer: TokenizerWrapper,
+    template_args: dict[str, Any],
+) -> dict[int, str]:
+    """Behind which tokens of a prompt another is likely to go on, and whose message ends there.
+
+    That is behind the system prompt, which other conversations have too, and behind the last
+    question. How much of that comes again the template says: of the next turn it makes the same
+    tokens up to there, while what was to begin the answer, or thoughts, may be left out of it.
+    """
+    if request.request_type != "chat" or not tokenizer.has_chat_template:
+        return {len(prompt) - 1: "user"}
+    messages = request.messages
+    is_system = [message["role"] == "system" for message in messages]
+    num_system = [*is_system, False].index(False)
+    question = {"role": "user", "content": ""}
+    others = {"user": [*messages, {"role": "assistant", "content": "."}, question]}
+    if num_system:
+        others["system"] = [*messages[:num_system], question]
+    ends = {}
+    for whose, other in others.items():
+        try:
+            tokens = tokenizer.apply_chat_template(
+                other, tools=request.tools, return_dict=False, **template_args
+            )
+        except TEMPLATE_ERRORS:  # it cannot take such messages
+            continue
+        pairs = enumerate(zip(prompt[:-1], tokens, strict=False))
+        ends[next((i for i, (a, b) in pairs if a != b), len(prompt) - 1)] = whose
+    return ends

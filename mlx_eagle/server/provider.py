@@ -1,9 +1,14 @@
 """The one pair a server serves: target, tokenizer and drafter, opened in its own thread."""
 
+import hashlib
 from argparse import Namespace
 from pathlib import Path
 from threading import Event
 
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import ModelProvider
 from mlx_lm.tokenizer_utils import (
@@ -18,10 +23,12 @@ from ..decoding.setup import check_tree_drafter, read_tree
 from ..demo.pair import load_demo
 from ..draft_models import open_beside
 from ..drafters.target_parts import find_embedding
+from ..system.cli_values import __version__
 from ..system.command import USER_ERRORS
 from ..system.device import set_precision
 from ..system.hub import locate
 from ..target.tree_attention import check_trees
+from .caches import is_always_trimmable
 
 DEFAULT = "default_model"  # what mlx-lm calls the model and the draft model of the command line
 DEMO = "mlx-eagle-demo"
@@ -38,6 +45,7 @@ class PairProvider(ModelProvider):
         super().__init__(args)
         self.loaded = Event()
         self.vocab_size = 0
+        self.needs_snapshots = False  # as the target's caches cannot always be trimmed
         self.context: int | None = None  # tokens of a text, where the model says so
         self.error: Exception | None = None
         self.model_names = {DEFAULT, self.name}
@@ -111,6 +119,37 @@ class PairProvider(ModelProvider):
             self.check_tree(self.cli_args.tree)
         self.vocab_size = find_embedding(self.model)[1]
         self.context = context_size(self.model)
+        self.needs_snapshots = not is_always_trimmable(make_prompt_cache(self.model))
         # Settles what a tokenizer keeps between calls, before several threads use it.
         self.tokenizer.encode("")
         self.model_key = (model_path, adapter_path, draft_model_path)
+
+    def describe(self) -> dict[str, str]:
+        """What caches depend on besides the tokens: they are of use where all of it is equal.
+
+        Of the weights it has sums of their bits, so that neither names nor dates matter.
+        """
+        drafter, args = self.draft_model, self.cli_args
+        drafting = [] if drafter is None else [drafter.cost_key, *map(_weights, drafter.modules())]
+        return {
+            "model": _digest(repr(getattr(self.model, "args", None)), _weights(self.model)),
+            "draft_model": _digest(*drafting, repr(args.draft_window)),
+            "chat_template": _digest(str(self.tokenizer.chat_template)),
+            "quantization": repr((args.kv_bits, args.kv_group_size, args.quantized_kv_start)),
+            "versions": f"mlx-eagle {__version__}, mlx-lm {mlx_lm.__version__}",
+        }
+
+
+def _weights(module: nn.Module) -> str:
+    """Names, shapes, types and sums of all weights."""
+    lines, sums = [], []
+    for name, weight in tree_flatten(module.parameters()):
+        flat = weight.reshape(-1)
+        is_even = flat.nbytes % mx.uint32.size == 0
+        sums.append(flat.view(mx.uint32 if is_even else mx.uint8).sum())
+        lines.append(f"{name} {weight.shape} {weight.dtype}")
+    return repr(list(zip(lines, mx.stack(sums).tolist() if sums else [], strict=True)))
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.blake2b("\n".join(texts).encode(), digest_size=16).hexdigest()

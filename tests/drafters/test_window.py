@@ -223,9 +223,9 @@ def test_the_servers_store_trims_the_text_or_starts_cold(window):
     drafter, store = tiny_head(MODEL).with_draft_window(window), PairCache()
     caches = prepare(None, MODEL, drafter, [])
     tokens, _ = speculative(MODEL, drafter, PROMPT, 10, prompt_cache=caches)
-    store.insert_cache("key", PROMPT + tokens, caches)
+    store.insert_cache(PROMPT + tokens, caches)
     text = PROMPT + tokens[:6] + [50, 51, 52]
-    fetched, rest = store.fetch("key", text)
+    fetched, rest = store.fetch(text)
     assert len(rest) == 3 and bool(fetched.draft) == (window == 60)
     fetched = prepare(fetched, MODEL, drafter, text[: -len(rest)])
     again, _ = speculative(MODEL, drafter, rest, 10, prompt_cache=fetched)

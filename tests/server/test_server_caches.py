@@ -1,9 +1,12 @@
 """Caches of earlier requests: what a drafter must find where one sequence goes on."""
 
 import mlx.core as mx
+import pytest
 from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama
 from mlx_lm.models.cache import make_prompt_cache
+from serving import ENDLESS, ours, theirs, write_model, write_tokenizer
 
+from mlx_eagle.decoding.decoder import Decoder
 from mlx_eagle.server.caches import Caches, PairCache, prepare
 
 
@@ -18,12 +21,12 @@ def test_the_drafter_misses_nothing_at_a_seam():
 
     caches = prepare(None, model, drafter, [])
     tokens, _ = speculative(model, drafter, PROMPT, 10, prompt_cache=caches)
-    store.insert_cache("key", PROMPT + tokens, caches)
+    store.insert_cache(PROMPT + tokens, caches)
     text = PROMPT + tokens[:6] + [50, 51, 52]
     whole = prepare(None, model, drafter, [])
     speculative(model, drafter, text, 1, prompt_cache=whole)
     for is_prepared in (False, True):
-        fetched, rest = store.fetch("key", text)
+        fetched, rest = store.fetch(text)
         assert len(rest) == 3
         if is_prepared:
             fetched = prepare(fetched, model, drafter, text[: -len(rest)])
@@ -41,10 +44,115 @@ def test_caches_without_a_drafters_part_get_one():
     caches = make_prompt_cache(model)
     tokens = plain(model, PROMPT, 5, prompt_cache=caches)
     store = PairCache()
-    store.insert_cache("key", PROMPT + tokens, caches)  # as of a plain answer
-    fetched, _rest = store.fetch("key", PROMPT + tokens + [1, 2])
+    store.insert_cache(PROMPT + tokens, caches)  # as of a plain answer
+    fetched, _rest = store.fetch(PROMPT + tokens + [1, 2])
     pair_caches = prepare(fetched, model, drafter, PROMPT + tokens)
     assert len(pair_caches.draft) == len(drafter.make_cache())
-    store.insert_cache("key", PROMPT + tokens + [1], Caches(pair_caches, len(caches)))
-    assert len(store.fetch("key", PROMPT + tokens + [1, 2])[0].target) == len(caches)
+    store.insert_cache(PROMPT + tokens + [1], Caches(pair_caches, len(caches)))
+    assert len(store.fetch(PROMPT + tokens + [1, 2])[0].target) == len(caches)
     assert not prepare(pair_caches, model, None, PROMPT + tokens).draft
+
+
+WHO = {"role": "system", "content": "You are one who answers in few words, and well."}
+OTHER = {"role": "system", "content": "Give this chat a title."}
+KINDS = {"full": pytest.mark.exhaustive, "rotating": pytest.mark.exhaustive, "recurrent": ()}
+
+
+@pytest.fixture(scope="module")
+def targets(pair, recurrent, tmp_path_factory) -> dict[str, str]:
+    """A target of each kind of cache: the windows are full after 16 tokens."""
+    folder = tmp_path_factory.mktemp("rotating")
+    layers = ["sliding_attention", "full_attention"] * 2
+    num_tokens = write_tokenizer(folder)
+    write_model(folder, num_tokens, num_hidden_layers=4, layer_types=layers, sliding_window=16)
+    return {"full": pair["target"], "rotating": str(folder), "recurrent": recurrent}
+
+
+@pytest.fixture
+def read(monkeypatch) -> list[int]:
+    """How many tokens of each chunk of a prompt were computed, by the time they were."""
+    sizes, chunk = [], Decoder._prefill_chunk
+
+    def watch(self, tokens, embeddings):
+        sizes.append(tokens.shape[0])
+        chunk(self, tokens, embeddings)
+
+    monkeypatch.setattr(Decoder, "_prefill_chunk", watch)
+    return sizes
+
+
+class Chat:
+    """A conversation: each turn goes on behind the one before."""
+
+    def __init__(self, *messages: dict):
+        self.messages = list(messages)
+        self.texts = []
+
+    def ask(self, asked, question: str, **options):
+        """The next turn's usage."""
+        self.messages.append({"role": "user", "content": question})
+        answer = asked.complete(
+            messages=self.messages, max_tokens=9, logit_bias=ENDLESS, **options
+        )
+        self.texts.append(answer.choices[0].message.content)
+        self.messages.append({"role": "assistant", "content": self.texts[-1]})
+        return answer.usage
+
+
+class Talk:
+    """Two conversations with one system prompt, and side requests between their turns."""
+
+    def __init__(self, check, num_common: int = 0):
+        """``num_common``: tokens in which all system prompts begin, and that are found again."""
+        self.num_common = num_common
+        self.main, self.second, self.side = Chat(WHO), Chat(WHO), Chat(OTHER)
+        self.check = check
+        self.totals = {}
+
+    def turn(self, asked, name: str, question: str, num_cached: int | None = None) -> None:
+        """``num_cached``: None where all of the turn before is."""
+        usage = getattr(self, name).ask(asked, question)
+        self.check(usage, self.totals.get(name, 0) if num_cached is None else num_cached)
+        self.totals[name] = usage.total_tokens
+
+    def begin(self, asked) -> None:
+        # START system \n ... END \n START user \n
+        num_system = 1 + 6 + 1 + len(WHO["content"]) + 1 + 1 + 1 + 4 + 1
+        self.turn(asked, "main", "How are you, and who?")
+        self.turn(asked, "second", "What is this for?", num_system)
+        for i in range(12):
+            Chat({"role": "system", "content": f"{i}. title"}).ask(asked, "Of it.")
+        self.check(None, 0)
+        self.turn(asked, "side", "Of this.", self.num_common)
+        self.turn(asked, "main", "And then?")
+
+    def go_on(self, asked) -> list[str]:
+        """All that was said."""
+        self.turn(asked, "second", "Then?")
+        self.turn(asked, "main", "And now?")
+        self.turn(asked, "side", "Once more.")
+        return [text for chat in (self.main, self.second, self.side) for text in chat.texts]
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=marks) for k, marks in KINDS.items()])
+def test_only_what_is_new_is_computed(targets, pair, read, tmp_path, kind):
+    """In second turns, beside side requests, behind a system prompt, and after a restart."""
+
+    def check(usage, expected: int) -> None:
+        if usage is not None:
+            num_cached = usage.prompt_tokens_details.cached_tokens
+            assert num_cached == expected
+            assert sum(read) == usage.prompt_tokens - num_cached - 1  # the last begins the text
+        read.clear()
+
+    flags = ("--model", targets[kind], "--draft-model", pair["head"])
+    flags += ("--prompt-cache-dir", tmp_path / "kept")
+    talk = Talk(check, num_common=8 if kind == "full" else 0)  # START system \n
+    with ours(*flags) as asked:
+        talk.begin(asked)
+    with ours(*flags) as asked:
+        got = talk.go_on(asked)
+    reference = Talk(lambda usage, expected: None)
+    with theirs(targets[kind]) as asked:
+        reference.begin(asked)
+        assert reference.go_on(asked) == got

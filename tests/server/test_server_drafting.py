@@ -164,9 +164,9 @@ def test_no_draft_could_pay_here(pair, expected, monkeypatch):
     monkeypatch.setattr(loop, "costs_of", lambda *_: hopeless)
     filed, insert = [], PairCache.insert_cache
 
-    def watch(self, model, tokens, caches, **options):
+    def watch(self, tokens, caches, **options):
         filed.append(len(caches.draft))
-        insert(self, model, tokens, caches, **options)
+        insert(self, tokens, caches, **options)
 
     monkeypatch.setattr(PairCache, "insert_cache", watch)
     flags = ("--model", pair["target"], "--draft-model", pair["head"], "--usage-stats")

@@ -21,7 +21,7 @@ from openai import OpenAI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from mlx_eagle.convert import convert
-from mlx_eagle.server.caches import PairCache
+from mlx_eagle.server.caches import open_prompt_cache
 from mlx_eagle.server.collect import open_collector
 from mlx_eagle.server.engine import PairGenerator
 from mlx_eagle.server.flags import build_parser
@@ -134,7 +134,7 @@ def parse(*flags: str):
 def ours(*flags: str):
     """Our server, as the flags say, at a free port; rounds of three drafts if they say nothing."""
     args = parse("--port", "0", "--num-draft-tokens", "3", *flags)
-    generator = PairGenerator(PairProvider(args), PairCache(args.prompt_cache_size))
+    generator = PairGenerator(PairProvider(args), open_prompt_cache(args))
     try:
         assert generator.model_provider.loaded.wait(60)
         generator.check_loaded()

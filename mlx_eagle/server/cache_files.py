@@ -1,0 +1,250 @@
+"""A folder of prompt caches that outlive a server: mlx-lm's own files, one per text.
+
+Several servers may use one folder. A file appears whole or not at all and never changes, and what
+is wrong with one costs no more than reading its text again.
+"""
+
+import base64
+import errno
+import hashlib
+import logging
+import os
+import re
+import secrets
+import shutil
+import stat
+import tempfile
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
+
+from ..system.atomic_folder import try_lock
+from ..system.safetensors import read_header, read_metadata
+from ..target.rollback import check_supported
+
+FOLDER_BYTES = 20_000_000_000
+NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{8}\.safetensors")  # the last part is ``_checksum``
+DRAFT = ".{}.{}.part.safetensors"
+PIECE = 1 << 24  # bytes that are read at once
+UNREADABLE = (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError)
+"""What mlx-lm, MLX and we raise for files that are damaged, or of another version."""
+
+
+@dataclass(frozen=True)
+class StoredText:
+    """What a file has of one text; ``caches`` are read when they are needed."""
+
+    tokens: npt.NDArray[np.int32]
+    cache_type: str
+    is_trimmable: bool
+    num_target: int
+    is_whole: bool
+    caches: list[Any] = field(default_factory=list)
+
+    def metadata(self) -> dict[str, str]:
+        return {
+            "tokens": base64.b64encode(self.tokens.astype("<i4").tobytes()).decode(),
+            "cache_type": self.cache_type,
+            "is_trimmable": str(self.is_trimmable),
+            "num_target": str(self.num_target),
+            "is_whole": str(self.is_whole),
+        }
+
+    @classmethod
+    def of(cls, metadata: Mapping[str, str]) -> "StoredText":
+        """Raises ValueError or KeyError where that is no such metadata."""
+        tokens = np.frombuffer(base64.b64decode(metadata["tokens"]), "<i4").astype(np.int32)
+        is_true = {"True": True, "False": False}
+        return cls(
+            tokens,
+            metadata["cache_type"],
+            is_true[metadata["is_trimmable"]],
+            int(metadata["num_target"]),
+            is_true[metadata["is_whole"]],
+        )
+
+
+class CacheFolder:
+    """Prompt-cache files of any number of servers, which share ``max_bytes``.
+
+    Of the files, the least recently used go first. ``pair`` says what caches depend on: those of
+    files that were written by another pair are left alone.
+    """
+
+    def __init__(self, path: Path, max_bytes: int = FOLDER_BYTES):
+        """Raises ValueError where files cannot be written."""
+        self.path, self.max_bytes = path, max_bytes
+        self.pair: dict[str, str] = {}
+        self._known: dict[Path, StoredText | None] = {}  # None: of another pair, or broken
+        self._is_failing = False
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=path).close()
+        except OSError as err:
+            raise ValueError(
+                f"--prompt-cache-dir {path} cannot be written ({err.strerror}): name a folder "
+                "that you may write to."
+            ) from err
+        self._remove_orphans()
+
+    def files(self) -> dict[Path, StoredText]:
+        """The texts of this pair that are there now, by file."""
+        there = [path for path, _ in self._entries()]
+        known = {path: self._known[path] for path in there if path in self._known}
+        self._known = known | {path: self._read(path) for path in there if path not in known}
+        return {path: text for path, text in self._known.items() if text is not None}
+
+    def save(self, text: StoredText) -> Path | None:
+        """Write a file, and let go of others where there are too many; None where it cannot be.
+
+        The log says so once, until it works again.
+        """
+        try:
+            check_supported(text.caches, "pair")
+            path = self._write(text)
+        except (OSError, ValueError, RuntimeError) as err:
+            if not self._is_failing:
+                reason = getattr(err, "strerror", None) or str(err).rstrip(".")
+                logging.warning(
+                    f"A prompt cache could not be written to {self.path} ({reason}): it is kept "
+                    "in memory only, as are others until they can be written."
+                )
+            self._is_failing = True
+            return None
+        self._is_failing = False
+        self._known[path] = replace(text, caches=[])
+        self._make_room(path)
+        return path
+
+    def load(self, path: Path) -> StoredText | None:
+        """The text with its caches; None where the file is gone, or broken and now removed."""
+        text = self._known.get(path)
+        if text is None:
+            return None
+        try:
+            with path.open("rb") as file:
+                if _checksum(file) != path.stem[-8:]:
+                    raise ValueError("it is not what was written")
+            caches: list[Any] = load_prompt_cache(str(path))
+            mx.eval([cache.state for cache in caches])
+        except UNREADABLE as err:
+            self._discard(path, err)
+            return None
+        return replace(text, caches=caches)
+
+    def use(self, path: Path) -> None:
+        """Let a file stay, and the others go first."""
+        with suppress(OSError):
+            os.utime(path)
+
+    def remove(self, paths: Sequence[Path]) -> None:
+        """Let go of files."""
+        for path in paths:
+            self._known.pop(path, None)
+            with suppress(OSError):
+                path.unlink()
+
+    def measure(self) -> tuple[int, int]:
+        """How many files there are, of whatever pair, and their bytes."""
+        sizes = [found.st_size for _, found in self._entries()]
+        return len(sizes), sum(sizes)
+
+    def _entries(self) -> list[tuple[Path, os.stat_result]]:
+        """The files that may be read: regular ones of this user, by names that we give."""
+        entries = []
+        with suppress(OSError):
+            for path in self.path.iterdir():
+                with suppress(FileNotFoundError):
+                    found = path.lstat()
+                    is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+                    if is_ours and NAME.fullmatch(path.name):
+                        entries.append((path, found))
+        return entries
+
+    def _read(self, path: Path) -> StoredText | None:
+        """What a file says of its text; None where it is of another pair, or broken."""
+        try:
+            read_header(path)
+            metadata = {
+                name.removeprefix("0."): value for name, value in read_metadata(path).items()
+            }
+            is_ours = all(metadata.get(name) == value for name, value in self.pair.items())
+            return StoredText.of(metadata) if is_ours else None
+        except UNREADABLE as err:
+            self._discard(path, err)
+            return None
+
+    def _discard(self, path: Path, err: Exception) -> None:
+        self._known[path] = None
+        if not path.exists():  # another server has let go of it
+            return
+        cause = err if isinstance(err, OSError) else err.__cause__
+        if isinstance(cause, OSError):  # which may pass
+            logging.warning(f"The prompt cache {path} cannot be read ({cause.strerror}).")
+            return
+        logging.warning(f"The prompt cache {path} is damaged: it is removed, not used.")
+        with suppress(OSError):
+            path.unlink()
+
+    def _write(self, text: StoredText) -> Path:
+        """Write the file under another name first, which is locked as long as we live."""
+        size = sum(cache.nbytes for cache in text.caches)
+        if size > self.max_bytes:
+            raise OSError(errno.EFBIG, f"{size} bytes are more than --prompt-cache-bytes")
+        metadata = text.metadata() | self.pair
+        digest = hashlib.blake2b(repr(sorted(metadata.items())).encode(), digest_size=16)
+        draft = self.path / DRAFT.format(digest.hexdigest(), secrets.token_hex(4))
+        file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            try_lock(file)
+            try:
+                save_prompt_cache(str(draft), text.caches, metadata)
+            except RuntimeError as err:  # MLX says that it could not write, and not why
+                if shutil.disk_usage(self.path).free < size:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from err
+                raise
+            os.fsync(file)
+            read_header(draft)
+            with os.fdopen(os.dup(file), "rb") as written:
+                path = self.path / f"{digest.hexdigest()}-{_checksum(written)}.safetensors"
+            os.rename(draft, path)
+        finally:
+            with suppress(FileNotFoundError):
+                draft.unlink()
+            os.close(file)
+        return path
+
+    def _make_room(self, newest: Path) -> None:
+        """Remove the least recently used files until the others are few enough."""
+        entries = sorted(self._entries(), key=lambda entry: entry[1].st_mtime_ns)
+        total = sum(found.st_size for _, found in entries)
+        for path, found in entries:
+            if total > self.max_bytes and path != newest:
+                self.remove([path])
+                total -= found.st_size
+
+    def _remove_orphans(self) -> None:
+        """Remove what was being written when a server was killed: nobody has it locked."""
+        for draft in self.path.glob(DRAFT.format("*", "*")):
+            with suppress(OSError):
+                file = os.open(draft, os.O_RDONLY | os.O_NOFOLLOW)
+                if try_lock(file):
+                    draft.unlink()
+                os.close(file)
+
+
+def _checksum(file: BinaryIO) -> str:
+    """Of all bytes of a file: eight digits."""
+    file.seek(0)
+    crc = 0
+    while piece := file.read(PIECE):
+        crc = zlib.crc32(piece, crc)
+    return f"{crc:08x}"
