@@ -34,6 +34,7 @@ from .dflash import check_tensors
 from .feature_drafter import FeatureDrafter
 from .folder import (
     PACKING,
+    SIZE,
     LoadOptions,
     PublishedTensor,
     Tensors,
@@ -46,7 +47,6 @@ from .target_parts import TargetSizes, activation_dtype, find_embedding, sizes_o
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 ORDERING = "token_ordering"
-SIZE = whole(1, 2**24)
 LAYER_TYPES = list_of(one_of(SLIDING, FULL), f"{SLIDING} and {FULL}")
 ROPE: Table = {
     "rope_type": one_of("default", "proportional"),

@@ -258,7 +258,8 @@ class DrafterBase:
     def with_draft_window(self, size: int | None) -> Drafter:
         if size is not None:
             raise ValueError(
-                "a draft window is for EAGLE heads, and this is another drafter: leave it out."
+                "a draft window is for EAGLE heads and heads of blocks, and this is another "
+                "drafter: leave it out."
             )
         return cast(Drafter, self)
 

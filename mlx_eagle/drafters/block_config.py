@@ -19,10 +19,9 @@ from ..system.json_schema import (
     shown,
     whole,
 )
-from .folder import PACKING, PublishedTensor, Tensors
+from .folder import PACKING, SIZE, PublishedTensor, Tensors
 from .target_parts import TargetSizes
 
-SIZE = whole(1, 2**24)
 FEW = whole(1, 256)
 LAYER_IDS = list_of(whole(-1, 4096), "whole numbers from -1")
 SCALINGS = ("linear", "llama3", "yarn")
@@ -191,6 +190,14 @@ class BlockConfig:
                 f"{where} masks with token {self.mask_token_id}, and the vocabulary has "
                 f"{self.vocab_size}: this is not the config of the drafter."
             )
+
+    @classmethod
+    def made_for(cls, values: dict[str, Any], where: Path, target: TargetSizes | None) -> str:
+        """The sizes of its targets; see ``Kind.made_for``."""
+        c = cls.from_dict(values, where)
+        if target is not None:
+            check_fit(c, target)
+        return f"for targets of hidden size {c.hidden_size} with {c.vocab_size} tokens"
 
     @property
     def longest_draft(self) -> int:

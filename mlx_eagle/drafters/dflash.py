@@ -9,6 +9,8 @@ each. Keys and values of the block do not stay.
 """
 
 from collections.abc import Callable, Collection, Mapping
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,9 +35,9 @@ from .folder import (
     read_weights,
 )
 from .head import GATED
+from .head_cache import check_window
 from .head_weights import draft_ids
 from .target_parts import (
-    TargetSizes,
     activation_dtype,
     embedding_scale,
     find_embedding,
@@ -233,6 +235,23 @@ class DFlashDrafter(FeatureDrafter):
     @property
     def longest_draft(self) -> int:
         return self.head.config.longest_draft
+
+    def with_draft_window(self, size: int | None) -> "DFlashDrafter":
+        """The same weights, seeing only the context of the newest ``size`` tokens; None: as made.
+
+        All of it stays in the caches: heads made for short texts draft worse where they see more.
+        """
+        if size is None:
+            return self
+        check_window(size, None)
+        head, c = copy(self.head), self.head.config
+        own = c.windows or (0,) * c.num_layers
+        windows = tuple(min(window or size, size) for window in own)
+        window_from = c.window_from if any(own) else "anchor"
+        head.config = replace(c, windows=windows, window_from=window_from)
+        drafter = self.begin()
+        drafter.head = head
+        return drafter
 
     def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
         """The seed is the newest token (1,), or its embedding (1, h)."""
@@ -450,11 +469,3 @@ def load(
     """The drafter of a converted folder; see ``Kind.load``."""
     parts = attach(DFlashHead, BlockConfig.from_dict, folder, config, model, options)
     return DFlashDrafter(*parts)
-
-
-def made_for(config: dict[str, Any], where: Path, target: TargetSizes | None) -> str:
-    """The sizes of its targets; see ``Kind.made_for``."""
-    c = BlockConfig.from_dict(config, where)
-    if target is not None:
-        check_fit(c, target)
-    return f"for targets of hidden size {c.hidden_size} with {c.vocab_size} tokens"

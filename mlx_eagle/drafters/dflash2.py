@@ -5,7 +5,7 @@ what they are fed. In each slot the most likely tokens are scored once more, by 
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,13 @@ from ..target.ragged import RaggedCache
 from .block_config import (
     OWN,
     BlockConfig,
-    check_fit,
     fields_from,
     known_tensors,
     merged,
 )
 from .dflash import BlockLayer, DFlashDrafter, DFlashHead, attach, check_tensors, is_block_head
 from .folder import LoadOptions, PublishedTensor, Tensors
-from .target_parts import TargetSizes, activation_dtype, find_embedding
+from .target_parts import activation_dtype, find_embedding
 
 SELECTOR = ("predecessor_codebook", "successor_codebook")
 CONVOLVED: Table = {
@@ -215,16 +214,6 @@ def load(
     Not in float16: the stream between the layers of published heads exceeds its largest number.
     """
     if options.dtype is None and activation_dtype(find_embedding(model)[0]) == mx.float16:
-        options = LoadOptions(
-            options.quantize_bits, options.quantize_group_size, mx.bfloat16, options.tokenizer
-        )
+        options = replace(options, dtype=mx.bfloat16)
     parts = attach(DFlash2Head, DFlash2Config.from_dict, folder, config, model, options)
     return DFlash2Drafter(*parts)
-
-
-def made_for(config: dict[str, Any], where: Path, target: TargetSizes | None) -> str:
-    """The sizes of its targets; see ``Kind.made_for``."""
-    c = DFlash2Config.from_dict(config, where)
-    if target is not None:
-        check_fit(c, target)
-    return f"for targets of hidden size {c.hidden_size} with {c.vocab_size} tokens"

@@ -18,7 +18,6 @@ from ..target.ragged import RaggedCache
 from .block_config import (
     OWN,
     BlockConfig,
-    check_fit,
     fields_from,
     known_tensors,
     merged,
@@ -33,7 +32,6 @@ from .dflash import (
     is_block_head,
 )
 from .folder import LoadOptions, PublishedTensor, Tensors
-from .target_parts import TargetSizes
 
 MARKOV: Table = {
     **OWN,
@@ -255,11 +253,3 @@ def load(
     """The drafter of a converted folder; see ``Kind.load``."""
     parts = attach(DSparkHead, DSparkConfig.from_dict, folder, config, model, options)
     return DSparkDrafter(*parts)
-
-
-def made_for(config: dict[str, Any], where: Path, target: TargetSizes | None) -> str:
-    """The sizes of its targets; see ``Kind.made_for``."""
-    c = DSparkConfig.from_dict(config, where)
-    if target is not None:
-        check_fit(c, target)
-    return f"for targets of hidden size {c.hidden_size} with {c.vocab_size} tokens"

@@ -45,7 +45,7 @@ KINDS: dict[str, Kind] = {
         dspark.load,
         dspark.recognise,
         dspark.convert,
-        made_for=dspark.made_for,
+        made_for=dspark.DSparkConfig.made_for,
         readings=block_config.readings,
     ),
     "dflash2": Kind(
@@ -54,7 +54,7 @@ KINDS: dict[str, Kind] = {
         dflash2.recognise,
         dflash2.convert,
         never_quantized=dflash2.NEVER_QUANTIZED,
-        made_for=dflash2.made_for,
+        made_for=dflash2.DFlash2Config.made_for,
         readings=block_config.readings,
     ),
     "dflash": Kind(
@@ -62,7 +62,7 @@ KINDS: dict[str, Kind] = {
         dflash.load,
         dflash.recognise,
         dflash.convert,
-        made_for=dflash.made_for,
+        made_for=block_config.BlockConfig.made_for,
         readings=block_config.readings,
     ),
     "assistant": Kind(

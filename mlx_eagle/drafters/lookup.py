@@ -145,6 +145,7 @@ class CopyingDrafter(DrafterBase):
         self._was_copied = False
         self._size = 0
         self._last: mx.array | None = None
+        self._caches: CacheView | None = None
 
     @property
     def num_forwards(self) -> int:
@@ -174,6 +175,7 @@ class CopyingDrafter(DrafterBase):
         copied = self._copy(size)
         if copied is not None:
             return copied
+        self._show_target()
         draft = self.drafter.propose(self._worthwhile(self._drafts.along(0, size)), pick)
         self._size = len(draft)
         return draft
@@ -226,7 +228,8 @@ class CopyingDrafter(DrafterBase):
         return f"{super().cost_key} {self.drafter.cost_key}"
 
     def see_target(self, caches: CacheView) -> None:
-        self.drafter.see_target(caches)
+        """The other drafter sees them when it drafts: until then it keeps nothing of them."""
+        self._caches = caches
 
     @property
     def supports_trees(self) -> bool:
@@ -237,7 +240,15 @@ class CopyingDrafter(DrafterBase):
 
     def propose_tree(self, shape: Tree, pick: PickChildren) -> Draft:
         """The other drafter's tree, or a copy, which is a chain."""
-        return self._copy(shape.depth) or self.drafter.propose_tree(shape, pick)
+        copied = self._copy(shape.depth)
+        if copied is not None:
+            return copied
+        self._show_target()
+        return self.drafter.propose_tree(shape, pick)
+
+    def _show_target(self) -> None:
+        if self._caches is not None:
+            self.drafter.see_target(self._caches)
 
     @property
     def supports_overlay(self) -> bool:

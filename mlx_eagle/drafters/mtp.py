@@ -17,14 +17,14 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import CacheList, KVCache
 
-from ..system.json_schema import BOOL, TEXT, Table, check, shown, whole
+from ..system.json_schema import BOOL, TEXT, Table, check, shown
 from ..target.masks_and_ropes import evaluate_ropes
 from ..target.stand_in import StandIn
 from ..target.tree_attention import each_itself
 from .base import Draft, Pick, PickChildren, start_early
 from .batch_drafter import HeadBatchDrafter
 from .feature_drafter import FeatureDrafter
-from .folder import PACKING, LoadOptions, Tensors, quantize_now, read_weights
+from .folder import PACKING, SIZE, LoadOptions, Tensors, quantize_now, read_weights
 from .mtp_layers import (
     MTPFamily,
     Weights,
@@ -50,8 +50,8 @@ FOLDER = (
 """Tensors that only folders of such layers have, of one family or another."""
 CONVERTED: Table = {
     "target_type": TEXT,
-    "hidden_size": whole(1, 2**24),
-    "vocab_size": whole(1, 2**24),
+    "hidden_size": SIZE,
+    "vocab_size": SIZE,
     "state_first": BOOL,
     "quantization": PACKING,
 }

@@ -5,6 +5,7 @@ from math import prod
 
 import mlx.core as mx
 import pytest
+from assistants import tiny_assistant, tiny_gemma4
 from drafter_pairs import LLAMA, naive_lookup, nudged
 from grids import thorough
 from helpers import PROMPT, VOCAB, plain, speculative, tiny_head
@@ -259,3 +260,23 @@ def test_it_can_do_what_the_other_can():
 def test_auto():
     tokens, _ = speculative(LLAMA, CopyingDrafter(HEAD), LOOPING, 20, num_draft_tokens="auto")
     assert tokens == plain(LLAMA, LOOPING, 20)
+
+
+def test_an_assistant_sees_the_target_when_it_drafts_alone():
+    """What it keeps of the target's caches would make the next pass copy them."""
+    target = tiny_gemma4()
+    drafter = tiny_assistant(target)
+    seen = []
+
+    class Counted(type(drafter)):
+        def see_target(self, caches):
+            seen.append(self)
+            super().see_target(caches)
+
+    drafter.__class__ = Counted
+    text = [*LOOPING, *LOOPING]
+    wanted = plain(target, text, 30)
+    tokens, stats = speculative(target, CopyingDrafter(drafter), text, 30, num_draft_tokens=3)
+    assert tokens == wanted
+    assert 0 < len(seen) < stats.num_rounds  # some were copied
+    assert all(not each._rows for each in seen)

@@ -21,7 +21,6 @@ from block_twin import (
 )
 from checkpoints import config_of, write_config, write_target
 from drafter_pairs import tiny_gemma3
-from golden import frozen
 from helpers import PROMPT, VOCAB, byte_tokenizer, plain, speculative, tiny_llama
 from mlx.utils import tree_flatten
 
@@ -29,8 +28,7 @@ import mlx_eagle
 from mlx_eagle.convert import convert, pipeline
 from mlx_eagle.convert.check_acceptance import measure_acceptance
 from mlx_eagle.drafters.block_config import BlockConfig, config_from, known_tensors
-from mlx_eagle.drafters.dflash import DFlashDrafter, DFlashHead
-from mlx_eagle.drafters.folder import fill, read_weights
+from mlx_eagle.drafters.dflash import DFlashHead
 from mlx_eagle.drafters.kinds import load_drafter, recognise
 from mlx_eagle.drafters.tree import CHAINS, chains_for
 
@@ -58,6 +56,31 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_logits_after_a_prompt_and_after_acceptance(form):
     compare_rounds(tiny_dflash(LLAMA, **FORMS[form]), LLAMA)
+
+
+@pytest.mark.parametrize(
+    "form", ["plain", "window from each query", "a token from the anchor's slot"]
+)
+def test_a_draft_window(form):
+    """The newest tokens alone are seen, and a head's own window may be shorter still."""
+    drafter = tiny_dflash(LLAMA, **FORMS[form])
+    assert drafter.with_draft_window(None) is drafter
+    narrow = drafter.with_draft_window(4)
+    c = narrow.head.config
+    assert c.windows == (4, 4) and c.num_layers == 2
+    assert c.window_from == ("query" if form.startswith("window") else "anchor")
+    compare_rounds(narrow, LLAMA)
+    text = [*PROMPT, 5]
+    whole, cut = (twin_logits(each, LLAMA, text, 4) for each in (drafter, narrow))
+    assert relative(whole, cut) > 0.01  # and the whole one is as it was
+    tokens, _ = speculative(LLAMA, narrow, PROMPT, 12, num_draft_tokens=3)
+    assert tokens == plain(LLAMA, PROMPT, 12)
+    made = mlx_eagle.batch_generate(
+        LLAMA, TOKENIZER, PROMPTS, return_token_ids=True, draft_model=narrow, max_tokens=12
+    )
+    assert made.token_ids == [plain(LLAMA, prompt, 12) for prompt in PROMPTS]
+    with pytest.raises(ValueError, match=r"^the draft window is 0: give"):
+        drafter.with_draft_window(0)
 
 
 MISTAKES = {
@@ -142,7 +165,7 @@ def target(tmp_path, monkeypatch) -> str:
     """A folder for the converter; the model is LLAMA, asked for what the head has learnt."""
     short = partial(measure_acceptance, questions=("0", "1"), num_tokens=20)
     monkeypatch.setattr(pipeline, "measure_acceptance", short)
-    monkeypatch.setattr(pipeline, "load_model", lambda name: (LLAMA, Tokenizer()))
+    monkeypatch.setattr(pipeline, "load_model", lambda *_: (LLAMA, Tokenizer()))
     sizes = {"hidden_size": 64, "num_hidden_layers": 6, "vocab_size": VOCAB}
     return str(write_target(tmp_path / "target", **sizes))
 
@@ -176,31 +199,6 @@ def test_a_target_it_was_not_made_for_is_told_while_converting(target, tmp_path)
     with pytest.raises(ValueError, match="target of hidden size 32, but this target's is 64"):
         convert(str(source), str(tmp_path / "head"), target=target)
     assert not (tmp_path / "head").exists()
-
-
-# What mlx-vlm makes of the same files
-
-GOLDEN = Path(frozen.FOLDER)
-ROUNDS = ((9, 5), (1, 8), (4, 40), (2, 3))  # as in tools/golden/make_blocks.py
-
-
-@pytest.mark.parametrize("name", ["dflash", "dflash-capped"])
-def test_logits_are_those_of_another_library(tmp_path, name):
-    source = GOLDEN / f"block-{name}"
-    written = convert(str(source), str(tmp_path / "head"), quantize=False, dtype="float32")
-    expected = mx.load(str(source / "expected.safetensors"))
-    head = DFlashHead(BlockConfig.from_dict(written, "config.json"))
-    fill(head, read_weights(tmp_path / "head"))
-    embed, project = expected["embed"], expected["head"].T
-    drafter = DFlashDrafter(head, lambda t: embed[t], lambda x: x @ project).begin()
-    assert drafter.taps == (1, 2, 4)
-    start = 0
-    for i, (num_rows, token) in enumerate(ROUNDS):
-        tokens = mx.array([*[0] * (num_rows - 1), token])
-        drafter.extend(tokens, expected["features"][start : start + num_rows])
-        start += num_rows
-        wanted = np.array(expected[f"logits.{i}"], np.float64)
-        assert relative(drafted_logits(drafter, len(wanted)), wanted) < TOLERANCE
 
 
 # As published

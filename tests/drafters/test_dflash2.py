@@ -1,7 +1,5 @@
 """DFlash2: drafts against the NumPy twin, both packagings, float16 targets."""
 
-from pathlib import Path
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -17,15 +15,13 @@ from block_twin import (
     tiny_dflash2,
     twin_logits,
 )
-from golden import frozen
 from helpers import PROMPT, byte_tokenizer, plain, speculative, tiny_llama
 from mlx.utils import tree_flatten
-from test_dflash import FLAT, NESTED, PROMPTS, ROUNDS
+from test_dflash import FLAT, NESTED, PROMPTS
 
 import mlx_eagle
 from mlx_eagle.convert import convert
-from mlx_eagle.drafters.dflash2 import DFlash2Config, DFlash2Drafter, DFlash2Head
-from mlx_eagle.drafters.folder import LoadOptions, fill, read_weights
+from mlx_eagle.drafters.folder import LoadOptions
 from mlx_eagle.drafters.kinds import kind_of, load_drafter, recognise
 from mlx_eagle.system.hub import locate
 
@@ -132,22 +128,3 @@ def test_not_in_float16(tmp_path):
 def test_it_is_told_by_its_codebooks():
     names = [name for name, _ in tree_flatten(tiny_dflash2(LLAMA).head.parameters())]
     assert recognise(names, TWO) == "dflash2"
-
-
-def test_tokens_are_those_of_another_library(tmp_path):
-    """mlx-vlm's greedy drafts of four rounds, from the same files and features."""
-    source = Path(frozen.FOLDER) / "block-dflash2"
-    written = convert(str(source), str(tmp_path / "head"), quantize=False, dtype="float32")
-    expected = mx.load(str(source / "expected.safetensors"))
-    head = DFlash2Head(DFlash2Config.from_dict(written, "config.json"))
-    fill(head, read_weights(tmp_path / "head"))
-    embed, project = expected["embed"], expected["head"].T
-    drafter = DFlash2Drafter(head, lambda t: embed[t], lambda x: x @ project).begin()
-    start = 0
-    for i, (num_rows, token) in enumerate(ROUNDS):
-        tokens = mx.array([*[0] * (num_rows - 1), token])
-        drafter.extend(tokens, expected["features"][start : start + num_rows])
-        start += num_rows
-        wanted = expected[f"tokens.{i}"].tolist()
-        drafted = drafter.propose(len(wanted), lambda logits, _: mx.argmax(logits, axis=-1))
-        assert drafted.tokens.tolist() == wanted

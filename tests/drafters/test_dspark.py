@@ -1,7 +1,5 @@
 """DSpark: drafts against the NumPy twin, its packagings, which slot drafts first."""
 
-from pathlib import Path
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -16,15 +14,13 @@ from block_twin import (
     tiny_dspark,
     twin_logits,
 )
-from golden import frozen
 from helpers import PROMPT, byte_tokenizer, plain, speculative, tiny_llama
 from mlx.utils import tree_flatten
-from test_dflash import FLAT, LAYER, NESTED, PROMPTS, ROUNDS, without
+from test_dflash import FLAT, LAYER, NESTED, PROMPTS, without
 
 import mlx_eagle
 from mlx_eagle.convert import convert
-from mlx_eagle.drafters.dspark import DSparkConfig, DSparkDrafter, DSparkHead, config_from
-from mlx_eagle.drafters.folder import fill, read_weights
+from mlx_eagle.drafters.dspark import config_from
 from mlx_eagle.drafters.kinds import load_drafter, recognise
 
 LLAMA, TOKENIZER = tiny_llama(), byte_tokenizer()
@@ -220,22 +216,3 @@ def test_layers_of_gemma_4(tmp_path, values_are_keys):
 def test_it_is_told_by_its_matrix():
     names = [name for name, _ in tree_flatten(tiny_dspark(LLAMA).head.parameters())]
     assert recognise(names, FLAT) == "dspark"
-
-
-def test_tokens_are_those_of_another_library(tmp_path):
-    """mlx-vlm's greedy drafts of four rounds, from the same files and features."""
-    source = Path(frozen.FOLDER) / "block-dspark"
-    written = convert(str(source), str(tmp_path / "head"), quantize=False, dtype="float32")
-    expected = mx.load(str(source / "expected.safetensors"))
-    head = DSparkHead(DSparkConfig.from_dict(written, "config.json"))
-    fill(head, read_weights(tmp_path / "head"))
-    embed, project = expected["embed"], expected["head"].T
-    drafter = DSparkDrafter(head, lambda t: embed[t], lambda x: x @ project).begin()
-    start = 0
-    for i, (num_rows, token) in enumerate(ROUNDS):
-        tokens = mx.array([*[0] * (num_rows - 1), token])
-        drafter.extend(tokens, expected["features"][start : start + num_rows])
-        start += num_rows
-        wanted = expected[f"tokens.{i}"].tolist()
-        drafted = drafter.propose(len(wanted), lambda logits, _: mx.argmax(logits, axis=-1))
-        assert drafted.tokens.tolist() == wanted

@@ -1,14 +1,24 @@
-"""Public drafters of blocks, at full size but without weights, resolve as their cards say.
+"""Drafters of blocks against others: files that another library wrote, and public ones.
+
+Those resolve at full size, without weights, as their cards say.
 
 Block sizes, taps, windows, masks and slots are those of the published configs and cards; widths
 of layers are the targets' where no page says them.
 """
 
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
 import pytest
+from block_twin import TOLERANCE, drafted_logits, relative
+from golden import frozen
 from mlx.utils import tree_flatten
 
+from mlx_eagle.convert import convert
 from mlx_eagle.drafters import dflash, dflash2, dspark
 from mlx_eagle.drafters.block_config import BlockConfig, check_fit
+from mlx_eagle.drafters.folder import fill, read_weights
 from mlx_eagle.drafters.kinds import KINDS, recognise
 from mlx_eagle.drafters.pairs import PAIRS
 from mlx_eagle.drafters.target_parts import TargetSizes
@@ -187,3 +197,40 @@ def test_it_resolves(name):
 def test_it_is_in_the_table_of_pairs(name):
     (pair,) = [pair for pair in PAIRS if pair.head == name]
     assert pair.kind == HEADS[name][0]
+
+
+# What mlx-vlm makes of the same files
+
+ROUNDS = ((9, 5), (1, 8), (4, 40), (2, 3))  # as in tools/golden/make_blocks.py
+
+
+@pytest.mark.parametrize("name", ["dflash", "dflash-capped", "dflash2", "dspark"])
+def test_four_rounds_are_those_of_another_library(tmp_path, name):
+    """Its logits, or where tokens depend on each other the ones that it drafts greedily."""
+    source = Path(frozen.FOLDER) / f"block-{name}"
+    written = convert(str(source), str(tmp_path / "head"), quantize=False, dtype="float32")
+    expected = mx.load(str(source / "expected.safetensors"))
+    config, head, drafter = PARTS[written["kind"]]
+    head = head(config.from_dict(written, "config.json"))
+    fill(head, read_weights(tmp_path / "head"))
+    embed, project = expected["embed"], expected["head"].T
+    own = drafter(head, lambda t: embed[t], lambda x: x @ project).begin()
+    start = 0
+    for i, (num_rows, token) in enumerate(ROUNDS):
+        tokens = mx.array([*[0] * (num_rows - 1), token])
+        own.extend(tokens, expected["features"][start : start + num_rows])
+        start += num_rows
+        if f"logits.{i}" in expected:
+            wanted = np.array(expected[f"logits.{i}"], np.float64)
+            assert relative(drafted_logits(own, len(wanted)), wanted) < TOLERANCE
+        else:
+            wanted = expected[f"tokens.{i}"].tolist()
+            drafted = own.propose(len(wanted), lambda logits, _: mx.argmax(logits, axis=-1))
+            assert drafted.tokens.tolist() == wanted
+
+
+PARTS = {
+    "dflash": (BlockConfig, dflash.DFlashHead, dflash.DFlashDrafter),
+    "dflash2": (dflash2.DFlash2Config, dflash2.DFlash2Head, dflash2.DFlash2Drafter),
+    "dspark": (dspark.DSparkConfig, dspark.DSparkHead, dspark.DSparkDrafter),
+}
