@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .public import *  # noqa: F403
 
 OWN_NAMES = ("__version__", "load_fast_blas")
-MODULES = ("bench", "convert", "reference", "server", "train")
+MODULES = ("bench", "convert", "reference", "server", "structured", "train")
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from ..decoding.accept import Choice, Coupled, Match, Rule, log_softmax
+from ..decoding.accept import Choice, Coupled, ForcedPicks, Match, Rule, index_in, log_softmax
 from ..decoding.sampling import Sampling, noise_of_rows
 from ..drafters.base import Draft, Pick
 
@@ -66,11 +66,14 @@ def _matched(drafts: mx.array, lengths: Sequence[int], following: mx.array) -> B
 class Greedy:
     """One round of requests without a sampler."""
 
+    def __init__(self, forced: Sequence[Sequence[int]]):
+        self._forced = forced
+
     def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
         return mx.argmax(logits, axis=-1)
 
     def alone(self, index: int) -> Pick:
-        return self.pick
+        return ForcedPicks(Match(), self._forced[index]).pick
 
     def verify(
         self, drafts: mx.array, lengths: Sequence[int], logits: mx.array
@@ -81,10 +84,18 @@ class Greedy:
 class CoupledRows:
     """One round of requests that sample with the noise of their positions, by the same filters."""
 
-    def __init__(self, rules: Sequence[Coupled], keys: mx.array, positions: list[int], size: int):
+    def __init__(
+        self,
+        rules: Sequence[Coupled],
+        keys: mx.array,
+        positions: list[int],
+        size: int,
+        forced: Sequence[Sequence[int]],
+    ):
         self._rules = rules
         self._positions = positions
         self._size = size
+        self._forced = forced
         starts = mx.array(positions, mx.uint32)[:, None]
         where = starts + mx.arange(size + 1).astype(mx.uint32)
         self._noise = noise_of_rows(keys, where, rules[0].vocab_size)  # (n, k + 1, V)
@@ -99,7 +110,8 @@ class CoupledRows:
         return mx.argmax(scores + (noise if ids is None else noise[:, ids]), axis=-1)
 
     def alone(self, index: int) -> Pick:
-        return self._rules[index].open(self._positions[index], self._size).pick
+        choice = self._rules[index].open(self._positions[index], self._size)
+        return ForcedPicks(choice, self._forced[index]).pick
 
     def verify(
         self, drafts: mx.array, lengths: Sequence[int], logits: mx.array
@@ -114,13 +126,21 @@ class RowByRow:
     """One round of requests that are judged one after the other.
 
     A rule is asked for as many picks as there is room for, as in a generation of its own: those
-    that follow because others have more room are fillers.
+    that follow because others have more room are fillers. It is not asked where a token is
+    forced.
     """
 
-    def __init__(self, rules: list[Rule], positions: list[int], room: list[int]):
+    def __init__(
+        self,
+        rules: list[Rule],
+        positions: list[int],
+        room: list[int],
+        forced: Sequence[Sequence[int]],
+    ):
         self._choices: list[Choice] = [
             rule.open(at, size) for rule, at, size in zip(rules, positions, room, strict=True)
         ]
+        self._picks = [ForcedPicks(*each) for each in zip(self._choices, forced, strict=True)]
         self._room = list(room)  # left
 
     def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
@@ -132,7 +152,7 @@ class RowByRow:
             self._room[index] -= 1
             if self._room[index] < 0:
                 return mx.argmax(logits, axis=-1)
-            return self._choices[index].pick(logits, ids)
+            return self._picks[index].pick(logits, ids)
 
         return pick
 
@@ -157,17 +177,20 @@ class RuleGroup:
     rules: list[Rule] = field(default_factory=list)
     keys: mx.array | None = None  # (n, 2) of their noise
 
-    def open(self, positions: Sequence[int], room: Sequence[int]) -> GroupChoice:
+    def open(
+        self, positions: Sequence[int], room: Sequence[int], forced: Sequence[Sequence[int]]
+    ) -> GroupChoice:
         """A round whose first tokens have these positions in each request of the batch."""
         own = [positions[b] for b in self.places]
+        own_forced = [forced[b] for b in self.places]
         if self.kind is Greedy:
-            return Greedy()
+            return Greedy(own_forced)
         if self.kind is RowByRow:
-            return RowByRow(self.rules, own, [room[b] for b in self.places])
+            return RowByRow(self.rules, own, [room[b] for b in self.places], own_forced)
         rules = [rule for rule in self.rules if isinstance(rule, Coupled)]
         if self.keys is None:
             self.keys = mx.stack([rule.sampling.base_key for rule in rules])
-        return CoupledRows(rules, self.keys, own, max(room))
+        return CoupledRows(rules, self.keys, own, max(*room, *map(len, forced)), own_forced)
 
 
 def _kind(rule: Rule) -> object:
@@ -193,25 +216,45 @@ class BatchRule:
         side_by_side = [place for group in self._groups for place in group.places]
         self._order = [side_by_side.index(place) for place in range(len(side_by_side))]
 
-    def open(self, positions: Sequence[int], room: Sequence[int]) -> "BatchChoice":
-        """One round, see ``Rule.open``; of request b at most ``room[b]`` drafts can be kept."""
-        choices = [group.open(positions, room) for group in self._groups]
-        return BatchChoice(self._groups, choices, self._order)
+    def open(
+        self, positions: Sequence[int], room: Sequence[int], forced: Sequence[Sequence[int]]
+    ) -> "BatchChoice":
+        """One round, see ``Rule.open``; of request b at most ``room[b]`` drafts can be kept.
+
+        Its first ones are ``forced[b]``.
+        """
+        choices = [group.open(positions, room, forced) for group in self._groups]
+        return BatchChoice(self._groups, choices, self._order, forced)
 
 
 class BatchChoice:
     """One round of a batch: ``batch_drafter.Picks``, and what judges the drafts."""
 
-    def __init__(self, groups: list[RuleGroup], choices: list[GroupChoice], order: list[int]):
+    def __init__(
+        self,
+        groups: list[RuleGroup],
+        choices: list[GroupChoice],
+        order: list[int],
+        forced: Sequence[Sequence[int]],
+    ):
         self._groups = groups
         self._choices = choices
         self._order = order  # where each request is once those of all groups stand side by side
+        self._forced = forced
+        self._num_picked = 0
 
     def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
         if len(self._choices) == 1:
-            return self._choices[0].pick(logits, ids)
-        picked = [c.pick(logits[places], ids) for c, places in self._by_group()]
-        return mx.concatenate(picked)[mx.array(self._order)]
+            picked = self._choices[0].pick(logits, ids)
+        else:
+            each = [c.pick(logits[places], ids) for c, places in self._by_group()]
+            picked = mx.concatenate(each)[mx.array(self._order)]
+        at, self._num_picked = self._num_picked, self._num_picked + 1
+        is_forced = [len(tokens) > at for tokens in self._forced]
+        if not any(is_forced):
+            return picked
+        tokens = mx.array([tokens[at] if len(tokens) > at else 0 for tokens in self._forced])
+        return mx.where(mx.array(is_forced), index_in(ids, tokens), picked)
 
     def alone(self, index: int) -> Pick:
         for group, choice in zip(self._groups, self._choices, strict=True):

@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
 from ..decoding.decoder import Decoder, Limits, Round
-from ..decoding.sampling import LogitsProcessor, Sampler, Sampling, is_pure
+from ..decoding.sampling import LogitsProcessor, Sampler, Sampling, is_grammar, is_pure
 from ..decoding.setup import begin_drafter, open_decoder, split_cache
 from ..decoding.stats import Stats
 from ..drafters.base import Drafter
@@ -98,7 +98,8 @@ class Options:
 
     def own_processors(self) -> list[LogitsProcessor]:
         """The logits processors for one request: those that keep a state are copied for it."""
-        return [p if is_pure(p) else deepcopy(p) for p in self.logits_processors or ()]
+        given = self.logits_processors or ()
+        return [p if is_pure(p) or is_grammar(p) else deepcopy(p) for p in given]
 
 
 def prefill(
@@ -193,6 +194,7 @@ class SharedRound:
     packed: mx.array
     logits: mx.array  # (B, R, V), processed
     features: mx.array | None  # (B, R, F)
+    num_forced: list[int]  # of those drafted: what a grammar forces
     absorbed: bool = False
     committed: bool = False
     kept: list[int] = field(default_factory=list)  # draft tokens, once read
@@ -207,6 +209,7 @@ class SharedRound:
             positions=[self.positions[b] for b in index],
             room=[self.room[b] for b in index],
             num_drafted=[self.num_drafted[b] for b in index],
+            num_forced=[self.num_forced[b] for b in index],
             verification=self.verification.of(places),
             packed=self.packed[places],
             logits=self.logits[places],

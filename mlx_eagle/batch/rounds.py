@@ -15,10 +15,10 @@ from mlx_lm.generate import generation_stream
 
 from ..decoding.accept import RowsInTurn, log_softmax
 from ..decoding.auto import Controller
-from ..decoding.decoder import PendingPairs
 from ..decoding.kernel_options import KernelOptions
-from ..decoding.loop import Pipeline
-from ..drafters.base import Draft, Drafter
+from ..decoding.loop import MOST_FORCED, Pipeline
+from ..decoding.sampling import ask_grammars
+from ..drafters.base import Draft, Drafter, PendingPairs
 from ..drafters.batch_drafter import make_batch_drafter
 from ..drafters.tree import DraftShape
 from ..system.machines import fused_rows
@@ -28,6 +28,7 @@ from ..target.taps import Target
 from .acceptance import BatchChoice, BatchRule, BatchVerification
 from .requests import Request, SharedRound
 
+LEAST_FORCED = 3  # tokens of a grammar that a text begins with, in however large a batch
 MOST_BEHIND = 256  # plain steps that a drafter may fall behind: till then their features are kept
 
 
@@ -136,18 +137,13 @@ class Batch:
         Of size 0, the drafter falls behind unless it is to ``absorb`` the step.
         """
         positions = [request.decoder.num_emitted for request in self.requests]
-        room = self._room(shape)
+        room, forced = self._room(shape), self._forced()
+        num_forced = [len(tokens) for tokens in forced]
         size = max(room)
-        choice = self._rule.open(positions, room)
-        if size > 0:
-            self._flush_pairs()
-            self._drafts.see_target(self._caches.view)
-            drafts, lengths = self._drafts.propose(size, choice)
-            # The device drafts while the host builds the target's pass, the larger graph.
-            mx.async_eval(drafts)
-        else:
-            drafts, lengths = mx.zeros((len(positions), 0), mx.int32), [0] * len(positions)
-        num_drafted = [min(length, own) for length, own in zip(lengths, room, strict=True)]
+        choice = self._rule.open(positions, room, forced)
+        drafts, lengths = self._draft(size, choice, forced)
+        most = map(max, room, num_forced)
+        num_drafted = [min(length, own) for length, own in zip(lengths, most, strict=True)]
         tokens = mx.concatenate([self._roots, drafts], axis=1)
         logits, features = self._target.batch(tokens, self._caches.open())
         verification, logits = self._accept(choice, drafts, num_drafted, logits)
@@ -161,18 +157,54 @@ class Batch:
             verification.packed,
             logits,
             features,
+            num_forced,
         )
-        if absorb or size > 0:
+        if absorb or drafts.shape[1] > 0:
             rows = [length + 1 for length in lengths]
             self._drafts.extend(verification.following, features, verification.num_kept, rows)
             launched.absorbed = True
         mx.async_eval(launched.packed, self._drafts.pending())
         return launched
 
+    def _forced(self) -> list[list[int]]:
+        """What a grammar forces each request to begin with, as far as a pass has room for it."""
+        most = DraftShape(max(LEAST_FORCED, (MOST_FORCED + 1) // len(self.requests) - 1))
+        decoders = [request.decoder for request in self.requests]
+        return [
+            [] if own.discards_features else own.processors.forced(room)
+            for own, room in zip(decoders, self._room(most), strict=True)
+        ]
+
+    def _draft(
+        self, size: int, choice: BatchChoice, forced: list[list[int]]
+    ) -> tuple[mx.array, list[int]]:
+        """Drafts (B, k) that begin with what is forced, and how many tokens of each count."""
+        num_forced = list(map(len, forced))
+        drafts, lengths = mx.zeros((len(forced), 0), mx.int32), [0] * len(forced)
+        if size > 0 or any(num_forced):
+            self._flush_pairs()
+        if size > min(num_forced):
+            self._drafts.see_target(self._caches.view)
+            drafts, lengths = self._drafts.propose(size, choice)
+        if any(num_forced):
+            width = max(drafts.shape[1], *num_forced)
+            known = mx.array([tokens + [0] * (width - len(tokens)) for tokens in forced], mx.int32)
+            is_known = mx.arange(width) < mx.array(num_forced)[:, None]
+            drafts = mx.pad(drafts, [(0, 0), (0, width - drafts.shape[1])])
+            drafts = mx.where(is_known, known, drafts)
+        if drafts.shape[1] > 0:
+            # The device drafts while the host builds the target's pass, the larger graph.
+            mx.async_eval(drafts)
+        return drafts, list(map(max, lengths, num_forced))
+
     def can_run_ahead(self, done: SharedRound) -> bool:
-        """Whether all steps were plain, nobody waits, and none reaches its request's limit."""
+        """Whether all steps were plain, nobody waits, and none reaches its request's limit.
+
+        Not with a grammar: what it forces next follows from the token.
+        """
         return (
             done.shape.size == 0
+            and not any(request.decoder.processors.grammars for request in done.requests)
             and not self._waiting
             and all(
                 request.limits.has_room_after(position + 1)
@@ -208,11 +240,14 @@ class Batch:
                 request.logprobs += logprobs
 
     def acceptance_of(self, done: SharedRound) -> tuple[DraftShape, Sequence[int]] | None:
-        """Drafts that were cut short at a request's end tell little, and are left out."""
+        """Drafts that were cut short at a request's end tell little, and are left out.
+
+        So are those that begin with what a grammar forces.
+        """
         size = done.shape.size
-        if size == 0:
+        whole = [b for b, room in enumerate(done.room) if room == size and not done.num_forced[b]]
+        if size == 0 or not whole:
             return None
-        whole = [b for b, room in enumerate(done.room) if room == size]
         tried = max(done.num_drafted[b] for b in whole)
         return replace(done.shape, size=max(tried, 1)), [done.kept[b] for b in whole]
 
@@ -291,7 +326,8 @@ class Batch:
                 self._flush_pairs()
         self._roots = roots
         for b, (request, length) in enumerate(zip(done.requests, lengths, strict=True)):
-            request.decoder.follow(done.verification.following[b], length, length - 1)
+            emitted = done.verification.following[b, :length]
+            request.decoder.follow(emitted, length - 1, done.runs[b] if done.runs else [])
         done.committed = True
         self._num_tokens += sum(lengths) / len(lengths)
 
@@ -302,6 +338,11 @@ class Batch:
         decoders = [request.decoder for request in self.requests]
         if not any(map(len, (decoder.processors for decoder in decoders))):
             return choice.verify(drafts, num_drafted, logits), logits
+        held = [b for b, decoder in enumerate(decoders) if decoder.processors.grammars]
+        if held:
+            mx.async_eval(logits)  # the device goes on with the pass while drafts are read
+            ids: Any = drafts.tolist()
+            ask_grammars([(decoders[b].processors, ids[b], None) for b in held], logits.shape[-1])
         rows, in_turn = list(logits), {}
         for b, decoder in enumerate(decoders):
             processors, draft = decoder.processors, Draft(drafts[b])

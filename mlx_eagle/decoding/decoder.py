@@ -12,15 +12,15 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..drafters.base import Draft, Drafter, empty_draft
+from ..drafters.base import Draft, Drafter, PendingPairs
 from ..drafters.tree import PLAIN, DraftShape
 from ..system.machines import this_machine
 from ..target.cache_view import CacheView
 from ..target.rollback import CacheQuantization, Checkpoint
 from ..target.taps import Target
-from .accept import Choice, Match, Outcome, RowsInTurn, Rule, Verification
+from .accept import Choice, Match, Outcome, RowsInTurn, Rule, Verification, propose
 from .kernel_options import KernelOptions
-from .sampling import LogitsProcessors
+from .sampling import LogitsProcessors, ask_grammars
 from .stats import Stats
 
 
@@ -71,6 +71,7 @@ class Round:
     num_head_forwards: int = 0  # of the drafter since prefill, this round included
     absorbed: bool = False  # by the drafter; otherwise kept until it catches up
     committed: bool = False
+    is_forced: bool = False  # the draft begins with what a grammar forces
     _outcome: Outcome | None = None
     run: list[int] = field(default_factory=list)  # the tokens emitted, once read and committed
     num_taken: int = 0  # of them, by the caller
@@ -92,7 +93,10 @@ class Round:
         """What the controller learns from: what was drafted; None where no draft was asked for.
 
         A drafter that had nothing to propose counts as one whose first token was not accepted.
+        What a grammar forces says nothing of a drafter.
         """
+        if self.is_forced:
+            return None
         if self.shape.size == 0 or self.shape.tree is not None:
             return self.shape if self.shape.size > 0 else None
         return replace(self.shape, size=max(self.num_drafted, 1))
@@ -103,6 +107,11 @@ class Round:
         stats.record(
             self.num_drafted, self.num_levels, num_accepted, len(self.run), self.num_head_forwards
         )
+
+    @property
+    def known_run(self) -> list[int]:
+        """The tokens it emits, as far as they were read."""
+        return [] if self._outcome is None else self._outcome.run
 
     def last_row(self, length: int) -> int:
         """The row of the pass that the last of so many tokens follows."""
@@ -139,47 +148,6 @@ def stop_point(last: Round, upcoming: Round | None) -> StopPoint:
     if not last.run or last.num_taken < len(last.run):
         return StopPoint.INSIDE_RUN
     return StopPoint.AT_ROOT if upcoming is None else StopPoint.NEXT_IN_FLIGHT
-
-
-class PendingPairs:
-    """What plain steps emitted and the drafter has yet to absorb, of one request or of several.
-
-    Tokens are (m,), of several requests (B, m), with features (m, F) or (B, m, F) where the
-    drafter is fed any.
-    """
-
-    def __init__(self) -> None:
-        self._steps: list[tuple[int, mx.array, mx.array | None]] = []
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    def add(self, position: int, tokens: mx.array, features: mx.array | None) -> None:
-        """What was emitted from ``position`` on, behind all others."""
-        self._steps.append((position, tokens, features))
-
-    def drop_from(self, position: int) -> None:
-        """Forget what was emitted from there on."""
-        self._steps = [step for step in self._steps if step[0] < position]
-
-    def keep(self, index: mx.array) -> None:
-        """Keep these of several requests."""
-        self._steps = [
-            (position, tokens[index], None if features is None else features[index])
-            for position, tokens, features in self._steps
-        ]
-
-    def clear(self) -> None:
-        self._steps = []
-
-    def flush(self, extend: Callable[[mx.array, mx.array | None], None]) -> None:
-        """Give all of them to ``extend``, and forget them once it has taken them."""
-        if not self._steps:
-            return
-        features = [features for _, _, features in self._steps if features is not None]
-        seen = mx.concatenate(features, axis=-2) if features else None
-        extend(mx.concatenate([tokens for _, tokens, _ in self._steps], axis=-1), seen)
-        self.clear()
 
 
 class Decoder:
@@ -265,6 +233,7 @@ class Decoder:
         self.root = prompt[-1:]
         self.root_embedding = None if embeddings is None else embeddings[-1:]
         self.history = prompt
+        self.processors.start(prompt)
         for start in range(0, last, step_size):
             end = min(start + step_size, last)
             chunk = None if embeddings is None else embeddings[start:end]
@@ -306,24 +275,27 @@ class Decoder:
                 for checkpoint in checkpoints:
                     checkpoint.rollback(0)
 
-    def launch(self, shape: DraftShape, absorb: bool = False) -> Round:
+    def launch(self, shape: DraftShape, absorb: bool = False, most_forced: int = 0) -> Round:
         """Build one round that drafts ``shape``, and start it without waiting.
 
         A shape of size 0 is a step of plain decoding: unless it is to ``absorb`` the step, the
         drafter falls behind, and catches up before it proposes again. It does absorb the step
-        after a round that failed, for that may have left it nothing to start from.
+        after a round that failed, for that may have left it nothing to start from. In front of
+        what is drafted come up to ``most_forced`` tokens that a grammar forces, if it does.
         """
-        if shape.size > 0:
+        most_forced = 0 if self.discards_features else most_forced
+        forced = self.processors.forced(self.quantization.fit(most_forced, self.cache))
+        if is_drafted := shape.size > 0 or bool(forced):
             self.flush_pairs()
         before_draft = Checkpoint(self.drafter.cache)
-        absorb |= shape.size > 0 or not self._is_seeded
+        absorb |= is_drafted or not self._is_seeded
         self._is_seeded = False
         # 1. Draft: the drafter proposes what may follow the root.
         with self._undone_on_failure(before_draft), mx.stream(self.stream):
             shape = self._verifiable(shape)
             choice = self.rule.open(self.num_emitted, shape.size)
-            draft = self._propose(shape, choice)
-            if shape.size > 0:
+            draft = propose(self.drafter, CacheView(self.cache), shape, choice, forced)
+            if is_drafted:
                 # The device drafts while the host builds the target's pass, the larger graph.
                 mx.async_eval(draft.tokens)
             self.restore_states()  # which it is not made from
@@ -344,7 +316,7 @@ class Decoder:
                 features = features[verification.rows]
             launched = Round(
                 self.num_emitted, shape, len(draft), draft.num_levels, verification, features,
-                before_pass, before_draft, self.num_head_forwards,
+                before_pass, before_draft, self.num_head_forwards, is_forced=bool(forced),
             )  # fmt: skip
             mx.async_eval(verification.pending)
             if absorb:
@@ -357,8 +329,7 @@ class Decoder:
         """As much of ``shape`` as fits before caches are quantized, or attention's scale grows."""
         if shape.tree is not None and not self.target.can_verify_tree(self.cache, shape.num_rows):
             return PLAIN
-        max_rows = self.quantization.max_rows(self.cache)
-        return shape if max_rows is None else replace(shape, size=min(shape.size, max_rows - 1))
+        return replace(shape, size=self.quantization.fit(shape.size, self.cache))
 
     def _accept(
         self, choice: Choice, draft: Draft, tree_mask: mx.array | None, logits: mx.array
@@ -368,6 +339,10 @@ class Decoder:
         # As in mlx-lm, not while no token is known: after a prompt of embeddings alone.
         if len(self.processors) == 0 or history.size == 0:
             return choice.verify(draft, tree_mask, logits)
+        if self.processors.grammars:
+            mx.async_eval(logits)  # the device goes on with the pass while the draft is read
+            drafts: Any = draft.tokens.tolist()
+            ask_grammars([(self.processors, drafts, draft.known_parents())], logits.shape[-1])
         if self.processors.run_at_once(draft):
             logits = self.processors.process(history, draft, logits)
             return choice.verify(draft, tree_mask, logits)
@@ -409,7 +384,7 @@ class Decoder:
             self.quantization.apply(self.cache)
             emitted = done.verification.following[:length]
             self.root, self.root_embedding = emitted[-1:], None
-            self.follow(emitted, length, done.last_row(length))
+            self.follow(emitted, done.last_row(length), done.known_run[:length])
             done.committed = True
             if not done.absorbed and not self.discards_features:
                 self._pending.add(done.position, emitted, done.features)
@@ -420,13 +395,13 @@ class Decoder:
             self._committed.restore()
             self._committed = None
 
-    def follow(self, following: mx.array, length: int, last_row: int) -> None:
-        """Count the first ``length`` of (R,) as emitted, the last after ``last_row``."""
+    def follow(self, emitted: mx.array, last_row: int, run: list[int]) -> None:
+        """Count tokens (m,) as emitted, the last after ``last_row``; ``run`` if they were read."""
+        length = emitted.shape[0]
         self.num_emitted += length
         if len(self.processors) > 0:
-            tokens = following[:length].astype(self.history.dtype)
-            self.history = mx.concatenate([self.history, tokens])
-            self.processors.commit(last_row, length)
+            self.history = mx.concatenate([self.history, emitted.astype(self.history.dtype)])
+            self.processors.commit(last_row, length, run)
 
     def stop(self, last: Round, upcoming: Round | None) -> None:
         """Make the caches what plain decoding leaves: all tokens taken are run, nothing after.
@@ -474,14 +449,6 @@ class Decoder:
         given = self.root_embedding  # in the first round, whose one row is the root
         with self.target.matching_single_row(self.cache, tokens.shape[0] if given is None else 1):
             return self.target(tokens, self.cache, embeddings=given)
-
-    def _propose(self, shape: DraftShape, choice: Choice) -> Draft:
-        if shape.size == 0:
-            return empty_draft()
-        self.drafter.see_target(CacheView(self.cache))
-        if shape.tree is None:
-            return self.drafter.propose(shape.size, choice.pick)
-        return self.drafter.propose_tree(shape.tree.at_most(shape.size), choice.pick_children)
 
     def _verify(
         self, tokens: mx.array, tree_mask: mx.array | None, checkpoint: Checkpoint

@@ -183,6 +183,9 @@ class Pipeline(Generic[R]):
         return self.runner.launch(PLAIN)
 
 
+MOST_FORCED = 15  # tokens of a grammar: with the root they fill what kernels do at once
+
+
 class SingleRunner:
     """A request that runs by itself: a ``Runner`` of single rounds.
 
@@ -209,10 +212,14 @@ class SingleRunner:
         return self.limits.at_most(shape, self.num_tokens)
 
     def launch(self, shape: DraftShape) -> Round:
-        return self.decoder.launch(self.fit(shape))
+        most_forced = self.fit(DraftShape(MOST_FORCED)).size
+        return self.decoder.launch(self.fit(shape), most_forced=most_forced)
 
     def can_run_ahead(self, done: Round) -> bool:
-        return done.num_drafted == 0 and self.limits.has_room_after(done.position + 1)
+        """Not with a grammar: what it forces next follows from the token."""
+        is_held = bool(self.decoder.processors.grammars)
+        room = self.limits.has_room_after(done.position + 1)
+        return done.num_drafted == 0 and room and not is_held
 
     def can_launch_before_read(self, shape: DraftShape) -> bool:
         """Any shape: a draft too may follow a token that only the device knows."""

@@ -63,6 +63,9 @@ class RejectChoice:
         self.levels.append(Drawn(index, log_q, ids))
         return index, likely
 
+    def skip(self) -> None:
+        """With fewer levels than tokens the draft was not drawn: it is verified by ``match``."""
+
     def verify(self, draft: Draft, tree_mask: mx.array | None, logits: mx.array) -> Verification:
         log_p = self.sampling.log_probabilities(log_softmax(logits))
         num_rows, size = log_p.shape

@@ -300,6 +300,47 @@ class NullDrafter(DrafterBase):
         return empty_draft()
 
 
+class PendingPairs:
+    """What plain steps emitted and the drafter has yet to absorb, of one request or of several.
+
+    Tokens are (m,), of several requests (B, m), with features (m, F) or (B, m, F) where the
+    drafter is fed any.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[int, mx.array, mx.array | None]] = []
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def add(self, position: int, tokens: mx.array, features: mx.array | None) -> None:
+        """What was emitted from ``position`` on, behind all others."""
+        self._steps.append((position, tokens, features))
+
+    def drop_from(self, position: int) -> None:
+        """Forget what was emitted from there on."""
+        self._steps = [step for step in self._steps if step[0] < position]
+
+    def keep(self, index: mx.array) -> None:
+        """Keep these of several requests."""
+        self._steps = [
+            (position, tokens[index], None if features is None else features[index])
+            for position, tokens, features in self._steps
+        ]
+
+    def clear(self) -> None:
+        self._steps = []
+
+    def flush(self, extend: Callable[[mx.array, mx.array | None], None]) -> None:
+        """Give all of them to ``extend``, and forget them once it has taken them."""
+        if not self._steps:
+            return
+        features = [features for _, _, features in self._steps if features is not None]
+        seen = mx.concatenate(features, axis=-2) if features else None
+        extend(mx.concatenate([tokens for _, tokens, _ in self._steps], axis=-1), seen)
+        self.clear()
+
+
 class BatchDrafter(Protocol):
     """A drafter for B requests, in order; see ``Drafter`` for what is drafted and absorbed."""
 

@@ -219,12 +219,15 @@ class CacheQuantization:
     def apply(self, caches: list[Any]) -> None:
         maybe_quantize_kv_cache(caches, self.start, self.group_size, self.bits)
 
-    def max_rows(self, caches: list[Any]) -> int | None:
-        """Rows until a cache is to be quantized: a pass must end there, as in plain decoding."""
+    def fit(self, size: int, caches: list[Any]) -> int:
+        """As many of so many draft tokens as fit before a cache is quantized.
+
+        A pass must end there, as in plain decoding.
+        """
         if self.bits is None:
-            return None
-        left = [self.start - c.offset for c in caches if hasattr(c, "to_quantized")]
-        return min((n for n in left if n > 0), default=None)
+            return size
+        left: list[int] = [self.start - c.offset for c in caches if hasattr(c, "to_quantized")]
+        return min([size, *(n - 1 for n in left if n > 0)])
 
 
 def _states_of(entry: Any) -> list[StateRollback]:

@@ -1,0 +1,400 @@
+"""Structured output: texts that a JSON schema, a regular expression or a grammar allows.
+
+``JSONSchema``, ``JSONObject``, ``Regex`` and ``Lark`` are made for a tokenizer and given where
+logits processors are taken, by our functions or mlx-lm's:
+``generate(..., logits_processors=[JSONSchema(schema, tokenizer)])``. What may come next is worked
+out by llguidance (https://github.com/guidance-ai/llguidance), for all rows of a pass at once.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import mlx.core as mx
+import numpy as np
+
+from .decoding.sampling import RowsAsked, allowed_of
+
+try:
+    from llguidance import LLExecutor, LLMatcher, LLParserLimits
+    from llguidance.hf import from_tokenizer
+except ImportError:  # the extra was not installed: said by whoever makes a grammar
+    LLMatcher = None  # type: ignore[assignment,misc]
+
+INSTALL = "structured output needs llguidance: pip install 'mlx-eagle[structured]'."
+
+MOST_TEXT = 200_000  # characters of a schema or a grammar; OpenAI's limit is 120,000 of names
+MOST_VALUES = 4_000  # in a schema: 2,000 properties of one object compile for three seconds
+MOST_TEXTS = 64  # that mlx-lm decodes with one processor at a time: it takes 32 together
+CLOSED = 8  # tokens: thoughts that a template ends so near to the end of a prompt are not wanted
+
+ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON as ``json.dumps`` writes it. Models that may write any white space can get lost in it, and
+braces, keys and quotes are not forced where a space may come before them."""
+
+
+class Phase(Enum):
+    """What holds at a place of a text."""
+
+    OPEN = "its thoughts may begin here, or what the grammar allows"
+    THOUGHTS = "free text, which may not end here"
+    HELD = "what the grammar allows"
+    ENDED = "nothing any more"
+
+
+class Grammar:
+    """A logits processor that keeps a text to a grammar; the base of those below.
+
+    With a tokenizer of a reasoning model the text is free until its thoughts have ended. The end
+    of the text is allowed where the grammar is complete, and nothing but the end where it has no
+    more to say. A text that ``max_tokens`` cuts is a beginning of one that is allowed.
+
+    It may be used for any number of texts, also at the same time, and in any thread.
+    """
+
+    noun = "grammar"
+
+    def __init__(self, compiled: Callable[[], str], tokenizer: Any):
+        """``compiled`` gives llguidance's form of it. Raises ValueError for one of no use."""
+        if LLMatcher is None:
+            raise ValueError(INSTALL)
+        self._vocabulary = _vocabulary_of(tokenizer)
+        limits = LLParserLimits(verbose_errors=False)
+        self._matcher = LLMatcher(self._vocabulary.tokens, compiled(), log_level=0, limits=limits)
+        if not self._matcher.get_error():
+            self._matcher.compute_bitmask()  # where no text at all is allowed, that is seen here
+        if error := self._matcher.get_error():
+            raise ValueError(f"no text can be held to this {self.noun}: {_sentence(error)}")
+        self._before: list[int] = []
+        self._num_said = 0
+        self._texts: list[_Text] = []
+
+    def behind(self, prompt: Sequence[int], num_said: int = 0) -> "Grammar":
+        """The same for a text whose prompt was read before, of which nothing will be shown.
+
+        ``num_said`` of the last tokens of both belong to the text.
+        """
+        other = object.__new__(type(self))
+        vars(other).update(vars(self), _before=list(prompt), _num_said=num_said, _texts=[])
+        return other
+
+    def begin_text(self) -> "_Text":
+        """Follow one text."""
+        return _Text(self._vocabulary, self._matcher.deep_copy(), self._before, self._num_said)
+
+    def __deepcopy__(self, memo: object) -> "Grammar":
+        return self.behind(self._before, self._num_said)
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        """As mlx-lm calls a processor: tokens (N,) so far, logits (1, V)."""
+        read: Any = tokens.tolist()
+        text = self._text_of(read)
+        (bits,) = text.masks([RowsAsked(text, [], None)])
+        return mx.where(allowed_of(mx.array(bits), logits.shape[-1]), logits, -mx.inf)
+
+    def _text_of(self, tokens: list[int]) -> "_Text":
+        """The text of which these are the tokens, known up to the last one or new.
+
+        Several are decoded in turn by mlx-lm's batches, and some of them may be alike.
+        """
+        found = next((t for t in self._texts if t.tokens == tokens[:-1]), None)
+        if found is None:
+            alike = (t for t in self._texts if t.num_followed and t.tokens[:-1] == tokens[:-1])
+            if (twin := next(alike, None)) is None:
+                found = self.begin_text()
+                found.start(tokens)
+            else:
+                found = twin.one_back()
+            self._texts = [*self._texts[1 - MOST_TEXTS :], found]
+        if len(found.tokens) < len(tokens):
+            found.follow(tokens[-1:])
+        return found
+
+
+class JSONSchema(Grammar):
+    """A text that is JSON and valid under a schema, in one line, as ``json.dumps`` writes it.
+
+    Properties come in the order of the schema. What llguidance cannot hold a text to is refused,
+    or ignored where ``strict`` is False.
+    """
+
+    noun = "schema"
+
+    def __init__(self, schema: Mapping[str, Any] | str, tokenizer: Any, strict: bool = True):
+        """``schema`` may be JSON text. Raises ValueError for one that cannot be held to."""
+        options: Any = {**ONE_LINE, "lenient": not strict, "coerce_one_of": not strict}
+        read = _read(schema)
+        super().__init__(
+            lambda: LLMatcher.grammar_from_json_schema(read, overrides=options), tokenizer
+        )
+
+
+class JSONObject(JSONSchema):
+    """A text that is a JSON object."""
+
+    def __init__(self, tokenizer: Any):
+        super().__init__({"type": "object"}, tokenizer)
+
+
+class Regex(Grammar):
+    """A text that a regular expression matches as a whole; Rust's syntax, without look-around."""
+
+    noun = "regular expression"
+
+    def __init__(self, pattern: str, tokenizer: Any):
+        """Raises ValueError for an expression that cannot be used."""
+        _check_length(pattern, self.noun)
+        super().__init__(lambda: LLMatcher.grammar_from_regex(pattern), tokenizer)
+
+
+class Lark(Grammar):
+    """A text of a context-free grammar in llguidance's variant of Lark; it begins at ``start``."""
+
+    def __init__(self, grammar: str, tokenizer: Any):
+        """Raises ValueError for a grammar that cannot be used."""
+        _check_length(grammar, self.noun)
+        super().__init__(lambda: LLMatcher.grammar_from_lark(grammar), tokenizer)
+
+
+class _Vocabulary:
+    """What is known of a tokenizer: its tokens, those that end a text, the marks of thoughts."""
+
+    def __init__(self, tokenizer: Any):
+        inner = getattr(tokenizer, "_tokenizer", tokenizer)
+        ends = getattr(tokenizer, "eos_token_ids", None) or [inner.eos_token_id]
+        first = inner.eos_token_id
+        self.ends = sorted(map(int, ends), key=lambda end: (end != first, end))
+        try:
+            self.tokens = from_tokenizer(inner, eos_token=self.ends)
+        except (ValueError, AttributeError) as err:
+            raise ValueError(
+                f"structured output needs a fast tokenizer, and this one is none ({err})."
+            ) from err
+        self.num_words = -(-self.tokens.vocab_size // 32)
+        self.thinks = bool(getattr(tokenizer, "has_thinking", False))
+        self.start = list(tokenizer.think_start_tokens) if self.thinks else []
+        self.end = list(tokenizer.think_end_tokens) if self.thinks else []
+        self.all_but_ends = np.full(self.num_words, 2**32 - 1, np.uint32)
+        for end in self.ends:
+            self.all_but_ends[end // 32] &= ~np.uint32(1 << end % 32)
+
+    def phase_behind(self, prompt: list[int]) -> Phase:
+        """What holds at the beginning of a text behind ``prompt``."""
+        if not self.thinks:
+            return Phase.HELD
+        begun, ended = _last(prompt, self.start), _last(prompt, self.end)
+        if begun > ended:
+            return Phase.THOUGHTS
+        return Phase.HELD if ended >= len(prompt) - CLOSED - len(self.end) >= 0 else Phase.OPEN
+
+
+_vocabularies: "WeakKeyDictionary[Any, _Vocabulary]" = WeakKeyDictionary()
+
+
+def _vocabulary_of(tokenizer: Any) -> _Vocabulary:
+    """What is known of it, found out once: that takes a second."""
+    known = _vocabularies.get(tokenizer)
+    ends = getattr(tokenizer, "eos_token_ids", None)
+    if known is None or (ends and set(ends) != set(known.ends)):
+        known = _vocabularies[tokenizer] = _Vocabulary(tokenizer)
+    return known
+
+
+class _Text:
+    """One text that a grammar follows, behind a prompt: a ``decoding.sampling.GrammarText``."""
+
+    def __init__(
+        self, vocabulary: _Vocabulary, matcher: "LLMatcher", before: list[int], num_said: int
+    ):
+        self.tokens: list[int] = []  # the prompt's that were shown, and its own
+        self.num_followed = 0  # of its own
+        self._vocabulary, self._matcher = vocabulary, matcher
+        self._before, self._num_said = before, num_said
+        self._phase = Phase.HELD
+
+    def start(self, prompt: list[int]) -> None:
+        """Begin behind the whole prompt, or what was not read before of it."""
+        whole = self._before + prompt
+        num_prompt = len(whole) - self._num_said
+        self._phase = self._vocabulary.phase_behind(whole[:num_prompt])
+        self.tokens = list(prompt)
+        self._follow(whole[num_prompt:], whole[:num_prompt])
+
+    def follow(self, tokens: list[int]) -> None:
+        """Go on with tokens that are part of the text now. Raises ValueError for a wrong one."""
+        self._follow(tokens, self.tokens)
+        self.tokens += tokens
+        self.num_followed += len(tokens)
+
+    def _follow(self, tokens: list[int], before: list[int]) -> None:
+        recent = before[-len(self._vocabulary.end) :]
+        for token in tokens:
+            phase = self._after(self._phase, recent, token)
+            if self._is_consumed(self._phase, phase):
+                self._matcher.consume_token(token)
+                self._check()
+            self._phase, recent = phase, [*recent, token]
+
+    def one_back(self) -> "_Text":
+        """Another one without the last token."""
+        twin = _Text(self._vocabulary, self._matcher.deep_copy(), self._before, self._num_said)
+        twin.start(self.tokens[: len(self.tokens) - self.num_followed])
+        twin._matcher.reset()
+        twin.follow(self.tokens[len(twin.tokens) : -1])
+        return twin
+
+    def forced(self, most: int) -> list[int]:
+        """At most so many tokens that must come next, the end of the text among them."""
+        if self._phase is not Phase.HELD or most < 1:
+            return []
+        tokens = self._matcher.compute_ff_tokens()[:most]
+        self._check()
+        if len(tokens) < most:
+            num = self._matcher.try_consume_tokens(tokens)
+            if num == len(tokens) and self._matcher.is_stopped():
+                tokens = [*tokens, self._vocabulary.ends[0]]
+            self._matcher.rollback(num)
+        return tokens
+
+    def masks(self, asked: Sequence[RowsAsked]) -> list["np.ndarray"]:
+        """Which tokens may follow each row, (R, V / 32) of bits for each of those asked.
+
+        They are texts of this class. Rows behind a token that is not allowed have all bits.
+        """
+        texts = [text for text in (each.text for each in asked) if isinstance(text, _Text)]
+        num_rows = [1 + len(each.drafts) for each in asked]
+        width = max(text._vocabulary.num_words for text in texts)
+        bits = np.full((sum(num_rows), width), 2**32 - 1, np.uint32)
+        chains: list[tuple[Any, int, list[int]]] = []
+        made, first = [], 0
+        for text, each, num in zip(texts, asked, num_rows, strict=True):
+            own = bits[first : first + num]
+            made.append(own)
+            has_chain = each.parents is None and each.drafts and text._phase is Phase.HELD
+            if has_chain and text._vocabulary.num_words == width:
+                # Behind a token that the tokenizer does not know no row is ever kept.
+                size = text._vocabulary.tokens.vocab_size
+                drafts = [token if token < size else 0 for token in each.drafts]
+                chains.append((text._matcher, first, drafts))
+            else:
+                text._walk(own, each)
+            first += num
+        if chains:
+            _executor().unsafe_compute_mask_ptr_with_draft_token(
+                chains, bits.ctypes.data, 4 * width, len(bits)
+            )
+        for text in texts:
+            text._check()
+        return made
+
+    def _walk(self, bits: "np.ndarray", asked: RowsAsked) -> None:
+        """The masks of a tree, or of rows in thoughts, node by node and back again."""
+        drafts, parents = asked.drafts, asked.parents or range(len(asked.drafts))
+        children: dict[int, list[int]] = {}
+        for i, parent in enumerate(parents):
+            children.setdefault(parent, []).append(i + 1)
+
+        def visit(row: int, phase: Phase, recent: list[int]) -> None:
+            self._fill(bits[row], phase)
+            for child in children.get(row, ()):
+                token = drafts[child - 1]
+                after = self._after(phase, recent, token)
+                is_consumed = self._is_consumed(phase, after)
+                if is_consumed and not self._can_consume(token):
+                    continue
+                visit(child, after, [*recent, token])
+                if is_consumed:
+                    self._matcher.rollback(1)
+
+        visit(0, self._phase, self.tokens[-len(self._vocabulary.end) :])
+
+    def _fill(self, row: "np.ndarray", phase: Phase) -> None:
+        vocabulary = self._vocabulary
+        own = row[: vocabulary.num_words]
+        if phase is Phase.THOUGHTS:
+            own[:] = vocabulary.all_but_ends
+        elif phase is not Phase.ENDED:
+            row[:] = 0
+            self._matcher.unsafe_compute_mask_ptr(own.ctypes.data, own.nbytes)
+        if phase is Phase.OPEN:
+            start = vocabulary.start[0]
+            own[start // 32] |= np.uint32(1 << start % 32)
+
+    def _after(self, phase: Phase, recent: list[int], token: int) -> Phase:
+        vocabulary = self._vocabulary
+        if phase is Phase.THOUGHTS:
+            size = len(vocabulary.end)
+            return Phase.HELD if [*recent, token][-size:] == vocabulary.end else phase
+        if phase is Phase.OPEN and token == vocabulary.start[0]:
+            return Phase.THOUGHTS
+        return Phase.ENDED if token in vocabulary.ends or phase is Phase.ENDED else Phase.HELD
+
+    @staticmethod
+    def _is_consumed(before: Phase, after: Phase) -> bool:
+        """Whether the token between the two is the grammar's."""
+        return after is Phase.HELD and before is not Phase.THOUGHTS
+
+    def _can_consume(self, token: int) -> bool:
+        is_known = token < self._vocabulary.tokens.vocab_size
+        return is_known and self._matcher.try_consume_tokens([token]) == 1
+
+    def _check(self) -> None:
+        if error := self._matcher.get_error():
+            raise ValueError(f"the text cannot be held to its grammar: {_sentence(error)}")
+
+
+@cache
+def _executor() -> "LLExecutor":
+    return LLExecutor()
+
+
+def _last(tokens: Sequence[int], mark: list[int]) -> int:
+    """Where ``mark`` begins in ``tokens`` for the last time; -1 for nowhere."""
+    places = range(len(tokens) - len(mark), -1, -1)
+    return next((i for i in places if list(tokens[i : i + len(mark)]) == mark), -1)
+
+
+def _sentence(error: str) -> str:
+    """llguidance's words on one line, without what it says to itself."""
+    known = {"NoExtensionBias": "nothing satisfies it"}
+    lines = [line.strip() for line in error.splitlines() if line.strip(" ^|")]
+    text = " ".join(line for line in lines if line != "<non-verbose/>")
+    return f"{known.get(text, text)}"[:300].rstrip(".") + "."
+
+
+def _check_length(text: str, noun: str) -> None:
+    if not isinstance(text, str) or not text:
+        raise ValueError(f"the {noun} is empty or no text: give a {noun}.")
+    if len(text) > MOST_TEXT:
+        raise ValueError(f"the {noun} has {len(text)} characters: give at most {MOST_TEXT}.")
+
+
+def _read(schema: Mapping[str, Any] | str) -> Any:
+    """The schema as JSON has it. Raises ValueError for one that is none, or too large."""
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        _check_length(text, "schema")
+        read = json.loads(text)
+        num_values = sum(1 for _ in _values(read))
+    except RecursionError as err:
+        raise ValueError("the schema is nested too deeply.") from err
+    except TypeError as err:
+        raise ValueError(f"the schema is no JSON ({err}).") from err
+    except json.JSONDecodeError as err:
+        raise ValueError(f"the schema is no JSON ({err}).") from err
+    if not isinstance(read, dict):
+        raise ValueError('the schema is no JSON object: give one, such as {"type": "object"}.')
+    if num_values > MOST_VALUES:
+        raise ValueError(f"the schema has {num_values} values: give at most {MOST_VALUES}.")
+    return read
+
+
+def _values(value: Any) -> Iterator[Any]:
+    """All values in it."""
+    yield value
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for each in inner:
+        yield from _values(each)
