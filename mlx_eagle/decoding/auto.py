@@ -111,6 +111,7 @@ class RoundCosts:
 
     def __init__(self, curve: Callable[[DraftShape, int], float], is_settled: bool = False):
         self.acceptance = PRIOR
+        self.trees: dict[DraftShape, tuple[float, float]] = {}  # tokens: emitted, and expected
         self.failed: frozenset[DraftShape] = frozenset()
         self.options: KernelOptions | None = None  # None: others were not tried
         self._curve, self._is_settled = curve, is_settled
@@ -218,7 +219,7 @@ class AdaptiveController:
         self._shapes = [shape for shape in shapes if shape not in costs.failed]
         self._can_draw, self._is_asked, self._trial = can_draw, False, trial
         longest = max((shape.size for shape in shapes), default=1)
-        self._accepted = DraftAcceptance(costs.acceptance, longest)
+        self._accepted = DraftAcceptance(costs.acceptance, longest, costs.trees)
         self._latest = PLAIN  # chosen; perhaps not recorded yet
         self._num_tokens, self._probe_left, self._plain_left = 0, 0, 0.0
         self._is_timing = False  # off for a few steps, to see what they cost

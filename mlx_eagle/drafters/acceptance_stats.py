@@ -4,13 +4,17 @@ Plain numbers. ``auto`` chooses lengths by them, and ``CopyingDrafter`` between 
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
+from functools import cache
+from heapq import heapify, heappop, heappush
+from itertools import accumulate, pairwise
 from operator import mul
 
 from .tree import DraftShape
 
 PRIOR_WEIGHT = 8.0  # rounds that what is believed before anything was seen is worth
 MEMORY = 0.98  # what a round's evidence weighs one round later: half is forgotten in 34
+NEXT_CHOICE = 0.25  # that a further child is right where those before are not: .52 is .65 with two
+STEPS = 64  # between 0 and 1, to which chances are rounded, so that trees are looked up
 
 
 class Acceptance:
@@ -34,15 +38,17 @@ class Acceptance:
         self._reached = [factor * n for n in self._reached]
         self._kept = [factor * n for n in self._kept]
 
-    def observe(self, start: int, num_drafted: int, num_kept: int, share: float = 1.0) -> None:
+    def observe(
+        self, start: int, num_drafted: int, num_kept: int, shares: Sequence[float] = ()
+    ) -> None:
         """Of a draft that began at place ``start`` so many tokens were kept.
 
-        ``share``: what one kept token is worth, where chance had more than one try.
+        ``shares``: what a kept token is worth, by place, where chance had more than one try.
         """
         for i in range(min(num_kept + 1, num_drafted)):
             place = min(start + i, len(self._reached) - 1)
             self._reached[place] += 1
-            self._kept[place] += share * (i < num_kept)
+            self._kept[place] += (shares[i] if shares else 1.0) * (i < num_kept)
 
     @property
     def places(self) -> list[float]:
@@ -73,41 +79,73 @@ def expected_tokens(alphas: list[float], size: int) -> float:
 class DraftAcceptance(Acceptance):
     """Acceptance in chains and trees of one text: what a draft of any form is expected to emit.
 
-    A tree of w children per node has its token right more often than a chain, whose chances
-    follow from that; what trees have emitted beyond or below what is expected is kept by tree.
+    ``trees`` is what trees have emitted, and what was expected of them, by shape: their ratio is
+    of the drafter more than of the text, and so is kept from one to the next.
     """
 
-    def __init__(self, first: float, num_places: int):
+    def __init__(
+        self, first: float, num_places: int, trees: dict[DraftShape, tuple[float, float]]
+    ):
         super().__init__(first, num_places)
-        self._of_trees: dict[DraftShape, tuple[float, float]] = {}  # tokens: emitted, and expected
+        self._of_trees = trees
 
     def learn(self, shape: DraftShape, num_kept: Sequence[int]) -> float:
         """See a round; ``num_kept`` by request. Returns the share of first drafts of a chain."""
-        places = self.places
-        share = places[0] / _of_some(places[0], shape.width)  # that the first child was right
+        shares = [1.0] * shape.size
         if shape.tree is not None:
+            places = self.places
+            reached = _reached(shape, places)
             emitted, expected = self._of_trees.get(shape, (0.0, 0.0))
             emitted = MEMORY * emitted + sum(num_kept) + len(num_kept)
-            expected = MEMORY * expected + len(num_kept) * _likely(shape, places)
+            expected = MEMORY * expected + len(num_kept) * (1 + sum(reached))
             self._of_trees[shape] = emitted, expected
+            levels = [now / before for before, now in pairwise((1.0, *reached))]
+            shares[: len(levels)] = [a / b for a, b in zip(places, levels, strict=False)]
         self.fade()
         for kept in num_kept:
-            self.observe(0, shape.size, kept, share)
-        return share * sum(kept > 0 for kept in num_kept) / len(num_kept)
+            self.observe(0, shape.size, kept, shares)
+        return shares[0] * sum(kept > 0 for kept in num_kept) / len(num_kept)
 
     def expected(self, shape: DraftShape, places: list[float]) -> float:
         """Tokens that a round emits, the target's own included, at these ``places``."""
+        if shape.tree is None:
+            return expected_tokens(places, shape.size)
         emitted, expected = self._of_trees.get(shape, (0.0, 0.0))
-        return _likely(shape, places) * (emitted + PRIOR_WEIGHT) / (expected + PRIOR_WEIGHT)
+        ratio = (emitted + PRIOR_WEIGHT) / (expected + PRIOR_WEIGHT)
+        return (1 + sum(_reached(shape, places))) * ratio
 
 
-def _likely(shape: DraftShape, places: list[float]) -> float:
-    return expected_tokens([_of_some(chance, shape.width) for chance in places], shape.size)
+def _reached(shape: DraftShape, places: Sequence[float]) -> tuple[float, ...]:
+    """How likely a tree has the right token at each level: see ``_reached_at``."""
+    run = [places[min(i, len(places) - 1)] for i in range(shape.size)]
+    return _reached_at(shape, tuple(max(1, round(STEPS * place)) / STEPS for place in run))
 
 
-def _of_some(chance: float, width: int) -> float:
-    """How likely one of ``width`` children is right, where the likeliest is so with ``chance``.
+@cache
+def _reached_at(shape: DraftShape, places: tuple[float, ...]) -> tuple[float, ...]:
+    """By level, the sum of the chances of a tree's nodes there, the likeliest ``nodes`` of all.
 
-    Each further one counts as a quarter of a try: .77, 3 -> .89 as EAGLE-3 heads have it.
+    A node's chance is the product of those along its path. The first child at level i is right
+    with ``places[i]``, and each further one with ``NEXT_CHOICE`` of what those before it leave,
+    or with half the chance of the one before it where that is less.
     """
-    return float(1 - (1 - chance) ** (1 + (width - 1) / 4))
+    assert shape.tree is not None
+    reached, num_left = [0.0] * shape.size, shape.tree.nodes
+
+    def children(chance: float, level: int) -> list[tuple[float, int]]:
+        ranks, left = [places[level]], 1.0
+        for _ in range(shape.width - 1):
+            left -= ranks[-1]
+            ranks.append(min(left * NEXT_CHOICE, ranks[-1] / 2))
+        return [(-chance * rank, level) for rank in ranks]
+
+    candidates = children(1.0, 0)
+    heapify(candidates)
+    while candidates and num_left:
+        chance, level = heappop(candidates)
+        reached[level] -= chance
+        num_left -= 1
+        if level + 1 < shape.size:
+            for child in children(-chance, level + 1):
+                heappush(candidates, child)
+    return tuple(chance for chance in reached if chance > 0)
