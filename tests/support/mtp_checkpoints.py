@@ -204,9 +204,10 @@ def latent(module: Any, model_type: str, seed: int, **more: Any) -> Published:
         "o_proj.weight": (H, 4 * 12),
     }
     if "index_topk" in more:  # of no effect on texts that are no longer
-        attention |= {"indexer.wq_b.weight": (2 * 16, 24), "indexer.wk.weight": (16, H)}
+        heads = more["index_n_heads"]
+        attention |= {"indexer.wq_b.weight": (heads * 16, 24), "indexer.wk.weight": (16, H)}
         attention |= {"indexer.k_norm.weight": (16,), "indexer.k_norm.bias": (16,)}
-        attention |= {"indexer.weights_proj.weight": (2, H)}
+        attention |= {"indexer.weights_proj.weight": (heads, H)}
     target = randomize(module.Model(args), seed)
     return appended(target, mtp_numpy.latent_layer, attention, seed)
 
@@ -300,6 +301,15 @@ FAMILIES: dict[str, Callable[[], Published]] = {
     "mimo": mimo_7b,
     "nemotron-h": nemotron,
 }
+
+
+# With few heads, scores are often equal: 0 where no head has any.
+FIVE = {**INDEXER, "index_topk": 5, "index_n_heads": 8}
+CHOOSING: dict[str, Callable[[], Published]] = {
+    "deepseek-v3.2": lambda: latent(deepseek_v32, "deepseek_v32", 27, **FIVE),
+    "glm-5": lambda: latent(glm_moe_dsa, "glm_moe_dsa", 28, **FIVE, **GLM_5),
+}
+"""Families whose layers choose what they attend to, with fewer slots than a text has."""
 
 
 def entering() -> tuple[mx.array, mx.array]:
