@@ -21,6 +21,15 @@ from .listener import ConnectionLimits, PairServer, is_loopback, read_access
 from .provider import PairProvider
 
 POLL = 0.1  # seconds
+AGENTS = {
+    "Claude Code": "ANTHROPIC_BASE_URL=<URL> ANTHROPIC_AUTH_TOKEN=<KEY> claude --model local",
+    "Codex": "codex -m local -c web_search=disabled -c model_provider=eagle "
+    """-c 'model_providers.eagle={name="eagle",base_url="<URL>/v1",env_key="EAGLE_KEY"}'""",
+    "OpenCode": """OPENCODE_CONFIG_CONTENT='{"provider":{"eagle":{"npm":"@ai-sdk/openai-"""
+    """compatible","options":{"baseURL":"<URL>/v1","apiKey":"{env:EAGLE_KEY}"},"models":"""
+    """{"local":{}}}}}' opencode -m eagle/local""",
+}
+"""What to paste into a shell, for the agents that most people use."""
 
 
 def serve(server: PairServer, generator: PairGenerator, signals: StopSignals) -> None:
@@ -44,6 +53,9 @@ def announce(server: PairServer, generator: PairGenerator) -> None:
     name = generator.model_provider.name
     url = f"http://{shown}:{port}/"
     print(f"Serving {name}: a page to talk to it at {url}, the API at {url}v1", flush=True)
+    print("Coding agents, in another shell:", flush=True)
+    for line in agent_lines(url.rstrip("/"), server.access.key is not None):
+        print(f"  {line}", flush=True)
     if server.access.key is None and not is_loopback(host):
         print(f"Note: whoever reaches {shown} can use it; nobody is asked for a key.", flush=True)
     if server.collector is not None:
@@ -51,6 +63,18 @@ def announce(server: PairServer, generator: PairGenerator) -> None:
             f"Note: chats and their answers are kept in {server.collector.path} (--collect).",
             flush=True,
         )
+
+
+def agent_lines(url: str, has_key: bool) -> list[str]:
+    """The commands of agents that ask the server at ``url``; a key stands in EAGLE_KEY."""
+    lines = []
+    for name, command in AGENTS.items():
+        if not has_key:
+            command = command.replace(',env_key="EAGLE_KEY"', "")
+            command = command.replace(',"apiKey":"{env:EAGLE_KEY}"', "")
+        key = "$EAGLE_KEY" if has_key else "local"
+        lines.append(f"{name}: {command.replace('<URL>', url).replace('<KEY>', key)}")
+    return lines
 
 
 def run(args: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -80,12 +80,7 @@ class StopSignals:
             signal.signal(number, self._receive)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if not self._before:
             return
         signal.set_wakeup_fd(self._wakeup_before)

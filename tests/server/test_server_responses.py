@@ -2,6 +2,8 @@
 
 import http.client
 import json
+import shlex
+import tomllib
 
 import openai
 import pytest
@@ -9,6 +11,7 @@ from automaton import write_automaton
 from serving import ours
 from test_server_tools import SCRIPTS, TOOLS
 
+from mlx_eagle.server.__main__ import agent_lines, announce
 from mlx_eagle.server.answer_stream import RequestError
 from mlx_eagle.server.openai_responses import StoredResponses
 
@@ -333,3 +336,23 @@ def test_a_form_is_what_it_is_for_a_chat(server):
     with pytest.raises(openai.BadRequestError) as error:
         server.complete(**chat)
     assert status == 400 and document["error"] == error.value.body
+
+
+def test_what_an_agent_needs_is_printed(server, capsys):
+    """Lines of a shell: with the address where each agent looks for it, and the key by its name."""
+    announce(server.server, server.generator)
+    printed = capsys.readouterr().out.splitlines()
+    lines = [line.strip() for line in printed if line.startswith("  ")]
+    base = server.url.removesuffix("/v1")
+    for has_key, found in ((False, lines), (True, agent_lines(base, True))):
+        claude, codex, opencode = [shlex.split(line.partition(": ")[2]) for line in found]
+        token = "$EAGLE_KEY" if has_key else "local"
+        assert claude[:2] == [f"ANTHROPIC_BASE_URL={base}", f"ANTHROPIC_AUTH_TOKEN={token}"]
+        provider = tomllib.loads(codex[-1])["model_providers"]["eagle"]
+        assert provider.pop("name") and provider.pop("base_url") == server.url
+        assert provider == ({"env_key": "EAGLE_KEY"} if has_key else {})
+        assert codex[0] == "codex" and opencode[1:] == ["opencode", "-m", "eagle/local"]
+        config = json.loads(opencode[0].removeprefix("OPENCODE_CONFIG_CONTENT="))
+        options = config["provider"]["eagle"]["options"]
+        assert options.pop("baseURL") == server.url
+        assert options == ({"apiKey": "{env:EAGLE_KEY}"} if has_key else {})
