@@ -41,6 +41,7 @@ from mlx_eagle.commands import flags
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.demo import __main__ as demo
 from mlx_eagle.drafters.pairs import PAIRS
+from mlx_eagle.server.__main__ import agent_lines
 
 LOG = ROOT / "bench" / "log"
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
@@ -177,6 +178,13 @@ def test_commands_without_a_model_run(monkeypatch, capsys, tmp_path):
         except SystemExit as stop:
             assert stop.code == 0
         assert capsys.readouterr().out
+
+
+def test_agents_are_told_what_the_server_prints():
+    page = (PAGES / "clients.md").read_text().replace("\\\n    ", "")
+    claude, codex, _ = agent_lines("http://127.0.0.1:8080", has_key=False)
+    for line in (claude, codex):
+        assert f"\n{line.partition(': ')[2]}\n" in page
 
 
 def flags_of(name: str) -> set[str]:

@@ -339,7 +339,7 @@ def test_a_form_is_what_it_is_for_a_chat(server):
 
 
 def test_what_an_agent_needs_is_printed(server, capsys):
-    """Lines of a shell: with the address where each agent looks for it, and the key by its name."""
+    """Lines of a shell, with the address where each agent looks for it, and the key by name."""
     announce(server.server, server.generator)
     printed = capsys.readouterr().out.splitlines()
     lines = [line.strip() for line in printed if line.startswith("  ")]
