@@ -10,11 +10,20 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import KVCache, load_prompt_cache
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    RotatingKVCache,
+    load_prompt_cache,
+)
 
 from mlx_eagle.server import cache_files
 from mlx_eagle.server.cache_files import CacheFolder
-from mlx_eagle.server.caches import PairCache
+from mlx_eagle.server.caches import Caches, PairCache
 
 
 def kept(num_tokens: int, first: int = 0) -> tuple[list[int], list]:
@@ -83,6 +92,36 @@ def test_files_are_their_owners_alone(tmp_path):
     assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
     (loaded,), metadata = load_prompt_cache(str(path), return_metadata=True)
     assert loaded.offset == 50 and metadata["model"] == "m"
+
+
+def test_every_kind_of_cache_comes_back_as_it_was(tmp_path):
+    """The drafter's behind the target's, and with them what the store knows of both."""
+    rows = mx.random.normal((1, 2, 20, 64))
+    made = [
+        KVCache(),
+        RotatingKVCache(8, keep=2),
+        ChunkedKVCache(16),
+        CacheList(KVCache(), ArraysCache(1)),
+        ConcatenateKVCache(),
+    ]
+    for cache in (*made[:3], made[3][0], made[4]):
+        cache.update_and_fetch(rows, rows + 1)
+    made += [made[0].to_quantized(bits=8), ArraysCache(2), KVCache()]
+    made[-2][0] = rows
+    writer = store(tmp_path)
+    writer.insert_cache([*range(20)], Caches(made, 5, is_whole=False))
+    writer.save_all()
+    got, _ = store(tmp_path).fetch([*range(21)])
+    assert [type(cache) for cache in got] == [type(cache) for cache in made]
+    assert (got.num_target, got.is_whole, got.num_tokens) == (5, False, 20)
+    for one, other in zip(got, made, strict=True):
+        ours, theirs = (dict(tree_flatten(cache.state)) for cache in (one, other))
+        assert ours.keys() == theirs.keys()
+        assert all(
+            mx.array_equal(mx.array(ours[k]), mx.array(theirs[k]))
+            for k in ours
+            if not isinstance(ours[k], str | None)
+        )
 
 
 def test_a_folder_that_cannot_be_written_is_said(tmp_path):

@@ -3,11 +3,14 @@
 import mlx.core as mx
 import pytest
 from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama
-from mlx_lm.models.cache import make_prompt_cache
-from serving import ENDLESS, ours, theirs, write_model, write_tokenizer
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+from mlx_lm.server import CompletionRequest
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+from serving import END, ENDLESS, START, ours, theirs, write_model, write_tokenizer
 
 from mlx_eagle.decoding.decoder import Decoder
 from mlx_eagle.server.caches import Caches, PairCache, prepare
+from mlx_eagle.server.prompt import message_ends
 
 
 def test_the_drafter_misses_nothing_at_a_seam():
@@ -152,7 +155,65 @@ def test_only_what_is_new_is_computed(targets, pair, read, tmp_path, kind):
         talk.begin(asked)
     with ours(*flags) as asked:
         got = talk.go_on(asked)
+        counts = asked.generator.metrics.text(0, 0, 0).splitlines()
+    hits, misses = "mlx_eagle_prompt_cache_hits_total", "mlx_eagle_prompt_cache_misses_total 0"
+    assert {f'{hits}{{place="memory"}} 0', f'{hits}{{place="disk"}} 3', misses} <= set(counts)
     reference = Talk(lambda usage, expected: None)
     with theirs(targets[kind]) as asked:
         reference.begin(asked)
         assert reference.go_on(asked) == got
+
+
+FORGETFUL = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}"
+    "<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
+)
+
+
+def test_snapshots_lie_where_the_next_prompt_still_agrees(tmp_path):
+    """Thoughts are left out of the next turn, so it parts from this one before they begin."""
+    write_tokenizer(tmp_path, thinks=True)
+    tokenizer = load_tokenizer(tmp_path, {"chat_template": FORGETFUL})
+
+    def asked(*messages: dict) -> tuple[list[int], dict[str, str]]:
+        request = CompletionRequest("chat", "", list(messages), None, None)
+        prompt = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
+        ends = message_ends(request, prompt, tokenizer, {})
+        return prompt, {whose: tokenizer.decode(prompt[:end]) for end, whose in ends.items()}
+
+    question, answer = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}
+    prompt, ends = asked(WHO, question)
+    _, later = asked(WHO, question, answer, question)
+    begun = tokenizer.decode(prompt).removesuffix("<think>")
+    assert ends == {
+        "system": f"{START}system\n{WHO['content']}{END}\n{START}user\n",
+        "user": begun,
+    }
+    assert later["system"] == ends["system"] and later["user"].startswith(begun)
+    assert asked(question)[1].keys() == {"user"}
+
+
+def test_what_cannot_be_trimmed_is_kept_at_ends_of_messages():
+    caches, text = PairCache(), list(range(100))
+
+    def end(num_tokens: int, whose: str) -> None:
+        state = ArraysCache(1)
+        state[0] = mx.full((1, 4), num_tokens)
+        caches.insert_cache(text[:num_tokens], [state], cache_type=whose)
+
+    def num_found(num_same: int) -> int:
+        got, rest = caches.fetch([*text[:num_same], 200, 201])
+        num_cached = num_same + 2 - len(rest)
+        assert num_cached == (0 if got is None else got[0][0][0, 0].item())
+        return num_cached
+
+    turns = [(10, "system"), (20, "user"), (30, "assistant"), (40, "user"), (50, "assistant")]
+    for turn in [*turns, (60, "user"), (70, "assistant")]:
+        end(*turn)
+    assert num_found(70) == 70  # the next turn
+    assert num_found(69) == 60  # the answer once more
+    assert num_found(55) == 40  # the last question edited
+    assert num_found(35) == num_found(15) == 10  # another conversation
+    assert num_found(5) == 0
+    assert caches.counts.snapshots["memory"] == 4
