@@ -235,8 +235,8 @@ class RequestFactory:
             for done in decoder.prefill_chunks(prompt[start : end + 1], step_size):
                 if start + done in ends:
                     self._file_copy(active, known + rest[: start + done], ends[start + done])
+                decoder.history = prompt  # and not this part of it alone
                 yield start + done
-        decoder.history = prompt
 
     def _file_copy(self, active: ActiveRequest, text: list[int], whose: str) -> None:
         """File what a prompt's caches are now, which go on to be used."""

@@ -58,6 +58,7 @@ def test_caches_without_a_drafters_part_get_one():
 
 WHO = {"role": "system", "content": "You are one who answers in few words, and well."}
 OTHER = {"role": "system", "content": "Give this chat a title."}
+PENALTY = {"repetition_penalty": 3.0, "repetition_context_size": 200}
 KINDS = {"full": pytest.mark.exhaustive, "rotating": pytest.mark.exhaustive, "recurrent": ()}
 
 
@@ -87,15 +88,15 @@ def read(monkeypatch) -> list[int]:
 class Chat:
     """A conversation: each turn goes on behind the one before."""
 
-    def __init__(self, *messages: dict):
-        self.messages = list(messages)
+    def __init__(self, *messages: dict, **options):
+        self.messages, self.options = list(messages), options
         self.texts = []
 
-    def ask(self, asked, question: str, **options):
+    def ask(self, asked, question: str):
         """The next turn's usage."""
         self.messages.append({"role": "user", "content": question})
         answer = asked.complete(
-            messages=self.messages, max_tokens=9, logit_bias=ENDLESS, **options
+            messages=self.messages, max_tokens=9, logit_bias=ENDLESS, **self.options
         )
         self.texts.append(answer.choices[0].message.content)
         self.messages.append({"role": "assistant", "content": self.texts[-1]})
@@ -108,7 +109,7 @@ class Talk:
     def __init__(self, check, num_common: int = 0):
         """``num_common``: tokens in which all system prompts begin, and that are found again."""
         self.num_common = num_common
-        self.main, self.second, self.side = Chat(WHO), Chat(WHO), Chat(OTHER)
+        self.main, self.second, self.side = Chat(WHO, **PENALTY), Chat(WHO), Chat(OTHER)
         self.check = check
         self.totals = {}
 
@@ -167,7 +168,7 @@ def test_only_what_is_new_is_computed(targets, pair, read, tmp_path, kind):
 FORGETFUL = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}"
     "<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )
 
 
@@ -185,7 +186,7 @@ def test_snapshots_lie_where_the_next_prompt_still_agrees(tmp_path):
     question, answer = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}
     prompt, ends = asked(WHO, question)
     _, later = asked(WHO, question, answer, question)
-    begun = tokenizer.decode(prompt).removesuffix("<think>")
+    begun = tokenizer.decode(prompt).removesuffix("<think>\n")
     assert ends == {
         "system": f"{START}system\n{WHO['content']}{END}\n{START}user\n",
         "user": begun,
