@@ -15,10 +15,11 @@ from ..decoding.setup import begin_drafter, open_decoder, split_cache
 from ..decoding.stats import Stats
 from ..drafters.base import Drafter
 from ..drafters.tree import DraftShape
-from ..target.batch_attention import batch_mask_axes
+from ..target.batch_attention import batch_mask_axes, cuts_states_by_text
 from ..target.masks_and_ropes import BY_LENGTH, find_ropes
 from ..target.ragged import can_share
 from ..target.rollback import CacheQuantization
+from ..target.states import recurrent_caches
 from .acceptance import BatchVerification
 
 FOR_ONE_PROMPT = ("tree", "kv_bits", "input_embeddings")  # as ``speculative_generate_step`` has it
@@ -154,13 +155,15 @@ def reason_not_batchable(model: nn.Module, caches: list[Any], plainly: bool = Fa
     ``plainly``: passes of plain steps, one row per request.
     """
     for cache in caches:
-        if not can_share([cache], plainly):
+        if not can_share([cache]):
             kept = ", with first tokens that are kept" if getattr(cache, "keep", 0) else ""
             return f"the target's caches are for one text at a time ({type(cache).__name__}{kept})"
     if any(isinstance(rope, BY_LENGTH) for rope in find_ropes(model)):
         return "the target's rotary embedding goes by the length of one text"
     if batch_mask_axes(model) == 0:
         return "the target does not compute several texts in one pass as it does each of them"
+    if not plainly and any(recurrent_caches(caches)) and not cuts_states_by_text(model):
+        return "the target's recurrent states are not seen to be updated for each text by itself"
     return None
 
 
@@ -175,7 +178,7 @@ def mlx_lm_can_batch(model: nn.Module, requests: list[Request]) -> bool:
             if getattr(cache, "keep", 0) and cache.offset + length > cache.max_size:
                 return False
     caches = [c for request in requests for c in split_cache(request.cache, model, None)[0]]
-    return not can_share(caches, plainly=True) or batch_mask_axes(model) == 4
+    return not can_share(caches) or batch_mask_axes(model) == 4
 
 
 @dataclass

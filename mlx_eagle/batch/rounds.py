@@ -24,6 +24,7 @@ from ..drafters.tree import DraftShape
 from ..system.machines import fused_rows
 from ..target.batch_attention import batch_mask_axes
 from ..target.ragged import RaggedCaches
+from ..target.states import recurrent_caches
 from ..target.taps import Target
 from .acceptance import BatchChoice, BatchRule, BatchVerification
 from .requests import Request, SharedRound
@@ -145,7 +146,7 @@ class Batch:
         most = map(max, room, num_forced)
         num_drafted = [min(length, own) for length, own in zip(lengths, most, strict=True)]
         tokens = mx.concatenate([self._roots, drafts], axis=1)
-        logits, features = self._target.batch(tokens, self._caches.open())
+        logits, features = self._verify(tokens)
         verification, logits = self._accept(choice, drafts, num_drafted, logits)
         launched = SharedRound(
             list(self.requests),
@@ -196,6 +197,14 @@ class Batch:
             # The device drafts while the host builds the target's pass, the larger graph.
             mx.async_eval(drafts)
         return drafts, list(map(max, lengths, num_forced))
+
+    def _verify(self, tokens: mx.array) -> tuple[mx.array, mx.array | None]:
+        """One pass over tokens (B, R): logits and features; it may be cut where R is above 1."""
+        caches, num_rows = self._caches.open(), tokens.shape[1]
+        if num_rows == 1 or not any(recurrent_caches(caches)):
+            return self._target.batch(tokens, caches)
+        with self._target.recording(caches, num_rows, self._caches.keep_updates):
+            return self._target.batch(tokens, caches)
 
     def can_run_ahead(self, done: SharedRound) -> bool:
         """Whether all steps were plain, nobody waits, and none reaches its request's limit.

@@ -8,53 +8,66 @@ arithmetic on lengths: nothing is moved, and no text is padded for another.
 A ring has a few columns more than the window, so that the rows of a pass overwrite nothing that a
 row still sees which turns out to be the last one kept.
 
-A recurrent state says nothing of the rows that made it, so rows cannot be taken back one by one:
-a pass is kept for all texts or for none. That is enough for plain steps, not for drafts.
+A recurrent state says nothing of the rows that made it. Where texts keep some rows of a pass, each
+its own number, states are made again from what was recorded of the pass (``states.py``).
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
 from .cache_view import CacheView
+from .states import KeptRows, StateUpdates, recurrent_caches
 
 
 class RaggedStates:
     """One layer's states of B texts, each an array (B, ...), or None where nothing is kept."""
 
     def __init__(self, size: int):
-        self._kept: list[mx.array | None] = [None] * size
+        self._size = size
+        self._states: list[mx.array | None] = [None] * size
+        self._restore: Callable[[], list[Any]] | None = None  # what makes those that are kept
         self._pass: Any = ArraysCache(size)
+
+    def _kept(self) -> list[mx.array | None]:
+        """The states, made when they are first asked for: other things can be started before."""
+        if self._restore is not None:
+            self._states, self._restore = self._restore(), None
+        return self._states
 
     def begin(self) -> Any:
         """What the model is given for a pass; what it writes is not kept yet."""
-        self._pass = ArraysCache(len(self._kept))
-        self._pass.cache = list(self._kept)
+        self._pass = ArraysCache(self._size)
+        self._pass.cache = list(self._kept())
         return self._pass
 
-    def advance(self) -> None:
-        """Keep what the pass has written."""
-        self._kept = list(self._pass.cache)
+    def advance(self, kept: KeptRows, updates: StateUpdates | None) -> None:
+        """Keep what the pass has written, all of it without ``updates``."""
+        if updates is None or kept.same == updates.num_rows:
+            self._states, self._restore = list(self._pass.cache), None
+        else:
+            self._restore = partial(updates.states, self._pass, kept)
 
     def join(self, cache: ArraysCache, num_others: int) -> None:
         """Take in the states of a text, which stay as they are, behind ``num_others``."""
-        self._kept = [
+        self._states = [
             _joined(mine, theirs, num_others)
-            for mine, theirs in zip(self._kept, cache.cache, strict=True)
+            for mine, theirs in zip(self._kept(), cache.cache, strict=True)
         ]
-        self._pass = ArraysCache(len(self._kept))
+        self._pass = ArraysCache(self._size)
 
     def keep(self, index: mx.array) -> None:
         """Drop all texts but these, from a pass that is under way as well."""
-        self._kept = [None if array is None else array[index] for array in self._kept]
+        self._states = [None if array is None else array[index] for array in self._kept()]
         self._pass.cache = [None if array is None else array[index] for array in self._pass.cache]
 
     def extract(self, index: int) -> Any:
         """One text's states."""
-        cache: Any = ArraysCache(len(self._kept))
-        cache.cache = [None if a is None else a[index : index + 1] for a in self._kept]
+        cache: Any = ArraysCache(self._size)
+        cache.cache = [None if a is None else a[index : index + 1] for a in self._kept()]
         return cache
 
 
@@ -80,10 +93,10 @@ class RaggedList:
         """See ``RaggedStates.begin``."""
         return CacheList(*[part.begin() for part in self._parts])
 
-    def advance(self) -> None:
+    def advance(self, kept: KeptRows, updates: StateUpdates | None) -> None:
         """See ``RaggedStates.advance``."""
         for part in self._parts:
-            part.advance()
+            part.advance(kept, updates)
 
     def join(self, cache: CacheList, num_others: int) -> None:
         """See ``RaggedStates.join``."""
@@ -104,23 +117,15 @@ STEP = 256  # columns by which row buffers grow, as in mlx-lm
 SLACK = 16  # columns by which a ring is larger than its window, or as many as a pass needs
 
 
-def can_share(caches: Sequence[Any], plainly: bool = False) -> bool:
-    """Whether a text's caches can go into ``RaggedCaches``, exactly.
-
-    ``plainly``: for passes of one row per text that are kept, which recurrent states allow.
-    """
+def can_share(caches: Sequence[Any]) -> bool:
+    """Whether a text's caches can go into ``RaggedCaches``, exactly."""
     return all(
-        type(c) is KVCache
+        type(c) in (KVCache, ArraysCache)
         or (type(c) is RotatingKVCache and c.keep == 0)
-        or (plainly and type(c) is ArraysCache)
-        or (plainly and type(c) is CacheList and _has_states(c) and can_share(c.caches, True))
+        # Lists of keys and values alone are of attention that goes by the places of slots.
+        or (type(c) is CacheList and any(recurrent_caches([c])) and can_share(c.caches))
         for c in caches
     )
-
-
-def _has_states(cache: CacheList) -> bool:
-    """Lists of keys and values alone are of attention that goes by the places of slots."""
-    return any(isinstance(part, ArraysCache) for part in cache.caches)
 
 
 def _length(cache: Any) -> int:
@@ -262,7 +267,7 @@ class RaggedCache:
         self.offset, self._num_rows = self._rows.offset, 0
         return self
 
-    def advance(self) -> None:
+    def advance(self, kept: KeptRows, updates: StateUpdates | None) -> None:
         """What a pass has written counts as far as the lengths say."""
 
     def join(self, cache: KVCache | RotatingKVCache, num_others: int) -> None:
@@ -404,18 +409,31 @@ class RaggedCaches:
     def __init__(self, mask_axes: int = 4) -> None:
         self.rows = RowLengths(mask_axes)
         self.layers: list[RaggedCache | RaggedStates | RaggedList] = []
+        self._updates: StateUpdates | None = None
 
     def open(self) -> list[Any]:
         """The layers, for a pass that begins where the texts end; what it writes is not kept yet.
 
         A pass that was opened before and of which nothing was kept is forgotten by that.
         """
+        self._updates = None
         return [layer.begin() for layer in self.layers]
 
+    def keep_updates(self, updates: StateUpdates | None) -> None:
+        """How the states of the pass came about, for ``advance`` by a number for each text."""
+        if updates is None:
+            raise ValueError("the target updates a recurrent state in a way that was not seen")
+        self._updates = updates
+
     def advance(self, num_rows: Sequence[int]) -> None:
-        """Text b is longer by ``num_rows[b]`` of the rows behind its end, or, below 0, shorter."""
+        """Text b is longer by ``num_rows[b]`` of the rows behind its end, or, below 0, shorter.
+
+        Of rows of a pass that kept no updates, a recurrent state keeps all.
+        """
+        updates = self._updates
+        kept = KeptRows(tuple(num_rows), 1 if updates is None else updates.num_rows)
         for layer in self.layers:
-            layer.advance()
+            layer.advance(kept, updates)
         self.rows.set([n + more for n, more in zip(self.rows.lengths, num_rows, strict=True)])
 
     def join(self, caches: list[Any]) -> None:

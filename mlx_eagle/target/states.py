@@ -216,7 +216,10 @@ class StateRecorder:
             return found
         rows, axis, before = found
         after = state.shape[axis]
-        of_pass = rows.shape[axis] - before in (self._num_rows, self._num_rows - 1)
+        if rows.shape[axis] == before + self._num_rows - 1:  # all that the last row looks back at
+            last = mx.take(state, mx.array([after - 1]), axis)
+            rows = mx.concatenate([rows, last], axis)
+        of_pass = rows.shape[axis] == before + self._num_rows
         is_alike = after == before or rows.shape[0] == 1  # several texts do not grow alike
         return Window(rows, axis, before, after) if of_pass and is_alike else None
 

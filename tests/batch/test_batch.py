@@ -25,6 +25,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_eagle
 from mlx_eagle.batch import generate as batch
+from mlx_eagle.batch import requests
 from mlx_eagle.batch.rounds import Batch
 from mlx_eagle.decoding.auto import OFF, ON
 from mlx_eagle.decoding.sampling import Sampling
@@ -246,22 +247,39 @@ def test_stats_are_a_list_and_have_mlx_lms_names(make, num_draft_tokens):
     assert stats[0].mean_acceptance_length >= 1
 
 
-def test_recurrent_targets_go_one_after_the_other():
+SMALL = [[token % 90 for token in prompt] for prompt in PROMPTS]  # of a smaller vocabulary
+
+
+@pytest.mark.parametrize("k", [3, "auto"])
+def test_recurrent_targets_are_drafted_for_together(k, recwarn):
     model = tiny_lfm2()
-    prompts = [[token % 90 for token in prompt] for prompt in PROMPTS]
-    with pytest.warns(UserWarning, match=r"one text at a time \(ArraysCache\): the prompts are"):
-        response = together(model, tiny_head(model), prompts, return_prompt_caches=True)
-    assert response.token_ids == [
-        plain(model, p, n) for p, n in zip(prompts, LENGTHS, strict=True)
-    ]
-    assert sum(stats.num_rounds for stats in response.stats) > 0
+    response = together(
+        model, tiny_head(model), SMALL, num_draft_tokens=k, return_prompt_caches=True
+    )
+    assert response.token_ids == [plain(model, p, n) for p, n in zip(SMALL, LENGTHS, strict=True)]
+    assert not [str(warning.message) for warning in recwarn]
     assert len(response.caches[0]) > len(make_prompt_cache(model))
 
 
-def test_recurrent_targets_are_decoded_plainly_with_auto():
+@pytest.fixture
+def uncut_states(monkeypatch) -> None:
+    """As where a target reads its recurrent states in a way that is not seen."""
+    monkeypatch.setattr(requests, "cuts_states_by_text", lambda model: False)
+
+
+@pytest.mark.usefixtures("uncut_states")
+def test_states_that_are_not_seen_go_one_after_the_other():
     model = tiny_lfm2()
-    prompts = [[token % 90 for token in prompt] for prompt in PROMPTS]
-    with pytest.warns(UserWarning, match=r"\(ArraysCache\): they are decoded together, without"):
+    with pytest.warns(UserWarning, match=r"each text by itself: the prompts are decoded one"):
+        response = together(model, tiny_head(model), SMALL)
+    assert response.token_ids == [plain(model, p, n) for p, n in zip(SMALL, LENGTHS, strict=True)]
+    assert sum(stats.num_rounds for stats in response.stats) > 0
+
+
+@pytest.mark.usefixtures("uncut_states")
+def test_states_that_are_not_seen_are_decoded_plainly_with_auto():
+    model, prompts = tiny_lfm2(), SMALL
+    with pytest.warns(UserWarning, match=r"by itself: they are decoded together, without"):
         response = together(model, tiny_head(model), prompts, num_draft_tokens="auto")
     assert response.token_ids == theirs(model, prompts).token_ids
     assert sum(stats.num_rounds for stats in response.stats) == 0

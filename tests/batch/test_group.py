@@ -4,6 +4,7 @@ import itertools
 
 import mlx.core as mx
 import pytest
+from architecture_configs import RECURRENT
 from architectures import build
 from costs import SettledCosts, curve
 from grids import thorough
@@ -48,13 +49,13 @@ def run(
     return seen
 
 
-def goes_on(model, request: Request, prompt: list[int]) -> None:
+def assert_goes_on(model, request: Request, prompt: list[int]) -> None:
     """Its caches are those of its text."""
     if not request.cache:
         restore_caches(request)
-    cache = request.cache[: len(model.layers)]
+    cache = request.cache[: len(make_prompt_cache(model))]
     text = [*prompt, *request.tokens, *request.tokens_after_leave]
-    assert max(layer.offset for layer in cache) == len(text)
+    assert max(getattr(layer, "offset", len(text)) for layer in cache) == len(text)
     assert plain(model, [7, 9], 3, prompt_cache=cache) == plain(model, [*text, 7, 9], 3)
 
 
@@ -74,7 +75,7 @@ def test_texts_are_those_of_each_alone(make, size):
     for prompt, length, request in zip(MANY, lengths, requests, strict=False):
         assert request.tokens == plain(model, prompt, length)
         assert request.stats.num_emitted == length - 1
-        goes_on(model, request, prompt)
+        assert_goes_on(model, request, prompt)
     assert {*map(id, group.take_left())} == {*map(id, requests)} and group.take_left() == []
     of_first = [is_shared for request, is_shared, _ in seen if request is requests[0]]
     changes = [a for a, b in itertools.pairwise(of_first) if a != b]
@@ -84,29 +85,59 @@ def test_texts_are_those_of_each_alone(make, size):
         assert sum(request.stats.num_drafted for request in requests) == 0
 
 
-STATES = (
-    "bailing_hybrid", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe",
-    "mamba", "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_next", "recurrent_gemma", "rwkv7",
-)  # fmt: skip
+STATES = tuple(name for name in RECURRENT if name != "longcat_flash_ngram")  # never shared
+SMALL = [[t % 90 for t in prompt] for prompt in MANY]  # of the tokens of any architecture
 
 
-@pytest.mark.parametrize("name", thorough(STATES, "falcon_h1", "lfm2", "mamba2", "qwen3_next"))
+@pytest.mark.parametrize("name", thorough(STATES, "qwen3_next", "rwkv7"))
+def test_recurrent_targets_are_drafted_for_in_shared_rounds(name):
+    """Two come while the first writes, and go: every text and cache is that of the text alone."""
+    model, lengths = build(name), [24, 6, 4, 1 + 8]
+    assert reason_not_batchable(model, make_prompt_cache(model)) is None
+    drafter = Texts(model, SMALL[:4], 40, lambda r, size: r * r % (size + 1), 96)
+    requests = [started(model, drafter, SMALL[b], n) for b, n in enumerate(lengths)]
+    group = Group(model, drafter, generation_stream, 3)
+    seen = run(group, dict(zip([0, 2, 3, 7], requests, strict=True)))
+    for prompt, length, request in zip(SMALL, lengths, requests, strict=False):
+        assert request.tokens == drafter.texts[prompt[0]][len(prompt) :][:length]
+        assert_goes_on(model, request, prompt)
+    assert any(is_shared and num > 1 for _, is_shared, num in seen)
+
+
+@pytest.mark.parametrize("name", thorough(STATES, "mamba2"))
+@pytest.mark.parametrize("stop", thorough(range(1, 7), 4))
+def test_who_leaves_a_recurrent_batch_gets_its_states_back(name, stop):
+    """After any round, with a draft under way behind it."""
+    model = build(name)
+    drafter = Texts(model, SMALL[:3], 60, lambda r, size: (r + 1) % (size + 1), 96)
+    requests = [started(model, drafter, prompt, 30) for prompt in SMALL[:3]]
+    group = Group(model, drafter, generation_stream, 3)
+    for request in requests:
+        group.join(request)
+    for _ in range(stop):
+        group.round()
+    group.leave(requests[1])
+    group.round()
+    assert group.take_left() == [requests[1]]
+    assert_goes_on(model, requests[1], SMALL[1])
+    while not group.is_empty:
+        group.round()
+    assert requests[0].tokens == plain(model, SMALL[0], 30)
+
+
+@pytest.mark.parametrize("name", thorough(STATES, "lfm2"))
 def test_recurrent_targets_share_plain_steps(name):
     """What an ended request leaves has not seen the step that was under way."""
     model = build(name)
     drafter = tiny_head(model)
-    assert reason_not_batchable(model, make_prompt_cache(model))
     assert reason_not_batchable(model, make_prompt_cache(model), plainly=True) is None
     group = Group(model, drafter, generation_stream, 3, drafts_together=False)
-    prompts, lengths = [[t % 90 for t in prompt] for prompt in MANY], [34, 6, 4, 1 + 8]
+    prompts, lengths = SMALL, [34, 6, 4, 1 + 8]
     requests = [started(model, drafter, prompts[b], n) for b, n in enumerate(lengths)]
     seen = run(group, dict(zip([0, 3, 4, 14], requests, strict=True)))
     for prompt, length, request in zip(prompts, lengths, requests, strict=False):
         assert request.tokens == plain(model, prompt, length)
-        if not request.cache:
-            restore_caches(request)
-        cache, text = request.cache[: len(model.layers)], [*prompt, *request.tokens]
-        assert plain(model, [7, 9], 3, prompt_cache=cache) == plain(model, [*text, 7, 9], 3)
+        assert_goes_on(model, request, prompt)
     of_first = [shared for request, shared, _ in seen if request is requests[0]]
     assert True in of_first and not of_first[0] and not of_first[-1]
     # By itself it was drafted for, in the end as well, and in shared rounds nobody was.
@@ -161,13 +192,13 @@ def test_who_leaves_gives_its_caches_back():
     group.join(waiting := request(0))
     group.leave(waiting)
     assert group.round() == [] and group.is_empty and group.take_left() == [waiting]
-    goes_on(model, waiting, MANY[0])
+    assert_goes_on(model, waiting, MANY[0])
     for num_unread in range(4):
         group.join(alone := request(1))
         assert len(group.round()[0].tokens) == 4
         group.leave(alone, num_unread)
         assert len(alone.tokens) == 5 - num_unread and group.take_left() == [alone]
-        goes_on(model, alone, MANY[1])
+        assert_goes_on(model, alone, MANY[1])
     first, second, third = request(2), request(3), request(4)
     group.join(first)
     group.join(second)
@@ -179,7 +210,7 @@ def test_who_leaves_gives_its_caches_back():
         group.round()
     assert {*map(id, group.take_left())} == {id(first), id(second), id(third)}
     for b, each in ((2, first), (3, second), (4, third)):
-        goes_on(model, each, MANY[b])
+        assert_goes_on(model, each, MANY[b])
     assert second.tokens == plain(model, MANY[3], 24)
     assert len(third.tokens) == 1 < len(first.tokens) < 24
 

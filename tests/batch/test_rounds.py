@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 import pytest
+from architectures import build
 from grids import thorough
 from helpers import ScriptedDrafter, num_primitives, plain, tiny_head, tiny_llama
 from mlx_lm.generate import generation_stream
@@ -23,6 +24,14 @@ from mlx_eagle.drafters.batch_drafter import (
     make_batch_drafter,
 )
 from mlx_eagle.drafters.tree import DraftShape
+from mlx_eagle.target.states import StateUpdates
+from mlx_eagle.target.taps import Target
+
+BY_UPDATE = (
+    "bailing_hybrid", "falcon_h1", "jamba", "kimi_linear", "lfm2", "mamba", "qwen3_next",
+    "recurrent_gemma", "rwkv7",
+)  # fmt: skip
+"""An architecture for each way in which recurrent states come about."""
 
 
 def started(model, drafter, prompt, max_tokens, chunk=2048, ends=(), **options) -> Request:
@@ -75,9 +84,9 @@ def test_a_round_asks_no_more_of_the_device_for_many_than_for_one(monkeypatch, c
 class Texts(ScriptedDrafter):
     """Knows the text of every prompt by its first token; accepted lengths follow a script."""
 
-    def __init__(self, model, prompts, num_tokens, script):
+    def __init__(self, model, prompts, num_tokens, script, vocab=VOCAB):
         self.texts = {p[0]: p + plain(model, p, num_tokens) for p in prompts}
-        super().__init__([], script, VOCAB)
+        super().__init__([], script, vocab)
 
     def propose(self, size, pick=None):
         self.text = self.texts[self.absorbed[0][0][0].item()]
@@ -125,6 +134,61 @@ def test_requests_come_and_go(make, size):
         assert plain(model, [7, 9], 3, prompt_cache=cache) == plain(
             model, [*prompt, *request.tokens, 7, 9], 3
         )
+
+
+def rounds_of(model, num: int, length: int, size: int = 3) -> int:
+    """How many passes of the target that many requests take, every text and cache checked.
+
+    In one round each text has another number of right tokens.
+    """
+    prompts = [[b + 1, *(token % 90 for token in PROMPTS[b % 4][1:]), b] for b in range(num)]
+    drafter = Texts(model, prompts, length + size, lambda r, most: most - r % 3 % (most + 1), 96)
+    batch = Batch(model, drafter, FixedController(DraftShape(size)), keep_caches=True)
+    requests = [started(model, drafter, prompt, length - b) for b, prompt in enumerate(prompts)]
+    for b, request in enumerate(requests):
+        request.decoder.drafter.num_rounds = b
+        batch.join(request)
+    count = 0
+    while batch.round() is not None:
+        count += 1
+    for prompt, request in zip(prompts, requests, strict=True):
+        assert request.tokens == drafter.texts[prompt[0]][len(prompt) :][: len(request.tokens)]
+        assert len(request.tokens) == request.limits.max_tokens
+        restore_caches(request)
+        cache = request.cache[: len(make_prompt_cache(model))]
+        text = [*prompt, *request.tokens, 7, 9]
+        assert plain(model, [7, 9], 3, prompt_cache=cache) == plain(model, text, 3)
+    return count
+
+
+@pytest.mark.parametrize("name", thorough(BY_UPDATE, "lfm2"))
+@pytest.mark.parametrize("num", thorough(range(1, 9), 4))
+def test_recurrent_batches_take_as_many_passes_as_others(name, num):
+    """With the same drafts accepted, in unequal numbers; and fewer than half of a pass a token."""
+    llama = tiny_llama(vocab_size=96)
+    count = rounds_of(build(name), num, 20)
+    assert count == rounds_of(llama, num, 20) <= 20 / 2
+
+
+def test_the_next_drafts_are_started_before_states_are_restored(monkeypatch):
+    events: list[str] = []
+
+    def watch(owner, method: str, event: str) -> None:
+        original = getattr(owner, method)
+        monkeypatch.setattr(
+            owner, method, lambda *args: (events.append(event), original(*args))[1]
+        )
+
+    watch(Texts, "propose", "draft")
+    watch(StateUpdates, "states", "restore")
+    watch(Target, "batch", "pass")
+    start = mx.async_eval
+    monkeypatch.setattr(mx, "async_eval", lambda *a: (events.append("start"), start(*a))[1])
+    count = rounds_of(build("lfm2"), 2, 20)
+    num_layers = 2
+    a_round = ["draft", "draft", "start", *["restore"] * num_layers, "pass", "start"]
+    found = sum(events[i : i + len(a_round)] == a_round for i in range(len(events)))
+    assert count // 2 < found and events.count("restore") >= num_layers * found
 
 
 @pytest.mark.parametrize("draft_cache", thorough(["exact", "lagging"], "exact"))

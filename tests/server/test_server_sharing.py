@@ -46,7 +46,9 @@ def texts_of_mlx_lm(pair: dict[str, str], asked: list[dict]) -> list[str]:
     ]
 
 
-def ask_all(pair, flags, num_requests: int, num_clients: int) -> list[dict]:
+def ask_all(
+    pair, flags, num_requests: int, num_clients: int, num_draft_tokens: str = "auto"
+) -> list[dict]:
     """Greedy requests beside sampled ones, and beside clients that leave in mid-stream.
 
     Their texts are checked; returns the counts of each.
@@ -54,7 +56,8 @@ def ask_all(pair, flags, num_requests: int, num_clients: int) -> list[dict]:
     asked = requests(num_requests)
     expected = texts_of_mlx_lm(pair, asked)
     sampled = {"prompt": "Draw", "temperature": 0.9, "seed": 5, "max_tokens": 30}
-    with ours(*flags, "--num-draft-tokens", "auto", "--prompt-cache-size", "4") as server:
+    flags = (*flags, "--num-draft-tokens", num_draft_tokens, "--prompt-cache-size", "4")
+    with ours(*flags) as server:
         drawn = server.complete(**sampled, logit_bias=ENDLESS).choices[0].text
         done = threading.Event()
         others: list[bool] = []
@@ -109,9 +112,13 @@ def test_texts_are_those_of_mlx_lm(pair, flags, num_requests, num_clients):
 @pytest.mark.parametrize(
     "num_requests, num_clients", [(6, 3), pytest.param(40, 8, marks=pytest.mark.exhaustive)]
 )
-def test_recurrent_states_share_plain_steps(pair, recurrent, num_requests, num_clients):
+def test_recurrent_targets_are_drafted_for(pair, recurrent, num_requests, num_clients):
     flags = ("--model", recurrent, "--draft-model", pair["head"], "--usage-stats")
-    ask_all({"target": recurrent}, flags, num_requests, num_clients)
+    counts = ask_all({"target": recurrent}, flags, num_requests, num_clients, "3")
+    # What was drafted for it alone, 3 tokens a round at most, is not all.
+    alone = [3 * (count["emitted_tokens"] - count["batched_tokens"]) for count in counts]
+    drafted = [count["drafted_tokens"] for count in counts]
+    assert sum(drafted) > sum(alone), counts
 
 
 def watch(monkeypatch) -> list[str]:

@@ -377,3 +377,11 @@ NOTES = {
     "plamo3": "several rows see a window one longer than one row does",
     "talkie": "its layers take the embeddings first and the residual stream second",
 }
+
+RECURRENT = (
+    "baichuan_m1", "bailing_hybrid", "bailing_moe_linear", "bailing_moe_v3", "falcon_h1", "gear",
+    "granitemoehybrid", "jamba", "kimi_k3", "kimi_linear", "lfm2", "lfm2-vl", "lfm2_moe",
+    "longcat_flash_ngram", "mamba", "mamba2", "nemotron_h", "olmo_hybrid", "plamo2",
+    "prism_hadamard_qwen35", "qwen3_5", "qwen3_5_moe", "qwen3_next", "recurrent_gemma", "rwkv7",
+)  # fmt: skip
+"""Every architecture of mlx-lm that keeps recurrent states."""

@@ -267,14 +267,18 @@ def _check_text(
 
 
 class _ScriptedTexts(ScriptedDrafter):
-    """Knows every text by the first token of its prompt, and drafts every length of it."""
+    """Knows every text by the first token of its prompt, and drafts every length of it.
+
+    In one round each text has another number of right tokens.
+    """
 
     def __init__(self, texts: list[list[int]]):
-        self.texts = {text[0]: text for text in texts}
+        self.texts = {text[0]: (i, text) for i, text in enumerate(texts)}
         super().__init__([], SCRIPTS["every length"], VOCAB)
 
     def propose(self, size: int, pick: Pick | None = None) -> Draft:
-        self.text = self.texts[self.absorbed[0][0][0].item()]
+        i, self.text = self.texts[self.absorbed[0][0][0].item()]
+        self.script = lambda r, size: (r + i) % (size + 1)
         return super().propose(size, pick)
 
 

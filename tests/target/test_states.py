@@ -7,6 +7,7 @@ from copy import deepcopy
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from architecture_configs import RECURRENT
 from architectures import ARCHITECTURES, PROMPT, build
 from graph import fused, primitives
 from grids import thorough
@@ -23,13 +24,6 @@ from mlx_eagle.target.rollback import CacheQuantization, Checkpoint
 from mlx_eagle.target.states import StateRecorder, StateUpdates, recurrent_caches
 from mlx_eagle.target.taps import Target
 
-STATES = (
-    "baichuan_m1", "bailing_hybrid", "bailing_moe_linear", "bailing_moe_v3", "falcon_h1", "gear",
-    "granitemoehybrid", "jamba", "kimi_k3", "kimi_linear", "lfm2", "lfm2-vl", "lfm2_moe",
-    "longcat_flash_ngram", "mamba", "mamba2", "nemotron_h", "olmo_hybrid", "plamo2",
-    "prism_hadamard_qwen35", "qwen3_5", "qwen3_5_moe", "qwen3_next", "recurrent_gemma", "rwkv7",
-)  # fmt: skip
-"""Every architecture of mlx-lm with recurrent states."""
 QUICK = ("baichuan_m1", "jamba", "longcat_flash_ngram", "qwen3_next", "rwkv7")
 NUM_ROWS = 5
 
@@ -59,7 +53,7 @@ def no_weights(monkeypatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", thorough(STATES, *QUICK))
+@pytest.mark.parametrize("name", thorough(RECURRENT, *QUICK))
 def test_the_states_are_those_of_the_kept_rows(name, monkeypatch):
     """Whatever number is kept, then fewer of them, and without a weight being read."""
     model, rows = build(name), mx.array([33, 4, 25, 8, 71])
