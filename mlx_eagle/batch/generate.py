@@ -298,7 +298,7 @@ def batch_generate(
     for each; each keeps its own number of rows, ends by itself and is decoded as it would be
     alone. An EAGLE-3 head drafts for all in shared passes too, other drafters text by text. A
     request that has ended makes no room for another. Where the target's caches or ropes cannot
-    share a pass (recurrent states, quantized caches, a base that follows the length), the
+    share a pass (quantized caches, kept first tokens, a base that follows the length), the
     requests are decoded one after the other, each speculatively. Either is said in a warning.
 
     With ``num_draft_tokens`` "auto" each round has the fastest draft length, one for all

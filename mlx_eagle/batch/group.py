@@ -175,7 +175,7 @@ class Group:
 
     To join, a request must have emitted its first token. ``num_draft_tokens`` is as in
     ``speculative_generate_step``, one length for all in a round, "auto" by what all of them accept
-    and by what rounds of so many cost. Without ``drafts_together``, for targets whose caches share
+    and by what rounds of so many cost. Without ``drafts_together``, for targets whose states share
     plain steps alone, drafts are made for one by itself, and several are decoded plainly. With a
     ``tree``, or where caches cannot share a pass, only one may be in it. One whose decoder
     ``discards_features`` is decoded plainly, and so are those who share its rounds.

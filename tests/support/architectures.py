@@ -45,6 +45,7 @@ from mlx_eagle.batch.rounds import Batch
 from mlx_eagle.decoding.auto import FixedController
 from mlx_eagle.decoding.decoder import Limits
 from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.base import Draft, Pick
 from mlx_eagle.drafters.tree import DraftShape, TreeShape
 from mlx_eagle.system.machines import this_machine
@@ -182,6 +183,8 @@ def check(
     for key, reason in reasons.items():
         keys.setdefault(reason, []).append(key)
     named = [f"{', '.join(of)}: {reason}" for reason, of in keys.items() if reason]
+    if "chain" in what and _runs_again(model):
+        named.append("after a rejection the kept rows run through the whole target again")
     return Result(*works, "; ".join(named))
 
 
@@ -264,6 +267,17 @@ def _check_text(
             if again != after:
                 return f"another text in the next request {case}{_rows_say(model, text)}"
     return ""
+
+
+def _runs_again(model: nn.Module) -> bool:
+    """Whether recurrent states are not seen to be updated: a rejection takes a whole pass."""
+    stats, wrong = Stats(), ScriptedDrafter([0] * 99, SCRIPTS["none"], VOCAB)
+    wrong.may_part = True
+    steps = speculative_generate_step(mx.array(PROMPT), model, wrong, max_tokens=6, stats=stats)
+    try:
+        return bool(list(steps)) and stats.num_reruns > 0
+    except ValueError:  # refused, which is said elsewhere
+        return False
 
 
 class _ScriptedTexts(ScriptedDrafter):
@@ -376,6 +390,10 @@ def write_table() -> None:
         f"* batch works for {counts['batch']}: the same with chains for 2, 3 and 4 prompts in "
         "shared passes. Others are decoded",
         "one by one, each with drafts.",
+        "",
+        "Recurrent states (`ArraysCache`) are made again after a rejection, from [what the pass "
+        "recorded](caches.md), but",
+        "where it is said that the kept rows run again.",
         "",
         "| architecture | caches | " + " | ".join(COLUMNS) + " | reason, or what to know |",
         "|---|---|" + "---|" * (len(COLUMNS) + 1),
