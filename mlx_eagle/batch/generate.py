@@ -36,7 +36,7 @@ from ..decoding.setup import (
 )
 from ..decoding.stats import Stats
 from ..drafters.base import Drafter, NullDrafter
-from ..drafters.tree import DraftShape, chains_for
+from ..drafters.tree import PLAIN, DraftShape, chains_for
 from ..generate import is_drafter
 from .requests import (
     Options,
@@ -397,11 +397,13 @@ def _generate(
             for request in requests:
                 request.stats.drafting_events = list(controller.events)
     if not is_drafted and len(requests) > 1 and not mlx_lm_can_batch(model, requests):
-        controller, draft_model = None, NullDrafter()
-        options = replace(options, num_draft_tokens=0)
+        draft_model, options = NullDrafter(), replace(options, num_draft_tokens=0)
+        shares = reason_not_batchable(model, caches, plainly=True) is None
+        controller = FixedController(PLAIN) if shares else None
     elif not is_drafted:
         return generate_plainly(model, tokenizer, requests, options, returns, sizes, verbose)
-    _say_what_is_shared(draft_model, options, reason)
+    if controller is None or is_drafted:
+        _say_what_is_shared(draft_model, options, reason)
     start = time.perf_counter()
     if controller is None:
         generate_in_turn(model, draft_model, requests, options)

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from ..decoding.decoder import Decoder, Limits, Round
 from ..decoding.sampling import LogitsProcessor, Sampler, Sampling, is_grammar, is_pure
@@ -170,15 +171,17 @@ def reason_not_batchable(model: nn.Module, caches: list[Any], plainly: bool = Fa
 def mlx_lm_can_batch(model: nn.Module, requests: list[Request]) -> bool:
     """Whether mlx-lm's own batch can be right.
 
-    Its masks have four axes, and its rotating caches keep no first tokens while others go.
+    Its masks have four axes, its rotating caches keep no first tokens while others go, and what
+    it pads shorter prompts with goes into the states of many recurrent layers.
     """
     for request in requests:
         length = len(request.prompt) + request.limits.max_tokens
-        for cache in request.cache:
+        for cache in split_cache(request.cache, model, None)[0]:
+            if type(cache) not in (KVCache, RotatingKVCache):
+                return False
             if getattr(cache, "keep", 0) and cache.offset + length > cache.max_size:
                 return False
-    caches = [c for request in requests for c in split_cache(request.cache, model, None)[0]]
-    return not can_share(caches) or batch_mask_axes(model) == 4
+    return batch_mask_axes(model) == 4
 
 
 @dataclass
