@@ -9,22 +9,24 @@ import signal
 import subprocess
 import sys
 import time
+from functools import lru_cache
 
 import mlx.core as mx
 import mlx_lm
 import pytest
 from checkpoints import CONFIG, as_midlayer, eagle3_tensors, write_safetensors
 from grids import thorough
-from helpers import tiny_llama
+from helpers import demo_pair, tiny_llama
 from mlx_lm.utils import save_model
 
-import mlx_eagle
 from mlx_eagle import chat
 from mlx_eagle.commands import flags
 from mlx_eagle.commands import generate as program
 from mlx_eagle.convert import __main__ as convert
 from mlx_eagle.demo.pair import HEAD
 from mlx_eagle.demo.target import demo_target_path
+from mlx_eagle.drafters import eagle3
+from mlx_eagle.drafters.folder import LoadOptions, read_config
 from mlx_eagle.system import blas, device
 
 QUESTION = "What is 3 + 4?"
@@ -32,16 +34,16 @@ QUESTION = "What is 3 + 4?"
 
 @pytest.fixture(scope="module")
 def pair():
-    return mlx_eagle.load_demo(mx.float32)
+    return demo_pair()
 
 
 @pytest.fixture
 def run(pair, monkeypatch, capsys):
     """Run the command in this process on an already loaded pair: (exit code, out, err)."""
 
-    def load_demo(**options):
-        if options.get("quantize_bits") is not None:
-            return mlx_eagle.load_demo(**options)
+    def load_demo(quantize_bits=None, **_):
+        if quantize_bits is not None:
+            eagle3.load(HEAD, read_config(HEAD), pair[0], LoadOptions(quantize_bits))
         return pair
 
     monkeypatch.setattr(flags, "load_demo", load_demo)
@@ -59,19 +61,20 @@ def run(pair, monkeypatch, capsys):
     return command
 
 
-def plain_text(pair, question: str, max_tokens: int) -> str:
-    model, tokenizer, _ = pair
+@lru_cache
+def plain_text(question: str, max_tokens: int) -> str:
+    model, tokenizer, _ = demo_pair()
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}], add_generation_prompt=True
     )
     return mlx_lm.generate(model, tokenizer, prompt, max_tokens=max_tokens)
 
 
-def test_text_footer_and_counts(run, pair):
+def test_text_footer_and_counts(run):
     flags = ("--num-draft-tokens", "3", "--stats-json", "-", "--memory")
-    code, out, _ = run("-p", QUESTION, "-m", "20", *flags)
+    code, out, _ = run("-p", QUESTION, "-m", "12", *flags)
     assert code == 0
-    assert plain_text(pair, QUESTION, 20) in out
+    assert plain_text(QUESTION, 12) in out
     for line in (
         "Prompt: ",
         "Generation: ",
@@ -93,13 +96,13 @@ MOST_SECONDS_PER_TOKEN = 3  # 0.05 where it is quiet; in half precision, as it i
 
 
 @pytest.mark.skipif(mx.default_device() == mx.gpu, reason="only a CPU is slow in half precision")
-def test_the_demo_target_by_its_folder_is_as_fast_as_the_demo_pair(capsys, monkeypatch, pair):
+def test_the_demo_target_by_its_folder_is_as_fast_as_the_demo_pair(capsys, monkeypatch):
     """As the page on training has it, with a head of one's own."""
-    flags = ["--model", str(demo_target_path()), "--draft-model", str(HEAD), "-m", "6"]
+    flags = ["--model", str(demo_target_path()), "--draft-model", str(HEAD), "-m", "12"]
     monkeypatch.setattr(sys, "argv", ["generate", *flags, "-p", QUESTION, "--stats-json", "-"])
     program.main()
     out, err = capsys.readouterr()
-    assert plain_text(pair, QUESTION, 6) in out
+    assert plain_text(QUESTION, 12) in out
     assert err.count("Note: on a CPU the target's weights are loaded as float32") == 1
     assert json.loads(out.splitlines()[-1])["generation_tps"] > 1 / MOST_SECONDS_PER_TOKEN
 
@@ -123,9 +126,9 @@ WAYS = [
 
 
 @pytest.mark.parametrize("flags", thorough(WAYS, "--num-draft-tokens 5"))
-def test_the_same_text_whatever_is_drafted(run, pair, flags):
-    code, out, _ = run("-p", QUESTION, "-m", "16", "--verbose", "F", *flags.split())
-    expected = plain_text(pair, QUESTION, 16)
+def test_the_same_text_whatever_is_drafted(run, flags):
+    code, out, _ = run("-p", QUESTION, "-m", "12", "--verbose", "F", *flags.split())
+    expected = plain_text(QUESTION, 12)
     if "--kv-bits" not in flags:
         assert out == expected + "\n"
     assert code == 0 and out.strip()
@@ -138,10 +141,10 @@ def test_stats_go_to_a_file(run, tmp_path):
     assert code == 0 and json.loads(path.read_text())["num_rounds"] >= 1
 
 
-def test_prompt_from_standard_input(run, pair, monkeypatch):
+def test_prompt_from_standard_input(run, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(QUESTION))
-    _, out, _ = run("-p", "-", "-m", "8", "--verbose", "F")
-    assert out == plain_text(pair, QUESTION, 8) + "\n"
+    _, out, _ = run("-p", "-", "-m", "12", "--verbose", "F", "--num-draft-tokens", "0")
+    assert out == plain_text(QUESTION, 12) + "\n"
 
 
 @pytest.mark.exhaustive

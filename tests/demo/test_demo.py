@@ -17,6 +17,7 @@ import pytest
 import regex
 from at_once import in_threads
 from gguf import GGUFReader, dequantize
+from helpers import demo_pair
 from tolerances import tolerance
 
 from mlx_eagle import speculative_generate_step
@@ -343,7 +344,7 @@ def test_no_pip_is_one_sentence(home, monkeypatch):
 
 @pytest.fixture(scope="module")
 def pair() -> tuple:
-    return load_demo(dtype=mx.float32)
+    return demo_pair()
 
 
 def logits(model: nn.Module) -> mx.array:
@@ -372,10 +373,10 @@ def test_packed_weights_compute_the_same(pair):
     assert mx.abs(logits(model) - expected).max().item() <= 1e-2 * mx.abs(expected).max().item()
 
 
-def test_default_on_a_cpu_is_dense_float32():
+def test_default_on_a_cpu_is_dense_float32(pair):
     if mx.default_device() != mx.cpu:
         pytest.skip("the default device is no CPU")
-    model, _, _ = load_demo()
+    model, _, _ = pair  # loaded as it is by default
     assert {w.dtype for w in (m.weight for m in model.modules() if "weight" in m)} == {mx.float32}
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx_lm
 import pytest
-from grids import thorough
+from helpers import demo_pair
 
 import mlx_eagle
 from mlx_eagle.convert import convert
@@ -27,7 +27,7 @@ PROMPTS = Path(__file__).parents[2] / "bench" / "prompts"
 
 @pytest.fixture(scope="module")
 def pair():
-    return mlx_eagle.load_demo(mx.float32)
+    return demo_pair()
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +79,9 @@ def decode(pair, drafter, prompt, max_tokens, **options) -> tuple[list[int], Sta
 SHAPES = [1, 3, 5, "3x3:8"]
 
 
-@pytest.mark.parametrize("index", thorough([0, 40], 0))
-@pytest.mark.parametrize("shape", thorough(SHAPES, "3x3:8"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("index", [0, 40])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_token_identical_to_mlx_lm(pair, index, shape):
     model, tokenizer, drafter = pair
     (prompt,) = prompts(pair, "mt_bench", (index,))

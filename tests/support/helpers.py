@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
+from functools import lru_cache
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tolerances import tolerance
 from transformers import PreTrainedTokenizerFast
 
+import mlx_eagle
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.base import Draft, DrafterBase
@@ -130,6 +132,12 @@ def tiny_head(model: nn.Module, seed: int = 1, **changes) -> EagleDrafter:
     to_target = mx.arange(0, vocab, 2, dtype=mx.int32)
     kind = Eagle3Drafter if config.mask_token_id is None else ParallelDrafter
     return kind(head, find_embedding(model)[0], config.taps(len(model.layers)), to_target)
+
+
+@lru_cache
+def demo_pair() -> tuple:
+    """The demo pair in float32, loaded once in a process: half a gigabyte, and only read."""
+    return mlx_eagle.load_demo(None if mx.default_device() == mx.cpu else mx.float32)
 
 
 def plain(model: nn.Module, prompt: list[int], max_tokens: int, **kwargs) -> list[int]:
