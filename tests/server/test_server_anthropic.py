@@ -8,8 +8,6 @@ from automaton import write_automaton
 from serving import ours
 from test_server_tools import SCRIPTS, TOOLS
 
-anthropic = pytest.importorskip("anthropic")
-
 OWN_TOOLS = [
     {
         "name": tool["function"]["name"],
@@ -38,7 +36,13 @@ KEY = "a-key"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def anthropic():
+    """Not at the top: every process of the tests would import it for its list of them."""
+    return pytest.importorskip("anthropic")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, anthropic):
     folder = tmp_path_factory.mktemp("messages")
     target = write_automaton(folder / "target", SCRIPTS)
     draft = write_automaton(folder / "draft", SCRIPTS, mistakes=4)
@@ -283,7 +287,7 @@ def test_mistakes_are_said_in_its_own_shape(server, name):
     assert sentence in document["error"]["message"]
 
 
-def test_errors_by_their_kind(server):
+def test_errors_by_their_kind(server, anthropic):
     with pytest.raises(anthropic.BadRequestError, match="temperature is -1"):
         server.own.messages.create(**question("!", extra_body={"temperature": -1}))
     options = {"base_url": server.base, "max_retries": 0, "timeout": 30}

@@ -16,7 +16,7 @@ from training import small_files
 from mlx_eagle.server.__main__ import announce
 from mlx_eagle.server.collect import Collector, open_collector
 from mlx_eagle.train import train
-from mlx_eagle.train.examples import read_examples
+from mlx_eagle.train.examples import MIN_ANSWER, read_examples
 
 SOON = {"stop": list("ABCDEF"), "max_tokens": 200}  # ends in a few tokens
 
@@ -75,7 +75,9 @@ def test_what_was_answered_is_what_is_trained_on(pair, tmp_path):
     assert [m["content"] for m in rows["More?"]["messages"][:-1]] == ["One?", "Yes.", "More?"]
     assert rows["Three?"]["finish_reason"] == "stop" and rows["More?"]["temperature"] == 0.25
     found = read_examples(str(file.parent), tokenizer, 10**6, 2048)
-    assert {x.tokens for x in found.train} == {tuple(row["tokens"]) for row in rows.values()}
+    long_enough = [r for r in rows.values() if len(r["tokens"]) - r["prompt_length"] >= MIN_ANSWER]
+    assert {x.tokens for x in found.train} == {tuple(row["tokens"]) for row in long_enough}
+    assert len(long_enough) >= 5
     run = {"iters": 1, "batch_size": 2, "ttt_steps": 2, "test_prompts": 0}
     head = str(tmp_path / "head")
     train(pair["target"], str(file.parent), head, init=pair["head"], **run)

@@ -58,7 +58,8 @@ def write_tokenizer(folder: Path, thinks: bool = False) -> int:
 
 def write_model(folder: Path, num_tokens: int, blur: float = 0.0, **changes) -> Path:
     """A tiny random llama; ``blur`` makes it another, often of one mind with the first."""
-    model = tiny_llama(vocab_size=num_tokens, head_dim=32, **changes)
+    sizes = {"vocab_size": num_tokens, "head_dim": 32, "num_hidden_layers": 4} | changes
+    model = tiny_llama(**sizes)
     if blur:
         mx.random.seed(1)
         model.update(tree_map(lambda w: w + blur * mx.random.normal(w.shape), model.parameters()))
