@@ -47,15 +47,12 @@ def serve(server: PairServer, generator: PairGenerator, signals: StopSignals) ->
 
 
 def announce(server: PairServer, generator: PairGenerator) -> None:
-    """Say where the server is, and who can reach it."""
+    """Say where the server is, who can reach it, and what agents have to be told."""
     host, port = server.server_address[:2]
     shown = f"[{host}]" if ":" in host else host
     name = generator.model_provider.name
     url = f"http://{shown}:{port}/"
     print(f"Serving {name}: a page to talk to it at {url}, the API at {url}v1", flush=True)
-    print("Coding agents, in another shell:", flush=True)
-    for line in agent_lines(url.rstrip("/"), server.access.key is not None):
-        print(f"  {line}", flush=True)
     if server.access.key is None and not is_loopback(host):
         print(f"Note: whoever reaches {shown} can use it; nobody is asked for a key.", flush=True)
     if server.collector is not None:
@@ -63,6 +60,9 @@ def announce(server: PairServer, generator: PairGenerator) -> None:
             f"Note: chats and their answers are kept in {server.collector.path} (--collect).",
             flush=True,
         )
+    print("Coding agents, in another shell:", flush=True)
+    for line in agent_lines(url.rstrip("/"), server.access.key is not None):
+        print(f"  {line}", flush=True)
 
 
 def agent_lines(url: str, has_key: bool) -> list[str]:

@@ -23,7 +23,7 @@ from .body import (
     shortened,
 )
 from .client_session import ClientSession, Piece
-from .prompt import TEMPLATE_ERRORS, render
+from .prompt import as_request_errors, render
 from .provider import PairProvider
 
 FINGERPRINT = f"mlx-eagle-{__version__}"
@@ -107,7 +107,8 @@ class Answering:
             "model": model_name(reply, body),
             "created": reply.created,
         }
-        args = self._read_arguments()
+        with as_request_errors():
+            args = read_arguments(body, reply.flags, self._is_chat)
         num_each = body.get("n", 1)
         self._sessions = [
             reply.new_session(request, _seeded(args, i * num_each + j))
@@ -115,12 +116,6 @@ class Answering:
             for j in range(num_each)
         ]
         self._offsets = [0] * len(self._sessions)  # letters of each that were given
-
-    def _read_arguments(self) -> PairArguments:
-        try:
-            return read_arguments(self._body, self._reply.flags, self._is_chat)
-        except ValueError as err:
-            raise RequestError(str(err)) from err
 
     def run(self) -> None:
         """Generate all of them at a time, and give them one after the other."""
@@ -276,10 +271,8 @@ def tokenize(reply: Reply, body: Document) -> None:
     if "messages" in body:
         request = CompletionRequest("chat", "", body["messages"], body.get("tools"), None)
         options = reply.flags.chat_template_args | body.get("chat_template_kwargs", {})
-        try:
+        with as_request_errors():
             text = render(request, tokenizer, options)
-        except (ValueError, *TEMPLATE_ERRORS) as err:
-            raise RequestError(f"the chat template cannot take these messages ({err}).") from err
         tokens = tokenizer.encode(text, add_special_tokens=False)
     else:
         (name,) = [name for name in ("content", "prompt") if name in body]

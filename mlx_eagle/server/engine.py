@@ -27,8 +27,8 @@ from .caches import PairCache
 from .metrics import Metrics
 from .prompt import (
     LONG,
-    TEMPLATE_ERRORS,
     Tokenized,
+    as_request_errors,
     check_prompt,
     check_text_length,
     message_ends,
@@ -254,41 +254,24 @@ class PairGenerator(ResponseGenerator):
         A prompt that is far too long is refused before all of it was tokenized. ``check`` is
         called on the way and may raise. Raises RequestError.
         """
-        with self._large_prompts if num_bytes > LARGE else nullcontext():
-            self.check_alive()
-            try:
-                tokenized = self._tokenized(request, args, num_bytes, check)
-            except ValueError as err:
-                raise RequestError(str(err)) from err
-            except TEMPLATE_ERRORS as err:
-                raise RequestError(
-                    f"the chat template cannot take these messages ({type(err).__name__}: {err})."
-                ) from err
-        return tokenized
-
-    def _tokenized(
-        self,
-        request: CompletionRequest,
-        args: PairArguments,
-        num_bytes: int,
-        check: Callable[[], None],
-    ) -> Tokenized:
         provider, tokenizer = self.model_provider, self.model_provider.tokenizer
-        if isinstance(request.prompt, list):
-            check_prompt(request.prompt, args, provider.vocab_size, provider.context)
-            return Tokenized(request.prompt, ends={len(request.prompt) - 1: "user"})
-        if provider.context is not None and num_bytes > LONG * provider.context:
-            options = self.cli_args.chat_template_args | (args.chat_template_kwargs or {})
-            text = render(request, tokenizer, options)
-            check_text_length(text, tokenizer.encode, provider.context, check)
-        options = template_options(request, args, tokenizer, self.cli_args)
-        args.chat_template_kwargs = options
-        tokens, _, _, initial_state, _ = self._tokenize(tokenizer, request, args)
-        check_prompt(tokens, args, provider.vocab_size, provider.context)
-        ends = {}
-        if provider.needs_snapshots:
-            ends = message_ends(request, tokens, tokenizer, options)
-        return Tokenized(tokens, initial_state, ends)
+        with self._large_prompts if num_bytes > LARGE else nullcontext(), as_request_errors():
+            self.check_alive()
+            if isinstance(request.prompt, list):
+                check_prompt(request.prompt, args, provider.vocab_size, provider.context)
+                return Tokenized(request.prompt, ends={len(request.prompt) - 1: "user"})
+            if provider.context is not None and num_bytes > LONG * provider.context:
+                options = self.cli_args.chat_template_args | (args.chat_template_kwargs or {})
+                text = render(request, tokenizer, options)
+                check_text_length(text, tokenizer.encode, provider.context, check)
+            options = template_options(request, args, tokenizer, self.cli_args)
+            args.chat_template_kwargs = options
+            tokens, _, _, initial_state, _ = self._tokenize(tokenizer, request, args)
+            check_prompt(tokens, args, provider.vocab_size, provider.context)
+            ends = {}
+            if provider.needs_snapshots:
+                ends = message_ends(request, tokens, tokenizer, options)
+            return Tokenized(tokens, initial_state, ends)
 
     def submit(
         self, request: Tokenized, args: PairArguments, behind: AnswerStream | None = None

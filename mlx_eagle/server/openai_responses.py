@@ -20,7 +20,7 @@ from .answer_stream import RequestError
 from .body import PairArguments, check_body, read_arguments, shortened
 from .client_session import ClientSession
 from .completions import Document, Reply, logprob_of, model_name
-from .prompt import with_one_system
+from .prompt import as_request_errors, with_one_system
 
 KEPT_SECONDS = 3600.0  # what a client may need to go on with a response
 KEPT_BYTES = 100_000_000  # of JSON: a thousand turns of 100 kB
@@ -281,10 +281,8 @@ def answer(reply: StoringReply, body: Document) -> None:
     messages = chat["messages"]
     if previous := asked.get("previous_response_id"):
         messages = reply.stored.find(previous, status=400)[1] + messages
-    try:
+    with as_request_errors():
         args = read_arguments(chat, reply.flags, is_chat=True)
-    except ValueError as err:
-        raise RequestError(str(err)) from err
     response = _begun(reply, asked, chat, args)
     rules = {"role": "system", "content": asked.get("instructions", "")}
     prompt = deepcopy(with_one_system([rules, *messages]))  # templates change messages

@@ -4,7 +4,8 @@ A prompt that is far too long is refused before all of it was tokenized. The tok
 are made by mlx-lm's own code.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from mlx_lm.server import CompletionRequest, convert_chat
 from mlx_lm.server import process_message_content as join_content
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .answer_stream import RequestError
 from .body import PairArguments
 
 PIECE = 2**15  # characters that are tokenized at once when a long text is measured
@@ -22,6 +24,19 @@ TEMPLATE_ERRORS = (
     TemplateError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError,
 )  # fmt: skip
 """What chat templates raise for messages that they were not written for."""
+
+
+@contextmanager
+def as_request_errors() -> Iterator[None]:
+    """Within, what is wrong with a prompt is raised as a RequestError."""
+    try:
+        yield
+    except ValueError as err:
+        raise RequestError(str(err)) from err
+    except TEMPLATE_ERRORS as err:
+        raise RequestError(
+            f"the chat template cannot take these messages ({type(err).__name__}: {err})."
+        ) from err
 
 
 @dataclass(frozen=True)
