@@ -96,9 +96,10 @@ def _probe(model: nn.Module, mask_axes: int, num_rows: int, num_cut: tuple[int, 
     prefix, rows = texts[0]
     text = [*prefix, *rows[: num_cut[0] + num_rows]]
     whole = run(text, make_prompt_cache(model))[:, -num_rows:]
-    noise = 2 * _greatest(whole - alone[0]) / _greatest(expected)
+    scale = _greatest(expected) or 1.0  # a model may say nothing at all of these tokens
+    noise = 2 * _greatest(whole - alone[0]) / scale
     limit = min(max(noise, LEAST_NOISE), MOST_NOISE)
-    return _greatest(logits - expected) <= limit * _greatest(expected)
+    return _greatest(logits - expected) <= limit * scale
 
 
 def _greatest(values: mx.array) -> float:
