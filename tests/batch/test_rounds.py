@@ -24,7 +24,8 @@ from mlx_eagle.drafters.batch_drafter import (
     make_batch_drafter,
 )
 from mlx_eagle.drafters.tree import DraftShape
-from mlx_eagle.target.states import StateUpdates
+from mlx_eagle.target.ragged import RaggedCaches
+from mlx_eagle.target.states import StateUpdates, recurrent_caches
 from mlx_eagle.target.taps import Target
 
 BY_UPDATE = (
@@ -168,6 +169,35 @@ def test_recurrent_batches_take_as_many_passes_as_others(name, num):
     llama = tiny_llama(vocab_size=96)
     count = rounds_of(build(name), num, 20)
     assert count == rounds_of(llama, num, 20) <= 20 / 2
+
+
+def operations_after(model, kept: list[int]) -> int:
+    """Of a pass of the target, after one of which each text keeps another number of rows."""
+    target, caches = Target(model), RaggedCaches()
+    for b in range(len(kept)):
+        cache = make_prompt_cache(model)
+        target(mx.array([b + 1] * (3 + b)), cache)
+        caches.join(cache)
+    rows = mx.array([[5, 6, 7, 8]] * len(kept))
+    for counted in (False, True):
+        opened = caches.open()
+        with target.recording(opened, rows.shape[1], caches.keep_updates):
+            logits, _ = target.batch(rows, opened)
+        if counted:
+            return num_primitives(logits)
+        mx.eval(logits, [c.state for c in opened])
+        caches.advance(kept)
+    raise AssertionError
+
+
+def test_states_are_made_for_all_texts_at_once():
+    """Unequal numbers cost what equal ones do but for an index, however many texts there are."""
+    model = build("qwen3_next")
+    num_states = len(list(recurrent_caches(make_prompt_cache(model))))
+    equal, unequal = operations_after(model, [2, 2]), operations_after(model, [2, 3])
+    whole = operations_after(model, [4, 4])
+    assert operations_after(model, [1, 2, 3, 4]) == unequal
+    assert whole < equal and unequal <= equal + 3 * num_states + 8
 
 
 def test_the_next_drafts_are_started_before_states_are_restored(monkeypatch):

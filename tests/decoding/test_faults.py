@@ -17,6 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_eagle.decoding.decoder import Round
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.drafters.feature_drafter import last_features
+from mlx_eagle.target.states import StateUpdates
 from mlx_eagle.target.taps import Target
 
 LONG_PROMPT = [*PROMPT, 9, 33, 7, 50, 51, 52]
@@ -189,6 +190,18 @@ def test_in_a_cache(case, call, monkeypatch):
     with monkeypatch.context() as patch:
         for kind in {type(c) for c in cache if hasattr(c, "update_and_fetch")}:
             patch.setattr(kind, "update_and_fetch", failing(kind.update_and_fetch, call))
+        result = run_until_it_fails(case, case[1], cache)
+    assert_usable(case, cache, *result)
+
+
+@pytest.mark.parametrize("call", thorough([1, 2, 3, 6], 2))
+def test_in_states_that_are_made_again(call, monkeypatch):
+    """The next draft has started, and some of the recurrent layers have their states."""
+    model = TARGETS["qwen3_next"]()
+    case = model, tiny_head(model), {}
+    cache = fresh_cache(case)
+    with monkeypatch.context() as patch:
+        patch.setattr(StateUpdates, "states", failing(StateUpdates.states, call))
         result = run_until_it_fails(case, case[1], cache)
     assert_usable(case, cache, *result)
 
