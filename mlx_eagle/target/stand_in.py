@@ -25,7 +25,7 @@ import mlx.nn as nn
 from mlx_lm.models.base import scaled_dot_product_attention as attend
 
 from .masks_and_ropes import PositionedRope, RowPositions, find_ropes, tree_masks
-from .states import StateRecorder
+from .states import StateRecorder, is_recurrent
 
 NAME = attend.__name__
 
@@ -173,10 +173,11 @@ class StandIn:
         """The methods of a class of modules that have to do more here than their own."""
         changed: dict[str, Any] = {}
         for name, method in methods_of(kind).items():
-            names = self.states.names_in(method)
+            names = self.states.names_in(method) if is_recurrent(method) else {}
             if attends and name == "__call__":
                 names[NAME] = partial(attend_in_parts, self.parts)
-            new = self.states.noting(name, with_names(method, names) if names else method)
+            new: Any = with_names(method, names) if names else method
+            new = self.states.noting(name, new) if is_recurrent(method) else new
             if new is not method:
                 changed[name] = new
         return changed

@@ -8,7 +8,8 @@ with later rows masked, and the convolution's rows are cut out of those it was r
 are read for it, and each text of a batch keeps a number of rows of its own.
 
 What reads a state is known by the array itself: it must be handed the very object that the cache
-held. Where a state is read in another way, the pass cannot be repeated so, and is run again.
+held. Where a state is read in another way, the pass cannot be repeated so, and is run again; so it
+is with layers that are not mlx-lm's own, which nobody has tried.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -164,6 +165,12 @@ class StateUpdates:
         return [repeat(kept) for repeat in self.by_cache[id(cache)]]
 
 
+def is_recurrent(method: FunctionType) -> bool:
+    """Whether a method of a module may be one that reads states: mlx-lm's, in a file with some."""
+    has_states = method.__globals__.get(ArraysCache.__name__) is ArraysCache
+    return has_states and method.__module__.startswith("mlx_lm.models.")
+
+
 def recurrent_caches(caches: Sequence[Any]) -> Iterator[ArraysCache]:
     """Those that hold states, members of lists included."""
     for cache in caches:
@@ -185,7 +192,7 @@ class StateRecorder:
         """A pass of so many rows begins; after it, begin one without caches, to note nothing."""
         self._num_rows = num_rows
         self._caches = list(recurrent_caches(caches))
-        self._before = [list(cache.cache) for cache in self._caches]
+        self._before = [list(cache.cache) for cache in self._caches]  # alive, or ids are reused
         self._place = {
             id(state): (i, slot)
             for i, states in enumerate(self._before)
@@ -208,10 +215,8 @@ class StateRecorder:
         """How a state comes about that is now ``state``; None where that is not known."""
         found = self._found.get(place)
         if isinstance(found, list):
-            by_count = dict(enumerate(found, 1))
-            return (
-                partial(KeptRows.pick, states=by_count) if len(found) == self._num_rows else None
-            )
+            is_whole, states = len(found) == self._num_rows, dict(enumerate(found, 1))
+            return partial(KeptRows.pick, states=states) if is_whole else None
         if not isinstance(found, tuple):
             return found
         rows, axis, before = found
@@ -224,10 +229,8 @@ class StateRecorder:
         return Window(rows, axis, before, after) if of_pass and is_alike else None
 
     def names_in(self, method: FunctionType) -> dict[str, Any]:
-        """What a method of a recurrent layer's class is to find by which global names."""
+        """What a method that ``is_recurrent`` is to find by which global names."""
         known, used = method.__globals__, method.__code__.co_names
-        if known.get(ArraysCache.__name__) is not ArraysCache:
-            return {}
         names: dict[str, Any] = {
             name: self.noting(name, known[name])
             for name in used
