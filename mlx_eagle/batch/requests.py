@@ -201,6 +201,7 @@ class SharedRound:
     logits: mx.array  # (B, R, V), processed
     features: mx.array | None  # (B, R, F)
     num_forced: list[int]  # of those drafted: what a grammar forces
+    logprobs: mx.array | None = None  # (B, R), of the tokens that follow, where asked for
     absorbed: bool = False
     committed: bool = False
     kept: list[int] = field(default_factory=list)  # draft tokens, once read
@@ -220,10 +221,17 @@ class SharedRound:
             packed=self.packed[places],
             logits=self.logits[places],
             features=None if self.features is None else self.features[places],
+            logprobs=None if self.logprobs is None else self.logprobs[places],
         )
+
+    @property
+    def pending(self) -> list[mx.array]:
+        """What the host reads, to be computed at once."""
+        return [self.packed] if self.logprobs is None else [self.packed, self.logprobs]
 
     def read(self) -> None:
         """Wait for the device, and cut what was emitted to the limits of each request."""
+        mx.eval(self.pending)
         rows: Any = self.packed.tolist()
         self.kept = [num_kept for num_kept, *_ in rows]
         self.runs = [

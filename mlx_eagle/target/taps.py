@@ -252,7 +252,9 @@ class Target:
         ``given`` is what else the model is called with.
         """
         self._recorder.begin()
+        self.parts.begin()
         logits = self._stand_in.model(tokens, cache=cache, **given)
+        self.parts.begin()
         return logits, self._recorder.take()
 
     def _features(self, seen: dict[int, mx.array], batch: int) -> mx.array | None:
