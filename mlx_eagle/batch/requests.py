@@ -88,6 +88,8 @@ class Options:
                     f"{name} is for one prompt at a time: leave it out, or give it to "
                     "mlx_eagle.generate, prompt by prompt."
                 )
+        if given.get("stream", generation_stream) is None:
+            del given["stream"]  # as mlx-lm's batches have it by default
         for name in given.keys() - {known.name for known in fields(cls)}:
             raise TypeError(f"batch_generate() got an unexpected keyword argument {name!r}")
         return cls(**given)
