@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,11 +22,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .commands.flags import (
     add_draft_cache_flag,
     add_draft_flags,
+    add_grammar_flags,
     add_show_drafts_flag,
     build_sampler,
     check_arguments,
     draft_options,
+    grammar_options,
     load_pair,
+    read_schema,
 )
 from .commands.loading import apply_template
 from .decoding.setup import AUTO
@@ -55,6 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_draft_flags(parser)
     add_draft_cache_flag(parser)
     add_show_drafts_flag(parser)
+    add_grammar_flags(parser)
     # What mlx_lm.generate has a flag for, and mlx_lm.chat has not.
     parser.set_defaults(
         model=None, min_p=0.0, min_tokens_to_keep=1, top_k=0, quantize_activations=False
@@ -71,11 +76,14 @@ class Conversation:
         model: nn.Module,
         tokenizer: TokenizerWrapper,
         drafter: Drafter | None,
+        grammar: dict[str, Any] | None = None,
     ):
+        """``grammar`` is what ``grammar_options`` gives."""
         self.args = args
         self.model = model
         self.tokenizer = tokenizer
         self.drafter = drafter
+        self.grammar = grammar or {}
         self.stats = Stats()
         self.num_answers = 0
         # A first Ctrl-C ends the answer, a second one the command.
@@ -108,6 +116,7 @@ class Conversation:
             prefill_step_size=self.args.prefill_step_size,
             prompt_progress_callback=prompt_bar(self.args.prefill_step_size),
             **draft_options(self.args, self.drafter),
+            **self.grammar,
         )
         with self.interrupt:
             for response in responses:
@@ -225,6 +234,7 @@ def run(args: argparse.Namespace) -> None:
     check_arguments(args)
     if args.pipeline:
         raise ValueError("--pipeline spreads a model over machines: leave it out with a drafter.")
+    schema = read_schema(args)
     mx.random.seed(args.seed)
     tokenizer_config = {"trust_remote_code": args.trust_remote_code}
     model, tokenizer, drafter = load_pair(args, tokenizer_config)
@@ -232,9 +242,10 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(
             f"{args.model} has no chat template: use a chat model, or mlx_eagle.generate."
         )
+    grammar = grammar_options(args, schema, tokenizer)
     look = UI if sys.stdout.isatty() else PlainUI
     with look(args, drafter) as ui:
-        converse(ui, Conversation(args, model, tokenizer, drafter))
+        converse(ui, Conversation(args, model, tokenizer, drafter, grammar))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -29,6 +29,7 @@ INSTALL = "structured output needs llguidance: pip install 'mlx-eagle[structured
 MOST_TEXT = 200_000  # characters of a schema or a grammar; OpenAI's limit is 120,000 of names
 MOST_VALUES = 4_000  # in a schema: 2,000 properties of one object compile for three seconds
 MOST_TEXTS = 64  # that mlx-lm decodes with one processor at a time: it takes 32 together
+NOTHING = "nothing satisfies it"
 CLOSED = 8  # tokens: thoughts that a template ends so near to the end of a prompt are not wanted
 
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -64,9 +65,11 @@ class Grammar:
         self._vocabulary = _vocabulary_of(tokenizer)
         limits = LLParserLimits(verbose_errors=False)
         self._matcher = LLMatcher(self._vocabulary.tokens, compiled(), log_level=0, limits=limits)
-        if not self._matcher.get_error():
-            self._matcher.compute_bitmask()  # where no text at all is allowed, that is seen here
-        if error := self._matcher.get_error():
+        error = self._matcher.get_error()
+        if not error:  # where no text at all is allowed, that is seen with the first mask
+            is_possible = any(self._matcher.compute_bitmask())
+            error = self._matcher.get_error() or ("" if is_possible else NOTHING)
+        if error:
             raise ValueError(f"no text can be held to this {self.noun}: {_sentence(error)}")
         self._before: list[int] = []
         self._num_said = 0
@@ -346,6 +349,16 @@ class _Text:
             raise ValueError(f"the text cannot be held to its grammar: {_sentence(error)}")
 
 
+def spelled(text: str, tokenizer: Any) -> str:
+    """How a grammar spells ``text``, which may be a special token."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if LLMatcher is None:
+        raise ValueError(INSTALL)
+    if len(ids) == 1 and _vocabulary_of(tokenizer).tokens.is_special_token(ids[0]):
+        return f"<[{ids[0]}]>"
+    return json.dumps(text, ensure_ascii=False)
+
+
 @cache
 def _executor() -> "LLExecutor":
     return LLExecutor()
@@ -359,7 +372,7 @@ def _last(tokens: Sequence[int], mark: list[int]) -> int:
 
 def _sentence(error: str) -> str:
     """llguidance's words on one line, without what it says to itself."""
-    known = {"NoExtensionBias": "nothing satisfies it"}
+    known = {"NoExtensionBias": NOTHING}
     lines = [line.strip() for line in error.splitlines() if line.strip(" ^|")]
     text = " ".join(line for line in lines if line != "<non-verbose/>")
     return f"{known.get(text, text)}"[:300].rstrip(".") + "."

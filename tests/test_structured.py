@@ -427,7 +427,7 @@ def test_rejection_has_the_targets_law(options):
         return found
 
     counts = Counter()
-    for seed in range(800):
+    for seed in range(400):
         tokens, _ = ours(
             model, drafter, grammar, sampler=Sampling(seed=seed), acceptance="reject", **options
         )

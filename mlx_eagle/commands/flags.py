@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
@@ -14,6 +15,7 @@ from ..draft_models import LOOKUP, open_beside, split_name
 from ..drafters.base import Drafter, NullDrafter
 from ..drafters.kinds import KINDS, own_kind
 from ..drafters.pairs import pair_for
+from ..structured import JSONSchema, Regex
 from ..system.cli_values import (
     GROUP_SIZES,
     LARGEST,
@@ -115,6 +117,52 @@ def add_show_drafts_flag(parser: argparse.ArgumentParser) -> None:
         help="Mark drafted tokens in the text, where it goes to a terminal: coloured and "
         "underlined, or underlined alone where NO_COLOR is set.",
     )
+
+
+def add_grammar_flags(parser: argparse.ArgumentParser) -> None:
+    """``--json-schema`` and ``--regex``, for commands that print texts."""
+    parser.add_argument(
+        "--json-schema",
+        metavar="FILE",
+        help="Answer in JSON that is valid under the schema in this file; needs the extra "
+        "'structured'.",
+    )
+    parser.add_argument(
+        "--regex",
+        metavar="PATTERN",
+        help="Answer with a text that this regular expression matches as a whole; needs the extra "
+        "'structured'.",
+    )
+
+
+def read_schema(args: argparse.Namespace) -> str | None:
+    """The text of ``--json-schema``; ValueError where the file cannot be read."""
+    if args.json_schema is None:
+        return None
+    if args.regex is not None:
+        raise ValueError("--json-schema and --regex exclude each other: give one of them.")
+    try:
+        return Path(args.json_schema).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as err:
+        reason = getattr(err, "strerror", None) or "it is no text"
+        raise ValueError(
+            f"--json-schema {args.json_schema} cannot be read ({reason}): give a file with a JSON "
+            "schema."
+        ) from err
+
+
+def grammar_options(
+    args: argparse.Namespace, schema: str | None, tokenizer: TokenizerWrapper
+) -> dict[str, Any]:
+    """What holds texts to the schema or to ``--regex``, for ``stream_generate``.
+
+    Raises ValueError for one that nothing can be held to.
+    """
+    if schema is not None:
+        return {"logits_processors": [JSONSchema(schema, tokenizer)]}
+    if args.regex is not None:
+        return {"logits_processors": [Regex(args.regex, tokenizer)]}
+    return {}
 
 
 def draft_length(text: str) -> int | str:

@@ -28,12 +28,15 @@ from ..system.terminal import Marker, prompt_bar
 from .flags import (
     add_draft_cache_flag,
     add_draft_flags,
+    add_grammar_flags,
     add_show_drafts_flag,
     build_sampler,
     check_arguments,
     check_cache_flags,
     draft_options,
+    grammar_options,
     load_pair,
+    read_schema,
 )
 from .loading import apply_template
 
@@ -46,6 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_draft_flags(parser)
     add_draft_cache_flag(parser)
     add_show_drafts_flag(parser)
+    add_grammar_flags(parser)
     parser.add_argument(
         "--memory",
         action="store_true",
@@ -155,6 +159,7 @@ def run(args: argparse.Namespace) -> None:
     check_arguments(args)
     check_cache_flags(args)
     read_template_options(args.chat_template_config)
+    schema = read_schema(args)
     if args.stats_json not in (None, "-"):
         check_writable(Path(args.stats_json), "--stats-json", ", or '-'")
     if args.image:
@@ -167,13 +172,14 @@ def run(args: argparse.Namespace) -> None:
     model, tokenizer, drafter = load_pair(args, tokenizer_config)
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
+    grammar = grammar_options(args, schema, tokenizer)
     prompt = read_prompt(args, tokenizer, has_cache=cache is not None)
     if cache is None:
         fresh = [] if drafter is None else drafter.make_cache()
         cache = make_prompt_cache(model, args.max_kv_size) + fresh
     else:
         cache = fit_prompt_cache(args.prompt_cache_file, cache, model, drafter)
-    generate_and_report(args, model, tokenizer, drafter, prompt, cache)
+    generate_and_report(args, model, tokenizer, drafter, prompt, cache, grammar)
 
 
 def generate_and_report(
@@ -183,6 +189,7 @@ def generate_and_report(
     drafter: Drafter | None,
     prompt: list[int],
     cache: list[Any],
+    grammar: dict[str, Any],
 ) -> None:
     """Stream the text, then print the footer and write the counts."""
     responses = stream_generate(
@@ -198,6 +205,7 @@ def generate_and_report(
         kv_group_size=args.kv_group_size,
         quantized_kv_start=args.quantized_kv_start,
         **draft_options(args, drafter),
+        **grammar,
     )
     if args.verbose:
         print("=" * 10)
@@ -207,6 +215,8 @@ def generate_and_report(
     for response in responses:
         print(mark(response.text, response.from_draft), end="", flush=True)
     print()
+    if grammar and response.finish_reason == "length":
+        print("Note: --max-tokens cut the text before it was complete.", file=sys.stderr)
     stats = Stats() if drafter is None else response.stats
     memory = memory_report(model, drafter, cache)
     if args.verbose:

@@ -208,6 +208,21 @@ def test_a_prompt_cache_made_by_mlx_lm(run, target, head, tmp_path):
     assert code == 2 and "made with" in err
 
 
+def test_a_text_under_a_schema(run, tmp_path):
+    schema = {"type": "object", "properties": {"sum": {"type": "integer", "maximum": 99}}}
+    schema |= {"required": ["sum"], "additionalProperties": False}
+    file = tmp_path / "schema.json"
+    file.write_text(json.dumps(schema))
+    flags = ("-p", QUESTION, "--json-schema", str(file), "--verbose", "F")
+    code, out, err = run(*flags, "--stats-json", "-")
+    text, counts = out.splitlines()
+    assert code == 0 and list(json.loads(text)) == ["sum"] and "cut" not in err
+    assert json.loads(counts)["num_accepted"] > 0
+    assert run(*flags, "--num-draft-tokens", "0")[1].splitlines() == [text]
+    code, out, err = run("-p", QUESTION, "--regex", "[a-z]{40}", "-m", "3")
+    assert code == 0 and "Note: --max-tokens cut the text before it was complete." in err
+
+
 HUGE = str(2**70)
 MISTAKES = {
     "negative seed": (("--seed", "-1"), "--seed is -1: give a whole number from 0 to 2**64 - 1"),
@@ -241,6 +256,13 @@ MISTAKES = {
     "no such target": (("--model", "somewhere"), "somewhere does not exist"),
     "quantized twice": (("--quantize-draft", "8"), "already quantized to 4 to 6 bits"),
     "no such cache": (("--prompt-cache-file", "nowhere.safetensors"), "does not exist"),
+    "no such schema": (
+        ("--json-schema", "no.json"),
+        "--json-schema no.json cannot be read (No such",
+    ),
+    "no JSON as schema": (("--json-schema", __file__), "the schema is no JSON ("),
+    "no expression": (("--regex", "("), "no text can be held to this regular expression: "),
+    "two grammars": (("--regex", "a", "--json-schema", "b"), "exclude each other"),
     "a file as head": (("--draft-model", __file__), "give the folder it is in"),
 }
 
