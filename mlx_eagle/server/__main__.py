@@ -42,10 +42,8 @@ def serve(server: PairServer, generator: PairGenerator, signals: StopSignals) ->
     if count:
         requests = "1 request" if count == 1 else f"{count} requests"
         print(f"Waiting for {requests} to finish; press Ctrl-C again to stop now.", flush=True)
-    while server.answering:
-        if signals.wait(POLL):
-            generator.hurry()
-            return
+    while server.answering and not signals.wait(POLL):
+        pass
 
 
 def announce(server: PairServer, generator: PairGenerator) -> None:
@@ -105,7 +103,7 @@ def run(args: argparse.Namespace) -> None:
                     say_known_head(named, args.model)
                 serve(server, generator, signals)
         finally:
-            generator.stop(signals.wait)
+            generator.stop_and_join()
 
 
 def stop_loading() -> None:

@@ -209,6 +209,9 @@ class RequestFactory:
         known = text[: len(text) - len(rest)]
         active.num_cached, active.num_uncached, active.num_read = len(known), len(rest), 0
         flags = provider.cli_args
+        processors = make_processors(args, provider.tokenizer, known)
+        if args.grammar is not None:
+            processors.insert(0, args.grammar.behind(known, len(request.tokens)))
         with mx.stream(self._stream):
             caches = prepare(caches, provider.model, drafter, known)
         request.stats.start()
@@ -219,7 +222,7 @@ class RequestFactory:
             CacheQuantization(flags.kv_bits, flags.kv_group_size, flags.quantized_kv_start),
             self._stream,
             sampler=make_sampler(args, provider.tokenizer),
-            logits_processors=make_processors(args, provider.tokenizer, known),
+            logits_processors=processors,
             acceptance=args.acceptance if active.is_drafted else None,
             tree=active.tree,
         )

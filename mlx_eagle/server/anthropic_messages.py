@@ -102,9 +102,6 @@ def _request_of(body: Document) -> CompletionRequest:
 
 
 def _translated(body: Document) -> Document:
-    form = body.get("output_config") or {}
-    if body.get("output_format") or (isinstance(form, dict) and form.get("format")):
-        raise ValueError("output_format is not supported: ask for the form in the prompt.")
     if body.get("mcp_servers"):
         raise ValueError("mcp_servers are not supported: let the client call them.")
     chat: Document = {name: body[name] for name in (*SAME, *OWN) if name in body}
@@ -118,7 +115,7 @@ def _translated(body: Document) -> Document:
         raise ValueError("the last message is not the user's: an answer cannot be gone on with.")
     if tools := _list(body, "tools"):
         chat["tools"] = [_tool(tool) for tool in tools]
-    chat |= _choice(body.get("tool_choice", {"type": "auto"}))
+    chat |= _choice(body.get("tool_choice", {"type": "auto"})) | _form(body)
     chat |= _thinking(body.get("thinking", {"type": "adaptive"}))
     check_body(chat, "messages")
     return chat
@@ -219,6 +216,18 @@ def _tool(tool: Any) -> Document:
     function = {"name": tool["name"], "parameters": tool["input_schema"]}
     function |= {name: tool[name] for name in ("description", "strict") if name in tool}
     return {"type": "function", "function": function}
+
+
+def _form(body: Document) -> Document:
+    """What a chat has for ``output_config.format``, or ``output_format`` as it was called."""
+    config = body.get("output_config") or {}
+    form = body.get("output_format") or (isinstance(config, dict) and config.get("format"))
+    if not form:
+        return {}
+    if not isinstance(form, dict) or form.get("type") != "json_schema":
+        raise ValueError("output_config.format is no object of type json_schema: give one.")
+    schema = {"schema": form.get("schema"), "strict": True}
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
 
 def _choice(choice: Any) -> Document:

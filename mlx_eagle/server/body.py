@@ -19,6 +19,8 @@ from mlx_lm.server import (
 )
 
 from ..decoding.setup import AUTO, RULES, check_rule_for_sampling, read_tree
+from ..structured import Grammar
+from .grammars import Form, read_form
 
 MAX_DRAFT_TOKENS = 64
 MAX_TREE_NODES = 256
@@ -97,7 +99,7 @@ KINDS = {
     "parallel_tool_calls": bool,
     "reasoning_effort": str,
 }
-UNSUPPORTED = ("suffix", "audio", "web_search_options", "verbosity", "guided_json", "grammar")
+UNSUPPORTED = ("suffix", "audio", "web_search_options", "verbosity", "guided_json")
 TEMPLATE_OPTIONS = frozenset(
     [
         "self",
@@ -138,6 +140,8 @@ class PairArguments(GenerationArguments):
     has_followers: bool = False
     thinking_budget: int | None = None  # tokens after which thoughts are ended
     reasoning_effort: str | None = None
+    form: Form | None = None
+    grammar: Grammar | None = None  # of the form, once the tokenizer is known
 
 
 def read_body(raw: bytes) -> dict[str, Any]:
@@ -256,6 +260,7 @@ def read_arguments(body: dict[str, Any], flags: Namespace, is_chat: bool) -> Pai
         keeps_space=not is_chat,
         thinking_budget=get("thinking_budget"),
         reasoning_effort=get("reasoning_effort"),
+        form=read_form(body),
     )
 
 
@@ -321,30 +326,8 @@ def _check_promises(body: dict[str, Any]) -> None:
         raise ValueError(
             f"best_of is {_shown(body['best_of'])}: all answers are given, so leave it out."
         )
-    if body.get("parallel_tool_calls", True) is False and body.get("tools"):
-        raise ValueError(
-            "parallel_tool_calls is false, but nothing here holds the model to one call: leave it "
-            "out."
-        )
-    for tool in body.get("tools", []):
-        if _check_kind("a tool's function", tool.get("function") or {}, dict).get("strict"):
-            raise ValueError(
-                "a tool is strict, but nothing here holds the model to its parameters: leave "
-                "strict out."
-            )
-    form = _check_kind("response_format", body.get("response_format", {}), dict)
-    if form.get("type", "text") != "text":
-        raise ValueError(
-            f"response_format {_shown(form['type'])} is not supported: nothing here holds the "
-            "model to a form, so ask for it in the prompt and leave response_format out."
-        )
-    choice = body.get("tool_choice", "auto")
-    if choice not in ("auto", "none"):
-        raise ValueError(
-            f"tool_choice {_shown(choice)} is not supported: the model cannot be made to call a "
-            "tool, so give 'auto' or 'none'."
-        )
-    if choice == "none":
+    read_form(body)
+    if body.get("tool_choice") == "none":
         body.pop("tools", None)
     for name in ("functions", "function_call"):
         if name in body:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from threading import Event, Lock
+from threading import Lock
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
@@ -24,6 +24,7 @@ from .active_requests import ActiveRequest, RequestFactory
 from .answer_stream import AnswerStream, RequestError, State, capture_error
 from .body import PairArguments
 from .caches import PairCache
+from .grammars import make_grammar
 from .metrics import Metrics
 from .prompt import (
     LONG,
@@ -229,20 +230,7 @@ class PairGenerator(ResponseGenerator):
         self._open: set[AnswerStream] = set()
         self._schedule: Schedule | None = None
         self._large_prompts = Lock()
-        self._is_hurried = Event()
         super().__init__(provider, prompt_cache)
-
-    def hurry(self) -> None:
-        """Write no more caches to files at the end."""
-        self._is_hurried.set()
-
-    def stop(self, wait: Callable[[float], bool]) -> None:
-        """End the generating thread; ``wait`` waits for a signal, and says whether to hurry."""
-        self._stop = True
-        while self.generation_available():
-            if wait(IDLE):
-                self.hurry()
-        self.stop_and_join()
 
     def is_loaded(self) -> bool:
         """Whether the pair was loaded, or never will be."""
@@ -289,11 +277,14 @@ class PairGenerator(ResponseGenerator):
     def submit(
         self, request: Tokenized, args: PairArguments, behind: AnswerStream | None = None
     ) -> AnswerStream:
-        """Queue a request; raises RequestError where the thread has ended.
+        """Queue a request. Raises RequestError for a form of no use, or if the thread has ended.
 
         ``behind``: an answer to the same prompt, which is read for that one first.
         """
         self.check_alive()
+        if args.form is not None:
+            with as_request_errors():
+                args.grammar = make_grammar(args.form, self.model_provider.tokenizer)
         answer = AnswerStream(self._open.discard, self._is_overdue)
         self._open.add(answer)
         queue = partial(self.requests.put, (answer, request, args))
@@ -343,7 +334,7 @@ class PairGenerator(ResponseGenerator):
                 if schedule.is_idle:
                     self.prompt_cache.save_next()
             schedule.close()
-            self.prompt_cache.save_all(self._is_hurried.is_set)
+            self.prompt_cache.save_all()
             del schedule, factory
         # What was made in this thread has to go in it.
         self._schedule = None

@@ -267,11 +267,11 @@ WRONG = {
         {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
         "web_search is none of the client's own",
     ),
-    "a forced tool": ({"tool_choice": {"type": "any"}}, "the model cannot be made to call"),
+    "a forced tool": ({"tool_choice": {"type": "any"}}, "forces a call, but the tool is not"),
     "a choice": ({"tool_choice": "auto"}, "tool_choice is something else than an object"),
     "thinking": ({"thinking": {"type": "loud"}}, "thinking is loud: enable or disable it"),
     "a budget": ({"thinking": {"type": "enabled", "budget_tokens": "x"}}, "budget is a string"),
-    "a form": ({"output_format": {"type": "json_schema"}}, "output_format is not supported"),
+    "a form": ({"output_format": {"type": "xml"}}, "is no object of type json_schema"),
     "hot": ({"temperature": -1}, "temperature is -1"),
     "stop": ({"stop_sequences": [5]}, "stop is something else"),
 }

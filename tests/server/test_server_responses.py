@@ -329,7 +329,7 @@ def test_mistakes_are_said(server, name):
 
 def test_a_form_is_what_it_is_for_a_chat(server):
     """Taken or refused, in the same words."""
-    schema = {"name": "f", "schema": {"type": "object"}, "strict": True}
+    schema = {"name": "f", "schema": {"type": "colour"}, "strict": True}
     form = {"type": "json_schema", **schema}
     status, document = post(server, {"input": "Hello", "text": {"format": form}})
     chat = {"messages": [USER], "response_format": {"type": "json_schema", "json_schema": schema}}

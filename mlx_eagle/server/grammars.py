@@ -1,0 +1,164 @@
+"""Grammars of requests: what ``response_format``, tools and ``grammar`` hold an answer to.
+
+A checked body is read into ``Form``, which says so in a few texts; a grammar is made of it for the
+tokenizer that is served, and kept for the next request with the same form.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..structured import ONE_LINE, Grammar, JSONSchema, Lark, Regex, spelled
+
+KEPT = 16  # grammars: an agent asks for a few forms again and again
+ANY_OBJECT = {"type": "object"}
+
+
+@dataclass(frozen=True)
+class Form:
+    """What an answer is held to; texts, so that equal ones are known again.
+
+    ``schema`` is JSON's, ``grammar`` the kind ("regex" or "lark") and the text of the field
+    ``grammar``. ``tools`` are triples: name, schema of the arguments, whether it is strict.
+    """
+
+    schema: str | None = None
+    is_strict: bool = False
+    grammar: tuple[str, str] | None = None
+    tools: tuple[tuple[str, str, bool], ...] = ()
+    must_call: bool = False
+    calls_once: bool = False
+
+
+def read_form(body: Mapping[str, Any]) -> Form | None:
+    """The form that a request asks for; None where the text is free. Raises ValueError."""
+    schema, is_strict = _schema(_object(body, "response_format"))
+    grammar = _grammar(_object(body, "grammar"))
+    if schema is not None and grammar is not None:
+        raise ValueError("response_format and grammar exclude each other: give one of them.")
+    tools, must_call = _tools(body.get("tools") or [], body.get("tool_choice", "auto"))
+    calls_once = body.get("parallel_tool_calls", True) is False
+    if grammar is not None and must_call:
+        raise ValueError("grammar and a forced tool_choice exclude each other: give one of them.")
+    is_held = must_call or calls_once or any(strict for _, _, strict in tools)
+    if schema is None and grammar is None and not (tools and is_held):
+        return None
+    return Form(schema, is_strict, grammar, tools, must_call, calls_once)
+
+
+def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = body.get(name) or {}
+    if not isinstance(found, dict):
+        raise ValueError(f"{name} is something else than an object.")
+    return found
+
+
+def _schema(form: Mapping[str, Any]) -> tuple[str | None, bool]:
+    """The schema of a ``response_format``, and whether it is strict."""
+    match form.get("type", "text"):
+        case "text":
+            return None, False
+        case "json_object":
+            return json.dumps(ANY_OBJECT), True
+        case "json_schema":
+            inner = form.get("json_schema")
+            if isinstance(inner, dict) and isinstance(inner.get("schema"), dict):
+                return json.dumps(inner["schema"]), inner.get("strict") is True
+            raise ValueError(
+                "response_format has no json_schema with a schema, which are objects: give "
+                '{"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}.'
+            )
+    raise ValueError(
+        "response_format has an unknown type: give 'text', 'json_object' or 'json_schema'."
+    )
+
+
+def _grammar(field: Mapping[str, Any]) -> tuple[str, str] | None:
+    if not field:
+        return None
+    kinds = [kind for kind in ("regex", "lark") if isinstance(field.get(kind), str)]
+    if len(kinds) != 1 or len(field) != 1:
+        raise ValueError('grammar is neither {"regex": "..."} nor {"lark": "..."}.')
+    return kinds[0], field[kinds[0]]
+
+
+def _tools(tools: Sequence[Any], choice: Any) -> tuple[tuple[tuple[str, str, bool], ...], bool]:
+    """The tools that may be called, and whether one of them must be."""
+    found = []
+    for tool in tools:
+        function = tool.get("function") or {}
+        if not isinstance(function, dict):
+            raise ValueError("a tool's function is something else than an object.")
+        parameters = json.dumps(function.get("parameters") or ANY_OBJECT)
+        found.append((str(function.get("name")), parameters, function.get("strict") is True))
+    if choice in ("auto", "none"):
+        return (() if choice == "none" else tuple(found)), False
+    named = choice.get("function") if isinstance(choice, dict) else None
+    if choice != "required" and not isinstance(named, dict):
+        raise ValueError(
+            "tool_choice is unknown: give 'auto', 'none', 'required' or "
+            '{"type": "function", "function": {"name": ...}}.'
+        )
+    if isinstance(named, dict):
+        found = [tool for tool in found if tool[0] == named.get("name")]
+    if not found:
+        raise ValueError("tool_choice forces a call, but the tool is not among tools.")
+    return tuple(found), True
+
+
+@lru_cache(KEPT)
+def make_grammar(form: Form, tokenizer: TokenizerWrapper) -> Grammar:
+    """What holds an answer to ``form``. Raises ValueError where nothing can."""
+    if form.grammar is not None:
+        kind, text = form.grammar
+        return (Regex if kind == "regex" else Lark)(text, tokenizer)
+    if form.schema is not None and not form.tools:
+        return JSONSchema(form.schema, tokenizer, strict=form.is_strict)
+    return Lark(_with_calls(form, tokenizer), tokenizer)
+
+
+def _with_calls(form: Form, tokenizer: TokenizerWrapper) -> str:
+    """A grammar of calls, in the format that mlx-lm reads, and of what may be said instead."""
+    parser = getattr(tokenizer.tool_parser, "__module__", "").rpartition(".")[2]
+    if parser not in CALLS:
+        raise ValueError(
+            "the calls of this model's tools have a format that an answer cannot be held to here: "
+            "give tool_choice 'auto', and neither strict nor parallel_tool_calls false."
+        )
+    start = spelled(tokenizer.tool_call_start, tokenizer)
+    end = spelled(tokenizer.tool_call_end, tokenizer) if tokenizer.tool_call_end else ""
+    rules = []
+    for i, (name, schema, is_strict) in enumerate(form.tools):
+        rules.append(f"call_{i}: {CALLS[parser](start, end, name)}")
+        rules.append(f"arguments_{i}: %json {_embedded(schema, is_strict)}")
+        rules[-2] = rules[-2].replace("ARGUMENTS", f"arguments_{i}")
+    rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(form.tools))))
+    calls = "call" if form.calls_once else 'call ("\\n"? call)*'
+    if form.must_call:
+        return "\n".join([f"start: {calls}", *rules])
+    if form.schema is not None:
+        said = f"said: %json {_embedded(form.schema, form.is_strict)}"
+        return "\n".join([f"start: said | {calls}", said, *rules])
+    # Free text, in which no call begins.
+    text = "TEXT: /(?s:.+)/"
+    if not start.startswith("<["):
+        text += f" & ~(/(?s:.*)/ {start} /(?s:.*)/)"
+    return "\n".join([f"start: TEXT? ({calls})?", text, *rules])
+
+
+def _embedded(schema: str, is_strict: bool) -> str:
+    options = {**ONE_LINE, "lenient": not is_strict, "coerce_one_of": not is_strict}
+    return json.dumps(json.loads(schema) | {"x-guidance": options})
+
+
+def _json_call(start: str, end: str, name: str) -> str:
+    before = json.dumps(f'\n{{"name": {json.dumps(name)}, "arguments": ', ensure_ascii=False)
+    return f'{start} {before} ARGUMENTS "}}\\n" {end}'
+
+
+CALLS: dict[str, Callable[[str, str, str], str]] = {"json_tools": _json_call}
+"""How a call is written, by mlx-lm's parser: a rule with ARGUMENTS for the rule of these."""
