@@ -46,6 +46,7 @@ FOLDER = (
     {"fc.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight"},
     {"model.eh_proj.weight", "model.enorm.weight", "model.hnorm.weight"},
     {"layers.0.eh_proj.weight", "layers.0.enorm.weight", "layers.0.hnorm.weight"},
+    {"mtp_layers.0.input_proj.weight", "mtp_layers.0.token_layernorm.weight"},
 )
 """Tensors that only folders of such layers have, of one family or another."""
 CONVERTED: Table = {
@@ -404,7 +405,7 @@ def parts_of(config: Mapping[str, Any]) -> Callable[[str], bool] | None:
     text = config.get("text_config") or config
     family = family_named(config.get("model_type"))
     num_layers = text.get("num_hidden_layers")
-    if family is None or not isinstance(num_layers, int):
+    if family is None or not family.raw or not isinstance(num_layers, int):
         return None
     return lambda name: family.is_part(name, num_layers)
 
@@ -414,7 +415,7 @@ def _target_of(config: Mapping[str, Any]) -> nn.Module:
 
     Raises ValueError where that does not say it.
     """
-    text = config.get("text_config") or {}
+    text = config.get("text_config") or config.get("transformer_layer_config") or {}
     spoken = [text.get("model_type"), config.get("model_type")]
     names = [str(name).removesuffix("_mtp").removesuffix("_text") for name in spoken]
     model_type = next((name for name in names if family_named(name) is not None), None)
@@ -423,7 +424,9 @@ def _target_of(config: Mapping[str, Any]) -> nn.Module:
             f"config.json has model_type {shown(spoken[1])}, which says not what model these MTP "
             "layers are for: add the model's own config as text_config"
         )
-    settings = {**text, **config, "model_type": model_type}
+    settings = {**text, **config, "model_type": model_type} | (
+        {"text_config": text} if text else {}
+    )
     module: Any = import_module(f"mlx_lm.models.{model_type}")
     try:
         target: nn.Module = module.Model(module.ModelArgs.from_dict(settings))

@@ -51,7 +51,7 @@ class MTPFamily:
 
     def renamed(self, weights: Mapping[str, mx.array], num_layers: int) -> Weights:
         """The parts of the layers under their names here; nothing else."""
-        own = any(re.match(self._start(self.raw, num_layers), name) for name in weights)
+        own = any(self.is_part(name, num_layers) for name in weights)
         found: Weights = {}
         for name, array in weights.items():
             new = self._new_name(name, self.raw if own else self.folder, num_layers)
@@ -62,9 +62,6 @@ class MTPFamily:
     def is_part(self, name: str, num_layers: int) -> bool:
         """Whether a tensor of the target's checkpoint is one of theirs."""
         return self._new_name(name, self.raw, num_layers) is not None
-
-    def _start(self, names: Names, num_layers: int) -> str:
-        return "|".join(pattern.replace("{N}", str(num_layers)) for pattern, _ in names)
 
     def _new_name(self, name: str, names: Names, num_layers: int) -> str | None:
         for pattern, new in names:
@@ -116,6 +113,18 @@ def _after(prefix: str) -> Names:
     )
 
 
+def _by_speculators(prefix: str) -> Names:
+    """The names of MiMo's layer and of speculators' behind a prefix."""
+    own = rf"{prefix}mtp_layers\.0\."
+    return (
+        (rf"{own}token_layernorm\.", EMBEDDING_NORM),
+        (rf"{own}hidden_layernorm\.", STATE_NORM),
+        (rf"{own}input_proj\.", JOIN),
+        (rf"{own}final_layernorm\.", "norm."),
+        (own, "layers.0."),
+    )
+
+
 NEXT = r"model\.layers\.{N}\."
 QWEN = r"(fc|pre_fc_norm_embedding|pre_fc_norm_hidden|norm|layers\.\d+)\."
 NEMOTRON = (
@@ -130,7 +139,7 @@ FAMILIES = (
         "Qwen3-Next and Qwen3.5",
         ("qwen3_next", "qwen3_5", "qwen3_5_moe"),
         raw=((rf"(?:language_model\.)?mtp\.{QWEN}", r"\1."),),
-        folder=((QWEN, r"\1."),),
+        folder=((QWEN, r"\1."), *_by_speculators("")),
         make_layers=_attending,
         zero_centred=True,
     ),
@@ -156,17 +165,18 @@ FAMILIES = (
     MTPFamily(
         "MiMo",
         ("mimo",),
-        raw=(
-            (r"model\.mtp_layers\.0\.token_layernorm\.", EMBEDDING_NORM),
-            (r"model\.mtp_layers\.0\.hidden_layernorm\.", STATE_NORM),
-            (r"model\.mtp_layers\.0\.input_proj\.", JOIN),
-            (r"model\.mtp_layers\.0\.final_layernorm\.", "norm."),
-            (r"model\.mtp_layers\.0\.", "layers.0."),
-        ),
+        raw=_by_speculators(r"model\."),
         folder=(),
         make_layers=_like_all,
         trunk="model.layers.",
         state_first=True,
+    ),
+    MTPFamily(
+        "Qwen3, trained with speculators",
+        ("qwen3",),
+        raw=(),
+        folder=_by_speculators(""),
+        make_layers=_like_all,
     ),
     MTPFamily(
         "Nemotron-H",

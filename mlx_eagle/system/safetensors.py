@@ -55,30 +55,26 @@ def read_header(path: Path) -> dict[str, Entry]:
 
     Raises ValueError where the file is cut off, or its header does not fit it.
     """
-    values, start, size = _read_values(path)
-    values.pop("__metadata__", None)
-    return {name: _entry(path, name, entry, start, size) for name, entry in values.items()}
+    return parse_header(*_header_and_size(path), path)
 
 
 def read_metadata(path: Path) -> dict[str, str]:
     """What the file says of itself; {} where that is nothing. Raises ValueError as above."""
-    values, _, _ = _read_values(path)
-    found = values.get("__metadata__", {})
+    found = _values(_header_and_size(path)[0], path).get("__metadata__", {})
     if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
         raise ValueError(f"{path} is damaged: its metadata are {shown(found)}, expected texts")
     return found
 
 
-def _read_values(path: Path) -> tuple[dict[str, Any], int, int]:
-    """The header, the byte where the tensors begin, and the bytes of the whole file."""
+def _header_and_size(path: Path) -> tuple[bytes, int]:
+    """The header as it lies in the file, and the bytes of the whole file."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = header_length(file.read(8), size, path)
-            header = file.read(length)
+            return file.read(length), size
     except OSError as err:
         raise ValueError(f"{path} cannot be read: {err.strerror}") from err
-    return parse_header(header, size, path)
 
 
 def header_length(start: bytes, size: int, path: str | Path) -> int:
@@ -101,10 +97,15 @@ def parse_header(header: bytes, size: int, path: str | Path) -> dict[str, Entry]
 
     Raises ValueError, which names the file by ``path``, where they do not go together.
     """
-    length = len(header)
+    values, start = _values(header, path), 8 + len(header)
+    values.pop("__metadata__", None)
+    return {name: _entry(path, name, entry, start, size) for name, entry in values.items()}
+
+
+def _values(header: bytes, path: str | Path) -> dict[str, Any]:
     if not header.startswith(b"{"):
         raise ValueError(f"{path} is no safetensors file: its header is no JSON object")
-    return parse_object(header, f"the header of {path}"), 8 + length, size
+    return parse_object(header, f"the header of {path}")
 
 
 def _entry(path: str | Path, name: str, entry: object, start: int, size: int) -> Entry:

@@ -10,7 +10,14 @@ from checkpoints import write_config
 from helpers import PROMPT, byte_tokenizer, plain, speculative, tiny_llama
 from mlx.utils import tree_flatten
 from mlx_lm.models import glm4_moe, qwen3_next
-from mtp_checkpoints import FAMILIES, Published, check_layers, write_checkpoint
+from mtp_checkpoints import (
+    FAMILIES,
+    Published,
+    check_layers,
+    full_config,
+    qwen3_by_speculators,
+    write_checkpoint,
+)
 
 import mlx_eagle
 from mlx_eagle.commands import flags
@@ -281,3 +288,39 @@ def test_layers_at_full_size(name):
     target = module.Model(module.ModelArgs.from_dict(config))
     own = {path: array.shape for path, array in tree_flatten(make_mtp_head(target).parameters())}
     assert {path: own.get(path) for path in shapes} == shapes
+
+
+def by_speculators(part: Published) -> dict[str, np.ndarray]:
+    """Qwen's tensors under the names of speculators, which leaves norms less one."""
+    names = {"fc.": "input_proj.", "norm.": "final_layernorm.", "layers.0.": ""}
+    names |= {"pre_fc_norm_hidden.": "hidden_layernorm."}
+    names |= {"pre_fc_norm_embedding.": "token_layernorm."}
+    found = {}
+    for name, array in part.tensors.items():
+        bare = name.removeprefix("mtp.")
+        start = next(start for start in names if bare.startswith(start))
+        found[f"mtp_layers.0.{names[start]}{bare.removeprefix(start)}"] = array
+    return found
+
+
+@pytest.mark.parametrize("part", [QWEN, MOE], ids=["dense", "moe"])
+def test_a_folder_of_speculators(part, tmp_path):
+    """Also converted, where its config tells the target under a name of its own."""
+    tensors = by_speculators(part)
+    assert recognise(tensors, {"speculators_model_type": "mtp"}) == "mtp"
+    path = write_folder(tmp_path / "layers", tensors)
+    own = {"model_type": f"{part.target.model_type}_text", **part.config}
+    config = {"speculators_model_type": "mtp", "transformer_layer_config": own}
+    write_config(tmp_path / "layers", config)
+    check_layers(mlx_eagle.open_drafter(path, part.target), part)
+    mlx_eagle.convert.convert(path, str(tmp_path / "head"), quantize=False)
+    check_layers(mlx_eagle.open_drafter(str(tmp_path / "head"), part.target), part)
+
+
+def test_a_layer_that_speculators_trained_for_qwen3(tmp_path):
+    part = qwen3_by_speculators()
+    path = write_folder(tmp_path / "layers", part.tensors, model_type="qwen3")
+    check_layers(mlx_eagle.open_drafter(path, part.target), part)
+    write_config(tmp_path / "layers", {"transformer_layer_config": full_config(part)})
+    mlx_eagle.convert.convert(path, str(tmp_path / "head"), quantize=False)
+    check_layers(mlx_eagle.open_drafter(str(tmp_path / "head"), part.target), part)

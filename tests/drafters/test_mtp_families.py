@@ -13,7 +13,7 @@ from documents import ROOT
 from grids import thorough
 from helpers import PROMPT, SCRIPTS, byte_tokenizer, plain, speculative
 from mlx_lm.models.cache import make_prompt_cache
-from mtp_checkpoints import CHOOSING, FAMILIES, Published, entering
+from mtp_checkpoints import CHOOSING, FAMILIES, Published, entering, qwen3_by_speculators
 
 import mlx_eagle
 from mlx_eagle.decoding.sampling import Sampling
@@ -118,7 +118,8 @@ def test_states_are_those_of_another_library(library, name):
 
     Of layers that choose what they attend to, fewer slots than there are.
     """
-    part, (embeddings, states) = CHOOSING.get(name, lambda: published(name))(), entering()
+    others = {**CHOOSING, "qwen3": qwen3_by_speculators}
+    part, (embeddings, states) = others.get(name, lambda: published(name))(), entering()
     head = load_mtp(part.arrays(), part.target).head
     caches = head.make_cache()
     once = head(embeddings[None], states[None], caches)[0]

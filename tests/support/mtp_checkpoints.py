@@ -15,7 +15,7 @@ import mtp_numpy
 import numpy as np
 from checkpoints import write_config
 from drafter_pairs import randomize, tiny_qwen3_5, tiny_qwen3_next
-from helpers import PROMPT, VOCAB, plain, speculative
+from helpers import PROMPT, VOCAB, plain, speculative, tiny_qwen3
 from mlx.utils import tree_flatten
 from mlx_lm.models import (
     deepseek_v3,
@@ -286,6 +286,18 @@ def nemotron(seed: int = 25) -> Published:
     return Published(
         target, filled(shapes, seed), mtp_numpy.NEMOTRON, lambda model: model.backbone
     )
+
+
+def qwen3_by_speculators(seed: int = 29) -> Published:
+    """A layer that speculators has trained for a model that came without."""
+    target = tiny_qwen3(seed, num_key_value_heads=2, head_dim=16)
+    p = "mtp_layers.0."
+    names = "token_layernorm.weight", "hidden_layernorm.weight", "input_proj.weight"
+    shapes = joined(p, names) | {f"{p}final_layernorm.weight": (H,)} | norms(p)
+    shapes |= gqa(f"{p}self_attn.", target.args.num_attention_heads, 2, 16)
+    shapes |= {f"{p}self_attn.q_norm.weight": (16,), f"{p}self_attn.k_norm.weight": (16,)}
+    shapes |= mlp(f"{p}mlp.", target.args.intermediate_size)
+    return Published(target, filled(shapes, seed), mtp_numpy.MIMO, lambda model: model.model)
 
 
 FAMILIES: dict[str, Callable[[], Published]] = {

@@ -5,7 +5,8 @@ repository:
 
     PYTHONPATH=tests/support:. python tools/golden/make_mtp_transformers.py
 
-These are the layers behind the last one of DeepSeek's and GLM's models. Where they choose what
+These are the layers behind the last one of DeepSeek's and GLM's models, and one as speculators
+trains it for Qwen3. Where they choose what
 they attend to, they choose fewer slots than there are. The tensors and what enters them come from
 NumPy's seeded generator, so that states are all there is to keep.
 """
@@ -18,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import torch
-from mtp_checkpoints import CHOOSING, FAMILIES, Published, entering
+from mtp_checkpoints import CHOOSING, FAMILIES, Published, entering, qwen3_by_speculators
 from transformers.modeling_layers import MtpLayer
 
 GOLDEN = Path(__file__).parents[2] / "tests" / "support" / "golden"
@@ -28,6 +29,7 @@ CLASSES = {
     "glm-4.5": ("glm4_moe", "Glm4Moe"),
     "glm-4.7-flash": ("glm4_moe_lite", "Glm4MoeLite"),
     "glm-5": ("glm_moe_dsa", "GlmMoeDsa"),
+    "qwen3": ("qwen3", "Qwen3"),
 }
 
 
@@ -40,8 +42,29 @@ def parts_of(module: str, prefix: str) -> tuple[Any, ...]:
     return (config, *(getattr(own, f"{prefix}{name}") for name in names))
 
 
+SPECULATORS = {
+    "token_layernorm.": "enorm.",
+    "hidden_layernorm.": "hnorm.",
+    "input_proj.": "eh_proj.",
+    "final_layernorm.": "post_norm.",
+}
+
+
+def renamed_from_speculators(part: Published) -> dict[str, torch.Tensor]:
+    """The same of speculators' names."""
+    found = {}
+    for name, array in part.tensors.items():
+        bare = name.removeprefix("mtp_layers.0.")
+        known = next((start for start in SPECULATORS if bare.startswith(start)), None)
+        new = bare.replace(known, SPECULATORS[known]) if known else f"mtp_block.{bare}"
+        found[new] = torch.tensor(array)
+    return found
+
+
 def renamed(part: Published, num_layers: int) -> dict[str, torch.Tensor]:
     """The published tensors under the library's names: experts in one, gate before up."""
+    if "mtp_layers.0.input_proj.weight" in part.tensors:
+        return renamed_from_speculators(part)
     prefix, found, experts = f"model.layers.{num_layers}.", {}, {}
     for name, array in part.tensors.items():
         bare = name.removeprefix(prefix)
@@ -62,7 +85,7 @@ def renamed(part: Published, num_layers: int) -> dict[str, torch.Tensor]:
 
 def states(name: str) -> np.ndarray:
     """The states (n, h) of the layer over what enters it."""
-    part = (CHOOSING.get(name) or FAMILIES[name])()
+    part = ({**FAMILIES, **CHOOSING, "qwen3": qwen3_by_speculators}[name])()
     num_layers = len(part.target.layers)
     make_config, layer, norm, rotary = parts_of(*CLASSES[name])
     values = {k: v for k, v in part.config.items() if v is not None and k != "model_type"}
