@@ -42,8 +42,10 @@ def serve(server: PairServer, generator: PairGenerator, signals: StopSignals) ->
     if count:
         requests = "1 request" if count == 1 else f"{count} requests"
         print(f"Waiting for {requests} to finish; press Ctrl-C again to stop now.", flush=True)
-    while server.answering and not signals.wait(POLL):
-        pass
+    while server.answering:
+        if signals.wait(POLL):
+            generator.hurry()
+            return
 
 
 def announce(server: PairServer, generator: PairGenerator) -> None:
@@ -103,7 +105,7 @@ def run(args: argparse.Namespace) -> None:
                     say_known_head(named, args.model)
                 serve(server, generator, signals)
         finally:
-            generator.stop_and_join()
+            generator.stop(signals.wait)
 
 
 def stop_loading() -> None:

@@ -4,8 +4,10 @@ A cache that can be trimmed serves all texts that begin like its own. Recurrent 
 nor can full windows: of those there are snapshots, where other texts are likely to part from one.
 """
 
+import logging
 import time
 from argparse import Namespace
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,30 +49,30 @@ and one that was edited behind the question before.
 SETTLED = 1.0  # seconds: an agent asks again sooner
 
 
-class Caches(list):
+class Caches(list[Any]):
     """The caches of one sequence: the first ``num_target`` are the target's, others the drafter's.
 
     ``num_tokens`` is the length of the sequence when they were filed; trimming does not change it.
     ``is_whole``: the drafter's part had all that it keeps of the last token then.
     """
 
-    def __init__(self, caches: list, num_target: int | None = None, is_whole: bool = True):
+    def __init__(self, caches: list[Any], num_target: int | None = None, is_whole: bool = True):
         super().__init__(caches)
         self.num_target = len(caches) if num_target is None else num_target
         self.num_tokens = 0
         self.is_whole = is_whole
 
     @property
-    def target(self) -> list:
+    def target(self) -> list[Any]:
         return list(self[: self.num_target])
 
     @property
-    def draft(self) -> list:
+    def draft(self) -> list[Any]:
         return list(self[self.num_target :])
 
     @property
     def nbytes(self) -> int:
-        return sum(cache.nbytes for cache in self)
+        return sum(int(cache.nbytes) for cache in self)
 
     def without_last(self, num_tokens: int) -> "Caches":
         """Copies that hold so many tokens less; the drafter has none where its cannot be cut."""
@@ -114,7 +116,7 @@ def is_always_trimmable(caches: list[Any]) -> bool:
     return all(type(cache) in TRIMMED_FOREVER for cache in _members(caches))
 
 
-def _members(caches: list[Any]) -> list[Any]:
+def _members(caches: Sequence[Any]) -> list[Any]:
     """The caches with those of lists in the place of the lists."""
     found = []
     for cache in caches:
@@ -238,10 +240,16 @@ class PairCache:
         if self.folder is not None and time.monotonic() - self._used >= SETTLED:
             self._save(next(filter(_is_unsaved, reversed(self._snapshots)), None))
 
-    def save_all(self) -> None:
-        """Write what no file has, the newest first."""
-        for snapshot in list(filter(_is_unsaved, reversed(self._snapshots))):
-            self._save(snapshot)
+    def save_all(self, is_hurried: Callable[[], bool] = lambda: False) -> None:
+        """Write what no file has, the newest first, unless there is no time for more."""
+        if self.folder is None:
+            return
+        unsaved = [s for s in reversed(self._snapshots) if _is_unsaved(s)]
+        if unsaved:
+            logging.info(f"Writing prompt caches to {self.folder.path}: {len(unsaved)}.")
+        for snapshot in unsaved:
+            if not is_hurried():
+                self._save(snapshot)
 
     def _replaced_by(self, made: Snapshot) -> list[Snapshot]:
         """Of the beginnings of its text, those that are of no use any more beside it."""

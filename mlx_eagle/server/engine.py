@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from threading import Lock
+from threading import Event, Lock
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
@@ -230,7 +230,20 @@ class PairGenerator(ResponseGenerator):
         self._open: set[AnswerStream] = set()
         self._schedule: Schedule | None = None
         self._large_prompts = Lock()
+        self._is_hurried = Event()
         super().__init__(provider, prompt_cache)
+
+    def hurry(self) -> None:
+        """Write no more caches to files at the end."""
+        self._is_hurried.set()
+
+    def stop(self, wait: Callable[[float], bool]) -> None:
+        """End the generating thread; ``wait`` waits for a signal, and says whether to hurry."""
+        self._stop = True
+        while self.generation_available():
+            if wait(IDLE):
+                self.hurry()
+        self.stop_and_join()
 
     def is_loaded(self) -> bool:
         """Whether the pair was loaded, or never will be."""
@@ -334,7 +347,7 @@ class PairGenerator(ResponseGenerator):
                 if schedule.is_idle:
                     self.prompt_cache.save_next()
             schedule.close()
-            self.prompt_cache.save_all()
+            self.prompt_cache.save_all(self._is_hurried.is_set)
             del schedule, factory
         # What was made in this thread has to go in it.
         self._schedule = None

@@ -197,6 +197,15 @@ def test_the_least_recently_used_files_go_first(tmp_path):
     assert list((tmp_path / "small").iterdir()) == []
 
 
+def test_who_is_in_a_hurry_leaves_the_rest(tmp_path):
+    caches = store(tmp_path)
+    for i in range(4):
+        caches.insert_cache(*kept(50, 100 * i))
+    answers = iter([False, False, True, True])
+    caches.save_all(lambda: next(answers))
+    assert [found(store(tmp_path), 50, 100 * i) for i in range(4)] == [0, 0, 50, 50]
+
+
 def test_what_leaves_memory_is_found_in_files(tmp_path):
     caches = store(tmp_path, max_size=2)
     for i in range(5):
