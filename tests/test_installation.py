@@ -506,7 +506,8 @@ def test_batches_that_ours_refuses_go_to_mlx_lm():
         with pytest.raises(ValueError, match="the drafter takes features"):
             mlx_lm.batch_generate(MODEL, TOKENIZER, BATCH, max_tokens=4, draft_model=other)
     with mlx_eagle.installed(draft_model=DRAFTER):
-        found = mlx_lm.batch_generate(MODEL, TOKENIZER, BATCH, max_tokens=4, max_kv_size=64)
+        theirs = {"max_kv_size": 64, "stream": None, "sampler": None, "logits_processors": None}
+        found = mlx_lm.batch_generate(MODEL, TOKENIZER, BATCH, max_tokens=4, **theirs)
         assert found.texts == expected and hasattr(found.stats, "__len__")
 
 

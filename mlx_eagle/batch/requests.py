@@ -88,6 +88,8 @@ class Options:
                     f"{name} is for one prompt at a time: leave it out, or give it to "
                     "mlx_eagle.generate, prompt by prompt."
                 )
+        if given.get("stream", generation_stream) is None:
+            del given["stream"]  # as mlx-lm's batches have it by default
         for name in given.keys() - {known.name for known in fields(cls)}:
             raise TypeError(f"batch_generate() got an unexpected keyword argument {name!r}")
         return cls(**given)
@@ -201,6 +203,7 @@ class SharedRound:
     logits: mx.array  # (B, R, V), processed
     features: mx.array | None  # (B, R, F)
     num_forced: list[int]  # of those drafted: what a grammar forces
+    logprobs: mx.array | None = None  # (B, R), of the tokens that follow, where asked for
     absorbed: bool = False
     committed: bool = False
     kept: list[int] = field(default_factory=list)  # draft tokens, once read
@@ -220,10 +223,17 @@ class SharedRound:
             packed=self.packed[places],
             logits=self.logits[places],
             features=None if self.features is None else self.features[places],
+            logprobs=None if self.logprobs is None else self.logprobs[places],
         )
+
+    @property
+    def pending(self) -> list[mx.array]:
+        """What the host reads, to be computed at once."""
+        return [self.packed] if self.logprobs is None else [self.packed, self.logprobs]
 
     def read(self) -> None:
         """Wait for the device, and cut what was emitted to the limits of each request."""
+        mx.eval(self.pending)
         rows: Any = self.packed.tolist()
         self.kept = [num_kept for num_kept, *_ in rows]
         self.runs = [

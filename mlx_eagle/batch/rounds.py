@@ -159,13 +159,20 @@ class Batch:
             logits,
             features,
             num_forced,
+            self._logprobs(logits, verification.following),
         )
         if absorb or drafts.shape[1] > 0:
             rows = [length + 1 for length in lengths]
             self._drafts.extend(verification.following, features, verification.num_kept, rows)
             launched.absorbed = True
-        mx.async_eval(launched.packed, self._drafts.pending())
+        mx.async_eval(launched.pending, self._drafts.pending())
         return launched
+
+    def _logprobs(self, logits: mx.array, following: mx.array) -> mx.array | None:
+        """Those (B, R) of the tokens that follow, where a request asks for any."""
+        if all(request.logprobs is None for request in self.requests):
+            return None
+        return mx.take_along_axis(log_softmax(logits), following[..., None], axis=-1)[..., 0]
 
     def _forced(self) -> list[list[int]]:
         """What a grammar forces each request to begin with, as far as a pass has room for it."""
@@ -234,6 +241,7 @@ class Batch:
             lengths = [len(run) for run in done.runs]
             roots = mx.array([run[-1:] for run in done.runs], mx.int32)
             self._commit(done, lengths, roots)
+        logprobs: Any = None if done.logprobs is None else done.logprobs.tolist()
         for b, (request, run) in enumerate(zip(done.requests, done.runs, strict=True)):
             if request.cancelled:
                 request.tokens_after_leave += run
@@ -244,9 +252,7 @@ class Batch:
             request.stats.record(num, num, num_accepted, len(run), forwards)
             request.tokens += run
             if request.logprobs is not None:
-                rows = mx.arange(len(run)), mx.array(run)
-                logprobs: Any = log_softmax(done.logits[b])[rows].tolist()
-                request.logprobs += logprobs
+                request.logprobs += logprobs[b][: len(run)]
 
     def acceptance_of(self, done: SharedRound) -> tuple[DraftShape, Sequence[int]] | None:
         """Drafts that were cut short at a request's end tell little, and are left out.

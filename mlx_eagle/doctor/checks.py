@@ -25,7 +25,7 @@ from ..drafters.model_drafter import NOT_LOADED
 from ..drafters.pairs import pair_for, targets_within
 from ..drafters.target_parts import sizes_of
 from ..system.atomic_folder import user_cache
-from ..system.device import CUDNN, SHARE_OF_RAM, blas_name, blas_note, ram, weight_bytes
+from ..system.device import CUDNN, blas_name, blas_note, memory, weight_bytes
 from ..system.hub import locate
 from ..system.machines import LENGTHS, Machine, fused_rows, this_machine
 from ..target.rollback import check_supported
@@ -79,17 +79,6 @@ def has_tf32(machine: Machine) -> bool:
     generation = re.fullmatch(r"M(\d+)", machine.generation)
     is_m5 = generation is not None and int(generation[1]) >= FIRST_WITH_TF32
     return machine.backend == "cuda" or (machine.backend == "metal" and is_m5)
-
-
-def memory(machine: Machine) -> tuple[float, float]:
-    """Bytes of memory, and of those that weights and caches may take."""
-    info = mx.device_info()
-    if machine.backend == "metal":
-        return float(info["memory_size"]), float(info["max_recommended_working_set_size"])
-    if machine.backend == "cuda":
-        return float(info["total_memory"]), float(info["free_memory"])
-    total = float(ram())
-    return total, SHARE_OF_RAM * total
 
 
 def check_memory() -> list[Finding]:

@@ -83,6 +83,28 @@ def rows_of_lm_head(
     return {"lm_head.weight": weight}
 
 
+def draft_output(model: nn.Module, ids: mx.array) -> Callable[[mx.array], mx.array]:
+    """The rows ``ids`` (Vd,) of the target's output projection, (K, h) -> (K, Vd), as packed."""
+    embedding, _ = find_embedding(model)
+    source = lm_head_of(model, embedding)
+    module = source if isinstance(source, nn.Module) else embedding
+    names = ("weight", "scales", "biases", "bias")
+    rows = {name: module[name][ids] for name in names if module.get(name) is not None}
+
+    def project(states: mx.array) -> mx.array:
+        if "scales" in rows:
+            packed = rows["weight"], rows["scales"], rows.get("biases")
+            size, bits, mode = module.group_size, module.bits, module.mode
+            out = mx.quantized_matmul(
+                states, *packed, transpose=True, group_size=size, bits=bits, mode=mode
+            )
+        else:
+            out = states @ rows["weight"].T
+        return out + rows["bias"] if "bias" in rows else out
+
+    return project
+
+
 def embedding_scale(model: nn.Module) -> float:
     """By what a model multiplies its embeddings before the first layer: Gemma by sqrt(H).
 

@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model, get_total_parameters
 
 from .blas import openblas, slow_because
-from .machines import this_machine
+from .machines import Machine, this_machine
 
 REFERENCE_BLAS = (
     "Note: drafting cannot be faster here, because MLX's CPU build for Linux comes with a "
@@ -121,6 +121,18 @@ def weight_bytes(module: nn.Module) -> int:
 def ram() -> int:
     """Bytes of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def memory(machine: Machine) -> tuple[float, float]:
+    """Bytes of memory, and of those that this process may have for weights and caches."""
+    info = mx.device_info()
+    if machine.backend == "metal":
+        return float(info["memory_size"]), float(info["max_recommended_working_set_size"])
+    if machine.backend == "cuda":
+        free = float(info["free_memory"]) + mx.get_active_memory() + mx.get_cache_memory()
+        return float(info["total_memory"]), free
+    total = float(ram())
+    return total, SHARE_OF_RAM * total
 
 
 def megabytes(size: float) -> str:

@@ -15,7 +15,7 @@ most. Whether it is faster is measured (``decoding/kernel_options.py``).
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -41,6 +41,24 @@ class AttentionParts:
     most_rows: Callable[[int, int], int]
     is_on: bool = False
     matters: bool = False  # a pass that the kernel would take with fewer heads is cut
+    _masks: dict[tuple[int, int], tuple[mx.array, mx.array]] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """A pass begins, or has ended: let go of its masks."""
+        self._masks.clear()
+
+    def for_heads(self, mask: mx.array, num_heads: int) -> mx.array:
+        """A mask (B, 1, R, S) as (B, H, R, S), contiguous, made once for all layers of a pass.
+
+        Of several texts MLX's kernels take no other: they would copy it in every layer.
+        """
+        if mask.ndim != 4 or mask.shape[0] == 1 or mask.shape[1] != 1 or num_heads == 1:
+            return mask
+        key = id(mask), num_heads  # the mask is kept with it: no other gets its id meanwhile
+        if key not in self._masks:
+            spread = mx.broadcast_to(mask, (mask.shape[0], num_heads, *mask.shape[2:]))
+            self._masks[key] = mask, mx.contiguous(spread)
+        return self._masks[key][1]
 
 
 def find_attention(model: nn.Module) -> list[nn.Module]:
@@ -107,6 +125,8 @@ def attend_in_parts(
     if not isinstance(keys, mx.array) or values.shape[-1] != queries.shape[-1]:
         return whole()  # quantized, or a head of two widths: there is no kernel for either
     _, num_heads, num_rows, head_dim = queries.shape
+    if isinstance(mask, mx.array):
+        mask = parts.for_heads(mask, num_heads)
     num_keys, limit = keys.shape[2], parts.most_rows(head_dim, 1)
     most = parts.most_rows(head_dim, num_heads // keys.shape[1])
     parts.matters |= 0 < most < limit

@@ -25,17 +25,17 @@ class TapRecorder:
         self._last = last
         self._seen: dict[int, mx.array] = {}
         self._rows: mx.array | None = None
-        self.is_cut = False
+        self.cut: mx.array | None = None
 
     def begin(self, rows: mx.array | None = None) -> None:
         """Forget the last pass.
 
         ``rows`` (K,), numbered b * R + r, are all that the last layer of the next is to hand on;
-        whether it did is in ``is_cut``.
+        ``cut`` (1, K, H) is what it handed on so.
         """
         self._seen = {}
         self._rows = rows
-        self.is_cut = False
+        self.cut = None
 
     def take(self) -> dict[int, mx.array]:
         """The activations by tap of the pass that has ended."""
@@ -59,13 +59,13 @@ class TapRecorder:
         self.on_tap(tap, output)
         if self._rows is None or tap != self._last or not isinstance(output, mx.array):
             return output
-        if self.is_cut:
+        if self.cut is not None:
             raise ValueError(
                 f"this target runs layer {tap - 1} more than once per pass: it cannot teach a "
                 "draft head."
             )
-        self.is_cut = True
-        return output.reshape(-1, output.shape[-1])[self._rows][None]
+        self.cut = output.reshape(-1, output.shape[-1])[self._rows][None]
+        return self.cut
 
 
 class RecordedLayer(nn.Module):
@@ -211,19 +211,24 @@ class Target:
         logits, seen = self._pass(tokens, cache)
         return logits, self._features(seen, tokens.shape[0])
 
-    def logits_at(self, tokens: mx.array, rows: mx.array) -> tuple[mx.array, mx.array | None]:
+    def logits_at(
+        self, tokens: mx.array, rows: mx.array
+    ) -> tuple[mx.array, mx.array | None, mx.array | None]:
         """Run texts (B, R) from their beginnings: logits (K, V) at K of their positions alone.
 
         ``rows`` (K,) are numbered b * R + r. Features (B, R, F) are those of all. What stands
         behind the layers, the output matrix above all, sees no more than these rows, unless
-        features are taken there or the layers are spread over machines.
+        features are taken there or the layers are spread over machines; the third result is what
+        left the last layer there, (K, H), and None where all rows went on.
         """
         is_possible = self.stage.is_whole and self.num_layers + 1 not in self._recorded
         self._recorder.begin(rows=rows if is_possible else None)
-        logits, is_cut = self._stand_in.model(tokens), self._recorder.is_cut
+        logits, cut = self._stand_in.model(tokens), self._recorder.cut
         seen = self._recorder.take()
-        logits = logits[0] if is_cut else logits.reshape(-1, logits.shape[-1])[rows]
-        return logits, self._features(seen, tokens.shape[0])
+        features = self._features(seen, tokens.shape[0])
+        if cut is None:
+            return logits.reshape(-1, logits.shape[-1])[rows], features, None
+        return logits[0], features, cut[0]
 
     @contextmanager
     def recording(
@@ -252,7 +257,9 @@ class Target:
         ``given`` is what else the model is called with.
         """
         self._recorder.begin()
+        self.parts.begin()
         logits = self._stand_in.model(tokens, cache=cache, **given)
+        self.parts.begin()
         return logits, self._recorder.take()
 
     def _features(self, seen: dict[int, mx.array], batch: int) -> mx.array | None:

@@ -12,10 +12,10 @@ from mlx_lm.lora import yaml_loader
 
 from ..system.cli_values import add_version_flag, use_plain_words
 from ..system.command import run_command
+from ..system.device import DTYPES
 from .log import write_page
-from .losses import LOSSES
 from .session import is_first, run
-from .settings import TrainSettings, parse_temperatures
+from .settings import LOSSES, TrainSettings, parse_temperatures
 
 REQUIRED = ("model", "data", "output")
 HELP = {
@@ -25,6 +25,8 @@ HELP = {
     "init": "Begin with this head, in any form that mlx_eagle.convert reads, or converted.",
     "adapter_path": "Adapters of the target, as mlx_lm.lora writes them.",
     "trust_remote_code": "Let the target bring code of its own.",
+    "dtype": "Floats of the target, and what the head computes in (default: as stored; on a CPU "
+    "float32, with packed weights unpacked, where the memory is enough).",
     "mask_prompt": "Learn from answers only (the default).",
     "iters": "Batches to train for.",
     "batch_size": "Sequences per batch, of all machines together.",
@@ -33,7 +35,8 @@ HELP = {
     "weight_decay": "Weight decay of AdamW.",
     "max_grad_norm": "Gradients are clipped to this norm.",
     "max_seq_length": "Longer sequences are cut.",
-    "grad_checkpoint": "Compute activations again rather than keep them: less memory, more time.",
+    "grad_checkpoint": "Compute activations again rather than keep them: less memory, more time "
+    "(default: where the memory asks for it).",
     "grad_accumulation_steps": "Batches per step of the optimizer.",
     "ttt_steps": "Steps of the training-time test: how many drafts in a row are trained.",
     "step_decay": "Step j of the training-time test weighs this to the power of j.",
@@ -54,6 +57,7 @@ HELP = {
     "keep_checkpoints": "Checkpoints to keep.",
     "seed": "Seed of the fresh head and of the order of the data.",
     "cache_features": "Keep what the target says of each sequence here, for more epochs.",
+    "cache_bits": "Bits of a number of --cache-features: 8 is half its size (default: as it is).",
     "resume": "Go on from the last checkpoint in --output.",
     "regenerate": "Learn from the target's own answers to the data's prompts, made first.",
     "answer_temps": "Temperatures of these answers (default 0,0.6,1).",
@@ -63,6 +67,8 @@ HELP = {
     "q_bits": "Bits of a weight (default: 4; fusion and output matrix 6).",
     "q_group_size": "Weights that share a scale.",
 }
+
+CHOICES = {"loss": LOSSES, "dtype": DTYPES}
 
 
 def layer_numbers(text: str) -> tuple[int, ...]:
@@ -92,8 +98,8 @@ def make_parser() -> argparse.ArgumentParser:
             options |= {"type": parse_temperatures, "metavar": "T,T"}
         else:
             options["type"] = kind
-        if setting.name == "loss":
-            options["choices"] = LOSSES
+        if setting.name in CHOICES:
+            options["choices"] = CHOICES[setting.name]
         parser.add_argument("--" + setting.name.replace("_", "-"), **options)
     use_plain_words(parser)
     return parser

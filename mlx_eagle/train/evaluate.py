@@ -15,7 +15,7 @@ from ..generate import stream_generate
 from ..system.command import StopSignals
 from ..system.terminal import open_bar
 from .examples import Example, make_batch
-from .losses import unroll
+from .losses import chunk_rows, unroll
 from .teacher import Teacher
 
 
@@ -105,10 +105,14 @@ class Evaluator:
         padded = np.pad(batch.tokens, [(0, 0), (0, self._depth + 2)], constant_values=-1)
         for i, example in enumerate(examples):
             padded[i, len(example.tokens) :] = -1
-        drafts = []
+        drafts, size = [], chunk_rows(len(ids))
         for states in unroll(head, embeddings, features, self._depth, first=begin):
             picked = states.reshape(-1, states.shape[-1])[rows]
-            drafts.append(ids[mx.argmax(head.logits(picked), axis=-1)])
+            chosen = []
+            for start in range(0, len(picked), size):
+                chosen.append(mx.argmax(head.logits(picked[start : start + size]), axis=-1))
+                mx.eval(chosen[-1])
+            drafts.append(ids[mx.concatenate(chosen)])
             mx.eval(drafts[-1], states)
         found, hits, start = np.array(mx.stack(drafts)), [], 0
         for i, (first, last) in enumerate(spans):

@@ -23,7 +23,7 @@ from mlx_lm.tuner.datasets import ChatDataset, CompletionsDataset, TextDataset, 
 
 from .losses import padded
 
-PAD_TO = 64  # lengths of batches for compiled steps are multiples of it
+PAD_TO = 64  # lengths of batches for compiled steps are multiples of it, or more
 MIN_ANSWER = 2
 HELD_OUT = 0.05  # of the prompts
 MOST_HELD_OUT = 128  # prompts
@@ -432,13 +432,21 @@ class BatchOrder:
         return batches
 
 
+def padded_length(length: int) -> int:
+    """What texts of that length are padded to: for compiled steps one of few lengths.
+
+    Sixteen up to 2048, and four in every doubling from there.
+    """
+    return padded(length, max(PAD_TO, 2 ** ((length - 1).bit_length() - 3)))
+
+
 def make_batch(
     examples: Sequence[Example], numbers: Sequence[int], rank: int = 0, num_ranks: int = 1
 ) -> TokenBatch:
     """The sequences of those numbers, of which this rank takes every ``num_ranks``-th."""
     longest = max(len(examples[i].tokens) for i in numbers)
     own = tuple(numbers[rank::num_ranks])
-    shape = len(own), padded(longest, PAD_TO)
+    shape = len(own), padded_length(longest)
     tokens, counts = np.zeros(shape, np.int32), np.zeros(shape, bool)
     for row, number in enumerate(own):
         example = examples[number]

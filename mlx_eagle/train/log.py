@@ -124,8 +124,9 @@ class TrainingLog:
         norm: float,
         speed: float,
         total: int,
+        left: float,
     ) -> None:
-        """A report: the mean loss of each step since the last one."""
+        """A report: the mean loss of each step since the last one, and the seconds to go."""
         peak = mx.get_peak_memory() / 1e9
         self._write(
             iteration=iteration,
@@ -140,7 +141,7 @@ class TrainingLog:
         self.say(
             f"Iter {iteration}: Train loss {sum(losses):.3f}, first step {losses[0]:.3f}, "
             f"Learning Rate {rate:.3e}, Tokens/sec {speed:.1f}, Trained Tokens {total}, "
-            f"Peak mem {peak:.3f} GB"
+            f"Peak mem {peak:.3f} GB, {duration(left)} left"
         )
 
     def evaluation(self, iteration: int, found: Evaluation) -> None:
@@ -172,6 +173,19 @@ class TrainingLog:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def duration(seconds: float) -> str:
+    """75 -> "75 s"; 7500 -> "2 h 5 min" """
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+
+
+def amount(size: float) -> str:
+    """4.52e9 -> "4.5 GB"; 3e6 -> "3 MB" """
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
 
 
 def make_card(name: str, facts: Mapping[str, Any]) -> str:

@@ -7,16 +7,25 @@ LK losses are the reference.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten, tree_unflatten
 
 from ..drafters.head import DraftAttention, DraftLayer, Eagle3Head
+from .settings import LossSettings
 
-LOSSES = ("ce", "lk-alpha", "lk-lambda")
 TINY = 1e-8
+CHUNK_BYTES = 2**27  # of the largest array that attention or a loss makes: some four are alive
+ROWS_ALIKE = 16  # rows that a tile of a GPU's matrix product takes
+OUTPUT = ("norm", "lm_head")
+"""The parts of a head that make logits of its states."""
+OUTSIDE = ("lm_head", "input_norm", "fc_norm")
+"""The parts that no step takes states through; nor through ``fc``, where it fuses features."""
+
+Arrays = list[mx.array]
 
 
 def is_compiled() -> bool:
@@ -56,6 +65,72 @@ def _gradient(x: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
 
 powers: Any = mx.custom_function(_powers)
 powers.vjp(_gradient)
+
+
+def chunk_rows(width: int) -> int:
+    """How many rows of ``width`` numbers in float32 make up a chunk."""
+    return max(ROWS_ALIKE, CHUNK_BYTES // (4 * width) // ROWS_ALIKE * ROWS_ALIKE)
+
+
+def in_chunks(
+    function: Callable[[int, Arrays, Arrays], Arrays],
+    rows: Arrays,
+    shared: Arrays,
+    size: int,
+    axis: int,
+    again: bool,
+) -> Arrays:
+    """``function(begin, rows, shared)`` of at most ``size`` rows at a time, one after the other.
+
+    ``rows`` are arrays cut along ``axis``, as what comes out is put together along it; ``begin``
+    is the number of the first row. What the function makes is let go, and made again for
+    gradients, which go to ``rows`` and ``shared`` alone. Without ``again`` it is kept where one
+    chunk holds all rows.
+    """
+    num, total = len(rows), rows[0].shape[axis]
+    if total <= size and not again:
+        return function(0, rows, shared)
+    spans = [(begin, min(begin + size, total)) for begin in range(0, total, size)]
+
+    def cut(arrays: Arrays, begin: int, end: int, after: Arrays) -> Arrays:
+        where = (slice(begin, end),) if axis == 0 else (..., slice(begin, end), slice(None))
+        parts = list(arrays) if len(spans) == 1 else [array[where] for array in arrays]
+        return mx.depends(parts, after) if after else parts
+
+    def joined(made: list[Arrays]) -> Arrays:
+        if len(made) == 1:
+            return list(made[0])
+        return [mx.concatenate(parts, axis) for parts in zip(*made, strict=True)]
+
+    def run(*arrays: mx.array) -> Arrays:
+        made: list[Arrays] = []
+        for begin, end in spans:
+            own = cut(arrays[:num], begin, end, made[-1] if made else [])
+            made.append(function(begin, own, arrays[num:]))
+        return joined(made)
+
+    def gradient(arrays: Arrays, cotangents: Arrays, _: Arrays) -> Arrays:
+        made: list[Arrays] = []
+        sums: Arrays = []
+        for begin, end in spans:
+            after = [*made[-1], *sums] if made else list(cotangents)
+            own = cut(arrays[:num], begin, end, after)
+
+            def made_again(*arrays: mx.array, begin: int = begin) -> Arrays:
+                return function(begin, list(arrays[:num]), list(arrays[num:]))
+
+            given = [*own, *arrays[num:]]
+            _, found = mx.vjp(made_again, given, cut(cotangents, begin, end, []))
+            made.append(found[:num])
+            sums = [x + y for x, y in zip(sums, found[num:], strict=True)] if sums else found[num:]
+        # What the rows' gradients lead to waits for the others, which nobody asks for so soon:
+        # else all that they are made of stays until then.
+        return [*(mx.depends(joined(made), sums) if sums else joined(made)), *sums]
+
+    chunked: Any = mx.custom_function(run)
+    chunked.vjp(gradient)
+    found: Arrays = chunked(*rows, *shared)
+    return found
 
 
 @dataclass
@@ -118,7 +193,8 @@ def _advance(
     for i, (layer, chain) in enumerate(zip(head.layers, past, strict=True), start=1):
         x, residual = layer.enter(embeddings, states)
         skip = first if step == 0 and i == len(past) else 0
-        attended = _attend(layer, x, chain, step, first if step else 0, skip)
+        start = first if step else 0
+        attended = _attend(layer, x, chain, step, start, skip)
         states = layer.leave(residual[:, skip:], attended)
     return head.leave(states)
 
@@ -132,21 +208,45 @@ def _checkpointed(
     first: int,
 ) -> mx.array:
     """The same, keeping only what goes in and comes out."""
+    num, fuses = len(past[0].keys), head.config.fc_input == "features"
+    outside = (*OUTSIDE, "fc") if fuses else OUTSIDE
 
-    def inner(parameters: dict, embeddings: mx.array, states: mx.array, flat: list) -> list:
-        head.update(parameters)
-        chains = [ChainKeys(list(keys), list(values)) for keys, values in flat]
+    def inner(_: int, rows: Arrays) -> Arrays:
+        embeddings, states, *flat = rows
+        parts = [list(flat[i : i + num]) for i in range(0, len(flat), max(num, 1))]
+        chains = [ChainKeys(*parts[2 * i : 2 * i + 2]) for i in range(len(past))]
         states = _advance(head, embeddings, states, chains, step, first)
-        return [states, *((chain.keys[-1], chain.values[-1]) for chain in chains)]
+        return [states, *(x for chain in chains for x in (chain.keys[-1], chain.values[-1]))]
 
-    parameters = head.trainable_parameters()
-    flat = [(chain.keys, chain.values) for chain in past]
-    states, *new = mx.checkpoint(inner)(parameters, embeddings, states, flat)
-    head.update(parameters)
-    for chain, (keys, values) in zip(past, new, strict=True):
-        chain.keys.append(keys)
-        chain.values.append(values)
+    rows = [embeddings, states, *(x for chain in past for x in (*chain.keys, *chain.values))]
+    parts = [name for name in head.trainable_parameters() if name not in outside]
+    states, *new = _with_weights(head, parts, inner, rows, len(states), again=True)
+    for i, chain in enumerate(past):
+        chain.keys.append(new[2 * i])
+        chain.values.append(new[2 * i + 1])
     return states
+
+
+def _with_weights(
+    head: Eagle3Head,
+    parts: Iterable[str],
+    function: Callable[[int, Arrays], Arrays],
+    rows: Arrays,
+    size: int,
+    again: bool,
+) -> Arrays:
+    """``in_chunks`` of a function of these parts of the head, whose weights get gradients too."""
+    trained = head.trainable_parameters()
+    own = {name: trained[name] for name in parts if name in trained}
+    flat = dict(tree_flatten(own))
+
+    def inner(begin: int, rows: Arrays, shared: Arrays) -> Arrays:
+        head.update(tree_unflatten(list(zip(flat, shared, strict=True))))
+        return function(begin, rows)
+
+    found = in_chunks(inner, rows, list(flat.values()), size, 0, again)
+    head.update(own)
+    return found
 
 
 def _attend(
@@ -166,21 +266,49 @@ def _attend(
     q = q.reshape(batch, attention.num_kv_heads, -1, rows, width) * attention.scale
     # Of its own chain a slot sees the steps that a window has not left behind.
     first = 1 if layer.window is None else max(1, step - layer.window + 1)
+    num_own = len(chain.keys) - first
     keys = [k[:, :, None] for k in (chain.keys[0], *chain.keys[first:])]
     values = [v[:, :, None] for v in (chain.values[0], *chain.values[first:])]
-    num_slots = start + rows
-    visible = _visible(num_slots, start, step, layer.window)
-    hidden = mx.where(visible, 0.0, -mx.inf).astype(q.dtype)
-    scores = mx.addmm(hidden, q, keys[0].swapaxes(-1, -2))
-    own = [(q * k).sum(axis=-1, keepdims=True) for k in keys[1:]]
-    weights = softmax(mx.concatenate([scores, *own], axis=-1))
-    # Split at once: the gradient of each slice alone would be as large as all of them.
-    parts = mx.split(weights, [num_slots + i for i in range(len(own))], axis=-1)
-    out = parts[0] @ values[0]
-    for part, v in zip(parts[1:], values[1:], strict=True):
-        out = out + part * v
+
+    def attend(begin: int, rows: Arrays, shared: Arrays) -> Arrays:
+        q, own = rows[0], rows[1:]
+        return [_attended(q, own[:num_own], own[num_own:], shared, start + begin, step, window)]
+
+    window = layer.window
+    size = chunk_rows(q.size // (rows * width) * (start + rows))
+    own = [q, *keys[1:], *values[1:]]
+    out = in_chunks(attend, own, [keys[0], values[0]], size, -2, again=True)[0]
     out = out.reshape(batch, attention.num_heads, rows, width)
     return attention.o_proj(out.swapaxes(1, 2).reshape(batch, rows, -1))
+
+
+def _attended(
+    q: mx.array,
+    own_keys: Arrays,
+    own_values: Arrays,
+    shared: Arrays,
+    start: int,
+    step: int,
+    window: int | None,
+) -> mx.array:
+    """What slots from ``start`` on, q (B, Hkv, G, R, D), see in that step.
+
+    ``shared``, keys and values (B, Hkv, 1, T, D), are those of step 0, ``own_keys`` and
+    ``own_values`` (B, Hkv, 1, R, D) the slots' own of later steps.
+    """
+    end = start + q.shape[-2]
+    low = 0 if window is None else min(max(0, start + step - window + 1), end - 1)
+    keys, values = (array[..., low:end, :] for array in shared)
+    hidden = mx.where(_visible(low, start, end, step, window), 0.0, -mx.inf).astype(q.dtype)
+    scores = mx.addmm(hidden, q, keys.swapaxes(-1, -2))
+    own = [(q * k).sum(axis=-1, keepdims=True) for k in own_keys]
+    weights = softmax(mx.concatenate([scores, *own], axis=-1))
+    # Split at once: the gradient of each slice alone would be as large as all of them.
+    parts = mx.split(weights, [end - low + i for i in range(len(own))], axis=-1)
+    out = parts[0] @ values
+    for part, v in zip(parts[1:], own_values, strict=True):
+        out = out + part * v
+    return out
 
 
 def _project(
@@ -196,42 +324,13 @@ def _project(
     return attention.rope(q, offset=position), attention.rope(k, offset=position), v
 
 
-def _visible(num_slots: int, start: int, step: int, window: int | None) -> mx.array:
-    """Which slots of step 0 those from ``start`` on see in that step, (T - start, T)."""
-    slots = mx.arange(num_slots)
-    rows = slots[start:, None]
+def _visible(low: int, start: int, end: int, step: int, window: int | None) -> mx.array:
+    """Which of the slots ``low`` to ``end`` of step 0 those from ``start`` on see in that step."""
+    slots, rows = mx.arange(low, end), mx.arange(start, end)[:, None]
     visible = slots <= rows
     if window is not None:
         visible = visible & (rows + step < slots + window)
     return visible
-
-
-@dataclass(frozen=True)
-class LossSettings:
-    """``num_steps`` of the training-time test, step j weighted by ``decay`` ** j.
-
-    ``kind``: "ce", soft cross-entropy; "lk-alpha", minus the mean log of the acceptance rate;
-    "lk-lambda", cross-entropy and one minus the acceptance rate, mixed by ``kl_scale`` *
-    exp(-``kl_decay`` * acceptance rate).
-    """
-
-    num_steps: int = 7
-    decay: float = 0.8
-    kind: str = "ce"
-    kl_scale: float = 1.0
-    kl_decay: float = 1.0
-    checkpoint: bool = False
-
-    def __post_init__(self) -> None:
-        if self.kind not in LOSSES:
-            raise ValueError(f"loss is {self.kind!r}: give one of {', '.join(LOSSES)}.")
-        if self.num_steps < 1:
-            raise ValueError(f"ttt_steps is {self.num_steps}: give 1 or more.")
-
-    @property
-    def weights(self) -> mx.array:
-        """The weight of each step, (num_steps,)."""
-        return mx.array([self.decay**step for step in range(self.num_steps)])
 
 
 @dataclass(frozen=True)
@@ -241,21 +340,21 @@ class TargetBatch:
     ``rows`` (K,): slots, numbered row by row (b * T + i), whose first draft counts: slot i
     drafts what follows token i + 1. In step j the slot j before each of them is the one whose
     draft is of the same place, so one set of rows serves all steps. ``weights`` (K,): 1, or 0
-    for rows that only fill up. ``logits`` (K, Vd): the target's, of the tokens that can be
-    drafted. ``log_z`` (K,): the logarithm of the sum of fast_exp over its whole
-    vocabulary. ``num_slots`` (): what a step's sum of cross-entropies is divided by.
+    for rows that only fill up. ``probs`` (K, Vd) float32: the target's, among the tokens that
+    can be drafted, and ``shares`` (K,) how much of all that it may say is one of these.
+    ``num_slots`` (): what a step's sum of cross-entropies is divided by.
     ``counts`` (num_steps,): how many slots count in each step, on the average of all ranks.
     """
 
     rows: mx.array
     weights: mx.array
-    logits: mx.array
-    log_z: mx.array
+    probs: mx.array
+    shares: mx.array
     num_slots: mx.array
     counts: mx.array
 
     def arrays(self) -> tuple[mx.array, ...]:
-        return self.rows, self.weights, self.logits, self.log_z, self.num_slots, self.counts
+        return self.rows, self.weights, self.probs, self.shares, self.num_slots, self.counts
 
 
 def first_slot(targets: TargetBatch, length: int, num_steps: int) -> int:
@@ -296,21 +395,23 @@ def step_losses(
     """
     length = embeddings.shape[1]
     first = first_slot(targets, length, settings.num_steps)
-    probs = softmax(targets.logits)
-    losses = []
+    states, weights = [], []
     steps = unroll(head, embeddings, features, settings.num_steps, settings.checkpoint, first)
-    for step, states in enumerate(steps):
-        slots, weights = slots_at(targets.rows, targets.weights, length, step, first)
-        picked = states.reshape(-1, states.shape[-1])[slots]
-        score = _checkpointed_score if settings.checkpoint else _score
-        losses.append(score(head, picked, weights, probs, targets, step, settings))
+    for step, given in enumerate(steps):
+        slots, counts = slots_at(targets.rows, targets.weights, length, step, first)
+        states.append(given.reshape(-1, given.shape[-1])[slots])
+        weights.append(counts)
+    found = _compared(head, states, targets, settings)
+    losses = []
+    for step, counts in enumerate(weights):
+        losses.append(_loss(found[step :: len(weights)], counts, targets, step, settings))
     return mx.stack(losses)
 
 
 def _cross_entropies(logits: mx.array, target: mx.array) -> tuple[mx.array, mx.array]:
-    """Of logits (K, Vd) with probabilities (K, Vd): (K,), and the logits' log sums (K,)."""
+    """Of logits (..., Vd) with probabilities (..., Vd): (...), and the logits' log sums (...)."""
     largest = logits.max(axis=-1, keepdims=True)
-    log_z = mx.log(fast_exp(logits - largest).sum(axis=-1)) + largest[:, 0]
+    log_z = mx.log(fast_exp(logits - largest).sum(axis=-1)) + largest[..., 0]
     # The target's probabilities sum to 1: that much of log_z.
     return log_z - (target * logits).sum(axis=-1), log_z
 
@@ -321,8 +422,8 @@ def _gradients(
     outputs: tuple[mx.array, mx.array],
 ) -> tuple[mx.array, mx.array]:
     logits, target = primals
-    of_entropies, of_log_z = (cotangent[:, None] for cotangent in cotangents)
-    drafted = fast_exp(logits - outputs[1][:, None])
+    of_entropies, of_log_z = (cotangent[..., None] for cotangent in cotangents)
+    drafted = fast_exp(logits - outputs[1][..., None])
     of_logits = (of_entropies + of_log_z) * drafted - of_entropies * target
     return of_logits, -of_entropies * logits
 
@@ -331,25 +432,14 @@ cross_entropies: Any = mx.custom_function(_cross_entropies)
 cross_entropies.vjp(_gradients)
 
 
-def _score(
-    head: Eagle3Head,
-    states: mx.array,
-    weights: mx.array,
-    target: mx.array,
-    targets: TargetBatch,
-    step: int,
-    settings: LossSettings,
+def _loss(
+    found: Arrays, weights: mx.array, targets: TargetBatch, step: int, settings: LossSettings
 ) -> mx.array:
-    """One step's loss, (), of states (K, h)."""
-    logits = head.logits(states).astype(mx.float32)
-    entropies, log_z = cross_entropies(logits, target)
-    loss = (entropies * weights).sum() / targets.num_slots
+    """One step's loss, (), of what ``_compared`` found of it."""
+    loss = (found[0] * weights).sum() / targets.num_slots
     if settings.kind == "ce":
         return loss
-    drafted = mx.exp(logits - log_z[:, None])
-    of_all = mx.exp(targets.logits - targets.log_z[:, None])
-    accepted = mx.minimum(of_all, drafted).sum(axis=-1)
-    count = mx.maximum(targets.counts[step], TINY)
+    accepted, count = found[1], mx.maximum(targets.counts[step], TINY)
     if settings.kind == "lk-alpha":
         logs = mx.where(accepted > 0, mx.log(mx.maximum(accepted, 1e-37)), 0.0)
         return -(logs * weights).sum() / count
@@ -358,24 +448,27 @@ def _score(
     return share * loss + (1 - share) * (1 - rate)
 
 
-def _checkpointed_score(
-    head: Eagle3Head,
-    states: mx.array,
-    weights: mx.array,
-    target: mx.array,
-    targets: TargetBatch,
-    step: int,
-    settings: LossSettings,
-) -> mx.array:
-    """The same; logits (K, Vd), the largest arrays there are, are computed again."""
+def _compared(
+    head: Eagle3Head, states: Arrays, targets: TargetBatch, settings: LossSettings
+) -> Arrays:
+    """Of each step's states (K, h) its cross-entropies (K,), and but for "ce" the acceptance
+    rates (K,) behind all of these.
 
-    def inner(parameters: dict, states: mx.array, *rest: mx.array) -> mx.array:
-        head.update(parameters)
-        weights, target, *arrays = rest
-        return _score(head, states, weights, target, TargetBatch(*arrays), step, settings)
+    In chunks of rows of all steps at once, for logits are the largest arrays there are.
+    """
+    num_drafted = targets.probs.shape[-1]
 
-    parameters = head.trainable_parameters()
-    arrays = targets.arrays()
-    loss = mx.checkpoint(inner)(parameters, states, weights, target, *arrays)
-    head.update(parameters)
-    return loss
+    def compare(begin: int, rows: Arrays) -> Arrays:
+        own = slice(begin, begin + len(rows[0]))
+        shape = len(rows), len(rows[0]), num_drafted
+        logits = head.logits(mx.concatenate(rows)).astype(mx.float32).reshape(shape)
+        probs = mx.broadcast_to(targets.probs[own], shape)
+        entropies, log_z = cross_entropies(logits, probs)
+        if settings.kind == "ce":
+            return list(entropies)
+        drafted = mx.exp(logits - log_z[..., None])
+        of_all = probs * targets.shares[own, None]
+        return [*entropies, *mx.minimum(of_all, drafted).sum(axis=-1)]
+
+    size = chunk_rows(num_drafted * len(states))
+    return _with_weights(head, OUTPUT, compare, states, size, again=False)

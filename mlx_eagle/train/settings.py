@@ -3,9 +3,39 @@
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from .losses import LossSettings
+import mlx.core as mx
 
+LOSSES = ("ce", "lk-alpha", "lk-lambda")
 TEMPERATURES = (0.0, 0.6, 1.0)
+CACHE_BITS = 8  # fewer change what is learnt
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """``num_steps`` of the training-time test, step j weighted by ``decay`` ** j.
+
+    ``kind``: "ce", soft cross-entropy; "lk-alpha", minus the mean log of the acceptance rate;
+    "lk-lambda", cross-entropy and one minus the acceptance rate, mixed by ``kl_scale`` *
+    exp(-``kl_decay`` * acceptance rate).
+    """
+
+    num_steps: int = 7
+    decay: float = 0.8
+    kind: str = "ce"
+    kl_scale: float = 1.0
+    kl_decay: float = 1.0
+    checkpoint: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in LOSSES:
+            raise ValueError(f"loss is {self.kind!r}: give one of {', '.join(LOSSES)}.")
+        if self.num_steps < 1:
+            raise ValueError(f"ttt_steps is {self.num_steps}: give 1 or more.")
+
+    @property
+    def weights(self) -> mx.array:
+        """The weight of each step, (num_steps,)."""
+        return mx.array([self.decay**step for step in range(self.num_steps)])
 
 
 @dataclass(frozen=True)
@@ -50,6 +80,7 @@ FREE = (
     "test_tokens",
     "keep_checkpoints",
     "cache_features",
+    "grad_checkpoint",
     "quantize",
     "q_bits",
     "q_group_size",
@@ -63,7 +94,8 @@ class TrainSettings:
 
     ``batch_size`` is that of all ranks together; ``iters`` counts batches, of which
     ``grad_accumulation_steps`` make one step of the optimizer. ``val_batches`` -1 evaluates on
-    all that is held out; ``test_prompts`` 0 generates nothing at the end.
+    all that is held out; ``test_prompts`` 0 generates nothing at the end. ``grad_checkpoint``
+    None is on where the memory asks for it.
     """
 
     model: str
@@ -72,6 +104,7 @@ class TrainSettings:
     init: str | None = None
     adapter_path: str | None = None
     trust_remote_code: bool = False
+    dtype: str | None = None
     mask_prompt: bool = True
     iters: int = 1000
     batch_size: int = 8
@@ -80,7 +113,7 @@ class TrainSettings:
     weight_decay: float = 0.0
     max_grad_norm: float = 0.5
     max_seq_length: int = 2048
-    grad_checkpoint: bool = False
+    grad_checkpoint: bool | None = None
     grad_accumulation_steps: int = 1
     ttt_steps: int = 7
     step_decay: float = 0.8
@@ -100,6 +133,7 @@ class TrainSettings:
     keep_checkpoints: int = 2
     seed: int = 0
     cache_features: str | None = None
+    cache_bits: int | None = None
     resume: bool = False
     regenerate: bool = False
     answer_temps: tuple[float, ...] = TEMPERATURES
@@ -132,6 +166,12 @@ class TrainSettings:
             raise ValueError(f"--learning-rate is {self.learning_rate}: give more than 0.")
         if not 0 <= self.warmup < 1:
             raise ValueError(f"--warmup is {self.warmup}: give a share of all steps, below 1.")
+        if self.cache_bits not in (None, CACHE_BITS):
+            raise ValueError(
+                f"--cache-bits is {self.cache_bits}: give {CACHE_BITS}, or leave it out."
+            )
+        if self.cache_bits is not None and self.cache_features is None:
+            raise ValueError("--cache-bits is about what --cache-features keeps: give both.")
         self.losses()  # refuses what it does not know, and so does
         self.answers()
 
@@ -142,7 +182,7 @@ class TrainSettings:
             kind=self.loss,
             kl_scale=self.kl_scale,
             kl_decay=self.kl_decay,
-            checkpoint=self.grad_checkpoint,
+            checkpoint=bool(self.grad_checkpoint),
         )
 
     def answers(self) -> AnswerSettings:

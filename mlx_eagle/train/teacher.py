@@ -7,8 +7,9 @@ import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,24 +18,33 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..drafters.target_parts import draft_output
 from ..system.device import set_precision
 from ..system.safetensors import save_arrays
-from ..target.taps import Target
+from ..target.taps import Target, find_final_norm
 from .examples import Example, Examples, TokenBatch
-from .losses import TargetBatch, padded
+from .losses import TargetBatch, chunk_rows, padded, softmax
 
 ROWS_AT_ONCE = 2048  # logits over a whole vocabulary are the largest arrays of a pass
 SAMPLES = 1024  # at least, of each of the target's arrays, to know it again
-PARTS = 8  # counted slots are filled up to eighths of the batch's, for compiled steps
+PARTS = 4  # counted slots are filled up to quarters of the batch's, for compiled steps
+LESSONS = "states"  # what they hold: those of another kind are not read
+PACKED = ("features", "states")  # what a cache may keep in fewer bits
+GROUP = 32  # numbers of it that share a scale
+PROBED = 8  # tokens on which the output is tried
+ALIKE, ALIKE_IN_HALF = 1e-4, 0.02  # of the largest logit, which roundings may make
 
 
 def load_target(
-    name: str, adapter_path: str | None = None, trust_remote_code: bool = False
+    name: str,
+    adapter_path: str | None = None,
+    trust_remote_code: bool = False,
+    dtype: str | None = None,
 ) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
     """The model, its tokenizer and its ``config.json``; ValueError where it cannot be loaded.
 
-    On a CPU the weights are dequantized to float32, since other types are many times slower
-    there.
+    ``dtype`` is that of its floats; without it, on a CPU the weights are dequantized to float32,
+    since other types are many times slower there.
     """
     path = Path(name).expanduser()
     try:
@@ -48,7 +58,7 @@ def load_target(
     except (ValueError, OSError) as err:
         reason = str(err).strip().splitlines()[0]
         raise ValueError(f"the target {name} cannot be loaded: {reason}") from err
-    model = set_precision(model)
+    model = set_precision(model, dtype)
     model.freeze()
     model.eval()
     mx.eval(model.parameters())
@@ -59,29 +69,72 @@ def load_target(
 class Lesson:
     """One sequence of n tokens, K slots of which count.
 
-    ``features`` (n, F); ``slots`` (K,) int32; ``logits`` (K, Vd) float32: what the target says
-    may follow token slot + 1, of what can be drafted; ``log_z`` (K,): see ``TargetBatch``.
+    ``features`` (n, F); ``slots`` (K,) int32; ``states`` (K, h): what enters the target's output
+    matrix where it says what may follow token slot + 1, or where that matrix is not all there is
+    to it, the logits (K, Vd) of what can be drafted; ``shares`` (K,): see ``TargetBatch``.
     """
 
     features: mx.array
     slots: mx.array
-    logits: mx.array
-    log_z: mx.array
+    states: mx.array
+    shares: mx.array
 
-    def arrays(self) -> dict[str, mx.array]:
-        return {
-            "features": self.features,
-            "slots": self.slots,
-            "logits": self.logits,
-            "log_z": self.log_z,
-        }
+    def packed(self, bits: int | None) -> dict[str, mx.array]:
+        """The arrays to be kept, features and states in that many bits a number."""
+        arrays = dict(vars(self))
+        for name in PACKED if bits is not None else ():
+            if arrays[name].size and arrays[name].shape[1] % GROUP == 0:
+                packed = mx.quantize(arrays[name], GROUP, bits)
+                parts = (name, f"{name}.scales", f"{name}.biases")
+                arrays |= dict(zip(parts, packed, strict=True))
+        return arrays
+
+    @classmethod
+    def unpacked(cls, arrays: dict[str, mx.array], bits: int | None) -> Self:
+        """The same read again."""
+        for name in PACKED:
+            if (scales := arrays.pop(f"{name}.scales", None)) is not None:
+                biases = arrays.pop(f"{name}.biases")
+                arrays[name] = mx.dequantize(arrays[name], scales, biases, GROUP, bits)
+        return cls(**arrays)
+
+
+def output_of(model: nn.Module, target: Target, ids: mx.array) -> tuple[Any, Any]:
+    """What makes states of what leaves the last layer, and logits (K, Vd) of the states (K, h).
+
+    The final norm, and the rows ``ids`` of the output matrix with the cap on logits that Gemma
+    has. The norm is None, and logits stand for the states, where that gives other logits than
+    the model itself, as with a scale or adapters of its own.
+    """
+    tokens = mx.arange(PROBED)[None]
+    logits, _, states = target.logits_at(tokens, mx.arange(PROBED))
+    said = mx.take(logits, ids, axis=1).astype(mx.float32)
+    if states is None:
+        return None, nn.Identity()
+    try:
+        norm = find_final_norm(model)
+    except ValueError:
+        return None, nn.Identity()
+    project = draft_output(model, ids)
+    caps = {getattr(m, "final_logit_softcapping", None) for _, m in model.named_modules()}
+
+    def output(cap: float | None, states: mx.array) -> mx.array:
+        logits = project(states)
+        return logits if cap is None else mx.tanh(logits / cap) * cap
+
+    def difference(cap: float | None) -> float:
+        found = mx.abs(output(cap, norm(states)).astype(mx.float32) - said).max()
+        return float((found / mx.abs(said).max()).item())
+
+    best = min({None, *caps}, key=difference)
+    is_alike = difference(best) <= (ALIKE if logits.dtype == mx.float32 else ALIKE_IN_HALF)
+    return (norm, partial(output, best)) if is_alike else (None, nn.Identity())
 
 
 class Teacher:
     """A frozen target that teaches heads whose draft vocabulary is ``ids`` (Vd,), target ids.
 
-    ``cache`` is a folder where lessons are kept from one epoch to the next. Without
-    ``needs_sums``, for losses that do not ask for them, every ``log_z`` is 0.
+    Without ``needs_sums``, for losses that do not ask for them, every share is 1.
     """
 
     def __init__(
@@ -89,21 +142,31 @@ class Teacher:
         model: nn.Module,
         taps: tuple[int, ...],
         ids: mx.array,
-        cache: Path | None = None,
         needs_sums: bool = True,
     ):
         self._target = Target(model, taps)
         self._ids = ids
         self._needs_sums = needs_sums
-        self._cache = cache
+        self._cache: Path | None = None
+        self._bits: int | None = None
+        self._norm, self._output = output_of(model, self._target, ids)
         self._is_drafted: np.ndarray | None = None
-        if cache is not None:
-            cache.mkdir(parents=True, exist_ok=True)
+
+    def keep_in(self, cache: Path, bits: int | None = None) -> None:
+        """Keep lessons in that folder, from one epoch to the next.
+
+        Features and states are of ``bits`` bits a number, or as they are.
+        """
+        self._cache, self._bits = cache, bits
+
+    def width(self, hidden_size: int) -> int:
+        """How many numbers a lesson keeps of a slot that counts."""
+        return len(self._ids) if self._norm is None else hidden_size
 
     def features(self, tokens: np.ndarray) -> mx.array:
         """The taps at every position of tokens (B, T), side by side: (B, T, F)."""
         parts = []
-        for _, _, features in self._passes(tokens, np.zeros(tokens.shape, bool)):
+        for _, _, _, features in self._passes(tokens, np.zeros(tokens.shape, bool)):
             mx.eval(features)
             parts.append(features)
         return mx.concatenate(parts)
@@ -125,17 +188,26 @@ class Teacher:
         counts = np.array([(rows % length >= step).sum() for step in range(num_steps)])
         # One row at least, so that there is something to compute.
         fill = padded(max(1, len(rows)), -(-size * length // PARTS)) - len(rows)
-        logits = mx.concatenate([x.logits for x in lessons])
-        log_z = mx.concatenate([x.log_z for x in lessons])
+        states = mx.pad(mx.concatenate([x.states for x in lessons]), [(0, fill), (0, 0)])
+        shares = mx.concatenate([x.shares for x in lessons])
         targets = TargetBatch(
             mx.array(np.pad(rows, (0, fill)), mx.int32),
             mx.array(np.repeat([1.0, 0.0], [len(rows), fill]), mx.float32),
-            mx.pad(logits, [(0, fill), (0, 0)]),
-            mx.pad(log_z, (0, fill)),
+            self._probs(states),
+            mx.pad(shares, (0, fill)),
             mx.array(batch.size * batch.longest / num_ranks, mx.float32),
             mx.array(counts, mx.float32),
         )
         return features, targets
+
+    def _probs(self, states: mx.array) -> mx.array:
+        """What the target says where ``states`` (K, ...) are, (K, Vd) float32, in chunks."""
+        size, parts = chunk_rows(len(self._ids)), []
+        for begin in range(0, len(states), size):
+            logits = self._output(states[begin : begin + size])
+            parts.append(softmax(logits.astype(mx.float32)))
+            mx.eval(parts[-1])
+        return mx.concatenate(parts)
 
     def _lessons(self, batch: TokenBatch) -> list[Lesson]:
         """A lesson for every sequence: from the cache, or from the target and into the cache."""
@@ -154,20 +226,25 @@ class Teacher:
         asked = np.zeros_like(counts)
         asked[:, 1:] = counts[:, :-1]
         row = 0
-        for places, logits, features in self._passes(tokens, asked):
+        for places, logits, states, features in self._passes(tokens, asked):
             own = counts[row : row + len(features)]
-            lessons = self._say(places, logits, features, own)
-            mx.eval([lesson.arrays() for lesson in lessons])
+            lessons = self._say(places, logits, states, features, own)
+            mx.eval([vars(lesson) for lesson in lessons])
             yield from lessons
             row += len(features)
 
     def _say(
-        self, places: np.ndarray, logits: mx.array, features: mx.array, counts: np.ndarray
+        self,
+        places: np.ndarray,
+        logits: mx.array,
+        states: mx.array | None,
+        features: mx.array,
+        counts: np.ndarray,
     ) -> list[Lesson]:
         """What the target says of b sequences, in logits (K, V) and features (b, T, F).
 
-        ``places`` (K,) are the positions of the logits, numbered b * T + i. A slot counts where
-        the target's choice can be drafted.
+        ``places`` (K,) are the positions of the logits, numbered b * T + i, and ``states`` (K, h)
+        what left the last layer there. A slot counts where the target's choice can be drafted.
         """
         length, vocab_size = features.shape[1], logits.shape[-1]
         if self._is_drafted is None:
@@ -175,11 +252,15 @@ class Teacher:
             self._is_drafted[np.array(self._ids)] = True
         (kept,) = np.nonzero(self._is_drafted[np.array(mx.argmax(logits, axis=-1))])
         rows, slots = places[kept] // length, places[kept] % length - 1
-        drafted, log_z = mx.zeros((0, len(self._ids))), mx.zeros(len(slots))
-        if len(slots):
-            chosen = logits[mx.array(kept, mx.int32)].astype(mx.float32)
-            drafted = mx.take(chosen, self._ids, axis=1)
-            log_z = mx.logsumexp(chosen, axis=-1) if self._needs_sums else log_z
+        chosen, shares = mx.array(kept, mx.int32), mx.ones(len(kept))
+        if self._needs_sums and len(kept):
+            said = logits[chosen].astype(mx.float32)
+            drafted = mx.logsumexp(mx.take(said, self._ids, axis=1), axis=-1)
+            shares = mx.exp(drafted - mx.logsumexp(said, axis=-1))
+        if self._norm is None or states is None:
+            entering = mx.take(logits[chosen], self._ids, axis=1)
+        else:
+            entering = self._norm(states[chosen])
         lessons = []
         for i, own in enumerate(counts):
             first, last = np.searchsorted(rows, [i, i + 1]).tolist()
@@ -189,19 +270,16 @@ class Teacher:
                 Lesson(
                     features[i, :used],
                     mx.array(slots[first:last], mx.int32),
-                    drafted[first:last],
-                    log_z[first:last],
+                    entering[first:last],
+                    shares[first:last],
                 )
             )
         return lessons
 
     def _passes(
         self, tokens: np.ndarray, asked: np.ndarray
-    ) -> Iterator[tuple[np.ndarray, mx.array, mx.array]]:
-        """A few sequences at once: places (K,) asked for, logits (K, V), features (b, T, F).
-
-        ``asked`` (B, T) says where logits are of use. Places are numbered b * T + i.
-        """
+    ) -> Iterator[tuple[np.ndarray, mx.array, mx.array | None, mx.array]]:
+        """A few sequences at once: see ``_say``; ``asked`` (B, T) is where logits are of use."""
         at_once = max(1, ROWS_AT_ONCE // tokens.shape[1])
         for start in range(0, len(tokens), at_once):
             some = slice(start, start + at_once)
@@ -209,16 +287,16 @@ class Teacher:
             # Padding comes last, so that causal layers need no mask for it, and no cache. One
             # place at least, so that there is something to compute.
             rows = mx.array(places if len(places) else [0], mx.int32)
-            logits, features = self._target.logits_at(mx.array(tokens[some]), rows)
+            logits, features, states = self._target.logits_at(mx.array(tokens[some]), rows)
             if features is None:
                 raise ValueError("the head taps no layer of the target, so it cannot be taught.")
-            yield places, logits[: len(places)], features
+            yield places, logits[: len(places)], states, features
 
     def _kept(self, number: int) -> Lesson | None:
         path = self._cache / f"{number}.safetensors" if self._cache is not None else None
         if path is None or not path.exists():
             return None
-        return Lesson(**dict(mx.load(str(path))))
+        return Lesson.unpacked(dict(mx.load(str(path))), self._bits)
 
     def _keep(self, number: int, lesson: Lesson) -> None:
         if self._cache is None:
@@ -226,7 +304,7 @@ class Teacher:
         # Under its own name only when it is whole.
         scratch = self._cache / f".{number}.{os.getpid()}.safetensors"
         try:
-            save_arrays(scratch, lesson.arrays())
+            save_arrays(scratch, lesson.packed(self._bits))
             os.replace(scratch, self._cache / f"{number}.safetensors")
         except OSError as err:
             raise OSError(err.errno, err.strerror, str(self._cache)) from err
@@ -234,25 +312,34 @@ class Teacher:
             scratch.unlink(missing_ok=True)
 
 
-def cache_bytes(examples: Sequence[Example], width: int, num_drafted: int, item: int) -> int:
+def cache_bytes(
+    examples: Sequence[Example], width: int, states: int, item: int, bits: int | None
+) -> int:
     """What a cache of these sequences takes at most, in bytes.
 
-    ``width`` is that of the features, of ``item`` bytes each; ``num_drafted`` the draft
-    vocabulary's size.
+    ``width`` is that of the features and ``states`` that of the states, of ``item`` bytes a
+    number, or of ``bits`` bits with a scale and a bias per group.
     """
-    per_token, per_slot = width * item, (num_drafted + 2) * 4
-    return sum(len(x.tokens) * per_token + x.num_answer * per_slot for x in examples)
+    number = item if bits is None else bits / 8 + 2 * item / GROUP
+    numbers = sum(len(x.tokens) * width + x.num_answer * states for x in examples)
+    return int(numbers * number) + 8 * sum(x.num_answer for x in examples)
 
 
 def cache_name(
-    examples: Examples, model: nn.Module, taps: Sequence[int], ids: mx.array, loss: str
+    examples: Examples,
+    model: nn.Module,
+    taps: Sequence[int],
+    ids: mx.array,
+    loss: str,
+    bits: int | None = None,
 ) -> str:
     """Names lessons on these sequences, by this target, for these taps and draftable ``ids``.
 
     A target is known by values from all over each of its arrays: a fine-tune, adapters or another
     precision make another one of it, wherever it lies.
     """
-    digest = hashlib.sha256(repr((list(taps), ids.tolist(), loss == "ce")).encode())
+    asked = list(taps), ids.tolist(), loss == "ce", bits, LESSONS
+    digest = hashlib.sha256(repr(asked).encode())
     for name, array in tree_flatten(model.parameters()):
         values = array.reshape(-1)[:: max(1, array.size // SAMPLES)]
         digest.update(f"{name} {array.shape} {array.dtype}".encode())

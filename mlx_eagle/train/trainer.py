@@ -16,7 +16,7 @@ from ..system.command import StopSignals
 from .checkpoints import Checkpoints, load_checkpoint
 from .evaluate import Evaluation, Evaluator, Generated, Tester
 from .examples import BatchOrder, Examples, make_batch
-from .log import TrainingLog, make_card
+from .log import TrainingLog, duration, make_card
 from .optimizer import TrainStep, learning_rate
 from .settings import TrainSettings
 from .student import Student, head_files, write_head
@@ -24,6 +24,7 @@ from .teacher import Teacher
 
 FACTS = {"iteration": int, "trained_tokens": int, "settings": dict, "data": str}
 """What a checkpoint says besides its arrays."""
+FIRST = 4  # batches until the run says how long it will take
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class Trainer:
         self._output = Path(settings.output).expanduser()
         self._iteration = 0
         self._trained_tokens = 0
+        self._pace: list[tuple[int, float]] = []  # tokens and seconds of each batch of this run
         self._evaluation: Evaluation | None = None
         self._evaluator = self._make_evaluator()
 
@@ -212,13 +214,27 @@ class Trainer:
         sums.losses.append(np.array(found))
         sums.num_tokens += num_tokens
         sums.seconds += time.perf_counter() - begun
-        log.advance(num_tokens / (time.perf_counter() - begun))
+        self._pace.append((num_tokens, time.perf_counter() - begun))
+        log.advance(self._pace[-1][0] / self._pace[-1][1])
+        if len(self._pace) == FIRST:
+            log.say(f"{self._speed():.0f} tokens per second: {duration(self._left())} left.")
         if self._iteration % settings.steps_per_report == 0 or self._iteration == settings.iters:
             mean = np.mean(sums.losses, axis=0).tolist()
             speed = sums.num_tokens / sums.seconds
-            log.training(self._iteration, mean, rate, norm.item(), speed, self._trained_tokens)
+            total, left = self._trained_tokens, self._left()
+            log.training(self._iteration, mean, rate, norm.item(), speed, total, left)
             sums.losses, sums.num_tokens, sums.seconds = [], 0, 0.0
         return np.array(found).tolist()
+
+    def _speed(self) -> float:
+        """Tokens per second of this run so far, without its first batch, which compiles."""
+        done = self._pace[1:] or self._pace
+        return sum(num for num, _ in done) / sum(seconds for _, seconds in done)
+
+    def _left(self) -> float:
+        """Seconds that the batches to come will take, without evaluations."""
+        mean = self._examples.num_tokens / len(self._examples.train) * self._settings.batch_size
+        return (self._settings.iters - self._iteration) * mean / self._speed()
 
     def _check(self, losses: mx.array, norm: mx.array) -> None:
         """Raise ValueError where the last batch spoilt the weights."""

@@ -9,6 +9,7 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from test_batch import MODELS, PROMPTS, VOCAB
+from tolerances import tolerance
 
 from mlx_eagle.batch.acceptance import BatchRule
 from mlx_eagle.batch.requests import Options, Request, first_token, prefill, restore_caches
@@ -319,3 +320,30 @@ def test_which_heads_draft_in_shared_passes():
     )
     assert type(make_batch_drafter(tiny_head(model, rope=rope))) is SequentialDrafter
     assert type(make_batch_drafter(tiny_head(model, mask_token_id=3))) is SequentialDrafter
+
+
+def test_logprobs_that_are_asked_for_come_with_the_round(monkeypatch):
+    """Started with what the host reads anyway, it waits once a round, however many ask."""
+    model = tiny_llama()
+    drafter, waits, begun = tiny_head(model), [], []
+    batch = Batch(model, drafter, FixedController(DraftShape(3)))
+    requests = [started(model, drafter, [b + 1] * (3 + b), 8) for b in range(4)]
+    for b, request in enumerate(requests):
+        request.logprobs = [] if b > 0 else None
+        batch.join(request)
+    mx_eval, start = mx.eval, mx.async_eval
+    monkeypatch.setattr(mx, "eval", lambda *args: (waits.append(1), mx_eval(*args)))
+    monkeypatch.setattr(mx, "async_eval", lambda *args: (begun.append(args), start(*args)))
+    num_rounds = 0
+    while (done := batch.round()) is not None:
+        num_rounds += 1
+        found = [array for args in begun for part in args if type(part) is list for array in part]
+        of_requests = done.pending[0].shape[0] == 4  # from then on some have been let go of
+        assert not of_requests or {id(array) for array in done.pending} <= set(map(id, found))
+    assert num_rounds > 2 and len(waits) == num_rounds
+    for request in requests[1:]:
+        text = mx.array([request.prompt + request.tokens])
+        logits = model(text)[0, len(request.prompt) : -1].astype(mx.float32)
+        rows = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        alone = mx.take_along_axis(rows, mx.array(request.tokens[1:])[:, None], axis=-1)
+        assert mx.allclose(mx.array(request.logprobs), alone[:, 0], atol=10 * tolerance())

@@ -77,7 +77,7 @@ def test_the_logits_of_some_rows_are_those_of_all(name):
         pytest.skip(f"the installed mlx-lm has no {model_file(name)}")
     model, tokens, rows = build(name), mx.array([PROMPT, PROMPT[::-1]]), mx.array([2, 5, 9])
     target = Target(model, (0, 1))
-    logits, features = target.logits_at(tokens, rows)
+    logits, features, _ = target.logits_at(tokens, rows)
     expected = model(tokens).reshape(-1, logits.shape[-1])[rows]
     assert mx.allclose(logits, expected, 1e-4, 1e-5)
     assert mx.array_equal(features, target.batch(tokens, None)[1])

@@ -19,6 +19,7 @@ from mlx_eagle.drafters.eagle3 import Eagle3Drafter
 from mlx_eagle.drafters.head import Eagle3Head
 from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.system.machines import fused_rows
+from mlx_eagle.target.ragged import RaggedCaches
 from mlx_eagle.target.taps import Target
 
 VOCAB = 8192  # as for all of more than 4096, the output matrix is a wide one
@@ -215,3 +216,26 @@ def test_cut_into_parts_all_of_gpt_oss_takes_the_vector_kernel(num_rows):
     calls = recorder.target[1].attention
     assert [call.rows for call in calls] == [4, num_rows - 4] * NUM_LAYERS
     assert {call.kernel for call in calls} == {"vector"}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_batch_has_one_mask_a_round_and_no_kernel_copies_it(name, monkeypatch):
+    """Metal's kernels copy a mask of several texts that does not go through all heads in order."""
+    model, _ = pair(name)
+    target, caches, masks, recorder = Target(model), RaggedCaches(), [], Recorder()
+    monkeypatch.setattr(
+        recorder, "_attention", lambda q, k, v, *, mask, **_: masks.append(mask) or q
+    )
+    for _ in range(3):
+        caches.join(make_prompt_cache(model))
+    kinds = {type(cache) for cache in make_prompt_cache(model)}
+    for num_rows in (1, 4):
+        with recorder.recording():
+            target.batch(mx.zeros((3, num_rows), mx.int32), caches.open())
+        assert len(masks) == NUM_LAYERS and len(set(map(id, masks))) == len(kinds)
+        num_heads = SIZES[name]["num_attention_heads"]
+        for mask in masks:
+            assert mask.shape == (3, num_heads, num_rows, mask.shape[-1])
+            mx.eval(mask)
+            assert memoryview(mask).c_contiguous
+        masks.clear()

@@ -1,13 +1,17 @@
 """The recipe: what SpecForge computes, and what decoding does."""
 
+import gc
+import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from architectures import build
 from golden import frozen
+from grids import thorough
 from heads import NUM_SLOTS, VARIANTS, Runner, random_head
-from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from tolerances import tolerance
 
@@ -15,11 +19,14 @@ from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.head import Eagle3Head
 from mlx_eagle.drafters.head_weights import fuse_weights, split_weights
 from mlx_eagle.drafters.target_parts import find_embedding
-from mlx_eagle.train.examples import TokenBatch
-from mlx_eagle.train.losses import LossSettings, first_slot, is_compiled, unroll
+from mlx_eagle.target.taps import Target
+from mlx_eagle.train import losses, optimizer
+from mlx_eagle.train.examples import TokenBatch, padded_length
+from mlx_eagle.train.losses import first_slot, is_compiled, unroll
 from mlx_eagle.train.optimizer import TrainStep, learning_rate
+from mlx_eagle.train.settings import LossSettings
 from mlx_eagle.train.student import Student
-from mlx_eagle.train.teacher import Teacher
+from mlx_eagle.train.teacher import Teacher, output_of
 
 NUM_STEPS = 5
 TOLERANCE = tolerance()
@@ -115,13 +122,78 @@ def test_losses_and_gradients_are_specforges(name, checkpoint):
         used = counts.nonzero()[0].max() + 2
         assert frozen.relative(np.array(ours[:used]), theirs[:used]) < TOLERANCE
     step = TrainStep(golden.student, settings, max_grad_norm=0.5)
-    losses, gradients = step.gradients(mx.array(golden.batch.tokens), features, targets)
-    assert frozen.relative(np.array(losses), golden.losses) < 10 * TOLERANCE
-    found = split_weights(dict(tree_flatten(gradients)), golden.student.head.config)
+    found_losses, gradients = step.gradients(mx.array(golden.batch.tokens), features, targets)
+    assert frozen.relative(np.array(found_losses), golden.losses) < 10 * TOLERANCE
+    found = split_weights(gradients, golden.student.head.config)
     assert found.keys() == golden.gradients.keys()
     for key, wanted in golden.gradients.items():
         assert np.abs(wanted).max() > 0
         assert frozen.relative(np.array(found[key]), wanted) < 10 * TOLERANCE, key
+
+
+def in_small_chunks(monkeypatch) -> None:
+    """Attention and losses take four rows at a time."""
+    monkeypatch.setattr(losses, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(losses, "ROWS_ALIKE", 4)
+
+
+@pytest.mark.parametrize("name", thorough(LOSSES, "lk-lambda"))
+@pytest.mark.parametrize(
+    "how", thorough(["in chunks", "checkpointed", "both", "kept in a file"], "both")
+)
+def test_with_less_memory_losses_and_gradients_are_the_same(name, how, tmp_path, monkeypatch):
+    golden = Golden(name)
+    teacher = Teacher(golden.model, TAPS, golden.student.ids)
+    step = TrainStep(golden.student, LOSSES[name], max_grad_norm=0.5)
+    tokens = mx.array(golden.batch.tokens)
+    expected = step.gradients(tokens, *teacher.teach(golden.batch, NUM_STEPS))
+    if how in ("in chunks", "both"):
+        in_small_chunks(monkeypatch)
+    if how == "kept in a file":
+        teacher.keep_in(tmp_path)
+        teacher.teach(golden.batch, NUM_STEPS)
+        assert len(list(tmp_path.iterdir())) == len(golden.batch.numbers)
+    checkpoint = how in ("checkpointed", "both")
+    step = TrainStep(golden.student, replace(LOSSES[name], checkpoint=checkpoint), 0.5)
+    found = step.gradients(tokens, *teacher.teach(golden.batch, NUM_STEPS))
+    assert frozen.relative(np.array(found[0]), np.array(expected[0])) < 1e-5
+    for key, wanted in expected[1].items():
+        assert frozen.relative(np.array(found[1][key]), np.array(wanted)) < 1e-5, key
+
+
+def test_eight_bits_are_nearly_the_same_and_a_third_of_the_size(tmp_path):
+    golden = Golden("ce")
+    made = []
+    for bits in (None, 8):
+        teacher = Teacher(golden.model, TAPS, golden.student.ids)
+        (tmp_path / str(bits)).mkdir()
+        teacher.keep_in(tmp_path / str(bits), bits)
+        teacher.teach(golden.batch, NUM_STEPS)
+        made.append(teacher.teach(golden.batch, NUM_STEPS))
+    sizes = [
+        sum(
+            array.nbytes for f in (tmp_path / bits).iterdir() for array in mx.load(str(f)).values()
+        )
+        for bits in ("None", "8")
+    ]
+    assert sizes[1] < 0.4 * sizes[0]
+    for ours, theirs in ((made[1][0], made[0][0]), (made[1][1].probs, made[0][1].probs)):
+        assert 0 < frozen.relative(np.array(ours), np.array(theirs)) < 0.01
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma4_text", "cohere2"])
+def test_logits_are_made_again_of_states_where_they_are_the_same(name):
+    """Where logits are scaled, or layers hand on more than states, logits are kept."""
+    model, ids = build(name), mx.array([3, 5, 8, 40])
+    tokens, rows = mx.array([[4, 2, 9, 1, 7]]), mx.array([1, 3, 4])
+    target = Target(model, (0, 1))
+    norm, output = output_of(model, target, ids)
+    assert (norm is None) == (name in ("cohere2", "gemma4_text"))
+    if norm is not None:
+        logits, _, states = target.logits_at(tokens, rows)
+        found, wanted = np.array(output(norm(states))), np.array(logits[:, ids])
+        assert frozen.relative(found, wanted) < 1e-5
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
@@ -133,8 +205,8 @@ def test_chains_that_nothing_counts_of_are_not_computed(checkpoint):
     if not is_compiled():
         assert first_slot(targets, length, 2) > first_slot(targets, length, NUM_STEPS)
     step = TrainStep(golden.student, LossSettings(2, checkpoint=checkpoint), max_grad_norm=0.5)
-    losses, _ = step.gradients(mx.array(golden.batch.tokens), features, targets)
-    assert frozen.relative(np.array(losses), golden.losses[:2]) < 10 * TOLERANCE
+    found, _ = step.gradients(mx.array(golden.batch.tokens), features, targets)
+    assert frozen.relative(np.array(found), golden.losses[:2]) < 10 * TOLERANCE
 
 
 def test_some_choices_of_the_golden_target_cannot_be_drafted():
@@ -155,8 +227,7 @@ def test_parts_of_a_batch_average_to_the_whole(name):
     for part, (features, targets) in zip(parts, taught, strict=True):
         targets = type(targets)(*targets.arrays()[:-1], counts)
         _, gradients = step.gradients(mx.array(part.tokens), features, targets)
-        flat = dict(tree_flatten(gradients))
-        total = flat if total is None else {k: total[k] + v for k, v in flat.items()}
+        total = gradients if total is None else {k: total[k] + v for k, v in gradients.items()}
     mean = {k: v / 3 for k, v in total.items()}
     found = split_weights(mean, golden.student.head.config)
     for key, wanted in golden.gradients.items():
@@ -165,7 +236,9 @@ def test_parts_of_a_batch_average_to_the_whole(name):
 
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_step_j_is_the_jth_chained_draft(variant, checkpoint):
+def test_step_j_is_the_jth_chained_draft(variant, checkpoint, monkeypatch):
+    if checkpoint:
+        in_small_chunks(monkeypatch)
     example = random_head(variant)
     runner = Runner(example)
     embeddings = runner.embed[mx.array(example.tokens)][None]
@@ -181,6 +254,35 @@ def test_step_j_is_the_jth_chained_draft(variant, checkpoint):
             wanted = decoding.logits(states)[0]
             found = runner.logits(steps[step][0, slot - first : slot - first + 1])[0]
             assert frozen.relative(found, wanted) < TOLERANCE
+
+
+def test_compiled_steps_of_few_shapes_are_kept(monkeypatch):
+    """A shape is compiled once, until as many others have come since."""
+    made, alive = [], weakref.WeakSet()
+
+    def compile(function):
+        def compiled(*args):
+            return function(*args)
+
+        made.append(1)
+        alive.add(compiled)
+        return compiled
+
+    golden = Golden("ce")
+    monkeypatch.setattr(optimizer, "MOST_SHAPES", 2)
+    step = TrainStep(golden.student, LossSettings(1), max_grad_norm=0.5)
+    monkeypatch.setattr(optimizer, "is_compiled", lambda: True)
+    monkeypatch.setattr(mx, "compile", compile)
+    teacher = Teacher(golden.model, TAPS, golden.student.ids)
+    for padding in (0, 1, 0, 2, 0, 1):
+        part = golden.rows(1, padding=padding)
+        step.gradients(mx.array(part.tokens), *teacher.teach(part, 1))
+    gc.collect()
+    assert len(made) == 4 and len(alive) == 2
+    monkeypatch.setattr(losses, "is_compiled", lambda: True)
+    assert len({padded_length(length) for length in range(1, 2049)}) == 16
+    for length in range(1, 9999):
+        assert 0 <= padded_length(length) - length < max(64, length / 4)
 
 
 def test_the_learning_rate_rises_and_falls():

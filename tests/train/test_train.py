@@ -57,8 +57,13 @@ def assert_same_weights(left: Path, right: Path) -> None:
         assert np.array_equal(ours[name], theirs[name]), name
 
 
-def test_a_run_ends_in_a_head_that_decodes(target, data, tmp_path):
+def test_a_run_ends_in_a_head_that_decodes(target, data, tmp_path, capsys):
     report = train(str(target), str(data), str(tmp_path / "head"), **QUICK)
+    said = capsys.readouterr().out
+    assert re.search(
+        r"\nTraining takes about .*: target 1 MB, weights .*Activations are kept\.\n", said
+    )
+    assert re.search(r"\n\d+ tokens per second: \d+ s left\.\n", said)
     assert report.is_finished and report.iteration == 6
     assert report.evaluation.num_sequences == 3
     model, tokenizer = mlx_lm.load(str(target))
@@ -319,6 +324,16 @@ def test_a_head_is_taken_further(target, data, tmp_path):
         train(str(target), str(data), str(tmp_path / "x"), **run)
 
 
+@pytest.mark.exhaustive
+def test_the_target_may_be_in_half_precision(target, data, tmp_path):
+    run = {**QUICK, "iters": 2, "dtype": "bfloat16"}
+    train(str(target), str(data), str(tmp_path / "head"), **run)
+    head = mx.load(str(tmp_path / "head" / "model.safetensors"))
+    assert {array.dtype for name, array in head.items() if name != "d2t"} == {mx.bfloat16}
+    state = mx.load(str(tmp_path / "head" / "checkpoints" / "0000002" / "state.safetensors"))
+    assert state["weights.fc.weight"].dtype == mx.float32
+
+
 @pytest.mark.parametrize("options", [{"cache_features": "cache"}, {"grad_checkpoint": True}])
 def test_the_same_is_learnt_with_less(target, data, tmp_path, options):
     """From a cache of what the target says, and with activations computed again."""
@@ -539,6 +554,11 @@ def test_settings_come_from_flags_and_then_from_a_file(tmp_path):
     found = settings_of(["-c", str(file), "--iters", "9", "--aux-layers", "1,2,3"])
     assert (found.model, found.iters, found.learning_rate) == ("a", 9, 1e-3)
     assert found.aux_layers == (1, 2, 3)
+    assert found.dtype is None and settings_of(["-c", str(file), "--dtype", "float16"]).dtype
+    with pytest.raises(ValueError, match="--cache-bits is about what --cache-features keeps"):
+        settings_of(["-c", str(file), "--cache-bits", "8"])
+    with pytest.raises(ValueError, match="--cache-bits is 4: give 8"):
+        settings_of(["-c", str(file), "--cache-bits", "4"])
     file.write_text("modle: a\n")
     with pytest.raises(ValueError, match="sets modle, which is no setting"):
         settings_of(["-c", str(file)])

@@ -1,0 +1,163 @@
+"""Memory of a run: what it says beforehand, what it takes, and what it refuses."""
+
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from helpers import SIZES, tiny_llama
+from training import chats, write_data, write_target
+
+from mlx_eagle.drafters.config import Eagle3Config
+from mlx_eagle.drafters.head import Eagle3Head
+from mlx_eagle.system.device import weight_bytes
+from mlx_eagle.train import session
+from mlx_eagle.train.__main__ import main, settings_of
+from mlx_eagle.train.examples import Example, Examples, TokenBatch
+from mlx_eagle.train.optimizer import TrainStep
+from mlx_eagle.train.session import Sizes, memory_kept_to, needs_of
+from mlx_eagle.train.settings import LossSettings
+from mlx_eagle.train.student import Shape, Student, choose_vocabulary, fresh_student
+from mlx_eagle.train.teacher import Teacher
+
+GB = 1e9
+LLAMA_8B = Eagle3Config(
+    hidden_size=4096,
+    target_hidden_size=4096,
+    num_layers=1,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    intermediate_size=14336,
+    vocab_size=128256,
+    draft_vocab_size=32000,
+)
+TARGET_8B = 4.52 * GB  # Meta-Llama-3.1-8B-Instruct in 4 bits
+
+
+@pytest.mark.parametrize("num_texts, most", [(1, 14), (8, 40)])
+def test_a_head_of_8b_fits(num_texts, most):
+    """No array of it is ever made."""
+    ids = mx.arange(32000)
+    student = Student(Eagle3Head(LLAMA_8B), lambda tokens: tokens, (2, 16, 29), ids, mx.float16)
+    assert 400e6 < student.num_parameters < 440e6
+    sizes = Sizes(num_texts, 2048, num_texts * 2048)
+    losses = LossSettings(checkpoint=True)
+    parts = needs_of(student, TARGET_8B, sizes, losses, is_summed=False)
+    assert parts["their moments"] == 8 * student.num_parameters
+    assert sum(parts.values()) < most * GB
+
+
+@pytest.fixture(scope="module")
+def student() -> Student:
+    model = tiny_llama(0, vocab_size=258)
+    return fresh_student(model, SIZES, choose_vocabulary([], 64, 258), Shape(1, 64, (0, 1, 2)), 64)
+
+
+def test_what_does_not_fit_names_flags_that_do(student, monkeypatch):
+    """Kept, then computed again, then refused; with the flags that it names it is taken."""
+    texts = tuple(Example((1,) * length, 5) for length in (300, 256, 40))
+    given = ["--model", "a", "--data", "b", "--output", "c", "--batch-size", "12"]
+    room = 1e12
+
+    def fit(*flags: str):
+        settings = settings_of([*given, *flags])
+        return session.fitting(settings, student, 1e6, Examples(texts, (), ()))
+
+    monkeypatch.setattr(session, "memory", lambda machine: (2 * room, room))
+    chosen, kept = fit()
+    assert chosen.grad_checkpoint is False and "Activations are kept." in str(kept)
+    room = kept.total - 1
+    chosen, again = fit()
+    assert chosen.grad_checkpoint is True and again.total < kept.total
+    with pytest.raises(ValueError, match=r"does not fit: give --grad-checkpoint\.$"):
+        fit("--no-grad-checkpoint")
+    for room in (again.total - 1, 0.4 * again.total, 0.15 * again.total, 0.05 * again.total):
+        with pytest.raises(ValueError, match=r"does not fit: give --\S.*\d\.$") as refused:
+            fit()
+        flags = str(refused.value).rpartition(": give ")[2].removesuffix(".").split()
+        values = dict(zip(flags[::2], map(int, flags[1::2]), strict=True))
+        assert values["--batch-size"] * values["--grad-accumulation-steps"] == 12
+        length = values.get("--max-seq-length", 300)
+        texts = tuple(replace(x, tokens=x.tokens[:length]) for x in texts)
+        chosen, found = fit(*flags)
+        assert found.total <= room
+    assert "--max-seq-length" in flags
+    room = 1e6
+    with pytest.raises(ValueError, match="nor does a batch of one short sequence"):
+        fit()
+
+
+def test_a_run_that_does_not_fit_leaves_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(session, "memory", lambda machine: (2e5, 1e5))
+    target = write_target(tmp_path / "target")
+    data = write_data(tmp_path / "data", train=chats(4))
+    command = ["--model", str(target), "--data", str(data), "--output", str(tmp_path / "head")]
+    with pytest.raises(SystemExit):
+        main([*command, "--batch-size", "2"])
+    said = capsys.readouterr().err
+    assert said.startswith("error: Training takes about ") and said.count("\n") == 1
+    assert not (tmp_path / "head").exists()
+
+
+@pytest.mark.exhaustive
+def test_an_update_has_old_and_new_of_one_tensor_at_a_time():
+    model = tiny_llama(0, vocab_size=258, hidden_size=128)
+    sizes = {**SIZES, "hidden_size": 128}
+    shape = Shape(4, 64, (0, 1, 2))
+    student = fresh_student(model, sizes, choose_vocabulary([], 64, 258), shape, 64)
+    step = TrainStep(student, LossSettings(), max_grad_norm=0.5)
+    mx.eval(step.weights, step.moments)
+    largest = max(weight.nbytes for weight in step.weights.values())
+    everything = sum(weight.nbytes for weight in step.weights.values())
+    for _ in range(2):  # the first compiles
+        gradients = {name: mx.ones_like(weight) for name, weight in step.weights.items()}
+        mx.eval(gradients)
+        before = mx.get_active_memory()
+        with memory_kept_to(1):
+            mx.reset_peak_memory()
+            step._learn(gradients, 1e-3, 1)
+        assert mx.get_peak_memory() - before <= 4 * largest
+    assert everything > 6 * largest
+
+
+# Hidden size, width of the MLP, vocabulary, texts, their length, steps, whether checkpointed.
+RUNS = [
+    (256, 896, 2048, 2, 192, 3, False),
+    (256, 512, 2048, 4, 128, 4, True),
+    (128, 256, 1024, 1, 512, 3, True),
+    (64, 128, 16384, 4, 64, 2, False),
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("run", RUNS)
+def test_a_batch_takes_what_was_said(run):
+    hidden, width, vocab, num_texts, length, num_steps, checkpoint = run
+    sizes = {"hidden_size": hidden, "intermediate_size": width, "vocab_size": vocab}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 2}
+    model = tiny_llama(0, head_dim=hidden // 8, **sizes)
+    vocabulary = choose_vocabulary([], vocab, vocab)
+    shape = Shape(1, vocab, (0, 1, 2))
+    student = fresh_student(model, sizes, vocabulary, shape, length)
+    losses = LossSettings(num_steps, checkpoint=checkpoint)
+    counted = num_texts * (length - 1)
+    taken = Sizes(num_texts, length, counted)
+    needed = needs_of(student, weight_bytes(model), taken, losses, is_summed=False)
+    before = mx.get_active_memory() - weight_bytes(model) - weight_bytes(student.head)
+    step = TrainStep(student, losses, max_grad_norm=0.5)
+    teacher = Teacher(model, student.taps, student.ids)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, vocab, (num_texts, length)).astype(np.int32)
+    counts = np.ones(tokens.shape, bool)
+    counts[:, -1] = False
+    batch = TokenBatch(tokens, counts, length, num_texts, tuple(range(num_texts)))
+    total = sum(needed.values())
+    with memory_kept_to(before + total):
+        mx.reset_peak_memory()
+        for _ in range(2):
+            features, targets = teacher.teach(batch, num_steps)
+            step(mx.array(tokens), features, targets, 1e-4, 1)
+    assert targets.weights.sum().item() == counted
+    found = (mx.get_peak_memory() - before) / total
+    assert 0.85 < found < 1.15, (found, needed)
