@@ -35,7 +35,7 @@ from .student import (
     student_from,
     widened,
 )
-from .teacher import Teacher, cache_bytes, cache_name, load_target
+from .teacher import ROWS_AT_ONCE, Teacher, cache_bytes, cache_name, load_target
 from .trainer import Trainer, TrainReport
 
 DEFAULT_VOCABULARY = 32000
@@ -243,13 +243,17 @@ def needs_of(
     # Weights in the type that the head computes in, and a batch's own gradients beside the sum.
     copies = (item * num if item < 4 else 0) + (item * num if is_summed else 0)
     update = 16 * max(w.size for w in trained)
+    # The target's logits, and parts of what they say before they are put together.
+    taught = 2 * item * min(sizes.num_counted, max(ROWS_AT_ONCE, sizes.length))
+    taught *= c.vocab_size
+    taught += 4 * sizes.num_counted * c.draft_vocab_size
     return {
         "target": target_bytes,
         "weights": 4 * num + own,
         "their moments": 8 * num,
         "gradients": gradients,
         "batch": batch,
-        "activations": max(copies + active, update),
+        "activations": max(copies + active, update, taught - gradients),
     }
 
 

@@ -254,9 +254,9 @@ class Teacher:
         rows, slots = places[kept] // length, places[kept] % length - 1
         chosen, shares = mx.array(kept, mx.int32), mx.ones(len(kept))
         if self._needs_sums and len(kept):
-            said = logits[chosen].astype(mx.float32)
-            drafted = mx.logsumexp(mx.take(said, self._ids, axis=1), axis=-1)
-            shares = mx.exp(drafted - mx.logsumexp(said, axis=-1))
+            size = chunk_rows(vocab_size)
+            parts = (chosen[begin : begin + size] for begin in range(0, len(kept), size))
+            shares = mx.concatenate([self._share(logits[part]) for part in parts])
         if self._norm is None or states is None:
             entering = mx.take(logits[chosen], self._ids, axis=1)
         else:
@@ -275,6 +275,14 @@ class Teacher:
                 )
             )
         return lessons
+
+    def _share(self, logits: mx.array) -> mx.array:
+        """How much of what logits (K, V) say can be drafted, (K,)."""
+        logits = logits.astype(mx.float32)
+        drafted = mx.logsumexp(mx.take(logits, self._ids, axis=1), axis=-1)
+        share = mx.exp(drafted - mx.logsumexp(logits, axis=-1))
+        mx.eval(share)
+        return share
 
     def _passes(
         self, tokens: np.ndarray, asked: np.ndarray
