@@ -39,7 +39,8 @@ from .teacher import ROWS_AT_ONCE, Teacher, cache_bytes, cache_name, load_target
 from .trainer import Trainer, TrainReport
 
 DEFAULT_VOCABULARY = 32000
-ATTENDED, COMPARED = 5.5, 3.6  # arrays of a chunk's size that attention and losses have at once
+LIMIT = 0.9  # of what is to be taken: MLX looks at it before an array, and not at its size
+ATTENDED, COMPARED = 5.5, 3.3  # arrays of a chunk's size that attention and losses have at once
 
 
 def train(model: str, data: str, output: str, **options: Any) -> TrainReport:
@@ -306,7 +307,7 @@ def memory_kept_to(size: float) -> Iterator[None]:
     On a Mac what it takes stays in place, as in mlx-lm's trainer.
     """
     maybe_set_recommended_wired_limit()
-    before = mx.set_memory_limit(int(size))
+    before = mx.set_memory_limit(int(LIMIT * size))
     try:
         yield
     finally:
