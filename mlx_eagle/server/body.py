@@ -97,6 +97,7 @@ KINDS = {
     "stream": bool,
     "echo": bool,
     "parallel_tool_calls": bool,
+    "continue_final_message": bool,
     "reasoning_effort": str,
 }
 UNSUPPORTED = ("suffix", "audio", "web_search_options", "verbosity", "guided_json")
@@ -210,6 +211,11 @@ def check_body(body: dict[str, Any], needed: str) -> dict[str, Any]:
         raise ValueError(f"the request has no {needed}.")
     if needed == "messages":
         check_messages(body[needed])
+        if body.get("continue_final_message") and not _ends_with_an_answer(body[needed]):
+            raise ValueError(
+                "continue_final_message is set, but the last message is no text of the assistant: "
+                "give the answer that is to go on."
+            )
     _check_number_of_answers(body, needed)
     return body
 
@@ -241,6 +247,9 @@ def read_arguments(body: dict[str, Any], flags: Namespace, is_chat: bool) -> Pai
     else:
         acceptance = flags.acceptance if temp > 0 and sampling.xtc_probability == 0 else None
     logprobs, stop = get("logprobs", False), get("stop") or []
+    goes_on, template = get("continue_final_message", False), get("chat_template_kwargs")
+    if goes_on:
+        template = (template or {}) | {"continue_final_message": True}
     options = get("stream_options", {}) if get("stream") else {}
     return PairArguments(
         model=ModelDescription(get("model", ""), get("draft_model", ""), ""),
@@ -252,12 +261,12 @@ def read_arguments(body: dict[str, Any], flags: Namespace, is_chat: bool) -> Pai
         logprobs=logprobs is not False,
         top_logprobs=get("top_logprobs", -1) if isinstance(logprobs, bool) else logprobs,
         seed=get("seed") if temp > 0 else None,
-        chat_template_kwargs=get("chat_template_kwargs"),
+        chat_template_kwargs=template,
         tree=get("tree", flags.tree),
         acceptance=acceptance,
         reuse_caches=get("reuse_caches", True),
         reports_drafts=True in (get("include_draft"), options.get("include_draft")),
-        keeps_space=not is_chat,
+        keeps_space=not is_chat or goes_on,
         thinking_budget=get("thinking_budget"),
         reasoning_effort=get("reasoning_effort"),
         form=read_form(body),
@@ -308,6 +317,11 @@ def _check_logprobs(body: dict[str, Any], needed: str) -> None:
         Bounds(0, MAX_TOP, is_whole=True).check("logprobs", body["logprobs"])
     else:
         _check_kind("logprobs", body.get("logprobs", False), bool)
+
+
+def _ends_with_an_answer(messages: list[dict[str, Any]]) -> bool:
+    last = messages[-1]
+    return last["role"] == "assistant" and bool(last.get("content")) and not last.get("tool_calls")
 
 
 def _check_number_of_answers(body: dict[str, Any], needed: str) -> None:

@@ -280,7 +280,11 @@ class PairGenerator(ResponseGenerator):
                 check_text_length(text, tokenizer.encode, provider.context, check)
             options = template_options(request, args, tokenizer, self.cli_args)
             args.chat_template_kwargs = options
-            tokens, _, _, initial_state, _ = self._tokenize(tokenizer, request, args)
+            if "continue_final_message" in options:  # mlx-lm always begins an answer
+                text, initial_state = render(request, tokenizer, options), "normal"
+                tokens = tokenizer.encode(text, add_special_tokens=False)
+            else:
+                tokens, _, _, initial_state, _ = self._tokenize(tokenizer, request, args)
             check_prompt(tokens, args, provider.vocab_size, provider.context)
             ends = {}
             if provider.needs_snapshots:

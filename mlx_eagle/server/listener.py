@@ -447,10 +447,11 @@ class PairServer(ThreadingHTTPServer):
 
     def page_settings(self) -> dict[str, Any]:
         """What the page at ``/`` is told. Nobody is asked for a key there: then no names."""
-        args = self.generator.cli_args
+        args, is_open = self.generator.cli_args, self.access.key is None
         return {
-            "needs_key": self.access.key is not None,
-            "model": self.generator.model_provider.name if self.access.key is None else None,
+            "needs_key": not is_open,
+            "model": self.generator.model_provider.name if is_open else None,
+            "draft_model": Path(args.draft_model).name if is_open and args.draft_model else None,
             "temperature": args.temp,
             "max_tokens": args.max_tokens,
             "num_draft_tokens": args.num_draft_tokens,

@@ -58,11 +58,13 @@ def render(
     if request.request_type != "chat":
         return request.prompt
     if not tokenizer.has_chat_template:
+        if "continue_final_message" in template_args:
+            raise ValueError("this model has no chat template: ask for a completion of the text.")
         return convert_chat(request.messages, request.role_mapping)
     join_content(request.messages)
     return tokenizer.apply_chat_template(
         request.messages,
-        add_generation_prompt=True,
+        add_generation_prompt="continue_final_message" not in template_args,
         tools=request.tools,
         tokenize=False,
         **template_args,
@@ -186,6 +188,7 @@ def message_ends(
     """
     if request.request_type != "chat" or not tokenizer.has_chat_template:
         return {len(prompt) - 1: "user"}
+    template_args = {k: v for k, v in template_args.items() if k != "continue_final_message"}
     messages = request.messages
     is_system = [message["role"] == "system" for message in messages]
     num_system = [*is_system, False].index(False)

@@ -120,6 +120,7 @@ def test_the_page_needs_no_key_and_names_nothing(server):
     assert settings_of(document) == {
         "needs_key": True,
         "model": None,
+        "draft_model": None,
         "temperature": 0.0,
         "max_tokens": 7,
         "num_draft_tokens": 3,
@@ -135,7 +136,7 @@ def test_the_page_is_only_read(server, method):
     request = Request(server.url.removesuffix("v1"), b"{}", headers, method=method)
     with pytest.raises(HTTPError) as error:
         urlopen(request, timeout=10)
-    assert error.value.code == (404 if method == "POST" else 501)
+    assert error.value.code == (501 if method == "PUT" else 404)
 
 
 def test_without_a_key_the_model_is_named(pair):

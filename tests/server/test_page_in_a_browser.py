@@ -3,6 +3,7 @@
 ``make test-all ARGS=--without-browser`` leaves these tests out.
 """
 
+import json
 import re
 import threading
 from urllib.request import urlopen
@@ -19,6 +20,7 @@ from mlx_eagle.draft_models import open_drafter
 pytestmark = [pytest.mark.exhaustive, pytest.mark.browser]
 PATH = find_chromium()
 KEY = "a-key"
+CLEAR = "rgba(0, 0, 0, 0)"
 HOSTILE = """<script>window.broken = 1</script>
 <img src=x onerror="window.broken = 2">
 
@@ -131,7 +133,7 @@ def test_three_turns(tab, server):
 def test_marks_are_those_of_the_python_api(tab, pair):
     """The same greedy prompt; drafted halves of letters are marked with their letter."""
     model, tokenizer = mlx_lm.load(pair["target"])
-    question = "What birds"
+    question = "Once upon a time"
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}], add_generation_prompt=True
     )
@@ -177,6 +179,7 @@ def test_a_race(tab):
 
 
 def test_a_race_of_samples_has_one_seed(tab):
+    tab.unfold("settings")
     tab.page.fill("#temperature", "0.9")
     tab.page.click("#tab-race")
     tab.page.fill("#race-question", "Once upon a time")
@@ -196,27 +199,29 @@ def test_regenerate_copy_and_the_switch(tab):
     tab.page.get_by_text("Copied").wait_for()
     copied = tab.page.evaluate("() => navigator.clipboard.readText()")
     assert copied == tab.stored()[-1]["answer"]["text"]
-    style = "e => getComputedStyle(e).textDecorationLine"
+    style = "e => getComputedStyle(e).backgroundColor"
     drafted = tab.page.locator(".answer .drafted").first
-    assert drafted.evaluate(style) == "underline"
+    assert drafted.evaluate(style) != CLEAR
+    tab.unfold("strip")
     tab.page.uncheck("#marks")
-    assert drafted.evaluate(style) == "none"
+    assert drafted.evaluate(style) == CLEAR
 
 
 def test_positions_are_told(tab):
     """By the mouse, and by the arrow keys."""
     tab.ask("Hello there")
     tab.wait()
-    drafted = tab.page.locator(".answer .drafted").first
-    drafted.hover()
+    drafted = tab.page.locator(".answer .drafted", has_text=re.compile(r"\S"))
+    drafted.first.hover()
     told = tab.page.inner_text("#tip")
     assert re.fullmatch(r"Drafted: position \d of \d.*", told)
-    assert tab.page.inner_text("#where") == told
+    assert tab.page.text_content("#where") == told
     tab.page.mouse.move(0, 0)
     assert tab.page.locator("#tip").is_hidden()
     tab.page.focus(".answer .text")
     tab.page.keyboard.press("ArrowRight")
-    assert tab.page.inner_text("#tip") == told
+    label = tab.page.locator(".answer .drafted").first.get_attribute("data-label")
+    assert tab.page.inner_text("#tip") == label
     tab.page.keyboard.press("ArrowRight")
     assert tab.count(".drafted.here") == 1
 
@@ -225,10 +230,10 @@ def test_a_conversation_is_there_after_a_reload(tab, server):
     tab.ask("Hello there")
     text = tab.wait()
     spans = tab.count(".drafted")
-    figures = tab.page.inner_text("#figures")
+    figures = tab.page.text_content("#figures")
     tab.page.reload()
     assert tab.wait() == text and tab.count(".drafted") == spans > 1
-    assert tab.page.inner_text("#figures") == figures
+    assert tab.page.text_content("#figures") == figures
     tab.ask("And then")
     tab.page.locator(".answer").nth(1).wait_for()
     tab.wait()
@@ -241,7 +246,15 @@ def test_what_cannot_be_read_is_left_alone(tab):
     halves = ('[{"role": "assistant"}]', '{"a": 1}', '[{"role":"user"}, 3]', "null", "5")
     cut = '[{"role": "assistant", "answer": {"text": "a", "tokens": 5, "counts": {}}}]'
     for kept in ("nonsense", *halves, cut):
-        tab.page.evaluate("text => localStorage.setItem('mlx-eagle.conversation', text)", kept)
+        tab.page.evaluate(
+            """text => {
+              localStorage.setItem("mlx-eagle.current", '"x"');
+              const entry = '{"id": "x", "title": "X", "changed": 1}';
+              localStorage.setItem("mlx-eagle.conversations", `[${entry}]`);
+              localStorage.setItem("mlx-eagle.conversation.x", text);
+            }""",
+            kept,
+        )
         tab.page.reload()
         tab.ask("Hello")
         assert tab.wait()
@@ -281,14 +294,138 @@ def test_a_key(browser, pair, open_tab):
 
 
 def test_mistakes_are_said(tab):
-    tab.page.fill("#tree", "4x4")
-    tab.ask("Hello")
-    tab.page.locator(".note.bad", has_text="give WIDTHxDEPTH:NODES").wait_for()
+    """Those that the page knows of before it asks, and one that the server finds."""
+    tab.unfold("settings")
+    for name, wrong in {
+        "temperature": "warm", "max_tokens": "0", "num_draft_tokens": "some", "tree": "4x4",
+        "seed": "-1",
+    }.items():  # fmt: skip
+        tab.page.fill(f"#{name}", wrong)
+        tab.ask("Hello")
+        assert tab.page.locator(f"#{name}").get_attribute("aria-invalid") == "true"
+        assert tab.page.evaluate("() => document.activeElement.id") == name
+        assert tab.page.inner_text("#options-note").endswith(".")
+        tab.page.fill(f"#{name}", "")
+    assert tab.count(".message") == 0
+    tab.page.fill("#tree", "99x99:99999")
+    tab.ask("Hello there")
+    tab.page.locator(".problem .note.bad", has_text="is too large").wait_for()
+    assert tab.count(".answer") == 0, "an error is no answer"
     assert [text for text in tab.complaints if "400" not in text] == []
     tab.complaints.clear()
     tab.page.fill("#tree", "")
     tab.page.click("#again")
-    tab.page.locator(".answer .drafted").first.wait_for()
+    tab.page.locator(".answer .drafted").first.wait_for(state="attached")
+
+
+def test_five_conversations(open_tab, script, tmp_path):
+    """A list that outlives a reload, a deletion, and a way through a file."""
+    tab = open_tab(script.url)
+    titles = [f"Question {i}" for i in range(5)]
+    script.scripts += [[f"Answer {i}"] for i in range(5)]
+    for title in titles:
+        tab.page.click("#new")
+        tab.ask(title)
+        tab.wait()
+    shown = tab.page.locator("#conversations .title")
+    assert shown.all_inner_texts() == titles[::-1]
+    tab.page.reload()
+    assert shown.all_inner_texts() == titles[::-1]
+    tab.page.get_by_role("button", name="Question 1", exact=True).click()
+    assert tab.wait() == "Answer 1"
+    assert tab.page.locator("[aria-current]").inner_text() == "Question 1"
+    with tab.page.expect_download() as download:
+        tab.page.click("#export")
+    file = tmp_path / "kept.json"
+    download.value.save_as(file)
+    tab.page.get_by_role("button", name='Delete "Question 1"').click()
+    assert shown.all_inner_texts() == ["Question 4", "Question 3", "Question 2", "Question 0"]
+    tab.page.evaluate("() => localStorage.clear()")
+    tab.page.reload()
+    assert tab.count("#conversations .title") == 0
+    tab.page.set_input_files("#import-file", file)
+    tab.page.locator("#history-note", has_text="5 of 5 conversations were imported.").wait_for()
+    assert sorted(shown.all_inner_texts()) == titles
+    damaged = json.loads(file.read_text())
+    damaged["conversations"][0]["messages"][1]["answer"]["tokens"] = 5
+    for text, said in {
+        "{": "is not JSON", "[]": "holds no conversations", json.dumps(damaged): "4 of 5",
+    }.items():  # fmt: skip
+        file.write_text(text)
+        tab.page.set_input_files("#import-file", file)
+        tab.page.locator("#history-note", has_text=said).wait_for()
+
+
+def test_an_edited_question_is_asked_again(open_tab, script):
+    tab = open_tab(script.url)
+    script.scripts += [["One"], ["Two"], ["Three"]]
+    for question in ("First", "Second"):
+        tab.ask(question)
+        tab.wait()
+    tab.page.locator(".question").first.get_by_role("button", name="Edit").click()
+    tab.page.fill(".editor", "First, in other words")
+    tab.page.keyboard.press("Enter")
+    tab.said("Three")
+    assert tab.count(".question") == tab.count(".answer") == 1
+    assert script.asked[-1]["messages"] == [{"role": "user", "content": "First, in other words"}]
+
+
+def test_an_answer_that_was_cut_goes_on(open_tab, script):
+    tab = open_tab(script.url)
+    script.finish = "length"
+    script.scripts += [["One ", "two "], ["three ", "four"]]
+    tab.ask("Count")
+    assert tab.wait() == "One two"
+    script.finish = "stop"
+    tab.page.click("#continue")
+    tab.said("One two three four")
+    assert tab.wait() == "One two three four" and tab.count(".answer") == 1
+    assert tab.count("#continue") == 0
+    asked = script.asked[-1]
+    assert asked["continue_final_message"] is True
+    assert asked["messages"][-1] == {"role": "assistant", "content": "One two "}
+    tab.page.reload()
+    assert tab.wait() == "One two three four"
+
+
+def test_a_cut_answer_goes_on_as_one_that_was_not(tab, pair):
+    """By the real server: greedy, the two parts are the text of one request."""
+    tab.unfold("settings")
+    tab.page.fill("#max_tokens", "30")
+    tab.ask("Hello there")
+    whole = tab.wait()
+    tab.page.fill("#max_tokens", "12")
+    tab.page.click("#again")
+    tab.page.locator("#continue").wait_for()
+    assert whole.startswith(tab.wait()) and tab.wait() != whole
+    tab.page.fill("#max_tokens", "18")
+    tab.page.click("#continue")
+    tab.page.locator("#again").wait_for()
+    assert tab.wait() == whole
+
+
+def test_what_a_first_visit_shows(open_tab, script):
+    """Samples to begin with, no figures, a field that grows, a preset, a line under the answer."""
+    tab = open_tab(script.url)
+    assert tab.count(".samples button") == 3
+    assert not tab.page.is_visible("#figures") and not tab.page.is_visible("#temperature")
+    script.scripts.append(["96", " it", " is\n```python\nx = 1\n```\n"])
+    tab.page.locator(".samples button").first.click()
+    tab.wait()
+    assert tab.page.inner_text(".line").endswith(" s") and "tokens/s" in tab.page.inner_text(
+        ".line"
+    )
+    assert tab.page.inner_text("pre .language") == "python"
+    low = tab.page.locator("#question").bounding_box()["height"]
+    tab.page.fill("#question", "a\nb\nc\nd")
+    assert tab.page.locator("#question").bounding_box()["height"] > low + 40
+    tab.unfold("settings")
+    tab.page.select_option("#preset", "Programmer")
+    assert "careful programmer" in tab.page.input_value("#system")
+    tab.page.fill("#system", "Only rhymes")
+    tab.page.click("#save-preset")
+    tab.page.reload()
+    assert "Only rhymes" in tab.page.locator("#preset option").all_text_contents()
 
 
 def test_hostile_answers_stay_text(open_tab, script):
@@ -357,7 +494,7 @@ def test_stop_in_the_midst(open_tab, script):
     script.scripts += [["One ", "two ", never, *["three "] * 1000], ["Go ", "on"]]
     tab.ask("Count")
     tab.said("One two")
-    tab.page.click("#stop")
+    tab.page.click("#stop-answer")
     assert tab.wait() == "One two"
     assert tab.page.inner_text(".note") == "Stopped."
     never.set()
@@ -405,7 +542,9 @@ def test_a_server_that_is_gone(browser):
 
 def test_what_is_asked_for(open_tab, script):
     tab = open_tab(script.url)
+    tab.unfold("settings")
     values = {"system": "Be brief", "temperature": "0.5", "max_tokens": "9", "seed": "3"}
+    values["stop"] = "END, Stop here"
     for name, value in (values | {"num_draft_tokens": "auto", "tree": "2x2:4"}).items():
         tab.page.fill(f"#{name}", value)
     script.scripts += [["Yes"], ["Yes"]]
@@ -418,6 +557,7 @@ def test_what_is_asked_for(open_tab, script):
         ],
         "temperature": 0.5,
         "max_tokens": 9,
+        "stop": ["END", "Stop here"],
         "seed": 3,
         "num_draft_tokens": "auto",
         "tree": "2x2:4",
@@ -443,11 +583,12 @@ def test_reasoning_and_events(open_tab, script):
     assert tab.wait() == "The answer"
     tab.page.click(".reasoning summary")
     assert tab.page.inner_text(".reasoning .drafted") == "Let me think"
+    tab.unfold("strip")
     assert tab.page.inner_text("#events") == "Token 2: drafting off. It does not pay."
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 360])
+@pytest.mark.parametrize("width", [1280, 768, 360])
 def test_nothing_sticks_out(open_tab, server, width, scheme):
     size = {"width": width, "height": 740}
     tab = open_tab(server.url.removesuffix("v1"), viewport=size, color_scheme=scheme)
@@ -468,13 +609,15 @@ def test_everything_has_a_name_and_a_key(open_tab, script):
     tab.ask("Hello")
     tab.wait()
     nameless = tab.page.evaluate(
-        """() => [...document.querySelectorAll("button, input, textarea, [role=img], section")]
+        """() => [...document.querySelectorAll(
+          "button, input, textarea, select, [role=img], section")]
         .filter(e => !(e.getAttribute("aria-label") || e.getAttribute("aria-labelledby")
           || e.labels?.length || e.textContent.trim())).map(e => e.outerHTML)"""
     )
     assert nameless == []
+    tab.unfold("settings", "strip")
     reached = set()
-    for _ in range(40):
+    for _ in range(60):
         tab.page.keyboard.press("Tab")
         reached.add(tab.page.evaluate("() => document.activeElement.id"))
     wanted = "tab-chat question send new marks system temperature max_tokens tree seed again log"

@@ -134,6 +134,24 @@ def test_a_text_that_goes_on_keeps_its_space(server):
         assert got.choices[0].text == "aaa"
 
 
+def test_an_answer_that_was_cut_goes_on(server):
+    """The two parts are the text of one request; what cannot go on gets a sentence."""
+    question = {"role": "user", "content": "Hello"}
+
+    def answer(num_tokens: int, *messages: dict, **options) -> str:
+        body = {"messages": messages, "max_tokens": num_tokens, "logit_bias": ENDLESS} | options
+        status, found = post(server, "/v1/chat/completions", body)
+        assert status == 200, found
+        return found["choices"][0]["message"]["content"]
+
+    whole, cut = answer(20, question), answer(8, question)
+    rest = answer(12, question, {"role": "assistant", "content": cut}, continue_final_message=True)
+    assert cut + rest == whole
+    body = {"messages": [question], "continue_final_message": True}
+    status, found = post(server, "/v1/chat/completions", body)
+    assert status == 400 and "the last message is no text of the assistant" in str(found)
+
+
 def test_logprobs_of_completions(server):
     """A number of alternatives, in the words of the OpenAI API; streamed as well."""
     options = {"prompt": "Once", "logprobs": 3, **TEXT}

@@ -78,6 +78,11 @@ class Tab:
         if message.type in ("error", "warning"):
             self.complaints.append(message.text)
 
+    def unfold(self, *names: str) -> None:
+        """Open what is folded: settings, strip."""
+        for name in names:
+            self.page.locator(f"#{name}").evaluate("e => { e.open = true; }")
+
     def ask(self, question: str) -> None:
         """Type a question and send it."""
         self.page.fill("#question", question)
@@ -98,11 +103,14 @@ class Tab:
     def figure(self, name: str, column: int = 0) -> str:
         """A figure of the strip; column 1 is about all answers."""
         row = self.page.locator("#figures tr", has=self.page.get_by_text(name, exact=True))
-        return row.locator("td").nth(column).inner_text()
+        return row.locator("td").nth(column).text_content() or ""
 
     def stored(self) -> list[dict[str, Any]]:
         """The conversation as the browser keeps it."""
-        text = self.page.evaluate("() => localStorage.getItem('mlx-eagle.conversation')")
+        text = self.page.evaluate(
+            """() => localStorage.getItem("mlx-eagle.conversation."
+            + JSON.parse(localStorage.getItem("mlx-eagle.current")))"""
+        )
         return json.loads(text or "[]")
 
     def close(self) -> None:
@@ -119,7 +127,7 @@ class Script:
         self.scripts: list[list[Any]] = []
         self.asked: list[dict[str, Any]] = []
         self.has_left = threading.Event()
-        self.url = ""
+        self.url, self.finish = "", "stop"
 
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
         length = int(handler.headers["Content-Length"])
@@ -139,7 +147,7 @@ class Script:
             except ConnectionError:
                 self.has_left.set()
                 return
-        last = chunk_of("", 10**6, "stop")
+        last = chunk_of("", 10**6, self.finish)
         last["draft"] = {"tokens": [], "drafting_events": [], "counts": COUNTS}
         handler.wfile.write(f"data: {json.dumps(last)}\n\ndata: [DONE]\n\n".encode())
 

@@ -18,6 +18,7 @@ class Answer {
     this.isBad = false; // whether that is an error
     Object.assign(this, kept);
     this.times = null; // of a running answer: asked, first
+    this.before = null; // of one that goes on after its end: what it had been
     this.tally = new Tally();
     this.marks = { text: [], reasoning: [] };
     this.waiting = { text: [], reasoning: [] }; // tokens without text of their own
@@ -26,6 +27,11 @@ class Answer {
 
   begin() {
     this.times = { asked: performance.now(), first: null };
+    this.before = this.tokens.length
+      ? { seconds: this.seconds, firstAfter: this.firstAfter, counts: this.figures, index: this.indexes.at(-1) + 1 } : null;
+    this.counts = this.finish = null;
+    this.note = "";
+    this.isBad = false;
   }
 
   /** Take a chunk of the server's stream. */
@@ -36,13 +42,13 @@ class Answer {
     const delta = choice.delta || {};
     if (this.times && this.times.first === null && (delta.content || delta.reasoning || chunk.draft?.tokens.length)) {
       this.times.first = now;
-      this.firstAfter = (now - this.times.asked) / 1000;
+      this.firstAfter = this.before?.firstAfter ?? (now - this.times.asked) / 1000;
     }
-    if (this.times && this.times.first !== null) this.seconds = (now - this.times.first) / 1000;
+    if (this.times && this.times.first !== null) this.seconds = (this.before?.seconds ?? 0) + (now - this.times.first) / 1000;
     if (chunk.draft) {
       for (const token of chunk.draft.tokens) this.add(token);
       this.events.push(...chunk.draft.drafting_events);
-      if (chunk.draft.counts) this.counts = chunk.draft.counts;
+      if (chunk.draft.counts) this.counts = this.before ? addedCounts(this.before.counts, chunk.draft.counts) : chunk.draft.counts;
     } else {
       this.text += delta.content || "";
       this.reasoning += delta.reasoning || "";
@@ -56,9 +62,10 @@ class Answer {
     this[place] += reported.text;
     const kind = (reported.reasoning ? IN_REASONING : IN_TEXT) | (reported.batched ? IN_BATCH : 0);
     const token = [reported.id, reported.depth, reported.length, start, this[place].length, kind];
+    const index = reported.index + (this.before?.index ?? 0);
     this.tokens.push(token);
-    this.indexes.push(reported.index);
-    this.count(token, reported.index);
+    this.indexes.push(index);
+    this.count(token, index);
   }
 
   count(token, index) {
@@ -103,6 +110,20 @@ class Answer {
     const { text, reasoning, tokens, indexes, events, counts, seconds, firstAfter, finish, note, isBad } = this;
     return { text, reasoning, tokens, indexes, events, counts, seconds, firstAfter, finish, note, isBad };
   }
+}
+
+/** The counts of two parts of an answer. */
+function addedCounts(one, other) {
+  const found = { ...other };
+  for (const name of ["drafted_tokens", "accepted_tokens", "target_passes", "emitted_tokens", "batched_tokens"]) found[name] += one[name];
+  for (const name of ["drafted_by_position", "accepted_by_position"]) {
+    const [left, right] = [one[name] ?? [], other[name] ?? []];
+    found[name] = Array.from({ length: Math.max(left.length, right.length) }, (_, i) => (left[i] ?? 0) + (right[i] ?? 0));
+  }
+  found.acceptance_by_position = found.drafted_by_position.map((n, i) => (n ? found.accepted_by_position[i] / n : 0));
+  found.draft_lengths = [...one.draft_lengths, ...other.draft_lengths];
+  found.mean_acceptance_length = found.target_passes ? found.emitted_tokens / found.target_passes : 1;
+  return found;
 }
 
 /** In words: which positions of which draft. A letter may consist of several tokens. */

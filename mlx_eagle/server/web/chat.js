@@ -3,16 +3,49 @@
 const MOST_DRAFTED = 1000; // tokens of one draft
 const ANSWERS_KEPT_OPEN = 60; // pixels from the end of the log at which it follows the text
 
+const SAMPLES = [
+  "What is 12 * 8?",
+  "Write a Python function that says whether a number is prime.",
+  "List the twelve months of the year.",
+];
+
 class Chat {
   constructor() {
     this.messages = []; // {role: "user", content} and {role: "assistant", answer}
     this.running = null; // the controller of the request that is being answered
     this.log = byId("log");
-    const kept = stored("conversation", []);
-    const isWhole = Array.isArray(kept) && kept.every(isMessage);
-    if (isWhole) this.messages = kept.map(restored);
+    this.all = new Conversations();
+    this.open(this.all.id);
+  }
+
+  /** Show a conversation that is kept, or a new one. */
+  open(id) {
+    this.stop();
+    this.all.open(id);
+    const kept = this.all.read();
+    this.messages = kept ?? [];
     this.rebuild();
-    if (!isWhole) this.log.append(element("p", "note", "What was kept of a conversation here could not be read, and is gone."));
+    if (!kept) this.log.append(element("p", "note", "What was kept of this conversation could not be read, and is gone."));
+    this.showList();
+  }
+
+  showList() {
+    const entries = this.all.list.map(({ id, title }) => {
+      const name = element("button", "title", title);
+      const gone = element("button", "delete", "×");
+      if (id === this.all.id) name.setAttribute("aria-current", "true");
+      name.addEventListener("click", () => id !== this.all.id && this.open(id));
+      gone.setAttribute("aria-label", `Delete "${title}"`);
+      gone.addEventListener("click", () => {
+        this.all.remove(id);
+        this.open(this.all.id);
+        say(`"${title}" is deleted.`);
+        byId("new").focus();
+      });
+      for (const button of [name, gone]) button.type = "button";
+      return element("li", "", name, gone);
+    });
+    byId("conversations").replaceChildren(...entries);
   }
 
   get answers() {
@@ -20,7 +53,9 @@ class Chat {
   }
 
   save() {
-    keep(this.messages);
+    const isKept = this.all.write(this.all.id, this.messages);
+    byId("history-note").textContent = isKept ? "" : "The browser has no room for this conversation: export some, and delete them.";
+    this.showList();
   }
 
   /** What the server is sent: questions that have an answer, and the last one. */
@@ -40,16 +75,67 @@ class Chat {
   rebuild() {
     this.log.replaceChildren();
     if (!this.messages.length) {
-      const words = "Tokens that the draft model guessed, and the target confirmed, are marked as they come.";
-      this.log.append(element("p", "empty", words));
+      this.log.append(this.emptyNode());
     }
     this.messages.forEach((message) => {
-      if (message.role === "user") this.log.append(questionNode(message.content));
+      if (message.role === "user") this.log.append(this.questionNode(message));
       else this.log.append(new AnswerView(message.answer).node);
     });
     this.addTools();
     showStrip(this.answers.at(-1), this.answers);
     this.log.scrollTop = this.log.scrollHeight;
+  }
+
+  /** What stands where nothing was asked yet. */
+  emptyNode() {
+    const samples = SAMPLES.map((text) => {
+      const button = element("button", "", text);
+      button.type = "button";
+      button.addEventListener("click", () => this.send(text));
+      return button;
+    });
+    const words = "Ask something. What the draft model guessed, and the target confirmed, is tinted as it comes.";
+    return element("div", "empty", element("p", "", words), element("div", "samples", ...samples));
+  }
+
+  questionNode(message) {
+    const edit = element("button", "", "Edit");
+    edit.type = "button";
+    const text = element("div", "text", message.content);
+    const node = element("article", "message question", element("h3", "", "You"), text, element("div", "edits", edit));
+    edit.addEventListener("click", () => this.edit(node, message));
+    return node;
+  }
+
+  /** Ask a question again in other words: what came after it goes. */
+  edit(node, message) {
+    if (this.running) return;
+    const field = element("textarea", "editor");
+    field.value = message.content;
+    field.setAttribute("aria-label", "Your message, in other words");
+    const send = element("button", "main", "Send");
+    const cancel = element("button", "", "Cancel");
+    for (const button of [send, cancel]) button.type = "button";
+    const form = element("div", "edits", field, element("div", "buttons", send, cancel));
+    const close = () => node.replaceWith(this.questionNode(message));
+    const done = () => {
+      const text = field.value.trim();
+      if (!text || !areOptionsGood()) return;
+      this.messages.splice(this.messages.indexOf(message));
+      this.rebuild();
+      this.send(text);
+    };
+    send.addEventListener("click", done);
+    cancel.addEventListener("click", close);
+    field.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") close();
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      event.preventDefault();
+      done();
+    });
+    node.replaceChildren(node.firstChild, form);
+    grow(field);
+    field.focus();
   }
 
   addTools() {
@@ -65,6 +151,12 @@ class Chat {
         again.id = "again";
         again.addEventListener("click", () => this.regenerate());
         tools.append(again);
+        if (node.answer.text && node.answer.finish !== "stop") {
+          const more = element("button", "", "Continue");
+          more.id = "continue";
+          more.addEventListener("click", () => this.goOn());
+          tools.append(more);
+        }
       }
       for (const button of tools.children) button.type = "button";
       node.append(tools);
@@ -72,44 +164,56 @@ class Chat {
   }
 
   send(text) {
-    this.messages.push({ role: "user", content: text });
+    if (this.running || !areOptionsGood()) return undefined;
     this.log.querySelector(".empty")?.remove();
-    this.log.append(questionNode(text));
+    this.log.querySelector(".problem")?.remove();
+    const message = { role: "user", content: text };
+    this.messages.push(message);
+    this.log.append(this.questionNode(message));
     return this.answer();
   }
 
   regenerate() {
-    if (this.running || this.messages.at(-1)?.role !== "assistant") return undefined;
-    this.messages.pop();
+    if (this.running || !areOptionsGood()) return undefined;
+    if (this.messages.at(-1)?.role === "assistant") this.messages.pop();
     this.log.lastElementChild.remove();
     byId("question").focus();
     return this.answer();
   }
 
-  forget() {
-    this.stop();
-    this.messages = [];
-    this.save();
-    this.rebuild();
+  /** Have the last answer go on where it was cut. */
+  goOn() {
+    const last = this.messages.at(-1);
+    if (this.running || !last?.answer || !areOptionsGood()) return undefined;
+    this.log.lastElementChild.remove();
+    byId("question").focus();
+    return this.answer(last);
+  }
+
+  begin() {
+    this.open(newId());
+    byId("question").focus();
   }
 
   stop() {
     this.running?.abort();
   }
 
-  async answer() {
+  /** Have the model answer, or go on with ``started``. */
+  async answer(started = null) {
     const body = { messages: this.history(), ...optionsNow() };
-    const answer = new Answer();
-    const message = { role: "assistant", answer };
-    const messages = this.messages;
+    const message = started ?? { role: "assistant", answer: new Answer() };
+    if (started) body.continue_final_message = true;
+    else this.messages.push(message);
+    const { answer } = message;
+    const { messages } = this;
     const view = new AnswerView(answer);
-    messages.push(message);
     this.save();
-    for (const node of this.log.querySelectorAll("#again")) node.remove();
+    for (const node of this.log.querySelectorAll("#again, #continue")) node.remove();
     this.log.append(view.node);
     this.log.scrollTop = this.log.scrollHeight;
     this.running = new AbortController();
-    setBusy("send", "stop", true);
+    setBusy("send", "stop-answer", true);
     say("The answer has begun.");
     await follow(answer, body, this.running.signal, () => {
       if (messages !== this.messages) return;
@@ -119,12 +223,25 @@ class Chat {
       if (follows) this.log.scrollTop = this.log.scrollHeight;
     });
     this.running = null;
-    setBusy("send", "stop", false);
+    setBusy("send", "stop-answer", false);
     if (messages !== this.messages) return;
-    this.addTools();
+    if (answer.isBad && !answer.text && !answer.reasoning) this.showProblem(view, message);
+    else this.addTools();
     this.log.scrollTop = this.log.scrollHeight;
     this.save();
     if (!answer.isBad) say(answer.note || `The answer is complete: ${answer.numTokens} tokens.`);
+  }
+
+  /** An error that came in place of an answer is none. */
+  showProblem(view, message) {
+    this.messages.splice(this.messages.indexOf(message));
+    const again = element("button", "", "Try again");
+    again.id = "again";
+    again.type = "button";
+    again.addEventListener("click", () => this.regenerate());
+    const note = element("p", "note bad", message.answer.note);
+    note.setAttribute("role", "alert");
+    view.node.replaceWith(element("div", "problem", note, again));
   }
 }
 
@@ -214,13 +331,15 @@ function setBusy(start, stop, isBusy) {
   byId(stop).hidden = !isBusy;
 }
 
+/** As high as its text, up to two fifths of the window. */
+function grow(field) {
+  field.style.height = "auto";
+  field.style.height = `${Math.min(field.scrollHeight + 2, 0.4 * innerHeight)}px`;
+}
+
 /** For screen readers. */
 function say(text) {
   byId("status").textContent = text;
-}
-
-function questionNode(text) {
-  return element("article", "message question", element("h3", "", "You"), element("div", "text", text));
 }
 
 /** One answer on the page. */
@@ -233,9 +352,10 @@ class AnswerView {
     this.text.setAttribute("aria-label", "Answer. Left and right arrows go through its drafted tokens.");
     this.markdown = new MarkdownView(this.text);
     this.note = element("p", "note");
+    this.line = element("p", "line");
     this.thoughts = element("div", "plain");
     this.reasoning = element("details", "reasoning", element("summary", "", "Reasoning"), this.thoughts);
-    this.node = element("article", "message answer", element("h3", "", "Model"), this.reasoning, this.text, this.note);
+    this.node = element("article", "message answer", element("h3", "", "Model"), this.reasoning, this.text, this.note, this.line);
     this.node.answer = answer;
     this.show();
   }
@@ -248,6 +368,7 @@ class AnswerView {
       new Renderer(answer.marks.reasoning).text(this.thoughts, answer.reasoning, 0);
     }
     this.markdown.show(answer.text, answer.marks.text);
+    this.line.textContent = lineOf(answer);
     this.note.textContent = answer.note;
     this.note.hidden = !answer.note;
     this.note.classList.toggle("bad", answer.isBad);

@@ -7,19 +7,35 @@ const race = new Race();
 byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = byId("question").value.trim();
-  if (!text || chat.running || race.running) return;
+  if (!text || chat.running || race.running || !areOptionsGood()) return;
   byId("question").value = "";
+  grow(byId("question"));
   chat.send(text);
 });
-byId("stop").addEventListener("click", () => chat.stop());
-byId("new").addEventListener("click", () => {
-  chat.forget();
-  byId("question").focus();
+byId("stop-answer").addEventListener("click", () => chat.stop());
+byId("new").addEventListener("click", () => chat.begin());
+byId("question").addEventListener("input", () => grow(byId("question")));
+byId("export").addEventListener("click", () => {
+  const link = element("a");
+  link.href = URL.createObjectURL(new Blob([chat.all.file], { type: "application/json" }));
+  link.download = `mlx-eagle-${new Date().toISOString().slice(0, 10)}.json`;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+});
+byId("import").addEventListener("click", () => byId("import-file").click());
+byId("import-file").addEventListener("change", async (event) => {
+  const [file] = event.target.files;
+  if (!file) return;
+  const isTooLarge = file.size > MOST_BYTES;
+  const found = isTooLarge ? "This file is larger than 50 MB: choose one that was exported here." : chat.all.import(await file.text());
+  event.target.value = "";
+  chat.showList();
+  byId("history-note").textContent = found;
 });
 byId("race-form").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = byId("race-question").value.trim();
-  if (text && !race.running && !chat.running) race.run(text);
+  if (text && !race.running && !chat.running && areOptionsGood()) race.run(text);
 });
 byId("race-stop").addEventListener("click", () => race.stop());
 byId("options").addEventListener("submit", (event) => event.preventDefault());
@@ -36,7 +52,7 @@ document.addEventListener("keydown", (event) => {
   chat.stop();
   race.stop();
 });
-addEventListener("pagehide", () => chat.save());
+addEventListener("pagehide", () => chat.running && chat.save());
 
 // Tabs, as the pattern for them has it: arrows change, Tab goes on.
 const tabs = [byId("tab-chat"), byId("tab-race")];

@@ -217,7 +217,10 @@ class Renderer {
     copy.setAttribute("aria-label", "Copy this code");
     const pre = element("pre", "", code, copy);
     pre.tabIndex = 0;
-    if (block.language) pre.setAttribute("aria-label", `Code, ${block.language}`);
+    if (block.language) {
+      pre.setAttribute("aria-label", `Code, ${block.language}`);
+      pre.append(element("span", "language", block.language));
+    }
     return pre;
   }
 

@@ -61,7 +61,7 @@ class Lane {
     const { seconds, firstAfter, numTokens } = answer;
     const note = answer.finish === "length" ? "" : answer.note;
     const rest = `${answer.tokensPerSecond.toFixed(1)} tokens/s, ${numTokens} tokens; the first after ${firstAfter.toFixed(2)} s. ${note}`;
-    this.clock.replaceChildren(element("b", "", `${seconds.toFixed(2)} s `), rest);
+    this.clock.replaceChildren(element("b", "", `${(firstAfter + seconds).toFixed(2)} s `), rest);
   }
 }
 
@@ -74,9 +74,11 @@ function verdict(plain, drafted, seed) {
     const at = left.findIndex((id, i) => id !== right[i]);
     return `Different, from token ${at < 0 ? left.length : at} on (counted from 0).${drew}`;
   }
-  const ratio = drafted.seconds > 0 ? plain.seconds / drafted.seconds : 0;
+  const whole = (answer) => answer.firstAfter + answer.seconds;
+  const ratio = drafted.seconds > 0 ? whole(plain) / whole(drafted) : 0;
+  if (plain.seconds > 0) plainSpeed = plain.tokensPerSecond;
   const batched = drafted.counts.batched_tokens;
   const shared = batched ? ` ${batched} tokens of the second came from rounds that it shared, because others asked too.` : "";
-  const speed = ratio ? ` With drafts ${ratio.toFixed(2)} times as fast.` : "";
+  const speed = ratio ? ` With drafts ${ratio.toFixed(2)} times as fast, from the request to the last token.` : "";
   return `Identical: all ${left.length} tokens.${speed}${drew}${shared}`;
 }

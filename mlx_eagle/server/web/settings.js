@@ -1,9 +1,20 @@
 // The settings, and what is kept over a reload: the key in this tab alone, the rest in the browser.
 
-const OPTIONS = ["system", "temperature", "max_tokens", "num_draft_tokens", "tree", "seed"];
+const OPTIONS = ["system", "temperature", "max_tokens", "stop", "num_draft_tokens", "tree", "seed"];
 const WHOLE = /^\d{1,20}$/;
-const MOST_KEPT = 60; // messages
-const MOST_LETTERS = 1_500_000; // of all that is kept
+const PRESETS = {
+  "Brief answers": "Answer in as few words as the question allows.",
+  "Programmer": "You are a careful programmer. Show complete code, and say what you are not sure of.",
+  "Plain English": "Rewrite what the user sends in plain, idiomatic English, and add nothing.",
+};
+// What a field must look like, where it is filled in, and how that is said.
+const CHECKS = {
+  temperature: [(text) => /^\d{1,3}(\.\d{1,9})?$/.test(text), "The temperature is a number from 0 on, such as 0.7."],
+  max_tokens: [(text) => WHOLE.test(text) && Number(text) > 0, "The maximum of tokens is a whole number from 1 on."],
+  num_draft_tokens: [(text) => text === "auto" || WHOLE.test(text), "The draft length is a whole number, or auto."],
+  tree: [(text) => ["auto", "none"].includes(text) || /^\d+x\d+:\d+$/.test(text), "A tree is WIDTHxDEPTH:NODES, such as 4x4:16."],
+  seed: [(text) => WHOLE.test(text), "The seed is a whole number."],
+};
 
 const server = JSON.parse(document.querySelector('meta[name="mlx-eagle"]').content);
 
@@ -26,11 +37,12 @@ function store(name, value, area = localStorage) {
   }
 }
 
-/** Keep messages, the oldest left out where they are too many or too long. */
-function keep(messages) {
-  let kept = messages.slice(-MOST_KEPT);
-  while (kept.length && JSON.stringify(kept).length > MOST_LETTERS) kept = kept.slice(1);
-  while (!store("conversation", kept) && kept.length) kept = kept.slice(Math.ceil(kept.length / 2));
+function forgetStored(name) {
+  try {
+    localStorage.removeItem(`mlx-eagle.${name}`);
+  } catch {
+    // a browser that keeps nothing has nothing to forget
+  }
 }
 
 function setUpOptions() {
@@ -39,15 +51,16 @@ function setUpOptions() {
     const field = byId(name);
     field.value = typeof values[name] === "string" ? values[name] : "";
     if (server[name] !== undefined && server[name] !== null) field.placeholder = String(server[name]);
-    field.addEventListener("change", () => {
-      store("options", Object.fromEntries(OPTIONS.map((each) => [each, byId(each).value])));
-    });
+    field.addEventListener("change", keepOptions);
+    field.addEventListener("input", wrongOption);
   }
+  setUpPresets();
+  wrongOption();
   byId("tree").placeholder = server.tree || "none, or such as 4x4:16";
   byId("key").value = stored("key", "", sessionStorage);
   byId("key").addEventListener("change", () => store("key", byId("key").value, sessionStorage));
   byId("key-label").hidden = !server.needs_key;
-  byId("model").textContent = server.model || "";
+  byId("model").textContent = [server.model, server.draft_model && `drafts by ${server.draft_model}`].filter(Boolean).join(" · ");
   const marks = byId("marks");
   marks.checked = stored("marks", true) !== false;
   const mark = () => document.body.classList.toggle("marked", marks.checked);
@@ -56,10 +69,60 @@ function setUpOptions() {
     mark();
   });
   mark();
-  if (matchMedia("(max-width: 52rem)").matches) {
-    for (const name of ["strip", "settings"]) byId(name).open = false;
-    if (server.needs_key && !byId("key").value) byId("settings").open = true;
+  if (matchMedia("(max-width: 52rem)").matches) byId("history").open = false;
+  if (server.needs_key && !byId("key").value) byId("settings").open = true;
+}
+
+function keepOptions() {
+  store("options", Object.fromEntries(OPTIONS.map((each) => [each, byId(each).value])));
+}
+
+/** The first field that cannot be sent as it is, or null; all such fields are marked. */
+function wrongOption() {
+  let first = null;
+  for (const [name, [isGood, sentence]] of Object.entries(CHECKS)) {
+    const field = byId(name);
+    const text = field.value.trim();
+    const isWrong = text !== "" && !isGood(text);
+    field.setAttribute("aria-invalid", String(isWrong));
+    if (isWrong) first ??= { field, sentence };
   }
+  byId("options-note").textContent = first ? first.sentence : "";
+  return first;
+}
+
+/** Whether the settings can be sent; where not, the first wrong one is shown. */
+function areOptionsGood() {
+  const wrong = wrongOption();
+  if (!wrong) return true;
+  byId("settings").open = true;
+  wrong.field.focus();
+  return false;
+}
+
+/** System prompts by name: ours, and those that were saved here. */
+function setUpPresets() {
+  const kept = stored("presets", {});
+  const saved = Object.fromEntries(Object.entries(Object(kept)).filter(([, text]) => typeof text === "string"));
+  const choice = byId("preset");
+  const show = () => {
+    const names = [...Object.keys(PRESETS), ...Object.keys(saved)];
+    choice.replaceChildren(...["", ...names].map((name) => new Option(name || "Presets …", name)));
+  };
+  choice.addEventListener("change", () => {
+    byId("system").value = saved[choice.value] ?? PRESETS[choice.value] ?? "";
+    keepOptions();
+  });
+  byId("save-preset").addEventListener("click", () => {
+    const text = byId("system").value.trim();
+    if (!text) return;
+    const name = text.length > 30 ? `${text.slice(0, 30)}…` : text;
+    saved[name] = text;
+    store("presets", saved);
+    show();
+    choice.value = name;
+  });
+  show();
 }
 
 const theKey = () => byId("key").value.trim();
@@ -71,7 +134,8 @@ function optionsNow() {
   for (const name of OPTIONS) {
     const text = byId(name).value.trim();
     if (name === "system" || text === "") continue;
-    if (name === "tree") fields.tree = text;
+    if (name === "tree") fields.tree = text === "none" ? null : text;
+    else if (name === "stop") fields.stop = text.split(",").map((word) => word.trim()).filter(Boolean);
     else if (name === "seed" && WHOLE.test(text)) fields.seed = Number(text);
     else fields[name] = number(text);
   }

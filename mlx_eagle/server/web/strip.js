@@ -10,6 +10,20 @@ function drawn(name, attributes) {
   return made;
 }
 
+let plainSpeed = 0; // tokens per second without drafts, once a race has shown it
+
+/** An answer's figures in one line. */
+function lineOf(answer) {
+  if (!answer.numTokens || answer.seconds <= 0) return "";
+  const { mean_acceptance_length: tau, drafted_tokens: drafted } = answer.figures;
+  const speed = answer.tokensPerSecond;
+  const parts = [`${speed.toFixed(1)} tokens/s`];
+  if (plainSpeed) parts[0] += `, ${(speed / plainSpeed).toFixed(2)} times plain decoding in the last race`;
+  if (drafted) parts.push(`${tau.toFixed(2)} tokens per pass`);
+  parts.push(`${answer.numTokens} tokens`, `the first after ${answer.firstAfter.toFixed(2)} s`);
+  return parts.join(" · ");
+}
+
 /** Show an answer's figures, and those of all `answers`. */
 function showStrip(answer, answers) {
   const one = answer ? answer.figures : new Tally().counts;
