@@ -1,7 +1,7 @@
 """identify -> rename -> check -> quantize -> save: the whole conversion."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -373,10 +373,9 @@ def _open(source: str, revision: str | None, target: str | None) -> tuple[str, D
     Raises ValueError for a kind that is known and not read.
     """
     folder = locate(source, CONFIG_FILES, revision)
-    config = read_target_config(folder) if folder.is_dir() else {}
-    for name, own in KINDS.items():
-        is_part = own.parts_of(config)
-        if is_part is None or not find_shards(source, is_part):
+    parts = _parts_in(folder)
+    for name, is_part in parts.items():
+        if not find_shards(source, is_part):
             continue
         if revision is not None:
             raise ValueError(
@@ -384,14 +383,22 @@ def _open(source: str, revision: str | None, target: str | None) -> tuple[str, D
             )
         files, _ = take_files(source, is_part)
         tensors = {n: t for file in files for n, t in read_safetensors(file).items() if is_part(n)}
+        config = read_target_config(folder)
         return name, DraftCheckpoint(source, config, tensors, tuple(files))
     checkpoint = open_checkpoint(source, revision)
     kind = _kind_of(checkpoint, target)
-    if kind == OTHERWISE and any(own.parts_of(config) is not None for own in KINDS.values()):
+    if kind == OTHERWISE and parts:
         base, _ = made_from(source)
         way_out = f"convert {base}, which it was made from" if base else "convert its original"
         raise ValueError(f"{source} is a model without MTP layers: {way_out}")
     return kind, checkpoint
+
+
+def _parts_in(folder: Path) -> dict[str, Callable[[str], bool]]:
+    """The kinds that may have tensors among a model's, by its config, and which those are."""
+    config = read_target_config(folder) if folder.is_dir() else {}
+    found = {name: kind.parts_of(config) for name, kind in KINDS.items()}
+    return {name: is_part for name, is_part in found.items() if is_part is not None}
 
 
 def _kind_of(checkpoint: DraftCheckpoint, target: str | None) -> str:

@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import CacheList, KVCache
 
-from ..system.json_schema import BOOL, TEXT, Table, check, shown
+from ..system.json_schema import BOOL, OBJECT, TEXT, Table, check, shown
 from ..target.masks_and_ropes import evaluate_ropes
 from ..target.stand_in import StandIn
 from ..target.tree_attention import each_itself
@@ -404,7 +404,7 @@ def parts_of(config: Mapping[str, Any]) -> Callable[[str], bool] | None:
     """Which tensors are such layers in the checkpoint of a target; see ``Kind.parts_of``."""
     text = config.get("text_config") or config
     family = family_named(config.get("model_type"))
-    num_layers = text.get("num_hidden_layers")
+    num_layers = text.get("num_hidden_layers") if isinstance(text, Mapping) else None
     if family is None or not family.raw or not isinstance(num_layers, int):
         return None
     return lambda name: family.is_part(name, num_layers)
@@ -415,6 +415,7 @@ def _target_of(config: Mapping[str, Any]) -> nn.Module:
 
     Raises ValueError where that does not say it.
     """
+    check(config, {"text_config": OBJECT, "transformer_layer_config": OBJECT}, "config.json")
     text = config.get("text_config") or config.get("transformer_layer_config") or {}
     spoken = [text.get("model_type"), config.get("model_type")]
     names = [str(name).removesuffix("_mtp").removesuffix("_text") for name in spoken]

@@ -44,9 +44,12 @@ class Pair:
 
     @property
     def size(self) -> str:
-        """For people: "850 MB", "3.2 GB"; "" where it is not known."""
+        """For people: "850 MB", "3.2 GB"; "" where it is not known.
+
+        Of an EAGLE head it follows from the shapes: without, nobody here has seen its config.
+        """
         if self.megabytes is None:
-            return ""
+            return "not checked" if self.kind == "eagle3" else ""
         return (
             f"{self.megabytes / 1000:.1f} GB" if self.megabytes > 999 else f"{self.megabytes} MB"
         )
@@ -228,6 +231,7 @@ PAIRS = (
         "google/gemma-4-E2B-it-assistant",
         licence="Apache-2.0",
         kind="assistant",
+        megabytes=151,
     ),
     Pair("google/gemma-4-E2B-it", "rasyosef/gemma-4-E2B-it-dspark", kind="dspark"),
     Pair(
@@ -252,7 +256,7 @@ PAIRS = (
     Pair("openbmb/MiniCPM5-2B", "openbmb/MiniCPM5-2B-DSpark", kind="dspark"),
     Pair("zai-org/GLM-5.1", "AQ-MedAI/GLM-5.1-eagle3"),
     Pair("MiniMaxAI/MiniMax-M2.5", "IamBerbec/MiniMax-M2.5-Eagle3"),
-    Pair("MiniMaxAI/MiniMax-M2.7", "Lorbus/MiniMax-M2.7-EAGLE3"),
+    Pair("MiniMaxAI/MiniMax-M2.7", "Lorbus/MiniMax-M2.7-EAGLE3", megabytes=500),
     Pair("MiniMaxAI/MiniMax-M3", "Inferact/MiniMax-M3-EAGLE3", megabytes=1720),
     Pair("deepseek-ai/DeepSeek-V4-Flash", "SyzygyResearch/DeepSeek-V4-Flash-EAGLE3.1"),
     Pair("moonshotai/Kimi-K2.5", "AQ-MedAI/Kimi-K25-eagle3", megabytes=2382),

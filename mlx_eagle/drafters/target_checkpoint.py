@@ -20,7 +20,7 @@ import mlx.core as mx
 
 from ..system.atomic_folder import locked, user_cache
 from ..system.hub import REPO_ID, FileMissing, fetch, read_range
-from ..system.json_schema import read_weight_map
+from ..system.json_schema import parse_object, read_bytes, read_weight_map
 from ..system.safetensors import Entry, header_length, parse_header, read_header
 from ..system.terminal import Bar
 
@@ -271,10 +271,9 @@ def read_target_config(source: str | Path) -> dict[str, Any]:
     folder = Path(source).expanduser()
     folder = folder if folder.is_dir() else fetch(str(source), (CONFIG,))
     try:
-        found: Any = json.loads(_text(folder / CONFIG) or "{}")
+        return parse_object(read_bytes(folder / CONFIG), CONFIG, any_number=True)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def read_tensors(files: Iterable[Path], is_wanted: IsWanted) -> dict[str, mx.array]:

@@ -117,8 +117,10 @@ def read_bytes(path: Path) -> bytes:
     return data
 
 
-def parse_object(data: bytes, where: str | Path) -> dict[str, Any]:
+def parse_object(data: bytes, where: str | Path, any_number: bool = False) -> dict[str, Any]:
     """The JSON object in ``data``, its numbers finite and below 2**63, its depth bounded.
+
+    ``any_number``: numbers may also be infinite and larger.
 
     ``where`` names the file in messages. Raises ValueError for anything else; the memory that
     parsing takes is estimated before, so that a small file cannot become a large object.
@@ -145,7 +147,8 @@ def parse_object(data: bytes, where: str | Path) -> dict[str, Any]:
         ) from err
     if not isinstance(value, dict):
         raise ValueError(f"{where} holds {shown(value)}, expected a JSON object")
-    _check_values(value, where)
+    if not any_number:
+        _check_values(value, where)
     return value
 
 
