@@ -23,6 +23,7 @@ from ..drafters.batch_drafter import make_batch_drafter
 from ..drafters.tree import DraftShape
 from ..system.machines import fused_rows
 from ..target.batch_attention import batch_mask_axes
+from ..target.cache_view import close_windows
 from ..target.ragged import RaggedCaches
 from ..target.states import recurrent_caches
 from ..target.taps import Target
@@ -296,6 +297,7 @@ class Batch:
         """The last of the batch; its own caches are let go of."""
         self._flush_pairs()
         decoder = request.decoder
+        close_windows(decoder.cache)
         self._caches.join(decoder.cache)
         self._drafts.join(decoder.drafter)
         self._roots = mx.concatenate([self._roots, decoder.root[None].astype(mx.int32)])

@@ -15,7 +15,7 @@ import mlx.core as mx
 from ..drafters.base import Draft, Drafter, PendingPairs
 from ..drafters.tree import PLAIN, DraftShape
 from ..system.machines import this_machine
-from ..target.cache_view import CacheView
+from ..target.cache_view import CacheView, close_windows, open_windows
 from ..target.rollback import CacheQuantization, Checkpoint
 from ..target.taps import Target
 from .accept import Choice, Match, Outcome, RowsInTurn, Rule, Verification, propose
@@ -283,6 +283,7 @@ class Decoder:
         after a round that failed, for that may have left it nothing to start from. In front of
         what is drafted come up to ``most_forced`` tokens that a grammar forces, if it does.
         """
+        open_windows(self.cache)
         most_forced = 0 if self.discards_features else most_forced
         forced = self.processors.forced(self.quantization.fit(most_forced, self.cache))
         if is_drafted := shape.size > 0 or bool(forced):
@@ -435,6 +436,7 @@ class Decoder:
         if features is not None:
             self.drafter.save_last_features(features)
         self.quantization.apply(self.cache)
+        close_windows(self.cache)
         mx.eval([c.state for c in self.cache + self.drafter.cache if not c.empty()])
 
     def flush_pairs(self) -> None:

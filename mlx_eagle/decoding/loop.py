@@ -24,6 +24,7 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generate_step, generatio
 from ..drafters.base import Drafter
 from ..drafters.tree import PLAIN, DraftShape, Tree, chains_for
 from ..system.terminal import Progress, silent
+from ..target.cache_view import close_windows
 from ..target.rollback import CacheQuantization
 from .auto import AdaptiveController, Controller, FixedController
 from .decoder import Decoder, Limits, Round
@@ -354,6 +355,7 @@ def speculative_generate_step(
         yield from _tokens(runner, controller, stats, keep_caches=prompt_cache is not None)
     finally:
         if prompt_cache is not None:
+            close_windows(cache)
             prompt_cache[: len(cache)] = cache  # some may have been replaced by quantized ones
 
 

@@ -26,6 +26,7 @@ from ..decoding.sampling import (
 from ..decoding.setup import begin_drafter, open_decoder, read_tree
 from ..drafters.base import NullDrafter
 from ..drafters.tree import Tree
+from ..target.cache_view import close_windows
 from ..target.rollback import CacheQuantization
 from .answer_stream import AnswerStream, PairResponse, TokenOrigin
 from .body import PairArguments
@@ -244,7 +245,9 @@ class RequestFactory:
     def _file_copy(self, active: ActiveRequest, text: list[int], whose: str) -> None:
         """File what a prompt's caches are now, which go on to be used."""
         decoder = active.decoder
-        caches = Caches(deepcopy(decoder.cache + decoder.drafter.cache), len(decoder.cache))
+        copies = deepcopy(decoder.cache + decoder.drafter.cache)
+        close_windows(copies)
+        caches = Caches(copies, len(decoder.cache))
         self._prompt_cache.insert_cache(text, caches, cache_type=whose)
 
     def file_prompt(self, active: ActiveRequest) -> None:

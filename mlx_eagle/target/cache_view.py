@@ -1,10 +1,107 @@
-"""Views of caches: keys and values in the order of the text, for those who only read them."""
+"""Keys and values in the order of the text: windows that are decoded on, and views to be read.
+
+mlx-lm's RotatingKVCache copies the whole window in every pass of two rows or more. While a request
+is decoded its windows are ``WindowCache``: entries in order, and empty columns behind them, into
+which a pass writes. What it is given is a slice. When the columns are used up, once in ``STEP``
+tokens or more, the window goes to the front of new ones, a copy such as mlx-lm's KVCache makes
+whenever it grows.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import ConcatenateKVCache, KVCache, QuantizedKVCache, RotatingKVCache
+
+STEP = 256  # columns by which arrays grow, as in mlx-lm
+
+
+class WindowCache(RotatingKVCache):
+    """A RotatingKVCache that keeps no first tokens, while it is decoded: see ``open_windows``.
+
+    Column ``_idx`` of the arrays (1, H, C, D) is the first empty one; the newest entry stands
+    before it, and any row can be taken back by moving it.
+    """
+
+    keys: Any
+    values: Any
+    most_rows = 1  # of a pass so far: as many may be taken back after the next one has begun
+    num_seen = 0  # entries that the last pass was given
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write the rows of a pass, (1, H, R, D), and give what they see, and no more."""
+        num_rows = keys.shape[2]
+        self.most_rows = max(self.most_rows, num_rows)
+        if self.keys is None or self._idx + num_rows > self.keys.shape[2]:
+            self._make_room(keys, values)
+        end = self._idx + num_rows
+        self.keys[..., self._idx : end, :] = keys
+        self.values[..., self._idx : end, :] = values
+        self.num_seen = min(self.max_size - 1, self.offset) + num_rows
+        self.offset += num_rows
+        self._idx = end
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """What the last pass was given: layers that share keys ask for it again."""
+        return self.newest(self.num_seen)
+
+    def _make_room(self, keys: mx.array, values: mx.array) -> None:
+        """Arrays with what a row may still see, and room for these rows and more behind."""
+        held = min(self._idx, self.max_size + self.most_rows)
+        room = STEP + keys.shape[2]
+
+        def grown(array: mx.array | None, rows: mx.array) -> mx.array:
+            blank = mx.zeros((*rows.shape[:2], room, rows.shape[3]), rows.dtype)
+            if array is None:
+                return blank
+            return mx.concatenate([array[..., self._idx - held : self._idx, :], blank], axis=2)
+
+        grown_keys, grown_values = grown(self.keys, keys), grown(self.values, values)
+        self.keys, self.values, self._idx = grown_keys, grown_values, held
+
+    def newest(self, num_rows: int) -> tuple[mx.array, mx.array]:
+        """The last entries, so many."""
+        start, end = self._idx - num_rows, self._idx
+        return self.keys[..., start:end, :], self.values[..., start:end, :]
+
+    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
+        """mlx-lm's, but for one row, for which that is by the slots of a ring."""
+        if N > 1:
+            return super().make_mask(N, window_size, return_array)
+        num_columns = min(self.max_size, self.offset + 1)
+        if window_size is None or num_columns <= window_size:
+            return None
+        return mx.arange(num_columns) >= num_columns - window_size
+
+
+def open_windows(caches: Sequence[Any]) -> None:
+    """Make windows of these that keep no first tokens ``WindowCache``, until ``close_windows``."""
+    for cache in caches:
+        if type(cache) is not RotatingKVCache or cache.keep > 0:
+            continue
+        if cache.keys is not None:
+            cache.keys, cache.values = map(cache._temporal_order, (cache.keys, cache.values))
+            cache._idx = cache.keys.shape[2]
+        cache.__class__ = WindowCache
+
+
+def close_windows(caches: Sequence[Any]) -> None:
+    """Make them mlx-lm's again, each with its window and nothing else."""
+    stock: Any = RotatingKVCache
+    for cache in caches:
+        if type(cache) is not WindowCache:
+            continue
+        held = min(cache.offset, cache.max_size)
+        if cache.keys is not None:
+            # Copied, or the columns beside the window would stay in memory with it.
+            parts = tuple(mx.contiguous(array) for array in cache.newest(held))
+            cache.keys, cache.values = parts if held > 0 else (None, None)
+        cache._idx = held
+        for name in ("most_rows", "num_seen"):
+            cache.__dict__.pop(name, None)
+        cache.__class__ = stock
+
 
 IN_ORDER = (KVCache, ConcatenateKVCache, QuantizedKVCache)
 
@@ -28,6 +125,9 @@ class CacheView:
         The newest row is the last. Raises ValueError where it holds no such rows.
         """
         cache = self._caches[index]
+        if type(cache) is WindowCache:
+            num_rows = min(cache.offset, cache.max_size)
+            return cache.newest(num_rows)
         if type(cache) is RotatingKVCache:
             parts = [cache._temporal_order(part) for part in (cache.keys, cache.values)]
             num_rows = min(cache.offset, cache.max_size, parts[0].shape[2])

@@ -18,6 +18,8 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 
+from .cache_view import WindowCache
+
 
 def exact_masks(caches: list[Any], num_rows: int) -> AbstractContextManager[None]:
     """Within, each row of a chain sees what it would see if it were decoded alone.
@@ -163,10 +165,15 @@ class _TreeRotatingKVCache(_TreeMask, RotatingKVCache):
         return seen
 
 
+class _TreeWindowCache(_TreeRotatingKVCache, WindowCache):
+    """A WindowCache with a tree's mask."""
+
+
 _TREE_CACHES: dict[type, type] = {
     KVCache: _TreeKVCache,
     QuantizedKVCache: _TreeQuantizedKVCache,
     RotatingKVCache: _TreeRotatingKVCache,
+    WindowCache: _TreeWindowCache,
 }
 
 MASKED = tuple(_TREE_CACHES)

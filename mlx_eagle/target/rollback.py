@@ -8,6 +8,7 @@ RULES is the table of strategies, a class for each; its objects are the entries 
 * KVCache, QuantizedKVCache, ChunkedKVCache: trim; the branch of a tree (not in a ChunkedKVCache)
   is moved to the front first.
 * ConcatenateKVCache: trim, and cut the tail off the arrays.
+* WindowCache, in the place of a RotatingKVCache that keeps no first tokens: trim, as a KVCache.
 * RotatingKVCache: cut the tail off the arrays, which a pass of two rows or more leaves in time
   order. ``trim`` is silently wrong once the cache is full.
 * ArraysCache (recurrent state): make the state again, by what was recorded of the pass
@@ -35,6 +36,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
+from .cache_view import WindowCache
 from .states import KeptRows, StateUpdates
 
 
@@ -44,6 +46,12 @@ class TrimRollback:
     def __init__(self, cache: Any, num_rows: int | None = None):
         self.cache = cache
         self.start = cache.offset
+
+    @property
+    def _first_column(self) -> int:
+        """Where the first row of the pass stands."""
+        start: int = self.start
+        return start
 
     def rollback(self, num_rows: int) -> None:
         surplus = self.cache.offset - (self.start + num_rows)
@@ -55,22 +63,31 @@ class TrimRollback:
         cache = self.cache
         if cache.keys is None:
             return []  # a layer that does not attend
-        index = mx.array([self.start + row for row in rows])
+        index = mx.array([self._first_column + row for row in rows])
         arrays = [cache.keys, cache.values]
         taken: list[Any] = tree_map(lambda array: mx.take(array, index, axis=-2), arrays)
         return taken
 
     def put(self, taken: list[Any], num_rows: int) -> None:
         """Make these the only rows of the pass."""
-        cache, end = self.cache, self.start + num_rows
+        cache, start = self.cache, self._first_column
 
         def written(array: mx.array, rows: mx.array) -> mx.array:
-            array[..., self.start : end, :] = rows
+            array[..., start : start + num_rows, :] = rows
             return array
 
         if taken:
             cache.keys, cache.values = tree_map(written, [cache.keys, cache.values], taken)
-            cache.trim(cache.offset - end)
+            cache.trim(cache.offset - self.start - num_rows)
+
+
+class WindowRollback(TrimRollback):
+    """The same, where a pass may have moved the entries that were there before to the front."""
+
+    @property
+    def _first_column(self) -> int:
+        column: int = self.cache._idx - (self.cache.offset - self.start)
+        return column
 
 
 class ConcatenateRollback(TrimRollback):
@@ -176,6 +193,7 @@ RULES: dict[type, Callable[[Any, int | None], Any]] = {
     ChunkedKVCache: TrimRollback,
     ConcatenateKVCache: ConcatenateRollback,
     RotatingKVCache: RotatingRollback,
+    WindowCache: WindowRollback,
     ArraysCache: StateRollback,
     CacheList: ListRollback,
 }
@@ -186,7 +204,7 @@ def check_supported(caches: Sequence[Any], whose: str) -> None:
     """Raise ValueError naming the first cache that cannot be rolled back exactly, or go on."""
     for cache in caches:
         if type(cache) not in RULES:
-            names = ", ".join(kind.__name__ for kind in RULES)
+            names = ", ".join(kind.__name__ for kind in RULES if kind is not WindowCache)
             raise ValueError(
                 f"the {whose} uses a {type(cache).__name__}, which speculative decoding cannot "
                 f"roll back exactly (it can: {names}); generate without a draft model."

@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from .cache_view import WindowCache
 from .masks_and_ropes import MASKED
 from .stand_in import StandIn
 
@@ -93,7 +94,7 @@ def check_trees(model: nn.Module, caches: list[Any]) -> None:
     """
     for cache in caches:
         if type(cache) not in MASKED:
-            names = ", ".join(kind.__name__ for kind in MASKED)
+            names = ", ".join(kind.__name__ for kind in MASKED if kind is not WindowCache)
             raise ValueError(
                 f"tree drafts need caches whose rows can be gathered ({names}), but this target "
                 f"has a {type(cache).__name__}: leave the tree out and draft chains."

@@ -4,22 +4,30 @@ Two layers each, of the published sizes but for vocabularies, which are only wid
 multiplied.
 """
 
+from collections import Counter
+from copy import deepcopy
 from functools import cache
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+import true_configs
+from graph import fused, primitives
+from grids import thorough
 from helpers import PROMPT, speculative
 from metal_rules import GENERATIONS, Attention, Calls, Recorder
 from mlx_lm.models import gemma3_text, gpt_oss, llama, qwen3
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from mlx_lm.utils import _get_classes
 
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.eagle3 import Eagle3Drafter
 from mlx_eagle.drafters.head import Eagle3Head
 from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.system.machines import fused_rows
+from mlx_eagle.target.cache_view import open_windows
 from mlx_eagle.target.ragged import RaggedCaches
+from mlx_eagle.target.rollback import Checkpoint
 from mlx_eagle.target.taps import Target
 
 VOCAB = 8192  # as for all of more than 4096, the output matrix is a wide one
@@ -239,3 +247,67 @@ def test_a_batch_has_one_mask_a_round_and_no_kernel_copies_it(name, monkeypatch)
             mx.eval(mask)
             assert memoryview(mask).c_contiguous
         masks.clear()
+
+
+WINDOWED = {
+    "gpt-oss-20b": true_configs.GPT_OSS_20B,
+    "Gemma-4-31B": true_configs.GEMMA4_31B,
+    "Gemma-4-26B-A4B": true_configs.GEMMA4_26B_A4B,
+}
+TINY = {
+    "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "vocab_size": 64,
+    "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "top_k_experts": 2,
+}  # fmt: skip
+
+
+def with_tiny_weights(config: dict) -> nn.Module:
+    """The attention of the published sizes in one period of its layers; all else is tiny."""
+    text = config.get("text_config", config)
+    num_layers = text.get("sliding_window_pattern", 2)
+    changes = {name: size for name, size in TINY.items() if name in text}
+    text = {**text, **changes, "num_hidden_layers": num_layers, "vocab_size": 64}
+    text.pop("quantization", None)
+    config = {**config, "text_config": text, "vocab_size": 64} if "text_config" in config else text
+    model_class, args_class = _get_classes(config)
+    return model_class(args_class.from_dict(config))
+
+
+@pytest.mark.parametrize("name", thorough(WINDOWED, "gpt-oss-20b"))
+def test_no_pass_makes_an_array_of_a_windows_size(name):
+    """Rows are written in place and windows are slices, whatever passes follow each other."""
+    model = with_tiny_weights(WINDOWED[name])
+    mx.eval(model.parameters())
+    target, caches = Target(model, (), fused_rows), make_prompt_cache(model)
+    windows = [cache for cache in caches if type(cache) is RotatingKVCache]
+    prompt = mx.zeros((windows[0].max_size + 8,), mx.int32)
+    with fused():
+        target(prompt, caches)
+        mx.eval([cache.state for cache in caches])
+        stock = deepcopy(caches)
+        open_windows(caches)
+        for made in (caches, stock):  # the first pass makes room
+            mx.eval(target(prompt[:4], made)[0], [cache.state for cache in made])
+        size = min(cache.max_size * cache.keys[0, :, 0].nbytes for cache in windows)
+        for num_rows, kept in ((4, 2), (1, 1), (4, 0), (1, 1), (8, 5)):
+            num_primitives, peak = cost_of_a_pass(target, caches, num_rows, kept)
+            expected, theirs = cost_of_a_pass(target, stock, num_rows, kept)
+            assert peak < size
+            assert theirs > size or num_rows == 1, "that this can fail"
+            # A plain step is mlx-lm's, and two slices a layer, which nothing has to run for.
+            slices = 2 * len(windows) if num_rows == 1 else 0
+            assert num_primitives.total() <= expected.total() + slices, num_rows
+            assert num_primitives["Concatenate"] <= expected["Concatenate"]
+
+
+def cost_of_a_pass(target: Target, caches: list, num_rows: int, kept: int) -> tuple[Counter, int]:
+    """Its operations, and the most bytes that it takes at once; so many rows stay."""
+    before, start = Checkpoint(caches, num_rows=num_rows), mx.get_active_memory()
+    mx.reset_peak_memory()
+    logits, _ = target(mx.zeros((num_rows,), mx.int32), caches)
+    arrays = [logits, *(array for cache in caches for array in (cache.keys, cache.values))]
+    found = primitives(*arrays)
+    mx.eval(arrays)
+    peak = mx.get_peak_memory() - start
+    if kept < num_rows:
+        before.rollback(kept)
+    return found, peak

@@ -1,6 +1,8 @@
 """Every cache type: the same tokens as plain decoding, and the same cache behind it."""
 
+import random
 from collections.abc import Callable
+from copy import deepcopy
 
 import mlx.core as mx
 import pytest
@@ -34,6 +36,7 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.target import cache_view
 from mlx_eagle.target.rollback import Checkpoint
 
 WINDOW = 12  # smaller than prompt + text: crossed early in every test below
@@ -296,3 +299,53 @@ def test_a_cache_that_has_room_for_nothing_but_its_first_tokens(model):
     cache = make_prompt_cache(tiny_qwen3(), 4)  # and keeps 4
     with pytest.raises(ValueError, match=r"holds 4 tokens and keeps the first 4.*above 4"):
         speculative(model, tiny_head(model), PROMPT, 20, prompt_cache=cache)
+
+
+def seen_by(keys: mx.array, mask: mx.array | str | None, num_rows: int) -> list[list[float]]:
+    """The keys (1, H, S, D), by their first number, that each row of a pass sees, sorted."""
+    columns = mx.arange(keys.shape[2])
+    rows = columns[-num_rows:, None] if mask == "causal" else columns[-1:, None]
+    seen = mask if isinstance(mask, mx.array) else columns[None] <= rows
+    seen = mx.broadcast_to(seen, (num_rows, keys.shape[2])).tolist()
+    numbers = keys[0, 0, :, 0].tolist()
+    return [sorted(x for x, sees in zip(numbers, row, strict=True) if sees) for row in seen]
+
+
+@pytest.mark.parametrize("window, size", [(None, 9), (9, 9), (5, 9), (None, 40)])
+def test_windows_that_are_decoded_on_are_mlx_lms_rotating_ones(window, size, monkeypatch):
+    """Passes of any rows of which any are kept, rounds taken back, and caches handed out."""
+    monkeypatch.setattr(cache_view, "STEP", 3)
+    dice, rows_so_far = random.Random(size), 0
+    ours, theirs = [RotatingKVCache(size)], RotatingKVCache(size)
+    for step in range(120):
+        num_rows, num_before = dice.choice((1, 1, 2, 4, 7)), theirs.offset
+        kept = dice.randrange(0 if num_before else 1, num_rows + 1)
+        rows = random_rows(step, num_rows)
+        cache_view.open_windows(ours)
+        before, mask = Checkpoint(ours, num_rows=num_rows), ours[0].make_mask(num_rows, window)
+        keys, values = ours[0].update_and_fetch(rows, -rows)
+        assert mx.array_equal(keys, -values)
+        twin = deepcopy(theirs)
+        twin_mask = twin.make_mask(num_rows, window)
+        twin_keys, _ = twin.update_and_fetch(rows, -rows)
+        assert seen_by(keys, mask, num_rows) == seen_by(twin_keys, twin_mask, num_rows)
+        if dice.random() < 0.3:  # the next round is under way, and undone
+            upcoming = Checkpoint(ours, num_rows=2)
+            ours[0].update_and_fetch(rows[..., :1, :], rows[..., :1, :])
+            upcoming.rollback(0)
+        if dice.random() < 0.2 and kept > 1:  # a branch that ends with the last row
+            index = [*range(kept - 1), num_rows - 1]
+            before.rollback_to_branch(index)
+            rows = rows[..., mx.array(index), :]
+        elif kept < num_rows:
+            before.rollback(kept)
+        for r in range(kept):
+            theirs.update_and_fetch(rows[..., r : r + 1, :], -rows[..., r : r + 1, :])
+        if dice.random() < 0.3 and theirs.offset > 0:
+            cache_view.close_windows(ours)
+            assert type(ours[0]) is RotatingKVCache and vars(ours[0]).keys() == vars(theirs).keys()
+            assert ours[0].offset == theirs.offset and ours[0].keys.shape[2] <= size
+            expected = theirs._temporal_order(theirs.keys)[..., -ours[0].keys.shape[2] :, :]
+            assert mx.array_equal(ours[0].keys, expected)
+        rows_so_far += kept
+    assert theirs.offset == rows_so_far > 100
