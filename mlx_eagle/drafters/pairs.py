@@ -231,7 +231,7 @@ PAIRS = (
         "google/gemma-4-E2B-it-assistant",
         licence="Apache-2.0",
         kind="assistant",
-        megabytes=151,
+        megabytes=158,
     ),
     Pair("google/gemma-4-E2B-it", "rasyosef/gemma-4-E2B-it-dspark", kind="dspark"),
     Pair(

@@ -28,9 +28,10 @@ import mlx_eagle
 from mlx_eagle.convert import convert
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.decoding.sampling import Sampling
-from mlx_eagle.drafters.assistant import AssistantConfig, sources
+from mlx_eagle.drafters.assistant import Assistant, AssistantConfig, sources
 from mlx_eagle.drafters.base import Draft
 from mlx_eagle.drafters.kinds import load_drafter, recognise
+from mlx_eagle.drafters.pairs import PAIRS as PUBLIC
 from mlx_eagle.target.taps import Target
 
 TOLERANCE = 1e-5
@@ -480,3 +481,22 @@ def test_rounds_before_prompts_of_one_token():
     for prompt in ([5], [5, 17]):
         tokens, _ = speculative(target, drafter, prompt, 12, num_draft_tokens=3)
         assert tokens == plain(target, prompt, 12)
+
+
+def test_an_assistant_at_full_size():
+    """That of E2B, from shapes alone; its ordering is stored in 64 bits."""
+    pair = next(p for p in PUBLIC if p.head == "google/gemma-4-E2B-it-assistant")
+    config = AssistantConfig(
+        hidden_size=256,
+        target_hidden_size=1536,
+        vocab_size=262144,
+        intermediate_size=2048,
+        num_heads=4,
+        head_dim=256,
+        global_head_dim=512,
+        layer_types=(*[SLIDING] * 3, FULL),
+        num_centroids=2048,
+        centroid_top_k=32,
+    )
+    sizes = [array.size for _, array in tree_flatten(Assistant(config).parameters())]
+    assert round((2 * sum(sizes) + 8 * config.vocab_size) / 1e6) == pair.megabytes
