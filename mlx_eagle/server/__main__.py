@@ -21,6 +21,7 @@ from .listener import ConnectionLimits, PairServer, is_loopback, read_access
 from .provider import PairProvider
 
 POLL = 0.1  # seconds
+LONG_ANSWER = 16384  # tokens: a file that an agent writes; most do not say how many they need
 AGENTS = {
     "Claude Code": "ANTHROPIC_BASE_URL=<URL> ANTHROPIC_AUTH_TOKEN=<KEY> claude --model local",
     "Codex": "codex -m local -c web_search=disabled -c model_provider=eagle "
@@ -62,7 +63,9 @@ def announce(server: PairServer, generator: PairGenerator) -> None:
             f"Note: chats and their answers are kept in {server.collector.path} (--collect).",
             flush=True,
         )
-    print("Coding agents, in another shell:", flush=True)
+    is_short = generator.cli_args.max_tokens < LONG_ANSWER
+    hint = f" (start the server with --max-tokens {LONG_ANSWER} for them)" if is_short else ""
+    print(f"Coding agents, in another shell{hint}:", flush=True)
     for line in agent_lines(url.rstrip("/"), server.access.key is not None):
         print(f"  {line}", flush=True)
 

@@ -33,6 +33,7 @@ OWN = (
     "num_draft_tokens", "tree", "acceptance", "seed", "reuse_caches", "chat_template_kwargs",
 )  # fmt: skip
 """Fields of ours that a request may have besides Anthropic's."""
+OMITTED = "thoughts_omitted"  # in a translated body: their blocks are to be empty
 
 
 def error_document(error: RequestError) -> Document:
@@ -71,13 +72,14 @@ def answer(reply: Reply, body: Document) -> None:
     message = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
     message |= {"model": model}
     if body.get("stream"):
-        for event in _events(reply, session, message):
+        for event in _events(reply, session, message, bool(body.get(OMITTED))):
             reply.write(event)
         return
     piece = session.whole()
     blocks: list[Document] = []
     if piece.reasoning:
-        blocks.append({"type": "thinking", "thinking": piece.reasoning, "signature": ""})
+        thoughts = "" if body.get(OMITTED) else piece.reasoning
+        blocks.append({"type": "thinking", "thinking": thoughts, "signature": ""})
     if piece.text:
         blocks.append({"type": "text", "text": piece.text})
     blocks += [
@@ -250,7 +252,8 @@ def _thinking(thinking: Any) -> Document:
     if kind not in ("enabled", "adaptive"):
         raise ValueError(f"thinking is {shortened(str(kind))}: enable or disable it.")
     budget = thinking.get("budget_tokens")
-    return {} if budget is None else {"thinking_budget": budget}
+    found: Document = {} if budget is None else {"thinking_budget": budget}
+    return found | ({OMITTED: True} if thinking.get("display") == "omitted" else {})
 
 
 def _call_block(call: Document, arguments: Any) -> Document:
@@ -290,7 +293,8 @@ class _Blocks:
         if self._kind != kind:
             empty = {"signature": ""} if kind == "thinking" else {}
             yield from self.open({"type": kind, field: "", **empty})
-        yield self._delta(type=f"{kind}_delta", **{field: text})
+        if text:
+            yield self._delta(type=f"{kind}_delta", **{field: text})
 
     def open(self, block: Document) -> Iterator[str]:
         """A new block behind the last one."""
@@ -317,7 +321,9 @@ class _Blocks:
         return _event("content_block_delta", index=self.index, delta=delta)
 
 
-def _events(reply: Reply, session: ClientSession, message: Document) -> Iterator[str]:
+def _events(
+    reply: Reply, session: ClientSession, message: Document, omits_thoughts: bool
+) -> Iterator[str]:
     reply.begin_events()
     start = message | {"content": [], "stop_reason": None, "stop_sequence": None}
     yield _event("message_start", message=start | {"usage": _usage(session)})
@@ -330,7 +336,8 @@ def _events(reply: Reply, session: ClientSession, message: Document) -> Iterator
 
     for piece in session.pieces(ping, is_stream=True):
         if piece.reasoning:
-            yield from blocks.add("thinking", "thinking", piece.reasoning)
+            thoughts = "" if omits_thoughts else piece.reasoning
+            yield from blocks.add("thinking", "thinking", thoughts)
         if piece.text:
             yield from blocks.add("text", "text", piece.text)
         for call in piece.calls:

@@ -229,6 +229,16 @@ def test_a_budget_ends_the_thoughts(server, num_draft_tokens):
     assert server.own.messages.create(**question("!", thinking=disabled)).content[0].text
 
 
+def test_thoughts_that_are_not_to_be_shown(server):
+    more = {"thinking": {"type": "adaptive", "display": "omitted"}}
+    message = server.own.messages.create(**question("~", **more))
+    assert blocks_of(message) == [("thinking", ""), ("text", "It is seven.")]
+    with server.own.messages.stream(**question("~", **more)) as stream:
+        kinds = [event.delta.type for event in stream if event.type == "content_block_delta"]
+        assert blocks_of(stream.get_final_message()) == blocks_of(message)
+    assert "thinking_delta" not in kinds and "signature_delta" in kinds
+
+
 def post(server, body: object, path: str = "/v1/messages?beta=true") -> tuple[int, dict]:
     connection = http.client.HTTPConnection(*server.address, timeout=30)
     try:
