@@ -255,6 +255,8 @@ def fused_rows(head_dim: int, heads_per_key: int) -> int:
     Beyond it, up to 8 rows, the scores of all query heads go through memory. 0 where the kernel
     does not exist for that head dimension. Llama-3.1-8B (128, 4) -> 8; Qwen3-32B (128, 8) -> 4
     """
+    if head_dim == 512:  # Gemma 4's full layers: one row alone, from 1024 keys on (MLX 0.32.4)
+        return int(heads_per_key == 8)
     if head_dim not in ATTENTION_HEAD_DIMS:
         return 0
     return min(ATTENTION_ROWS, ATTENTION_QUERIES // heads_per_key)

@@ -28,6 +28,8 @@ from .masks_and_ropes import PositionedRope, RowPositions, find_ropes, tree_mask
 from .states import StateRecorder, is_recurrent
 
 NAME = attend.__name__
+LEAST_KEYS = 1024  # from which on Metal has a kernel for one row of head dimension 512
+MOST_CUT = 8  # rows that are cut into single ones there
 
 
 @dataclass
@@ -129,6 +131,8 @@ def attend_in_parts(
         mask = parts.for_heads(mask, num_heads)
     num_keys, limit = keys.shape[2], parts.most_rows(head_dim, 1)
     most = parts.most_rows(head_dim, num_heads // keys.shape[1])
+    if limit == 0 < most and num_keys >= LEAST_KEYS:
+        limit = MOST_CUT
     parts.matters |= 0 < most < limit
     if not parts.is_on or not 0 < most < num_rows <= limit:
         return whole()

@@ -120,7 +120,17 @@ def test_what_passes_cost_before_any_was_timed(is_packed):
 
 @pytest.mark.parametrize(
     "head_dim, heads_per_key, rows",
-    [(128, 4, 8), (128, 8, 4), (128, 7, 4), (128, 16, 2), (64, 3, 8), (80, 1, 0), (192, 1, 0)],
+    [
+        (128, 4, 8),
+        (128, 8, 4),
+        (128, 7, 4),
+        (128, 16, 2),
+        (64, 3, 8),
+        (80, 1, 0),
+        (192, 1, 0),
+        (512, 8, 1),
+        (512, 4, 0),
+    ],
 )
 def test_rows_of_fused_attention(head_dim, heads_per_key, rows):
     assert fused_rows(head_dim, heads_per_key) == rows

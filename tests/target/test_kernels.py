@@ -28,6 +28,7 @@ from mlx_eagle.system.machines import fused_rows
 from mlx_eagle.target.cache_view import open_windows
 from mlx_eagle.target.ragged import RaggedCaches
 from mlx_eagle.target.rollback import Checkpoint
+from mlx_eagle.target.stand_in import AttentionParts, attend_in_parts
 from mlx_eagle.target.taps import Target
 
 VOCAB = 8192  # as for all of more than 4096, the output matrix is a wide one
@@ -311,3 +312,17 @@ def cost_of_a_pass(target: Target, caches: list, num_rows: int, kept: int) -> tu
     if kept < num_rows:
         before.rollback(kept)
     return found, peak
+
+
+@pytest.mark.parametrize("num_keys, rows", [(1100, [1] * 4), (500, [4])])
+def test_passes_of_gemma_4s_widest_heads_are_cut_into_single_rows(num_keys, rows):
+    """Metal has a kernel for one row of 512 alone, with 8 query heads per key head."""
+    parts, recorder = AttentionParts(fused_rows, is_on=True), Recorder()
+    queries, keys = mx.zeros((1, 8, 4, 512)), mx.zeros((1, 1, num_keys, 512))
+    with recorder.recording():
+        attend_in_parts(parts, queries, keys, keys, None, 1.0, "causal")
+    calls = recorder.head.attention
+    assert [call.rows for call in calls] == rows and parts.matters == (rows[0] == 1)
+    assert [call.num_keys for call in calls] == (
+        [num_keys - 3 + r for r in range(4)] if parts.matters else [num_keys]
+    )
