@@ -100,7 +100,7 @@ def test_texts_one_after_the_other_are_near_the_best_shape_for_all():
 
 
 @pytest.mark.parametrize("factor", [1.6, 1 / 1.6])
-@pytest.mark.parametrize("alpha", [0.25, 0.6])
+@pytest.mark.parametrize("alpha", thorough([0.25, 0.6], 0.6))
 def test_costs_wrong_by_a_factor_are_corrected_within_a_text(factor, alpha):
     """All that was known of rounds is off: the text after is as fast as where nothing was."""
 
