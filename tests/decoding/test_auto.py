@@ -79,7 +79,8 @@ def test_the_second_text_goes_on_where_the_first_has_ended(name, guess):
     assert mean(gains) > (0.99 if name == "linear" else 1.01)
 
 
-def test_texts_one_after_the_other_are_near_the_best_shape_for_all():
+@pytest.mark.parametrize("num_seeds", thorough([3, 6], 3))
+def test_texts_one_after_the_other_are_near_the_best_shape_for_all(num_seeds):
     """Twelve short ones, as a benchmark has them; what is best for each would be faster still."""
     cost, shapes = MACHINES["AVX-512"], CHAINS + TREES
     alphas = [0.34, 0.55, 0.55, 0.38, 0.75, 0.48, 0.56, 0.5, 0.62, 0.68, 0.58, 0.66]
@@ -94,7 +95,7 @@ def test_texts_one_after_the_other_are_near_the_best_shape_for_all():
         known = RoundCosts(MACHINES["BLAS"])
         return seconds(lambda: AdaptiveController(known, shapes), seed)
 
-    seeds = range(6)
+    seeds = range(num_seeds)
     fixed = min(mean(seconds(lambda s=s: FixedController(s), n) for n in seeds) for s in shapes)
     assert fixed / mean(map(of_auto, seeds)) > 0.97
 
@@ -117,12 +118,15 @@ def test_costs_wrong_by_a_factor_are_corrected_within_a_text(factor, alpha):
     assert wrong < 1.04 * right
 
 
-def test_it_follows_a_text_that_changes():
+@pytest.mark.parametrize("num_seeds", thorough([6, 12], 6))
+def test_it_follows_a_text_that_changes(num_seeds):
     def alpha(position: int) -> float:
         return 0.8 if (position // 500) % 2 else 0.02
 
     def speed(make) -> float:
-        return mean(1 / Machine(FLAT, alpha, seed).write(make(), 2000) for seed in range(12))
+        return mean(
+            1 / Machine(FLAT, alpha, seed).write(make(), 2000) for seed in range(num_seeds)
+        )
 
     fixed = max(speed(lambda k=k: FixedController(DraftShape(k))) for k in range(8))
     assert speed(lambda: AdaptiveController(SettledCosts(FLAT))) > 1.02 * fixed
