@@ -110,6 +110,7 @@ def test_an_update_has_old_and_new_of_one_tensor_at_a_time():
     mx.eval(step.weights, step.moments)
     largest = max(weight.nbytes for weight in step.weights.values())
     everything = sum(weight.nbytes for weight in step.weights.values())
+    mx.clear_cache()  # buffers of other tests may be larger than what is asked for
     for _ in range(2):  # the first compiles
         gradients = {name: mx.ones_like(weight) for name, weight in step.weights.items()}
         mx.eval(gradients)
