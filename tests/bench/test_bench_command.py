@@ -140,6 +140,7 @@ def test_any_drafter_can_be_measured(monkeypatch, capsys, tmp_path, tiny):
     assert names["head"] == command.DEMO_NAMES["head"] + "+lookup"
 
 
+@pytest.mark.exhaustive
 def test_several_drafters_are_shown_side_by_side(monkeypatch, capsys, tmp_path, tiny):
     """Against sums over the CSV's rows, and each drafter as it is measured by itself."""
     drafters = {"tiny head": head_of(tiny), "lookup": LookupDrafter()}

@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 from block_twin import tiny_dflash, tiny_dflash2, tiny_dspark
 from chi_square import is_far_off
+from grids import thorough
 from helpers import tiny_llama
 
 from mlx_eagle.decoding.loop import speculative_generate_step
@@ -40,7 +41,7 @@ def exact_distribution() -> dict[tuple[int, ...], float]:
 @pytest.mark.parametrize(
     "num_runs", [300, pytest.param(3000, marks=pytest.mark.exhaustive)], ids=str
 )
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", thorough(DRAFTERS, "dspark"))
 def test_the_first_tokens_have_the_targets_distribution(name, num_runs):
     counts: Counter = Counter()
     kept = 0

@@ -50,6 +50,7 @@ def learned():
     return drafter
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("k", [2, 6])
 def test_a_head_that_knows_the_text(learned, k):
     tokens, stats = speculative(LLAMA, learned, PROMPT, 25, num_draft_tokens=k)
@@ -58,6 +59,7 @@ def test_a_head_that_knows_the_text(learned, k):
     assert stats.num_head_forwards == stats.num_rounds
 
 
+@pytest.mark.exhaustive
 def test_batches_share_forwards_and_accept_as_each_request_alone(learned):
     options = {"draft_model": learned, "num_draft_tokens": 4, "max_tokens": 20}
     made = mlx_eagle.batch_generate(LLAMA, TOKENIZER, PROMPTS, return_token_ids=True, **options)
