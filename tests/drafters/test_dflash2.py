@@ -69,6 +69,7 @@ def test_batches_share_forwards_and_accept_as_each_request_alone(learned):
         assert stats.num_accepted >= own.num_accepted - 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("rule", ["match", "coupled", "reject"])
 def test_sampled_texts(learned, rule):
     """Drafts are drawn among the candidates only: q is 0 for all other tokens."""
