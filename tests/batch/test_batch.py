@@ -482,7 +482,8 @@ def test_plain_batches_of_recurrent_targets(name):
     """mlx-lm's own batch pads shorter prompts, and what it pads them with enters their states."""
     model, prompts = build(name), [[5, 17, 3, 88, 41], [9], [70, 71, 72] * 4]
     expected = [plain(model, prompt, 12) for prompt in prompts]
-    assert theirs(model, prompts, max_tokens=12).token_ids != expected
+    if name == "jamba":  # with some, such small states happen to change no choice
+        assert theirs(model, prompts, max_tokens=12).token_ids != expected
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = together(model, LookupDrafter(), prompts, num_draft_tokens=0, max_tokens=12)
