@@ -76,7 +76,8 @@ def test_the_second_text_goes_on_where_the_first_has_ended(name, guess):
         first, second = (mean(text) for text in zip(*texts, strict=True))
         gains.append(first / second)
         assert NOISE / second > 0.95, "against plain decoding"
-    assert mean(gains) > (0.99 if name == "linear" else 1.01)
+    # Where drafts seem dear and are not very, what is tried is spread over both texts.
+    assert mean(gains) > (0.99 if name in ("linear", "AVX-512") else 1.01)
 
 
 @pytest.mark.parametrize("num_seeds", thorough([3, 6], 3))

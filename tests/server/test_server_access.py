@@ -432,7 +432,7 @@ def test_new_connections_are_refused_at_once_after_sigterm(pair):
         after.request("GET", "/health")
         assert after.getresponse().status == 200
         process.send_signal(signal.SIGTERM)
-        assert process.stdout.readline().startswith(b"Waiting for 1 request")
+        assert any(line.startswith(b"Waiting for 1 request") for line in process.stdout)
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), timeout=20)
         late.sendall(b"POST /v1/completions HTTP/1.0\r\nContent-Length: 2\r\n\r\n{}")
