@@ -4,9 +4,9 @@ const MOST_DRAFTED = 1000; // tokens of one draft
 const ANSWERS_KEPT_OPEN = 60; // pixels from the end of the log at which it follows the text
 
 const SAMPLES = [
-  "What is 12 * 8?",
-  "Write a Python function that says whether a number is prime.",
   "List the twelve months of the year.",
+  "Why is the sky blue?",
+  "Write a Python function that says whether a number is prime.",
 ];
 
 class Chat {
