@@ -160,8 +160,11 @@ class Target:
 
     def can_verify_tree(self, cache: list[Any], num_rows: int) -> bool:
         """Whether the rows of a tree have the attention scales that they would have alone."""
-        num, start = self._positions_of_one_scale, cache[0].offset
-        return num is None or start // num == (start + num_rows - 1) // num
+        num = self._positions_of_one_scale
+        if num is None:  # and perhaps no cache, or one that counts no positions
+            return True
+        start = cache[0].offset
+        return start // num == (start + num_rows - 1) // num
 
     @property
     def parts(self) -> AttentionParts:
