@@ -381,7 +381,8 @@ class Decoder:
         """
         with mx.stream(self.stream):
             done.keep_run(length)
-            self._committed = done.target_rows
+            # Kept no longer than needed: it holds all caches, and refers to the decoder.
+            self._committed = done.target_rows if done.target_rows.is_open else None
             self.quantization.apply(self.cache)
             emitted = done.verification.following[:length]
             self.root, self.root_embedding = emitted[-1:], None
@@ -432,6 +433,7 @@ class Decoder:
 
     def _finalize_caches(self, features: mx.array | None) -> None:
         """Complete the drafter's caches; ``features`` (1, F) are those of the last position."""
+        self.restore_states()
         self.flush_pairs()
         if features is not None:
             self.drafter.save_last_features(features)

@@ -309,6 +309,11 @@ class Checkpoint:
             assert self._rerun is not None
             self._rerun(num_rows)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether recurrent states have yet to be made: see ``restore``."""
+        return self._kept is not None
+
     def restore(self) -> None:
         """Make the recurrent states that ``cut`` left open."""
         if self._updates is not None and self._kept is not None:

@@ -163,7 +163,7 @@ class Target:
         num = self._positions_of_one_scale
         if num is None:  # and perhaps no cache, or one that counts no positions
             return True
-        start = cache[0].offset
+        start: int = cache[0].offset
         return start // num == (start + num_rows - 1) // num
 
     @property
