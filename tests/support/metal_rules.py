@@ -33,6 +33,10 @@ ATTENTION = {
     256: (8, 1024),
 }
 MOST_QUERIES = 32  # of the vector kernel: rows times query heads per key head
+# By query heads per key head: a kernel for one row alone, from so many keys on; and that of heads
+# of 512. Read from the compiled library of MLX 0.32.4's wheel.
+GROUPED, GROUPED_KEYS = (8, 12, 16), 8192
+WIDE_HEAD, WIDE_GROUP, WIDE_KEYS = 512, 8, 1024
 
 
 @dataclass(frozen=True)
@@ -48,9 +52,15 @@ class Attention:
 
     @property
     def kernel(self) -> str:
-        """vector, tiles, or operations: plain ones, with the scores in memory."""
+        """vector, grouped, tiles, or operations: plain ones, with the scores in memory."""
         most, first_tiled = ATTENTION.get(self.head_dim, (0, None))
-        queries = self.rows * (self.heads // self.key_heads)
+        per_key = self.heads // self.key_heads
+        queries = self.rows * per_key
+        if self.head_dim == WIDE_HEAD:
+            is_fused = self.rows == 1 and per_key == WIDE_GROUP and self.num_keys >= WIDE_KEYS
+            return "vector" if is_fused else "operations"
+        if most and self.rows == 1 and per_key in GROUPED and self.num_keys >= GROUPED_KEYS:
+            return "grouped"
         if self.rows <= most and queries <= MOST_QUERIES:
             return "vector"
         return "tiles" if first_tiled is not None and self.rows >= first_tiled else "operations"

@@ -207,11 +207,23 @@ def test_experts_are_sorted_from_64_routed_rows(draft, is_sorted):
 
 
 def test_the_rule_that_cuts_rows_is_that_of_the_kernel():
-    for head_dim in (32, 64, 80, 96, 128, 192, 256):
+    for head_dim in (32, 64, 80, 96, 128, 192, 256, 512):
         for per_key in (1, 2, 3, 4, 5, 7, 8, 16, 32, 64):
-            calls = [Attention(n, per_key, 1, head_dim, 1000, "causal") for n in range(1, 9)]
+            calls = [Attention(n, per_key, 1, head_dim, 2000, "causal") for n in range(1, 9)]
             of_vector = [call for call in calls if call.kernel == "vector"]
             assert len(of_vector) == fused_rows(head_dim, per_key)
+
+
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "gpt-oss-20b"])
+def test_on_long_contexts_one_row_may_take_a_kernel_of_its_own(name):
+    """With 8 query heads per key head, not with 4: c(R) has a step, and ties may fall anew."""
+    heads, key_heads = {"Llama-3.1-8B": (32, 8), "gpt-oss-20b": (64, 8)}[name]
+    kernels = [
+        [Attention(n, heads, key_heads, 64, num_keys, "causal").kernel for n in (1, 4)]
+        for num_keys in (8191, 8192)
+    ]
+    one = "grouped" if heads == 64 else "vector"
+    assert kernels == [["vector", "vector"], [one, "vector"]]
 
 
 @pytest.mark.parametrize("num_rows", [5, 8])
