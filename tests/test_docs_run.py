@@ -234,7 +234,8 @@ class Reader:
         settings = {**os.environ, **hub_settings(self.hub.address, self.hub.root.parent)}
         with subprocess.Popen(line, env=settings, stdout=subprocess.PIPE, text=True) as process:
             try:
-                address = process.stdout.readline().split()[-1]
+                said = (word for line in process.stdout for word in line.split())
+                address = next(word for word in said if word.startswith("http"))
                 usage = ask(f"{address}/chat/completions")["usage"]
                 assert 1 <= usage["completion_tokens"] <= 4
                 process.send_signal(signal.SIGINT)
