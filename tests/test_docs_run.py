@@ -235,7 +235,7 @@ class Reader:
         with subprocess.Popen(line, env=settings, stdout=subprocess.PIPE, text=True) as process:
             try:
                 said = (word for line in process.stdout for word in line.split())
-                address = next(word for word in said if word.startswith("http"))
+                address = next(word for word in said if re.fullmatch(r"http://\S+/v1", word))
                 usage = ask(f"{address}/chat/completions")["usage"]
                 assert 1 <= usage["completion_tokens"] <= 4
                 process.send_signal(signal.SIGINT)
