@@ -128,8 +128,7 @@ class JSONSchema(Grammar):
 
     def __init__(self, schema: Mapping[str, Any] | str, tokenizer: Any, strict: bool = True):
         """``schema`` may be JSON text. Raises ValueError for one that cannot be held to."""
-        options: Any = {**ONE_LINE, "lenient": not strict, "coerce_one_of": not strict}
-        read = _read(schema)
+        options, read = schema_options(strict), _read(schema)
         super().__init__(
             lambda: LLMatcher.grammar_from_json_schema(read, overrides=options), tokenizer
         )
@@ -347,6 +346,11 @@ class _Text:
     def _check(self) -> None:
         if error := self._matcher.get_error():
             raise ValueError(f"the text cannot be held to its grammar: {_sentence(error)}")
+
+
+def schema_options(strict: bool) -> dict[str, Any]:
+    """How llguidance is to read a schema; what it cannot hold a text to is ignored, or refused."""
+    return {**ONE_LINE, "lenient": not strict, "coerce_one_of": not strict}
 
 
 def spelled(text: str, tokenizer: Any) -> str:

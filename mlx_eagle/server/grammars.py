@@ -12,7 +12,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..structured import ONE_LINE, Grammar, JSONSchema, Lark, Regex, spelled
+from ..structured import Grammar, JSONSchema, Lark, Regex, schema_options, spelled
 
 KEPT = 16  # grammars: an agent asks for a few forms again and again
 ANY_OBJECT = {"type": "object"}
@@ -151,8 +151,7 @@ def _with_calls(form: Form, tokenizer: TokenizerWrapper) -> str:
 
 
 def _embedded(schema: str, is_strict: bool) -> str:
-    options = {**ONE_LINE, "lenient": not is_strict, "coerce_one_of": not is_strict}
-    return json.dumps(json.loads(schema) | {"x-guidance": options})
+    return json.dumps(json.loads(schema) | {"x-guidance": schema_options(is_strict)})
 
 
 def _json_call(start: str, end: str, name: str) -> str:
