@@ -1,6 +1,7 @@
 // An answer as it comes: its text, where each token stands in it, and what was drafted.
 
 const TOKEN_ID = 0, DEPTH = 1, LENGTH = 2, START = 3, END = 4, KIND = 5; // of a token kept as a list
+const COUNTED = ["drafted_tokens", "accepted_tokens", "target_passes", "emitted_tokens", "batched_tokens"];
 const IN_TEXT = 0, IN_REASONING = 1, IN_BATCH = 2; // bits of KIND
 
 class Answer {
@@ -114,15 +115,13 @@ class Answer {
 
 /** The counts of two parts of an answer. */
 function addedCounts(one, other) {
-  const found = { ...other };
-  for (const name of ["drafted_tokens", "accepted_tokens", "target_passes", "emitted_tokens", "batched_tokens"]) found[name] += one[name];
+  const found = { ...other, ...sumOf([one, other]) };
   for (const name of ["drafted_by_position", "accepted_by_position"]) {
     const [left, right] = [one[name] ?? [], other[name] ?? []];
     found[name] = Array.from({ length: Math.max(left.length, right.length) }, (_, i) => (left[i] ?? 0) + (right[i] ?? 0));
   }
   found.acceptance_by_position = found.drafted_by_position.map((n, i) => (n ? found.accepted_by_position[i] / n : 0));
   found.draft_lengths = [...one.draft_lengths, ...other.draft_lengths];
-  found.mean_acceptance_length = found.target_passes ? found.emitted_tokens / found.target_passes : 1;
   return found;
 }
 

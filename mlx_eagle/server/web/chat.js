@@ -263,8 +263,7 @@ function isMessage(kept) {
 }
 
 function areCounts(counts) {
-  const numbers = ["drafted_tokens", "accepted_tokens", "target_passes", "emitted_tokens", "batched_tokens"];
-  return typeof counts === "object" && numbers.every((name) => isCount(counts[name])) &&
+  return typeof counts === "object" && COUNTED.every((name) => isCount(counts[name])) &&
     isRate(counts.mean_acceptance_length) && areAll(counts.draft_lengths, isCount) &&
     areAll(counts.acceptance_by_position, isRate) && counts.acceptance_by_position.length <= MOST_DRAFTED;
 }

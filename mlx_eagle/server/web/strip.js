@@ -55,8 +55,7 @@ function showStrip(answer, answers) {
 
 function sumOf(each) {
   const sum = (name) => each.reduce((n, counts) => n + counts[name], 0);
-  const names = ["drafted_tokens", "accepted_tokens", "target_passes", "emitted_tokens", "batched_tokens"];
-  const all = Object.fromEntries(names.map((name) => [name, sum(name)]));
+  const all = Object.fromEntries(COUNTED.map((name) => [name, sum(name)]));
   all.mean_acceptance_length = all.target_passes ? all.emitted_tokens / all.target_passes : 1;
   return all;
 }
