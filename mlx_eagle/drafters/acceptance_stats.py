@@ -62,9 +62,7 @@ class Acceptance:
 
     def along(self, start: int, size: int) -> list[float]:
         """For each of ``size`` tokens from place ``start`` on, the chance that it is kept."""
-        places = self.places
-        run = [places[min(start + i, len(places) - 1)] for i in range(size)]
-        return list(accumulate(run, mul))
+        return list(accumulate(_run(self.places, size, start), mul))
 
 
 def expected_tokens(alphas: list[float], size: int) -> float:
@@ -72,8 +70,12 @@ def expected_tokens(alphas: list[float], size: int) -> float:
 
     [0.8, 0.5], 3 -> 1 + 0.8 + 0.4 + 0.2
     """
-    run = [alphas[min(i, len(alphas) - 1)] if alphas else 0.0 for i in range(size)]
-    return 1.0 + float(sum(accumulate(run, mul)))
+    return 1.0 + float(sum(accumulate(_run(alphas or [0.0], size), mul)))
+
+
+def _run(places: Sequence[float], size: int, start: int = 0) -> list[float]:
+    """The chances at ``size`` places from ``start`` on; the last one known is repeated."""
+    return [places[min(start + i, len(places) - 1)] for i in range(size)]
 
 
 class DraftAcceptance(Acceptance):
@@ -117,7 +119,7 @@ class DraftAcceptance(Acceptance):
 
 def _reached(shape: DraftShape, places: Sequence[float]) -> tuple[float, ...]:
     """How likely a tree has the right token at each level: see ``_reached_at``."""
-    run = [places[min(i, len(places) - 1)] for i in range(shape.size)]
+    run = _run(places, shape.size)
     return _reached_at(shape, tuple(max(1, round(STEPS * place)) / STEPS for place in run))
 
 
