@@ -1,11 +1,8 @@
 """/v1/messages: Anthropic's own client on a pair that calls tools and thinks, as OpenAI's does."""
 
-import http.client
-import json
-
 import pytest
 from automaton import write_automaton
-from serving import ours
+from serving import ask_json, ours
 from test_server_tools import SCRIPTS, TOOLS
 
 OWN_TOOLS = [
@@ -240,13 +237,7 @@ def test_thoughts_that_are_not_to_be_shown(server):
 
 
 def post(server, body: object, path: str = "/v1/messages?beta=true") -> tuple[int, dict]:
-    connection = http.client.HTTPConnection(*server.address, timeout=30)
-    try:
-        connection.request("POST", path, json.dumps(body), {"x-api-key": KEY})
-        response = connection.getresponse()
-        return response.status, json.loads(response.read())
-    finally:
-        connection.close()
+    return ask_json(server, path, body, head={"x-api-key": KEY})
 
 
 USER = {"role": "user", "content": "Hello"}

@@ -1,14 +1,12 @@
 """Completions and the tokenizer as the OpenAI API and llama-server have them."""
 
-import http.client
-import json
 from contextlib import nullcontext
 from pathlib import Path
 
 import openai
 import pytest
 from mlx_lm.utils import load_tokenizer
-from serving import CHARACTERS, ENDLESS, NUM_CHARACTERS, TEMPLATE, ours, theirs
+from serving import CHARACTERS, ENDLESS, NUM_CHARACTERS, TEMPLATE, ask_json, ours, theirs
 
 from mlx_eagle.decoding.decoder import Decoder
 
@@ -32,16 +30,6 @@ def reference(pair):
 @pytest.fixture(scope="module")
 def tokenizer(pair):
     return load_tokenizer(Path(pair["target"]))
-
-
-def post(asked, path: str, body: dict, method: str = "POST") -> tuple[int, dict]:
-    connection = http.client.HTTPConnection(*asked.address, timeout=30)
-    try:
-        connection.request(method, path, json.dumps(body) if method == "POST" else None)
-        response = connection.getresponse()
-        return response.status, json.loads(response.read())
-    finally:
-        connection.close()
 
 
 def test_several_prompts_are_answered_as_each_alone(server, reference, tokenizer):
@@ -140,7 +128,7 @@ def test_an_answer_that_was_cut_goes_on(server):
 
     def answer(num_tokens: int, *messages: dict, **options) -> str:
         body = {"messages": messages, "max_tokens": num_tokens, "logit_bias": ENDLESS} | options
-        status, found = post(server, "/v1/chat/completions", body)
+        status, found = ask_json(server, "/v1/chat/completions", body)
         assert status == 200, found
         return found["choices"][0]["message"]["content"]
 
@@ -148,7 +136,7 @@ def test_an_answer_that_was_cut_goes_on(server):
     rest = answer(12, question, {"role": "assistant", "content": cut}, continue_final_message=True)
     assert cut + rest == whole
     body = {"messages": [question], "continue_final_message": True}
-    status, found = post(server, "/v1/chat/completions", body)
+    status, found = ask_json(server, "/v1/chat/completions", body)
     assert status == 400 and "the last message is no text of the assistant" in str(found)
 
 
@@ -203,15 +191,17 @@ def test_the_fingerprint_names_no_machine(server):
 
 def test_tokens_and_back(server, tokenizer):
     ids = tokenizer.encode("Once upon")
-    assert post(server, "/tokenize", {"content": "Once upon"})[1]["tokens"] == ids
-    found = post(server, "/tokenize", {"prompt": "Once upon"})[1]
+    assert ask_json(server, "/tokenize", {"content": "Once upon"})[1]["tokens"] == ids
+    found = ask_json(server, "/tokenize", {"prompt": "Once upon"})[1]
     assert found == {"tokens": ids, "count": len(ids), "max_model_len": 2000}
-    pieces = post(server, "/tokenize", {"content": "a \u00e9", "with_pieces": True})[1]["tokens"]
+    pieces = ask_json(server, "/tokenize", {"content": "a \u00e9", "with_pieces": True})[1][
+        "tokens"
+    ]
     assert [piece["piece"] for piece in pieces] == ["a", " ", [0xC3], [0xA9]]
     messages = [{"role": "user", "content": "Hello"}]
     chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert post(server, "/tokenize", {"messages": messages})[1]["tokens"] == list(chat)
-    assert post(server, "/detokenize", {"tokens": ids})[1]["content"] == "Once upon"
+    assert ask_json(server, "/tokenize", {"messages": messages})[1]["tokens"] == list(chat)
+    assert ask_json(server, "/detokenize", {"tokens": ids})[1]["content"] == "Once upon"
     for path, body, sentence in (
         ("/tokenize", {}, "give one of content, prompt and messages"),
         ("/tokenize", {"content": 5}, "content is something else than a string"),
@@ -221,12 +211,12 @@ def test_tokens_and_back(server, tokenizer):
         ("/detokenize", {"tokens": [10**6]}, "there is no token 1000000"),
         ("/detokenize", {"tokens": [-1]}, "there is no token -1"),
     ):
-        status, document = post(server, path, body)
+        status, document = ask_json(server, path, body)
         assert status == 400 and sentence in document["error"]["message"]
 
 
 def test_properties(server, pair):
-    status, found = post(server, "/props", {}, "GET")
+    status, found = ask_json(server, "/props", {}, "GET")
     assert status == 200 and found["model_path"] == pair["target"]
     assert found["chat_template"] == TEMPLATE
     assert found["default_generation_settings"]["n_ctx"] == 2000
@@ -246,7 +236,7 @@ IGNORED = {
 def test_what_would_change_nothing_is_refused(server, name):
     fields, sentence = IGNORED[name]
     messages = [{"role": "user", "content": "Hello"}]
-    status, document = post(server, "/v1/chat/completions", {"messages": messages, **fields})
+    status, document = ask_json(server, "/v1/chat/completions", {"messages": messages, **fields})
     assert status == 400 and sentence in document["error"]["message"]
 
 
@@ -266,7 +256,7 @@ def test_the_effort_of_reasoning_goes_to_the_template(pair, template, marks):
         for effort in marks:
             body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
             body |= {"reasoning_effort": effort, "tools": [TOOL]}
-            status, document = post(asked, "/v1/chat/completions", body)
+            status, document = ask_json(asked, "/v1/chat/completions", body)
             assert status == 200
             sizes[effort] = document["usage"]["prompt_tokens"] - len(marks[effort])
         assert len(set(sizes.values())) == 1

@@ -1,6 +1,5 @@
 """/v1/responses: OpenAI's own client on a pair that calls tools and thinks, as in chats."""
 
-import http.client
 import json
 import shlex
 import tomllib
@@ -8,7 +7,7 @@ import tomllib
 import openai
 import pytest
 from automaton import write_automaton
-from serving import ours
+from serving import ask_json, ours
 from test_server_tools import SCRIPTS, TOOLS
 
 from mlx_eagle.server.__main__ import agent_lines, announce
@@ -277,13 +276,7 @@ def test_a_response_that_breaks_off(server, monkeypatch):
 
 
 def post(server, body: object) -> tuple[int, dict]:
-    connection = http.client.HTTPConnection(*server.address, timeout=30)
-    try:
-        connection.request("POST", "/v1/responses", json.dumps(body))
-        response = connection.getresponse()
-        return response.status, json.loads(response.read())
-    finally:
-        connection.close()
+    return ask_json(server, "/v1/responses", body)
 
 
 USER = {"role": "user", "content": "Hello"}

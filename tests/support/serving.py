@@ -1,5 +1,6 @@
 """Servers to ask: ours and mlx-lm's, in this process, on a tiny pair in folders."""
 
+import http.client
 import json
 import shutil
 import string
@@ -157,3 +158,17 @@ def theirs(target: str):
         address, lambda *args: APIHandler(generator, *args, system_fingerprint="")
     )
     return running(server, generator)
+
+
+def ask_json(
+    asked, path: str, body: object, method: str = "POST", head: dict[str, str] | None = None
+) -> tuple[int, dict]:
+    """The status and the document that a server answers ``body`` with, of a GET without one."""
+    connection = http.client.HTTPConnection(*asked.address, timeout=30)
+    try:
+        raw = json.dumps(body) if method == "POST" else None
+        connection.request(method, path, raw, head or {})
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+    finally:
+        connection.close()
