@@ -1,4 +1,4 @@
-"""Which matrices of a head are quantized, to how many bits and how finely."""
+"""Which matrices of a head are quantized, to how many bits and how finely, and their packing."""
 
 import math
 from collections.abc import Mapping
