@@ -1,8 +1,8 @@
-"""Drafts from multi-token-prediction layers, which some targets are published with.
+"""Multi-token-prediction layers, which some targets are published with: loaded and converted.
 
 DeepSeek-AI 2024, arXiv:2412.19437, section 2.2. The layers lie in the target's own checkpoint,
 which mlx-lm loads without them, or in a folder of their own. What families call their parts is
-in ``mtp_layers.py``.
+in ``mtp_layers.py``, how they draft in ``mtp_drafter.py``.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -14,30 +14,24 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
-from mlx_lm.models.base import create_attention_mask
-from mlx_lm.models.cache import CacheList, KVCache
 
 from ..system.json_schema import BOOL, OBJECT, TEXT, Table, check, shown
-from ..target.masks_and_ropes import evaluate_ropes
-from ..target.stand_in import StandIn
-from ..target.tree_attention import each_itself
-from .base import Draft, Pick, PickChildren, start_early
-from .batch_drafter import HeadBatchDrafter
-from .feature_drafter import FeatureDrafter
 from .folder import PACKING, SIZE, LoadOptions, Tensors, quantize_now, read_weights
+from .mtp_drafter import MTPDrafter, MTPHead, MTPSteps, SteppedMTPDrafter
 from .mtp_layers import (
     MTPFamily,
     Weights,
+    each_step,
     family_named,
     family_of,
     prepared,
     text_args,
     type_of,
+    window_of,
     with_final_norms,
 )
 from .target_checkpoint import holder_of, read_target_config, read_tensors, take_tensors
-from .target_parts import TargetSizes, activation_dtype, find_embedding, lm_head_of, sizes_of
-from .tree import StaticTree, Tree
+from .target_parts import TargetSizes, activation_dtype, find_embedding, sizes_of
 
 FLOAT32 = "e_score_correction_bias"  # what routers add to choose experts: never cast
 ROUTER = "mlp.gate"  # which chooses experts: never packed
@@ -57,195 +51,26 @@ CONVERTED: Table = {
     "quantization": PACKING,
 }
 """Of a converted folder."""
+EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layernorm_epsilon")
 NEVER_QUANTIZED = (f"{ROUTER}.weight", "mixer.gate.weight")
 FORMATS = {mx.float16: "F16", mx.bfloat16: "BF16", mx.float32: "F32"}
 
 
-class MTPHead(nn.Module):
-    """Layers over (embedding of a token, state of the position before it)."""
-
-    def __init__(
-        self, layers: list[nn.Module], hidden_size: int, eps: float, arrays: bool = False
-    ):
-        """``layers`` are mlx-lm's; ``arrays``: whether they take no mask by its name.
-
-        ``chooses`` says whether they attend to slots that an indexer chooses, ``state_first``
-        whether the joining matrix takes the state before the embedding.
-        """
-        super().__init__()
-        self.pre_fc_norm_embedding = nn.RMSNorm(hidden_size, eps)
-        self.pre_fc_norm_hidden = nn.RMSNorm(hidden_size, eps)
-        self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=False)
-        self.layers = layers
-        self.norm = nn.RMSNorm(hidden_size, eps)
-        self._attends = [_has_cache(layer) for layer in layers]
-        self._arrays = arrays
-        self.state_first = False
-        self.chooses = any(isinstance(cache, CacheList) for cache in self.make_cache())
-
-    def make_cache(self) -> list[Any]:
-        """A cache for each layer that attends; two in one where it also chooses what it sees."""
-        attending = [
-            layer for layer, attends in zip(self.layers, self._attends, strict=True) if attends
-        ]
-        return [_make_cache(layer) for layer in attending]
-
-    def __call__(self, embeddings: mx.array, states: mx.array, caches: list[Any]) -> mx.array:
-        """Advance m slots of B requests: embeddings and states (B, m, h) -> states (B, m, h).
-
-        A state is what the output projection takes: the target's, after its final norm, or
-        the head's own, which is fed back in its place.
-        """
-        both = [self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(states)]
-        x = self.fc(mx.concatenate(both[::-1] if self.state_first else both, axis=-1))
-        first = caches[0][0] if self.chooses else caches[0]
-        mask = create_attention_mask(x, first, return_array=self._arrays)
-        left = iter(caches)
-        for layer, attends in zip(self.layers, self._attends, strict=True):
-            x = layer(x, mask=mask, cache=next(left)) if attends else layer(x)
-        states = self.norm(x)
-        return states
-
-
-def _has_cache(layer: nn.Module) -> bool:
-    """Whether a layer attends; of blocks with one part each, not all do."""
-    return "self_attn" in layer or getattr(layer, "block_type", None) == "*"
-
-
-def _make_cache(layer: nn.Module) -> Any:
-    has_indexer = "indexer" in layer.get("self_attn", {})
-    return CacheList(KVCache(), KVCache()) if has_indexer else KVCache()
-
-
-class MTPDrafter(FeatureDrafter):
-    """A ``Drafter`` around MTP layers; embedding and output projection are the target's.
-
-    Slot t joins the token at t + 1 with the target's state at t, after its final norm. Drafted
-    slots take the head's own state, and are dropped again.
-    """
-
-    head: MTPHead
-
-    def __init__(self, head: MTPHead, target: nn.Module):
-        """Raises ValueError where the head is not as wide as the target."""
-        embedding, _ = find_embedding(target)
-        args = text_args(target)
-        width = head.norm.weight.size
-        if width != args.hidden_size:
-            raise ValueError(
-                f"the MTP layer was made for a target of hidden size {width}, but this target's "
-                f"is {args.hidden_size}: use the layer from the target's own checkpoint."
-            )
-        self._embed = embedding
-        self._project: Callable[[mx.array], mx.array] = lm_head_of(target, embedding)
-        super().__init__(head, (len(target.layers) + 1,), len(head.make_cache()))
-        evaluate_ropes(head)
-
-    def make_cache(self) -> list[Any]:
-        return [*self.head.make_cache(), KVCache()]
-
-    @property
-    def width(self) -> int:
-        """The target's hidden size."""
-        return self.head.norm.weight.size
-
-    @property
-    def dtype(self) -> mx.Dtype:
-        return self.head.norm.weight.dtype
-
-    def batch_drafter(self) -> HeadBatchDrafter:
-        return HeadBatchDrafter(self)
-
-    def states_of(self, features: mx.array) -> mx.array:
-        """They are its states."""
-        return features
-
-    def run(self, tokens: mx.array, states: mx.array, caches: list[Any]) -> mx.array:
-        return self.head(self._embed(tokens), states, caches)
-
-    def logits(self, states: mx.array) -> mx.array:
-        return self._project(states)
-
-    def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
-        """The state is (1, h)."""
-        states = self._forward(tokens, features)
-        return states[-1:] if last is None else states[last.reshape(1)]
-
-    def propose(self, size: int, pick: Pick) -> Draft:
-        """A chain of ``size`` tokens: one forward for each but the first."""
-        states, tokens = self._seed, [self._next(self._first, pick)]
-        for _ in range(size - 1):
-            start_early(tokens[-1], size)
-            states = self._forward(tokens[-1], states)
-            tokens.append(self._next(self.logits(states), pick))
-        self._drop(self.cache[:-1], size - 1)
-        return Draft(mx.concatenate(tokens))
-
-    @property
-    def supports_trees(self) -> bool:
-        return not self.head.chooses
-
-    def check_tree(self, shape: Tree) -> None:
-        if not self.supports_trees:
-            raise ValueError(
-                "MTP layers that choose what they attend to draft chains only: leave the tree out."
-            )
-
-    def propose_tree(self, shape: Tree, pick: PickChildren) -> Draft:
-        """A tree: one forward for each level but the first, over all nodes so far.
-
-        Each node's slot stands at its depth, and sees the committed slots and its ancestors.
-        """
-        stand_in, caches = StandIn(self.head), self.cache[:-1]
-        states = self._seed
-        taken = [mx.zeros((0,), mx.int32)], [states[:0]]  # tokens and states of all slots so far
-        mask, visible = mx.zeros((0, 0), mx.bool_), mx.zeros((1, 0), mx.bool_)
-
-        def step(picked: mx.array, rows: mx.array) -> mx.array:
-            nonlocal states, mask, visible
-            num, before = picked.shape[0], mask.shape[0]
-            visible = mx.concatenate([visible[rows], each_itself(num)], axis=1)
-            mask = mx.concatenate([mx.pad(mask, [(0, 0), (0, num)]), visible], axis=0)
-            taken[0].append(picked.astype(mx.int32))
-            taken[1].append(states[rows])
-            self._drop(caches, before)
-            self.num_forwards += 1
-            with stand_in.tree_attention(caches, mask):
-                embeddings = self._embed(mx.concatenate(taken[0]))[None]
-                out = stand_in.model(embeddings, mx.concatenate(taken[1])[None], caches)
-            states = out[0, before:]
-            return self.logits(states)
-
-        grown = shape.grow(self._first, step, lambda logits, count: pick(logits, None, count))
-        self._drop(caches, mask.shape[0])
-        form = shape.parents if isinstance(shape, StaticTree) else None
-        tokens = grown.ids.astype(mx.int32)
-        return Draft(tokens, grown.parents, shape.depth, form, grown.draw_index)
-
-    @staticmethod
-    def _drop(caches: list[Any], num_slots: int) -> None:
-        for cache in caches:
-            cache.trim(num_slots)
-
-    def _forward(self, tokens: mx.array, states: mx.array) -> mx.array:
-        """One forward over tokens (m,) and states (m, h) -> (m, h)."""
-        self.num_forwards += 1
-        return self.head(self._embedded(tokens)[None], states[None], self.cache[:-1])[0]
-
-    def _next(self, logits: mx.array, pick: Pick) -> mx.array:
-        """The choice from logits (1, V), as a token (1,) int32."""
-        return pick(logits, None).astype(mx.int32)
-
-
-def make_mtp_head(target: nn.Module, names: Collection[str] = ()) -> MTPHead:
+def make_mtp_head(target: nn.Module, names: Collection[str] = ()) -> MTPHead | MTPSteps:
     """Layers that fit ``target``, with fresh weights; ``names`` are those of published ones.
 
     Raises ValueError where the target is not of a family whose layers are known.
     """
     family, args = family_of(target), text_args(target)
-    eps = getattr(args, "rms_norm_eps", None) or args.layer_norm_epsilon
+    eps = next(getattr(args, name) for name in EPSILONS if getattr(args, name, None))
     layers = family.make_layers(target, names)
-    return MTPHead(layers, args.hidden_size, eps, family.masks_as_arrays)
+    if not family.is_stepped:
+        return MTPHead(layers, args.hidden_size, eps, family.masks_as_arrays)
+    steps = [MTPHead([layer], args.hidden_size, eps) for layer in layers]
+    for index, step in enumerate(steps):
+        if any(name.startswith(f"steps.{index}.lm_head.") for name in names):
+            step.lm_head = nn.Linear(args.hidden_size, args.vocab_size, bias=False)
+    return MTPSteps(steps, [window_of(layer, args) for layer in layers], family.is_chained)
 
 
 def load_mtp(
@@ -272,7 +97,7 @@ def _drafter_of(
     """The drafter of parts as the head has them."""
     family = family_of(target)
     if family.zero_centred:
-        own = with_final_norms(own, target)
+        own = each_step(own, lambda part: with_final_norms(part, target))
     head = make_mtp_head(target, own)
     _quantize(head, own, quantization)
     _check(head, own, family)
@@ -281,10 +106,12 @@ def _drafter_of(
     _cast(head, dtype)
     quantize_now(head, quantization, options, kept=ROUTER)
     mx.eval(head.parameters())
+    if isinstance(head, MTPSteps):
+        return SteppedMTPDrafter(head, target)
     return MTPDrafter(head, target)
 
 
-def _cast(head: MTPHead, dtype: mx.Dtype) -> None:
+def _cast(head: nn.Module, dtype: mx.Dtype) -> None:
     """Give the head's floats one type, but what routers add; packed integers stay."""
 
     def cast(path: str, array: mx.array) -> mx.array:
@@ -294,7 +121,7 @@ def _cast(head: MTPHead, dtype: mx.Dtype) -> None:
     head.update(tree_map_with_path(cast, head.parameters()))
 
 
-def _quantize(head: MTPHead, weights: Weights, quantization: Mapping[str, Any]) -> None:
+def _quantize(head: nn.Module, weights: Weights, quantization: Mapping[str, Any]) -> None:
     """Pack the modules that ``weights`` have scales for, as the config says of each."""
     usual = {k: v for k, v in quantization.items() if k in ("group_size", "bits", "mode")}
 
@@ -312,7 +139,7 @@ def _quantize(head: MTPHead, weights: Weights, quantization: Mapping[str, Any]) 
     nn.quantize(head, class_predicate=packing)
 
 
-def _check(head: MTPHead, weights: Weights, family: MTPFamily) -> None:
+def _check(head: nn.Module, weights: Weights, family: MTPFamily) -> None:
     """Raise ValueError unless these are the tensors of the head."""
     own: Any = tree_flatten(head.parameters())
     expected = {name: array.shape for name, array in own}

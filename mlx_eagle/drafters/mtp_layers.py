@@ -32,7 +32,8 @@ class MTPFamily:
     """Targets whose layers are published in the same way.
 
     ``raw`` are the names in a target's checkpoint, in which {N} is how many layers the target
-    has, ``folder`` those in a folder of these layers alone, as mlx-vlm writes it.
+    has and {N+1} one more, ``folder`` those in a folder of these layers alone, as mlx-vlm
+    writes it.
     """
 
     title: str
@@ -48,6 +49,10 @@ class MTPFamily:
     """Whether published norms hold their weight less one."""
     masks_as_arrays: bool = False
     """Whether attention takes no mask by its name."""
+    is_stepped: bool = False
+    """Whether each layer predicts one token further, from states before the target's last norm."""
+    is_chained: bool = True
+    """Whether such a layer takes the state of the one before; else all take the target's."""
 
     def renamed(self, weights: Mapping[str, mx.array], num_layers: int) -> Weights:
         """The parts of the layers under their names here; nothing else."""
@@ -65,7 +70,8 @@ class MTPFamily:
 
     def _new_name(self, name: str, names: Names, num_layers: int) -> str | None:
         for pattern, new in names:
-            match = re.match(pattern.replace("{N}", str(num_layers)), name)
+            here = re.sub(r"\{N\+?(\d*)\}", lambda m: str(num_layers + int(m[1] or 0)), pattern)
+            match = re.match(here, name)
             if match is not None:
                 return None if new is None else match.expand(new) + name[match.end() :]
         return None
@@ -104,12 +110,43 @@ def _blocks(target: nn.Module, names: Collection[str]) -> list[nn.Module]:
     return [block(text_args(target), found[index]) for index in sorted(found)]
 
 
-def _after(prefix: str) -> Names:
-    """The names of DeepSeek's layers behind a prefix."""
+def _num_steps(names: Collection[str]) -> int:
+    """How many layers predict a token each, as published where no names say it."""
+    return len({name.split(".")[1] for name in names if name.startswith("steps.")}) or MOST_STEPS
+
+
+def _next_few(target: nn.Module, names: Collection[str]) -> list[nn.Module]:
+    """The layers that would come next; ValueError where the config says nothing of them."""
+    layer, first = type(target.layers[-1]), len(target.layers)
+    try:
+        return [layer(text_args(target), first + j) for j in range(_num_steps(names))]
+    except IndexError as err:
+        raise ValueError(
+            f"the target's config.json describes its {first} layers and not the MTP layers behind "
+            "them: take the one that the model was published with."
+        ) from err
+
+
+def _sliding(target: nn.Module, names: Collection[str]) -> list[nn.Module]:
+    """Dense layers that attend to a window."""
+    layer, args = type(target.layers[0]), text_args(target)
+    return [layer(args, is_moe=False, is_sliding_window=True) for _ in range(_num_steps(names))]
+
+
+def window_of(layer: nn.Module, args: Any) -> int | None:
+    """How many slots a layer sees; None: all."""
+    if not (getattr(layer, "is_sliding", False) or getattr(layer, "is_sliding_window", False)):
+        return None
+    size: int = getattr(args, "sliding_window", None) or args.sliding_window_size
+    return size
+
+
+def _after(prefix: str, new: str = "") -> Names:
+    """The names of DeepSeek's layers behind a prefix, and what stands before the new ones."""
     return (
-        (rf"{prefix}enorm\.", EMBEDDING_NORM),
-        (rf"{prefix}hnorm\.", STATE_NORM),
-        (rf"{prefix}eh_proj\.", JOIN),
+        (rf"{prefix}enorm\.", new + EMBEDDING_NORM),
+        (rf"{prefix}hnorm\.", new + STATE_NORM),
+        (rf"{prefix}eh_proj\.", new + JOIN),
     )
 
 
@@ -133,6 +170,23 @@ NEMOTRON = (
     (r"(?:mtp\.)?layers\.\d+\.final_layernorm\.", "norm."),
     (r"(?:mtp\.)?(layers\.\d+)\.", r"\1."),
 )
+
+MOST_STEPS = 3  # layers that Step 3.5 and MiMo-V2-Flash are published with
+
+
+def _of_step(index: int) -> Names:
+    """The names of Step's layer number ``index``, which has a matrix of logits of its own."""
+    layer, new = rf"model\.layers\.{{N+{index}}}\.(?:transformer\.)?", f"steps.{index}."
+    return (
+        *_after(layer, new),
+        (rf"{layer}shared_head\.norm\.", f"{new}norm."),
+        (rf"{layer}shared_head\.(?:output|head)\.", f"{new}lm_head."),
+        (rf"{layer}embed_tokens\.", None),
+        (layer, f"{new}layers.0."),
+    )
+
+
+MIMO_V2 = r"model\.mtp\.layers\.(\d)\."
 
 FAMILIES = (
     MTPFamily(
@@ -186,6 +240,30 @@ FAMILIES = (
         make_layers=_blocks,
         trunk="backbone.layers.",
     ),
+    MTPFamily(
+        "Step 3.5",
+        ("step3p5",),
+        raw=tuple(name for index in range(MOST_STEPS) for name in _of_step(index)),
+        folder=(),
+        make_layers=_next_few,
+        zero_centred=True,
+        is_stepped=True,
+    ),
+    MTPFamily(
+        "MiMo-V2-Flash",
+        ("mimo_v2_flash",),
+        raw=(
+            *_after(MIMO_V2, r"steps.\1."),
+            (rf"{MIMO_V2}final_layernorm\.", r"steps.\1.norm."),
+            (rf"{MIMO_V2}pre_mlp_layernorm\.", r"steps.\1.layers.0.post_attention_layernorm."),
+            (MIMO_V2, r"steps.\1.layers.0."),
+        ),
+        folder=(),
+        make_layers=_sliding,
+        trunk="model.layers.",
+        is_stepped=True,
+        is_chained=False,
+    ),
 )
 
 
@@ -212,8 +290,26 @@ def family_of(target: nn.Module) -> MTPFamily:
     )
 
 
+def each_step(weights: Weights, change: Callable[[Weights], Weights]) -> Weights:
+    """``change`` made to the parts of each layer that predicts a token, or to all at once."""
+    parts: dict[str, Weights] = {}
+    for name, array in weights.items():
+        step = re.match(r"steps\.\d+\.", name)
+        start = step[0] if step is not None else ""
+        parts.setdefault(start, {})[name.removeprefix(start)] = array
+    return {
+        start + name: array
+        for start, part in parts.items()
+        for name, array in change(part).items()
+    }
+
+
 def prepared(weights: Weights, family: MTPFamily, target: nn.Module) -> Weights:
     """Weights as mlx-lm's layers hold them: experts stacked, projections split."""
+    return each_step(weights, lambda part: _prepared(part, family, target))
+
+
+def _prepared(weights: Weights, family: MTPFamily, target: nn.Module) -> Weights:
     if family.trunk is None:
         weights = stack_experts(weights)
     else:

@@ -8,10 +8,18 @@ import mlx.core as mx
 import pytest
 from assistants import published, tiny_assistant, tiny_gemma4
 from checkpoints import write_config
+from grids import thorough
 from helpers import PROMPT, plain, speculative
 from hub import running_hub, use_hub
 from mlx.utils import tree_flatten
-from mtp_checkpoints import FAMILIES, Published, check_layers, full_config, write_checkpoint
+from mtp_checkpoints import (
+    FAMILIES,
+    STEPPED,
+    Published,
+    check_layers,
+    full_config,
+    write_checkpoint,
+)
 
 from mlx_eagle.convert import convert, pipeline
 from mlx_eagle.convert.check_acceptance import measure_acceptance
@@ -32,15 +40,42 @@ QUICK = ("qwen3.5", "glm-4.7-flash", "mimo")
 
 @pytest.mark.parametrize(
     "name",
-    [n if n in QUICK else pytest.param(n, marks=pytest.mark.exhaustive) for n in FAMILIES],
+    thorough([*FAMILIES, *STEPPED], *QUICK),
 )
 def test_layers_of_a_targets_own_checkpoint(tmp_path, name):
-    part = FAMILIES[name]()
+    part = {**FAMILIES, **STEPPED}[name]()
     source = written(tmp_path / "target", part)
     (tmp_path / "target" / "model-00001-of-00003.safetensors").write_bytes(b"never read")
     config = convert(source, str(tmp_path / "head"), quantize=False)
     assert (config["kind"], config["hidden_size"]) == ("mtp", 64)
     check_layers(load_drafter(tmp_path / "head", part.target), part)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", STEPPED)
+def test_four_bits_of_several_layers(tmp_path, name):
+    """Also without the checkpoint's own matrices of logits, which are the target's then."""
+    part = STEPPED[name]()
+    for key in [key for key in part.tensors if "shared_head.output" in key]:
+        del part.tensors[key]
+    convert(written(tmp_path / "target", part), str(tmp_path / "head"))
+    drafter = load_drafter(tmp_path / "head", part.target)
+    assert [step.layers[0].self_attn.q_proj.bits for step in drafter.head.steps] == [4, 4, 4]
+    tokens, stats = speculative(part.target, drafter, PROMPT, 10, num_draft_tokens=3)
+    assert tokens == plain(part.target, PROMPT, 10) and stats.num_drafted > 0
+
+
+@pytest.mark.exhaustive
+def test_a_config_that_says_nothing_of_the_layers(tmp_path):
+    part = STEPPED["step-3.5"]()
+    source = written(tmp_path / "target", part)
+    cut = {
+        key: value[:3] if isinstance(value, list) else value
+        for key, value in full_config(part).items()
+    }
+    write_config(tmp_path / "target", cut)
+    with pytest.raises(ValueError, match="describes its 3 layers and not the MTP layers behind"):
+        convert(source, str(tmp_path / "head"))
 
 
 @pytest.mark.parametrize("part", [MOE, GLM], ids=["qwen3.5 moe", "glm-4.5"])

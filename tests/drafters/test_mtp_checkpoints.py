@@ -9,7 +9,7 @@ import pytest
 from checkpoints import write_config
 from helpers import PROMPT, byte_tokenizer, plain, speculative, tiny_llama
 from mlx.utils import tree_flatten
-from mlx_lm.models import glm4_moe, qwen3_next
+from mlx_lm.models import glm4_moe, mimo_v2_flash, qwen3_next, step3p5
 from mtp_checkpoints import (
     FAMILIES,
     Published,
@@ -276,6 +276,48 @@ FULL_SIZE = {
             "layers.0.self_attn.k_proj.bias": (1024,),
             "layers.0.mlp.switch_mlp.down_proj.weight": (128, 4096, 1408),
             "layers.0.mlp.gate.e_score_correction_bias": (128,),
+        },
+    ),
+    "Step-3.5-Flash": (
+        step3p5,
+        {
+            "model_type": "step3p5", "hidden_size": 4096, "num_hidden_layers": 45,
+            "vocab_size": 128896, "num_attention_heads": 64, "num_attention_groups": 8,
+            "head_dim": 128, "intermediate_size": 11264, "rope_theta": [5e6, 1e4, 1e4, 1e4] * 12,
+            "layer_types": ["full_attention", *["sliding_attention"] * 3] * 12,
+            "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0] * 12, "sliding_window": 512,
+            "attention_other_setting": {"num_attention_heads": 96, "num_attention_groups": 8},
+            "moe_layers_enum": ",".join(map(str, range(3, 45))), "moe_num_experts": 288,
+        },
+        {
+            "steps.0.fc.weight": (4096, 8192),
+            "steps.2.layers.0.self_attn.q_proj.weight": (12288, 4096),
+            "steps.1.layers.0.self_attn.g_proj.weight": (96, 4096),
+            "steps.2.layers.0.mlp.up_proj.weight": (11264, 4096), "steps.2.norm.weight": (4096,),
+        },
+    ),
+    "MiMo-V2-Flash": (
+        mimo_v2_flash,
+        {
+            "model_type": "mimo_v2_flash", "hidden_size": 4096, "num_hidden_layers": 48,
+            "vocab_size": 152576, "intermediate_size": 16384, "moe_intermediate_size": 2048,
+            "num_experts_per_tok": 8, "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0] * 8,
+            "moe_layer_freq": [0, *[1] * 47], "add_swa_attention_sink_bias": True,
+            "add_full_attention_sink_bias": False, "sliding_window_size": 128,
+            "num_attention_heads": 64, "num_key_value_heads": 4, "n_shared_experts": None,
+            "n_routed_experts": 256, "routed_scaling_factor": None, "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid", "norm_topk_prob": True, "n_group": 1, "topk_group": 1,
+            "max_position_embeddings": 262144, "layernorm_epsilon": 1e-5, "rope_theta": 5e6,
+            "swa_rope_theta": 1e4, "swa_num_attention_heads": 64, "swa_num_key_value_heads": 8,
+            "head_dim": 192, "v_head_dim": 128, "swa_head_dim": 192, "swa_v_head_dim": 128,
+            "partial_rotary_factor": 0.334, "attention_value_scale": 0.707,
+        },
+        {
+            "steps.0.fc.weight": (4096, 8192),
+            "steps.0.layers.0.self_attn.k_proj.weight": (1536, 4096),
+            "steps.1.layers.0.self_attn.o_proj.weight": (4096, 8192),
+            "steps.2.layers.0.self_attn.attention_sink_bias": (64,),
+            "steps.2.layers.0.mlp.down_proj.weight": (4096, 16384),
         },
     ),
 }  # fmt: skip

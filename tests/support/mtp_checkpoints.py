@@ -3,6 +3,7 @@
 The tensors' names and shapes are those of the makers' files; ``naive`` says what they stand for.
 """
 
+import copy
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,9 @@ from mlx_lm.models import (
     glm4_moe_lite,
     glm_moe_dsa,
     mimo,
+    mimo_v2_flash,
     nemotron_h,
+    step3p5,
 )
 
 from mlx_eagle.drafters.mtp import load_mtp
@@ -39,7 +42,7 @@ class Published:
 
     target: nn.Module
     tensors: dict[str, np.ndarray]
-    naive: mtp_numpy.NaiveMTP
+    naive: mtp_numpy.NaiveMTP | mtp_numpy.SteppedMTP
     inner: Callable[[Any], Any]
     """The module of the target that gives its states, after the final norm."""
 
@@ -313,6 +316,117 @@ FAMILIES: dict[str, Callable[[], Published]] = {
     "mimo": mimo_7b,
     "nemotron-h": nemotron,
 }
+
+
+def without_norm(model: nn.Module) -> Any:
+    """The module that gives a target's states before the final norm."""
+    inner = copy.copy(model.model)
+    inner.norm = lambda states: states
+    return inner
+
+
+def step(seed: int = 33) -> Published:
+    """Layers with and without a window, and a matrix of logits each."""
+    full, sliding = "full_attention", "sliding_attention"
+    args = step3p5.ModelArgs(
+        model_type="step3p5",
+        hidden_size=H,
+        num_hidden_layers=3,
+        vocab_size=VOCAB,
+        num_attention_heads=4,
+        num_attention_groups=2,
+        head_dim=16,
+        intermediate_size=96,
+        rope_theta=[10000.0, 5000.0, 10000.0, 5000.0, 5000.0, 10000.0],
+        sliding_window=6,
+        layer_types=[full, sliding, full, sliding, sliding, full],
+        partial_rotary_factors=[0.5, 1.0, 0.5, 1.0, 1.0, 0.5],
+        attention_other_setting={"num_attention_heads": 8, "num_attention_groups": 2},
+        moe_num_experts=E,
+        moe_top_k=2,
+        moe_intermediate_size=F,
+        share_expert_dim=F,
+        moe_layers_enum="1,2",
+    )
+    shapes: Shapes = {}
+    for p, heads in (("model.layers.3.", 8), ("model.layers.4.", 8), ("model.layers.5.", 4)):
+        shapes |= joined(p, ("enorm.weight", "hnorm.weight", "eh_proj.weight")) | norms(p)
+        shapes |= gqa(f"{p}self_attn.", heads, 2, 16) | mlp(f"{p}mlp.", 96)
+        shapes |= {f"{p}self_attn.g_proj.weight": (heads, H)}
+        shapes |= {f"{p}self_attn.{name}_norm.weight": (16,) for name in "qk"}
+        shapes |= {f"{p}transformer.shared_head.norm.weight": (H,)}
+        shapes |= {f"{p}transformer.shared_head.output.weight": (VOCAB, H)}
+    target = randomize(step3p5.Model(args), seed)
+    own = "transformer.shared_head."
+    naive = mtp_numpy.SteppedMTP(
+        mtp_numpy.step_layer,
+        tuple(f"model.layers.{3 + j}." for j in range(3)),
+        f"{own}norm.weight",
+        f"{own}output.weight",
+        less_one=True,
+    )
+    return Published(target, filled(shapes, seed, less_one=True), naive, without_norm)
+
+
+def mimo_v2(seed: int = 34) -> Published:
+    args = mimo_v2_flash.ModelArgs(
+        model_type="mimo_v2_flash",
+        num_experts_per_tok=2,
+        hybrid_layer_pattern=[0, 1, 1],
+        moe_layer_freq=[0, 1, 1],
+        add_swa_attention_sink_bias=True,
+        add_full_attention_sink_bias=False,
+        sliding_window_size=6,
+        vocab_size=VOCAB,
+        hidden_size=H,
+        intermediate_size=96,
+        moe_intermediate_size=F,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        n_shared_experts=None,
+        n_routed_experts=E,
+        routed_scaling_factor=None,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+        norm_topk_prob=True,
+        n_group=1,
+        topk_group=1,
+        max_position_embeddings=512,
+        layernorm_epsilon=1e-5,
+        rope_theta=10000.0,
+        swa_rope_theta=5000.0,
+        swa_num_attention_heads=4,
+        swa_num_key_value_heads=2,
+        head_dim=16,
+        v_head_dim=12,
+        swa_head_dim=16,
+        swa_v_head_dim=12,
+        partial_rotary_factor=0.5,
+        attention_value_scale=0.7,
+    )
+    shapes: Shapes = {}
+    for j in range(3):
+        p = f"model.mtp.layers.{j}."
+        shapes |= joined(p, ("enorm.weight", "hnorm.weight", "eh_proj.weight"))
+        shapes |= {f"{p}{name}.weight": (H,) for name in ("input_layernorm", "pre_mlp_layernorm")}
+        shapes |= {f"{p}final_layernorm.weight": (H,)} | mlp(f"{p}mlp.", 96)
+        rows = {"q": 4 * 16, "k": 2 * 16, "v": 2 * 12}
+        shapes |= {f"{p}self_attn.{name}_proj.weight": (n, H) for name, n in rows.items()}
+        shapes |= {f"{p}self_attn.o_proj.weight": (H, 4 * 12)}
+        shapes |= {f"{p}self_attn.attention_sink_bias": (4,)}
+    target = randomize(mimo_v2_flash.Model(args), seed)
+    naive = mtp_numpy.SteppedMTP(
+        mtp_numpy.mimo_v2_layer,
+        tuple(f"model.mtp.layers.{j}." for j in range(3)),
+        "final_layernorm.weight",
+        chained=False,
+    )
+    return Published(target, filled(shapes, seed), naive, without_norm)
+
+
+STEPPED: dict[str, Callable[[], Published]] = {"step-3.5": step, "mimo-v2-flash": mimo_v2}
+"""Families with a layer for each token ahead."""
 
 
 # With few heads, scores are often equal: 0 where no head has any.

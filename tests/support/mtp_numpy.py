@@ -45,12 +45,19 @@ def rope(x: Array, theta: float, dims: int, pairs: bool) -> Array:
     return np.concatenate([both, x[..., dims:]], axis=-1)
 
 
-def attend(q: Array, k: Array, v: Array, scale: float) -> Array:
-    """Causal attention of q (n, H, d) over k, v (n, Hk, .) -> (n, H, dv)."""
+def attend(
+    q: Array, k: Array, v: Array, scale: float, window: int = 10**9, sinks: Array | None = None
+) -> Array:
+    """Causal attention of q (n, H, d) over the last k, v (n, Hk, .) -> (n, H, dv)."""
     k, v = (np.repeat(part, q.shape[1] // part.shape[1], axis=1) for part in (k, v))
     scores = scale * np.einsum("ihd,jhd->hij", q, k)
-    scores += np.where(np.tri(len(q)), 0, -np.inf)
-    return np.einsum("hij,jhd->ihd", softmax(scores), v)
+    far = np.arange(len(q))[:, None] - np.arange(len(q))
+    scores += np.where((far >= 0) & (far < window), 0, -np.inf)
+    if sinks is None:
+        return np.einsum("hij,jhd->ihd", softmax(scores), v)
+    column = np.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))
+    shares = softmax(np.concatenate([scores, column], axis=-1))[..., :-1]
+    return np.einsum("hij,jhd->ihd", shares, v)
 
 
 def swiglu(x: Array, t: Tensors, path: str) -> Array:
@@ -180,6 +187,95 @@ def nemotron_layer(x: Array, t: Tensors, c: Mapping[str, Any]) -> Array:
     x = x + attend(q, k, v, d**-0.5).reshape(n, -1) @ t[f"{p}mixer.o_proj.weight"].T
     p = "mtp.layers.1."
     return x + sigmoid_experts(rms(x, t[f"{p}norm.weight"], eps), t, f"{p}mixer.", c, relu2)
+
+
+def step_layer(x: Array, t: Tensors, c: Mapping[str, Any], p: str) -> Array:
+    """A layer of Step 3.5: a gate for each head, norms less one, some with a window."""
+    index, eps, n, d = int(p.split(".")[2]), c["rms_norm_eps"], len(x), c["head_dim"]
+    slides = c["layer_types"][index] == "sliding_attention"
+    heads = c["attention_other_setting"]["num_attention_heads"] if slides else None
+    heads, kv = heads or c["num_attention_heads"], c["num_attention_groups"]
+    h = rms(x, 1 + t[f"{p}input_layernorm.weight"], eps)
+    q, k, v = (
+        (h @ t[f"{p}self_attn.{name}_proj.weight"].T).reshape(n, count, d)
+        for name, count in (("q", heads), ("k", kv), ("v", kv))
+    )
+    q = rms(q, 1 + t[f"{p}self_attn.q_norm.weight"], eps)
+    k = rms(k, 1 + t[f"{p}self_attn.k_norm.weight"], eps)
+    theta, dims = c["rope_theta"][index], int(d * c["partial_rotary_factors"][index])
+    q, k = (rope(part, theta, dims, pairs=False) for part in (q, k))
+    out = attend(q, k, v, d**-0.5, c["sliding_window"] if slides else 10**9)
+    out = out * sigmoid(h @ t[f"{p}self_attn.g_proj.weight"].T)[..., None]
+    x = x + out.reshape(n, -1) @ t[f"{p}self_attn.o_proj.weight"].T
+    return x + swiglu(rms(x, 1 + t[f"{p}post_attention_layernorm.weight"], eps), t, f"{p}mlp.")
+
+
+def mimo_v2_layer(x: Array, t: Tensors, c: Mapping[str, Any], p: str) -> Array:
+    """A layer of MiMo-V2-Flash: a window, something of the attention for no slot at all."""
+    eps, n = c["layernorm_epsilon"], len(x)
+    heads, kv, d = c["swa_num_attention_heads"], c["swa_num_key_value_heads"], c["swa_head_dim"]
+    h = rms(x, t[f"{p}input_layernorm.weight"], eps)
+    q, k, v = (
+        (h @ t[f"{p}self_attn.{name}_proj.weight"].T).reshape(n, count, -1)
+        for name, count in (("q", heads), ("k", kv), ("v", kv))
+    )
+    dims = int(d * c["partial_rotary_factor"])
+    q, k = (rope(part, c["swa_rope_theta"], dims, pairs=False) for part in (q, k))
+    sinks = t[f"{p}self_attn.attention_sink_bias"]
+    v = v * c["attention_value_scale"]
+    out = attend(q, k, v, d**-0.5, c["sliding_window_size"], sinks).reshape(n, -1)
+    x = x + out @ t[f"{p}self_attn.o_proj.weight"].T
+    return x + swiglu(rms(x, t[f"{p}pre_mlp_layernorm.weight"], eps), t, f"{p}mlp.")
+
+
+@dataclass(frozen=True)
+class SteppedMTP:
+    """Layers of which number j sees the token at i + 1 + j beside the state of position i."""
+
+    layer: Callable[[Array, Tensors, Mapping[str, Any], str], Array]
+    prefixes: tuple[str, ...]
+    out_norm: str
+    head: str | None = None
+    """The layer's own matrix of logits; None: the target's."""
+    less_one: bool = False
+    chained: bool = True
+    """Whether the state is what the layer before made of position i; else the target's."""
+
+    @property
+    def join(self) -> str:
+        return f"{self.prefixes[0]}eh_proj.weight"
+
+    def logits(
+        self,
+        tensors: Tensors,
+        config: Mapping[str, Any],
+        table: Array,
+        output: Array,
+        states: Array,
+        text: list[int],
+        size: int,
+        drafted: Sequence[int] = (),
+    ) -> list[Array]:
+        """As those of ``NaiveMTP``, from states before the final norm; layer by layer, anew."""
+        eps = config.get("rms_norm_eps") or config["layernorm_epsilon"]
+        plus = 1.0 if self.less_one else 0.0
+        t = {name: np.asarray(array, np.float64) for name, array in tensors.items()}
+        table, output = np.asarray(table, np.float64), np.asarray(output, np.float64)
+        tokens, states, found = list(text), np.asarray(states, np.float64), []
+        for j, p in enumerate(self.prefixes[:size]):
+            seen = tokens[1 + j :]
+            assert len(seen) == len(states)
+            both = [
+                rms(table[seen], plus + t[f"{p}enorm.weight"], eps),
+                rms(states, plus + t[f"{p}hnorm.weight"], eps),
+            ]
+            joined = np.concatenate(both, axis=-1) @ t[f"{p}eh_proj.weight"].T
+            made = self.layer(joined, t, config, p)
+            last = rms(made[-1], plus + t[f"{p}{self.out_norm}"], eps)
+            found.append((t[f"{p}{self.head}"] if self.head else output) @ last)
+            tokens.append(drafted[j] if j < len(drafted) else int(found[-1].argmax()))
+            states = made if self.chained else states
+        return found
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ repository:
 
     PYTHONPATH=tests/support:. python tools/golden/make_mtp_transformers.py
 
-These are the layers behind the last one of DeepSeek's and GLM's models, and one as speculators
-trains it for Qwen3. Where they choose what
-they attend to, they choose fewer slots than there are. The tensors and what enters them come from
-NumPy's seeded generator, so that states are all there is to keep.
+These are the layers behind the last one of DeepSeek's and GLM's models, one as speculators trains
+it for Qwen3, and those of Step 3.5 and MiMo-V2-Flash, of which each predicts one token. Where they
+choose what they attend to, they choose fewer slots than there are. The tensors and what enters
+them come from NumPy's seeded generator, so that states are all there is to keep.
 """
 
 import re
@@ -19,7 +19,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import torch
-from mtp_checkpoints import CHOOSING, FAMILIES, Published, entering, qwen3_by_speculators
+from mtp_checkpoints import (
+    CHOOSING,
+    FAMILIES,
+    STEPPED,
+    Published,
+    entering,
+    qwen3_by_speculators,
+)
 from transformers.modeling_layers import MtpLayer
 
 GOLDEN = Path(__file__).parents[2] / "tests" / "support" / "golden"
@@ -112,8 +119,88 @@ def states(name: str) -> np.ndarray:
     return found[0].numpy()
 
 
+STEPS = {
+    "step-3.5": ("step3p7", "Step3p7", "Step3p7TextConfig"),
+    "mimo-v2-flash": ("mimo_v2_flash", "MiMoV2Flash", "MiMoV2FlashConfig"),
+}
+STEP_NAMES = {
+    "transformer.shared_head.norm.": "post_norm.",
+    "final_layernorm.": "post_norm.",
+    "enorm.": "enorm.",
+    "hnorm.": "hnorm.",
+    "eh_proj.": "eh_proj.",
+}
+
+
+def step_config(name: str, make_config: Any, values: dict[str, Any], index: int) -> Any:
+    """The library's config of a model whose only layer is that one."""
+    common = {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 96}
+    common |= {"num_attention_heads": 4, "head_dim": 16, "rms_norm_eps": 1e-5}
+    common |= {"mlp_layer_types": ["dense"], "attn_implementation": "eager"}
+    if name == "step-3.5":
+        kind = values["layer_types"][3 + index]
+        return make_config(
+            **common,
+            layer_types=[kind],
+            num_key_value_heads=2,
+            sliding_window=values["sliding_window"],
+            attention_other_setting=values["attention_other_setting"],
+            rope_theta=[values["rope_theta"][3 + index]],
+            partial_rotary_factors=[values["partial_rotary_factors"][3 + index]],
+        )
+    rope = {"rope_type": "default", "rope_theta": values["swa_rope_theta"]}
+    rope["partial_rotary_factor"] = values["partial_rotary_factor"]
+    return make_config(
+        **common,
+        layer_types=["sliding_attention"],
+        num_key_value_heads=1,
+        v_head_dim=12,
+        sliding_window=values["sliding_window_size"],
+        attention_value_scale=values["attention_value_scale"],
+        rope_parameters={"sliding_attention": rope, "full_attention": rope},
+    )
+
+
+def step_states(name: str, index: int) -> np.ndarray:
+    """The states (n, h) of layer ``index``, after its norm."""
+    part, (module, prefix, config_name) = STEPPED[name](), STEPS[name]
+    place = f"transformers.models.{module}"
+    own = import_module(f"{place}.modeling_{module}")
+    make_config = getattr(import_module(f"{place}.configuration_{module}"), config_name)
+    config = step_config(name, make_config, part.config, index)
+    layer, norm, rotary = (
+        getattr(own, f"{prefix}{what}") for what in ("DecoderLayer", "RMSNorm", "RotaryEmbedding")
+    )
+    model, weights = MtpLayer(config, layer, norm, 0).eval(), {}
+    start = part.naive.prefixes[index]
+    for full, array in part.tensors.items():
+        bare = full.removeprefix(start)
+        if bare == full or "shared_head.output" in bare:
+            continue
+        known = next((old for old in STEP_NAMES if bare.startswith(old)), None)
+        bare = bare.replace("attention_sink_bias", "sinks")
+        bare = bare.replace("pre_mlp_layernorm", "post_attention_layernorm")
+        new = bare.replace(known, STEP_NAMES[known]) if known else f"mtp_block.{bare}"
+        weights[new] = torch.tensor(array)
+    kept = model.state_dict()
+    assert kept.keys() == weights.keys(), kept.keys() ^ weights.keys()
+    model.load_state_dict(weights)
+    embeddings, hidden = (torch.tensor(np.array(array))[None] for array in entering())
+    places = torch.arange(embeddings.shape[1])[None]
+    far = places[0][:, None] - places[0]
+    kind = config.layer_types[0]
+    is_hidden = (far < 0) | ((far >= 6) if kind == "sliding_attention" else far < 0)
+    mask = torch.zeros(far.shape).masked_fill(is_hidden, -torch.inf)[None, None]
+    with torch.no_grad():
+        found = model(
+            embeddings, hidden, rotary(config)(embeddings, places, kind), mask, places, None
+        )
+    return found[0].numpy()
+
+
 if __name__ == "__main__":
     made = {name: states(name) for name in CLASSES}
+    made |= {f"{name}, {j}": step_states(name, j) for name in STEPS for j in range(3)}
     arrays = {name: mx.array(array) for name, array in made.items()}
     mx.save_safetensors(str(GOLDEN / "mtp-transformers.safetensors"), arrays)
     print({name: float(np.abs(array).max()) for name, array in made.items()})

@@ -1,0 +1,341 @@
+"""Drafters of multi-token-prediction layers: one that is run again, or one for each token ahead.
+
+Several layers, as Step 3.5 and MiMo-V2-Flash have them: layer j predicts the token that is j + 2
+behind the position whose state it starts from (DeepSeek-AI 2024, arXiv:2412.19437, equation 21).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.cache import CacheList, KVCache
+
+from ..target.masks_and_ropes import evaluate_ropes
+from ..target.stand_in import StandIn
+from ..target.tree_attention import each_itself
+from .base import BatchDrafter, Draft, Pick, PickChildren, start_early
+from .batch_drafter import HeadBatchDrafter
+from .feature_drafter import FeatureDrafter
+from .mtp_layers import text_args
+from .target_parts import find_embedding, lm_head_of
+from .tree import StaticTree, Tree
+
+
+class MTPHead(nn.Module):
+    """Layers over (embedding of a token, state of the position before it)."""
+
+    def __init__(
+        self, layers: list[nn.Module], hidden_size: int, eps: float, arrays: bool = False
+    ):
+        """``layers`` are mlx-lm's; ``arrays``: whether they take no mask by its name.
+
+        ``chooses`` says whether they attend to slots that an indexer chooses, ``state_first``
+        whether the joining matrix takes the state before the embedding.
+        """
+        super().__init__()
+        self.pre_fc_norm_embedding = nn.RMSNorm(hidden_size, eps)
+        self.pre_fc_norm_hidden = nn.RMSNorm(hidden_size, eps)
+        self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=False)
+        self.layers = layers
+        self.norm = nn.RMSNorm(hidden_size, eps)
+        self._attends = [_has_cache(layer) for layer in layers]
+        self._arrays = arrays
+        self.state_first = False
+        self.chooses = any(isinstance(cache, CacheList) for cache in self.make_cache())
+
+    def make_cache(self) -> list[Any]:
+        """A cache for each layer that attends; two in one where it also chooses what it sees."""
+        attending = [
+            layer for layer, attends in zip(self.layers, self._attends, strict=True) if attends
+        ]
+        return [_make_cache(layer) for layer in attending]
+
+    def __call__(self, embeddings: mx.array, states: mx.array, caches: list[Any]) -> mx.array:
+        """Advance m slots of B requests: embeddings and states (B, m, h) -> states (B, m, h).
+
+        A state is what the output projection takes: the target's, after its final norm, or
+        the head's own, which is fed back in its place.
+        """
+        x = self.join(embeddings, states)
+        first = caches[0][0] if self.chooses else caches[0]
+        mask = create_attention_mask(x, first, return_array=self._arrays)
+        left = iter(caches)
+        for layer, attends in zip(self.layers, self._attends, strict=True):
+            x = layer(x, mask=mask, cache=next(left)) if attends else layer(x)
+        states = self.norm(x)
+        return states
+
+    def join(self, embeddings: mx.array, states: mx.array) -> mx.array:
+        """What enters the layers: both through a norm each, side by side, and the matrix."""
+        both = [self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(states)]
+        return self.fc(mx.concatenate(both[::-1] if self.state_first else both, axis=-1))
+
+
+def _has_cache(layer: nn.Module) -> bool:
+    """Whether a layer attends; of blocks with one part each, not all do."""
+    return "self_attn" in layer or getattr(layer, "block_type", None) == "*"
+
+
+def _make_cache(layer: nn.Module) -> Any:
+    has_indexer = "indexer" in layer.get("self_attn", {})
+    return CacheList(KVCache(), KVCache()) if has_indexer else KVCache()
+
+
+class MTPSteps(nn.Module):
+    """Layers of which each predicts one token further than the one before.
+
+    Slot i of layer j joins the token at i + 1 with what the layer before passes on from slot
+    i - 1, so that all caches have a slot for each token; the first j of layer j stand for
+    nothing, and none but themselves sees them. Of the first layer it is the target's state.
+    """
+
+    def __init__(self, steps: list[MTPHead], windows: list[int | None], chained: bool):
+        """``windows`` are how many slots each sees, None: all.
+
+        ``chained``: whether a layer passes on what it made, before its norm; otherwise all are
+        given the target's states.
+        """
+        super().__init__()
+        self.steps = steps
+        self.chained = chained
+        self._windows = windows
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return [layer for step in self.steps for layer in step.layers]
+
+    @property
+    def norm(self) -> nn.Module:
+        """The first layer's."""
+        norm: nn.Module = self.steps[0].norm
+        return norm
+
+    @property
+    def chooses(self) -> bool:
+        return True  # so no trees: which layer a slot is for depends on its depth
+
+    @property
+    def state_first(self) -> bool:
+        return bool(self.steps[0].state_first)
+
+    @state_first.setter
+    def state_first(self, is_first: bool) -> None:
+        for step in self.steps:
+            step.state_first = is_first
+
+    def make_cache(self) -> list[Any]:
+        return [KVCache() for _ in self.steps]
+
+    def advance(
+        self, index: int, embeddings: mx.array, states: mx.array, cache: KVCache
+    ) -> tuple[mx.array, mx.array]:
+        """Advance m slots of a layer: embeddings and states (m, h).
+
+        Returns what was made and what is passed on, (m, h) each.
+        """
+        step: MTPHead = self.steps[index]
+        start, num = cache.offset, len(states)
+        rows, slots = mx.arange(start, start + num)[:, None], mx.arange(start + num)[None]
+        mask = (slots <= rows) & ((slots >= index) | (slots == rows))
+        window = self._windows[index]
+        if window is not None:
+            mask = mask & (slots > rows - window)
+        x = step.join(embeddings, states)[None]
+        made: mx.array = step.layers[0](x, mask=mask, cache=cache)[0]
+        return made, made if self.chained else states
+
+
+class MTPDrafter(FeatureDrafter):
+    """A ``Drafter`` around MTP layers; embedding and output projection are the target's.
+
+    Slot t joins the token at t + 1 with the target's state at t, after its final norm. Drafted
+    slots take the head's own state, and are dropped again.
+    """
+
+    head: Any
+    """An ``MTPHead``."""
+
+    def __init__(self, head: nn.Module, target: nn.Module):
+        """Raises ValueError where the head is not as wide as the target."""
+        embedding, _ = find_embedding(target)
+        args = text_args(target)
+        width = head.norm.weight.size
+        if width != args.hidden_size:
+            raise ValueError(
+                f"the MTP layer was made for a target of hidden size {width}, but this target's "
+                f"is {args.hidden_size}: use the layer from the target's own checkpoint."
+            )
+        self._embed = embedding
+        self._project: Callable[[mx.array], mx.array] = lm_head_of(target, embedding)
+        super().__init__(head, (len(target.layers) + 1,), len(head.make_cache()))
+        evaluate_ropes(head)
+
+    def make_cache(self) -> list[Any]:
+        return [*self.head.make_cache(), KVCache()]
+
+    @property
+    def width(self) -> int:
+        """The target's hidden size."""
+        return int(self.head.norm.weight.size)
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        dtype: mx.Dtype = self.head.norm.weight.dtype
+        return dtype
+
+    def batch_drafter(self) -> BatchDrafter | None:
+        return HeadBatchDrafter(self)
+
+    def states_of(self, features: mx.array) -> mx.array:
+        """They are its states."""
+        return features
+
+    def run(self, tokens: mx.array, states: mx.array, caches: list[Any]) -> mx.array:
+        made: mx.array = self.head(self._embed(tokens), states, caches)
+        return made
+
+    def logits(self, states: mx.array) -> mx.array:
+        return self._project(states)
+
+    def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
+        """The state is (1, h)."""
+        states = self._forward(tokens, features)
+        return states[-1:] if last is None else states[last.reshape(1)]
+
+    def propose(self, size: int, pick: Pick) -> Draft:
+        """A chain of ``size`` tokens: one forward for each but the first."""
+        states, tokens = self._seed, [self._next(self._first, pick)]
+        for _ in range(size - 1):
+            start_early(tokens[-1], size)
+            states = self._forward(tokens[-1], states)
+            tokens.append(self._next(self.logits(states), pick))
+        self._drop(self.cache[:-1], size - 1)
+        return Draft(mx.concatenate(tokens))
+
+    @property
+    def supports_trees(self) -> bool:
+        return not self.head.chooses
+
+    def check_tree(self, shape: Tree) -> None:
+        if not self.supports_trees:
+            raise ValueError(
+                "MTP layers that choose what they attend to draft chains only: leave the tree out."
+            )
+
+    def propose_tree(self, shape: Tree, pick: PickChildren) -> Draft:
+        """A tree: one forward for each level but the first, over all nodes so far.
+
+        Each node's slot stands at its depth, and sees the committed slots and its ancestors.
+        """
+        stand_in, caches = StandIn(self.head), self.cache[:-1]
+        states = self._seed
+        taken = [mx.zeros((0,), mx.int32)], [states[:0]]  # tokens and states of all slots so far
+        mask, visible = mx.zeros((0, 0), mx.bool_), mx.zeros((1, 0), mx.bool_)
+
+        def step(picked: mx.array, rows: mx.array) -> mx.array:
+            nonlocal states, mask, visible
+            num, before = picked.shape[0], mask.shape[0]
+            visible = mx.concatenate([visible[rows], each_itself(num)], axis=1)
+            mask = mx.concatenate([mx.pad(mask, [(0, 0), (0, num)]), visible], axis=0)
+            taken[0].append(picked.astype(mx.int32))
+            taken[1].append(states[rows])
+            self._drop(caches, before)
+            self.num_forwards += 1
+            with stand_in.tree_attention(caches, mask):
+                embeddings = self._embed(mx.concatenate(taken[0]))[None]
+                out = stand_in.model(embeddings, mx.concatenate(taken[1])[None], caches)
+            states = out[0, before:]
+            return self.logits(states)
+
+        grown = shape.grow(self._first, step, lambda logits, count: pick(logits, None, count))
+        self._drop(caches, mask.shape[0])
+        form = shape.parents if isinstance(shape, StaticTree) else None
+        tokens = grown.ids.astype(mx.int32)
+        return Draft(tokens, grown.parents, shape.depth, form, grown.draw_index)
+
+    @staticmethod
+    def _drop(caches: list[Any], num_slots: int) -> None:
+        for cache in caches:
+            cache.trim(num_slots)
+
+    def _forward(self, tokens: mx.array, states: mx.array) -> mx.array:
+        """One forward over tokens (m,) and states (m, h) -> (m, h)."""
+        self.num_forwards += 1
+        made: mx.array = self.head(self._embedded(tokens)[None], states[None], self.cache[:-1])
+        return made[0]
+
+    def _next(self, logits: mx.array, pick: Pick) -> mx.array:
+        """The choice from logits (1, V), as a token (1,) int32."""
+        return pick(logits, None).astype(mx.int32)
+
+
+class SteppedMTPDrafter(MTPDrafter):
+    """A ``Drafter`` around layers of which each drafts one token.
+
+    What starts a draft is what the first layer made in the last slot, and below that what each
+    layer but the last passes on from there: (n, h) for n layers.
+    """
+
+    def __init__(self, head: MTPSteps, target: nn.Module):
+        super().__init__(head, target)
+        self.taps = (len(target.layers),)  # states before the final norm
+
+    @property
+    def longest_draft(self) -> int:
+        return len(self.head.steps)
+
+    def batch_drafter(self) -> BatchDrafter | None:
+        return None
+
+    def check_tree(self, shape: Tree) -> None:
+        raise ValueError("MTP layers that draft one token each draft chains: leave the tree out.")
+
+    def logits(self, states: mx.array) -> mx.array:
+        return self._logits_of(0, states)
+
+    def _logits_of(self, index: int, made: mx.array) -> mx.array:
+        step = self.head.steps[index]
+        project = step.lm_head if "lm_head" in step else self._project
+        logits: mx.array = project(step.norm(made))
+        return logits
+
+    def _first_logits(self, seed: mx.array) -> mx.array:
+        return self.logits(seed[:1])
+
+    def _advance(
+        self, index: int, tokens: mx.array, states: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        self.num_forwards += 1
+        head: MTPSteps = self.head
+        return head.advance(index, self._embedded(tokens), states, self.cache[index])
+
+    def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
+        num = len(self.head.steps)
+        before = self._seed if self._seed.size else mx.zeros((num, features.shape[1]))
+        row = mx.array([len(features) - 1]) if last is None else last.reshape(1)
+        states, seed = features, []
+        for index in range(num):
+            made, passed = self._advance(index, tokens, states)
+            seed += [made[row]] if index == 0 else []
+            seed += [passed[row]] if index < num - 1 else []
+            if index < num - 1:
+                start = before[index + 1 : index + 2].astype(passed.dtype)
+                states = mx.concatenate([start, passed[:-1]])
+        return mx.concatenate(seed)
+
+    def propose(self, size: int, pick: Pick) -> Draft:
+        """A chain of ``size`` tokens, or as many as there are layers.
+
+        Layer j advances j slots, whose tokens were drafted by those before.
+        """
+        size = min(size, self.longest_draft)
+        tokens, passed = [self._next(self._first, pick)], self._seed[:0]
+        for index in range(1, size):
+            start_early(tokens[-1], size)
+            states = mx.concatenate([self._seed[index : index + 1], passed])
+            made, passed = self._advance(index, mx.concatenate(tokens), states)
+            tokens.append(self._next(self._logits_of(index, made[-1:]), pick))
+            self.cache[index].trim(index)
+        return Draft(mx.concatenate(tokens))
