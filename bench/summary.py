@@ -11,6 +11,7 @@ from typing import Any
 
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.acceptance_stats import expected_tokens
+from mlx_eagle.drafters.tree import DraftShape
 
 
 def spread_of(values: Iterable[float | None]) -> dict[str, float] | None:
@@ -296,7 +297,7 @@ def curve(costs: Costs, alphas: Sequence[float]) -> list[dict[str, float]]:
     """Mean acceptance length (tau) and speedup against k, from one acceptance by position."""
     points = []
     for size in range(1, max(costs.accept)):
-        tau = expected_tokens(alphas, size)
+        tau = expected_tokens(alphas, DraftShape(size))
         speedup, bound = costs.speedup(tau, size), costs.bound(tau, size)
         points.append(
             {"k": size, "mean_acceptance_length": tau, "speedup": speedup, "bound": bound}

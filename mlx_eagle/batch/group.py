@@ -98,7 +98,7 @@ class OwnRunner:
         made, kept = done.verification, done.outcome.num_kept
         return [
             RoundOutput(
-                request, done.run, kept, done.num_levels, lambda i: made.logprobs[i], events
+                request, done.run, kept, done.draft.num_levels, lambda i: made.logprobs[i], events
             )
         ]
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
-from ..drafters.acceptance_stats import DraftAcceptance
+from ..drafters.acceptance_stats import Acceptance, expected_tokens
 from ..drafters.tree import CHAINS, PLAIN, DraftShape
 from .kernel_options import KernelOptions, OptionTrial
 
@@ -82,9 +82,10 @@ class FixedController:
         return self.shape
 
     def record(
-        self, shape: DraftShape, num_accepted: Sequence[int], seconds: float | None
-    ) -> None:
-        """What each request kept of a draft, none of a plain step; the time, if it says much."""
+        self, shape: DraftShape, kept: Sequence[int], seconds: float | None,
+        ranks: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        """What each request kept, none of a plain step; the time; of a tree ``Round.ranks``."""
 
     def disable_shape(self, shape: DraftShape, error: RuntimeError) -> bool:
         """Whether the text can go on without ``shape``, which has failed."""
@@ -111,7 +112,6 @@ class RoundCosts:
 
     def __init__(self, curve: Callable[[DraftShape, int], float], is_settled: bool = False):
         self.acceptance = PRIOR
-        self.trees: dict[DraftShape, tuple[float, float]] = {}  # tokens: emitted, and expected
         self.failed: frozenset[DraftShape] = frozenset()
         self.options: KernelOptions | None = None  # None: others were not tried
         self._curve, self._is_settled = curve, is_settled
@@ -219,7 +219,7 @@ class AdaptiveController:
         self._shapes = [shape for shape in shapes if shape not in costs.failed]
         self._can_draw, self._is_asked, self._trial = can_draw, False, trial
         longest = max((shape.size for shape in shapes), default=1)
-        self._accepted = DraftAcceptance(costs.acceptance, longest, costs.trees)
+        self._accepted = Acceptance(costs.acceptance, longest)
         self._latest = PLAIN  # chosen; perhaps not recorded yet
         self._num_tokens, self._probe_left, self._plain_left = 0, 0, 0.0
         self._is_timing = False  # off for a few steps, to see what they cost
@@ -262,13 +262,14 @@ class AdaptiveController:
         return shape
 
     def record(
-        self, shape: DraftShape, num_accepted: Sequence[int], seconds: float | None
-    ) -> None:
+        self, shape: DraftShape, kept: Sequence[int], seconds: float | None,
+        ranks: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         """See ``Controller.record``."""
         if shape not in self._estimates:  # cut to what was left of the text
             return
-        if num_accepted:
-            self._learn(shape, num_accepted)
+        if kept:
+            self._learn(shape, kept, ranks)
         self._costs.record(self._num_requests, shape, seconds)
         if self._trial is not None and shape != PLAIN:
             self._trial.record(shape, seconds)
@@ -307,14 +308,13 @@ class AdaptiveController:
         """See ``Controller.resize``: from the next record on, which is of the others' round."""
         self._resized = num_requests
 
-    def _learn(self, shape: DraftShape, num_accepted: Sequence[int]) -> None:
+    def _learn(self, shape: DraftShape, kept: Sequence[int], ranks: Sequence[int]) -> None:
         """See what was accepted, and what that has lost against plain steps."""
-        num_tokens = sum(num_accepted) / len(num_accepted) + 1
+        num_tokens = sum(kept) / len(kept) + 1
         if self._estimates[shape].num_times < KNOWN:
             self._tries_lost += self._cost(shape) - num_tokens / max(self._best()[1], 1.0)
-        first = self._accepted.learn(shape, num_accepted)
-        weight = 1 - (1 - 1 / FIRSTS) ** len(num_accepted)
-        self._costs.acceptance += weight * (first - self._costs.acceptance)
+        for is_right in self._accepted.learn(shape, kept, ranks):
+            self._costs.acceptance += (is_right - self._costs.acceptance) / FIRSTS
         self._rounds.append((shape, num_tokens))
         if self._lost() <= 0:
             self._rounds.clear()
@@ -330,7 +330,7 @@ class AdaptiveController:
     def _best(self) -> tuple[DraftShape, float]:
         """The timed shape with the greatest gain, and the gain; a plain step where none is."""
         alphas, timed = self._accepted.places, self._timed()
-        gains = {s: self._accepted.expected(s, alphas) / self._cost(s) for s in timed}
+        gains = {s: expected_tokens(alphas, s) / self._cost(s) for s in timed}
         shape = max(gains, key=gains.__getitem__, default=PLAIN)
         return shape, gains.get(shape, 0.0)
 
@@ -342,7 +342,7 @@ class AdaptiveController:
         for shape in self._shapes:
             if shape in timed or shape == self._latest:
                 continue
-            num_tokens = self._accepted.expected(shape, alphas)
+            num_tokens = expected_tokens(alphas, shape)
             promise = num_tokens * plain / self._estimates[shape].least
             # At worst every row more costs what those of a timed shape do.
             slope = min(((self._cost(s) - 1) / (s.num_rows - 1) for s in timed), default=0.0)
@@ -374,7 +374,7 @@ class AdaptiveController:
     def _give_up(self) -> None:
         """Draft no more where no draft can be run, or none is faster whatever is accepted."""
         known, always = self._estimates, [ALMOST_ALWAYS]
-        chances = {s: self._accepted.expected(s, always) / known[s].least for s in self._shapes}
+        chances = {s: expected_tokens(always, s) / known[s].least for s in self._shapes}
         shape = max(chances, key=chances.__getitem__, default=PLAIN)
         reason = "no draft can be verified on this device"
         if shape != PLAIN:

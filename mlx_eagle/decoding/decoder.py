@@ -62,8 +62,7 @@ class Round:
 
     position: int
     shape: DraftShape
-    num_drafted: int
-    num_levels: int
+    draft: Draft
     verification: Verification
     features: mx.array | None  # (R, F)
     target_rows: Checkpoint
@@ -75,6 +74,10 @@ class Round:
     _outcome: Outcome | None = None
     run: list[int] = field(default_factory=list)  # the tokens emitted, once read and committed
     num_taken: int = 0  # of them, by the caller
+
+    @property
+    def num_drafted(self) -> int:
+        return len(self.draft)
 
     def read(self) -> Outcome:
         """Wait for the device: what stays of the draft, and what follows."""
@@ -101,11 +104,28 @@ class Round:
             return self.shape if self.shape.size > 0 else None
         return replace(self.shape, size=max(self.num_drafted, 1))
 
+    @property
+    def ranks(self) -> list[int]:
+        """Of a tree that was read: how likely each kept token was among its siblings, 0 the most.
+
+        -1 at the end, if the last one had children none of which was kept. [] of a chain.
+        """
+        branch, parents = list(self.outcome.kept_rows), self.draft.known_parents()
+        if parents is None:
+            return []
+        children = [[row for row, of in enumerate(parents, 1) if of == node] for node in branch]
+        pairs = zip(children, branch[1:], strict=False)
+        return [rows.index(row) for rows, row in pairs] + [-1] * bool(children[-1])
+
     def count(self, stats: Stats) -> None:
         """Add the round to ``stats``; of a run that was cut, what is left."""
         num_accepted = min(self.outcome.num_kept, len(self.run))
         stats.record(
-            self.num_drafted, self.num_levels, num_accepted, len(self.run), self.num_head_forwards
+            self.num_drafted,
+            self.draft.num_levels,
+            num_accepted,
+            len(self.run),
+            self.num_head_forwards,
         )
 
     @property
@@ -316,8 +336,8 @@ class Decoder:
             if verification.rows is not None and features is not None:
                 features = features[verification.rows]
             launched = Round(
-                self.num_emitted, shape, len(draft), draft.num_levels, verification, features,
-                before_pass, before_draft, self.num_head_forwards, is_forced=bool(forced),
+                self.num_emitted, shape, draft, verification, features, before_pass,
+                before_draft, self.num_head_forwards, is_forced=bool(forced),
             )  # fmt: skip
             mx.async_eval(verification.pending)
             if absorb:

@@ -49,6 +49,10 @@ R = TypeVar("R")
 """What a runner launches: one round, or one round per request of a batch."""
 
 
+Accepted = tuple[DraftShape, Sequence[int], Sequence[int]]
+"""A shape, how much of it each request accepted, and of a tree the ranks: see ``Round``."""
+
+
 class Runner(Protocol[R]):
     """What runs rounds: a request by itself, or several in shared passes of the target."""
 
@@ -82,7 +86,7 @@ class Runner(Protocol[R]):
     def finish(self, done: R) -> None:
         """Read a round, and commit it where that is not done yet."""
 
-    def acceptance_of(self, done: R) -> tuple[DraftShape, Sequence[int]] | None:
+    def acceptance_of(self, done: R) -> Accepted | None:
         """What was drafted and how much of it was accepted; None after a plain step."""
 
     def retire(self, done: R, upcoming: R | None, controller: Controller) -> R | None:
@@ -159,7 +163,7 @@ class Pipeline(Generic[R]):
                 self.upcoming, self._was_ahead = self._launch(shape), True
             # 4. Commit.
             runner.finish(done)
-            drafted, num_accepted = runner.acceptance_of(done) or (PLAIN, ())
+            drafted, num_accepted, ranks = runner.acceptance_of(done) or (PLAIN, (), ())
             between_plain_steps = was_ahead and self._was_ahead and shape == PLAIN
             seconds = self._clock.seconds(drafted, between_plain_steps)
             # 1. to 3. of the next round.
@@ -167,7 +171,7 @@ class Pipeline(Generic[R]):
             if self.upcoming is None and runner.is_running:
                 self.upcoming = self._launch(shape)
             # 5. Tell.
-            controller.record(drafted, num_accepted, seconds)
+            controller.record(drafted, num_accepted, seconds, ranks)
             with self._clock.pausing():
                 yield done
             if not runner.is_running:
@@ -241,9 +245,9 @@ class SingleRunner:
             done.position + len(run)
         )
 
-    def acceptance_of(self, done: Round) -> tuple[DraftShape, Sequence[int]] | None:
+    def acceptance_of(self, done: Round) -> Accepted | None:
         shape = done.tried_shape
-        return None if shape is None else (shape, (done.outcome.num_kept,))
+        return None if shape is None else (shape, (done.outcome.num_kept,), done.ranks)
 
     def retire(self, done: Round, upcoming: Round | None, controller: Controller) -> Round | None:
         return upcoming

@@ -9,7 +9,7 @@ from helpers import byte_tokenizer
 from mlx_eagle.bench import measure, questions, runner, summary
 from mlx_eagle.bench.markdown import markdown_table
 from mlx_eagle.decoding.stats import Stats
-from mlx_eagle.drafters.tree import TreeShape
+from mlx_eagle.drafters.tree import DraftShape, TreeShape
 
 
 def test_spread_is_the_naive_one():
@@ -137,10 +137,10 @@ def test_expected_tokens_sum_the_chances_of_getting_that_far():
         chances = [1.0]
         for i in range(k):
             chances.append(chances[-1] * alphas[min(i, 2)])
-        assert summary.expected_tokens(alphas, k) == pytest.approx(sum(chances))
+        assert summary.expected_tokens(alphas, DraftShape(k)) == pytest.approx(sum(chances))
     # A constant alpha: the geometric series.
-    assert summary.expected_tokens([0.7], 4) == pytest.approx((1 - 0.7**5) / (1 - 0.7))
-    assert summary.expected_tokens([], 3) == 1.0
+    assert summary.expected_tokens([0.7], DraftShape(4)) == pytest.approx((1 - 0.7**5) / (1 - 0.7))
+    assert summary.expected_tokens([], DraftShape(3)) == 1.0
 
 
 def test_the_curve_agrees_with_single_predictions():

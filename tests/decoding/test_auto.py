@@ -22,7 +22,7 @@ from mlx_eagle.decoding.auto import (
 )
 from mlx_eagle.decoding.kernel_options import COUNTED, UNCOUNTED, KernelOptions, OptionTrial
 from mlx_eagle.decoding.setup import costs_of
-from mlx_eagle.drafters.acceptance_stats import Acceptance, DraftAcceptance, expected_tokens
+from mlx_eagle.drafters.acceptance_stats import Acceptance, expected_tokens
 from mlx_eagle.drafters.lookup import CopyingDrafter
 from mlx_eagle.drafters.tree import CHAINS, PLAIN, TREES, DraftShape
 from mlx_eagle.target.taps import Target
@@ -340,22 +340,27 @@ def test_processes_that_share_a_model_decide_alike():
     assert max(shape.size for shape in machine.shapes) > 2
 
 
-def test_acceptance_by_place_and_of_trees():
-    assert expected_tokens([0.8, 0.5], 3) == pytest.approx(1 + 0.8 + 0.4 + 0.2)
-    assert expected_tokens([], 3) == 1.0
+def test_acceptance_by_place():
+    assert expected_tokens([0.8, 0.5], THREE) == pytest.approx(1 + 0.8 + 0.4 + 0.2)
+    assert expected_tokens([], THREE) == 1.0
     seen = Acceptance(1 / 3, 3)
     for _ in range(300):
-        seen.fade()
-        seen.observe(0, 3, 2)
-    assert seen.places[:2] == pytest.approx([1.0, 1.0], abs=0.15) and seen.places[2] < 0.15
+        assert seen.learn(THREE, [2, 0], ()) == [True, False]
+        assert seen.learn(THREE, [2], ()) == [True]
+    assert seen.places == pytest.approx([2 / 3, 1.0, 0.0], abs=0.15)
+
+
+def test_a_tree_tells_of_the_likeliest_tokens_what_a_chain_does():
+    """Second children that are kept count as tokens of which the first was wrong."""
     tree = next(shape for shape in TREES if str(shape) == "3x3:7")
-    drafts = DraftAcceptance(0.5, 7, {})
-    before = drafts.expected(THREE, drafts.places), drafts.expected(tree, drafts.places)
-    for _ in range(60):
-        drafts.learn(tree, [3, 3, 2])
-    assert drafts.expected(tree, drafts.places) > 3.3 > before[1] > before[0]
-    now = drafts.expected(THREE, drafts.places)
-    assert now > before[0], "what a tree keeps says that a chain keeps more"
+    of_trees, of_chains = Acceptance(1 / 3, 7), Acceptance(1 / 3, 7)
+    for ranks, kept in (([0, 0, 0], 3), ([0, 0, -1], 2), ([0, -1], 1), ([0, 0, 1], 2)):
+        assert of_trees.learn(tree, [], ranks) == [True]
+        of_chains.learn(THREE, [kept], ())
+        assert of_trees.places == of_chains.places
+    assert of_trees.learn(tree, [2], [1, 0]) == [False]
+    of_chains.learn(THREE, [0], ())
+    assert of_trees.places[0] == of_chains.places[0] and of_trees.places[1] > of_chains.places[1]
 
 
 # Of the demo head on six prompts, four later, and all: by place of chains of 7, and the tokens
@@ -370,11 +375,8 @@ EMITTED = [
 
 @pytest.mark.parametrize(("places", "emitted"), EMITTED)
 def test_trees_are_expected_to_emit_what_they_did(places, emitted):
-    drafts = DraftAcceptance(0.5, 7, {})
-    for tree, tokens in zip(TREES[1:], emitted, strict=True):
-        assert drafts.expected(tree, places) == pytest.approx(tokens, rel=0.17)
-    found = sum(drafts.expected(tree, places) for tree in TREES[1:])
-    assert found == pytest.approx(sum(emitted), rel=0.13)
+    found = [expected_tokens(places, tree) for tree in TREES[1:]]
+    assert found == pytest.approx(emitted, rel=0.13)
 
 
 def test_a_text_expects_what_the_texts_before_accepted():

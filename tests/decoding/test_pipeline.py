@@ -15,6 +15,7 @@ from mlx_eagle.decoding.accept import Outcome, Verification
 from mlx_eagle.decoding.auto import OFF, ON, DraftingEvent
 from mlx_eagle.decoding.decoder import Decoder, Round, StopPoint, stop_point
 from mlx_eagle.decoding.stats import Stats
+from mlx_eagle.drafters.base import Draft, empty_draft
 from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.drafters.tree import CHAINS, TREES
 
@@ -73,7 +74,7 @@ def test_what_is_read_has_names():
 )
 def test_stop_points(run, num_taken, in_flight, point):
     def a_round(**values):
-        return Round(0, None, 0, 0, None, None, None, None, **values)
+        return Round(0, None, empty_draft(), None, None, None, None, **values)
 
     last = a_round(run=run, num_taken=num_taken)
     assert stop_point(last, a_round() if in_flight else None) is point
@@ -135,3 +136,15 @@ def test_a_sampler_is_not_changed_by_a_generation():
     before = plain(model, PROMPT, 5, sampler=mlx_eagle.Sampling(temp=1.0, seed=3))
     speculative(model, tiny_head(model), PROMPT, 5, num_draft_tokens=2, sampler=sampler)
     assert plain(model, PROMPT, 5, sampler=sampler) == before
+
+
+@pytest.mark.parametrize(
+    "branch, ranks", [([0, 1, 4], [0, 1]), ([0, 1], [0, -1]), ([0, 2], [1]), ([0], [-1])]
+)
+def test_the_ranks_of_what_a_tree_kept(branch, ranks):
+    """Rows 1 and 2 continue the root, 3 and 4 row 1, 5 row 3; a branch may end where none does."""
+    draft = Draft(mx.arange(5), mx.array([0, 0, 1, 1, 3]), 3)
+    rows = branch + [row for row in range(6) if row not in branch]
+    a_round = Round(0, None, draft, None, None, None, None)
+    a_round._outcome = Outcome(len(branch) - 1, rows, rows)
+    assert a_round.ranks == ranks

@@ -51,7 +51,7 @@ class ScriptedController:
         self.drafting_off = size == 0
         return DraftShape(size)
 
-    def record(self, shape, num_accepted, seconds):
+    def record(self, shape, num_accepted, seconds, ranks=()):
         self.recorded.append((shape, num_accepted, seconds))
 
     def resize(self, num_requests):

@@ -93,11 +93,14 @@ class Machine:
         pace = 1 + self.waves * math.sin(2 * math.pi * self.seconds / 60)
         return self.cost(shape, self.num_requests) * noise * pace
 
-    def kept(self, shape: DraftShape) -> int:
-        num, likely = 0, chance(shape, self.alpha(int(self.num_tokens)))
-        while num < shape.size and self.dice.random() < likely:
-            num += 1
-        return num
+    def ranks(self, shape: DraftShape) -> list[int]:
+        """Which child is kept at each level that is reached; -1 where none is."""
+        alpha, found = self.alpha(int(self.num_tokens)), []
+        likely = chance(shape, alpha)
+        while len(found) < shape.size and -1 not in found:
+            draw = self.dice.random()
+            found.append(0 if draw < alpha else 1 if draw < likely else -1)
+        return found
 
     def write(self, controller, num_tokens: int) -> float:
         """Seconds per token of a text of so many."""
@@ -107,7 +110,8 @@ class Machine:
             is_ahead = controller.drafting_off and shape == PLAIN
             # Chosen before the round is read; a plain step that runs ahead is committed already.
             following = controller.next_shape(int(self.num_tokens - begun) + is_ahead)
-            took, kept = self.took(shape), [self.kept(shape) for _ in range(self.num_requests)]
+            took, ranks = self.took(shape), [self.ranks(shape) for _ in range(self.num_requests)]
+            kept = [sum(rank >= 0 for rank in each) for each in ranks]
             self.shapes.append(shape)
             self.seconds += took
             self.num_tokens += 1 + sum(kept) / len(kept)
@@ -115,6 +119,6 @@ class Machine:
             is_amid = was_ahead and is_ahead and following == PLAIN
             is_comparable = is_alike and (shape != PLAIN or is_amid)
             accepted = () if shape == PLAIN else kept
-            controller.record(shape, accepted, took if is_comparable else None)
+            controller.record(shape, accepted, took if is_comparable else None, ranks[0])
             before, shape, was_ahead = shape, following, is_ahead
         return (self.seconds - start) / (self.num_tokens - begun)
