@@ -223,10 +223,13 @@ class AdaptiveController:
         self._latest = PLAIN  # chosen; perhaps not recorded yet
         self._num_tokens, self._probe_left, self._plain_left = 0, 0, 0.0
         self._is_timing = False  # off for a few steps, to see what they cost
-        self._plain_timed = -LATER  # the token after which that was done
         self._rounds: list[tuple[DraftShape, float]] = []  # and tokens, since drafts were level
         self._tries_lost = 0.0  # plain steps
         self._estimates = costs.estimates(self._shapes, num_requests)
+        # The token after which that was done; where earlier texts did, this one shows first whether
+        # it is close.
+        is_known = self._estimates[PLAIN].num_times >= KNOWN
+        self._plain_timed = AGAIN * is_known - LATER
         self._give_up()
 
     def next_shape(self, num_tokens: int) -> DraftShape:
