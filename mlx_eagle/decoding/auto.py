@@ -226,8 +226,7 @@ class AdaptiveController:
         self._rounds: list[tuple[DraftShape, float]] = []  # and tokens, since drafts were level
         self._tries_lost = 0.0  # plain steps
         self._estimates = costs.estimates(self._shapes, num_requests)
-        # The token after which that was done; where earlier texts did, this one shows first whether
-        # it is close.
+        # The token after which that was done; where earlier texts did, this one is heard first.
         is_known = self._estimates[PLAIN].num_times >= KNOWN
         self._plain_timed = AGAIN * is_known - LATER
         self._give_up()
