@@ -12,10 +12,10 @@ from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.folder import PublishedTensor, bits_of
 from mlx_eagle.drafters.kinds import KINDS, OTHERWISE, recognise
 from mlx_eagle.drafters.target_checkpoint import (
+    fetch_files,
     find_shards,
     made_from,
     read_target_config,
-    take_files,
 )
 from mlx_eagle.drafters.target_parts import TargetSizes
 from mlx_eagle.drafters.unread import refuse_unread
@@ -375,13 +375,10 @@ def _open(source: str, revision: str | None, target: str | None) -> tuple[str, D
     folder = locate(source, CONFIG_FILES, revision)
     parts = _parts_in(folder)
     for name, is_part in parts.items():
-        if not find_shards(source, is_part):
+        names = find_shards(source, is_part, revision)
+        if not names:
             continue
-        if revision is not None:
-            raise ValueError(
-                f"--revision is for repositories of drafters: leave it out for {source}"
-            )
-        files, _ = take_files(source, is_part)
+        files = fetch_files(source, names, is_part, revision)
         tensors = {n: t for file in files for n, t in read_safetensors(file).items() if is_part(n)}
         config = read_target_config(folder)
         return name, DraftCheckpoint(source, config, tensors, tuple(files))

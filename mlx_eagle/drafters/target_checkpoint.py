@@ -68,11 +68,11 @@ def take_tensors(source: str, is_wanted: IsWanted) -> tuple[dict[str, mx.array],
     that its card or config names as its base, with a warning where that has other weights. Raises
     ValueError where no one has any.
     """
-    files, place = take_files(source, is_wanted)
+    files, place = _take_files(source, is_wanted)
     return read_tensors(files, is_wanted), place
 
 
-def take_files(source: str, is_wanted: IsWanted) -> tuple[list[Path], str]:
+def _take_files(source: str, is_wanted: IsWanted) -> tuple[list[Path], str]:
     """The files that hold them, which may be parts of files of a repository."""
     found = search(source, is_wanted)
     if not found.names:
@@ -88,7 +88,7 @@ def take_files(source: str, is_wanted: IsWanted) -> tuple[list[Path], str]:
             "it, has none: fewer drafts may be accepted.",
             stacklevel=2,
         )
-    return _files(found.place, found.names, is_wanted), found.place
+    return fetch_files(found.place, found.names, is_wanted), found.place
 
 
 def holder_of(source: str, is_wanted: IsWanted) -> str | None:
@@ -125,14 +125,14 @@ def search(source: str, is_wanted: IsWanted) -> Search:
     return found
 
 
-def find_shards(source: str, is_wanted: IsWanted) -> list[str]:
+def find_shards(source: str, is_wanted: IsWanted, revision: str | None = None) -> list[str]:
     """The names of the files of a folder or repository that hold wanted tensors."""
     folder = Path(source).expanduser()
     is_local = folder.is_dir()
     if not is_local:
         if not REPO_ID.fullmatch(source):
             raise ValueError(f"{source} does not exist, and it is not a repository id either")
-        folder = fetch(source, (INDEX, CONFIG))
+        folder = fetch(source, (INDEX, CONFIG), revision)
     if (folder / INDEX).is_file():
         places = read_weight_map(folder / INDEX)
         return sorted({file for name, file in places.items() if is_wanted(name)})
@@ -147,12 +147,14 @@ def find_shards(source: str, is_wanted: IsWanted) -> list[str]:
         return []  # it has none, or is another format
 
 
-def _files(source: str, names: list[str], is_wanted: IsWanted) -> list[Path]:
+def fetch_files(
+    source: str, names: list[str], is_wanted: IsWanted, revision: str | None = None
+) -> list[Path]:
     """These files of a folder or repository, or the wanted part of them, fetched where need be."""
     folder = Path(source).expanduser()
     is_local = folder.is_dir()
     if not is_local:
-        folder = fetch(source, (INDEX, CONFIG))
+        folder = fetch(source, (INDEX, CONFIG), revision)
     files = []
     for name in names:
         path = folder / name

@@ -21,6 +21,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 class Hub(ThreadingHTTPServer):
     """Repositories under ``root/owner/name``; ``requests`` and ``uploads`` are what came in.
 
+    What a branch or tag holds lies under ``root/owner/name@branch``.
+
     ``sent`` are the bytes that went out of each file. ``refusals`` are what a repository is
     answered with, a status and the hub's code for it; ``breaks_after`` how many bytes of weights
     go out before the connection does.
@@ -38,8 +40,23 @@ class Hub(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
 
+def commit_of(branch: str) -> str:
+    return COMMIT if branch == "main" else hashlib.sha1(branch.encode()).hexdigest()
+
+
 class Handler(BaseHTTPRequestHandler):
     server: Hub
+    commit = COMMIT
+
+    def find(self, repo: str, revision: str) -> Path | None:
+        """The folder of a branch, a tag or a commit; None where there is none."""
+        owner, name = repo.split("/")
+        for folder in self.server.root.glob(f"{owner}/{name}*"):
+            own, _, branch = folder.name.partition("@")
+            self.commit = commit_of(branch or "main")
+            if own == name and revision in (branch or "main", self.commit):
+                return folder
+        return None
 
     def log_message(self, *args: object) -> None:
         pass
@@ -64,12 +81,13 @@ class Handler(BaseHTTPRequestHandler):
         limit = self.server.breaks_after
         if self.command == "HEAD" or limit is None or not path.endswith(".safetensors"):
             self.server.sent[path] += 0 if self.command == "HEAD" else len(body)
-            self.answer(status, body, ETag=etag, X_Repo_Commit=COMMIT, **more)
+            self.answer(status, body, ETag=etag, X_Repo_Commit=self.commit, **more)
             return
         part = body[: max(limit - self.server.sent[path], 0)]
         self.server.sent[path] += len(part)
         size = str(len(body))
-        self.answer(status, part, ETag=etag, X_Repo_Commit=COMMIT, Content_Length=size, **more)
+        more |= {"X_Repo_Commit": self.commit, "Content_Length": size}
+        self.answer(status, part, ETag=etag, **more)
         self.close_connection = True
 
     def answer_json(self, value: object) -> None:
@@ -85,22 +103,25 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(status, b"{}", X_Error_Code=code)
             return
         if parts[:2] == ["api", "models"]:
-            folder = self.server.root.joinpath(*parts[2:4])
-            if folder.is_dir():
+            revision = parts[5] if parts[4:5] in (["revision"], ["tree"]) else "main"
+            folder = self.find(repo, revision)
+            if folder is None and self.server.root.joinpath(repo).is_dir():
+                self.answer(404, b"{}", X_Error_Code="RevisionNotFound")
+                return
+            if folder is not None:
                 found = sorted(path for path in folder.rglob("*") if path.is_file())
                 files = [(str(p.relative_to(folder)), p.stat().st_size) for p in found]
                 if "tree" in parts:
-                    entry = {"type": "file", "oid": COMMIT}
+                    entry = {"type": "file", "oid": self.commit}
                     self.answer_json([entry | {"path": n, "size": size} for n, size in files])
                     return
                 siblings = [{"rfilename": name} for name, _ in files]
-                repo = "/".join(parts[2:4])
-                self.answer_json({"id": repo, "sha": COMMIT, "siblings": siblings})
+                self.answer_json({"id": repo, "sha": self.commit, "siblings": siblings})
                 return
         elif "resolve" in parts:
-            file = self.server.root.joinpath(*parts[:2], *parts[4:])
-            if file.is_file():
-                self.answer_file(path, file.read_bytes())
+            folder = self.find(repo, parts[3])
+            if folder is not None and folder.joinpath(*parts[4:]).is_file():
+                self.answer_file(path, folder.joinpath(*parts[4:]).read_bytes())
                 return
             if self.server.root.joinpath(*parts[:2]).is_dir():
                 self.answer(404, b"{}", X_Error_Code="EntryNotFound")
