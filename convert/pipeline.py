@@ -172,9 +172,10 @@ def _read(
         if len(tensor.shape) in (2, 3) and name.endswith(".weight")
         if not name.endswith(KINDS[config["kind"]].never_quantized)
     }
-    chosen = {}
+    chosen, kept = {}, {}
     if quantization is not None:
-        chosen = quantization.choose(shapes) | _kept_packings(tensors, quantization)
+        kept = _kept_packings(tensors, quantization)
+        chosen = quantization.choose(shapes) | kept
     for i, (name, tensor) in enumerate(tensors.items()):
         progress(i, len(tensors))
         packing = chosen.get(name.removesuffix(".weight"))
@@ -197,7 +198,7 @@ def _read(
         weights |= entry
     progress(len(tensors), len(tensors))
     if quantization is not None:
-        notes += quantization.notes(shapes, chosen)
+        notes += quantization.notes(shapes, {p: c for p, c in chosen.items() if p not in kept})
         config["quantization"] = quantization.entry(chosen)
     num_parameters = sum(tensor.size for tensor in tensors.values())
     return Head(config, weights, num_parameters, tuple(notes))

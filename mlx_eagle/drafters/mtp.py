@@ -16,9 +16,18 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 
 from ..system.json_schema import BOOL, OBJECT, TEXT, Table, check, shown
-from .folder import PACKING, SIZE, LoadOptions, Tensors, quantize_now, read_weights
+from .folder import (
+    PACKING,
+    SIZE,
+    LoadOptions,
+    PublishedTensor,
+    Tensors,
+    quantize_now,
+    read_weights,
+)
 from .mtp_drafter import MTPDrafter, MTPHead, MTPSteps, SteppedMTPDrafter
 from .mtp_layers import (
+    JOIN,
     MTPFamily,
     Weights,
     each_step,
@@ -139,7 +148,9 @@ def _quantize(head: nn.Module, weights: Weights, quantization: Mapping[str, Any]
     nn.quantize(head, class_predicate=packing)
 
 
-def _check(head: nn.Module, weights: Weights, family: MTPFamily) -> None:
+def _check(
+    head: nn.Module, weights: Weights | dict[str, PublishedTensor], family: MTPFamily
+) -> None:
     """Raise ValueError unless these are the tensors of the head."""
     own: Any = tree_flatten(head.parameters())
     expected = {name: array.shape for name, array in own}
@@ -183,12 +194,21 @@ def load(
 def convert(tensors: Tensors, config: Mapping[str, Any]) -> tuple[dict[str, Any], Tensors]:
     """See ``Kind.convert``: layers of a target's own checkpoint, or a folder of them.
 
-    Norms are left as they are stored, for only a target at hand tells what they hold.
+    Norms are left as they are stored, for only a target at hand tells what they hold. What MLX has
+    packed stays packed where it is a matrix of the head as it is.
     """
     target = _target_of(config)
-    family, num_layers = family_of(target), len(target.layers)
-    arrays = {name: tensor.read() for name, tensor in tensors.items()}
-    own = prepared(family.renamed(arrays, num_layers), family, target)
+    family = family_of(target)
+    published = family.renamed(tensors, len(target.layers))
+    parts = dict(tree_flatten(make_mtp_head(target, published).parameters()))
+    turned = JOIN if family.state_first else "?"
+    kept = {
+        name: tensor
+        for name, tensor in published.items()
+        if hasattr(tensor, "packing") and name in parts and not name.startswith(turned)
+    }
+    arrays = {name: tensor.read() for name, tensor in published.items() if name not in kept}
+    own = kept | {n: _AtHand(array) for n, array in prepared(arrays, family, target).items()}
     _check(make_mtp_head(target, own), own, family)
     made = {
         "target_type": type_of(target),
@@ -196,7 +216,7 @@ def convert(tensors: Tensors, config: Mapping[str, Any]) -> tuple[dict[str, Any]
         "vocab_size": text_args(target).vocab_size,
         "state_first": False,
     }
-    return made, {name: _AtHand(array) for name, array in own.items()}
+    return made, own
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,13 @@ does, as if they were those of one of its layers.
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
 
 Weights = dict[str, mx.array]
+Stored = TypeVar("Stored")
 Names = tuple[tuple[str, str | None], ...]
 """Patterns of published names, and what stands for what they match; None: not needed."""
 
@@ -54,10 +55,10 @@ class MTPFamily:
     is_chained: bool = True
     """Whether such a layer takes the state of the one before; else all take the target's."""
 
-    def renamed(self, weights: Mapping[str, mx.array], num_layers: int) -> Weights:
+    def renamed(self, weights: Mapping[str, Stored], num_layers: int) -> dict[str, Stored]:
         """The parts of the layers under their names here; nothing else."""
         own = any(self.is_part(name, num_layers) for name in weights)
-        found: Weights = {}
+        found: dict[str, Stored] = {}
         for name, array in weights.items():
             new = self._new_name(name, self.raw if own else self.folder, num_layers)
             if new is not None:

@@ -1,6 +1,7 @@
 """MTP layers and packed drafters through the converter: what is written is what drafts."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from assistants import published, tiny_assistant, tiny_gemma4
 from checkpoints import write_config
 from grids import thorough
 from helpers import PROMPT, plain, speculative
-from hub import running_hub, use_hub
+from hub import commit_of, running_hub, use_hub
 from mlx.utils import tree_flatten
 from mtp_checkpoints import (
     FAMILIES,
@@ -23,7 +24,9 @@ from mtp_checkpoints import (
 
 from mlx_eagle.convert import convert, pipeline
 from mlx_eagle.convert.check_acceptance import measure_acceptance
+from mlx_eagle.draft_models import open_drafter
 from mlx_eagle.drafters.kinds import load_drafter
+from mlx_eagle.drafters.mtp_layers import stack_experts
 
 QWEN, MOE, GLM = (FAMILIES[name]() for name in ("qwen3.5", "qwen3.5 moe, tied", "glm-4.5"))
 
@@ -93,23 +96,26 @@ def test_four_bits_by_default(tmp_path, part):
 PACKED = {"bits": 4, "group_size": 32}
 
 
-def packed_folder(folder: Path) -> tuple[str, dict[str, mx.array]]:
+def packed_folder(
+    folder: Path, part: Published = QWEN, mode: str = "affine"
+) -> tuple[str, dict[str, mx.array]]:
     """A folder of packed layers, as mlx-vlm writes it, and what its tensors are worth."""
-    stored, worth = {}, {}
-    for name, array in QWEN.arrays().items():
-        bare = name.removeprefix("mtp.")
+    own = {name.removeprefix("mtp."): array for name, array in part.arrays().items()}
+    group, stored, worth = (16 if mode == "nvfp4" else 32), {}, {}
+    for bare, array in stack_experts(own).items():
         worth[bare] = array + 1 if array.ndim == 1 else array
         stored[bare] = worth[bare]
-        if array.ndim == 2:
-            parts = mx.quantize(array, 32, 4)
+        if array.ndim > 1 and bare != "layers.0.mlp.gate.weight":
+            parts = mx.quantize(array, group, 4, mode=mode)
             path = bare.removesuffix(".weight")
-            names = (bare, f"{path}.scales", f"{path}.biases")
+            names = (bare, f"{path}.scales", f"{path}.biases")[: len(parts)]
             stored |= dict(zip(names, parts, strict=True))
-            worth[bare] = mx.dequantize(*parts, 32, 4)
+            worth[bare] = mx.dequantize(*parts, group_size=group, bits=4, mode=mode)
     folder.mkdir()
     mx.save_safetensors(str(folder / "model.safetensors"), stored)
-    own = {"model_type": "qwen3_5_mtp", "text_config": QWEN.config}
-    write_config(folder, own | {"quantization": PACKED})
+    packing = {"bits": 4, "group_size": group, "mode": mode}
+    config = {"model_type": "qwen3_5_mtp", "text_config": part.config, "quantization": packing}
+    write_config(folder, config)
     return str(folder), worth
 
 
@@ -122,8 +128,26 @@ def test_a_packed_folder_is_unpacked_as_it_says(tmp_path):
         assert mx.allclose(own[name], array, rtol=1e-6, atol=1e-6), name
 
 
-def test_a_packed_folder_is_not_packed_anew(tmp_path):
-    source, _ = packed_folder(tmp_path / "layers")
+@pytest.mark.parametrize("part", [QWEN, pytest.param(MOE, marks=pytest.mark.exhaustive)])
+def test_a_packed_folder_stays_as_it_is(tmp_path, part, capsys):
+    """Packed anew its words would be other ones; it drafts as it does unconverted."""
+    source, _ = packed_folder(tmp_path / "layers", part)
+    config = convert(source, str(tmp_path / "head"))
+    assert "no multiple" not in capsys.readouterr().out
+    stored = mx.load(f"{source}/model.safetensors")
+    own = mx.load(str(tmp_path / "head" / "model.safetensors"))
+    words = {name for name, array in stored.items() if array.dtype == mx.uint32}
+    assert words and config["quantization"]["fc"] == PACKED
+    assert all(mx.array_equal(own[name], stored[name]) for name in words)
+    drafter = load_drafter(tmp_path / "head", part.target)
+    usual = dict(tree_flatten(open_drafter(source, part.target).head.parameters()))
+    for name, array in tree_flatten(drafter.head.parameters()):
+        assert mx.array_equal(array, usual[name]), name
+
+
+def test_a_folder_packed_in_another_way_is_not_packed_anew(tmp_path):
+    """With scales of float8, which converted folders do not have."""
+    source, _ = packed_folder(tmp_path / "layers", mode="nvfp4")
     with pytest.raises(ValueError, match="an MTP layer that is packed already, and packed anew"):
         convert(source, str(tmp_path / "head"))
 
@@ -228,6 +252,28 @@ def test_upload_and_what_a_copy_is_told(tmp_path, monkeypatch):
         )
         with pytest.raises(ValueError, match="without MTP layers: convert maker/original, which"):
             convert(str(copy), str(tmp_path / "other"))
+
+
+def test_a_revision_of_a_target(tmp_path, monkeypatch):
+    """What lies there is taken, a part of a file of it, and none of what the main branch has."""
+    older = replace(QWEN, tensors={name: 2 * array for name, array in QWEN.tensors.items()})
+    with running_hub(tmp_path / "hub") as hub:
+        use_hub(monkeypatch, hub, tmp_path / "home")
+        for name, part in (("original", QWEN), ("original@v1", older)):
+            write_checkpoint(hub.root / "maker" / name, part, beside=400_000)
+            write_config(hub.root / "maker" / name, full_config(part))
+        convert("maker/original", str(tmp_path / "old"), quantize=False, revision="v1")
+        weights = [path for path in hub.requests if path.endswith(".safetensors")]
+        assert weights and all(commit_of("v1") in path for path in weights)
+        convert("maker/original", str(tmp_path / "new"), quantize=False)
+        old, new = (
+            mx.load(str(tmp_path / name / "model.safetensors"))["fc.weight"]
+            for name in ("old", "new")
+        )
+        assert mx.array_equal(old, 2 * new)
+        with pytest.raises(ValueError, match="maker/original has no revision v9 on the hub"):
+            convert("maker/original", str(tmp_path / "none"), revision="v9")
+        assert not (tmp_path / "none").exists()
 
 
 def test_layers_for_another_target_are_refused(tmp_path):
