@@ -235,7 +235,8 @@ def _form(body: Document) -> Document:
 def _choice(choice: Any) -> Document:
     if not isinstance(choice, dict):
         raise ValueError("tool_choice is something else than an object.")
-    kind = {"any": "required", "tool": {"name": choice.get("name")}}
+    named = {"type": "function", "function": {"name": choice.get("name")}}
+    kind = {"any": "required", "tool": named}
     found: Document = {"tool_choice": kind.get(str(choice.get("type")), choice.get("type"))}
     if choice.get("disable_parallel_tool_use"):
         found["parallel_tool_calls"] = False

@@ -236,6 +236,22 @@ def test_thoughts_that_are_not_to_be_shown(server):
     assert "thinking_delta" not in kinds and "signature_delta" in kinds
 
 
+PLACE = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}},
+         "required": ["city"], "additionalProperties": False}  # fmt: skip
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_time"}])
+def test_a_tool_that_must_be_called(server, choice):
+    tools = [tool | {"input_schema": PLACE} for tool in OWN_TOOLS]
+    choice = choice | {"disable_parallel_tool_use": True}
+    asked = question("!", tools=tools, tool_choice=choice, max_tokens=200)
+    message = server.own.messages.create(**asked)
+    *_, (kind, name, given) = blocks_of(message)  # perhaps behind thoughts
+    assert (kind, message.stop_reason) == ("tool_use", "tool_use")
+    assert name == choice.get("name", name) and name in [tool["name"] for tool in tools]
+    assert given in ({"city": "Paris"}, {"city": "Rome"})
+
+
 def post(server, body: object, path: str = "/v1/messages?beta=true") -> tuple[int, dict]:
     return ask_json(server, path, body, head={"x-api-key": KEY})
 
