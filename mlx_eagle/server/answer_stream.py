@@ -58,11 +58,14 @@ Message = GenerationContext | PairResponse | tuple[int, int] | Exception | None
 
 
 class RequestError(Exception):
-    """A request that is not answered, in one sentence, with its HTTP status."""
+    """A request that is not answered, in one sentence, with its HTTP status.
 
-    def __init__(self, sentence: str, status: int = 400):
+    ``code`` is the word that clients of the OpenAI API know it by, where they have one.
+    """
+
+    def __init__(self, sentence: str, status: int = 400, code: str | None = None):
         super().__init__(" ".join(sentence.split()))
-        self.status = status
+        self.status, self.code = status, code
 
 
 class State(Enum):

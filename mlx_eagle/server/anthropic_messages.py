@@ -15,7 +15,7 @@ from .answer_stream import RequestError
 from .body import check_body, read_arguments, shortened
 from .client_session import ClientSession
 from .completions import Document, Reply, model_name
-from .prompt import as_request_errors, render, template_options, with_one_system
+from .prompt import as_request_errors, encoded, with_one_system
 
 ATTRIBUTION = "x-anthropic-billing-header:"
 """Begins a system block that an agent changes with every request, for its bill: no prompt."""
@@ -91,11 +91,9 @@ def answer(reply: Reply, body: Document) -> None:
 
 def count_tokens(reply: Reply, body: Document) -> None:
     """How many tokens the prompt of a translated body has. Raises RequestError."""
-    tokenizer, request = reply.provider.tokenizer, _request_of(body)
     with as_request_errors():
         args = read_arguments(body, reply.flags, is_chat=True)
-        text = render(request, tokenizer, template_options(request, args, tokenizer, reply.flags))
-    tokens = tokenizer.encode(text, add_special_tokens=not tokenizer.has_chat_template)
+        tokens = encoded(_request_of(body), args, reply.provider.tokenizer, reply.flags)
     reply.send_json({"input_tokens": len(tokens)})
 
 

@@ -62,7 +62,8 @@ class Reply(Protocol):
 def error_document(error: RequestError) -> Document:
     """An error as clients of the OpenAI API read it."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
-    return {"error": {"message": str(error), "type": kind, "code": error.status}}
+    code = error.code or error.status
+    return {"error": {"message": str(error), "type": kind, "code": code}}
 
 
 def error_event(error: RequestError) -> str:

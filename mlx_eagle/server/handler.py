@@ -32,6 +32,7 @@ from .client_session import ClientSession
 from .listener import PairServer, Presence, RequestReader, drain
 from .metrics import CONTENT_TYPE, RequestOutcome
 from .provider import PairProvider
+from .stored_responses import StoredResponses
 
 EXTRA_HEADERS = {401: {"WWW-Authenticate": 'Bearer realm="mlx-eagle"'}, 503: {"Retry-After": "5"}}
 LARGE = 2**16  # bytes of a body; larger ones are read into fields one after the other
@@ -121,7 +122,7 @@ class PairHandler(BaseHTTPRequestHandler):
         return self.server.generator.cli_args
 
     @property
-    def stored(self) -> responses.StoredResponses:
+    def stored(self) -> StoredResponses:
         return self.server.stored
 
     def setup(self) -> None:
@@ -153,13 +154,13 @@ class PairHandler(BaseHTTPRequestHandler):
             self._end_request()
 
     def parse_request(self) -> bool:
-        """Read the head of a request; its path is left without the query."""
+        """Read the head of a request; its path and its query are apart."""
         self.reader.begin()
         self.asked = time.monotonic()
         if not super().parse_request():
             return False
         self.reader.in_head = False
-        self.path = self.path.partition("?")[0].partition("#")[0]
+        self.path, _, self.query = self.path.partition("#")[0].partition("?")
         return True
 
     def finish(self) -> None:
@@ -213,7 +214,7 @@ class PairHandler(BaseHTTPRequestHandler):
                 wanted = unquote(self.path.removeprefix("/v1/models").strip("/"))
                 self.send_json(openai.models(self, wanted))
             elif self.path.startswith(RESPONSES):
-                self.send_json(self.stored.find(self.path.removeprefix(RESPONSES))[0])
+                self.send_json(self.stored.show(self.path.removeprefix(RESPONSES), self.query))
             else:
                 raise RequestError(f"nothing is at {shortened(self.path)}.", 404)
         except RequestError as err:

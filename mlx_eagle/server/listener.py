@@ -25,7 +25,7 @@ from .answer_stream import RequestError
 from .body import SHOWN
 from .collect import Collector
 from .engine import PairGenerator
-from .openai_responses import StoredResponses
+from .stored_responses import StoredResponses
 
 MAX_HEAD = 2**17  # bytes of a request before its body
 DRAIN_SECONDS = 2.0

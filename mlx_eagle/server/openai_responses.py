@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: /v1/responses, translated to a chat and back, and what is kept of it.
+"""OpenAI's Responses API: /v1/responses, translated to a chat and back.
 
 A request becomes a body of Chat Completions, which is checked and answered as any other; pieces
 of its answer become items, which grow with the events of a stream. No HTTP in here.
@@ -7,11 +7,9 @@ of its answer become items, which grow with the events of a stream. No HTTP in h
 import json
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from threading import Lock
 from typing import Any, Protocol
 
 from mlx_lm.server import CompletionRequest
@@ -20,10 +18,9 @@ from .answer_stream import RequestError
 from .body import PairArguments, check_body, read_arguments, shortened
 from .client_session import ClientSession
 from .completions import Document, Reply, logprob_of, model_name
-from .prompt import as_request_errors, with_one_system
+from .prompt import as_request_errors, with_one_system, without_oldest
+from .stored_responses import StoredResponses
 
-KEPT_SECONDS = 3600.0  # what a client may need to go on with a response
-KEPT_BYTES = 100_000_000  # of JSON: a thousand turns of 100 kB
 SAME = (
     "model", "stream", "temperature", "top_p", "parallel_tool_calls", "top_logprobs",
     "num_draft_tokens", "tree", "acceptance", "seed", "reuse_caches", "chat_template_kwargs",
@@ -51,58 +48,6 @@ TYPES = {
 }
 
 
-class StoredResponses:
-    """Responses with their conversations, in memory: the oldest leave first."""
-
-    def __init__(
-        self,
-        seconds: float = KEPT_SECONDS,
-        max_bytes: int = KEPT_BYTES,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        self._seconds, self._max_bytes, self._clock = seconds, max_bytes, clock
-        self._kept: OrderedDict[str, tuple[float, bytes]] = OrderedDict()
-        self._lock = Lock()
-
-    def keep(self, response: Document, messages: Sequence[Document]) -> None:
-        """Keep a response, and the messages that a next one goes on behind."""
-        content = json.dumps([response, messages]).encode()
-        with self._lock:
-            self._kept[response["id"]] = (self._clock(), content)
-            self._drop()
-
-    def find(self, name: str, status: int = 404) -> tuple[Document, list[Document]]:
-        """A response and its messages, both the caller's own; raises RequestError."""
-        with self._lock:
-            self._drop()
-            found = self._kept.get(name)
-        if found is None:
-            raise RequestError(
-                f"there is no response {shortened(name)}: each is kept for "
-                f"{self._seconds / 60:.0f} minutes, until the server stops, unless store is "
-                "false.",
-                status,
-            )
-        response, messages = json.loads(found[1])
-        return response, messages
-
-    def delete(self, name: str) -> Document:
-        """Forget a response; raises RequestError."""
-        self.find(name)
-        with self._lock:
-            self._kept.pop(name, None)
-        return {"id": name, "object": "response", "deleted": True}
-
-    def _drop(self) -> None:
-        size = sum(len(content) for _, content in self._kept.values())
-        oldest = self._clock() - self._seconds
-        for name, (since, content) in list(self._kept.items()):
-            if since > oldest and size <= self._max_bytes:
-                return
-            size -= len(content)
-            del self._kept[name]
-
-
 class StoringReply(Reply, Protocol):
     """Where a response goes, and where those before it are."""
 
@@ -128,8 +73,8 @@ def check(body: Document) -> Document:
         for name in names:
             if not isinstance(body.get(name, kind()), kind):
                 raise ValueError(f"{name} is something else than {what}.")
-    if body.get("truncation", "disabled") != "disabled":
-        raise ValueError("truncation is not supported: nothing is left out of a long input.")
+    if body.get("truncation", "disabled") not in ("auto", "disabled"):
+        raise ValueError("truncation is unknown: give 'auto' or 'disabled'.")
     chat: Document = {name: body[name] for name in SAME if name in body}
     chat["messages"] = _messages(_items(body.get("input")))
     if "max_output_tokens" in body:
@@ -278,22 +223,21 @@ def _tool(tool: Document) -> Document:
 def answer(reply: StoringReply, body: Document) -> None:
     """Answer a translated body. Raises RequestError."""
     asked, chat = body["asked"], body["chat"]
-    messages = chat["messages"]
+    items = _items(asked["input"])
     if previous := asked.get("previous_response_id"):
-        messages = reply.stored.find(previous, status=400)[1] + messages
+        before, earlier = reply.stored.find(previous, status=400)
+        items = [*earlier, *before["output"], *items]
     with as_request_errors():
         args = read_arguments(chat, reply.flags, is_chat=True)
+        request = _request(reply, asked, chat, items, args)
     response = _begun(reply, asked, chat, args)
-    rules = {"role": "system", "content": asked.get("instructions", "")}
-    prompt = deepcopy(with_one_system([rules, *messages]))  # templates change messages
-    request = CompletionRequest("chat", "", prompt, chat.get("tools") or None, None)
     session = reply.new_session(request, args)
     session.submit()
     session.open()
 
     def keep() -> None:
         if asked.get("store", True):
-            reply.stored.keep(response, [*messages, *_messages(response["output"])])
+            reply.stored.keep(response, items)
 
     is_summary = bool(asked.get("reasoning", {}).get("summary"))
     events = _Events(response, is_summary, reply.provider.spelling)
@@ -309,6 +253,19 @@ def answer(reply: StoringReply, body: Document) -> None:
     except RequestError as err:
         reply.write(events.failed(err))
         raise
+
+
+def _request(
+    reply: Reply, asked: Document, chat: Document, items: list[Document], args: PairArguments
+) -> CompletionRequest:
+    """The chat that all items mean, behind the instructions; templates may change its messages."""
+    rules = {"role": "system", "content": asked.get("instructions", "")}
+    messages = deepcopy(with_one_system([rules, *_messages(items)]))
+    request = CompletionRequest("chat", "", messages, chat.get("tools") or None, None)
+    if asked.get("truncation") == "auto":
+        provider = reply.provider
+        return without_oldest(request, args, provider.tokenizer, reply.flags, provider.context)
+    return request
 
 
 def _begun(reply: Reply, asked: Document, chat: Document, args: PairArguments) -> Document:
@@ -331,7 +288,7 @@ def _begun(reply: Reply, asked: Document, chat: Document, args: PairArguments) -
         "tool_choice": asked.get("tool_choice", "auto"),
         "tools": asked.get("tools", []),
         "top_p": args.sampling.top_p,
-        "truncation": "disabled",
+        "truncation": asked.get("truncation", "disabled"),
         "usage": None,
     } | {name: asked.get(name) for name in ECHOED}
 

@@ -4,9 +4,12 @@ A prompt that is far too long is refused before all of it was tokenized. The tok
 are made by mlx-lm's own code.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 from jinja2 import TemplateError
@@ -26,11 +29,17 @@ TEMPLATE_ERRORS = (
 """What chat templates raise for messages that they were not written for."""
 
 
+class PromptTooLong(ValueError):
+    """A prompt that leaves no room for an answer in the model's context."""
+
+
 @contextmanager
 def as_request_errors() -> Iterator[None]:
     """Within, what is wrong with a prompt is raised as a RequestError."""
     try:
         yield
+    except PromptTooLong as err:
+        raise RequestError(str(err), code="context_length_exceeded") from err
     except ValueError as err:
         raise RequestError(str(err)) from err
     except TEMPLATE_ERRORS as err:
@@ -137,11 +146,54 @@ def check_prompt(
         )
 
 
-def too_long(found: str, limit: int) -> ValueError:
-    return ValueError(
+def too_long(found: str, limit: int) -> PromptTooLong:
+    """The error for a prompt of ``found`` tokens."""
+    return PromptTooLong(
         f"the prompt has {found} tokens, but this model takes texts of {limit}, the answer "
         "included: shorten it."
     )
+
+
+def encoded(
+    request: CompletionRequest, args: PairArguments, tokenizer: TokenizerWrapper, flags: Any
+) -> list[int]:
+    """The tokens of a chat's prompt, as they are counted. Raises ValueError, TEMPLATE_ERRORS."""
+    text = render(request, tokenizer, template_options(request, args, tokenizer, flags))
+    return tokenizer.encode(text, add_special_tokens=not tokenizer.has_chat_template)
+
+
+def without_oldest(
+    request: CompletionRequest,
+    args: PairArguments,
+    tokenizer: TokenizerWrapper,
+    flags: Any,
+    limit: int | None,
+) -> CompletionRequest:
+    """The request, less as many of its oldest turns as leave no room for the answer.
+
+    A turn begins with a message of the user; what the system says first stays, and so does the
+    last turn. ``limit`` is the model's context in tokens, where that is known: at most half of it
+    is kept for the answer. Raises ValueError and TEMPLATE_ERRORS.
+    """
+    if limit is None:
+        return request
+    messages = request.messages
+    num_first = int(messages[0]["role"] == "system")
+    turns = [i for i, message in enumerate(messages) if message["role"] == "user"]
+    starts = [num_first, *(i for i in turns if i > num_first)]
+    # Of what is far too long nothing is tokenized.
+    sizes = list(accumulate(len(str(message)) for message in reversed(messages)))
+    starts = [i for i in starts if sizes[len(messages) - i - 1] <= LONG * limit] or starts[-1:]
+
+    def since(start: int) -> CompletionRequest:
+        kept = [*messages[:num_first], *messages[start:]]
+        return replace(request, messages=deepcopy(kept))  # templates change them
+
+    def fits(start: int) -> bool:
+        num_tokens = len(encoded(since(start), args, tokenizer, flags))
+        return num_tokens + min(args.max_tokens, limit // 2) <= limit
+
+    return since(starts[bisect_left(starts, True, hi=len(starts) - 1, key=fits)])
 
 
 def template_options(

@@ -12,7 +12,7 @@ from test_server_tools import SCRIPTS, TOOLS
 
 from mlx_eagle.server.__main__ import agent_lines, announce
 from mlx_eagle.server.answer_stream import RequestError
-from mlx_eagle.server.openai_responses import StoredResponses
+from mlx_eagle.server.stored_responses import StoredResponses
 
 SPACED = ["<tool_call>", '{"name":"get__da', 'te","arguments":{', "} }", "</tool_call>"]
 OWN_SCRIPTS = {";": SPACED} | SCRIPTS
@@ -215,6 +215,61 @@ def test_a_conversation_that_the_server_keeps(server):
     assert client.retrieve(second.id).output_text == "It has 22 degrees."
 
 
+def test_the_items_that_a_response_answers(server):
+    """All of the conversation before it, page by page in either order, by OpenAI's client."""
+    first = ask(server, "@", instructions="Be brief.")
+    result = RESULT | {"call_id": first.output[-1].call_id, "output": "^"}
+    second = ask(server, "", input=[result], previous_response_id=first.id)
+    pages = server.client.responses.input_items
+    (item,) = pages.list(first.id)
+    assert (item.type, item.role, item.content[0].text) == ("message", "user", "Please @")
+    items = list(pages.list(second.id, order="asc", limit=1))
+    assert items[0].content == item.content and items[0].id.startswith("msg_")
+    ids = [item.id for item in items]
+    assert ids[1:3] == [item.id for item in first.output] and items[3].output == "^"
+    assert list(pages.list(second.id, limit=3)) == items[::-1]
+    again = [each.model_dump(exclude_none=True) for each in items]
+    same = ask(server, "", input=again, store=False)
+    assert items_of(same) == items_of(second) and num_read(same) <= 2
+    for query, sentence in (
+        ("order=up", "order is unknown"), ("limit=0", "limit is 0: give 1 to 100"),
+        ("after=msg_0", "there is no item msg_0"), ("limit=" + "1" * 5000, "limit is 111"),
+    ):  # fmt: skip
+        path = f"/v1/responses/{second.id}/input_items?{query}"
+        status, document = ask_json(server, path, None, "GET")
+        assert status == 400 and sentence in document["error"]["message"]
+    for path, status in (("other", 404), ("", 200), ("?stream=true", 400)):
+        path = path if path.startswith("?") else f"/{path}"
+        assert ask_json(server, f"/v1/responses/{first.id}{path}", None, "GET")[0] == status
+
+
+def test_a_conversation_longer_than_the_context(server, monkeypatch):
+    """Without its oldest turns, as few of them as leave room for the answer, where it may be."""
+    rules = {"role": "developer", "content": "Be kind."}
+    turns: list[dict] = [{"role": "user", "content": "Please !"}]
+    sizes = []
+    for i in range(5):
+        got = ask(server, "", input=[rules, *turns], instructions="Be brief.", max_output_tokens=1)
+        sizes.append(got.usage.input_tokens)
+        if i < 4:
+            turns = [{"role": "user", "content": f"Turn {i}"}, CALL,
+                     RESULT | {"output": "x" * 9 * i},
+                     {"role": "assistant", "content": "Yes."}, *turns]  # fmt: skip
+    more = {"input": [rules, *turns], "instructions": "Be brief.", "max_output_tokens": 200}
+    for num_turns in (4, 2, 0):
+        context = sizes[num_turns] + 200
+        monkeypatch.setattr(server.generator.model_provider, "context", context)
+        got = ask(server, "", truncation="auto", **more)
+        assert (got.status, got.truncation) == ("completed", "auto")
+        assert got.usage.input_tokens == sizes[num_turns]
+        assert len(list(server.client.responses.input_items.list(got.id))) == 1 + len(turns)
+    monkeypatch.setattr(server.generator.model_provider, "context", sizes[0] - 5)
+    for truncation in ("auto", "disabled"):
+        with pytest.raises(openai.BadRequestError, match="shorten it") as error:
+            ask(server, "", truncation=truncation, **more)
+        assert error.value.code == "context_length_exceeded"
+
+
 def test_what_is_kept_is_bounded_in_time_and_size():
     now = [0.0]
     store = StoredResponses(seconds=60, max_bytes=1000, clock=lambda: now[0])
@@ -304,7 +359,7 @@ WRONG = {
     "a chat": ({"messages": [USER]}, "messages is not a field of /v1/responses: give input"),
     "a chat's limit": ({"max_tokens": 5}, "give max_output_tokens"),
     "in the background": ({"background": True}, "background is not supported"),
-    "cut": ({"truncation": "auto"}, "truncation is not supported"),
+    "cut": ({"truncation": "last"}, "truncation is unknown: give 'auto' or 'disabled'"),
     "hot": ({"temperature": -1}, "temperature is -1"),
     "a limit": ({"max_output_tokens": "x"}, "max_tokens is a string"),
     "effort": ({"reasoning": {"effort": "low"}}, "knows no reasoning_effort"),
