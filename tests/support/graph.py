@@ -3,11 +3,12 @@
 import io
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models import gated_delta
 
 
 def primitives(*arrays: mx.array) -> Counter:
@@ -18,13 +19,25 @@ def primitives(*arrays: mx.array) -> Counter:
     return Counter(re.search(r'label ?= ?"(\w*)', line).group(1) for line in lines)
 
 
+VIEWS = (
+    "AsStrided", "Broadcast", "ExpandDims", "Flatten", "Reshape", "Slice", "Split", "Squeeze",
+    "Transpose", "Unflatten",
+)  # fmt: skip
+"""Operations that look at an array in another way, but for a reshape of what is not in order."""
+
+
+def kernels(operations: Counter) -> int:
+    """How many of them something has to run for on a GPU, each once."""
+    return sum(count for name, count in operations.items() if name not in VIEWS)
+
+
 @contextmanager
 def fused() -> Iterator[None]:
-    """Norm, rotary embedding and attention as one primitive each, as a GPU backend has them.
+    """Norm, rotary embedding, attention and the gated delta rule as one primitive each.
 
-    A CPU backend spells them out in twenty. For counting only: the numbers are not computed.
-    What is compiled must have run with the same shapes before, or the stand-ins would stay in
-    compiled graphs.
+    So a GPU backend has them; a CPU backend spells them out in twenty. For counting only: the
+    numbers are not computed. What is compiled must have run with the same shapes before, or the
+    stand-ins would stay in compiled graphs.
     """
 
     def norm(x: mx.array, *_: Any, **__: Any) -> mx.array:
@@ -33,17 +46,24 @@ def fused() -> Iterator[None]:
     def attention(q: mx.array, k: mx.array, v: mx.array, **_: Any) -> mx.array:
         return mx.depends([q], [k, v])[0]
 
-    stand_ins = {
-        "rms_norm": norm,
-        "layer_norm": norm,
-        "rope": norm,
-        "scaled_dot_product_attention": attention,
-    }
-    originals = {name: getattr(mx.fast, name) for name in stand_ins}
-    for name, function in stand_ins.items():
-        setattr(mx.fast, name, function)
+    def gated_delta_rule(
+        q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array,
+        mask: mx.array | None = None,
+    ) -> tuple[mx.array, ...]:  # fmt: skip
+        return tuple(mx.depends([v, state], [q, k, g, beta, *([] if mask is None else [mask])]))
+
+    stand_ins: list[tuple[Any, str, Callable[..., Any]]] = [
+        (mx.fast, "rms_norm", norm),
+        (mx.fast, "layer_norm", norm),
+        (mx.fast, "rope", norm),
+        (mx.fast, "scaled_dot_product_attention", attention),
+        (gated_delta, "gated_delta_ops", gated_delta_rule),
+    ]
+    originals = [getattr(module, name) for module, name, _ in stand_ins]
+    for module, name, function in stand_ins:
+        setattr(module, name, function)
     try:
         yield
     finally:
-        for name, function in originals.items():
-            setattr(mx.fast, name, function)
+        for (module, name, _), function in zip(stand_ins, originals, strict=True):
+            setattr(module, name, function)

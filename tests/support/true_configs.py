@@ -1,4 +1,9 @@
-"""Configurations of real targets, as their ``config.json`` has them: shapes, no weights."""
+"""Configurations of real targets, as their ``config.json`` has them, and tiny models of them."""
+
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.utils import _get_classes
 
 FOUR_BITS = {"group_size": 64, "bits": 4}
 EIGHT_BITS = {"group_size": 64, "bits": 8}
@@ -13,6 +18,21 @@ LLAMA_8B = {
     "rms_norm_eps": 1e-5,
     "vocab_size": 128256,
     "tie_word_embeddings": False,
+    "quantization": FOUR_BITS,
+}
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "num_hidden_layers": 36,
+    "intermediate_size": 12288,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+    "vocab_size": 151936,
     "quantization": FOUR_BITS,
 }
 GPT_OSS_20B = {
@@ -138,3 +158,20 @@ QWEN35_27B = {
     },
     "quantization": FOUR_BITS,
 }
+
+TINY = {
+    "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64,
+    "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "top_k_experts": 2,
+}  # fmt: skip
+
+
+def with_tiny_weights(config: dict[str, Any], **changes: int) -> nn.Module:
+    """The layers and heads as published; all else is tiny, and what ``changes`` say of what is."""
+    text = config.get("text_config", config)
+    given = {name: size for name, size in {**TINY, **changes}.items() if name in text}
+    text = {**text, **given, "vocab_size": 64}
+    text.pop("quantization", None)
+    config = {**config, "text_config": text, "vocab_size": 64} if "text_config" in config else text
+    model_class, args_class = _get_classes(config)
+    model: nn.Module = model_class(args_class.from_dict(config))
+    return model

@@ -12,7 +12,7 @@ from architectures import ARCHITECTURES, PROMPT, build
 from graph import fused, primitives
 from grids import thorough
 from helpers import SCRIPTS, ScriptedDrafter, plain, speculative
-from mlx_lm.models import gated_delta, qwen3_next
+from mlx_lm.models import qwen3_next
 from mlx_lm.models.cache import make_prompt_cache
 from tolerances import tolerance
 
@@ -104,14 +104,9 @@ def runner(model: nn.Module, script: str) -> SingleRunner:
     return generation
 
 
-def kernel(q, k, v, g, beta, state, mask=None):
-    """The gated delta rule as one primitive, as Metal has it; its numbers are not computed."""
-    return tuple(mx.depends([v, state], [q, k, g, beta, *([] if mask is None else [mask])]))
-
-
-@pytest.mark.parametrize("num_layers", thorough([8, 64], 8))
-def test_a_round_after_a_rejection_is_hardly_larger(num_layers, monkeypatch):
-    """As Qwen3.5, of which 27B has 64 layers, three of four recurrent: 5 operations for each."""
+def test_a_round_after_a_rejection_is_hardly_larger(monkeypatch):
+    """As Qwen3.5, three of four layers recurrent: 5 operations for each of these."""
+    num_layers = 4
     sizes = {"num_hidden_layers": num_layers, "full_attention_interval": 4}
     model = build("qwen3_5", text_config={**ARCHITECTURES["qwen3_5"]["text_config"], **sizes})
     num_recurrent = len(list(recurrent_caches(make_prompt_cache(model))))
@@ -124,7 +119,6 @@ def test_a_round_after_a_rejection_is_hardly_larger(num_layers, monkeypatch):
         mx.eval([c.state for c in generation.decoder.cache])
         with monkeypatch.context() as patch, fused():
             patch.setattr(mx, "async_eval", lambda *_: None)
-            patch.setattr(gated_delta, "gated_delta_ops", kernel)
             found[script] = primitives(*generation.launch(DraftShape(3)).verification.pending)
     whole = found["all"].total()
     assert whole > 50 * num_layers
