@@ -14,7 +14,6 @@ import mlx.nn as nn
 from ..decoding.accept import log_softmax
 from ..decoding.auto import AdaptiveController, Controller, DraftingEvent, FixedController
 from ..decoding.decoder import Decoder, Round
-from ..decoding.kernel_options import KernelOptions
 from ..decoding.loop import CLEAR_CACHE_EVERY, Pipeline, SingleRunner, make_controller
 from ..decoding.setup import costs_of
 from ..drafters.base import Drafter, NullDrafter
@@ -307,7 +306,7 @@ class Group:
             self._model,
             drafter,
             controller,
-            options=KernelOptions(splits_attention=decoders[0].target.parts.is_on),
+            options=decoders[0].options,
             keep_caches=True,
             stream=self._stream,
         )

@@ -66,7 +66,8 @@ class Batch:
         self._stream = stream
         with mx.stream(stream):
             self._target = Target(model, draft_model.taps, fused_rows)
-        self._target.parts.is_on = options is not None and options.splits_attention
+        if options is not None:
+            self._target.parts.use(options.splits_attention, options.forces_fused)
         self._rule = BatchRule([])
         self._roots = mx.zeros((0, 1), mx.int32)
         self._pending = PendingPairs()

@@ -201,6 +201,7 @@ class Decoder:
         self.num_emitted = 0
         self.num_reruns = 0
         self.discards_features = False  # from now on nothing is kept that it could absorb
+        self.options = KernelOptions()
         self._is_seeded = True  # what the drafter starts from can be computed
         self._prefill_forwards = 0
         self._pending = PendingPairs()
@@ -218,13 +219,15 @@ class Decoder:
             return []
         found = {
             "splits_attention": self.target.parts.matters,
+            "forces_fused": self.target.parts.falls_off,
             "uses_overlay": self.drafter.supports_overlay,
         }
         return [name for name, is_possible in found.items() if is_possible]
 
     def use(self, options: KernelOptions) -> None:
         """Compute rounds by these options from now on."""
-        self.target.parts.is_on = options.splits_attention
+        self.options = options
+        self.target.parts.use(options.splits_attention, options.forces_fused)
         self.drafter.use_overlay(options.uses_overlay)
 
     def prefill(

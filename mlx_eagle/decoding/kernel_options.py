@@ -17,6 +17,7 @@ class KernelOptions:
 
     splits_attention: bool = False
     uses_overlay: bool = False
+    forces_fused: bool = False
 
 
 class OptionTrial:

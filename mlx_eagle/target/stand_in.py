@@ -10,11 +10,12 @@ The copy's attention over a few rows can be cut into parts that Metal's vector k
 pass of more goes through plain operations, which read keys and values once for every *query* head
 and put all scores into memory. Parts read them once each: with 8 query heads per key head, 8 rows
 in two parts read a quarter. A row's sum is the same in every part, so this changes rounding at
-most. Whether it is faster is measured (``decoding/kernel_options.py``).
+most. Where a pass would go through plain operations MLX can also be told to take one of its fused
+kernels all the same. Whether either is faster is measured (``decoding/kernel_options.py``).
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
@@ -30,20 +31,27 @@ from .states import StateRecorder, is_recurrent
 NAME = attend.__name__
 LEAST_KEYS = 1024  # from which on Metal has a kernel for one row of head dimension 512
 MOST_CUT = 8  # rows that are cut into single ones there
+MOST_FORCED_ROWS = 8  # above, MLX takes a fused kernel by itself wherever one is worth it
 
 
 @dataclass
 class AttentionParts:
-    """Whether rows are cut, and whether there was anything to cut: state of one generation.
+    """Whether rows are cut, whether a kernel is forced, and whether there was anything to do so.
 
-    ``most_rows`` says how many rows of a head dimension, with so many query heads per key head,
-    one kernel takes; 0 where there is none for that dimension.
+    State of one generation. ``most_rows`` says how many rows of a head dimension, with so many
+    query heads per key head, one kernel takes; 0 where there is none for that dimension.
     """
 
     most_rows: Callable[[int, int], int]
     is_on: bool = False
+    is_forced: bool = False
     matters: bool = False  # a pass that the kernel would take with fewer heads is cut
+    falls_off: bool = False  # a short pass goes through plain operations
     _masks: dict[tuple[int, int], tuple[mx.array, mx.array]] = field(default_factory=dict)
+
+    def use(self, is_on: bool, is_forced: bool) -> None:
+        """Compute attention so from now on."""
+        self.is_on, self.is_forced = is_on, is_forced
 
     def begin(self) -> None:
         """A pass begins, or has ended: let go of its masks."""
@@ -121,7 +129,12 @@ def attend_in_parts(
     ``mask`` is an array, "causal" or None.
     """
 
-    def whole() -> mx.array:
+    def whole(is_forced: bool = False) -> mx.array:
+        if is_forced:
+            with suppress(ValueError):  # there is none for these heads
+                return mx.fast.scaled_dot_product_attention(
+                    queries, keys, values, scale=scale, mask=mask, sinks=sinks, force_fused=True
+                )
         return attend(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
 
     if not isinstance(keys, mx.array) or values.shape[-1] != queries.shape[-1]:
@@ -134,8 +147,9 @@ def attend_in_parts(
     if limit == 0 < most and num_keys >= LEAST_KEYS:
         limit = MOST_CUT
     parts.matters |= 0 < most < limit
+    parts.falls_off |= most < MOST_FORCED_ROWS
     if not parts.is_on or not 0 < most < num_rows <= limit:
-        return whole()
+        return whole(parts.is_forced and max(most, 1) < num_rows <= MOST_FORCED_ROWS)
     out = []
     for start in range(0, num_rows, most):
         end = min(start + most, num_rows)

@@ -47,7 +47,7 @@ def test_heads_are_quantized_on_the_cpu():
 
 @pytest.mark.on_gpu("metal", "attention in parts takes another kernel")
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
-def test_both_ways_of_a_round_are_tried(dtype, monkeypatch):
+def test_all_ways_of_a_round_are_tried(dtype, monkeypatch):
     monkeypatch.setattr(loop, "LONG_PREFILL", 0.0)
     used, use = [], Decoder.use
     monkeypatch.setattr(Decoder, "use", lambda d, o: used.append(o) or use(d, o))
@@ -58,6 +58,7 @@ def test_both_ways_of_a_round_are_tried(dtype, monkeypatch):
     tokens, _ = speculative(model, drafter, PROMPT, 200, num_draft_tokens="auto")
     assert len(tokens) == 200 and any(options.splits_attention for options in used)
     assert any(options.uses_overlay for options in used)
+    assert any(options.forces_fused for options in used)
 
 
 @pytest.mark.on_gpu("metal", "half precision takes the kernels that people run")

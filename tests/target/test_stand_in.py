@@ -6,6 +6,7 @@ from architectures import build
 from grids import thorough
 from helpers import (
     CROWDED,
+    FUSED,
     PROMPT,
     SCRIPTS,
     ScriptedDrafter,
@@ -147,6 +148,33 @@ def test_attention_sinks_and_windows_go_through(rows):
         results.append(target(mx.arange(8), cache)[0])
     assert mx.allclose(*results, rtol=10 * tolerance(), atol=10 * tolerance()).item()
     assert [num for num, _ in rows].count(4) == 2 * len(model.layers)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+@pytest.mark.parametrize("changes", [CROWDED, {"head_dim": 80}, FUSED], ids=str)
+def test_a_kernel_is_forced_where_mlx_would_take_none(changes, is_there, monkeypatch):
+    """In passes of 2 to 8 rows, and mlx-lm's way stays where there is no kernel; by a stand-in."""
+    seen, attention = [], mx.fast.scaled_dot_product_attention
+
+    def stand_in(q, k, v, *, force_fused=False, **options):
+        if force_fused and not is_there:
+            raise ValueError("no fused kernel is available")
+        seen.append((q.shape[2], force_fused))
+        return attention(q, k, v, **options)
+
+    model = tiny_llama(**changes)
+    text = PROMPT + plain(model, PROMPT, 40)
+    drafter = ScriptedDrafter(text, SCRIPTS["every length"])
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", stand_in)
+    for size, num_rows in ((3, 4), (7, 8)):
+        seen.clear()
+        options, cache = KernelOptions(forces_fused=True), make_prompt_cache(model)
+        tokens = decode(model, drafter, cache, DraftShape(size), 20, options)
+        assert tokens == text[len(PROMPT) :][:20]
+        ways = {is_forced for rows, is_forced in seen if rows == num_rows}
+        most = fused_rows(model.args.head_dim, 8 if changes == CROWDED else 2)
+        assert ways == {is_there and num_rows > most}
+        assert not any(is_forced for rows, is_forced in seen if rows == 1)
 
 
 @pytest.mark.parametrize(
