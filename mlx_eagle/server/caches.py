@@ -7,7 +7,7 @@ nor can full windows: of those there are snapshots, where other texts are likely
 import logging
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_map
 from mlx_lm.models.cache import (
-    CacheList,
     ChunkedKVCache,
     ConcatenateKVCache,
     KVCache,
@@ -32,6 +31,7 @@ from mlx_lm.models.cache import (
 
 from ..batch.requests import Request
 from ..drafters.base import Drafter
+from ..target.cache_view import single_caches
 from ..target.taps import Target
 from .cache_files import FOLDER_BYTES, CacheFolder, StoredText
 from .metrics import CacheCounts
@@ -91,14 +91,14 @@ def can_trim(caches: list[Any]) -> bool:
 
     Of chunks mlx-lm says so too where the front is gone, which a shorter text would need.
     """
-    chunks = [cache for cache in _members(caches) if isinstance(cache, ChunkedKVCache)]
+    chunks = [cache for cache in single_caches(caches) if isinstance(cache, ChunkedKVCache)]
     return can_trim_prompt_cache(caches) and not any(chunk.start_position for chunk in chunks)
 
 
 def trim(caches: list[Any], num_tokens: int) -> None:
     """Cut tokens off the end, and let go of the memory that they took."""
     trim_prompt_cache(caches, num_tokens)
-    for cache in _members(caches):
+    for cache in single_caches(caches):
         if type(cache) in TRIMMED_FOREVER and cache.offset > 0:
             kept = partial(_first_rows, cache.offset)
             cache.keys, cache.values = tree_map(kept, [cache.keys, cache.values])
@@ -113,15 +113,7 @@ TRIMMED_FOREVER = (KVCache, QuantizedKVCache, ConcatenateKVCache)
 
 def is_always_trimmable(caches: list[Any]) -> bool:
     """Whether caches of these kinds can be trimmed whatever they hold: they need no snapshots."""
-    return all(type(cache) in TRIMMED_FOREVER for cache in _members(caches))
-
-
-def _members(caches: Sequence[Any]) -> list[Any]:
-    """The caches with those of lists in the place of the lists."""
-    found = []
-    for cache in caches:
-        found += _members(cache.caches) if isinstance(cache, CacheList) else [cache]
-    return found
+    return all(type(cache) in TRIMMED_FOREVER for cache in single_caches(caches))
 
 
 def without_last(request: Request) -> Caches | None:

@@ -7,13 +7,28 @@ tokens or more, the window goes to the front of new ones, a copy such as mlx-lm'
 whenever it grows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ConcatenateKVCache, KVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import (
+    CacheList,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
 
 STEP = 256  # columns by which arrays grow, as in mlx-lm
+
+
+def single_caches(caches: Sequence[Any]) -> Iterator[Any]:
+    """All caches of layers, in the place of a ``CacheList`` its members."""
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            yield from single_caches(cache.caches)
+        else:
+            yield cache
 
 
 class WindowCache(RotatingKVCache):
@@ -77,7 +92,7 @@ class WindowCache(RotatingKVCache):
 
 def open_windows(caches: Sequence[Any]) -> None:
     """Make windows of these that keep no first tokens ``WindowCache``, until ``close_windows``."""
-    for cache in caches:
+    for cache in single_caches(caches):
         if type(cache) is not RotatingKVCache or cache.keep > 0:
             continue
         if cache.keys is not None:
@@ -89,7 +104,7 @@ def open_windows(caches: Sequence[Any]) -> None:
 def close_windows(caches: Sequence[Any]) -> None:
     """Make them mlx-lm's again, each with its window and nothing else."""
     stock: Any = RotatingKVCache
-    for cache in caches:
+    for cache in single_caches(caches):
         if type(cache) is not WindowCache:
             continue
         held = min(cache.offset, cache.max_size)

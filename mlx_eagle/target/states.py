@@ -20,7 +20,9 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, CacheList
+from mlx_lm.models.cache import ArraysCache
+
+from .cache_view import single_caches
 
 
 @dataclass(frozen=True)
@@ -173,11 +175,7 @@ def is_recurrent(method: FunctionType) -> bool:
 
 def recurrent_caches(caches: Sequence[Any]) -> Iterator[ArraysCache]:
     """Those that hold states, members of lists included."""
-    for cache in caches:
-        if isinstance(cache, CacheList):
-            yield from recurrent_caches(cache.caches)
-        elif isinstance(cache, ArraysCache):
-            yield cache
+    return (cache for cache in single_caches(caches) if isinstance(cache, ArraysCache))
 
 
 class StateRecorder:

@@ -138,12 +138,17 @@ def test_requests_come_and_go(make, size):
         )
 
 
+def prompts_for(num: int) -> list[list[int]]:
+    """Prompts for any architecture, each with another first token."""
+    return [[b + 1, *(token % 90 for token in PROMPTS[b % 4][1:]), b] for b in range(num)]
+
+
 def rounds_of(model, num: int, length: int, size: int = 3) -> int:
     """How many passes of the target that many requests take, every text and cache checked.
 
     In one round each text has another number of right tokens.
     """
-    prompts = [[b + 1, *(token % 90 for token in PROMPTS[b % 4][1:]), b] for b in range(num)]
+    prompts = prompts_for(num)
     drafter = Texts(model, prompts, length + size, lambda r, most: most - r % 3 % (most + 1), 96)
     batch = Batch(model, drafter, FixedController(DraftShape(size)), keep_caches=True)
     requests = [started(model, drafter, prompt, length - b) for b, prompt in enumerate(prompts)]

@@ -17,6 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_eagle.decoding.decoder import Round
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.drafters.feature_drafter import last_features
+from mlx_eagle.target.cache_view import WindowCache, single_caches
 from mlx_eagle.target.states import StateUpdates
 from mlx_eagle.target.taps import Target
 
@@ -27,7 +28,9 @@ TARGETS = {
     "rotating": tiny_qwen3,  # with max_kv_size
     "gemma3": lambda: build("gemma3_text"),
     "qwen3_next": lambda: build("qwen3_next"),
+    "recurrent_gemma": lambda: build("recurrent_gemma"),
 }
+QUICK = ("llama", "rotating", "gemma3", "qwen3_next")
 OPTIONS = {"rotating": {"max_kv_size": 10}}
 
 
@@ -64,7 +67,7 @@ class FailingDrafter:
         return inner
 
 
-@pytest.fixture(scope="module", params=TARGETS)
+@pytest.fixture(scope="module", params=thorough(TARGETS, *QUICK))
 def case(request):
     model = TARGETS[request.param]()
     return model, tiny_head(model), OPTIONS.get(request.param, {})
@@ -93,7 +96,9 @@ def assert_usable(case, cache, taken, num_done) -> None:
     """The caches hold what was done, and the next request goes on from there as mlx-lm does."""
     model, drafter, options = case
     num_caches = len(make_prompt_cache(model))
-    offsets = {c.offset for c in cache[:num_caches] if hasattr(c, "offset")}
+    ours, theirs = (list(single_caches(c)) for c in (cache[:num_caches], make_prompt_cache(model)))
+    assert len(ours) == len(theirs) and not any(isinstance(c, WindowCache) for c in ours)
+    offsets = {c.offset for c in ours if hasattr(c, "offset")}
     if not taken and num_done == len(LONG_PROMPT) - 1:
         # The prompt's last token is in the cache from the moment that its round was launched.
         assert offsets in ({num_done}, {num_done + 1})
@@ -168,12 +173,14 @@ def test_in_the_target(case, call, monkeypatch):
     model = case[0]
     cache = fresh_cache(case)
     classes = [type(layer) for layer in model.layers]
-    mlp = type(model.layers[2].mlp)
+    layer = model.layers[2]
+    block = layer.mlp if hasattr(layer, "mlp") else layer.mlp_block
+    mlp = type(block)
     with monkeypatch.context() as patch:
         of_layer = failing(lambda: None, call)
 
         def call_mlp(self, *args, original=mlp.__call__, **kwargs):
-            if self is model.layers[2].mlp:
+            if self is block:
                 of_layer()
             return original(self, *args, **kwargs)
 

@@ -385,3 +385,12 @@ RECURRENT = (
     "prism_hadamard_qwen35", "qwen3_5", "qwen3_5_moe", "qwen3_next", "recurrent_gemma", "rwkv7",
 )  # fmt: skip
 """Every architecture of mlx-lm that keeps recurrent states."""
+
+WINDOWED = (
+    "afmoe", "baichuan_m1", "cohere2", "exaone4", "exaone_moe", "gear", "gemma3", "gemma3_text",
+    "gemma3n", "gemma4", "gemma4 (26B-A4B)", "gemma4 (31B)", "gemma4_text", "gpt_oss",
+    "gpt_oss (20b)", "iquestloopcoder", "laguna", "llama (sliding window)", "mellum",
+    "mimo_v2_flash", "ministral3", "muse_glimmer", "muse_spark", "olmo3", "plamo3",
+    "recurrent_gemma", "spark2_5", "step3p5",
+)  # fmt: skip
+"""Every architecture of mlx-lm with caches that keep a window."""
