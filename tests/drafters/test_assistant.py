@@ -28,10 +28,11 @@ import mlx_eagle
 from mlx_eagle.convert import convert
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.decoding.sampling import Sampling
-from mlx_eagle.drafters.assistant import Assistant, AssistantConfig, sources
+from mlx_eagle.drafters.assistant import Assistant, AssistantConfig, check_fit, sources
 from mlx_eagle.drafters.base import Draft
 from mlx_eagle.drafters.kinds import load_drafter, recognise
 from mlx_eagle.drafters.pairs import PAIRS as PUBLIC
+from mlx_eagle.drafters.target_parts import TargetSizes
 from mlx_eagle.target.taps import Target
 
 TOLERANCE = 1e-5
@@ -483,20 +484,34 @@ def test_rounds_before_prompts_of_one_token():
         assert tokens == plain(target, prompt, 12)
 
 
-def test_an_assistant_at_full_size():
-    """That of E2B, from shapes alone; its ordering is stored in 64 bits."""
-    pair = next(p for p in PUBLIC if p.head == "google/gemma-4-E2B-it-assistant")
+# What the configs of google/gemma-4-*-it-assistant say, as tests of vLLM, mlx-swift and others
+# repeat them: the target's width, then the assistant's.
+FULL_SIZE = {
+    "E2B": {"target_hidden_size": 1536, "num_heads": 4, "num_centroids": 2048},
+    "E4B": {"target_hidden_size": 2560, "num_heads": 4, "num_centroids": 2048},
+    "12B": {"target_hidden_size": 3840, "num_heads": 16},
+    "26B-A4B": {"target_hidden_size": 2816, "num_heads": 16},
+    "31B": {"target_hidden_size": 5376, "num_heads": 32},
+}
+
+
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_an_assistant_at_full_size(name):
+    """From shapes alone; the ordering of a small one is stored in 64 bits."""
+    pair = next(p for p in PUBLIC if p.head == f"google/gemma-4-{name}-it-assistant")
+    own, is_small = FULL_SIZE[name], "num_centroids" in FULL_SIZE[name]
     config = AssistantConfig(
-        hidden_size=256,
-        target_hidden_size=1536,
+        hidden_size=256 if is_small else 1024,
         vocab_size=262144,
-        intermediate_size=2048,
-        num_heads=4,
+        intermediate_size=2048 if is_small else 8192,
         head_dim=256,
         global_head_dim=512,
         layer_types=(*[SLIDING] * 3, FULL),
-        num_centroids=2048,
-        centroid_top_k=32,
+        centroid_top_k=32 if is_small else 0,
+        **own,
     )
     sizes = [array.size for _, array in tree_flatten(Assistant(config).parameters())]
-    assert round((2 * sum(sizes) + 8 * config.vocab_size) / 1e6) == pair.megabytes
+    assert 2 * sum(sizes) + 8 * config.vocab_size * is_small == pytest.approx(
+        1e6 * pair.megabytes, abs=5e5
+    )
+    check_fit(config, TargetSizes(own["target_hidden_size"], 30, 262144))

@@ -2,8 +2,9 @@
 
 Those resolve at full size, without weights, as their cards say.
 
-Block sizes, taps, windows, masks and slots are those of the published configs and cards; widths
-of layers are the targets' where no page says them.
+Block sizes, taps, windows, masks and slots are those of the published configs and cards, some as
+other projects' tests repeat them: mlx-vlm, oMLX, Splash, Osaurus. Widths of layers are the
+targets' where no page says them.
 """
 
 from pathlib import Path
@@ -25,9 +26,19 @@ from mlx_eagle.drafters.target_parts import TargetSizes
 
 QWEN3_8B = (36, 4096, 12288, 32, 8, 128, 151936)
 QWEN35_9B = (32, 4096, 12288, 32, 8, 128, 248320)
-QWEN38_27B = (64, 5120, 17408, 40, 8, 128, 248320)
+QWEN38_27B = (64, 5120, 17408, 32, 8, 128, 248320)
 QWEN36_35B = (40, 2048, 6144, 32, 4, 128, 248320)
 LFM_1B = (16, 2048, 6144, 32, 8, 64, 65536)
+# The depth of the target, and what its drafter says of itself.
+QWEN3_4B = (36, 2560, 9728, 32, 8, 128, 151936)
+QWEN35_27B = (64, 5120, 17408, 32, 8, 128, 248320)
+QWEN35_35B = (40, 2048, 6144, 32, 4, 128, 248320)
+QWEN36_35B_NEW = (40, 2048, 6144, 32, 8, 128, 248320)
+GPT_20B = (24, 2880, 7680, 64, 8, 64, 201088)
+GEMMA_12B = (48, 3840, 15360, 16, 1, 512, 262144)
+MINICPM_2B = (42, 2048, 6144, 16, 2, 128, 130560)
+LFM_2B = (30, 2048, 6144, 32, 8, 64, 128000)
+LFM_8B = (24, 2048, 6144, 32, 8, 64, 128000)
 
 
 def layer(sizes: tuple[int, ...], num_layers: int = 5, **more: object) -> dict:
@@ -141,12 +152,145 @@ HEADS = {
         },
         {"longest_draft": 9, "rope_traditional": True},
     ),
+    "z-lab/Qwen3-4B-DFlash-b16": (
+        "dflash",
+        QWEN3_4B,
+        layer(QWEN3_4B)
+        | {"model_type": "qwen3", "architectures": ["DFlashDraftModel"], "block_size": 16}
+        | {"dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]}},
+        {"taps": (2, 10, 18, 26, 34), "longest_draft": 15},
+    ),
+    "z-lab/gpt-oss-20b-DFlash": (
+        "dflash",
+        GPT_20B,
+        layer(GPT_20B, 8, rope_theta=150000, attention_bias=True)
+        | {"model_type": "gpt_oss", "block_size": 8, "architectures": ["DFlashDraftModel"]}
+        | {"dflash_config": {"mask_token_id": 200000, "target_layer_ids": [1, 6, 11, 16, 21]}},
+        {"taps": (2, 7, 12, 17, 22), "longest_draft": 7, "attention_bias": True},
+    ),
+    "z-lab/Qwen3.5-27B-DFlash": (
+        "dflash",
+        QWEN35_27B,
+        layer(QWEN35_27B, rope_theta=5e6)
+        | {"model_type": "qwen3", "block_size": 16}
+        | {"dflash_config": {"mask_token_id": 248070, "target_layer_ids": [1, 16, 31, 46, 61]}},
+        {"taps": (2, 17, 32, 47, 62), "longest_draft": 15, "windows": ()},
+    ),
+    "z-lab/Qwen3.6-27B-DFlash": (
+        "dflash",
+        QWEN35_27B,
+        layer(QWEN35_27B, sliding_window=2048)
+        | {"layer_types": ["sliding_attention"] * 4 + ["full_attention"], "block_size": 16}
+        | {"dflash_config": {"mask_token_id": 248070, "target_layer_ids": [1, 16, 31, 46, 61]}},
+        {"longest_draft": 15, "windows": (2048,) * 4 + (0,), "causal_layers": (0, 1, 2, 3)},
+    ),
+    "z-lab/Qwen3.5-35B-A3B-DFlash": (
+        "dflash",
+        QWEN35_35B,
+        layer(QWEN35_35B, 8, layer_types=["full_attention"] * 8)
+        | {"architectures": ["DFlashDraftModel"], "block_size": 16, "sliding_window": None}
+        | {"dflash_config": {"mask_token_id": 248070, "target_layer_ids": [1, 10, 19, 28, 37]}},
+        {"taps": (2, 11, 20, 29, 38), "longest_draft": 15, "windows": ()},
+    ),
+    "z-lab/Qwen3.6-35B-A3B-DFlash": (
+        "dflash",
+        QWEN36_35B_NEW,
+        # As published since June: the size of a block and theta lie deeper.
+        layer(QWEN36_35B_NEW, 6, sliding_window=4096, rope_theta=None)
+        | {"layer_types": ["sliding_attention"] * 5 + ["full_attention"]}
+        | {"rope_parameters": {"rope_theta": 10000000, "rope_type": "default"}}
+        | {
+            "dflash_config": {
+                "block_size": 16,
+                "mask_token_id": 248077,
+                "target_layer_ids": [1, 6, 11, 16, 22, 27, 32, 37],
+            }
+        },
+        {"longest_draft": 15, "windows": (4096,) * 5 + (0,), "rope_theta": 1e7},
+    ),
+    "incoai/Qwen3.6-35B-A3B-DFlash2": (
+        "dflash2",
+        QWEN36_35B_NEW,
+        layer(QWEN36_35B_NEW, 6, sliding_window=2048)
+        | {"architectures": ["DFlash2DraftModel"], "is_causal": False}
+        | {"layer_types": ["sliding_attention"] * 6}
+        | {
+            "dflash_config": {
+                "block_size": 8,
+                "mask_token_id": 248077,
+                "target_layer_ids": [1, 6, 11, 16, 22, 27, 32, 37],
+                "selector_top_k": 16,
+                "conv_kernel_size": 2,
+                "conv_group_size": 16,
+            }
+        },
+        {"longest_draft": 7, "kernel_size": 2, "group_size": 16, "causal_layers": ()},
+    ),
+    "openbmb/MiniCPM5-2B-DSpark": (
+        "dspark",
+        MINICPM_2B,
+        layer(MINICPM_2B)
+        | {"architectures": ["Qwen3DSparkModel"], "block_size": 7, "markov_rank": 256}
+        | {"mask_token_id": 75982, "target_layer_ids": [1, 10, 20, 30, 39]}
+        | {"projector_type": "dspark", "num_target_layers": 42},
+        {"taps": (2, 11, 21, 31, 40), "longest_draft": 7, "lm_head_source": "target"},
+    ),
+    "LiquidAI/LFM2.5-2.6B-DSpark": (
+        "dspark",
+        LFM_2B,
+        layer(LFM_2B)
+        | {"architectures": ["Lfm2DSparkDraftModel"], "rope_is_neox_style": False}
+        | {
+            "block_size": 9,
+            "dflash_config": {"mask_token_id": 125017, "target_layer_ids": [2, 9, 17, 21, 27]},
+        },
+        {"taps": (3, 10, 18, 22, 28), "longest_draft": 9, "rope_traditional": True},
+    ),
+    "LiquidAI/LFM2.5-8B-A1B-DSpark": (
+        "dspark",
+        LFM_8B,
+        layer(LFM_8B, rope_theta=5e6)
+        | {"architectures": ["Lfm2DSparkDraftModel"], "rope_is_neox_style": False}
+        | {
+            "block_size": 9,
+            "dflash_config": {"mask_token_id": 125017, "target_layer_ids": [2, 6, 10, 14, 18]},
+        },
+        {"taps": (3, 7, 11, 15, 19), "longest_draft": 9, "rope_theta": 5e6},
+    ),
+    "deepseek-ai/dspark_gemma4_12b_block7": (
+        "dspark",
+        GEMMA_12B,
+        layer(GEMMA_12B, head_dim=256, global_head_dim=512, num_key_value_heads=8)
+        | {"architectures": ["Gemma4DSparkModel"], "model_type": "gemma4_text"}
+        | {"block_size": 7, "mask_token_id": 4, "target_layer_ids": [5, 17, 29, 41, 46]}
+        | {"num_global_key_value_heads": 1, "attention_k_eq_v": True, "markov_rank": 256}
+        | {"final_logit_softcapping": 30.0, "hidden_activation": "gelu_pytorch_tanh"}
+        | {
+            "rope_parameters": {
+                "full_attention": {
+                    "partial_rotary_factor": 0.25,
+                    "rope_theta": 1000000.0,
+                    "rope_type": "proportional",
+                }
+            }
+        },
+        {
+            "taps": (6, 18, 30, 42, 47),
+            "longest_draft": 7,
+            "embed_source": "file",
+            "is_gemma": True,
+            "values_are_keys": True,
+            "num_kv_heads": 1,
+            "head_dim": 512,
+        },
+    ),
 }
 MAKERS = {
     "dflash": (dflash.config_from, lambda: {}),
     "dflash2": (dflash2.config_from, lambda: {"selector_rank": 256}),
     "dspark": (dspark.config_from, lambda: {"markov_rank": 256}),
 }
+GEMMA = {"is_gemma": True, "values_are_keys": True}
 CLASSES = {
     "dflash": (BlockConfig, dflash.DFlashHead),
     "dflash2": (dflash2.DFlash2Config, dflash2.DFlash2Head),
@@ -154,14 +298,17 @@ CLASSES = {
 }
 
 
-def tensors_of(kind: str, sizes: tuple[int, ...], num_taps: int, own_tables: bool) -> dict:
+def tensors_of(
+    kind: str, sizes: tuple[int, ...], num_taps: int, own_tables: bool, published: dict
+) -> dict:
     """Arrays that are never computed, under published names."""
     _, h, mlp, heads, kv, dim, vocab = sizes
     source = "file" if own_tables else "target"
     make_config, make_head = CLASSES[kind]
     config = make_config(
         hidden_size=h,
-        num_layers=5,
+        num_layers=published.get("num_hidden_layers", 5),
+        attention_bias=published.get("attention_bias", False),
         num_heads=heads,
         num_kv_heads=kv,
         head_dim=dim,
@@ -174,6 +321,7 @@ def tensors_of(kind: str, sizes: tuple[int, ...], num_taps: int, own_tables: boo
         embed_source=source,
         lm_head_source=source,
         **MAKERS[kind][1](),
+        **(GEMMA if published.get("model_type") == "gemma4_text" else {}),
     )
     return dict(tree_flatten(make_head(config).parameters()))
 
@@ -183,7 +331,7 @@ def test_it_resolves(name):
     kind, sizes, config, wanted = HEADS[name]
     ids = config.get("aux_hidden_state_layer_ids") or config.get("target_layer_ids")
     ids = ids or config["dflash_config"]["target_layer_ids"]
-    tensors = tensors_of(kind, sizes, len(ids), own_tables="embed_source" in wanted)
+    tensors = tensors_of(kind, sizes, len(ids), "embed_source" in wanted, config)
     assert recognise(tensors, config) == kind
     made = MAKERS[kind][0](tensors, config)
     dflash.check_tensors(CLASSES[kind][1](made), tensors)
@@ -192,11 +340,11 @@ def test_it_resolves(name):
     assert {key: getattr(made, key) for key in wanted} == wanted
     KINDS[kind].made_for(made.to_dict(), "config.json", TargetSizes(h, depth, vocab))
 
-
-@pytest.mark.parametrize("name", HEADS)
-def test_it_is_in_the_table_of_pairs(name):
     (pair,) = [pair for pair in PAIRS if pair.head == name]
-    assert pair.kind == HEADS[name][0]
+    assert pair.kind == kind
+    if pair.megabytes is not None:  # where the widths of its layers are published
+        size = sum(array.size for array in tensors.values())
+        assert pair.megabytes == round(2 * size / 1e6)
 
 
 # What mlx-vlm makes of the same files
