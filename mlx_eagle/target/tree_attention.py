@@ -96,8 +96,8 @@ def check_trees(model: nn.Module, caches: list[Any]) -> None:
         if type(cache) not in MASKED:
             names = ", ".join(kind.__name__ for kind in MASKED if kind is not WindowCache)
             raise ValueError(
-                f"tree drafts need caches whose rows can be gathered ({names}), but this target "
-                f"has a {type(cache).__name__}: leave the tree out and draft chains."
+                f"tree drafts need caches whose rows can be gathered ({names}), but this target's "
+                f"include {type(cache).__name__}: leave the tree out and draft chains."
             )
     if id(model) not in _refusals:
         _refusals[id(model)] = _refusal(model)

@@ -376,24 +376,23 @@ def write_table() -> None:
     lines = [
         "# Which architectures work",
         "",
-        "Written by `python tests/support/architectures.py`: tiny models with random weights in "
-        "float32,",
-        f"mlx-lm {mlx_lm.__version__}, mlx {mx.__version__}, {mx.default_device().type.name}. "
-        f"{len(model_files())} model files of mlx-lm, {len(results)} architectures (a",
-        "variant of a file is named in brackets):",
+        "A model's architecture is the `model_type` in its `config.json`. This table says what "
+        f"works with each one that mlx-lm {mlx_lm.__version__} has: {len(model_files())} model "
+        f"files, {len(results)} architectures (a variant of a file is named in brackets).",
         "",
-        f"* tap works for {counts['tap']}: the activations entering every layer can be had, and "
-        "the logits stay bit-equal;",
-        f"* chain works for {counts['chain']}: drafted text and the caches behind it are those of "
-        "plain greedy decoding;",
-        f"* tree works for {counts['tree']}: the same with draft trees;",
-        f"* batch works for {counts['batch']}: the same with chains for 2, 3 and 4 prompts in "
-        "shared passes. Others are decoded",
-        "one by one, each with drafts.",
+        f"* **tap** ({counts['tap']} architectures): EAGLE heads can draft, because the "
+        "activations that enter each layer can be read.",
+        f"* **chain** ({counts['chain']}): drafted text, and the caches after it, are those of "
+        "plain greedy decoding.",
+        f"* **tree** ({counts['tree']}): the same with draft trees.",
+        f"* **batch** ({counts['batch']}): the same with chains for 2, 3 and 4 prompts in shared "
+        "passes. The others are decoded one by one, each with drafts.",
         "",
-        "Recurrent states (`ArraysCache`) are made again after a rejection, from [what the pass "
-        "recorded](caches.md), but",
-        "where it is said that the kept rows run again.",
+        "Recurrent states (`ArraysCache`) are [made again](caches.md#recurrent-states) after a "
+        "rejection, except where the last column says that the kept rows run again.",
+        "",
+        "`python tests/support/architectures.py` measured and wrote this, with tiny models with "
+        f"random weights in float32, mlx {mx.__version__}, {mx.default_device().type.name}.",
         "",
         "| architecture | caches | " + " | ".join(COLUMNS) + " | reason, or what to know |",
         "|---|---|" + "---|" * (len(COLUMNS) + 1),
