@@ -7,6 +7,7 @@ out by llguidance (https://github.com/guidance-ai/llguidance), for all rows of a
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cache
@@ -19,7 +20,7 @@ import numpy as np
 from .decoding.sampling import RowsAsked, allowed_of
 
 try:
-    from llguidance import LLExecutor, LLMatcher, LLParserLimits
+    from llguidance import LLExecutor, LLMatcher, LLParserLimits, regex_to_lark
     from llguidance.hf import from_tokenizer
 except ImportError:  # the extra was not installed: said by whoever makes a grammar
     LLMatcher = None  # type: ignore[assignment,misc]
@@ -128,7 +129,7 @@ class JSONSchema(Grammar):
 
     def __init__(self, schema: Mapping[str, Any] | str, tokenizer: Any, strict: bool = True):
         """``schema`` may be JSON text. Raises ValueError for one that cannot be held to."""
-        options, read = schema_options(strict), _read(schema)
+        options, read = schema_options(strict), read_schema(schema)
         super().__init__(
             lambda: LLMatcher.grammar_from_json_schema(read, overrides=options), tokenizer
         )
@@ -175,6 +176,8 @@ class _Vocabulary:
             raise ValueError(
                 f"structured output needs a fast tokenizer, and this one is none ({err})."
             ) from err
+        added: Mapping[int, Any] = inner.added_tokens_decoder
+        self.special = {str(t): i for i, t in added.items() if self.tokens.is_special_token(i)}
         self.num_words = -(-self.tokens.vocab_size // 32)
         self.thinks = bool(getattr(tokenizer, "has_thinking", False))
         self.start = list(tokenizer.think_start_tokens) if self.thinks else []
@@ -353,14 +356,47 @@ def schema_options(strict: bool) -> dict[str, Any]:
     return {**ONE_LINE, "lenient": not strict, "coerce_one_of": not strict}
 
 
+def embedded(schema: Mapping[str, Any], strict: bool) -> str:
+    """A schema as a grammar has it behind %json."""
+    return json.dumps(dict(schema) | {"x-guidance": schema_options(strict)})
+
+
 def spelled(text: str, tokenizer: Any) -> str:
-    """How a grammar spells ``text``, which may be a special token."""
-    ids = tokenizer.encode(text, add_special_tokens=False)
+    """How a grammar spells ``text``, in which special tokens may stand."""
     if LLMatcher is None:
         raise ValueError(INSTALL)
-    if len(ids) == 1 and _vocabulary_of(tokenizer).tokens.is_special_token(ids[0]):
-        return f"<[{ids[0]}]>"
-    return json.dumps(text, ensure_ascii=False)
+    special = _vocabulary_of(tokenizer).special
+    marks = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
+    parts = re.split(f"({marks})", text) if marks else [text]
+    return " ".join(
+        f"<[{special[part]}]>" if part in special else json.dumps(part, ensure_ascii=False)
+        for part in parts
+        if part
+    )
+
+
+def as_terminal(pattern: str) -> str:
+    """A terminal of the texts in which a schema's ``pattern`` is found: a search, not a match."""
+    found = []
+    for choice in _choices(pattern):
+        begins, ends = choice.startswith("^"), re.search(r"(?<!\\)(\\\\)*\$$", choice) is not None
+        inner = regex_to_lark(f"(?:{choice[begins : len(choice) - ends]})", "dw")
+        anything = "/(?s:.*)/"
+        found.append(f"{'' if begins else anything} /{inner}/ {'' if ends else anything}")
+    return " | ".join(found)
+
+
+def _choices(pattern: str) -> list[str]:
+    """The parts between those "|" that stand outside of all brackets."""
+    pieces = re.findall(r"\\.|\[\^?\]?(?:\\.|[^\\\]])*\]|.", pattern, flags=re.DOTALL)
+    depth, choices = 0, [""]
+    for piece in pieces:
+        depth += (piece == "(") - (piece == ")")
+        if piece == "|" and depth == 0:
+            choices.append("")
+        else:
+            choices[-1] += piece
+    return choices
 
 
 @cache
@@ -378,7 +414,8 @@ def _sentence(error: str) -> str:
     """llguidance's words on one line, without what it says to itself."""
     known = {"NoExtensionBias": NOTHING}
     lines = [line.strip() for line in error.splitlines() if line.strip(" ^|")]
-    text = " ".join(line for line in lines if line != "<non-verbose/>")
+    is_quoted = re.compile(r"\d+ \| |<non-verbose/>$").match  # a line of the grammar
+    text = " ".join(line for line in lines if not is_quoted(line))
     return f"{known.get(text, text)}"[:300].rstrip(".") + "."
 
 
@@ -389,7 +426,7 @@ def _check_length(text: str, noun: str) -> None:
         raise ValueError(f"the {noun} has {len(text)} characters: give at most {MOST_TEXT}.")
 
 
-def _read(schema: Mapping[str, Any] | str) -> Any:
+def read_schema(schema: Mapping[str, Any] | str) -> dict[str, Any]:
     """The schema as JSON has it. Raises ValueError for one that is none, or too large."""
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections import Counter
 
 import mlx.core as mx
@@ -27,7 +28,7 @@ from mlx_eagle.decoding.decoder import Limits
 from mlx_eagle.decoding.sampling import LogitsProcessors, RowsAsked, Sampling
 from mlx_eagle.drafters.lookup import CopyingDrafter, LookupDrafter
 from mlx_eagle.drafters.tree import DraftShape
-from mlx_eagle.structured import JSONObject, JSONSchema, Lark, Regex
+from mlx_eagle.structured import JSONObject, JSONSchema, Lark, Regex, as_terminal
 
 TOKENIZER = byte_tokenizer()
 VOCAB = len(TOKENIZER.get_vocab())
@@ -390,6 +391,30 @@ def test_what_cannot_be_held_to_is_said_in_a_sentence(make, sentence):
         make()
     said = str(found.value)
     assert sentence in said and "\n" not in said and said.endswith(".") and len(said) < 400
+
+
+def test_patterns_are_searched_for():
+    for pattern in (r"a/b", r"^a|b$", r"^(a|b)c$", r"[|^]a\$", r"^\d{2}", r"x\\$", r"(a|c)"):
+        grammar = Lark(f"start: A\nA: {as_terminal(pattern)}", TOKENIZER)
+        for text in (
+            "a/b",
+            "xa/by",
+            "a",
+            "ac",
+            "bc",
+            "acc",
+            "|a$",
+            "|a$$",
+            "12c",
+            "c12",
+            "x\\",
+            "b",
+            "ab",
+        ):
+            matcher = grammar._matcher.deep_copy()
+            tokens = TOKENIZER.encode(text)
+            is_taken = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+            assert is_taken == (re.search(pattern, text) is not None), (pattern, text)
 
 
 def test_what_is_not_strict_ignores_what_it_cannot_hold_to():

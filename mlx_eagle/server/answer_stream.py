@@ -51,6 +51,17 @@ class PairResponse(Response):
     stop_word: str | None = None
 
 
+PARSERS_FAIL = (
+    ArithmeticError,  # a number too large
+    AttributeError,
+    LookupError,
+    MemoryError,  # Python's own compiler, of texts that are nested too deeply
+    RecursionError,
+    SyntaxError,
+    TypeError,
+)
+"""What parsers of mlx-lm raise, besides ValueError, for texts that are no calls."""
+
 ToolParser = Callable[[str, Any], Any]
 """From the text of a call, and the tools, to calls: one dict, or several in a list."""
 Message = GenerationContext | PairResponse | tuple[int, int] | Exception | None
@@ -220,7 +231,7 @@ def checked(tool_parser: ToolParser) -> ToolParser:
     def parse(text: str, tools: Any) -> Any:
         try:
             parsed = tool_parser(text, tools)
-        except (LookupError, TypeError, AttributeError, SyntaxError) as err:
+        except PARSERS_FAIL as err:
             raise ValueError(f"the parser failed with {err!r}") from err
         for call in parsed if isinstance(parsed, list) else [parsed]:
             if not isinstance(call, dict) or not {"name", "arguments"} <= call.keys():

@@ -223,7 +223,8 @@ def check_body(body: dict[str, Any], needed: str) -> dict[str, Any]:
 def read_arguments(body: dict[str, Any], flags: Namespace, is_chat: bool) -> PairArguments:
     """What a checked body asks for, and the flags where it says nothing.
 
-    Raises ValueError where tree, acceptance rule and sampling do not go together. The rule of the
+    Raises ValueError where tree, acceptance rule and sampling do not go together, and for a form
+    that nothing can be held to. The rule of the
     flags is for the requests that it can be had for. Greedy decoding needs no seed.
     """
     get = body.get
@@ -340,7 +341,6 @@ def _check_promises(body: dict[str, Any]) -> None:
         raise ValueError(
             f"best_of is {_shown(body['best_of'])}: all answers are given, so leave it out."
         )
-    read_form(body)
     if body.get("tool_choice") == "none":
         body.pop("tools", None)
     for name in ("functions", "function_call"):

@@ -15,6 +15,7 @@ from .collect import Collector, chat_row
 from .engine import PairGenerator
 from .metrics import Metrics
 from .prompt import Tokenized
+from .tool_formats import readable
 
 
 class Client(Protocol):
@@ -110,7 +111,8 @@ class ClientSession:
         """
         context = self._context or self.open()
         parser = checked(context.tool_parser)
-        formatter = ToolCallFormatter(parser, self.request.tools, is_stream)
+        tools = readable(self.request.tools, context.tool_parser)
+        formatter = ToolCallFormatter(parser, tools, is_stream)
         state = context.text_sm.make_state(context.initial_state)
         previous, called, has_called = context.initial_state, "", False
         piece = Piece()

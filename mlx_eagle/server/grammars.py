@@ -5,14 +5,15 @@ tokenizer that is served, and kept for the next request with the same form.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..structured import Grammar, JSONSchema, Lark, Regex, schema_options, spelled
+from ..structured import Grammar, JSONSchema, Lark, Regex, embedded, read_schema
+from .tool_calls import write_calls
 
 KEPT = 16  # grammars: an agent asks for a few forms again and again
 ANY_OBJECT = {"type": "object"}
@@ -123,41 +124,11 @@ def make_grammar(form: Form, tokenizer: TokenizerWrapper) -> Grammar:
 
 def _with_calls(form: Form, tokenizer: TokenizerWrapper) -> str:
     """A grammar of calls, in the format that mlx-lm reads, and of what may be said instead."""
-    parser = getattr(tokenizer.tool_parser, "__module__", "").rpartition(".")[2]
-    if parser not in CALLS:
-        raise ValueError(
-            "the calls of this model's tools have a format that an answer cannot be held to here: "
-            "give tool_choice 'auto', and neither strict nor parallel_tool_calls false."
-        )
-    start = spelled(tokenizer.tool_call_start, tokenizer)
-    end = spelled(tokenizer.tool_call_end, tokenizer) if tokenizer.tool_call_end else ""
-    rules = []
-    for i, (name, schema, is_strict) in enumerate(form.tools):
-        rules.append(f"call_{i}: {CALLS[parser](start, end, name)}")
-        rules.append(f"arguments_{i}: %json {_embedded(schema, is_strict)}")
-        rules[-2] = rules[-2].replace("ARGUMENTS", f"arguments_{i}")
-    rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(form.tools))))
-    calls = "call" if form.calls_once else 'call ("\\n"? call)*'
+    has_text = form.schema is None and not form.must_call
+    rules = write_calls(form.tools, tokenizer, form.calls_once, has_text)
     if form.must_call:
-        return "\n".join([f"start: {calls}", *rules])
+        return "\n".join(["start: calls", *rules])
     if form.schema is not None:
-        said = f"said: %json {_embedded(form.schema, form.is_strict)}"
-        return "\n".join([f"start: said | {calls}", said, *rules])
-    # Free text, in which no call begins.
-    text = "TEXT: /(?s:.+)/"
-    if not start.startswith("<["):
-        text += f" & ~(/(?s:.*)/ {start} /(?s:.*)/)"
-    return "\n".join([f"start: TEXT? ({calls})?", text, *rules])
-
-
-def _embedded(schema: str, is_strict: bool) -> str:
-    return json.dumps(json.loads(schema) | {"x-guidance": schema_options(is_strict)})
-
-
-def _json_call(start: str, end: str, name: str) -> str:
-    before = json.dumps(f'\n{{"name": {json.dumps(name)}, "arguments": ', ensure_ascii=False)
-    return f'{start} {before} ARGUMENTS "}}\\n" {end}'
-
-
-CALLS: dict[str, Callable[[str, str, str], str]] = {"json_tools": _json_call}
-"""How a call is written, by mlx-lm's parser: a rule with ARGUMENTS for the rule of these."""
+        schema = embedded(read_schema(form.schema), form.is_strict)
+        return "\n".join(["start: said | calls", f"said: %json {schema}", *rules])
+    return "\n".join(["start: text? | calls", *rules])

@@ -277,6 +277,22 @@ def test_a_mistake_costs_one_sentence(run, name):
     assert "Traceback" not in out + err
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "schema, sentence",
+    [
+        ({"type": "colour"}, "Invalid type: colour."),
+        ({"enum": [*range(9000)]}, "the schema has 9002 values: give at most 4000."),
+    ],
+)
+def test_a_schema_of_no_use_costs_one_sentence(run, tmp_path, schema, sentence):
+    file = tmp_path / "schema.json"
+    file.write_text(json.dumps(schema))
+    code, out, err = run("-p", QUESTION, "-m", "4", "--json-schema", str(file))
+    assert code == 2 and not out and err.startswith("error: ") and err.count("\n") == 1
+    assert sentence in err
+
+
 @pytest.mark.parametrize(
     "flags, words",
     [

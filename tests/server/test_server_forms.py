@@ -8,12 +8,13 @@ from typing import Literal
 import openai
 import pydantic
 import pytest
-from automaton import write_automaton
+from automaton import TEMPLATE, write_automaton
 from schemas import SCHEMAS, record
 from serving import ours
 from test_server_fairness import post
 
 from mlx_eagle import structured
+from mlx_eagle.server import body
 
 SCRIPTS = {
     "!": ["Hel", "lo ", "there."],
@@ -127,6 +128,36 @@ def test_forced_calls(server, name):
     assert found[0] == found[1]
 
 
+@pytest.mark.exhaustive
+def test_forced_calls_in_a_format_that_is_not_json(tmp_path):
+    """The argument of a referred type is read as one: to the parser itself it would be a text."""
+    template = TEMPLATE.replace("<tool_call>", "<tool_call>\n<function=")
+    target = write_automaton(tmp_path / "target", SCRIPTS, template=template)
+    draft = write_automaton(tmp_path / "draft", SCRIPTS, mistakes=4, template=template)
+    with ours("--model", target, "--draft-model", draft, "--max-tokens", "200") as asked:
+        found = []
+        for k in (0, 3):
+            fields = {"tool_choice": "required", "parallel_tool_calls": False}
+            choice = ask(asked, tools=TOOLS, num_draft_tokens=k, **fields)
+            (call,) = choice.message.tool_calls
+            check(json.loads(call.function.arguments))
+            found.append((call.function.name, call.function.arguments))
+        assert found[0] == found[1]
+
+
+def test_a_form_is_read_once(server, monkeypatch):
+    num_read, read = 0, body.read_form
+
+    def counting(fields):
+        nonlocal num_read
+        num_read += 1
+        return read(fields)
+
+    monkeypatch.setattr(body, "read_form", counting)
+    ask(server, max_tokens=1, **form_of(SCHEMA))
+    assert num_read == 1
+
+
 def test_free_text_and_one_call_at_most(server):
     choice = ask(server, "@", tools=TOOLS, parallel_tool_calls=False)
     assert choice.message.content == "Let me look. "
@@ -154,6 +185,9 @@ BAD = {
                           for j in range(2)]} for i in range(16)]}), "schema too large"),
     "recursion": (form_of({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}),
                   "nothing satisfies it"),
+    "a bomb in a tool": ({"tools": [tool("f") | {"function": {"name": "f", "parameters": {
+                         "enum": list(range(9000))}}}], "tool_choice": "required"},
+                         "values: give at most 4000"),
     "no schema": ({"response_format": {"type": "json_schema"}}, "has no json_schema with"),
     "an expression": ({"grammar": {"regex": "("}}, "unclosed group"),
     "no grammar": ({"grammar": {"gbnf": "root"}}, "grammar is neither"),
@@ -167,8 +201,8 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_a_form_of_no_use_is_refused(server, name):
     fields, sentence = BAD[name]
-    body = {"messages": [{"role": "user", "content": "!"}], **fields}
-    status, document = post(server, body, "/v1/chat/completions")
+    asked = {"messages": [{"role": "user", "content": "!"}], **fields}
+    status, document = post(server, asked, "/v1/chat/completions")
     said = document["error"]["message"]
     assert status == 400 and sentence in said and "\n" not in said
 

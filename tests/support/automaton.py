@@ -37,7 +37,7 @@ def as_bytes(text: str) -> str:
     return splitter.pre_tokenize_str(text)[0][0]
 
 
-def write_tokenizer(folder: Path, scripts: Scripts) -> dict[str, int]:
+def write_tokenizer(folder: Path, scripts: Scripts, template: str = TEMPLATE) -> dict[str, int]:
     """A token a byte, and one for each marker and piece of a script: their numbers."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = [piece for script in scripts.values() for piece in script if piece not in MARKERS]
@@ -50,7 +50,7 @@ def write_tokenizer(folder: Path, scripts: Scripts) -> dict[str, int]:
     tokenizer.add_special_tokens(list(MARKERS))
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
     ids = {text: tokenizer.token_to_id(as_bytes(text)) for text in pieces}
     ids |= {text: tokenizer.token_to_id(text) for text in MARKERS}
     return ids | {text: tokenizer.token_to_id(as_bytes(text)) for text in [*scripts, "\n"]}
@@ -76,14 +76,16 @@ def output_table(ids: dict[str, int], scripts: Scripts, size: int, mistakes: int
     return table
 
 
-def write_automaton(folder: Path, scripts: Scripts, mistakes: int = 0) -> str:
+def write_automaton(
+    folder: Path, scripts: Scripts, mistakes: int = 0, template: str = TEMPLATE
+) -> str:
     """Write a model that says ``scripts[trigger]`` after a prompt with that character.
 
     Of several triggers the last in the order of ``scripts`` counts; "!" must be one. With
     ``mistakes`` every so many-th token is a wrong one.
     """
     folder.mkdir()
-    ids = write_tokenizer(folder, scripts)
+    ids = write_tokenizer(folder, scripts, template)
     num_heads = -(-(max(ids.values()) + 1) // HEAD_DIM)
     size = num_heads * HEAD_DIM
     args = llama.ModelArgs(

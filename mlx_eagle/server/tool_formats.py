@@ -1,0 +1,204 @@
+"""Formats of tool calls: how the models write them that mlx-lm has parsers for.
+
+A format is a row of texts. ``tool_calls.py`` makes grammars of them; ``readable`` is what a parser
+has to be told of the tools to read arguments in the types of their schemas.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Schema = Mapping[str, Any]
+
+
+class UnwritableCall(Exception):
+    """A format has no words for something."""
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """How calls are written between a tokenizer's two marks.
+
+    ``call`` has NAME, ARGUMENTS and perhaps INDEX, a number; ``argument`` KEY and VALUE, and none
+    where the arguments are one JSON object. ``strings`` write a text bare, as TEXT, where JSON has
+    quotes. ``calls`` stands between calls that share the marks, with ``before`` and ``after``
+    around them all; None where each has its own. ``seen`` is in the chat templates that show this
+    format, where a parser reads several; ``lead``, with the name of a RECIPIENT, comes first.
+    With ``nests`` arrays and objects are written as the arguments are, else as JSON. A parser that
+    ``goes_by_type`` reads a value as a string where the schema names no type, or several.
+    """
+
+    call: str
+    argument: str = ""
+    between: str = ""
+    strings: tuple[str, ...] = ()
+    calls: str | None = None
+    before: str = ""
+    after: str = ""
+    seen: str = ""
+    lead: str = ""
+    nests: bool = False
+    goes_by_type: bool = False
+
+
+JSON_CALL = '{"name": "NAME", "arguments": ARGUMENTS}'
+GLM = "<arg_key>KEY</arg_key>", "<arg_value>VALUE</arg_value>"
+LONGCAT = "<longcat_arg_key>KEY</longcat_arg_key>", "<longcat_arg_value>VALUE</longcat_arg_value>"
+BARE = ("TEXT",)
+
+FORMATS: dict[str, tuple[CallFormat, ...]] = {
+    "function_gemma": (
+        CallFormat("call:NAME{ARGUMENTS}", "KEY:VALUE", ",", ("<escape>TEXT<escape>",)),
+    ),
+    "gemma4": (
+        CallFormat("call:NAME{ARGUMENTS}", "KEY:VALUE", ",", ('<|"|>TEXT<|"|>',), nests=True),
+    ),
+    "glm47": (
+        CallFormat(
+            "NAME\nARGUMENTS", "\n".join([*GLM, ""]), "", BARE, seen="</arg_key>\n<arg_value>"
+        ),
+        CallFormat("NAMEARGUMENTS", "".join(GLM), "", BARE),
+    ),
+    "json_tools": (CallFormat(f"\n{JSON_CALL}\n"),),
+    "kimi_k2": (
+        CallFormat(
+            "<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>ARGUMENTS"
+            "<|tool_call_end|>",
+            calls="",
+        ),
+    ),
+    "kimi_k3": (
+        CallFormat(
+            '<|open|>call tool="NAME" index="INDEX"<|sep|><|open|>json type="object"<|sep|>'
+            "ARGUMENTS<|close|>json<|sep|><|close|>call<|sep|>",
+            calls="",
+        ),
+    ),
+    "longcat": (
+        CallFormat("NAME\nARGUMENTS", "\n".join([*LONGCAT, ""]), "", BARE, seen="longcat_arg_key"),
+        CallFormat(f"\n{JSON_CALL}\n"),
+    ),
+    "minicpm5": (
+        CallFormat(
+            '"NAME">ARGUMENTS',
+            '<param name="KEY">VALUE</param>',
+            strings=("TEXT", "<![CDATA[TEXT]]>"),
+            goes_by_type=True,
+        ),
+    ),
+    "minimax_m2": (
+        CallFormat(
+            '<invoke name="NAME">\nARGUMENTS</invoke>\n',
+            '<parameter name="KEY">VALUE</parameter>\n',
+            strings=BARE,
+            calls="",
+            before="\n",
+            goes_by_type=True,
+        ),
+    ),
+    "mistral": (
+        CallFormat("NAME[ARGS]ARGUMENTS", seen="[ARGS]"),
+        CallFormat(JSON_CALL, calls=", ", before=" [", after="]"),
+    ),
+    "muse_spark": (
+        CallFormat(
+            '<atem:invoke name="NAME">\nARGUMENTS</atem:invoke>\n',
+            '<atem:parameter name="KEY">VALUE</atem:parameter>\n',
+            calls="",
+            before="\n",
+            lead="to=RECIPIENT<|message|>",
+        ),
+    ),
+    "pythonic": (
+        CallFormat("NAME(ARGUMENTS)", "KEY=VALUE", ", ", calls=", ", before="[", after="]"),
+    ),
+    "qwen3_coder": (
+        CallFormat(
+            "\n<function=NAME>\nARGUMENTS</function>\n",
+            "<parameter=KEY>\nVALUE\n</parameter>\n",
+            strings=BARE,
+            goes_by_type=True,
+        ),
+    ),
+}
+FORMATS["laguna"] = FORMATS["glm47"]
+
+ALL = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
+
+MOST_REFERENCES = 20  # one behind the other, until a type is known
+
+
+def readable(tools: Sequence[dict[str, Any]] | None, parser: Any) -> list[dict[str, Any]]:
+    """The tools of a request as its parser is to see them.
+
+    For one that goes by types: an argument whose values have one type, besides null, says so.
+    """
+    by_type = any(row.goes_by_type for row in FORMATS.get(format_of(parser), ()))
+    found = []
+    for tool in tools or []:
+        function = tool.get("function")
+        schema = function.get("parameters") if isinstance(function, dict) else None
+        properties = schema.get("properties") if isinstance(schema, dict) else None
+        if by_type and isinstance(properties, dict):
+            typed = {name: _typed(each, schema) for name, each in properties.items()}
+            tool = tool | {"function": function | {"parameters": schema | {"properties": typed}}}
+        found.append(tool)
+    return found
+
+
+def _typed(schema: Any, root: Schema) -> Any:
+    try:
+        types = types_of(schema, root) - {"null"}
+    except (UnwritableCall, TypeError, AttributeError):  # no schema that anybody could read
+        return schema
+    types -= {"integer"} if "number" in types else set()
+    if isinstance(schema, bool):
+        return {}
+    return schema | {"type": types.pop()} if len(types) == 1 else schema
+
+
+def format_of(parser: Any) -> str:
+    return str(getattr(parser, "__module__", "")).rpartition(".")[2]
+
+
+def types_of(schema: Schema | bool, root: Schema, depth: int = 0) -> set[str]:
+    """The types of the values that may satisfy ``schema``, a part of ``root``."""
+    if isinstance(schema, bool) or depth > MOST_REFERENCES:
+        return set(ALL) if schema else set()
+    found = set(ALL)
+    if "type" in schema:
+        given = schema["type"]
+        found &= {given} if isinstance(given, str) else set(given)
+        found |= {"integer"} if "number" in found else set()
+    for values in (schema.get("enum"), [schema["const"]] if "const" in schema else None):
+        if values is not None:
+            found &= {_type_of(value) for value in values}
+    if "$ref" in schema:
+        found &= types_of(resolved(schema, root), root, depth + 1)
+    for name in ("anyOf", "oneOf"):
+        if name in schema:
+            found &= set().union(*(types_of(each, root, depth + 1) for each in schema[name]))
+    for each in schema.get("allOf", []):
+        found &= types_of(each, root, depth + 1)
+    return found
+
+
+def resolved(schema: Schema, root: Schema) -> Schema:
+    """What ``schema`` refers to in ``root``, with what it says itself."""
+    for _ in range(MOST_REFERENCES):
+        if "$ref" not in schema:
+            return schema
+        found: Any = root
+        for part in str(schema["$ref"]).removeprefix("#").split("/")[1:]:
+            part = part.replace("~1", "/").replace("~0", "~")
+            found = found.get(part) if isinstance(found, dict) else None
+        if not isinstance(found, dict):
+            raise UnwritableCall(f"the reference {schema['$ref']!r}, which leads nowhere,")
+        schema = found | {name: each for name, each in schema.items() if name != "$ref"}
+    raise UnwritableCall("references that lead to each other")
+
+
+def _type_of(value: Any) -> str:
+    names = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array",
+             dict: "object"}  # fmt: skip
+    return names.get(type(value), "null")
