@@ -58,7 +58,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         sentence = " ".join(message.removeprefix("argument ").split()).rstrip(".")
-        self.exit(2, f"error: {sentence}. More: {self.prog} --help\n")
+        end = "" if sentence.endswith("?") else "."
+        self.exit(2, f"error: {sentence}{end} More: {self.prog} --help\n")
 
 
 def _no_flag(name: str, flags: list[str]) -> str:

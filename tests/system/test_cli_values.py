@@ -30,8 +30,10 @@ def said(capsys, name: str, *flags: str) -> str:
     out, err = capsys.readouterr()
     assert stop.value.code == 2 and out == ""
     assert err.startswith("error: ") and err.count("\n") == 1
-    assert err.endswith(f". More: {PARSERS[name]().prog} --help\n")
-    return err.removeprefix("error: ").partition(". More: ")[0]
+    sentence, found, end = err.removeprefix("error: ").partition(" More: ")
+    assert found and end == f"{PARSERS[name]().prog} --help\n"
+    assert sentence[-1] in ".?" and sentence[-2] not in ".?"
+    return sentence.removesuffix(".")
 
 
 @pytest.mark.parametrize("name", PARSERS)
