@@ -21,6 +21,7 @@ from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tuner.datasets import ChatDataset, CompletionsDataset, TextDataset, load_hf_dataset
 
+from ..system.json_schema import shown
 from .losses import padded
 
 PAD_TO = 64  # lengths of batches for compiled steps are multiples of it, or more
@@ -113,11 +114,11 @@ def read_examples(
     """
     train, valid = _load(data)
     notes: list[str] = []
-    found = _encoded(train, tokenizer, mask_prompt)
-    sequences = _fitting(found, vocab_size, max_length, data, notes)
+    found = _encoded(train, tokenizer, vocab_size, mask_prompt)
+    sequences = _fitting(found, max_length, data, notes)
     if valid:
-        found = _encoded(valid, tokenizer, mask_prompt)
-        held_out = _fitting(found, vocab_size, max_length, data, [])
+        found = _encoded(valid, tokenizer, vocab_size, mask_prompt)
+        held_out = _fitting(found, max_length, data, [])
         num_known = _count_known(sequences, held_out)
         if num_known:
             notes.append(
@@ -291,6 +292,8 @@ def _check_row(row: DataRow, mask_prompt: bool) -> str:
     for name in ("prompt", "completion", "text"):
         if name in fields and not isinstance(fields[name], str):
             raise ValueError(f'{row.where} has a "{name}" that is no text.')
+    if kind == "text" and not fields["text"] and "tokens" not in fields:
+        raise ValueError(f'{row.where} has an empty "text": leave that line out.')
     for name, expected in (("tools", list), ("chat_template_kwargs", dict)):
         if not isinstance(fields.get(name), expected | None):
             raise ValueError(f'{row.where} has "{name}" that are no {expected.__name__}.')
@@ -306,7 +309,7 @@ def _check_row(row: DataRow, mask_prompt: bool) -> str:
 
 
 def _encoded(
-    rows: Sequence[DataRow], tokenizer: TokenizerWrapper, mask_prompt: bool
+    rows: Sequence[DataRow], tokenizer: TokenizerWrapper, vocab_size: int, mask_prompt: bool
 ) -> list[Example]:
     """Every row as tokens; ValueError naming the first that cannot be read."""
     makers: dict[str, Any] = {
@@ -323,6 +326,12 @@ def _encoded(
         else:
             with _reading(row):
                 tokens, num_prompt = makers[kind].process(fields)
+        largest = max(tokens, default=0)
+        if largest >= vocab_size:
+            raise ValueError(
+                f"{row.where} holds token {shown(largest)}, but the target has {vocab_size} "
+                "tokens: it was made for another vocabulary."
+            )
         examples.append(Example(tuple(tokens), num_prompt, _words_of(fields)))
     return examples
 
@@ -365,17 +374,11 @@ def _check_recorded(row: DataRow, tokenizer: TokenizerWrapper) -> None:
 
 
 def _fitting(
-    examples: Sequence[Example], vocab_size: int, max_length: int, data: str, notes: list[str]
+    examples: Sequence[Example], max_length: int, data: str, notes: list[str]
 ) -> list[Example]:
     """The sequences cut to length, without those that have no answer within it."""
     kept, num_cut = [], 0
     for example in examples:
-        largest = max(example.tokens, default=0)
-        if largest >= vocab_size:
-            raise ValueError(
-                f"{data} holds token {largest}, but the target has {vocab_size} tokens: it was "
-                "made for another vocabulary."
-            )
         cut = replace(example, tokens=example.tokens[:max_length])
         num_cut += len(cut.tokens) < len(example.tokens)
         if cut.num_answer >= MIN_ANSWER:
