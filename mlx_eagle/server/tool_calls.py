@@ -66,6 +66,7 @@ UNHELD = frozenset({"not", "if", "dependentRequired", "dependentSchemas", "minPr
 """Keywords that no grammar of ours holds a value to, where JSON's do not write it."""
 OF_CHOICES = frozenset({"anyOf", "oneOf", "allOf"})
 
+MOST_BRANCHES = 1000  # of all choices in the arrays and objects of a request's tools
 DEFINITIONS = ("$defs", "definitions")
 
 
@@ -101,6 +102,8 @@ def write_calls(
                 return _Writer(row, tokenizer, tools).rules_of(calls_once, has_text)
             except UnwritableCall as err:
                 reason = reason or str(err)
+            except RecursionError as err:
+                raise ValueError("the parameters of a tool are nested too deeply.") from err
             except (TypeError, AttributeError) as err:
                 raise ValueError(
                     "the parameters of a tool are no JSON schema: some keyword has a value of the "
@@ -131,6 +134,9 @@ class _Writer:
         self._parser = checked(tokenizer.tool_parser)
         self._rules: list[str] = []
         self._known: dict[tuple[str, str], str] = {}
+        self._contents: dict[str, str] = {}
+        self._types_known: dict[str, set[str]] = {}
+        self._num_branches = 0
         self._root: Schema = {}
         self._strict = False
 
@@ -166,7 +172,8 @@ class _Writer:
         return f"OPENING {rest}"
 
     def _call(self, name: str, schema: Schema, strict: bool) -> str:
-        self._root, self._strict, self._known = schema, strict, {}
+        self._root, self._strict = schema, strict
+        self._known, self._contents, self._types_known = {}, {}, {}
         head, tail = self.row.call.replace("NAME", name).split("ARGUMENTS")
         before = " /[0-9]{1,3}/ ".join(self._literal(part) for part in head.split("INDEX"))
         if not isinstance(schema.get("properties") or {}, dict):
@@ -244,7 +251,7 @@ class _Writer:
         if key in self._known:
             return self._known[key]
         name = self._known[key] = f"value_{len(self._rules)}_{len(self._known)}"
-        types = types_of(schema, self._root)
+        types = self._types(schema)
         in_json = {each for each in types if _reads_json(each, read)}
         parts = []
         if "string" in types:
@@ -257,16 +264,16 @@ class _Writer:
             for each in types & {"array", "object"}:
                 parts += self._nested(each, schema, tail, read)
             types, in_json = types - {"array", "object"}, in_json - {"array", "object"}
-        if types_of(schema, self._root) == ALL:  # a schema that names none: what can be written
+        if self._types(schema) == ALL:  # a schema that names none: what can be written
             types &= in_json
         if types - in_json:
             raise UnwritableCall(f"a value of the type {min(types - in_json)}")
         if types:
-            is_all = types == types_of(schema, self._root)
+            is_all = types == self._types(schema)
             held = schema if is_all else {"allOf": [schema, {"type": sorted(types)}]}
             parts.append(f"{self._json(held)} {self._literal(tail)}")
         if not parts:
-            raise UnwritableCall("a value that nothing satisfies")
+            raise UnwritableCall("a schema that nothing satisfies")
         self._rules.append(f"{name}: " + " | ".join(parts))
         return name
 
@@ -303,7 +310,7 @@ class _Writer:
         """A terminal of the strings that satisfy ``schema``; None where there are none."""
         if isinstance(schema, bool):
             return "/(?s:.*)/" if schema else None
-        if "string" not in types_of(schema, self._root):
+        if "string" not in self._types(schema):
             return None
         self._check_keywords(schema, UNHELD)
         parts: list[str | None] = []
@@ -317,7 +324,7 @@ class _Writer:
             fewest, most = index(schema.get("minLength", 0)), schema.get("maxLength")
             parts.append(f"/(?s:.{{{fewest},{'' if most is None else index(most)}}})/")
         if "$ref" in schema:
-            parts.append(self._content(resolved(schema, self._root)))
+            parts.append(self._content_behind(str(schema["$ref"])))
         for name in ("anyOf", "oneOf"):
             if name in schema:
                 found = [text for each in schema[name] if (text := self._content(each))]
@@ -329,11 +336,22 @@ class _Writer:
             return None
         return " & ".join(filter(None, parts)) or "/(?s:.*)/"
 
+    def _content_behind(self, reference: str) -> str | None:
+        """The name of the terminal of those behind a reference, from which none leads back."""
+        if reference not in self._contents:
+            self._contents[reference] = ""
+            content = self._content(resolved({"$ref": reference}, self._root))
+            if content is not None:
+                name = f"CONTENT_{len(self._rules)}"
+                self._rules.append(f"{name}: {content}")
+                self._contents[reference] = name
+        return self._contents[reference] or None
+
     def _nested(self, kind: str, schema: Schema, tail: str, read: Reader) -> list[str]:
         """Arrays or objects, written as the arguments are."""
         found = []
         for branch in self._branches(schema):
-            if kind not in types_of(branch, self._root):
+            if kind not in self._types(branch):
                 continue
             if kind == "object" and branch.get("properties"):
                 inner = self._arguments(branch, lambda text: read("{" + text + "}"))
@@ -362,6 +380,9 @@ class _Writer:
             yield from [{}] if schema else []
             return
         schema = resolved(schema, self._root)
+        self._num_branches += 1
+        if self._num_branches > MOST_BRANCHES:
+            raise UnwritableCall("choices without an end")
         if "allOf" in schema:
             raise UnwritableCall("allOf")
         inner = [*schema.get("anyOf", []), *schema.get("oneOf", [])]
@@ -371,6 +392,9 @@ class _Writer:
                 yield others | branch
         if not inner:
             yield schema
+
+    def _types(self, schema: Schema | bool) -> set[str]:
+        return types_of(schema, self._root, self._types_known)
 
     def _check_keywords(self, schema: Schema, unheld: frozenset[str]) -> None:
         if self._strict and (found := sorted(schema.keys() & unheld)):

@@ -140,16 +140,17 @@ def readable(tools: Sequence[dict[str, Any]] | None, parser: Any) -> list[dict[s
         schema = function.get("parameters") if isinstance(function, dict) else None
         properties = schema.get("properties") if isinstance(schema, dict) else None
         if by_type and isinstance(properties, dict):
-            typed = {name: _typed(each, schema) for name, each in properties.items()}
+            known: dict[str, set[str]] = {}
+            typed = {name: _typed(each, schema, known) for name, each in properties.items()}
             tool = tool | {"function": function | {"parameters": schema | {"properties": typed}}}
         found.append(tool)
     return found
 
 
-def _typed(schema: Any, root: Schema) -> Any:
+def _typed(schema: Any, root: Schema, known: dict[str, set[str]]) -> Any:
     try:
-        types = types_of(schema, root) - {"null"}
-    except (UnwritableCall, TypeError, AttributeError):  # no schema that anybody could read
+        types = types_of(schema, root, known) - {"null"}
+    except (UnwritableCall, TypeError, AttributeError, RecursionError):  # nobody could read it
         return schema
     types -= {"integer"} if "number" in types else set()
     if isinstance(schema, bool):
@@ -161,9 +162,26 @@ def format_of(parser: Any) -> str:
     return str(getattr(parser, "__module__", "")).rpartition(".")[2]
 
 
-def types_of(schema: Schema | bool, root: Schema, depth: int = 0) -> set[str]:
-    """The types of the values that may satisfy ``schema``, a part of ``root``."""
-    if isinstance(schema, bool) or depth > MOST_REFERENCES:
+def types_of(schema: Schema | bool, root: Schema, known: dict[str, set[str]]) -> set[str]:
+    """The types of the values that may satisfy ``schema``, a part of ``root``.
+
+    ``known`` are those of references. They may lead back to themselves: nothing is allowed that
+    is not allowed without going round.
+    """
+    num_known = len(known)
+    found = _types(schema, known)
+    while num_known < len(known):
+        num_known, before = len(known), None
+        while before != known:
+            before = dict(known)
+            for reference in [*known][::-1]:
+                known[reference] = _types(_target(reference, root), known)
+        found = _types(schema, known)
+    return found
+
+
+def _types(schema: Schema | bool, known: dict[str, set[str]]) -> set[str]:
+    if isinstance(schema, bool):
         return set(ALL) if schema else set()
     found = set(ALL)
     if "type" in schema:
@@ -174,12 +192,22 @@ def types_of(schema: Schema | bool, root: Schema, depth: int = 0) -> set[str]:
         if values is not None:
             found &= {_type_of(value) for value in values}
     if "$ref" in schema:
-        found &= types_of(resolved(schema, root), root, depth + 1)
+        found &= known.setdefault(str(schema["$ref"]), set())
     for name in ("anyOf", "oneOf"):
         if name in schema:
-            found &= set().union(*(types_of(each, root, depth + 1) for each in schema[name]))
+            found &= set().union(*(_types(each, known) for each in schema[name]))
     for each in schema.get("allOf", []):
-        found &= types_of(each, root, depth + 1)
+        found &= _types(each, known)
+    return found
+
+
+def _target(reference: str, root: Schema) -> Schema | bool:
+    found: Any = root
+    for part in reference.removeprefix("#").split("/")[1:]:
+        part = part.replace("~1", "/").replace("~0", "~")
+        found = found.get(part) if isinstance(found, dict) else None
+    if not isinstance(found, dict | bool):
+        raise UnwritableCall(f"the reference {reference!r}, which leads nowhere,")
     return found
 
 
@@ -188,13 +216,9 @@ def resolved(schema: Schema, root: Schema) -> Schema:
     for _ in range(MOST_REFERENCES):
         if "$ref" not in schema:
             return schema
-        found: Any = root
-        for part in str(schema["$ref"]).removeprefix("#").split("/")[1:]:
-            part = part.replace("~1", "/").replace("~0", "~")
-            found = found.get(part) if isinstance(found, dict) else None
-        if not isinstance(found, dict):
-            raise UnwritableCall(f"the reference {schema['$ref']!r}, which leads nowhere,")
-        schema = found | {name: each for name, each in schema.items() if name != "$ref"}
+        target = _target(str(schema["$ref"]), root)
+        target = target if isinstance(target, dict) else {} if target else {"enum": []}
+        schema = target | {name: each for name, each in schema.items() if name != "$ref"}
     raise UnwritableCall("references that lead to each other")
 
 

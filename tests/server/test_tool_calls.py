@@ -282,7 +282,7 @@ REFUSED = [
     ("qwen3_coder", record(**{"a>b": WORD}), "the argument 'a>b'"),
     ("qwen3_coder", record(a={"anyOf": [COUNT, WORD, {"type": "null"}]}), "the type integer"),
     ("gemma4", record(a={"$ref": "#/$defs/a"}) | {"$defs": {"a": {"$ref": "#/$defs/a"}}},
-     "references that lead to each other"),
+     "a schema that nothing satisfies"),
     ("glm47", record(a=COUNT) | {"minProperties": 1}, "the keyword 'minProperties'"),
     ("minimax_m2", record(a={"type": 5}), "no JSON schema"),
     ("json_tools", record(a={"enum": [*range(9000)]}), "values: give at most 4000"),
@@ -296,6 +296,20 @@ def test_what_a_format_cannot_say_is_refused_in_a_sentence(name, schema, sentenc
         make_grammar(form_of({"do_it": schema}), tokenizer_of(name))
     said = str(found.value)
     assert sentence in said and "\n" not in said and said.endswith(".") and len(said) < 400
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "gemma4"])
+def test_references_that_lead_back_end_at_once(name):
+    """Each definition offers each other one: there are more ways through them than anyone has."""
+    refs = [{"$ref": f"#/$defs/d{i}"} for i in range(30)]
+    for leaf, is_held in (([WORD], True), ([], False), ([items(COUNT)], name == "qwen3_coder")):
+        tool = record(a=refs[0]) | {"$defs": {f"d{i}": {"anyOf": leaf + refs} for i in range(30)}}
+        if is_held:
+            called = check_calls(name, {"do_it": tool}, random.Random(1), calls_once=True)
+            assert called == ["do_it"]
+        else:
+            with pytest.raises(ValueError, match=r"without an end|nothing satisfies"):
+                make_grammar(form_of({"do_it": tool}), tokenizer_of(name))
 
 
 def test_a_model_without_a_format_is_told_which_have_one():
