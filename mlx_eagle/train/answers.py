@@ -25,7 +25,7 @@ from ..system.cli_values import add_version_flag, use_plain_words
 from ..system.command import run_command
 from ..system.device import prepare_device
 from ..system.terminal import open_bar
-from .examples import DataRow, check_messages, read_rows
+from .examples import DataRow, check_messages, read_rows, reading
 from .settings import TEMPERATURES, AnswerSettings, parse_temperatures
 from .teacher import load_target
 
@@ -61,11 +61,12 @@ class _Job:
     temperature: float
 
 
-def read_prompts(path: Path) -> list[Messages]:
+def read_prompts(path: Path, tokenizer: TokenizerWrapper | None = None) -> list[Messages]:
     """The conversations of a JSONL file, each ending where the target is to answer.
 
     A row has ``prompt`` (a text) or ``messages``; an answer at the end of ``messages`` is left
-    out, since the target gives its own. Raises ValueError naming the line that has neither.
+    out, since the target gives its own. Raises ValueError naming the line that has neither, or
+    of which ``tokenizer``, if it is given, cannot make a prompt.
     """
     conversations = []
     for row in read_rows(path):
@@ -75,8 +76,18 @@ def read_prompts(path: Path) -> list[Messages]:
                 f'{row.where} has neither "prompt" nor "messages" that end with a '
                 "user's: give one of them on every line."
             )
+        if tokenizer is not None:
+            with reading(row):
+                _encoded(tokenizer, messages)
         conversations.append(messages)
     return conversations
+
+
+def _encoded(tokenizer: TokenizerWrapper, messages: Messages) -> list[int]:
+    """The prompt of a conversation that the target is to answer."""
+    return list(
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    )
 
 
 def _conversation(row: DataRow) -> Messages:
@@ -162,9 +173,7 @@ def _jobs(
             if key in done:
                 continue
             messages = prompts[index]
-            tokens = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=False
-            )
+            tokens = _encoded(tokenizer, messages)
             if len(tokens) > settings.max_prompt_tokens:
                 counts.too_long += 1
                 continue
@@ -258,7 +267,7 @@ def answer_file(
 
     Where no bar can be drawn a line is printed every ``report_seconds``.
     """
-    conversations = read_prompts(prompts)
+    conversations = read_prompts(prompts, tokenizer)
     total = len(conversations) * len(settings.temperatures)
     print(f"The target gives {total} answers to the prompts of {prompts}.", flush=True)
     begun = said = time.perf_counter()

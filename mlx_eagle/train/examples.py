@@ -324,7 +324,7 @@ def _encoded(
             _check_recorded(row, tokenizer)
             tokens, num_prompt = fields["tokens"], fields["prompt_length"] * mask_prompt
         else:
-            with _reading(row):
+            with reading(row):
                 tokens, num_prompt = makers[kind].process(fields)
         largest = max(tokens, default=0)
         if largest >= vocab_size:
@@ -337,7 +337,7 @@ def _encoded(
 
 
 @contextmanager
-def _reading(row: DataRow) -> Iterator[None]:
+def reading(row: DataRow) -> Iterator[None]:
     """Within, what a library raises for a row is a ValueError that says where it stands."""
     try:
         yield
@@ -358,7 +358,7 @@ def _check_recorded(row: DataRow, tokenizer: TokenizerWrapper) -> None:
         raise ValueError(f'{row.where} has "tokens" but no fitting "prompt_length".')
     if not messages:
         return
-    with _reading(row):
+    with reading(row):
         prompt = tokenizer.apply_chat_template(
             messages[:-1],
             tools=fields.get("tools"),

@@ -84,6 +84,18 @@ def test_the_command_reads_and_refuses(folder, tmp_path, capsys):
     assert 'line 1 has neither "prompt" nor "messages"' in capsys.readouterr().err
 
 
+def test_a_question_that_no_prompt_can_be_made_of(folder, tmp_path, capsys):
+    """It is said before the others are answered."""
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "data" / "train.jsonl"
+    rows = [{"prompt": "one"}, {"messages": [{"role": "user", "content": "\ud800"}]}]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(SystemExit) as stop:
+        main(["--model", str(folder), "--prompts", str(prompts), "--output", str(output)])
+    found = capsys.readouterr().err
+    assert stop.value.code == 2 and found.count("\n") == 1
+    assert "line 2 cannot be made into tokens" in found and not output.exists()
+
+
 def test_a_full_disk_keeps_the_answers_so_far(folder, tmp_path, capsys):
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "train.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in chats(6)))
