@@ -4,14 +4,13 @@ A request moves between the two at the end of a round, with its caches, its nois
 the text: nothing is computed twice, and its text is that of a generation of its own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..decoding.accept import log_softmax
+from ..decoding.accept import TokenLogprobs
 from ..decoding.auto import AdaptiveController, Controller, DraftingEvent, FixedController
 from ..decoding.decoder import Decoder, Round
 from ..decoding.loop import CLEAR_CACHE_EVERY, Pipeline, SingleRunner, make_controller
@@ -27,7 +26,7 @@ class RoundOutput:
     """What a round has given to one request.
 
     The first ``num_kept`` tokens were drafted; ``length`` is how far the round had drafted, in a
-    tree in levels. ``logprobs`` makes those (V,) of a token, by its place in ``tokens``.
+    tree in levels. ``logprobs`` are those of ``tokens``, where the decoder was asked for any.
     ``events`` are the controller's since the round before.
     """
 
@@ -35,7 +34,7 @@ class RoundOutput:
     tokens: list[int]
     num_kept: int
     length: int
-    logprobs: Callable[[int], mx.array]
+    logprobs: list[TokenLogprobs]
     events: tuple[DraftingEvent, ...] = ()
     is_shared: bool = False
 
@@ -94,23 +93,15 @@ class OwnRunner:
         self._num_events = len(controller.events)
         if not self._generation.is_running:
             self._stop(done)
-        made, kept = done.verification, done.outcome.num_kept
-        return [
-            RoundOutput(
-                request, done.run, kept, done.draft.num_levels, lambda i: made.logprobs[i], events
-            )
-        ]
+        kept, length = done.outcome.num_kept, done.draft.num_levels
+        logprobs = done.verification.read_logprobs(len(done.run))
+        return [RoundOutput(request, done.run, kept, length, logprobs, events)]
 
     def _stop(self, last: Round) -> None:
         """Give the request the caches that a generation of its own leaves."""
         decoder = self._request.decoder
         decoder.stop(last, self._pipeline.upcoming)
         self._request.cache = decoder.cache + decoder.drafter.cache
-
-
-def _logprobs(logits: mx.array, index: int, row: int) -> mx.array:
-    """Those (V,) of one row of one request, from logits (B, R, V)."""
-    return log_softmax(logits[index, row])
 
 
 class SharedRunner:
@@ -161,7 +152,7 @@ class SharedRunner:
                     run,
                     min(done.kept[b], len(run)),
                     done.num_drafted[b],
-                    partial(_logprobs, done.logits, b),
+                    done.logprobs(b),
                     own,
                     is_shared=True,
                 )

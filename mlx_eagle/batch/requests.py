@@ -10,6 +10,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
+from ..decoding.accept import AskedLogprobs, TokenLogprobs
 from ..decoding.decoder import Decoder, Limits, Round
 from ..decoding.sampling import LogitsProcessor, Sampler, Sampling, is_grammar, is_pure
 from ..decoding.setup import begin_drafter, open_decoder, split_cache
@@ -125,6 +126,7 @@ def prefill(
         logits_processors=options.own_processors(),
         acceptance=options.acceptance,
     )
+    request.decoder.num_top = None if request.logprobs is None else 0
     prompt = mx.array(request.prompt)
     yield from request.decoder.prefill_chunks(prompt, options.prefill_step_size)
 
@@ -138,8 +140,7 @@ def first_token(request: Request) -> Round:
     first.count(request.stats)
     request.tokens += first.run
     if request.logprobs is not None:
-        logprob: Any = first.verification.logprobs[0, first.run[0]].item()
-        request.logprobs.append(logprob)
+        request.logprobs += [own for own, _ in first.verification.read_logprobs(1)]
     return first
 
 
@@ -200,10 +201,9 @@ class SharedRound:
     num_drafted: list[int]
     verification: BatchVerification
     packed: mx.array
-    logits: mx.array  # (B, R, V), processed
     features: mx.array | None  # (B, R, F)
     num_forced: list[int]  # of those drafted: what a grammar forces
-    logprobs: mx.array | None = None  # (B, R), of the tokens that follow, where asked for
+    asked: AskedLogprobs | None = None
     absorbed: bool = False
     committed: bool = False
     kept: list[int] = field(default_factory=list)  # draft tokens, once read
@@ -221,15 +221,21 @@ class SharedRound:
             num_forced=[self.num_forced[b] for b in index],
             verification=self.verification.of(places),
             packed=self.packed[places],
-            logits=self.logits[places],
             features=None if self.features is None else self.features[places],
-            logprobs=None if self.logprobs is None else self.logprobs[places],
+            asked=None if self.asked is None else self.asked.of_texts(places),
         )
 
     @property
     def pending(self) -> list[mx.array]:
         """What the host reads, to be computed at once."""
-        return [self.packed] if self.logprobs is None else [self.packed, self.logprobs]
+        return [self.packed, *([] if self.asked is None else self.asked.arrays)]
+
+    def logprobs(self, b: int) -> list[TokenLogprobs]:
+        """Those of the tokens emitted for request b, once read; none where none are asked for."""
+        num_top = self.requests[b].decoder.num_top
+        if self.asked is None or num_top is None:
+            return []
+        return self.asked.read(len(self.runs[b]), num_top, text=b)
 
     def read(self) -> None:
         """Wait for the device, and cut what was emitted to the limits of each request."""

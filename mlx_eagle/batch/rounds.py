@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from ..decoding.accept import RowsInTurn, log_softmax
+from ..decoding.accept import AskedLogprobs, RowsInTurn
 from ..decoding.auto import Controller
 from ..decoding.kernel_options import KernelOptions
 from ..decoding.loop import MOST_FORCED, Accepted, Pipeline
@@ -158,10 +158,9 @@ class Batch:
             num_drafted,
             verification,
             verification.packed,
-            logits,
             features,
             num_forced,
-            self._logprobs(logits, verification.following),
+            self._asked_logprobs(logits, verification.following),
         )
         if absorb or drafts.shape[1] > 0:
             rows = [length + 1 for length in lengths]
@@ -170,11 +169,11 @@ class Batch:
         mx.async_eval(launched.pending, self._drafts.pending())
         return launched
 
-    def _logprobs(self, logits: mx.array, following: mx.array) -> mx.array | None:
-        """Those (B, R) of the tokens that follow, where a request asks for any."""
-        if all(request.logprobs is None for request in self.requests):
-            return None
-        return mx.take_along_axis(log_softmax(logits), following[..., None], axis=-1)[..., 0]
+    def _asked_logprobs(self, logits: mx.array, following: mx.array) -> AskedLogprobs | None:
+        """Those of all requests, where one asks for any, as many as one asks for."""
+        wishes = [request.decoder.num_top for request in self.requests]
+        most = max((num for num in wishes if num is not None), default=None)
+        return None if most is None else AskedLogprobs.of(logits, following, most)
 
     def _forced(self) -> list[list[int]]:
         """What a grammar forces each request to begin with, as far as a pass has room for it."""
@@ -243,7 +242,6 @@ class Batch:
             lengths = [len(run) for run in done.runs]
             roots = mx.array([run[-1:] for run in done.runs], mx.int32)
             self._commit(done, lengths, roots)
-        logprobs: Any = None if done.logprobs is None else done.logprobs.tolist()
         for b, (request, run) in enumerate(zip(done.requests, done.runs, strict=True)):
             if request.cancelled:
                 request.tokens_after_leave += run
@@ -254,7 +252,7 @@ class Batch:
             request.stats.record(num, num, num_accepted, len(run), forwards)
             request.tokens += run
             if request.logprobs is not None:
-                request.logprobs += logprobs[b][: len(run)]
+                request.logprobs += [own for own, _ in done.logprobs(b)]
 
     def acceptance_of(self, done: SharedRound) -> Accepted | None:
         """Drafts that were cut short at a request's end tell little, and are left out.

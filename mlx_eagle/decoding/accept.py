@@ -6,7 +6,7 @@ tokens kept.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -45,6 +45,61 @@ class Outcome:
         return range(self.num_kept + 1) if self.rows is None else self.rows[: self.num_kept + 1]
 
 
+TokenLogprobs = tuple[float, tuple[tuple[int, float], ...]]
+"""Of a token: its log-probability, and the likeliest tokens with theirs, the likeliest first."""
+
+
+@dataclass(frozen=True)
+class AskedLogprobs:
+    """Log-probabilities that somebody asks for, on the device, computed with the round.
+
+    ``own`` (..., R) are those of the tokens that follow R rows, ``top`` (..., R, n) the greatest,
+    in no order, and ``ids`` (..., R, n) the tokens that these are of; n may be 0.
+    """
+
+    own: mx.array
+    ids: mx.array
+    top: mx.array
+
+    @classmethod
+    def of(cls, logits: mx.array, following: mx.array, num_top: int) -> "AskedLogprobs":
+        """Those of tokens (..., R) by logits (..., R, V)."""
+        rows = log_softmax(logits)
+        own = mx.take_along_axis(rows, following[..., None], axis=-1)[..., 0]
+        ids = top = mx.zeros((*following.shape, 0))
+        if num_top > 0:
+            ids = mx.argpartition(-rows, kth=num_top - 1, axis=-1)[..., :num_top]
+            top = mx.take_along_axis(rows, ids, axis=-1)
+        return cls(own, ids, top)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What is to be computed."""
+        return [self.own, self.ids, self.top]
+
+    def of_texts(self, index: mx.array) -> "AskedLogprobs":
+        """Those of some of several texts."""
+        return AskedLogprobs(*(array[index] for array in self.arrays))
+
+    @cached_property
+    def _on_host(self) -> Any:
+        """All arrays, which have been computed: to take a part of one would be to wait."""
+        return [array.tolist() for array in self.arrays]
+
+    def read(
+        self, length: int, num_top: int | None = None, text: int | None = None
+    ) -> list[TokenLogprobs]:
+        """Once computed, those of the first tokens, of one of several ``text``s."""
+        parts = self._on_host if text is None else [part[text] for part in self._on_host]
+        own, ids, top = (part[:length] for part in parts)
+        rows = zip(own, ids, top, strict=True)
+        return [(value, _likeliest_first(*others)[:num_top]) for value, *others in rows]
+
+
+def _likeliest_first(ids: list[int], values: list[float]) -> tuple[tuple[int, float], ...]:
+    return tuple(sorted(zip(ids, values, strict=True), key=lambda pair: -pair[1]))
+
+
 @dataclass(frozen=True)
 class Verification:
     """The same on the device, and the target's logits (R, V) after each row of the pass.
@@ -56,6 +111,18 @@ class Verification:
     num_kept: mx.array
     logits: mx.array
     rows: mx.array | None = None
+    asked: AskedLogprobs | None = None
+
+    def asking(self, num_top: int | None) -> "Verification":
+        """The same with log-probabilities of ``following``, and so many of the greatest."""
+        if num_top is None:
+            return self
+        logits = self.logits if self.rows is None else self.logits[self.rows]
+        return replace(self, asked=AskedLogprobs.of(logits, self.following, num_top))
+
+    def read_logprobs(self, length: int) -> list[TokenLogprobs]:
+        """Those of the first tokens, once read; none where nobody has asked."""
+        return [] if self.asked is None else self.asked.read(length)
 
     @cached_property
     def logprobs(self) -> mx.array:
@@ -68,10 +135,11 @@ class Verification:
     @property
     def pending(self) -> list[mx.array]:
         """What ``read`` waits for, all at once; where nothing was drafted, the token alone."""
+        asked = [] if self.asked is None else self.asked.arrays
         if self.following.size == 1:
-            return [self.following]
+            return [self.following, *asked]
         parts = (self.following, self.num_kept, self.rows)
-        return [part for part in parts if part is not None]
+        return [*(part for part in parts if part is not None), *asked]
 
     def read(self) -> Outcome:
         """Wait for the device."""

@@ -202,6 +202,7 @@ class Decoder:
         self.num_reruns = 0
         self.discards_features = False  # from now on nothing is kept that it could absorb
         self.options = KernelOptions()
+        self.num_top: int | None = None  # log-probabilities asked for beside a token's own, if any
         self._is_seeded = True  # what the drafter starts from can be computed
         self._prefill_forwards = 0
         self._pending = PendingPairs()
@@ -335,7 +336,7 @@ class Decoder:
             # 2. Verify: one pass of the target over the root and the draft.
             logits, features = self._verify(tokens, tree_mask, before_pass)
             # 3. Accept: the rule keeps what the target agrees with, and the drafter absorbs it.
-            verification = self._accept(choice, draft, tree_mask, logits)
+            verification = self._accept(choice, draft, tree_mask, logits).asking(self.num_top)
             if verification.rows is not None and features is not None:
                 features = features[verification.rows]
             launched = Round(

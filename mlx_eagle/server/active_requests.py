@@ -1,10 +1,9 @@
 """Requests in the generating thread: how one begins on cached prefixes, samples and is written."""
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 
 import mlx.core as mx
@@ -14,6 +13,7 @@ from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
 
 from ..batch.group import RoundOutput
 from ..batch.requests import Request, restore_caches
+from ..decoding.accept import TokenLogprobs
 from ..decoding.decoder import Decoder, Limits
 from ..decoding.sampling import (
     LogitsProcessor,
@@ -34,6 +34,7 @@ from .caches import Caches, PairCache, prepare, without_last
 from .prompt import Tokenized
 from .provider import PairProvider
 
+NOT_SHOWN: TokenLogprobs = 0.0, ()
 CONTINUED = 8  # tokens of a prompt that its continuation is spelled behind
 
 
@@ -59,11 +60,10 @@ class ResponseWriter:
                 self._detokenizer.finalize()  # a space at the end is the prompt's
             _ = self._detokenizer.last_segment
 
-    def response(
-        self, token: int, origin: TokenOrigin, logprobs: Callable[[], mx.array]
-    ) -> PairResponse:
-        """As mlx-lm's handlers take it; ``logprobs`` (V,) are asked for if they are shown."""
+    def response(self, token: int, origin: TokenOrigin, logprobs: TokenLogprobs) -> PairResponse:
+        """As mlx-lm's handlers take it."""
         args, finish_reason, stop_word = self._args, None, None
+        own, top = logprobs
         self._num_tokens += 1
         is_end = token in self._tokenizer.eos_token_ids
         if not is_end:
@@ -74,17 +74,11 @@ class ResponseWriter:
             finish_reason = "length"
         if finish_reason is not None:
             self._detokenizer.finalize()
-        logprob: float = 0.0
-        top: tuple[tuple[int, float], ...] = ()
-        if args.logprobs or args.top_logprobs > 0:
-            row = logprobs()
-            logprob = row[token].item()
-            top = _top(row, args.top_logprobs)
         text = self._detokenizer.last_segment
         if not is_end:
             text, stop_word = self._until_stop_word(text)
         finish_reason = finish_reason if stop_word is None else "stop"
-        return PairResponse(text, token, logprob, finish_reason, top, origin, stop_word)
+        return PairResponse(text, token, own, finish_reason, top, origin, stop_word)
 
     def _until_stop_word(self, text: str) -> tuple[str, str | None]:
         """The text up to the first stop word that it completes, and that word.
@@ -111,16 +105,8 @@ class ResponseWriter:
                 emitted.events if i == 0 else (),
                 emitted.is_shared,
             )
-            yield self.response(token, origin, partial(emitted.logprobs, i))
-
-
-def _top(logprobs: mx.array, num: int) -> tuple[tuple[int, float], ...]:
-    """The most likely tokens of logprobs (V,) with theirs, the likeliest first."""
-    if num <= 0:
-        return ()
-    ids = mx.argpartition(-logprobs, kth=num - 1)[:num]
-    pairs = zip(ids.tolist(), logprobs[ids].tolist(), strict=True)
-    return tuple(sorted(pairs, key=lambda pair: -pair[1]))
+            shown = emitted.logprobs[i] if emitted.logprobs else NOT_SHOWN
+            yield self.response(token, origin, shown)
 
 
 @dataclass(eq=False)
@@ -228,6 +214,8 @@ class RequestFactory:
             tree=active.tree,
         )
         request.decoder.discards_features = drafter is None
+        if args.logprobs or args.top_logprobs > 0:
+            request.decoder.num_top = max(0, args.top_logprobs)
         active.chunks = self._read(active, known, rest)
 
     def _read(self, active: ActiveRequest, known: list[int], rest: list[int]) -> Iterator[int]:

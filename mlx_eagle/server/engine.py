@@ -121,8 +121,8 @@ class Schedule:
         request = active.request
         first = first_token(request)
         active.answer.put((active.num_uncached, active.num_uncached))
-        made = first.verification
-        self._say(active, RoundOutput(request, first.run, 0, 0, lambda i: made.logprobs[i]))
+        logprobs = first.verification.read_logprobs(len(first.run))
+        self._say(active, RoundOutput(request, first.run, 0, 0, logprobs))
         if active.is_done or request.ended:
             self._end(active)
         else:

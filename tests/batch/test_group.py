@@ -13,6 +13,7 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 from test_batch import MODELS, PROMPTS, VOCAB
 from test_rounds import BY_UPDATE, MANY, Texts, started
+from tolerances import tolerance
 
 from mlx_eagle.batch import group as groups
 from mlx_eagle.batch import rounds
@@ -20,6 +21,7 @@ from mlx_eagle.batch.group import Group
 from mlx_eagle.batch.requests import Request, reason_not_batchable, restore_caches
 from mlx_eagle.batch.rounds import Batch
 from mlx_eagle.decoding import loop
+from mlx_eagle.decoding.accept import AskedLogprobs
 from mlx_eagle.decoding.auto import FixedController
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.base import NullDrafter
@@ -42,8 +44,7 @@ def run(
             group.leave(departures[number])
         for made in group.round():
             seen.append((made.request, made.is_shared, len(made.tokens)))
-            rows = [made.logprobs(i)[token].item() for i, token in enumerate(made.tokens)]
-            assert max(rows) <= 0 and made.num_kept <= made.length
+            assert made.logprobs == [] and made.num_kept <= made.length
         number += 1
         assert number < 500, "it does not end"
     return seen
@@ -179,6 +180,62 @@ def test_greedy_and_sampled_ones_together():
     for prompt, kind, request in zip(MANY, kinds, requests, strict=False):
         tokens, _ = speculative(model, drafter, prompt, length, num_draft_tokens=2, **kind)
         assert request.tokens == tokens
+
+
+def rounds_with_logprobs(monkeypatch, wishes: list[int | None]) -> tuple[list, list[Request], int]:
+    """What requests get that ask for these, one by itself and then all in shared rounds.
+
+    And how often the host waits; for nothing but what was computed with the round.
+    """
+    model, waits, computed = tiny_llama(vocab_size=VOCAB), [], []
+    drafter = tiny_head(model)
+    requests = [started(model, drafter, MANY[b], n) for b, n in enumerate((30, 8, 12))]
+    for request, num_top in zip(requests, wishes, strict=True):
+        request.decoder.num_top = num_top
+    mx_eval, read = mx.eval, AskedLogprobs.read
+    found: list = [[] for _ in requests]
+
+    def counted(*args) -> None:
+        waits.append(1)
+        computed.extend(array for part in args if type(part) is list for array in part)
+        mx_eval(*args)
+
+    def checked(self, *args, **kwargs):
+        assert {id(array) for array in self.arrays} <= {id(array) for array in computed}
+        return read(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "eval", counted)
+        patch.setattr(AskedLogprobs, "read", checked)
+        group = Group(model, drafter, generation_stream, 3)
+        for number in itertools.count():
+            arriving = {0: requests[:1], 3: requests[1:]}.get(number, [])
+            for request in arriving:
+                group.join(request)
+            if group.is_empty:
+                break
+            for made in group.round():
+                found[requests.index(made.request)] += made.logprobs
+    for request in requests:
+        text = mx.array([request.prompt + request.tokens])
+        logits = model(text)[0, len(request.prompt) : -1]
+        request.expected = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    return found, requests, len(waits)
+
+
+def test_logprobs_that_are_asked_for_come_with_the_round(monkeypatch):
+    """As many waits as without, by itself and in shared rounds; each gets what it asks for."""
+    asked, requests, num_waits = rounds_with_logprobs(monkeypatch, [3, None, 0])
+    unasked, _, num_without = rounds_with_logprobs(monkeypatch, [None] * 3)
+    assert num_waits == num_without and unasked == [[], [], []] and asked[1] == []
+    for b, num_top in ((0, 3), (2, 0)):
+        rows, tokens = requests[b].expected.tolist(), requests[b].tokens[1:]
+        assert len(asked[b]) == len(tokens)
+        for row, token, (own, top) in zip(rows, tokens, asked[b], strict=True):
+            assert own == pytest.approx(row[token], abs=10 * tolerance())
+            best = sorted(row, reverse=True)[:num_top]
+            assert [value for _, value in top] == pytest.approx(best, abs=10 * tolerance())
+            assert [row[i] for i, _ in top] == pytest.approx(best, abs=10 * tolerance())
 
 
 def test_who_leaves_gives_its_caches_back():

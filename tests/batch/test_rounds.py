@@ -335,6 +335,7 @@ def test_logprobs_that_are_asked_for_come_with_the_round(monkeypatch):
     requests = [started(model, drafter, [b + 1] * (3 + b), 8) for b in range(4)]
     for b, request in enumerate(requests):
         request.logprobs = [] if b > 0 else None
+        request.decoder.num_top = 0 if b > 0 else None
         batch.join(request)
     mx_eval, start = mx.eval, mx.async_eval
     monkeypatch.setattr(mx, "eval", lambda *args: (waits.append(1), mx_eval(*args)))
