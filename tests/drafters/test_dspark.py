@@ -4,19 +4,20 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from block_twin import (
+    PROMPTS,
     TOLERANCE,
     compare_rounds,
     drafted_logits,
     features_of,
+    learned_head,
     published,
     relative,
-    taught,
     tiny_dspark,
     twin_logits,
 )
 from helpers import PROMPT, byte_tokenizer, plain, speculative, tiny_llama
 from mlx.utils import tree_flatten
-from test_dflash import FLAT, LAYER, NESTED, PROMPTS, without
+from test_dflash import FLAT, LAYER, NESTED, without
 
 import mlx_eagle
 from mlx_eagle.convert import convert
@@ -51,14 +52,14 @@ def test_logits_after_a_prompt_and_after_acceptance(form):
 
 @pytest.fixture(scope="module")
 def learned():
-    return taught(tiny_dspark(LLAMA, seed=2), LLAMA, PROMPTS, 24)
+    return learned_head(LLAMA, "dspark")
 
 
 @pytest.mark.parametrize("k", [2, 7])
 def test_a_head_that_knows_the_text(learned, k):
     tokens, stats = speculative(LLAMA, learned, PROMPT, 25, num_draft_tokens=k)
     assert tokens == plain(LLAMA, PROMPT, 25)
-    assert stats.tau > 0.6 * (k + 1)
+    assert stats.tau >= 0.9 * (k + 1)
     assert stats.num_head_forwards == stats.num_rounds
 
 

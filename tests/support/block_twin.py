@@ -3,11 +3,12 @@
 Nothing is shared with the product: no cache, no batch, a loop over what each query sees.
 """
 
+from pathlib import Path
+
 import mlx.core as mx
-import mlx.nn as nn
-import mlx.optimizers as optim
 import numpy as np
 from checkpoints import write_config
+from golden import frozen
 from helpers import PROMPT, plain, randomize
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
@@ -333,33 +334,20 @@ def rows_of(drafter, states: mx.array, before: mx.array) -> mx.array:
     return mx.maximum(mx.concatenate(seen), -1e4)
 
 
-def taught(drafter, model, prompts: list[list[int]], length: int):
-    """A head that has learnt by heart what the target says after the prompts."""
-    head, c = drafter.head, drafter.head.config
-    texts = [prompt + plain(model, prompt, length + c.block_size) for prompt in prompts]
-    seen = [mx.array(features_of(model, c.taps, text).astype(np.float32)) for text in texts]
-    starts = [(i, len(prompts[i]) + n) for i in range(len(prompts)) for n in range(length)]
-    choices = np.random.default_rng(0)
+PROMPTS = [PROMPT, PROMPT[:5], PROMPT[2:9]]
+LEARNED = {
+    "dflash": {"seed": 1},
+    "dspark": {"seed": 2, "markov_rank": 8, "first_slot": 0},
+    "dflash2": {"seed": 2, "top_k": 96, "selector_rank": 8},
+}
+"""Heads that ``tools/golden/learn_blocks.py`` teaches what a target says after the prompts."""
 
-    def loss(head, i, start):
-        begun = drafter.begin()
-        head.absorb(seen[i][None, :start], begun.cache[:-1])
-        text = mx.array(texts[i])
-        block = begun.block_after(begun._embed(text[start : start + 1])[None], c.longest_draft)
-        states = head(block, begun.cache[:-1])[:, c.first_slot :]
-        logits = rows_of(drafter, states, text[start : start + c.longest_draft])
-        return nn.losses.cross_entropy(
-            logits, text[start + 1 : start + 1 + c.longest_draft]
-        ).mean()
 
-    step = nn.value_and_grad(head, lambda head, some: sum(loss(head, *pair) for pair in some) / 4)
-    optimizer = optim.Adam(3e-3)
-    for _ in range(130):
-        some = [starts[n] for n in choices.choice(len(starts), 4, replace=False)]
-        _, grads = step(head, some)
-        grads, _ = optim.clip_grad_norm(grads, 1.0)
-        optimizer.update(head, grads)
-        mx.eval(head.parameters(), optimizer.state)
+def learned_head(model, kind: str, **changes):
+    """A head that knows these texts by heart, frozen; ``changes`` are to its config."""
+    drafter = tiny_block(model, kind, **{**LEARNED[kind], **changes})
+    weights = mx.load(str(Path(frozen.FOLDER) / f"{kind}-by-heart.safetensors"))
+    drafter.head.load_weights([(n, a.astype(mx.float32)) for n, a in weights.items()])
     return drafter
 
 
