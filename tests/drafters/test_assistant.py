@@ -237,7 +237,7 @@ class Checked:
         return Draft(mx.array(tokens, mx.int32))
 
 
-@pytest.mark.parametrize("kept", [[3], [0], [2, 0, 3, 1]], ids=["all", "none", "some"])
+@pytest.mark.parametrize("kept", thorough([[3], [0], [2, 0, 3, 1]], [2, 0, 3, 1]), ids=str)
 @pytest.mark.parametrize("name", PAIRS)
 def test_after_each_round_it_sees_what_was_kept_and_nothing_else(name, kept):
     """Beyond the window; rejected rows, and rings left by plain steps, would be seen."""
@@ -249,7 +249,7 @@ def test_after_each_round_it_sees_what_was_kept_and_nothing_else(name, kept):
     assert drafter.begun.num_rounds >= 6
 
 
-@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("k", thorough([1, 3], 3))
 @pytest.mark.parametrize("name", PAIRS)
 def test_texts_caches_and_counts(name, k):
     target, drafter = PAIRS[name]
@@ -311,7 +311,7 @@ def test_plain_steps_in_between(frozen):
         assert tokens == plain(target, prompt, 60)
 
 
-@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("k", thorough([1, 2, 3], 3))
 def test_an_assistant_that_knows_the_texts(frozen, k):
     target, drafter, expected = frozen["learned"]
     emitted = rounds = 0

@@ -39,7 +39,7 @@ def exact_distribution() -> dict[tuple[int, ...], float]:
 
 
 @pytest.mark.parametrize(
-    "num_runs", [300, pytest.param(3000, marks=pytest.mark.exhaustive)], ids=str
+    "num_runs", [150, pytest.param(3000, marks=pytest.mark.exhaustive)], ids=str
 )
 @pytest.mark.parametrize("name", thorough(DRAFTERS, "dspark"))
 def test_the_first_tokens_have_the_targets_distribution(name, num_runs):

@@ -47,7 +47,7 @@ def test_every_draft_equals_the_naive_one(name, k, script):
 
 
 @pytest.mark.parametrize("name", [n for n in SHOWN if n not in ("lookup", COPYING, *PARALLEL)])
-@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("k", thorough([1, 3], 3))
 def test_k_forwards_a_round(name, k):
     model, drafter = PAIRS[name]
     _, stats = speculative(model, drafter, PROMPT, 25, num_draft_tokens=k)

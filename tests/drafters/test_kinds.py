@@ -9,6 +9,7 @@ import pytest
 from checkpoints import CONFIG, as_midlayer, eagle3_tensors, write_config, write_safetensors
 from documents import ROOT
 from drafter_pairs import tiny_gemma3
+from grids import thorough
 from helpers import PROMPT, VOCAB, byte_tokenizer, plain, speculative, tiny_llama
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -160,6 +161,9 @@ def test_decoding_and_batch_know_no_kind():
     assert found == {}
 
 
+TARGETS = {"llama": LLAMA, "gemma 3": tiny_gemma3()}
+
+
 class Onlooker(DrafterBase):
     """Drafts nothing of use, and remembers the target's keys and values that it saw."""
 
@@ -192,11 +196,12 @@ class Onlooker(DrafterBase):
         return found
 
 
-@pytest.mark.parametrize("target", [LLAMA, tiny_gemma3()], ids=["llama", "gemma 3"])
+@pytest.mark.parametrize("name", thorough(TARGETS, "gemma 3"))
 @pytest.mark.parametrize("num_requests", [1, 3])
-def test_a_drafter_sees_the_targets_rows_in_the_order_of_the_text(target, num_requests):
+def test_a_drafter_sees_the_targets_rows_in_the_order_of_the_text(name, num_requests):
     """After a prompt, and after drafts of which some or none were kept; rotating caches too."""
     seen: list = []
+    target = TARGETS[name]
     prompts = [PROMPT * 3, PROMPT[:4], PROMPT[3:9]][:num_requests]
     if num_requests == 1:
         tokens, _ = speculative(target, Onlooker(seen), prompts[0], 12, num_draft_tokens=2)

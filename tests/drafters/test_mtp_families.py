@@ -103,7 +103,7 @@ def test_auto_gives_the_targets_text(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("k", thorough([1, 3], 3))
 def test_k_forwards_a_round(name, k):
     part = published(name)
     drafter = load_mtp(part.arrays(), part.target)
@@ -236,7 +236,7 @@ MISTAKES = [swapped, before_the_final_norm, a_layer_off, with_the_targets_norm]
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
-@pytest.mark.parametrize("name", thorough(FAMILIES, "qwen3.5", "glm-4.5", "mimo", "nemotron-h"))
+@pytest.mark.parametrize("name", thorough(FAMILIES, "qwen3.5", "mimo"))
 def test_mistakes_are_seen(name, mistake):
     part = published(name)
     assert furthest(part, mistake(part)) > 1e-2
@@ -339,7 +339,7 @@ def test_bare_norms_are_seen():
 # Trees, on targets that verify them.
 
 
-@pytest.mark.parametrize("tree", ["3x3:7", "2/2+1/1+0+0"])
+@pytest.mark.parametrize("tree", thorough(["3x3:7", "2/2+1/1+0+0"], "3x3:7"))
 @pytest.mark.parametrize("name", SHARED)
 def test_trees_give_the_targets_text(name, tree):
     part = published(name)
