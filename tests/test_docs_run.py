@@ -119,7 +119,7 @@ def hub(tmp_path_factory) -> Iterator[Hub]:
         write_heads(server.root, num_tokens)
         write_target(home / "demo", tiny_llama)
         convert(str(server.root / "yuhuili" / "EAGLE3-LLaMA3.1-Instruct-8B"), str(home / "head"))
-        use_hub(patch, server, home)
+        use_hub(patch, server.address, home)
         patch.setattr(Figure, "savefig", lambda _, path, **options: Path(path).touch())
         patch.setattr(demo, "demo_target_path", lambda: home / "demo")
         patch.setattr(demo, "HEAD", home / "head")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from checkpoints import CONFIG, eagle3_tensors, write_safetensors
 from huggingface_hub import ModelCard
-from test_convert_hub import hub, run  # noqa: F401, hub is a fixture
+from test_convert_hub import hub, run  # noqa: F401, fixtures
 
 from mlx_eagle.convert.card import make_card, source_license
 
@@ -81,22 +81,22 @@ def test_the_licence_of_the_source(tmp_path, readme, config, expected):
     assert source_license(str(tmp_path), config) == expected
 
 
-def test_the_card_is_uploaded(hub, tmp_path):  # noqa: F811
+def test_the_card_is_uploaded(run, hub, tmp_path):  # noqa: F811
     folder = hub.root / "some" / "head"
     write_safetensors(folder, CONFIG, eagle3_tensors())
     (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n# A head\n")
     out = tmp_path / "out"
     args = ("--hf-path", "some/head", "--mlx-path", out, "--upload-repo", "me/converted")
-    done = run(tmp_path, hub.address, *args)
-    assert done.returncode == 0, done.stderr
+    code, _, err = run(hub.address, *args)
+    assert code == 0, err
     text = (out / "README.md").read_bytes()
     assert hub.uploads["README.md"] == text
     data = ModelCard(text.decode()).data
     assert data.license == "apache-2.0" and data.base_model == "some/head"
 
 
-def test_without_upload_no_card(tmp_path):
+def test_without_upload_no_card(run, tmp_path):  # noqa: F811
     source = write_safetensors(tmp_path / "source", CONFIG, eagle3_tensors())
     out = Path(tmp_path / "out")
-    done = run(tmp_path, "http://127.0.0.1:9", "--hf-path", source, "--mlx-path", out)
-    assert done.returncode == 0 and not (out / "README.md").exists()
+    code, _, _ = run("http://127.0.0.1:9", "--hf-path", source, "--mlx-path", out)
+    assert code == 0 and not (out / "README.md").exists()

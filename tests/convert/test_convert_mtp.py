@@ -233,7 +233,7 @@ def written_head(tmp_path: Path) -> Path:
 def test_upload_and_what_a_copy_is_told(tmp_path, monkeypatch):
     """Of a repository the layers alone are fetched, and go up with a card."""
     with running_hub(tmp_path / "hub") as hub:
-        use_hub(monkeypatch, hub, tmp_path / "home")
+        use_hub(monkeypatch, hub.address, tmp_path / "home")
         written(hub.root / "maker" / "original", QWEN)
         out = tmp_path / "head"
         convert("maker/original", str(out), upload_repo="me/layers")

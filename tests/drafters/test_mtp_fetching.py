@@ -22,7 +22,7 @@ CARD = "---\nlibrary_name: mlx\nbase_model: {}\ntags:\n- mlx\n---\n# A copy\n"
 @pytest.fixture
 def hub(tmp_path, monkeypatch) -> Iterator[Hub]:
     with running_hub(tmp_path / "hub") as server:
-        use_hub(monkeypatch, server, tmp_path / "home")
+        use_hub(monkeypatch, server.address, tmp_path / "home")
         yield server
 
 

@@ -172,13 +172,14 @@ def hub_settings(address: str, home: Path) -> dict[str, str]:
     return settings | {"HF_TOKEN": "hf_test", "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
 
 
-def use_hub(patch: pytest.MonkeyPatch, hub: Hub, home: Path) -> None:
+def use_hub(patch: pytest.MonkeyPatch, address: str, home: Path) -> None:
     """Let this process know no other hub, and keep downloads and our own cache in ``home``."""
-    url = f"{hub.address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-    patch.setattr(constants, "ENDPOINT", hub.address)
+    url = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    patch.setattr(constants, "ENDPOINT", address)
     patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url)
     patch.setattr(constants, "HF_HUB_CACHE", str(home / "hf" / "hub"))
     patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     patch.setattr(constants, "HF_HUB_OFFLINE", False)
+    patch.setenv("HF_TOKEN", "hf_test")
     for module in ("draft_models", "drafters.target_checkpoint"):
         patch.setattr(f"mlx_eagle.{module}.user_cache", lambda: home / ".cache" / "mlx-eagle")

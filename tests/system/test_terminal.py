@@ -226,6 +226,6 @@ def test_the_library_draws_nothing(checkpoint, tmp_path):
 def test_downloads_have_the_hubs_own_bars(tmp_path, monkeypatch):
     with running_hub(tmp_path / "hub") as hub, on_a_terminal() as terminal:
         write_safetensors(hub.root / "some" / "head", CONFIG, eagle3_tensors())
-        use_hub(monkeypatch, hub, tmp_path)
+        use_hub(monkeypatch, hub.address, tmp_path)
         fetch("some/head", ["*.json", "*.safetensors"])
     assert "Fetching" in terminal.getvalue()
