@@ -67,6 +67,16 @@ def sentence_of(result: tuple[int, str, str]) -> str:
     return lines[0]
 
 
+@pytest.mark.skipif(mx.default_device() == mx.gpu, reason="only a CPU is slow in half precision")
+def test_half_precision_becomes_float32_on_a_cpu(run, target):
+    for path in target.glob("*.safetensors"):
+        halves = {name: array.astype(mx.float16) for name, array in mx.load(str(path)).items()}
+        mx.save_safetensors(str(path), halves)
+    code, out, err = run("--model", str(target))
+    assert code == 0 and out
+    assert err.count("Note: on a CPU the target's weights are loaded as float32") == 1
+
+
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
@@ -149,7 +159,7 @@ def test_a_prompt_cache_of_too_few_layers(run, sound, cache_file):
     few = filled_cache(make_prompt_cache(tiny_llama(vocab_size=258))[:3])
     save_prompt_cache(str(cache_file), few, {"model": str(sound), "tokenizer_config": "{}"})
     sentence = sentence_of(run("--prompt-cache-file", str(cache_file)))
-    assert f"{cache_file} holds 3 caches, but this model has 6" in sentence
+    assert f"{cache_file} holds 3 caches, but this model has 4" in sentence
 
 
 def without_metadata(sound: Path, file: Path) -> None:

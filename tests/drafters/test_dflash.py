@@ -34,7 +34,7 @@ from mlx_eagle.drafters.dflash import DFlashHead
 from mlx_eagle.drafters.kinds import load_drafter, recognise
 from mlx_eagle.drafters.tree import CHAINS, chains_for
 
-LLAMA, TOKENIZER = tiny_llama(), byte_tokenizer()
+LLAMA, TOKENIZER = tiny_llama(num_hidden_layers=6), byte_tokenizer()
 FORMS = {
     "plain": {},
     "three layers, five taps": {"num_layers": 3, "taps": (0, 1, 2, 3, 3)},

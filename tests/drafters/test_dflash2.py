@@ -26,7 +26,7 @@ from mlx_eagle.drafters.folder import LoadOptions
 from mlx_eagle.drafters.kinds import kind_of, load_drafter, recognise
 from mlx_eagle.system.hub import locate
 
-LLAMA, TOKENIZER = tiny_llama(), byte_tokenizer()
+LLAMA, TOKENIZER = tiny_llama(num_hidden_layers=6), byte_tokenizer()
 FORMS = {
     "plain": {},
     "longer kernels": {"kernel_size": 4, "group_size": 8},

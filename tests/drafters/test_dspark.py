@@ -24,7 +24,7 @@ from mlx_eagle.convert import convert
 from mlx_eagle.drafters.dspark import config_from
 from mlx_eagle.drafters.kinds import load_drafter, recognise
 
-LLAMA, TOKENIZER = tiny_llama(), byte_tokenizer()
+LLAMA, TOKENIZER = tiny_llama(num_hidden_layers=6), byte_tokenizer()
 GEMMA = {
     "is_gemma": True,
     "values_are_keys": True,

@@ -106,7 +106,7 @@ def test_a_folder_without_a_kind_is_an_eagle_head(tmp_path):
     del config["kind"]
     write_config(tmp_path / "head", config)
     assert is_converted(tmp_path / "head")
-    model = tiny_llama(vocab_size=128)
+    model = tiny_llama(vocab_size=128, num_hidden_layers=6)
     assert load_drafter(tmp_path / "head", model).taps == (2, 3, 3)
 
 

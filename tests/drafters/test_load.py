@@ -16,7 +16,7 @@ from mlx_eagle.drafters.target_parts import find_embedding, lm_head_of
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_llama(vocab_size=128)
+    return tiny_llama(vocab_size=128, num_hidden_layers=6)
 
 
 def converted(source, **options):

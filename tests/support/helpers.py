@@ -32,7 +32,7 @@ PROMPT = [5, 17, 3, 88, 41, 2, 60]
 
 SIZES = {
     "hidden_size": 64,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 4,
     "intermediate_size": 96,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -115,7 +115,7 @@ def tiny_head(model: nn.Module, seed: int = 1, **changes) -> EagleDrafter:
 
     With a ``mask_token_id`` it is a P-EAGLE one.
     """
-    size, vocab = model.args.hidden_size, model.args.vocab_size
+    size, vocab, depth = model.args.hidden_size, model.args.vocab_size, len(model.layers)
     values = {
         "hidden_size": size,
         "target_hidden_size": size,
@@ -126,12 +126,13 @@ def tiny_head(model: nn.Module, seed: int = 1, **changes) -> EagleDrafter:
         "intermediate_size": 96,
         "vocab_size": vocab,
         "draft_vocab_size": vocab // 2,
+        "aux_boundary_ids": (1, depth // 2, depth - 1),
     }
     config = Eagle3Config(**{**values, **changes})
     head = randomize(Eagle3Head(config), seed)
     to_target = mx.arange(0, vocab, 2, dtype=mx.int32)
     kind = Eagle3Drafter if config.mask_token_id is None else ParallelDrafter
-    return kind(head, find_embedding(model)[0], config.taps(len(model.layers)), to_target)
+    return kind(head, find_embedding(model)[0], config.taps(depth), to_target)
 
 
 @lru_cache

@@ -11,6 +11,7 @@ from helpers import (
     FUSED,
     PROMPT,
     SCRIPTS,
+    SIZES,
     ScriptedDrafter,
     Truth,
     left_in,
@@ -40,7 +41,7 @@ from mlx_eagle.target import cache_view
 from mlx_eagle.target.rollback import Checkpoint
 
 WINDOW = 12  # smaller than prompt + text: crossed early in every test below
-LAYERS = 6
+LAYERS = SIZES["num_hidden_layers"]
 
 CACHES = {
     "plain": KVCache,
