@@ -254,7 +254,7 @@ def run_in(site: Path, *arguments: str | Path) -> subprocess.CompletedProcess:
 MODULES = [*COMMANDS, "mlx_eagle.demo", "mlx_eagle.train.answers"]
 
 
-@pytest.mark.parametrize("module", thorough(MODULES, "mlx_eagle.generate", "mlx_eagle.demo"))
+@pytest.mark.parametrize("module", thorough(MODULES, "mlx_eagle.generate"))
 def test_modules_say_what_they_do(site, module):
     done = run_in(site, "-m", module, "--help")
     assert f"usage: {module}" in done.stdout

@@ -95,6 +95,7 @@ def test_text_footer_and_counts(run):
 MOST_SECONDS_PER_TOKEN = 3  # 0.05 where it is quiet; in half precision, as it is stored, 7
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(mx.default_device() == mx.gpu, reason="only a CPU is slow in half precision")
 def test_the_demo_target_by_its_folder_is_as_fast_as_the_demo_pair(capsys, monkeypatch):
     """As the page on training has it, with a head of one's own."""
@@ -368,9 +369,11 @@ def test_every_command_says_once_how_to_get_openblas(main, monkeypatch, capsys):
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
     monkeypatch.setattr(device, "openblas", lambda: None)
     monkeypatch.setattr(blas, "SOURCE", "no-such-package")
-    flags = ["--hf-path", "no/such/head", "--check", "--target", "no/such"]
-    flags = flags if main is convert.main else []
-    monkeypatch.setattr(sys, "argv", ["x", *(flags or ["--draft-model", "no/such/head/here"])])
+    monkeypatch.setattr(flags, "load_demo", lambda **_: demo_pair())
+    arguments = ["--hf-path", "no/such/head", "--check", "--target", "no/such"]
+    if main is not convert.main:
+        arguments = ["--draft-model", "no/such/head/here"]
+    monkeypatch.setattr(sys, "argv", ["x", *arguments])
     with pytest.raises(SystemExit) as stop:
         main()
     note, error = capsys.readouterr().err.splitlines()

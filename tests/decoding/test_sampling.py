@@ -17,10 +17,12 @@ from mlx_eagle.drafters.base import Draft
 RULES = ["match", "coupled", "reject"]
 
 
-@pytest.mark.parametrize("temp", thorough([0.7, 1.0], 0.7))
+@pytest.mark.parametrize(
+    "num_runs, temp", thorough([(500, 0.7), (2000, 0.7), (2000, 1.0)], (500, 0.7))
+)
 @pytest.mark.parametrize("acceptance", RULES)
-def test_pairs_have_the_targets_distribution(acceptance, temp):
-    statistic, acceptance_rate = pair_chi_square(acceptance, temp=temp)
+def test_pairs_have_the_targets_distribution(acceptance, num_runs, temp):
+    statistic, acceptance_rate = pair_chi_square(acceptance, num_runs, temp)
     assert statistic < QUANTILE_24
     assert acceptance_rate > 0.05  # the drafted branch was taken
 
