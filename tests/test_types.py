@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from documents import ROOT, blocks
+from grids import thorough
 
 USE = """
 from typing import assert_type
@@ -93,7 +94,7 @@ CHECKERS = {
 }
 
 
-@pytest.mark.parametrize("name", CHECKERS)
+@pytest.mark.parametrize("name", thorough(CHECKERS, "mypy"))
 def test_what_a_user_writes_has_types(folder, name):
     errors = [line.replace(" - ", " ") for line in check(folder, *CHECKERS[name])]
     wrong = [line for line in errors if "mistakes.py" not in line]
