@@ -26,7 +26,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_llama(vocab_size=128)
+    return tiny_llama(vocab_size=128, num_hidden_layers=6)
 
 
 def nvidia(tmp_path: Path) -> Path:
@@ -86,7 +86,7 @@ import sys
 from helpers import tiny_llama
 from mlx_eagle.draft_models import open_drafter
 
-model = tiny_llama(vocab_size=128)
+model = tiny_llama(vocab_size=128, num_hidden_layers=6)
 print("ready", flush=True)
 sys.stdin.readline()
 open_drafter(sys.argv[1], model)

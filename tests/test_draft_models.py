@@ -26,7 +26,7 @@ sys.path.insert(0, {tests!r})
 from helpers import PROMPT, plain, speculative, tiny_llama
 import mlx_eagle
 
-model = tiny_llama(vocab_size=128)
+model = tiny_llama(vocab_size=128, num_hidden_layers=6)
 drafter = {opener}("some/head", model)
 tokens, stats = speculative(model, drafter, PROMPT, 12, num_draft_tokens=2)
 assert tokens == plain(model, PROMPT, 12)
@@ -87,7 +87,7 @@ def test_an_unreachable_hub_is_one_sentence(tmp_path):
 
 def test_local_names(tmp_path, monkeypatch):
     monkeypatch.setattr("pathlib.Path.home", lambda: tmp_path)
-    model = tiny_llama(vocab_size=128)
+    model = tiny_llama(vocab_size=128, num_hidden_layers=6)
     source = write_safetensors(tmp_path / "source", CONFIG, as_midlayer(eagle3_tensors()))
     assert isinstance(mlx_eagle.open_drafter("lookup", model), LookupDrafter)
     assert isinstance(mlx_eagle.open_drafter(str(source), model), Eagle3Drafter)
@@ -98,7 +98,7 @@ def test_local_names(tmp_path, monkeypatch):
 
 def test_a_head_that_copies(tmp_path, monkeypatch):
     monkeypatch.setattr("pathlib.Path.home", lambda: tmp_path)
-    model = tiny_llama(vocab_size=128)
+    model = tiny_llama(vocab_size=128, num_hidden_layers=6)
     # A plus is part of a name that is there, and of one that lies in such a folder.
     for place in ("head", "with+lookup", "a+b/head"):
         source = write_safetensors(tmp_path / place, CONFIG, as_midlayer(eagle3_tensors()))
@@ -126,7 +126,7 @@ def test_a_head_that_copies(tmp_path, monkeypatch):
 )
 def test_what_a_plus_may_not_be(name, message):
     with pytest.raises(ValueError, match=message) as error:
-        mlx_eagle.open_drafter(name, tiny_llama(vocab_size=128))
+        mlx_eagle.open_drafter(name, tiny_llama(vocab_size=128, num_hidden_layers=6))
     assert "\n" not in str(error.value)
 
 
@@ -134,12 +134,12 @@ def test_a_refused_checkpoint_says_why(tmp_path):
     tensors = {**eagle3_tensors(), "mask_hidden": eagle3_tensors()["norm.weight"]}
     source = write_safetensors(tmp_path / "source", CONFIG, tensors)
     with pytest.raises(ValueError, match="P-EAGLE"):
-        mlx_eagle.open_drafter(str(source), tiny_llama(vocab_size=128))
+        mlx_eagle.open_drafter(str(source), tiny_llama(vocab_size=128, num_hidden_layers=6))
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_eagle_1_heads_run_through_the_same_loop(tmp_path, tied):
-    model = tiny_llama(vocab_size=128, tie_word_embeddings=tied)
+    model = tiny_llama(vocab_size=128, num_hidden_layers=6, tie_word_embeddings=tied)
     config = {k: v for k, v in CONFIG.items() if k != "draft_vocab_size"}
     source = write_safetensors(tmp_path / "source", config, eagle1_tensors())
     convert(str(source), str(tmp_path / "head"), quantize=False)
@@ -153,7 +153,7 @@ def test_eagle_1_heads_run_through_the_same_loop(tmp_path, tied):
 
 
 def test_a_folder_of_an_ordinary_model_is_a_drafter(tmp_path):
-    model = tiny_llama(vocab_size=128)
+    model = tiny_llama(vocab_size=128, num_hidden_layers=6)
     save_model(tmp_path / "small", model)
     values = {k: v for k, v in vars(model.args).items() if v is not None}
     (tmp_path / "small" / "config.json").write_text(json.dumps(values))

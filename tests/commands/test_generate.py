@@ -159,7 +159,7 @@ def test_same_seed_same_text(run):
 def target(tmp_path):
     """A tiny random llama with the demo pair's tokenizer, in a folder."""
     target = tmp_path / "target"
-    model = tiny_llama(vocab_size=49152)
+    model = tiny_llama(vocab_size=49152, num_hidden_layers=6)
     config = {k: v for k, v in vars(model.args).items() if v is not None}
     save_model(target, model)
     (target / "config.json").write_text(json.dumps(config))

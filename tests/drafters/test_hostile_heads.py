@@ -19,7 +19,7 @@ from mlx_eagle.drafters.model_drafter import load_model_drafter
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_llama(vocab_size=128)
+    return tiny_llama(vocab_size=128, num_hidden_layers=6)
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_nested_ids_by_depth(ids, depth, expected):
 
 def test_a_target_of_another_width(model, head):
     drafter = load_drafter(head, model)
-    other = tiny_llama(vocab_size=128, hidden_size=32)
+    other = tiny_llama(vocab_size=128, num_hidden_layers=6, hidden_size=32)
     with pytest.raises(ValueError, match="192 wide, and this target's are 96 wide"):
         speculative(other, drafter, PROMPT, 8, num_draft_tokens=2)
 

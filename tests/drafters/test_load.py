@@ -69,14 +69,14 @@ def test_the_head_takes_the_targets_dtype_unless_told(model, source):
     folder = converted(source)
     assert load_drafter(folder, model).head.dtype == mx.float32
     assert load_drafter(folder, model, dtype=mx.bfloat16).head.dtype == mx.bfloat16
-    half = tiny_llama(vocab_size=128)
+    half = tiny_llama(vocab_size=128, num_hidden_layers=6)
     half.set_dtype(mx.bfloat16)
     assert load_drafter(folder, half).head.dtype == mx.bfloat16
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_any_mix_of_dtypes_runs(source, dtype):
-    target = tiny_llama(vocab_size=128)
+    target = tiny_llama(vocab_size=128, num_hidden_layers=6)
     target.set_dtype(dtype)
     folder = converted(source)
     for head_dtype in (mx.float16, mx.bfloat16, mx.float32):

@@ -261,7 +261,7 @@ class Fuzzer:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.model = tiny_llama(vocab_size=128)
+        self.model = tiny_llama(vocab_size=128, num_hidden_layers=6)
         self.outcomes: Counter[str] = Counter()
         self.failures: list[str] = []
         source = write_safetensors(folder / "plain", CONFIG, TENSORS)

@@ -192,11 +192,15 @@ def test_generation_without_a_terminal(generate, capsys, module, name):
 def test_conversion_on_a_terminal_and_without(checkpoint, tmp_path, monkeypatch, capsys):
     flags = ["--hf-path", str(checkpoint), "--mlx-path"]
     convert_main([*flags, str(tmp_path / "a")])
-    drafters.open_drafter(str(checkpoint), tiny_llama(vocab_size=128), quantize_bits=8)
+    drafters.open_drafter(
+        str(checkpoint), tiny_llama(vocab_size=128, num_hidden_layers=6), quantize_bits=8
+    )
     assert capsys.readouterr().err == ""
     for run in (
         lambda: convert_main([*flags, str(tmp_path / "b")]),
-        lambda: drafters.open_drafter(str(checkpoint), tiny_llama(vocab_size=128)),
+        lambda: drafters.open_drafter(
+            str(checkpoint), tiny_llama(vocab_size=128, num_hidden_layers=6)
+        ),
     ):
         with on_a_terminal() as terminal:
             run()
