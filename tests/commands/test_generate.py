@@ -23,8 +23,7 @@ from mlx_eagle import chat
 from mlx_eagle.commands import flags
 from mlx_eagle.commands import generate as program
 from mlx_eagle.convert import __main__ as convert
-from mlx_eagle.demo.pair import HEAD
-from mlx_eagle.demo.target import demo_target_path
+from mlx_eagle.demo.pair import HEAD, demo_target_path
 from mlx_eagle.drafters import eagle3
 from mlx_eagle.drafters.folder import LoadOptions, read_config
 from mlx_eagle.system import blas, device

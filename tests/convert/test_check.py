@@ -19,7 +19,7 @@ from mlx_eagle.convert.card import check_entry, check_table, verdict
 from mlx_eagle.convert.check import DEPTHS, Row, Setting
 from mlx_eagle.convert.checkpoint import open_checkpoint
 from mlx_eagle.convert.resolve import resolve
-from mlx_eagle.demo.target import demo_target_path
+from mlx_eagle.demo.pair import demo_target_path
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.head_weights import AttachedHead
 

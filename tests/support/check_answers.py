@@ -12,7 +12,7 @@ import mlx_lm
 from mlx_lm.utils import dequantize_model
 
 from mlx_eagle.convert.check import QUESTIONS
-from mlx_eagle.demo.target import demo_target_path
+from mlx_eagle.demo.pair import demo_target_path
 
 FILE = Path(__file__).parents[1] / "data" / "check_answers.json"
 NUM_QUESTIONS, NUM_TOKENS = 4, 128
