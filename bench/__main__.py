@@ -1,6 +1,7 @@
-"""``python -m mlx_eagle.bench``: loading, measuring, printing."""
+"""``python -m mlx_eagle.bench``: loading, measuring, printing, and the files of the results."""
 
 import argparse
+import csv
 import json
 import sys
 import time
@@ -19,14 +20,16 @@ from mlx_eagle.system.command import run_command
 from mlx_eagle.system.device import prepare_device
 from mlx_eagle.system.terminal import open_bar
 
-from . import files, report, serving
+from . import report, serving
 from .flags import (
+    EXTRA,
     build_parser,
     check_contexts,
     check_models,
     check_picture,
     check_serving,
     draft_names,
+    has_matplotlib,
     read_settings,
 )
 from .markdown import markdown
@@ -35,6 +38,7 @@ from .questions import Question, load_questions
 from .runner import Models
 from .serving import check_clients, measure_serving, num_loads
 
+PLOTS = "plots"
 NUM_LINES = 20  # of progress, where standard error is no terminal
 DEMO_NAMES = {"model": "SmolLM2-135M-Instruct (demo)", "head": "demo head"}
 
@@ -63,7 +67,7 @@ def prepare_folder(path: str) -> Path:
     """The output folder, made and tried; ValueError where it cannot be written."""
     folder = Path(path).expanduser()
     try:
-        (folder / files.PLOTS).mkdir(parents=True, exist_ok=True)
+        (folder / PLOTS).mkdir(parents=True, exist_ok=True)
         probe = folder / "results.json.tmp"
         probe.touch()
         probe.unlink()
@@ -139,9 +143,9 @@ def run(args: argparse.Namespace) -> None:
     document, rows = measure_counted(models, names, questions, settings)
     # Before anything is written: what took hours to measure is not lost to a full disk.
     print(markdown(report.results(document), folder), flush=True)
-    files.write_all(document, rows, folder, args.picture)
+    write_all(document, rows, folder, args.picture)
     if args.json:
-        print(json.dumps(files.brief(document)))
+        print(json.dumps(brief(document)))
 
 
 def run_serving(
@@ -159,7 +163,7 @@ def run_serving(
             args.model, draft_flags, names, questions, settings, count
         )
     print(markdown(serving.results(document), folder), flush=True)
-    files.write_all(document, rows, folder)
+    write_all(document, rows, folder)
     if args.json:
         print(json.dumps(document))
 
@@ -171,6 +175,60 @@ def measure_counted(
     configurations = configurations_of(settings, models)
     with counting(num_runs(settings, questions, configurations)) as count:
         return measure(models, names, questions, settings, lambda _: count())
+
+
+def write_all(
+    document: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    folder: Path,
+    picture: str | None = None,
+) -> None:
+    """Write every file, and say where; plots and the picture where matplotlib is there."""
+    (folder / "results.json").write_text(json.dumps(document, indent=1) + "\n")
+    write_csv(folder / "results.csv", rows)
+    blocks = serving.blocks if "serving" in document else report.blocks
+    images = draw(document, folder, picture) if has_matplotlib() else []
+    (folder / "report.md").write_text(markdown(blocks(document, images), folder))
+    plots = f", {PLOTS}/" if images else ""
+    print(f"Written to {folder}: report.md, results.json, results.csv{plots}")
+    if picture is not None:
+        print(f"Picture: {picture}")
+    if not images:
+        print(f"Without plots, which need matplotlib: {EXTRA}.")
+
+
+def draw(document: Mapping[str, Any], folder: Path, picture: str | None) -> list[dict[str, Path]]:
+    """The plots of the servers, or of every scenario with the picture."""
+    from . import plots  # here, because matplotlib takes a second, and may be missing
+
+    if "serving" in document:
+        return [{"serving": plots.draw_serving(document["serving"], folder / PLOTS)}]
+    if picture is not None:
+        plots.draw_picture(document, Path(picture).expanduser())
+    many = len(document["scenarios"]) > 1
+    return [
+        plots.draw_all(scenario, folder / PLOTS, f"-{number + 1}" if many else "")
+        for number, scenario in enumerate(document["scenarios"])
+    ]
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """A row per run."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def brief(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The document without the figures of single prompts, for ``--json``."""
+    scenarios = [
+        {key: value for key, value in scenario.items() if key != "prompts"}
+        | {"identical": [row["parity"]["identical"] for row in scenario["prompts"]].count(True),
+           "batch_size": len(scenario["prompts"])}
+        for scenario in document["scenarios"]
+    ]  # fmt: skip
+    return {**document, "scenarios": scenarios}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -15,7 +15,7 @@ from mlx_lm.utils import get_total_parameters
 
 from mlx_eagle.drafters.base import Drafter
 from mlx_eagle.system.cli_values import __version__
-from mlx_eagle.system.device import blas_name, weight_bytes
+from mlx_eagle.system.device import blas_name, megabytes, weight_bytes
 
 from .markdown import Table
 from .runner import Models
@@ -128,7 +128,3 @@ def _weight_words(facts: Mapping[str, Any]) -> str:
         return str(facts["precision"])
     size = f"{facts['parameters'] / 1e6:.1f} M parameters, {megabytes(facts['bytes'])}"
     return f"{facts['precision']}, {size}"
-
-
-def megabytes(size: float) -> str:
-    return f"{size / 1e6:.1f} MB"

@@ -1,6 +1,7 @@
 """The flags of ``mlx_eagle.bench``: reading them, and refusing what makes no sense."""
 
 import argparse
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -12,13 +13,13 @@ from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.system.cli_values import LARGEST_SEED, Range, add_version_flag, use_plain_words
 from mlx_eagle.system.device import DTYPES
 
-from . import files
 from .measure import Settings
 from .questions import SETS
 from .runner import ORDERS
 
 Value = TypeVar("Value")
 PICTURES = (".png", ".svg")
+EXTRA = "pip install 'mlx-eagle[bench]'"
 CLIENTS = "1,2,4,8"
 NOT_SERVED = ("batch", "compare", "context", "picture", "with_lookup")
 """Flags that mean nothing with ``--serve``."""
@@ -258,5 +259,10 @@ def check_picture(file: str | None) -> None:
             f"--picture is {file}: give the name of a {' or '.join(PICTURES)} file in a folder "
             "that exists."
         )
-    if not files.has_matplotlib():
-        raise ValueError(f"--picture needs matplotlib: {files.EXTRA}.")
+    if not has_matplotlib():
+        raise ValueError(f"--picture needs matplotlib: {EXTRA}.")
+
+
+def has_matplotlib() -> bool:
+    """Whether plots can be drawn: matplotlib comes with an extra of its own."""
+    return importlib.util.find_spec("matplotlib") is not None

@@ -8,7 +8,8 @@ and over its time after prefill.
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -33,9 +34,11 @@ from .runner import (
     Configuration,
     Models,
     Run,
+    Turns,
     make_configurations,
     run_prompt,
     schedule,
+    take_turns,
     warm_up,
 )
 
@@ -62,17 +65,6 @@ class BatchRun:
     @property
     def tps_after_prefill(self) -> float:
         return (sum(map(len, self.tokens)) - self.num_first) / (self.seconds - self.prefill)
-
-
-@dataclass
-class BatchCell:
-    """The runs of one configuration on one batch of prompts, and the plain ones between them."""
-
-    set_name: str
-    prompts: list[list[int]]
-    configuration: Configuration
-    plain: list[BatchRun] = field(default_factory=list)
-    runs: list[BatchRun] = field(default_factory=list)
 
 
 def check_batches(batches: Sequence[int], questions: Sequence[Question]) -> None:
@@ -106,31 +98,27 @@ def measure_batches(
         for name, group in _by_set(questions).items():
             prompts = [prompt_tokens(q, models.tokenizer) for q in group[:batch_size]]
             # A batch drafts chains only.
-            cells = [
-                BatchCell(name, prompts, configuration)
-                for configuration in make_configurations(
-                    settings.sizes, drafters=tuple(models.drafters)
-                )
-            ]
-            for run in _run_all(models, cells, settings):
+            found = make_configurations(settings.sizes, drafters=tuple(models.drafters))
+            cells = [Turns(configuration=configuration) for configuration in found]
+            for run in _run_all(models, prompts, cells, settings):
                 progress(run)
-            rows += [batch_result(models, cell) for cell in cells]
+            rows += [batch_result(models, name, prompts, cell) for cell in cells]
     return rows
 
 
-def _run_all(models: Models, cells: list[BatchCell], settings: Any) -> Iterator[BatchRun]:
-    """A warm-up of each, then all repeats in the order of the flags; runs land in their cells."""
-    configurations, prompts = [cell.configuration for cell in cells], cells[0].prompts
-    for configuration in (PLAIN, *configurations):
-        run_batch(models, configuration, prompts, min(settings.max_tokens, WARM_UP_TOKENS))
-    by_label = {cell.configuration.label: cell for cell in cells}
+def _run_all(
+    models: Models, prompts: list[list[int]], cells: list[Turns], settings: Any
+) -> Iterator[BatchRun]:
+    """A warm-up of each, then all repeats in the order of the flags."""
+
+    def run_all(configurations: list[Configuration], most: int) -> Iterator[BatchRun]:
+        return (run_batch(models, each, prompts, most) for each in configurations)
+
+    configurations = [PLAIN, *(cell.configuration for cell in cells)]
+    for _ in run_all(configurations, min(settings.max_tokens, WARM_UP_TOKENS)):
+        pass
     for _ in range(settings.repeats):
-        for configuration, owners in schedule(configurations, settings.order):
-            run = run_batch(models, configuration, prompts, settings.max_tokens)
-            for owner in owners:
-                cell = by_label[owner.label]
-                (cell.plain if configuration is PLAIN else cell.runs).append(run)
-            yield run
+        yield from take_turns(cells, settings.order, partial(run_all, most=settings.max_tokens))
 
 
 def run_batch(
@@ -154,7 +142,9 @@ def run_batch(
     return BatchRun(tokens, seconds, prefill, num_first, stats)
 
 
-def batch_result(models: Models, cell: BatchCell) -> dict[str, Any]:
+def batch_result(
+    models: Models, set_name: str, prompts: list[list[int]], cell: Turns
+) -> dict[str, Any]:
     """One configuration on one batch, with the parity of every output."""
     plain, ours = cell.plain[0].tokens, cell.runs[0].tokens
     merged = summary.merge_stats(counts for run in cell.runs for counts in run.stats)
@@ -167,8 +157,8 @@ def batch_result(models: Models, cell: BatchCell) -> dict[str, Any]:
     last_to_end = max(cell.runs[0].stats, key=lambda counts: len(counts.drafting_events))
     events = [event.what for event in last_to_end.drafting_events]
     return {
-        "batch": len(cell.prompts),
-        "set": cell.set_name,
+        "batch": len(prompts),
+        "set": set_name,
         "configuration": cell.configuration.label,
         "output_tokens": sum(map(len, ours)),
         **speeds,
@@ -178,7 +168,7 @@ def batch_result(models: Models, cell: BatchCell) -> dict[str, Any]:
         "num_runs": len(cell.runs),
         "parity": [
             parity.compare(models.target, prompt, one, other)
-            for prompt, one, other in zip(cell.prompts, plain, ours, strict=True)
+            for prompt, one, other in zip(prompts, plain, ours, strict=True)
         ],
         "drafting_events": events,
     }
@@ -279,7 +269,7 @@ def run_scenario(
     """All repeats at one context length and temperature; parts are timed before every prompt."""
     prompts = [prompt_tokens(question, models.tokenizer, context) for question in questions]
     rows = [
-        [Cell(q, p, configuration) for configuration in configurations]
+        [Cell(question=q, prompt=p, configuration=each) for each in configurations]
         for q, p in zip(questions, prompts, strict=True)
     ]
     typical = typical_context(prompts, settings.max_tokens)

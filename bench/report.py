@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .conditions import conditions_table, megabytes
+from mlx_eagle.system.device import megabytes
+
+from .conditions import conditions_table
 from .markdown import Block, Folded, Heading, Image, Paragraph, Table
 from .parity import parity_words
 from .runner import TURN_TOKENS

@@ -1,7 +1,7 @@
 """Runner: one generation of a configuration, its clock, and the order of taking turns."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -122,15 +122,21 @@ class Run:
         return self.num_timed / self.seconds if self.num_timed and self.seconds > 0 else None
 
 
-@dataclass
-class Cell:
-    """The runs of one configuration on one prompt, and the plain ones between them."""
+@dataclass(kw_only=True)
+class Turns:
+    """The runs of one configuration, and the plain ones between them."""
+
+    configuration: Configuration
+    plain: list[Any] = field(default_factory=list)
+    runs: list[Any] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class Cell(Turns):
+    """Those on one prompt, each a ``Run``."""
 
     question: Question
     prompt: list[int]
-    configuration: Configuration
-    plain: list[Run] = field(default_factory=list)
-    runs: list[Run] = field(default_factory=list)
 
 
 def responses(
@@ -345,20 +351,30 @@ def warm_up(
             run_once(models, configuration, prompt, min(max_tokens, WARM_UP_TOKENS))
 
 
-def run_prompt(models: Models, cells: Sequence[Cell], order: str, **options: Any) -> Iterator[Run]:
-    """One repeat of one prompt: runs land in their cells and are yielded.
+def take_turns(
+    cells: Sequence[Turns], order: str, run_all: Callable[[list[Configuration]], Iterable[Any]]
+) -> Iterator[Any]:
+    """One repeat: runs land in the cells that they count for, and are yielded.
 
-    ``cells`` are those of all configurations on that prompt; ``options`` are those of ``Take``.
+    ``cells`` are those of all configurations; ``run_all`` runs configurations as they are listed.
     """
     by_label = {cell.configuration.label: cell for cell in cells}
     steps = schedule([cell.configuration for cell in cells], order)
-    prompt, in_turn = cells[0].prompt, [configuration for configuration, _ in steps]
-    if order == "weave":
-        runs = run_woven(models, in_turn, prompt, **options)
-    else:
-        runs = (run_once(models, configuration, prompt, **options) for configuration in in_turn)
+    runs = run_all([configuration for configuration, _ in steps])
     for (configuration, owners), run in zip(steps, runs, strict=True):
         for owner in owners:
             cell = by_label[owner.label]
             (cell.plain if configuration is PLAIN else cell.runs).append(run)
         yield run
+
+
+def run_prompt(models: Models, cells: Sequence[Cell], order: str, **options: Any) -> Iterator[Run]:
+    """One repeat of one prompt, in its cells; ``options`` are those of ``Take``."""
+    prompt = cells[0].prompt
+
+    def run_all(configurations: list[Configuration]) -> Iterable[Run]:
+        if order == "weave":
+            return run_woven(models, configurations, prompt, **options)
+        return (run_once(models, each, prompt, **options) for each in configurations)
+
+    return take_turns(cells, order, run_all)

@@ -6,7 +6,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,7 +21,15 @@ from .markdown import Block, Folded, Heading, Image, Paragraph, Table
 from .measure import Settings
 from .questions import Question
 from .report import milliseconds, number, times
-from .runner import PLAIN, WARM_UP_TOKENS, Configuration, make_configurations, schedule
+from .runner import (
+    PLAIN,
+    WARM_UP_TOKENS,
+    Configuration,
+    Turns,
+    make_configurations,
+    schedule,
+    take_turns,
+)
 from .servers import Answer, Load, Server, chat_body, run_load, running
 from .summary import median_ratio
 
@@ -53,16 +61,6 @@ CAPTION = (
     "All clients' tokens per second, and the time per token that a client sees: the median "
     "answer's, and up to the worst answer's, against the number of clients."
 )
-
-
-@dataclass
-class ServingCell:
-    """The loads of one configuration with so many clients, and the plain ones between them."""
-
-    num_clients: int
-    configuration: Configuration
-    plain: list[Load] = field(default_factory=list)
-    runs: list[Load] = field(default_factory=list)
 
 
 def check_clients(settings: Settings, questions: Sequence[Question]) -> None:
@@ -100,8 +98,8 @@ def measure_serving(
         with running(commands) as servers:
             for num_clients in settings.clients:
                 for cell in measure_clients(servers, num_clients, questions, settings, progress):
-                    results.append(serving_result(cell, questions))
-                    rows += answer_rows(cell, questions)
+                    results.append(serving_result(num_clients, cell, questions))
+                    rows += answer_rows(num_clients, cell, questions)
     document = {
         "format": 1,
         "conditions": {**machine, **names},
@@ -169,21 +167,21 @@ def measure_clients(
     questions: Sequence[Question],
     settings: Settings,
     progress: Callable[[], None] = lambda: None,
-) -> list[ServingCell]:
-    """All repeats with so many clients, after a short load of each configuration."""
-    configurations = _configurations(settings)
-    cells = {c.label: ServingCell(num_clients, c) for c in configurations}
+) -> list[Turns]:
+    """All repeats with so many clients, each run a ``Load``, after a short one of each."""
+    cells = [Turns(configuration=each) for each in _configurations(settings)]
     short = min(settings.max_tokens, WARM_UP_TOKENS)
-    for configuration in (PLAIN, *configurations):
+    for configuration in (PLAIN, *(cell.configuration for cell in cells)):
         load(servers, configuration, num_clients, questions[:num_clients], short)
+
+    def run_all(configurations: list[Configuration]) -> Iterator[Load]:
+        most = settings.max_tokens
+        return (load(servers, each, num_clients, questions, most) for each in configurations)
+
     for _ in range(settings.repeats):
-        for configuration, owners in schedule(configurations, settings.order):
-            run = load(servers, configuration, num_clients, questions, settings.max_tokens)
-            for owner in owners:
-                cell = cells[owner.label]
-                (cell.plain if configuration is PLAIN else cell.runs).append(run)
+        for _ in take_turns(cells, settings.order, run_all):
             progress()
-    return list(cells.values())
+    return cells
 
 
 def load(
@@ -211,11 +209,11 @@ def _configurations(settings: Settings) -> list[Configuration]:
     return make_configurations(settings.sizes, settings.trees)
 
 
-def serving_result(cell: ServingCell, questions: Sequence[Question]) -> dict[str, Any]:
+def serving_result(num_clients: int, cell: Turns, questions: Sequence[Question]) -> dict[str, Any]:
     """One configuration with so many clients, and mlx-lm's server under the same load."""
     pairs = zip(questions, cell.plain[0].answers, cell.runs[0].answers, strict=True)
     return {
-        "clients": cell.num_clients,
+        "clients": num_clients,
         "configuration": cell.configuration.label,
         "num_prompts": len(questions),
         "num_runs": len(cell.runs),
@@ -259,11 +257,13 @@ def acceptance_length(answers: Iterable[Answer]) -> float | None:
     return sum(num_tokens for num_tokens, _ in known) / passes if passes else None
 
 
-def answer_rows(cell: ServingCell, questions: Sequence[Question]) -> list[dict[str, Any]]:
+def answer_rows(
+    num_clients: int, cell: Turns, questions: Sequence[Question]
+) -> list[dict[str, Any]]:
     """A row per answer, for the CSV."""
     return [
         {
-            "clients": cell.num_clients,
+            "clients": num_clients,
             "configuration": cell.configuration.label,
             "role": role,
             "run": number,

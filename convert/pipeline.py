@@ -20,6 +20,7 @@ from mlx_eagle.drafters.target_checkpoint import (
 from mlx_eagle.drafters.target_parts import TargetSizes
 from mlx_eagle.drafters.unread import refuse_unread
 from mlx_eagle.system.atomic_folder import AlreadyThere, new_folder
+from mlx_eagle.system.device import megabytes
 from mlx_eagle.system.hub import locate, upload
 from mlx_eagle.system.safetensors import save_arrays
 from mlx_eagle.system.terminal import Progress, silent
@@ -225,10 +226,6 @@ def save(head: Head, folder: Path, target: TargetFolder | None = None) -> None:
         print(f"warning: {target.name} has no tokenizer files to copy")
 
 
-def _megabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:.1f} MB"
-
-
 def summary(checkpoint: DraftCheckpoint, resolved: Resolved, head: Head) -> str:
     """What was found and what became of it, for people."""
     c = head.config
@@ -258,7 +255,7 @@ def summary(checkpoint: DraftCheckpoint, resolved: Resolved, head: Head) -> str:
         f"lm_head     {kept[c['lm_head_source']]}",
         f"parameters  {head.num_parameters / 1e6:.2f} M",
         f"stored as   {stored}",
-        f"size        {_megabytes(checkpoint.num_bytes)} -> {_megabytes(head.num_bytes)}",
+        f"size        {megabytes(checkpoint.num_bytes)} -> {megabytes(head.num_bytes)}",
     ]
     return "\n".join([*lines, *(f"warning: {note}" for note in head.notes)])
 
@@ -353,7 +350,7 @@ def _finish_kind(
             title = KINDS[kind].title
             card = card_of(checkpoint, title, head, named, *upload_as)
             (folder / CARD).write_text(card, encoding="utf-8")
-    sizes = f"{_megabytes(checkpoint.num_bytes)} -> {_megabytes(head.num_bytes)}"
+    sizes = f"{megabytes(checkpoint.num_bytes)} -> {megabytes(head.num_bytes)}"
     parameters = f"{head.num_parameters / 1e6:.2f} M"
     lines = [
         f"kind        {KINDS[kind].title}",

@@ -7,8 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-BITS = (2, 3, 4, 5, 6, 8)
-GROUP_SIZES = (128, 64, 32)
+from mlx_eagle.system.cli_values import GROUP_SIZES, QUANTIZED_BITS
 
 Packing = dict[str, int]
 """How a matrix is packed, as a ``quantization`` entry says it: {"group_size": 64, "bits": 5}"""
@@ -32,8 +31,10 @@ class Quantization:
     group_size: int = 64
 
     def __post_init__(self) -> None:
-        if self.bits is not None and self.bits not in BITS:
-            raise ValueError(f"cannot quantize to {self.bits} bits; choose one of {BITS}")
+        if self.bits is not None and self.bits not in QUANTIZED_BITS:
+            raise ValueError(
+                f"cannot quantize to {self.bits} bits; choose one of {QUANTIZED_BITS}"
+            )
         if self.group_size not in GROUP_SIZES:
             raise ValueError(
                 f"cannot quantize in groups of {self.group_size}; choose one of {GROUP_SIZES}"
@@ -62,7 +63,7 @@ class Quantization:
     def _group(self, width: int) -> int | None:
         """The largest group, up to ``group_size``, that divides the width; None without one."""
         fitting = (g for g in GROUP_SIZES if g <= self.group_size and width % g == 0)
-        return next(fitting, None)
+        return max(fitting, default=None)
 
     def notes(
         self, shapes: Mapping[str, tuple[int, ...]], chosen: Mapping[str, Packing | None]

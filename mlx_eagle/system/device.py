@@ -99,7 +99,8 @@ def set_precision(model: nn.Module, dtype: str | None = None, whose: str = TARGE
         return model
     if dtype is None:
         before, after, total = weight_bytes(model), 4 * get_total_parameters(model), ram()
-        size = {"before": megabytes(before), "after": megabytes(after), "total": megabytes(total)}
+        sizes = {"before": before, "after": after, "total": total}
+        size = {name: megabytes(value, digits=0) for name, value in sizes.items()}
         if after > before and after > SHARE_OF_RAM * total:
             print(TOO_LARGE.format(whose=whose, **size), file=sys.stderr)
             return model
@@ -135,6 +136,6 @@ def memory(machine: Machine) -> tuple[float, float]:
     return total, SHARE_OF_RAM * total
 
 
-def megabytes(size: float) -> str:
-    """1.5e9 -> "1500 MB" """
-    return f"{size / 1e6:.0f} MB"
+def megabytes(size: float, digits: int = 1) -> str:
+    """1.5e9 bytes -> "1500.0 MB" """
+    return f"{size / 1e6:.{digits}f} MB"

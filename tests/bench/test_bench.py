@@ -57,7 +57,11 @@ def fake_cell(set_name: str, number: int, plain_times: list[float], times: list[
     configuration = runner.make_configurations([3])[0]
     plain_runs = [fake_run(t) for t in plain_times]
     return runner.Cell(
-        question, [1, 2], configuration, plain_runs, [fake_run(t, stats=stats) for t in times]
+        question=question,
+        prompt=[1, 2],
+        configuration=configuration,
+        plain=plain_runs,
+        runs=[fake_run(t, stats=stats) for t in times],
     )
 
 

@@ -18,7 +18,6 @@ from test_bench import make_stats
 from mlx_eagle.bench import __main__ as command
 from mlx_eagle.bench import (
     conditions,
-    files,
     measure,
     plots,
     questions,
@@ -293,10 +292,10 @@ def test_the_clock_of_a_batch_runs_over_the_whole_call(tiny, monkeypatch):
 def test_a_text_that_differs_in_a_batch_is_shown_with_its_margin(tiny):
     texts = [plain(tiny.target, PROMPT, 8), plain(tiny.target, PROMPT[:3], 8)]
     other = [texts[0], [*texts[1][:5], (texts[1][5] + 1) % 258, *texts[1][6:]]]
-    cell = measure.BatchCell("mine", [PROMPT, PROMPT[:3]], runner.make_configurations(["auto"])[0])
+    cell = runner.Turns(configuration=runner.of_length("auto"))
     cell.plain.append(measure.BatchRun(texts, 4.0, 2.0, 0, []))
     cell.runs.append(measure.BatchRun(other, 4.0, 3.0, 2, [make_stats([1, 0], 2)] * 2))
-    row = measure.batch_result(tiny, cell)
+    row = measure.batch_result(tiny, "mine", [PROMPT, PROMPT[:3]], cell)
     assert (row["speedup"], row["speedup_after_prefill"]) == (1.0, (16 - 2) / 1.0 / (16 / 2.0))
     assert [verification["index"] for verification in row["parity"]] == [None, 5]
     (line,) = report.batch_table([row]).rows
@@ -311,7 +310,7 @@ def test_results_are_printed_before_they_are_written(monkeypatch, capsys, tmp_pa
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files, "write_all", full)
+    monkeypatch.setattr(command, "write_all", full)
     flags = f"--prompts gsm8k --limit 1 --max-tokens 4 --repeats 1 --out {tmp_path}"
     with pytest.raises(SystemExit) as stop:
         call(monkeypatch, capsys, lone, *flags.split())
@@ -322,7 +321,7 @@ def test_results_are_printed_before_they_are_written(monkeypatch, capsys, tmp_pa
 
 def test_without_matplotlib_there_are_tables(monkeypatch, capsys, tmp_path, tiny):
     lone = runner.Models(tiny.target, tiny.tokenizer, tiny.drafters)
-    monkeypatch.setattr(files, "has_matplotlib", lambda: False)
+    monkeypatch.setattr(command, "has_matplotlib", lambda: False)
     flags = f"--prompts gsm8k --limit 1 --max-tokens 4 --repeats 1 --out {tmp_path}"
     out, _ = call(monkeypatch, capsys, lone, *flags.split())
     hint = "Without plots, which need matplotlib: pip install 'mlx-eagle[bench]'."
