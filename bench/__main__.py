@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import importlib.util
 import json
 import sys
 import time
@@ -22,14 +23,11 @@ from mlx_eagle.system.terminal import open_bar
 
 from . import report, serving
 from .flags import (
-    EXTRA,
     build_parser,
     check_contexts,
     check_models,
-    check_picture,
     check_serving,
     draft_names,
-    has_matplotlib,
     read_settings,
 )
 from .markdown import markdown
@@ -39,6 +37,8 @@ from .runner import Models
 from .serving import check_clients, measure_serving, num_loads
 
 PLOTS = "plots"
+PICTURES = (".png", ".svg")
+EXTRA = "pip install 'mlx-eagle[bench]'"
 NUM_LINES = 20  # of progress, where standard error is no terminal
 DEMO_NAMES = {"model": "SmolLM2-135M-Instruct (demo)", "head": "demo head"}
 
@@ -175,6 +175,25 @@ def measure_counted(
     configurations = configurations_of(settings, models)
     with counting(num_runs(settings, questions, configurations)) as count:
         return measure(models, names, questions, settings, lambda _: count())
+
+
+def check_picture(file: str | None) -> None:
+    """Raise ValueError where ``--picture`` could not be drawn."""
+    if file is None:
+        return
+    path = Path(file).expanduser()
+    if path.suffix not in PICTURES or not path.parent.is_dir():
+        raise ValueError(
+            f"--picture is {file}: give the name of a {' or '.join(PICTURES)} file in a folder "
+            "that exists."
+        )
+    if not has_matplotlib():
+        raise ValueError(f"--picture needs matplotlib: {EXTRA}.")
+
+
+def has_matplotlib() -> bool:
+    """Whether plots can be drawn: matplotlib comes with an extra of its own."""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def write_all(

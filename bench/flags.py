@@ -1,7 +1,6 @@
 """The flags of ``mlx_eagle.bench``: reading them, and refusing what makes no sense."""
 
 import argparse
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -18,8 +17,6 @@ from .questions import SETS
 from .runner import ORDERS
 
 Value = TypeVar("Value")
-PICTURES = (".png", ".svg")
-EXTRA = "pip install 'mlx-eagle[bench]'"
 CLIENTS = "1,2,4,8"
 NOT_SERVED = ("batch", "compare", "context", "picture", "with_lookup")
 """Flags that mean nothing with ``--serve``."""
@@ -247,22 +244,3 @@ def check_contexts(settings: Settings, limit: int | None) -> None:
             f"--max-tokens {settings.max_tokens} are for the answer: give at most "
             f"{limit - settings.max_tokens}."
         )
-
-
-def check_picture(file: str | None) -> None:
-    """Raise ValueError where ``--picture`` could not be drawn."""
-    if file is None:
-        return
-    path = Path(file).expanduser()
-    if path.suffix not in PICTURES or not path.parent.is_dir():
-        raise ValueError(
-            f"--picture is {file}: give the name of a {' or '.join(PICTURES)} file in a folder "
-            "that exists."
-        )
-    if not has_matplotlib():
-        raise ValueError(f"--picture needs matplotlib: {EXTRA}.")
-
-
-def has_matplotlib() -> bool:
-    """Whether plots can be drawn: matplotlib comes with an extra of its own."""
-    return importlib.util.find_spec("matplotlib") is not None

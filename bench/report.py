@@ -364,20 +364,18 @@ def cost_table(scenario: Scenario) -> Table:
         "rows R", "T(R) ms", "c(R)", "graph building ms", "accept pass ms", "host wait ms",
         "overhead (plain steps)",
     ]  # fmt: skip
-    rows = []
-    for size in costs["verify_seconds"]:
-        host = costs["host_seconds"].get(size - 1)
-        rows.append(
-            [
-                str(size),
-                milliseconds(costs["verify_seconds"][size]),
-                number(costs["verify_cost"][size], 3),
-                milliseconds(costs["verify_build_seconds"][size]),
-                milliseconds(costs["accept_seconds"].get(size)),
-                milliseconds(host),
-                number(costs["overhead"].get(size - 1), 3),
-            ]
-        )
+    rows = [
+        [
+            str(size),
+            milliseconds(costs["verify_seconds"][size]),
+            number(costs["verify_cost"][size], 3),
+            milliseconds(costs["verify_build_seconds"][size]),
+            milliseconds(costs["accept_seconds"].get(size)),
+            milliseconds(costs["host_seconds"].get(size - 1)),
+            number(costs["overhead"].get(size - 1), 3),
+        ]
+        for size in costs["verify_seconds"]
+    ]
     return Table(header, rows)
 
 
