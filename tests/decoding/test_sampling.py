@@ -17,12 +17,14 @@ from mlx_eagle.drafters.base import Draft
 RULES = ["match", "coupled", "reject"]
 
 
-@pytest.mark.parametrize(
-    "num_runs, temp", thorough([(500, 0.7), (2000, 0.7), (2000, 1.0)], (500, 0.7))
-)
+SHORT = {"num_runs": 500, "temp": 0.7}
+LONG = [{"num_runs": 2000, "temp": temp} for temp in (0.7, 1.0)]
+
+
+@pytest.mark.parametrize("options", thorough([SHORT, *LONG], SHORT))
 @pytest.mark.parametrize("acceptance", RULES)
-def test_pairs_have_the_targets_distribution(acceptance, num_runs, temp):
-    statistic, acceptance_rate = pair_chi_square(acceptance, num_runs, temp)
+def test_pairs_have_the_targets_distribution(acceptance, options):
+    statistic, acceptance_rate = pair_chi_square(acceptance, **options)
     assert statistic < QUANTILE_24
     assert acceptance_rate > 0.05  # the drafted branch was taken
 
