@@ -258,7 +258,7 @@ def test_a_revision_of_a_target(tmp_path, monkeypatch):
     """What lies there is taken, a part of a file of it, and none of what the main branch has."""
     older = replace(QWEN, tensors={name: 2 * array for name, array in QWEN.tensors.items()})
     with running_hub(tmp_path / "hub") as hub:
-        use_hub(monkeypatch, hub, tmp_path / "home")
+        use_hub(monkeypatch, hub.address, tmp_path / "home")
         for name, part in (("original", QWEN), ("original@v1", older)):
             write_checkpoint(hub.root / "maker" / name, part, beside=400_000)
             write_config(hub.root / "maker" / name, full_config(part))
