@@ -10,9 +10,18 @@ from urllib.request import urlopen
 
 import mlx_lm
 import pytest
-from browser import DIE, Tab, chunk_of, find_chromium, running_browser, scripted_server
+from browser import (
+    DIE,
+    Tab,
+    chunk_of,
+    find_chromium,
+    longest_task,
+    running_browser,
+    scripted_server,
+)
 from prometheus_client.parser import text_string_to_metric_families
 from serving import ours
+from test_page_markdown import HOSTILE as HUGE
 
 from mlx_eagle import stream_generate
 from mlx_eagle.draft_models import open_drafter
@@ -456,6 +465,30 @@ def test_hostile_answers_stay_text(open_tab, script):
         "nodes => nodes.map(n => n.querySelector('.text').innerText)"
     )
     assert halves[0] == halves[1]
+
+
+LONGEST = 100  # ms of the processor; the slowest take half of that
+SLOW = (
+    "a word", "addresses", "brackets", "cells", "emphasis that opens", "empty lines", "items",
+    "lines of code", "numbers", "quotes on lines",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_huge_answers_do_not_freeze_the_page(browser, open_tab, script, name):
+    """10^5 characters, at once and in parts, also where they are one line."""
+    text = HUGE[name]
+    assert len(text) > 90_000
+    for size in (len(text), 12_500):
+        tab = open_tab(script.url)
+        script.scripts.append([text[i : i + size] for i in range(0, len(text), size)])
+
+        def answer(tab=tab) -> None:
+            tab.ask("Go on")
+            tab.page.locator("#again").wait_for()
+            tab.page.wait_for_timeout(50)
+
+        assert longest_task(browser, tab.page, answer) < LONGEST
 
 
 def test_a_policy_that_holds(open_tab, script):

@@ -54,13 +54,19 @@ HOSTILE = {
     "empty lines": "\n" * LETTERS,
     "escapes": "\\*" * (LETTERS // 2),
     "a word": "a" * LETTERS,
+    "comments that are not closed": "```js\n" + "/* " * (LETTERS // 3),
+    "strings that are not closed": "```py\n" + '"\\' * (LETTERS // 2),
+    "long strings": "```py\n" + "'''a" * (LETTERS // 4),
+    "numbers": "```c\n" + "1 " * (LETTERS // 2),
+    "lines of code": "```c\n" + "if\n" * (LETTERS // 3),
     "long lines of a paragraph": ("*a " * 6000 + "\n") * 5,
 }
 
 
 def run(script: str, given: object) -> object:
-    """What a script makes of ``given`` behind markdown.js, both as JSON."""
-    parts = [FAKE_DOM.read_text(), (PARTS / "markdown.js").read_text()]
+    """What a script makes of ``given`` behind those of Markdown, both as JSON."""
+    parts = [FAKE_DOM.read_text()]
+    parts += [(PARTS / f"{name}.js").read_text() for name in ("code", "markdown")]
     parts.append(f"const given = JSON.parse(require('fs').readFileSync(0, 'utf8'));\n{script}")
     done = subprocess.run(
         [NODE, "-e", "\n".join(parts)],
@@ -109,6 +115,30 @@ def test_what_is_too_long_is_shown_as_it_stands():
     assert shown.count("*a* ") == 10_000 and shown.count("c ") == 100_000
 
 
+MANY = {
+    "items": "- a\n" * 3000,
+    "items below each other": "- a\n  - b\n" * 1500,
+    "quotes": "> a\n\n" * 3000,
+    "quotes in a quote": "> > a\n>\n" * 3000,
+    "cells": "a|b\n-|-\n" + "c|d\n" * 3000,
+    "emphases": ("*a* " * 900 + "\n\n") * 4,
+    "words of code": "```c\n" + "if 1\n" * 1900,
+    "paragraphs": "a\n\n" * 3000,
+}
+
+
+def test_no_text_becomes_more_nodes_than_a_browser_lays_out_at_once():
+    """What is beyond them is there as text, however it came."""
+    script = SHOW + "console.log(JSON.stringify(given.map(([s, step]) => shown(s, step))));"
+    both = [(text, step) for text in MANY.values() for step in (len(text), 4973)]
+    found = run(script, both)
+    assert found[::2] == found[1::2]
+    for (name, text), markup in zip(MANY.items(), found[::2], strict=True):
+        assert 500 < markup.count("</") < 4100, name
+        shown = re.sub("<.*?>", "", markup)
+        assert re.findall("[abd1]", shown) == re.findall("[abd1]", text), name
+
+
 SHAPES = {
     "# a ##": "<H1>a</H1>",
     "# a#": "<H1>a#</H1>",
@@ -136,6 +166,43 @@ def test_shapes():
     assert dict(zip(SHAPES, got, strict=True)) == {
         source: f"<MAIN>{markup}</MAIN>" for source, markup in SHAPES.items()
     }
+
+
+CODE = {
+    ("py", "if x: # 1 'a'\n  y = 'it\\'s' + b"): r"keyword if|comment # 1 'a'|string 'it\'s'",
+    ("python", 'a1 = """x\n# y""" + 2.5e3'): 'string """x\n# y"""|number 2.5e3',
+    ("sh", "echo a#b $x # c"): "keyword echo|comment # c",
+    ("js", "let a = `b\n${c}` /* d\ne */ // f"): "keyword let|string `b\n${c}`|"
+    "comment /* d\ne */|comment // f",
+    ("rust", 'fn f<\'a>() -> "b"'): 'keyword fn|string "b"',
+    ("sql", "SELECT 1 -- a"): "keyword SELECT|number 1|comment -- a",
+    ("html", "it's <!-- a --> 7"): "comment <!-- a -->|number 7",
+    ("json", '{"a": [true, -1]}'): 'string "a"|keyword true|number 1',
+    ("diff", "@@ 1\n-a\n+b\n c"): "comment @@ 1\n|removed -a\n|added +b\n",
+    ("c", '"a\nint b'): 'string "a|keyword int',
+    ("", "if 1"): "",
+    ("py", "1 " * 6000): "",
+    ("text", "if 1"): "",
+}
+COLOURS = """
+console.log(JSON.stringify(given.map((source) => {
+  let code = element("main");
+  new MarkdownView(code).show(source, []);
+  while (code.tagName !== "CODE") code = code.childNodes[0];
+  const plain = (part) => typeof part === "string" ? part : part.childNodes.map(plain).join("");
+  const colours = code.childNodes.filter((part) => typeof part !== "string");
+  const said = colours.map((part) => `${part.className} ${plain(part)}`).join("|");
+  return [plain(code), said.replace(/\\n\\|(comment|string) /g, "\\n")]; // of several lines
+})));
+"""
+
+
+def test_code_has_colours():
+    """And its text is what it was, also in a quote, whose lines lie apart in the source."""
+    sources = [f"```{language}\n{text}\n```" for language, text in CODE]
+    sources += [re.sub("(?m)^", "> ", source) for source in sources]
+    expected = [[text, colours] for (_, text), colours in CODE.items()]
+    assert run(COLOURS, sources) == expected + expected
 
 
 def test_a_text_that_grows_is_as_one_that_is_whole():

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -57,6 +57,24 @@ def running_browser(path: str) -> Iterator[Any]:
             yield browser
         finally:
             browser.close()
+
+
+def longest_task(browser: Any, page: Any, act: Callable[[], None]) -> float:
+    """The longest time in ms in which a page can do nothing else during ``act``.
+
+    That of the processor, not of the clock: others may use it too.
+    """
+    categories = ["toplevel", "disabled-by-default-devtools.timeline"]
+    browser.start_tracing(page=page, categories=categories)
+    act()
+    events = json.loads(browser.stop_tracing())["traceEvents"]
+    threads = {
+        (event["pid"], event["tid"])
+        for event in events
+        if event["name"] == "thread_name" and event["args"]["name"] == "CrRendererMain"
+    }
+    tasks = [event for event in events if (event["pid"], event["tid"]) in threads]
+    return max(event["tdur"] / 1000 for event in tasks if "tdur" in event)
 
 
 class Tab:

@@ -12,6 +12,9 @@ const FARTHEST = 2000; // letters between the two ends of an emphasis
 const MOST_INLINE = 20_000; // letters of one paragraph, heading or cell in which marks are looked for
 const MOST_PARSED = 200_000; // letters of one text
 const MOST_CELLS = 100; // of one row of a table
+const PART = 500; // lines of plain text or code that are laid out together, once they are seen
+const MOST_NODES = 1000; // elements of one text; a browser lays one out in up to 75 microseconds
+const COLOURED = 0.25; // of an element is a word with a colour
 
 function element(name, className, ...children) {
   const made = document.createElement(name);
@@ -165,11 +168,13 @@ function listAt(lines, i) {
 
 /** Makes nodes of one source text, with its drafted tokens marked. */
 class Renderer {
-  constructor(marks) {
+  constructor(marks, left = MOST_NODES) {
     this.marks = marks; // [{start, end, label, depth}], in order
+    this.left = left; // elements that may still be made
   }
 
   block(block, depth = 0) {
+    this.left -= 1;
     switch (block.kind) {
       case "heading":
         return this.inlined(element(`h${block.level}`), block.lines);
@@ -194,22 +199,69 @@ class Renderer {
     if (parent.tagName === "LI" && blocks.length && blocks[0].kind === "paragraph") {
       this.inlined(parent, blocks.shift().lines);
     }
-    for (const block of blocks) parent.append(this.block(block, depth + 1));
+    for (const block of blocks) {
+      if (this.left <= 0) {
+        parent.append(this.plain(lines.slice(block.from)));
+        break;
+      }
+      parent.append(this.block(block, depth + 1));
+    }
     return parent;
+  }
+
+  /** Lines as they stand. */
+  plain(lines, name = "p") {
+    const node = element(name, "plain");
+    let part = node;
+    lines.forEach((line, i) => {
+      if (lines.length > PART && i % PART === 0) node.append((part = element("span", "part")));
+      this.text(part, line.s + (i + 1 < lines.length ? "\n" : ""), line.at);
+    });
+    return node;
   }
 
   list(block, depth) {
     const list = element(block.isOrdered ? "ol" : "ul");
     if (block.start !== 1) list.start = block.start;
-    for (const lines of block.items) list.append(this.nested(element("li"), lines, depth));
+    for (const [i, lines] of block.items.entries()) {
+      this.left -= 1;
+      if (this.left <= 0) {
+        list.append(this.plain(block.items.slice(i).flat(), "li"));
+        break;
+      }
+      list.append(this.nested(element("li"), lines, depth));
+    }
     return list;
   }
 
   code(block) {
     const code = element("code");
-    const last = block.lines.length - 1;
-    block.lines.forEach((line, i) => {
-      this.text(code, line.s + (i < last ? "\n" : ""), line.at);
+    const [first, last] = [block.lines[0], block.lines.at(-1)];
+    let texts = block.lines.map((line) => line.s + (line === last ? "" : "\n"));
+    const whole = texts.join("");
+    // One text where the lines follow each other in the source too, as they do but in quotes.
+    const isWhole = last && last.at - first.at === whole.length - last.s.length;
+    if (isWhole && texts.length <= PART) texts = [whole];
+    const pieces = coloured(whole, block.language);
+    let piece = 0;
+    let before = 0; // letters of the lines above
+    let part = code;
+    texts.forEach((text, i) => {
+      if (texts.length > PART && i % PART === 0) code.append((part = element("span", "part")));
+      for (let from = 0; from < text.length; ) {
+        const { end, kind } = pieces[piece];
+        const to = Math.min(text.length, end - before);
+        const isColoured = kind && this.left > 0;
+        const parent = isColoured ? element("span", kind) : part;
+        this.text(parent, text.slice(from, to), block.lines[i].at + from);
+        if (isColoured) {
+          part.append(parent);
+          this.left -= COLOURED;
+        }
+        if (to === end - before) piece += 1;
+        from = to;
+      }
+      before += text.length;
     });
     const copy = element("button", "", "Copy");
     copy.type = "button";
@@ -239,11 +291,24 @@ class Renderer {
     };
     const row = (line, kind) => {
       const made = element("tr");
-      for (const cell of cells(line)) made.append(this.inlined(element(kind), [cell]));
+      this.left -= 1;
+      for (const cell of cells(line)) {
+        made.append(this.inlined(element(kind), [cell]));
+        this.left -= 1;
+      }
       return made;
     };
-    const body = element("tbody", "", ...lines.slice(2).map((line) => row(line, "td")));
-    return element("div", "wide", element("table", "", element("thead", "", row(lines[0], "th")), body));
+    const body = element("tbody");
+    const table = element("table", "", element("thead", "", row(lines[0], "th")), body);
+    const made = element("div", "wide", table);
+    for (let i = 2; i < lines.length; i += 1) {
+      if (this.left <= 0) {
+        made.append(this.plain(lines.slice(i)));
+        break;
+      }
+      body.append(row(lines[i], "td"));
+    }
+    return made;
   }
 
   inlined(parent, lines) {
@@ -266,13 +331,14 @@ class Renderer {
     let i = from;
     const flush = (end) => this.spread(parent, s, at, begun, end);
     while (i < to) {
-      const found = depth < DEEPEST ? this.spanAt(s, i, to) : null;
+      const found = depth < DEEPEST && this.left > 0 ? this.spanAt(s, i, to) : null;
       if (found === null) {
         i += 1;
         continue;
       }
       flush(i);
       if (found.node) {
+        this.left -= 1;
         if (found.isRaw) this.spread(found.node, s, at, found.from, found.to);
         else this.inline(found.node, s, at, found.from, found.to, depth + 1);
         parent.append(found.node);
@@ -415,7 +481,7 @@ class MarkdownView {
   constructor(node) {
     this.node = node;
     this.source = "";
-    this.known = []; // where each block that is shown begins, and its node
+    this.known = []; // where each block that is shown begins, its node, and how many it is
   }
 
   show(source, marks) {
@@ -426,19 +492,26 @@ class MarkdownView {
     const changed = this.known.splice(isGrown ? Math.max(0, this.known.length - 2) : 0);
     for (const { node } of changed) node.remove();
     this.source = parsed;
-    const renderer = new Renderer(marks);
+    const spent = this.known.reduce((sum, { cost }) => sum + cost, 0);
+    const renderer = new Renderer(marks, MOST_NODES - spent);
     const begun = isGrown && changed.length ? changed[0].at : 0;
     const lines = linesOf(parsed.slice(begun), begun);
-    for (const block of blocksOf(lines)) this.add(lines[block.from].at, renderer.block(block));
-    if (source.length > MOST_PARSED) {
-      const rest = element("p", "plain");
-      renderer.text(rest, source.slice(MOST_PARSED), MOST_PARSED);
-      this.add(MOST_PARSED, rest);
+    let end = parsed.length;
+    for (const block of blocksOf(lines)) {
+      const { at } = lines[block.from];
+      if (renderer.left <= 0) {
+        end = at;
+        break;
+      }
+      const before = renderer.left;
+      const node = renderer.block(block);
+      this.add(at, node, before - renderer.left);
     }
+    if (source.length > end) this.add(end, renderer.plain(linesOf(source.slice(end), end)), 1);
   }
 
-  add(at, node) {
+  add(at, node, cost) {
     this.node.append(node);
-    this.known.push({ at, node });
+    this.known.push({ at, node, cost });
   }
 }
