@@ -37,8 +37,8 @@ from .stored_responses import StoredResponses
 EXTRA_HEADERS = {401: {"WWW-Authenticate": 'Bearer realm="mlx-eagle"'}, 503: {"Retry-After": "5"}}
 LARGE = 2**16  # bytes of a body; larger ones are read into fields one after the other
 PARTS = Path(__file__).parent / "web"
-SCRIPTS = ("code.js", "markdown.js", "answer.js", "stream.js", "strip.js", "settings.js", "conversations.js",
-           "chat.js", "race.js", "main.js")  # fmt: skip
+SCRIPTS = ("code.js", "markdown.js", "answer.js", "stream.js", "strip.js", "settings.js",
+           "conversations.js", "chat.js", "race.js", "main.js")  # fmt: skip
 PAGE_TYPE = "text/html; charset=utf-8"
 TRUSTED_TYPES = "require-trusted-types-for 'script'; trusted-types 'none'"  # no text becomes HTML
 
