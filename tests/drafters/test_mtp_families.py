@@ -102,7 +102,7 @@ def test_auto_gives_the_targets_text(name):
     assert tokens == plain(part.target, PROMPT, 40)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", thorough(FAMILIES, "qwen3.5", "glm-4.5", "mimo", "nemotron-h"))
 @pytest.mark.parametrize("k", thorough([1, 3], 3))
 def test_k_forwards_a_round(name, k):
     part = published(name)
@@ -170,7 +170,7 @@ SHARED = ["deepseek-v3", "glm-4.5", "glm-4.7-flash", "mimo"]
 PROMPTS = [PROMPT, PROMPT[:5], PROMPT[2:9]]
 
 
-@pytest.mark.parametrize("name", [*SHARED, *CHOOSING])
+@pytest.mark.parametrize("name", thorough([*SHARED, *CHOOSING], "glm-4.5", "mimo", "glm-5"))
 def test_several_requests_share_the_passes(name):
     """One forward of the layers for all, however long each text is."""
     part = published(name)
@@ -340,7 +340,7 @@ def test_bare_norms_are_seen():
 
 
 @pytest.mark.parametrize("tree", thorough(["3x3:7", "2/2+1/1+0+0"], "3x3:7"))
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("name", thorough(SHARED, "glm-4.5", "mimo"))
 def test_trees_give_the_targets_text(name, tree):
     part = published(name)
     drafter = load_mtp(part.arrays(), part.target)
