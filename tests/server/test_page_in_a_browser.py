@@ -520,6 +520,35 @@ def test_a_policy_that_holds(open_tab, script):
     tab.requests[:] = [url for url in tab.requests if "example.org" not in url]  # refused ones
 
 
+FOREIGN = """async (base) => {
+  const body = JSON.stringify({ prompt: "Once", max_tokens: 2 });
+  const asked = { method: "POST", body };
+  const json = { "Content-Type": "application/json" };
+  const tries = [
+    ["/completions", asked], ["/completions", { ...asked, mode: "no-cors" }],
+    ["/completions", { ...asked, headers: json }], ["/models", {}],
+  ];
+  const send = ([path, how]) => fetch(base + path, how).then((got) => got.type, () => "refused");
+  return Promise.all(tries.map(send));
+}"""
+
+
+def test_a_foreign_page_gets_nothing(browser, server, script):
+    """Whatever it may send: the browser shows it nothing, and the server generates nothing."""
+
+    def answered() -> list[str]:
+        lines = server.server.metrics_text().splitlines()
+        return [line for line in lines if "answered" in line]
+
+    before = answered()
+    page = browser.new_page(bypass_csp=True)  # as one that has no policy
+    page.goto(script.url)
+    got = page.evaluate(FOREIGN, server.url)
+    page.close()
+    assert got == ["refused", "opaque", "refused", "refused"]
+    assert answered() == before != []
+
+
 def test_stop_in_the_midst(open_tab, script):
     """What was said stays, the server is left alone, and the conversation goes on."""
     tab = open_tab(script.url)
