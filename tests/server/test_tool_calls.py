@@ -5,6 +5,7 @@ import json
 import pkgutil
 import random
 import re
+from itertools import product
 
 import numpy as np
 import pytest
@@ -109,13 +110,16 @@ def random_text(grammar, tokenizer, rng: random.Random, ends: list[str], most: i
             matcher.rollback(num)
 
     while len(said) < most:
-        if rng.random() < 0.05:
-            say([rng.choice(HARD if ends else BARELY_HARD)])
-        if rng.random() < 0.15 or len(said) > 200:
-            say([*ends, '"', "}", "]"])
         forced = matcher.compute_ff_tokens()
         assert matcher.consume_tokens(forced)
         said += forced
+        piece = rng.choice(HARD if ends else BARELY_HARD)
+        if rng.random() < 0.3:
+            say([piece + rng.choice(ends or [""])])
+        elif rng.random() < 0.05:
+            say([piece])
+        if rng.random() < 0.15 or len(said) > 200:
+            say([*ends, '"', "}", "]"])
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         allowed = np.unpackbits(bits, bitorder="little").nonzero()[0].tolist()
         if allowed == [end] or (end in allowed and rng.random() < 0.5):
@@ -229,6 +233,32 @@ def test_calls_are_read_by_mlx_lm(name, specials):
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_arguments_of_several_types(name):
     check_calls(name, LOOSE, random.Random(name), True, 20)
+
+
+@pytest.mark.parametrize("name", thorough(ENDS, "qwen3_coder"))
+@pytest.mark.parametrize("types", ["string", ["string", "integer"]], ids=str)
+def test_words_that_parsers_take_for_something_else(name, types):
+    """A string without quotes is read as that string, or cannot be said."""
+    validate = pytest.importorskip("jsonschema").validate
+    tokenizer = tokenizer_of(name)
+    tools = {"do_it": record(a={"type": types})}
+    grammar = make_grammar(form_of(tools, calls_once=True), tokenizer)
+    matcher = grammar._matcher.deep_copy()
+    begun = matcher.compute_ff_tokens()
+    num_said = 0
+    mark = ENDS[name][-1]
+    for word, opening in product(HARD, ("", mark)):  # a mark opens it too, where it has two
+        matcher.reset()
+        tokens = begun + tokenizer.encode(opening + word + mark, add_special_tokens=False)
+        if matcher.try_consume_tokens(tokens) < len(tokens):
+            continue
+        tokens += matcher.compute_ff_tokens()
+        shown = readable(offered(tools), tokenizer.tool_parser)
+        _, (call,) = calls_in(tokenizer.decode(tokens), tokenizer, shown)
+        validate(call["arguments"], tools["do_it"])
+        assert types != "string" or call["arguments"] == {"a": word}
+        num_said += 1
+    assert num_said >= 1
 
 
 @pytest.mark.parametrize("name", thorough(TEMPLATES, "minimax_m2"))
