@@ -42,7 +42,8 @@ def read_form(body: Mapping[str, Any]) -> Form | None:
     if schema is not None and grammar is not None:
         raise ValueError("response_format and grammar exclude each other: give one of them.")
     tools, must_call = _tools(body.get("tools") or [], body.get("tool_choice", "auto"))
-    calls_once = body.get("parallel_tool_calls", True) is False
+    is_named = isinstance(body.get("tool_choice"), dict)  # then it is asked for once, as by OpenAI
+    calls_once = is_named or body.get("parallel_tool_calls", True) is False
     if grammar is not None and must_call:
         raise ValueError("grammar and a forced tool_choice exclude each other: give one of them.")
     is_held = must_call or calls_once or any(strict for _, _, strict in tools)
