@@ -115,44 +115,51 @@ class RoundCosts:
         self.failed: frozenset[DraftShape] = frozenset()
         self.options: KernelOptions | None = None  # None: others were not tried
         self._curve, self._is_settled = curve, is_settled
-        # The pace of the machine is the median of the logarithms by which the last three times
-        # were off from others of their shape: one of them may have had other work in it.
+        # The pace of the machine: by what logarithm a time was off from others of its shape, the
+        # median of three, for one of them may have had other work in it.
         self._offs = (0.0, 0.0, 0.0)
-        # Per requests and shape: after how many rounds each time was taken, and its logarithm
-        # without the pace. Entries are replaced whole, for other threads read them.
+        # After how many rounds each time was taken, and its logarithm without the pace. Entries
+        # are replaced whole, for other threads read them.
         self._times: dict[tuple[int, DraftShape], tuple[tuple[int, float], ...]] = {}
         self._num_rounds = self._begun = 0
+        self._doubted: set[tuple[int, DraftShape]] = set()  # whose first time in a text was long
 
     def record(self, num_requests: int, shape: DraftShape, seconds: float | None) -> None:
         """A round, or a plain step, has ended; of some it is not known how long they took."""
         self._num_rounds += 1
-        times = self._times.get((num_requests, shape), ())
         if seconds is None or self._is_settled:
             return
+        key, pace = (num_requests, shape), lower_median(self._offs)
+        times = self._times.get(key, ())
+        is_first = not times or times[-1][0] <= self._begun
+        expected = self.estimates([shape], num_requests)[shape]
+        others = [time for _, time in times] or [math.log(expected.seconds)]
+        off = math.log(seconds) - lower_median(others)
+        is_odd = is_first and shape != PLAIN and off - pace > SURPRISE
+        if is_odd and expected.num_times > NEAR / 2 and key not in self._doubted:
+            self._doubted.add(key)  # something may have come between: it is to be timed again
+            return
         if times:
-            off = math.log(seconds) - lower_median([time for _, time in times])
-            if times[-1][0] > self._begun:
+            if not is_first:
                 self._offs = (*self._offs[1:], off)
             elif shape == PLAIN:  # the machine goes at another pace than in the text before
                 self._offs = (off,) * 3
-            elif abs(off - lower_median(self._offs)) > SURPRISE:
-                self._forget()  # what was known of other shapes is off as well
-            times = times if times[-1][0] > self._begun else ()
+            elif abs(off - pace) > SURPRISE:
+                # What earlier texts have taught of other drafts is off as well.
+                items, begun = self._times.items(), self._begun
+                self._times = {k: t for k, t in items if k[1] == PLAIN or t[-1][0] > begun}
+            times = () if is_first else times
         time = self._num_rounds, math.log(seconds) - lower_median(self._offs)
-        self._times[num_requests, shape] = (*times[1 - KEPT_TIMES :], time)
+        self._times[key] = (*times[1 - KEPT_TIMES :], time)
 
     def begin(self) -> None:
         """A text begins: what is known by now is of earlier ones."""
         self._begun = self._num_rounds
-
-    def _forget(self) -> None:
-        """Forget what earlier texts have taught of drafts."""
-        kept = [k for k, t in self._times.items() if k[1] == PLAIN or t[-1][0] > self._begun]
-        self._times = {key: self._times[key] for key in kept}
+        self._doubted.clear()
 
     def has_run(self, shape: DraftShape) -> bool:
         """Whether a round of that shape was ever timed."""
-        return any(shape == timed for _, timed in [*self._times])
+        return any(shape == timed for _, timed in [*self._times, *self._doubted])
 
     def estimates(self, shapes: Sequence[DraftShape], num: int) -> dict[DraftShape, Estimate]:
         """Of ``shapes`` and plain steps for ``num`` requests, all at one pace."""
@@ -227,12 +234,10 @@ class AdaptiveController:
         self._tries_lost = 0.0  # plain steps
         self._estimates = costs.estimates(self._shapes, num_requests)
         # The token after which that was done; where earlier texts did, this one is heard first.
-        is_known = self._estimates[PLAIN].num_times >= KNOWN
-        self._plain_timed = AGAIN * is_known - LATER
+        self._plain_timed = AGAIN * (self._estimates[PLAIN].num_times >= KNOWN) - LATER
         self._give_up()
 
     def next_shape(self, num_tokens: int) -> DraftShape:
-        """See ``Controller.next_shape``."""
         self._num_tokens = num_tokens
         if self.drafting_off:
             self._plain_left -= 1
@@ -267,7 +272,6 @@ class AdaptiveController:
         self, shape: DraftShape, kept: Sequence[int], seconds: float | None,
         ranks: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """See ``Controller.record``."""
         if shape not in self._estimates:  # cut to what was left of the text
             return
         if kept:
@@ -291,10 +295,7 @@ class AdaptiveController:
             self._note(ON, reason)
 
     def disable_shape(self, shape: DraftShape, error: RuntimeError) -> bool:
-        """See ``Controller.disable_shape``: it can if that shape never was drafted here.
-
-        It is then drafted no more, which is said once.
-        """
+        """It can if that shape never ran here; it is drafted no more then, which is said once."""
         if self._costs.has_run(shape):
             return False
         if shape not in self._costs.failed:

@@ -328,6 +328,22 @@ def test_one_time_that_something_came_between_says_little():
     assert lower_median([3.0, 1.0, 2.0, 9.0]) == 2.0
 
 
+def test_a_first_time_far_above_what_others_say_is_taken_again():
+    """It would stand for the shape in all texts, which was never tried again for it."""
+    costs, two = RoundCosts(FLAT), DraftShape(2)
+    for _ in range(4):
+        costs.record(1, PLAIN, 1.0)
+        costs.record(1, THREE, FLAT(THREE, 1))
+    costs.record(1, two, 3 * FLAT(two, 1))
+    assert costs.estimates(CHAINS, 1)[two].seconds == pytest.approx(FLAT(two, 1), rel=0.05)
+    assert costs.has_run(two), "so that it is not left out if it fails now"
+    costs.record(1, two, 3 * FLAT(two, 1))
+    assert costs.estimates(CHAINS, 1)[two].seconds > 2 * FLAT(two, 1), "twice is no accident"
+    costs.begin()
+    costs.record(1, THREE, 3 * FLAT(THREE, 1))
+    assert costs.estimates(CHAINS, 1)[THREE].seconds == pytest.approx(FLAT(THREE, 1), rel=0.05)
+
+
 def test_processes_that_share_a_model_decide_alike():
     """Whatever each of them has timed: all go by the same curve, and by what was accepted."""
     costs = RoundCosts(FLAT, is_settled=True)
