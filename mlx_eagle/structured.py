@@ -29,6 +29,7 @@ INSTALL = "structured output needs llguidance: pip install 'mlx-eagle[structured
 
 MOST_TEXT = 200_000  # characters of a schema or a grammar; OpenAI's limit is 120,000 of names
 MOST_VALUES = 4_000  # in a schema: 2,000 properties of one object compile for three seconds
+LEXER_FUEL = 1_000_000  # expressions for one token: llguidance's 200,000 end some calls in tags
 MOST_TEXTS = 64  # that mlx-lm decodes with one processor at a time: it takes 32 together
 NOTHING = "nothing satisfies it"
 CLOSED = 8  # tokens: thoughts that a template ends so near to the end of a prompt are not wanted
@@ -64,7 +65,7 @@ class Grammar:
         if LLMatcher is None:
             raise ValueError(INSTALL)
         self._vocabulary = _vocabulary_of(tokenizer)
-        limits = LLParserLimits(verbose_errors=False)
+        limits = LLParserLimits(verbose_errors=False, step_lexer_fuel=LEXER_FUEL)
         self._matcher = LLMatcher(self._vocabulary.tokens, compiled(), log_level=0, limits=limits)
         error = self._matcher.get_error()
         if not error:  # where no text at all is allowed, that is seen with the first mask

@@ -238,7 +238,7 @@ def test_two_generations_on_one_drafter_do_not_mix(model):
 def test_sampled_text_has_the_targets_law():
     """match at temperature 1: first tokens and pairs, chi-square against exact probabilities."""
     model = tiny_llama(seed=3, vocab_size=6, num_hidden_layers=4)
-    drafter = tiny_head(model, draft_vocab_size=3)
+    drafter = tiny_head(model, seed=2, draft_vocab_size=3)
     prompt, num_runs = [1, 4, 2], 600
 
     def probabilities(tokens):
@@ -258,8 +258,10 @@ def test_sampled_text_has_the_targets_law():
         counts[tokens[1] * 6 + tokens[2]] += 1
         kept += stats.num_accepted
     assert kept > num_runs // 10  # the drafted branch was taken
-    chi_square = sum(
-        (c - num_runs * p) ** 2 / (num_runs * p) for c, p in zip(counts, exact, strict=True)
-    )
-    # 35 degrees of freedom: 66.6 is the 0.999 quantile.
-    assert chi_square < 66.6
+    # Pairs that are hardly ever seen count as one: of them alone the statistic has another law.
+    pairs = [(num_runs * p, c) for c, p in zip(counts, exact, strict=True)]
+    cells = [pair for pair in pairs if pair[0] >= 1]
+    cells.append((sum(e for e, _ in pairs if e < 1), sum(c for e, c in pairs if e < 1)))
+    assert len(cells) > 8
+    # At most 35 degrees of freedom: 66.6 is the 0.999 quantile.
+    assert sum((c - e) ** 2 / e for e, c in cells) < 66.6

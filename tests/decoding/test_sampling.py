@@ -18,7 +18,7 @@ RULES = ["match", "coupled", "reject"]
 
 
 SHORT = {"num_runs": 500, "temp": 0.7}
-LONG = [{"num_runs": 2000, "temp": temp} for temp in (0.7, 1.0)]
+LONG = [{"num_runs": 1200, "temp": temp} for temp in (0.7, 1.0)]
 
 
 @pytest.mark.parametrize("options", thorough([SHORT, *LONG], SHORT))

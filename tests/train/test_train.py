@@ -273,7 +273,7 @@ def test_eight_sequences_are_learnt_by_heart(target, tmp_path):
         regenerate=True,
         answer_temps=(0.0,),
         answer_tokens=num_slots + 1,
-        iters=200,
+        iters=300,
         batch_size=8,
         learning_rate=5e-3,
         save_every=1000,
