@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from ..decoding.accept import AskedLogprobs, RowsInTurn
+from ..decoding.accept import AskedLogprobs, RowsInTurn, log_softmax
 from ..decoding.auto import Controller
 from ..decoding.kernel_options import KernelOptions
 from ..decoding.loop import MOST_FORCED, Accepted, Pipeline
@@ -173,7 +173,7 @@ class Batch:
         """Those of all requests, where one asks for any, as many as one asks for."""
         wishes = [request.decoder.num_top for request in self.requests]
         most = max((num for num in wishes if num is not None), default=None)
-        return None if most is None else AskedLogprobs.of(logits, following, most)
+        return None if most is None else AskedLogprobs.of(log_softmax(logits), following, most)
 
     def _forced(self) -> list[list[int]]:
         """What a grammar forces each request to begin with, as far as a pass has room for it."""

@@ -62,9 +62,8 @@ class AskedLogprobs:
     top: mx.array
 
     @classmethod
-    def of(cls, logits: mx.array, following: mx.array, num_top: int) -> "AskedLogprobs":
-        """Those of tokens (..., R) by logits (..., R, V)."""
-        rows = log_softmax(logits)
+    def of(cls, rows: mx.array, following: mx.array, num_top: int) -> "AskedLogprobs":
+        """Those of tokens (..., R) by the log-probabilities of all, ``rows`` (..., R, V)."""
         own = mx.take_along_axis(rows, following[..., None], axis=-1)[..., 0]
         ids = top = mx.zeros((*following.shape, 0))
         if num_top > 0:
@@ -117,8 +116,7 @@ class Verification:
         """The same with log-probabilities of ``following``, and so many of the greatest."""
         if num_top is None:
             return self
-        logits = self.logits if self.rows is None else self.logits[self.rows]
-        return replace(self, asked=AskedLogprobs.of(logits, self.following, num_top))
+        return replace(self, asked=AskedLogprobs.of(self.logprobs, self.following, num_top))
 
     def read_logprobs(self, length: int) -> list[TokenLogprobs]:
         """Those of the first tokens, once read; none where nobody has asked."""
