@@ -5,7 +5,7 @@ all. Requests join and leave between rounds. What a round asks of the device doe
 their number, but where a drafter or a rule works one by one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from mlx_lm.generate import generation_stream
 from ..decoding.accept import AskedLogprobs, RowsInTurn, log_softmax
 from ..decoding.auto import Controller
 from ..decoding.kernel_options import KernelOptions
-from ..decoding.loop import MOST_FORCED, Accepted, Pipeline
+from ..decoding.loop import MOST_FORCED, Pipeline
 from ..decoding.sampling import ask_grammars
 from ..drafters.base import Draft, Drafter, PendingPairs
 from ..drafters.batch_drafter import make_batch_drafter
@@ -254,7 +254,7 @@ class Batch:
             if request.logprobs is not None:
                 request.logprobs += [own for own, _ in done.logprobs(b)]
 
-    def acceptance_of(self, done: SharedRound) -> Accepted | None:
+    def acceptance_of(self, done: SharedRound) -> tuple[DraftShape, Sequence[int]] | None:
         """Drafts that were cut short at a request's end tell little, and are left out.
 
         So are those that begin with what a grammar forces.
@@ -264,7 +264,11 @@ class Batch:
         if size == 0 or not whole:
             return None
         tried = max(done.num_drafted[b] for b in whole)
-        return replace(done.shape, size=max(tried, 1)), [done.kept[b] for b in whole], ()
+        return replace(done.shape, size=max(tried, 1)), [done.kept[b] for b in whole]
+
+    def ranks_of(self, done: SharedRound) -> Sequence[int]:
+        """None: a batch drafts chains only."""
+        return ()
 
     def retire(
         self, done: SharedRound, upcoming: SharedRound | None, controller: Controller

@@ -49,10 +49,6 @@ R = TypeVar("R")
 """What a runner launches: one round, or one round per request of a batch."""
 
 
-Accepted = tuple[DraftShape, Sequence[int], Sequence[int]]
-"""A shape, how much of it each request accepted, and of a tree the ranks: see ``Round``."""
-
-
 class Runner(Protocol[R]):
     """What runs rounds: a request by itself, or several in shared passes of the target."""
 
@@ -86,8 +82,11 @@ class Runner(Protocol[R]):
     def finish(self, done: R) -> None:
         """Read a round, and commit it where that is not done yet."""
 
-    def acceptance_of(self, done: R) -> Accepted | None:
+    def acceptance_of(self, done: R) -> tuple[DraftShape, Sequence[int]] | None:
         """What was drafted and how much of it was accepted; None after a plain step."""
+
+    def ranks_of(self, done: R) -> Sequence[int]:
+        """Which children of a tree were kept, as ``Round.ranks`` has them; () of chains."""
 
     def retire(self, done: R, upcoming: R | None, controller: Controller) -> R | None:
         """Let go of what ended with ``done``; returns what is in flight for the rest."""
@@ -163,7 +162,7 @@ class Pipeline(Generic[R]):
                 self.upcoming, self._was_ahead = self._launch(shape), True
             # 4. Commit.
             runner.finish(done)
-            drafted, num_accepted, ranks = runner.acceptance_of(done) or (PLAIN, (), ())
+            drafted, num_accepted = runner.acceptance_of(done) or (PLAIN, ())
             between_plain_steps = was_ahead and self._was_ahead and shape == PLAIN
             seconds = self._clock.seconds(drafted, between_plain_steps)
             # 1. to 3. of the next round.
@@ -171,7 +170,7 @@ class Pipeline(Generic[R]):
             if self.upcoming is None and runner.is_running:
                 self.upcoming = self._launch(shape)
             # 5. Tell.
-            controller.record(drafted, num_accepted, seconds, ranks)
+            controller.record(drafted, num_accepted, seconds, runner.ranks_of(done))
             with self._clock.pausing():
                 yield done
             if not runner.is_running:
@@ -245,9 +244,12 @@ class SingleRunner:
             done.position + len(run)
         )
 
-    def acceptance_of(self, done: Round) -> Accepted | None:
+    def acceptance_of(self, done: Round) -> tuple[DraftShape, Sequence[int]] | None:
         shape = done.tried_shape
-        return None if shape is None else (shape, (done.outcome.num_kept,), done.ranks)
+        return None if shape is None else (shape, (done.outcome.num_kept,))
+
+    def ranks_of(self, done: Round) -> Sequence[int]:
+        return done.ranks
 
     def retire(self, done: Round, upcoming: Round | None, controller: Controller) -> Round | None:
         return upcoming
