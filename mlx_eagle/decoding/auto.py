@@ -132,14 +132,14 @@ class RoundCosts:
         key, pace = (num_requests, shape), lower_median(self._offs)
         times = self._times.get(key, ())
         is_first = not times or times[-1][0] <= self._begun
-        expected = self.estimates([shape], num_requests)[shape]
-        others = [time for _, time in times] or [math.log(expected.seconds)]
-        off = math.log(seconds) - lower_median(others)
-        is_odd = is_first and shape != PLAIN and off - pace > SURPRISE
-        if is_odd and expected.num_times > NEAR / 2 and key not in self._doubted:
-            self._doubted.add(key)  # something may have come between: it is to be timed again
-            return
+        if is_first and shape != PLAIN and key not in self._doubted:
+            known = self.estimates([shape], num_requests)[shape]
+            usual = lower_median([t for _, t in times]) if times else math.log(known.seconds)
+            if known.num_times > NEAR / 2 and math.log(seconds) - usual - pace > SURPRISE:
+                self._doubted.add(key)  # something may have come between: it is timed again
+                return
         if times:
+            off = math.log(seconds) - lower_median([time for _, time in times])
             if not is_first:
                 self._offs = (*self._offs[1:], off)
             elif shape == PLAIN:  # the machine goes at another pace than in the text before
