@@ -12,14 +12,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..system.cli_values import GROUP_SIZES, QUANTIZED_BITS
 from ..system.json_schema import FieldType, Table, check, is_whole, read_object, whole
 from ..system.safetensors import read_header
 from .base import Drafter
 from .target_parts import TargetSizes
 
-QUANTIZED_BITS = (2, 3, 4, 5, 6, 8)
 BITS = FieldType("2, 3, 4, 5, 6 or 8", lambda v: is_whole(v) and v in QUANTIZED_BITS)
-GROUP = FieldType("32, 64 or 128", lambda v: is_whole(v) and v in (32, 64, 128))
+GROUP = FieldType("32, 64 or 128", lambda v: is_whole(v) and v in GROUP_SIZES)
 SIZE = whole(1, 2**24)
 PACKING: Table = {"bits": BITS, "group_size": GROUP}
 FLOATS = (mx.float16, mx.bfloat16, mx.float32)
