@@ -200,7 +200,8 @@ def convert(tensors: Tensors, config: Mapping[str, Any]) -> tuple[dict[str, Any]
     target = _target_of(config)
     family = family_of(target)
     published = family.renamed(tensors, len(target.layers))
-    parts = dict(tree_flatten(make_mtp_head(target, published).parameters()))
+    head = make_mtp_head(target, published)
+    parts = dict(tree_flatten(head.parameters()))
     turned = JOIN if family.state_first else "?"
     kept = {
         name: tensor
@@ -209,7 +210,7 @@ def convert(tensors: Tensors, config: Mapping[str, Any]) -> tuple[dict[str, Any]
     }
     arrays = {name: tensor.read() for name, tensor in published.items() if name not in kept}
     own = kept | {n: _AtHand(array) for n, array in prepared(arrays, family, target).items()}
-    _check(make_mtp_head(target, own), own, family)
+    _check(head, own, family)
     made = {
         "target_type": type_of(target),
         "hidden_size": text_args(target).hidden_size,
