@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from graph import fused, primitives
+from graph import fused, graph_of_a_round, primitives
 from helpers import (
     PROMPT,
     SCRIPTS,
@@ -23,12 +23,10 @@ from tolerances import tolerance
 
 from mlx_eagle import Sampling
 from mlx_eagle.decoding.accept import Match
-from mlx_eagle.decoding.decoder import Limits, Round
-from mlx_eagle.decoding.loop import SingleRunner, speculative_generate_step
-from mlx_eagle.decoding.setup import open_decoder
+from mlx_eagle.decoding.decoder import Round
+from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.decoding.stats import Stats
-from mlx_eagle.drafters.tree import DraftShape, parse_tree
-from mlx_eagle.target.rollback import CacheQuantization
+from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.target.taps import Target
 
 
@@ -103,26 +101,7 @@ def test_a_draft_starts_from_logits_that_are_computed_with_the_round_before(mode
     assert left <= 4 < whole - 4
 
 
-def graph_of_a_round(model, drafter, k, monkeypatch, sampler=None):
-    """The operations of one round after two others, fused as on a GPU; none is computed."""
-    decoder = open_decoder(
-        model, drafter.begin(), make_prompt_cache(model), CacheQuantization(None, 64, 0),
-        mx.default_stream(mx.default_device()), sampler=sampler, logits_processors=None,
-        acceptance=None,
-    )  # fmt: skip
-    decoder.prefill(mx.array(PROMPT), 2048, lambda *_: None)
-    generation = SingleRunner(decoder, Limits(-1, ()))
-    generation.finish(decoder.launch_first())
-    for _ in range(2):
-        generation.finish(generation.launch(DraftShape(k)))
-    mx.eval([c.state for c in decoder.cache])
-    with monkeypatch.context() as patch, fused():
-        patch.setattr(mx, "async_eval", lambda *_: None)
-        pending = generation.launch(DraftShape(k)).verification.pending
-        return primitives(*pending, *(decoder.drafter.pending() if k else []))
-
-
-def test_the_operations_of_a_round(monkeypatch):
+def test_the_operations_of_a_round():
     """A plain step asks no more of the device than mlx-lm's; greedy rounds take no log-softmax."""
     model = tiny_llama(num_hidden_layers=16)
     drafter, noisy = tiny_head(model), Sampling(temp=0.8, seed=1)
@@ -131,15 +110,15 @@ def test_the_operations_of_a_round(monkeypatch):
     with fused():
         logits = model(mx.array([[1]]), cache=cache)[:, -1, :]
         theirs = primitives(mx.argmax(logits - mx.logsumexp(logits, keepdims=True), axis=-1))
-    count = lambda *args: graph_of_a_round(model, drafter, *args)  # noqa: E731
-    plain_step, greedy = count(0, monkeypatch), count(3, monkeypatch)
+    count = lambda *args: graph_of_a_round(model, drafter, PROMPT, *args)  # noqa: E731
+    plain_step, greedy = count(0), count(3)
     assert plain_step.total() <= theirs.total()
     assert "LogSumExp" in theirs and not {"LogSumExp", "Softmax"} & {*plain_step, *greedy}
-    draft_step = (greedy.total() - count(1, monkeypatch).total()) / 2
+    draft_step = (greedy.total() - count(1).total()) / 2
     assert greedy.total() <= 905 and draft_step <= 36
-    coupled = count(3, monkeypatch, noisy)
+    coupled = count(3, noisy)
     assert coupled.total() <= 951 and coupled["LogSumExp"] == coupled["RandomBits"] == 1
-    assert count(0, monkeypatch, noisy).total() <= 804
+    assert count(0, noisy).total() <= 804
 
 
 @pytest.mark.parametrize("options", [*CHAIN_AND_TREE, {"num_draft_tokens": 0}], ids=str)

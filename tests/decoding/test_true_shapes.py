@@ -8,19 +8,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import true_configs as true
-from graph import fused, kernels, primitives
+from graph import fused, graph_of_a_round, kernels, primitives
 from grids import thorough
 from mlx.utils import tree_map
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
-from mlx_eagle.decoding.decoder import Limits
-from mlx_eagle.decoding.loop import SingleRunner
-from mlx_eagle.decoding.setup import open_decoder
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.eagle3 import Eagle3Drafter
 from mlx_eagle.drafters.head import Eagle3Head
-from mlx_eagle.drafters.tree import DraftShape
-from mlx_eagle.target.rollback import CacheQuantization
 from mlx_eagle.target.states import recurrent_caches
 
 NARROW = {
@@ -70,25 +65,6 @@ def counts(found: Counter) -> Counts:
     return Counts(found.total(), kernels(found))
 
 
-def graph_of_a_round(model: nn.Module, drafter: Eagle3Drafter, k: int) -> Counter:
-    """The operations of one round after two others, fused as on a GPU; none is computed."""
-    decoder = open_decoder(
-        model, drafter.begin(), make_prompt_cache(model), CacheQuantization(None, 64, 0),
-        mx.default_stream(mx.default_device()), sampler=None, logits_processors=None,
-        acceptance=None,
-    )  # fmt: skip
-    decoder.prefill(mx.array(PROMPT), 2048, lambda *_: None)
-    generation = SingleRunner(decoder, Limits(-1, ()))
-    generation.finish(decoder.launch_first())
-    for _ in range(2):
-        generation.finish(generation.launch(DraftShape(k)))
-    mx.eval([c.state for c in decoder.cache])
-    with pytest.MonkeyPatch.context() as patch, fused():
-        patch.setattr(mx, "async_eval", lambda *_: None)
-        pending = generation.launch(DraftShape(k)).verification.pending
-        return primitives(*pending, *(decoder.drafter.pending() if k else []))
-
-
 def graph_of_mlx_lm(model: nn.Module, num_rows: int) -> Counter:
     """What a pass of mlx-lm's takes, with the choice behind it."""
     cache = make_prompt_cache(model)
@@ -106,8 +82,10 @@ def test_the_operations_of_a_round(name):
     config, *most = MOST[name]
     model = silent(true.with_tiny_weights(config, **NARROW))
     right, wrong = head_for(model, True), head_for(model, False)
-    step = counts(graph_of_a_round(model, right, 0))
-    kept, rejected = (counts(graph_of_a_round(model, drafter, 3)) for drafter in (right, wrong))
+    step = counts(graph_of_a_round(model, right, PROMPT, 0))
+    kept, rejected = (
+        counts(graph_of_a_round(model, drafter, PROMPT, 3)) for drafter in (right, wrong)
+    )
     for found, allowed in zip((step, kept, rejected), most, strict=True):
         assert all(map(le, found, allowed)), found
     windows = [c for c in make_prompt_cache(model) if type(c) is RotatingKVCache]

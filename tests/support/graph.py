@@ -8,7 +8,18 @@ from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
+import pytest
 from mlx_lm.models import gated_delta
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_eagle import Sampling
+from mlx_eagle.decoding.decoder import Limits
+from mlx_eagle.decoding.loop import SingleRunner
+from mlx_eagle.decoding.setup import open_decoder
+from mlx_eagle.drafters.base import Drafter
+from mlx_eagle.drafters.tree import DraftShape
+from mlx_eagle.target.rollback import CacheQuantization
 
 
 def primitives(*arrays: mx.array) -> Counter:
@@ -67,3 +78,24 @@ def fused() -> Iterator[None]:
     finally:
         for (module, name, _), function in zip(stand_ins, originals, strict=True):
             setattr(module, name, function)
+
+
+def graph_of_a_round(
+    model: nn.Module, drafter: Drafter, prompt: list[int], k: int, sampler: Sampling | None = None
+) -> Counter:
+    """The operations of one round after two others, fused as on a GPU; none is computed."""
+    decoder = open_decoder(
+        model, drafter.begin(), make_prompt_cache(model), CacheQuantization(None, 64, 0),
+        mx.default_stream(mx.default_device()), sampler=sampler, logits_processors=None,
+        acceptance=None,
+    )  # fmt: skip
+    decoder.prefill(mx.array(prompt), 2048, lambda *_: None)
+    generation = SingleRunner(decoder, Limits(-1, ()))
+    generation.finish(decoder.launch_first())
+    for _ in range(2):
+        generation.finish(generation.launch(DraftShape(k)))
+    mx.eval([c.state for c in decoder.cache])
+    with pytest.MonkeyPatch.context() as patch, fused():
+        patch.setattr(mx, "async_eval", lambda *_: None)
+        pending = generation.launch(DraftShape(k)).verification.pending
+        return primitives(*pending, *(decoder.drafter.pending() if k else []))
