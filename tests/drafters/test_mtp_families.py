@@ -170,29 +170,28 @@ SHARED = ["deepseek-v3", "glm-4.5", "glm-4.7-flash", "mimo"]
 PROMPTS = [PROMPT, PROMPT[:5], PROMPT[2:9]]
 
 
+def in_a_batch(part, num_draft_tokens, max_tokens):
+    """The counts of each prompt, whose texts are the target's own."""
+    options = {"num_draft_tokens": num_draft_tokens, "max_tokens": max_tokens}
+    drafter = load_mtp(part.arrays(), part.target)
+    made = mlx_eagle.batch_generate(
+        part.target, TOKENIZER, PROMPTS, draft_model=drafter, return_token_ids=True, **options
+    )
+    assert made.token_ids == [plain(part.target, prompt, max_tokens) for prompt in PROMPTS]
+    return made.stats
+
+
 @pytest.mark.parametrize("name", thorough([*SHARED, *CHOOSING], "glm-4.5", "mimo", "glm-5"))
 def test_several_requests_share_the_passes(name):
     """One forward of the layers for all, however long each text is."""
-    part = published(name)
-    drafter = load_mtp(part.arrays(), part.target)
-    options = {"draft_model": drafter, "num_draft_tokens": 3, "max_tokens": 14}
-    made = mlx_eagle.batch_generate(
-        part.target, TOKENIZER, PROMPTS, return_token_ids=True, **options
-    )
-    assert made.token_ids == [plain(part.target, prompt, 14) for prompt in PROMPTS]
-    forwards = [stats.num_head_forwards for stats in made.stats]
-    assert max(forwards) <= 3 * max(stats.num_rounds for stats in made.stats) + 3
+    found = in_a_batch(published(name), 3, 14)
+    forwards = [stats.num_head_forwards for stats in found]
+    assert max(forwards) <= 3 * max(stats.num_rounds for stats in found) + 3
 
 
 def test_recurrent_targets_are_drafted_for_in_shared_rounds():
-    part = published("qwen3.5")
-    drafter = load_mtp(part.arrays(), part.target)
-    options = {"draft_model": drafter, "num_draft_tokens": 2, "max_tokens": 10}
-    made = mlx_eagle.batch_generate(
-        part.target, TOKENIZER, PROMPTS, return_token_ids=True, **options
-    )
-    assert made.token_ids == [plain(part.target, prompt, 10) for prompt in PROMPTS]
-    assert all(stats.num_drafted > 0 for stats in made.stats)
+    found = in_a_batch(published("qwen3.5"), 2, 10)
+    assert all(stats.num_drafted > 0 for stats in found)
 
 
 # What is easily done wrong, and each of it is seen.
@@ -304,16 +303,11 @@ def test_each_step_drafts_one_token(name, k):
 def test_steps_for_several_requests(name):
     part = published(name)
     drafter = load_mtp(part.arrays(), part.target)
-    options = {"draft_model": drafter, "num_draft_tokens": 3, "max_tokens": 14}
-    made = mlx_eagle.batch_generate(
-        part.target, TOKENIZER, PROMPTS, return_token_ids=True, **options
-    )
-    assert made.token_ids == [plain(part.target, prompt, 14) for prompt in PROMPTS]
     alone = [
         speculative(part.target, drafter, prompt, 14, num_draft_tokens=3)[1].num_accepted
         for prompt in PROMPTS
     ]
-    assert [stats.num_accepted for stats in made.stats] == alone
+    assert [stats.num_accepted for stats in in_a_batch(part, 3, 14)] == alone
 
 
 @pytest.mark.exhaustive
