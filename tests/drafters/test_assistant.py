@@ -1,6 +1,7 @@
 """Gemma 4 assistants: against transformers, in the loop on all kinds of caches, refusals."""
 
 import json
+import math
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,14 +24,16 @@ from helpers import PROMPT, byte_tokenizer, plain, plain_with_cache, speculative
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma4
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from public_drafters import ASSISTANTS
 
 import mlx_eagle
 from mlx_eagle.convert import convert
+from mlx_eagle.convert.stored import Stored
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.decoding.sampling import Sampling
-from mlx_eagle.drafters.assistant import Assistant, AssistantConfig, check_fit, sources
+from mlx_eagle.drafters.assistant import AssistantConfig, check_fit, sources
 from mlx_eagle.drafters.base import Draft
-from mlx_eagle.drafters.kinds import load_drafter, recognise
+from mlx_eagle.drafters.kinds import KINDS, load_drafter, recognise
 from mlx_eagle.drafters.pairs import PAIRS as PUBLIC
 from mlx_eagle.drafters.target_parts import TargetSizes
 from mlx_eagle.target.taps import Target
@@ -484,34 +487,22 @@ def test_rounds_before_prompts_of_one_token():
         assert tokens == plain(target, prompt, 12)
 
 
-# What the configs of google/gemma-4-*-it-assistant say, as tests of vLLM, mlx-swift and others
-# repeat them: the target's width, then the assistant's.
-FULL_SIZE = {
-    "E2B": {"target_hidden_size": 1536, "num_heads": 4, "num_centroids": 2048},
-    "E4B": {"target_hidden_size": 2560, "num_heads": 4, "num_centroids": 2048},
-    "12B": {"target_hidden_size": 3840, "num_heads": 16},
-    "26B-A4B": {"target_hidden_size": 2816, "num_heads": 16},
-    "31B": {"target_hidden_size": 5376, "num_heads": 32},
-}
-
-
-@pytest.mark.parametrize("name", FULL_SIZE)
-def test_an_assistant_at_full_size(name):
-    """From shapes alone; the ordering of a small one is stored in 64 bits."""
-    pair = next(p for p in PUBLIC if p.head == f"google/gemma-4-{name}-it-assistant")
-    own, is_small = FULL_SIZE[name], "num_centroids" in FULL_SIZE[name]
-    config = AssistantConfig(
-        hidden_size=256 if is_small else 1024,
-        vocab_size=262144,
-        intermediate_size=2048 if is_small else 8192,
-        head_dim=256,
-        global_head_dim=512,
-        layer_types=(*[SLIDING] * 3, FULL),
-        centroid_top_k=32 if is_small else 0,
-        **own,
-    )
-    sizes = [array.size for _, array in tree_flatten(Assistant(config).parameters())]
-    assert 2 * sum(sizes) + 8 * config.vocab_size * is_small == pytest.approx(
-        1e6 * pair.megabytes, abs=5e5
-    )
-    check_fit(config, TargetSizes(own["target_hidden_size"], 30, 262144))
+@pytest.mark.parametrize("name", ASSISTANTS)
+def test_a_public_one_resolves(name):
+    """At full size, from its config and shapes alone; an ordering is stored in 64 bits."""
+    row = ASSISTANTS[name]
+    depth, width, vocab = row["target"]
+    nothing = np.zeros(0, np.uint8)
+    tensors = {tensor: Stored("BF16", shape, nothing) for tensor, shape in row["shapes"].items()}
+    assert recognise(tensors, row["config"]) == "assistant"
+    written, _ = KINDS["assistant"].convert(tensors, row["config"])
+    config = AssistantConfig.from_dict(written, "config.json")
+    assert config.num_centroids == 2048 * ("masked_embedding.centroids.weight" in tensors)
+    assert (config.head_dim, config.global_head_dim) == (256, 512)
+    check_fit(config, TargetSizes(width, depth, vocab))
+    with pytest.raises(ValueError, match="hidden size"):
+        check_fit(config, TargetSizes(width + 64, depth, vocab))
+    wide = {"masked_embedding.token_ordering": 8}
+    num_bytes = [wide.get(n, 2) * math.prod(shape) for n, shape in row["shapes"].items()]
+    (pair,) = [pair for pair in PUBLIC if pair.head == name]
+    assert (pair.kind, pair.megabytes) == ("assistant", round(sum(num_bytes) / 1e6))

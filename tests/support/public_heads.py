@@ -13,8 +13,9 @@ def head(
     """A row: the target's depth, then the head's sizes; keys of its config, and of this test.
 
     ``taps`` (default: the default ones), ``layers``, ``aux``, ``nested`` (a speculators config),
-    ``extra`` and ``lacks`` (tensors), ``wide`` (the target's hidden size), ``fields``, ``unsaid``
-    (keys that its config has not).
+    ``extra`` and ``lacks`` (tensors), ``wide`` (the target's hidden size), ``owns`` (a table of
+    embeddings), ``fields``, ``unsaid`` (keys that its config has not), ``assumed`` (what no page
+    says, and what speaks for it), ``published`` (megabytes, by its page).
     """
     config = {
         "hidden_size": h,
@@ -26,6 +27,7 @@ def head(
         "draft_vocab_size": draft,
     }
     options = ("taps", "layers", "aux", "nested", "extra", "lacks", "wide", "fields", "unsaid")
+    options += ("owns", "assumed", "published")
     row = {name: more.pop(name) for name in options if name in more}
     return row | {"config": config | more, "depth": depth}
 
@@ -69,6 +71,7 @@ QWEN3_235B = (94, 4096, 24576, 64, 4, 128, 151936, 32000)
 MAVERICK = (48, 5120, 16384, 40, 8, 128, 202048, 32000)
 GPT_20B = (24, 2880, 17280, 64, 8, 64, 201088, 32000)
 GPT_120B = (36, 2880, 17280, 64, 8, 64, 201088, 32000)
+MINIMAX_M2 = (62, 3072, 8192, 24, 8, 128, 200064, 32000)
 GEMMA_31B = (60, 5376, 21504, 32, 16, 256, 262144, 32000)
 EAGLE_31 = {"fc_norm": True, "norm_output": True}
 SPECULATORS = {"nested": "llama", "norm_before_residual": True}
@@ -135,8 +138,44 @@ HEADS = {
     "template qwen3-next-80b": head(48, 2048, 16384, 16, 2, 256, 151936, 32000, rope_theta=1e7),
     "template qwen3.5-35b-a3b": head(40, 2048, 16384, 16, 2, 256, 248320, 32000, rope_theta=1e7),
     "Ex0bit/Qwen3.6-27B-PRISM-EAGLE3, full": head(64, 5120, 17408, 24, 4, 256, 248320, 248320),
-    "Ex0bit/Qwen3.6-27B-PRISM-EAGLE3, compressed": head(
-        64, 5120, 17408, 24, 4, 256, 248320, 32000
+    "Ex0bit/Qwen3.6-27B-PRISM-EAGLE3/compressed": head(
+        64,
+        5120,
+        17408,
+        24,
+        4,
+        128,
+        248320,
+        32768,
+        **nested_ids(1, 31, 60),
+        taps=(2, 32, 61),
+        published=1100,
+        assumed="heads and MLP: with half the target's width of a head, 4% above its page's size",
+    ),
+    "BLR2/Qwen3.5-9B-Eagle3-ShareGPT": head(
+        32,
+        4096,
+        12288,
+        16,
+        4,
+        256,
+        248320,
+        32000,
+        rope_theta=1e7,
+        published=800,
+        assumed="sizes, the target's, as in the trainer's templates: they come to its file's",
+    ),
+    "VirVen/Qwen3.5-27B-EAGLE3-v2": head(
+        64,
+        5120,
+        17408,
+        24,
+        4,
+        256,
+        248320,
+        248320,
+        rope_theta=1e7,
+        assumed="heads and MLP, the target's; one layer and all tokens are known",
     ),
     "template qwen2.5-7b": head(28, 3584, 18944, 28, 4, 128, 152064, 16000),
     "template qwen2.5-vl-7b": head(
@@ -215,6 +254,66 @@ HEADS = {
     "AQ-MedAI/Kimi-K25-eagle3": head(
         61, 7168, 18432, 64, 64, 128, 163840, 32000, **nested_ids(2, 30, 58), rope_theta=1e6
     ),
+    "AQ-MedAI/Kimi-K26-eagle3": head(
+        61,
+        7168,
+        18432,
+        64,
+        64,
+        128,
+        163840,
+        32000,
+        **nested_ids(2, 30, 58),
+        rope_theta=1e6,
+        assumed="all of it, as the same trainer's for K2.5; the one for K2.7 has more tokens",
+    ),
+    "AQ-MedAI/Kimi-K2.7-Code-eagle3": head(
+        61,
+        7168,
+        18432,
+        64,
+        64,
+        128,
+        163840,
+        96000,
+        **nested_ids(2, 30, 58),
+        rope_theta=1e6,
+        published=3329,  # 3.1 GiB
+        assumed="heads and MLP, as the K2.5's: they come to the size of its files",
+    ),
+    "lightseekorg/kimi-k2.7-coder-eagle3.1-mla": head(
+        *KIMI,
+        **KIMI_MLA,
+        **EAGLE_31,
+        **nested_ids(2, 30, 58),
+        assumed="all of it, as the K2.6's; whether a table of embeddings lies in its file",
+    ),
+    "AQ-MedAI/GLM-5.1-eagle3": head(
+        78,
+        6144,
+        16384,
+        48,
+        8,
+        128,
+        154880,
+        32000,
+        assumed="heads and MLP, those of another trainer's head for GLM-5",
+    ),
+    "SyzygyResearch/DeepSeek-V4-Flash-EAGLE3.1": head(
+        43,
+        4096,
+        12288,
+        32,
+        8,
+        128,
+        129280,
+        32000,
+        **EAGLE_31,
+        **nested_ids(1, 21, 40),
+        taps=(2, 22, 41),
+        owns=True,
+        published=1858.5,
+    ),
     "lightseekorg/kimi-k2.5-eagle3": head(
         61, 7168, 12288, 64, 64, 128, 163840, None, rope_theta=5e4, rope_scaling=KIMI_YARN
     ),
@@ -224,8 +323,32 @@ HEADS = {
     ),
     "nvidia/Kimi-K2.5-Thinking-Eagle3": head(*KIMI, **KIMI_MLA, **nested_ids(1, 29, 57)),
     "TorchSpec minimax_m25": head(62, 3072, 9216, 48, 48, 128, 200064, 32000, rope_theta=5e6),
-    "Inferact/MiniMax-M3-EAGLE3": head(62, 3072, 9216, 48, 48, 128, 200064, None),
-    "Inferact/MiniMax-M3-EAGLE3-GQA": head(62, 3072, 9216, 48, 8, 128, 200064, None, **EAGLE_31),
+    "thoughtworks/MiniMax-M2.5-Eagle3": head(
+        *MINIMAX_M2, **nested_ids(1, 30, 58), taps=(2, 31, 59), published=486.5
+    ),
+    "IamBerbec/MiniMax-M2.5-Eagle3": head(
+        *MINIMAX_M2, assumed="all of it, as another trainer's for this target"
+    ),
+    "Lorbus/MiniMax-M2.7-EAGLE3": head(
+        *MINIMAX_M2,
+        published=500,
+        assumed="all of it, as another trainer's for M2.5: 3% below the size on its page",
+    ),
+    "Inferact/MiniMax-M3-EAGLE3": head(
+        60,
+        6144,
+        18432,
+        64,
+        64,
+        128,
+        200064,
+        None,
+        **EAGLE_31,
+        owns=True,
+        published=6500,
+        assumed="key heads, as many as heads: they come to the size of its file",
+    ),
+    "Inferact/MiniMax-M3-EAGLE3-GQA": head(60, 6144, 18432, 64, 8, 128, 200064, None, **EAGLE_31),
     "zjxia/step-3.5-flash": head(
         45, 4096, 11264, 64, 8, 64, 128896, 32000, **nested_ids(4, 20, 40), taps=(5, 21, 41)
     ),
@@ -572,9 +695,25 @@ MISTRAL_LARGE = {
     },
     "quantization": {"qformat_weight": "fp8_e4m3", "qscheme_act": "TENSOR"},
 }
+MISTRAL_SMALL = {
+    "dim": 4096,
+    "n_layers": 2,
+    "head_dim": 128,
+    "hidden_dim": 12288,
+    "n_heads": 32,
+    "n_kv_heads": 32,
+    "norm_eps": 1e-6,
+    "vocab_size": 131072,
+    "rope_theta": 10000.0,
+    "q_lora_rank": 1024,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 MISTRAL_MEDIUM = {
     "dim": 12288,
-    "n_layers": 1,
+    "n_layers": 2,
     "head_dim": 128,
     "hidden_dim": 28672,
     "n_heads": 96,
@@ -583,3 +722,15 @@ MISTRAL_MEDIUM = {
     "vocab_size": 131072,
     "rope_theta": 1e6,
 }
+
+MISTRAL = {
+    "mistralai/Mistral-Large-3-675B-Instruct-2512-Eagle": (61, MISTRAL_LARGE),
+    "mistralai/Mistral-Small-4-119B-2603-eagle": (36, MISTRAL_SMALL),
+    "mistralai/Mistral-Medium-3.5-128B-EAGLE": (88, MISTRAL_MEDIUM),
+}
+"""Depth of the target, and ``params.json``: the target's own but for the number of layers."""
+
+NOT_FOUND = {
+    "LiquidAI/LFM2.5-24B-A2B-DSpark": "neither it nor its target is on any page that was found",
+}
+"""Drafters of the table that have no row of sizes, and why."""
