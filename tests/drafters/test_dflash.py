@@ -122,7 +122,9 @@ def learned():
 
 
 @pytest.mark.parametrize("k", [2, 6])
-def test_a_head_that_knows_the_text(learned, k):
+@pytest.mark.parametrize("packaging", ["dflash", "muse"])
+def test_a_head_that_knows_the_text(packaging, k):
+    learned = learned_head(LLAMA, packaging)
     tokens, stats = speculative(LLAMA, learned, PROMPT, 22, num_draft_tokens=k)
     assert tokens == plain(LLAMA, PROMPT, 22)
     assert stats.tau >= 0.9 * (k + 1)

@@ -44,8 +44,7 @@ def test_logits_after_a_prompt_and_after_acceptance(form):
 
 @pytest.fixture(scope="module")
 def learned():
-    """It has learnt with every token a candidate, and drafts among sixteen."""
-    return learned_head(LLAMA, "dflash2", top_k=16)
+    return learned_head(LLAMA, "dflash2")
 
 
 @pytest.mark.parametrize("k", [2, 6])

@@ -56,7 +56,9 @@ def learned():
 
 
 @pytest.mark.parametrize("k", [2, 7])
-def test_a_head_that_knows_the_text(learned, k):
+@pytest.mark.parametrize("packaging", ["dspark", "liquid"])
+def test_a_head_that_knows_the_text(packaging, k):
+    learned = learned_head(LLAMA, packaging)
     tokens, stats = speculative(LLAMA, learned, PROMPT, 25, num_draft_tokens=k)
     assert tokens == plain(LLAMA, PROMPT, 25)
     assert stats.tau >= 0.9 * (k + 1)

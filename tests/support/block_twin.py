@@ -3,7 +3,9 @@
 Nothing is shared with the product: no cache, no batch, a loop over what each query sees.
 """
 
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -13,10 +15,12 @@ from helpers import PROMPT, plain, randomize
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_eagle.convert import convert
 from mlx_eagle.drafters.block_config import BlockConfig
 from mlx_eagle.drafters.dflash import DFlashDrafter, DFlashHead
 from mlx_eagle.drafters.dflash2 import DFlash2Config, DFlash2Drafter, DFlash2Head
 from mlx_eagle.drafters.dspark import DSparkConfig, DSparkDrafter, DSparkHead
+from mlx_eagle.drafters.kinds import load_drafter
 from mlx_eagle.drafters.target_parts import find_embedding, lm_head_of
 from mlx_eagle.target.taps import Target
 
@@ -335,20 +339,71 @@ def rows_of(drafter, states: mx.array, before: mx.array) -> mx.array:
 
 
 PROMPTS = [PROMPT, PROMPT[:5], PROMPT[2:9]]
-LEARNED = {
-    "dflash": {"seed": 1},
-    "dspark": {"seed": 2, "markov_rank": 8, "first_slot": 0},
-    "dflash2": {"seed": 2, "top_k": 96, "selector_rank": 8},
+LAYERS = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "vocab_size": 96,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+    "model_type": "qwen3",
+    "num_target_layers": 6,
 }
-"""Heads that ``tools/golden/learn_blocks.py`` teaches what a target says after the prompts."""
+INSIDE = {"mask_token_id": 11, "target_layer_ids": [0, 5]}
+MARKOV = {"block_size": 7, "markov_rank": 8, "markov_head_type": "vanilla"}
+TWO = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 16}
+LEARNED: dict[str, dict[str, Any]] = {
+    "dflash": {
+        **LAYERS,
+        "architectures": ["DFlashDraftModel"],
+        "block_size": 7,
+        "dflash_config": INSIDE,
+    },
+    "dflash2": {
+        **LAYERS,
+        "architectures": ["DFlash2DraftModel"],
+        "is_causal": False,
+        "block_size": 7,
+        "dflash_config": INSIDE | TWO,
+    },
+    "dspark": {
+        **LAYERS,
+        **MARKOV,
+        "architectures": ["DSparkDraftModel"],
+        "dflash_config": INSIDE | {"projector_type": "dspark"},
+    },
+    "liquid": {
+        **LAYERS,
+        **MARKOV,
+        "architectures": ["Lfm2DSparkDraftModel"],
+        "rope_is_neox_style": False,
+        "dflash_config": INSIDE,
+    },
+    "muse": {
+        **LAYERS,
+        "model_type": "muse_glimmer_assistant",
+        "block_size": 7,
+        "layer_types": ["sliding_attention"] * 2,
+        "sliding_window": 64,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        **INSIDE,
+    },
+}
+"""Configs of the heads that ``tools/golden/learn_blocks.py`` teaches what follows the prompts."""
 
 
-def learned_head(model, kind: str, **changes):
-    """A head that knows these texts by heart, frozen; ``changes`` are to its config."""
-    drafter = tiny_block(model, kind, **{**LEARNED[kind], **changes})
-    weights = mx.load(str(Path(frozen.FOLDER) / f"{kind}-by-heart.safetensors"))
-    drafter.head.load_weights([(n, a.astype(mx.float32)) for n, a in weights.items()])
-    return drafter
+def learned_head(model, kind: str) -> DFlashDrafter:
+    """A head that knows these texts by heart, frozen as mlx-vlm published it, and converted."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(frozen.FOLDER) / f"learned-{kind}"
+        convert(str(source), f"{folder}/head", quantize=False, dtype="float32")
+        drafter = load_drafter(f"{folder}/head", model)
+        mx.eval(drafter.head.parameters())
+        return drafter
 
 
 def published(folder, drafter, config: dict, prefix: str = "", more: dict | None = None):

@@ -1,82 +1,141 @@
-"""Heads of blocks that know three texts by heart, for the tests in tests/drafters of each kind.
+"""Heads of blocks that know three texts by heart, for the tests of each kind in tests/drafters.
 
-The classes are our own, which other tests compare with NumPy's and other libraries': what counts
-here is that drafts are kept. A head is trained on blocks that start anywhere in the greedy texts
-of a tiny target, until it drafts all of them, and kept in float16.
+With mlx-vlm, whose own classes are trained on blocks that start anywhere in the greedy texts of a
+tiny target, until all that they draft is right. ``learned-KIND/`` holds config and weights as
+published, these in float16. ``pip install --no-deps mlx-vlm==0.7.10`` first.
 
-    PYTHONPATH=tests/support:. python tools/golden/learn_blocks.py
+    PYTHONPATH=tests/support:. python tools/golden/learn_blocks.py [KIND ...]
 """
 
+import json
 import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
-from block_twin import LEARNED, PROMPTS, features_of, rows_of, tiny_block
+from block_twin import LEARNED, PROMPTS, features_of
 from helpers import plain, tiny_llama
+from make_blocks import FOLDER
 from mlx.utils import tree_flatten
+from mlx_vlm.speculative.drafters.dflash2 import DFlash2DraftModel
+from mlx_vlm.speculative.drafters.dflash2.config import DFlash2Config
+from mlx_vlm.speculative.drafters.dspark import DSparkDraftModel
+from mlx_vlm.speculative.drafters.dspark.config import DSparkConfig
+from mlx_vlm.speculative.drafters.muse_glimmer_assistant.config import MuseGlimmerAssistantConfig
+from mlx_vlm.speculative.drafters.muse_glimmer_assistant.dflash import (
+    MuseGlimmerAssistantDraftModel,
+)
+from mlx_vlm.speculative.drafters.qwen3_dflash import DFlashDraftModel
+from mlx_vlm.speculative.drafters.qwen3_dflash.config import DFlashConfig
 
-GOLDEN = Path(__file__).parents[2] / "tests" / "support" / "golden"
 LENGTH, STEPS, BATCH = 26, 1500, 6
+CLASSES: dict[str, tuple[type, type]] = {
+    "dflash": (DFlashDraftModel, DFlashConfig),
+    "dflash2": (DFlash2DraftModel, DFlash2Config),
+    "dspark": (DSparkDraftModel, DSparkConfig),
+    "liquid": (DSparkDraftModel, DSparkConfig),
+    "muse": (MuseGlimmerAssistantDraftModel, MuseGlimmerAssistantConfig),
+}
 
 
-def learn(kind: str, settings: dict[str, Any]) -> None:
-    model = tiny_llama()
-    drafter = tiny_block(model, kind, **settings)
-    head, c = drafter.head, drafter.head.config
-    texts = [prompt + plain(model, prompt, LENGTH + c.block_size) for prompt in PROMPTS]
-    seen = [mx.array(features_of(model, c.taps, text).astype(np.float32)) for text in texts]
+def rows_of(model: Any, states: mx.array, bare: mx.array, before: mx.array) -> mx.array:
+    """The rows (k, V) that the tokens of a block are chosen from, each after the one before it."""
+    if isinstance(model, DSparkDraftModel):
+        return mx.vmap(model.markov_head.apply_step_logits)(bare, before)
+    if isinstance(model, DFlash2DraftModel):  # for all tokens; candidates have no gradients
+        own = model.candidate_selector
+        seen = own.predecessor_codebook(before) * own.hidden_projection(states)
+        return bare + seen @ own.successor_codebook.weight.T
+    return bare
+
+
+def block_of(model: Any, seen: mx.array, text: mx.array, start: int, size: int) -> tuple:
+    """One block: rows that are chosen from, those before any correction, and what is right."""
+    model._fused_context_kv_weight = None  # kept from the step before otherwise
+    is_first = hasattr(model, "markov_head")  # whether the first slot drafts
+    masks = mx.full((size - is_first,), model.config.mask_token_id, mx.int32)
+    block = mx.concatenate([text[start : start + 1].astype(mx.int32), masks])[None]
+    states = model._hidden(block, seen[None, :start], model.make_cache())[0, 1 - is_first :]
+    bare = model._logits(states)
+    rows = rows_of(model, states, bare, text[start : start + size])
+    return rows, bare, text[start + 1 : start + 1 + size]
+
+
+def is_right(model: Any, seen: mx.array, text: mx.array, start: int, size: int) -> bool:
+    """Whether its own greedy draft is what follows."""
+    model._fused_context_kv_weight = None
+    anchor, rows = int(text[start].item()), seen[None, :start]
+    drafted = model.draft_block(anchor, rows, model.make_cache(), size + 1, greedy)[0]
+    return bool((drafted == text[start + 1 : start + 1 + size]).all().item())
+
+
+def greedy(rows: mx.array) -> mx.array:
+    return mx.argmax(rows, axis=-1)
+
+
+def make(kind: str, target: nn.Module) -> tuple[Any, dict[str, Any]]:
+    make_model, make_config = CLASSES[kind]
+    config = json.loads(json.dumps(LEARNED[kind]))  # mlx-vlm takes some keys out
+    model = make_model(make_config.from_dict(json.loads(json.dumps(config))))
+    model.embed_tokens = target.model.embed_tokens
+    model.lm_head = model.embed_tokens.as_linear  # the target's are one table
+    return model, config
+
+
+def save(kind: str, model: Any, config: dict[str, Any]) -> None:
+    model.embed_tokens = model.lm_head = None
+    weights: Any = tree_flatten(model.parameters())
+    bare = {n.removesuffix(".weight") if "codebook" in n else n: a for n, a in weights}
+    folder = FOLDER / f"learned-{kind}"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    stored = {n: a.astype(mx.float16) for n, a in bare.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), stored)
+
+
+def learn(kind: str) -> None:
+    mx.random.seed(3)
+    target = tiny_llama(num_hidden_layers=6)
+    model, config = make(kind, target)
+    longest = config["block_size"] - (not hasattr(model, "markov_head"))
+    prompts = [prompt + plain(target, prompt, LENGTH + longest + 1) for prompt in PROMPTS]
+    seen = [mx.array(features_of(target, (1, 6), text).astype(np.float32)) for text in prompts]
+    texts = [mx.array(text) for text in prompts]
     starts = [(i, len(PROMPTS[i]) + n) for i in range(len(PROMPTS)) for n in range(LENGTH)]
     dice = np.random.default_rng(0)
 
-    def logits_of(
-        head: nn.Module, i: int, start: int, size: int = c.longest_draft
-    ) -> tuple[mx.array, mx.array, mx.array]:
-        """Of a block, the rows chosen from, what is right, and rows before any correction."""
-        begun = drafter.begin()
-        head.absorb(seen[i][None, :start], begun.cache[:-1])
-        text = mx.array(texts[i])
-        block = begun.block_after(begun._embed(text[start : start + 1])[None], size)
-        states = head(block, begun.cache[:-1])[:, c.first_slot :]
-        logits = rows_of(drafter, states, text[start : start + size])
-        return logits, text[start + 1 : start + 1 + size], drafter.logits(states)[0]
-
-    def loss(head: nn.Module, some: list[tuple[int, int, int]]) -> mx.array:
-        lost = 0.0
-        for pair in some:
-            rows, wanted, bare = logits_of(head, *pair)
+    def loss(model: Any, some: list[tuple[int, int, int]]) -> mx.array:
+        lost = mx.array(0.0)
+        for i, start, size in some:
+            rows, bare, wanted = block_of(model, seen[i], texts[i], start, size)
             # Candidates are the best rows before the correction.
             lost += nn.losses.cross_entropy(rows, wanted).mean() / BATCH
             lost += 0.3 * nn.losses.cross_entropy(bare, wanted).mean() / BATCH
         return lost
 
-    step = nn.value_and_grad(head, loss)
+    model.embed_tokens.freeze()
+    step: Callable[..., Any] = nn.value_and_grad(model, loss)
     optimizer = optim.Adam(optim.cosine_decay(3e-3, STEPS))
     for i in range(STEPS):
-        some = [starts[n] for n in dice.choice(len(starts), BATCH, replace=False)]
+        chosen = dice.choice(len(starts), BATCH, replace=False)
         # A shorter draft is a smaller block, in which each slot sees less.
-        sizes = [
-            c.longest_draft if n % 2 else dice.integers(1, c.longest_draft) for n in range(BATCH)
-        ]
-        some = [(*pair, int(size)) for pair, size in zip(some, sizes, strict=True)]
-        value, grads = step(head, some)
+        sizes = [longest if n % 2 else int(dice.integers(1, longest)) for n in range(BATCH)]
+        value, grads = step(model, [(*starts[n], s) for n, s in zip(chosen, sizes, strict=True)])
         grads, _ = optim.clip_grad_norm(grads, 1.0)
-        optimizer.update(head, grads)
-        mx.eval(head.parameters(), optimizer.state)
+        optimizer.update(model, grads)
+        mx.eval(model.parameters(), optimizer.state)
         if i % 100 == 99:
-            both = [logits_of(head, *pair, size) for pair in starts for size in (2, 6)]
-            right = sum((mx.argmax(x, -1) == wanted).sum().item() for x, wanted, _ in both)
-            print(kind, i + 1, value.item(), right / (8 * len(starts)), flush=True)
-            if right == 8 * len(starts) and value.item() < 0.03:
+            asked = [(j, start, size) for j, start in starts for size in (2, longest)]
+            right = [is_right(model, seen[j], texts[j], *block) for j, *block in asked]
+            print(kind, i + 1, value.item(), sum(right) / len(right), flush=True)
+            if all(right) and value.item() < 0.03:
                 break
-    weights: Any = tree_flatten(head.parameters())
-    stored = {name: array.astype(mx.float16) for name, array in weights}
-    mx.save_safetensors(str(GOLDEN / f"{kind}-by-heart.safetensors"), stored)
+    save(kind, model, config)
 
 
 if __name__ == "__main__":
-    for kind in sys.argv[1:] or LEARNED:
-        learn(kind, LEARNED[kind])
+    for name in sys.argv[1:] or CLASSES:
+        learn(name)
