@@ -5,6 +5,7 @@ Whoever drafts, the text is the target's own; and what is drafted is what a naiv
 
 import mlx.core as mx
 import pytest
+from block_twin import learned_head
 from drafter_pairs import (
     BLOCKS,
     LLAMA,
@@ -19,12 +20,13 @@ from drafter_pairs import (
     tiny_mamba2,
 )
 from grids import thorough
-from helpers import PROMPT, SCRIPTS, plain, speculative
+from helpers import PROMPT, SCRIPTS, plain, speculative, tiny_llama
 
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.base import Drafter
 from mlx_eagle.drafters.model_drafter import ModelDrafter
+from mlx_eagle.drafters.tree import TreeShape
 
 COPYING = "eagle-3, lookup"  # its drafts have a naive twin in test_copying.py
 
@@ -68,6 +70,18 @@ def test_drafters_that_need_fewer(k):
     heads = run("eagle-3, parallel heads")
     # Two tokens of a draft, where it has as many, cost no forward of their own.
     assert heads.num_head_forwards <= heads.num_drafted - min(k - 1, 2) * (heads.num_rounds - 2)
+
+
+@pytest.mark.parametrize("depth, tree", [(2, None), (5, None), (4, TreeShape.parse("3x4:12"))])
+def test_an_eagle_head_that_knows_the_text(depth, tree):
+    """Trained by speculators, in tools/golden/learn_eagle.py; each kind has such a test."""
+    target = tiny_llama(num_hidden_layers=6)
+    learned = learned_head(target, "eagle3")
+    assert learned.head.config.draft_vocab_size < learned.head.config.vocab_size
+    options = {"num_draft_tokens": depth} if tree is None else {"tree": tree}
+    tokens, stats = speculative(target, learned, PROMPT, 25, **options)
+    assert tokens == plain(target, PROMPT, 25)
+    assert stats.tau >= 0.9 * (depth + 1)
 
 
 @pytest.mark.parametrize("k", thorough([1, 2, 3, 4, 5], 2))
