@@ -30,13 +30,12 @@ from .flags import (
     draft_names,
     read_settings,
 )
-from .markdown import markdown
 from .measure import Settings, check_batches, configurations_of, measure, num_runs
 from .questions import Question, load_questions
+from .report import PLOTS
 from .runner import Models
 from .serving import check_clients, measure_serving, num_loads
 
-PLOTS = "plots"
 PICTURES = (".png", ".svg")
 EXTRA = "pip install 'mlx-eagle[bench]'"
 NUM_LINES = 20  # of progress, where standard error is no terminal
@@ -134,47 +133,47 @@ def run(args: argparse.Namespace) -> None:
     check_clients(settings, questions)
     folder = prepare_folder(args.out)
     prepare_device()
-    if settings.clients:
-        run_serving(args, questions, settings, folder)
-        return
-    print(f"Loading {args.model or DEMO_NAMES['model']}.", file=sys.stderr)
-    models, names = load_models(args)
-    check_contexts(settings, context_size(models.target))
-    document, rows = measure_counted(models, names, questions, settings)
+    measured = measure_servers if settings.clients else measure_models
+    document, rows = measured(args, questions, settings)
+    words = serving if settings.clients else report
     # Before anything is written: what took hours to measure is not lost to a full disk.
-    print(markdown(report.results(document), folder), flush=True)
-    write_all(document, rows, folder, args.picture)
+    print(words.results(document), flush=True)
+    images = draw(document, folder, args.picture) if has_matplotlib() else []
+    write_all(document, rows, words.full_report(document, images), folder)
+    plots = f", {PLOTS}/" if images else ""
+    print(f"Written to {folder}: report.md, results.json, results.csv{plots}")
+    if args.picture is not None:
+        print(f"Picture: {args.picture}")
+    if not images:
+        print(f"Without plots, which need matplotlib: {EXTRA}.")
     if args.json:
         print(json.dumps(brief(document)))
 
 
-def run_serving(
-    args: argparse.Namespace, questions: Sequence[Question], settings: Settings, folder: Path
-) -> None:
+def measure_models(
+    args: argparse.Namespace, questions: Sequence[Question], settings: Settings
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Load what the flags name and measure it, saying how far it is."""
+    print(f"Loading {args.model or DEMO_NAMES['model']}.", file=sys.stderr)
+    models, names = load_models(args)
+    check_contexts(settings, context_size(models.target))
+    configurations = configurations_of(settings, models)
+    with counting(num_runs(settings, questions, configurations)) as count:
+        return measure(models, names, questions, settings, lambda _: count())
+
+
+def measure_servers(
+    args: argparse.Namespace, questions: Sequence[Question], settings: Settings
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The same for ``--serve``: the models are loaded by the servers."""
     names = {
         "model": args.model or DEMO_NAMES["model"],
         "head": args.draft_model or DEMO_NAMES["head"],
     }
-    draft_flags = {"--draft-model": args.draft_model, "--draft-window": args.draft_window}
+    flags = {"--draft-model": args.draft_model, "--draft-window": args.draft_window}
     print(f"Starting two servers of {names['model']}.", file=sys.stderr)
     with counting(num_loads(settings)) as count:
-        document, rows = measure_serving(
-            args.model, draft_flags, names, questions, settings, count
-        )
-    print(markdown(serving.results(document), folder), flush=True)
-    write_all(document, rows, folder)
-    if args.json:
-        print(json.dumps(document))
-
-
-def measure_counted(
-    models: Models, names: dict[str, str], questions: Sequence[Question], settings: Settings
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """``measure``, saying how far it is."""
-    configurations = configurations_of(settings, models)
-    with counting(num_runs(settings, questions, configurations)) as count:
-        return measure(models, names, questions, settings, lambda _: count())
+        return measure_serving(args.model, flags, names, questions, settings, count)
 
 
 def check_picture(file: str | None) -> None:
@@ -197,23 +196,15 @@ def has_matplotlib() -> bool:
 
 
 def write_all(
-    document: Mapping[str, Any],
-    rows: Sequence[Mapping[str, Any]],
-    folder: Path,
-    picture: str | None = None,
+    document: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], text: str, folder: Path
 ) -> None:
-    """Write every file, and say where; plots and the picture where matplotlib is there."""
+    """Write every file but the plots: the CSV has a row per run."""
     (folder / "results.json").write_text(json.dumps(document, indent=1) + "\n")
-    write_csv(folder / "results.csv", rows)
-    blocks = serving.blocks if "serving" in document else report.blocks
-    images = draw(document, folder, picture) if has_matplotlib() else []
-    (folder / "report.md").write_text(markdown(blocks(document, images), folder))
-    plots = f", {PLOTS}/" if images else ""
-    print(f"Written to {folder}: report.md, results.json, results.csv{plots}")
-    if picture is not None:
-        print(f"Picture: {picture}")
-    if not images:
-        print(f"Without plots, which need matplotlib: {EXTRA}.")
+    with (folder / "results.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    (folder / "report.md").write_text(text)
 
 
 def draw(document: Mapping[str, Any], folder: Path, picture: str | None) -> list[dict[str, Path]]:
@@ -229,14 +220,6 @@ def draw(document: Mapping[str, Any], folder: Path, picture: str | None) -> list
         plots.draw_all(scenario, folder / PLOTS, f"-{number + 1}" if many else "")
         for number, scenario in enumerate(document["scenarios"])
     ]
-
-
-def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A row per run."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def brief(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,7 @@
-"""Conditions of a benchmark: machine, versions, model, head and settings, and their table."""
+"""Conditions of a benchmark: machine, versions, model and drafters."""
 
 import os
 import platform
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
@@ -15,9 +14,8 @@ from mlx_lm.utils import get_total_parameters
 
 from mlx_eagle.drafters.base import Drafter
 from mlx_eagle.system.cli_values import __version__
-from mlx_eagle.system.device import blas_name, megabytes, weight_bytes
+from mlx_eagle.system.device import blas_name, weight_bytes
 
-from .markdown import Table
 from .runner import Models
 
 
@@ -88,43 +86,3 @@ def precision(module: nn.Module) -> str:
             kind = str(array.dtype).removeprefix("mlx.core.")
             sizes[kind] = sizes.get(kind, 0) + array.nbytes
     return ", ".join(sorted(sizes, key=sizes.get, reverse=True))
-
-
-def conditions_table(document: Mapping[str, Any]) -> Table:
-    """Machine, versions, models, then the settings."""
-    conditions, settings = document["conditions"], document["settings"]
-    rows = []
-    for name, value in conditions.items():
-        if name == "drafters":
-            rows += [[f"drafter {d['name']}", _weight_words(d)] for d in value]
-        elif name.endswith("_bytes"):
-            rows.append(
-                [name.removesuffix("_bytes").replace("_", " ") + " size", megabytes(value)]
-            )
-        elif name.endswith("_parameters"):
-            rows.append([name.replace("_", " "), f"{value / 1e6:.1f} M"])
-        else:
-            rows.append([name.replace("_", " "), str(value)])
-    sizes = ", ".join(map(str, settings["sizes"]))
-    limit = settings["limit"] or "all"
-    rows += [
-        ["draft lengths k", sizes],
-        ["with copies as well, k", ", ".join(map(str, settings["copied"])) or "none"],
-        ["trees", ", ".join(settings["trees"]) or "none"],
-        ["temperature", ", ".join(f"{temp:g}" for temp in settings["temps"])],
-        ["prompt sets", f"{', '.join(settings['prompts'])}; {limit} prompts per set"],
-        ["context", ", ".join("as it is" if c is None else str(c) for c in settings["contexts"])],
-        ["output", f"at most {settings['max_tokens']} tokens, the end-of-text token honoured"],
-        ["batches", ", ".join(map(str, settings["batches"])) or "none"],
-        ["clients", ", ".join(map(str, settings["clients"])) or "none"],
-        ["repeats", f"{settings['repeats']}, order {settings['order']}"],
-    ]
-    return Table(["condition", "value"], rows)
-
-
-def _weight_words(facts: Mapping[str, Any]) -> str:
-    """ "float16, 12.3 M parameters, 24.6 MB"; "no weights" """
-    if not facts["bytes"]:
-        return str(facts["precision"])
-    size = f"{facts['parameters'] / 1e6:.1f} M parameters, {megabytes(facts['bytes'])}"
-    return f"{facts['precision']}, {size}"

@@ -24,7 +24,7 @@ from mlx_eagle.drafters.base import Drafter
 from mlx_eagle.drafters.tree import Tree
 from mlx_eagle.system.device import weight_bytes
 
-from . import conditions, parity, summary
+from . import conditions, summary
 from .part_timing import SAMPLES, Bench, Samples
 from .questions import Question, prompt_tokens, typical_context
 from .runner import (
@@ -167,7 +167,7 @@ def batch_result(
         "num_plain_steps": merged.num_plain_steps,
         "num_runs": len(cell.runs),
         "parity": [
-            parity.compare(models.target, prompt, one, other)
+            summary.compare(models.target, prompt, one, other)
             for prompt, one, other in zip(prompts, plain, ours, strict=True)
         ],
         "drafting_events": events,
@@ -437,6 +437,6 @@ def prompt_result(models: Models, cell: Cell) -> dict[str, Any]:
     plain, drafted = cell.plain[0].tokens, cell.runs[0].tokens
     return {
         **summary.cell_summary(cell),
-        "parity": parity.compare(models.target, cell.prompt, plain, drafted),
+        "parity": summary.compare(models.target, cell.prompt, plain, drafted),
         "stats": cell.runs[0].stats.to_dict(),
     }

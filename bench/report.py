@@ -1,17 +1,20 @@
-"""The report on a document of results: sentences, tables and plots, as blocks."""
+"""The report on a document of results, in Markdown: sentences, tables and plots."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from mlx_eagle.system.device import megabytes
 
-from .conditions import conditions_table
-from .markdown import Block, Folded, Heading, Image, Paragraph, Table
-from .parity import parity_words
 from .runner import TURN_TOKENS
+from .summary import parity_words
 
 Scenario = Mapping[str, Any]
+Columns = Mapping[str, Callable[[Any], str]]
+"""Columns of a table by their headings: what each shows of a row."""
+
+PLOTS = "plots"  # the folder of the images, beside the report
 
 TITLE = "mlx-eagle benchmark"
 
@@ -49,7 +52,7 @@ ORDERS = {
     "and backwards, each with its own clock; all configurations share the plain run",
 }
 
-START = "Time to the first token (TTFT), and memory"
+START_WORDS = "Time to the first token (TTFT), and memory"
 
 CAPTIONS = {
     "side_by_side": "Every draft model in its fastest configuration: speed (dashed: plain "
@@ -84,6 +87,36 @@ WORDS = {
 }
 
 
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A pipe table; each row is one line, and bars inside cells are escaped."""
+
+    def line(cells: Sequence[str]) -> str:
+        shown = (" ".join(cell.split()).replace("|", "\\|") for cell in cells)
+        return f"| {' | '.join(shown)} |"
+
+    return "\n".join([line(header), "|" + "---|" * len(header), *map(line, rows)])
+
+
+def table(columns: Columns, rows: Iterable[Any]) -> str:
+    """The same from what each column shows of a row."""
+    return markdown_table(list(columns), [[show(x) for show in columns.values()] for x in rows])
+
+
+def joined(blocks: Iterable[str]) -> str:
+    """Headings, paragraphs and tables below each other; empty ones are left out."""
+    return "\n\n".join(filter(None, blocks)) + "\n"
+
+
+def image(file: Path | None, caption: str) -> str:
+    """A plot in the folder ``PLOTS``; nothing where it was not drawn."""
+    return "" if file is None else f"![{caption}]({PLOTS}/{file.name})"
+
+
+def folded(words: str, *blocks: str) -> str:
+    """Blocks that are shown on demand only, under these words."""
+    return f"<details><summary>{words}</summary>\n\n{joined(blocks)}\n</details>"
+
+
 def scenario_name(scenario: Scenario) -> str:
     """What is particular to one scenario, in words."""
     context = scenario["context"]
@@ -92,43 +125,84 @@ def scenario_name(scenario: Scenario) -> str:
     return f"{length}, {temp}"
 
 
-def results(document: Mapping[str, Any]) -> list[Block]:
+def results(document: Mapping[str, Any]) -> str:
     """What is printed: a sentence per configuration, then speed, acceptance and batches."""
-    parts: list[Block] = [Heading(TITLE, 1)]
+    parts = [f"# {TITLE}"]
     for scenario in document["scenarios"]:
-        parts.append(Heading(f"Results: {scenario_name(scenario)}"))
-        parts += [Paragraph(line) for line in headlines(scenario)]
-        parts += side_by_side_blocks(scenario)
-        parts += [speed_table(scenario), acceptance_table(scenario), parity_table(scenario)]
-    return parts + batch_blocks(document)
+        parts += [f"## Results: {scenario_name(scenario)}", *headlines(scenario)]
+        parts += side_by_side(scenario)
+        parts += [figures_table(scenario, SPEED), figures_table(scenario, ACCEPTANCE)]
+        parts.append(parity_table(scenario))
+    return joined([*parts, *batch_blocks(document)])
 
 
-def blocks(document: Mapping[str, Any], images: Sequence[Mapping[str, Path]] = ()) -> list[Block]:
+def full_report(document: Mapping[str, Any], images: Sequence[Mapping[str, Path]] = ()) -> str:
     """The whole report, results first; ``images`` are a scenario's plots each, or none at all."""
     settings, scenarios = document["settings"], document["scenarios"]
-    parts: list[Block] = [Heading(TITLE, 1)]
+    parts = [f"# {TITLE}"]
     for scenario in scenarios:
-        parts += [Paragraph(line) for line in headlines(scenario)]
+        parts += headlines(scenario)
     for scenario, drawn in zip(scenarios, images or [{}] * len(scenarios), strict=True):
-        parts.append(Heading(f"Results: {scenario_name(scenario)}"))
+        parts.append(f"## Results: {scenario_name(scenario)}")
         parts += scenario_blocks(scenario, drawn)
-    parts += batch_blocks(document)
     method = METHOD.format(order=ORDERS[settings["order"]], repeats=settings["repeats"])
-    measured = [Paragraph(INTRO), Paragraph(method)]
-    return [
-        *parts,
-        Heading("Conditions"),
-        Folded("How it was measured", measured),
-        Folded("Machine, versions, models and settings", [conditions_table(document)]),
-        Folded("Words", [Table(["word", "meaning"], list(map(list, WORDS.items())))]),
+    return joined(
+        [
+            *parts,
+            *batch_blocks(document),
+            "## Conditions",
+            folded("How it was measured", INTRO, method),
+            folded("Machine, versions, models and settings", conditions_table(document)),
+            folded("Words", markdown_table(["word", "meaning"], list(WORDS.items()))),
+        ]
+    )
+
+
+def conditions_table(document: Mapping[str, Any]) -> str:
+    """Machine, versions, models, then the settings."""
+    rows: list[tuple[str, str]] = []
+    for name, value in document["conditions"].items():
+        words = name.replace("_", " ")
+        if name == "drafters":
+            rows += [(f"drafter {facts['name']}", _weight_words(facts)) for facts in value]
+        elif name.endswith("_bytes"):
+            rows.append((f"{words.removesuffix(' bytes')} size", megabytes(value)))
+        elif name.endswith("_parameters"):
+            rows.append((words, f"{value / 1e6:.1f} M"))
+        else:
+            rows.append((words, str(value)))
+    settings = document["settings"]
+
+    def listed(name: str) -> str:
+        return ", ".join(map(str, settings[name])) or "none"
+
+    rows += [
+        ("draft lengths k", listed("sizes")),
+        ("with copies as well, k", listed("copied")),
+        ("trees", listed("trees")),
+        ("temperature", ", ".join(f"{temp:g}" for temp in settings["temps"])),
+        ("prompt sets", f"{listed('prompts')}; {settings['limit'] or 'all'} prompts per set"),
+        ("context", listed("contexts").replace("None", "as it is")),
+        ("output", f"at most {settings['max_tokens']} tokens, the end-of-text token honoured"),
+        ("batches", listed("batches")),
+        ("clients", listed("clients")),
+        ("repeats", f"{settings['repeats']}, order {settings['order']}"),
     ]
+    return markdown_table(["condition", "value"], rows)
 
 
-def batch_blocks(document: Mapping[str, Any]) -> list[Block]:
+def _weight_words(facts: Mapping[str, Any]) -> str:
+    """ "float16, 12.3 M parameters, 24.6 MB"; "no weights" """
+    if not facts["bytes"]:
+        return str(facts["precision"])
+    size = f"{facts['parameters'] / 1e6:.1f} M parameters, {megabytes(facts['bytes'])}"
+    return f"{facts['precision']}, {size}"
+
+
+def batch_blocks(document: Mapping[str, Any]) -> list[str]:
     """What was measured of several prompts at once, if anything was."""
-    if not document["batches"]:
-        return []
-    return [Heading("Batches"), Paragraph(BATCHES), batch_table(document["batches"])]
+    rows = document["batches"]
+    return ["## Batches", BATCHES, table(BATCH, rows)] if rows else []
 
 
 def headlines(scenario: Scenario) -> Iterator[str]:
@@ -152,48 +226,42 @@ def headlines(scenario: Scenario) -> Iterator[str]:
         )
 
 
-def scenario_blocks(scenario: Scenario, images: Mapping[str, Path]) -> list[Block]:
+def scenario_blocks(scenario: Scenario, images: Mapping[str, Path]) -> Iterator[str]:
     """Tables and plots of one scenario."""
 
-    def image(name: str, last: str = "") -> list[Block]:
-        return [Image(images[name + last], CAPTIONS[name])] if name + last in images else []
+    def plot(name: str, last: str = "") -> str:
+        return image(images.get(name + last), CAPTIONS[name])
 
-    prompts = prompts_table(scenario)
     lengths = ", ".join(
         f"{what} {_range(scenario[key])} tokens"
         for what, key in (("prompts", "prompt_tokens"), ("outputs", "output_tokens"))
     )
-    parts = [
-        *side_by_side_blocks(scenario),
-        *image("side_by_side"),
-        Paragraph(f"Lengths: {lengths}."),
-        Heading("Speed", 3),
-        speed_table(scenario),
-        *image("tokens_per_second"),
-        Folded(START, [start_table(scenario)]),
-        Heading("Acceptance", 3),
-        acceptance_table(scenario),
-        Folded("Accepted lengths and forward passes", [counts_table(scenario)]),
-    ]
+    yield from side_by_side(scenario)
+    yield plot("side_by_side")
+    yield f"Lengths: {lengths}."
+    yield "### Speed"
+    yield figures_table(scenario, SPEED)
+    yield plot("tokens_per_second")
+    yield folded(START_WORDS, figures_table(scenario, START))
+    yield "### Acceptance"
+    yield figures_table(scenario, ACCEPTANCE)
+    yield folded("Accepted lengths and forward passes", figures_table(scenario, COUNTS))
     for number, view in enumerate(views(scenario), 1):
-        last = f"-drafter{number}" if len(scenario["drafters"]) > 1 else ""
-        parts += [
-            Heading(f"Cost of a round{with_name(scenario, view)}", 3),
-            Paragraph(costs_sentence(view)),
-            cost_table(view),
-            *image("verify_cost", last),
-            *split_blocks(view),
-            *image("round_time", last),
-            *prediction_blocks(view),
-            *image("speedup", last),
-            *image("acceptance", last),
-        ]
-    return [
-        *parts,
-        Heading("Parity", 3),
-        parity_table(scenario),
-        Folded(f"Every prompt ({len(scenario['prompts'])} rows)", [prompts]),
-    ]
+        several = len(scenario["drafters"]) > 1
+        last = f"-drafter{number}" if several else ""
+        yield "### Cost of a round" + (f", {view['name']}" if several else "")
+        yield costs_sentence(view)
+        yield cost_table(view)
+        yield plot("verify_cost", last)
+        yield split_table(view)
+        yield plot("round_time", last)
+        yield from predictions(view)
+        yield plot("speedup", last)
+        yield plot("acceptance", last)
+    yield "### Parity"
+    yield parity_table(scenario)
+    prompts = scenario["prompts"]
+    yield folded(f"Every prompt ({len(prompts)} rows)", table(PROMPT, prompts))
 
 
 def views(scenario: Scenario) -> list[dict[str, Any]]:
@@ -210,30 +278,10 @@ def views(scenario: Scenario) -> list[dict[str, Any]]:
     ]
 
 
-def with_name(scenario: Scenario, view: Scenario) -> str:
-    """ ", lookup", where there are several drafters."""
-    return f", {view['name']}" if len(scenario["drafters"]) > 1 else ""
-
-
-def side_by_side_blocks(scenario: Scenario) -> list[Block]:
+def side_by_side(scenario: Scenario) -> list[str]:
     """Each of several drafters in its fastest configuration."""
-    rows = [
-        [
-            row["drafter"],
-            row["configuration"].removeprefix(f"{row['drafter']}, "),
-            number(row["tps"]),
-            times(row["speedup"]),
-            times(row["speedup_of_worst_prompt"]),
-            number(row["mean_acceptance_length"]),
-            megabytes(row["weight_bytes"]) if row["weight_bytes"] else "none",
-            megabytes(row["peak_bytes"]),
-            f"{row['identical']} of {row['num_prompts']}",
-        ]
-        for row in scenario["side_by_side"]
-    ]
-    header = ["draft model", "fastest with", "tok/s", "ratio", "worst prompt", "tau", "weights",
-              "peak memory", "outputs identical"]  # fmt: skip
-    return [Heading("Side by side", 3), Table(header, rows)] if rows else []
+    rows = scenario["side_by_side"]
+    return ["### Side by side", table(SIDE_BY_SIDE, rows)] if rows else []
 
 
 def _range(spread: Mapping[str, float]) -> str:
@@ -277,169 +325,167 @@ def with_spread(
     return f"{show(middle)} [{show(spread['q1'])}-{show(spread['q3'])}]"
 
 
-def figures(scenario: Scenario) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
-    """(set, configuration, figures) for every set, then overall where there are several sets."""
-    names = list(scenario["configurations"][0]["sets"]) if scenario["configurations"] else []
-    for name in names:
-        for configuration in scenario["configurations"]:
-            yield name, configuration, configuration["sets"][name]
+def figures(scenario: Scenario) -> list[Mapping[str, Any]]:
+    """The figures of every set, then overall where there are several sets.
+
+    With each the names of its ``set`` and its ``configuration``.
+    """
+    configurations = scenario["configurations"]
+    names = list(configurations[0]["sets"]) if configurations else []
+    found = [(name, c, c["sets"][name]) for name in names for c in configurations]
     if len(names) > 1:
-        for configuration in scenario["configurations"]:
-            yield "overall", configuration, configuration["overall"]
+        found += [("overall", c, c["overall"]) for c in configurations]
+    return [{"set": name, "configuration": c["label"], **own} for name, c, own in found]
 
 
-def figures_table(
-    scenario: Scenario, header: list[str], cells: Callable[[Mapping[str, Any]], list[str]]
-) -> Table:
-    """A row of ``cells`` for every set and configuration."""
-    rows = [[name, c["label"], *cells(f)] for name, c, f in figures(scenario)]
-    return Table(["set", "configuration", *header], rows)
-
-
-def speed_table(scenario: Scenario) -> Table:
-    """Tokens per second, plain and drafted, and their ratio."""
-
-    def cells(f: Mapping[str, Any]) -> list[str]:
-        by_prompt = f["speedup_by_prompt"]
-        return [
-            with_spread(f["plain_tps_spread"], number, f["plain_tps"]),
-            with_spread(f["tps_spread"], number, f["tps"]),
-            times(f["speedup"]),
-            with_spread(by_prompt, number),
-            "-" if by_prompt is None else times(by_prompt["min"]),
-            str(f["num_runs"]),
-        ]
-
-    header = ["plain tok/s", "speculative tok/s", "ratio", "ratio by prompt", "worst prompt",
-              "runs"]  # fmt: skip
-    return figures_table(scenario, header, cells)
-
-
-def start_table(scenario: Scenario) -> Table:
-    """Time to the first token (TTFT), and peak memory."""
-
-    def cells(f: Mapping[str, Any]) -> list[str]:
-        waits = [milliseconds(f[key]["median"], 0) for key in ("plain_ttft", "ttft")]
-        return [*waits, megabytes(f["plain_peak_bytes"]), megabytes(f["peak_bytes"])]
-
-    return figures_table(scenario, ["TTFT plain ms", "TTFT ms", "peak plain", "peak"], cells)
-
-
-def acceptance_table(scenario: Scenario) -> Table:
-    """How much of the drafts was accepted."""
-
-    def cells(f: Mapping[str, Any]) -> list[str]:
-        tau, rate = number(f["mean_acceptance_length"]), number(f["acceptance_rate"])
-        return [tau, rate, _list(f["acceptance_by_position"])]
-
-    header = ["mean acceptance length (tau)", "acceptance", "by position"]
-    return figures_table(scenario, header, cells)
-
-
-def counts_table(scenario: Scenario) -> Table:
-    """Accepted lengths, and the forward passes and evaluations that the outputs took."""
-
-    def cells(f: Mapping[str, Any]) -> list[str]:
-        return [
-            " ".join(f"{n}:{c}" for n, c in enumerate(f["accepted_histogram"])) or "-",
-            _list(f["cumulative_acceptance_by_position"]),
-            number(f["target_forwards_per_token"], 3),
-            number(f["head_forwards_per_round"]),
-            number(f["evals_per_round"]),
-        ]
-
-    header = ["accepted lengths", "cumulative acceptance by position", "target forwards/token",
-              "head forwards/round", "evals/round"]  # fmt: skip
-    return figures_table(scenario, header, cells)
+def figures_table(scenario: Scenario, columns: Columns) -> str:
+    """Those columns of every set and configuration."""
+    return table(PLACE | columns, figures(scenario))
 
 
 def _list(values: list[float]) -> str:
     return " ".join(f"{value:.2f}" for value in values) or "-"
 
 
-def cost_table(scenario: Scenario) -> Table:
+def _margin(parities: Sequence[Mapping[str, Any]]) -> str:
+    """The largest margin of those outputs that are not the same."""
+    margins = [parity["margin"] for parity in parities if not parity["identical"]]
+    return f"{max(margins):.2g}" if margins else "-"
+
+
+def _identical(parities: Sequence[Mapping[str, Any]]) -> str:
+    return f"{sum(parity['identical'] for parity in parities)} of {len(parities)}"
+
+
+PLACE: Columns = {"set": itemgetter("set"), "configuration": itemgetter("configuration")}
+SPEED: Columns = {
+    "plain tok/s": lambda f: with_spread(f["plain_tps_spread"], number, f["plain_tps"]),
+    "speculative tok/s": lambda f: with_spread(f["tps_spread"], number, f["tps"]),
+    "ratio": lambda f: times(f["speedup"]),
+    "ratio by prompt": lambda f: with_spread(f["speedup_by_prompt"], number),
+    "worst prompt": lambda f: times((f["speedup_by_prompt"] or {}).get("min")),
+    "runs": lambda f: str(f["num_runs"]),
+}
+START: Columns = {
+    "TTFT plain ms": lambda f: milliseconds(f["plain_ttft"]["median"], 0),
+    "TTFT ms": lambda f: milliseconds(f["ttft"]["median"], 0),
+    "peak plain": lambda f: megabytes(f["plain_peak_bytes"]),
+    "peak": lambda f: megabytes(f["peak_bytes"]),
+}
+ACCEPTANCE: Columns = {
+    "mean acceptance length (tau)": lambda f: number(f["mean_acceptance_length"]),
+    "acceptance": lambda f: number(f["acceptance_rate"]),
+    "by position": lambda f: _list(f["acceptance_by_position"]),
+}
+COUNTS: Columns = {
+    "accepted lengths": lambda f: (
+        " ".join(f"{n}:{c}" for n, c in enumerate(f["accepted_histogram"])) or "-"
+    ),
+    "cumulative acceptance by position": lambda f: _list(f["cumulative_acceptance_by_position"]),
+    "target forwards/token": lambda f: number(f["target_forwards_per_token"], 3),
+    "head forwards/round": lambda f: number(f["head_forwards_per_round"]),
+    "evals/round": lambda f: number(f["evals_per_round"]),
+}
+PREDICTION: Columns = PLACE | {
+    "tau": lambda f: number(f["prediction"]["mean_acceptance_length"]),
+    "predicted": lambda f: times(f["prediction"]["predicted"]),
+    "measured": lambda f: times(f["prediction"]["measured"]),
+    "predicted/measured - 1": lambda f: (
+        "-" if (error := f["prediction"]["error"]) is None else f"{error:+.1%}"
+    ),
+    "bound": lambda f: times(f["prediction"]["bound"]),
+    "fraction of bound reached": lambda f: number(f["prediction"]["fraction_of_bound"]),
+}
+SIDE_BY_SIDE: Columns = {
+    "draft model": itemgetter("drafter"),
+    "fastest with": lambda row: row["configuration"].removeprefix(f"{row['drafter']}, "),
+    "tok/s": lambda row: number(row["tps"]),
+    "ratio": lambda row: times(row["speedup"]),
+    "worst prompt": lambda row: times(row["speedup_of_worst_prompt"]),
+    "tau": lambda row: number(row["mean_acceptance_length"]),
+    "weights": lambda row: megabytes(row["weight_bytes"]) if row["weight_bytes"] else "none",
+    "peak memory": lambda row: megabytes(row["peak_bytes"]),
+    "outputs identical": lambda row: f"{row['identical']} of {row['num_prompts']}",
+}
+BATCH: Columns = {
+    "prompts at once": lambda row: str(row["batch"]),
+    **PLACE,
+    "plain batch tok/s": lambda row: number(row["plain_tps_after_prefill"]),
+    "speculative tok/s": lambda row: number(row["tps_after_prefill"]),
+    "ratio": lambda row: times(row["speedup_after_prefill"]),
+    "whole call: plain": lambda row: number(row["plain_tps"]),
+    "whole call: speculative": lambda row: number(row["tps"]),
+    "whole call: ratio": lambda row: times(row["speedup"]),
+    "tau": lambda row: number(row["mean_acceptance_length"]),
+    "outputs identical": lambda row: _identical(row["parity"]),
+    "largest margin where not": lambda row: _margin(row["parity"]),
+    "drafting events": lambda row: ", ".join(row["drafting_events"]) or "-",
+}
+PROMPT: Columns = {
+    "prompt": lambda row: f"{row['set']}/{row['id']}",
+    "configuration": itemgetter("configuration"),
+    "prompt tokens": lambda row: str(row["prompt_tokens"]),
+    "output tokens": lambda row: str(row["output_tokens"]),
+    "plain tok/s": lambda row: number(row["plain_tps"]),
+    "speculative tok/s": lambda row: number(row["tps"]),
+    "ratio": lambda row: times(row["speedup"]),
+    "tau": lambda row: number(row["mean_acceptance_length"]),
+    "parity": lambda row: parity_words(row["parity"]),
+}
+
+
+def cost_table(scenario: Scenario) -> str:
     """By rows R: verify pass, accept pass, and what the host adds to a round of k = R - 1."""
     costs = scenario["costs"]
-    header = [
-        "rows R", "T(R) ms", "c(R)", "graph building ms", "accept pass ms", "host wait ms",
-        "overhead (plain steps)",
-    ]  # fmt: skip
-    rows = [
-        [
-            str(size),
-            milliseconds(costs["verify_seconds"][size]),
-            number(costs["verify_cost"][size], 3),
-            milliseconds(costs["verify_build_seconds"][size]),
-            milliseconds(costs["accept_seconds"].get(size)),
-            milliseconds(costs["host_seconds"].get(size - 1)),
-            number(costs["overhead"].get(size - 1), 3),
-        ]
-        for size in costs["verify_seconds"]
-    ]
-    return Table(header, rows)
+    columns: Columns = {
+        "rows R": str,
+        "T(R) ms": lambda rows: milliseconds(costs["verify_seconds"][rows]),
+        "c(R)": lambda rows: number(costs["verify_cost"][rows], 3),
+        "graph building ms": lambda rows: milliseconds(costs["verify_build_seconds"][rows]),
+        "accept pass ms": lambda rows: milliseconds(costs["accept_seconds"].get(rows)),
+        "host wait ms": lambda rows: milliseconds(costs["host_seconds"].get(rows - 1)),
+        "overhead (plain steps)": lambda rows: number(costs["overhead"].get(rows - 1), 3),
+    }
+    return table(columns, costs["verify_seconds"])
 
 
-def split_blocks(scenario: Scenario) -> list[Block]:
+def split_table(scenario: Scenario) -> str:
     """Milliseconds and shares of the median round; nothing without a chain."""
+    parts = {"verify": "verify", "draft": "draft", "accept": "accept", "host and the rest": "host"}
     rows = []
     for configuration in scenario["configurations"]:
         split = configuration["overall"].get("time_split")
         if split is not None:
-            parts = ("verify", "draft", "accept", "host")
-            shares = [f"{milliseconds(split[p])} ({split[p] / split['round']:.0%})" for p in parts]
-            rows.append([configuration["label"], milliseconds(split["round"]), *shares])
-    header = ["configuration", "round ms", "verify", "draft", "accept", "host and the rest"]
-    return [Table(header, rows)] if rows else []
-
-
-def prediction_blocks(scenario: Scenario) -> list[Block]:
-    """Predicted against measured speedup, and the bound; nothing without a chain."""
-    header = ["set", "configuration", "tau", "predicted", "measured", "predicted/measured - 1",
-              "bound", "fraction of bound reached"]  # fmt: skip
-    rows = []
-    for name, configuration, f in figures(scenario):
-        if "prediction" in f:
-            p = f["prediction"]
-            error = "-" if p["error"] is None else f"{p['error']:+.1%}"
-            rows.append(
-                [
-                    name,
-                    configuration["label"],
-                    number(p["mean_acceptance_length"]),
-                    times(p["predicted"]),
-                    times(p["measured"]),
-                    error,
-                    times(p["bound"]),
-                    number(p["fraction_of_bound"]),
-                ]
+            shares = (
+                f"{milliseconds(split[part])} ({split[part] / split['round']:.0%})"
+                for part in parts.values()
             )
-    return [Heading("Predicted and measured", 3), Table(header, rows)] if rows else []
+            rows.append([configuration["label"], milliseconds(split["round"]), *shares])
+    return markdown_table(["configuration", "round ms", *parts], rows) if rows else ""
 
 
-def parity_table(scenario: Scenario) -> Table:
+def predictions(scenario: Scenario) -> list[str]:
+    """Predicted against measured speedup, and the bound; nothing without a chain."""
+    rows = [f for f in figures(scenario) if "prediction" in f]
+    return ["### Predicted and measured", table(PREDICTION, rows)] if rows else []
+
+
+def parity_table(scenario: Scenario) -> str:
     """How many outputs are the same, and the largest margin where one is not.
 
     Beside it the rows of a verify pass, on the mean: on a GPU they decide which kernels multiply.
     """
     rows = []
     for configuration in scenario["configurations"]:
-        mine = [
-            row for row in scenario["prompts"] if row["configuration"] == configuration["label"]
-        ]
-        apart = [row["parity"] for row in mine if not row["parity"]["identical"]]
-        margins = [parity["margin"] for parity in apart]
-        rows.append(
-            [
-                configuration["label"],
-                f"{len(mine) - len(apart)} of {len(mine)}",
-                _rows_per_pass([row["stats"] for row in mine]),
-                "-" if not margins else f"{max(margins):.2g}",
-                f"{sum(row['repeatable'] for row in mine)} of {len(mine)}",
-            ]
-        )
+        label = configuration["label"]
+        own = [row for row in scenario["prompts"] if row["configuration"] == label]
+        parities = [row["parity"] for row in own]
+        repeatable = f"{sum(row['repeatable'] for row in own)} of {len(own)}"
+        per_pass = _rows_per_pass([row["stats"] for row in own])
+        rows.append([label, _identical(parities), per_pass, _margin(parities), repeatable])
     header = ["configuration", "outputs identical to plain", "rows per pass",
               "largest margin where not", "same output in all repeats"]  # fmt: skip
-    return Table(header, rows)
+    return markdown_table(header, rows)
 
 
 def _rows_per_pass(stats: Sequence[Mapping[str, Any]]) -> str:
@@ -447,53 +493,3 @@ def _rows_per_pass(stats: Sequence[Mapping[str, Any]]) -> str:
     rounds = sum(counts["num_rounds"] for counts in stats)
     drafted = sum(counts["num_drafted"] for counts in stats)
     return f"{1 + drafted / rounds:.1f}" if rounds else "1"
-
-
-def batch_table(rows: Iterable[Mapping[str, Any]]) -> Table:
-    """Batches: tokens per second of the whole call and after prefill, and parity."""
-    header = ["prompts at once", "set", "configuration", "plain batch tok/s",
-              "speculative tok/s", "ratio",
-              "whole call: plain", "speculative", "ratio", "tau", "outputs identical",
-              "largest margin where not", "drafting events"]  # fmt: skip
-    lines = []
-    for row in rows:
-        margins = [p["margin"] for p in row["parity"] if not p["identical"]]
-        lines.append(
-            [
-                str(row["batch"]),
-                row["set"],
-                row["configuration"],
-                number(row["plain_tps_after_prefill"]),
-                number(row["tps_after_prefill"]),
-                times(row["speedup_after_prefill"]),
-                number(row["plain_tps"]),
-                number(row["tps"]),
-                times(row["speedup"]),
-                number(row["mean_acceptance_length"]),
-                f"{row['batch'] - len(margins)} of {row['batch']}",
-                "-" if not margins else f"{max(margins):.2g}",
-                ", ".join(row["drafting_events"]) or "-",
-            ]
-        )
-    return Table(header, lines)
-
-
-def prompts_table(scenario: Scenario) -> Table:
-    """Every prompt and configuration, with its parity."""
-    rows = [
-        [
-            f"{row['set']}/{row['id']}",
-            row["configuration"],
-            str(row["prompt_tokens"]),
-            str(row["output_tokens"]),
-            number(row["plain_tps"]),
-            number(row["tps"]),
-            times(row["speedup"]),
-            number(row["mean_acceptance_length"]),
-            parity_words(row["parity"]),
-        ]
-        for row in scenario["prompts"]
-    ]
-    header = ["prompt", "configuration", "prompt tokens", "output tokens", "plain tok/s",
-              "speculative tok/s", "ratio", "tau", "parity"]  # fmt: skip
-    return Table(header, rows)

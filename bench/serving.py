@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,10 +18,19 @@ from mlx_lm.utils import save_model
 from mlx_eagle.demo.pair import CONFIG, FILES, WEIGHTS, demo_target_path, load_demo
 
 from . import conditions
-from .markdown import Block, Folded, Heading, Image, Paragraph, Table
 from .measure import Settings
 from .questions import Question
-from .report import milliseconds, number, times
+from .report import (
+    Columns,
+    conditions_table,
+    folded,
+    image,
+    joined,
+    milliseconds,
+    number,
+    table,
+    times,
+)
 from .runner import (
     PLAIN,
     WARM_UP_TOKENS,
@@ -282,24 +292,28 @@ def answer_rows(
     ]
 
 
-def results(document: Mapping[str, Any]) -> list[Block]:
+def results(document: Mapping[str, Any]) -> str:
     """What is printed: a sentence per row, and the tables."""
     rows = document["serving"]
-    lines = [Paragraph(line) for line in headlines(rows)]
-    return [Heading(TITLE, 1), *lines, loads_table(rows), waits_table(rows)]
+    return joined([f"# {TITLE}", *headlines(rows), table(LOADS, rows), table(WAITS, rows)])
 
 
-def blocks(document: Mapping[str, Any], images: Sequence[Mapping[str, Path]] = ()) -> list[Block]:
+def full_report(document: Mapping[str, Any], images: Sequence[Mapping[str, Path]] = ()) -> str:
     """The whole report; ``images`` has the plot, or nothing."""
     settings = document["settings"]
     method = METHOD.format(order=ORDERS[settings["order"]], repeats=settings["repeats"])
-    return [
-        *results(document),
-        *(Image(image["serving"], CAPTION) for image in images),
-        Heading("Conditions"),
-        Folded("How it was measured", [Paragraph(method)]),
-        Folded("Machine, versions, models and settings", [conditions.conditions_table(document)]),
-    ]
+    return (
+        results(document)
+        + "\n"
+        + joined(
+            [
+                *(image(drawn["serving"], CAPTION) for drawn in images),
+                "## Conditions",
+                folded("How it was measured", method),
+                folded("Machine, versions, models and settings", conditions_table(document)),
+            ]
+        )
+    )
 
 
 def headlines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -318,52 +332,40 @@ def clients(row: Mapping[str, Any]) -> str:
     return "1 client" if row["clients"] == 1 else f"{row['clients']} clients"
 
 
-def loads_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Tokens per second of all clients, acceptance and parity."""
-    header = ["clients", "configuration", "mlx_lm.server tok/s", "mlx_eagle.server tok/s", "ratio",
-              "tau", "texts identical", "loads"]  # fmt: skip
-    lines = [
-        [
-            str(row["clients"]),
-            row["configuration"],
-            number(row["plain"]["tps"]),
-            number(row["speculative"]["tps"]),
-            times(row["speedup"]),
-            number(row["mean_acceptance_length"]),
-            f"{row['num_prompts'] - len(row['differing'])} of {row['num_prompts']}",
-            str(row["num_runs"]),
-        ]
-        for row in rows
-    ]
-    return Table(header, lines)
+LOADS: Columns = {
+    "clients": lambda row: str(row["clients"]),
+    "configuration": lambda row: row["configuration"],
+    "mlx_lm.server tok/s": lambda row: number(row["plain"]["tps"]),
+    "mlx_eagle.server tok/s": lambda row: number(row["speculative"]["tps"]),
+    "ratio": lambda row: times(row["speedup"]),
+    "tau": lambda row: number(row["mean_acceptance_length"]),
+    "texts identical": lambda row: (
+        f"{row['num_prompts'] - len(row['differing'])} of {row['num_prompts']}"
+    ),
+    "loads": lambda row: str(row["num_runs"]),
+}
+"""Tokens per second of all clients, acceptance and parity."""
 
 
-def waits_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """What a client waits for, in milliseconds, the median answer and the worst."""
-    kinds = {
-        "seconds_per_token": "time per token",
-        "longest_pause": "longest pause",
-        "ttft": "TTFT",
-    }
-    header = ["clients", "configuration"]
-    header += [f"{words} ms: {who}" for words in kinds.values() for who in ("plain", "drafted")]
-    lines = [
-        [
-            str(row["clients"]),
-            row["configuration"],
-            *(
-                milliseconds_of(row[who][kind])
-                for kind in kinds
-                for who in ("plain", "speculative")
-            ),
-        ]
-        for row in rows
-    ]
-    return Table(header, lines)
+def _waits(kind: str, who: str) -> Callable[[Mapping[str, Any]], str]:
+    """What shows "50 [70]" of a row: the median, and in brackets the worst, in milliseconds."""
+
+    def show(row: Mapping[str, Any]) -> str:
+        found = row[who][kind]
+        if found is None:
+            return "-"
+        return f"{milliseconds(found['median'], 0)} [{milliseconds(found['worst'], 0)}]"
+
+    return show
 
 
-def milliseconds_of(values: Mapping[str, float] | None) -> str:
-    """ "50 [70]": the median, and in brackets the worst, in milliseconds."""
-    if values is None:
-        return "-"
-    return f"{milliseconds(values['median'], 0)} [{milliseconds(values['worst'], 0)}]"
+WAITS: Columns = {
+    **dict(islice(LOADS.items(), 2)),
+    "time per token ms: plain": _waits("seconds_per_token", "plain"),
+    "time per token ms: drafted": _waits("seconds_per_token", "speculative"),
+    "longest pause ms: plain": _waits("longest_pause", "plain"),
+    "longest pause ms: drafted": _waits("longest_pause", "speculative"),
+    "TTFT ms: plain": _waits("ttft", "plain"),
+    "TTFT ms: drafted": _waits("ttft", "speculative"),
+}
+"""What a client waits for, the median answer and the worst."""

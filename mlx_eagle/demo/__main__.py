@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import mlx_lm
 from mlx_lm.generate import GenerationResponse
 
-from ..bench.parity import first_difference
+from ..bench.summary import first_difference
 from ..generate import stream_generate
 from ..system.cli_values import use_plain_words
 from ..system.command import run_command

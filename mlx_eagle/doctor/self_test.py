@@ -26,9 +26,9 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..batch.generate import batch_generate
-from ..bench.markdown import markdown_table
-from ..bench.parity import compare, margin, next_logprobs, parity_words
 from ..bench.part_timing import Bench, Timing, sample_head, sample_verify
+from ..bench.report import markdown_table
+from ..bench.summary import compare, margin, next_logprobs, parity_words
 from ..decoding.sampling import Sampling
 from ..demo.pair import load_demo
 from ..drafters.base import Drafter

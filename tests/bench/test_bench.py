@@ -7,7 +7,7 @@ import pytest
 from helpers import byte_tokenizer
 
 from mlx_eagle.bench import measure, questions, runner, summary
-from mlx_eagle.bench.markdown import markdown_table
+from mlx_eagle.bench.report import markdown_table
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.tree import DraftShape, TreeShape
 
