@@ -17,9 +17,8 @@ from mlx_eagle.decoding.setup import AUTO
 from mlx_eagle.demo.pair import load_demo
 from mlx_eagle.draft_models import open_beside, split_name
 from mlx_eagle.drafters.base import Drafter
-from mlx_eagle.system.command import run_command
 from mlx_eagle.system.device import prepare_device
-from mlx_eagle.system.terminal import open_bar
+from mlx_eagle.system.terminal import open_bar, run_command
 
 from . import report, serving
 from .flags import (

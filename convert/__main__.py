@@ -13,9 +13,8 @@ from mlx_eagle.system.cli_values import (
     check_ranges,
     use_plain_words,
 )
-from mlx_eagle.system.command import run_command
 from mlx_eagle.system.device import prepare_device
-from mlx_eagle.system.terminal import Bar
+from mlx_eagle.system.terminal import Bar, run_command
 
 from .pipeline import DTYPES, convert
 from .pytorch import to_pytorch

@@ -36,8 +36,7 @@ from .decoding.setup import AUTO
 from .decoding.stats import Stats
 from .drafters.base import Drafter
 from .generate import GenerationResponse, stream_generate
-from .system.command import StopSignals, run_command
-from .system.terminal import Marker, prompt_bar
+from .system.terminal import Marker, StopSignals, prompt_bar, run_command
 
 DEMO = "SmolLM2-135M-Instruct (demo)"
 HELP = {

@@ -11,9 +11,8 @@ from mlx_lm.generate import GenerationResponse
 from ..bench.summary import first_difference
 from ..generate import stream_generate
 from ..system.cli_values import use_plain_words
-from ..system.command import run_command
 from ..system.device import prepare_device
-from ..system.terminal import Marker
+from ..system.terminal import Marker, run_command
 from .pair import load_demo
 
 # The kind of prompt the small demo head was trained on; code and open chat gain less.

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ..system.cli_values import __version__, add_version_flag, use_plain_words
-from ..system.command import run_command
+from ..system.terminal import run_command
 from .checks import check_all, expect
 from .packages import is_well, page
 from .self_test import document, sections, self_test

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..commands.flags import say_known_head, with_known_head
-from ..system.command import StopSignals, run_command
 from ..system.device import prepare_device
+from ..system.terminal import StopSignals, run_command
 from .caches import open_prompt_cache
 from .collect import open_collector
 from .engine import PairGenerator

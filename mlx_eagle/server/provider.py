@@ -24,9 +24,9 @@ from ..demo.pair import load_demo
 from ..draft_models import open_beside
 from ..drafters.target_parts import find_embedding
 from ..system.cli_values import __version__
-from ..system.command import USER_ERRORS
 from ..system.device import set_precision
 from ..system.hub import locate
+from ..system.terminal import USER_ERRORS
 from ..target.tree_attention import check_trees
 from .caches import is_always_trimmable
 

@@ -11,8 +11,8 @@ import yaml
 from mlx_lm.lora import yaml_loader
 
 from ..system.cli_values import add_version_flag, use_plain_words
-from ..system.command import run_command
 from ..system.device import DTYPES
+from ..system.terminal import run_command
 from .log import write_page
 from .session import is_first, run
 from .settings import LOSSES, TrainSettings, parse_temperatures

@@ -12,8 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..drafters.head import Eagle3Head
 from ..drafters.kinds import load_drafter
 from ..generate import stream_generate
-from ..system.command import StopSignals
-from ..system.terminal import open_bar
+from ..system.terminal import StopSignals, open_bar
 from .examples import Example, make_batch
 from .losses import chunk_rows, unroll
 from .teacher import Teacher

@@ -15,9 +15,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..drafters.target_parts import find_embedding
-from ..system.command import StopSignals
 from ..system.device import memory, weight_bytes
 from ..system.machines import this_machine
+from ..system.terminal import StopSignals
 from .checkpoints import Checkpoints, locked
 from .evaluate import Tester, choose_prompts
 from .examples import PAD_TO, Examples, padded_length, read_examples

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..convert.checkpoint import open_target
 from ..convert.quantize import Quantization
-from ..system.command import StopSignals
+from ..system.terminal import StopSignals
 from .checkpoints import Checkpoints, load_checkpoint
 from .evaluate import Evaluation, Evaluator, Generated, Tester
 from .examples import BatchOrder, Examples, make_batch

@@ -23,7 +23,7 @@ from mlx_eagle.server import __main__ as command
 from mlx_eagle.server.handler import PairHandler
 from mlx_eagle.server.listener import ApiKey, PairServer, is_loopback, read_key
 from mlx_eagle.server.metrics import Metrics, RequestOutcome
-from mlx_eagle.system.command import StopSignals
+from mlx_eagle.system.terminal import StopSignals
 
 TEXT = {"prompt": "Once upon a time", "max_tokens": 20, "logit_bias": ENDLESS}
 KEY = "sk-local-0123456789"

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from mlx_eagle.system.command import StopSignals
+from mlx_eagle.system.terminal import StopSignals
 
 COMPILER = """#!/bin/sh
 echo >> asked
@@ -17,7 +17,7 @@ if [ -e listening ]; then echo >> sent; kill -INT $(cat listening); fi
 SCRIPT = """
 import os
 import mlx.core as mx
-from mlx_eagle.system.command import StopSignals
+from mlx_eagle.system.terminal import StopSignals
 
 mx.set_default_device(mx.cpu)
 with {listening} as stop:
