@@ -13,7 +13,7 @@ import pytest
 from checkpoints import CONFIG, as_midlayer, eagle3_tensors, write_safetensors
 
 from mlx_eagle.decoding import setup
-from mlx_eagle.system.machines import this_machine
+from mlx_eagle.system.device import this_machine
 
 NEEDS_GPU = "needs a GPU"
 

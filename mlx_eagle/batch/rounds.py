@@ -21,7 +21,7 @@ from ..decoding.sampling import ask_grammars
 from ..drafters.base import Draft, Drafter, PendingPairs
 from ..drafters.batch_drafter import make_batch_drafter
 from ..drafters.tree import DraftShape
-from ..system.machines import fused_rows
+from ..system.device import fused_rows
 from ..target.batch_attention import batch_mask_axes
 from ..target.cache_view import close_windows
 from ..target.ragged import RaggedCaches

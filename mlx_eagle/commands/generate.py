@@ -21,8 +21,7 @@ from ..drafters.base import Drafter
 from ..drafters.pairs import pair_lines
 from ..generate import footer, stream_generate
 from ..system.atomic_folder import check_writable
-from ..system.device import weight_bytes
-from ..system.machines import Machine, this_machine
+from ..system.device import Machine, this_machine, weight_bytes
 from ..system.terminal import Marker, prompt_bar, run_command
 from .flags import (
     add_draft_cache_flag,

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from ..drafters.base import Draft, Drafter, PendingPairs
 from ..drafters.tree import PLAIN, DraftShape
-from ..system.machines import this_machine
+from ..system.device import this_machine
 from ..target.cache_view import CacheView, close_windows, open_windows
 from ..target.rollback import CacheQuantization, Checkpoint
 from ..target.taps import Target

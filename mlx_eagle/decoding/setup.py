@@ -13,8 +13,7 @@ from mlx_lm.utils import does_model_support_input_embeddings
 
 from ..drafters.base import Drafter
 from ..drafters.tree import PLAIN, TREES, DraftShape, Tree, parse_tree
-from ..system.device import weight_bytes
-from ..system.machines import fused_rows, product_cost, this_machine
+from ..system.device import fused_rows, product_cost, this_machine, weight_bytes
 from ..target.rollback import CacheQuantization, Checkpoint, check_supported
 from ..target.sharding import in_any_process, is_pipelined, is_sharded
 from ..target.taps import Target

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from ..system.device import weight_bytes
-from ..system.machines import Machine, product_cost
+from ..system.device import Machine, product_cost, weight_bytes
 
 PER_ROW = (
     "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k",

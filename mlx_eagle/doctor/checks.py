@@ -25,9 +25,18 @@ from ..drafters.model_drafter import NOT_LOADED
 from ..drafters.pairs import pair_for, targets_within
 from ..drafters.target_parts import sizes_of
 from ..system.atomic_folder import user_cache
-from ..system.device import CUDNN, blas_name, blas_note, memory, weight_bytes
+from ..system.device import (
+    CUDNN,
+    LENGTHS,
+    Machine,
+    blas_name,
+    blas_note,
+    fused_rows,
+    memory,
+    this_machine,
+    weight_bytes,
+)
 from ..system.hub import locate
-from ..system.machines import LENGTHS, Machine, fused_rows, this_machine
 from ..target.rollback import check_supported
 from .packages import Finding, Level, check_packages, read_sysctl
 

@@ -1,9 +1,26 @@
-"""What the computation runs on, by name, and what commands set or say before they begin."""
+"""The device: what commands set or say before they begin, and a table of what passes cost on it.
+
+What drafting can gain hangs on one thing: how much dearer a pass of k + 1 rows over the target is
+than a pass of one. For packed weights MLX decides by the chip, the number of rows and the size of
+the layer which kernel multiplies, and each kernel has its own price:
+
+* "vector": the weights are read once for every few rows (``rows_per_read``);
+* "matrix": a price of its own, the same for all rows of a tile (``rows_per_tile``).
+
+Sources: ``get_qmv_batch_limit``, ``use_qmv_wide`` and ``qmv_wide`` in MLX's
+``mlx/backend/metal/quantized.cpp``, checked against the code of ``libmlx.dylib`` 0.32.4 (which has
+7 where the repository of August 2026 has 6); ``QuantizedMatmul::eval_gpu`` in
+``mlx/backend/cuda/quantized/quantized.cpp``, and ``qmm/qmm_sm80.cu`` and ``qmm_sm90.cu`` there for
+tiles; for attention ``mlx/backend/metal/scaled_dot_product_attention.cpp``.
+"""
 
 import ctypes
 import os
 import re
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -11,7 +28,247 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model, get_total_parameters
 
 from .blas import openblas, slow_because
-from .machines import Machine, this_machine
+
+NARROW, MIDDLE = 2048, 4096
+"""Layers no side of which is longer are narrow, or middle; all others are wide."""
+LENGTHS = range(1, 8)
+ATTENTION_ROWS, ATTENTION_QUERIES, ATTENTION_HEAD_DIMS = 8, 32, (64, 96, 128, 256)
+"""Metal's vector kernel for attention: so many rows at most, so many times the number of query
+heads per key head, and only for these head dimensions."""
+APPLE_NAMES = {13: "M1", 14: "M2", 15: "M3", 16: "M4", 17: "M5"}
+
+
+BY_ROW = {2: 2.0}
+"""c(R), what a pass over 4-bit weights takes by its rows R, in passes of one row: each as much as
+the first. Between rows that are given a line; beyond them the line from one row to the last."""
+BLAS_CURVE = {2: 1.10, 3: 1.16, 4: 1.15, 5: 1.32, 6: 1.48, 7: 1.37, 8: 1.18, 12: 1.60, 16: 1.56}
+"""A whole pass in float32 on an EPYC with OpenBLAS 0.3.34: rows that fill a tile are cheap."""
+DENSE_CURVE = {2: 1.08, 8: 1.56}  # a guess, for weights that are read once for all rows
+
+
+class Pass(NamedTuple):
+    """Which kernel multiplies, and how often it goes through the weights (or tiles) for it."""
+
+    kernel: str
+    times: int
+
+
+@dataclass(frozen=True)
+class Products:
+    """Products with packed weights on one kind of chip: their kernels, and what follows.
+
+    ``matrix_from`` are the rows from which on a product is the matrix kernel's: in layers that
+    are narrow, middle and wide. ``curve`` is c(R) below them, and ``source`` says who measured it.
+    """
+
+    title: str
+    matrix_from: tuple[int, int, int]
+    rows_per_read: int
+    rows_per_tile: int
+    advice: str
+    curve: Mapping[int, float] = field(default_factory=lambda: BY_ROW)
+    source: str = "by MLX's sources"
+
+    def limit(self, inputs: int = MIDDLE + 1, outputs: int = MIDDLE + 1) -> int:
+        """Rows from which on the matrix kernel multiplies in a layer of that size."""
+        side = max(inputs, outputs)
+        return self.matrix_from[(side > NARROW) + (side > MIDDLE)]
+
+    def kernel(self, rows: int, inputs: int = MIDDLE + 1, outputs: int = MIDDLE + 1) -> Pass:
+        """What a pass of that many rows takes in a layer of that size; wide ones by default."""
+        if rows >= self.limit(inputs, outputs):
+            return Pass("matrix", -(-rows // self.rows_per_tile))
+        return Pass("vector", -(-rows // self.rows_per_read))
+
+
+NO_STEP = "each row of a pass costs a little more than the one before"
+ROW_BY_ROW = (
+    "4-bit weights are read once for every row, so chains of an EAGLE head hardly ever pay: try "
+    "lookup, and float16 targets, which are read once for all rows"
+)
+M5 = Products(
+    "M5 or newer", (33, 25, 13), 5, 32,
+    f"{NO_STEP}: expect k = 2 to 4; from 13 rows on the matrix units multiply, so trees of 12 to "
+    "31 nodes cost alike",
+    {3: 1.12, 5: 1.42, 8: 2.2}, "measured on an M5 Max, a 70B: ml-explore/mlx 3791",
+)  # fmt: skip
+M4 = Products(
+    "M4", (13, 15, 13), 5, 32,
+    f"{NO_STEP}: expect k = 2; from 13 rows on a pass costs what 32 rows cost, which trees seldom "
+    "earn",
+    # Means of products of 5120 to 17408 (2 to 5 and 8 rows) and 4096 to 24576 (2 to 4, 6, 8).
+    {2: 1.01, 3: 1.18, 4: 1.45, 5: 1.75, 6: 2.07, 8: 2.77},
+    "measured on an M4 Pro: ml-explore/mlx 3852 and 3839",
+)  # fmt: skip
+M3 = replace(
+    M4, title="M3", advice=f"{NO_STEP}: expect k = 2 to 4", curve={2: 1.12, 3: 1.20, 6: 1.55},
+    source="measured on an M3 Max: ml-explore/mlx 3553",
+)  # fmt: skip
+NEW_ULTRA = replace(
+    M4, title="Ultra, M3 or newer", matrix_from=(32, 18, 12),
+    advice="4 rows of a pass cost as much as one: expect k = 3 to 4",
+    curve={4: 1.0, 6: 1.28, 8: 1.57}, source="measured on an M3 Ultra: ml-explore/mlx 4265",
+)  # fmt: skip
+M1 = Products(
+    "M1 and M2", (14, 10, 6), 1, 32,
+    f"{ROW_BY_ROW}. Expect auto to turn drafting off; from 6 rows on a pass costs 5 to 6 plain "
+    "steps, whatever it holds up to 32 rows",
+)  # fmt: skip
+M1_MAX = replace(
+    M1, title="M1 Pro and M1 Max", matrix_from=(14, 10, 7),
+    advice=M1.advice.replace("from 6 rows on a pass costs 5 to 6", "from 7 rows on one costs 6"),
+)  # fmt: skip
+OLD_ULTRA = replace(
+    M1, title="Ultra, M1 or M2", matrix_from=(32, 18, 12),
+    advice=f"{ROW_BY_ROW}. Expect auto to turn drafting off",
+)  # fmt: skip
+OLDER = replace(OLD_ULTRA, title="older than M1, or virtual", matrix_from=(18, 12, 10))
+CUDA = Products(
+    "CUDA", (8, 8, 8), 1, 16,
+    "up to 7 rows the vector kernel multiplies row by row, from 8 on tensor cores do: measure k "
+    "= 7 and trees as well. cuDNN's attention has to stay off (MLX_CUDA_USE_CUDNN_SDPA=0)",
+)  # fmt: skip
+HOPPER = replace(
+    CUDA, title="CUDA, Hopper", matrix_from=(2, 2, 2), curve={2: 1.2}, source="a guess",
+    advice="from 2 rows on tensor cores multiply, and up to 16 rows cost alike: long drafts and "
+    "trees pay. cuDNN's attention has to stay off (MLX_CUDA_USE_CUDNN_SDPA=0)",
+)  # fmt: skip
+
+APPLE = (
+    # first and last generation of the GPU's architecture, its size ("" is any), what holds
+    (15, 99, "d", NEW_ULTRA),
+    (17, 99, "", M5),
+    (16, 16, "", M4),
+    (15, 15, "", M3),
+    (13, 14, "d", OLD_ULTRA),
+    (13, 13, "s", M1_MAX),
+    (13, 14, "", M1),
+    (0, 12, "d", OLD_ULTRA),
+    (0, 12, "", OLDER),
+)
+"""The first line that fits counts. Sizes: g base, s Pro and Max, d Ultra, p phone."""
+
+CPU_ADVICE = (
+    "MLX's CPU build multiplies packed weights row by row, so only dense float32 targets can "
+    "gain, and on Linux only with OpenBLAS: expect k = 1 to 3"
+)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the computation runs on. ``backend``: "metal", "cuda" or "cpu".
+
+    ``products`` is None where the table does not know what several rows cost.
+    """
+
+    name: str
+    backend: str
+    generation: str
+    products: Products | None = None
+
+    @property
+    def is_virtual(self) -> bool:
+        """Whether it is the GPU of a virtual Mac: good for what comes out, not for how fast."""
+        return "Paravirtual" in self.name
+
+    @property
+    def advice(self) -> str:
+        """What drafting can be expected to gain here, in one sentence without its full stop."""
+        if self.is_virtual:
+            return "this is a virtual Mac: times measured here say nothing about a real one"
+        if self.products is not None:
+            return self.products.advice
+        return CPU_ADVICE if self.backend == "cpu" else "nothing is known here: auto measures"
+
+
+def this_machine() -> Machine:
+    """The machine of MLX's default device, by what ``mx.device_info`` says of it."""
+    device = mx.default_device()
+    backend = "cpu"
+    if device.type == mx.gpu:
+        backend = "metal" if mx.metal.is_available() else "cuda"
+    return machine_of(mx.device_info(device), backend)
+
+
+def machine_of(info: Mapping[str, Any], backend: str) -> Machine:
+    """The machine that an answer of ``mx.device_info`` describes.
+
+    {"device_name": "Apple M4 Pro", "architecture": "applegpu_g16s"}, "metal" -> M4;
+    {"device_name": "Apple Paravirtual device", "architecture": "air64_v27"} -> no generation
+    """
+    architecture = str(info.get("architecture", ""))
+    name = str(info.get("device_name") or architecture or "unknown")
+    if backend == "metal":
+        return Machine(name, backend, _apple_generation(name, architecture), _apple(architecture))
+    if backend == "cuda":
+        major = re.fullmatch(r"sm_(\d+)\d", architecture)
+        products = None
+        if major is not None and int(major[1]) >= 8:
+            products = HOPPER if major[1] == "9" else CUDA
+        return Machine(name, backend, architecture or "unknown", products)
+    return Machine(name, backend, architecture or "unknown")
+
+
+def _apple_generation(name: str, architecture: str) -> str:
+    if found := re.search(r"\bApple ([MA]\d+)", name):
+        return found[1]
+    return APPLE_NAMES.get(_apple_number(architecture), "unknown")
+
+
+def _apple_number(architecture: str) -> int:
+    """The two digits before the last letter, read as MLX reads them; 0 for what is no digit.
+
+    "applegpu_g16s" -> 16; "air64_v27" -> 2
+    """
+    digits = architecture[-3:-1] if len(architecture) >= 3 else ""
+    tens, ones = (int(d) if d in "0123456789" else 0 for d in digits.rjust(2, "0"))
+    return 10 * tens + ones
+
+
+def _apple(architecture: str) -> Products | None:
+    number, size = _apple_number(architecture), architecture[-1:]
+    for first, last, wanted, products in APPLE:
+        if architecture and first <= number <= last and wanted in ("", size):
+            return products
+    return None
+
+
+def product_cost(machine: Machine, num_rows: int, is_packed: bool) -> float:
+    """What products of so many rows take in those of one row, as far as the table knows."""
+    products = machine.products
+    if not is_packed:
+        return on_curve(BLAS_CURVE if machine.backend == "cpu" else DENSE_CURVE, num_rows)
+    if products is None:
+        return on_curve(BY_ROW, num_rows)
+    if num_rows >= products.limit():  # the matrix kernel, which takes over where it is no dearer
+        return on_curve(products.curve, products.limit()) * products.kernel(num_rows).times
+    return on_curve(products.curve, num_rows)
+
+
+def on_curve(curve: Mapping[int, float], num_rows: int) -> float:
+    """The point of a curve, as ``BY_ROW`` says."""
+    points = {1: 1.0, **curve}
+    last = max(points)
+    if num_rows > last:
+        return 1 + (points[last] - 1) * (num_rows - 1) / (last - 1)
+    low = max(at for at in points if at <= num_rows)
+    high = min(at for at in points if at >= num_rows)
+    share = (num_rows - low) / (high - low) if high > low else 0.0
+    return points[low] + share * (points[high] - points[low])
+
+
+def fused_rows(head_dim: int, heads_per_key: int) -> int:
+    """The most rows of a pass for which Metal's vector attention kernel takes a short pass.
+
+    Beyond it, up to 8 rows, the scores of all query heads go through memory. 0 where the kernel
+    does not exist for that head dimension. Llama-3.1-8B (128, 4) -> 8; Qwen3-32B (128, 8) -> 4
+    """
+    if head_dim == 512:  # Gemma 4's full layers: one row alone, from 1024 keys on (MLX 0.32.4)
+        return int(heads_per_key == 8)
+    if head_dim not in ATTENTION_HEAD_DIMS:
+        return 0
+    return min(ATTENTION_ROWS, ATTENTION_QUERIES // heads_per_key)
+
 
 REFERENCE_BLAS = (
     "Note: drafting cannot be faster here, because MLX's CPU build for Linux comes with a "

@@ -6,7 +6,7 @@ change is a copy of them, and of the modules that lead to them; all others, and 
 shared.
 
 The copy's attention over a few rows can be cut into parts that Metal's vector kernel takes: up to
-8 rows, and 32 rows times query heads per key head (``fused_rows`` in ``system/machines.py``). A
+8 rows, and 32 rows times query heads per key head (``fused_rows`` in ``system/device.py``). A
 pass of more goes through plain operations, which read keys and values once for every *query* head
 and put all scores into memory. Parts read them once each: with 8 query heads per key head, 8 rows
 in two parts read a quarter. A row's sum is the same in every part, so this changes rounding at

@@ -15,8 +15,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..drafters.target_parts import find_embedding
-from ..system.device import memory, weight_bytes
-from ..system.machines import this_machine
+from ..system.device import memory, this_machine, weight_bytes
 from ..system.terminal import StopSignals
 from .checkpoints import Checkpoints, locked
 from .evaluate import Tester, choose_prompts

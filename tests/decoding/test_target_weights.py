@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 
 from mlx_eagle.decoding.target_weights import Experts, TargetWeights
 from mlx_eagle.doctor.checks import build
-from mlx_eagle.system.machines import machine_of
+from mlx_eagle.system.device import machine_of
 
 M4 = machine_of({"device_name": "Apple M4 Pro", "architecture": "applegpu_g16s"}, "metal")
 

@@ -14,7 +14,7 @@ from mlx_eagle.convert import convert
 from mlx_eagle.doctor import __main__ as program
 from mlx_eagle.doctor import checks, packages
 from mlx_eagle.drafters.pairs import PAIRS, bytes_in_4_bits, targets_within
-from mlx_eagle.system.machines import machine_of
+from mlx_eagle.system.device import machine_of
 
 M4 = machine_of({"device_name": "Apple M4 Pro", "architecture": "applegpu_g16s"}, "metal")
 

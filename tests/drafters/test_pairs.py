@@ -13,8 +13,8 @@ from mlx_eagle.commands import generate as program
 from mlx_eagle.drafters.kinds import KINDS
 from mlx_eagle.drafters.pairs import PAIRS, pair_for, plain_name
 from mlx_eagle.drafters.target_parts import TargetSizes
+from mlx_eagle.system.device import this_machine
 from mlx_eagle.system.hub import FOLDER_ID, REPO_ID
-from mlx_eagle.system.machines import this_machine
 from mlx_eagle.system.terminal import run_command
 
 NAMES = {

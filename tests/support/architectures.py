@@ -48,7 +48,7 @@ from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.base import Draft, Pick
 from mlx_eagle.drafters.tree import DraftShape, TreeShape
-from mlx_eagle.system.machines import this_machine
+from mlx_eagle.system.device import this_machine
 from mlx_eagle.target.taps import Target
 
 TABLE = Path(__file__).parents[2] / "docs" / "pages" / "architectures.md"

@@ -2,7 +2,7 @@
 
 ``Recorder`` notes the shapes that a run hands to products and attention, without computing
 either; the rules say what those shapes would take. Of packed weights the package itself has the
-table (``mlx_eagle/system/machines.py``).
+table (``mlx_eagle/system/device.py``).
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlx_eagle.system.machines import Pass, machine_of
+from mlx_eagle.system.device import Pass, machine_of
 from mlx_eagle.target.taps import Target
 
 GENERATIONS = {

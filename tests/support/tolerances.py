@@ -9,7 +9,7 @@ import os
 
 import mlx.core as mx
 
-from mlx_eagle.system.machines import this_machine
+from mlx_eagle.system.device import this_machine
 
 ON_CPU = {mx.float32: 1e-5, mx.float16: 1e-2, mx.bfloat16: 5e-2}
 ON_GPU = {mx.float32: 1e-4, mx.float16: 2e-2, mx.bfloat16: 1e-1}

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from mlx_eagle.system import device
-from mlx_eagle.system.machines import machine_of
+from mlx_eagle.system.device import machine_of
 
 CUDA = machine_of({"device_name": "NVIDIA H100", "architecture": "sm_90"}, "cuda")
 APPLE = machine_of({"device_name": "Apple M4", "architecture": "applegpu_g16g"}, "metal")

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 
-from mlx_eagle.system.machines import (
+from mlx_eagle.system.device import (
     fused_rows,
     machine_of,
     on_curve,

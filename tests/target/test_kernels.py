@@ -23,7 +23,7 @@ from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.eagle3 import Eagle3Drafter
 from mlx_eagle.drafters.head import Eagle3Head
 from mlx_eagle.drafters.tree import parse_tree
-from mlx_eagle.system.machines import fused_rows
+from mlx_eagle.system.device import fused_rows
 from mlx_eagle.target.cache_view import open_windows
 from mlx_eagle.target.ragged import RaggedCaches
 from mlx_eagle.target.rollback import Checkpoint

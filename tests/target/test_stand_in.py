@@ -25,7 +25,7 @@ from mlx_eagle.decoding.kernel_options import KernelOptions
 from mlx_eagle.decoding.loop import Pipeline, SingleRunner
 from mlx_eagle.decoding.setup import open_decoder
 from mlx_eagle.drafters.tree import DraftShape, TreeShape
-from mlx_eagle.system.machines import fused_rows
+from mlx_eagle.system.device import fused_rows
 from mlx_eagle.target.rollback import CacheQuantization
 from mlx_eagle.target.stand_in import find_attention
 from mlx_eagle.target.taps import Target
