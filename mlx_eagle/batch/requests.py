@@ -17,7 +17,7 @@ from ..decoding.setup import begin_drafter, open_decoder, split_cache
 from ..decoding.stats import Stats
 from ..drafters.base import Drafter
 from ..drafters.tree import DraftShape
-from ..target.batch_attention import batch_mask_axes, cuts_states_by_text
+from ..target.attention import batch_mask_axes, cuts_states_by_text
 from ..target.masks_and_ropes import BY_LENGTH, find_ropes
 from ..target.ragged import can_share
 from ..target.rollback import CacheQuantization

@@ -22,7 +22,7 @@ from ..drafters.base import Draft, Drafter, PendingPairs
 from ..drafters.batch_drafter import make_batch_drafter
 from ..drafters.tree import DraftShape
 from ..system.device import fused_rows
-from ..target.batch_attention import batch_mask_axes
+from ..target.attention import batch_mask_axes
 from ..target.cache_view import close_windows
 from ..target.ragged import RaggedCaches
 from ..target.states import recurrent_caches

@@ -14,10 +14,10 @@ from mlx_lm.utils import does_model_support_input_embeddings
 from ..drafters.base import Drafter
 from ..drafters.tree import PLAIN, TREES, DraftShape, Tree, parse_tree
 from ..system.device import fused_rows, product_cost, this_machine, weight_bytes
+from ..target.attention import check_trees
 from ..target.rollback import CacheQuantization, Checkpoint, check_supported
 from ..target.sharding import in_any_process, is_pipelined, is_sharded
 from ..target.taps import Target
-from ..target.tree_attention import check_trees
 from .accept import Coupled, Match, Rule
 from .auto import RoundCosts
 from .decoder import Decoder

@@ -11,8 +11,8 @@ from typing import Any, NoReturn, Protocol, cast, runtime_checkable
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..target.attention import ancestors
 from ..target.cache_view import CacheView
-from ..target.tree_attention import ancestors
 from .tree import Tree
 
 LONG_DRAFT = 3  # tokens: from here on each one is started when it is built
@@ -58,7 +58,7 @@ class Draft:
     def tree_mask(self) -> mx.array | None:
         """Which rows of the verify pass each one sees, itself included; None for a chain.
 
-        See ``tree_attention.ancestors``.
+        See ``attention.ancestors``.
         """
         return None if self.parents is None else ancestors(self.parents, self.depth)
 

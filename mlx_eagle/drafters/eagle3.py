@@ -14,8 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
+from ..target.attention import each_itself
 from ..target.masks_and_ropes import BY_LENGTH, evaluate_ropes, find_ropes
-from ..target.tree_attention import each_itself
 from .base import Draft, Pick, PickChildren, index_of, start_early
 from .batch_drafter import HeadBatchDrafter
 from .config import Eagle3Config

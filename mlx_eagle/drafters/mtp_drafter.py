@@ -12,9 +12,9 @@ import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import CacheList, KVCache
 
+from ..target.attention import each_itself
 from ..target.masks_and_ropes import evaluate_ropes
 from ..target.stand_in import StandIn
-from ..target.tree_attention import each_itself
 from .base import BatchDrafter, Draft, Pick, PickChildren, start_early
 from .batch_drafter import HeadBatchDrafter
 from .feature_drafter import FeatureDrafter

@@ -27,7 +27,7 @@ from ..system.cli_values import __version__
 from ..system.device import set_precision
 from ..system.hub import locate
 from ..system.terminal import USER_ERRORS
-from ..target.tree_attention import check_trees
+from ..target.attention import check_trees
 from .caches import is_always_trimmable
 
 DEFAULT = "default_model"  # what mlx-lm calls the model and the draft model of the command line

@@ -259,3 +259,17 @@ class PositionedRope(nn.Module):
         rotate, rows = super().__call__, mx.split(x, x.shape[-2], axis=-2)
         rotated = [rotate(row, offset=offset + r) for r, row in enumerate(rows)]
         return mx.concatenate(rotated, axis=-2)
+
+
+def positions_of_one_scale(model: nn.Module) -> int | None:
+    """How many positions on end have the same attention scale; None where all have.
+
+    In Ministral's and Mistral 4's layers (as in Llama 4's) queries grow with the position, a step
+    at a time, and mlx-lm counts positions row by row, also in a tree: its rows must all lie
+    between two steps.
+    """
+    for module in model.modules():
+        rope = getattr(getattr(module, "args", None), "rope_parameters", None) or {}
+        if rope.get("llama_4_scaling_beta"):
+            return int(rope["original_max_position_embeddings"])
+    return None

@@ -403,7 +403,7 @@ class RaggedCaches:
     """The caches of B texts for all layers of a model.
 
     Each text's caches must be those that ``can_share``, and all of the same model, which takes
-    masks of ``mask_axes``: see ``batch_attention``.
+    masks of ``mask_axes``: see ``batch_mask_axes``.
     """
 
     def __init__(self, mask_axes: int = 4) -> None:

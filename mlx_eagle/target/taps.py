@@ -7,11 +7,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .masks_and_ropes import exact_masks
+from .masks_and_ropes import exact_masks, positions_of_one_scale
 from .sharding import find_stage
 from .stand_in import AttentionParts, StandIn, add_behaviour, no_kernel
 from .states import StateUpdates
-from .tree_attention import positions_of_one_scale
 
 
 class TapRecorder:
@@ -194,7 +193,7 @@ class Target:
         """Run tokens (R,) on top of ``cache``: logits (R, V) and features (R, F).
 
         Features are the taps side by side, low to high; None without taps. ``tree_mask`` (R, R)
-        makes the rows a tree (see ``tree_attention.ancestors``); they are a chain without. Of a
+        makes the rows a tree (see ``attention.ancestors``); they are a chain without. Of a
         chain ``embeddings`` (R, h), if any, enter the first layer; there may then be no tokens
         (0,).
         """

@@ -31,9 +31,9 @@ from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.base import Draft
 from mlx_eagle.drafters.tree import TreeShape, parse_tree, rerank, top_k
-from mlx_eagle.target import tree_attention
+from mlx_eagle.target import attention
+from mlx_eagle.target.attention import ancestors, kept_path
 from mlx_eagle.target.rollback import Checkpoint
-from mlx_eagle.target.tree_attention import ancestors, kept_path
 
 SHAPES = ["1x4:4", "2x1:2", "2x3:6", "3x4:12", "4x5:16"]
 CACHES = {
@@ -297,18 +297,18 @@ def test_a_branch_is_moved_within_its_buffers(name):
 )
 def test_a_target_is_probed_once(monkeypatch, difference, noise, sentence):
     probed, drafter = [], tiny_head(tiny_llama())
-    found = tree_attention._Probe(difference, noise, 1.0)
-    monkeypatch.setattr(tree_attention, "_probe", lambda model: probed.append(1) or found)
+    found = attention._Probe(difference, noise, 1.0)
+    monkeypatch.setattr(attention, "_probe", lambda model: probed.append(1) or found)
     model = tiny_llama()
     for _ in range(3):
         with pytest.raises(ValueError, match=sentence) if sentence else nullcontext():
             speculative(model, drafter, PROMPT, 4, tree=TreeShape.parse("2x2:4"))
     assert len(probed) == 1
     place = id(model)
-    assert place in tree_attention._refusals
+    assert place in attention._refusals
     del model
     gc.collect()
-    assert place not in tree_attention._refusals
+    assert place not in attention._refusals
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
@@ -323,12 +323,12 @@ def test_the_passes_of_a_probe_have_as_many_rows(monkeypatch, dtype):
         return call(self, tokens, *args, **kwargs)
 
     monkeypatch.setattr(type(model), "__call__", counted)
-    found = tree_attention._probe(model)
+    found = attention._probe(model)
     _, prefix, *compared, root, rest = passes
     assert [len(tokens) for tokens in compared] == [4, 4, 4]
     assert root + rest == compared[1]
     assert min(chain(prefix, *compared)) > VOCAB // 8, "special tokens come first"
-    assert found.difference <= max(2 * found.noise, tree_attention.LEAST_NOISE * found.scale)
+    assert found.difference <= max(2 * found.noise, attention.LEAST_NOISE * found.scale)
 
 
 @pytest.mark.parametrize(

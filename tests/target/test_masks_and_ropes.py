@@ -20,7 +20,7 @@ from tree_drafters import TREE_SCRIPTS, ScriptedTreeDrafter
 
 from mlx_eagle.drafters.head import DraftAttention
 from mlx_eagle.drafters.tree import TreeShape
-from mlx_eagle.target.tree_attention import check_trees
+from mlx_eagle.target.attention import check_trees
 
 LIMIT = 24  # positions the tiny models say they were trained for; texts run past it
 ROPES = {

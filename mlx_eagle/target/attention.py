@@ -1,0 +1,253 @@
+"""Trees and batches in a target: the rows of a tree as arrays, and which models do either exactly.
+
+A row of a tree sees its ancestors only, and stands at the position of its depth. The masks of a
+batch are (B, 1, R, S); attention that keeps the heads of one key apart on an axis of their own
+takes them as (B, 1, 1, R, S): the others would stand for its heads, which is an error or, where
+there are as many texts as heads, the mask of another text.
+
+Masks come from the caches, positions go into the rope modules (``masks_and_ropes.py`` has both). A
+model that takes either from elsewhere, or one position for all texts, would give wrong logits. So
+each model is tried once.
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from weakref import finalize
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from .cache_view import WindowCache
+from .masks_and_ropes import MASKED
+from .ragged import RaggedCaches
+from .stand_in import StandIn
+from .states import recurrent_caches
+from .taps import Target
+
+T = TypeVar("T")
+
+
+def each_itself(num_rows: int) -> mx.array:
+    """Which row is which: true where row and column are the same, (R, R)."""
+    index = mx.arange(num_rows)  # comparing takes fewer operations than ``mx.eye``
+    return index[:, None] == index
+
+
+def ancestors(parents: mx.array, depth: int) -> mx.array:
+    """Whether row a lies on the path to row r, itself included: parents (k,) -> (k + 1, k + 1).
+
+    ``depth`` is the greatest depth in the tree. Row 0 is the root, row i + 1 is token i:
+    parents [0, 0, 2] -> [[1,0,0,0], [1,1,0,0], [1,0,1,0], [1,0,1,1]].
+    """
+    size = parents.shape[0] + 1
+    own = each_itself(size)
+    up = mx.concatenate([mx.zeros((1,), parents.dtype), parents])
+    tree_mask = own
+    for _ in range(depth):
+        tree_mask = own | tree_mask[up]
+    return tree_mask
+
+
+def kept_path(keep: mx.array, tree_mask: mx.array) -> tuple[mx.array, mx.array]:
+    """The kept branch: keep (k,) tokens, tree_mask (R, R) -> (rows (R,), number kept ()).
+
+    Rows of the branch come first, root before leaf; the others follow. At most one child of
+    a row is kept, since siblings are different tokens, so the kept rows form one branch.
+    """
+    size = tree_mask.shape[0]
+    lost = mx.concatenate([mx.zeros((1,), mx.bool_), ~keep])
+    on_branch = ~mx.any(tree_mask & lost[None], axis=1)
+    index = mx.arange(size)
+    rows = mx.argsort(mx.where(on_branch, index, size + index))
+    return rows, on_branch.sum() - 1
+
+
+def families(parents: mx.array, width: int) -> tuple[mx.array, mx.array]:
+    """Which child of its parent each token is, (k,), and the rows of each row's children.
+
+    Of the children (k + 1, ``width``), in the order of rows, 0 stands for none:
+    parents [0, 0, 2], width 2 -> [0, 1, 0] and [[1, 2], [0, 0], [3, 0], [0, 0]].
+    """
+    index = mx.arange(parents.shape[0])
+    is_sibling = parents[:, None] == parents
+    ranks = (is_sibling & (index < index[:, None])).sum(axis=1).astype(mx.int32)
+    children = mx.zeros((parents.shape[0] + 1, width), mx.int32)
+    return ranks, children.at[parents, ranks].add(index.astype(mx.int32) + 1)
+
+
+PROBE_PARENTS = [0, 0, 1]  # two children of the root, and one of the first of them
+LEAST_NOISE = 0.02  # of the greatest logit; a mask or a position gone astray changes far more
+MOST_NOISE = 0.1  # of a batch, where a model is inconsistent with itself
+_refusals: dict[int, str] = {}  # by the id of a model, as long as it lives
+
+
+def check_trees(model: nn.Module, caches: list[Any]) -> None:
+    """Raise ValueError, with the reason, where this model cannot verify a tree exactly.
+
+    Cache types are looked up; the rest is measured, once for each model: a small tree on a few
+    tokens must give the logits of each of its branches run alone.
+    """
+    for cache in caches:
+        if type(cache) not in MASKED:
+            names = ", ".join(kind.__name__ for kind in MASKED if kind is not WindowCache)
+            raise ValueError(
+                f"tree drafts need caches whose rows can be gathered ({names}), but this target's "
+                f"include {type(cache).__name__}: leave the tree out and draft chains."
+            )
+    if refusal := _once(_refusals, model, lambda: _refusal(model)):
+        raise ValueError(refusal)
+
+
+def _once(found: dict[int, T], model: nn.Module, measure: Callable[[], T]) -> T:
+    """What ``measure`` says of this model, asked once and kept as long as the model lives."""
+    if id(model) not in found:
+        found[id(model)] = measure()
+        finalize(model, found.pop, id(model), None)
+    return found[id(model)]
+
+
+def _logits(model: nn.Module, tokens: list[int], cache: list[Any]) -> mx.array:
+    """Those of a pass, (R, V), one by one: parts of a pipeline must all run them in this order."""
+    logits: mx.array = model(mx.array([tokens]), cache=cache)[0]
+    mx.eval(logits)
+    return logits
+
+
+def _refusal(model: nn.Module) -> str:
+    """Why this model cannot verify a tree exactly; empty where it can."""
+    try:
+        found = _probe(model)
+    except (TypeError, ValueError) as err:
+        return (
+            f"this target cannot verify trees (one position per row fails in it: {err}): leave "
+            "the tree out and draft chains."
+        )
+    if found.difference <= max(2 * found.noise, LEAST_NOISE * found.scale):
+        return ""
+    return (
+        "this target does not verify trees exactly (its logits on a probe differ by "
+        f"{found.difference:.2g}, of {found.scale:.2g}): its attention takes masks or positions "
+        "from elsewhere; leave the tree out and draft chains."
+    )
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """Greatest differences of logits, and the greatest logit: a tree's against its branches'.
+
+    ``noise`` is that of a branch against itself, run in two parts: what other kernels and other
+    sums make of it in this model's arithmetic.
+    """
+
+    difference: float
+    noise: float
+    scale: float
+
+
+def _probe(model: nn.Module) -> _Probe:
+    """Run a small tree, and each of its branches as a chain.
+
+    All passes that are compared have four rows, so that all take the same kernels: on a GPU these
+    change with the number of rows, and round otherwise. The tokens are from the middle of the
+    vocabulary, because models are at their most sensitive on special ones.
+    """
+
+    vocab_size = _logits(model, [0], make_prompt_cache(model)).shape[-1]
+    *prefix, root, left, right, below, last, end = (vocab_size * i // 11 for i in range(2, 11))
+    before, stand_in = make_prompt_cache(model), StandIn(model)
+    _logits(model, prefix, before)
+    cache = deepcopy(before)
+    with stand_in.tree_attention(cache, ancestors(mx.array(PROBE_PARENTS), 2)):
+        tree = _logits(stand_in.model, [root, left, right, below], cache)
+    first = _logits(model, [root, left, below, last], deepcopy(before))
+    second = _logits(model, [root, right, last, end], deepcopy(before))
+    parts = [_logits(model, tokens, before) for tokens in ([root], [left, below, last])]
+    alone = mx.stack([first[0], first[1], second[1], first[2]])
+    return _Probe(
+        float(mx.abs(tree - alone).max()),
+        float(mx.abs(mx.concatenate(parts) - first).max()),
+        float(mx.abs(alone).max()),
+    )
+
+
+MASK_AXES = (4, 5)
+_axes: dict[int, int] = {}  # by the id of a model, as long as it lives
+_cuts_states: dict[int, bool] = {}  # the same
+
+
+def batch_mask_axes(model: nn.Module) -> int:
+    """The axes of masks with which texts in one pass get the logits of each run alone; 0: none.
+
+    Measured once for each model, on a few tokens, whose caches ``can_share``.
+    """
+
+    def measure() -> int:
+        # Of recurrent states, which could not be cut, only one row is taken.
+        num_rows = 1 if any(recurrent_caches(make_prompt_cache(model))) else 2
+        return next((axes for axes in MASK_AXES if _is_exact(model, axes, num_rows)), 0)
+
+    return _once(_axes, model, measure)
+
+
+def cuts_states_by_text(model: nn.Module) -> bool:
+    """Whether texts in one pass may keep, each for itself, a number of rows of recurrent states.
+
+    Measured as ``batch_mask_axes``, which must have found some.
+    """
+    axes = batch_mask_axes(model)
+    return _once(_cuts_states, model, lambda: _is_exact(model, axes, 1, num_cut=(1, 2)))
+
+
+def _is_exact(
+    model: nn.Module, mask_axes: int, num_rows: int, num_cut: tuple[int, int] | None = None
+) -> bool:
+    """Whether two texts of unequal length in one pass get the logits that each gets alone.
+
+    With ``num_cut`` they do after a pass of which they keep these numbers of rows.
+    """
+    try:
+        return _probe_batch(model, mask_axes, num_rows, num_cut or (0, 0))
+    except (TypeError, ValueError, IndexError):
+        return False
+
+
+def _probe_batch(
+    model: nn.Module, mask_axes: int, num_rows: int, num_cut: tuple[int, int]
+) -> bool:
+    vocab_size = _logits(model, [0], make_prompt_cache(model)).shape[-1]
+    tokens = [vocab_size * i // 11 for i in range(2, 11)]
+    texts = [(tokens[:4], tokens[4:]), (tokens[6:7], tokens[3:])]
+    shared, alone = RaggedCaches(mask_axes), []
+    for (prefix, rows), skipped in zip(texts, num_cut, strict=True):
+        cache = make_prompt_cache(model)
+        _logits(model, prefix, cache)
+        shared.join(cache)
+        if skipped:
+            _logits(model, rows[:skipped], cache)
+        alone.append(_logits(model, rows[skipped : skipped + num_rows], deepcopy(cache)))
+    if any(num_cut):
+        target, caches, size = Target(model), shared.open(), max(num_cut) + 1
+        with target.recording(caches, size, shared.keep_updates):
+            target.batch(mx.array([rows[:size] for _, rows in texts]), caches)
+        shared.advance(num_cut)
+    expected = mx.stack(alone)
+    following = [rows[n : n + num_rows] for (_, rows), n in zip(texts, num_cut, strict=True)]
+    logits = model(mx.array(following), cache=shared.open())
+    mx.eval(logits)
+    # What other kernels and other sums make of it in this model's arithmetic.
+    prefix, rows = texts[0]
+    text = [*prefix, *rows[: num_cut[0] + num_rows]]
+    whole = _logits(model, text, make_prompt_cache(model))[-num_rows:]
+    scale = _greatest(expected) or 1.0  # a model may say nothing at all of these tokens
+    noise = 2 * _greatest(whole - alone[0]) / scale
+    limit = min(max(noise, LEAST_NOISE), MOST_NOISE)
+    return _greatest(logits - expected) <= limit * scale
+
+
+def _greatest(values: mx.array) -> float:
+    """The greatest size of a number; tokens that a model rules out have none."""
+    size = mx.abs(values.astype(mx.float32))
+    return float(mx.where(size < mx.inf, size, 0.0).max())
