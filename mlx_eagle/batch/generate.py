@@ -22,8 +22,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoding.auto import AdaptiveController, Controller, FixedController
 from ..decoding.decoder import Limits
-from ..decoding.kernel_options import KernelOptions
 from ..decoding.loop import speculative_generate_step
+from ..decoding.pass_costs import KernelOptions
 from ..decoding.sampling import Sampling, is_pure
 from ..decoding.setup import (
     AUTO,

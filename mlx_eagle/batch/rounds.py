@@ -15,8 +15,8 @@ from mlx_lm.generate import generation_stream
 
 from ..decoding.accept import AskedLogprobs, RowsInTurn, log_softmax
 from ..decoding.auto import Controller
-from ..decoding.kernel_options import KernelOptions
 from ..decoding.loop import MOST_FORCED, Pipeline
+from ..decoding.pass_costs import KernelOptions
 from ..decoding.sampling import ask_grammars
 from ..drafters.base import Draft, Drafter, PendingPairs
 from ..drafters.batch_drafter import make_batch_drafter

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from ..drafters.acceptance_stats import Acceptance, expected_tokens
 from ..drafters.tree import CHAINS, PLAIN, DraftShape
-from .kernel_options import KernelOptions, OptionTrial
+from .pass_costs import KernelOptions, OptionTrial
 
 PRIOR = 1 / 3  # share of first drafts accepted where no text has shown any: heads have .3 to .8
 FIRSTS = 100.0  # first drafts that the acceptance expected of a new text is the mean of

@@ -19,7 +19,7 @@ from ..target.cache_view import CacheView, close_windows, open_windows
 from ..target.rollback import CacheQuantization, Checkpoint
 from ..target.taps import Target
 from .accept import Choice, Match, Outcome, RowsInTurn, Rule, Verification, propose
-from .kernel_options import KernelOptions
+from .pass_costs import KernelOptions
 from .sampling import LogitsProcessors, ask_grammars
 from .stats import Stats
 

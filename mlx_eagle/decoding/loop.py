@@ -28,7 +28,7 @@ from ..target.cache_view import close_windows
 from ..target.rollback import CacheQuantization
 from .auto import AdaptiveController, Controller, FixedController
 from .decoder import Decoder, Limits, Round
-from .kernel_options import KernelOptions, OptionTrial
+from .pass_costs import KernelOptions, OptionTrial
 from .sampling import LogitsProcessor, Sampler, Sampling
 from .setup import (
     begin_drafter,

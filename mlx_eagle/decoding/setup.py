@@ -21,9 +21,9 @@ from ..target.taps import Target
 from .accept import Coupled, Match, Rule
 from .auto import RoundCosts
 from .decoder import Decoder
+from .pass_costs import TargetWeights
 from .rejection import Reject
 from .sampling import LogitsProcessor, LogitsProcessors, Sampler, Sampling
-from .target_weights import TargetWeights
 
 AUTO = "auto"
 

@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import _get_classes, get_total_parameters
 
 from ..commands.loading import check_target, read_json
-from ..decoding.target_weights import TargetWeights
+from ..decoding.pass_costs import TargetWeights
 from ..draft_models import LOOKUP, split_name
 from ..drafters.kinds import KINDS, kind_of
 from ..drafters.model_drafter import NOT_LOADED

@@ -11,7 +11,7 @@ pass of more goes through plain operations, which read keys and values once for 
 and put all scores into memory. Parts read them once each: with 8 query heads per key head, 8 rows
 in two parts read a quarter. A row's sum is the same in every part, so this changes rounding at
 most. Where a pass would go through plain operations MLX can also be told to take one of its fused
-kernels all the same. Whether either is faster is measured (``decoding/kernel_options.py``).
+kernels all the same. Whether either is faster is measured (``decoding/pass_costs.py``).
 """
 
 from collections.abc import Callable, Iterable, Iterator

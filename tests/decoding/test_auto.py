@@ -20,7 +20,7 @@ from mlx_eagle.decoding.auto import (
     RoundCosts,
     lower_median,
 )
-from mlx_eagle.decoding.kernel_options import COUNTED, UNCOUNTED, KernelOptions, OptionTrial
+from mlx_eagle.decoding.pass_costs import COUNTED, UNCOUNTED, KernelOptions, OptionTrial
 from mlx_eagle.decoding.setup import costs_of
 from mlx_eagle.drafters.acceptance_stats import Acceptance, expected_tokens
 from mlx_eagle.drafters.lookup import CopyingDrafter

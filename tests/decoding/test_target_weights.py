@@ -8,7 +8,7 @@ import true_configs as true
 from grids import thorough
 from mlx.utils import tree_flatten
 
-from mlx_eagle.decoding.target_weights import Experts, TargetWeights
+from mlx_eagle.decoding.pass_costs import Experts, TargetWeights
 from mlx_eagle.doctor.checks import build
 from mlx_eagle.system.device import machine_of
 

@@ -21,8 +21,8 @@ from tree_drafters import ScriptedTreeDrafter
 
 from mlx_eagle.decoding.auto import FixedController
 from mlx_eagle.decoding.decoder import Limits
-from mlx_eagle.decoding.kernel_options import KernelOptions
 from mlx_eagle.decoding.loop import Pipeline, SingleRunner
+from mlx_eagle.decoding.pass_costs import KernelOptions
 from mlx_eagle.decoding.setup import open_decoder
 from mlx_eagle.drafters.tree import DraftShape, TreeShape
 from mlx_eagle.system.device import fused_rows
