@@ -10,15 +10,14 @@ import mlx.core as mx
 
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.folder import PublishedTensor, bits_of
-from mlx_eagle.drafters.kinds import KINDS, OTHERWISE, recognise
-from mlx_eagle.drafters.target_checkpoint import (
+from mlx_eagle.drafters.kinds import KINDS, OTHERWISE, recognise, refuse_unread
+from mlx_eagle.drafters.target_parts import (
+    TargetSizes,
     fetch_files,
     find_shards,
     made_from,
     read_target_config,
 )
-from mlx_eagle.drafters.target_parts import TargetSizes
-from mlx_eagle.drafters.unread import refuse_unread
 from mlx_eagle.system.atomic_folder import AlreadyThere, new_folder
 from mlx_eagle.system.device import megabytes
 from mlx_eagle.system.hub import locate, upload

@@ -14,10 +14,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .decoding.setup import AUTO
 from .drafters.base import Drafter
 from .drafters.folder import LoadOptions
-from .drafters.kinds import KINDS, is_converted, kind_of, load_drafter, recognise
+from .drafters.kinds import KINDS, is_converted, kind_of, load_drafter, recognise, refuse_unread
 from .drafters.lookup import CopyingDrafter
 from .drafters.target_parts import TargetSizes, sizes_of
-from .drafters.unread import refuse_unread
 from .system.atomic_folder import AlreadyThere, CannotWrite, discard_folder, locked, user_cache
 from .system.hub import locate
 from .system.json_schema import read_object

@@ -39,8 +39,16 @@ from .mtp_layers import (
     window_of,
     with_final_norms,
 )
-from .target_checkpoint import holder_of, read_target_config, read_tensors, take_tensors
-from .target_parts import TargetSizes, activation_dtype, find_embedding, sizes_of
+from .target_parts import (
+    TargetSizes,
+    activation_dtype,
+    find_embedding,
+    holder_of,
+    read_target_config,
+    read_tensors,
+    sizes_of,
+    take_tensors,
+)
 
 FLOAT32 = "e_score_correction_bias"  # what routers add to choose experts: never cast
 ROUTER = "mlp.gate"  # which chooses experts: never packed

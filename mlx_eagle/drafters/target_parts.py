@@ -1,13 +1,32 @@
-"""Parts of a target that drafters share: its embedding, its output projection, its sizes."""
+"""Parts of a target that drafters share: of a loaded model, and tensors of its own checkpoint.
 
-from collections.abc import Callable
-from dataclasses import dataclass
+mlx-lm drops the layers that predict further tokens when it converts a model, so a target without
+sends back to the one that it was made from, by its card or config. Only what holds the tensors is
+read or fetched: of a repository the shards with them, or, where they are the smaller part of a
+shard, their bytes.
+"""
+
+import hashlib
+import json
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..system.atomic_folder import locked, user_cache
+from ..system.hub import REPO_ID, FileMissing, fetch, read_range
+from ..system.json_schema import parse_object, read_bytes, read_weight_map
+from ..system.safetensors import Entry, header_length, parse_header, read_header
+from ..system.terminal import Bar
 from ..target.sharding import find_stage
 from ..target.taps import Target
 
@@ -123,3 +142,289 @@ def embedding_scale(model: nn.Module) -> float:
 
 def activation_dtype(embedding: Embedding) -> mx.Dtype:
     return (embedding.scales if "scales" in embedding else embedding.weight).dtype
+
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+CARD = "README.md"
+CONFIG = "config.json"
+FRONT = re.compile(r"\A---\s*\n(.*?)\n---", re.DOTALL)
+MLX = re.compile(r"^(?:library_name: *|- *)mlx *$", re.MULTILINE)
+QUANTIZED = re.compile(r"^base_model_relation: *[\"']?quantized", re.MULTILINE)
+BASE_MODEL = re.compile(r"^base_model: *(?:\n *- *)?[\"']?([\w.-]+/[\w.-]+)", re.MULTILINE)
+MOST_STEPS = 3  # from a model to the one that it was made from
+WHOLE = 0.5  # the share of a file's bytes from which on all of it is fetched, as the hub keeps it
+HEADER_BYTES = 100_000  # asked for first: most headers are shorter
+PART_BYTES = 32_000_000  # asked for at once, and lost where a connection breaks
+
+IsWanted = Callable[[str], bool]
+
+
+@dataclass
+class Search:
+    """The way from a target to the checkpoint that has wanted tensors."""
+
+    looked: list[str] = field(default_factory=list)
+    """Where it was looked, the target first; where they were found last."""
+
+    names: list[str] = field(default_factory=list)
+    """The files there that hold them; [] where the way ended without."""
+
+    tuned: str | None = None
+    """The first of them whose base has other weights: a fine-tune, no conversion."""
+
+    end: str = ""
+    """Why it goes no further, a part of a sentence."""
+
+    @property
+    def place(self) -> str:
+        return self.looked[-1]
+
+
+def take_tensors(source: str, is_wanted: IsWanted) -> tuple[dict[str, mx.array], str]:
+    """The tensors that are wanted, and the checkpoint that had them.
+
+    ``source`` is the target's folder or repository id. Where it has none, the model is looked into
+    that its card or config names as its base, with a warning where that has other weights. Raises
+    ValueError where no one has any.
+    """
+    files, place = _take_files(source, is_wanted)
+    return read_tensors(files, is_wanted), place
+
+
+def _take_files(source: str, is_wanted: IsWanted) -> tuple[list[Path], str]:
+    """The files that hold them, which may be parts of files of a repository."""
+    found = search(source, is_wanted)
+    if not found.names:
+        has = "holds" if len(found.looked) == 1 else "hold"
+        raise ValueError(
+            f"{' and '.join(found.looked)} {has} no MTP layers, and {found.end}: mlx-lm leaves "
+            "them out where it converts a model, so give the checkpoint as published as --model, "
+            "or name a folder of MTP layers or another drafter."
+        )
+    if found.tuned is not None:
+        warnings.warn(
+            f"the MTP layers are those of {found.place}, for {found.tuned}, which was tuned from "
+            "it, has none: fewer drafts may be accepted.",
+            stacklevel=2,
+        )
+    return fetch_files(found.place, found.names, is_wanted), found.place
+
+
+def holder_of(source: str, is_wanted: IsWanted) -> str | None:
+    """The checkpoint that ``take_tensors`` would take from; no weights are read or fetched."""
+    found = search(source, is_wanted)
+    return found.place if found.names else None
+
+
+def search(source: str, is_wanted: IsWanted) -> Search:
+    """Look into a model, and the one that it was made from, until one has wanted tensors."""
+    found = Search()
+    place: str | None = source
+    while place is not None:
+        found.looked.append(place)
+        try:
+            found.names = find_shards(place, is_wanted)
+            base, is_same = (None, True) if found.names else made_from(place)
+        except ValueError as err:
+            if len(found.looked) == 1:
+                raise
+            raise ValueError(f"{found.looked[-2]} was made from {place}, and {err}") from err
+        if found.names:
+            break
+        if base is None:
+            found.end = f"{place} names no model that it was made from"
+        elif base in found.looked:
+            found.end = f"{place} names {base} as the model that it was made from"
+        elif len(found.looked) > MOST_STEPS:
+            found.end = f"{base}, which {place} was made from, is not looked into"
+        if found.end:
+            break
+        found.tuned = found.tuned or (None if is_same else place)
+        place = base
+    return found
+
+
+def find_shards(source: str, is_wanted: IsWanted, revision: str | None = None) -> list[str]:
+    """The names of the files of a folder or repository that hold wanted tensors."""
+    folder = Path(source).expanduser()
+    is_local = folder.is_dir()
+    if not is_local:
+        if not REPO_ID.fullmatch(source):
+            raise ValueError(f"{source} does not exist, and it is not a repository id either")
+        folder = fetch(source, (INDEX, CONFIG), revision)
+    if (folder / INDEX).is_file():
+        places = read_weight_map(folder / INDEX)
+        return sorted({file for name, file in places.items() if is_wanted(name)})
+    if is_local or (folder / SINGLE).is_file():
+        shards = sorted(folder.glob("*.safetensors"))
+        return [shard.name for shard in shards if any(map(is_wanted, read_header(shard)))]
+    try:
+        return (
+            [SINGLE] if any(map(is_wanted, _remote_header(source, SINGLE, folder.name)[0])) else []
+        )
+    except FileMissing:
+        return []  # it has none, or is another format
+
+
+def fetch_files(
+    source: str, names: list[str], is_wanted: IsWanted, revision: str | None = None
+) -> list[Path]:
+    """These files of a folder or repository, or the wanted part of them, fetched where need be."""
+    folder = Path(source).expanduser()
+    is_local = folder.is_dir()
+    if not is_local:
+        folder = fetch(source, (INDEX, CONFIG), revision)
+    files = []
+    for name in names:
+        path = folder / name
+        if not path.is_file():
+            if is_local:
+                raise ValueError(
+                    f"{source} has {name} in its index, but the file is missing: fetch it again."
+                )
+            path = _fetch_part(source, name, folder.name, is_wanted)
+        files.append(path)
+    return files
+
+
+def _remote_header(repo: str, name: str, commit: str) -> tuple[dict[str, Entry], int]:
+    """The tensors of a file of a repository, and its size, by its first bytes.
+
+    They are kept, so that what was fetched is found again without the hub.
+    """
+    where, kept = f"{repo}/{name}", _kept(repo, f"{commit};{name}", "header")
+    if kept.is_file():
+        stored = kept.read_bytes()
+        size = int.from_bytes(stored[:8], "little")
+        return parse_header(stored[8:], size, where), size
+    start, size = read_range(repo, name, 0, HEADER_BYTES, commit)
+    end = 8 + header_length(start, size, where)
+    if len(start) < end:
+        start += read_range(repo, name, len(start), end, commit)[0]
+    found = parse_header(start[8:end], size, where)
+    with suppress(OSError):
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_bytes(size.to_bytes(8, "little") + start[8:end])
+    return found, size
+
+
+def _kept(repo: str, about: str, suffix: str) -> Path:
+    """Where what was fetched of a repository lies in our cache."""
+    key = hashlib.sha256(about.encode()).hexdigest()[:12]
+    return user_cache() / "layers" / f"{repo.replace('/', '--')}-{key}.{suffix}"
+
+
+def _fetch_part(repo: str, name: str, commit: str, is_wanted: IsWanted) -> Path:
+    """A file of a repository, or one of ours with its wanted tensors where these are the less."""
+    try:
+        header, size = _remote_header(repo, name, commit)
+    except FileMissing as err:
+        raise ValueError(
+            f"{repo} has {name} in its index, but the file is missing: ask on its page, or name "
+            "another drafter."
+        ) from err
+    wanted = {n: entry for n, entry in header.items() if is_wanted(n)}
+    if sum(entry.end - entry.start for entry in wanted.values()) > WHOLE * size:
+        return fetch(repo, (name,), commit) / name
+    path = _kept(repo, f"{commit};{name};{sorted(wanted)}", "safetensors")
+    with locked(path.parent, lambda: print(f"{repo}: another process is fetching; waiting.")):
+        if not path.is_file():
+            try:
+                _write_part(path, wanted, lambda a, b: read_range(repo, name, a, b, commit)[0])
+            except OSError as err:
+                raise ValueError(
+                    f"{path} cannot be written ({err.strerror}): make room or give rights, and "
+                    "try again."
+                ) from err
+    return path
+
+
+def _write_part(
+    path: Path, wanted: Mapping[str, Entry], read: Callable[[int, int], bytes]
+) -> None:
+    """A safetensors file of these tensors of another, whose bytes ``read`` gives.
+
+    What is there so far lies beside it, and the next call goes on from there.
+    """
+    ordered = sorted(wanted.items(), key=lambda item: item[1].start)
+    places, total = {}, 0
+    for name, entry in ordered:
+        end = total + entry.end - entry.start
+        places[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [total, end]}
+        total = end
+    header = json.dumps(places).encode()
+    begun = path.with_suffix(".incomplete")
+    with begun.open("ab") as file, Bar("Fetching", "B") as progress:
+        if file.tell() == 0:
+            file.write(len(header).to_bytes(8, "little") + header)
+        done = file.tell() - 8 - len(header)
+        for start, end in _pieces(entry for _, entry in ordered):
+            if (left := end - start - done) > 0:
+                file.write(read(end - left, end))
+                file.flush()
+            done = max(0, done - (end - start))
+            progress(file.tell() - 8 - len(header), total)
+    os.replace(begun, path)
+
+
+def _pieces(entries: Iterable[Entry]) -> Iterator[tuple[int, int]]:
+    """The bytes of tensors in their order, from and to, as much at once as lies side by side."""
+    start = end = 0
+    for entry in entries:
+        if entry.start != end:
+            yield from _halves(start, end)
+            start = entry.start
+        end = entry.end
+    yield from _halves(start, end)
+
+
+def _halves(start: int, end: int) -> Iterator[tuple[int, int]]:
+    for first in range(start, end, PART_BYTES):
+        yield first, min(first + PART_BYTES, end)
+
+
+def read_target_config(source: str | Path) -> dict[str, Any]:
+    """The ``config.json`` of a folder or repository; {} where there is none that can be read.
+
+    It is mlx-lm that says what is wrong with a target's: here it may hold infinite numbers, as
+    those of Mamba layers do.
+    """
+    folder = Path(source).expanduser()
+    folder = folder if folder.is_dir() else fetch(str(source), (CONFIG,))
+    try:
+        return parse_object(read_bytes(folder / CONFIG), CONFIG, any_number=True)
+    except ValueError:
+        return {}
+
+
+def read_tensors(files: Iterable[Path], is_wanted: IsWanted) -> dict[str, mx.array]:
+    """The wanted tensors of these files; the others are not read."""
+    found: dict[str, mx.array] = {}
+    for file in files:
+        read_header(file)  # a sentence where it is damaged
+        loaded: Any = mx.load(str(file))
+        found |= {name: array for name, array in loaded.items() if is_wanted(name)}
+    return found
+
+
+def made_from(source: str) -> tuple[str | None, bool]:
+    """The model that another was made from, and whether only by converting it.
+
+    By its card, else by its config; None where neither names one.
+    """
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        folder = fetch(source, (CARD, CONFIG))
+    text, card = (_text(folder / name) for name in (CONFIG, CARD))
+    front = FRONT.match(card)
+    lines = front[1] if front is not None else ""
+    is_same = MLX.search(lines) or QUANTIZED.search(lines) or '"quantization' in text
+    base = BASE_MODEL.search(lines)
+    named = base[1] if base is not None else read_target_config(source).get("_name_or_path")
+    is_other = isinstance(named, str) and REPO_ID.fullmatch(named) and named != source
+    return (named if is_other else None), bool(is_same)
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""

@@ -11,8 +11,8 @@ from huggingface_hub import constants
 from mtp_checkpoints import FAMILIES, Published, check_layers, write_checkpoint
 
 import mlx_eagle
-from mlx_eagle.drafters import target_checkpoint
-from mlx_eagle.drafters.target_checkpoint import HEADER_BYTES
+from mlx_eagle.drafters import target_parts
+from mlx_eagle.drafters.target_parts import HEADER_BYTES
 
 QWEN = FAMILIES["qwen3.5"]()
 GLM = FAMILIES["glm-4.5"]()
@@ -114,7 +114,7 @@ def mixed(hub) -> Hub:
 
 def test_only_the_bytes_of_the_layers_are_fetched(mixed, monkeypatch):
     """Beside the beginning of the shard, which has the header."""
-    monkeypatch.setattr(target_checkpoint, "PART_BYTES", 10_000)
+    monkeypatch.setattr(target_parts, "PART_BYTES", 10_000)
     check_layers(mlx_eagle.open_drafter("mtp", QWEN.target, target="some/target"), QWEN)
     size = (mixed.root / "some" / "target" / "model-00003-of-00003.safetensors").stat().st_size
     assert mixed.sent[SHARD] == HEADER_BYTES + num_bytes(QWEN) < size / 2
@@ -127,7 +127,7 @@ def test_only_the_bytes_of_the_layers_are_fetched(mixed, monkeypatch):
 
 
 def test_a_broken_connection_goes_on_where_it_broke(mixed, monkeypatch):
-    monkeypatch.setattr(target_checkpoint, "PART_BYTES", 10_000)
+    monkeypatch.setattr(target_parts, "PART_BYTES", 10_000)
     mixed.breaks_after = HEADER_BYTES + 35_000
     with pytest.raises(ValueError, match="the hub could not be reached for some/target") as error:
         mlx_eagle.open_drafter("mtp", QWEN.target, target="some/target")
@@ -151,7 +151,7 @@ def test_a_broken_connection_goes_on_where_it_broke(mixed, monkeypatch):
 @pytest.mark.parametrize("is_begun", [False, True], ids=["at once", "at the weights"])
 def test_refusals_of_the_hub(mixed, status, code, message, is_begun):
     if is_begun:
-        target_checkpoint.fetch("some/target", ("*.json",))
+        target_parts.fetch("some/target", ("*.json",))
     mixed.refusals["some/target"] = status, code
     with pytest.raises(ValueError, match=message) as error:
         mlx_eagle.open_drafter("mtp", QWEN.target, target="some/target")

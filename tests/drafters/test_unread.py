@@ -7,8 +7,8 @@ from helpers import tiny_llama
 
 import mlx_eagle
 from mlx_eagle.convert import convert
+from mlx_eagle.drafters.kinds import refuse_unread
 from mlx_eagle.drafters.pairs import PAIRS, drafters_for
-from mlx_eagle.drafters.unread import refuse_unread
 
 KINDS = {
     "a Laguna drafter": ([], {"architectures": ["LagunaDFlashModel"]}),

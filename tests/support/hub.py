@@ -181,5 +181,5 @@ def use_hub(patch: pytest.MonkeyPatch, address: str, home: Path) -> None:
     patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     patch.setattr(constants, "HF_HUB_OFFLINE", False)
     patch.setenv("HF_TOKEN", "hf_test")
-    for module in ("draft_models", "drafters.target_checkpoint"):
+    for module in ("draft_models", "drafters.target_parts"):
         patch.setattr(f"mlx_eagle.{module}.user_cache", lambda: home / ".cache" / "mlx-eagle")
