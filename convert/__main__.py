@@ -17,7 +17,7 @@ from mlx_eagle.system.device import prepare_device
 from mlx_eagle.system.terminal import Bar, run_command
 
 from .pipeline import DTYPES, convert
-from .pytorch import to_pytorch
+from .publish import to_pytorch
 from .resolve import Overrides
 from .trim import Trim
 

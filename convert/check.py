@@ -377,6 +377,69 @@ def check_head(
     return Report(rows[0], tuple(rows[2:]), rows[1], packed_row, len(texts), num_positions)
 
 
+def verdict(report: Report) -> str:
+    """One sentence: which setting wins, and what to do about it."""
+    winner, ours = report.winner, report.resolved
+    if winner is not ours:
+        return (
+            f"warning: {winner.name} fits better (overlap {winner.overlap:.3f}, not "
+            f"{ours.overlap:.3f}): convert the head again with {winner.flag}"
+        )
+    if not ours.is_better_than(report.baseline):
+        return (
+            "warning: the head does no better than with features of the wrong positions: "
+            "it is damaged, or was trained for another target"
+        )
+    close = [row.name for row in report.alternatives if not ours.is_better_than(row)]
+    doubt = f"; these texts do not tell it from {', '.join(close)}" if close else ""
+    return f"winner: {ours.name}{doubt}"
+
+
+def check_table(report: Report) -> str:
+    """All that was measured, a line a setting, and the verdict."""
+    rows = [report.resolved, *([report.quantized] if report.quantized else [])]
+    rows += [*report.alternatives, report.baseline]
+    width = max(len(row.name) for row in rows)
+    depths = " ".join(f"depth {depth}" for depth in range(1, DEPTHS + 1))
+    lines = [
+        f"agreement with the target at {report.num_positions} positions of "
+        f"{report.num_prompts} texts",
+        f"{'':{width}} {depths}   tau overlap   behind by",
+    ]
+    for row in rows:
+        shares = " ".join(f"{share:7.1%}" for share in row.agreement)
+        line = f"{row.name:{width}} {shares}  {row.tau:4.2f}   {row.overlap:.3f}"
+        if row is not report.resolved:
+            lead, error = report.resolved.lead_over(row)
+            line += f"  {lead:+.3f} ±{error:.3f}"
+        lines.append(line)
+    return "\n".join([*lines, verdict(report)])
+
+
+def _row_entry(row: Row) -> dict[str, Any]:
+    values = {
+        "agreement": [round(share, 4) for share in row.agreement],
+        "tau": round(row.tau, 3),
+        "overlap": round(row.overlap, 4),
+    }
+    return values if row.flag is None else {"override": row.flag, **values}
+
+
+def check_entry(report: Report) -> dict[str, Any]:
+    """What goes under ``check`` into the converted head's ``config.json``."""
+    values = {
+        "num_prompts": report.num_prompts,
+        "num_positions": report.num_positions,
+        **_row_entry(report.resolved),
+        "alternatives": {row.name: _row_entry(row) for row in report.alternatives},
+        "baseline": {report.baseline.name: _row_entry(report.baseline)},
+        "winner": report.winner.name,
+    }
+    if report.quantized is not None:
+        values["quantized"] = _row_entry(report.quantized)
+    return values
+
+
 def load_model(name: str, dtype: str | None = None) -> tuple[nn.Module, TokenizerWrapper]:
     """The target, its floats of type ``dtype``, with its tokenizer; see ``set_precision``.
 

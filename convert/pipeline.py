@@ -24,8 +24,7 @@ from mlx_eagle.system.hub import locate, upload
 from mlx_eagle.system.safetensors import save_arrays
 from mlx_eagle.system.terminal import Progress, silent
 
-from .card import CARD, check_entry, check_table, make_card, source_license
-from .check import Report, check_head, load_model, rope_bases
+from .check import Report, check_entry, check_head, check_table, load_model, rope_bases
 from .check_acceptance import measure_acceptance
 from .checkpoint import (
     CONFIG_FILES,
@@ -38,6 +37,7 @@ from .checkpoint import (
     same_values,
 )
 from .packed import MLXPacked, Unpacked, unpacked
+from .publish import CARD, make_card, source_license
 from .quantize import Packing, Quantization, pack
 from .resolve import NO_OVERRIDES, Overrides, Resolved, resolve
 from .stored import Tensor

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..convert.card import TAGS
+from ..convert.publish import WHAT_IT_IS, by_depth, card
 from ..system.terminal import open_bar
 from .evaluate import Evaluation, Generated
 
@@ -190,60 +190,44 @@ def amount(size: float) -> str:
 
 def make_card(name: str, facts: Mapping[str, Any]) -> str:
     """The card of a trained head; ``facts`` as they stand under ``training`` in its config."""
-    lines = [
-        "---",
-        "library_name: mlx",
-        "tags:",
-        *(f"- {tag}" for tag in TAGS),
-        "---",
-        "",
-        f"# {name}",
-        "",
-        "A draft head for speculative decoding, trained by mlx-eagle. It is no model of its own: "
-        "it drafts tokens that its target accepts or replaces.",
-        "",
-        "| | |",
-        "|---|---|",
-        f"| Target | {facts['target']} |",
-        f"| Began as | {facts['init'] or 'a fresh head'} |",
-        f"| Sequences | {facts['num_sequences']} |",
-        f"| Batches | {facts['iterations']} of {facts['batch_size']} |",
-        f"| Tokens seen | {facts['trained_tokens']} |",
-        f"| Draft vocabulary | {facts['draft_vocab_size']} tokens, "
-        f"{facts['coverage']:.2%} of the answers |",
-        f"| Recipe | training-time test of {facts['ttt_steps']} steps, loss {facts['loss']}, "
-        f"learning rate {facts['learning_rate']:g} |",
-    ]
-    evaluation = facts.get("evaluation")
-    if evaluation:
-        rows = {
-            "match at that depth": evaluation["match"],
-            "mean acceptance length": evaluation["lengths"],
-        }
-        said = f"On {evaluation['num_sequences']} sequences that were held out:"
-        lines += ["", said, "", *_by_depth(rows)]
-    generated = facts.get("generated")
-    if generated:
-        said = (
+    shown = {
+        "Target": facts["target"],
+        "Began as": facts["init"] or "a fresh head",
+        "Sequences": facts["num_sequences"],
+        "Batches": f"{facts['iterations']} of {facts['batch_size']}",
+        "Tokens seen": facts["trained_tokens"],
+        "Draft vocabulary": f"{facts['draft_vocab_size']} tokens, {facts['coverage']:.2%} of the "
+        "answers",
+        "Recipe": f"training-time test of {facts['ttt_steps']} steps, loss {facts['loss']}, "
+        f"learning rate {facts['learning_rate']:g}",
+    }
+    sections = []
+    if evaluation := facts.get("evaluation"):
+        sections += [
+            f"On {evaluation['num_sequences']} sequences that were held out:",
+            _by_depth(
+                {
+                    "match at that depth": evaluation["match"],
+                    "mean acceptance length": evaluation["lengths"],
+                }
+            ),
+        ]
+    if generated := facts.get("generated"):
+        sections += [
             f"Decoding {generated['num_answers']} held-out prompts greedily, up to "
-            f"{generated['max_tokens']} tokens each:"
-        )
-        lines += ["", said, "", *_by_depth({"mean acceptance length": generated["lengths"]})]
+            f"{generated['max_tokens']} tokens each:",
+            _by_depth({"mean acceptance length": generated["lengths"]}),
+        ]
     usage = "mlx_eagle.generate --model TARGET --draft-model THIS_FOLDER --prompt Hello"
-    return "\n".join([*lines, "", "```", usage, "```"]) + "\n"
+    title = f"A draft head {WHAT_IT_IS.format(made='trained')}"
+    return card(name, title, shown, [*sections, f"```\n{usage}\n```"])
 
 
-def _by_depth(rows: dict[str, list[float]]) -> list[str]:
-    """A table of named figures, one for each depth k from 1."""
+def _by_depth(rows: Mapping[str, Sequence[float]]) -> str:
+    """Figures for each depth k from 1."""
     depths = range(1, len(next(iter(rows.values()))) + 1)
-    return [
-        "| k | " + " | ".join(map(str, depths)) + " |",
-        "|---" * (len(depths) + 1) + "|",
-        *(
-            f"| {name} | " + " | ".join(f"{figure:.3f}" for figure in figures) + " |"
-            for name, figures in rows.items()
-        ),
-    ]
+    shown = {name: [f"{figure:.3f}" for figure in figures] for name, figures in rows.items()}
+    return by_depth("k", list(map(str, depths)), shown)
 
 
 def write_page(output: str | Path) -> Path:

@@ -7,7 +7,7 @@ from checkpoints import CONFIG, eagle3_tensors, write_safetensors
 from huggingface_hub import ModelCard
 from test_convert_hub import hub, run  # noqa: F401, fixtures
 
-from mlx_eagle.convert.card import make_card, source_license
+from mlx_eagle.convert.publish import make_card, source_license
 
 CONVERTED = {"kind": "eagle3", "quantization": {"bits": 4, "group_size": 64}}
 CHECK = {

@@ -15,8 +15,7 @@ from mlx_lm.utils import dequantize_model
 
 from mlx_eagle.convert import check, pipeline
 from mlx_eagle.convert.__main__ import main
-from mlx_eagle.convert.card import check_entry, check_table, verdict
-from mlx_eagle.convert.check import DEPTHS, Row, Setting
+from mlx_eagle.convert.check import DEPTHS, Row, Setting, check_entry, check_table, verdict
 from mlx_eagle.convert.checkpoint import open_checkpoint
 from mlx_eagle.convert.resolve import resolve
 from mlx_eagle.demo.pair import demo_target_path

@@ -14,7 +14,7 @@ from helpers import byte_tokenizer, plain, speculative, tiny_head, tiny_llama
 from mlx_eagle import batch_generate, load_drafter
 from mlx_eagle.convert import convert
 from mlx_eagle.convert.check import unroll
-from mlx_eagle.convert.pytorch import to_pytorch
+from mlx_eagle.convert.publish import to_pytorch
 from mlx_eagle.drafters.eagle3 import ParallelDrafter
 from mlx_eagle.drafters.head_weights import AttachedHead
 from mlx_eagle.drafters.tree import TreeShape

@@ -1,0 +1,288 @@
+"""Handing a head on: its model card, and the layout that PyTorch engines read.
+
+Names and keys of the flat layout are those that vLLM, SGLang and SpecForge read of an EAGLE-3
+head; what they cannot say is refused.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from huggingface_hub import ModelCardData
+
+from mlx_eagle.drafters.config import Eagle3Config
+from mlx_eagle.drafters.folder import bits_of
+from mlx_eagle.drafters.head_weights import read_head_config
+from mlx_eagle.system.atomic_folder import new_folder
+from mlx_eagle.system.hub import FOLDER_ID, GGUF_FILE, REPO_ID, locate
+from mlx_eagle.system.safetensors import save_arrays
+
+CARD = "README.md"
+TAGS = ["mlx", "speculative-decoding", "draft-model"]
+# What the hub reads of a licence; the last two belong to `license: other`.
+LICENSE_KEYS = ("license", "license_name", "license_link")
+WHAT_IT_IS = (
+    "for speculative decoding, {made} by mlx-eagle. It is no model of its own: it drafts tokens "
+    "that its target accepts or replaces."
+)
+
+
+def source_license(
+    source: str, config: Mapping[str, Any], revision: str | None = None
+) -> dict[str, str]:
+    """The licence that the source's card names, or its config; {} where neither does.
+
+    apache-2.0 -> {"license": "apache-2.0"}
+    """
+    folder = locate(_repository(source) or source, (CARD,), revision)
+    folder = folder.parent if folder.is_file() else folder
+    found: dict[str, str] = {}
+    if (folder / CARD).is_file():
+        text = (folder / CARD).read_text(encoding="utf-8", errors="replace")
+        front = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
+        for key in LICENSE_KEYS:
+            line = front and re.search(rf"^{key}:[ \t]*(\S.*?)[ \t]*$", front[1], re.MULTILINE)
+            if line:
+                found[key] = line[1].strip("\"'")
+    if "license" not in found and isinstance(config.get("license"), str):
+        return {"license": config["license"]}
+    return found if "license" in found else {}
+
+
+def _repository(name: str | None) -> str | None:
+    """The repository a name stands for, None where it is a path on this machine.
+
+    owner/name, owner/name/head.gguf, owner/name/folder -> owner/name
+    """
+    if name is None or Path(name).expanduser().exists():
+        return None
+    file = GGUF_FILE.fullmatch(name) or FOLDER_ID.fullmatch(name)
+    if file:
+        return file["repo"]
+    return name if REPO_ID.fullmatch(name) else None
+
+
+def _shown(name: str | None) -> str:
+    """A link for what lies on the hub; of a folder its last name only, not where it is."""
+    if name is None:
+        return "not named"
+    repository = _repository(name)
+    return f"[{name}](https://huggingface.co/{repository})" if repository else Path(name).name
+
+
+def card(
+    name: str, title: str, facts: Mapping[str, Any], sections: Sequence[str], **front: Any
+) -> str:
+    """The text of a card: ``front`` matter, what it is (``title``), a table of facts, sections."""
+    data = ModelCardData(**{"library_name": "mlx", "tags": TAGS, **front})
+    table = "\n".join(f"| {fact} | {value} |" for fact, value in facts.items())
+    head = f"---\n{data.to_yaml()}\n---"
+    return "\n\n".join([head, f"# {name}", title, f"| | |\n|---|---|\n{table}", *sections]) + "\n"
+
+
+def by_depth(first: str, heads: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
+    """A table of named figures, one for each depth; ``first`` is the heading of the names."""
+    lines = [[first, *heads], *([name, *figures] for name, figures in rows.items())]
+    shown = [f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines]
+    return "\n".join([shown[0], "|---" * len(lines[0]) + "|", *shown[1:]])
+
+
+def _agreement(check: Mapping[str, Any] | None) -> list[str]:
+    """The section about what ``--check`` measured; none where it did not run."""
+    if check is None:
+        return []
+    if "mean_acceptance_length" in check:
+        said = (
+            f"{check['mean_acceptance_length']} tokens per pass of the target, in "
+            f"{check['num_prompts']} answers of its own."
+        )
+        return ["## Measured acceptance", said]
+    rows = {"as converted, not quantized": check}
+    if "quantized" in check:
+        rows["as stored here, quantized"] = check["quantized"]
+    said = (
+        f"Share of drafted tokens that equal the target's own greedy text, at "
+        f"{check['num_positions']} positions of {check['num_prompts']} short answers:"
+    )
+    heads = [f"depth {depth}" for depth in range(1, len(check["agreement"]) + 1)]
+    shares = {name: [f"{x:.1%}" for x in row["agreement"]] for name, row in rows.items()}
+    return ["## Measured agreement", said, by_depth("", heads, shares)]
+
+
+def make_card(
+    config: Mapping[str, Any],
+    repo: str,
+    source: str,
+    target: str | None,
+    family: str,
+    license: Mapping[str, str],
+) -> str:
+    """The card of a converted head: front matter, provenance, agreement, usage.
+
+    ``config`` is the converted head's, ``repo`` the id it is uploaded under, ``license`` as
+    ``source_license`` gives it. Names of folders on this machine are cut to their last part.
+    """
+    stored = "not quantized"
+    if quantization := config.get("quantization"):
+        stored = f"{bits_of(quantization)}, groups of {quantization['group_size']}"
+    front = {"license": "unknown", **license}
+    licence = front.get("license_name", front["license"])
+    facts = {
+        "Target": _shown(target),
+        "Source": _shown(source),
+        "Family": family,
+        "Stored as": stored,
+        "Licence of the source": licence if license else "unknown: see the source",
+    }
+    model = target if _repository(target) else "TARGET"
+    use = (
+        "```python\nimport mlx_lm, mlx_eagle\n\n"
+        f'model, tokenizer = mlx_lm.load("{model}")\n'
+        'print(mlx_eagle.generate(model, tokenizer, "Hello", draft_model='
+        f'mlx_eagle.load_drafter("{repo}", model)))\n```'
+    )
+    command = f'mlx_eagle.generate --model {model} --draft-model {repo} --prompt "Hello"'
+    return card(
+        repo.split("/")[-1],
+        f"A drafter {WHAT_IT_IS.format(made='converted to MLX')}",
+        facts,
+        [*_agreement(config.get("check")), "## Use", use, f"```\n{command}\n```"],
+        base_model=_repository(target) or _repository(source),
+        tags=[*TAGS, config["kind"]],
+        **front,
+    )
+
+
+# What the flat layout has no key or name for, and the value that it stands for.
+FIXED = {
+    "latent": None,
+    "softmax_scale": None,
+    "position_scale": None,
+    "values": "projected",
+    "value_norm": False,
+    "branch_norms": False,
+    "layer_scalar": False,
+    "embed_scale": 1.0,
+    "logit_softcap": None,
+    "mask_token_id": None,
+    "num_parallel_heads": 0,
+    "num_layers": 1,
+    "uses_aux": True,
+    "fc_input": "features",
+    "layer_input": "first",
+    "fc_bias": False,
+    "norm_output": False,
+    "qk_norm": False,
+    "attention_bias": False,
+    "attention_out_bias": False,
+    "mlp_bias": False,
+    "embedding_norm": True,
+    "state_norm": True,
+    "final_norm": True,
+    "sliding_window": None,
+    "num_aux": 3,
+}
+
+
+def to_pytorch(head: str, folder: str) -> dict[str, Any]:
+    """Write the converted head in the folder ``head`` as a PyTorch one; its ``config.json``.
+
+    ``folder`` must not exist; it gets ``config.json`` and ``model.safetensors`` with the names
+    of SafeAILab's and SpecForge's checkpoints. Converting that again gives the same weights.
+    Raises ValueError, one sentence, for a quantized head and for what the layout cannot say.
+    """
+    source, destination = Path(head).expanduser(), Path(folder).expanduser()
+    if destination.exists():
+        raise ValueError(f"{folder} is there already; remove it or choose another")
+    values = read_head_config(source)
+    if "quantization" in values:
+        raise ValueError(
+            f"{head} is quantized, and PyTorch engines read floats; convert its source again "
+            "with --no-quantize, or train without --quantize"
+        )
+    config = Eagle3Config.from_dict(values, source / "config.json")
+    _check(config, head)
+    weights = dict(mx.load(str(source / "model.safetensors")))
+    tensors = _tensors(config, weights, head)
+    flat = _config(config, str(weights["fc.weight"].dtype).split(".")[-1])
+    with new_folder(destination) as draft:
+        save_arrays(draft / "model.safetensors", tensors, layout="pt")
+        text = json.dumps(flat, indent=2) + "\n"
+        (draft / "config.json").write_text(text, encoding="utf-8")
+    return flat
+
+
+def _check(config: Eagle3Config, head: str) -> None:
+    for name, value in FIXED.items():
+        found = getattr(config, name)
+        if found != value:
+            raise ValueError(
+                f"{head} has {name} {found}, which the flat PyTorch layout cannot say (it means "
+                f"{value}); it stays an MLX head"
+            )
+    if config.pre_fc_norm == "concat":
+        raise ValueError(f"{head} norms its features as one, which the flat layout cannot say")
+    if config.lm_head_source != "file":
+        raise ValueError(
+            f"{head} takes its output matrix from the target; convert its source again without "
+            "--target"
+        )
+
+
+def _tensors(config: Eagle3Config, weights: dict[str, mx.array], head: str) -> dict[str, mx.array]:
+    """The arrays under their official names, with both vocabulary maps."""
+    offsets = weights.pop("d2t", None)
+    size = config.draft_vocab_size
+    if offsets is None:
+        offsets = mx.zeros(size, mx.int32)
+    ids = offsets.astype(mx.int64) + mx.arange(size, dtype=mx.int64)
+    if ids.max().item() >= config.vocab_size:
+        raise ValueError(f"{head} drafts token {ids.max().item()} of {config.vocab_size}")
+    drafted = mx.zeros(config.vocab_size, mx.bool_)
+    drafted[ids] = True
+    named = {name.replace("layers.0.", "midlayer."): array for name, array in weights.items()}
+    return {**named, "d2t": offsets.astype(mx.int64), "t2d": drafted}
+
+
+def _config(config: Eagle3Config, dtype: str) -> dict[str, Any]:
+    c = config
+    flat: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads,
+        "head_dim": c.head_dim,
+        "hidden_act": c.hidden_act,
+        "rms_norm_eps": c.rms_norm_eps,
+        "max_position_embeddings": c.max_position_embeddings,
+        "vocab_size": c.vocab_size,
+        "draft_vocab_size": c.draft_vocab_size,
+        "rope_theta": c.rope["theta"],
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype,
+    }
+    if c.target_hidden_size != c.hidden_size:
+        flat["target_hidden_size"] = c.target_hidden_size
+    scaling = c.rope.get("scaling")
+    if scaling:
+        flat["rope_scaling"] = {"rope_type": scaling["type"], **scaling}
+    dims = c.rope.get("dims")
+    if dims and dims != c.head_dim:
+        flat["partial_rotary_factor"] = dims / c.head_dim
+    if c.pre_fc_norm == "per_feature":
+        flat["fc_norm"] = True
+    if c.norm_before_residual:
+        flat["norm_before_residual"] = True
+    key = "eagle_aux_hidden_state_layer_ids"
+    if c.aux_nested_ids is not None:
+        flat["eagle_config"] = {key: list(c.aux_nested_ids)}  # as they were found
+    elif c.aux_boundary_ids is not None:
+        # As vLLM numbers them: what enters these layers.
+        flat[key] = list(c.aux_boundary_ids)
+    return flat
