@@ -78,6 +78,17 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """A file to fill, which takes the name ``path`` when it is whole; else nothing is left."""
+    draft = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        yield draft
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+@contextmanager
 def locked(folder: Path, on_wait: Callable[[], None]) -> Iterator[None]:
     """Hold the lock of a folder, made if need be; ``on_wait`` is called before any waiting.
 

@@ -3,7 +3,6 @@
 import csv
 import html
 import math
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..convert.publish import WHAT_IT_IS, by_depth, card
+from ..system.atomic_folder import new_file
 from ..system.terminal import open_bar
 from .evaluate import Evaluation, Generated
 
@@ -92,15 +92,10 @@ class TrainingLog:
             for row in csv.DictReader(whole.splitlines()):
                 if (row["iteration"] or "").isdigit() and int(row["iteration"]) <= iteration:
                     rows.append(row)
-        scratch = self._path.with_name(f".{CSV}.{os.getpid()}")
-        try:
-            with scratch.open("w", newline="") as file:
-                writer = csv.DictWriter(file, self._columns, extrasaction="ignore")
-                writer.writeheader()
-                writer.writerows(rows)
-            os.replace(scratch, self._path)
-        finally:
-            scratch.unlink(missing_ok=True)
+        with new_file(self._path) as draft, draft.open("w", newline="") as file:
+            writer = csv.DictWriter(file, self._columns, extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(rows)
 
     def say(self, line: str) -> None:
         if self._quiet:
@@ -258,13 +253,9 @@ def write_page(output: str | Path) -> Path:
         f"<title>Training of {name}</title>\n<style>{STYLE}</style>\n"
         f"<h1>Training of {name}</h1>\n{_last(curves)}{figures}</html>\n"
     )
-    page, draft = folder / PAGE, folder / f".{PAGE}.{os.getpid()}"
-    try:
+    with new_file(folder / PAGE) as draft:
         draft.write_text(text, encoding="utf-8")
-        os.replace(draft, page)
-    finally:
-        draft.unlink(missing_ok=True)
-    return page
+    return folder / PAGE
 
 
 def lines_of(rows: Sequence[Mapping[str, str]], what: str) -> Series:

@@ -1,7 +1,6 @@
 """The trained head: made anew or taken from another, its vocabulary, and its converted files."""
 
 import json
-import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ from ..drafters.head import Eagle3Head
 from ..drafters.head_weights import load_head, split_weights
 from ..drafters.kinds import is_converted, kind_of
 from ..drafters.target_parts import activation_dtype, find_embedding, lm_head_of, rows_of_lm_head
+from ..system.atomic_folder import new_file
 from ..system.safetensors import save_arrays
 from .examples import Example
 
@@ -323,13 +323,9 @@ def write_head(
 
     Without ``weights`` these stay as they are.
     """
-    scratch = folder / f".head.{os.getpid()}.safetensors"
-    text = json.dumps(config, indent=4, sort_keys=True) + "\n"
-    try:
-        if weights is not None:
-            save_arrays(scratch, weights)
-            os.replace(scratch, folder / "model.safetensors")
-        scratch.write_text(text, encoding="utf-8")
-        os.replace(scratch, folder / "config.json")
-    finally:
-        scratch.unlink(missing_ok=True)
+    if weights is not None:
+        with new_file(folder / "model.safetensors") as draft:
+            save_arrays(draft, weights)
+    with new_file(folder / "config.json") as draft:
+        text = json.dumps(config, indent=4, sort_keys=True) + "\n"
+        draft.write_text(text, encoding="utf-8")

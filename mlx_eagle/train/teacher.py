@@ -4,7 +4,6 @@ It is frozen. What a pass gives is kept for its batch alone, or in a folder for 
 """
 
 import hashlib
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +18,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..drafters.target_parts import draft_output
+from ..system.atomic_folder import new_file
 from ..system.device import set_precision
 from ..system.safetensors import save_arrays
 from ..target.taps import Target, find_final_norm
@@ -309,15 +309,11 @@ class Teacher:
     def _keep(self, number: int, lesson: Lesson) -> None:
         if self._cache is None:
             return
-        # Under its own name only when it is whole.
-        scratch = self._cache / f".{number}.{os.getpid()}.safetensors"
         try:
-            save_arrays(scratch, lesson.packed(self._bits))
-            os.replace(scratch, self._cache / f"{number}.safetensors")
+            with new_file(self._cache / f"{number}.safetensors") as draft:
+                save_arrays(draft, lesson.packed(self._bits))
         except OSError as err:
             raise OSError(err.errno, err.strerror, str(self._cache)) from err
-        finally:
-            scratch.unlink(missing_ok=True)
 
 
 def cache_bytes(
