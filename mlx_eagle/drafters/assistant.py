@@ -7,7 +7,7 @@ to the next is a state as wide as the target's.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -41,6 +41,7 @@ from .folder import (
     fill,
     quantize_as_stored,
     quantize_now,
+    read_fields,
     read_weights,
 )
 from .target_parts import TargetSizes, activation_dtype, find_embedding, sizes_of
@@ -111,13 +112,7 @@ class AssistantConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str | Path) -> Self:
         """Read a ``config.json``, which ``where`` names; ValueError for what cannot be."""
-        check(values, OWN, where)
-        known: dict[str, Any]
-        known = {f.name: values[f.name] for f in fields(cls) if values.get(f.name) is not None}
-        for field in fields(cls):
-            if field.default is MISSING and field.name not in known:
-                raise ValueError(f"{where} has no {field.name}: convert the drafter again.")
-        made = cls(**known | {"layer_types": tuple(known["layer_types"])})
+        made = cls(**read_fields(cls, values, OWN, where))
         made.check_sizes(where)
         return made
 
@@ -294,11 +289,7 @@ def text_of(target: nn.Module) -> gemma4_text.Model:
 
 def check_fit(config: AssistantConfig, target: TargetSizes) -> None:
     """Raise ValueError where assistant and target are of different sizes."""
-    if config.target_hidden_size != target.hidden_size:
-        raise ValueError(
-            f"the assistant was made for a target of hidden size {config.target_hidden_size}, but "
-            f"this target's is {target.hidden_size}: use the one made for this model."
-        )
+    target.check_width("assistant", config.target_hidden_size)
     if config.vocab_size != target.vocab_size:
         raise ValueError(
             f"the assistant was made for a vocabulary of {config.vocab_size} tokens, but the "

@@ -1,7 +1,7 @@
 """Config of a drafter of blocks, and how published configs of both packagings say it."""
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,7 +19,7 @@ from ..system.json_schema import (
     shown,
     whole,
 )
-from .folder import PACKING, SIZE, PublishedTensor, Tensors
+from .folder import PACKING, SIZE, PublishedTensor, Tensors, read_fields
 from .target_parts import TargetSizes
 
 FEW = whole(1, 256)
@@ -152,16 +152,7 @@ class BlockConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str | Path) -> Self:
         """Read a ``config.json``, which ``where`` names; ValueError for what cannot be."""
-        check(values, cls.table(), where)
-        known: dict[str, Any]
-        known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
-        for field in fields(cls):
-            if field.default is not None and known.get(field.name) is None:
-                known.pop(field.name, None)
-                if field.default is MISSING:
-                    raise ValueError(f"{where} has no {field.name}: convert the drafter again.")
-        known = {k: tuple(v) if isinstance(v, list) else v for k, v in known.items()}
-        made = cls(**known)
+        made = cls(**read_fields(cls, values, cls.table(), where))
         made.check_sizes(where)
         return made
 
@@ -240,19 +231,13 @@ def readings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def check_fit(config: BlockConfig, target: TargetSizes) -> None:
     """Raise ValueError where drafter and target do not belong together."""
     c = config
-    if c.hidden_size != target.hidden_size:
-        raise ValueError(
-            f"the drafter was made for a target of hidden size {c.hidden_size}, but this "
-            f"target's is {target.hidden_size}: use the one made for this model."
-        )
+    target.check_width("drafter", c.hidden_size)
     if max(c.taps) > target.num_layers:
         raise ValueError(
             f"the drafter taps layers {shown(c.taps)}, but the target has {target.num_layers} "
             "layers: use the one made for this model."
         )
-    # Vocabularies may be padded differently, so only a clear mismatch is an error.
-    differs = abs(c.vocab_size - target.vocab_size) > max(1024, target.vocab_size // 100)
-    if differs or c.mask_token_id >= target.vocab_size:
+    if not target.is_padded_as(c.vocab_size) or c.mask_token_id >= target.vocab_size:
         raise ValueError(
             f"the drafter was made for a vocabulary of {c.vocab_size} tokens and masks with "
             f"{c.mask_token_id}, but the target's has {target.vocab_size}: use the one made for "

@@ -9,7 +9,7 @@ We keep boundary ids: b = N is what leaves the last of N layers. Under ``eagle_c
 producers write either, and only the target's depth tells which.
 """
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,11 @@ from ..system.json_schema import (
     TEXT,
     FieldType,
     Table,
-    check,
     number_above,
     one_of,
     whole,
 )
-from .folder import PACKING
+from .folder import PACKING, read_fields
 
 SIZE = whole(1, 2**24)
 FEW = whole(1, 1024)
@@ -121,17 +120,6 @@ HEAD: Table = {
     "quantization": PACKING,
     "source": {"path": TEXT, "files": OBJECT},
 }
-REQUIRED = (
-    "hidden_size",
-    "target_hidden_size",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "intermediate_size",
-    "vocab_size",
-    "draft_vocab_size",
-)
 
 
 @dataclass(frozen=True)
@@ -261,17 +249,7 @@ class Eagle3Config:
 
         Raises ValueError for a field that is missing, of a wrong kind, or contradicts another.
         """
-        check(values, HEAD, where)
-        known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
-        nullable = {f.name for f in fields(cls) if f.default is None}
-        for name in REQUIRED:
-            known.setdefault(name, None)
-        for name, value in known.items():
-            if value is None and name not in nullable:
-                raise ValueError(f"{where} has no {name}: convert the head again.")
-            if isinstance(value, list):
-                known[name] = tuple(value)
-        config = cls(**known)
+        config = cls(**read_fields(cls, values, HEAD, where))
         config._check_sizes(where)
         return config
 

@@ -4,7 +4,7 @@ A converted folder holds a ``config.json`` that names its ``kind`` and a ``model
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -135,6 +135,25 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{folder} has no config.json: it is not a converted head.")
     return read_object(path)
+
+
+def read_fields(
+    kind: type, values: Mapping[str, Any], table: Table, where: str | Path
+) -> dict[str, Any]:
+    """The fields of the dataclass ``kind`` in a ``config.json``, lists as tuples, nulls left out.
+
+    ``where`` names the file. Raises ValueError where one is not what ``table`` expects, or where
+    one that has no default is missing.
+    """
+    check(values, table, where)
+    found: dict[str, Any] = {}
+    for field in fields(kind):
+        value = values.get(field.name)
+        if value is not None:
+            found[field.name] = tuple(value) if isinstance(value, list) else value
+        elif field.default is MISSING and field.default_factory is MISSING:
+            raise ValueError(f"{where} has no {field.name}: convert the head again.")
+    return found
 
 
 def kind_in(config: Mapping[str, Any]) -> str:

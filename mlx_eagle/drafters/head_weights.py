@@ -233,18 +233,13 @@ def draft_ids(
 def check_fit(config: Eagle3Config, target: TargetSizes) -> None:
     """Raise ValueError where head and target do not belong together."""
     vocab_size, num_layers = target.vocab_size, target.num_layers
-    if config.target_hidden_size != target.hidden_size:
-        raise ValueError(
-            f"the head was made for a target of hidden size {config.target_hidden_size}, but "
-            f"this target's is {target.hidden_size}: use the head trained for this model."
-        )
+    target.check_width("head", config.target_hidden_size)
     if not config.has_d2t and config.draft_vocab_size > vocab_size:
         raise ValueError(
             f"the head drafts {config.draft_vocab_size} tokens, but the target has "
             f"{vocab_size}: use the head trained for this model."
         )
-    # Vocabularies may be padded differently, so only a clear mismatch is an error.
-    if abs(config.vocab_size - vocab_size) > max(1024, vocab_size // 100):
+    if not target.is_padded_as(config.vocab_size):
         raise ValueError(
             f"the head was made for a vocabulary of {config.vocab_size} tokens, but the "
             f"target's has {vocab_size}: use the head trained for this model."

@@ -14,7 +14,7 @@ from ..target.masks_and_ropes import evaluate_ropes, exact_masks
 from ..target.rollback import Checkpoint, check_supported
 from .base import Draft, DrafterBase, Pick, index_of, start_early
 from .folder import LoadOptions
-from .target_parts import find_embedding
+from .target_parts import find_embedding, sizes_of
 
 # What mlx-lm raises on folders that it does not know how to read.
 NOT_LOADED = (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError)
@@ -159,9 +159,9 @@ def load_model_drafter(
         ) from err
     model = set_precision(model, whose="the draft model's")
     mx.eval(model.parameters())
-    vocab_size, num_known = find_embedding(target)[1], find_embedding(model)[1]
-    # Tables may be padded differently, so only a clear mismatch is an error.
-    if abs(num_known - vocab_size) > max(1024, vocab_size // 100):
+    sizes, num_known = sizes_of(target), find_embedding(model)[1]
+    vocab_size = sizes.vocab_size
+    if not sizes.is_padded_as(num_known):
         raise ValueError(
             f"the draft model {path_or_repo} has a vocabulary of {num_known} tokens, but the "
             f"target's has {vocab_size}: use a draft model of the same family."

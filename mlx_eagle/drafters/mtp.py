@@ -324,9 +324,6 @@ def made_for(config: dict[str, Any], where: Path, target: TargetSizes | None) ->
     missing = [key for key in CONVERTED if key != "quantization" and config.get(key) is None]
     if missing:
         raise ValueError(f"{where} has no {missing[0]}: convert the layers again.")
-    if target is not None and target.hidden_size != config["hidden_size"]:
-        raise ValueError(
-            f"the MTP layers were made for a target of hidden size {config['hidden_size']}, but "
-            f"this target's is {target.hidden_size}: use those made for this model."
-        )
+    if target is not None:
+        target.check_width("MTP layer", config["hidden_size"])
     return f"for targets of hidden size {config['hidden_size']} with {config['vocab_size']} tokens"

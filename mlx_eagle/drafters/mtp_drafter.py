@@ -18,8 +18,7 @@ from ..target.stand_in import StandIn
 from .base import BatchDrafter, Draft, Pick, PickChildren, start_early
 from .batch_drafter import HeadBatchDrafter
 from .feature_drafter import FeatureDrafter
-from .mtp_layers import text_args
-from .target_parts import find_embedding, lm_head_of
+from .target_parts import find_embedding, lm_head_of, sizes_of
 from .tree import StaticTree, Tree
 
 
@@ -160,13 +159,7 @@ class MTPDrafter(FeatureDrafter):
     def __init__(self, head: nn.Module, target: nn.Module):
         """Raises ValueError where the head is not as wide as the target."""
         embedding, _ = find_embedding(target)
-        args = text_args(target)
-        width = head.norm.weight.size
-        if width != args.hidden_size:
-            raise ValueError(
-                f"the MTP layer was made for a target of hidden size {width}, but this target's "
-                f"is {args.hidden_size}: use the layer from the target's own checkpoint."
-            )
+        sizes_of(target).check_width("MTP layer", head.norm.weight.size)
         self._embed = embedding
         self._project: Callable[[mx.array], mx.array] = lm_head_of(target, embedding)
         super().__init__(head, (len(target.layers) + 1,), len(head.make_cache()))

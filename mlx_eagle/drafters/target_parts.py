@@ -43,6 +43,18 @@ class TargetSizes:
     vocab_size: int
     name: str = "the target"
 
+    def check_width(self, what: str, hidden_size: int) -> None:
+        """Raise ValueError where ``what``, a drafter, is for targets of another hidden size."""
+        if hidden_size != self.hidden_size:
+            raise ValueError(
+                f"the {what} was made for a target of hidden size {hidden_size}, but this "
+                f"target's is {self.hidden_size}: use the one made for this model."
+            )
+
+    def is_padded_as(self, vocab_size: int) -> bool:
+        """Whether both vocabularies may be the same one, padded differently."""
+        return abs(vocab_size - self.vocab_size) <= max(1024, self.vocab_size // 100)
+
 
 def sizes_of(model: nn.Module) -> TargetSizes:
     """The sizes of an mlx-lm model; of a pipelined one all processes must ask at once."""
