@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from mlx_eagle.commands.flags import say_known_head, with_known_head
-from mlx_eagle.commands.loading import context_size, load
 from mlx_eagle.decoding.setup import AUTO
 from mlx_eagle.demo.pair import load_demo
 from mlx_eagle.draft_models import open_beside, split_name
 from mlx_eagle.drafters.base import Drafter
 from mlx_eagle.system.device import prepare_device
+from mlx_eagle.system.loading import context_size, load
 from mlx_eagle.system.terminal import open_bar, run_command
 
 from . import report, serving

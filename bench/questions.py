@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_eagle.commands.loading import apply_template
+from mlx_eagle.system.loading import apply_template
 
 FOLDER = Path(__file__).parent / "prompts"
 SETS = ("mt_bench", "humaneval", "gsm8k")

@@ -20,7 +20,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx_lm
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import generate_step
@@ -31,8 +30,8 @@ from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.folder import bits_of
 from mlx_eagle.drafters.head import Eagle3Head
 from mlx_eagle.drafters.head_weights import AttachedHead, load_head
-from mlx_eagle.system.device import set_precision
 from mlx_eagle.system.json_schema import is_number
+from mlx_eagle.system.loading import load
 from mlx_eagle.system.terminal import open_bar
 from mlx_eagle.target.taps import Target
 
@@ -441,15 +440,6 @@ def check_entry(report: Report) -> dict[str, Any]:
 
 
 def load_model(name: str, dtype: str | None = None) -> tuple[nn.Module, TokenizerWrapper]:
-    """The target, its floats of type ``dtype``, with its tokenizer; see ``set_precision``.
-
-    Raises ValueError where mlx-lm cannot load it.
-    """
+    """The target, its floats of type ``dtype``, with its tokenizer; see ``load``."""
     print(f"checking the head against {name} ...", file=sys.stderr)
-    path = Path(name).expanduser()
-    try:
-        model, tokenizer = mlx_lm.load(str(path) if path.exists() else name)
-    except (ValueError, OSError) as err:
-        reason = str(err).strip().splitlines()[0]
-        raise ValueError(f"--check cannot load the target {name}: {reason}") from err
-    return set_precision(model, dtype), tokenizer
+    return load(name, dtype=dtype)

@@ -31,11 +31,11 @@ from .commands.flags import (
     load_pair,
     read_schema,
 )
-from .commands.loading import apply_template
 from .decoding.setup import AUTO
 from .decoding.stats import Stats
 from .drafters.base import Drafter
 from .generate import GenerationResponse, stream_generate
+from .system.loading import apply_template
 from .system.terminal import Marker, StopSignals, prompt_bar, run_command
 
 DEMO = "SmolLM2-135M-Instruct (demo)"

@@ -1,7 +1,6 @@
 """Public names of the package, imported when one of them is first asked for."""
 
 from .batch.generate import BatchResponse, batch_generate
-from .commands.loading import load
 from .decoding.loop import speculative_generate_step
 from .decoding.sampling import Sampling
 from .decoding.stats import Stats
@@ -12,6 +11,7 @@ from .drafters.kinds import load_drafter
 from .drafters.tree import StaticTree, TreeShape, parse_tree
 from .generate import GenerationResponse, generate, stream_generate
 from .installation import Installation, install, installed, uninstall
+from .system.loading import load
 
 __all__ = [
     "BatchResponse",

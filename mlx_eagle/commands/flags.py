@@ -28,7 +28,7 @@ from ..system.cli_values import (
     use_plain_words,
 )
 from ..system.device import DTYPES, prepare_device
-from .loading import load
+from ..system.loading import load
 
 SHARE = "a number from 0 to 1"
 RANGES = (

@@ -22,6 +22,7 @@ from ..drafters.pairs import pair_lines
 from ..generate import footer, stream_generate
 from ..system.atomic_folder import check_writable
 from ..system.device import Machine, this_machine, weight_bytes
+from ..system.loading import apply_template
 from ..system.terminal import Marker, prompt_bar, run_command
 from .flags import (
     add_draft_cache_flag,
@@ -36,7 +37,6 @@ from .flags import (
     load_pair,
     read_schema,
 )
-from .loading import apply_template
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -17,7 +17,6 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import _get_classes, get_total_parameters
 
-from ..commands.loading import check_target, read_json
 from ..decoding.pass_costs import TargetWeights
 from ..draft_models import LOOKUP, split_name
 from ..drafters.kinds import KINDS, kind_of
@@ -37,6 +36,7 @@ from ..system.device import (
     weight_bytes,
 )
 from ..system.hub import locate
+from ..system.loading import check_target, read_json
 from ..target.rollback import check_supported
 from .packages import Finding, Level, check_packages, read_sysctl
 

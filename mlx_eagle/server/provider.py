@@ -18,7 +18,6 @@ from mlx_lm.tokenizer_utils import (
 )
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
-from ..commands.loading import check_target, context_size
 from ..decoding.setup import check_tree_drafter, read_tree
 from ..demo.pair import load_demo
 from ..draft_models import open_beside
@@ -26,6 +25,7 @@ from ..drafters.target_parts import find_embedding
 from ..system.cli_values import __version__
 from ..system.device import set_precision
 from ..system.hub import locate
+from ..system.loading import check_target, context_size
 from ..system.terminal import USER_ERRORS
 from ..target.attention import check_trees
 from .caches import is_always_trimmable

@@ -12,14 +12,14 @@ from typing import Any, Self
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx_lm
 import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..drafters.target_parts import draft_output
 from ..system.atomic_folder import new_file
-from ..system.device import set_precision
+from ..system.hub import locate
+from ..system.loading import load, read_json
 from ..system.safetensors import save_arrays
 from ..target.taps import Target, find_final_norm
 from .examples import Example, Examples, TokenBatch
@@ -41,28 +41,17 @@ def load_target(
     trust_remote_code: bool = False,
     dtype: str | None = None,
 ) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
-    """The model, its tokenizer and its ``config.json``; ValueError where it cannot be loaded.
-
-    ``dtype`` is that of its floats; without it, on a CPU the weights are dequantized to float32,
-    since other types are many times slower there.
-    """
-    path = Path(name).expanduser()
-    try:
-        model, tokenizer, config = mlx_lm.load(
-            str(path) if path.exists() else name,
-            adapter_path=adapter_path,
-            tokenizer_config={"trust_remote_code": trust_remote_code},
-            return_config=True,
-            trust_remote_code=trust_remote_code,
-        )
-    except (ValueError, OSError) as err:
-        reason = str(err).strip().splitlines()[0]
-        raise ValueError(f"the target {name} cannot be loaded: {reason}") from err
-    model = set_precision(model, dtype)
+    """The frozen model, its tokenizer and its ``config.json``; ``dtype`` is as in ``load``."""
+    model, tokenizer = load(
+        name,
+        {"trust_remote_code": trust_remote_code},
+        dtype=dtype,
+        adapter_path=adapter_path,
+        trust_remote_code=trust_remote_code,
+    )
     model.freeze()
     model.eval()
-    mx.eval(model.parameters())
-    return model, tokenizer, config
+    return model, tokenizer, read_json(locate(name, ("config.json",)) / "config.json")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 from mlx_lm.utils import save_model
 
 from mlx_eagle.commands import generate as program
-from mlx_eagle.commands.loading import apply_template, check_target
+from mlx_eagle.system.loading import apply_template, check_target
 
 
 @pytest.fixture(scope="module")

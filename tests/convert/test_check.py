@@ -168,13 +168,14 @@ def test_a_target_that_cannot_be_loaded(tmp_path, capsys):
         tmp_path / "out",
     )
     target = write_target(tmp_path / "target", model_type="unheard_of")
+    (target / "tokenizer.json").unlink()
     with pytest.raises(SystemExit) as exit:
         main(
             ["--hf-path", str(source), "--mlx-path", str(out), "--check", "--target", str(target)]
         )
     err = capsys.readouterr().err.splitlines()[-1]
     assert exit.value.code == 2 and not out.exists()
-    assert err.startswith("error: --check cannot load")
+    assert err.startswith("error: the target ") and " cannot be loaded: " in err
 
 
 def test_the_report_goes_into_the_config(tmp_path, capsys, monkeypatch):

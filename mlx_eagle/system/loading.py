@@ -16,8 +16,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 from safetensors import SafetensorError, safe_open
 
-from ..system.device import set_precision
-from ..system.hub import locate
+from .device import set_precision
+from .hub import locate
 
 INDEX = "model.safetensors.index.json"
 
@@ -39,9 +39,13 @@ def load(
     """
     folder = locate(path_or_hf_repo, DEFAULT_ALLOW_PATTERNS)
     check_target(folder)
-    model, tokenizer = mlx_lm.load(
-        str(folder), tokenizer_config=tokenizer_config, lazy=True, **options
-    )
+    try:
+        model, tokenizer = mlx_lm.load(
+            str(folder), tokenizer_config=tokenizer_config, lazy=True, **options
+        )
+    except (ValueError, OSError) as err:
+        reason = (str(err).strip() or type(err).__name__).splitlines()[0]
+        raise ValueError(f"the target {path_or_hf_repo} cannot be loaded: {reason}") from err
     model = set_precision(model, dtype)
     mx.eval(model.parameters())
     return model, tokenizer
