@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from ..system.hub import locate
 from ..system.json_schema import shown
@@ -86,19 +87,45 @@ def _cut_heads(
 
 
 def split_weights(weights: dict[str, mx.array], config: Eagle3Config) -> dict[str, mx.array]:
-    """Undo ``fuse_weights``: the matrices, not quantized, under their stored names."""
-    c, weights = config, dict(weights)
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    ends = {"self_attn.qkv_proj": (q, q + kv), "mlp.gate_up_proj": (c.intermediate_size,)}
-    for layer in range(c.num_layers):
-        for fused, parts in FUSED.items():
-            for kind in ("weight", "bias"):
-                joined = weights.pop(f"layers.{layer}.{fused}.{kind}", None)
-                if joined is not None:
-                    pieces = mx.split(joined, list(ends[fused]), axis=0)
-                    names = (f"layers.{layer}.{part}.{kind}" for part in parts)
-                    weights.update(zip(names, pieces, strict=True))
-    return weights
+    """Undo ``fuse_weights``: the matrices, not quantized, under their stored names.
+
+    Where the values are the keys, those of the values have no rows.
+    """
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    ends = {"self_attn.qkv_proj": [q, q + kv], "mlp.gate_up_proj": [config.intermediate_size]}
+    stored: dict[str, mx.array] = {}
+    for name, array in weights.items():
+        path, _, kind = name.rpartition(".")
+        if fused := next((each for each in FUSED if path.endswith(each)), None):
+            names = [f"{path.removesuffix(fused)}{part}.{kind}" for part in FUSED[fused]]
+            stored |= zip(names, mx.split(array, ends[fused], axis=0), strict=True)
+        elif path.endswith("k_b_proj"):
+            heads = mx.concatenate([array, weights[name.replace("k_b", "v_b")]], axis=1)
+            stored[name.replace("k_b", "kv_b")] = heads.reshape(-1, heads.shape[-1])
+        elif not path.endswith("v_b_proj"):
+            stored[name] = array
+    return stored
+
+
+def stored_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor that a head of that config is stored as; none is computed.
+
+    Raises ValueError where there is no such head.
+    """
+    arrays: Any = tree_flatten(_empty_head(config).parameters())
+    stored = split_weights(dict(arrays), config)
+    if config.lm_head_source != "file":
+        stored.pop("lm_head.weight", None)
+    return {name: array.shape for name, array in stored.items() if array.size}
+
+
+def _empty_head(config: Eagle3Config) -> Eagle3Head:
+    try:
+        return Eagle3Head(config)
+    except (ArithmeticError, KeyError, TypeError, ValueError) as err:
+        raise ValueError(
+            f"no head can be built as its config.json says ({err}): convert the head again."
+        ) from err
 
 
 def build_head(
