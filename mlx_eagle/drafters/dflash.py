@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.rope_utils import initialize_rope
 
@@ -29,6 +28,7 @@ from .feature_drafter import FeatureDrafter
 from .folder import (
     LoadOptions,
     Tensors,
+    fault_in,
     fill,
     quantize_as_stored,
     quantize_now,
@@ -414,21 +414,9 @@ def convert(tensors: Tensors, config: Mapping[str, Any]) -> tuple[dict[str, Any]
 
 def check_tensors(head: nn.Module, tensors: Tensors) -> None:
     """Raise ValueError unless the tensors are those of ``head``, each of its shape."""
-    arrays: Any = tree_flatten(head.parameters())
-    expected = {name: array.shape for name, array in arrays}
     own = {name: tensor for name, tensor in tensors.items() if name != "d2t"}
-    for name, shape in expected.items():
-        if name not in own:
-            raise ValueError(f"the checkpoint lacks {name}; it is incomplete")
-        if tuple(own[name].shape) != tuple(shape):
-            found, wanted = (" x ".join(map(str, s)) for s in (own[name].shape, shape))
-            raise ValueError(f"{name} is {found}, expected {wanted}; tensors and config disagree")
-    surplus = sorted(own.keys() - expected.keys())
-    if surplus:
-        raise ValueError(
-            f"the checkpoint holds {surplus[0][:60]}, which no such drafter has; converting "
-            "without would change what it computes"
-        )
+    if fault := fault_in(own, head):
+        raise ValueError(f"the checkpoint {fault}: it is incomplete, or its config is another's")
 
 
 def attach(

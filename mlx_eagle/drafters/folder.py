@@ -5,6 +5,7 @@ A converted folder holds a ``config.json`` that names its ``kind`` and a ``model
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, fields
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -61,26 +62,6 @@ class LoadOptions:
     target: str | None = None
 
 
-def _is_none(names: Collection[str], config: Mapping[str, Any]) -> bool:
-    return False
-
-
-def _with_none(target: str) -> bool:
-    return False
-
-
-def _for_any(config: dict[str, Any], where: Path, target: TargetSizes | None) -> str:
-    return "for any target"
-
-
-def _no_readings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    return {}
-
-
-def _no_parts(config: Mapping[str, Any]) -> Callable[[str], bool] | None:
-    return None
-
-
 @dataclass(frozen=True)
 class Kind:
     """A kind of drafter: one row of the table in ``kinds.py``."""
@@ -91,7 +72,7 @@ class Kind:
     load: Callable[[Path, dict[str, Any], nn.Module, LoadOptions], Drafter]
     """The drafter of a folder with that ``config.json``, for a target; ValueError: it fits not."""
 
-    recognise: Callable[[Collection[str], Mapping[str, Any]], bool] = _is_none
+    recognise: Callable[[Collection[str], Mapping[str, Any]], bool] = lambda *_: False
     """Whether a checkpoint as published, by its tensors' names and its config, is of this kind."""
 
     convert: Callable[[Tensors, Mapping[str, Any]], tuple[dict[str, Any], Tensors]] | None = None
@@ -101,13 +82,13 @@ class Kind:
     is.
     """
 
-    readings: Callable[[Mapping[str, Any]], dict[str, dict[str, Any]]] = _no_readings
+    readings: Callable[[Mapping[str, Any]], dict[str, dict[str, Any]]] = lambda _: {}
     """What else a converted config may have meant: changes of it by name, for ``--check``."""
 
     never_quantized: tuple[str, ...] = ()
     """How the names of matrices end that stay floats in a converted folder."""
 
-    parts_of: Callable[[Mapping[str, Any]], Callable[[str], bool] | None] = _no_parts
+    parts_of: Callable[[Mapping[str, Any]], Callable[[str], bool] | None] = lambda _: None
     """Which tensors of a model's own checkpoint are of this kind, by its config; None: none."""
 
     loads_published: bool = False
@@ -116,7 +97,9 @@ class Kind:
     is_trained: bool = False
     """Whether ``mlx_eagle.train`` takes one further."""
 
-    made_for: Callable[[dict[str, Any], Path, TargetSizes | None], str] = _for_any
+    made_for: Callable[[dict[str, Any], Path, TargetSizes | None], str] = lambda *_: (
+        "for any target"
+    )
     """What targets a converted folder is for, in words, by its config.
 
     Raises ValueError where that is damaged, or where the target of those sizes is not among them.
@@ -125,7 +108,7 @@ class Kind:
     by_name: Callable[[nn.Module, LoadOptions], Drafter] | None = None
     """What the kind's own name opens for a target, where there need be no folder."""
 
-    comes_with: Callable[[str], bool] = _with_none
+    comes_with: Callable[[str], bool] = lambda _: False
     """Whether a target's checkpoint, a folder or repository, has one that ``by_name`` opens."""
 
 
@@ -178,21 +161,31 @@ def read_weights(folder: Path) -> dict[str, mx.array]:
     return dict(loaded)
 
 
+def fault_in(
+    tensors: Mapping[str, PublishedTensor] | Mapping[str, mx.array],
+    module: nn.Module,
+    prefix: str = "",
+) -> str:
+    """Why these tensors are not those of ``module``: "lacks fc.weight"; empty where they are.
+
+    ``prefix`` stands before names in their file.
+    """
+    own: Any = tree_flatten(module.parameters())
+    for name, array in sorted(own, key=itemgetter(0)):
+        if name not in tensors:
+            return f"lacks {prefix}{name}"
+        if tuple(tensors[name].shape) != array.shape:
+            found, wanted = (" x ".join(map(str, x.shape)) for x in (tensors[name], array))
+            return f"has {prefix}{name} of {found}, expected {wanted}"
+    surplus = sorted(tensors.keys() - dict(own).keys())
+    return f"has an unknown {prefix}{surplus[0][:60]}" if surplus else ""
+
+
 def fill(module: nn.Module, weights: dict[str, mx.array]) -> None:
     """Give ``module``, quantized as they are, its weights; ValueError names what is wrong."""
-    own: Any = tree_flatten(module.parameters())
-    expected = {name: array.shape for name, array in own}
-    missing = sorted(expected.keys() - weights.keys())
-    extra = sorted(weights.keys() - expected.keys())
-    if missing or extra:
-        what = f"lacks {missing[0]}" if missing else f"has an unknown {extra[0]}"
-        raise ValueError(f"the head's model.safetensors {what}: convert the head again.")
-    for name, shape in expected.items():
-        if weights[name].shape != shape:
-            raise ValueError(
-                f"the head's {name} is {tuple(weights[name].shape)}, its config.json says "
-                f"{tuple(shape)}: convert the head again."
-            )
+    if fault := fault_in(weights, module):
+        raise ValueError(f"the head's model.safetensors {fault}: convert the head again.")
+    for name in weights:
         is_packed = name.endswith(".weight") and name.replace(".weight", ".scales") in weights
         if weights[name].dtype != mx.uint32 if is_packed else weights[name].dtype not in FLOATS:
             raise ValueError(

@@ -22,6 +22,7 @@ from .folder import (
     LoadOptions,
     PublishedTensor,
     Tensors,
+    fault_in,
     quantize_now,
     read_weights,
 )
@@ -160,21 +161,11 @@ def _check(
     head: nn.Module, weights: Weights | dict[str, PublishedTensor], family: MTPFamily
 ) -> None:
     """Raise ValueError unless these are the tensors of the head."""
-    own: Any = tree_flatten(head.parameters())
-    expected = {name: array.shape for name, array in own}
-    missing, unknown = expected.keys() - weights.keys(), weights.keys() - expected.keys()
-    if missing or unknown:
-        what = f"lacks mtp.{min(missing)}" if missing else f"has an unknown mtp.{min(unknown)}"
+    if fault := fault_in(weights, head, "mtp."):
         raise ValueError(
-            f"the checkpoint {what}: give the tensors of one MTP layer, as published with this "
+            f"the checkpoint {fault}: give the tensors of one MTP layer, as published with this "
             f"target ({family.title})."
         )
-    for name, shape in expected.items():
-        if weights[name].shape != shape:
-            raise ValueError(
-                f"the checkpoint's mtp.{name} is {weights[name].shape}, but this target's layer "
-                f"has {shape}: use the target's own checkpoint."
-            )
 
 
 def recognise(names: Collection[str], config: Mapping[str, Any]) -> bool:

@@ -443,7 +443,7 @@ REFUSED = {
     "another number of taps": (
         FLAT | {"dflash_config": {"mask_token_id": 11, "target_layer_ids": [0, 1, 2]}},
         {},
-        "fc.weight is 64 x 128, expected 64 x 192",
+        "fc.weight of 64 x 128, expected 64 x 192",
     ),
     "no blocks": (without(FLAT, "block_size"), {}, "block_size"),
     "a mask beyond the vocabulary": (
