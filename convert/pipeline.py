@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.folder import PublishedTensor, bits_of
-from mlx_eagle.drafters.kinds import KINDS, OTHERWISE, recognise, refuse_unread
+from mlx_eagle.drafters.kinds import KINDS, OTHERWISE, recognise
 from mlx_eagle.drafters.target_parts import (
     TargetSizes,
     fetch_files,
@@ -252,11 +252,19 @@ def summary(checkpoint: DraftCheckpoint, resolved: Resolved, head: Head) -> str:
         f"vocabulary  {c['draft_vocab_size']} of {c['vocab_size']}{trimmed}",
         f"embedding   {kept[c['embed_source']]}",
         f"lm_head     {kept[c['lm_head_source']]}",
-        f"parameters  {head.num_parameters / 1e6:.2f} M",
-        f"stored as   {stored}",
-        f"size        {megabytes(checkpoint.num_bytes)} -> {megabytes(head.num_bytes)}",
+        *size_lines(checkpoint, head, stored),
     ]
-    return "\n".join([*lines, *(f"warning: {note}" for note in head.notes)])
+    return "\n".join(lines)
+
+
+def size_lines(checkpoint: DraftCheckpoint, head: Head, stored: str = "") -> list[str]:
+    """The last lines of what is said of a head: how large it is, then doubts."""
+    return [
+        f"parameters  {head.num_parameters / 1e6:.2f} M",
+        *([f"stored as   {stored}"] if stored else []),
+        f"size        {megabytes(checkpoint.num_bytes)} -> {megabytes(head.num_bytes)}",
+        *(f"warning: {note}" for note in head.notes),
+    ]
 
 
 def run_check(
@@ -275,17 +283,27 @@ def run_check(
     return check_head(dense.config, dense.weights, model, tokenizer, quantized=packed, bases=bases)
 
 
-def card_of(
-    checkpoint: DraftCheckpoint,
-    family: str,
+Upload = tuple[str, str | None]
+"""The repository that a head is put into, and the revision that its source is of."""
+
+
+def write(
     head: Head,
+    destination: Path,
+    checkpoint: DraftCheckpoint,
+    title: str,
     target: str | None,
-    repo: str,
-    revision: str | None,
-) -> str:
-    """The model card of a head that is uploaded as ``repo``."""
-    license = source_license(checkpoint.source, checkpoint.config, revision)
-    return make_card(head.config, repo, checkpoint.source, target, family, license)
+    upload_as: Upload | None,
+    model: TargetFolder | None = None,
+) -> None:
+    """Write the folder of a head, and with it the card of one that is to be uploaded."""
+    with new_folder(destination) as folder:
+        save(head, folder, model)
+        if upload_as is not None:
+            repo, revision = upload_as
+            license = source_license(checkpoint.source, checkpoint.config, revision)
+            card = make_card(head.config, repo, checkpoint.source, target, title, license)
+            (folder / CARD).write_text(card, encoding="utf-8")
 
 
 def _destination(mlx_path: str, dtype: str | None) -> Path:
@@ -326,12 +344,9 @@ def _finish_kind(
     target: str | TargetSizes | None,
     check: bool,
     dtype: str | None,
-    upload_as: tuple[str, str | None] | None,
+    upload_as: Upload | None,
 ) -> dict[str, Any]:
-    """Check and save a drafter of another kind than EAGLE heads, and say so; its config.
-
-    ``upload_as`` is the repository that it is put into, and the revision that its source is of.
-    """
+    """Check and save a drafter of another kind than EAGLE heads, and say so; its config."""
     head.config["source"] = source_entry(checkpoint)
     named = target if isinstance(target, str) else None
     if isinstance(target, str):
@@ -343,20 +358,8 @@ def _finish_kind(
         loaded = load_model(target.name, dtype)
         found = measure_acceptance(KINDS[kind], head.config, head.weights, *loaded)
         head.config["check"] = found.entry()
-    with new_folder(destination) as folder:
-        save(head, folder)
-        if upload_as is not None:
-            title = KINDS[kind].title
-            card = card_of(checkpoint, title, head, named, *upload_as)
-            (folder / CARD).write_text(card, encoding="utf-8")
-    sizes = f"{megabytes(checkpoint.num_bytes)} -> {megabytes(head.num_bytes)}"
-    parameters = f"{head.num_parameters / 1e6:.2f} M"
-    lines = [
-        f"kind        {KINDS[kind].title}",
-        f"parameters  {parameters}",
-        f"size        {sizes}",
-    ]
-    print("\n".join([*lines, *(f"warning: {note}" for note in head.notes)]))
+    write(head, destination, checkpoint, KINDS[kind].title, named, upload_as)
+    print("\n".join([f"kind        {KINDS[kind].title}", *size_lines(checkpoint, head)]))
     if found is not None:
         print(found.table())
     if upload_as is not None:
@@ -380,7 +383,7 @@ def _open(source: str, revision: str | None, target: str | None) -> tuple[str, D
         config = read_target_config(folder)
         return name, DraftCheckpoint(source, config, tensors, tuple(files))
     checkpoint = open_checkpoint(source, revision)
-    kind = _kind_of(checkpoint, target)
+    kind = recognise(checkpoint.tensors, checkpoint.config, source, target)
     if kind == OTHERWISE and parts:
         base, _ = made_from(source)
         way_out = f"convert {base}, which it was made from" if base else "convert its original"
@@ -393,14 +396,6 @@ def _parts_in(folder: Path) -> dict[str, Callable[[str], bool]]:
     config = read_target_config(folder) if folder.is_dir() else {}
     found = {name: kind.parts_of(config) for name, kind in KINDS.items()}
     return {name: is_part for name, is_part in found.items() if is_part is not None}
-
-
-def _kind_of(checkpoint: DraftCheckpoint, target: str | None) -> str:
-    """The kind of a checkpoint; ValueError for one that is known and not read."""
-    kind = recognise(checkpoint.tensors, checkpoint.config)
-    if kind in ("eagle3", "model"):  # what is taken for one of these may be another drafter
-        refuse_unread(checkpoint.tensors, checkpoint.config, checkpoint.source, target)
-    return kind
 
 
 def convert(
@@ -438,13 +433,13 @@ def convert(
     if check and target is None:
         raise ValueError("--check compares the head with its target; name it with --target")
     quantization = Quantization(q_bits, q_group_size) if quantize else None
+    upload_as = (upload_repo, revision) if upload_repo else None
     kind, checkpoint = _open(str(hf_path), revision, target)
     if KINDS[kind].convert is not None:
         _refuse(kind, draft_vocab, overrides)
         other = build_kind(kind, checkpoint, dtype, quantization, progress)
-        place = (upload_repo, revision) if upload_repo else None
         where = checkpoint, destination
-        return _finish_kind(other, kind, *where, target or sizes, check, dtype, place)
+        return _finish_kind(other, kind, *where, target or sizes, check, dtype, upload_as)
     model = open_target(str(target)) if target is not None else None
     resolved = prepare(checkpoint, model or sizes, overrides, draft_vocab)
     head = build(resolved, dtype, quantization, progress)
@@ -452,14 +447,10 @@ def convert(
     report = run_check(checkpoint, resolved, head, model, dtype) if check else None
     if report is not None:
         head.config["check"] = check_entry(report)
-    with new_folder(destination) as folder:
-        save(head, folder, model)
-        if upload_repo is not None:
-            card = card_of(checkpoint, resolved.family.title, head, target, upload_repo, revision)
-            (folder / CARD).write_text(card, encoding="utf-8")
+    write(head, destination, checkpoint, resolved.family.title, target, upload_as, model)
     print(summary(checkpoint, resolved, head))
     if report is not None:
         print(check_table(report))
-    if upload_repo is not None:
-        print(f"uploaded to {upload(destination, upload_repo)}")
+    if upload_as is not None:
+        print(f"uploaded to {upload(destination, upload_as[0])}")
     return head.config

@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .decoding.setup import AUTO
 from .drafters.base import Drafter
 from .drafters.folder import LoadOptions
-from .drafters.kinds import KINDS, is_converted, kind_of, load_drafter, recognise, refuse_unread
+from .drafters.kinds import KINDS, is_converted, kind_of, load_drafter, recognise
 from .drafters.lookup import CopyingDrafter
 from .drafters.target_parts import TargetSizes, sizes_of
 from .system.atomic_folder import AlreadyThere, CannotWrite, discard_folder, locked, user_cache
@@ -215,8 +215,4 @@ def _published_kind(path: Path, source: str) -> str:
     if not shards or not (path / "config.json").is_file():
         return "eagle3"  # a GGUF, or nothing mlx-lm could load: the converter says what it is
     names = [name for shard in shards for name in read_header(shard)]
-    config = read_object(path / "config.json")
-    kind = recognise(names, config)
-    if kind in ("eagle3", "model"):  # what is taken for one of these may be another drafter
-        refuse_unread(names, config, source)
-    return kind
+    return recognise(names, read_object(path / "config.json"), source)

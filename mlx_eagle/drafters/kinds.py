@@ -92,10 +92,21 @@ OTHERWISE = "model"
 """What a checkpoint is taken for that no kind knows: mlx-lm says whether it is one."""
 
 
-def recognise(names: Collection[str], config: Mapping[str, Any]) -> str:
-    """The kind of a checkpoint as published: the first to know it."""
-    found = (name for name, kind in KINDS.items() if kind.recognise(names, config))
-    return next(found, OTHERWISE)
+def recognise(
+    names: Collection[str],
+    config: Mapping[str, Any],
+    source: str = "the checkpoint",
+    target: str | None = None,
+) -> str:
+    """The kind of a checkpoint as published: the first to know it.
+
+    Raises ValueError as ``refuse_unread`` does.
+    """
+    kinds = (name for name, kind in KINDS.items() if kind.recognise(names, config))
+    found = next(kinds, OTHERWISE)
+    if found in ("eagle3", OTHERWISE):  # what is taken for one of these may be another drafter
+        refuse_unread(names, config, source, target)
+    return found
 
 
 def own_kind(target: str) -> str | None:
