@@ -9,7 +9,15 @@ from mlx_eagle.commands.flags import DRAFT_WINDOW_HELP, DTYPE_HELP, check_draft_
 from mlx_eagle.decoding.setup import AUTO
 from mlx_eagle.draft_models import LOOKUP, split_name
 from mlx_eagle.drafters.tree import parse_tree
-from mlx_eagle.system.cli_values import LARGEST_SEED, Range, add_version_flag, use_plain_words
+from mlx_eagle.system.cli_values import (
+    LARGEST,
+    LARGEST_SEED,
+    Range,
+    add_version_flag,
+    check_ranges,
+    flag_of,
+    use_plain_words,
+)
 from mlx_eagle.system.device import DTYPES
 
 from .measure import Settings
@@ -20,7 +28,12 @@ Value = TypeVar("Value")
 CLIENTS = "1,2,4,8"
 NOT_SERVED = ("batch", "compare", "context", "picture", "with_lookup")
 """Flags that mean nothing with ``--serve``."""
-SEEDS = Range("seed", 0, LARGEST_SEED, "a whole number from 0 to 2**64 - 1")
+RANGES = (
+    Range("limit", 0, LARGEST, "0 or more"),
+    Range("max_tokens", 2, LARGEST, "2 or more"),
+    Range("repeats", 1, LARGEST, "1 or more"),
+    Range("seed", 0, LARGEST_SEED, "a whole number from 0 to 2**64 - 1"),
+)
 TREES = (
     "WIDTHxDEPTH:NODES with no more nodes than can be grown, such as 3x3:7, or a static tree "
     "(eagle1, root2:5, 3/2+1), or auto"
@@ -98,9 +111,14 @@ def add_other_loads(parser: argparse.ArgumentParser) -> None:
 
 
 def read_list(
-    flag: str, text: str, convert: Callable[[str], Value], wanted: str
+    flag: str, text: str | None, convert: Callable[[str], Value], wanted: str
 ) -> tuple[Value, ...]:
-    """The parts of a comma list; ValueError naming the one that cannot be converted."""
+    """The parts of a comma list; ValueError naming the one that cannot be converted.
+
+    None without the flag.
+    """
+    if text is None:
+        return ()
     values = []
     for part in text.split(","):
         try:
@@ -147,45 +165,28 @@ def _name(text: str) -> str:
 
 def read_settings(args: argparse.Namespace) -> Settings:
     """The flags as settings; ValueError, in one sentence, where they make no sense."""
-    for flag, value, low in (
-        ("--limit", args.limit, 0),
-        ("--max-tokens", args.max_tokens, 2),
-        ("--repeats", args.repeats, 1),
-    ):
-        if value < low:
-            raise ValueError(f"{flag} is {value}: give {low} or more.")
-    SEEDS.check(args.seed)
-    contexts: tuple[int | None, ...] = (None,)
-    if args.context is not None:
-        contexts = read_list("--context", args.context, _at_least(2), "numbers of tokens above 1")
-    batches: tuple[int, ...] = ()
-    if args.batch is not None:
-        batches = read_list("--batch", args.batch, _at_least(1), "numbers of prompts, 1 or more")
-    clients: tuple[int, ...] = ()
-    if args.serve is not None:
-        clients = read_list("--serve", args.serve, _at_least(1), "numbers of clients, 1 or more")
-    copied: tuple[int | str, ...] = ()
-    if args.with_lookup is not None:
-        lengths, wanted = _auto_or_at_least(1), "1 or more, or auto"
-        copied = read_list("--with-lookup", args.with_lookup, lengths, wanted)
-    names = ",".join(args.prompts) if args.prompts else ",".join(SETS)
-    trees = ",".join(args.tree)
+    check_ranges(args, RANGES)
+
+    def listed(name: str, convert: Callable[[str], Value], wanted: str) -> tuple[Value, ...]:
+        given = getattr(args, name)
+        if isinstance(given, list):
+            given = ",".join(given) if given else None
+        return read_list(flag_of(name), given, convert, wanted)
+
     return Settings(
-        prompts=read_list("--prompts", names, _name, f"{', '.join(SETS)} or a file"),
+        prompts=listed("prompts", _name, f"{', '.join(SETS)} or a file") or SETS,
         limit=args.limit,
         max_tokens=args.max_tokens,
-        sizes=read_list(
-            "--num-draft-tokens", args.num_draft_tokens, _auto_or_at_least(0), "0 or more, or auto"
-        ),
-        copied=copied,
-        temps=read_list("--temp", args.temp, _temp, "0 (greedy) or more"),
-        trees=read_list("--tree", trees, _tree, TREES) if trees else (),
-        contexts=contexts,
+        sizes=listed("num_draft_tokens", _auto_or_at_least(0), "0 or more, or auto"),
+        copied=listed("with_lookup", _auto_or_at_least(1), "1 or more, or auto"),
+        temps=listed("temp", _temp, "0 (greedy) or more"),
+        trees=listed("tree", _tree, TREES),
+        contexts=listed("context", _at_least(2), "numbers of tokens above 1") or (None,),
         repeats=args.repeats,
         order=args.order,
         seed=args.seed,
-        batches=batches,
-        clients=clients,
+        batches=listed("batch", _at_least(1), "numbers of prompts, 1 or more"),
+        clients=listed("serve", _at_least(1), "numbers of clients, 1 or more"),
     )
 
 
@@ -199,8 +200,7 @@ def check_serving(args: argparse.Namespace, settings: Settings) -> None:
         )
     for name in NOT_SERVED:
         if getattr(args, name) is not None:
-            flag = name.replace("_", "-")
-            raise ValueError(f"--{flag} does not go with --serve: leave one of them out.")
+            raise ValueError(f"{flag_of(name)} does not go with --serve: leave one of them out.")
     if settings.temps != (0.0,):
         raise ValueError(
             f"--temp is {args.temp}: with --serve all is greedy, so that texts can be compared."
@@ -228,9 +228,7 @@ def check_models(args: argparse.Namespace) -> None:
 def draft_names(args: argparse.Namespace) -> tuple[str, ...]:
     """What ``--draft-model`` names, one or several; none without it."""
     text = args.draft_model
-    if text is None:
-        return ()
-    if Path(text).expanduser().exists():  # with a comma in its name, perhaps
+    if text is not None and Path(text).expanduser().exists():  # with a comma, perhaps
         return (text,)
     return read_list("--draft-model", text, _name, "names of draft models")
 
