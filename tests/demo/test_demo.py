@@ -230,7 +230,6 @@ def stand_in_build(monkeypatch, before=lambda: None) -> list[int]:
     builds = []
 
     def build(wheel: Path, folder: Path) -> None:
-        folder.mkdir()
         for name in pair_module.FILES:
             (folder / name).write_text("x")
         builds.append(1)
