@@ -12,6 +12,7 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 
 from .report import views
@@ -214,16 +215,15 @@ def round_time(scenario: dict[str, Any]) -> Figure | None:
         return None
     figure, axes = plt.subplots(figsize=(6.6, 4.4))
     labels = ["plain step", *(c["label"] for c in found)]
-    axes.bar(labels[0], 1e3 * plain, 0.6, color=GREY)
+    bar = axes.bar(labels[0], 1e3 * plain, 0.6, color=GREY)
+    axes.bar_label(bar, ["1 token"], padding=4, fontsize=9)
     bottoms = [0.0] * len(found)
     for part, colour in PARTS.items():
         heights = [max(0.0, 1e3 * c["overall"]["time_split"][part]) for c in found]
-        axes.bar(labels[1:], heights, 0.6, bottoms, color=colour, label=part)
+        drawn = axes.bar(labels[1:], heights, 0.6, bottoms, color=colour, label=part)
         bottoms = [b + h for b, h in zip(bottoms, heights, strict=True)]
-    for label, c, top in zip(labels[1:], found, bottoms, strict=True):
-        tau = c["overall"]["mean_acceptance_length"]
-        _above(axes, f"{tau:.2f} tokens", label, top, fontsize=9)
-    _above(axes, "1 token", labels[0], 1e3 * plain, fontsize=9)
+    taus = [c["overall"]["mean_acceptance_length"] for c in found]
+    axes.bar_label(drawn, [f"{tau:.2f} tokens" for tau in taus], padding=4, fontsize=9)
     axes.set(ylabel="milliseconds", title="Where a round's time goes")
     axes.set_ylim(0, 1.15 * max([1e3 * plain, *bottoms]))
     axes.grid(axis="x", visible=False)
@@ -272,9 +272,8 @@ def tokens_per_second(scenario: dict[str, Any]) -> Figure | None:
     labels = ["plain (mlx-lm)", *(configuration["label"] for configuration in configurations)]
     colours = [GREY, *(SERIES[i % len(SERIES)] for i in range(len(configurations)))]
     for index, values in enumerate([plain, *drafted]):
-        xs = bars(axes, index, num_bars, values, colours[index], labels[index])
-        for x, value in zip(xs, values, strict=True):
-            _above(axes, f"{value:.3g}", x, value, 3, fontsize=8)
+        drawn = bars(axes, index, num_bars, values, colours[index], labels[index])
+        axes.bar_label(drawn, fmt="{:.3g}", padding=3, fontsize=8)
     axes.set(ylabel="tokens per second", title="Speed by prompt set")
     axes.set_xticks(range(len(names)), names)
     axes.grid(axis="x", visible=False)
@@ -293,12 +292,11 @@ def timed(scenario: dict[str, Any]) -> list[dict[str, Any]]:
 
 def bars(
     axes: Axes, index: int, num_bars: int, values: list[float], colour: str, label: str
-) -> list[float]:
-    """Draw the bars of one series, ``index`` of ``num_bars`` in each group; their middles."""
+) -> BarContainer:
+    """Draw the bars of one series, ``index`` of ``num_bars`` in each group."""
     width = 0.8 / num_bars
     xs = [i + (index - (num_bars - 1) / 2) * width for i in range(len(values))]
-    axes.bar(xs, values, 0.92 * width, color=colour, label=label)
-    return xs
+    return axes.bar(xs, values, 0.92 * width, color=colour, label=label)
 
 
 def is_auto(configuration: dict[str, Any]) -> bool:
@@ -333,11 +331,11 @@ def draw_picture(document: dict[str, Any], path: Path) -> None:
         for one, colour in zip(configurations, (PICTURE_BLUE, PICTURE_ORANGE), strict=False):
             series.append((one, "tps", colour, f"with drafts ({one['label']})"))
         for index, (one, key, colour, words) in enumerate(series):
-            values = [figures[key] for figures in one["sets"].values()]
-            xs = bars(axes, index, len(series), values, colour, words)
-            for x, value, figures in zip(xs, values, one["sets"].values(), strict=True):
-                ratio = f"\n{figures['speedup']:.2f}x" if key == "tps" else ""
-                _above(axes, f"{value:.1f}{ratio}", x, value, fontsize=12, color=colour)
+            sets = list(one["sets"].values())
+            drawn = bars(axes, index, len(series), [f[key] for f in sets], colour, words)
+            ratios = [f"\n{f['speedup']:.2f}x" if key == "tps" else "" for f in sets]
+            labels = [f"{f[key]:.1f}{ratio}" for f, ratio in zip(sets, ratios, strict=True)]
+            axes.bar_label(drawn, labels, padding=4, fontsize=12, color=colour)
         axes.set(ylabel="tokens per second", title=conditions["model"])
         axes.set_ylim(0, 1.22 * axes.get_ylim()[1])
         axes.set_xticks(range(len(names)), names)
