@@ -56,37 +56,43 @@ Line = tuple[str, ...]
 """A line of a table of the report; the last cell is ``FAILED`` where something is wrong."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Part:
-    """One thing that is tried: ``run`` returns its lines of the table."""
+    """One thing that is tried: ``run`` gives its lines of the table, or raises what ends it."""
 
     name: str
     run: Callable[[], Sequence[Line]]
-
-
-@dataclass
-class Result:
-    """What a part gave: its lines, or the error that ended it."""
-
-    name: str
     lines: Sequence[Line] = ()
     error: str = ""
-    seconds: float = 0.0
+    seconds: float = 0.0  # 0 until it was tried
 
     @property
-    def ok(self) -> bool:
-        return not self.error and all(line[-1] != FAILED for line in self.lines)
+    def has_failed(self) -> bool:
+        return bool(self.error) or any(line[-1] == FAILED for line in self.lines)
+
+    def attempt(self) -> None:
+        """Run it; what a kernel raises is what it gave."""
+        start = time.perf_counter()
+        try:
+            self.lines = self.run()
+        except KERNEL_ERRORS as err:
+            self.error = f"{type(err).__name__}: {' '.join(str(err).split()) or 'no reason given'}"
+        self.seconds = time.perf_counter() - start
 
 
-@dataclass
+@dataclass(frozen=True)
 class Section:
-    """A table of the report: its columns, the parts that fill it, and what they gave."""
+    """A table of the report: its columns, and the parts that fill it."""
 
     title: str
     header: Line
     parts: Sequence[Part]
     remark: str = ""
-    results: list[Result] = field(default_factory=list)
+
+    @property
+    def tried(self) -> list[Part]:
+        """The parts that were tried so far."""
+        return [part for part in self.parts if part.seconds]
 
 
 def sections() -> list[Section]:
@@ -106,35 +112,20 @@ def self_test(tried: Sequence[Section], file: Path) -> list[str]:
     # Read once, at the first product: float32 is to be compared as float32.
     os.environ.setdefault(TF32, "0")
     findings, start = check_all(), time.time()
-    total, number = sum(len(section.parts) for section in tried), 0
-    for section in tried:
-        for part in section.parts:
-            number += 1
-            file.write_text(report(findings, tried, time.time() - start, part.name))
-            result = run_part(part)
-            section.results.append(result)
-            said = "ok" if result.ok else FAILED
-            line = f"[{number}/{total}] {part.name}: {said} ({result.seconds:.1f} s)"
-            print(line, file=sys.stderr, flush=True)
+    parts = [part for section in tried for part in section.parts]
+    for number, part in enumerate(parts, 1):
+        file.write_text(report(findings, tried, time.time() - start, part.name))
+        part.attempt()
+        said = FAILED if part.has_failed else "ok"
+        line = f"[{number}/{len(parts)}] {part.name}: {said} ({part.seconds:.1f} s)"
+        print(line, file=sys.stderr, flush=True)
     file.write_text(report(findings, tried, time.time() - start))
     return failures(tried)
 
 
-def run_part(part: Part) -> Result:
-    """Run one part; what a kernel raises is its result."""
-    result, start = Result(part.name), time.perf_counter()
-    try:
-        result.lines = part.run()
-    except KERNEL_ERRORS as err:
-        reason = " ".join(str(err).split()) or "no reason given"
-        result.error = f"{type(err).__name__}: {reason}"
-    result.seconds = time.perf_counter() - start
-    return result
-
-
 def failures(tried: Sequence[Section]) -> list[str]:
     """The parts that failed."""
-    return [result.name for section in tried for result in section.results if not result.ok]
+    return [part.name for section in tried for part in section.parts if part.has_failed]
 
 
 # --- the report ---------------------------------------------------------------------------------
@@ -144,7 +135,7 @@ def report(
     findings: Sequence[Finding], tried: Sequence[Section], seconds: float, running: str = ""
 ) -> str:
     """The Markdown of all that was found; ``running`` is the part that has not come back."""
-    failed, num_parts = failures(tried), sum(len(section.results) for section in tried)
+    failed, num_parts = failures(tried), sum(len(section.tried) for section in tried)
     verdict = f"{len(failed)} of {num_parts} parts failed" if failed else "all parts passed"
     verdict = f'ended in the part "{running}"' if running else verdict
     rows = [
@@ -161,18 +152,18 @@ def report(
     if failed:
         text.append(f"Failed: {'; '.join(failed)}")
     text.append(markdown_table(("this machine", "what is there"), rows))
-    text += [part for section in tried if section.results for part in blocks(section)]
+    text += [part for section in tried if section.tried for part in blocks(section)]
     return redact("\n\n".join(text)) + "\n"
 
 
 def blocks(section: Section) -> list[str]:
     """The heading, the remark and the table of a section."""
     rows: list[Line] = []
-    for result in section.results:
-        rows += result.lines
-        if result.error:
+    for part in section.tried:
+        rows += part.lines
+        if part.error:
             empty = [""] * (len(section.header) - 3)
-            rows.append((result.name, *empty, result.error[:LONGEST_ERROR], FAILED))
+            rows.append((part.name, *empty, part.error[:LONGEST_ERROR], FAILED))
     remark = [section.remark] if section.remark else []
     return [f"### {section.title}", *remark, markdown_table(section.header, rows)]
 
@@ -192,14 +183,14 @@ def document(tried: Sequence[Section]) -> dict[str, Any]:
     parts = [
         {
             "section": section.title,
-            "name": result.name,
-            "ok": result.ok,
-            "seconds": round(result.seconds, 2),
-            "lines": [list(line) for line in result.lines],
-            "error": redact(result.error),
+            "name": part.name,
+            "ok": not part.has_failed,
+            "seconds": round(part.seconds, 2),
+            "lines": [list(line) for line in part.lines],
+            "error": redact(part.error),
         }
         for section in tried
-        for result in section.results
+        for part in section.tried
     ]
     return {"version": __version__, "ok": not failures(tried), "parts": parts}
 

@@ -36,7 +36,8 @@ WAYS = self_test.WAYS
 
 
 def section(*parts: Part) -> Section:
-    return Section("A section", ("what", "number", ""), parts, "A remark.")
+    fresh = [Part(part.name, part.run) for part in parts]
+    return Section("A section", ("what", "number", ""), fresh, "A remark.")
 
 
 @pytest.fixture
