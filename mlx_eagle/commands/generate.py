@@ -161,7 +161,10 @@ def run(args: argparse.Namespace) -> None:
     if args.stats_json not in (None, "-"):
         check_writable(Path(args.stats_json), "--stats-json", ", or '-'")
     if args.image:
-        raise ValueError("--image cannot be used here: a drafter needs tokens, not embeddings.")
+        raise ValueError(
+            "--image cannot be used here, for mlx-lm's models read text: in Python, generate "
+            "takes an image's embeddings as input_embeddings."
+        )
     if args.seed is not None:
         mx.random.seed(args.seed)
     cache, metadata = read_cache(args)

@@ -66,9 +66,11 @@ CONVERTED: Table = {
     "hidden_size": SIZE,
     "vocab_size": SIZE,
     "state_first": BOOL,
+    "state_normed": BOOL,
     "quantization": PACKING,
 }
 """Of a converted folder."""
+OPTIONAL = ("state_normed", "quantization")
 EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layernorm_epsilon")
 NEVER_QUANTIZED = (f"{ROUTER}.weight", "mixer.gate.weight")
 FORMATS = {mx.float16: "F16", mx.bfloat16: "BF16", mx.float32: "F32"}
@@ -187,6 +189,7 @@ def load(
     made_for(config, folder / "config.json", sizes_of(model))
     drafter = _drafter_of(read_weights(folder), model, options, quantization)
     drafter.head.state_first = config.get("state_first") is True
+    drafter.take_states(config.get("state_normed", drafter.head.state_normed) is True)
     return drafter
 
 
@@ -215,6 +218,7 @@ def convert(tensors: Tensors, config: Mapping[str, Any]) -> tuple[dict[str, Any]
         "hidden_size": text_args(target).hidden_size,
         "vocab_size": text_args(target).vocab_size,
         "state_first": False,
+        "state_normed": not family.is_stepped,
     }
     return made, own
 
@@ -243,8 +247,12 @@ class _AtHand:
 
 
 def readings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The other order of what the matrix joins; see ``Kind.readings``."""
-    return {"state before embedding": {"state_first": not config["state_first"]}}
+    """The other order of what the matrix joins, and the other states; see ``Kind.readings``."""
+    is_normed = config["state_normed"]
+    return {
+        "state before embedding": {"state_first": not config["state_first"]},
+        f"state {'before' if is_normed else 'after'} norm": {"state_normed": not is_normed},
+    }
 
 
 def parts_of(config: Mapping[str, Any]) -> Callable[[str], bool] | None:
@@ -312,7 +320,7 @@ def made_for(config: dict[str, Any], where: Path, target: TargetSizes | None) ->
     check(config, CONVERTED, where)
     if config.get("kind") is None:
         return "for the target it was published with"
-    missing = [key for key in CONVERTED if key != "quantization" and config.get(key) is None]
+    missing = [key for key in CONVERTED if key not in OPTIONAL and config.get(key) is None]
     if missing:
         raise ValueError(f"{where} has no {missing[0]}: convert the layers again.")
     if target is not None:

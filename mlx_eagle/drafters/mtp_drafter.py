@@ -31,7 +31,8 @@ class MTPHead(nn.Module):
         """``layers`` are mlx-lm's; ``arrays``: whether they take no mask by its name.
 
         ``chooses`` says whether they attend to slots that an indexer chooses, ``state_first``
-        whether the joining matrix takes the state before the embedding.
+        whether the joining matrix takes the state before the embedding, ``state_normed`` whether
+        states are those behind a norm, the target's and the head's own.
         """
         super().__init__()
         self.pre_fc_norm_embedding = nn.RMSNorm(hidden_size, eps)
@@ -41,7 +42,7 @@ class MTPHead(nn.Module):
         self.norm = nn.RMSNorm(hidden_size, eps)
         self._attends = [_has_cache(layer) for layer in layers]
         self._arrays = arrays
-        self.state_first = False
+        self.state_first, self.state_normed = False, True
         self.chooses = any(isinstance(cache, CacheList) for cache in self.make_cache())
 
     def make_cache(self) -> list[Any]:
@@ -54,8 +55,7 @@ class MTPHead(nn.Module):
     def __call__(self, embeddings: mx.array, states: mx.array, caches: list[Any]) -> mx.array:
         """Advance m slots of B requests: embeddings and states (B, m, h) -> states (B, m, h).
 
-        A state is what the output projection takes: the target's, after its final norm, or
-        the head's own, which is fed back in its place.
+        A state is the target's, or the head's own, which is fed back in its place.
         """
         x = self.join(embeddings, states)
         first = caches[0][0] if self.chooses else caches[0]
@@ -63,7 +63,7 @@ class MTPHead(nn.Module):
         left = iter(caches)
         for layer, attends in zip(self.layers, self._attends, strict=True):
             x = layer(x, mask=mask, cache=next(left)) if attends else layer(x)
-        states = self.norm(x)
+        states = self.norm(x) if self.state_normed else x
         return states
 
     def join(self, embeddings: mx.array, states: mx.array) -> mx.array:
@@ -93,12 +93,13 @@ class MTPSteps(nn.Module):
     def __init__(self, steps: list[MTPHead], windows: list[int | None], chained: bool):
         """``windows`` are how many slots each sees, None: all.
 
-        ``chained``: whether a layer passes on what it made, before its norm; otherwise all are
-        given the target's states.
+        ``chained``: whether a layer passes on what it made; otherwise all are given the target's
+        states. ``state_normed``: whether the target's, and what is passed on, are behind a norm.
         """
         super().__init__()
         self.steps = steps
         self.chained = chained
+        self.state_normed = False
         self._windows = windows
 
     @property
@@ -143,14 +144,16 @@ class MTPSteps(nn.Module):
             mask = mask & (slots > rows - window)
         x = step.join(embeddings, states)[None]
         made: mx.array = step.layers[0](x, mask=mask, cache=cache)[0]
-        return made, made if self.chained else states
+        if not self.chained:
+            return made, states
+        return made, step.norm(made) if self.state_normed else made
 
 
 class MTPDrafter(FeatureDrafter):
     """A ``Drafter`` around MTP layers; embedding and output projection are the target's.
 
-    Slot t joins the token at t + 1 with the target's state at t, after its final norm. Drafted
-    slots take the head's own state, and are dropped again.
+    Slot t joins the token at t + 1 with the target's state at t, after its final norm unless
+    ``take_states`` says otherwise. Drafted slots take the head's own state, and are dropped again.
     """
 
     head: Any
@@ -162,8 +165,15 @@ class MTPDrafter(FeatureDrafter):
         sizes_of(target).check_width("MTP layer", head.norm.weight.size)
         self._embed = embedding
         self._project: Callable[[mx.array], mx.array] = lm_head_of(target, embedding)
-        super().__init__(head, (len(target.layers) + 1,), len(head.make_cache()))
+        self._num_target_layers = len(target.layers)
+        super().__init__(head, (self._num_target_layers + 1,), len(head.make_cache()))
+        self.take_states(head.state_normed)
         evaluate_ropes(head)
+
+    def take_states(self, is_normed: bool) -> None:
+        """Draft from states behind the last norm, the target's and the head's, or before it."""
+        self.head.state_normed = is_normed
+        self.taps = (self._num_target_layers + int(is_normed),)
 
     def make_cache(self) -> list[Any]:
         return [*self.head.make_cache(), KVCache()]
@@ -190,7 +200,7 @@ class MTPDrafter(FeatureDrafter):
         return made
 
     def logits(self, states: mx.array) -> mx.array:
-        return self._project(states)
+        return self._project(states if self.head.state_normed else self.head.norm(states))
 
     def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
         """The state is (1, h)."""
@@ -270,10 +280,6 @@ class SteppedMTPDrafter(MTPDrafter):
     What starts a draft is what the first layer made in the last slot, and below that what each
     layer but the last passes on from there: (n, h) for n layers.
     """
-
-    def __init__(self, head: MTPSteps, target: nn.Module):
-        super().__init__(head, target)
-        self.taps = (len(target.layers),)  # states before the final norm
 
     @property
     def longest_draft(self) -> int:

@@ -242,6 +242,7 @@ MISTAKES = {
         "--stats-json no/such/place cannot be written",
     ),
     "a folder": (("--stats-json", "."), "--stats-json . cannot be written (Is a directory)"),
+    "an image": (("--image", "a.png"), "in Python, generate takes an image's embeddings"),
     "negative draft": (("--num-draft-tokens", "-1"), "give 0 (plain decoding) or more"),
     "no tokens": (("--max-tokens", "0"), "give a positive number, or -1"),
     "no prefill": (("--prefill-step-size", "0"), "give 1 or more"),

@@ -26,6 +26,7 @@ from mlx_eagle.convert import convert, pipeline
 from mlx_eagle.convert.check_acceptance import measure_acceptance
 from mlx_eagle.draft_models import open_drafter
 from mlx_eagle.drafters.kinds import load_drafter
+from mlx_eagle.drafters.mtp import readings
 from mlx_eagle.drafters.mtp_layers import stack_experts
 
 QWEN, MOE, GLM = (FAMILIES[name]() for name in ("qwen3.5", "qwen3.5 moe, tied", "glm-4.5"))
@@ -199,7 +200,7 @@ class Tokenizer:
         return [*PROMPT, int(text)]
 
 
-def test_check_measures_both_orders(tmp_path, monkeypatch, capsys):
+def test_check_measures_other_readings(tmp_path, monkeypatch, capsys):
     short = partial(measure_acceptance, questions=("1", "2"), num_tokens=8)
     monkeypatch.setattr(pipeline, "measure_acceptance", short)
     monkeypatch.setattr(pipeline, "load_model", lambda *_: (QWEN.target, Tokenizer()))
@@ -207,7 +208,7 @@ def test_check_measures_both_orders(tmp_path, monkeypatch, capsys):
     write_config(tmp_path / "target", full_config(QWEN) | {"vocab_size": 97, "hidden_size": 64})
     options = {"target": source, "check": True, "quantize": False}
     found = convert(source, str(tmp_path / "head"), **options)["check"]
-    assert found["readings"].keys() == {"state before embedding"}
+    assert found["readings"].keys() == {"state before embedding", "state before norm"}
     assert found["num_prompts"] == 2 and found["mean_acceptance_length"] >= 1
     assert "tokens per pass of the target, in 2 answers" in capsys.readouterr().out
 
@@ -223,6 +224,23 @@ def test_the_other_order_is_a_key_of_the_config(tmp_path):
     for each in (drafter, usual):
         each.extend(mx.array(PROMPT[1:]), mx.ones((len(PROMPT) - 1, 64)))
     assert mx.allclose(drafter._first, usual._first, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", thorough(["qwen3.5", *STEPPED], "step-3.5"))
+def test_the_other_states_are_a_key_of_the_config(tmp_path, name):
+    """Also without the key, as folders of before have none."""
+    part = {**FAMILIES, **STEPPED}[name]()
+    config = convert(written(tmp_path / "target", part), str(tmp_path / "head"), quantize=False)
+    is_normed = config["state_normed"]
+    assert is_normed == (name not in STEPPED)
+    (reading,) = (found for found in readings(config).values() if "state_normed" in found)
+    assert reading == {"state_normed": not is_normed}
+    taps = {True: (len(part.target.layers) + 1,), False: (len(part.target.layers),)}
+    bare = {key: value for key, value in config.items() if key != "state_normed"}
+    for given, wanted in ((config, is_normed), (bare, is_normed), (bare | reading, not is_normed)):
+        write_config(tmp_path / "head", given)
+        drafter = load_drafter(tmp_path / "head", part.target)
+        assert (drafter.taps, drafter.head.state_normed) == (taps[wanted], wanted)
 
 
 def written_head(tmp_path: Path) -> Path:

@@ -19,6 +19,7 @@ from mtp_checkpoints import (
     STEPPED,
     Published,
     entering,
+    other_states,
     qwen3_by_speculators,
 )
 
@@ -92,6 +93,17 @@ def furthest(part: Published, drafter: MTPDrafter, script: str = "every length")
 def test_drafts_are_the_references(name, script):
     part = published(name)
     assert furthest(part, load_mtp(part.arrays(), part.target), script) < 1e-5
+
+
+@pytest.mark.parametrize("name", thorough(["qwen3.5", "mimo", *STEPPED], "qwen3.5", "step-3.5"))
+def test_the_other_states(name):
+    """As a converted folder's key can ask for them."""
+    part = other_states(published(name))
+    drafter = load_mtp(part.arrays(), part.target)
+    drafter.take_states(part.naive.normed)
+    assert furthest(part, drafter) < 1e-5
+    drafter.take_states(not part.naive.normed)
+    assert furthest(part, drafter) > 1e-2
 
 
 @pytest.mark.parametrize("name", thorough(ALL, "qwen3.5", "glm-4.5"))

@@ -6,7 +6,7 @@ The tensors' names and shapes are those of the makers' files; ``naive`` says wha
 import copy
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ class Published:
     tensors: dict[str, np.ndarray]
     naive: mtp_numpy.NaiveMTP | mtp_numpy.SteppedMTP
     inner: Callable[[Any], Any]
-    """The module of the target that gives its states, after the final norm."""
+    """The module of the target that gives its states."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -320,9 +320,17 @@ FAMILIES: dict[str, Callable[[], Published]] = {
 
 def without_norm(model: nn.Module) -> Any:
     """The module that gives a target's states before the final norm."""
-    inner = copy.copy(model.model)
+    text = model.language_model if "language_model" in model else model
+    inner = copy.copy(text.model)
     inner.norm = lambda states: states
     return inner
+
+
+def other_states(part: Published) -> Published:
+    """The same, with states before the norm where they are after it, and after it else."""
+    normed = not part.naive.normed
+    inner = (lambda model: model.model) if normed else without_norm
+    return replace(part, naive=replace(part.naive, normed=normed), inner=inner)
 
 
 def step(seed: int = 33) -> Published:

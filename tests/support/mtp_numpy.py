@@ -240,6 +240,8 @@ class SteppedMTP:
     less_one: bool = False
     chained: bool = True
     """Whether the state is what the layer before made of position i; else the target's."""
+    normed: bool = False
+    """Whether states are behind a norm, so that what a layer made goes through its own."""
 
     @property
     def join(self) -> str:
@@ -256,7 +258,7 @@ class SteppedMTP:
         size: int,
         drafted: Sequence[int] = (),
     ) -> list[Array]:
-        """As those of ``NaiveMTP``, from states before the final norm; layer by layer, anew."""
+        """As those of ``NaiveMTP``; layer by layer, anew."""
         eps = config.get("rms_norm_eps") or config["layernorm_epsilon"]
         plus = 1.0 if self.less_one else 0.0
         t = {name: np.asarray(array, np.float64) for name, array in tensors.items()}
@@ -274,7 +276,8 @@ class SteppedMTP:
             last = rms(made[-1], plus + t[f"{p}{self.out_norm}"], eps)
             found.append((t[f"{p}{self.head}"] if self.head else output) @ last)
             tokens.append(drafted[j] if j < len(drafted) else int(found[-1].argmax()))
-            states = made if self.chained else states
+            passed = rms(made, plus + t[f"{p}{self.out_norm}"], eps) if self.normed else made
+            states = passed if self.chained else states
         return found
 
 
@@ -289,6 +292,8 @@ class NaiveMTP:
     out_norm: str
     state_first: bool = False
     less_one: bool = False
+    normed: bool = True
+    """Whether states are behind a norm, so that those made go through the head's own."""
 
     def logits(
         self,
@@ -318,7 +323,7 @@ class NaiveMTP:
             last = rms(out, plus + t[self.out_norm], eps)[-1]
             found.append(np.asarray(output, np.float64) @ last)
             tokens = [*tokens, drafted[i] if i < len(drafted) else int(found[-1].argmax())]
-            states = np.concatenate([states, last[None]])
+            states = np.concatenate([states, last[None] if self.normed else out[-1:]])
         return found
 
 
