@@ -12,7 +12,6 @@ from mlx_lm.generate import setup_arg_parser
 from mlx_lm.models import cache as cache_types
 from mlx_lm.models.cache import QuantizedKVCache, load_prompt_cache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import get_total_parameters
 from safetensors import SafetensorError, safe_open
 
 from ..decoding.stats import Stats
@@ -21,7 +20,7 @@ from ..drafters.base import Drafter
 from ..drafters.pairs import pair_lines
 from ..generate import footer, stream_generate
 from ..system.atomic_folder import check_writable
-from ..system.device import Machine, this_machine, weight_bytes
+from ..system.device import Machine, num_parameters, this_machine, weight_bytes
 from ..system.loading import apply_template
 from ..system.terminal import Marker, prompt_bar, run_command
 from .flags import (
@@ -326,7 +325,7 @@ def memory_report(model: nn.Module, drafter: Drafter | None, cache: list) -> dic
         "peak_bytes": mx.get_peak_memory(),
     }
     if drafter is not None:
-        report["head_parameters"] = sum(get_total_parameters(m) for m in drafter.modules())
+        report["head_parameters"] = sum(num_parameters(m) for m in drafter.modules())
         report["head_weight_bytes"] = sum(weight_bytes(m) for m in drafter.modules())
         report["head_cache_bytes"] = cache_bytes(cache[num_target:])
     return report

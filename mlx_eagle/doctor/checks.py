@@ -307,7 +307,8 @@ def _check_head(model_name: str, name: str | None, model: nn.Module) -> Finding:
             remedy = f"{err} Or train one: mlx_eagle.train"
             level: Level = "problem" if name else "note"
             return Finding("draft model", "no public head is known", level, remedy)
-        return Finding("draft model", f"{pair.head} is what --draft-model auto takes")
+        known = f"{pair.kind}, {pair.size}, licence: {pair.licence}"
+        return Finding("draft model", f"{pair.head} ({known}) is what --draft-model auto takes")
     path = Path(str(name)).expanduser()
     if not path.exists():
         return Finding("draft model", f"{name} is not on this machine, so it was not looked at")
@@ -317,4 +318,5 @@ def _check_head(model_name: str, name: str | None, model: nn.Module) -> Finding:
         num_bytes = (path / "model.safetensors").stat().st_size
     except (OSError, ValueError) as err:
         return Finding("draft model", f"{path.name}: {err}", "problem", "see the sentence before")
-    return Finding("draft model", f"{path.name}, {num_bytes / 1e6:.0f} MB, fits the target")
+    said = f"{path.name}, {kind.title} of {num_bytes / 1e6:.0f} MB, fits the target"
+    return Finding("draft model", said)

@@ -376,6 +376,15 @@ def weight_bytes(module: nn.Module) -> int:
     return sum(array.nbytes for _, array in tree_flatten(module.parameters()))
 
 
+def num_parameters(module: nn.Module) -> int:
+    """Its parameters, of packed ones as many as they stand for; also those beside its layers."""
+    layers = tree_flatten(module.leaf_modules(), is_leaf=lambda part: isinstance(part, nn.Module))
+    inside = tuple(f"{path}." for path, _ in layers)
+    every = tree_flatten(module.parameters())
+    beside = sum(array.size for path, array in every if not path.startswith(inside))
+    return int(get_total_parameters(module)) + beside
+
+
 def ram() -> int:
     """Bytes of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

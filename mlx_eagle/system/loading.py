@@ -94,7 +94,8 @@ def check_weights(folder: Path) -> None:
         named = read_json(folder / INDEX).get("weight_map")
         if not isinstance(named, dict):
             raise ValueError(f"{folder / INDEX} has no weight_map: fetch the file again.")
-        missing = sorted(set(map(str, named.values())) - {path.name for path in files})
+        named_files = sorted(set(map(str, named.values())))
+        missing = [name for name in named_files if not (folder / name).is_file()]
         if missing:
             raise ValueError(
                 f"{folder / missing[0]} is missing, though {INDEX} names it: fetch the model "

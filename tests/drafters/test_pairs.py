@@ -155,7 +155,10 @@ def test_list(monkeypatch, capsys, tmp_path):
     program.main()
     before = capsys.readouterr().out
     assert "none yet" in before and this_machine().advice in before
-    assert all(pair.head in before and pair.target in before for pair in PAIRS)
+    rows = [line.split() for line in before.splitlines() if line.startswith("  ")]
+    for pair in PAIRS:
+        (said,) = [row[2:] for row in rows if row[:2] == [pair.target, pair.head]]
+        assert said == [pair.kind, *pair.size.split(), *pair.licence.split()]
     head = write_safetensors(tmp_path / "head", CONFIG, as_midlayer(eagle3_tensors()))
     sizes = TargetSizes(CONFIG["hidden_size"], 32, CONFIG["vocab_size"])
     folder = drafters.converted(head, str(head), None, sizes)
