@@ -213,7 +213,7 @@ def test_a_decode_concurrency_of_one_drafts_for_everybody(pair, reference):
     for prompt, answer in zip(prompts, got, strict=True):
         expected = reference.complete(prompt=prompt, logit_bias=ENDLESS)
         assert answer.choices == expected.choices
-        assert answer.usage.drafted_tokens > 30
+        assert answer.usage.drafted_tokens > 15
 
 
 @pytest.mark.parametrize("head", thorough(["", "{model}+"], ""))

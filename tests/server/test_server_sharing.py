@@ -102,7 +102,7 @@ def ask_all(
 
 
 @pytest.mark.parametrize(
-    "num_requests, num_clients", [(8, 4), pytest.param(160, 8, marks=pytest.mark.exhaustive)]
+    "num_requests, num_clients", [(8, 4), pytest.param(64, 8, marks=pytest.mark.exhaustive)]
 )
 def test_texts_are_those_of_mlx_lm(pair, flags, num_requests, num_clients):
     counts = ask_all(pair, flags, num_requests, num_clients)
