@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from architecture_configs import FULL, SLIDING
 from architectures import build
 from block_twin import tiny_dflash, tiny_dspark
 from covering import Row, covering
@@ -47,8 +48,11 @@ BEFORE, AFTER = [61, 12, 44, 90, 7], [3, 4]  # a conversation until then, and a 
 LONGEST = 8  # draft tokens
 
 
+FEW = {"num_hidden_layers": 2, "head_dim": 32}  # one layer of each type that a target has
+
+
 def llama() -> nn.Module:
-    return tiny_llama(num_hidden_layers=4, head_dim=32)
+    return tiny_llama(**FEW)
 
 
 def packed() -> nn.Module:
@@ -60,14 +64,14 @@ def packed() -> nn.Module:
 TARGETS: dict[str, Callable[[], nn.Module]] = {
     "llama": llama,
     "llama, quantized": packed,
-    "qwen3_moe": lambda: build("qwen3_moe", head_dim=32),
-    "glm4_moe": lambda: build("glm4_moe", head_dim=32),
-    "gemma2": lambda: build("gemma2", head_dim=32),
-    "gemma3_text": lambda: build("gemma3_text", head_dim=32),
-    "gpt_oss": lambda: build("gpt_oss (20b)", head_dim=32),
-    "qwen3_next": lambda: build("qwen3_next", head_dim=32),
-    "mamba2": lambda: build("mamba2"),
-    "falcon_h1": lambda: build("falcon_h1", head_dim=32),
+    "qwen3_moe": lambda: build("qwen3_moe", **FEW),
+    "glm4_moe": lambda: build("glm4_moe", **FEW),
+    "gemma2": lambda: build("gemma2", **FEW),
+    "gemma3_text": lambda: build("gemma3_text", **FEW),
+    "gpt_oss": lambda: build("gpt_oss (20b)", **FEW, layer_types=[SLIDING, FULL]),
+    "qwen3_next": lambda: build("qwen3_next", **FEW),
+    "mamba2": lambda: build("mamba2", num_hidden_layers=2),
+    "falcon_h1": lambda: build("falcon_h1", **FEW),
 }
 WITH_MTP = ("qwen3_next", "glm4_moe")
 STATES = ("qwen3_next", "mamba2", "falcon_h1")  # recurrent, besides attention or without it
