@@ -17,7 +17,7 @@ from mlx_eagle.drafters.base import Draft
 RULES = ["match", "coupled", "reject"]
 
 
-SHORT = {"num_runs": 500, "temp": 0.7}
+SHORT = {"num_runs": 300, "temp": 0.7}
 LONG = [{"num_runs": 1200, "temp": temp} for temp in (0.7, 1.0)]
 
 
@@ -49,7 +49,7 @@ def test_the_chi_square_catches_a_broken_rule(monkeypatch):
     monkeypatch.setattr(
         "mlx_eagle.decoding.setup.make_rule", lambda acceptance, sampler: KeepsEverything(sampler)
     )
-    statistic, _ = pair_chi_square("reject", num_runs=400)
+    statistic, _ = pair_chi_square("reject", num_runs=300)
     assert statistic > QUANTILE_24
 
 

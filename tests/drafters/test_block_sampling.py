@@ -4,6 +4,7 @@ Each token's q is that which it was drawn from: independent of the others for DF
 token before for DSpark and DFlash2, and 0 outside the candidates.
 """
 
+import itertools
 from collections import Counter
 
 import mlx.core as mx
@@ -29,13 +30,12 @@ DRAFTERS = {
 
 
 def exact_distribution() -> dict[tuple[int, ...], float]:
-    """Of the first tokens, by the target alone."""
-    found, texts = {}, [(a, b, c) for a in range(6) for b in range(6) for c in range(6)]
-    for text in texts:
-        rows = TARGET(mx.array([PROMPT + list(text)]))[0, len(PROMPT) - 1 : -1]
-        p = mx.softmax(rows / TEMP, axis=-1)
-        found[text] = mx.prod(p[mx.arange(LENGTH), mx.array(text)]).item()
-    return found
+    """Of the first tokens, by the target alone: all texts in one pass, no cache."""
+    texts = list(itertools.product(range(6), repeat=LENGTH))
+    rows = TARGET(mx.array([PROMPT + list(text) for text in texts]))[:, len(PROMPT) - 1 : -1]
+    p = mx.softmax(rows / TEMP, axis=-1)
+    chosen = mx.take_along_axis(p, mx.array(texts)[..., None], axis=-1)
+    return dict(zip(texts, mx.prod(chosen, axis=(1, 2)).tolist(), strict=True))
 
 
 @pytest.mark.parametrize(
