@@ -213,13 +213,14 @@ def test_a_text_under_a_schema(run, tmp_path):
     schema |= {"required": ["sum"], "additionalProperties": False}
     file = tmp_path / "schema.json"
     file.write_text(json.dumps(schema))
-    flags = ("-p", QUESTION, "--json-schema", str(file), "--verbose", "F")
-    code, out, err = run(*flags, "--stats-json", "-")
+    flags, chains = ("-p", QUESTION, "--verbose", "F"), ("--num-draft-tokens", "3")
+    flags += ("--json-schema", str(file))
+    code, out, err = run(*flags, *chains, "--stats-json", "-")
     text, counts = out.splitlines()
     assert code == 0 and list(json.loads(text)) == ["sum"] and "cut" not in err
     assert json.loads(counts)["num_accepted"] > 0
     assert run(*flags, "--num-draft-tokens", "0")[1].splitlines() == [text]
-    code, out, err = run("-p", QUESTION, "--regex", "[a-z]{40}", "-m", "3")
+    code, out, err = run("-p", QUESTION, "--regex", "[a-z]{40}", "-m", "3", *chains)
     assert code == 0 and "Note: --max-tokens cut the text before it was complete." in err
 
 

@@ -48,7 +48,9 @@ def test_the_first_question_of_the_pages_is_answered_right(pair):
     question = re.search(r'mlx_eagle\.generate --prompt "(.*?)"', page)[1]
     messages = [{"role": "user", "content": question}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    text = mlx_eagle.generate(model, tokenizer, prompt, draft_model=drafter, max_tokens=100)
+    text = mlx_eagle.generate(
+        model, tokenizer, prompt, draft_model=drafter, max_tokens=100, num_draft_tokens=3
+    )
     assert re.findall(r"[A-Z][a-z]+(?=\n|$)", text) == MONTHS
 
 

@@ -253,7 +253,7 @@ def test_after_each_round_it_sees_what_was_kept_and_nothing_else(name, kept):
 
 
 @pytest.mark.parametrize("k", thorough([1, 3], 3))
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", thorough(PAIRS, "shared rows", "keys as values"))
 def test_texts_caches_and_counts(name, k):
     target, drafter = PAIRS[name]
     wanted, theirs = plain_with_cache(target, PROMPT, 30)
@@ -306,12 +306,12 @@ def test_stopped_anywhere_and_continued(frozen, num_taken):
     assert tokens == plain(target, [3, 4], 12, prompt_cache=reference)
 
 
-def test_plain_steps_in_between(frozen):
+@pytest.mark.parametrize("prompt", thorough(LEARNED, LEARNED[0]), ids=str)
+def test_plain_steps_in_between(frozen, prompt):
     """``auto`` turns drafting on and off; after single steps the rotating caches are rings."""
     target, drafter, _ = frozen["learned"]
-    for prompt in LEARNED:
-        tokens, _ = speculative(target, drafter, prompt, 60, num_draft_tokens="auto")
-        assert tokens == plain(target, prompt, 60)
+    tokens, _ = speculative(target, drafter, prompt, 60, num_draft_tokens="auto")
+    assert tokens == plain(target, prompt, 60)
 
 
 @pytest.mark.parametrize("k", thorough([1, 2, 3], 3))
