@@ -32,7 +32,7 @@ from mlx_eagle.target.taps import Target
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_llama()
+    return tiny_llama(num_hidden_layers=4)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])

@@ -173,7 +173,7 @@ def test_in_the_target(case, call, monkeypatch):
     model = case[0]
     cache = fresh_cache(case)
     classes = [type(layer) for layer in model.layers]
-    layer = model.layers[2]
+    layer = model.layers[len(model.layers) // 2]
     block = layer.mlp if hasattr(layer, "mlp") else layer.mlp_block
     mlp = type(block)
     with monkeypatch.context() as patch:

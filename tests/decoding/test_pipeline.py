@@ -91,7 +91,7 @@ def test_the_json_of_stats_has_new_and_old_keys():
     assert "Mean acceptance length (tau): 2.500" in stats.lines()
 
 
-@pytest.mark.parametrize("num_kept", [0, 3])
+@pytest.mark.parametrize("num_kept", [0, 1])
 def test_prompt_caches_that_are_too_few_are_refused(num_kept):
     model = tiny_llama()
     cache = make_prompt_cache(model)[:num_kept]

@@ -177,8 +177,8 @@ def test_a_converted_head_is_held_against_the_target(tmp_path):
     source = write_safetensors(tmp_path / "source", CONFIG, as_midlayer(eagle3_tensors()))
     convert(str(source), str(tmp_path / "head"))
     sizes = {"hidden_size": CONFIG["hidden_size"], "vocab_size": CONFIG["vocab_size"]}
-    config = vars(tiny_llama().args)
-    fits = write_config(tmp_path / "fits", {**config, **sizes, "num_hidden_layers": 32})
+    config = vars(tiny_llama(num_hidden_layers=32).args)
+    fits = write_config(tmp_path / "fits", {**config, **sizes})
     assert "fits the target" in found_by_name(fits, str(tmp_path / "head"))["draft model"].text
     other = write_config(tmp_path / "other", {**config, "hidden_size": 128})
     found = found_by_name(other, str(tmp_path / "head"))["draft model"]

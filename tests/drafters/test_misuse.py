@@ -50,13 +50,13 @@ def test_a_deep_copy_drafts_the_same(name):
     assert stats_of_copy.accepted_histogram == stats.accepted_histogram
 
 
-@pytest.mark.parametrize("num_left", [0, 2, 3])
+@pytest.mark.parametrize("num_left", [0, 1])
 @pytest.mark.parametrize("k", [0, 3])
 def test_a_prompt_cache_with_too_few_layers(k, num_left):
     model = tiny_llama()
     cache = make_prompt_cache(model)
     del cache[num_left:]
-    with pytest.raises(ValueError, match=f"holds {num_left} caches, but the target has 4"):
+    with pytest.raises(ValueError, match=f"holds {num_left} caches, but the target has 2"):
         speculative(model, tiny_head(model), PROMPT, 4, num_draft_tokens=k, prompt_cache=cache)
     assert all(layer.empty() for layer in cache)
 

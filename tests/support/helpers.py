@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.generate import generate_step
 from mlx_lm.models import llama, qwen3
 from mlx_lm.models.cache import KVCache, make_prompt_cache
@@ -32,7 +32,7 @@ PROMPT = [5, 17, 3, 88, 41, 2, 60]
 
 SIZES = {
     "hidden_size": 64,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "intermediate_size": 96,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -126,7 +126,7 @@ def tiny_head(model: nn.Module, seed: int = 1, **changes) -> EagleDrafter:
         "intermediate_size": 96,
         "vocab_size": vocab,
         "draft_vocab_size": vocab // 2,
-        "aux_boundary_ids": (1, depth // 2, depth - 1),
+        "aux_boundary_ids": (0, depth // 2, depth),
     }
     config = Eagle3Config(**{**values, **changes})
     head = randomize(Eagle3Head(config), seed)
@@ -142,9 +142,34 @@ def demo_pair() -> tuple:
 
 
 def plain(model: nn.Module, prompt: list[int], max_tokens: int, **kwargs) -> list[int]:
-    """mlx-lm's own decoding."""
-    steps = generate_step(mx.array(prompt), model, max_tokens=max_tokens, **kwargs)
-    return [token for token, _ in steps]
+    """mlx-lm's own decoding; of a text that it has written with these weights, as much of that."""
+
+    def written(**options) -> list[int]:
+        steps = generate_step(mx.array(prompt), model, max_tokens=max_tokens, **options)
+        return [token for token, _ in steps]
+
+    weights = [array for _, array in tree_flatten(model.parameters())]
+    if kwargs or not weights or max_tokens < 0:
+        return written(**kwargs)
+    known = vars(model).get("_known_texts")
+    if known is None or not known.are_of(weights):
+        known = model._known_texts = KnownTexts(weights)
+    texts = known.texts
+    if len(texts.get(tuple(prompt), [])) < max_tokens:
+        texts[tuple(prompt)] = written()
+    return texts[tuple(prompt)][:max_tokens]
+
+
+class KnownTexts:
+    """What mlx-lm has written with a model's weights, greedily, by prompt; gone with the model."""
+
+    def __init__(self, weights: list[mx.array]):
+        self.weights = weights
+        self.texts: dict[tuple[int, ...], list[int]] = {}
+
+    def are_of(self, weights: list[mx.array]) -> bool:
+        same = len(weights) == len(self.weights)
+        return same and all(a is b for a, b in zip(weights, self.weights, strict=True))
 
 
 def speculative(

@@ -35,7 +35,7 @@ def tiny_ministral3():
     """Full and windowed layers in both halves; the prompt and every text cross the window."""
     args = ministral3.ModelArgs(
         "ministral3",
-        **SIZES,
+        **{**SIZES, "num_hidden_layers": 4},
         layer_types=["full_attention", "sliding_attention"] * 3,
         sliding_window=12,
         rope_parameters={

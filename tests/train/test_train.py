@@ -57,7 +57,8 @@ def assert_same_weights(left: Path, right: Path) -> None:
         assert np.array_equal(ours[name], theirs[name]), name
 
 
-def test_a_run_ends_in_a_head_that_decodes(target, data, tmp_path, capsys):
+def test_a_run_ends_in_a_head_that_decodes(data, tmp_path, capsys):
+    target = write_target(tmp_path / "target", num_hidden_layers=6)
     report = train(str(target), str(data), str(tmp_path / "head"), **QUICK)
     said = capsys.readouterr().out
     assert re.search(
