@@ -98,13 +98,13 @@ def test_of_several_processes_one_converts(source, tmp_path):
     environment = os.environ | {"HOME": str(tmp_path), "PYTHONPATH": str(support)}
     command = [sys.executable, "-c", OPEN, str(source)]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    run = [subprocess.Popen(command, text=True, env=environment, **pipes) for _ in range(3)]
+    run = [subprocess.Popen(command, text=True, env=environment, **pipes) for _ in range(2)]
     assert {process.stdout.readline() for process in run} == {"ready\n"}
     for process in run:
         process.stdin.write("go\n")
         process.stdin.flush()
     said = [process.communicate(timeout=120) for process in run]
-    assert [process.returncode for process in run] == [0] * 3, said
+    assert [process.returncode for process in run] == [0] * 2, said
     assert sum("is not converted yet" in out for out, _ in said) == 1
     assert len([path for path in tmp_path.rglob("*") if path.name == "model.safetensors"]) == 2
 

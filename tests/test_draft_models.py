@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 from checkpoints import CONFIG, as_midlayer, eagle1_tensors, eagle3_tensors, write_safetensors
-from grids import thorough
 from helpers import PROMPT, plain, speculative, tiny_llama
-from hub import Hub, hub_settings, running_hub
+from hub import Hub, hub_settings, running_hub, use_hub
 from mlx_lm.utils import save_model
 
 import mlx_eagle
+from mlx_eagle.commands import generate
 from mlx_eagle.convert import convert
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.draft_models import open_beside
@@ -59,28 +59,25 @@ def test_an_unconverted_head_of_the_hub_is_converted_aloud(hub, tmp_path):
     assert again.stdout == "fine\n"
 
 
-OPENERS = ["mlx_eagle.open_drafter", "mlx_eagle.load_drafter"]
-
-
-@pytest.mark.parametrize("opener", thorough(OPENERS, OPENERS[1]))
-def test_a_converted_head_of_the_hub(hub, tmp_path, opener):
+@pytest.mark.parametrize("opener", [mlx_eagle.open_drafter, mlx_eagle.load_drafter])
+def test_a_converted_head_of_the_hub(hub, tmp_path, monkeypatch, opener):
     source = write_safetensors(tmp_path / "source", CONFIG, as_midlayer(eagle3_tensors()))
     convert(str(source), str(hub.root / "some" / "head"))
-    done = run_with_hub(hub, tmp_path, opener)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "fine\n"
+    use_hub(monkeypatch, hub.address, tmp_path)
+    model = tiny_llama(vocab_size=128, num_hidden_layers=6)
+    drafter = opener("some/head", model)
+    tokens, stats = speculative(model, drafter, PROMPT, 12, num_draft_tokens=2)
+    assert tokens == plain(model, PROMPT, 12) and stats.num_drafted > 0
 
 
-def test_an_unreachable_hub_is_one_sentence(tmp_path):
+def test_an_unreachable_hub_is_one_sentence(tmp_path, monkeypatch, capsys):
+    use_hub(monkeypatch, "http://127.0.0.1:9", tmp_path)
     flags = ["--model", "no/model", "--draft-model", "no/such", "-m", "2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "mlx_eagle.generate", *flags],
-        env={**os.environ, **hub_settings("http://127.0.0.1:9", tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2
-    *notes, sentence = done.stderr.splitlines()
+    monkeypatch.setattr(sys, "argv", ["mlx_eagle.generate", *flags])
+    with pytest.raises(SystemExit) as stop:
+        generate.main()
+    assert stop.value.code == 2
+    *notes, sentence = capsys.readouterr().err.splitlines()
     assert sentence.startswith("error: ")
     assert all(note.startswith("Note: drafting cannot be faster here") for note in notes)
 
