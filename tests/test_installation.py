@@ -36,6 +36,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_eagle
 from mlx_eagle.decoding.stats import Stats
+from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.drafters.model_drafter import ModelDrafter
 from mlx_eagle.drafters.pairs import pair_for
 from mlx_eagle.drafters.tree import TreeShape
@@ -455,6 +456,43 @@ def test_batches_draft_by_default_and_by_name():
         assert found.texts == expected and hasattr(found.stats, "__len__")
         many = mlx_lm.batch_generate(MODEL, TOKENIZER, BATCH * 20, max_tokens=4)
         assert [text[:2] for text in many.texts[:2]] == [text[:2] for text in expected]
+
+
+class Steered:
+    """A logits processor of outlines' kind: each call but the first has the next token's.
+
+    It knows its text by these calls alone, refuses any other order, and is reset for a new text.
+    """
+
+    def reset(self) -> None:
+        self.said = None
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        assert tokens.ndim == 1 and logits.shape == (1, VOCAB)
+        if self.said is None:
+            self.said = 0
+        elif (last := tokens[-1].item()) % 3 != self.said % 3:
+            raise ValueError(f"no next state is known for token {last}")
+        else:
+            self.said += 1 + last
+        return mx.where(mx.arange(VOCAB) % 3 == self.said % 3, logits, -mx.inf)
+
+
+def test_processors_that_outlines_makes_are_reset_and_asked_once_per_token():
+    processor = Steered()
+
+    def text(**options) -> str:
+        processor.reset()
+        responses = mlx_lm.stream_generate(
+            MODEL, TOKENIZER, "Say it", max_tokens=20, logits_processors=[processor], **options
+        )
+        return "".join(response.text for response in responses)
+
+    expected = text()
+    for drafter in (PERFECT, DRAFTER, LookupDrafter()):
+        with mlx_eagle.installed(draft_model=drafter) as installation:
+            assert text() == text(num_draft_tokens=3) == expected
+            assert installation.stats.num_rounds > 0
 
 
 def test_each_model_gets_a_drafter_of_its_own_once(monkeypatch):
