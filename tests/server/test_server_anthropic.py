@@ -257,6 +257,8 @@ def post(server, body: object, path: str = "/v1/messages?beta=true") -> tuple[in
 
 
 USER = {"role": "user", "content": "Hello"}
+CHOICES = [[{"properties": {f"{i}{j}": {"type": "null"}}} for j in range(2)] for i in range(16)]
+COMBINED = {"allOf": [{"anyOf": choices} for choices in CHOICES]}
 WRONG = {
     "no limit": ({"max_tokens": None}, "the request has no max_tokens"),
     "no messages": ({"messages": []}, "the last message is not the user's"),
@@ -285,6 +287,17 @@ WRONG = {
         "web_search is none of the client's own",
     ),
     "a forced tool": ({"tool_choice": {"type": "any"}}, "forces a call, but the tool is not"),
+    "a bomb in a tool": (
+        {
+            "tools": [{"name": "f", "input_schema": {"enum": list(range(9000))}}],
+            "tool_choice": {"type": "any"},
+        },
+        "values: give at most 4000",
+    ),
+    "a bomb that is folded": (
+        {"tools": [{"name": "f", "input_schema": COMBINED}], "tool_choice": {"type": "any"}},
+        "schema too large",
+    ),
     "a choice": ({"tool_choice": "auto"}, "tool_choice is something else than an object"),
     "thinking": ({"thinking": {"type": "loud"}}, "thinking is loud: enable or disable it"),
     "a budget": ({"thinking": {"type": "enabled", "budget_tokens": "x"}}, "budget is a string"),

@@ -354,6 +354,28 @@ WRONG = {
     "instructions": ({"instructions": 5}, "instructions is something else than a string"),
     "metadata": ({"metadata": []}, "metadata is something else than an object"),
     "a foreign tool": ({"tools": [{"type": "web_search"}]}, "web_search is no function"),
+    "a bomb in a tool": (
+        {
+            "tools": [
+                {"type": "function", "name": "f", "parameters": {"enum": list(range(9000))}}
+            ],
+            "tool_choice": "required",
+        },
+        "values: give at most 4000",
+    ),
+    "a tool too long": (
+        {
+            "tools": [
+                {
+                    "type": "function",
+                    "name": "f",
+                    "strict": True,
+                    "parameters": {"description": "a" * 200_001},
+                }
+            ]
+        },
+        "characters: give at most 200000",
+    ),
     "no tool": ({"tools": [5]}, "tools is something else"),
     "a choice": ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
     "a chat": ({"messages": [USER]}, "messages is not a field of /v1/responses: give input"),
