@@ -10,12 +10,15 @@ import warnings
 from http.server import HTTPServer
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Literal
 from urllib.request import Request, urlopen
 
 import mlx.core as mx
 import mlx_lm
 import mlx_lm.chat
 import mlx_lm.server
+import numpy as np
+import pydantic
 import pytest
 from grids import thorough
 from helpers import (
@@ -24,6 +27,7 @@ from helpers import (
     ScriptedDrafter,
     byte_tokenizer,
     caches_equal,
+    demo_pair,
     plain,
     plain_with_cache,
     tiny_head,
@@ -36,7 +40,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_eagle
 from mlx_eagle.decoding.stats import Stats
-from mlx_eagle.drafters.lookup import LookupDrafter
+from mlx_eagle.drafters.lookup import CopyingDrafter, LookupDrafter
 from mlx_eagle.drafters.model_drafter import ModelDrafter
 from mlx_eagle.drafters.pairs import pair_for
 from mlx_eagle.drafters.tree import TreeShape
@@ -493,6 +497,38 @@ def test_processors_that_outlines_makes_are_reset_and_asked_once_per_token():
         with mlx_eagle.installed(draft_model=drafter) as installation:
             assert text() == text(num_draft_tokens=3) == expected
             assert installation.stats.num_rounds > 0
+
+
+class Town(pydantic.BaseModel, extra="forbid"):
+    name: Literal["Bergen", "Oslo", "Trondheim"]
+    lies_by_the_sea: bool
+
+
+def masked(logits: mx.array, bits: mx.array) -> mx.array:
+    """What the Metal kernels of outlines do, for a device without Metal."""
+    bytes_of = np.array(bits).view(np.uint8)
+    allowed = np.unpackbits(bytes_of, axis=-1, bitorder="little")[:, : logits.shape[-1]]
+    return mx.where(mx.array(allowed == 1), logits, -mx.inf)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("backend", ["outlines_core", "llguidance"])
+def test_outlines_own_calls_on_the_demo_pair(backend, monkeypatch):
+    outlines = pytest.importorskip("outlines", reason="outlines is not installed to be tried")
+    if not mx.metal.is_available():
+        monkeypatch.setattr("outlines_core.kernels.mlx._apply_token_bitmask_kernel", masked)
+        monkeypatch.setattr("llguidance.mlx.apply_token_bitmask_kernel", masked)
+    model, tokenizer, drafter = demo_pair()
+    ask = outlines.Generator(outlines.from_mlxlm(model, tokenizer), Town, backend=backend)
+    question = "Describe a town in one line of JSON."
+    expected = ask(question, max_tokens=48)
+    Town.model_validate_json(expected)
+    with mlx_eagle.installed(draft_model=drafter):
+        assert ask(question, max_tokens=48) == expected
+    with mlx_eagle.installed(draft_model=CopyingDrafter(drafter)) as installation:
+        found = ask.stream(question, max_tokens=48, num_draft_tokens=3)
+        assert "".join(found) == expected
+        assert installation.stats.num_accepted > 0
 
 
 def test_each_model_gets_a_drafter_of_its_own_once(monkeypatch):
