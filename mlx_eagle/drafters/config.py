@@ -9,7 +9,7 @@ We keep boundary ids: b = N is what leaves the last of N layers. Under ``eagle_c
 producers write either, and only the target's depth tells which.
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -37,88 +37,6 @@ LATENT: Table = dict.fromkeys(
 POSITION_SCALE: Table = {
     "beta": NUMBER,
     "original_max_position_embeddings": number_above(0),
-}
-HEAD: Table = {
-    **dict.fromkeys(
-        ("hidden_size", "target_hidden_size", "head_dim", "intermediate_size", "vocab_size"), SIZE
-    ),
-    **dict.fromkeys(("draft_vocab_size", "max_position_embeddings", "sliding_window"), SIZE),
-    **dict.fromkeys(("num_layers", "num_heads", "num_kv_heads", "num_aux"), FEW),
-    **dict.fromkeys(("parallel_head_layers", "parallel_outputs"), FEW),
-    "num_parallel_heads": whole(0, 1024),
-    "mask_token_id": whole(0, 2**24),
-    "latent": LATENT,
-    **dict.fromkeys(("softmax_scale", "embed_scale", "logit_softcap"), number_above(0)),
-    "position_scale": POSITION_SCALE,
-    "values": one_of("projected", "keys"),
-    **dict.fromkeys(
-        (
-            "fc_bias",
-            "norm_before_residual",
-            "norm_output",
-            "qk_norm",
-            "attention_bias",
-            "attention_out_bias",
-            "mlp_bias",
-            "uses_aux",
-            "embedding_norm",
-            "state_norm",
-            "final_norm",
-            "has_d2t",
-            "fusion_norm",
-            "value_norm",
-            "branch_norms",
-            "layer_scalar",
-            "parallel_head_bias",
-        ),
-        BOOL,
-    ),
-    "rms_norm_eps": number_above(0, 1),
-    "aux_boundary_ids": INT_LIST,
-    "aux_nested_ids": INT_LIST,
-    "full_attention_layers": INT_LIST,
-    "aux_ids_source": TEXT,
-    "kind": TEXT,
-    "model_type": TEXT,
-    "family": TEXT,
-    "speculative_tokens_hint": COUNT,
-    "hidden_act": one_of("silu", "gelu", "gelu_pytorch_tanh"),
-    "pre_fc_norm": one_of("none", "concat", "per_feature"),
-    "layer_input": one_of("first", "every", "none"),
-    "fc_input": one_of("features", "embedding_and_state", "none"),
-    "embed_source": one_of("file", "target"),
-    "lm_head_source": one_of("file", "target", "target_rows"),
-    "rope": {
-        "type": TEXT,
-        "theta": number_above(1, 1e15),
-        "dims": SIZE,
-        "traditional": BOOL,
-        "scaling": {
-            "type": one_of("linear", "dynamic", "llama3", "yarn", "longrope", "proportional"),
-            **dict.fromkeys(
-                (
-                    "factor",
-                    "low_freq_factor",
-                    "high_freq_factor",
-                    "original_max_position_embeddings",
-                    "beta_fast",
-                    "beta_slow",
-                    "partial_rotary_factor",
-                ),
-                number_above(0),
-            ),
-            **dict.fromkeys(("mscale", "mscale_all_dim"), NUMBER),
-            **dict.fromkeys(
-                ("short_factor", "long_factor"),
-                FieldType(
-                    "a list of numbers above 0",
-                    lambda v: isinstance(v, list | tuple) and all(map(number_above(0).holds, v)),
-                ),
-            ),
-        },
-    },
-    "quantization": PACKING,
-    "source": {"path": TEXT, "files": OBJECT},
 }
 
 
@@ -319,3 +237,67 @@ class Eagle3Config:
         if self.aux_boundary_ids is not None:
             return self.aux_boundary_ids
         return default_ids(num_target_layers)
+
+
+HEAD: Table = {
+    **dict.fromkeys(
+        ("hidden_size", "target_hidden_size", "head_dim", "intermediate_size", "vocab_size"), SIZE
+    ),
+    **dict.fromkeys(("draft_vocab_size", "max_position_embeddings", "sliding_window"), SIZE),
+    **dict.fromkeys(("num_layers", "num_heads", "num_kv_heads", "num_aux"), FEW),
+    **dict.fromkeys(("parallel_head_layers", "parallel_outputs"), FEW),
+    "num_parallel_heads": whole(0, 1024),
+    "mask_token_id": whole(0, 2**24),
+    "latent": LATENT,
+    **dict.fromkeys(("softmax_scale", "embed_scale", "logit_softcap"), number_above(0)),
+    "position_scale": POSITION_SCALE,
+    "values": one_of("projected", "keys"),
+    **{field.name: BOOL for field in fields(Eagle3Config) if field.type is bool},
+    "rms_norm_eps": number_above(0, 1),
+    "aux_boundary_ids": INT_LIST,
+    "aux_nested_ids": INT_LIST,
+    "full_attention_layers": INT_LIST,
+    "aux_ids_source": TEXT,
+    "kind": TEXT,
+    "model_type": TEXT,
+    "family": TEXT,
+    "speculative_tokens_hint": COUNT,
+    "hidden_act": one_of("silu", "gelu", "gelu_pytorch_tanh"),
+    "pre_fc_norm": one_of("none", "concat", "per_feature"),
+    "layer_input": one_of("first", "every", "none"),
+    "fc_input": one_of("features", "embedding_and_state", "none"),
+    "embed_source": one_of("file", "target"),
+    "lm_head_source": one_of("file", "target", "target_rows"),
+    "rope": {
+        "type": TEXT,
+        "theta": number_above(1, 1e15),
+        "dims": SIZE,
+        "traditional": BOOL,
+        "scaling": {
+            "type": one_of("linear", "dynamic", "llama3", "yarn", "longrope", "proportional"),
+            **dict.fromkeys(
+                (
+                    "factor",
+                    "low_freq_factor",
+                    "high_freq_factor",
+                    "original_max_position_embeddings",
+                    "beta_fast",
+                    "beta_slow",
+                    "partial_rotary_factor",
+                ),
+                number_above(0),
+            ),
+            **dict.fromkeys(("mscale", "mscale_all_dim"), NUMBER),
+            **dict.fromkeys(
+                ("short_factor", "long_factor"),
+                FieldType(
+                    "a list of numbers above 0",
+                    lambda v: isinstance(v, list | tuple) and all(map(number_above(0).holds, v)),
+                ),
+            ),
+        },
+    },
+    "quantization": PACKING,
+    "source": {"path": TEXT, "files": OBJECT},
+}
+"""What each field may hold."""
