@@ -20,10 +20,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .commands.flags import (
-    add_draft_cache_flag,
     add_draft_flags,
-    add_grammar_flags,
-    add_show_drafts_flag,
+    add_text_flags,
     build_sampler,
     check_arguments,
     draft_options,
@@ -56,9 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--draft-model", type=str)
     parser.add_argument("--num-draft-tokens", default=AUTO)
     add_draft_flags(parser)
-    add_draft_cache_flag(parser)
-    add_show_drafts_flag(parser)
-    add_grammar_flags(parser)
+    add_text_flags(parser)
     # What mlx_lm.generate has a flag for, and mlx_lm.chat has not.
     parser.set_defaults(
         model=None, min_p=0.0, min_tokens_to_keep=1, top_k=0, quantize_activations=False

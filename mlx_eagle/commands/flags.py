@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -99,28 +100,20 @@ def add_draft_flags(parser: argparse.ArgumentParser) -> None:
     use_plain_words(parser)
 
 
-def add_draft_cache_flag(parser: argparse.ArgumentParser) -> None:
-    """``--draft-cache``, which a server does not have."""
+def add_text_flags(parser: argparse.ArgumentParser) -> None:
+    """Those of commands that print texts, which a server does not have."""
     parser.add_argument(
         "--draft-cache",
         choices=("exact", "lagging"),
         default="exact",
         help="Advanced: cheaper draft-cache update, lower acceptance.",
     )
-
-
-def add_show_drafts_flag(parser: argparse.ArgumentParser) -> None:
-    """``--show-drafts``, for commands that print texts."""
     parser.add_argument(
         "--show-drafts",
         action="store_true",
         help="Mark drafted tokens in the text, where it goes to a terminal: coloured and "
         "underlined, or underlined alone where NO_COLOR is set.",
     )
-
-
-def add_grammar_flags(parser: argparse.ArgumentParser) -> None:
-    """``--json-schema`` and ``--regex``, for commands that print texts."""
     parser.add_argument(
         "--json-schema",
         metavar="FILE",
@@ -311,17 +304,8 @@ def build_sampler(
 
     ``seed`` is that of ours; None takes one from mlx's global random state.
     """
-    options = SamplingOptions(
-        temp=args.temp,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        top_k=args.top_k,
-        xtc_probability=args.xtc_probability,
-        xtc_threshold=args.xtc_threshold,
-        min_tokens_to_keep=args.min_tokens_to_keep,
-        acceptance=args.acceptance,
-    )
-    return sampler_for(options, tokenizer, seed)
+    given = {field.name: getattr(args, field.name) for field in fields(SamplingOptions)}
+    return sampler_for(SamplingOptions(**given), tokenizer, seed)
 
 
 def draft_options(args: argparse.Namespace, drafter: Drafter | None) -> dict[str, Any]:

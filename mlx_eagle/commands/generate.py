@@ -24,10 +24,8 @@ from ..system.device import Machine, num_parameters, this_machine, weight_bytes
 from ..system.loading import apply_template
 from ..system.terminal import Marker, prompt_bar, run_command
 from .flags import (
-    add_draft_cache_flag,
     add_draft_flags,
-    add_grammar_flags,
-    add_show_drafts_flag,
+    add_text_flags,
     build_sampler,
     check_arguments,
     check_cache_flags,
@@ -44,9 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.prog = "mlx_eagle.generate"
     parser.description = "Generate text with a target model and an EAGLE-3 draft head."
     add_draft_flags(parser)
-    add_draft_cache_flag(parser)
-    add_show_drafts_flag(parser)
-    add_grammar_flags(parser)
+    add_text_flags(parser)
     parser.add_argument(
         "--memory",
         action="store_true",
