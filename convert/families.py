@@ -20,7 +20,7 @@ from typing import Any
 from mlx_eagle.system.json_schema import LONGEST_NAME, shown
 
 from .checkpoint import MISTRAL_MARK, DraftCheckpoint
-from .packed import Unpacked, unpacked
+from .dequantize import Unpacked, unpacked
 from .stored import Tensor
 
 # Applied in this order to every name; what comes out are the canonical names.

@@ -36,7 +36,7 @@ from .checkpoint import (
     read_safetensors,
     same_values,
 )
-from .packed import MLXPacked, Unpacked, unpacked
+from .dequantize import MLXPacked, Unpacked, unpacked
 from .publish import CARD, make_card, source_license
 from .quantize import Packing, Quantization, pack
 from .resolve import NO_OVERRIDES, Overrides, Resolved, resolve

@@ -14,7 +14,7 @@ from heads import NUM_STEPS, TOLERANCE, Runner
 from test_convert_logits import as_example
 
 from mlx_eagle.convert import convert
-from mlx_eagle.convert.packed import BYTES, NIBBLES, Unpacked, unpacked
+from mlx_eagle.convert.dequantize import BYTES, NIBBLES, Unpacked, unpacked
 from mlx_eagle.convert.stored import Stored
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.reference import eagle3_draft, eagle3_extend
