@@ -16,12 +16,13 @@ import mlx.core as mx
 
 from mlx_eagle.drafters.target_parts import TargetSizes
 from mlx_eagle.system.hub import locate, refuse_eagle_4
-from mlx_eagle.system.json_schema import LONGEST_NAME, check, read_object, read_weight_map, shown
+from mlx_eagle.system.json_schema import LONGEST_NAME, check, read_object, read_weight_map
 from mlx_eagle.system.safetensors import check_name, read_header
 
+from .dequantize import unpacked
 from .gguf import read_gguf
-from .schema import CONFIG, PACKING, TARGET
-from .stored import Stored, map_file
+from .schema import CONFIG, TARGET
+from .stored import Stored, Tensor, map_file
 from .torch_file import read_bin
 
 MISTRAL_MARK = "mistral_params"
@@ -273,51 +274,29 @@ class TargetFolder:
         return _first(self._text, ("vocab_size",), self.name)
 
     @cached_property
-    def _weights(self) -> dict[str, Stored]:
-        """The shards that hold embedding and lm_head."""
-        wanted = ("embed_tokens.", "lm_head.")
+    def _tables(self) -> dict[str, Tensor]:
+        """Embedding and lm_head, which are read on demand."""
+
+        def is_table(name: str) -> bool:
+            return "embed_tokens." in name or "lm_head." in name
+
+        shards = {"model.safetensors"}
         if (self.folder / INDEX).exists():
             places = read_weight_map(self.folder / INDEX)
-            shards = {file for name, file in places.items() if any(w in name for w in wanted)}
-        else:
-            shards = {"model.safetensors"}
+            shards = {file for name, file in places.items() if is_table(name)}
         if not all((self.folder / shard).exists() for shard in shards):
             locate(self.name, tuple(shards))
         tensors: dict[str, Stored] = {}
-        for shard in sorted(shards):
-            if (self.folder / shard).is_file():
-                tensors |= read_safetensors(self.folder / shard)
-        return tensors
+        for path in sorted(self.folder / shard for shard in shards):
+            if path.is_file():
+                tensors |= {n: t for n, t in read_safetensors(path).items() if is_table(n)}
+        return unpacked(tensors, self.config)
 
     def table(self, module: str) -> mx.array | None:
         """The matrix (V, h) of ``embed_tokens`` or ``lm_head``, dequantized; None without one."""
-        suffix = f"{module}.weight"
-        name = next((n for n in self._weights if f".{n}".endswith(f".{suffix}")), None)
-        if name is None:
-            return None
-        path = name.removesuffix(".weight")
-        weight = self._weights[name].read()
-        if f"{path}.scales" not in self._weights:
-            return weight
-        quantization = self.config.get("quantization") or {}
-        own = quantization.get(path)
-        chosen = own if isinstance(own, dict) else quantization
-        check(chosen, PACKING, self.folder / "config.json", "quantization.")
-        biases = self._weights.get(f"{path}.biases")
-        try:
-            return mx.dequantize(
-                weight,
-                self._weights[f"{path}.scales"].read(),
-                biases.read() if biases is not None else None,
-                group_size=chosen.get("group_size"),
-                bits=chosen.get("bits"),
-                mode=chosen.get("mode", "affine"),
-            )
-        except ValueError as err:
-            raise ValueError(
-                f"{name} of {self.name} cannot be unpacked as its config.json says "
-                f"({shown(chosen)}): {err}"
-            ) from err
+        names = (name for name in self._tables if f".{name}".endswith(f".{module}.weight"))
+        name = next(names, None)
+        return None if name is None else self._tables[name].read()
 
     def output_table(self) -> mx.array | None:
         """The lm_head (V, h), which in tied models is the embedding."""
