@@ -14,9 +14,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_eagle.drafters.kinds import names_in
 from mlx_eagle.drafters.target_parts import TargetSizes
 from mlx_eagle.system.hub import locate, refuse_eagle_4
-from mlx_eagle.system.json_schema import LONGEST_NAME, check, read_object, read_weight_map
+from mlx_eagle.system.json_schema import check, read_object, read_weight_map
 from mlx_eagle.system.safetensors import check_name, read_header
 
 from .dequantize import unpacked
@@ -197,12 +198,8 @@ def _checked(checkpoint: DraftCheckpoint, where: Path) -> DraftCheckpoint:
 def refuse_by_config(folder: Path, source: str) -> None:
     """Raise ValueError where the config names what must not be read, before weights are."""
     path = folder / "config.json"
-    config = read_object(path) if path.is_file() else {}
-    names = [config.get("model_type"), config.get("speculators_model_type")]
-    entries = config.get("architectures")
-    names += entries if isinstance(entries, list) else []
-    for name in names:
-        refuse_eagle_4(str(name)[:LONGEST_NAME], source)
+    for name in names_in(read_object(path) if path.is_file() else {}):
+        refuse_eagle_4(name, source)
 
 
 def open_checkpoint(source: str, revision: str | None = None) -> DraftCheckpoint:

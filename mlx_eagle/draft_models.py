@@ -7,6 +7,7 @@ import hashlib
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -102,25 +103,20 @@ def open_beside(
     model: nn.Module,
     tokenizer: TokenizerWrapper | None = None,
     *,
-    quantize_bits: int | None = None,
     draft_window: int | None = None,
-    target: str | None = None,
+    **options: Any,
 ) -> Drafter | None:
-    """As ``open_drafter``; None and "auto" stand for ``own``, which has come with the target."""
+    """As ``open_drafter``, whose ``options`` are taken.
+
+    None and "auto" stand for ``own``, which has come with the target.
+    """
+    base, copies = (AUTO, False) if name is None else split_name(name)
+    if base == AUTO and own is not None:
+        own = own.with_draft_window(draft_window)
+        return CopyingDrafter(own) if copies else own
     if name is None:
-        return own if own is None or draft_window is None else own.with_draft_window(draft_window)
-    base, copies = split_name(name)
-    if base != AUTO or own is None:
-        return open_drafter(
-            name,
-            model,
-            tokenizer,
-            quantize_bits=quantize_bits,
-            draft_window=draft_window,
-            target=target,
-        )
-    own = own.with_draft_window(draft_window)
-    return CopyingDrafter(own) if copies else own
+        return None
+    return open_drafter(name, model, tokenizer, draft_window=draft_window, **options)
 
 
 def _open_checkpoint(path: Path, name: str, model: nn.Module, q_bits: int | None) -> Drafter:

@@ -224,15 +224,8 @@ def load_pair(
         model, tokenizer, own = load_demo(dtype=args.dtype, quantize_bits=bits_of_own)
     else:
         model, tokenizer = load_target(args, tokenizer_config)
-    drafter = open_beside(
-        own,
-        name,
-        model,
-        tokenizer,
-        quantize_bits=bits,
-        draft_window=args.draft_window,
-        target=args.model,
-    )
+    options = {"quantize_bits": bits, "draft_window": args.draft_window, "target": args.model}
+    drafter = open_beside(own, name, model, tokenizer, **options)
     if not is_plain:
         say_known_head(args.draft_model, args.model)
     if args.draft_cache != "exact":

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..system.hub import locate
-from ..system.json_schema import read_object, shown
+from ..system.json_schema import LONGEST_NAME, read_object, shown
 from . import (
     assistant,
     block_config,
@@ -207,7 +207,7 @@ def refuse_unread(
     ``target`` is the model's name, where it is known; else ``source`` or the config may tell it.
     """
     has_trunk = any(TRUNK.search(name) and "mtp" not in name for name in names)
-    words = [word.lower() for word in _names_in(config)]
+    words = [word.lower() for word in names_in(config)]
     for kind in UNREAD:
         if kind.is_appended and has_trunk:
             continue
@@ -227,8 +227,9 @@ def what_works(config: Mapping[str, Any], source: str, target: str | None = None
     return f"for {name} there is {' or '.join(known[:3])}"
 
 
-def _names_in(config: Mapping[str, Any]) -> list[str]:
+def names_in(config: Mapping[str, Any]) -> list[str]:
+    """What a config says that its model is, cut where that is no name."""
     entries = config.get("architectures")
     found = [config.get("model_type"), config.get("speculators_model_type")]
     found += entries if isinstance(entries, list) else []
-    return [str(entry)[:256] for entry in found if entry]
+    return [str(entry)[:LONGEST_NAME] for entry in found if entry]
