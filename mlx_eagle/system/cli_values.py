@@ -107,7 +107,7 @@ class Range:
             raise ValueError(f"{flag_of(self.name)} is {value}: give {self.wanted}.")
 
 
-def check_ranges(args: argparse.Namespace, ranges: Iterable[Range]) -> None:
+def check_ranges(args: object, ranges: Iterable[Range]) -> None:
     """Raise ValueError for the first value outside its range; flags not given pass."""
     given = vars(args)
     for wanted in ranges:

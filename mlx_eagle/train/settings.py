@@ -5,6 +5,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..system.cli_values import LARGEST, Range, check_ranges, flag_of
+
 LOSSES = ("ce", "lk-alpha", "lk-lambda")
 TEMPERATURES = (0.0, 0.6, 1.0)
 CACHE_BITS = 8  # fewer change what is learnt
@@ -157,11 +159,8 @@ class TrainSettings:
             "test_tokens": 2,
             "keep_checkpoints": 1,
         }
-        for name, smallest in least.items():
-            if getattr(self, name) < smallest:
-                raise ValueError(
-                    f"{_flag(name)} is {getattr(self, name)}: give {smallest} or more."
-                )
+        ranges = (Range(name, low, LARGEST, f"{low} or more") for name, low in least.items())
+        check_ranges(self, ranges)
         if not self.learning_rate > 0:
             raise ValueError(f"--learning-rate is {self.learning_rate}: give more than 0.")
         if not 0 <= self.warmup < 1:
@@ -206,10 +205,6 @@ class TrainSettings:
             now = list(now) if isinstance(now, tuple) else now
             if now != then:
                 raise ValueError(
-                    f"{_flag(field.name)} is {now}, but the run to go on with has {then}: give "
+                    f"{flag_of(field.name)} is {now}, but the run to go on with has {then}: give "
                     "it the same, or begin a new run in another --output."
                 )
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
