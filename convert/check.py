@@ -14,6 +14,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -183,13 +184,21 @@ class Row:
         return lead > max(CLEAR, ERRORS * error)
 
 
+@contextmanager
+def as_saved(config: Mapping[str, Any], weights: Mapping[str, mx.array]) -> Iterator[Path]:
+    """A folder with what is about to be saved, to be loaded as users will."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        mx.save_safetensors(str(folder / "model.safetensors"), dict(weights))
+        (folder / "config.json").write_text(json.dumps(config))
+        yield folder
+
+
 def attach(
     config: Mapping[str, Any], weights: Mapping[str, mx.array], model: nn.Module
 ) -> AttachedHead:
-    """Load what is about to be saved as users will; ValueError where it does not fit."""
-    with tempfile.TemporaryDirectory() as folder:
-        mx.save_safetensors(str(Path(folder) / "model.safetensors"), dict(weights))
-        (Path(folder) / "config.json").write_text(json.dumps(config))
+    """The head as users load it; ValueError where it does not fit."""
+    with as_saved(config, weights) as folder:
         return load_head(folder, model)
 
 

@@ -5,10 +5,8 @@ and verified as in use, so what counts is the mean number of tokens per pass of 
 """
 
 import json
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -20,7 +18,7 @@ from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.base import Drafter
 from mlx_eagle.drafters.folder import Kind, LoadOptions
 
-from .check import QUESTIONS, encode
+from .check import QUESTIONS, as_saved, encode
 
 MOST_DRAFTED = 7
 CLEAR = 1.1  # times the mean acceptance length, to count as better
@@ -99,7 +97,9 @@ def measure_acceptance(
     stops = set(tokenizer.eos_token_ids)
 
     def fared(name: str, change: Mapping[str, Any]) -> Reading:
-        drafter = _load(kind, {**config, **change}, weights, model)
+        changed = {**config, **change}
+        with as_saved(changed, weights) as folder:
+            drafter = kind.load(folder, changed, model, LoadOptions())
         runs = [_answer(model, drafter, prompt, num_tokens, stops) for prompt in prompts]
         return Reading(name, change, sum(runs[1:], runs[0]))
 
@@ -110,16 +110,6 @@ def measure_acceptance(
         except ValueError:  # a tap that this target does not have
             continue
     return MeasuredAcceptance(resolved, tuple(others), len(prompts))
-
-
-def _load(
-    kind: Kind, config: dict[str, Any], weights: Mapping[str, mx.array], model: nn.Module
-) -> Drafter:
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        mx.save_safetensors(str(folder / "model.safetensors"), dict(weights))
-        (folder / "config.json").write_text(json.dumps(config))
-        return kind.load(folder, config, model, LoadOptions())
 
 
 def _answer(
