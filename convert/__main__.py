@@ -11,6 +11,7 @@ from mlx_eagle.system.cli_values import (
     Range,
     add_version_flag,
     check_ranges,
+    layer_numbers,
     use_plain_words,
 )
 from mlx_eagle.system.device import prepare_device
@@ -28,16 +29,6 @@ RANGES = (
     Range("draft_vocab", 1, LARGEST, "1 or more"),
     Range("aux_offset", -LARGEST, LARGEST, f"a number from -{LARGEST} to {LARGEST}"),
 )
-
-
-def layer_numbers(text: str) -> tuple[int, ...]:
-    """The value of ``--aux-layers``: "2,16,29" -> (2, 16, 29)"""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a list of layers: give numbers from 0 on with commas, as in 2,16,29"
-        )
-    return tuple(map(int, parts))
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -39,6 +39,16 @@ def number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from err
 
 
+def layer_numbers(text: str) -> tuple[int, ...]:
+    """For ``type=`` of a flag: "2,16,29" -> (2, 16, 29)"""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of layers: give numbers from 0 on with commas, as in 2,16,29"
+        )
+    return tuple(map(int, parts))
+
+
 class Parser(argparse.ArgumentParser):
     """argparse's, whose complaints are one sentence each, with what was probably meant."""
 

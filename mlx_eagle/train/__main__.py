@@ -10,7 +10,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import yaml
 from mlx_lm.lora import yaml_loader
 
-from ..system.cli_values import add_version_flag, use_plain_words
+from ..system.cli_values import add_version_flag, layer_numbers, use_plain_words
 from ..system.device import DTYPES
 from ..system.terminal import run_command
 from .log import write_page
@@ -69,10 +69,6 @@ HELP = {
 }
 
 CHOICES = {"loss": LOSSES, "dtype": DTYPES}
-
-
-def layer_numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
 
 
 def make_parser() -> argparse.ArgumentParser:
