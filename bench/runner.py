@@ -294,10 +294,7 @@ def first_batch(drafted: Sequence[bool]) -> int:
     One, but for mlx-lm's own method, which drafts before it has emitted anything:
     [T, T, F, T] -> 3
     """
-    for i, from_draft in enumerate(drafted):
-        if not from_draft:
-            return i + 1
-    return len(drafted)
+    return next((i + 1 for i, from_draft in enumerate(drafted) if not from_draft), len(drafted))
 
 
 def stats_of_flags(drafted: Sequence[bool], size: int) -> Stats:

@@ -101,15 +101,14 @@ class Wanted(NamedTuple):
         return f"{self.low} or newer{newest}"
 
     @property
-    def limits(self) -> SpecifierSet:
-        newest = f",<{self.below}" if self.below else ""
-        return SpecifierSet(f">={self.low}{newest}", prereleases=True)
+    def limits(self) -> str:
+        """As pip takes them."""
+        return f">={self.low}" + (f",<{self.below}" if self.below else "")
 
     @property
     def get(self) -> str:
         """The command that installs a right one."""
-        newest = f",<{self.below}" if self.below else ""
-        return f"pip install '{self.name}>={self.low}{newest}'"
+        return f"pip install '{self.name}{self.limits}'"
 
 
 MLX = Wanted("mlx", "0.32.4", None, "0.32.4")
@@ -129,7 +128,7 @@ def check_version(wanted: Wanted) -> Finding:
     found = find(wanted.name)
     if found is None:
         return Finding(wanted.name, "not installed", "problem", wanted.get)
-    if found.version not in wanted.limits:
+    if found.version not in SpecifierSet(wanted.limits, prereleases=True):
         text = f"{found.version}, expected {wanted.words}"
         return Finding(wanted.name, text, "problem", wanted.get)
     if Version(found.version) != Version(wanted.tested):
