@@ -44,7 +44,7 @@ from mlx_eagle.train.examples import (
 )
 from mlx_eagle.train.optimizer import BETAS, TrainStep, learning_rate
 from mlx_eagle.train.settings import TrainSettings
-from mlx_eagle.train.student import Shape, Student, choose_vocabulary, fresh_student, student_from
+from mlx_eagle.train.student import Student, fresh_student, resized_vocabulary, student_from
 from mlx_eagle.train.teacher import Teacher, load_target
 
 OURS, THEIRS = "layers.0.", "midlayer."
@@ -175,9 +175,9 @@ def compare(settings: TrainSettings, report=lambda line: None) -> Comparison:
         student = student_from(settings.init, model, settings.model)
     else:
         size = settings.draft_vocab_size or min(32000, config["vocab_size"])
-        vocabulary = choose_vocabulary(examples.train, size, config["vocab_size"])
-        shape = Shape(draft_vocab_size=size)
-        student = fresh_student(model, config, vocabulary, shape, settings.max_seq_length)
+        none = np.array([], np.int32)
+        ids = resized_vocabulary(examples.train, none, size, config["vocab_size"])
+        student = fresh_student(model, config, ids, settings)
     teacher = Teacher(model, student.taps, student.ids, needs_sums=False)
     evaluator = Evaluator(teacher, examples.valid, settings.batch_size, settings.ttt_steps)
 

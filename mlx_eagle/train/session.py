@@ -24,9 +24,7 @@ from .log import amount
 from .losses import CHUNK_BYTES
 from .settings import CACHE_BITS, LossSettings, TrainSettings
 from .student import (
-    Shape,
     Student,
-    choose_vocabulary,
     coverage,
     fresh_student,
     narrowed,
@@ -138,15 +136,8 @@ def _make_student(
             student = resize(student, model, ids)
         return student, coverage(examples.train, ids)
     wanted = settings.draft_vocab_size or min(DEFAULT_VOCABULARY, vocab_size)
-    vocabulary = choose_vocabulary(examples.train, wanted, vocab_size)
-    shape = Shape(
-        settings.num_layers,
-        wanted,
-        tuple(settings.aux_layers) if settings.aux_layers else None,
-        settings.intermediate_size,
-    )
-    student = fresh_student(model, config, vocabulary, shape, settings.max_seq_length)
-    return student, vocabulary.coverage
+    ids = resized_vocabulary(examples.train, np.array([], np.int32), wanted, vocab_size)
+    return fresh_student(model, config, ids, settings), coverage(examples.train, ids)
 
 
 def _make_teacher(

@@ -24,32 +24,9 @@ from ..drafters.target_parts import activation_dtype, find_embedding, lm_head_of
 from ..system.atomic_folder import new_file
 from ..system.safetensors import save_arrays
 from .examples import Example
+from .settings import TrainSettings
 
 FROZEN = "embed_tokens"  # a head's own embedding is kept as it is
-
-
-@dataclass(frozen=True)
-class DraftVocabulary:
-    """``ids`` (Vd,) int32, ascending target ids; ``coverage``: their share of all that was
-    answered."""
-
-    ids: np.ndarray
-    coverage: float
-
-    @property
-    def offsets(self) -> np.ndarray:
-        """d2t, (Vd,) int32: draft id i is target id i + d2t[i]."""
-        return (self.ids - np.arange(len(self.ids))).astype(np.int32)
-
-
-def choose_vocabulary(examples: Sequence[Example], size: int, vocab_size: int) -> DraftVocabulary:
-    """The ``size`` tokens that are most frequent in the answers, of ``vocab_size``.
-
-    Where the answers use fewer, the smallest ids that are left fill it up: in most
-    vocabularies these are the commonest.
-    """
-    ids = resized_vocabulary(examples, np.array([], np.int32), size, vocab_size)
-    return DraftVocabulary(ids, coverage(examples, ids))
 
 
 def resized_vocabulary(
@@ -58,7 +35,8 @@ def resized_vocabulary(
     """What a head is to draft that can draft ``ids`` (Vd,): (size,), ascending.
 
     All of them and the other tokens that are most frequent in the answers, or those of them that
-    are.
+    are. Where the answers use fewer, the smallest ids that are left fill it up: in most
+    vocabularies these are the commonest.
     """
     if not 1 <= size <= vocab_size:
         raise ValueError(
@@ -100,34 +78,25 @@ class Student:
         return sum(w.size for _, w in tree_flatten(self.head.trainable_parameters()))
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The shape of a fresh head; what is None is the target's."""
-
-    num_layers: int = 1
-    draft_vocab_size: int | None = None
-    aux_layers: tuple[int, ...] | None = None
-    intermediate_size: int | None = None
-
-
 def fresh_student(
     model: nn.Module,
     model_config: Mapping[str, Any],
-    vocabulary: DraftVocabulary,
-    shape: Shape,
-    max_length: int,
+    drafted: np.ndarray,
+    settings: TrainSettings,
 ) -> Student:
     """A new head for ``model``: random layers, the target's rows for an output matrix.
 
-    ``model_config`` is the target's ``config.json``. Random numbers are mlx's own: seed them
-    first. Raises ValueError where the target is too shallow for the taps.
+    ``model_config`` is the target's ``config.json``, ``drafted`` (Vd,) are the target ids of what
+    the head can draft, ascending. What ``settings`` do not say is as in the target. Random
+    numbers are mlx's own: seed them first. Raises ValueError where the target is too shallow for
+    the taps.
     """
     embedding, vocab_size = find_embedding(model)
     num_layers = len(model.layers)
-    ids = mx.array(vocabulary.ids)
+    ids = mx.array(drafted)
     text = model_config.get("text_config") or model_config
-    shape = replace(shape, aux_layers=shape.aux_layers or fitting_taps(num_layers))
-    config = _fresh_config(text, shape, vocab_size, len(vocabulary.ids), max_length)
+    own_taps = tuple(settings.aux_layers or ()) or fitting_taps(num_layers)
+    config = _fresh_config(text, settings, own_taps, vocab_size, len(drafted))
     taps = config.taps(num_layers)
     if list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > num_layers:
         raise ValueError(
@@ -155,7 +124,11 @@ def fitting_taps(num_layers: int) -> tuple[int, ...] | None:
 
 
 def _fresh_config(
-    text: Mapping[str, Any], shape: Shape, vocab_size: int, num_drafted: int, max_length: int
+    text: Mapping[str, Any],
+    settings: TrainSettings,
+    taps: tuple[int, ...] | None,
+    vocab_size: int,
+    num_drafted: int,
 ) -> Eagle3Config:
     """Sizes as the target's; a plain rotary embedding of the target's base."""
     size = text["hidden_size"]
@@ -163,22 +136,21 @@ def _fresh_config(
     head_dim = text.get("head_dim") or size // num_heads
     rope = text.get("rope_parameters") or {}
     theta = text.get("rope_theta") or rope.get("rope_theta") or 10000.0
-    num_aux = len(shape.aux_layers) if shape.aux_layers else 3
     return Eagle3Config(
         hidden_size=size,
         target_hidden_size=size,
-        num_layers=shape.num_layers,
+        num_layers=settings.num_layers,
         num_heads=num_heads,
         num_kv_heads=text.get("num_key_value_heads") or num_heads,
         head_dim=head_dim,
-        intermediate_size=shape.intermediate_size or text.get("intermediate_size") or 4 * size,
+        intermediate_size=settings.intermediate_size or text.get("intermediate_size") or 4 * size,
         vocab_size=vocab_size,
         draft_vocab_size=num_drafted,
         rms_norm_eps=text.get("rms_norm_eps") or 1e-6,
-        max_position_embeddings=max(2048, max_length),
-        num_aux=num_aux,
-        aux_boundary_ids=shape.aux_layers,
-        aux_ids_source="mlx_eagle.train" if shape.aux_layers else "default",
+        max_position_embeddings=max(2048, settings.max_seq_length),
+        num_aux=len(taps) if taps else 3,
+        aux_boundary_ids=taps,
+        aux_ids_source="mlx_eagle.train" if taps else "default",
         rope={"type": "default", "theta": float(theta), "dims": None, "scaling": None},
         has_d2t=num_drafted < vocab_size,
         family="mlx-eagle",

@@ -17,8 +17,8 @@ from mlx_eagle.train.__main__ import main, settings_of
 from mlx_eagle.train.examples import Example, Examples, TokenBatch
 from mlx_eagle.train.optimizer import TrainStep
 from mlx_eagle.train.session import Sizes, memory_kept_to, needs_of
-from mlx_eagle.train.settings import LossSettings
-from mlx_eagle.train.student import Shape, Student, choose_vocabulary, fresh_student
+from mlx_eagle.train.settings import LossSettings, TrainSettings
+from mlx_eagle.train.student import Student, fresh_student
 from mlx_eagle.train.teacher import Teacher
 
 GB = 1e9
@@ -49,10 +49,16 @@ def test_a_head_of_8b_fits(num_texts, most):
     assert sum(parts.values()) < most * GB
 
 
+def fresh(num_layers: int, length: int) -> TrainSettings:
+    """Settings for a head of so many layers, trained on texts of that length."""
+    taps = 0, 1, 2
+    return TrainSettings("", "", "", num_layers=num_layers, aux_layers=taps, max_seq_length=length)
+
+
 @pytest.fixture(scope="module")
 def student() -> Student:
     model = tiny_llama(0, vocab_size=258)
-    return fresh_student(model, SIZES, choose_vocabulary([], 64, 258), Shape(1, 64, (0, 1, 2)), 64)
+    return fresh_student(model, SIZES, np.arange(64, dtype=np.int32), fresh(1, 64))
 
 
 def test_what_does_not_fit_names_flags_that_do(student, monkeypatch):
@@ -112,8 +118,7 @@ def test_an_update_has_old_and_new_of_one_tensor_at_a_time():
     forget_others()
     model = tiny_llama(0, vocab_size=258, hidden_size=128)
     sizes = {**SIZES, "hidden_size": 128}
-    shape = Shape(4, 64, (0, 1, 2))
-    student = fresh_student(model, sizes, choose_vocabulary([], 64, 258), shape, 64)
+    student = fresh_student(model, sizes, np.arange(64, dtype=np.int32), fresh(4, 64))
     step = TrainStep(student, LossSettings(), max_grad_norm=0.5)
     mx.eval(step.weights, step.moments)
     largest = max(weight.nbytes for weight in step.weights.values())
@@ -146,9 +151,7 @@ def test_a_batch_takes_what_was_said(run):
     sizes = {"hidden_size": hidden, "intermediate_size": width, "vocab_size": vocab}
     sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 2}
     model = tiny_llama(0, head_dim=hidden // 8, **sizes)
-    vocabulary = choose_vocabulary([], vocab, vocab)
-    shape = Shape(1, vocab, (0, 1, 2))
-    student = fresh_student(model, sizes, vocabulary, shape, length)
+    student = fresh_student(model, sizes, np.arange(vocab, dtype=np.int32), fresh(1, length))
     losses = LossSettings(num_steps, checkpoint=checkpoint)
     counted = num_texts * (length - 1)
     taken = Sizes(num_texts, length, counted)
