@@ -5,7 +5,8 @@ Converted, opened by its folder's name, counted, measured beside others and held
 
 import json
 import sys
-from functools import cache, lru_cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, lru_cache, partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -19,10 +20,12 @@ from grids import thorough
 from helpers import PROMPT, byte_tokenizer, plain, tiny_llama
 from mlx.utils import tree_flatten
 from mtp_checkpoints import FAMILIES, full_config
+from serving import ours
 
 from mlx_eagle.bench import __main__ as bench
 from mlx_eagle.commands import generate
-from mlx_eagle.convert import convert
+from mlx_eagle.convert import convert, pipeline
+from mlx_eagle.convert.check_acceptance import measure_acceptance
 from mlx_eagle.doctor import __main__ as doctor
 from mlx_eagle.drafters.kinds import KINDS
 from mlx_eagle.drafters.pairs import pair_for
@@ -31,6 +34,16 @@ TOKENIZER = byte_tokenizer()
 LEARNED = ("eagle3", "dflash", "dflash2", "dspark", "liquid", "muse")
 GEMMAS = [7, 9, 11, 30, 8]  # what the assistant has learnt starts so
 TITLES = {"liquid": "a DSpark head", "muse": "a DFlash head"}
+TURNED = "neighbouring channels turned"
+READINGS = {
+    "dflash": {"slot 0 drafts first", TURNED},
+    "dflash2": {"slot 0 drafts first", TURNED},
+    "dspark": {"slot 1 drafts first", TURNED},
+    "liquid": {"slot 1 drafts first", "half channels turned"},
+    "muse": {"slot 0 drafts first", TURNED},
+    "assistant": set(),
+    "mtp": {"state before embedding"},
+}
 KNOWN = {"mtp": "an MTP layer of the target's own"}
 
 
@@ -57,12 +70,19 @@ def folders(tmp_path_factory):
     def drafter(kind: str) -> tuple[Path, str]:
         if kind == "mtp":
             return target("qwen"), "mtp"
-        is_assistant = kind == "assistant"
-        source = golden_folder("learned") if is_assistant else frozen.FOLDER / f"learned-{kind}"
-        convert(str(source), str(root / kind), quantize=False, dtype="float32")
-        return target("gemma" if is_assistant else "llama"), str(root / kind)
+        own = target("gemma" if kind == "assistant" else "llama")
+        convert(source_of(kind, own), str(root / kind), quantize=False, dtype="float32")
+        return own, str(root / kind)
 
     return target, drafter
+
+
+def source_of(kind: str, target: Path) -> str:
+    """What is converted."""
+    if kind == "mtp":
+        return str(target)
+    is_assistant = kind == "assistant"
+    return str(golden_folder("learned") if is_assistant else frozen.FOLDER / f"learned-{kind}")
 
 
 def llama():
@@ -124,6 +144,55 @@ def test_text_counts_and_memory(folders, monkeypatch, capsys, kind):
     assert counts["num_head_forwards"] == counts["num_rounds" if once else "num_drafted"]
     assert counts["head_weight_bytes"] == 4 * counts["head_parameters"] > 20_000
     assert counts["head_cache_bytes"] > 0
+
+
+class Asker:
+    """A tokenizer to whom each question is the same."""
+
+    has_chat_template, eos_token_ids = False, ()
+
+    def __init__(self, tokens: list[int]):
+        self.tokens = tokens
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokens
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", [kind for kind in ALL if kind != "eagle3"])
+def test_check_measures_it_and_its_other_readings(folders, monkeypatch, tmp_path, kind):
+    """What it has learnt is accepted as the config has it, and as it has it only."""
+    target, tokens = folders[1](kind)[0], GEMMAS if kind == "assistant" else PROMPT
+    short = partial(measure_acceptance, questions=("1",), num_tokens=20)
+    monkeypatch.setattr(pipeline, "measure_acceptance", short)
+    model, _ = mlx_lm.load(str(target))
+    monkeypatch.setattr(pipeline, "load_model", lambda *_: (model, Asker(tokens)))
+    options = {"target": str(target), "check": True, "quantize": False, "dtype": "float32"}
+    found = convert(source_of(kind, target), str(tmp_path / "head"), **options)["check"]
+    assert found["winner"] == "as resolved" and found["mean_acceptance_length"] > 3
+    bad = {name for name, length in found["readings"].items() if length < 3}
+    assert READINGS[kind] <= bad
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ALL)
+def test_the_server_answers_with_it(folders, kind):
+    """One request alone, and two in shared rounds."""
+    target, name = folders[1](kind)
+    tokens = GEMMAS if kind == "assistant" else PROMPT
+    prompts = [TOKENIZER.decode(tokens), TOKENIZER.decode(tokens[:4])]
+    model, tokenizer = mlx_lm.load(str(target))
+    texts = [tokenizer.decode(plain(model, tokenizer.encode(p), 22)) for p in prompts]
+    with ours("--model", target, "--draft-model", name, "--usage-stats") as asked:
+
+        def answer(prompt: str) -> str:
+            made = asked.complete(prompt=prompt, max_tokens=22)
+            assert made.usage.model_extra["drafted_tokens"] > 0
+            return made.choices[0].text
+
+        assert answer(prompts[0]) == texts[0]
+        with ThreadPoolExecutor() as pool:
+            assert [*pool.map(answer, prompts)] == texts
 
 
 @pytest.mark.parametrize("kind", thorough(ALL, "liquid"))
