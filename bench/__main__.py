@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mlx_eagle.commands.flags import say_known_head, with_known_head
+from mlx_eagle.commands.flags import known_drafter, say_known_head, with_known_head
 from mlx_eagle.decoding.setup import AUTO
 from mlx_eagle.demo.pair import load_demo
 from mlx_eagle.draft_models import open_beside, split_name
 from mlx_eagle.drafters.base import Drafter
+from mlx_eagle.drafters.pairs import pair_for
 from mlx_eagle.system.device import prepare_device
 from mlx_eagle.system.loading import context_size, load
 from mlx_eagle.system.terminal import open_bar, run_command
@@ -81,6 +82,8 @@ def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
     """What the flags name, and how to call it in the report."""
     names = dict(DEMO_NAMES)
     wanted = draft_names(args) or (None if args.model is None else AUTO,)
+    if not draft_names(args) and args.model is not None and known_drafter(args.model) is None:
+        pair_for(args.model)  # which says that there is none
     heads = {name: with_known_head(name, args.model) for name in wanted}
     if args.model is None:
         model, tokenizer, own = load_demo(dtype=args.dtype)

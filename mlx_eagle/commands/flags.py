@@ -236,8 +236,8 @@ def load_pair(
 def with_known_head(name: str | None, model: str | None) -> str | None:
     """``name`` with the head of the table of pairs for "auto", which is the default for a model.
 
-    None by default where the table has none for ``model``. Where ``model`` is None, "auto" is the
-    demo pair's own head: see ``open_beside``.
+    Where the table has none for ``model``, "auto" copies from the text, and the default is None.
+    Where ``model`` is None, "auto" is the demo pair's own head: see ``open_beside``.
     """
     head, copies = (AUTO, False) if name is None else split_name(name)
     if head != AUTO:
@@ -245,9 +245,8 @@ def with_known_head(name: str | None, model: str | None) -> str | None:
     if model is None:
         return name if copies else None
     known = known_drafter(model)
-    if known is None and name is None:
-        return None
-    known = known or pair_for(model).head  # which says that there is none
+    if known is None:
+        return None if name is None else LOOKUP
     return f"{known}+{LOOKUP}" if copies else known
 
 
@@ -257,9 +256,12 @@ def say_known_head(name: str | None, model: str | None) -> None:
         return
     known = known_drafter(model)
     if known is None:
+        unknown = f"Note: no public head is known here for {model}, so"
         said = (
-            f"Note: no public head is known here for {model}, so nothing is drafted: name one "
-            f"with --draft-model, or copy from the text with --draft-model {LOOKUP}."
+            f"{unknown} drafts are copied from the text: name another with --draft-model."
+            if name is not None
+            else f"{unknown} nothing is drafted: name one with --draft-model, or copy from the "
+            f"text with --draft-model {LOOKUP}."
         )
     elif known in KINDS:
         said = f"Drafting with {KINDS[known].title} of the model's own."

@@ -19,7 +19,7 @@ from mlx_lm.utils import _get_classes, get_total_parameters
 
 from ..decoding.pass_costs import TargetWeights
 from ..draft_models import LOOKUP, split_name
-from ..drafters.kinds import KINDS, kind_of
+from ..drafters.kinds import KINDS, kind_of, own_kind
 from ..drafters.model_drafter import NOT_LOADED
 from ..drafters.pairs import pair_for, targets_within
 from ..drafters.target_parts import sizes_of
@@ -38,7 +38,7 @@ from ..system.device import (
 from ..system.hub import locate
 from ..system.loading import check_target, read_json
 from ..target.rollback import check_supported
-from .packages import Finding, Level, check_packages, read_sysctl
+from .packages import Finding, check_packages, read_sysctl
 
 GB = 1e9
 FILES = ("config.json", "*.index.json")  # of a target, for what to expect of it
@@ -301,14 +301,7 @@ def _check_head(model_name: str, name: str | None, model: nn.Module) -> Finding:
         wrong = f"there is no {name} in the target's checkpoint, nor in what it was made from"
         return Finding("draft model", wrong, "problem", "name another drafter")
     if name in (None, "auto"):
-        try:
-            pair = pair_for(model_name)
-        except ValueError as err:
-            remedy = f"{err} Or train one: mlx_eagle.train"
-            level: Level = "problem" if name else "note"
-            return Finding("draft model", "no public head is known", level, remedy)
-        known = f"{pair.kind}, {pair.size}, licence: {pair.licence}"
-        return Finding("draft model", f"{pair.head} ({known}) is what --draft-model auto takes")
+        return _known_head(model_name, name)
     path = Path(str(name)).expanduser()
     if not path.exists():
         return Finding("draft model", f"{name} is not on this machine, so it was not looked at")
@@ -320,3 +313,18 @@ def _check_head(model_name: str, name: str | None, model: nn.Module) -> Finding:
         return Finding("draft model", f"{path.name}: {err}", "problem", "see the sentence before")
     said = f"{path.name}, {kind.title} of {num_bytes / 1e6:.0f} MB, fits the target"
     return Finding("draft model", said)
+
+
+def _known_head(model_name: str, name: str | None) -> Finding:
+    """What "auto", or no name, comes to."""
+    try:
+        pair = pair_for(model_name)
+    except ValueError as err:
+        own = own_kind(model_name)
+        if own is not None:
+            return Finding("draft model", f"{KINDS[own].title} of the target's own")
+        copies = ", so --draft-model auto copies from the text" if name else ""
+        remedy = f"{err} Or train one: mlx_eagle.train"
+        return Finding("draft model", f"no public head is known{copies}", "note", remedy)
+    known = f"{pair.kind}, {pair.size}, licence: {pair.licence}"
+    return Finding("draft model", f"{pair.head} ({known}) is what --draft-model auto takes")

@@ -137,10 +137,13 @@ def test_auto_without_a_target_is_the_demo_head(run):
     assert run("--draft-model", "auto")[:2] == (0, [("demo model", "demo tokenizer", "demo head")])
 
 
-def test_auto_without_a_known_head_loads_nothing(run):
-    code, opened, said = run("--model", "some/Model", "--draft-model", "auto")
-    assert (code, opened) == (2, [])
-    assert said.err.startswith("error: no public head is known here for some/Model: ")
+@pytest.mark.parametrize("name", ["auto", "auto+lookup"])
+def test_auto_without_a_known_head_copies_with_one_note(run, monkeypatch, name):
+    monkeypatch.setattr(drafters, "open_drafter", lambda *given, **_: given)
+    code, opened, said = run("--model", "some/Model", "--draft-model", name)
+    assert (code, opened[0][:2]) == (0, ("some/Model", "tokenizer"))
+    assert opened[0][2][0] == "lookup"
+    assert said.err.startswith("Note: no public head is known here for some/Model, so drafts are")
     assert said.err.count("\n") == 1
 
 
