@@ -1,9 +1,9 @@
 """The promise: whatever is combined, the text is mlx-lm's, and so is what its caches go on with.
 
 One table: targets, drafters, rules, shapes of drafts, sizes of batches, caches. ``make test``
-tries each pair of values once, ``make test-all`` each three. What cannot be combined is a row of
-``REFUSED``, with the sentence that it must give, or of ``PAST_MLX_LM``. Sliding windows, rotating
-caches and quantizing begin within the texts.
+tries each pair of values once, but those of ``SLOW``, ``make test-all`` each three of all. What
+cannot be combined is a row of ``REFUSED``, with the sentence that it must give, or of
+``PAST_MLX_LM``. Sliding windows, rotating caches and quantizing begin within the texts.
 """
 
 import warnings
@@ -18,9 +18,10 @@ import mlx.nn as nn
 import pytest
 from architecture_configs import FULL, SLIDING
 from architectures import build
-from block_twin import tiny_dflash, tiny_dspark
+from assistants import tiny_assistant, tiny_gemma4
+from block_twin import tiny_dflash, tiny_dflash2, tiny_dspark
 from covering import Row, covering
-from drafter_pairs import nudged, tiny_mtp
+from drafter_pairs import nudged, tiny_lfm2, tiny_mtp
 from helpers import (
     PROMPT,
     VOCAB,
@@ -37,6 +38,7 @@ from tree_drafters import ScriptedStaticDrafter, ScriptedTreeDrafter
 import mlx_eagle
 from mlx_eagle.decoding.sampling import Sampler, Sampling
 from mlx_eagle.decoding.stats import Stats
+from mlx_eagle.drafters.assistant import AssistantDrafter
 from mlx_eagle.drafters.base import Draft, Drafter
 from mlx_eagle.drafters.lookup import CopyingDrafter, LookupDrafter
 from mlx_eagle.drafters.model_drafter import ModelDrafter
@@ -72,9 +74,21 @@ TARGETS: dict[str, Callable[[], nn.Module]] = {
     "qwen3_next": lambda: build("qwen3_next", **FEW),
     "mamba2": lambda: build("mamba2", num_hidden_layers=2),
     "falcon_h1": lambda: build("falcon_h1", **FEW),
+    "gemma4_text": lambda: tiny_gemma4(head_dim=32),
+    "lfm2": lambda: tiny_lfm2(num_attention_heads=2, num_key_value_heads=1),
 }
-WITH_MTP = ("qwen3_next", "glm4_moe")
-STATES = ("qwen3_next", "mamba2", "falcon_h1")  # recurrent, besides attention or without it
+WITH_MTP, WITH_ASSISTANT = ("qwen3_next", "glm4_moe"), ("gemma4_text",)
+MTP, ASSISTANTS = ("mtp", "mtp+lookup"), ("assistant", "assistant+lookup")
+WITHOUT_TREES = (
+    "p-eagle",
+    "lookup",
+    "draft model",
+    "dflash",
+    "dspark",
+    "dflash2",
+    "dspark+lookup",
+)
+STATES = ("qwen3_next", "mamba2", "falcon_h1", "lfm2")  # recurrent, with or without attention
 
 
 @lru_cache
@@ -106,6 +120,10 @@ class Scripted(ScriptedTreeDrafter, ScriptedStaticDrafter):
         return kind.propose_tree(self, shape, pick)
 
 
+def assistant_for(model: nn.Module) -> Drafter:
+    return AssistantDrafter(tiny_assistant(target("gemma4_text")).head, model)
+
+
 DRAFTERS: dict[str, Callable[[nn.Module], Drafter]] = {
     "head": tiny_head,
     "lagging head": lambda model: tiny_head(model).with_draft_cache("lagging"),
@@ -117,6 +135,11 @@ DRAFTERS: dict[str, Callable[[nn.Module], Drafter]] = {
     "mtp": tiny_mtp,
     "dflash": tiny_dflash,
     "dspark": tiny_dspark,
+    "dflash2": tiny_dflash2,
+    "assistant": assistant_for,
+    "dspark+lookup": lambda model: CopyingDrafter(tiny_dspark(model)),
+    "mtp+lookup": lambda model: CopyingDrafter(tiny_mtp(model)),
+    "assistant+lookup": lambda model: CopyingDrafter(assistant_for(model)),
 }
 
 
@@ -232,11 +255,22 @@ AXES = {
 SHARED = (2, 3, 4)
 REFUSED: list[tuple[dict[str, tuple], str]] = [
     (
-        {"drafter": ("mtp",), "target": tuple(name for name in TARGETS if name not in WITH_MTP)},
+        {"drafter": MTP, "target": tuple(name for name in TARGETS if name not in WITH_MTP)},
         "MTP layers are known for",
     ),
     (
-        {"drafter": ("p-eagle", "lookup", "draft model", "dflash", "dspark"), "shape": TREES},
+        {
+            "drafter": ASSISTANTS,
+            "target": tuple(name for name in TARGETS if name not in WITH_ASSISTANT),
+        },
+        "the target is a [a-z0-9_]+ model",
+    ),
+    (
+        {"drafter": WITHOUT_TREES, "shape": TREES},
+        "this drafter proposes chains only",
+    ),
+    (
+        {"drafter": ASSISTANTS, "target": WITH_ASSISTANT, "shape": TREES},
         "this drafter proposes chains only",
     ),
     ({"drafter": ("lagging head",), "shape": TREES}, "do not support a lagging draft cache"),
@@ -247,13 +281,16 @@ REFUSED: list[tuple[dict[str, tuple], str]] = [
         "kv_bits is for one prompt at a time: leave it out",
     ),
     (
-        {"target": ("gemma3_text", "gpt_oss"), "cache": ("quantized on the way",)},
+        {
+            "target": ("gemma3_text", "gpt_oss", "gemma4_text"),
+            "cache": ("quantized on the way",),
+        },
         "RotatingKVCache, which mlx-lm cannot quantize",
     ),
 ]
 PAST_MLX_LM: list[dict[str, tuple]] = [  # which cannot decode them by itself
     {"target": ("gemma2",), "cache": ("quantized", "quantized on the way")},
-    {"target": ("gpt_oss",), "cache": ("quantized",)},
+    {"target": ("gpt_oss", "gemma4_text"), "cache": ("quantized",)},
 ]
 BROKEN: list[tuple[dict[str, tuple], str]] = []  # known, and to be mended
 
@@ -299,7 +336,16 @@ def decoded(row: Row) -> tuple[list[list[int]], list[list], list[Stats]]:
     return response.token_ids, response.caches, response.stats
 
 
-PAIRS = covering(AXES, 2, possible)
+SLOW = {
+    "target": ("gemma4_text", "lfm2"),
+    "drafter": ("dflash2", *ASSISTANTS, "dspark+lookup", "mtp+lookup"),
+}
+QUICK = covering(
+    {axis: [v for v in values if v not in SLOW.get(axis, ())] for axis, values in AXES.items()},
+    2,
+    possible,
+)
+PAIRS = QUICK + covering(AXES, 2, possible, QUICK)
 TRIPLES = covering(AXES, 3, possible, PAIRS)
 
 
@@ -308,7 +354,8 @@ def marked(row: Row, *marks: pytest.MarkDecorator) -> Any:
     return pytest.param(row, marks=[*marks, *broken], id=", ".join(map(str, row.values())))
 
 
-ROWS = [*map(marked, PAIRS), *(marked(row, pytest.mark.exhaustive) for row in TRIPLES)]
+REST = [row for row in PAIRS + TRIPLES if row not in QUICK]
+ROWS = [*map(marked, QUICK), *(marked(row, pytest.mark.exhaustive) for row in REST)]
 
 
 @pytest.mark.parametrize("row", ROWS)

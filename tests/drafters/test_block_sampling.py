@@ -1,62 +1,84 @@
-"""Texts sampled with drafters of blocks: distributed as the target's, under rejection.
+"""Texts sampled with drafters of blocks and with MTP layers: distributed as the target's.
 
-Each token's q is that which it was drawn from: independent of the others for DFlash, given the
-token before for DSpark and DFlash2, and 0 outside the candidates.
+Under rejection each token's q is that which it was drawn from: independent of the others for
+DFlash, given the token before for DSpark and DFlash2, and 0 outside the candidates.
 """
 
 import itertools
 from collections import Counter
+from functools import lru_cache
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from block_twin import tiny_dflash, tiny_dflash2, tiny_dspark
 from chi_square import is_far_off
+from drafter_pairs import tiny_mtp, tiny_qwen3_next
 from grids import thorough
 from helpers import tiny_llama
 
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.decoding.sampling import Sampling
+from mlx_eagle.drafters.base import Drafter
 
 LENGTH, TEMP = 3, 1.4
 SIZES = {"head_dim": 8, "intermediate_size": 32}
 TARGET = tiny_llama(seed=12, vocab_size=6, num_hidden_layers=3, hidden_size=32, **SIZES)
 PROMPT = [1, 4, 0, 2]
 SMALL = {"head_dim": 8, "intermediate_size": 32, "mask_token_id": 3, "block_size": 4}
-DRAFTERS = {
-    "dflash": tiny_dflash(TARGET, **SMALL),
-    "dspark": tiny_dspark(TARGET, **SMALL),
-    "dflash2": tiny_dflash2(TARGET, **SMALL, top_k=3),
+HYBRID = tiny_qwen3_next(seed=12, vocab_size=6)
+PAIRS: dict[str, tuple[nn.Module, Drafter]] = {
+    "dflash": (TARGET, tiny_dflash(TARGET, **SMALL)),
+    "dspark": (TARGET, tiny_dspark(TARGET, **SMALL)),
+    "dflash2": (TARGET, tiny_dflash2(TARGET, **SMALL, top_k=3)),
+    "mtp": (HYBRID, tiny_mtp(HYBRID)),
 }
 
 
-def exact_distribution() -> dict[tuple[int, ...], float]:
+@lru_cache
+def exact_distribution(name: str) -> dict[tuple[int, ...], float]:
     """Of the first tokens, by the target alone: all texts in one pass, no cache."""
     texts = list(itertools.product(range(6), repeat=LENGTH))
-    rows = TARGET(mx.array([PROMPT + list(text) for text in texts]))[:, len(PROMPT) - 1 : -1]
+    tokens = mx.array([PROMPT + list(text) for text in texts])
+    rows = PAIRS[name][0](tokens)[:, len(PROMPT) - 1 : -1]
     p = mx.softmax(rows / TEMP, axis=-1)
     chosen = mx.take_along_axis(p, mx.array(texts)[..., None], axis=-1)
     return dict(zip(texts, mx.prod(chosen, axis=(1, 2)).tolist(), strict=True))
 
 
-@pytest.mark.parametrize(
-    "num_runs", [150, pytest.param(3000, marks=pytest.mark.exhaustive)], ids=str
-)
-@pytest.mark.parametrize("name", thorough(DRAFTERS, "dspark"))
-def test_the_first_tokens_have_the_targets_distribution(name, num_runs):
+def sampled(name: str, rule: str, num_runs: int) -> tuple[Counter, float]:
+    """How often each text came, and how many drafts were kept in a run."""
     counts: Counter = Counter()
     kept = 0
     for seed in range(num_runs):
         steps = speculative_generate_step(
             mx.array(PROMPT),
-            TARGET,
-            DRAFTERS[name],
+            *PAIRS[name],
             max_tokens=LENGTH,
             sampler=Sampling(TEMP, seed=seed),
-            acceptance="reject",
+            acceptance=rule,
             num_draft_tokens=2,
         )
         made = list(steps)
         counts[tuple(token for token, _, _ in made)] += 1
         kept += sum(from_draft for _, _, from_draft in made)
-    assert not is_far_off(exact_distribution(), counts)
-    assert kept / num_runs > 0.1
+    return counts, kept / num_runs
+
+
+@pytest.mark.parametrize(
+    "num_runs", [150, pytest.param(3000, marks=pytest.mark.exhaustive)], ids=str
+)
+@pytest.mark.parametrize("name", thorough(PAIRS, "dspark"))
+def test_the_first_tokens_have_the_targets_distribution(name, num_runs):
+    counts, kept = sampled(name, "reject", num_runs)
+    assert not is_far_off(exact_distribution(name), counts)
+    assert kept > 0.1
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("rule", ["coupled", "match"])
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_other_rules(name, rule):
+    counts, kept = sampled(name, rule, 1000)
+    assert not is_far_off(exact_distribution(name), counts)
+    assert kept > 0.1

@@ -55,26 +55,26 @@ def tiny_mamba2(seed: int = 6) -> nn.Module:
     return randomize(mamba2.Model(args), seed)
 
 
-def tiny_lfm2(seed: int = 7) -> nn.Module:
-    args = lfm2.ModelArgs(
-        model_type="lfm2",
-        vocab_size=VOCAB,
-        hidden_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        norm_eps=1e-5,
-        conv_bias=False,
-        conv_L_cache=3,
-        block_dim=64,
-        block_ff_dim=96,
-        block_multiple_of=8,
-        block_ffn_dim_multiplier=1.0,
-        block_auto_adjust_ff_dim=False,
-        layer_types=["conv", "full_attention", "conv"],
-    )
-    return randomize(lfm2.Model(args), seed)
+def tiny_lfm2(seed: int = 7, **changes) -> nn.Module:
+    values = {
+        "model_type": "lfm2",
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "norm_eps": 1e-5,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "block_dim": 64,
+        "block_ff_dim": 96,
+        "block_multiple_of": 8,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+        "layer_types": ["conv", "full_attention", "conv"],
+    }
+    return randomize(lfm2.Model(lfm2.ModelArgs(**{**values, **changes})), seed)
 
 
 QWEN = {
