@@ -4,13 +4,12 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
-from ..system.cli_values import __version__, add_version_flag, use_plain_words
+from ..system.cli_values import add_version_flag, use_plain_words
 from ..system.terminal import run_command
 from .checks import check_all, expect
-from .packages import is_well, page
+from .packages import is_well, say
 from .self_test import document, sections, self_test
 
 REPORT = "mlx-eagle-self-test.md"
@@ -57,13 +56,8 @@ def run(args: argparse.Namespace) -> bool:
     findings = check_all()
     if args.model is not None:
         findings += expect(args.model, args.draft_model)
-    well = is_well(findings)
-    if args.json:
-        document = {"version": __version__, "ok": well, "findings": list(map(asdict, findings))}
-        print(json.dumps(document))
-    else:
-        print(page(findings))
-    return well
+    say(findings, args.json)
+    return is_well(findings)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -12,7 +12,7 @@ import platform
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
@@ -22,6 +22,8 @@ from typing import Literal, NamedTuple
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
+
+from ..system.cli_values import __version__
 
 Level = Literal["ok", "note", "problem"]
 WIDTH = 96
@@ -265,7 +267,7 @@ def explained() -> Iterator[None]:
             raise
         command = running_command()
         if command == DOCTOR:
-            print_report(findings, print)
+            say(findings, "--json" in sys.argv or "--json" in sys.orig_argv)
             sys.exit(1)
         worst = next(finding for finding in findings if finding.level == "problem")
         sentence = f"{worst.name}: {worst.text}: {worst.remedy}."
@@ -275,12 +277,13 @@ def explained() -> Iterator[None]:
         sys.exit(2)
 
 
-def print_report(findings: list[Finding], write: Callable[[str], None]) -> None:
-    """The doctor's page of these findings, or with ``--json`` on the command line its JSON."""
-    if "--json" in sys.argv or "--json" in sys.orig_argv:
-        write(json.dumps({"ok": False, "findings": [asdict(finding) for finding in findings]}))
+def say(findings: list[Finding], as_json: bool) -> None:
+    """Print the doctor's page of these findings, or one JSON document."""
+    if as_json:
+        document = {"version": __version__, "ok": is_well(findings)}
+        print(json.dumps(document | {"findings": list(map(asdict, findings))}))
     else:
-        write(page(findings))
+        print(page(findings))
 
 
 def running_command() -> str | None:
