@@ -18,6 +18,7 @@ from browser import (
     longest_task,
     running_browser,
     scripted_server,
+    time_of_lines,
 )
 from prometheus_client.parser import text_string_to_metric_families
 from serving import ours
@@ -467,7 +468,10 @@ def test_hostile_answers_stay_text(open_tab, script):
     assert halves[0] == halves[1]
 
 
-LONGEST = 100  # ms of the processor; the slowest take half of that
+LONGEST = (
+    4000  # lines laid out in one go: 100 ms of a 2-core Xeon; the slowest take .3 to .9 of it
+)
+TRIES = 3  # the garbage collector and other processes may come between
 SLOW = (
     "a word", "addresses", "brackets", "cells", "emphasis that opens", "empty lines", "items",
     "lines of code", "numbers", "quotes on lines",
@@ -476,19 +480,27 @@ SLOW = (
 
 @pytest.mark.parametrize("name", SLOW)
 def test_huge_answers_do_not_freeze_the_page(browser, open_tab, script, name):
-    """10^5 characters, at once and in parts, also where they are one line."""
+    """10^5 characters, at once and in parts, also where they are one line.
+
+    No task takes longer than a list of plain lines does on the same machine, right after it.
+    """
     text = HUGE[name]
     assert len(text) > 90_000
-    for size in (len(text), 12_500):
+
+    def longest_of(size: int) -> float:
         tab = open_tab(script.url)
         script.scripts.append([text[i : i + size] for i in range(0, len(text), size)])
 
-        def answer(tab=tab) -> None:
+        def answer() -> None:
             tab.ask("Go on")
             tab.page.locator("#again").wait_for()
             tab.page.wait_for_timeout(50)
 
-        assert longest_task(browser, tab.page, answer) < LONGEST
+        took = longest_task(browser, tab.page, answer)
+        return took / time_of_lines(browser, tab.page, LONGEST)
+
+    for size in (len(text), 12_500):
+        assert any(longest_of(size) < 1 for _ in range(TRIES)), size
 
 
 def test_a_policy_that_holds(open_tab, script):

@@ -77,6 +77,22 @@ def longest_task(browser: Any, page: Any, act: Callable[[], None]) -> float:
     return max(event["tdur"] / 1000 for event in tasks if "tdur" in event)
 
 
+LINES = """async (num_lines) => {
+  const box = document.body.appendChild(document.createElement("ul"));
+  for (let i = 0; i < num_lines; i++) {
+    box.appendChild(document.createElement("li")).textContent = `line ${i}`;
+  }
+  const height = box.offsetHeight;
+  box.remove();
+  return height;
+}"""
+
+
+def time_of_lines(browser: Any, page: Any, num_lines: int) -> float:
+    """What a list of so many short lines, laid out in one go, takes the processor in ms."""
+    return longest_task(browser, page, lambda: page.evaluate(LINES, num_lines))
+
+
 class Tab:
     """A page of a browser, and all that it asked for and complained of."""
 
