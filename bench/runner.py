@@ -26,7 +26,7 @@ from .questions import Question
 WARM_UPS = 2
 WARM_UP_TOKENS = 16
 ORDERS = ("abba", "mirror", "weave")
-TURN_TOKENS = 2  # of each in turn where they are woven: the machine changes within seconds
+TURN_TOKENS = 8  # of each in turn where they are woven: rounds around a pause cannot be timed
 
 
 @dataclass(frozen=True)
