@@ -1,11 +1,13 @@
 """Fixtures of many files: checkpoints, where they are converted to, what is remembered."""
 
+import gc
 import os
 from pathlib import Path
 
 from mlx_eagle import load_fast_blas
 
 load_fast_blas()  # before anything imports MLX
+gc.disable()  # until all is imported and collected, of which nothing is garbage: a quarter of that
 
 # ruff: noqa: E402
 import helpers
@@ -38,6 +40,12 @@ def resize(sizes: str) -> None:
             raise pytest.UsageError(f"--target-sizes: no {name}, only {', '.join(helpers.SIZES)}")
         helpers.SIZES[name] = int(size)
     helpers.VOCAB = helpers.SIZES["vocab_size"]
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage from here on, and among what tests make alone."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
