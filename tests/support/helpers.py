@@ -142,7 +142,10 @@ def demo_pair() -> tuple:
 
 
 def plain(model: nn.Module, prompt: list[int], max_tokens: int, **kwargs) -> list[int]:
-    """mlx-lm's own decoding; of a text that it has written with these weights, as much of that."""
+    """mlx-lm's own decoding; of a text that it has written with these weights, as much of that.
+
+    And with caches of these kinds, for tests give a model others.
+    """
 
     def written(**options) -> list[int]:
         steps = generate_step(mx.array(prompt), model, max_tokens=max_tokens, **options)
@@ -154,18 +157,24 @@ def plain(model: nn.Module, prompt: list[int], max_tokens: int, **kwargs) -> lis
     known = vars(model).get("_known_texts")
     if known is None or not known.are_of(weights):
         known = model._known_texts = KnownTexts(weights)
-    texts = known.texts
-    if len(texts.get(tuple(prompt), [])) < max_tokens:
-        texts[tuple(prompt)] = written()
-    return texts[tuple(prompt)][:max_tokens]
+    kinds = [(type(layer).__name__, *numbers_of(layer)) for layer in make_prompt_cache(model)]
+    key = tuple(prompt), tuple(kinds)
+    if len(known.texts.get(key, [])) < max_tokens:
+        known.texts[key] = written()
+    return known.texts[key][:max_tokens]
+
+
+def numbers_of(layer: object) -> list[tuple[str, int]]:
+    """What a cache that nothing was written to is made with."""
+    return sorted((name, value) for name, value in vars(layer).items() if type(value) is int)
 
 
 class KnownTexts:
-    """What mlx-lm has written with a model's weights, greedily, by prompt; gone with the model."""
+    """What mlx-lm wrote with a model's weights, by prompt and caches; gone with the model."""
 
     def __init__(self, weights: list[mx.array]):
         self.weights = weights
-        self.texts: dict[tuple[int, ...], list[int]] = {}
+        self.texts: dict[tuple, list[int]] = {}
 
     def are_of(self, weights: list[mx.array]) -> bool:
         same = len(weights) == len(self.weights)
