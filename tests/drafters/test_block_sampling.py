@@ -79,6 +79,6 @@ def test_the_first_tokens_have_the_targets_distribution(name, num_runs):
 @pytest.mark.parametrize("rule", ["coupled", "match"])
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_other_rules(name, rule):
-    counts, kept = sampled(name, rule, 1000)
+    counts, kept = sampled(name, rule, 600)
     assert not is_far_off(exact_distribution(name), counts)
-    assert kept > 0.1
+    assert kept > 0.05
