@@ -5,7 +5,7 @@ Whoever drafts, the text is the target's own; and what is drafted is what a naiv
 
 import mlx.core as mx
 import pytest
-from block_twin import learned_head
+from block_twin import learned_head, tiny_block
 from drafter_pairs import (
     BLOCKS,
     LLAMA,
@@ -28,6 +28,7 @@ from mlx_eagle.drafters.base import Drafter
 from mlx_eagle.drafters.model_drafter import ModelDrafter
 from mlx_eagle.drafters.tree import TreeShape
 
+LONG = {"dflash": {}, "dspark": {"markov_rank": 8, "first_slot": 0}, "dflash2": {"group_size": 16}}
 COPYING = "eagle-3, lookup"  # its drafts have a naive twin in test_copying.py
 
 
@@ -70,6 +71,19 @@ def test_drafters_that_need_fewer(k):
     heads = run("eagle-3, parallel heads")
     # Two tokens of a draft, where it has as many, cost no forward of their own.
     assert heads.num_head_forwards <= heads.num_drafted - min(k - 1, 2) * (heads.num_rounds - 2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", LONG)
+def test_blocks_of_16(kind):
+    """Every number of 15 or 16 drafts is kept in turn."""
+    inner = tiny_block(LLAMA, kind, block_size=16, **LONG[kind])
+    k = inner.longest_draft
+    text = PROMPT + plain(LLAMA, PROMPT, 180)
+    drafter = Steered(inner, naive_twin(inner, LLAMA), text, SCRIPTS["every length"])
+    tokens, _ = speculative(LLAMA, drafter, PROMPT, 150, num_draft_tokens=k)
+    assert tokens == text[len(PROMPT) :][:150]
+    assert k == (16 if kind == "dspark" else 15) and drafter.begun.num_rounds > k
 
 
 @pytest.mark.parametrize("depth, tree", [(2, None), (5, None), (4, TreeShape.parse("3x4:12"))])
