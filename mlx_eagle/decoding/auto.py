@@ -39,7 +39,7 @@ STALE = 256.0  # rounds after which a time counts half: contexts grow
 NEAR = 0.1  # rows squared: a time one row away is worth a tenth of one of the own
 APART = 3.0  # rows more between plain steps and drafts, which share little but the weights
 UNSEEN = 0.5  # of its estimate, that a shape never timed may cost: 8 rows had .7 with OpenBLAS
-SURPRISE = 0.2  # logarithm of a time: so far off, costs are not those of the text before
+SURPRISE = 0.2  # logarithm of a time: so far off, something is not as in the text before
 KNOWN = 0.9  # times from which on a cost counts as known
 TIMED_PLAIN = 4  # plain steps in a row to time: the first and the last are not comparable
 AGAIN, LATER = 64, 512  # tokens before plain steps are timed again: unknown; known, and close
@@ -121,7 +121,7 @@ class RoundCosts:
         # After how many rounds each time was taken, and its logarithm without the pace. Entries
         # are replaced whole, for other threads read them.
         self._times: dict[tuple[int, DraftShape], tuple[tuple[int, float], ...]] = {}
-        self._num_rounds = self._begun = 0
+        self._num_rounds = self._begun = self._latest = 0  # the latest of which a time is kept
         self._doubted: set[tuple[int, DraftShape]] = set()  # whose first time in a text was long
 
     def record(self, num_requests: int, shape: DraftShape, seconds: float | None) -> None:
@@ -142,13 +142,12 @@ class RoundCosts:
             off = math.log(seconds) - lower_median([time for _, time in times])
             if not is_first:
                 self._offs = (*self._offs[1:], off)
-            elif shape == PLAIN:  # the machine goes at another pace than in the text before
-                self._offs = (off,) * 3
-            elif abs(off - pace) > SURPRISE:
-                # What earlier texts have taught of other drafts is off as well.
-                items, begun = self._times.items(), self._begun
-                self._times = {k: t for k, t in items if k[1] == PLAIN or t[-1][0] > begun}
+            elif shape == PLAIN or (self._latest <= self._begun and abs(off - pace) > SURPRISE):
+                self._offs = (off,) * 3  # the machine goes at another pace than in the text before
+                if shape != PLAIN:  # or all drafts cost something else: plain steps will tell
+                    self._times.pop((num_requests, PLAIN), None)
             times = () if is_first else times
+        self._latest = self._num_rounds
         time = self._num_rounds, math.log(seconds) - lower_median(self._offs)
         self._times[key] = (*times[1 - KEPT_TIMES :], time)
 

@@ -12,6 +12,7 @@ from simulator import GUESSES, MACHINES, NOISE, Machine, best
 
 from mlx_eagle.decoding import loop, setup
 from mlx_eagle.decoding.auto import (
+    KNOWN,
     OFF,
     ON,
     PROBE,
@@ -318,6 +319,22 @@ def test_a_machine_that_changes_its_pace_changes_no_comparison(factor):
         costs.record(1, shape, pace * FLAT(shape, 1))
     found = costs.estimates(CHAINS, 1)
     assert found[THREE].seconds / found[PLAIN].seconds == pytest.approx(FLAT(THREE, 1), rel=0.05)
+
+
+@pytest.mark.parametrize("factor", [0.6, 1.6])
+def test_a_text_at_another_pace_keeps_what_is_known_of_drafts(factor):
+    """Else every shape would be tried again; only what plain steps do is seen anew."""
+    costs = RoundCosts(FLAT)
+    for shape in (PLAIN, THREE, SEVEN):
+        costs.record(1, shape, 2 * FLAT(shape, 1))
+        costs.record(1, shape, 2 * FLAT(shape, 1))
+    costs.begin()
+    for _ in range(2):  # a first one that is long is doubted
+        costs.record(1, THREE, 2 * factor * FLAT(THREE, 1))
+    found = costs.estimates(CHAINS, 1)
+    assert found[SEVEN].num_times > KNOWN > found[PLAIN].num_times
+    compared = found[SEVEN].seconds / found[THREE].seconds
+    assert compared == pytest.approx(FLAT(SEVEN, 1) / FLAT(THREE, 1), rel=0.01)
 
 
 def test_one_time_that_something_came_between_says_little():
