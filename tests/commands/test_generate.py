@@ -168,14 +168,15 @@ def target(tmp_path):
 
 
 @pytest.fixture
-def head(tmp_path):
+def head(tmp_path, monkeypatch):
     """An unconverted checkpoint for it."""
+    monkeypatch.setattr("mlx_eagle.draft_models.user_cache", lambda: tmp_path / "cache")
     tensors = as_midlayer(eagle3_tensors(vocab=49152))
     return write_safetensors(tmp_path / "head", {**CONFIG, "vocab_size": 49152}, tensors)
 
 
 @pytest.mark.exhaustive
-def test_atomic_folder_as_a_user_names_them(run, target, head):
+def test_folders_as_a_user_names_them(run, target, head):
     """A target folder with an unconverted checkpoint, converted on the fly, or a small model."""
     flags = ("-p", QUESTION, "-m", "12", "--verbose", "F", "--model", str(target))
     _, plain, _ = run(*flags, "--num-draft-tokens", "0")
