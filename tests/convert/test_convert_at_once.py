@@ -71,7 +71,7 @@ def test_a_full_disk(source, out, limit):
     assert "could not be written" in done.stderr and not list(out.parent.iterdir())
 
 
-def test_atomic_folder_are_as_open_as_others(source, out):
+def test_folders_are_as_open_as_others(source, out):
     convert(str(source), str(out))
     (Path(out.parent) / "other").mkdir()
     assert os.stat(out).st_mode == os.stat(out.parent / "other").st_mode

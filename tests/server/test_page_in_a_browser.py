@@ -143,7 +143,7 @@ def test_three_turns(tab, server):
 def test_marks_are_those_of_the_python_api(tab, pair):
     """The same greedy prompt; drafted halves of letters are marked with their letter."""
     model, tokenizer = mlx_lm.load(pair["target"])
-    question = "Once upon a time"
+    question = "Go on"
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}], add_generation_prompt=True
     )
@@ -402,7 +402,7 @@ def test_a_cut_answer_goes_on_as_one_that_was_not(tab, pair):
     """By the real server: greedy, the two parts are the text of one request."""
     tab.unfold("settings")
     tab.page.fill("#max_tokens", "30")
-    tab.ask("Hello there")
+    tab.ask("Go on")
     whole = tab.wait()
     tab.page.fill("#max_tokens", "12")
     tab.page.click("#again")
