@@ -373,6 +373,7 @@ class PairServer(ThreadingHTTPServer):
             self._close_idlest()
         if len(self._connections) < self.limits.num_connections:
             self._connections.add(request)
+            self.note_idle(request)  # not in its thread: threads begin in any order
             super().process_request(request, client_address)
             return
         self.metrics.count_refused_connection()
@@ -387,9 +388,9 @@ class PairServer(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def note_idle(self, connection: socket.socket) -> None:
-        """A connection waits for a request from now on."""
+        """A connection waits for a request: from now on, unless it does already."""
         with self._lock:
-            self._idle[connection] = time.monotonic()
+            self._idle.setdefault(connection, time.monotonic())
 
     def note_busy(self, connection: socket.socket) -> None:
         """It does not, any more."""

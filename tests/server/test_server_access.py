@@ -225,8 +225,19 @@ def test_one_connection_too_many_is_told_so(flags):
         assert read_metrics(asked)["mlx_eagle_refused_connections_total"] == 2
 
 
-def test_idle_connections_keep_nobody_out(flags):
-    """128 that ask for nothing: the one that is idle the longest makes room, each time."""
+def test_idle_connections_keep_nobody_out(flags, monkeypatch):
+    """128 that ask for nothing: the one that is idle the longest makes room, each time.
+
+    Its thread begins last here, as it may on a machine with other work.
+    """
+    setup, is_first = PairHandler.setup, threading.Semaphore(1)
+
+    def begin_late(handler):
+        if is_first.acquire(blocking=False):
+            wait_for(lambda: len(handler.server._connections) == 128)
+        setup(handler)
+
+    monkeypatch.setattr(PairHandler, "setup", begin_late)
     with ours(*flags) as asked:
         idle = [socket.create_connection(asked.address, timeout=20) for _ in range(128)]
         assert wait_for(lambda: len(asked.server._idle) == 128)
