@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from mlx_lm.server import CompletionRequest
 
+from ..decoding.stats import Stats
 from ..system.cli_values import __version__
 from .answer_stream import PairResponse, RequestError
 from .body import (
@@ -218,13 +219,11 @@ class Answering:
 
 def draft_usage(sessions: Sequence[ClientSession]) -> Document:
     """What --usage-stats adds; where nothing was drafted, the mean acceptance length is 1."""
-    stats = [session.answer.stats for session in sessions if session.answer is not None]
-    num_passes = sum(each.num_target_forwards for each in stats)
-    mean = sum(each.num_emitted for each in stats) / num_passes if num_passes else 1.0
+    total = sum((s.answer.stats for s in sessions if s.answer is not None), Stats())
     return {
-        "drafted_tokens": sum(each.num_drafted for each in stats),
-        "accepted_tokens": sum(each.num_accepted for each in stats),
-        "mean_acceptance_length": mean,
+        "drafted_tokens": total.num_drafted,
+        "accepted_tokens": total.num_accepted,
+        "mean_acceptance_length": total.mean_acceptance_length or 1.0,
     }
 
 

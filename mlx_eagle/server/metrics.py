@@ -1,20 +1,57 @@
 """Counters of the server, and ``/metrics``: Prometheus's text format 0.0.4."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from enum import Enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from itertools import accumulate
 from threading import Lock
+from typing import Any
 
 from ..decoding.stats import Stats
 from ..system.cli_values import __version__
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FIRST_TOKEN_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)  # seconds
-Labels = Mapping[str, str]
+FIRST_TOKEN = "time_to_first_token_seconds"
+HELP = {
+    "build_info": "The version.",
+    "requests_total": "Requests to generate, and what was no HTTP, by what became of them.",
+    "prompt_tokens_total": "Prompt tokens of requests that ended.",
+    "cached_prompt_tokens_total": (
+        "Of the prompt tokens, those that an earlier request had computed."
+    ),
+    "generated_tokens_total": "Tokens generated for requests that ended.",
+    "refused_connections_total": "Connections refused because there were too many.",
+    "prompt_cache_hits_total": (
+        "Requests that began on caches of an earlier text, by where these were."
+    ),
+    "prompt_cache_misses_total": "Requests that found none.",
+    "prompt_cache_snapshots": "Texts kept.",
+    "prompt_cache_bytes": "Bytes of these.",
+    FIRST_TOKEN: "Seconds from a request to the first token of its answer.",
+    "drafted_tokens_total": "Draft tokens.",
+    "accepted_tokens_total": "Draft tokens that were kept.",
+    "drafted_by_position_total": "Drafts that reached a position; the first is 1.",
+    "accepted_by_position_total": "Drafts that were kept up to a position.",
+    "acceptance_by_position": "Of the drafts that reached a position, the part kept up to it.",
+    "draft_target_passes_total": "Passes of the target, where drafting was on.",
+    "draft_emitted_tokens_total": "Tokens of these passes, drafted or not.",
+    "mean_acceptance_length": "Tokens per pass of the target (tau), where drafting was on.",
+    "requests_waiting": "Requests in the queue.",
+    "requests_running": "Requests being answered.",
+    "connections": "Open connections.",
+}
+"""The metrics, in the order of the page. Counters end with _total, as is Prometheus's custom."""
+BY_OUTCOME = (
+    "requests_total", "prompt_tokens_total", "cached_prompt_tokens_total",
+    "generated_tokens_total",
+)  # fmt: skip
+"""What ``count_request`` counts, in this order."""
+Values = float | Mapping[str, float]
+"""One value, or several by what stands behind the metric's name."""
 
 
-class RequestOutcome(Enum):
+class RequestOutcome(StrEnum):
     """What became of a request to generate."""
 
     ANSWERED = "answered"  # whole and without an error
@@ -53,16 +90,11 @@ class Metrics:
     def __init__(self, caches: CacheCounts | None = None) -> None:
         self._lock = Lock()
         self._caches = caches or CacheCounts()
-        self._requests = dict.fromkeys(RequestOutcome, 0)
-        self._prompt_tokens = dict.fromkeys(RequestOutcome, 0)
-        self._cached_tokens = dict.fromkeys(RequestOutcome, 0)
-        self._generated_tokens = dict.fromkeys(RequestOutcome, 0)
+        self._by_outcome = {name: dict.fromkeys(RequestOutcome, 0) for name in BY_OUTCOME}
         self._first_tokens = [0] * (len(FIRST_TOKEN_BOUNDS) + 1)  # by the bound it lies under
         self._first_token_seconds = 0.0
         self._refused_connections = 0
-        self._drafted = self._accepted = self._forwards = self._emitted = 0
-        self._drafted_by_position: list[int] = []
-        self._accepted_by_position: list[int] = []
+        self._drafts = Stats()
 
     def count_request(
         self,
@@ -73,10 +105,9 @@ class Metrics:
     ) -> None:
         """A request has ended, with so many tokens of each kind."""
         with self._lock:
-            self._requests[outcome] += 1
-            self._prompt_tokens[outcome] += num_prompt
-            self._cached_tokens[outcome] += num_cached
-            self._generated_tokens[outcome] += num_generated
+            added = (1, num_prompt, num_cached, num_generated)
+            for counts, num in zip(self._by_outcome.values(), added, strict=True):
+                counts[outcome] += num
 
     def count_first_token(self, seconds: float) -> None:
         """An answer began, so long after its request had come."""
@@ -92,161 +123,60 @@ class Metrics:
     def count_drafts(self, stats: Stats) -> None:
         """An answer that was drafted has ended."""
         with self._lock:
-            self._drafted += stats.num_drafted
-            self._accepted += stats.num_accepted
-            self._forwards += stats.num_target_forwards
-            self._emitted += stats.num_emitted
-            _add(self._drafted_by_position, stats.drafted_by_position)
-            _add(self._accepted_by_position, stats.accepted_by_position)
+            total = self._drafts + stats
+            # What is kept in order would grow for as long as the server runs.
+            self._drafts = replace(total, draft_lengths=[], drafting_events=[])
 
     def text(self, num_waiting: int, num_running: int, num_connections: int) -> str:
         """All of it, and how things stand at this moment."""
         with self._lock:
-            pages = [
-                _family("build_info", "gauge", "The version.", [({"version": __version__}, 1)]),
-                *self._request_families(),
-                *self._cache_families(),
-                self._histogram(),
-                *self._draft_families(),
-            ]
-        pages += [
-            _family("requests_waiting", "gauge", "Requests in the queue.", num_waiting),
-            _family("requests_running", "gauge", "Requests being answered.", num_running),
-            _family("connections", "gauge", "Open connections.", num_connections),
-        ]
-        return "".join(pages)
-
-    def _request_families(self) -> list[str]:
-        kinds = {
-            "requests": (
-                self._requests,
-                "Requests to generate, and what was no HTTP, by what became of them.",
-            ),
-            "prompt_tokens": (self._prompt_tokens, "Prompt tokens of requests that ended."),
-            "cached_prompt_tokens": (
-                self._cached_tokens,
-                "Of the prompt tokens, those that an earlier request had computed.",
-            ),
-            "generated_tokens": (
-                self._generated_tokens,
-                "Tokens generated for requests that ended.",
-            ),
+            values = self._values()
+        values |= {
+            "requests_waiting": num_waiting,
+            "requests_running": num_running,
+            "connections": num_connections,
         }
-        families = [
-            _family(
-                f"{name}_total",
-                "counter",
-                text,
-                [({"outcome": outcome.value}, n) for outcome, n in counts.items()],
-            )
-            for name, (counts, text) in kinds.items()
-        ]
-        text = "Connections refused because there were too many."
-        return [
-            *families,
-            _family("refused_connections_total", "counter", text, self._refused_connections),
-        ]
+        return "".join(_family(name, text, values[name]) for name, text in HELP.items())
 
-    def _cache_families(self) -> list[str]:
-        caches = self._caches
-        return [
-            _family(
-                "prompt_cache_hits_total",
-                "counter",
-                "Requests that began on caches of an earlier text, by where these were.",
-                _by_place(caches.hits),
-            ),
-            _family(
-                "prompt_cache_misses_total",
-                "counter",
-                "Requests that found none.",
-                caches.misses,
-            ),
-            _family("prompt_cache_snapshots", "gauge", "Texts kept.", _by_place(caches.snapshots)),
-            _family("prompt_cache_bytes", "gauge", "Bytes of these.", _by_place(caches.bytes)),
-        ]
-
-    def _histogram(self) -> str:
-        bounds = [*(str(bound) for bound in FIRST_TOKEN_BOUNDS), "+Inf"]
-        name, counts = "time_to_first_token_seconds", list(accumulate(self._first_tokens))
-        samples: list[tuple[str, Labels, float]] = [
-            ("_bucket", {"le": bound}, count) for bound, count in zip(bounds, counts, strict=True)
-        ]
-        samples += [("_sum", {}, self._first_token_seconds), ("_count", {}, counts[-1])]
-        text = "Seconds from a request to the first token of its answer."
-        return _page(name, "histogram", text, samples)
-
-    def _draft_families(self) -> list[str]:
-        drafted, accepted = self._drafted_by_position, self._accepted_by_position
-        mean = self._emitted / self._forwards if self._forwards else 0.0
-        rates = [a / d if d else 0.0 for d, a in zip(drafted, accepted, strict=True)]
-        passes = "Passes of the target, where drafting was on."
-        return [
-            _family("drafted_tokens_total", "counter", "Draft tokens.", self._drafted),
-            _family(
-                "accepted_tokens_total", "counter", "Draft tokens that were kept.", self._accepted
-            ),
-            _family(
-                "drafted_by_position_total",
-                "counter",
-                "Drafts that reached a position; the first is 1.",
-                _by_position(drafted),
-            ),
-            _family(
-                "accepted_by_position_total",
-                "counter",
-                "Drafts that were kept up to a position.",
-                _by_position(accepted),
-            ),
-            _family(
-                "acceptance_by_position",
-                "gauge",
-                "Of the drafts that reached a position, the part kept up to it.",
-                _by_position(rates),
-            ),
-            _family("draft_target_passes_total", "counter", passes, self._forwards),
-            _family(
-                "draft_emitted_tokens_total",
-                "counter",
-                "Tokens of these passes, drafted or not.",
-                self._emitted,
-            ),
-            _family(
-                "mean_acceptance_length",
-                "gauge",
-                "Tokens per pass of the target (tau), where drafting was on.",
-                mean,
-            ),
-        ]
+    def _values(self) -> dict[str, Values]:
+        caches, drafts, counts = self._caches, self._drafts, list(accumulate(self._first_tokens))
+        bounds = [*map(str, FIRST_TOKEN_BOUNDS), "+Inf"]
+        buckets = _by("le", dict(zip(bounds, counts, strict=True)), "_bucket")
+        return {
+            "build_info": _by("version", {__version__: 1}),
+            **{name: _by("outcome", found) for name, found in self._by_outcome.items()},
+            "refused_connections_total": self._refused_connections,
+            "prompt_cache_hits_total": _by("place", caches.hits),
+            "prompt_cache_misses_total": caches.misses,
+            "prompt_cache_snapshots": _by("place", caches.snapshots),
+            "prompt_cache_bytes": _by("place", caches.bytes),
+            FIRST_TOKEN: buckets | {"_sum": self._first_token_seconds, "_count": counts[-1]},
+            "drafted_tokens_total": drafts.num_drafted,
+            "accepted_tokens_total": drafts.num_accepted,
+            "drafted_by_position_total": _by_position(drafts.drafted_by_position),
+            "accepted_by_position_total": _by_position(drafts.accepted_by_position),
+            "acceptance_by_position": _by_position(drafts.cumulative_acceptance_by_position),
+            "draft_target_passes_total": drafts.num_target_forwards,
+            "draft_emitted_tokens_total": drafts.num_emitted,
+            "mean_acceptance_length": drafts.mean_acceptance_length,
+        }
 
 
-def _add(totals: list[int], counts: list[int]) -> None:
-    totals += [0] * (len(counts) - len(totals))
-    for i, count in enumerate(counts):
-        totals[i] += count
+def _by(label: str, values: Mapping[Any, float], suffix: str = "") -> dict[str, float]:
+    """The values of a metric by its label."""
+    return {f'{suffix}{{{label}="{key}"}}': value for key, value in values.items()}
 
 
-def _by_position(values: Iterable[float]) -> list[tuple[Labels, float]]:
-    return [({"position": str(i + 1)}, value) for i, value in enumerate(values)]
+def _by_position(values: Sequence[float]) -> dict[str, float]:
+    return _by("position", dict(enumerate(values, 1)))
 
 
-def _by_place(counts: Mapping[str, int]) -> list[tuple[Labels, float]]:
-    return [({"place": place}, count) for place, count in counts.items()]
-
-
-def _family(
-    name: str, kind: str, text: str, values: float | Iterable[tuple[Labels, float]]
-) -> str:
-    """A metric and its values: one without labels, or several with."""
-    if isinstance(values, (int, float)):
-        values = [({}, values)]
-    return _page(name, kind, text, [("", labels, value) for labels, value in values])
-
-
-def _page(name: str, kind: str, text: str, samples: Iterable[tuple[str, Labels, float]]) -> str:
+def _family(name: str, text: str, values: Values) -> str:
+    """A metric with its help, its type and its values."""
+    kind = "counter" if name.endswith("_total") else "gauge"
+    kind = "histogram" if name == FIRST_TOKEN else kind
     full = f"mlx_eagle_{name}"
+    samples = values if isinstance(values, Mapping) else {"": values}
     lines = [f"# HELP {full} {text}", f"# TYPE {full} {kind}"]
-    for suffix, labels, value in samples:
-        pairs = ",".join(f'{key}="{label}"' for key, label in labels.items())
-        lines.append(f"{full}{suffix}{'{' + pairs + '}' if pairs else ''} {value}")
+    lines += [f"{full}{behind} {value}" for behind, value in samples.items()]
     return "\n".join(lines) + "\n"
