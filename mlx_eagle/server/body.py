@@ -77,50 +77,25 @@ NUMBERS = {
     "thinking_budget": Bounds(0, 2**31 - 1, is_whole=True),
     "top_logprobs": Bounds(-1, MAX_TOP, is_whole=True),
 }
-FRACTIONS = [
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "xtc_probability",
-    "xtc_threshold",
-]
 NULLABLE = ("tree", "acceptance")  # null asks for chains, and for the best rule
 NAMES = ("model", "draft_model")  # empty ones are as good as none
-KINDS = {
-    "chat_template_kwargs": dict,
-    "role_mapping": dict,
-    "model": str,
-    "draft_model": str,
-    "stream": bool,
-    "echo": bool,
-    "parallel_tool_calls": bool,
-    "continue_final_message": bool,
-    "reasoning_effort": str,
-}
+KINDS: dict[type, tuple[str, ...]] = {
+    dict: ("chat_template_kwargs", "role_mapping", "logit_bias", "stream_options"),
+    list: ("tools",),
+    str: ("model", "draft_model", "reasoning_effort"),
+    bool: (
+        "stream", "echo", "parallel_tool_calls", "continue_final_message", "include_draft",
+        "reuse_caches",
+    ),
+}  # fmt: skip
 UNSUPPORTED = ("suffix", "audio", "web_search_options", "verbosity", "guided_json")
-TEMPLATE_OPTIONS = frozenset(
-    [
-        "self",
-        "conversation",
-        "messages",
-        "tools",
-        "chat_template",
-        "add_generation_prompt",
-        "continue_final_message",
-        "tokenize",
-        "sanitize_control_tokens",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
-    ]
-)  # of the tokenizer's, which are not the client's to choose
+TEMPLATE_OPTIONS = frozenset({
+    "self", "conversation", "messages", "tools", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation",
+    "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+})  # fmt: skip
+"""Of the tokenizer's, which are not the client's to choose."""
 
 
 @dataclass
@@ -149,7 +124,9 @@ def read_body(raw: bytes) -> dict[str, Any]:
     """The fields of a request; nulls stay where they mean something. Raises ValueError."""
     try:
         body = json.loads(raw.decode("utf-8-sig"))  # some clients begin with a byte order mark
-    except UnicodeDecodeError as err:
+        # A lone surrogate is valid JSON, but no text that a tokenizer could take.
+        json.dumps(body, ensure_ascii=False).encode()
+    except (UnicodeDecodeError, UnicodeEncodeError) as err:
         raise ValueError(f"the request body is not valid UTF-8 text ({err.reason}).") from err
     except RecursionError as err:
         raise ValueError("the request body is nested too deeply.") from err
@@ -163,17 +140,6 @@ def read_body(raw: bytes) -> dict[str, Any]:
     return {name: v for name, v in fields.items() if not (name in NAMES and v == "")}
 
 
-def write_body(body: dict[str, Any]) -> bytes:
-    """The fields as mlx-lm will read them. Raises ValueError for text that cannot be written."""
-    try:
-        # A lone surrogate is valid JSON, but no text that a tokenizer could take.
-        return json.dumps(body, ensure_ascii=False).encode()
-    except UnicodeEncodeError as err:
-        raise ValueError(f"the request body is not valid UTF-8 text ({err.reason}).") from err
-    except RecursionError as err:
-        raise ValueError("the request body is nested too deeply.") from err
-
-
 def check_body(body: dict[str, Any], needed: str) -> dict[str, Any]:
     """The fields, checked; ``needed`` is the one that holds the prompt. Raises ValueError.
 
@@ -182,27 +148,24 @@ def check_body(body: dict[str, Any], needed: str) -> dict[str, Any]:
     for name, bounds in NUMBERS.items():
         if name in body:
             bounds.check(name, body[name])
-    for name in FRACTIONS:
-        if name in body:
-            body[name] = float(body[name])
+            body[name] = body[name] if bounds.is_whole else float(body[name])
     _check_drafts(body)
-    for name, kind in KINDS.items():
-        _check_kind(name, body.get(name, kind()), kind)
+    for kind, names in KINDS.items():
+        for name in names:
+            _check_kind(name, body.get(name, kind()), kind)
     for name in body.get("chat_template_kwargs", {}):
         if name in TEMPLATE_OPTIONS:
             raise ValueError(
                 f"chat_template_kwargs names {name!r}: that is not the client's to set."
             )
-    for token, bias in _check_kind("logit_bias", body.get("logit_bias", {}), dict).items():
+    for token, bias in body.get("logit_bias", {}).items():
         if not (token.isascii() and token.isdecimal() and len(token) <= MAX_TOKEN_DIGITS):
             raise ValueError(f"logit_bias has the key {_shown(token)}: give token ids.")
         BIAS.check(f"logit_bias of {token}", bias)
-    options = _check_kind("stream_options", body.get("stream_options", {}), dict)
     for name in ("include_usage", "include_draft"):
-        _check_kind(f"stream_options.{name}", options.get(name, False), bool)
-    for name in ("include_draft", "reuse_caches"):
-        _check_kind(name, body.get(name, False), bool)
-    for tool in _check_kind("tools", body.get("tools", []), list):
+        value = body.get("stream_options", {}).get(name, False)
+        _check_kind(f"stream_options.{name}", value, bool)
+    for tool in body.get("tools", []):
         _check_kind("a tool", tool, dict)
     _check_logprobs(body, needed)
     _check_promises(body)

@@ -27,7 +27,7 @@ from . import anthropic_messages as anthropic
 from . import completions as openai
 from . import openai_responses as responses
 from .answer_stream import RequestError
-from .body import PairArguments, check_body, read_body, shortened, write_body
+from .body import PairArguments, check_body, read_body, shortened
 from .client_session import ClientSession
 from .listener import PairServer, Presence, RequestReader, drain
 from .metrics import CONTENT_TYPE, RequestOutcome
@@ -269,12 +269,9 @@ class PairHandler(BaseHTTPRequestHandler):
         try:
             # One at a time: hostile ones together would leave no time to generate.
             with self.server.large_bodies if len(raw) > LARGE else nullcontext():
-                body = read_body(raw)
-                write_body(body)
-                body = self.route.check(body)
+                return self.route.check(read_body(raw))
         except ValueError as err:
             raise RequestError(str(err)) from err
-        return body
 
     def _read(self) -> bytes:
         if "Transfer-Encoding" in self.headers:
