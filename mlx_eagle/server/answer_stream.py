@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from enum import Enum
 from queue import Empty, SimpleQueue
 from threading import RLock
 from types import TracebackType
@@ -79,14 +78,6 @@ class RequestError(Exception):
         self.status, self.code = status, code
 
 
-class State(Enum):
-    """How far an answer has got. It only ever moves forward."""
-
-    WAITING = "nothing was computed for it yet"
-    DECODING = "its prompt is read, or its text written"
-    ENDED = "all was sent, or the client has left"
-
-
 class AnswerStream:
     """The messages to one client, in order.
 
@@ -101,7 +92,6 @@ class AnswerStream:
         on_end: Callable[["AnswerStream"], None],
         is_overdue: Callable[["AnswerStream"], bool] = lambda answer: False,
     ):
-        self.state = State.WAITING
         self.began = 0.0  # time.monotonic() of the first thing computed for it
         self.ended = 0.0  # and of the end
         self.tokens: list[int] = []
@@ -113,28 +103,36 @@ class AnswerStream:
 
     @property
     def is_over(self) -> bool:
-        return self.state is State.ENDED
+        """Whether all was sent, or the client has left."""
+        return self.ended > 0.0
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether nothing was computed for it yet."""
+        return self.began == self.ended == 0.0
 
     def put(self, message: Message) -> None:
         """Say something to the client. What comes after the end is dropped."""
         with self._lock:
-            if self.state is State.ENDED:
+            if self.is_over:
                 return
-            if isinstance(message, GenerationContext):
-                self._messages.put(message)
-            elif isinstance(message, PairResponse):
-                self._begin()
-                self._respond(message)
-            elif isinstance(message, tuple):
-                self._begin()
-                self._messages.put(message)
-            else:
+            if message is None or isinstance(message, Exception):
                 self._end(message)
+                return
+            if not isinstance(message, GenerationContext):
+                self.began = self.began or time.monotonic()
+            if isinstance(message, PairResponse):
+                self.tokens.append(message.token)
+                if message.finish_reason is None and self._is_overdue(self):
+                    message.finish_reason = "length"
+            self._messages.put(message)
+            if self.tokens:
+                self._note_read()
 
     def leave(self) -> None:
         """The client is served, or gone: generate no more for it."""
         with self._lock:
-            if self.state is not State.ENDED:
+            if not self.is_over:
                 self._end(None)
 
     def when_read(self, act: Callable[[], None]) -> None:
@@ -150,21 +148,7 @@ class AnswerStream:
         for act in acts:
             act()
 
-    def _begin(self) -> None:
-        if self.began == 0.0:
-            self.began = time.monotonic()
-        if self.state is State.WAITING:
-            self.state = State.DECODING
-
-    def _respond(self, response: PairResponse) -> None:
-        self.tokens.append(response.token)
-        if response.finish_reason is None and self._is_overdue(self):
-            response.finish_reason = "length"
-        self._messages.put(response)
-        self._note_read()
-
     def _end(self, last: Exception | None) -> None:
-        self.state = State.ENDED
         self.ended = time.monotonic()
         self._on_end(self)
         self._messages.put(last)

@@ -21,7 +21,7 @@ from ..batch.group import Group, RoundOutput
 from ..batch.requests import Request, first_token, reason_not_batchable
 from ..drafters.base import NullDrafter
 from .active_requests import ActiveRequest, RequestFactory
-from .answer_stream import AnswerStream, RequestError, State, capture_error
+from .answer_stream import AnswerStream, RequestError, capture_error
 from .body import PairArguments
 from .caches import PairCache
 from .grammars import make_grammar
@@ -318,9 +318,9 @@ class PairGenerator(ResponseGenerator):
 
     def count_open(self) -> tuple[int, int]:
         """How many requests wait, and how many are being answered."""
-        states = [answer.state for answer in list(self._open)]
-        num_waiting = states.count(State.WAITING)
-        return num_waiting, len(states) - num_waiting
+        answers = list(self._open)
+        num_waiting = sum(answer.is_waiting for answer in answers)
+        return num_waiting, len(answers) - num_waiting
 
     def has_waiting_request(self) -> bool:
         """Whether a request was not begun yet whose client is still there."""
