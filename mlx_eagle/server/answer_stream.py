@@ -8,7 +8,7 @@ puts them beside the text, chunk by chunk, in the client's thread.
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from queue import Empty, SimpleQueue
 from threading import RLock
 from types import TracebackType
@@ -23,7 +23,7 @@ from ..decoding.stats import Stats
 POLL = 0.5  # seconds between looks at whether the client is still there
 
 
-SHOWN_AS = {"normal": "text", "reasoning": "reasoning"}
+SHOWN = ("normal", "reasoning")
 """States of mlx-lm's text machine whose text a client gets as text; that of calls it does not."""
 
 
@@ -63,6 +63,8 @@ PARSERS_FAIL = (
 
 ToolParser = Callable[[str, Any], Any]
 """From the text of a call, and the tools, to calls: one dict, or several in a list."""
+Entry = dict[str, Any]
+"""A token, or a part of it, as a client reads of it."""
 Message = GenerationContext | PairResponse | tuple[int, int] | Exception | None
 """A context, then responses and progress through the prompt, then None or what went wrong."""
 
@@ -236,27 +238,6 @@ def _status(error: Exception, otherwise: int) -> int:
 
 
 @dataclass
-class TokenEntry:
-    """A token, or a part of it, as a client reads of it."""
-
-    index: int
-    id: int
-    origin: TokenOrigin
-    shown_as: str = "text"
-    text: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        origin = self.origin
-        found: dict[str, Any] = {"index": self.index, "id": self.id, "text": self.text}
-        found |= {"depth": origin.depth, "length": origin.length}
-        if self.shown_as == "reasoning":
-            found["reasoning"] = True
-        if origin.batched:
-            found["batched"] = True
-        return found
-
-
-@dataclass
 class DraftReport:
     """What is reported of the tokens of one answer.
 
@@ -268,16 +249,19 @@ class DraftReport:
     state: tuple[Any, ...]
     num_batched: int = 0
     _num_tokens: int = 0
-    _entries: list[TokenEntry] = field(default_factory=list)  # to be reported with the next chunk
+    _entries: list[Entry] = field(default_factory=list)  # to be reported with the next chunk
     # The first waits for a letter held.
-    _unlisted: deque[TokenEntry] = field(default_factory=deque)
-    _held: deque[tuple[TokenEntry, str]] = field(default_factory=deque)
+    _unlisted: deque[Entry] = field(default_factory=deque)
+    _held: deque[tuple[Entry, str]] = field(default_factory=deque)
     _events: list[DraftingEvent] = field(default_factory=list)
 
     def follow(self, response: PairResponse) -> None:
         """Take the next token."""
         origin = response.origin
-        token = TokenEntry(self._num_tokens, response.token, origin)
+        token: Entry = {"index": self._num_tokens, "id": response.token, "text": ""}
+        token |= {"depth": origin.depth, "length": origin.length}
+        if origin.batched:
+            token["batched"] = True
         self._num_tokens += 1
         self.num_batched += origin.batched
         self._events += origin.events
@@ -290,16 +274,13 @@ class DraftReport:
             self._held.clear()  # and the text that comes with it, as mlx-lm does
         if response.finish_reason == "length":
             self._show(self.state[0], len(self._held))
-        self._list_up_to(self._held[0][0].index if self._held else self._num_tokens)
+        self._list_up_to(self._held[0][0]["index"] if self._held else self._num_tokens)
 
     def take(self) -> dict[str, Any]:
         """What is to be reported of the tokens since the last call."""
         entries, self._entries = self._entries, []
         events, self._events = self._events, []
-        return {
-            "tokens": [entry.to_dict() for entry in entries],
-            "drafting_events": [asdict(event) for event in events],
-        }
+        return {"tokens": entries, "drafting_events": list(map(asdict, events))}
 
     def _read(self, letter: str) -> None:
         """Let the machine read a letter, and show or drop what it no longer holds."""
@@ -312,21 +293,21 @@ class DraftReport:
     def _show(self, state: str, num_letters: int) -> None:
         for _ in range(num_letters):
             token, letter = self._held.popleft()
-            if state not in SHOWN_AS:
+            if state not in SHOWN:
                 continue
-            self._list_up_to(token.index)
-            if self._unlisted and self._unlisted[0].index == token.index:
+            self._list_up_to(token["index"])
+            entry = token | ({"reasoning": True} if state == "reasoning" else {})
+            if self._unlisted and self._unlisted[0] is token:
                 self._unlisted.popleft()
-                self._entries.append(replace(token, shown_as=SHOWN_AS[state]))
-            last = self._entries[-1] if self._entries else None
-            if last is None or (last.index, last.shown_as) != (token.index, SHOWN_AS[state]):
-                last = replace(token, shown_as=SHOWN_AS[state])
-                self._entries.append(last)
-            last.text += letter
+                self._entries.append(entry)
+            last = self._entries[-1] if self._entries else {}
+            if any(last.get(name) != entry.get(name) for name in ("index", "reasoning")):
+                self._entries.append(last := entry)
+            last["text"] += letter
 
     def _list_up_to(self, index: int) -> None:
         """List the tokens before ``index``, which have no text to come."""
-        while self._unlisted and self._unlisted[0].index < index:
+        while self._unlisted and self._unlisted[0]["index"] < index:
             self._entries.append(self._unlisted.popleft())
 
 
