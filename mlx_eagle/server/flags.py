@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from math import inf, ulp
 from typing import Any
 
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
@@ -9,6 +10,7 @@ from mlx_lm.utils import _parse_size
 
 from ..commands.flags import add_draft_flags, check_cache_flags, check_draft_flags
 from ..decoding.setup import AUTO
+from ..system.cli_values import Range, check_ranges, flag_of
 from .body import MAX_DRAFT_TOKENS, NUMBERS
 from .cache_files import FOLDER_BYTES
 from .collect import COLLECT_BYTES
@@ -84,8 +86,6 @@ FLAGS = {
     "kv-bits": (int, None, "Bits of quantized caches; requests then share no rounds."),
     "kv-group-size": (int, 64, "Group size of quantized caches."),
     "quantized-kv-start": (int, DEFAULT_QUANTIZED_KV_START, "Tokens before quantization starts."),
-}
-ACCESS = {
     "allowed-hosts": (
         _names,
         "",
@@ -120,8 +120,6 @@ ACCESS = {
         "Seconds an answer may take while another request cannot begin because of it; it then "
         "ends as at max_tokens.",
     ),
-}
-COLLECT = {
     "collect": (
         str,
         None,
@@ -145,20 +143,20 @@ SWITCHES = {
     "of each answer.",
 }
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-POSITIVE = [
-    "max_tokens",
-    "decode_concurrency",
-    "prompt_concurrency",
-    "prefill_step_size",
-    "prompt_cache_size",
-    "max_body_size",
-    "max_connections",
-    "collect_size",
-]
+MAX_SECONDS = 10**7  # about four months
+POSITIVE = (
+    "max_tokens", "decode_concurrency", "prompt_concurrency", "prompt_cache_size",
+    "max_body_size", "max_connections", "collect_size",
+)  # fmt: skip
+RANGES = (
+    *(Range(name, 1, inf, "1 or more") for name in POSITIVE),
+    Range("request_timeout", ulp(0.0), MAX_SECONDS, "seconds, more than 0"),
+    Range("time_limit", ulp(0.0), MAX_SECONDS, "seconds, more than 0"),
+    Range("port", 0, 65535, "1 to 65535, or 0 for a free one"),
+)
 SAMPLING = {"temp": "temperature"} | {
     name: name for name in ("top_p", "top_k", "min_p", "max_tokens")
 }
-MAX_SECONDS = 10**7  # about four months
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -169,7 +167,7 @@ def build_parser() -> argparse.ArgumentParser:
         "/v1/completions, /v1/responses, /v1/messages, /v1/models, /health, /metrics for "
         "Prometheus, and a page to talk to at /.",
     )
-    for name, (kind, default, text) in (FLAGS | ACCESS | COLLECT).items():
+    for name, (kind, default, text) in FLAGS.items():
         shown = f"{text} (default: {default})" if default not in (None, "") else text
         parser.add_argument(f"--{name}", type=kind, default=default, help=shown)
     for name, text in SWITCHES.items():
@@ -188,18 +186,9 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--num-draft-tokens is {length}: give at most {MAX_DRAFT_TOKENS}, or auto."
         )
-    for name in POSITIVE:
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{_dashed(name)} is {getattr(args, name)}: give 1 or more.")
+    check_ranges(args, RANGES)
     for name, field in SAMPLING.items():
-        NUMBERS[field].check(f"--{_dashed(name)}", getattr(args, name))
-    for name in ("request_timeout", "time_limit"):
-        if not 0 < getattr(args, name) <= MAX_SECONDS:
-            raise ValueError(
-                f"--{_dashed(name)} is {getattr(args, name)}: give seconds, more than 0."
-            )
-    if not 0 <= args.port <= 65535:
-        raise ValueError(f"--port is {args.port}: give 1 to 65535, or 0 for a free one.")
+        NUMBERS[field].check(flag_of(name), getattr(args, name))
     if args.pipeline:
         raise ValueError("--pipeline cannot be used here: a pair runs on one machine.")
     if not isinstance(args.chat_template_args, dict):
@@ -210,7 +199,3 @@ def check_arguments(args: argparse.Namespace) -> None:
             "--adapter-path and the flags about chat templates need --model: the demo pair is "
             "served as it is."
         )
-
-
-def _dashed(name: str) -> str:
-    return name.replace("_", "-")
