@@ -63,8 +63,8 @@ PARSERS_FAIL = (
 
 ToolParser = Callable[[str, Any], Any]
 """From the text of a call, and the tools, to calls: one dict, or several in a list."""
-Entry = dict[str, Any]
-"""A token, or a part of it, as a client reads of it."""
+Document = dict[str, Any]
+"""What is sent to a client, or comes from it, as JSON."""
 Message = GenerationContext | PairResponse | tuple[int, int] | Exception | None
 """A context, then responses and progress through the prompt, then None or what went wrong."""
 
@@ -249,16 +249,16 @@ class DraftReport:
     state: tuple[Any, ...]
     num_batched: int = 0
     _num_tokens: int = 0
-    _entries: list[Entry] = field(default_factory=list)  # to be reported with the next chunk
+    _entries: list[Document] = field(default_factory=list)  # to be reported with the next chunk
     # The first waits for a letter held.
-    _unlisted: deque[Entry] = field(default_factory=deque)
-    _held: deque[tuple[Entry, str]] = field(default_factory=deque)
+    _unlisted: deque[Document] = field(default_factory=deque)
+    _held: deque[tuple[Document, str]] = field(default_factory=deque)
     _events: list[DraftingEvent] = field(default_factory=list)
 
     def follow(self, response: PairResponse) -> None:
         """Take the next token."""
         origin = response.origin
-        token: Entry = {"index": self._num_tokens, "id": response.token, "text": ""}
+        token: Document = {"index": self._num_tokens, "id": response.token, "text": ""}
         token |= {"depth": origin.depth, "length": origin.length}
         if origin.batched:
             token["batched"] = True

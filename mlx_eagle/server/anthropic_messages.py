@@ -9,12 +9,10 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mlx_lm.server import CompletionRequest
-
-from .answer_stream import RequestError
+from .answer_stream import Document, RequestError
 from .body import check_body, read_arguments, shortened
-from .client_session import ClientSession
-from .completions import Document, Reply, model_name
+from .client_session import ClientSession, Reply
+from .completions import chat_request, event_text, model_name
 from .prompt import as_request_errors, encoded, with_one_system
 
 ATTRIBUTION = "x-anthropic-billing-header:"
@@ -38,9 +36,8 @@ OMITTED = "thoughts_omitted"  # in a translated body: their blocks are to be emp
 
 def error_document(error: RequestError) -> Document:
     """An error as clients of the Anthropic API read it."""
-    kind = ERRORS.get(error.status, "api_error")
-    if error.status < 500:
-        kind = ERRORS.get(error.status, "invalid_request_error")
+    otherwise = "invalid_request_error" if error.status < 500 else "api_error"
+    kind = ERRORS.get(error.status, otherwise)
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
@@ -65,8 +62,8 @@ def answer(reply: Reply, body: Document) -> None:
     """Answer a translated body. Raises RequestError."""
     model = model_name(reply, body)
     with as_request_errors():
-        args = read_arguments(body, reply.flags, is_chat=True)
-    session = reply.new_session(_request_of(body), args)
+        args = read_arguments(body, reply.provider.cli_args, is_chat=True)
+    session = reply.new_session(chat_request(body), args)
     session.submit()
     session.open()
     message = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
@@ -92,13 +89,9 @@ def answer(reply: Reply, body: Document) -> None:
 def count_tokens(reply: Reply, body: Document) -> None:
     """How many tokens the prompt of a translated body has. Raises RequestError."""
     with as_request_errors():
-        args = read_arguments(body, reply.flags, is_chat=True)
-        tokens = encoded(_request_of(body), args, reply.provider.tokenizer, reply.flags)
+        args = read_arguments(body, reply.provider.cli_args, is_chat=True)
+        tokens = encoded(chat_request(body), args, reply.provider)
     reply.send_json({"input_tokens": len(tokens)})
-
-
-def _request_of(body: Document) -> CompletionRequest:
-    return CompletionRequest("chat", "", body["messages"], body.get("tools") or None, None)
 
 
 def _translated(body: Document) -> Document:
@@ -277,7 +270,7 @@ def _end(session: ClientSession, finish_reason: str) -> Document:
 
 
 def _event(kind: str, **fields: Any) -> str:
-    return f"event: {kind}\ndata: {json.dumps({'type': kind} | fields)}\n\n"
+    return event_text({"type": kind} | fields, kind)
 
 
 class _Blocks:

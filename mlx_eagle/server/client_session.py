@@ -1,7 +1,6 @@
 """Client session: one prompt and its answer, from a request's fields to pieces of text."""
 
 import time
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -9,23 +8,60 @@ from typing import Any, Protocol
 from mlx_lm.generate import TextStateMachine
 from mlx_lm.server import CompletionRequest, GenerationContext, ToolCallFormatter
 
-from .answer_stream import AnswerStream, DraftReport, PairResponse, RequestError, checked, counts
+from .answer_stream import (
+    AnswerStream,
+    Document,
+    DraftReport,
+    PairResponse,
+    RequestError,
+    checked,
+    counts,
+)
 from .body import PairArguments
 from .collect import Collector, chat_row
 from .engine import PairGenerator
-from .metrics import Metrics
 from .prompt import Tokenized
+from .provider import PairProvider
+from .stored_responses import StoredResponses
 from .tool_formats import readable
 
 
-class Client(Protocol):
-    """What is asked of the connection of a client."""
+class Reply(Protocol):
+    """Where an answer goes: the connection of a client, as the APIs see it.
 
-    num_bytes: int
+    ``created`` and ``asked`` say when the request came, by the calendar and by
+    ``time.monotonic()``; ``num_bytes`` is the size of its body.
+    """
+
+    created: int
     asked: float
+    num_bytes: int
+
+    @property
+    def provider(self) -> PairProvider:
+        """The pair that is served."""
+
+    @property
+    def stored(self) -> StoredResponses:
+        """The responses that are kept."""
+
+    def new_session(self, request: CompletionRequest, args: PairArguments) -> "ClientSession":
+        """One prompt of the request, which is closed and counted with it."""
 
     def check_connected(self, session: "ClientSession") -> None:
         """Raise ConnectionError where the client is gone."""
+
+    def send_json(self, document: Document) -> None:
+        """The whole answer."""
+
+    def begin_events(self) -> None:
+        """The head of a stream."""
+
+    def write(self, text: str) -> None:
+        """A part of a stream."""
+
+    def say_progress(self, done: int, total: int) -> None:
+        """Tell the client of a stream how much of its prompt is read."""
 
 
 @dataclass
@@ -54,8 +90,7 @@ class ClientSession:
     def __init__(
         self,
         generator: PairGenerator,
-        metrics: Metrics,
-        client: Client,
+        reply: Reply,
         request: CompletionRequest,
         args: PairArguments,
     ):
@@ -65,7 +100,7 @@ class ClientSession:
         self.num_generated = 0
         self.stop_word: str | None = None  # of the client's, with which the answer ended
         self.read_since = 0.0  # time.monotonic() of the first look at the answer
-        self._metrics, self._client = metrics, client
+        self._reply = reply
         self._tokenized = Tokenized([])
         self._context: GenerationContext | None = None
         self._report: DraftReport | None = None
@@ -83,7 +118,7 @@ class ClientSession:
         """
         if leader is None:
             self._tokenized = self.generator.read_prompt(
-                self.request, self.args, self._client.num_bytes, self._check
+                self.request, self.args, self._reply.num_bytes, self._check
             )
         else:
             self._tokenized = leader._tokenized
@@ -152,7 +187,7 @@ class ClientSession:
             responses=[response for piece in pieces for response in piece.responses],
         )
 
-    def collect(self, collector: Collector, flags: Namespace) -> None:
+    def collect(self, collector: Collector) -> None:
         """Keep a chat and its answer, unless it was cut off."""
         if self.request.request_type != "chat" or self._finish_reason != "stop":
             return
@@ -167,7 +202,7 @@ class ClientSession:
             self.prompt,
             self.answer.tokens,
             self.generator.model_provider.tokenizer,
-            flags.chat_template_args | (self.args.chat_template_kwargs or {}),
+            self.args.chat_template_kwargs or {},
             facts,
         )
         collector.keep(row)
@@ -181,7 +216,8 @@ class ClientSession:
         assert self.answer is not None
         for response in self.answer.responses(self._check, progress):
             if self.num_generated == 0:
-                self._metrics.count_first_token(time.monotonic() - self._client.asked)
+                seconds = time.monotonic() - self._reply.asked
+                self.generator.metrics.count_first_token(seconds)
             self.num_generated += 1
             self._finish_reason, self.stop_word = response.finish_reason, response.stop_word
             if self._report is not None:
@@ -199,7 +235,7 @@ class ClientSession:
 
     def _check(self) -> None:
         """Raise where waiting is in vain."""
-        self._client.check_connected(self)
+        self._reply.check_connected(self)
         self.generator.check_alive()
 
 

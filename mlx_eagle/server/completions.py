@@ -5,16 +5,15 @@ No HTTP in here: ``Reply`` is where a document or an event goes.
 
 import json
 import uuid
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from mlx_lm.server import CompletionRequest
 
 from ..decoding.stats import Stats
 from ..system.cli_values import __version__
-from .answer_stream import PairResponse, RequestError
+from .answer_stream import Document, PairResponse, RequestError
 from .body import (
     MAX_TOP,
     PairArguments,
@@ -23,41 +22,17 @@ from .body import (
     read_prompts,
     shortened,
 )
-from .client_session import ClientSession, Piece
+from .client_session import ClientSession, Piece, Reply
 from .prompt import as_request_errors, render
 from .provider import PairProvider
 
 FINGERPRINT = f"mlx-eagle-{__version__}"
-Document = dict[str, Any]
 
 
-class Reply(Protocol):
-    """Where an answer goes."""
-
-    created: int
-
-    @property
-    def provider(self) -> PairProvider:
-        """The pair that is served."""
-
-    @property
-    def flags(self) -> Namespace:
-        """Those of the command."""
-
-    def new_session(self, request: CompletionRequest, args: PairArguments) -> ClientSession:
-        """One prompt of the request, which is closed and counted with it."""
-
-    def send_json(self, document: Document) -> None:
-        """The whole answer."""
-
-    def begin_events(self) -> None:
-        """The head of a stream."""
-
-    def write(self, text: str) -> None:
-        """A part of a stream."""
-
-    def say_progress(self, done: int, total: int) -> None:
-        """Tell the client of a stream how much of its prompt is read."""
+def event_text(document: Document, name: str = "") -> str:
+    """An event of a stream as it is sent; some APIs name each."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(document)}\n\n"
 
 
 def error_document(error: RequestError) -> Document:
@@ -69,16 +44,19 @@ def error_document(error: RequestError) -> Document:
 
 def error_event(error: RequestError) -> str:
     """The same within a stream."""
-    return f"data: {json.dumps(error_document(error))}\n\n"
+    return event_text(error_document(error))
 
 
 def answer_chat(reply: Reply, body: Document) -> None:
     """Answer a checked body of /v1/chat/completions. Raises RequestError."""
-    request = CompletionRequest(
-        "chat", "", body["messages"], body.get("tools") or None, body.get("role_mapping")
-    )
     kind = "chat.completion.chunk" if body.get("stream") else "chat.completion"
-    Answering(reply, body, [request], "chatcmpl", kind).run()
+    Answering(reply, body, [chat_request(body)], "chatcmpl", kind).run()
+
+
+def chat_request(body: Document) -> CompletionRequest:
+    """The chat that a checked body asks to go on with."""
+    tools, roles = body.get("tools") or None, body.get("role_mapping")
+    return CompletionRequest("chat", "", body["messages"], tools, roles)
 
 
 def answer_text(reply: Reply, body: Document) -> None:
@@ -110,7 +88,7 @@ class Answering:
             "created": reply.created,
         }
         with as_request_errors():
-            args = read_arguments(body, reply.flags, self._is_chat)
+            args = read_arguments(body, reply.provider.cli_args, self._is_chat)
         num_each = body.get("n", 1)
         self._sessions = [
             reply.new_session(request, _seeded(args, i * num_each + j))
@@ -153,7 +131,7 @@ class Answering:
         reply.write("data: [DONE]\n\n")
 
     def _write(self, **more: Any) -> None:
-        self._reply.write(f"data: {json.dumps(self._base | more)}\n\n")
+        self._reply.write(event_text(self._base | more))
 
     def _echo(self, i: int) -> str:
         """What precedes a text: its prompt, where that is asked for."""
@@ -212,7 +190,7 @@ class Answering:
                 "cached_tokens": sum(session.num_cached for session in sessions[::num_each])
             },
         }
-        if self._reply.flags.usage_stats:
+        if self._reply.provider.cli_args.usage_stats:
             usage |= draft_usage(sessions)
         return usage
 
@@ -240,7 +218,7 @@ def model_name(reply: Reply, body: Document) -> str:
         )
     if model in provider.model_names:
         return str(model)
-    if reply.flags.strict_model:
+    if provider.cli_args.strict_model:
         raise RequestError(f"{shortened(model)} is not served here, but {provider.name} is.", 404)
     return provider.name
 
@@ -270,7 +248,7 @@ def tokenize(reply: Reply, body: Document) -> None:
     tokenizer = provider.tokenizer
     if "messages" in body:
         request = CompletionRequest("chat", "", body["messages"], body.get("tools"), None)
-        options = reply.flags.chat_template_args | body.get("chat_template_kwargs", {})
+        options = provider.cli_args.chat_template_args | body.get("chat_template_kwargs", {})
         with as_request_errors():
             text = render(request, tokenizer, options)
         tokens = tokenizer.encode(text, add_special_tokens=False)
@@ -331,7 +309,7 @@ def check_detokenize(body: Document) -> Document:
 
 def properties(reply: Reply) -> Document:
     """What is served and how, for ``/props``, in llama-server's words where it has one."""
-    provider, flags = reply.provider, reply.flags
+    provider, flags = reply.provider, reply.provider.cli_args
     names = ("temp", "top_p", "top_k", "min_p", "max_tokens", "num_draft_tokens", "tree")
     return {
         "model_alias": provider.name,

@@ -272,20 +272,20 @@ class PairGenerator(ResponseGenerator):
         with self._large_prompts if num_bytes > LARGE else nullcontext(), as_request_errors():
             self.check_alive()
             if isinstance(request.prompt, list):
-                check_prompt(request.prompt, args, provider.vocab_size, provider.context)
+                check_prompt(request.prompt, args, provider)
                 return Tokenized(request.prompt, ends={len(request.prompt) - 1: "user"})
             if provider.context is not None and num_bytes > LONG * provider.context:
                 options = self.cli_args.chat_template_args | (args.chat_template_kwargs or {})
                 text = render(request, tokenizer, options)
                 check_text_length(text, tokenizer.encode, provider.context, check)
-            options = template_options(request, args, tokenizer, self.cli_args)
+            options = template_options(request, args, provider)
             args.chat_template_kwargs = options
             if "continue_final_message" in options:  # mlx-lm always begins an answer
                 text, initial_state = render(request, tokenizer, options), "normal"
                 tokens = tokenizer.encode(text, add_special_tokens=False)
             else:
                 tokens, _, _, initial_state, _ = self._tokenize(tokenizer, request, args)
-            check_prompt(tokens, args, provider.vocab_size, provider.context)
+            check_prompt(tokens, args, provider)
             ends = {}
             if provider.needs_snapshots:
                 ends = message_ends(request, tokens, tokenizer, options)

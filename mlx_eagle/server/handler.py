@@ -11,7 +11,6 @@ import io
 import json
 import logging
 import time
-from argparse import Namespace
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -118,10 +117,6 @@ class PairHandler(BaseHTTPRequestHandler):
         return self.server.generator.model_provider
 
     @property
-    def flags(self) -> Namespace:
-        return self.server.generator.cli_args
-
-    @property
     def stored(self) -> StoredResponses:
         return self.server.stored
 
@@ -187,7 +182,7 @@ class PairHandler(BaseHTTPRequestHandler):
             self.route.answer(self, self._fields_of(raw))
             if self.server.collector is not None:
                 for session in self.sessions:
-                    session.collect(self.server.collector, self.flags)
+                    session.collect(self.server.collector)
             self.outcome = RequestOutcome.of_status(self.status)
         except RequestError as err:
             self.outcome = RequestOutcome.of_status(err.status)
@@ -301,8 +296,7 @@ class PairHandler(BaseHTTPRequestHandler):
         return raw
 
     def new_session(self, request: CompletionRequest, args: PairArguments) -> ClientSession:
-        generator, metrics = self.server.generator, self.server.metrics
-        session = ClientSession(generator, metrics, self, request, args)
+        session = ClientSession(self.server.generator, self, request, args)
         self.sessions.append(session)
         return session
 

@@ -24,6 +24,7 @@ from typing import Any
 from .answer_stream import RequestError
 from .body import SHOWN
 from .collect import Collector
+from .completions import error_document
 from .engine import PairGenerator
 from .stored_responses import StoredResponses
 
@@ -40,15 +41,8 @@ BODY_BYTES = 16_000_000
 CONNECTIONS = 128
 REQUEST_SECONDS = 60.0
 ACCEPT_POLL = 0.05  # seconds until the listening thread sees that it is to stop
-TOO_MANY = json.dumps(
-    {
-        "error": {
-            "message": "the server has too many connections: try again later.",
-            "type": "server_error",
-            "code": 503,
-        }
-    }
-).encode()
+TOO_MANY = RequestError("the server has too many connections: try again later.", 503)
+TOO_MANY_TEXT = json.dumps(error_document(TOO_MANY)).encode()
 IDLE_SECONDS = 1.0  # without a request, after which a connection may be closed to make room
 RESERVE = 8  # connections beyond the limit that are read at a time
 BRIEF_SECONDS = 1.0  # how long each of them is
@@ -459,7 +453,7 @@ class PairServer(ThreadingHTTPServer):
             "tree": args.tree,
         }
 
-    def _refuse(self, request: Any, status: int = 503, content: bytes = TOO_MANY) -> None:
+    def _refuse(self, request: Any, status: int = 503, content: bytes = TOO_MANY_TEXT) -> None:
         """Say so without waiting: this is the thread that accepts connections for everybody."""
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Length: {len(content)}\r\n"

@@ -4,22 +4,20 @@ A request becomes a body of Chat Completions, which is checked and answered as a
 of its answer become items, which grow with the events of a stream. No HTTP in here.
 """
 
-import json
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from mlx_lm.server import CompletionRequest
 
-from .answer_stream import RequestError
+from .answer_stream import Document, RequestError
 from .body import PairArguments, check_body, read_arguments, shortened
-from .client_session import ClientSession
-from .completions import Document, Reply, logprob_of, model_name
+from .client_session import ClientSession, Reply
+from .completions import chat_request, event_text, logprob_of, model_name
 from .prompt import as_request_errors, with_one_system, without_oldest
-from .stored_responses import StoredResponses
 
 SAME = (
     "model", "stream", "temperature", "top_p", "parallel_tool_calls", "top_logprobs",
@@ -46,14 +44,6 @@ TYPES = {
     (bool, "true or false"): ("store",),
     (list, "a list"): ("include",),
 }
-
-
-class StoringReply(Reply, Protocol):
-    """Where a response goes, and where those before it are."""
-
-    @property
-    def stored(self) -> StoredResponses:
-        """The responses that are kept."""
 
 
 def error_event(error: RequestError) -> str:
@@ -220,7 +210,7 @@ def _tool(tool: Document) -> Document:
     return {"type": "function", "function": function}
 
 
-def answer(reply: StoringReply, body: Document) -> None:
+def answer(reply: Reply, body: Document) -> None:
     """Answer a translated body. Raises RequestError."""
     asked, chat = body["asked"], body["chat"]
     items = _items(asked["input"])
@@ -228,7 +218,7 @@ def answer(reply: StoringReply, body: Document) -> None:
         before, earlier = reply.stored.find(previous, status=400)
         items = [*earlier, *before["output"], *items]
     with as_request_errors():
-        args = read_arguments(chat, reply.flags, is_chat=True)
+        args = read_arguments(chat, reply.provider.cli_args, is_chat=True)
         request = _request(reply, asked, chat, items, args)
     response = _begun(reply, asked, chat, args)
     session = reply.new_session(request, args)
@@ -261,10 +251,9 @@ def _request(
     """The chat that all items mean, behind the instructions; templates may change its messages."""
     rules = {"role": "system", "content": asked.get("instructions", "")}
     messages = deepcopy(with_one_system([rules, *_messages(items)]))
-    request = CompletionRequest("chat", "", messages, chat.get("tools") or None, None)
+    request = chat_request(chat | {"messages": messages})
     if asked.get("truncation") == "auto":
-        provider = reply.provider
-        return without_oldest(request, args, provider.tokenizer, reply.flags, provider.context)
+        return without_oldest(request, args, reply.provider)
     return request
 
 
@@ -386,7 +375,7 @@ class _Events:
     def _event(self, name: str, **fields: Any) -> str:
         data = {"type": name, "sequence_number": self._number} | fields
         self._number += 1
-        return f"event: {name}\ndata: {json.dumps(data)}\n\n"
+        return event_text(data, name)
 
     def _of_item(self, name: str, **fields: Any) -> str:
         """An event of the last item."""

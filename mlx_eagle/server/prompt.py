@@ -19,6 +19,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .answer_stream import RequestError
 from .body import PairArguments
+from .provider import PairProvider
 
 PIECE = 2**15  # characters that are tokenized at once when a long text is measured
 SEAM = 64  # tokens, far more than a cut between two pieces can add
@@ -122,13 +123,9 @@ def check_text_length(
             raise too_long(f"more than {num_tokens}", limit)
 
 
-def check_prompt(
-    prompt: list[int], args: PairArguments, vocab_size: int, limit: int | None
-) -> None:
-    """Check what needs the tokens or the model's sizes. Raises ValueError.
-
-    ``limit`` is the model's context in tokens, where that is known.
-    """
+def check_prompt(prompt: list[int], args: PairArguments, provider: PairProvider) -> None:
+    """Check what needs the tokens or the model's sizes. Raises ValueError."""
+    vocab_size, limit = provider.vocab_size, provider.context
     if not prompt:
         raise ValueError("the prompt is empty: give at least one token.")
     if max(prompt) >= vocab_size:
@@ -154,30 +151,25 @@ def too_long(found: str, limit: int) -> PromptTooLong:
     )
 
 
-def encoded(
-    request: CompletionRequest, args: PairArguments, tokenizer: TokenizerWrapper, flags: Any
-) -> list[int]:
+def encoded(request: CompletionRequest, args: PairArguments, provider: PairProvider) -> list[int]:
     """The tokens of a chat's prompt, as they are counted. Raises ValueError, TEMPLATE_ERRORS."""
-    text = render(request, tokenizer, template_options(request, args, tokenizer, flags))
+    tokenizer = provider.tokenizer
+    text = render(request, tokenizer, template_options(request, args, provider))
     return tokenizer.encode(text, add_special_tokens=not tokenizer.has_chat_template)
 
 
 def without_oldest(
-    request: CompletionRequest,
-    args: PairArguments,
-    tokenizer: TokenizerWrapper,
-    flags: Any,
-    limit: int | None,
+    request: CompletionRequest, args: PairArguments, provider: PairProvider
 ) -> CompletionRequest:
     """The request, less as many of its oldest turns as leave no room for the answer.
 
     A turn begins with a message of the user; what the system says first stays, and so does the
-    last turn. ``limit`` is the model's context in tokens, where that is known: at most half of it
-    is kept for the answer. Raises ValueError and TEMPLATE_ERRORS.
+    last turn. At most half of the context is kept for the answer; where the model does not say
+    how long that is, all turns stay. Raises ValueError and TEMPLATE_ERRORS.
     """
+    messages, limit = request.messages, provider.context
     if limit is None:
         return request
-    messages = request.messages
     num_first = int(messages[0]["role"] == "system")
     turns = [i for i, message in enumerate(messages) if message["role"] == "user"]
     starts = [num_first, *(i for i in turns if i > num_first)]
@@ -190,20 +182,21 @@ def without_oldest(
         return replace(request, messages=deepcopy(kept))  # templates change them
 
     def fits(start: int) -> bool:
-        num_tokens = len(encoded(since(start), args, tokenizer, flags))
+        num_tokens = len(encoded(since(start), args, provider))
         return num_tokens + min(args.max_tokens, limit // 2) <= limit
 
     return since(starts[bisect_left(starts, True, hi=len(starts) - 1, key=fits)])
 
 
 def template_options(
-    request: CompletionRequest, args: PairArguments, tokenizer: TokenizerWrapper, flags: Any
+    request: CompletionRequest, args: PairArguments, provider: PairProvider
 ) -> dict[str, Any]:
     """What the chat template is given besides messages and tools.
 
     Raises ValueError for tools, and for an effort of reasoning, that it would leave out.
     """
-    options = flags.chat_template_args | (args.chat_template_kwargs or {})
+    tokenizer = provider.tokenizer
+    options = provider.cli_args.chat_template_args | (args.chat_template_kwargs or {})
     if request.request_type != "chat":
         return options
     if request.tools and not tokenizer.has_tool_calling:

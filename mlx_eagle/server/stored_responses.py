@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from threading import Lock
 from urllib.parse import parse_qsl
 
-from .answer_stream import RequestError
+from .answer_stream import Document, RequestError
 from .body import shortened
-from .completions import Document
 
 KEPT_SECONDS = 3600.0  # what a client may need to go on with a response
 KEPT_BYTES = 100_000_000  # of JSON: a thousand turns of 100 kB
