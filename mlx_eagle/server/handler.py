@@ -142,7 +142,12 @@ class PairHandler(BaseHTTPRequestHandler):
         self.reader.restart()
         self.server.note_idle(self.connection)
         try:
-            super().handle_one_request()
+            try:
+                super().handle_one_request()
+            except RequestError as err:
+                if self.outcome is not None:
+                    self.outcome = RequestOutcome.of_status(err.status)
+                self._refuse(err)
         except (ConnectionError, TimeoutError):
             self.close_connection = True
         finally:
@@ -184,47 +189,38 @@ class PairHandler(BaseHTTPRequestHandler):
                 for session in self.sessions:
                     session.collect(self.server.collector)
             self.outcome = RequestOutcome.of_status(self.status)
-        except RequestError as err:
-            self.outcome = RequestOutcome.of_status(err.status)
-            self._refuse(err)
         except (ConnectionError, TimeoutError):
             self.outcome = RequestOutcome.LEFT
             raise
 
     def do_GET(self) -> None:
         """The page, the models, the metrics, the health, the properties, a kept response."""
-        try:
-            self._check_access()
-            if self.path == "/":
-                document, headers = page(self.server.page_settings())
-                self._send(200, PAGE_TYPE, document, headers)
-            elif self.path == "/metrics":
-                self._send(200, CONTENT_TYPE, self.server.metrics_text().encode())
-            elif self.path == "/health":
-                status, document = self.server.health()
-                self._send(status, "application/json", document)
-            elif self.path == "/props":
-                self.send_json(openai.properties(self))
-            elif self.path.startswith("/v1/models"):
-                wanted = unquote(self.path.removeprefix("/v1/models").strip("/"))
-                self.send_json(openai.models(self, wanted))
-            elif self.path.startswith(RESPONSES):
-                self.send_json(self.stored.show(self.path.removeprefix(RESPONSES), self.query))
-            else:
-                raise RequestError(f"nothing is at {shortened(self.path)}.", 404)
-        except RequestError as err:
-            self._refuse(err)
+        self._check_access()
+        if self.path == "/":
+            document, headers = page(self.server.page_settings())
+            self._send(200, PAGE_TYPE, document, headers)
+        elif self.path == "/metrics":
+            self._send(200, CONTENT_TYPE, self.server.metrics_text().encode())
+        elif self.path == "/health":
+            status, document = self.server.health()
+            self._send(status, "application/json", document)
+        elif self.path == "/props":
+            self.send_json(openai.properties(self))
+        elif self.path.startswith("/v1/models"):
+            wanted = unquote(self.path.removeprefix("/v1/models").strip("/"))
+            self.send_json(openai.models(self, wanted))
+        elif self.path.startswith(RESPONSES):
+            self.send_json(self.stored.show(self.path.removeprefix(RESPONSES), self.query))
+        else:
+            raise RequestError(f"nothing is at {shortened(self.path)}.", 404)
 
     def do_DELETE(self) -> None:
         """Forget a response that is kept."""
-        try:
-            self._check_access()
-            if not self.path.startswith(RESPONSES):
-                path = shortened(self.path)
-                raise RequestError(f"nothing at {path} can be deleted, only responses.", 404)
-            self.send_json(self.stored.delete(self.path.removeprefix(RESPONSES)))
-        except RequestError as err:
-            self._refuse(err)
+        self._check_access()
+        if not self.path.startswith(RESPONSES):
+            path = shortened(self.path)
+            raise RequestError(f"nothing at {path} can be deleted, only responses.", 404)
+        self.send_json(self.stored.delete(self.path.removeprefix(RESPONSES)))
 
     def do_HEAD(self) -> None:
         """What GET would send, without its content."""
@@ -232,11 +228,8 @@ class PairHandler(BaseHTTPRequestHandler):
 
     def do_OPTIONS(self) -> None:
         """What a browser asks before it lets a page of another origin ask."""
-        try:
-            self.server.access.check_page(self.headers)
-            self._send(204, "text/plain", b"")
-        except RequestError as err:
-            self._refuse(err)
+        self.server.access.check_page(self.headers)
+        self._send(204, "text/plain", b"")
 
     def send_error(
         self, code: int, message: str | None = None, explain: str | None = None
