@@ -118,7 +118,7 @@ def stop_loading() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """TokenEntry point of ``mlx_eagle.server``."""
+    """Entry point of ``mlx_eagle.server``."""
     args = build_parser().parse_args(argv)
     code: int | str | None = 0
     try:

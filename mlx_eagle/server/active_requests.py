@@ -260,23 +260,22 @@ class RequestFactory:
         self._prompt_cache.insert_cache(text, caches)
 
 
-class SeededSampler:
+def seeded(sampler: Sampler, seed: int) -> Sampler:
     """One of mlx-lm's samplers, whose draws follow from a seed, whatever other requests draw.
 
     Those samplers follow mlx's random state, which all requests have in common: it is set before
     each draw, and afterwards to an unforeseeable one.
     """
+    seeds = random.Random(seed)
 
-    def __init__(self, sampler: Sampler, seed: int):
-        self._sampler = sampler
-        self._seeds = random.Random(seed)
-
-    def __call__(self, logprobs: mx.array) -> mx.array:
-        mx.random.seed(self._seeds.getrandbits(64))
+    def draw(logprobs: mx.array) -> mx.array:
+        mx.random.seed(seeds.getrandbits(64))
         try:
-            return self._sampler(logprobs)
+            return sampler(logprobs)
         finally:
             mx.random.seed(random.getrandbits(64))
+
+    return draw
 
 
 def make_sampler(args: PairArguments, tokenizer: TokenizerWrapper) -> Sampler | None:
@@ -293,7 +292,7 @@ def make_sampler(args: PairArguments, tokenizer: TokenizerWrapper) -> Sampler | 
     sampler = sampler_for(options, tokenizer, args.seed)
     if args.seed is None or sampler is None or isinstance(sampler, Sampling):
         return sampler
-    return SeededSampler(sampler, args.seed)
+    return seeded(sampler, args.seed)
 
 
 def make_processors(

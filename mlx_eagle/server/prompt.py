@@ -31,7 +31,13 @@ TEMPLATE_ERRORS = (
 
 
 class PromptTooLong(ValueError):
-    """A prompt that leaves no room for an answer in the model's context."""
+    """A prompt of ``found`` tokens, which leaves no room for an answer in the model's context."""
+
+    def __init__(self, found: str, limit: int):
+        super().__init__(
+            f"the prompt has {found} tokens, but this model takes texts of {limit}, the answer "
+            "included: shorten it."
+        )
 
 
 @contextmanager
@@ -120,7 +126,7 @@ def check_text_length(
         check()
         num_tokens += max(0, len(encode(text[start : start + PIECE])) - SEAM)
         if num_tokens >= limit:
-            raise too_long(f"more than {num_tokens}", limit)
+            raise PromptTooLong(f"more than {num_tokens}", limit)
 
 
 def check_prompt(prompt: list[int], args: PairArguments, provider: PairProvider) -> None:
@@ -131,7 +137,7 @@ def check_prompt(prompt: list[int], args: PairArguments, provider: PairProvider)
     if max(prompt) >= vocab_size:
         raise ValueError(f"the prompt has token {max(prompt)}, but this model has {vocab_size}.")
     if limit is not None and len(prompt) >= limit:
-        raise too_long(str(len(prompt)), limit)
+        raise PromptTooLong(str(len(prompt)), limit)
     if args.sampling.top_k >= vocab_size:
         raise ValueError(f"top_k is {args.sampling.top_k}: give less than {vocab_size}.")
     if args.top_logprobs > vocab_size:
@@ -141,14 +147,6 @@ def check_prompt(prompt: list[int], args: PairArguments, provider: PairProvider)
         raise ValueError(
             f"logit_bias names token {outside[0]}, but this model has {vocab_size} tokens."
         )
-
-
-def too_long(found: str, limit: int) -> PromptTooLong:
-    """The error for a prompt of ``found`` tokens."""
-    return PromptTooLong(
-        f"the prompt has {found} tokens, but this model takes texts of {limit}, the answer "
-        "included: shorten it."
-    )
 
 
 def encoded(request: CompletionRequest, args: PairArguments, provider: PairProvider) -> list[int]:
