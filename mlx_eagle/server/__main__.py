@@ -17,7 +17,7 @@ from .collect import open_collector
 from .engine import PairGenerator
 from .flags import build_parser, check_arguments
 from .handler import PairHandler
-from .listener import ConnectionLimits, PairServer, is_loopback, read_access
+from .listener import PairServer, is_loopback, read_access
 from .provider import PairProvider
 
 POLL = 0.1  # seconds
@@ -94,12 +94,10 @@ def run(args: argparse.Namespace) -> None:
         args.draft_model = with_known_head(named, args.model)
     logging.basicConfig(level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s")
     maybe_set_recommended_wired_limit()
-    limits = ConnectionLimits(args.max_body_size, args.max_connections, args.request_timeout)
     with StopSignals() as signals:
         generator = PairGenerator(PairProvider(args), cache)
         try:
-            address = (args.host, args.port)
-            with PairServer(address, PairHandler, generator, limits, access, collector) as server:
+            with PairServer(PairHandler, generator, access, collector) as server:
                 while not generator.is_loaded():
                     if signals.wait(POLL):
                         stop_loading()

@@ -122,7 +122,7 @@ class PairHandler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         """Reads have a limit of time together, writes each."""
-        self.timeout = self.server.limits.request_seconds
+        self.timeout = self.server.flags.request_timeout
         super().setup()
         self.reader = RequestReader(self.connection, self.timeout, self.server.note_busy)
         self._rest = self.rfile = io.BufferedReader(self.reader)
@@ -275,13 +275,13 @@ class PairHandler(BaseHTTPRequestHandler):
         text = self.headers["Content-Length"].strip()
         if not (text.isascii() and text.isdecimal() and len(text) < 20):
             raise RequestError(f"Content-Length is {text[:40]!r}: give a number of bytes.")
-        length, limit = int(text), self.server.limits.body_bytes
+        length, limit = int(text), self.server.flags.max_body_size
         if length > limit:
             raise RequestError(f"the body has {length} bytes: send at most {limit}.", 413)
         try:
             raw = self.rfile.read(length)
         except TimeoutError as err:
-            seconds = self.server.limits.request_seconds
+            seconds = self.server.flags.request_timeout
             raise RequestError(f"the request took over {seconds:g} seconds.", 408) from err
         self.connection.settimeout(self.timeout)
         if len(raw) < length:
@@ -316,7 +316,7 @@ class PairHandler(BaseHTTPRequestHandler):
         if answer is None or not answer.is_over or not session.read_since:
             return
         complete = max(answer.ended, session.read_since)
-        if time.monotonic() - complete > self.server.limits.request_seconds:
+        if time.monotonic() - complete > self.server.flags.request_timeout:
             raise TimeoutError("the client reads too slowly")
 
     def _refuse(self, error: RequestError) -> None:

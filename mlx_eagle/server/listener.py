@@ -48,19 +48,6 @@ RESERVE = 8  # connections beyond the limit that are read at a time
 BRIEF_SECONDS = 1.0  # how long each of them is
 
 
-@dataclass(frozen=True)
-class ConnectionLimits:
-    """What one client, and all of them, may take.
-
-    ``request_seconds`` is the time that a request may take to arrive, and an answer that is
-    complete to be read.
-    """
-
-    body_bytes: int = BODY_BYTES
-    num_connections: int = CONNECTIONS
-    request_seconds: float = REQUEST_SECONDS
-
-
 class ApiKey:
     """A key that clients send as ``Authorization: Bearer KEY``."""
 
@@ -319,16 +306,14 @@ class PairServer(ThreadingHTTPServer):
 
     def __init__(
         self,
-        address: tuple[str, int],
         handler: type[BaseHTTPRequestHandler],
         generator: PairGenerator,
-        limits: ConnectionLimits = ConnectionLimits(),
         access: Access = Access(),
         collector: Collector | None = None,
     ):
-        """Listens at once. Raises ValueError where the address cannot be had."""
-        self.generator, self.limits, self.access = generator, limits, access
-        self.collector = collector
+        """Listens at once, as the flags say; ValueError where the address cannot be had."""
+        self.generator, self.flags = generator, generator.cli_args
+        self.access, self.collector = access, collector
         self.metrics = generator.metrics
         self.stored = StoredResponses()
         self.answering: set[BaseHTTPRequestHandler] = set()
@@ -338,7 +323,7 @@ class PairServer(ThreadingHTTPServer):
         self._idle: dict[socket.socket, float] = {}  # without a request, since when
         self._lock = Lock()
         self._reserve = BoundedSemaphore(RESERVE)
-        host, port = address
+        host, port = self.flags.host, self.flags.port
         try:
             found = socket.getaddrinfo(
                 host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -363,9 +348,9 @@ class PairServer(ThreadingHTTPServer):
         a few more are read: who asks for the health gets it, and the others learn that it is
         full.
         """
-        if len(self._connections) >= self.limits.num_connections:
+        if len(self._connections) >= self.flags.max_connections:
             self._close_idlest()
-        if len(self._connections) < self.limits.num_connections:
+        if len(self._connections) < self.flags.max_connections:
             self._connections.add(request)
             self.note_idle(request)  # not in its thread: threads begin in any order
             super().process_request(request, client_address)
@@ -442,7 +427,7 @@ class PairServer(ThreadingHTTPServer):
 
     def page_settings(self) -> dict[str, Any]:
         """What the page at ``/`` is told. Nobody is asked for a key there: then no names."""
-        args, is_open = self.generator.cli_args, self.access.key is None
+        args, is_open = self.flags, self.access.key is None
         return {
             "needs_key": not is_open,
             "model": self.generator.model_provider.name if is_open else None,

@@ -143,9 +143,10 @@ def test_template_arguments_that_are_not_json(capsys):
 @pytest.mark.parametrize("host", ["a" * 300, "\udcff"])
 def test_hosts_that_cannot_be_named(host):
     assert not is_loopback(host)
-    generator = SimpleNamespace(metrics=None)
+    flags = SimpleNamespace(host=host, port=0)
+    generator = SimpleNamespace(metrics=None, cli_args=flags)
     with pytest.raises(ValueError, match=r"cannot listen at .* \(no name of a host\): choose"):
-        PairServer((host, 0), PairHandler, generator)
+        PairServer(PairHandler, generator)
 
 
 def test_the_limits_are_stated_in_help():

@@ -28,7 +28,7 @@ from mlx_eagle.server.collect import open_collector
 from mlx_eagle.server.engine import PairGenerator
 from mlx_eagle.server.flags import build_parser
 from mlx_eagle.server.handler import PairHandler
-from mlx_eagle.server.listener import ConnectionLimits, PairServer, read_access
+from mlx_eagle.server.listener import PairServer, read_access
 from mlx_eagle.server.provider import PairProvider
 
 # Reading a machine's certificates takes each client 30 ms, and nobody here speaks TLS.
@@ -149,9 +149,7 @@ def ours(*flags: str):
     except ValueError:
         generator.stop_and_join()
         raise
-    limits = ConnectionLimits(args.max_body_size, args.max_connections, args.request_timeout)
-    address, collector = (args.host, args.port), open_collector(args)
-    server = PairServer(address, PairHandler, generator, limits, read_access(args), collector)
+    server = PairServer(PairHandler, generator, read_access(args), open_collector(args))
     return running(server, generator)
 
 
