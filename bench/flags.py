@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from mlx_eagle.commands.flags import DRAFT_WINDOW_HELP, DTYPE_HELP, check_draft_window
+from mlx_eagle.commands.flags import DRAFT_WINDOW, DRAFT_WINDOW_HELP, DTYPE_HELP
 from mlx_eagle.decoding.setup import AUTO
 from mlx_eagle.draft_models import LOOKUP, split_name
 from mlx_eagle.drafters.tree import parse_tree
@@ -29,6 +29,7 @@ CLIENTS = "1,2,4,8"
 NOT_SERVED = ("batch", "compare", "context", "picture", "with_lookup")
 """Flags that mean nothing with ``--serve``."""
 RANGES = (
+    DRAFT_WINDOW,
     Range("limit", 0, LARGEST, "0 or more"),
     Range("max_tokens", 2, LARGEST, "2 or more"),
     Range("repeats", 1, LARGEST, "1 or more"),
@@ -218,7 +219,6 @@ def check_models(args: argparse.Namespace) -> None:
                 f"--with-lookup adds copies from the text, which --draft-model {name} makes "
                 "already: leave one of them out."
             )
-    check_draft_window(args.draft_window)
     if args.compare is not None and args.compare[0] != "mlx-lm-draft":
         raise ValueError(
             f"--compare is {args.compare[0]!r}: give mlx-lm-draft and an ordinary draft model."

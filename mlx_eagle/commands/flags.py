@@ -32,7 +32,9 @@ from ..system.device import DTYPES, prepare_device
 from ..system.loading import load
 
 SHARE = "a number from 0 to 1"
+DRAFT_WINDOW = Range("draft_window", 1, LARGEST, "the number of slots to keep, 1 or more")
 RANGES = (
+    DRAFT_WINDOW,
     Range("temp", 0, 1e6, "0 (greedy) or more"),
     Range("top_p", 0, 1, SHARE),
     Range("min_p", 0, 1, SHARE),
@@ -178,14 +180,7 @@ def check_draft_flags(args: argparse.Namespace) -> None:
     if args.tree is not None:
         read_tree(args.tree)
     check_choice("quantize_draft", args.quantize_draft, QUANTIZED_BITS)
-    check_draft_window(args.draft_window)
     check_ranges(args, RANGES)
-
-
-def check_draft_window(size: int | None) -> None:
-    """Raise ValueError for a ``--draft-window`` that keeps nothing, or more than there can be."""
-    if size is not None and not 1 <= size <= LARGEST:
-        raise ValueError(f"--draft-window is {size}: give the number of slots to keep, 1 or more.")
 
 
 def check_arguments(args: argparse.Namespace) -> None:

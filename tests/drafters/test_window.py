@@ -14,7 +14,7 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_eagle import batch_generate
-from mlx_eagle.commands.flags import check_draft_window
+from mlx_eagle.commands.flags import DRAFT_WINDOW
 from mlx_eagle.decoding.accept import Match
 from mlx_eagle.draft_models import open_beside
 from mlx_eagle.drafters.eagle3 import EagleDrafter
@@ -259,7 +259,7 @@ def test_what_cannot_have_a_window_is_told():
     with pytest.raises(ValueError, match=r"^a draft window is for EAGLE heads"):
         open_beside(LookupDrafter(), None, MODEL, draft_window=8)
     with pytest.raises(ValueError, match=r"^--draft-window is 0: give"):
-        check_draft_window(0)
+        DRAFT_WINDOW.check(0)
     assert open_beside(tiny_head(MODEL), None, MODEL, draft_window=8).draft_window == 8
 
 
