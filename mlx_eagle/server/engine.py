@@ -49,12 +49,12 @@ class Schedule:
     def __init__(
         self,
         provider: PairProvider,
-        factory: RequestFactory,
+        prompt_cache: PairCache,
         metrics: Metrics,
-        stream: mx.Stream,
     ):
-        self._provider, self._factory, self._metrics = provider, factory, metrics
-        self._stream = stream
+        self._provider, self._metrics = provider, metrics
+        self._stream = mx.default_stream(mx.default_device())
+        self.factory = RequestFactory(provider, prompt_cache, self._stream)
         self._active: list[ActiveRequest] = []
         self._reading: deque[ActiveRequest] = deque()
         self._groups: dict[object, Group] = {}
@@ -112,7 +112,7 @@ class Schedule:
                 self._reading.append(active)
             else:
                 if active.args.has_followers:
-                    self._factory.file_prompt(active)
+                    self.factory.file_prompt(active)
                 self._begin_text(active)
         if captured.error is not None:
             self._fail(active, captured.error)
@@ -188,7 +188,7 @@ class Schedule:
         if active.is_drafted:
             self._metrics.count_drafts(active.request.stats)
         with capture_error() as captured:
-            self._factory.file(active)
+            self.factory.file(active)
         if captured.error is not None:
             logging.warning(f"The caches of an answer could not be kept ({captured.error}).")
         active.answer.put(None)
@@ -213,7 +213,7 @@ class Schedule:
                 continue
             with capture_error() as captured:
                 active.is_alone = True
-                self._factory.open_again(active)
+                self.factory.open_again(active)
                 self._reading.append(active)
             if captured.error is not None:
                 self._fail(active, captured.error)
@@ -339,27 +339,24 @@ class PairGenerator(ResponseGenerator):
         provider = self.model_provider
         provider.load_default()
         if provider.model is not None:
-            stream = mx.default_stream(mx.default_device())
-            factory = RequestFactory(provider, self.prompt_cache, stream)
-            schedule = Schedule(provider, factory, self.metrics, stream)
-            self._schedule = schedule
+            self._schedule = schedule = Schedule(provider, self.prompt_cache, self.metrics)
             if self.prompt_cache.folder is not None:
                 self.prompt_cache.folder.pair = provider.describe()
             while not self._stop:
-                self._take_in(schedule, factory)
+                self._take_in(schedule)
                 schedule.step()
                 if schedule.is_idle:
                     self.prompt_cache.save_next()
             schedule.close()
             self.prompt_cache.save_all(self._is_hurried.is_set)
-            del schedule, factory
+            del schedule
         # What was made in this thread has to go in it.
         self._schedule = None
         provider.reset()
         del self.prompt_cache
         gc.collect()
 
-    def _take_in(self, schedule: Schedule, factory: RequestFactory) -> None:
+    def _take_in(self, schedule: Schedule) -> None:
         """Begin as many requests as there is room for; wait for one where there is none."""
         while schedule.has_room:
             asked = self._next_request(IDLE if schedule.is_idle else None)
@@ -369,24 +366,19 @@ class PairGenerator(ResponseGenerator):
             if answer.is_over:
                 continue
             with capture_error() as captured:
-                self._begin(schedule, factory, answer, tokenized, args)
+                self._begin(schedule, answer, tokenized, args)
             if captured.error is not None:
                 answer.put(captured.error)
 
     def _begin(
-        self,
-        schedule: Schedule,
-        factory: RequestFactory,
-        answer: AnswerStream,
-        tokenized: Tokenized,
-        args: PairArguments,
+        self, schedule: Schedule, answer: AnswerStream, tokenized: Tokenized, args: PairArguments
     ) -> None:
         """Answer a request from now on. Raises ValueError for what the pair cannot do."""
         provider, tokenizer = self.model_provider, self.model_provider.tokenizer
         stop_sequences, text_machine = self._make_state_machine(
             provider.model_key, tokenizer, args.stop_words
         )
-        active = factory.open(answer, tokenized, args, stop_sequences)
+        active = schedule.factory.open(answer, tokenized, args, stop_sequences)
         context = GenerationContext(
             has_tool_calling=tokenizer.has_tool_calling,
             has_thinking=tokenizer.has_thinking,
