@@ -30,7 +30,8 @@ from ..target.cache_view import close_windows
 from ..target.rollback import CacheQuantization
 from .answer_stream import AnswerStream, PairResponse, TokenOrigin
 from .body import PairArguments
-from .caches import Caches, PairCache, prepare, without_last
+from .cache_files import Caches
+from .caches import PairCache, prepare, without_last
 from .prompt import Tokenized
 from .provider import PairProvider
 

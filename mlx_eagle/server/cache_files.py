@@ -36,40 +36,98 @@ DRAFT = ".{}.{}.part.safetensors"
 PIECE = 1 << 24  # bytes that are read at once
 UNREADABLE = (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError)
 """What mlx-lm, MLX and we raise for files that are damaged, or of another version."""
+IS_TRUE = {"True": True, "False": False}
+Tokens = npt.NDArray[np.int32]
 
 
-@dataclass(frozen=True)
-class StoredText:
-    """What a file has of one text; ``caches`` are read when they are needed."""
+class Caches(list[Any]):
+    """The caches of one sequence: the first ``num_target`` are the target's, others the drafter's.
 
-    tokens: npt.NDArray[np.int32]
+    ``num_tokens`` is the length of the sequence when they were filed; trimming does not change it.
+    ``is_whole``: the drafter's part had all that it keeps of the last token then.
+    """
+
+    def __init__(self, caches: list[Any], num_target: int | None = None, is_whole: bool = True):
+        super().__init__(caches)
+        self.num_target = len(caches) if num_target is None else num_target
+        self.num_tokens = 0
+        self.is_whole = is_whole
+
+    @property
+    def target(self) -> list[Any]:
+        return list(self[: self.num_target])
+
+    @property
+    def draft(self) -> list[Any]:
+        return list(self[self.num_target :])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(int(cache.nbytes) for cache in self)
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """The caches of one text: in memory, in a file, or in both.
+
+    ``rank``: the lowest leave memory first. It is how many tokens would have to be read again, on
+    top of the rank of what had left when it was last used, so that nothing stays for its length
+    alone. ``outdated`` are files of shorter texts, of no use once this one has its own.
+    """
+
+    tokens: Tokens
     cache_type: str
     is_trimmable: bool
-    num_target: int
-    is_whole: bool
-    caches: list[Any] = field(default_factory=list)
+    caches: Caches | None = None
+    path: Path | None = None
+    outdated: list[Path] = field(default_factory=list)
+    rank: int = 0
+    is_unwritable: bool = False
+
+    def num_usable(self, tokens: Tokens) -> int:
+        """How many of the first tokens of a text need not be read."""
+        num_common = common_prefix(self.tokens, tokens)
+        is_usable = self.is_trimmable or num_common == len(self.tokens)
+        return num_common if is_usable else 0
+
+    def is_longer(self, other: "Snapshot") -> bool:
+        return len(self.tokens) > len(other.tokens)
+
+    @classmethod
+    def of(cls, path: Path, metadata: Mapping[str, str]) -> "Snapshot":
+        """That of a file, whose caches are read when they are needed.
+
+        Raises ValueError or KeyError where that is no such metadata.
+        """
+        tokens = np.frombuffer(base64.b64decode(metadata["tokens"]), "<i4").astype(np.int32)
+        _as_caches([], metadata, len(tokens))  # which raises, too
+        is_trimmable = IS_TRUE[metadata["is_trimmable"]]
+        return cls(tokens, metadata["cache_type"], is_trimmable, path=path)
 
     def metadata(self) -> dict[str, str]:
+        """What its file says of its caches, which are in memory."""
+        assert self.caches is not None
         return {
             "tokens": base64.b64encode(self.tokens.astype("<i4").tobytes()).decode(),
             "cache_type": self.cache_type,
             "is_trimmable": str(self.is_trimmable),
-            "num_target": str(self.num_target),
-            "is_whole": str(self.is_whole),
+            "num_target": str(self.caches.num_target),
+            "is_whole": str(self.caches.is_whole),
         }
 
-    @classmethod
-    def of(cls, metadata: Mapping[str, str]) -> "StoredText":
-        """Raises ValueError or KeyError where that is no such metadata."""
-        tokens = np.frombuffer(base64.b64decode(metadata["tokens"]), "<i4").astype(np.int32)
-        is_true = {"True": True, "False": False}
-        return cls(
-            tokens,
-            metadata["cache_type"],
-            is_true[metadata["is_trimmable"]],
-            int(metadata["num_target"]),
-            is_true[metadata["is_whole"]],
-        )
+
+def common_prefix(a: Tokens, b: Tokens) -> int:
+    """How many tokens two texts (n,) and (m,) have in common, from the first on."""
+    size = min(len(a), len(b))
+    differ = a[:size] != b[:size]
+    return int(differ.argmax()) if differ.any() else size
+
+
+def _as_caches(caches: list[Any], metadata: Mapping[str, str], num_tokens: int) -> Caches:
+    """Those of a file, by its metadata."""
+    found = Caches(caches, int(metadata["num_target"]), IS_TRUE[metadata["is_whole"]])
+    found.num_tokens = num_tokens
+    return found
 
 
 class CacheFolder:
@@ -83,7 +141,7 @@ class CacheFolder:
         """Raises ValueError where files cannot be written."""
         self.path, self.max_bytes = path, max_bytes
         self.pair: dict[str, str] = {}
-        self._known: dict[Path, StoredText | None] = {}  # None: of another pair, or broken
+        self._known: dict[Path, Snapshot | None] = {}  # None: of another pair, or broken
         self._is_failing = False
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -95,20 +153,20 @@ class CacheFolder:
             ) from err
         self._remove_orphans()
 
-    def files(self) -> dict[Path, StoredText]:
-        """The texts of this pair that are there now, by file."""
+    def files(self) -> dict[Path, Snapshot]:
+        """The texts of this pair that are there now, by file, as snapshots of their own."""
         there = [path for path, _ in self._entries()]
         known = {path: self._known[path] for path in there if path in self._known}
         self._known = known | {path: self._read(path) for path in there if path not in known}
-        return {path: text for path, text in self._known.items() if text is not None}
+        found = {path: text for path, text in self._known.items() if text is not None}
+        return {path: replace(text, outdated=[]) for path, text in found.items()}
 
-    def save(self, text: StoredText) -> Path | None:
+    def save(self, text: Snapshot) -> Path | None:
         """Write a file, and let go of others where there are too many; None where it cannot be.
 
         The log says so once, until it works again.
         """
         try:
-            check_supported(text.caches, "pair")
             path = self._write(text)
         except (OSError, ValueError, RuntimeError) as err:
             if not self._is_failing:
@@ -120,12 +178,12 @@ class CacheFolder:
             self._is_failing = True
             return None
         self._is_failing = False
-        self._known[path] = replace(text, caches=[])
+        self._known[path] = Snapshot(text.tokens, text.cache_type, text.is_trimmable, path=path)
         self._make_room(path)
         return path
 
-    def load(self, path: Path) -> StoredText | None:
-        """The text with its caches; None where the file is gone, or broken and now removed."""
+    def load(self, path: Path) -> Caches | None:
+        """The caches in a file; None where it is gone, or broken and now removed."""
         text = self._known.get(path)
         if text is None:
             return None
@@ -133,12 +191,12 @@ class CacheFolder:
             with path.open("rb") as file:
                 if _checksum(file) != path.stem[-8:]:
                     raise ValueError("it is not what was written")
-            caches: list[Any] = load_prompt_cache(str(path))
+            caches, metadata = load_prompt_cache(str(path), return_metadata=True)
             mx.eval([cache.state for cache in caches])
+            return _as_caches(caches, metadata, len(text.tokens))
         except UNREADABLE as err:
             self._discard(path, err)
             return None
-        return replace(text, caches=caches)
 
     def use(self, path: Path) -> None:
         """Let a file stay, and the others go first."""
@@ -169,7 +227,7 @@ class CacheFolder:
                         entries.append((path, found))
         return entries
 
-    def _read(self, path: Path) -> StoredText | None:
+    def _read(self, path: Path) -> Snapshot | None:
         """What a file says of its text; None where it is of another pair, or broken."""
         try:
             read_header(path)
@@ -177,7 +235,7 @@ class CacheFolder:
                 name.removeprefix("0."): value for name, value in read_metadata(path).items()
             }
             is_ours = all(metadata.get(name) == value for name, value in self.pair.items())
-            return StoredText.of(metadata) if is_ours else None
+            return Snapshot.of(path, metadata) if is_ours else None
         except UNREADABLE as err:
             self._discard(path, err)
             return None
@@ -194,9 +252,11 @@ class CacheFolder:
         with suppress(OSError):
             path.unlink()
 
-    def _write(self, text: StoredText) -> Path:
+    def _write(self, text: Snapshot) -> Path:
         """Write the file under another name first, which is locked as long as we live."""
-        size = sum(cache.nbytes for cache in text.caches)
+        caches = text.caches or []
+        check_supported(caches, "pair")
+        size = sum(cache.nbytes for cache in caches)
         if size > self.max_bytes:
             raise OSError(errno.EFBIG, f"{size} bytes are more than --prompt-cache-bytes")
         metadata = text.metadata() | self.pair
@@ -206,7 +266,7 @@ class CacheFolder:
         try:
             try_lock(file)
             try:
-                save_prompt_cache(str(draft), text.caches, metadata)
+                save_prompt_cache(str(draft), caches, metadata)
             except RuntimeError as err:  # MLX says that it could not write, and not why
                 if shutil.disk_usage(self.path).free < size:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from err

@@ -9,7 +9,6 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-import numpy.typing as npt
 from mlx.utils import tree_map
 from mlx_lm.models.cache import (
     ChunkedKVCache,
@@ -33,10 +31,8 @@ from ..batch.requests import Request
 from ..drafters.base import Drafter
 from ..target.cache_view import single_caches
 from ..target.taps import Target
-from .cache_files import FOLDER_BYTES, CacheFolder, StoredText
+from .cache_files import FOLDER_BYTES, CacheFolder, Caches, Snapshot, Tokens
 from .metrics import CacheCounts
-
-Tokens = npt.NDArray[np.int32]
 
 NUM_KEPT = {"system": 1, "user": 2, "assistant": 1}
 """By mlx-lm's words for whose message a text ends with: how many snapshots are kept along one.
@@ -47,43 +43,6 @@ and one that was edited behind the question before.
 
 
 SETTLED = 1.0  # seconds: an agent asks again sooner
-
-
-class Caches(list[Any]):
-    """The caches of one sequence: the first ``num_target`` are the target's, others the drafter's.
-
-    ``num_tokens`` is the length of the sequence when they were filed; trimming does not change it.
-    ``is_whole``: the drafter's part had all that it keeps of the last token then.
-    """
-
-    def __init__(self, caches: list[Any], num_target: int | None = None, is_whole: bool = True):
-        super().__init__(caches)
-        self.num_target = len(caches) if num_target is None else num_target
-        self.num_tokens = 0
-        self.is_whole = is_whole
-
-    @property
-    def target(self) -> list[Any]:
-        return list(self[: self.num_target])
-
-    @property
-    def draft(self) -> list[Any]:
-        return list(self[self.num_target :])
-
-    @property
-    def nbytes(self) -> int:
-        return sum(int(cache.nbytes) for cache in self)
-
-    def without_last(self, num_tokens: int) -> "Caches":
-        """Copies that hold so many tokens less; the drafter has none where its cannot be cut."""
-        target, draft = deepcopy(self.target), deepcopy(self.draft)
-        if num_tokens > 0:
-            trim(target, num_tokens)
-            draft = draft if can_trim(draft) else []
-            trim(draft, num_tokens)
-        caches = Caches(target + draft, self.num_target, self.is_whole)
-        caches.num_tokens = self.num_tokens
-        return caches
 
 
 def can_trim(caches: list[Any]) -> bool:
@@ -111,6 +70,18 @@ def _first_rows(num_rows: int, array: mx.array) -> mx.array:
 TRIMMED_FOREVER = (KVCache, QuantizedKVCache, ConcatenateKVCache)
 
 
+def shortened(caches: Caches, num_tokens: int) -> Caches:
+    """Copies that hold so many tokens less; the drafter has none where its cannot be cut."""
+    target, draft = deepcopy(caches.target), deepcopy(caches.draft)
+    if num_tokens > 0:
+        trim(target, num_tokens)
+        draft = draft if can_trim(draft) else []
+        trim(draft, num_tokens)
+    shorter = Caches(target + draft, caches.num_target, caches.is_whole)
+    shorter.num_tokens = caches.num_tokens
+    return shorter
+
+
 def is_always_trimmable(caches: list[Any]) -> bool:
     """Whether caches of these kinds can be trimmed whatever they hold: they need no snapshots."""
     return all(type(cache) in TRIMMED_FOREVER for cache in single_caches(caches))
@@ -128,41 +99,6 @@ def without_last(request: Request) -> Caches | None:
         return None
     trim_prompt_cache(draft, 1)
     return Caches(target + draft, len(target), is_whole=False)
-
-
-@dataclass(eq=False)
-class Snapshot:
-    """The caches of one text: in memory, in a file, or in both.
-
-    ``rank``: the lowest leave memory first. It is how many tokens would have to be read again, on
-    top of the rank of what had left when it was last used, so that nothing stays for its length
-    alone. ``outdated`` are files of shorter texts, of no use once this one has its own.
-    """
-
-    tokens: Tokens
-    cache_type: str
-    is_trimmable: bool
-    caches: Caches | None = None
-    path: Path | None = None
-    outdated: list[Path] = field(default_factory=list)
-    rank: int = 0
-    is_unwritable: bool = False
-
-    def num_usable(self, tokens: Tokens) -> int:
-        """How many of the first tokens of a text need not be read."""
-        num_common = common_prefix(self.tokens, tokens)
-        is_usable = self.is_trimmable or num_common == len(self.tokens)
-        return num_common if is_usable else 0
-
-    def is_longer(self, other: "Snapshot") -> bool:
-        return len(self.tokens) > len(other.tokens)
-
-
-def common_prefix(a: Tokens, b: Tokens) -> int:
-    """How many tokens two texts (n,) and (m,) have in common, from the first on."""
-    size = min(len(a), len(b))
-    differ = a[:size] != b[:size]
-    return int(differ.argmax()) if differ.any() else size
 
 
 class PairCache:
@@ -218,7 +154,7 @@ class PairCache:
                 continue  # it is gone
             self.counts.hits[place] += 1
             self._use(snapshot)
-            got = caches.without_last(len(snapshot.tokens) - num_usable)
+            got = shortened(caches, len(snapshot.tokens) - num_usable)
             self._make_room(snapshot)
             return got, tokens[num_usable:]
         self.counts.misses += 1
@@ -271,10 +207,7 @@ class PairCache:
     def _load(self, snapshot: Snapshot) -> Caches | None:
         """Its caches, read from the file if need be; where that fails, it is forgotten."""
         if snapshot.caches is None and self.folder is not None and snapshot.path is not None:
-            read = self.folder.load(snapshot.path)
-            if read is not None:
-                snapshot.caches = Caches(read.caches, read.num_target, read.is_whole)
-                snapshot.caches.num_tokens = len(snapshot.tokens)
+            snapshot.caches = self.folder.load(snapshot.path)
         if snapshot.caches is None:
             self._snapshots.remove(snapshot)
         return snapshot.caches
@@ -317,17 +250,7 @@ class PairCache:
     def _save(self, snapshot: Snapshot | None) -> None:
         if self.folder is None or snapshot is None or snapshot.caches is None:
             return
-        caches = snapshot.caches
-        snapshot.path = self.folder.save(
-            StoredText(
-                snapshot.tokens,
-                snapshot.cache_type,
-                snapshot.is_trimmable,
-                caches.num_target,
-                caches.is_whole,
-                list(caches),
-            )
-        )
+        snapshot.path = self.folder.save(snapshot)
         snapshot.is_unwritable = snapshot.path is None
         if snapshot.path is not None:
             self.folder.remove(snapshot.outdated)
@@ -343,10 +266,7 @@ class PairCache:
             if snapshot.path is not None and files.pop(snapshot.path, None) is None:
                 snapshot.path = None
         self._snapshots = [s for s in self._snapshots if s.caches or s.path]
-        for path, file in files.items():
-            self._snapshots.append(
-                Snapshot(file.tokens, file.cache_type, file.is_trimmable, path=path)
-            )
+        self._snapshots += files.values()
 
     def _count(self) -> None:
         held = self._held()
