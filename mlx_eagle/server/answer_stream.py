@@ -169,7 +169,7 @@ class AnswerStream:
         """The first message. Raises RequestError where the request could not be begun."""
         first = self.next(check)
         if isinstance(first, Exception):
-            raise RequestError(_sentence(first), _status(first, 400)) from first
+            raise _as_request_error(first, 400) from first
         if not isinstance(first, GenerationContext):
             raise RequestError("the server is stopping.", 503)
         return first
@@ -180,21 +180,21 @@ class AnswerStream:
         """The others. Raises RequestError where generation broke off."""
         while (message := self.next(check)) is not None:
             if isinstance(message, Exception):
-                raise RequestError(_sentence(message), _status(message, 500)) from message
+                raise _as_request_error(message, 500) from message
             if isinstance(message, tuple):
                 progress(*message)
             elif isinstance(message, PairResponse):
                 yield message
 
 
-class capture_error:
-    """Within, what goes wrong is kept as ``error`` instead of raised: the server goes on."""
+class on_error:
+    """Within, what goes wrong is given to ``act`` instead of raised: the server goes on."""
 
-    def __init__(self) -> None:
-        self.error: Exception | None = None
+    def __init__(self, act: Callable[[Exception], None]) -> None:
+        self._act = act
 
-    def __enter__(self) -> "capture_error":
-        return self
+    def __enter__(self) -> None:
+        """Nothing is needed before."""
 
     def __exit__(
         self,
@@ -204,7 +204,7 @@ class capture_error:
     ) -> bool:
         if not isinstance(error, Exception):
             return False
-        self.error = error
+        self._act(error)
         return True
 
 
@@ -227,14 +227,12 @@ def checked(tool_parser: ToolParser) -> ToolParser:
     return parse
 
 
-def _sentence(error: Exception) -> str:
+def _as_request_error(error: Exception, status: int) -> RequestError:
+    """What a client is told of an error, with ``status`` where it has none of its own."""
+    status = error.status if isinstance(error, RequestError) else status
     if isinstance(error, (ValueError, RuntimeError, RequestError)) and str(error):
-        return str(error)
-    return f"the request failed: {type(error).__name__}: {error}"
-
-
-def _status(error: Exception, otherwise: int) -> int:
-    return error.status if isinstance(error, RequestError) else otherwise
+        return RequestError(str(error), status)
+    return RequestError(f"the request failed: {type(error).__name__}: {error}", status)
 
 
 @dataclass

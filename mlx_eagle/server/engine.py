@@ -21,7 +21,7 @@ from ..batch.group import Group, RoundOutput
 from ..batch.requests import Request, first_token, reason_not_batchable
 from ..drafters.base import NullDrafter
 from .active_requests import ActiveRequest, RequestFactory
-from .answer_stream import AnswerStream, RequestError, capture_error
+from .answer_stream import AnswerStream, RequestError, on_error
 from .body import PairArguments
 from .caches import PairCache
 from .grammars import make_grammar
@@ -103,7 +103,7 @@ class Schedule:
             self._active.remove(active)
             return
         decoder, last = active.decoder, active.num_uncached - 1
-        with capture_error() as captured:
+        with on_error(partial(self._fail, active)):
             begun = time.perf_counter()
             active.num_read = next(active.chunks, last)
             decoder.prefill_time += time.perf_counter() - begun
@@ -114,8 +114,6 @@ class Schedule:
                 if active.args.has_followers:
                     self.factory.file_prompt(active)
                 self._begin_text(active)
-        if captured.error is not None:
-            self._fail(active, captured.error)
 
     def _begin_text(self, active: ActiveRequest) -> None:
         request = active.request
@@ -147,7 +145,7 @@ class Schedule:
         return self._groups[key]
 
     def _round(self, key: object, group: Group) -> None:
-        with capture_error() as captured:
+        with on_error(partial(self._recover, key, group)):
             for request in group.requests:
                 active = self._active_of(request)
                 if active.answer.is_over and not active.is_done:  # its client has left
@@ -158,9 +156,6 @@ class Schedule:
                 num_unread = self._say(active, emitted)
                 if active.is_done and not emitted.request.ended:
                     group.leave(emitted.request, num_unread)
-        if captured.error is not None:
-            del self._groups[key]
-            self._recover([self._active_of(r) for r in group.requests], captured.error)
         for request in group.take_left():
             self._end(self._active_of(request))
         if group.is_empty:
@@ -187,10 +182,8 @@ class Schedule:
         self._active.remove(active)
         if active.is_drafted:
             self._metrics.count_drafts(active.request.stats)
-        with capture_error() as captured:
+        with on_error(partial(logging.warning, "The caches of an answer could not be kept (%s).")):
             self.factory.file(active)
-        if captured.error is not None:
-            logging.warning(f"The caches of an answer could not be kept ({captured.error}).")
         active.answer.put(None)
 
     def _fail(self, active: ActiveRequest, error: Exception) -> None:
@@ -201,22 +194,22 @@ class Schedule:
     def _active_of(self, request: Request) -> ActiveRequest:
         return next(active for active in self._active if active.request is request)
 
-    def _recover(self, all_active: list[ActiveRequest], error: Exception) -> None:
+    def _recover(self, key: object, group: Group, error: Exception) -> None:
         """After a round that has failed: a request that was by itself gets the error.
 
         Those who shared it go on, each by itself, so that it fails those only that it is to blame
         on.
         """
+        del self._groups[key]
+        all_active = [self._active_of(request) for request in group.requests]
         for active in all_active:
             if active.is_done or len(all_active) == 1:
                 self._fail(active, error)
                 continue
-            with capture_error() as captured:
+            with on_error(partial(self._fail, active)):
                 active.is_alone = True
                 self.factory.open_again(active)
                 self._reading.append(active)
-            if captured.error is not None:
-                self._fail(active, captured.error)
 
 
 class PairGenerator(ResponseGenerator):
@@ -322,17 +315,14 @@ class PairGenerator(ResponseGenerator):
         num_waiting = sum(answer.is_waiting for answer in answers)
         return num_waiting, len(answers) - num_waiting
 
-    def has_waiting_request(self) -> bool:
-        """Whether a request was not begun yet whose client is still there."""
-        with self.requests.mutex:
-            return any(not answer.is_over for answer, _, _ in self.requests.queue)
-
     def _is_overdue(self, answer: AnswerStream) -> bool:
         """Whether an answer has had its time, and another cannot begin because of it."""
         if time.monotonic() - answer.began < self.cli_args.time_limit:
             return False
-        is_full = self._schedule is not None and self._schedule.is_full
-        return is_full and self.has_waiting_request()
+        if self._schedule is None or not self._schedule.is_full:
+            return False
+        with self.requests.mutex:
+            return any(not waiting.is_over for waiting, _, _ in self.requests.queue)
 
     def _generate(self) -> None:
         """All that the generating thread does; nothing else in this process computes."""
@@ -365,10 +355,8 @@ class PairGenerator(ResponseGenerator):
             answer, tokenized, args = asked
             if answer.is_over:
                 continue
-            with capture_error() as captured:
+            with on_error(answer.put):
                 self._begin(schedule, answer, tokenized, args)
-            if captured.error is not None:
-                answer.put(captured.error)
 
     def _begin(
         self, schedule: Schedule, answer: AnswerStream, tokenized: Tokenized, args: PairArguments
