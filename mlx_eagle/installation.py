@@ -243,18 +243,14 @@ def uninstall() -> None:
 def installed(draft_model: str | Drafter | None = None) -> Iterator[Installation]:
     """Installed within; afterwards as it was before."""
     before = getattr(_module(), NAME, None)
-    if isinstance(before, Installation):
-        default = before._draft_model
-        try:
-            yield install(draft_model)
-        finally:
-            before.draft_by_default(default)
-        return
-    installation = install(draft_model)
+    default = before._draft_model if isinstance(before, Installation) else None
     try:
-        yield installation
+        yield install(draft_model)
     finally:
-        uninstall()
+        if isinstance(before, Installation):
+            before.draft_by_default(default)
+        else:
+            uninstall()
 
 
 def _module() -> ModuleType:

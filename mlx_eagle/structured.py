@@ -436,9 +436,7 @@ def read_schema(schema: Mapping[str, Any] | str) -> dict[str, Any]:
         num_values = sum(1 for _ in _values(read))
     except RecursionError as err:
         raise ValueError("the schema is nested too deeply.") from err
-    except TypeError as err:
-        raise ValueError(f"the schema is no JSON ({err}).") from err
-    except json.JSONDecodeError as err:
+    except (TypeError, json.JSONDecodeError) as err:
         raise ValueError(f"the schema is no JSON ({err}).") from err
     if not isinstance(read, dict):
         raise ValueError('the schema is no JSON object: give one, such as {"type": "object"}.')

@@ -50,12 +50,7 @@ def check(body: Document) -> Document:
     """The body of a chat that a request for a message means. Raises ValueError."""
     if "max_tokens" not in body:
         raise ValueError("the request has no max_tokens.")
-    return _translated(body)
-
-
-def check_count(body: Document) -> Document:
-    """The same for a request that counts its tokens."""
-    return _translated(body)
+    return translated(body)
 
 
 def answer(reply: Reply, body: Document) -> None:
@@ -94,7 +89,8 @@ def count_tokens(reply: Reply, body: Document) -> None:
     reply.send_json({"input_tokens": len(tokens)})
 
 
-def _translated(body: Document) -> Document:
+def translated(body: Document) -> Document:
+    """The same for one whose tokens are to be counted, and that may say less."""
     if body.get("mcp_servers"):
         raise ValueError("mcp_servers are not supported: let the client call them.")
     chat: Document = {name: body[name] for name in (*SAME, *OWN) if name in body}
@@ -102,7 +98,9 @@ def _translated(body: Document) -> Document:
     if "stop_sequences" in body:
         chat["stop"] = body["stop_sequences"]
     messages = _list(body, "messages")
-    said = [*_system(body.get("system", [])), *_flat(map(_messages, messages))]
+    said = _system(body.get("system", []))
+    for message in messages:
+        said += _messages(message)
     chat["messages"] = with_one_system(said)
     if not messages or chat["messages"][-1]["role"] == "assistant":
         raise ValueError("the last message is not the user's: an answer cannot be gone on with.")
@@ -119,10 +117,6 @@ def _list(body: Document, name: str) -> list[Any]:
     if not isinstance(found, list):
         raise ValueError(f"{name} is something else than a list.")
     return found
-
-
-def _flat(parts: Iterator[list[Document]]) -> list[Document]:
-    return [message for part in parts for message in part]
 
 
 def _blocks(content: Any, what: str) -> list[Document]:

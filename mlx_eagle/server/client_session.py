@@ -193,19 +193,10 @@ class ClientSession:
             return
         if self.answer is None:
             return
-        facts = {
-            "temperature": self.args.sampling.temperature,
-            "finish_reason": self._finish_reason,
-        }
-        row = chat_row(
-            self.request,
-            self.prompt,
-            self.answer.tokens,
-            self.generator.model_provider.tokenizer,
-            self.args.chat_template_kwargs or {},
-            facts,
-        )
-        collector.keep(row)
+        args, tokenizer = self.args, self.generator.model_provider.tokenizer
+        facts = {"temperature": args.sampling.temperature, "finish_reason": self._finish_reason}
+        template, tokens = args.chat_template_kwargs or {}, self.answer.tokens
+        collector.keep(chat_row(self.request, self.prompt, tokens, tokenizer, template, facts))
 
     def close(self) -> None:
         """Generate no more for this client."""

@@ -10,7 +10,7 @@ from mlx_lm.utils import _parse_size
 
 from ..commands.flags import add_draft_flags, check_cache_flags, check_draft_flags
 from ..decoding.setup import AUTO
-from ..system.cli_values import Range, check_ranges, flag_of
+from ..system.cli_values import Range, check_ranges
 from .body import MAX_DRAFT_TOKENS, NUMBERS
 from .cache_files import FOLDER_BYTES
 from .collect import COLLECT_BYTES
@@ -154,9 +154,6 @@ RANGES = (
     Range("time_limit", ulp(0.0), MAX_SECONDS, "seconds, more than 0"),
     Range("port", 0, 65535, "1 to 65535, or 0 for a free one"),
 )
-SAMPLING = {"temp": "temperature"} | {
-    name: name for name in ("top_p", "top_k", "min_p", "max_tokens")
-}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -187,8 +184,8 @@ def check_arguments(args: argparse.Namespace) -> None:
             f"--num-draft-tokens is {length}: give at most {MAX_DRAFT_TOKENS}, or auto."
         )
     check_ranges(args, RANGES)
-    for name, field in SAMPLING.items():
-        NUMBERS[field].check(flag_of(name), getattr(args, name))
+    NUMBERS["temperature"].check("--temp", args.temp)
+    NUMBERS["max_tokens"].check("--max-tokens", args.max_tokens)
     if args.pipeline:
         raise ValueError("--pipeline cannot be used here: a pair runs on one machine.")
     if not isinstance(args.chat_template_args, dict):

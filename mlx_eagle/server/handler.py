@@ -93,7 +93,7 @@ ROUTES = {
     "/v1/responses": Route(responses.check, responses.answer, error_event=responses.error_event),
     "/v1/messages": Route(anthropic.check, anthropic.answer, True, *ANTHROPIC),
     "/v1/messages/count_tokens": Route(
-        anthropic.check_count, anthropic.count_tokens, False, *ANTHROPIC
+        anthropic.translated, anthropic.count_tokens, False, *ANTHROPIC
     ),
     "/tokenize": Route(openai.check_tokenize, openai.tokenize, generates=False),
     "/detokenize": Route(openai.check_detokenize, openai.detokenize, generates=False),

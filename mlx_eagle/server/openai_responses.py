@@ -317,6 +317,7 @@ class _Events:
     def __init__(self, response: Document, is_summary: bool, spell: Callable[[int], bytes]):
         """``is_summary``: thoughts go where a client looks for their summary."""
         self._response, self._spell = response, spell
+        self._output: list[Document] = response["output"]
         self._thoughts = SUMMARY if is_summary else THOUGHTS
         self._names = {  # of tools within namespaces, as the client knows them
             _full_name(tool, each): {"namespace": tool["name"], "name": each["name"]}
@@ -366,11 +367,6 @@ class _Events:
         self._response["status"] = "failed"
         self._response["error"] = {"code": code, "message": str(error)}
         return self._event("response.failed", response=self._response)
-
-    @property
-    def _output(self) -> list[Document]:
-        found: list[Document] = self._response["output"]
-        return found
 
     def _event(self, name: str, **fields: Any) -> str:
         data = {"type": name, "sequence_number": self._number} | fields

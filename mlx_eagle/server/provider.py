@@ -38,7 +38,7 @@ class PairProvider(ModelProvider):
     """mlx-lm's provider, with one of our drafters as ``draft_model``.
 
     Unlike mlx-lm's it loads no other model on a client's request: a drafter belongs to its
-    target. ``is_batchable`` says whether the target could decode several sequences at once.
+    target.
     """
 
     def __init__(self, args: Namespace):
@@ -100,8 +100,6 @@ class PairProvider(ModelProvider):
         if model_path is None:
             self.reset()
             self.model, self.tokenizer, drafter = load_demo(dtype=self.cli_args.dtype)
-            caches = make_prompt_cache(self.model)
-            self.is_batchable = all(hasattr(cache, "merge") for cache in caches)
         else:
             check_target(locate(model_path, DEFAULT_ALLOW_PATTERNS))
             super()._load(model_path, adapter_path)
