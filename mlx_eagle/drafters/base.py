@@ -4,9 +4,10 @@ EAGLE heads, MTP layers, a small model and prompt lookup all fit, and the loop t
 what one of them can or cannot do is a member here, never a question of its class.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, cast, runtime_checkable
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -111,8 +112,8 @@ class Drafter(Protocol):
     committed, a drafter has absorbed N - 1 pairs, and nothing that ``propose`` left behind:
     ``propose`` changes nothing that the next ``extend`` does not overwrite.
 
-    Every drafter has a way to do the members up to ``pending``. Those after it tell what it can
-    do beyond that; ``DrafterBase`` answers that it cannot.
+    Every drafter has a way to do the members up to ``propose``. Those after it tell what it can
+    do beyond that; here they answer that it cannot, so derive from this class.
     """
 
     taps: tuple[int, ...]
@@ -121,16 +122,18 @@ class Drafter(Protocol):
     cache: list[Any]
     """mlx-lm caches, one slot per pair, so that the loop can cut surplus rows as the target's."""
 
-    @property
-    def num_forwards(self) -> int:
-        """Forward passes of the draft model since ``begin`` (prefill included)."""
+    num_forwards: int
+    """Forward passes of the draft model since ``begin`` (prefill included)."""
 
+    @abstractmethod
     def begin(self, cache: list[Any] | None = None) -> "Drafter":
         """A drafter for one request, with this one's weights and ``cache`` (None: fresh ones)."""
 
+    @abstractmethod
     def make_cache(self) -> list[Any]:
         """Fresh caches, as mlx-lm's ``make_prompt_cache`` asks a model for them."""
 
+    @abstractmethod
     def extend(
         self, tokens: mx.array, features: mx.array | None, last: mx.array | None = None
     ) -> None:
@@ -143,64 +146,9 @@ class Drafter(Protocol):
         ``save_last_features`` was called.
         """
 
+    @abstractmethod
     def propose(self, size: int, pick: Pick) -> Draft:
         """Draft at most ``size`` >= 1 tokens that may follow the last token absorbed."""
-
-    def modules(self) -> list[nn.Module]:
-        """The modules whose weights are the drafter's own, for the memory report."""
-
-    def save_last_features(self, features: mx.array) -> None:
-        """Keep features (1, F) of the last position in ``cache``, for the next request."""
-
-    def pending(self) -> list[mx.array]:
-        """Arrays the next ``propose`` starts from, so that the loop can have them computed."""
-
-    @property
-    def longest_draft(self) -> int | None:
-        """The most tokens it ever drafts; 0 for none at all, None where there is no limit."""
-
-    @property
-    def cost_key(self) -> str:
-        """What the cost of its rounds depends on, besides ``modules``: equal where that is."""
-
-    def see_target(self, caches: CacheView) -> None:
-        """Look at the target's caches, which hold one slot per pair now; before ``propose``.
-
-        ``caches`` is good until ``propose`` has returned, and only for reading.
-        """
-
-    @property
-    def supports_trees(self) -> bool:
-        """Whether it can propose trees."""
-
-    def check_tree(self, shape: Tree) -> None:
-        """Raise ValueError, before anything is drafted, where it cannot draft that tree."""
-
-    def propose_tree(self, shape: Tree, pick: PickChildren) -> Draft:
-        """Draft a tree that may follow the last token absorbed."""
-
-    def check_embeddings(self, embeddings: mx.array) -> None:
-        """Raise ValueError unless ``extend`` takes embeddings (m, h) in the place of tokens."""
-
-    @property
-    def supports_overlay(self) -> bool:
-        """Whether it can keep drafted slots outside its caches (see ``head_cache.py``)."""
-
-    def use_overlay(self, is_used: bool) -> None:
-        """Keep them there from now on, or in the caches; the drafts are the same."""
-
-    def batch_drafter(self) -> "BatchDrafter | None":
-        """One that drafts for several requests in shared passes, of none yet; None: it cannot."""
-
-    def with_draft_window(self, size: int | None) -> "Drafter":
-        """The same weights with caches of the newest ``size`` slots; None: of all slots."""
-
-    def with_draft_cache(self, draft_cache: str) -> "Drafter":
-        """The same weights, absorbing in another way: "exact" or "lagging"."""
-
-
-class DrafterBase:
-    """Base of drafters: can do nothing that not every ``Drafter`` can."""
 
     def __call__(self, *_args: object, **_kwargs: object) -> NoReturn:
         raise ValueError(
@@ -209,37 +157,50 @@ class DrafterBase:
         )
 
     def modules(self) -> list[nn.Module]:
+        """The modules whose weights are the drafter's own, for the memory report."""
         return []
 
     def save_last_features(self, features: mx.array) -> None:
-        """Nothing to keep: there are no features."""
+        """Keep features (1, F) of the last position in ``cache``, for the next request."""
+        return
 
     def pending(self) -> list[mx.array]:
+        """Arrays the next ``propose`` starts from, so that the loop can have them computed."""
         return []
 
     @property
     def longest_draft(self) -> int | None:
+        """The most tokens it ever drafts; 0 for none at all, None where there is no limit."""
         return None
 
     @property
     def cost_key(self) -> str:
+        """What the cost of its rounds depends on, besides ``modules``: equal where that is."""
         return type(self).__name__
 
     def see_target(self, caches: CacheView) -> None:
-        """It does not look."""
+        """Look at the target's caches, which hold one slot per pair now; before ``propose``.
+
+        ``caches`` is good until ``propose`` has returned, and only for reading.
+        """
+        return
 
     @property
     def supports_trees(self) -> bool:
+        """Whether it can propose trees."""
         return False
 
     def check_tree(self, shape: Tree) -> None:
+        """Raise ValueError, before anything is drafted, where it cannot draft that tree."""
         raise ValueError("this drafter proposes chains only: leave the tree out.")
 
     def propose_tree(self, shape: Tree, pick: PickChildren) -> Draft:
+        """Draft a tree that may follow the last token absorbed."""
         self.check_tree(shape)
         raise NotImplementedError
 
     def check_embeddings(self, embeddings: mx.array) -> None:
+        """Raise ValueError unless ``extend`` takes embeddings (m, h) in the place of tokens."""
         raise ValueError(
             "this drafter reads tokens, and input_embeddings have none: use an EAGLE head or an "
             "MTP layer alone, or no draft model."
@@ -247,32 +208,37 @@ class DrafterBase:
 
     @property
     def supports_overlay(self) -> bool:
+        """Whether it can keep drafted slots outside its caches (see ``head_cache.py``)."""
         return False
 
     def use_overlay(self, is_used: bool) -> None:
-        """Drafted slots, if there are any, are always in its caches."""
+        """Keep them there from now on, or in the caches; the drafts are the same."""
+        return
 
     def batch_drafter(self) -> "BatchDrafter | None":
+        """One that drafts for several requests in shared passes, of none yet; None: it cannot."""
         return None
 
-    def with_draft_window(self, size: int | None) -> Drafter:
+    def with_draft_window(self, size: int | None) -> "Drafter":
+        """The same weights with caches of the newest ``size`` slots; None: of all slots."""
         if size is not None:
             raise ValueError(
                 "a draft window is for EAGLE heads and heads of blocks, and this is another "
                 "drafter: leave it out."
             )
-        return cast(Drafter, self)
+        return self
 
-    def with_draft_cache(self, draft_cache: str) -> Drafter:
+    def with_draft_cache(self, draft_cache: str) -> "Drafter":
+        """The same weights, absorbing in another way: "exact" or "lagging"."""
         if draft_cache != "exact":
             raise ValueError(
                 "a lagging draft cache is for EAGLE heads that draft step by step: leave it out "
                 "here."
             )
-        return cast(Drafter, self)
+        return self
 
 
-class NullDrafter(DrafterBase):
+class NullDrafter(Drafter):
     """A ``Drafter`` that absorbs nothing and proposes nothing.
 
     ``num_forwards`` are those of a drafter in whose place it comes.

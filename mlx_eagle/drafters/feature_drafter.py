@@ -9,10 +9,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
-from .base import Draft, DrafterBase, Pick, check_width
+from .base import Draft, Drafter, Pick, check_width
 
 
-class FeatureDrafter(DrafterBase):
+class FeatureDrafter(Drafter):
     """A ``Drafter`` around a head that continues the target's activations.
 
     Slot t of the head's caches is (embedding of the token at t + 1, features of position t).

@@ -17,7 +17,7 @@ import mlx.nn as nn
 
 from ..target.cache_view import CacheView
 from .acceptance_stats import Acceptance
-from .base import Draft, Drafter, DrafterBase, Pick, PickChildren, empty_draft, index_of
+from .base import Draft, Drafter, Pick, PickChildren, empty_draft, index_of
 from .folder import LoadOptions
 from .tree import Tree
 
@@ -52,7 +52,7 @@ class NgramIndex:
         return 0, []
 
 
-class LookupDrafter(DrafterBase):
+class LookupDrafter(Drafter):
     """A ``Drafter`` that proposes what followed the last n tokens where they occurred before.
 
     n goes from ``max_ngram`` down to ``min_ngram``; where nothing occurred, the draft is
@@ -120,7 +120,7 @@ COPY_RISE = 0.25  # and what each token more of a match takes off its chance to 
 CUT = 0.25  # of the chance that the last token asked for has in all rounds: less is left out
 
 
-class CopyingDrafter(DrafterBase):
+class CopyingDrafter(Drafter):
     """A ``Drafter`` around another one that copies from the text in its stead.
 
     It does where no fewer tokens of a copy are expected to be kept. Either draft ends where its
@@ -148,7 +148,7 @@ class CopyingDrafter(DrafterBase):
         self._caches: CacheView | None = None
 
     @property
-    def num_forwards(self) -> int:
+    def num_forwards(self) -> int:  # type: ignore[override]
         """The other drafter's."""
         return self.drafter.num_forwards
 

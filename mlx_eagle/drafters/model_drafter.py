@@ -12,7 +12,7 @@ from mlx_lm.utils import load as load_model
 from ..system.device import set_precision
 from ..target.masks_and_ropes import evaluate_ropes, exact_masks
 from ..target.rollback import Checkpoint, check_supported
-from .base import Draft, DrafterBase, Pick, index_of, start_early
+from .base import Draft, Drafter, Pick, index_of, start_early
 from .folder import LoadOptions
 from .target_parts import find_embedding, sizes_of
 
@@ -22,7 +22,7 @@ SAME_TOKENS = 0.99
 """Share of the target's vocabulary that the draft model's must spell in the same way."""
 
 
-class ModelDrafter(DrafterBase):
+class ModelDrafter(Drafter):
     """A ``Drafter`` around a model with the target's vocabulary.
 
     The model sees every token, the first of a request included, so its caches hold a position

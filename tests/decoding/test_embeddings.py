@@ -14,7 +14,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.utils import does_model_support_input_embeddings
 
 import mlx_eagle
-from mlx_eagle.drafters.base import Drafter, DrafterBase
+from mlx_eagle.drafters.base import Drafter
 from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.drafters.model_drafter import ModelDrafter
 from mlx_eagle.drafters.target_parts import find_embedding
@@ -24,7 +24,7 @@ GEMMA = tiny_gemma3()
 FED = {
     name: pair
     for name, pair in PAIRS.items()
-    if type(pair[1]).check_embeddings is not DrafterBase.check_embeddings
+    if type(pair[1]).check_embeddings is not Drafter.check_embeddings
     and does_model_support_input_embeddings(pair[0])
 }
 FED["gemma 3, which scales them"] = GEMMA, tiny_head(GEMMA)

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_eagle
 from mlx_eagle import convert as converter
-from mlx_eagle.drafters.base import Draft, DrafterBase, NullDrafter
+from mlx_eagle.drafters.base import Draft, Drafter, NullDrafter
 from mlx_eagle.drafters.kinds import KINDS, is_converted, load_drafter, recognise
 from mlx_eagle.target.cache_view import CacheView
 
@@ -164,7 +164,7 @@ def test_decoding_and_batch_know_no_kind():
 TARGETS = {"llama": LLAMA, "gemma 3": tiny_gemma3()}
 
 
-class Onlooker(DrafterBase):
+class Onlooker(Drafter):
     """Drafts nothing of use, and remembers the target's keys and values that it saw."""
 
     taps, num_forwards = (), 0

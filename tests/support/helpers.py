@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 import mlx_eagle
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.decoding.stats import Stats
-from mlx_eagle.drafters.base import Draft, DrafterBase
+from mlx_eagle.drafters.base import Draft, Drafter
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.eagle3 import Eagle3Drafter, EagleDrafter, ParallelDrafter
 from mlx_eagle.drafters.head import Eagle3Head
@@ -244,7 +244,7 @@ def truth_of(model: nn.Module, make_cache: Callable, num_tokens: int, **options)
     return Truth(PROMPT + text, made, left_in(model, cache))
 
 
-class ScriptedDrafter(DrafterBase):
+class ScriptedDrafter(Drafter):
     """Proposes the true continuation, broken where the script says.
 
     ``script(round, size)`` is the number of right tokens at the front of that round's draft.

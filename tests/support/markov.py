@@ -9,7 +9,7 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.decoding.stats import Stats
-from mlx_eagle.drafters.base import Draft, DrafterBase
+from mlx_eagle.drafters.base import Draft, Drafter
 from mlx_eagle.drafters.tree import StaticTree, parse_tree
 
 VOCAB = 5
@@ -36,7 +36,7 @@ class MarkovModel(nn.Module):
         return mx.softmax(self.table / temp, axis=-1).tolist()
 
 
-class MarkovDrafter(DrafterBase):
+class MarkovDrafter(Drafter):
     """Drafts from a Markov chain of its own, over part of the vocabulary."""
 
     taps = ()
