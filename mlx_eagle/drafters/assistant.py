@@ -216,20 +216,11 @@ class AssistantDrafter(FeatureDrafter):
         self._sources = sources(head.config, text)
         self._embed, _ = find_embedding(target)
         self._scale: float = text.model.embed_scale
-        super().__init__(head, (len(target.layers) + 1,), 0)
+        super().__init__(head, (len(target.layers) + 1,), 0, head.config.target_hidden_size)
         self._rows: Rows = {}
         self._position = 0
         evaluate_ropes(head)
         mx.eval(head.parameters())
-
-    @property
-    def width(self) -> int:
-        """The target's hidden size."""
-        return self.head.config.target_hidden_size
-
-    @property
-    def dtype(self) -> mx.Dtype:
-        return self.head.norm.weight.dtype
 
     def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
         """The seed is the newest token's embedding beside the state before it, (1, 2H)."""
@@ -268,7 +259,7 @@ class AssistantDrafter(FeatureDrafter):
         for _ in range(size):
             logits, state = self.head(joined.astype(self.dtype), rows, self._position)
             self.num_forwards += 1
-            tokens.append(pick(logits, None).astype(mx.int32))
+            tokens.append(self.choose(logits, pick))
             if len(tokens) < size:
                 start_early(tokens[-1], size)
                 joined = self._joined(tokens[-1], state)

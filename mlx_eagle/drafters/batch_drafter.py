@@ -36,36 +36,34 @@ class HeadBatchDrafter:
         self._own = drafter
         self._caches = RaggedCaches()
         # What drafts start from: states (B, h), and the logits (B, Vd) after them.
-        self._start: tuple[mx.array, mx.array] | None = None
+        self._start: list[mx.array] = []
 
     def num_forwards(self, index: int) -> int:
         return self._num_forwards - self._joined[index]
 
     def join(self, drafter: Drafter) -> None:
-        if own := drafter.pending():
-            state, logits = own
-            if self._start is not None:
-                others, their_logits = self._start
-                state = mx.concatenate([others, state])
-                logits = mx.concatenate([their_logits, logits])
-            self._start = state, logits
+        if own := self._start_of(drafter):
+            if self._start:
+                own = [mx.concatenate(list(pair)) for pair in zip(self._start, own, strict=True)]
+            self._start = own
         self._caches.join(drafter.cache[:-1])
         self._joined.append(self._num_forwards)
 
     def keep(self, index: list[int]) -> None:
-        if self._start is not None:
-            places, (states, logits) = mx.array(index, mx.int32), self._start
-            self._start = (states[places], logits[places]) if index else None
+        places = mx.array(index, mx.int32)
+        self._start = [array[places] for array in self._start] if index else []
         self._caches.keep(index)
         self._joined = [self._joined[b] for b in index]
 
     def extract(self, index: int) -> Drafter:
         drafter = self._own.begin([*self._caches.extract(index), KVCache()])
-        if self._start is not None:
-            place = mx.array([index])
-            states, logits = self._start
-            drafter.start_from(states[place], logits[place])
+        if self._start:
+            drafter.start_from(*(array[mx.array([index])] for array in self._start))
         return drafter
+
+    def _start_of(self, drafter: Drafter) -> list[mx.array]:
+        """What one request's drafts start from, (1, ...) each; [] before its first token."""
+        return drafter.pending()
 
     def see_target(self, caches: Callable[[int], CacheView]) -> None:
         """A head has no use for them."""
@@ -75,22 +73,22 @@ class HeadBatchDrafter:
 
         ModelOpt's parallel heads, where the head has some, say the last tokens without one.
         """
-        assert self._start is not None, "every request has absorbed its first token"
+        assert self._start, "every request has absorbed its first token"
         batch = len(self._caches.rows.lengths)
         num_steps = max(1, size - self._own.num_parallel_heads)
         states, logits = self._start
-        tokens = [self._choose(logits, picks)]
+        tokens = [self._own.choose(logits, picks.pick)]
         before = self._caches.rows.lengths
         try:
             for _ in range(num_steps - 1):
                 start_early(tokens[-1], size)
                 states = self._forward(tokens[-1][:, None], states[:, None])[:, 0]
                 self._caches.advance([1] * batch)
-                tokens.append(self._choose(self._own.logits(states), picks))
+                tokens.append(self._own.choose(self._own.logits(states), picks.pick))
         finally:
             self._caches.rows.set(before)
         for i in range(size - num_steps):
-            tokens.append(self._choose(self._own.parallel_logits(states, i), picks))
+            tokens.append(self._own.choose(self._own.parallel_logits(states, i), picks.pick))
         return mx.stack(tokens, axis=1), [size] * batch
 
     def extend(
@@ -108,25 +106,19 @@ class HeadBatchDrafter:
             starts = states[:, -1]
         else:
             starts = mx.take_along_axis(states, last[:, None, None], axis=1)[:, 0]
-        self._start = starts, self._own.logits(starts)
+        self._start = [starts, self._own.logits(starts)]
 
     def advance(self, kept: list[int]) -> None:
         self._caches.advance(kept)
 
     def pending(self) -> list[mx.array]:
         """States and the first tokens' logits."""
-        return list(self._start or ())
+        return list(self._start)
 
     def _forward(self, tokens: mx.array, states: mx.array) -> mx.array:
         """Tokens (B, m) and states (B, m, h) -> (B, m, h), behind what is kept."""
         self._num_forwards += 1
         return self._own.run(tokens, states, self._caches.open())
-
-    def _choose(self, logits: mx.array, picks: Picks) -> mx.array:
-        """The choices among logits (B, Vd), as target ids (B,) int32."""
-        ids = self._own.to_target
-        index = picks.pick(logits, ids)
-        return (index if ids is None else ids[index]).astype(mx.int32)
 
 
 class SequentialDrafter:

@@ -8,7 +8,7 @@ each. Keys and values of the block do not stay.
     block                      P, P + 1 .. P + k     the newest token, then masks
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +19,10 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.rope_utils import initialize_rope
 
-from ..target.cache_view import CacheView
 from ..target.masks_and_ropes import evaluate_ropes
-from ..target.ragged import RaggedCache, RaggedCaches
+from ..target.ragged import RaggedCache
 from .base import Draft, Drafter, Pick, Picks
+from .batch_drafter import HeadBatchDrafter
 from .block_config import BlockConfig, bare_name, check_fit, config_from, known_tensors
 from .feature_drafter import FeatureDrafter
 from .folder import (
@@ -217,20 +217,12 @@ class DFlashDrafter(FeatureDrafter):
 
         ``to_target`` (Vd,) are the target ids of the draft's, None where they are the same.
         """
-        self._embed, self._project, self._to_target = embed, project, to_target
-        super().__init__(head, head.config.taps, len(head.layers))
-        self._mask = embed(mx.array([head.config.mask_token_id]))
+        self._embed, self._project, self.to_target = embed, project, to_target
+        c = head.config
+        super().__init__(head, c.taps, len(head.layers), len(c.taps) * c.hidden_size)
+        self._mask = embed(mx.array([c.mask_token_id]))
         evaluate_ropes(head)
         mx.eval(self._mask, to_target, head.parameters())
-
-    @property
-    def width(self) -> int:
-        """The taps side by side."""
-        return len(self.taps) * self.head.config.hidden_size
-
-    @property
-    def dtype(self) -> mx.Dtype:
-        return self.head.dtype
 
     @property
     def longest_draft(self) -> int:
@@ -277,9 +269,7 @@ class DFlashDrafter(FeatureDrafter):
         self.num_forwards += 1
         for cache in self.cache[:-1]:
             cache.trim(block.shape[1])
-        tokens = self.read(
-            states[:, self.head.config.first_slot :], anchor, lambda x: pick(x, self._to_target)
-        )
+        tokens = self.read(states[:, self.head.config.first_slot :], anchor, pick)
         return Draft(mx.concatenate(tokens))
 
     def block_after(self, anchors: mx.array, size: int) -> mx.array:
@@ -288,15 +278,13 @@ class DFlashDrafter(FeatureDrafter):
         shape = (anchors.shape[0], num_masks, anchors.shape[2])
         return mx.concatenate([anchors, mx.broadcast_to(self._mask, shape)], axis=1)
 
-    def read(
-        self, states: mx.array, anchors: mx.array, choose: Callable[[mx.array], mx.array]
-    ) -> list[mx.array]:
+    def read(self, states: mx.array, anchors: mx.array, pick: Pick) -> list[mx.array]:
         """The drafted tokens (B,), slot by slot, from the states (B, k, h) of their slots.
 
-        ``choose`` gives the choice among logits (B, Vd); ``anchors`` (B,) are the tokens before.
+        ``pick`` chooses among logits (B, Vd); ``anchors`` (B,) are the tokens before.
         """
         rows = self.logits(states)
-        return [self._to_ids(choose(rows[:, slot])) for slot in range(rows.shape[1])]
+        return [self.choose(rows[:, slot], pick) for slot in range(rows.shape[1])]
 
     def logits(self, states: mx.array) -> mx.array:
         return self._capped(self._project(states), self.head.config.logit_softcap)
@@ -305,58 +293,27 @@ class DFlashDrafter(FeatureDrafter):
     def _capped(logits: mx.array, cap: float | None) -> mx.array:
         return logits if cap is None else cap * mx.tanh(logits / cap)
 
-    def _to_ids(self, index: mx.array) -> mx.array:
-        """Draft-vocabulary indices as target ids, int32."""
-        return (index if self._to_target is None else self._to_target[index]).astype(mx.int32)
-
     def batch_drafter(self) -> "BlockBatchDrafter":
         return BlockBatchDrafter(self)
 
 
-class BlockBatchDrafter:
-    """Drafts for B requests in one forward of the head, on ragged caches."""
+class BlockBatchDrafter(HeadBatchDrafter):
+    """Drafts for B requests in one forward of the head; they start from the newest tokens (B,)."""
 
-    def __init__(self, drafter: DFlashDrafter):
-        self._drafter = drafter
-        self._caches = RaggedCaches()
-        self._num_forwards = 0
-        self._joined: list[int] = []
-        self._anchors: mx.array | None = None  # (B,)
+    _own: DFlashDrafter
 
-    def num_forwards(self, index: int) -> int:
-        return self._num_forwards - self._joined[index]
-
-    def join(self, drafter: Drafter) -> None:
-        if own := drafter.pending():
-            before = [] if self._anchors is None else [self._anchors]
-            self._anchors = mx.concatenate([*before, own[0].astype(mx.int32)])
-        self._caches.join(drafter.cache[:-1])
-        self._joined.append(self._num_forwards)
-
-    def keep(self, index: list[int]) -> None:
-        if self._anchors is not None:
-            self._anchors = self._anchors[mx.array(index, mx.int32)] if index else None
-        self._caches.keep(index)
-        self._joined = [self._joined[b] for b in index]
-
-    def extract(self, index: int) -> Drafter:
-        drafter = self._drafter.begin([*self._caches.extract(index), KVCache()])
-        if self._anchors is not None:
-            drafter.start_from(self._anchors[index : index + 1], mx.zeros((0,)))
-        return drafter
-
-    def see_target(self, caches: Callable[[int], CacheView]) -> None:
-        """It has no use for them."""
+    def _start_of(self, drafter: Drafter) -> list[mx.array]:
+        return [token.astype(mx.int32) for token in drafter.pending()[:1]]
 
     def propose(self, size: int, picks: Picks) -> tuple[mx.array, list[int]]:
-        own, anchors = self._drafter, self._anchors
-        assert anchors is not None, "every request has absorbed its first token"
+        own = self._own
+        assert self._start, "every request has absorbed its first token"
+        (anchors,) = self._start
         size = min(size, own.longest_draft)
         block = own.block_after(own._embed(anchors[:, None]), size)
         states = own.head(block, self._caches.open())
         self._num_forwards += 1
-        first = own.head.config.first_slot
-        tokens = own.read(states[:, first:], anchors, lambda x: picks.pick(x, own._to_target))
+        tokens = own.read(states[:, own.head.config.first_slot :], anchors, picks.pick)
         return mx.stack(tokens, axis=1), [size] * len(self._joined)
 
     def extend(
@@ -364,29 +321,20 @@ class BlockBatchDrafter:
         tokens: mx.array,
         features: mx.array | None,
         last: mx.array | None = None,
-        num_rows: Collection[int] | None = None,
+        num_rows: Sequence[int] | None = None,
     ) -> None:
         """All rows are absorbed, and none counts yet."""
         assert features is not None
-        self._drafter.head.absorb(features, self._caches.open())
+        self._own.head.absorb(features, self._caches.open())
         if last is None:
-            self._anchors = tokens[:, -1]
+            self._start = [tokens[:, -1]]
         else:
-            self._anchors = mx.take_along_axis(tokens, last[:, None], axis=1)[:, 0]
-
-    def advance(self, kept: list[int]) -> None:
-        self._caches.advance(kept)
+            self._start = [mx.take_along_axis(tokens, last[:, None], axis=1)[:, 0]]
 
     def pending(self) -> list[mx.array]:
         """The newest tokens, and the context's keys and values."""
-        if self._anchors is None:
-            return []
-        return [self._anchors, *(a for cache in self._caches.layers for a in _arrays(cache))]
-
-
-def _arrays(cache: Any) -> list[mx.array]:
-    arrays: list[mx.array] = cache.state
-    return arrays
+        caches: list[Any] = list(self._caches.layers) if self._start else []
+        return [*self._start, *(array for cache in caches for array in cache.state)]
 
 
 def is_block_head(names: Collection[str], having: str | tuple[str, ...] = "") -> bool:

@@ -4,7 +4,7 @@ A DFlash head whose sublayers mix each slot with the ones before it, by kernels 
 what they are fed. In each slot the most likely tokens are scored once more, by the token before.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from mlx_lm.models.cache import KVCache
 
 from ..system.json_schema import Table, number_above, whole
 from ..target.ragged import RaggedCache
+from .base import Pick
 from .block_config import (
     OWN,
     BlockConfig,
@@ -146,9 +147,7 @@ class DFlash2Drafter(DFlashDrafter):
         c = self.head.config
         return self._capped(self._project(states) * c.output_multiplier, c.logit_softcap)
 
-    def read(
-        self, states: mx.array, anchors: mx.array, choose: Callable[[mx.array], mx.array]
-    ) -> list[mx.array]:
+    def read(self, states: mx.array, anchors: mx.array, pick: Pick) -> list[mx.array]:
         """Slot by slot among its candidates, each with the token chosen in the slot before."""
         logits, before = self.logits(states).astype(mx.float32), anchors
         num_candidates = min(self.head.config.top_k, logits.shape[-1])
@@ -160,7 +159,7 @@ class DFlash2Drafter(DFlashDrafter):
             scores = mx.take_along_axis(row, candidates, axis=-1)
             scores = scores + self.head.candidate_selector(before, states[:, slot], candidates)
             only = mx.put_along_axis(mx.full(row.shape, -mx.inf), candidates, scores, axis=-1)
-            before = self._to_ids(choose(only))
+            before = self.choose(only, pick)
             tokens.append(before)
         return tokens
 

@@ -4,7 +4,7 @@ A DFlash head, and a small matrix by which the logits of each slot depend on the
 So a draft is one forward of the head, and as many rows of that matrix.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from mlx_lm.models.cache import KVCache
 
 from ..system.json_schema import BOOL, Table, one_of, whole
 from ..target.ragged import RaggedCache
+from .base import Pick
 from .block_config import (
     OWN,
     BlockConfig,
@@ -152,15 +153,13 @@ class DSparkDrafter(DFlashDrafter):
 
     head: DSparkHead
 
-    def read(
-        self, states: mx.array, anchors: mx.array, choose: Callable[[mx.array], mx.array]
-    ) -> list[mx.array]:
+    def read(self, states: mx.array, anchors: mx.array, pick: Pick) -> list[mx.array]:
         """Slot by slot, each with the token chosen in the slot before."""
         rows, before = self.logits(states), anchors
         carried, tokens = self.head.markov_head.start(rows.shape[0]), []
         for slot in range(rows.shape[1]):
             added, carried = self.head.markov_head(before, states[:, slot], carried)
-            before = self._to_ids(choose(rows[:, slot] + added))
+            before = self.choose(rows[:, slot] + added, pick)
             tokens.append(before)
         return tokens
 

@@ -71,7 +71,8 @@ class EagleDrafter(FeatureDrafter):
         self.draft_window = draft_window
         self._embed = embed
         self.to_target = to_target
-        super().__init__(head, taps, len(head.layers))
+        width = head.config.num_aux * head.config.target_hidden_size
+        super().__init__(head, taps, len(head.layers), width)
         # Arrays that are no parameters: nobody else computes them before another thread asks.
         evaluate_ropes(head)
         mx.eval(to_target)
@@ -80,11 +81,6 @@ class EagleDrafter(FeatureDrafter):
     def cost_key(self) -> str:
         window = "" if self.draft_window is None else f" window {self.draft_window}"
         return super().cost_key + window
-
-    @property
-    def width(self) -> int:
-        """The taps side by side."""
-        return self.head.config.num_aux * self.head.config.target_hidden_size
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -115,14 +111,6 @@ class EagleDrafter(FeatureDrafter):
 
     def parallel_logits(self, states: mx.array, index: int) -> mx.array:
         return self.head.parallel_logits(states, index)
-
-    def _choose(self, logits: mx.array, pick: Pick) -> mx.array:
-        """The choice among logits (1, Vd), as a target id (1,) int32."""
-        return self._to_ids(pick(logits, self.to_target))
-
-    def _to_ids(self, index: mx.array) -> mx.array:
-        """Draft-vocabulary indices (m,) as target ids (m,) int32."""
-        return (index if self.to_target is None else self.to_target[index]).astype(mx.int32)
 
     def _count(self, num_slots: int) -> None:
         """Count a forward over that many new slots; warn once where they lead too far."""
@@ -205,13 +193,13 @@ class Eagle3Drafter(EagleDrafter):
         states = self._seed
         base = self._position() if self.lagging else self.cache[0].offset
         num_steps = max(1, size - self.num_parallel_heads)
-        tokens, drafting = [self._choose(self._first, pick)], self._begin_draft()
+        tokens, drafting = [self.choose(self._first, pick)], self._begin_draft()
         for i in range(num_steps - 1):
             start_early(tokens[-1], size)
             states = self._forward(tokens[-1], states, base + i, cache=drafting)
-            tokens.append(self._choose(self.logits(states), pick))
+            tokens.append(self.choose(self.logits(states), pick))
         for i in range(size - num_steps):
-            tokens.append(self._choose(self.parallel_logits(states, i), pick))
+            tokens.append(self.choose(self.parallel_logits(states, i), pick))
         self._end_draft(num_steps - 1)
         return Draft(mx.concatenate(tokens))
 
@@ -231,7 +219,7 @@ class Eagle3Drafter(EagleDrafter):
             visible = mx.concatenate([visible[rows], each_itself(num)], axis=1)
             mask = mx.concatenate([mx.ones((num, num_before), mx.bool_), visible], axis=1)
             positions = mx.full((num,), base + level, mx.int32)
-            states = self._forward(self._to_ids(picked), states[rows], positions, mask, drafting)
+            states = self._forward(self.to_ids(picked), states[rows], positions, mask, drafting)
             level += 1
             return self.logits(states)
 
@@ -241,7 +229,7 @@ class Eagle3Drafter(EagleDrafter):
         grown = shape.grow(self._first, step, branch)
         self._end_draft(visible.shape[1])
         form = shape.parents if isinstance(shape, StaticTree) else None
-        return Draft(self._to_ids(grown.ids), grown.parents, shape.depth, form, grown.draw_index)
+        return Draft(self.to_ids(grown.ids), grown.parents, shape.depth, form, grown.draw_index)
 
     def batch_drafter(self) -> HeadBatchDrafter | None:
         by_length = any(isinstance(rope, BY_LENGTH) for rope in find_ropes(self.head))
@@ -393,7 +381,7 @@ class ParallelDrafter(EagleDrafter):
             masked = self._forward(*none, mx.array(-1), size - 1)
             logits = mx.concatenate([logits[:1], self.logits(masked)], axis=0)
         rows = mx.split(logits[:size], size, axis=0)
-        return Draft(mx.concatenate([self._choose(row, pick) for row in rows]))
+        return Draft(mx.concatenate([self.choose(row, pick) for row in rows]))
 
     def _forward(
         self, embeddings: mx.array, states: mx.array, last: mx.array, num_masked: int

@@ -20,25 +20,28 @@ class FeatureDrafter(Drafter):
     features of the last position, whose token's successor is not known yet.
     """
 
-    def __init__(self, head: nn.Module, taps: tuple[int, ...], num_layers: int):
-        """``num_layers`` is how many caches the head's layers need."""
+    def __init__(self, head: nn.Module, taps: tuple[int, ...], num_layers: int, width: int):
+        """``num_layers`` is how many caches the head's layers need.
+
+        ``width`` is F: how wide the features (m, F) are that it is fed.
+        """
         self.head = head
         self.taps = taps
+        self.width = width
         self._num_layers = num_layers
         self._start(self.make_cache())
 
     _embed: Callable[[mx.array], mx.array]
     """Maps tokens (m,) to (m, h)."""
 
-    @property
-    @abstractmethod
-    def width(self) -> int:
-        """F: how wide the features (m, F) are that it is fed."""
+    to_target: mx.array | None = None
+    """Target id of every draft id, (Vd,); None where they are the same."""
 
     @property
-    @abstractmethod
     def dtype(self) -> mx.Dtype:
         """The type that the head computes in."""
+        dtype: mx.Dtype = self.head.norm.weight.dtype
+        return dtype
 
     @abstractmethod
     def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
@@ -60,9 +63,6 @@ class FeatureDrafter(Drafter):
     def run(self, tokens: mx.array, states: mx.array, caches: list[Any]) -> mx.array:
         """One forward of the head over tokens (B, m) and states (B, m, h) -> (B, m, h)."""
         raise NotImplementedError
-
-    to_target: mx.array | None = None
-    """Target id of every draft id, (Vd,); None where they are the same."""
 
     @property
     def num_parallel_heads(self) -> int:
@@ -93,9 +93,9 @@ class FeatureDrafter(Drafter):
         self._seed = mx.zeros((0,))  # the state that a draft starts from
         self._first = mx.zeros((0,))  # the logits after it: of the first draft token
 
-    def start_from(self, seed: mx.array, first: mx.array) -> None:
+    def start_from(self, seed: mx.array, first: mx.array | None = None) -> None:
         """Draft from where another has absorbed what ``cache`` holds: its ``pending``."""
-        self._seed, self._first = seed, first
+        self._seed, self._first = seed, mx.zeros((0,)) if first is None else first
 
     def make_cache(self) -> list[Any]:
         return [KVCache() for _ in range(self._num_layers + 1)]
@@ -126,6 +126,14 @@ class FeatureDrafter(Drafter):
     def _embedded(self, tokens: mx.array) -> mx.array:
         """Embeddings (m, h) of tokens (m,); or what was given in their place, as it is."""
         return tokens if tokens.ndim == 2 else self._embed(tokens)
+
+    def choose(self, logits: mx.array, pick: Pick) -> mx.array:
+        """The choices among logits (m, Vd), as target ids (m,) int32."""
+        return self.to_ids(pick(logits, self.to_target))
+
+    def to_ids(self, index: mx.array) -> mx.array:
+        """Draft-vocabulary indices (m,) as target ids (m,) int32."""
+        return (index if self.to_target is None else self.to_target[index]).astype(mx.int32)
 
     def save_last_features(self, features: mx.array) -> None:
         """Features (1, F)."""

@@ -166,7 +166,8 @@ class MTPDrafter(FeatureDrafter):
         self._embed = embedding
         self._project: Callable[[mx.array], mx.array] = lm_head_of(target, embedding)
         self._num_target_layers = len(target.layers)
-        super().__init__(head, (self._num_target_layers + 1,), len(head.make_cache()))
+        taps, width = (self._num_target_layers + 1,), int(head.norm.weight.size)
+        super().__init__(head, taps, len(head.make_cache()), width)
         self.take_states(head.state_normed)
         evaluate_ropes(head)
 
@@ -177,16 +178,6 @@ class MTPDrafter(FeatureDrafter):
 
     def make_cache(self) -> list[Any]:
         return [*self.head.make_cache(), KVCache()]
-
-    @property
-    def width(self) -> int:
-        """The target's hidden size."""
-        return int(self.head.norm.weight.size)
-
-    @property
-    def dtype(self) -> mx.Dtype:
-        dtype: mx.Dtype = self.head.norm.weight.dtype
-        return dtype
 
     def batch_drafter(self) -> BatchDrafter | None:
         return HeadBatchDrafter(self)
@@ -209,11 +200,11 @@ class MTPDrafter(FeatureDrafter):
 
     def propose(self, size: int, pick: Pick) -> Draft:
         """A chain of ``size`` tokens: one forward for each but the first."""
-        states, tokens = self._seed, [self._next(self._first, pick)]
+        states, tokens = self._seed, [self.choose(self._first, pick)]
         for _ in range(size - 1):
             start_early(tokens[-1], size)
             states = self._forward(tokens[-1], states)
-            tokens.append(self._next(self.logits(states), pick))
+            tokens.append(self.choose(self.logits(states), pick))
         self._drop(self.cache[:-1], size - 1)
         return Draft(mx.concatenate(tokens))
 
@@ -268,10 +259,6 @@ class MTPDrafter(FeatureDrafter):
         self.num_forwards += 1
         made: mx.array = self.head(self._embedded(tokens)[None], states[None], self.cache[:-1])
         return made[0]
-
-    def _next(self, logits: mx.array, pick: Pick) -> mx.array:
-        """The choice from logits (1, V), as a token (1,) int32."""
-        return pick(logits, None).astype(mx.int32)
 
 
 class SteppedMTPDrafter(MTPDrafter):
@@ -330,11 +317,11 @@ class SteppedMTPDrafter(MTPDrafter):
         Layer j advances j slots, whose tokens were drafted by those before.
         """
         size = min(size, self.longest_draft)
-        tokens, passed = [self._next(self._first, pick)], self._seed[:0]
+        tokens, passed = [self.choose(self._first, pick)], self._seed[:0]
         for index in range(1, size):
             start_early(tokens[-1], size)
             states = mx.concatenate([self._seed[index : index + 1], passed])
             made, passed = self._advance(index, mx.concatenate(tokens), states)
-            tokens.append(self._next(self._logits_of(index, made[-1:]), pick))
+            tokens.append(self.choose(self._logits_of(index, made[-1:]), pick))
             self.cache[index].trim(index)
         return Draft(mx.concatenate(tokens))
