@@ -30,7 +30,6 @@ from ..system.json_schema import (
 from ..target.cache_view import CacheView
 from ..target.masks_and_ropes import evaluate_ropes
 from .base import Draft, Pick, start_early
-from .dflash import check_tensors
 from .feature_drafter import FeatureDrafter
 from .folder import (
     PACKING,
@@ -38,6 +37,7 @@ from .folder import (
     LoadOptions,
     PublishedTensor,
     Tensors,
+    check_tensors,
     fill,
     quantize_as_stored,
     quantize_now,

@@ -11,8 +11,9 @@ each. Keys and values of the block do not stay.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,12 +24,21 @@ from ..target.masks_and_ropes import evaluate_ropes
 from ..target.ragged import RaggedCache
 from .base import Draft, Drafter, Pick, Picks
 from .batch_drafter import HeadBatchDrafter
-from .block_config import BlockConfig, bare_name, check_fit, config_from, known_tensors
+from .block_config import (
+    BlockConfig,
+    bare_name,
+    check_fit,
+    config_from,
+    known_tensors,
+    readings,
+)
 from .feature_drafter import FeatureDrafter
 from .folder import (
+    Kind,
     LoadOptions,
+    PublishedTensor,
     Tensors,
-    fault_in,
+    check_tensors,
     fill,
     quantize_as_stored,
     quantize_now,
@@ -46,8 +56,6 @@ from .target_parts import (
 )
 
 Caches = list[KVCache] | list[RaggedCache]
-C = TypeVar("C", bound=BlockConfig)
-H = TypeVar("H", bound="DFlashHead")
 
 
 def visible(
@@ -162,6 +170,9 @@ class DFlashHead(nn.Module):
     """Weights of a DFlash head: what it makes of the context, and of a block behind it."""
 
     never_quantized: tuple[str, ...] = ()
+    """How the paths of matrices end that stay floats."""
+    for_float16 = mx.float16
+    """The type it computes in for a target in float16."""
 
     def __init__(self, config: BlockConfig):
         super().__init__()
@@ -347,36 +358,47 @@ def is_block_head(names: Collection[str], having: str | tuple[str, ...] = "") ->
     return needed <= bare and any(name.startswith(having) for name in bare)
 
 
-def recognise(names: Collection[str], config: Mapping[str, Any]) -> bool:
-    """By its norms; those of its kin that have more are asked before."""
-    return is_block_head(names)
+def block_kind(
+    title: str,
+    classes: tuple[type[BlockConfig], type[DFlashHead], type[DFlashDrafter]],
+    config_from: Callable[[Mapping[str, PublishedTensor], Mapping[str, Any]], BlockConfig],
+    having: str = "",
+    tensors_of: Callable[[Tensors], Mapping[str, PublishedTensor]] = known_tensors,
+) -> Kind:
+    """The row of such heads in the table of kinds, by the classes of config, head and drafter.
+
+    ``having`` is as in ``is_block_head``. ``tensors_of`` gives the published tensors the names of
+    our modules, and ``config_from`` reads of them and the published config what they come to.
+    """
+    make_config, make_head, _ = classes
+
+    def convert(tensors: Tensors, config: Mapping[str, Any]) -> tuple[dict[str, Any], Tensors]:
+        found = tensors_of(tensors)
+        made = config_from(found, config)
+        check_tensors(make_head(made), found)
+        return made.to_dict(), found
+
+    return Kind(
+        title,
+        partial(load, classes),
+        lambda names, _: is_block_head(names, having),
+        convert,
+        readings=readings,
+        never_quantized=tuple(f"{path}.weight" for path in make_head.never_quantized),
+        made_for=make_config.made_for,
+    )
 
 
-def convert(tensors: Tensors, config: Mapping[str, Any]) -> tuple[dict[str, Any], Tensors]:
-    """See ``Kind.convert``: both packagings, z-lab's and that of speculators."""
-    found = known_tensors(tensors)
-    made = config_from(found, config)
-    check_tensors(DFlashHead(made), found)
-    return made.to_dict(), found
-
-
-def check_tensors(head: nn.Module, tensors: Tensors) -> None:
-    """Raise ValueError unless the tensors are those of ``head``, each of its shape."""
-    own = {name: tensor for name, tensor in tensors.items() if name != "d2t"}
-    if fault := fault_in(own, head):
-        raise ValueError(f"the checkpoint {fault}: it is incomplete, or its config is another's")
-
-
-def attach(
-    make_head: Callable[[C], H],
-    make_config: Callable[[dict[str, Any], Path], C],
+def load(
+    classes: tuple[type[BlockConfig], type[DFlashHead], type[DFlashDrafter]],
     folder: Path,
     values: dict[str, Any],
     model: nn.Module,
     options: LoadOptions,
-) -> tuple[H, Callable[[mx.array], mx.array], Callable[[mx.array], mx.array], mx.array | None]:
-    """A head of blocks in ``folder``, attached to ``model``: what ``DFlashDrafter`` takes."""
-    config, sizes = make_config(values, folder / "config.json"), sizes_of(model)
+) -> DFlashDrafter:
+    """The drafter of a converted folder; see ``Kind.load``."""
+    make_config, make_head, make_drafter = classes
+    config, sizes = make_config.from_dict(values, folder / "config.json"), sizes_of(model)
     check_fit(config, sizes)
     weights = read_weights(folder)
     to_target = draft_ids(weights.pop("d2t", None), config, sizes.vocab_size)
@@ -391,17 +413,15 @@ def attach(
     fill(head, weights)
     quantize_now(head, values.get("quantization"), options, head.never_quantized)
     embedding, _ = find_embedding(model)
-    head.set_dtype(options.dtype or activation_dtype(embedding))
+    dtype = activation_dtype(embedding)
+    dtype = make_head.for_float16 if dtype == mx.float16 else dtype
+    head.set_dtype(options.dtype or dtype)
     table = head.embed_tokens if config.embed_source == "file" else embedding
     scale = config.embed_scale * (embedding_scale(model) if config.scales_as_target else 1.0)
     project = head.lm_head if config.lm_head_source == "file" else lm_head_of(model, embedding)
     evaluate_ropes(model)
-    return head, table if scale == 1.0 else lambda t: scale * table(t), project, to_target
+    embed = table if scale == 1.0 else lambda t: scale * table(t)
+    return make_drafter(head, embed, project, to_target)
 
 
-def load(
-    folder: Path, config: dict[str, Any], model: nn.Module, options: LoadOptions
-) -> DFlashDrafter:
-    """The drafter of a converted folder; see ``Kind.load``."""
-    parts = attach(DFlashHead, BlockConfig.from_dict, folder, config, model, options)
-    return DFlashDrafter(*parts)
+KIND = block_kind("a DFlash head", (BlockConfig, DFlashHead, DFlashDrafter), config_from)

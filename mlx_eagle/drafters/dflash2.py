@@ -4,9 +4,8 @@ A DFlash head whose sublayers mix each slot with the ones before it, by kernels 
 what they are fed. In each slot the most likely tokens are scored once more, by the token before.
 """
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -23,9 +22,8 @@ from .block_config import (
     known_tensors,
     merged,
 )
-from .dflash import BlockLayer, DFlashDrafter, DFlashHead, attach, check_tensors, is_block_head
-from .folder import LoadOptions, PublishedTensor, Tensors
-from .target_parts import activation_dtype, find_embedding
+from .dflash import BlockLayer, DFlashDrafter, DFlashHead, block_kind
+from .folder import PublishedTensor, Tensors
 
 SELECTOR = ("predecessor_codebook", "successor_codebook")
 CONVOLVED: Table = {
@@ -34,7 +32,6 @@ CONVOLVED: Table = {
     "output_multiplier": number_above(0),
 }
 PROJECTIONS = ("kernel_projection", "hidden_projection")
-NEVER_QUANTIZED = tuple(f"{path}.weight" for path in PROJECTIONS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +126,8 @@ class DFlash2Head(DFlashHead):
 
     config: DFlash2Config
     never_quantized = PROJECTIONS
+    for_float16 = mx.bfloat16
+    """The stream between the layers of published heads exceeds float16's largest number."""
 
     def __init__(self, config: DFlash2Config):
         super().__init__(config)
@@ -164,17 +163,9 @@ class DFlash2Drafter(DFlashDrafter):
         return tokens
 
 
-def recognise(names: Collection[str], config: Mapping[str, Any]) -> bool:
-    """By the codebooks of the candidates."""
-    return is_block_head(names, having="candidate_selector.")
-
-
-def convert(tensors: Tensors, config: Mapping[str, Any]) -> tuple[dict[str, Any], Tensors]:
-    """See ``Kind.convert``: files of z-lab and of speculators."""
-    found = {_name(name): tensor for name, tensor in known_tensors(tensors).items()}
-    made = config_from(found, config)
-    check_tensors(DFlash2Head(made), found)
-    return made.to_dict(), found
+def tensors_of(tensors: Tensors) -> dict[str, PublishedTensor]:
+    """The tensors of a checkpoint, of z-lab or speculators, under the names of our modules."""
+    return {_name(name): tensor for name, tensor in known_tensors(tensors).items()}
 
 
 def _name(name: str) -> str:
@@ -205,14 +196,10 @@ def config_from(
     return DFlash2Config.from_dict(made, "config.json")
 
 
-def load(
-    folder: Path, config: dict[str, Any], model: nn.Module, options: LoadOptions
-) -> DFlash2Drafter:
-    """The drafter of a converted folder; see ``Kind.load``.
-
-    Not in float16: the stream between the layers of published heads exceeds its largest number.
-    """
-    if options.dtype is None and activation_dtype(find_embedding(model)[0]) == mx.float16:
-        options = replace(options, dtype=mx.bfloat16)
-    parts = attach(DFlash2Head, DFlash2Config.from_dict, folder, config, model, options)
-    return DFlash2Drafter(*parts)
+KIND = block_kind(
+    "a DFlash2 head",
+    (DFlash2Config, DFlash2Head, DFlash2Drafter),
+    config_from,
+    having="candidate_selector.",
+    tensors_of=tensors_of,
+)

@@ -4,9 +4,8 @@ A DFlash head, and a small matrix by which the logits of each slot depend on the
 So a draft is one forward of the head, and as many rows of that matrix.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -23,16 +22,8 @@ from .block_config import (
     known_tensors,
     merged,
 )
-from .dflash import (
-    BlockAttention,
-    BlockLayer,
-    DFlashDrafter,
-    DFlashHead,
-    attach,
-    check_tensors,
-    is_block_head,
-)
-from .folder import LoadOptions, PublishedTensor, Tensors
+from .dflash import BlockAttention, BlockLayer, DFlashDrafter, DFlashHead, block_kind
+from .folder import PublishedTensor, Tensors
 
 MARKOV: Table = {
     **OWN,
@@ -164,21 +155,13 @@ class DSparkDrafter(DFlashDrafter):
         return tokens
 
 
-def recognise(names: Collection[str], config: Mapping[str, Any]) -> bool:
-    """By the matrix of the token before."""
-    return is_block_head(names, having="markov_head.markov_w1.")
+def tensors_of(tensors: Tensors) -> dict[str, PublishedTensor]:
+    """The tensors of a checkpoint that drafts depend on, under the names of our modules.
 
-
-def convert(tensors: Tensors, config: Mapping[str, Any]) -> tuple[dict[str, Any], Tensors]:
-    """See ``Kind.convert``: files of DeepSpec, speculators, SpecForge, LiquidAI and NVIDIA."""
-    found = {
-        name: tensor
-        for name, tensor in known_tensors(tensors).items()
-        if not name.startswith(CONFIDENCE)
-    }
-    made = config_from(found, config)
-    check_tensors(DSparkHead(made), found)
-    return made.to_dict(), found
+    Of DeepSpec, speculators, SpecForge, LiquidAI and NVIDIA.
+    """
+    found = known_tensors(tensors)
+    return {name: found[name] for name in found if not name.startswith(CONFIDENCE)}
 
 
 def config_from(tensors: Mapping[str, PublishedTensor], config: Mapping[str, Any]) -> DSparkConfig:
@@ -246,9 +229,10 @@ def _first_slot(config: Mapping[str, Any], settings: Mapping[str, Any], block_si
     return 1 if "transformer_layer_config" in config else 0
 
 
-def load(
-    folder: Path, config: dict[str, Any], model: nn.Module, options: LoadOptions
-) -> DSparkDrafter:
-    """The drafter of a converted folder; see ``Kind.load``."""
-    parts = attach(DSparkHead, DSparkConfig.from_dict, folder, config, model, options)
-    return DSparkDrafter(*parts)
+KIND = block_kind(
+    "a DSpark head",
+    (DSparkConfig, DSparkHead, DSparkDrafter),
+    config_from,
+    having="markov_head.markov_w1.",
+    tensors_of=tensors_of,
+)

@@ -181,6 +181,13 @@ def fault_in(
     return f"has an unknown {prefix}{surplus[0][:60]}" if surplus else ""
 
 
+def check_tensors(head: nn.Module, tensors: Tensors) -> None:
+    """Raise ValueError unless published tensors are those of ``head``, each of its shape."""
+    own = {name: tensor for name, tensor in tensors.items() if name != "d2t"}
+    if fault := fault_in(own, head):
+        raise ValueError(f"the checkpoint {fault}: it is incomplete, or its config is another's")
+
+
 def fill(module: nn.Module, weights: dict[str, mx.array]) -> None:
     """Give ``module``, quantized as they are, its weights; ValueError names what is wrong."""
     if fault := fault_in(weights, module):

@@ -16,7 +16,6 @@ from ..system.hub import locate
 from ..system.json_schema import LONGEST_NAME, read_object, shown
 from . import (
     assistant,
-    block_config,
     dflash,
     dflash2,
     dspark,
@@ -43,31 +42,9 @@ KINDS: dict[str, Kind] = {
         by_name=mtp.by_name,
         comes_with=mtp.comes_with,
     ),
-    "dspark": Kind(
-        "a DSpark head",
-        dspark.load,
-        dspark.recognise,
-        dspark.convert,
-        made_for=dspark.DSparkConfig.made_for,
-        readings=block_config.readings,
-    ),
-    "dflash2": Kind(
-        "a DFlash2 head",
-        dflash2.load,
-        dflash2.recognise,
-        dflash2.convert,
-        never_quantized=dflash2.NEVER_QUANTIZED,
-        made_for=dflash2.DFlash2Config.made_for,
-        readings=block_config.readings,
-    ),
-    "dflash": Kind(
-        "a DFlash head",
-        dflash.load,
-        dflash.recognise,
-        dflash.convert,
-        made_for=block_config.BlockConfig.made_for,
-        readings=block_config.readings,
-    ),
+    "dspark": dspark.KIND,
+    "dflash2": dflash2.KIND,
+    "dflash": dflash.KIND,  # after those two, which have all that it has
     "assistant": Kind(
         "a Gemma 4 assistant",
         assistant.load,
