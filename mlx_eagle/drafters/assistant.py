@@ -7,9 +7,9 @@ to the next is a state as wide as the target's.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -34,6 +34,7 @@ from .feature_drafter import FeatureDrafter
 from .folder import (
     PACKING,
     SIZE,
+    FolderConfig,
     LoadOptions,
     PublishedTensor,
     Tensors,
@@ -41,7 +42,6 @@ from .folder import (
     fill,
     quantize_as_stored,
     quantize_now,
-    read_fields,
     read_weights,
 )
 from .target_parts import TargetSizes, activation_dtype, find_embedding, sizes_of
@@ -86,14 +86,16 @@ TEXT_PART: Table = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class AssistantConfig:
-    """What a converted folder's ``config.json`` says.
+class AssistantConfig(FolderConfig):
+    """What the ``config.json`` of a converted assistant says.
 
     ``head_dim`` is that of sliding layers, ``global_head_dim`` of full ones. With
     ``num_centroids`` above 0 only the tokens of the ``centroid_top_k`` best of so many equal
     clusters can be drafted. A ``position`` "next" is that of the newest token, whose keys and
     values the target has yet to compute; "newest" that of the last row it has.
     """
+
+    table: ClassVar[Table] = OWN
 
     hidden_size: int
     target_hidden_size: int
@@ -109,15 +111,7 @@ class AssistantConfig:
     centroid_top_k: int = 0
     position: str = "next"
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any], where: str | Path) -> Self:
-        """Read a ``config.json``, which ``where`` names; ValueError for what cannot be."""
-        made = cls(**read_fields(cls, values, OWN, where))
-        made.check_sizes(where)
-        return made
-
     def check_sizes(self, where: str | Path) -> None:
-        """Raise ValueError for sizes that do not go together."""
         num_clusters = max(self.num_centroids, 1)
         fits = (
             0 < len(self.layer_types) <= 256
@@ -133,6 +127,18 @@ class AssistantConfig:
                 f"{self.num_centroids} clusters for {self.vocab_size} tokens, which do not go "
                 "together."
             )
+
+    def check_fit(self, target: TargetSizes) -> None:
+        target.check_width("assistant", self.target_hidden_size)
+        if self.vocab_size != target.vocab_size:
+            raise ValueError(
+                f"the assistant was made for a vocabulary of {self.vocab_size} tokens, but the "
+                f"target's has {target.vocab_size}: use the one made for this model."
+            )
+
+    @property
+    def targets(self) -> str:
+        return f"for Gemma 4 of hidden size {self.target_hidden_size}"
 
     def layer_args(self) -> gemma4_text.ModelArgs:
         """The same for mlx-lm's layers, all of which read keys and values of others."""
@@ -212,7 +218,7 @@ class AssistantDrafter(FeatureDrafter):
     def __init__(self, head: Assistant, target: nn.Module):
         """Raises ValueError where the target is not one that the assistant is for."""
         text = text_of(target)
-        check_fit(head.config, sizes_of(target))
+        head.config.check_fit(sizes_of(target))
         self._sources = sources(head.config, text)
         self._embed, _ = find_embedding(target)
         self._scale: float = text.model.embed_scale
@@ -278,16 +284,6 @@ def text_of(target: nn.Module) -> gemma4_text.Model:
     return text
 
 
-def check_fit(config: AssistantConfig, target: TargetSizes) -> None:
-    """Raise ValueError where assistant and target are of different sizes."""
-    target.check_width("assistant", config.target_hidden_size)
-    if config.vocab_size != target.vocab_size:
-        raise ValueError(
-            f"the assistant was made for a vocabulary of {config.vocab_size} tokens, but the "
-            f"target's has {target.vocab_size}: use the one made for this model."
-        )
-
-
 def sources(config: AssistantConfig, target: gemma4_text.Model) -> dict[str, int]:
     """The target's cache that layers of each type read: the last of that type with its own rows.
 
@@ -335,7 +331,7 @@ def convert(tensors: Tensors, config: Mapping[str, Any]) -> tuple[dict[str, Any]
                 "it is incomplete"
             )
         found[ORDERING] = ordering
-    return asdict(made), found
+    return made.to_dict(), found
 
 
 def readings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -413,7 +409,7 @@ def load(
     """The drafter of a converted folder; see ``Kind.load``."""
     text_of(model)
     made = AssistantConfig.from_dict(config, folder / "config.json")
-    check_fit(made, sizes_of(model))
+    made.check_fit(sizes_of(model))
     weights = read_weights(folder)
     ordering = weights.pop(ORDERING, None)
     head, quantization = Assistant(made), config.get("quantization")
@@ -429,11 +425,3 @@ def load(
     quantize_now(head, quantization, options)
     head.set_dtype(options.dtype or activation_dtype(find_embedding(model)[0]))
     return AssistantDrafter(head, model)
-
-
-def made_for(config: dict[str, Any], where: Path, target: TargetSizes | None) -> str:
-    """The width of its targets; see ``Kind.made_for``."""
-    made = AssistantConfig.from_dict(config, where)
-    if target is not None:
-        check_fit(made, target)
-    return f"for Gemma 4 of hidden size {made.target_hidden_size}"

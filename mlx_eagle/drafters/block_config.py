@@ -1,9 +1,9 @@
 """Config of a drafter of blocks, and how published configs of both packagings say it."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar
 
 from ..system.json_schema import (
     BOOL,
@@ -19,7 +19,7 @@ from ..system.json_schema import (
     shown,
     whole,
 )
-from .folder import PACKING, SIZE, PublishedTensor, Tensors, read_fields
+from .folder import PACKING, SIZE, FolderConfig, PublishedTensor, Tensors
 from .target_parts import TargetSizes
 
 FEW = whole(1, 256)
@@ -40,7 +40,6 @@ OWN: Table = {
     "windows": INT_LIST,
     "window_from": one_of("query", "anchor"),
     "causal_layers": INT_LIST,
-    **dict.fromkeys(("attention_bias", "has_sinks", "scales_as_target", "rope_traditional"), BOOL),
     **dict.fromkeys(("embed_scale", "logit_softcap"), number_above(0)),
     **dict.fromkeys(("embed_source", "lm_head_source"), one_of("target", "file")),
     "quantization": PACKING,
@@ -100,8 +99,8 @@ MUSE: dict[str, Any] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockConfig:
-    """What a converted folder's ``config.json`` says, every field resolved.
+class BlockConfig(FolderConfig):
+    """What the ``config.json`` of a converted drafter of blocks says.
 
     ``taps`` are as in ``Drafter``. Of the ``block_size`` slots of a block the first holds the
     newest token, and ``first_slot`` is the first that drafts one: 1, or 0 where every slot drafts
@@ -114,6 +113,8 @@ class BlockConfig:
     Embeddings are multiplied by ``embed_scale``, and ``scales_as_target`` by what the target
     multiplies them by.
     """
+
+    table: ClassVar[Table] = OWN
 
     hidden_size: int
     num_layers: int
@@ -144,20 +145,7 @@ class BlockConfig:
     embed_source: str = "target"
     lm_head_source: str = "target"
 
-    @classmethod
-    def table(cls) -> Table:
-        """What each field may hold."""
-        return OWN
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any], where: str | Path) -> Self:
-        """Read a ``config.json``, which ``where`` names; ValueError for what cannot be."""
-        made = cls(**read_fields(cls, values, cls.table(), where))
-        made.check_sizes(where)
-        return made
-
     def check_sizes(self, where: str | Path) -> None:
-        """Raise ValueError for sizes that do not go together."""
         layers = range(self.num_layers)
         fits = (
             self.num_heads % self.num_kv_heads == 0
@@ -182,13 +170,24 @@ class BlockConfig:
                 f"{self.vocab_size}: this is not the config of the drafter."
             )
 
-    @classmethod
-    def made_for(cls, values: dict[str, Any], where: Path, target: TargetSizes | None) -> str:
-        """The sizes of its targets; see ``Kind.made_for``."""
-        c = cls.from_dict(values, where)
-        if target is not None:
-            check_fit(c, target)
-        return f"for targets of hidden size {c.hidden_size} with {c.vocab_size} tokens"
+    def check_fit(self, target: TargetSizes) -> None:
+        c = self
+        target.check_width("drafter", c.hidden_size)
+        if max(c.taps) > target.num_layers:
+            raise ValueError(
+                f"the drafter taps layers {shown(c.taps)}, but the target has {target.num_layers} "
+                "layers: use the one made for this model."
+            )
+        if not target.is_padded_as(c.vocab_size) or c.mask_token_id >= target.vocab_size:
+            raise ValueError(
+                f"the drafter was made for a vocabulary of {c.vocab_size} tokens and masks with "
+                f"{c.mask_token_id}, but the target's has {target.vocab_size}: use the one made "
+                "for this model."
+            )
+
+    @property
+    def targets(self) -> str:
+        return f"for targets of hidden size {self.hidden_size} with {self.vocab_size} tokens"
 
     @property
     def longest_draft(self) -> int:
@@ -201,9 +200,6 @@ class BlockConfig:
     def window(self, layer: int) -> int | None:
         """How many positions a layer sees; None: all."""
         return (self.windows[layer] or None) if self.windows else None
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def readings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -226,23 +222,6 @@ def readings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         "rope_traditional": not is_traditional
     }
     return found
-
-
-def check_fit(config: BlockConfig, target: TargetSizes) -> None:
-    """Raise ValueError where drafter and target do not belong together."""
-    c = config
-    target.check_width("drafter", c.hidden_size)
-    if max(c.taps) > target.num_layers:
-        raise ValueError(
-            f"the drafter taps layers {shown(c.taps)}, but the target has {target.num_layers} "
-            "layers: use the one made for this model."
-        )
-    if not target.is_padded_as(c.vocab_size) or c.mask_token_id >= target.vocab_size:
-        raise ValueError(
-            f"the drafter was made for a vocabulary of {c.vocab_size} tokens and masks with "
-            f"{c.mask_token_id}, but the target's has {target.vocab_size}: use the one made for "
-            "this model."
-        )
 
 
 def bare_name(name: str) -> str:

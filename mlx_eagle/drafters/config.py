@@ -9,9 +9,9 @@ We keep boundary ids: b = N is what leaves the last of N layers. Under ``eagle_c
 producers write either, and only the target's depth tells which.
 """
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ..system.json_schema import (
     BOOL,
@@ -26,7 +26,8 @@ from ..system.json_schema import (
     one_of,
     whole,
 )
-from .folder import PACKING, read_fields
+from .folder import PACKING, FolderConfig
+from .target_parts import TargetSizes
 
 SIZE = whole(1, 2**24)
 FEW = whole(1, 1024)
@@ -76,11 +77,72 @@ def read_nested(ids: tuple[int, ...], num_layers: int | None) -> LayerIds:
 
 
 LARGEST_WIDTH = 2**24
+HEAD: Table = {
+    **dict.fromkeys(
+        ("hidden_size", "target_hidden_size", "head_dim", "intermediate_size", "vocab_size"), SIZE
+    ),
+    **dict.fromkeys(("draft_vocab_size", "max_position_embeddings", "sliding_window"), SIZE),
+    **dict.fromkeys(("num_layers", "num_heads", "num_kv_heads", "num_aux"), FEW),
+    **dict.fromkeys(("parallel_head_layers", "parallel_outputs"), FEW),
+    "num_parallel_heads": whole(0, 1024),
+    "mask_token_id": whole(0, 2**24),
+    "latent": LATENT,
+    **dict.fromkeys(("softmax_scale", "embed_scale", "logit_softcap"), number_above(0)),
+    "position_scale": POSITION_SCALE,
+    "values": one_of("projected", "keys"),
+    "rms_norm_eps": number_above(0, 1),
+    "aux_boundary_ids": INT_LIST,
+    "aux_nested_ids": INT_LIST,
+    "full_attention_layers": INT_LIST,
+    "aux_ids_source": TEXT,
+    "kind": TEXT,
+    "model_type": TEXT,
+    "family": TEXT,
+    "speculative_tokens_hint": COUNT,
+    "hidden_act": one_of("silu", "gelu", "gelu_pytorch_tanh"),
+    "pre_fc_norm": one_of("none", "concat", "per_feature"),
+    "layer_input": one_of("first", "every", "none"),
+    "fc_input": one_of("features", "embedding_and_state", "none"),
+    "embed_source": one_of("file", "target"),
+    "lm_head_source": one_of("file", "target", "target_rows"),
+    "rope": {
+        "type": TEXT,
+        "theta": number_above(1, 1e15),
+        "dims": SIZE,
+        "traditional": BOOL,
+        "scaling": {
+            "type": one_of("linear", "dynamic", "llama3", "yarn", "longrope", "proportional"),
+            **dict.fromkeys(
+                (
+                    "factor",
+                    "low_freq_factor",
+                    "high_freq_factor",
+                    "original_max_position_embeddings",
+                    "beta_fast",
+                    "beta_slow",
+                    "partial_rotary_factor",
+                ),
+                number_above(0),
+            ),
+            **dict.fromkeys(("mscale", "mscale_all_dim"), NUMBER),
+            **dict.fromkeys(
+                ("short_factor", "long_factor"),
+                FieldType(
+                    "a list of numbers above 0",
+                    lambda v: isinstance(v, list | tuple) and all(map(number_above(0).holds, v)),
+                ),
+            ),
+        },
+    },
+    "quantization": PACKING,
+    "source": {"path": TEXT, "files": OBJECT},
+}
+"""What each field may hold, but for flags."""
 
 
 @dataclass(frozen=True)
-class Eagle3Config:
-    """What a converted head's ``config.json`` says, every field resolved.
+class Eagle3Config(FolderConfig):
+    """What the ``config.json`` of a converted EAGLE head says.
 
     ``aux_boundary_ids`` are taps: id b is the residual stream entering target layer b, and
     b = N (the target's layer count) is what enters its final norm. They are None where the
@@ -103,6 +165,8 @@ class Eagle3Config:
     With a ``mask_token_id`` a draft is one forward pass (P-EAGLE); ``num_parallel_heads`` say
     that many tokens more after the last step of a chain (ModelOpt).
     """
+
+    table: ClassVar[Table] = HEAD
 
     hidden_size: int
     target_hidden_size: int
@@ -159,19 +223,7 @@ class Eagle3Config:
     family: str = "unknown"
     speculative_tokens_hint: int | None = None
 
-    @classmethod
-    def from_dict(
-        cls, values: dict[str, Any], where: str | Path = "config.json"
-    ) -> "Eagle3Config":
-        """Read the known fields of a ``config.json``, which ``where`` names in messages.
-
-        Raises ValueError for a field that is missing, of a wrong kind, or contradicts another.
-        """
-        config = cls(**read_fields(cls, values, HEAD, where))
-        config._check_sizes(where)
-        return config
-
-    def _check_sizes(self, where: str | Path) -> None:
+    def check_sizes(self, where: str | Path) -> None:
         """Raise ValueError for sizes that no matrix can have, or that do not divide."""
         if self.rope.get("theta") is None:
             raise ValueError(f"{where} has no rope.theta: convert the head again.")
@@ -225,8 +277,37 @@ class Eagle3Config:
                 f"{self.num_parallel_heads} parallel heads: convert the head again."
             )
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    def check_fit(self, target: TargetSizes) -> None:
+        vocab_size, num_layers = target.vocab_size, target.num_layers
+        target.check_width("head", self.target_hidden_size)
+        if not self.has_d2t and self.draft_vocab_size > vocab_size:
+            raise ValueError(
+                f"the head drafts {self.draft_vocab_size} tokens, but the target has "
+                f"{vocab_size}: use the head trained for this model."
+            )
+        if not target.is_padded_as(self.vocab_size):
+            raise ValueError(
+                f"the head was made for a vocabulary of {self.vocab_size} tokens, but the "
+                f"target's has {vocab_size}: use the head trained for this model."
+            )
+        if self.mask_token_id is not None and self.mask_token_id >= vocab_size:
+            raise ValueError(
+                f"the head masks with token {self.mask_token_id}, but the target has "
+                f"{vocab_size}: use the head trained for this model."
+            )
+        taps = self.taps(num_layers)
+        deepest = num_layers if self.uses_aux else num_layers + 1
+        if not taps or min(taps) < 0 or max(taps) > deepest or len(taps) != self.num_aux:
+            raise ValueError(
+                f"the head taps layers {list(taps)} ({self.num_aux} features), but the target "
+                f"has {num_layers} layers: use the head trained for this model, or, where this is "
+                "it, convert it again with --target MODEL, or with the taps in --aux-layers."
+            )
+
+    @property
+    def targets(self) -> str:
+        h, vocab_size = self.target_hidden_size, self.vocab_size
+        return f"for targets of hidden size {h} with {vocab_size} tokens"
 
     def taps(self, num_target_layers: int) -> tuple[int, ...]:
         """The taps for a target of that many layers, low to high."""
@@ -237,67 +318,3 @@ class Eagle3Config:
         if self.aux_boundary_ids is not None:
             return self.aux_boundary_ids
         return default_ids(num_target_layers)
-
-
-HEAD: Table = {
-    **dict.fromkeys(
-        ("hidden_size", "target_hidden_size", "head_dim", "intermediate_size", "vocab_size"), SIZE
-    ),
-    **dict.fromkeys(("draft_vocab_size", "max_position_embeddings", "sliding_window"), SIZE),
-    **dict.fromkeys(("num_layers", "num_heads", "num_kv_heads", "num_aux"), FEW),
-    **dict.fromkeys(("parallel_head_layers", "parallel_outputs"), FEW),
-    "num_parallel_heads": whole(0, 1024),
-    "mask_token_id": whole(0, 2**24),
-    "latent": LATENT,
-    **dict.fromkeys(("softmax_scale", "embed_scale", "logit_softcap"), number_above(0)),
-    "position_scale": POSITION_SCALE,
-    "values": one_of("projected", "keys"),
-    **{field.name: BOOL for field in fields(Eagle3Config) if field.type is bool},
-    "rms_norm_eps": number_above(0, 1),
-    "aux_boundary_ids": INT_LIST,
-    "aux_nested_ids": INT_LIST,
-    "full_attention_layers": INT_LIST,
-    "aux_ids_source": TEXT,
-    "kind": TEXT,
-    "model_type": TEXT,
-    "family": TEXT,
-    "speculative_tokens_hint": COUNT,
-    "hidden_act": one_of("silu", "gelu", "gelu_pytorch_tanh"),
-    "pre_fc_norm": one_of("none", "concat", "per_feature"),
-    "layer_input": one_of("first", "every", "none"),
-    "fc_input": one_of("features", "embedding_and_state", "none"),
-    "embed_source": one_of("file", "target"),
-    "lm_head_source": one_of("file", "target", "target_rows"),
-    "rope": {
-        "type": TEXT,
-        "theta": number_above(1, 1e15),
-        "dims": SIZE,
-        "traditional": BOOL,
-        "scaling": {
-            "type": one_of("linear", "dynamic", "llama3", "yarn", "longrope", "proportional"),
-            **dict.fromkeys(
-                (
-                    "factor",
-                    "low_freq_factor",
-                    "high_freq_factor",
-                    "original_max_position_embeddings",
-                    "beta_fast",
-                    "beta_slow",
-                    "partial_rotary_factor",
-                ),
-                number_above(0),
-            ),
-            **dict.fromkeys(("mscale", "mscale_all_dim"), NUMBER),
-            **dict.fromkeys(
-                ("short_factor", "long_factor"),
-                FieldType(
-                    "a list of numbers above 0",
-                    lambda v: isinstance(v, list | tuple) and all(map(number_above(0).holds, v)),
-                ),
-            ),
-        },
-    },
-    "quantization": PACKING,
-    "source": {"path": TEXT, "files": OBJECT},
-}
-"""What each field may hold."""

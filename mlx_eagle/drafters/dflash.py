@@ -27,7 +27,6 @@ from .batch_drafter import HeadBatchDrafter
 from .block_config import (
     BlockConfig,
     bare_name,
-    check_fit,
     config_from,
     known_tensors,
     readings,
@@ -399,7 +398,7 @@ def load(
     """The drafter of a converted folder; see ``Kind.load``."""
     make_config, make_head, make_drafter = classes
     config, sizes = make_config.from_dict(values, folder / "config.json"), sizes_of(model)
-    check_fit(config, sizes)
+    config.check_fit(sizes)
     weights = read_weights(folder)
     to_target = draft_ids(weights.pop("d2t", None), config, sizes.vocab_size)
     try:

@@ -6,7 +6,7 @@ what they are fed. In each slot the most likely tokens are scored once more, by 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -41,15 +41,13 @@ class DFlash2Config(BlockConfig):
     Of each slot the ``top_k`` most likely tokens are scored by codebooks of ``selector_rank``.
     """
 
+    table: ClassVar[Table] = CONVOLVED
+
     kernel_size: int = 2
     group_size: int = 16
     selector_rank: int = 1
     top_k: int = 16
     output_multiplier: float = 1.0
-
-    @classmethod
-    def table(cls) -> Table:
-        return CONVOLVED
 
 
 class BlockConvolution(nn.Module):

@@ -6,13 +6,13 @@ So a draft is one forward of the head, and as many rows of that matrix.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
-from ..system.json_schema import BOOL, Table, one_of, whole
+from ..system.json_schema import Table, one_of, whole
 from ..target.ragged import RaggedCache
 from .base import Pick
 from .block_config import (
@@ -27,7 +27,6 @@ from .folder import PublishedTensor, Tensors
 
 MARKOV: Table = {
     **OWN,
-    **dict.fromkeys(("is_gemma", "values_are_keys"), BOOL),
     "markov_rank": whole(1, 2**16),
     "markov_kind": one_of("vanilla", "gated", "rnn"),
 }
@@ -43,14 +42,12 @@ class DSparkConfig(BlockConfig):
     values are the keys before their norm.
     """
 
+    table: ClassVar[Table] = MARKOV
+
     markov_rank: int = 1
     markov_kind: str = "vanilla"
     is_gemma: bool = False
     values_are_keys: bool = False
-
-    @classmethod
-    def table(cls) -> Table:
-        return MARKOV
 
 
 class MarkovHead(nn.Module):

@@ -18,7 +18,6 @@ from ..target.attention import each_itself
 from ..target.masks_and_ropes import BY_LENGTH, evaluate_ropes, find_ropes
 from .base import Draft, Pick, PickChildren, index_of, start_early
 from .batch_drafter import HeadBatchDrafter
-from .config import Eagle3Config
 from .feature_drafter import FeatureDrafter
 from .folder import LoadOptions
 from .head import Eagle3Head
@@ -33,8 +32,7 @@ from .head_cache import (
     seen_by_rows,
     slots_of,
 )
-from .head_weights import attach_head, check_fit
-from .target_parts import TargetSizes
+from .head_weights import attach_head
 from .tree import StaticTree, Tree
 
 FIRST_SIZE = 7
@@ -453,11 +451,3 @@ def load(
     attached = attach_head(folder, config, model, options)
     kind = Eagle3Drafter if attached.head.config.mask_token_id is None else ParallelDrafter
     return kind(attached.head, attached.embed, attached.taps, attached.to_target)
-
-
-def made_for(config: dict[str, Any], where: Path, target: TargetSizes | None) -> str:
-    """The sizes of its targets; see ``Kind.made_for``."""
-    c = Eagle3Config.from_dict(config, where)
-    if target is not None:
-        check_fit(c, target)
-    return f"for targets of hidden size {c.target_hidden_size} with {c.vocab_size} tokens"

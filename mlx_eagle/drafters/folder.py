@@ -3,18 +3,19 @@
 A converted folder holds a ``config.json`` that names its ``kind`` and a ``model.safetensors``.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..system.cli_values import GROUP_SIZES, QUANTIZED_BITS
-from ..system.json_schema import FieldType, Table, check, is_whole, read_object, whole
+from ..system.json_schema import BOOL, FieldType, Table, check, is_whole, read_object, whole
 from ..system.safetensors import read_header
 from .base import Drafter
 from .target_parts import TargetSizes
@@ -120,23 +121,58 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_object(path)
 
 
-def read_fields(
-    kind: type, values: Mapping[str, Any], table: Table, where: str | Path
-) -> dict[str, Any]:
-    """The fields of the dataclass ``kind`` in a ``config.json``, lists as tuples, nulls left out.
+@dataclass(frozen=True)
+class FolderConfig(ABC):
+    """Base of what the ``config.json`` of a converted folder says, every field resolved."""
 
-    ``where`` names the file. Raises ValueError where one is not what ``table`` expects, or where
-    one that has no default is missing.
-    """
-    check(values, table, where)
-    found: dict[str, Any] = {}
-    for field in fields(kind):
-        value = values.get(field.name)
-        if value is not None:
-            found[field.name] = tuple(value) if isinstance(value, list) else value
-        elif field.default is MISSING and field.default_factory is MISSING:
-            raise ValueError(f"{where} has no {field.name}: convert the head again.")
-    return found
+    table: ClassVar[Table]
+    """What each field may hold, but for flags."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], where: str | Path = "config.json") -> Self:
+        """Read the known fields of a ``config.json``, which ``where`` names in messages.
+
+        Lists become tuples, and nulls are left out. Raises ValueError for a field that is missing,
+        of a wrong kind, or contradicts another.
+        """
+        flags = {field.name: BOOL for field in fields(cls) if field.type is bool}
+        check(values, {**cls.table, **flags}, where)
+        found: dict[str, Any] = {}
+        for field in fields(cls):
+            value = values.get(field.name)
+            if value is not None:
+                found[field.name] = tuple(value) if isinstance(value, list) else value
+            elif field.default is MISSING and field.default_factory is MISSING:
+                raise ValueError(f"{where} has no {field.name}: convert the head again.")
+        config = cls(**found)
+        config.check_sizes(where)
+        return config
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def made_for(
+        cls, values: Mapping[str, Any], where: str | Path, target: TargetSizes | None
+    ) -> str:
+        """The sizes of its targets; see ``Kind.made_for``."""
+        config = cls.from_dict(values, where)
+        if target is not None:
+            config.check_fit(target)
+        return config.targets
+
+    @abstractmethod
+    def check_sizes(self, where: str | Path) -> None:
+        """Raise ValueError for sizes that do not go together."""
+
+    @abstractmethod
+    def check_fit(self, target: TargetSizes) -> None:
+        """Raise ValueError where drafter and target do not belong together."""
+
+    @property
+    @abstractmethod
+    def targets(self) -> str:
+        """The sizes of its targets for people."""
 
 
 def kind_in(config: Mapping[str, Any]) -> str:

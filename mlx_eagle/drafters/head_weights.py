@@ -26,7 +26,6 @@ from .folder import (
 )
 from .head import Eagle3Head
 from .target_parts import (
-    TargetSizes,
     activation_dtype,
     find_embedding,
     lm_head_of,
@@ -215,7 +214,7 @@ def attach_head(
     embedding, _ = find_embedding(model)
     sizes = sizes_of(model)
     to_target = draft_ids(weights.pop("d2t", None), config, sizes.vocab_size)
-    check_fit(config, sizes)
+    config.check_fit(sizes)
     if config.lm_head_source == "target_rows" and to_target is not None:
         weights.update(rows_of_lm_head(model, embedding, to_target))
     head = build_head(config, weights, values.get("quantization"))
@@ -255,32 +254,3 @@ def draft_ids(
             f"has {vocab_size} tokens: this head was made for another target."
         )
     return ids.astype(mx.int32)
-
-
-def check_fit(config: Eagle3Config, target: TargetSizes) -> None:
-    """Raise ValueError where head and target do not belong together."""
-    vocab_size, num_layers = target.vocab_size, target.num_layers
-    target.check_width("head", config.target_hidden_size)
-    if not config.has_d2t and config.draft_vocab_size > vocab_size:
-        raise ValueError(
-            f"the head drafts {config.draft_vocab_size} tokens, but the target has "
-            f"{vocab_size}: use the head trained for this model."
-        )
-    if not target.is_padded_as(config.vocab_size):
-        raise ValueError(
-            f"the head was made for a vocabulary of {config.vocab_size} tokens, but the "
-            f"target's has {vocab_size}: use the head trained for this model."
-        )
-    if config.mask_token_id is not None and config.mask_token_id >= vocab_size:
-        raise ValueError(
-            f"the head masks with token {config.mask_token_id}, but the target has {vocab_size}: "
-            "use the head trained for this model."
-        )
-    taps = config.taps(num_layers)
-    deepest = num_layers if config.uses_aux else num_layers + 1
-    if not taps or min(taps) < 0 or max(taps) > deepest or len(taps) != config.num_aux:
-        raise ValueError(
-            f"the head taps layers {list(taps)} ({config.num_aux} features), but the target "
-            f"has {num_layers} layers: use the head trained for this model, or, where this is "
-            "it, convert it again with --target MODEL, or with the taps in --aux-layers."
-        )

@@ -25,6 +25,7 @@ from . import (
     mtp,
 )
 from .base import Drafter
+from .config import Eagle3Config
 from .folder import Kind, LoadOptions, kind_in, read_config
 from .pairs import drafters_for
 
@@ -50,7 +51,7 @@ KINDS: dict[str, Kind] = {
         assistant.load,
         assistant.recognise,
         assistant.convert,
-        made_for=assistant.made_for,
+        made_for=assistant.AssistantConfig.made_for,
         readings=assistant.readings,
     ),
     "eagle3": Kind(
@@ -58,7 +59,7 @@ KINDS: dict[str, Kind] = {
         eagle3.load,
         eagle3.recognise,
         is_trained=True,
-        made_for=eagle3.made_for,
+        made_for=Eagle3Config.made_for,
     ),
     "lookup": Kind("prompt lookup", lookup.load, by_name=lookup.by_name),
     "model": Kind("a draft model", model_drafter.load, loads_published=True),

@@ -31,7 +31,7 @@ from mlx_eagle.convert import convert
 from mlx_eagle.convert.stored import Stored
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.decoding.sampling import Sampling
-from mlx_eagle.drafters.assistant import AssistantConfig, check_fit, sources
+from mlx_eagle.drafters.assistant import AssistantConfig, sources
 from mlx_eagle.drafters.base import Draft
 from mlx_eagle.drafters.kinds import KINDS, load_drafter, recognise
 from mlx_eagle.drafters.pairs import PAIRS as PUBLIC
@@ -499,9 +499,9 @@ def test_a_public_one_resolves(name):
     config = AssistantConfig.from_dict(written, "config.json")
     assert config.num_centroids == 2048 * ("masked_embedding.centroids.weight" in tensors)
     assert (config.head_dim, config.global_head_dim) == (256, 512)
-    check_fit(config, TargetSizes(width, depth, vocab))
+    config.check_fit(TargetSizes(width, depth, vocab))
     with pytest.raises(ValueError, match="hidden size"):
-        check_fit(config, TargetSizes(width + 64, depth, vocab))
+        config.check_fit(TargetSizes(width + 64, depth, vocab))
     wide = {"masked_embedding.token_ordering": 8}
     num_bytes = [wide.get(n, 2) * math.prod(shape) for n, shape in row["shapes"].items()]
     (pair,) = [pair for pair in PUBLIC if pair.head == name]

@@ -2,6 +2,7 @@
 
 import json
 from copy import deepcopy
+from dataclasses import fields
 
 import mlx.core as mx
 import mlx_lm
@@ -116,8 +117,8 @@ def test_a_config_without_its_fields(model, head):
 )
 def test_nested_ids_by_depth(ids, depth, expected):
     assert read_nested(ids, depth).ids == expected
-    sizes = dict.fromkeys(Eagle3Config.__annotations__, None)
-    values = dict.fromkeys(list(sizes)[:9], 64) | {"head_dim": 16}
+    sizes = [field.name for field in fields(Eagle3Config)][:9]
+    values = dict.fromkeys(sizes, 64) | {"head_dim": 16}
     config = Eagle3Config.from_dict(values | {"num_layers": 1, "aux_nested_ids": ids})
     assert config.taps(depth) == expected
 

@@ -17,7 +17,7 @@ from public_drafters import BLOCKS, block_shapes
 from mlx_eagle.convert import convert
 from mlx_eagle.convert.stored import Stored
 from mlx_eagle.drafters import dflash, dflash2, dspark
-from mlx_eagle.drafters.block_config import BlockConfig, check_fit
+from mlx_eagle.drafters.block_config import BlockConfig
 from mlx_eagle.drafters.folder import fill, read_weights
 from mlx_eagle.drafters.kinds import KINDS, recognise
 from mlx_eagle.drafters.pairs import PAIRS
@@ -36,11 +36,11 @@ def test_it_resolves(name):
     assert recognise(tensors, config) == kind
     written, _ = KINDS[kind].convert(tensors, config)
     made, target = PARTS[kind][0].from_dict(written, "config.json"), TargetSizes(h, depth, vocab)
-    check_fit(made, target)
+    made.check_fit(target)
     assert {key: getattr(made, key) for key in row["wanted"]} == row["wanted"]
     KINDS[kind].made_for(written, "config.json", target)
     with pytest.raises(ValueError, match="use the one made for this model"):
-        check_fit(made, TargetSizes(h + 64, depth, vocab))
+        made.check_fit(TargetSizes(h + 64, depth, vocab))
 
 
 @pytest.mark.parametrize("name", BLOCKS)
