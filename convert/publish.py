@@ -14,8 +14,7 @@ import mlx.core as mx
 from huggingface_hub import ModelCardData
 
 from mlx_eagle.drafters.config import Eagle3Config
-from mlx_eagle.drafters.folder import bits_of
-from mlx_eagle.drafters.head_weights import read_head_config
+from mlx_eagle.drafters.folder import bits_of, read_config
 from mlx_eagle.system.atomic_folder import new_folder
 from mlx_eagle.system.hub import FOLDER_ID, GGUF_FILE, REPO_ID, locate
 from mlx_eagle.system.safetensors import save_arrays
@@ -197,7 +196,7 @@ def to_pytorch(head: str, folder: str) -> dict[str, Any]:
     source, destination = Path(head).expanduser(), Path(folder).expanduser()
     if destination.exists():
         raise ValueError(f"{folder} is there already; remove it or choose another")
-    values = read_head_config(source)
+    values = read_config(source)
     if "quantization" in values:
         raise ValueError(
             f"{head} is quantized, and PyTorch engines read floats; convert its source again "

@@ -8,6 +8,7 @@ to the next is a state as wide as the target's.
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -43,6 +44,7 @@ from .folder import (
     quantize_as_stored,
     quantize_now,
     read_weights,
+    rows_of,
 )
 from .target_parts import TargetSizes, activation_dtype, find_embedding, sizes_of
 
@@ -372,12 +374,7 @@ def _config_from(
             )
     if "layer_types" not in text:
         raise ValueError("config.json has no text_config.layer_types, which an assistant needs")
-    kinds = text["layer_types"]
-
-    def rows(name: str) -> int:
-        if name not in tensors or not tensors[name].shape:
-            raise ValueError(f"the checkpoint lacks {name}; it is incomplete")
-        return tensors[name].shape[0]
+    kinds, rows = text["layer_types"], partial(rows_of, tensors)
 
     def width(kind: str) -> int | None:
         index = next((i for i, own in enumerate(kinds) if own == kind), None)

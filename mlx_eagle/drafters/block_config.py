@@ -19,7 +19,7 @@ from ..system.json_schema import (
     shown,
     whole,
 )
-from .folder import PACKING, SIZE, FolderConfig, PublishedTensor, Tensors
+from .folder import PACKING, SIZE, FolderConfig, PublishedTensor, Tensors, rows_of
 from .target_parts import TargetSizes
 
 FEW = whole(1, 256)
@@ -259,24 +259,18 @@ def _need(settings: Mapping[str, Any], key: str) -> Any:
     return settings[key]
 
 
-def _rows(tensors: Mapping[str, PublishedTensor], name: str) -> int:
-    if name not in tensors or not tensors[name].shape:
-        raise ValueError(f"the checkpoint lacks {name}; it is incomplete")
-    return tensors[name].shape[0]
-
-
 def sizes_from(tensors: Mapping[str, PublishedTensor]) -> dict[str, Any]:
     """The fields that the shapes of the tensors tell."""
     attention = "layers.0.self_attn."
-    head_dim = _rows(tensors, f"{attention}q_norm.weight")
+    head_dim = rows_of(tensors, f"{attention}q_norm.weight")
     numbers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
     return {
-        "hidden_size": _rows(tensors, "norm.weight"),
+        "hidden_size": rows_of(tensors, "norm.weight"),
         "num_layers": len(numbers),
-        "num_heads": max(_rows(tensors, f"{attention}q_proj.weight") // head_dim, 1),
-        "num_kv_heads": max(_rows(tensors, f"{attention}k_proj.weight") // head_dim, 1),
+        "num_heads": max(rows_of(tensors, f"{attention}q_proj.weight") // head_dim, 1),
+        "num_kv_heads": max(rows_of(tensors, f"{attention}k_proj.weight") // head_dim, 1),
         "head_dim": head_dim,
-        "intermediate_size": _rows(tensors, "layers.0.mlp.gate_proj.weight"),
+        "intermediate_size": rows_of(tensors, "layers.0.mlp.gate_proj.weight"),
         "attention_bias": f"{attention}q_proj.bias" in tensors,
         "has_sinks": f"{attention}attention_sink_bias" in tensors,
         "embed_source": "file" if "embed_tokens.weight" in tensors else "target",

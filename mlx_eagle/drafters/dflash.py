@@ -37,6 +37,7 @@ from .folder import (
     LoadOptions,
     PublishedTensor,
     Tensors,
+    building,
     check_tensors,
     fill,
     quantize_as_stored,
@@ -401,14 +402,10 @@ def load(
     config.check_fit(sizes)
     weights = read_weights(folder)
     to_target = draft_ids(weights.pop("d2t", None), config, sizes.vocab_size)
-    try:
+    with building("drafter", "it"):
         head = make_head(config)
         if quantization := values.get("quantization"):
             quantize_as_stored(head, weights, quantization)
-    except (ArithmeticError, KeyError, TypeError, ValueError) as err:
-        raise ValueError(
-            f"no drafter can be built as its config.json says ({err}): convert it again."
-        ) from err
     fill(head, weights)
     quantize_now(head, values.get("quantization"), options, head.never_quantized)
     embedding, _ = find_embedding(model)

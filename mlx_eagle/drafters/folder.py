@@ -4,7 +4,8 @@ A converted folder holds a ``config.json`` that names its ``kind`` and a ``model
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, fields
 from operator import itemgetter
 from pathlib import Path
@@ -15,7 +16,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..system.cli_values import GROUP_SIZES, QUANTIZED_BITS
-from ..system.json_schema import BOOL, FieldType, Table, check, is_whole, read_object, whole
+from ..system.json_schema import BOOL, FieldType, Table, check, is_whole, read_object, shown, whole
 from ..system.safetensors import read_header
 from .base import Drafter
 from .target_parts import TargetSizes
@@ -113,12 +114,18 @@ class Kind:
     """Whether a target's checkpoint, a folder or repository, has one that ``by_name`` opens."""
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The ``config.json`` of a converted folder; ValueError where there is none."""
+def read_config(folder: Path, kinds: Collection[str] = ("eagle3",)) -> dict[str, Any]:
+    """The ``config.json`` of a converted folder; ValueError where it is of none of ``kinds``."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} has no config.json: it is not a converted head.")
-    return read_object(path)
+    config = read_object(path)
+    if kind_in(config) not in kinds:
+        raise ValueError(
+            f"{folder} holds a {shown(kind_in(config))} model, not a converted EAGLE-3 head: "
+            "convert the checkpoint first with mlx_eagle.convert --hf-path SRC --mlx-path DST."
+        )
+    return config
 
 
 @dataclass(frozen=True)
@@ -217,11 +224,32 @@ def fault_in(
     return f"has an unknown {prefix}{surplus[0][:60]}" if surplus else ""
 
 
+def rows_of(tensors: Mapping[str, PublishedTensor], name: str) -> int:
+    """How many rows a published tensor has; ValueError where there is none of that name."""
+    if name not in tensors or not tensors[name].shape:
+        raise ValueError(f"the checkpoint lacks {name}; it is incomplete")
+    return tensors[name].shape[0]
+
+
 def check_tensors(head: nn.Module, tensors: Tensors) -> None:
     """Raise ValueError unless published tensors are those of ``head``, each of its shape."""
     own = {name: tensor for name, tensor in tensors.items() if name != "d2t"}
     if fault := fault_in(own, head):
         raise ValueError(f"the checkpoint {fault}: it is incomplete, or its config is another's")
+
+
+@contextmanager
+def building(what: str, again: str) -> Iterator[None]:
+    """Within, what a bad config makes MLX raise is a ValueError that says so.
+
+    ``what`` cannot be built, and ``again`` is what to convert again.
+    """
+    try:
+        yield
+    except (ArithmeticError, KeyError, TypeError, ValueError) as err:
+        raise ValueError(
+            f"no {what} can be built as its config.json says ({err}): convert {again} again."
+        ) from err
 
 
 def fill(module: nn.Module, weights: dict[str, mx.array]) -> None:

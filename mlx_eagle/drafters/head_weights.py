@@ -10,15 +10,14 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..system.hub import locate
-from ..system.json_schema import shown
 from ..target.masks_and_ropes import evaluate_ropes
 from .base import index_of
 from .block_config import BlockConfig
 from .config import Eagle3Config
 from .folder import (
     LoadOptions,
+    building,
     fill,
-    kind_in,
     quantize_as_stored,
     quantize_now,
     read_config,
@@ -111,20 +110,13 @@ def stored_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
 
     Raises ValueError where there is no such head.
     """
-    arrays: Any = tree_flatten(_empty_head(config).parameters())
+    with building("head", "the head"):
+        head = Eagle3Head(config)
+    arrays: Any = tree_flatten(head.parameters())
     stored = split_weights(dict(arrays), config)
     if config.lm_head_source != "file":
         stored.pop("lm_head.weight", None)
     return {name: array.shape for name, array in stored.items() if array.size}
-
-
-def _empty_head(config: Eagle3Config) -> Eagle3Head:
-    try:
-        return Eagle3Head(config)
-    except (ArithmeticError, KeyError, TypeError, ValueError) as err:
-        raise ValueError(
-            f"no head can be built as its config.json says ({err}): convert the head again."
-        ) from err
 
 
 def build_head(
@@ -132,15 +124,11 @@ def build_head(
 ) -> Eagle3Head:
     """The head with its weights in place; raise ValueError naming what is missing."""
     _check_layers(config, weights)
-    try:
+    with building("head", "the head"):
         weights = fuse_weights(weights, config.num_layers, config)
         head = Eagle3Head(config)
         if quantization:
             quantize_as_stored(head, weights, quantization, _stored_name)
-    except (ArithmeticError, KeyError, TypeError, ValueError) as err:
-        raise ValueError(
-            f"no head can be built as its config.json says ({err}): convert the head again."
-        ) from err
     fill(head, weights)
     return head
 
@@ -191,18 +179,7 @@ def load_head(
     ``dtype`` is that of its arithmetic, by default the target's own.
     """
     folder = locate(str(path_or_repo), ("*.json", "*.safetensors"))
-    return attach_head(folder, read_head_config(folder), model, LoadOptions(dtype=dtype))
-
-
-def read_head_config(folder: Path) -> dict[str, Any]:
-    """The ``config.json`` of a converted EAGLE head; ValueError where it is none."""
-    values = read_config(folder)
-    if kind_in(values) != "eagle3":
-        raise ValueError(
-            f"{folder} holds a {shown(kind_in(values))} model, not a converted EAGLE-3 head: "
-            "convert the checkpoint first with mlx_eagle.convert --hf-path SRC --mlx-path DST."
-        )
-    return values
+    return attach_head(folder, read_config(folder), model, LoadOptions(dtype=dtype))
 
 
 def attach_head(

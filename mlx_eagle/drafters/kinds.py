@@ -13,20 +13,20 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..system.hub import locate
-from ..system.json_schema import LONGEST_NAME, read_object, shown
+from ..system.json_schema import LONGEST_NAME, read_object
 from . import (
     assistant,
     dflash,
     dflash2,
     dspark,
     eagle3,
-    lookup,
     model_drafter,
     mtp,
 )
 from .base import Drafter
 from .config import Eagle3Config
 from .folder import Kind, LoadOptions, kind_in, read_config
+from .lookup import LookupDrafter
 from .pairs import drafters_for
 
 KINDS: dict[str, Kind] = {
@@ -61,7 +61,11 @@ KINDS: dict[str, Kind] = {
         is_trained=True,
         made_for=Eagle3Config.made_for,
     ),
-    "lookup": Kind("prompt lookup", lookup.load, by_name=lookup.by_name),
+    "lookup": Kind(
+        "prompt lookup",
+        lambda *_: LookupDrafter(),  # a folder has nothing to add
+        by_name=lambda *_: LookupDrafter(),
+    ),
     "model": Kind("a draft model", model_drafter.load, loads_published=True),
 }
 """By the name that ``kind`` has in a converted folder."""
@@ -100,14 +104,8 @@ def is_converted(folder: Path) -> bool:
 
 def kind_of(folder: Path) -> tuple[Kind, dict[str, Any]]:
     """The kind of a converted folder, and its config; ValueError where it is not converted."""
-    config = read_config(folder)
-    name = kind_in(config)
-    if name not in KINDS:
-        raise ValueError(
-            f"{folder} holds a {shown(name)} model, not a converted EAGLE-3 head: convert the "
-            "checkpoint first with mlx_eagle.convert --hf-path SRC --mlx-path DST."
-        )
-    return KINDS[name], config
+    config = read_config(folder, KINDS)
+    return KINDS[kind_in(config)], config
 
 
 def load_drafter(

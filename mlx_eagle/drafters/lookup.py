@@ -9,7 +9,6 @@ have been right is seen after every round, whoever drafted it, so none is drafte
 from copy import copy
 from itertools import accumulate
 from operator import mul
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -18,7 +17,6 @@ import mlx.nn as nn
 from ..target.cache_view import CacheView
 from .acceptance_stats import Acceptance
 from .base import Draft, Drafter, Pick, PickChildren, empty_draft, index_of
-from .folder import LoadOptions
 from .tree import Tree
 
 
@@ -265,15 +263,3 @@ class CopyingDrafter(Drafter):
 
     def _around(self, drafter: Drafter) -> "CopyingDrafter":
         return self if drafter is self.drafter else CopyingDrafter(drafter)
-
-
-def by_name(model: nn.Module, options: LoadOptions) -> LookupDrafter:
-    """What "lookup" alone stands for."""
-    return LookupDrafter()
-
-
-def load(
-    folder: Path, config: dict[str, Any], model: nn.Module, options: LoadOptions
-) -> LookupDrafter:
-    """A folder has nothing to add."""
-    return LookupDrafter()

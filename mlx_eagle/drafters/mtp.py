@@ -302,7 +302,7 @@ def by_name(model: nn.Module, options: LoadOptions) -> MTPDrafter:
             "the MTP layers are in the target's own checkpoint, and nobody says where that is: "
             "give its folder or repository as `target`."
         )
-    weights, _ = take_tensors(options.target, lambda name: family.is_part(name, num_layers))
+    weights = take_tensors(options.target, lambda name: family.is_part(name, num_layers))
     return load_mtp(weights, model, options)
 
 

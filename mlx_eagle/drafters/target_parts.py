@@ -193,19 +193,13 @@ class Search:
         return self.looked[-1]
 
 
-def take_tensors(source: str, is_wanted: IsWanted) -> tuple[dict[str, mx.array], str]:
-    """The tensors that are wanted, and the checkpoint that had them.
+def take_tensors(source: str, is_wanted: IsWanted) -> dict[str, mx.array]:
+    """The tensors that are wanted.
 
     ``source`` is the target's folder or repository id. Where it has none, the model is looked into
     that its card or config names as its base, with a warning where that has other weights. Raises
     ValueError where no one has any.
     """
-    files, place = _take_files(source, is_wanted)
-    return read_tensors(files, is_wanted), place
-
-
-def _take_files(source: str, is_wanted: IsWanted) -> tuple[list[Path], str]:
-    """The files that hold them, which may be parts of files of a repository."""
     found = search(source, is_wanted)
     if not found.names:
         has = "holds" if len(found.looked) == 1 else "hold"
@@ -220,7 +214,7 @@ def _take_files(source: str, is_wanted: IsWanted) -> tuple[list[Path], str]:
             "it, has none: fewer drafts may be accepted.",
             stacklevel=2,
         )
-    return fetch_files(found.place, found.names, is_wanted), found.place
+    return read_tensors(fetch_files(found.place, found.names, is_wanted), is_wanted)
 
 
 def holder_of(source: str, is_wanted: IsWanted) -> str | None:
