@@ -239,9 +239,6 @@ class AssistantDrafter(FeatureDrafter):
         embeddings = self._embedded(tokens) * self._scale
         return mx.concatenate([embeddings, states.astype(embeddings.dtype)], axis=-1)
 
-    def logits(self, states: mx.array) -> mx.array:
-        return self.head.logits(states)
-
     def _first_logits(self, seed: mx.array) -> mx.array:
         """There are none before the target's rows are cut to what was kept."""
         return mx.zeros((0,))

@@ -348,7 +348,7 @@ class BlockBatchDrafter(HeadBatchDrafter):
         return [*self._start, *(array for cache in caches for array in cache.state)]
 
 
-def is_block_head(names: Collection[str], having: str | tuple[str, ...] = "") -> bool:
+def is_block_head(names: Collection[str], having: str = "") -> bool:
     """Whether there is a norm behind the fusion matrix, as in drafters of blocks only.
 
     ``having``: and a tensor whose name begins with that.

@@ -96,12 +96,6 @@ class EagleDrafter(FeatureDrafter):
     def states_of(self, features: mx.array) -> mx.array:
         return self.head.fuse(features)
 
-    def run(self, tokens: mx.array, states: mx.array, caches: list[Any]) -> mx.array:
-        return self.head(self._embed(tokens), states, caches)
-
-    def logits(self, states: mx.array) -> mx.array:
-        return self.head.logits(states)
-
     @property
     def num_parallel_heads(self) -> int:
         """ModelOpt's."""

@@ -50,19 +50,21 @@ class FeatureDrafter(Drafter):
         Embeddings (m, h) may stand for the tokens: see ``_embedded``.
         """
 
-    @abstractmethod
     def logits(self, states: mx.array) -> mx.array:
         """Logits (m, Vd) after such states (m, h)."""
+        logits: mx.array = self.head.logits(states)
+        return logits
 
     # Of heads that draft step by step, for ``HeadBatchDrafter``.
 
     def states_of(self, features: mx.array) -> mx.array:
-        """What the head takes for features (..., F): states (..., h)."""
-        raise NotImplementedError
+        """What the head takes for features (..., F): states (..., h), or features as they are."""
+        return features
 
     def run(self, tokens: mx.array, states: mx.array, caches: list[Any]) -> mx.array:
         """One forward of the head over tokens (B, m) and states (B, m, h) -> (B, m, h)."""
-        raise NotImplementedError
+        made: mx.array = self.head(self._embed(tokens), states, caches)
+        return made
 
     @property
     def num_parallel_heads(self) -> int:

@@ -182,14 +182,6 @@ class MTPDrafter(FeatureDrafter):
     def batch_drafter(self) -> BatchDrafter | None:
         return HeadBatchDrafter(self)
 
-    def states_of(self, features: mx.array) -> mx.array:
-        """They are its states."""
-        return features
-
-    def run(self, tokens: mx.array, states: mx.array, caches: list[Any]) -> mx.array:
-        made: mx.array = self.head(self._embed(tokens), states, caches)
-        return made
-
     def logits(self, states: mx.array) -> mx.array:
         return self._project(states if self.head.state_normed else self.head.norm(states))
 
