@@ -138,8 +138,9 @@ class FeatureDrafter(Drafter):
         return (index if self.to_target is None else self.to_target[index]).astype(mx.int32)
 
     def save_last_features(self, features: mx.array) -> None:
-        """Features (1, F)."""
-        save_last_features(self.cache[-1], features)
+        """Features (1, F), which stay until the next are saved."""
+        cache, kept = self.cache[-1], features[None, None]
+        cache.keys, cache.values, cache.offset = kept, kept[..., :1], 1
 
     def pending(self) -> list[mx.array]:
         """The state, and already the first token's logits.
@@ -151,11 +152,6 @@ class FeatureDrafter(Drafter):
 
     def modules(self) -> list[nn.Module]:
         return [self.head]
-
-
-def save_last_features(cache: KVCache, features: mx.array) -> None:
-    """Keep features (1, F) until the next ``save_last_features``."""
-    cache.keys, cache.values, cache.offset = features[None, None], features[None, None, :, :1], 1
 
 
 def last_features(cache: KVCache) -> mx.array | None:
