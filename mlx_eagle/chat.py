@@ -74,10 +74,7 @@ class Conversation:
         grammar: dict[str, Any] | None = None,
     ):
         """``grammar`` is what ``grammar_options`` gives."""
-        self.args = args
-        self.model = model
-        self.tokenizer = tokenizer
-        self.drafter = drafter
+        self.args, self.model, self.tokenizer, self.drafter = args, model, tokenizer, drafter
         self.grammar = grammar or {}
         self.stats = Stats()
         self.num_answers = 0

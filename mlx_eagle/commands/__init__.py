@@ -1,1 +1,1 @@
-"""The commands in the terminal: flags, generate, chat and the memory report."""
+"""The command ``mlx_eagle.generate``, and the flags that it shares with the other commands."""

@@ -281,15 +281,8 @@ def seeded(sampler: Sampler, seed: int) -> Sampler:
 
 def make_sampler(args: PairArguments, tokenizer: TokenizerWrapper) -> Sampler | None:
     """The sampler of a request, ready to begin."""
-    options = SamplingOptions(
-        temp=args.sampling.temperature,
-        top_p=args.sampling.top_p,
-        min_p=args.sampling.min_p,
-        top_k=args.sampling.top_k,
-        xtc_probability=args.sampling.xtc_probability,
-        xtc_threshold=args.sampling.xtc_threshold,
-        acceptance=args.acceptance,
-    )
+    given = vars(args.sampling) | {"acceptance": args.acceptance}
+    options = SamplingOptions(temp=given.pop("temperature"), **given)
     sampler = sampler_for(options, tokenizer, args.seed)
     if args.seed is None or sampler is None or isinstance(sampler, Sampling):
         return sampler

@@ -108,10 +108,6 @@ class PairHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: PairServer
 
-    def __init__(self, server: PairServer, *args: Any):
-        self.server = server  # before the base class answers
-        super().__init__(*args)
-
     @property
     def provider(self) -> PairProvider:
         return self.server.generator.model_provider

@@ -337,10 +337,6 @@ class PairServer(ThreadingHTTPServer):
                 "--host and --port."
             ) from err
 
-    def finish_request(self, request: Any, client_address: Any) -> None:
-        # Not as the base class does it: this handler takes the server first.
-        self.RequestHandlerClass(self, request, client_address, self)
-
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer in a thread of its own, unless there are too many.
 
