@@ -4,6 +4,8 @@ After ``json_schema.check`` with one of these tables no type needs to be asked f
 config says that no table has is only looked at as text.
 """
 
+from mlx_eagle.drafters.config import LATENT
+from mlx_eagle.drafters.folder import SIZE
 from mlx_eagle.system.json_schema import (
     BOOL,
     COUNT,
@@ -18,7 +20,6 @@ from mlx_eagle.system.json_schema import (
     whole,
 )
 
-SIZE = whole(1, 2**24)
 FRACTION = number_above(0, 1)
 BASE = number_above(1, 1e15)
 POSITIVE = number_above(1e-6, 1e9)
@@ -37,11 +38,8 @@ SCALING: Table = {
     "partial_rotary_factor": FRACTION,
     **dict.fromkeys(("truncate", "apply_yarn_scaling"), BOOL),
 }
-LATENT: Table = dict.fromkeys(
-    ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), COUNT
-)
 LAYER: Table = {
-    **LATENT,
+    **dict.fromkeys(LATENT, COUNT),
     "llama_4_scaling": {"beta": WEIGHT, "original_max_position_embeddings": POSITIVE},
     **dict.fromkeys(("model_type", "hidden_act", "hidden_activation"), TEXT),
     **dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_heads"), SIZE),

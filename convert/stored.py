@@ -9,6 +9,7 @@ from typing import Protocol
 import mlx.core as mx
 import numpy as np
 
+from mlx_eagle.drafters.folder import PublishedTensor
 from mlx_eagle.system.json_schema import is_whole
 from mlx_eagle.system.safetensors import is_shape
 
@@ -48,23 +49,11 @@ def map_file(path: Path) -> np.ndarray:
         raise ValueError(f"{path} cannot be read: {err.strerror}") from err
 
 
-class Tensor(Protocol):
-    """What a head is made of, however it is stored; read when it is asked for."""
-
-    @property
-    def format(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
+class Tensor(PublishedTensor, Protocol):
+    """What a head is made of, however it is stored."""
 
     @property
     def rows(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def read(self) -> mx.array:
-        """The values as an array."""
 
 
 class Shaped:

@@ -26,10 +26,9 @@ from ..system.json_schema import (
     one_of,
     whole,
 )
-from .folder import PACKING, FolderConfig
+from .folder import PACKING, SIZE, FolderConfig
 from .target_parts import TargetSizes
 
-SIZE = whole(1, 2**24)
 FEW = whole(1, 1024)
 LATENT: Table = dict.fromkeys(
     ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), SIZE
