@@ -85,22 +85,17 @@ class AnswerStream:
 
     ``put`` is called in the generating thread; ``context`` and ``responses`` in the client's;
     ``leave`` in either. ``tokens`` are those generated so far, ``stats`` the counts of what was
-    drafted. ``on_end`` is called once nothing more will be generated. ``is_overdue`` says whether
-    the answer has taken its share of time.
+    drafted. ``on_end`` is called once nothing more will be generated.
     """
 
-    def __init__(
-        self,
-        on_end: Callable[["AnswerStream"], None],
-        is_overdue: Callable[["AnswerStream"], bool] = lambda answer: False,
-    ):
+    def __init__(self, on_end: Callable[["AnswerStream"], None]):
         self.began = 0.0  # time.monotonic() of the first thing computed for it
         self.ended = 0.0  # and of the end
         self.tokens: list[int] = []
         self.stats = Stats()
         self._messages: SimpleQueue[Message] = SimpleQueue()
         self._when_read: list[Callable[[], None]] = []
-        self._on_end, self._is_overdue = on_end, is_overdue
+        self._on_end = on_end
         self._lock = RLock()
 
     @property
@@ -125,8 +120,6 @@ class AnswerStream:
                 self.began = self.began or time.monotonic()
             if isinstance(message, PairResponse):
                 self.tokens.append(message.token)
-                if message.finish_reason is None and self._is_overdue(self):
-                    message.finish_reason = "length"
             self._messages.put(message)
             if self.tokens:
                 self._note_read()

@@ -51,8 +51,10 @@ class Schedule:
         provider: PairProvider,
         prompt_cache: PairCache,
         metrics: Metrics,
+        has_waiting: Callable[[], bool],
     ):
-        self._provider, self._metrics = provider, metrics
+        """``has_waiting`` says whether a request waits whose client is still there."""
+        self._provider, self._metrics, self._has_waiting = provider, metrics, has_waiting
         self._stream = mx.default_stream(mx.default_device())
         self.factory = RequestFactory(provider, prompt_cache, self._stream)
         self._active: list[ActiveRequest] = []
@@ -166,16 +168,21 @@ class Schedule:
         answer, stats = active.answer, emitted.request.stats
         for i, response in enumerate(active.writer.responses(emitted)):
             num_unread = len(emitted.tokens) - i - 1
-            is_last = response.finish_reason is not None
+            if response.finish_reason is None and self._is_overdue(answer):
+                response.finish_reason = "length"
+            is_last = response.finish_reason is not None or answer.is_over
             if is_last:  # the client reads the counts with its last token
                 stats.take_back(num_unread, i + 1)
-            answer.put(response)
-            if response.finish_reason is not None or answer.is_over:
-                if not is_last:
-                    stats.take_back(num_unread, i + 1)
                 active.is_done = True
+            answer.put(response)
+            if is_last:
                 return num_unread
         return 0
+
+    def _is_overdue(self, answer: AnswerStream) -> bool:
+        """Whether an answer has had its time, and another cannot begin because of it."""
+        is_late = time.monotonic() - answer.began >= self._provider.cli_args.time_limit
+        return is_late and self.is_full and self._has_waiting()
 
     def _end(self, active: ActiveRequest) -> None:
         """All was generated: keep its caches, then tell its client."""
@@ -221,7 +228,6 @@ class PairGenerator(ResponseGenerator):
     def __init__(self, provider: PairProvider, prompt_cache: PairCache):
         self.metrics = Metrics(prompt_cache.counts)
         self._open: set[AnswerStream] = set()
-        self._schedule: Schedule | None = None
         self._large_prompts = Lock()
         self._is_hurried = Event()
         super().__init__(provider, prompt_cache)
@@ -295,7 +301,7 @@ class PairGenerator(ResponseGenerator):
         if args.form is not None:
             with as_request_errors():
                 args.grammar = make_grammar(args.form, self.model_provider.tokenizer)
-        answer = AnswerStream(self._open.discard, self._is_overdue)
+        answer = AnswerStream(self._open.discard)
         self._open.add(answer)
         queue = partial(self.requests.put, (answer, request, args))
         if behind is None:
@@ -315,21 +321,16 @@ class PairGenerator(ResponseGenerator):
         num_waiting = sum(answer.is_waiting for answer in answers)
         return num_waiting, len(answers) - num_waiting
 
-    def _is_overdue(self, answer: AnswerStream) -> bool:
-        """Whether an answer has had its time, and another cannot begin because of it."""
-        if time.monotonic() - answer.began < self.cli_args.time_limit:
-            return False
-        if self._schedule is None or not self._schedule.is_full:
-            return False
+    def _has_waiting(self) -> bool:
         with self.requests.mutex:
-            return any(not waiting.is_over for waiting, _, _ in self.requests.queue)
+            return any(not answer.is_over for answer, _, _ in self.requests.queue)
 
     def _generate(self) -> None:
         """All that the generating thread does; nothing else in this process computes."""
         provider = self.model_provider
         provider.load_default()
         if provider.model is not None:
-            self._schedule = schedule = Schedule(provider, self.prompt_cache, self.metrics)
+            schedule = Schedule(provider, self.prompt_cache, self.metrics, self._has_waiting)
             if self.prompt_cache.folder is not None:
                 self.prompt_cache.folder.pair = provider.describe()
             while not self._stop:
@@ -341,7 +342,6 @@ class PairGenerator(ResponseGenerator):
             self.prompt_cache.save_all(self._is_hurried.is_set)
             del schedule
         # What was made in this thread has to go in it.
-        self._schedule = None
         provider.reset()
         del self.prompt_cache
         gc.collect()

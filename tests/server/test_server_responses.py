@@ -12,6 +12,7 @@ from test_server_tools import SCRIPTS, TOOLS
 
 from mlx_eagle.server.__main__ import agent_lines, announce
 from mlx_eagle.server.answer_stream import RequestError
+from mlx_eagle.server.engine import Schedule
 from mlx_eagle.server.stored_responses import StoredResponses
 
 SPACED = ["<tool_call>", '{"name":"get__da', 'te","arguments":{', "} }", "</tool_call>"]
@@ -316,10 +317,10 @@ def test_logprobs_as_a_chat_has_them(server):
 def test_a_response_that_breaks_off(server, monkeypatch):
     """A stream ends with the response that has failed; a whole answer is an error."""
 
-    def fail(active, emitted):
+    def fail(schedule, active, emitted):
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(server.generator._schedule, "_say", fail)
+    monkeypatch.setattr(Schedule, "_say", fail)
     with pytest.raises(openai.InternalServerError, match="the device is gone"):
         ask(server, "!")
     events = list(ask(server, "!", stream=True))
