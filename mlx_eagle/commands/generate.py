@@ -171,10 +171,8 @@ def run(args: argparse.Namespace) -> None:
     grammar = grammar_options(args, schema, tokenizer)
     prompt = read_prompt(args, tokenizer, has_cache=cache is not None)
     if cache is None:
-        fresh = [] if drafter is None else drafter.make_cache()
-        cache = make_prompt_cache(model, args.max_kv_size) + fresh
-    else:
-        cache = fit_prompt_cache(args.prompt_cache_file, cache, model, drafter)
+        cache = make_prompt_cache(model, args.max_kv_size)
+    cache = fit_prompt_cache(args.prompt_cache_file, cache, model, drafter)
     generate_and_report(args, model, tokenizer, drafter, prompt, cache, grammar)
 
 
@@ -290,7 +288,7 @@ def check_bits(cache: list[Any], kv_bits: int | None) -> None:
 def fit_prompt_cache(
     file: str, cache: list[Any], model: nn.Module, drafter: Drafter | None
 ) -> list[Any]:
-    """The caches for ``model`` and ``drafter``: those of the file, the drafter's fresh if missing.
+    """The caches for ``model`` and ``drafter``: those given, the drafter's fresh if missing.
 
     Raises ValueError where the file has caches for neither the model alone nor for both.
     """

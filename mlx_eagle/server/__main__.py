@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> None:
         generator = PairGenerator(PairProvider(args), cache)
         try:
             with PairServer(PairHandler, generator, access, collector) as server:
-                while not generator.is_loaded():
+                while not generator.model_provider.loaded.is_set():
                     if signals.wait(POLL):
                         stop_loading()
                 generator.check_loaded()

@@ -244,10 +244,6 @@ class PairGenerator(ResponseGenerator):
                 self.hurry()
         self.stop_and_join()
 
-    def is_loaded(self) -> bool:
-        """Whether the pair was loaded, or never will be."""
-        return self.model_provider.loaded.is_set()
-
     def check_loaded(self) -> None:
         """Raise what is wrong with the pair's names, if something is."""
         if self.model_provider.error is not None:

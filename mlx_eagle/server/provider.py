@@ -43,7 +43,7 @@ class PairProvider(ModelProvider):
 
     def __init__(self, args: Namespace):
         super().__init__(args)
-        self.loaded = Event()
+        self.loaded = Event()  # also where it never will be
         self.vocab_size = 0
         self.needs_snapshots = False  # as the target's caches cannot always be trimmed
         self.context: int | None = None  # tokens of a text, where the model says so
