@@ -5,16 +5,18 @@ A round that drafts shape s emits E(s) tokens in t(s) seconds, a plain step one 
     gain(s) = E(s) t(plain) / t(s)
 
 and the shape with the greatest gain is drafted, none where that stays below 1. E comes from the
-share of drafted tokens kept lately at each place. t is told by the rounds themselves: the lower
-median of the last seven times of a shape, each over the pace of the machine at that moment. Times
-of shapes lean on each other, and before there are any on a curve c(s) known of the chip:
+share of drafted tokens kept lately at each place. t is told by the rounds themselves. Before there
+are any it is a curve c(s) known of the chip, and what a round takes is
 
-    log t(s)/c(s) = sum_r w(r) log t(r)/c(r) / sum_r w(r),  w(r) = n(r) NEAR / (NEAR + d(s, r)^2)
+    log t(s) = log c(s) + f(s) + p + e
 
-with n(r) times of r, the older the less, and d the difference in rows. The more n(s) = sum_r w(r)
-is, the less cheaper can a shape turn out: t(s) UNSEEN^(1 / (1 + 3 n(s))) at least. Where its gain
-would then be the greatest, a shape is tried, as long as that loses little. Nothing here takes a
-longer draft for a dearer one: 8 rows may cost less than 6.
+with the pace p of the machine, a random walk; what the curve is off, f, a Gaussian process, part
+of which goes with log c (Rasmussen and Williams 2006, equations 4.19 and 2.11); and e, other work.
+A Kalman filter finds f and p, so times of shapes lean on each other, and those of slow moments are
+compared with those of fast ones. A shape is tried where its gain would be the greatest if f were
+less, by a standard deviation or, while trying has lost little, by more, as long as that loses
+little if f is one more. Nothing here takes a longer draft for a dearer one: 8 rows may cost less
+than 6.
 
 A shape is chosen before the round under way is read, and a round is recorded once the next one is
 launched, so the device waits for none of this. What was learned stays in memory, for the next
@@ -25,22 +27,29 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from threading import Lock
 from typing import NamedTuple
+
+import numpy as np
 
 from ..drafters.acceptance_stats import Acceptance, expected_tokens
 from ..drafters.tree import CHAINS, PLAIN, DraftShape
 from .pass_costs import KernelOptions, OptionTrial
 
 PRIOR = 1 / 3  # share of first drafts accepted where no text has shown any: heads have .3 to .8
-FIRSTS = 100.0  # first drafts that the acceptance expected of a new text is the mean of
-KEPT_TIMES = 7  # of a shape: the lower median stands with three of them disturbed
-STALE = 256.0  # rounds after which a time counts half: contexts grow
-NEAR = 0.1  # rows squared: a time one row away is worth a tenth of one of the own
+FIRSTS = 40.0  # first drafts that the acceptance expected of a new text is the mean of
+# Standard deviations of logarithms of seconds:
+SPREAD = 0.25  # of what a curve is off, before any time: 8 rows had .7 of it with OpenBLAS
+STRETCH = 0.6  # of what all its logarithms are to be multiplied with, less 1
+NOISE = 0.035  # of a time, at least
+LEARN, WORST = 0.05, 1.0  # of its variance, what one time changes, and the most that one tells
+PACE, PAUSE, TEXT = 0.03, 0.05, 0.2  # by which the pace changes: a round, one not timed, a text
+KNOWN = 0.2  # of a cost beside the one timed last, below which it counts as known
+NEAR = 0.1  # rows squared; costs a row apart are correlated by (1 + 1 / NEAR)^-TAIL = .62,
+TAIL = 0.2  # those of 8 rows apart by .27
 APART = 3.0  # rows more between plain steps and drafts, which share little but the weights
-UNSEEN = 0.5  # of its estimate, that a shape never timed may cost: 8 rows had .7 with OpenBLAS
-SURPRISE = 0.2  # logarithm of a time: so far off, something is not as in the text before
-KNOWN = 0.9  # times from which on a cost counts as known
+DRIFT = 3e-4  # of SPREAD^2, added to the variance of a cost in a round: contexts grow
+OUTLIER = 3.0  # standard deviations: a time further off counts as if that were as far as it is
 TIMED_PLAIN = 4  # plain steps in a row to time: the first and the last are not comparable
 AGAIN, LATER = 64, 512  # tokens before plain steps are timed again: unknown; known, and close
 SURE = 1.3  # gain that no wrong time of plain steps brings below 1
@@ -52,7 +61,7 @@ PROBE_BUDGET = 0.01  # of the time of plain decoding, spent on probes while draf
 FEWEST, MOST = 64, 1024  # tokens between two probes
 ALMOST_ALWAYS = 0.9  # the highest acceptance of any drafter on a text
 WORTH_TRYING = 1.03  # of the best gain, that a shape to be tried must promise
-TRYING_LOSS, TRYING_SHARE = 1.0, 0.015  # plain steps, and per token, that trying shapes may lose
+TRYING_LOSS, TRYING_SHARE = 1.5, 0.015  # plain steps, and per token, that trying shapes may lose
 
 OFF, PROBE, ON = "drafting off", "probe", "drafting on"
 
@@ -68,10 +77,7 @@ class DraftingEvent:
 
 @dataclass
 class FixedController:
-    """Always the same.
-
-    ``drafting_off``: whether decoding is plain for now, so that the drafter may fall behind.
-    """
+    """Always the same. ``drafting_off``: decoding is plain, so the drafter may fall behind."""
 
     shape: DraftShape
     drafting_off: bool = False
@@ -96,11 +102,18 @@ class FixedController:
 
 
 class Estimate(NamedTuple):
-    """Of a round: its seconds, the least that these may be, and how many times say so."""
+    """Seconds of a round, and the standard deviation of their logarithm less the latest one's."""
 
     seconds: float
-    least: float
-    num_times: float
+    error: float
+
+    @property
+    def is_known(self) -> bool:
+        return self.error <= KNOWN
+
+    def off(self, deviations: float) -> float:
+        """The seconds where the logarithm is so many standard deviations off."""
+        return self.seconds * math.exp(deviations * self.error)
 
 
 class RoundCosts:
@@ -114,92 +127,80 @@ class RoundCosts:
         self.acceptance = PRIOR
         self.failed: frozenset[DraftShape] = frozenset()
         self.options: KernelOptions | None = None  # None: others were not tried
-        self._curve, self._is_settled = curve, is_settled
-        # The pace of the machine: by what logarithm a time was off from others of its shape, the
-        # median of three, for one of them may have had other work in it.
-        self._offs = (0.0, 0.0, 0.0)
-        # After how many rounds each time was taken, and its logarithm without the pace. Entries
-        # are replaced whole, for other threads read them.
-        self._times: dict[tuple[int, DraftShape], tuple[tuple[int, float], ...]] = {}
-        self._num_rounds = self._begun = self._latest = 0  # the latest of which a time is kept
-        self._doubted: set[tuple[int, DraftShape]] = set()  # whose first time in a text was long
+        self._curve, self._is_settled, self._lock = curve, is_settled, Lock()
+        self._run: set[DraftShape] = set()
+        # The pace, of which nothing is known, then what the curve is off at each key: means,
+        # covariances, and what these were before any time.
+        self._mean, self._cov, self._prior = np.zeros(1), np.diag([100.0]), np.zeros((1, 1))
+        self._places: dict[tuple[int, DraftShape], int] = {}
+        self._latest, self._noise = 0, NOISE**2  # place of the key timed last, variance of times
 
     def record(self, num_requests: int, shape: DraftShape, seconds: float | None) -> None:
         """A round, or a plain step, has ended; of some it is not known how long they took."""
-        self._num_rounds += 1
-        if seconds is None or self._is_settled:
+        if self._is_settled:
             return
-        key, pace = (num_requests, shape), lower_median(self._offs)
-        times = self._times.get(key, ())
-        is_first = not times or times[-1][0] <= self._begun
-        if is_first and shape != PLAIN and key not in self._doubted:
-            known = self.estimates([shape], num_requests)[shape]
-            usual = lower_median([t for _, t in times]) if times else math.log(known.seconds)
-            if known.num_times > NEAR / 2 and math.log(seconds) - usual - pace > SURPRISE:
-                self._doubted.add(key)  # something may have come between: it is timed again
+        with self._lock:
+            at = self._place(num_requests, shape)
+            is_less = self._cov.diagonal() < self._prior.diagonal()  # no less known than at first
+            self._cov += DRIFT * self._prior * np.outer(is_less, is_less)
+            self._cov[0, 0] += PAUSE**2 if seconds is None else PACE**2
+            if seconds is None:
                 return
-        if times:
-            off = math.log(seconds) - lower_median([time for _, time in times])
-            if not is_first:
-                self._offs = (*self._offs[1:], off)
-            elif shape == PLAIN or (self._latest <= self._begun and abs(off - pace) > SURPRISE):
-                self._offs = (off,) * 3  # the machine goes at another pace than in the text before
-                if shape != PLAIN:  # or all drafts cost something else: plain steps will tell
-                    self._times.pop((num_requests, PLAIN), None)
-            times = () if is_first else times
-        self._latest = self._num_rounds
-        time = self._num_rounds, math.log(seconds) - lower_median(self._offs)
-        self._times[key] = (*times[1 - KEPT_TIMES :], time)
+            self._run.add(shape)
+            cost, shared = self._curve(shape, num_requests), self._cov[0] + self._cov[at]
+            off = math.log(seconds / cost) - self._mean[0] - self._mean[at]
+            variance = max(shared[0] + shared[at] + self._noise, (off / OUTLIER) ** 2)
+            self._mean += shared * (off / variance)
+            self._cov -= np.outer(shared, shared) / variance
+            noise = self._noise + LEARN * (min(off * off, WORST) - self._noise)
+            self._noise, self._latest = max(NOISE**2, noise), at
 
     def begin(self) -> None:
-        """A text begins: what is known by now is of earlier ones."""
-        self._begun = self._num_rounds
-        self._doubted.clear()
+        """A text begins: the machine may have had other work."""
+        with self._lock:
+            self._cov[0, 0] += TEXT**2
 
     def has_run(self, shape: DraftShape) -> bool:
         """Whether a round of that shape was ever timed."""
-        return any(shape == timed for _, timed in [*self._times, *self._doubted])
+        return shape in self._run
 
     def estimates(self, shapes: Sequence[DraftShape], num: int) -> dict[DraftShape, Estimate]:
         """Of ``shapes`` and plain steps for ``num`` requests, all at one pace."""
-        if self._is_settled:
-            costs = {shape: self._curve(shape, num) for shape in (PLAIN, *shapes)}
-            return {shape: Estimate(cost, cost, math.inf) for shape, cost in costs.items()}
-        sizes = {other for other, _ in [*self._times]} - {num}
-        nearest = min(sizes, key=lambda other: abs(math.log(other / num)), default=num)
-        known = [
-            (
-                shape,
-                sum(1 / (1 + (self._num_rounds - at) / STALE) for at, _ in times),
-                math.log2(other / num) ** 2,
-                lower_median([time for _, time in times]) - math.log(self._curve(shape, other)),
-            )
-            for (other, shape), times in [*self._times.items()]
-            if other in (num, nearest)
-        ]
-        return {shape: self._estimate(shape, num, known) for shape in (PLAIN, *shapes)}
+        with self._lock:
+            return {shape: self._estimate(num, shape) for shape in (PLAIN, *shapes)}
 
-    def _estimate(
-        self, shape: DraftShape, num: int, known: list[tuple[DraftShape, float, float, float]]
-    ) -> Estimate:
-        total, weights = 0.0, 1e-9
-        for other, num_times, apart, off in known:
-            weight = num_times * NEAR / (NEAR + apart + _distance(shape, other) ** 2)
-            total, weights = total + weight * off, weights + weight
-        seconds = self._curve(shape, num) * math.exp(total / weights)
-        return Estimate(seconds, seconds * UNSEEN ** (1 / (1 + 3 * weights)), weights)
+    def _estimate(self, num: int, shape: DraftShape) -> Estimate:
+        seconds, error = self._curve(shape, num), 0.0
+        if not self._is_settled:
+            at, last, cov = self._place(num, shape), self._latest, self._cov
+            seconds *= math.exp(self._mean[0] + self._mean[at])
+            variance = cov[at, at] + (cov[last, last] - 2 * cov[at, last] if last else 0.0)
+            error = math.sqrt(max(0.0, variance))
+        return Estimate(seconds, error)
 
+    def _place(self, num: int, shape: DraftShape) -> int:
+        """Where the numbers of a key stand; a new one begins with what the others tell of it."""
+        key = num, shape
+        if key not in self._places:
+            alike = np.array([0.0, *(self._covariance(key, other) for other in self._places)])
+            weights, own = np.zeros_like(alike), self._covariance(key, key)
+            weights[1:] = np.linalg.solve(self._prior[1:, 1:], alike[1:])
+            shared = self._cov @ weights
+            variance = own - weights @ alike + weights @ shared
+            self._mean = np.append(self._mean, weights @ self._mean)
+            self._cov = np.block([[self._cov, shared[:, None]], [shared, variance]])
+            self._prior = np.block([[self._prior, alike[:, None]], [alike, own]])
+            self._places[key] = len(self._places) + 1
+        return self._places[key]
 
-@cache
-def _distance(left: DraftShape, right: DraftShape) -> float:
-    """How little the costs of two shapes have to do with each other, in rows."""
-    apart = APART * ((left == PLAIN) != (right == PLAIN)) + ((left.width > 1) != (right.width > 1))
-    return abs(left.num_rows - right.num_rows) + apart
-
-
-def lower_median(values: Sequence[float]) -> float:
-    """[3.0, 1.0, 2.0, 9.0] -> 2.0: other work can only add to a time."""
-    return sorted(values)[(len(values) - 1) // 2]
+    def _covariance(self, *keys: tuple[int, DraftShape]) -> float:
+        """Before any time, of what the curve is off at two keys."""
+        left, right = (
+            (s.num_rows, APART * (s != PLAIN), s.width > 1, math.log2(num)) for num, s in keys
+        )
+        stretched = [math.log(self._curve(s, num) / self._curve(PLAIN, num)) for num, s in keys]
+        rough = (1 + math.dist(left, right) ** 2 / NEAR) ** -TAIL
+        return float(SPREAD**2 * rough + STRETCH**2 * math.prod(stretched))
 
 
 class AdaptiveController:
@@ -233,7 +234,7 @@ class AdaptiveController:
         self._tries_lost = 0.0  # plain steps
         self._estimates = costs.estimates(self._shapes, num_requests)
         # The token after which that was done; where earlier texts did, this one is heard first.
-        self._plain_timed = AGAIN * (self._estimates[PLAIN].num_times >= KNOWN) - LATER
+        self._plain_timed = AGAIN * (self._estimates[PLAIN].is_known) - LATER
         self._give_up()
 
     def next_shape(self, num_tokens: int) -> DraftShape:
@@ -313,7 +314,7 @@ class AdaptiveController:
     def _learn(self, shape: DraftShape, kept: Sequence[int], ranks: Sequence[int]) -> None:
         """See what was accepted, and what that has lost against plain steps."""
         num_tokens = sum(kept) / len(kept) + 1
-        if self._estimates[shape].num_times < KNOWN:
+        if not self._estimates[shape].is_known:
             self._tries_lost += self._cost(shape) - num_tokens / max(self._best()[1], 1.0)
         for is_right in self._accepted.learn(shape, kept, ranks):
             self._costs.acceptance += (is_right - self._costs.acceptance) / FIRSTS
@@ -338,29 +339,28 @@ class AdaptiveController:
 
     def _worth_trying(self, best: float) -> DraftShape | None:
         """A shape of unknown cost that might be faster than ``best``, if that loses little."""
-        left = TRYING_LOSS + TRYING_SHARE * self._num_tokens - self._tries_lost
+        left = TRYING_LOSS + TRYING_SHARE * self._num_tokens - self._tries_lost  # how much to hope
         plain, alphas = self._estimates[PLAIN].seconds, self._accepted.places
         promises, timed = {}, self._timed()
         for shape in self._shapes:
             if shape in timed or shape == self._latest:
                 continue
             num_tokens = expected_tokens(alphas, shape)
-            promise = num_tokens * plain / self._estimates[shape].least
-            # At worst every row more costs what those of a timed shape do.
-            slope = min(((self._cost(s) - 1) / (s.num_rows - 1) for s in timed), default=0.0)
-            most = max(self._cost(shape), 1 + slope * (shape.num_rows - 1))
+            known = self._estimates[shape]
+            promise = num_tokens * plain / known.off(-left / TRYING_LOSS)
+            most = known.off(1.0) / plain
             if most - num_tokens / best <= left and promise > WORTH_TRYING * best:
                 promises[shape] = promise
         return max(promises, key=promises.__getitem__, default=None)
 
     def _timed(self) -> list[DraftShape]:
         """The shapes whose cost is known."""
-        return [s for s in self._shapes if self._estimates[s].num_times >= KNOWN]
+        return [s for s in self._shapes if self._estimates[s].is_known]
 
     def _has_to_time_plain(self, gain: float) -> bool:
         """Whether what plain steps cost has to be seen: unknown, or old and nearly as fast."""
         age = self._num_tokens - self._plain_timed
-        is_known = self._estimates[PLAIN].num_times >= KNOWN
+        is_known = self._estimates[PLAIN].is_known
         return age >= LATER and gain < SURE and not self._rounds if is_known else age > AGAIN
 
     def _turn_on(self) -> None:
@@ -376,11 +376,11 @@ class AdaptiveController:
     def _give_up(self) -> None:
         """Draft no more where no draft can be run, or none is faster whatever is accepted."""
         known, always = self._estimates, [ALMOST_ALWAYS]
-        chances = {s: expected_tokens(always, s) / known[s].least for s in self._shapes}
+        chances = {s: expected_tokens(always, s) / known[s].off(-1.0) for s in self._shapes}
         shape = max(chances, key=chances.__getitem__, default=PLAIN)
         reason = "no draft can be verified on this device"
         if shape != PLAIN:
-            is_known = known[PLAIN].num_times >= KNOWN and self._timed()
+            is_known = known[PLAIN].is_known and self._timed()
             if not is_known or chances[shape] * known[PLAIN].seconds >= 1.0:
                 return
             reason = f"a round of {shape} drafts costs {self._cost(shape):.2f} plain steps, so it "

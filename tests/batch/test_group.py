@@ -25,7 +25,7 @@ from mlx_eagle.decoding.accept import AskedLogprobs
 from mlx_eagle.decoding.auto import FixedController
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.base import NullDrafter
-from mlx_eagle.drafters.tree import CHAINS, PLAIN, TREES, DraftShape
+from mlx_eagle.drafters.tree import PLAIN, DraftShape
 
 
 def run(
@@ -277,7 +277,7 @@ def test_where_no_draft_can_pay_nothing_is_drafted(monkeypatch):
     """Neither alone nor together, and the drafter is let go of."""
     model = MODELS["llama"]()
     drafter = tiny_head(model)
-    hopeless = SettledCosts(curve(lambda k: 100.0), CHAINS + TREES)
+    hopeless = SettledCosts(curve(lambda k: 100.0))
     for module in (loop, groups):
         monkeypatch.setattr(module, "costs_of", lambda *_: hopeless)
     group = Group(model, drafter, generation_stream, "auto")

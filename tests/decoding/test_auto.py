@@ -5,21 +5,19 @@ import re
 from collections.abc import Iterable
 
 import pytest
-from costs import FLAT, LINEAR, SettledCosts, curve
+from costs import FLAT, LINEAR, Curve, SettledCosts, curve
 from grids import thorough
 from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama
 from simulator import GUESSES, MACHINES, NOISE, Machine, best
 
 from mlx_eagle.decoding import loop, setup
 from mlx_eagle.decoding.auto import (
-    KNOWN,
     OFF,
     ON,
     PROBE,
     AdaptiveController,
     FixedController,
     RoundCosts,
-    lower_median,
 )
 from mlx_eagle.decoding.pass_costs import COUNTED, UNCOUNTED, KernelOptions, OptionTrial
 from mlx_eagle.decoding.setup import costs_of
@@ -106,7 +104,7 @@ def test_texts_one_after_the_other_are_near_the_best_shape_for_all(num_seeds):
 @pytest.mark.parametrize("factor", [1.6, 1 / 1.6])
 @pytest.mark.parametrize("alpha", thorough([0.25, 0.6], 0.6))
 def test_costs_wrong_by_a_factor_are_corrected_within_a_text(factor, alpha, num_seeds):
-    """All that was known of rounds is off: the text after is as fast as where nothing was."""
+    """What is thought of all drafts is off: the text after is as fast as where it is right."""
 
     def second(known: RoundCosts, seed: int) -> float:
         machine = Machine(FLAT, lambda n: alpha, seed)
@@ -114,7 +112,7 @@ def test_costs_wrong_by_a_factor_are_corrected_within_a_text(factor, alpha, num_
         return machine.write(AdaptiveController(known), 200)
 
     def costs(of: float) -> RoundCosts:
-        return SettledOnce(curve(lambda k: of * (1.1 + 0.13 * k)))
+        return RoundCosts(lambda s, n: FLAT(s, n) * (1.0 if s == PLAIN else of))
 
     wrong = mean(second(costs(factor), seed) for seed in range(num_seeds))
     right = mean(second(costs(1.0), seed) for seed in range(num_seeds))
@@ -170,10 +168,14 @@ def test_it_follows_costs_that_grow_with_the_context(alpha, num_seeds):
     assert mean(shares) > 0.93
 
 
-class SettledOnce(SettledCosts):
+class SettledOnce(RoundCosts):
     """RoundCosts that are known at first."""
 
-    record = RoundCosts.record
+    def __init__(self, cost: Curve):
+        super().__init__(cost)
+        for _ in range(8):
+            for shape in (PLAIN, *CHAINS):
+                self.record(1, shape, cost(shape, 1))
 
 
 # --- shapes -----------------------------------------------------------------------------------
@@ -303,7 +305,8 @@ def test_costs_of_one_size_tell_of_the_next():
     found = costs.estimates(CHAINS, 3)
     assert found[PLAIN].seconds == pytest.approx(6.0, rel=0.01)
     assert found[THREE].seconds == pytest.approx(2 * FLAT(THREE, 3), rel=0.01)
-    assert found[SEVEN].least < 0.6 * found[SEVEN].seconds, "nobody has seen that"
+    assert found[SEVEN].off(-1) < 0.8 * found[SEVEN].seconds, "nobody has seen that"
+    assert not found[SEVEN].is_known and found[THREE].is_known
 
 
 # --- costs and acceptance ---------------------------------------------------------------------
@@ -323,18 +326,18 @@ def test_a_machine_that_changes_its_pace_changes_no_comparison(factor):
 
 @pytest.mark.parametrize("factor", [0.6, 1.6])
 def test_a_text_at_another_pace_keeps_what_is_known_of_drafts(factor):
-    """Else every shape would be tried again; only what plain steps do is seen anew."""
+    """Else every shape would be tried again."""
     costs = RoundCosts(FLAT)
-    for shape in (PLAIN, THREE, SEVEN):
-        costs.record(1, shape, 2 * FLAT(shape, 1))
+    for shape in (PLAIN, THREE, SEVEN) * 5:
         costs.record(1, shape, 2 * FLAT(shape, 1))
     costs.begin()
-    for _ in range(2):  # a first one that is long is doubted
+    for _ in range(20):
         costs.record(1, THREE, 2 * factor * FLAT(THREE, 1))
     found = costs.estimates(CHAINS, 1)
-    assert found[SEVEN].num_times > KNOWN > found[PLAIN].num_times
+    assert found[THREE].seconds == pytest.approx(2 * factor * FLAT(THREE, 1), rel=0.1)
+    assert found[SEVEN].is_known
     compared = found[SEVEN].seconds / found[THREE].seconds
-    assert compared == pytest.approx(FLAT(SEVEN, 1) / FLAT(THREE, 1), rel=0.01)
+    assert compared == pytest.approx(FLAT(SEVEN, 1) / FLAT(THREE, 1), rel=0.1)
 
 
 def test_one_time_that_something_came_between_says_little():
@@ -344,7 +347,6 @@ def test_one_time_that_something_came_between_says_little():
         costs.record(1, THREE, pace * FLAT(THREE, 1))
     found = costs.estimates(CHAINS, 1)
     assert found[THREE].seconds / found[PLAIN].seconds == pytest.approx(FLAT(THREE, 1), rel=0.1)
-    assert lower_median([3.0, 1.0, 2.0, 9.0]) == 2.0
 
 
 def test_a_first_time_far_above_what_others_say_is_taken_again():
@@ -354,13 +356,18 @@ def test_a_first_time_far_above_what_others_say_is_taken_again():
         costs.record(1, PLAIN, 1.0)
         costs.record(1, THREE, FLAT(THREE, 1))
     costs.record(1, two, 3 * FLAT(two, 1))
-    assert costs.estimates(CHAINS, 1)[two].seconds == pytest.approx(FLAT(two, 1), rel=0.05)
+    costs.record(1, THREE, FLAT(THREE, 1))
+    assert costs.estimates(CHAINS, 1)[two].off(-2) < 1.2 * FLAT(two, 1)
     assert costs.has_run(two), "so that it is not left out if it fails now"
-    costs.record(1, two, 3 * FLAT(two, 1))
-    assert costs.estimates(CHAINS, 1)[two].seconds > 2 * FLAT(two, 1), "twice is no accident"
+    for _ in range(3):
+        costs.record(1, two, FLAT(two, 1))
+    found = costs.estimates(CHAINS, 1)[two]
+    assert found.is_known and found.seconds == pytest.approx(FLAT(two, 1), rel=0.2)
     costs.begin()
     costs.record(1, THREE, 3 * FLAT(THREE, 1))
-    assert costs.estimates(CHAINS, 1)[THREE].seconds == pytest.approx(FLAT(THREE, 1), rel=0.05)
+    found = costs.estimates(CHAINS, 1)
+    compared = found[THREE].seconds / found[two].seconds
+    assert compared == pytest.approx(FLAT(THREE, 1) / FLAT(two, 1), rel=0.2)
 
 
 def test_processes_that_share_a_model_decide_alike():
@@ -369,7 +376,7 @@ def test_processes_that_share_a_model_decide_alike():
     for _ in range(9):
         costs.record(1, THREE, 50.0)
     found = costs.estimates(CHAINS, 2)
-    assert found[THREE].seconds == found[THREE].least == FLAT(THREE, 2)
+    assert found[THREE] == (FLAT(THREE, 2), 0.0)
     machine = Machine(FLAT, lambda n: 0.8, 1)
     machine.write(AdaptiveController(costs), 200)
     assert max(shape.size for shape in machine.shapes) > 2
@@ -446,12 +453,12 @@ def test_what_is_known_is_of_a_pair_and_gone_with_it():
 def test_texts_of_a_pair_go_on_from_each_other():
     model = tiny_llama()
     drafter = tiny_head(model)
-    for num in (1, 2):
+    for _ in range(2):
         assert speculative(model, drafter, PROMPT, 60, num_draft_tokens="auto")[0] == plain(
             model, PROMPT, 60
         )
         (costs,) = setup._known.values()
-        assert costs.has_run(PLAIN) and costs._num_rounds > 15 * num
+        assert costs.has_run(PLAIN)
 
 
 # --- the order of the loop --------------------------------------------------------------------

@@ -16,7 +16,7 @@ from mlx_eagle.decoding.decoder import Decoder, Round
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.lookup import LookupDrafter
-from mlx_eagle.drafters.tree import CHAINS, TREES, TreeShape
+from mlx_eagle.drafters.tree import PLAIN, TREES, TreeShape
 
 TARGETS = {
     "llama": (tiny_llama, {}),
@@ -200,8 +200,8 @@ def test_tree_auto_is_refused_where_trees_are():
 @pytest.mark.parametrize("options", [{"num_draft_tokens": "auto"}, {"tree": "auto"}], ids=str)
 def test_trees_are_among_what_is_drafted_where_they_can_be(make, options, monkeypatch):
     """On a machine on which 8 rows are the cheapest; recurrent targets go on with chains."""
-    cost = lambda shape, num: 1.0 if shape.num_rows in (1, 8) else 3.0  # noqa: E731
-    known = SettledCosts(cost, CHAINS[:3] + TREES[1:2])
+    cost = lambda shape, num: 1.0 if shape == PLAIN or shape == TREES[1] else 3.0  # noqa: E731
+    known = SettledCosts(cost)
     monkeypatch.setattr("mlx_eagle.decoding.loop.costs_of", lambda *_: known)
     shapes, launch = [], Decoder.launch
     monkeypatch.setattr(

@@ -17,12 +17,11 @@ from mlx_eagle.decoding.decoder import Decoder, Round, StopPoint, stop_point
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.base import Draft, empty_draft
 from mlx_eagle.drafters.lookup import LookupDrafter
-from mlx_eagle.drafters.tree import CHAINS, TREES
 
 
 @pytest.fixture
 def at_flat_costs(monkeypatch):
-    monkeypatch.setattr(loop, "costs_of", lambda *_: SettledCosts(FLAT, CHAINS + TREES))
+    monkeypatch.setattr(loop, "costs_of", lambda *_: SettledCosts(FLAT))
 
 
 def test_auto_with_lookup_turns_drafting_off_where_nothing_is_found(at_flat_costs, monkeypatch):

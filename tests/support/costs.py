@@ -1,9 +1,9 @@
 """What test files share about the draft length: costs of rounds, a controller by script."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from mlx_eagle.decoding.auto import RoundCosts
-from mlx_eagle.drafters.tree import CHAINS, PLAIN, DraftShape
+from mlx_eagle.drafters.tree import PLAIN, DraftShape
 
 Curve = Callable[[DraftShape, int], float]
 
@@ -25,15 +25,8 @@ LINEAR = curve(lambda k: 1.0 + 1.04 * k)
 class SettledCosts(RoundCosts):
     """RoundCosts that are known, and that no round corrects."""
 
-    def __init__(self, cost: Curve, shapes: Sequence[DraftShape] = CHAINS, sizes=(1, 2, 3, 4, 5)):
-        super().__init__(cost)
-        for size in sizes:
-            for shape in (PLAIN, *shapes):
-                for _ in range(4):
-                    super().record(size, shape, cost(shape, size))
-
-    def record(self, num_requests, shape, seconds):
-        pass
+    def __init__(self, cost: Curve):
+        super().__init__(cost, is_settled=True)
 
 
 class ScriptedController:
