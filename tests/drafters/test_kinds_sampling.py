@@ -1,4 +1,4 @@
-"""Texts sampled with drafters of blocks and with MTP layers: distributed as the target's.
+"""Texts sampled with each kind of drafter: distributed as the target's.
 
 Under rejection each token's q is that which it was drawn from: independent of the others for
 DFlash, given the token before for DSpark and DFlash2, and 0 outside the candidates.
@@ -11,11 +11,12 @@ from functools import lru_cache
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from assistants import tiny_assistant, tiny_gemma4
 from block_twin import tiny_dflash, tiny_dflash2, tiny_dspark
 from chi_square import is_far_off
 from drafter_pairs import tiny_mtp, tiny_qwen3_next
 from grids import thorough
-from helpers import tiny_llama
+from helpers import tiny_head, tiny_llama
 
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.decoding.sampling import Sampling
@@ -27,11 +28,14 @@ TARGET = tiny_llama(seed=12, vocab_size=6, num_hidden_layers=3, hidden_size=32, 
 PROMPT = [1, 4, 0, 2]
 SMALL = {"head_dim": 8, "intermediate_size": 32, "mask_token_id": 3, "block_size": 4}
 HYBRID = tiny_qwen3_next(seed=12, vocab_size=6)
+GEMMA = tiny_gemma4(seed=12, vocab_size=6, vocab_size_per_layer_input=6, hidden_size=32)
 PAIRS: dict[str, tuple[nn.Module, Drafter]] = {
     "dflash": (TARGET, tiny_dflash(TARGET, **SMALL)),
     "dspark": (TARGET, tiny_dspark(TARGET, **SMALL)),
     "dflash2": (TARGET, tiny_dflash2(TARGET, **SMALL, top_k=3)),
     "mtp": (HYBRID, tiny_mtp(HYBRID)),
+    "eagle3": (TARGET, tiny_head(TARGET)),
+    "assistant": (GEMMA, tiny_assistant(GEMMA)),
 }
 
 
