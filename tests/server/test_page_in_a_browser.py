@@ -470,7 +470,7 @@ def test_hostile_answers_stay_text(open_tab, script):
 
 # Lines laid out in one go. A 2-core Xeon does 4000 in 100 ms, as long as the page's longest task.
 LONGEST = 8000
-TRIES = 3  # the garbage collector and other processes may come between
+TRIES = 6  # the garbage collector and other processes may come between
 SLOW = (
     "a word", "addresses", "brackets", "cells", "emphasis that opens", "empty lines", "items",
     "lines of code", "numbers", "quotes on lines",
