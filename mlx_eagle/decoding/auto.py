@@ -133,6 +133,7 @@ class RoundCosts:
         # covariances, and what these were before any time.
         self._mean, self._cov, self._prior = np.zeros(1), np.diag([100.0]), np.zeros((1, 1))
         self._places: dict[tuple[int, DraftShape], int] = {}
+        self._points = np.zeros((0, 5))  # where each key stands: see ``_point``
         self._latest, self._noise = 0, NOISE**2  # place of the key timed last, variance of times
 
     def record(self, num_requests: int, shape: DraftShape, seconds: float | None) -> None:
@@ -182,8 +183,11 @@ class RoundCosts:
         """Where the numbers of a key stand; a new one begins with what the others tell of it."""
         key = num, shape
         if key not in self._places:
-            alike = np.array([0.0, *(self._covariance(key, other) for other in self._places)])
-            weights, own = np.zeros_like(alike), self._covariance(key, key)
+            self._points = np.vstack([self._points, self._point(num, shape)])
+            apart = ((self._points - self._points[-1])[:, :-1] ** 2).sum(axis=1)
+            stretched = STRETCH**2 * self._points[:, -1] * self._points[-1, -1]
+            *others, own = SPREAD**2 * (1 + apart / NEAR) ** -TAIL + stretched
+            alike, weights = np.array([0.0, *others]), np.zeros(len(others) + 1)
             weights[1:] = np.linalg.solve(self._prior[1:, 1:], alike[1:])
             shared = self._cov @ weights
             variance = own - weights @ alike + weights @ shared
@@ -193,14 +197,11 @@ class RoundCosts:
             self._places[key] = len(self._places) + 1
         return self._places[key]
 
-    def _covariance(self, *keys: tuple[int, DraftShape]) -> float:
-        """Before any time, of what the curve is off at two keys."""
-        left, right = (
-            (s.num_rows, APART * (s != PLAIN), s.width > 1, math.log2(num)) for num, s in keys
-        )
-        stretched = [math.log(self._curve(s, num) / self._curve(PLAIN, num)) for num, s in keys]
-        rough = (1 + math.dist(left, right) ** 2 / NEAR) ** -TAIL
-        return float(SPREAD**2 * rough + STRETCH**2 * math.prod(stretched))
+    def _point(self, num: int, shape: DraftShape) -> tuple[float, ...]:
+        """Where a round stands among others, in rows, and the logarithm of its curve."""
+        stretch = math.log(self._curve(shape, num) / self._curve(PLAIN, num))
+        is_draft, is_tree = shape != PLAIN, shape.width > 1
+        return shape.num_rows, APART * is_draft, is_tree, math.log2(num), stretch
 
 
 class AdaptiveController:
@@ -339,7 +340,7 @@ class AdaptiveController:
 
     def _worth_trying(self, best: float) -> DraftShape | None:
         """A shape of unknown cost that might be faster than ``best``, if that loses little."""
-        left = TRYING_LOSS + TRYING_SHARE * self._num_tokens - self._tries_lost  # how much to hope
+        left = TRYING_LOSS + TRYING_SHARE * self._num_tokens - self._tries_lost
         plain, alphas = self._estimates[PLAIN].seconds, self._accepted.places
         promises, timed = {}, self._timed()
         for shape in self._shapes:

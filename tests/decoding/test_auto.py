@@ -368,6 +368,13 @@ def test_a_first_time_far_above_what_others_say_is_taken_again():
     found = costs.estimates(CHAINS, 1)
     compared = found[THREE].seconds / found[two].seconds
     assert compared == pytest.approx(FLAT(THREE, 1) / FLAT(two, 1), rel=0.2)
+    surely = RoundCosts(FLAT)
+    for _ in range(4):
+        surely.record(1, THREE, FLAT(THREE, 1))
+        surely.record(1, two, 3 * FLAT(two, 1))
+    found = surely.estimates(CHAINS, 1)
+    compared = found[two].seconds / found[THREE].seconds
+    assert compared > 2 * FLAT(two, 1) / FLAT(THREE, 1), "four times are no accident"
 
 
 def test_processes_that_share_a_model_decide_alike():
@@ -450,15 +457,17 @@ def test_what_is_known_is_of_a_pair_and_gone_with_it():
     assert setup._known == {}
 
 
-def test_texts_of_a_pair_go_on_from_each_other():
+def test_texts_of_a_pair_go_on_from_each_other(monkeypatch):
+    record, rounds = RoundCosts.record, []
+    monkeypatch.setattr(RoundCosts, "record", lambda c, *a: rounds.append(c) or record(c, *a))
     model = tiny_llama()
     drafter = tiny_head(model)
-    for _ in range(2):
+    for num in (1, 2):
         assert speculative(model, drafter, PROMPT, 60, num_draft_tokens="auto")[0] == plain(
             model, PROMPT, 60
         )
         (costs,) = setup._known.values()
-        assert costs.has_run(PLAIN)
+        assert costs.has_run(PLAIN) and rounds.count(costs) > 15 * num
 
 
 # --- the order of the loop --------------------------------------------------------------------
