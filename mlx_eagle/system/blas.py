@@ -26,11 +26,11 @@ DIGITS = 16  # of the SHA-256 in a copy's name
 # In a process of its own: a library that does not work here may end the process that tries it.
 TRY = """
 import ctypes, sys
-one = (ctypes.c_float * 1)(1)
 library, f = ctypes.CDLL(sys.argv[1]), ctypes.c_float
+a, b, product = (f * 1)(2), (f * 1)(5), (f * 1)()  # a product in place of a factor may be 0
 library.openblas_get_num_threads()
-library.cblas_sgemm(101, 111, 111, 1, 1, 1, f(3), one, 1, one, 1, f(0), one, 1)
-sys.exit(one[0] != 3)
+library.cblas_sgemm(101, 111, 111, 1, 1, 1, f(3), a, 1, b, 1, f(0), product, 1)
+sys.exit(product[0] != 30 and f"3 x 2 x 5 is {product[0]} with it")
 """
 NO_PACKAGE = "pip install 'mlx-eagle[cpu]' brings a fast one, which every command loads by itself"
 TOO_LATE = "call mlx_eagle.load_fast_blas() before anything imports mlx, as the commands do"

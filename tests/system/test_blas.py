@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -146,6 +147,13 @@ def test_a_library_that_does_not_work_here_is_not_kept(cache, monkeypatch):
     with pytest.raises(ValueError, match=r"could not be prepared .*exit code -6"):
         blas.fast_blas()
     assert [path for path in cache.parent.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the kernels are those of x86")
+@pytest.mark.parametrize("core", ["Sandybridge", "Haswell", "Zen"])
+def test_the_kernels_of_processors_without_avx512_work(cache, monkeypatch, core):
+    monkeypatch.setenv("OPENBLAS_CORETYPE", core)
+    assert blas.fast_blas().parent == cache
 
 
 def test_without_the_extra_it_says_how_to_get_it(cache, monkeypatch):
