@@ -129,12 +129,7 @@ def attend_in_parts(
     ``mask`` is an array, "causal" or None.
     """
 
-    def whole(is_forced: bool = False) -> mx.array:
-        if is_forced:
-            with suppress(ValueError):  # there is none for these heads
-                return mx.fast.scaled_dot_product_attention(
-                    queries, keys, values, scale=scale, mask=mask, sinks=sinks, force_fused=True
-                )
+    def whole() -> mx.array:
         return attend(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
 
     if not isinstance(keys, mx.array) or values.shape[-1] != queries.shape[-1]:
@@ -148,8 +143,14 @@ def attend_in_parts(
         limit = MOST_CUT
     parts.matters |= 0 < most < limit
     parts.falls_off |= most < MOST_FORCED_ROWS
+    if parts.is_forced and max(most, 1) < num_rows <= MOST_FORCED_ROWS:
+        # Before parts: tried after them, it has to be faster than they are.
+        with suppress(ValueError):  # there is none for these heads
+            return mx.fast.scaled_dot_product_attention(
+                queries, keys, values, scale=scale, mask=mask, sinks=sinks, force_fused=True
+            )
     if not parts.is_on or not 0 < most < num_rows <= limit:
-        return whole(parts.is_forced and max(most, 1) < num_rows <= MOST_FORCED_ROWS)
+        return whole()
     out = []
     for start in range(0, num_rows, most):
         end = min(start + most, num_rows)

@@ -177,6 +177,25 @@ def test_a_kernel_is_forced_where_mlx_would_take_none(changes, is_there, monkeyp
         assert not any(is_forced for rows, is_forced in seen if rows == 1)
 
 
+@pytest.mark.parametrize("is_there, expected", [(True, [(8, True)]), (False, [(4, False)] * 2)])
+def test_a_kernel_is_forced_in_place_of_parts(is_there, expected, monkeypatch):
+    """Parts may have been chosen before it is tried, and stay where MLX has no such kernel."""
+    seen, attention = [], mx.fast.scaled_dot_product_attention
+
+    def stand_in(q, k, v, *, force_fused=False, **options):
+        if force_fused and not is_there:
+            raise ValueError("no fused kernel is available")
+        seen.append((q.shape[2], force_fused))
+        return attention(q, k, v, **options)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", stand_in)
+    model = tiny_llama(**CROWDED)
+    target = Target(model, (), fused_rows)
+    target.parts.use(is_on=True, is_forced=True)
+    target(mx.arange(8), make_prompt_cache(model))
+    assert seen == expected * len(model.layers)
+
+
 @pytest.mark.parametrize(
     "name", ["llama", "gemma3_text", "gpt_oss (20b)", "qwen3_next", "qwen3_moe"]
 )
