@@ -116,7 +116,7 @@ M1 = Products(
 )  # fmt: skip
 M1_MAX = replace(
     M1, title="M1 Pro and M1 Max", matrix_from=(14, 10, 7),
-    advice=M1.advice.replace("from 6 rows on a pass costs 5 to 6", "from 7 rows on one costs 6"),
+    advice=M1.advice.replace("6 rows on a pass costs 5 to 6", "7 rows on a pass costs 6 to 7"),
 )  # fmt: skip
 OLD_ULTRA = replace(
     M1, title="Ultra, M1 or M2", matrix_from=(32, 18, 12),
