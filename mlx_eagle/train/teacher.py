@@ -205,8 +205,7 @@ class Teacher:
         if missing:
             made = self._make(batch.tokens[missing], batch.counts[missing])
             for row, lesson in zip(missing, made, strict=True):
-                lessons[row] = lesson
-                self._keep(batch.numbers[row], lesson)
+                lessons[row] = self._keep(batch.numbers[row], lesson)
         return [lesson for lesson in lessons if lesson is not None]
 
     def _make(self, tokens: np.ndarray, counts: np.ndarray) -> Iterator[Lesson]:
@@ -295,14 +294,17 @@ class Teacher:
             return None
         return Lesson.unpacked(dict(mx.load(str(path))), self._bits)
 
-    def _keep(self, number: int, lesson: Lesson) -> None:
+    def _keep(self, number: int, lesson: Lesson) -> Lesson:
+        """A lesson as it will be read, so that what is learnt is the same whatever was kept."""
         if self._cache is None:
-            return
+            return lesson
+        arrays = lesson.packed(self._bits)
         try:
             with new_file(self._cache / f"{number}.safetensors") as draft:
-                save_arrays(draft, lesson.packed(self._bits))
+                save_arrays(draft, arrays)
         except OSError as err:
             raise OSError(err.errno, err.strerror, str(self._cache)) from err
+        return Lesson.unpacked(arrays, self._bits)
 
 
 def cache_bytes(

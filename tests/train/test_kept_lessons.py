@@ -89,3 +89,15 @@ def test_two_targets_share_a_folder(tmp_path):
     ours, theirs = weights_of(tmp_path / "plain"), weights_of(tmp_path / "second")
     for name, wanted in ours.items():
         assert np.abs(theirs[name] - wanted).max() <= 1e-4 * np.abs(wanted).max(), name
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_what_was_kept_before_changes_nothing(tmp_path, bits):
+    """A run that writes the lessons learns what one that reads them learns."""
+    data = write_data(tmp_path / "data", train=chats(8))
+    target = str(write_target(tmp_path / "target"))
+    cached = {**RUN, "cache_features": str(tmp_path / "kept"), "cache_bits": bits}
+    for name in ("writes", "reads"):
+        train(target, str(data), str(tmp_path / name), **cached)
+    written, read = weights_of(tmp_path / "writes"), weights_of(tmp_path / "reads")
+    assert all(np.array_equal(written[name], read[name]) for name in written)
