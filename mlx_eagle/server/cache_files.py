@@ -152,6 +152,7 @@ class CacheFolder:
                 "that you may write to."
             ) from err
         self._remove_orphans()
+        self._make_room()
 
     def files(self) -> dict[Path, Snapshot]:
         """The texts of this pair that are there now, by file, as snapshots of their own."""
@@ -282,7 +283,7 @@ class CacheFolder:
             os.close(file)
         return path
 
-    def _make_room(self, newest: Path) -> None:
+    def _make_room(self, newest: Path | None = None) -> None:
         """Remove the least recently used files until the others are few enough."""
         entries = sorted(self._entries(), key=lambda entry: entry[1].st_mtime_ns)
         total = sum(found.st_size for _, found in entries)
