@@ -175,12 +175,17 @@ def test_marks_are_those_of_the_python_api(tab, pair):
 
 
 def test_a_race(tab):
+    tab.ask("A big it all")  # which leaves caches that would serve the plain lane alone
+    tab.wait()
+    bodies = []
+    tab.page.on("request", lambda request: bodies.append(request.post_data_json))
     tab.page.click("#tab-race")
     tab.page.fill("#race-question", "A big it all")
     tab.page.click("#race-start")
     verdict = tab.page.locator("#verdict", has_text=re.compile("Identical|Different|No verdict"))
     verdict.wait_for()
     assert verdict.inner_text().startswith("Identical: all ")
+    assert [body["reuse_caches"] for body in bodies] == [False, False]
     clocks = [tab.page.inner_text(f"#{name}-clock") for name in ("plain", "drafted")]
     assert all(re.match(r"\d+\.\d\d s [\d.]+ tokens/s, \d+ tokens", clock) for clock in clocks)
     assert tab.count("#plain-text .drafted") == 0 < tab.count("#drafted-text .drafted")
@@ -667,8 +672,13 @@ def test_nothing_sticks_out(open_tab, server, width, scheme):
     tab = open_tab(server.url.removesuffix("v1"), viewport=size, color_scheme=scheme)
     tab.ask("Hello there " * 20)
     tab.wait()
+    tab.unfold("history", "settings", "strip")
     for view in ("chat", "race"):
         tab.page.click(f"#tab-{view}")
+        beyond = """width => [...document.querySelectorAll("button, input, select, textarea")]
+            .filter(e => e.checkVisibility() && e.getBoundingClientRect().right > width)
+            .map(e => e.outerHTML)"""
+        assert tab.page.evaluate(beyond, width) == []
         assert tab.page.evaluate("() => document.documentElement.scrollWidth") == width
         assert tab.page.evaluate("() => document.documentElement.scrollHeight") == 740
     background = tab.page.evaluate("() => getComputedStyle(document.body).backgroundColor")

@@ -10,8 +10,8 @@ class Race {
     if (Number(fields.temperature ?? server.temperature) > 0 && fields.seed === undefined) {
       fields.seed = Math.floor(Math.random() * 2 ** 32); // both draw the same noise
     }
-    // The drafter reads the prompt too: the plain run has left the target's caches alone.
-    const drafted = { ...fields, reuse_caches: false };
+    fields.reuse_caches = false; // an earlier chat may have left caches that serve one lane only
+    const drafted = { ...fields };
     if (drafted.num_draft_tokens === 0) delete drafted.num_draft_tokens;
     const plain = { ...fields, num_draft_tokens: 0, tree: null };
     const messages = withSystem([{ role: "user", content: prompt }]);

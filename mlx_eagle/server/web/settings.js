@@ -60,7 +60,9 @@ function setUpOptions() {
   byId("key").value = stored("key", "", sessionStorage);
   byId("key").addEventListener("change", () => store("key", byId("key").value, sessionStorage));
   byId("key-label").hidden = !server.needs_key;
-  byId("model").textContent = [server.model, server.draft_model && `drafts by ${server.draft_model}`].filter(Boolean).join(" · ");
+  const name = /^[/~.]/.test(server.model) ? server.model.split("/").filter(Boolean).pop() : server.model;
+  byId("model").textContent = [name, server.draft_model && `drafts by ${server.draft_model}`].filter(Boolean).join(" · ");
+  byId("model").title = server.model;
   const marks = byId("marks");
   marks.checked = stored("marks", true) !== false;
   const mark = () => document.body.classList.toggle("marked", marks.checked);
