@@ -195,7 +195,7 @@ def test_the_least_recently_used_files_go_first(tmp_path):
     small.insert_cache(*kept(50))
     small.save_all()
     assert list((tmp_path / "small").iterdir()) == []
-    assert store(tmp_path, max_bytes=size // 2).counts.snapshots["disk"] == 1
+    assert store(tmp_path, max_bytes=size // 2).folder.measure()[0] == 1
 
 
 def test_who_is_in_a_hurry_leaves_the_rest(tmp_path):
