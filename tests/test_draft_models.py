@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from architectures import ARCHITECTURES, build
 from checkpoints import CONFIG, as_midlayer, eagle1_tensors, eagle3_tensors, write_safetensors
-from helpers import PROMPT, plain, speculative, tiny_llama
+from helpers import PROMPT, byte_tokenizer, plain, speculative, tiny_llama
 from hub import Hub, hub_settings, running_hub, use_hub
 from mlx_lm.utils import save_model
 
@@ -156,6 +157,19 @@ def test_a_folder_of_an_ordinary_model_is_a_drafter(tmp_path):
     (tmp_path / "small" / "config.json").write_text(json.dumps(values))
     with pytest.raises(ValueError, match="not quantized while loading"):
         mlx_eagle.open_drafter(str(tmp_path / "small"), model, quantize_bits=4)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "starcoder2"])
+def test_a_small_model_with_a_c_fc_is_no_head(tmp_path, name):
+    """GPT-2, StarCoder2 and their likes call a matrix of their MLP mlp.c_fc.weight."""
+    target, small = build(name), tmp_path / "small"
+    save_model(small, target)
+    (small / "config.json").write_text(json.dumps(ARCHITECTURES[name]))
+    byte_tokenizer()._tokenizer.save_pretrained(small)
+    drafter = mlx_eagle.open_drafter(str(small), target, byte_tokenizer())
+    tokens, stats = speculative(target, drafter, PROMPT, 12, num_draft_tokens=3)
+    assert tokens == plain(target, PROMPT, 12)
+    assert stats.num_accepted == stats.num_drafted > 0
 
 
 def test_subpackages_are_there_when_asked_for():

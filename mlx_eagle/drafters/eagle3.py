@@ -38,10 +38,10 @@ from .tree import StaticTree, Tree
 FIRST_SIZE = 7
 """Tokens drafted first, before anybody has said how many, by a head that does not say it."""
 TENSORS = (
-    "fc.weight", "fc.weight_packed", "eagle_linear.weight", "fusion_layer.weight",
-    "hidden_norm.weight", "d2t", "mask_hidden", "eh_proj.weight",
+    ".fc.weight", ".fc.weight_packed", ".eagle_linear.weight", ".fusion_layer.weight",
+    ".hidden_norm.weight", ".d2t", ".mask_hidden", ".eh_proj.weight",
 )  # fmt: skip
-"""Endings that only heads have: a fusion matrix, a second norm, a draft vocabulary."""
+"""Last parts of names that only heads have: a fusion matrix, a second norm, a draft vocabulary."""
 
 
 class EagleDrafter(FeatureDrafter):
@@ -435,7 +435,7 @@ class ParallelDrafter(EagleDrafter):
 
 def recognise(names: Collection[str], config: Mapping[str, Any]) -> bool:
     """Whether these are the tensors of a head as published, of a family we know or not."""
-    return any(name.endswith(TENSORS) for name in names)
+    return any(f".{name}".endswith(TENSORS) for name in names)  # and not mlp.c_fc.weight
 
 
 def load(
