@@ -145,9 +145,8 @@ def _responses(
         )
 
     for n, (token, logprobs, from_draft) in enumerate(steps):  # noqa: B007 (used in response)
-        if n == 0:
-            now = time.perf_counter()
-            prompt_tps, tic = prompt_tokens / (now - tic), now
+        if n == 0:  # given after the first round was launched, which a CPU has nearly done by then
+            prompt_tps, tic = prompt_tokens / stats.prompt_time, tic + stats.prompt_time
         depth = depth + 1 if from_draft else 0  # a round ends with a token of the target's own
         if token in tokenizer.eos_token_ids:
             break

@@ -5,6 +5,7 @@ import inspect
 import json
 import sys
 import threading
+import time
 import tomllib
 import warnings
 from http.server import HTTPServer
@@ -39,6 +40,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_eagle
+from mlx_eagle.decoding.decoder import Decoder
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.lookup import CopyingDrafter, LookupDrafter
 from mlx_eagle.drafters.model_drafter import ModelDrafter
@@ -310,6 +312,22 @@ def test_options_of_ours(installation):
         for draft_model in (None, DRAFTER)
     }
     assert len(texts) == 1
+
+
+def test_no_round_is_left_out_of_the_speed(monkeypatch):
+    """The first token is given when the round after it is launched, and on a CPU nearly done."""
+    clock, launch = [0.0], Decoder.launch
+
+    def takes_a_second(*args, **options):
+        clock[0] += 1.0
+        return launch(*args, **options)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(Decoder, "launch", takes_a_second)
+    options = {"max_tokens": 12, "draft_model": DRAFTER, "num_draft_tokens": 3}
+    (*_, last) = mlx_eagle.stream_generate(MODEL, TOKENIZER, PROMPT, **options)
+    assert last.prompt_tps == len(PROMPT) and last.stats.num_target_forwards > 1
+    assert last.generation_tps == 12 / last.stats.num_target_forwards
 
 
 def test_what_mlx_lm_keeps_from_a_draft_model(installation):

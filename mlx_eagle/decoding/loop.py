@@ -355,9 +355,12 @@ def speculative_generate_step(
         with mx.stream(stream):
             controller = make_controller(decoder, num_draft_tokens, tree, stats)
         total = prompt.size if input_embeddings is None else input_embeddings.shape[0]
-        runner = SingleRunner(
-            decoder, Limits(max_tokens, stop_tokens), lambda: progress(total, total)
-        )
+
+        def when_prefilled() -> None:
+            stats.end_prefill()  # before the first round is launched, which takes a CPU long
+            progress(total, total)
+
+        runner = SingleRunner(decoder, Limits(max_tokens, stop_tokens), when_prefilled)
         yield from _tokens(runner, controller, stats, keep_caches=prompt_cache is not None)
     finally:
         if prompt_cache is not None:
@@ -374,7 +377,8 @@ def _tokens(
     try:
         for done in pipeline:
             stats.num_reruns = decoder.num_reruns
-            done.count(stats)
+            if done.position > 0:
+                done.count(stats)
             if decoder.num_emitted % CLEAR_CACHE_EVERY < len(done.run):
                 mx.clear_cache()
             for i, token in enumerate(done.run):

@@ -47,6 +47,11 @@ class Stats:
         """Start the clock: prefill begins."""
         self._start = time.perf_counter()
 
+    def end_prefill(self) -> None:
+        """Stop the clock of prefill: the first token was read."""
+        self._first_token = time.perf_counter()
+        self.prompt_time = self._first_token - self._start
+
     def record(
         self,
         num_drafted: int,
@@ -55,17 +60,15 @@ class Stats:
         num_emitted: int,
         num_head_forwards: int,
     ) -> None:
-        """Count one target forward; the first one belongs to prefill.
+        """Count one target forward; one that nothing was said of before ends prefill.
 
         A chain of k tokens has k levels, a tree as many as its longest branch.
         ``num_head_forwards`` is the total so far.
         """
-        now = time.perf_counter()
         if self._first_token is None:
-            self._first_token = now
-            self.prompt_time = now - self._start
+            self.end_prefill()
             return
-        self.generation_time = now - self._first_token
+        self.generation_time = time.perf_counter() - self._first_token
         self.num_head_forwards = num_head_forwards
         self.num_evals += 1
         self.num_emitted += num_emitted
