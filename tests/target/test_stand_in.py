@@ -150,22 +150,28 @@ def test_attention_sinks_and_windows_go_through(rows):
     assert [num for num, _ in rows].count(4) == 2 * len(model.layers)
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-@pytest.mark.parametrize("changes", [CROWDED, {"head_dim": 80}, FUSED], ids=str)
-def test_a_kernel_is_forced_where_mlx_would_take_none(changes, is_there, monkeypatch):
-    """In passes of 2 to 8 rows, and mlx-lm's way stays where there is no kernel; by a stand-in."""
-    seen, attention = [], mx.fast.scaled_dot_product_attention
+@pytest.fixture
+def seen(is_there, monkeypatch) -> list[tuple[int, bool]]:
+    """The rows of each call, and whether a kernel was forced; MLX may have none."""
+    calls, attention = [], mx.fast.scaled_dot_product_attention
 
     def stand_in(q, k, v, *, force_fused=False, **options):
         if force_fused and not is_there:
             raise ValueError("no fused kernel is available")
-        seen.append((q.shape[2], force_fused))
+        calls.append((q.shape[2], force_fused))
         return attention(q, k, v, **options)
 
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", stand_in)
+    return calls
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+@pytest.mark.parametrize("changes", [CROWDED, {"head_dim": 80}, FUSED], ids=str)
+def test_a_kernel_is_forced_where_mlx_would_take_none(changes, is_there, seen):
+    """In passes of 2 to 8 rows, and mlx-lm's way stays where there is no kernel; by a stand-in."""
     model = tiny_llama(**changes)
     text = PROMPT + plain(model, PROMPT, 40)
     drafter = ScriptedDrafter(text, SCRIPTS["every length"])
-    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", stand_in)
     for size, num_rows in ((3, 4), (7, 8)):
         seen.clear()
         options, cache = KernelOptions(forces_fused=True), make_prompt_cache(model)
@@ -178,17 +184,8 @@ def test_a_kernel_is_forced_where_mlx_would_take_none(changes, is_there, monkeyp
 
 
 @pytest.mark.parametrize("is_there, expected", [(True, [(8, True)]), (False, [(4, False)] * 2)])
-def test_a_kernel_is_forced_in_place_of_parts(is_there, expected, monkeypatch):
+def test_a_kernel_is_forced_in_place_of_parts(is_there, expected, seen):
     """Parts may have been chosen before it is tried, and stay where MLX has no such kernel."""
-    seen, attention = [], mx.fast.scaled_dot_product_attention
-
-    def stand_in(q, k, v, *, force_fused=False, **options):
-        if force_fused and not is_there:
-            raise ValueError("no fused kernel is available")
-        seen.append((q.shape[2], force_fused))
-        return attention(q, k, v, **options)
-
-    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", stand_in)
     model = tiny_llama(**CROWDED)
     target = Target(model, (), fused_rows)
     target.parts.use(is_on=True, is_forced=True)
