@@ -326,7 +326,7 @@ def masked(text: str) -> list[str]:
 def test_demo_in_the_readme_looks_like_the_demo():
     """What the README shows of `make demo` has the lines that the program prints."""
     stats = Stats()
-    for num_accepted in (0, 0, 1, 2):
+    for num_accepted in (0, 1, 2):
         stats.record(2, 2, num_accepted, num_accepted + 1, 0)
     last = SimpleNamespace(generation_tps=10.0, stats=stats)
     run = SimpleNamespace(tokens=[1, 2, 3], last=last)

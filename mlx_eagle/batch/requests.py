@@ -137,7 +137,7 @@ def first_token(request: Request) -> Round:
     first.run = first.read().run
     request.decoder.commit(first, 1)
     first.num_taken = 1
-    first.count(request.stats)
+    request.stats.end_prefill()
     request.tokens += first.run
     if request.logprobs is not None:
         request.logprobs += [own for own, _ in first.verification.read_logprobs(1)]

@@ -421,8 +421,11 @@ def _plain(
     steps: Iterator[tuple[int, mx.array]], stop_tokens: Collection[int], stats: Stats
 ) -> Iterator[tuple[int, mx.array, bool]]:
     """mlx-lm's own pipelined decoding, counted."""
-    for token, logprobs in steps:
-        stats.record(0, 0, 0, 1, 0)
+    for n, (token, logprobs) in enumerate(steps):
+        if n == 0:
+            stats.end_prefill()
+        else:
+            stats.record(0, 0, 0, 1, 0)
         yield token, logprobs, False
         if token in stop_tokens:
             return

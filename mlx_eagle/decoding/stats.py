@@ -40,7 +40,7 @@ class Stats:
     prompt_time: float = 0.0
     generation_time: float = 0.0
     _start: float = field(default_factory=time.perf_counter, repr=False)
-    _first_token: float | None = field(default=None, repr=False)
+    _first_token: float = field(default_factory=time.perf_counter, repr=False)
     _last_accepted: int | None = field(default=None, repr=False)
 
     def start(self) -> None:
@@ -60,14 +60,11 @@ class Stats:
         num_emitted: int,
         num_head_forwards: int,
     ) -> None:
-        """Count one target forward; one that nothing was said of before ends prefill.
+        """Count one target forward after prefill.
 
         A chain of k tokens has k levels, a tree as many as its longest branch.
         ``num_head_forwards`` is the total so far.
         """
-        if self._first_token is None:
-            self.end_prefill()
-            return
         self.generation_time = time.perf_counter() - self._first_token
         self.num_head_forwards = num_head_forwards
         self.num_evals += 1

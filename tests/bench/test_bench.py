@@ -31,7 +31,7 @@ def test_spread_is_the_naive_one():
 def make_stats(accepted: list[int], size: int) -> Stats:
     """Counts of rounds that drafted ``size`` and kept these many, as the loop records them."""
     stats = Stats()
-    stats.record(0, 0, 0, 1, 0)
+    stats.end_prefill()
     for i, kept in enumerate(accepted):
         stats.record(size, size, kept, kept + 1, (i + 1) * size)
     return stats
