@@ -34,6 +34,10 @@ TOKENIZER = byte_tokenizer()
 ALL = {**FAMILIES, **STEPPED}
 published = cache(lambda name: ALL[name]())
 
+# Two ways of computing the same in float32 differ by so much of the greatest: 1.06e-5 is the
+# most that was seen, without AVX-512. Mistakes differ by more than 1e-2, as tests below have it.
+NOISE = 3e-5
+
 
 class Watched:
     """Runs a drafter, compares its logits with the reference's, and drafts by a script."""
@@ -92,7 +96,7 @@ def furthest(part: Published, drafter: MTPDrafter, script: str = "every length")
 @pytest.mark.parametrize("script", thorough(SCRIPTS, "every length"))
 def test_drafts_are_the_references(name, script):
     part = published(name)
-    assert furthest(part, load_mtp(part.arrays(), part.target), script) < 1e-5
+    assert furthest(part, load_mtp(part.arrays(), part.target), script) < NOISE
 
 
 @pytest.mark.parametrize("name", thorough(["qwen3.5", "mimo", *STEPPED], "qwen3.5", "step-3.5"))
@@ -101,7 +105,7 @@ def test_the_other_states(name):
     part = other_states(published(name))
     drafter = load_mtp(part.arrays(), part.target)
     drafter.take_states(part.naive.normed)
-    assert furthest(part, drafter) < 1e-5
+    assert furthest(part, drafter) < NOISE
     drafter.take_states(not part.naive.normed)
     assert furthest(part, drafter) > 1e-2
 
@@ -156,7 +160,7 @@ def test_states_are_those_of_another_library(library, name):
     wanted = GOLDEN[library][name]
     greatest = mx.abs(wanted).max()
     for found in (once, mx.stack(steps), mx.concatenate(drafted)):
-        assert (mx.abs(found - wanted).max() / greatest).item() < 1e-5
+        assert (mx.abs(found - wanted).max() / greatest).item() < NOISE
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
@@ -175,7 +179,7 @@ def test_states_of_each_step_are_those_of_another_library(name, index):
         head.advance(index, embeddings[:3], states[:3], cache)
         cache.trim(3)
     far = mx.abs(mx.concatenate(found) - wanted).max() / mx.abs(wanted).max()
-    assert far.item() < 1e-5
+    assert far.item() < NOISE
 
 
 SHARED = ["deepseek-v3", "glm-4.5", "glm-4.7-flash", "mimo"]
@@ -393,7 +397,7 @@ def test_every_branch_of_a_tree_is_drafted_as_a_chain(name):
             branch.insert(0, tokens[node - 1])
             node = parents[node - 1]
         theirs = part.logits(text, len(branch) + 1, branch)[-1]
-        assert np.abs(seen[row] - theirs).max() / np.abs(theirs).max() < 1e-5
+        assert np.abs(seen[row] - theirs).max() / np.abs(theirs).max() < NOISE
 
 
 # A layer that knows a text by heart, so that drafts are kept with real features.
