@@ -26,14 +26,14 @@ INTRO = (
 
 METHOD = (
     "How it was measured: plain and speculative runs take turns on every prompt ({order}), after "
-    "two warm-ups (repeats: {repeats}). Plain is the pipelined mlx_lm.stream_generate. Tokens per "
-    "second count from the first token to the last, so prefill is not in them; the time to the "
-    "first token is listed apart. A prompt's speed is that of its median run, its ratio the "
-    "median of its runs, each against the plain run near it; a set's speed is the sum of its "
-    "tokens over the sum of those times, its ratio that of such speeds. In brackets: first to "
-    "third quartile of single runs, or of prompts where it says so. Of MT-bench, the first turn "
-    "is asked. Peak memory is with target and head loaded, in plain runs too. Above temperature "
-    "0 both draw with the same sampler and seed."
+    "a whole text of each, which is not counted (repeats: {repeats}). Plain is the pipelined "
+    "mlx_lm.stream_generate. Tokens per second count from the first token to the last, so "
+    "prefill is not in them; the time to the first token is listed apart. A prompt's speed is "
+    "that of its median run, its ratio the median of its runs, each against the plain run near "
+    "it; a set's speed is the sum of its tokens over the sum of those times, its ratio that of "
+    "such speeds. In brackets: first to third quartile of single runs, or of prompts where it "
+    "says so. Of MT-bench, the first turn is asked. Peak memory is with target and head loaded, "
+    "in plain runs too. Above temperature 0 both draw with the same sampler and seed."
 )
 
 BATCHES = (

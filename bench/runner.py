@@ -23,8 +23,7 @@ from mlx_eagle.generate import stream_generate
 
 from .questions import Question
 
-WARM_UPS = 2
-WARM_UP_TOKENS = 16
+WARM_UP_TOKENS = 16  # of a batch and of loads of servers, before what is measured
 ORDERS = ("abba", "mirror", "weave")
 TURN_TOKENS = 8  # of each in turn where they are woven: rounds around a pause cannot be timed
 
@@ -342,10 +341,9 @@ def schedule(
 def warm_up(
     models: Models, configurations: Sequence[Configuration], prompt: list[int], max_tokens: int
 ) -> None:
-    """Two short runs of every configuration, not counted."""
-    for _ in range(WARM_UPS):
-        for configuration in (PLAIN, *configurations):
-            run_once(models, configuration, prompt, min(max_tokens, WARM_UP_TOKENS))
+    """A whole text of every configuration, not counted; ``auto`` gets to know the pair in it."""
+    for configuration in (PLAIN, *configurations):
+        run_once(models, configuration, prompt, max_tokens)
 
 
 def take_turns(
