@@ -100,6 +100,7 @@ ROUTES = {
 }
 RESPONSES = "/v1/responses/"  # and the name of one that is kept
 NO_ROUTE = Route(dict, lambda handler, body: None)
+NO_MESSAGES = Route(dict, lambda handler, body: None, True, *ANTHROPIC)  # /v1/messages/batches
 
 
 class PairHandler(BaseHTTPRequestHandler):
@@ -157,6 +158,8 @@ class PairHandler(BaseHTTPRequestHandler):
             return False
         self.reader.in_head = False
         self.path, _, self.query = self.path.partition("#")[0].partition("?")
+        is_anthropic = self.path.startswith("/v1/messages/")
+        self.route = ROUTES.get(self.path, NO_MESSAGES if is_anthropic else NO_ROUTE)
         return True
 
     def finish(self) -> None:
@@ -172,10 +175,9 @@ class PairHandler(BaseHTTPRequestHandler):
         try:
             closes = self.close_connection
             self.is_body_unread = self.close_connection = True  # until it was read
-            self.route = ROUTES.get(self.path, NO_ROUTE)
             self._check_access()
             self.server.check_open()
-            if self.route is NO_ROUTE:
+            if self.path not in ROUTES:
                 path = shortened(self.path)
                 raise RequestError(f"nothing is at {path}: post to /v1/chat/completions.", 404)
             raw = self._read()

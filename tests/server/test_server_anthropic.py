@@ -327,3 +327,9 @@ def test_errors_by_their_kind(server, anthropic):
     assert error.value.body["error"]["type"] == "authentication_error"
     with anthropic.Anthropic(auth_token=KEY, api_key=None, **options) as bearer:
         assert bearer.messages.create(**question("!")).content[0].text == "Hello there."
+    with pytest.raises(anthropic.NotFoundError) as error:
+        server.own.messages.batches.list()
+    assert error.value.body["error"]["type"] == "not_found_error"
+    with pytest.raises(anthropic.NotFoundError) as error:
+        server.own.messages.batches.create(requests=[])
+    assert error.value.body["error"]["type"] == "not_found_error"
