@@ -33,11 +33,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ..drafters.acceptance_stats import Acceptance, expected_tokens
-from ..drafters.tree import CHAINS, PLAIN, DraftShape
+from ..drafters.tree import CHAINS, LONG_CHAINS, PLAIN, DraftShape
 from .pass_costs import KernelOptions, OptionTrial
 
 PRIOR = 1 / 3  # share of first drafts accepted where no text has shown any: heads have .3 to .8
-FIRSTS = 40.0  # first drafts that the acceptance expected of a new text is the mean of
+PAIR_MEMORY = 0.995  # of what texts accepted, a round later: half is forgotten in 138
 # Standard deviations of logarithms of seconds:
 SPREAD = 0.25  # of what a curve is off, before any time: 8 rows had .7 of it with OpenBLAS
 STRETCH = 0.6  # of what all its logarithms are to be multiplied with, less 1
@@ -124,7 +124,7 @@ class RoundCosts:
     """
 
     def __init__(self, curve: Callable[[DraftShape, int], float], is_settled: bool = False):
-        self.acceptance = PRIOR
+        self.acceptance = Acceptance(PRIOR, LONG_CHAINS[-1].size)  # what a new text expects
         self.failed: frozenset[DraftShape] = frozenset()
         self.options: KernelOptions | None = None  # None: others were not tried
         self._curve, self._is_settled, self._lock = curve, is_settled, Lock()
@@ -317,8 +317,8 @@ class AdaptiveController:
         num_tokens = sum(kept) / len(kept) + 1
         if not self._estimates[shape].is_known:
             self._tries_lost += self._cost(shape) - num_tokens / max(self._best()[1], 1.0)
-        for is_right in self._accepted.learn(shape, kept, ranks):
-            self._costs.acceptance += (is_right - self._costs.acceptance) / FIRSTS
+        self._accepted.learn(shape, kept, ranks)
+        self._costs.acceptance.learn(shape, kept, ranks, PAIR_MEMORY)
         self._rounds.append((shape, num_tokens))
         if self._lost() <= 0:
             self._rounds.clear()

@@ -20,16 +20,17 @@ STEPS = 64  # between 0 and 1, to which chances are rounded, so that trees are l
 class Acceptance:
     """The share of tokens kept at each place of a draft, given that those before it were kept.
 
-    What is little known leans on the place before. Places may count from elsewhere than the
+    What is little known leans on what is believed. Places may count from elsewhere than the
     start of a draft: those of a copy count how long a match it continues.
     """
 
-    def __init__(self, first: float, num_places: int, rise: float = 0.0):
-        """``first`` is what is believed of the first place before anything was seen.
+    def __init__(self, believed: "float | Acceptance", num_places: int, rise: float = 0.0):
+        """``believed``, before anything was seen: of the first place, or what others tell of all.
 
-        Each place is believed to be wrong more seldom than the one before, by ``rise`` (0 to 1).
+        Where it is the first one's, the others lean on the place before, and each is believed to
+        be wrong more seldom than that by ``rise`` (0 to 1).
         """
-        self._first, self._rise = first, rise
+        self._believed, self._rise = believed, rise
         self._reached = [0.0] * num_places
         self._kept = [0.0] * num_places
 
@@ -44,22 +45,24 @@ class Acceptance:
             self._see(start + i, i < num_kept)
 
     def learn(
-        self, shape: DraftShape, num_kept: Sequence[int], ranks: Sequence[int]
-    ) -> list[bool]:
+        self,
+        shape: DraftShape,
+        num_kept: Sequence[int],
+        ranks: Sequence[int],
+        memory: float = MEMORY,
+    ) -> None:
         """See a round: what each request kept of a chain, or ``ranks`` of a tree.
 
         Places are about the likeliest children, which chains are made of; so a tree, where of
-        each level ``ranks`` says which child was kept, 0 the likeliest, tells as much. Returns
-        whether the likeliest first token was right, for each request.
+        each level ``ranks`` says which child was kept, 0 the likeliest, tells as much.
         """
-        self.fade()
+        self.fade(memory)
         if shape.tree is None:
             for kept in num_kept:
                 self.observe(0, shape.size, kept)
-            return [kept > 0 for kept in num_kept]
+            return
         for level, rank in enumerate(ranks):
             self._see(level, rank == 0)
-        return [rank == 0 for rank in ranks[:1]]
 
     def _see(self, place: int, is_kept: bool) -> None:
         place = min(place, len(self._reached) - 1)
@@ -69,11 +72,14 @@ class Acceptance:
     @property
     def places(self) -> list[float]:
         """By place, the chance of a token to be kept where those before it are."""
-        places, before = [], self._first
-        for kept, reached in zip(self._kept, self._reached, strict=True):
-            before = (kept + PRIOR_WEIGHT * before) / (reached + PRIOR_WEIGHT)
-            places.append(before)
-            before += self._rise * (1 - before)
+        places: list[float] = []
+        given = self._believed
+        others, before = (given.places, 0.0) if isinstance(given, Acceptance) else (None, given)
+        for i, (kept, reached) in enumerate(zip(self._kept, self._reached, strict=True)):
+            if others is not None:
+                before = others[i]
+            places.append((kept + PRIOR_WEIGHT * before) / (reached + PRIOR_WEIGHT))
+            before = places[-1] + self._rise * (1 - places[-1])
         return places
 
     def along(self, start: int, size: int) -> list[float]:
