@@ -54,7 +54,8 @@ class Acceptance:
         """See a round: what each request kept of a chain, or ``ranks`` of a tree.
 
         Places are about the likeliest children, which chains are made of; so a tree, where of
-        each level ``ranks`` says which child was kept, 0 the likeliest, tells as much.
+        each level ``ranks`` says which child was kept, 0 the likeliest, tells as much. What was
+        seen before weighs ``memory`` of what it did.
         """
         self.fade(memory)
         if shape.tree is None:
