@@ -100,7 +100,6 @@ ROUTES = {
 }
 RESPONSES = "/v1/responses/"  # and the name of one that is kept
 NO_ROUTE = Route(dict, lambda handler, body: None)
-NO_MESSAGES = Route(dict, lambda handler, body: None, True, *ANTHROPIC)  # /v1/messages/batches
 
 
 class PairHandler(BaseHTTPRequestHandler):
@@ -158,8 +157,9 @@ class PairHandler(BaseHTTPRequestHandler):
             return False
         self.reader.in_head = False
         self.path, _, self.query = self.path.partition("#")[0].partition("?")
-        is_anthropic = self.path.startswith("/v1/messages/")
-        self.route = ROUTES.get(self.path, NO_MESSAGES if is_anthropic else NO_ROUTE)
+        # Below /v1/messages, what is not there is refused as that refuses.
+        above = ROUTES["/v1/messages"] if self.path.startswith("/v1/messages/") else NO_ROUTE
+        self.route = ROUTES.get(self.path, above)
         return True
 
     def finish(self) -> None:
