@@ -333,21 +333,18 @@ class AdaptiveController:
 
     def _best(self) -> tuple[DraftShape, float]:
         """The timed shape with the greatest gain, and the gain; a plain step where none is."""
-        alphas, timed = self._accepted.places, self._timed()
-        gains = {s: expected_tokens(alphas, s) / self._cost(s) for s in timed}
+        gains = {s: self._accepted.expected_tokens(s) / self._cost(s) for s in self._timed()}
         shape = max(gains, key=gains.__getitem__, default=PLAIN)
         return shape, gains.get(shape, 0.0)
 
     def _worth_trying(self, best: float) -> DraftShape | None:
         """A shape of unknown cost that might be faster than ``best``, if that loses little."""
         left = TRYING_LOSS + TRYING_SHARE * self._num_tokens - self._tries_lost
-        plain, alphas = self._estimates[PLAIN].seconds, self._accepted.places
-        promises, timed = {}, self._timed()
+        plain, promises, timed = self._estimates[PLAIN].seconds, {}, self._timed()
         for shape in self._shapes:
             if shape in timed or shape == self._latest:
                 continue
-            num_tokens = expected_tokens(alphas, shape)
-            known = self._estimates[shape]
+            num_tokens, known = self._accepted.expected_tokens(shape), self._estimates[shape]
             promise = num_tokens * plain / known.off(-left / TRYING_LOSS)
             most = known.off(1.0) / plain
             if most - num_tokens / best <= left and promise > WORTH_TRYING * best:

@@ -4,7 +4,7 @@ Plain numbers. ``auto`` chooses lengths by them, and ``CopyingDrafter`` between 
 """
 
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import accumulate
 from operator import mul
@@ -33,11 +33,14 @@ class Acceptance:
         self._believed, self._rise = believed, rise
         self._reached = [0.0] * num_places
         self._kept = [0.0] * num_places
+        self._places: list[float] = []  # until more is seen, and likewise:
+        self._expected: dict[DraftShape, float] = {}
 
     def fade(self, factor: float = MEMORY) -> None:
         """Let all that was seen so far weigh less."""
         self._reached = [factor * n for n in self._reached]
         self._kept = [factor * n for n in self._kept]
+        self._places, self._expected = [], {}
 
     def observe(self, start: int, num_drafted: int, num_kept: int) -> None:
         """Of a draft that began at place ``start`` so many tokens were kept."""
@@ -69,10 +72,21 @@ class Acceptance:
         place = min(place, len(self._reached) - 1)
         self._reached[place] += 1
         self._kept[place] += is_kept
+        self._places, self._expected = [], {}
 
     @property
     def places(self) -> list[float]:
         """By place, the chance of a token to be kept where those before it are."""
+        self._places = self._places or self._chances()
+        return self._places
+
+    def expected_tokens(self, shape: DraftShape) -> float:
+        """Tokens that a draft of ``shape`` emits at these chances."""
+        if shape not in self._expected:
+            self._expected[shape] = expected_tokens(self.places, shape)
+        return self._expected[shape]
+
+    def _chances(self) -> list[float]:
         places: list[float] = []
         given = self._believed
         others, before = (given.places, 0.0) if isinstance(given, Acceptance) else (None, given)
@@ -105,7 +119,7 @@ def _run(places: Sequence[float], size: int, start: int = 0) -> list[float]:
     return [places[min(start + i, len(places) - 1)] for i in range(size)]
 
 
-@cache
+@lru_cache(1024)
 def _tokens_of_tree(shape: DraftShape, places: tuple[float, ...]) -> float:
     """1 and the chances of the tree's nodes, which are the likeliest ``nodes`` of all.
 
@@ -113,17 +127,15 @@ def _tokens_of_tree(shape: DraftShape, places: tuple[float, ...]) -> float:
     with ``places[i]``, and each further one with ``FURTHER`` of that, where those before are not.
     """
     assert shape.tree is not None
-    found, num_left = 1.0, shape.tree.nodes
-    candidates = [(-1.0, 0)]
-    while candidates and num_left:
-        chance, level = heappop(candidates)
-        if level:
-            found -= chance
-            num_left -= 1
+    found, candidates = 1.0, [(-places[0], 1, 1, 1 - places[0])]
+    for _ in range(shape.tree.nodes):
+        # A child is less likely than its parent and the siblings before it: they come one by one.
+        chance, level, rank, rest = heappop(candidates)
+        found -= chance
+        if rank < shape.width:
+            further = FURTHER * places[level - 1]
+            heappush(candidates, (-rest * further, level, rank + 1, rest * (1 - further)))
         if level < shape.size:
-            rank = places[level]
-            for _ in range(shape.width):
-                heappush(candidates, (chance * rank, level + 1))
-                chance *= 1 - rank
-                rank = FURTHER * places[level]
+            first = places[level]
+            heappush(candidates, (chance * first, level + 1, 1, -chance * (1 - first)))
     return found
