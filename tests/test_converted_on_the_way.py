@@ -93,6 +93,7 @@ open_drafter(sys.argv[1], model)
 """
 
 
+@pytest.mark.exhaustive
 def test_of_several_processes_one_converts(source, tmp_path):
     support = Path(__file__).parent / "support"
     environment = os.environ | {"HOME": str(tmp_path), "PYTHONPATH": str(support)}

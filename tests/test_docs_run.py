@@ -280,6 +280,7 @@ QUICK = [p for p in WITH_COMMANDS if p.name == "README.md"]
 
 
 @pytest.mark.parametrize("path", thorough(WITH_COMMANDS, *QUICK), ids=lambda path: path.name)
+@pytest.mark.exhaustive
 def test_commands_run(path, hub, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     reader = Reader(hub, monkeypatch, capsys)

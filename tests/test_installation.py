@@ -163,7 +163,7 @@ DOORS = {
 
 
 @pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("max_tokens", [1, 2, 18])
+@pytest.mark.parametrize("max_tokens", thorough([1, 2, 18], 2))
 def test_every_door_leads_to_our_loop(installation, door, max_tokens):
     options = {"max_tokens": max_tokens, "draft_model": DRAFTER, "num_draft_tokens": 2}
     theirs = list(DOORS[door](MODEL, TOKENIZER, PROMPT, **options))

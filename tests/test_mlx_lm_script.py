@@ -64,6 +64,7 @@ def test_an_ordinary_draft_model_is_mlx_lms(folder, expected):
 
 
 @pytest.mark.parametrize("imported", thorough(["before", "after"], "before"))
+@pytest.mark.exhaustive
 def test_one_of_our_drafters_runs_our_loop(folder, expected, imported, tmp_path, capsys):
     model, tokenizer = mlx_lm.load(str(folder / "target"))
     drafters = {

@@ -129,6 +129,7 @@ def test_large_files_are_known(tracked):
     assert {path for path, size in sizes.items() if size > LARGE_FILE} == set(LARGE)
 
 
+@pytest.mark.exhaustive
 def test_wheel_holds_every_source_and_nothing_but_mlx_eagle(wheel, checkout):
     names = set(zipfile.ZipFile(wheel).namelist())
     info = f"mlx_eagle-{VERSION}.dist-info"
@@ -162,6 +163,7 @@ def test_sdist_builds_the_same_wheel(unpacked, wheel, tmp_path):
     assert set(zipfile.ZipFile(again).namelist()) == set(zipfile.ZipFile(wheel).namelist())
 
 
+@pytest.mark.exhaustive
 def test_sdist_holds_what_the_repository_has(unpacked, tracked):
     """All of it, so that its tests and the documentation find what they read."""
     links = {path for path in tracked if (ROOT / path).is_symlink()}
@@ -261,6 +263,7 @@ def test_modules_say_what_they_do(site, module):
     assert done.stderr == ""
 
 
+@pytest.mark.exhaustive
 def test_console_script_runs(site):
     assert "--mlx-path" in run_in(site, site / "bin" / "mlx_eagle.convert", "--help").stdout
 

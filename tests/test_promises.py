@@ -337,9 +337,11 @@ def decoded(row: Row) -> tuple[list[list[int]], list[list], list[Stats]]:
 
 
 SLOW = {
-    "target": ("gemma4_text", "lfm2"),
-    "drafter": ("dflash2", *ASSISTANTS, "dspark+lookup", "mtp+lookup"),
-}
+    "target": ("gemma4_text", "lfm2", "gemma2", "glm4_moe", "falcon_h1"),
+    "drafter": (
+        "head, window", "p-eagle", "dspark", "dflash2", *ASSISTANTS, "dspark+lookup", "mtp+lookup",
+    ),
+}  # fmt: skip
 QUICK = covering(
     {axis: [v for v in values if v not in SLOW.get(axis, ())] for axis, values in AXES.items()},
     2,

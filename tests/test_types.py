@@ -95,6 +95,7 @@ CHECKERS = {
 
 
 @pytest.mark.parametrize("name", thorough(CHECKERS, "mypy"))
+@pytest.mark.exhaustive
 def test_what_a_user_writes_has_types(folder, name):
     errors = [line.replace(" - ", " ") for line in check(folder, *CHECKERS[name])]
     wrong = [line for line in errors if "mistakes.py" not in line]

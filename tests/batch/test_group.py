@@ -90,7 +90,7 @@ STATES = tuple(name for name in RECURRENT if name != "longcat_flash_ngram")  # n
 SMALL = [[t % 90 for t in prompt] for prompt in MANY]  # of the tokens of any architecture
 
 
-@pytest.mark.parametrize("name", thorough(STATES, "qwen3_next", "rwkv7"))
+@pytest.mark.parametrize("name", thorough(STATES, "qwen3_next"))
 def test_recurrent_targets_are_drafted_for_in_shared_rounds(name):
     """Two come while the first writes, and go: every text and cache is that of the text alone."""
     model, lengths = build(name), [24, 6, 4, 1 + 8]

@@ -309,6 +309,7 @@ def test_a_text_that_differs_in_a_batch_is_shown_with_its_margin(tiny):
     assert line[-3:] == ["1 of 2", f"{margin:.2g}", "-"] and margin > 0
 
 
+@pytest.mark.exhaustive
 def test_results_are_printed_before_they_are_written(monkeypatch, capsys, tmp_path, tiny):
     lone = runner.Models(tiny.target, tiny.tokenizer, tiny.drafters)
 

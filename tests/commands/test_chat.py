@@ -69,7 +69,7 @@ LENGTHS = [(), *(("--num-draft-tokens", k) for k in "03"), ("--tree", "3x3:6")]
 
 
 @pytest.mark.parametrize("ours", thorough(LENGTHS, LENGTHS[2]), ids=str)
-@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("name", thorough(FLAGS, "small cache", "chunks"))
 def test_the_answers_of_mlx_lm(run, name, ours):
     theirs = run(mlx_lm.chat.main, [*QUESTIONS, "q"], *FLAGS[name])
     code, answers, out, _err = run(chat.main, [*OURS, "/exit"], *FLAGS[name], *ours)

@@ -209,6 +209,7 @@ def test_a_prompt_cache_made_by_mlx_lm(run, target, head, tmp_path):
     assert code == 2 and "made with" in err
 
 
+@pytest.mark.exhaustive
 def test_a_text_under_a_schema(run, tmp_path):
     schema = {"type": "object", "properties": {"sum": {"type": "integer", "maximum": 99}}}
     schema |= {"required": ["sum"], "additionalProperties": False}

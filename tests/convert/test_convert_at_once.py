@@ -54,6 +54,7 @@ def test_the_second_of_two_conversions_says_so(source, out, monkeypatch):
     assert [path.name for path in out.parent.iterdir()] == [out.name]
 
 
+@pytest.mark.exhaustive
 def test_a_killed_conversion_is_no_obstacle(source, out):
     done = run(KILLED, source, out)
     assert done.returncode == -signal.SIGKILL and not out.exists()
@@ -63,6 +64,7 @@ def test_a_killed_conversion_is_no_obstacle(source, out):
 
 
 @pytest.mark.parametrize("limit", thorough([0, 100, 20_000], 100))
+@pytest.mark.exhaustive
 def test_a_full_disk(source, out, limit):
     """A limit on the size of files stands for it."""
     done = run(FULL, source, out, limit)

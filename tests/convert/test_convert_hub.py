@@ -47,6 +47,7 @@ def run(tmp_path, capsys) -> Callable[..., tuple[int, str, str]]:
     return command
 
 
+@pytest.mark.exhaustive
 def test_download(hub, tmp_path):
     """Safetensors are chosen, and the .bin beside them is not; the environment names the hub."""
     folder = write_safetensors(hub.root / "some" / "head", CONFIG, as_midlayer(eagle3_tensors()))

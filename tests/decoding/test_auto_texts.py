@@ -197,7 +197,11 @@ def test_tree_auto_is_refused_where_trees_are():
 @pytest.mark.parametrize(
     "make", [tiny_llama, lambda: build("gemma3_text"), lambda: build("mamba2")]
 )
-@pytest.mark.parametrize("options", [{"num_draft_tokens": "auto"}, {"tree": "auto"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    thorough([{"num_draft_tokens": "auto"}, {"tree": "auto"}], {"num_draft_tokens": "auto"}),
+    ids=str,
+)
 def test_trees_are_among_what_is_drafted_where_they_can_be(make, options, monkeypatch):
     """On a machine on which 8 rows are the cheapest; recurrent targets go on with chains."""
     cost = lambda shape, num: 1.0 if shape == PLAIN or shape == TREES[1] else 3.0  # noqa: E731

@@ -137,7 +137,7 @@ def looks(request: pytest.FixtureRequest) -> list[int]:
 FITTING = {f"{p}, {s}": (p, s) for p in PAIRS for s in SHAPES if p != "gemma" or s == "k=2"}
 
 
-@pytest.mark.parametrize("case", thorough(FITTING, "table, 2x2:4", "gemma, k=2"))
+@pytest.mark.parametrize("case", thorough(FITTING, "table, 2x2:4"))
 def test_the_first_tokens_have_the_targets_distribution(looks, case):
     far_off, kept = look(*FITTING[case], looks)
     assert not far_off

@@ -85,9 +85,7 @@ WAYS = {
     "tree of a head": (None, {"tree": parse_tree("3x3:7")}),
 }
 QUICK = {
-    "head dimension 64, chain",
     "head dimension 128, sampled tree",
-    "head dimension 80, tree of a head",
     "qwen3_next, state 64, chain",
 }
 

@@ -139,7 +139,7 @@ def target(request) -> tuple[nn.Module, Truth]:
     return model, truth_of(model, lambda: make_prompt_cache(model), 40)
 
 
-@pytest.mark.parametrize("script", TREE_SCRIPTS)
+@pytest.mark.parametrize("script", thorough(TREE_SCRIPTS, "every length"))
 @pytest.mark.parametrize("text", thorough(["eagle1", "root2:4"], "eagle1"))
 def test_every_branch_can_be_kept(target, text, script):
     model, truth = target

@@ -41,6 +41,7 @@ def dense_head(pair, tmp_path_factory):
 MONTHS = [date(2026, month, 1).strftime("%B") for month in range(1, 13)]
 
 
+@pytest.mark.exhaustive
 def test_the_first_question_of_the_pages_is_answered_right(pair):
     """A newcomer who reads a wrong answer thinks that drafting broke the model."""
     model, tokenizer, drafter = pair

@@ -3,6 +3,7 @@
 import mlx.core as mx
 import pytest
 from drafter_pairs import LLAMA, QWEN3_5_MOE, QWEN3_NEXT, tiny_mtp, tiny_qwen3_5, tiny_qwen3_next
+from grids import thorough
 from helpers import PROMPT, plain, speculative
 from mlx.utils import tree_flatten
 
@@ -34,7 +35,7 @@ def checkpoint(drafter: MTPDrafter, fused: bool) -> dict[str, mx.array]:
     return tensors
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("fused", thorough([True, False], True))
 @pytest.mark.parametrize(
     "target",
     [

@@ -92,7 +92,7 @@ def furthest(part: Published, drafter: MTPDrafter, script: str = "every length")
     return watched.begun.furthest
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", thorough(ALL, "qwen3.5", "deepseek-v3", "glm-5", "step-3.5"))
 @pytest.mark.parametrize("script", thorough(SCRIPTS, "every length"))
 def test_drafts_are_the_references(name, script):
     part = published(name)

@@ -151,12 +151,9 @@ def half_closed(asked, fields: dict, version: str = "1.1") -> bytes:
 
 @pytest.mark.parametrize(
     "stream, version",
-    [
-        (True, "1.1"),
-        pytest.param(False, "1.1", marks=pytest.mark.exhaustive),
-        pytest.param(False, "1.0", marks=pytest.mark.exhaustive),
-    ],
+    [(True, "1.1"), (False, "1.1"), (False, "1.0")],
 )
+@pytest.mark.exhaustive
 def test_a_half_closed_client_gets_its_answer(server, expected, stream, version):
     """Also where it has to wait so long that the server looks several times who is there."""
     whole = TEXT | {"temperature": 0}
@@ -205,6 +202,7 @@ def test_texts_are_measured_as_they_are_tokenized(server):
     assert len(text) > 2 * PIECE
 
 
+@pytest.mark.exhaustive
 def test_an_answer_that_others_wait_for_ends_in_time(flags):
     """One at a time: the second would wait for all of the first."""
     with ours(*flags, "--time-limit", "0.5", "--decode-concurrency", "1") as asked:
@@ -221,6 +219,7 @@ def test_an_answer_that_others_wait_for_ends_in_time(flags):
         assert 0 < got[0].usage.completion_tokens < 10**6
 
 
+@pytest.mark.exhaustive
 def test_an_answer_that_nobody_waits_for_goes_on(flags):
     """Though it has had its time: who comes meanwhile joins it."""
     with ours(*flags, "--time-limit", "0.01") as asked:

@@ -289,6 +289,7 @@ def ask(url: str, **body) -> http.client.HTTPResponse:
     return connection.getresponse()
 
 
+@pytest.mark.exhaustive
 def test_signals(pair, start):
     """SIGTERM lets answers be finished; a second one does not; loopback unless told otherwise."""
     flags = ("--model", pair["target"], "--draft-model", pair["model"], "--max-tokens", "1000")

@@ -71,6 +71,7 @@ def home(tmp_path_factory) -> Path:
     return home
 
 
+@pytest.mark.exhaustive
 def test_racing_processes_leave_one_copy(home):
     (copy,) = copies(home)
     assert copy.name == f"openblas-{blas.find_source()[1]}-{blas.checksum(copy)}.so"
@@ -111,6 +112,7 @@ def test_commands_load_it_unasked(home):
     assert found["level"] == "ok" and found["text"].startswith("OpenBLAS 0.3.")
 
 
+@pytest.mark.exhaustive
 def test_the_number_of_threads_is_the_environments(home):
     code = "import mlx_eagle; mlx_eagle.load_fast_blas(); import mlx_eagle.system.device as d"
     process = start(

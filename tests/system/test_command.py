@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -33,6 +34,7 @@ LISTENERS = {
 
 
 @pytest.mark.parametrize("name", LISTENERS)
+@pytest.mark.exhaustive
 def test_who_listens_misses_no_ctrl_c_while_a_compiler_is_looked_for(name, tmp_path):
     """A compiler that is asked while somebody listens sends one: what was sent was seen."""
     compiler = tmp_path / "g++"
@@ -50,7 +52,15 @@ def test_who_listens_misses_no_ctrl_c_while_a_compiler_is_looked_for(name, tmp_p
     assert num_asked == 1 and num_seen == num_sent
 
 
-def test_a_second_one_is_as_ever_where_only_the_first_is_asked_for():
+@pytest.fixture
+def at_a_terminal() -> Iterator[None]:
+    """Ctrl-C raises, as Python has it unless it was started to ignore it, in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_second_one_is_as_ever_where_only_the_first_is_asked_for(at_a_terminal):
     before = signal.getsignal(signal.SIGINT)
     with StopSignals((signal.SIGINT,), once=True) as stop:
         assert not stop.is_asked

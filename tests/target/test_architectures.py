@@ -27,10 +27,7 @@ from mlx_eagle.target.taps import Target
 TABLE = recorded()
 # One for each combination of caches and of what works; test_promises.py has the common ones too.
 QUICK = (
-    "baichuan_m1", "bailing_moe_v3", "cohere2", "deepseek_v32", "gear", "gemma3n",
-    "gemma4 (26B-A4B)",
-    "gpt2", "iquestloopcoder", "jamba", "kimi_linear", "llama4", "longcat_flash",
-    "longcat_flash_ngram", "mamba", "minicpm3", "muse_spark", "phi3small", "plamo3", "qwen3_vl",
+    "baichuan_m1", "deepseek_v32", "gemma3n", "gpt2", "kimi_linear", "llama4", "longcat_flash",
     "recurrent_gemma",
 )  # fmt: skip
 

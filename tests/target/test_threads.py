@@ -31,6 +31,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", thorough(CASES, "recurrent"))
+@pytest.mark.exhaustive
 def test_two_threads_generate_what_one_does(case):
     make, options = CASES[case]
     model = make()

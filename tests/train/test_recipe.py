@@ -234,7 +234,7 @@ def test_parts_of_a_batch_average_to_the_whole(name):
         assert frozen.relative(np.array(found[key]), wanted) < 10 * TOLERANCE, key
 
 
-@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("checkpoint", thorough([False, True], True))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_step_j_is_the_jth_chained_draft(variant, checkpoint, monkeypatch):
     if checkpoint:

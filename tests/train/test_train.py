@@ -103,6 +103,7 @@ def test_stopped_and_gone_on_with_is_the_same_bit_for_bit(target, data, tmp_path
     assert first[0] == first[1]
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_saves_and_says_how_to_go_on(target, data, tmp_path):
     output = tmp_path / "head"
     command = [sys.executable, "-m", "mlx_eagle.train", "--model", str(target)]
@@ -165,6 +166,7 @@ def refused(capsys, *flags: object) -> str:
     return said
 
 
+@pytest.mark.exhaustive
 def test_a_full_disk_leaves_the_last_checkpoint_and_says_so(target, data, tmp_path, capsys):
     """While a checkpoint is saved, while the table is written, and at the very beginning."""
     output, flags = tmp_path / "head", []
@@ -206,6 +208,7 @@ def test_a_loss_that_is_no_number_stops_the_run(target, data, tmp_path):
         train(str(target), str(data), str(tmp_path / "head"), **{**run, "learning_rate": 1e30})
 
 
+@pytest.mark.exhaustive
 def test_texts_are_learnt_by_heart_and_evaluated_as_decoding_has_them(target, tmp_path):
     """The target's own greedy answers: evaluation is decoding, without generating."""
     rows = chats(4)
@@ -336,6 +339,7 @@ def test_the_target_may_be_in_half_precision(target, data, tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"cache_features": "cache"}, {"grad_checkpoint": True}])
+@pytest.mark.exhaustive
 def test_the_same_is_learnt_with_less(target, data, tmp_path, options):
     """From a cache of what the target says, and with activations computed again."""
     if "cache_features" in options:
