@@ -15,14 +15,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
 from itertools import pairwise
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 LONGEST_SILENCE = 600.0  # seconds until a client gives up
@@ -40,13 +39,9 @@ class Server:
     """A running server. ``name`` is how people start it: "mlx_lm.server"."""
 
     name: str
-    port: int
+    address: Address
     process: subprocess.Popen[bytes]
     log: Path
-
-    @property
-    def address(self) -> tuple[str, int]:
-        return HOST, self.port
 
     def check(self) -> None:
         """Raise ValueError where its process has ended."""
@@ -91,10 +86,7 @@ def interrupted_by(*numbers: signal.Signals) -> Iterator[None]:
         yield  # signals are the main thread's
         return
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in numbers}
+    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
     try:
         yield
     finally:
@@ -116,7 +108,7 @@ def _started(name: str, command: Sequence[str], port: int, log: Path) -> Iterato
             start_new_session=True,  # Ctrl-C in the terminal is for us
         )
     try:
-        yield Server(name, port, process, log)
+        yield Server(name, (HOST, port), process, log)
     finally:
         assert process.stdin is not None
         process.stdin.close()  # at which it ends
@@ -282,43 +274,29 @@ def run_load(
     ``check`` is called meanwhile, and raises where there is no use in waiting. Raises ValueError
     where a request fails.
     """
-    left = deque(enumerate(bodies))
-    answers: list[Answer] = [Answer()] * len(bodies)
-    ends: list[float] = []
-    errors: list[Exception] = []
-
-    def client() -> None:
-        while not errors:
-            try:
-                number, body = left.popleft()
-            except IndexError:
-                return
-            try:
-                answers[number] = ask(address, body)
-                ends.append(time.perf_counter())
-            except (ValueError, OSError, HTTPException) as err:
-                errors.append(err)
-
-    threads = [threading.Thread(target=client, daemon=True) for _ in range(num_clients)]
+    pool = ThreadPoolExecutor(num_clients)
     start = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    while not errors and any(thread.is_alive() for thread in threads):
-        time.sleep(POLL / 2)
-        check()
-    if errors:
-        _explain(errors[0], check)
-    return Load(answers, max(ends) - start)
+    asked = [pool.submit(ask, address, body) for body in bodies]
+    left = set(asked)
+    try:
+        while left:
+            done, left = wait(left, POLL / 2, FIRST_EXCEPTION)
+            for error in filter(None, (answer.exception() for answer in done)):
+                _explain(error, check)
+            check()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    return Load([answer.result() for answer in asked], time.perf_counter() - start)
 
 
-def _explain(error: Exception, check: Callable[[], None]) -> None:
-    """Raise ValueError with what went wrong: the server's end, before what followed from it."""
-    end = time.monotonic() + TO_END
-    while not isinstance(error, ValueError) and time.monotonic() < end:
-        check()
-        time.sleep(POLL / 2)
-    if isinstance(error, ValueError):
+def _explain(error: BaseException, check: Callable[[], None]) -> None:
+    """Raise what went wrong as a ValueError: the server's end, before what followed from it."""
+    if not isinstance(error, (OSError, HTTPException)):
         raise error
+    end = time.monotonic() + TO_END
+    while time.monotonic() < end:
+        check()
+        time.sleep(POLL / 2)
     raise ValueError(f"the connection to the server broke ({error}): run it again.") from error
 
 
