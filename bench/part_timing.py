@@ -29,10 +29,6 @@ class Timing:
     build: list[float] = field(default_factory=list)
     run: list[float] = field(default_factory=list)
 
-    def add(self, other: "Timing") -> None:
-        self.build += other.build
-        self.run += other.run
-
 
 class Bench:
     """A target and a drafter that have absorbed ``context``, ready to repeat parts of a round."""
@@ -113,48 +109,10 @@ def _greedy(logits: mx.array, ids: mx.array | None) -> mx.array:
     return mx.argmax(logits, axis=-1)
 
 
-def sample_verify(
-    bench: Bench, rows: Sequence[int], samples: int, warms_all: bool = True
-) -> dict[int, Timing]:
-    """Time of a verify pass of R rows, for every R in ``rows``.
-
-    Each is run once unmeasured before; without ``warms_all`` only the first.
-    """
-    return _sample(bench, bench.verify, rows, samples, warms_all)
-
-
-def sample_head(
-    bench: Bench,
-    rows: Sequence[int],
-    sizes: Sequence[int],
-    samples: int,
-    warms_all: bool = True,
-) -> tuple[dict[int, Timing], dict[int, Timing]]:
-    """Time of an accept pass of R rows, and of a draft of k tokens once that is done."""
-    accept = _sample(bench, bench.accept, rows, samples, warms_all)
-    bench.restart()
-    return accept, _sample(bench, bench.propose, sizes, samples, warms_all)
-
-
-def _sample(
-    bench: Bench,
-    part: Callable[[int], list[mx.array]],
-    sizes: Sequence[int],
-    samples: int,
-    warms_all: bool,
-) -> dict[int, Timing]:
-    """Time ``part`` at every size, sizes taking turns so that drift hits all alike."""
-    timings = {size: Timing() for size in sizes}
-    for size in sizes if warms_all else sizes[:1]:
-        _time(bench, part, size)
-    for _ in range(samples):
-        for size in sizes:
-            timings[size].add(_time(bench, part, size))
-    return timings
-
-
-def _time(bench: Bench, part: Callable[[int], list[mx.array]], size: int) -> Timing:
-    """One sample."""
+def _time(
+    bench: Bench, part: Callable[[int], list[mx.array]], size: int, timing: Timing
+) -> None:
+    """One sample more in ``timing``."""
     with bench.window():
         mx.synchronize(generation_stream)
         start = time.perf_counter()
@@ -162,23 +120,49 @@ def _time(bench: Bench, part: Callable[[int], list[mx.array]], size: int) -> Tim
         built = time.perf_counter()
         mx.eval(arrays)
         done = time.perf_counter()
-    return Timing([built - start], [done - built])
+    timing.build.append(built - start)
+    timing.run.append(done - built)
 
 
 @dataclass
 class Samples:
-    """All timings of a scenario, gathered in many sittings between the measured runs."""
+    """All timings, gathered in one sitting or, between measured runs, in many.
+
+    Of verify and accept passes by rows, of drafts by their tokens.
+    """
 
     verify: dict[int, Timing] = field(default_factory=dict)
     accept: dict[int, Timing] = field(default_factory=dict)
     propose: dict[int, Timing] = field(default_factory=dict)
 
-    def measure(self, bench: Bench, longest: int, wide: Sequence[int], samples: int) -> None:
-        """One more sitting: rows 1 to ``longest``, and verify passes of ``wide`` rows."""
-        rows, sizes = range(1, longest + 1), (1, max(4, longest - 1))
-        warms_all = not self.verify
-        verify = sample_verify(bench, [*rows, *wide], samples, warms_all)
-        accept, propose = sample_head(bench, rows, sizes, samples, warms_all)
-        for mine, new in ((self.verify, verify), (self.accept, accept), (self.propose, propose)):
-            for size, timing in new.items():
-                mine.setdefault(size, Timing()).add(timing)
+    def measure(
+        self,
+        bench: Bench,
+        verified: Sequence[int],
+        accepted: Sequence[int],
+        drafted: Sequence[int],
+        samples: int,
+    ) -> None:
+        """One more sitting: ``samples`` of verify and accept passes of so many rows, of drafts."""
+        self._sample(bench, bench.verify, self.verify, verified, samples)
+        self._sample(bench, bench.accept, self.accept, accepted, samples)
+        bench.restart()
+        self._sample(bench, bench.propose, self.propose, drafted, samples)
+
+    @staticmethod
+    def _sample(
+        bench: Bench,
+        part: Callable[[int], list[mx.array]],
+        timings: dict[int, Timing],
+        sizes: Sequence[int],
+        samples: int,
+    ) -> None:
+        """Time ``part`` at every size, sizes taking turns so that drift hits all alike.
+
+        Each is run once unmeasured in the first sitting, then only the first of them.
+        """
+        for size in sizes[:1] if timings else sizes:
+            _time(bench, part, size, Timing())
+        for _ in range(samples):
+            for size in sizes:
+                _time(bench, part, size, timings.setdefault(size, Timing()))

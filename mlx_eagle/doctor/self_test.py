@@ -26,7 +26,7 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..batch.generate import batch_generate
-from ..bench.part_timing import Bench, Timing, sample_head, sample_verify
+from ..bench.part_timing import Bench, Samples, Timing
 from ..bench.report import markdown_table
 from ..bench.summary import compare, margin, next_logprobs, parity_words
 from ..decoding.sampling import Sampling
@@ -304,13 +304,14 @@ def measure_costs(samples: int) -> list[Line]:
     """c(R) for R of 1 to 8, an accept pass, and one more draft token."""
     model, _, drafter = load_demo()
     context = [token % 1000 + 100 for token in range(CONTEXT)]
-    bench = Bench(model, drafter, context)
-    verify = sample_verify(bench, ROWS, samples)
-    accept, propose = sample_head(bench, (CHAIN,), DRAFTS, samples)
-    plain = milliseconds(verify[1])
-    lines = [(f"pass of {rows} rows, c({rows})", milliseconds(verify[rows])) for rows in ROWS]
-    first, last = (milliseconds(propose[size]) for size in DRAFTS)
-    lines.append((f"accept pass of {CHAIN} rows", milliseconds(accept[CHAIN])))
+    timed = Samples()
+    timed.measure(Bench(model, drafter, context), ROWS, (CHAIN,), DRAFTS, samples)
+    plain = milliseconds(timed.verify[1])
+    lines = [
+        (f"pass of {rows} rows, c({rows})", milliseconds(timed.verify[rows])) for rows in ROWS
+    ]
+    first, last = (milliseconds(timed.propose[size]) for size in DRAFTS)
+    lines.append((f"accept pass of {CHAIN} rows", milliseconds(timed.accept[CHAIN])))
     lines.append(("draft step of the head", (last - first) / (DRAFTS[1] - DRAFTS[0])))
     return [(what, f"{time:.2f}", f"{time / plain:.2f}") for what, time in lines]
 

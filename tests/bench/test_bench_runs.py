@@ -37,16 +37,17 @@ def test_costs_leave_no_trace_and_cover_every_size(tiny):
     # The first pass was not cut: three rows more than the context's 29.
     assert bench.drafter.cache[0].offset == 29
     samples = part_timing.Samples()
-    samples.measure(part_timing.Bench(tiny.target, head_of(tiny), list(range(30))), 4, [9], 2)
+    bench = part_timing.Bench(tiny.target, head_of(tiny), list(range(30)))
+    samples.measure(bench, [1, 2, 3, 4, 9], [1, 2, 3, 4], [1, 4], 2)
     assert sorted(samples.verify) == [1, 2, 3, 4, 9] and sorted(samples.accept) == [1, 2, 3, 4]
     assert all(len(t.run) == len(t.build) == 2 for t in samples.verify.values())
     assert len(first) == 3
     costs = summary.Costs.of(samples)
     assert costs.verify[2] == statistics.median(samples.verify[2].run)
-    bench = part_timing.Bench(tiny.target, head_of(tiny), [1, 2, 3])
-    assert sorted(part_timing.sample_verify(bench, [1, 2], 1)) == [1, 2]
-    accept, propose = part_timing.sample_head(bench, [1], [1, 3], 1)
-    assert sorted(accept) == [1] and sorted(propose) == [1, 3]
+    assert sorted(samples.propose) == [1, 4]
+    samples.measure(part_timing.Bench(tiny.target, head_of(tiny), [1, 2]), [1, 2], [1], [3], 1)
+    assert [len(samples.verify[rows].run) for rows in (1, 2, 3)] == [3, 3, 2]
+    assert sorted(samples.accept) == [1, 2, 3, 4] and sorted(samples.propose) == [1, 3, 4]
 
 
 def test_the_margin_is_that_of_the_worse_token(tiny):
