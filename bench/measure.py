@@ -7,7 +7,7 @@ and over its time after prefill.
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
@@ -36,13 +36,34 @@ from .runner import (
     Run,
     Turns,
     make_configurations,
+    repeat_turns,
+    run_once,
     run_prompt,
     schedule,
-    take_turns,
-    warm_up,
 )
+from .summary import by_set
 
 LONGEST = 8  # rows of a verify pass that are always timed
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The flags of a benchmark that shape its runs."""
+
+    prompts: tuple[str, ...] = ("mt_bench", "humaneval", "gsm8k")
+    limit: int = 10
+    max_tokens: int = 128
+    sizes: tuple[int | str, ...] = (3,)
+    copied: tuple[int | str, ...] = ()
+    temps: tuple[float, ...] = (0.0,)
+    trees: tuple[str, ...] = ()
+    contexts: tuple[int | None, ...] = (None,)
+    repeats: int = 3
+    order: str = "abba"
+    seed: int = 0
+    samples: int = SAMPLES
+    batches: tuple[int, ...] = ()
+    clients: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,7 +90,7 @@ class BatchRun:
 
 def check_batches(batches: Sequence[int], questions: Sequence[Question]) -> None:
     """Raise ValueError where a set has fewer prompts than a batch takes."""
-    for name, group in _by_set(questions).items():
+    for name, group in by_set(questions).items():
         if batches and len(group) < max(batches):
             raise ValueError(
                 f"--batch holds {max(batches)}, but {len(group)} prompts of {name} are taken: "
@@ -77,52 +98,41 @@ def check_batches(batches: Sequence[int], questions: Sequence[Question]) -> None
             )
 
 
-def num_batch_runs(
-    settings: Any, questions: Sequence[Question], drafters: Collection[str] = ("",)
-) -> int:
-    """Measured calls in all."""
-    configurations = make_configurations(settings.sizes, drafters=tuple(drafters))
-    steps = schedule(configurations, settings.order)
-    return len(settings.batches) * len(_by_set(questions)) * settings.repeats * len(steps)
-
-
 def measure_batches(
     models: Models,
     questions: Sequence[Question],
-    settings: Any,
+    settings: Settings,
     progress: Callable[[BatchRun], None],
 ) -> list[dict[str, Any]]:
-    """A row of figures per batch size, set and configuration; ``settings`` are ``Settings``."""
-    rows = []
-    for batch_size in settings.batches:
-        for name, group in _by_set(questions).items():
-            prompts = [prompt_tokens(q, models.tokenizer) for q in group[:batch_size]]
-            # A batch drafts chains only.
-            found = make_configurations(settings.sizes, drafters=tuple(models.drafters))
-            cells = [Turns(configuration=configuration) for configuration in found]
-            for run in _run_all(models, prompts, cells, settings):
-                progress(run)
-            rows += [batch_result(models, name, prompts, cell) for cell in cells]
-    return rows
+    """A row of figures per batch size, set and configuration."""
+    return [
+        row
+        for batch_size in settings.batches
+        for name, group in by_set(questions).items()
+        for row in measure_batch(models, name, group[:batch_size], settings, progress)
+    ]
 
 
-def _run_all(
-    models: Models, prompts: list[list[int]], cells: list[Turns], settings: Any
-) -> Iterator[BatchRun]:
-    """A warm-up of each, then all repeats in the order of the flags."""
-
-    def run_all(configurations: list[Configuration], most: int) -> Iterator[BatchRun]:
-        return (run_batch(models, each, prompts, most) for each in configurations)
-
-    configurations = [PLAIN, *(cell.configuration for cell in cells)]
-    for _ in run_all(configurations, min(settings.max_tokens, WARM_UP_TOKENS)):
-        pass
-    for _ in range(settings.repeats):
-        yield from take_turns(cells, settings.order, partial(run_all, most=settings.max_tokens))
+def measure_batch(
+    models: Models,
+    set_name: str,
+    questions: Sequence[Question],
+    settings: Settings,
+    progress: Callable[[BatchRun], None],
+) -> list[dict[str, Any]]:
+    """One batch: a row of figures per configuration. Chains only, as a batch drafts no trees."""
+    prompts = [prompt_tokens(question, models.tokenizer) for question in questions]
+    found = make_configurations(settings.sizes, drafters=tuple(models.drafters))
+    cells = [Turns(configuration=configuration) for configuration in found]
+    warm_up = partial(run_batch, models, prompts, min(settings.max_tokens, WARM_UP_TOKENS))
+    measured = partial(run_batch, models, prompts, settings.max_tokens)
+    for run in repeat_turns(cells, settings, warm_up, measured):
+        progress(run)
+    return [batch_result(models, set_name, prompts, cell) for cell in cells]
 
 
 def run_batch(
-    models: Models, configuration: Configuration, prompts: list[list[int]], max_tokens: int
+    models: Models, prompts: list[list[int]], max_tokens: int, configuration: Configuration
 ) -> BatchRun:
     """One call of mlx-lm's ``batch_generate``, or of ours with the drafter."""
     mx.synchronize(generation_stream)
@@ -147,7 +157,7 @@ def batch_result(
 ) -> dict[str, Any]:
     """One configuration on one batch, with the parity of every output."""
     plain, ours = cell.plain[0].tokens, cell.runs[0].tokens
-    merged = summary.merge_stats(counts for run in cell.runs for counts in run.stats)
+    merged = sum((counts for run in cell.runs for counts in run.stats), Stats())
     speeds = {}
     for name, ratio in (("tps", "speedup"), ("tps_after_prefill", "speedup_after_prefill")):
         before, after = (
@@ -155,7 +165,6 @@ def batch_result(
         )
         speeds |= {f"plain_{name}": before, name: after, ratio: after / before if before else None}
     last_to_end = max(cell.runs[0].stats, key=lambda counts: len(counts.drafting_events))
-    events = [event.what for event in last_to_end.drafting_events]
     return {
         "batch": len(prompts),
         "set": set_name,
@@ -170,33 +179,8 @@ def batch_result(
             summary.compare(models.target, prompt, one, other)
             for prompt, one, other in zip(prompts, plain, ours, strict=True)
         ],
-        "drafting_events": events,
+        "drafting_events": [event.what for event in last_to_end.drafting_events],
     }
-
-
-def _by_set(questions: Sequence[Question]) -> dict[str, list[Question]]:
-    names = dict.fromkeys(question.set_name for question in questions)
-    return {name: [q for q in questions if q.set_name == name] for name in names}
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The flags of a benchmark that shape its runs."""
-
-    prompts: tuple[str, ...] = ("mt_bench", "humaneval", "gsm8k")
-    limit: int = 10
-    max_tokens: int = 128
-    sizes: tuple[int | str, ...] = (3,)
-    copied: tuple[int | str, ...] = ()
-    temps: tuple[float, ...] = (0.0,)
-    trees: tuple[str, ...] = ()
-    contexts: tuple[int | None, ...] = (None,)
-    repeats: int = 3
-    order: str = "abba"
-    seed: int = 0
-    samples: int = SAMPLES
-    batches: tuple[int, ...] = ()
-    clients: tuple[int, ...] = ()
 
 
 def configurations_of(settings: Settings, models: Models) -> list[Configuration]:
@@ -217,15 +201,12 @@ def num_runs(
     settings: Settings, questions: Sequence[Question], configurations: Sequence[Configuration]
 ) -> int:
     """Measured generations in all, a batch being one, without warm-ups."""
-    scenarios = len(settings.contexts) * len(settings.temps)
-    singles = (
-        scenarios
-        * settings.repeats
-        * len(questions)
-        * len(schedule(configurations, settings.order))
-    )
     drafters = {c.drafter for c in configurations if c.kind != "mlx-lm-draft"}
-    return singles + num_batch_runs(settings, questions, drafters)
+    batched = make_configurations(settings.sizes, drafters=tuple(drafters))
+    turns, batch_turns = (len(schedule(c, settings.order)) for c in (configurations, batched))
+    singles = len(settings.contexts) * len(settings.temps) * len(questions) * turns
+    batches = len(settings.batches) * len(by_set(questions)) * batch_turns
+    return settings.repeats * (singles + batches)
 
 
 def measure(
@@ -274,16 +255,20 @@ def run_scenario(
     ]
     typical = typical_context(prompts, settings.max_tokens)
     longest, wide = timed_rows(configurations)
+    rows_to_time = range(1, longest + 1)
     num_samples = math.ceil(settings.samples / (settings.repeats * len(rows)))
     samples = {name: Samples() for name in models.drafters}
     options = {"max_tokens": settings.max_tokens, "temp": temp, "seed": settings.seed}
-    warm_up(models, configurations, prompts[0], settings.max_tokens)
+    for configuration in (PLAIN, *configurations):  # ``auto`` gets to know the pair in it
+        run_once(models, configuration, prompts[0], settings.max_tokens)
     for _ in range(settings.repeats):
         for row in rows:
             for name, drafter in models.drafters.items():
                 # Not kept over the runs: their peak memory is their own.
                 bench = Bench(models.target, drafter, typical)
-                samples[name].measure(bench, longest, wide, num_samples)
+                samples[name].measure(
+                    bench, [*rows_to_time, *wide], rows_to_time, (1, longest - 1), num_samples
+                )
                 del bench
             for run in run_prompt(models, row, settings.order, **options):
                 progress(run)
@@ -295,17 +280,8 @@ def timed_rows(configurations: Sequence[Configuration]) -> tuple[int, list[int]]
 
     At least 1 to 8; a tree of 16 nodes has 17 rows.
     """
-    longest = max(
-        [
-            LONGEST,
-            *(configuration.size + 1 for configuration in configurations if configuration.size),
-        ]
-    )
-    shapes = [
-        configuration.options["tree"]
-        for configuration in configurations
-        if configuration.kind == "tree"
-    ]
+    longest = max([LONGEST, *(c.size + 1 for c in configurations if c.size)])
+    shapes = [c.options["tree"] for c in configurations if c.kind == "tree"]
     wide = {shape.nodes + 1 for shape in shapes if isinstance(shape, Tree)}
     return longest, sorted(n for n in wide if n > longest)
 

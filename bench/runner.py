@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -137,14 +138,18 @@ class Cell(Turns):
     question: Question
     prompt: list[int]
 
+    @property
+    def set_name(self) -> str:
+        return self.question.set_name
+
 
 def responses(
     models: Models,
     configuration: Configuration,
     prompt: list[int],
     max_tokens: int,
-    temp: float,
-    seed: int,
+    temp: float = 0.0,
+    seed: int = 0,
 ) -> Iterator[GenerationResponse]:
     """The generation of one configuration, not started yet."""
     options: dict[str, Any] = {"max_tokens": max_tokens, **configuration.options}
@@ -192,18 +197,10 @@ class Take:
     as many steps in an unbroken run. What our loop decodes plainly is timed alike.
     """
 
-    def __init__(
-        self,
-        models: Models,
-        configuration: Configuration,
-        prompt: list[int],
-        max_tokens: int,
-        temp: float = 0.0,
-        seed: int = 0,
-    ):
+    def __init__(self, configuration: Configuration, responses: Iterator[GenerationResponse]):
         self.has_ended = False
         self._configuration = configuration
-        self._responses = responses(models, configuration, prompt, max_tokens, temp, seed)
+        self._responses = responses
         self._tokens: list[int] = []
         self._drafted: list[bool] = []
         self._clock = TurnClock()
@@ -258,7 +255,7 @@ class Take:
 def run_once(
     models: Models, configuration: Configuration, prompt: list[int], *args: Any, **options: Any
 ) -> Run:
-    """One generation without interruption; the arguments are those of ``Take``."""
+    """One generation without interruption; the arguments are those of ``responses``."""
     return run_woven(models, [configuration], prompt, None, *args, **options)[0]
 
 
@@ -273,9 +270,7 @@ def run_woven(
     """A generation of every configuration, ``num_tokens`` each in turn, forwards and backwards."""
     mx.synchronize(generation_stream)  # mlx-lm leaves a step in flight behind
     bytes_before = mx.get_active_memory()
-    takes = [
-        Take(models, configuration, prompt, *args, **options) for configuration in configurations
-    ]
+    takes = [Take(c, responses(models, c, prompt, *args, **options)) for c in configurations]
     # Around all of them: else the first one to end sets the limit back for the others.
     with wired_limit(models.target, [generation_stream]):
         order = takes
@@ -338,14 +333,6 @@ def schedule(
     return once if order == "weave" else once + once[::-1]
 
 
-def warm_up(
-    models: Models, configurations: Sequence[Configuration], prompt: list[int], max_tokens: int
-) -> None:
-    """A whole text of every configuration, not counted; ``auto`` gets to know the pair in it."""
-    for configuration in (PLAIN, *configurations):
-        run_once(models, configuration, prompt, max_tokens)
-
-
 def take_turns(
     cells: Sequence[Turns], order: str, run_all: Callable[[list[Configuration]], Iterable[Any]]
 ) -> Iterator[Any]:
@@ -363,8 +350,21 @@ def take_turns(
         yield run
 
 
+def repeat_turns(
+    cells: Sequence[Turns],
+    settings: Any,
+    warm_up: Callable[[Configuration], object],
+    run: Callable[[Configuration], Any],
+) -> Iterator[Any]:
+    """A warm-up of each, then all repeats, as ``settings`` (``Settings``) say."""
+    for configuration in (PLAIN, *(cell.configuration for cell in cells)):
+        warm_up(configuration)
+    for _ in range(settings.repeats):
+        yield from take_turns(cells, settings.order, partial(map, run))
+
+
 def run_prompt(models: Models, cells: Sequence[Cell], order: str, **options: Any) -> Iterator[Run]:
-    """One repeat of one prompt, in its cells; ``options`` are those of ``Take``."""
+    """One repeat of one prompt, in its cells; ``options`` are those of ``responses``."""
     prompt = cells[0].prompt
 
     def run_all(configurations: list[Configuration]) -> Iterable[Run]:

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -37,14 +38,13 @@ from .runner import (
     Configuration,
     Turns,
     make_configurations,
+    repeat_turns,
     schedule,
-    take_turns,
 )
 from .servers import Answer, Load, Server, chat_body, run_load, running
 from .summary import median_ratio
 
 PLAIN_SERVER, OUR_SERVER = "mlx_lm.server", "mlx_eagle.server"
-MODULES = {PLAIN_SERVER: "mlx_lm.server", OUR_SERVER: "mlx_eagle.server.__main__"}
 Servers = Mapping[str, Server]
 
 TITLE = "mlx-eagle benchmark of the server"
@@ -134,8 +134,8 @@ def server_commands(
     for flag, value in {"--model": model, **draft_flags}.items():
         ours += [] if value is None else [flag, str(value)]
     return {
-        PLAIN_SERVER: [MODULES[PLAIN_SERVER], "--model", target, *flags],
-        OUR_SERVER: [MODULES[OUR_SERVER], *ours, *flags],
+        PLAIN_SERVER: ["mlx_lm.server", "--model", target, *flags],
+        OUR_SERVER: ["mlx_eagle.server.__main__", *ours, *flags],
     }
 
 
@@ -181,25 +181,19 @@ def measure_clients(
     """All repeats with so many clients, each run a ``Load``, after a short one of each."""
     cells = [Turns(configuration=each) for each in _configurations(settings)]
     short = min(settings.max_tokens, WARM_UP_TOKENS)
-    for configuration in (PLAIN, *(cell.configuration for cell in cells)):
-        load(servers, configuration, num_clients, questions[:num_clients], short)
-
-    def run_all(configurations: list[Configuration]) -> Iterator[Load]:
-        most = settings.max_tokens
-        return (load(servers, each, num_clients, questions, most) for each in configurations)
-
-    for _ in range(settings.repeats):
-        for _ in take_turns(cells, settings.order, run_all):
-            progress()
+    warm_up = partial(load, servers, num_clients, questions[:num_clients], short)
+    run = partial(load, servers, num_clients, questions, settings.max_tokens)
+    for _ in repeat_turns(cells, settings, warm_up, run):
+        progress()
     return cells
 
 
 def load(
     servers: Servers,
-    configuration: Configuration,
     num_clients: int,
     questions: Sequence[Question],
     max_tokens: int,
+    configuration: Configuration,
 ) -> Load:
     """All questions to mlx_lm.server if the configuration is plain, else to ours."""
     server = servers[PLAIN_SERVER if configuration is PLAIN else OUR_SERVER]
@@ -302,18 +296,13 @@ def full_report(document: Mapping[str, Any], images: Sequence[Mapping[str, Path]
     """The whole report; ``images`` has the plot, or nothing."""
     settings = document["settings"]
     method = METHOD.format(order=ORDERS[settings["order"]], repeats=settings["repeats"])
-    return (
-        results(document)
-        + "\n"
-        + joined(
-            [
-                *(image(drawn["serving"], CAPTION) for drawn in images),
-                "## Conditions",
-                folded("How it was measured", method),
-                folded("Machine, versions, models and settings", conditions_table(document)),
-            ]
-        )
-    )
+    rest = [
+        *(image(drawn["serving"], CAPTION) for drawn in images),
+        "## Conditions",
+        folded("How it was measured", method),
+        folded("Machine, versions, models and settings", conditions_table(document)),
+    ]
+    return results(document) + "\n" + joined(rest)
 
 
 def headlines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -36,11 +36,6 @@ def spread_of(values: Iterable[float | None]) -> dict[str, float] | None:
     }
 
 
-def merge_stats(all_stats: Iterable[Stats]) -> Stats:
-    """The sum of counts, from which the mean acceptance length (tau) and rates follow."""
-    return sum(all_stats, Stats())
-
-
 def median_seconds(runs: Sequence[Any]) -> float | None:
     """Seconds per token after the first, in the median run; None where nothing was timed."""
     rates = [run.seconds / run.num_timed for run in runs if run.tps is not None]
@@ -59,8 +54,9 @@ def median_ratio(plain: Sequence[Any], runs: Sequence[Any]) -> float | None:
 def cell_summary(cell: Any) -> dict[str, Any]:
     """One configuration on one prompt."""
     plain, drafted = median_seconds(cell.plain), median_seconds(cell.runs)
+    stats = sum((run.stats for run in cell.runs), Stats())
     return {
-        "set": cell.question.set_name,
+        "set": cell.set_name,
         "id": cell.question.id,
         "drafter": cell.configuration.drafter,
         "configuration": cell.configuration.label,
@@ -69,9 +65,7 @@ def cell_summary(cell: Any) -> dict[str, Any]:
         "plain_tps": 1 / plain if plain else None,
         "tps": 1 / drafted if drafted else None,
         "speedup": median_ratio(cell.plain, cell.runs),
-        "mean_acceptance_length": merge_stats(
-            run.stats for run in cell.runs
-        ).mean_acceptance_length,
+        "mean_acceptance_length": stats.mean_acceptance_length,
         "repeatable": all(run.tokens == cell.runs[0].tokens for run in cell.runs),
     }
 
@@ -109,19 +103,18 @@ def configuration_summary(cells: Sequence[Any]) -> dict[str, Any]:
         "ttft": spread_of(run.ttft for run in runs),
         "plain_peak_bytes": max(run.peak_bytes for run in plain_runs),
         "peak_bytes": max(run.peak_bytes for run in runs),
-        **counts_summary([run.stats for run in runs], runs),
+        **counts_summary(runs),
     }
 
 
-def counts_summary(all_stats: Sequence[Stats], runs: Sequence[Any]) -> dict[str, Any]:
+def counts_summary(runs: Sequence[Any]) -> dict[str, Any]:
     """Mean acceptance length (tau), acceptance, counts, and how long a round took."""
-    stats = merge_stats(all_stats)
+    stats = sum((run.stats for run in runs), Stats())
     forwards = stats.num_target_forwards
-    timed = [run for run in runs if run.tps is not None]
     rounds = [
         run.seconds / run.stats.num_target_forwards
-        for run in timed
-        if run.stats.num_target_forwards
+        for run in runs
+        if run.tps is not None and run.stats.num_target_forwards
     ]
     return {
         "mean_acceptance_length": stats.mean_acceptance_length,
@@ -140,42 +133,38 @@ def counts_summary(all_stats: Sequence[Stats], runs: Sequence[Any]) -> dict[str,
     }
 
 
-def by_set(cells: Sequence[Any]) -> dict[str, list[Any]]:
-    """Cells of one configuration, set by set in order of first appearance."""
+def by_set(asked: Sequence[Any]) -> dict[str, list[Any]]:
+    """Questions, or cells of one configuration, set by set in order of first appearance."""
     groups: dict[str, list[Any]] = {}
-    for cell in cells:
-        groups.setdefault(cell.question.set_name, []).append(cell)
+    for each in asked:
+        groups.setdefault(each.set_name, []).append(each)
     return groups
 
 
 def run_rows(cells: Sequence[Any], scenario: dict[str, Any]) -> list[dict[str, Any]]:
     """A row per run, for the CSV; ``scenario`` names context and temperature."""
-    rows = []
-    for cell in cells:
-        for role, runs in (("plain", cell.plain), ("speculative", cell.runs)):
-            for number, run in enumerate(runs):
-                rows.append(
-                    {
-                        **scenario,
-                        "set": cell.question.set_name,
-                        "id": cell.question.id,
-                        "drafter": cell.configuration.drafter,
-                        "configuration": cell.configuration.label,
-                        "role": role,
-                        "run": number,
-                        "prompt_tokens": len(cell.prompt),
-                        "output_tokens": len(run.tokens),
-                        "timed_tokens": run.num_timed,
-                        "seconds": run.seconds,
-                        "tokens_per_second": run.tps,
-                        "ttft": run.ttft,
-                        "peak_bytes": run.peak_bytes,
-                        "mean_acceptance_length": None
-                        if run.stats is None
-                        else run.stats.mean_acceptance_length,
-                    }
-                )
-    return rows
+    return [
+        {
+            **scenario,
+            "set": cell.set_name,
+            "id": cell.question.id,
+            "drafter": cell.configuration.drafter,
+            "configuration": cell.configuration.label,
+            "role": role,
+            "run": number,
+            "prompt_tokens": len(cell.prompt),
+            "output_tokens": len(run.tokens),
+            "timed_tokens": run.num_timed,
+            "seconds": run.seconds,
+            "tokens_per_second": run.tps,
+            "ttft": run.ttft,
+            "peak_bytes": run.peak_bytes,
+            "mean_acceptance_length": run.stats and run.stats.mean_acceptance_length,
+        }
+        for cell in cells
+        for role, runs in (("plain", cell.plain), ("speculative", cell.runs))
+        for number, run in enumerate(runs)
+    ]
 
 
 @dataclass(frozen=True)

@@ -275,7 +275,7 @@ def test_batches_are_made_set_by_set(tiny):
     runs = []
     rows = measure.measure_batches(tiny, asked, settings, runs.append)
     assert [(row["set"], row["batch"]) for row in rows] == [("a", 2), ("b", 2)]
-    assert len(runs) == measure.num_batch_runs(settings, asked) == 2 * 2 * 4
+    assert len(runs) == 2 * 2 * 4
     assert measure.num_runs(settings, asked, runner.make_configurations([1])) == 16 + 4 * 2 * 4
     (line, _) = cells_of_batches(rows)
     assert line[9] == f"{rows[0]['mean_acceptance_length']:.2f}"
@@ -286,7 +286,7 @@ def test_the_clock_of_a_batch_runs_over_the_whole_call(tiny, monkeypatch):
     clock = SimpleNamespace(perf_counter=lambda: next(ticks))
     monkeypatch.setattr(measure, "time", clock)
     prompts = [PROMPT, PROMPT[:3]]
-    run = measure.run_batch(tiny, runner.PLAIN, prompts, 6)
+    run = measure.run_batch(tiny, prompts, 6, runner.PLAIN)
     assert run.seconds == 2.5 and run.tps == pytest.approx(sum(map(len, run.tokens)) / 2.5)
     assert run.tokens == [plain(tiny.target, prompt, 6) for prompt in prompts]
     stats = [Stats(prompt_time=1.0), Stats(prompt_time=0.5)]
