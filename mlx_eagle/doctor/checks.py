@@ -7,7 +7,6 @@ is built from its ``config.json``, and MLX computes no array before it is asked 
 import os
 import re
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,19 +51,17 @@ def check_machine() -> list[Finding]:
     machine = this_machine()
     kind = {"metal": "Metal", "cuda": "CUDA", "cpu": "on its CPU"}[machine.backend]
     known = "" if machine.generation == "unknown" else f"{machine.generation}, "
-    found = [Finding("machine", f"{machine.name} ({known}{kind})")]
-    found.append(Finding("drafting", machine.advice))
-    return found
+    name = f"{machine.name} ({known}{kind})"
+    return [Finding("machine", name), Finding("drafting", machine.advice)]
 
 
 def check_blas() -> list[Finding]:
     """On a CPU: which library multiplies floats."""
     if mx.default_device() == mx.gpu:
         return []
-    note = blas_note()
-    if note is None:
-        return [Finding("BLAS", blas_name())]
-    return [Finding("BLAS", blas_name(), "problem", note.removeprefix("Note: "))]
+    if note := blas_note():
+        return [Finding("BLAS", blas_name(), "problem", note.removeprefix("Note: "))]
+    return [Finding("BLAS", blas_name())]
 
 
 def check_settings() -> list[Finding]:
@@ -131,20 +128,17 @@ def check_pairs() -> list[Finding]:
     return [Finding("known pairs", text)]
 
 
-CHECKS: tuple[Callable[[], list[Finding]], ...] = (
-    check_machine,
-    check_packages,
-    check_blas,
-    check_settings,
-    check_memory,
-    check_cache,
-    check_pairs,
-)
-
-
 def check_all() -> list[Finding]:
     """The findings of all checks."""
-    return [finding for check in CHECKS for finding in check()]
+    return [
+        *check_machine(),
+        *check_packages(),
+        *check_blas(),
+        *check_settings(),
+        *check_memory(),
+        *check_cache(),
+        *check_pairs(),
+    ]
 
 
 def expect(model: str, draft_model: str | None) -> list[Finding]:
@@ -226,14 +220,15 @@ def check_caches(model: nn.Module) -> Finding:
 
 def check_passes(machine: Machine, model: nn.Module) -> list[Finding]:
     """What passes of 2 to 8 rows cost by the table of machines, and which attention they take."""
-    found, weights = [], TargetWeights.of(model)
+    weights = TargetWeights.of(model)
     if machine.products is None:
-        found.append(Finding("passes", machine.advice))
+        text = machine.advice
     elif not weights.is_packed and weights.experts is None:
         text = "the weights are not packed, which the table of machines does not cover"
-        found.append(Finding("passes", f"{text}: auto measures"))
+        text += ": auto measures"
     else:
-        found.append(Finding("passes", pass_words(machine, weights)))
+        text = pass_words(machine, weights)
+    found = [Finding("passes", text)]
     if machine.backend == "metal":
         found += [Finding("attention", attention_words(*sizes)) for sizes in head_sizes(model)]
     return found

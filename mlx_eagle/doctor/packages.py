@@ -62,26 +62,16 @@ def page(findings: Sequence[Finding]) -> str:
     lines = []
     for finding in findings:
         start = f"{marks[finding.level]} {finding.name:{width}}  "
-        space = " " * len(start)
-        lines += textwrap.wrap(
-            finding.text, WIDTH, initial_indent=start, subsequent_indent=space,
-            break_on_hyphens=False, break_long_words=False,
-        )  # fmt: skip
+        wrapper = textwrap.TextWrapper(WIDTH, start, " " * len(start))
+        wrapper.break_on_hyphens = wrapper.break_long_words = False
+        lines += wrapper.wrap(finding.text)
         if finding.remedy:
-            lines += textwrap.wrap(
-                f"{finding.level}: {finding.remedy}", WIDTH, initial_indent=space,
-                subsequent_indent=space, break_on_hyphens=False, break_long_words=False,
-            )  # fmt: skip
-    return "\n".join([*lines, "", verdict(findings)])
-
-
-def verdict(findings: Sequence[Finding]) -> str:
-    """The last line of the page."""
+            wrapper.initial_indent = wrapper.subsequent_indent
+            lines += wrapper.wrap(f"{finding.level}: {finding.remedy}")
     problems = [finding.name for finding in findings if finding.level == "problem"]
-    if not problems:
-        return "Nothing is wrong."
-    what = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    return f"{what}: {', '.join(problems)}."
+    number = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    verdict = f"{number}: {', '.join(problems)}." if problems else "Nothing is wrong."
+    return "\n".join([*lines, "", verdict])
 
 
 def is_well(findings: Sequence[Finding]) -> bool:
@@ -90,31 +80,16 @@ def is_well(findings: Sequence[Finding]) -> bool:
 
 
 class Wanted(NamedTuple):
-    """Versions of a package: the oldest, the first that is too new, and what tests ran with."""
+    """Versions of a package: as pip takes them, in words, and the one that tests ran with."""
 
     name: str
-    low: str
-    below: str | None
+    limits: str
+    words: str
     tested: str
 
-    @property
-    def words(self) -> str:
-        newest = f" and older than {self.below}" if self.below else ""
-        return f"{self.low} or newer{newest}"
 
-    @property
-    def limits(self) -> str:
-        """As pip takes them."""
-        return f">={self.low}" + (f",<{self.below}" if self.below else "")
-
-    @property
-    def get(self) -> str:
-        """The command that installs a right one."""
-        return f"pip install '{self.name}{self.limits}'"
-
-
-MLX = Wanted("mlx", "0.32.4", None, "0.32.4")
-MLX_LM = Wanted("mlx-lm", "0.32.2", "0.33", "0.32.2")
+MLX = Wanted("mlx", ">=0.32.4", "0.32.4 or newer", "0.32.4")
+MLX_LM = Wanted("mlx-lm", ">=0.32.2,<0.33", "0.32.2 or newer and older than 0.33", "0.32.2")
 
 
 def find(name: str) -> Distribution | None:
@@ -127,12 +102,12 @@ def find(name: str) -> Distribution | None:
 
 def check_version(wanted: Wanted) -> Finding:
     """Whether a package is there, in a version that we can work with, and as tested."""
-    found = find(wanted.name)
+    found, remedy = find(wanted.name), f"pip install '{wanted.name}{wanted.limits}'"
     if found is None:
-        return Finding(wanted.name, "not installed", "problem", wanted.get)
+        return Finding(wanted.name, "not installed", "problem", remedy)
     if found.version not in SpecifierSet(wanted.limits, prereleases=True):
         text = f"{found.version}, expected {wanted.words}"
-        return Finding(wanted.name, text, "problem", wanted.get)
+        return Finding(wanted.name, text, "problem", remedy)
     if Version(found.version) != Version(wanted.tested):
         return Finding(wanted.name, f"{found.version} (the tests ran with {wanted.tested})")
     return Finding(wanted.name, f"{found.version}, as tested")
@@ -144,7 +119,7 @@ def check_python() -> Finding:
     if sys.version_info < OLDEST_PYTHON:
         return Finding("Python", text, "problem", "install Python 3.11 or newer")
     if sys.platform == "darwin" and platform.machine() == "x86_64":
-        if is_translated():
+        if read_sysctl("sysctl.proc_translated") == 1:
             text += ", an Intel build that runs under Rosetta"
             remedy = "MLX needs a native (arm64) Python: install one and make a new environment"
         else:
@@ -152,11 +127,6 @@ def check_python() -> Finding:
             remedy = "MLX runs on Macs with Apple silicon only"
         return Finding("Python", text, "problem", remedy)
     return Finding("Python", text)
-
-
-def is_translated() -> bool:
-    """Whether this process is an Intel program that Rosetta runs on Apple silicon."""
-    return read_sysctl("sysctl.proc_translated") == 1
 
 
 def read_sysctl(name: str) -> int | None:
@@ -209,20 +179,19 @@ def owner(path: Path) -> str | None:
 def check_build() -> Finding:
     """Which build of MLX is here: one, and the one whose library lies there."""
     here, path = builds(), library()
+    anew = f"pip uninstall {' '.join(['mlx', *here])}, then {GET_MLX}"
     if find("mlx") is None:
         return Finding("MLX build", "none, as there is no MLX", "problem", GET_MLX)
     if not here or path is None:
         text = "none: MLX is installed without a library to compute with"
         if here:
             text += f", for a part of {' and '.join(here)} was removed"
-        remedy = f"pip uninstall {' '.join(['mlx', *here])}, then {GET_MLX}"
-        return Finding("MLX build", text, "problem", remedy if here else GET_MLX)
+        return Finding("MLX build", text, "problem", anew if here else GET_MLX)
     has = owner(path)
     which = f"the library there is that of {has}" if has else "the library there is of neither"
     if len(here) > 1:
         text = f"{' and '.join(here)} are installed over each other, and {which}"
-        remedy = f"pip uninstall {' '.join(['mlx', *here])}, then {GET_MLX}"
-        return Finding("MLX build", text, "problem", remedy)
+        return Finding("MLX build", text, "problem", anew)
     ((name, found),) = here.items()
     version = distribution("mlx").version
     if found.version != version:

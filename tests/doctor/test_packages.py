@@ -125,7 +125,7 @@ def test_the_versions_are_those_of_the_project():
 def test_an_intel_python(monkeypatch, translated, sentence):
     monkeypatch.setattr(packages.sys, "platform", "darwin")
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(packages, "is_translated", lambda: translated)
+    monkeypatch.setattr(packages, "read_sysctl", lambda name: int(translated))
     found = packages.check_python()
     assert found.level == "problem" and sentence in found.text and found.remedy
 
