@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from math import inf, isnan
+from operator import itemgetter
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import mlx.core as mx
@@ -26,9 +26,9 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..batch.generate import batch_generate
-from ..bench.part_timing import Bench, Samples, Timing
+from ..bench.part_timing import Bench, Samples
 from ..bench.report import markdown_table
-from ..bench.summary import compare, margin, next_logprobs, parity_words
+from ..bench.summary import Costs, compare, margin, next_logprobs, parity_words
 from ..decoding.sampling import Sampling
 from ..demo.pair import load_demo
 from ..drafters.base import Drafter
@@ -64,7 +64,7 @@ class Part:
     run: Callable[[], Sequence[Line]]
     lines: Sequence[Line] = ()
     error: str = ""
-    seconds: float = 0.0  # 0 until it was tried
+    seconds: float = 0.0
 
     @property
     def has_failed(self) -> bool:
@@ -88,11 +88,6 @@ class Section:
     header: Line
     parts: Sequence[Part]
     remark: str = ""
-
-    @property
-    def tried(self) -> list[Part]:
-        """The parts that were tried so far."""
-        return [part for part in self.parts if part.seconds]
 
 
 def sections() -> list[Section]:
@@ -135,7 +130,7 @@ def report(
     findings: Sequence[Finding], tried: Sequence[Section], seconds: float, running: str = ""
 ) -> str:
     """The Markdown of all that was found; ``running`` is the part that has not come back."""
-    failed, num_parts = failures(tried), sum(len(section.tried) for section in tried)
+    failed, num_parts = failures(tried), sum(len(section.parts) for section in tried)
     verdict = f"{len(failed)} of {num_parts} parts failed" if failed else "all parts passed"
     verdict = f'ended in the part "{running}"' if running else verdict
     rows = [
@@ -152,20 +147,20 @@ def report(
     if failed:
         text.append(f"Failed: {'; '.join(failed)}")
     text.append(markdown_table(("this machine", "what is there"), rows))
-    text += [part for section in tried if section.tried for part in blocks(section)]
+    text += [part for section in tried for part in blocks(section)]
     return redact("\n\n".join(text)) + "\n"
 
 
 def blocks(section: Section) -> list[str]:
-    """The heading, the remark and the table of a section."""
+    """The heading, the remark and the table of a section; nothing before its first line."""
     rows: list[Line] = []
-    for part in section.tried:
+    for part in section.parts:
         rows += part.lines
         if part.error:
             empty = [""] * (len(section.header) - 3)
             rows.append((part.name, *empty, part.error[:LONGEST_ERROR], FAILED))
-    remark = [section.remark] if section.remark else []
-    return [f"### {section.title}", *remark, markdown_table(section.header, rows)]
+    whole = [f"### {section.title}", section.remark, markdown_table(section.header, rows)]
+    return [block for block in whole if block] if rows else []
 
 
 def redact(text: str) -> str:
@@ -190,7 +185,7 @@ def document(tried: Sequence[Section]) -> dict[str, Any]:
             "error": redact(part.error),
         }
         for section in tried
-        for part in section.tried
+        for part in section.parts
     ]
     return {"version": __version__, "ok": not failures(tried), "parts": parts}
 
@@ -249,14 +244,15 @@ def attention_section() -> Section:
 
 def try_attention(head_dim: int, dtype_name: str) -> list[Line]:
     """The largest difference in logits of passes of several rows, of all groups and prefixes."""
-    worst, where = -1.0, ""
+    found = []
     for group in GROUPS:
         changes = {"head_dim": head_dim, "num_key_value_heads": NUM_HEADS // group}
         model = tiny(LLAMA | changes, DTYPES[dtype_name])
         for prefix in PREFIXES:
-            for rows, found in differences(model, prefix, DTYPES[dtype_name]):
-                if found > worst:
-                    worst, where = found, f"{rows} rows, {group} heads per key, {prefix} keys"
+            place = f"{group} heads per key, {prefix} keys"
+            for rows, difference in differences(model, prefix, DTYPES[dtype_name]):
+                found.append((difference, f"{rows} rows, {place}"))
+    worst, where = max(found, key=itemgetter(0))
     limit = ATTENTION_LIMITS[dtype_name]
     verdict = "ok" if worst <= limit else FAILED
     return [(str(head_dim), dtype_name, f"{worst:.1e}", f"{limit:.0e}", where, verdict)]
@@ -265,8 +261,7 @@ def try_attention(head_dim: int, dtype_name: str) -> list[Line]:
 def differences(model: nn.Module, prefix: int, dtype: mx.Dtype) -> list[tuple[int, float]]:
     """Number of rows and difference, by the largest logit, for passes after random keys."""
     filled = make_prompt_cache(model)
-    args = model.args
-    shape = (1, args.num_key_value_heads, prefix, args.head_dim)
+    shape = (1, model.args.num_key_value_heads, prefix, model.args.head_dim)
     for cache in filled:
         keys, values = (mx.random.normal(shape).astype(dtype) for _ in range(2))
         cache.update_and_fetch(keys, values)
@@ -290,13 +285,13 @@ def differences(model: nn.Module, prefix: int, dtype: mx.Dtype) -> list[tuple[in
 CHAIN, ROWS, DRAFTS, CONTEXT, SAMPLES = 4, range(1, 9), (1, 4), 128, 5
 
 
-def cost_section(samples: int = SAMPLES) -> Section:
+def cost_section() -> Section:
     """What passes of the demo target cost by rows, and what the head costs."""
     return Section(
         "Costs: the demo pair as the commands load it",
         ("what", "milliseconds", "of a plain step"),
-        [Part("costs", partial(measure_costs, samples))],
-        f"After {CONTEXT} tokens, the median of {samples} times.",
+        [Part("costs", partial(measure_costs, SAMPLES))],
+        f"After {CONTEXT} tokens, the median of {SAMPLES} times.",
     )
 
 
@@ -306,19 +301,11 @@ def measure_costs(samples: int) -> list[Line]:
     context = [token % 1000 + 100 for token in range(CONTEXT)]
     timed = Samples()
     timed.measure(Bench(model, drafter, context), ROWS, (CHAIN,), DRAFTS, samples)
-    plain = milliseconds(timed.verify[1])
-    lines = [
-        (f"pass of {rows} rows, c({rows})", milliseconds(timed.verify[rows])) for rows in ROWS
-    ]
-    first, last = (milliseconds(timed.propose[size]) for size in DRAFTS)
-    lines.append((f"accept pass of {CHAIN} rows", milliseconds(timed.accept[CHAIN])))
-    lines.append(("draft step of the head", (last - first) / (DRAFTS[1] - DRAFTS[0])))
-    return [(what, f"{time:.2f}", f"{time / plain:.2f}") for what, time in lines]
-
-
-def milliseconds(timing: Timing) -> float:
-    """The median time of the device."""
-    return 1000 * median(timing.run)
+    costs = Costs.of(timed)
+    lines = [(f"pass of {rows} rows, c({rows})", costs.verify[rows]) for rows in ROWS]
+    lines.append((f"accept pass of {CHAIN} rows", costs.accept[CHAIN]))
+    lines.append(("draft step of the head", costs.chain_step))
+    return [(what, f"{1e3 * s:.2f}", f"{s / costs.plain_step:.2f}") for what, s in lines]
 
 
 # --- parity: the demo pair, drafted in every way, against plain mlx-lm --------------------------
