@@ -12,7 +12,6 @@ import mlx_lm
 from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
 
-from mlx_eagle.drafters.base import Drafter
 from mlx_eagle.system.cli_values import __version__
 from mlx_eagle.system.device import blas_name, weight_bytes
 
@@ -21,12 +20,11 @@ from .runner import Models
 
 def machine() -> dict[str, Any]:
     """Chip, system, versions, and which BLAS answers on a CPU."""
-    device = mx.default_device()
-    info = mx.device_info()
+    on_gpu = mx.default_device() == mx.gpu
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "chip": str(info.get("device_name", platform.processor())),
-        "device": "gpu" if device == mx.gpu else "cpu",
+        "chip": str(mx.device_info().get("device_name", platform.processor())),
+        "device": "gpu" if on_gpu else "cpu",
         "cores": os.cpu_count(),
         "load_average": round(os.getloadavg()[0], 2),
         "os": platform.platform(),
@@ -34,17 +32,12 @@ def machine() -> dict[str, Any]:
         "mlx": version("mlx"),
         "mlx-lm": mlx_lm.__version__,
         "mlx-eagle": __version__,
-        "blas": blas(),
+        "blas": "not used (GPU)" if on_gpu else blas_name(),
     }
 
 
-def blas() -> str:
-    """The library behind float matrix products on a CPU."""
-    return "not used (GPU)" if mx.default_device() == mx.gpu else blas_name()
-
-
 def describe(models: Models, names: dict[str, str]) -> dict[str, Any]:
-    """Target, head and template; ``names`` are as the user gave them."""
+    """Target, drafters and template; ``names`` are as the user gave them."""
     target = models.target
     result = {
         "model": names["model"],
@@ -52,24 +45,21 @@ def describe(models: Models, names: dict[str, str]) -> dict[str, Any]:
         "model_parameters": get_total_parameters(target),
         "model_bytes": weight_bytes(target),
         "head": names["head"],
-        "drafters": [drafter_facts(name, drafter) for name, drafter in models.drafters.items()],
+        "drafters": [
+            {
+                "name": name,
+                "precision": ", ".join(map(precision, drafter.modules())) or "no weights",
+                "parameters": sum(map(get_total_parameters, drafter.modules())),
+                "bytes": sum(map(weight_bytes, drafter.modules())),
+            }
+            for name, drafter in models.drafters.items()
+        ],
         "chat_template": "on" if models.tokenizer.has_chat_template else "none in the tokenizer",
     }
     if models.compared is not None:
         result["compared_draft_model"] = names["compared"]
         result["compared_draft_bytes"] = weight_bytes(models.compared)
     return result
-
-
-def drafter_facts(name: str, drafter: Drafter) -> dict[str, Any]:
-    """What a drafter weighs."""
-    modules = drafter.modules()
-    return {
-        "name": name,
-        "precision": ", ".join(map(precision, modules)) or "no weights",
-        "parameters": sum(map(get_total_parameters, modules)),
-        "bytes": sum(map(weight_bytes, modules)),
-    }
 
 
 def precision(module: nn.Module) -> str:

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mlx_eagle.commands.flags import DRAFT_WINDOW, DRAFT_WINDOW_HELP, DTYPE_HELP
 from mlx_eagle.decoding.setup import AUTO
@@ -131,10 +131,10 @@ def read_list(
     return tuple(values)
 
 
-def _at_least(low: int) -> Callable[[str], int]:
-    def convert(text: str) -> int:
-        value = int(text)
-        if value < low:
+def _at_least(low: int, kind: Callable[[str], Any] = int) -> Callable[[str], Any]:
+    def convert(text: str) -> Any:
+        value = kind(text)
+        if not low <= value < float("inf"):
             raise ValueError
         return value
 
@@ -143,13 +143,6 @@ def _at_least(low: int) -> Callable[[str], int]:
 
 def _auto_or_at_least(low: int) -> Callable[[str], int | str]:
     return lambda text: text if text == AUTO else _at_least(low)(text)
-
-
-def _temp(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise ValueError
-    return value
 
 
 def _tree(text: str) -> str:
@@ -180,7 +173,7 @@ def read_settings(args: argparse.Namespace) -> Settings:
         max_tokens=args.max_tokens,
         sizes=listed("num_draft_tokens", _auto_or_at_least(0), "0 or more, or auto"),
         copied=listed("with_lookup", _auto_or_at_least(1), "1 or more, or auto"),
-        temps=listed("temp", _temp, "0 (greedy) or more"),
+        temps=listed("temp", _at_least(0, float), "0 (greedy) or more"),
         trees=listed("tree", _tree, TREES),
         contexts=listed("context", _at_least(2), "numbers of tokens above 1") or (None,),
         repeats=args.repeats,

@@ -254,8 +254,7 @@ def run_scenario(
         for q, p in zip(questions, prompts, strict=True)
     ]
     typical = typical_context(prompts, settings.max_tokens)
-    longest, wide = timed_rows(configurations)
-    rows_to_time = range(1, longest + 1)
+    accepted, verified = timed_rows(configurations)
     num_samples = math.ceil(settings.samples / (settings.repeats * len(rows)))
     samples = {name: Samples() for name in models.drafters}
     options = {"max_tokens": settings.max_tokens, "temp": temp, "seed": settings.seed}
@@ -266,24 +265,24 @@ def run_scenario(
             for name, drafter in models.drafters.items():
                 # Not kept over the runs: their peak memory is their own.
                 bench = Bench(models.target, drafter, typical)
-                samples[name].measure(
-                    bench, [*rows_to_time, *wide], rows_to_time, (1, longest - 1), num_samples
-                )
+                drafted = (1, len(accepted) - 1)
+                samples[name].measure(bench, verified, accepted, drafted, num_samples)
                 del bench
             for run in run_prompt(models, row, settings.order, **options):
                 progress(run)
     return [cell for row in rows for cell in row], samples
 
 
-def timed_rows(configurations: Sequence[Configuration]) -> tuple[int, list[int]]:
-    """Rows of the verify passes to time: 1 up to the first, and those of trees.
+def timed_rows(configurations: Sequence[Configuration]) -> tuple[list[int], list[int]]:
+    """Rows of the accept passes to time, at least 1 to 8, and of the verify passes.
 
-    At least 1 to 8; a tree of 16 nodes has 17 rows.
+    The latter have those of trees as well: a tree of 16 nodes has 17 rows.
     """
     longest = max([LONGEST, *(c.size + 1 for c in configurations if c.size)])
     shapes = [c.options["tree"] for c in configurations if c.kind == "tree"]
     wide = {shape.nodes + 1 for shape in shapes if isinstance(shape, Tree)}
-    return longest, sorted(n for n in wide if n > longest)
+    rows = list(range(1, longest + 1))
+    return rows, sorted(wide.union(rows))
 
 
 def summarize(
@@ -307,7 +306,16 @@ def summarize(
         for configuration in configurations
     ]
     outputs = [len(run.tokens) for cell in cells for run in cell.plain]
-    checked = [prompt_result(models, cell) for cell in cells]
+    checked = [
+        {
+            **summary.cell_summary(cell),
+            "parity": summary.compare(
+                models.target, cell.prompt, cell.plain[0].tokens, cell.runs[0].tokens
+            ),
+            "stats": cell.runs[0].stats.to_dict(),
+        }
+        for cell in cells
+    ]
     return {
         **name,
         "prompt_tokens": summary.spread_of(map(len, prompts)),
@@ -375,6 +383,7 @@ def side_by_side(
     loaded = {key: size for own in weights.values() for key, size in own.items()}
     if models.compared is not None:
         loaded["compared"] = weight_bytes(models.compared)
+    shown = ("tps", "plain_tps", "speedup", "mean_acceptance_length")
     rows = []
     for name, own in weights.items():
         ways = [r for r in results if r["drafter"] == name and r["overall"]["speedup"]]
@@ -388,11 +397,8 @@ def side_by_side(
             {
                 "drafter": name,
                 "configuration": best["label"],
-                "tps": overall["tps"],
-                "plain_tps": overall["plain_tps"],
-                "speedup": overall["speedup"],
+                **{key: overall[key] for key in shown},
                 "speedup_of_worst_prompt": overall["speedup_by_prompt"]["min"],
-                "mean_acceptance_length": overall["mean_acceptance_length"],
                 "weight_bytes": sum(own.values()),
                 "peak_bytes": overall["peak_bytes"] - others,
                 "identical": sum(parity["identical"] for parity in parities),
@@ -406,13 +412,3 @@ def weights_of(drafter: Drafter) -> dict[int | str, int]:
     """The bytes of each array of weights; drafters may share some."""
     arrays = (tree_flatten(module.parameters()) for module in drafter.modules())
     return {id(array): array.nbytes for found in arrays for _, array in found}
-
-
-def prompt_result(models: Models, cell: Cell) -> dict[str, Any]:
-    """One configuration on one prompt, with its parity."""
-    plain, drafted = cell.plain[0].tokens, cell.runs[0].tokens
-    return {
-        **summary.cell_summary(cell),
-        "parity": summary.compare(models.target, cell.prompt, plain, drafted),
-        "stats": cell.runs[0].stats.to_dict(),
-    }

@@ -66,9 +66,8 @@ def draw_all(scenario: dict[str, Any], folder: Path, suffix: str = "") -> dict[s
         "round_time": round_time,
     }
     todo = [(name, draw, scenario) for name, draw in common.items()]
-    for number, view in enumerate(views(scenario), 1):
-        last = f"-drafter{number}" if len(scenario["drafters"]) > 1 else ""
-        todo += [(f"{name}{last}", draw, view) for name, draw in drawings.items()]
+    for view in views(scenario):
+        todo += [(f"{name}{view['suffix']}", draw, view) for name, draw in drawings.items()]
     folder.mkdir(parents=True, exist_ok=True)
     files = {}
     with plt.rc_context(STYLE):

@@ -98,12 +98,16 @@ def prompt_tokens(
     The padding is prose before the question, inside the user's message. A prompt that is
     longer already stays as it is.
     """
+    def render(text: str) -> str:
+        messages = [{"role": "user", "content": text}]
+        return apply_template(tokenizer, messages, tokenize=False, add_generation_prompt=True)
+
     if not tokenizer.has_chat_template:
         before, after = "", ""
         tokens = tokenizer.encode(question.text)
     else:
-        before, after = _around_message(tokenizer)
-        tokens = tokenizer.encode(_render(tokenizer, question.text), add_special_tokens=False)
+        before, _, after = render("<query>").partition("<query>")
+        tokens = tokenizer.encode(render(question.text), add_special_tokens=False)
     if context is None or len(tokens) >= context:
         return tokens
     head = tokenizer.encode(before, add_special_tokens=not before)
@@ -119,14 +123,3 @@ def typical_context(prompts: Sequence[list[int]], max_tokens: int) -> list[int]:
     prompt = sorted(prompts, key=len)[len(prompts) // 2]
     length = max(2, len(prompt) + max_tokens // 2)
     return (prompt * (length // len(prompt) + 1))[:length]
-
-
-def _render(tokenizer: TokenizerWrapper, text: str) -> str:
-    messages = [{"role": "user", "content": text}]
-    return apply_template(tokenizer, messages, tokenize=False, add_generation_prompt=True)
-
-
-def _around_message(tokenizer: TokenizerWrapper) -> tuple[str, str]:
-    """What the template puts before and after a user message."""
-    before, _, after = _render(tokenizer, "<query>").partition("<query>")
-    return before, after

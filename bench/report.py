@@ -102,6 +102,11 @@ def table(columns: Columns, rows: Iterable[Any]) -> str:
     return markdown_table(list(columns), [[show(x) for show in columns.values()] for x in rows])
 
 
+def titled(heading: str, columns: Columns, rows: Sequence[Any]) -> list[str]:
+    """A heading and that table; nothing without rows."""
+    return [heading, table(columns, rows)] if rows else []
+
+
 def joined(blocks: Iterable[str]) -> str:
     """Headings, paragraphs and tables below each other; empty ones are left out."""
     return "\n\n".join(filter(None, blocks)) + "\n"
@@ -130,7 +135,7 @@ def results(document: Mapping[str, Any]) -> str:
     parts = [f"# {TITLE}"]
     for scenario in document["scenarios"]:
         parts += [f"## Results: {scenario_name(scenario)}", *headlines(scenario)]
-        parts += side_by_side(scenario)
+        parts += titled("### Side by side", SIDE_BY_SIDE, scenario["side_by_side"])
         parts += [figures_table(scenario, SPEED), figures_table(scenario, ACCEPTANCE)]
         parts.append(parity_table(scenario))
     return joined([*parts, *batch_blocks(document)])
@@ -216,12 +221,12 @@ def headlines(scenario: Scenario) -> Iterator[str]:
             f"{name} {times(f['speedup'])}" for name, f in configuration["sets"].items()
         )
         rows = [row for row in scenario["prompts"] if row["configuration"] == label]
-        same = sum(row["parity"]["identical"] for row in rows)
+        same = _identical([row["parity"] for row in rows])
         yield (
             f"{label} ({scenario_name(scenario)}): {times(overall['speedup'])} over plain "
             f"decoding ({sets}), mean acceptance length (tau) "
             f"{overall['mean_acceptance_length']:.2f}; the worst prompt "
-            f"{times(overall['speedup_by_prompt']['min'])}; {same} of {len(rows)} outputs "
+            f"{times(overall['speedup_by_prompt']['min'])}; {same} outputs "
             "identical to plain decoding's."
         )
 
@@ -236,7 +241,7 @@ def scenario_blocks(scenario: Scenario, images: Mapping[str, Path]) -> Iterator[
         f"{what} {_range(scenario[key])} tokens"
         for what, key in (("prompts", "prompt_tokens"), ("outputs", "output_tokens"))
     )
-    yield from side_by_side(scenario)
+    yield from titled("### Side by side", SIDE_BY_SIDE, scenario["side_by_side"])
     yield plot("side_by_side")
     yield f"Lengths: {lengths}."
     yield "### Speed"
@@ -246,16 +251,16 @@ def scenario_blocks(scenario: Scenario, images: Mapping[str, Path]) -> Iterator[
     yield "### Acceptance"
     yield figures_table(scenario, ACCEPTANCE)
     yield folded("Accepted lengths and forward passes", figures_table(scenario, COUNTS))
-    for number, view in enumerate(views(scenario), 1):
-        several = len(scenario["drafters"]) > 1
-        last = f"-drafter{number}" if several else ""
-        yield "### Cost of a round" + (f", {view['name']}" if several else "")
+    for view in views(scenario):
+        last = view["suffix"]
+        yield "### Cost of a round" + (f", {view['name']}" if last else "")
         yield costs_sentence(view)
         yield cost_table(view)
         yield plot("verify_cost", last)
         yield split_table(view)
         yield plot("round_time", last)
-        yield from predictions(view)
+        predicted = [f for f in figures(view) if "prediction" in f]
+        yield from titled("### Predicted and measured", PREDICTION, predicted)
         yield plot("speedup", last)
         yield plot("acceptance", last)
     yield "### Parity"
@@ -265,23 +270,22 @@ def scenario_blocks(scenario: Scenario, images: Mapping[str, Path]) -> Iterator[
 
 
 def views(scenario: Scenario) -> list[dict[str, Any]]:
-    """The scenario as each drafter has it: its own configurations, costs and curve."""
+    """The scenario as each drafter has it: its own configurations, costs and curve.
+
+    ``suffix`` tells the files of its plots from those of other drafters.
+    """
+    several = len(scenario["drafters"]) > 1
     return [
         {
             **scenario,
             **drafter,
+            "suffix": f"-drafter{number}" if several else "",
             "configurations": [
                 c for c in scenario["configurations"] if c["drafter"] == drafter["name"]
             ],
         }
-        for drafter in scenario["drafters"]
+        for number, drafter in enumerate(scenario["drafters"], 1)
     ]
-
-
-def side_by_side(scenario: Scenario) -> list[str]:
-    """Each of several drafters in its fastest configuration."""
-    rows = scenario["side_by_side"]
-    return ["### Side by side", table(SIDE_BY_SIDE, rows)] if rows else []
 
 
 def _range(spread: Mapping[str, float]) -> str:
@@ -462,12 +466,6 @@ def split_table(scenario: Scenario) -> str:
             )
             rows.append([configuration["label"], milliseconds(split["round"]), *shares])
     return markdown_table(["configuration", "round ms", *parts], rows) if rows else ""
-
-
-def predictions(scenario: Scenario) -> list[str]:
-    """Predicted against measured speedup, and the bound; nothing without a chain."""
-    rows = [f for f in figures(scenario) if "prediction" in f]
-    return ["### Predicted and measured", table(PREDICTION, rows)] if rows else []
 
 
 def parity_table(scenario: Scenario) -> str:

@@ -83,12 +83,19 @@ def total_tps(run_lists: Sequence[Sequence[Any]]) -> float | None:
 
 
 def configuration_summary(cells: Sequence[Any]) -> dict[str, Any]:
-    """One configuration over the prompts of one set, or over all."""
+    """One configuration over the prompts of one set, or over all: speeds, acceptance, counts."""
     plain_runs = [run for cell in cells for run in cell.plain]
     runs = [run for cell in cells for run in cell.runs]
     plain_tps = total_tps([cell.plain for cell in cells])
     tps = total_tps([cell.runs for cell in cells])
     per_cell = [cell_summary(cell) for cell in cells]
+    stats = sum((run.stats for run in runs), Stats())
+    forwards = stats.num_target_forwards
+    rounds = [
+        run.seconds / run.stats.num_target_forwards
+        for run in runs
+        if run.tps is not None and run.stats.num_target_forwards
+    ]
     return {
         "num_prompts": len(cells),
         "num_runs": len(runs),
@@ -103,20 +110,6 @@ def configuration_summary(cells: Sequence[Any]) -> dict[str, Any]:
         "ttft": spread_of(run.ttft for run in runs),
         "plain_peak_bytes": max(run.peak_bytes for run in plain_runs),
         "peak_bytes": max(run.peak_bytes for run in runs),
-        **counts_summary(runs),
-    }
-
-
-def counts_summary(runs: Sequence[Any]) -> dict[str, Any]:
-    """Mean acceptance length (tau), acceptance, counts, and how long a round took."""
-    stats = sum((run.stats for run in runs), Stats())
-    forwards = stats.num_target_forwards
-    rounds = [
-        run.seconds / run.stats.num_target_forwards
-        for run in runs
-        if run.tps is not None and run.stats.num_target_forwards
-    ]
-    return {
         "mean_acceptance_length": stats.mean_acceptance_length,
         "acceptance_rate": stats.acceptance_rate,
         "acceptance_by_position": stats.acceptance_by_position,

@@ -44,17 +44,13 @@ def memory_table() -> str:
 def file_tables() -> str:
     """The files of every folder of the package, with the first line of their docstrings."""
     parts = []
-    for package in sorted(path for path in PACKAGE.iterdir() if is_package(path)):
+    for package in sorted(path.parent for path in PACKAGE.glob("*/__init__.py")):
         files = [path for path in sorted(package.glob("*.py")) if not path.name.startswith("__")]
         if files:
             parts.append(f"### {package.name}/\n\n{first_line(package / '__init__.py')}")
             rows = [[f"`{path.name}`", first_line(path)] for path in files]
             parts.append(markdown_table(["file", "what is there"], rows))
     return "\n\n".join(parts)
-
-
-def is_package(folder: Path) -> bool:
-    return (folder / "__init__.py").is_file()
 
 
 def first_line(path: Path) -> str:
