@@ -11,18 +11,16 @@ import os
 import pty
 import re
 import shutil
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from playwright.sync_api import sync_playwright
 
+from mlx_eagle.bench.servers import running
+
 IMAGES = Path(__file__).parent / "pages" / "images"
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
-PORT = 8731
 QUESTION = (
     "A baker makes 12 trays of cookies with 8 cookies on each tray. "
     "How many cookies does she make?"
@@ -33,21 +31,6 @@ MARK = re.compile(r"\x1b\[4;36m(.*?)\x1b\[24;39m")
 STYLE = """body { margin: 0; padding: 1.2rem 1.4rem; background: #14171b; color: #e6e9ed;
   font: 15px/1.5 ui-monospace, Menlo, "DejaVu Sans Mono", monospace; white-space: pre-wrap; }
 b { font-weight: 400; color: #35c5c5; text-decoration: underline; }"""
-
-
-@contextmanager
-def demo_server() -> Iterator[str]:
-    """The address of a server of the demo pair."""
-    command = [sys.executable, "-m", "mlx_eagle.server", "--port", str(PORT)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if line.startswith("Serving "):
-                    break
-            yield f"http://127.0.0.1:{PORT}/"
-        finally:
-            process.terminate()
 
 
 def draw_page(browser: Any, url: str) -> None:
@@ -102,8 +85,9 @@ def main() -> None:
         launch = playwright.chromium.launch
         browser = launch(executable_path=path, args=sandbox, env=environment)
         draw_terminal(browser)
-        with demo_server() as url:
-            draw_page(browser, url)
+        with running({"mlx_eagle.server": ["mlx_eagle.server.__main__"]}) as servers:
+            host, port = servers["mlx_eagle.server"].address
+            draw_page(browser, f"http://{host}:{port}/")
         browser.close()
 
 
