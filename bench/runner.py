@@ -240,12 +240,11 @@ class Take:
 
     def result(self, bytes_before: int) -> Run:
         """The whole of it, where so many bytes were in use before it began."""
-        stats, seconds, num_timed = None, self._clock.seconds, self._clock.num_tokens
+        stats, seconds, num_timed = copy(self._stats), self._clock.seconds, self._clock.num_tokens
         if self._configuration.kind == "mlx-lm-draft":
             num_first = first_batch(self._drafted)
             stats = stats_of_flags(self._drafted[num_first:], self._configuration.size)
-        elif self._configuration.kind != "plain":
-            stats = copy(self._stats)
+        if stats is not None:
             # Its own has the others' turns in it.
             stats.generation_time = seconds / max(1, num_timed) * stats.num_emitted
         peak = bytes_before + self._peak_bytes
@@ -293,21 +292,13 @@ def first_batch(drafted: Sequence[bool]) -> int:
 
 def stats_of_flags(drafted: Sequence[bool], size: int) -> Stats:
     """Counts of mlx-lm's own method from ``from_draft`` flags: a round ends with a False."""
-    stats = Stats()
-    num_kept = 0
+    stats, num_kept = Stats(), 0
     for i, from_draft in enumerate(drafted):
         num_kept += from_draft
-        if from_draft and i + 1 < len(drafted):
-            continue
-        stats.num_rounds += 1
-        stats.num_evals += 1
-        stats.num_accepted += num_kept
-        stats.accepted_histogram += [0] * (num_kept + 1 - len(stats.accepted_histogram))
-        stats.accepted_histogram[num_kept] += 1
-        num_kept = 0
-    stats.num_emitted = len(drafted)
-    stats.num_drafted = stats.num_head_forwards = size * stats.num_rounds
-    stats.drafted_by_position = [stats.num_rounds] * (size if stats.num_rounds else 0)
+        if not from_draft or i + 1 == len(drafted):
+            num_emitted = num_kept + (not from_draft)
+            stats.record(size, size, num_kept, num_emitted, (stats.num_rounds + 1) * size)
+            num_kept = 0
     return stats
 
 
