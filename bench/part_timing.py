@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,12 +24,11 @@ SAMPLES = 15
 CHUNK = 512  # tokens per prefill step
 
 
-@dataclass
-class Timing:
-    """Samples of one part: the host building the graph, then the device running it."""
+class Timing(NamedTuple):
+    """One sample of a part: the host building the graph, then the device running it."""
 
-    build: list[float] = field(default_factory=list)
-    run: list[float] = field(default_factory=list)
+    build: float
+    run: float
 
 
 class Bench:
@@ -52,11 +53,8 @@ class Bench:
         self.drafter = self._drafter.begin()
         with mx.stream(generation_stream):
             self.drafter.extend(self._context[:1], None)
-            start = 1
-            for features in self._features:
-                tokens = self._context[start : start + CHUNK]
-                self.drafter.extend(tokens, features)
-                start += CHUNK
+            for start, features in zip(count(1, CHUNK), self._features, strict=False):
+                self.drafter.extend(self._context[start : start + CHUNK], features)
             mx.eval(self.drafter.pending())
 
     @contextmanager
@@ -72,10 +70,9 @@ class Bench:
     def verify(self, num_rows: int) -> list[mx.array]:
         """A verify pass of R rows: the target's choices, and the features."""
         tokens = self._rows(num_rows)
-        with mx.stream(generation_stream):
-            with self._target.matching_single_row(self._cache, num_rows):
-                logits, features = self._target(tokens, self._cache)
-            return [mx.argmax(logits, axis=-1), *_present(features)]
+        with self._target.matching_single_row(self._cache, num_rows):
+            logits, features = self._target(tokens, self._cache)
+        return [mx.argmax(logits, axis=-1), *_present(features)]
 
     def accept(self, num_rows: int) -> list[mx.array]:
         """An accept pass of R rows: the state that the next draft starts from."""
@@ -84,15 +81,12 @@ class Bench:
             last = self._features[-1]
             features = last[mx.arange(num_rows) % last.shape[0]]
             mx.eval(features)
-        tokens, last_row = self._rows(num_rows), mx.array(num_rows - 1)
-        with mx.stream(generation_stream):
-            self.drafter.extend(tokens, features, last=last_row)
-            return self.drafter.pending()
+        self.drafter.extend(self._rows(num_rows), features, last=mx.array(num_rows - 1))
+        return self.drafter.pending()
 
     def propose(self, size: int) -> list[mx.array]:
         """A greedy draft of ``size`` tokens."""
-        with mx.stream(generation_stream):
-            return [self.drafter.propose(size, _greedy).tokens]
+        return [self.drafter.propose(size, _greedy).tokens]
 
     def _rows(self, num_rows: int) -> mx.array:
         """Tokens (R,) of the context, computed before the clock starts."""
@@ -109,19 +103,16 @@ def _greedy(logits: mx.array, ids: mx.array | None) -> mx.array:
     return mx.argmax(logits, axis=-1)
 
 
-def _time(
-    bench: Bench, part: Callable[[int], list[mx.array]], size: int, timing: Timing
-) -> None:
-    """One sample more in ``timing``."""
-    with bench.window():
+def _time(bench: Bench, part: Callable[[int], list[mx.array]], size: int) -> Timing:
+    """One sample."""
+    with bench.window(), mx.stream(generation_stream):
         mx.synchronize(generation_stream)
         start = time.perf_counter()
         arrays = part(size)
         built = time.perf_counter()
         mx.eval(arrays)
         done = time.perf_counter()
-    timing.build.append(built - start)
-    timing.run.append(done - built)
+    return Timing(built - start, done - built)
 
 
 @dataclass
@@ -131,9 +122,9 @@ class Samples:
     Of verify and accept passes by rows, of drafts by their tokens.
     """
 
-    verify: dict[int, Timing] = field(default_factory=dict)
-    accept: dict[int, Timing] = field(default_factory=dict)
-    propose: dict[int, Timing] = field(default_factory=dict)
+    verify: dict[int, list[Timing]] = field(default_factory=dict)
+    accept: dict[int, list[Timing]] = field(default_factory=dict)
+    propose: dict[int, list[Timing]] = field(default_factory=dict)
 
     def measure(
         self,
@@ -153,7 +144,7 @@ class Samples:
     def _sample(
         bench: Bench,
         part: Callable[[int], list[mx.array]],
-        timings: dict[int, Timing],
+        timings: dict[int, list[Timing]],
         sizes: Sequence[int],
         samples: int,
     ) -> None:
@@ -162,7 +153,7 @@ class Samples:
         Each is run once unmeasured in the first sitting, then only the first of them.
         """
         for size in sizes[:1] if timings else sizes:
-            _time(bench, part, size, Timing())
+            _time(bench, part, size)
         for _ in range(samples):
             for size in sizes:
-                _time(bench, part, size, timings.setdefault(size, Timing()))
+                timings.setdefault(size, []).append(_time(bench, part, size))

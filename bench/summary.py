@@ -176,10 +176,10 @@ class Costs:
 
     @classmethod
     def of(cls, samples: Any) -> "Costs":
-        """Medians of ``parts.Samples``."""
+        """Medians of ``part_timing.Samples``."""
 
         def medians(timings: Mapping[int, Any], part: str) -> dict[int, float]:
-            return {size: median(vars(timing)[part]) for size, timing in timings.items()}
+            return {size: median(getattr(t, part) for t in timings[size]) for size in timings}
 
         return cls(
             medians(samples.verify, "run"),
