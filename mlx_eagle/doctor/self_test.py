@@ -27,7 +27,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..batch.generate import batch_generate
 from ..bench.part_timing import Bench, Samples
-from ..bench.report import markdown_table
+from ..bench.report import joined, markdown_table
 from ..bench.summary import Costs, compare, margin, next_logprobs, parity_words
 from ..decoding.sampling import Sampling
 from ..demo.pair import load_demo
@@ -143,12 +143,10 @@ def report(
         f"## mlx-eagle {__version__} self-test: {verdict}",
         f"{day}, {seconds:.0f} seconds, {TF32}={os.environ.get(TF32, 'unset')}",
         LEGEND,
+        f"Failed: {'; '.join(failed)}" if failed else "",
+        markdown_table(("this machine", "what is there"), rows),
     ]
-    if failed:
-        text.append(f"Failed: {'; '.join(failed)}")
-    text.append(markdown_table(("this machine", "what is there"), rows))
-    text += [part for section in tried for part in blocks(section)]
-    return redact("\n\n".join(text)) + "\n"
+    return redact(joined([*text, *(block for section in tried for block in blocks(section))]))
 
 
 def blocks(section: Section) -> list[str]:
@@ -159,8 +157,8 @@ def blocks(section: Section) -> list[str]:
         if part.error:
             empty = [""] * (len(section.header) - 3)
             rows.append((part.name, *empty, part.error[:LONGEST_ERROR], FAILED))
-    whole = [f"### {section.title}", section.remark, markdown_table(section.header, rows)]
-    return [block for block in whole if block] if rows else []
+    table = markdown_table(section.header, rows)
+    return [f"### {section.title}", section.remark, table] if rows else []
 
 
 def redact(text: str) -> str:
