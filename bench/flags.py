@@ -54,12 +54,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--draft-model", metavar="NAME,...", help=drafters_help)
     add("--draft-window", type=int, metavar="N", help=DRAFT_WINDOW_HELP)
     add("--dtype", choices=DTYPES, help=DTYPE_HELP)
-    add(
-        "--prompts",
-        action="append",
-        metavar="NAME,...",
-        help=f"{', '.join(SETS)}, or JSONL files; repeatable (default: all three sets).",
-    )
+    prompts_help = f"{', '.join(SETS)}, or JSONL files; repeatable (default: all three sets)."
+    add("--prompts", action="append", metavar="NAME,...", help=prompts_help)
     limit_help = "Maximum prompts per set, evenly spread over it; 0: all (%(default)s)."
     add("--limit", type=int, default=10, help=limit_help)
     tokens_help = "Maximum tokens per answer (%(default)s)."
@@ -72,34 +68,6 @@ def build_parser() -> argparse.ArgumentParser:
     tree_help = "Also draft trees: WIDTHxDEPTH:NODES."
     add("--tree", action="append", default=[], metavar="SHAPE,...", help=tree_help)
     add("--context", metavar="N,...", help="Pad prompts to that many tokens.")
-    add_other_loads(parser)
-    add("--repeats", type=int, default=3, help="Runs of every prompt (%(default)s).")
-    add(
-        "--order",
-        choices=ORDERS,
-        default="abba",
-        help="abba: plain B B plain for every configuration; mirror: plain B C C B plain; weave: "
-        "all at once, a few tokens each in turn, where other work disturbs (%(default)s).",
-    )
-    add("--seed", type=int, default=0, help="Seed where the temperature is above 0.")
-    add("--out", default="bench-results", metavar="DIR", help="Where results go (%(default)s).")
-    picture_help = "Also draw the speed per prompt set into this PNG or SVG file."
-    add("--picture", metavar="FILE", help=picture_help)
-    add("--json", action="store_true", help="Print the results as JSON in the last line.")
-    add("--baseline", choices=["mlx-lm"], default="mlx-lm", help="What plain decoding is.")
-    add(
-        "--compare",
-        nargs=2,
-        metavar=("mlx-lm-draft", "MODEL"),
-        help="Also run mlx-lm's own speculative decoding with this draft model.",
-    )
-    use_plain_words(parser)
-    return parser
-
-
-def add_other_loads(parser: argparse.ArgumentParser) -> None:
-    """The flags of other loads than single prompts."""
-    add = parser.add_argument
     batch_help = (
         "Also decode so many prompts of each set at once, greedily, against mlx-lm's batch."
     )
@@ -109,6 +77,22 @@ def add_other_loads(parser: argparse.ArgumentParser) -> None:
         f"against mlx_lm.server ({CLIENTS})."
     )
     add("--serve", nargs="?", const=CLIENTS, metavar="N,...", help=serve_help)
+    add("--repeats", type=int, default=3, help="Runs of every prompt (%(default)s).")
+    order_help = (
+        "abba: plain B B plain for every configuration; mirror: plain B C C B plain; weave: all "
+        "at once, a few tokens each in turn, where other work disturbs (%(default)s)."
+    )
+    add("--order", choices=ORDERS, default="abba", help=order_help)
+    add("--seed", type=int, default=0, help="Seed where the temperature is above 0.")
+    add("--out", default="bench-results", metavar="DIR", help="Where results go (%(default)s).")
+    picture_help = "Also draw the speed per prompt set into this PNG or SVG file."
+    add("--picture", metavar="FILE", help=picture_help)
+    add("--json", action="store_true", help="Print the results as JSON in the last line.")
+    add("--baseline", choices=["mlx-lm"], default="mlx-lm", help="What plain decoding is.")
+    compare_help = "Also run mlx-lm's own speculative decoding with this draft model."
+    add("--compare", nargs=2, metavar=("mlx-lm-draft", "MODEL"), help=compare_help)
+    use_plain_words(parser)
+    return parser
 
 
 def read_list(

@@ -98,6 +98,7 @@ def prompt_tokens(
     The padding is prose before the question, inside the user's message. A prompt that is
     longer already stays as it is.
     """
+
     def render(text: str) -> str:
         messages = [{"role": "user", "content": text}]
         return apply_template(tokenizer, messages, tokenize=False, add_generation_prompt=True)
