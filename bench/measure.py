@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -104,31 +105,20 @@ def measure_batches(
     settings: Settings,
     progress: Callable[[BatchRun], None],
 ) -> list[dict[str, Any]]:
-    """A row of figures per batch size, set and configuration."""
-    return [
-        row
-        for batch_size in settings.batches
-        for name, group in by_set(questions).items()
-        for row in measure_batch(models, name, group[:batch_size], settings, progress)
-    ]
-
-
-def measure_batch(
-    models: Models,
-    set_name: str,
-    questions: Sequence[Question],
-    settings: Settings,
-    progress: Callable[[BatchRun], None],
-) -> list[dict[str, Any]]:
-    """One batch: a row of figures per configuration. Chains only, as a batch drafts no trees."""
-    prompts = [prompt_tokens(question, models.tokenizer) for question in questions]
-    found = make_configurations(settings.sizes, drafters=tuple(models.drafters))
-    cells = [Turns(configuration=configuration) for configuration in found]
-    warm_up = partial(run_batch, models, prompts, min(settings.max_tokens, WARM_UP_TOKENS))
-    measured = partial(run_batch, models, prompts, settings.max_tokens)
-    for run in repeat_turns(cells, settings, warm_up, measured):
-        progress(run)
-    return [batch_result(models, set_name, prompts, cell) for cell in cells]
+    """A row of figures per batch size, set and configuration; a batch drafts chains only."""
+    configurations = make_configurations(settings.sizes, drafters=tuple(models.drafters))
+    short = min(settings.max_tokens, WARM_UP_TOKENS)
+    rows = []
+    for batch_size in settings.batches:
+        for name, group in by_set(questions).items():
+            prompts = [prompt_tokens(q, models.tokenizer) for q in group[:batch_size]]
+            cells = [Turns(configuration=configuration) for configuration in configurations]
+            warm_up = partial(run_batch, models, prompts, short)
+            measured = partial(run_batch, models, prompts, settings.max_tokens)
+            for run in repeat_turns(cells, settings, warm_up, measured):
+                progress(run)
+            rows += [batch_result(models, name, prompts, cell) for cell in cells]
+    return rows
 
 
 def run_batch(
@@ -220,14 +210,13 @@ def measure(
     configurations = configurations_of(settings, models)
     machine = conditions.machine()  # before the run: it notes the load of the machine
     scenarios, rows = [], []
-    for context in settings.contexts:
-        for temp in settings.temps:
-            cells, samples = run_scenario(
-                models, questions, configurations, settings, context, temp, progress
-            )
-            name = {"context": context, "temp": temp}
-            scenarios.append(summarize(models, cells, configurations, samples, settings, name))
-            rows += summary.run_rows(cells, name)
+    for context, temp in product(settings.contexts, settings.temps):
+        cells, samples = run_scenario(
+            models, questions, configurations, settings, context, temp, progress
+        )
+        name = {"context": context, "temp": temp}
+        scenarios.append(name | summarize(models, cells, configurations, samples, settings))
+        rows += summary.run_rows(cells, name)
     document = {
         "format": 1,
         "conditions": {**machine, **conditions.describe(models, names)},
@@ -291,7 +280,6 @@ def summarize(
     configurations: Sequence[Configuration],
     samples: Mapping[str, Samples],
     settings: Settings,
-    name: dict[str, Any],
 ) -> dict[str, Any]:
     """One scenario as plain data."""
     costs = {name: summary.Costs.of(timed) for name, timed in samples.items()}
@@ -317,7 +305,6 @@ def summarize(
         for cell in cells
     ]
     return {
-        **name,
         "prompt_tokens": summary.spread_of(map(len, prompts)),
         "output_tokens": summary.spread_of(outputs),
         "plain_step_measured": summary.median_seconds([r for c in cells for r in c.plain]),

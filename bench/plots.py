@@ -58,17 +58,18 @@ def draw_all(scenario: dict[str, Any], folder: Path, suffix: str = "") -> dict[s
 
     Of each of several drafters those of its costs, as "speedup-drafter1" and the like.
     """
-    common = {"side_by_side": side_by_side, "tokens_per_second": tokens_per_second}
-    drawings = {
-        "speedup": speedup,
-        "verify_cost": verify_cost,
-        "acceptance": acceptance,
-        "round_time": round_time,
-    }
-    todo = [(name, draw, scenario) for name, draw in common.items()]
+    todo = [
+        ("side_by_side", side_by_side, scenario),
+        ("tokens_per_second", tokens_per_second, scenario),
+    ]
     for view in views(scenario):
-        todo += [(f"{name}{view['suffix']}", draw, view) for name, draw in drawings.items()]
-    folder.mkdir(parents=True, exist_ok=True)
+        last = view["suffix"]
+        todo += [
+            (f"speedup{last}", speedup, view),
+            (f"verify_cost{last}", verify_cost, view),
+            (f"acceptance{last}", acceptance, view),
+            (f"round_time{last}", round_time, view),
+        ]
     files = {}
     with plt.rc_context(STYLE):
         for name, draw, shown_of in todo:

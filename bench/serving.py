@@ -84,7 +84,7 @@ def check_clients(settings: Settings, questions: Sequence[Question]) -> None:
 
 def num_loads(settings: Settings) -> int:
     """Measured loads in all."""
-    steps = schedule(_configurations(settings), settings.order)
+    steps = schedule(make_configurations(settings.sizes, settings.trees), settings.order)
     return len(settings.clients) * settings.repeats * len(steps)
 
 
@@ -103,13 +103,21 @@ def measure_serving(
     """
     machine = conditions.machine()  # before the run: it notes the load of the machine
     results, rows = [], []
-    with plain_target(model) as target:
-        commands = server_commands(model, target, draft_flags, settings)
-        with running(commands) as servers:
-            for num_clients in settings.clients:
-                for cell in measure_clients(servers, num_clients, questions, settings, progress):
-                    results.append(serving_result(num_clients, cell, questions))
-                    rows += answer_rows(num_clients, cell, questions)
+    configurations = make_configurations(settings.sizes, settings.trees)
+    short = min(settings.max_tokens, WARM_UP_TOKENS)
+    with (
+        plain_target(model) as target,
+        running(server_commands(model, target, draft_flags, settings)) as servers,
+    ):
+        for num_clients in settings.clients:
+            cells = [Turns(configuration=configuration) for configuration in configurations]
+            warm_up = partial(load, servers, num_clients, questions[:num_clients], short)
+            measured = partial(load, servers, num_clients, questions, settings.max_tokens)
+            for _ in repeat_turns(cells, settings, warm_up, measured):
+                progress()
+            for cell in cells:
+                results.append(serving_result(num_clients, cell, questions))
+                rows += answer_rows(num_clients, cell, questions)
     document = {
         "format": 1,
         "conditions": {**machine, **names},
@@ -171,23 +179,6 @@ def write_demo_target(source: Path, folder: Path) -> None:
     (folder / CONFIG).write_text(json.dumps(config))
 
 
-def measure_clients(
-    servers: Servers,
-    num_clients: int,
-    questions: Sequence[Question],
-    settings: Settings,
-    progress: Callable[[], None] = lambda: None,
-) -> list[Turns]:
-    """All repeats with so many clients, each run a ``Load``, after a short one of each."""
-    cells = [Turns(configuration=each) for each in _configurations(settings)]
-    short = min(settings.max_tokens, WARM_UP_TOKENS)
-    warm_up = partial(load, servers, num_clients, questions[:num_clients], short)
-    run = partial(load, servers, num_clients, questions, settings.max_tokens)
-    for _ in repeat_turns(cells, settings, warm_up, run):
-        progress()
-    return cells
-
-
 def load(
     servers: Servers,
     num_clients: int,
@@ -207,10 +198,6 @@ def request_fields(configuration: Configuration) -> dict[str, Any]:
     if configuration.kind == "tree":
         return {"tree": configuration.label.removeprefix("tree ")}
     return configuration.options
-
-
-def _configurations(settings: Settings) -> list[Configuration]:
-    return make_configurations(settings.sizes, settings.trees)
 
 
 def serving_result(num_clients: int, cell: Turns, questions: Sequence[Question]) -> dict[str, Any]:
