@@ -98,10 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
 def read_list(
     flag: str, text: str | None, convert: Callable[[str], Value], wanted: str
 ) -> tuple[Value, ...]:
-    """The parts of a comma list; ValueError naming the one that cannot be converted.
-
-    None without the flag.
-    """
+    """The parts of a comma list, none without the flag; ValueError names what is wrong."""
     if text is None:
         return ()
     values = []

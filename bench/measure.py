@@ -329,9 +329,8 @@ def configuration_result(
     groups = {"overall": list(cells), **summary.by_set(cells)}
     figures = {}
     for name, group in groups.items():
-        figures[name] = summary.configuration_summary(group)
+        figure = figures[name] = summary.configuration_summary(group)
         if costs is not None and configuration.kind == "chain" and configuration.size:
-            figure = figures[name]
             figure["prediction"] = summary.predict(
                 costs, figure["mean_acceptance_length"], configuration.size, figure["speedup"]
             )

@@ -117,10 +117,7 @@ def _time(bench: Bench, part: Callable[[int], list[mx.array]], size: int) -> Tim
 
 @dataclass
 class Samples:
-    """All timings, gathered in one sitting or, between measured runs, in many.
-
-    Of verify and accept passes by rows, of drafts by their tokens.
-    """
+    """All timings, gathered in one or more sittings: of passes by rows, of drafts by tokens."""
 
     verify: dict[int, list[Timing]] = field(default_factory=dict)
     accept: dict[int, list[Timing]] = field(default_factory=dict)

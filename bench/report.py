@@ -270,10 +270,7 @@ def scenario_blocks(scenario: Scenario, images: Mapping[str, Path]) -> Iterator[
 
 
 def views(scenario: Scenario) -> list[dict[str, Any]]:
-    """The scenario as each drafter has it: its own configurations, costs and curve.
-
-    ``suffix`` tells the files of its plots from those of other drafters.
-    """
+    """The scenario as each drafter has it, and a ``suffix`` for the files of its plots."""
     several = len(scenario["drafters"]) > 1
     return [
         {

@@ -317,10 +317,7 @@ def schedule(
             for b in configurations
             for step in ((PLAIN, [b]), (b, [b]), (b, [b]), (PLAIN, [b]))
         ]
-    once = [
-        (PLAIN, list(configurations)),
-        *((configuration, [configuration]) for configuration in configurations),
-    ]
+    once = [(PLAIN, list(configurations)), *((b, [b]) for b in configurations)]
     return once if order == "weave" else once + once[::-1]
 
 
