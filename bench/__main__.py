@@ -30,7 +30,7 @@ from .flags import (
     draft_names,
     read_settings,
 )
-from .measure import Settings, check_batches, configurations_of, measure, num_runs
+from .measure import Measurement, Settings, check_batches
 from .questions import Question, load_questions
 from .report import PLOTS
 from .runner import Models
@@ -159,9 +159,9 @@ def measure_models(
     print(f"Loading {args.model or DEMO_NAMES['model']}.", file=sys.stderr)
     models, names = load_models(args)
     check_contexts(settings, context_size(models.target))
-    configurations = configurations_of(settings, models)
-    with counting(num_runs(settings, questions, configurations)) as count:
-        return measure(models, names, questions, settings, lambda _: count())
+    measurement = Measurement(models, questions, settings)
+    with counting(measurement.num_runs()) as count:
+        return measurement.run(names, count)
 
 
 def measure_servers(

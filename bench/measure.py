@@ -34,7 +34,6 @@ from .runner import (
     Cell,
     Configuration,
     Models,
-    Run,
     Turns,
     make_configurations,
     repeat_turns,
@@ -99,28 +98,6 @@ def check_batches(batches: Sequence[int], questions: Sequence[Question]) -> None
             )
 
 
-def measure_batches(
-    models: Models,
-    questions: Sequence[Question],
-    settings: Settings,
-    progress: Callable[[BatchRun], None],
-) -> list[dict[str, Any]]:
-    """A row of figures per batch size, set and configuration; a batch drafts chains only."""
-    configurations = make_configurations(settings.sizes, drafters=tuple(models.drafters))
-    short = min(settings.max_tokens, WARM_UP_TOKENS)
-    rows = []
-    for batch_size in settings.batches:
-        for name, group in by_set(questions).items():
-            prompts = [prompt_tokens(q, models.tokenizer) for q in group[:batch_size]]
-            cells = [Turns(configuration=configuration) for configuration in configurations]
-            warm_up = partial(run_batch, models, prompts, short)
-            measured = partial(run_batch, models, prompts, settings.max_tokens)
-            for run in repeat_turns(cells, settings, warm_up, measured):
-                progress(run)
-            rows += [batch_result(models, name, prompts, cell) for cell in cells]
-    return rows
-
-
 def run_batch(
     models: Models, prompts: list[list[int]], max_tokens: int, configuration: Configuration
 ) -> BatchRun:
@@ -173,93 +150,145 @@ def batch_result(
     }
 
 
-def configurations_of(settings: Settings, models: Models) -> list[Configuration]:
-    """The speculative ones that are to run; of several drafters, trees where one can draw them."""
-    found = make_configurations(
-        settings.sizes,
-        settings.trees,
-        models.compared is not None,
-        settings.copied,
-        tuple(models.drafters),
-    )
-    if len(models.drafters) == 1:
-        return found
-    return [c for c in found if c.kind != "tree" or models.drafters[c.drafter].supports_trees]
+@dataclass(frozen=True)
+class Measurement:
+    """What is measured, on which questions, and how."""
 
+    models: Models
+    questions: Sequence[Question]
+    settings: Settings
 
-def num_runs(
-    settings: Settings, questions: Sequence[Question], configurations: Sequence[Configuration]
-) -> int:
-    """Measured generations in all, a batch being one, without warm-ups."""
-    drafters = {c.drafter for c in configurations if c.kind != "mlx-lm-draft"}
-    batched = make_configurations(settings.sizes, drafters=tuple(drafters))
-    turns, batch_turns = (len(schedule(c, settings.order)) for c in (configurations, batched))
-    singles = len(settings.contexts) * len(settings.temps) * len(questions) * turns
-    batches = len(settings.batches) * len(by_set(questions)) * batch_turns
-    return settings.repeats * (singles + batches)
-
-
-def measure(
-    models: Models,
-    names: dict[str, str],
-    questions: Sequence[Question],
-    settings: Settings,
-    progress: Callable[[Run | BatchRun], None] = lambda run: None,
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Run everything: the document of results, and a row per run for the CSV."""
-    configurations = configurations_of(settings, models)
-    machine = conditions.machine()  # before the run: it notes the load of the machine
-    scenarios, rows = [], []
-    for context, temp in product(settings.contexts, settings.temps):
-        cells, samples = run_scenario(
-            models, questions, configurations, settings, context, temp, progress
+    @property
+    def configurations(self) -> list[Configuration]:
+        """The speculative ones; of several drafters, trees where one can draw them."""
+        settings, drafters = self.settings, self.models.drafters
+        compares = self.models.compared is not None
+        found = make_configurations(
+            settings.sizes, settings.trees, compares, settings.copied, tuple(drafters)
         )
-        name = {"context": context, "temp": temp}
-        scenarios.append(name | summarize(models, cells, configurations, samples, settings))
-        rows += summary.run_rows(cells, name)
-    document = {
-        "format": 1,
-        "conditions": {**machine, **conditions.describe(models, names)},
-        "settings": asdict(settings),
-        "scenarios": scenarios,
-        "batches": measure_batches(models, questions, settings, progress),
-    }
-    return document, rows
+        if len(drafters) == 1:
+            return found
+        return [c for c in found if c.kind != "tree" or drafters[c.drafter].supports_trees]
 
+    @property
+    def batched(self) -> list[Configuration]:
+        """Those of batches, which draft chains only."""
+        return make_configurations(self.settings.sizes, drafters=tuple(self.models.drafters))
 
-def run_scenario(
-    models: Models,
-    questions: Sequence[Question],
-    configurations: Sequence[Configuration],
-    settings: Settings,
-    context: int | None,
-    temp: float,
-    progress: Callable[[Run], None],
-) -> tuple[list[Cell], dict[str, Samples]]:
-    """All repeats at one context length and temperature; parts are timed before every prompt."""
-    prompts = [prompt_tokens(question, models.tokenizer, context) for question in questions]
-    rows = [
-        [Cell(question=q, prompt=p, configuration=each) for each in configurations]
-        for q, p in zip(questions, prompts, strict=True)
-    ]
-    typical = typical_context(prompts, settings.max_tokens)
-    accepted, verified = timed_rows(configurations)
-    num_samples = math.ceil(settings.samples / (settings.repeats * len(rows)))
-    samples = {name: Samples() for name in models.drafters}
-    options = {"max_tokens": settings.max_tokens, "temp": temp, "seed": settings.seed}
-    for configuration in (PLAIN, *configurations):  # ``auto`` gets to know the pair in it
-        run_once(models, configuration, prompts[0], settings.max_tokens)
-    for _ in range(settings.repeats):
-        for row in rows:
+    def num_runs(self) -> int:
+        """Measured generations in all, a batch being one, without warm-ups."""
+        settings, groups = self.settings, by_set(self.questions)
+        singles = len(settings.contexts) * len(settings.temps) * len(self.questions)
+        singles *= len(schedule(self.configurations, settings.order))
+        batches = len(settings.batches) * len(groups) * len(schedule(self.batched, settings.order))
+        return settings.repeats * (singles + batches)
+
+    def run(
+        self, names: dict[str, str], progress: Callable[[], None]
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Run everything: the document of results, and a row per run for the CSV.
+
+        ``names`` are those of the models, for the report; ``progress`` is called after every run.
+        """
+        machine = conditions.machine()  # before the run: it notes the load of the machine
+        scenarios, rows = [], []
+        for context, temp in product(self.settings.contexts, self.settings.temps):
+            cells, samples = self.run_scenario(context, temp, progress)
+            name = {"context": context, "temp": temp}
+            scenarios.append(name | self.summarize(cells, samples))
+            rows += summary.run_rows(cells, name)
+        document = {
+            "format": 1,
+            "conditions": {**machine, **conditions.describe(self.models, names)},
+            "settings": asdict(self.settings),
+            "scenarios": scenarios,
+            "batches": self.measure_batches(progress),
+        }
+        return document, rows
+
+    def run_scenario(
+        self, context: int | None, temp: float, progress: Callable[[], None]
+    ) -> tuple[list[Cell], dict[str, Samples]]:
+        """All repeats at one context and temperature; parts are timed before every prompt."""
+        models, settings, configurations = self.models, self.settings, self.configurations
+        prompts = [prompt_tokens(q, models.tokenizer, context) for q in self.questions]
+        rows = [
+            [Cell(question=q, prompt=p, configuration=each) for each in configurations]
+            for q, p in zip(self.questions, prompts, strict=True)
+        ]
+        typical = typical_context(prompts, settings.max_tokens)
+        accepted, verified = timed_rows(configurations)
+        num_samples = math.ceil(settings.samples / (settings.repeats * len(rows)))
+        samples = {name: Samples() for name in models.drafters}
+        options = {"max_tokens": settings.max_tokens, "temp": temp, "seed": settings.seed}
+        for configuration in (PLAIN, *configurations):  # ``auto`` gets to know the pair in it
+            run_once(models, configuration, prompts[0], settings.max_tokens)
+        for row in rows * settings.repeats:
             for name, drafter in models.drafters.items():
                 # Not kept over the runs: their peak memory is their own.
                 bench = Bench(models.target, drafter, typical)
                 drafted = (1, len(accepted) - 1)
                 samples[name].measure(bench, verified, accepted, drafted, num_samples)
                 del bench
-            for run in run_prompt(models, row, settings.order, **options):
-                progress(run)
-    return [cell for row in rows for cell in row], samples
+            for _ in run_prompt(models, row, settings.order, **options):
+                progress()
+        return [cell for row in rows for cell in row], samples
+
+    def summarize(self, cells: Sequence[Cell], samples: Mapping[str, Samples]) -> dict[str, Any]:
+        """One scenario as plain data."""
+        costs = {name: summary.Costs.of(timed) for name, timed in samples.items()}
+        prompts = list({cell.question: cell.prompt for cell in cells}.values())
+        typical = typical_context(prompts, self.settings.max_tokens)
+        results = [
+            configuration_result(
+                configuration,
+                [c for c in cells if c.configuration == configuration],
+                costs.get(configuration.drafter),
+            )
+            for configuration in self.configurations
+        ]
+        outputs = [len(run.tokens) for cell in cells for run in cell.plain]
+        checked = [
+            {
+                **summary.cell_summary(cell),
+                "parity": summary.compare(
+                    self.models.target, cell.prompt, cell.plain[0].tokens, cell.runs[0].tokens
+                ),
+                "stats": cell.runs[0].stats.to_dict(),
+            }
+            for cell in cells
+        ]
+        return {
+            "prompt_tokens": summary.spread_of(map(len, prompts)),
+            "output_tokens": summary.spread_of(outputs),
+            "plain_step_measured": summary.median_seconds([r for c in cells for r in c.plain]),
+            "configurations": results,
+            "drafters": [
+                {
+                    "name": name,
+                    "costs": {"context": len(typical), **found.to_dict()},
+                    "curve": model_curve([r for r in results if r["drafter"] == name], found),
+                }
+                for name, found in costs.items()
+            ],
+            "side_by_side": side_by_side(self.models, results, checked),
+            "prompts": checked,
+        }
+
+    def measure_batches(self, progress: Callable[[], None]) -> list[dict[str, Any]]:
+        """A row of figures per batch size, set and configuration."""
+        models, settings = self.models, self.settings
+        short = min(settings.max_tokens, WARM_UP_TOKENS)
+        rows = []
+        for batch_size, (name, group) in product(settings.batches, by_set(self.questions).items()):
+            prompts = [prompt_tokens(q, models.tokenizer) for q in group[:batch_size]]
+            cells = [Turns(configuration=configuration) for configuration in self.batched]
+            warm_up = partial(run_batch, models, prompts, short)
+            measured = partial(run_batch, models, prompts, settings.max_tokens)
+            for _ in repeat_turns(cells, settings, warm_up, measured):
+                progress()
+            rows += [batch_result(models, name, prompts, cell) for cell in cells]
+        return rows
 
 
 def timed_rows(configurations: Sequence[Configuration]) -> tuple[list[int], list[int]]:
@@ -272,54 +301,6 @@ def timed_rows(configurations: Sequence[Configuration]) -> tuple[list[int], list
     wide = {shape.nodes + 1 for shape in shapes if isinstance(shape, Tree)}
     rows = list(range(1, longest + 1))
     return rows, sorted(wide.union(rows))
-
-
-def summarize(
-    models: Models,
-    cells: Sequence[Cell],
-    configurations: Sequence[Configuration],
-    samples: Mapping[str, Samples],
-    settings: Settings,
-) -> dict[str, Any]:
-    """One scenario as plain data."""
-    costs = {name: summary.Costs.of(timed) for name, timed in samples.items()}
-    prompts = list({cell.question: cell.prompt for cell in cells}.values())
-    typical = typical_context(prompts, settings.max_tokens)
-    results = [
-        configuration_result(
-            configuration,
-            [c for c in cells if c.configuration == configuration],
-            costs.get(configuration.drafter),
-        )
-        for configuration in configurations
-    ]
-    outputs = [len(run.tokens) for cell in cells for run in cell.plain]
-    checked = [
-        {
-            **summary.cell_summary(cell),
-            "parity": summary.compare(
-                models.target, cell.prompt, cell.plain[0].tokens, cell.runs[0].tokens
-            ),
-            "stats": cell.runs[0].stats.to_dict(),
-        }
-        for cell in cells
-    ]
-    return {
-        "prompt_tokens": summary.spread_of(map(len, prompts)),
-        "output_tokens": summary.spread_of(outputs),
-        "plain_step_measured": summary.median_seconds([r for c in cells for r in c.plain]),
-        "configurations": results,
-        "drafters": [
-            {
-                "name": name,
-                "costs": {"context": len(typical), **found.to_dict()},
-                "curve": model_curve([r for r in results if r["drafter"] == name], found),
-            }
-            for name, found in costs.items()
-        ],
-        "side_by_side": side_by_side(models, results, checked),
-        "prompts": checked,
-    }
 
 
 def configuration_result(

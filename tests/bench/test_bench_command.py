@@ -1,6 +1,7 @@
 """The benchmark from end to end: reports, files, and mistakes of the user."""
 
 import csv
+import itertools
 import json
 import re
 import sys
@@ -272,11 +273,13 @@ def cells_of_batches(rows: list[dict]) -> list[list[str]]:
 def test_batches_are_made_set_by_set(tiny):
     asked = [questions.Question(name, str(i), "so?") for i in range(2) for name in ("a", "b")]
     settings = measure.Settings(batches=(2,), sizes=(1,), max_tokens=3, repeats=2)
-    runs = []
-    rows = measure.measure_batches(tiny, asked, settings, runs.append)
+    runs = itertools.count()
+    measurement = measure.Measurement(tiny, asked, settings)
+    rows = measurement.measure_batches(lambda: next(runs))
     assert [(row["set"], row["batch"]) for row in rows] == [("a", 2), ("b", 2)]
-    assert len(runs) == 2 * 2 * 4
-    assert measure.num_runs(settings, asked, runner.make_configurations([1])) == 16 + 4 * 2 * 4
+    assert next(runs) == 2 * 2 * 4
+    of_mlx_lm = 4 * 2 * 4
+    assert measurement.num_runs() == 16 + 4 * 2 * 4 + of_mlx_lm
     (line, _) = cells_of_batches(rows)
     assert line[9] == f"{rows[0]['mean_acceptance_length']:.2f}"
 
