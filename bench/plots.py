@@ -149,7 +149,7 @@ def _levels(axes: Axes, scenario: dict[str, Any]) -> None:
             axes.axhline(value, color=colour, lw=1.6, ls=style, label=words)
 
 
-def _above(axes: Axes, words: str, x: Any, y: float, points: int = 4, **look: Any) -> None:
+def _above(axes: Axes, words: str, x: float, y: float, points: int, **look: Any) -> None:
     """Write so many points above a place."""
     at = {"textcoords": "offset points", "xytext": (0, points), "ha": "center"}
     axes.annotate(words, (x, y), **at, **look)
@@ -283,11 +283,7 @@ def tokens_per_second(scenario: dict[str, Any]) -> Figure | None:
 
 def timed(scenario: dict[str, Any]) -> list[dict[str, Any]]:
     """The configurations that have a speed in every set."""
-    return [
-        configuration
-        for configuration in scenario["configurations"]
-        if all(figures["tps"] for figures in configuration["sets"].values())
-    ]
+    return [c for c in scenario["configurations"] if all(f["tps"] for f in c["sets"].values())]
 
 
 def bars(
@@ -379,18 +375,16 @@ def _series(
     colour: str,
 ) -> None:
     """One server's line in both plots: ratios over its speeds, a bar up to the worst answer."""
-    xs = list(range(len(rows)))
-    speeds = [row[who]["tps"] for row in rows]
-    left.plot(xs, speeds, "o-", color=colour, lw=2, ms=7, label=label)
-    if who == "speculative":
-        for x, row in zip(xs, rows, strict=True):
-            if row["speedup"] is not None:
-                words = f"{row['speedup']:.2f}x"
-                _above(left, words, x, row[who]["tps"], 8, fontsize=9, color=colour)
-    waits = [(x, row[who]["seconds_per_token"]) for x, row in zip(xs, rows, strict=True)]
-    timed = [(x, 1e3 * wait["median"], 1e3 * wait["worst"]) for x, wait in waits if wait]
-    if timed:
-        at, typical, worst = zip(*timed, strict=True)
-        above = [high - low for low, high in zip(typical, worst, strict=True)]
-        right.errorbar(at, typical, [[0.0] * len(above), above], fmt="o-", color=colour, lw=2,
+    left.plot([row[who]["tps"] for row in rows], "o-", color=colour, lw=2, ms=7, label=label)
+    waits = []
+    for x, row in enumerate(rows):
+        if who == "speculative" and row["speedup"] is not None:
+            words = f"{row['speedup']:.2f}x"
+            _above(left, words, x, row[who]["tps"], 8, fontsize=9, color=colour)
+        if wait := row[who]["seconds_per_token"]:
+            typical = 1e3 * wait["median"]
+            waits.append((x, typical, 1e3 * wait["worst"] - typical))
+    if waits:
+        at, medians, above = zip(*waits, strict=True)
+        right.errorbar(at, medians, [[0.0] * len(above), above], fmt="o-", color=colour, lw=2,
                        ms=7, capsize=4, label=label)  # fmt: skip
