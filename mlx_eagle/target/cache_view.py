@@ -25,7 +25,7 @@ STEP = 256  # columns by which arrays grow, as in mlx-lm
 def single_caches(caches: Sequence[Any]) -> Iterator[Any]:
     """All caches of layers, in the place of a ``CacheList`` its members."""
     for cache in caches:
-        if isinstance(cache, CacheList):
+        if type(cache) is CacheList:
             yield from single_caches(cache.caches)
         else:
             yield cache

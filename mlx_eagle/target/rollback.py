@@ -36,7 +36,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from .cache_view import WindowCache
+from .cache_view import WindowCache, single_caches
 from .states import KeptRows, StateUpdates
 
 
@@ -175,18 +175,6 @@ class StateRollback:
         self.cache.cache = list(self._entries)
 
 
-class ListRollback:
-    """Each member by its own rule."""
-
-    def __init__(self, cache: CacheList, num_rows: int | None = None):
-        self.cache = cache
-        self.members = [RULES[type(member)](member, num_rows) for member in cache.caches]
-
-    def rollback(self, num_rows: int) -> None:
-        for member in self.members:
-            member.rollback(num_rows)
-
-
 RULES: dict[type, Callable[[Any, int | None], Any]] = {
     KVCache: TrimRollback,
     QuantizedKVCache: TrimRollback,
@@ -195,16 +183,16 @@ RULES: dict[type, Callable[[Any, int | None], Any]] = {
     RotatingKVCache: RotatingRollback,
     WindowCache: WindowRollback,
     ArraysCache: StateRollback,
-    CacheList: ListRollback,
 }
 """Matched by exact type: a subclass may keep state that these rules do not know."""
 
 
 def check_supported(caches: Sequence[Any], whose: str) -> None:
     """Raise ValueError naming the first cache that cannot be rolled back exactly, or go on."""
-    for cache in caches:
+    for cache in single_caches(caches):
         if type(cache) not in RULES:
-            names = ", ".join(kind.__name__ for kind in RULES if kind is not WindowCache)
+            kinds = [kind for kind in (*RULES, CacheList) if kind is not WindowCache]
+            names = ", ".join(kind.__name__ for kind in kinds)
             raise ValueError(
                 f"the {whose} uses a {type(cache).__name__}, which speculative decoding cannot "
                 f"roll back exactly (it can: {names}); generate without a draft model."
@@ -215,8 +203,6 @@ def check_supported(caches: Sequence[Any], whose: str) -> None:
                 f"{cache.keep}, so that none is left for what follows: give a max_kv_size above "
                 f"{cache.keep}."
             )
-        if type(cache) is CacheList:
-            check_supported(cache.caches, whose)
 
 
 @dataclass(frozen=True)
@@ -248,13 +234,6 @@ class CacheQuantization:
         return min([size, *(n - 1 for n in left if n > 0)])
 
 
-def _states_of(entry: Any) -> list[StateRollback]:
-    """The recurrent states in an entry of a checkpoint."""
-    if isinstance(entry, ListRollback):
-        return [state for member in entry.members for state in _states_of(member)]
-    return [entry] if isinstance(entry, StateRollback) else []
-
-
 class Checkpoint:
     """A list of caches as it is now, before a forward pass over some rows.
 
@@ -271,7 +250,7 @@ class Checkpoint:
     ):
         self._caches = caches
         self._before = list(caches)
-        self._entries = [RULES[type(cache)](cache, num_rows) for cache in caches]
+        self._entries = [RULES[type(cache)](cache, num_rows) for cache in single_caches(caches)]
         self._rerun = rerun
         self._updates: StateUpdates | None = None
         self._kept: KeptRows | None = None  # what recurrent states have yet to be made of
@@ -279,7 +258,7 @@ class Checkpoint:
     @property
     def recurrent(self) -> list[StateRollback]:
         """The entries whose rows cannot be cut."""
-        return [state for entry in self._entries for state in _states_of(entry)]
+        return [entry for entry in self._entries if isinstance(entry, StateRollback)]
 
     def keep_updates(self, updates: StateUpdates | None) -> None:
         """How the states of the pass came about: where that is known there is no ``rerun``."""
