@@ -7,7 +7,7 @@ tokens or more, the window goes to the front of new ones, a copy such as mlx-lm'
 whenever it grows.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -128,8 +128,9 @@ class CacheView:
     the reader has let go, or has been computed, by then.
     """
 
-    def __init__(self, caches: Sequence[Any]):
-        self._caches = caches
+    def __init__(self, caches: Sequence[Any], read: Callable[[Any], Any] = lambda cache: cache):
+        """``read`` gives the request's own of a cache in ``caches``, when it is asked for."""
+        self._caches, self._read = caches, read
 
     def __len__(self) -> int:
         return len(self._caches)
@@ -139,7 +140,7 @@ class CacheView:
 
         The newest row is the last. Raises ValueError where it holds no such rows.
         """
-        cache = self._caches[index]
+        cache = self._read(self._caches[index])
         if type(cache) is WindowCache:
             num_rows = min(cache.offset, cache.max_size)
             return cache.newest(num_rows)

@@ -84,32 +84,27 @@ def _joined(mine: mx.array | None, theirs: mx.array | None, num_others: int) -> 
 
 
 class RaggedList:
-    """A layer that keeps several caches, in the place of mlx-lm's ``CacheList``."""
+    """A layer that keeps several caches, as a ``CacheList``; its methods are ``RaggedStates``'."""
 
     def __init__(self, cache: CacheList, make: Callable[[Any], Any]):
         self._parts = [make(part) for part in cache.caches]
 
     def begin(self) -> CacheList:
-        """See ``RaggedStates.begin``."""
         return CacheList(*[part.begin() for part in self._parts])
 
     def advance(self, kept: KeptRows, updates: StateUpdates | None) -> None:
-        """See ``RaggedStates.advance``."""
         for part in self._parts:
             part.advance(kept, updates)
 
     def join(self, cache: CacheList, num_others: int) -> None:
-        """See ``RaggedStates.join``."""
         for part, own in zip(self._parts, cache.caches, strict=True):
             part.join(own, num_others)
 
     def keep(self, index: mx.array) -> None:
-        """See ``RaggedStates.keep``."""
         for part in self._parts:
             part.keep(index)
 
     def extract(self, index: int) -> CacheList:
-        """See ``RaggedStates.extract``."""
         return CacheList(*[part.extract(index) for part in self._parts])
 
 
@@ -276,9 +271,9 @@ class RaggedCache:
             return
         need = max(cache.offset, self._rows.longest)
         num_columns = self._columns(max(need, self._num_columns))
+        own: tuple[Any, Any] = (None, None) if cache.keys is None else CacheView([cache]).rows(0)
         buffers = []
-        for mine, name in ((self.keys, "keys"), (self.values, "values")):
-            theirs = getattr(cache, name)
+        for mine, theirs in zip((self.keys, self.values), own, strict=True):
             like = mine if theirs is None else theirs
             blank = (1, like.shape[1], num_columns, like.shape[3])
             if mine is None:
@@ -286,7 +281,7 @@ class RaggedCache:
             if theirs is None:
                 buffer = mx.zeros(blank, like.dtype)
             else:
-                buffer = self._row_buffer(_in_order(cache, theirs), cache.offset, num_columns)
+                buffer = self._row_buffer(theirs, cache.offset, num_columns)
             buffers.append(mx.concatenate([_pad_columns(mine, num_columns), buffer]))
         self.keys, self.values = buffers
 
@@ -372,31 +367,10 @@ class RaggedCache:
         return flat.reshape(buffers.shape)
 
 
-def _in_order(cache: Any, array: mx.array) -> mx.array:
-    """The entries (1, H, n, D) of a text's cache that count, oldest first."""
-    if type(cache) is KVCache:
-        return array[..., : cache.offset, :]
-    ordered: mx.array = cache._temporal_order(array)
-    return ordered[..., -min(cache.offset, cache.max_size) :, :]
-
-
 def _pad_columns(buffers: mx.array, num_columns: int) -> mx.array:
     """Row buffers with empty columns behind, so many in all."""
     missing = num_columns - buffers.shape[2]
     return buffers if missing <= 0 else mx.pad(buffers, [(0, 0), (0, 0), (0, missing), (0, 0)])
-
-
-class TextCaches(Sequence[Any]):
-    """One text's caches, made when they are asked for."""
-
-    def __init__(self, layers: Sequence[Any], index: int):
-        self._layers, self._index = layers, index
-
-    def __len__(self) -> int:
-        return len(self._layers)
-
-    def __getitem__(self, layer: Any) -> Any:
-        return self._layers[layer].extract(self._index)
 
 
 class RaggedCaches:
@@ -459,7 +433,7 @@ class RaggedCaches:
 
     def view(self, index: int) -> CacheView:
         """One text's caches, each extracted when it is read."""
-        return CacheView(TextCaches(self.layers, index))
+        return CacheView(self.layers, lambda layer: layer.extract(index))
 
     def _make(self, cache: Any) -> RaggedCache | RaggedStates | RaggedList:
         """What holds caches like this one of several texts."""
