@@ -12,7 +12,6 @@ each model is tried once.
 
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import finalize
 
@@ -119,42 +118,31 @@ def _logits(model: nn.Module, tokens: list[int], cache: list[Any]) -> mx.array:
 def _refusal(model: nn.Module) -> str:
     """Why this model cannot verify a tree exactly; empty where it can."""
     try:
-        found = _probe(model)
+        difference, noise, scale = _probe(model)
     except (TypeError, ValueError) as err:
         return (
             f"this target cannot verify trees (one position per row fails in it: {err}): leave "
             "the tree out and draft chains."
         )
-    if found.difference <= max(2 * found.noise, LEAST_NOISE * found.scale):
+    if difference <= max(2 * noise, LEAST_NOISE * scale):
         return ""
     return (
         "this target does not verify trees exactly (its logits on a probe differ by "
-        f"{found.difference:.2g}, of {found.scale:.2g}): its attention takes masks or positions "
+        f"{difference:.2g}, of {scale:.2g}): its attention takes masks or positions "
         "from elsewhere; leave the tree out and draft chains."
     )
 
 
-@dataclass(frozen=True)
-class _Probe:
-    """Greatest differences of logits, and the greatest logit: a tree's against its branches'.
-
-    ``noise`` is that of a branch against itself, run in two parts: what other kernels and other
-    sums make of it in this model's arithmetic.
-    """
-
-    difference: float
-    noise: float
-    scale: float
-
-
-def _probe(model: nn.Module) -> _Probe:
+def _probe(model: nn.Module) -> tuple[float, float, float]:
     """Run a small tree, and each of its branches as a chain.
+
+    Returns the greatest difference of their logits, that of a branch run in two parts (what other
+    kernels and other sums make of it in this model's arithmetic), and the greatest logit.
 
     All passes that are compared have four rows, so that all take the same kernels: on a GPU these
     change with the number of rows, and round otherwise. The tokens are from the middle of the
     vocabulary, because models are at their most sensitive on special ones.
     """
-
     vocab_size = _logits(model, [0], make_prompt_cache(model)).shape[-1]
     *prefix, root, left, right, below, last, end = (vocab_size * i // 11 for i in range(2, 11))
     before, stand_in = make_prompt_cache(model), StandIn(model)
@@ -166,7 +154,7 @@ def _probe(model: nn.Module) -> _Probe:
     second = _logits(model, [root, right, last, end], deepcopy(before))
     parts = [_logits(model, tokens, before) for tokens in ([root], [left, below, last])]
     alone = mx.stack([first[0], first[1], second[1], first[2]])
-    return _Probe(
+    return (
         float(mx.abs(tree - alone).max()),
         float(mx.abs(mx.concatenate(parts) - first).max()),
         float(mx.abs(alone).max()),
@@ -202,14 +190,14 @@ def cuts_states_by_text(model: nn.Module) -> bool:
 
 
 def _is_exact(
-    model: nn.Module, mask_axes: int, num_rows: int, num_cut: tuple[int, int] | None = None
+    model: nn.Module, mask_axes: int, num_rows: int, num_cut: tuple[int, int] = (0, 0)
 ) -> bool:
     """Whether two texts of unequal length in one pass get the logits that each gets alone.
 
     With ``num_cut`` they do after a pass of which they keep these numbers of rows.
     """
     try:
-        return _probe_batch(model, mask_axes, num_rows, num_cut or (0, 0))
+        return _probe_batch(model, mask_axes, num_rows, num_cut)
     except (TypeError, ValueError, IndexError):
         return False
 

@@ -297,7 +297,7 @@ def test_a_branch_is_moved_within_its_buffers(name):
 )
 def test_a_target_is_probed_once(monkeypatch, difference, noise, sentence):
     probed, drafter = [], tiny_head(tiny_llama())
-    found = attention._Probe(difference, noise, 1.0)
+    found = difference, noise, 1.0
     monkeypatch.setattr(attention, "_probe", lambda model: probed.append(1) or found)
     model = tiny_llama()
     for _ in range(3):
@@ -323,12 +323,12 @@ def test_the_passes_of_a_probe_have_as_many_rows(monkeypatch, dtype):
         return call(self, tokens, *args, **kwargs)
 
     monkeypatch.setattr(type(model), "__call__", counted)
-    found = attention._probe(model)
+    difference, noise, scale = attention._probe(model)
     _, prefix, *compared, root, rest = passes
     assert [len(tokens) for tokens in compared] == [4, 4, 4]
     assert root + rest == compared[1]
     assert min(chain(prefix, *compared)) > VOCAB // 8, "special tokens come first"
-    assert found.difference <= max(2 * found.noise, attention.LEAST_NOISE * found.scale)
+    assert difference <= max(2 * noise, attention.LEAST_NOISE * scale)
 
 
 @pytest.mark.parametrize(
