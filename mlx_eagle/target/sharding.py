@@ -80,7 +80,7 @@ def is_pipelined(model: nn.Module) -> bool:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether other processes run parts of this model, and so have to do what this one does."""
-    return is_pipelined(model) or any(isinstance(m, SHARDED) for m in _modules(model))
+    return is_pipelined(model) or any(isinstance(m, SHARDED) for m in model.modules())
 
 
 def in_any_process(flag: bool) -> bool:
@@ -88,10 +88,6 @@ def in_any_process(flag: bool) -> bool:
     return int(mx.distributed.all_sum(mx.array(int(flag)))) > 0
 
 
-def _modules(model: nn.Module) -> list[nn.Module]:
-    return [module for _, module in model.named_modules()]
-
-
-def _pipelines(model: nn.Module) -> list[nn.Module]:
-    modules = (m for m in _modules(model) if isinstance(m, PipelineMixin))
+def _pipelines(model: nn.Module) -> list[PipelineMixin]:
+    modules = (m for m in model.modules() if isinstance(m, PipelineMixin))
     return [m for m in modules if m.pipeline_size > 1]
