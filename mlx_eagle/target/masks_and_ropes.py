@@ -10,7 +10,6 @@ positions, and some rows need the very numbers that they would get one by one.
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -42,9 +41,8 @@ def tree_masks(caches: list[Any], tree_mask: mx.array, depths: mx.array) -> Iter
     ``tree_mask[r, a]``, (R, R), says whether row a is row r or an ancestor of it; ``depths``
     (R,) is how far below the root each row lies. All caches must be of a type in ``MASKED``.
     """
-    rows = _TreeRows(tree_mask, depths)
     for cache in caches:
-        cache._tree_rows = rows
+        cache._tree_rows = tree_mask, depths
     try:
         with _swapped_classes([(cache, _TREE_CACHES[type(cache)]) for cache in caches]):
             yield
@@ -82,7 +80,7 @@ class _KeepingCache(RotatingKVCache):
         return mask
 
 
-def _check_window(cache: RotatingKVCache, window_size: int | None) -> None:
+def _check_window(cache: Any, window_size: int | None) -> None:
     """Raise ValueError where a layer sees less than a cache that keeps its first tokens holds.
 
     mlx-lm gives a row on a full cache no window of its own where that is no shorter than the
@@ -97,29 +95,21 @@ def _check_window(cache: RotatingKVCache, window_size: int | None) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _TreeRows:
-    """The rows of a pass that form a tree: their ancestors (R, R) and their depths (R,)."""
-
-    mask: mx.array
-    depths: mx.array
-
-
 class _TreeMask:
-    """What the caches below have in common: the mask of a pass whose rows form a tree."""
+    """What comes before a cache's own class: the mask of a pass whose rows form a tree."""
 
-    _tree_rows: _TreeRows
+    _tree_rows: tuple[mx.array, mx.array]  # ancestors (R, R), depths (R,)
     offset: int
 
     def make_mask(
         self, N: int, window_size: int | None = None, return_array: bool = False
     ) -> mx.array:
         """Which of the entries before the pass and of its N rows each row sees, (N, S)."""
-        past = self._past()
-        rows, window_size = self.offset + self._tree_rows.depths, self._window(N, window_size)
+        past, (tree_mask, depths) = self._past(), self._tree_rows
+        rows, window_size = self.offset + depths, self._window(N, window_size)
         distance = rows[:, None] - mx.concatenate([past, rows])[None]
         before = mx.ones((N, past.size), mx.bool_)
-        mask = mx.concatenate([before, self._tree_rows.mask], axis=1)
+        mask = mx.concatenate([before, tree_mask], axis=1)
         mask = self._within_cache(mask, distance)
         return mask if window_size is None else mask & (distance < window_size)
 
@@ -136,16 +126,11 @@ class _TreeMask:
         return mask
 
 
-class _TreeKVCache(_TreeMask, KVCache):
-    """A KVCache with a tree's mask."""
+class _TreeMaskOfLatest(_TreeMask):
+    """The same of a RotatingKVCache, which holds its first ``keep`` and the latest entries."""
 
-
-class _TreeQuantizedKVCache(_TreeMask, QuantizedKVCache):
-    """A QuantizedKVCache with a tree's mask."""
-
-
-class _TreeRotatingKVCache(_TreeMask, RotatingKVCache):
-    """A RotatingKVCache with a tree's mask: it holds its first ``keep`` and the latest entries."""
+    keep: int
+    max_size: int
 
     def _window(self, N: int, window_size: int | None) -> int | None:
         if not self.keep or self.offset + N <= self.max_size:
@@ -165,15 +150,14 @@ class _TreeRotatingKVCache(_TreeMask, RotatingKVCache):
         return seen
 
 
-class _TreeWindowCache(_TreeRotatingKVCache, WindowCache):
-    """A WindowCache with a tree's mask."""
-
-
 _TREE_CACHES: dict[type, type] = {
-    KVCache: _TreeKVCache,
-    QuantizedKVCache: _TreeQuantizedKVCache,
-    RotatingKVCache: _TreeRotatingKVCache,
-    WindowCache: _TreeWindowCache,
+    kind: type(f"Tree{kind.__name__}", (mask, kind), {})
+    for kind, mask in (
+        (KVCache, _TreeMask),
+        (QuantizedKVCache, _TreeMask),
+        (RotatingKVCache, _TreeMaskOfLatest),
+        (WindowCache, _TreeMaskOfLatest),
+    )
 }
 
 MASKED = tuple(_TREE_CACHES)
@@ -204,33 +188,24 @@ def evaluate_ropes(model: nn.Module) -> None:
 
 
 class RowPositions:
-    """How the rows of a pass are rotated: row r by ``offset + r``, unless a method says more."""
+    """How the rows of a pass are rotated: row r by ``offset + r``, unless told otherwise.
 
-    def __init__(self) -> None:
-        self.depths: mx.array | None = None
-        self.one_by_one = False
+    By ``offset + depths[r]``, depths (R,), in a tree; ``one_by_one`` as it would be if it were run
+    alone: past the length that a model was trained for, a base that follows the end of the pass
+    is another one for every row that is decoded.
+    """
+
+    depths: mx.array | None = None
+    one_by_one = False
 
     @contextmanager
-    def of_tree(self, depths: mx.array) -> Iterator[None]:
-        """Within, row r is rotated by ``offset + depths[r]``, depths (R,)."""
-        self.depths = depths
+    def told(self, depths: mx.array | None = None, one_by_one: bool = False) -> Iterator[None]:
+        """Within, rows are rotated in that way."""
+        self.depths, self.one_by_one = depths, one_by_one
         try:
             yield
         finally:
-            self.depths = None
-
-    @contextmanager
-    def matching_single_row(self, num_rows: int) -> Iterator[None]:
-        """Within, each row of a chain is rotated as it would be if it were run alone.
-
-        Past the length that a model was trained for, a base that follows the end of the pass
-        is another one for every row that is decoded.
-        """
-        self.one_by_one = num_rows > 1
-        try:
-            yield
-        finally:
-            self.one_by_one = False
+            self.depths, self.one_by_one = None, False
 
 
 class PositionedRope(nn.Module):

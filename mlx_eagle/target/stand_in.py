@@ -228,7 +228,7 @@ class StandIn:
         ``tree_mask[r, a]`` says whether row a is r itself or one of its ancestors.
         """
         depths = tree_mask.sum(axis=1) - 1
-        with tree_masks(caches, tree_mask, depths), self.positions.of_tree(depths):
+        with tree_masks(caches, tree_mask, depths), self.positions.told(depths):
             yield
 
 

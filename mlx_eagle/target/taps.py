@@ -248,7 +248,8 @@ class Target:
     @contextmanager
     def matching_single_row(self, cache: list[Any], num_rows: int) -> Iterator[None]:
         """Within, each row of a chain gets the mask and the position it would get alone."""
-        with exact_masks(cache, num_rows), self._stand_in.positions.matching_single_row(num_rows):
+        positions = self._stand_in.positions.told(one_by_one=num_rows > 1)
+        with exact_masks(cache, num_rows), positions:
             yield
 
     def _pass(
