@@ -68,7 +68,10 @@ class TapRecorder:
 
 
 class RecordedLayer(nn.Module):
-    """What the copy of a layer does around its own class: it tells ``TapRecorder``."""
+    """What the copy of a layer or of the final norm does besides: it tells ``TapRecorder``.
+
+    The norm counts as the layer behind the last.
+    """
 
     _recorder: TapRecorder
     _index: int
@@ -78,18 +81,6 @@ class RecordedLayer(nn.Module):
             # The stream, which some call by a name.
             self._recorder.on_tap(0, args[0] if args else next(iter(kwargs.values())))
         return self._recorder.on_layer_output(self._index + 1, super().__call__(*args, **kwargs))
-
-
-class RecordedNorm(nn.Module):
-    """What the copy of the final norm does after its own class: it tells ``TapRecorder``."""
-
-    _recorder: TapRecorder
-    _tap: int
-
-    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
-        output: mx.array = super().__call__(*args, **kwargs)
-        self._recorder.on_tap(self._tap, output)
-        return output
 
 
 def find_final_norm(model: nn.Module) -> nn.Module:
@@ -172,15 +163,13 @@ class Target:
 
     def _recording_stand_in(self, most_rows: Callable[[int, int], int]) -> StandIn:
         """The model's stand-in, whose layers and final norm tell ``self._recorder``."""
-        layers = list(self.model.layers)
-        norms = [find_final_norm(self.model)] if self.num_layers + 1 in self._recorded else []
-        stand_in = StandIn(self.model, [*layers, *norms], most_rows)
-        for index, layer in enumerate(stand_in.copies[: len(layers)], self.stage.start):
-            add_behaviour(layer, RecordedLayer)
-            layer._recorder, layer._index = self._recorder, index
-        for norm in stand_in.copies[len(layers) :]:
-            add_behaviour(norm, RecordedNorm)
-            norm._recorder, norm._tap = self._recorder, self.num_layers + 1
+        recorded = dict(enumerate(self.model.layers, self.stage.start))
+        if self.num_layers + 1 in self._recorded:
+            recorded[self.num_layers] = find_final_norm(self.model)
+        stand_in = StandIn(self.model, recorded.values(), most_rows)
+        for index, copy in zip(recorded, stand_in.copies, strict=True):
+            add_behaviour(copy, RecordedLayer)
+            copy._recorder, copy._index = self._recorder, index
         return stand_in
 
     def __call__(
