@@ -241,22 +241,20 @@ def drawable_trees(decoder: Decoder) -> tuple[DraftShape, ...]:
         return ()
     if is_sharded(decoder.target.model):
         return ()
-    return tuple(shape for shape in TREES if _can_draft(decoder.drafter, shape.tree))
-
-
-def _can_draft(drafter: Drafter, tree: Tree | None) -> bool:
-    try:
-        check_tree_drafter(drafter, tree)
-    except ValueError:
-        return False
-    return True
+    drafter = decoder.drafter
+    return tuple(shape for shape in TREES if _passes(check_tree_drafter, drafter, shape.tree))
 
 
 def verifies_trees(decoder: Decoder) -> bool:
     """Whether the target can verify trees exactly; found out once for each model, by a probe."""
+    with mx.stream(decoder.stream):
+        return _passes(check_trees, decoder.target.model, decoder.cache)
+
+
+def _passes(check: Callable[..., None], *args: Any) -> bool:
+    """Whether a check raises no ValueError."""
     try:
-        with mx.stream(decoder.stream):
-            check_trees(decoder.target.model, decoder.cache)
+        check(*args)
     except ValueError:
         return False
     return True
