@@ -196,11 +196,6 @@ def log_softmax(logits: mx.array) -> mx.array:
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
-def kept_in_chain(keep: mx.array) -> mx.array:
-    """Length of the run of kept tokens at the front: [T, T, F, T] -> 2."""
-    return mx.cumprod(keep.astype(mx.int32)).sum()
-
-
 def keep_branch(
     draft: Draft,
     tree_mask: mx.array | None,
@@ -209,8 +204,8 @@ def keep_branch(
     logits: mx.array,
 ) -> Verification:
     """Keep the branch of the tokens that ``keep`` (k,) says; ``following`` (R,) int32 is next."""
-    if tree_mask is None:
-        return Verification(following, kept_in_chain(keep), logits)
+    if tree_mask is None:  # the run at the front: [T, T, F, T] -> 2
+        return Verification(following, mx.cumprod(keep.astype(mx.int32)).sum(), logits)
     rows, num_kept = kept_path(keep, tree_mask)
     return Verification(following[rows], num_kept, logits, rows)
 
@@ -381,8 +376,7 @@ def propose(
 
 def normalized(logits: mx.array) -> mx.array:
     """Log-probabilities of logits (m, V), in float32."""
-    logits = logits.astype(mx.float32)
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    return log_softmax(logits.astype(mx.float32))
 
 
 def likeliest(log_q: mx.array, count: int) -> tuple[mx.array, mx.array]:
