@@ -54,7 +54,7 @@ class Sampling:
     seed: int | None = None
     row: int = 0
     _calls: int = field(default=0, init=False, repr=False, compare=False)
-    _key: mx.array = field(init=False, repr=False, compare=False)
+    base_key: mx.array = field(init=False, repr=False, compare=False)  # of all positions' keys
 
     def __post_init__(self) -> None:
         if not isinstance(self.temp, Real) or not self.temp > 0 or not isfinite(self.temp):
@@ -67,9 +67,9 @@ class Sampling:
                 f"the seed is {self.seed}: give a whole number from 0 to 2**64 - 1, or None."
             )
         base = _fresh_key() if self.seed is None else mx.random.split(mx.random.key(self.seed))[0]
-        self._key = base if self.row == 0 else _key_of_row(base, self.row)
+        self.base_key = base if self.row == 0 else _key_of_row(base, self.row)
         # In the thread that made it: another one could not compute what is still to be done.
-        mx.eval(self._key)
+        mx.eval(self.base_key)
 
     def begin(self, row: int = 0) -> "Sampling":
         """The sampler of one generation: at position 0, with fresh noise unless a seed was given.
@@ -117,16 +117,11 @@ class Sampling:
         if num == 1:
             return self.noise(position, size)[None]
         numbers = mx.array([[0, position + i] for i in range(num)], dtype=mx.uint32)
-        return mx.vmap(lambda key: mx.random.gumbel((size,), key=key))(self._key ^ numbers)
+        return mx.vmap(lambda key: mx.random.gumbel((size,), key=key))(self.base_key ^ numbers)
 
     def key(self, position: int, kind: int = 0) -> mx.array:
         """The random key of a generated position; ``kind``, 0 to 3, separates uses."""
-        return _mixed(self._key, kind, position)
-
-    @property
-    def base_key(self) -> mx.array:
-        """What the keys of all positions follow from: see ``noise_of_rows``."""
-        return self._key
+        return _mixed(self.base_key, kind, position)
 
     @property
     def parameters(self) -> tuple[float, ...]:
@@ -138,7 +133,7 @@ class Sampling:
         num_rows, size = logprobs.shape
         noise = self.noise(self._calls, size)
         if num_rows > 1:
-            keys = [_key_of_row(self._key, row) for row in range(1, num_rows)]
+            keys = [_key_of_row(self.base_key, row) for row in range(1, num_rows)]
             others = [mx.random.gumbel((size,), key=_mixed(key, 0, self._calls)) for key in keys]
             noise = mx.stack([noise, *others])
         self._calls += 1
@@ -227,26 +222,12 @@ def sampler_for(
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 
-class CopiedProcessor(Protocol):
-    """A logits processor that can be gone on from in several ways."""
-
-    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array: ...
-
-    def copy(self) -> "CopiedProcessor":
-        """Another one in the same state."""
-
-
-class RolledBackProcessor(Protocol):
-    """A logits processor that can forget its last calls."""
-
-    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array: ...
-
-    def rollback(self, n: int) -> None:
-        """Be as before the last ``n`` calls."""
-
-
 class GrammarText(Protocol):
-    """What a grammar allows in one text; it is told the text once that is decided."""
+    """What a grammar allows in one text; it is told the text once that is decided.
+
+    A logits processor's ``begin_text()`` makes one, if it knows by the text alone which tokens may
+    come next.
+    """
 
     def start(self, prompt: list[int]) -> None:
         """Begin behind ``prompt``."""
@@ -262,15 +243,6 @@ class GrammarText(Protocol):
 
         They may be of other texts, by grammars of this class.
         """
-
-
-class GrammarProcessor(Protocol):
-    """A logits processor that knows by the text alone which tokens may come next."""
-
-    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array: ...
-
-    def begin_text(self) -> GrammarText:
-        """Follow a text."""
 
 
 @dataclass(frozen=True)
@@ -331,7 +303,8 @@ class LogitsProcessors:
 
     def __init__(self, processors: Sequence[LogitsProcessor] = ()):
         self._processors = tuple(processors)
-        self.grammars = [p.begin_text() for p in self._processors if is_grammar(p)]
+        texts = [p.begin_text() for p in self._processors if is_grammar(p)]
+        self.grammars: list[GrammarText] = texts
         self.allowed: list[mx.array] = []  # (R, V) by each of them, in the pass under way
         self._after: list[tuple[LogitsProcessor, ...]] = []  # each row of the pass under way
         self._num_called = 0
@@ -441,14 +414,17 @@ def is_pure(processor: LogitsProcessor) -> bool:
     return is_of_mlx_lm or getattr(processor, "is_pure", False) is True
 
 
-def is_grammar(processor: LogitsProcessor) -> TypeGuard[GrammarProcessor]:
+def is_grammar(processor: LogitsProcessor) -> TypeGuard[Any]:
+    """Whether it has a ``GrammarText``."""
     return hasattr(processor, "begin_text")
 
 
-def is_copied(processor: LogitsProcessor) -> TypeGuard[CopiedProcessor]:
+def is_copied(processor: LogitsProcessor) -> TypeGuard[Any]:
+    """Whether it can be gone on from in several ways, by copies in the same state."""
     return hasattr(processor, "copy") and not is_pure(processor)
 
 
-def can_roll_back(processor: LogitsProcessor) -> TypeGuard[RolledBackProcessor]:
+def can_roll_back(processor: LogitsProcessor) -> TypeGuard[Any]:
+    """Whether it can forget its last calls."""
     is_copied_or_pure = hasattr(processor, "copy") or is_pure(processor)
     return hasattr(processor, "rollback") and not is_copied_or_pure
