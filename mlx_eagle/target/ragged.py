@@ -19,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
-from .cache_view import CacheView
+from .cache_view import STEP, CacheView
 from .states import KeptRows, StateUpdates, recurrent_caches
 
 
@@ -108,7 +108,6 @@ class RaggedList:
         return CacheList(*[part.extract(index) for part in self._parts])
 
 
-STEP = 256  # columns by which row buffers grow, as in mlx-lm
 SLACK = 16  # columns by which a ring is larger than its window, or as many as a pass needs
 
 
