@@ -18,25 +18,16 @@ import mlx.optimizers as optim
 import numpy as np
 from block_twin import LEARNED, PROMPTS, features_of
 from helpers import plain, tiny_llama
-from make_blocks import FOLDER
-from mlx.utils import tree_flatten
-from mlx_vlm.speculative.drafters.dflash2 import DFlash2DraftModel
-from mlx_vlm.speculative.drafters.dflash2.config import DFlash2Config
-from mlx_vlm.speculative.drafters.dspark import DSparkDraftModel
-from mlx_vlm.speculative.drafters.dspark.config import DSparkConfig
+from make_blocks import CLASSES as FROZEN
+from make_blocks import FOLDER, DFlash2DraftModel, DSparkDraftModel, greedy, published
 from mlx_vlm.speculative.drafters.muse_glimmer_assistant.config import MuseGlimmerAssistantConfig
 from mlx_vlm.speculative.drafters.muse_glimmer_assistant.dflash import (
     MuseGlimmerAssistantDraftModel,
 )
-from mlx_vlm.speculative.drafters.qwen3_dflash import DFlashDraftModel
-from mlx_vlm.speculative.drafters.qwen3_dflash.config import DFlashConfig
 
 LENGTH, STEPS, BATCH = 26, 1500, 6
-CLASSES: dict[str, tuple[type, type]] = {
-    "dflash": (DFlashDraftModel, DFlashConfig),
-    "dflash2": (DFlash2DraftModel, DFlash2Config),
-    "dspark": (DSparkDraftModel, DSparkConfig),
-    "liquid": (DSparkDraftModel, DSparkConfig),
+CLASSES = FROZEN | {
+    "liquid": FROZEN["dspark"],
     "muse": (MuseGlimmerAssistantDraftModel, MuseGlimmerAssistantConfig),
 }
 
@@ -72,10 +63,6 @@ def is_right(model: Any, seen: mx.array, text: mx.array, start: int, size: int) 
     return bool((drafted == text[start + 1 : start + 1 + size]).all().item())
 
 
-def greedy(rows: mx.array) -> mx.array:
-    return mx.argmax(rows, axis=-1)
-
-
 def make(kind: str, target: nn.Module) -> tuple[Any, dict[str, Any]]:
     make_model, make_config = CLASSES[kind]
     config = json.loads(json.dumps(LEARNED[kind]))  # mlx-vlm takes some keys out
@@ -87,12 +74,10 @@ def make(kind: str, target: nn.Module) -> tuple[Any, dict[str, Any]]:
 
 def save(kind: str, model: Any, config: dict[str, Any]) -> None:
     model.embed_tokens = model.lm_head = None
-    weights: Any = tree_flatten(model.parameters())
-    bare = {n.removesuffix(".weight") if "codebook" in n else n: a for n, a in weights}
     folder = FOLDER / f"learned-{kind}"
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    stored = {n: a.astype(mx.float16) for n, a in bare.items()}
+    stored = {n: a.astype(mx.float16) for n, a in published(model).items()}
     mx.save_safetensors(str(folder / "model.safetensors"), stored)
 
 

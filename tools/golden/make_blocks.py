@@ -6,6 +6,7 @@ features are random; embedding and output projection stand for a target's.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -34,6 +35,11 @@ SIZES = {
     "layer_types": ["full_attention"] * 2,
 }
 INSIDE = {"mask_token_id": 7, "target_layer_ids": [0, 1, 3]}
+CLASSES: dict[str, tuple[type, type]] = {
+    "dflash": (DFlashDraftModel, DFlashConfig),
+    "dflash2": (DFlash2DraftModel, DFlash2Config),
+    "dspark": (DSparkDraftModel, DSparkConfig),
+}
 ROUNDS = ((9, 5), (1, 8), (4, 40), (2, 3))  # context rows that are new, and the newest token
 
 
@@ -60,85 +66,77 @@ def randomized(module: nn.Module, seed: int) -> nn.Module:
     return module
 
 
-def save(
-    name: str, config: dict, weights: dict, target: Target, seen: mx.array, found: dict
-) -> None:
+def greedy(rows: mx.array) -> mx.array:
+    return mx.argmax(rows, axis=-1)
+
+
+def published(model: nn.Module) -> dict[str, mx.array]:
+    """A drafter's weights by the makers' names."""
+    weights = tree_flatten(model.parameters())
+    return {n.removesuffix(".weight") if "codebook" in n else n: a for n, a in weights}
+
+
+def freeze(name: str, kind: str, config: dict, seed: int) -> None:
+    """Write a drafter and what it makes of each round, from the same caches: see ``made``."""
+    make_model, make_config = CLASSES[kind]
+    model = randomized(make_model(make_config.from_dict(config)), seed)
     folder = FOLDER / f"block-{name}"
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    mx.save_safetensors(str(folder / "model.safetensors"), published(model))
+    target = randomized(Target(), seed + 1)
+    caches, found, start = model.reset(target), {}, 0
+    seen = mx.random.normal((sum(n for n, _ in ROUNDS), 3 * SIZES["hidden_size"]))
+    for i, (num_rows, token) in enumerate(ROUNDS):
+        what, array = made(kind, model, token, seen[None, start : start + num_rows], caches)
+        found[f"{what}.{i}"] = array
+        start += num_rows
     found |= {"features": seen, "embed": target.embed_tokens.weight, "head": target.lm_head.weight}
     mx.save_safetensors(str(folder / "expected.safetensors"), found)
 
 
-def dflash(name: str, **changes: object) -> None:
+def made(
+    kind: str, model: nn.Module, token: int, rows: mx.array, caches: Any
+) -> tuple[str, mx.array]:
+    """Logits, or the greedy tokens of drafters that choose slot by slot."""
+    if kind == "dflash":
+        block = mx.array([[token, *[INSIDE["mask_token_id"]] * 5]])
+        return "logits", model(block, rows, caches)[0, 1:]
+    size = SIZES["block_size"] - (kind == "dflash2")  # whose first slot drafts nothing
+    return "tokens", model.draft_block(token, rows, caches, size + 1, greedy)[0]
+
+
+def main() -> None:
+    start = {"model_type": "qwen3", **SIZES}
+    spark = {"projector_type": "dspark", "markov_rank": 8, "markov_head_type": "vanilla"}
+    config = {
+        "architectures": ["DSparkDraftModel"],
+        **start,
+        "dflash_config": INSIDE | spark,
+    }
+    freeze("dspark", "dspark", config, 5)
+    two = {
+        "conv_kernel_size": 2,
+        "conv_group_size": 8,
+        "selector_rank": 8,
+        "selector_top_k": 6,
+        "output_multiplier": 0.5,
+    }
+    config = {
+        "architectures": ["DFlash2DraftModel"],
+        **start,
+        "is_causal": False,
+        "dflash_config": INSIDE | two,
+    }
+    freeze("dflash2", "dflash2", config, 5)
     config = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         "dflash_config": INSIDE,
         **SIZES,
-        **changes,
     }
-    model = randomized(DFlashDraftModel(DFlashConfig.from_dict(config)), 3)
-    weights = dict(tree_flatten(model.parameters()))
-    target = randomized(Target(), 4)
-    caches, logits, start = model.reset(target), {}, 0
-    seen = mx.random.normal((sum(n for n, _ in ROUNDS), 3 * SIZES["hidden_size"]))
-    for i, (num_rows, token) in enumerate(ROUNDS):
-        block = mx.array([[token, *[INSIDE["mask_token_id"]] * 5]])
-        rows = seen[None, start : start + num_rows]
-        logits[f"logits.{i}"] = model(block, rows, caches)[0, 1:]
-        start += num_rows
-    save(name, config, weights, target, seen, logits)
-
-
-def chosen(name: str, model_class: type, config_class: type, config: dict, size: int) -> None:
-    """Greedy tokens, of drafters that choose slot by slot."""
-    model = randomized(model_class(config_class.from_dict(config)), 5)
-    weights = {
-        key.removesuffix(".weight") if key.endswith("codebook.weight") else key: array
-        for key, array in tree_flatten(model.parameters())
-    }
-    target = randomized(Target(), 6)
-    caches, tokens, start = model.reset(target), {}, 0
-    seen = mx.random.normal((sum(n for n, _ in ROUNDS), 3 * SIZES["hidden_size"]))
-
-    def greedy(logits: mx.array) -> mx.array:
-        return mx.argmax(logits, axis=-1)
-
-    for i, (num_rows, token) in enumerate(ROUNDS):
-        rows = seen[None, start : start + num_rows]
-        tokens[f"tokens.{i}"] = model.draft_block(token, rows, caches, size + 1, greedy)[0]
-        start += num_rows
-    save(name, config, weights, target, seen, tokens)
-
-
-def main() -> None:
-    spark = {
-        "architectures": ["DSparkDraftModel"],
-        "model_type": "qwen3",
-        **SIZES,
-        "dflash_config": INSIDE
-        | {"projector_type": "dspark", "markov_rank": 8, "markov_head_type": "vanilla"},
-    }
-    chosen("dspark", DSparkDraftModel, DSparkConfig, spark, 6)
-    two = {
-        "architectures": ["DFlash2DraftModel"],
-        "model_type": "qwen3",
-        **SIZES,
-        "is_causal": False,
-        "dflash_config": INSIDE
-        | {
-            "conv_kernel_size": 2,
-            "conv_group_size": 8,
-            "selector_rank": 8,
-            "selector_top_k": 6,
-            "output_multiplier": 0.5,
-        },
-    }
-    chosen("dflash2", DFlash2DraftModel, DFlash2Config, two, 5)
-    dflash("dflash")
-    dflash("dflash-capped", final_logit_softcapping=3.0)
+    freeze("dflash", "dflash", config, 3)
+    freeze("dflash-capped", "dflash", config | {"final_logit_softcapping": 3.0}, 3)
 
 
 if __name__ == "__main__":
