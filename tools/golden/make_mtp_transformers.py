@@ -12,6 +12,7 @@ them come from NumPy's seeded generator, so that states are all there is to keep
 """
 
 import re
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -40,54 +41,78 @@ CLASSES = {
 }
 
 
-def parts_of(module: str, prefix: str) -> tuple[Any, ...]:
+STEPS = {
+    "step-3.5": ("step3p7", "Step3p7", "Step3p7TextConfig"),
+    "mimo-v2-flash": ("mimo_v2_flash", "MiMoV2Flash"),
+}
+NAMES = {
+    "token_layernorm.": "enorm.",
+    "enorm.": "enorm.",
+    "hidden_layernorm.": "hnorm.",
+    "hnorm.": "hnorm.",
+    "input_proj.": "eh_proj.",
+    "eh_proj.": "eh_proj.",
+    "final_layernorm.": "post_norm.",
+    "shared_head.norm.": "post_norm.",
+    "transformer.shared_head.norm.": "post_norm.",
+}
+"""Beginnings of published names, and the library's; all else is of the layer inside."""
+
+
+def parts_of(module: str, prefix: str, config_name: str = "") -> tuple[Any, ...]:
     """The library's config, layer, norm and rotary embedding."""
     place = f"transformers.models.{module}"
     own = import_module(f"{place}.modeling_{module}")
-    config = getattr(import_module(f"{place}.configuration_{module}"), f"{prefix}Config")
+    configs = import_module(f"{place}.configuration_{module}")
+    config = getattr(configs, config_name or f"{prefix}Config")
     names = ("DecoderLayer", "RMSNorm", "RotaryEmbedding")
     return (config, *(getattr(own, f"{prefix}{name}") for name in names))
 
 
-SPECULATORS = {
-    "token_layernorm.": "enorm.",
-    "hidden_layernorm.": "hnorm.",
-    "input_proj.": "eh_proj.",
-    "final_layernorm.": "post_norm.",
-}
+def renamed(bare: str) -> str:
+    known = next((start for start in NAMES if bare.startswith(start)), None)
+    return bare.replace(known, NAMES[known]) if known else f"mtp_block.{bare}"
 
 
-def renamed_from_speculators(part: Published) -> dict[str, torch.Tensor]:
-    """The same of speculators' names."""
-    found = {}
-    for name, array in part.tensors.items():
-        bare = name.removeprefix("mtp_layers.0.")
-        known = next((start for start in SPECULATORS if bare.startswith(start)), None)
-        new = bare.replace(known, SPECULATORS[known]) if known else f"mtp_block.{bare}"
-        found[new] = torch.tensor(array)
-    return found
-
-
-def renamed(part: Published, num_layers: int) -> dict[str, torch.Tensor]:
+def weights_of(part: Published, num_layers: int) -> dict[str, torch.Tensor]:
     """The published tensors under the library's names: experts in one, gate before up."""
-    if "mtp_layers.0.input_proj.weight" in part.tensors:
-        return renamed_from_speculators(part)
-    prefix, found, experts = f"model.layers.{num_layers}.", {}, {}
+    found, experts = {}, {}
     for name, array in part.tensors.items():
-        bare = name.removeprefix(prefix)
+        bare = name.removeprefix(f"model.layers.{num_layers}.").removeprefix("mtp_layers.0.")
         if match := re.match(r"mlp\.experts\.(\d+)\.(\w+)_proj\.", bare):
             experts[int(match[1]), match[2]] = torch.tensor(array)
-        elif bare.startswith("shared_head.norm."):
-            found[bare.replace("shared_head.norm.", "post_norm.")] = torch.tensor(array)
-        elif bare.startswith(("enorm.", "hnorm.", "eh_proj.")):
-            found[bare] = torch.tensor(array)
         elif not bare.startswith(("shared_head.head.", "embed_tokens.")):
-            found[f"mtp_block.{bare}"] = torch.tensor(array)
+            found[renamed(bare)] = torch.tensor(array)
+    if not experts:
+        return found
     num_experts = 1 + max(index for index, _ in experts)
     both = [torch.cat([experts[i, "gate"], experts[i, "up"]]) for i in range(num_experts)]
     down = [experts[i, "down"] for i in range(num_experts)]
     own = "mtp_block.mlp.experts."
     return found | {f"{own}gate_up_proj": torch.stack(both), f"{own}down_proj": torch.stack(down)}
+
+
+def run(
+    model: MtpLayer,
+    weights: dict[str, torch.Tensor],
+    rotary: torch.nn.Module,
+    kind: tuple[str, ...] = (),
+    window: int = sys.maxsize,
+) -> np.ndarray:
+    """The states (n, h) of a layer over what enters it, rows of a ``window`` seeing each other.
+
+    ``kind`` is what its rotary embedding has to be told.
+    """
+    own = model.state_dict()
+    assert own.keys() == weights.keys(), own.keys() ^ weights.keys()
+    model.load_state_dict(weights)
+    embeddings, hidden = (torch.tensor(np.array(array))[None] for array in entering())
+    places = torch.arange(embeddings.shape[1])[None]
+    far = places[0][:, None] - places[0]
+    mask = torch.zeros(far.shape).masked_fill((far < 0) | (far >= window), -torch.inf)[None, None]
+    with torch.no_grad():
+        ropes = rotary(embeddings, places, *kind)
+        return model(embeddings, hidden, ropes, mask, places, None)[0].numpy()
 
 
 def states(name: str) -> np.ndarray:
@@ -107,29 +132,7 @@ def states(name: str) -> np.ndarray:
     model = MtpLayer(config, layer, norm, num_layers).eval()
     # Layers of GLM-5 also say which slots they have chosen.
     model.mtp_block.register_forward_hook(lambda *a: a[2][0] if isinstance(a[2], tuple) else a[2])
-    own, weights = model.state_dict(), renamed(part, num_layers)
-    assert own.keys() == weights.keys(), own.keys() ^ weights.keys()
-    model.load_state_dict(weights)
-    embeddings, hidden = (torch.tensor(np.array(array))[None] for array in entering())
-    places = torch.arange(embeddings.shape[1])[None]
-    mask = torch.full((embeddings.shape[1],) * 2, -torch.inf).triu(1)[None, None]
-    with torch.no_grad():
-        ropes = rotary(config)(embeddings, places)
-        found = model(embeddings, hidden, ropes, mask, places, None)
-    return found[0].numpy()
-
-
-STEPS = {
-    "step-3.5": ("step3p7", "Step3p7", "Step3p7TextConfig"),
-    "mimo-v2-flash": ("mimo_v2_flash", "MiMoV2Flash", "MiMoV2FlashConfig"),
-}
-STEP_NAMES = {
-    "transformer.shared_head.norm.": "post_norm.",
-    "final_layernorm.": "post_norm.",
-    "enorm.": "enorm.",
-    "hnorm.": "hnorm.",
-    "eh_proj.": "eh_proj.",
-}
+    return run(model, weights_of(part, num_layers), rotary(config))
 
 
 def step_config(name: str, make_config: Any, values: dict[str, Any], index: int) -> Any:
@@ -163,39 +166,21 @@ def step_config(name: str, make_config: Any, values: dict[str, Any], index: int)
 
 def step_states(name: str, index: int) -> np.ndarray:
     """The states (n, h) of layer ``index``, after its norm."""
-    part, (module, prefix, config_name) = STEPPED[name](), STEPS[name]
-    place = f"transformers.models.{module}"
-    own = import_module(f"{place}.modeling_{module}")
-    make_config = getattr(import_module(f"{place}.configuration_{module}"), config_name)
+    part = STEPPED[name]()
+    make_config, layer, norm, rotary = parts_of(*STEPS[name])
     config = step_config(name, make_config, part.config, index)
-    layer, norm, rotary = (
-        getattr(own, f"{prefix}{what}") for what in ("DecoderLayer", "RMSNorm", "RotaryEmbedding")
-    )
-    model, weights = MtpLayer(config, layer, norm, 0).eval(), {}
-    start = part.naive.prefixes[index]
+    start, weights = part.naive.prefixes[index], {}
     for full, array in part.tensors.items():
         bare = full.removeprefix(start)
         if bare == full or "shared_head.output" in bare:
             continue
-        known = next((old for old in STEP_NAMES if bare.startswith(old)), None)
         bare = bare.replace("attention_sink_bias", "sinks")
         bare = bare.replace("pre_mlp_layernorm", "post_attention_layernorm")
-        new = bare.replace(known, STEP_NAMES[known]) if known else f"mtp_block.{bare}"
-        weights[new] = torch.tensor(array)
-    kept = model.state_dict()
-    assert kept.keys() == weights.keys(), kept.keys() ^ weights.keys()
-    model.load_state_dict(weights)
-    embeddings, hidden = (torch.tensor(np.array(array))[None] for array in entering())
-    places = torch.arange(embeddings.shape[1])[None]
-    far = places[0][:, None] - places[0]
+        weights[renamed(bare)] = torch.tensor(array)
     kind = config.layer_types[0]
-    is_hidden = (far < 0) | ((far >= 6) if kind == "sliding_attention" else far < 0)
-    mask = torch.zeros(far.shape).masked_fill(is_hidden, -torch.inf)[None, None]
-    with torch.no_grad():
-        found = model(
-            embeddings, hidden, rotary(config)(embeddings, places, kind), mask, places, None
-        )
-    return found[0].numpy()
+    window = 6 if kind == "sliding_attention" else sys.maxsize
+    model = MtpLayer(config, layer, norm, 0).eval()
+    return run(model, weights, rotary(config), (kind,), window)
 
 
 if __name__ == "__main__":
