@@ -37,30 +37,29 @@ COMMON = {
     "sliding_window": WINDOW,
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 512,
-    "num_attention_heads": 4,
-}
-SHARED = {  # as E2B and E4B: the last layers read keys and values of earlier ones
     "hidden_size": 16,
     "intermediate_size": 16,
-    "num_hidden_layers": 6,
-    "layer_types": [SLIDING, FULL] * 2 + [SLIDING, FULL],
-    "num_kv_shared_layers": 2,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2,
+}
+SHARED = {  # as E2B and E4B: the last layers read keys and values of earlier ones
+    "num_hidden_layers": 6,
+    "layer_types": [SLIDING, FULL] * 3,
+    "num_kv_shared_layers": 2,
     "hidden_size_per_layer_input": 4,
     "vocab_size_per_layer_input": VOCAB,
     "use_double_wide_mlp": True,
 }
-LARGE = {  # as 31B: keys of full layers are their values, too
-    "hidden_size": 16,
-    "intermediate_size": 16,
+FOUR_LAYERS = {
     "num_hidden_layers": 4,
     "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
-    "num_kv_shared_layers": 0,
-    "num_key_value_heads": 2,
-    "num_global_key_value_heads": 1,
-    "attention_k_eq_v": True,
     "hidden_size_per_layer_input": 0,
     "use_double_wide_mlp": False,
+}
+LARGE = FOUR_LAYERS | {  # as 31B: keys of full layers are their values, too
+    "num_kv_shared_layers": 0,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
 }
 VARIANTS = {
     "dense": (LARGE, {}, {}),
@@ -89,18 +88,8 @@ def make_target(sizes: dict) -> Gemma4ForCausalLM:
 
 
 def make_assistant(target: Gemma4ForCausalLM, sizes: dict, more: dict):
-    text = COMMON | {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 4,
-        "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
-        "num_kv_shared_layers": 4,
-        "num_key_value_heads": 2,
-        "hidden_size_per_layer_input": 0,
-        "vocab_size_per_layer_input": 0,
-        "use_double_wide_mlp": False,
-        **sizes,
-    }
+    text = COMMON | FOUR_LAYERS
+    text |= {"num_kv_shared_layers": 4, "vocab_size_per_layer_input": 0, **sizes}
     config = Gemma4AssistantConfig(
         text_config=Gemma4TextConfig(**text),
         backbone_hidden_size=target.config.hidden_size,
