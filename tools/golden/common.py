@@ -1,19 +1,45 @@
-"""What the make_*.py scripts share: stubs for unused imports, random weights, the files."""
+"""What the scripts share: imports of parts of packages, sizes, random weights, the files."""
 
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
 import types
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import ClassVar
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 GOLDEN = Path(__file__).parents[2] / "tests" / "support" / "golden"
 NUM_SLOTS = 10
 NUM_STEPS = 1 + 4  # the extend pass and four draft steps
+LAYER = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 256,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 50000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+IGNORED = ("embed_tokens", "lm_head")  # matrices that are not quantized, as in published heads
+SOURCE = GOLDEN / "speculators-norm-before-residual"  # the head that is
 
 
 class Stub(types.ModuleType):
@@ -46,6 +72,15 @@ def stub(*names: str) -> None:
     sys.meta_path.append(StubFinder(names))  # last: asked only where no real package answers
 
 
+def without_init(*names: str) -> None:
+    """Make packages importable without running their ``__init__``, which pull in a trainer."""
+    (location,) = importlib.util.find_spec(names[0]).submodule_search_locations
+    for name in names:
+        package = types.ModuleType(name)
+        package.__path__ = [str(Path(location, *name.split(".")[1:]))]
+        sys.modules[name] = package
+
+
 def chosen(variants: dict) -> list[tuple[int, str]]:
     """(seed, variant) of those named on the command line, or of all."""
     return [(i, v) for i, v in enumerate(variants) if v in sys.argv[1:] or not sys.argv[1:]]
@@ -68,10 +103,14 @@ def randomize(model: torch.nn.Module) -> torch.nn.Module:
 
 def random_vocabulary(size: int, draft_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """t2d (size,) bool and d2t (draft_size,) int64 of a random draft vocabulary."""
-    kept = torch.randperm(size)[:draft_size].sort().values
+    return vocabulary_of(torch.randperm(size)[:draft_size].sort().values, size)
+
+
+def vocabulary_of(kept: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of the tokens ``kept``, in order."""
     t2d = torch.zeros(size, dtype=torch.bool)
     t2d[kept] = True
-    return t2d, kept - torch.arange(draft_size)
+    return t2d, kept - torch.arange(len(kept))
 
 
 def random_inputs(vocab_size: int, feature_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,6 +125,37 @@ def shifted(tokens: torch.Tensor, step: int) -> torch.Tensor:
     return torch.cat([tokens[step:], tokens.new_zeros(step)])
 
 
+def every_prefix(
+    tokens: torch.Tensor, features: torch.Tensor, fuse: Callable, forward: Callable
+) -> dict[str, torch.Tensor]:
+    """What is frozen of a head: its logits (1 + 4, T, Vd), anew for every prefix, without a cache.
+
+    ``fuse`` makes states of features; ``forward`` takes tokens and states of all slots, and gives
+    their logits and the states that are fed back.
+    """
+    logits = []
+    for slot in range(NUM_SLOTS):
+        fed, states, steps = tokens[: slot + 1], fuse(features[: slot + 1]), []
+        for step in range(NUM_STEPS):
+            rows, outputs = forward(fed, states)
+            steps.append(rows[-1])
+            fed = torch.cat([fed, shifted(tokens, step + 1)[slot : slot + 1]])
+            states = torch.cat([states, outputs[-1:]])
+        logits.append(torch.stack(steps))
+    return {"tokens": tokens, "features": features, "logits": torch.stack(logits, dim=1)}
+
+
+def save_published(model: torch.nn.Module, folder: Path) -> None:
+    """Write the checkpoint as the library itself does, without its code."""
+    model.to(torch.bfloat16).save_pretrained(folder)
+    for copied_code in folder.glob("*.py"):
+        copied_code.unlink()
+
+
+def report(folder: Path) -> None:
+    print(folder.name, sum(file.stat().st_size for file in folder.iterdir()), "bytes")
+
+
 def freeze(
     model: torch.nn.Module,
     folder: Path,
@@ -94,13 +164,39 @@ def freeze(
     variant: str,
     seed: int,
 ) -> None:
-    """Write the checkpoint as the library itself does, and beside it what it computed."""
+    """Write the checkpoint, and beside it what the library computed."""
     assert all(torch.isfinite(value).all() for value in expected.values()), variant
-    model.to(torch.bfloat16).save_pretrained(folder)
-    for copied_code in folder.glob("*.py"):
-        copied_code.unlink()
+    save_published(model, folder)
     versions = ", ".join(f"{name} {version(name)}" for name in (package, "torch", "transformers"))
     # One key: with more of them their order, and so the file, would change from run to run.
     metadata = {"made_by": f"{variant}, seed {seed}, {versions}"}
     save_file(expected, folder / "expected.safetensors", metadata)
-    print(folder.name, sum(file.stat().st_size for file in folder.iterdir()), "bytes")
+    report(folder)
+
+
+def freeze_quantized(
+    variant: str,
+    quantize: Callable[[torch.Tensor], tuple[dict[str, torch.Tensor], torch.Tensor]],
+    configs: dict[str, str],
+) -> None:
+    """Write ``quantized-VARIANT/``: SOURCE's tensors, its matrices stored, their floats, configs.
+
+    ``quantize`` gives what is stored of a matrix, by name, and the floats that stand for it.
+    """
+    stored, floats = {}, {}
+    for name, tensor in load_file(SOURCE / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if tensor.ndim != 2 or module in IGNORED:
+            stored[name] = tensor
+            continue
+        parts, dense = quantize(tensor)
+        stored |= {f"{module}.{part}": value.contiguous() for part, value in parts.items()}
+        floats[name] = dense.contiguous()
+        assert torch.isfinite(dense.float().sum()), name
+    folder = GOLDEN / f"quantized-{variant}"
+    folder.mkdir(exist_ok=True)
+    for file, text in configs.items():
+        (folder / file).write_text(text)
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    save_file(floats, folder / "dequantized.safetensors")
+    report(folder)

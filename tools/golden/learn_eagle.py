@@ -11,16 +11,9 @@ chains of five drafts from every position at once. ``learned-eagle3/`` holds wha
 import numpy as np
 import torch
 from block_twin import PROMPTS, features_of
-from common import GOLDEN
+from common import GOLDEN, save_published, vocabulary_of
 from helpers import VOCAB, plain, tiny_llama
-from make_speculators import (
-    LAYER,
-    Eagle3DraftModel,
-    Eagle3SpeculatorConfig,
-    GreedyTokenProposalConfig,
-    SpeculatorsConfig,
-    VerifierConfig,
-)
+from make_speculators import Eagle3DraftModel, Eagle3SpeculatorConfig, make_config, run
 from transformers import LlamaConfig
 
 TAPS, LENGTH, DEPTH, STEPS = [1, 3, 6], 32, 5, 1200
@@ -28,23 +21,10 @@ TAPS, LENGTH, DEPTH, STEPS = [1, 3, 6], 32, 5, 1200
 
 def make_model(kept: torch.Tensor) -> Eagle3DraftModel:
     sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
-    layer = LlamaConfig(**{**LAYER, **sizes})
-    layer._attn_implementation = "eager"
-    config = Eagle3SpeculatorConfig(
-        transformer_layer_config=layer,
-        eagle_aux_hidden_state_layer_ids=TAPS,
-        draft_vocab_size=len(kept),
-        speculators_config=SpeculatorsConfig(
-            algorithm="eagle3",
-            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=DEPTH)],
-            default_proposal_method="greedy",
-            verifier=VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
-        ),
-    )
+    flags = {"eagle_aux_hidden_state_layer_ids": TAPS, "draft_vocab_size": len(kept)}
+    config = make_config(Eagle3SpeculatorConfig, "eagle3", DEPTH, (LlamaConfig, sizes, flags))
     model = Eagle3DraftModel(config)
-    t2d = torch.zeros(VOCAB, dtype=torch.bool)
-    t2d[kept] = True
-    model.load_vocab_mappings(t2d, kept - torch.arange(len(kept)))
+    model.load_vocab_mappings(*vocabulary_of(kept, VOCAB))
     return model
 
 
@@ -61,8 +41,6 @@ def main() -> None:
         torch.nn.init.normal_(module.weight, std=0.1)
     place = torch.full((VOCAB,), -1).scatter(0, kept, torch.arange(len(kept)))
     rows = [torch.tensor(features_of(target, tuple(TAPS), text)).float()[:-1] for text in texts]
-    found: list[torch.Tensor] = []
-    model.lm_head.register_forward_hook(lambda *call: found.append(call[-1][0]))
     trained = [w for n, w in model.named_parameters() if "verifier" not in n and "embed" not in n]
     optimizer = torch.optim.Adam(trained, 3e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
@@ -70,15 +48,8 @@ def main() -> None:
         lost, right, asked = torch.tensor(0.0), 0, 0
         for prompt, text, features in zip(PROMPTS, texts, rows, strict=True):
             tokens = torch.tensor(text[1:])  # with the features of the one before
-            found.clear()
-            model(
-                hidden_states=features[None],
-                input_ids=tokens[None],
-                document_ids=torch.zeros(1, len(tokens), dtype=torch.long),
-                ttt_steps=DEPTH,
-            )
             slots = torch.arange(len(prompt) - 1, len(tokens) - DEPTH - 1)
-            for depth, logits in enumerate(found):
+            for depth, logits in enumerate(run(model, tokens, features, ttt_steps=DEPTH)):
                 wanted = place[tokens[slots + depth + 1]]
                 lost = lost + torch.nn.functional.cross_entropy(logits[slots], wanted)
                 right += int((logits[slots].argmax(-1) == wanted).sum())
@@ -92,10 +63,7 @@ def main() -> None:
             print(i + 1, lost.item(), right / asked, flush=True)
             if right == asked and lost < 0.2:
                 break
-    folder = GOLDEN / "learned-eagle3"
-    model.to(torch.bfloat16).save_pretrained(folder)
-    for copied_code in folder.glob("*.py"):
-        copied_code.unlink()
+    save_published(model, GOLDEN / "learned-eagle3")
 
 
 if __name__ == "__main__":

@@ -9,18 +9,12 @@ is run anew for every prefix, without a cache.
 """
 
 import json
-import sys
-import types
-from pathlib import Path
 
 import torch
-from common import GOLDEN, NUM_SLOTS, NUM_STEPS, chosen, randomize, shifted
+from common import GOLDEN, NUM_SLOTS, chosen, every_prefix, randomize, report, without_init
 from safetensors.torch import save_file
 
-for name in ("deepspec", "deepspec.modeling", "deepspec.modeling.eagle3", "deepspec.utils"):
-    package = types.ModuleType(name)
-    package.__path__ = [str(Path(path, *name.split("."))) for path in sys.path if path]
-    sys.modules[name] = package
+without_init("deepspec", "deepspec.modeling", "deepspec.modeling.eagle3", "deepspec.utils")
 
 from deepspec.modeling.eagle3.gemma4.modeling import Gemma4Eagle3Model  # noqa: E402
 from transformers import Gemma4TextConfig  # noqa: E402
@@ -61,17 +55,13 @@ def expect(model: Gemma4Eagle3Model) -> dict[str, torch.Tensor]:
     num_aux, size = len(model.target_layer_ids), model.config.hidden_size
     tokens = torch.randint(0, model.config.vocab_size, (NUM_SLOTS,))
     features = torch.randn(NUM_SLOTS, num_aux * size) * 2
-    logits = torch.zeros(NUM_STEPS, NUM_SLOTS, model.config.vocab_size)
-    for slot in range(NUM_SLOTS):
-        fed = tokens[: slot + 1]
-        states = model.project_hidden_states(features[: slot + 1])
-        for step in range(NUM_STEPS):
-            positions = torch.arange(len(fed))[None]
-            out = model(hidden_states=states[None], input_ids=fed[None], position_ids=positions)
-            logits[step, slot] = model.compute_logits(out)[0, -1]
-            fed = torch.cat([fed, shifted(tokens, step + 1)[slot : slot + 1]])
-            states = torch.cat([states, out[0, -1:]])
-    return {"tokens": tokens, "features": features, "logits": logits}
+
+    def forward(fed: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        positions = torch.arange(len(fed))[None]
+        out = model(hidden_states=states[None], input_ids=fed[None], position_ids=positions)
+        return model.compute_logits(out)[0], out[0]
+
+    return every_prefix(tokens, features, model.project_hidden_states, forward)
 
 
 def main() -> None:
@@ -101,7 +91,7 @@ def main() -> None:
         written = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n")
         save_file(expected, folder / "expected.safetensors")
-        print(folder.name, sum(file.stat().st_size for file in folder.iterdir()), "bytes")
+        report(folder)
 
 
 if __name__ == "__main__":

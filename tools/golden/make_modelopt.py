@@ -10,16 +10,12 @@ asked for float32, so that nothing is rounded but what is stored.
 
 import json
 import sys
-from pathlib import Path
 
 import torch
+from common import IGNORED, SOURCE, freeze_quantized
 from modelopt.torch.export.quant_utils import to_quantized_weight
 from modelopt.torch.quantization.qtensor import FP8QTensor, NVFP4QTensor
-from safetensors.torch import load_file, save_file
 
-GOLDEN = Path(__file__).parents[2] / "tests" / "support" / "golden"
-SOURCE = "speculators-norm-before-residual"
-IGNORED = ("embed_tokens", "lm_head")
 BLOCK = 16
 
 
@@ -49,27 +45,14 @@ VARIANTS = {"fp8": fp8, "nvfp4": nvfp4}
 
 def main() -> None:
     torch.set_num_threads(1)
-    plain = load_file(GOLDEN / SOURCE / "model.safetensors")
     for variant in sys.argv[1:] or VARIANTS:
-        stored, floats = {}, {}
-        for name, tensor in plain.items():
-            module = name.removesuffix(".weight")
-            if tensor.ndim != 2 or module in IGNORED:
-                stored[name] = tensor
-                continue
-            parts, dense = VARIANTS[variant](tensor)
-            stored |= {f"{module}.{part}": value.contiguous() for part, value in parts.items()}
-            floats[name] = dense.contiguous()
-        folder = GOLDEN / f"quantized-modelopt-{variant}"
-        folder.mkdir(exist_ok=True)
-        text = (GOLDEN / SOURCE / "config.json").read_text()
-        (folder / "config.json").write_text(text)
         algorithm = {"quant_algo": variant.upper(), "exclude_modules": list(IGNORED)}
         entry = {"producer": {"name": "modelopt", "version": "0.47.0"}, "quantization": algorithm}
-        (folder / "hf_quant_config.json").write_text(json.dumps(entry, indent=2) + "\n")
-        save_file(stored, folder / "model.safetensors", {"format": "pt"})
-        save_file(floats, folder / "dequantized.safetensors")
-        print(folder.name, sum(file.stat().st_size for file in folder.iterdir()), "bytes")
+        configs = {
+            "config.json": (SOURCE / "config.json").read_text(),
+            "hf_quant_config.json": json.dumps(entry, indent=2) + "\n",
+        }
+        freeze_quantized(f"modelopt-{variant}", VARIANTS[variant], configs)
 
 
 if __name__ == "__main__":

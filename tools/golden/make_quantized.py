@@ -10,11 +10,11 @@ makes of those. Embedding and lm_head stay as they are, as in published heads.
 """
 
 import json
-import math
 import sys
-from pathlib import Path
+from functools import partial
 
 import torch
+from common import IGNORED, SOURCE, freeze_quantized
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import (
     QuantizationArgs,
@@ -22,12 +22,10 @@ from compressed_tensors.quantization import (
     QuantizationScheme,
 )
 from compressed_tensors.quantization.utils import calculate_qparams
-from safetensors.torch import load_file, save_file
 
-GOLDEN = Path(__file__).parents[2] / "tests" / "support" / "golden"
-IGNORED = ("embed_tokens", "lm_head")
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True}
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+FP4 = {**FP8, "num_bits": 4}
 
 # variant: (format, arguments for the weights, dtype of the scales)
 VARIANTS = {
@@ -54,9 +52,7 @@ VARIANTS = {
     "nvfp4": (
         "nvfp4-pack-quantized",
         {
-            "num_bits": 4,
-            "type": "float",
-            "symmetric": True,
+            **FP4,
             "strategy": "tensor_group",
             "group_size": 16,
             "scale_dtype": "torch.float8_e4m3fn",
@@ -65,14 +61,7 @@ VARIANTS = {
     ),
     "mxfp4": (
         "mxfp4-pack-quantized",
-        {
-            "num_bits": 4,
-            "type": "float",
-            "symmetric": True,
-            "strategy": "group",
-            "group_size": 32,
-            "scale_dtype": "torch.uint8",
-        },
+        {**FP4, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
         torch.bfloat16,
     ),
 }
@@ -117,29 +106,22 @@ def parameters(weight: torch.Tensor, args: QuantizationArgs, dtype: torch.dtype)
     return found | {"weight_scale": scale.to(dtype)}
 
 
+def compressed(scheme: QuantizationScheme, dtype: torch.dtype, weight: torch.Tensor) -> tuple:
+    """What is stored of a matrix, and its floats."""
+    compressor = BaseCompressor.get_value_from_registry(scheme.format)
+    packed = compressor.compress(
+        {"weight": weight, **parameters(weight, scheme.weights, dtype)}, scheme
+    )
+    return packed, compressor.decompress(packed, scheme)["weight"]
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    source = GOLDEN / "speculators-norm-before-residual"
-    plain = load_file(source / "model.safetensors")
     for variant in sys.argv[1:] or VARIANTS:
         form, args, dtype = VARIANTS[variant]
-        args = QuantizationArgs(**args)
-        scheme = QuantizationScheme(targets=["Linear"], weights=args, format=form)
-        compressor = BaseCompressor.get_value_from_registry(form)
-        stored, floats = {}, {}
-        for name, tensor in plain.items():
-            module = name.removesuffix(".weight")
-            if tensor.ndim != 2 or module in IGNORED:
-                stored[name] = tensor
-                continue
-            state = {"weight": tensor, **parameters(tensor, args, dtype)}
-            packed = compressor.compress(state, scheme)
-            stored |= {f"{module}.{part}": value for part, value in packed.items()}
-            floats[name] = compressor.decompress(packed, scheme)["weight"].contiguous()
-            assert math.isfinite(floats[name].float().sum())
-        folder = GOLDEN / f"quantized-{variant}"
-        folder.mkdir(exist_ok=True)
-        config = json.loads((source / "config.json").read_text())
+        weights = QuantizationArgs(**args)
+        scheme = QuantizationScheme(targets=["Linear"], weights=weights, format=form)
+        config = json.loads((SOURCE / "config.json").read_text())
         entry = QuantizationConfig(
             config_groups={"group_0": scheme},
             quant_method="compressed-tensors",
@@ -148,11 +130,8 @@ def main() -> None:
             ignore=list(IGNORED),
         )
         config["quantization_config"] = json.loads(entry.model_dump_json(exclude_none=True))
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        stored = {name: tensor.contiguous() for name, tensor in stored.items()}
-        save_file(stored, folder / "model.safetensors", {"format": "pt"})
-        save_file(floats, folder / "dequantized.safetensors")
-        print(folder.name, sum(file.stat().st_size for file in folder.iterdir()), "bytes")
+        configs = {"config.json": json.dumps(config, indent=2) + "\n"}
+        freeze_quantized(variant, partial(compressed, scheme, dtype), configs)
 
 
 if __name__ == "__main__":

@@ -7,19 +7,17 @@ Writes ``specforge-VARIANT/``, among the golden heads of the tests with the same
 same tensors and the same unrolled steps as ``make_speculators.py``.
 """
 
-import importlib.util
 import os
-import sys
-import types
-from pathlib import Path
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the library compiles its norms; nothing to gain here
 
 import torch
 from common import (
     GOLDEN,
+    LAYER,
     NUM_SLOTS,
     NUM_STEPS,
+    YARN,
     chosen,
     freeze,
     random_inputs,
@@ -27,51 +25,17 @@ from common import (
     randomize,
     shifted,
     stub,
+    without_init,
 )
 
 stub("accelerate", "psutil", "yunchang")
-
-
-def without_init(*names: str) -> None:
-    """Make packages importable without running their ``__init__``, which pull in a trainer."""
-    (location,) = importlib.util.find_spec("specforge").submodule_search_locations
-    for name in names:
-        package = types.ModuleType(name)
-        package.__path__ = [str(Path(location, *name.split(".")[1:]))]
-        sys.modules[name] = package
-
-
 without_init("specforge", "specforge.modeling", "specforge.modeling.draft")
 
 from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3  # noqa: E402
 from transformers import LlamaConfig  # noqa: E402
 
-CONFIG = {
-    "vocab_size": 128,
-    "draft_vocab_size": 48,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 256,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "pretraining_tp": 1,
-    "pad_token_id": None,
-}
+CONFIG = {**LAYER, "draft_vocab_size": 48, "pretraining_tp": 1, "pad_token_id": None}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 50000.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 32,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.5,
-}
 
 VARIANTS = {
     "plain": {},
@@ -82,7 +46,7 @@ VARIANTS = {
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "head_dim": 16,
-        "rope_parameters": YARN,
+        "rope_parameters": {**YARN, "mscale_all_dim": 0.5},
     },
 }
 

@@ -22,7 +22,7 @@ chain, where a cache would let the window move along.
 import torch
 from common import (
     GOLDEN,
-    NUM_SLOTS,
+    LAYER,
     NUM_STEPS,
     chosen,
     freeze,
@@ -42,18 +42,6 @@ from speculators.models.eagle3.rotary_partial import install_partial_neox_rotary
 from speculators.proposals.greedy import GreedyTokenProposalConfig  # noqa: E402
 from transformers import LlamaConfig, Qwen3Config  # noqa: E402
 
-LAYER = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 256,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-}
 # Fewer and longer heads, so that scaled frequencies differ; a short original length, so that
 # ten positions reach both ends of the blend.
 LONG_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
@@ -72,6 +60,11 @@ YARN = {
     "original_max_position_embeddings": 32,
 }
 SLIDING = {"use_sliding_window": True, "sliding_window": 4}
+MIXED = {
+    **SLIDING,
+    "num_hidden_layers": 2,
+    "layer_types": ["full_attention", "sliding_attention"],
+}
 
 
 def theta(base: float) -> dict:
@@ -101,15 +94,7 @@ VARIANTS = {
         {},
     ),
     "sliding-window": (Qwen3Config, {**SLIDING, "layer_types": ["sliding_attention"]}, {}),
-    "mixed-windows": (
-        Qwen3Config,
-        {
-            **SLIDING,
-            "num_hidden_layers": 2,
-            "layer_types": ["full_attention", "sliding_attention"],
-        },
-        {},
-    ),
+    "mixed-windows": (Qwen3Config, MIXED, {}),
     "llama3-rope": (LlamaConfig, {**LONG_HEADS, "rope_parameters": LLAMA3}, {}),
     "yarn-rope": (LlamaConfig, {**LONG_HEADS, "rope_parameters": YARN}, {}),
     "partial-rope": (
@@ -131,36 +116,53 @@ VARIANTS = {
 }
 
 
-def make_config(variant: str) -> Eagle3SpeculatorConfig:
-    layer_class, layer, flags = VARIANTS[variant]
+def make_config(config_class: type, algorithm: str, num_tokens: int, variant: tuple, **values):
+    """The speculator's config of a variant, with ``values`` where the variant has none."""
+    layer_class, layer, flags = variant
     layer_config = layer_class(**{**LAYER, **layer})
     layer_config._attn_implementation = "eager"
-    return Eagle3SpeculatorConfig(
+    return config_class(
         transformer_layer_config=layer_config,
-        eagle_aux_hidden_state_layer_ids=[2, 6, 9],
         speculators_config=SpeculatorsConfig(
-            algorithm="eagle3",
-            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=3)],
+            algorithm=algorithm,
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=num_tokens)],
             default_proposal_method="greedy",
             verifier=VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
         ),
-        **{"draft_vocab_size": 48, **flags},
+        **{"eagle_aux_hidden_state_layer_ids": [2, 6, 9], "draft_vocab_size": 48} | values | flags,
     )
+
+
+def with_vocabulary(model: torch.nn.Module) -> torch.nn.Module:
+    """The model with a random draft vocabulary, where it has one, and random weights."""
+    if model.use_draft_vocab:
+        model.load_vocab_mappings(
+            *random_vocabulary(model.verifier_vocab_size, model.draft_vocab_size)
+        )
+    return randomize(model)
+
+
+def run(
+    model: torch.nn.Module, tokens: torch.Tensor, features: torch.Tensor, **options
+) -> list[torch.Tensor]:
+    """All logits (n, Vd) that the library's forward makes of tokens (T,) and features (T, F)."""
+    found = []
+    hook = model.lm_head.register_forward_hook(lambda *call: found.append(call[-1][0]))
+    model(
+        hidden_states=features[None],
+        input_ids=tokens[None],
+        document_ids=torch.zeros(1, len(tokens), dtype=torch.long),
+        **options,
+    )
+    hook.remove()
+    return found
 
 
 @torch.no_grad()
 def expect(model: Eagle3DraftModel) -> dict[str, torch.Tensor]:
     layer = model.config.transformer_layer_config
     tokens, features = random_inputs(layer.vocab_size, layer.hidden_size)
-    logits = []
-    hook = model.lm_head.register_forward_hook(lambda *call: logits.append(call[-1][0]))
-    model(
-        hidden_states=features[None],
-        input_ids=tokens[None],
-        document_ids=torch.zeros(1, NUM_SLOTS, dtype=torch.long),
-        ttt_steps=NUM_STEPS,
-    )
-    hook.remove()
+    logits = run(model, tokens, features, ttt_steps=NUM_STEPS)
     return {"tokens": tokens, "features": features, "logits": torch.stack(logits)}
 
 
@@ -169,12 +171,8 @@ def main() -> None:
     torch.set_num_threads(1)
     for seed, variant in chosen(VARIANTS):
         torch.manual_seed(seed)
-        model = Eagle3DraftModel(make_config(variant))
-        if model.use_draft_vocab:
-            model.load_vocab_mappings(
-                *random_vocabulary(model.verifier_vocab_size, model.draft_vocab_size)
-            )
-        randomize(model)
+        config = make_config(Eagle3SpeculatorConfig, "eagle3", 3, VARIANTS[variant])
+        model = with_vocabulary(Eagle3DraftModel(config))
         folder = GOLDEN / f"speculators-{variant}"
         freeze(model, folder, expect(model), "speculators", variant, seed)
 

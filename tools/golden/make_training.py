@@ -9,31 +9,16 @@ and the gradient of every trained weight of their weighted sum. On a CPU the lib
 kernel for the loss cannot run; its own reference implementation stands in for it.
 """
 
-import importlib.util
 import os
-import sys
-import types
-from pathlib import Path
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import torch
-from common import GOLDEN, chosen, random_vocabulary, randomize, stub
+from common import GOLDEN, LAYER, chosen, random_vocabulary, randomize, report, stub, without_init
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 stub("accelerate", "psutil", "yunchang", "triton")
-
-
-def without_init(*names: str) -> None:
-    """Make packages importable without running their ``__init__``, which pull in a trainer."""
-    (location,) = importlib.util.find_spec("specforge").submodule_search_locations
-    for name in names:
-        package = types.ModuleType(name)
-        package.__path__ = [str(Path(location, *name.split(".")[1:]))]
-        sys.modules[name] = package
-
-
 without_init(
     "specforge",
     "specforge.algorithms",
@@ -59,15 +44,9 @@ TAPS = (1, 2, 4)  # of the target's four layers; 4 enters its final norm
 LENGTHS = (17, 12, 9)
 PROMPTS = (5, 3, 7)
 SIZES = {
+    **LAYER,
     "vocab_size": 96,
-    "hidden_size": 32,
     "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 256,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     "pretraining_tp": 1,
     "pad_token_id": None,
 }
@@ -135,8 +114,8 @@ def main() -> None:
     for seed, name in chosen(VARIANTS):
         variant = VARIANTS[name]
         torch.manual_seed(200 + seed)
-        target = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=4))
-        config = LlamaConfig(**SIZES, num_hidden_layers=1, draft_vocab_size=40, **variant["head"])
+        target = LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_hidden_layers": 4}))
+        config = LlamaConfig(**SIZES, draft_vocab_size=40, **variant["head"])
         head = LlamaForCausalLMEagle3(config)
         randomize(target)
         randomize(head)
@@ -164,7 +143,7 @@ def main() -> None:
             folder / "training.safetensors",
             {"made_by": made_by},
         )
-        print(folder.name, sum(file.stat().st_size for file in folder.iterdir()), "bytes")
+        report(folder)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,19 @@ leaves it (bfloat16), and ``expected.safetensors`` as make_speculators.py does, 
 
 import json
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
-from common import GOLDEN, NUM_SLOTS, NUM_STEPS, chosen, random_vocabulary, randomize, shifted
+from common import (
+    GOLDEN,
+    NUM_SLOTS,
+    YARN,
+    chosen,
+    every_prefix,
+    random_vocabulary,
+    randomize,
+    report,
+)
 from safetensors.torch import save_file
 from torch import nn
 from transformers import DeepseekV3Config, Ministral3Config, Mistral4Config
@@ -41,25 +51,21 @@ LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 10,
 }
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 50000.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 32,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 POSITIONS = {"llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 4}
 NORM = deepseek.DeepseekV3RMSNorm
+PREFIXES = {deepseek: "DeepseekV3", mistral4: "Mistral4", ministral3: "Ministral3"}
+
+
+def part(modules: ModuleType, name: str) -> type:
+    """The library's class for a part of a model."""
+    return getattr(modules, PREFIXES[modules] + name)
 
 
 class Layer(nn.Module):
     """A llama layer, that of vLLM's deepseek_eagle3 where it ``sees`` the embedding."""
 
-    def __init__(self, modules: object, attention: type, config: object, sees: bool):
+    def __init__(self, modules: ModuleType, config: object, sees: bool):
         super().__init__()
         size = config.hidden_size
         self.sees = sees
@@ -67,14 +73,14 @@ class Layer(nn.Module):
         if sees:
             self.hidden_norm = NORM(size, config.rms_norm_eps)
         self.post_attention_layernorm = NORM(size, config.rms_norm_eps)
-        self.self_attn = attention(config, 0)
+        self.self_attn = part(modules, "Attention")(config, 0)
         if sees:
             for name in ("q_a_proj", "q_proj", "kv_a_proj_with_mqa"):
                 matrix = getattr(self.self_attn, name, None)
                 if matrix is not None:
                     wide = nn.Linear(2 * size, matrix.out_features, bias=False)
                     setattr(self.self_attn, name, wide)
-        self.mlp = getattr(modules, MLPS[modules])(config)
+        self.mlp = part(modules, "MLP")(config)
 
     def forward(self, embeddings, states, before_residual, **attention):
         if self.sees:
@@ -87,19 +93,12 @@ class Layer(nn.Module):
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
-MLPS = {deepseek: "DeepseekV3MLP", mistral4: "Mistral4MLP", ministral3: "Ministral3MLP"}
-ROPES = {
-    deepseek: "DeepseekV3RotaryEmbedding",
-    mistral4: "Mistral4RotaryEmbedding",
-    ministral3: "Ministral3RotaryEmbedding",
-}
-
-
 class Head(nn.Module):
     """``is_first`` makes it an EAGLE-1 head, as Mistral's; else it is an EAGLE-3 one."""
 
-    def __init__(self, modules, attention, config, num_layers, is_first, flags, draft_size):
+    def __init__(self, modules, config, num_layers, is_first, flags, draft_size):
         super().__init__()
+        config._attn_implementation = "eager"
         size, num_aux = config.hidden_size, 1 if is_first else 3
         self.is_first, self.flags = is_first, flags
         self.embed_tokens = nn.Embedding(config.vocab_size, size)
@@ -107,11 +106,11 @@ class Head(nn.Module):
         if flags.get("fc_norm"):
             self.fc_norm = nn.ModuleList([NORM(size, config.rms_norm_eps) for _ in range(3)])
         self.layers = nn.ModuleList(
-            [Layer(modules, attention, config, not is_first and i == 0) for i in range(num_layers)]
+            [Layer(modules, config, not is_first and i == 0) for i in range(num_layers)]
         )
         self.norm = NORM(size, config.rms_norm_eps)
         self.lm_head = nn.Linear(size, draft_size, bias=False)
-        self.rope = getattr(modules, ROPES[modules])(config)
+        self.rope = part(modules, "RotaryEmbedding")(config)
 
     def fuse(self, features):
         if self.is_first:
@@ -146,15 +145,7 @@ def expect(head: Head) -> dict[str, torch.Tensor]:
     size, num_aux = head.norm.weight.shape[0], 1 if head.is_first else 3
     tokens = torch.randint(0, head.embed_tokens.num_embeddings, (NUM_SLOTS,))
     features = (torch.randn(NUM_SLOTS, num_aux, size) * 2).flatten(1)
-    logits = torch.zeros(NUM_STEPS, NUM_SLOTS, head.lm_head.out_features)
-    for slot in range(NUM_SLOTS):
-        fed, states = tokens[: slot + 1], head.fuse(features[: slot + 1])
-        for step in range(NUM_STEPS):
-            rows, outputs = head(fed, states)
-            logits[step, slot] = rows[-1]
-            fed = torch.cat([fed, shifted(tokens, step + 1)[slot : slot + 1]])
-            states = torch.cat([states, outputs[-1:]])
-    return {"tokens": tokens, "features": features, "logits": logits}
+    return every_prefix(tokens, features, head.fuse, head)
 
 
 def latent_eagle3(rope: dict, num_layers: int, flags: dict, draft_size: int, **sizes) -> Callable:
@@ -163,9 +154,7 @@ def latent_eagle3(rope: dict, num_layers: int, flags: dict, draft_size: int, **s
     def make() -> tuple[Head, dict]:
         values = {**SIZES, **LATENT, **sizes}
         config = DeepseekV3Config(**values, rope_parameters=rope, attention_bias=False)
-        config._attn_implementation = "eager"
-        attention = deepseek.DeepseekV3Attention
-        head = Head(deepseek, attention, config, num_layers, False, flags, draft_size)
+        head = Head(deepseek, config, num_layers, False, flags, draft_size)
         scaling = None if rope["rope_type"] == "default" else {**rope, "type": "yarn"}
         written = {
             "architectures": ["Eagle3DeepseekV2ForCausalLM"],
@@ -187,9 +176,7 @@ def mistral_latent() -> tuple[Head, dict]:
     """As Mistral-Large-3's: latent attention, yarn whose factor scores leave out."""
     rope = {**YARN, **POSITIONS}
     config = Mistral4Config(**SIZES, **LATENT, rope_parameters=rope, attention_bias=False)
-    config._attn_implementation = "eager"
-    flags = {"norm_output": True}
-    head = Head(mistral4, mistral4.Mistral4Attention, config, 2, True, flags, 128)
+    head = Head(mistral4, config, 2, True, {"norm_output": True}, 128)
     for layer in head.layers:
         layer.self_attn.scaling = 14**-0.5
     yarn = {"factor": 8.0, "original_max_position_embeddings": 4, "beta": 32.0, "alpha": 1.0}
@@ -207,9 +194,7 @@ def mistral_grouped() -> tuple[Head, dict]:
     sizes = {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
     rope = {**PLAIN, **POSITIONS}
     config = Ministral3Config(**sizes, rope_parameters=rope, sliding_window=None)
-    config._attn_implementation = "eager"
-    flags = {"norm_output": True}
-    head = Head(ministral3, ministral3.Ministral3Attention, config, 1, True, flags, 128)
+    head = Head(ministral3, config, 1, True, {"norm_output": True}, 128)
     scaling = {"beta": 0.3, "original_max_position_embeddings": 4}
     return head, {**params(1), "n_kv_heads": 2, "head_dim": 8, "llama_4_scaling": scaling}
 
@@ -295,7 +280,7 @@ def main() -> None:
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(tensors, folder / files[1], {"format": "pt"})
         save_file(expected, folder / "expected.safetensors")
-        print(folder.name, sum(file.stat().st_size for file in folder.iterdir()), "bytes")
+        report(folder)
 
 
 if __name__ == "__main__":
