@@ -16,6 +16,7 @@ from mlx_eagle.system.json_schema import (
     TEXTS,
     FieldType,
     Table,
+    list_of,
     number_above,
     whole,
 )
@@ -24,9 +25,7 @@ FRACTION = number_above(0, 1)
 BASE = number_above(1, 1e15)
 POSITIVE = number_above(1e-6, 1e9)
 WEIGHT = number_above(-1e6, 1e6)
-FACTORS = FieldType(
-    "a list of numbers above 0", lambda v: isinstance(v, list) and all(map(POSITIVE.holds, v))
-)
+FACTORS = list_of(POSITIVE, "numbers above 0")
 SCALING: Table = {
     **dict.fromkeys(("rope_type", "type"), TEXT),
     "rope_theta": BASE,

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -33,11 +33,11 @@ from ..target.masks_and_ropes import evaluate_ropes
 from .base import Draft, Pick, start_early
 from .feature_drafter import FeatureDrafter
 from .folder import (
-    PACKING,
     SIZE,
     FolderConfig,
     LoadOptions,
     PublishedTensor,
+    Size,
     Tensors,
     check_tensors,
     fill,
@@ -57,19 +57,6 @@ ROPE: Table = {
     "partial_rotary_factor": number_above(0, 1),
 }
 ROPES: Table = {SLIDING: ROPE, FULL: ROPE}
-OWN: Table = {
-    **dict.fromkeys(("hidden_size", "target_hidden_size", "vocab_size"), SIZE),
-    **dict.fromkeys(("intermediate_size", "head_dim", "global_head_dim"), SIZE),
-    "num_heads": whole(1, 1024),
-    "layer_types": LAYER_TYPES,
-    "rope_parameters": ROPES,
-    "rms_norm_eps": number_above(0, 1),
-    "num_centroids": whole(0, 2**24),
-    "centroid_top_k": whole(0, 2**24),
-    "position": one_of("next", "newest"),
-    "quantization": PACKING,
-}
-"""Of a converted folder."""
 PUBLISHED: Table = {
     "backbone_hidden_size": SIZE,
     "use_ordered_embeddings": BOOL,
@@ -97,21 +84,19 @@ class AssistantConfig(FolderConfig):
     values the target has yet to compute; "newest" that of the last row it has.
     """
 
-    table: ClassVar[Table] = OWN
-
-    hidden_size: int
-    target_hidden_size: int
-    vocab_size: int
-    intermediate_size: int
-    num_heads: int
-    head_dim: int
-    global_head_dim: int
-    layer_types: tuple[str, ...]
-    rope_parameters: dict[str, Any] | None = None
-    rms_norm_eps: float = 1e-6
-    num_centroids: int = 0
-    centroid_top_k: int = 0
-    position: str = "next"
+    hidden_size: Size
+    target_hidden_size: Size
+    vocab_size: Size
+    intermediate_size: Size
+    num_heads: Annotated[int, whole(1, 1024)]
+    head_dim: Size
+    global_head_dim: Size
+    layer_types: Annotated[tuple[str, ...], LAYER_TYPES]
+    rope_parameters: Annotated[dict[str, Any] | None, ROPES] = None
+    rms_norm_eps: Annotated[float, number_above(0, 1)] = 1e-6
+    num_centroids: Annotated[int, whole(0, 2**24)] = 0
+    centroid_top_k: Annotated[int, whole(0, 2**24)] = 0
+    position: Annotated[str, one_of("next", "newest")] = "next"
 
     def check_sizes(self, where: str | Path) -> None:
         num_clusters = max(self.num_centroids, 1)

@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any
 
 from ..system.json_schema import (
     BOOL,
     INT_LIST,
     NUMBER,
     OBJECT,
+    POSITIVE,
     TEXT,
     Table,
     check,
@@ -19,44 +20,26 @@ from ..system.json_schema import (
     shown,
     whole,
 )
-from .folder import PACKING, SIZE, FolderConfig, PublishedTensor, Tensors, rows_of
+from .folder import SIZE, FolderConfig, PublishedTensor, Size, Tensors, rows_of
 from .target_parts import TargetSizes
 
 FEW = whole(1, 256)
+Few = Annotated[int, FEW]
 LAYER_IDS = list_of(whole(-1, 4096), "whole numbers from -1")
 SCALINGS = ("linear", "llama3", "yarn")
 ACTIVATION = one_of("silu", "gelu_pytorch_tanh")
-OWN: Table = {
-    **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "draft_vocab_size"), SIZE),
-    **dict.fromkeys(("num_layers", "num_heads", "num_kv_heads", "block_size"), FEW),
-    **dict.fromkeys(("head_dim", "max_position_embeddings"), SIZE),
-    "taps": INT_LIST,
-    "mask_token_id": whole(0, 2**24),
-    "first_slot": whole(0, 1),
-    "rms_norm_eps": number_above(0, 1),
-    "rope_theta": number_above(1, 1e15),
-    "rope_scaling": OBJECT,
-    "hidden_act": ACTIVATION,
-    "windows": INT_LIST,
-    "window_from": one_of("query", "anchor"),
-    "causal_layers": INT_LIST,
-    **dict.fromkeys(("embed_scale", "logit_softcap"), number_above(0)),
-    **dict.fromkeys(("embed_source", "lm_head_source"), one_of("target", "file")),
-    "quantization": PACKING,
-}
-"""Of a converted folder."""
 INSIDE: Table = {
     "mask_token_id": whole(0, 2**24),
     "target_layer_ids": LAYER_IDS,
     "block_size": FEW,
-    "input_embedding_scale": number_above(0),
-    "final_logit_softcapping": number_above(0),
+    "input_embedding_scale": POSITIVE,
+    "final_logit_softcapping": POSITIVE,
     "use_swa": BOOL,
     "swa_window_size": SIZE,
     "causal": BOOL,
     "dflash_query_causal": BOOL,
     "selector_top_k": whole(1, 2**16),
-    "output_multiplier": number_above(0),
+    "output_multiplier": POSITIVE,
     "dspark_bonus_anchor": BOOL,
     "sample_from_anchor": BOOL,
 }
@@ -114,36 +97,34 @@ class BlockConfig(FolderConfig):
     multiplies them by.
     """
 
-    table: ClassVar[Table] = OWN
-
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    draft_vocab_size: int
-    taps: tuple[int, ...]
-    mask_token_id: int
-    block_size: int
-    first_slot: int = 1
-    hidden_act: str = "silu"
-    rms_norm_eps: float = 1e-6
-    max_position_embeddings: int = 32768
-    rope_theta: float = 10000.0
-    rope_scaling: dict[str, Any] | None = None
+    hidden_size: Size
+    num_layers: Few
+    num_heads: Few
+    num_kv_heads: Few
+    head_dim: Size
+    intermediate_size: Size
+    vocab_size: Size
+    draft_vocab_size: Size
+    taps: Annotated[tuple[int, ...], INT_LIST]
+    mask_token_id: Annotated[int, whole(0, 2**24)]
+    block_size: Few
+    first_slot: Annotated[int, whole(0, 1)] = 1
+    hidden_act: Annotated[str, ACTIVATION] = "silu"
+    rms_norm_eps: Annotated[float, number_above(0, 1)] = 1e-6
+    max_position_embeddings: Size = 32768
+    rope_theta: Annotated[float, number_above(1, 1e15)] = 10000.0
+    rope_scaling: Annotated[dict[str, Any] | None, OBJECT] = None
     rope_traditional: bool = False
-    windows: tuple[int, ...] = ()
-    window_from: str = "query"
-    causal_layers: tuple[int, ...] = ()
+    windows: Annotated[tuple[int, ...], INT_LIST] = ()
+    window_from: Annotated[str, one_of("query", "anchor")] = "query"
+    causal_layers: Annotated[tuple[int, ...], INT_LIST] = ()
     attention_bias: bool = False
     has_sinks: bool = False
-    embed_scale: float = 1.0
+    embed_scale: Annotated[float, POSITIVE] = 1.0
     scales_as_target: bool = True
-    logit_softcap: float | None = None
-    embed_source: str = "target"
-    lm_head_source: str = "target"
+    logit_softcap: Annotated[float | None, POSITIVE] = None
+    embed_source: Annotated[str, one_of("target", "file")] = "target"
+    lm_head_source: Annotated[str, one_of("target", "file")] = "target"
 
     def check_sizes(self, where: str | Path) -> None:
         layers = range(self.num_layers)

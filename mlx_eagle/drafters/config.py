@@ -11,33 +11,30 @@ producers write either, and only the target's depth tells which.
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any
 
 from ..system.json_schema import (
     BOOL,
     COUNT,
     INT_LIST,
     NUMBER,
-    OBJECT,
+    POSITIVE,
     TEXT,
-    FieldType,
     Table,
+    list_of,
     number_above,
     one_of,
     whole,
 )
-from .folder import PACKING, SIZE, FolderConfig
+from .folder import SIZE, FolderConfig, Size
 from .target_parts import TargetSizes
 
-FEW = whole(1, 1024)
+Few = Annotated[int, whole(1, 1024)]
 LATENT: Table = dict.fromkeys(
     ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), SIZE
 )
 """Sizes of multi-head latent attention; q_lora_rank is None where queries are not compressed."""
-POSITION_SCALE: Table = {
-    "beta": NUMBER,
-    "original_max_position_embeddings": number_above(0),
-}
+POSITION_SCALE: Table = {"beta": NUMBER, "original_max_position_embeddings": POSITIVE}
 
 
 @dataclass(frozen=True)
@@ -76,67 +73,29 @@ def read_nested(ids: tuple[int, ...], num_layers: int | None) -> LayerIds:
 
 
 LARGEST_WIDTH = 2**24
-HEAD: Table = {
-    **dict.fromkeys(
-        ("hidden_size", "target_hidden_size", "head_dim", "intermediate_size", "vocab_size"), SIZE
-    ),
-    **dict.fromkeys(("draft_vocab_size", "max_position_embeddings", "sliding_window"), SIZE),
-    **dict.fromkeys(("num_layers", "num_heads", "num_kv_heads", "num_aux"), FEW),
-    **dict.fromkeys(("parallel_head_layers", "parallel_outputs"), FEW),
-    "num_parallel_heads": whole(0, 1024),
-    "mask_token_id": whole(0, 2**24),
-    "latent": LATENT,
-    **dict.fromkeys(("softmax_scale", "embed_scale", "logit_softcap"), number_above(0)),
-    "position_scale": POSITION_SCALE,
-    "values": one_of("projected", "keys"),
-    "rms_norm_eps": number_above(0, 1),
-    "aux_boundary_ids": INT_LIST,
-    "aux_nested_ids": INT_LIST,
-    "full_attention_layers": INT_LIST,
-    "aux_ids_source": TEXT,
-    "kind": TEXT,
-    "model_type": TEXT,
-    "family": TEXT,
-    "speculative_tokens_hint": COUNT,
-    "hidden_act": one_of("silu", "gelu", "gelu_pytorch_tanh"),
-    "pre_fc_norm": one_of("none", "concat", "per_feature"),
-    "layer_input": one_of("first", "every", "none"),
-    "fc_input": one_of("features", "embedding_and_state", "none"),
-    "embed_source": one_of("file", "target"),
-    "lm_head_source": one_of("file", "target", "target_rows"),
-    "rope": {
-        "type": TEXT,
-        "theta": number_above(1, 1e15),
-        "dims": SIZE,
-        "traditional": BOOL,
-        "scaling": {
-            "type": one_of("linear", "dynamic", "llama3", "yarn", "longrope", "proportional"),
-            **dict.fromkeys(
-                (
-                    "factor",
-                    "low_freq_factor",
-                    "high_freq_factor",
-                    "original_max_position_embeddings",
-                    "beta_fast",
-                    "beta_slow",
-                    "partial_rotary_factor",
-                ),
-                number_above(0),
+ROPE: Table = {
+    "type": TEXT,
+    "theta": number_above(1, 1e15),
+    "dims": SIZE,
+    "traditional": BOOL,
+    "scaling": {
+        "type": one_of("linear", "dynamic", "llama3", "yarn", "longrope", "proportional"),
+        **dict.fromkeys(
+            (
+                "factor",
+                "low_freq_factor",
+                "high_freq_factor",
+                "original_max_position_embeddings",
+                "beta_fast",
+                "beta_slow",
+                "partial_rotary_factor",
             ),
-            **dict.fromkeys(("mscale", "mscale_all_dim"), NUMBER),
-            **dict.fromkeys(
-                ("short_factor", "long_factor"),
-                FieldType(
-                    "a list of numbers above 0",
-                    lambda v: isinstance(v, list | tuple) and all(map(number_above(0).holds, v)),
-                ),
-            ),
-        },
+            POSITIVE,
+        ),
+        **dict.fromkeys(("mscale", "mscale_all_dim"), NUMBER),
+        **dict.fromkeys(("short_factor", "long_factor"), list_of(POSITIVE, "numbers above 0")),
     },
-    "quantization": PACKING,
-    "source": {"path": TEXT, "files": OBJECT},
 }
-"""What each field may hold, but for flags."""
 
 
 @dataclass(frozen=True)
@@ -165,25 +124,23 @@ class Eagle3Config(FolderConfig):
     that many tokens more after the last step of a chain (ModelOpt).
     """
 
-    table: ClassVar[Table] = HEAD
-
-    hidden_size: int
-    target_hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    draft_vocab_size: int
-    rms_norm_eps: float = 1e-6
-    hidden_act: str = "silu"
-    max_position_embeddings: int = 2048
-    num_aux: int = 3
-    aux_boundary_ids: tuple[int, ...] | None = None
-    aux_ids_source: str = "default"
-    aux_nested_ids: tuple[int, ...] | None = None
-    pre_fc_norm: str = "none"  # none | concat | per_feature
+    hidden_size: Size
+    target_hidden_size: Size
+    num_layers: Few
+    num_heads: Few
+    num_kv_heads: Few
+    head_dim: Size
+    intermediate_size: Size
+    vocab_size: Size
+    draft_vocab_size: Size
+    rms_norm_eps: Annotated[float, number_above(0, 1)] = 1e-6
+    hidden_act: Annotated[str, one_of("silu", "gelu", "gelu_pytorch_tanh")] = "silu"
+    max_position_embeddings: Size = 2048
+    num_aux: Few = 3
+    aux_boundary_ids: Annotated[tuple[int, ...] | None, INT_LIST] = None
+    aux_ids_source: Annotated[str, TEXT] = "default"
+    aux_nested_ids: Annotated[tuple[int, ...] | None, INT_LIST] = None
+    pre_fc_norm: Annotated[str, one_of("none", "concat", "per_feature")] = "none"
     fc_bias: bool = False
     norm_before_residual: bool = False
     norm_output: bool = False
@@ -191,36 +148,40 @@ class Eagle3Config(FolderConfig):
     attention_bias: bool = False
     attention_out_bias: bool = False
     mlp_bias: bool = False
-    layer_input: str = "first"  # layers that see the embedding beside the state: first|every|none
-    fc_input: str = "features"  # features | embedding_and_state | none
+    # Which layers see the embedding beside the state.
+    layer_input: Annotated[str, one_of("first", "every", "none")] = "first"
+    fc_input: Annotated[str, one_of("features", "embedding_and_state", "none")] = "features"
     fusion_norm: bool = False  # the embedding is normed before that
     uses_aux: bool = True
     embedding_norm: bool = True  # the embedding is normed before attention
     state_norm: bool = True  # layer 0 norms its state before attention
     final_norm: bool = True
-    latent: dict[str, Any] | None = None
-    softmax_scale: float | None = None  # of the scores; None: head_dim**-0.5
-    position_scale: dict[str, Any] | None = None
-    values: str = "projected"  # projected | keys: the keys before their norm
+    latent: Annotated[dict[str, Any] | None, LATENT] = None
+    softmax_scale: Annotated[float | None, POSITIVE] = None  # of the scores; None: head_dim**-0.5
+    position_scale: Annotated[dict[str, Any] | None, POSITION_SCALE] = None
+    values: Annotated[str, one_of("projected", "keys")] = "projected"  # keys: before their norm
     value_norm: bool = False  # without a weight
     branch_norms: bool = False  # what attention and MLP add is normed too, as in Gemma
     layer_scalar: bool = False  # a layer's output is multiplied by a number of its own
-    sliding_window: int | None = None
-    full_attention_layers: tuple[int, ...] = ()  # those a sliding window does not bind
-    rope: dict[str, Any] = field(default_factory=lambda: {"type": "default", "theta": 10000.0})
-    embed_source: str = "target"  # file | target
-    lm_head_source: str = "file"  # file | target | target_rows
+    sliding_window: Annotated[int | None, SIZE] = None
+    # Those that a sliding window does not bind.
+    full_attention_layers: Annotated[tuple[int, ...], INT_LIST] = ()
+    rope: Annotated[dict[str, Any], ROPE] = field(
+        default_factory=lambda: {"type": "default", "theta": 10000.0}
+    )
+    embed_source: Annotated[str, one_of("file", "target")] = "target"
+    lm_head_source: Annotated[str, one_of("file", "target", "target_rows")] = "file"
     has_d2t: bool = True
-    embed_scale: float = 1.0
-    logit_softcap: float | None = None
-    mask_token_id: int | None = None
-    num_parallel_heads: int = 0
-    parallel_head_layers: int = 1
+    embed_scale: Annotated[float, POSITIVE] = 1.0
+    logit_softcap: Annotated[float | None, POSITIVE] = None
+    mask_token_id: Annotated[int | None, whole(0, 2**24)] = None
+    num_parallel_heads: Annotated[int, whole(0, 1024)] = 0
+    parallel_head_layers: Few = 1
     parallel_head_bias: bool = False
-    parallel_outputs: int = 1  # their output matrices: one for all, or one for each
-    model_type: str = "eagle3"
-    family: str = "unknown"
-    speculative_tokens_hint: int | None = None
+    parallel_outputs: Few = 1  # their output matrices: one for all, or one for each
+    model_type: Annotated[str, TEXT] = "eagle3"
+    family: Annotated[str, TEXT] = "unknown"
+    speculative_tokens_hint: Annotated[int | None, COUNT] = None
 
     def check_sizes(self, where: str | Path) -> None:
         """Raise ValueError for sizes that no matrix can have, or that do not divide."""

@@ -6,31 +6,21 @@ what they are fed. In each slot the most likely tokens are scored once more, by 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
-from ..system.json_schema import Table, number_above, whole
+from ..system.json_schema import POSITIVE, whole
 from ..target.ragged import RaggedCache
 from .base import Pick
-from .block_config import (
-    OWN,
-    BlockConfig,
-    fields_from,
-    known_tensors,
-    merged,
-)
+from .block_config import BlockConfig, fields_from, known_tensors, merged
 from .dflash import BlockLayer, DFlashDrafter, DFlashHead, block_kind
 from .folder import PublishedTensor, Tensors
 
 SELECTOR = ("predecessor_codebook", "successor_codebook")
-CONVOLVED: Table = {
-    **OWN,
-    **dict.fromkeys(("kernel_size", "group_size", "selector_rank", "top_k"), whole(1, 2**16)),
-    "output_multiplier": number_above(0),
-}
+Few = Annotated[int, whole(1, 2**16)]
 PROJECTIONS = ("kernel_projection", "hidden_projection")
 
 
@@ -41,13 +31,11 @@ class DFlash2Config(BlockConfig):
     Of each slot the ``top_k`` most likely tokens are scored by codebooks of ``selector_rank``.
     """
 
-    table: ClassVar[Table] = CONVOLVED
-
-    kernel_size: int = 2
-    group_size: int = 16
-    selector_rank: int = 1
-    top_k: int = 16
-    output_multiplier: float = 1.0
+    kernel_size: Few = 2
+    group_size: Few = 16
+    selector_rank: Few = 1
+    top_k: Few = 16
+    output_multiplier: Annotated[float, POSITIVE] = 1.0
 
 
 class BlockConvolution(nn.Module):

@@ -6,30 +6,19 @@ So a draft is one forward of the head, and as many rows of that matrix.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
-from ..system.json_schema import Table, one_of, whole
+from ..system.json_schema import one_of, whole
 from ..target.ragged import RaggedCache
 from .base import Pick
-from .block_config import (
-    OWN,
-    BlockConfig,
-    fields_from,
-    known_tensors,
-    merged,
-)
+from .block_config import BlockConfig, fields_from, known_tensors, merged
 from .dflash import BlockAttention, BlockLayer, DFlashDrafter, DFlashHead, block_kind
 from .folder import PublishedTensor, Tensors
 
-MARKOV: Table = {
-    **OWN,
-    "markov_rank": whole(1, 2**16),
-    "markov_kind": one_of("vanilla", "gated", "rnn"),
-}
 CONFIDENCE = "confidence_head."
 """Estimates of acceptance: tensors that no draft depends on."""
 
@@ -42,10 +31,8 @@ class DSparkConfig(BlockConfig):
     values are the keys before their norm.
     """
 
-    table: ClassVar[Table] = MARKOV
-
-    markov_rank: int = 1
-    markov_kind: str = "vanilla"
+    markov_rank: Annotated[int, whole(1, 2**16)] = 1
+    markov_kind: Annotated[str, one_of("vanilla", "gated", "rnn")] = "vanilla"
     is_gemma: bool = False
     values_are_keys: bool = False
 

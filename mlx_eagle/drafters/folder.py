@@ -9,14 +9,25 @@ from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, fields
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
+from typing import Annotated, Any, Protocol, Self, get_args
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..system.cli_values import GROUP_SIZES, QUANTIZED_BITS
-from ..system.json_schema import BOOL, FieldType, Table, check, is_whole, read_object, shown, whole
+from ..system.json_schema import (
+    BOOL,
+    OBJECT,
+    TEXT,
+    FieldType,
+    Table,
+    check,
+    is_whole,
+    read_object,
+    shown,
+    whole,
+)
 from ..system.safetensors import read_header
 from .base import Drafter
 from .target_parts import TargetSizes
@@ -24,7 +35,14 @@ from .target_parts import TargetSizes
 BITS = FieldType("2, 3, 4, 5, 6 or 8", lambda v: is_whole(v) and v in QUANTIZED_BITS)
 GROUP = FieldType("32, 64 or 128", lambda v: is_whole(v) and v in GROUP_SIZES)
 SIZE = whole(1, 2**24)
+Size = Annotated[int, SIZE]
 PACKING: Table = {"bits": BITS, "group_size": GROUP}
+FOLDER: Table = {
+    "kind": TEXT,
+    "quantization": PACKING,
+    "source": {"path": TEXT, "files": OBJECT},
+}
+"""What every ``config.json`` of a converted folder may say besides its kind's own fields."""
 FLOATS = (mx.float16, mx.bfloat16, mx.float32)
 
 
@@ -130,10 +148,10 @@ def read_config(folder: Path, kinds: Collection[str] = ("eagle3",)) -> dict[str,
 
 @dataclass(frozen=True)
 class FolderConfig(ABC):
-    """Base of what the ``config.json`` of a converted folder says, every field resolved."""
+    """Base of what the ``config.json`` of a converted folder says, every field resolved.
 
-    table: ClassVar[Table]
-    """What each field may hold, but for flags."""
+    A field that is no flag says in its annotation what it may hold: ``Annotated[int, SIZE]``.
+    """
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str | Path = "config.json") -> Self:
@@ -142,8 +160,8 @@ class FolderConfig(ABC):
         Lists become tuples, and nulls are left out. Raises ValueError for a field that is missing,
         of a wrong kind, or contradicts another.
         """
-        flags = {field.name: BOOL for field in fields(cls) if field.type is bool}
-        check(values, {**cls.table, **flags}, where)
+        table = {f.name: BOOL if f.type is bool else get_args(f.type)[1] for f in fields(cls)}
+        check(values, table | FOLDER, where)
         found: dict[str, Any] = {}
         for field in fields(cls):
             value = values.get(field.name)
