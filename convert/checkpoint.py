@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_eagle.drafters.folder import Tensor
 from mlx_eagle.drafters.kinds import names_in
 from mlx_eagle.drafters.target_parts import TargetSizes
 from mlx_eagle.system.hub import locate, refuse_eagle_4
@@ -23,7 +24,7 @@ from mlx_eagle.system.safetensors import check_name, read_header
 from .dequantize import unpacked
 from .gguf import read_gguf
 from .schema import CONFIG, TARGET
-from .stored import Stored, Tensor, map_file
+from .stored import Stored, map_file
 from .torch_file import read_bin
 
 MISTRAL_MARK = "mistral_params"

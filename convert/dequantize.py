@@ -16,10 +16,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_eagle.drafters.folder import Tensor
 from mlx_eagle.system.json_schema import check, shown
 
 from .schema import PACKING
-from .stored import Shaped, Stored, Tensor
+from .stored import Stored
 
 SCALES = ("weight_scale", "weight_scale_inv", "qscale_weight")
 
@@ -98,7 +99,7 @@ NIBBLES = np.concatenate([E2M1, -E2M1])
 
 
 @dataclass(frozen=True)
-class Unpacked(Shaped):
+class Unpacked(Tensor):
     """A matrix that is made of several tensors, ``parts`` by their last names, when it is read.
 
     ``format`` is what the format's own library makes of it; where scales are float32, values
@@ -345,7 +346,7 @@ def _integer_shape(
 
 
 @dataclass(frozen=True)
-class MLXPacked(Shaped):
+class MLXPacked(Tensor):
     """A matrix as mlx.nn packs it, or several of one shape: words, scales and maybe biases."""
 
     name: str

@@ -17,11 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_eagle.drafters.folder import Tensor
 from mlx_eagle.system.json_schema import LONGEST_NAME, shown
 
 from .checkpoint import MISTRAL_MARK, DraftCheckpoint
 from .dequantize import Unpacked, unpacked
-from .stored import Tensor
 
 # Applied in this order to every name; what comes out are the canonical names.
 NAMES = (

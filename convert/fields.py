@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlx_eagle.drafters.config import Eagle3Config
+from mlx_eagle.drafters.folder import Tensor, rows_of
 from mlx_eagle.drafters.head import GATED
 from mlx_eagle.drafters.head_weights import stored_shapes
 from mlx_eagle.system.json_schema import shown
 
 from .families import Family, hidden_size, some_of
 from .rope import rope_scaling
-from .stored import Tensor
 
 # transformers' class defaults, for configs that were saved as the difference to them.
 CLASS_DEFAULTS = {
@@ -57,13 +57,6 @@ def merge_settings(config: Mapping[str, Any], family: Family, num_layers: int) -
     return settings | {"qk_norm": nested.get("model_type") == "qwen3"}
 
 
-def need(tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    """That tensor; ValueError where it is missing."""
-    if name not in tensors:
-        raise ValueError(f"the checkpoint lacks {name}; it is incomplete")
-    return tensors[name]
-
-
 def input_width(tensors: Mapping[str, Tensor], index: int) -> int | None:
     """How wide that is for a layer; None where it has no attention known here."""
     for name in ENTRANCES:
@@ -77,7 +70,7 @@ def _heads(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[s
     """Heads, key heads, width of a head, and the sizes of latent attention where it is that."""
     if f"{PREFIX}kv_a_proj_with_mqa.weight" in tensors:
         return _latent_heads(tensors, settings)
-    rows = {part: need(tensors, f"{PREFIX}{part}_proj.weight").rows for part in "qk"}
+    rows = {part: rows_of(tensors, f"{PREFIX}{part}_proj.weight") for part in "qk"}
     norm = tensors.get(f"{PREFIX}q_norm.weight")
     head_dim = norm.rows if norm is not None else settings.get("head_dim")
     num_heads = settings.get("num_attention_heads")
@@ -103,7 +96,7 @@ def _latent_heads(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) ->
     """The sizes of DeepSeek's attention; only the number of heads is the config's."""
 
     def rows(name: str) -> int:
-        return need(tensors, f"{PREFIX}{name}.weight").rows
+        return rows_of(tensors, f"{PREFIX}{name}.weight")
 
     rank = rows("kv_a_layernorm")
     rope = rows("kv_a_proj_with_mqa") - rank
@@ -229,7 +222,7 @@ def layer_fields(
     return {
         "hidden_size": h,
         "num_layers": num_layers,
-        "intermediate_size": need(tensors, "layers.0.mlp.gate_proj.weight").rows,
+        "intermediate_size": rows_of(tensors, "layers.0.mlp.gate_proj.weight"),
         "max_position_embeddings": settings["max_position_embeddings"],
         "rms_norm_eps": settings["rms_norm_eps"],
         "hidden_act": _activation(settings),
@@ -279,10 +272,11 @@ def check_shapes(tensors: Mapping[str, Tensor], config: Eagle3Config) -> None:
     """Every tensor there, none besides, each of its shape; else ValueError that names it."""
     expected = stored_shapes(config)
     for name, shape in expected.items():
-        tensor = need(tensors, name)
-        if tensor.shape != shape:
+        if name not in tensors:
+            raise ValueError(f"the checkpoint lacks {name}; it is incomplete")
+        if tensors[name].shape != shape:
             raise ValueError(
-                f"{name} is {' x '.join(map(str, tensor.shape))}, expected "
+                f"{name} is {' x '.join(map(str, tensors[name].shape))}, expected "
                 f"{' x '.join(map(str, shape))}; tensors and config disagree"
             )
     surplus = sorted(tensors.keys() - expected.keys())

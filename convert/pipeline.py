@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_eagle.drafters.config import Eagle3Config
-from mlx_eagle.drafters.folder import PublishedTensor, bits_of
+from mlx_eagle.drafters.folder import Tensor, Tensors, bits_of
 from mlx_eagle.drafters.kinds import KINDS, OTHERWISE, recognise
 from mlx_eagle.drafters.target_parts import (
     TargetSizes,
@@ -40,7 +40,6 @@ from .dequantize import MLXPacked, Unpacked, unpacked
 from .publish import CARD, make_card, source_license
 from .quantize import Packing, Quantization, pack
 from .resolve import NO_OVERRIDES, Overrides, Resolved, resolve
-from .stored import Tensor
 from .trim import Trim, describe, trim
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
@@ -157,7 +156,7 @@ def build_kind(
 
 def _read(
     config: dict[str, Any],
-    tensors: Mapping[str, PublishedTensor],
+    tensors: Tensors,
     dtype: mx.Dtype,
     casts_all: bool,
     quantization: Quantization | None,
@@ -205,7 +204,7 @@ def _read(
 
 
 def _kept_packings(
-    tensors: Mapping[str, PublishedTensor], quantization: Quantization
+    tensors: Tensors, quantization: Quantization
 ) -> dict[str, Packing]:
     """How matrices are packed that MLX has packed already: packed anew they would lose twice."""
     found = {}

@@ -11,13 +11,14 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_eagle.drafters.config import Eagle3Config
+from mlx_eagle.drafters.folder import Tensor
 from mlx_eagle.system.json_schema import COUNT, shown
 
 from .checkpoint import AnyTarget, DraftCheckpoint
 from .families import Family, hidden_size, recognise
 from .fields import attention_fields, check_shapes, input_width, layer_fields, merge_settings
 from .rope import DEFAULT_THETA, resolve_rope
-from .stored import LazyTensor, Tensor
+from .stored import LazyTensor
 from .target_link import (
     Vocabulary,
     check_sharing,

@@ -1,15 +1,13 @@
 """One tensor as it lies in a checkpoint file of any format, read only when it is asked for."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_eagle.drafters.folder import PublishedTensor
+from mlx_eagle.drafters.folder import Tensor
 from mlx_eagle.system.json_schema import is_whole
 from mlx_eagle.system.safetensors import is_shape
 
@@ -49,29 +47,8 @@ def map_file(path: Path) -> np.ndarray:
         raise ValueError(f"{path} cannot be read: {err.strerror}") from err
 
 
-class Tensor(PublishedTensor, Protocol):
-    """What a head is made of, however it is stored."""
-
-    @property
-    def rows(self) -> int: ...
-
-
-class Shaped:
-    """What follows from the ``shape`` of a tensor."""
-
-    shape: tuple[int, ...]
-
-    @property
-    def rows(self) -> int:
-        return self.shape[0]
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-
 @dataclass(frozen=True)
-class Stored(Shaped):
+class Stored(Tensor):
     """A tensor of ``shape`` whose bytes begin at ``data[0]``.
 
     ``strides`` count elements; None means row-major. ``decode`` turns the bytes of a block
@@ -150,7 +127,7 @@ class Stored(Shaped):
 
 
 @dataclass(frozen=True)
-class LazyTensor(Shaped):
+class LazyTensor(Tensor):
     """Another order or selection of a tensor's numbers, made when it is read.
 
     ``new_shape`` None: of the same shape.

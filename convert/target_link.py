@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from mlx_eagle.drafters.config import Eagle3Config, default_ids, is_default, read_nested
+from mlx_eagle.drafters.folder import Tensor
 from mlx_eagle.system.json_schema import shown
 
 from .checkpoint import AnyTarget
-from .stored import Stored, Tensor
+from .stored import Stored
 
 KEY = "eagle_aux_hidden_state_layer_ids"
 

@@ -36,7 +36,7 @@ from .folder import (
     SIZE,
     FolderConfig,
     LoadOptions,
-    PublishedTensor,
+    Tensor,
     Size,
     Tensors,
     check_tensors,
@@ -324,7 +324,7 @@ def readings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {f"{other} position": {"position": other}}
 
 
-def _known_tensors(tensors: Tensors, is_tied: bool) -> dict[str, PublishedTensor]:
+def _known_tensors(tensors: Tensors, is_tied: bool) -> dict[str, Tensor]:
     """The tensors under the names of our modules."""
     found = {}
     for name, tensor in tensors.items():
@@ -338,7 +338,7 @@ def _known_tensors(tensors: Tensors, is_tied: bool) -> dict[str, PublishedTensor
 
 
 def _config_from(
-    tensors: Mapping[str, PublishedTensor], config: Mapping[str, Any], text: Mapping[str, Any]
+    tensors: Tensors, config: Mapping[str, Any], text: Mapping[str, Any]
 ) -> AssistantConfig:
     """The config that a published checkpoint comes to; sizes are those of its tensors."""
     unknown = {

@@ -20,7 +20,7 @@ from ..system.json_schema import (
     shown,
     whole,
 )
-from .folder import SIZE, FolderConfig, PublishedTensor, Size, Tensors, rows_of
+from .folder import SIZE, FolderConfig, Tensor, Size, Tensors, rows_of
 from .target_parts import TargetSizes
 
 FEW = whole(1, 256)
@@ -211,7 +211,7 @@ def bare_name(name: str) -> str:
     return bare.removeprefix("encoder.")
 
 
-def known_tensors(tensors: Tensors) -> dict[str, PublishedTensor]:
+def known_tensors(tensors: Tensors) -> dict[str, Tensor]:
     """The tensors under the names of our modules, without training leftovers."""
     found = {}
     for name, tensor in tensors.items():
@@ -240,7 +240,7 @@ def _need(settings: Mapping[str, Any], key: str) -> Any:
     return settings[key]
 
 
-def sizes_from(tensors: Mapping[str, PublishedTensor]) -> dict[str, Any]:
+def sizes_from(tensors: Tensors) -> dict[str, Any]:
     """The fields that the shapes of the tensors tell."""
     attention = "layers.0.self_attn."
     head_dim = rows_of(tensors, f"{attention}q_norm.weight")
@@ -306,7 +306,7 @@ def windows_from(settings: Mapping[str, Any], num_layers: int, is_nested: bool) 
     }
 
 
-def config_from(tensors: Mapping[str, PublishedTensor], config: Mapping[str, Any]) -> BlockConfig:
+def config_from(tensors: Tensors, config: Mapping[str, Any]) -> BlockConfig:
     """The config that a published checkpoint of DFlash comes to."""
     if config.get("model_type") == MUSE_TYPE:
         config = {**MUSE, **{key: value for key, value in config.items() if value is not None}}
@@ -319,7 +319,7 @@ def config_from(tensors: Mapping[str, PublishedTensor], config: Mapping[str, Any
 
 
 def fields_from(
-    tensors: Mapping[str, PublishedTensor], settings: Mapping[str, Any], is_nested: bool
+    tensors: Tensors, settings: Mapping[str, Any], is_nested: bool
 ) -> dict[str, Any]:
     """The fields that all drafters of blocks have, by all keys of a published config."""
     sizes = sizes_from(tensors)

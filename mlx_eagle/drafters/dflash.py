@@ -35,7 +35,7 @@ from .feature_drafter import FeatureDrafter
 from .folder import (
     Kind,
     LoadOptions,
-    PublishedTensor,
+    Tensor,
     Tensors,
     building,
     check_tensors,
@@ -361,9 +361,9 @@ def is_block_head(names: Collection[str], having: str = "") -> bool:
 def block_kind(
     title: str,
     classes: tuple[type[BlockConfig], type[DFlashHead], type[DFlashDrafter]],
-    config_from: Callable[[Mapping[str, PublishedTensor], Mapping[str, Any]], BlockConfig],
+    config_from: Callable[[Tensors, Mapping[str, Any]], BlockConfig],
     having: str = "",
-    tensors_of: Callable[[Tensors], Mapping[str, PublishedTensor]] = known_tensors,
+    tensors_of: Callable[[Tensors], Tensors] = known_tensors,
 ) -> Kind:
     """The row of such heads in the table of kinds, by the classes of config, head and drafter.
 

@@ -17,7 +17,7 @@ from ..target.ragged import RaggedCache
 from .base import Pick
 from .block_config import BlockConfig, fields_from, known_tensors, merged
 from .dflash import BlockLayer, DFlashDrafter, DFlashHead, block_kind
-from .folder import PublishedTensor, Tensors
+from .folder import Tensor, Tensors
 
 SELECTOR = ("predecessor_codebook", "successor_codebook")
 Few = Annotated[int, whole(1, 2**16)]
@@ -149,7 +149,7 @@ class DFlash2Drafter(DFlashDrafter):
         return tokens
 
 
-def tensors_of(tensors: Tensors) -> dict[str, PublishedTensor]:
+def tensors_of(tensors: Tensors) -> dict[str, Tensor]:
     """The tensors of a checkpoint, of z-lab or speculators, under the names of our modules."""
     return {_name(name): tensor for name, tensor in known_tensors(tensors).items()}
 
@@ -161,7 +161,7 @@ def _name(name: str) -> str:
 
 
 def config_from(
-    tensors: Mapping[str, PublishedTensor], config: Mapping[str, Any]
+    tensors: Tensors, config: Mapping[str, Any]
 ) -> DFlash2Config:
     """The config that a published checkpoint comes to."""
     settings = merged(config)

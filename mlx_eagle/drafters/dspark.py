@@ -17,7 +17,7 @@ from ..target.ragged import RaggedCache
 from .base import Pick
 from .block_config import BlockConfig, fields_from, known_tensors, merged
 from .dflash import BlockAttention, BlockLayer, DFlashDrafter, DFlashHead, block_kind
-from .folder import PublishedTensor, Tensors
+from .folder import Tensor, Tensors
 
 CONFIDENCE = "confidence_head."
 """Estimates of acceptance: tensors that no draft depends on."""
@@ -139,7 +139,7 @@ class DSparkDrafter(DFlashDrafter):
         return tokens
 
 
-def tensors_of(tensors: Tensors) -> dict[str, PublishedTensor]:
+def tensors_of(tensors: Tensors) -> dict[str, Tensor]:
     """The tensors of a checkpoint that drafts depend on, under the names of our modules.
 
     Of DeepSpec, speculators, SpecForge, LiquidAI and NVIDIA.
@@ -148,7 +148,7 @@ def tensors_of(tensors: Tensors) -> dict[str, PublishedTensor]:
     return {name: found[name] for name in found if not name.startswith(CONFIDENCE)}
 
 
-def config_from(tensors: Mapping[str, PublishedTensor], config: Mapping[str, Any]) -> DSparkConfig:
+def config_from(tensors: Tensors, config: Mapping[str, Any]) -> DSparkConfig:
     """The config that a published checkpoint comes to."""
     settings = dict(merged(config))
     inside = config.get("dflash_config") or {}
@@ -174,7 +174,7 @@ def config_from(tensors: Mapping[str, PublishedTensor], config: Mapping[str, Any
 
 
 def _gemma_fields(
-    tensors: Mapping[str, PublishedTensor],
+    tensors: Tensors,
     settings: Mapping[str, Any],
     config: Mapping[str, Any],
     fields: Mapping[str, Any],

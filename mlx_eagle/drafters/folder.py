@@ -3,13 +3,14 @@
 A converted folder holds a ``config.json`` that names its ``kind`` and a ``model.safetensors``.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, fields
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any, Protocol, Self, get_args
+from typing import Annotated, Any, Self, get_args
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -46,23 +47,26 @@ FOLDER: Table = {
 FLOATS = (mx.float16, mx.bfloat16, mx.float32)
 
 
-class PublishedTensor(Protocol):
+class Tensor(ABC):
     """A tensor of a published checkpoint, read when it is asked for."""
 
-    @property
-    def format(self) -> str: ...
+    format: str
+    shape: tuple[int, ...]
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def rows(self) -> int:
+        return self.shape[0]
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        return math.prod(self.shape)
 
+    @abstractmethod
     def read(self) -> mx.array:
         """The values as an array."""
 
 
-Tensors = Mapping[str, PublishedTensor]
+Tensors = Mapping[str, Tensor]
 """The tensors of a checkpoint by the names of its files."""
 
 
@@ -223,7 +227,7 @@ def read_weights(folder: Path) -> dict[str, mx.array]:
 
 
 def fault_in(
-    tensors: Mapping[str, PublishedTensor] | Mapping[str, mx.array],
+    tensors: Tensors | Mapping[str, mx.array],
     module: nn.Module,
     prefix: str = "",
 ) -> str:
@@ -242,7 +246,7 @@ def fault_in(
     return f"has an unknown {prefix}{surplus[0][:60]}" if surplus else ""
 
 
-def rows_of(tensors: Mapping[str, PublishedTensor], name: str) -> int:
+def rows_of(tensors: Tensors, name: str) -> int:
     """How many rows a published tensor has; ValueError where there is none of that name."""
     if name not in tensors or not tensors[name].shape:
         raise ValueError(f"the checkpoint lacks {name}; it is incomplete")

@@ -6,7 +6,6 @@ in ``mtp_layers.py``, how they draft in ``mtp_drafter.py``.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from .folder import (
     PACKING,
     SIZE,
     LoadOptions,
-    PublishedTensor,
+    Tensor,
     Tensors,
     fault_in,
     quantize_now,
@@ -160,7 +159,7 @@ def _quantize(head: nn.Module, weights: Weights, quantization: Mapping[str, Any]
 
 
 def _check(
-    head: nn.Module, weights: Weights | dict[str, PublishedTensor], family: MTPFamily
+    head: nn.Module, weights: Weights | dict[str, Tensor], family: MTPFamily
 ) -> None:
     """Raise ValueError unless these are the tensors of the head."""
     if fault := fault_in(weights, head, "mtp."):
@@ -223,26 +222,14 @@ def convert(tensors: Tensors, config: Mapping[str, Any]) -> tuple[dict[str, Any]
     return made, own
 
 
-@dataclass(frozen=True)
-class _AtHand:
+class _AtHand(Tensor):
     """A tensor that is an array already."""
 
-    array: mx.array
-
-    @property
-    def format(self) -> str:
-        return FORMATS.get(self.array.dtype, "F32")
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.array.shape
-
-    @property
-    def size(self) -> int:
-        return self.array.size
+    def __init__(self, array: mx.array):
+        self.array, self.shape = array, array.shape
+        self.format = FORMATS.get(array.dtype, "F32")
 
     def read(self) -> mx.array:
-        """The array."""
         return self.array
 
 
