@@ -30,7 +30,7 @@ from ..system.json_schema import (
 )
 from ..target.cache_view import CacheView
 from ..target.masks_and_ropes import evaluate_ropes
-from .base import Draft, Pick, start_early
+from .base import Draft, Pick, row_at, start_early
 from .feature_drafter import FeatureDrafter
 from .folder import (
     SIZE,
@@ -217,8 +217,7 @@ class AssistantDrafter(FeatureDrafter):
 
     def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
         """The seed is the newest token's embedding beside the state before it, (1, 2H)."""
-        row = mx.array([tokens.shape[0] - 1]) if last is None else last.reshape(1)
-        return self._joined(tokens[row], features[row])
+        return self._joined(row_at(tokens, last), row_at(features, last))
 
     def _joined(self, tokens: mx.array, states: mx.array) -> mx.array:
         embeddings = self._embedded(tokens) * self._scale

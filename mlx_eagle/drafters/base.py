@@ -85,6 +85,11 @@ def index_of(array: mx.array) -> int:
     return int(found)
 
 
+def row_at(rows: mx.array, last: mx.array | None) -> mx.array:
+    """Of rows (m, ...) the one at ``last`` (), by default the last, as (1, ...)."""
+    return rows[-1:] if last is None else rows[last.reshape(1)]
+
+
 def check_width(features: mx.array, width: int) -> None:
     """Raise ValueError unless features (m, F) are of the target that a drafter was made for."""
     if features.shape[-1] != width:

@@ -101,12 +101,21 @@ class HeadBatchDrafter:
         """All rows are absorbed, and none counts yet."""
         assert features is not None
         check_width(features, self._own.width)
-        states = self._forward(tokens, self._own.states_of(features))
+        rows = self._absorb(tokens, features)
         if last is None:
-            starts = states[:, -1]
+            starts = rows[:, -1]
         else:
-            starts = mx.take_along_axis(states, last[:, None, None], axis=1)[:, 0]
-        self._start = [starts, self._own.logits(starts)]
+            index = last.reshape(-1, *[1] * (rows.ndim - 1))
+            starts = mx.take_along_axis(rows, index, axis=1)[:, 0]
+        self._start = self._start_at(starts)
+
+    def _absorb(self, tokens: mx.array, features: mx.array) -> mx.array:
+        """Feed the head tokens (B, m) and features (B, m, F): rows (B, m, ...) to start from."""
+        return self._forward(tokens, self._own.states_of(features))
+
+    def _start_at(self, starts: mx.array) -> list[mx.array]:
+        """What drafts start from, by the row (B, ...) of each request."""
+        return [starts, self._own.logits(starts)]
 
     def advance(self, kept: list[int]) -> None:
         self._caches.advance(kept)

@@ -8,7 +8,7 @@ each. Keys and values of the block do not stay.
     block                      P, P + 1 .. P + k     the newest token, then masks
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from ..target.masks_and_ropes import evaluate_ropes
 from ..target.ragged import RaggedCache
-from .base import Draft, Drafter, Pick, Picks
+from .base import Draft, Drafter, Pick, Picks, row_at
 from .batch_drafter import HeadBatchDrafter
 from .block_config import (
     BlockConfig,
@@ -259,7 +259,7 @@ class DFlashDrafter(FeatureDrafter):
     def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
         """The seed is the newest token (1,), or its embedding (1, h)."""
         self.head.absorb(features[None], self.cache[:-1])
-        return tokens[-1:] if last is None else tokens[last.reshape(1)]
+        return row_at(tokens, last)
 
     def _first_logits(self, seed: mx.array) -> mx.array:
         """There are none before the block is run."""
@@ -327,20 +327,12 @@ class BlockBatchDrafter(HeadBatchDrafter):
         tokens = own.read(states[:, own.head.config.first_slot :], anchors, picks.pick)
         return mx.stack(tokens, axis=1), [size] * len(self._joined)
 
-    def extend(
-        self,
-        tokens: mx.array,
-        features: mx.array | None,
-        last: mx.array | None = None,
-        num_rows: Sequence[int] | None = None,
-    ) -> None:
-        """All rows are absorbed, and none counts yet."""
-        assert features is not None
+    def _absorb(self, tokens: mx.array, features: mx.array) -> mx.array:
         self._own.head.absorb(features, self._caches.open())
-        if last is None:
-            self._start = [tokens[:, -1]]
-        else:
-            self._start = [mx.take_along_axis(tokens, last[:, None], axis=1)[:, 0]]
+        return tokens
+
+    def _start_at(self, starts: mx.array) -> list[mx.array]:
+        return [starts]
 
     def pending(self) -> list[mx.array]:
         """The newest tokens, and the context's keys and values."""

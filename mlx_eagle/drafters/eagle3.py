@@ -7,8 +7,9 @@ masked ones, which know neither token nor features and stand for the tokens that
 
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,7 +17,7 @@ from mlx_lm.models.cache import KVCache
 
 from ..target.attention import each_itself
 from ..target.masks_and_ropes import BY_LENGTH, evaluate_ropes, find_ropes
-from .base import Draft, Pick, PickChildren, index_of, start_early
+from .base import Draft, Pick, PickChildren, index_of, row_at, start_early
 from .batch_drafter import HeadBatchDrafter
 from .feature_drafter import FeatureDrafter
 from .folder import LoadOptions
@@ -33,7 +34,7 @@ from .head_cache import (
     slots_of,
 )
 from .head_weights import attach_head
-from .tree import StaticTree, Tree
+from .tree import Tree
 
 FIRST_SIZE = 7
 """Tokens drafted first, before anybody has said how many, by a head that does not say it."""
@@ -74,6 +75,14 @@ class EagleDrafter(FeatureDrafter):
         # Arrays that are no parameters: nobody else computes them before another thread asks.
         evaluate_ropes(head)
         mx.eval(to_target)
+
+    def with_draft_window(self, size: int | None) -> Self:
+        if size == self.draft_window:
+            return self
+        check_window(size, self.head.config.sliding_window)
+        drafter = copy(self)
+        drafter.draft_window = size
+        return drafter.begin()
 
     @property
     def cost_key(self) -> str:
@@ -149,17 +158,10 @@ class Eagle3Drafter(EagleDrafter):
         super().__init__(head, embed, taps, to_target, draft_window)
 
     def with_draft_cache(self, draft_cache: str) -> "Eagle3Drafter":
-        return self._like(draft_cache, self.draft_window)
-
-    def with_draft_window(self, size: int | None) -> "Eagle3Drafter":
-        return self._like("lagging" if self.lagging else "exact", size)
-
-    def _like(self, draft_cache: str, draft_window: int | None) -> "Eagle3Drafter":
-        lagging = "lagging" if self.lagging else "exact"
-        if (draft_cache, draft_window) == (lagging, self.draft_window):
+        if draft_cache == ("lagging" if self.lagging else "exact"):
             return self
         parts = self.head, self._embed, self.taps, self.to_target
-        return Eagle3Drafter(*parts, draft_cache, draft_window)
+        return Eagle3Drafter(*parts, draft_cache, self.draft_window)
 
     @property
     def cost_key(self) -> str:
@@ -174,8 +176,7 @@ class Eagle3Drafter(EagleDrafter):
         """The state is (1, h)."""
         if self.lagging:
             return self._absorb_lagging(tokens, features, last)
-        states = self._forward(tokens, self.head.fuse(features))
-        return states[-1:] if last is None else states[last.reshape(1)]
+        return row_at(self._forward(tokens, self.head.fuse(features)), last)
 
     def propose(self, size: int, pick: Pick) -> Draft:
         """A chain of ``size`` tokens: one head forward for each but the first.
@@ -215,13 +216,9 @@ class Eagle3Drafter(EagleDrafter):
             level += 1
             return self.logits(states)
 
-        def branch(logits: mx.array, count: int) -> tuple[mx.array, mx.array]:
-            return pick(logits, self.to_target, count)
-
-        grown = shape.grow(self._first, step, branch)
+        draft = self._grown(shape, step, pick)
         self._end_draft(visible.shape[1])
-        form = shape.parents if isinstance(shape, StaticTree) else None
-        return Draft(self.to_ids(grown.ids), grown.parents, shape.depth, form, grown.draw_index)
+        return draft
 
     def batch_drafter(self) -> HeadBatchDrafter | None:
         by_length = any(isinstance(rope, BY_LENGTH) for rope in find_ropes(self.head))
@@ -329,9 +326,8 @@ class ParallelDrafter(EagleDrafter):
         embed: Callable[[mx.array], mx.array],
         taps: tuple[int, ...],
         to_target: mx.array | None = None,
-        draft_window: int | None = None,
     ):
-        super().__init__(head, embed, taps, to_target, draft_window)
+        super().__init__(head, embed, taps, to_target)
         # What a masked slot takes for token and features is the same for all of them.
         self._mask_embedding = embed(mx.array([head.config.mask_token_id]))
         self._mask_state = head.masked(1)
@@ -344,11 +340,6 @@ class ParallelDrafter(EagleDrafter):
                 "every pair before them: leave it out."
             )
         return self
-
-    def with_draft_window(self, size: int | None) -> "ParallelDrafter":
-        if size == self.draft_window:
-            return self
-        return ParallelDrafter(self.head, self._embed, self.taps, self.to_target, size)
 
     def _start(self, cache: list[Any]) -> None:
         super()._start(cache)

@@ -9,7 +9,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
-from .base import Draft, Drafter, Pick, check_width
+from .base import Draft, Drafter, Pick, PickChildren, check_width
+from .tree import StaticTree, Step, Tree
 
 
 class FeatureDrafter(Drafter):
@@ -132,6 +133,12 @@ class FeatureDrafter(Drafter):
     def choose(self, logits: mx.array, pick: Pick) -> mx.array:
         """The choices among logits (m, Vd), as target ids (m,) int32."""
         return self.to_ids(pick(logits, self.to_target))
+
+    def _grown(self, shape: Tree, step: Step, pick: PickChildren) -> Draft:
+        """A tree that grows by ``step`` from the first token's logits."""
+        grown = shape.grow(self._first, step, lambda row, num: pick(row, self.to_target, num))
+        form = shape.parents if isinstance(shape, StaticTree) else None
+        return Draft(self.to_ids(grown.ids), grown.parents, shape.depth, form, grown.draw_index)
 
     def to_ids(self, index: mx.array) -> mx.array:
         """Draft-vocabulary indices (m,) as target ids (m,) int32."""

@@ -12,7 +12,7 @@ from mlx_lm.utils import load as load_model
 from ..system.device import set_precision
 from ..target.masks_and_ropes import evaluate_ropes, exact_masks
 from ..target.rollback import Checkpoint, check_supported
-from .base import Draft, Drafter, Pick, index_of, start_early
+from .base import Draft, Drafter, Pick, index_of, row_at, start_early
 from .folder import LoadOptions
 from .target_parts import find_embedding, sizes_of
 
@@ -78,13 +78,10 @@ class ModelDrafter(Drafter):
         if self._is_recurrent and last is not None:
             self._uncut = Checkpoint(self._caches), tokens, last
         logits = self._forward(tokens)
-        if last is None:
-            self._seed = logits[-1:]
-            if self._is_recurrent:
-                # The loop computes the caches it sees chunk by chunk; it does not see these.
-                mx.async_eval([cache.state for cache in self._caches])
-        else:
-            self._seed = mx.take(logits, last.reshape(1), axis=0)
+        self._seed = row_at(logits, last)
+        if self._is_recurrent and last is None:
+            # The loop computes the caches it sees chunk by chunk; it does not see these.
+            mx.async_eval([cache.state for cache in self._caches])
 
     def propose(self, size: int, pick: Pick) -> Draft:
         """A chain of ``size`` tokens: one forward for each but the first."""

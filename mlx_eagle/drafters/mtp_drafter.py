@@ -15,11 +15,11 @@ from mlx_lm.models.cache import CacheList, KVCache
 from ..target.attention import each_itself
 from ..target.masks_and_ropes import evaluate_ropes
 from ..target.stand_in import StandIn
-from .base import BatchDrafter, Draft, Pick, PickChildren, start_early
+from .base import BatchDrafter, Draft, Pick, PickChildren, row_at, start_early
 from .batch_drafter import HeadBatchDrafter
 from .feature_drafter import FeatureDrafter
 from .target_parts import find_embedding, lm_head_of, sizes_of
-from .tree import StaticTree, Tree
+from .tree import Tree
 
 
 class MTPHead(nn.Module):
@@ -187,8 +187,7 @@ class MTPDrafter(FeatureDrafter):
 
     def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
         """The state is (1, h)."""
-        states = self._forward(tokens, features)
-        return states[-1:] if last is None else states[last.reshape(1)]
+        return row_at(self._forward(tokens, features), last)
 
     def propose(self, size: int, pick: Pick) -> Draft:
         """A chain of ``size`` tokens: one forward for each but the first."""
@@ -235,11 +234,9 @@ class MTPDrafter(FeatureDrafter):
             states = out[0, before:]
             return self.logits(states)
 
-        grown = shape.grow(self._first, step, lambda logits, count: pick(logits, None, count))
+        draft = self._grown(shape, step, pick)
         self._drop(caches, mask.shape[0])
-        form = shape.parents if isinstance(shape, StaticTree) else None
-        tokens = grown.ids.astype(mx.int32)
-        return Draft(tokens, grown.parents, shape.depth, form, grown.draw_index)
+        return draft
 
     @staticmethod
     def _drop(caches: list[Any], num_slots: int) -> None:
@@ -292,13 +289,13 @@ class SteppedMTPDrafter(MTPDrafter):
     def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
         num = len(self.head.steps)
         before = self._seed if self._seed.size else mx.zeros((num, features.shape[1]))
-        row = mx.array([len(features) - 1]) if last is None else last.reshape(1)
         states, seed = features, []
         for index in range(num):
             made, passed = self._advance(index, tokens, states)
-            seed += [made[row]] if index == 0 else []
-            seed += [passed[row]] if index < num - 1 else []
+            if index == 0:
+                seed.append(row_at(made, last))
             if index < num - 1:
+                seed.append(row_at(passed, last))
                 start = before[index + 1 : index + 2].astype(passed.dtype)
                 states = mx.concatenate([start, passed[:-1]])
         return mx.concatenate(seed)
