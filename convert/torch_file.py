@@ -2,14 +2,15 @@
 
 ``torch.save`` has two file formats: a zip file, and before torch 1.6 some pickles with the
 storages behind them. Members of the zip file are stored one after the other, as they are.
-Python's own reader inflates and believes what a directory says of sizes; this one only tells
-where each member lies, after checking that it lies in the file. What a pickle may say is in
+Of Python's own reader only the directory is used, for it inflates and believes what that says of
+sizes: where a member lies in the file is checked here. What a pickle may say is in
 ``unpickle.py``.
 """
 
+import io
 import struct
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,110 +26,51 @@ PICKLE = b"\x80"
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 NUM_LEGACY_PICKLES = 5
 START = b"PK\x03\x04"
-MAX_MEMBERS = 1 << 14
-END = struct.Struct("<4s4H2LH")  # end of the directory
-END_64 = struct.Struct("<4sQ2H2L4Q")
-LOCATOR_64 = struct.Struct("<4sLQL")  # of END_64; it stands before END
-ENTRY = struct.Struct("<4s6H3L5H2L")
-LOCAL = struct.Struct("<4s5H3L2H")  # stands before each member's bytes
-STORED, ENCRYPTED, FULL = 0, 1, 0xFFFFFFFF
+LOCAL = struct.Struct("<4s22x2H")  # before each member's bytes; last the sizes of name and extra
+MAX_DIRECTORY = 1 << 21  # bytes of it, some hundred a tensor
+ENCRYPTED = 1
+NO_ZIP = (zipfile.BadZipFile, NotImplementedError, OverflowError, ValueError, struct.error)
 
 
 class DamagedArchive(ValueError):
     """A zip file that is cut off, or whose directory does not fit it."""
 
 
-@dataclass(frozen=True)
-class Member:
-    """``size`` bytes behind the local header at ``header``; compressed unless ``is_stored``."""
+class _File(io.FileIO):
+    """A file of which no more is read at once than a directory may take."""
 
-    header: int
-    size: int
-    is_stored: bool
+    def read(self, size: int | None = -1, /) -> bytes:
+        return super().read(MAX_DIRECTORY if size is None else min(size, MAX_DIRECTORY))
 
 
-@dataclass(frozen=True)
 class Archive:
     """A zip file's bytes, (n,) uint8, and where its members' headers are."""
 
-    data: np.ndarray
-    members: dict[str, Member]
+    def __init__(self, path: Path, data: np.ndarray):
+        """Raises DamagedArchive where they are none."""
+        self.data = data
+        try:
+            with _File(path) as file, zipfile.ZipFile(file) as archive:
+                self.members = {member.filename: member for member in archive.infolist()}
+        except NO_ZIP as err:
+            raise DamagedArchive(f"the zip file is cut off or damaged: {shown(str(err))}") from err
 
     def read(self, name: str) -> np.ndarray:
         """The bytes of a member, (size,) uint8, not copied."""
         member = self.members.get(name)
         if member is None:
             raise DamagedArchive(f"it lacks its member {shown(name)}")
-        if not member.is_stored:
+        is_plain = member.file_size == member.compress_size and not member.flag_bits & ENCRYPTED
+        if member.compress_type != zipfile.ZIP_STORED or not is_plain:
             raise DamagedArchive(f"its member {shown(name)} is compressed, as torch never does")
-        header = _unpack(LOCAL, self.data, member.header, START)
-        start = member.header + LOCAL.size + header[-2] + header[-1]
-        if start + member.size > len(self.data):
+        at = member.header_offset
+        header = self.data[max(at, 0) : at + LOCAL.size].tobytes()
+        if len(header) < LOCAL.size or not header.startswith(START):
+            raise DamagedArchive("its directory is damaged")
+        start = at + LOCAL.size + sum(LOCAL.unpack(header)[1:])
+        if start + member.file_size > len(self.data):
             raise DamagedArchive(f"its member {shown(name)} reaches beyond the end: cut off")
-        return self.data[start : start + member.size]
-
-
-def open_archive(data: np.ndarray) -> Archive:
-    """The directory of the zip file with these bytes; DamagedArchive where it is none."""
-    tail = max(len(data) - 0xFFFF - END.size, 0)
-    at = data[tail:].tobytes().rfind(b"PK\x05\x06")
-    if at < 0 or tail + at + END.size > len(data):
-        raise DamagedArchive("the zip file is cut off")
-    count, size, start = _directory(data, tail + at)
-    if count > MAX_MEMBERS:
-        raise DamagedArchive(f"it has {count} members, more than any draft head")
-    if start + size > len(data):
-        raise DamagedArchive("its directory reaches beyond the end: cut off")
-    return Archive(data, dict(_members(data[: start + size], start, count)))
-
-
-def _directory(data: np.ndarray, end: int) -> tuple[int, int, int]:
-    """How many members the directory has, its size and where it starts."""
-    *_, count, size, start, _ = _unpack(END, data, end, b"PK\x05\x06")
-    if count < 0xFFFF and FULL not in (size, start):
-        return count, size, start
-    if end < LOCATOR_64.size:
-        raise DamagedArchive("its directory has no place")
-    _, _, place, _ = _unpack(LOCATOR_64, data, end - LOCATOR_64.size, b"PK\x06\x07")
-    *_, count, size, start = _unpack(END_64, data, place, b"PK\x06\x06")
-    return count, size, start
-
-
-def _members(data: np.ndarray, at: int, count: int) -> Iterator[tuple[str, Member]]:
-    for _ in range(count):
-        entry = _unpack(ENTRY, data, at, b"PK\x01\x02")
-        flags, method = entry[3], entry[4]
-        packed, size, header = entry[8], entry[9], entry[16]
-        name_end = at + ENTRY.size + entry[10]
-        name = data[at + ENTRY.size : name_end].tobytes().decode("utf-8", "replace")
-        extra = data[name_end : name_end + entry[11]].tobytes()
-        size, packed, header = _sizes_64(extra, (size, packed, header))
-        is_stored = method == STORED and not flags & ENCRYPTED and size == packed
-        yield name, Member(header, size, is_stored)
-        at = name_end + entry[11] + entry[12]
-
-
-def _sizes_64(extra: bytes, sizes: tuple[int, ...]) -> Iterator[int]:
-    """The sizes, with those that do not fit into 32 bits from the entry's extra field."""
-    fields, at = b"", 0
-    while at + 4 <= len(extra):
-        kind, length = struct.unpack_from("<2H", extra, at)
-        if kind == 1:
-            fields = extra[at + 4 : at + 4 + length]
-        at += 4 + length
-    for size in sizes:
-        if size == FULL and len(fields) >= 8:
-            size, fields = int.from_bytes(fields[:8], "little"), fields[8:]
-        yield size
-
-
-def _unpack(layout: struct.Struct, data: np.ndarray, at: int, signature: bytes) -> tuple:
-    if at + layout.size > len(data):
-        raise DamagedArchive("the zip file is cut off")
-    fields = layout.unpack(data[at : at + layout.size].tobytes())
-    if fields[0] != signature:
-        raise DamagedArchive("its directory is damaged")
-    return fields
+        return self.data[start : start + member.file_size]
 
 
 def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -179,8 +121,8 @@ def _folder(archive: Archive) -> str:
     return folder
 
 
-def _read_zip(data: np.ndarray) -> dict[str, Stored]:
-    archive = open_archive(data)
+def _read_zip(path: Path, data: np.ndarray) -> dict[str, Stored]:
+    archive = Archive(path, data)
     folder = _folder(archive)
     index = archive.read(f"{folder}data.pkl")
     if len(index) > MAX_BYTES:
@@ -232,7 +174,7 @@ def read_bin(path: Path) -> dict[str, Stored]:
     beginning = data[: len(START)].tobytes()
     try:
         if beginning == START:
-            return _read_zip(data)
+            return _read_zip(path, data)
         if not beginning.startswith(PICKLE):
             raise RefusedPickle(
                 f"it begins with {shown(beginning.decode('latin-1'))}, and is neither a zip file "
