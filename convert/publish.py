@@ -155,35 +155,15 @@ def make_card(
     )
 
 
-# What the flat layout has no key or name for, and the value that it stands for.
-FIXED = {
-    "latent": None,
-    "softmax_scale": None,
-    "position_scale": None,
-    "values": "projected",
-    "value_norm": False,
-    "branch_norms": False,
-    "layer_scalar": False,
-    "embed_scale": 1.0,
-    "logit_softcap": None,
-    "mask_token_id": None,
-    "num_parallel_heads": 0,
-    "num_layers": 1,
-    "uses_aux": True,
-    "fc_input": "features",
-    "layer_input": "first",
-    "fc_bias": False,
-    "norm_output": False,
-    "qk_norm": False,
-    "attention_bias": False,
-    "attention_out_bias": False,
-    "mlp_bias": False,
-    "embedding_norm": True,
-    "state_norm": True,
-    "final_norm": True,
-    "sliding_window": None,
-    "num_aux": 3,
-}
+UNSAID = (
+    "latent", "softmax_scale", "position_scale", "values", "value_norm", "branch_norms",
+    "layer_scalar", "embed_scale", "logit_softcap", "mask_token_id", "num_parallel_heads",
+    "uses_aux", "fc_input", "layer_input", "fc_bias", "norm_output", "qk_norm", "attention_bias",
+    "attention_out_bias", "mlp_bias", "embedding_norm", "state_norm", "final_norm",
+    "sliding_window", "num_aux",
+)  # fmt: skip
+"""What the flat layout has no key or name for: it stands for the default of ``Eagle3Config``."""
+FIXED = {name: getattr(Eagle3Config, name) for name in UNSAID} | {"num_layers": 1}
 
 
 def to_pytorch(head: str, folder: str) -> dict[str, Any]:
