@@ -13,6 +13,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,19 +121,9 @@ def draft_output(model: nn.Module, ids: mx.array) -> Callable[[mx.array], mx.arr
     source = lm_head_of(model, embedding)
     module = source if isinstance(source, nn.Module) else embedding
     names = ("weight", "scales", "biases", "bias")
-    rows = {name: module[name][ids] for name in names if module.get(name) is not None}
-
-    def project(states: mx.array) -> mx.array:
-        if "scales" in rows:
-            packed = rows["weight"], rows["scales"], rows.get("biases")
-            size, bits, mode = module.group_size, module.bits, module.mode
-            out = mx.quantized_matmul(
-                states, *packed, transpose=True, group_size=size, bits=bits, mode=mode
-            )
-        else:
-            out = states @ rows["weight"].T
-        return out + rows["bias"] if "bias" in rows else out
-
+    part = copy(module)
+    part.update({name: module[name][ids] for name in names if module.get(name) is not None})
+    project: Callable[[mx.array], mx.array] = part if module is source else part.as_linear
     return project
 
 
