@@ -293,7 +293,7 @@ def write(
     title: str,
     target: str | None,
     upload_as: Upload | None,
-    model: TargetFolder | None = None,
+    model: TargetFolder | None,
 ) -> None:
     """Write the folder of a head, and with it the card of one that is to be uploaded."""
     with new_folder(destination) as folder:
@@ -335,35 +335,20 @@ def _refuse(kind: str, draft_vocab: object, overrides: Overrides) -> None:
         )
 
 
-def _finish_kind(
-    head: Head,
-    kind: str,
-    checkpoint: DraftCheckpoint,
-    destination: Path,
-    target: str | TargetSizes | None,
-    check: bool,
-    dtype: str | None,
-    upload_as: Upload | None,
-) -> dict[str, Any]:
-    """Check and save a drafter of another kind than EAGLE heads, and say so; its config."""
-    head.config["source"] = source_entry(checkpoint)
-    named = target if isinstance(target, str) else None
+def _check_kind(
+    kind: str, head: Head, target: str | TargetSizes | None, check: bool, dtype: str | None
+) -> list[str]:
+    """Hold a drafter of another kind than EAGLE heads against its target; what to say of it."""
     if isinstance(target, str):
         model = open_target(target)
         target = TargetSizes(model.hidden_size, model.num_layers, model.vocab_size, model.name)
     KINDS[kind].made_for(head.config, Path("config.json"), target)
-    found = None
-    if check and target is not None:
-        loaded = load_model(target.name, dtype)
-        found = measure_acceptance(KINDS[kind], head.config, head.weights, *loaded)
-        head.config["check"] = found.entry()
-    write(head, destination, checkpoint, KINDS[kind].title, named, upload_as)
-    print("\n".join([f"kind        {KINDS[kind].title}", *size_lines(checkpoint, head)]))
-    if found is not None:
-        print(found.table())
-    if upload_as is not None:
-        print(f"uploaded to {upload(destination, upload_as[0])}")
-    return head.config
+    if not check or target is None:
+        return []
+    loaded = load_model(target.name, dtype)
+    found = measure_acceptance(KINDS[kind], head.config, head.weights, *loaded)
+    head.config["check"] = found.entry()
+    return [found.table()]
 
 
 def _open(source: str, revision: str | None, target: str | None) -> tuple[str, DraftCheckpoint]:
@@ -436,20 +421,23 @@ def convert(
     kind, checkpoint = _open(str(hf_path), revision, target)
     if KINDS[kind].convert is not None:
         _refuse(kind, draft_vocab, overrides)
-        other = build_kind(kind, checkpoint, dtype, quantization, progress)
-        where = checkpoint, destination
-        return _finish_kind(other, kind, *where, target or sizes, check, dtype, upload_as)
-    model = open_target(str(target)) if target is not None else None
-    resolved = prepare(checkpoint, model or sizes, overrides, draft_vocab)
-    head = build(resolved, dtype, quantization, progress)
+        model, title = None, KINDS[kind].title
+        head = build_kind(kind, checkpoint, dtype, quantization, progress)
+        said = [f"kind        {title}", *size_lines(checkpoint, head)]
+        said += _check_kind(kind, head, target or sizes, check, dtype)
+    else:
+        model = open_target(str(target)) if target is not None else None
+        resolved = prepare(checkpoint, model or sizes, overrides, draft_vocab)
+        title = resolved.family.title
+        head = build(resolved, dtype, quantization, progress)
+        said = [summary(checkpoint, resolved, head)]
+        if check:
+            report = run_check(checkpoint, resolved, head, model, dtype)
+            head.config["check"] = check_entry(report)
+            said.append(check_table(report))
     head.config["source"] = source_entry(checkpoint)
-    report = run_check(checkpoint, resolved, head, model, dtype) if check else None
-    if report is not None:
-        head.config["check"] = check_entry(report)
-    write(head, destination, checkpoint, resolved.family.title, target, upload_as, model)
-    print(summary(checkpoint, resolved, head))
-    if report is not None:
-        print(check_table(report))
+    write(head, destination, checkpoint, title, target, upload_as, model)
+    print("\n".join(said))
     if upload_as is not None:
         print(f"uploaded to {upload(destination, upload_as[0])}")
     return head.config

@@ -80,13 +80,12 @@ def _cut_layers(
     tensors: dict[str, Tensor], num_layers: int, wanted: int | None
 ) -> tuple[dict[str, Tensor], int]:
     """The tensors of the first layers, and how many layers that are."""
-    if wanted is not None:
-        if not 1 <= wanted <= num_layers:
-            raise ValueError(f"--num-layers {wanted}: the checkpoint has {num_layers}")
-        surplus = tuple(f"layers.{i}." for i in range(wanted, num_layers))
-        tensors = {n: t for n, t in tensors.items() if not surplus or not n.startswith(surplus)}
-        num_layers = wanted
-    return tensors, num_layers
+    if wanted is None:
+        return tensors, num_layers
+    if not 1 <= wanted <= num_layers:
+        raise ValueError(f"--num-layers {wanted}: the checkpoint has {num_layers}")
+    surplus = tuple(f"layers.{i}." for i in range(wanted, num_layers))
+    return {n: t for n, t in tensors.items() if not n.startswith(surplus)}, wanted
 
 
 def _check_dimensions(tensors: Mapping[str, Tensor]) -> None:
