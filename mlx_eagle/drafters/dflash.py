@@ -17,20 +17,14 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, trim_prompt_cache
 from mlx_lm.models.rope_utils import initialize_rope
 
 from ..target.masks_and_ropes import evaluate_ropes
 from ..target.ragged import RaggedCache
 from .base import Draft, Drafter, Pick, Picks, row_at
 from .batch_drafter import HeadBatchDrafter
-from .block_config import (
-    BlockConfig,
-    bare_name,
-    config_from,
-    known_tensors,
-    readings,
-)
+from .block_config import BlockConfig, bare_name, config_from, known_tensors, readings
 from .feature_drafter import FeatureDrafter
 from .folder import (
     Kind,
@@ -47,13 +41,7 @@ from .folder import (
 from .head import GATED
 from .head_cache import check_window
 from .head_weights import draft_ids
-from .target_parts import (
-    activation_dtype,
-    embedding_scale,
-    find_embedding,
-    lm_head_of,
-    sizes_of,
-)
+from .target_parts import activation_dtype, embedding_scale, find_embedding, lm_head_of, sizes_of
 
 Caches = list[KVCache] | list[RaggedCache]
 
@@ -278,8 +266,7 @@ class DFlashDrafter(FeatureDrafter):
         block = self.block_after(self._embedded(anchor)[None], size)
         states = self.head(block, self.cache[:-1])
         self.num_forwards += 1
-        for cache in self.cache[:-1]:
-            cache.trim(block.shape[1])
+        trim_prompt_cache(self.cache[:-1], block.shape[1])
         tokens = self.read(states[:, self.head.config.first_slot :], anchor, pick)
         return Draft(mx.concatenate(tokens))
 

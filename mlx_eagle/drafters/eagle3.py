@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, trim_prompt_cache
 
 from ..target.attention import each_itself
 from ..target.masks_and_ropes import BY_LENGTH, evaluate_ropes, find_ropes
@@ -247,8 +247,7 @@ class Eagle3Drafter(EagleDrafter):
     def _end_draft(self, num_slots: int) -> None:
         """Drop the drafted slots."""
         if not self._uses_overlay and self.draft_window is None:
-            for cache in self.cache[:-1]:
-                cache.trim(num_slots)
+            trim_prompt_cache(self.cache[:-1], num_slots)
 
     @property
     def supports_trees(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map_with_path
+from mlx.utils import tree_flatten
 
 from ..system.json_schema import BOOL, OBJECT, TEXT, Table, check, shown
 from .folder import (
@@ -122,22 +122,14 @@ def _drafter_of(
     _check(head, own, family)
     head.load_weights(list(own.items()))
     dtype = options.dtype or activation_dtype(find_embedding(target)[0])
-    _cast(head, dtype)
+    kept = [(n, a) for n, a in tree_flatten(head.parameters()) if n.endswith(FLOAT32)]
+    head.set_dtype(dtype)
+    head.load_weights(kept, strict=False)
     quantize_now(head, quantization, options, kept=ROUTER)
     mx.eval(head.parameters())
     if isinstance(head, MTPSteps):
         return SteppedMTPDrafter(head, target)
     return MTPDrafter(head, target)
-
-
-def _cast(head: nn.Module, dtype: mx.Dtype) -> None:
-    """Give the head's floats one type, but what routers add; packed integers stay."""
-
-    def cast(path: str, array: mx.array) -> mx.array:
-        is_float = mx.issubdtype(array.dtype, mx.floating)
-        return array.astype(dtype) if is_float and not path.endswith(FLOAT32) else array
-
-    head.update(tree_map_with_path(cast, head.parameters()))
 
 
 def _quantize(head: nn.Module, weights: Weights, quantization: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
-from mlx_lm.models.cache import CacheList, KVCache
+from mlx_lm.models.cache import CacheList, KVCache, trim_prompt_cache
 
 from ..target.attention import each_itself
 from ..target.masks_and_ropes import evaluate_ropes
@@ -47,10 +47,12 @@ class MTPHead(nn.Module):
 
     def make_cache(self) -> list[Any]:
         """A cache for each layer that attends; two in one where it also chooses what it sees."""
-        attending = [
-            layer for layer, attends in zip(self.layers, self._attends, strict=True) if attends
-        ]
-        return [_make_cache(layer) for layer in attending]
+        made: list[Any] = []
+        for layer, attends in zip(self.layers, self._attends, strict=True):
+            if attends:
+                has_indexer = "indexer" in layer.get("self_attn", {})
+                made.append(CacheList(KVCache(), KVCache()) if has_indexer else KVCache())
+        return made
 
     def __call__(self, embeddings: mx.array, states: mx.array, caches: list[Any]) -> mx.array:
         """Advance m slots of B requests: embeddings and states (B, m, h) -> states (B, m, h).
@@ -75,11 +77,6 @@ class MTPHead(nn.Module):
 def _has_cache(layer: nn.Module) -> bool:
     """Whether a layer attends; of blocks with one part each, not all do."""
     return "self_attn" in layer or getattr(layer, "block_type", None) == "*"
-
-
-def _make_cache(layer: nn.Module) -> Any:
-    has_indexer = "indexer" in layer.get("self_attn", {})
-    return CacheList(KVCache(), KVCache()) if has_indexer else KVCache()
 
 
 class MTPSteps(nn.Module):
@@ -196,7 +193,7 @@ class MTPDrafter(FeatureDrafter):
             start_early(tokens[-1], size)
             states = self._forward(tokens[-1], states)
             tokens.append(self.choose(self.logits(states), pick))
-        self._drop(self.cache[:-1], size - 1)
+        trim_prompt_cache(self.cache[:-1], size - 1)
         return Draft(mx.concatenate(tokens))
 
     @property
@@ -226,7 +223,7 @@ class MTPDrafter(FeatureDrafter):
             mask = mx.concatenate([mx.pad(mask, [(0, 0), (0, num)]), visible], axis=0)
             taken[0].append(picked.astype(mx.int32))
             taken[1].append(states[rows])
-            self._drop(caches, before)
+            trim_prompt_cache(caches, before)
             self.num_forwards += 1
             with stand_in.tree_attention(caches, mask):
                 embeddings = self._embed(mx.concatenate(taken[0]))[None]
@@ -235,13 +232,8 @@ class MTPDrafter(FeatureDrafter):
             return self.logits(states)
 
         draft = self._grown(shape, step, pick)
-        self._drop(caches, mask.shape[0])
+        trim_prompt_cache(caches, mask.shape[0])
         return draft
-
-    @staticmethod
-    def _drop(caches: list[Any], num_slots: int) -> None:
-        for cache in caches:
-            cache.trim(num_slots)
 
     def _forward(self, tokens: mx.array, states: mx.array) -> mx.array:
         """One forward over tokens (m,) and states (m, h) -> (m, h)."""

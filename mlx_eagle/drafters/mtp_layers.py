@@ -9,6 +9,8 @@ does, as if they were those of one of its layers.
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -355,8 +357,8 @@ def with_final_norms(weights: Weights, target: nn.Module) -> Weights:
     votes = 0.0
     for name in COMPARED:
         if name in weights:
-            path = name.removeprefix("layers.0.").removesuffix(".weight").split(".")
-            own = [_mean(_at(layer, path)["weight"]) for layer in layers]
+            path = name.removeprefix("layers.0.").split(".")
+            own = [_mean(reduce(getitem, path, layer)) for layer in layers]
             gain = _gain_of_one(weights[name], sum(own) / len(own))
             votes += gain
             if gain > 0:
@@ -383,9 +385,3 @@ def _gain_of_one(weight: mx.array, own: float) -> float:
 def _mean(weight: mx.array) -> float:
     found: Any = weight.astype(mx.float32).mean().item()
     return float(found)
-
-
-def _at(module: Any, path: list[str]) -> Any:
-    for part in path:
-        module = module[part]
-    return module
