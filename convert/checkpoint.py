@@ -196,20 +196,15 @@ def _checked(checkpoint: DraftCheckpoint, where: Path) -> DraftCheckpoint:
     return checkpoint
 
 
-def refuse_by_config(folder: Path, source: str) -> None:
-    """Raise ValueError where the config names what must not be read, before weights are."""
-    path = folder / "config.json"
-    for name in names_in(read_object(path) if path.is_file() else {}):
-        refuse_eagle_4(name, source)
-
-
 def open_checkpoint(source: str, revision: str | None = None) -> DraftCheckpoint:
     """Open a folder, a ``.gguf`` file, a hub repository or a ``.gguf`` file in one.
 
     Raises ValueError for what is missing, cut off or not a checkpoint.
     """
     folder = locate(source, CONFIG_FILES, revision)
-    refuse_by_config(folder, source)
+    path = folder / "config.json"
+    for name in names_in(read_object(path) if path.is_file() else {}):
+        refuse_eagle_4(name, source)
     if folder.is_file():
         if folder.suffix != ".gguf":
             raise ValueError(f"{source} is a file; give the folder it is in, or a .gguf file")

@@ -109,11 +109,7 @@ class Family:
 
 
 REFUSALS = (
-    Refusal(
-        "an already converted head",
-        "use the folder as it is",
-        (r"^config aux_ids_source ",),
-    ),
+    Refusal("an already converted head", "use the folder as it is", (r"^config aux_ids_source ",)),
     Refusal(
         "a drafter of blocks (DFlash, DSpark) whose layers are of a kind that is not known",
         "use an EAGLE-3 head of the same target",
@@ -212,11 +208,7 @@ FAMILIES = (
         fixed={"branch_norms": True, "value_norm": True, "softmax_scale": 1.0},
         is_gemma=True,
     ),
-    Family(
-        "deepspec",
-        "DeepSpec",
-        has=(FUSION, WIDE, r"^config (target_layer_ids|ttt_length)\b"),
-    ),
+    Family("deepspec", "DeepSpec", has=(FUSION, WIDE, r"^config (target_layer_ids|ttt_length)\b")),
     Family(
         "speculators",
         "speculators (RedHatAI)",

@@ -282,20 +282,19 @@ def run_check(
     return check_head(dense.config, dense.weights, model, tokenizer, quantized=packed, bases=bases)
 
 
-Upload = tuple[str, str | None]
-"""The repository that a head is put into, and the revision that its source is of."""
-
-
 def write(
     head: Head,
     destination: Path,
     checkpoint: DraftCheckpoint,
     title: str,
     target: str | None,
-    upload_as: Upload | None,
+    upload_as: tuple[str, str | None] | None,
     model: TargetFolder | None,
 ) -> None:
-    """Write the folder of a head, and with it the card of one that is to be uploaded."""
+    """Write the folder of a head, and with it the card of one that is to be uploaded.
+
+    ``upload_as`` is the repository that it is put into, and the revision that its source is of.
+    """
     with new_folder(destination) as folder:
         save(head, folder, model)
         if upload_as is not None:

@@ -51,11 +51,7 @@ LAYER: Table = {
     "rope_theta": BASE,
     "partial_rotary_factor": FRACTION,
     "rope_scaling": SCALING,
-    "rope_parameters": {
-        **SCALING,
-        "sliding_attention": SCALING,
-        "full_attention": SCALING,
-    },
+    "rope_parameters": {**SCALING, "sliding_attention": SCALING, "full_attention": SCALING},
 }
 HEAD: Table = {
     **LAYER,
@@ -78,8 +74,7 @@ CONFIG: Table = {
     "quantization_config": OBJECT,
     "compression_config": OBJECT,
     "eos_token_id": FieldType(
-        "a token or a list of tokens",
-        lambda value: COUNT.holds(value) or INT_LIST.holds(value),
+        "a token or a list of tokens", lambda value: COUNT.holds(value) or INT_LIST.holds(value)
     ),
     "eagle_config": HEAD,
     "transformer_layer_config": HEAD,

@@ -12,6 +12,7 @@ from ..system.json_schema import (
     OBJECT,
     POSITIVE,
     TEXT,
+    TEXTS,
     Table,
     check,
     list_of,
@@ -61,7 +62,7 @@ LAYER: Table = {
     "rope_theta": number_above(1, 1e15),
     "rope_parameters": {"rope_theta": number_above(1, 1e15), "rope_type": TEXT},
     "rope_scaling": OBJECT,
-    "layer_types": list_of(TEXT, "strings"),
+    "layer_types": TEXTS,
     "sliding_window": whole(),
     "use_sliding_window": BOOL,
 }

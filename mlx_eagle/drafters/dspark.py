@@ -190,11 +190,7 @@ def _gemma_fields(
         "hidden_act": settings.get("hidden_activation", "gelu_pytorch_tanh"),
         "embed_scale": fields["hidden_size"] ** 0.5 if owns_embedding else 1.0,
         "rope_theta": rope.get("rope_theta", 1e6),
-        "rope_scaling": {
-            "type": "proportional",
-            "partial_rotary_factor": partial,
-            "factor": 1.0,
-        },
+        "rope_scaling": {"type": "proportional", "partial_rotary_factor": partial, "factor": 1.0},
         "windows": (),
         "causal_layers": (),
     }

@@ -24,13 +24,7 @@ from .folder import (
     read_weights,
 )
 from .head import Eagle3Head
-from .target_parts import (
-    activation_dtype,
-    find_embedding,
-    lm_head_of,
-    rows_of_lm_head,
-    sizes_of,
-)
+from .target_parts import activation_dtype, find_embedding, lm_head_of, rows_of_lm_head, sizes_of
 
 INTEGERS = (mx.int8, mx.int16, mx.int32, mx.int64)
 
@@ -197,9 +191,7 @@ def attach_head(
     head = build_head(config, weights, values.get("quantization"))
     quantize_now(head, values.get("quantization"), options)
     head.set_dtype(options.dtype or activation_dtype(embedding))
-    embed = embedding
-    if config.embed_source == "file":
-        embed = head.embed_tokens
+    embed = head.embed_tokens if config.embed_source == "file" else embedding
     if config.lm_head_source == "target":
         head.share_lm_head(lm_head_of(model, embedding))
     mx.eval(head.parameters())

@@ -14,15 +14,7 @@ import mlx.nn as nn
 
 from ..system.hub import locate
 from ..system.json_schema import LONGEST_NAME, read_object
-from . import (
-    assistant,
-    dflash,
-    dflash2,
-    dspark,
-    eagle3,
-    model_drafter,
-    mtp,
-)
+from . import assistant, dflash, dflash2, dspark, eagle3, model_drafter, mtp
 from .base import Drafter
 from .config import Eagle3Config
 from .folder import Kind, LoadOptions, kind_in, read_config
