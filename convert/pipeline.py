@@ -1,7 +1,7 @@
 """identify -> rename -> check -> quantize -> save: the whole conversion."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any

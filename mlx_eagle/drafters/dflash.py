@@ -29,7 +29,6 @@ from .feature_drafter import FeatureDrafter
 from .folder import (
     Kind,
     LoadOptions,
-    Tensor,
     Tensors,
     building,
     check_tensors,
