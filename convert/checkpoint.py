@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_eagle.drafters.config import LATENT
 from mlx_eagle.drafters.folder import Tensor
 from mlx_eagle.drafters.kinds import names_in
 from mlx_eagle.drafters.target_parts import TargetSizes
@@ -32,21 +33,13 @@ MISTRAL_MARK = "mistral_params"
 MISTRAL_KEYS = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
-    "head_dim": "head_dim",
     "hidden_dim": "intermediate_size",
     "n_heads": "num_attention_heads",
     "n_kv_heads": "num_key_value_heads",
     "norm_eps": "rms_norm_eps",
-    "vocab_size": "vocab_size",
-    "rope_theta": "rope_theta",
     "max_seq_len": "max_position_embeddings",
-    "max_position_embeddings": "max_position_embeddings",
-    "q_lora_rank": "q_lora_rank",
-    "kv_lora_rank": "kv_lora_rank",
-    "qk_nope_head_dim": "qk_nope_head_dim",
-    "qk_rope_head_dim": "qk_rope_head_dim",
-    "v_head_dim": "v_head_dim",
-    "llama_4_scaling": "llama_4_scaling",
+    **{key: key for key in ("head_dim", "vocab_size", "rope_theta", "max_position_embeddings")},
+    **{key: key for key in (*LATENT, "llama_4_scaling")},
 }
 MISTRAL_YARN = {
     "factor": "factor",

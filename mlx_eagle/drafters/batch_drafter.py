@@ -127,7 +127,8 @@ class HeadBatchDrafter:
     def _forward(self, tokens: mx.array, states: mx.array) -> mx.array:
         """Tokens (B, m) and states (B, m, h) -> (B, m, h), behind what is kept."""
         self._num_forwards += 1
-        return self._own.run(tokens, states, self._caches.open())
+        made: mx.array = self._own.head(self._own._embed(tokens), states, self._caches.open())
+        return made
 
 
 class SequentialDrafter:

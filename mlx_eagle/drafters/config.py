@@ -208,23 +208,18 @@ class Eagle3Config(FolderConfig):
 
     def _check_kinds(self, where: str | Path) -> None:
         """Raise ValueError where what one kind of head needs is not all there."""
+        for name, table in (("latent", LATENT), ("position_scale", POSITION_SCALE)):
+            values = getattr(self, name)
+            for key in table if values is not None else ():
+                if values.get(key) is None and key != "q_lora_rank":
+                    raise ValueError(f"{where} has no {name}.{key}: convert the head again.")
         if self.latent is not None:
-            sizes = {**self.latent, "q_lora_rank": self.latent.get("q_lora_rank") or 1}
-            short = [name for name in LATENT if sizes.get(name) is None]
-            if short:
-                raise ValueError(f"{where} has no latent.{short[0]}: convert the head again.")
-            parts = sizes["qk_nope_head_dim"], sizes["qk_rope_head_dim"]
+            parts = self.latent["qk_nope_head_dim"], self.latent["qk_rope_head_dim"]
             if sum(parts) != self.head_dim or self.rope.get("dims") != parts[1]:
                 raise ValueError(
                     f"{where} gives heads of width {self.head_dim} of {parts[0]} and {parts[1]} "
                     f"channels, {self.rope.get('dims')} of them rotated, which do not go "
                     "together: convert the head again."
-                )
-        if self.position_scale is not None:
-            short = [name for name in POSITION_SCALE if self.position_scale.get(name) is None]
-            if short:
-                raise ValueError(
-                    f"{where} has no position_scale.{short[0]}: convert the head again."
                 )
         if self.mask_token_id is not None and self.mask_token_id >= self.vocab_size:
             raise ValueError(

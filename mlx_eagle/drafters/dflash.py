@@ -37,7 +37,7 @@ from .folder import (
     quantize_now,
     read_weights,
 )
-from .head import GATED
+from .head import GATED, capped
 from .head_cache import check_window
 from .head_weights import draft_ids
 from .target_parts import activation_dtype, embedding_scale, find_embedding, lm_head_of, sizes_of
@@ -284,11 +284,7 @@ class DFlashDrafter(FeatureDrafter):
         return [self.choose(rows[:, slot], pick) for slot in range(rows.shape[1])]
 
     def logits(self, states: mx.array) -> mx.array:
-        return self._capped(self._project(states), self.head.config.logit_softcap)
-
-    @staticmethod
-    def _capped(logits: mx.array, cap: float | None) -> mx.array:
-        return logits if cap is None else cap * mx.tanh(logits / cap)
+        return capped(self._project(states), self.head.config.logit_softcap)
 
     def batch_drafter(self) -> "BlockBatchDrafter":
         return BlockBatchDrafter(self)

@@ -18,6 +18,7 @@ from .base import Pick
 from .block_config import BlockConfig, fields_from, known_tensors, merged
 from .dflash import BlockLayer, DFlashDrafter, DFlashHead, block_kind
 from .folder import Tensor, Tensors
+from .head import capped
 
 SELECTOR = ("predecessor_codebook", "successor_codebook")
 Few = Annotated[int, whole(1, 2**16)]
@@ -130,7 +131,7 @@ class DFlash2Drafter(DFlashDrafter):
 
     def logits(self, states: mx.array) -> mx.array:
         c = self.head.config
-        return self._capped(self._project(states) * c.output_multiplier, c.logit_softcap)
+        return capped(self._project(states) * c.output_multiplier, c.logit_softcap)
 
     def read(self, states: mx.array, anchors: mx.array, pick: Pick) -> list[mx.array]:
         """Slot by slot among its candidates, each with the token chosen in the slot before."""

@@ -62,11 +62,6 @@ class FeatureDrafter(Drafter):
         """What the head takes for features (..., F): states (..., h), or features as they are."""
         return features
 
-    def run(self, tokens: mx.array, states: mx.array, caches: list[Any]) -> mx.array:
-        """One forward of the head over tokens (B, m) and states (B, m, h) -> (B, m, h)."""
-        made: mx.array = self.head(self._embed(tokens), states, caches)
-        return made
-
     @property
     def num_parallel_heads(self) -> int:
         """How many tokens more ``parallel_logits`` says."""

@@ -36,6 +36,11 @@ GATED = {
 """The activations of gated MLPs, by the names that checkpoints give them."""
 
 
+def capped(logits: mx.array, cap: float | None) -> mx.array:
+    """Logits kept within ``cap``, as Gemma's are."""
+    return logits if cap is None else mx.tanh(logits / cap) * cap
+
+
 class Attention(nn.Module):
     """What both kinds have in common: where rows stand, and how long their queries are."""
 
@@ -430,17 +435,14 @@ class Eagle3Head(nn.Module):
 
     def logits(self, states: mx.array) -> mx.array:
         """Logits over the draft vocabulary, (m, h) -> (m, Vd)."""
-        return self._capped(self.lm_head(self._normed(states)))
+        return capped(self.lm_head(self._normed(states)), self.config.logit_softcap)
 
     def parallel_logits(self, states: mx.array, index: int) -> mx.array:
         """Logits (m, Vd) of the token that comes ``index`` + 1 after the one of ``logits``."""
         output = self.parallel_outputs[index % len(self.parallel_outputs)]
-        return self._capped(output(self.parallel_heads[index](self._normed(states))))
+        logits = output(self.parallel_heads[index](self._normed(states)))
+        return capped(logits, self.config.logit_softcap)
 
     def _normed(self, states: mx.array) -> mx.array:
         is_normed = self.config.norm_output or not self.config.final_norm
         return states if is_normed else self.norm(states)
-
-    def _capped(self, logits: mx.array) -> mx.array:
-        cap = self.config.logit_softcap
-        return logits if cap is None else mx.tanh(logits / cap) * cap

@@ -367,18 +367,15 @@ def _write_part(
 
 def _pieces(entries: Iterable[Entry]) -> Iterator[tuple[int, int]]:
     """The bytes of tensors in their order, from and to, as much at once as lies side by side."""
-    start = end = 0
+    runs: list[list[int]] = []
     for entry in entries:
-        if entry.start != end:
-            yield from _halves(start, end)
-            start = entry.start
-        end = entry.end
-    yield from _halves(start, end)
-
-
-def _halves(start: int, end: int) -> Iterator[tuple[int, int]]:
-    for first in range(start, end, PART_BYTES):
-        yield first, min(first + PART_BYTES, end)
+        if runs and runs[-1][1] == entry.start:
+            runs[-1][1] = entry.end
+        else:
+            runs.append([entry.start, entry.end])
+    for start, end in runs:
+        for first in range(start, end, PART_BYTES):
+            yield first, min(first + PART_BYTES, end)
 
 
 def read_target_config(source: str | Path) -> dict[str, Any]:
