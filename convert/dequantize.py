@@ -345,24 +345,17 @@ def _integer_shape(
     )
 
 
-@dataclass(frozen=True)
 class MLXPacked(Tensor):
     """A matrix as mlx.nn packs it, or several of one shape: words, scales and maybe biases."""
 
-    name: str
-    parts: Mapping[str, Stored]
-    bits: int
-    group_size: int
-    mode: str
-
-    @property
-    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        return (*self.parts["weight"].shape[:-1], self.parts["weight"].shape[-1] * 32 // self.bits)
-
-    @property
-    def format(self) -> str:
-        own = self.parts["scales"].format
-        return own if own in FLOATS else "BF16"
+    def __init__(
+        self, name: str, parts: Mapping[str, Stored], bits: int, group_size: int, mode: str
+    ):
+        self.name, self.parts = name, parts
+        self.bits, self.group_size, self.mode = bits, group_size, mode
+        words, own = parts["weight"].shape, parts["scales"].format
+        self.shape = (*words[:-1], words[-1] * 32 // bits)
+        self.format = own if own in FLOATS else "BF16"
 
     @property
     def packing(self) -> dict[str, int] | None:

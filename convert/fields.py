@@ -50,11 +50,12 @@ def merge_settings(config: Mapping[str, Any], family: Family, num_layers: int) -
         settings["rope_parameters"] = rope.get("full_attention", rope)
         if settings.get("attention_k_eq_v"):
             settings["num_key_value_heads"] = settings.get("num_global_key_value_heads")
-    if not family.describes_layers:
-        if len(settings.get("layer_types", ())) != num_layers:
-            settings.pop("layer_types", None)
-        return settings
-    return settings | {"qk_norm": nested.get("model_type") == "qwen3"}
+    if family.describes_layers:
+        return settings | {"qk_norm": nested.get("model_type") == "qwen3"}
+    copied = ["qk_norm", "attention_bias", "mlp_bias"]
+    if len(settings.get("layer_types", ())) != num_layers:
+        copied.append("layer_types")
+    return {key: value for key, value in settings.items() if key not in copied}
 
 
 def input_width(tensors: Mapping[str, Tensor], index: int) -> int | None:
@@ -172,15 +173,10 @@ def _activation(settings: Mapping[str, Any]) -> str:
 
 
 def _is_there(
-    tensor: str,
-    key: str,
-    tensors: Mapping[str, Tensor],
-    settings: Mapping[str, Any],
-    family: Family,
+    tensor: str, key: str, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
 ) -> bool:
     """Whether layer 0 has that tensor, or its config asks for it, so that it must be there."""
-    asked = family.describes_layers and settings.get(key)
-    return f"layers.0.{tensor}" in tensors or bool(asked)
+    return f"layers.0.{tensor}" in tensors or bool(settings.get(key))
 
 
 def attention_fields(
@@ -190,16 +186,16 @@ def attention_fields(
     h = hidden_size(tensors)
     wide = [input_width(tensors, i) == 2 * h for i in range(num_layers)]
     own_values = f"{PREFIX}v_proj.weight" in tensors
-    has_bias = _is_there("self_attn.q_proj.bias", "attention_bias", tensors, settings, family)
+    has_bias = _is_there("self_attn.q_proj.bias", "attention_bias", tensors, settings)
     out = "self_attn.o_proj.bias"
     sizes = _heads(tensors, settings)
     scaling = rope_scaling(settings)
     return {
         **sizes,
         "layer_input": "every" if num_layers > 1 and all(wide) else "first",
-        "qk_norm": _is_there("self_attn.q_norm.weight", "qk_norm", tensors, settings, family),
+        "qk_norm": _is_there("self_attn.q_norm.weight", "qk_norm", tensors, settings),
         "attention_bias": has_bias or f"{PREFIX}kv_a_proj_with_mqa.bias" in tensors,
-        "attention_out_bias": _is_there(out, "attention_bias", tensors, settings, family),
+        "attention_out_bias": _is_there(out, "attention_bias", tensors, settings),
         "values": "keys" if family.is_gemma and not own_values else "projected",
         "softmax_scale": _softmax_scale(sizes["latent"], scaling),
         "position_scale": _position_scale(settings, scaling),
@@ -228,7 +224,7 @@ def layer_fields(
         "hidden_act": _activation(settings),
         "pre_fc_norm": _pre_fc_norm(tensors, settings),
         "fc_bias": "fc.bias" in tensors,
-        "mlp_bias": _is_there("mlp.gate_proj.bias", "mlp_bias", tensors, settings, family),
+        "mlp_bias": _is_there("mlp.gate_proj.bias", "mlp_bias", tensors, settings),
         "fusion_norm": "embedding_norm.weight" in tensors,
         "embedding_norm": settings.get("use_input_layernorm_in_first_layer", True),
         "state_norm": not optional or "layers.0.hidden_norm.weight" in tensors,

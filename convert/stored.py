@@ -126,24 +126,18 @@ class Stored(Tensor):
         return array.view(mx.bfloat16) if self.format == "BF16" else array
 
 
-@dataclass(frozen=True)
 class LazyTensor(Tensor):
-    """Another order or selection of a tensor's numbers, made when it is read.
+    """Another order or selection of a tensor's numbers, made when it is read."""
 
-    ``new_shape`` None: of the same shape.
-    """
-
-    source: Tensor
-    change: Callable[[mx.array], mx.array]
-    new_shape: tuple[int, ...] | None = None
-
-    @property
-    def format(self) -> str:
-        return self.source.format
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.source.shape if self.new_shape is None else self.new_shape
+    def __init__(
+        self,
+        source: Tensor,
+        change: Callable[[mx.array], mx.array],
+        shape: tuple[int, ...] | None = None,
+    ):
+        """``shape`` None: that of the source."""
+        self.source, self.change = source, change
+        self.format, self.shape = source.format, source.shape if shape is None else shape
 
     def read(self) -> mx.array:
         return self.change(self.source.read())
