@@ -203,9 +203,7 @@ def _read(
     return Head(config, weights, num_parameters, tuple(notes))
 
 
-def _kept_packings(
-    tensors: Tensors, quantization: Quantization
-) -> dict[str, Packing]:
+def _kept_packings(tensors: Tensors, quantization: Quantization) -> dict[str, Packing]:
     """How matrices are packed that MLX has packed already: packed anew they would lose twice."""
     found = {}
     for name, tensor in tensors.items():

@@ -21,7 +21,7 @@ from ..system.json_schema import (
     shown,
     whole,
 )
-from .folder import SIZE, FolderConfig, Tensor, Size, Tensors, rows_of
+from .folder import SIZE, FolderConfig, Size, Tensor, Tensors, rows_of
 from .target_parts import TargetSizes
 
 FEW = whole(1, 256)
@@ -319,9 +319,7 @@ def config_from(tensors: Tensors, config: Mapping[str, Any]) -> BlockConfig:
     return BlockConfig.from_dict(fields, "config.json")
 
 
-def fields_from(
-    tensors: Tensors, settings: Mapping[str, Any], is_nested: bool
-) -> dict[str, Any]:
+def fields_from(tensors: Tensors, settings: Mapping[str, Any], is_nested: bool) -> dict[str, Any]:
     """The fields that all drafters of blocks have, by all keys of a published config."""
     sizes = sizes_from(tensors)
     if is_nested:

@@ -161,9 +161,7 @@ def _name(name: str) -> str:
     return bare if bare.endswith((*SELECTOR, "base_kernel")) else name
 
 
-def config_from(
-    tensors: Tensors, config: Mapping[str, Any]
-) -> DFlash2Config:
+def config_from(tensors: Tensors, config: Mapping[str, Any]) -> DFlash2Config:
     """The config that a published checkpoint comes to."""
     settings = merged(config)
     fields = fields_from(tensors, settings, "transformer_layer_config" in config)

@@ -165,7 +165,7 @@ class FolderConfig(ABC):
         of a wrong kind, or contradicts another.
         """
         table = {f.name: BOOL if f.type is bool else get_args(f.type)[1] for f in fields(cls)}
-        check(values, table | FOLDER, where)
+        check(values, {**table, **FOLDER}, where)
         found: dict[str, Any] = {}
         for field in fields(cls):
             value = values.get(field.name)

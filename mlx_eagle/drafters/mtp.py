@@ -122,9 +122,8 @@ def _drafter_of(
     _check(head, own, family)
     head.load_weights(list(own.items()))
     dtype = options.dtype or activation_dtype(find_embedding(target)[0])
-    kept = [(n, a) for n, a in tree_flatten(head.parameters()) if n.endswith(FLOAT32)]
     head.set_dtype(dtype)
-    head.load_weights(kept, strict=False)
+    head.load_weights([(n, w) for n, w in own.items() if n.endswith(FLOAT32)], strict=False)
     quantize_now(head, quantization, options, kept=ROUTER)
     mx.eval(head.parameters())
     if isinstance(head, MTPSteps):
@@ -150,9 +149,7 @@ def _quantize(head: nn.Module, weights: Weights, quantization: Mapping[str, Any]
     nn.quantize(head, class_predicate=packing)
 
 
-def _check(
-    head: nn.Module, weights: Weights | dict[str, Tensor], family: MTPFamily
-) -> None:
+def _check(head: nn.Module, weights: Weights | dict[str, Tensor], family: MTPFamily) -> None:
     """Raise ValueError unless these are the tensors of the head."""
     if fault := fault_in(weights, head, "mtp."):
         raise ValueError(
