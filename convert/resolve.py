@@ -112,15 +112,11 @@ def _name_norms(tensors: dict[str, Tensor], num_layers: int, h: int) -> dict[str
 
 
 def _mask_token(
-    tensors: Mapping[str, Tensor],
-    settings: Mapping[str, Any],
-    vocab_size: int,
-    override: int | None,
+    tensors: Mapping[str, Tensor], settings: Mapping[str, Any], vocab_size: int
 ) -> int | None:
     """What a P-EAGLE head is given in place of a token; None for a head that is none."""
     keys = ("mask_token_id", "pard_token", "ptd_token_id")
     token = next((settings[key] for key in keys if key in settings), None)
-    token = token if override is None else override
     is_declared = (
         settings.get("speculators_model_type") == "peagle"
         or settings.get("parallel_drafting")
@@ -148,11 +144,7 @@ def _mask_token(
     return token
 
 
-def _norm_before_residual(
-    settings: Mapping[str, Any], family: Family, override: bool | None, notes: list[str]
-) -> bool:
-    if override is not None:
-        return override
+def _norm_before_residual(settings: Mapping[str, Any], family: Family, notes: list[str]) -> bool:
     if family.residual_order_unknown and "norm_before_residual" not in settings:
         notes.append(
             "the config does not say norm_before_residual; taken as false, the class default; "
@@ -276,6 +268,8 @@ def resolve(
     _check_dimensions(tensors)
     num_stored = _num_layers(tensors)
     settings = merge_settings(checkpoint.config, family, num_stored)
+    known = {key: getattr(overrides, key) for key in ("norm_before_residual", "mask_token_id")}
+    settings |= {key: value for key, value in known.items() if value is not None}
     tensors, num_layers = _cut_layers(tensors, num_stored, overrides.num_layers)
     h = hidden_size(tensors)
     tensors = _name_norms(tensors, num_layers, h)
@@ -299,12 +293,10 @@ def resolve(
         **features,
         **vocabulary_fields(tensors, vocabulary),
         "rope": resolve_rope(settings, attention, overrides.rope_theta, factors),
-        "norm_before_residual": _norm_before_residual(
-            settings, family, overrides.norm_before_residual, notes
-        ),
+        "norm_before_residual": _norm_before_residual(settings, family, notes),
         "norm_output": layers["final_norm"]
         and _norm_output(settings, family, layers["pre_fc_norm"], overrides.norm_output, notes),
-        "mask_token_id": _mask_token(tensors, settings, vocabulary.size, overrides.mask_token_id),
+        "mask_token_id": _mask_token(tensors, settings, vocabulary.size),
         "family": family.name,
         "speculative_tokens_hint": _hint(checkpoint.config),
     }

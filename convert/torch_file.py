@@ -39,8 +39,8 @@ class DamagedArchive(ValueError):
 class _File(io.FileIO):
     """A file of which no more is read at once than a directory may take."""
 
-    def read(self, size: int | None = -1, /) -> bytes:
-        return super().read(MAX_DIRECTORY if size is None else min(size, MAX_DIRECTORY))
+    def read(self, size: int = -1, /) -> bytes:
+        return super().read(min(size, MAX_DIRECTORY))
 
 
 class Archive:

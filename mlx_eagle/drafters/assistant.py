@@ -227,9 +227,6 @@ class AssistantDrafter(FeatureDrafter):
         """There are none before the target's rows are cut to what was kept."""
         return mx.zeros((0,))
 
-    def pending(self) -> list[mx.array]:
-        return [] if self._seed.size == 0 else [self._seed]
-
     def see_target(self, caches: CacheView) -> None:
         """Take the rows that the layers attend to, and where the newest token stands."""
         rows = {kind: caches.rows(index) for kind, index in self._sources.items()}

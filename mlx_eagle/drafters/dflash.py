@@ -254,9 +254,8 @@ class DFlashDrafter(FeatureDrafter):
 
     def pending(self) -> list[mx.array]:
         """The newest token, and the context's keys and values."""
-        if self._seed.size == 0:
-            return []
-        return [self._seed, *(a for cache in self.cache[:-1] for a in (cache.keys, cache.values))]
+        caches = self.cache[:-1] if self._seed.size else []
+        return super().pending() + [a for cache in caches for a in (cache.keys, cache.values)]
 
     def propose(self, size: int, pick: Pick) -> Draft:
         """A chain of ``size`` tokens, or as many as a block has."""

@@ -150,7 +150,7 @@ class FeatureDrafter(Drafter):
         So the largest matrix of a draft's first step is multiplied while the host reads the round
         before and decides what comes next.
         """
-        return [] if self._seed.size == 0 else [self._seed, self._first]
+        return [array for array in (self._seed, self._first) if array.size]
 
     def modules(self) -> list[nn.Module]:
         return [self.head]

@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.base import create_causal_mask, scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.mla import MultiLinear
 from mlx_lm.models.rope_utils import initialize_rope
@@ -209,8 +209,9 @@ class LatentAttention(Attention):
         scores = (self._rotate(q_rope, positions) * self.scale) @ k_rope.swapaxes(-1, -2)
         if mask is not None:
             lowest = mx.array(mx.finfo(scores.dtype).min, scores.dtype)
-            visible = _causal(rows, latent.shape[2]) if isinstance(mask, str) else mask
-            scores = mx.where(visible, scores, lowest)
+            if isinstance(mask, str):
+                mask = create_causal_mask(rows, latent.shape[2] - rows)
+            scores = mx.where(mask, scores, lowest)
         out = scaled_dot_product_attention(
             self.k_b_proj(q, transpose=False),
             latent,
@@ -221,12 +222,6 @@ class LatentAttention(Attention):
         )
         out = self.v_b_proj(out)
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(*shape, rows, -1))
-
-
-def _causal(rows: int, length: int) -> mx.array:
-    """Which of ``length`` slots each of the last ``rows`` sees, (rows, length)."""
-    slots = mx.arange(length)
-    return slots[None] <= slots[length - rows :, None]
 
 
 Mask = mx.array | Callable[[int | None], mx.array | None] | str | None

@@ -128,7 +128,6 @@ class CopyingDrafter(Drafter):
     """
 
     def __init__(self, drafter: Drafter):
-        self.drafter = drafter
         self.taps = drafter.taps
         self._start(drafter)
 
