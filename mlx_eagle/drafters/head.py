@@ -209,9 +209,9 @@ class LatentAttention(Attention):
         scores = (self._rotate(q_rope, positions) * self.scale) @ k_rope.swapaxes(-1, -2)
         if mask is not None:
             lowest = mx.array(mx.finfo(scores.dtype).min, scores.dtype)
-            if isinstance(mask, str):
-                mask = create_causal_mask(rows, latent.shape[2] - rows)
-            scores = mx.where(mask, scores, lowest)
+            is_causal, before = isinstance(mask, str), latent.shape[2] - rows
+            visible: Any = create_causal_mask(rows, before) if is_causal else mask
+            scores = mx.where(visible, scores, lowest)
         out = scaled_dot_product_attention(
             self.k_b_proj(q, transpose=False),
             latent,
