@@ -6,7 +6,7 @@ after the last layer, before the final norm. Checkpoints number them in two ways
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -23,15 +23,11 @@ KEY = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True)
 class Taps:
-    """Boundary ids (None: the default of whatever target) and where they came from.
+    """The fields of ``Eagle3Config`` about taps."""
 
-    ``nested`` are the ids as written where only the target's depth tells what they mean; then
-    ``ids`` are the likelier reading.
-    """
-
-    ids: tuple[int, ...] | None
-    source: str
-    nested: tuple[int, ...] | None = None
+    aux_boundary_ids: tuple[int, ...] | None
+    aux_ids_source: str
+    aux_nested_ids: tuple[int, ...] | None = None
 
 
 def _shift(ids: tuple[int, ...], by: int) -> tuple[int, ...]:
@@ -120,28 +116,28 @@ def resolve_taps(
 
 
 def _check_taps(taps: Taps, num_aux: int, num_layers: int | None) -> None:
-    if taps.ids is None:
+    if taps.aux_boundary_ids is None:
         if num_aux != 3:
             raise ValueError(
                 f"fc fuses {num_aux} features and the config names no taps; give --aux-layers"
             )
         return
-    ids = list(taps.ids)
+    ids, source = list(taps.aux_boundary_ids), taps.aux_ids_source
     if len(ids) != num_aux:
         raise ValueError(
-            f"{len(ids)} taps {shown(ids)} ({taps.source}), but fc fuses {num_aux} features; "
+            f"{len(ids)} taps {shown(ids)} ({source}), but fc fuses {num_aux} features; "
             "give --aux-layers with as many"
         )
     # The default of a target of a few layers names one of them twice, as the official code does.
-    in_order = sorted(ids) if taps.source == "default" else sorted(set(ids))
+    in_order = sorted(ids) if source == "default" else sorted(set(ids))
     if min(ids) < 0 or ids != in_order:
         raise ValueError(
-            f"the taps {shown(ids)} ({taps.source}) are not ascending numbers from 0; give "
+            f"the taps {shown(ids)} ({source}) are not ascending numbers from 0; give "
             "--aux-layers"
         )
     if num_layers is not None and ids[-1] > num_layers:
         raise ValueError(
-            f"the taps {shown(ids)} ({taps.source}) go beyond the target's {num_layers} layers; "
+            f"the taps {shown(ids)} ({source}) go beyond the target's {num_layers} layers; "
             "this head belongs to another target, or give --aux-layers"
         )
 
@@ -319,9 +315,7 @@ def feature_fields(
     return {
         "num_aux": num_aux,
         "target_hidden_size": size,
-        "aux_boundary_ids": taps.ids,
-        "aux_ids_source": taps.source,
-        "aux_nested_ids": taps.nested,
+        **asdict(taps),
     }
 
 

@@ -138,15 +138,14 @@ def as_plain_caches(caches: Sequence[RotatingKVCache]) -> list[KVCache]:
     In those a drafted row would overwrite slots that are still needed once it is rejected. What
     is copied is as long as the window, not as the text.
     """
-    return [_copy(cache) for cache in caches]
-
-
-def _copy(cache: RotatingKVCache) -> KVCache:
-    made, parts = KVCache(), [cache._temporal_order(a) for a in (cache.keys, cache.values)]
-    surplus = parts[0].shape[2] - cache.max_size
-    if surplus > 0:  # left by a pass of several rows
-        first = SINKS + surplus
-        parts = [mx.concatenate([a[..., :SINKS, :], a[..., first:, :]], axis=2) for a in parts]
-    made.keys, made.values = parts
-    made.offset = made.keys.shape[2]
-    return made
+    copies = []
+    for cache in caches:
+        made, parts = KVCache(), [cache._temporal_order(a) for a in (cache.keys, cache.values)]
+        surplus = parts[0].shape[2] - cache.max_size
+        if surplus > 0:  # left by a pass of several rows
+            first = SINKS + surplus
+            parts = [mx.concatenate([a[..., :SINKS, :], a[..., first:, :]], axis=2) for a in parts]
+        made.keys, made.values = parts
+        made.offset = made.keys.shape[2]
+        copies.append(made)
+    return copies

@@ -71,7 +71,7 @@ class LookupDrafter(Drafter):
         self.max_ngram = max_ngram
         self.min_ngram = min_ngram
         self.cache: list[Any] = []
-        self._index = NgramIndex(max_ngram, min_ngram)
+        self.index = NgramIndex(max_ngram, min_ngram)
         self._unread: list[tuple[mx.array, mx.array | None]] = []
 
     def begin(self, cache: list[Any] | None = None) -> "LookupDrafter":
@@ -91,7 +91,7 @@ class LookupDrafter(Drafter):
     def propose(self, size: int, pick: Pick) -> Draft:
         """Copy ``size`` tokens, or none; ``pick`` is not called, for there are no logits."""
         self.read()
-        _, copied = self.match(size)
+        _, copied = self.index.match(size)
         return Draft(mx.array(copied, dtype=mx.int32)) if copied else empty_draft()
 
     def read(self) -> list[int]:
@@ -103,12 +103,8 @@ class LookupDrafter(Drafter):
             new += waited[:num_valid]
         self._unread.clear()
         for token in new:
-            self._index.append(token)
+            self.index.append(token)
         return new
-
-    def match(self, size: int) -> tuple[int, list[int]]:
-        """See ``NgramIndex.match``, of what was read."""
-        return self._index.match(size)
 
 
 LONGEST_MATCH = 8  # tokens: longer matches count as this long
@@ -180,7 +176,7 @@ class CopyingDrafter(Drafter):
     def _copy(self, size: int) -> Draft | None:
         """A copy, unless so many tokens, or levels of a tree, of the other's promise more."""
         self._learn()
-        length, tokens = self._match = self._lookup.match(size)
+        length, tokens = self._match = self._lookup.index.match(size)
         chances = self._copies.along(length - 1, size)
         self._size = size
         self._was_copied = bool(tokens) and sum(chances) >= sum(self._drafts.along(0, size))

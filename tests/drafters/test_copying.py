@@ -36,7 +36,7 @@ class Guesser(LookupDrafter):
 
     def propose(self, size, pick):
         self.read()
-        start = len(self._index.text)
+        start = len(self.index.text)
         self.num_forwards += size
         self.sizes.append(size)
         drafted = []
