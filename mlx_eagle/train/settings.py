@@ -1,11 +1,12 @@
 """Settings of a training run: each with its default, and what is refused."""
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 import mlx.core as mx
 
-from ..system.cli_values import LARGEST, Range, check_ranges, flag_of
+from ..system.cli_values import LARGEST, Range, check_ranges, flag_of, layer_numbers
+from ..system.device import DTYPES
 
 LOSSES = ("ce", "lk-alpha", "lk-lambda")
 TEMPERATURES = (0.0, 0.6, 1.0)
@@ -69,97 +70,136 @@ def parse_temperatures(text: str) -> tuple[float, ...]:
     return tuple(float(part) for part in text.split(","))
 
 
-# What a run that goes on may have otherwise than the one before.
-FREE = (
-    "output",
-    "resume",
-    "iters",
-    "steps_per_report",
-    "steps_per_eval",
-    "save_every",
-    "val_batches",
-    "test_prompts",
-    "test_tokens",
-    "keep_checkpoints",
-    "cache_features",
-    "grad_checkpoint",
-    "quantize",
-    "q_bits",
-    "q_group_size",
-    "answer_rows",
-)
+def setting(default: Any, text: str, **how: Any) -> Any:
+    """A field with the help text of its flag.
+
+    ``how``: ``choices``, ``type`` and ``metavar`` are argparse's; ``least`` is the smallest number
+    that is taken; with ``free``, a run that goes on may have another value than before.
+    """
+    return field(default=default, metadata={"help": text, **how})
 
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """Named as the flags of ``mlx_lm.lora`` wherever they mean the same.
+    """Each has its flag, named as those of ``mlx_lm.lora`` wherever they mean the same.
 
     ``batch_size`` is that of all ranks together; ``iters`` counts batches, of which
-    ``grad_accumulation_steps`` make one step of the optimizer. ``val_batches`` -1 evaluates on
-    all that is held out; ``test_prompts`` 0 generates nothing at the end. ``grad_checkpoint``
-    None is on where the memory asks for it.
+    ``grad_accumulation_steps`` make one step of the optimizer.
     """
 
-    model: str
-    data: str
-    output: str
-    init: str | None = None
-    adapter_path: str | None = None
-    trust_remote_code: bool = False
-    dtype: str | None = None
-    mask_prompt: bool = True
-    iters: int = 1000
-    batch_size: int = 8
-    learning_rate: float = 1e-4
-    warmup: float = 0.015
-    weight_decay: float = 0.0
-    max_grad_norm: float = 0.5
-    max_seq_length: int = 2048
-    grad_checkpoint: bool | None = None
-    grad_accumulation_steps: int = 1
-    ttt_steps: int = 7
-    step_decay: float = 0.8
-    loss: str = "ce"
-    kl_scale: float = 1.0
-    kl_decay: float = 1.0
-    num_layers: int = 1
-    draft_vocab_size: int | None = None
-    aux_layers: tuple[int, ...] | None = None
-    intermediate_size: int | None = None
-    steps_per_report: int = 10
-    steps_per_eval: int = 200
-    save_every: int = 100
-    val_batches: int = 25
-    test_prompts: int = 4
-    test_tokens: int = 64
-    keep_checkpoints: int = 2
-    seed: int = 0
-    cache_features: str | None = None
-    cache_bits: int | None = None
-    resume: bool = False
-    regenerate: bool = False
-    answer_temps: tuple[float, ...] = TEMPERATURES
-    answer_tokens: int = 512
-    answer_rows: int = 32
-    quantize: bool = False
-    q_bits: int | None = None
-    q_group_size: int = 64
+    model: str = setting(MISSING, "Folder or hub repo of the target.")
+    data: str = setting(
+        MISSING,
+        "Folder with train.jsonl (and valid.jsonl), or a hub data set, as mlx_lm.lora takes.",
+    )
+    output: str = setting(
+        MISSING,
+        "Folder for the head, its checkpoints, training.csv and a page of its curves.",
+        free=True,
+    )
+    init: str | None = setting(
+        None, "Begin with this head, in any form that mlx_eagle.convert reads, or converted."
+    )
+    adapter_path: str | None = setting(None, "Adapters of the target, as mlx_lm.lora writes them.")
+    trust_remote_code: bool = setting(False, "Let the target bring code of its own.")
+    dtype: str | None = setting(
+        None,
+        "Floats of the target, and what the head computes in (default: as stored; on a CPU "
+        "float32, with packed weights unpacked, where the memory is enough).",
+        choices=DTYPES,
+    )
+    mask_prompt: bool = setting(True, "Learn from answers only (the default).")
+    iters: int = setting(1000, "Batches to train for.", least=1, free=True)
+    batch_size: int = setting(8, "Sequences per batch, of all machines together.", least=1)
+    learning_rate: float = setting(1e-4, "Peak of the learning rate.")
+    warmup: float = setting(0.015, "Share of all steps in which the learning rate rises.")
+    weight_decay: float = setting(0.0, "Weight decay of AdamW.")
+    max_grad_norm: float = setting(0.5, "Gradients are clipped to this norm.")
+    max_seq_length: int = setting(2048, "Longer sequences are cut.", least=8)
+    grad_checkpoint: bool | None = setting(
+        None,
+        "Compute activations again rather than keep them: less memory, more time (default: where "
+        "the memory asks for it).",
+        free=True,
+    )
+    grad_accumulation_steps: int = setting(1, "Batches per step of the optimizer.", least=1)
+    ttt_steps: int = setting(
+        7, "Steps of the training-time test: how many drafts in a row are trained."
+    )
+    step_decay: float = setting(
+        0.8, "Step j of the training-time test weighs this to the power of j."
+    )
+    loss: str = setting(
+        "ce", "ce: soft cross-entropy; lk-alpha, lk-lambda: acceptance losses.", choices=LOSSES
+    )
+    kl_scale: float = setting(1.0, "lk-lambda: share of cross-entropy where nothing is accepted.")
+    kl_decay: float = setting(1.0, "lk-lambda: how fast that share falls with acceptance.")
+    num_layers: int = setting(1, "Layers of a fresh head.", least=1)
+    draft_vocab_size: int | None = setting(
+        None,
+        "Tokens that a fresh head can draft (default: 32000, or all), or that the head of --init "
+        "can when more are added or the rarest left out.",
+    )
+    aux_layers: tuple[int, ...] | None = setting(
+        None,
+        "Layers of the target whose input a fresh head takes: 2,16,29.",
+        type=layer_numbers,
+        metavar="LAYERS",
+    )
+    intermediate_size: int | None = setting(
+        None, "Width of a fresh head's MLP (default: the target's)."
+    )
+    steps_per_report: int = setting(
+        10, "Batches between two lines about the loss.", least=1, free=True
+    )
+    steps_per_eval: int = setting(
+        200, "Batches between two evaluations on held-out data.", least=1, free=True
+    )
+    save_every: int = setting(100, "Batches between two checkpoints.", least=1, free=True)
+    val_batches: int = setting(
+        25, "Batches to evaluate on; -1 is all that is held out.", free=True
+    )
+    test_prompts: int = setting(
+        4, "Held-out prompts that the finished head drafts for; 0 is none.", least=0, free=True
+    )
+    test_tokens: int = setting(
+        64,
+        "Tokens of each such answer, which is given once for each draft length.",
+        least=2,
+        free=True,
+    )
+    keep_checkpoints: int = setting(2, "Checkpoints to keep.", least=1, free=True)
+    seed: int = setting(0, "Seed of the fresh head and of the order of the data.")
+    cache_features: str | None = setting(
+        None, "Keep what the target says of each sequence here, for more epochs.", free=True
+    )
+    cache_bits: int | None = setting(
+        None, "Bits of a number of --cache-features: 8 is half its size (default: as it is)."
+    )
+    resume: bool = setting(False, "Go on from the last checkpoint in --output.", free=True)
+    regenerate: bool = setting(
+        False, "Learn from the target's own answers to the data's prompts, made first."
+    )
+    answer_temps: tuple[float, ...] = setting(
+        TEMPERATURES,
+        "Temperatures of these answers (default 0,0.6,1).",
+        type=parse_temperatures,
+        metavar="T,T",
+    )
+    answer_tokens: int = setting(512, "Most tokens of such an answer.")
+    answer_rows: int = setting(32, "Answers that are decoded at once.", free=True)
+    quantize: bool = setting(False, "Quantize the finished head.", free=True)
+    q_bits: int | None = setting(
+        None, "Bits of a weight (default: 4; fusion and output matrix 6).", free=True
+    )
+    q_group_size: int = setting(64, "Weights that share a scale.", free=True)
 
     def __post_init__(self) -> None:
-        least = {
-            "iters": 1,
-            "batch_size": 1,
-            "max_seq_length": 8,
-            "grad_accumulation_steps": 1,
-            "num_layers": 1,
-            "steps_per_report": 1,
-            "steps_per_eval": 1,
-            "save_every": 1,
-            "test_prompts": 0,
-            "test_tokens": 2,
-            "keep_checkpoints": 1,
-        }
-        ranges = (Range(name, low, LARGEST, f"{low} or more") for name, low in least.items())
+        ranges = [
+            Range(x.name, x.metadata["least"], LARGEST, f"{x.metadata['least']} or more")
+            for x in fields(self)
+            if "least" in x.metadata
+        ]
         check_ranges(self, ranges)
         if not self.learning_rate > 0:
             raise ValueError(f"--learning-rate is {self.learning_rate}: give more than 0.")
@@ -193,18 +233,15 @@ class TrainSettings:
             seed=self.seed,
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     def check_same(self, before: dict[str, Any]) -> None:
         """Raise ValueError where a run with settings ``before`` cannot be gone on with so."""
-        for field in fields(self):
-            if field.name in FREE or field.name not in before:
+        for each in fields(self):
+            if each.metadata.get("free") or each.name not in before:
                 continue
-            now, then = getattr(self, field.name), before[field.name]
+            now, then = getattr(self, each.name), before[each.name]
             now = list(now) if isinstance(now, tuple) else now
             if now != then:
                 raise ValueError(
-                    f"{flag_of(field.name)} is {now}, but the run to go on with has {then}: give "
+                    f"{flag_of(each.name)} is {now}, but the run to go on with has {then}: give "
                     "it the same, or begin a new run in another --output."
                 )
