@@ -35,7 +35,7 @@ from transformers import LlamaConfig
 
 from mlx_eagle.drafters.head_weights import fuse_weights, split_weights
 from mlx_eagle.train.answers import regenerate
-from mlx_eagle.train.evaluate import Evaluation, Evaluator
+from mlx_eagle.train.evaluate import Evaluation, evaluate
 from mlx_eagle.train.examples import (
     BatchOrder,
     TokenBatch,
@@ -179,12 +179,11 @@ def compare(settings: TrainSettings, report=lambda line: None) -> Comparison:
         ids = resized_vocabulary(examples.train, none, size, config["vocab_size"])
         student = fresh_student(model, config, ids, settings)
     teacher = Teacher(model, student.taps, student.ids, needs_sums=False)
-    evaluator = Evaluator(teacher, examples.valid, settings.batch_size, settings.ttt_steps)
 
-    def evaluate() -> Evaluation:
-        return evaluator(student.head, student.embed, student.ids)
+    def evaluation() -> Evaluation:
+        return evaluate(student, teacher, examples.valid, settings.batch_size, settings.ttt_steps)
 
-    before = evaluate()
+    before = evaluation()
     other = PyTorchTrainer(model, config, student, settings)
     step = TrainStep(student, settings.losses(), settings.max_grad_norm)
     order = BatchOrder([len(x.tokens) for x in examples.train], settings.batch_size, settings.seed)
@@ -203,10 +202,10 @@ def compare(settings: TrainSettings, report=lambda line: None) -> Comparison:
             f"{number + 1}: loss {ours.sum():.5f}, {theirs.sum():.5f}; "
             f"seconds {seconds[-1][0]:.2f}, {seconds[-1][1]:.2f}"
         )
-    after = evaluate()
+    after = evaluation()
     other.show(student)
     return Comparison(
-        np.moveaxis(np.array(losses), 1, 0), np.array(seconds).T, before, after, evaluate()
+        np.moveaxis(np.array(losses), 1, 0), np.array(seconds).T, before, after, evaluation()
     )
 
 

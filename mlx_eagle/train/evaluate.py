@@ -1,6 +1,6 @@
 """Evaluating a head: drafts along known texts, and acceptance when the finished head decodes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,12 +9,13 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..drafters.head import Eagle3Head
 from ..drafters.kinds import load_drafter
 from ..generate import stream_generate
 from ..system.terminal import StopSignals, open_bar
 from .examples import Example, make_batch
 from .losses import chunk_rows, unroll
+from .settings import TrainSettings
+from .student import Student
 from .teacher import Teacher
 
 
@@ -49,77 +50,60 @@ def rounds_of(hits: np.ndarray, num_drafts: int) -> int:
     return rounds
 
 
-class Evaluator:
-    """Evaluates heads on the same texts: ``batch_size`` at once, drafts of up to ``depth``."""
+def evaluate(
+    student: Student, teacher: Teacher, examples: Sequence[Example], batch_size: int, depth: int
+) -> Evaluation:
+    """Evaluate a head on these texts, ``batch_size`` at once, with drafts of up to ``depth``."""
+    # Of a like length side by side.
+    texts = sorted(examples, key=lambda example: len(example.tokens))
+    hits: list[np.ndarray] = []
+    for start in range(0, len(texts), batch_size):
+        hits += _hits(student, teacher, texts[start : start + batch_size], depth)
+    depths = range(1, depth + 1)
+    # A slot near the end has no token that its later drafts could be compared with.
+    shares = [
+        np.concatenate([text[depth - 1, : max(0, text.shape[1] - depth + 1)] for text in hits])
+        for depth in depths
+    ]
+    match = tuple(float(share.mean()) if share.size else 0.0 for share in shares)
+    # A slot emits the one token that its first draft is of, whichever round it falls to.
+    num_slots = sum(text.shape[1] for text in hits)
+    lengths = [num_slots / sum(rounds_of(text, depth) for text in hits) for depth in depths]
+    return Evaluation(match, tuple(lengths), num_slots, len(hits))
 
-    def __init__(
-        self, teacher: Teacher, examples: Sequence[Example], batch_size: int, depth: int = 7
-    ):
-        self._teacher = teacher
-        # Of a like length side by side; a text needs a slot that drafts.
-        usable = [x for x in examples if x.num_answer > 1]
-        self._examples = sorted(usable, key=lambda example: len(example.tokens))
-        self._batch_size = batch_size
-        self._depth = depth
 
-    def __call__(
-        self,
-        head: Eagle3Head,
-        embed: Callable[[mx.array], mx.array],
-        ids: mx.array,
-    ) -> Evaluation:
-        """Evaluate ``head``; ``ids`` (Vd,) are the target ids of what it drafts."""
-        hits: list[np.ndarray] = []
-        for start in range(0, len(self._examples), self._batch_size):
-            hits += self._hits(head, embed, ids, self._examples[start : start + self._batch_size])
-        depths = range(1, self._depth + 1)
-        # A slot near the end has no token that its later drafts could be compared with.
-        shares = [
-            np.concatenate([text[depth - 1, : max(0, text.shape[1] - depth + 1)] for text in hits])
-            for depth in depths
-        ]
-        match = tuple(float(share.mean()) if share.size else 0.0 for share in shares)
-        # A slot emits the one token that its first draft is of, whichever round it falls to.
-        num_slots = sum(text.shape[1] for text in hits)
-        lengths = [num_slots / sum(rounds_of(text, depth) for text in hits) for depth in depths]
-        return Evaluation(match, tuple(lengths), num_slots, len(hits))
-
-    def _hits(
-        self,
-        head: Eagle3Head,
-        embed: Callable[[mx.array], mx.array],
-        ids: mx.array,
-        examples: Sequence[Example],
-    ) -> list[np.ndarray]:
-        """(D, S) for each text: S slots, of which the first drafts the answer's second token."""
-        batch = make_batch(examples, range(len(examples)))
-        length = batch.tokens.shape[1]
-        spans = [(max(0, x.num_prompt - 1), len(x.tokens) - 2) for x in examples]
-        begin = min(first for first, _ in spans)
-        places = [np.arange(*span) - begin + i * (length - begin) for i, span in enumerate(spans)]
-        rows = mx.array(np.concatenate(places))
-        features = self._teacher.features(batch.tokens)
-        embeddings = embed(mx.array(batch.tokens))
-        # The tokens after the last one are not known: no draft equals them.
-        padded = np.pad(batch.tokens, [(0, 0), (0, self._depth + 2)], constant_values=-1)
-        for i, example in enumerate(examples):
-            padded[i, len(example.tokens) :] = -1
-        drafts, size = [], chunk_rows(len(ids))
-        for states in unroll(head, embeddings, features, self._depth, first=begin):
-            picked = states.reshape(-1, states.shape[-1])[rows]
-            chosen = []
-            for start in range(0, len(picked), size):
-                chosen.append(mx.argmax(head.logits(picked[start : start + size]), axis=-1))
-                mx.eval(chosen[-1])
-            drafts.append(ids[mx.concatenate(chosen)])
-            mx.eval(drafts[-1], states)
-        found, hits, start = np.array(mx.stack(drafts)), [], 0
-        for i, (first, last) in enumerate(spans):
-            text = found[:, start : start + last - first]
-            truth = [padded[i, first + 2 + d : last + 2 + d] for d in range(self._depth)]
-            hits.append(text == np.stack(truth))
-            start += last - first
-        return hits
+def _hits(
+    student: Student, teacher: Teacher, examples: Sequence[Example], depth: int
+) -> list[np.ndarray]:
+    """(D, S) for each text: S slots, of which the first drafts the answer's second token."""
+    head, batch = student.head, make_batch(examples, range(len(examples)))
+    length = batch.tokens.shape[1]
+    spans = [(max(0, x.num_prompt - 1), len(x.tokens) - 2) for x in examples]
+    begin = min(first for first, _ in spans)
+    places = [np.arange(*span) - begin + i * (length - begin) for i, span in enumerate(spans)]
+    rows = mx.array(np.concatenate(places))
+    features = teacher.features(batch.tokens)
+    embeddings = student.embed(mx.array(batch.tokens))
+    # The tokens after the last one are not known: no draft equals them.
+    padded = np.pad(batch.tokens, [(0, 0), (0, depth + 2)], constant_values=-1)
+    for i, example in enumerate(examples):
+        padded[i, len(example.tokens) :] = -1
+    drafts, size = [], chunk_rows(len(student.ids))
+    for states in unroll(head, embeddings, features, depth, first=begin):
+        picked = states.reshape(-1, states.shape[-1])[rows]
+        chosen = []
+        for start in range(0, len(picked), size):
+            chosen.append(mx.argmax(head.logits(picked[start : start + size]), axis=-1))
+            mx.eval(chosen[-1])
+        drafts.append(student.ids[mx.concatenate(chosen)])
+        mx.eval(drafts[-1], states)
+    found, hits, start = np.array(mx.stack(drafts)), [], 0
+    for i, (first, last) in enumerate(spans):
+        text = found[:, start : start + last - first]
+        truth = [padded[i, first + 2 + d : last + 2 + d] for d in range(depth)]
+        hits.append(text == np.stack(truth))
+        start += last - first
+    return hits
 
 
 @dataclass(frozen=True)
@@ -133,53 +117,43 @@ class Generated:
     max_tokens: int
 
 
-class Tester:
-    """Has heads draft for their target on the same prompts, one chain length after the other."""
+def generate_held_out(
+    folder: Path,
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    examples: Sequence[Example],
+    settings: TrainSettings,
+    stop: StopSignals,
+) -> Generated | None:
+    """Have the head in ``folder`` draft for its target on prompts of these examples.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        tokenizer: TokenizerWrapper,
-        prompts: Sequence[Sequence[int]],
-        max_tokens: int,
-        depth: int,
-    ):
-        self._model = model
-        self._tokenizer = tokenizer
-        self._prompts = prompts
-        self._max_tokens = max_tokens
-        self._depth = depth
-
-    def __call__(self, folder: Path, stop: StopSignals) -> Generated | None:
-        """The figures of the head in that folder; None without prompts, or where ``stop`` asks."""
-        if not self._prompts:
-            return None
-        drafter = load_drafter(folder, self._model)
-        lengths = []
-        with open_bar(self._depth * len(self._prompts), "Generating", "answer") as bar:
-            for size in range(1, self._depth + 1):
-                num_emitted = num_forwards = 0
-                for prompt in self._prompts:
-                    responses = stream_generate(
-                        self._model,
-                        self._tokenizer,
-                        list(prompt),
-                        max_tokens=self._max_tokens,
-                        draft_model=drafter,
-                        num_draft_tokens=size,
-                    )
-                    for response in responses:
-                        if stop.is_asked:
-                            return None
-                        stats = response.stats
-                    num_emitted += stats.num_emitted
-                    num_forwards += stats.num_target_forwards
-                    bar.update()
-                lengths.append(num_emitted / max(1, num_forwards))
-        return Generated(tuple(lengths), len(self._prompts), self._max_tokens)
-
-
-def choose_prompts(examples: Sequence[Example], num: int) -> list[tuple[int, ...]]:
-    """The first ``num`` different prompts of these examples; plain text has none."""
-    prompts = (x.tokens[: x.num_prompt] for x in examples if x.num_prompt)
-    return list(dict.fromkeys(prompts))[:num]
+    They are the first ``test_prompts`` different ones, and are answered for one chain length after
+    the other. None where there are none, as in plain text, or where ``stop`` asks.
+    """
+    found = (x.tokens[: x.num_prompt] for x in examples if x.num_prompt)
+    prompts = list(dict.fromkeys(found))[: settings.test_prompts]
+    if not prompts:
+        return None
+    drafter = load_drafter(folder, model)
+    lengths, depth = [], settings.ttt_steps
+    with open_bar(depth * len(prompts), "Generating", "answer") as bar:
+        for size in range(1, depth + 1):
+            num_emitted = num_forwards = 0
+            for prompt in prompts:
+                responses = stream_generate(
+                    model,
+                    tokenizer,
+                    list(prompt),
+                    max_tokens=settings.test_tokens,
+                    draft_model=drafter,
+                    num_draft_tokens=size,
+                )
+                for response in responses:
+                    if stop.is_asked:
+                        return None
+                    stats = response.stats
+                num_emitted += stats.num_emitted
+                num_forwards += stats.num_target_forwards
+                bar.update()
+            lengths.append(num_emitted / max(1, num_forwards))
+    return Generated(tuple(lengths), len(prompts), settings.test_tokens)

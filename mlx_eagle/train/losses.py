@@ -9,7 +9,7 @@ LK losses are the reference.
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
@@ -333,8 +333,7 @@ def _visible(low: int, start: int, end: int, step: int, window: int | None) -> m
     return visible
 
 
-@dataclass(frozen=True)
-class TargetBatch:
+class TargetBatch(NamedTuple):
     """What the target says where it counts, K rows of a batch of (B, T) slots.
 
     ``rows`` (K,): slots, numbered row by row (b * T + i), whose first draft counts: slot i
@@ -352,9 +351,6 @@ class TargetBatch:
     shares: mx.array
     num_slots: mx.array
     counts: mx.array
-
-    def arrays(self) -> tuple[mx.array, ...]:
-        return self.rows, self.weights, self.probs, self.shares, self.num_slots, self.counts
 
 
 def first_slot(targets: TargetBatch, length: int, num_steps: int) -> int:

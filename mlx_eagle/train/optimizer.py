@@ -112,7 +112,7 @@ class TrainStep:
 
         They are of the type that the head computes in.
         """
-        inputs = (self._student.embed(tokens), features, *targets.arrays())
+        inputs = (self._student.embed(tokens), features, *targets)
         run: Any = self._run
         if is_compiled():
             run = self._compiled(tuple(array.shape for array in inputs))

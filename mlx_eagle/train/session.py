@@ -18,7 +18,6 @@ from ..drafters.target_parts import find_embedding
 from ..system.device import memory, this_machine, weight_bytes
 from ..system.terminal import StopSignals
 from .checkpoints import Checkpoints, locked
-from .evaluate import Tester, choose_prompts
 from .examples import PAD_TO, Examples, padded_length, read_examples
 from .log import amount
 from .losses import CHUNK_BYTES
@@ -81,19 +80,20 @@ def _run(settings: TrainSettings, output: Path) -> TrainReport:
     student, covered = _make_student(settings, model, config, examples, vocab_size)
     settings, needs = fitting(settings, student, weight_bytes(model), examples)
     teacher = _make_teacher(settings, model, student, examples)
-    tester = Tester(
+    trainer = Trainer(
+        settings,
+        student,
+        teacher,
         model,
         tokenizer,
-        choose_prompts(examples.valid, settings.test_prompts),
-        settings.test_tokens,
-        settings.ttt_steps,
+        examples,
+        checkpoints,
+        covered,
+        str(needs),
     )
-    trainer = Trainer(settings, student, teacher, examples, checkpoints, covered, tester)
     if found is not None:
         trainer.restore(found)
     trainer.describe()
-    if is_first():
-        print(needs, flush=True)
     with StopSignals(once=True) as stop, memory_kept_to(needs.total):
         return trainer.run(stop)
 

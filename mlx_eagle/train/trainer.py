@@ -2,19 +2,22 @@
 
 import math
 import time
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..convert.checkpoint import open_target
 from ..convert.quantize import Quantization
 from ..system.terminal import StopSignals
 from .checkpoints import Checkpoints, load_checkpoint
-from .evaluate import Evaluation, Evaluator, Generated, Tester
+from .evaluate import Evaluation, Generated, evaluate, generate_held_out
 from .examples import BatchOrder, Examples, make_batch
 from .log import TrainingLog, duration, make_card
 from .optimizer import TrainStep, learning_rate
@@ -41,85 +44,67 @@ class TrainReport:
 
 
 @dataclass
-class _Sums:
-    """Since the last report."""
-
-    losses: list[np.ndarray] = field(default_factory=list)
-    num_tokens: int = 0
-    seconds: float = 0.0
-
-
 class Trainer:
-    """The state of a run and what is done with it, batch after batch."""
+    """The state of a run and what is done with it, batch after batch.
 
-    def __init__(
-        self,
-        settings: TrainSettings,
-        student: Student,
-        teacher: Teacher,
-        examples: Examples,
-        checkpoints: Checkpoints,
-        covered: float,
-        tester: Tester,
-    ):
-        self._settings = settings
-        self._student = student
-        self._teacher = teacher
-        self._examples = examples
-        self._checkpoints = checkpoints
-        self._covered = covered
-        self._tester = tester
-        self._generated: Generated | None = None
-        self._world = mx.distributed.init()
+    ``covered`` is the share of the answers that the head can draft; ``needs`` says what memory
+    the run takes.
+    """
+
+    settings: TrainSettings
+    student: Student
+    teacher: Teacher
+    model: nn.Module
+    tokenizer: TokenizerWrapper
+    examples: Examples
+    checkpoints: Checkpoints
+    covered: float
+    needs: str
+
+    def __post_init__(self) -> None:
+        settings, self._world = self.settings, mx.distributed.init()
         if settings.batch_size % self._world.size():
             raise ValueError(
                 f"--batch-size is {settings.batch_size}, which {self._world.size()} ranks cannot "
                 "share evenly: give a multiple."
             )
-        lengths = [len(example.tokens) for example in examples.train]
+        lengths = [len(example.tokens) for example in self.examples.train]
         self._order = BatchOrder(lengths, settings.batch_size, settings.seed)
-        self._losses = settings.losses()
         self._step = TrainStep(
-            student, self._losses, settings.max_grad_norm, settings.weight_decay
+            self.student, settings.losses(), settings.max_grad_norm, settings.weight_decay
         )
         self._output = Path(settings.output).expanduser()
         self._iteration = 0
         self._trained_tokens = 0
         self._pace: list[tuple[int, float]] = []  # tokens and seconds of each batch of this run
+        self._recent: list[np.ndarray] = []  # losses since the last report
         self._evaluation: Evaluation | None = None
-        self._evaluator = self._make_evaluator()
-
-    def _make_evaluator(self) -> Evaluator | None:
-        texts = self._examples.valid
-        if self._settings.val_batches >= 0:
-            texts = texts[: self._settings.val_batches * self._settings.batch_size]
-        if not texts:
-            return None
-        return Evaluator(self._teacher, texts, self._settings.batch_size, self._settings.ttt_steps)
+        self._generated: Generated | None = None
 
     def describe(self) -> None:
         """Say what is trained on what."""
         if self._world.rank():
             return
-        num = len(self._examples.train)
+        num = len(self.examples.train)
         print(
-            f"Training a head of {self._student.num_parameters / 1e6:.2f} M parameters on {num} "
-            f"sequences of {self._examples.num_tokens} tokens; {len(self._examples.valid)} are "
-            f"held out. It can draft {len(self._student.ids)} tokens, {self._covered:.2%} of what "
+            f"Training a head of {self.student.num_parameters / 1e6:.2f} M parameters on {num} "
+            f"sequences of {self.examples.num_tokens} tokens; {len(self.examples.valid)} are "
+            f"held out. It can draft {len(self.student.ids)} tokens, {self.covered:.2%} of what "
             "the answers use."
         )
-        for note in self._examples.notes:
+        for note in self.examples.notes:
             print(note)
         if self._iteration:
-            print(f"Going on behind batch {self._iteration}.", flush=True)
+            print(f"Going on behind batch {self._iteration}.")
+        print(self.needs, flush=True)
 
     def restore(self, path: Path) -> None:
         """Go on from the checkpoint in that folder; ValueError where it is of another run."""
         state, facts = load_checkpoint(path, self._state(), FACTS)
-        self._settings.check_same(facts["settings"])
-        if facts["data"] != self._examples.fingerprint():
+        self.settings.check_same(facts["settings"])
+        if facts["data"] != self.examples.fingerprint():
             raise ValueError(
-                f"{self._settings.data} is not the data of the run in {self._settings.output}: "
+                f"{self.settings.data} is not the data of the run in {self.settings.output}: "
                 "give the same, or begin a new run with --init."
             )
         self._step.load(state["weights"], state["moments"])
@@ -130,46 +115,47 @@ class Trainer:
 
         Raises ValueError where the loss is no longer a number, or the disk is full.
         """
-        with self._checkpoints.explaining(self._output):
-            with closing(self._open_log()) as log:
+        settings, is_quiet = self.settings, self._world.rank() > 0
+        with self.checkpoints.explaining(self._output):
+            log = TrainingLog(
+                self._output, settings.ttt_steps, settings.iters, self._iteration, is_quiet
+            )
+            with closing(log):
                 losses = self._train(stop, log)
-            if self._iteration < self._settings.iters:
-                return self._report(losses, is_finished=False)
-            if self._world.rank() == 0:
+            is_finished = self._iteration == settings.iters
+            if is_finished and not is_quiet:
                 self._finish(stop, log)
-        log.say(f"The head is in {self._output}: use it with --draft-model.")
-        return self._report(losses, is_finished=True)
-
-    def _open_log(self) -> TrainingLog:
-        return TrainingLog(
+        if is_finished:
+            log.say(f"The head is in {self._output}: use it with --draft-model.")
+        return TrainReport(
             self._output,
-            self._settings.ttt_steps,
-            self._settings.iters,
             self._iteration,
-            quiet=self._world.rank() > 0,
+            is_finished,
+            self._evaluation,
+            tuple(losses),
+            self._generated,
         )
 
     def _train(self, stop: StopSignals, log: TrainingLog) -> list[float]:
         """Batch after batch; the losses of the last one."""
-        settings, sums = self._settings, _Sums()
+        settings = self.settings
         losses: list[float] = []
         if self._iteration == 0:
             self._evaluate(log)
         while self._iteration < settings.iters:
-            losses = self._learn(log, sums)
+            losses = self._learn(log)
             done = self._iteration
-            if done % settings.steps_per_eval == 0 or done == settings.iters:
+            is_last = done == settings.iters
+            if done % settings.steps_per_eval == 0 or is_last:
                 self._evaluate(log)
             # Gradients that wait for others are not saved: only behind a whole step.
             is_whole = done % settings.grad_accumulation_steps == 0
-            is_asked = self._agree(stop.is_asked) and is_whole
-            if (
-                is_asked
-                or done == settings.iters
-                or (done % settings.save_every < settings.grad_accumulation_steps and is_whole)
-            ):
+            # All ranks stop behind the same batch, whichever was asked to.
+            is_asked = self._mean(mx.array(float(stop.is_asked))).item() > 0 and is_whole
+            is_due = done % settings.save_every < settings.grad_accumulation_steps and is_whole
+            if is_asked or is_last or is_due:
                 self._save(log)
-            if is_asked and done < settings.iters:
+            if is_asked and not is_last:
                 log.say(
                     f"Stopped behind batch {done}, which is saved: the same command with "
                     "--resume goes on."
@@ -177,70 +163,61 @@ class Trainer:
                 break
         return losses
 
-    def _agree(self, is_asked: bool) -> bool:
-        """Whether any rank was asked to stop; all stop behind the same batch."""
-        if self._world.size() == 1:
-            return is_asked
-        return mx.distributed.all_sum(mx.array(int(is_asked)), stream=mx.cpu).item() > 0
+    def _mean(self, array: mx.array) -> mx.array:
+        """The mean over all ranks."""
+        return mx.distributed.all_sum(array, stream=mx.cpu) / self._world.size()
 
-    def _learn(self, log: TrainingLog, sums: _Sums) -> list[float]:
+    def _learn(self, log: TrainingLog) -> list[float]:
         """Learn from the next batch; its losses per step."""
-        settings, begun = self._settings, time.perf_counter()
+        settings, begun = self.settings, time.perf_counter()
         number, parts = self._iteration, settings.grad_accumulation_steps
         numbers = self._order.batch(number)
-        batch = make_batch(self._examples.train, numbers, self._world.rank(), self._world.size())
-        features, targets = self._teacher.teach(
+        batch = make_batch(self.examples.train, numbers, self._world.rank(), self._world.size())
+        features, targets = self.teacher.teach(
             batch, settings.ttt_steps, num_ranks=self._world.size()
         )
-        if self._world.size() > 1:
-            counts = mx.distributed.all_sum(targets.counts, stream=mx.cpu) / self._world.size()
-            targets = replace(targets, counts=counts)
-        is_update = (number + 1) % parts == 0
+        targets = targets._replace(counts=self._mean(targets.counts))
         rate = learning_rate(
             number // parts,
             max(1, settings.iters // parts),
             settings.learning_rate,
             settings.warmup,
         )
+        is_update = (number + 1) % parts == 0
         found, norm = self._step(
             mx.array(batch.tokens), features, targets, rate if is_update else None, parts
         )
-        if self._world.size() > 1:
-            found = mx.distributed.all_sum(found, stream=mx.cpu) / self._world.size()
+        losses = np.array(self._mean(found))
         self._iteration = number + 1
-        self._check(found, norm)
-        num_tokens = sum(len(self._examples.train[i].tokens) for i in numbers)
+        self._check(losses, norm)
+        num_tokens = sum(len(self.examples.train[i].tokens) for i in numbers)
         self._trained_tokens += num_tokens
-        sums.losses.append(np.array(found))
-        sums.num_tokens += num_tokens
-        sums.seconds += time.perf_counter() - begun
+        self._recent.append(losses)
         self._pace.append((num_tokens, time.perf_counter() - begun))
-        log.advance(self._pace[-1][0] / self._pace[-1][1])
+        log.advance(_speed(self._pace[-1:]))
         if len(self._pace) == FIRST:
-            log.say(f"{self._speed():.0f} tokens per second: {duration(self._left())} left.")
+            speed = _speed(self._pace[1:])
+            log.say(f"{speed:.0f} tokens per second: {duration(self._left())} left.")
         if self._iteration % settings.steps_per_report == 0 or self._iteration == settings.iters:
-            mean = np.mean(sums.losses, axis=0).tolist()
-            speed = sums.num_tokens / sums.seconds
+            mean = np.mean(self._recent, axis=0).tolist()
+            speed = _speed(self._pace[-len(self._recent) :])
             total, left = self._trained_tokens, self._left()
             log.training(self._iteration, mean, rate, norm.item(), speed, total, left)
-            sums.losses, sums.num_tokens, sums.seconds = [], 0, 0.0
-        return np.array(found).tolist()
-
-    def _speed(self) -> float:
-        """Tokens per second of this run so far, without its first batch, which compiles."""
-        done = self._pace[1:] or self._pace
-        return sum(num for num, _ in done) / sum(seconds for _, seconds in done)
+            self._recent = []
+        return losses.tolist()
 
     def _left(self) -> float:
         """Seconds that the batches to come will take, without evaluations."""
-        mean = self._examples.num_tokens / len(self._examples.train) * self._settings.batch_size
-        return (self._settings.iters - self._iteration) * mean / self._speed()
+        mean = self.examples.num_tokens / len(self.examples.train) * self.settings.batch_size
+        # The first batch, which compiles, tells nothing of the others.
+        speed = _speed(self._pace[1:] or self._pace)
+        return (self.settings.iters - self._iteration) * mean / speed
 
-    def _check(self, losses: mx.array, norm: mx.array) -> None:
+    def _check(self, losses: np.ndarray, norm: mx.array) -> None:
         """Raise ValueError where the last batch spoilt the weights."""
-        if math.isfinite(losses.sum().item()) and math.isfinite(norm.item()):
+        if math.isfinite(losses.sum()) and math.isfinite(norm.item()):
             return
-        good = self._checkpoints.latest()
+        good = self.checkpoints.latest()
         way_on = "start again with a smaller --learning-rate"
         if good is not None:
             way_on = f"the last good checkpoint is {good}; {way_on}, or from there with --init"
@@ -249,27 +226,29 @@ class Trainer:
         )
 
     def _evaluate(self, log: TrainingLog) -> None:
-        if self._evaluator is None:
-            return
+        settings, texts = self.settings, self.examples.valid
+        if settings.val_batches >= 0:
+            texts = texts[: settings.val_batches * settings.batch_size]
         # Every rank has the same weights and texts: one is enough, and all of them wait for it.
-        if self._world.rank() == 0:
-            student = self._student
-            self._evaluation = self._evaluator(student.head, student.embed, student.ids)
+        if texts and self._world.rank() == 0:
+            self._evaluation = evaluate(
+                self.student, self.teacher, texts, settings.batch_size, settings.ttt_steps
+            )
             log.evaluation(self._iteration, self._evaluation)
 
     def _save(self, log: TrainingLog) -> None:
         if self._world.rank():
             return
-        config, weights = head_files(self._student, self._notes())
-        self._checkpoints.save(
+        config, weights = head_files(self.student, self._notes())
+        self.checkpoints.save(
             self._iteration,
             # Nothing is drawn at random but the order of the data, which the seed and the number
             # of the batch settle.
             self._state(),
             {
                 "trained_tokens": self._trained_tokens,
-                "settings": self._settings.to_dict(),
-                "data": self._examples.fingerprint(),
+                "settings": asdict(self.settings),
+                "data": self.examples.fingerprint(),
             },
             {"config": config, "weights": weights},
         )
@@ -280,16 +259,16 @@ class Trainer:
 
     def _notes(self) -> dict[str, Any]:
         """What the head's ``config.json`` says of how it was trained."""
-        settings = self._settings
+        settings = self.settings
         facts = {
             "target": _shown(settings.model),
             "init": None if settings.init is None else _shown(settings.init),
-            "num_sequences": len(self._examples.train),
+            "num_sequences": len(self.examples.train),
             "iterations": self._iteration,
             "batch_size": settings.batch_size,
             "trained_tokens": self._trained_tokens,
-            "draft_vocab_size": len(self._student.ids),
-            "coverage": self._covered,
+            "draft_vocab_size": len(self.student.ids),
+            "coverage": self.covered,
             "ttt_steps": settings.ttt_steps,
             "loss": settings.loss,
             "learning_rate": settings.learning_rate,
@@ -300,30 +279,27 @@ class Trainer:
 
     def _finish(self, stop: StopSignals, log: TrainingLog) -> None:
         """Write the head itself, with its target's tokenizer, and then what it is worth."""
-        settings = self._settings
+        settings = self.settings
         quantization = None
         if settings.quantize:
             quantization = Quantization(settings.q_bits, settings.q_group_size)
-        dtype = self._student.dtype
-        config, weights = head_files(self._student, self._notes(), dtype, quantization)
+        dtype = self.student.dtype
+        config, weights = head_files(self.student, self._notes(), dtype, quantization)
         open_target(settings.model).copy_tokenizer(self._output)
         write_head(self._output, config, weights)
-        self._generated = self._tester(self._output, stop)
+        self._generated = generate_held_out(
+            self._output, self.model, self.tokenizer, self.examples.valid, settings, stop
+        )
         if self._generated is not None:
             log.generated(self._generated)
             write_head(self._output, config | self._notes())
         card = make_card(self._output.name, self._notes()["training"])
         (self._output / "README.md").write_text(card, encoding="utf-8")
 
-    def _report(self, losses: list[float], is_finished: bool) -> TrainReport:
-        return TrainReport(
-            self._output,
-            self._iteration,
-            is_finished,
-            self._evaluation,
-            tuple(losses),
-            self._generated,
-        )
+
+def _speed(pace: Sequence[tuple[int, float]]) -> float:
+    """Tokens per second of batches with so many tokens and seconds each."""
+    return sum(num for num, _ in pace) / sum(seconds for _, seconds in pace)
 
 
 def _shown(name: str) -> str:
