@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..system.safetensors import save_arrays
+from .student import write_head
 
 FOLDER = "checkpoints"
 STATE, FACTS = "state.safetensors", "state.json"
@@ -53,12 +54,14 @@ class Checkpoints:
         self._clean()
         try:
             scratch.mkdir()
-            arrays = dict(tree_flatten(state))
-            for name, tree in ((STATE, arrays), ("model.safetensors", files["weights"])):
-                save_arrays(scratch / name, tree)
-                _flush(scratch / name)
-            _save_text(scratch / "config.json", files["config"])
-            _save_text(scratch / FACTS, {"iteration": iteration, **facts})
+            write_head(scratch, **files)
+            save_arrays(scratch / STATE, dict(tree_flatten(state)))
+            text = json.dumps({"iteration": iteration, **facts}, indent=4, sort_keys=True)
+            (scratch / FACTS).write_text(text + "\n", encoding="utf-8")
+            # On the disk, and not only on its way there, before the folder takes its name.
+            for written in scratch.iterdir():
+                with written.open("rb") as file:
+                    os.fsync(file.fileno())
             if path.exists():  # of a run that was begun again from an earlier one
                 shutil.rmtree(path)
             os.replace(scratch, path)
@@ -153,14 +156,3 @@ def locked(output: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
             if not any(output.iterdir()):
                 output.rmdir()
-
-
-def _save_text(path: Path, values: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=4, sort_keys=True) + "\n", encoding="utf-8")
-    _flush(path)
-
-
-def _flush(path: Path) -> None:
-    """On the disk, and not only on its way there, before the folder takes its name."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

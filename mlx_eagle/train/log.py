@@ -3,12 +3,12 @@
 import csv
 import html
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from tqdm import tqdm
 
 from ..convert.publish import WHAT_IT_IS, by_depth, card
 from ..system.atomic_folder import new_file
@@ -18,22 +18,19 @@ from .evaluate import Evaluation, Generated
 CSV, PAGE = "training.csv", "training.html"
 CHARTS = {
     "loss": (
-        "loss",
         "Loss",
         "Loss over the batches: all steps of the training-time test together, and each.",
     ),
     "match": (
-        "match",
         "Acceptance by depth",
         "How often the draft at each depth is the text's own token, on what is held out.",
     ),
-    "length": (
-        "mean_acceptance_length",
+    "mean_acceptance_length": (
         "Mean acceptance length (tau)",
         "Mean acceptance length that drafts of k tokens would have, on what is held out.",
     ),
 }
-"""Of each chart on the page: its columns of the table, its title and its caption."""
+"""Of the table's columns that are charts on the page: title and caption."""
 STYLE = """
 :root { color-scheme: light dark; }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 820px; margin: 2rem auto;
@@ -98,18 +95,14 @@ class TrainingLog:
             writer.writerows(rows)
 
     def say(self, line: str) -> None:
-        if self._quiet:
-            return
-        if self._bar is not None and not self._bar.disable:
-            self._bar.write(line, file=sys.stdout)
-        else:
-            print(line, flush=True)
+        if not self._quiet:
+            with tqdm.external_write_mode():
+                print(line, flush=True)
 
-    def advance(self, tokens_per_second: float | None = None) -> None:
+    def advance(self, tokens_per_second: float) -> None:
         if self._bar is not None:
             self._bar.update()
-            if tokens_per_second is not None:
-                self._bar.set_postfix_str(f"{tokens_per_second:.0f} tokens/s")
+            self._bar.set_postfix_str(f"{tokens_per_second:.0f} tokens/s")
 
     def training(
         self,
@@ -197,7 +190,7 @@ def make_card(name: str, facts: Mapping[str, Any]) -> str:
         f"learning rate {facts['learning_rate']:g}",
     }
     sections = []
-    if evaluation := facts.get("evaluation"):
+    if evaluation := facts["evaluation"]:
         sections += [
             f"On {evaluation['num_sequences']} sequences that were held out:",
             _by_depth(
@@ -207,7 +200,7 @@ def make_card(name: str, facts: Mapping[str, Any]) -> str:
                 }
             ),
         ]
-    if generated := facts.get("generated"):
+    if generated := facts["generated"]:
         sections += [
             f"Decoding {generated['num_answers']} held-out prompts greedily, up to "
             f"{generated['max_tokens']} tokens each:",
@@ -237,15 +230,14 @@ def write_page(output: str | Path) -> Path:
     with table.open(newline="") as file:
         rows = list(csv.DictReader(file))
     try:
-        curves = {name: lines_of(rows, column) for name, (column, *_) in CHARTS.items()}
+        curves = {column: lines_of(rows, column) for column in CHARTS}
     except ValueError as err:
         raise ValueError(f"{table} cannot be read ({err}): it is not as the run left it.") from err
     name = html.escape(folder.resolve().name)
     figures = "".join(
-        f"<figure>{_chart(CHARTS[name][1], lines)}<figcaption>{CHARTS[name][2]}</figcaption>"
-        "</figure>\n"
-        for name, lines in curves.items()
-        if lines
+        f"<figure>{_chart(title, curves[column])}<figcaption>{caption}</figcaption></figure>\n"
+        for column, (title, caption) in CHARTS.items()
+        if curves[column]
     )
     text = (
         '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
@@ -278,7 +270,7 @@ def lines_of(rows: Sequence[Mapping[str, str]], what: str) -> Series:
 
 def _last(curves: Mapping[str, Series]) -> str:
     """The last figures on what is held out, as a table."""
-    match, length = curves["match"], curves["length"]
+    match, length = curves["match"], curves["mean_acceptance_length"]
     if not match:
         return "<p>Nothing was held out, so nothing was evaluated.</p>\n"
     number = next(iter(match.values()))[0][-1]

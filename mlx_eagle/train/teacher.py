@@ -199,14 +199,21 @@ class Teacher:
         return mx.concatenate(parts)
 
     def _lessons(self, batch: TokenBatch) -> list[Lesson]:
-        """A lesson for every sequence: from the cache, or from the target and into the cache."""
-        lessons = [self._kept(number) for number in batch.numbers]
-        missing = [row for row, lesson in enumerate(lessons) if lesson is None]
+        """A lesson for every sequence: from the target, or from the cache, where it is kept."""
+        if self._cache is None:
+            return list(self._make(batch.tokens, batch.counts))
+        paths = [self._cache / f"{number}.safetensors" for number in batch.numbers]
+        missing = [row for row, path in enumerate(paths) if not path.exists()]
         if missing:
             made = self._make(batch.tokens[missing], batch.counts[missing])
             for row, lesson in zip(missing, made, strict=True):
-                lessons[row] = self._keep(batch.numbers[row], lesson)
-        return [lesson for lesson in lessons if lesson is not None]
+                try:
+                    with new_file(paths[row]) as draft:
+                        save_arrays(draft, lesson.packed(self._bits))
+                except OSError as err:
+                    raise OSError(err.errno, err.strerror, str(self._cache)) from err
+        # Those made now are read too: what is learnt is the same, whatever was kept before.
+        return [Lesson.unpacked(dict(mx.load(str(path))), self._bits) for path in paths]
 
     def _make(self, tokens: np.ndarray, counts: np.ndarray) -> Iterator[Lesson]:
         """Lessons of sequences (B, T); ``counts`` (B, T) says which of their slots may count."""
@@ -287,24 +294,6 @@ class Teacher:
             if features is None:
                 raise ValueError("the head taps no layer of the target, so it cannot be taught.")
             yield places, logits[: len(places)], states, features
-
-    def _kept(self, number: int) -> Lesson | None:
-        path = self._cache / f"{number}.safetensors" if self._cache is not None else None
-        if path is None or not path.exists():
-            return None
-        return Lesson.unpacked(dict(mx.load(str(path))), self._bits)
-
-    def _keep(self, number: int, lesson: Lesson) -> Lesson:
-        """A lesson as it will be read, so that what is learnt is the same whatever was kept."""
-        if self._cache is None:
-            return lesson
-        arrays = lesson.packed(self._bits)
-        try:
-            with new_file(self._cache / f"{number}.safetensors") as draft:
-                save_arrays(draft, arrays)
-        except OSError as err:
-            raise OSError(err.errno, err.strerror, str(self._cache)) from err
-        return Lesson.unpacked(arrays, self._bits)
 
 
 def cache_bytes(
