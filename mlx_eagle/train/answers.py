@@ -9,11 +9,12 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from random import Random
-from typing import Any, TextIO
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -38,7 +39,6 @@ class AnswerCounts:
     ``cut`` answers ran into ``max_tokens``; for ``too_long`` prompts none is given.
     """
 
-    total: int = 0
     found: int = 0
     answers: int = 0
     tokens: int = 0
@@ -116,14 +116,21 @@ def answer_prompts(
     and a last line cut short is cut off, so that a run that was stopped can be gone on with.
     Every answer is written as soon as it is complete. ``report`` is called after each step.
     """
-    counts = AnswerCounts(total=len(prompts) * len(settings.temperatures))
     done = _keys_in(output)
-    counts.found = len(done)
+    counts = AnswerCounts(found=len(done))
     jobs = _jobs(tokenizer, prompts, settings, done, counts)
     with output.open("a", encoding="utf-8") as file:
         for number, block in enumerate(_blocks(jobs, 8 * settings.rows)):
             mx.random.seed(settings.seed + counts.found + number)
-            _answer_block(model, tokenizer, block, settings, counts, file, report)
+            for step in _steps(model, tokenizer, block, settings):
+                for job, answer, reason in step:
+                    counts.tokens += 1
+                    if reason is not None:
+                        file.write(_line(tokenizer, job, answer, reason))
+                        file.flush()
+                        counts.answers += 1
+                        counts.cut += reason == "length"
+                report(counts)
     return counts
 
 
@@ -181,26 +188,18 @@ def _jobs(
 
 def _blocks(jobs: Iterator[_Job], size: int) -> Iterator[list[_Job]]:
     """Runs of jobs at one temperature, of ``size`` at most."""
-    block: list[_Job] = []
-    for job in jobs:
-        if block and (len(block) == size or block[0].temperature != job.temperature):
+    for _, run in groupby(jobs, key=lambda job: job.temperature):
+        while block := list(islice(run, size)):
             yield block
-            block = []
-        block.append(job)
-    if block:
-        yield block
 
 
-def _answer_block(
-    model: nn.Module,
-    tokenizer: TokenizerWrapper,
-    block: list[_Job],
-    settings: AnswerSettings,
-    counts: AnswerCounts,
-    file: TextIO,
-    report: Callable[[AnswerCounts], None],
-) -> None:
-    """Answer jobs at one temperature, ``rows`` at once."""
+def _steps(
+    model: nn.Module, tokenizer: TokenizerWrapper, block: list[_Job], settings: AnswerSettings
+) -> Iterator[list[tuple[_Job, list[int], str | None]]]:
+    """Answer jobs at one temperature, ``rows`` at once: after each step what has a new token.
+
+    It is the job, its answer so far, and why the answer has ended, or None.
+    """
     generator = BatchGenerator(
         model,
         max_tokens=settings.max_tokens,
@@ -212,35 +211,27 @@ def _answer_block(
     # Prompts of a like length side by side: less of a batch is padding.
     waiting = iter(sorted(block, key=lambda job: len(job.tokens)))
     running: dict[int, tuple[_Job, list[int]]] = {}
-    try:
+    with closing(generator):
         while True:
             # New rows copy the whole batch's cache: they join by the half, not one by one.
             if len(running) <= settings.rows // 2:
                 joining = list(islice(waiting, settings.rows - len(running)))
                 if joining:
                     uids = generator.insert([job.tokens for job in joining])
-                    running.update(
-                        (uid, (job, [])) for uid, job in zip(uids, joining, strict=True)
-                    )
+                    running |= {uid: (job, []) for uid, job in zip(uids, joining, strict=True)}
             if not running:
                 return
+            step = []
             for response in generator.next_generated():
                 job, answer = running[response.uid]
                 answer.append(response.token)
-                counts.tokens += 1
+                step.append((job, answer, response.finish_reason))
                 if response.finish_reason is not None:
                     del running[response.uid]
-                    _write(file, tokenizer, job, answer, response.finish_reason)
-                    counts.answers += 1
-                    counts.cut += response.finish_reason == "length"
-            report(counts)
-    finally:
-        generator.close()
+            yield step
 
 
-def _write(
-    file: TextIO, tokenizer: TokenizerWrapper, job: _Job, answer: list[int], reason: str
-) -> None:
+def _line(tokenizer: TokenizerWrapper, job: _Job, answer: list[int], reason: str) -> str:
     text = tokenizer.decode(answer[:-1] if reason == "stop" else answer)
     row = {
         "key": job.key,
@@ -250,8 +241,7 @@ def _write(
         "prompt_length": len(job.tokens),
         "tokens": [*job.tokens, *answer],
     }
-    file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    file.flush()
+    return json.dumps(row, ensure_ascii=False) + "\n"
 
 
 def answer_file(
