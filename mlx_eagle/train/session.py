@@ -24,14 +24,13 @@ from .losses import CHUNK_BYTES
 from .settings import CACHE_BITS, LossSettings, TrainSettings
 from .student import (
     Student,
-    coverage,
     fresh_student,
     narrowed,
     resized_vocabulary,
     student_from,
     widened,
 )
-from .teacher import ROWS_AT_ONCE, Teacher, cache_bytes, cache_name, load_target
+from .teacher import ROWS_AT_ONCE, Teacher, cache_name, load_target
 from .trainer import Trainer, TrainReport
 
 DEFAULT_VOCABULARY = 32000
@@ -77,19 +76,11 @@ def _run(settings: TrainSettings, output: Path) -> TrainReport:
     examples = read_examples(
         data, tokenizer, vocab_size, settings.max_seq_length, settings.mask_prompt
     )
-    student, covered = _make_student(settings, model, config, examples, vocab_size)
+    student = _make_student(settings, model, config, examples, vocab_size)
     settings, needs = fitting(settings, student, weight_bytes(model), examples)
     teacher = _make_teacher(settings, model, student, examples)
     trainer = Trainer(
-        settings,
-        student,
-        teacher,
-        model,
-        tokenizer,
-        examples,
-        checkpoints,
-        covered,
-        str(needs),
+        settings, student, teacher, model, tokenizer, examples, checkpoints, str(needs)
     )
     if found is not None:
         trainer.restore(found)
@@ -119,8 +110,8 @@ def _make_student(
     config: dict[str, Any],
     examples: Examples,
     vocab_size: int,
-) -> tuple[Student, float]:
-    """The head to train, and the share of the answers that its vocabulary covers."""
+) -> Student:
+    """The head to train."""
     if settings.init is not None:
         given = [settings.aux_layers, settings.intermediate_size]
         if any(value is not None for value in given) or settings.num_layers != 1:
@@ -130,14 +121,13 @@ def _make_student(
             )
         student = student_from(settings.init, model, settings.model)
         ids, wanted = np.array(student.ids), settings.draft_vocab_size
-        if wanted is not None and wanted != len(ids):
-            resize = widened if wanted > len(ids) else narrowed
-            ids = resized_vocabulary(examples.train, ids, wanted, vocab_size)
-            student = resize(student, model, ids)
-        return student, coverage(examples.train, ids)
+        if wanted is None or wanted == len(ids):
+            return student
+        resize = widened if wanted > len(ids) else narrowed
+        return resize(student, model, resized_vocabulary(examples.train, ids, wanted, vocab_size))
     wanted = settings.draft_vocab_size or min(DEFAULT_VOCABULARY, vocab_size)
     ids = resized_vocabulary(examples.train, np.array([], np.int32), wanted, vocab_size)
-    return fresh_student(model, config, ids, settings), coverage(examples.train, ids)
+    return fresh_student(model, config, ids, settings)
 
 
 def _make_teacher(
@@ -147,21 +137,16 @@ def _make_teacher(
     teacher = Teacher(model, student.taps, student.ids, needs_sums=settings.loss != "ce")
     if settings.cache_features is None:
         return teacher
-    bits, config = settings.cache_bits, student.head.config
+    bits = settings.cache_bits
     name = cache_name(examples, model, student.taps, student.ids, settings.loss, bits)
     cache = Path(settings.cache_features).expanduser() / name
     cache.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(cache).free
-
-    def needed(bits: int | None) -> int:
-        states = teacher.width(config.target_hidden_size)
-        width = config.num_aux * config.target_hidden_size
-        return cache_bytes(examples.train, width, states, student.dtype.size, bits)
-
-    taken = f"{cache} takes up to {amount(needed(bits))}, and {amount(free)} are free"
-    if needed(bits) > free and not any(cache.iterdir()):
+    needed = teacher.cache_bytes(examples.train, student, bits)
+    taken = f"{cache} takes up to {amount(needed)}, and {amount(free)} are free"
+    if needed > free and not any(cache.iterdir()):
         way_on = "leave out --cache-features"
-        if bits is None and needed(CACHE_BITS) <= free:
+        if teacher.cache_bytes(examples.train, student, CACHE_BITS) <= free:
             way_on = f"give --cache-bits {CACHE_BITS}, or {way_on}"
         raise ValueError(f"{taken}: {way_on}.")
     if is_first():

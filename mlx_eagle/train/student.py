@@ -52,9 +52,9 @@ def resized_vocabulary(
     return np.array(sorted([*kept, *order[: size - len(kept)]]), np.int32)
 
 
-def coverage(examples: Sequence[Example], ids: np.ndarray) -> float:
+def coverage(examples: Sequence[Example], ids: mx.array) -> float:
     """The share of the answers' tokens that are among ``ids``."""
-    known = set(ids.tolist())
+    known: set[Any] = {*ids.tolist()}
     answers = [token for x in examples for token in x.tokens[x.num_prompt :]]
     return sum(token in known for token in answers) / max(1, len(answers))
 

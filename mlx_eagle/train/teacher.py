@@ -24,6 +24,7 @@ from ..system.safetensors import save_arrays
 from ..target.taps import Target, find_final_norm
 from .examples import Example, Examples, TokenBatch
 from .losses import TargetBatch, chunk_rows, padded, softmax
+from .student import Student
 
 ROWS_AT_ONCE = 2048  # logits over a whole vocabulary are the largest arrays of a pass
 SAMPLES = 1024  # at least, of each of the target's arrays, to know it again
@@ -148,9 +149,15 @@ class Teacher:
         """
         self._cache, self._bits = cache, bits
 
-    def width(self, hidden_size: int) -> int:
-        """How many numbers a lesson keeps of a slot that counts."""
-        return len(self._ids) if self._norm is None else hidden_size
+    def cache_bytes(self, examples: Sequence[Example], student: Student, bits: int | None) -> int:
+        """What a cache of these sequences takes at most, in bytes."""
+        config, item = student.head.config, student.dtype.size
+        width = config.num_aux * config.target_hidden_size
+        states = len(self._ids) if self._norm is None else config.target_hidden_size
+        # In fewer bits a group shares a scale and a bias.
+        number = item if bits is None else bits / 8 + 2 * item / GROUP
+        numbers = sum(len(x.tokens) * width + x.num_answer * states for x in examples)
+        return int(numbers * number) + 8 * sum(x.num_answer for x in examples)
 
     def features(self, tokens: np.ndarray) -> mx.array:
         """The taps at every position of tokens (B, T), side by side: (B, T, F)."""
@@ -294,19 +301,6 @@ class Teacher:
             if features is None:
                 raise ValueError("the head taps no layer of the target, so it cannot be taught.")
             yield places, logits[: len(places)], states, features
-
-
-def cache_bytes(
-    examples: Sequence[Example], width: int, states: int, item: int, bits: int | None
-) -> int:
-    """What a cache of these sequences takes at most, in bytes.
-
-    ``width`` is that of the features and ``states`` that of the states, of ``item`` bytes a
-    number, or of ``bits`` bits with a scale and a bias per group.
-    """
-    number = item if bits is None else bits / 8 + 2 * item / GROUP
-    numbers = sum(len(x.tokens) * width + x.num_answer * states for x in examples)
-    return int(numbers * number) + 8 * sum(x.num_answer for x in examples)
 
 
 def cache_name(

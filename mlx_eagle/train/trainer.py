@@ -22,7 +22,7 @@ from .examples import BatchOrder, Examples, make_batch
 from .log import TrainingLog, duration, make_card
 from .optimizer import TrainStep, learning_rate
 from .settings import TrainSettings
-from .student import Student, head_files, write_head
+from .student import Student, coverage, head_files, write_head
 from .teacher import Teacher
 
 FACTS = {"iteration": int, "trained_tokens": int, "settings": dict, "data": str}
@@ -45,11 +45,7 @@ class TrainReport:
 
 @dataclass
 class Trainer:
-    """The state of a run and what is done with it, batch after batch.
-
-    ``covered`` is the share of the answers that the head can draft; ``needs`` says what memory
-    the run takes.
-    """
+    """The state of a run and what is done with it; ``needs`` says what memory it takes."""
 
     settings: TrainSettings
     student: Student
@@ -58,7 +54,6 @@ class Trainer:
     tokenizer: TokenizerWrapper
     examples: Examples
     checkpoints: Checkpoints
-    covered: float
     needs: str
 
     def __post_init__(self) -> None:
@@ -73,6 +68,7 @@ class Trainer:
         self._step = TrainStep(
             self.student, settings.losses(), settings.max_grad_norm, settings.weight_decay
         )
+        self._covered = coverage(self.examples.train, self.student.ids)
         self._output = Path(settings.output).expanduser()
         self._iteration = 0
         self._trained_tokens = 0
@@ -89,7 +85,7 @@ class Trainer:
         print(
             f"Training a head of {self.student.num_parameters / 1e6:.2f} M parameters on {num} "
             f"sequences of {self.examples.num_tokens} tokens; {len(self.examples.valid)} are "
-            f"held out. It can draft {len(self.student.ids)} tokens, {self.covered:.2%} of what "
+            f"held out. It can draft {len(self.student.ids)} tokens, {self._covered:.2%} of what "
             "the answers use."
         )
         for note in self.examples.notes:
@@ -268,7 +264,7 @@ class Trainer:
             "batch_size": settings.batch_size,
             "trained_tokens": self._trained_tokens,
             "draft_vocab_size": len(self.student.ids),
-            "coverage": self.covered,
+            "coverage": self._covered,
             "ttt_steps": settings.ttt_steps,
             "loss": settings.loss,
             "learning_rate": settings.learning_rate,
