@@ -8,7 +8,6 @@ LK losses are the reference.
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -133,14 +132,6 @@ def in_chunks(
     return found
 
 
-@dataclass
-class ChainKeys:
-    """One layer's keys and values of every step so far, each (B, Hkv, R, D)."""
-
-    keys: list[mx.array] = field(default_factory=list)
-    values: list[mx.array] = field(default_factory=list)
-
-
 def unroll(
     head: Eagle3Head,
     embeddings: mx.array,
@@ -162,10 +153,11 @@ def unroll(
     ``checkpoint`` computes each step again for its gradient rather than keep what is between.
     """
     states = head.fuse(features)
-    past = [ChainKeys() for _ in head.layers]
+    past: list[Arrays] = []
     forward = _checkpointed if checkpoint else _advance
     for step in range(num_steps):
-        states = forward(head, _from(embeddings, step + 1), states, past, step, first)
+        states, *made = forward(head, _from(embeddings, step + 1), states, past, first)
+        past.append(made)
         if step == 0:
             embeddings = embeddings[:, first:]
         yield states
@@ -178,53 +170,42 @@ def _from(rows: mx.array, start: int) -> mx.array:
 
 
 def _advance(
-    head: Eagle3Head,
-    embeddings: mx.array,
-    states: mx.array,
-    past: list[ChainKeys],
-    step: int,
-    first: int,
-) -> mx.array:
-    """One step, which adds its keys and values to ``past``; states (B, T - first, h).
+    head: Eagle3Head, embeddings: mx.array, states: mx.array, past: list[Arrays], first: int
+) -> Arrays:
+    """The step after ``past``: its states (B, T - first, h), then keys and values of each layer.
 
-    Step 0 is given all slots, and of those before ``first`` the last layer gives these alone.
+    These, (B, Hkv, R, D), are what ``past`` has of each step. Step 0 is given all slots, and of
+    those before ``first`` the last layer gives these alone.
     """
+    step, made = len(past), []
+    start = first if step else 0
     embeddings, states = head.enter(embeddings, states)
-    for i, (layer, chain) in enumerate(zip(head.layers, past, strict=True), start=1):
+    for i, layer in enumerate(head.layers):
         x, residual = layer.enter(embeddings, states)
-        skip = first if step == 0 and i == len(past) else 0
-        start = first if step else 0
-        attended = _attend(layer, x, chain, step, start, skip)
+        q, k, v = _project(layer.self_attn, x, start + step)
+        made += [k, v]
+        keys, values = ([chain[2 * i + j] for chain in (*past, made)] for j in (0, 1))
+        skip = first if step == 0 and i == len(head.layers) - 1 else 0
+        attended = _attend(layer, q, keys, values, start, skip)
         states = layer.leave(residual[:, skip:], attended)
-    return head.leave(states)
+    return [head.leave(states), *made]
 
 
 def _checkpointed(
-    head: Eagle3Head,
-    embeddings: mx.array,
-    states: mx.array,
-    past: list[ChainKeys],
-    step: int,
-    first: int,
-) -> mx.array:
+    head: Eagle3Head, embeddings: mx.array, states: mx.array, past: list[Arrays], first: int
+) -> Arrays:
     """The same, keeping only what goes in and comes out."""
-    num, fuses = len(past[0].keys), head.config.fc_input == "features"
-    outside = (*OUTSIDE, "fc") if fuses else OUTSIDE
+    outside = (*OUTSIDE, "fc") if head.config.fc_input == "features" else OUTSIDE
+    num = 2 * len(head.layers)
 
     def inner(_: int, rows: Arrays) -> Arrays:
         embeddings, states, *flat = rows
-        parts = [list(flat[i : i + num]) for i in range(0, len(flat), max(num, 1))]
-        chains = [ChainKeys(*parts[2 * i : 2 * i + 2]) for i in range(len(past))]
-        states = _advance(head, embeddings, states, chains, step, first)
-        return [states, *(x for chain in chains for x in (chain.keys[-1], chain.values[-1]))]
+        chains = [flat[i : i + num] for i in range(0, len(flat), num)]
+        return _advance(head, embeddings, states, chains, first)
 
-    rows = [embeddings, states, *(x for chain in past for x in (*chain.keys, *chain.values))]
+    rows = [embeddings, states, *(x for made in past for x in made)]
     parts = [name for name in head.trainable_parameters() if name not in outside]
-    states, *new = _with_weights(head, parts, inner, rows, len(states), again=True)
-    for i, chain in enumerate(past):
-        chain.keys.append(new[2 * i])
-        chain.values.append(new[2 * i + 1])
-    return states
+    return _with_weights(head, parts, inner, rows, len(states), again=True)
 
 
 def _with_weights(
@@ -250,31 +231,28 @@ def _with_weights(
 
 
 def _attend(
-    layer: DraftLayer, x: mx.array, chain: ChainKeys, step: int, start: int, skip: int
+    layer: DraftLayer, q: mx.array, keys: Arrays, values: Arrays, start: int, skip: int
 ) -> mx.array:
-    """Attention of one layer's slots from ``start`` on in one step, x (B, R, I).
+    """Attention of one layer's slots from ``start`` on, q (B, H, R, D), in the last step.
 
-    The first ``skip`` of them do not attend: (B, R - skip, h).
+    ``keys`` and ``values`` (B, Hkv, R, D) are those of every step. The first ``skip`` slots do not
+    attend: (B, R - skip, h).
     """
-    attention = layer.self_attn
-    q, k, v = _project(attention, x, start + step)
-    chain.keys.append(k)
-    chain.values.append(v)
+    attention, window, step = layer.self_attn, layer.window, len(keys) - 1
     q, start = q[:, :, skip:], start + skip
     batch, _, rows, width = q.shape
     # Queries by the key head they share: (B, Hkv, G, R, D).
     q = q.reshape(batch, attention.num_kv_heads, -1, rows, width) * attention.scale
     # Of its own chain a slot sees the steps that a window has not left behind.
-    first = 1 if layer.window is None else max(1, step - layer.window + 1)
-    num_own = len(chain.keys) - first
-    keys = [k[:, :, None] for k in (chain.keys[0], *chain.keys[first:])]
-    values = [v[:, :, None] for v in (chain.values[0], *chain.values[first:])]
+    first = 1 if window is None else max(1, step - window + 1)
+    num_own = len(keys) - first
+    keys = [k[:, :, None] for k in (keys[0], *keys[first:])]
+    values = [v[:, :, None] for v in (values[0], *values[first:])]
 
     def attend(begin: int, rows: Arrays, shared: Arrays) -> Arrays:
         q, own = rows[0], rows[1:]
         return [_attended(q, own[:num_own], own[num_own:], shared, start + begin, step, window)]
 
-    window = layer.window
     size = chunk_rows(q.size // (rows * width) * (start + rows))
     own = [q, *keys[1:], *values[1:]]
     out = in_chunks(attend, own, [keys[0], values[0]], size, -2, again=True)[0]
@@ -299,7 +277,11 @@ def _attended(
     end = start + q.shape[-2]
     low = 0 if window is None else min(max(0, start + step - window + 1), end - 1)
     keys, values = (array[..., low:end, :] for array in shared)
-    hidden = mx.where(_visible(low, start, end, step, window), 0.0, -mx.inf).astype(q.dtype)
+    slots, places = mx.arange(low, end), mx.arange(start, end)[:, None]
+    visible = slots <= places
+    if window is not None:
+        visible = visible & (places + step < slots + window)
+    hidden = mx.where(visible, 0.0, -mx.inf).astype(q.dtype)
     scores = mx.addmm(hidden, q, keys.swapaxes(-1, -2))
     own = [(q * k).sum(axis=-1, keepdims=True) for k in own_keys]
     weights = softmax(mx.concatenate([scores, *own], axis=-1))
@@ -322,15 +304,6 @@ def _project(
     if "q_norm" in attention:
         q, k = attention.q_norm(q), attention.k_norm(k)
     return attention.rope(q, offset=position), attention.rope(k, offset=position), v
-
-
-def _visible(low: int, start: int, end: int, step: int, window: int | None) -> mx.array:
-    """Which of the slots ``low`` to ``end`` of step 0 those from ``start`` on see in that step."""
-    slots, rows = mx.arange(low, end), mx.arange(start, end)[:, None]
-    visible = slots <= rows
-    if window is not None:
-        visible = visible & (rows + step < slots + window)
-    return visible
 
 
 class TargetBatch(NamedTuple):
