@@ -7,7 +7,7 @@ the rule "reject", is judged request by request.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import cached_property
 
 import mlx.core as mx
 
@@ -27,7 +27,7 @@ class BatchVerification:
     following: mx.array
     num_kept: mx.array
 
-    @property
+    @cached_property
     def packed(self) -> mx.array:
         """All that the host reads, (B, 1 + R): it waits once."""
         return mx.concatenate([self.num_kept[:, None], self.following], axis=1)
@@ -37,52 +37,47 @@ class BatchVerification:
         return BatchVerification(self.following[index], self.num_kept[index])
 
 
-class GroupChoice(Protocol):
-    """One round of n requests that are judged alike."""
+class GreedyRows:
+    """One round of requests that are judged in the same operations: here those without a sampler.
 
-    def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
-        """See ``batch_drafter.Picks.pick``; logits (n, Vd)."""
+    ``pick`` and ``alone`` are those of ``batch_drafter.Picks``, for the requests of this group.
+    """
 
-    def alone(self, index: int) -> Pick:
-        """See ``batch_drafter.Picks.alone``."""
-
-    def verify(
-        self, drafts: mx.array, lengths: Sequence[int], logits: mx.array
-    ) -> BatchVerification:
-        """Verify drafts (n, k), of which ``lengths[b]`` tokens count, against (n, k + 1, V)."""
-
-
-def _matched(drafts: mx.array, lengths: Sequence[int], following: mx.array) -> BatchVerification:
-    """Keep what equals the choice (n, k + 1) made after it."""
-    size = drafts.shape[1]
-    following = following.astype(mx.int32)
-    keep = drafts == following[:, :-1]
-    if min(lengths) < size:
-        keep = keep & (mx.arange(size) < mx.array([*lengths])[:, None])
-    kept = mx.cumprod(keep.astype(mx.int32), axis=1).sum(axis=1)
-    return BatchVerification(following, kept)
-
-
-class Greedy:
-    """One round of requests without a sampler."""
-
-    def __init__(self, forced: Sequence[Sequence[int]]):
-        self._forced = forced
+    def __init__(
+        self,
+        rules: Sequence[Rule],
+        positions: list[int],
+        size: int,
+        forced: Sequence[Sequence[int]],
+    ):
+        self._rules, self._positions = rules, positions
+        self._size, self._forced = size, forced
 
     def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
         return mx.argmax(logits, axis=-1)
 
     def alone(self, index: int) -> Pick:
-        return ForcedPicks(Match(), self._forced[index]).pick
+        choice = self._rules[index].open(self._positions[index], self._size)
+        return ForcedPicks(choice, self._forced[index]).pick
 
     def verify(
         self, drafts: mx.array, lengths: Sequence[int], logits: mx.array
     ) -> BatchVerification:
-        return _matched(drafts, lengths, mx.argmax(logits, axis=-1))
+        """Verify drafts (n, k), of which ``lengths[b]`` tokens count, against (n, k + 1, V)."""
+        size, following = drafts.shape[1], self._chosen(logits).astype(mx.int32)
+        keep = drafts == following[:, :-1]
+        if min(lengths) < size:
+            keep = keep & (mx.arange(size) < mx.array([*lengths])[:, None])
+        kept = mx.cumprod(keep.astype(mx.int32), axis=1).sum(axis=1)
+        return BatchVerification(following, kept)
+
+    def _chosen(self, logits: mx.array) -> mx.array:
+        """The target's own choice of each row, (n, k + 1)."""
+        return mx.argmax(logits, axis=-1)
 
 
-class CoupledRows:
-    """One round of requests that sample with the noise of their positions, by the same filters."""
+class CoupledRows(GreedyRows):
+    """Of requests that sample with the noise of their positions, by the same filters."""
 
     def __init__(
         self,
@@ -92,34 +87,25 @@ class CoupledRows:
         size: int,
         forced: Sequence[Sequence[int]],
     ):
-        self._rules = rules
-        self._positions = positions
-        self._size = size
-        self._forced = forced
+        super().__init__(rules, positions, size, forced)
+        self._rule = rules[0]
         starts = mx.array(positions, mx.uint32)[:, None]
         where = starts + mx.arange(size + 1).astype(mx.uint32)
-        self._noise = noise_of_rows(keys, where, rules[0].vocab_size)  # (n, k + 1, V)
+        self._noise = noise_of_rows(keys, where, self._rule.vocab_size)  # (n, k + 1, V)
         self._num_picked = 0
 
     def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
-        if self._rules[0].drafts_greedily:
+        if self._rule.drafts_greedily:
             return mx.argmax(logits, axis=-1)
         noise = self._noise[:, self._num_picked]
         self._num_picked += 1
-        scores = self._rules[0].sampling.scores(logits)
+        scores = self._rule.sampling.scores(logits)
         return mx.argmax(scores + (noise if ids is None else noise[:, ids]), axis=-1)
 
-    def alone(self, index: int) -> Pick:
-        choice = self._rules[index].open(self._positions[index], self._size)
-        return ForcedPicks(choice, self._forced[index]).pick
-
-    def verify(
-        self, drafts: mx.array, lengths: Sequence[int], logits: mx.array
-    ) -> BatchVerification:
+    def _chosen(self, logits: mx.array) -> mx.array:
         rows = log_softmax(logits).reshape(-1, logits.shape[-1])
-        scores = self._rules[0].sampling.scores(rows, is_normalized=True).reshape(logits.shape)
-        noise = self._noise[:, : logits.shape[1]]
-        return _matched(drafts, lengths, mx.argmax(scores + noise, axis=-1))
+        scores = self._rule.sampling.scores(rows, is_normalized=True).reshape(logits.shape)
+        return mx.argmax(scores + self._noise[:, : logits.shape[1]], axis=-1)
 
 
 class RowByRow:
@@ -179,24 +165,25 @@ class RuleGroup:
 
     def open(
         self, positions: Sequence[int], room: Sequence[int], forced: Sequence[Sequence[int]]
-    ) -> GroupChoice:
+    ) -> GreedyRows | RowByRow:
         """A round whose first tokens have these positions in each request of the batch."""
         own = [positions[b] for b in self.places]
         own_forced = [forced[b] for b in self.places]
-        if self.kind is Greedy:
-            return Greedy(own_forced)
         if self.kind is RowByRow:
             return RowByRow(self.rules, own, [room[b] for b in self.places], own_forced)
+        size = max(*room, *map(len, forced))
+        if self.kind is GreedyRows:
+            return GreedyRows(self.rules, own, size, own_forced)
         rules = [rule for rule in self.rules if isinstance(rule, Coupled)]
         if self.keys is None:
             self.keys = mx.stack([rule.sampling.base_key for rule in rules])
-        return CoupledRows(rules, self.keys, own, max(*room, *map(len, forced)), own_forced)
+        return CoupledRows(rules, self.keys, own, size, own_forced)
 
 
 def _kind(rule: Rule) -> object:
     """The same for rules that can be judged together."""
     if isinstance(rule, Match) and rule.sampler is None:
-        return Greedy
+        return GreedyRows
     if isinstance(rule, Coupled) and type(rule.sampling) is Sampling:
         return (*rule.sampling.parameters, rule.drafts_greedily, rule.vocab_size)
     return RowByRow
@@ -223,8 +210,8 @@ class BatchRule:
 
         Its first ones are ``forced[b]``.
         """
-        choices = [group.open(positions, room, forced) for group in self._groups]
-        return BatchChoice(self._groups, choices, self._order, forced)
+        parts = [(each.places, each.open(positions, room, forced)) for each in self._groups]
+        return BatchChoice(parts, self._order, forced)
 
 
 class BatchChoice:
@@ -232,22 +219,20 @@ class BatchChoice:
 
     def __init__(
         self,
-        groups: list[RuleGroup],
-        choices: list[GroupChoice],
+        parts: list[tuple[list[int], GreedyRows | RowByRow]],
         order: list[int],
         forced: Sequence[Sequence[int]],
     ):
-        self._groups = groups
-        self._choices = choices
-        self._order = order  # where each request is once those of all groups stand side by side
+        self._parts = parts  # which requests each is of
+        self._order = order  # where each request is once those of all parts stand side by side
         self._forced = forced
         self._num_picked = 0
 
     def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
-        if len(self._choices) == 1:
-            picked = self._choices[0].pick(logits, ids)
+        if len(self._parts) == 1:
+            picked = self._parts[0][1].pick(logits, ids)
         else:
-            each = [c.pick(logits[places], ids) for c, places in self._by_group()]
+            each = [part.pick(logits[mx.array(places)], ids) for places, part in self._parts]
             picked = mx.concatenate(each)[mx.array(self._order)]
         at, self._num_picked = self._num_picked, self._num_picked + 1
         is_forced = [len(tokens) > at for tokens in self._forced]
@@ -257,25 +242,19 @@ class BatchChoice:
         return mx.where(mx.array(is_forced), index_in(ids, tokens), picked)
 
     def alone(self, index: int) -> Pick:
-        for group, choice in zip(self._groups, self._choices, strict=True):
-            if index in group.places:
-                return choice.alone(group.places.index(index))
-        raise IndexError(index)
+        places, part = next(each for each in self._parts if index in each[0])
+        return part.alone(places.index(index))
 
     def verify(
         self, drafts: mx.array, lengths: Sequence[int], logits: mx.array
     ) -> BatchVerification:
         """Verify drafts (B, k), of which ``lengths[b]`` tokens count, against (B, k + 1, V)."""
-        if len(self._choices) == 1:
-            return self._choices[0].verify(drafts, lengths, logits)
-        made = [
-            choice.verify(drafts[places], [lengths[b] for b in group.places], logits[places])
-            for group, (choice, places) in zip(self._groups, self._by_group(), strict=True)
-        ]
+        if len(self._parts) == 1:
+            return self._parts[0][1].verify(drafts, lengths, logits)
+        made = []
+        for places, part in self._parts:
+            index = mx.array(places)
+            made.append(part.verify(drafts[index], [lengths[b] for b in places], logits[index]))
         following = mx.concatenate([verification.following for verification in made])
         kept = mx.concatenate([verification.num_kept for verification in made])
         return BatchVerification(following, kept).of(mx.array(self._order))
-
-    def _by_group(self) -> list[tuple[GroupChoice, mx.array]]:
-        places = (mx.array(group.places) for group in self._groups)
-        return list(zip(self._choices, places, strict=True))

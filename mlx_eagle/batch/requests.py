@@ -200,7 +200,6 @@ class SharedRound:
     room: list[int]  # as much of it as the limits of each let be kept
     num_drafted: list[int]
     verification: BatchVerification
-    packed: mx.array
     features: mx.array | None  # (B, R, F)
     num_forced: list[int]  # of those drafted: what a grammar forces
     asked: AskedLogprobs | None = None
@@ -220,7 +219,6 @@ class SharedRound:
             num_drafted=[self.num_drafted[b] for b in index],
             num_forced=[self.num_forced[b] for b in index],
             verification=self.verification.of(places),
-            packed=self.packed[places],
             features=None if self.features is None else self.features[places],
             asked=None if self.asked is None else self.asked.of_texts(places),
         )
@@ -228,7 +226,7 @@ class SharedRound:
     @property
     def pending(self) -> list[mx.array]:
         """What the host reads, to be computed at once."""
-        return [self.packed, *([] if self.asked is None else self.asked.arrays)]
+        return [self.verification.packed, *([] if self.asked is None else self.asked.arrays)]
 
     def logprobs(self, b: int) -> list[TokenLogprobs]:
         """Those of the tokens emitted for request b, once read; none where none are asked for."""
@@ -240,7 +238,7 @@ class SharedRound:
     def read(self) -> None:
         """Wait for the device, and cut what was emitted to the limits of each request."""
         mx.eval(self.pending)
-        rows: Any = self.packed.tolist()
+        rows: Any = self.verification.packed.tolist()
         self.kept = [num_kept for num_kept, *_ in rows]
         self.runs = [
             request.limits.cut(following[: num_kept + 1], position)

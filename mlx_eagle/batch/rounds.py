@@ -157,7 +157,6 @@ class Batch:
             room,
             num_drafted,
             verification,
-            verification.packed,
             features,
             num_forced,
             self._asked_logprobs(logits, verification.following),

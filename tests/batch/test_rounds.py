@@ -50,7 +50,11 @@ def graph_of(batch: Batch, size: int) -> int:
     with mx.stream(generation_stream):
         done = batch.launch(DraftShape(size))
         caches = [layer.state for layer in batch._caches.layers + batch._drafts._caches.layers]
-        arrays = [done.packed, *batch._drafts.pending(), *(a for state in caches for a in state)]
+        arrays = [
+            done.verification.packed,
+            *batch._drafts.pending(),
+            *(a for state in caches for a in state),
+        ]
         count = num_primitives(*arrays)
         mx.eval(arrays)
         batch.finish(done)
