@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import reduce
 from operator import add
 from typing import Any
@@ -80,22 +80,8 @@ class BatchResponse(MlxBatchResponse):
     batch_stats: BatchStats | None = None
 
 
-@dataclass(frozen=True)
-class Returns:
-    """What of the response is asked for, by the names of mlx-lm's arguments."""
-
-    return_prompt_caches: bool
-    return_token_ids: bool
-    return_logprobs: bool
-
-
 def response_of(
-    requests: list[Request],
-    tokenizer: TokenizerWrapper,
-    returns: Returns,
-    *,
-    seconds: float,
-    verbose: bool,
+    requests: list[Request], tokenizer: TokenizerWrapper, options: Options, seconds: float
 ) -> BatchResponse:
     """The response to requests that ran for ``seconds``, stop tokens in neither texts nor ids."""
     ends = [len(t.tokens) - t.limits.end(t.tokens[-1]) for t in requests]
@@ -111,38 +97,31 @@ def response_of(
         wall_time=seconds,
         peak_memory=mx.get_peak_memory() / 1e9,
     )
-    if verbose:
+    if options.verbose:
         for i, counts in enumerate(stats):
             print(f"[batch_generate] Prompt {i}: " + "; ".join(counts.lines()))
     logprobs = None
-    if returns.return_logprobs:
+    if options.return_logprobs:
         logprobs = [(t.logprobs or [])[:end] for t, end in zip(requests, ends, strict=True)]
     return BatchResponse(
         [tokenizer.decode(tokens) for tokens in ids],
         RequestStats(stats, whole),
-        [request.cache for request in requests] if returns.return_prompt_caches else None,
-        ids if returns.return_token_ids else None,
+        [request.cache for request in requests] if options.return_prompt_caches else None,
+        ids if options.return_token_ids else None,
         logprobs,
     )
 
 
 def generate_plainly(
-    model: nn.Module,
-    tokenizer: TokenizerWrapper,
-    requests: list[Request],
-    options: Options,
-    returns: Returns,
-    sizes: dict[str, int],
-    verbose: bool,
+    model: nn.Module, tokenizer: TokenizerWrapper, requests: list[Request], options: Options
 ) -> BatchResponse:
-    """All requests by mlx-lm's batch; the caches it returns are the target's alone.
-
-    ``sizes`` are mlx-lm's ``completion_batch_size`` and ``prefill_batch_size``, where given.
-    """
-    settings: dict[str, Any] = sizes | {"prefill_step_size": options.prefill_step_size}
+    """All requests by mlx-lm's batch; the caches it returns are the target's alone."""
+    names = ("prefill_step_size", "completion_batch_size", "prefill_batch_size")
+    given = {name: getattr(options, name) for name in names}
+    settings: dict[str, Any] = {name: size for name, size in given.items() if size is not None}
     processors = options.logits_processors or []
     if isinstance(options.sampler, Sampling) or not all(map(is_pure, processors)):
-        response = _each_by_itself(model, tokenizer, requests, options, returns, settings)
+        response = _each_by_itself(model, tokenizer, requests, options, settings)
     else:
         caches = [split_cache(request.cache, model, None)[0] for request in requests]
         response = mlx_lm.batch_generate(
@@ -151,8 +130,11 @@ def generate_plainly(
             [request.prompt for request in requests],
             caches,
             [request.limits.max_tokens for request in requests],
-            verbose,
-            **asdict(returns) | settings | {"return_token_ids": True},
+            verbose=options.verbose,
+            return_prompt_caches=options.return_prompt_caches,
+            return_token_ids=True,
+            return_logprobs=options.return_logprobs,
+            **settings,
             sampler=options.sampler,
             logits_processors=processors,
         )
@@ -163,7 +145,7 @@ def generate_plainly(
         response.texts,
         RequestStats([request.stats for request in requests], response.stats),
         response.caches,
-        response.token_ids if returns.return_token_ids else None,
+        response.token_ids if options.return_token_ids else None,
         response.logprobs,
         batch_stats=response.stats,
     )
@@ -174,7 +156,6 @@ def _each_by_itself(
     tokenizer: TokenizerWrapper,
     requests: list[Request],
     options: Options,
-    returns: Returns,
     settings: dict[str, Any],
 ) -> MlxBatchResponse:
     """The same with samplers and processors of each, which mlx-lm's function does not take."""
@@ -208,9 +189,9 @@ def _each_by_itself(
     return MlxBatchResponse(
         [tokenizer.decode(tokens) for tokens in ids],
         stats,
-        [caches[uid] for uid in uids] if returns.return_prompt_caches else None,
+        [caches[uid] for uid in uids] if options.return_prompt_caches else None,
         ids,
-        [request.logprobs or [] for request in requests] if returns.return_logprobs else None,
+        [request.logprobs or [] for request in requests] if options.return_logprobs else None,
     )
 
 
@@ -221,7 +202,6 @@ def generate_together(
     controller: Controller,
     kernel_options: KernelOptions,
     options: Options,
-    keep_caches: bool,
 ) -> None:
     """All requests to their ends, round by round in shared passes."""
     batch = Batch(
@@ -229,7 +209,7 @@ def generate_together(
         draft_model,
         controller,
         options=kernel_options,
-        keep_caches=keep_caches,
+        keep_caches=options.return_prompt_caches,
         stream=options.stream,
     )
     for request in requests:
@@ -239,7 +219,7 @@ def generate_together(
         batch.join(request)
     while batch.round() is not None:
         pass  # what each round emitted is in the requests
-    if keep_caches:
+    if options.return_prompt_caches:
         for request in requests:
             restore_caches(request)
 
@@ -313,9 +293,9 @@ def batch_generate(
 
     A ``Sampling`` gives every prompt noise of its own (see ``Sampling.row``).
 
-    ``kwargs``: the fields of ``Options``, mlx-lm's ``max_kv_size``, and its
-    ``completion_batch_size`` and ``prefill_batch_size`` for a batch that goes to it. Without one
-    of our drafters all goes to mlx-lm unchanged.
+    ``kwargs``: the other fields of ``Options``; ``completion_batch_size`` and
+    ``prefill_batch_size`` are for a batch that goes to mlx-lm. Without one of our drafters all
+    goes to mlx-lm unchanged.
 
     Returns a ``BatchResponse``; its ``stats`` are a list of ``Stats``, one per prompt, with
     mlx-lm's figures of the whole batch as attributes.
@@ -323,45 +303,27 @@ def batch_generate(
     Raises ValueError for an empty prompt, lists of unequal length, ``max_tokens`` below 1, and
     for what only one prompt alone can have: a tree, caches quantized on the way, embeddings.
     """
-    returns = Returns(return_prompt_caches, return_token_ids, return_logprobs)
+    kwargs |= {
+        "return_prompt_caches": return_prompt_caches,
+        "return_token_ids": return_token_ids,
+        "return_logprobs": return_logprobs,
+        "verbose": verbose,
+    }
     if not is_drafter(draft_model):
         return mlx_lm.batch_generate(
-            model,
-            tokenizer,
-            prompts,
-            prompt_caches,
-            max_tokens,
-            verbose,
-            **asdict(returns),
-            **kwargs,
+            model, tokenizer, prompts, prompt_caches, max_tokens, **kwargs
         )
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    names = ("completion_batch_size", "prefill_batch_size")
-    sizes = {name: kwargs.pop(name) for name in names if name in kwargs}
-    max_kv_size = kwargs.pop("max_kv_size", None)
     options = Options.by_names(kwargs)
     if prompt_caches is None:
-        caches = [make_prompt_cache(model, max_kv_size) for _ in prompts]
+        caches = [make_prompt_cache(model, options.max_kv_size) for _ in prompts]
     else:  # as in mlx-lm's batch, those that were given stay as they are
         caches = [deepcopy(cache) for cache in prompt_caches]
     requests = _requests(tokenizer, prompts, caches, max_tokens, options)
-    if return_logprobs:
-        for request in requests:
-            request.logprobs = []
     stream: Any = options.stream
     with wired_limit(model, [stream]):
-        return _generate(
-            model,
-            tokenizer,
-            draft_model,
-            requests,
-            options,
-            returns,
-            max_speculative_batch,
-            sizes=sizes,
-            verbose=verbose,
-        )
+        return _generate(model, tokenizer, draft_model, requests, options, max_speculative_batch)
 
 
 def _generate(
@@ -370,11 +332,7 @@ def _generate(
     draft_model: Drafter,
     requests: list[Request],
     options: Options,
-    returns: Returns,
     max_speculative_batch: int | None,
-    *,
-    sizes: dict[str, int],
-    verbose: bool,
 ) -> BatchResponse:
     """Together, one after the other or plainly, as fits the batch."""
     caches = [c for request in requests for c in split_cache(request.cache, model, None)[0]]
@@ -401,22 +359,15 @@ def _generate(
         shares = reason_not_batchable(model, caches, plainly=True) is None
         controller = FixedController(PLAIN) if shares else None
     elif not is_drafted:
-        return generate_plainly(model, tokenizer, requests, options, returns, sizes, verbose)
+        return generate_plainly(model, tokenizer, requests, options)
     if controller is None or is_drafted:
         _say_what_is_shared(draft_model, options, reason)
     start = time.perf_counter()
     if controller is None:
         generate_in_turn(model, draft_model, requests, options)
     else:
-        keep = returns.return_prompt_caches
-        generate_together(model, draft_model, requests, controller, kernel_options, options, keep)
-    return response_of(
-        requests,
-        tokenizer,
-        returns,
-        seconds=time.perf_counter() - start,
-        verbose=verbose,
-    )
+        generate_together(model, draft_model, requests, controller, kernel_options, options)
+    return response_of(requests, tokenizer, options, time.perf_counter() - start)
 
 
 def _requests(
@@ -438,7 +389,8 @@ def _requests(
         check_prompt(mx.array(prompt))
         check_max_tokens(limit, of=f" of prompt {i}", least=1)
         limits = Limits(limit, tokenizer.eos_token_ids)
-        requests.append(Request(prompt, limits, prompt_caches[i], row=i))
+        logprobs: list[float] | None = [] if options.return_logprobs else None
+        requests.append(Request(prompt, limits, prompt_caches[i], row=i, logprobs=logprobs))
     return requests
 
 

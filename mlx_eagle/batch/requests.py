@@ -46,18 +46,7 @@ class Request:
     tokens_after_leave: list[int] = field(default_factory=list)
     logprobs: list[float] | None = None  # of the tokens, where they are asked for
     cancelled: bool = False
-    _decoder: Decoder | None = None
-
-    @property
-    def decoder(self) -> Decoder:
-        """What decodes it, from ``prefill`` on."""
-        if self._decoder is None:
-            raise RuntimeError("the request has not been opened: prefill it first")
-        return self._decoder
-
-    @decoder.setter
-    def decoder(self, decoder: Decoder) -> None:
-        self._decoder = decoder
+    decoder: Decoder = field(init=False, repr=False)  # from ``prefill`` on
 
     @property
     def ended(self) -> bool:
@@ -68,7 +57,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Options:
-    """How requests are decoded; those of one batch may have several."""
+    """How requests are decoded, and what is given back; those of one batch may have several."""
 
     stream: mx.Stream | mx.ThreadLocalStream = generation_stream
     num_draft_tokens: int | str = 3
@@ -76,6 +65,13 @@ class Options:
     logits_processors: list[LogitsProcessor] | None = None
     acceptance: str | None = None
     prefill_step_size: int = 2048
+    max_kv_size: int | None = None
+    completion_batch_size: int | None = None
+    prefill_batch_size: int | None = None
+    return_prompt_caches: bool = False
+    return_token_ids: bool = False
+    return_logprobs: bool = False
+    verbose: bool = False
 
     @classmethod
     def by_names(cls, given: dict[str, Any]) -> "Options":
