@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from typing import Any
@@ -60,8 +60,7 @@ class RequestStats(list[Stats], BatchStats):  # type: ignore[misc]  # both have 
 
     def __init__(self, each: Sequence[Stats], whole: BatchStats):
         list.__init__(self, each)
-        names = [field.name for field in fields(BatchStats)]
-        BatchStats.__init__(self, **{name: getattr(whole, name) for name in names})
+        vars(self).update(vars(whole))
 
     @property
     def total(self) -> Stats:
@@ -412,19 +411,17 @@ def _make_controller(
 def _say_what_is_shared(draft_model: Drafter, options: Options, reason: str | None) -> None:
     """Warn where less is shared than could be: it is slower, and nobody would see why."""
     if options.num_draft_tokens == 0:
-        warnings.warn(
+        said = (
             "mlx-lm's batch gives other texts with this target: the prompts are decoded one after "
-            "the other, without drafts.",
-            stacklevel=4,
+            "the other, without drafts."
         )
     elif reason is not None:
-        warnings.warn(
-            f"{reason}: the prompts are decoded one after the other, each with drafts.",
-            stacklevel=4,
-        )
+        said = f"{reason}: the prompts are decoded one after the other, each with drafts."
     elif draft_model.modules() and draft_model.batch_drafter() is None:
-        warnings.warn(
+        said = (
             "this drafter takes one text at a time: the prompts share the target's passes, but "
-            "drafts are made prompt by prompt.",
-            stacklevel=4,
+            "drafts are made prompt by prompt."
         )
+    else:
+        return
+    warnings.warn(said, stacklevel=4)

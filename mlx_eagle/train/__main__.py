@@ -5,7 +5,7 @@ import types
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import yaml
 from mlx_lm.lora import yaml_loader
@@ -31,7 +31,9 @@ def make_parser() -> argparse.ArgumentParser:
         if shown is not MISSING and shown is not None and not isinstance(shown, bool | tuple):
             text = f"{text.removesuffix('.')} (default {shown})."
         options: dict[str, Any] = {"default": None, "help": text}
-        kind = _plain(hints[setting.name])
+        kind = hints[setting.name]
+        if isinstance(kind, types.UnionType):  # str | None
+            kind = get_args(kind)[0]
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
         else:
@@ -40,13 +42,6 @@ def make_parser() -> argparse.ArgumentParser:
         parser.add_argument(flag_of(setting.name), **options)
     use_plain_words(parser)
     return parser
-
-
-def _plain(hint: Any) -> Any:
-    """str | None -> str."""
-    if get_origin(hint) in (Union, types.UnionType):
-        return next(part for part in get_args(hint) if part is not type(None))
-    return hint
 
 
 def read_config(path: str) -> dict[str, Any]:

@@ -30,6 +30,13 @@ HELD_OUT = 0.05  # of the prompts
 MOST_HELD_OUT = 128  # prompts
 ALIKE = 0.8  # prompts that share so much of their words (Jaccard's index) count as the same
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|\w+")  # a character where words are not spaced
+FORMATS = {
+    "completion": {"prompt", "completion"},
+    "messages": {"messages"},
+    "text": {"text"},
+    "tokens": {"tokens"},
+}
+"""The formats of mlx-lm, and of recorded tokens, by the fields that each has."""
 UNREADABLE = (
     TemplateError, KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError,
 )  # fmt: skip
@@ -267,28 +274,20 @@ def check_messages(row: DataRow) -> list[dict[str, Any]]:
     return messages
 
 
-def _format(row: DataRow) -> str:
-    """Which of mlx-lm's formats a row has, by the field that is its own."""
+def _check_row(row: DataRow, mask_prompt: bool) -> str:
+    """Which of mlx-lm's formats a row has; ValueError where it has none, or other fields."""
     fields = row.fields
-    if "prompt" in fields and "completion" in fields:
-        return "completion"
-    for name in ("messages", "text", "tokens"):
-        if name in fields:
-            return name
-    if "prompt" in fields:
+    kind = next((name for name, own in FORMATS.items() if fields.keys() >= own), None)
+    if kind is None and "prompt" in fields:
         raise ValueError(
             f"{row.where} has a prompt and no answer to learn from: give a "
             '"completion" on every line, or have answers made with --regenerate.'
         )
-    raise ValueError(
-        f"{row.where} has no data format that is known: give messages, prompt and completion, or "
-        "text."
-    )
-
-
-def _check_row(row: DataRow, mask_prompt: bool) -> str:
-    """The row's format; ValueError where its fields are not what mlx-lm's format asks for."""
-    kind, fields = _format(row), row.fields
+    if kind is None:
+        raise ValueError(
+            f"{row.where} has no data format that is known: give messages, prompt and "
+            "completion, or text."
+        )
     for name in ("prompt", "completion", "text"):
         if name in fields and not isinstance(fields[name], str):
             raise ValueError(f'{row.where} has a "{name}" that is no text.')

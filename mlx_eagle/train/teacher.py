@@ -140,7 +140,6 @@ class Teacher:
         self._cache: Path | None = None
         self._bits: int | None = None
         self._norm, self._output = output_of(model, self._target, ids)
-        self._is_drafted: np.ndarray | None = None
 
     def keep_in(self, cache: Path, bits: int | None = None) -> None:
         """Keep lessons in that folder, from one epoch to the next.
@@ -249,10 +248,8 @@ class Teacher:
         what left the last layer there. A slot counts where the target's choice can be drafted.
         """
         length, vocab_size = features.shape[1], logits.shape[-1]
-        if self._is_drafted is None:
-            self._is_drafted = np.zeros(vocab_size, bool)
-            self._is_drafted[np.array(self._ids)] = True
-        (kept,) = np.nonzero(self._is_drafted[np.array(mx.argmax(logits, axis=-1))])
+        is_drafted = np.isin(np.array(mx.argmax(logits, axis=-1)), np.array(self._ids))
+        (kept,) = is_drafted.nonzero()
         rows, slots = places[kept] // length, places[kept] % length - 1
         chosen, shares = mx.array(kept, mx.int32), mx.ones(len(kept))
         if self._needs_sums and len(kept):
