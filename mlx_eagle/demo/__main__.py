@@ -4,13 +4,14 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import mlx_lm
 from mlx_lm.generate import GenerationResponse
 
 from ..bench.summary import first_difference
 from ..generate import stream_generate
-from ..system.cli_values import use_plain_words
+from ..system.cli_values import Range, use_plain_words
 from ..system.device import prepare_device
 from ..system.terminal import Marker, run_command
 from .pair import load_demo
@@ -66,12 +67,8 @@ def report(plain: Completion, speculative: Completion) -> list[str]:
 
 def run(prompt: str, max_tokens: int, num_draft_tokens: int) -> None:
     """Generate once with the head and once without, and print how they compare."""
-    if max_tokens < 2:
-        raise ValueError(
-            f"--max-tokens is {max_tokens}: give 2 or more, there is nothing to time."
-        )
-    if num_draft_tokens < 1:
-        raise ValueError(f"--num-draft-tokens is {num_draft_tokens}: give 1 or more.")
+    Range("max_tokens", 2, inf, "2 or more, there is nothing to time").check(max_tokens)
+    Range("num_draft_tokens", 1, inf, "1 or more").check(num_draft_tokens)
     print("Loading SmolLM2-135M-Instruct and its EAGLE-3 head.", file=sys.stderr)
     prepare_device()
     model, tokenizer, drafter = load_demo()
