@@ -358,10 +358,7 @@ def step_losses(
     targets: TargetBatch,
     settings: LossSettings,
 ) -> mx.array:
-    """The loss of every step, (num_steps,) float32, not weighted yet.
-
-    ``embeddings`` (B, T, h) and ``features`` (B, T, F) as ``unroll`` takes them.
-    """
+    """The loss of every step, (num_steps,) float32, not weighted yet; see ``unroll``."""
     length = embeddings.shape[1]
     first = first_slot(targets, length, settings.num_steps)
     states, weights = [], []

@@ -43,10 +43,9 @@ class LossSettings:
 
 @dataclass(frozen=True)
 class AnswerSettings:
-    """How prompts are answered.
+    """How prompts are answered: each once at every temperature, ``rows`` of them at once.
 
-    ``temperatures``: every prompt is answered once at each. ``rows``: sequences decoded at
-    once. ``max_tokens``: of one answer. ``max_prompt_tokens``: longer prompts are passed over.
+    Prompts of more than ``max_prompt_tokens`` are passed over.
     """
 
     temperatures: tuple[float, ...] = TEMPERATURES

@@ -142,10 +142,7 @@ class Teacher:
         self._norm, self._output = output_of(model, self._target, ids)
 
     def keep_in(self, cache: Path, bits: int | None = None) -> None:
-        """Keep lessons in that folder, from one epoch to the next.
-
-        Features and states are of ``bits`` bits a number, or as they are.
-        """
+        """Keep lessons in that folder, in ``bits`` bits a number, or as they are."""
         self._cache, self._bits = cache, bits
 
     def cache_bytes(self, examples: Sequence[Example], student: Student, bits: int | None) -> int:
