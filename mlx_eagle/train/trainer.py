@@ -118,7 +118,7 @@ class Trainer:
             )
             with closing(log):
                 losses = self._train(stop, log)
-            is_finished = self._iteration == settings.iters
+            is_finished = self._iteration >= settings.iters
             if is_finished and not is_quiet:
                 self._finish(stop, log)
         if is_finished:
