@@ -8,7 +8,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import groupby, islice
@@ -106,18 +106,19 @@ def answer_prompts(
     prompts: Sequence[Messages],
     output: Path,
     settings: AnswerSettings,
-    report: Callable[[AnswerCounts], None] = lambda counts: None,
-) -> AnswerCounts:
+) -> Iterator[AnswerCounts]:
     """Answer every prompt at every temperature, and append the answers to ``output``.
 
     A row of the file is a conversation that mlx-lm's own training reads (``messages``), with
     the very tokens the target was given and gave (``tokens``, of which the first
     ``prompt_length`` are the prompt's). Answers that the file has already are not given again,
     and a last line cut short is cut off, so that a run that was stopped can be gone on with.
-    Every answer is written as soon as it is complete. ``report`` is called after each step.
+    Every answer is written as soon as it is complete. Yields the counts, which change, at first
+    and after each step.
     """
     done = _keys_in(output)
     counts = AnswerCounts(found=len(done))
+    yield counts
     jobs = _jobs(tokenizer, prompts, settings, done, counts)
     with output.open("a", encoding="utf-8") as file:
         for number, block in enumerate(_blocks(jobs, 8 * settings.rows)):
@@ -130,8 +131,7 @@ def answer_prompts(
                         file.flush()
                         counts.answers += 1
                         counts.cut += reason == "length"
-                report(counts)
-    return counts
+                yield counts
 
 
 def _keys_in(output: Path) -> set[str]:
@@ -261,19 +261,15 @@ def answer_file(
     print(f"The target gives {total} answers to the prompts of {prompts}.", flush=True)
     begun = said = time.perf_counter()
     with open_bar(total, "Answering", "answer") as bar:
-
-        def report(counts: AnswerCounts) -> None:
-            nonlocal said
-            now = time.perf_counter()
-            speed = f"{counts.tokens / (now - begun):.0f} tokens/s"
-            bar.set_postfix_str(speed, refresh=False)
-            bar.update(counts.done - bar.n)
-            if bar.disable and now - said >= report_seconds:
-                said = now
-                print(f"{counts.done} of {total} answers, {speed}.", flush=True)
-
         try:
-            counts = answer_prompts(model, tokenizer, conversations, output, settings, report)
+            for counts in answer_prompts(model, tokenizer, conversations, output, settings):
+                now = time.perf_counter()
+                speed = f"{counts.tokens / (now - begun):.0f} tokens/s"
+                bar.set_postfix_str(speed, refresh=False)
+                bar.update(counts.done - bar.n)
+                if bar.disable and now - said >= report_seconds:
+                    said = now
+                    print(f"{counts.done} of {total} answers, {speed}.", flush=True)
         except OSError as err:
             raise ValueError(
                 f"{output} cannot be written to ({err.strerror or err}): the answers so far stay; "

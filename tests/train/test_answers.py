@@ -32,7 +32,7 @@ def rows_in(path: Path) -> list[dict]:
 def test_greedy_answers_are_mlx_lms_own(folder, tmp_path):
     model, tokenizer = mlx_lm.load(str(folder))
     output = tmp_path / "answers.jsonl"
-    counts = answer_prompts(model, tokenizer, PROMPTS, output, SETTINGS)
+    *_, counts = answer_prompts(model, tokenizer, PROMPTS, output, SETTINGS)
     rows = rows_in(output)
     assert counts.answers == len(rows) == 14
     greedy = {row["key"]: row for row in rows if row["temperature"] == 0}
@@ -59,10 +59,10 @@ def test_without_a_terminal_lines_say_how_far_it_is(folder, tmp_path, capsys):
 def test_a_file_cut_short_is_gone_on_with(folder, tmp_path):
     model, tokenizer = mlx_lm.load(str(folder))
     output = tmp_path / "answers.jsonl"
-    answer_prompts(model, tokenizer, PROMPTS, output, SETTINGS)
+    list(answer_prompts(model, tokenizer, PROMPTS, output, SETTINGS))
     lines = output.read_text().splitlines(keepends=True)
     output.write_text("".join(lines[:5]) + lines[5][:40])
-    counts = answer_prompts(model, tokenizer, PROMPTS, output, SETTINGS)
+    *_, counts = answer_prompts(model, tokenizer, PROMPTS, output, SETTINGS)
     assert (counts.found, counts.answers) == (5, 9)
     rows = rows_in(output)
     assert len({row["key"] for row in rows}) == len(rows) == 14
