@@ -126,7 +126,8 @@ def read_examples(
     if valid:
         found = _encoded(valid, tokenizer, vocab_size, mask_prompt)
         held_out = _fitting(found, max_length, data, [])
-        num_known = _count_known(sequences, held_out)
+        alike = _likeness(list(dict.fromkeys(x.words for x in sequences)))
+        num_known = sum(bool(alike(x.words)) for x in held_out)
         if num_known:
             notes.append(
                 f"{num_known} of {len(held_out)} sequences of valid.jsonl ask what train.jsonl "
@@ -158,12 +159,6 @@ def _likeness(asked: Sequence[frozenset[str]]) -> Callable[[frozenset[str]], set
         return set(np.flatnonzero(shared >= ALIKE * (sizes + len(words) - shared)).tolist())
 
     return alike
-
-
-def _count_known(sequences: Sequence[Example], held_out: Sequence[Example]) -> int:
-    """How many of ``held_out`` ask what one of ``sequences`` asks."""
-    alike = _likeness(list(dict.fromkeys(x.words for x in sequences)))
-    return sum(bool(alike(x.words)) for x in held_out)
 
 
 def _choose_held_out(sequences: Sequence[Example]) -> set[int]:

@@ -8,7 +8,7 @@ LK losses are the reference.
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
@@ -52,18 +52,17 @@ def softmax(x: mx.array) -> mx.array:
     return powers(x.astype(mx.float32)).astype(x.dtype)
 
 
-def _powers(x: mx.array) -> mx.array:
+@mx.custom_function
+def powers(x: mx.array) -> mx.array:
+    """The softmax over the last axis, by ``fast_exp``."""
     exps = fast_exp(x - x.max(axis=-1, keepdims=True))
     return exps / exps.sum(axis=-1, keepdims=True)
 
 
+@powers.vjp
 def _gradient(x: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
     of_output = cotangent * output
     return of_output - output * of_output.sum(axis=-1, keepdims=True)
-
-
-powers: Any = mx.custom_function(_powers)
-powers.vjp(_gradient)
 
 
 def chunk_rows(width: int) -> int:
@@ -101,6 +100,7 @@ def in_chunks(
             return list(made[0])
         return [mx.concatenate(parts, axis) for parts in zip(*made, strict=True)]
 
+    @mx.custom_function
     def run(*arrays: mx.array) -> Arrays:
         made: list[Arrays] = []
         for begin, end in spans:
@@ -108,6 +108,7 @@ def in_chunks(
             made.append(function(begin, own, arrays[num:]))
         return joined(made)
 
+    @run.vjp
     def gradient(arrays: Arrays, cotangents: Arrays, _: Arrays) -> Arrays:
         made: list[Arrays] = []
         sums: Arrays = []
@@ -126,10 +127,7 @@ def in_chunks(
         # else all that they are made of stays until then.
         return [*(mx.depends(joined(made), sums) if sums else joined(made)), *sums]
 
-    chunked: Any = mx.custom_function(run)
-    chunked.vjp(gradient)
-    found: Arrays = chunked(*rows, *shared)
-    return found
+    return run(*rows, *shared)
 
 
 def unroll(
@@ -374,7 +372,8 @@ def step_losses(
     return mx.stack(losses)
 
 
-def _cross_entropies(logits: mx.array, target: mx.array) -> tuple[mx.array, mx.array]:
+@mx.custom_function
+def cross_entropies(logits: mx.array, target: mx.array) -> tuple[mx.array, mx.array]:
     """Of logits (..., Vd) with probabilities (..., Vd): (...), and the logits' log sums (...)."""
     largest = logits.max(axis=-1, keepdims=True)
     log_z = mx.log(fast_exp(logits - largest).sum(axis=-1)) + largest[..., 0]
@@ -382,6 +381,7 @@ def _cross_entropies(logits: mx.array, target: mx.array) -> tuple[mx.array, mx.a
     return log_z - (target * logits).sum(axis=-1), log_z
 
 
+@cross_entropies.vjp
 def _gradients(
     primals: tuple[mx.array, mx.array],
     cotangents: tuple[mx.array, mx.array],
@@ -392,10 +392,6 @@ def _gradients(
     drafted = fast_exp(logits - outputs[1][..., None])
     of_logits = (of_entropies + of_log_z) * drafted - of_entropies * target
     return of_logits, -of_entropies * logits
-
-
-cross_entropies: Any = mx.custom_function(_cross_entropies)
-cross_entropies.vjp(_gradients)
 
 
 def _loss(

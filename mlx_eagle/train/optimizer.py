@@ -99,7 +99,7 @@ class TrainStep:
                 kept = self.kept.pop(name, None)
                 self.kept[name] = gradient if kept is None else kept + gradient
                 mx.eval(self.kept[name])
-            gradients = {} if rate is None else self.kept
+            gradients = self.kept
         if rate is None:
             return losses, mx.array(0.0)
         self.kept = {}
