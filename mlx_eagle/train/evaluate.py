@@ -9,6 +9,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..decoding.stats import Stats
 from ..drafters.kinds import load_drafter
 from ..generate import stream_generate
 from ..system.terminal import StopSignals, open_bar
@@ -138,7 +139,7 @@ def generate_held_out(
     lengths, depth = [], settings.ttt_steps
     with open_bar(depth * len(prompts), "Generating", "answer") as bar:
         for size in range(1, depth + 1):
-            num_emitted = num_forwards = 0
+            total = Stats()
             for prompt in prompts:
                 responses = stream_generate(
                     model,
@@ -152,8 +153,7 @@ def generate_held_out(
                     if stop.is_asked:
                         return None
                     stats = response.stats
-                num_emitted += stats.num_emitted
-                num_forwards += stats.num_target_forwards
+                total += stats
                 bar.update()
-            lengths.append(num_emitted / max(1, num_forwards))
+            lengths.append(total.mean_acceptance_length)
     return Generated(tuple(lengths), len(prompts), settings.test_tokens)

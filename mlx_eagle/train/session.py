@@ -22,14 +22,7 @@ from .examples import PAD_TO, Examples, padded_length, read_examples
 from .log import amount
 from .losses import CHUNK_BYTES
 from .settings import CACHE_BITS, LossSettings, TrainSettings
-from .student import (
-    Student,
-    fresh_student,
-    narrowed,
-    resized_vocabulary,
-    student_from,
-    widened,
-)
+from .student import Student, fresh_student, narrowed, resized_vocabulary, student_from, widened
 from .teacher import ROWS_AT_ONCE, Teacher, cache_name, load_target
 from .trainer import Trainer, TrainReport
 

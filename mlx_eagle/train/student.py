@@ -79,10 +79,7 @@ class Student:
 
 
 def fresh_student(
-    model: nn.Module,
-    model_config: Mapping[str, Any],
-    drafted: np.ndarray,
-    settings: TrainSettings,
+    model: nn.Module, model_config: Mapping[str, Any], drafted: np.ndarray, settings: TrainSettings
 ) -> Student:
     """A new head for ``model``: random layers, the target's rows for an output matrix.
 

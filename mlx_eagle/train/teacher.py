@@ -128,11 +128,7 @@ class Teacher:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        taps: tuple[int, ...],
-        ids: mx.array,
-        needs_sums: bool = True,
+        self, model: nn.Module, taps: tuple[int, ...], ids: mx.array, needs_sums: bool = True
     ):
         self._target = Target(model, taps)
         self._ids = ids
