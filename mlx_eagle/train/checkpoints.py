@@ -32,8 +32,7 @@ class Checkpoints:
 
     def latest(self) -> Path | None:
         """The folder of the newest checkpoint; None where there is none."""
-        found = self._all()
-        return found[-1] if found else None
+        return max(self._all(), default=None)
 
     def save(
         self,
@@ -41,8 +40,8 @@ class Checkpoints:
         state: Mapping[str, Any],
         facts: Mapping[str, Any],
         files: Mapping[str, Any],
-    ) -> Path:
-        """Write a checkpoint and return its folder, which appears when all of it is there.
+    ) -> None:
+        """Write a checkpoint, whose folder appears when all of it is there.
 
         ``state`` is a tree of arrays, ``facts`` what JSON can say; ``files`` are a head's
         ``config`` and ``weights``, so that the checkpoint is a head that can be used.
@@ -51,7 +50,8 @@ class Checkpoints:
         path = self._folder / f"{iteration:07d}"
         scratch = self._folder / f".{path.name}.{os.getpid()}"
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._clean()
+        for left in self._folder.glob(".*"):  # by processes that were killed while they wrote
+            shutil.rmtree(left, ignore_errors=True)
         try:
             scratch.mkdir()
             write_head(scratch, **files)
@@ -71,7 +71,6 @@ class Checkpoints:
             shutil.rmtree(scratch, ignore_errors=True)
         for old in self._all()[: -self._keep]:
             shutil.rmtree(old, ignore_errors=True)
-        return path
 
     @contextmanager
     def explaining(self, output: Path) -> Iterator[None]:
@@ -92,11 +91,6 @@ class Checkpoints:
     def _all(self) -> list[Path]:
         numbered = (path for path in self._folder.glob("[0-9]*") if path.name.isdecimal())
         return sorted(path for path in numbered if (path / FACTS).is_file())
-
-    def _clean(self) -> None:
-        """Remove what processes left behind that were killed while they wrote."""
-        for left in self._folder.glob(".*"):
-            shutil.rmtree(left, ignore_errors=True)
 
 
 def load_checkpoint(

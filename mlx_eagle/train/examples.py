@@ -11,6 +11,7 @@ import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -408,14 +409,12 @@ class BatchOrder:
         self._lengths = lengths
         self._batch_size = batch_size
         self._seed = seed
-        self._epoch: tuple[int, list[list[int]]] = (-1, [])
+        self._batches = lru_cache(1)(self._make_epoch)
 
     def batch(self, number: int) -> list[int]:
         """The numbers of the sequences in batch ``number``, counted from 0 over all epochs."""
         epoch, place = divmod(number, self.num_batches)
-        if self._epoch[0] != epoch:
-            self._epoch = (epoch, self._make_epoch(epoch))
-        return self._epoch[1][place]
+        return self._batches(epoch)[place]
 
     def _make_epoch(self, epoch: int) -> list[list[int]]:
         rng = random.Random(f"{self._seed}:{epoch}")

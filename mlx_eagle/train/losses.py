@@ -154,17 +154,13 @@ def unroll(
     past: list[Arrays] = []
     forward = _checkpointed if checkpoint else _advance
     for step in range(num_steps):
-        states, *made = forward(head, _from(embeddings, step + 1), states, past, first)
+        known = embeddings[:, step + 1 :]
+        padding = [(0, 0), (0, embeddings.shape[1] - known.shape[1]), (0, 0)]
+        states, *made = forward(head, mx.pad(known, padding), states, past, first)
         past.append(made)
         if step == 0:
             embeddings = embeddings[:, first:]
         yield states
-
-
-def _from(rows: mx.array, start: int) -> mx.array:
-    """Rows (B, T, h) from ``start`` on, with zeros after the last."""
-    left = min(start, rows.shape[1])
-    return mx.pad(rows[:, left:], [(0, 0), (0, left), (0, 0)])
 
 
 def _advance(
