@@ -59,10 +59,12 @@ def powers(x: mx.array) -> mx.array:
     return exps / exps.sum(axis=-1, keepdims=True)
 
 
-@powers.vjp
 def _gradient(x: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
     of_output = cotangent * output
     return of_output - output * of_output.sum(axis=-1, keepdims=True)
+
+
+powers.vjp(_gradient)
 
 
 def chunk_rows(width: int) -> int:
@@ -377,7 +379,6 @@ def cross_entropies(logits: mx.array, target: mx.array) -> tuple[mx.array, mx.ar
     return log_z - (target * logits).sum(axis=-1), log_z
 
 
-@cross_entropies.vjp
 def _gradients(
     primals: tuple[mx.array, mx.array],
     cotangents: tuple[mx.array, mx.array],
@@ -388,6 +389,9 @@ def _gradients(
     drafted = fast_exp(logits - outputs[1][..., None])
     of_logits = (of_entropies + of_log_z) * drafted - of_entropies * target
     return of_logits, -of_entropies * logits
+
+
+cross_entropies.vjp(_gradients)
 
 
 def _loss(
