@@ -6,6 +6,7 @@ Here it is decided whether a batch is drafted for, and how; the rounds are in ``
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import closing
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -161,7 +162,7 @@ def _each_by_itself(
     generator = BatchGenerator(
         model, stop_tokens=[[token] for token in tokenizer.eos_token_ids], **settings
     )
-    try:
+    with closing(generator):
         samplers: Any = [options.sampler_of(request) for request in requests]
         uids = generator.insert(
             [request.prompt for request in requests],
@@ -171,24 +172,21 @@ def _each_by_itself(
             logits_processors=[options.own_processors() for _ in requests],
         )
         requests_by_uid = dict(zip(uids, requests, strict=True))
-        caches: dict[int, list[Any]] = {}
         with generator.stats() as stats:
             while responses := generator.next_generated():
                 for made in responses:
                     request = requests_by_uid[made.uid]
                     if made.finish_reason is not None:
-                        caches[made.uid] = made.prompt_cache
+                        request.cache = made.prompt_cache
                     if made.finish_reason != "stop":
                         request.tokens.append(made.token)
                         if request.logprobs is not None:
                             request.logprobs.append(made.logprobs[made.token].item())
-    finally:
-        generator.close()
     ids = [request.tokens for request in requests]
     return MlxBatchResponse(
         [tokenizer.decode(tokens) for tokens in ids],
         stats,
-        [caches[uid] for uid in uids] if options.return_prompt_caches else None,
+        [request.cache for request in requests] if options.return_prompt_caches else None,
         ids,
         [request.logprobs or [] for request in requests] if options.return_logprobs else None,
     )
