@@ -290,9 +290,9 @@ def batch_generate(
 
     A ``Sampling`` gives every prompt noise of its own (see ``Sampling.row``).
 
-    ``kwargs``: the other fields of ``Options``; ``completion_batch_size`` and
-    ``prefill_batch_size`` are for a batch that goes to mlx-lm. Without one of our drafters all
-    goes to mlx-lm unchanged.
+    ``kwargs``: the other fields of ``Options``, of which mlx-lm's ``completion_batch_size`` and
+    ``prefill_batch_size`` are for a batch that goes to it, and ``max_kv_size`` is for caches that
+    are made here. Without one of our drafters all goes to mlx-lm unchanged.
 
     Returns a ``BatchResponse``; its ``stats`` are a list of ``Stats``, one per prompt, with
     mlx-lm's figures of the whole batch as attributes.
