@@ -14,7 +14,7 @@ from ..drafters.kinds import load_drafter
 from ..generate import stream_generate
 from ..system.terminal import StopSignals, open_bar
 from .examples import Example, make_batch
-from .losses import chunk_rows, unroll
+from .losses import eval_in_chunks, unroll
 from .settings import TrainSettings
 from .student import Student
 from .teacher import Teacher
@@ -89,14 +89,13 @@ def _hits(
     padded = np.pad(batch.tokens, [(0, 0), (0, depth + 2)], constant_values=-1)
     for i, example in enumerate(examples):
         padded[i, len(example.tokens) :] = -1
-    drafts, size = [], chunk_rows(len(student.ids))
+    drafts = []
     for states in unroll(head, embeddings, features, depth, first=begin):
         picked = states.reshape(-1, states.shape[-1])[rows]
-        chosen = []
-        for start in range(0, len(picked), size):
-            chosen.append(mx.argmax(head.logits(picked[start : start + size]), axis=-1))
-            mx.eval(chosen[-1])
-        drafts.append(student.ids[mx.concatenate(chosen)])
+        chosen = eval_in_chunks(
+            lambda x: mx.argmax(head.logits(x), axis=-1), picked, len(student.ids)
+        )
+        drafts.append(student.ids[chosen])
         mx.eval(drafts[-1], states)
     found, hits, start = np.array(mx.stack(drafts)), [], 0
     for i, (first, last) in enumerate(spans):

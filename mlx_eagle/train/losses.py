@@ -72,6 +72,17 @@ def chunk_rows(width: int) -> int:
     return max(ROWS_ALIKE, CHUNK_BYTES // (4 * width) // ROWS_ALIKE * ROWS_ALIKE)
 
 
+def eval_in_chunks(
+    function: Callable[[mx.array], mx.array], rows: mx.array, width: int
+) -> mx.array:
+    """``function`` of rows, a chunk after the other, each row made into ``width`` numbers."""
+    size, parts = chunk_rows(width), []
+    for begin in range(0, len(rows), size):
+        parts.append(function(rows[begin : begin + size]))
+        mx.eval(parts[-1])
+    return mx.concatenate(parts)
+
+
 def in_chunks(
     function: Callable[[int, Arrays, Arrays], Arrays],
     rows: Arrays,

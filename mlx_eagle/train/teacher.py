@@ -23,7 +23,7 @@ from ..system.loading import load, read_json
 from ..system.safetensors import save_arrays
 from ..target.taps import Target, find_final_norm
 from .examples import Example, Examples, TokenBatch
-from .losses import TargetBatch, chunk_rows, padded, softmax
+from .losses import TargetBatch, eval_in_chunks, padded, softmax
 from .student import Student
 
 ROWS_AT_ONCE = 2048  # logits over a whole vocabulary are the largest arrays of a pass
@@ -181,7 +181,7 @@ class Teacher:
         targets = TargetBatch(
             mx.array(np.pad(rows, (0, fill)), mx.int32),
             mx.array(np.repeat([1.0, 0.0], [len(rows), fill]), mx.float32),
-            self._probs(states),
+            eval_in_chunks(self._probs, states, len(self._ids)),
             mx.pad(shares, (0, fill)),
             mx.array(batch.size * batch.longest / num_ranks, mx.float32),
             mx.array(counts, mx.float32),
@@ -189,13 +189,8 @@ class Teacher:
         return features, targets
 
     def _probs(self, states: mx.array) -> mx.array:
-        """What the target says where ``states`` (K, ...) are, (K, Vd) float32, in chunks."""
-        size, parts = chunk_rows(len(self._ids)), []
-        for begin in range(0, len(states), size):
-            logits = self._output(states[begin : begin + size])
-            parts.append(softmax(logits.astype(mx.float32)))
-            mx.eval(parts[-1])
-        return mx.concatenate(parts)
+        """What the target says where ``states`` (K, ...) are, (K, Vd) float32."""
+        return softmax(self._output(states).astype(mx.float32))
 
     def _lessons(self, batch: TokenBatch) -> list[Lesson]:
         """A lesson for every sequence: from the target, or from the cache, where it is kept."""
@@ -240,15 +235,15 @@ class Teacher:
         ``places`` (K,) are the positions of the logits, numbered b * T + i, and ``states`` (K, h)
         what left the last layer there. A slot counts where the target's choice can be drafted.
         """
-        length, vocab_size = features.shape[1], logits.shape[-1]
+        length = features.shape[1]
         is_drafted = np.isin(np.array(mx.argmax(logits, axis=-1)), np.array(self._ids))
         (kept,) = is_drafted.nonzero()
         rows, slots = places[kept] // length, places[kept] % length - 1
         chosen, shares = mx.array(kept, mx.int32), mx.ones(len(kept))
         if self._needs_sums and len(kept):
-            size = chunk_rows(vocab_size)
-            parts = (chosen[begin : begin + size] for begin in range(0, len(kept), size))
-            shares = mx.concatenate([self._share(logits[part]) for part in parts])
+            shares = eval_in_chunks(
+                lambda part: self._share(logits[part]), chosen, logits.shape[-1]
+            )
         if self._norm is None or states is None:
             entering = mx.take(logits[chosen], self._ids, axis=1)
         else:
@@ -272,9 +267,7 @@ class Teacher:
         """How much of what logits (K, V) say can be drafted, (K,)."""
         logits = logits.astype(mx.float32)
         drafted = mx.logsumexp(mx.take(logits, self._ids, axis=1), axis=-1)
-        share = mx.exp(drafted - mx.logsumexp(logits, axis=-1))
-        mx.eval(share)
-        return share
+        return mx.exp(drafted - mx.logsumexp(logits, axis=-1))
 
     def _passes(
         self, tokens: np.ndarray, asked: np.ndarray
