@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from queue import Empty, SimpleQueue
 from threading import RLock
-from types import TracebackType
 from typing import Any
 
 from mlx_lm.generate import TextStateMachine
@@ -78,6 +77,13 @@ class RequestError(Exception):
     def __init__(self, sentence: str, status: int = 400, code: str | None = None):
         super().__init__(" ".join(sentence.split()))
         self.status, self.code = status, code
+
+
+def error_document(error: RequestError) -> Document:
+    """An error as clients of the OpenAI API read it."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    code = error.code or error.status
+    return {"error": {"message": str(error), "type": kind, "code": code}}
 
 
 class AnswerStream:
@@ -189,12 +195,7 @@ class on_error:
     def __enter__(self) -> None:
         """Nothing is needed before."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         if not isinstance(error, Exception):
             return False
         self._act(error)

@@ -41,11 +41,6 @@ def error_document(error: RequestError) -> Document:
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
-def error_event(error: RequestError) -> str:
-    """The same within a stream."""
-    return _event("error", **error_document(error))
-
-
 def check(body: Document) -> Document:
     """The body of a chat that a request for a message means. Raises ValueError."""
     if "max_tokens" not in body:

@@ -1,9 +1,14 @@
-"""Client session: one prompt and its answer, from a request's fields to pieces of text."""
+"""Client session: one prompt and its answer, from a request's fields to pieces of text.
 
+``Reply`` sends them: the half of the HTTP handler that the APIs see.
+"""
+
+import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from http.server import BaseHTTPRequestHandler
+from typing import Any
 
 from mlx_lm.generate import TextStateMachine
 from mlx_lm.server import CompletionRequest, GenerationContext, ToolCallFormatter
@@ -19,49 +24,13 @@ from .answer_stream import (
 )
 from .body import PairArguments
 from .collect import Collector, chat_row
-from .engine import PairGenerator
+from .listener import PairServer, Presence
 from .prompt import Tokenized
 from .provider import PairProvider
 from .stored_responses import StoredResponses
 from .tool_formats import readable
 
-
-class Reply(Protocol):
-    """Where an answer goes: the connection of a client, as the APIs see it.
-
-    ``created`` and ``asked`` say when the request came, by the calendar and by
-    ``time.monotonic()``; ``num_bytes`` is the size of its body.
-    """
-
-    created: int
-    asked: float
-    num_bytes: int
-
-    @property
-    def provider(self) -> PairProvider:
-        """The pair that is served."""
-
-    @property
-    def stored(self) -> StoredResponses:
-        """The responses that are kept."""
-
-    def new_session(self, request: CompletionRequest, args: PairArguments) -> "ClientSession":
-        """One prompt of the request, which is closed and counted with it."""
-
-    def check_connected(self, session: "ClientSession") -> None:
-        """Raise ConnectionError where the client is gone."""
-
-    def send_json(self, document: Document) -> None:
-        """The whole answer."""
-
-    def begin_events(self) -> None:
-        """The head of a stream."""
-
-    def write(self, text: str) -> None:
-        """A part of a stream."""
-
-    def say_progress(self, done: int, total: int) -> None:
-        """Tell the client of a stream how much of its prompt is read."""
+EXTRA_HEADERS = {401: {"WWW-Authenticate": 'Bearer realm="mlx-eagle"'}, 503: {"Retry-After": "5"}}
 
 
 @dataclass
@@ -87,20 +56,14 @@ class Piece:
 class ClientSession:
     """One prompt and its answer: ``submit``, ``open``, then ``pieces``; at last ``close``."""
 
-    def __init__(
-        self,
-        generator: PairGenerator,
-        reply: Reply,
-        request: CompletionRequest,
-        args: PairArguments,
-    ):
-        self.generator, self.request, self.args = generator, request, args
+    def __init__(self, reply: "Reply", request: CompletionRequest, args: PairArguments):
+        self._reply, self.request, self.args = reply, request, args
+        self.generator = reply.server.generator
         self.answer: AnswerStream | None = None
         self.prompt: list[int] = []
         self.num_generated = 0
         self.stop_word: str | None = None  # of the client's, with which the answer ended
         self.read_since = 0.0  # time.monotonic() of the first look at the answer
-        self._reply = reply
         self._tokenized = Tokenized([])
         self._context: GenerationContext | None = None
         self._report: DraftReport | None = None
@@ -228,6 +191,107 @@ class ClientSession:
         """Raise where waiting is in vain."""
         self._reply.check_connected(self)
         self.generator.check_alive()
+
+
+class Reply(BaseHTTPRequestHandler):
+    """Where an answer goes: the connection of a client, as the APIs see it.
+
+    ``created`` and ``asked`` say when the request came, by the calendar and by
+    ``time.monotonic()``; ``num_bytes`` is the size of its body.
+    """
+
+    protocol_version = "HTTP/1.1"
+    server: PairServer
+    created: int
+    asked: float
+    num_bytes: int
+    sessions: list[ClientSession]
+    presence: Presence
+    status = 0
+    is_streaming = is_answering = False
+
+    @property
+    def provider(self) -> PairProvider:
+        return self.server.generator.model_provider
+
+    @property
+    def stored(self) -> StoredResponses:
+        return self.server.stored
+
+    def new_session(self, request: CompletionRequest, args: PairArguments) -> ClientSession:
+        """One prompt of the request, which is closed and counted with it."""
+        session = ClientSession(self, request, args)
+        self.sessions.append(session)
+        return session
+
+    def check_connected(self, session: ClientSession) -> None:
+        """Raise ConnectionError where the client is gone, or too slow to read its answer."""
+        self.presence.check(self.is_answering)
+        answer = session.answer
+        if answer is None or not answer.is_over or not session.read_since:
+            return
+        complete = max(answer.ended, session.read_since)
+        if time.monotonic() - complete > self.server.flags.request_timeout:
+            raise TimeoutError("the client reads too slowly")
+
+    def send_json(self, document: Document, status: int = 200) -> None:
+        """The whole answer."""
+        self.send(status, "application/json", json.dumps(document).encode())
+
+    def begin_events(self) -> None:
+        """The head of a stream."""
+        self.is_streaming = self.close_connection = True
+        self.send_response(200)
+        self.send_header("Content-type", "text/event-stream")
+        self.send_header("Cache-Control", "no-cache")
+        self._end_head()
+
+    def write(self, text: str) -> None:
+        """A part of a stream."""
+        self.wfile.write(text.encode())
+
+    def say_progress(self, done: int, total: int) -> None:
+        """Tell the client of a stream how much of its prompt is read."""
+        self.write(f": keepalive {done}/{total}\n\n")
+
+    def send(
+        self, status: int, content_type: str, content: bytes, headers: Mapping[str, str] = {}
+    ) -> None:
+        """An answer of any type; one of HEAD has no content."""
+        self.send_response(status)
+        if status != 204:
+            self.send_header("Content-type", content_type)
+            self.send_header("Content-Length", str(len(content)))
+        for name, value in {**EXTRA_HEADERS.get(status, {}), **headers}.items():
+            self.send_header(name, value)
+        self._end_head()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def _end_head(self) -> None:
+        origin = self.server.access.shared_with(self.headers.get("Origin"))
+        if origin is not None:
+            self.send_header("Access-Control-Allow-Origin", origin)
+            self.send_header("Access-Control-Allow-Methods", "GET, POST, DELETE, OPTIONS")
+            self.send_header("Access-Control-Allow-Headers", "*, Authorization")
+        self.send_header("Vary", "Origin")
+        if self.close_connection or self.server.is_stopping:
+            self.send_header("Connection", "close")
+        elif self.request_version == "HTTP/1.0":
+            self.send_header("Connection", "keep-alive")
+        self.end_headers()
+
+    def send_response(self, code: int, message: str | None = None) -> None:
+        self.status = code
+        super().send_response(code, message)
+
+    def flush_headers(self) -> None:
+        """Send the head of the answer, without what was sent of it to see who is there."""
+        head = b"".join(getattr(self, "_headers_buffer", []))
+        if head:
+            self._headers_buffer = [head[self.presence.num_ahead :]]
+            self.is_answering = True
+        super().flush_headers()
 
 
 def _split(state: Any, response: PairResponse) -> tuple[Any, list[tuple[str, str]]]:

@@ -1,7 +1,4 @@
-"""OpenAI API: chats, completions and the tokenizer, from a checked body to its answer.
-
-No HTTP in here: ``Reply`` is where a document or an event goes.
-"""
+"""OpenAI API: chats, completions and the tokenizer, from a checked body to its answer."""
 
 import json
 import uuid
@@ -35,22 +32,9 @@ def event_text(document: Document, name: str = "") -> str:
     return f"{head}data: {json.dumps(document)}\n\n"
 
 
-def error_document(error: RequestError) -> Document:
-    """An error as clients of the OpenAI API read it."""
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
-    code = error.code or error.status
-    return {"error": {"message": str(error), "type": kind, "code": code}}
-
-
-def error_event(error: RequestError) -> str:
-    """The same within a stream."""
-    return event_text(error_document(error))
-
-
 def answer_chat(reply: Reply, body: Document) -> None:
     """Answer a checked body of /v1/chat/completions. Raises RequestError."""
-    kind = "chat.completion.chunk" if body.get("stream") else "chat.completion"
-    Answering(reply, body, [chat_request(body)], "chatcmpl", kind).run()
+    Answering(reply, body, [chat_request(body)]).run()
 
 
 def chat_request(body: Document) -> CompletionRequest:
@@ -63,25 +47,22 @@ def answer_text(reply: Reply, body: Document) -> None:
     """Answer a checked body of /v1/completions. Raises RequestError."""
     prompts = read_prompts(body)
     requests = [CompletionRequest("text", prompt, [], None, None) for prompt in prompts]
-    Answering(reply, body, requests, "cmpl", "text_completion").run()
+    Answering(reply, body, requests).run()
 
 
 class Answering:
     """The answers to one request: ``n`` to each of its prompts, its choices in their order."""
 
-    def __init__(
-        self,
-        reply: Reply,
-        body: Document,
-        requests: Sequence[CompletionRequest],
-        prefix: str,
-        kind: str,
-    ):
-        self._reply, self._body, self._kind = reply, body, kind
-        self._is_chat = kind != "text_completion"
+    def __init__(self, reply: Reply, body: Document, requests: Sequence[CompletionRequest]):
+        self._reply, self._body = reply, body
+        self._is_chat = requests[0].request_type == "chat"
         self._is_stream = bool(body.get("stream"))
+        self._num_each = body.get("n", 1)
+        kind = "chat.completion" if self._is_chat else "text_completion"
+        if self._is_chat and self._is_stream:
+            kind = "chat.completion.chunk"
         self._base = {
-            "id": f"{prefix}-{uuid.uuid4()}",
+            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4()}",
             "system_fingerprint": FINGERPRINT,
             "object": kind,
             "model": model_name(reply, body),
@@ -89,17 +70,15 @@ class Answering:
         }
         with as_request_errors():
             args = read_arguments(body, reply.provider.cli_args, self._is_chat)
-        num_each = body.get("n", 1)
+        each = [request for request in requests for _ in range(self._num_each)]
         self._sessions = [
-            reply.new_session(request, _seeded(args, i * num_each + j))
-            for i, request in enumerate(requests)
-            for j in range(num_each)
+            reply.new_session(request, _seeded(args, i)) for i, request in enumerate(each)
         ]
         self._offsets = [0] * len(self._sessions)  # letters of each that were given
 
     def run(self) -> None:
         """Generate all of them at a time, and give them one after the other."""
-        num_each, sessions = self._body.get("n", 1), self._sessions
+        num_each, sessions = self._num_each, self._sessions
         for i, leader in enumerate(sessions[::num_each]):
             leader.args.has_followers = num_each > 1 and leader.args.reuse_caches
             leader.submit()
@@ -109,7 +88,7 @@ class Answering:
         if self._is_stream:
             self._run_stream()
             return
-        pieces = [session.whole() for session in self._sessions]
+        pieces = [session.whole() for session in sessions]
         choices = [self._choice(i, self._echo(i) + p.text, p) for i, p in enumerate(pieces)]
         document = self._base | {"choices": choices, "usage": self._usage()}
         if len(pieces) == 1 and pieces[0].draft is not None:
@@ -179,16 +158,14 @@ class Answering:
         }
 
     def _usage(self) -> Document:
-        sessions, num_each = self._sessions, self._body.get("n", 1)
-        num_prompt = sum(len(session.prompt) for session in sessions[::num_each])
+        sessions, leaders = self._sessions, self._sessions[:: self._num_each]
+        num_prompt = sum(len(session.prompt) for session in leaders)
         num_generated = sum(session.num_generated for session in sessions)
         usage = {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_generated,
             "total_tokens": num_prompt + num_generated,
-            "prompt_tokens_details": {
-                "cached_tokens": sum(session.num_cached for session in sessions[::num_each])
-            },
+            "prompt_tokens_details": {"cached_tokens": sum(s.num_cached for s in leaders)},
         }
         if self._reply.provider.cli_args.usage_stats:
             usage |= draft_usage(sessions)

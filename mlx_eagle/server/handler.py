@@ -1,7 +1,8 @@
-"""HTTP: requests read and routed, answers sent, and a line in the log of each.
+"""HTTP: requests read and routed, and a line in the log of each.
 
-What is asked and answered is in ``completions.py``; what is generated, and when, in ``engine.py``;
-who may connect in ``listener.py``.
+How answers are sent is in ``client_session.py``; what is asked and answered in
+``completions.py``; what is generated, and when, in ``engine.py``; who may connect in
+``listener.py``.
 """
 
 import base64
@@ -11,29 +12,23 @@ import io
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from mlx_lm.server import CompletionRequest
-
 from . import anthropic_messages as anthropic
 from . import completions as openai
 from . import openai_responses as responses
-from .answer_stream import RequestError
-from .body import PairArguments, check_body, read_body, shortened
-from .client_session import ClientSession
-from .listener import PairServer, Presence, RequestReader, drain
+from .answer_stream import RequestError, error_document
+from .body import check_body, read_body, shortened
+from .client_session import Reply
+from .listener import Presence, RequestReader, drain
 from .metrics import CONTENT_TYPE, RequestOutcome
-from .provider import PairProvider
-from .stored_responses import StoredResponses
 
-EXTRA_HEADERS = {401: {"WWW-Authenticate": 'Bearer realm="mlx-eagle"'}, 503: {"Retry-After": "5"}}
 LARGE = 2**16  # bytes of a body; larger ones are read into fields one after the other
 PARTS = Path(__file__).parent / "web"
 SCRIPTS = ("code.js", "markdown.js", "answer.js", "stream.js", "strip.js", "settings.js",
@@ -74,26 +69,26 @@ def _digest(text: str) -> str:
 class Route:
     """What is posted to a path: ``check`` gives the fields to ``answer``, or raises ValueError.
 
-    ``generates``: it counts as a request to generate.
+    ``generates``: it counts as a request to generate. ``streams_errors``: a stream that breaks off
+    ends with an event of the error; else ``answer`` has said it.
     """
 
     check: Callable[[dict[str, Any]], dict[str, Any]]
     answer: Callable[["PairHandler", dict[str, Any]], None]
     generates: bool = True
-    error_document: Callable[[RequestError], dict[str, Any]] = openai.error_document
-    error_event: Callable[[RequestError], str] = openai.error_event
+    error_document: Callable[[RequestError], dict[str, Any]] = error_document
+    streams_errors: bool = True
 
 
 CHAT = Route(partial(check_body, needed="messages"), openai.answer_chat)
-ANTHROPIC = (anthropic.error_document, anthropic.error_event)
 ROUTES = {
     "/v1/chat/completions": CHAT,
     "/chat/completions": CHAT,
     "/v1/completions": Route(partial(check_body, needed="prompt"), openai.answer_text),
-    "/v1/responses": Route(responses.check, responses.answer, error_event=responses.error_event),
-    "/v1/messages": Route(anthropic.check, anthropic.answer, True, *ANTHROPIC),
+    "/v1/responses": Route(responses.check, responses.answer, streams_errors=False),
+    "/v1/messages": Route(anthropic.check, anthropic.answer, True, anthropic.error_document),
     "/v1/messages/count_tokens": Route(
-        anthropic.translated, anthropic.count_tokens, False, *ANTHROPIC
+        anthropic.translated, anthropic.count_tokens, False, anthropic.error_document
     ),
     "/tokenize": Route(openai.check_tokenize, openai.tokenize, generates=False),
     "/detokenize": Route(openai.check_detokenize, openai.detokenize, generates=False),
@@ -102,19 +97,8 @@ RESPONSES = "/v1/responses/"  # and the name of one that is kept
 NO_ROUTE = Route(dict, lambda handler, body: None)
 
 
-class PairHandler(BaseHTTPRequestHandler):
+class PairHandler(Reply):
     """The requests of one connection. What cannot be answered gets a sentence, and it goes on."""
-
-    protocol_version = "HTTP/1.1"
-    server: PairServer
-
-    @property
-    def provider(self) -> PairProvider:
-        return self.server.generator.model_provider
-
-    @property
-    def stored(self) -> StoredResponses:
-        return self.server.stored
 
     def setup(self) -> None:
         """Reads have a limit of time together, writes each."""
@@ -133,7 +117,7 @@ class PairHandler(BaseHTTPRequestHandler):
         self.is_streaming = self.is_answering = self.is_body_unread = False
         self.outcome: RequestOutcome | None = None  # of a request to generate
         self.route = NO_ROUTE
-        self.sessions: list[ClientSession] = []
+        self.sessions = []
         self.presence = Presence(self.connection)
         self.reader.restart()
         self.server.note_idle(self.connection)
@@ -196,12 +180,12 @@ class PairHandler(BaseHTTPRequestHandler):
         self._check_access()
         if self.path == "/":
             document, headers = page(self.server.page_settings())
-            self._send(200, PAGE_TYPE, document, headers)
+            self.send(200, PAGE_TYPE, document, headers)
         elif self.path == "/metrics":
-            self._send(200, CONTENT_TYPE, self.server.metrics_text().encode())
+            self.send(200, CONTENT_TYPE, self.server.metrics_text().encode())
         elif self.path == "/health":
             status, document = self.server.health()
-            self._send(status, "application/json", document)
+            self.send(status, "application/json", document)
         elif self.path == "/props":
             self.send_json(openai.properties(self))
         elif self.path.startswith("/v1/models"):
@@ -227,7 +211,7 @@ class PairHandler(BaseHTTPRequestHandler):
     def do_OPTIONS(self) -> None:
         """What a browser asks before it lets a page of another origin ask."""
         self.server.access.check_page(self.headers)
-        self._send(204, "text/plain", b"")
+        self.send(204, "text/plain", b"")
 
     def send_error(
         self, code: int, message: str | None = None, explain: str | None = None
@@ -286,110 +270,41 @@ class PairHandler(BaseHTTPRequestHandler):
             raise ConnectionAbortedError("the client left before its request was complete.")
         return raw
 
-    def new_session(self, request: CompletionRequest, args: PairArguments) -> ClientSession:
-        session = ClientSession(self.server.generator, self, request, args)
-        self.sessions.append(session)
-        return session
-
-    def send_json(self, document: dict[str, Any]) -> None:
-        self._send(200, "application/json", json.dumps(document).encode())
-
-    def begin_events(self) -> None:
-        self.is_streaming = self.close_connection = True
-        self.send_response(200)
-        self.send_header("Content-type", "text/event-stream")
-        self.send_header("Cache-Control", "no-cache")
-        self._end_head()
-
-    def write(self, text: str) -> None:
-        self.wfile.write(text.encode())
-
-    def say_progress(self, done: int, total: int) -> None:
-        self.write(f": keepalive {done}/{total}\n\n")
-
-    def check_connected(self, session: ClientSession) -> None:
-        """Raise ConnectionError where the client is gone, or too slow to read its answer."""
-        self.presence.check(self.is_answering)
-        answer = session.answer
-        if answer is None or not answer.is_over or not session.read_since:
-            return
-        complete = max(answer.ended, session.read_since)
-        if time.monotonic() - complete > self.server.flags.request_timeout:
-            raise TimeoutError("the client reads too slowly")
-
     def _refuse(self, error: RequestError) -> None:
         """Say what is wrong: within the stream, where one was begun."""
         self.reason = str(error)
-        if self.is_streaming:
-            self.status = error.status
-            self.write(self.route.error_event(error))
-            return
         document = self.route.error_document(error)
-        self._send(error.status, "application/json", json.dumps(document).encode())
-
-    def _send(
-        self, status: int, content_type: str, content: bytes, headers: Mapping[str, str] = {}
-    ) -> None:
-        self.send_response(status)
-        if status != 204:
-            self.send_header("Content-type", content_type)
-            self.send_header("Content-Length", str(len(content)))
-        for name, value in {**EXTRA_HEADERS.get(status, {}), **headers}.items():
-            self.send_header(name, value)
-        self._end_head()
-        if self.command != "HEAD":
-            self.wfile.write(content)
-
-    def _end_head(self) -> None:
-        origin = self.server.access.shared_with(self.headers.get("Origin"))
-        if origin is not None:
-            self.send_header("Access-Control-Allow-Origin", origin)
-            self.send_header("Access-Control-Allow-Methods", "GET, POST, DELETE, OPTIONS")
-            self.send_header("Access-Control-Allow-Headers", "*, Authorization")
-        self.send_header("Vary", "Origin")
-        if self.close_connection or self.server.is_stopping:
-            self.send_header("Connection", "close")
-        elif self.request_version == "HTTP/1.0":
-            self.send_header("Connection", "keep-alive")
-        self.end_headers()
-
-    def send_response(self, code: int, message: str | None = None) -> None:
-        self.status = code
-        super().send_response(code, message)
-
-    def flush_headers(self) -> None:
-        """Send the head of the answer, without what was sent of it to see who is there."""
-        head = b"".join(getattr(self, "_headers_buffer", []))
-        if head:
-            self._headers_buffer = [head[self.presence.num_ahead :]]
-            self.is_answering = True
-        super().flush_headers()
+        if not self.is_streaming:
+            self.send_json(document, error.status)
+            return
+        self.status = error.status
+        if self.route.streams_errors:
+            self.write(openai.event_text(document, document.get("type", "")))
 
     def _end_request(self) -> None:
         """Generate no more, count the request, and log it."""
         for session in self.sessions:
             session.close()
-        if self.outcome is not None and (self.route.generates or self.outcome.is_bad):
-            self.server.metrics.count_request(
-                self.outcome,
-                sum(len(session.prompt) for session in self.sessions),
-                sum(session.num_cached for session in self.sessions),
-                sum(session.num_generated for session in self.sessions),
-            )
+        num_tokens = (
+            sum(len(session.prompt) for session in self.sessions),
+            sum(session.num_cached for session in self.sessions),
+            sum(session.num_generated for session in self.sessions),
+        )
+        is_bad = self.outcome is not RequestOutcome.ANSWERED
+        if self.outcome is not None and (self.route.generates or is_bad):
+            self.server.metrics.count_request(self.outcome, *num_tokens)
         if self.status or self.outcome is not None:
             is_poll = self.path in ("/health", "/metrics") and self.status == 200
-            logging.log(logging.DEBUG if is_poll else logging.INFO, "%s", self._log_line())
+            logging.log(logging.DEBUG if is_poll else logging.INFO, "%s", self._log_line(*num_tokens))
         self.server.answering.discard(self)
 
-    def _log_line(self) -> str:
+    def _log_line(self, num_prompt: int, num_cached: int, num_generated: int) -> str:
         """Who asked for what, and what became of it: tokens, their speed, and why not."""
         outcome = "" if self.outcome is None else f" {self.outcome.value}"
         line = f"{self.client_address[0]} {self.command or '-'} {shortened(self.path) or '-'} "
         line += f"{self.status or '-'}{outcome}"
         seconds = time.monotonic() - self.asked
-        if num_generated := sum(session.num_generated for session in self.sessions):
-            num_prompt = sum(len(session.prompt) for session in self.sessions)
-            num_cached = sum(session.num_cached for session in self.sessions)
+        if num_generated:
             tau = openai.draft_usage(self.sessions)["mean_acceptance_length"]
             began = [s.answer.began for s in self.sessions if s.answer and s.answer.began]
             busy = max(1e-9, time.monotonic() - min(began, default=self.asked))

@@ -21,10 +21,9 @@ from pathlib import Path
 from threading import BoundedSemaphore, Lock, Thread
 from typing import Any
 
-from .answer_stream import RequestError
+from .answer_stream import RequestError, error_document
 from .body import SHOWN
 from .collect import Collector
-from .completions import error_document
 from .engine import PairGenerator
 from .stored_responses import StoredResponses
 

@@ -59,10 +59,6 @@ class RequestOutcome(StrEnum):
     FAILED = "failed"  # status 500 and above, or an error within a stream
     LEFT = "left"  # the client left, or was too slow
 
-    @property
-    def is_bad(self) -> bool:
-        return self is not RequestOutcome.ANSWERED
-
     @classmethod
     def of_status(cls, status: int) -> "RequestOutcome":
         if status < 400:

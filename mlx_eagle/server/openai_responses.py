@@ -46,11 +46,6 @@ TYPES = {
 }
 
 
-def error_event(error: RequestError) -> str:
-    """Nothing more: a stream that fails ends with the response that has failed."""
-    return ""
-
-
 def check(body: Document) -> Document:
     """The body of the chat that a request means, behind what was asked. Raises ValueError."""
     for name, instead in OTHER_NAMES.items():
