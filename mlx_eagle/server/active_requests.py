@@ -121,7 +121,6 @@ class ActiveRequest:
 
     answer: AnswerStream
     args: PairArguments
-    prompt: list[int]
     writer: ResponseWriter
     request: Request
     is_drafted: bool
@@ -164,7 +163,6 @@ class RequestFactory:
         active = ActiveRequest(
             answer,
             args,
-            prompt,
             ResponseWriter(provider.tokenizer, stop_sequences, args, prompt),
             Request(prompt, limits, []),
             is_drafted,
@@ -177,19 +175,14 @@ class RequestFactory:
 
     def open_again(self, active: ActiveRequest) -> None:
         """Ready to go on behind what was said; what was computed for it is lost."""
-        active.request = Request(
-            active.prompt,
-            active.request.limits,
-            [],
-            stats=active.request.stats,
-            tokens=list(active.answer.tokens),
-        )
+        old, said = active.request, list(active.answer.tokens)
+        active.request = Request(old.prompt, old.limits, [], stats=old.stats, tokens=said)
         self._begin(active)
-        active.decoder.num_emitted = len(active.answer.tokens)
+        active.decoder.num_emitted = len(said)
 
     def _begin(self, active: ActiveRequest) -> None:
         provider, args, request = self._provider, active.args, active.request
-        text = active.prompt + request.tokens
+        text = request.prompt + request.tokens
         drafter = provider.draft_model if active.is_drafted else None
         caches, rest = None, text
         if args.reuse_caches:
@@ -241,33 +234,36 @@ class RequestFactory:
 
     def file_prompt(self, active: ActiveRequest) -> None:
         """Keep copies of the caches of a prompt that was read, but for its last token."""
-        self._file_copy(active, (active.prompt + active.request.tokens)[:-1], "user")
+        self._file_copy(active, (active.request.prompt + active.request.tokens)[:-1], "user")
 
     def file(self, active: ActiveRequest) -> None:
         """Keep the caches of a request that has ended, for requests that continue its text."""
         request, num_target = active.request, len(active.decoder.cache)
-        text = active.prompt + request.tokens + request.tokens_after_leave
-        caches = None
-        if not request.cache:
-            caches = without_last(request)
-            if caches is None:
+        text = request.prompt + request.tokens + request.tokens_after_leave
+        caches = None if request.cache else without_last(request)
+        if caches is not None:
+            text = text[:-1]
+        else:
+            if not request.cache:
                 restore_caches(request)
-            else:
-                text = text[:-1]
-        if caches is None:
             caches = Caches(request.cache, num_target)
         # What was decoded without the drafter is not in its part of the caches.
         caches = Caches(caches.target) if active.decoder.discards_features else caches
         self._prompt_cache.insert_cache(text, caches)
 
 
-def seeded(sampler: Sampler, seed: int) -> Sampler:
-    """One of mlx-lm's samplers, whose draws follow from a seed, whatever other requests draw.
+def make_sampler(args: PairArguments, tokenizer: TokenizerWrapper) -> Sampler | None:
+    """The sampler of a request, ready to begin.
 
-    Those samplers follow mlx's random state, which all requests have in common: it is set before
-    each draw, and afterwards to an unforeseeable one.
+    mlx-lm's samplers follow its random state, which all requests have in common: for those with a
+    seed it is set before each draw, and afterwards to an unforeseeable one.
     """
-    seeds = random.Random(seed)
+    given = vars(args.sampling) | {"acceptance": args.acceptance}
+    options = SamplingOptions(temp=given.pop("temperature"), **given)
+    sampler = sampler_for(options, tokenizer, args.seed)
+    if args.seed is None or sampler is None or isinstance(sampler, Sampling):
+        return sampler
+    seeds = random.Random(args.seed)
 
     def draw(logprobs: mx.array) -> mx.array:
         mx.random.seed(seeds.getrandbits(64))
@@ -277,16 +273,6 @@ def seeded(sampler: Sampler, seed: int) -> Sampler:
             mx.random.seed(random.getrandbits(64))
 
     return draw
-
-
-def make_sampler(args: PairArguments, tokenizer: TokenizerWrapper) -> Sampler | None:
-    """The sampler of a request, ready to begin."""
-    given = vars(args.sampling) | {"acceptance": args.acceptance}
-    options = SamplingOptions(temp=given.pop("temperature"), **given)
-    sampler = sampler_for(options, tokenizer, args.seed)
-    if args.seed is None or sampler is None or isinstance(sampler, Sampling):
-        return sampler
-    return seeded(sampler, args.seed)
 
 
 def make_processors(

@@ -86,9 +86,10 @@ class Snapshot:
 
     def num_usable(self, tokens: Tokens) -> int:
         """How many of the first tokens of a text need not be read."""
-        num_common = common_prefix(self.tokens, tokens)
-        is_usable = self.is_trimmable or num_common == len(self.tokens)
-        return num_common if is_usable else 0
+        size = min(len(self.tokens), len(tokens))
+        differ = self.tokens[:size] != tokens[:size]
+        num_common = int(differ.argmax()) if differ.any() else size
+        return num_common if self.is_trimmable or num_common == len(self.tokens) else 0
 
     def is_longer(self, other: "Snapshot") -> bool:
         return len(self.tokens) > len(other.tokens)
@@ -114,13 +115,6 @@ class Snapshot:
             "num_target": str(self.caches.num_target),
             "is_whole": str(self.caches.is_whole),
         }
-
-
-def common_prefix(a: Tokens, b: Tokens) -> int:
-    """How many tokens two texts (n,) and (m,) have in common, from the first on."""
-    size = min(len(a), len(b))
-    differ = a[:size] != b[:size]
-    return int(differ.argmax()) if differ.any() else size
 
 
 def _as_caches(caches: list[Any], metadata: Mapping[str, str], num_tokens: int) -> Caches:

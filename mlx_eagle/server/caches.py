@@ -9,7 +9,6 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +58,9 @@ def trim(caches: list[Any], num_tokens: int) -> None:
     trim_prompt_cache(caches, num_tokens)
     for cache in single_caches(caches):
         if type(cache) in TRIMMED_FOREVER and cache.offset > 0:
-            kept = partial(_first_rows, cache.offset)
-            cache.keys, cache.values = tree_map(kept, [cache.keys, cache.values])
-
-
-def _first_rows(num_rows: int, array: mx.array) -> mx.array:
-    return array[..., :num_rows, :]
+            cache.keys, cache.values = tree_map(
+                lambda array, size=cache.offset: array[..., :size, :], [cache.keys, cache.values]
+            )
 
 
 TRIMMED_FOREVER = (KVCache, QuantizedKVCache, ConcatenateKVCache)
@@ -146,8 +142,8 @@ class PairCache:
         """A copy of the caches that fit best, and the tokens not in them: one at least."""
         wanted = np.array(tokens[:-1], np.int32)
         self._look_into_folder()
-        while found := self._nearest(wanted):
-            snapshot, num_usable = found
+        while (snapshot := self._nearest(wanted)) is not None:
+            num_usable = snapshot.num_usable(wanted)
             place = "memory" if snapshot.caches is not None else "disk"
             caches = self._load(snapshot)
             if caches is None:
@@ -184,25 +180,22 @@ class PairCache:
         before = [s for s in self._snapshots if s.num_usable(made.tokens) == len(s.tokens)]
         if made.is_trimmable:
             return before
-        alike = sorted(
-            (s for s in before if s.cache_type == made.cache_type), key=lambda s: -len(s.tokens)
-        )
         same = [s for s in before if not made.is_longer(s)]
-        alike = [s for s in alike if s not in same]
+        alike = [s for s in before if s not in same and s.cache_type == made.cache_type]
+        alike.sort(key=lambda s: -len(s.tokens))
         return same + alike[NUM_KEPT[made.cache_type] - 1 :]
 
-    def _nearest(self, wanted: Tokens) -> tuple[Snapshot, int] | None:
-        """The best one to go on from, with how many tokens of it; None where there is none.
+    def _nearest(self, wanted: Tokens) -> Snapshot | None:
+        """The best one to go on from; None where there is none.
 
         Of several, one in memory, and of these the one of which the least has to be cut off.
         """
-        usable = [(s.num_usable(wanted), s) for s in self._snapshots]
-        num_usable, snapshot = max(
-            usable,
-            key=lambda found: (found[0], found[1].caches is not None, -len(found[1].tokens)),
-            default=(0, None),
+        best = max(
+            self._snapshots,
+            key=lambda s: (s.num_usable(wanted), s.caches is not None, -len(s.tokens)),
+            default=None,
         )
-        return None if snapshot is None or num_usable == 0 else (snapshot, num_usable)
+        return best if best is not None and best.num_usable(wanted) > 0 else None
 
     def _load(self, snapshot: Snapshot) -> Caches | None:
         """Its caches, read from the file if need be; where that fails, it is forgotten."""

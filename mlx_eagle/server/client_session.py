@@ -18,7 +18,6 @@ from .answer_stream import (
     Document,
     DraftReport,
     PairResponse,
-    RequestError,
     checked,
     counts,
 )
@@ -47,10 +46,6 @@ class Piece:
     responses: list[PairResponse] = field(default_factory=list)
     draft: dict[str, Any] | None = None
     finish_reason: str | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.text or self.reasoning or self.calls)
 
 
 class ClientSession:
@@ -92,8 +87,7 @@ class ClientSession:
 
     def open(self) -> GenerationContext:
         """Wait until the request was begun. Raises RequestError where it cannot be."""
-        if self.answer is None:
-            raise RequestError("the request was not submitted.", 500)
+        assert self.answer is not None
         self.read_since = time.monotonic()
         self._context = context = self.answer.context(self._check)
         if self.args.reports_drafts:
@@ -128,7 +122,7 @@ class ClientSession:
                         called, has_called = "", True
                     piece.text += text
                 previous = kind
-            if previous != "tool" and not piece.is_empty:
+            if previous != "tool" and (piece.text or piece.reasoning or piece.calls):
                 yield self._reported(piece) if is_stream else piece
                 piece = Piece()
         if previous == "tool" and called:

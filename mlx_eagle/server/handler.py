@@ -160,7 +160,8 @@ class PairHandler(Reply):
             closes = self.close_connection
             self.is_body_unread = self.close_connection = True  # until it was read
             self._check_access()
-            self.server.check_open()
+            if self.server.is_stopping:
+                raise RequestError("the server is stopping.", 503)
             if self.path not in ROUTES:
                 path = shortened(self.path)
                 raise RequestError(f"nothing is at {path}: post to /v1/chat/completions.", 404)

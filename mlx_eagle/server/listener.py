@@ -196,15 +196,12 @@ class RequestReader(io.RawIOBase):
     """Reads a request from a socket, all of it within one limit of time.
 
     A limit for each read alone would let a client hold its connection for days, byte by byte.
+    ``on_begin`` is called when the first byte of a request has come.
     """
 
     def __init__(
-        self,
-        connection: socket.socket,
-        seconds: float,
-        on_begin: Callable[[socket.socket], None] = lambda connection: None,
+        self, connection: socket.socket, seconds: float, on_begin: Callable[[socket.socket], None]
     ):
-        """``on_begin`` is called when the first byte of a request has come."""
         self._connection, self._seconds, self._on_begin = connection, seconds, on_begin
         self.restart()
 
@@ -409,11 +406,6 @@ class PairServer(ThreadingHTTPServer):
         self.is_stopping = True
         self.shutdown()
         self.server_close()
-
-    def check_open(self) -> None:
-        """Raise RequestError where a request comes too late."""
-        if self.is_stopping:
-            raise RequestError("the server is stopping.", 503)
 
     def metrics_text(self) -> str:
         """What ``/metrics`` shows."""
