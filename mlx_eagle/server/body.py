@@ -174,12 +174,18 @@ def check_body(body: dict[str, Any], needed: str) -> dict[str, Any]:
         raise ValueError(f"the request has no {needed}.")
     if needed == "messages":
         check_messages(body[needed])
-        if body.get("continue_final_message") and not _ends_with_an_answer(body[needed]):
+        last = body[needed][-1]
+        is_answer = last["role"] == "assistant" and last.get("content")
+        if body.get("continue_final_message") and (not is_answer or last.get("tool_calls")):
             raise ValueError(
                 "continue_final_message is set, but the last message is no text of the assistant: "
                 "give the answer that is to go on."
             )
-    _check_number_of_answers(body, needed)
+    num_answers = body.get("n", 1) * (len(read_prompts(body)) if needed == "prompt" else 1)
+    if num_answers > MAX_CHOICES:
+        raise ValueError(
+            f"the request asks for {num_answers} answers: ask for at most {MAX_CHOICES} at a time."
+        )
     return body
 
 
@@ -187,8 +193,8 @@ def read_arguments(body: dict[str, Any], flags: Namespace, is_chat: bool) -> Pai
     """What a checked body asks for, and the flags where it says nothing.
 
     Raises ValueError where tree, acceptance rule and sampling do not go together, and for a form
-    that nothing can be held to. The rule of the
-    flags is for the requests that it can be had for. Greedy decoding needs no seed.
+    that nothing can be held to. The rule of the flags is for the requests that it can be had for.
+    Greedy decoding needs no seed.
     """
     get = body.get
     sampling = SamplingArguments(
@@ -281,20 +287,6 @@ def _check_logprobs(body: dict[str, Any], needed: str) -> None:
         Bounds(0, MAX_TOP, is_whole=True).check("logprobs", body["logprobs"])
     else:
         _check_kind("logprobs", body.get("logprobs", False), bool)
-
-
-def _ends_with_an_answer(messages: list[dict[str, Any]]) -> bool:
-    last = messages[-1]
-    return last["role"] == "assistant" and bool(last.get("content")) and not last.get("tool_calls")
-
-
-def _check_number_of_answers(body: dict[str, Any], needed: str) -> None:
-    num_prompts = len(read_prompts(body)) if needed == "prompt" else 1
-    if num_prompts * body.get("n", 1) > MAX_CHOICES:
-        raise ValueError(
-            f"the request asks for {num_prompts * body.get('n', 1)} answers: ask for at most "
-            f"{MAX_CHOICES} at a time."
-        )
 
 
 def _check_promises(body: dict[str, Any]) -> None:
