@@ -26,11 +26,11 @@ ERRORS = {
     503: "overloaded_error",
 }
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-SAME = ("temperature", "top_p", "top_k", "stream", "model")
-OWN = (
+SAME = (
+    "temperature", "top_p", "top_k", "stream", "model",
+    # ours, besides Anthropic's
     "num_draft_tokens", "tree", "acceptance", "seed", "reuse_caches", "chat_template_kwargs",
 )  # fmt: skip
-"""Fields of ours that a request may have besides Anthropic's."""
 OMITTED = "thoughts_omitted"  # in a translated body: their blocks are to be empty
 
 
@@ -88,7 +88,7 @@ def translated(body: Document) -> Document:
     """The same for one whose tokens are to be counted, and that may say less."""
     if body.get("mcp_servers"):
         raise ValueError("mcp_servers are not supported: let the client call them.")
-    chat: Document = {name: body[name] for name in (*SAME, *OWN) if name in body}
+    chat: Document = {name: body[name] for name in SAME if name in body}
     chat["max_tokens"] = body.get("max_tokens", 1)
     if "stop_sequences" in body:
         chat["stop"] = body["stop_sequences"]

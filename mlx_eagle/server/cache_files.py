@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
-from ..system.atomic_folder import try_lock
+from ..system.atomic_folder import remove_orphans, try_lock
 from ..system.safetensors import read_header, read_metadata
 from ..target.rollback import check_supported
 
@@ -145,7 +145,7 @@ class CacheFolder:
                 f"--prompt-cache-dir {path} cannot be written ({err.strerror}): name a folder "
                 "that you may write to."
             ) from err
-        self._remove_orphans()
+        remove_orphans(path.glob(DRAFT.format("*", "*")))  # of servers that were killed
         self._make_room()
 
     def files(self) -> dict[Path, Snapshot]:
@@ -285,15 +285,6 @@ class CacheFolder:
             if total > self.max_bytes and path != newest:
                 self.remove([path])
                 total -= found.st_size
-
-    def _remove_orphans(self) -> None:
-        """Remove what was being written when a server was killed: nobody has it locked."""
-        for draft in self.path.glob(DRAFT.format("*", "*")):
-            with suppress(OSError):
-                file = os.open(draft, os.O_RDONLY | os.O_NOFOLLOW)
-                if try_lock(file):
-                    draft.unlink()
-                os.close(file)
 
 
 def _checksum(file: BinaryIO) -> str:

@@ -104,11 +104,7 @@ FLAGS = {
         "Maximum bytes of a request's body, such as 16MB; a larger one gets status 413. "
         f"(A request's head may have {MAX_HEAD} bytes, and 100 header lines.)",
     ),
-    "max-connections": (
-        int,
-        CONNECTIONS,
-        "Maximum open connections; one more gets status 503.",
-    ),
+    "max-connections": (int, CONNECTIONS, "Maximum open connections; one more gets status 503."),
     "request-timeout": (
         float,
         REQUEST_SECONDS,

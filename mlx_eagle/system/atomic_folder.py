@@ -10,8 +10,8 @@ import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -63,7 +63,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_orphans(path)
+        remove_orphans(path.parent.glob(f".{glob.escape(path.name)}.*.part"))
         draft, lock = _make_draft(path)
         try:
             yield draft
@@ -158,20 +158,19 @@ def try_lock(descriptor: int) -> bool:
     return True
 
 
-def _remove_orphans(path: Path) -> None:
-    """Remove drafts of that folder whose process is gone: those that nobody has locked."""
-    for draft in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
-        try:
-            lock = os.open(draft, os.O_RDONLY)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(draft, ignore_errors=True)
-        except OSError:  # locked, or no locks here: not known to be an orphan
-            pass
-        finally:
-            os.close(lock)
+def remove_orphans(drafts: Iterable[Path]) -> None:
+    """Remove files and folders whose process is gone: those that nobody has locked."""
+    for draft in drafts:
+        with suppress(OSError):  # locked, or no locks here: not known to be an orphan
+            lock = os.open(draft, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if draft.is_dir():
+                    shutil.rmtree(draft, ignore_errors=True)
+                else:
+                    draft.unlink()
+            finally:
+                os.close(lock)
 
 
 def check_writable(path: Path, flag: str, otherwise: str = "") -> None:
