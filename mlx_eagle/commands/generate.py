@@ -20,7 +20,7 @@ from ..drafters.base import Drafter
 from ..drafters.pairs import pair_lines
 from ..generate import footer, stream_generate
 from ..system.atomic_folder import check_writable
-from ..system.device import Machine, num_parameters, this_machine, weight_bytes
+from ..system.device import num_parameters, this_machine, weight_bytes
 from ..system.loading import apply_template
 from ..system.terminal import Marker, prompt_bar, run_command
 from .flags import (
@@ -127,27 +127,15 @@ def read_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict[str, st
     return cache, metadata
 
 
-def write_stats(destination: str, document: dict[str, Any]) -> None:
-    """Write the counts to a file, or print them where it is "-"."""
-    line = json.dumps(document)
-    if destination == "-":
-        print(line)
-    else:
-        Path(destination).write_text(line + "\n")
-
-
-def machine_lines(machine: Machine) -> list[str]:
-    """What drafting can be expected to gain here, a line each."""
-    return [
-        f"This machine, {machine.name}: {machine.advice}.",
-        "mlx_eagle.doctor says which targets fit its memory, and with --model what one costs.",
-    ]
-
-
 def run(args: argparse.Namespace) -> None:
     """Generate once, as the flags say."""
     if args.list:
-        print("\n".join([*head_lines(), "", *pair_lines(), "", *machine_lines(this_machine())]))
+        machine = this_machine()
+        print("\n".join([*head_lines(), "", *pair_lines(), ""]))
+        print(f"This machine, {machine.name}: {machine.advice}.")
+        print(
+            "mlx_eagle.doctor says which targets fit its memory, and with --model what one costs."
+        )
         return
     check_arguments(args)
     check_cache_flags(args)
@@ -227,7 +215,11 @@ def generate_and_report(
             "peak_memory_gb": response.peak_memory,
             "finish_reason": response.finish_reason,
         }
-        write_stats(args.stats_json, {**stats.to_dict(), **counts, **memory})
+        line = json.dumps({**stats.to_dict(), **counts, **memory})
+        if args.stats_json == "-":
+            print(line)
+        else:
+            Path(args.stats_json).write_text(line + "\n")
 
 
 FLAG = "--prompt-cache-file"
@@ -305,23 +297,18 @@ def fit_prompt_cache(
     return cache
 
 
-def cache_bytes(cache: list) -> int:
-    """Bytes held by mlx-lm caches."""
-    return sum(entry.nbytes for entry in cache)
-
-
 def memory_report(model: nn.Module, drafter: Drafter | None, cache: list) -> dict[str, int]:
     """Bytes of what is loaded and of the caches as they stand: the target's, then the head's."""
     num_target = len(make_prompt_cache(model))
     report = {
         "target_weight_bytes": weight_bytes(model),
-        "target_cache_bytes": cache_bytes(cache[:num_target]),
+        "target_cache_bytes": sum(entry.nbytes for entry in cache[:num_target]),
         "peak_bytes": mx.get_peak_memory(),
     }
     if drafter is not None:
         report["head_parameters"] = sum(num_parameters(m) for m in drafter.modules())
         report["head_weight_bytes"] = sum(weight_bytes(m) for m in drafter.modules())
-        report["head_cache_bytes"] = cache_bytes(cache[num_target:])
+        report["head_cache_bytes"] = sum(entry.nbytes for entry in cache[num_target:])
     return report
 
 
