@@ -182,13 +182,9 @@ def heads_folder() -> Path:
 
 def head_lines() -> list[str]:
     """The heads in that folder for people, a line each: size, target and source."""
-    lines = [f"  {path.parent}  {_about(path.parent)}" for path in _cached_configs()]
+    found = sorted(path.parent for path in heads_folder().glob("*/config.json"))
+    lines = [f"  {head}  {_about(head)}" for head in found if not head.name.startswith(".")]
     return [f"Heads converted into {heads_folder()}:", *(lines or ["  none yet"])]
-
-
-def _cached_configs() -> list[Path]:
-    found = heads_folder().glob("*/config.json")
-    return sorted(path for path in found if not path.parent.name.startswith("."))
 
 
 def _about(folder: Path) -> str:

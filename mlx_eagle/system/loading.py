@@ -89,7 +89,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def check_weights(folder: Path) -> None:
     """Raise ValueError for a file of weights that is missing, damaged or cut short."""
-    files = sorted(folder.glob("model*.safetensors"))
     if (folder / INDEX).exists():
         named = read_json(folder / INDEX).get("weight_map")
         if not isinstance(named, dict):
@@ -101,19 +100,14 @@ def check_weights(folder: Path) -> None:
                 f"{folder / missing[0]} is missing, though {INDEX} names it: fetch the model "
                 "again."
             )
-    for path in files:
-        check_safetensors(path)
-
-
-def check_safetensors(path: Path) -> None:
-    """Raise ValueError, naming the file, unless its header and its size fit together."""
-    try:
-        with safe_open(path, framework="numpy"):
-            pass
-    except SafetensorError as err:
-        raise ValueError(
-            f"{path} cannot be read ({err}): it is damaged or cut short, fetch it again."
-        ) from err
+    for path in sorted(folder.glob("model*.safetensors")):
+        try:
+            with safe_open(path, framework="numpy"):
+                pass
+        except SafetensorError as err:
+            raise ValueError(
+                f"{path} cannot be read ({err}): it is damaged or cut short, fetch it again."
+            ) from err
 
 
 def apply_template(
