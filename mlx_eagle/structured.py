@@ -309,7 +309,8 @@ class _Text:
                 token = drafts[child - 1]
                 after = self._after(phase, recent, token)
                 is_consumed = self._is_consumed(phase, after)
-                if is_consumed and not self._can_consume(token):
+                is_known = token < self._vocabulary.tokens.vocab_size
+                if is_consumed and not (is_known and self._matcher.try_consume_tokens([token])):
                     continue
                 visit(child, after, [*recent, token])
                 if is_consumed:
@@ -342,10 +343,6 @@ class _Text:
     def _is_consumed(before: Phase, after: Phase) -> bool:
         """Whether the token between the two is the grammar's."""
         return after is Phase.HELD and before is not Phase.THOUGHTS
-
-    def _can_consume(self, token: int) -> bool:
-        is_known = token < self._vocabulary.tokens.vocab_size
-        return is_known and self._matcher.try_consume_tokens([token]) == 1
 
     def _check(self) -> None:
         if error := self._matcher.get_error():

@@ -218,7 +218,14 @@ def load_pair(
         bits_of_own = bits if is_own else None
         model, tokenizer, own = load_demo(dtype=args.dtype, quantize_bits=bits_of_own)
     else:
-        model, tokenizer = load_target(args, tokenizer_config)
+        model, tokenizer = load(
+            args.model,
+            tokenizer_config,
+            adapter_path=args.adapter_path,
+            model_config={"quantize_activations": args.quantize_activations},
+            trust_remote_code=args.trust_remote_code,
+            dtype=args.dtype,
+        )
     options = {"quantize_bits": bits, "draft_window": args.draft_window, "target": args.model}
     drafter = open_beside(own, name, model, tokenizer, **options)
     if not is_plain:
@@ -271,20 +278,6 @@ def known_drafter(model: str) -> str | None:
         return pair_for(model).head
     except ValueError:
         return own_kind(model)
-
-
-def load_target(
-    args: argparse.Namespace, tokenizer_config: dict[str, Any]
-) -> tuple[nn.Module, TokenizerWrapper]:
-    """The target that the flags name, and its tokenizer."""
-    return load(
-        args.model,
-        tokenizer_config,
-        adapter_path=args.adapter_path,
-        model_config={"quantize_activations": args.quantize_activations},
-        trust_remote_code=args.trust_remote_code,
-        dtype=args.dtype,
-    )
 
 
 def build_sampler(

@@ -26,7 +26,6 @@ from .collect import Collector, chat_row
 from .listener import PairServer, Presence
 from .prompt import Tokenized
 from .provider import PairProvider
-from .stored_responses import StoredResponses
 from .tool_formats import readable
 
 EXTRA_HEADERS = {401: {"WWW-Authenticate": 'Bearer realm="mlx-eagle"'}, 503: {"Retry-After": "5"}}
@@ -207,10 +206,6 @@ class Reply(BaseHTTPRequestHandler):
     @property
     def provider(self) -> PairProvider:
         return self.server.generator.model_provider
-
-    @property
-    def stored(self) -> StoredResponses:
-        return self.server.stored
 
     def new_session(self, request: CompletionRequest, args: PairArguments) -> ClientSession:
         """One prompt of the request, which is closed and counted with it."""

@@ -193,7 +193,7 @@ class PairHandler(Reply):
             wanted = unquote(self.path.removeprefix("/v1/models").strip("/"))
             self.send_json(openai.models(self, wanted))
         elif self.path.startswith(RESPONSES):
-            self.send_json(self.stored.show(self.path.removeprefix(RESPONSES), self.query))
+            self.send_json(self.server.stored.show(self.path.removeprefix(RESPONSES), self.query))
         else:
             raise RequestError(f"nothing is at {shortened(self.path)}.", 404)
 
@@ -203,7 +203,7 @@ class PairHandler(Reply):
         if not self.path.startswith(RESPONSES):
             path = shortened(self.path)
             raise RequestError(f"nothing at {path} can be deleted, only responses.", 404)
-        self.send_json(self.stored.delete(self.path.removeprefix(RESPONSES)))
+        self.send_json(self.server.stored.delete(self.path.removeprefix(RESPONSES)))
 
     def do_HEAD(self) -> None:
         """What GET would send, without its content."""
@@ -296,7 +296,8 @@ class PairHandler(Reply):
             self.server.metrics.count_request(self.outcome, *num_tokens)
         if self.status or self.outcome is not None:
             is_poll = self.path in ("/health", "/metrics") and self.status == 200
-            logging.log(logging.DEBUG if is_poll else logging.INFO, "%s", self._log_line(*num_tokens))
+            level = logging.DEBUG if is_poll else logging.INFO
+            logging.log(level, "%s", self._log_line(*num_tokens))
         self.server.answering.discard(self)
 
     def _log_line(self, num_prompt: int, num_cached: int, num_generated: int) -> str:

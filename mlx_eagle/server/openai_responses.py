@@ -210,7 +210,7 @@ def answer(reply: Reply, body: Document) -> None:
     asked, chat = body["asked"], body["chat"]
     items = _items(asked["input"])
     if previous := asked.get("previous_response_id"):
-        before, earlier = reply.stored.find(previous, status=400)
+        before, earlier = reply.server.stored.find(previous, status=400)
         items = [*earlier, *before["output"], *items]
     with as_request_errors():
         args = read_arguments(chat, reply.provider.cli_args, is_chat=True)
@@ -222,7 +222,7 @@ def answer(reply: Reply, body: Document) -> None:
 
     def keep() -> None:
         if asked.get("store", True):
-            reply.stored.keep(response, items)
+            reply.server.stored.keep(response, items)
 
     is_summary = bool(asked.get("reasoning", {}).get("summary"))
     events = _Events(response, is_summary, reply.provider.spelling)

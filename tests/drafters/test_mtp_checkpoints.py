@@ -165,7 +165,7 @@ def test_layers_of_another_target_are_refused(tmp_path):
 
 def test_the_commands_open_them(tmp_path, monkeypatch):
     folder = write_checkpoint(tmp_path / "target", QWEN)
-    monkeypatch.setattr(flags, "load_target", lambda *_: (QWEN.target, byte_tokenizer()))
+    monkeypatch.setattr(flags, "load", lambda *_, **__: (QWEN.target, byte_tokenizer()))
     args = Namespace(
         draft_model="mtp", model=str(folder), quantize_draft=None, draft_window=None,
         draft_cache="exact", adapter_path=None, dtype=None, num_draft_tokens=2,
