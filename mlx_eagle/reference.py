@@ -174,22 +174,12 @@ def _rms_norm(weights: Weights, config: Any, name: str, x: np.ndarray) -> np.nda
     return x / scale * _weight(weights, f"{name}.weight", x.shape[-1])
 
 
-def _silu(x: np.ndarray) -> np.ndarray:
-    return x * (1 + np.tanh(x / 2)) / 2
-
-
-def _gelu(x: np.ndarray) -> np.ndarray:
-    return x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2
-
-
-def _gelu_tanh(x: np.ndarray) -> np.ndarray:
-    return x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
-
-
 ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "silu": _silu,
-    "gelu": _gelu,
-    "gelu_pytorch_tanh": _gelu_tanh,
+    "silu": lambda x: x * (1 + np.tanh(x / 2)) / 2,
+    "gelu": lambda x: x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2,
+    "gelu_pytorch_tanh": lambda x: (
+        x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
+    ),
 }
 
 

@@ -11,7 +11,7 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..commands.flags import say_known_head, with_known_head
 from ..system.device import prepare_device
-from ..system.terminal import StopSignals, run_command
+from ..system.terminal import INTERRUPTED, StopSignals, run_command
 from .caches import open_prompt_cache
 from .collect import open_collector
 from .engine import PairGenerator
@@ -100,19 +100,15 @@ def run(args: argparse.Namespace) -> None:
             with PairServer(PairHandler, generator, access, collector) as server:
                 while not generator.model_provider.loaded.is_set():
                     if signals.wait(POLL):
-                        stop_loading()
+                        # Nobody is served yet; the thread that loads can only be left.
+                        print("\ninterrupted", file=sys.stderr, flush=True)
+                        os._exit(INTERRUPTED)
                 generator.check_loaded()
                 if named is not None or not is_plain:
                     say_known_head(named, args.model)
                 serve(server, generator, signals)
         finally:
             generator.stop(signals.wait)
-
-
-def stop_loading() -> None:
-    """Nobody is served yet. The thread that loads cannot be interrupted, only left."""
-    print("\ninterrupted", file=sys.stderr, flush=True)
-    os._exit(130)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -202,9 +202,8 @@ def model_name(reply: Reply, body: Document) -> str:
 
 def _seeded(args: PairArguments, number: int) -> PairArguments:
     """The arguments of one of several answers: each has its own noise."""
-    if args.seed is None or number == 0:
-        return replace(args)
-    return replace(args, seed=(args.seed + number) % 2**64)
+    seed = None if args.seed is None else (args.seed + number) % 2**64
+    return replace(args, seed=seed)
 
 
 def logprob_of(spell: Callable[[int], bytes], response: PairResponse) -> Document:

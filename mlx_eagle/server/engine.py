@@ -46,17 +46,11 @@ IDLE = 0.1  # seconds between looks at whether to stop, while there are no reque
 class Schedule:
     """The requests that are being answered, and the order of what is computed for them."""
 
-    def __init__(
-        self,
-        provider: PairProvider,
-        prompt_cache: PairCache,
-        metrics: Metrics,
-        has_waiting: Callable[[], bool],
-    ):
-        """``has_waiting`` says whether a request waits whose client is still there."""
-        self._provider, self._metrics, self._has_waiting = provider, metrics, has_waiting
+    def __init__(self, generator: "PairGenerator"):
+        provider = generator.model_provider
+        self._generator, self._provider = generator, provider
         self._stream = mx.default_stream(mx.default_device())
-        self.factory = RequestFactory(provider, prompt_cache, self._stream)
+        self.factory = RequestFactory(provider, generator.prompt_cache, self._stream)
         self._active: list[ActiveRequest] = []
         self._reading: deque[ActiveRequest] = deque()
         self._groups: dict[object, Group] = {}
@@ -182,13 +176,13 @@ class Schedule:
     def _is_overdue(self, answer: AnswerStream) -> bool:
         """Whether an answer has had its time, and another cannot begin because of it."""
         is_late = time.monotonic() - answer.began >= self._provider.cli_args.time_limit
-        return is_late and self.is_full and self._has_waiting()
+        return is_late and self.is_full and self._generator.has_waiting()
 
     def _end(self, active: ActiveRequest) -> None:
         """All was generated: keep its caches, then tell its client."""
         self._active.remove(active)
         if active.is_drafted:
-            self._metrics.count_drafts(active.request.stats)
+            self._generator.metrics.count_drafts(active.request.stats)
         with on_error(partial(logging.warning, "The caches of an answer could not be kept (%s).")):
             self.factory.file(active)
         active.answer.put(None)
@@ -317,7 +311,8 @@ class PairGenerator(ResponseGenerator):
         num_waiting = sum(answer.is_waiting for answer in answers)
         return num_waiting, len(answers) - num_waiting
 
-    def _has_waiting(self) -> bool:
+    def has_waiting(self) -> bool:
+        """Whether a request waits whose client is still there."""
         with self.requests.mutex:
             return any(not answer.is_over for answer, _, _ in self.requests.queue)
 
@@ -326,7 +321,7 @@ class PairGenerator(ResponseGenerator):
         provider = self.model_provider
         provider.load_default()
         if provider.model is not None:
-            schedule = Schedule(provider, self.prompt_cache, self.metrics, self._has_waiting)
+            schedule = Schedule(self)
             if self.prompt_cache.folder is not None:
                 self.prompt_cache.folder.pair = provider.describe()
             while not self._stop:

@@ -3,7 +3,6 @@
 import json
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from threading import Lock
 from urllib.parse import parse_qsl
@@ -26,7 +25,7 @@ class StoredResponses:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._seconds, self._max_bytes, self._clock = seconds, max_bytes, clock
-        self._kept: OrderedDict[str, tuple[float, bytes]] = OrderedDict()
+        self._kept: dict[str, tuple[float, bytes]] = {}
         self._lock = Lock()
 
     def keep(self, response: Document, items: Sequence[Document]) -> None:
