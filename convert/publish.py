@@ -16,7 +16,7 @@ from huggingface_hub import ModelCardData
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.folder import bits_of, read_config
 from mlx_eagle.system.atomic_folder import new_folder
-from mlx_eagle.system.hub import FOLDER_ID, GGUF_FILE, REPO_ID, locate
+from mlx_eagle.system.hub import INSIDE, REPO_ID, locate
 from mlx_eagle.system.safetensors import save_arrays
 
 CARD = "README.md"
@@ -58,8 +58,7 @@ def _repository(name: str | None) -> str | None:
     """
     if name is None or Path(name).expanduser().exists():
         return None
-    file = GGUF_FILE.fullmatch(name) or FOLDER_ID.fullmatch(name)
-    if file:
+    if file := INSIDE.fullmatch(name):
         return file["repo"]
     return name if REPO_ID.fullmatch(name) else None
 

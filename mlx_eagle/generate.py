@@ -168,9 +168,8 @@ def generate(
 ) -> str:
     """Generate a text and return it, as ``mlx_lm.generate`` does.
 
-    ``kwargs`` are those of ``stream_generate``.
-
-    ``verbose`` prints the text as it comes, then mlx-lm's footer and the speculative counts.
+    ``kwargs`` are those of ``stream_generate``. ``verbose`` prints the text as it comes, then
+    mlx-lm's footer and the speculative counts.
     """
     if not is_drafter(kwargs.get("draft_model")):
         return mlx_lm.generate(model, tokenizer, prompt, verbose=verbose, **kwargs)

@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Any, NoReturn
 
@@ -23,20 +24,13 @@ GROUP_SIZES = (32, 64, 128)
 """How many of them share a scale."""
 
 
-def whole_number(text: str) -> int:
-    """For ``type=`` of a flag: the integer that ``text`` says."""
+def read_number(kind: type, text: str) -> Any:
+    """For ``type=`` of a flag, with the kind bound: the int or the float that ``text`` says."""
     try:
-        return int(text)
+        return kind(text)
     except ValueError as err:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from err
-
-
-def number(text: str) -> float:
-    """For ``type=`` of a flag: the number that ``text`` says."""
-    try:
-        return float(text)
-    except ValueError as err:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from err
+        what = "a whole number" if kind is int else "a number"
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from err
 
 
 def layer_numbers(text: str) -> tuple[int, ...]:
@@ -93,10 +87,9 @@ def _alone(word: str, given: list[str], flags: list[str]) -> str:
 def use_plain_words(parser: argparse.ArgumentParser) -> None:
     """Let a parser, mlx-lm's perhaps, complain as ``Parser`` does; of numbers too."""
     parser.__class__ = Parser
-    readers = {int: whole_number, float: number}
     for action in parser._actions:
         if action.type in (int, float):
-            action.type = readers[action.type]
+            action.type = partial(read_number, action.type)
 
 
 @dataclass(frozen=True)

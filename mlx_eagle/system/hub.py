@@ -27,8 +27,8 @@ HTTP_ERROR = HfHubHTTPError.__bases__[0]
 TIMEOUT = 30.0  # seconds without a byte
 REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")
 EAGLE_4 = re.compile(r"eagle[-_. ]?4(?![\db])", re.IGNORECASE)  # not 4bit, 4B, 4096
-GGUF_FILE = re.compile(rf"(?P<repo>{REPO_ID.pattern})/(?P<name>[\w./-]+\.gguf)")
-FOLDER_ID = re.compile(rf"(?P<repo>{REPO_ID.pattern})/(?P<folder>\w[\w-]*)")
+# A GGUF file of a repository, or a folder.
+INSIDE = re.compile(rf"(?P<repo>{REPO_ID.pattern})/(?P<name>[\w./-]+\.gguf|\w[\w-]*)")
 
 
 class FileMissing(ValueError):
@@ -124,17 +124,13 @@ def locate(source: str, patterns: Sequence[str], revision: str | None = None) ->
     path = Path(source).expanduser()
     if path.exists():
         return path
-    if file := GGUF_FILE.fullmatch(source):
-        name = file["name"]
-        path = fetch(file["repo"], (name,), revision) / name
-        if not path.exists():
-            raise ValueError(f"{file['repo']} has no {name} on the hub")
-        return path
-    if inner := FOLDER_ID.fullmatch(source):
-        name = inner["folder"]
-        path = fetch(inner["repo"], [f"{name}/{own}" for own in patterns], revision) / name
-        if not path.is_dir():
-            raise ValueError(f"{inner['repo']} has no folder {name} on the hub")
+    if inner := INSIDE.fullmatch(source):
+        repo, name = inner["repo"], inner["name"]
+        is_file = name.endswith(".gguf")
+        wanted = [name] if is_file else [f"{name}/{own}" for own in patterns]
+        path = fetch(repo, wanted, revision) / name
+        if not (path.exists() if is_file else path.is_dir()):
+            raise ValueError(f"{repo} has no {'' if is_file else 'folder '}{name} on the hub")
         return path
     if not REPO_ID.fullmatch(source):
         raise ValueError(f"{source} does not exist, and it is not a repository id either")

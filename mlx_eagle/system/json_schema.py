@@ -120,10 +120,9 @@ def read_bytes(path: Path) -> bytes:
 def parse_object(data: bytes, where: str | Path, any_number: bool = False) -> dict[str, Any]:
     """The JSON object in ``data``, its numbers finite and below 2**63, its depth bounded.
 
-    ``any_number``: numbers may also be infinite and larger.
-
-    ``where`` names the file in messages. Raises ValueError for anything else; the memory that
-    parsing takes is estimated before, so that a small file cannot become a large object.
+    With ``any_number`` numbers may also be infinite and larger. ``where`` names the file in
+    messages. Raises ValueError for anything else; the memory that parsing takes is estimated
+    before, so that a small file cannot become a large object.
     """
     num_values = 1 + sum(map(data.count, (b",", b"[", b"{")))
     # Text and strings; with one rare character in them, four bytes for each of all others.

@@ -308,7 +308,7 @@ def test_a_schema_of_no_use_costs_one_sentence(run, tmp_path, schema, sentence):
 def test_what_is_no_number_is_said_in_plain_words(run, flags, words):
     code, _, err = run(*flags)
     assert code == 2 and words in err
-    assert not re.search(r"\b(int|float|str|draft_length|whole_number)\b", err)
+    assert not re.search(r"\b(int|float|str|draft_length|read_number)\b", err)
 
 
 def test_nothing_is_left_where_the_counts_should_go(run, tmp_path):

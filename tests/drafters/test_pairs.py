@@ -14,7 +14,7 @@ from mlx_eagle.drafters.kinds import KINDS
 from mlx_eagle.drafters.pairs import PAIRS, pair_for, plain_name
 from mlx_eagle.drafters.target_parts import TargetSizes
 from mlx_eagle.system.device import this_machine
-from mlx_eagle.system.hub import FOLDER_ID, REPO_ID
+from mlx_eagle.system.hub import INSIDE, REPO_ID
 from mlx_eagle.system.terminal import run_command
 
 NAMES = {
@@ -40,7 +40,7 @@ def test_the_table_names_heads_once():
     heads = [pair.head for pair in PAIRS]
     assert len(set(heads)) == len(heads)
     assert all(REPO_ID.fullmatch(pair.target) for pair in PAIRS)
-    assert all((FOLDER_ID.fullmatch(p.head) or REPO_ID.fullmatch(p.head)) for p in PAIRS)
+    assert all((INSIDE.fullmatch(p.head) or REPO_ID.fullmatch(p.head)) for p in PAIRS)
     assert all(KINDS[pair.kind].convert or pair.kind == "eagle3" for pair in PAIRS)
 
 
