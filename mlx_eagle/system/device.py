@@ -61,7 +61,6 @@ class Products:
     are narrow, middle and wide. ``curve`` is c(R) below them, and ``source`` says who measured it.
     """
 
-    title: str
     matrix_from: tuple[int, int, int]
     rows_per_read: int
     rows_per_tile: int
@@ -86,14 +85,14 @@ ROW_BY_ROW = (
     "4-bit weights are read once for every row, so chains of an EAGLE head hardly ever pay: try "
     "lookup, and float16 targets, which are read once for all rows"
 )
-M5 = Products(
-    "M5 or newer", (33, 25, 13), 5, 32,
+M5 = Products(  # or newer
+    (33, 25, 13), 5, 32,
     f"{NO_STEP}: expect k = 2 to 4; from 13 rows on the matrix units multiply, so trees of 12 to "
     "31 nodes cost alike",
     {3: 1.12, 5: 1.42, 8: 2.2}, "measured on an M5 Max, a 70B: ml-explore/mlx 3791",
 )  # fmt: skip
 M4 = Products(
-    "M4", (13, 15, 13), 5, 32,
+    (13, 15, 13), 5, 32,
     f"{NO_STEP}: expect k = 2; from 13 rows on a pass costs what 32 rows cost, which trees seldom "
     "earn",
     # Means of products of 5120 to 17408 (2 to 5 and 8 rows) and 4096 to 24576 (2 to 4, 6, 8).
@@ -101,35 +100,35 @@ M4 = Products(
     "measured on an M4 Pro: ml-explore/mlx 3852 and 3839",
 )  # fmt: skip
 M3 = replace(
-    M4, title="M3", advice=f"{NO_STEP}: expect k = 2 to 4", curve={2: 1.12, 3: 1.20, 6: 1.55},
+    M4, advice=f"{NO_STEP}: expect k = 2 to 4", curve={2: 1.12, 3: 1.20, 6: 1.55},
     source="measured on an M3 Max: ml-explore/mlx 3553",
 )  # fmt: skip
-NEW_ULTRA = replace(
-    M4, title="Ultra, M3 or newer", matrix_from=(32, 18, 12),
+NEW_ULTRA = replace(  # M3 or newer
+    M4, matrix_from=(32, 18, 12),
     advice="4 rows of a pass cost as much as one: expect k = 3 to 4",
     curve={4: 1.0, 6: 1.28, 8: 1.57}, source="measured on an M3 Ultra: ml-explore/mlx 4265",
 )  # fmt: skip
-M1 = Products(
-    "M1 and M2", (14, 10, 6), 1, 32,
+M1 = Products(  # and M2
+    (14, 10, 6), 1, 32,
     f"{ROW_BY_ROW}. Expect auto to turn drafting off; from 6 rows on a pass costs 5 to 6 plain "
     "steps, whatever it holds up to 32 rows",
 )  # fmt: skip
-M1_MAX = replace(
-    M1, title="M1 Pro and M1 Max", matrix_from=(14, 10, 7),
+M1_MAX = replace(  # and M1 Pro
+    M1, matrix_from=(14, 10, 7),
     advice=M1.advice.replace("6 rows on a pass costs 5 to 6", "7 rows on a pass costs 6 to 7"),
 )  # fmt: skip
-OLD_ULTRA = replace(
-    M1, title="Ultra, M1 or M2", matrix_from=(32, 18, 12),
+OLD_ULTRA = replace(  # M1 or M2
+    M1, matrix_from=(32, 18, 12),
     advice=f"{ROW_BY_ROW}. Expect auto to turn drafting off",
 )  # fmt: skip
-OLDER = replace(OLD_ULTRA, title="older than M1, or virtual", matrix_from=(18, 12, 10))
+OLDER = replace(OLD_ULTRA, matrix_from=(18, 12, 10))  # than M1, or virtual
 CUDA = Products(
-    "CUDA", (8, 8, 8), 1, 16,
+    (8, 8, 8), 1, 16,
     "up to 7 rows the vector kernel multiplies row by row, from 8 on tensor cores do: measure k "
     "= 7 and trees as well. cuDNN's attention has to stay off (MLX_CUDA_USE_CUDNN_SDPA=0)",
 )  # fmt: skip
 HOPPER = replace(
-    CUDA, title="CUDA, Hopper", matrix_from=(2, 2, 2), curve={2: 1.2}, source="a guess",
+    CUDA, matrix_from=(2, 2, 2), curve={2: 1.2}, source="a guess",
     advice="from 2 rows on tensor cores multiply, and up to 16 rows cost alike: long drafts and "
     "trees pay. cuDNN's attention has to stay off (MLX_CUDA_USE_CUDNN_SDPA=0)",
 )  # fmt: skip
@@ -167,14 +166,9 @@ class Machine:
     products: Products | None = None
 
     @property
-    def is_virtual(self) -> bool:
-        """Whether it is the GPU of a virtual Mac: good for what comes out, not for how fast."""
-        return "Paravirtual" in self.name
-
-    @property
     def advice(self) -> str:
         """What drafting can be expected to gain here, in one sentence without its full stop."""
-        if self.is_virtual:
+        if "Paravirtual" in self.name:
             return "this is a virtual Mac: times measured here say nothing about a real one"
         if self.products is not None:
             return self.products.advice
