@@ -120,16 +120,14 @@ def make_grammar(form: Form, tokenizer: TokenizerWrapper) -> Grammar:
         return (Regex if kind == "regex" else Lark)(text, tokenizer)
     if form.schema is not None and not form.tools:
         return JSONSchema(form.schema, tokenizer, strict=form.is_strict)
-    return Lark(_with_calls(form, tokenizer), tokenizer)
-
-
-def _with_calls(form: Form, tokenizer: TokenizerWrapper) -> str:
-    """A grammar of calls, in the format that mlx-lm reads, and of what may be said instead."""
+    # Calls in the format that mlx-lm reads, and what may be said instead.
     has_text = form.schema is None and not form.must_call
     rules = write_calls(form.tools, tokenizer, form.calls_once, has_text)
     if form.must_call:
-        return "\n".join(["start: calls", *rules])
-    if form.schema is not None:
+        start = ["start: calls"]
+    elif form.schema is not None:
         schema = embedded(read_schema(form.schema), form.is_strict)
-        return "\n".join(["start: said | calls", f"said: %json {schema}", *rules])
-    return "\n".join(["start: text? | calls", *rules])
+        start = ["start: said | calls", f"said: %json {schema}"]
+    else:
+        start = ["start: text? | calls"]
+    return Lark("\n".join([*start, *rules]), tokenizer)

@@ -123,7 +123,9 @@ FORMATS: dict[str, tuple[CallFormat, ...]] = {
 }
 FORMATS["laguna"] = FORMATS["glm47"]
 
-ALL = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
+JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array",
+         dict: "object"}  # fmt: skip
+ALL = frozenset({*JSON_TYPES.values(), "null"})
 
 MOST_REFERENCES = 20  # one behind the other, until a type is known
 
@@ -190,7 +192,7 @@ def _types(schema: Schema | bool, known: dict[str, set[str]]) -> set[str]:
         found |= {"integer"} if "number" in found else set()
     for values in (schema.get("enum"), [schema["const"]] if "const" in schema else None):
         if values is not None:
-            found &= {_type_of(value) for value in values}
+            found &= {JSON_TYPES.get(type(value), "null") for value in values}
     if "$ref" in schema:
         found &= known.setdefault(str(schema["$ref"]), set())
     for name in ("anyOf", "oneOf"):
@@ -220,9 +222,3 @@ def resolved(schema: Schema, root: Schema) -> Schema:
         target = target if isinstance(target, dict) else {} if target else {"enum": []}
         schema = target | {name: each for name, each in schema.items() if name != "$ref"}
     raise UnwritableCall("references that lead to each other")
-
-
-def _type_of(value: Any) -> str:
-    names = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array",
-             dict: "object"}  # fmt: skip
-    return names.get(type(value), "null")
