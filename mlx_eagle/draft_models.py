@@ -154,8 +154,6 @@ def converted(path: Path, name: str, q_bits: int | None, target: TargetSizes) ->
     where the cache cannot be written.
     """
     folder = cached_folder(path, q_bits, target)
-    if folder.is_dir():
-        return folder
     with locked(folder.parent, lambda: print(f"{name}: another process is converting; waiting.")):
         if folder.is_dir():
             return folder

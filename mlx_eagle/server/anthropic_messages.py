@@ -11,7 +11,7 @@ from typing import Any
 
 from .answer_stream import Document, RequestError
 from .body import check_body, read_arguments, shortened
-from .client_session import ClientSession, Reply
+from .client_session import ClientSession, Piece, Reply
 from .completions import chat_request, event_text, model_name
 from .prompt import as_request_errors, encoded, with_one_system
 
@@ -72,8 +72,8 @@ def answer(reply: Reply, body: Document) -> None:
     blocks += [
         _call_block(call, json.loads(call["function"]["arguments"])) for call in piece.calls
     ]
-    end = _end(session, str(piece.finish_reason))
-    reply.send_json(message | {"content": blocks, "usage": _usage(session)} | end)
+    message |= {"content": blocks, "usage": _usage(session)}
+    reply.send_json(message | _end(session, piece))
 
 
 def count_tokens(reply: Reply, body: Document) -> None:
@@ -167,7 +167,6 @@ def _user(blocks: Sequence[Document]) -> list[Document]:
 
 
 def _assistant(blocks: Sequence[Document]) -> Document:
-    message: Document = {"role": "assistant", "content": ""}
     texts, thoughts, calls = [], [], []
     for block in blocks:
         kind = block.get("type")
@@ -180,7 +179,7 @@ def _assistant(blocks: Sequence[Document]) -> Document:
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind != "redacted_thinking":
             texts.append(_text(block, "a message"))
-    message["content"] = "\n\n".join(texts)
+    message: Document = {"role": "assistant", "content": "\n\n".join(texts)}
     if any(thoughts):
         message["reasoning_content"] = "\n\n".join(thoughts)
     if calls:
@@ -251,10 +250,10 @@ def _usage(session: ClientSession) -> Document:
     }
 
 
-def _end(session: ClientSession, finish_reason: str) -> Document:
+def _end(session: ClientSession, last: Piece) -> Document:
     """Why an answer ended, and at which of the client's words."""
-    word = session.stop_word if finish_reason == "stop" else None
-    reason = STOP_REASONS[finish_reason] if word is None else "stop_sequence"
+    word = session.stop_word if last.finish_reason == "stop" else None
+    reason = STOP_REASONS[str(last.finish_reason)] if word is None else "stop_sequence"
     return {"stop_reason": reason, "stop_sequence": word}
 
 
@@ -269,13 +268,13 @@ class _Blocks:
         self.index = -1
         self._kind: str | None = None
 
-    def add(self, kind: str, field: str, text: str) -> Iterator[str]:
+    def add(self, kind: str, text: str) -> Iterator[str]:
         """A part of a block of text or thoughts, which goes on with the last one of its kind."""
         if self._kind != kind:
             empty = {"signature": ""} if kind == "thinking" else {}
-            yield from self.open({"type": kind, field: "", **empty})
+            yield from self.open({"type": kind, kind: "", **empty})
         if text:
-            yield self._delta(type=f"{kind}_delta", **{field: text})
+            yield self._delta(type=f"{kind}_delta", **{kind: text})
 
     def open(self, block: Document) -> Iterator[str]:
         """A new block behind the last one."""
@@ -310,20 +309,13 @@ def _events(
     yield _event("message_start", message=start | {"usage": _usage(session)})
     yield _event("ping")
     blocks = _Blocks()
-    finish_reason = "stop"
-
-    def ping(done: int, total: int) -> None:
-        reply.write(_event("ping"))
-
-    for piece in session.pieces(ping, is_stream=True):
+    for piece in session.pieces(lambda done, total: reply.write(_event("ping")), is_stream=True):
         if piece.reasoning:
-            thoughts = "" if omits_thoughts else piece.reasoning
-            yield from blocks.add("thinking", "thinking", thoughts)
+            yield from blocks.add("thinking", "" if omits_thoughts else piece.reasoning)
         if piece.text:
-            yield from blocks.add("text", "text", piece.text)
+            yield from blocks.add("text", piece.text)
         for call in piece.calls:
             yield from blocks.call(call)
-        finish_reason = piece.finish_reason or finish_reason
     yield from blocks.close()
-    yield _event("message_delta", delta=_end(session, finish_reason), usage=_usage(session))
+    yield _event("message_delta", delta=_end(session, piece), usage=_usage(session))
     yield _event("message_stop")

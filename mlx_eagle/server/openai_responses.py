@@ -334,7 +334,7 @@ class _Events:
         response = self._response
         yield self._event("response.created", response=response)
         yield self._event("response.in_progress", response=response)
-        reason, num_reasoning = "stop", 0
+        num_reasoning = 0
         for piece in session.pieces(progress, is_stream=False):
             if piece.reasoning:
                 num_reasoning += len(piece.responses)
@@ -345,8 +345,7 @@ class _Events:
                 yield from self._add(TEXT, piece.text, logprobs)
             for call in piece.calls:
                 yield from self._add_call(call)
-            reason = piece.finish_reason or reason
-        status = "incomplete" if reason == "length" else "completed"
+        status = "incomplete" if piece.finish_reason == "length" else "completed"
         yield from self._close(status)
         response["status"], response["usage"] = status, _usage(session, num_reasoning)
         if status == "incomplete":
