@@ -41,14 +41,12 @@ def temporary_cache() -> Path:
     Where its usual name belongs to somebody else, it is a fresh one.
     """
     folder = Path(tempfile.gettempdir()) / f"mlx-eagle-{os.getuid()}"
-    try:
+    with suppress(FileExistsError):
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
-    except FileExistsError:
-        return Path(tempfile.mkdtemp(prefix="mlx-eagle-"))
-    is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-    if is_ours and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return folder
+        is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+        if is_ours and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return folder
     return Path(tempfile.mkdtemp(prefix="mlx-eagle-"))
 
 

@@ -192,21 +192,14 @@ def machine_of(info: Mapping[str, Any], backend: str) -> Machine:
     """
     architecture = str(info.get("architecture", ""))
     name = str(info.get("device_name") or architecture or "unknown")
+    generation, products = architecture or "unknown", None
     if backend == "metal":
-        return Machine(name, backend, _apple_generation(name, architecture), _apple(architecture))
-    if backend == "cuda":
+        generation, products = _apple(name, architecture)
+    elif backend == "cuda":
         major = re.fullmatch(r"sm_(\d+)\d", architecture)
-        products = None
         if major is not None and int(major[1]) >= 8:
             products = HOPPER if major[1] == "9" else CUDA
-        return Machine(name, backend, architecture or "unknown", products)
-    return Machine(name, backend, architecture or "unknown")
-
-
-def _apple_generation(name: str, architecture: str) -> str:
-    if found := re.search(r"\bApple ([MA]\d+)", name):
-        return found[1]
-    return APPLE_NAMES.get(_apple_number(architecture), "unknown")
+    return Machine(name, backend, generation, products)
 
 
 def _apple_number(architecture: str) -> int:
@@ -219,12 +212,15 @@ def _apple_number(architecture: str) -> int:
     return 10 * tens + ones
 
 
-def _apple(architecture: str) -> Products | None:
+def _apple(name: str, architecture: str) -> tuple[str, Products | None]:
+    """The generation of a chip, and what holds on it."""
     number, size = _apple_number(architecture), architecture[-1:]
+    found = re.search(r"\bApple ([MA]\d+)", name)
+    generation = found[1] if found else APPLE_NAMES.get(number, "unknown")
     for first, last, wanted, products in APPLE:
         if architecture and first <= number <= last and wanted in ("", size):
-            return products
-    return None
+            return generation, products
+    return generation, None
 
 
 def product_cost(machine: Machine, num_rows: int, is_packed: bool) -> float:
