@@ -147,8 +147,7 @@ class ClientSession:
         """Keep a chat and its answer, unless it was cut off."""
         if self.request.request_type != "chat" or self._finish_reason != "stop":
             return
-        if self.answer is None:
-            return
+        assert self.answer is not None
         args, tokenizer = self.args, self.generator.model_provider.tokenizer
         facts = {"temperature": args.sampling.temperature, "finish_reason": self._finish_reason}
         template, tokens = args.chat_template_kwargs or {}, self.answer.tokens

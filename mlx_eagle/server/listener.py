@@ -382,13 +382,11 @@ class PairServer(ThreadingHTTPServer):
         """Answer one that is too many: its health, or that it is full."""
         try:
             request.settimeout(BRIEF_SECONDS)
+            answer = 503, TOO_MANY_TEXT
             with suppress(OSError):
-                head = request.recv(2**12)
-                if head.startswith((b"GET /health ", b"HEAD /health ")):
-                    status, content = self.health()
-                    self._refuse(request, status, content)
-                    return
-            self._refuse(request)
+                if request.recv(2**12).startswith((b"GET /health ", b"HEAD /health ")):
+                    answer = self.health()
+            self._refuse(request, *answer)
         finally:
             self._reserve.release()
 
