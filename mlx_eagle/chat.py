@@ -22,19 +22,18 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .commands.flags import (
     add_draft_flags,
     add_text_flags,
-    build_sampler,
     check_arguments,
-    draft_options,
     grammar_options,
     load_pair,
     read_schema,
+    text_options,
 )
 from .decoding.setup import AUTO
 from .decoding.stats import Stats
 from .drafters.base import Drafter
 from .generate import GenerationResponse, stream_generate
 from .system.loading import apply_template
-from .system.terminal import Marker, StopSignals, prompt_bar, run_command
+from .system.terminal import Marker, StopSignals, run_command
 
 DEMO = "SmolLM2-135M-Instruct (demo)"
 HELP = {
@@ -101,13 +100,9 @@ class Conversation:
             self.model,
             self.tokenizer,
             apply_template(self.tokenizer, messages, add_generation_prompt=True),
-            max_tokens=self.args.max_tokens,
-            # Every answer draws its own noise, from the global state that --seed fixed.
-            sampler=build_sampler(self.args, self.tokenizer, seed=None),
             prompt_cache=self.cache,
-            prefill_step_size=self.args.prefill_step_size,
-            prompt_progress_callback=prompt_bar(self.args.prefill_step_size),
-            **draft_options(self.args, self.drafter),
+            # Every answer draws its own noise, from the global state that --seed fixed.
+            **text_options(self.args, self.tokenizer, self.drafter, seed=None),
             **self.grammar,
         )
         with self.interrupt:

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..decoding.sampling import Sampler, SamplingOptions, sampler_for
+from ..decoding.sampling import SamplingOptions, sampler_for
 from ..decoding.setup import AUTO, RULES, check_rule_for_sampling, read_tree
 from ..demo.pair import load_demo
 from ..draft_models import LOOKUP, open_beside, split_name
@@ -30,6 +30,7 @@ from ..system.cli_values import (
 )
 from ..system.device import DTYPES, prepare_device
 from ..system.loading import load
+from ..system.terminal import prompt_bar
 
 SHARE = "a number from 0 to 1"
 DRAFT_WINDOW = Range("draft_window", 1, LARGEST, "the number of slots to keep, 1 or more")
@@ -280,22 +281,27 @@ def known_drafter(model: str) -> str | None:
         return own_kind(model)
 
 
-def build_sampler(
-    args: argparse.Namespace, tokenizer: TokenizerWrapper, seed: int | None
-) -> Sampler | None:
-    """The sampler of the flags: None for greedy, ours where it can be coupled, else mlx-lm's.
+def text_options(
+    args: argparse.Namespace,
+    tokenizer: TokenizerWrapper,
+    drafter: Drafter | None,
+    seed: int | None,
+) -> dict[str, Any]:
+    """The flags about a text and its drafts as options of ``stream_generate``.
 
-    ``seed`` is that of ours; None takes one from mlx's global random state.
+    The sampler is None for greedy, ours where it can be coupled, else mlx-lm's. ``seed`` is that
+    of ours; None takes one from mlx's global random state.
     """
     given = {field.name: getattr(args, field.name) for field in fields(SamplingOptions)}
-    return sampler_for(SamplingOptions(**given), tokenizer, seed)
-
-
-def draft_options(args: argparse.Namespace, drafter: Drafter | None) -> dict[str, Any]:
-    """The flags about drafting as options of ``stream_generate``; none without a drafter."""
+    options = {
+        "max_tokens": args.max_tokens,
+        "sampler": sampler_for(SamplingOptions(**given), tokenizer, seed),
+        "prefill_step_size": args.prefill_step_size,
+        "prompt_progress_callback": prompt_bar(args.prefill_step_size),
+    }
     if drafter is None:
-        return {}
-    return {
+        return options
+    return options | {
         "draft_model": drafter,
         "num_draft_tokens": args.num_draft_tokens,
         "acceptance": args.acceptance,

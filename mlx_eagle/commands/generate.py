@@ -22,17 +22,16 @@ from ..generate import footer, stream_generate
 from ..system.atomic_folder import check_writable
 from ..system.device import num_parameters, this_machine, weight_bytes
 from ..system.loading import apply_template
-from ..system.terminal import Marker, prompt_bar, run_command
+from ..system.terminal import Marker, run_command
 from .flags import (
     add_draft_flags,
     add_text_flags,
-    build_sampler,
     check_arguments,
     check_cache_flags,
-    draft_options,
     grammar_options,
     load_pair,
     read_schema,
+    text_options,
 )
 
 
@@ -178,15 +177,11 @@ def generate_and_report(
         model,
         tokenizer,
         prompt,
-        max_tokens=args.max_tokens,
-        sampler=build_sampler(args, tokenizer, args.seed),
         prompt_cache=cache,
-        prefill_step_size=args.prefill_step_size,
-        prompt_progress_callback=prompt_bar(args.prefill_step_size),
         kv_bits=args.kv_bits,
         kv_group_size=args.kv_group_size,
         quantized_kv_start=args.quantized_kv_start,
-        **draft_options(args, drafter),
+        **text_options(args, tokenizer, drafter, args.seed),
         **grammar,
     )
     if args.verbose:
