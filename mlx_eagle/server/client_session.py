@@ -199,8 +199,6 @@ class Reply(BaseHTTPRequestHandler):
     num_bytes: int
     sessions: list[ClientSession]
     presence: Presence
-    status = 0
-    is_streaming = is_answering = False
 
     @property
     def provider(self) -> PairProvider:

@@ -133,12 +133,7 @@ class _Writer:
         self._offered = readable(offered, tokenizer.tool_parser)
         self._parser = checked(tokenizer.tool_parser)
         self._rules: list[str] = []
-        self._known: dict[tuple[str, str], str] = {}
-        self._contents: dict[str, str] = {}
-        self._types_known: dict[str, set[str]] = {}
         self._num_branches = 0
-        self._root: Schema = {}
-        self._strict = False
 
     def rules_of(self, calls_once: bool, has_text: bool) -> list[str]:
         names = [self._call(*tool) for tool in self._tools]
@@ -173,7 +168,9 @@ class _Writer:
 
     def _call(self, name: str, schema: Schema, strict: bool) -> str:
         self._root, self._strict = schema, strict
-        self._known, self._contents, self._types_known = {}, {}, {}
+        self._known: dict[tuple[str, str], str] = {}
+        self._contents: dict[str, str] = {}
+        self._types_known: dict[str, set[str]] = {}
         head, tail = self.row.call.replace("NAME", name).split("ARGUMENTS")
         before = " /[0-9]{1,3}/ ".join(self._literal(part) for part in head.split("INDEX"))
         if not isinstance(schema.get("properties") or {}, dict):
