@@ -33,6 +33,9 @@ def read_number(kind: type, text: str) -> Any:
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from err
 
 
+READERS: dict[Any, Any] = {kind: partial(read_number, kind) for kind in (int, float)}
+
+
 def layer_numbers(text: str) -> tuple[int, ...]:
     """For ``type=`` of a flag: "2,16,29" -> (2, 16, 29)"""
     parts = [part.strip() for part in text.split(",")]
@@ -88,8 +91,7 @@ def use_plain_words(parser: argparse.ArgumentParser) -> None:
     """Let a parser, mlx-lm's perhaps, complain as ``Parser`` does; of numbers too."""
     parser.__class__ = Parser
     for action in parser._actions:
-        if action.type in (int, float):
-            action.type = partial(read_number, action.type)
+        action.type = READERS.get(action.type, action.type)
 
 
 @dataclass(frozen=True)
