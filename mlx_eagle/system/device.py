@@ -260,11 +260,6 @@ def fused_rows(head_dim: int, heads_per_key: int) -> int:
     return min(ATTENTION_ROWS, ATTENTION_QUERIES // heads_per_key)
 
 
-REFERENCE_BLAS = (
-    "Note: drafting cannot be faster here, because MLX's CPU build for Linux comes with a "
-    "reference BLAS, with which k + 1 rows take k + 1 times as long as one: {reason}."
-)
-
 CUDNN = "MLX_CUDA_USE_CUDNN_SDPA"
 CUDNN_OFF = (
     f"Note: {CUDNN}=0 is set for this command: cuDNN's attention would make a new plan, about 20 "
@@ -293,7 +288,11 @@ def blas_note() -> str | None:
     on_cpu = mx.default_device() == mx.cpu
     if sys.platform != "linux" or not on_cpu or openblas() is not None:
         return None
-    return REFERENCE_BLAS.format(reason=slow_because())
+    return (
+        "Note: drafting cannot be faster here, because MLX's CPU build for Linux comes with a "
+        "reference BLAS, with which k + 1 rows take k + 1 times as long as one: "
+        f"{slow_because()}."
+    )
 
 
 def prepare_device() -> None:
