@@ -109,20 +109,33 @@ def read_template_options(text: str | None) -> dict[str, Any]:
 
 
 def read_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict[str, str]]:
-    """The prompt cache of --prompt-cache-file and its metadata; None without the flag.
+    """The caches of --prompt-cache-file, and "model" and "tokenizer_config"; None without the flag.
 
-    ``args.model`` is the model it was made with from then on.
+    ``args.model`` is the model that they were made with from then on. Raises ValueError, naming
+    the file, for anything that ``mlx_lm.cache_prompt`` did not write, and for other flags than
+    it was written with.
     """
-    if args.prompt_cache_file is None:
+    file = args.prompt_cache_file
+    if file is None:
         return None, {}
-    cache, metadata = read_prompt_cache(args.prompt_cache_file)
+    check_prompt_cache(file)
+    try:
+        cache, metadata = load_prompt_cache(file, return_metadata=True)
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError) as err:
+        # The parts are there: what is wrong in one of them, only its type of cache can tell.
+        raise ValueError(f"{FLAG} {file} cannot be restored ({err}): {REMEDY}") from err
     if args.model not in (None, metadata["model"]):
         raise ValueError(
             f"the prompt cache was made with {metadata['model']}, not with {args.model}: "
             "give the same --model."
         )
     args.model = metadata["model"]
-    check_bits(cache, args.kv_bits)
+    first = cache[0]
+    if isinstance(first, QuantizedKVCache) and args.kv_bits not in (None, first.bits):
+        raise ValueError(
+            f"--kv-bits is {args.kv_bits}, but the prompt cache has {first.bits} bits: leave the "
+            "flag out, or give the same number."
+        )
     return cache, metadata
 
 
@@ -221,19 +234,6 @@ FLAG = "--prompt-cache-file"
 REMEDY = "make it again with mlx_lm.cache_prompt."
 
 
-def read_prompt_cache(file: str) -> tuple[list[Any], dict[str, str]]:
-    """The caches in a file and what was written with them: "model", "tokenizer_config".
-
-    Raises ValueError, naming the file, for anything that ``mlx_lm.cache_prompt`` did not write.
-    """
-    check_prompt_cache(file)
-    try:
-        return load_prompt_cache(file, return_metadata=True)
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError) as err:
-        # The parts are there: what is wrong in one of them, only its type of cache can tell.
-        raise ValueError(f"{FLAG} {file} cannot be restored ({err}): {REMEDY}") from err
-
-
 def check_prompt_cache(file: str) -> None:
     """Raise ValueError unless the file has the parts of a prompt cache."""
     if not Path(file).is_file():
@@ -260,16 +260,6 @@ def check_prompt_cache(file: str) -> None:
         is_object = False
     if not is_object:
         raise ValueError(f"{FLAG} {file} holds no tokenizer configuration: {REMEDY}")
-
-
-def check_bits(cache: list[Any], kv_bits: int | None) -> None:
-    """Raise ValueError where ``--kv-bits`` is not what a quantized prompt cache has."""
-    first = cache[0]
-    if isinstance(first, QuantizedKVCache) and kv_bits not in (None, first.bits):
-        raise ValueError(
-            f"--kv-bits is {kv_bits}, but the prompt cache has {first.bits} bits: leave the flag "
-            "out, or give the same number."
-        )
 
 
 def fit_prompt_cache(
