@@ -162,7 +162,15 @@ def read_key(args: Namespace) -> ApiKey | None:
     if args.api_key is not None:
         return ApiKey(args.api_key, "--api-key")
     if args.api_key_file is not None:
-        return ApiKey(_read_file(args.api_key_file), f"--api-key-file {args.api_key_file}")
+        source = f"--api-key-file {args.api_key_file}"
+        try:
+            with Path(args.api_key_file).open("rb") as file:
+                return ApiKey(file.read(LONGEST_KEY + 2).decode().strip(), source)
+        except (OSError, UnicodeError) as err:
+            reason = err.strerror if isinstance(err, OSError) else "it is not text"
+            raise ValueError(
+                f"{source} could not be read ({reason}): name a file that holds the key."
+            ) from err
     if not args.no_api_key and not is_loopback(args.host):
         raise ValueError(
             f"other machines can reach --host {args.host}: give --api-key-file FILE, or "
@@ -179,17 +187,6 @@ def is_loopback(host: str) -> bool:
         return False
     addresses = [str(address[0]).partition("%")[0] for *_, address in found]
     return all(ipaddress.ip_address(address).is_loopback for address in addresses)
-
-
-def _read_file(name: str) -> str:
-    try:
-        with Path(name).open("rb") as file:
-            return file.read(LONGEST_KEY + 2).decode().strip()
-    except (OSError, UnicodeError) as err:
-        reason = err.strerror if isinstance(err, OSError) else "it is not text"
-        raise ValueError(
-            f"--api-key-file {name} could not be read ({reason}): name a file that holds the key."
-        ) from err
 
 
 class RequestReader(io.RawIOBase):
