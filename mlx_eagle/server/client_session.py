@@ -13,6 +13,7 @@ from typing import Any
 from mlx_lm.generate import TextStateMachine
 from mlx_lm.server import CompletionRequest, GenerationContext, ToolCallFormatter
 
+from ..system.terminal import silent
 from .answer_stream import (
     AnswerStream,
     Document,
@@ -134,7 +135,7 @@ class ClientSession:
 
     def whole(self) -> Piece:
         """All of the answer in one piece."""
-        pieces = list(self.pieces(lambda done, total: None, is_stream=False))
+        pieces = list(self.pieces(silent, is_stream=False))
         return replace(
             pieces[-1],
             text="".join(piece.text for piece in pieces),

@@ -6,13 +6,14 @@ of its answer become items, which grow with the events of a stream. No HTTP in h
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 from mlx_lm.server import CompletionRequest
 
+from ..system.terminal import silent
 from .answer_stream import Document, RequestError
 from .body import PairArguments, check_body, read_arguments, shortened
 from .client_session import ClientSession, Reply
@@ -219,21 +220,15 @@ def answer(reply: Reply, body: Document) -> None:
     session = reply.new_session(request, args)
     session.submit()
     session.open()
-
-    def keep() -> None:
-        if asked.get("store", True):
-            reply.server.stored.keep(response, items)
-
-    is_summary = bool(asked.get("reasoning", {}).get("summary"))
-    events = _Events(response, is_summary, reply.provider.spelling)
+    events = _Events(reply, response, items)
     if not chat.get("stream"):
-        for _ in events.of(session, lambda done, total: None, keep):
+        for _ in events.of(session):
             pass
         reply.send_json(response)
         return
     reply.begin_events()
     try:
-        for event in events.of(session, reply.say_progress, keep):
+        for event in events.of(session):
             reply.write(event)
     except RequestError as err:
         reply.write(events.failed(err))
@@ -309,11 +304,12 @@ SUMMARY = TextPart(
 class _Events:
     """The events of a response, whose items grow with them; one item is open at a time."""
 
-    def __init__(self, response: Document, is_summary: bool, spell: Callable[[int], bytes]):
-        """``is_summary``: thoughts go where a client looks for their summary."""
-        self._response, self._spell = response, spell
+    def __init__(self, reply: Reply, response: Document, items: Sequence[Document]):
+        """``items`` are what the response answers."""
+        self._reply, self._response, self._items = reply, response, items
         self._output: list[Document] = response["output"]
-        self._thoughts = SUMMARY if is_summary else THOUGHTS
+        # Thoughts go where a client looks for their summary, if it asks for one.
+        self._thoughts = SUMMARY if response["reasoning"]["summary"] else THOUGHTS
         self._names = {  # of tools within namespaces, as the client knows them
             _full_name(tool, each): {"namespace": tool["name"], "name": each["name"]}
             for tool in response["tools"] if tool["type"] == "namespace"
@@ -324,14 +320,10 @@ class _Events:
         self._texts: list[str] = []  # of that part
         self._logprobs: list[Document] = []
 
-    def of(
-        self,
-        session: ClientSession,
-        progress: Callable[[int, int], None],
-        keep: Callable[[], None],
-    ) -> Iterator[str]:
-        """All events of an answer; ``keep`` is called with the whole response, before the last."""
-        response = self._response
+    def of(self, session: ClientSession) -> Iterator[str]:
+        """All events of an answer; the whole response is stored before the last."""
+        reply, response = self._reply, self._response
+        progress = reply.say_progress if reply.is_streaming else silent
         yield self._event("response.created", response=response)
         yield self._event("response.in_progress", response=response)
         num_reasoning = 0
@@ -341,7 +333,7 @@ class _Events:
                 yield from self._add(self._thoughts, piece.reasoning)
             if piece.text:
                 shown = piece.responses if session.args.logprobs else []
-                logprobs = [logprob_of(self._spell, token) for token in shown]
+                logprobs = [logprob_of(reply.provider.spelling, token) for token in shown]
                 yield from self._add(TEXT, piece.text, logprobs)
             for call in piece.calls:
                 yield from self._add_call(call)
@@ -352,7 +344,8 @@ class _Events:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
             response["completed_at"] = int(time.time())
-        keep()
+        if response["store"]:
+            reply.server.stored.keep(response, self._items)
         yield self._event(f"response.{status}", response=response)
 
     def failed(self, error: RequestError) -> str:
