@@ -109,7 +109,7 @@ def read_template_options(text: str | None) -> dict[str, Any]:
 
 
 def read_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict[str, str]]:
-    """The caches of --prompt-cache-file, and "model" and "tokenizer_config"; None without the flag.
+    """The caches of --prompt-cache-file, their "model" and "tokenizer_config"; None without it.
 
     ``args.model`` is the model that they were made with from then on. Raises ValueError, naming
     the file, for anything that ``mlx_lm.cache_prompt`` did not write, and for other flags than
