@@ -13,7 +13,7 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..structured import Grammar, JSONSchema, Lark, Regex, embedded, read_schema
-from .tool_calls import write_calls
+from .tool_calls import OfferedTool, write_calls
 
 KEPT = 16  # grammars: an agent asks for a few forms again and again
 ANY_OBJECT = {"type": "object"}
@@ -24,13 +24,13 @@ class Form:
     """What an answer is held to; texts, so that equal ones are known again.
 
     ``schema`` is JSON's, ``grammar`` the kind ("regex" or "lark") and the text of the field
-    ``grammar``. ``tools`` are triples: name, schema of the arguments, whether it is strict.
+    ``grammar``.
     """
 
     schema: str | None = None
     is_strict: bool = False
     grammar: tuple[str, str] | None = None
-    tools: tuple[tuple[str, str, bool], ...] = ()
+    tools: tuple[OfferedTool, ...] = ()
     must_call: bool = False
     calls_once: bool = False
 
@@ -88,7 +88,7 @@ def _grammar(field: Mapping[str, Any]) -> tuple[str, str] | None:
     return kinds[0], field[kinds[0]]
 
 
-def _tools(tools: Sequence[Any], choice: Any) -> tuple[tuple[tuple[str, str, bool], ...], bool]:
+def _tools(tools: Sequence[Any], choice: Any) -> tuple[tuple[OfferedTool, ...], bool]:
     """The tools that may be called, and whether one of them must be."""
     found = []
     for tool in tools:

@@ -46,7 +46,7 @@ BY_OUTCOME = (
     "requests_total", "prompt_tokens_total", "cached_prompt_tokens_total",
     "generated_tokens_total",
 )  # fmt: skip
-"""What ``count_request`` counts, in this order."""
+"""What ``count_request`` counts, in this order: requests, then their tokens of each kind."""
 Values = float | Mapping[str, float]
 """One value, or several by what stands behind the metric's name."""
 
@@ -92,17 +92,10 @@ class Metrics:
         self._refused_connections = 0
         self._drafts = Stats()
 
-    def count_request(
-        self,
-        outcome: RequestOutcome,
-        num_prompt: int = 0,
-        num_cached: int = 0,
-        num_generated: int = 0,
-    ) -> None:
+    def count_request(self, outcome: RequestOutcome, *num_tokens: int) -> None:
         """A request has ended, with so many tokens of each kind."""
         with self._lock:
-            added = (1, num_prompt, num_cached, num_generated)
-            for counts, num in zip(self._by_outcome.values(), added, strict=True):
+            for counts, num in zip(self._by_outcome.values(), (1, *num_tokens), strict=False):
                 counts[outcome] += num
 
     def count_first_token(self, seconds: float) -> None:

@@ -26,6 +26,8 @@ from .tool_formats import (
     types_of,
 )
 
+OfferedTool = tuple[str, str, bool]
+"""Its name, the schema of its arguments in JSON, and whether it is strict."""
 Reader = Callable[[str], Any]
 """From a text in some place of a call to what the parser makes of it."""
 
@@ -71,16 +73,13 @@ DEFINITIONS = ("$defs", "definitions")
 
 
 def write_calls(
-    tools: Sequence[tuple[str, str, bool]],
-    tokenizer: TokenizerWrapper,
-    calls_once: bool,
-    has_text: bool,
+    tools: Sequence[OfferedTool], tokenizer: TokenizerWrapper, calls_once: bool, has_text: bool
 ) -> list[str]:
     """Rules of a grammar in which ``calls`` is a call of one of ``tools``, or several.
 
-    ``tools``: name, schema of the arguments in JSON, whether it is strict. With ``has_text`` the
-    calls have free text before them, and the rule ``text`` is such a text without any. Raises
-    ValueError where the format of the tokenizer's parser cannot say what the schemas ask for.
+    With ``has_text`` the calls have free text before them, and the rule ``text`` is such a text
+    without any. Raises ValueError where the format of the tokenizer's parser cannot say what the
+    schemas ask for.
     """
     kind = format_of(tokenizer.tool_parser)
     if kind not in FORMATS:
@@ -118,12 +117,7 @@ def write_calls(
 class _Writer:
     """The rules of one format for the tools of one request."""
 
-    def __init__(
-        self,
-        row: CallFormat,
-        tokenizer: TokenizerWrapper,
-        tools: Sequence[tuple[str, str, bool]],
-    ):
+    def __init__(self, row: CallFormat, tokenizer: TokenizerWrapper, tools: Sequence[OfferedTool]):
         self.row, self.tokenizer = row, tokenizer
         self._tools = [(name, read_schema(schema), strict) for name, schema, strict in tools]
         offered = [
