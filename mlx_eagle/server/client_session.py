@@ -14,14 +14,7 @@ from mlx_lm.generate import TextStateMachine
 from mlx_lm.server import CompletionRequest, GenerationContext, ToolCallFormatter
 
 from ..system.terminal import silent
-from .answer_stream import (
-    AnswerStream,
-    Document,
-    DraftReport,
-    PairResponse,
-    checked,
-    counts,
-)
+from .answer_stream import AnswerStream, Document, DraftReport, PairResponse, checked, counts
 from .body import PairArguments
 from .collect import Collector, chat_row
 from .listener import PairServer, Presence

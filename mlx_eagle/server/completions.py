@@ -11,14 +11,7 @@ from mlx_lm.server import CompletionRequest
 from ..decoding.stats import Stats
 from ..system.cli_values import __version__
 from .answer_stream import Document, PairResponse, RequestError
-from .body import (
-    MAX_TOP,
-    PairArguments,
-    check_messages,
-    read_arguments,
-    read_prompts,
-    shortened,
-)
+from .body import MAX_TOP, PairArguments, check_messages, read_arguments, read_prompts, shortened
 from .client_session import ClientSession, Piece, Reply
 from .prompt import as_request_errors, render
 from .provider import PairProvider

@@ -11,11 +11,7 @@ import mlx_lm
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import ModelProvider
-from mlx_lm.tokenizer_utils import (
-    BPEStreamingDetokenizer,
-    SPMStreamingDetokenizer,
-    _byte_decoder,
-)
+from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokenizer, _byte_decoder
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from ..decoding.setup import check_tree_drafter, read_tree

@@ -5,13 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub import (
-    HfApi,
-    get_session,
-    hf_hub_url,
-    hf_raise_for_status,
-    snapshot_download,
-)
+from huggingface_hub import HfApi, get_session, hf_hub_url, hf_raise_for_status, snapshot_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
