@@ -132,8 +132,7 @@ def _check_taps(taps: Taps, num_aux: int, num_layers: int | None) -> None:
     in_order = sorted(ids) if source == "default" else sorted(set(ids))
     if min(ids) < 0 or ids != in_order:
         raise ValueError(
-            f"the taps {shown(ids)} ({source}) are not ascending numbers from 0; give "
-            "--aux-layers"
+            f"the taps {shown(ids)} ({source}) are not ascending numbers from 0; give --aux-layers"
         )
     if num_layers is not None and ids[-1] > num_layers:
         raise ValueError(
