@@ -97,7 +97,9 @@ def translated(body: Document) -> Document:
     for message in messages:
         said += _messages(message)
     chat["messages"] = with_one_system(said)
-    if not messages or chat["messages"][-1]["role"] == "assistant":
+    if all(message["role"] == "system" for message in chat["messages"]):
+        raise ValueError("the request has no messages.")
+    if chat["messages"][-1]["role"] == "assistant":
         raise ValueError("the last message is not the user's: an answer cannot be gone on with.")
     if tools := _list(body, "tools"):
         chat["tools"] = [_tool(tool) for tool in tools]

@@ -261,7 +261,15 @@ CHOICES = [[{"properties": {f"{i}{j}": {"type": "null"}}} for j in range(2)] for
 COMBINED = {"allOf": [{"anyOf": choices} for choices in CHOICES]}
 WRONG = {
     "no limit": ({"max_tokens": None}, "the request has no max_tokens"),
-    "no messages": ({"messages": []}, "the last message is not the user's"),
+    "no messages": ({"messages": []}, "the request has no messages"),
+    "no messages but a prompt of the system": (
+        {"messages": [{"role": "system", "content": []}], "system": "Be brief."},
+        "the request has no messages",
+    ),
+    "a message of nothing": (
+        {"messages": [{"role": "system", "content": []}]},
+        "the request has no messages",
+    ),
     "a prefill": (
         {"messages": [USER, {"role": "assistant", "content": "It"}]},
         "the last message is not the user's",
