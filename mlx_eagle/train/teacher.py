@@ -197,17 +197,18 @@ class Teacher:
         if self._cache is None:
             return list(self._make(batch.tokens, batch.counts))
         paths = [self._cache / f"{number}.safetensors" for number in batch.numbers]
-        missing = [row for row, path in enumerate(paths) if not path.exists()]
-        if missing:
+        packed = {row: dict(mx.load(str(path))) for row, path in enumerate(paths) if path.exists()}
+        if missing := [row for row in range(len(paths)) if row not in packed]:
             made = self._make(batch.tokens[missing], batch.counts[missing])
             for row, lesson in zip(missing, made, strict=True):
+                packed[row] = lesson.packed(self._bits)
                 try:
                     with new_file(paths[row]) as draft:
-                        save_arrays(draft, lesson.packed(self._bits))
+                        save_arrays(draft, packed[row])
                 except OSError as err:
                     raise OSError(err.errno, err.strerror, str(self._cache)) from err
-        # Those made now are read too: what is learnt is the same, whatever was kept before.
-        return [Lesson.unpacked(dict(mx.load(str(path))), self._bits) for path in paths]
+        # Those made now are unpacked too: what is learnt is the same, whatever was kept before.
+        return [Lesson.unpacked(packed[row], self._bits) for row in range(len(paths))]
 
     def _make(self, tokens: np.ndarray, counts: np.ndarray) -> Iterator[Lesson]:
         """Lessons of sequences (B, T); ``counts`` (B, T) says which of their slots may count."""
