@@ -16,6 +16,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..drafters.head import capped
 from ..drafters.target_parts import draft_output
 from ..system.atomic_folder import new_file
 from ..system.hub import locate
@@ -109,8 +110,7 @@ def output_of(model: nn.Module, target: Target, ids: mx.array) -> tuple[Any, Any
     caps = {getattr(m, "final_logit_softcapping", None) for _, m in model.named_modules()}
 
     def output(cap: float | None, states: mx.array) -> mx.array:
-        logits = project(states)
-        return logits if cap is None else mx.tanh(logits / cap) * cap
+        return capped(project(states), cap)
 
     def difference(cap: float | None) -> float:
         found = mx.abs(output(cap, norm(states)).astype(mx.float32) - said).max()
