@@ -55,6 +55,7 @@ def _run(settings: TrainSettings, output: Path) -> TrainReport:
     checkpoints = Checkpoints(output, settings.keep_checkpoints)
     found = checkpoints.latest()
     _check_output(output, settings, found)
+    of_others = mx.get_active_memory()
     mx.random.seed(settings.seed)
     model, tokenizer, config = load_target(
         settings.model, settings.adapter_path, settings.trust_remote_code, settings.dtype
@@ -78,7 +79,7 @@ def _run(settings: TrainSettings, output: Path) -> TrainReport:
     if found is not None:
         trainer.restore(found)
     trainer.describe()
-    with StopSignals(once=True) as stop, memory_kept_to(needs.total):
+    with StopSignals(once=True) as stop, memory_kept_to(needs.total, of_others):
         return trainer.run(stop)
 
 
@@ -269,13 +270,14 @@ def fitting(
 
 
 @contextmanager
-def memory_kept_to(size: float) -> Iterator[None]:
+def memory_kept_to(size: float, of_others: float = 0.0) -> Iterator[None]:
     """Within, MLX waits for what it has begun rather than take more than ``size`` bytes.
 
-    On a Mac what it takes stays in place, as in mlx-lm's trainer.
+    What others in this process hold, ``of_others`` bytes, comes on top. On a Mac what it takes
+    stays in place, as in mlx-lm's trainer.
     """
     maybe_set_recommended_wired_limit()
-    before = mx.set_memory_limit(int(LIMIT * size))
+    before = mx.set_memory_limit(int(of_others + LIMIT * size))
     try:
         yield
     finally:
