@@ -6,7 +6,6 @@ their number, but where a drafter or a rule works one by one.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -127,7 +126,7 @@ class Batch:
 
     def fit(self, shape: DraftShape) -> DraftShape:
         """See ``Runner.fit``: as long as the request with most room can take."""
-        return replace(shape, size=max(self._room(shape)))
+        return shape._replace(size=max(self._room(shape)))
 
     def _room(self, shape: DraftShape) -> list[int]:
         """As much of ``shape`` as the limits of each request let be kept."""
@@ -153,7 +152,7 @@ class Batch:
         launched = SharedRound(
             list(self.requests),
             positions,
-            replace(shape, size=size),
+            shape._replace(size=size),
             room,
             num_drafted,
             verification,
@@ -263,7 +262,7 @@ class Batch:
         if size == 0 or not whole:
             return None
         tried = max(done.num_drafted[b] for b in whole)
-        return replace(done.shape, size=max(tried, 1)), [done.kept[b] for b in whole]
+        return done.shape._replace(size=max(tried, 1)), [done.kept[b] for b in whole]
 
     def ranks_of(self, done: SharedRound) -> Sequence[int]:
         """None: a batch drafts chains only."""

@@ -167,17 +167,18 @@ class RoundCosts:
 
     def estimates(self, shapes: Sequence[DraftShape], num: int) -> dict[DraftShape, Estimate]:
         """Of ``shapes`` and plain steps for ``num`` requests, all at one pace."""
+        keys = PLAIN, *shapes
+        seconds = np.array([self._curve(shape, num) for shape in keys])
+        errors = np.zeros(len(keys))
         with self._lock:
-            return {shape: self._estimate(num, shape) for shape in (PLAIN, *shapes)}
-
-    def _estimate(self, num: int, shape: DraftShape) -> Estimate:
-        seconds, error = self._curve(shape, num), 0.0
-        if not self._is_settled:
-            at, last, cov = self._place(num, shape), self._latest, self._cov
-            seconds *= math.exp(self._mean[0] + self._mean[at])
-            variance = cov[at, at] + (cov[last, last] - 2 * cov[at, last] if last else 0.0)
-            error = math.sqrt(max(0.0, variance))
-        return Estimate(seconds, error)
+            if not self._is_settled:
+                at, last = [self._place(num, shape) for shape in keys], self._latest
+                seconds *= np.exp(self._mean[0] + self._mean[at])
+                variance = self._cov.diagonal()[at]
+                if last:
+                    variance += self._cov[last, last] - 2 * self._cov[last, at]
+                errors = np.sqrt(np.maximum(0.0, variance))
+        return dict(zip(keys, map(Estimate, seconds.tolist(), errors.tolist()), strict=True))
 
     def _place(self, num: int, shape: DraftShape) -> int:
         """Where the numbers of a key stand; a new one begins with what the others tell of it."""

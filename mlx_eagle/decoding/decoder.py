@@ -45,7 +45,7 @@ class Limits:
         if self.max_tokens < 0:
             return shape
         # A verify pass emits one token more than it keeps.
-        return replace(shape, size=max(0, min(shape.size, self.max_tokens - num_emitted - 1)))
+        return shape._replace(size=max(0, min(shape.size, self.max_tokens - num_emitted - 1)))
 
     def has_room_after(self, num_emitted: int) -> bool:
         """Whether another token may come after so many."""
@@ -102,7 +102,7 @@ class Round:
             return None
         if self.shape.size == 0 or self.shape.tree is not None:
             return self.shape if self.shape.size > 0 else None
-        return replace(self.shape, size=max(self.num_drafted, 1))
+        return self.shape._replace(size=max(self.num_drafted, 1))
 
     @property
     def ranks(self) -> list[int]:
@@ -354,7 +354,7 @@ class Decoder:
         """As much of ``shape`` as fits before caches are quantized, or attention's scale grows."""
         if shape.tree is not None and not self.target.can_verify_tree(self.cache, shape.num_rows):
             return PLAIN
-        return replace(shape, size=self.quantization.fit(shape.size, self.cache))
+        return shape._replace(size=self.quantization.fit(shape.size, self.cache))
 
     def _accept(
         self, choice: Choice, draft: Draft, tree_mask: mx.array | None, logits: mx.array

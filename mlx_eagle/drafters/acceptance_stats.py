@@ -114,9 +114,10 @@ def expected_tokens(places: list[float], shape: DraftShape) -> float:
     return _tokens_of_tree(shape, tuple(max(1, round(STEPS * place)) / STEPS for place in run))
 
 
-def _run(places: Sequence[float], size: int, start: int = 0) -> list[float]:
+def _run(places: list[float], size: int, start: int = 0) -> list[float]:
     """The chances at ``size`` places from ``start`` on; the last one known is repeated."""
-    return [places[min(start + i, len(places) - 1)] for i in range(size)]
+    known = places[start : start + size]
+    return known + places[-1:] * (size - len(known))
 
 
 @lru_cache(1024)

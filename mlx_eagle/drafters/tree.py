@@ -8,6 +8,7 @@ where row 0 is the root and row i + 1 is token i, so ``parents[i] <= i``. A chai
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -37,8 +38,7 @@ ONE_BLOCK = 2048  # scores that Metal sorts in one kernel
 MOST_PICKS = 10  # one after the other, instead of sorting
 
 
-@dataclass(frozen=True)
-class TreeShape:
+class TreeShape(NamedTuple):
     """How a draft tree grows: ``WIDTHxDEPTH:NODES``, as in EAGLE-2 (arXiv:2406.16858, 4.1).
 
     Every level keeps the ``width`` most likely paths so far, each of which gets ``width``
@@ -248,8 +248,7 @@ def rerank(scores: mx.array, origins: mx.array, nodes: int) -> tuple[mx.array, m
     return chosen, mx.where(origin < 0, 0, position + 1).astype(mx.int32)
 
 
-@dataclass(frozen=True)
-class DraftShape:
+class DraftShape(NamedTuple):
     """What to draft next: a chain of ``size`` tokens, a tree of ``size`` levels, or nothing."""
 
     size: int
