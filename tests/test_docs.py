@@ -243,7 +243,7 @@ def tiny_pair(monkeypatch, tmp_path):
 WITH_SNIPPETS = [path for path in DOCUMENTS if list(blocks(path, "python"))]
 
 
-QUICK = [path for path in WITH_SNIPPETS if path.name in ("README.md", "python.md", "mlx-lm.md")]
+QUICK = [path for path in WITH_SNIPPETS if path.name in ("README.md", "python.md")]
 
 
 @pytest.mark.parametrize("path", thorough(WITH_SNIPPETS, *QUICK), ids=lambda path: path.name)
@@ -358,6 +358,7 @@ def test_tables_made_from_the_code_are_whole():
     assert all(file and line for file, line in cells)
 
 
+@pytest.mark.exhaustive
 def test_the_levels_of_the_architecture_page():
     """All packages are there, each above those it imports; the drawing says the same."""
     page = (PAGES / "architecture.md").read_text()

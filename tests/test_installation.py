@@ -414,6 +414,7 @@ def chat(request):
 CONVERSATION = [("Hello!", 9), ("What?", 5), ("More.", 12)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("chat", [DRAFTER], indirect=True)
 def test_turns_through_the_server(installation, chat):
     messages = []
@@ -501,6 +502,7 @@ class Steered:
         return mx.where(mx.arange(VOCAB) % 3 == self.said % 3, logits, -mx.inf)
 
 
+@pytest.mark.exhaustive
 def test_processors_that_outlines_makes_are_reset_and_asked_once_per_token():
     processor = Steered()
 

@@ -235,6 +235,7 @@ def test_issue_forms_are_well_formed(path):
     assert len(set(ids)) == len(ids)
 
 
+@pytest.mark.exhaustive
 def test_metadata_names_commands_and_version(site):
     (info,) = site.glob("*.dist-info")
     distribution = PathDistribution(info)
@@ -256,7 +257,8 @@ def run_in(site: Path, *arguments: str | Path) -> subprocess.CompletedProcess:
 MODULES = [*COMMANDS, "mlx_eagle.demo", "mlx_eagle.train.answers"]
 
 
-@pytest.mark.parametrize("module", thorough(MODULES, "mlx_eagle.generate"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("module", MODULES)
 def test_modules_say_what_they_do(site, module):
     done = run_in(site, "-m", module, "--help")
     assert f"usage: {module}" in done.stdout
@@ -268,7 +270,7 @@ def test_console_script_runs(site):
     assert "--mlx-path" in run_in(site, site / "bin" / "mlx_eagle.convert", "--help").stdout
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", thorough(COMMANDS, "mlx_eagle.generate"))
 def test_every_command_says_its_version(site, monkeypatch, capsys, name):
     (info,) = site.glob("*.dist-info")
     distribution = PathDistribution(info)
@@ -335,6 +337,7 @@ def test_mlx_lm_has_a_floor_and_a_tested_ceiling():
     assert version("mlx-lm") in mlx_lm.specifier
 
 
+@pytest.mark.exhaustive
 def test_matplotlib_comes_with_an_extra_that_make_bench_installs(checkout):
     """It is only the benchmark's, and nothing imports it before plots are drawn."""
     assert "matplotlib" not in {r.name for r in requirements("Darwin")}
@@ -378,6 +381,7 @@ print([i for i, (one, other) in enumerate(zip(before, after)) if one != other])
 """
 
 
+@pytest.mark.exhaustive
 def test_importing_changes_nothing_of_others():
     """Warning filters, signals, environment, random numbers, logging; mlx-lm's own import does."""
     assert run(sys.executable, "-c", GLOBALS, cwd=ROOT).stdout == "[]\n"

@@ -397,13 +397,8 @@ def test_mlx_lm_cannot_either(row):
         truth(row["target"], "greedy", row["cache"], 0)
 
 
-@pytest.mark.parametrize(
-    "size, rows",
-    [
-        pytest.param(2, PAIRS, id="pairs"),
-        pytest.param(3, PAIRS + TRIPLES, id="threes", marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size, rows", [(2, PAIRS), (3, PAIRS + TRIPLES)], ids=["pairs", "threes"])
 def test_nothing_possible_is_left_out(size, rows):
     """Against all rows that there can be, one by one."""
     every = (dict(zip(AXES, values, strict=True)) for values in product(*AXES.values()))

@@ -322,6 +322,7 @@ def thinking_tokenizer() -> TokenizerWrapper:
     return TokenizerWrapper(inner)
 
 
+@pytest.mark.exhaustive
 def test_thoughts_are_free_and_what_follows_is_not():
     tokenizer = thinking_tokenizer()
     start, end = tokenizer.think_start_id, tokenizer.think_end_id

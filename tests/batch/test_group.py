@@ -90,6 +90,7 @@ STATES = tuple(name for name in RECURRENT if name != "longcat_flash_ngram")  # n
 SMALL = [[t % 90 for t in prompt] for prompt in MANY]  # of the tokens of any architecture
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", thorough(STATES, "qwen3_next"))
 def test_recurrent_targets_are_drafted_for_in_shared_rounds(name):
     """Two come while the first writes, and go: every text and cache is that of the text alone."""
@@ -105,6 +106,7 @@ def test_recurrent_targets_are_drafted_for_in_shared_rounds(name):
     assert any(is_shared and num > 1 for _, is_shared, num in seen)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", thorough(BY_UPDATE, "mamba2"))
 @pytest.mark.parametrize("stop", thorough([1, 2, 4], 4))
 def test_who_leaves_a_recurrent_batch_gets_its_states_back(name, stop):

@@ -72,6 +72,7 @@ def test_a_note_says_how_to_get_openblas(monkeypatch, capsys, tmp_path, tiny, pr
     assert not any("openblas" in line.lower() for line in errors(False))
 
 
+@pytest.mark.exhaustive
 def test_end_to_end(monkeypatch, capsys, tmp_path, tiny):
     folder = tmp_path / "out"
     flags = "--prompts gsm8k,mt_bench --limit 1 --max-tokens 8 --num-draft-tokens 1,2 --repeats 1"

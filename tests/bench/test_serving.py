@@ -245,6 +245,7 @@ def check_results(folder: Path, labels: list[str], num_loads: int) -> None:
     assert "](plots/serving.svg)" in report
 
 
+@pytest.mark.exhaustive
 def test_the_whole_command(pair, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(serving, "running", in_this_process)
     more = ["--num-draft-tokens", "2", "--order", "mirror", "--json"]

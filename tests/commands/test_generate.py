@@ -107,6 +107,7 @@ def test_the_demo_target_by_its_folder_is_as_fast_as_the_demo_pair(capsys, monke
     assert json.loads(out.splitlines()[-1])["generation_tps"] > 1 / MOST_SECONDS_PER_TOKEN
 
 
+@pytest.mark.exhaustive
 def test_lines_about_memory_come_with_their_flag_only(run):
     code, out, _ = run("-p", QUESTION, "-m", "4", "--num-draft-tokens", "3")
     assert code == 0 and "Rounds: " in out
@@ -141,6 +142,7 @@ def test_stats_go_to_a_file(run, tmp_path):
     assert code == 0 and json.loads(path.read_text())["num_rounds"] >= 1
 
 
+@pytest.mark.exhaustive
 def test_prompt_from_standard_input(run, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(QUESTION))
     _, out, _ = run("-p", "-", "-m", "12", "--verbose", "F", "--num-draft-tokens", "0")
@@ -348,6 +350,7 @@ run_command(lambda: print({printed}))
 PRINTED = ["'word ' * 10**6", "'word', flush=True", "'word'"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("printed", thorough(PRINTED, PRINTED[0]))
 def test_a_reader_that_goes_away_is_no_error(printed):
     """As in ``mlx_eagle.generate ... | head -c 5``: not a word, whenever it is noticed."""

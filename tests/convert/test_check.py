@@ -178,6 +178,7 @@ def test_a_target_that_cannot_be_loaded(tmp_path, capsys):
     assert err.startswith("error: the target ") and " cannot be loaded: " in err
 
 
+@pytest.mark.exhaustive
 def test_the_report_goes_into_the_config(tmp_path, capsys, monkeypatch):
     source, out = (
         write_safetensors(tmp_path / "source", CONFIG, eagle3_tensors()),

@@ -210,6 +210,7 @@ def test_an_interrupted_conversion_leaves_nothing(source, out, monkeypatch, erro
     assert not list(out.parent.iterdir())
 
 
+@pytest.mark.exhaustive
 def test_as_a_module(source, out):
     command = [sys.executable, "-m", "mlx_eagle.convert", "--mlx-path", str(out)]
     command += ["--hf-path", str(source)]

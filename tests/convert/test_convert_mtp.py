@@ -200,6 +200,7 @@ class Tokenizer:
         return [*PROMPT, int(text)]
 
 
+@pytest.mark.exhaustive
 def test_check_measures_other_readings(tmp_path, monkeypatch, capsys):
     short = partial(measure_acceptance, questions=("1", "2"), num_tokens=8)
     monkeypatch.setattr(pipeline, "measure_acceptance", short)

@@ -120,6 +120,7 @@ def test_logits_are_rows_of_the_untrimmed_heads(tmp_path, model, target, text, n
     assert entry["by"] == ("frequency" if by_text else "d2t order")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", thorough(HEADS, "own lm_head"))
 def test_drafted_tokens_and_the_text(tmp_path, model, target, text, name):
     """A trimmed head drafts the best of what it kept, and the text stays plain mlx-lm's."""

@@ -30,7 +30,7 @@ TARGETS = {
     "qwen3_next": lambda: build("qwen3_next"),
     "recurrent_gemma": lambda: build("recurrent_gemma"),
 }
-QUICK = ("llama", "rotating", "gemma3", "qwen3_next")
+QUICK = ("rotating", "qwen3_next")
 OPTIONS = {"rotating": {"max_kv_size": 10}}
 
 

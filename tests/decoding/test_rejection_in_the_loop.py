@@ -153,6 +153,7 @@ CASES = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", thorough(CASES, "rest of p, 2x2:4"))
 @pytest.mark.parametrize("pair", thorough(["table", "llama"], "table"))
 def test_a_broken_rule_is_seen(looks, monkeypatch, pair, case):

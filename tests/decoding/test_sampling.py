@@ -45,6 +45,7 @@ class KeepsEverything(Reject):
         return choice
 
 
+@pytest.mark.exhaustive
 def test_the_chi_square_catches_a_broken_rule(monkeypatch):
     monkeypatch.setattr(
         "mlx_eagle.decoding.setup.make_rule", lambda acceptance, sampler: KeepsEverything(sampler)

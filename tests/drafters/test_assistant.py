@@ -306,6 +306,7 @@ def test_stopped_anywhere_and_continued(frozen, num_taken):
     assert tokens == plain(target, [3, 4], 12, prompt_cache=reference)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("prompt", thorough(LEARNED, LEARNED[0]), ids=str)
 def test_plain_steps_in_between(frozen, prompt):
     """``auto`` turns drafting on and off; after single steps the rotating caches are rings."""
@@ -347,7 +348,7 @@ def test_batches_and_wrapped_targets(frozen):
     assert tokens == plain(target, LEARNED[0], 20) and stats.tau > 3
 
 
-@pytest.mark.parametrize("name", ["shared rows", "clusters"])
+@pytest.mark.parametrize("name", thorough(["shared rows", "clusters"], "clusters"))
 def test_coupled_texts_depend_on_the_seed_alone(name):
     target, drafter = PAIRS[name]
 

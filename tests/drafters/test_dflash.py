@@ -148,6 +148,7 @@ def target(tmp_path, monkeypatch) -> str:
     return str(write_target(tmp_path / "target", **sizes))
 
 
+@pytest.mark.exhaustive
 def test_check_measures_acceptance(learned, target, tmp_path, capsys):
     source = published(tmp_path / "source", learned, FLAT)
     options = {"target": target, "check": True, "quantize": False}

@@ -57,6 +57,7 @@ def test_k_forwards_a_round(name, k):
     assert stats.num_head_forwards == stats.num_drafted
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("k", thorough([1, 2, 3, 6], 3))
 def test_drafters_that_need_fewer(k):
     def run(name):

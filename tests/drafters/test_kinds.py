@@ -196,6 +196,7 @@ class Onlooker(Drafter):
         return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", thorough(TARGETS, "gemma 3"))
 @pytest.mark.parametrize("num_requests", [1, 3])
 def test_a_drafter_sees_the_targets_rows_in_the_order_of_the_text(name, num_requests):

@@ -69,6 +69,7 @@ def sampled(name: str, rule: str, num_runs: int) -> tuple[Counter, float]:
     return counts, kept / num_runs
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "num_runs", [150, pytest.param(3000, marks=pytest.mark.exhaustive)], ids=str
 )

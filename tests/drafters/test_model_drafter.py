@@ -64,6 +64,7 @@ def test_the_same_law_is_always_accepted(acceptance):
     assert stats.tau == 4
 
 
+@pytest.mark.exhaustive
 def test_tables_padded_differently():
     for draft_size, target_size in ((VOCAB, VOCAB + 8), (VOCAB + 8, VOCAB)):
         target = tiny_llama(vocab_size=target_size)

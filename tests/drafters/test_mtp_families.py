@@ -197,6 +197,7 @@ def in_a_batch(part, num_draft_tokens, max_tokens):
     return made.stats
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", thorough([*SHARED, *CHOOSING], "glm-4.5", "mimo", "glm-5"))
 def test_several_requests_share_the_passes(name):
     """One forward of the layers for all, however long each text is."""

@@ -315,6 +315,7 @@ def test_a_client_that_leaves_during_a_long_prompt(pair, reference):
         assert text.removeprefix(" ") == reference.complete(**options).choices[0].text
 
 
+@pytest.mark.exhaustive
 def test_a_failing_batch_costs_nobody_an_answer(server, reference, monkeypatch):
     """Those who were in it go on, each alone, from the token where they were."""
     num_calls, run = 0, Batch.round

@@ -155,6 +155,7 @@ def test_the_limits_are_stated_in_help():
         assert said in text
 
 
+@pytest.mark.exhaustive
 def test_limits_of_bodies_heads_and_time(flags):
     limits = ("--max-body-size", "1MB", "--request-timeout", "1")
     raw = json.dumps(TEXT).encode()
@@ -226,6 +227,7 @@ def test_one_connection_too_many_is_told_so(flags):
         assert read_metrics(asked)["mlx_eagle_refused_connections_total"] == 2
 
 
+@pytest.mark.exhaustive
 def test_idle_connections_keep_nobody_out(flags, monkeypatch):
     """128 that ask for nothing: the one that is idle the longest makes room, each time.
 

@@ -2,6 +2,7 @@
 
 import pytest
 from automaton import write_automaton
+from grids import thorough
 from serving import ask_json, ours
 from test_server_tools import SCRIPTS, TOOLS
 
@@ -83,7 +84,7 @@ ANSWERS = {
 }
 
 
-@pytest.mark.parametrize("trigger", ANSWERS)
+@pytest.mark.parametrize("trigger", thorough(ANSWERS, "@", "~"))
 def test_messages_whole_and_streamed(server, trigger):
     """The blocks, the reasons, and the events in their order; drafted as any other answer."""
     blocks, reason = ANSWERS[trigger]

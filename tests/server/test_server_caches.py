@@ -138,6 +138,7 @@ class Talk:
         return [text for chat in (self.main, self.second, self.side) for text in chat.texts]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=marks) for k, marks in KINDS.items()])
 def test_only_what_is_new_is_computed(targets, pair, read, tmp_path, kind):
     """In second turns, beside side requests, behind a system prompt, and after a restart."""

@@ -126,6 +126,7 @@ for chunk in stream:
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("num_clients", thorough([1, 2], 1))
 def test_clients_killed_in_the_midst_of_a_stream(server, serves_on, num_clients):
     options = json.dumps(STORY | {"max_tokens": ENDLESSLY, "temperature": 0})
@@ -195,6 +196,7 @@ def test_huge_prompts_are_refused(server, serves_on, stream):
             server.complete(messages=content, stream=stream)
 
 
+@pytest.mark.exhaustive
 def test_prompts_of_almost_the_context(server, reference, serves_on):
     """As mlx_lm.server answers them, past the context too; the second is in the caches."""
     options = {"prompt": ("Many long words. " * 60)[: CONTEXT - 5], "logit_bias": ENDLESS}

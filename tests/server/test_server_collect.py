@@ -150,6 +150,7 @@ def test_a_file_is_rotated_and_its_owner_alone_reads_it(tmp_path):
     assert rows_in(file) == [{"number": 5}]
 
 
+@pytest.mark.exhaustive
 def test_a_conversation_is_kept_once(pair, tmp_path):
     """Also by the server that is started next; another answer to it is another one."""
     file = tmp_path / "train.jsonl"

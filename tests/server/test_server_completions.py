@@ -69,6 +69,7 @@ def test_several_answers_to_one_prompt(server):
 LEADING = ["head", *(pytest.param(k, marks=pytest.mark.exhaustive) for k in ("model", "states"))]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", LEADING)
 def test_several_answers_read_their_prompt_once(server, pair, recurrent, kind, monkeypatch):
     """Counted where chunks of prompts are run; the texts are those of answers by themselves."""

@@ -143,6 +143,7 @@ def test_without_drafts(server):
     assert last.draft["counts"]["mean_acceptance_length"] == 1
 
 
+@pytest.mark.exhaustive
 def test_who_shares_rounds_is_told(server):
     """In the midst of the answer; the counts are those of all of it, and no token is missing."""
     begun = server.complete(**STORY | {"max_tokens": 200}, **ASKED)

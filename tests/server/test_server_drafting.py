@@ -67,6 +67,7 @@ def test_a_request_says_how_to_draft(server, expected, asked_of_decoder, name):
         assert got.usage.drafted_tokens / chain.drafted_tokens > 1.2
 
 
+@pytest.mark.exhaustive
 def test_rules_for_sampling(server, asked_of_decoder):
     """Coupled gives the text of the seed alone; the others draw in ways of their own."""
     rules = (None, "coupled", "match", "reject")
@@ -118,6 +119,7 @@ def test_wishes_that_make_no_sense(server, expected, name):
         assert server.complete(**TEXT).choices == expected
 
 
+@pytest.mark.exhaustive
 def test_flags_are_what_requests_say_nothing_of(pair, expected, asked_of_decoder):
     flags = ("--model", pair["target"], "--draft-model", pair["head"], "--tree", "2x2:4")
     with ours(*flags, "--acceptance", "match", "--num-draft-tokens", "auto") as asked:
@@ -132,6 +134,7 @@ def test_flags_are_what_requests_say_nothing_of(pair, expected, asked_of_decoder
     assert asked_of_decoder == [(tree, None), (None, None), *sampled]
 
 
+@pytest.mark.exhaustive
 def test_pairs_without_trees_refuse_them(pair):
     flags = ("--model", pair["target"], "--draft-model", pair["model"])
     with ours(*flags) as asked:
@@ -144,6 +147,7 @@ def test_pairs_without_trees_refuse_them(pair):
         ours(*flags, "--tree", "2x2:4")
 
 
+@pytest.mark.exhaustive
 def test_targets_without_trees_refuse_them(pair, recurrent):
     flags = ("--model", recurrent, "--draft-model", pair["head"], "--usage-stats")
     with ours(*flags) as asked, theirs(recurrent) as reference:
@@ -157,6 +161,7 @@ def test_targets_without_trees_refuse_them(pair, recurrent):
         ours(*flags, "--tree", "auto")
 
 
+@pytest.mark.exhaustive
 def test_no_draft_could_pay_here(pair, expected, monkeypatch):
     """What was decoded without the drafter is filed without its part of the caches."""
     hopeless = SettledCosts(curve(lambda k: 100.0))

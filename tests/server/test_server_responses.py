@@ -244,6 +244,7 @@ def test_the_items_that_a_response_answers(server):
         assert ask_json(server, f"/v1/responses/{first.id}{path}", None, "GET")[0] == status
 
 
+@pytest.mark.exhaustive
 def test_a_conversation_longer_than_the_context(server, monkeypatch):
     """Without its oldest turns, as few of them as leave room for the answer, where it may be."""
     rules = {"role": "developer", "content": "Be kind."}

@@ -109,6 +109,7 @@ def test_texts_are_those_of_mlx_lm(pair, flags, num_requests, num_clients):
     assert sum(count["drafted_tokens"] for count in counts) > 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "num_requests, num_clients", [(6, 3), pytest.param(40, 8, marks=pytest.mark.exhaustive)]
 )
@@ -141,6 +142,7 @@ def watch(monkeypatch) -> list[str]:
     return seen
 
 
+@pytest.mark.exhaustive
 def test_a_long_prompt_delays_others_by_one_chunk(server, monkeypatch):
     with server.complete(**LONG) as stream:
         next(stream)
@@ -153,6 +155,7 @@ def test_a_long_prompt_delays_others_by_one_chunk(server, monkeypatch):
     assert all(pair != ("chunk", "chunk") for pair in itertools.pairwise(reading))
 
 
+@pytest.mark.exhaustive
 def test_long_prompts_are_read_in_turn(server, monkeypatch):
     """A short one does not wait for the end of a long one."""
     monkeypatch.setattr(Decoder, "_prefill_chunk", slowly(Decoder._prefill_chunk))

@@ -185,6 +185,7 @@ def test_a_call_goes_on_in_shared_rounds_from_any_token(server, trigger, monkeyp
         assert num_rounds > num_alone
 
 
+@pytest.mark.exhaustive
 def test_eight_clients_with_tools(server):
     triggers = [*ANSWERS, "@", "#"]
     with ThreadPoolExecutor(8) as pool:

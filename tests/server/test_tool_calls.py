@@ -328,6 +328,7 @@ def test_what_a_format_cannot_say_is_refused_in_a_sentence(name, schema, sentenc
     assert sentence in said and "\n" not in said and said.endswith(".") and len(said) < 400
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["qwen3_coder", "gemma4"])
 def test_references_that_lead_back_end_at_once(name):
     """Each definition offers each other one: there are more ways through them than anyone has."""

@@ -77,6 +77,7 @@ def test_racing_processes_leave_one_copy(home):
     assert copy.name == f"openblas-{blas.find_source()[1]}-{blas.checksum(copy)}.so"
 
 
+@pytest.mark.exhaustive
 def test_mlx_multiplies_with_the_copy(home):
     """Asked of the linker both ways: where the name leads, and what MLX's library was given."""
     log = home / "bindings"
@@ -97,6 +98,7 @@ def test_mlx_multiplies_with_the_copy(home):
     assert found and set(found) == {str(copy)}
 
 
+@pytest.mark.exhaustive
 def test_importing_us_loads_nothing_and_afterwards_it_is_too_late(home):
     early, loaded, product, file, late = json.loads(
         finish(start(home, sys.executable, "-c", PRODUCT))
@@ -106,6 +108,7 @@ def test_importing_us_loads_nothing_and_afterwards_it_is_too_late(home):
     assert "before anything imports mlx" in late
 
 
+@pytest.mark.exhaustive
 def test_commands_load_it_unasked(home):
     out = finish(start(home, sys.executable, "-m", "mlx_eagle.doctor", "--json"))
     (found,) = [f for f in json.loads(out)["findings"] if f["name"] == "BLAS"]

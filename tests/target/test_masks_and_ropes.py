@@ -47,6 +47,7 @@ def model_with(name: str):
     return tiny_llama(rope_scaling=ROPES[name], max_position_embeddings=LIMIT)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", thorough(ROPES, "yarn"))
 def test_targets_past_their_length(name):
     model = model_with(name)
@@ -78,6 +79,7 @@ def test_a_heads_rows_at_any_positions(name):
     assert not mx.allclose(together, attention._rotate(x, 3), atol=0.1).item()
 
 
+@pytest.mark.exhaustive
 def test_a_head_whose_base_follows_the_length_drafts_trees_and_lags():
     model = tiny_llama()
     rope = {"theta": 1e4, "scaling": ROPES["dynamic"]}
@@ -108,7 +110,7 @@ def test_a_window_as_long_as_a_cache_that_keeps_its_first_tokens(draft):
         texts(12)
 
 
-@pytest.mark.parametrize("name", ["mistral4", "ministral3"])
+@pytest.mark.parametrize("name", thorough(["mistral4", "ministral3"], "ministral3"))
 def test_trees_where_the_scale_of_attention_grows_with_the_position(name):
     """Every 8 positions, and much: rows of a tree stand elsewhere than their numbers say."""
     model = build(name, rope_parameters={**LLAMA4_ROPE, "llama_4_scaling_beta": 4.0})
