@@ -15,8 +15,8 @@ of which goes with log c (Rasmussen and Williams 2006, equations 4.19 and 2.11);
 A Kalman filter finds f and p, so times of shapes lean on each other, and those of slow moments are
 compared with those of fast ones. A shape is tried where its gain would be the greatest if f were
 less, by a standard deviation or, while trying has lost little, by more, as long as that loses
-little if f is one more. Nothing here takes a longer draft for a dearer one: 8 rows may cost less
-than 6.
+little if f is one more. Where drafts pay, that goes for known costs too: a few wrong times would
+keep a shape out for good. A longer draft is not taken for a dearer one: 8 rows may cost less.
 
 A shape is chosen before the round under way is read, and a round is recorded once the next one is
 launched, so the device waits for none of this. What was learned stays in memory, for the next
@@ -60,6 +60,7 @@ FORGET = 0.3  # of the evidence on acceptance is left when a probe begins
 PROBE_BUDGET = 0.01  # of the time of plain decoding, spent on probes while drafting is off
 FEWEST, MOST = 64, 1024  # tokens between two probes
 ALMOST_ALWAYS = 0.9  # the highest acceptance of any drafter on a text
+DOUBT = 0.7  # standard deviations that a known cost must be off for its shape to be tried again
 WORTH_TRYING = 1.03  # of the best gain, that a shape to be tried must promise
 TRYING_LOSS, TRYING_SHARE = 1.5, 0.015  # plain steps, and per token, that trying shapes may lose
 
@@ -262,7 +263,7 @@ class AdaptiveController:
             )
             self._give_up()
             return PLAIN
-        self._latest = shape = self._worth_trying(max(gain, 1.0)) or shape
+        self._latest = shape = self._worth_trying(shape, max(gain, 1.0)) or shape
         if shape.tree is not None and not self._is_asked:
             self._is_asked = True
             if not self._can_draw():
@@ -316,8 +317,9 @@ class AdaptiveController:
     def _learn(self, shape: DraftShape, kept: Sequence[int], ranks: Sequence[int]) -> None:
         """See what was accepted, and what that has lost against plain steps."""
         num_tokens = sum(kept) / len(kept) + 1
-        if not self._estimates[shape].is_known:
-            self._tries_lost += self._cost(shape) - num_tokens / max(self._best()[1], 1.0)
+        best, gain = self._best()
+        if shape != best:
+            self._tries_lost += self._cost(shape) - num_tokens / max(gain, 1.0)
         self._accepted.learn(shape, kept, ranks)
         self._costs.acceptance.learn(shape, kept, ranks, PAIR_MEMORY)
         self._rounds.append((shape, num_tokens))
@@ -338,17 +340,17 @@ class AdaptiveController:
         shape = max(gains, key=gains.__getitem__, default=PLAIN)
         return shape, gains.get(shape, 0.0)
 
-    def _worth_trying(self, best: float) -> DraftShape | None:
-        """A shape of unknown cost that might be faster than ``best``, if that loses little."""
+    def _worth_trying(self, best: DraftShape, gain: float) -> DraftShape | None:
+        """A shape that might be faster than ``best`` with its ``gain``, if that loses little."""
         left = TRYING_LOSS + TRYING_SHARE * self._num_tokens - self._tries_lost
-        plain, promises, timed = self._estimates[PLAIN].seconds, {}, self._timed()
+        plain, promises = self._estimates[PLAIN].seconds, {}
         for shape in self._shapes:
-            if shape in timed or shape == self._latest:
-                continue
             num_tokens, known = self._accepted.expected_tokens(shape), self._estimates[shape]
-            promise = num_tokens * plain / known.off(-left / TRYING_LOSS)
-            most = known.off(1.0) / plain
-            if most - num_tokens / best <= left and promise > WORTH_TRYING * best:
+            if shape in (best, self._latest) or (known.is_known and gain < SURE):
+                continue
+            least = known.off(-(DOUBT if known.is_known else left / TRYING_LOSS)) / plain
+            promise, most = num_tokens / least, known.off(1.0) / plain
+            if most - num_tokens / gain <= left and promise > WORTH_TRYING * gain:
                 promises[shape] = promise
         return max(promises, key=promises.__getitem__, default=None)
 
