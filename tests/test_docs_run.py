@@ -39,7 +39,6 @@ from checkpoints import (
     write_safetensors,
 )
 from documents import DOCUMENTS, ROOT, SCRIPTS, commands
-from grids import thorough
 from helpers import TEMPLATE, tiny_llama, tiny_qwen3
 from hub import Hub, hub_settings, running_hub, use_hub
 from matplotlib.figure import Figure
@@ -275,11 +274,9 @@ def made_elsewhere(path: Path) -> list[list[str]]:
 
 
 WITH_COMMANDS = [path for path in DOCUMENTS if ours(path)]
-# What people type first.
-QUICK = [p for p in WITH_COMMANDS if p.name == "README.md"]
 
 
-@pytest.mark.parametrize("path", thorough(WITH_COMMANDS, *QUICK), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", WITH_COMMANDS, ids=lambda path: path.name)
 @pytest.mark.exhaustive
 def test_commands_run(path, hub, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -91,7 +91,7 @@ SMALL = [[t % 90 for t in prompt] for prompt in MANY]  # of the tokens of any ar
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", thorough(STATES, "qwen3_next"))
+@pytest.mark.parametrize("name", STATES)
 def test_recurrent_targets_are_drafted_for_in_shared_rounds(name):
     """Two come while the first writes, and go: every text and cache is that of the text alone."""
     model, lengths = build(name), [24, 6, 4, 1 + 8]
@@ -107,8 +107,8 @@ def test_recurrent_targets_are_drafted_for_in_shared_rounds(name):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", thorough(BY_UPDATE, "mamba2"))
-@pytest.mark.parametrize("stop", thorough([1, 2, 4], 4))
+@pytest.mark.parametrize("name", BY_UPDATE)
+@pytest.mark.parametrize("stop", [1, 2, 4])
 def test_who_leaves_a_recurrent_batch_gets_its_states_back(name, stop):
     """After any round, with a draft under way behind it."""
     model = build(name)

@@ -154,8 +154,8 @@ CASES = {
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("case", thorough(CASES, "rest of p, 2x2:4"))
-@pytest.mark.parametrize("pair", thorough(["table", "llama"], "table"))
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("pair", ["table", "llama"])
 def test_a_broken_rule_is_seen(looks, monkeypatch, pair, case):
     what, shape = CASES[case]
     monkeypatch.setattr(rejection, "try_in_turn", broken(what))

@@ -58,7 +58,7 @@ def test_k_forwards_a_round(name, k):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("k", thorough([1, 2, 3, 6], 3))
+@pytest.mark.parametrize("k", [1, 2, 3, 6])
 def test_drafters_that_need_fewer(k):
     def run(name):
         return speculative(*PAIRS[name], PROMPT, 20, num_draft_tokens=k)[1]

@@ -110,9 +110,7 @@ def test_texts_are_those_of_mlx_lm(pair, flags, num_requests, num_clients):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "num_requests, num_clients", [(6, 3), pytest.param(40, 8, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("num_requests, num_clients", [(6, 3), (40, 8)])
 def test_recurrent_targets_are_drafted_for(pair, recurrent, num_requests, num_clients):
     flags = ("--model", recurrent, "--draft-model", pair["head"], "--usage-stats")
     counts = ask_all({"target": recurrent}, flags, num_requests, num_clients, "3")

@@ -25,7 +25,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_eagle.target.taps import Target
 
 TABLE = recorded()
-# One for each combination of caches and of what works; test_promises.py has the common ones too.
+# Of several kinds of caches and of what works; test_promises.py has the common ones too.
 QUICK = ("baichuan_m1", "deepseek_v32", "gpt2", "llama4")
 
 

@@ -4,7 +4,6 @@ import mlx.core as mx
 import pytest
 from at_once import in_threads
 from drafter_pairs import tiny_qwen3_next
-from grids import thorough
 from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -30,7 +29,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", thorough(CASES, "recurrent"))
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.exhaustive
 def test_two_threads_generate_what_one_does(case):
     make, options = CASES[case]
