@@ -138,8 +138,11 @@ def _make_draft(path: Path) -> tuple[Path, int]:
     while True:
         draft = _draft_name(path)
         draft.mkdir()
-        lock = os.open(draft, os.O_RDONLY)
-        # Between the two lines above another process may have taken it for an orphan.
+        # Until it is locked another process may take it for an orphan, and remove it.
+        try:
+            lock = os.open(draft, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
         if try_lock(lock) and draft.exists():
             return draft, lock
         os.close(lock)

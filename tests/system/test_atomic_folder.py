@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mlx_eagle.system import atomic_folder
 from mlx_eagle.system.atomic_folder import AlreadyThere, CannotWrite, discard_folder, new_folder
 
 WRITER = """
@@ -84,6 +85,23 @@ def test_a_second_one_and_other_errors(tmp_path):
     assert (tmp_path / "x" / "a").read_text() == "other"
     with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "y"):
         raise KeyboardInterrupt
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+@pytest.mark.parametrize("call", ["open", "try_lock"])
+def test_a_folder_that_another_process_took_for_an_orphan(tmp_path, monkeypatch, call):
+    place = os if call == "open" else atomic_folder
+    real = getattr(place, call)
+
+    def after_another_process(*arguments):
+        monkeypatch.setattr(place, call, real)
+        atomic_folder.remove_orphans(tmp_path.iterdir())
+        assert not list(tmp_path.iterdir())
+        return real(*arguments)
+
+    monkeypatch.setattr(place, call, after_another_process)
+    with new_folder(tmp_path / "x") as draft:
+        (draft / "a").write_text("a")
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
