@@ -14,7 +14,7 @@ from typing import Any
 from mlx_eagle.commands.flags import known_drafter, say_known_head, with_known_head
 from mlx_eagle.decoding.setup import AUTO
 from mlx_eagle.demo.pair import load_demo
-from mlx_eagle.draft_models import open_beside, split_name
+from mlx_eagle.draft_models import find_drafter, open_beside, split_name
 from mlx_eagle.drafters.base import Drafter
 from mlx_eagle.drafters.pairs import pair_for
 from mlx_eagle.system.device import prepare_device
@@ -85,6 +85,8 @@ def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
     if not draft_names(args) and args.model is not None and known_drafter(args.model) is None:
         pair_for(args.model)  # which says that there is none
     heads = {name: with_known_head(name, args.model) for name in wanted}
+    for head in heads.values():
+        find_drafter(head)
     if args.model is None:
         model, tokenizer, own = load_demo(dtype=args.dtype)
     else:

@@ -7,7 +7,6 @@ import hashlib
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -72,6 +71,20 @@ def _open(name: str, model: nn.Module, options: LoadOptions) -> Drafter:
     return _open_checkpoint(path, name, model, options.quantize_bits)
 
 
+def find_drafter(name: str | None) -> None:
+    """Find what ``name`` stands for, and download it, so that a mistake is told before the target
+    is loaded.
+
+    Raises ValueError, as ``open_drafter`` does.
+    """
+    base = AUTO if name is None else split_name(name)[0]
+    if base == AUTO or (base in KINDS and KINDS[base].by_name is not None):
+        return
+    path = locate(base, FILES)
+    if not is_converted(path):
+        _published_kind(path, base)
+
+
 def split_name(name: str) -> tuple[str, bool]:
     """What stands before "+lookup", and whether that follows: HEAD+lookup -> (HEAD, True).
 
@@ -103,20 +116,25 @@ def open_beside(
     model: nn.Module,
     tokenizer: TokenizerWrapper | None = None,
     *,
+    quantize_bits: int | None = None,
     draft_window: int | None = None,
-    **options: Any,
+    target: str | Path | None = None,
 ) -> Drafter | None:
-    """As ``open_drafter``, whose ``options`` are taken.
-
-    None and "auto" stand for ``own``, which has come with the target.
-    """
+    """As ``open_drafter``, but None and "auto" stand for ``own``, which came with the target."""
     base, copies = (AUTO, False) if name is None else split_name(name)
     if base == AUTO and own is not None:
         own = own.with_draft_window(draft_window)
         return CopyingDrafter(own) if copies else own
     if name is None:
         return None
-    return open_drafter(name, model, tokenizer, draft_window=draft_window, **options)
+    return open_drafter(
+        name,
+        model,
+        tokenizer,
+        quantize_bits=quantize_bits,
+        draft_window=draft_window,
+        target=target,
+    )
 
 
 def _open_checkpoint(path: Path, name: str, model: nn.Module, q_bits: int | None) -> Drafter:

@@ -12,7 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..decoding.sampling import SamplingOptions, sampler_for
 from ..decoding.setup import AUTO, RULES, check_rule_for_sampling, read_tree
 from ..demo.pair import load_demo
-from ..draft_models import LOOKUP, open_beside, split_name
+from ..draft_models import LOOKUP, find_drafter, open_beside, split_name
 from ..drafters.base import Drafter, NullDrafter
 from ..drafters.kinds import KINDS, own_kind
 from ..drafters.pairs import pair_for
@@ -212,6 +212,7 @@ def load_pair(
     # Plain decoding that nobody gave a head for needs none.
     is_plain = args.num_draft_tokens == 0 and args.draft_model is None and args.model is not None
     name = None if is_plain else with_known_head(args.draft_model, args.model)
+    find_drafter(name)
     if args.model is None:
         if args.adapter_path is not None:
             raise ValueError("--adapter-path needs --model: the demo pair has no adapters.")
@@ -227,8 +228,15 @@ def load_pair(
             trust_remote_code=args.trust_remote_code,
             dtype=args.dtype,
         )
-    options = {"quantize_bits": bits, "draft_window": args.draft_window, "target": args.model}
-    drafter = open_beside(own, name, model, tokenizer, **options)
+    drafter = open_beside(
+        own,
+        name,
+        model,
+        tokenizer,
+        quantize_bits=bits,
+        draft_window=args.draft_window,
+        target=args.model,
+    )
     if not is_plain:
         say_known_head(args.draft_model, args.model)
     if args.draft_cache != "exact":

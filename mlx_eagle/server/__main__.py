@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..commands.flags import say_known_head, with_known_head
+from ..draft_models import find_drafter
 from ..system.device import prepare_device
 from ..system.terminal import INTERRUPTED, StopSignals, run_command
 from .caches import open_prompt_cache
@@ -92,6 +93,7 @@ def run(args: argparse.Namespace) -> None:
     named, is_plain = args.draft_model, args.num_draft_tokens == 0
     if named is not None or not is_plain:
         args.draft_model = with_known_head(named, args.model)
+        find_drafter(args.draft_model)
     logging.basicConfig(level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s")
     maybe_set_recommended_wired_limit()
     with StopSignals() as signals:

@@ -207,8 +207,10 @@ def test_names_of_several_draft_models(monkeypatch, tmp_path, tiny):
     assert models.drafters["demo head"] is head_of(tiny)
     assert command.with_short_names({"a/head": 1, "b/other": 2}) == {"head": 1, "other": 2}
     assert list(command.with_short_names({"a/head": 1, "b/head": 2})) == ["a/head", "b/head"]
-    with pytest.raises(ValueError, match="gone"):
-        load(f"lookup,{tmp_path / 'gone'}")
+    with monkeypatch.context() as before:
+        before.setattr(command, "load_demo", lambda **_: pytest.fail("the target was loaded"))
+        with pytest.raises(ValueError, match="gone does not exist"):
+            load(f"lookup,{tmp_path / 'gone'}")
     named = tmp_path / "heads, old"
     named.mkdir()
     args = command.build_parser().parse_args(["--draft-model", str(named)])

@@ -2,6 +2,7 @@
 
 import sys
 
+import mlx.core as mx
 import pytest
 from checkpoints import CONFIG, as_midlayer, eagle3_tensors, write_safetensors
 from public_drafters import ASSISTANTS, BLOCKS
@@ -81,6 +82,7 @@ def run(monkeypatch, capsys):
     monkeypatch.setattr(flags, "load", lambda name, *_, **__: (name, "tokenizer"))
     monkeypatch.setattr(flags, "prepare_device", lambda: None)
     monkeypatch.setattr(flags, "load_demo", lambda **_: demo)
+    monkeypatch.setattr(flags, "find_drafter", lambda name: None)
     open_one = lambda *names, **_: opened.append(names) or "head"  # noqa: E731
     monkeypatch.setattr(drafters, "open_drafter", open_one)
 
@@ -131,6 +133,19 @@ def test_nothing_is_said_to_draft_that_could_not_be_opened(run, monkeypatch):
     monkeypatch.setattr(drafters, "open_drafter", fail)
     code, _, said = run("--model", "Qwen/Qwen3-8B")
     assert (code, said.err) == (2, "error: the hub could not be reached\n")
+
+
+@pytest.mark.parametrize("copies", ["", "+lookup"])
+def test_a_wrong_name_is_told_before_the_target_is_loaded(run, monkeypatch, tmp_path, copies):
+    monkeypatch.setattr(flags, "find_drafter", drafters.find_drafter)
+    monkeypatch.setattr(flags, "load", lambda *_, **__: pytest.fail("the target was loaded"))
+    gone = tmp_path / "gone"
+    code, _, said = run("--model", "some/Model", "--draft-model", f"{gone}{copies}")
+    assert code == 2 and said.err.startswith(f"error: {gone} does not exist")
+    weights = {"model.layers.0.weight": mx.zeros((2, 2))}
+    other = write_safetensors(tmp_path / "head", {"model_type": "xpress"}, weights)
+    code, _, said = run("--model", "some/Model", "--draft-model", f"{other}{copies}")
+    assert code == 2 and said.err.startswith(f"error: {other} is an XPress drafter")
 
 
 def test_auto_without_a_target_is_the_demo_head(run):

@@ -266,8 +266,10 @@ def test_names_of_files_that_are_wrong(pair, server, start, tmp_path):
     weights.write_bytes(weights.read_bytes()[:-300])
     pairs = {
         "cut short, fetch it again": start("--model", str(damaged), "--draft-model", "lookup"),
-        "could not be reached|neither a folder": start("--model", "no/such", "--draft-model", "x"),
-        "does not exist": start("--model", pair["target"], "--draft-model", "a/b/c/d"),
+        "could not be reached|neither a folder": start(
+            "--model", "no/such", "--draft-model", "lookup"
+        ),
+        "a/b/c/d does not exist": start("--model", "no/such", "--draft-model", "a/b/c/d"),
         f"cannot listen at 127.0.0.1, port {port}": start(
             "--model", pair["target"], "--draft-model", "lookup", "--port", port
         ),
