@@ -14,8 +14,10 @@ from costs import FLAT, SettledCosts
 from grids import thorough
 from helpers import PROMPT, byte_tokenizer, plain, tiny_head, tiny_llama
 from mlx.utils import tree_flatten
+from mtp_checkpoints import qwen, tiny_qwen3_next, write_checkpoint
 from test_bench import make_stats
 
+import mlx_eagle
 from mlx_eagle.bench import __main__ as command
 from mlx_eagle.bench import (
     conditions,
@@ -178,6 +180,22 @@ def test_several_drafters_are_shown_side_by_side(monkeypatch, capsys, tmp_path, 
     batches = json.loads(out.splitlines()[-1])["batches"]
     assert [row["configuration"] for row in batches] == [x for x in labels if "tree" not in x]
     assert "| drafter lookup | no weights |" in (tmp_path / "report.md").read_text()
+
+
+@pytest.mark.exhaustive
+def test_an_eagle_head_beside_mtp_layers(monkeypatch, capsys, tmp_path):
+    part = qwen(tiny_qwen3_next(vocab_size=264))
+    folder = write_checkpoint(tmp_path / "target", part)
+    layers = mlx_eagle.open_drafter("mtp", part.target, target=folder)
+    drafters = {"head": tiny_head(part.target), "mtp": layers}
+    models = runner.Models(part.target, byte_tokenizer(), drafters)
+    flags = "--prompts gsm8k --limit 1 --max-tokens 8 --num-draft-tokens 1,2 --repeats 1 --json"
+    out, _ = call(monkeypatch, capsys, models, *flags.split(), "--out", str(tmp_path / "out"))
+    scenario = json.loads(out.splitlines()[-1])["scenarios"][0]
+    labels = ["head, k=1", "head, k=2", "mtp, k=1", "mtp, k=2"]
+    assert [c["label"] for c in scenario["configurations"]] == labels
+    assert [row["identical"] for row in scenario["side_by_side"]] == [1, 1]
+    assert {row["drafter"] for row in scenario["side_by_side"]} == {"head", "mtp"}
 
 
 def test_weights_that_drafters_share_are_counted_for_both(tiny):
