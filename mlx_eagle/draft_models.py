@@ -13,7 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .decoding.setup import AUTO
 from .drafters.base import Drafter
-from .drafters.folder import LoadOptions
+from .drafters.folder import Kind, LoadOptions
 from .drafters.kinds import KINDS, is_converted, kind_of, load_drafter, recognise
 from .drafters.lookup import CopyingDrafter
 from .drafters.target_parts import TargetSizes, sizes_of
@@ -62,10 +62,9 @@ def _open(name: str, model: nn.Module, options: LoadOptions) -> Drafter:
     named = KINDS.get(name)
     if named is not None and named.by_name is not None:
         return named.by_name(model, options)
-    path = locate(name, FILES)
-    if is_converted(path):
+    path, kind = _find(name)
+    if kind is None:
         return load_drafter(path, model, quantize_bits=options.quantize_bits)
-    kind = KINDS[_published_kind(path, name)]
     if kind.loads_published:
         return kind.load(path, read_object(path / "config.json"), model, options)
     return _open_checkpoint(path, name, model, options.quantize_bits)
@@ -80,9 +79,13 @@ def find_drafter(name: str | None) -> None:
     base = AUTO if name is None else split_name(name)[0]
     if base == AUTO or (base in KINDS and KINDS[base].by_name is not None):
         return
-    path = locate(base, FILES)
-    if not is_converted(path):
-        _published_kind(path, base)
+    _find(base)
+
+
+def _find(name: str) -> tuple[Path, Kind | None]:
+    """Where a drafter lies, downloaded if need be, and its kind as published; None: converted."""
+    path = locate(name, FILES)
+    return path, None if is_converted(path) else KINDS[_published_kind(path, name)]
 
 
 def split_name(name: str) -> tuple[str, bool]:
