@@ -25,7 +25,7 @@ TEMP = 0.9
 @pytest.mark.parametrize("temp", [0.7, 1.0])
 @pytest.mark.parametrize("tree", TREES)
 def test_pairs_have_the_targets_distribution(tree, temp, acceptance):
-    statistic, acceptance_rate = pair_chi_square(acceptance, 1200, temp, tree)
+    statistic, acceptance_rate = pair_chi_square(acceptance, temp=temp, tree=tree)
     assert statistic < QUANTILE_24
     assert acceptance_rate > 0.05  # the drafted branch was taken
 
