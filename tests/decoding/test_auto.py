@@ -1,6 +1,7 @@
 """What is drafted next: chosen in a simulator of texts, and in the order of the loop."""
 
 import gc
+import random
 import re
 from collections.abc import Iterable
 
@@ -442,6 +443,24 @@ EMITTED = [
 def test_trees_are_expected_to_emit_what_they_did(places, emitted):
     found = [expected_tokens(places, tree) for tree in TREES[1:]]
     assert found == pytest.approx(emitted, rel=0.13)
+
+
+@pytest.mark.parametrize("further", [0.1, 0.9])
+def test_trees_are_expected_to_emit_what_they_emitted_lately(further):
+    """However often a further child is right where the first one is not."""
+    dice, tree, texts = random.Random(0), TREES[1], Acceptance(1 / 3, 7)
+    emitted = []
+    for _ in range(600):
+        ranks: list[int] = []
+        while len(ranks) < tree.size and -1 not in ranks:
+            ranks.append(0 if dice.random() < 0.6 else 1 if dice.random() < further else -1)
+        texts.learn(tree, [], ranks, memory=0.995)
+        emitted.append(1 + sum(rank >= 0 for rank in ranks))
+    right, by_place = mean(emitted[-200:]), expected_tokens(texts.places, tree)
+    assert abs(by_place / right - 1) > 0.07
+    assert abs(texts.expected_tokens(tree) / right - 1) < 0.4 * abs(by_place / right - 1)
+    assert Acceptance(texts, 7).expected_tokens(tree) == texts.expected_tokens(tree)
+    assert texts.expected_tokens(THREE) == expected_tokens(texts.places, THREE)
 
 
 def test_a_text_expects_what_the_texts_before_accepted():
