@@ -14,7 +14,7 @@ from .tree import DraftShape
 PRIOR_WEIGHT = 8.0  # rounds that what is believed before anything was seen is worth
 MEMORY = 0.98  # what a round's evidence weighs one round later: half is forgotten in 34
 FURTHER = 0.5  # of the chance of a first child, that a further one is right where those are not
-TREES_WEIGHT = 100.0  # tokens that what is believed of trees is worth, see ``tree_share``
+TREES_WEIGHT = 100.0  # tokens that what is believed of trees is worth, see ``_tree_share``
 STEPS = 64  # between 0 and 1, to which chances are rounded, so that trees are looked up
 
 
@@ -89,12 +89,12 @@ class Acceptance:
     def expected_tokens(self, shape: DraftShape) -> float:
         """Tokens that a draft of ``shape`` emits at these chances; of trees as they did lately."""
         if shape not in self._expected:
-            share = 1.0 if shape.tree is None else self.tree_share
+            share = 1.0 if shape.tree is None else self._tree_share
             self._expected[shape] = share * expected_tokens(self.places, shape)
         return self._expected[shape]
 
     @property
-    def tree_share(self) -> float:
+    def _tree_share(self) -> float:
         """The tokens that trees emitted, of those that the chances by place foretold.
 
         Where much is accepted that is 1.06, as likely tokens are drafted further, and else .97.
@@ -102,8 +102,9 @@ class Acceptance:
         100 tokens, tell as much as what the others did.
         """
         given = self._believed
-        before = given.tree_share if isinstance(given, Acceptance) else 1.0
-        return (self._emitted + TREES_WEIGHT * before) / (self._foretold + TREES_WEIGHT)
+        before = given._tree_share if isinstance(given, Acceptance) else 1.0
+        more = self._emitted - before * self._foretold
+        return before + more / (self._foretold + TREES_WEIGHT)
 
     def _chances(self) -> list[float]:
         places: list[float] = []

@@ -9,7 +9,7 @@ import pytest
 from costs import FLAT, LINEAR, Curve, SettledCosts, curve
 from grids import thorough
 from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama
-from simulator import GUESSES, MACHINES, NOISE, Machine, best
+from simulator import GUESSES, MACHINES, NOISE, Machine, best, draw_ranks
 
 from mlx_eagle.decoding import loop, setup
 from mlx_eagle.decoding.auto import (
@@ -451,9 +451,7 @@ def test_trees_are_expected_to_emit_what_they_emitted_lately(further):
     dice, tree, texts = random.Random(0), TREES[1], Acceptance(1 / 3, 7)
     emitted = []
     for _ in range(600):
-        ranks: list[int] = []
-        while len(ranks) < tree.size and -1 not in ranks:
-            ranks.append(0 if dice.random() < 0.6 else 1 if dice.random() < further else -1)
+        ranks = draw_ranks(dice, tree.size, 0.6, 0.6 + 0.4 * further)
         texts.learn(tree, [], ranks, memory=0.995)
         emitted.append(1 + sum(rank >= 0 for rank in ranks))
     right, by_place = mean(emitted[-200:]), expected_tokens(texts.places, tree)

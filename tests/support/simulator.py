@@ -58,6 +58,18 @@ def chance(shape: DraftShape, alpha: float) -> float:
     return alpha + (1 - alpha) * (1 - 0.85 ** (per_level - 1))
 
 
+def draw_ranks(dice: random.Random, size: int, first: float, likely: float) -> list[int]:
+    """Which child is kept at each level that is reached; -1 where none is.
+
+    The first one with the chance ``first``, any with ``likely``.
+    """
+    found: list[int] = []
+    while len(found) < size and -1 not in found:
+        draw = dice.random()
+        found.append(0 if draw < first else 1 if draw < likely else -1)
+    return found
+
+
 def best(cost: Curve, alpha: float, shapes=CHAINS) -> float:
     """Seconds a token of the best choice by somebody who is told everything."""
 
@@ -94,13 +106,9 @@ class Machine:
         return self.cost(shape, self.num_requests) * noise * pace
 
     def ranks(self, shape: DraftShape) -> list[int]:
-        """Which child is kept at each level that is reached; -1 where none is."""
-        alpha, found = self.alpha(int(self.num_tokens)), []
-        likely = chance(shape, alpha)
-        while len(found) < shape.size and -1 not in found:
-            draw = self.dice.random()
-            found.append(0 if draw < alpha else 1 if draw < likely else -1)
-        return found
+        """See ``draw_ranks``, at the place where the text is."""
+        alpha = self.alpha(int(self.num_tokens))
+        return draw_ranks(self.dice, shape.size, alpha, chance(shape, alpha))
 
     def write(self, controller, num_tokens: int) -> float:
         """Seconds per token of a text of so many."""
