@@ -5,8 +5,8 @@ A round that drafts shape s emits E(s) tokens in t(s) seconds, a plain step one 
     gain(s) = E(s) t(plain) / t(s)
 
 and the shape with the greatest gain is drafted, none where that stays below 1. E comes from the
-share of drafted tokens kept lately at each place. t is told by the rounds themselves. Before there
-are any it is a curve c(s) known of the chip, and what a round takes is
+share of drafts kept lately at each place, of trees also from all that they emitted. t is told by
+the rounds. Before there are any it is a curve c(s) known of the chip, and what a round takes is
 
     log t(s) = log c(s) + f(s) + p + e
 
