@@ -27,6 +27,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from threading import Lock
 from typing import NamedTuple
 
@@ -57,7 +58,7 @@ PROBE_ROUNDS = 6  # of a probe, before drafting is said to be on
 TRIAL_LOSS = 1.5  # plain steps that drafts must have lost before drafting is turned off
 TOO_SLOW = 0.98  # gain below which it is: acceptance is never known exactly
 FORGET = 0.3  # of the evidence on acceptance is left when a probe begins
-PROBE_BUDGET = 0.01  # of the time of plain decoding, spent on probes while drafting is off
+PROBE_BUDGET = 0.01  # of plain decoding's time, lost in probes, and in rounds until they begin
 FEWEST, MOST = 64, 1024  # tokens between two probes
 ALMOST_ALWAYS = 0.9  # the highest acceptance of any drafter on a text
 DOUBT = 0.7  # standard deviations that a known cost must be off for its shape to be tried again
@@ -228,15 +229,14 @@ class AdaptiveController:
         costs.begin()
         self._shapes = [shape for shape in shapes if shape not in costs.failed]
         self._can_draw, self._is_asked, self._trial = can_draw, False, trial
-        longest = max((shape.size for shape in shapes), default=1)
-        self._accepted = Acceptance(costs.acceptance, longest)
+        self._accepted = Acceptance(costs.acceptance, max((s.size for s in shapes), default=1))
         self._latest = PLAIN  # chosen; perhaps not recorded yet
-        self._num_tokens, self._probe_left, self._plain_left = 0, 0, 0.0
+        self._num_tokens, self._probe_left = 0, 0
+        self._plain_left = self._tries_lost = 0.0  # plain steps
         self._is_timing = False  # off for a few steps, to see what they cost
         self._rounds: list[tuple[DraftShape, float]] = []  # and tokens, since drafts were level
-        self._tries_lost = 0.0  # plain steps
-        self._estimates = costs.estimates(self._shapes, num_requests)
-        # The token after which that was done; where earlier texts did, this one is heard first.
+        self._known: dict[DraftShape, Estimate] = {}  # made when asked for, after each record
+        # The token after which plain steps were timed; after earlier texts, this one comes first.
         self._plain_timed = AGAIN * (self._estimates[PLAIN].is_known) - LATER
         self._give_up()
 
@@ -255,11 +255,10 @@ class AdaptiveController:
         if shape == PLAIN and self._shapes:
             return min(self._shapes, key=lambda shape: (shape.num_rows, shape.size))
         if gain < TOO_SLOW and (lost := self._lost()) > TRIAL_LOSS:
-            lost += self._cost(shape)  # when drafting begins, the pipeline drains
             self._turn_off(
                 f"with {self._accepted.places[0]:.0%} of first drafts accepted, the best length "
                 f"({shape}) would give {gain:.2f}x",
-                min(MOST, max(FEWEST, lost / PROBE_BUDGET)) - 1,
+                min(MOST, max(FEWEST, (lost + self._cost(shape)) / PROBE_BUDGET)) - 1,
             )
             self._give_up()
             return PLAIN
@@ -275,7 +274,7 @@ class AdaptiveController:
         self, shape: DraftShape, kept: Sequence[int], seconds: float | None,
         ranks: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        if shape not in self._estimates:  # cut to what was left of the text
+        if shape != PLAIN and shape not in self._shapes:  # cut to what was left of the text
             return
         if kept:
             self._learn(shape, kept, ranks)
@@ -285,17 +284,14 @@ class AdaptiveController:
             if self._trial.has_ended:
                 self._costs.options, self._trial = self._trial.best, None
         is_other, self._num_requests = self._num_requests != self._resized, self._resized
-        self._estimates = self._costs.estimates(self._shapes, self._num_requests)
-        best, gain = self._best()
-        self._probe_left -= shape != PLAIN
-        reason = ""
+        self._known, reason, self._probe_left = {}, "", self._probe_left - (shape != PLAIN)
         if is_other and self.drafting_off and not self._is_timing:
-            reason = f"a round costs less now, drafts of {best} promise {gain:.2f}x"
+            reason = "a round costs less now, drafts of {} promise {:.2f}x"
         elif shape != PLAIN and self._probe_left == 0:
-            reason = f"the probe promises {gain:.2f}x"
-        if reason and gain >= 1.0:
+            reason = "the probe promises {1:.2f}x"
+        if reason and (best := self._best())[1] >= 1.0:
             self.drafting_off, self.never_pays, self._rounds = False, False, []
-            self._note(ON, reason)
+            self._note(ON, reason.format(*best))
 
     def disable_shape(self, shape: DraftShape, error: RuntimeError) -> bool:
         """It can if that shape never ran here; it is drafted no more then, which is said once."""
@@ -326,6 +322,11 @@ class AdaptiveController:
         if self._lost() <= 0:
             self._rounds.clear()
 
+    @property
+    def _estimates(self) -> dict[DraftShape, Estimate]:
+        self._known = self._known or self._costs.estimates(self._shapes, self._num_requests)
+        return self._known
+
     def _lost(self) -> float:
         """Plain steps that drafts have lost since they were last level, as is known now."""
         return sum(self._cost(s) - num for s, num in self._rounds if s in self._estimates)
@@ -337,8 +338,7 @@ class AdaptiveController:
     def _best(self) -> tuple[DraftShape, float]:
         """The timed shape with the greatest gain, and the gain; a plain step where none is."""
         gains = {s: self._accepted.expected_tokens(s) / self._cost(s) for s in self._timed()}
-        shape = max(gains, key=gains.__getitem__, default=PLAIN)
-        return shape, gains.get(shape, 0.0)
+        return max(gains.items(), key=itemgetter(1), default=(PLAIN, 0.0))
 
     def _worth_trying(self, best: DraftShape, gain: float) -> DraftShape | None:
         """A shape that might be faster than ``best`` with its ``gain``, if that loses little."""
