@@ -168,12 +168,26 @@ BY_LENGTH = (DynamicNTKScalingRoPE,)
 """Ropes whose base follows the end of the pass, computed in Python from one offset."""
 
 
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module in a model, itself included, with its name in the one that holds it.
+
+    MLX's own method takes ten times as long, and every text begins with some walks.
+    """
+    found: list[tuple[str, Any]] = [("", model)]
+    while found:
+        name, value = found.pop()
+        if isinstance(value, nn.Module):
+            yield name, value
+        members = value.items() if isinstance(value, dict) else enumerate(value)
+        found += [(str(key), v) for key, v in members if isinstance(v, (dict, list))]
+
+
 def find_ropes(model: nn.Module) -> list[nn.Module]:
     """The rotary embedding modules of a model's layers, by the name mlx-lm gives them."""
     found: dict[int, nn.Module] = {}
     for layer in model.layers:
-        for name, module in layer.named_modules():
-            if name.split(".")[-1] in ("rope", "rotary_emb"):
+        for name, module in named_modules(layer):
+            if name in ("rope", "rotary_emb"):
                 found[id(module)] = module
     return list(found.values())
 
@@ -243,7 +257,7 @@ def positions_of_one_scale(model: nn.Module) -> int | None:
     at a time, and mlx-lm counts positions row by row, also in a tree: its rows must all lie
     between two steps.
     """
-    for module in model.modules():
+    for _, module in named_modules(model):
         rope = getattr(getattr(module, "args", None), "rope_parameters", None) or {}
         if rope.get("llama_4_scaling_beta"):
             return int(rope["original_max_position_embeddings"])

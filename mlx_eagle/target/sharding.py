@@ -19,6 +19,8 @@ from mlx.nn.layers.distributed import (
 )
 from mlx_lm.models.pipeline import PipelineMixin
 
+from .masks_and_ropes import named_modules
+
 SHARDED = (
     AllToShardedLinear,
     QuantizedAllToShardedLinear,
@@ -80,7 +82,9 @@ def is_pipelined(model: nn.Module) -> bool:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether other processes run parts of this model, and so have to do what this one does."""
-    return is_pipelined(model) or any(isinstance(m, SHARDED) for m in model.modules())
+    return is_pipelined(model) or any(
+        isinstance(module, SHARDED) for _, module in named_modules(model)
+    )
 
 
 def in_any_process(flag: bool) -> bool:
@@ -89,5 +93,5 @@ def in_any_process(flag: bool) -> bool:
 
 
 def _pipelines(model: nn.Module) -> list[PipelineMixin]:
-    modules = (m for m in model.modules() if isinstance(m, PipelineMixin))
+    modules = (m for _, m in named_modules(model) if isinstance(m, PipelineMixin))
     return [m for m in modules if m.pipeline_size > 1]

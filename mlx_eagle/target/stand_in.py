@@ -25,7 +25,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import scaled_dot_product_attention as attend
 
-from .masks_and_ropes import PositionedRope, RowPositions, find_ropes, tree_masks
+from .masks_and_ropes import PositionedRope, RowPositions, find_ropes, named_modules, tree_masks
 from .states import StateRecorder, is_recurrent
 
 NAME = attend.__name__
@@ -75,7 +75,7 @@ def find_attention(model: nn.Module) -> list[nn.Module]:
     """The modules of a model's layers that call mlx-lm's attention function themselves."""
     found: dict[int, nn.Module] = {}
     for layer in model.layers:
-        for _, module in layer.named_modules():
+        for _, module in named_modules(layer):
             call = type(module).__call__
             if not isinstance(call, FunctionType) or NAME not in call.__code__.co_names:
                 continue
@@ -128,6 +128,8 @@ def attend_in_parts(
 
     ``mask`` is an array, "causal" or None.
     """
+    if queries.shape[0] == queries.shape[2] == 1:  # nothing to cut
+        return attend(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
 
     def whole() -> mx.array:
         return attend(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
@@ -200,7 +202,7 @@ class StandIn:
         attention = {id(module) for module in find_attention(model)}
         of_kind: dict[tuple[type, bool], dict[str, Any]] = {}
         found = {}
-        for _, module in model.named_modules():
+        for _, module in named_modules(model):
             key = type(module), id(module) in attention
             if key not in of_kind:
                 of_kind[key] = self._methods(*key)

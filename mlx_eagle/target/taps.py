@@ -162,8 +162,13 @@ class Target:
         return self._stand_in.parts
 
     def _recording_stand_in(self, most_rows: Callable[[int, int], int]) -> StandIn:
-        """The model's stand-in, whose layers and final norm tell ``self._recorder``."""
-        recorded = dict(enumerate(self.model.layers, self.stage.start))
+        """The model's stand-in, whose layers and final norm tell ``self._recorder``.
+
+        The last layer always does, for ``logits_at``; of the others those beside a tap.
+        """
+        wanted = {max(tap - 1, 0) for tap in self._recorded} | {self.num_layers - 1}
+        layers = enumerate(self.model.layers, self.stage.start)
+        recorded = {index: layer for index, layer in layers if index in wanted}
         if self.num_layers + 1 in self._recorded:
             recorded[self.num_layers] = find_final_norm(self.model)
         stand_in = StandIn(self.model, recorded.values(), most_rows)

@@ -21,6 +21,7 @@ from tree_drafters import TREE_SCRIPTS, ScriptedTreeDrafter
 from mlx_eagle.drafters.head import DraftAttention
 from mlx_eagle.drafters.tree import TreeShape
 from mlx_eagle.target.attention import check_trees
+from mlx_eagle.target.masks_and_ropes import named_modules
 
 LIMIT = 24  # positions the tiny models say they were trained for; texts run past it
 ROPES = {
@@ -120,3 +121,10 @@ def test_trees_where_the_scale_of_attention_grows_with_the_position(name):
         found, stats = speculative(model, drafter, PROMPT, 40, **draft)
         assert found == expected and stats.num_accepted > 0
     assert stats.num_plain_steps <= 1  # the last: chains need no such care
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gemma3n", "nemotron_h", "qwen3_next"])
+def test_modules_are_those_that_mlx_finds(name):
+    model = build(name)
+    theirs = [(path.split(".")[-1], id(module)) for path, module in model.named_modules()]
+    assert sorted((key, id(module)) for key, module in named_modules(model)) == sorted(theirs)
