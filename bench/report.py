@@ -48,8 +48,9 @@ ORDERS = {
     "abba": "plain, speculative, speculative, plain for every configuration",
     "mirror": "plain, every configuration, then the same backwards; all configurations share the "
     "plain runs",
-    "weave": f"plain and every configuration at once, {TURN_TOKENS} tokens each in turn, forwards "
-    "and backwards, each with its own clock; all configurations share the plain run",
+    "weave": f"plain and every configuration at once, {TURN_TOKENS} tokens each in turn, in an "
+    "order drawn anew for each turn, each with its own clock; all configurations share the plain "
+    "run",
 }
 
 START_WORDS = "Time to the first token (TTFT), and memory"

@@ -6,7 +6,8 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from random import Random
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,6 +25,7 @@ from mlx_eagle.generate import stream_generate
 
 from .questions import Question
 
+T = TypeVar("T")
 WARM_UP_TOKENS = 16  # of a batch and of loads of servers, before what is measured
 ORDERS = ("abba", "mirror", "weave")
 TURN_TOKENS = 8  # of each in turn where they are woven: rounds around a pause cannot be timed
@@ -266,19 +268,34 @@ def run_woven(
     *args: Any,
     **options: Any,
 ) -> list[Run]:
-    """A generation of every configuration, ``num_tokens`` each in turn, forwards and backwards."""
+    """A generation of every configuration, ``num_tokens`` each in turn, see ``in_turns``."""
     mx.synchronize(generation_stream)  # mlx-lm leaves a step in flight behind
     bytes_before = mx.get_active_memory()
     takes = [Take(c, responses(models, c, prompt, *args, **options)) for c in configurations]
     # Around all of them: else the first one to end sets the limit back for the others.
     with wired_limit(models.target, [generation_stream]):
-        order = takes
-        while not all(take.has_ended for take in takes):
+        for order in in_turns(takes, Random(str(prompt))):
             for take in order:
                 if not take.has_ended:
                     take.go_on(num_tokens)
-            order = order[::-1]
+            if all(take.has_ended for take in takes):
+                break
     return [take.result(bytes_before) for take in takes]
+
+
+def in_turns(takes: Sequence[T], random: Random) -> Iterator[Sequence[T]]:
+    """Orders without end, drawn anew each time, in which none follows itself.
+
+    What comes before a turn leaves caches and buffers as it needs them: forwards and backwards,
+    the first and the last would follow themselves, and be faster for it.
+    """
+    last = None
+    while True:
+        order = random.sample(takes, len(takes))
+        if order[0] is last:
+            order.reverse()
+        last = order[-1]
+        yield order
 
 
 def first_batch(drafted: Sequence[bool]) -> int:

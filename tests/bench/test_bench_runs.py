@@ -3,6 +3,8 @@
 import gc
 import itertools
 import statistics
+from collections import Counter
+from random import Random
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -107,7 +109,7 @@ def test_woven_runs_are_those_of_one_after_the_other(tiny):
             assert other.stats.generation_tps == pytest.approx(other.tps)
 
 
-def test_turns_are_short_and_go_forwards_and_backwards(monkeypatch):
+def test_turns_are_short(monkeypatch):
     turns = []
 
     def responses(models, configuration, prompt, max_tokens, *_):
@@ -126,10 +128,19 @@ def test_turns_are_short_and_go_forwards_and_backwards(monkeypatch):
     plain, b, _ = runner.run_woven(
         SimpleNamespace(target=None), configurations, [1], 2, max_tokens=5
     )
-    in_turns = [label for label, _ in itertools.groupby(turns)]
-    assert in_turns == ["plain", "b", "c", "b", "plain", "b", "c"]
+    assert [len(list(run)) for _, run in itertools.groupby(turns)] == 6 * [2] + 3 * [1]
     assert [turns.count(configuration.label) for configuration in configurations] == [5, 5, 5]
     assert b.num_timed == 4 and b.seconds > 0 and plain.num_timed == 2  # 1, 1 of 2, 0 of 1
+
+
+@pytest.mark.parametrize("num", [2, 3, 7])
+def test_in_turns_each_follows_every_other_and_none_itself(num):
+    orders = list(itertools.islice(runner.in_turns(range(num), Random(0)), 2000))
+    assert all(sorted(order) == list(range(num)) for order in orders)
+    pairs = Counter(itertools.pairwise(itertools.chain(*orders)))
+    equal = (2000 * num - 1) / (num * (num - 1))
+    assert set(pairs) == set(itertools.permutations(range(num), 2))
+    assert all(abs(seen - equal) < 0.15 * equal for seen in pairs.values())
 
 
 def test_the_clock_of_turns():
