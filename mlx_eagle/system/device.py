@@ -44,6 +44,8 @@ the first. Between rows that are given a line; beyond them the line from one row
 BLAS_CURVE = {2: 1.10, 3: 1.16, 4: 1.15, 5: 1.32, 6: 1.48, 7: 1.37, 8: 1.18, 12: 1.60, 16: 1.56}
 """A whole pass in float32 on an EPYC with OpenBLAS 0.3.34: rows that fill a tile are cheap."""
 DENSE_CURVE = {2: 1.08, 8: 1.56}  # a guess, for weights that are read once for all rows
+HOPPER_DENSE = {2: 1.25, 4: 1.17, 8: 1.14, 16: 1.26, 32: 1.29}
+"""Products of 4096 to 14336 in bfloat16, MLX 0.32.4 on an H200, 2026-11-27 (mean of two runs)."""
 
 
 class Pass(NamedTuple):
@@ -59,6 +61,7 @@ class Products:
 
     ``matrix_from`` are the rows from which on a product is the matrix kernel's: in layers that
     are narrow, middle and wide. ``curve`` is c(R) below them, and ``source`` says who measured it.
+    ``dense`` is that of weights that are not packed.
     """
 
     matrix_from: tuple[int, int, int]
@@ -67,6 +70,7 @@ class Products:
     advice: str
     curve: Mapping[int, float] = field(default_factory=lambda: BY_ROW)
     source: str = "by MLX's sources"
+    dense: Mapping[int, float] = field(default_factory=lambda: DENSE_CURVE)
 
     def limit(self, inputs: int = MIDDLE + 1, outputs: int = MIDDLE + 1) -> int:
         """Rows from which on the matrix kernel multiplies in a layer of that size."""
@@ -128,7 +132,7 @@ CUDA = Products(
     "= 7 and trees as well. cuDNN's attention has to stay off (MLX_CUDA_USE_CUDNN_SDPA=0)",
 )  # fmt: skip
 HOPPER = replace(
-    CUDA, matrix_from=(2, 2, 2), curve={2: 1.2}, source="a guess",
+    CUDA, matrix_from=(2, 2, 2), curve={2: 1.2}, source="a guess", dense=HOPPER_DENSE,
     advice="from 2 rows on tensor cores multiply, and up to 16 rows cost alike: long drafts and "
     "trees pay. cuDNN's attention has to stay off (MLX_CUDA_USE_CUDNN_SDPA=0)",
 )  # fmt: skip
@@ -227,7 +231,8 @@ def product_cost(machine: Machine, num_rows: int, is_packed: bool) -> float:
     """What products of so many rows take in those of one row, as far as the table knows."""
     products = machine.products
     if not is_packed:
-        return on_curve(BLAS_CURVE if machine.backend == "cpu" else DENSE_CURVE, num_rows)
+        dense = DENSE_CURVE if products is None else products.dense
+        return on_curve(BLAS_CURVE if machine.backend == "cpu" else dense, num_rows)
     if products is None:
         return on_curve(BY_ROW, num_rows)
     if num_rows >= products.limit():  # the matrix kernel, which takes over where it is no dearer

@@ -76,6 +76,21 @@ def test_prices_are_the_published_ones(name, architecture):
     assert product_cost(machine, 1, True) == 1.0
 
 
+H200 = {  # milliseconds of a product of 4096 to 14336 in bfloat16 by rows, in two runs
+    1: (0.0374, 0.0390), 2: (0.0476, 0.0484), 4: (0.0411, 0.0480), 8: (0.0404, 0.0470),
+    16: (0.0474, 0.0487), 32: (0.0488, 0.0495),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("run", [0, 1])
+def test_dense_products_cost_what_an_h200_took(run):
+    machine = machine_of({"device_name": "NVIDIA H200", "architecture": "sm_90"}, "cuda")
+    for rows, times in H200.items():
+        wanted = times[run] / H200[1][run]
+        assert product_cost(machine, rows, False) == pytest.approx(wanted, abs=0.09)
+    assert product_cost(machine_of({}, "metal"), 2, False) == 1.08
+
+
 def test_what_to_expect_of_chips():
     assert "expect k = 2;" in apple("Apple M4 Pro", "applegpu_g16s").advice
     assert "expect k = 2;" in apple("Apple M4", "applegpu_g16g").advice
