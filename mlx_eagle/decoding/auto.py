@@ -49,7 +49,7 @@ KNOWN = 0.2  # of a cost beside the one timed last, below which it counts as kno
 NEAR = 0.1  # rows squared; costs a row apart are correlated by (1 + 1 / NEAR)^-TAIL = .62,
 TAIL = 0.2  # those of 8 rows apart by .27
 APART = 3.0  # rows more between plain steps and drafts, which share little but the weights
-DRIFT = 3e-4  # of SPREAD^2, added to the variance of a cost in a round: contexts grow
+DRIFT = 1e-4  # of SPREAD^2, added to the variance of a cost in a round: contexts grow
 OUTLIER = 3.0  # standard deviations: a time further off counts as if that were as far as it is
 TIMED_PLAIN = 4  # plain steps in a row to time: the first and the last are not comparable
 AGAIN, LATER = 64, 512  # tokens before plain steps are timed again: unknown; known, and close
@@ -61,7 +61,7 @@ FORGET = 0.3  # of the evidence on acceptance is left when a probe begins
 PROBE_BUDGET = 0.01  # of plain decoding's time, lost in probes, and in rounds until they begin
 FEWEST, MOST = 64, 1024  # tokens between two probes
 ALMOST_ALWAYS = 0.9  # the highest acceptance of any drafter on a text
-DOUBT = 0.7  # standard deviations that a known cost must be off for its shape to be tried again
+DOUBT = 1.2  # standard deviations that a known cost must be off for its shape to be tried again
 WORTH_TRYING = 1.03  # of the best gain, that a shape to be tried must promise
 TRYING_LOSS, TRYING_SHARE = 1.5, 0.015  # plain steps, and per token, that trying shapes may lose
 

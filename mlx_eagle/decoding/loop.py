@@ -156,8 +156,10 @@ class Pipeline(Generic[R]):
             can_be_ahead = controller.drafting_off and runner.can_run_ahead(done)
             if can_be_ahead:
                 runner.commit_plain(done)
-            # Chosen before the read, by what was known up to the round before.
-            shape = controller.next_shape(runner.num_tokens)
+            # Chosen before the read, by what was known up to the round before. Once for each pair
+            # that tries whether trees can be verified, which no round has to answer for.
+            with self._clock.pausing():
+                shape = controller.next_shape(runner.num_tokens)
             if can_be_ahead and runner.can_launch_before_read(shape):
                 self.upcoming, self._was_ahead = self._launch(shape), True
             # 4. Commit.

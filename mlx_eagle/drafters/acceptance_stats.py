@@ -12,6 +12,8 @@ from operator import mul
 from .tree import DraftShape
 
 PRIOR_WEIGHT = 8.0  # rounds that what is believed before anything was seen is worth
+# Rounds that what others tell is worth: the first place's chance differs by .10 from text to text.
+OTHERS_WEIGHT = 16.0
 MEMORY = 0.98  # what a round's evidence weighs one round later: half is forgotten in 34
 FURTHER = 0.5  # of the chance of a first child, that a further one is right where those are not
 TREES_WEIGHT = 100.0  # tokens that what is believed of trees is worth, see ``_tree_share``
@@ -108,12 +110,15 @@ class Acceptance:
 
     def _chances(self) -> list[float]:
         places: list[float] = []
-        given = self._believed
-        others, before = (given.places, 0.0) if isinstance(given, Acceptance) else (None, given)
+        given, others, before, weight = self._believed, None, 0.0, OTHERS_WEIGHT
+        if isinstance(given, Acceptance):
+            others = given.places
+        else:
+            before, weight = given, PRIOR_WEIGHT
         for i, (kept, reached) in enumerate(zip(self._kept, self._reached, strict=True)):
             if others is not None:
                 before = others[i]
-            places.append((kept + PRIOR_WEIGHT * before) / (reached + PRIOR_WEIGHT))
+            places.append((kept + weight * before) / (reached + weight))
             before = places[-1] + self._rise * (1 - places[-1])
         return places
 

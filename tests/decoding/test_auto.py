@@ -528,6 +528,23 @@ def test_chosen_before_the_read_and_recorded_after_the_launch(monkeypatch):
     assert "read choose" not in whole and "read record launch" not in whole
 
 
+def test_a_text_leans_on_others_as_much_as_texts_are_alike():
+    """What ten rounds tell of a text's first place, where texts differ by .104, as measured."""
+    dice, others = random.Random(0), Acceptance(0.532, 1)
+    total = 0.532 * 0.468 / 0.104**2 - 1  # of a beta distribution with that mean and spread
+    errors, ours = dict.fromkeys((4, 8, 16, 32, 64), 0.0), 0.0
+    for _ in range(4000):
+        chance, text = dice.betavariate(0.532 * total, 0.468 * total), Acceptance(others, 1)
+        kept = [dice.random() < chance for _ in range(10)]
+        for is_kept in kept:
+            text.observe(0, 1, is_kept)
+        for weight in errors:
+            found = (sum(kept) + weight * 0.532) / (10 + weight)
+            errors[weight] += (found - chance) ** 2
+        ours += (text.places[0] - chance) ** 2
+    assert ours <= 1.001 * min(errors.values())
+
+
 def test_only_what_is_comparable_is_timed(monkeypatch):
     now = iter([1.0, 3.0, 4.0, 5.0, 6.0, 6.5, 6.6, 7.6, 7.7, 8.7, 9.7])
     monkeypatch.setattr(loop.time, "perf_counter", lambda: next(now))
@@ -543,6 +560,38 @@ def test_only_what_is_comparable_is_timed(monkeypatch):
     with clock.pausing():  # from 7.7 to 8.7: the caller kept the device waiting
         pass
     assert clock.seconds(PLAIN, True) is None  # at 9.7
+
+
+def test_a_choice_that_takes_long_is_no_part_of_a_round(monkeypatch):
+    """As the first one of a tree, which tries whether the target can verify any."""
+    now, times, choices = [0.0], [], []
+    choose, record = AdaptiveController.next_shape, AdaptiveController.record
+
+    finish = loop.SingleRunner.finish
+
+    def read(self, done):
+        now[0] += 0.01
+        finish(self, done)
+
+    def choose_slowly(self, num_tokens):
+        choices.append(num_tokens)
+        now[0] += 100.0 * (len(choices) == 6)
+        return choose(self, num_tokens)
+
+    def note(self, shape, kept, seconds, ranks=()):
+        times.append(seconds)
+        record(self, shape, kept, seconds, ranks)
+
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(loop.SingleRunner, "finish", read)
+    monkeypatch.setattr(AdaptiveController, "next_shape", choose_slowly)
+    monkeypatch.setattr(AdaptiveController, "record", note)
+    monkeypatch.setattr(loop, "costs_of", lambda *_: SettledCosts(FLAT))
+    model = tiny_llama()
+    speculative(model, tiny_head(model), PROMPT, 40, num_draft_tokens="auto")
+    assert now[0] > 100 and len(choices) > 10
+    timed = [seconds for seconds in times if seconds is not None]
+    assert len(timed) > 5 and max(timed) == pytest.approx(0.01)
 
 
 # --- kernel options ---------------------------------------------------------------------------
