@@ -171,7 +171,8 @@ BY_LENGTH = (DynamicNTKScalingRoPE,)
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every module in a model, itself included, with its name in the one that holds it.
 
-    MLX's own method takes ten times as long, and every text begins with some walks.
+    MLX's own method takes four times as long (0.9 ms of 32 layers), and every text begins with
+    some walks.
     """
     found: list[tuple[str, Any]] = [("", model)]
     while found:
