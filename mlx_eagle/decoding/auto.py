@@ -16,11 +16,10 @@ A Kalman filter finds f and p, so times of shapes lean on each other, and those 
 compared with those of fast ones. A shape is tried where its gain would be the greatest if f were
 less, by a standard deviation or, while trying has lost little, by more, as long as that loses
 little if f is one more. Where drafts pay, that goes for known costs too: a few wrong times would
-keep a shape out for good. A longer draft is not taken for a dearer one: 8 rows may cost less.
+keep a shape out for good. Plain steps are timed again before drafts are given up in doubt.
 
-A shape is chosen before the round under way is read, and a round is recorded once the next one is
-launched, so the device waits for none of this. What was learned stays in memory, for the next
-text of the pair. A batch has one controller, and what its requests accept is pooled.
+A shape is chosen before the round under way is read, and a round recorded once the next one is
+launched. What a pair has taught stays in memory. What the requests of a batch accept is pooled.
 """
 
 import math
@@ -170,8 +169,7 @@ class RoundCosts:
     def estimates(self, shapes: Sequence[DraftShape], num: int) -> dict[DraftShape, Estimate]:
         """Of ``shapes`` and plain steps for ``num`` requests, all at one pace."""
         keys = PLAIN, *shapes
-        seconds = np.array([self._curve(shape, num) for shape in keys])
-        errors = np.zeros(len(keys))
+        seconds, errors = np.array([self._curve(s, num) for s in keys]), np.zeros(len(keys))
         with self._lock:
             if not self._is_settled:
                 at, last = [self._place(num, shape) for shape in keys], self._latest
@@ -230,10 +228,9 @@ class AdaptiveController:
         self._shapes = [shape for shape in shapes if shape not in costs.failed]
         self._can_draw, self._is_asked, self._trial = can_draw, False, trial
         self._accepted = Acceptance(costs.acceptance, max((s.size for s in shapes), default=1))
-        self._latest = PLAIN  # chosen; perhaps not recorded yet
+        self._latest, self._is_timing = PLAIN, False  # chosen; off just to time plain steps
         self._num_tokens, self._probe_left = 0, 0
         self._plain_left = self._tries_lost = 0.0  # plain steps
-        self._is_timing = False  # off for a few steps, to see what they cost
         self._rounds: list[tuple[DraftShape, float]] = []  # and tokens, since drafts were level
         self._known: dict[DraftShape, Estimate] = {}  # made when asked for, after each record
         # The token after which plain steps were timed; after earlier texts, this one comes first.
@@ -248,7 +245,7 @@ class AdaptiveController:
                 return PLAIN
             self._turn_on()
         shape, gain = self._best()
-        if self._has_to_time_plain(gain):
+        if self._has_to_time_plain(shape, gain):
             self.drafting_off = self._is_timing = True
             self._plain_left, self._plain_timed = TIMED_PLAIN - 1, num_tokens
             return PLAIN
@@ -358,11 +355,14 @@ class AdaptiveController:
         """The shapes whose cost is known."""
         return [s for s in self._shapes if self._estimates[s].is_known]
 
-    def _has_to_time_plain(self, gain: float) -> bool:
-        """Whether what plain steps cost has to be seen: unknown, or old and nearly as fast."""
-        age = self._num_tokens - self._plain_timed
-        is_known = self._estimates[PLAIN].is_known
-        return age >= LATER and gain < SURE and not self._rounds if is_known else age > AGAIN
+    def _has_to_time_plain(self, shape: DraftShape, gain: float) -> bool:
+        """Whether what plain steps cost has to be seen: unknown or in doubt, or old and close."""
+        age, known = self._num_tokens - self._plain_timed, self._estimates
+        doubt = math.exp(max(known[PLAIN].error, known[shape].error))
+        is_lost = gain < TOO_SLOW <= gain * doubt and self._lost() > TRIAL_LOSS
+        if is_lost or not known[PLAIN].is_known:
+            return age > AGAIN
+        return age >= LATER and gain < SURE and not self._rounds
 
     def _turn_on(self) -> None:
         """Draft again: where plain steps were timed as before, else for a probe."""

@@ -594,6 +594,22 @@ def test_a_choice_that_takes_long_is_no_part_of_a_round(monkeypatch):
     assert len(timed) > 5 and max(timed) == pytest.approx(0.01)
 
 
+def test_plain_steps_are_timed_again_before_drafts_are_given_up_in_doubt():
+    """They were quicker in earlier texts, so drafts look slower than plain decoding."""
+    costs = RoundCosts(curve(lambda k: 1.2 + 0.05 * k))
+    chain, taken = CHAINS[0], []
+    for shape, seconds in 40 * [(PLAIN, 0.8)] + 60 * [(chain, 1.25)]:
+        costs.record(1, shape, seconds)
+    controller = AdaptiveController(costs, CHAINS[:1])
+    for num_tokens in range(40):
+        shape = controller.next_shape(num_tokens)
+        taken.append(shape)
+        kept = () if shape == PLAIN else [num_tokens % 2]
+        controller.record(shape, kept, 1.25 if kept else 1.0)
+    assert PLAIN in taken and taken[-1] == chain
+    assert all(event.what != OFF for event in controller.events)
+
+
 # --- kernel options ---------------------------------------------------------------------------
 
 
