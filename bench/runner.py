@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from random import Random
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,7 +25,6 @@ from mlx_eagle.generate import stream_generate
 
 from .questions import Question
 
-T = TypeVar("T")
 WARM_UP_TOKENS = 16  # of a batch and of loads of servers, before what is measured
 ORDERS = ("abba", "mirror", "weave")
 TURN_TOKENS = 8  # of each in turn where they are woven: rounds around a pause cannot be timed
@@ -283,7 +282,7 @@ def run_woven(
     return [take.result(bytes_before) for take in takes]
 
 
-def in_turns(takes: Sequence[T], random: Random) -> Iterator[Sequence[T]]:
+def in_turns(takes: Sequence[Take], random: Random) -> Iterator[Sequence[Take]]:
     """Orders without end, drawn anew each time, in which none follows itself.
 
     What comes before a turn leaves caches and buffers as it needs them: forwards and backwards,

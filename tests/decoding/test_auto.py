@@ -566,7 +566,6 @@ def test_a_choice_that_takes_long_is_no_part_of_a_round(monkeypatch):
     """As the first one of a tree, which tries whether the target can verify any."""
     now, times, choices = [0.0], [], []
     choose, record = AdaptiveController.next_shape, AdaptiveController.record
-
     finish = loop.SingleRunner.finish
 
     def read(self, done):
