@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import ENDLESS, NUM_CHARACTERS, ours
 
 from mlx_eagle import stream_generate
+from mlx_eagle.decoding.auto import OFF, PLAIN, Estimate, RoundCosts
 from mlx_eagle.draft_models import open_drafter
 from mlx_eagle.server.answer_stream import DraftReport, PairResponse, TokenOrigin
 
@@ -165,14 +166,21 @@ def test_who_shares_rounds_is_told(server):
     assert any(token["depth"] > 0 for token in shared)
 
 
-def test_events_of_the_controller(server):
+def test_events_of_the_controller(server, monkeypatch):
     """Numbered by the tokens of the answer, and reported once, with the token after them."""
+
+    def slow_drafts(costs, shapes, num_requests):
+        known = {shape: Estimate(3.0, 0.0) for shape in shapes}
+        return known | {PLAIN: Estimate(1.0, 0.0)}
+
+    monkeypatch.setattr(RoundCosts, "estimates", slow_drafts)
     chunks = list(server.complete(**STORY, num_draft_tokens="auto", **ASKED))
-    events = [event for chunk in chunks for event in chunk.draft["drafting_events"]]
-    for event in events:
-        assert set(event) == {"num_tokens", "what", "reason"}
-    lengths = [token["length"] for token in tokens_of(chunks)]
-    assert events or all(lengths[1:])
+    (told,) = [chunk for chunk in chunks if chunk.draft["drafting_events"]]
+    (event,) = told.draft["drafting_events"]
+    assert set(event) == {"num_tokens", "what", "reason"} and event["what"] == OFF
+    lengths, at = [token["length"] for token in tokens_of(chunks)], event["num_tokens"]
+    assert at > 1 and all(lengths[1 : at + 1]) and not any(lengths[at + 1 :])
+    assert [token["index"] for token in tokens_of([told])] == [at]
 
 
 @pytest.mark.parametrize(
