@@ -15,8 +15,8 @@ of which goes with log c (Rasmussen and Williams 2006, equations 4.19 and 2.11);
 A Kalman filter finds f and p, so times of shapes lean on each other, and those of slow moments are
 compared with those of fast ones. A shape is tried where its gain would be the greatest if f were
 less, by a standard deviation or, while trying has lost little, by more, as long as that loses
-little if f is one more. Where drafts pay, that goes for known costs too: a few wrong times would
-keep a shape out for good. Plain steps are timed again before drafts are given up in doubt.
+little if f is one more. That goes for known costs too: a few wrong times would keep a shape out
+for good. Plain steps are timed again before drafts are given up in doubt.
 
 A shape is chosen before the round under way is read, and a round recorded once the next one is
 launched. What a pair has taught stays in memory. What the requests of a batch accept is pooled.
@@ -52,7 +52,6 @@ DRIFT = 1e-4  # of SPREAD^2, added to the variance of a cost in a round: context
 OUTLIER = 3.0  # standard deviations: a time further off counts as if that were as far as it is
 TIMED_PLAIN = 4  # plain steps in a row to time: the first and the last are not comparable
 AGAIN, LATER = 64, 512  # tokens before plain steps are timed again: unknown, in doubt; close
-SURE = 1.3  # gain that no wrong time of plain steps brings below 1
 PROBE_ROUNDS = 6  # of a probe, before drafting is said to be on
 TRIAL_LOSS = 1.5  # plain steps that drafts must have lost before drafting is turned off
 TOO_SLOW = 0.98  # gain below which it is: acceptance is never known exactly
@@ -343,7 +342,7 @@ class AdaptiveController:
         plain, promises = self._estimates[PLAIN].seconds, {}
         for shape in self._shapes:
             num_tokens, known = self._accepted.expected_tokens(shape), self._estimates[shape]
-            if shape in (best, self._latest) or (known.is_known and gain < SURE):
+            if shape in (best, self._latest):
                 continue
             least = known.off(-(DOUBT if known.is_known else left / TRYING_LOSS)) / plain
             promise, most = num_tokens / least, known.off(1.0) / plain
@@ -362,7 +361,7 @@ class AdaptiveController:
         is_lost = gain < TOO_SLOW <= gain * doubt and self._lost() > TRIAL_LOSS
         if is_lost or not known[PLAIN].is_known:
             return age > AGAIN
-        return age >= LATER and gain < SURE and not self._rounds
+        return age >= LATER and gain < doubt and not self._rounds
 
     def _turn_on(self) -> None:
         """Draft again: where plain steps were timed as before, else for a probe."""
