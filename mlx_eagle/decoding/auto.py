@@ -227,7 +227,8 @@ class AdaptiveController:
         self._shapes = [shape for shape in shapes if shape not in costs.failed]
         self._can_draw, self._is_asked, self._trial = can_draw, False, trial
         self._accepted = Acceptance(costs.acceptance, max((s.size for s in shapes), default=1))
-        self._latest, self._is_timing = PLAIN, False  # chosen; off just to time plain steps
+        self._latest = PLAIN  # chosen; perhaps not recorded yet
+        self._is_timing = False  # off for a few steps, to see what they cost
         self._num_tokens, self._probe_left = 0, 0
         self._plain_left = self._tries_lost = 0.0  # plain steps
         self._rounds: list[tuple[DraftShape, float]] = []  # and tokens, since drafts were level

@@ -110,13 +110,13 @@ class Acceptance:
 
     def _chances(self) -> list[float]:
         places: list[float] = []
-        given, others, before, weight = self._believed, None, 0.0, OTHERS_WEIGHT
+        given = self._believed
         if isinstance(given, Acceptance):
-            others = given.places
+            others, before, weight = given.places, 0.0, OTHERS_WEIGHT
         else:
-            before, weight = given, PRIOR_WEIGHT
+            others, before, weight = [], given, PRIOR_WEIGHT
         for i, (kept, reached) in enumerate(zip(self._kept, self._reached, strict=True)):
-            if others is not None:
+            if others:
                 before = others[i]
             places.append((kept + weight * before) / (reached + weight))
             before = places[-1] + self._rise * (1 - places[-1])
