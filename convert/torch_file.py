@@ -64,7 +64,7 @@ class Archive:
         if member.compress_type != zipfile.ZIP_STORED or not is_plain:
             raise DamagedArchive(f"its member {shown(name)} is compressed, as torch never does")
         at = member.header_offset
-        header = self.data[max(at, 0) : at + LOCAL.size].tobytes()
+        header = self.data[at : at + LOCAL.size].tobytes() if at >= 0 else b""
         if len(header) < LOCAL.size or not header.startswith(START):
             raise DamagedArchive("its directory is damaged")
         start = at + LOCAL.size + sum(LOCAL.unpack(header)[1:])

@@ -164,6 +164,19 @@ def test_a_cut_zip_is_cut_off(tmp_path):
             read_bin(path)
 
 
+@pytest.mark.parametrize("shift", [1, 29, 31, 5000, -1])
+def test_members_lie_within_the_file(tmp_path, shift):
+    """A directory that is said to begin elsewhere moves the places of all members with it."""
+    path = tmp_path / "x.bin"
+    write_bin(path, {"t0": np.zeros(5000, np.float32)}, state(PLAIN))
+    data = bytearray(path.read_bytes())
+    at = data.rfind(b"PK\x05\x06") + 16
+    data[at : at + 4] = (int.from_bytes(data[at : at + 4], "little") + shift).to_bytes(4, "little")
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="its directory is damaged"):
+        read_bin(path)
+
+
 def test_large_archives_are_read(tmp_path):
     """The directory that torch appends: with 64-bit places, whatever the size."""
     path = tmp_path / "x.bin"
