@@ -15,8 +15,7 @@ of which goes with log c (Rasmussen and Williams 2006, equations 4.19 and 2.11);
 A Kalman filter finds f and p, so times of shapes lean on each other, and those of slow moments are
 compared with those of fast ones. A shape is tried where its gain would be the greatest if f were
 less, by a standard deviation or, while trying has lost little, by more, as long as that loses
-little if f is one more. That goes for known costs too: a few wrong times would keep a shape out
-for good. Plain steps are timed again before drafts are given up in doubt.
+little if f is one more. In doubt known shapes are tried, and plain steps timed, once more.
 
 A shape is chosen before the round under way is read, and a round recorded once the next one is
 launched. What a pair has taught stays in memory. What the requests of a batch accept is pooled.
@@ -315,7 +314,8 @@ class AdaptiveController:
             self._tries_lost += self._cost(shape) - num_tokens / max(gain, 1.0)
         self._accepted.learn(shape, kept, ranks)
         self._costs.acceptance.learn(shape, kept, ranks, PAIR_MEMORY)
-        self._rounds.append((shape, num_tokens))
+        if best in (shape, PLAIN):  # what trying loses is no reason to give the best one up
+            self._rounds.append((shape, num_tokens))
         if self._lost() <= 0:
             self._rounds.clear()
 

@@ -609,6 +609,16 @@ def test_plain_steps_are_timed_again_before_drafts_are_given_up_in_doubt():
     assert all(event.what != OFF for event in controller.events)
 
 
+def test_what_is_tried_is_no_reason_to_give_drafts_up():
+    """A first text begins with drafts that all fail, large trees that are tried among them."""
+    cost = MACHINES["AVX-512"]
+    for seed in range(12):
+        machine = Machine(cost, lambda n: 0.6 if n > 9 else 0.0, seed)
+        controller = AdaptiveController(RoundCosts(cost), (*CHAINS, *TREES))
+        assert NOISE / machine.write(controller, 128) > 1.1, "against plain decoding"
+        assert not controller.events
+
+
 # --- kernel options ---------------------------------------------------------------------------
 
 
