@@ -268,9 +268,9 @@ def check_tree_drafter(drafter: Drafter, tree: Tree | str | None) -> None:
             drafter.check_tree(shape)
 
 
-# Plain steps that a round takes beside its passes, before one was timed. On a CPU chains have had
-# 0 to 0.05 and trees 0.05 to 0.1.
-OVERHEAD = 0.05
+# Plain steps that a round of a chain, and one of a tree, whose nodes are chosen and moved, takes
+# beside its passes, before one was timed. Two CPUs had 0 to 0.05 and 0.05 to 0.1.
+CHAIN_OVERHEAD, TREE_OVERHEAD = 0.02, 0.08
 _known: dict[tuple[object, ...], RoundCosts] = {}
 
 
@@ -292,6 +292,7 @@ def _curve(model: nn.Module, drafter: Drafter) -> Callable[[DraftShape, int], fl
     def curve(shape: DraftShape, num_requests: int) -> float:
         verify = weights.pass_cost(machine, shape.num_rows * num_requests)
         steps = shape.size * share * product_cost(machine, num_requests, weights.is_packed)
-        return verify + steps + OVERHEAD * (shape != PLAIN)
+        overhead = CHAIN_OVERHEAD if shape.tree is None else TREE_OVERHEAD
+        return verify + steps + overhead * (shape != PLAIN)
 
     return cache(curve)
