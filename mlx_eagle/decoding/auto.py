@@ -15,14 +15,14 @@ of which goes with log c (Rasmussen and Williams 2006, equations 4.19 and 2.11);
 A Kalman filter finds f and p, so times of shapes lean on each other, and those of slow moments are
 compared with those of fast ones. A shape is tried where its gain would be the greatest if f were
 less, by a standard deviation or, while trying has lost little, by more, as long as that loses
-little if f is one more. In doubt known shapes are tried, and plain steps timed, once more.
-
-A shape is chosen before the round under way is read, and a round recorded once the next one is
-launched. What a pair has taught stays in memory. What the requests of a batch accept is pooled.
+little if f is one more. In doubt known shapes are tried, and plain steps timed, once more. A shape
+is chosen before the round under way is read, and a round recorded once the next one is launched.
+What a pair has taught stays in memory. What the requests of a batch accept is pooled.
 """
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -229,7 +229,8 @@ class AdaptiveController:
         self._latest = PLAIN  # chosen; perhaps not recorded yet
         self._is_timing = False  # off for a few steps, to see what they cost
         self._num_tokens, self._probe_left = 0, 0
-        self._plain_left = self._tries_lost = 0.0  # plain steps
+        self._plain_left = self._tries_worth = 0.0  # plain steps: left, and in place of the tries
+        self._tries = Counter[DraftShape]()
         self._rounds: list[tuple[DraftShape, float]] = []  # and tokens, since drafts were level
         self._known: dict[DraftShape, Estimate] = {}  # made when asked for, after each record
         # The token after which plain steps were timed; after earlier texts, this one comes first.
@@ -311,7 +312,8 @@ class AdaptiveController:
         num_tokens = sum(kept) / len(kept) + 1
         best, gain = self._best()
         if shape != best:
-            self._tries_lost += self._cost(shape) - num_tokens / max(gain, 1.0)
+            self._tries[shape] += 1
+            self._tries_worth += num_tokens / max(gain, 1.0)
         self._accepted.learn(shape, kept, ranks)
         self._costs.acceptance.learn(shape, kept, ranks, PAIR_MEMORY)
         if best in (shape, PLAIN):  # what trying loses is no reason to give the best one up
@@ -334,12 +336,14 @@ class AdaptiveController:
 
     def _best(self) -> tuple[DraftShape, float]:
         """The timed shape with the greatest gain, and the gain; a plain step where none is."""
-        gains = {s: self._accepted.expected_tokens(s) / self._cost(s) for s in self._timed()}
+        timed = [s for s in self._shapes if self._estimates[s].is_known]
+        gains = {s: self._accepted.expected_tokens(s) / self._cost(s) for s in timed}
         return max(gains.items(), key=itemgetter(1), default=(PLAIN, 0.0))
 
     def _worth_trying(self, best: DraftShape, gain: float) -> DraftShape | None:
         """A shape that might be faster than ``best`` with its ``gain``, if that loses little."""
-        left = TRYING_LOSS + TRYING_SHARE * self._num_tokens - self._tries_lost
+        lost = sum(n * self._cost(s) for s, n in self._tries.items() if s in self._estimates)
+        left = TRYING_LOSS + TRYING_SHARE * self._num_tokens - (lost - self._tries_worth)
         plain, promises = self._estimates[PLAIN].seconds, {}
         for shape in self._shapes:
             num_tokens, known = self._accepted.expected_tokens(shape), self._estimates[shape]
@@ -350,10 +354,6 @@ class AdaptiveController:
             if most - num_tokens / gain <= left and promise > WORTH_TRYING * gain:
                 promises[shape] = promise
         return max(promises, key=promises.__getitem__, default=None)
-
-    def _timed(self) -> list[DraftShape]:
-        """The shapes whose cost is known."""
-        return [s for s in self._shapes if self._estimates[s].is_known]
 
     def _has_to_time_plain(self, shape: DraftShape, gain: float) -> bool:
         """Whether what plain steps cost has to be seen: unknown or in doubt, or old and close."""
@@ -381,7 +381,7 @@ class AdaptiveController:
         shape = max(chances, key=chances.__getitem__, default=PLAIN)
         reason = "no draft can be verified on this device"
         if shape != PLAIN:
-            is_known = known[PLAIN].is_known and self._timed()
+            is_known = known[PLAIN].is_known and any(known[s].is_known for s in self._shapes)
             if not is_known or chances[shape] * known[PLAIN].seconds >= 1.0:
                 return
             reason = f"a round of {shape} drafts costs {self._cost(shape):.2f} plain steps, so it "
