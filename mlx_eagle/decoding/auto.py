@@ -22,7 +22,6 @@ What a pair has taught stays in memory. What the requests of a batch accept is p
 
 import math
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -229,8 +228,8 @@ class AdaptiveController:
         self._latest = PLAIN  # chosen; perhaps not recorded yet
         self._is_timing = False  # off for a few steps, to see what they cost
         self._num_tokens, self._probe_left = 0, 0
-        self._plain_left = self._tries_worth = 0.0  # plain steps: left, and in place of the tries
-        self._tries = Counter[DraftShape]()
+        self._plain_left = 0.0  # plain steps
+        self._tries: dict[DraftShape, tuple[int, float]] = {}  # and plain steps they were worth
         self._rounds: list[tuple[DraftShape, float]] = []  # and tokens, since drafts were level
         self._known: dict[DraftShape, Estimate] = {}  # made when asked for, after each record
         # The token after which plain steps were timed; after earlier texts, this one comes first.
@@ -312,8 +311,8 @@ class AdaptiveController:
         num_tokens = sum(kept) / len(kept) + 1
         best, gain = self._best()
         if shape != best:
-            self._tries[shape] += 1
-            self._tries_worth += num_tokens / max(gain, 1.0)
+            tries, worth = self._tries.get(shape, (0, 0.0))
+            self._tries[shape] = tries + 1, worth + num_tokens / max(gain, 1.0)
         self._accepted.learn(shape, kept, ranks)
         self._costs.acceptance.learn(shape, kept, ranks, PAIR_MEMORY)
         if best in (shape, PLAIN):  # what trying loses is no reason to give the best one up
@@ -342,8 +341,9 @@ class AdaptiveController:
 
     def _worth_trying(self, best: DraftShape, gain: float) -> DraftShape | None:
         """A shape that might be faster than ``best`` with its ``gain``, if that loses little."""
-        lost = sum(n * self._cost(s) for s, n in self._tries.items() if s in self._estimates)
-        left = TRYING_LOSS + TRYING_SHARE * self._num_tokens - (lost - self._tries_worth)
+        tries = ((s, *tried) for s, tried in self._tries.items() if s in self._estimates)
+        lost = sum(num_tries * self._cost(s) - worth for s, num_tries, worth in tries)
+        left = TRYING_LOSS + TRYING_SHARE * self._num_tokens - lost
         plain, promises = self._estimates[PLAIN].seconds, {}
         for shape in self._shapes:
             num_tokens, known = self._accepted.expected_tokens(shape), self._estimates[shape]
