@@ -38,10 +38,10 @@ PRIOR = 1 / 3  # share of first drafts accepted where no text has shown any: hea
 PAIR_MEMORY = 0.995  # of what texts accepted, a round later: half is forgotten in 138
 # Standard deviations of logarithms of seconds:
 SPREAD = 0.25  # of what a curve is off, before any time: 8 rows had .7 of it with OpenBLAS
-STRETCH = 0.6  # of what all its logarithms are to be multiplied with, less 1
+STRETCH = 0.8  # of what all its logarithms are to be multiplied with, less 1
 NOISE = 0.035  # of a time, at least
-LEARN, WORST = 0.05, 1.0  # of its variance, what one time changes, and the most that one tells
-PACE, PAUSE, TEXT = 0.03, 0.05, 0.2  # by which the pace changes: a round, one not timed, a text
+LEARN = 0.05  # of its variance, what the latest time tells
+PACE, TEXT = 0.03, 0.2  # by which the pace changes in a round, and before a text
 KNOWN = 0.2  # of a cost beside the one timed last, below which it counts as known
 NEAR = 0.1  # rows squared; costs a row apart are correlated by (1 + 1 / NEAR)^-TAIL = .62,
 TAIL = 0.2  # those of 8 rows apart by .27
@@ -59,7 +59,7 @@ FEWEST, MOST = 64, 1024  # tokens between two probes
 ALMOST_ALWAYS = 0.9  # the highest acceptance of any drafter on a text
 DOUBT = 1.2  # standard deviations that a known cost must be off for its shape to be tried again
 WORTH_TRYING = 1.03  # of the best gain, that a shape to be tried must promise
-TRYING_LOSS, TRYING_SHARE = 1.5, 0.015  # plain steps, and per token, that trying shapes may lose
+TRYING_LOSS, TRYING_SHARE = 1.0, 0.04  # plain steps, and per token, that trying shapes may lose
 
 OFF, PROBE, ON = "drafting off", "probe", "drafting on"
 
@@ -142,7 +142,7 @@ class RoundCosts:
             at = self._place(num_requests, shape)
             is_less = self._cov.diagonal() < self._prior.diagonal()  # no less known than at first
             self._cov += DRIFT * self._prior * np.outer(is_less, is_less)
-            self._cov[0, 0] += PAUSE**2 if seconds is None else PACE**2
+            self._cov[0, 0] += PACE**2
             if seconds is None:
                 return
             self._run.add(shape)
@@ -151,7 +151,7 @@ class RoundCosts:
             variance = max(shared[0] + shared[at] + self._noise, (off / OUTLIER) ** 2)
             self._mean += shared * (off / variance)
             self._cov -= np.outer(shared, shared) / variance
-            noise = self._noise + LEARN * (min(off * off, WORST) - self._noise)
+            noise = self._noise * (1 + LEARN * (off * off / variance - 1))
             self._noise, self._latest = max(NOISE**2, noise), at
 
     def begin(self) -> None:
@@ -230,7 +230,7 @@ class AdaptiveController:
         self._num_tokens, self._probe_left = 0, 0
         self._plain_left = 0.0  # plain steps
         self._tries: dict[DraftShape, tuple[int, float]] = {}  # and plain steps they were worth
-        self._rounds: list[tuple[DraftShape, float]] = []  # and tokens, since drafts were level
+        self._rounds: list[tuple[DraftShape, float]] = []  # and worth, since drafts were level
         self._known: dict[DraftShape, Estimate] = {}  # made when asked for, after each record
         # The token after which plain steps were timed; after earlier texts, this one comes first.
         self._plain_timed = AGAIN * (self._estimates[PLAIN].is_known) - LATER
@@ -307,16 +307,16 @@ class AdaptiveController:
         self._resized = num_requests
 
     def _learn(self, shape: DraftShape, kept: Sequence[int], ranks: Sequence[int]) -> None:
-        """See what was accepted, and what that has lost against plain steps."""
+        """See what was accepted and lost: of a try, only what it costs that was not foreseen."""
         num_tokens = sum(kept) / len(kept) + 1
         best, gain = self._best()
         if shape != best:
-            tries, worth = self._tries.get(shape, (0, 0.0))
-            self._tries[shape] = tries + 1, worth + num_tokens / max(gain, 1.0)
+            tries, total = self._tries.get(shape, (0, 0.0))
+            self._tries[shape] = tries + 1, total + num_tokens / max(gain, 1.0)
         self._accepted.learn(shape, kept, ranks)
         self._costs.acceptance.learn(shape, kept, ranks, PAIR_MEMORY)
-        if best in (shape, PLAIN):  # what trying loses is no reason to give the best one up
-            self._rounds.append((shape, num_tokens))
+        worth = num_tokens if best in (shape, PLAIN) else self._cost(shape)
+        self._rounds.append((shape, worth))
         if self._lost() <= 0:
             self._rounds.clear()
 

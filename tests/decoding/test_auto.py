@@ -1,6 +1,7 @@
 """What is drafted next: chosen in a simulator of texts, and in the order of the loop."""
 
 import gc
+import itertools
 import random
 import re
 from collections.abc import Iterable
@@ -62,6 +63,17 @@ def test_a_first_text_is_near_the_best(name, waves):
             shares.append(best(cost, alpha) / mean(times))
             assert NOISE / mean(times) > 0.93, "against plain decoding"
     assert mean(shares) > (LEAST_IN_WAVES if waves else LEAST)[name]
+
+
+@pytest.mark.parametrize("num_seeds", thorough([32, 96], 32))
+@pytest.mark.parametrize("name", thorough(MACHINES, "linear"))
+def test_a_short_first_text_is_hardly_slower_than_plain(name, num_seeds):
+    """Whatever is guessed and accepted; hardest where drafts never pay and are thought cheap."""
+    cost, waves = MACHINES[name], [0.0, 0.2] if num_seeds > 32 else [0.0]
+    for guess, alpha, wave in itertools.product(GUESSES.values(), ALPHAS, waves):
+        times = [first_text(cost, guess, alpha, 100, seed, wave) for seed in range(num_seeds)]
+        least = 0.95 if num_seeds > 32 else 0.945
+        assert NOISE / mean(times) > least, "against plain decoding"
 
 
 @pytest.mark.parametrize("guess", thorough(GUESSES, "five rows"))
@@ -392,6 +404,17 @@ def test_a_first_time_far_above_what_others_say_is_taken_again():
     found = surely.estimates(CHAINS, 1)
     compared = found[two].seconds / found[THREE].seconds
     assert compared > 2 * FLAT(two, 1) / FLAT(THREE, 1), "four times are no accident"
+
+
+def test_a_wrong_guess_is_no_sign_of_other_work():
+    """Costs are as well known after a few times where they are four times what was thought."""
+    errors = []
+    for draft in (2.0, 0.5):
+        costs = RoundCosts(curve(lambda k, draft=draft: draft))
+        for shape in 3 * [PLAIN] + 4 * [ONE] + [PLAIN]:
+            costs.record(1, shape, 1.0 if shape == PLAIN else 2.0)
+        errors.append(costs.estimates([ONE], 1)[ONE].error)
+    assert errors[1] < 1.1 * errors[0]
 
 
 def test_processes_that_share_a_model_decide_alike():
