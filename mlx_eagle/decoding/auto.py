@@ -311,12 +311,12 @@ class AdaptiveController:
         num_tokens = sum(kept) / len(kept) + 1
         best, gain = self._best()
         if shape != best:
-            tries, total = self._tries.get(shape, (0, 0.0))
-            self._tries[shape] = tries + 1, total + num_tokens / max(gain, 1.0)
+            tries, worth = self._tries.get(shape, (0, 0.0))
+            self._tries[shape] = tries + 1, worth + num_tokens / max(gain, 1.0)
         self._accepted.learn(shape, kept, ranks)
         self._costs.acceptance.learn(shape, kept, ranks, PAIR_MEMORY)
-        worth = num_tokens if best in (shape, PLAIN) else self._cost(shape)
-        self._rounds.append((shape, worth))
+        counted = num_tokens if best in (shape, PLAIN) else self._cost(shape)
+        self._rounds.append((shape, counted))
         if self._lost() <= 0:
             self._rounds.clear()
 
