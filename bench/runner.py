@@ -19,7 +19,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.base import Drafter
-from mlx_eagle.drafters.lookup import CopyingDrafter
 from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.generate import stream_generate
 
@@ -164,7 +163,7 @@ def responses(
     if configuration.kind == "plain":
         return mlx_lm.stream_generate(models.target, models.tokenizer, prompt, **options)
     drafter = models.drafters[configuration.drafter]
-    options["draft_model"] = CopyingDrafter(drafter) if configuration.kind == "copies" else drafter
+    options["draft_model"] = drafter.with_copies() if configuration.kind == "copies" else drafter
     return stream_generate(models.target, models.tokenizer, prompt, **options)
 
 

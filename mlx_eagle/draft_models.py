@@ -15,7 +15,6 @@ from .decoding.setup import AUTO
 from .drafters.base import Drafter
 from .drafters.folder import Kind, LoadOptions
 from .drafters.kinds import KINDS, is_converted, kind_of, load_drafter, recognise
-from .drafters.lookup import CopyingDrafter
 from .drafters.target_parts import TargetSizes, sizes_of
 from .system.atomic_folder import AlreadyThere, CannotWrite, discard_folder, locked, user_cache
 from .system.hub import locate
@@ -54,7 +53,7 @@ def open_drafter(
     place = None if target is None else str(target)
     options = LoadOptions(quantize_bits, tokenizer=tokenizer, target=place)
     drafter = _open(name, model, options).with_draft_window(draft_window)
-    return CopyingDrafter(drafter) if copies else drafter
+    return drafter.with_copies() if copies else drafter
 
 
 def _open(name: str, model: nn.Module, options: LoadOptions) -> Drafter:
@@ -127,7 +126,7 @@ def open_beside(
     base, copies = (AUTO, False) if name is None else split_name(name)
     if base == AUTO and own is not None:
         own = own.with_draft_window(draft_window)
-        return CopyingDrafter(own) if copies else own
+        return own.with_copies() if copies else own
     if name is None:
         return None
     return open_drafter(

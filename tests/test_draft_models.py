@@ -19,7 +19,7 @@ from mlx_eagle.convert import convert
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.draft_models import open_beside
 from mlx_eagle.drafters.eagle3 import Eagle3Drafter
-from mlx_eagle.drafters.lookup import CopyingDrafter, LookupDrafter
+from mlx_eagle.drafters.lookup import LookupDrafter
 
 ON_THE_HUB = """
 import sys
@@ -102,11 +102,11 @@ def test_a_head_that_copies(tmp_path, monkeypatch):
         source = write_safetensors(tmp_path / place, CONFIG, as_midlayer(eagle3_tensors()))
         assert isinstance(mlx_eagle.open_drafter(str(source), model), Eagle3Drafter)
         drafter = mlx_eagle.open_drafter(f"{source}+lookup", model)
-        assert isinstance(drafter, CopyingDrafter)
-        assert isinstance(drafter.drafter, Eagle3Drafter)
+        assert isinstance(drafter, Eagle3Drafter) and drafter.copies is not None
     tokens, _ = speculative(model, drafter, PROMPT, 12, num_draft_tokens=3)
     assert tokens == plain(model, PROMPT, 12)
-    assert open_beside(drafter.drafter, "auto+lookup", model).drafter is drafter.drafter
+    beside = open_beside(drafter, "auto+lookup", model)
+    assert beside.head is drafter.head and beside.copies is not drafter.copies
     assert open_beside(drafter, None, model) is drafter
 
 

@@ -42,7 +42,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import mlx_eagle
 from mlx_eagle.decoding.decoder import Decoder
 from mlx_eagle.decoding.stats import Stats
-from mlx_eagle.drafters.lookup import CopyingDrafter, LookupDrafter
+from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.drafters.model_drafter import ModelDrafter
 from mlx_eagle.drafters.pairs import pair_for
 from mlx_eagle.drafters.tree import TreeShape
@@ -546,7 +546,7 @@ def test_outlines_own_calls_on_the_demo_pair(backend, monkeypatch):
     Town.model_validate_json(expected)
     with mlx_eagle.installed(draft_model=drafter):
         assert ask(question, max_tokens=48) == expected
-    with mlx_eagle.installed(draft_model=CopyingDrafter(drafter)) as installation:
+    with mlx_eagle.installed(draft_model=drafter.with_copies()) as installation:
         found = ask.stream(question, max_tokens=48, num_draft_tokens=3)
         assert "".join(found) == expected
         assert installation.stats.num_accepted > 0

@@ -39,9 +39,11 @@ import mlx_eagle
 from mlx_eagle.decoding.sampling import Sampler, Sampling
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.assistant import AssistantDrafter
-from mlx_eagle.drafters.base import Draft, Drafter
-from mlx_eagle.drafters.lookup import CopyingDrafter, LookupDrafter
+from mlx_eagle.drafters.base import Draft, Drafter, NullDrafter
+from mlx_eagle.drafters.copies import Copies, CopySource
+from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.drafters.model_drafter import ModelDrafter
+from mlx_eagle.drafters.seen_text import Match, SeenText
 from mlx_eagle.drafters.tree import StaticTree, TreeShape
 
 PROMPTS = [PROMPT, [9], [70, 71, 72] * 4, [33, 4, 25, 8]]
@@ -101,6 +103,49 @@ SCRIPTS = {"right": lambda r, size: size, "wrong": lambda r, size: 0} | {
 }
 
 
+class ScriptedCopies(Copies):
+    """Copies the true text as far as a script says, whatever stands in the text."""
+
+    def __init__(self, text: SeenText, truth: list[int], script: Callable[[int, int], int]):
+        super().__init__(text)
+        self.truth, self.script, self.num_copied = truth, script, 0
+        self.start = len(text)
+
+    @property
+    def match(self) -> Match:
+        return Match(LONGEST, (0,) * LONGEST)
+
+    def tokens(self, size: int) -> list[int]:
+        at = len(self.text) - self.start + self.num_unread
+        right = self.script(self.num_copied, size)
+        self.num_copied += 1
+        tokens = (self.truth[at:] + [0] * size)[:size]
+        if right < size:
+            tokens[right] = (tokens[right] + 1) % VOCAB
+        return tokens
+
+
+class ScriptedSource(CopySource):
+    def __init__(self, texts: list[list[int]], script: str):
+        super().__init__()
+        self.texts = {text[0]: text for text in texts}
+        self.script = SCRIPTS[script]
+
+    def begin(self, known, prompt, scope=()) -> Copies:
+        text = SeenText(prompt)
+        truth = self.texts.get(int(text.tokens[0]), [])
+        return ScriptedCopies(text, truth[len(text) :], self.script)
+
+
+def copying(texts: list[list[int]], script: str, inner: Drafter) -> Drafter:
+    drafter = inner.with_copies()
+    drafter.copies = ScriptedSource(texts, script)
+    return drafter
+
+
+COPIED = {f"copies {name}": name for name in SCRIPTS}
+
+
 class Scripted(ScriptedTreeDrafter, ScriptedStaticDrafter):
     """Drafts the true text of whichever prompt it absorbed, as far as the script says."""
 
@@ -128,7 +173,7 @@ DRAFTERS: dict[str, Callable[[nn.Module], Drafter]] = {
     "head": tiny_head,
     "lagging head": lambda model: tiny_head(model).with_draft_cache("lagging"),
     "head, window": lambda model: tiny_head(model).with_draft_window(12),
-    "head+lookup": lambda model: CopyingDrafter(tiny_head(model)),
+    "head+lookup": lambda model: tiny_head(model).with_copies(),
     "p-eagle": lambda model: tiny_head(model, seed=4, num_layers=2, mask_token_id=9),
     "lookup": lambda model: LookupDrafter(),
     "draft model": lambda model: ModelDrafter(nudged(llama())),
@@ -137,9 +182,9 @@ DRAFTERS: dict[str, Callable[[nn.Module], Drafter]] = {
     "dspark": tiny_dspark,
     "dflash2": tiny_dflash2,
     "assistant": assistant_for,
-    "dspark+lookup": lambda model: CopyingDrafter(tiny_dspark(model)),
-    "mtp+lookup": lambda model: CopyingDrafter(tiny_mtp(model)),
-    "assistant+lookup": lambda model: CopyingDrafter(assistant_for(model)),
+    "dspark+lookup": lambda model: tiny_dspark(model).with_copies(),
+    "mtp+lookup": lambda model: tiny_mtp(model).with_copies(),
+    "assistant+lookup": lambda model: assistant_for(model).with_copies(),
 }
 
 
@@ -246,7 +291,7 @@ def answer(model: nn.Module, cache: list, options: dict) -> list[int]:
 
 AXES = {
     "target": tuple(TARGETS),
-    "drafter": (*SCRIPTS, *DRAFTERS),
+    "drafter": (*SCRIPTS, *COPIED, *DRAFTERS),
     "rule": tuple(RULES),
     "shape": tuple(SHAPES),
     "batch": (1, 2, 3, 4),
@@ -309,9 +354,14 @@ def decoded(row: Row) -> tuple[list[list[int]], list[list], list[Stats]]:
     options = RULES[row["rule"]][0] | SHAPES[row["shape"]]
     if row["rule"] == "processors":
         options = options | {"logits_processors": penalties()}
-    if row["drafter"] in SCRIPTS:
+    if row["drafter"] in (*SCRIPTS, *COPIED):
         places = row["target"], row["rule"], row["cache"]
-        draft_model = Scripted([longer(*places, b) for b in range(num)], row["drafter"])
+        texts = [longer(*places, b) for b in range(num)]
+        if row["drafter"] in SCRIPTS:
+            draft_model = Scripted(texts, row["drafter"])
+        else:
+            inner = tiny_head(model) if "tree" in row["shape"] else NullDrafter()
+            draft_model = copying(texts, COPIED[row["drafter"]], inner)
     else:
         draft_model = drafter(row["drafter"], row["target"])
     caches = [deepcopy(begun(row["target"], row["cache"])) for _ in range(num)]
@@ -368,10 +418,13 @@ def test_the_text_is_mlx_lms(row):
         assert texts[b] == found
         assert answer(target(row["target"]), caches[b], options_of(row["cache"])) == after
         assert counts[b].num_emitted == LENGTHS[b] - 1
-        if row["drafter"] == "right" and row["shape"].isdigit():
+        if row["drafter"].endswith("right") and row["shape"].isdigit():
             assert counts[b].num_rejected == 0
-        if row["drafter"] == "wrong":
+        if row["drafter"].endswith("wrong") and row["shape"].isdigit():
             assert counts[b].num_accepted == 0
+        if row["drafter"] in COPIED and row["shape"].isdigit():
+            assert counts[b].num_copied == counts[b].num_drafted
+            assert counts[b].num_copied > 0 or LENGTHS[b] == 1
 
 
 USUAL = dict(zip(AXES, ("llama", "head", "greedy", "3", 1, "fresh"), strict=True))

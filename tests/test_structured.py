@@ -26,7 +26,7 @@ from mlx_eagle.decoding.accept import Coupled, ForcedPicks
 from mlx_eagle.decoding.auto import FixedController
 from mlx_eagle.decoding.decoder import Limits
 from mlx_eagle.decoding.sampling import LogitsProcessors, RowsAsked, Sampling
-from mlx_eagle.drafters.lookup import CopyingDrafter, LookupDrafter
+from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.drafters.tree import DraftShape
 from mlx_eagle.structured import JSONObject, JSONSchema, Lark, Regex, as_terminal
 
@@ -53,7 +53,7 @@ def model():
 @pytest.fixture(scope="module")
 def drafters(model):
     head = tiny_head(model)
-    return {"head": head, "copies": LookupDrafter(), "head+copies": CopyingDrafter(head)}
+    return {"head": head, "copies": LookupDrafter(), "head+copies": head.with_copies()}
 
 
 def theirs(model, grammar, prompt=PROMPT, most=MOST, more=(), **options) -> list[int]:

@@ -21,7 +21,7 @@ from mlx_lm.generate import BatchResponse as MlxBatchResponse
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..decoding.auto import AdaptiveController, Controller, FixedController
+from ..decoding.auto import AdaptiveController, Controller, FixedController, fixed_controller
 from ..decoding.decoder import Limits
 from ..decoding.loop import speculative_generate_step
 from ..decoding.pass_costs import KernelOptions
@@ -37,7 +37,8 @@ from ..decoding.setup import (
 )
 from ..decoding.stats import Stats
 from ..drafters.base import Drafter, NullDrafter
-from ..drafters.tree import PLAIN, DraftShape, chains_for
+from ..drafters.copies import Tokens
+from ..drafters.tree import COPIES, PLAIN, chains_for
 from ..generate import is_drafter
 from .requests import (
     Options,
@@ -219,6 +220,8 @@ def generate_together(
     if options.return_prompt_caches:
         for request in requests:
             restore_caches(request)
+            if draft_model.copies is not None and request.decoder.copies is not None:
+                draft_model.copies.remember(request.cache, request.decoder.copies.text)
 
 
 def generate_in_turn(
@@ -240,6 +243,7 @@ def generate_in_turn(
             acceptance=options.acceptance,
             prompt_cache=request.cache,
             prefill_step_size=options.prefill_step_size,
+            known_tokens=request.known_tokens,
             stop_tokens=request.limits.stop_tokens,
             stats=request.stats,
         )
@@ -267,6 +271,7 @@ def batch_generate(
     *,
     draft_model: Drafter | None = None,
     max_speculative_batch: int | None = None,
+    known_tokens: Sequence[Tokens] | None = None,
     **kwargs: Any,
 ) -> MlxBatchResponse:
     """Generate for several prompts, as ``mlx_lm.batch_generate`` does, with a drafter.
@@ -289,6 +294,9 @@ def batch_generate(
     permitting, but 8 where requests are decoded one after the other.
 
     A ``Sampling`` gives every prompt noise of its own (see ``Sampling.row``).
+
+    ``known_tokens``: for each prompt those that its cache in ``prompt_caches`` holds, for a
+    drafter that copies; by default those that an earlier generation with this drafter left in it.
 
     ``kwargs``: the other fields of ``Options``, of which mlx-lm's ``completion_batch_size`` and
     ``prefill_batch_size`` are for a batch that goes to it, and ``max_kv_size`` is for caches that
@@ -317,7 +325,9 @@ def batch_generate(
         caches = [make_prompt_cache(model, options.max_kv_size) for _ in prompts]
     else:  # as in mlx-lm's batch, those that were given stay as they are
         caches = [deepcopy(cache) for cache in prompt_caches]
-    requests = _requests(tokenizer, prompts, caches, max_tokens, options)
+    if known_tokens is None and prompt_caches is not None and draft_model.copies is not None:
+        known_tokens = [draft_model.copies.remembered(cache) for cache in prompt_caches]
+    requests = _requests(tokenizer, prompts, caches, max_tokens, options, known_tokens)
     stream: Any = options.stream
     with wired_limit(model, [stream]):
         return _generate(model, tokenizer, draft_model, requests, options, max_speculative_batch)
@@ -347,7 +357,7 @@ def _generate(
     kernel_options = KernelOptions()
     if is_drafted and shares:
         controller, kernel_options = _make_controller(model, draft_model, requests, options)
-        if controller.drafting_off:
+        if controller.drafting_off and draft_model.copies is None:
             is_drafted = False
             for request in requests:
                 request.stats.drafting_events = list(controller.events)
@@ -373,11 +383,18 @@ def _requests(
     prompt_caches: list[list[Any]],
     max_tokens: int | list[int],
     options: Options,
+    known_tokens: Sequence[Tokens] | None,
 ) -> list[Request]:
     """Every prompt with its limits and caches of its own."""
     num = len(prompts)
     most = max_tokens if isinstance(max_tokens, list | tuple) else [max_tokens] * num
-    for what, values in (("max_tokens", most), ("prompt_caches", prompt_caches)):
+    known: Sequence[Tokens | None] = known_tokens or [None] * num
+    given: dict[str, Sequence[Any]] = {
+        "max_tokens": most,
+        "prompt_caches": prompt_caches,
+        "known_tokens": known,
+    }
+    for what, values in given.items():
         if len(values) != num:
             raise ValueError(f"{what} has {len(values)} entries for {num} prompts: give one each.")
     check_num_draft_tokens(options.num_draft_tokens)
@@ -387,7 +404,8 @@ def _requests(
         check_max_tokens(limit, of=f" of prompt {i}", least=1)
         limits = Limits(limit, tokenizer.eos_token_ids)
         logprobs: list[float] | None = [] if options.return_logprobs else None
-        requests.append(Request(prompt, limits, prompt_caches[i], row=i, logprobs=logprobs))
+        request = Request(prompt, limits, prompt_caches[i], known[i], row=i, logprobs=logprobs)
+        requests.append(request)
     return requests
 
 
@@ -398,11 +416,19 @@ def _make_controller(
 
     Its drafting is off where no draft could ever be faster.
     """
+    copies = draft_model.copies is not None
     if not isinstance(options.num_draft_tokens, str):
-        return FixedController(DraftShape(options.num_draft_tokens)), KernelOptions()
+        has_drafts = draft_model.longest_draft != 0
+        fixed = fixed_controller(options.num_draft_tokens, has_drafts, copies)
+        return fixed, KernelOptions()
     rule = make_rule(options.acceptance, options.sampler)
     costs = costs_of(model, draft_model, rule)
-    controller = AdaptiveController(costs, chains_for(draft_model.longest_draft), len(requests))
+    controller = AdaptiveController(
+        costs,
+        chains_for(draft_model.longest_draft),
+        len(requests),
+        copies=COPIES if copies else (),
+    )
     return controller, costs.options or KernelOptions()
 
 

@@ -11,12 +11,18 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..decoding.accept import TokenLogprobs
-from ..decoding.auto import AdaptiveController, Controller, DraftingEvent, FixedController
+from ..decoding.auto import (
+    AdaptiveController,
+    Controller,
+    DraftingEvent,
+    FixedController,
+    fixed_controller,
+)
 from ..decoding.decoder import Decoder, Round
 from ..decoding.loop import CLEAR_CACHE_EVERY, Pipeline, SingleRunner, make_controller
 from ..decoding.setup import costs_of
 from ..drafters.base import Drafter, NullDrafter
-from ..drafters.tree import PLAIN, DraftShape, Tree, chains_for
+from ..drafters.tree import COPIES, PLAIN, Tree, chains_for
 from .requests import Request, SharedRound
 from .rounds import Batch
 
@@ -273,7 +279,7 @@ class Group:
             return shared
         (request,) = requests
         decoder = request.decoder
-        if decoder.discards_features:
+        if decoder.discards_features and decoder.copies is None:
             return OwnRunner(request, FixedController(PLAIN, drafting_off=True))
         controller = make_controller(decoder, self._num_draft_tokens, self._tree, request.stats)
         return OwnRunner(request, controller)
@@ -281,18 +287,24 @@ class Group:
     def _share(self, decoders: Sequence[Decoder]) -> SharedRunner:
         """Shared rounds for these, who have yet to join."""
         drafter = self._draft_model
+        copies = drafter.copies is not None
+        is_plain = any(decoder.discards_features for decoder in decoders)
         controller: Controller = FixedController(PLAIN, drafting_off=True)
-        if any(decoder.discards_features for decoder in decoders):
-            drafter = NullDrafter()
-        elif not self._drafts_together:
+        if not self._drafts_together:
             pass  # the drafter sees what it will need
+        elif is_plain and not copies:
+            pass
         elif isinstance(self._num_draft_tokens, str):  # auto
             costs = costs_of(self._model, drafter, decoders[0].rule)
+            drafts = () if is_plain else chains_for(drafter.longest_draft)
             controller = AdaptiveController(
-                costs, chains_for(drafter.longest_draft), len(decoders)
+                costs, drafts, len(decoders), copies=COPIES if copies else ()
             )
         else:
-            controller = FixedController(DraftShape(self._num_draft_tokens))
+            has_drafts = not is_plain and drafter.longest_draft != 0
+            controller = fixed_controller(self._num_draft_tokens, has_drafts, copies)
+        if is_plain:
+            drafter = NullDrafter()
         batch = Batch(
             self._model,
             drafter,
@@ -301,4 +313,4 @@ class Group:
             keep_caches=True,
             stream=self._stream,
         )
-        return SharedRunner(batch, is_plain=drafter.longest_draft == 0)
+        return SharedRunner(batch, is_plain)

@@ -13,9 +13,11 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from ..decoding.accept import AskedLogprobs, TokenLogprobs
 from ..decoding.decoder import Decoder, Limits, Round
 from ..decoding.sampling import LogitsProcessor, Sampler, Sampling, is_grammar, is_pure
-from ..decoding.setup import begin_drafter, open_decoder, split_cache
+from ..decoding.setup import begin_copies, begin_drafter, open_decoder, split_cache
 from ..decoding.stats import Stats
+from ..drafters.acceptance_stats import CopySeen
 from ..drafters.base import Drafter
+from ..drafters.copies import Tokens
 from ..drafters.tree import DraftShape
 from ..target.attention import batch_mask_axes, cuts_states_by_text
 from ..target.masks_and_ropes import BY_LENGTH, find_ropes
@@ -40,6 +42,7 @@ class Request:
     prompt: list[int]
     limits: Limits
     cache: list[Any]
+    known_tokens: Tokens | None = None  # that ``cache`` holds
     row: int = 0
     stats: Stats = field(default_factory=Stats)
     tokens: list[int] = field(default_factory=list)
@@ -121,6 +124,7 @@ def prefill(
         sampler=options.sampler_of(request),
         logits_processors=options.own_processors(),
         acceptance=options.acceptance,
+        copies=begin_copies(draft_model, cache, mx.array(request.prompt), request.known_tokens),
     )
     request.decoder.num_top = None if request.logprobs is None else 0
     prompt = mx.array(request.prompt)
@@ -132,6 +136,8 @@ def first_token(request: Request) -> Round:
     first = request.decoder.launch_first()
     first.run = first.read().run
     request.decoder.commit(first, 1)
+    if request.decoder.copies is not None:
+        request.decoder.copies.read(first.run)
     first.num_taken = 1
     request.stats.end_prefill()
     request.tokens += first.run
@@ -192,9 +198,10 @@ class SharedRound:
 
     requests: list[Request]
     positions: list[int]  # how many tokens each had emitted before
-    shape: DraftShape  # what was asked for
+    shape: DraftShape  # what was asked for: a copy where all copy, else a draft
     room: list[int]  # as much of it as the limits of each let be kept
     num_drafted: list[int]
+    is_copied: list[bool]  # and not drafted
     verification: BatchVerification
     features: mx.array | None  # (B, R, F)
     num_forced: list[int]  # of those drafted: what a grammar forces
@@ -203,6 +210,7 @@ class SharedRound:
     committed: bool = False
     kept: list[int] = field(default_factory=list)  # draft tokens, once read
     runs: list[list[int]] = field(default_factory=list)  # the tokens emitted, once read
+    copies_seen: list[CopySeen] = field(default_factory=list)  # once read, of those who can copy
 
     def of(self, index: list[int]) -> "SharedRound":
         """The same, before it was read, for some of its requests alone."""
@@ -214,6 +222,7 @@ class SharedRound:
             room=[self.room[b] for b in index],
             num_drafted=[self.num_drafted[b] for b in index],
             num_forced=[self.num_forced[b] for b in index],
+            is_copied=[self.is_copied[b] for b in index],
             verification=self.verification.of(places),
             features=None if self.features is None else self.features[places],
             asked=None if self.asked is None else self.asked.of_texts(places),

@@ -6,6 +6,7 @@ their number, but where a drafter or a rule works one by one.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -14,12 +15,15 @@ from mlx_lm.generate import generation_stream
 
 from ..decoding.accept import AskedLogprobs, RowsInTurn, log_softmax
 from ..decoding.auto import Controller
+from ..decoding.decoder import MOST_BEHIND
 from ..decoding.loop import MOST_FORCED, Pipeline
 from ..decoding.pass_costs import KernelOptions
 from ..decoding.sampling import ask_grammars
+from ..drafters.acceptance_stats import CopySeen
 from ..drafters.base import Draft, Drafter, PendingPairs
 from ..drafters.batch_drafter import make_batch_drafter
-from ..drafters.tree import DraftShape
+from ..drafters.seen_text import Match
+from ..drafters.tree import PLAIN, DraftPlan, DraftShape
 from ..system.device import fused_rows
 from ..target.attention import batch_mask_axes
 from ..target.cache_view import close_windows
@@ -30,7 +34,6 @@ from .acceptance import BatchChoice, BatchRule, BatchVerification
 from .requests import Request, SharedRound
 
 LEAST_FORCED = 3  # tokens of a grammar that a text begins with, in however large a batch
-MOST_BEHIND = 256  # plain steps that a drafter may fall behind: till then their features are kept
 
 
 class Batch:
@@ -124,48 +127,96 @@ class Batch:
     def is_running(self) -> bool:
         return bool(self._waiting) or any(not request.ended for request in self.requests)
 
-    def fit(self, shape: DraftShape) -> DraftShape:
-        """See ``Runner.fit``: as long as the request with most room can take."""
-        return shape._replace(size=max(self._room(shape)))
+    @property
+    def matches(self) -> Sequence[Match]:
+        found = (request.decoder.copies for request in self.requests)
+        return [copies.latest for copies in found if copies is not None]
 
-    def _room(self, shape: DraftShape) -> list[int]:
-        """As much of ``shape`` as the limits of each request let be kept."""
-        requests = self.requests
-        return [own.limits.at_most(shape, own.decoder.num_emitted).size for own in requests]
+    def choose(self, plan: DraftPlan) -> DraftShape:
+        """See ``Runner.choose``: a copy where all copy, else as long as one has room for."""
+        shapes = self._shapes(plan)
+        most = max(shapes, key=lambda shape: (shape.size > 0, shape.num_levels))
+        return most.at_most(max(self._room(shapes)))
 
-    def launch(self, shape: DraftShape, absorb: bool = False) -> SharedRound:
-        """Draft for all and start one pass that verifies it, without waiting.
+    def _shapes(self, plan: DraftPlan) -> list[DraftShape]:
+        """The shape of the plan for each request, by the end of its text."""
+        found = []
+        for request in self.requests:
+            copies = request.decoder.copies
+            if copies is None or not plan.by_match:
+                found.append(plan.shape)
+            else:
+                found.append(plan.behind(copies.match.length, copies.match.is_answer))
+        return found
 
-        Of size 0, the drafter falls behind unless it is to ``absorb`` the step.
+    def _room(self, shapes: Sequence[DraftShape]) -> list[int]:
+        """As many levels of the shapes as the limits of each request let be kept."""
+        return [
+            own.limits.at_most(shape, own.decoder.num_emitted).num_levels
+            for own, shape in zip(self.requests, shapes, strict=True)
+        ]
+
+    def launch(self, plan: DraftPlan, absorb: bool = False) -> SharedRound:
+        """Draft or copy for all and start one pass that verifies it, without waiting.
+
+        Where nothing is drafted the drafter falls behind unless it is to ``absorb`` the round.
         """
         positions = [request.decoder.num_emitted for request in self.requests]
-        room, forced = self._room(shape), self._forced()
-        num_forced = [len(tokens) for tokens in forced]
-        size = max(room)
-        choice = self._rule.open(positions, room, forced)
-        drafts, lengths = self._draft(size, choice, forced)
-        most = map(max, room, num_forced)
+        shapes = self._shapes(plan)
+        room = self._room(shapes)
+        forced = self._forced()
+        copied = self._copied(shapes, room, forced)
+        known = [own or first for own, first in zip(copied, forced, strict=True)]
+        # A copy is all that its request has in the pass.
+        room = [len(own) or size for own, size in zip(copied, room, strict=True)]
+        is_asked = [
+            shape.size > 0 and size > len(first) and not own
+            for shape, size, first, own in zip(shapes, room, forced, copied, strict=True)
+        ]
+        room = [
+            size if shape.size > 0 or own else 0
+            for shape, size, own in zip(shapes, room, copied, strict=True)
+        ]
+        choice = self._rule.open(positions, room, known)
+        drafts, lengths = self._draft(max(room), choice, known, is_asked)
+        num_known = list(map(len, known))
+        most = map(max, room, num_known)
         num_drafted = [min(length, own) for length, own in zip(lengths, most, strict=True)]
         tokens = mx.concatenate([self._roots, drafts], axis=1)
         logits, features = self._verify(tokens)
         verification, logits = self._accept(choice, drafts, num_drafted, logits)
+        is_drafted = any(is_asked) or any(map(_is_only_forced, forced, copied))
+        shape = PLAIN._replace(copy=max(map(len, copied)))
         launched = SharedRound(
             list(self.requests),
             positions,
-            shape._replace(size=size),
+            DraftShape(max(room)) if any(is_asked) else shape,
             room,
             num_drafted,
+            [bool(own) for own in copied],
             verification,
             features,
-            num_forced,
+            list(map(len, forced)),
             self._asked_logprobs(logits, verification.following),
         )
-        if absorb or drafts.shape[1] > 0:
+        if absorb or is_drafted:
             rows = [length + 1 for length in lengths]
+            self._flush_pairs()
             self._drafts.extend(verification.following, features, verification.num_kept, rows)
             launched.absorbed = True
         mx.async_eval(launched.pending, self._drafts.pending())
         return launched
+
+    def _copied(
+        self, shapes: list[DraftShape], room: list[int], forced: list[list[int]]
+    ) -> list[list[int]]:
+        """Copied tokens of each request that copies; they begin with what a grammar forces."""
+        copied: list[list[int]] = []
+        for request, shape, size, first in zip(self.requests, shapes, room, forced, strict=True):
+            copies = request.decoder.copies
+            found = copies.tokens(min(shape.copy, size)) if copies is not None else []
+            copied.append(found if found[: len(first)] == first else [])
+        return copied
 
     def _asked_logprobs(self, logits: mx.array, following: mx.array) -> AskedLogprobs | None:
         """Those of all requests, where one asks for any, as many as one asks for."""
@@ -179,30 +230,34 @@ class Batch:
         decoders = [request.decoder for request in self.requests]
         return [
             [] if own.discards_features else own.processors.forced(room)
-            for own, room in zip(decoders, self._room(most), strict=True)
+            for own, room in zip(decoders, self._room([most] * len(decoders)), strict=True)
         ]
 
     def _draft(
-        self, size: int, choice: BatchChoice, forced: list[list[int]]
+        self, size: int, choice: BatchChoice, known: list[list[int]], is_asked: list[bool]
     ) -> tuple[mx.array, list[int]]:
-        """Drafts (B, k) that begin with what is forced, and how many tokens of each count."""
-        num_forced = list(map(len, forced))
-        drafts, lengths = mx.zeros((len(forced), 0), mx.int32), [0] * len(forced)
-        if size > 0 or any(num_forced):
+        """Drafts (B, k) that begin with what is known, and how many tokens of each count.
+
+        The drafter is asked where a request needs more than that.
+        """
+        num_known = list(map(len, known))
+        drafts = mx.zeros((len(known), 0), mx.int32)
+        lengths = [0] * len(known)
+        if any(is_asked):
             self._flush_pairs()
-        if size > min(num_forced):
             self._drafts.see_target(self._caches.view)
-            drafts, lengths = self._drafts.propose(size, choice)
-        if any(num_forced):
-            width = max(drafts.shape[1], *num_forced)
-            known = mx.array([tokens + [0] * (width - len(tokens)) for tokens in forced], mx.int32)
-            is_known = mx.arange(width) < mx.array(num_forced)[:, None]
+            drafts, lengths = self._drafts.propose(size, choice, is_asked)
+            lengths = [length * asked for length, asked in zip(lengths, is_asked, strict=True)]
+        if any(num_known):
+            width = max(drafts.shape[1], *num_known)
+            given = mx.array([tokens + [0] * (width - len(tokens)) for tokens in known], mx.int32)
+            is_known = mx.arange(width) < mx.array(num_known)[:, None]
             drafts = mx.pad(drafts, [(0, 0), (0, width - drafts.shape[1])])
-            drafts = mx.where(is_known, known, drafts)
-        if drafts.shape[1] > 0:
+            drafts = mx.where(is_known, given, drafts)
+        if any(is_asked):
             # The device drafts while the host builds the target's pass, the larger graph.
             mx.async_eval(drafts)
-        return drafts, list(map(max, lengths, num_forced))
+        return drafts, list(map(max, lengths, num_known))
 
     def _verify(self, tokens: mx.array) -> tuple[mx.array, mx.array | None]:
         """One pass over tokens (B, R): logits and features; it may be cut where R is above 1."""
@@ -218,7 +273,7 @@ class Batch:
         Not with a grammar: what it forces next follows from the token.
         """
         return (
-            done.shape.size == 0
+            done.shape.is_plain
             and not any(request.decoder.processors.grammars for request in done.requests)
             and not self._waiting
             and all(
@@ -227,9 +282,9 @@ class Batch:
             )
         )
 
-    def can_launch_before_read(self, shape: DraftShape) -> bool:
+    def can_launch_before_read(self, plan: DraftPlan) -> bool:
         """Not a draft: a request may be found to have ended, and would keep one row at most."""
-        return shape.size == 0
+        return all(shape.is_plain for shape in self._shapes(plan))
 
     def commit_plain(self, done: SharedRound) -> None:
         self._commit(done, [1] * len(done.requests), done.verification.following[:, :1])
@@ -241,13 +296,15 @@ class Batch:
             roots = mx.array([run[-1:] for run in done.runs], mx.int32)
             self._commit(done, lengths, roots)
         for b, (request, run) in enumerate(zip(done.requests, done.runs, strict=True)):
+            if request.decoder.copies is not None:
+                done.copies_seen.append(request.decoder.copies.read(run))
             if request.cancelled:
                 request.tokens_after_leave += run
                 continue
             num = done.num_drafted[b]
             num_accepted = min(done.kept[b], len(run))
             forwards = self._drafts.num_forwards(b)
-            request.stats.record(num, num, num_accepted, len(run), forwards)
+            request.stats.record(num, num, num_accepted, len(run), forwards, done.is_copied[b])
             request.tokens += run
             if request.logprobs is not None:
                 request.logprobs += [own for own, _ in done.logprobs(b)]
@@ -255,18 +312,26 @@ class Batch:
     def acceptance_of(self, done: SharedRound) -> tuple[DraftShape, Sequence[int]] | None:
         """Drafts that were cut short at a request's end tell little, and are left out.
 
-        So are those that begin with what a grammar forces.
+        So are those that begin with what a grammar forces, and copies beside drafts.
         """
-        size = done.shape.size
-        whole = [b for b, room in enumerate(done.room) if room == size and not done.num_forced[b]]
+        size = done.shape.num_levels
+        is_copy = done.shape.copy > 0
+        whole = [
+            b
+            for b, room in enumerate(done.room)
+            if room == size and not done.num_forced[b] and done.is_copied[b] == is_copy
+        ]
         if size == 0 or not whole:
             return None
-        tried = max(done.num_drafted[b] for b in whole)
-        return done.shape._replace(size=max(tried, 1)), [done.kept[b] for b in whole]
+        tried = max(1, *(done.num_drafted[b] for b in whole))
+        return done.shape.at_most(tried), [done.kept[b] for b in whole]
 
     def ranks_of(self, done: SharedRound) -> Sequence[int]:
         """None: a batch drafts chains only."""
         return ()
+
+    def copies_of(self, done: SharedRound) -> Sequence[CopySeen]:
+        return done.copies_seen
 
     def retire(
         self, done: SharedRound, upcoming: SharedRound | None, controller: Controller
@@ -320,18 +385,19 @@ class Batch:
         self.requests = [self.requests[b] for b in left]
         self._caches.keep(left)
         self._drafts.keep(left)
-        places = mx.array(left, mx.int32)
-        self._roots = self._roots[places]
+        self._roots = self._roots[mx.array(left, mx.int32)]
         if left:
-            self._pending.keep(places)
+            self._pending.keep(left)
         else:
             self._pending.clear()
 
     def _flush_pairs(self) -> None:
         """Let the drafter absorb what was decoded plainly."""
-        if num_steps := len(self._pending):
-            self._pending.flush(self._drafts.extend)
-            self._drafts.advance([num_steps] * len(self.requests))
+        lengths = self._pending.lengths
+        if lengths:
+            last = None if min(lengths) == max(lengths) else mx.array(lengths) - 1
+            self._pending.flush(partial(self._drafts.extend, last=last, num_rows=lengths))
+            self._drafts.advance(lengths)
 
     def _commit(self, done: SharedRound, lengths: list[int], roots: mx.array) -> None:
         """Make the first ``lengths[b]`` tokens that follow part of request b."""
@@ -339,8 +405,8 @@ class Batch:
         if done.absorbed:
             self._drafts.advance(lengths)
         else:
-            self._pending.add(0, done.verification.following, done.features)
-            if len(self._pending) == MOST_BEHIND:
+            self._pending.add(0, done.verification.following, done.features, lengths)
+            if len(self._pending) >= MOST_BEHIND:
                 self._flush_pairs()
         self._roots = roots
         for b, (request, length) in enumerate(zip(done.requests, lengths, strict=True)):
@@ -382,3 +448,8 @@ class Batch:
                     in_turn[b].logits if b in in_turn else row for b, row in enumerate(rows)
                 ]
                 return verification, mx.stack(processed)
+
+
+def _is_only_forced(forced: list[int], copied: list[int]) -> bool:
+    """Whether a request's draft is what a grammar forces."""
+    return bool(forced) and not copied

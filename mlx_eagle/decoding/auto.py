@@ -18,20 +18,36 @@ less, by a standard deviation or, while trying has lost little, by more, as long
 little if f is one more. In doubt known shapes are tried, and plain steps timed, once more. A shape
 is chosen before the round under way is read, and a round recorded once the next one is launched.
 What a pair has taught stays in memory. What the requests of a batch accept is pooled.
+
+Copies of the text (``drafters/copies.py``) are further shapes, with costs of their own. How many
+of their tokens are right is known by the length of the match before them, and seen after every
+round; so they are never tried for that. The match is known only once the round is read, so a shape
+is chosen ahead for each class of matches: the copy with the greatest gain, where that is above the
+draft's. What copies have accepted never enters what is known of drafts.
 """
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from operator import itemgetter
 from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
 
-from ..drafters.acceptance_stats import Acceptance, expected_tokens
-from ..drafters.tree import CHAINS, LONG_CHAINS, PLAIN, DraftShape
+from ..drafters.acceptance_stats import Acceptance, CopyAcceptance, CopySeen, expected_tokens
+from ..drafters.seen_text import Match
+from ..drafters.tree import (
+    CHAINS,
+    LEAST_MATCHES,
+    LONG_CHAINS,
+    MOST_COPIED,
+    PLAIN,
+    DraftPlan,
+    DraftShape,
+)
 from .pass_costs import KernelOptions, OptionTrial
 
 PRIOR = 1 / 3  # share of first drafts accepted where no text has shown any: heads have .3 to .8
@@ -61,6 +77,8 @@ DOUBT = 1.2  # standard deviations that a known cost must be off for its shape t
 WORTH_TRYING = 1.03  # of the best gain, that a shape to be tried must promise
 TRYING_LOSS, TRYING_SHARE = 1.0, 0.04  # plain steps, and per token, that trying shapes may lose
 
+MOST_SHARED_ROWS = 32  # of a pass for several requests in which copies are longer than 7 tokens
+
 OFF, PROBE, ON = "drafting off", "probe", "drafting on"
 
 
@@ -73,23 +91,59 @@ class DraftingEvent:
     reason: str
 
 
+FIXED_PRIOR = 0.5  # share of drafts accepted where none was seen, to compare copies with
+
+
 @dataclass
 class FixedController:
-    """Always the same. ``drafting_off``: decoding is plain, so the drafter may fall behind."""
+    """Always the same shape, or a copy of at most ``copy_size`` tokens where that promises more.
+
+    ``drafting_off``: decoding is plain, so the drafter may fall behind.
+    """
 
     shape: DraftShape
     drafting_off: bool = False
     events: list[DraftingEvent] = field(default_factory=list)
+    copy_size: int = 0
+    _copied: CopyAcceptance = field(default_factory=CopyAcceptance, repr=False)
+    _drafted: Acceptance = field(init=False, repr=False)
 
-    def next_shape(self, num_tokens: int) -> DraftShape:
-        """What follows the round under way, before which ``num_tokens`` were emitted."""
-        return self.shape
+    def __post_init__(self) -> None:
+        self._drafted = Acceptance(FIXED_PRIOR, max(1, self.shape.size))
+
+    def next_plan(self, num_tokens: int, matches: Sequence[Match] = ()) -> DraftPlan:
+        """Choose what follows the round under way, before which ``num_tokens`` were emitted.
+
+        ``matches`` are those of the requests of a batch, as far as they are known.
+        """
+        if self.copy_size == 0:
+            return DraftPlan(self.shape)
+        return DraftPlan(self.shape, self._by_match(False), self._by_match(True))
+
+    def _by_match(self, is_answer: bool) -> tuple[DraftShape, ...]:
+        promised = sum(self._drafted.along(self.shape.size))
+        copy = PLAIN._replace(copy=self.copy_size)
+        copied = (
+            sum(self._copied.along(least, self.copy_size, is_answer)) for least in LEAST_MATCHES
+        )
+        return tuple(copy if tokens >= promised else self.shape for tokens in copied)
 
     def record(
         self, shape: DraftShape, kept: Sequence[int], seconds: float | None,
-        ranks: Sequence[int] = (),
+        ranks: Sequence[int] = (), copies: Sequence[CopySeen] = (),
     ) -> None:  # fmt: skip
-        """What each request kept, none of a plain step; the time; of a tree ``Round.ranks``."""
+        """Record a finished round: draft tokens kept per request, none of a plain step; seconds.
+
+        ``ranks`` are those of a tree, see ``Round.ranks``. ``copies`` say what became of the
+        copies of the text that stood in its place, or would have.
+        """
+        if self.copy_size == 0:
+            return
+        self._copied.learn(copies)
+        if kept and shape.size > 0:
+            self._drafted.fade()
+            for num_kept in kept:
+                self._drafted.observe(shape.size, num_kept)
 
     def disable_shape(self, shape: DraftShape, error: RuntimeError) -> bool:
         """Whether the text can go on without ``shape``, which has failed."""
@@ -97,6 +151,12 @@ class FixedController:
 
     def resize(self, num_requests: int) -> None:
         """So many requests share rounds from now on."""
+
+
+def fixed_controller(size: int, has_drafts: bool, copies: bool) -> FixedController:
+    """Make the controller of chains of ``size`` tokens, drafted or copied."""
+    shape = DraftShape(size if has_drafts else 0)
+    return FixedController(shape, copy_size=min(size, MOST_COPIED) if copies else 0)
 
 
 class Estimate(NamedTuple):
@@ -123,6 +183,7 @@ class RoundCosts:
 
     def __init__(self, curve: Callable[[DraftShape, int], float], is_settled: bool = False):
         self.acceptance = Acceptance(PRIOR, LONG_CHAINS[-1].size)  # what a new text expects
+        self.copies = CopyAcceptance()  # likewise of copies
         self.failed: frozenset[DraftShape] = frozenset()
         self.options: KernelOptions | None = None  # None: others were not tried
         self._curve, self._is_settled, self._lock = curve, is_settled, Lock()
@@ -131,7 +192,7 @@ class RoundCosts:
         # covariances, and what these were before any time.
         self._mean, self._cov, self._prior = np.zeros(1), np.diag([100.0]), np.zeros((1, 1))
         self._places: dict[tuple[int, DraftShape], int] = {}
-        self._points = np.zeros((0, 5))  # where each key stands: see ``_point``
+        self._points = np.zeros((0, 6))  # where each key stands: see ``_point``
         self._latest, self._noise = 0, NOISE**2  # place of the key timed last, variance of times
 
     def record(self, num_requests: int, shape: DraftShape, seconds: float | None) -> None:
@@ -198,8 +259,10 @@ class RoundCosts:
     def _point(self, num: int, shape: DraftShape) -> tuple[float, ...]:
         """Where a round stands among others, in rows, and the logarithm of its curve."""
         stretch = math.log(self._curve(shape, num) / self._curve(PLAIN, num))
-        is_draft, is_tree = shape != PLAIN, shape.width > 1
-        return shape.num_rows, APART * is_draft, is_tree, math.log2(num), stretch
+        is_draft = not shape.is_plain
+        is_tree = shape.width > 1
+        is_copy = shape.copy > 0
+        return shape.num_rows, APART * is_draft, is_tree, is_copy, math.log2(num), stretch
 
 
 class AdaptiveController:
@@ -216,13 +279,20 @@ class AdaptiveController:
         num_requests: int = 1,
         can_draw: Callable[[], bool] = lambda: True,
         trial: OptionTrial | None = None,
+        copies: Sequence[DraftShape] = (),
     ):
-        """``can_draw``: whether the trees among ``shapes`` can be; asked before the first one."""
+        """``can_draw``: whether the trees among ``shapes`` can be; asked before the first one.
+
+        ``copies`` are the copies to choose among.
+        """
         self.drafting_off = self.never_pays = False  # the latter: whatever is accepted
         self.events: list[DraftingEvent] = []
         self._costs, self._num_requests, self._resized = costs, num_requests, num_requests
         costs.begin()
         self._shapes = [shape for shape in shapes if shape not in costs.failed]
+        self._copies = [shape for shape in copies if shape not in costs.failed]
+        self._copied = CopyAcceptance(costs.copies)
+        self._tried_copies: dict[DraftShape, float] = {}  # planned to be tried, beside what gain
         self._can_draw, self._is_asked, self._trial = can_draw, False, trial
         self._accepted = Acceptance(costs.acceptance, max((s.size for s in shapes), default=1))
         self._latest = PLAIN  # chosen; perhaps not recorded yet
@@ -234,16 +304,88 @@ class AdaptiveController:
         self._known: dict[DraftShape, Estimate] = {}  # made when asked for, after each record
         # The token after which plain steps were timed; after earlier texts, this one comes first.
         self._plain_timed = AGAIN * (self._estimates[PLAIN].is_known) - LATER
-        self._give_up()
+        if shapes:
+            self._give_up()
+        else:
+            self.drafting_off = True
+            self._plain_left = math.inf
 
-    def next_shape(self, num_tokens: int) -> DraftShape:
+    def next_plan(self, num_tokens: int, matches: Sequence[Match] = ()) -> DraftPlan:
+        """See ``FixedController.next_plan``."""
+        shape = self._next_shape(num_tokens)
+        if not self._copies or self._is_timing:
+            return DraftPlan(shape)
+        self._tried_copies = {}
+        if self._num_requests > 1:
+            return self._shared_plan(shape, matches)
+        gain = max(1.0, self._gain(shape))
+        own = tuple(self._or_copy(shape, gain, least) for least in LEAST_MATCHES)
+        others = tuple(self._or_copy(shape, gain, least, True) for least in LEAST_MATCHES)
+        return DraftPlan(shape, own, others)
+
+    def _or_copy(
+        self, shape: DraftShape, gain: float, match_length: int, is_answer: bool = False
+    ) -> DraftShape:
+        """The copy to make behind such a match in place of a draft that gains ``gain``, if any."""
+        sums = self._copied_tokens(match_length, is_answer)
+        expected = {copy: sums[copy.copy] for copy in self._copies}
+        best, most = self._best(expected)
+        if most > gain:
+            shape, gain = best, most
+        tried = self._worth_trying(shape, gain, expected)
+        if tried is None:
+            return shape
+        self._tried_copies[tried] = gain
+        return tried
+
+    def _copied_tokens(self, match_length: int, is_answer: bool) -> list[float]:
+        """Tokens that copies of 0, 1, 2 and so on emit behind such a match."""
+        if match_length == 0:
+            return [1.0] * (MOST_COPIED + 1)
+        chances = self._copied.along(match_length, MOST_COPIED, is_answer)
+        return list(accumulate(chances, initial=1.0))
+
+    def _shared_plan(self, shape: DraftShape, matches: Sequence[Match]) -> DraftPlan:
+        """One length for all requests of a batch: each drafts it, or copies it if that is more.
+
+        By their ``matches`` before the round under way, which mostly go on.
+        """
+        num = self._num_requests
+        sums = [self._copied_tokens(match.length, match.is_answer) for match in matches]
+        fitting = [s for s in self._copies if s.copy <= 7 or num * s.num_rows <= MOST_SHARED_ROWS]
+        expected = {}
+        for candidate in fitting if shape.is_plain else [*self._shapes, *fitting]:
+            drafted = self._accepted.expected_tokens(candidate) if candidate.size else 1.0
+            emitted = [max(drafted, tokens[candidate.num_levels]) for tokens in sums]
+            expected[candidate] = (sum(emitted) + (num - len(sums)) * drafted) / num
+        best, most = self._best(expected)
+        gain = max(1.0, expected.get(shape, 1.0) / self._cost(shape))
+        if most > gain:
+            shape, gain = best, most
+        shape = self._worth_trying(shape, gain, expected) or shape
+        size = shape.num_levels
+        draft = PLAIN if shape.copy else shape
+        drafted = 1.0 if shape.copy else self._accepted.expected_tokens(shape)
+
+        def by_match(is_answer: bool) -> tuple[DraftShape, ...]:
+            tokens = (self._copied_tokens(least, is_answer)[size] for least in LEAST_MATCHES)
+            copy = PLAIN._replace(copy=size)
+            return tuple(copy if number >= drafted else draft for number in tokens)
+
+        return DraftPlan(draft, by_match(False), by_match(True))
+
+    def _gain(self, shape: DraftShape) -> float:
+        """Gain of a draft, by what is thought of its cost."""
+        return self._accepted.expected_tokens(shape) / self._cost(shape)
+
+    def _next_shape(self, num_tokens: int) -> DraftShape:
         self._num_tokens = num_tokens
         if self.drafting_off:
             self._plain_left -= 1
             if self._plain_left >= 0:
                 return PLAIN
             self._turn_on()
-        shape, gain = self._best()
+        shape, gain = self._best(self._drafted)
         if self._has_to_time_plain(shape, gain):
             self.drafting_off = self._is_timing = True
             self._plain_left, self._plain_timed = TIMED_PLAIN - 1, num_tokens
@@ -258,34 +400,43 @@ class AdaptiveController:
             )
             self._give_up()
             return PLAIN
-        self._latest = shape = self._worth_trying(shape, max(gain, 1.0)) or shape
+        self._latest = self._worth_trying(shape, max(gain, 1.0), self._drafted) or shape
+        shape = self._latest
         if shape.tree is not None and not self._is_asked:
             self._is_asked = True
             if not self._can_draw():
                 self._shapes = [shape for shape in self._shapes if shape.tree is None]
-                return self.next_shape(num_tokens)
+                return self._next_shape(num_tokens)
         return shape
 
     def record(
         self, shape: DraftShape, kept: Sequence[int], seconds: float | None,
-        ranks: Sequence[int] = (),
+        ranks: Sequence[int] = (), copies: Sequence[CopySeen] = (),
     ) -> None:  # fmt: skip
-        if shape != PLAIN and shape not in self._shapes:  # cut to what was left of the text
-            return
-        if kept:
+        """See ``FixedController.record``."""
+        self._copied.learn(copies)
+        self._costs.copies.learn(copies)
+        if shape != PLAIN and shape not in (*self._shapes, *self._copies):
+            return  # cut to what was left of the text
+        if kept and shape.copy:
+            self._count_copy(shape, kept)
+        elif kept:
             self._learn(shape, kept, ranks)
         self._costs.record(self._num_requests, shape, seconds)
-        if self._trial is not None and shape != PLAIN:
+        is_drafted = shape.size > 0
+        if self._trial is not None and is_drafted:
             self._trial.record(shape, seconds)
             if self._trial.has_ended:
                 self._costs.options, self._trial = self._trial.best, None
         is_other, self._num_requests = self._num_requests != self._resized, self._resized
-        self._known, reason, self._probe_left = {}, "", self._probe_left - (shape != PLAIN)
+        self._known = {}
+        reason = ""
+        self._probe_left -= is_drafted
         if is_other and self.drafting_off and not self._is_timing:
             reason = "a round costs less now, drafts of {} promise {:.2f}x"
-        elif shape != PLAIN and self._probe_left == 0:
+        elif is_drafted and self._probe_left == 0:
             reason = "the probe promises {1:.2f}x"
-        if reason and (best := self._best())[1] >= 1.0:
+        if reason and (best := self._best(self._drafted))[1] >= 1.0:
             self.drafting_off, self.never_pays, self._rounds = False, False, []
             self._note(ON, reason.format(*best))
 
@@ -298,8 +449,10 @@ class AdaptiveController:
             what = f"rounds that draft {shape} fail on this device and are left out ({reason})."
             print(f"Note: {what}", file=sys.stderr)
         self._costs.failed |= {shape}
-        self._shapes = [other for other in self._shapes if other != shape]
-        self._give_up()
+        self._copies = [other for other in self._copies if other != shape]
+        if shape in self._shapes:
+            self._shapes.remove(shape)
+            self._give_up()
         return True
 
     def resize(self, num_requests: int) -> None:
@@ -309,7 +462,7 @@ class AdaptiveController:
     def _learn(self, shape: DraftShape, kept: Sequence[int], ranks: Sequence[int]) -> None:
         """See what was accepted and lost: of a try, only what it costs that was not foreseen."""
         num_tokens = sum(kept) / len(kept) + 1
-        best, gain = self._best()
+        best, gain = self._best(self._drafted)
         if shape != best:
             tries, worth = self._tries.get(shape, (0, 0.0))
             self._tries[shape] = tries + 1, worth + num_tokens / max(gain, 1.0)
@@ -320,9 +473,22 @@ class AdaptiveController:
         if self._lost() <= 0:
             self._rounds.clear()
 
+    def _count_copy(self, shape: DraftShape, kept: Sequence[int]) -> None:
+        """Count a copy that was a try, and what it was worth."""
+        gain = self._tried_copies.get(shape)
+        if gain is not None:
+            tries, worth = self._tries.get(shape, (0, 0.0))
+            self._tries[shape] = tries + 1, worth + (sum(kept) / len(kept) + 1) / gain
+
+    @property
+    def _drafted(self) -> dict[DraftShape, float]:
+        """Tokens that each draft is expected to emit."""
+        return {shape: self._accepted.expected_tokens(shape) for shape in self._shapes}
+
     @property
     def _estimates(self) -> dict[DraftShape, Estimate]:
-        self._known = self._known or self._costs.estimates(self._shapes, self._num_requests)
+        shapes = [*self._shapes, *self._copies]
+        self._known = self._known or self._costs.estimates(shapes, self._num_requests)
         return self._known
 
     def _lost(self) -> float:
@@ -333,20 +499,25 @@ class AdaptiveController:
         """In plain steps."""
         return self._estimates[shape].seconds / self._estimates[PLAIN].seconds
 
-    def _best(self) -> tuple[DraftShape, float]:
-        """The timed shape with the greatest gain, and the gain; a plain step where none is."""
-        timed = [s for s in self._shapes if self._estimates[s].is_known]
-        gains = {s: self._accepted.expected_tokens(s) / self._cost(s) for s in timed}
+    def _best(self, expected: Mapping[DraftShape, float]) -> tuple[DraftShape, float]:
+        """The timed shape with the greatest gain, and the gain; a plain step where none is.
+
+        ``expected`` are the tokens that a round of each shape emits.
+        """
+        timed = [s for s in expected if self._estimates[s].is_known]
+        gains = {s: expected[s] / self._cost(s) for s in timed}
         return max(gains.items(), key=itemgetter(1), default=(PLAIN, 0.0))
 
-    def _worth_trying(self, best: DraftShape, gain: float) -> DraftShape | None:
+    def _worth_trying(
+        self, best: DraftShape, gain: float, expected: Mapping[DraftShape, float]
+    ) -> DraftShape | None:
         """A shape that might be faster than ``best`` with its ``gain``, if that loses little."""
         tries = ((s, *tried) for s, tried in self._tries.items() if s in self._estimates)
         lost = sum(num_tries * self._cost(s) - worth for s, num_tries, worth in tries)
         left = TRYING_LOSS + TRYING_SHARE * self._num_tokens - lost
         plain, promises = self._estimates[PLAIN].seconds, {}
-        for shape in self._shapes:
-            num_tokens, known = self._accepted.expected_tokens(shape), self._estimates[shape]
+        for shape, num_tokens in expected.items():
+            known = self._estimates[shape]
             if shape in (best, self._latest):
                 continue
             least = known.off(-(DOUBT if known.is_known else left / TRYING_LOSS)) / plain

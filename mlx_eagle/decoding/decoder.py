@@ -12,7 +12,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..drafters.acceptance_stats import CopySeen
 from ..drafters.base import Draft, Drafter, PendingPairs
+from ..drafters.copies import Copies
 from ..drafters.tree import PLAIN, DraftShape
 from ..system.device import this_machine
 from ..target.cache_view import CacheView, close_windows, open_windows
@@ -22,6 +24,8 @@ from .accept import Choice, Match, Outcome, RowsInTurn, Rule, Verification, prop
 from .pass_costs import KernelOptions
 from .sampling import LogitsProcessors, ask_grammars
 from .stats import Stats
+
+MOST_BEHIND = 256  # tokens that a drafter falls behind while all is copied: features take memory
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Limits:
         if self.max_tokens < 0:
             return shape
         # A verify pass emits one token more than it keeps.
-        return shape._replace(size=max(0, min(shape.size, self.max_tokens - num_emitted - 1)))
+        return shape.at_most(self.max_tokens - num_emitted - 1)
 
     def has_room_after(self, num_emitted: int) -> bool:
         """Whether another token may come after so many."""
@@ -71,6 +75,8 @@ class Round:
     absorbed: bool = False  # by the drafter; otherwise kept until it catches up
     committed: bool = False
     is_forced: bool = False  # the draft begins with what a grammar forces
+    is_copied: bool = False  # the draft was copied from the text
+    copy_seen: CopySeen | None = None  # once read: what a copy in its place would have come to
     _outcome: Outcome | None = None
     run: list[int] = field(default_factory=list)  # the tokens emitted, once read and committed
     num_taken: int = 0  # of them, by the caller
@@ -98,10 +104,12 @@ class Round:
         A drafter that had nothing to propose counts as one whose first token was not accepted.
         What a grammar forces says nothing of a drafter.
         """
-        if self.is_forced:
+        if self.is_forced or self.shape.is_plain:
             return None
-        if self.shape.size == 0 or self.shape.tree is not None:
-            return self.shape if self.shape.size > 0 else None
+        if self.is_copied:
+            return self.shape._replace(copy=self.num_drafted)
+        if self.shape.tree is not None:
+            return self.shape
         return self.shape._replace(size=max(self.num_drafted, 1))
 
     @property
@@ -126,6 +134,7 @@ class Round:
             num_accepted,
             len(self.run),
             self.num_head_forwards,
+            self.is_copied,
         )
 
     @property
@@ -141,17 +150,22 @@ class Round:
         """Cut the caches, but for recurrent states, to the rows that led to ``length`` tokens."""
         if self._outcome is None or self._outcome.rows is None:
             if length <= self.num_drafted:
-                self.draft_checkpoint.rollback(length)
+                self._cut_drafter(length)
                 self.target_rows.cut(length)
             return
         self.target_rows.rollback_to_branch(self._outcome.rows[:length])
-        self.draft_checkpoint.rollback(length)
+        self._cut_drafter(length)
 
     def rollback(self, num_rows: int, num_pairs: int) -> None:
         """Cut to the first rows of the target and the first pairs of the drafter."""
         if num_rows <= self.num_drafted:
             self.target_rows.rollback(num_rows)
         if num_pairs <= self.num_drafted:
+            self._cut_drafter(num_pairs)
+
+    def _cut_drafter(self, num_pairs: int) -> None:
+        """Cut the drafter's caches to its first pairs, if it has absorbed any of the round."""
+        if self.absorbed:
             self.draft_checkpoint.rollback(num_pairs)
 
 
@@ -186,6 +200,7 @@ class Decoder:
         processors: LogitsProcessors,
         quantization: CacheQuantization,
         stream: mx.Stream | mx.ThreadLocalStream,
+        copies: Copies | None = None,
     ):
         self.target = target
         self.drafter = drafter
@@ -194,6 +209,7 @@ class Decoder:
         self.processors = processors
         self.quantization = quantization
         self.stream = stream
+        self.copies = copies
         self.root = mx.zeros((1,), mx.int32)
         self.root_embedding: mx.array | None = None  # (1, h), of a prompt that was given so
         self.history = mx.zeros((0,), mx.int32)  # for logits processors: up to the root
@@ -305,21 +321,29 @@ class Decoder:
         A shape of size 0 is a step of plain decoding: unless it is to ``absorb`` the step, the
         drafter falls behind, and catches up before it proposes again. It does absorb the step
         after a round that failed, for that may have left it nothing to start from. In front of
-        what is drafted come up to ``most_forced`` tokens that a grammar forces, if it does.
+        what is drafted come up to ``most_forced`` tokens that a grammar forces, if it does. Where
+        the shape is a copy, the drafter does not draft, and absorbs the round later.
         """
         open_windows(self.cache)
+        shape = self._verifiable(shape)
         most_forced = 0 if self.discards_features else most_forced
         forced = self.processors.forced(self.quantization.fit(most_forced, self.cache))
-        if is_drafted := shape.size > 0 or bool(forced):
+        copied = self._copy(shape.copy, forced)
+        if shape.copy:
+            shape = PLAIN._replace(copy=len(copied))
+        is_drafted = shape.size > 0 or (bool(forced) and not copied)
+        absorb |= is_drafted or not self._is_seeded
+        if absorb:
             self.flush_pairs()
         before_draft = Checkpoint(self.drafter.cache)
-        absorb |= is_drafted or not self._is_seeded
         self._is_seeded = False
-        # 1. Draft: the drafter proposes what may follow the root.
+        # 1. Draft: the drafter proposes what may follow the root, or it is copied.
         with self._undone_on_failure(before_draft), mx.stream(self.stream):
-            shape = self._verifiable(shape)
-            choice = self.rule.open(self.num_emitted, shape.size)
-            draft = propose(self.drafter, CacheView(self.cache), shape, choice, forced)
+            choice = self.rule.open(self.num_emitted, shape.num_levels)
+            if copied:
+                draft = Draft(mx.array(copied, mx.int32))
+            else:
+                draft = propose(self.drafter, CacheView(self.cache), shape, choice, forced)
             if is_drafted:
                 # The device drafts while the host builds the target's pass, the larger graph.
                 mx.async_eval(draft.tokens)
@@ -341,7 +365,8 @@ class Decoder:
                 features = features[verification.rows]
             launched = Round(
                 self.num_emitted, shape, draft, verification, features, before_pass,
-                before_draft, self.num_head_forwards, is_forced=bool(forced),
+                before_draft, self.num_head_forwards,
+                is_forced=bool(forced), is_copied=bool(copied),
             )  # fmt: skip
             mx.async_eval(verification.pending)
             if absorb:
@@ -354,7 +379,14 @@ class Decoder:
         """As much of ``shape`` as fits before caches are quantized, or attention's scale grows."""
         if shape.tree is not None and not self.target.can_verify_tree(self.cache, shape.num_rows):
             return PLAIN
-        return shape._replace(size=self.quantization.fit(shape.size, self.cache))
+        return shape.at_most(self.quantization.fit(shape.num_levels, self.cache))
+
+    def _copy(self, size: int, forced: list[int]) -> list[int]:
+        """Copy at most ``size`` tokens; none unless they begin with what is ``forced``."""
+        if self.copies is None or size == 0:
+            return []
+        copied = self.copies.tokens(size)
+        return copied if copied[: len(forced)] == forced else []
 
     def _accept(
         self, choice: Choice, draft: Draft, tree_mask: mx.array | None, logits: mx.array
@@ -413,7 +445,14 @@ class Decoder:
             self.follow(emitted, done.last_row(length), done.known_run[:length])
             done.committed = True
             if not done.absorbed and not self.discards_features:
-                self._pending.add(done.position, emitted, done.features)
+                self._keep_pairs(done, length)
+                if done.is_copied and len(self._pending) >= MOST_BEHIND:
+                    self.flush_pairs()
+
+    def _keep_pairs(self, done: Round, length: int) -> None:
+        """Keep the first pairs of a round that the drafter has yet to absorb."""
+        features = None if done.features is None else done.features[:length]
+        self._pending.add(done.position, done.verification.following[:length], features)
 
     def restore_states(self) -> None:
         """Make the target's recurrent states that the last commit left open, before a pass."""
@@ -434,6 +473,8 @@ class Decoder:
 
         ``last`` is the round whose tokens the caller was taking, ``upcoming`` the one in flight.
         """
+        if self.copies is not None:
+            self.copies.drop_last(len(last.run) - last.num_taken)
         with mx.stream(self.stream):
             match stop_point(last, upcoming):
                 case StopPoint.INSIDE_RUN:
@@ -441,6 +482,8 @@ class Decoder:
                         upcoming.rollback(0, 0)
                     last.rollback(last.num_taken + 1, last.num_taken)
                     self._pending.drop_from(last.position)
+                    if last.num_taken and not last.absorbed and not self.discards_features:
+                        self._keep_pairs(last, last.num_taken)
                     features, row = last.features, last.num_taken
                 case StopPoint.NEXT_IN_FLIGHT if upcoming is not None:
                     upcoming.rollback(1, 0)

@@ -21,16 +21,20 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generate_step, generation_stream
 
+from ..drafters.acceptance_stats import CopySeen
 from ..drafters.base import Drafter
-from ..drafters.tree import PLAIN, DraftShape, Tree, chains_for
+from ..drafters.copies import Copies, Tokens
+from ..drafters.seen_text import Match
+from ..drafters.tree import COPIES, PLAIN, DraftPlan, DraftShape, Tree, chains_for
 from ..system.terminal import Progress, silent
 from ..target.cache_view import close_windows
 from ..target.rollback import CacheQuantization
-from .auto import AdaptiveController, Controller, FixedController
+from .auto import AdaptiveController, Controller, FixedController, fixed_controller
 from .decoder import Decoder, Limits, Round
 from .pass_costs import KernelOptions, OptionTrial
 from .sampling import LogitsProcessor, Sampler, Sampling
 from .setup import (
+    begin_copies,
     begin_drafter,
     check_embeddings,
     check_max_tokens,
@@ -45,7 +49,16 @@ from .setup import (
 )
 from .stats import Stats
 
-R = TypeVar("R")
+
+class Launched(Protocol):
+    """A round in flight, of one request or of a batch."""
+
+    @property
+    def shape(self) -> DraftShape:
+        """What is drafted or copied in it."""
+
+
+R = TypeVar("R", bound=Launched)
 """What a runner launches: one round, or one round per request of a batch."""
 
 
@@ -60,10 +73,14 @@ class Runner(Protocol[R]):
     def is_running(self) -> bool:
         """Whether anything is left to generate after the rounds that are finished."""
 
-    def fit(self, shape: DraftShape) -> DraftShape:
-        """As much of ``shape`` as there is room for."""
+    @property
+    def matches(self) -> Sequence[Match]:
+        """Per request, what the end of its text matches, as far as it was read and looked for."""
 
-    def launch(self, shape: DraftShape) -> R:
+    def choose(self, plan: DraftPlan) -> DraftShape:
+        """The shape of ``plan`` for the text as it was read, as much as there is room for."""
+
+    def launch(self, plan: DraftPlan) -> R:
         """Start a round without waiting for the device."""
 
     def can_run_ahead(self, done: R) -> bool:
@@ -73,8 +90,8 @@ class Runner(Protocol[R]):
         allow another.
         """
 
-    def can_launch_before_read(self, shape: DraftShape) -> bool:
-        """Whether it is this round that may follow before the one before it is read."""
+    def can_launch_before_read(self, plan: DraftPlan) -> bool:
+        """Whether the round of that plan may follow before the one before it is read."""
 
     def commit_plain(self, done: R) -> None:
         """Commit a plain step before it is read."""
@@ -87,6 +104,9 @@ class Runner(Protocol[R]):
 
     def ranks_of(self, done: R) -> Sequence[int]:
         """Which children of a tree were kept, as ``Round.ranks`` has them; () of chains."""
+
+    def copies_of(self, done: R) -> Sequence[CopySeen]:
+        """What copies in the place of ``done`` have come to, or would have."""
 
     def retire(self, done: R, upcoming: R | None, controller: Controller) -> R | None:
         """Let go of what ended with ``done``; returns what is in flight for the rest."""
@@ -142,7 +162,7 @@ class Pipeline(Generic[R]):
         self.controller = controller
         self.current: R | None = None
         if first is None:
-            first = self._launch(controller.next_shape(runner.num_tokens))
+            first = self._launch(controller.next_plan(runner.num_tokens, runner.matches))
         self.upcoming: R | None = first
         self._clock, self._was_ahead = RoundClock(), False
 
@@ -159,34 +179,36 @@ class Pipeline(Generic[R]):
             # Chosen before the read, by what was known up to the round before. Once for each pair
             # that tries whether trees can be verified, which no round has to answer for.
             with self._clock.pausing():
-                shape = controller.next_shape(runner.num_tokens)
-            if can_be_ahead and runner.can_launch_before_read(shape):
-                self.upcoming, self._was_ahead = self._launch(shape), True
+                plan = controller.next_plan(runner.num_tokens, runner.matches)
+            if can_be_ahead and runner.can_launch_before_read(plan):
+                self.upcoming = self._launch(plan)
+                self._was_ahead = self.upcoming.shape.is_plain
             # 4. Commit.
             runner.finish(done)
             drafted, num_accepted = runner.acceptance_of(done) or (PLAIN, ())
-            between_plain_steps = was_ahead and self._was_ahead and shape == PLAIN
+            between_plain_steps = was_ahead and self._was_ahead
             seconds = self._clock.seconds(drafted, between_plain_steps)
             # 1. to 3. of the next round.
             self.upcoming = runner.retire(done, self.upcoming, controller)
             if self.upcoming is None and runner.is_running:
-                self.upcoming = self._launch(shape)
+                self.upcoming = self._launch(plan)
             # 5. Tell.
-            controller.record(drafted, num_accepted, seconds, runner.ranks_of(done))
+            ranks = runner.ranks_of(done)
+            controller.record(drafted, num_accepted, seconds, ranks, runner.copies_of(done))
             with self._clock.pausing():
                 yield done
             if not runner.is_running:
                 return
 
-    def _launch(self, shape: DraftShape) -> R:
-        """A round of that shape; a plain step in place of one that this device cannot run."""
+    def _launch(self, plan: DraftPlan) -> R:
+        """Launch a round of that plan; a plain step where this device cannot run it."""
         try:
-            return self.runner.launch(shape)
+            return self.runner.launch(plan)
         except RuntimeError as err:
-            fitting = self.runner.fit(shape)
-            if fitting.size == 0 or not self.controller.disable_shape(fitting, err):
+            shape = self.runner.choose(plan)
+            if shape.is_plain or not self.controller.disable_shape(shape, err):
                 raise
-        return self.runner.launch(PLAIN)
+        return self.runner.launch(DraftPlan(PLAIN))
 
 
 MOST_FORCED = 15  # tokens of a grammar: with the root they fill what kernels do at once
@@ -214,12 +236,19 @@ class SingleRunner:
     def is_running(self) -> bool:
         return not self._has_ended
 
-    def fit(self, shape: DraftShape) -> DraftShape:
+    @property
+    def matches(self) -> Sequence[Match]:
+        return ()
+
+    def choose(self, plan: DraftPlan) -> DraftShape:
+        copies, shape = self.decoder.copies, plan.shape
+        if copies is not None and plan.by_match:
+            shape = plan.behind(copies.match.length, copies.match.is_answer)
         return self.limits.at_most(shape, self.num_tokens)
 
-    def launch(self, shape: DraftShape) -> Round:
-        most_forced = self.fit(DraftShape(MOST_FORCED)).size
-        return self.decoder.launch(self.fit(shape), most_forced=most_forced)
+    def launch(self, plan: DraftPlan) -> Round:
+        most_forced = self.limits.at_most(DraftShape(MOST_FORCED), self.num_tokens).size
+        return self.decoder.launch(self.choose(plan), most_forced=most_forced)
 
     def can_run_ahead(self, done: Round) -> bool:
         """Not with a grammar: what it forces next follows from the token."""
@@ -227,12 +256,14 @@ class SingleRunner:
         room = self.limits.has_room_after(done.position + 1)
         return done.num_drafted == 0 and room and not is_held
 
-    def can_launch_before_read(self, shape: DraftShape) -> bool:
-        """Any shape: a draft too may follow a token that only the device knows."""
+    def can_launch_before_read(self, plan: DraftPlan) -> bool:
+        """Any shape: a draft or a copy too may follow a token that only the device knows."""
         return True
 
     def commit_plain(self, done: Round) -> None:
         self.decoder.commit(done, 1)
+        if self.decoder.copies is not None:
+            self.decoder.copies.num_unread = 1
 
     def finish(self, done: Round) -> None:
         outcome = done.read()
@@ -242,6 +273,8 @@ class SingleRunner:
         if not done.committed:
             self.decoder.commit(done, len(run))
         done.run = run
+        if self.decoder.copies is not None:
+            done.copy_seen = self.decoder.copies.read(run)
         self._has_ended = self.limits.end(run[-1]) or not self.limits.has_room_after(
             done.position + len(run)
         )
@@ -252,6 +285,9 @@ class SingleRunner:
 
     def ranks_of(self, done: Round) -> Sequence[int]:
         return done.ranks
+
+    def copies_of(self, done: Round) -> Sequence[CopySeen]:
+        return () if done.copy_seen is None else (done.copy_seen,)
 
     def retire(self, done: Round, upcoming: Round | None, controller: Controller) -> Round | None:
         return upcoming
@@ -281,6 +317,7 @@ def speculative_generate_step(
     quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START,
     prompt_progress_callback: Progress | None = None,
     input_embeddings: mx.array | None = None,
+    known_tokens: Tokens | None = None,
     stop_tokens: Collection[int] = (),
     stats: Stats | None = None,
 ) -> Iterator[tuple[int, mx.array, bool]]:
@@ -296,6 +333,9 @@ def speculative_generate_step(
     that of ``num_draft_tokens``, where trees can be drafted. ``stop_tokens`` end the generation
     once yielded. ``stats`` is updated after every round. ``input_embeddings`` (n, h) enter the
     target, and the drafter's head, in the place of the prompt's own; the prompt may then be empty.
+    ``known_tokens`` are those that ``prompt_cache`` holds, for a drafter that copies (see
+    ``Drafter.with_copies``); by default those that an earlier generation with this drafter left in
+    it. They are a hint: wrong ones cost speed, never a token of text.
     The progress callback is given how much of the prompt is done and how much there is, in tokens.
 
     Wherever the caller stops, ``prompt_cache`` then holds the prompt and every token yielded,
@@ -321,6 +361,7 @@ def speculative_generate_step(
         prompt = prompt.astype(mx.int32)  # an empty array has another type by default
     stats = Stats() if stats is None else stats
     cache, draft_cache = split_cache(prompt_cache, model, max_kv_size)
+    copies = begin_copies(draft_model, cache, prompt, known_tokens, input_embeddings is not None)
     stats.start()
     try:
         if num_draft_tokens == 0:
@@ -339,7 +380,7 @@ def speculative_generate_step(
                 prompt_progress_callback=prompt_progress_callback,
                 input_embeddings=input_embeddings,
             )
-            yield from _plain(steps, stop_tokens, stats)
+            yield from _plain(steps, stop_tokens, stats, copies)
             return
         decoder = open_decoder(
             model,
@@ -351,6 +392,7 @@ def speculative_generate_step(
             logits_processors=logits_processors,
             acceptance=acceptance,
             tree=tree,
+            copies=copies,
         )
         progress = prompt_progress_callback or silent
         decoder.prefill(prompt, prefill_step_size, progress, input_embeddings)
@@ -368,6 +410,8 @@ def speculative_generate_step(
         if prompt_cache is not None:
             close_windows(cache)
             prompt_cache[: len(cache)] = cache  # some may have been replaced by quantized ones
+            if copies is not None and draft_model.copies is not None:
+                draft_model.copies.remember(cache, copies.text)
 
 
 def _tokens(
@@ -398,29 +442,35 @@ def _tokens(
 def make_controller(
     decoder: Decoder, num_draft_tokens: int | str, tree: Tree | str | None, stats: Stats
 ) -> Controller:
-    """What decides on the drafts of one text, whose prompt ``decoder`` has read."""
+    """Make what decides on the drafts of one text, whose prompt ``decoder`` has read."""
+    drafter, copies = decoder.drafter, decoder.copies is not None
     if tree is not None and not isinstance(tree, str):
-        return FixedController(DraftShape(tree.depth, tree))
+        return FixedController(DraftShape(tree.depth, tree), copy_size=tree.depth * copies)
     if tree is None and not isinstance(num_draft_tokens, str):
-        return FixedController(DraftShape(num_draft_tokens))
-    costs = costs_of(decoder.target.model, decoder.drafter, decoder.rule)
+        return fixed_controller(num_draft_tokens, drafter.longest_draft != 0, copies)
+    costs = costs_of(decoder.target.model, drafter, decoder.rule)
     decoder.use(costs.options or KernelOptions())
     trial = None
     if costs.options is None and decoder.kernel_options and decoder.prefill_time > LONG_PREFILL:
         trial = OptionTrial(decoder.kernel_options, decoder.use)
+    drafts = () if decoder.discards_features else chains_for(drafter.longest_draft)
     controller = AdaptiveController(
         costs,
-        chains_for(decoder.drafter.longest_draft) + drawable_trees(decoder),
+        drafts + (drawable_trees(decoder) if drafts else ()),
         can_draw=partial(verifies_trees, decoder),
         trial=trial,
+        copies=COPIES if copies else (),
     )
     stats.drafting_events = controller.events
-    decoder.discards_features = controller.never_pays
+    decoder.discards_features |= controller.never_pays
     return controller
 
 
 def _plain(
-    steps: Iterator[tuple[int, mx.array]], stop_tokens: Collection[int], stats: Stats
+    steps: Iterator[tuple[int, mx.array]],
+    stop_tokens: Collection[int],
+    stats: Stats,
+    copies: Copies | None,
 ) -> Iterator[tuple[int, mx.array, bool]]:
     """mlx-lm's own pipelined decoding, counted."""
     for n, (token, logprobs) in enumerate(steps):
@@ -428,6 +478,8 @@ def _plain(
             stats.end_prefill()
         else:
             stats.record(0, 0, 0, 1, 0)
+        if copies is not None:
+            copies.text.extend([token])
         yield token, logprobs, False
         if token in stop_tokens:
             return

@@ -8,11 +8,14 @@ from typing import Any, SupportsInt, TypeGuard
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import does_model_support_input_embeddings
 
 from ..drafters.base import Drafter
-from ..drafters.tree import PLAIN, TREES, DraftShape, Tree, parse_tree
+from ..drafters.copies import Copies, Tokens
+from ..drafters.seen_text import GAP
+from ..drafters.tree import TREES, DraftShape, Tree, parse_tree
 from ..system.device import fused_rows, product_cost, this_machine, weight_bytes
 from ..target.attention import check_trees
 from ..target.rollback import CacheQuantization, Checkpoint, check_supported
@@ -175,6 +178,44 @@ def begin_drafter(draft_model: Drafter, draft_cache: list[Any] | None) -> Drafte
     return drafter
 
 
+def begin_copies(
+    draft_model: Drafter,
+    caches: list[Any],
+    prompt: mx.array,
+    known_tokens: Tokens | None,
+    is_embedded: bool = False,
+) -> Copies | None:
+    """Copies for a request, if its drafter copies.
+
+    ``caches`` are the target's; ``known_tokens`` those that they hold, by default those remembered
+    of them. From a prompt that ``is_embedded``, and across it, nothing is copied. Raises
+    ValueError where ``known_tokens`` are no tokens.
+    """
+    if known_tokens is not None:
+        known_tokens = read_tokens(known_tokens)
+    source = draft_model.copies
+    if source is None:
+        return None
+    known = source.remembered(caches) if known_tokens is None else known_tokens
+    return source.begin(known, [GAP] if is_embedded else np.array(prompt))
+
+
+def read_tokens(tokens: Tokens) -> np.ndarray:
+    """Token ids (n,) int32 from a list or an array; ValueError for anything else."""
+    try:
+        read = np.array(tokens)
+    except ValueError:
+        read = np.array(None)
+    if read.size == 0 and read.ndim == 1:
+        return read.astype(np.int32)
+    if read.ndim != 1 or read.dtype.kind not in "iu":
+        raise ValueError(
+            f"known_tokens are {in_words(tokens)}: give the token ids (n,) that prompt_cache "
+            "holds, as a list or an array, or leave them out."
+        )
+    return read.astype(np.int32)
+
+
 def check_embeddings(
     embeddings: mx.array, prompt: mx.array, model: nn.Module, drafter: Drafter
 ) -> None:
@@ -205,14 +246,18 @@ def open_decoder(
     logits_processors: list[LogitsProcessor] | None,
     acceptance: str | None,
     tree: Tree | str | None = None,
+    copies: Copies | None = None,
 ) -> Decoder:
-    """Target and drafter for one request, checked against each other and what is asked of them."""
+    """Target and drafter for one request, checked against each other and what is asked of them.
+
+    ``copies`` are what the request may copy from its text and others.
+    """
     # What processes exchange must be on one stream: an earlier pass may still be under way.
     with mx.stream(stream):
         _check_target(model, drafter, cache, quantization, tree)
         target = Target(model, drafter.taps, fused_rows)
     rule, processors = make_rule(acceptance, sampler), LogitsProcessors(logits_processors or ())
-    return Decoder(target, drafter, cache, rule, processors, quantization, stream)
+    return Decoder(target, drafter, cache, rule, processors, quantization, stream, copies)
 
 
 def _check_target(
@@ -293,6 +338,6 @@ def _curve(model: nn.Module, drafter: Drafter) -> Callable[[DraftShape, int], fl
         verify = weights.pass_cost(machine, shape.num_rows * num_requests)
         steps = shape.size * share * product_cost(machine, num_requests, weights.is_packed)
         overhead = CHAIN_OVERHEAD if shape.tree is None else TREE_OVERHEAD
-        return verify + steps + overhead * (shape != PLAIN)
+        return verify + steps + overhead * (not shape.is_plain)
 
     return cache(curve)

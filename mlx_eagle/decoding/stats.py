@@ -17,12 +17,14 @@ IN_ORDER = ("draft_lengths", "drafting_events")  # what is not counted by positi
 class Stats:
     """Counts of one generation. Prefill, and the first token it yields, are kept apart.
 
-    ``num_target_forwards`` counts verify passes and plain steps, ``num_evals`` the times the
-    host waited for the device in them; ``num_reruns`` the passes that ran kept rows again because
-    a recurrent state cannot be made again. ``accepted_histogram[n]`` is the number of rounds that
+    ``num_target_forwards`` counts verify passes and plain steps, ``num_evals`` the times the host
+    waited for the device in them; ``num_reruns`` the passes that ran kept rows again because a
+    recurrent state cannot be made again. ``accepted_histogram[n]`` is the number of rounds that
     kept n draft tokens; ``drafted_by_position[i]`` the rounds that drafted more than i;
     ``draft_lengths`` how far each target forward had drafted, in order (0 for a plain step).
-    Times are in seconds; ``prompt_time`` ends with the first token.
+    ``num_drafted`` and ``num_accepted`` also count what was copied from the text, ``num_copied``
+    and ``num_accepted_copied`` that alone. Times are in seconds; ``prompt_time`` ends with the
+    first token.
     """
 
     num_rounds: int = 0
@@ -32,6 +34,8 @@ class Stats:
     num_evals: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    num_copied: int = 0
+    num_accepted_copied: int = 0
     num_emitted: int = 0
     accepted_histogram: list[int] = field(default_factory=list)
     drafted_by_position: list[int] = field(default_factory=list)
@@ -42,6 +46,7 @@ class Stats:
     _start: float = field(default_factory=time.perf_counter, repr=False)
     _first_token: float = field(default_factory=time.perf_counter, repr=False)
     _last_accepted: int | None = field(default=None, repr=False)
+    _last_was_copied: bool = field(default=False, repr=False)
 
     def start(self) -> None:
         """Start the clock: prefill begins."""
@@ -59,17 +64,19 @@ class Stats:
         num_accepted: int,
         num_emitted: int,
         num_head_forwards: int,
+        is_copied: bool = False,
     ) -> None:
         """Count one target forward after prefill.
 
         A chain of k tokens has k levels, a tree as many as its longest branch.
-        ``num_head_forwards`` is the total so far.
+        ``num_head_forwards`` is the total so far. ``is_copied``: the draft was copied.
         """
         self.generation_time = time.perf_counter() - self._first_token
         self.num_head_forwards = num_head_forwards
         self.num_evals += 1
         self.num_emitted += num_emitted
         self._last_accepted = num_accepted
+        self._last_was_copied = is_copied
         self.draft_lengths.append(num_levels)
         if num_drafted == 0:
             self.num_plain_steps += 1
@@ -77,6 +84,9 @@ class Stats:
         self.num_rounds += 1
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
+        if is_copied:
+            self.num_copied += num_drafted
+            self.num_accepted_copied += num_accepted
         missing = num_levels - len(self.drafted_by_position)
         self.drafted_by_position += [0] * missing
         for i in range(num_levels):
@@ -93,6 +103,8 @@ class Stats:
         kept = min(last, num_read)
         if kept < last:
             self.num_accepted -= last - kept
+            if self._last_was_copied:
+                self.num_accepted_copied -= last - kept
             self.accepted_histogram[last] -= 1
             self.accepted_histogram[kept] += 1
             while self.accepted_histogram[-1] == 0:
@@ -184,6 +196,8 @@ class Stats:
             "num_drafted",
             "num_accepted",
             "num_rejected",
+            "num_copied",
+            "num_accepted_copied",
             "num_emitted",
             "accepted_histogram",
             "mean_acceptance_length",
@@ -212,5 +226,9 @@ class Stats:
             f"Acceptance by position: {self.acceptance_words}; "
             f"accepted lengths: {histogram or '-'}",
         ]
+        if self.num_copied:
+            lines.append(
+                f"Of these copied: {self.num_copied} drafted, {self.num_accepted_copied} accepted"
+            )
         events = self.drafting_events
         return [*lines, *(f"After {e.num_tokens} tokens: {e.what}, {e.reason}" for e in events)]

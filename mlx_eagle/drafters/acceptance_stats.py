@@ -1,13 +1,15 @@
-"""Acceptance statistics: how often a drafted token was kept lately, by its place in the draft.
+"""Acceptance statistics: how often a drafted or copied token was kept lately, by its place.
 
-Plain numbers. ``auto`` chooses lengths by them, and ``CopyingDrafter`` between copies and drafts.
+Plain numbers. Controllers choose lengths by them, and between copies and drafts.
 """
 
+from bisect import bisect
 from collections.abc import Sequence
 from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import accumulate
 from operator import mul
+from typing import NamedTuple
 
 from .tree import DraftShape
 
@@ -23,17 +25,15 @@ STEPS = 64  # between 0 and 1, to which chances are rounded, so that trees are l
 class Acceptance:
     """The share of tokens kept at each place of a draft, given that those before it were kept.
 
-    What is little known leans on what is believed. Places may count from elsewhere than the
-    start of a draft: those of a copy count how long a match it continues.
+    What is little known leans on what is believed.
     """
 
-    def __init__(self, believed: "float | Acceptance", num_places: int, rise: float = 0.0):
-        """``believed``, before anything was seen: of the first place, or what others tell of all.
+    def __init__(self, believed: "float | Sequence[float] | Acceptance", num_places: int):
+        """``believed``, before anything was seen: of each place, or what others tell of it.
 
-        Where it is the first one's, the others lean on the place before, and each is believed to
-        be wrong more seldom than that by ``rise`` (0 to 1).
+        Where it is the first place's alone, the others lean on the place before.
         """
-        self._believed, self._rise = believed, rise
+        self._believed = believed
         self._reached = [0.0] * num_places
         self._kept = [0.0] * num_places
         self._emitted = self._foretold = 0.0  # tokens of trees
@@ -47,10 +47,10 @@ class Acceptance:
         self._emitted, self._foretold = factor * self._emitted, factor * self._foretold
         self._places, self._expected = [], {}
 
-    def observe(self, start: int, num_drafted: int, num_kept: int) -> None:
-        """Of a draft that began at place ``start`` so many tokens were kept."""
-        for i in range(min(num_kept + 1, num_drafted)):
-            self._see(start + i, i < num_kept)
+    def observe(self, num_drafted: int, num_kept: int) -> None:
+        """See a draft of which the first ``num_kept`` tokens were kept."""
+        for place in range(min(num_kept + 1, num_drafted)):
+            self.see(place, place < num_kept)
 
     def learn(
         self,
@@ -69,14 +69,15 @@ class Acceptance:
         self.fade(memory)
         if shape.tree is None:
             for kept in num_kept:
-                self.observe(0, shape.size, kept)
+                self.observe(shape.size, kept)
             return
         self._foretold += foretold
         self._emitted += 1 + sum(rank >= 0 for rank in ranks)
         for level, rank in enumerate(ranks):
-            self._see(level, rank == 0)
+            self.see(level, rank == 0)
 
-    def _see(self, place: int, is_kept: bool) -> None:
+    def see(self, place: int, is_kept: bool) -> None:
+        """See a token at a place that was reached, whether it was kept."""
         place = min(place, len(self._reached) - 1)
         self._reached[place] += 1
         self._kept[place] += is_kept
@@ -111,20 +112,76 @@ class Acceptance:
     def _chances(self) -> list[float]:
         places: list[float] = []
         given = self._believed
-        if isinstance(given, Acceptance):
-            others, before, weight = given.places, 0.0, OTHERS_WEIGHT
-        else:
-            others, before, weight = [], given, PRIOR_WEIGHT
+        weight = OTHERS_WEIGHT if isinstance(given, Acceptance) else PRIOR_WEIGHT
+        others = given.places if isinstance(given, Acceptance) else given
         for i, (kept, reached) in enumerate(zip(self._kept, self._reached, strict=True)):
-            if others:
+            if isinstance(others, Sequence):
                 before = others[i]
+            else:
+                before = places[-1] if places else others
             places.append((kept + weight * before) / (reached + weight))
-            before = places[-1] + self._rise * (1 - places[-1])
         return places
 
-    def along(self, start: int, size: int) -> list[float]:
-        """For each of ``size`` tokens from place ``start`` on, the chance that it is kept."""
-        return list(accumulate(_run(self.places, size, start), mul))
+    def along(self, size: int) -> list[float]:
+        """For each of the first ``size`` tokens, the chance that it is kept."""
+        return list(accumulate(_run(self.places, size), mul))
+
+
+class CopySeen(NamedTuple):
+    """A match of ``match_length`` tokens was followed by text: how much of its copy was right.
+
+    Of the copy ``num_seen`` tokens have met the text, up to the first wrong one, and the first
+    ``num_right`` of them were right. ``is_answer``: copied from another answer.
+    """
+
+    match_length: int
+    num_seen: int
+    num_right: int
+    is_answer: bool = False
+
+
+COPY_PLACES = (1, 2, 3, 4, 5, 6, 8, 11, 15, 21, 29, 41)
+"""Tokens that a copied token continues, its match and the copy before it: the least of a class."""
+WRONG_BY_TOKEN = 0.75  # chance of a copy to be wrong, believed, that each token more leaves of it
+MOST_BELIEVED = 16  # tokens, beyond which no more is believed
+ANSWERS_SHARE = 0.5  # of that belief, for copies from other answers
+COPY_MEMORY = 0.99  # what a round's evidence on copies weighs one round later
+
+
+class CopyAcceptance:
+    """The share of copied tokens that were right lately, by how much text they continue.
+
+    Seen after every round, whatever was drafted in it: a copy need not be verified for that.
+    Copies from other answers are counted by themselves.
+    """
+
+    def __init__(self, others: "CopyAcceptance | None" = None):
+        """``others``: what other texts tell, on which this one leans."""
+        believed = [1 - WRONG_BY_TOKEN ** min(place, MOST_BELIEVED) for place in COPY_PLACES]
+        halved = [ANSWERS_SHARE * chance for chance in believed]
+        num = len(COPY_PLACES)
+        self._own: Acceptance = Acceptance(believed if others is None else others._own, num)
+        self._answers: Acceptance = Acceptance(halved if others is None else others._answers, num)
+
+    def learn(self, copies: Sequence[CopySeen]) -> None:
+        """See what became of the copies of a round, verified or not."""
+        for seen in copies:
+            if seen.num_seen == 0:
+                continue
+            counts = self._answers if seen.is_answer else self._own
+            counts.fade(COPY_MEMORY)
+            for i in range(seen.num_seen):
+                counts.see(_copy_class(seen.match_length + i), i < seen.num_right)
+
+    def along(self, match_length: int, size: int, is_answer: bool = False) -> list[float]:
+        """For each of ``size`` tokens behind a match, the chance that it is kept."""
+        places = (self._answers if is_answer else self._own).places
+        chances = (places[_copy_class(match_length + i)] for i in range(size))
+        return list(accumulate(chances, mul))
+
+
+def _copy_class(place: int) -> int:
+    return bisect(COPY_PLACES, place) - 1
 
 
 def expected_tokens(places: list[float], shape: DraftShape) -> float:
@@ -139,9 +196,9 @@ def expected_tokens(places: list[float], shape: DraftShape) -> float:
     return _tokens_of_tree(shape, tuple(max(1, round(STEPS * place)) / STEPS for place in run))
 
 
-def _run(places: list[float], size: int, start: int = 0) -> list[float]:
-    """The chances at ``size`` places from ``start`` on; the last one known is repeated."""
-    known = places[start : start + size]
+def _run(places: list[float], size: int) -> list[float]:
+    """The chances at the first ``size`` places; the last one known is repeated."""
+    known = places[:size]
     return known + places[-1:] * (size - len(known))
 
 

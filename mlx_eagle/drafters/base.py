@@ -6,14 +6,16 @@ what one of them can or cannot do is a member here, never a question of its clas
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol, Self, runtime_checkable
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..target.attention import ancestors
 from ..target.cache_view import CacheView
+from .copies import CopySource
 from .tree import Tree
 
 LONG_DRAFT = 3  # tokens: from here on each one is started when it is built
@@ -130,6 +132,9 @@ class Drafter(Protocol):
     num_forwards: int
     """Forward passes of the draft model since ``begin`` (prefill included)."""
 
+    copies: CopySource | None = None
+    """What is copied from in place of drafts, where a copy promises more; None: nothing."""
+
     @abstractmethod
     def begin(self, cache: list[Any] | None = None) -> "Drafter":
         """A drafter for one request, with this one's weights and ``cache`` (None: fresh ones)."""
@@ -224,6 +229,12 @@ class Drafter(Protocol):
         """One that drafts for several requests in shared passes, of none yet; None: it cannot."""
         return None
 
+    def with_copies(self) -> Self:
+        """The same drafter, in place of whose drafts copies from the text may come."""
+        made = copy(self)
+        made.copies = CopySource()
+        return made
+
     def with_draft_window(self, size: int | None) -> "Drafter":
         """The same weights with caches of the newest ``size`` slots; None: of all slots."""
         if size is not None:
@@ -272,44 +283,79 @@ class NullDrafter(Drafter):
 
 
 class PendingPairs:
-    """What plain steps emitted and the drafter has yet to absorb, of one request or of several.
+    """Pairs that a drafter has yet to absorb, of one request or of several.
 
     Tokens are (m,), of several requests (B, m), with features (m, F) or (B, m, F) where the
     drafter is fed any.
     """
 
     def __init__(self) -> None:
-        self._steps: list[tuple[int, mx.array, mx.array | None]] = []
+        self._rounds: list[tuple[int, mx.array, mx.array | None, Sequence[int]]] = []
 
     def __len__(self) -> int:
-        return len(self._steps)
+        """Tokens of the request that has most of them."""
+        return max(self.lengths, default=0)
 
-    def add(self, position: int, tokens: mx.array, features: mx.array | None) -> None:
-        """What was emitted from ``position`` on, behind all others."""
-        self._steps.append((position, tokens, features))
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each request."""
+        return [sum(counts) for counts in zip(*(r[3] for r in self._rounds), strict=True)]
+
+    def add(
+        self,
+        position: int,
+        tokens: mx.array,
+        features: mx.array | None,
+        lengths: Sequence[int] | None = None,
+    ) -> None:
+        """Add what was emitted from ``position`` on; of request b the first ``lengths[b]`` tokens.
+
+        By default all tokens.
+        """
+        if lengths is None:
+            lengths = [tokens.shape[-1]] * (1 if tokens.ndim == 1 else tokens.shape[0])
+        self._rounds.append((position, tokens, features, lengths))
 
     def drop_from(self, position: int) -> None:
         """Forget what was emitted from there on."""
-        self._steps = [step for step in self._steps if step[0] < position]
+        self._rounds = [each for each in self._rounds if each[0] < position]
 
-    def keep(self, index: mx.array) -> None:
+    def keep(self, index: Sequence[int]) -> None:
         """Keep these of several requests."""
-        self._steps = [
-            (position, tokens[index], None if features is None else features[index])
-            for position, tokens, features in self._steps
+        rows = mx.array([*index])
+        self._rounds = [
+            (at, tokens[rows], None if f is None else f[rows], [lengths[b] for b in index])
+            for at, tokens, f, lengths in self._rounds
         ]
 
     def clear(self) -> None:
-        self._steps = []
+        self._rounds = []
 
     def flush(self, extend: Callable[[mx.array, mx.array | None], None]) -> None:
         """Give all of them to ``extend``, and forget them once it has taken them."""
-        if not self._steps:
+        if not self._rounds:
             return
-        features = [features for _, _, features in self._steps if features is not None]
-        seen = mx.concatenate(features, axis=-2) if features else None
-        extend(mx.concatenate([tokens for _, tokens, _ in self._steps], axis=-1), seen)
+        found = [features for _, _, features, _ in self._rounds if features is not None]
+        features = mx.concatenate(found, axis=-2) if found else None
+        tokens = mx.concatenate([tokens for _, tokens, _, _ in self._rounds], axis=-1)
+        if tokens.ndim > 1 and sum(self.lengths) < tokens.size:
+            places = self._places()
+            tokens = mx.take_along_axis(tokens, places, axis=1)
+            if features is not None:
+                features = mx.take_along_axis(features, places[..., None], axis=1)
+        extend(tokens, features)
         self.clear()
+
+    def _places(self) -> mx.array:
+        """Where the tokens of each request stand among all rows, (B, m); padded at the end."""
+        places: list[list[int]] = [[] for _ in self.lengths]
+        start = 0
+        for _, tokens, _, lengths in self._rounds:
+            for own, length in zip(places, lengths, strict=True):
+                own += range(start, start + length)
+            start += tokens.shape[1]
+        width = len(self)
+        return mx.array([own + [0] * (width - len(own)) for own in places])
 
 
 class BatchDrafter(Protocol):
@@ -330,8 +376,13 @@ class BatchDrafter(Protocol):
     def see_target(self, caches: Callable[[int], CacheView]) -> None:
         """See ``Drafter.see_target``; ``caches`` gives those of each request."""
 
-    def propose(self, size: int, picks: Picks) -> tuple[mx.array, list[int]]:
-        """Drafts (B, k) int32, and how many tokens of each count; k is at most ``size``."""
+    def propose(
+        self, size: int, picks: Picks, is_asked: Sequence[bool]
+    ) -> tuple[mx.array, list[int]]:
+        """Drafts (B, k) int32, and how many tokens of each count; k is at most ``size``.
+
+        Those of requests that are not asked for any are not looked at.
+        """
 
     def extend(
         self,

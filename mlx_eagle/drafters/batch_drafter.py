@@ -13,7 +13,7 @@ from mlx_lm.models.cache import KVCache
 from ..target.cache_view import CacheView
 from ..target.ragged import RaggedCaches
 from ..target.rollback import Checkpoint
-from .base import BatchDrafter, Drafter, Picks, check_width, start_early
+from .base import BatchDrafter, Drafter, Picks, check_width, empty_draft, start_early
 from .feature_drafter import FeatureDrafter
 
 
@@ -68,7 +68,9 @@ class HeadBatchDrafter:
     def see_target(self, caches: Callable[[int], CacheView]) -> None:
         """A head has no use for them."""
 
-    def propose(self, size: int, picks: Picks) -> tuple[mx.array, list[int]]:
+    def propose(
+        self, size: int, picks: Picks, is_asked: Sequence[bool]
+    ) -> tuple[mx.array, list[int]]:
         """Draft for all: a head forward for each token but the first.
 
         ModelOpt's parallel heads, where the head has some, say the last tokens without one.
@@ -158,10 +160,15 @@ class SequentialDrafter:
     def see_target(self, caches: Callable[[int], CacheView]) -> None:
         self._views = caches
 
-    def propose(self, size: int, picks: Picks) -> tuple[mx.array, list[int]]:
+    def propose(
+        self, size: int, picks: Picks, is_asked: Sequence[bool]
+    ) -> tuple[mx.array, list[int]]:
         """Drafts may be of several lengths, the shorter ones padded."""
         drafts = []
         for b, drafter in enumerate(self._drafters):
+            if not is_asked[b]:
+                drafts.append(empty_draft().tokens)
+                continue
             if self._views is not None:
                 drafter.see_target(self._views(b))
             drafts.append(drafter.propose(size, picks.alone(b)).tokens)

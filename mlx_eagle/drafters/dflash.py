@@ -8,7 +8,7 @@ each. Keys and values of the block do not stay.
     block                      P, P + 1 .. P + k     the newest token, then masks
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -297,7 +297,9 @@ class BlockBatchDrafter(HeadBatchDrafter):
     def _start_of(self, drafter: Drafter) -> list[mx.array]:
         return [token.astype(mx.int32) for token in drafter.pending()[:1]]
 
-    def propose(self, size: int, picks: Picks) -> tuple[mx.array, list[int]]:
+    def propose(
+        self, size: int, picks: Picks, is_asked: Sequence[bool]
+    ) -> tuple[mx.array, list[int]]:
         own = self._own
         assert self._start, "every request has absorbed its first token"
         (anchors,) = self._start

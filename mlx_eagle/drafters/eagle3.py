@@ -161,7 +161,9 @@ class Eagle3Drafter(EagleDrafter):
         if draft_cache == ("lagging" if self.lagging else "exact"):
             return self
         parts = self.head, self._embed, self.taps, self.to_target
-        return Eagle3Drafter(*parts, draft_cache, self.draft_window)
+        made = Eagle3Drafter(*parts, draft_cache, self.draft_window)
+        made.copies = self.copies
+        return made
 
     @property
     def cost_key(self) -> str:

@@ -5,6 +5,7 @@ where row 0 is the root and row i + 1 is token i, so ``parents[i] <= i``. A chai
 [0, 1, 2, ...].
 """
 
+from bisect import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -249,18 +250,40 @@ def rerank(scores: mx.array, origins: mx.array, nodes: int) -> tuple[mx.array, m
 
 
 class DraftShape(NamedTuple):
-    """What to draft next: a chain of ``size`` tokens, a tree of ``size`` levels, or nothing."""
+    """The form of a draft: a chain of ``size`` tokens, a tree of ``size`` levels, or a copy.
+
+    ``copy`` tokens are copied from the text in place of being drafted. With neither the round is
+    a plain step.
+    """
 
     size: int
     tree: Tree | None = None
+    copy: int = 0
 
     def __str__(self) -> str:
+        if self.copy:
+            return f"copies of {self.copy}"
         return str(self.size) if self.tree is None else str(self.tree)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether nothing is drafted or copied."""
+        return self.size == 0 and self.copy == 0
+
+    @property
+    def num_levels(self) -> int:
+        """The longest run that can be kept."""
+        return max(self.size, self.copy)
+
+    def at_most(self, num_levels: int) -> "DraftShape":
+        """The same with runs of at most so many tokens; 0 or less leaves a plain step."""
+        most = max(0, num_levels)
+        return self._replace(size=min(self.size, most), copy=min(self.copy, most))
+
+    @property
     def num_rows(self) -> int:
-        """Of the verify pass."""
-        return 1 + (self.size if self.tree is None else self.tree.nodes)
+        """Rows of the verify pass."""
+        return 1 + self.copy + (self.size if self.tree is None else self.tree.nodes)
 
     @property
     def width(self) -> int:
@@ -274,10 +297,35 @@ LONG_CHAINS = tuple(DraftShape(size) for size in (9, 11, 13, 15))  # of drafters
 # With the root they fill what kernels do at once: passes of 4, 8, 16 and 32 rows.
 _TREES = map(TreeShape.parse, ("2x2:3", "3x3:7", "4x5:15", "6x5:31"))
 TREES = tuple(DraftShape(tree.depth, tree) for tree in _TREES)
+# Likewise; a copy costs no forward of a drafter.
+COPIES = tuple(DraftShape(0, copy=size) for size in (3, 7, 15, 31))
+MOST_COPIED = COPIES[-1].copy
+
+LEAST_MATCHES = (1, 2, 3, 5, 9, 17)
+"""Tokens of a match, the least of each class for which a length is chosen ahead."""
+
+
+class DraftPlan(NamedTuple):
+    """Shapes chosen before the text is known that they follow.
+
+    ``shape`` where nothing matches. ``by_match[i]`` behind a match of ``LEAST_MATCHES[i]`` tokens
+    or more; ``by_answer`` likewise where the match is in another answer.
+    """
+
+    shape: DraftShape
+    by_match: tuple[DraftShape, ...] = ()
+    by_answer: tuple[DraftShape, ...] = ()
+
+    def behind(self, match_length: int, is_answer: bool = False) -> DraftShape:
+        """The shape for a text whose end matches so many tokens elsewhere."""
+        shapes = self.by_answer if is_answer else self.by_match
+        if match_length == 0 or not shapes:
+            return self.shape
+        return shapes[bisect(LEAST_MATCHES, match_length) - 1]
 
 
 def chains_for(longest: int | None) -> tuple[DraftShape, ...]:
     """The chains to choose among for a drafter of at most so many tokens; None: of any number."""
-    if not longest:
+    if longest is None:
         return CHAINS
     return tuple(shape for shape in CHAINS + LONG_CHAINS if shape.size <= longest)

@@ -24,7 +24,8 @@ from ..decoding.sampling import (
     sampler_for,
 )
 from ..decoding.setup import begin_drafter, open_decoder, read_tree
-from ..drafters.base import NullDrafter
+from ..drafters.base import Drafter, NullDrafter
+from ..drafters.copies import Copies
 from ..drafters.tree import Tree
 from ..target.cache_view import close_windows
 from ..target.rollback import CacheQuantization
@@ -206,11 +207,18 @@ class RequestFactory:
             logits_processors=processors,
             acceptance=args.acceptance if active.is_drafted else None,
             tree=active.tree,
+            copies=self._copies(drafter, known, rest),
         )
         request.decoder.discards_features = drafter is None
         if args.logprobs or args.top_logprobs > 0:
             request.decoder.num_top = max(0, args.top_logprobs)
         active.chunks = self._read(active, known, rest)
+
+    def _copies(self, drafter: Drafter | None, known: list[int], rest: list[int]) -> Copies | None:
+        """Copies for a request whose prompt begins with ``known`` tokens in its caches."""
+        if drafter is None or drafter.copies is None:
+            return None
+        return drafter.copies.begin(known, rest)
 
     def _read(self, active: ActiveRequest, known: list[int], rest: list[int]) -> Iterator[int]:
         """Read ``rest`` but its last token, and file the caches where that is worth it."""

@@ -25,7 +25,7 @@ from mlx_eagle.decoding.accept import AskedLogprobs
 from mlx_eagle.decoding.auto import FixedController
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.base import NullDrafter
-from mlx_eagle.drafters.tree import PLAIN, DraftShape
+from mlx_eagle.drafters.tree import PLAIN, DraftPlan, DraftShape
 
 
 def run(
@@ -304,9 +304,9 @@ def test_a_drafter_that_falls_behind_catches_up_in_time(monkeypatch):
         with mx.stream(generation_stream):
             batch.admit()
             for _ in range(11):
-                batch.finish(batch.launch(PLAIN, absorb=absorbs))
+                batch.finish(batch.launch(DraftPlan(PLAIN), absorb=absorbs))
                 assert len(batch._pending) < 4
-            done = batch.launch(DraftShape(3))
+            done = batch.launch(DraftPlan(DraftShape(3)))
             batch.finish(done)
         found.append((done.runs, done.kept))
     assert found[0] == found[1]

@@ -24,7 +24,7 @@ from mlx_eagle.drafters.batch_drafter import (
     SequentialDrafter,
     make_batch_drafter,
 )
-from mlx_eagle.drafters.tree import DraftShape
+from mlx_eagle.drafters.tree import DraftPlan, DraftShape
 from mlx_eagle.target.ragged import RaggedCaches
 from mlx_eagle.target.states import StateUpdates, recurrent_caches
 from mlx_eagle.target.taps import Target
@@ -48,7 +48,7 @@ def started(model, drafter, prompt, max_tokens, chunk=2048, ends=(), **options) 
 def graph_of(batch: Batch, size: int) -> int:
     """How many primitives a round of that size has, with what it leaves in the caches."""
     with mx.stream(generation_stream):
-        done = batch.launch(DraftShape(size))
+        done = batch.launch(DraftPlan(DraftShape(size)))
         caches = [layer.state for layer in batch._caches.layers + batch._drafts._caches.layers]
         arrays = [
             done.verification.packed,

@@ -29,7 +29,7 @@ from mlx_eagle.bench import (
 )
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.demo import __main__ as demo
-from mlx_eagle.drafters.lookup import CopyingDrafter, LookupDrafter
+from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.system import device
 
 
@@ -201,7 +201,7 @@ def test_an_eagle_head_beside_mtp_layers(monkeypatch, capsys, tmp_path):
 def test_weights_that_drafters_share_are_counted_for_both(tiny):
     """Of three drafters, two with one head, the peak is without what only the others need."""
     head, other = head_of(tiny), tiny_head(tiny.target, seed=5)
-    shared = {"head": head, "head+lookup": CopyingDrafter(head), "other": other}
+    shared = {"head": head, "head+lookup": head.with_copies(), "other": other}
     models = runner.Models(tiny.target, tiny.tokenizer, shared)
     overall = {"speedup": 1.5, "tps": 3.0, "plain_tps": 2.0, "mean_acceptance_length": 2.0,
                "peak_bytes": 10**9, "speedup_by_prompt": {"min": 1.0}}  # fmt: skip

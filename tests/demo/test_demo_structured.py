@@ -21,7 +21,6 @@ from mlx_eagle.decoding.auto import FixedController
 from mlx_eagle.decoding.decoder import Limits
 from mlx_eagle.decoding.sampling import LogitsProcessors, Sampling
 from mlx_eagle.decoding.stats import Stats
-from mlx_eagle.drafters.lookup import CopyingDrafter
 from mlx_eagle.drafters.tree import DraftShape
 from mlx_eagle.structured import JSONSchema
 
@@ -80,7 +79,7 @@ def draft(name: str, sampler: str, mode: str) -> tuple[list[int], Stats]:
     draw = sampling(sampler)
     rule = {} if draw is None else {"sampler": draw, "acceptance": "coupled"}
     return speculative(
-        model, CopyingDrafter(drafter) if mode == "copies" else drafter, prompt(), MOST,
+        model, drafter.with_copies() if mode == "copies" else drafter, prompt(), MOST,
         logits_processors=[grammar(name)], stop_tokens=list(tokenizer.eos_token_ids),
         **rule, **MODES[mode],
     )  # fmt: skip

@@ -131,7 +131,7 @@ def sources(*folders: str) -> list[Path]:
 
 def test_nobody_asks_a_drafter_for_its_class():
     wanted = classes()
-    assert {"Eagle3Drafter", "CopyingDrafter", "MTPDrafter", "LookupDrafter"} <= wanted
+    assert {"Eagle3Drafter", "MTPDrafter", "LookupDrafter"} <= wanted
     asked = re.compile(r"(?:isinstance|hasattr|getattr)\([^)]*drafter[^)]*\)|type\([^)]*drafter")
     allowed = {"mlx_eagle/generate.py"}  # isinstance(x, Drafter)
     found = {}

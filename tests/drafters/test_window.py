@@ -19,7 +19,7 @@ from mlx_eagle.decoding.accept import Match
 from mlx_eagle.draft_models import open_beside
 from mlx_eagle.drafters.eagle3 import EagleDrafter
 from mlx_eagle.drafters.head_cache import SINKS
-from mlx_eagle.drafters.lookup import CopyingDrafter, LookupDrafter
+from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.server.caches import PairCache, prepare
 from mlx_eagle.target.rollback import Checkpoint
@@ -152,7 +152,7 @@ def pair_of(name: str, window: int | None):
     if name == "lagging":
         return MODEL, tiny_head(MODEL).with_draft_cache("lagging").with_draft_window(window)
     if name == "head+lookup":
-        return MODEL, CopyingDrafter(tiny_head(MODEL).with_draft_window(window))
+        return MODEL, tiny_head(MODEL).with_draft_window(window).with_copies()
     model, drafter = PAIRS[name]
     return model, drafter.with_draft_window(window)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from mlx_eagle.decoding.auto import RoundCosts
-from mlx_eagle.drafters.tree import PLAIN, DraftShape
+from mlx_eagle.drafters.tree import PLAIN, DraftPlan, DraftShape
 
 Curve = Callable[[DraftShape, int], float]
 
@@ -38,13 +38,13 @@ class ScriptedController:
         self.sizes, self.drafting_off, self.events, self.i = sizes, False, [], 0
         self.recorded = []
 
-    def next_shape(self, num_tokens):
+    def next_plan(self, num_tokens, matches=()):
         size = self.sizes[self.i % len(self.sizes)]
         self.i += 1
         self.drafting_off = size == 0
-        return DraftShape(size)
+        return DraftPlan(DraftShape(size))
 
-    def record(self, shape, num_accepted, seconds, ranks=()):
+    def record(self, shape, num_accepted, seconds, ranks=(), copies=()):
         self.recorded.append((shape, num_accepted, seconds))
 
     def resize(self, num_requests):

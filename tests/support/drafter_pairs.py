@@ -19,7 +19,7 @@ from mlx_eagle.drafters.assistant import AssistantDrafter
 from mlx_eagle.drafters.base import Draft, Drafter
 from mlx_eagle.drafters.dflash import DFlashDrafter
 from mlx_eagle.drafters.eagle3 import EagleDrafter
-from mlx_eagle.drafters.lookup import CopyingDrafter, LookupDrafter
+from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.drafters.model_drafter import ModelDrafter
 from mlx_eagle.drafters.mtp import MTPDrafter, make_mtp_head
 from mlx_eagle.target.taps import Target
@@ -159,7 +159,7 @@ PAIRS: dict[str, tuple[nn.Module, Drafter]] = {
         ),
     ),
     "eagle-3, latent": (LLAMA, tiny_head(LLAMA, seed=3, **LATENT)),
-    "eagle-3, lookup": (LLAMA, CopyingDrafter(tiny_head(LLAMA))),
+    "eagle-3, lookup": (LLAMA, tiny_head(LLAMA).with_copies()),
     "p-eagle": (LLAMA, tiny_head(LLAMA, seed=4, num_layers=2, mask_token_id=9)),
     "dflash": (LLAMA, tiny_dflash(LLAMA)),
     "dflash, windows": (
@@ -176,17 +176,6 @@ PARALLEL = ("p-eagle", "eagle-3, parallel heads", *BLOCKS)
 
 
 # What each drafter proposes after a text, from that text alone.
-
-
-def naive_lookup(text: list[int], size: int, max_ngram: int = 3, min_ngram: int = 1) -> list[int]:
-    for n in range(max_ngram, min_ngram - 1, -1):
-        for start in range(len(text) - n - 1, -1, -1):
-            if text[start : start + n] == text[len(text) - n :]:
-                copied = list(text)
-                for i in range(size):
-                    copied.append(copied[start + n + i])
-                return copied[len(text) :]
-    return []
 
 
 def naive_mtp(drafter: MTPDrafter, target: nn.Module, text: list[int], size: int) -> list[int]:
@@ -240,8 +229,6 @@ def naive_eagle(drafter: EagleDrafter, target: nn.Module, text: list[int], size:
 
 
 def naive_twin(drafter: Drafter, target: nn.Module) -> Callable[[list[int], int], list[int]]:
-    if isinstance(drafter, LookupDrafter):
-        return naive_lookup
     if isinstance(drafter, ModelDrafter):
         return lambda text, size: plain(drafter.model, text, size)
     if isinstance(drafter, DFlashDrafter):

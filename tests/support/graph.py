@@ -18,7 +18,7 @@ from mlx_eagle.decoding.decoder import Limits
 from mlx_eagle.decoding.loop import SingleRunner
 from mlx_eagle.decoding.setup import open_decoder
 from mlx_eagle.drafters.base import Drafter
-from mlx_eagle.drafters.tree import DraftShape
+from mlx_eagle.drafters.tree import DraftPlan, DraftShape
 from mlx_eagle.target.rollback import CacheQuantization
 
 
@@ -93,9 +93,9 @@ def graph_of_a_round(
     generation = SingleRunner(decoder, Limits(-1, ()))
     generation.finish(decoder.launch_first())
     for _ in range(2):
-        generation.finish(generation.launch(DraftShape(k)))
+        generation.finish(generation.launch(DraftPlan(DraftShape(k))))
     mx.eval([c.state for c in decoder.cache])
     with pytest.MonkeyPatch.context() as patch, fused():
         patch.setattr(mx, "async_eval", lambda *_: None)
-        pending = generation.launch(DraftShape(k)).verification.pending
+        pending = generation.launch(DraftPlan(DraftShape(k))).verification.pending
         return primitives(*pending, *(decoder.drafter.pending() if k else []))

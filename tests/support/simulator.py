@@ -113,11 +113,11 @@ class Machine:
     def write(self, controller, num_tokens: int) -> float:
         """Seconds per token of a text of so many."""
         start, begun, before, was_ahead = self.seconds, self.num_tokens, None, False
-        shape = controller.next_shape(0)
+        shape = controller.next_plan(0).shape
         while self.num_tokens - begun < num_tokens:
             is_ahead = controller.drafting_off and shape == PLAIN
             # Chosen before the round is read; a plain step that runs ahead is committed already.
-            following = controller.next_shape(int(self.num_tokens - begun) + is_ahead)
+            following = controller.next_plan(int(self.num_tokens - begun) + is_ahead).shape
             took, ranks = self.took(shape), [self.ranks(shape) for _ in range(self.num_requests)]
             kept = [sum(rank >= 0 for rank in each) for each in ranks]
             self.shapes.append(shape)

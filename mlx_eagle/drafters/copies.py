@@ -1,0 +1,124 @@
+"""Copies: tokens that followed the end of a text where it stood before, in place of drafted ones.
+
+Prompt lookup (Saxena 2023, "prompt lookup decoding"; Yang et al. 2023, arXiv:2304.04487) on all
+that a request has seen: its prompt, what its prompt cache held before, and what it has emitted;
+with a server also on earlier answers (``answers.py``). A copy costs no forward of a drafter, and
+may be as long as the match before it promises.
+"""
+
+from collections.abc import Sequence
+from threading import Lock
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from ..target.cache_view import single_caches
+from .acceptance_stats import CopySeen
+from .answers import EarlierAnswers, Scope
+from .seen_text import NO_MATCH, Match, SeenText
+from .tree import MOST_COPIED
+
+Tokens = Sequence[int] | np.ndarray
+NOTHING = np.zeros(0, np.int32)
+
+
+class Copies:
+    """Copies for one request.
+
+    ``text`` holds all its tokens that the host has read. ``num_unread`` more were committed since:
+    of a plain step that was committed before it was read.
+    """
+
+    def __init__(self, text: SeenText, answers: EarlierAnswers | None = None, scope: Scope = ()):
+        self.text = text
+        self.num_unread = 0
+        self._answers = answers
+        self._scope = scope
+        self.latest = NO_MATCH  # that was looked for, perhaps of the text as it was before
+        self._is_latest = False
+
+    @property
+    def match(self) -> Match:
+        """The longest match of the end of the text: in the text, or longer in another answer."""
+        if not self._is_latest:
+            self.latest = self._find()
+            self._is_latest = True
+        return self.latest
+
+    def _find(self) -> Match:
+        size = MOST_COPIED + 1  # the first of them may be in flight already
+        own = self.text.match(size)
+        if not own.tokens:
+            own = NO_MATCH
+        if self._answers is None:
+            return own
+        other = self._answers.match(self._scope, self.text.end, size)
+        return other if other.length > own.length else own
+
+    def tokens(self, size: int) -> list[int]:
+        """Copy at most ``size`` tokens that may follow what was committed."""
+        start = self.num_unread
+        return list(self.match.tokens[start : start + size])
+
+    def read(self, run: Sequence[int]) -> CopySeen:
+        """Add the tokens of a round, and say how far a copy in its place was right."""
+        match = self.match
+        self.text.extend(run)
+        self.num_unread = 0
+        self._is_latest = False
+        num_seen = 0
+        for copied, token in zip(match.tokens, run, strict=False):
+            num_seen += 1
+            if copied != token:
+                return CopySeen(match.length, num_seen, num_seen - 1, match.is_answer)
+        return CopySeen(match.length, num_seen, num_seen, match.is_answer)
+
+    def drop_last(self, num_tokens: int) -> None:
+        """Drop tokens that were read and are undone."""
+        self.text.cut(len(self.text) - num_tokens)
+        self._is_latest = False
+
+
+class CopySource:
+    """Texts that the requests of one drafter copy from, beside their own prompts.
+
+    After a generation with a prompt cache it remembers the tokens that this cache holds, as long
+    as the cache object lives. ``answers`` are those of a server, if it keeps any.
+    """
+
+    def __init__(self) -> None:
+        self.answers: EarlierAnswers | None = None
+        self._texts: WeakKeyDictionary[Any, np.ndarray] = WeakKeyDictionary()
+        self._lock = Lock()
+
+    def __reduce__(self) -> tuple[type["CopySource"], tuple[()]]:
+        """A copy has seen no texts."""
+        return CopySource, ()
+
+    def begin(self, known: Tokens, prompt: Tokens, scope: Scope = ()) -> Copies:
+        """Copies for a request with ``prompt``, before which its caches hold ``known`` tokens."""
+        text = SeenText(known)
+        text.extend(prompt)
+        return Copies(text, self.answers, scope)
+
+    def remember(self, caches: list[Any], text: SeenText) -> None:
+        """Remember the tokens that a target's caches hold."""
+        first = _first_with_offset(caches)
+        if first is not None:
+            with self._lock:
+                self._texts[first] = text.tokens
+
+    def remembered(self, caches: list[Any]) -> Tokens:
+        """The tokens that a target's caches hold, as far as they are remembered."""
+        first = _first_with_offset(caches)
+        if first is None:
+            return ()
+        with self._lock:
+            tokens = self._texts.get(first, NOTHING)
+        return tokens[: first.offset]
+
+
+def _first_with_offset(caches: list[Any]) -> Any:
+    """The first cache that counts its tokens; None where there is none."""
+    return next((cache for cache in single_caches(caches) if hasattr(cache, "offset")), None)

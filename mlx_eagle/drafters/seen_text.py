@@ -1,0 +1,124 @@
+"""Tokens of a text in one growing array, and where the end of the text stands earlier.
+
+Nothing is indexed. A match is found by comparing the array with itself: 0.1 ms in a text of
+100,000 tokens, off the device's path. To load it takes 2 ms, and a token takes 4 bytes. An n-gram
+dictionary or a suffix automaton finds a match sooner, but takes 0.3 to 0.8 s to load and 180 to
+590 bytes a token, at every turn of a conversation.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+GAP = -1  # in place of what has no tokens, and behind an answer: equal to no token
+LONGEST_MATCH = 64  # tokens that are compared; a longer match counts as this long
+MOST_PLACES = 4096  # occurrences of one token that are looked at, the latest ones
+MOST_COMPARED = 64  # places whose last three tokens agree that are compared further, the latest
+FEWEST_SLOTS = 1024  # of an array; it doubles when it is full
+
+
+@dataclass(frozen=True)
+class Match:
+    """The ``length`` last tokens of a text stand elsewhere, and ``tokens`` follow them there.
+
+    ``is_answer``: in another answer, not in the text itself.
+    """
+
+    length: int = 0
+    tokens: tuple[int, ...] = ()
+    is_answer: bool = False
+
+
+NO_MATCH = Match()
+
+
+class SeenText:
+    """A growing text of token ids, int32."""
+
+    def __init__(self, tokens: Sequence[int] | np.ndarray = ()):
+        self._array = np.array(tokens, np.int32)
+        self._length = len(tokens)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """The text, (n,), for reading."""
+        return self._array[: self._length]
+
+    def extend(self, tokens: Sequence[int] | np.ndarray) -> None:
+        """Add tokens behind the text."""
+        length = self._length + len(tokens)
+        if length > len(self._array):
+            grown = np.empty(max(FEWEST_SLOTS, 2 * length), np.int32)
+            grown[: self._length] = self.tokens
+            self._array = grown
+        self._array[self._length : length] = tokens
+        self._length = length
+
+    def cut(self, length: int) -> None:
+        """Drop everything behind the first ``length`` tokens."""
+        self._length = min(self._length, length)
+
+    def drop_first(self, num_tokens: int) -> None:
+        """Drop tokens from the front."""
+        kept = self._array[num_tokens : self._length].copy()
+        self._array = kept
+        self._length = len(kept)
+
+    @property
+    def end(self) -> np.ndarray:
+        """The last tokens, as far as matches are compared."""
+        return self._array[max(0, self._length - LONGEST_MATCH) : self._length]
+
+    def match(self, size: int, end: np.ndarray | None = None) -> Match:
+        """Find the longest match of the text's end, or of another text's ``end``, and its copy.
+
+        Of equally long matches the latest one counts. The copy has ``size`` tokens, fewer only
+        where a gap follows. In the text itself a copy that reaches the end reads on in itself:
+        a b c a b -> c a b c a b.
+        """
+        text = self.tokens
+        is_own = end is None
+        end = self.end if end is None else end
+        if len(end) == 0 or end[-1] == GAP:
+            return NO_MATCH
+        # In the text itself the last occurrence is the end, and nothing follows it.
+        places = np.flatnonzero((text[:-1] if is_own else text) == end[-1])[-MOST_PLACES:] + 1
+        if len(places) == 0:
+            return NO_MATCH
+        length, place = _longest(text, end, places)
+        return Match(length, self._copy(place, size, reads_on=is_own))
+
+    def _copy(self, place: int, size: int, reads_on: bool) -> tuple[int, ...]:
+        """Take ``size`` tokens from ``place`` on, up to a gap."""
+        copied = self._array[place : min(place + size, self._length)]
+        if reads_on and 0 < len(copied) < size:
+            copied = np.resize(copied, size)
+        gaps = np.flatnonzero(copied == GAP)
+        return tuple(copied[: gaps[0]].tolist() if len(gaps) else copied.tolist())
+
+
+def _longest(text: np.ndarray, end: np.ndarray, places: np.ndarray) -> tuple[int, int]:
+    """The length of the longest match that ends before one of ``places``, and the place.
+
+    The token before each place is the last of ``end``.
+    """
+    for length in (2, 3):
+        if len(end) < length or end[-length] == GAP:
+            return length - 1, int(places[-1])
+        agreeing = places[places >= length]
+        agreeing = agreeing[text[agreeing - length] == end[-length]]
+        if len(agreeing) == 0:
+            return length - 1, int(places[-1])
+        places = agreeing
+    places = places[-MOST_COMPARED:]
+    back = np.arange(1, len(end) + 1)
+    before = places[:, None] - back
+    ours = end[::-1]
+    is_equal = (text[np.maximum(before, 0)] == ours) & (before >= 0) & (ours != GAP)
+    lengths = np.where(is_equal.all(axis=1), len(end), is_equal.argmin(axis=1))
+    best = len(lengths) - 1 - int(lengths[::-1].argmax())
+    return int(lengths[best]), int(places[best])
