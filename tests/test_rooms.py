@@ -9,18 +9,40 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
+import code_rules
 import pytest
+from code_rules import (
+    ELSEWHERE,
+    LOOP,
+    MODULES,
+    PACKAGE,
+    RINGS,
+    ROOT,
+    imports,
+    is_entry_point,
+    lines_of,
+    package_of,
+    reached,
+    ring,
+    tree_of,
+)
 
-ROOT = Path(__file__).parents[1]
-PACKAGE = "mlx_eagle"
-ELSEWHERE = ("convert", "bench")  # source folders that become subpackages when installed
-MOST_LEVELS, MOST_FILES, MOST_LINES, MOST_COLUMNS, LONGEST_FUNCTION = 8, 9, 500, 99, 60
+MOST_LEVELS, MOST_FILES, MOST_LINES, MOST_COLUMNS, LONGEST_FUNCTION = 8, 9, 600, 99, 60
 
-MOST_MODULES = 150  # on the way to 130; kinds of drafters, APIs, the disk store, grammars
-MOST_REACHED = 30  # modules behind the loop, itself among them
+MOST_BEHIND_THE_LOOP = 21  # modules, the loop itself among them
+MOST_LINES_BEHIND_THE_LOOP = 6_200
+
+NOT_YET = (
+    "batch", "bench", "chat", "commands", "convert", "decoding", "demo", "doctor", "draft_models",
+    "drafters", "generate", "installation", "public", "reference", "server", "structured",
+    "system", "target", "tools", "train",
+)  # fmt: skip
+"""Folders, and files beside them, that may still break the rules of ``code_rules``."""
+
+ALLOWED_STATE: dict[str, str] = {}
+"""Reasons for objects at the top of a module that may change: ``decoding.setup._known``."""
 
 MIRRORS = {
     "speculative_generate_step": "mlx_lm.generate.speculative_generate_step",
@@ -29,64 +51,8 @@ MIRRORS = {
 """Functions that may be longer, because their signature is that of a function of mlx-lm."""
 
 
-def source_files() -> dict[str, Path]:
-    """The modules of the package by their dotted names."""
-    folders = [(PACKAGE, ROOT / PACKAGE)]
-    folders += [(f"{PACKAGE}.{name}", ROOT / name) for name in ELSEWHERE]
-    found = {}
-    for prefix, folder in folders:
-        for path in folder.rglob("*.py"):
-            parts = path.relative_to(folder).with_suffix("").parts
-            parts = parts[:-1] if parts[-1] == "__init__" else parts
-            found[".".join([prefix, *parts])] = path
-    return found
-
-
-MODULES = source_files()
-
-
-def is_entry_point(module: str) -> bool:
-    return module == PACKAGE or module.endswith(".__main__")
-
-
-def package_of(module: str) -> str:
-    return module.split(".")[1]
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), str(path))
-
-
-def imported_names(module: str) -> Iterator[str]:
-    """The dotted names in a module's imports, also those inside functions."""
-    is_package = MODULES[module].name == "__init__.py"
-    for node in ast.walk(tree_of(MODULES[module])):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parts = module.split(".")
-                above = parts[: len(parts) - node.level + is_package]
-                base = ".".join([*above, *filter(None, [base])])
-            yield from (f"{base}.{alias.name}" for alias in node.names)
-
-
-@cache
-def imports(module: str) -> frozenset[str]:
-    """The modules of ours that it imports, ``from . import x`` resolved to x."""
-    found = set()
-    for name in imported_names(module):
-        while name and name not in MODULES:
-            name = name.rpartition(".")[0]
-        if name and name != module:
-            found.add(name)
-    return frozenset(found)
-
-
 def arrows() -> dict[str, set[str]]:
-    """Which packages each package imports; entry points belong to none."""
+    """Packages that each package imports; entry points belong to none."""
     packages: dict[str, set[str]] = {}
     for module in MODULES:
         if not is_entry_point(module):
@@ -133,19 +99,12 @@ def test_imports_between_packages_run_downwards_over_few_levels():
     assert levels["system"] == 1 and levels["target"] < levels["drafters"] < levels["decoding"]
 
 
-def reached(module: str) -> set[str]:
-    """The modules of ours that one imports, by whatever way, itself included."""
-    found, left = set(), {module}
-    while left:
-        found |= left
-        left = set().union(*map(imports, left)) - found
-    return found
-
-
+@pytest.mark.xfail(reason="25 modules and 7,168 lines", strict=True)
 def test_the_loop_is_understood_from_few_modules():
-    found = reached("mlx_eagle.decoding.loop")
+    found = reached(LOOP)
     assert {"mlx_eagle.decoding.decoder", "mlx_eagle.target.rollback"} <= found
-    assert len(found) <= MOST_REACHED, sorted(found)
+    assert len(found) <= MOST_BEHIND_THE_LOOP, sorted(found)
+    assert lines_of(found) <= MOST_LINES_BEHIND_THE_LOOP, lines_of(found)
 
 
 def test_nobody_imports_an_entry_point():
@@ -160,10 +119,6 @@ def test_nobody_imports_an_entry_point():
 def test_few_files_stand_beside_the_folders():
     files = sorted(path.name for path in (ROOT / PACKAGE).iterdir() if path.is_file())
     assert len(files) <= MOST_FILES, files
-
-
-def test_there_are_few_modules():
-    assert len(MODULES) <= MOST_MODULES
 
 
 def test_files_are_short():
@@ -248,7 +203,7 @@ def test_nothing_is_left_over():
     assert {module: names for module, names in unused.items() if names} == {}
 
 
-INTERFACE = {"base", "tree", "acceptance_stats", "batch_drafter"}
+INTERFACE = {"base", "tree", "acceptance_stats", "batch_drafter", "copies", "seen_text"}
 
 
 def test_drafters_are_known_by_their_interface():
@@ -310,6 +265,155 @@ def test_names_of_classes_are_said_and_never_asked():
     assert list(asked_names(ast.parse("a = 1\nRULES[type(cache).__name__]"))) == [2]
     assert list(asked_names(ast.parse("type(cache).__name__.startswith('KV')"))) == [1]
     assert list(asked_names(ast.parse("f'a {type(cache).__name__}'"))) == []
+
+
+def has_to_keep(path: Path) -> bool:
+    """Whether neither the file nor its folder is in ``NOT_YET``."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return not {*parts[:2]}.intersection(NOT_YET)
+
+
+def held_files() -> list[Path]:
+    files = [*MODULES.values(), *(ROOT / "tools").rglob("*.py")]
+    return [path.resolve() for path in files if has_to_keep(path.resolve())]
+
+
+@pytest.mark.parametrize("rule", ["packed", "words", "rings"])
+def test_rules_of_writing_are_kept(rule):
+    assert list(map(str, code_rules.places(held_files(), [rule]))) == []
+
+
+def test_no_module_changes_after_its_import():
+    found = {
+        name: place for module in MODULES for name, place in code_rules.changing(module).items()
+    }
+    held = [name for name, place in found.items() if has_to_keep(place.path)]
+    assert [str(found[name]) for name in held if name not in ALLOWED_STATE] == []
+    assert set(ALLOWED_STATE) <= set(found)  # none that is no longer there
+
+
+def test_names_of_folders_are_true():
+    packages = {package_of(module) for module in MODULES}
+    assert set(NOT_YET) <= packages | {"tools"}
+    modules = {module.partition(".")[2] for module in MODULES}
+    assert [name for name in RINGS if name not in modules] == []
+
+
+def test_the_rings():
+    assert ring("mlx_eagle.reference") == 0 and imports("mlx_eagle.reference") == set()
+    assert {ring(module) for module in reached(LOOP)} == {1}
+    assert ring("mlx_eagle.drafters.eagle3") == 1 and ring("mlx_eagle.drafters.mtp") == 2
+    assert ring("mlx_eagle.batch.rounds") == 2 and ring("mlx_eagle.server.engine") == 3
+
+
+def test_an_import_from_an_outer_ring_is_found(tmp_path, monkeypatch):
+    file = tmp_path / "target.py"
+    file.write_text("from .. import structured\nfrom ..drafters import base, mtp\n")
+    monkeypatch.setitem(MODULES, "mlx_eagle.target.made_up", file)
+    monkeypatch.setitem(MODULES, "mlx_eagle.reference.made_up", file)
+    found = [place.found for place in code_rules.rings("mlx_eagle.target.made_up")]
+    assert found == [
+        "ring 1 imports mlx_eagle.structured of ring 2",
+        "ring 1 imports mlx_eagle.drafters.mtp of ring 2",
+    ]
+    assert len(list(code_rules.rings("mlx_eagle.reference.made_up"))) == 3
+
+
+BREAKS = {
+    "packed": (
+        "a, b = 1, 2",
+        "(a, b), c = f(), 1",
+        "self.a, self.b = self.c, self.d",
+        "a = 1; b = 2",
+        "if (a := f()) and (b := g(a)):\n    pass",
+    ),
+    "words": (
+        '"""What it is."""',
+        'def f():\n    """Within, there is one."""',
+        'class A:\n    x = 1\n    """How many."""',
+    ),
+}
+KEEPS = """
+a, b = b, a
+a, b = f()
+a, *b = 1, *c
+x[i], x[j] = x[j], x[i]
+if c := f():
+    d = [e := 1]
+for i, j in ((1, 2), (3, 4)):
+    f("What it is; no docstring.")
+def whatever():
+    'Note what this is.'
+"""
+
+
+@pytest.mark.parametrize("rule, text", [(rule, t) for rule in BREAKS for t in BREAKS[rule]])
+def test_a_broken_rule_is_found(tmp_path, rule, text):
+    file = tmp_path / "broken.py"
+    file.write_text(text)
+    assert [place.rule for place in code_rules.places([file])] == [rule]
+
+
+def test_a_kept_rule_is_not_found_broken(tmp_path):
+    file = tmp_path / "kept.py"
+    file.write_text(KEEPS)
+    assert code_rules.places([file]) == []
+
+
+HAS_STATE = """
+from functools import cache, lru_cache
+from . import other
+from .other import shared
+_known = {}
+_filled = [1]
+_number = 1
+ROWS = {1: 2}
+ROWS[3] = 4
+class Memo:
+    def of(self, key):
+        self.values[key] = key
+class Value:
+    def __init__(self):
+        self.x = 1
+_memo = Memo()
+VALUE = Value()
+CHANGED = Value()
+def kept(function):
+    known = {}
+    def inner(key):
+        known[key] = function(key)
+    return inner
+def f(ROWS):
+    ROWS.append(1)
+    _filled.append(1)
+    shared.append(1)
+    other.pages.clear()
+    CHANGED.x = 2
+def g():
+    global _number
+    _number += 1
+@cache
+def h():
+    return []
+@lru_cache(5)
+def i(x):
+    return x
+@kept
+def j(x):
+    return x
+"""
+
+
+def test_module_state_is_found(tmp_path, monkeypatch):
+    modules = {"p.some": tmp_path / "some.py", "p.other": tmp_path / "other.py"}
+    modules["p.some"].write_text(HAS_STATE)
+    modules["p.other"].write_text("shared = [1]\npages = {1: 2}\nTABLE = {1: 2}\n")
+    monkeypatch.setattr(code_rules, "MODULES", modules)
+    for name in ("changed_names", "makers_of_state"):  # of these modules, in place of what is kept
+        monkeypatch.setattr(code_rules, name, getattr(code_rules, name).__wrapped__)
+    found = {name.partition(".")[2] for name in code_rules.changing("p.some")}
+    assert found == {"_known", "_filled", "_number", "_memo", "CHANGED", "h", "j"}
+    assert set(code_rules.changing("p.other")) == {"other.shared", "other.pages"}
 
 
 def test_a_circle_is_found():
