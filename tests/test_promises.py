@@ -43,7 +43,7 @@ from mlx_eagle.drafters.base import Draft, Drafter, NullDrafter
 from mlx_eagle.drafters.copies import Copies, CopySource
 from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.drafters.model_drafter import ModelDrafter
-from mlx_eagle.drafters.seen_text import Match, SeenText
+from mlx_eagle.drafters.seen_text import SeenText, TextMatch
 from mlx_eagle.drafters.tree import StaticTree, TreeShape
 
 PROMPTS = [PROMPT, [9], [70, 71, 72] * 4, [33, 4, 25, 8]]
@@ -112,8 +112,8 @@ class ScriptedCopies(Copies):
         self.start = len(text)
 
     @property
-    def match(self) -> Match:
-        return Match(LONGEST, (0,) * LONGEST)
+    def match(self) -> TextMatch:
+        return TextMatch(LONGEST, (0,) * LONGEST)
 
     def tokens(self, size: int) -> list[int]:
         at = len(self.text) - self.start + self.num_unread

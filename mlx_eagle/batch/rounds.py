@@ -22,7 +22,7 @@ from ..decoding.sampling import ask_grammars
 from ..drafters.acceptance_stats import CopySeen
 from ..drafters.base import Draft, Drafter, PendingPairs
 from ..drafters.batch_drafter import make_batch_drafter
-from ..drafters.seen_text import Match
+from ..drafters.seen_text import TextMatch
 from ..drafters.tree import PLAIN, DraftPlan, DraftShape
 from ..system.device import fused_rows
 from ..target.attention import batch_mask_axes
@@ -128,7 +128,7 @@ class Batch:
         return bool(self._waiting) or any(not request.ended for request in self.requests)
 
     @property
-    def matches(self) -> Sequence[Match]:
+    def matches(self) -> Sequence[TextMatch]:
         found = (request.decoder.copies for request in self.requests)
         return [copies.latest for copies in found if copies is not None]
 

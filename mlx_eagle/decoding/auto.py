@@ -38,7 +38,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..drafters.acceptance_stats import Acceptance, CopyAcceptance, CopySeen, expected_tokens
-from ..drafters.seen_text import Match
+from ..drafters.seen_text import TextMatch
 from ..drafters.tree import (
     CHAINS,
     LEAST_MATCHES,
@@ -111,7 +111,7 @@ class FixedController:
     def __post_init__(self) -> None:
         self._drafted = Acceptance(FIXED_PRIOR, max(1, self.shape.size))
 
-    def next_plan(self, num_tokens: int, matches: Sequence[Match] = ()) -> DraftPlan:
+    def next_plan(self, num_tokens: int, matches: Sequence[TextMatch] = ()) -> DraftPlan:
         """Choose what follows the round under way, before which ``num_tokens`` were emitted.
 
         ``matches`` are those of the requests of a batch, as far as they are known.
@@ -310,7 +310,7 @@ class AdaptiveController:
             self.drafting_off = True
             self._plain_left = math.inf
 
-    def next_plan(self, num_tokens: int, matches: Sequence[Match] = ()) -> DraftPlan:
+    def next_plan(self, num_tokens: int, matches: Sequence[TextMatch] = ()) -> DraftPlan:
         """See ``FixedController.next_plan``."""
         shape = self._next_shape(num_tokens)
         if not self._copies or self._is_timing:
@@ -345,7 +345,7 @@ class AdaptiveController:
         chances = self._copied.along(match_length, MOST_COPIED, is_answer)
         return list(accumulate(chances, initial=1.0))
 
-    def _shared_plan(self, shape: DraftShape, matches: Sequence[Match]) -> DraftPlan:
+    def _shared_plan(self, shape: DraftShape, matches: Sequence[TextMatch]) -> DraftPlan:
         """One length for all requests of a batch: each drafts it, or copies it if that is more.
 
         By their ``matches`` before the round under way, which mostly go on.

@@ -24,7 +24,7 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generate_step, generatio
 from ..drafters.acceptance_stats import CopySeen
 from ..drafters.base import Drafter
 from ..drafters.copies import Copies, Tokens
-from ..drafters.seen_text import Match
+from ..drafters.seen_text import TextMatch
 from ..drafters.tree import COPIES, PLAIN, DraftPlan, DraftShape, Tree, chains_for
 from ..system.terminal import Progress, silent
 from ..target.cache_view import close_windows
@@ -74,7 +74,7 @@ class Runner(Protocol[R]):
         """Whether anything is left to generate after the rounds that are finished."""
 
     @property
-    def matches(self) -> Sequence[Match]:
+    def matches(self) -> Sequence[TextMatch]:
         """Per request, what the end of its text matches, as far as it was read and looked for."""
 
     def choose(self, plan: DraftPlan) -> DraftShape:
@@ -237,7 +237,7 @@ class SingleRunner:
         return not self._has_ended
 
     @property
-    def matches(self) -> Sequence[Match]:
+    def matches(self) -> Sequence[TextMatch]:
         return ()
 
     def choose(self, plan: DraftPlan) -> DraftShape:

@@ -2,8 +2,8 @@
 
 Prompt lookup (Saxena 2023, "prompt lookup decoding"; Yang et al. 2023, arXiv:2304.04487) on all
 that a request has seen: its prompt, what its prompt cache held before, and what it has emitted;
-with a server also on earlier answers (``answers.py``). A copy costs no forward of a drafter, and
-may be as long as the match before it promises.
+with a server also on earlier answers (``earlier_answers.py``). A copy costs no forward of a
+drafter, and may be as long as the match before it promises.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ import numpy as np
 
 from ..target.cache_view import single_caches
 from .acceptance_stats import CopySeen
-from .answers import EarlierAnswers, Scope
-from .seen_text import NO_MATCH, Match, SeenText
+from .earlier_answers import EarlierAnswers, Scope
+from .seen_text import NO_MATCH, SeenText, TextMatch
 from .tree import MOST_COPIED
 
 Tokens = Sequence[int] | np.ndarray
@@ -39,14 +39,14 @@ class Copies:
         self._is_latest = False
 
     @property
-    def match(self) -> Match:
+    def match(self) -> TextMatch:
         """The longest match of the end of the text: in the text, or longer in another answer."""
         if not self._is_latest:
             self.latest = self._find()
             self._is_latest = True
         return self.latest
 
-    def _find(self) -> Match:
+    def _find(self) -> TextMatch:
         size = MOST_COPIED + 1  # the first of them may be in flight already
         own = self.text.match(size)
         if not own.tokens:

@@ -19,7 +19,7 @@ FEWEST_SLOTS = 1024  # of an array; it doubles when it is full
 
 
 @dataclass(frozen=True)
-class Match:
+class TextMatch:
     """The ``length`` last tokens of a text stand elsewhere, and ``tokens`` follow them there.
 
     ``is_answer``: in another answer, not in the text itself.
@@ -30,7 +30,7 @@ class Match:
     is_answer: bool = False
 
 
-NO_MATCH = Match()
+NO_MATCH = TextMatch()
 
 
 class SeenText:
@@ -73,7 +73,7 @@ class SeenText:
         """The last tokens, as far as matches are compared."""
         return self._array[max(0, self._length - LONGEST_MATCH) : self._length]
 
-    def match(self, size: int, end: np.ndarray | None = None) -> Match:
+    def match(self, size: int, end: np.ndarray | None = None) -> TextMatch:
         """Find the longest match of the text's end, or of another text's ``end``, and its copy.
 
         Of equally long matches the latest one counts. The copy has ``size`` tokens, fewer only
@@ -90,7 +90,7 @@ class SeenText:
         if len(places) == 0:
             return NO_MATCH
         length, place = _longest(text, end, places)
-        return Match(length, self._copy(place, size, reads_on=is_own))
+        return TextMatch(length, self._copy(place, size, reads_on=is_own))
 
     def _copy(self, place: int, size: int, reads_on: bool) -> tuple[int, ...]:
         """Take ``size`` tokens from ``place`` on, up to a gap."""

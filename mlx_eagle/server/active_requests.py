@@ -24,8 +24,7 @@ from ..decoding.sampling import (
     sampler_for,
 )
 from ..decoding.setup import begin_drafter, open_decoder, read_tree
-from ..drafters.base import Drafter, NullDrafter
-from ..drafters.copies import Copies
+from ..drafters.base import NullDrafter
 from ..drafters.tree import Tree
 from ..target.cache_view import close_windows
 from ..target.rollback import CacheQuantization
@@ -185,9 +184,10 @@ class RequestFactory:
         provider, args, request = self._provider, active.args, active.request
         text = request.prompt + request.tokens
         drafter = provider.draft_model if active.is_drafted else None
+        copies = None if drafter is None else drafter.copies
         caches, rest = None, text
         if args.reuse_caches:
-            caches, rest = self._prompt_cache.fetch(text)
+            caches, rest = self._prompt_cache.fetch(text, args.cache_salt)
         known = text[: len(text) - len(rest)]
         active.num_cached, active.num_uncached, active.num_read = len(known), len(rest), 0
         flags = provider.cli_args
@@ -207,18 +207,12 @@ class RequestFactory:
             logits_processors=processors,
             acceptance=args.acceptance if active.is_drafted else None,
             tree=active.tree,
-            copies=self._copies(drafter, known, rest),
+            copies=None if copies is None else copies.begin(known, rest, args.scope),
         )
         request.decoder.discards_features = drafter is None
         if args.logprobs or args.top_logprobs > 0:
             request.decoder.num_top = max(0, args.top_logprobs)
         active.chunks = self._read(active, known, rest)
-
-    def _copies(self, drafter: Drafter | None, known: list[int], rest: list[int]) -> Copies | None:
-        """Copies for a request whose prompt begins with ``known`` tokens in its caches."""
-        if drafter is None or drafter.copies is None:
-            return None
-        return drafter.copies.begin(known, rest)
 
     def _read(self, active: ActiveRequest, known: list[int], rest: list[int]) -> Iterator[int]:
         """Read ``rest`` but its last token, and file the caches where that is worth it."""
@@ -238,7 +232,8 @@ class RequestFactory:
         copies = deepcopy(decoder.cache + decoder.drafter.cache)
         close_windows(copies)
         caches = Caches(copies, len(decoder.cache))
-        self._prompt_cache.insert_cache(text, caches, cache_type=whose)
+        salt = active.args.cache_salt
+        self._prompt_cache.insert_cache(text, caches, cache_type=whose, salt=salt)
 
     def file_prompt(self, active: ActiveRequest) -> None:
         """Keep copies of the caches of a prompt that was read, but for its last token."""
@@ -257,7 +252,14 @@ class RequestFactory:
             caches = Caches(request.cache, num_target)
         # What was decoded without the drafter is not in its part of the caches.
         caches = Caches(caches.target) if active.decoder.discards_features else caches
-        self._prompt_cache.insert_cache(text, caches)
+        self._prompt_cache.insert_cache(text, caches, salt=active.args.cache_salt)
+
+    def keep_answer(self, active: ActiveRequest) -> None:
+        """Keep what was said, for others to copy from, if the request lets them."""
+        drafter = self._provider.draft_model
+        source = None if drafter is None else drafter.copies
+        if source is not None and source.answers is not None and active.args.is_stored:
+            source.answers.add(active.args.scope, active.request.tokens)
 
 
 def make_sampler(args: PairArguments, tokenizer: TokenizerWrapper) -> Sampler | None:

@@ -309,6 +309,8 @@ def counts(stats: Stats, num_batched: int) -> dict[str, Any]:
     return {
         "drafted_tokens": stats.num_drafted,
         "accepted_tokens": stats.num_accepted,
+        "copied_tokens": stats.num_copied,
+        "accepted_copied_tokens": stats.num_accepted_copied,
         "rounds": stats.num_rounds,
         "target_passes": stats.num_target_forwards,
         "emitted_tokens": stats.num_emitted,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .answer_stream import Document, RequestError
-from .body import check_body, read_arguments, shortened
+from .body import SCOPE, check_body, read_arguments, shortened
 from .client_session import ClientSession, Piece, Reply
 from .completions import chat_request, event_text, model_name
 from .prompt import as_request_errors, encoded, with_one_system
@@ -30,6 +30,7 @@ SAME = (
     "temperature", "top_p", "top_k", "stream", "model",
     # ours, besides Anthropic's
     "num_draft_tokens", "tree", "acceptance", "seed", "reuse_caches", "chat_template_kwargs",
+    "store", *SCOPE,
 )  # fmt: skip
 OMITTED = "thoughts_omitted"  # in a translated body: their blocks are to be empty
 
@@ -90,6 +91,8 @@ def translated(body: Document) -> Document:
         raise ValueError("mcp_servers are not supported: let the client call them.")
     chat: Document = {name: body[name] for name in SAME if name in body}
     chat["max_tokens"] = body.get("max_tokens", 1)
+    if "user_id" in _object(body, "metadata"):
+        chat["user"] = body["metadata"]["user_id"]
     if "stop_sequences" in body:
         chat["stop"] = body["stop_sequences"]
     messages = _list(body, "messages")
@@ -107,6 +110,13 @@ def translated(body: Document) -> Document:
     chat |= _thinking(body.get("thinking", {"type": "adaptive"}))
     check_body(chat, "messages")
     return chat
+
+
+def _object(body: Document, name: str) -> Document:
+    found = body.get(name) or {}
+    if not isinstance(found, dict):
+        raise ValueError(f"{name} is something else than an object.")
+    return found
 
 
 def _list(body: Document, name: str) -> list[Any]:

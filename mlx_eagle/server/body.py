@@ -19,6 +19,7 @@ from mlx_lm.server import (
 )
 
 from ..decoding.setup import AUTO, RULES, check_rule_for_sampling, read_tree
+from ..drafters.earlier_answers import Scope
 from ..structured import Grammar
 from .grammars import Form, read_form
 
@@ -77,15 +78,17 @@ NUMBERS = {
     "thinking_budget": Bounds(0, 2**31 - 1, is_whole=True),
     "top_logprobs": Bounds(-1, MAX_TOP, is_whole=True),
 }
+SCOPE = ("cache_salt", "user", "safety_identifier")
+"""Fields that say whose a request is: only requests with equal ones copy from each other."""
 NULLABLE = ("tree", "acceptance")  # null asks for chains, and for the best rule
 NAMES = ("model", "draft_model")  # empty ones are as good as none
 KINDS: dict[type, tuple[str, ...]] = {
     dict: ("chat_template_kwargs", "role_mapping", "logit_bias", "stream_options"),
     list: ("tools",),
-    str: ("model", "draft_model", "reasoning_effort"),
+    str: ("model", "draft_model", "reasoning_effort", *SCOPE),
     bool: (
         "stream", "echo", "parallel_tool_calls", "continue_final_message", "include_draft",
-        "reuse_caches",
+        "reuse_caches", "store",
     ),
 }  # fmt: skip
 UNSUPPORTED = ("suffix", "audio", "web_search_options", "verbosity", "guided_json")
@@ -105,7 +108,8 @@ class PairArguments(GenerationArguments):
     ``reuse_caches`` False has the whole prompt computed by both models, whatever is known of it.
     ``reports_drafts``: the client asks what was drafted. ``keeps_space``: the text goes on with
     the prompt's, and may begin with a space. ``has_followers``: other answers to the same prompt
-    wait for its caches.
+    wait for its caches. Only requests with the same ``cache_salt`` share prompt caches, only those
+    with the same ``scope`` copy from each other's answers, and only where these are ``is_stored``.
     """
 
     tree: str | None
@@ -114,6 +118,9 @@ class PairArguments(GenerationArguments):
     reports_drafts: bool = False
     keeps_space: bool = False
     has_followers: bool = False
+    cache_salt: str = ""
+    scope: Scope = ()
+    is_stored: bool = True
     thinking_budget: int | None = None  # tokens after which thoughts are ended
     reasoning_effort: str | None = None
     form: Form | None = None
@@ -235,6 +242,9 @@ def read_arguments(body: dict[str, Any], flags: Namespace, is_chat: bool) -> Pai
         tree=get("tree", flags.tree),
         acceptance=acceptance,
         reuse_caches=get("reuse_caches", True),
+        cache_salt=get("cache_salt", ""),
+        scope=tuple(get(name) for name in SCOPE),
+        is_stored=get("store", True),
         reports_drafts=True in (get("include_draft"), options.get("include_draft")),
         keeps_space=not is_chat or goes_on,
         thinking_budget=get("thinking_budget"),

@@ -72,12 +72,14 @@ class Snapshot:
 
     ``rank``: the lowest leave memory first. It is how many tokens would have to be read again, on
     top of the rank of what had left when it was last used, so that nothing stays for its length
-    alone. ``outdated`` are files of shorter texts, of no use once this one has its own.
+    alone. Only requests with the same ``salt`` use it. ``outdated`` are files of shorter texts, of
+    no use once this one has its own.
     """
 
     tokens: Tokens
     cache_type: str
     is_trimmable: bool
+    salt: str = ""
     caches: Caches | None = None
     path: Path | None = None
     outdated: list[Path] = field(default_factory=list)
@@ -103,7 +105,8 @@ class Snapshot:
         tokens = np.frombuffer(base64.b64decode(metadata["tokens"]), "<i4").astype(np.int32)
         _as_caches([], metadata, len(tokens))  # which raises, too
         is_trimmable = IS_TRUE[metadata["is_trimmable"]]
-        return cls(tokens, metadata["cache_type"], is_trimmable, path=path)
+        salt = metadata.get("salt", "")
+        return cls(tokens, metadata["cache_type"], is_trimmable, salt, path=path)
 
     def metadata(self) -> dict[str, str]:
         """What its file says of its caches, which are in memory."""
@@ -114,6 +117,7 @@ class Snapshot:
             "is_trimmable": str(self.is_trimmable),
             "num_target": str(self.caches.num_target),
             "is_whole": str(self.caches.is_whole),
+            **({"salt": self.salt} if self.salt else {}),
         }
 
 
@@ -173,7 +177,7 @@ class CacheFolder:
             self._is_failing = True
             return None
         self._is_failing = False
-        self._known[path] = Snapshot(text.tokens, text.cache_type, text.is_trimmable, path=path)
+        self._known[path] = replace(text, caches=None, path=path, outdated=[], rank=0)
         self._make_room(path)
         return path
 

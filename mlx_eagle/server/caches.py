@@ -4,6 +4,7 @@ A cache that can be trimmed serves all texts that begin like its own. Recurrent 
 nor can full windows: of those there are snapshots, where other texts are likely to part from one.
 """
 
+import hashlib
 import logging
 import time
 from argparse import Namespace
@@ -115,14 +116,22 @@ class PairCache:
         self._used = time.monotonic()
 
     def insert_cache(
-        self, tokens: list[int], prompt_cache: list[Any], *, cache_type: str = "assistant"
+        self,
+        tokens: list[int],
+        prompt_cache: list[Any],
+        *,
+        cache_type: str = "assistant",
+        salt: str = "",
     ) -> None:
-        """File the caches of a text, which are nobody else's from now on."""
+        """File the caches of a text, which are nobody else's from now on.
+
+        Only requests with the same ``salt`` find them.
+        """
         caches = prompt_cache if isinstance(prompt_cache, Caches) else Caches(prompt_cache)
         caches.num_tokens = len(tokens)
         text = np.array(tokens, np.int32)
-        made = Snapshot(text, cache_type, can_trim(caches.target), caches)
-        for other in self._snapshots:
+        made = Snapshot(text, cache_type, can_trim(caches.target), salted(salt), caches)
+        for other in self._of(made.salt):
             is_held = other.caches is not None and other.is_longer(made)
             if is_held and other.num_usable(text) == len(text):
                 self._use(other)  # and that is all that is needed
@@ -138,11 +147,11 @@ class PairCache:
         self._use(made)
         self._make_room(made)
 
-    def fetch(self, tokens: list[int]) -> tuple[Caches | None, list[int]]:
+    def fetch(self, tokens: list[int], salt: str = "") -> tuple[Caches | None, list[int]]:
         """A copy of the caches that fit best, and the tokens not in them: one at least."""
         wanted = np.array(tokens[:-1], np.int32)
         self._look_into_folder()
-        while (snapshot := self._nearest(wanted)) is not None:
+        while (snapshot := self._nearest(wanted, salted(salt))) is not None:
             num_usable = snapshot.num_usable(wanted)
             place = "memory" if snapshot.caches is not None else "disk"
             caches = self._load(snapshot)
@@ -177,7 +186,7 @@ class PairCache:
 
     def _replaced_by(self, made: Snapshot) -> list[Snapshot]:
         """Of the beginnings of its text, those that are of no use any more beside it."""
-        before = [s for s in self._snapshots if s.num_usable(made.tokens) == len(s.tokens)]
+        before = [s for s in self._of(made.salt) if s.num_usable(made.tokens) == len(s.tokens)]
         if made.is_trimmable:
             return before
         same = [s for s in before if not made.is_longer(s)]
@@ -185,13 +194,16 @@ class PairCache:
         alike.sort(key=lambda s: -len(s.tokens))
         return same + alike[NUM_KEPT[made.cache_type] - 1 :]
 
-    def _nearest(self, wanted: Tokens) -> Snapshot | None:
+    def _of(self, salt: str) -> list[Snapshot]:
+        return [snapshot for snapshot in self._snapshots if snapshot.salt == salt]
+
+    def _nearest(self, wanted: Tokens, salt: str) -> Snapshot | None:
         """The best one to go on from; None where there is none.
 
         Of several, one in memory, and of these the one of which the least has to be cut off.
         """
         best = max(
-            self._snapshots,
+            self._of(salt),
             key=lambda s: (s.num_usable(wanted), s.caches is not None, -len(s.tokens)),
             default=None,
         )
@@ -267,6 +279,11 @@ class PairCache:
         self.counts.bytes["memory"] = sum(s.caches.nbytes for s in held if s.caches is not None)
         if self.folder is not None:
             self.counts.snapshots["disk"], self.counts.bytes["disk"] = self.folder.measure()
+
+
+def salted(salt: str) -> str:
+    """A digest of the salt of a request, to be kept in its stead; "" for none."""
+    return hashlib.blake2b(salt.encode(), digest_size=16).hexdigest() if salt else ""
 
 
 def _is_unsaved(snapshot: Snapshot) -> bool:

@@ -171,6 +171,8 @@ def draft_usage(sessions: Sequence[ClientSession]) -> Document:
     return {
         "drafted_tokens": total.num_drafted,
         "accepted_tokens": total.num_accepted,
+        "copied_tokens": total.num_copied,
+        "accepted_copied_tokens": total.num_accepted_copied,
         "mean_acceptance_length": total.mean_acceptance_length or 1.0,
     }
 

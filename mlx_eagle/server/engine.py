@@ -185,6 +185,7 @@ class Schedule:
             self._generator.metrics.count_drafts(active.request.stats)
         with on_error(partial(logging.warning, "The caches of an answer could not be kept (%s).")):
             self.factory.file(active)
+        self.factory.keep_answer(active)
         active.answer.put(None)
 
     def _fail(self, active: ActiveRequest, error: Exception) -> None:
@@ -220,7 +221,7 @@ class PairGenerator(ResponseGenerator):
     prompt_cache: PairCache
 
     def __init__(self, provider: PairProvider, prompt_cache: PairCache):
-        self.metrics = Metrics(prompt_cache.counts)
+        self.metrics = Metrics(prompt_cache.counts, provider.answers)
         self._open: set[AnswerStream] = set()
         self._large_prompts = Lock()
         self._is_hurried = Event()

@@ -10,12 +10,13 @@ from mlx_lm.utils import _parse_size
 
 from ..commands.flags import add_draft_flags, check_cache_flags, check_draft_flags
 from ..decoding.setup import AUTO
+from ..drafters.earlier_answers import DEFAULT_BOUND
 from ..system.cli_values import Range, check_ranges
 from .body import MAX_DRAFT_TOKENS, NUMBERS
 from .cache_files import FOLDER_BYTES
 from .collect import COLLECT_BYTES
 from .engine import TIME_LIMIT
-from .listener import BODY_BYTES, CONNECTIONS, MAX_HEAD, REQUEST_SECONDS
+from .listener import BODY_BYTES, CONNECTIONS, MAX_HEAD, REQUEST_SECONDS, is_loopback
 
 
 def _size(text: str) -> int:
@@ -83,6 +84,15 @@ FLAGS = {
         "Keep caches in files of this folder too, which their owner alone can read: they are "
         "found again after a restart.",
     ),
+    "copy-answers": (
+        int,
+        None,
+        "Tokens of earlier answers to keep in memory, from which the answers to others are copied "
+        f"where they repeat them (default: {DEFAULT_BOUND}, but 0, none, where --host is not this "
+        "machine alone: a right guess makes an answer come sooner, so clients could find out what "
+        "others were told). Only requests with the same cache_salt, user and safety_identifier "
+        "copy from each other.",
+    ),
     "kv-bits": (int, None, "Bits of quantized caches; requests then share no rounds."),
     "kv-group-size": (int, 64, "Group size of quantized caches."),
     "quantized-kv-start": (int, DEFAULT_QUANTIZED_KV_START, "Tokens before quantization starts."),
@@ -135,8 +145,8 @@ SWITCHES = {
     "use-default-chat-template": "Use the tokenizer's default template where it has none.",
     "pipeline": "Not supported here: a pair runs on one machine.",
     "strict-model": "Refuse requests that name another model, which are answered otherwise.",
-    "usage-stats": "Add drafted_tokens, accepted_tokens and mean_acceptance_length to the usage "
-    "of each answer.",
+    "usage-stats": "Add drafted_tokens, accepted_tokens, copied_tokens, accepted_copied_tokens "
+    "and mean_acceptance_length to the usage of each answer.",
 }
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 MAX_SECONDS = 10**7  # about four months
@@ -148,6 +158,7 @@ RANGES = (
     *(Range(name, 1, inf, "1 or more") for name in POSITIVE),
     Range("request_timeout", ulp(0.0), MAX_SECONDS, "seconds, more than 0"),
     Range("time_limit", ulp(0.0), MAX_SECONDS, "seconds, more than 0"),
+    Range("copy_answers", 0, 2**30, "0 or more, at most 2**30"),
     Range("port", 0, 65535, "1 to 65535, or 0 for a free one"),
 )
 
@@ -180,6 +191,8 @@ def check_arguments(args: argparse.Namespace) -> None:
             f"--num-draft-tokens is {length}: give at most {MAX_DRAFT_TOKENS}, or auto."
         )
     check_ranges(args, RANGES)
+    if args.copy_answers is None:
+        args.copy_answers = DEFAULT_BOUND if is_loopback(args.host) else 0
     NUMBERS["temperature"].check("--temp", args.temp)
     NUMBERS["max_tokens"].check("--max-tokens", args.max_tokens)
     if args.pipeline:

@@ -8,6 +8,7 @@ from threading import Lock
 from typing import Any
 
 from ..decoding.stats import Stats
+from ..drafters.earlier_answers import EarlierAnswers
 from ..system.cli_values import __version__
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -31,6 +32,9 @@ HELP = {
     FIRST_TOKEN: "Seconds from a request to the first token of its answer.",
     "drafted_tokens_total": "Draft tokens.",
     "accepted_tokens_total": "Draft tokens that were kept.",
+    "copied_tokens_total": "Of the draft tokens, those copied from a text.",
+    "accepted_copied_tokens_total": "Copied tokens that were kept.",
+    "copy_answers_tokens": "Tokens of earlier answers kept to be copied from.",
     "drafted_by_position_total": "Drafts that reached a position; the first is 1.",
     "accepted_by_position_total": "Drafts that were kept up to a position.",
     "acceptance_by_position": "Of the drafts that reached a position, the part kept up to it.",
@@ -83,8 +87,11 @@ class CacheCounts:
 class Metrics:
     """Counts since the server was started; to be used from any thread."""
 
-    def __init__(self, caches: CacheCounts | None = None) -> None:
+    def __init__(
+        self, caches: CacheCounts | None = None, answers: EarlierAnswers | None = None
+    ) -> None:
         self._lock = Lock()
+        self._answers = answers or EarlierAnswers(0)
         self._caches = caches or CacheCounts()
         self._by_outcome = {name: dict.fromkeys(RequestOutcome, 0) for name in BY_OUTCOME}
         self._first_tokens = [0] * (len(FIRST_TOKEN_BOUNDS) + 1)  # by the bound it lies under
@@ -142,6 +149,9 @@ class Metrics:
             FIRST_TOKEN: buckets | {"_sum": self._first_token_seconds, "_count": counts[-1]},
             "drafted_tokens_total": drafts.num_drafted,
             "accepted_tokens_total": drafts.num_accepted,
+            "copied_tokens_total": drafts.num_copied,
+            "accepted_copied_tokens_total": drafts.num_accepted_copied,
+            "copy_answers_tokens": self._answers.num_tokens,
             "drafted_by_position_total": _by_position(drafts.drafted_by_position),
             "accepted_by_position_total": _by_position(drafts.accepted_by_position),
             "acceptance_by_position": _by_position(drafts.cumulative_acceptance_by_position),

@@ -15,7 +15,7 @@ from mlx_lm.server import CompletionRequest
 
 from ..system.terminal import silent
 from .answer_stream import Document, RequestError
-from .body import PairArguments, check_body, read_arguments, shortened
+from .body import SCOPE, PairArguments, check_body, read_arguments, shortened
 from .client_session import ClientSession, Reply
 from .completions import chat_request, event_text, logprob_of, model_name
 from .prompt import as_request_errors, with_one_system, without_oldest
@@ -24,7 +24,7 @@ SAME = (
     "model", "stream", "temperature", "top_p", "parallel_tool_calls", "top_logprobs",
     "num_draft_tokens", "tree", "acceptance", "seed", "reuse_caches", "chat_template_kwargs",
     "stop", "top_k", "min_p", "logit_bias", "thinking_budget", "presence_penalty",
-    "frequency_penalty", "repetition_penalty",
+    "frequency_penalty", "repetition_penalty", "store", *SCOPE,
 )  # fmt: skip
 """Fields that mean what they mean for a chat."""
 OTHER_NAMES = {

@@ -17,6 +17,7 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 from ..decoding.setup import check_tree_drafter, read_tree
 from ..demo.pair import load_demo
 from ..draft_models import open_beside
+from ..drafters.earlier_answers import EarlierAnswers
 from ..drafters.target_parts import find_embedding
 from ..system.cli_values import __version__
 from ..system.device import set_precision
@@ -44,6 +45,7 @@ class PairProvider(ModelProvider):
         self.needs_snapshots = False  # as the target's caches cannot always be trimmed
         self.context: int | None = None  # tokens of a text, where the model says so
         self.error: Exception | None = None
+        self.answers = EarlierAnswers(args.copy_answers or 0)
         self.model_names = {DEFAULT, self.name}
         if args.model is not None and Path(args.model).exists():
             self.model_names.add(str(Path(args.model).resolve()))
@@ -109,6 +111,8 @@ class PairProvider(ModelProvider):
             draft_window=self.cli_args.draft_window,
             target=model_path,
         )
+        if self.draft_model is not None and self.draft_model.copies is not None:
+            self.draft_model.copies.answers = self.answers
         if self.cli_args.tree is not None:
             self.check_tree(self.cli_args.tree)
         self.vocab_size = find_embedding(self.model)[1]

@@ -23,7 +23,7 @@ from mlx_eagle.drafters.base import Draft, Drafter, NullDrafter
 from mlx_eagle.drafters.copies import Copies
 from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.drafters.model_drafter import ModelDrafter
-from mlx_eagle.drafters.seen_text import Match, SeenText
+from mlx_eagle.drafters.seen_text import SeenText, TextMatch
 from mlx_eagle.drafters.tree import CHAINS, COPIES, LEAST_MATCHES, PLAIN, DraftShape
 
 NUM_CACHES = len(LLAMA.layers)
@@ -627,7 +627,7 @@ def test_one_length_for_all_of_a_batch():
     """Long matches in most requests: a copy for them, and the head's drafts for the rest."""
     controller = AdaptiveController(SettledCosts(CHEAP), CHAINS, 4, copies=COPIES)
     controller.record(DraftShape(3), [1] * 4, None, (), [CopySeen(20, 31, 31)] * 60)
-    matches = [Match(20, (1,) * 32)] * 3 + [Match()]
+    matches = [TextMatch(20, (1,) * 32)] * 3 + [TextMatch()]
     plan = controller.next_plan(0, matches)
     shapes = [plan.behind(match.length) for match in matches]
     assert [shape.copy > 0 for shape in shapes] == [True, True, True, False]

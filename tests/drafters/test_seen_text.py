@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mlx_eagle.drafters import seen_text
-from mlx_eagle.drafters.answers import LEAST_ANSWER, MOST_SCOPES, EarlierAnswers
-from mlx_eagle.drafters.seen_text import GAP, NO_MATCH, Match, SeenText
+from mlx_eagle.drafters.earlier_answers import LEAST_ANSWER, MOST_SCOPES, EarlierAnswers
+from mlx_eagle.drafters.seen_text import GAP, NO_MATCH, SeenText, TextMatch
 
 LONGEST = 64
 
@@ -50,14 +50,14 @@ def test_the_match_is_that_of_a_naive_search(num_texts):
 
 def test_edges():
     assert SeenText().match(3) == SeenText([5]).match(3) == SeenText([5, 6]).match(3) == NO_MATCH
-    assert SeenText([7, 7]).match(3) == Match(1, (7, 7, 7))
+    assert SeenText([7, 7]).match(3) == TextMatch(1, (7, 7, 7))
     long = list(range(100))
-    assert SeenText([*long, *long]).match(2) == Match(LONGEST, (0, 1))
+    assert SeenText([*long, *long]).match(2) == TextMatch(LONGEST, (0, 1))
 
 
 def test_nothing_is_copied_across_a_gap_or_from_it():
-    assert SeenText([1, 2, GAP, 3, 1, 2]).match(4) == Match(2, ())
-    assert SeenText([9, 1, 2, 8, GAP, 1, 2]).match(4) == Match(2, (8,))
+    assert SeenText([1, 2, GAP, 3, 1, 2]).match(4) == TextMatch(2, ())
+    assert SeenText([9, 1, 2, 8, GAP, 1, 2]).match(4) == TextMatch(2, (8,))
     assert SeenText([1, 2, GAP]).match(4) == NO_MATCH
 
 
@@ -70,7 +70,7 @@ def test_the_worst_text_is_compared_at_a_bounded_number_of_places(monkeypatch):
             text, end, places
         )
     )  # fmt: skip
-    assert SeenText([4] * 100_000).match(3) == Match(LONGEST, (4, 4, 4))
+    assert SeenText([4] * 100_000).match(3) == TextMatch(LONGEST, (4, 4, 4))
     assert compared == [seen_text.MOST_PLACES]
 
 
@@ -91,7 +91,7 @@ def answer(first: int, length: int = LEAST_ANSWER) -> list[int]:
 def test_a_match_in_an_answer_needs_four_tokens():
     answers = EarlierAnswers(1000)
     answers.add(("a",), answer(100))
-    for length, found in ((3, NO_MATCH), (4, Match(4, (107, 108), is_answer=True))):
+    for length, found in ((3, NO_MATCH), (4, TextMatch(4, (107, 108), is_answer=True))):
         end = np.array([9, 9, *range(107 - length, 107)])
         assert answers.match(("a",), end, 2) == found
     assert answers.match(("b",), np.arange(100, 110), 2) == NO_MATCH

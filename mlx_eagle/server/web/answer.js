@@ -1,7 +1,8 @@
 // An answer as it comes: its text, where each token stands in it, and what was drafted.
 
 const TOKEN_ID = 0, DEPTH = 1, LENGTH = 2, START = 3, END = 4, KIND = 5; // of a token kept as a list
-const COUNTED = ["drafted_tokens", "accepted_tokens", "target_passes", "emitted_tokens", "batched_tokens"];
+const COPIED = ["copied_tokens", "accepted_copied_tokens"];
+const COUNTED = ["drafted_tokens", "accepted_tokens", ...COPIED, "target_passes", "emitted_tokens", "batched_tokens"];
 const IN_TEXT = 0, IN_REASONING = 1, IN_BATCH = 2; // bits of KIND
 
 class Answer {

@@ -263,7 +263,8 @@ function isMessage(kept) {
 }
 
 function areCounts(counts) {
-  return typeof counts === "object" && COUNTED.every((name) => isCount(counts[name])) &&
+  // What was kept before copies were counted has no counts of them.
+  return typeof counts === "object" && COUNTED.every((name) => isCount(counts[name]) || (COPIED.includes(name) && !(name in counts))) &&
     isRate(counts.mean_acceptance_length) && areAll(counts.draft_lengths, isCount) &&
     areAll(counts.acceptance_by_position, isRate) && counts.acceptance_by_position.length <= MOST_DRAFTED;
 }

@@ -40,6 +40,10 @@ function showStrip(answer, answers) {
     ["Accepted", one.accepted_tokens, all.accepted_tokens],
     ["Target passes", one.target_passes, all.target_passes],
   ];
+  if (all.copied_tokens) {
+    rows.push(["Copied", one.copied_tokens ?? 0, all.copied_tokens]);
+    rows.push(["Copied and accepted", one.accepted_copied_tokens ?? 0, all.accepted_copied_tokens]);
+  }
   if (all.batched_tokens) rows.push(["In rounds shared with others", one.batched_tokens, all.batched_tokens]);
   byId("figures").replaceChildren(
     ...rows.map(([name, ...values]) => {
@@ -54,7 +58,7 @@ function showStrip(answer, answers) {
 }
 
 function sumOf(each) {
-  const sum = (name) => each.reduce((n, counts) => n + counts[name], 0);
+  const sum = (name) => each.reduce((n, counts) => n + (counts[name] ?? 0), 0);
   const all = Object.fromEntries(COUNTED.map((name) => [name, sum(name)]));
   all.mean_acceptance_length = all.target_passes ? all.emitted_tokens / all.target_passes : 1;
   return all;

@@ -6,7 +6,7 @@ from threading import Lock
 
 import numpy as np
 
-from .seen_text import GAP, NO_MATCH, Match, SeenText
+from .seen_text import GAP, NO_MATCH, SeenText, TextMatch
 
 DEFAULT_BOUND = 65_536  # tokens in all scopes together, 256 KB
 LEAST_ANSWER = 32  # tokens: shorter answers are not kept
@@ -61,7 +61,7 @@ class EarlierAnswers:
             while self._count() > self.bound:
                 self._drop_oldest()
 
-    def match(self, scope: Scope, end: np.ndarray, size: int) -> Match:
+    def match(self, scope: Scope, end: np.ndarray, size: int) -> TextMatch:
         """Find the longest match of a text's ``end`` in the answers of its scope."""
         with self._lock:
             if scope not in self._scopes:
@@ -69,7 +69,7 @@ class EarlierAnswers:
             found = self._use(scope).text.match(size, end)
         if found.length < LEAST_LENGTH or not found.tokens:
             return NO_MATCH
-        return Match(found.length, found.tokens, is_answer=True)
+        return TextMatch(found.length, found.tokens, is_answer=True)
 
     def _use(self, scope: Scope) -> _ScopeAnswers:
         """The answers of a scope, which is the one used last now."""
