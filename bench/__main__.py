@@ -84,7 +84,7 @@ def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
     wanted = draft_names(args) or (None if args.model is None else AUTO,)
     if not draft_names(args) and args.model is not None and known_drafter(args.model) is None:
         pair_for(args.model)  # which says that there is none
-    heads = {name: with_known_head(name, args.model) for name in wanted}
+    heads = {name: with_known_head(name, args.model, copies=False) for name in wanted}
     for head in heads.values():
         find_drafter(head)
     if args.model is None:
@@ -97,7 +97,7 @@ def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
         drafter = open_beside(
             own, head, model, tokenizer, draft_window=args.draft_window, target=args.model
         )
-        say_known_head(given, args.model)
+        say_known_head(given, args.model, copies=False)
         name = DEMO_NAMES["head"]
         if head is not None:
             name = head.replace(AUTO, name) if split_name(head)[0] == AUTO else head

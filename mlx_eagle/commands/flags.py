@@ -69,9 +69,9 @@ def add_draft_flags(parser: argparse.ArgumentParser) -> None:
             action.help = (
                 "An EAGLE head, converted or not, or an ordinary model: folder or hub repo; "
                 "'auto' for the known head of --model, 'mtp' for the layers that --model was "
-                "published with to predict several tokens, or 'lookup' to copy from the prompt; "
-                "with '+lookup' behind any of the others, whichever is accepted more. "
-                "Default: the demo head; auto with --model."
+                "published with to predict several tokens, or 'lookup' to copy from the text; "
+                "with '+lookup' behind any of the others, as auto has it, whichever gains more. "
+                "Default: the demo head, and copies; auto with --model."
             )
         elif action.dest == "num_draft_tokens":
             action.type, action.metavar, action.default = draft_length, "K", AUTO
@@ -244,24 +244,23 @@ def load_pair(
     return model, tokenizer, drafter
 
 
-def with_known_head(name: str | None, model: str | None) -> str | None:
-    """``name`` with the head of the table of pairs for "auto", which is the default for a model.
+def with_known_head(name: str | None, model: str | None, copies: bool = True) -> str | None:
+    """Put the head of the table of pairs in the place of "auto", which is the default for a model.
 
-    Where the table has none for ``model``, "auto" copies from the text, and the default is None.
-    Where ``model`` is None, "auto" is the demo pair's own head: see ``open_beside``.
+    It also copies from the text, unless it is not to: ``copies``. Where the table has none for
+    ``model``, "auto" copies alone, and the default is None. Where ``model`` is None, "auto" is the
+    demo pair's own head: see ``open_beside``.
     """
-    head, copies = (AUTO, False) if name is None else split_name(name)
+    head, asked = (AUTO, False) if name is None else split_name(name)
     if head != AUTO:
         return name
-    if model is None:
-        return name if copies else None
-    known = known_drafter(model)
+    known = AUTO if model is None else known_drafter(model)
     if known is None:
         return None if name is None else LOOKUP
-    return f"{known}+{LOOKUP}" if copies else known
+    return f"{known}+{LOOKUP}" if copies or asked else known
 
 
-def say_known_head(name: str | None, model: str | None) -> None:
+def say_known_head(name: str | None, model: str | None, copies: bool = True) -> None:
     """Say on standard error what "auto" has taken, or that nothing is known by default."""
     if model is None or (name is not None and split_name(name)[0] != AUTO):
         return
@@ -275,9 +274,11 @@ def say_known_head(name: str | None, model: str | None) -> None:
             f"text with --draft-model {LOOKUP}."
         )
     elif known in KINDS:
-        said = f"Drafting with {KINDS[known].title} of the model's own."
+        said = f"Drafting with {KINDS[known].title} of the model's own"
     else:
-        said = f"Drafting with {known} (licence: {pair_for(model).licence})."
+        said = f"Drafting with {known} (licence: {pair_for(model).licence})"
+    if known is not None:
+        said += ", and copying what the text repeats." if copies else "."
     print(said, file=sys.stderr)
 
 

@@ -17,7 +17,6 @@ from mlx_eagle.bench import (
     runner,
     summary,
 )
-from mlx_eagle.drafters import lookup as copying
 
 
 def head_of(tiny: runner.Models):
@@ -81,7 +80,7 @@ def test_a_run_counts_the_tokens_after_the_first(tiny, temp):
 
 def test_copies_are_made_where_they_are_measured(tiny, monkeypatch):
     """Here wherever there is a match, and with the same drafter none elsewhere."""
-    monkeypatch.setattr(copying, "DRAFT_FIRST", 0.0)
+    monkeypatch.setattr("mlx_eagle.decoding.auto.FIXED_PRIOR", 0.0)
     alone, copied = of_tiny([3], copied=[3])
     prompt = [*PROMPT, *plain(tiny.target, PROMPT, 9), *PROMPT]
     runs = [runner.run_once(tiny, configuration, prompt, 12) for configuration in (alone, copied)]

@@ -177,11 +177,13 @@ def test_the_commands_open_them(tmp_path, monkeypatch):
 
 def test_auto_takes_them_where_no_head_is_known(tmp_path, capsys):
     folder = write_checkpoint(tmp_path / "Some-Qwen", QWEN)
-    assert flags.with_known_head("auto", str(folder)) == "mtp"
+    assert flags.with_known_head("auto", str(folder), copies=False) == "mtp"
     assert flags.with_known_head("auto+lookup", str(folder)) == "mtp+lookup"
-    assert flags.with_known_head(None, str(folder)) == "mtp"
+    assert flags.with_known_head(None, str(folder)) == "mtp+lookup"
     flags.say_known_head("auto", str(folder))
-    assert capsys.readouterr().err == "Drafting with an MTP layer of the model's own.\n"
+    assert capsys.readouterr().err == (
+        "Drafting with an MTP layer of the model's own, and copying what the text repeats.\n"
+    )
     write_config(folder, {"model_type": "llama", "num_hidden_layers": 2})
     assert flags.with_known_head(None, str(folder)) is None
     assert flags.with_known_head("auto", str(folder)) == "lookup"

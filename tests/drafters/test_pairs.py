@@ -73,6 +73,9 @@ class DemoHead(str):
     def with_draft_window(self, draft_window: int | None) -> "DemoHead":
         return self
 
+    def with_copies(self) -> str:
+        return f"{self}, copying"
+
 
 @pytest.fixture
 def run(monkeypatch, capsys):
@@ -103,14 +106,16 @@ def test_auto_opens_the_head_of_the_target(run):
     code, opened, said = run("--model", model, "--draft-model", "auto")
     head = "JinnP/SGLang-EAGLE3-Qwen3-Coder-30B-A3B-Instruct"
     assert code == 0
-    assert opened == [(head, model, "tokenizer"), (model, "tokenizer", "head")]
-    assert said.err == f"Drafting with {head} (licence: Apache-2.0).\n" and said.out == ""
+    assert opened == [(f"{head}+lookup", model, "tokenizer"), (model, "tokenizer", "head")]
+    copying = "and copying what the text repeats"
+    assert said.err == f"Drafting with {head} (licence: Apache-2.0), {copying}.\n"
+    assert said.out == ""
 
 
 def test_a_model_without_a_head_takes_the_known_one(run):
     model = "mlx-community/Qwen3-8B-4bit"
     code, opened, said = run("--model", model)
-    assert code == 0 and opened[0] == (pair_for(model).head, model, "tokenizer")
+    assert code == 0 and opened[0] == (f"{pair_for(model).head}+lookup", model, "tokenizer")
     assert said.err.startswith(f"Drafting with {pair_for(model).head} (")
 
 
@@ -149,7 +154,8 @@ def test_a_wrong_name_is_told_before_the_target_is_loaded(run, monkeypatch, tmp_
 
 
 def test_auto_without_a_target_is_the_demo_head(run):
-    assert run("--draft-model", "auto")[:2] == (0, [("demo model", "demo tokenizer", "demo head")])
+    copying = ("demo model", "demo tokenizer", "demo head, copying")
+    assert run("--draft-model", "auto")[:2] == (0, [copying])
 
 
 @pytest.mark.parametrize("name", ["auto", "auto+lookup"])
