@@ -1,7 +1,7 @@
 """From a checkpoint in its native layout to logits: converted, loaded, run, and compared.
 
 Checkpoints that real libraries wrote are compared with the logits those libraries computed;
-layouts written from the specification with the NumPy reference on the native tensors.
+layouts written from the specification with the NumPy head on the native tensors.
 """
 
 from dataclasses import replace
@@ -16,13 +16,13 @@ from golden import frozen
 from golden.frozen import Frozen, relative
 from heads import NUM_SLOTS, NUM_STEPS, TOLERANCE, Runner
 from mlx_lm.models.cache import KVCache
+from numpy_head import eagle3_draft, eagle3_extend
 from test_convert_families import CASES
 
 from mlx_eagle.convert import convert
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.head import Eagle3Head
 from mlx_eagle.drafters.head_weights import fuse_weights
-from mlx_eagle.reference import eagle3_draft, eagle3_extend
 
 # 4 bits in groups of 32, random weights (the worst case): of the largest logit.
 FOUR_BITS = 0.35

@@ -11,13 +11,13 @@ from checkpoints import config_of, weights_of
 from golden import frozen
 from golden.frozen import relative
 from heads import NUM_STEPS, TOLERANCE, Runner
+from numpy_head import eagle3_draft, eagle3_extend
 from test_convert_logits import as_example
 
 from mlx_eagle.convert import convert
 from mlx_eagle.convert.dequantize import BYTES, NIBBLES, Unpacked, unpacked
 from mlx_eagle.convert.stored import Stored
 from mlx_eagle.drafters.config import Eagle3Config
-from mlx_eagle.reference import eagle3_draft, eagle3_extend
 from mlx_eagle.system.safetensors import read_header
 
 SOURCE = "speculators-norm-before-residual"

@@ -15,10 +15,10 @@ from checkpoints import (
     write_safetensors,
 )
 from golden import frozen
+from numpy_head import eagle3_extend
 
 from mlx_eagle.convert import convert
 from mlx_eagle.convert.__main__ import main
-from mlx_eagle.reference import eagle3_extend
 
 HEADS = ["specforge-plain", "specforge-fc-norm", "specforge-target-hidden-size"]
 HEADS += ["specforge-linear-rope", "specforge-yarn-rope"]
@@ -49,7 +49,7 @@ def test_there_and_back(tmp_path, name):
 
 @pytest.mark.parametrize("name", HEADS)
 def test_it_gives_the_librarys_logits(tmp_path, name):
-    """Read by the NumPy reference under the official names; no code of the converter's."""
+    """Read by the NumPy head under the official names; no code of the converter's."""
     golden = frozen.load(name)
     convert(str(frozen.FOLDER / name), str(tmp_path / "head"), quantize=False, dtype="float32")
     main(["--to-pytorch", str(tmp_path / "head"), str(tmp_path / "back")])

@@ -1,4 +1,4 @@
-"""The MLX head against the NumPy reference and against what other libraries computed."""
+"""The MLX head against the NumPy head and against what other libraries computed."""
 
 from dataclasses import replace
 
@@ -10,11 +10,11 @@ from golden import frozen
 from golden.frozen import Frozen, relative
 from heads import NUM_SLOTS, NUM_STEPS, TOLERANCE, VARIANTS, Runner, random_head
 from mlx.utils import tree_flatten
+from numpy_head import eagle3_draft, eagle3_extend
 from tolerances import tolerance
 
 from mlx_eagle.drafters.head import Eagle3Head
 from mlx_eagle.drafters.head_weights import fuse_weights
-from mlx_eagle.reference import eagle3_draft, eagle3_extend
 
 # Against the dequantized weights: the kernels sum in another order.
 QUANTIZED_TOLERANCE = 10 * TOLERANCE

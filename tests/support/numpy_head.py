@@ -1,4 +1,4 @@
-"""EAGLE heads in plain NumPy, without a cache: to read, and to test the fast code against.
+"""EAGLE heads in plain NumPy, without a cache, to test the fast code against.
 
 What a head computes is in Li et al. 2025, arXiv:2503.01840, section 3 (EAGLE-3), and Li et al.
 2024, arXiv:2401.15077 (EAGLE-1). Here everything is recomputed at every step, in float64.
@@ -80,52 +80,6 @@ def eagle3_draft(
             return drafted, np.stack(logits)
         fed.append(drafted[-1] if forced is None else int(forced[len(drafted) - 1]))
         states = np.concatenate([states, outputs[-1:]])
-
-
-def eagle_draft_forward(
-    hidden_state: ArrayLike,
-    last_token: int,
-    embed_matrix: ArrayLike,
-    fc_fuse_weight: ArrayLike,
-    fc_fuse_bias: ArrayLike,
-    draft_head_weight: ArrayLike,
-    draft_head_bias: ArrayLike,
-    lm_head_weight: ArrayLike,
-    num_draft_tokens: int,
-) -> list[int]:
-    """The idea of EAGLE in ten lines: draft tokens from a state and the token after it.
-
-    A simplification of EAGLE-1 (arXiv:2401.15077, section 3.1), one ReLU layer in place of
-    the transformer layer. Each step concatenates the state with the token's embedding, state
-    first, fuses the two with a linear layer and ReLU, predicts the next state with a linear
-    layer and ReLU, and takes the token of the highest logit; state and token are fed back.
-
-    Shapes: hidden_state (d,), embed_matrix (V, d), fc_fuse_weight (d, 2d), fc_fuse_bias (d,),
-    draft_head_weight (d, d), draft_head_bias (d,), lm_head_weight (V, d). Among equal logits
-    the lowest token wins. Raises ValueError where a shape does not fit.
-    """
-    state = _array("hidden_state", hidden_state, None)
-    (d,) = state.shape
-    embed = _array("embed_matrix", embed_matrix, (None, d))
-    vocab_size = len(embed)
-    fuse = _array("fc_fuse_weight", fc_fuse_weight, (d, 2 * d))
-    fuse_bias = _array("fc_fuse_bias", fc_fuse_bias, (d,))
-    head = _array("draft_head_weight", draft_head_weight, (d, d))
-    head_bias = _array("draft_head_bias", draft_head_bias, (d,))
-    lm_head = _array("lm_head_weight", lm_head_weight, (vocab_size, d))
-    if num_draft_tokens < 0:
-        raise ValueError(f"num_draft_tokens is {num_draft_tokens}, but cannot be negative")
-    token = int(last_token)
-    if not 0 <= token < vocab_size:
-        raise ValueError(f"last_token is {token}, but embed_matrix has {vocab_size} rows")
-
-    drafted = []
-    for _ in range(num_draft_tokens):
-        fused = np.maximum(fuse @ np.concatenate([state, embed[token]]) + fuse_bias, 0)
-        state = np.maximum(head @ fused + head_bias, 0)
-        token = int(np.argmax(lm_head @ state))
-        drafted.append(token)
-    return drafted
 
 
 def _array(name: str, value: ArrayLike, shape: tuple[int | None, ...] | None) -> np.ndarray:
