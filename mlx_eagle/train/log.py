@@ -13,7 +13,7 @@ from tqdm import tqdm
 from ..convert.publish import WHAT_IT_IS, by_depth, card
 from ..system.atomic_folder import new_file
 from ..system.terminal import open_bar
-from .evaluate import Evaluation, Generated
+from .evaluation import Evaluation, Generated
 
 CSV, PAGE = "training.csv", "training.html"
 CHARTS = {

@@ -17,10 +17,10 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 from ..drafters.target_parts import find_embedding
 from ..system.device import memory, this_machine, weight_bytes
 from ..system.terminal import StopSignals
-from .checkpoints import Checkpoints, locked
-from .examples import PAD_TO, Examples, padded_length, read_examples
+from .data import PAD_TO, Examples, padded_length, read_examples
 from .log import amount
 from .losses import CHUNK_BYTES
+from .resume import Checkpoints, locked
 from .settings import CACHE_BITS, LossSettings, TrainSettings
 from .student import Student, fresh_student, narrowed, resized_vocabulary, student_from, widened
 from .teacher import ROWS_AT_ONCE, Teacher, cache_name, load_target

@@ -23,7 +23,7 @@ from ..drafters.kinds import is_converted, kind_of
 from ..drafters.target_parts import activation_dtype, find_embedding, lm_head_of, rows_of_lm_head
 from ..system.atomic_folder import new_file
 from ..system.safetensors import save_arrays
-from .examples import Example
+from .data import Example
 from .settings import TrainSettings
 
 FROZEN = "embed_tokens"  # a head's own embedding is kept as it is

@@ -23,7 +23,7 @@ from ..system.hub import locate
 from ..system.loading import load, read_json
 from ..system.safetensors import save_arrays
 from ..target.taps import Target, find_final_norm
-from .examples import Example, Examples, TokenBatch
+from .data import Example, Examples, TokenBatch
 from .losses import TargetBatch, eval_in_chunks, padded, softmax
 from .student import Student
 

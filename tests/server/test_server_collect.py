@@ -16,7 +16,7 @@ from training import small_files
 from mlx_eagle.server.__main__ import announce
 from mlx_eagle.server.collect import Collector, open_collector
 from mlx_eagle.train import train
-from mlx_eagle.train.examples import MIN_ANSWER, read_examples
+from mlx_eagle.train.data import MIN_ANSWER, read_examples
 
 SOON = {"stop": list("ABCDEF"), "max_tokens": 200}  # ends in a few tokens
 

@@ -7,7 +7,7 @@ import pytest
 from training import write_data, write_target
 
 from mlx_eagle.train import train
-from mlx_eagle.train.examples import read_examples
+from mlx_eagle.train.data import read_examples
 
 ANIMALS = "owl fox hen cat dog ant bee cow pig ram elk emu yak gnu eel cod bat rat doe ewe"
 ANIMALS = re.findall(r"\w+", ANIMALS)

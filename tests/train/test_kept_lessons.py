@@ -11,7 +11,7 @@ from mlx.utils import tree_map
 from training import VOCAB, chats, weights_of, write_data, write_target
 
 from mlx_eagle.train import train
-from mlx_eagle.train.examples import Example, Examples
+from mlx_eagle.train.data import Example, Examples
 from mlx_eagle.train.teacher import cache_name
 
 RUN = {

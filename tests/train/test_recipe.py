@@ -21,7 +21,7 @@ from mlx_eagle.drafters.head_weights import fuse_weights, split_weights
 from mlx_eagle.drafters.target_parts import find_embedding
 from mlx_eagle.target.taps import Target
 from mlx_eagle.train import losses, optimizer
-from mlx_eagle.train.examples import TokenBatch, padded_length
+from mlx_eagle.train.data import TokenBatch, padded_length
 from mlx_eagle.train.losses import first_slot, is_compiled, unroll
 from mlx_eagle.train.optimizer import TrainStep, learning_rate
 from mlx_eagle.train.settings import LossSettings

@@ -20,10 +20,10 @@ import mlx_eagle
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.config import default_ids
 from mlx_eagle.generate import stream_generate
-from mlx_eagle.train import evaluate, train
+from mlx_eagle.train import evaluation, train
 from mlx_eagle.train.__main__ import main, settings_of
-from mlx_eagle.train.checkpoints import LOCK, Checkpoints, load_checkpoint, locked
-from mlx_eagle.train.examples import read_examples
+from mlx_eagle.train.data import read_examples
+from mlx_eagle.train.resume import LOCK, Checkpoints, load_checkpoint, locked
 from mlx_eagle.train.student import fitting_taps
 
 QUICK = {
@@ -129,7 +129,7 @@ def test_killed_while_saving_leaves_the_checkpoint_before(tmp_path):
     """A process of its own is killed at random moments; what it leaves can always be read."""
     script = (
         "import sys, mlx.core as mx; from pathlib import Path\n"
-        "from mlx_eagle.train.checkpoints import Checkpoints\n"
+        "from mlx_eagle.train.resume import Checkpoints\n"
         "kept = Checkpoints(Path(sys.argv[1]))\n"
         "for i in range(1, 100000):\n"
         "    arrays = {'a': mx.full((300, 1000), i), 'b': mx.full((7,), i)}\n"
@@ -259,7 +259,7 @@ def test_ctrl_c_while_generating_leaves_a_finished_head(target, data, tmp_path, 
         signal.raise_signal(signal.SIGINT)
         return stream_generate(*args, **options)
 
-    monkeypatch.setattr(evaluate, "stream_generate", generate)
+    monkeypatch.setattr(evaluation, "stream_generate", generate)
     run = {**QUICK, "iters": 2, "test_prompts": 1}
     report = train(str(target), str(data), str(tmp_path / "head"), **run)
     assert report.is_finished and report.generated is None
@@ -445,7 +445,7 @@ def test_bad_data_costs_one_sentence(target, tmp_path, capsys, what):
 
 
 def test_a_folder_that_is_not_there_costs_one_sentence(target, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("mlx_eagle.train.examples.find_spec", lambda name: None)
+    monkeypatch.setattr("mlx_eagle.train.data.find_spec", lambda name: None)
     command = ["--model", target, "--data", tmp_path / "nowhere", "--output", tmp_path / "head"]
     assert "is no folder here, and data sets of the hub need" in refused(capsys, *command)
     assert not (tmp_path / "head").exists()

@@ -13,7 +13,7 @@ from ..decoding.stats import Stats
 from ..drafters.kinds import load_drafter
 from ..generate import stream_generate
 from ..system.terminal import StopSignals, open_bar
-from .examples import Example, make_batch
+from .data import Example, make_batch
 from .losses import eval_in_chunks, unroll
 from .settings import TrainSettings
 from .student import Student
