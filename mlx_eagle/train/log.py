@@ -171,11 +171,6 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
-def amount(size: float) -> str:
-    """4.52e9 -> "4.5 GB"; 3e6 -> "3 MB" """
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
-
-
 def make_card(name: str, facts: Mapping[str, Any]) -> str:
     """The card of a trained head; ``facts`` as they stand under ``training`` in its config."""
     shown = {

@@ -15,11 +15,11 @@ from mlx_eagle import load_fast_blas
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.head import Eagle3Head
 from mlx_eagle.system.device import weight_bytes
-from mlx_eagle.train import session, train
+from mlx_eagle.train import memory, train
 from mlx_eagle.train.__main__ import main, settings_of
 from mlx_eagle.train.data import Example, Examples, TokenBatch
+from mlx_eagle.train.memory import Sizes, memory_kept_to, needs_of
 from mlx_eagle.train.optimizer import TrainStep
-from mlx_eagle.train.session import Sizes, memory_kept_to, needs_of
 from mlx_eagle.train.settings import LossSettings, TrainSettings
 from mlx_eagle.train.student import Student, fresh_student
 from mlx_eagle.train.teacher import Teacher
@@ -72,9 +72,9 @@ def test_what_does_not_fit_names_flags_that_do(student, monkeypatch):
 
     def fit(*flags: str):
         settings = settings_of([*given, *flags])
-        return session.fitting(settings, student, 1e6, Examples(texts, (), ()))
+        return memory.fitting(settings, student, 1e6, Examples(texts, (), ()))
 
-    monkeypatch.setattr(session, "memory", lambda machine: (2 * room, room))
+    monkeypatch.setattr(memory, "memory", lambda machine: (2 * room, room))
     chosen, kept = fit()
     assert chosen.grad_checkpoint is False and "Activations are kept." in str(kept)
     room = kept.total - 1
@@ -99,7 +99,7 @@ def test_what_does_not_fit_names_flags_that_do(student, monkeypatch):
 
 
 def test_a_run_that_does_not_fit_leaves_nothing(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(session, "memory", lambda machine: (2e5, 1e5))
+    monkeypatch.setattr(memory, "memory", lambda machine: (2e5, 1e5))
     target = write_target(tmp_path / "target")
     data = write_data(tmp_path / "data", train=chats(4))
     command = ["--model", str(target), "--data", str(data), "--output", str(tmp_path / "head")]
