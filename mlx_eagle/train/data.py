@@ -23,7 +23,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tuner.datasets import ChatDataset, CompletionsDataset, TextDataset, load_hf_dataset
 
 from ..system.json_schema import shown
-from .losses import padded
+from .compiled import padded
 
 PAD_TO = 64  # lengths of batches for compiled steps are multiples of it, or more
 MIN_ANSWER = 2

@@ -13,11 +13,12 @@ from ..decoding.stats import Stats
 from ..drafters.kinds import load_drafter
 from ..generate import stream_generate
 from ..system.terminal import StopSignals, open_bar
+from .chunks import eval_in_chunks
 from .data import Example, make_batch
-from .losses import eval_in_chunks, unroll
 from .settings import TrainSettings
 from .student import Student
 from .teacher import Teacher
+from .unroll import unroll
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from mlx.nn.utils import average_gradients
 from mlx.optimizers import AdamW
 from mlx.utils import tree_flatten, tree_unflatten
 
-from .losses import TargetBatch, is_compiled, step_losses
+from .compiled import is_compiled
+from .losses import TargetBatch, step_losses
 from .settings import LossSettings
 from .student import Student
 

@@ -23,8 +23,10 @@ from ..system.hub import locate
 from ..system.loading import load, read_json
 from ..system.safetensors import save_arrays
 from ..target.taps import Target, find_final_norm
+from .chunks import eval_in_chunks
+from .compiled import padded, softmax
 from .data import Example, Examples, TokenBatch
-from .losses import TargetBatch, eval_in_chunks, padded, softmax
+from .losses import TargetBatch
 from .student import Student
 
 ROWS_AT_ONCE = 2048  # logits over a whole vocabulary are the largest arrays of a pass

@@ -20,13 +20,15 @@ from mlx_eagle.drafters.head import Eagle3Head
 from mlx_eagle.drafters.head_weights import fuse_weights, split_weights
 from mlx_eagle.drafters.target_parts import find_embedding
 from mlx_eagle.target.taps import Target
-from mlx_eagle.train import losses, optimizer
+from mlx_eagle.train import chunks, compiled, optimizer
+from mlx_eagle.train.compiled import is_compiled
 from mlx_eagle.train.data import TokenBatch, padded_length
-from mlx_eagle.train.losses import first_slot, is_compiled, unroll
+from mlx_eagle.train.losses import first_slot
 from mlx_eagle.train.optimizer import TrainStep, learning_rate
 from mlx_eagle.train.settings import LossSettings
 from mlx_eagle.train.student import Student
 from mlx_eagle.train.teacher import Teacher, output_of
+from mlx_eagle.train.unroll import unroll
 
 NUM_STEPS = 5
 TOLERANCE = tolerance()
@@ -133,8 +135,8 @@ def test_losses_and_gradients_are_specforges(name, checkpoint):
 
 def in_small_chunks(monkeypatch) -> None:
     """Attention and losses take four rows at a time."""
-    monkeypatch.setattr(losses, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(losses, "ROWS_ALIKE", 4)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(chunks, "ROWS_ALIKE", 4)
 
 
 @pytest.mark.parametrize("name", thorough(LOSSES, "lk-lambda"))
@@ -279,7 +281,7 @@ def test_compiled_steps_of_few_shapes_are_kept(monkeypatch):
         step.gradients(mx.array(part.tokens), *teacher.teach(part, 1))
     gc.collect()
     assert len(made) == 4 and len(alive) == 2
-    monkeypatch.setattr(losses, "is_compiled", lambda: True)
+    monkeypatch.setattr(compiled, "is_compiled", lambda: True)
     assert len({padded_length(length) for length in range(1, 2049)}) == 16
     for length in range(1, 9999):
         assert 0 <= padded_length(length) - length < max(64, length / 4)

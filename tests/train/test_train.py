@@ -577,7 +577,7 @@ def test_a_compiled_step_learns_the_same(target, data, tmp_path, monkeypatch):
     """As on a GPU; here compiling takes longer than the run."""
     run = {**QUICK, "iters": 4, "grad_accumulation_steps": 2, "ttt_steps": 2}
     train(str(target), str(data), str(tmp_path / "plain"), **run)
-    for name in ("optimizer", "losses"):
+    for name in ("compiled", "optimizer", "losses"):
         monkeypatch.setattr(f"mlx_eagle.train.{name}.is_compiled", lambda: True)
     train(str(target), str(data), str(tmp_path / "compiled"), **run)
     ours, theirs = weights_of(tmp_path / "plain"), weights_of(tmp_path / "compiled")
