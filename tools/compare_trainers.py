@@ -35,16 +35,13 @@ from transformers import LlamaConfig
 
 from mlx_eagle.drafters.head_weights import fuse_weights, split_weights
 from mlx_eagle.train.answers import regenerate
-from mlx_eagle.train.data import (
-    BatchOrder,
-    TokenBatch,
-    make_batch,
-    read_examples,
-)
+from mlx_eagle.train.batches import BatchOrder, TokenBatch, make_batch
+from mlx_eagle.train.data import read_examples
+from mlx_eagle.train.draft_vocabulary import resized_vocabulary
 from mlx_eagle.train.evaluation import Evaluation, evaluate
 from mlx_eagle.train.optimizer import BETAS, TrainStep, learning_rate
 from mlx_eagle.train.settings import TrainSettings
-from mlx_eagle.train.student import Student, fresh_student, resized_vocabulary, student_from
+from mlx_eagle.train.student import Student, fresh_student, student_from
 from mlx_eagle.train.teacher import Teacher, load_target
 
 OURS, THEIRS = "layers.0.", "midlayer."

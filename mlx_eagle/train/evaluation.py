@@ -13,8 +13,9 @@ from ..decoding.stats import Stats
 from ..drafters.kinds import load_drafter
 from ..generate import stream_generate
 from ..system.terminal import StopSignals, open_bar
+from .batches import make_batch
 from .chunks import eval_in_chunks
-from .data import Example, make_batch
+from .data import Example
 from .settings import TrainSettings
 from .student import Student
 from .teacher import Teacher

@@ -10,8 +10,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..system.device import memory, this_machine, weight_bytes
+from .batches import PAD_TO, padded_length
 from .chunks import CHUNK_BYTES
-from .data import PAD_TO, Examples, padded_length
+from .data import Examples
 from .settings import LossSettings, TrainSettings
 from .student import Student
 from .teacher import ROWS_AT_ONCE

@@ -13,10 +13,11 @@ from ..drafters.target_parts import find_embedding
 from ..system.device import weight_bytes
 from ..system.terminal import StopSignals
 from .data import Examples, read_examples
+from .draft_vocabulary import narrowed, resized_vocabulary, widened
 from .memory import amount, fitting, memory_kept_to
 from .resume import Checkpoints, locked
 from .settings import CACHE_BITS, TrainSettings
-from .student import Student, fresh_student, narrowed, resized_vocabulary, student_from, widened
+from .student import Student, fresh_student, student_from
 from .teacher import Teacher, cache_name, load_target
 from .trainer import Trainer, TrainReport
 

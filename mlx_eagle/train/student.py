@@ -1,9 +1,8 @@
-"""The trained head: made anew or taken from another, its vocabulary, and its converted files."""
+"""Student: the head that is trained, made anew or taken from another, and its converted files."""
 
 import json
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,48 +22,18 @@ from ..drafters.kinds import is_converted, kind_of
 from ..drafters.target_parts import activation_dtype, find_embedding, lm_head_of, rows_of_lm_head
 from ..system.atomic_folder import new_file
 from ..system.safetensors import save_arrays
-from .data import Example
 from .settings import TrainSettings
 
-FROZEN = "embed_tokens"  # a head's own embedding is kept as it is
-
-
-def resized_vocabulary(
-    examples: Sequence[Example], ids: np.ndarray, size: int, vocab_size: int
-) -> np.ndarray:
-    """What a head is to draft that can draft ``ids`` (Vd,): (size,), ascending.
-
-    All of them and the other tokens that are most frequent in the answers, or those of them that
-    are. Where the answers use fewer, the smallest ids that are left fill it up: in most
-    vocabularies these are the commonest.
-    """
-    if not 1 <= size <= vocab_size:
-        raise ValueError(
-            f"the draft vocabulary is to have {size} tokens, but here it can have 1 to "
-            f"{vocab_size}: give a --draft-vocab-size between them."
-        )
-    counts: Counter[int] = Counter()
-    for example in examples:
-        counts.update(example.tokens[example.num_prompt :])
-    own = set(ids.tolist())
-    kept, choice = ([], own) if size < len(own) else (list(own), set(range(vocab_size)) - own)
-    order = sorted(choice, key=lambda token: (-counts[token], token))
-    return np.array(sorted([*kept, *order[: size - len(kept)]]), np.int32)
-
-
-def coverage(examples: Sequence[Example], ids: mx.array) -> float:
-    """The share of the answers' tokens that are among ``ids``."""
-    known: set[Any] = {*ids.tolist()}
-    answers = [token for x in examples for token in x.tokens[x.num_prompt :]]
-    return sum(token in known for token in answers) / max(1, len(answers))
+FROZEN = "embed_tokens"  # an embedding of the head's own, which is not trained
 
 
 @dataclass(frozen=True)
 class Student:
-    """A head in float32, with what it takes from its target.
+    """A head in float32, with the parts that it takes from its target.
 
-    ``embed`` maps tokens (...,) to (..., h); ``ids`` (Vd,) int32 are the target ids of what it
-    drafts; ``dtype`` is what it computes in, the target's.
+    ``embed`` maps tokens (...,) to (..., h); ``taps`` are the target's layers whose inputs it
+    reads; ``ids`` (Vd,) int32 are the target ids of the tokens that it can draft; ``dtype``, the
+    target's, is the type that it computes in.
     """
 
     head: Eagle3Head
@@ -81,12 +50,12 @@ class Student:
 def fresh_student(
     model: nn.Module, model_config: Mapping[str, Any], drafted: np.ndarray, settings: TrainSettings
 ) -> Student:
-    """A new head for ``model``: random layers, the target's rows for an output matrix.
+    """Make a new head for ``model``, with random layers and the target's rows for its output.
 
-    ``model_config`` is the target's ``config.json``, ``drafted`` (Vd,) are the target ids of what
-    the head can draft, ascending. What ``settings`` do not say is as in the target. Random
-    numbers are mlx's own: seed them first. Raises ValueError where the target is too shallow for
-    the taps.
+    ``model_config`` is the target's ``config.json``, ``drafted`` (Vd,) are the target ids of the
+    tokens that the head can draft, ascending. All that ``settings`` leave open is as in the
+    target. The random numbers are MLX's: seed them first. Raises ValueError if the target is too
+    shallow for the taps.
     """
     embedding, vocab_size = find_embedding(model)
     num_layers = len(model.layers)
@@ -110,9 +79,9 @@ def fresh_student(
 
 
 def fitting_taps(num_layers: int) -> tuple[int, ...] | None:
-    """Three taps of a target too shallow for the default ones, which are None.
+    """Choose three taps for a target that is too shallow for the default ones, which are None.
 
-    Evenly spread, up to what enters the final norm: of 4 layers 1, 2 and 4.
+    They are spread evenly up to the input of the final norm: for 4 layers 1, 2 and 4.
     """
     if list(default_ids(num_layers)) == sorted(set(default_ids(num_layers))):
         return None
@@ -127,7 +96,7 @@ def _fresh_config(
     vocab_size: int,
     num_drafted: int,
 ) -> Eagle3Config:
-    """Sizes as the target's; a plain rotary embedding of the target's base."""
+    """Make a config with the target's sizes and a plain rotary embedding of the target's base."""
     size = text["hidden_size"]
     num_heads = text.get("num_attention_heads") or max(1, size // 64)
     head_dim = text.get("head_dim") or size // num_heads
@@ -155,11 +124,11 @@ def _fresh_config(
 
 
 def student_from(source: str, model: nn.Module, target: str | None) -> Student:
-    """The head in ``source``: converted already, or in any form that the converter reads.
+    """Take the head in ``source``, converted already or in any form that the converter reads.
 
-    Its shape and vocabulary stay; a quantized one is dequantized. ``target`` is the target's
-    folder or repository id, for the converter. Raises ValueError for a head that is more than
-    llama layers drafting step by step.
+    Its shape and vocabulary stay as they are; a quantized head is dequantized. ``target`` is the
+    target's folder or repository id, for the converter. Raises ValueError for a head that is more
+    than llama layers drafting step by step.
     """
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(source).expanduser()
@@ -173,7 +142,8 @@ def student_from(source: str, model: nn.Module, target: str | None) -> Student:
                 "one, or from none."
             )
         attached = load_head(folder, model, dtype=mx.float32)
-    head, embedding = attached.head, find_embedding(model)[0]
+    head = attached.head
+    embedding, _ = find_embedding(model)
     _check_trainable(head.config, source)
     own = head.config.embed_source == "file"
     if head.config.lm_head_source == "target_rows":
@@ -187,51 +157,6 @@ def student_from(source: str, model: nn.Module, target: str | None) -> Student:
     mx.eval(head.parameters())
     embed = head.embed_tokens if own else embedding
     return Student(head, embed, attached.taps, attached.ids, activation_dtype(embedding))
-
-
-def widened(student: Student, model: nn.Module, ids: np.ndarray) -> Student:
-    """The same head, drafting ``ids`` (ascending), which hold all that it can draft.
-
-    It has learnt nothing of the new ones. Their rows of the output matrix are the target's, by
-    the affine map that best takes the target's rows to those that the head has for its own.
-    """
-    head, embedding = student.head, find_embedding(model)[0]
-    own = np.array(head.lm_head.weight, np.float64)
-    theirs = rows_of_lm_head(model, embedding, mx.array(ids))["lm_head.weight"]
-    rows = np.array(theirs.astype(mx.float32), np.float64)
-    rows = np.pad(rows, [(0, 0), (0, 1)], constant_values=1)
-    known = np.isin(ids, np.array(student.ids))
-    # Those of the head need not be in order.
-    own = own[np.argsort(np.array(student.ids))]
-    seen = rows[known].T @ rows[known]
-    # As good as none, but for heads that can draft fewer tokens than a row has numbers.
-    seen += np.eye(len(seen)) * (1e-6 * np.trace(seen) / len(seen))
-    weight = rows @ np.linalg.solve(seen, rows[known].T @ own)
-    weight[known] = own
-    head.lm_head.weight = mx.array(weight.astype(np.float32))
-    is_all = np.array_equal(ids, np.arange(len(ids)))
-    head.config = replace(head.config, draft_vocab_size=len(ids), has_d2t=not is_all)
-    return replace(student, ids=mx.array(ids))
-
-
-def narrowed(student: Student, model: nn.Module, ids: np.ndarray) -> Student:
-    """The same head, drafting but ``ids`` (ascending) of what it can draft.
-
-    One that uses the target's output projection gets rows of its own, which are then trained.
-    """
-    head = student.head
-    if head.config.lm_head_source == "target":
-        rows = rows_of_lm_head(model, find_embedding(model)[0], mx.array(ids))
-        weight = rows["lm_head.weight"].astype(mx.float32)
-        head.lm_head = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    else:
-        places = {token: place for place, token in enumerate(student.ids.tolist())}
-        weight = head.lm_head.weight[mx.array([places[token] for token in ids.tolist()])]
-    head.lm_head.weight = weight
-    head.config = replace(
-        head.config, draft_vocab_size=len(ids), has_d2t=True, lm_head_source="file"
-    )
-    return replace(student, ids=mx.array(ids))
 
 
 def _check_trainable(config: Eagle3Config, source: str) -> None:
@@ -256,9 +181,9 @@ def head_files(
     dtype: mx.Dtype | None = None,
     quantization: Quantization | None = None,
 ) -> tuple[dict[str, Any], dict[str, mx.array]]:
-    """``config.json`` and the arrays of the head as a converted one.
+    """Return ``config.json`` and the arrays of the head as a converted one.
 
-    ``dtype`` is what the arrays are stored in (default: float32 as they are trained);
+    ``dtype`` is the type that the arrays are stored in (default: float32, as they are trained);
     ``notes`` are added to the configuration.
     """
     config = student.head.config
@@ -288,9 +213,9 @@ def head_files(
 def write_head(
     folder: Path, config: Mapping[str, Any], weights: Mapping[str, mx.array] | None = None
 ) -> None:
-    """Put the files of a converted head into ``folder``, each whole or not at all.
+    """Write the files of a converted head into ``folder``, each completely or not at all.
 
-    Without ``weights`` these stay as they are.
+    Without ``weights``, those that are there stay as they are.
     """
     if weights is not None:
         with new_file(folder / "model.safetensors") as draft:

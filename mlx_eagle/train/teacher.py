@@ -23,9 +23,10 @@ from ..system.hub import locate
 from ..system.loading import load, read_json
 from ..system.safetensors import save_arrays
 from ..target.taps import Target, find_final_norm
+from .batches import TokenBatch
 from .chunks import eval_in_chunks
 from .compiled import padded, softmax
-from .data import Example, Examples, TokenBatch
+from .data import Example, Examples
 from .losses import TargetBatch
 from .student import Student
 

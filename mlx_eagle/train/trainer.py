@@ -16,13 +16,15 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..convert.checkpoint import open_target
 from ..convert.quantize import Quantization
 from ..system.terminal import StopSignals
-from .data import BatchOrder, Examples, make_batch
+from .batches import BatchOrder, make_batch
+from .data import Examples
+from .draft_vocabulary import coverage
 from .evaluation import Evaluation, Generated, evaluate, generate_held_out
 from .log import TrainingLog, duration, make_card
 from .optimizer import TrainStep, learning_rate
 from .resume import Checkpoints, load_checkpoint
 from .settings import TrainSettings
-from .student import Student, coverage, head_files, write_head
+from .student import Student, head_files, write_head
 from .teacher import Teacher
 
 FACTS = {"iteration": int, "trained_tokens": int, "settings": dict, "data": str}

@@ -13,7 +13,8 @@ from training import VOCAB, chats, write_data, write_target
 import mlx_eagle
 from mlx_eagle.train import train
 from mlx_eagle.train.__main__ import main
-from mlx_eagle.train.student import narrowed, student_from, widened
+from mlx_eagle.train.draft_vocabulary import narrowed, widened
+from mlx_eagle.train.student import student_from
 
 RUN = {
     "iters": 1,

@@ -17,7 +17,8 @@ from mlx_eagle.drafters.head import Eagle3Head
 from mlx_eagle.system.device import weight_bytes
 from mlx_eagle.train import memory, train
 from mlx_eagle.train.__main__ import main, settings_of
-from mlx_eagle.train.data import Example, Examples, TokenBatch
+from mlx_eagle.train.batches import TokenBatch
+from mlx_eagle.train.data import Example, Examples
 from mlx_eagle.train.memory import Sizes, memory_kept_to, needs_of
 from mlx_eagle.train.optimizer import TrainStep
 from mlx_eagle.train.settings import LossSettings, TrainSettings

@@ -21,8 +21,8 @@ from mlx_eagle.drafters.head_weights import fuse_weights, split_weights
 from mlx_eagle.drafters.target_parts import find_embedding
 from mlx_eagle.target.taps import Target
 from mlx_eagle.train import chunks, compiled, optimizer
+from mlx_eagle.train.batches import TokenBatch, padded_length
 from mlx_eagle.train.compiled import is_compiled
-from mlx_eagle.train.data import TokenBatch, padded_length
 from mlx_eagle.train.losses import first_slot
 from mlx_eagle.train.optimizer import TrainStep, learning_rate
 from mlx_eagle.train.settings import LossSettings

@@ -1,0 +1,92 @@
+"""Batches of training sequences: their order, which a seed settles, and their padding."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from .compiled import padded
+from .data import Example
+
+PAD_TO = 64  # tokens: where steps are compiled, lengths of batches are multiples of this or more
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Sequences padded to one length: ``tokens`` (B, T) int32, ``counts`` (B, T) bool.
+
+    A slot counts if the token that it takes, the one after its own, is part of the answer:
+    decoding drafts from each of these slots, the first time from the last one of the prompt.
+    ``longest`` is the length of the longest sequence of the batch on all ranks, ``size`` the
+    number of sequences on all of them; ``numbers`` are those of this rank's examples.
+    """
+
+    tokens: np.ndarray
+    counts: np.ndarray
+    longest: int
+    size: int
+    numbers: tuple[int, ...]
+
+
+class BatchOrder:
+    """The sequences of each batch, which depend on the seed and the batch's number only.
+
+    In an epoch every sequence is used at most once. The sequences of a batch are of similar
+    length, and the batches come in random order. If the sequences do not divide into batches, a
+    few are left out, other ones in every epoch.
+    """
+
+    def __init__(self, lengths: Sequence[int], batch_size: int, seed: int):
+        if len(lengths) < batch_size:
+            raise ValueError(
+                f"there are {len(lengths)} sequences to learn from, fewer than the batch size "
+                f"of {batch_size}: give more data, or a smaller --batch-size."
+            )
+        self.num_batches = len(lengths) // batch_size
+        self._lengths = lengths
+        self._batch_size = batch_size
+        self._seed = seed
+        self._batches = lru_cache(1)(self._make_epoch)
+
+    def batch(self, number: int) -> list[int]:
+        """Return the numbers of the sequences in a batch; batches count from 0 over all epochs."""
+        epoch, place = divmod(number, self.num_batches)
+        return self._batches(epoch)[place]
+
+    def _make_epoch(self, epoch: int) -> list[list[int]]:
+        rng = random.Random(f"{self._seed}:{epoch}")
+        order = list(range(len(self._lengths)))
+        rng.shuffle(order)
+        order = order[: self.num_batches * self._batch_size]
+        order.sort(key=lambda i: -(-self._lengths[i] // PAD_TO))
+        size = self._batch_size
+        batches = [order[start : start + size] for start in range(0, len(order), size)]
+        rng.shuffle(batches)
+        return batches
+
+
+def padded_length(length: int) -> int:
+    """Return the length that a batch with texts of ``length`` tokens is padded to.
+
+    Compiled steps need few different lengths: sixteen up to 2048, and four in every doubling
+    beyond.
+    """
+    return padded(length, max(PAD_TO, 2 ** ((length - 1).bit_length() - 3)))
+
+
+def make_batch(
+    examples: Sequence[Example], numbers: Sequence[int], rank: int = 0, num_ranks: int = 1
+) -> TokenBatch:
+    """Make a batch of the examples with these ``numbers``; each rank takes its share of them."""
+    longest = max(len(examples[i].tokens) for i in numbers)
+    own = tuple(numbers[rank::num_ranks])
+    shape = (len(own), padded_length(longest))
+    tokens = np.zeros(shape, np.int32)
+    counts = np.zeros(shape, bool)
+    for row, number in enumerate(own):
+        example = examples[number]
+        tokens[row, : len(example.tokens)] = example.tokens
+        counts[row, max(0, example.num_prompt - 1) : len(example.tokens) - 1] = True
+    return TokenBatch(tokens, counts, longest, len(numbers), own)
