@@ -339,9 +339,10 @@ def test_mlx_lm_has_a_floor_and_a_tested_ceiling():
 
 @pytest.mark.exhaustive
 def test_matplotlib_comes_with_an_extra_that_make_bench_installs(checkout):
-    """It is only the benchmark's, and nothing imports it before plots are drawn."""
+    """Training has one too, and nothing imports it before plots are drawn."""
     assert "matplotlib" not in {r.name for r in requirements("Darwin")}
-    assert "matplotlib" in {r.name for r in requirements("Darwin", "bench")}
+    for extra in ("bench", "plots"):
+        assert "matplotlib" in {r.name for r in requirements("Darwin", extra)}
     recipe = make(checkout, "-n", "bench").stdout
     assert "install --quiet --editable '.[cpu,bench]'" in recipe
     code = "import sys; import mlx_eagle.bench.__main__; print('matplotlib' in sys.modules)"

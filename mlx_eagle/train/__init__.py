@@ -1,8 +1,8 @@
-"""Training draft heads: ``train`` a head, and have a target give ``answers`` to learn from."""
+"""Training draft heads: ``train`` makes one, and ``draw_curves`` draws how it went."""
 
-from .log import write_page
+from .curves import draw_curves
 from .session import run, train
 from .settings import TrainSettings
 from .trainer import TrainReport
 
-__all__ = ["TrainReport", "TrainSettings", "run", "train", "write_page"]
+__all__ = ["TrainReport", "TrainSettings", "draw_curves", "run", "train"]

@@ -1,9 +1,9 @@
-"""The command ``mlx_eagle.train``."""
+"""Command ``mlx_eagle.train``."""
 
 import argparse
 import types
 from collections.abc import Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -12,13 +12,14 @@ from mlx_lm.lora import yaml_loader
 
 from ..system.cli_values import add_version_flag, flag_of, use_plain_words
 from ..system.terminal import run_command
-from .log import write_page
+from .curves import NEEDED, can_draw, draw_curves
+from .log import CSV
 from .session import is_first, run
 from .settings import TrainSettings
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """One flag for each field of ``TrainSettings``; none has a default of its own."""
+    """Make one flag for each field of ``TrainSettings``; none has a default of its own."""
     parser = argparse.ArgumentParser(
         prog="mlx_eagle.train", description="Train an EAGLE-3 draft head for a model of mlx-lm."
     )
@@ -26,26 +27,32 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("-c", "--config", help="YAML file with the same settings as the flags.")
     hints = get_type_hints(TrainSettings)
     for setting in fields(TrainSettings):
-        shown, how = setting.default, dict(setting.metadata)
-        text = how["help"]
-        if shown is not MISSING and shown is not None and not isinstance(shown, bool | tuple):
-            text = f"{text.removesuffix('.')} (default {shown})."
-        options: dict[str, Any] = {"default": None, "help": text}
-        kind = hints[setting.name]
-        if isinstance(kind, types.UnionType):  # str | None
-            kind = get_args(kind)[0]
-        if kind is bool:
-            options["action"] = argparse.BooleanOptionalAction
-        else:
-            options["type"] = how.get("type", kind)
-        options |= {key: how[key] for key in ("choices", "metavar") if key in how}
-        parser.add_argument(flag_of(setting.name), **options)
+        parser.add_argument(flag_of(setting.name), **_options(setting, hints[setting.name]))
     use_plain_words(parser)
     return parser
 
 
+def _options(setting: Field[Any], kind: Any) -> dict[str, Any]:
+    """Return argparse's options for the flag of a setting, whose values are of type ``kind``."""
+    text = setting.metadata["help"]
+    shown = setting.default
+    if shown is not MISSING and shown is not None and not isinstance(shown, bool | tuple):
+        text = f"{text.removesuffix('.')} (default {shown})."
+    options: dict[str, Any] = {"default": None, "help": text}
+    if isinstance(kind, types.UnionType):  # str | None
+        kind = get_args(kind)[0]
+    if kind is bool:
+        options["action"] = argparse.BooleanOptionalAction
+    else:
+        options["type"] = setting.metadata.get("type", kind)
+    for key in ("choices", "metavar"):
+        if key in setting.metadata:
+            options[key] = setting.metadata[key]
+    return options
+
+
 def read_config(path: str) -> dict[str, Any]:
-    """The settings in a YAML file; ValueError where it is none, or names what is no setting."""
+    """Read the settings in a YAML file; ValueError if it is none, or names an unknown setting."""
     try:
         values = yaml.load(Path(path).read_text(encoding="utf-8"), yaml_loader)
     except yaml.YAMLError as err:
@@ -63,7 +70,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def settings_of(argv: Sequence[str] | None) -> TrainSettings:
-    """Flags, then the file that ``-c`` names, then defaults."""
+    """Return the settings: flags come first, then the file that ``-c`` names, then defaults."""
     args = vars(make_parser().parse_args(argv))
     config = args.pop("config")
     values = read_config(config) if config else {}
@@ -81,8 +88,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(argv: Sequence[str] | None) -> None:
     report = run(settings_of(argv))
-    if is_first():
-        print(f"Its curves are in {write_page(report.output)}.")
+    if not is_first():
+        return
+    if can_draw():
+        print(f"Its curves are in {draw_curves(report.output)}.")
+    else:
+        table = report.output / CSV
+        print(f"Its figures are in {table}; curves of them need matplotlib: {NEEDED}.")
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ class TrainSettings:
     )
     output: str = setting(
         MISSING,
-        "Folder for the head, its checkpoints, training.csv and a page of its curves.",
+        "Folder for the head, its checkpoints, training.csv and a picture of its curves.",
         free=True,
     )
     init: str | None = setting(

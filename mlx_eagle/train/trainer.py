@@ -20,7 +20,8 @@ from .batches import BatchOrder, make_batch
 from .data import Examples
 from .draft_vocabulary import coverage
 from .evaluation import Evaluation, Generated, evaluate, generate_held_out
-from .log import TrainingLog, duration, make_card
+from .head_card import make_card
+from .log import TrainingLog, duration
 from .optimizer import TrainStep, learning_rate
 from .resume import Checkpoints, load_checkpoint
 from .settings import TrainSettings

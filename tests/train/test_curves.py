@@ -1,22 +1,55 @@
-"""The page of a run: the lines are those of its table."""
+"""Curves of a run: the lines of the picture are the columns of its table."""
 
 import csv
-import re
-from xml.etree import ElementTree
+import sys
+from pathlib import Path
 
-import numpy as np
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.image import imread
 from training import chats, write_data, write_target
 
-from mlx_eagle.train import __main__ as command
-from mlx_eagle.train import log
+from mlx_eagle.train import curves, draw_curves
+from mlx_eagle.train.__main__ import main
+
+FLAGS = (
+    "--iters 4 --batch-size 2 --ttt-steps 2 --draft-vocab-size 64 --steps-per-report 1 "
+    "--steps-per-eval 2 --test-prompts 0"
+)
 
 
-def write_table(folder, rows):
-    with (folder / log.CSV).open("w", newline="") as file:
-        writer = csv.DictWriter(file, ["iteration", "loss", *(k for k in rows[-1] if "_" in k)])
-        writer.writeheader()
-        writer.writerows(rows)
+def write_table(folder: Path, text: str) -> None:
+    """Write ``training.csv`` from words: commas between columns, blanks between rows."""
+    (folder / "training.csv").write_text("\n".join(text.split()) + "\n")
+
+
+@pytest.fixture
+def drawn(monkeypatch) -> list[Figure]:
+    """Every figure that is drawn; its file stays empty, which saves seconds."""
+    figures: list[Figure] = []
+
+    def savefig(figure: Figure, path: Path, **options) -> None:
+        figures.append(figure)
+        path.touch()
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    return figures
+
+
+def lines_in(figure: Figure) -> list[dict[str, list[tuple[float, float]]]]:
+    """The points of every line of every chart, by the name in the legend."""
+    return [
+        {line.get_label(): list(map(tuple, line.get_xydata().tolist())) for line in axes.lines}
+        for axes in figure.axes
+    ]
+
+
+def command(folder: Path) -> list[str]:
+    """A run's command, with a target and data of its own in ``folder``."""
+    target = write_target(folder / "target")
+    data = write_data(folder / "data", train=chats(4), valid=chats(2, first=4))
+    output = folder / "head"
+    return ["--model", str(target), "--data", str(data), "--output", str(output), *FLAGS.split()]
 
 
 def test_lines_are_the_columns_that_have_values():
@@ -25,75 +58,85 @@ def test_lines_are_the_columns_that_have_values():
         {"iteration": "5", "loss": "2", "loss_1": "1.5", "match_1": "", "loss_rate": ""},
         {"iteration": "9", "loss": "1", "loss_1": "0.5", "match_1": "", "loss_rate": ""},
     ]
-    assert log.lines_of(rows, "loss") == {"loss": ([5, 9], [2, 1]), "1": ([5, 9], [1.5, 0.5])}
-    assert log.lines_of(rows, "match") == {"1": ([0], [0.5])}
-    assert log.lines_of([], "loss") == {}
+    assert curves.lines_of(rows, "loss") == {
+        "all": ([5, 9], [2, 1]),
+        "k = 1": ([5, 9], [1.5, 0.5]),
+    }
+    assert curves.lines_of(rows, "match") == {"k = 1": ([0], [0.5])}
+    assert curves.lines_of([], "loss") == {}
 
 
-def test_the_command_draws_what_was_learnt(tmp_path, capsys):
-    """Every value of the table is a point of its line, at its height, without matplotlib."""
-    target = write_target(tmp_path / "target")
-    data = write_data(tmp_path / "data", train=chats(4), valid=chats(2, first=4))
-    flags = f"--model {target} --data {data} --output {tmp_path / 'head'} --iters 4 --batch-size 2"
-    flags += " --ttt-steps 2 --draft-vocab-size 64 --steps-per-report 1 --steps-per-eval 2"
-    flags += " --test-prompts 0"
-    command.main(flags.split())
-    page = tmp_path / "head" / "training.html"
-    assert f"Its curves are in {page}." in capsys.readouterr().out
-    text = page.read_text()
-    charts = [ElementTree.fromstring(found) for found in re.findall("<svg.*?</svg>", text)]
-    assert len(charts) == 3 and "after 4 batches" in text
-    assert "src=" not in text and str(tmp_path) not in text
+def test_the_picture_has_a_line_for_each_column(tmp_path, drawn):
+    write_table(
+        tmp_path,
+        "iteration,loss,loss_1,loss_2,match_1,match_2,mean_acceptance_length_1 "
+        "0,,,,0.1,0.05,1.1 10,7.5,4,3.5,,, 20,5.5,3,2.5,0.3,0.2,1.3",
+    )
+    picture = draw_curves(str(tmp_path))
+    assert picture == tmp_path / "training.png" and picture.is_file()
+    (figure,) = drawn
+    assert lines_in(figure) == [
+        {
+            "all": [(10, 7.5), (20, 5.5)],
+            "k = 1": [(10, 4), (20, 3)],
+            "k = 2": [(10, 3.5), (20, 2.5)],
+        },
+        {"k = 1": [(0, 0.1), (20, 0.3)], "k = 2": [(0, 0.05), (20, 0.2)]},
+        {"k = 1": [(0, 1.1), (20, 1.3)]},
+    ]
+    words = [axes.get_title().split()[0] for axes in figure.axes]
+    assert words == ["Loss:", "Acceptance", "Mean"]
+    for axes in figure.axes:
+        shades = [line.get_color() for line in axes.lines]
+        assert len(set(shades)) == len(shades)
+
+
+def test_the_command_draws_what_it_learnt(tmp_path, drawn, capsys):
+    main(command(tmp_path))
+    assert f"Its curves are in {tmp_path / 'head' / 'training.png'}." in capsys.readouterr().out
     with (tmp_path / "head" / "training.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    losses = [(int(row["iteration"]), float(row["loss"])) for row in rows if row["loss"]]
-    assert [batch for batch, _ in losses] == [1, 2, 3, 4]
-    assert_points(charts[0], "all", losses)
+    losses, _, lengths = lines_in(drawn[0])
+    found = [(int(row["iteration"]), float(row["loss"])) for row in rows if row["loss"]]
+    assert losses["all"] == found and [batch for batch, _ in found] == [1, 2, 3, 4]
     name = "mean_acceptance_length_2"
-    lengths = [(int(row["iteration"]), float(row[name])) for row in rows if row["match_1"]]
-    assert [batch for batch, _ in lengths] == [0, 2, 4]
-    assert_points(charts[2], "k = 2", lengths)
-    assert not list((tmp_path / "head").glob(".*"))
+    found = [(int(row["iteration"]), float(row[name])) for row in rows if row["match_1"]]
+    assert lengths["k = 2"] == found and [batch for batch, _ in found] == [0, 2, 4]
 
 
-def assert_points(chart: ElementTree.Element, words: str, expected: list) -> None:
-    """A chart's points of one line, read back by the ticks of its axes."""
-    svg = "{http://www.w3.org/2000/svg}"
-    ticks = {
-        kind: [x for x in chart.iter(f"{svg}text") if x.get("class") == kind] for kind in "xy"
-    }
-    scales = []
-    for kind, axis in (("x", "x"), ("y", "y")):
-        marks = [mark for mark in ticks[kind] if mark.text[0].isdigit()]
-        numbers = [(float(mark.get(axis)), float(mark.text)) for mark in marks]
-        (a, low), (b, high) = numbers[0], numbers[-1]
-        offset = a if kind == "x" else a - 4  # names of heights stand a little below their line
-        scales.append(lambda at, o=offset, low=low, s=(high - low) / (b - a): low + (at - o) * s)
-    points = [x for x in chart.iter(f"{svg}circle") if x[0].text.startswith(f"{words}, batch")]
-    found = [(scales[0](float(x.get("cx"))), scales[1](float(x.get("cy")))) for x in points]
-    assert np.allclose(found, expected, atol=0.02)
-    (line,) = [x for x in chart.iter(f"{svg}polyline") if x.get("stroke") == points[0].get("fill")]
-    corners = [tuple(map(float, pair.split(","))) for pair in line.get("points").split()]
-    assert corners == [(float(x.get("cx")), float(x.get("cy"))) for x in points]
+def test_without_matplotlib_a_run_keeps_its_figures(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    main(command(tmp_path))
+    table = tmp_path / "head" / "training.csv"
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said == (
+        f"Its figures are in {table}; curves of them need matplotlib: "
+        "pip install 'mlx-eagle[plots]'."
+    )
+    assert len(table.read_text().splitlines()) == 1 + 4 + 3  # header, reports, evaluations
+    with pytest.raises(ValueError, match=r"training.csv need matplotlib: pip install"):
+        draw_curves(tmp_path / "head")
+    assert not (tmp_path / "head" / "training.png").exists()
 
 
-def test_what_cannot_be_drawn(tmp_path):
+def test_a_table_without_figures_is_drawn_too(tmp_path, drawn):
+    """As of a run that was stopped before its first report."""
+    write_table(tmp_path, "iteration,loss,match_1")
+    draw_curves(tmp_path)
+    assert lines_in(drawn[0]) == [{}, {}, {}]
+    assert all(axes.get_title().endswith(": no figures") for axes in drawn[0].axes)
+
+
+def test_any_number_is_drawn(tmp_path):
+    write_table(tmp_path, "iteration,loss,match_1 0,nan,nan 1,inf,0.5 2,0,1e30 3,-3,1")
+    pixels = imread(draw_curves(tmp_path))
+    assert pixels.shape[:2] == (11 * 144, 8 * 144) and pixels.std() > 0
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_tables_that_cannot_be_drawn(tmp_path):
     with pytest.raises(ValueError, match=r"has no training.csv: name the --output"):
-        log.write_page(tmp_path)
-    write_table(tmp_path, [{"iteration": 1, "loss": 2.0, "loss_1": 2.0}])
-    text = log.write_page(tmp_path).read_text()
-    assert "Nothing was held out" in text and text.count("<svg") == 1
-    for loss in ("nan", "inf", "0", "1e30", "-3"):
-        write_table(tmp_path, [{"iteration": 0, "loss": loss, "loss_1": 2.0}])
-        assert "<svg" in log.write_page(tmp_path).read_text()
-    write_table(tmp_path, [{"iteration": 1, "loss": "x", "loss_1": 2.0}])
+        draw_curves(tmp_path)
+    write_table(tmp_path, "iteration,loss 1,x")
     with pytest.raises(ValueError, match=r"training.csv cannot be read"):
-        log.write_page(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("span", "ticks"),
-    [((0, 1), [0, 0.2, 0.4, 0.6, 0.8, 1]), ((0, 4), [0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4])],
-)
-def test_ticks_are_round(span, ticks):
-    assert log._ticks(*span) == ticks
+        draw_curves(tmp_path)
