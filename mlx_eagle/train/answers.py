@@ -1,4 +1,4 @@
-"""The target's own answers to given prompts, as data to train a head on.
+"""Answers of the target to given prompts, as data to train its head on.
 
 Prompts come from files, many are answered at once through mlx-lm's own batching, and a file of
 answers that was cut short is continued.
@@ -34,9 +34,10 @@ Messages = list[dict[str, Any]]
 
 @dataclass
 class AnswerCounts:
-    """What has been done so far: in this run, and before it (``found``).
+    """Counts of answers so far: those ``found`` in the file, and those of this run.
 
-    ``cut`` answers ran into ``max_tokens``; for ``too_long`` prompts none is given.
+    ``tokens`` are those of this run's answers, ``cut`` of which ran into ``max_tokens``;
+    ``too_long`` prompts get no answer.
     """
 
     found: int = 0
@@ -52,7 +53,7 @@ class AnswerCounts:
 
 @dataclass(frozen=True)
 class _Job:
-    """One answer to be given: ``key`` names it in the file, ``tokens`` are the prompt's."""
+    """One answer to give: ``key`` names it in the file, ``tokens`` are the prompt's."""
 
     key: str
     messages: Messages
@@ -61,11 +62,11 @@ class _Job:
 
 
 def read_prompts(path: Path, tokenizer: TokenizerWrapper | None = None) -> list[Messages]:
-    """The conversations of a JSONL file, each ending where the target is to answer.
+    """Read the conversations of a JSONL file, each up to where the target is to answer.
 
     A row has ``prompt`` (a text) or ``messages``; an answer at the end of ``messages`` is left
-    out, since the target gives its own. Raises ValueError naming the line that has neither, or
-    of which ``tokenizer``, if it is given, cannot make a prompt.
+    out, because the target gives its own. ValueError names a line that has neither, or that the
+    ``tokenizer``, if there is one, cannot make a prompt of.
     """
     conversations = []
     for row in read_rows(path):
@@ -83,7 +84,7 @@ def read_prompts(path: Path, tokenizer: TokenizerWrapper | None = None) -> list[
 
 
 def _encoded(tokenizer: TokenizerWrapper, messages: Messages) -> list[int]:
-    """The prompt of a conversation that the target is to answer."""
+    """Encode a conversation as the prompt for its next answer."""
     return list(
         tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     )
@@ -109,12 +110,11 @@ def answer_prompts(
 ) -> Iterator[AnswerCounts]:
     """Answer every prompt at every temperature, and append the answers to ``output``.
 
-    A row of the file is a conversation that mlx-lm's own training reads (``messages``), with
-    the very tokens the target was given and gave (``tokens``, of which the first
-    ``prompt_length`` are the prompt's). Answers that the file has already are not given again,
-    and a last line cut short is cut off, so that a run that was stopped can be gone on with.
-    Every answer is written as soon as it is complete. Yields the counts, which change, at first
-    and after each step.
+    A row of the file is a conversation that mlx-lm's own training reads (``messages``), with the
+    very tokens that the target read and wrote (``tokens``; the first ``prompt_length`` are the
+    prompt's). Every answer is written as soon as it is complete. To continue a run that was
+    stopped, answers that are in the file are not given again, and a last line that was cut short
+    is removed. Yields the counts, always the same object, at first and after each step.
     """
     done = _keys_in(output)
     counts = AnswerCounts(found=len(done))
@@ -135,12 +135,12 @@ def answer_prompts(
 
 
 def _keys_in(output: Path) -> set[str]:
-    """Keys of the answers in the file; what follows its last whole line is cut off."""
+    """Return the keys of the answers in the file, and remove a last line that is not whole."""
     if not output.exists():
         output.parent.mkdir(parents=True, exist_ok=True)
         return set()
     keys: set[str] = set()
-    whole = 0
+    whole = 0  # bytes
     with output.open("rb") as file:
         for line in file:
             if not line.endswith(b"\n"):
@@ -164,7 +164,7 @@ def _jobs(
     done: set[str],
     counts: AnswerCounts,
 ) -> Iterator[_Job]:
-    """What is still to be answered, in an order in which every part of it is a fair sample.
+    """Yield the answers still to give, in an order in which every part is a fair sample.
 
     Prompts are shuffled, and each is answered once before any is answered twice.
     """
@@ -187,7 +187,7 @@ def _jobs(
 
 
 def _blocks(jobs: Iterator[_Job], size: int) -> Iterator[list[_Job]]:
-    """Runs of jobs at one temperature, of ``size`` at most."""
+    """Group jobs that follow each other at one temperature, ``size`` at most."""
     for _, run in groupby(jobs, key=lambda job: job.temperature):
         while block := list(islice(run, size)):
             yield block
@@ -196,9 +196,10 @@ def _blocks(jobs: Iterator[_Job], size: int) -> Iterator[list[_Job]]:
 def _steps(
     model: nn.Module, tokenizer: TokenizerWrapper, block: list[_Job], settings: AnswerSettings
 ) -> Iterator[list[tuple[_Job, list[int], str | None]]]:
-    """Answer jobs at one temperature, ``rows`` at once: after each step what has a new token.
+    """Answer jobs at one temperature, ``rows`` at once.
 
-    It is the job, its answer so far, and why the answer has ended, or None.
+    Yields after each step the jobs that have a new token, each with its answer so far and the
+    reason why it ended, or None.
     """
     generator = BatchGenerator(
         model,
@@ -208,12 +209,12 @@ def _steps(
         completion_batch_size=settings.rows,
         prefill_batch_size=max(1, settings.rows // 2),
     )
-    # Prompts of a like length side by side: less of a batch is padding.
+    # Prompts of similar length run together, so that less of a batch is padding.
     waiting = iter(sorted(block, key=lambda job: len(job.tokens)))
     running: dict[int, tuple[_Job, list[int]]] = {}
     with closing(generator):
         while True:
-            # New rows copy the whole batch's cache: they join by the half, not one by one.
+            # New rows copy the cache of the whole batch, so half of them join at a time.
             if len(running) <= settings.rows // 2:
                 joining = list(islice(waiting, settings.rows - len(running)))
                 if joining:
@@ -232,6 +233,7 @@ def _steps(
 
 
 def _line(tokenizer: TokenizerWrapper, job: _Job, answer: list[int], reason: str) -> str:
+    """Write one line of the file."""
     text = tokenizer.decode(answer[:-1] if reason == "stop" else answer)
     row = {
         "key": job.key,
@@ -252,14 +254,15 @@ def answer_file(
     settings: AnswerSettings,
     report_seconds: float = 30.0,
 ) -> AnswerCounts:
-    """Answer the prompts of a file into another, and say what was done and what is.
+    """Answer the prompts of a file into another, and print how far it is.
 
-    Where no bar can be drawn a line is printed every ``report_seconds``.
+    If no bar can be drawn, a line is printed every ``report_seconds``.
     """
     conversations = read_prompts(prompts, tokenizer)
     total = len(conversations) * len(settings.temperatures)
     print(f"The target gives {total} answers to the prompts of {prompts}.", flush=True)
-    begun = said = time.perf_counter()
+    begun = time.perf_counter()
+    said = begun
     with open_bar(total, "Answering", "answer") as bar:
         try:
             for counts in answer_prompts(model, tokenizer, conversations, output, settings):
@@ -291,9 +294,9 @@ def regenerate(
     tokenizer: TokenizerWrapper,
     settings: AnswerSettings,
 ) -> Path:
-    """Have the target answer the prompts of a data folder; the folder with its answers.
+    """Let the target answer the prompts of a data folder; return the ``folder`` of its answers.
 
-    One rank answers, and all others wait for it. A run that was stopped is gone on with.
+    One rank answers, and the others wait for it. A run that was stopped is continued.
     """
     source = Path(data).expanduser()
     if not (source / "train.jsonl").is_file():
@@ -308,6 +311,7 @@ def regenerate(
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """Make the parser of ``mlx_eagle.train.answers``."""
     parser = argparse.ArgumentParser(
         prog="mlx_eagle.train.answers",
         description="Let a model answer prompts, many at once, as data to train its head on.",

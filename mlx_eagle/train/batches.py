@@ -31,7 +31,7 @@ class TokenBatch:
 
 
 class BatchOrder:
-    """The sequences of each batch, which depend on the seed and the batch's number only.
+    """Order of batches: the sequences of each depend only on the seed and the batch's number.
 
     In an epoch every sequence is used at most once. The sequences of a batch are of similar
     length, and the batches come in random order. If the sequences do not divide into batches, a

@@ -1,4 +1,4 @@
-"""Evaluating a head: drafts along known texts, and acceptance when the finished head decodes."""
+"""Evaluation of a head: its drafts along known texts, and acceptance when it decodes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,13 +21,17 @@ from .student import Student
 from .teacher import Teacher
 from .unroll import unroll
 
+UNKNOWN = -1  # in place of a token after the end of a text: no draft equals it
+
 
 @dataclass(frozen=True)
 class Evaluation:
-    """``match`` (D,): the share of slots whose draft at that depth is the text's own token,
-    the tokens before it given. ``lengths`` (D,): for drafts of 1 ... D tokens, the mean
-    acceptance length (tau), the target's own token included, that decoding these texts would
-    have. On the target's greedy texts that is what greedy decoding has.
+    """Figures on known texts, without decoding.
+
+    ``match`` (D,): the share of slots whose draft at that depth is the text's own token, if the
+    tokens before it are. ``lengths`` (D,): for drafts of 1 ... D tokens, the mean acceptance
+    length (tau), including the target's own token, of decoding these texts. On the target's
+    greedy texts it is that of greedy decoding.
     """
 
     match: tuple[float, ...]
@@ -37,16 +41,17 @@ class Evaluation:
 
 
 def rounds_of(hits: np.ndarray, num_drafts: int) -> int:
-    """Rounds that decoding a text with drafts of ``num_drafts`` tokens would take.
+    """Count the rounds that decoding a text with drafts of ``num_drafts`` tokens would take.
 
     ``hits`` (D, S): whether the draft of slot s at depth d is the text's token. A round at
-    slot s accepts the hits up to the first miss, and the next one starts behind them and the
+    slot s accepts the hits up to the first miss, and the next one starts after them and the
     target's own token.
 
     [[1, 0, 1, 1], [1, 0, 0, 0]], drafts of 2: rounds at slots 0 (two hits) and 3 (one): 2
     """
     kept = np.cumprod(hits[:num_drafts], axis=0).sum(axis=0)
-    slot = rounds = 0
+    slot = 0
+    rounds = 0
     while slot < len(kept):
         slot += int(kept[slot]) + 1
         rounds += 1
@@ -57,7 +62,7 @@ def evaluate(
     student: Student, teacher: Teacher, examples: Sequence[Example], batch_size: int, depth: int
 ) -> Evaluation:
     """Evaluate a head on these texts, ``batch_size`` at once, with drafts of up to ``depth``."""
-    # Of a like length side by side.
+    # Texts of similar length are in one batch.
     texts = sorted(examples, key=lambda example: len(example.tokens))
     hits: list[np.ndarray] = []
     for start in range(0, len(texts), batch_size):
@@ -69,7 +74,7 @@ def evaluate(
         for depth in depths
     ]
     match = tuple(float(share.mean()) if share.size else 0.0 for share in shares)
-    # A slot emits the one token that its first draft is of, whichever round it falls to.
+    # Every slot stands for one token, the one that its first draft is about.
     num_slots = sum(text.shape[1] for text in hits)
     lengths = [num_slots / sum(rounds_of(text, depth) for text in hits) for depth in depths]
     return Evaluation(match, tuple(lengths), num_slots, len(hits))
@@ -78,19 +83,37 @@ def evaluate(
 def _hits(
     student: Student, teacher: Teacher, examples: Sequence[Example], depth: int
 ) -> list[np.ndarray]:
-    """(D, S) for each text: S slots, of which the first drafts the answer's second token."""
-    head, batch = student.head, make_batch(examples, range(len(examples)))
+    """Compare drafts with each text: (D, S), whose first slot drafts the answer's second token."""
+    batch = make_batch(examples, range(len(examples)))
     length = batch.tokens.shape[1]
     spans = [(max(0, x.num_prompt - 1), len(x.tokens) - 2) for x in examples]
     begin = min(first for first, _ in spans)
     places = [np.arange(*span) - begin + i * (length - begin) for i, span in enumerate(spans)]
     rows = mx.array(np.concatenate(places))
-    features = teacher.features(batch.tokens)
-    embeddings = student.embed(mx.array(batch.tokens))
-    # The tokens after the last one are not known: no draft equals them.
-    padded = np.pad(batch.tokens, [(0, 0), (0, depth + 2)], constant_values=-1)
+    drafts = _drafts(student, teacher, batch.tokens, rows, depth, begin)
+    texts = np.pad(batch.tokens, [(0, 0), (0, depth + 2)], constant_values=UNKNOWN)
     for i, example in enumerate(examples):
-        padded[i, len(example.tokens) :] = -1
+        texts[i, len(example.tokens) :] = UNKNOWN
+    hits = []
+    start = 0
+    for i, (first, last) in enumerate(spans):
+        own = drafts[:, start : start + last - first]
+        truth = [texts[i, first + 2 + d : last + 2 + d] for d in range(depth)]
+        hits.append(own == np.stack(truth))
+        start += last - first
+    return hits
+
+
+def _drafts(
+    student: Student, teacher: Teacher, tokens: np.ndarray, rows: mx.array, depth: int, begin: int
+) -> np.ndarray:
+    """Draft greedily from slots of tokens (B, T): target ids (D, K) for each depth.
+
+    ``rows`` (K,) are the slots, numbered row by row among those from ``begin`` on.
+    """
+    head = student.head
+    features = teacher.features(tokens)
+    embeddings = student.embed(mx.array(tokens))
     drafts = []
     for states in unroll(head, embeddings, features, depth, first=begin):
         picked = states.reshape(-1, states.shape[-1])[rows]
@@ -99,19 +122,15 @@ def _hits(
         )
         drafts.append(student.ids[chosen])
         mx.eval(drafts[-1], states)
-    found, hits, start = np.array(mx.stack(drafts)), [], 0
-    for i, (first, last) in enumerate(spans):
-        text = found[:, start : start + last - first]
-        truth = [padded[i, first + 2 + d : last + 2 + d] for d in range(depth)]
-        hits.append(text == np.stack(truth))
-        start += last - first
-    return hits
+    return np.array(mx.stack(drafts))
 
 
 @dataclass(frozen=True)
 class Generated:
-    """``lengths`` (D,): the mean acceptance length (tau) of greedy decoding with drafts of
-    1 ... D tokens, the first token of each of ``num_answers`` answers not counted.
+    """Acceptance of a finished head that decodes.
+
+    ``lengths`` (D,): the mean acceptance length (tau) of greedy decoding with drafts of 1 ... D
+    tokens, without the first token of each of the ``num_answers`` answers.
     """
 
     lengths: tuple[float, ...]
@@ -127,17 +146,18 @@ def generate_held_out(
     settings: TrainSettings,
     stop: StopSignals,
 ) -> Generated | None:
-    """Have the head in ``folder`` draft for its target on prompts of these examples.
+    """Let the head in ``folder`` draft for its target on prompts of these examples.
 
-    They are the first ``test_prompts`` different ones, and are answered for one chain length after
-    the other. None where there are none, as in plain text, or where ``stop`` asks.
+    These are the first ``test_prompts`` different ones; each is answered once for every draft
+    length. Returns None if there are no prompts, as in plain text, or if ``stop`` asks to end.
     """
     found = (x.tokens[: x.num_prompt] for x in examples if x.num_prompt)
     prompts = list(dict.fromkeys(found))[: settings.test_prompts]
     if not prompts:
         return None
     drafter = load_drafter(folder, model)
-    lengths, depth = [], settings.ttt_steps
+    depth = settings.ttt_steps
+    lengths = []
     with open_bar(depth * len(prompts), "Generating", "answer") as bar:
         for size in range(1, depth + 1):
             total = Stats()

@@ -129,7 +129,7 @@ class TrainingLog:
 
 
 def duration(seconds: float) -> str:
-    """75 -> "75 s"; 7500 -> "2 h 5 min" """
+    """Write a time for people: 75 -> "75 s"; 7500 -> "2 h 5 min"."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     hours, minutes = divmod(round(seconds / 60), 60)

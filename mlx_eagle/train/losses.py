@@ -21,7 +21,7 @@ OUTPUT = ("norm", "lm_head")
 
 
 class TargetBatch(NamedTuple):
-    """Answers of the target where they count, K rows out of a batch of (B, T) slots.
+    """Answers of the target in K slots that count, out of a batch of (B, T) slots.
 
     ``rows`` (K,): slots, numbered row by row (b * T + i), whose first draft counts: slot i
     drafts what follows token i + 1. In step j, the slot j before each of them drafts the same

@@ -1,4 +1,4 @@
-"""Memory of a run: how much it will need, whether that fits, and a limit that keeps it there."""
+"""Memory of a run: its needs, whether they fit the machine, and a limit that holds it to them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
+from ..drafters.config import Eagle3Config
 from ..system.device import memory, this_machine, weight_bytes
 from .batches import PAD_TO, padded_length
 from .chunks import CHUNK_BYTES
@@ -17,18 +18,20 @@ from .settings import LossSettings, TrainSettings
 from .student import Student
 from .teacher import ROWS_AT_ONCE
 
-LIMIT = 0.9  # of what is to be taken: MLX looks at it before an array, and not at its size
-ATTENDED, COMPARED = 5.5, 3.3  # arrays of a chunk's size that attention and losses have at once
+LIMIT = 0.9  # of the announced bytes: MLX compares before it makes an array, without its size
+ATTENDED = 5.5  # arrays of a chunk's size that attention has at once, measured
+COMPARED = 3.3  # arrays of a chunk's size that the losses have at once, measured
+FULL = 4  # bytes of a number in float32
 
 
 def amount(size: float) -> str:
-    """4.52e9 -> "4.5 GB"; 3e6 -> "3 MB" """
+    """Write bytes for people: 4.52e9 -> "4.5 GB"; 3e6 -> "3 MB"."""
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes of memory that a run takes at most, by ``parts``, of ``usable`` ones."""
+    """Bytes that a run takes at most, by ``parts``, and the bytes that are ``usable``."""
 
     parts: dict[str, float]
     usable: float
@@ -49,7 +52,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a batch of one rank is at most: texts, slots of each, and slots that count."""
+    """Largest batch of one rank: its texts, the slots of each, and all slots that count."""
 
     num_texts: int
     length: int
@@ -59,57 +62,67 @@ class Sizes:
 def needs_of(
     student: Student, target_bytes: float, sizes: Sizes, losses: LossSettings, is_summed: bool
 ) -> dict[str, float]:
-    """Bytes that training takes at its most, by part.
+    """Estimate the bytes that training takes at its peak, by part.
 
-    ``is_summed``: gradients of several batches. Counted from what ``losses.py`` keeps and makes
-    with MLX waiting for what it has begun rather than running ahead; the factors were measured
-    (see the log of November 2026).
+    ``is_summed`` if the gradients of several batches are added up. Arrays are those that
+    ``unroll.py`` and ``losses.py`` keep and make while MLX waits for what it has begun instead of
+    running ahead. The factors were measured (see the log of November 2026).
     """
-    c, item = student.head.config, student.dtype.size
+    config = student.head.config
+    item = student.dtype.size
     trained = dict(tree_flatten(student.head.trainable_parameters())).values()
     num = student.num_parameters
-    own = weight_bytes(student.head) - 4 * num
-    slots, hidden = sizes.num_texts * sizes.length, c.hidden_size
-    heads, keys = c.num_heads * c.head_dim, 2 * c.num_kv_heads * c.head_dim
-    batch = slots * item * (c.num_aux * c.target_hidden_size + hidden)
-    batch += 4 * sizes.num_counted * c.draft_vocab_size
-    # Of a layer's step, what its gradient is made of; beside it, of a step, what others are.
-    layer = 8 * hidden + 2 * (heads + keys) + 3 * c.intermediate_size
-    kept = 3 * hidden + 2 * keys * c.num_layers
-    chunk = sizes.num_texts * c.num_heads * sizes.length**2 * 4
-    attention = slots * item * 8 * hidden + ATTENDED * min(CHUNK_BYTES, chunk)
-    logits = 4 * sizes.num_counted * c.draft_vocab_size * losses.num_steps
-    compared = COMPARED * min(CHUNK_BYTES, logits)
-    if losses.checkpoint:
-        again = slots * item * (layer * c.num_layers + 3 * c.intermediate_size - hidden)
-        active = losses.num_steps * slots * item * kept + max(again, attention, compared)
-    else:
-        active = losses.num_steps * slots * item * layer * c.num_layers
-        active += max(attention, compared)
-    gradients = (4 if is_summed else item) * num
+    own = weight_bytes(student.head) - FULL * num
+    slots = sizes.num_texts * sizes.length
+    probabilities = FULL * sizes.num_counted * config.draft_vocab_size
+    batch = slots * item * (config.num_aux * config.target_hidden_size + config.hidden_size)
+    gradients = (FULL if is_summed else item) * num
     # Weights in the type that the head computes in, and a batch's own gradients beside the sum.
-    copies = (item * num if item < 4 else 0) + (item * num if is_summed else 0)
-    update = 16 * max(w.size for w in trained)
-    # The target's logits, and parts of what they say before they are put together.
+    copies = (item * num if item < FULL else 0) + (item * num if is_summed else 0)
+    update = 4 * FULL * max(w.size for w in trained)
+    # The target's logits, and the distributions made of them, before these are joined.
     taught = 2 * item * min(sizes.num_counted, max(ROWS_AT_ONCE, sizes.length))
-    taught *= c.vocab_size
-    taught += 4 * sizes.num_counted * c.draft_vocab_size
+    taught = taught * config.vocab_size + probabilities
+    learnt = copies + _activations(config, item, sizes, losses)
     return {
         "target": target_bytes,
-        "weights": 4 * num + own,
-        "their moments": 8 * num,
+        "weights": FULL * num + own,
+        "their moments": 2 * FULL * num,
         "gradients": gradients,
-        "batch": batch,
-        "activations": max(copies + active, update, taught - gradients),
+        "batch": batch + probabilities,
+        "activations": max(learnt, update, taught - gradients),
     }
+
+
+def _activations(config: Eagle3Config, item: int, sizes: Sizes, losses: LossSettings) -> float:
+    """Estimate the bytes of all that is kept for the gradients, with the largest step's own.
+
+    ``item`` is the bytes of a number in the type that the head computes in.
+    """
+    slots = sizes.num_texts * sizes.length
+    hidden = config.hidden_size
+    num_layers = config.num_layers
+    heads = config.num_heads * config.head_dim
+    keys = 2 * config.num_kv_heads * config.head_dim
+    chunk = sizes.num_texts * config.num_heads * sizes.length**2 * FULL
+    attention = slots * item * 8 * hidden + ATTENDED * min(CHUNK_BYTES, chunk)
+    logits = FULL * sizes.num_counted * config.draft_vocab_size * losses.num_steps
+    compared = COMPARED * min(CHUNK_BYTES, logits)
+    # Numbers of a slot that the gradient of one layer is made of, in one step.
+    layer = 8 * hidden + 2 * (heads + keys) + 3 * config.intermediate_size
+    if not losses.checkpoint:
+        return losses.num_steps * slots * item * layer * num_layers + max(attention, compared)
+    kept = 3 * hidden + 2 * keys * num_layers
+    again = slots * item * (layer * num_layers + 3 * config.intermediate_size - hidden)
+    return losses.num_steps * slots * item * kept + max(again, attention, compared)
 
 
 def fitting(
     settings: TrainSettings, student: Student, target_bytes: float, examples: Examples
 ) -> tuple[TrainSettings, Needs]:
-    """The settings, with gradient checkpointing where it is needed, and what they take.
+    """Turn gradient checkpointing on if it is needed; return the settings and their needs.
 
-    Raises ValueError, with the flags that would fit, where the memory cannot hold it.
+    Raises ValueError, with flags that would fit, if the memory is too small.
     """
     longest = max(len(x.tokens) for x in examples.train)
     answer = max(x.num_answer for x in examples.train)
@@ -123,7 +136,8 @@ def fitting(
         found = needs_of(student, target_bytes, sizes, losses, parts > 1)
         return Needs(found, usable, checkpoint)
 
-    batch, parts = settings.batch_size, settings.grad_accumulation_steps
+    batch = settings.batch_size
+    parts = settings.grad_accumulation_steps
     choices = [False, True] if settings.grad_checkpoint is None else [settings.grad_checkpoint]
     for checkpoint in choices:
         found = needs(batch, parts, longest, checkpoint)
@@ -148,10 +162,10 @@ def fitting(
 
 @contextmanager
 def memory_kept_to(size: float, of_others: float = 0.0) -> Iterator[None]:
-    """Within, MLX waits for what it has begun rather than take more than ``size`` bytes.
+    """Make MLX wait for what it has begun rather than take more than ``size`` bytes.
 
-    What others in this process hold, ``of_others`` bytes, comes on top. On a Mac what it takes
-    stays in place, as in mlx-lm's trainer.
+    ``of_others``, the bytes of other arrays in this process, are added to them. On a Mac the
+    memory is wired, as in mlx-lm's trainer.
     """
     maybe_set_recommended_wired_limit()
     before = mx.set_memory_limit(int(of_others + LIMIT * size))

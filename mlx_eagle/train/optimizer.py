@@ -1,6 +1,6 @@
-"""One step of training: losses, their gradients, and what AdamW makes of them.
+"""Optimizer: one step of training, from losses and gradients to new weights by AdamW.
 
-Weights are in float32, whatever the head's own type is. Losses and gradients are compiled on a
+Weights are in float32, whatever type the head computes in. Losses and gradients are compiled on a
 GPU, AdamW everywhere.
 """
 
@@ -18,17 +18,17 @@ from .losses import TargetBatch, step_losses
 from .settings import LossSettings
 from .student import Student
 
-BETAS = (0.9, 0.95)
-MOMENTS = ("m", "v")
-MOST_SHAPES = 32  # of batches, whose compiled functions are kept
+BETAS = (0.9, 0.95)  # of AdamW, as in EAGLE-3's trainers
+MOMENTS = ("m", "v")  # names that AdamW gives them
+MOST_SHAPES = 32  # shapes of batches whose compiled functions are kept
 
 Arrays = dict[str, mx.array]
 
 
 def learning_rate(step: int, num_steps: int, peak: float, warmup: float) -> float:
-    """Of step ``step`` (from 0) of ``num_steps``: a linear rise, then half a cosine to 0.
+    """Return the rate of step ``step`` (from 0): a linear rise, then half a cosine to 0.
 
-    ``warmup`` is the share of all steps that rise; the first step is not idle.
+    ``warmup`` is the share of all ``num_steps`` in which it rises; the first rate is above 0.
     """
     rising = max(1, int(warmup * num_steps))
     if step < rising:
@@ -38,11 +38,11 @@ def learning_rate(step: int, num_steps: int, peak: float, warmup: float) -> floa
 
 
 class TrainStep:
-    """What a batch does to a student's weights.
+    """A student's weights and the optimizer that changes them, batch after batch.
 
-    Everything by the names of the head's parameters: ``weights`` are float32 whatever the head
-    computes in; ``moments`` are the optimizer's state; ``kept`` are gradients of batches since
-    its last step.
+    All arrays go by the names of the head's parameters. ``weights`` are in float32, whatever type
+    the head computes in; ``moments`` are the optimizer's state; ``kept`` are the gradients of the
+    batches since its last step.
     """
 
     def __init__(
@@ -63,21 +63,21 @@ class TrainStep:
         self.moments: Arrays = dict(tree_flatten(self._optimizer.state))
         self.kept: Arrays = {}
         self._run = mx.value_and_grad(self._loss)
-        # By shape, so that one that has not come for long is let go.
+        # One function for each shape, so that the least recently used one is released.
         self._compiled = lru_cache(MOST_SHAPES)(lambda shapes: mx.compile(self._run))
-        # Everywhere: one short kernel, in place of 16 passes over all weights.
+        # On every device: one short kernel, in place of 16 passes over all weights.
         self._update = mx.compile(self._updated)
 
     def load(self, weights: dict[str, Any], moments: dict[str, Any]) -> None:
-        """Go on from there."""
-        # In the order they had: the norm of all gradients is summed up in it.
+        """Go on from these weights and moments."""
+        # In the order of before, in which the norm of all gradients is summed up.
         loaded = dict(tree_flatten(weights))
         self.weights = {name: loaded[name] for name in self.weights}
         self.moments = dict(tree_flatten(moments))
         self.show()
 
     def show(self) -> None:
-        """Let the student's head be what has been learnt so far."""
+        """Give the student's head the weights that have been learnt so far."""
         self._student.head.update(tree_unflatten(list(self.weights.items())))
 
     def __call__(
@@ -88,10 +88,11 @@ class TrainStep:
         rate: float | None,
         parts: int,
     ) -> tuple[mx.array, mx.array]:
-        """Learn from a batch: the losses per step (num_steps,) and the norm of the gradients ().
+        """Learn from a batch; return the losses per step (num_steps,) and the gradients' norm ().
 
-        ``rate`` is the learning rate where the optimizer makes a step of what ``parts`` batches
-        gave; None only adds this batch to them, and gives a norm of 0.
+        With a learning ``rate``, the optimizer makes a step of the gradients of ``parts``
+        batches, of which this is the last. With None, this batch's gradients are only added to
+        them, and the norm is 0.
         """
         losses, gradients = self.gradients(tokens, features, targets)
         if rate is None or self.kept:
@@ -109,9 +110,9 @@ class TrainStep:
     def gradients(
         self, tokens: mx.array, features: mx.array, targets: TargetBatch
     ) -> tuple[mx.array, Arrays]:
-        """The losses per step (num_steps,) and the gradients of their weighted sum.
+        """Return the losses per step (num_steps,) and the gradients of their weighted sum.
 
-        They are of the type that the head computes in.
+        The gradients have the type that the head computes in.
         """
         inputs = (self._student.embed(tokens), features, *targets)
         run: Any = self._run
@@ -132,9 +133,10 @@ class TrainStep:
         return (losses * self._settings.weights).sum(), losses
 
     def _learn(self, gradients: Arrays, rate: float, parts: int) -> mx.array:
-        """What AdamW makes of the gradients of ``parts`` batches; their norm, (), before that.
+        """Make a step of the gradients of ``parts`` batches; return their norm (), not clipped.
 
-        One tensor after the other, so that no two of old and new are there for all at once.
+        The tensors are taken one after the other, so that old and new ones never exist all at
+        once.
         """
         squares = mx.array(0.0)
         for name, gradient in gradients.items():
@@ -168,7 +170,7 @@ class TrainStep:
         rate: mx.array,
         step: mx.array,
     ) -> list[mx.array]:
-        """A weight and its moments after a step, of the gradient times ``scale``."""
+        """Return a weight and its moments after a step of the gradient times ``scale``."""
         self._optimizer.state = {"step": step, "learning_rate": rate}
         moments = dict(zip(MOMENTS, state, strict=True))
         gradient = gradient.astype(mx.float32) * scale

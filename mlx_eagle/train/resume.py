@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: written whole or not at all, found again, one run at a time.
+"""Checkpoints that a run resumes from, written completely or not at all, and its folder's lock.
 
 What is in them is the trainer's business.
 """
@@ -19,19 +19,20 @@ from ..system.safetensors import save_arrays
 from .student import write_head
 
 FOLDER = "checkpoints"
-STATE, FACTS = "state.safetensors", "state.json"
+STATE = "state.safetensors"
+FACTS = "state.json"
 LOCK = "training.lock"
 
 
 class Checkpoints:
-    """The checkpoints of the run in ``output``, of which the last ``keep`` stay."""
+    """Checkpoints of the run in ``output``; the newest ``keep`` of them stay."""
 
     def __init__(self, output: Path, keep: int = 2):
         self._folder = output / FOLDER
         self._keep = keep
 
     def latest(self) -> Path | None:
-        """The folder of the newest checkpoint; None where there is none."""
+        """Return the folder of the newest checkpoint, None if there is none."""
         return max(self._all(), default=None)
 
     def save(
@@ -43,9 +44,9 @@ class Checkpoints:
     ) -> None:
         """Write a checkpoint, whose folder appears when all of it is there.
 
-        ``state`` is a tree of arrays, ``facts`` what JSON can say; ``files`` are a head's
-        ``config`` and ``weights``, so that the checkpoint is a head that can be used.
-        Whatever ends the writing early leaves the checkpoints before as they were.
+        ``state`` is a tree of arrays, ``facts`` is anything that JSON can hold; ``files`` are a
+        head's ``config`` and ``weights``, so that the checkpoint can be used as a head. If the
+        writing ends early for any reason, the older checkpoints are as they were.
         """
         path = self._folder / f"{iteration:07d}"
         scratch = self._folder / f".{path.name}.{os.getpid()}"
@@ -62,7 +63,7 @@ class Checkpoints:
             for written in scratch.iterdir():
                 with written.open("rb") as file:
                     os.fsync(file.fileno())
-            if path.exists():  # of a run that was begun again from an earlier one
+            if path.exists():  # of a run that began again from an earlier checkpoint
                 shutil.rmtree(path)
             os.replace(scratch, path)
         except OSError as err:
@@ -74,10 +75,10 @@ class Checkpoints:
 
     @contextmanager
     def explaining(self, output: Path) -> Iterator[None]:
-        """Within, what cannot be written is a ValueError that says how to go on."""
+        """Turn a failure to write into a ValueError that says how to resume."""
         try:
             yield
-        except BrokenPipeError:  # the reader of what the run says, not a disk
+        except BrokenPipeError:  # of a reader of the run's lines, not of a disk
             raise
         except OSError as err:
             good = self.latest()
@@ -96,10 +97,10 @@ class Checkpoints:
 def load_checkpoint(
     path: Path, expected: Mapping[str, Any], facts: Mapping[str, type]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state and the facts of a checkpoint; ValueError where it is damaged.
+    """Return the state and the facts of a checkpoint; ValueError if it is damaged.
 
-    ``expected`` is a tree with arrays of the names, shapes and types that the state has to have,
-    and ``facts`` has the types of the facts.
+    ``expected`` is a tree of arrays whose names, shapes and types the state must have; ``facts``
+    are the types of the facts.
     """
     wanted = dict(tree_flatten(expected))
     try:
@@ -110,9 +111,10 @@ def load_checkpoint(
     for name, kind in facts.items():
         if not isinstance(found, dict) or type(found.get(name)) is not kind:
             raise _damaged(path, f"{FACTS} has no {name}")
-    # Names before the tree: a number in one of them would be the length of a list.
+    # Names are compared before the tree is made: a number in one would be a list's length.
     for name in wanted.keys() | arrays.keys():
-        there, own = arrays.get(name), wanted.get(name)
+        there = arrays.get(name)
+        own = wanted.get(name)
         if there is None or own is None:
             raise _damaged(path, f"{STATE} {'lacks' if there is None else 'has'} {name[:80]}")
         if there.shape != own.shape or there.dtype != own.dtype:
@@ -128,9 +130,9 @@ def _damaged(path: Path, reason: str) -> ValueError:
 
 @contextmanager
 def locked(output: Path) -> Iterator[None]:
-    """Within, no other run writes to ``output``; ValueError where one does already.
+    """Keep other runs from writing to ``output``; ValueError if one is doing so.
 
-    A folder that was made for it, and that nothing was put into, is removed.
+    If the folder is empty in the end, because nothing was put into it, it is removed.
     """
     output.mkdir(parents=True, exist_ok=True)
     path = output / LOCK

@@ -1,4 +1,4 @@
-"""A training run from its settings: data, head and teacher are made, and the trainer started."""
+"""A training run from its settings: makes data, head and teacher, and starts the trainer."""
 
 import shutil
 from contextlib import nullcontext
@@ -21,22 +21,22 @@ from .student import Student, fresh_student, student_from
 from .teacher import Teacher, cache_name, load_target
 from .trainer import Trainer, TrainReport
 
-DEFAULT_VOCABULARY = 32000
+DEFAULT_VOCABULARY = 32000  # tokens, as in published heads
 
 
 def train(model: str, data: str, output: str, **options: Any) -> TrainReport:
     """Train a draft head for ``model`` on ``data`` into the folder ``output``.
 
     ``model`` and ``data`` are what ``mlx_lm.lora`` takes; ``options`` are the other fields of
-    ``TrainSettings``. Ctrl-C ends the run behind the batch it is at and saves it; ``resume``
-    goes on. Raises ValueError, one sentence, for what cannot be trained on or with, and where
-    the loss is no longer a number.
+    ``TrainSettings``. Ctrl-C ends the run after the current batch and saves it; ``resume``
+    continues it. Raises ValueError, one sentence, for data, heads and settings that cannot be
+    trained on or with, and if the loss is no longer a number.
     """
     return run(TrainSettings(model=model, data=data, output=output, **options))
 
 
 def run(settings: TrainSettings) -> TrainReport:
-    """The same with all that is set in one place."""
+    """Train as ``train`` does, with all settings in one object."""
     output = Path(settings.output).expanduser()
     if output.exists() and not output.is_dir():
         raise ValueError(f"{output} is there already: give another --output.")
@@ -53,7 +53,7 @@ def _run(settings: TrainSettings, output: Path) -> TrainReport:
     model, tokenizer, config = load_target(
         settings.model, settings.adapter_path, settings.trust_remote_code, settings.dtype
     )
-    vocab_size = find_embedding(model)[1]
+    _, vocab_size = find_embedding(model)
     data = settings.data
     if settings.regenerate:
         from .answers import regenerate  # here, for it is a command as well: python -m
@@ -77,7 +77,7 @@ def _run(settings: TrainSettings, output: Path) -> TrainReport:
 
 
 def _check_output(output: Path, settings: TrainSettings, found: Path | None) -> None:
-    """Raise ValueError where ``output`` holds something that this run would spoil or lacks."""
+    """Raise ValueError if ``output`` holds what this run would spoil, or lacks what it needs."""
     if settings.resume:
         if found is None:
             raise ValueError(f"{output} holds no checkpoint to go on from: leave out --resume.")
@@ -98,29 +98,31 @@ def _make_student(
     examples: Examples,
     vocab_size: int,
 ) -> Student:
-    """The head to train."""
-    if settings.init is not None:
-        given = [settings.aux_layers, settings.intermediate_size]
-        if any(value is not None for value in given) or settings.num_layers != 1:
-            raise ValueError(
-                "--init keeps the shape of the head it names: leave out --aux-layers, "
-                "--num-layers and --intermediate-size."
-            )
-        student = student_from(settings.init, model, settings.model)
-        ids, wanted = np.array(student.ids), settings.draft_vocab_size
-        if wanted is None or wanted == len(ids):
-            return student
-        resize = widened if wanted > len(ids) else narrowed
-        return resize(student, model, resized_vocabulary(examples.train, ids, wanted, vocab_size))
-    wanted = settings.draft_vocab_size or min(DEFAULT_VOCABULARY, vocab_size)
-    ids = resized_vocabulary(examples.train, np.array([], np.int32), wanted, vocab_size)
-    return fresh_student(model, config, ids, settings)
+    """Make a fresh head, or take that of --init, with the draft vocabulary that is asked for."""
+    if settings.init is None:
+        size = settings.draft_vocab_size or min(DEFAULT_VOCABULARY, vocab_size)
+        none = np.array([], np.int32)
+        ids = resized_vocabulary(examples.train, none, size, vocab_size)
+        return fresh_student(model, config, ids, settings)
+    given = [settings.aux_layers, settings.intermediate_size]
+    if any(value is not None for value in given) or settings.num_layers != 1:
+        raise ValueError(
+            "--init keeps the shape of the head it names: leave out --aux-layers, "
+            "--num-layers and --intermediate-size."
+        )
+    student = student_from(settings.init, model, settings.model)
+    ids = np.array(student.ids)
+    size = settings.draft_vocab_size
+    if size is None or size == len(ids):
+        return student
+    resize = widened if size > len(ids) else narrowed
+    return resize(student, model, resized_vocabulary(examples.train, ids, size, vocab_size))
 
 
 def _make_teacher(
     settings: TrainSettings, model: nn.Module, student: Student, examples: Examples
 ) -> Teacher:
-    """The teacher, with its cache where one is asked for and there is room for it."""
+    """Make the teacher, with its cache if one is asked for and there is room for it."""
     teacher = Teacher(model, student.taps, student.ids, needs_sums=settings.loss != "ce")
     if settings.cache_features is None:
         return teacher
@@ -143,5 +145,5 @@ def _make_teacher(
 
 
 def is_first() -> bool:
-    """Whether this is the rank that speaks and writes."""
+    """Return whether this is the rank that speaks and writes."""
     return mx.distributed.init().rank() == 0

@@ -1,4 +1,4 @@
-"""Settings of a training run: each with its default, and what is refused."""
+"""Settings of a training run, each with its default, and the values that are refused."""
 
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
@@ -10,16 +10,17 @@ from ..system.device import DTYPES
 
 LOSSES = ("ce", "lk-alpha", "lk-lambda")
 TEMPERATURES = (0.0, 0.6, 1.0)
-CACHE_BITS = 8  # fewer change what is learnt
+CACHE_BITS = 8  # with fewer, other weights are learnt
 
 
 @dataclass(frozen=True)
 class LossSettings:
-    """``num_steps`` of the training-time test, step j weighted by ``decay`` ** j.
+    """Losses of a training-time test of ``num_steps``; step j has a weight of ``decay`` ** j.
 
     ``kind``: "ce", soft cross-entropy; "lk-alpha", minus the mean log of the acceptance rate;
     "lk-lambda", cross-entropy and one minus the acceptance rate, mixed by ``kl_scale`` *
-    exp(-``kl_decay`` * acceptance rate).
+    exp(-``kl_decay`` * acceptance rate). ``checkpoint``: activations are computed again for the
+    gradients.
     """
 
     num_steps: int = 7
@@ -37,15 +38,15 @@ class LossSettings:
 
     @property
     def weights(self) -> mx.array:
-        """The weight of each step, (num_steps,)."""
+        """Weights of the steps, (num_steps,)."""
         return mx.array([self.decay**step for step in range(self.num_steps)])
 
 
 @dataclass(frozen=True)
 class AnswerSettings:
-    """How prompts are answered: each once at every temperature, ``rows`` of them at once.
+    """Settings of answers: each prompt gets one at every temperature, ``rows`` of them at once.
 
-    Prompts of more than ``max_prompt_tokens`` are passed over.
+    Prompts of more than ``max_prompt_tokens`` are skipped.
     """
 
     temperatures: tuple[float, ...] = TEMPERATURES
@@ -65,22 +66,22 @@ class AnswerSettings:
 
 
 def parse_temperatures(text: str) -> tuple[float, ...]:
-    """0,0.6,1 -> (0.0, 0.6, 1.0)"""
+    """Parse the value of a flag: 0,0.6,1 -> (0.0, 0.6, 1.0)."""
     return tuple(float(part) for part in text.split(","))
 
 
-def setting(default: Any, text: str, **how: Any) -> Any:
-    """A field with the help text of its flag.
+def setting(default: Any, text: str, **options: Any) -> Any:
+    """Make a field with the help text of its flag.
 
-    ``how``: ``choices``, ``type`` and ``metavar`` are argparse's; ``least`` is the smallest number
-    that is taken; with ``free``, a run that goes on may have another value than before.
+    ``options``: ``choices``, ``type`` and ``metavar`` are argparse's; ``least`` is the smallest
+    number that is taken; a ``free`` setting may change when a run resumes.
     """
-    return field(default=default, metadata={"help": text, **how})
+    return field(default=default, metadata={"help": text, **options})
 
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """Each has its flag, named as those of ``mlx_lm.lora`` wherever they mean the same.
+    """Settings of a run, each with a flag, named as in ``mlx_lm.lora`` if it means the same.
 
     ``batch_size`` is that of all ranks together; ``iters`` counts batches, of which
     ``grad_accumulation_steps`` make one step of the optimizer.
@@ -210,7 +211,8 @@ class TrainSettings:
             )
         if self.cache_bits is not None and self.cache_features is None:
             raise ValueError("--cache-bits is about what --cache-features keeps: give both.")
-        self.losses()  # refuses what it does not know, and so does
+        # Both refuse values of their own.
+        self.losses()
         self.answers()
 
     def losses(self) -> LossSettings:
@@ -233,12 +235,13 @@ class TrainSettings:
         )
 
     def check_same(self, before: dict[str, Any]) -> None:
-        """Raise ValueError where a run with settings ``before`` cannot be gone on with so."""
+        """Raise ValueError if a run that had the settings ``before`` cannot resume with these."""
         for each in fields(self):
             if each.metadata.get("free") or each.name not in before:
                 continue
-            now, then = getattr(self, each.name), before[each.name]
+            now = getattr(self, each.name)
             now = list(now) if isinstance(now, tuple) else now
+            then = before[each.name]
             if now != then:
                 raise ValueError(
                     f"{flag_of(each.name)} is {now}, but the run to go on with has {then}: give "

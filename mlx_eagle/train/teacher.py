@@ -1,6 +1,6 @@
-"""The target as a teacher: features at its taps, and distributions where they count.
+"""Teacher: the frozen target, with features at its taps and distributions where they count.
 
-It is frozen. What a pass gives is kept for its batch alone, or in a folder for several epochs.
+Its lessons are kept for the batch only, or in a folder for several epochs.
 """
 
 import hashlib
@@ -30,14 +30,15 @@ from .data import Example, Examples
 from .losses import TargetBatch
 from .student import Student
 
-ROWS_AT_ONCE = 2048  # logits over a whole vocabulary are the largest arrays of a pass
-SAMPLES = 1024  # at least, of each of the target's arrays, to know it again
-PARTS = 4  # counted slots are filled up to quarters of the batch's, for compiled steps
-LESSONS = "states"  # what they hold: those of another kind are not read
-PACKED = ("features", "states")  # what a cache may keep in fewer bits
-GROUP = 32  # numbers of it that share a scale
-PROBED = 8  # tokens on which the output is tried
-ALIKE, ALIKE_IN_HALF = 1e-4, 0.02  # of the largest logit, which roundings may make
+ROWS_AT_ONCE = 2048  # positions in a pass: logits over a whole vocabulary are its largest arrays
+SAMPLES = 1024  # numbers of each of the target's arrays, at least, by which it is known again
+PARTS = 4  # for compiled steps, counted slots are filled up to quarters of the batch's slots
+LESSONS = "states"  # kind of lessons that a cache holds; those of other kinds are not read
+PACKED = ("features", "states")  # arrays of a lesson that a cache may keep in fewer bits
+GROUP = 32  # numbers of these that share a scale
+PROBED = 8  # tokens that the output is tried on
+ALIKE = 1e-4  # of the largest logit: differences that rounding can make
+ALIKE_IN_HALF = 0.02  # the same in half precision
 
 
 def load_target(
@@ -46,7 +47,7 @@ def load_target(
     trust_remote_code: bool = False,
     dtype: str | None = None,
 ) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
-    """The frozen model, its tokenizer and its ``config.json``; ``dtype`` is as in ``load``."""
+    """Load a frozen model, its tokenizer and its ``config.json``; ``dtype`` is as in ``load``."""
     model, tokenizer = load(
         name,
         {"trust_remote_code": trust_remote_code},
@@ -61,11 +62,12 @@ def load_target(
 
 @dataclass(frozen=True)
 class Lesson:
-    """One sequence of n tokens, K slots of which count.
+    """Answers of the target about one sequence of n tokens, K slots of which count.
 
-    ``features`` (n, F); ``slots`` (K,) int32; ``states`` (K, h): what enters the target's output
-    matrix where it says what may follow token slot + 1, or where that matrix is not all there is
-    to it, the logits (K, Vd) of what can be drafted; ``shares`` (K,): see ``TargetBatch``.
+    ``features`` (n, F); ``slots`` (K,) int32; ``states`` (K, h): the states that enter the
+    target's output matrix and give its prediction after token slot + 1. If there is more to its
+    output than that matrix, they are the logits (K, Vd) of the tokens that can be drafted.
+    ``shares`` (K,): see ``TargetBatch``.
     """
 
     features: mx.array
@@ -74,7 +76,7 @@ class Lesson:
     shares: mx.array
 
     def packed(self, bits: int | None) -> dict[str, mx.array]:
-        """The arrays to be kept, features and states in that many bits a number."""
+        """Return the arrays to keep, with features and states in ``bits`` bits a number."""
         arrays = dict(vars(self))
         for name in PACKED if bits is not None else ():
             if arrays[name].size and arrays[name].shape[1] % GROUP == 0:
@@ -85,20 +87,21 @@ class Lesson:
 
     @classmethod
     def unpacked(cls, arrays: dict[str, mx.array], bits: int | None) -> Self:
-        """The same read again."""
+        """Make a lesson of arrays that ``packed`` returned."""
         for name in PACKED:
-            if (scales := arrays.pop(f"{name}.scales", None)) is not None:
+            scales = arrays.pop(f"{name}.scales", None)
+            if scales is not None:
                 biases = arrays.pop(f"{name}.biases")
                 arrays[name] = mx.dequantize(arrays[name], scales, biases, GROUP, bits)
         return cls(**arrays)
 
 
 def output_of(model: nn.Module, target: Target, ids: mx.array) -> tuple[Any, Any]:
-    """What makes states of what leaves the last layer, and logits (K, Vd) of the states (K, h).
+    """Return the final norm, and a function from its states (K, h) to logits (K, Vd) of ``ids``.
 
-    The final norm, and the rows ``ids`` of the output matrix with the cap on logits that Gemma
-    has. The norm is None, and logits stand for the states, where that gives other logits than
-    the model itself, as with a scale or adapters of its own.
+    The function takes the rows ``ids`` of the output matrix, and caps logits as Gemma does. If
+    that gives other logits than the model itself, which may have a scale or adapters of its own,
+    the norm is None, and the logits themselves stand for the states.
     """
     tokens = mx.arange(PROBED)[None]
     logits, _, states = target.logits_at(tokens, mx.arange(PROBED))
@@ -125,9 +128,9 @@ def output_of(model: nn.Module, target: Target, ids: mx.array) -> tuple[Any, Any
 
 
 class Teacher:
-    """A frozen target that teaches heads whose draft vocabulary is ``ids`` (Vd,), target ids.
+    """A frozen target that teaches heads with the draft vocabulary ``ids`` (Vd,), target ids.
 
-    Without ``needs_sums``, for losses that do not ask for them, every share is 1.
+    Without ``needs_sums``, for losses that do not use them, every share is 1.
     """
 
     def __init__(
@@ -141,21 +144,23 @@ class Teacher:
         self._norm, self._output = output_of(model, self._target, ids)
 
     def keep_in(self, cache: Path, bits: int | None = None) -> None:
-        """Keep lessons in that folder, in ``bits`` bits a number, or as they are."""
-        self._cache, self._bits = cache, bits
+        """Keep lessons in the folder ``cache``, in ``bits`` bits a number or as they are."""
+        self._cache = cache
+        self._bits = bits
 
     def cache_bytes(self, examples: Sequence[Example], student: Student, bits: int | None) -> int:
-        """What a cache of these sequences takes at most, in bytes."""
-        config, item = student.head.config, student.dtype.size
+        """Return the bytes that a cache of these sequences takes at most."""
+        config = student.head.config
+        item = student.dtype.size
         width = config.num_aux * config.target_hidden_size
         states = len(self._ids) if self._norm is None else config.target_hidden_size
-        # In fewer bits a group shares a scale and a bias.
+        # In fewer bits, the numbers of a group share a scale and a bias.
         number = item if bits is None else bits / 8 + 2 * item / GROUP
         numbers = sum(len(x.tokens) * width + x.num_answer * states for x in examples)
         return int(numbers * number) + 8 * sum(x.num_answer for x in examples)
 
     def features(self, tokens: np.ndarray) -> mx.array:
-        """The taps at every position of tokens (B, T), side by side: (B, T, F)."""
+        """Compute the taps at every position of tokens (B, T), side by side: (B, T, F)."""
         parts = []
         for _, _, _, features in self._passes(tokens, np.zeros(tokens.shape, bool)):
             mx.eval(features)
@@ -165,10 +170,10 @@ class Teacher:
     def teach(
         self, batch: TokenBatch, num_steps: int, num_ranks: int = 1
     ) -> tuple[mx.array, TargetBatch]:
-        """Features (B, T, F) of a batch, and what the target says of it.
+        """Return the features (B, T, F) of a batch and the target's answers about it.
 
-        ``num_ranks``: so many make up a step. Their losses are averaged, and so divided by
-        their mean number of slots.
+        ``num_ranks`` ranks make a step together. Their losses are averaged, so each is divided by
+        the mean number of slots.
         """
         lessons = self._lessons(batch)
         size, length = batch.tokens.shape
@@ -192,30 +197,30 @@ class Teacher:
         return features, targets
 
     def _probs(self, states: mx.array) -> mx.array:
-        """What the target says where ``states`` (K, ...) are, (K, Vd) float32."""
+        """Turn ``states`` (K, ...) into the target's probabilities, (K, Vd) float32."""
         return softmax(self._output(states).astype(mx.float32))
 
     def _lessons(self, batch: TokenBatch) -> list[Lesson]:
-        """A lesson for every sequence: from the target, or from the cache, where it is kept."""
+        """Return a lesson for every sequence, from the cache if it has it, or from the target."""
         if self._cache is None:
             return list(self._make(batch.tokens, batch.counts))
         paths = [self._cache / f"{number}.safetensors" for number in batch.numbers]
         packed = {row: dict(mx.load(str(path))) for row, path in enumerate(paths) if path.exists()}
-        if missing := [row for row in range(len(paths)) if row not in packed]:
-            made = self._make(batch.tokens[missing], batch.counts[missing])
-            for row, lesson in zip(missing, made, strict=True):
-                packed[row] = lesson.packed(self._bits)
-                try:
-                    with new_file(paths[row]) as draft:
-                        save_arrays(draft, packed[row])
-                except OSError as err:
-                    raise OSError(err.errno, err.strerror, str(self._cache)) from err
-        # Those made now are unpacked too: what is learnt is the same, whatever was kept before.
+        missing = [row for row in range(len(paths)) if row not in packed]
+        made = self._make(batch.tokens[missing], batch.counts[missing]) if missing else []
+        for row, lesson in zip(missing, made, strict=True):
+            packed[row] = lesson.packed(self._bits)
+            try:
+                with new_file(paths[row]) as draft:
+                    save_arrays(draft, packed[row])
+            except OSError as err:
+                raise OSError(err.errno, err.strerror, str(self._cache)) from err
+        # New lessons are unpacked too: the same is learnt, whether or not a lesson was there.
         return [Lesson.unpacked(packed[row], self._bits) for row in range(len(paths))]
 
     def _make(self, tokens: np.ndarray, counts: np.ndarray) -> Iterator[Lesson]:
-        """Lessons of sequences (B, T); ``counts`` (B, T) says which of their slots may count."""
-        # Slot i is taught what may follow token i + 1.
+        """Make lessons of sequences (B, T); ``counts`` (B, T) says which slots may count."""
+        # Slot i is taught about the token that follows token i + 1.
         asked = np.zeros_like(counts)
         asked[:, 1:] = counts[:, :-1]
         row = 0
@@ -234,16 +239,18 @@ class Teacher:
         features: mx.array,
         counts: np.ndarray,
     ) -> list[Lesson]:
-        """What the target says of b sequences, in logits (K, V) and features (b, T, F).
+        """Make lessons of b sequences, from logits (K, V) and features (b, T, F).
 
         ``places`` (K,) are the positions of the logits, numbered b * T + i, and ``states`` (K, h)
-        what left the last layer there. A slot counts where the target's choice can be drafted.
+        are the last layer's output there. A slot counts if the target's choice can be drafted.
         """
         length = features.shape[1]
         is_drafted = np.isin(np.array(mx.argmax(logits, axis=-1)), np.array(self._ids))
         (kept,) = is_drafted.nonzero()
-        rows, slots = places[kept] // length, places[kept] % length - 1
-        chosen, shares = mx.array(kept, mx.int32), mx.ones(len(kept))
+        rows = places[kept] // length
+        slots = places[kept] % length - 1
+        chosen = mx.array(kept, mx.int32)
+        shares = mx.ones(len(kept))
         if self._needs_sums and len(kept):
             shares = eval_in_chunks(
                 lambda part: self._share(logits[part]), chosen, logits.shape[-1]
@@ -255,7 +262,7 @@ class Teacher:
         lessons = []
         for i, own in enumerate(counts):
             first, last = np.searchsorted(rows, [i, i + 1]).tolist()
-            # All that is needed of a position is known up to the last that counts.
+            # Nothing is needed of the positions after the last slot that counts.
             used = int(own.nonzero()[0].max(initial=0)) + 2
             lessons.append(
                 Lesson(
@@ -268,7 +275,7 @@ class Teacher:
         return lessons
 
     def _share(self, logits: mx.array) -> mx.array:
-        """How much of what logits (K, V) say can be drafted, (K,)."""
+        """Return how much of the probability in logits (K, V) the draft vocabulary has, (K,)."""
         logits = logits.astype(mx.float32)
         drafted = mx.logsumexp(mx.take(logits, self._ids, axis=1), axis=-1)
         return mx.exp(drafted - mx.logsumexp(logits, axis=-1))
@@ -276,12 +283,15 @@ class Teacher:
     def _passes(
         self, tokens: np.ndarray, asked: np.ndarray
     ) -> Iterator[tuple[np.ndarray, mx.array, mx.array | None, mx.array]]:
-        """A few sequences at once: see ``_say``; ``asked`` (B, T) is where logits are of use."""
+        """Run a few sequences at once, and yield the first four arguments of ``_say``.
+
+        ``asked`` (B, T) says where logits are of use.
+        """
         at_once = max(1, ROWS_AT_ONCE // tokens.shape[1])
         for start in range(0, len(tokens), at_once):
             some = slice(start, start + at_once)
             (places,) = asked[some].ravel().nonzero()
-            # Padding comes last, so that causal layers need no mask for it, and no cache. One
+            # Padding comes last, so causal layers need neither a mask for it nor a cache. One
             # place at least, so that there is something to compute.
             rows = mx.array(places if len(places) else [0], mx.int32)
             logits, features, states = self._target.logits_at(mx.array(tokens[some]), rows)
@@ -298,12 +308,12 @@ def cache_name(
     loss: str,
     bits: int | None = None,
 ) -> str:
-    """Names lessons on these sequences, by this target, for these taps and draftable ``ids``.
+    """Name a cache by its sequences, target, ``taps`` and draftable ``ids``.
 
     A target is known by values from all over each of its arrays: a fine-tune, adapters or another
-    precision make another one of it, wherever it lies.
+    precision make it another target, wherever it is stored.
     """
-    asked = list(taps), ids.tolist(), loss == "ce", bits, LESSONS
+    asked = (list(taps), ids.tolist(), loss == "ce", bits, LESSONS)
     digest = hashlib.sha256(repr(asked).encode())
     for name, array in tree_flatten(model.parameters()):
         values = array.reshape(-1)[:: max(1, array.size // SAMPLES)]

@@ -1,4 +1,4 @@
-"""Training loop: batch after batch, from the first to a head that can be used."""
+"""Training loop: batch after batch, from the first one to a finished head."""
 
 import math
 import time
@@ -29,14 +29,18 @@ from .student import Student, head_files, write_head
 from .teacher import Teacher
 
 FACTS = {"iteration": int, "trained_tokens": int, "settings": dict, "data": str}
-"""What a checkpoint says besides its arrays."""
-FIRST = 4  # batches until the run says how long it will take
+"""Facts in a checkpoint besides its arrays, by their types."""
+FIRST = 4  # batches before the run says how long it will take
 
 
 @dataclass(frozen=True)
 class TrainReport:
-    """What came of a run. ``evaluation`` is the last one, None without held-out sequences;
-    ``generated`` what the finished head accepted, None where nothing was generated."""
+    """Outcome of a run.
+
+    ``evaluation`` is the last one, None if no sequences were held out; ``losses`` are those of
+    the last batch, by step; ``generated`` is the finished head's acceptance when decoding, None
+    if nothing was generated.
+    """
 
     output: Path
     iteration: int
@@ -48,7 +52,7 @@ class TrainReport:
 
 @dataclass
 class Trainer:
-    """The state of a run and what is done with it; ``needs`` says what memory it takes."""
+    """State of a run, and the loop; ``needs`` is a sentence about the memory that it takes."""
 
     settings: TrainSettings
     student: Student
@@ -60,7 +64,8 @@ class Trainer:
     needs: str
 
     def __post_init__(self) -> None:
-        settings, self._world = self.settings, mx.distributed.init()
+        settings = self.settings
+        self._world = mx.distributed.init()
         if settings.batch_size % self._world.size():
             raise ValueError(
                 f"--batch-size is {settings.batch_size}, which {self._world.size()} ranks cannot "
@@ -81,7 +86,7 @@ class Trainer:
         self._generated: Generated | None = None
 
     def describe(self) -> None:
-        """Say what is trained on what."""
+        """Print what is trained on what."""
         if self._world.rank():
             return
         num = len(self.examples.train)
@@ -98,7 +103,7 @@ class Trainer:
         print(self.needs, flush=True)
 
     def restore(self, path: Path) -> None:
-        """Go on from the checkpoint in that folder; ValueError where it is of another run."""
+        """Resume from the checkpoint in that folder; ValueError if it belongs to another run."""
         state, facts = load_checkpoint(path, self._state(), FACTS)
         self.settings.check_same(facts["settings"])
         if facts["data"] != self.examples.fingerprint():
@@ -107,14 +112,16 @@ class Trainer:
                 "give the same, or begin a new run with --init."
             )
         self._step.load(state["weights"], state["moments"])
-        self._iteration, self._trained_tokens = facts["iteration"], facts["trained_tokens"]
+        self._iteration = facts["iteration"]
+        self._trained_tokens = facts["trained_tokens"]
 
     def run(self, stop: StopSignals) -> TrainReport:
-        """Train up to the end, or until somebody asks to stop.
+        """Train to the end, or until ``stop`` asks to end.
 
-        Raises ValueError where the loss is no longer a number, or the disk is full.
+        Raises ValueError if the loss is no longer a number, or the disk is full.
         """
-        settings, is_quiet = self.settings, self._world.rank() > 0
+        settings = self.settings
+        is_quiet = self._world.rank() > 0
         with self.checkpoints.explaining(self._output):
             log = TrainingLog(
                 self._output, settings.ttt_steps, settings.iters, self._iteration, is_quiet
@@ -136,7 +143,7 @@ class Trainer:
         )
 
     def _train(self, stop: StopSignals, log: TrainingLog) -> list[float]:
-        """Batch after batch; the losses of the last one."""
+        """Learn from batch after batch; return the losses of the last one."""
         settings = self.settings
         losses: list[float] = []
         if self._iteration == 0:
@@ -147,9 +154,9 @@ class Trainer:
             is_last = done == settings.iters
             if done % settings.steps_per_eval == 0 or is_last:
                 self._evaluate(log)
-            # Gradients that wait for others are not saved: only behind a whole step.
+            # Gradients that wait for others are not saved, so only whole steps are.
             is_whole = done % settings.grad_accumulation_steps == 0
-            # All ranks stop behind the same batch, whichever was asked to.
+            # All ranks stop after the same batch, whichever of them was asked to.
             is_asked = self._mean(mx.array(float(stop.is_asked))).item() > 0 and is_whole
             is_due = done % settings.save_every < settings.grad_accumulation_steps and is_whole
             if is_asked or is_last or is_due:
@@ -163,13 +170,15 @@ class Trainer:
         return losses
 
     def _mean(self, array: mx.array) -> mx.array:
-        """The mean over all ranks."""
+        """Average an array over all ranks."""
         return mx.distributed.all_sum(array, stream=mx.cpu) / self._world.size()
 
     def _learn(self, log: TrainingLog) -> list[float]:
-        """Learn from the next batch; its losses per step."""
-        settings, begun = self.settings, time.perf_counter()
-        number, parts = self._iteration, settings.grad_accumulation_steps
+        """Learn from the next batch; return its losses per step."""
+        settings = self.settings
+        begun = time.perf_counter()
+        number = self._iteration
+        parts = settings.grad_accumulation_steps
         numbers = self._order.batch(number)
         batch = make_batch(self.examples.train, numbers, self._world.rank(), self._world.size())
         features, targets = self.teacher.teach(
@@ -193,27 +202,37 @@ class Trainer:
         self._trained_tokens += num_tokens
         self._recent.append(losses)
         self._pace.append((num_tokens, time.perf_counter() - begun))
+        self._report(log, rate, norm)
+        return losses.tolist()
+
+    def _report(self, log: TrainingLog, rate: float, norm: mx.array) -> None:
+        """Move the bar on and, if a report is due, report all batches since the last one."""
+        settings = self.settings
         log.advance(_speed(self._pace[-1:]))
         if len(self._pace) == FIRST:
             speed = _speed(self._pace[1:])
             log.say(f"{speed:.0f} tokens per second: {duration(self._left())} left.")
         if self._iteration % settings.steps_per_report == 0 or self._iteration == settings.iters:
-            mean = np.mean(self._recent, axis=0).tolist()
-            speed = _speed(self._pace[-len(self._recent) :])
-            total, left = self._trained_tokens, self._left()
-            log.training(self._iteration, mean, rate, norm.item(), speed, total, left)
+            log.training(
+                self._iteration,
+                np.mean(self._recent, axis=0).tolist(),
+                rate,
+                norm.item(),
+                _speed(self._pace[-len(self._recent) :]),
+                self._trained_tokens,
+                self._left(),
+            )
             self._recent = []
-        return losses.tolist()
 
     def _left(self) -> float:
-        """Seconds that the batches to come will take, without evaluations."""
+        """Estimate the seconds that the remaining batches take, without evaluations."""
         mean = self.examples.num_tokens / len(self.examples.train) * self.settings.batch_size
-        # The first batch, which compiles, tells nothing of the others.
+        # The first batch, which compiles, says nothing about the others.
         speed = _speed(self._pace[1:] or self._pace)
         return (self.settings.iters - self._iteration) * mean / speed
 
     def _check(self, losses: np.ndarray, norm: mx.array) -> None:
-        """Raise ValueError where the last batch spoilt the weights."""
+        """Raise ValueError if the last batch has spoilt the weights."""
         if math.isfinite(losses.sum()) and math.isfinite(norm.item()):
             return
         good = self.checkpoints.latest()
@@ -225,10 +244,11 @@ class Trainer:
         )
 
     def _evaluate(self, log: TrainingLog) -> None:
-        settings, texts = self.settings, self.examples.valid
+        settings = self.settings
+        texts = self.examples.valid
         if settings.val_batches >= 0:
             texts = texts[: settings.val_batches * settings.batch_size]
-        # Every rank has the same weights and texts: one is enough, and all of them wait for it.
+        # All ranks have the same weights and texts: one of them evaluates, and the others wait.
         if texts and self._world.rank() == 0:
             self._evaluation = evaluate(
                 self.student, self.teacher, texts, settings.batch_size, settings.ttt_steps
@@ -241,8 +261,8 @@ class Trainer:
         config, weights = head_files(self.student, self._notes())
         self.checkpoints.save(
             self._iteration,
-            # Nothing is drawn at random but the order of the data, which the seed and the number
-            # of the batch settle.
+            # Nothing random is left to keep: the order of the data follows from the seed and the
+            # number of the batch.
             self._state(),
             {
                 "trained_tokens": self._trained_tokens,
@@ -257,7 +277,7 @@ class Trainer:
         return {"weights": self._step.weights, "moments": self._step.moments}
 
     def _notes(self) -> dict[str, Any]:
-        """What the head's ``config.json`` says of how it was trained."""
+        """Return what the head's ``config.json`` says about its training."""
         settings = self.settings
         facts = {
             "target": _shown(settings.model),
@@ -277,7 +297,7 @@ class Trainer:
         return {"source": {"path": "mlx_eagle.train", "files": {}}, "training": facts}
 
     def _finish(self, stop: StopSignals, log: TrainingLog) -> None:
-        """Write the head itself, with its target's tokenizer, and then what it is worth."""
+        """Write the head with its target's tokenizer, let it decode, and write its card."""
         settings = self.settings
         quantization = None
         if settings.quantize:
@@ -297,11 +317,11 @@ class Trainer:
 
 
 def _speed(pace: Sequence[tuple[int, float]]) -> float:
-    """Tokens per second of batches with so many tokens and seconds each."""
+    """Return tokens per second, of batches given as (tokens, seconds)."""
     return sum(num for num, _ in pace) / sum(seconds for _, seconds in pace)
 
 
 def _shown(name: str) -> str:
-    """A folder by its last part: heads are made to be handed on."""
+    """Shorten a folder to its last part: a head that is passed on should not name the rest."""
     path = Path(name).expanduser()
     return path.resolve().name if path.exists() else name

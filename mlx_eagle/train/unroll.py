@@ -1,4 +1,4 @@
-"""The training-time test: every slot drafts a chain of its own, all slots at once.
+"""Training-time test: every slot drafts a chain of its own, all slots at once.
 
 In each step the head is fed what it drafted in the step before, as in decoding (Li et al. 2025,
 arXiv:2503.01840, section 3.3).
