@@ -1,1 +1,1 @@
-"""The demo pair: a small target from PyPI, its head, and a comparison run on them."""
+"""Demo pair: a small target from PyPI, its head, and a command that compares speeds on it."""

@@ -1,4 +1,4 @@
-"""The main job, shown on the demo pair: plain beside speculative decoding of one prompt."""
+"""Command ``python -m mlx_eagle.demo``: plain and speculative decoding of one prompt, compared."""
 
 import argparse
 import sys
@@ -16,17 +16,17 @@ from ..system.device import prepare_device
 from ..system.terminal import Marker, run_command
 from .pair import load_demo
 
-# The kind of prompt the small demo head was trained on; code and open chat gain less.
+# A prompt of the kind that the small head was trained on most; code and open chat gain less.
 PROMPT = (
     "A baker makes 12 trays of cookies with 8 cookies on each tray. "
     "How many cookies does she make?"
 )
-WARM_UP_TOKENS = 8
+WARM_UP_TOKENS = 8  # decoded before the clock starts, so that all kernels are compiled
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One generation: its token ids, the stop token included, and its last response."""
+    """One generation: its token ids, including the stop token, and its last response."""
 
     tokens: list[int]
     last: GenerationResponse
@@ -35,7 +35,7 @@ class Completion:
     def of(
         cls, responses: Iterator[GenerationResponse], echo: Marker | None = None
     ) -> "Completion":
-        """Use up ``responses``; ``echo`` marks the text, which is printed as it comes."""
+        """Consume ``responses``; ``echo`` marks the text, which is printed as it comes."""
         tokens = []
         for response in responses:
             tokens.append(response.token)
@@ -47,9 +47,10 @@ class Completion:
 
 
 def report(plain: Completion, speculative: Completion) -> list[str]:
-    """The comparison in lines: speeds, mean acceptance length (tau), acceptance, identity."""
+    """Compare speed, mean acceptance length (tau), acceptance and texts, a line for each."""
     stats = speculative.last.stats
-    plain_tps, tps = plain.last.generation_tps, speculative.last.generation_tps
+    plain_tps = plain.last.generation_tps
+    tps = speculative.last.generation_tps
     index = first_difference(plain.tokens, speculative.tokens)
     identical = f"yes, all {len(plain.tokens)} tokens"
     if index is not None:
@@ -93,7 +94,7 @@ def run(prompt: str, max_tokens: int, num_draft_tokens: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command ``python -m mlx_eagle.demo``."""
+    """Run the command; exit with 2 and one sentence on errors a user can cause."""
     parser = argparse.ArgumentParser(
         prog="mlx_eagle.demo", description="Plain against speculative decoding, on the demo pair."
     )

