@@ -1,15 +1,15 @@
-"""The same head trained by mlx_eagle and by the PyPI package ``specforge``, step by step in turn.
+"""Train the same head with mlx_eagle and with the PyPI package ``specforge``, steps in turn.
 
     pip install torch "transformers>=5" && pip install --no-deps specforge==0.2.0
     python tools/compare_trainers.py [--model TARGET --data DATA] [--init HEAD] [--iters N] ...
 
-Both begin with the same weights and are given the same tokens in the same order; PyTorch
-computes everything else anew: the target's features and distributions, the losses, their
-gradients, clipping and AdamW. The learning rate is the same, for specforge's schedule begins its
-cosine a step before its rise has ended, and then exceeds its peak. Printed are the losses, what a
-step took (with one thread each, the first step aside), and the mean acceptance length of both
-heads on what is held out. Without ``--model`` the target is a tiny random one, whose answers are
-learnt by heart.
+Both begin with the same weights and get the same tokens in the same order; PyTorch computes
+everything else anew: the target's features and distributions, the losses, their gradients,
+clipping and AdamW. Both get our learning rate, because specforge's schedule begins its cosine a
+step before its rise has ended, and then exceeds its peak. Printed are the losses, the seconds of a
+step (with one thread each, without the first step), and the mean acceptance length of both heads
+on held-out data. Without ``--model``, the target is a tiny random one, whose answers are learnt by
+heart.
 """
 
 import argparse
@@ -44,13 +44,16 @@ from mlx_eagle.train.settings import TrainSettings
 from mlx_eagle.train.student import Student, fresh_student, student_from
 from mlx_eagle.train.teacher import Teacher, load_target
 
-OURS, THEIRS = "layers.0.", "midlayer."
+OURS = "layers.0."  # beginning of the names of a layer's tensors here
+THEIRS = "midlayer."  # the same in SpecForge
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """``losses`` (2, steps, T) and ``seconds`` (2, steps), ours first; figures on what is held
-    out before training, and after it in either way."""
+    """Figures of both trainers, ours first: ``losses`` (2, steps, T) and ``seconds`` (2, steps).
+
+    The evaluations are on held-out data: before training, and after ours and theirs.
+    """
 
     losses: np.ndarray
     seconds: np.ndarray
@@ -60,7 +63,7 @@ class Comparison:
 
     @property
     def speed(self) -> float:
-        """How many times as fast as PyTorch: the median of each step against the one beside it."""
+        """Speed relative to PyTorch: the median over pairs of steps, each timed side by side."""
         ours, theirs = self.seconds[:, 1:]
         return float(np.median(theirs / ours))
 
@@ -115,7 +118,8 @@ class PyTorchTrainer:
         self._head.d2t.copy_(ids - torch.arange(len(ids)))
         self._head.embed_tokens.weight.data.copy_(self._target.model.embed_tokens.weight)
         self._head.embed_tokens.weight.requires_grad_(False)
-        self._taps, self._decay = student.taps, settings.step_decay
+        self._taps = student.taps
+        self._decay = settings.step_decay
         self._model = golden.eagle3.OnlineEagle3Model(
             self._head, settings.ttt_steps, attention_backend="sdpa"
         )
@@ -128,7 +132,7 @@ class PyTorchTrainer:
             group["betas"] = BETAS
 
     def step(self, batch: TokenBatch, rate: float) -> np.ndarray:
-        """Learn from a batch; its losses (T,)."""
+        """Learn from a batch; return its losses (T,)."""
         for group in self._optimizer.optimizer.param_groups:
             group["lr"] = rate
         tokens = torch.from_numpy(batch.tokens[:, : batch.longest].astype(np.int64))
@@ -146,7 +150,7 @@ class PyTorchTrainer:
         return torch.stack(losses).detach().numpy()
 
     def show(self, student: Student) -> None:
-        """Give the student the weights that were learnt here."""
+        """Give the student the weights that PyTorch has learnt."""
         config = student.head.config
         weights = {
             name.replace(THEIRS, OURS): mx.array(weight.detach().numpy())
@@ -158,7 +162,7 @@ class PyTorchTrainer:
 
 
 def compare(settings: TrainSettings, report=lambda line: None) -> Comparison:
-    """Train as the settings say, in both ways; ``report`` is given a line for each step."""
+    """Train in both ways with these settings; ``report`` is called with a line for each step."""
     torch.set_num_threads(1)
     mx.random.seed(settings.seed)
     torch.manual_seed(settings.seed)
@@ -184,7 +188,8 @@ def compare(settings: TrainSettings, report=lambda line: None) -> Comparison:
     other = PyTorchTrainer(model, config, student, settings)
     step = TrainStep(student, settings.losses(), settings.max_grad_norm)
     order = BatchOrder([len(x.tokens) for x in examples.train], settings.batch_size, settings.seed)
-    losses, seconds = [], []
+    losses = []
+    seconds = []
     for number in range(settings.iters):
         batch = make_batch(examples.train, order.batch(number))
         begun = time.perf_counter()
@@ -207,8 +212,9 @@ def compare(settings: TrainSettings, report=lambda line: None) -> Comparison:
 
 
 def tiny_settings(folder: Path, **changes: Any) -> TrainSettings:
-    """A tiny target and its greedy answers, to be learnt by heart: it says nothing in general."""
-    target, rows = write_target(folder / "target"), chats(4)
+    """Settings to learn a tiny target's greedy answers by heart, which says nothing in general."""
+    target = write_target(folder / "target")
+    rows = chats(4)
     data = write_data(folder / "data", train=rows, valid=rows)
     options = {
         "iters": 60,
@@ -234,7 +240,8 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=6e-3)
     args = vars(parser.parse_args())
     with tempfile.TemporaryDirectory() as folder:
-        model, data = args.pop("model"), args.pop("data")
+        model = args.pop("model")
+        data = args.pop("data")
         if model is None:
             settings = tiny_settings(Path(folder), **args)
         else:

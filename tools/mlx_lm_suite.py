@@ -1,12 +1,12 @@
-"""mlx-lm's own tests with our loop installed: run by hand, beside ``make test``.
+"""Run mlx-lm's own tests with our loop installed; by hand, beside ``make test``.
 
     pip download --no-deps --no-binary mlx-lm mlx-lm==0.32.2 && tar xzf mlx_lm-0.32.2.tar.gz
     python tools/mlx_lm_suite.py mlx_lm-0.32.2/tests
 
-A tiny random model with a tokenizer of bytes stands in for those that the tests fetch. Three
-runs: mlx-lm as it is, installed, and installed with our loop for every draft model. All must
-pass, but for a test that says at which tokens mlx-lm's rounds begin: ours begin later, for the
-first token ends prefill. Needs ``requests``, as mlx-lm's tests do.
+A tiny random model with a tokenizer of bytes stands in for the models that the tests fetch. There
+are three runs: mlx-lm as it is, installed, and installed with our loop for every draft model. All
+tests must pass, except one that says at which tokens mlx-lm's rounds begin: ours begin later,
+because the first token ends prefill. Needs ``requests``, as mlx-lm's tests do.
 """
 
 import argparse
@@ -53,7 +53,7 @@ TEMPLATE = (
 
 
 class Results:
-    """A pytest plugin: remembers outcomes, and leaves out what cannot run without the hub."""
+    """A pytest plugin that keeps outcomes, and leaves out tests that need the hub."""
 
     def __init__(self):
         self.outcomes: dict[str, str] = {}
@@ -67,6 +67,7 @@ class Results:
 
 
 def make_stand_in(folder: Path) -> None:
+    """Write the tiny model and its tokenizer."""
     # Weights small enough for the tolerances of mlx-lm's tests of batches and quantized caches.
     model = randomize(qwen2.Model(qwen2.ModelArgs.from_dict(CONFIG)), seed=0, scale=0.12)
     save_model(folder, model)
@@ -77,6 +78,7 @@ def make_stand_in(folder: Path) -> None:
 
 
 def run(tests: Path, options: list[str]) -> dict[str, str]:
+    """Run the tests; return the outcome of each by its name."""
     results = Results()
     files = [str(tests / f"test_{name}.py") for name in FILES]
     pytest.main(["-q", "-p", "no:cacheprovider", *options, *files], plugins=[results])
@@ -84,7 +86,7 @@ def run(tests: Path, options: list[str]) -> dict[str, str]:
 
 
 def with_our_loop(tests: Path, options: list[str]) -> dict[str, str]:
-    """Every draft model as a drafter of ours."""
+    """Run the tests with our loop, and a drafter of ours in place of every draft model."""
     module = importlib.import_module("mlx_lm.generate")
     with mlx_eagle.installed() as installation:
         module.speculative_generate_step = lambda prompt, model, draft_model, *rest, **options: (

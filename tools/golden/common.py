@@ -1,4 +1,4 @@
-"""What the scripts share: imports of parts of packages, sizes, random weights, the files."""
+"""Helpers of the scripts: imports of parts of packages, sizes, random weights, the files."""
 
 import importlib.abc
 import importlib.machinery
@@ -43,6 +43,8 @@ SOURCE = GOLDEN / "speculators-norm-before-residual"  # the head that is
 
 
 class Stub(types.ModuleType):
+    """A module that has every name, each an empty class."""
+
     __path__: ClassVar[list[str]] = []
 
     def __getattr__(self, name: str) -> type:
@@ -52,6 +54,8 @@ class Stub(types.ModuleType):
 
 
 class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """A finder of stubs for packages with these ``names``."""
+
     def __init__(self, names: tuple[str, ...]):
         self.names = names
 
@@ -68,12 +72,12 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def stub(*names: str) -> None:
-    """Let the imports of these packages succeed where they are not installed."""
+    """Let imports of these packages succeed if they are not installed."""
     sys.meta_path.append(StubFinder(names))  # last: asked only where no real package answers
 
 
 def without_init(*names: str) -> None:
-    """Make packages importable without running their ``__init__``, which pull in a trainer."""
+    """Make packages importable without running their ``__init__``, which imports a trainer."""
     (location,) = importlib.util.find_spec(names[0]).submodule_search_locations
     for name in names:
         package = types.ModuleType(name)
@@ -82,12 +86,12 @@ def without_init(*names: str) -> None:
 
 
 def chosen(variants: dict) -> list[tuple[int, str]]:
-    """(seed, variant) of those named on the command line, or of all."""
+    """Return (seed, variant) of the variants named on the command line, or of all."""
     return [(i, v) for i, v in enumerate(variants) if v in sys.argv[1:] or not sys.argv[1:]]
 
 
 def randomize(model: torch.nn.Module) -> torch.nn.Module:
-    """Random weights that bfloat16 holds exactly; norms away from 1, so that order shows."""
+    """Set random weights that bfloat16 holds exactly; norms are not 1, so that order shows."""
     for name, weight in model.named_parameters():
         if weight.dim() == 2:
             scale = 1.0 if name.startswith("embed") else weight.shape[1] ** -0.5
@@ -96,46 +100,48 @@ def randomize(model: torch.nn.Module) -> torch.nn.Module:
             weight.data = 0.3 * torch.randn(weight.shape)
         else:
             weight.data = 1 + 0.3 * torch.randn(weight.shape)
-        # The parameters alone: a model rounded as a whole rounds its rope tables too.
+        # Only the parameters: rounding the whole model would round its rope tables too.
         weight.data = weight.data.to(torch.bfloat16).float()
     return model.eval()
 
 
 def random_vocabulary(size: int, draft_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """t2d (size,) bool and d2t (draft_size,) int64 of a random draft vocabulary."""
+    """Make t2d (size,) bool and d2t (draft_size,) int64 of a random draft vocabulary."""
     return vocabulary_of(torch.randperm(size)[:draft_size].sort().values, size)
 
 
 def vocabulary_of(kept: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of the tokens ``kept``, in order."""
+    """Make t2d (size,) bool and d2t int64 for the tokens ``kept``, in order."""
     t2d = torch.zeros(size, dtype=torch.bool)
     t2d[kept] = True
     return t2d, kept - torch.arange(len(kept))
 
 
 def random_inputs(vocab_size: int, feature_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """tokens (T,) and features (T, 3 feature_size), the later taps larger, as in real targets."""
+    """Draw tokens (T,) and features (T, 3 feature_size), later taps larger, as in real targets."""
     tokens = torch.randint(0, vocab_size, (NUM_SLOTS,))
     features = torch.randn(NUM_SLOTS, 3, feature_size) * torch.tensor([[[0.5], [2.0], [6.0]]])
     return tokens, features.reshape(NUM_SLOTS, -1)
 
 
 def shifted(tokens: torch.Tensor, step: int) -> torch.Tensor:
-    """The tokens that draft step ``step`` feeds: tokens[t + step], 0 past the end."""
+    """Return the tokens that draft step ``step`` feeds: tokens[t + step], 0 past the end."""
     return torch.cat([tokens[step:], tokens.new_zeros(step)])
 
 
 def every_prefix(
     tokens: torch.Tensor, features: torch.Tensor, fuse: Callable, forward: Callable
 ) -> dict[str, torch.Tensor]:
-    """What is frozen of a head: its logits (1 + 4, T, Vd), anew for every prefix, without a cache.
+    """Compute a head's logits (1 + 4, T, Vd), anew for every prefix, without a cache.
 
-    ``fuse`` makes states of features; ``forward`` takes tokens and states of all slots, and gives
-    their logits and the states that are fed back.
+    ``fuse`` makes states of features; ``forward`` takes tokens and states of all slots, and
+    returns their logits and the states that are fed back. Returned are all arrays to freeze.
     """
     logits = []
     for slot in range(NUM_SLOTS):
-        fed, states, steps = tokens[: slot + 1], fuse(features[: slot + 1]), []
+        fed = tokens[: slot + 1]
+        states = fuse(features[: slot + 1])
+        steps = []
         for step in range(NUM_STEPS):
             rows, outputs = forward(fed, states)
             steps.append(rows[-1])
@@ -153,6 +159,7 @@ def save_published(model: torch.nn.Module, folder: Path) -> None:
 
 
 def report(folder: Path) -> None:
+    """Print the size of a folder."""
     print(folder.name, sum(file.stat().st_size for file in folder.iterdir()), "bytes")
 
 
@@ -164,11 +171,11 @@ def freeze(
     variant: str,
     seed: int,
 ) -> None:
-    """Write the checkpoint, and beside it what the library computed."""
+    """Write the checkpoint, and beside it the arrays that the library computed."""
     assert all(torch.isfinite(value).all() for value in expected.values()), variant
     save_published(model, folder)
     versions = ", ".join(f"{name} {version(name)}" for name in (package, "torch", "transformers"))
-    # One key: with more of them their order, and so the file, would change from run to run.
+    # One key only: the order of several, and so the file, would change from run to run.
     metadata = {"made_by": f"{variant}, seed {seed}, {versions}"}
     save_file(expected, folder / "expected.safetensors", metadata)
     report(folder)
@@ -179,11 +186,13 @@ def freeze_quantized(
     quantize: Callable[[torch.Tensor], tuple[dict[str, torch.Tensor], torch.Tensor]],
     configs: dict[str, str],
 ) -> None:
-    """Write ``quantized-VARIANT/``: SOURCE's tensors, its matrices stored, their floats, configs.
+    """Write ``quantized-VARIANT/``: SOURCE's tensors with its matrices quantized, and ``configs``.
 
-    ``quantize`` gives what is stored of a matrix, by name, and the floats that stand for it.
+    ``quantize`` returns the parts that are stored of a matrix, by name, and the floats that they
+    stand for.
     """
-    stored, floats = {}, {}
+    stored = {}
+    floats = {}
     for name, tensor in load_file(SOURCE / "model.safetensors").items():
         module = name.removesuffix(".weight")
         if tensor.ndim != 2 or module in IGNORED:

@@ -1,8 +1,8 @@
-"""Heads of blocks that know three texts by heart, for the tests of each kind in tests/drafters.
+"""Train heads of blocks on three texts by heart, for the tests of each kind in tests/drafters.
 
-With mlx-vlm, whose own classes are trained on blocks that start anywhere in the greedy texts of a
-tiny target, until all that they draft is right. ``learned-KIND/`` holds config and weights as
-published, these in float16. ``pip install --no-deps mlx-vlm==0.7.10`` first.
+The classes are mlx-vlm's. They are trained on blocks that start anywhere in the greedy texts of a
+tiny target, until every draft is right. ``learned-KIND/`` holds config and weights as published,
+the weights in float16. Run ``pip install --no-deps mlx-vlm==0.7.10`` first.
 
     PYTHONPATH=tests/support:. python tools/golden/learn_blocks.py [KIND ...]
 """
@@ -25,7 +25,9 @@ from mlx_vlm.speculative.drafters.muse_glimmer_assistant.dflash import (
     MuseGlimmerAssistantDraftModel,
 )
 
-LENGTH, STEPS, BATCH = 26, 1500, 6
+LENGTH = 26  # tokens of a text
+STEPS = 1500  # of training, at most
+BATCH = 6  # blocks
 CLASSES = FROZEN | {
     "liquid": FROZEN["dspark"],
     "muse": (MuseGlimmerAssistantDraftModel, MuseGlimmerAssistantConfig),
@@ -33,7 +35,7 @@ CLASSES = FROZEN | {
 
 
 def rows_of(model: Any, states: mx.array, bare: mx.array, before: mx.array) -> mx.array:
-    """The rows (k, V) that the tokens of a block are chosen from, each after the one before it."""
+    """Return the rows (k, V) that a block's tokens are chosen from, each after the one before."""
     if isinstance(model, DSparkDraftModel):
         return mx.vmap(model.markov_head.apply_step_logits)(bare, before)
     if isinstance(model, DFlash2DraftModel):  # for all tokens; candidates have no gradients
@@ -44,8 +46,8 @@ def rows_of(model: Any, states: mx.array, bare: mx.array, before: mx.array) -> m
 
 
 def block_of(model: Any, seen: mx.array, text: mx.array, start: int, size: int) -> tuple:
-    """One block: rows that are chosen from, those before any correction, and what is right."""
-    model._fused_context_kv_weight = None  # kept from the step before otherwise
+    """Compute a block: rows to choose from, rows before any correction, and the true tokens."""
+    model._fused_context_kv_weight = None  # else that of the step before
     is_first = hasattr(model, "markov_head")  # whether the first slot drafts
     masks = mx.full((size - is_first,), model.config.mask_token_id, mx.int32)
     block = mx.concatenate([text[start : start + 1].astype(mx.int32), masks])[None]
@@ -56,14 +58,16 @@ def block_of(model: Any, seen: mx.array, text: mx.array, start: int, size: int) 
 
 
 def is_right(model: Any, seen: mx.array, text: mx.array, start: int, size: int) -> bool:
-    """Whether its own greedy draft is what follows."""
+    """Return whether the model's own greedy draft is the text."""
     model._fused_context_kv_weight = None
-    anchor, rows = int(text[start].item()), seen[None, :start]
+    anchor = int(text[start].item())
+    rows = seen[None, :start]
     drafted = model.draft_block(anchor, rows, model.make_cache(), size + 1, greedy)[0]
     return bool((drafted == text[start + 1 : start + 1 + size]).all().item())
 
 
 def make(kind: str, target: nn.Module) -> tuple[Any, dict[str, Any]]:
+    """Make a fresh head and its config."""
     make_model, make_config = CLASSES[kind]
     config = json.loads(json.dumps(LEARNED[kind]))  # mlx-vlm takes some keys out
     model = make_model(make_config.from_dict(json.loads(json.dumps(config))))
@@ -73,7 +77,9 @@ def make(kind: str, target: nn.Module) -> tuple[Any, dict[str, Any]]:
 
 
 def save(kind: str, model: Any, config: dict[str, Any]) -> None:
-    model.embed_tokens = model.lm_head = None
+    """Write the head without the target's parts."""
+    model.embed_tokens = None
+    model.lm_head = None
     folder = FOLDER / f"learned-{kind}"
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
@@ -82,6 +88,7 @@ def save(kind: str, model: Any, config: dict[str, Any]) -> None:
 
 
 def learn(kind: str) -> None:
+    """Train a head of this kind, and write it."""
     mx.random.seed(3)
     target = tiny_llama(num_hidden_layers=6)
     model, config = make(kind, target)

@@ -1,11 +1,11 @@
-"""An EAGLE-3 head that knows three texts by heart, for tests/drafters/test_every_drafter.py.
+"""Train an EAGLE-3 head on three texts by heart, for tests/drafters/test_every_drafter.py.
 
     pip install torch speculators==0.9.0
     PYTHONPATH=tests/support:. python tools/golden/learn_eagle.py
 
 The library's own model is trained on the greedy texts of a tiny target, by its unrolled forward:
-chains of five drafts from every position at once. ``learned-eagle3/`` holds what its
-``save_pretrained`` leaves, in bfloat16; the embedding is the target's.
+chains of five drafts from every position at once. ``learned-eagle3/`` holds the files that its
+``save_pretrained`` writes, in bfloat16; the embedding is the target's.
 """
 
 import numpy as np
@@ -16,10 +16,14 @@ from helpers import VOCAB, plain, tiny_llama
 from make_speculators import Eagle3DraftModel, Eagle3SpeculatorConfig, make_config, run
 from transformers import LlamaConfig
 
-TAPS, LENGTH, DEPTH, STEPS = [1, 3, 6], 32, 5, 1200
+TAPS = [1, 3, 6]
+LENGTH = 32  # tokens of a text
+DEPTH = 5  # drafts in a chain
+STEPS = 1200  # of training, at most
 
 
 def make_model(kept: torch.Tensor) -> Eagle3DraftModel:
+    """Make a head that can draft the tokens ``kept``."""
     sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
     flags = {"eagle_aux_hidden_state_layer_ids": TAPS, "draft_vocab_size": len(kept)}
     config = make_config(Eagle3SpeculatorConfig, "eagle3", DEPTH, (LlamaConfig, sizes, flags))
@@ -45,7 +49,9 @@ def main() -> None:
     optimizer = torch.optim.Adam(trained, 3e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     for i in range(STEPS):
-        lost, right, asked = torch.tensor(0.0), 0, 0
+        lost = torch.tensor(0.0)
+        right = 0
+        asked = 0
         for prompt, text, features in zip(PROMPTS, texts, rows, strict=True):
             tokens = torch.tensor(text[1:])  # with the features of the one before
             slots = torch.arange(len(prompt) - 1, len(tokens) - DEPTH - 1)

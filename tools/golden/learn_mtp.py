@@ -1,7 +1,7 @@
-"""MTP layers that know one text by heart, for tests/drafters/test_mtp_families.py.
+"""Train MTP layers on one text by heart, for tests/drafters/test_mtp_families.py.
 
-As ``make_mtp.py``, with mlx-vlm, whose layer is trained on the greedy text of a tiny target, over
-chains of three drafts as they are drafted: true slots up to the root, then the layer's own states.
+The layer is mlx-vlm's, as in ``make_mtp.py``. It is trained on the greedy text of a tiny target,
+on chains of three drafts as in decoding: true slots up to the root, then the layer's own states.
 The tensors are kept in float16 under the names of the makers' files.
 
     PYTHONPATH=tests/support:. python tools/golden/learn_mtp.py
@@ -17,7 +17,10 @@ from make_mtp import GOLDEN, make_qwen
 from mlx.utils import tree_flatten
 from mtp_checkpoints import FAMILIES
 
-NAME, NUM_TOKENS, DEPTH, STEPS = "qwen3.5", 48, 3, 60
+NAME = "qwen3.5"
+NUM_TOKENS = 48  # of the text
+DEPTH = 3  # drafts in a chain
+STEPS = 60  # of training
 
 
 def main() -> None:
@@ -32,7 +35,8 @@ def main() -> None:
 
     def loss(_: nn.Module) -> mx.array:
         inner = mx.broadcast_to(states, (starts.size, *states.shape))
-        rows, lost = mx.arange(starts.size), 0.0
+        rows = mx.arange(starts.size)
+        lost = 0.0
         for depth in range(DEPTH):
             at = starts - 1 + depth
             both = mx.broadcast_to(embeddings, inner.shape), inner
@@ -43,7 +47,8 @@ def main() -> None:
             inner = mx.where(chosen, out[:, None], inner)
         return lost / DEPTH
 
-    step, optimizer = nn.value_and_grad(model, loss), optim.Adam(2e-3)
+    step = nn.value_and_grad(model, loss)
+    optimizer = optim.Adam(2e-3)
     for i in range(STEPS):
         value, gradients = step(model)
         optimizer.update(model, gradients)

@@ -1,10 +1,10 @@
-"""Writes golden/assistant-*: Gemma 4 assistants with targets, and what transformers computes.
+"""Write golden/assistant-*: Gemma 4 assistants with targets, and the arrays of transformers.
 
-After each beginning of a text that the target goes on with by itself, an assistant drafts three
-tokens, from keys and values of that beginning alone: of all positions in full layers, of the last
-``sliding_window`` in sliding ones. These and the target's states are frozen too. After a prompt
-the class in transformers that drafts with assistants gives the same numbers, which are printed.
-"learned" has been taught what the target says.
+After each beginning of a text that the target has written, an assistant drafts three tokens, from
+the keys and values of that beginning only: of all positions in full layers, of the last
+``sliding_window`` in sliding ones. These and the target's states are frozen too. After a prompt,
+the class in transformers that drafts with assistants returns the same numbers, which are printed.
+"learned" has been trained on the target's texts.
 """
 
 import json
@@ -23,12 +23,15 @@ from transformers.generation.candidate_generator import (
     SinglePositionMultiTokenCandidateGenerator,
 )
 
-SLIDING, FULL = "sliding_attention", "full_attention"
-WINDOW, VOCAB, NUM_STEPS = 12, 64, 3
+SLIDING = "sliding_attention"
+FULL = "full_attention"
+WINDOW = 12  # positions
+VOCAB = 64  # tokens
+NUM_STEPS = 3  # drafts in a chain
 PROMPTS = [[5, 17, 3, 48, 41, 2, 60, 9], [7, 9, 11, 30, 8], [33, 4, 25, 8, 1, 50, 12]]
-LENGTH = 30  # tokens that the target says after a prompt
-NUM_PLACES = 18  # after which drafts are kept
-TEACHING = 700  # steps
+LENGTH = 30  # tokens that the target writes after a prompt
+NUM_PLACES = 18  # positions after which drafts are kept
+TEACHING = 700  # steps of training
 SEEDS = {"dense": 6, "clusters": 3, "learned": 2}
 COMMON = {
     "vocab_size": VOCAB,
@@ -56,7 +59,7 @@ FOUR_LAYERS = {
     "hidden_size_per_layer_input": 0,
     "use_double_wide_mlp": False,
 }
-LARGE = FOUR_LAYERS | {  # as 31B: keys of full layers are their values, too
+LARGE = FOUR_LAYERS | {  # as 31B: in full layers, keys are values too
     "num_kv_shared_layers": 0,
     "num_global_key_value_heads": 1,
     "attention_k_eq_v": True,
@@ -73,7 +76,7 @@ VARIANTS = {
 
 
 def randomize(model: torch.nn.Module, scale: float = 0.25) -> torch.nn.Module:
-    """Random weights that bfloat16 holds exactly; norms away from 1."""
+    """Set random weights that bfloat16 holds exactly; norms are not 1."""
     for weight in model.parameters():
         centre = 1.0 if weight.dim() == 1 else 0.0
         weight.data = (centre + scale * torch.randn(weight.shape)).to(torch.bfloat16).float()
@@ -98,7 +101,7 @@ def make_assistant(target: Gemma4ForCausalLM, sizes: dict, more: dict):
     model = randomize(Gemma4AssistantForCausalLM(config))
     for i, layer in enumerate(model.model.layers):
         layer.layer_scalar.fill_(0.5 + 0.25 * i)
-        # Attention is not scaled: sharper, it would make much of every rounding.
+        # Attention has no scale here, and if it were sharper, it would magnify rounding.
         layer.self_attn.q_norm.weight.data *= 0.25
     if model.masked_embedding is not None:
         model.masked_embedding.token_ordering.copy_(torch.randperm(VOCAB))
@@ -115,7 +118,7 @@ def text_after(target: Gemma4ForCausalLM, prompt: list[int], length: int) -> lis
 
 @torch.no_grad()
 def seen_in(target: Gemma4ForCausalLM, text: list[int]):
-    """States (1, P, H) after the final norm, and the keys and values of its two layers."""
+    """Return the states (1, P, H) after the final norm, and keys and values of two layers."""
     made = target(
         torch.tensor([text]),
         use_cache=False,
@@ -126,18 +129,21 @@ def seen_in(target: Gemma4ForCausalLM, text: list[int]):
 
 
 def cut(rows: dict, num_rows: int) -> dict:
-    """What stands in the caches after so many positions."""
+    """Cut keys and values to those in the caches after ``num_rows`` positions."""
     first = {FULL: 0, SLIDING: max(0, num_rows - WINDOW)}
     return {kind: tuple(a[:, :, first[kind] : num_rows] for a in rows[kind]) for kind in rows}
 
 
 def steps(target, assistant, states, rows, tokens: list[int], num_rows: int, taught: bool):
-    """Logits (k, V) of a draft behind ``num_rows`` positions; tokens[0] is the newest token.
+    """Compute the logits (k, V) of a draft after ``num_rows`` positions; tokens[0] is the newest.
 
-    ``taught``: what is fed back are the other tokens, not those drafted.
+    With ``taught``, the other tokens are fed back, and not the drafted ones.
     """
-    embed, state, found = target.get_input_embeddings(), states[:, num_rows - 1 : num_rows], []
-    token, place = torch.tensor([tokens[:1]]), torch.tensor([[num_rows]])
+    embed = target.get_input_embeddings()
+    state = states[:, num_rows - 1 : num_rows]
+    found = []
+    token = torch.tensor([tokens[:1]])
+    place = torch.tensor([[num_rows]])
     for j in range(NUM_STEPS):
         joined = torch.cat([embed(token).detach(), state], dim=-1)
         made = assistant(
@@ -150,7 +156,7 @@ def steps(target, assistant, states, rows, tokens: list[int], num_rows: int, tau
 
 
 def vendors_logits(target, assistant, prompt: list[int], newest: int) -> torch.Tensor:
-    """The same after a prompt, from the class that transformers drafts with."""
+    """Compute the same after a prompt, with the class that transformers drafts with."""
     generation = GenerationConfig(max_length=999, num_assistant_tokens=NUM_STEPS)
     assistant.generation_config = generation
     drafter = SinglePositionMultiTokenCandidateGenerator(
@@ -168,7 +174,7 @@ def vendors_logits(target, assistant, prompt: list[int], newest: int) -> torch.T
 
 
 def teach(target, assistant, texts: list[list[int]]) -> None:
-    """Three tokens from each place of the texts, until it knows them."""
+    """Train on three tokens from each place of the texts, until the assistant knows them."""
     seen = [seen_in(target, text) for text in texts]
     places = [
         (i, n)
@@ -229,7 +235,8 @@ def main() -> None:
                 {"texts": torch.tensor([t[-LENGTH:] for t in texts])},
             )
             continue
-        text, start = texts[0], len(PROMPTS[0])
+        text = texts[0]
+        start = len(PROMPTS[0])
         states, rows = seen_in(target, text)
         with torch.no_grad():
             found = [

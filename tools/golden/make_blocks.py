@@ -1,6 +1,6 @@
-"""Writes golden/block-*: drafters of blocks with what mlx-vlm makes of them, over four rounds.
+"""Write golden/block-*: drafters of blocks, and mlx-vlm's drafts with them in four rounds.
 
-``pip install --no-deps mlx-vlm==0.7.10`` first, beside what this package needs. Weights and
+Run ``pip install --no-deps mlx-vlm==0.7.10`` first, beside what this package needs. Weights and
 features are random; embedding and output projection stand for a target's.
 """
 
@@ -40,13 +40,13 @@ CLASSES: dict[str, tuple[type, type]] = {
     "dflash2": (DFlash2DraftModel, DFlash2Config),
     "dspark": (DSparkDraftModel, DSparkConfig),
 }
-ROUNDS = ((9, 5), (1, 8), (4, 40), (2, 3))  # context rows that are new, and the newest token
+ROUNDS = ((9, 5), (1, 8), (4, 40), (2, 3))  # number of new context rows, and the newest token
 
 
 class Target(nn.Module):
-    """What a drafter takes from its target."""
+    """Parts that a drafter takes from its target."""
 
-    rollback_speculative_cache = None  # what mlx-vlm asks a target for
+    rollback_speculative_cache = None  # mlx-vlm asks a target for it
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,13 +71,13 @@ def greedy(rows: mx.array) -> mx.array:
 
 
 def published(model: nn.Module) -> dict[str, mx.array]:
-    """A drafter's weights by the makers' names."""
+    """Return a drafter's weights by the makers' names."""
     weights = tree_flatten(model.parameters())
     return {n.removesuffix(".weight") if "codebook" in n else n: a for n, a in weights}
 
 
 def freeze(name: str, kind: str, config: dict, seed: int) -> None:
-    """Write a drafter and what it makes of each round, from the same caches: see ``made``."""
+    """Write a drafter and its drafts of each round, with the same caches: see ``made``."""
     make_model, make_config = CLASSES[kind]
     model = randomized(make_model(make_config.from_dict(config)), seed)
     folder = FOLDER / f"block-{name}"
@@ -85,7 +85,9 @@ def freeze(name: str, kind: str, config: dict, seed: int) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     mx.save_safetensors(str(folder / "model.safetensors"), published(model))
     target = randomized(Target(), seed + 1)
-    caches, found, start = model.reset(target), {}, 0
+    caches = model.reset(target)
+    found = {}
+    start = 0
     seen = mx.random.normal((sum(n for n, _ in ROUNDS), 3 * SIZES["hidden_size"]))
     for i, (num_rows, token) in enumerate(ROUNDS):
         what, array = made(kind, model, token, seen[None, start : start + num_rows], caches)
@@ -98,7 +100,7 @@ def freeze(name: str, kind: str, config: dict, seed: int) -> None:
 def made(
     kind: str, model: nn.Module, token: int, rows: mx.array, caches: Any
 ) -> tuple[str, mx.array]:
-    """Logits, or the greedy tokens of drafters that choose slot by slot."""
+    """Compute logits, or greedy tokens if a drafter chooses slot by slot, and say which."""
     if kind == "dflash":
         block = mx.array([[token, *[INSIDE["mask_token_id"]] * 5]])
         return "logits", model(block, rows, caches)[0, 1:]

@@ -1,4 +1,4 @@
-"""Freeze what DeepSpec computes for tiny random EAGLE-3 heads of its Gemma-4 layout.
+"""Freeze DeepSpec's logits of tiny random EAGLE-3 heads of its Gemma-4 layout.
 
     pip install torch "transformers==5.10.2" && git clone https://github.com/deepseek-ai/DeepSpec
     PYTHONPATH=DeepSpec python tools/golden/make_deepspec.py [VARIANT ...]
@@ -52,7 +52,8 @@ VARIANTS = {
 
 @torch.no_grad()
 def expect(model: Gemma4Eagle3Model) -> dict[str, torch.Tensor]:
-    num_aux, size = len(model.target_layer_ids), model.config.hidden_size
+    num_aux = len(model.target_layer_ids)
+    size = model.config.hidden_size
     tokens = torch.randint(0, model.config.vocab_size, (NUM_SLOTS,))
     features = torch.randn(NUM_SLOTS, num_aux * size) * 2
 

@@ -1,11 +1,11 @@
-"""Freeze what the PyPI package ``nvidia-modelopt`` makes of heads that it quantized.
+"""Freeze heads that the PyPI package ``nvidia-modelopt`` quantized, and their floats.
 
     pip install torch "nvidia-modelopt==0.47.0"
     python tools/golden/make_modelopt.py [VARIANT ...]
 
 Writes ``quantized-modelopt-VARIANT/``, among the golden heads of the tests, as make_quantized.py
-does, with the ``hf_quant_config.json`` of the library's exports. Its dequantizing functions are
-asked for float32, so that nothing is rounded but what is stored.
+does, with the ``hf_quant_config.json`` of the library's exports. Its functions dequantize to
+float32, so that only the stored numbers are rounded.
 """
 
 import json
@@ -20,7 +20,7 @@ BLOCK = 16
 
 
 def fp8(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """What is stored of a matrix with one scale, and its floats."""
+    """Quantize a matrix to FP8 with one scale; return the parts to store, and the floats."""
     scale = weight.float().abs().max() / 448
     stored = to_quantized_weight(weight.float(), scale, "fp8")
     tensor = FP8QTensor(weight.shape, torch.float32, stored)
@@ -29,7 +29,7 @@ def fp8(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
 
 
 def nvfp4(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """The same in four bits."""
+    """Quantize a matrix to NVFP4; return the parts to store, and the floats."""
     scale, second = NVFP4QTensor.get_weights_scaling_factor(weight.float(), BLOCK)
     stored = to_quantized_weight(weight.float(), scale, "nvfp4", second, BLOCK)
     tensor = NVFP4QTensor(weight.shape, torch.float32, stored)

@@ -1,12 +1,12 @@
-"""States that mlx-vlm computes from tiny MTP layers, for tests/drafters/test_mtp_families.py.
+"""Freeze mlx-vlm's states of tiny MTP layers, for tests/drafters/test_mtp_families.py.
 
 In an environment with mlx-vlm 0.7.10 beside what the tests need, from the top of the repository:
 
     PYTHONPATH=tests/support:. python tools/golden/make_mtp.py
 
 mlx-vlm has classes of its own for these layers, written by others from the makers' code. The
-tensors and what enters them come from NumPy's seeded generator, so that states are all there is to
-keep.
+tensors and their inputs come from NumPy's seeded generator, so that only the states have to be
+kept.
 """
 
 from pathlib import Path
@@ -35,7 +35,8 @@ def make_qwen(name: str) -> Qwen3_5MTPDraftModel:
 
 
 def qwen(name: str) -> mx.array:
-    model, (embeddings, states) = make_qwen(name), entering()
+    model = make_qwen(name)
+    embeddings, states = entering()
     places = mx.arange(embeddings.shape[0])[None]
     return model._forward_hidden(embeddings[None], states[None], model.make_cache(), places)[0]
 

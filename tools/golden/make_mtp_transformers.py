@@ -1,14 +1,14 @@
-"""States that transformers computes from tiny MTP layers, for tests/drafters/test_mtp_families.py.
+"""Freeze transformers' states of tiny MTP layers, for tests/drafters/test_mtp_families.py.
 
 In an environment with transformers 5.24 and torch beside what the tests need, from the top of the
 repository:
 
     PYTHONPATH=tests/support:. python tools/golden/make_mtp_transformers.py
 
-These are the layers behind the last one of DeepSeek's and GLM's models, one as speculators trains
-it for Qwen3, and those of Step 3.5 and MiMo-V2-Flash, of which each predicts one token. Where they
-choose what they attend to, they choose fewer slots than there are. The tensors and what enters
-them come from NumPy's seeded generator, so that states are all there is to keep.
+These are the layers after the last one of DeepSeek's and GLM's models, one as speculators trains
+it for Qwen3, and those of Step 3.5 and MiMo-V2-Flash, each of which predicts one token. Layers
+that choose slots to attend to choose fewer than there are. The tensors and their inputs come from
+NumPy's seeded generator, so that only the states have to be kept.
 """
 
 import re
@@ -56,11 +56,11 @@ NAMES = {
     "shared_head.norm.": "post_norm.",
     "transformer.shared_head.norm.": "post_norm.",
 }
-"""Beginnings of published names, and the library's; all else is of the layer inside."""
+"""Beginnings of published names, and the library's; all other tensors are the inner layer's."""
 
 
 def parts_of(module: str, prefix: str, config_name: str = "") -> tuple[Any, ...]:
-    """The library's config, layer, norm and rotary embedding."""
+    """Return the library's classes of config, layer, norm and rotary embedding."""
     place = f"transformers.models.{module}"
     own = import_module(f"{place}.modeling_{module}")
     configs = import_module(f"{place}.configuration_{module}")
@@ -75,8 +75,9 @@ def renamed(bare: str) -> str:
 
 
 def weights_of(part: Published, num_layers: int) -> dict[str, torch.Tensor]:
-    """The published tensors under the library's names: experts in one, gate before up."""
-    found, experts = {}, {}
+    """Rename the published tensors as in the library: experts in one tensor, gate before up."""
+    found = {}
+    experts = {}
     for name, array in part.tensors.items():
         bare = name.removeprefix(f"model.layers.{num_layers}.").removeprefix("mtp_layers.0.")
         if match := re.match(r"mlp\.experts\.(\d+)\.(\w+)_proj\.", bare):
@@ -99,9 +100,9 @@ def run(
     kind: tuple[str, ...] = (),
     window: int = sys.maxsize,
 ) -> np.ndarray:
-    """The states (n, h) of a layer over what enters it, rows of a ``window`` seeing each other.
+    """Compute the states (n, h) of a layer from its inputs; rows see each other in a ``window``.
 
-    ``kind`` is what its rotary embedding has to be told.
+    ``kind`` are further arguments of its rotary embedding.
     """
     own = model.state_dict()
     assert own.keys() == weights.keys(), own.keys() ^ weights.keys()
@@ -116,7 +117,7 @@ def run(
 
 
 def states(name: str) -> np.ndarray:
-    """The states (n, h) of the layer over what enters it."""
+    """Compute the states (n, h) of the layer of this name from its inputs."""
     part = ({**FAMILIES, **CHOOSING, "qwen3": qwen3_by_speculators}[name])()
     num_layers = len(part.target.layers)
     make_config, layer, norm, rotary = parts_of(*CLASSES[name])
@@ -130,13 +131,13 @@ def states(name: str) -> np.ndarray:
     values["num_hidden_layers"] = num_layers + 1
     config = make_config(**values, rope_parameters=rope, attn_implementation="eager")
     model = MtpLayer(config, layer, norm, num_layers).eval()
-    # Layers of GLM-5 also say which slots they have chosen.
+    # Layers of GLM-5 also return the slots that they have chosen.
     model.mtp_block.register_forward_hook(lambda *a: a[2][0] if isinstance(a[2], tuple) else a[2])
     return run(model, weights_of(part, num_layers), rotary(config))
 
 
 def step_config(name: str, make_config: Any, values: dict[str, Any], index: int) -> Any:
-    """The library's config of a model whose only layer is that one."""
+    """Make the library's config of a model whose only layer is layer ``index``."""
     common = {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 96}
     common |= {"num_attention_heads": 4, "head_dim": 16, "rms_norm_eps": 1e-5}
     common |= {"mlp_layer_types": ["dense"], "attn_implementation": "eager"}
@@ -165,11 +166,12 @@ def step_config(name: str, make_config: Any, values: dict[str, Any], index: int)
 
 
 def step_states(name: str, index: int) -> np.ndarray:
-    """The states (n, h) of layer ``index``, after its norm."""
+    """Compute the states (n, h) of layer ``index``, after its norm."""
     part = STEPPED[name]()
     make_config, layer, norm, rotary = parts_of(*STEPS[name])
     config = step_config(name, make_config, part.config, index)
-    start, weights = part.naive.prefixes[index], {}
+    start = part.naive.prefixes[index]
+    weights = {}
     for full, array in part.tensors.items():
         bare = full.removeprefix(start)
         if bare == full or "shared_head.output" in bare:

@@ -1,10 +1,10 @@
-"""Freeze what the PyPI package ``speculators`` computes for tiny random P-EAGLE heads.
+"""Freeze the logits of tiny random P-EAGLE heads in the PyPI package ``speculators``.
 
     pip install torch speculators==0.9.0
     python tools/golden/make_peagle.py [VARIANT ...]
 
 Writes ``peagle-VARIANT/``, among the golden heads of the tests with the same three files as
-``make_speculators.py``. The library trains on a random part of all drafts; here it is given all
+``make_speculators.py``. The library trains on a random part of all drafts; here it computes all
 that fit in T slots:
 
     logits   (K, T, Vd)      logits[i][t] of the i-th token drafted after the prefix of slots
@@ -40,14 +40,14 @@ VARIANTS = {
 
 
 def every_draft(**_: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """In place of the library's random choice: anchor and depth of every draft."""
+    """Return anchor and depth of every draft, in place of the library's random choice."""
     anchors = [torch.arange(NUM_SLOTS - depth) for depth in range(DEPTHS)]
     depths = [torch.full((len(a),), depth) for depth, a in enumerate(anchors)]
     return torch.cat(anchors), torch.cat(depths)
 
 
 core.generate_cod_sample_indices = every_draft
-core.compute_metrics = lambda **_: (None, None)  # of losses, which are not wanted
+core.compute_metrics = lambda **_: (None, None)  # losses, which are not needed
 
 
 @torch.no_grad()

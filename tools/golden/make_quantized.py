@@ -1,12 +1,12 @@
-"""Freeze what the PyPI package ``compressed-tensors`` makes of heads that it quantized.
+"""Freeze heads that the PyPI package ``compressed-tensors`` quantized, and their floats.
 
     pip install torch "compressed-tensors==0.20.0"
     python tools/golden/make_quantized.py [VARIANT ...]
 
 Writes ``quantized-VARIANT/``, among the golden heads of the tests: ``config.json`` and
 ``model.safetensors`` of the head in ``speculators-norm-before-residual``, its matrices as the
-library's own compressor stores them, and ``dequantized.safetensors``, what its decompressor
-makes of those. Embedding and lm_head stay as they are, as in published heads.
+library's own compressor stores them, and ``dequantized.safetensors``, the floats that its
+decompressor makes of those. Embedding and lm_head stay as they are, as in published heads.
 """
 
 import json
@@ -68,7 +68,7 @@ VARIANTS = {
 
 
 def in_groups(weight: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
-    """The numbers that have a scale in common, (scale rows, scale columns, numbers)."""
+    """Group the numbers that share a scale: (scale rows, scale columns, numbers)."""
     rows, columns = weight.shape
     match str(args.strategy):
         case "tensor":
@@ -86,9 +86,10 @@ def in_groups(weight: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
 
 
 def parameters(weight: torch.Tensor, args: QuantizationArgs, dtype: torch.dtype) -> dict:
-    """Scales and zero points from the smallest and largest numbers."""
+    """Compute scales and zero points from the smallest and largest numbers."""
     groups = in_groups(weight.float(), args)
-    low, high = groups.amin(-1), groups.amax(-1)
+    low = groups.amin(-1)
+    high = groups.amax(-1)
     found = {}
     if str(args.strategy) == "tensor_group":
         found["weight_global_scale"] = torch.tensor([448 * 6.0]) / weight.abs().max()
@@ -107,7 +108,7 @@ def parameters(weight: torch.Tensor, args: QuantizationArgs, dtype: torch.dtype)
 
 
 def compressed(scheme: QuantizationScheme, dtype: torch.dtype, weight: torch.Tensor) -> tuple:
-    """What is stored of a matrix, and its floats."""
+    """Compress a matrix; return the parts to store, and the floats."""
     compressor = BaseCompressor.get_value_from_registry(scheme.format)
     packed = compressor.compress(
         {"weight": weight, **parameters(weight, scheme.weights, dtype)}, scheme

@@ -1,4 +1,4 @@
-"""Freeze what the PyPI package ``specforge`` computes for tiny random EAGLE-3 heads.
+"""Freeze the logits of tiny random EAGLE-3 heads in the PyPI package ``specforge``.
 
     pip install torch "transformers>=5" && pip install --no-deps specforge==0.2.0
     python tools/golden/make_specforge.py [VARIANT ...]
@@ -55,8 +55,10 @@ VARIANTS = {
 def expect(model: LlamaForCausalLMEagle3) -> dict[str, torch.Tensor]:
     tokens, features = random_inputs(model.vocab_size, model.target_hidden_size)
     mask = torch.full((1, 1, NUM_SLOTS, NUM_SLOTS), float("-inf")).triu(1)
-    positions, cached = torch.arange(NUM_SLOTS)[None], [[], []]
-    state, logits = model.project_hidden_states(features[None]), []
+    positions = torch.arange(NUM_SLOTS)[None]
+    cached = [[], []]
+    state = model.project_hidden_states(features[None])
+    logits = []
     for step in range(NUM_STEPS):
         embeddings = model.embed_input_ids(shifted(tokens, step)[None])
         # The library adds the number of cached steps to the positions.

@@ -1,4 +1,4 @@
-"""Freeze what the PyPI package ``speculators`` computes for tiny random EAGLE-3 heads.
+"""Freeze the logits of tiny random EAGLE-3 heads in the PyPI package ``speculators``.
 
     pip install torch speculators==0.9.0
     python tools/golden/make_speculators.py [VARIANT ...]
@@ -8,15 +8,15 @@ Writes, for each variant, ``speculators-VARIANT/``, among the golden heads of th
 (bfloat16), and ``expected.safetensors``, computed by the library from the same weights in
 float32:
 
-    tokens   (T,)            token t is what follows position t, whose features are row t
+    tokens   (T,)            token t follows position t, whose features are row t
     features (T, 3h)
     logits   (1 + 4, T, Vd)  logits[0] of the extend pass over all T slots; logits[i][t] of the
                              i-th draft step after the prefix of slots 0..t, its token being
                              tokens[t + i] (0 past the end), its state the one fed back
 
-The library's unrolled training forward does all prefixes at once. It lets step i of slot t see
-the true-feature slots that slot t saw: with a sliding window that is one window for the whole
-chain, where a cache would let the window move along.
+The library's unrolled training forward computes all prefixes at once. It lets step i of slot t see
+the true-feature slots that slot t saw. With a sliding window, that is one window for the whole
+chain; with a cache, the window would move along.
 """
 
 import torch
@@ -32,7 +32,7 @@ from common import (
     stub,
 )
 
-# Imported by the library at start, used for nothing here.
+# Imported by the library when it starts, and not used here.
 stub("datasets", "hs_connectors", "httpx", "loguru", "openai", "psutil", "torchaudio")
 
 from speculators import SpeculatorsConfig, VerifierConfig  # noqa: E402
@@ -117,7 +117,7 @@ VARIANTS = {
 
 
 def make_config(config_class: type, algorithm: str, num_tokens: int, variant: tuple, **values):
-    """The speculator's config of a variant, with ``values`` where the variant has none."""
+    """Make the speculator's config of a variant; ``values`` hold where the variant has none."""
     layer_class, layer, flags = variant
     layer_config = layer_class(**{**LAYER, **layer})
     layer_config._attn_implementation = "eager"
@@ -134,7 +134,7 @@ def make_config(config_class: type, algorithm: str, num_tokens: int, variant: tu
 
 
 def with_vocabulary(model: torch.nn.Module) -> torch.nn.Module:
-    """The model with a random draft vocabulary, where it has one, and random weights."""
+    """Give a model random weights, and a random draft vocabulary if it has one."""
     if model.use_draft_vocab:
         model.load_vocab_mappings(
             *random_vocabulary(model.verifier_vocab_size, model.draft_vocab_size)
@@ -145,7 +145,7 @@ def with_vocabulary(model: torch.nn.Module) -> torch.nn.Module:
 def run(
     model: torch.nn.Module, tokens: torch.Tensor, features: torch.Tensor, **options
 ) -> list[torch.Tensor]:
-    """All logits (n, Vd) that the library's forward makes of tokens (T,) and features (T, F)."""
+    """Run the library's forward on tokens (T,) and features (T, F); return all logits (n, Vd)."""
     found = []
     hook = model.lm_head.register_forward_hook(lambda *call: found.append(call[-1][0]))
     model(

@@ -1,4 +1,4 @@
-"""Freeze what the PyPI package ``specforge`` computes when it trains tiny random EAGLE-3 heads.
+"""Freeze losses and gradients of tiny random EAGLE-3 heads in the PyPI package ``specforge``.
 
     pip install torch "transformers>=5" && pip install --no-deps specforge==0.2.0
     python tools/golden/make_training.py [VARIANT ...]
@@ -61,7 +61,7 @@ VARIANTS = {
 def target_states(
     target: LlamaForCausalLM, tokens: torch.Tensor, taps: tuple[int, ...] = TAPS
 ) -> tuple[torch.Tensor, ...]:
-    """Features (B, T, 3 h) at the taps and logits (B, T, V)."""
+    """Compute the features (B, T, 3 h) at the taps and the logits (B, T, V)."""
     entered = []
     entries = [*target.model.layers, target.model.norm]
     hooks = [
@@ -76,6 +76,7 @@ def target_states(
 
 
 def expect(target: LlamaForCausalLM, head: LlamaForCausalLMEagle3, variant: dict) -> dict:
+    """Train the head on one batch; return the batch, its losses and the gradients."""
     size = (len(LENGTHS), max(LENGTHS))
     tokens = torch.randint(0, SIZES["vocab_size"], size)
     ends = torch.tensor(LENGTHS)[:, None]
@@ -119,7 +120,7 @@ def main() -> None:
         head = LlamaForCausalLMEagle3(config)
         randomize(target)
         randomize(head)
-        # Livelier than a fresh model: choices inside and outside of the draft vocabulary.
+        # Larger logits, so that choices fall inside and outside of the draft vocabulary.
         target.lm_head.weight.data *= 4
         head.embed_tokens.weight.data.copy_(target.model.embed_tokens.weight)
         head.embed_tokens.weight.requires_grad_(False)

@@ -1,15 +1,15 @@
-"""Freeze what attention of the PyPI package ``transformers`` computes inside tiny EAGLE heads.
+"""Freeze the logits of tiny EAGLE heads with attention of the PyPI package ``transformers``.
 
     pip install torch "transformers==5.19.0"
     python tools/golden/make_transformers.py [VARIANT ...]
 
-Heads with latent attention and Mistral's come from trainers that are not on PyPI. What is theirs
-alone is a few lines, written here from vLLM's and TorchSpec's models; attention, rotary embedding
-and MLP are the library's. Everything is computed anew for every prefix, without a cache.
+Heads with latent attention and Mistral's come from trainers that are not on PyPI. The few lines
+that only these have are written here from vLLM's and TorchSpec's models; attention, rotary
+embedding and MLP are the library's. Everything is computed anew for every prefix, without a cache.
 
 Writes ``native-VARIANT/``, among the golden heads of the tests: the checkpoint as its trainer
-leaves it (bfloat16), and ``expected.safetensors`` as make_speculators.py does, with the target's
-``embed_tokens`` and ``lm_head`` where the checkpoint has none.
+writes it (bfloat16), and ``expected.safetensors`` as make_speculators.py does, with the target's
+``embed_tokens`` and ``lm_head`` if the checkpoint has none.
 """
 
 import json
@@ -58,12 +58,12 @@ PREFIXES = {deepseek: "DeepseekV3", mistral4: "Mistral4", ministral3: "Ministral
 
 
 def part(modules: ModuleType, name: str) -> type:
-    """The library's class for a part of a model."""
+    """Return the library's class for a part of a model."""
     return getattr(modules, PREFIXES[modules] + name)
 
 
 class Layer(nn.Module):
-    """A llama layer, that of vLLM's deepseek_eagle3 where it ``sees`` the embedding."""
+    """A llama layer, or if it ``sees`` the embedding, the layer of vLLM's deepseek_eagle3."""
 
     def __init__(self, modules: ModuleType, config: object, sees: bool):
         super().__init__()
@@ -88,19 +88,22 @@ class Layer(nn.Module):
             x = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
             residual = normed if before_residual else states
         else:
-            x, residual = self.input_layernorm(states), states
+            x = self.input_layernorm(states)
+            residual = states
         states = residual + self.self_attn(x[None], **attention)[0][0]
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
 class Head(nn.Module):
-    """``is_first`` makes it an EAGLE-1 head, as Mistral's; else it is an EAGLE-3 one."""
+    """An EAGLE-3 head, or if it ``is_first``, an EAGLE-1 head such as Mistral's."""
 
     def __init__(self, modules, config, num_layers, is_first, flags, draft_size):
         super().__init__()
         config._attn_implementation = "eager"
-        size, num_aux = config.hidden_size, 1 if is_first else 3
-        self.is_first, self.flags = is_first, flags
+        size = config.hidden_size
+        num_aux = 1 if is_first else 3
+        self.is_first = is_first
+        self.flags = flags
         self.embed_tokens = nn.Embedding(config.vocab_size, size)
         self.fc = nn.Linear(2 * size if is_first else num_aux * size, size, bias=False)
         if flags.get("fc_norm"):
@@ -121,8 +124,9 @@ class Head(nn.Module):
         return self.fc(torch.cat(parts, dim=-1))
 
     def forward(self, tokens, states):
-        """Logits of all slots and what is fed back."""
-        embeddings, rows = self.embed_tokens(tokens), len(tokens)
+        """Compute the logits of all slots and the states that are fed back."""
+        embeddings = self.embed_tokens(tokens)
+        rows = len(tokens)
         if self.is_first:
             states = self.fc(torch.cat([embeddings, states], dim=-1))
         positions = torch.arange(rows)[None]
@@ -142,14 +146,15 @@ class Head(nn.Module):
 
 @torch.no_grad()
 def expect(head: Head) -> dict[str, torch.Tensor]:
-    size, num_aux = head.norm.weight.shape[0], 1 if head.is_first else 3
+    size = head.norm.weight.shape[0]
+    num_aux = 1 if head.is_first else 3
     tokens = torch.randint(0, head.embed_tokens.num_embeddings, (NUM_SLOTS,))
     features = (torch.randn(NUM_SLOTS, num_aux, size) * 2).flatten(1)
     return every_prefix(tokens, features, head.fuse, head)
 
 
 def latent_eagle3(rope: dict, num_layers: int, flags: dict, draft_size: int, **sizes) -> Callable:
-    """An Eagle3DeepseekV2ForCausalLM head and its config.json."""
+    """Return a function that makes an Eagle3DeepseekV2ForCausalLM head and its config.json."""
 
     def make() -> tuple[Head, dict]:
         values = {**SIZES, **LATENT, **sizes}
@@ -173,7 +178,7 @@ def latent_eagle3(rope: dict, num_layers: int, flags: dict, draft_size: int, **s
 
 
 def mistral_latent() -> tuple[Head, dict]:
-    """As Mistral-Large-3's: latent attention, yarn whose factor scores leave out."""
+    """Make a head like Mistral-Large-3's: latent attention, yarn without a factor on scores."""
     rope = {**YARN, **POSITIONS}
     config = Mistral4Config(**SIZES, **LATENT, rope_parameters=rope, attention_bias=False)
     head = Head(mistral4, config, 2, True, {"norm_output": True}, 128)
@@ -190,7 +195,7 @@ def mistral_latent() -> tuple[Head, dict]:
 
 
 def mistral_grouped() -> tuple[Head, dict]:
-    """As Mistral-Medium's: grouped-query attention."""
+    """Make a head like Mistral-Medium's: grouped-query attention."""
     sizes = {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
     rope = {**PLAIN, **POSITIONS}
     config = Ministral3Config(**sizes, rope_parameters=rope, sliding_window=None)
@@ -200,6 +205,7 @@ def mistral_grouped() -> tuple[Head, dict]:
 
 
 def params(num_layers: int) -> dict:
+    """Make the part of ``params.json`` that Mistral's heads share."""
     return {
         "dim": 32,
         "n_layers": num_layers,
@@ -242,7 +248,7 @@ MISTRAL_NAMES = {
 
 
 def as_mistral(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Mistral's names, and its order of the rows of q and k: pairs lie beside each other."""
+    """Give tensors Mistral's names and its order of the rows of q and k: pairs are neighbours."""
     found = {}
     for name, tensor in tensors.items():
         if name.endswith(("self_attn.q_proj.weight", "self_attn.k_proj.weight")):
@@ -262,7 +268,8 @@ def main() -> None:
         expected = expect(head)
         tensors = {name: tensor.to(torch.bfloat16) for name, tensor in head.state_dict().items()}
         tensors = {name: tensor for name, tensor in tensors.items() if "rope" not in name}
-        embed, output = tensors.pop("embed_tokens.weight"), tensors.pop("lm_head.weight")
+        embed = tensors.pop("embed_tokens.weight")
+        output = tensors.pop("lm_head.weight")
         expected["embed_tokens"] = embed.float()
         if "dim" in config:
             expected["lm_head"] = output.float()
