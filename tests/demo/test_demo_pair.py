@@ -1,4 +1,4 @@
-"""The demo pair, end to end: exact text, the published acceptance, ablations that must hurt.
+"""Demo pair, end to end: exact text, the published acceptance, ablations that must hurt.
 
 Slow tests on the real model, kept small; ``bench/log/`` has the same on whole prompt sets.
 """
@@ -32,7 +32,7 @@ def pair():
 
 @pytest.fixture(scope="module")
 def dense_head(pair, tmp_path_factory):
-    """The head as it was trained: converted from its original files, not quantized."""
+    """Head as it was trained: converted from its original files, not quantized."""
     folder = tmp_path_factory.mktemp("head") / "dense"
     convert(str(HEAD), str(folder), quantize=False)
     return mlx_eagle.load_drafter(folder, pair[0])
@@ -112,7 +112,7 @@ def test_tau_is_that_of_the_independent_implementation(pair, dense_head, name, i
 
 
 class Forgetful(mlx_eagle.Eagle3Drafter):
-    """Keeps nothing of the prompt and the text in its cache."""
+    """A drafter that keeps nothing of the prompt and the text in its cache."""
 
     def extend(self, tokens, features, last=None):
         self.cache = self.make_cache()
@@ -120,7 +120,7 @@ class Forgetful(mlx_eagle.Eagle3Drafter):
 
 
 class Shifted(mlx_eagle.Eagle3Drafter):
-    """Couples the features of a position with the token at it, not the one after it."""
+    """A drafter that joins a position's features with its token, not with the one after it."""
 
     def extend(self, tokens, features, last=None):
         before = mx.concatenate([self._last_token, tokens[:-1]])
@@ -146,7 +146,7 @@ def test_ablations_hurt(pair):
 
 
 def test_the_shipped_head_is_what_the_converter_makes_of_the_original(tmp_path):
-    """On every device: what is rounded in a conversion is rounded on the CPU."""
+    """A conversion rounds on the CPU, whatever the device is."""
     folder = tmp_path / "head"
     convert(str(HEAD), str(folder))
     made = mx.load(str(folder / "model.safetensors"))
@@ -170,12 +170,13 @@ def test_same_seed_same_text(pair):
 
 @pytest.mark.exhaustive
 def test_five_turns_with_a_saved_cache(pair, tmp_path):
-    """The same conversation as plain mlx-lm, the cache written and read between turns."""
+    """The conversation is plain mlx-lm's, with the cache written and read between turns."""
     model, tokenizer, drafter = pair
     from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 
     file = str(tmp_path / "cache.safetensors")
-    cache, reference = make_prompt_cache(model) + drafter.make_cache(), make_prompt_cache(model)
+    cache = make_prompt_cache(model) + drafter.make_cache()
+    reference = make_prompt_cache(model)
     questions = ["Hi, I am Ada.", "What is 2 + 3?", "And times 4?", "Minus 5?", "Who am I?"]
     conversation = []
     for question in questions:

@@ -1,4 +1,4 @@
-"""What a GPU rounds otherwise than a CPU, emulated here on the demo pair.
+"""Rounding of a GPU where it differs from a CPU's, emulated on the demo pair.
 
 The formulas are those of MLX's quantized.h and quantized.cpp, in plain NumPy.
 """
@@ -32,10 +32,11 @@ def away_from_zero(x: np.ndarray) -> np.ndarray:
 
 
 def codes(weights: np.ndarray, bits: int, rounded) -> np.ndarray:
-    """Codes (rows, columns) of a matrix, each group by the end that is farther from zero."""
+    """Quantize a matrix to codes (rows, columns), each group by its end farther from zero."""
     largest_code = np.float32(2**bits - 1)
     w = weights.astype(np.float32).reshape(-1, GROUP)
-    low, high = w.min(axis=1, keepdims=True), w.max(axis=1, keepdims=True)
+    low = w.min(axis=1, keepdims=True)
+    high = w.max(axis=1, keepdims=True)
     scale = np.maximum((high - low) / largest_code, np.float32(1e-7))
     from_low = np.abs(low) > np.abs(high)
     scale = np.where(from_low, scale, -scale)
@@ -49,17 +50,19 @@ def codes(weights: np.ndarray, bits: int, rounded) -> np.ndarray:
 
 
 def unpacked(packed: mx.array, bits: int) -> np.ndarray:
-    """Codes (rows, columns): each row is a stream of bits, the lowest of a code first."""
+    """Unpack codes (rows, columns): each row is a stream of bits, the lowest of a code first."""
     stream = np.unpackbits(np.array(packed).view(np.uint8), axis=-1, bitorder="little")
     return stream.reshape(packed.shape[0], -1, bits) @ (1 << np.arange(bits, dtype=np.uint8))
 
 
 def test_a_conversion_on_a_gpu_would_give_other_codes(tmp_path):
-    """Why heads are quantized on the CPU: the shipped codes are its, and Metal's formula's not."""
+    """Heads are quantized on the CPU: the shipped codes are its own, and Metal has others."""
     convert(str(HEAD), str(tmp_path / "dense"), quantize=False)
     dense = mx.load(str(tmp_path / "dense" / "model.safetensors"))
     shipped = mx.load(str(SHIPPED))
-    total = as_cpu = as_metal = 0
+    total = 0
+    as_cpu = 0
+    as_metal = 0
     for name in [n for n in shipped if shipped[n].dtype == mx.uint32]:
         weights = np.array(dense[name])
         bits = 32 * shipped[name].shape[-1] // weights.shape[-1]
@@ -72,10 +75,10 @@ def test_a_conversion_on_a_gpu_would_give_other_codes(tmp_path):
 
 
 def quantized_target(dtype: mx.Dtype, as_matrix: bool) -> nn.Module:
-    """The demo target in float32, with the weights that a GPU multiplies in ``dtype``.
+    """Load the demo target in float32, with the weights that a GPU multiplies in ``dtype``.
 
-    A packed weight is scale * code + bias. The kernel for few rows takes that in float32; the one
-    for many (``as_matrix``) has rounded it to ``dtype`` first.
+    A packed weight is scale * code + bias. The kernel for few rows takes it in float32; the
+    kernel for many rows (``as_matrix``) rounds it to ``dtype`` first.
     """
     model, _, _ = mlx_eagle.load_demo(dtype, quantized=True)
 
@@ -100,7 +103,7 @@ def quantized_target(dtype: mx.Dtype, as_matrix: bool) -> nn.Module:
 
 
 def texts(tokenizer, num_tokens: int = 90) -> list[list[int]]:
-    """Four questions, repeated up to a length."""
+    """Encode four questions, repeated up to a length."""
     lines = (PROMPTS / "mt_bench.jsonl").read_text().splitlines()
     questions = [json.loads(line)["turns"][0] for line in lines[:4]]
     return [(tokenizer.encode(text) * 9)[:num_tokens] for text in questions]
@@ -109,12 +112,13 @@ def texts(tokenizer, num_tokens: int = 90) -> list[list[int]]:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype, most, largest", [(mx.bfloat16, 8, 0.5), (mx.float16, 1, 0.08)])
 def test_rounded_weights_change_ties_only(dtype, most, largest):
-    """Past the rows of the vector kernel: other logits, and another choice where two are close."""
+    """Beyond the rows of the vector kernel, logits differ, and a choice where two are close."""
     _, tokenizer, _ = mlx_eagle.load_demo(mx.float32)
     prompts = mx.array(texts(tokenizer))
     exact, rounded = (quantized_target(dtype, as_matrix)(prompts) for as_matrix in (False, True))
     change = mx.abs(exact - rounded).max(axis=-1)
-    best, other = mx.argmax(exact, axis=-1), mx.argmax(rounded, axis=-1)
+    best = mx.argmax(exact, axis=-1)
+    other = mx.argmax(rounded, axis=-1)
     margins = mx.take_along_axis(exact, mx.stack([best, other], axis=-1), axis=-1)
     margin = margins[..., 0] - margins[..., 1]
     parted = best != other

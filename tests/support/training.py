@@ -1,4 +1,4 @@
-"""What the tests of training share: a tiny target with its tokenizer, and data, in folders."""
+"""Helpers of the tests of training: a tiny target with its tokenizer, and data, in folders."""
 
 import json
 import resource
@@ -40,7 +40,7 @@ WORDS = [
 
 
 def write_target(folder: Path, seed: int = 0, **changes: Any) -> Path:
-    """A tiny llama as mlx-lm loads it, sure of what it says; its tokenizer has a token a byte."""
+    """Write a tiny llama as mlx-lm loads it, with large logits, and a tokenizer of bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     model = tiny_llama(seed, vocab_size=VOCAB, **changes)
     model.model.norm.weight = 6 * model.model.norm.weight
@@ -54,7 +54,7 @@ def write_target(folder: Path, seed: int = 0, **changes: Any) -> Path:
 
 
 def write_data(folder: Path, **rows: Sequence[dict]) -> Path:
-    """A data folder: ``train=[...]``, ``valid=[...]``."""
+    """Write a data folder: ``train=[...]``, ``valid=[...]``."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, values in rows.items():
         lines = [json.dumps(row) + "\n" for row in values]
@@ -63,7 +63,7 @@ def write_data(folder: Path, **rows: Sequence[dict]) -> Path:
 
 
 def chats(num: int, length: int = 6, first: int = 0) -> list[dict]:
-    """Conversations of one question each, all different."""
+    """Make conversations of one question each, all different."""
     rows = []
     for i in range(first, first + num):
         words = [WORDS[(i * 5 + j * (1 + i % 4)) % len(WORDS)] for j in range(length)]
@@ -76,13 +76,13 @@ def chats(num: int, length: int = 6, first: int = 0) -> list[dict]:
 
 
 def weights_of(folder: Path) -> dict[str, np.ndarray]:
-    """Those of a finished head."""
+    """Read the weights of a finished head."""
     return {k: np.array(v) for k, v in mx.load(str(folder / "model.safetensors")).items()}
 
 
 @contextmanager
 def small_files(num_bytes: int) -> Iterator[None]:
-    """Within, no file of this process can grow beyond that: writing fails as on a full disk."""
+    """Let no file of this process grow beyond ``num_bytes``: writing fails as on a full disk."""
     limit, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, most))
     try:

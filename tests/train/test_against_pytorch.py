@@ -1,4 +1,4 @@
-"""A head that PyTorch trained on the same tokens is as good, and no sooner there."""
+"""Training against PyTorch: on the same tokens, neither head is better than the other."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).parents[2] / "tools" / "compare_trainers.py"
     not (find_spec("torch") and find_spec("specforge")), reason="needs torch and specforge"
 )
 def test_acceptance_is_that_of_pytorch():
-    """In a process of its own, since the golden's script stubs out packages."""
+    """The script runs in a process of its own, because it replaces packages by stubs."""
     done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     lengths = {}

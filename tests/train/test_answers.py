@@ -1,4 +1,4 @@
-"""The target's own answers: what mlx-lm says, and a file that is gone on with."""
+"""Answers of the target: they are mlx-lm's, and their file is continued."""
 
 import json
 from pathlib import Path
@@ -70,7 +70,8 @@ def test_a_file_cut_short_is_gone_on_with(folder, tmp_path):
 
 
 def test_the_command_reads_and_refuses(folder, tmp_path, capsys):
-    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "data" / "train.jsonl"
+    prompts = tmp_path / "prompts.jsonl"
+    output = tmp_path / "data" / "train.jsonl"
     prompts.write_text('{"prompt": "one"}\n' + json.dumps(chats(1)[0]) + "\n")
     command = ["--model", str(folder), "--prompts", str(prompts), "--output", str(output)]
     main([*command, "--temps", "0", "--max-tokens", "5"])
@@ -85,8 +86,9 @@ def test_the_command_reads_and_refuses(folder, tmp_path, capsys):
 
 
 def test_a_question_that_no_prompt_can_be_made_of(folder, tmp_path, capsys):
-    """It is said before the others are answered."""
-    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "data" / "train.jsonl"
+    """The line is named before any prompt is answered."""
+    prompts = tmp_path / "prompts.jsonl"
+    output = tmp_path / "data" / "train.jsonl"
     rows = [{"prompt": "one"}, {"messages": [{"role": "user", "content": "\ud800"}]}]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(SystemExit) as stop:
@@ -97,14 +99,15 @@ def test_a_question_that_no_prompt_can_be_made_of(folder, tmp_path, capsys):
 
 
 def test_a_full_disk_keeps_the_answers_so_far(folder, tmp_path, capsys):
-    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "train.jsonl"
+    prompts = tmp_path / "prompts.jsonl"
+    output = tmp_path / "train.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in chats(6)))
     command = ["--model", str(folder), "--prompts", str(prompts), "--output", str(output)]
     command += ["--temps", "0", "--max-tokens", "5"]
     with small_files(700), pytest.raises(SystemExit) as stop:
         main(command)
     lines = capsys.readouterr().err.splitlines()
-    (said,) = [line for line in lines if not line.startswith("Note: ")]  # of a slow BLAS
+    (said,) = [line for line in lines if not line.startswith("Note: ")]  # about a slow BLAS
     assert stop.value.code == 2
     assert f"{output} cannot be written to (File too large): the answers so far stay" in said
     main(command)

@@ -37,7 +37,7 @@ def drawn(monkeypatch) -> list[Figure]:
 
 
 def lines_in(figure: Figure) -> list[dict[str, list[tuple[float, float]]]]:
-    """The points of every line of every chart, by the name in the legend."""
+    """Read the points of every line of every chart, by the names in the legends."""
     return [
         {line.get_label(): list(map(tuple, line.get_xydata().tolist())) for line in axes.lines}
         for axes in figure.axes
@@ -45,7 +45,7 @@ def lines_in(figure: Figure) -> list[dict[str, list[tuple[float, float]]]]:
 
 
 def command(folder: Path) -> list[str]:
-    """A run's command, with a target and data of its own in ``folder``."""
+    """Write a target and data into ``folder``; return the flags of a run on them."""
     target = write_target(folder / "target")
     data = write_data(folder / "data", train=chats(4), valid=chats(2, first=4))
     output = folder / "head"
@@ -120,7 +120,7 @@ def test_without_matplotlib_a_run_keeps_its_figures(tmp_path, monkeypatch, capsy
 
 
 def test_a_table_without_figures_is_drawn_too(tmp_path, drawn):
-    """As of a run that was stopped before its first report."""
+    """A run that was stopped before its first report leaves one."""
     write_table(tmp_path, "iteration,loss,match_1")
     draw_curves(tmp_path)
     assert lines_in(drawn[0]) == [{}, {}, {}]

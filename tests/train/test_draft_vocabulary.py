@@ -1,4 +1,4 @@
-"""Heads that are to draft more or fewer tokens: ``--init`` with ``--draft-vocab-size``."""
+"""Heads that are made to draft more or fewer tokens: ``--init`` with ``--draft-vocab-size``."""
 
 import json
 from collections import Counter
@@ -29,7 +29,7 @@ SOME = 20  # of the 27 that the answers use
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A target, data, and a head that was taught to draft but a few letters."""
+    """A target, data, and a head that can draft only a few letters."""
     folder = tmp_path_factory.mktemp("widening")
     target = write_target(folder / "target")
     data = write_data(folder / "data", train=chats(8))
@@ -39,11 +39,12 @@ def folders(tmp_path_factory):
 
 
 def test_rows_of_new_tokens(folders):
-    """Old tokens keep their rows; new ones have the target's, as least squares takes them."""
+    """Old tokens keep their rows; those of new ones are made of the target's by least squares."""
     target, _, few = folders
     model, _ = mlx_lm.load(str(target))
     before = student_from(str(few), model, str(target))
-    ids, rows = np.array(before.ids), np.array(before.head.lm_head.weight)
+    ids = np.array(before.ids)
+    rows = np.array(before.head.lm_head.weight)
     new = np.setdiff1d(np.arange(0, VOCAB, 2), ids)
     after = widened(before, model, np.sort(np.concatenate([ids, new])).astype(np.int32))
     found = dict(
@@ -64,7 +65,7 @@ def test_rows_of_new_tokens(folders):
 
 
 def test_a_widened_head_decodes(folders, tmp_path):
-    """It gets those tokens of the answers that it lacked most, and drafts for its target."""
+    """The head gets the most frequent tokens that it lacked, and drafts for its target."""
     target, data, few = folders
     kept = {**RUN, "init": str(few)}
     train(str(target), str(data), str(tmp_path / "same"), **{**kept, "draft_vocab_size": SOME})
@@ -94,7 +95,7 @@ def test_all_tokens(folders, tmp_path):
 
 @pytest.mark.parametrize("shares", [False, True])
 def test_a_narrowed_head_says_of_what_is_left_what_it_said(folders, tmp_path, shares):
-    """Whether its output matrix is its own or the target's."""
+    """Both with an output matrix of the head's own and with the target's."""
     target, _, few = folders
     model, _ = mlx_lm.load(str(target))
     before = student_from(str(shared(few, tmp_path) if shares else few), model, str(target))
@@ -114,7 +115,8 @@ def test_a_narrowed_head_keeps_what_is_most_frequent(folders, tmp_path):
     target, data, few = folders
     options = {**RUN, "init": str(few), "draft_vocab_size": SOME - 6}
     train(str(target), str(data), str(tmp_path / "less"), **options)
-    own, left = set(ids_of(few)), set(ids_of(tmp_path / "less"))
+    own = set(ids_of(few))
+    left = set(ids_of(tmp_path / "less"))
     assert left < own and len(left) == SOME - 6
     model, tokenizer = mlx_lm.load(str(target))
     answers = "".join(row["messages"][-1]["content"] for row in chats(8))
@@ -128,7 +130,7 @@ def test_a_narrowed_head_keeps_what_is_most_frequent(folders, tmp_path):
 
 
 def shared(folder: Path, scratch: Path) -> Path:
-    """The same head with the target's output projection in place of its own."""
+    """Write the same head with the target's output matrix in place of its own."""
     config = json.loads((folder / "config.json").read_text())
     config |= {"lm_head_source": "target", "draft_vocab_size": VOCAB, "has_d2t": False}
     config.pop("quantization", None)
@@ -151,6 +153,6 @@ def test_no_such_width(folders, tmp_path, size, capsys):
 
 
 def ids_of(folder: Path) -> list[int]:
-    """What the head in that folder can draft."""
+    """Return the target ids of the tokens that the head in that folder can draft."""
     offsets = np.array(mx.load(str(folder / "model.safetensors"))["d2t"])
     return (np.arange(len(offsets)) + offsets).tolist()

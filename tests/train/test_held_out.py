@@ -1,4 +1,4 @@
-"""What a head is evaluated on was not learnt from: prompts are held out with all like them."""
+"""Held-out data: no prompt that a head is evaluated on, nor one like it, was learnt from."""
 
 import re
 
@@ -28,7 +28,7 @@ def row(question: str, answer: str = "yes it does", **fields) -> dict:
 
 
 def split(target, folder, train: list[dict], **files):
-    """The prompts to learn from, those held out, and the notes."""
+    """Read data; return the prompts to learn from, those held out, and the notes."""
     _, tokenizer = mlx_lm.load(str(target))
     found = read_examples(str(write_data(folder, train=train, **files)), tokenizer, 258, 400)
     texts = [
@@ -39,7 +39,7 @@ def split(target, folder, train: list[dict], **files):
 
 
 def test_answers_at_several_temperatures_are_held_out_with_their_prompt(target, tmp_path):
-    """As --regenerate writes them: turn by turn, so that the last rows are of many prompts."""
+    """Rows are in the order of --regenerate, in which the last ones are of many prompts."""
     questions = [f"where does the {a} sleep" for a in ANIMALS * 2]
     questions = [f"{q} number {i}" for i, q in enumerate(questions)]
     rows = [row(q, f"in {t} beds", temperature=t) for t in TEMPERATURES for q in questions]
@@ -50,7 +50,7 @@ def test_answers_at_several_temperatures_are_held_out_with_their_prompt(target, 
 
 
 def test_nearly_the_same_question_is_the_same(target, tmp_path):
-    """In other letters and signs, with a word more, and over several steps."""
+    """Questions differ in letters, signs or a word, and some are alike only over several steps."""
     rows = [row(f"does the {a} that lives at place {i} sleep") for i, a in enumerate(ANIMALS * 5)]
     base = "can you explain to me why the sky over the sea looks so blue in summer"
     variants = [base, f"  {base.upper()}?!", f"Please, {base}", f"please {base} today"]
@@ -84,7 +84,7 @@ def test_a_validation_file_that_asks_the_same_is_said_to(target, tmp_path):
 
 
 def test_one_truth_is_said_about_validation(target, tmp_path, capsys):
-    """And answers that take a while are announced."""
+    """Answers, which take a while, are announced."""
     data = write_data(tmp_path / "data", train=[row(f"say {a}") for a in ANIMALS])
     run = {"iters": 1, "batch_size": 2, "ttt_steps": 2, "draft_vocab_size": 64, "test_prompts": 0}
     report = train(

@@ -1,4 +1,4 @@
-"""``--cache-features``: lessons are used again, and no others than this run would make."""
+"""``--cache-features``: lessons are used again if this run would make the same ones."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -73,7 +73,7 @@ def files(folder: Path) -> dict[str, int]:
 
 
 def test_two_targets_share_a_folder(tmp_path):
-    """Another target in the place of the first, as a fine-tune saved over it, has its own."""
+    """A target that replaces the first one, such as a fine-tune of it, has lessons of its own."""
     data = write_data(tmp_path / "data", train=chats(8))
     cached = {**RUN, "cache_features": str(tmp_path / "kept")}
     target = write_target(tmp_path / "target")
@@ -86,7 +86,8 @@ def test_two_targets_share_a_folder(tmp_path):
     train(str(target), str(data), str(tmp_path / "plain"), **RUN)
     train(str(target), str(data), str(tmp_path / "second"), **cached)
     assert kept.items() < files(tmp_path / "kept").items()
-    ours, theirs = weights_of(tmp_path / "plain"), weights_of(tmp_path / "second")
+    ours = weights_of(tmp_path / "plain")
+    theirs = weights_of(tmp_path / "second")
     for name, wanted in ours.items():
         assert np.abs(theirs[name] - wanted).max() <= 1e-4 * np.abs(wanted).max(), name
 
@@ -99,5 +100,6 @@ def test_what_was_kept_before_changes_nothing(tmp_path, bits):
     cached = {**RUN, "cache_features": str(tmp_path / "kept"), "cache_bits": bits}
     for name in ("writes", "reads"):
         train(target, str(data), str(tmp_path / name), **cached)
-    written, read = weights_of(tmp_path / "writes"), weights_of(tmp_path / "reads")
+    written = weights_of(tmp_path / "writes")
+    read = weights_of(tmp_path / "reads")
     assert all(np.array_equal(written[name], read[name]) for name in written)

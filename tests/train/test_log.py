@@ -1,4 +1,4 @@
-"""Table of a run: rows as they were reported, and none twice after a resume."""
+"""Table of a run: it has the rows that were reported, and none twice after a resume."""
 
 import csv
 from pathlib import Path
@@ -10,7 +10,7 @@ FOUND = Evaluation(match=(0.5, 0.25), lengths=(1.5, 1.75), num_slots=8, num_sequ
 
 
 def write(folder: Path, first: int, last: int) -> None:
-    """Report batches ``first`` to ``last``, as a run does that resumes behind the one before."""
+    """Report batches ``first`` to ``last``, like a run that resumes after the batch before."""
     log = TrainingLog(folder, 2, 9, first - 1, quiet=False)
     for number in range(first, last + 1):
         log.training(number, [number + 0.5, number + 0.25], 1e-3, 2.0, 100.0, 10 * number, 75.0)
@@ -38,7 +38,7 @@ def test_a_row_has_what_was_reported(tmp_path, capsys):
 
 
 def test_a_resumed_run_keeps_the_rows_up_to_its_checkpoint(tmp_path):
-    """Later ones come again, and a line that a full disk has cut short is gone."""
+    """Later rows come again, and a line that a full disk has cut short is removed."""
     write(tmp_path, 1, 5)
     table = tmp_path / "training.csv"
     kept = table.read_text().splitlines()[:4]
@@ -50,7 +50,7 @@ def test_a_resumed_run_keeps_the_rows_up_to_its_checkpoint(tmp_path):
 
 
 def test_a_run_that_begins_again_begins_its_table_again(tmp_path):
-    """Also the evaluation before its first batch."""
+    """The evaluation before the first batch is removed too."""
     write(tmp_path, 1, 0)
     assert [row["iteration"] for row in rows_in(tmp_path)] == ["0"]
     write(tmp_path, 1, 2)

@@ -1,4 +1,4 @@
-"""Memory of a run: what it says beforehand, what it takes, and what it refuses."""
+"""Memory of a run: its announcement, its peak, and runs that do not fit."""
 
 import gc
 from concurrent.futures import ProcessPoolExecutor
@@ -42,7 +42,7 @@ TARGET_8B = 4.52 * GB  # Meta-Llama-3.1-8B-Instruct in 4 bits
 
 @pytest.mark.parametrize("num_texts, most", [(1, 14), (8, 40)])
 def test_a_head_of_8b_fits(num_texts, most):
-    """No array of it is ever made."""
+    """None of its arrays is ever computed."""
     ids = mx.arange(32000)
     student = Student(Eagle3Head(LLAMA_8B), lambda tokens: tokens, (2, 16, 29), ids, mx.float16)
     assert 400e6 < student.num_parameters < 440e6
@@ -54,7 +54,7 @@ def test_a_head_of_8b_fits(num_texts, most):
 
 
 def fresh(num_layers: int, length: int) -> TrainSettings:
-    """Settings for a head of so many layers, trained on texts of that length."""
+    """Settings for a fresh head, trained on texts of ``length`` tokens."""
     taps = 0, 1, 2
     return TrainSettings("", "", "", num_layers=num_layers, aux_layers=taps, max_seq_length=length)
 
@@ -66,7 +66,7 @@ def student() -> Student:
 
 
 def test_what_does_not_fit_names_flags_that_do(student, monkeypatch):
-    """Kept, then computed again, then refused; with the flags that it names it is taken."""
+    """Activations are kept, then computed again; then the run is refused, with flags that fit."""
     texts = tuple(Example((1,) * length, 5) for length in (300, 256, 40))
     given = ["--model", "a", "--data", "b", "--output", "c", "--batch-size", "12"]
     room = 1e12
@@ -112,8 +112,10 @@ def test_a_run_that_does_not_fit_leaves_nothing(tmp_path, monkeypatch, capsys):
 
 
 def test_arrays_of_others_take_nothing_from_a_run(tmp_path, monkeypatch):
-    """MLX would wait for one operation after the other if they counted as the run's."""
-    held, limits, set_limit = mx.zeros((25, 1000, 1000)), [], mx.set_memory_limit
+    """If they counted as the run's, MLX would wait for one operation after the other."""
+    held = mx.zeros((25, 1000, 1000))
+    limits = []
+    set_limit = mx.set_memory_limit
     mx.eval(held)
     before = mx.get_active_memory()
     assert before >= held.nbytes
@@ -126,7 +128,7 @@ def test_arrays_of_others_take_nothing_from_a_run(tmp_path, monkeypatch):
 
 
 def forget_others() -> None:
-    """Free what earlier tests have left: freed in between, it would be missing in a peak."""
+    """Free arrays of earlier tests: freed during this one, they would falsify its peak."""
     gc.collect()
     mx.clear_cache()
 
@@ -163,7 +165,7 @@ RUNS = [
 
 @pytest.fixture(scope="module")
 def alone():
-    """A process of its own: what other tests free meanwhile would be missing in a peak."""
+    """A process of its own: arrays that other tests free meanwhile would falsify a peak."""
     with ProcessPoolExecutor(1, get_context("spawn"), load_fast_blas) as process:
         yield process
 
@@ -176,7 +178,7 @@ def test_a_batch_takes_what_was_said(run, alone):
 
 
 def peak_and_needs(run) -> tuple[float, dict[str, float]]:
-    """Bytes at the peak of two steps, and by part what was said of them before."""
+    """Measure the bytes at the peak of two steps; return them and the announcement, by part."""
     forget_others()
     hidden, width, vocab, num_texts, length, num_steps, checkpoint = run
     sizes = {"hidden_size": hidden, "intermediate_size": width, "vocab_size": vocab}

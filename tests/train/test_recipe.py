@@ -1,4 +1,4 @@
-"""The recipe: what SpecForge computes, and what decoding does."""
+"""Recipe: losses and gradients are SpecForge's, and steps are those of decoding."""
 
 import gc
 import weakref
@@ -48,13 +48,13 @@ LOSSES = {
 
 
 def read(path: Path) -> dict[str, mx.array]:
-    """A safetensors file; floats in float32."""
+    """Read a safetensors file, with bfloat16 as float32."""
     arrays = mx.load(str(path))
     return {k: v.astype(mx.float32) if v.dtype == mx.bfloat16 else v for k, v in arrays.items()}
 
 
 class Golden:
-    """A frozen batch: target, head and what SpecForge computed."""
+    """A frozen batch with its target, its head, and SpecForge's losses and gradients."""
 
     def __init__(self, name: str):
         folder = frozen.FOLDER / f"training-{name}"
@@ -100,13 +100,15 @@ class Golden:
             for key, value in expected.items()
             if key.startswith("gradient.")
         }
-        tokens, counts = np.array(expected["tokens"]), np.array(expected["counts"])
+        tokens = np.array(expected["tokens"])
+        counts = np.array(expected["counts"])
         size, length = tokens.shape
         self.batch = TokenBatch(tokens.astype(np.int32), counts, length, size, tuple(range(size)))
 
     def rows(self, *numbers: int, padding: int = 0) -> TokenBatch:
-        """Some of the batch's texts, as one of several ranks has them; more padding."""
-        whole, chosen = self.batch, list(numbers)
+        """Take some of the batch's texts, as one of several ranks does, with more ``padding``."""
+        whole = self.batch
+        chosen = list(numbers)
         tokens = np.pad(whole.tokens[chosen], [(0, 0), (0, padding)])
         counts = np.pad(whole.counts[chosen], [(0, 0), (0, padding)])
         return TokenBatch(tokens, counts, whole.longest, whole.size, numbers)
@@ -119,7 +121,7 @@ def test_losses_and_gradients_are_specforges(name, checkpoint):
     settings = LossSettings(**{**vars(LOSSES[name]), "checkpoint": checkpoint})
     teacher = Teacher(golden.model, TAPS, golden.student.ids)
     features, targets = teacher.teach(golden.batch, NUM_STEPS)
-    # Padding is cut off: it is zeros here and whatever the target makes of it there.
+    # Padding is left out: here it is zeros, there it is the target's features of padding.
     for ours, theirs, counts in zip(features, golden.features, golden.batch.counts, strict=True):
         used = counts.nonzero()[0].max() + 2
         assert frozen.relative(np.array(ours[:used]), theirs[:used]) < TOLERANCE
@@ -134,7 +136,7 @@ def test_losses_and_gradients_are_specforges(name, checkpoint):
 
 
 def in_small_chunks(monkeypatch) -> None:
-    """Attention and losses take four rows at a time."""
+    """Let attention and losses take four rows at a time."""
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 1)
     monkeypatch.setattr(chunks, "ROWS_ALIKE", 4)
 
@@ -186,21 +188,24 @@ def test_eight_bits_are_nearly_the_same_and_a_third_of_the_size(tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma4_text", "cohere2"])
 def test_logits_are_made_again_of_states_where_they_are_the_same(name):
-    """Where logits are scaled, or layers hand on more than states, logits are kept."""
-    model, ids = build(name), mx.array([3, 5, 8, 40])
-    tokens, rows = mx.array([[4, 2, 9, 1, 7]]), mx.array([1, 3, 4])
+    """If logits are scaled, or layers pass on more than states, logits are kept."""
+    model = build(name)
+    ids = mx.array([3, 5, 8, 40])
+    tokens = mx.array([[4, 2, 9, 1, 7]])
+    rows = mx.array([1, 3, 4])
     target = Target(model, (0, 1))
     norm, output = output_of(model, target, ids)
     assert (norm is None) == (name in ("cohere2", "gemma4_text"))
     if norm is not None:
         logits, _, states = target.logits_at(tokens, rows)
-        found, wanted = np.array(output(norm(states))), np.array(logits[:, ids])
+        found = np.array(output(norm(states)))
+        wanted = np.array(logits[:, ids])
         assert frozen.relative(found, wanted) < 1e-5
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_chains_that_nothing_counts_of_are_not_computed(checkpoint):
-    """A step's loss is that of a longer test, where fewer slots before answers are left out."""
+    """A step has the same loss in a longer test, which leaves out fewer slots before answers."""
     golden = Golden("ce")
     features, targets = Teacher(golden.model, TAPS, golden.student.ids).teach(golden.batch, 2)
     length = golden.batch.tokens.shape[1]
@@ -260,7 +265,8 @@ def test_step_j_is_the_jth_chained_draft(variant, checkpoint, monkeypatch):
 
 def test_compiled_steps_of_few_shapes_are_kept(monkeypatch):
     """A shape is compiled once, until as many others have come since."""
-    made, alive = [], weakref.WeakSet()
+    made = []
+    alive = weakref.WeakSet()
 
     def compile(function):
         def compiled(*args):

@@ -1,4 +1,4 @@
-"""Whole training runs on a tiny target: learning by heart, stopping, going on, and refusing."""
+"""Whole training runs on a tiny target: learning by heart, stopping, resuming, refusing."""
 
 import json
 import re
@@ -51,7 +51,8 @@ def data(tmp_path_factory) -> Path:
 
 
 def assert_same_weights(left: Path, right: Path) -> None:
-    ours, theirs = weights_of(left), weights_of(right)
+    ours = weights_of(left)
+    theirs = weights_of(right)
     assert ours.keys() == theirs.keys()
     for name in ours:
         assert np.array_equal(ours[name], theirs[name]), name
@@ -85,8 +86,9 @@ def test_stopped_and_gone_on_with_is_the_same_bit_for_bit(target, data, tmp_path
     run = {**QUICK, "iters": 8, "grad_accumulation_steps": 2, "save_every": 4}
     run["steps_per_report"] = 4
     train(str(target), str(data), str(tmp_path / "whole"), **run)
-    # Stopped behind the first checkpoint, as a machine that is switched off stops.
-    half, late = tmp_path / "half", tmp_path / "half" / "checkpoints" / "0000008"
+    # Stopped after the first checkpoint, as if the machine were switched off.
+    half = tmp_path / "half"
+    late = tmp_path / "half" / "checkpoints" / "0000008"
     train(str(target), str(data), str(half), **run)
     (half / "model.safetensors").unlink()
     for file in late.iterdir():
@@ -126,7 +128,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(target, data, tmp_path):
 
 @pytest.mark.exhaustive
 def test_killed_while_saving_leaves_the_checkpoint_before(tmp_path):
-    """A process of its own is killed at random moments; what it leaves can always be read."""
+    """A process is killed at random moments; the checkpoint that it leaves can always be read."""
     script = (
         "import sys, mlx.core as mx; from pathlib import Path\n"
         "from mlx_eagle.train.resume import Checkpoints\n"
@@ -157,7 +159,7 @@ def test_killed_while_saving_leaves_the_checkpoint_before(tmp_path):
 
 
 def refused(capsys, *flags: object) -> str:
-    """The one sentence on standard error with which the command ends."""
+    """Run the command, which must fail; return the one sentence on standard error."""
     with pytest.raises(SystemExit) as stop:
         main(list(map(str, flags)))
     assert stop.value.code == 2
@@ -169,7 +171,8 @@ def refused(capsys, *flags: object) -> str:
 @pytest.mark.exhaustive
 def test_a_full_disk_leaves_the_last_checkpoint_and_says_so(target, data, tmp_path, capsys):
     """While a checkpoint is saved, while the table is written, and at the very beginning."""
-    output, flags = tmp_path / "head", []
+    output = tmp_path / "head"
+    flags = []
     for name, value in {**QUICK, "iters": 3}.items():
         flags += [f"--{name.replace('_', '-')}", value]
     command = ["--model", target, "--data", data, "--output", output, *flags]
@@ -178,7 +181,8 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_says_so(target, data, tmp_pa
     assert f"{output} cannot be written to (File too large): no checkpoint was saved yet" in said
     train(str(target), str(data), str(output), **{**QUICK, "iters": 3})
     good = output / "checkpoints" / "0000003"
-    kept, table = weights_of(good), (output / "training.csv").read_text()
+    kept = weights_of(good)
+    table = (output / "training.csv").read_text()
     for room, where in ((5000, output / "checkpoints"), (len(table) + 50, output)):
         with small_files(room):
             said = refused(capsys, *command, "--resume", "--iters", 6, "--steps-per-report", 1)
@@ -210,7 +214,7 @@ def test_a_loss_that_is_no_number_stops_the_run(target, data, tmp_path):
 
 @pytest.mark.exhaustive
 def test_texts_are_learnt_by_heart_and_evaluated_as_decoding_has_them(target, tmp_path):
-    """The target's own greedy answers: evaluation is decoding, without generating."""
+    """On the target's greedy answers, evaluation has the figures of decoding."""
     rows = chats(4)
     report = train(
         str(target),
@@ -243,7 +247,7 @@ def test_texts_are_learnt_by_heart_and_evaluated_as_decoding_has_them(target, tm
             )
             assert sum(1 for _ in steps) == NUM_TOKENS
             rounds += stats.num_target_forwards
-        # The first token of each comes with the prompt.
+        # The first token of each answer comes with the prompt.
         found = len(rows) * (NUM_TOKENS - 1) / rounds
         assert report.generated.lengths[size - 1] == pytest.approx(found)
         assert report.evaluation.lengths[size - 1] == pytest.approx(found, rel=0.03)
@@ -269,7 +273,8 @@ def test_ctrl_c_while_generating_leaves_a_finished_head(target, data, tmp_path, 
 
 @pytest.mark.exhaustive
 def test_eight_sequences_are_learnt_by_heart(target, tmp_path):
-    rows, num_slots = chats(8), 40
+    rows = chats(8)
+    num_slots = 40
     report = train(
         str(target),
         str(write_data(tmp_path / "data", train=rows, valid=rows)),
@@ -298,17 +303,18 @@ def test_two_ranks_learn_what_one_learns(target, data, tmp_path):
     command = [sys.executable, "-c", script, str(target), str(data), str(tmp_path / "two")]
     outputs = run_ranks([*command, json.dumps(run)], tmp_path)
     assert "Iter 3:" in outputs[0] and outputs[1] == ""
-    ours, theirs = weights_of(tmp_path / "one"), weights_of(tmp_path / "two")
+    ours = weights_of(tmp_path / "one")
+    theirs = weights_of(tmp_path / "two")
     for name, wanted in ours.items():
-        # By the norm: where a gradient is all rounding, AdamW makes a whole step of its sign, and
-        # the order of sums differs between processors (6e-6 on one with AVX2).
-        # Ranks that keep their own gradients end 2e-2 apart.
+        # By the norm: if a gradient is only rounding, AdamW makes a whole step in its direction,
+        # and the order of sums differs between processors (6e-6 on one with AVX2). Ranks that
+        # keep their own gradients end 2e-2 apart.
         change = np.linalg.norm(theirs[name] - wanted) / max(np.linalg.norm(wanted), 1)
         assert change <= 1e-5, name
 
 
 def test_a_head_is_taken_further(target, data, tmp_path):
-    """From a converted head, quantized or not, and from one in PyTorch's layout."""
+    """A quantized head is dequantized, and keeps its shape."""
     train(str(target), str(data), str(tmp_path / "first"), **{**QUICK, "quantize": True})
     shape = ("draft_vocab_size",)
     run = {key: value for key, value in QUICK.items() if key not in shape}
@@ -341,12 +347,13 @@ def test_the_target_may_be_in_half_precision(target, data, tmp_path):
 @pytest.mark.parametrize("options", [{"cache_features": "cache"}, {"grad_checkpoint": True}])
 @pytest.mark.exhaustive
 def test_the_same_is_learnt_with_less(target, data, tmp_path, options):
-    """From a cache of what the target says, and with activations computed again."""
+    """Lessons come from a cache, or activations are computed again."""
     if "cache_features" in options:
         options = {"cache_features": str(tmp_path / "cache")}
     train(str(target), str(data), str(tmp_path / "plain"), **QUICK)
     train(str(target), str(data), str(tmp_path / "other"), **QUICK, **options)
-    ours, theirs = weights_of(tmp_path / "plain"), weights_of(tmp_path / "other")
+    ours = weights_of(tmp_path / "plain")
+    theirs = weights_of(tmp_path / "other")
     for name, wanted in ours.items():
         assert np.abs(theirs[name] - wanted).max() <= 10 * tolerance() * np.abs(wanted).max(), name
 
@@ -461,7 +468,7 @@ def test_another_kind_of_drafter_is_not_taken_further(target, data, tmp_path):
 
 
 def test_taps_fit_a_shallow_target(data, tmp_path):
-    """Of four layers the default of the official code would be 2, 2 and 1."""
+    """For four layers, the default of the official code would be 2, 2 and 1."""
     small = write_target(tmp_path / "small", num_hidden_layers=4)
     train(str(small), str(data), str(tmp_path / "head"), **QUICK)
     config = json.loads((tmp_path / "head" / "config.json").read_text())
@@ -483,7 +490,7 @@ def test_a_target_too_shallow_for_the_taps(data, tmp_path):
 
 
 def test_two_runs_do_not_write_to_one_folder(target, data, tmp_path):
-    """Not while one is writing; afterwards, and after it was killed, nothing is in the way."""
+    """The second is refused; afterwards, and after a kill, nothing is in the way."""
     output = tmp_path / "head"
     train(str(target), str(data), str(output), **{**QUICK, "iters": 3})
     assert not (output / LOCK).exists()
@@ -496,7 +503,7 @@ def test_two_runs_do_not_write_to_one_folder(target, data, tmp_path):
 
 @pytest.fixture(scope="module")
 def started(target, data, tmp_path_factory):
-    """The folder of a run that was stopped, and the flags of its command."""
+    """Folder of a run that was stopped, and the flags of its command."""
     output = tmp_path_factory.mktemp("started") / "head"
     run = {**QUICK, "iters": 3, "keep_checkpoints": 1}
     train(str(target), str(data), str(output), **run)
@@ -526,7 +533,7 @@ def test_damaged_facts_of_a_checkpoint_cost_one_sentence(started, capsys, what):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        # mlx would make a list of that length of it.
+        # MLX would make a list of that length.
         (lambda arrays: arrays.update({"zz.3000000000.w": mx.zeros(1)}), "has zz.3000000000.w"),
         (lambda arrays: arrays.pop("weights.norm.weight"), "lacks weights.norm.weight"),
         (lambda arrays: arrays.update({"moments.step": mx.zeros(3)}), "moments.step is"),
@@ -574,13 +581,14 @@ def test_settings_come_from_flags_and_then_from_a_file(tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_compiled_step_learns_the_same(target, data, tmp_path, monkeypatch):
-    """As on a GPU; here compiling takes longer than the run."""
+    """Steps are compiled as on a GPU; on a CPU this takes longer than the run."""
     run = {**QUICK, "iters": 4, "grad_accumulation_steps": 2, "ttt_steps": 2}
     train(str(target), str(data), str(tmp_path / "plain"), **run)
     for name in ("compiled", "optimizer", "losses"):
         monkeypatch.setattr(f"mlx_eagle.train.{name}.is_compiled", lambda: True)
     train(str(target), str(data), str(tmp_path / "compiled"), **run)
-    ours, theirs = weights_of(tmp_path / "plain"), weights_of(tmp_path / "compiled")
+    ours = weights_of(tmp_path / "plain")
+    theirs = weights_of(tmp_path / "compiled")
     for name, wanted in ours.items():
         most = tolerance() * max(np.linalg.norm(wanted), 1)
         assert np.linalg.norm(theirs[name] - wanted) <= most, name
