@@ -19,8 +19,8 @@ from ..drafters.acceptance_stats import CopySeen
 from ..drafters.base import Drafter
 from ..drafters.copies import Tokens
 from ..drafters.tree import DraftShape
-from ..target.attention import batch_mask_axes, cuts_states_by_text
 from ..target.masks_and_ropes import BY_LENGTH, find_ropes
+from ..target.probe import batch_mask_axes, cuts_states_by_text
 from ..target.ragged import can_share
 from ..target.rollback import CacheQuantization
 from ..target.states import recurrent_caches

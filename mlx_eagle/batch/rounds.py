@@ -25,8 +25,8 @@ from ..drafters.batch_drafter import make_batch_drafter
 from ..drafters.seen_text import TextMatch
 from ..drafters.tree import PLAIN, DraftPlan, DraftShape
 from ..system.device import fused_rows
-from ..target.attention import batch_mask_axes
 from ..target.cache_view import close_windows
+from ..target.probe import batch_mask_axes
 from ..target.ragged import RaggedCaches
 from ..target.states import recurrent_caches
 from ..target.taps import Target

@@ -17,7 +17,7 @@ from ..drafters.copies import Copies, Tokens
 from ..drafters.seen_text import GAP
 from ..drafters.tree import TREES, DraftShape, Tree, parse_tree
 from ..system.device import fused_rows, product_cost, this_machine, weight_bytes
-from ..target.attention import check_trees
+from ..target.probe import check_trees
 from ..target.rollback import CacheQuantization, Checkpoint, check_supported
 from ..target.sharding import in_any_process, is_pipelined, is_sharded
 from ..target.taps import Target

@@ -13,8 +13,8 @@ from typing import Any, NoReturn, Protocol, Self, runtime_checkable
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..target.attention import ancestors
 from ..target.cache_view import CacheView
+from ..target.probe import ancestors
 from .copies import CopySource
 from .tree import Tree
 

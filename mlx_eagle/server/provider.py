@@ -24,7 +24,7 @@ from ..system.device import set_precision
 from ..system.hub import locate
 from ..system.loading import check_target, context_size
 from ..system.terminal import USER_ERRORS
-from ..target.attention import check_trees
+from ..target.probe import check_trees
 from .caches import is_always_trimmable
 
 DEFAULT = "default_model"  # what mlx-lm calls the model and the draft model of the command line

@@ -20,7 +20,7 @@ from mlx_eagle.decoding.decoder import Limits
 from mlx_eagle.decoding.loop import SingleRunner
 from mlx_eagle.decoding.setup import open_decoder
 from mlx_eagle.drafters.tree import DraftShape
-from mlx_eagle.target.attention import cuts_states_by_text
+from mlx_eagle.target.probe import cuts_states_by_text
 from mlx_eagle.target.rollback import CacheQuantization, Checkpoint
 from mlx_eagle.target.states import StateRecorder, StateUpdates, recurrent_caches
 from mlx_eagle.target.taps import Target
