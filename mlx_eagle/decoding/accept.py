@@ -15,7 +15,7 @@ import mlx.core as mx
 from ..drafters.base import Draft, Drafter, empty_draft
 from ..drafters.tree import DraftShape, top_k
 from ..target.cache_view import CacheView
-from ..target.probe import kept_path
+from ..target.tree_rows import kept_path
 from .sampling import LogitsProcessors, Sampler, Sampling
 
 FAR = 1e4  # nats, below whatever a filter leaves

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..target.cache_view import CacheView
-from ..target.probe import ancestors
+from ..target.tree_rows import ancestors
 from .copies import CopySource
 from .tree import Tree
 

@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, trim_prompt_cache
 
 from ..target.masks_and_ropes import BY_LENGTH, evaluate_ropes, find_ropes
-from ..target.probe import each_itself
+from ..target.tree_rows import each_itself
 from .base import Draft, Pick, PickChildren, index_of, row_at, start_early
 from .batch_drafter import HeadBatchDrafter
 from .feature_drafter import FeatureDrafter

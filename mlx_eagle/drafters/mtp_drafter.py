@@ -13,8 +13,8 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import CacheList, KVCache, trim_prompt_cache
 
 from ..target.masks_and_ropes import evaluate_ropes
-from ..target.probe import each_itself
 from ..target.stand_in import StandIn
+from ..target.tree_rows import each_itself
 from .base import BatchDrafter, Draft, Pick, PickChildren, row_at, start_early
 from .batch_drafter import HeadBatchDrafter
 from .feature_drafter import FeatureDrafter
