@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_eagle.drafters.base import Drafter
 from mlx_eagle.target.rollback import Checkpoint
-from mlx_eagle.target.taps import Target
+from mlx_eagle.target.target import Target
 
 SAMPLES = 15
 CHUNK = 512  # tokens per prefill step

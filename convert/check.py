@@ -34,7 +34,7 @@ from mlx_eagle.drafters.head_weights import AttachedHead, load_head
 from mlx_eagle.system.json_schema import is_number
 from mlx_eagle.system.loading import load
 from mlx_eagle.system.terminal import open_bar
-from mlx_eagle.target.taps import Target
+from mlx_eagle.target.target import Target
 
 from .rope import DEFAULT_THETA
 

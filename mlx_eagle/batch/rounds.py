@@ -29,7 +29,7 @@ from ..target.cache_view import close_windows
 from ..target.probe import batch_mask_axes
 from ..target.ragged import RaggedCaches
 from ..target.states import recurrent_caches
-from ..target.taps import Target
+from ..target.target import Target
 from .acceptance import BatchChoice, BatchRule, BatchVerification
 from .requests import Request, SharedRound
 

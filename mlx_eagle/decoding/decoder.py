@@ -19,7 +19,7 @@ from ..drafters.tree import PLAIN, DraftShape
 from ..system.device import this_machine
 from ..target.cache_view import CacheView, close_windows, open_windows
 from ..target.rollback import CacheQuantization, Checkpoint
-from ..target.taps import Target
+from ..target.target import Target
 from .accept import Choice, Match, Outcome, RowsInTurn, Rule, Verification, propose
 from .pass_costs import KernelOptions
 from .sampling import LogitsProcessors, ask_grammars

@@ -20,7 +20,7 @@ from ..system.device import fused_rows, product_cost, this_machine, weight_bytes
 from ..target.probe import check_trees
 from ..target.rollback import CacheQuantization, Checkpoint, check_supported
 from ..target.sharding import in_any_process, is_pipelined, is_sharded
-from ..target.taps import Target
+from ..target.target import Target
 from .accept import Coupled, Match, Rule
 from .auto import RoundCosts
 from .decoder import Decoder

@@ -29,7 +29,7 @@ from ..system.json_schema import parse_object, read_bytes, read_weight_map
 from ..system.safetensors import Entry, header_length, parse_header, read_header
 from ..system.terminal import Bar
 from ..target.sharding import find_stage
-from ..target.taps import Target
+from ..target.target import Target
 
 Linear = nn.Linear | nn.QuantizedLinear
 Embedding = nn.Embedding | nn.QuantizedEmbedding

@@ -24,7 +24,7 @@ from .masks_and_ropes import MASKED
 from .ragged import RaggedCaches
 from .stand_in import StandIn
 from .states import recurrent_caches
-from .taps import Target
+from .target import Target
 from .tree_rows import ancestors
 
 T = TypeVar("T")

@@ -27,7 +27,7 @@ from mlx_eagle.drafters.batch_drafter import (
 from mlx_eagle.drafters.tree import DraftPlan, DraftShape
 from mlx_eagle.target.ragged import RaggedCaches
 from mlx_eagle.target.states import StateUpdates, recurrent_caches
-from mlx_eagle.target.taps import Target
+from mlx_eagle.target.target import Target
 
 BY_UPDATE = (
     "bailing_hybrid", "jamba", "lfm2", "mamba", "mamba2", "qwen3_next", "recurrent_gemma",

@@ -25,7 +25,7 @@ from mlx_eagle.decoding.pass_costs import COUNTED, UNCOUNTED, KernelOptions, Opt
 from mlx_eagle.decoding.setup import costs_of
 from mlx_eagle.drafters.acceptance_stats import Acceptance, expected_tokens
 from mlx_eagle.drafters.tree import CHAINS, PLAIN, TREES, DraftShape
-from mlx_eagle.target.taps import Target
+from mlx_eagle.target.target import Target
 
 ALPHAS = [0.0, 0.25, 0.5, 0.7, 0.85]
 STEEP = curve(lambda k: 1.2 + 0.84 * k)

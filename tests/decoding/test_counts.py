@@ -27,7 +27,7 @@ from mlx_eagle.decoding.decoder import Round
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.tree import parse_tree
-from mlx_eagle.target.taps import Target
+from mlx_eagle.target.target import Target
 
 
 @pytest.fixture(scope="module")

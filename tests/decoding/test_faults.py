@@ -19,7 +19,7 @@ from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.drafters.feature_drafter import last_features
 from mlx_eagle.target.cache_view import WindowCache, single_caches
 from mlx_eagle.target.states import StateUpdates
-from mlx_eagle.target.taps import Target
+from mlx_eagle.target.target import Target
 
 LONG_PROMPT = [*PROMPT, 9, 33, 7, 50, 51, 52]
 PREFILL_STEP = 4

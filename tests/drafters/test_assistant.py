@@ -36,7 +36,7 @@ from mlx_eagle.drafters.base import Draft
 from mlx_eagle.drafters.kinds import KINDS, load_drafter, recognise
 from mlx_eagle.drafters.pairs import PAIRS as PUBLIC
 from mlx_eagle.drafters.target_parts import TargetSizes
-from mlx_eagle.target.taps import Target
+from mlx_eagle.target.target import Target
 
 TOLERANCE = 1e-5
 WINDOW = 12  # of the frozen targets, as in tools/golden/make_assistant.py

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import (
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.drafters.model_drafter import ModelDrafter
 from mlx_eagle.drafters.mtp import MTPDrafter
-from mlx_eagle.target.taps import Target
+from mlx_eagle.target.target import Target
 
 TURNS = [PROMPT, [9, 33, 7], [12], [50, 51, 52, 53]]
 

@@ -27,7 +27,7 @@ import mlx_eagle
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.mtp import MTPDrafter, load_mtp
 from mlx_eagle.drafters.tree import StaticTree, parse_tree
-from mlx_eagle.target.taps import find_final_norm
+from mlx_eagle.target.target import find_final_norm
 
 TOKENIZER = byte_tokenizer()
 

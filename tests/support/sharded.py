@@ -25,7 +25,7 @@ from mlx_lm.models.cache import make_prompt_cache
 import mlx_eagle
 from mlx_eagle.drafters.eagle3 import Eagle3Drafter
 from mlx_eagle.drafters.lookup import LookupDrafter
-from mlx_eagle.target.taps import Target
+from mlx_eagle.target.target import Target
 
 NUM_TOKENS = 24
 PROMPTS = [PROMPT, [9, 8], [11] * 12]

@@ -28,7 +28,7 @@ from mlx_eagle.target.cache_view import open_windows
 from mlx_eagle.target.ragged import RaggedCaches
 from mlx_eagle.target.rollback import Checkpoint
 from mlx_eagle.target.stand_in import AttentionParts, attend_in_parts
-from mlx_eagle.target.taps import Target
+from mlx_eagle.target.target import Target
 
 VOCAB = 8192  # as for all of more than 4096, the output matrix is a wide one
 SIZES = {

@@ -28,7 +28,7 @@ from mlx_eagle.drafters.tree import DraftShape, TreeShape
 from mlx_eagle.system.device import fused_rows
 from mlx_eagle.target.rollback import CacheQuantization
 from mlx_eagle.target.stand_in import find_attention
-from mlx_eagle.target.taps import Target
+from mlx_eagle.target.target import Target
 
 MODELS = {
     "plain": (lambda: tiny_llama(**CROWDED), lambda: KVCache()),

@@ -23,7 +23,7 @@ from mlx_eagle.drafters.tree import DraftShape
 from mlx_eagle.target.probe import cuts_states_by_text
 from mlx_eagle.target.rollback import CacheQuantization, Checkpoint
 from mlx_eagle.target.states import StateRecorder, StateUpdates, recurrent_caches
-from mlx_eagle.target.taps import Target
+from mlx_eagle.target.target import Target
 
 QUICK = ("baichuan_m1", "jamba", "longcat_flash_ngram", "qwen3_next", "rwkv7")
 NUM_ROWS = 5
