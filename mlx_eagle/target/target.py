@@ -7,9 +7,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from .attention import AttentionParts, no_kernel
 from .masks_and_ropes import exact_masks, positions_of_one_scale
 from .sharding import find_stage
-from .stand_in import AttentionParts, StandIn, add_behaviour, no_kernel
+from .stand_in import StandIn, add_behaviour
 from .states import StateUpdates
 from .taps import RecordedLayer, TapRecorder
 

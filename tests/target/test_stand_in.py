@@ -26,8 +26,8 @@ from mlx_eagle.decoding.pass_costs import KernelOptions
 from mlx_eagle.decoding.setup import open_decoder
 from mlx_eagle.drafters.tree import DraftShape, TreeShape
 from mlx_eagle.system.device import fused_rows
+from mlx_eagle.target.attention import find_attention
 from mlx_eagle.target.rollback import CacheQuantization
-from mlx_eagle.target.stand_in import find_attention
 from mlx_eagle.target.target import Target
 
 MODELS = {

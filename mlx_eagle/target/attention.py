@@ -1,0 +1,126 @@
+"""Attention of a verify pass, in parts that stay on fast kernels."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.base import scaled_dot_product_attention as attend
+
+from .masks_and_ropes import named_modules
+
+NAME = attend.__name__
+LEAST_KEYS = 1024  # from which on Metal has a kernel for one row of head dimension 512
+MOST_CUT = 8  # rows that are cut into single ones there
+MOST_FORCED_ROWS = 8  # above, MLX takes a fused kernel by itself wherever one is worth it
+
+
+@dataclass
+class AttentionParts:
+    """Whether rows are cut, whether a kernel is forced, and whether there was anything to do so.
+
+    State of one generation. ``most_rows`` says how many rows of a head dimension, with so many
+    query heads per key head, one kernel takes; 0 where there is none for that dimension.
+    """
+
+    most_rows: Callable[[int, int], int]
+    is_on: bool = False
+    is_forced: bool = False
+    matters: bool = False  # a pass that the kernel would take with fewer heads is cut
+    falls_off: bool = False  # a short pass goes through plain operations
+    _masks: dict[tuple[int, int], tuple[mx.array, mx.array]] = field(default_factory=dict)
+
+    def use(self, is_on: bool, is_forced: bool) -> None:
+        """Compute attention so from now on."""
+        self.is_on, self.is_forced = is_on, is_forced
+
+    def begin(self) -> None:
+        """A pass begins, or has ended: let go of its masks."""
+        self._masks.clear()
+
+    def for_heads(self, mask: mx.array, num_heads: int) -> mx.array:
+        """A mask (B, 1, R, S) as (B, H, R, S), contiguous, made once for all layers of a pass.
+
+        Of several texts MLX's kernels take no other: they would copy it in every layer.
+        """
+        if mask.ndim != 4 or mask.shape[0] == 1 or mask.shape[1] != 1 or num_heads == 1:
+            return mask
+        key = id(mask), num_heads  # the mask is kept with it: no other gets its id meanwhile
+        if key not in self._masks:
+            spread = mx.broadcast_to(mask, (mask.shape[0], num_heads, *mask.shape[2:]))
+            self._masks[key] = mask, mx.contiguous(spread)
+        return self._masks[key][1]
+
+
+def find_attention(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model's layers that call mlx-lm's attention function themselves."""
+    found: dict[int, nn.Module] = {}
+    for layer in model.layers:
+        for _, module in named_modules(layer):
+            call = type(module).__call__
+            if not isinstance(call, FunctionType) or NAME not in call.__code__.co_names:
+                continue
+            if call.__globals__.get(NAME) is attend:
+                found[id(module)] = module
+    return list(found.values())
+
+
+def no_kernel(head_dim: int, heads_per_key: int) -> int:
+    """No attention is cut."""
+    return 0
+
+
+def attend_in_parts(
+    parts: AttentionParts,
+    queries: mx.array,
+    keys: Any,
+    values: Any,
+    cache: Any,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """mlx-lm's function of queries (B, H, R, D), keys and values (B, Hk, S, D), in parts of R.
+
+    ``mask`` is an array, "causal" or None.
+    """
+    if queries.shape[0] == queries.shape[2] == 1:  # nothing to cut
+        return attend(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+
+    def whole() -> mx.array:
+        return attend(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+
+    if not isinstance(keys, mx.array) or values.shape[-1] != queries.shape[-1]:
+        return whole()  # quantized, or a head of two widths: there is no kernel for either
+    _, num_heads, num_rows, head_dim = queries.shape
+    if isinstance(mask, mx.array):
+        mask = parts.for_heads(mask, num_heads)
+    num_keys, limit = keys.shape[2], parts.most_rows(head_dim, 1)
+    most = parts.most_rows(head_dim, num_heads // keys.shape[1])
+    if limit == 0 < most and num_keys >= LEAST_KEYS:
+        limit = MOST_CUT
+    parts.matters |= 0 < most < limit
+    parts.falls_off |= most < MOST_FORCED_ROWS
+    if parts.is_forced and max(most, 1) < num_rows <= MOST_FORCED_ROWS:
+        # Before parts: tried after them, it has to be faster than they are.
+        with suppress(ValueError):  # there is none for these heads
+            return mx.fast.scaled_dot_product_attention(
+                queries, keys, values, scale=scale, mask=mask, sinks=sinks, force_fused=True
+            )
+    if not parts.is_on or not 0 < most < num_rows <= limit:
+        return whole()
+    out = []
+    for start in range(0, num_rows, most):
+        end = min(start + most, num_rows)
+        seen, part_mask = num_keys, mask
+        if isinstance(mask, str):  # causal: what comes after the last row of the part is not seen
+            seen = num_keys - num_rows + end
+            part_mask = mask if end - start > 1 else None
+        elif mask is not None and mask.shape[-2] > 1:
+            part_mask = mask[..., start:end, :]
+        rows, k, v = queries[:, :, start:end], keys[:, :, :seen], values[:, :, :seen]
+        out.append(attend(rows, k, v, cache=cache, scale=scale, mask=part_mask, sinks=sinks))
+    return mx.concatenate(out, axis=2)
