@@ -22,9 +22,10 @@ import mlx_eagle
 from mlx_eagle import structured
 from mlx_eagle.batch.requests import Options, Request, first_token, prefill
 from mlx_eagle.batch.rounds import Batch
-from mlx_eagle.decoding.accept import Coupled, ForcedPicks
+from mlx_eagle.decoding.accept import Coupled
 from mlx_eagle.decoding.auto import FixedController
 from mlx_eagle.decoding.decoder import Limits
+from mlx_eagle.decoding.draft import ForcedPicks
 from mlx_eagle.decoding.sampling import LogitsProcessors, RowsAsked, Sampling
 from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.drafters.tree import DraftShape

@@ -11,7 +11,8 @@ from functools import cached_property
 
 import mlx.core as mx
 
-from ..decoding.accept import Choice, Coupled, ForcedPicks, Match, Rule, index_in, log_softmax
+from ..decoding.accept import Choice, Coupled, Match, Rule, log_softmax
+from ..decoding.draft import ForcedPicks, index_in
 from ..decoding.sampling import Sampling, noise_of_rows
 from ..drafters.base import Draft, Pick
 

@@ -20,7 +20,8 @@ from ..system.device import this_machine
 from ..target.cache_view import CacheView, close_windows, open_windows
 from ..target.rollback import CacheQuantization, Checkpoint
 from ..target.target import Target
-from .accept import Choice, Match, Outcome, RowsInTurn, Rule, Verification, propose
+from .accept import Choice, Match, Outcome, RowsInTurn, Rule, Verification
+from .draft import propose
 from .pass_costs import KernelOptions
 from .sampling import LogitsProcessors, ask_grammars
 from .stats import Stats
