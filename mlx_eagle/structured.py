@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 import numpy as np
 
-from .decoding.sampling import RowsAsked, allowed_of
+from .decoding.processors import RowsAsked, allowed_of
 
 try:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, regex_to_lark

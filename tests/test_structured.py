@@ -26,7 +26,8 @@ from mlx_eagle.decoding.accept import Coupled
 from mlx_eagle.decoding.auto import FixedController
 from mlx_eagle.decoding.decoder import Limits
 from mlx_eagle.decoding.draft import ForcedPicks
-from mlx_eagle.decoding.sampling import LogitsProcessors, RowsAsked, Sampling
+from mlx_eagle.decoding.processors import LogitsProcessors, RowsAsked
+from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.drafters.tree import DraftShape
 from mlx_eagle.structured import JSONObject, JSONSchema, Lark, Regex, as_terminal

@@ -25,7 +25,8 @@ from ..decoding.auto import AdaptiveController, Controller, FixedController, fix
 from ..decoding.decoder import Limits
 from ..decoding.loop import speculative_generate_step
 from ..decoding.pass_costs import KernelOptions
-from ..decoding.sampling import Sampling, is_pure
+from ..decoding.processors import is_pure
+from ..decoding.sampling import Sampling
 from ..decoding.setup import (
     AUTO,
     check_max_tokens,

@@ -12,7 +12,8 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from ..decoding.accept import AskedLogprobs, TokenLogprobs
 from ..decoding.decoder import Decoder, Limits, Round
-from ..decoding.sampling import LogitsProcessor, Sampler, Sampling, is_grammar, is_pure
+from ..decoding.processors import LogitsProcessor, is_grammar, is_pure
+from ..decoding.sampling import Sampler, Sampling
 from ..decoding.setup import begin_copies, begin_drafter, open_decoder, split_cache
 from ..decoding.stats import Stats
 from ..drafters.acceptance_stats import CopySeen

@@ -18,7 +18,7 @@ from ..decoding.auto import Controller
 from ..decoding.decoder import MOST_BEHIND
 from ..decoding.loop import MOST_FORCED, Pipeline
 from ..decoding.pass_costs import KernelOptions
-from ..decoding.sampling import ask_grammars
+from ..decoding.processors import ask_grammars
 from ..drafters.acceptance_stats import CopySeen
 from ..drafters.base import Draft, Drafter, PendingPairs
 from ..drafters.batch_drafter import make_batch_drafter

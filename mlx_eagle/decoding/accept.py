@@ -15,7 +15,8 @@ import mlx.core as mx
 from ..drafters.base import Draft
 from ..drafters.tree import top_k
 from ..target.tree_rows import kept_path
-from .sampling import LogitsProcessors, Sampler, Sampling
+from .processors import LogitsProcessors
+from .sampling import Sampler, Sampling
 
 FAR = 1e4  # nats, below whatever a filter leaves
 

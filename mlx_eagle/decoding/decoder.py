@@ -23,7 +23,7 @@ from ..target.target import Target
 from .accept import Choice, Match, Outcome, RowsInTurn, Rule, Verification
 from .draft import propose
 from .pass_costs import KernelOptions
-from .sampling import LogitsProcessors, ask_grammars
+from .processors import LogitsProcessors, ask_grammars
 from .stats import Stats
 
 MOST_BEHIND = 256  # tokens that a drafter falls behind while all is copied: features take memory

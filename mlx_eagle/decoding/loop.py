@@ -32,7 +32,8 @@ from ..target.rollback import CacheQuantization
 from .auto import AdaptiveController, Controller, FixedController, fixed_controller
 from .decoder import Decoder, Limits, Round
 from .pass_costs import KernelOptions, OptionTrial
-from .sampling import LogitsProcessor, Sampler, Sampling
+from .processors import LogitsProcessor
+from .sampling import Sampler, Sampling
 from .setup import (
     begin_copies,
     begin_drafter,

@@ -25,8 +25,9 @@ from .accept import Coupled, Match, Rule
 from .auto import RoundCosts
 from .decoder import Decoder
 from .pass_costs import TargetWeights
+from .processors import LogitsProcessor, LogitsProcessors
 from .rejection import Reject
-from .sampling import LogitsProcessor, LogitsProcessors, Sampler, Sampling
+from .sampling import Sampler, Sampling
 
 AUTO = "auto"
 

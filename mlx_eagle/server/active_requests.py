@@ -15,14 +15,8 @@ from ..batch.group import RoundOutput
 from ..batch.requests import Request, restore_caches
 from ..decoding.accept import TokenLogprobs
 from ..decoding.decoder import Decoder, Limits
-from ..decoding.sampling import (
-    LogitsProcessor,
-    Sampler,
-    Sampling,
-    SamplingOptions,
-    is_pure,
-    sampler_for,
-)
+from ..decoding.processors import LogitsProcessor, is_pure
+from ..decoding.sampling import Sampler, Sampling, SamplingOptions, sampler_for
 from ..decoding.setup import begin_drafter, open_decoder, read_tree
 from ..drafters.base import NullDrafter
 from ..drafters.tree import Tree

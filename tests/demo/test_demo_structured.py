@@ -19,7 +19,8 @@ from mlx_eagle.batch.requests import Options, Request, first_token, prefill
 from mlx_eagle.batch.rounds import Batch
 from mlx_eagle.decoding.auto import FixedController
 from mlx_eagle.decoding.decoder import Limits
-from mlx_eagle.decoding.sampling import LogitsProcessors, Sampling
+from mlx_eagle.decoding.processors import LogitsProcessors
+from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.tree import DraftShape
 from mlx_eagle.structured import JSONSchema
