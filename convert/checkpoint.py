@@ -15,13 +15,13 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_eagle.drafters.config import LATENT
-from mlx_eagle.drafters.folder import Tensor
 from mlx_eagle.drafters.kinds import names_in
 from mlx_eagle.drafters.target_parts import TargetSizes
 from mlx_eagle.system.hub import locate, refuse_eagle_4
 from mlx_eagle.system.json_schema import check, read_object, read_weight_map
 from mlx_eagle.system.safetensors import check_name, read_header
 
+from ..drafters.kind import Tensor
 from .dequantize import unpacked
 from .gguf import read_gguf
 from .schema import CONFIG, TARGET

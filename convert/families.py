@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_eagle.drafters.folder import Tensor
 from mlx_eagle.system.json_schema import LONGEST_NAME, shown
 
+from ..drafters.kind import Tensor
 from .checkpoint import MISTRAL_MARK, DraftCheckpoint
 from .dequantize import Unpacked, unpacked
 

@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlx_eagle.drafters.config import Eagle3Config
-from mlx_eagle.drafters.folder import Tensor, rows_of
+from mlx_eagle.drafters.folder import rows_of
 from mlx_eagle.drafters.head import GATED
 from mlx_eagle.drafters.head_weights import stored_shapes
 from mlx_eagle.system.json_schema import shown
 
+from ..drafters.kind import Tensor
 from .families import Family, hidden_size, some_of
 from .rope import rope_scaling
 

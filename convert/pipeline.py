@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_eagle.drafters.config import Eagle3Config
-from mlx_eagle.drafters.folder import Tensor, Tensors, bits_of
+from mlx_eagle.drafters.folder import bits_of
 from mlx_eagle.drafters.kinds import KINDS, OTHERWISE, recognise
 from mlx_eagle.drafters.target_parts import (
     TargetSizes,
@@ -24,6 +24,7 @@ from mlx_eagle.system.hub import locate, upload
 from mlx_eagle.system.safetensors import save_arrays
 from mlx_eagle.system.terminal import Progress, silent
 
+from ..drafters.kind import Tensor, Tensors
 from .check import Report, check_entry, check_head, check_table, load_model, rope_bases
 from .check_acceptance import measure_acceptance
 from .checkpoint import (

@@ -13,7 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .decoding.setup import AUTO
 from .drafters.base import Drafter
-from .drafters.folder import Kind, LoadOptions
+from .drafters.kind import Kind, LoadOptions
 from .drafters.kinds import KINDS, is_converted, kind_of, load_drafter, recognise
 from .drafters.target_parts import TargetSizes, sizes_of
 from .system.atomic_folder import AlreadyThere, CannotWrite, discard_folder, locked, user_cache

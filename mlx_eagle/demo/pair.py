@@ -23,7 +23,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from ..drafters import eagle3
 from ..drafters.eagle3 import EagleDrafter
-from ..drafters.folder import LoadOptions, read_config
+from ..drafters.folder import read_config
+from ..drafters.kind import LoadOptions
 from ..system.atomic_folder import (
     AlreadyThere,
     CannotWrite,

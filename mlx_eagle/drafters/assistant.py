@@ -35,10 +35,7 @@ from .feature_drafter import FeatureDrafter
 from .folder import (
     SIZE,
     FolderConfig,
-    LoadOptions,
     Size,
-    Tensor,
-    Tensors,
     check_tensors,
     fill,
     quantize_as_stored,
@@ -46,6 +43,7 @@ from .folder import (
     read_weights,
     rows_of,
 )
+from .kind import LoadOptions, Tensor, Tensors
 from .target_parts import TargetSizes, activation_dtype, find_embedding, sizes_of
 
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -21,7 +21,8 @@ from ..system.json_schema import (
     shown,
     whole,
 )
-from .folder import SIZE, FolderConfig, Size, Tensor, Tensors, rows_of
+from .folder import SIZE, FolderConfig, Size, rows_of
+from .kind import Tensor, Tensors
 from .target_parts import TargetSizes
 
 FEW = whole(1, 256)

@@ -26,20 +26,11 @@ from .base import Draft, Drafter, Pick, Picks, row_at
 from .batch_drafter import HeadBatchDrafter
 from .block_config import BlockConfig, bare_name, config_from, known_tensors, readings
 from .feature_drafter import FeatureDrafter
-from .folder import (
-    Kind,
-    LoadOptions,
-    Tensors,
-    building,
-    check_tensors,
-    fill,
-    quantize_as_stored,
-    quantize_now,
-    read_weights,
-)
+from .folder import building, check_tensors, fill, quantize_as_stored, quantize_now, read_weights
 from .head import GATED, capped
 from .head_cache import check_window
 from .head_weights import draft_ids
+from .kind import Kind, LoadOptions, Tensors
 from .target_parts import activation_dtype, embedding_scale, find_embedding, lm_head_of, sizes_of
 
 Caches = list[KVCache] | list[RaggedCache]

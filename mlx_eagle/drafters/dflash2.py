@@ -17,8 +17,8 @@ from ..target.ragged import RaggedCache
 from .base import Pick
 from .block_config import BlockConfig, fields_from, known_tensors, merged
 from .dflash import BlockLayer, DFlashDrafter, DFlashHead, block_kind
-from .folder import Tensor, Tensors
 from .head import capped
+from .kind import Tensor, Tensors
 
 SELECTOR = ("predecessor_codebook", "successor_codebook")
 Few = Annotated[int, whole(1, 2**16)]

@@ -17,7 +17,7 @@ from ..target.ragged import RaggedCache
 from .base import Pick
 from .block_config import BlockConfig, fields_from, known_tensors, merged
 from .dflash import BlockAttention, BlockLayer, DFlashDrafter, DFlashHead, block_kind
-from .folder import Tensor, Tensors
+from .kind import Tensor, Tensors
 
 CONFIDENCE = "confidence_head."
 """Estimates of acceptance: tensors that no draft depends on."""

@@ -20,7 +20,6 @@ from ..target.tree_rows import each_itself
 from .base import Draft, Pick, PickChildren, index_of, row_at, start_early
 from .batch_drafter import HeadBatchDrafter
 from .feature_drafter import FeatureDrafter
-from .folder import LoadOptions
 from .head import Eagle3Head
 from .head_cache import (
     SINKS,
@@ -34,6 +33,7 @@ from .head_cache import (
     slots_of,
 )
 from .head_weights import attach_head
+from .kind import LoadOptions
 from .tree import Tree
 
 FIRST_SIZE = 7

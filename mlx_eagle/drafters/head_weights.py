@@ -14,16 +14,9 @@ from ..target.masks_and_ropes import evaluate_ropes
 from .base import index_of
 from .block_config import BlockConfig
 from .config import Eagle3Config
-from .folder import (
-    LoadOptions,
-    building,
-    fill,
-    quantize_as_stored,
-    quantize_now,
-    read_config,
-    read_weights,
-)
+from .folder import building, fill, quantize_as_stored, quantize_now, read_config, read_weights
 from .head import Eagle3Head
+from .kind import LoadOptions
 from .target_parts import activation_dtype, find_embedding, lm_head_of, rows_of_lm_head, sizes_of
 
 INTEGERS = (mx.int8, mx.int16, mx.int32, mx.int64)

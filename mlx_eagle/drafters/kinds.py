@@ -17,7 +17,8 @@ from ..system.json_schema import LONGEST_NAME, read_object
 from . import assistant, dflash, dflash2, dspark, eagle3, model_drafter, mtp
 from .base import Drafter
 from .config import Eagle3Config
-from .folder import Kind, LoadOptions, kind_in, read_config
+from .folder import kind_in, read_config
+from .kind import Kind, LoadOptions
 from .lookup import LookupDrafter
 from .pairs import drafters_for
 

@@ -13,7 +13,7 @@ from ..system.device import set_precision
 from ..target.masks_and_ropes import evaluate_ropes, exact_masks
 from ..target.rollback import Checkpoint, check_supported
 from .base import Draft, Drafter, Pick, index_of, row_at, start_early
-from .folder import LoadOptions
+from .kind import LoadOptions
 from .target_parts import find_embedding, sizes_of
 
 # What mlx-lm raises on folders that it does not know how to read.

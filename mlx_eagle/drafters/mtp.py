@@ -15,16 +15,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..system.json_schema import BOOL, OBJECT, TEXT, Table, check, shown
-from .folder import (
-    PACKING,
-    SIZE,
-    LoadOptions,
-    Tensor,
-    Tensors,
-    fault_in,
-    quantize_now,
-    read_weights,
-)
+from .folder import PACKING, SIZE, fault_in, quantize_now, read_weights
+from .kind import LoadOptions, Tensor, Tensors
 from .mtp_drafter import MTPDrafter, MTPHead, MTPSteps, SteppedMTPDrafter
 from .mtp_layers import (
     JOIN,

@@ -25,7 +25,8 @@ from mlx_eagle.commands import generate as program
 from mlx_eagle.convert import __main__ as convert
 from mlx_eagle.demo.pair import HEAD, demo_target_path
 from mlx_eagle.drafters import eagle3
-from mlx_eagle.drafters.folder import LoadOptions, read_config
+from mlx_eagle.drafters.folder import read_config
+from mlx_eagle.drafters.kind import LoadOptions
 from mlx_eagle.system import blas, device
 
 QUESTION = "What is 3 + 4?"

@@ -22,7 +22,7 @@ from test_dflash import FLAT, NESTED
 
 import mlx_eagle
 from mlx_eagle.convert import convert
-from mlx_eagle.drafters.folder import LoadOptions
+from mlx_eagle.drafters.kind import LoadOptions
 from mlx_eagle.drafters.kinds import kind_of, load_drafter, recognise
 from mlx_eagle.system.hub import locate
 

@@ -1,0 +1,103 @@
+"""A kind of drafter: how it is recognised, converted and opened."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .base import Drafter
+from .target_parts import TargetSizes
+
+
+class Tensor(ABC):
+    """A tensor of a published checkpoint, read when it is asked for."""
+
+    format: str
+    shape: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @abstractmethod
+    def read(self) -> mx.array:
+        """The values as an array."""
+
+
+Tensors = Mapping[str, Tensor]
+"""The tensors of a checkpoint by the names of its files."""
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a drafter is loaded.
+
+    ``quantize_bits`` quantizes an unquantized one; ``dtype`` is that of its arithmetic, None for
+    the target's own. ``tokenizer`` is the target's, where it is known, to compare vocabularies,
+    and ``target`` the folder or repository that the target is from.
+    """
+
+    quantize_bits: int | None = None
+    quantize_group_size: int = 64
+    dtype: mx.Dtype | None = None
+    tokenizer: Any = None
+    target: str | None = None
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of drafter: one row of the table in ``kinds.py``."""
+
+    title: str
+    """What people call one: "an MTP layer"."""
+
+    load: Callable[[Path, dict[str, Any], nn.Module, LoadOptions], Drafter]
+    """The drafter of a folder with that ``config.json``, for a target; ValueError: it fits not."""
+
+    recognise: Callable[[Collection[str], Mapping[str, Any]], bool] = lambda *_: False
+    """Whether a checkpoint as published, by its tensors' names and its config, is of this kind."""
+
+    convert: Callable[[Tensors, Mapping[str, Any]], tuple[dict[str, Any], Tensors]] | None = None
+    """Config and tensors of the converted folder, from those of a published checkpoint.
+
+    None: the converter has its own way, as for EAGLE heads, or what is published is loaded as it
+    is.
+    """
+
+    readings: Callable[[Mapping[str, Any]], dict[str, dict[str, Any]]] = lambda _: {}
+    """What else a converted config may have meant: changes of it by name, for ``--check``."""
+
+    never_quantized: tuple[str, ...] = ()
+    """How the names of matrices end that stay floats in a converted folder."""
+
+    parts_of: Callable[[Mapping[str, Any]], Callable[[str], bool] | None] = lambda _: None
+    """Which tensors of a model's own checkpoint are of this kind, by its config; None: none."""
+
+    loads_published: bool = False
+    """Whether ``load`` takes checkpoints as published."""
+
+    is_trained: bool = False
+    """Whether ``mlx_eagle.train`` takes one further."""
+
+    made_for: Callable[[dict[str, Any], Path, TargetSizes | None], str] = lambda *_: (
+        "for any target"
+    )
+    """What targets a converted folder is for, in words, by its config.
+
+    Raises ValueError where that is damaged, or where the target of those sizes is not among them.
+    """
+
+    by_name: Callable[[nn.Module, LoadOptions], Drafter] | None = None
+    """What the kind's own name opens for a target, where there need be no folder."""
+
+    comes_with: Callable[[str], bool] = lambda _: False
+    """Whether a target's checkpoint, a folder or repository, has one that ``by_name`` opens."""
