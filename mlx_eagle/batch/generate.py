@@ -24,7 +24,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..decoding.auto import AdaptiveController, Controller, FixedController, fixed_controller
 from ..decoding.decoder import Limits
 from ..decoding.loop import speculative_generate_step
-from ..decoding.pass_costs import KernelOptions
 from ..decoding.processors import is_pure
 from ..decoding.sampling import Sampling
 from ..decoding.setup import (
@@ -41,6 +40,7 @@ from ..drafters.base import Drafter, NullDrafter
 from ..drafters.copies import Tokens
 from ..drafters.tree import COPIES, PLAIN, chains_for
 from ..generate import is_drafter
+from ..target.kernels import KernelOptions
 from .requests import (
     Options,
     Request,

@@ -17,7 +17,6 @@ from ..decoding.accept import AskedLogprobs, RowsInTurn, log_softmax
 from ..decoding.auto import Controller
 from ..decoding.decoder import MOST_BEHIND
 from ..decoding.loop import MOST_FORCED, Pipeline
-from ..decoding.pass_costs import KernelOptions
 from ..decoding.processors import ask_grammars
 from ..drafters.acceptance_stats import CopySeen
 from ..drafters.base import Draft, Drafter, PendingPairs
@@ -26,6 +25,7 @@ from ..drafters.seen_text import TextMatch
 from ..drafters.tree import PLAIN, DraftPlan, DraftShape
 from ..system.device import fused_rows
 from ..target.cache_view import close_windows
+from ..target.kernels import KernelOptions
 from ..target.probe import batch_mask_axes
 from ..target.ragged import RaggedCaches
 from ..target.states import recurrent_caches

@@ -48,7 +48,7 @@ from ..drafters.tree import (
     DraftPlan,
     DraftShape,
 )
-from .pass_costs import KernelOptions, OptionTrial
+from ..target.kernels import KernelOptions, OptionTrial
 
 PRIOR = 1 / 3  # share of first drafts accepted where no text has shown any: heads have .3 to .8
 PAIR_MEMORY = 0.995  # of what texts accepted, a round later: half is forgotten in 138

@@ -18,11 +18,11 @@ from ..drafters.copies import Copies
 from ..drafters.tree import PLAIN, DraftShape
 from ..system.device import this_machine
 from ..target.cache_view import CacheView, close_windows, open_windows
+from ..target.kernels import KernelOptions
 from ..target.rollback import CacheQuantization, Checkpoint
 from ..target.target import Target
 from .accept import Choice, Match, Outcome, RowsInTurn, Rule, Verification
 from .draft import propose
-from .pass_costs import KernelOptions
 from .processors import LogitsProcessors, ask_grammars
 from .stats import Stats
 

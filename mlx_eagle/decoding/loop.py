@@ -28,10 +28,10 @@ from ..drafters.seen_text import TextMatch
 from ..drafters.tree import COPIES, PLAIN, DraftPlan, DraftShape, Tree, chains_for
 from ..system.terminal import Progress, silent
 from ..target.cache_view import close_windows
+from ..target.kernels import KernelOptions, OptionTrial
 from ..target.rollback import CacheQuantization
 from .auto import AdaptiveController, Controller, FixedController, fixed_controller
 from .decoder import Decoder, Limits, Round
-from .pass_costs import KernelOptions, OptionTrial
 from .processors import LogitsProcessor
 from .sampling import Sampler, Sampling
 from .setup import (

@@ -6,8 +6,7 @@ numbers is timed both ways in the rounds of a text, for which is faster hangs on
 context.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
@@ -100,65 +99,3 @@ def bytes_read(model: nn.Module) -> int:
     tables = [m for m in names.values() if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)]
     has_output = any(name.rpartition(".")[2] in OUTPUTS for name in names)
     return weight_bytes(model) - (sum(map(weight_bytes, tables)) if has_output else 0)
-
-
-MOST_TIME = 0.98  # of the ordinary way's, that another may take to be chosen
-UNCOUNTED = 2  # rounds after a change: one was under way, the next one compiles kernels
-COUNTED = 3  # rounds of each way, of which the fastest counts: other work only adds to a time
-
-
-@dataclass(frozen=True)
-class KernelOptions:
-    """What is done, if true: see ``target.stand_in`` and ``drafters.head_cache``."""
-
-    splits_attention: bool = False
-    uses_overlay: bool = False
-    forces_fused: bool = False
-
-
-class OptionTrial:
-    """Tries the options by ``names`` one after the other, each against the best so far.
-
-    ``use`` makes rounds from the next one on compute by some options. Only rounds of one shape in
-    a row are compared: at another one the block of rounds that is being timed begins again.
-    """
-
-    def __init__(self, names: Sequence[str], use: Callable[[KernelOptions], None]):
-        self.best = KernelOptions()
-        self._left, self._use = list(names), use
-        self._now = self.best
-        self._shape: object = None
-        self._times: list[float] = []
-        self._num_rounds = 0
-        self._to_beat = 0.0
-
-    @property
-    def has_ended(self) -> bool:
-        return not self._left
-
-    def record(self, shape: object, seconds: float | None) -> None:
-        """A round of ``shape`` has taken so long; where that is not known it does not count."""
-        if self.has_ended or seconds is None:
-            return
-        if shape != self._shape:
-            self._begin(shape, self.best)
-        self._num_rounds += 1
-        if self._num_rounds > UNCOUNTED:
-            self._times.append(seconds)
-        if len(self._times) < COUNTED:
-            return
-        fastest = min(self._times)
-        if self._now == self.best:
-            self._to_beat = fastest
-            self._begin(shape, replace(self.best, **{self._left[0]: True}))
-            return
-        del self._left[0]
-        if fastest < MOST_TIME * self._to_beat:
-            self.best = self._now
-        self._begin(shape, self.best)
-
-    def _begin(self, shape: object, options: KernelOptions) -> None:
-        self._shape, self._times, self._num_rounds = shape, [], 0
-        if options != self._now:
-            self._now = options
-            self._use(options)

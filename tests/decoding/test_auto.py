@@ -21,10 +21,10 @@ from mlx_eagle.decoding.auto import (
     FixedController,
     RoundCosts,
 )
-from mlx_eagle.decoding.pass_costs import COUNTED, UNCOUNTED, KernelOptions, OptionTrial
 from mlx_eagle.decoding.setup import costs_of
 from mlx_eagle.drafters.acceptance_stats import Acceptance, expected_tokens
 from mlx_eagle.drafters.tree import CHAINS, PLAIN, TREES, DraftShape
+from mlx_eagle.target.kernels import COUNTED, UNCOUNTED, KernelOptions, OptionTrial
 from mlx_eagle.target.target import Target
 
 ALPHAS = [0.0, 0.25, 0.5, 0.7, 0.85]

@@ -22,11 +22,11 @@ from tree_drafters import ScriptedTreeDrafter
 from mlx_eagle.decoding.auto import FixedController
 from mlx_eagle.decoding.decoder import Limits
 from mlx_eagle.decoding.loop import Pipeline, SingleRunner
-from mlx_eagle.decoding.pass_costs import KernelOptions
 from mlx_eagle.decoding.setup import open_decoder
 from mlx_eagle.drafters.tree import DraftShape, TreeShape
 from mlx_eagle.system.device import fused_rows
 from mlx_eagle.target.attention import find_attention
+from mlx_eagle.target.kernels import KernelOptions
 from mlx_eagle.target.rollback import CacheQuantization
 from mlx_eagle.target.target import Target
 
