@@ -9,8 +9,9 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..decoding.rules import RULES, check_rule_for_sampling
 from ..decoding.sampling import SamplingOptions, sampler_for
-from ..decoding.setup import AUTO, RULES, check_rule_for_sampling, read_tree
+from ..decoding.setup import AUTO, read_tree
 from ..demo.pair import load_demo
 from ..draft_models import LOOKUP, find_drafter, open_beside, split_name
 from ..drafters.base import Drafter, NullDrafter

@@ -18,7 +18,8 @@ from mlx_lm.server import (
     SamplingArguments,
 )
 
-from ..decoding.setup import AUTO, RULES, check_rule_for_sampling, read_tree
+from ..decoding.rules import RULES, check_rule_for_sampling
+from ..decoding.setup import AUTO, read_tree
 from ..drafters.earlier_answers import Scope
 from ..structured import Grammar
 from .grammars import Form, read_form

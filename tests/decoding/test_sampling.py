@@ -10,8 +10,8 @@ from mlx_lm.sample_utils import make_sampler
 
 from mlx_eagle.decoding.accept import Coupled, Match
 from mlx_eagle.decoding.rejection import Reject
+from mlx_eagle.decoding.rules import make_rule
 from mlx_eagle.decoding.sampling import Sampling
-from mlx_eagle.decoding.setup import make_rule
 from mlx_eagle.drafters.base import Draft
 
 RULES = ["match", "coupled", "reject"]
@@ -48,7 +48,7 @@ class KeepsEverything(Reject):
 @pytest.mark.exhaustive
 def test_the_chi_square_catches_a_broken_rule(monkeypatch):
     monkeypatch.setattr(
-        "mlx_eagle.decoding.setup.make_rule", lambda acceptance, sampler: KeepsEverything(sampler)
+        "mlx_eagle.decoding.rules.make_rule", lambda acceptance, sampler: KeepsEverything(sampler)
     )
     statistic, _ = pair_chi_square("reject", num_runs=300)
     assert statistic > QUANTILE_24

@@ -25,8 +25,8 @@ from tree_drafters import TREE_SCRIPTS, ScriptedStaticDrafter
 import mlx_eagle
 from mlx_eagle.decoding.accept import Match, normalized
 from mlx_eagle.decoding.processors import LogitsProcessors
+from mlx_eagle.decoding.rules import make_rule
 from mlx_eagle.decoding.sampling import Sampling
-from mlx_eagle.decoding.setup import make_rule
 from mlx_eagle.drafters.base import Draft
 from mlx_eagle.drafters.tree import EAGLE1, TreeShape, parse_tree
 
