@@ -21,10 +21,10 @@ from ..target.probe import check_trees
 from ..target.rollback import CacheQuantization, Checkpoint, check_supported
 from ..target.sharding import in_any_process, is_pipelined, is_sharded
 from ..target.target import Target
-from .auto import RoundCosts
 from .decoder import Decoder
 from .pass_costs import TargetWeights
 from .processors import LogitsProcessor, LogitsProcessors
+from .round_costs import RoundCosts
 from .rules import make_rule
 from .sampling import Sampler
 

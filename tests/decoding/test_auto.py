@@ -13,14 +13,8 @@ from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama
 from simulator import GUESSES, MACHINES, NOISE, Machine, best, draw_ranks
 
 from mlx_eagle.decoding import loop, setup
-from mlx_eagle.decoding.auto import (
-    OFF,
-    ON,
-    PROBE,
-    AdaptiveController,
-    FixedController,
-    RoundCosts,
-)
+from mlx_eagle.decoding.auto import OFF, ON, PROBE, AdaptiveController, FixedController
+from mlx_eagle.decoding.round_costs import RoundCosts
 from mlx_eagle.decoding.setup import costs_of
 from mlx_eagle.drafters.acceptance_stats import Acceptance, expected_tokens
 from mlx_eagle.drafters.tree import CHAINS, PLAIN, TREES, DraftShape

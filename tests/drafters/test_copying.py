@@ -16,7 +16,8 @@ from simulator import Machine
 from test_seen_text import naive_match
 
 import mlx_eagle
-from mlx_eagle.decoding.auto import AdaptiveController, FixedController, RoundCosts
+from mlx_eagle.decoding.auto import AdaptiveController, FixedController
+from mlx_eagle.decoding.round_costs import RoundCosts
 from mlx_eagle.drafters import acceptance_stats
 from mlx_eagle.drafters.acceptance_stats import COPY_PLACES, CopyAcceptance, CopySeen
 from mlx_eagle.drafters.base import Draft, Drafter, NullDrafter

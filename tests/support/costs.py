@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from mlx_eagle.decoding.auto import RoundCosts
+from mlx_eagle.decoding.round_costs import RoundCosts
 from mlx_eagle.drafters.tree import PLAIN, DraftPlan, DraftShape
 
 Curve = Callable[[DraftShape, int], float]

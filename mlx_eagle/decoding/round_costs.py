@@ -1,0 +1,144 @@
+"""Costs of rounds: what a pair is believed to take for each shape, before and after timing it.
+
+Before there are any times, a round of shape s costs what a curve c(s) says that is known of the
+chip. What it takes is
+
+    log t(s) = log c(s) + f(s) + p + e
+
+with the pace p of the machine, a random walk; what the curve is off, f, a Gaussian process, part
+of which goes with log c (Rasmussen and Williams 2006, equations 4.19 and 2.11); and e, other work.
+A Kalman filter finds f and p, so times of shapes lean on each other, and those of slow moments are
+compared with those of fast ones. What a pair has taught stays in memory.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from threading import Lock
+from typing import NamedTuple
+
+import numpy as np
+
+from ..drafters.acceptance_stats import Acceptance, CopyAcceptance
+from ..drafters.tree import LONG_CHAINS, PLAIN, DraftShape
+from ..target.kernels import KernelOptions
+
+PRIOR = 1 / 3  # share of first drafts accepted where no text has shown any: heads have .3 to .8
+# Standard deviations of logarithms of seconds:
+SPREAD = 0.25  # of what a curve is off, before any time: 8 rows had .7 of it with OpenBLAS
+STRETCH = 0.8  # of what all its logarithms are to be multiplied with, less 1
+NOISE = 0.035  # of a time, at least
+LEARN = 0.05  # of its variance, what the latest time tells
+PACE = 0.03  # by which the pace changes in a round
+TEXT = 0.2  # and before a text
+KNOWN = 0.2  # of a cost beside the one timed last, below which it counts as known
+NEAR = 0.1  # rows squared; costs a row apart are correlated by (1 + 1 / NEAR)^-TAIL = .62,
+TAIL = 0.2  # those of 8 rows apart by .27
+APART = 3.0  # rows more between plain steps and drafts, which share little but the weights
+DRIFT = 1e-4  # of SPREAD^2, added to the variance of a cost in a round: contexts grow
+OUTLIER = 3.0  # standard deviations: a time further off counts as if that were as far as it is
+
+
+class Estimate(NamedTuple):
+    """Seconds of a round, and the standard deviation of their logarithm less the latest one's."""
+
+    seconds: float
+    error: float
+
+    @property
+    def is_known(self) -> bool:
+        return self.error <= KNOWN
+
+    def off(self, deviations: float) -> float:
+        """The seconds where the logarithm is so many standard deviations off."""
+        return self.seconds * math.exp(deviations * self.error)
+
+
+class RoundCosts:
+    """What rounds of a pair cost, for any number of requests: times, and a curve before them.
+
+    ``curve`` gives what a round of a shape takes for so many requests, in plain steps of one.
+    It is all there is where ``is_settled``: the processes that share a model must decide alike.
+    """
+
+    def __init__(self, curve: Callable[[DraftShape, int], float], is_settled: bool = False):
+        self.acceptance = Acceptance(PRIOR, LONG_CHAINS[-1].size)  # what a new text expects
+        self.copies = CopyAcceptance()  # likewise of copies
+        self.failed: frozenset[DraftShape] = frozenset()
+        self.options: KernelOptions | None = None  # None: others were not tried
+        self._curve, self._is_settled, self._lock = curve, is_settled, Lock()
+        self._run: set[DraftShape] = set()
+        # The pace, of which nothing is known, then what the curve is off at each key: means,
+        # covariances, and what these were before any time.
+        self._mean, self._cov, self._prior = np.zeros(1), np.diag([100.0]), np.zeros((1, 1))
+        self._places: dict[tuple[int, DraftShape], int] = {}
+        self._points = np.zeros((0, 6))  # where each key stands: see ``_point``
+        self._latest, self._noise = 0, NOISE**2  # place of the key timed last, variance of times
+
+    def record(self, num_requests: int, shape: DraftShape, seconds: float | None) -> None:
+        """A round, or a plain step, has ended; of some it is not known how long they took."""
+        if self._is_settled:
+            return
+        with self._lock:
+            at = self._place(num_requests, shape)
+            is_less = self._cov.diagonal() < self._prior.diagonal()  # no less known than at first
+            self._cov += DRIFT * self._prior * np.outer(is_less, is_less)
+            self._cov[0, 0] += PACE**2
+            if seconds is None:
+                return
+            self._run.add(shape)
+            cost, shared = self._curve(shape, num_requests), self._cov[0] + self._cov[at]
+            off = math.log(seconds / cost) - self._mean[0] - self._mean[at]
+            variance = max(shared[0] + shared[at] + self._noise, (off / OUTLIER) ** 2)
+            self._mean += shared * (off / variance)
+            self._cov -= np.outer(shared, shared) / variance
+            noise = self._noise * (1 + LEARN * (off * off / variance - 1))
+            self._noise, self._latest = max(NOISE**2, noise), at
+
+    def begin(self) -> None:
+        """A text begins: the machine may have had other work."""
+        with self._lock:
+            self._cov[0, 0] += TEXT**2
+
+    def has_run(self, shape: DraftShape) -> bool:
+        """Whether a round of that shape was ever timed."""
+        return shape in self._run
+
+    def estimates(self, shapes: Sequence[DraftShape], num: int) -> dict[DraftShape, Estimate]:
+        """Of ``shapes`` and plain steps for ``num`` requests, all at one pace."""
+        keys = PLAIN, *shapes
+        seconds, errors = np.array([self._curve(s, num) for s in keys]), np.zeros(len(keys))
+        with self._lock:
+            if not self._is_settled:
+                at, last = [self._place(num, shape) for shape in keys], self._latest
+                seconds *= np.exp(self._mean[0] + self._mean[at])
+                variance = self._cov.diagonal()[at]
+                if last:
+                    variance += self._cov[last, last] - 2 * self._cov[last, at]
+                errors = np.sqrt(np.maximum(0.0, variance))
+        return dict(zip(keys, map(Estimate, seconds.tolist(), errors.tolist()), strict=True))
+
+    def _place(self, num: int, shape: DraftShape) -> int:
+        """Where the numbers of a key stand; a new one begins with what the others tell of it."""
+        key = num, shape
+        if key not in self._places:
+            self._points = np.vstack([self._points, self._point(num, shape)])
+            apart = ((self._points - self._points[-1])[:, :-1] ** 2).sum(axis=1)
+            stretched = STRETCH**2 * self._points[:, -1] * self._points[-1, -1]
+            *others, own = SPREAD**2 * (1 + apart / NEAR) ** -TAIL + stretched
+            alike, weights = np.array([0.0, *others]), np.zeros(len(others) + 1)
+            weights[1:] = np.linalg.solve(self._prior[1:, 1:], alike[1:])
+            shared = self._cov @ weights
+            variance = own - weights @ alike + weights @ shared
+            self._mean = np.append(self._mean, weights @ self._mean)
+            self._cov = np.block([[self._cov, shared[:, None]], [shared, variance]])
+            self._prior = np.block([[self._prior, alike[:, None]], [alike, own]])
+            self._places[key] = len(self._places) + 1
+        return self._places[key]
+
+    def _point(self, num: int, shape: DraftShape) -> tuple[float, ...]:
+        """Where a round stands among others, in rows, and the logarithm of its curve."""
+        stretch = math.log(self._curve(shape, num) / self._curve(PLAIN, num))
+        is_draft = not shape.is_plain
+        is_tree = shape.width > 1
+        is_copy = shape.copy > 0
+        return shape.num_rows, APART * is_draft, is_tree, is_copy, math.log2(num), stretch
