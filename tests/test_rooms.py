@@ -42,7 +42,7 @@ NOT_YET = (
 """Folders, and files beside them, that may still break the rules of ``code_rules``."""
 
 ALLOWED_STATE: dict[str, str] = {}
-"""Reasons for objects at the top of a module that may change: ``decoding.setup._known``."""
+"""Reasons for objects at the top of a module that may change: ``decoding.round_costs._known``."""
 
 MIRRORS = {
     "speculative_generate_step": "mlx_lm.generate.speculative_generate_step",

@@ -25,6 +25,7 @@ from ..decoding.auto import AdaptiveController, Controller, FixedController, fix
 from ..decoding.decoder import Limits
 from ..decoding.loop import speculative_generate_step
 from ..decoding.processors import is_pure
+from ..decoding.round_costs import costs_of
 from ..decoding.rules import make_rule
 from ..decoding.sampling import Sampling
 from ..decoding.setup import (
@@ -32,7 +33,6 @@ from ..decoding.setup import (
     check_max_tokens,
     check_num_draft_tokens,
     check_prompt,
-    costs_of,
     split_cache,
 )
 from ..decoding.stats import Stats

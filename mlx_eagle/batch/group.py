@@ -20,7 +20,7 @@ from ..decoding.auto import (
 )
 from ..decoding.decoder import Decoder, Round
 from ..decoding.loop import CLEAR_CACHE_EVERY, Pipeline, SingleRunner, make_controller
-from ..decoding.setup import costs_of
+from ..decoding.round_costs import costs_of
 from ..drafters.base import Drafter, NullDrafter
 from ..drafters.tree import COPIES, PLAIN, Tree, chains_for
 from .requests import Request, SharedRound

@@ -33,6 +33,7 @@ from ..target.rollback import CacheQuantization
 from .auto import AdaptiveController, Controller, FixedController, fixed_controller
 from .decoder import Decoder, Limits, Round
 from .processors import LogitsProcessor
+from .round_costs import costs_of
 from .sampling import Sampler, Sampling
 from .setup import (
     begin_copies,
@@ -41,7 +42,6 @@ from .setup import (
     check_max_tokens,
     check_num_draft_tokens,
     check_prompt,
-    costs_of,
     drawable_trees,
     open_decoder,
     read_tree,

@@ -12,15 +12,22 @@ compared with those of fast ones. What a pair has taught stays in memory.
 """
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
+from functools import cache
 from threading import Lock
 from typing import NamedTuple
 
+import mlx.nn as nn
 import numpy as np
 
 from ..drafters.acceptance_stats import Acceptance, CopyAcceptance
+from ..drafters.base import Drafter
 from ..drafters.tree import LONG_CHAINS, PLAIN, DraftShape
+from ..system.device import product_cost, this_machine, weight_bytes
 from ..target.kernels import KernelOptions
+from ..target.sharding import is_sharded
+from .pass_costs import TargetWeights
 
 PRIOR = 1 / 3  # share of first drafts accepted where no text has shown any: heads have .3 to .8
 # Standard deviations of logarithms of seconds:
@@ -142,3 +149,33 @@ class RoundCosts:
         is_tree = shape.width > 1
         is_copy = shape.copy > 0
         return shape.num_rows, APART * is_draft, is_tree, is_copy, math.log2(num), stretch
+
+
+# Plain steps that a round of a chain, and one of a tree, whose nodes are chosen and moved, takes
+# beside its passes, before one was timed. Two CPUs had 0 to 0.05 and 0.05 to 0.1.
+CHAIN_OVERHEAD, TREE_OVERHEAD = 0.02, 0.08
+_known: dict[tuple[object, ...], RoundCosts] = {}
+
+
+def costs_of(model: nn.Module, drafter: Drafter, rule: object) -> RoundCosts:
+    """What this process knows of a pair's rounds under a rule; the same object for all who ask."""
+    parts = (model, *drafter.modules())
+    key = (drafter.cost_key, str(rule), *map(id, parts))
+    if key not in _known:
+        _known[key] = RoundCosts(_curve(model, drafter), is_settled=is_sharded(model))
+        for part in parts:
+            weakref.finalize(part, _known.pop, key, None)
+    return _known[key]
+
+
+def _curve(model: nn.Module, drafter: Drafter) -> Callable[[DraftShape, int], float]:
+    machine, weights = this_machine(), TargetWeights.of(model)
+    share = min(1.0, sum(map(weight_bytes, drafter.modules())) / max(1, weights.row_bytes))
+
+    def curve(shape: DraftShape, num_requests: int) -> float:
+        verify = weights.pass_cost(machine, shape.num_rows * num_requests)
+        steps = shape.size * share * product_cost(machine, num_requests, weights.is_packed)
+        overhead = CHAIN_OVERHEAD if shape.tree is None else TREE_OVERHEAD
+        return verify + steps + overhead * (not shape.is_plain)
+
+    return cache(curve)

@@ -1,8 +1,6 @@
 """Settings, checks and known costs: what there is of a pair before anything is decoded."""
 
-import weakref
 from collections.abc import Callable
-from functools import cache
 from numbers import Integral, Real
 from typing import Any, SupportsInt, TypeGuard
 
@@ -16,15 +14,13 @@ from ..drafters.base import Drafter
 from ..drafters.copies import Copies, Tokens
 from ..drafters.seen_text import GAP
 from ..drafters.tree import TREES, DraftShape, Tree, parse_tree
-from ..system.device import fused_rows, product_cost, this_machine, weight_bytes
+from ..system.device import fused_rows
 from ..target.probe import check_trees
 from ..target.rollback import CacheQuantization, Checkpoint, check_supported
 from ..target.sharding import in_any_process, is_pipelined, is_sharded
 from ..target.target import Target
 from .decoder import Decoder
-from .pass_costs import TargetWeights
 from .processors import LogitsProcessor, LogitsProcessors
-from .round_costs import RoundCosts
 from .rules import make_rule
 from .sampling import Sampler
 
@@ -270,33 +266,3 @@ def check_tree_drafter(drafter: Drafter, tree: Tree | str | None) -> None:
     for shape in trees:
         if shape is not None:
             drafter.check_tree(shape)
-
-
-# Plain steps that a round of a chain, and one of a tree, whose nodes are chosen and moved, takes
-# beside its passes, before one was timed. Two CPUs had 0 to 0.05 and 0.05 to 0.1.
-CHAIN_OVERHEAD, TREE_OVERHEAD = 0.02, 0.08
-_known: dict[tuple[object, ...], RoundCosts] = {}
-
-
-def costs_of(model: nn.Module, drafter: Drafter, rule: object) -> RoundCosts:
-    """What this process knows of a pair's rounds under a rule; the same object for all who ask."""
-    parts = (model, *drafter.modules())
-    key = (drafter.cost_key, str(rule), *map(id, parts))
-    if key not in _known:
-        _known[key] = RoundCosts(_curve(model, drafter), is_settled=is_sharded(model))
-        for part in parts:
-            weakref.finalize(part, _known.pop, key, None)
-    return _known[key]
-
-
-def _curve(model: nn.Module, drafter: Drafter) -> Callable[[DraftShape, int], float]:
-    machine, weights = this_machine(), TargetWeights.of(model)
-    share = min(1.0, sum(map(weight_bytes, drafter.modules())) / max(1, weights.row_bytes))
-
-    def curve(shape: DraftShape, num_requests: int) -> float:
-        verify = weights.pass_cost(machine, shape.num_rows * num_requests)
-        steps = shape.size * share * product_cost(machine, num_requests, weights.is_packed)
-        overhead = CHAIN_OVERHEAD if shape.tree is None else TREE_OVERHEAD
-        return verify + steps + overhead * (not shape.is_plain)
-
-    return cache(curve)

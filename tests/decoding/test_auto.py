@@ -12,10 +12,9 @@ from grids import thorough
 from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama
 from simulator import GUESSES, MACHINES, NOISE, Machine, best, draw_ranks
 
-from mlx_eagle.decoding import loop, setup
+from mlx_eagle.decoding import loop, round_costs
 from mlx_eagle.decoding.auto import OFF, ON, PROBE, AdaptiveController, FixedController
-from mlx_eagle.decoding.round_costs import RoundCosts
-from mlx_eagle.decoding.setup import costs_of
+from mlx_eagle.decoding.round_costs import RoundCosts, costs_of
 from mlx_eagle.drafters.acceptance_stats import Acceptance, expected_tokens
 from mlx_eagle.drafters.tree import CHAINS, PLAIN, TREES, DraftShape
 from mlx_eagle.target.kernels import COUNTED, UNCOUNTED, KernelOptions, OptionTrial
@@ -505,7 +504,7 @@ def test_what_is_known_is_of_a_pair_and_gone_with_it():
     assert len({id(costs) for costs in [known, *others]}) == 5
     del model, drafter, other, known, others
     gc.collect()
-    assert setup._known == {}
+    assert round_costs._known == {}
 
 
 def test_texts_of_a_pair_go_on_from_each_other(monkeypatch):
@@ -517,7 +516,7 @@ def test_texts_of_a_pair_go_on_from_each_other(monkeypatch):
         assert speculative(model, drafter, PROMPT, 60, num_draft_tokens="auto")[0] == plain(
             model, PROMPT, 60
         )
-        (costs,) = setup._known.values()
+        (costs,) = round_costs._known.values()
         assert costs.has_run(PLAIN) and rounds.count(costs) > 15 * num
 
 
