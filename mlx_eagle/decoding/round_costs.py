@@ -12,7 +12,6 @@ compared with those of fast ones. What a pair has taught stays in memory.
 """
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
 from threading import Lock
@@ -25,6 +24,7 @@ from ..drafters.acceptance_stats import Acceptance, CopyAcceptance
 from ..drafters.base import Drafter
 from ..drafters.tree import LONG_CHAINS, PLAIN, DraftShape
 from ..system.device import product_cost, this_machine, weight_bytes
+from ..system.per_model import PerModel
 from ..target.kernels import KernelOptions
 from ..target.sharding import is_sharded
 from .pass_costs import TargetWeights
@@ -154,18 +154,17 @@ class RoundCosts:
 # Plain steps that a round of a chain, and one of a tree, whose nodes are chosen and moved, takes
 # beside its passes, before one was timed. Two CPUs had 0 to 0.05 and 0.05 to 0.1.
 CHAIN_OVERHEAD, TREE_OVERHEAD = 0.02, 0.08
-_known: dict[tuple[object, ...], RoundCosts] = {}
+_known: PerModel[RoundCosts] = PerModel()
 
 
 def costs_of(model: nn.Module, drafter: Drafter, rule: object) -> RoundCosts:
     """What this process knows of a pair's rounds under a rule; the same object for all who ask."""
-    parts = (model, *drafter.modules())
-    key = (drafter.cost_key, str(rule), *map(id, parts))
-    if key not in _known:
-        _known[key] = RoundCosts(_curve(model, drafter), is_settled=is_sharded(model))
-        for part in parts:
-            weakref.finalize(part, _known.pop, key, None)
-    return _known[key]
+
+    def begin() -> RoundCosts:
+        return RoundCosts(_curve(model, drafter), is_settled=is_sharded(model))
+
+    settings = (drafter.cost_key, str(rule))
+    return _known.get(begin, model, *drafter.modules(), settings=settings)
 
 
 def _curve(model: nn.Module, drafter: Drafter) -> Callable[[DraftShape, int], float]:

@@ -10,15 +10,14 @@ model that takes either from elsewhere, or one position for all texts, would giv
 each model is tried once.
 """
 
-from collections.abc import Callable
 from copy import deepcopy
-from typing import Any, TypeVar
-from weakref import finalize
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..system.per_model import PerModel
 from .cache_view import WindowCache
 from .masks_and_ropes import MASKED
 from .ragged import RaggedCaches
@@ -27,13 +26,10 @@ from .states import recurrent_caches
 from .target import Target
 from .tree_rows import ancestors
 
-T = TypeVar("T")
-
-
 PROBE_PARENTS = [0, 0, 1]  # two children of the root, and one of the first of them
 LEAST_NOISE = 0.02  # of the greatest logit; a mask or a position gone astray changes far more
 MOST_NOISE = 0.1  # of a batch, where a model is inconsistent with itself
-_refusals: dict[int, str] = {}  # by the id of a model, as long as it lives
+_refusals: PerModel[str] = PerModel()
 
 
 def check_trees(model: nn.Module, caches: list[Any]) -> None:
@@ -49,16 +45,8 @@ def check_trees(model: nn.Module, caches: list[Any]) -> None:
                 f"tree drafts need caches whose rows can be gathered ({names}), but this target's "
                 f"include {type(cache).__name__}: leave the tree out and draft chains."
             )
-    if refusal := _once(_refusals, model, lambda: _refusal(model)):
+    if refusal := _refusals.get(lambda: _refusal(model), model):
         raise ValueError(refusal)
-
-
-def _once(found: dict[int, T], model: nn.Module, measure: Callable[[], T]) -> T:
-    """What ``measure`` says of this model, asked once and kept as long as the model lives."""
-    if id(model) not in found:
-        found[id(model)] = measure()
-        finalize(model, found.pop, id(model), None)
-    return found[id(model)]
 
 
 def _logits(model: nn.Module, tokens: list[int], cache: list[Any]) -> mx.array:
@@ -115,8 +103,8 @@ def _probe(model: nn.Module) -> tuple[float, float, float]:
 
 
 MASK_AXES = (4, 5)
-_axes: dict[int, int] = {}  # by the id of a model, as long as it lives
-_cuts_states: dict[int, bool] = {}  # the same
+_axes: PerModel[int] = PerModel()
+_cuts_states: PerModel[bool] = PerModel()
 
 
 def batch_mask_axes(model: nn.Module) -> int:
@@ -130,7 +118,7 @@ def batch_mask_axes(model: nn.Module) -> int:
         num_rows = 1 if any(recurrent_caches(make_prompt_cache(model))) else 2
         return next((axes for axes in MASK_AXES if _is_exact(model, axes, num_rows)), 0)
 
-    return _once(_axes, model, measure)
+    return _axes.get(measure, model)
 
 
 def cuts_states_by_text(model: nn.Module) -> bool:
@@ -139,7 +127,7 @@ def cuts_states_by_text(model: nn.Module) -> bool:
     Measured as ``batch_mask_axes``, which must have found some.
     """
     axes = batch_mask_axes(model)
-    return _once(_cuts_states, model, lambda: _is_exact(model, axes, 1, num_cut=(1, 2)))
+    return _cuts_states.get(lambda: _is_exact(model, axes, 1, num_cut=(1, 2)), model)
 
 
 def _is_exact(

@@ -1,0 +1,26 @@
+"""Memo of values that are found out once for a model, and forgotten with it."""
+
+import weakref
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class PerModel(Generic[T]):
+    """Values by objects, such as a model and a drafter's modules, as long as all of these live."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[object, ...], T] = {}
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def get(self, measure: Callable[[], T], *owners: object, settings: object = None) -> T:
+        """What ``measure`` says of ``owners`` under hashable ``settings``; it is asked once."""
+        key = (settings, *map(id, owners))
+        if key not in self._found:
+            self._found[key] = measure()
+            for owner in owners:
+                weakref.finalize(owner, self._found.pop, key, None)
+        return self._found[key]
