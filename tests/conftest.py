@@ -14,7 +14,8 @@ import helpers
 import pytest
 from checkpoints import CONFIG, as_midlayer, eagle3_tensors, write_safetensors
 
-from mlx_eagle.decoding import setup
+from mlx_eagle.decoding import round_costs
+from mlx_eagle.system.per_model import PerModel
 from mlx_eagle.system.device import this_machine
 
 NEEDS_GPU = "needs a GPU"
@@ -98,4 +99,4 @@ def out(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """What rounds cost is learned by every test anew."""
-    monkeypatch.setattr(setup, "_known", {})
+    monkeypatch.setattr(round_costs, "_known", PerModel())

@@ -405,7 +405,7 @@ def _requests(
         check_max_tokens(limit, of=f" of prompt {i}", least=1)
         limits = Limits(limit, tokenizer.eos_token_ids)
         logprobs: list[float] | None = [] if options.return_logprobs else None
-        request = Request(prompt, limits, prompt_caches[i], known[i], row=i, logprobs=logprobs)
+        request = Request(prompt, limits, prompt_caches[i], i, known[i], logprobs=logprobs)
         requests.append(request)
     return requests
 

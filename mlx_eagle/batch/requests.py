@@ -43,8 +43,8 @@ class Request:
     prompt: list[int]
     limits: Limits
     cache: list[Any]
-    known_tokens: Tokens | None = None  # that ``cache`` holds
     row: int = 0
+    known_tokens: Tokens | None = None  # that ``cache`` holds
     stats: Stats = field(default_factory=Stats)
     tokens: list[int] = field(default_factory=list)
     tokens_after_leave: list[int] = field(default_factory=list)

@@ -61,7 +61,7 @@ class Draft:
     def tree_mask(self) -> mx.array | None:
         """Which rows of the verify pass each one sees, itself included; None for a chain.
 
-        See ``attention.ancestors``.
+        See ``tree_rows.ancestors``.
         """
         return None if self.parents is None else ancestors(self.parents, self.depth)
 

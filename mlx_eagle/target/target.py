@@ -119,7 +119,7 @@ class Target:
         """Run tokens (R,) on top of ``cache``: logits (R, V) and features (R, F).
 
         Features are the taps side by side, low to high; None without taps. ``tree_mask`` (R, R)
-        makes the rows a tree (see ``attention.ancestors``); they are a chain without. Of a
+        makes the rows a tree (see ``tree_rows.ancestors``); they are a chain without. Of a
         chain ``embeddings`` (R, h), if any, enter the first layer; there may then be no tokens
         (0,).
         """
