@@ -15,8 +15,8 @@ import pytest
 from checkpoints import CONFIG, as_midlayer, eagle3_tensors, write_safetensors
 
 from mlx_eagle.decoding import round_costs
-from mlx_eagle.system.per_model import PerModel
 from mlx_eagle.system.device import this_machine
+from mlx_eagle.system.per_model import PerModel
 
 NEEDS_GPU = "needs a GPU"
 

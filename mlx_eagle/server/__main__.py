@@ -13,12 +13,13 @@ from ..commands.flags import say_known_head, with_known_head
 from ..draft_models import find_drafter
 from ..system.device import prepare_device
 from ..system.terminal import INTERRUPTED, StopSignals, run_command
+from .access import is_loopback, read_access
 from .caches import open_prompt_cache
 from .collect import open_collector
 from .engine import PairGenerator
 from .flags import build_parser, check_arguments
 from .handler import PairHandler
-from .listener import PairServer, is_loopback, read_access
+from .listener import PairServer
 from .provider import PairProvider
 
 POLL = 0.1  # seconds

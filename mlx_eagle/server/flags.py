@@ -12,11 +12,12 @@ from ..commands.flags import add_draft_flags, check_cache_flags, check_draft_fla
 from ..decoding.setup import AUTO
 from ..drafters.earlier_answers import DEFAULT_BOUND
 from ..system.cli_values import Range, check_ranges
+from .access import is_loopback
 from .body import MAX_DRAFT_TOKENS, NUMBERS
 from .cache_files import FOLDER_BYTES
 from .collect import COLLECT_BYTES
 from .engine import TIME_LIMIT
-from .listener import BODY_BYTES, CONNECTIONS, MAX_HEAD, REQUEST_SECONDS, is_loopback
+from .listener import BODY_BYTES, CONNECTIONS, MAX_HEAD, REQUEST_SECONDS
 
 
 def _size(text: str) -> int:

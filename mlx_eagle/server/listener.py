@@ -1,28 +1,23 @@
 """Listening socket: connections and their limits, who may ask, and how the server stops."""
 
-import hmac
 import http.client
 import io
-import ipaddress
 import json
 import logging
 import select
 import socket
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from email.message import Message
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import BoundedSemaphore, Lock, Thread
 from typing import Any
 
+from .access import Access
 from .answer_stream import RequestError, error_document
-from .body import SHOWN
 from .collect import Collector
 from .engine import PairGenerator
 from .stored_responses import StoredResponses
@@ -34,8 +29,6 @@ BEGINNING = b"HTTP/1.1 "
 """What every answer of ours begins with, whatever its status: it can be sent ahead."""
 
 
-LONGEST_KEY = 4096  # characters
-
 BODY_BYTES = 16_000_000
 CONNECTIONS = 128
 REQUEST_SECONDS = 60.0
@@ -45,148 +38,6 @@ TOO_MANY_TEXT = json.dumps(error_document(TOO_MANY)).encode()
 IDLE_SECONDS = 1.0  # without a request, after which a connection may be closed to make room
 RESERVE = 8  # connections beyond the limit that are read at a time
 BRIEF_SECONDS = 1.0  # how long each of them is
-
-
-class ApiKey:
-    """A key that clients send as ``Authorization: Bearer KEY``."""
-
-    def __init__(self, key: str, source: str):
-        """``source`` says where it was given. Raises ValueError for what no header can carry."""
-        if not 0 < len(key) <= LONGEST_KEY or not all("!" <= char <= "~" for char in key):
-            raise ValueError(
-                f"the API key of {source} is empty, too long, or has characters that no header "
-                f"can carry: give 1 to {LONGEST_KEY} letters, digits and signs, without spaces."
-            )
-        self._key = key.encode()
-
-    def admits(self, header: str | None) -> bool:
-        """Whether an Authorization header has the key; as slow for a near miss as for any."""
-        scheme, _, given = (header or "").strip().partition(" ")
-        found = given.strip().encode("utf-8", "surrogateescape")
-        return hmac.compare_digest(found, self._key) and scheme.lower() == "bearer"
-
-
-@dataclass(frozen=True)
-class Access:
-    """Who may ask: those with the key, and no page of somebody else's.
-
-    A browser lets every page ask this machine, and says which one does (``Origin``). ``origins``
-    are those that may, besides the server's own; "*" is all. A page whose name was made to mean
-    this machine is told by the name that it asks for (``Host``): a server that ``is_local`` takes
-    none but this machine's and those of ``hosts``; "*" is all.
-    """
-
-    key: ApiKey | None = None
-    origins: frozenset[str] = frozenset()
-    hosts: frozenset[str] = frozenset()
-    is_local: bool = True
-
-    def check_key(self, headers: Message) -> None:
-        """Raise RequestError where the key is asked for and not given."""
-        if self.key is None:
-            return
-        given = headers["Authorization"]
-        if given is None and headers["x-api-key"] is not None:  # clients of the Anthropic API
-            given = f"Bearer {headers['x-api-key']}"
-        if not self.key.admits(given):
-            raise RequestError(
-                "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'.", 401
-            )
-
-    def check_page(self, headers: Message) -> None:
-        """Raise RequestError for what another's page has a browser ask."""
-        host = (headers["Host"] or "").strip().lower()
-        if self.is_local and host and not self._is_known(_name_in(host)):
-            raise RequestError(
-                f"the Host {host[:SHOWN]!r} is no name of this machine: ask for localhost, or "
-                "start the server with --allowed-hosts.",
-                403,
-            )
-        if not self._may_ask(headers, host):
-            raise RequestError(
-                f"pages of {(headers['Origin'] or 'other sites')[:SHOWN]!r} may not ask here: "
-                "start the server with --allowed-origins to let them.",
-                403,
-            )
-
-    def shared_with(self, origin: str | None) -> str | None:
-        """What a browser is to read: whose pages may see the answer; None is the server's own."""
-        if "*" in self.origins:
-            return "*"
-        return origin if origin in self.origins else None
-
-    def _is_known(self, name: str) -> bool:
-        if "*" in self.hosts or name in self.hosts or name == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(name).is_loopback
-        except ValueError:
-            return name.endswith(".localhost")  # which browsers never look up
-
-    def _may_ask(self, headers: Message, host: str) -> bool:
-        origin = headers["Origin"]
-        if self.shared_with(origin) is not None:
-            return True
-        if origin is not None:
-            return origin.lower() in (f"http://{host}", f"https://{host}")
-        is_link = headers["Sec-Fetch-Mode"] == "navigate"  # followed by somebody who sees it
-        return is_link or headers["Sec-Fetch-Site"] not in ("cross-site", "same-site")
-
-
-def read_access(args: Namespace) -> Access:
-    """What the flags say. Raises ValueError as ``read_key``."""
-    return Access(
-        read_key(args),
-        frozenset(args.allowed_origins),
-        frozenset(host.lower() for host in args.allowed_hosts),
-        is_loopback(args.host),
-    )
-
-
-def _name_in(host: str) -> str:
-    """The name in a Host header: [::1]:8080 -> ::1"""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.rpartition(":")[0] if ":" in host else host
-
-
-def read_key(args: Namespace) -> ApiKey | None:
-    """The key of the flags, if there is one.
-
-    Raises ValueError where the flags contradict each other, or where other machines could ask
-    and neither a key nor ``--no-api-key`` was given.
-    """
-    given = [args.api_key is not None, args.api_key_file is not None, args.no_api_key]
-    if sum(given) > 1:
-        raise ValueError("give only one of --api-key, --api-key-file and --no-api-key.")
-    if args.api_key is not None:
-        return ApiKey(args.api_key, "--api-key")
-    if args.api_key_file is not None:
-        source = f"--api-key-file {args.api_key_file}"
-        try:
-            with Path(args.api_key_file).open("rb") as file:
-                return ApiKey(file.read(LONGEST_KEY + 2).decode().strip(), source)
-        except (OSError, UnicodeError) as err:
-            reason = err.strerror if isinstance(err, OSError) else "it is not text"
-            raise ValueError(
-                f"{source} could not be read ({reason}): name a file that holds the key."
-            ) from err
-    if not args.no_api_key and not is_loopback(args.host):
-        raise ValueError(
-            f"other machines can reach --host {args.host}: give --api-key-file FILE, or "
-            "--no-api-key to answer whoever asks."
-        )
-    return None
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address. False where that is not known."""
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError):
-        return False
-    addresses = [str(address[0]).partition("%")[0] for *_, address in found]
-    return all(ipaddress.ip_address(address).is_loopback for address in addresses)
 
 
 class RequestReader(io.RawIOBase):

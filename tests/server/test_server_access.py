@@ -20,8 +20,9 @@ from serving import ENDLESS, ours, parse
 
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.server import __main__ as command
+from mlx_eagle.server.access import ApiKey, is_loopback, read_key
 from mlx_eagle.server.handler import PairHandler
-from mlx_eagle.server.listener import ApiKey, PairServer, is_loopback, read_key
+from mlx_eagle.server.listener import PairServer
 from mlx_eagle.server.metrics import Metrics, RequestOutcome
 from mlx_eagle.system.terminal import StopSignals
 

@@ -6,7 +6,7 @@ import json
 import pytest
 from serving import ours, parse
 
-from mlx_eagle.server.listener import read_access
+from mlx_eagle.server.access import read_access
 
 USER = {"role": "user", "content": "Hello"}
 TEXT = json.dumps({"prompt": "Once", "messages": [USER], "max_tokens": 2}).encode()

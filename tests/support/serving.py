@@ -23,12 +23,13 @@ from openai import DefaultHttpxClient, OpenAI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from mlx_eagle.convert import convert
+from mlx_eagle.server.access import read_access
 from mlx_eagle.server.caches import open_prompt_cache
 from mlx_eagle.server.collect import open_collector
 from mlx_eagle.server.engine import PairGenerator
 from mlx_eagle.server.flags import build_parser
 from mlx_eagle.server.handler import PairHandler
-from mlx_eagle.server.listener import PairServer, read_access
+from mlx_eagle.server.listener import PairServer
 from mlx_eagle.server.provider import PairProvider
 
 # Reading a machine's certificates takes each client 30 ms, and nobody here speaks TLS.
