@@ -18,10 +18,11 @@ from mlx_eagle.drafters.config import LATENT
 from mlx_eagle.drafters.kinds import names_in
 from mlx_eagle.drafters.target_parts import TargetSizes
 from mlx_eagle.system.hub import locate, refuse_eagle_4
-from mlx_eagle.system.json_schema import check, read_object, read_weight_map
+from mlx_eagle.system.json_file import read_object, read_weight_map
 from mlx_eagle.system.safetensors import check_name, read_header
 
 from ..drafters.kind import Tensor
+from ..system.fields import check
 from .dequantize import unpacked
 from .gguf import read_gguf
 from .schema import CONFIG, TARGET

@@ -16,9 +16,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_eagle.system.json_schema import check, shown
-
 from ..drafters.kind import Tensor
+from ..system.fields import check, shown
 from .schema import PACKING
 from .stored import Stored
 

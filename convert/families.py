@@ -17,9 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_eagle.system.json_schema import LONGEST_NAME, shown
-
 from ..drafters.kind import Tensor
+from ..system.fields import LONGEST_NAME, shown
 from .checkpoint import MISTRAL_MARK, DraftCheckpoint
 from .dequantize import Unpacked, unpacked
 

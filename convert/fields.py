@@ -12,9 +12,9 @@ from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.folder import rows_of
 from mlx_eagle.drafters.head import GATED
 from mlx_eagle.drafters.head_weights import stored_shapes
-from mlx_eagle.system.json_schema import shown
 
 from ..drafters.kind import Tensor
+from ..system.fields import shown
 from .families import Family, hidden_size, some_of
 from .rope import rope_scaling
 

@@ -11,9 +11,9 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_eagle.drafters.config import Eagle3Config
-from mlx_eagle.system.json_schema import COUNT, shown
 
 from ..drafters.kind import Tensor
+from ..system.fields import COUNT, shown
 from .checkpoint import AnyTarget, DraftCheckpoint
 from .families import Family, hidden_size, recognise
 from .fields import attention_fields, check_shapes, input_width, layer_fields, merge_settings

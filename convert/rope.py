@@ -12,8 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_eagle.system.json_schema import shown
-
+from ..system.fields import shown
 from .schema import BASE
 from .stored import Stored
 

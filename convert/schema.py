@@ -6,7 +6,8 @@ config says that no table has is only looked at as text.
 
 from mlx_eagle.drafters.config import LATENT
 from mlx_eagle.drafters.folder import SIZE
-from mlx_eagle.system.json_schema import (
+
+from ..system.fields import (
     BOOL,
     COUNT,
     INT_LIST,

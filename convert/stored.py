@@ -7,10 +7,10 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from mlx_eagle.system.json_schema import is_whole
 from mlx_eagle.system.safetensors import is_shape
 
 from ..drafters.kind import Tensor
+from ..system.fields import is_whole
 
 # How each stored format looks to NumPy, which has no bfloat16 and no floats of 8 bits.
 FORMATS: dict[str, type[np.generic]] = {

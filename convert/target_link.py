@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from mlx_eagle.drafters.config import Eagle3Config, default_ids, is_default, read_nested
-from mlx_eagle.system.json_schema import shown
 
 from ..drafters.kind import Tensor
+from ..system.fields import shown
 from .checkpoint import AnyTarget
 from .stored import Stored
 

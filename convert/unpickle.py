@@ -10,8 +10,7 @@ import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from mlx_eagle.system.json_schema import is_whole, shown
-
+from ..system.fields import is_whole, shown
 from .stored import CutOff
 
 STORAGES = {

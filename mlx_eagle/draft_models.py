@@ -18,7 +18,7 @@ from .drafters.kinds import KINDS, is_converted, kind_of, load_drafter, recognis
 from .drafters.target_parts import TargetSizes, sizes_of
 from .system.atomic_folder import AlreadyThere, CannotWrite, discard_folder, locked, user_cache
 from .system.hub import locate
-from .system.json_schema import read_object
+from .system.json_file import read_object
 from .system.safetensors import read_header
 from .system.terminal import Bar
 

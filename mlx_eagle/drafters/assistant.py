@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import gemma4_text
 
-from ..system.json_schema import (
+from ..system.fields import (
     BOOL,
     OBJECT,
     TEXT,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from ..system.json_schema import (
+from ..system.fields import (
     BOOL,
     INT_LIST,
     NUMBER,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from ..system.json_schema import (
+from ..system.fields import (
     BOOL,
     COUNT,
     INT_LIST,

@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
-from ..system.json_schema import POSITIVE, whole
+from ..system.fields import POSITIVE, whole
 from ..target.ragged import RaggedCache
 from .base import Pick
 from .block_config import BlockConfig, fields_from, known_tensors, merged

@@ -16,18 +16,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..system.cli_values import GROUP_SIZES, QUANTIZED_BITS
-from ..system.json_schema import (
-    BOOL,
-    OBJECT,
-    TEXT,
-    FieldType,
-    Table,
-    check,
-    is_whole,
-    read_object,
-    shown,
-    whole,
-)
+from ..system.fields import BOOL, OBJECT, TEXT, FieldType, Table, check, is_whole, shown, whole
+from ..system.json_file import read_object
 from ..system.safetensors import read_header
 from .kind import LoadOptions, Tensors
 from .target_parts import TargetSizes

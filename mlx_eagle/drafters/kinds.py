@@ -12,8 +12,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..system.fields import LONGEST_NAME
 from ..system.hub import locate
-from ..system.json_schema import LONGEST_NAME, read_object
+from ..system.json_file import read_object
 from . import assistant, dflash, dflash2, dspark, eagle3, model_drafter, mtp
 from .base import Drafter
 from .config import Eagle3Config

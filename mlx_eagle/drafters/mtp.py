@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..system.json_schema import BOOL, OBJECT, TEXT, Table, check, shown
+from ..system.fields import BOOL, OBJECT, TEXT, Table, check, shown
 from .folder import PACKING, SIZE, fault_in, quantize_now, read_weights
 from .kind import LoadOptions, Tensor, Tensors
 from .mtp_drafter import MTPDrafter, MTPHead, MTPSteps, SteppedMTPDrafter

@@ -72,7 +72,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; ValueError, naming it, where there is none.
 
     Its numbers are mlx-lm's to judge: ``model_max_length`` is 1e30 in many a tokenizer's file, and
-    limits of states are infinite, which ``system.json_schema`` would refuse.
+    limits of states are infinite, which ``system.json_file`` would refuse.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

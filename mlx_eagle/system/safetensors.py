@@ -12,7 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from .json_schema import LONGEST_NAME, MAX_MEMORY, list_of, parse_object, shown, whole
+from .fields import LONGEST_NAME, list_of, shown, whole
+from .json_file import MAX_MEMORY, parse_object
 
 BITS = {
     "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16,

@@ -15,7 +15,7 @@ from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tuner.datasets import ChatDataset, CompletionsDataset, TextDataset, load_hf_dataset
 
-from ..system.json_schema import shown
+from ..system.fields import shown
 from .held_out import choose_held_out, likeness, words_of
 
 MIN_ANSWER = 2  # tokens: the first is the prompt's own prediction, the second can be drafted

@@ -18,7 +18,7 @@ from mlx_eagle.convert.schema import CONFIG
 from mlx_eagle.convert.stored import Stored
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.pairs import PAIRS
-from mlx_eagle.system.json_schema import check
+from mlx_eagle.system.fields import check
 
 NOTHING = np.zeros(0, np.uint8)
 

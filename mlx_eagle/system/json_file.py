@@ -6,98 +6,15 @@ table of ``FieldType`` by key, and can rely on it afterwards.
 """
 
 import json
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from .fields import FILE_NAME, is_number, shown
 
 MAX_DEPTH = 32
 MAX_MEMORY = 64 << 20
 """Bytes that reading one document may take: its text, the strings in it, and its values."""
 BYTES_PER_VALUE = 200
-LARGEST = 2**31 - 1
-LONGEST_SHOWN = 60
-LONGEST_NAME = 256
-LONGEST_FILE_NAME = 255  # bytes, on every file system that matters
-
-
-@dataclass(frozen=True)
-class FieldType:
-    """What a value has to be: in words, and whether a value is one."""
-
-    words: str
-    holds: Callable[[Any], bool]
-
-
-Table = Mapping[str, "FieldType | Table"]
-"""What is expected of some keys of an object; a table in it stands for an object again."""
-
-
-def is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def whole(low: int = 0, high: int = LARGEST) -> FieldType:
-    words = f"a whole number from {low}" + ("" if high == LARGEST else f" to {high}")
-    return FieldType(words, lambda v: is_whole(v) and low <= v <= high)
-
-
-def number_above(low: float, high: float = math.inf) -> FieldType:
-    words = f"a number above {low:g}" + ("" if high == math.inf else f" and at most {high:g}")
-    return FieldType(words, lambda v: is_number(v) and low < v <= high)
-
-
-def list_of(kind: FieldType, words: str) -> FieldType:
-    return FieldType(
-        f"a list of {words}", lambda v: isinstance(v, list | tuple) and all(map(kind.holds, v))
-    )
-
-
-def one_of(*names: str) -> FieldType:
-    return FieldType(f"one of {', '.join(names)}", lambda v: isinstance(v, str) and v in names)
-
-
-COUNT = whole()
-NUMBER = FieldType("a number", is_number)
-POSITIVE = number_above(0)
-BOOL = FieldType("true or false", lambda v: isinstance(v, bool))
-TEXT = FieldType("a string", lambda v: isinstance(v, str))
-OBJECT = FieldType("an object", lambda v: isinstance(v, Mapping))
-LIST = FieldType("a list", lambda v: isinstance(v, list))
-INT_LIST = list_of(COUNT, "whole numbers from 0")
-TEXTS = list_of(TEXT, "strings")
-FILE_NAME = FieldType(
-    "the name of a file in the same folder",
-    lambda v: (
-        isinstance(v, str)
-        and v.isprintable()
-        and 0 < len(v.encode()) <= LONGEST_FILE_NAME
-        and not {"/", "\\"} & set(v)
-        and v not in (".", "..")
-    ),
-)
-
-
-def shown(value: Any) -> str:
-    """A value for a message: on one line, and no longer than a line bears.
-
-    {"a": [1, 2]} -> {"a": [1, 2]};  "x" * 999 -> "xxx...;  nested too deeply to print -> its type
-    """
-    if isinstance(value, list | tuple | Mapping) and len(value) > LONGEST_SHOWN:
-        kind = "object" if isinstance(value, Mapping) else "list"
-        return f"{'an' if kind == 'object' else 'a'} {kind} of {len(value)} entries"
-    if isinstance(value, str):
-        value = value[: LONGEST_SHOWN + 1]
-    try:
-        text = json.dumps(value)
-    except (TypeError, ValueError, RecursionError):
-        return f"a {type(value).__name__}"
-    return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
 
 
 def read_bytes(path: Path) -> bytes:
@@ -173,19 +90,6 @@ def _check_values(value: dict[str, Any], where: str | Path) -> None:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file (see ``parse_object``); ValueError where there is none."""
     return parse_object(read_bytes(path), path)
-
-
-def check(values: Mapping[str, Any], table: Table, where: str | Path, prefix: str = "") -> None:
-    """Raise ValueError for the first value that is not what ``table`` expects; nulls pass."""
-    for key, expected in table.items():
-        value = values.get(key)
-        if value is None:
-            continue
-        kind = expected if isinstance(expected, FieldType) else OBJECT
-        if not kind.holds(value):
-            raise ValueError(f"{where}: {prefix}{key} is {shown(value)}, expected {kind.words}")
-        if not isinstance(expected, FieldType):
-            check(value, expected, where, f"{prefix}{key}.")
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
