@@ -16,10 +16,10 @@ from ..drafters.kind import Tensor
 from ..system.fields import COUNT, shown
 from .checkpoint import AnyTarget, DraftCheckpoint
 from .families import Family, hidden_size, recognise
-from .fields import attention_fields, check_shapes, input_width, layer_fields, merge_settings
+from .head_config import attention_fields, check_shapes, input_width, layer_fields, merge_settings
 from .rope import DEFAULT_THETA, resolve_rope
 from .stored import LazyTensor
-from .target_link import (
+from .vocabulary import (
     Vocabulary,
     check_sharing,
     check_vocabulary,
