@@ -19,7 +19,7 @@ from mlx_eagle.system.terminal import Bar, run_command
 
 from .pipeline import DTYPES, convert
 from .publish import to_pytorch
-from .resolve import Overrides
+from .published_head import Overrides
 from .trim import Trim
 
 RANGES = (

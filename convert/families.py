@@ -312,7 +312,7 @@ def _explain(source: str, tensors: Mapping[str, Tensor]) -> None:
         )
 
 
-def recognise(checkpoint: DraftCheckpoint) -> tuple[Family, dict[str, Tensor]]:
+def find_family(checkpoint: DraftCheckpoint) -> tuple[Family, dict[str, Tensor]]:
     """The checkpoint's family and its tensors under canonical names, in one piece each.
 
     Raises ValueError that names what it is, where that is known and not converted.

@@ -39,8 +39,9 @@ from .checkpoint import (
 )
 from .dequantize import MLXPacked, Unpacked, unpacked
 from .publish import CARD, make_card, source_license
+from .published_head import NO_OVERRIDES, Overrides
 from .quantize import Packing, Quantization, pack
-from .resolve import NO_OVERRIDES, Overrides, Resolved, resolve
+from .resolve import Resolved, resolve
 from .trim import Trim, describe, trim
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}

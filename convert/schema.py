@@ -1,7 +1,7 @@
-"""What the keys of configs may hold that the converter reads: published ones, and targets'.
+"""Types of the keys that the converter reads in the configs of published heads and of targets.
 
-After ``json_schema.check`` with one of these tables no type needs to be asked for again. What a
-config says that no table has is only looked at as text.
+After ``json_schema.check`` with one of these tables nothing has to check a type again. A key that
+is in no table is read as text only.
 """
 
 from mlx_eagle.drafters.config import LATENT
@@ -26,71 +26,68 @@ FRACTION = number_above(0, 1)
 BASE = number_above(1, 1e15)
 POSITIVE = number_above(1e-6, 1e9)
 WEIGHT = number_above(-1e6, 1e6)
-FACTORS = list_of(POSITIVE, "numbers above 0")
+
+
+def _keys(kind: FieldType, names: str) -> Table:
+    """A table with one type for all of these names."""
+    return dict.fromkeys(names.split(), kind)
+
+
 SCALING: Table = {
-    **dict.fromkeys(("rope_type", "type"), TEXT),
+    **_keys(TEXT, "rope_type type"),
     "rope_theta": BASE,
-    **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), POSITIVE),
-    **dict.fromkeys(("original_max_position_embeddings", "attention_factor"), POSITIVE),
-    **dict.fromkeys(("beta_fast", "beta_slow"), POSITIVE),
-    **dict.fromkeys(("mscale", "mscale_all_dim", "llama_4_scaling_beta"), WEIGHT),
-    "short_factor": FACTORS,
+    **_keys(POSITIVE, "factor low_freq_factor high_freq_factor beta_fast beta_slow"),
+    **_keys(POSITIVE, "original_max_position_embeddings attention_factor"),
+    **_keys(WEIGHT, "mscale mscale_all_dim llama_4_scaling_beta"),
+    "short_factor": list_of(POSITIVE, "numbers above 0"),
     "partial_rotary_factor": FRACTION,
-    **dict.fromkeys(("truncate", "apply_yarn_scaling"), BOOL),
+    **_keys(BOOL, "truncate apply_yarn_scaling"),
 }
-LAYER: Table = {
+HEAD: Table = {
     **dict.fromkeys(LATENT, COUNT),
     "llama_4_scaling": {"beta": WEIGHT, "original_max_position_embeddings": POSITIVE},
-    **dict.fromkeys(("model_type", "hidden_act", "hidden_activation"), TEXT),
-    **dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_heads"), SIZE),
-    **dict.fromkeys(("head_dim", "rotary_dim", "vocab_size", "max_position_embeddings"), SIZE),
-    "rms_norm_eps": number_above(0, 1),
-    **dict.fromkeys(("qk_norm", "attention_bias", "mlp_bias"), BOOL),
-    **dict.fromkeys(("use_sliding_window", "rope_interleave"), BOOL),
+    **_keys(TEXT, "model_type hidden_act hidden_activation"),
+    **_keys(SIZE, "hidden_size num_attention_heads num_key_value_heads head_dim rotary_dim"),
+    **_keys(SIZE, "vocab_size max_position_embeddings"),
+    **_keys(FRACTION, "rms_norm_eps partial_rotary_factor"),
+    **_keys(BOOL, "qk_norm attention_bias mlp_bias use_sliding_window rope_interleave"),
     "layer_types": TEXTS,
     "sliding_window": COUNT,
     "rope_theta": BASE,
-    "partial_rotary_factor": FRACTION,
     "rope_scaling": SCALING,
     "rope_parameters": {**SCALING, "sliding_attention": SCALING, "full_attention": SCALING},
-}
-HEAD: Table = {
-    **LAYER,
-    **dict.fromkeys(("target_hidden_size", "draft_vocab_size", "num_target_layers"), COUNT),
-    **dict.fromkeys(("num_aux_hidden_states", "mask_token_id"), COUNT),
-    **dict.fromkeys(("pard_token", "ptd_token_id"), COUNT),
-    **dict.fromkeys(("target_layer_ids", "eagle_aux_hidden_state_layer_ids"), INT_LIST),
-    **dict.fromkeys(("norm_before_fc", "norm_before_residual", "norm_output"), BOOL),
-    **dict.fromkeys(("return_hidden_post_norm", "fc_norm", "use_aux_norm"), BOOL),
-    **dict.fromkeys(("use_input_layernorm_in_first_layer", "use_last_layernorm"), BOOL),
-    **dict.fromkeys(("embed_requires_grad", "parallel_drafting", "attention_k_eq_v"), BOOL),
+    **_keys(COUNT, "target_hidden_size draft_vocab_size num_target_layers num_aux_hidden_states"),
+    **_keys(COUNT, "mask_token_id pard_token ptd_token_id"),
+    **_keys(INT_LIST, "target_layer_ids eagle_aux_hidden_state_layer_ids"),
+    **_keys(BOOL, "norm_before_fc norm_before_residual norm_output return_hidden_post_norm"),
+    **_keys(BOOL, "fc_norm use_aux_norm use_input_layernorm_in_first_layer use_last_layernorm"),
+    **_keys(BOOL, "embed_requires_grad parallel_drafting attention_k_eq_v"),
     "parallel_draft_step": whole(1, 1024),
     "early_stop_method": TEXT,
     "num_global_key_value_heads": SIZE,
     "final_logit_softcapping": POSITIVE,
 }
+STOP_TOKENS = FieldType(
+    "a token or a list of tokens", lambda value: COUNT.holds(value) or INT_LIST.holds(value)
+)
 CONFIG: Table = {
     **HEAD,
     "architectures": TEXTS,
-    "quantization_config": OBJECT,
-    "compression_config": OBJECT,
-    "eos_token_id": FieldType(
-        "a token or a list of tokens", lambda value: COUNT.holds(value) or INT_LIST.holds(value)
-    ),
+    **_keys(OBJECT, "quantization_config compression_config"),
+    "eos_token_id": STOP_TOKENS,
     "eagle_config": HEAD,
     "transformer_layer_config": HEAD,
     "speculators_config": {"proposal_methods": LIST},
 }
-"""Of a published head."""
+"""The config of a published head."""
 
-DEPTH = ("num_hidden_layers", "n_layer", "n_layers")
-SIZES: Table = dict.fromkeys(("hidden_size", "n_embd", "d_model", "vocab_size", *DEPTH), SIZE)
+SIZES = _keys(SIZE, "hidden_size n_embd d_model vocab_size num_hidden_layers n_layer n_layers")
 TARGET: Table = {
     **SIZES,
     "text_config": SIZES,
     "quantization": OBJECT,
-    "eos_token_id": CONFIG["eos_token_id"],
+    "eos_token_id": STOP_TOKENS,
 }
-"""Of a target."""
+"""The config of a target."""
 PACKING: Table = {"group_size": whole(1, 4096), "bits": whole(1, 16), "mode": TEXT}
-"""Of the way that a target's matrix is quantized."""
+"""The entry that says how a target's matrix is quantized."""

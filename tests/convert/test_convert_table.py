@@ -137,6 +137,13 @@ def test_it_resolves(name):
     Eagle3Config.from_dict(found.to_dict())
 
 
+def test_key_heads_of_gemma_without_a_number_for_global_layers():
+    """As in transformers, num_key_value_heads then holds for these as well."""
+    row = HEADS["deepseek-ai/eagle3_gemma4_12b_ttt7"]
+    both = row["config"] | {"num_global_key_value_heads": None}
+    assert resolved(row | {"config": both}).config == resolved(row).config
+
+
 @pytest.mark.parametrize("name", EAGLE_1)
 def test_heads_of_eagle_1_resolve(name):
     depth, h, mlp, num_heads, num_key_heads, vocab, more = EAGLE_1[name]
