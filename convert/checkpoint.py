@@ -260,6 +260,10 @@ class TargetFolder:
     def vocab_size(self) -> int:
         return _first(self._text, ("vocab_size",), self.name)
 
+    @property
+    def sizes(self) -> TargetSizes:
+        return TargetSizes(self.hidden_size, self.num_layers, self.vocab_size, self.name)
+
     @cached_property
     def _tables(self) -> dict[str, Tensor]:
         """Embedding and lm_head, which are read on demand."""
