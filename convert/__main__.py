@@ -72,7 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Raise ValueError for values that make no sense, before anything is read."""
+    """Raise ValueError, before anything is read, for values that make no sense."""
     if args.hf_path is None:
         raise ValueError("nothing to convert; name a checkpoint with --hf-path")
     check_ranges(args, RANGES)
@@ -99,7 +99,8 @@ def run(args: argparse.Namespace) -> None:
     options: dict[str, Any] = vars(args)
     overrides = Overrides(**{f.name: options.pop(f.name) for f in fields(Overrides)})
     options.pop("to_pytorch")
-    size, text = options.pop("draft_vocab"), options.pop("draft_vocab_text")
+    size = options.pop("draft_vocab")
+    text = options.pop("draft_vocab_text")
     wanted = None if size is None else Trim(size, text)
     with Bar("Converting", "tensor") as progress:
         convert(**options, overrides=overrides, draft_vocab=wanted, progress=progress)

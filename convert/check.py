@@ -1,13 +1,13 @@
-"""Whether a converted head is right: every reading of the checkpoint, against the real target.
+"""Measure a converted head on its target, under every reading of its checkpoint.
 
-A checkpoint may leave open taps, rotary base and norms. Each reading is measured on a
-conversation with the target; nothing is changed, the report says which reading fits best.
+A checkpoint may leave taps, rotary base and norms open. Each reading is measured on a
+conversation with the target. Nothing is changed; the report says which reading fits best.
 
 Two measures, teacher-forced on the target's own answers: *agreement*, the share of drafted
 tokens that equal the text, by depth; and *overlap*, the sum over the draft vocabulary of
 min(p, q), the chance that sampling keeps a draft (Leviathan et al. 2023, section 3.2). Overlap
-sees small faults that change no first choice, so settings are compared by it, position by
-position: the mean difference, and its standard error.
+sees small faults that change no first choice, so settings are compared by it: by the mean
+difference over all positions, and its standard error.
 """
 
 import json
@@ -39,12 +39,12 @@ from ..system.fields import is_number
 from .rope import DEFAULT_THETA
 
 DEPTHS = 3
-# By how much overlap must be higher, and by how many standard errors, to count as better.
-CLEAR, ERRORS = 0.005, 3
+CLEAR = 0.005  # difference in overlap, to count as better
+ERRORS = 3  # standard errors, to count as better
 
-# One conversation, because a wrong rotary base shows only some hundred tokens into a text. Word
-# problems, because their solutions are what heads draft best, and a head that drafts nothing
-# right cannot get worse by being misread.
+# One conversation, because a wrong rotary base shows only a few hundred tokens into a text. Word
+# problems, because heads draft their solutions best, and a head that drafts nothing right cannot
+# get worse by being misread.
 HOW = " Solve it step by step, and explain every step."
 QUESTIONS = tuple(
     problem + HOW
@@ -66,11 +66,11 @@ QUESTIONS = tuple(
 
 @dataclass(frozen=True)
 class TargetText:
-    """A prompt with the target's own greedy answer, and what the target thought of it.
+    """A prompt with the target's own greedy answer, and the target's features and probabilities.
 
-    ``tokens`` (n,), the first ``num_prompt`` of them the prompt; ``features`` (n, h_t) by
-    tap; ``probs`` (n - num_prompt, Vd): what may follow the answer's tokens, of those that
-    can be drafted.
+    ``tokens`` (n,) begin with ``num_prompt`` tokens of the prompt; ``features`` (n, h_t) are by
+    tap; ``probs`` (n - num_prompt, Vd) are those of the draftable tokens, after each token of
+    the answer.
     """
 
     tokens: mx.array
@@ -79,17 +79,17 @@ class TargetText:
     probs: mx.array
 
     def num_slots(self, num_depths: int) -> int:
-        """Positions whose next ``num_depths`` tokens are all known: 2 of 5 answered, for 3."""
+        """The positions whose next ``num_depths`` tokens are all known: 2 of 5 answered, for 3."""
         return max(len(self.tokens) - self.num_prompt - num_depths, 0)
 
     def fused(self, taps: Sequence[int], lag: int = 0) -> mx.array:
-        """The features of each position's ``lag``-th predecessor side by side, (n, F)."""
+        """The features of each position's ``lag``-th predecessor, side by side, (n, F)."""
         features = mx.concatenate([self.features[tap] for tap in taps], axis=-1)
         return features[mx.maximum(mx.arange(len(features)) - lag, 0)]
 
 
 def encode(tokenizer: TokenizerWrapper, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """A conversation as the target expects it: through its chat template, where it has one."""
+    """The tokens of a conversation, through the target's chat template if it has one."""
     if not tokenizer.has_chat_template:
         return tokenizer.encode("\n\n".join(message["content"] for message in messages))
     text = tokenizer.apply_chat_template(
@@ -131,11 +131,13 @@ def read_conversation(
     taps: set[int],
     ids: mx.array,
 ) -> list[TargetText]:
-    """One text a question, behind the questions and answers before it.
+    """One text for each question, after the questions and answers before it.
 
-    A bar counts them where standard error is a terminal.
+    A bar counts them if standard error is a terminal.
     """
-    stops, messages, texts = set(tokenizer.eos_token_ids), [], []
+    stops = set(tokenizer.eos_token_ids)
+    messages: list[dict[str, str]] = []
+    texts = []
     with open_bar(len(questions), "Asking the target", "question") as bar:
         for question in questions:
             messages.append({"role": "user", "content": question})
@@ -161,7 +163,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Row:
-    """How a setting fared: ``agreement`` by depth, ``tau``, and ``overlaps`` (m,) by position."""
+    """The results of a setting: ``agreement`` by depth, ``tau``, ``overlaps`` (m,) by position."""
 
     name: str
     agreement: tuple[float, ...]
@@ -174,19 +176,19 @@ class Row:
         return float(self.overlaps.mean())
 
     def lead_over(self, other: "Row") -> tuple[float, float]:
-        """By how much its overlap is higher, and the standard error of that."""
+        """The difference by which its overlap is higher, and its standard error."""
         leads = self.overlaps - other.overlaps
         return float(leads.mean()), float(leads.std() / len(leads) ** 0.5)
 
     def is_better_than(self, other: "Row") -> bool:
-        """Whether its overlap is clearly higher, position by position."""
+        """True if its overlap is clearly higher, position by position."""
         lead, error = self.lead_over(other)
         return lead > max(CLEAR, ERRORS * error)
 
 
 @contextmanager
 def as_saved(config: Mapping[str, Any], weights: Mapping[str, mx.array]) -> Iterator[Path]:
-    """A folder with what is about to be saved, to be loaded as users will."""
+    """A folder with what is about to be saved, to load it as users will."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         mx.save_safetensors(str(folder / "model.safetensors"), dict(weights))
@@ -197,18 +199,18 @@ def as_saved(config: Mapping[str, Any], weights: Mapping[str, mx.array]) -> Iter
 def attach(
     config: Mapping[str, Any], weights: Mapping[str, mx.array], model: nn.Module
 ) -> AttachedHead:
-    """The head as users load it; ValueError where it does not fit."""
+    """The head as users load it; ValueError if it does not fit the target."""
     with as_saved(config, weights) as folder:
         return load_head(folder, model)
 
 
 def read_as(part: AttachedHead, config: Eagle3Config) -> AttachedHead:
-    """The same weights under another config."""
+    """A head of the same weights under another config."""
     head = Eagle3Head(config)
     modules = tree_flatten(part.head.leaf_modules(), is_leaf=nn.Module.is_module)
     own = [(path, module) for path, module in modules if module.parameters()]
     head.update_modules(tree_unflatten(own))
-    head.update(part.head.parameters())  # arrays that no module of their own holds
+    head.update(part.head.parameters())  # arrays outside of leaf modules
     if config.lm_head_source == "target":
         head.share_lm_head(part.head.lm_head)
     return replace(part, head=head)
@@ -216,10 +218,10 @@ def read_as(part: AttachedHead, config: Eagle3Config) -> AttachedHead:
 
 @dataclass(frozen=True)
 class Report:
-    """What was found: the head as it was resolved, other readings of it, and ways to be wrong.
+    """Results of the head as it was resolved, of its other readings, and of a wrong one.
 
     ``baseline`` feeds features of the wrong positions; ``quantized`` is the resolved setting
-    with quantized weights, all others have the source's.
+    with quantized weights. All others have the source's weights.
     """
 
     resolved: Row
@@ -231,13 +233,13 @@ class Report:
 
     @property
     def winner(self) -> Row:
-        """The best alternative where it is clearly better, else the resolved setting."""
+        """The best alternative if it is clearly better, else the resolved setting."""
         best = max(self.alternatives, key=lambda row: row.overlap, default=self.resolved)
         return best if best.is_better_than(self.resolved) else self.resolved
 
 
 def rope_bases(config: Mapping[str, Any]) -> set[float]:
-    """Every rotary base that a config names, at whatever depth."""
+    """Every rotary base that a config names, at any depth."""
     nested = [rope_bases(value) for value in config.values() if isinstance(value, Mapping)]
     own = {
         float(base)
@@ -250,15 +252,16 @@ def rope_bases(config: Mapping[str, Any]) -> set[float]:
 def alternatives(
     config: Eagle3Config, num_layers: int, bases: set[float] = frozenset()
 ) -> list[Setting]:
-    """The other readings of a head, one doubt at a time; ``bases`` of rope besides 10000."""
-    taps, found = config.taps(num_layers), []
+    """The other readings of a head, one doubt at a time; ``bases`` are tried besides 10000."""
+    taps = config.taps(num_layers)
+    found = []
     if config.uses_aux:
         for by in (1, -1):
             moved = tuple(tap + by for tap in taps)
             if moved[0] >= 0 and moved[-1] <= num_layers:
                 ids = ",".join(map(str, moved))
                 found.append(Setting(f"taps {by:+d}", config, moved, f"--aux-layers {ids}"))
-    # Scaling spelled out channel by channel was computed for its base and no other.
+    # Scaling written channel by channel was computed for its base and no other.
     if (config.rope.get("scaling") or {}).get("type") != "longrope":
         for base in sorted({DEFAULT_THETA, *bases} - {config.rope["theta"]}):
             other = replace(config, rope={**config.rope, "theta": base})
@@ -279,25 +282,27 @@ def alternatives(
 def unroll(
     part: AttachedHead, tokens: mx.array, features: mx.array, first: int, num_slots: int
 ) -> Iterator[tuple[mx.array, mx.array]]:
-    """What the slots from ``first`` on draft, depth by depth and all slots at once.
+    """Draft from the slots from ``first`` on, depth by depth and all slots at once.
 
-    Slot t is fed with token t + 1 and the features of position t, and drafts tokens t + 2,
-    t + 3, ...; later depths are fed with what was drafted. As in decoding, the row of slot t
-    sees slots 0 ... t and its own rows of the depths before (the training-time test of Li et
-    al. 2025, section 3.1). Slots 1 and 2 at depths 2 and 3:
+    Slot t is fed token t + 1 and the features of position t, and drafts tokens t + 2, t + 3,
+    ...; later depths are fed what was drafted. As in decoding, the row of slot t sees slots
+    0 ... t and its own rows at earlier depths (the training-time test of Li et al. 2025, section
+    3.1). Slots 1 and 2 at depths 2 and 3:
 
         slots 0 1 2 | depth 2 | depth 3        slot 1: 1 1 0 | 1 0 | 1 0
                                                slot 2: 1 1 1 | 0 1 | 0 1
 
-    Yields DEPTHS times logits (m, Vd) and drafted tokens (m,), m = ``num_slots``. A sliding
-    window is taken to bind all layers.
+    Yields logits (m, Vd) and drafted tokens (m,) for each of DEPTHS, m = ``num_slots``. A
+    sliding window is taken to hold for all layers.
     """
-    head, end = part.head, first + num_slots
+    head = part.head
+    end = first + num_slots
     window = head.config.sliding_window or end + DEPTHS
     cache = [KVCache() for _ in head.layers]
     states = head(part.embed(tokens[1 : end + 1]), head.fuse(features[:end]), cache)
     states = states[first:]
-    slots, places = mx.arange(first, end), mx.arange(end)
+    slots = mx.arange(first, end)
+    places = mx.arange(end)
     visible = places[None] <= slots[:, None]
     for depth in range(1, DEPTHS + 1):
         logits = head.logits(states)
@@ -311,19 +316,22 @@ def unroll(
         mask = visible & (positions[:, None] < places[None] + window)
         fed = drafted
         if head.config.mask_token_id is not None:  # P-EAGLE: nothing is fed back
-            fed, states = mx.full(num_slots, head.config.mask_token_id), head.masked(num_slots)
+            fed = mx.full(num_slots, head.config.mask_token_id)
+            states = head.masked(num_slots)
         states = head(part.embed(fed), states, cache, positions, mask)
 
 
 def compare(
     part: AttachedHead, text: TargetText, taps: Sequence[int], lag: int = 0
 ) -> tuple[mx.array, mx.array]:
-    """Hits (DEPTHS, m), where the draft is the text's token, and overlaps (DEPTHS, m).
+    """Hits (DEPTHS, m), where the draft equals the text's token, and overlaps (DEPTHS, m).
 
-    The first slot drafts the answer's second token, for the first comes with the prompt.
+    The first slot drafts the answer's second token, for the first one follows from the prompt.
     """
-    first, num = text.num_prompt - 1, text.num_slots(DEPTHS)
-    hits, overlaps = [], []
+    first = text.num_prompt - 1
+    num = text.num_slots(DEPTHS)
+    hits = []
+    overlaps = []
     steps = unroll(part, text.tokens, text.fused(taps, lag), first, num)
     for depth, (logits, drafted) in enumerate(steps):
         start = first + 2 + depth
@@ -334,7 +342,7 @@ def compare(
 
 
 def measure(part: AttachedHead, setting: Setting, texts: Sequence[TargetText]) -> Row:
-    """One setting over all texts."""
+    """Measure one setting on all texts."""
     part = read_as(part, setting.config)
     pairs = [compare(part, text, setting.taps, setting.lag) for text in texts]
     hits, overlaps = (mx.concatenate(list(parts), axis=1) for parts in zip(*pairs, strict=True))
@@ -357,12 +365,13 @@ def check_head(
 ) -> Report:
     """Teacher-force a head on the target's own greedy answers, under every reading of it.
 
-    ``config`` and ``weights`` are what the converter saves, not quantized; ``quantized`` are
-    the same of the quantized head; ``bases`` are rotary bases to try besides 10000. The
+    ``config`` and ``weights`` are those that the converter saves without quantization,
+    ``quantized`` those with it; ``bases`` are rotary bases to try besides 10000. The
     ``questions`` are asked in one conversation, with answers of at most ``num_tokens``.
-    Raises ValueError where head and target do not fit, or no answer is long enough.
+    Raises ValueError if head and target do not fit each other, or no answer is long enough.
     """
-    part, num_layers = attach(config, weights, model), len(model.layers)
+    part = attach(config, weights, model)
+    num_layers = len(model.layers)
     own = part.head.config
     resolved = Setting("as resolved", own, own.taps(num_layers))
     baseline = replace(resolved, name="pairing shifted", lag=1)
@@ -386,8 +395,9 @@ def check_head(
 
 
 def verdict(report: Report) -> str:
-    """One sentence: which setting wins, and what to do about it."""
-    winner, ours = report.winner, report.resolved
+    """One sentence that says which setting wins, and what to do about it."""
+    winner = report.winner
+    ours = report.resolved
     if winner is not ours:
         return (
             f"warning: {winner.name} fits better (overlap {winner.overlap:.3f}, not "
@@ -404,7 +414,7 @@ def verdict(report: Report) -> str:
 
 
 def check_table(report: Report) -> str:
-    """All that was measured, a line a setting, and the verdict."""
+    """A table of all that was measured, one line per setting, and the verdict."""
     rows = [report.resolved, *([report.quantized] if report.quantized else [])]
     rows += [*report.alternatives, report.baseline]
     width = max(len(row.name) for row in rows)
@@ -434,7 +444,7 @@ def _row_entry(row: Row) -> dict[str, Any]:
 
 
 def check_entry(report: Report) -> dict[str, Any]:
-    """What goes under ``check`` into the converted head's ``config.json``."""
+    """The entry ``check`` for the converted head's ``config.json``."""
     values = {
         "num_prompts": report.num_prompts,
         "num_positions": report.num_positions,
@@ -449,6 +459,6 @@ def check_entry(report: Report) -> dict[str, Any]:
 
 
 def load_model(name: str, dtype: str | None = None) -> tuple[nn.Module, TokenizerWrapper]:
-    """The target, its floats of type ``dtype``, with its tokenizer; see ``load``."""
+    """The target, its floats of type ``dtype``, and its tokenizer; see ``load``."""
     print(f"checking the head against {name} ...", file=sys.stderr)
     return load(name, dtype=dtype)

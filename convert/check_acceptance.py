@@ -1,7 +1,7 @@
 """Acceptance of a drafter of any kind, measured on the target's own answers, under each reading.
 
-For kinds other than EAGLE heads, which ``check.py`` measures position by position: drafts are made
-and verified as in use, so what counts is the mean number of tokens per pass of the target.
+``check.py`` measures EAGLE heads position by position. For all other kinds drafts are made and
+verified here as in use, and the result is the mean number of tokens per pass of the target.
 """
 
 import json
@@ -21,12 +21,12 @@ from ..drafters.kind import Kind, LoadOptions
 from .check import QUESTIONS, as_saved, encode
 
 MOST_DRAFTED = 7
-CLEAR = 1.1  # times the mean acceptance length, to count as better
+CLEAR = 1.1  # ratio of mean acceptance lengths, to count as better
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How a drafter fared with ``change`` in its config."""
+    """The statistics of a drafter with ``change`` in its config."""
 
     name: str
     change: Mapping[str, Any]
@@ -47,12 +47,12 @@ class MeasuredAcceptance:
 
     @property
     def winner(self) -> Reading:
-        """The best other reading where it is clearly better, else the resolved one."""
+        """The best other reading if it is clearly better, else the resolved one."""
         best = max(self.others, key=lambda reading: reading.tau, default=self.resolved)
         return best if best.tau > CLEAR * self.resolved.tau else self.resolved
 
     def entry(self) -> dict[str, Any]:
-        """What goes under ``check`` into the converted ``config.json``."""
+        """The entry ``check`` for the converted ``config.json``."""
         stats = self.resolved.stats
         return {
             "num_prompts": self.num_prompts,
@@ -63,7 +63,7 @@ class MeasuredAcceptance:
         }
 
     def table(self) -> str:
-        """All that was measured, a line a reading, and what to do about it."""
+        """A table of all that was measured, one line per reading, and what to do about it."""
         rows = [self.resolved, *self.others]
         width = max(len(row.name) for row in rows)
         lines = [f"tokens per pass of the target, in {self.num_prompts} answers of its own"]
@@ -89,25 +89,26 @@ def measure_acceptance(
     questions: Sequence[str] = QUESTIONS,
     num_tokens: int = 96,
 ) -> MeasuredAcceptance:
-    """Let the target answer with the drafter, as it is to be saved, under every reading of it.
+    """Let the target answer with the drafter as it will be saved, under every reading of it.
 
-    Raises ValueError where drafter and target do not fit.
+    Raises ValueError if drafter and target do not fit each other.
     """
     prompts = [encode(tokenizer, [{"role": "user", "content": text}]) for text in questions]
     stops = set(tokenizer.eos_token_ids)
 
-    def fared(name: str, change: Mapping[str, Any]) -> Reading:
+    def measured(name: str, change: Mapping[str, Any]) -> Reading:
         changed = {**config, **change}
         with as_saved(changed, weights) as folder:
             drafter = kind.load(folder, changed, model, LoadOptions())
         runs = [_answer(model, drafter, prompt, num_tokens, stops) for prompt in prompts]
         return Reading(name, change, sum(runs[1:], runs[0]))
 
-    resolved, others = fared("as resolved", {}), []
+    resolved = measured("as resolved", {})
+    others = []
     for name, change in kind.readings(config).items():
         try:
-            others.append(fared(name, change))
-        except ValueError:  # a tap that this target does not have
+            others.append(measured(name, change))
+        except ValueError:  # a tap that this target lacks
             continue
     return MeasuredAcceptance(resolved, tuple(others), len(prompts))
 

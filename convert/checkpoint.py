@@ -1,7 +1,7 @@
-"""Open folders of weights without building a model: a published draft, and its target.
+"""Open folders of weights without building a model: a published head, and its target.
 
-Shards and file formats are handled here, and Mistral's ``params.json`` is put in the usual
-keys (as vLLM reads it); what a tensor means is decided elsewhere.
+Shards and file formats are handled here, and Mistral's ``params.json`` is translated to the usual
+keys (as vLLM reads it); the meaning of a tensor is decided elsewhere.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from .stored import Stored, map_file
 from .torch_file import read_bin
 
 MISTRAL_MARK = "mistral_params"
-"""Set in what is made of a params.json: rows of q and k are in Mistral's order then."""
+"""A key of configs made from a params.json: rows of q and k are in Mistral's order then."""
 MISTRAL_KEYS = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -58,16 +58,16 @@ TOKENIZER_FILES = (
     "chat_template*",
     "*.tiktoken",
 )
-PART = 4096
+PART = 4096  # rows to compare at once
 INDEX = "model.safetensors.index.json"
 CONFIG_FILES = ("*.json",)
 MOST_SHARED = 2
-"""How often the bytes of a file may be used: twice, where embedding and lm_head are tied."""
+"""Tensors that may share the bytes of a file: two, where embedding and lm_head are tied."""
 
 
 @dataclass(frozen=True)
 class DraftCheckpoint:
-    """``tensors`` under the names of the files; nothing of them has been read yet.
+    """A published checkpoint: its config, and its tensors by the names in its files, unread.
 
     ``source`` is the path or repository id as the user gave it.
     """
@@ -91,14 +91,14 @@ class DraftCheckpoint:
 
 
 def mistral_config(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The config that a ``params.json`` stands for."""
+    """The config that a ``params.json`` amounts to."""
     config = {new: params[old] for old, new in MISTRAL_KEYS.items() if params.get(old) is not None}
     yarn = params.get("yarn")
     if isinstance(yarn, Mapping):
         scaling = {
             new: yarn[old] for old, new in MISTRAL_YARN.items() if yarn.get(old) is not None
         }
-        # With apply_scale queries and keys grow; latent attention puts that into its scores.
+        # apply_scale lengthens queries and keys; latent attention scales its scores instead.
         in_rope = scaling.get("apply_yarn_scaling", True) and "kv_lora_rank" not in config
         config["rope_scaling"] = {
             "rope_type": "yarn",
@@ -112,7 +112,7 @@ def mistral_config(params: Mapping[str, Any]) -> dict[str, Any]:
 def read_config(folder: Path) -> dict[str, Any]:
     """The folder's ``config.json``, or Mistral's ``params.json`` in its keys.
 
-    Raises ValueError where both are missing or no JSON object.
+    Raises ValueError if both are missing, or the file holds no JSON object.
     """
     path = folder / "config.json"
     if not path.exists() and (folder / "params.json").exists():
@@ -123,8 +123,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_safetensors(path: Path) -> dict[str, Stored]:
-    """The tensors of one shard; ValueError where it is cut off or no safetensors file."""
-    header, data = read_header(path), map_file(path)
+    """The tensors of one shard; ValueError if it is cut off or no safetensors file."""
+    header = read_header(path)
+    data = map_file(path)
     return {
         name: Stored(entry.dtype, entry.shape, data[entry.start : entry.end])
         for name, entry in header.items()
@@ -133,14 +134,14 @@ def read_safetensors(path: Path) -> dict[str, Stored]:
 
 @dataclass(frozen=True)
 class Format:
-    """One way to store tensors: which files, and what reads one."""
+    """A way to store tensors: patterns of file names, and a function that reads one file."""
 
     patterns: tuple[str, ...]
     index: str
     read: Callable[[Path], dict[str, Stored]]
 
 
-# In order of preference where a folder has both.
+# In order of preference if a folder has both.
 FORMATS = (
     Format(
         ("model.safetensors", "consolidated.safetensors", "*.safetensors"),
@@ -152,9 +153,9 @@ FORMATS = (
 
 
 def find_shards(folder: Path, form: Format) -> list[Path]:
-    """The shards of that format in the folder, none where it has none of it.
+    """The shards of that format in the folder; [] if there are none.
 
-    Raises ValueError where the index names a shard that is not there.
+    Raises ValueError if the index names a shard that is missing.
     """
     index = folder / form.index
     if index.exists():
@@ -166,7 +167,8 @@ def find_shards(folder: Path, form: Format) -> list[Path]:
                 )
         return [folder / name for name in names]
     for pattern in form.patterns:
-        if shards := sorted(path for path in folder.glob(pattern) if path.is_file()):
+        shards = sorted(path for path in folder.glob(pattern) if path.is_file())
+        if shards:
             return shards
     return []
 
@@ -177,7 +179,7 @@ def _open_gguf(source: str, path: Path) -> DraftCheckpoint:
 
 
 def _checked(checkpoint: DraftCheckpoint, where: Path) -> DraftCheckpoint:
-    """The checkpoint, its config of the right types and its tensors no more than its files."""
+    """The checkpoint; ValueError for wrong types in its config, or tensors beyond its bytes."""
     check(checkpoint.config, CONFIG, where)
     for name in checkpoint.tensors:
         check_name(name, checkpoint.source)
@@ -193,7 +195,7 @@ def _checked(checkpoint: DraftCheckpoint, where: Path) -> DraftCheckpoint:
 def open_checkpoint(source: str, revision: str | None = None) -> DraftCheckpoint:
     """Open a folder, a ``.gguf`` file, a hub repository or a ``.gguf`` file in one.
 
-    Raises ValueError for what is missing, cut off or not a checkpoint.
+    Raises ValueError if it is missing, cut off or no checkpoint.
     """
     folder = locate(source, CONFIG_FILES, revision)
     path = folder / "config.json"
@@ -204,16 +206,17 @@ def open_checkpoint(source: str, revision: str | None = None) -> DraftCheckpoint
             raise ValueError(f"{source} is a file; give the folder it is in, or a .gguf file")
         return _open_gguf(source, folder)
     for form in FORMATS:
-        # On the hub this downloads the weights, and nothing where they have another format.
+        # From the hub this downloads the weights, or nothing if they have another format.
         locate(source, (*CONFIG_FILES, *form.patterns), revision)
-        if shards := find_shards(folder, form):
+        shards = find_shards(folder, form)
+        if shards:
             tensors: dict[str, Stored] = {}
             for shard in shards:
                 tensors |= form.read(shard)
             config = read_config(folder)
             checkpoint = DraftCheckpoint(source, config, tensors, tuple(shards))
             return _checked(checkpoint, folder / "config.json")
-    # Of a repository the local cache may hold one of several, so there it must be named.
+    # The local cache may hold one of a repository's GGUF files, so that one must be named.
     is_local = folder == Path(source).expanduser()
     ggufs = sorted(folder.glob("*.gguf")) if is_local else []
     if len(ggufs) == 1:
@@ -238,7 +241,7 @@ def _first(config: Mapping[str, Any], keys: tuple[str, ...], name: str) -> int:
 
 @dataclass(frozen=True)
 class TargetFolder:
-    """A target by its folder and config; weights are looked at on demand."""
+    """A target by its folder and config; weights are read on demand."""
 
     name: str
     folder: Path
@@ -266,7 +269,7 @@ class TargetFolder:
 
     @cached_property
     def _tables(self) -> dict[str, Tensor]:
-        """Embedding and lm_head, which are read on demand."""
+        """The embedding and the lm_head, unread."""
 
         def is_table(name: str) -> bool:
             return "embed_tokens." in name or "lm_head." in name
@@ -284,18 +287,18 @@ class TargetFolder:
         return unpacked(tensors, self.config)
 
     def table(self, module: str) -> mx.array | None:
-        """The matrix (V, h) of ``embed_tokens`` or ``lm_head``, dequantized; None without one."""
+        """The matrix (V, h) of ``embed_tokens`` or ``lm_head``, dequantized; None if missing."""
         names = (name for name in self._tables if f".{name}".endswith(f".{module}.weight"))
         name = next(names, None)
         return None if name is None else self._tables[name].read()
 
     def output_table(self) -> mx.array | None:
-        """The lm_head (V, h), which in tied models is the embedding."""
+        """The lm_head (V, h), in tied models the embedding."""
         head = self.table("lm_head")
         return self.table("embed_tokens") if head is None else head
 
     def copy_tokenizer(self, folder: Path) -> list[str]:
-        """Copy the tokenizer's files there; their names."""
+        """Copy the tokenizer's files to ``folder``, and return their names."""
         files = {file for pattern in TOKENIZER_FILES for file in self.folder.glob(pattern)}
         for file in files:
             shutil.copyfile(file, folder / file.name)
@@ -303,11 +306,11 @@ class TargetFolder:
 
 
 AnyTarget = TargetFolder | TargetSizes
-"""A model's folder, or a model at hand, of which only the sizes are looked at."""
+"""A model's folder, or only the sizes of a loaded model."""
 
 
 def open_target(name: str) -> TargetFolder:
-    """The target in a folder or on the hub; ValueError where there is none."""
+    """The target in a folder or on the hub; ValueError if there is none."""
     folder = locate(name, ("*.json", *TOKENIZER_FILES))
     if folder.is_file():
         raise ValueError(f"{name} is a file; --target takes a model folder or a repository id")
@@ -317,12 +320,12 @@ def open_target(name: str) -> TargetFolder:
 
 
 def same_values(ours: mx.array, theirs: mx.array | None) -> bool:
-    """Whether both hold the same values, whatever their dtypes; a longer target is padded."""
+    """True if both hold the same values in any dtypes; further rows of ``theirs`` are padding."""
     if theirs is None or theirs.ndim != 2 or theirs.shape[1] != ours.shape[1]:
         return False
     if theirs.shape[0] < ours.shape[0]:
         return False
-    # In parts, since the two may be gigabytes and mostly differ in the first row.
+    # In parts, since both may take gigabytes, and they mostly differ in the first row.
     for start in range(0, ours.shape[0], PART):
         parts = (table[start : start + PART].astype(mx.float32) for table in (ours, theirs))
         if not mx.array_equal(*(part[: ours.shape[0] - start] for part in parts)).item():

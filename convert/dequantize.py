@@ -1,8 +1,8 @@
-"""Matrices that a checkpoint holds quantized, as floats again, exactly as their formats say.
+"""Dequantize the matrices of a checkpoint, exactly as their formats define it.
 
-What a matrix P.weight is made of lies under names of its own, P.weight_scale and so on: a row of
-``PACKED_FORMATS`` for each way. The tensors decide; of the config only what they leave open is
-read, bits and sizes of blocks, and which parts there must be besides.
+The parts of a matrix P.weight have names of their own, P.weight_scale and so on; each format is
+a row of ``PACKED_FORMATS``. The tensors decide. The config only settles what they leave open: the
+number of bits, the sizes of blocks, and further parts that must be there.
 
 Formats: compressed-tensors' compressors, Model-Optimizer's qtensor, and the OCP specification
 of microscaling formats 1.0 (E2M1 and E8M0).
@@ -26,10 +26,10 @@ SCALES = ("weight_scale", "weight_scale_inv", "qscale_weight")
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """A way to store a matrix: in which tensor the numbers are, their types and the scales'.
+    """A way to store a matrix: the tensor of its numbers, their types, and those of the scales.
 
-    All of ``needs`` must be there, and of ``SCALES`` one. ``columns`` of the matrix lie in a
-    column as stored; None where weight_shape tells.
+    All of ``needs`` must be there, and one of ``SCALES``. A stored column holds ``columns`` of
+    the matrix; None if weight_shape gives them.
     """
 
     name: str
@@ -54,7 +54,7 @@ ASKED = {
     "weight_zero_point": ("symmetric", (False,)),
     "weight_g_idx": ("actorder", (True, "group", "dynamic")),
 }
-"""Parts that a config asks for: by the key of its weights, and the values that do."""
+"""Parts that a config asks for: a key of its entry for weights, and the values that do."""
 PARTS = (
     "weight_packed",
     *SCALES,
@@ -65,16 +65,17 @@ PARTS = (
     "weight_g_idx",
 )
 ONE_NUMBER = ("weight_scale_2", "weight_global_scale")
-# Of activations and caches, which are not quantized here.
+# Parts for activations and caches, which are not quantized here.
 UNUSED = re.compile(r"\.(((input|output|[kqv])_(scale|zero_point|global_scale))|qscale_act)$")
-BLOCK = (128, 128)  # of fine-grained FP8 whose config does not say it
+BLOCK = (128, 128)  # rows and columns, for fine-grained FP8 whose config does not say it
 
 
 def _small_floats(exponent: int, mantissa: int, has_infinity: bool) -> np.ndarray:
     """Every value of an 8-bit float, (256,) float32, by its bits."""
     bits = np.arange(256)
     fraction = (bits & ((1 << mantissa) - 1)) / (1 << mantissa)
-    power, bias = (bits >> mantissa) & ((1 << exponent) - 1), (1 << (exponent - 1)) - 1
+    power = (bits >> mantissa) & ((1 << exponent) - 1)
+    bias = (1 << (exponent - 1)) - 1
     leading = np.where(power == 0, 0, 1)
     values = (leading + fraction) * 2.0 ** (np.maximum(power, 1) - bias)
     top = power == (1 << exponent) - 1
@@ -99,22 +100,23 @@ NIBBLES = np.concatenate([E2M1, -E2M1])
 
 @dataclass(frozen=True)
 class Unpacked(Tensor):
-    """A matrix that is made of several tensors, ``parts`` by their last names, when it is read.
+    """A matrix that is made from several tensors, ``parts`` by their last names, when it is read.
 
-    ``format`` is what the format's own library makes of it; where scales are float32, values
-    are not rounded further.
+    ``format`` is the type that the format's own library gives it; with float32 scales values are
+    not rounded further.
     """
 
     name: str
     parts: Mapping[str, Stored]
     shape: tuple[int, ...]
     format: str
-    num_bits: tuple[int, ...]  # that the config speaks of
+    num_bits: tuple[int, ...]  # those that the config mentions
     block: tuple[int, int] | None
 
     def read(self) -> mx.array:
-        """The values; ValueError where the parts do not go together."""
-        values, scales = self._values(), self._scales()
+        """The values; ValueError if the parts do not go together."""
+        values = self._values()
+        scales = self._scales()
         if "weight_zero_point" in self.parts:
             values = values - self._over_columns(self._zero_points(scales))
         with np.errstate(over="ignore", invalid="ignore"):
@@ -135,8 +137,8 @@ class Unpacked(Tensor):
     def _integers(self, words: np.ndarray, count: int) -> np.ndarray:
         """Rows of int32 words as ``count`` signed integers each, float32.
 
-        They lie bit behind bit, as now, or only whole ones in a word, as until 2025, which is
-        another order where the bits do not divide 32.
+        They are packed bit after bit, as now, or only as whole ones in each word, as until 2025.
+        The orders differ if the bits do not divide 32.
         """
         fitting = [
             (bits, words.shape[1] == dense)
@@ -160,7 +162,7 @@ class Unpacked(Tensor):
         return (values - (1 << (bits - 1))).astype(np.float32)
 
     def _scales(self) -> np.ndarray:
-        """Scales as floats, in as many dimensions as they are stored, at least two."""
+        """The scales as floats, in two dimensions."""
         stored = next(self.parts[name] for name in SCALES if name in self.parts)
         scales = _floats(stored)
         if "weight_global_scale" in self.parts:
@@ -183,9 +185,9 @@ class Unpacked(Tensor):
         return zeros.reshape(scales.shape)
 
     def _over_columns(self, per_group: np.ndarray) -> np.ndarray:
-        """One number for every number of the matrix, or as many as broadcast to that."""
+        """One number for every number of the matrix, or an array that broadcasts to that."""
         rows, columns = self.shape
-        if "weight_g_idx" in self.parts:  # which group each column is of
+        if "weight_g_idx" in self.parts:  # the group of each column
             groups = self.parts["weight_g_idx"].numpy().reshape(-1)
             is_whole = self.parts["weight_g_idx"].format in ("I64", "I32")
             if (
@@ -215,7 +217,7 @@ class Unpacked(Tensor):
 
 
 def _step(size: int, count: int, block: int | None) -> int | None:
-    """How many numbers in a row have a scale in common, where ``count`` serve ``size``."""
+    """The number of values that share a scale, with ``count`` scales for ``size`` values."""
     if count in (1, size):
         return size // count
     if block is not None and -(-size // block) == count:
@@ -226,7 +228,7 @@ def _step(size: int, count: int, block: int | None) -> int | None:
 def _floats(stored: Stored) -> np.ndarray:
     """Scales or zero points in float32."""
     values = stored.numpy()
-    if stored.format == "U8":  # powers of two, of MX formats
+    if stored.format == "U8":  # powers of two, in MX formats
         return BYTES["F8_E8M0"][values]
     if stored.format in BYTES:
         return BYTES[stored.format][values.view(np.uint8)]
@@ -234,7 +236,7 @@ def _floats(stored: Stored) -> np.ndarray:
 
 
 def _weights_groups(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """What the quantization entry says of weights, group by group."""
+    """The entries for weights in a config's quantization entry, group by group."""
     entry = config.get("quantization_config") or config.get("compression_config") or {}
     groups = entry.get("config_groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():
@@ -244,13 +246,13 @@ def _weights_groups(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _words_of(count: int, num_bits: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
-    """(bits, words if they lie densely, words if only whole ones do) of so many integers."""
+    """(bits, words if packed densely, words if packed as whole ones) for ``count`` integers."""
     for bits in num_bits or tuple(range(1, 9)):
         yield bits, -(-count * bits // 32), -(-count // (32 // bits))
 
 
 def _asked(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Parts that the config asks for: those of integers of which every group of it says so."""
+    """The parts of integers that every group of the config asks for."""
     groups = [g for g in _weights_groups(config) if g.get("type", "int") == "int" and len(g) > 1]
     return tuple(
         part
@@ -260,8 +262,9 @@ def _asked(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _settings(config: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, int] | None]:
-    """Bits of integers and sizes of blocks that the config names."""
-    bits, block = set(), None
+    """The bits of integers and the sizes of blocks that the config names."""
+    bits = set()
+    block = None
     for weights in _weights_groups(config):
         if isinstance(weights.get("num_bits"), int) and 1 <= weights["num_bits"] <= 8:
             bits.add(weights["num_bits"])
@@ -275,7 +278,7 @@ def _settings(config: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, in
 def _shape(
     name: str, parts: Mapping[str, Stored], num_bits: tuple[int, ...], asked: tuple[str, ...]
 ) -> tuple[int, ...]:
-    """Rows and columns of the matrix; ValueError where a part is missing or unknown."""
+    """Rows and columns of the matrix; ValueError if a part is missing or unknown."""
     found = ", ".join(f"{part} ({tensor.format[:20]})" for part, tensor in parts.items())
     packed = parts.get("weight_packed") or parts.get("weight")
     if packed is None:
@@ -305,7 +308,7 @@ def _shape(
 def _check_parts(
     name: str, parts: Mapping[str, Stored], form: PackedFormat, asked: tuple[str, ...]
 ) -> None:
-    """Raise ValueError where a part is missing that the format needs or the config asks for."""
+    """Raise ValueError if a part is missing that the format needs or the config asks for."""
     for part in form.needs:
         if part not in parts:
             raise ValueError(
@@ -329,7 +332,7 @@ def _check_parts(
 def _integer_shape(
     name: str, packed: Stored, stated: Stored, num_bits: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """What weight_shape says, where so many integers fill the words that are there."""
+    """The shape in weight_shape; ValueError if its integers do not fill the words."""
     is_whole = stated.format in ("I64", "I32")
     shape = tuple(map(int, stated.numpy().reshape(-1)[:3])) if is_whole else ()
     words = packed.shape[1]
@@ -345,31 +348,35 @@ def _integer_shape(
 
 
 class MLXPacked(Tensor):
-    """A matrix as mlx.nn packs it, or several of one shape: words, scales and maybe biases."""
+    """A matrix as mlx.nn packs it, or a stack of them: words, scales and maybe biases."""
 
     def __init__(
         self, name: str, parts: Mapping[str, Stored], bits: int, group_size: int, mode: str
     ):
-        self.name, self.parts = name, parts
-        self.bits, self.group_size, self.mode = bits, group_size, mode
-        words, own = parts["weight"].shape, parts["scales"].format
+        self.name = name
+        self.parts = parts
+        self.bits = bits
+        self.group_size = group_size
+        self.mode = mode
+        words = parts["weight"].shape
+        own = parts["scales"].format
         self.shape = (*words[:-1], words[-1] * 32 // bits)
         self.format = own if own in FLOATS else "BF16"
 
     @property
     def packing(self) -> dict[str, int] | None:
-        """How it is packed, where that is as we pack."""
+        """Its packing, or None if it is in a mode that we do not write."""
         if self.mode != "affine":
             return None
         return {"group_size": self.group_size, "bits": self.bits}
 
     def stored(self, name: str) -> dict[str, mx.array]:
-        """Its parts as they are, under the names that mlx.nn gives those of that weight."""
+        """Its parts as they are, by the names that mlx.nn gives the parts of weight ``name``."""
         path = name.removesuffix(".weight")
         return {f"{path}.{part}": tensor.read() for part, tensor in self.parts.items()}
 
     def read(self) -> mx.array:
-        """The values; ValueError where the parts do not go together."""
+        """The values; ValueError if the parts do not go together."""
         own = {part: tensor.read() for part, tensor in self.parts.items()}
         try:
             found: mx.array = mx.dequantize(
@@ -393,7 +400,7 @@ class MLXPacked(Tensor):
 def _unpacked_by_mlx(
     tensors: Mapping[str, Stored], config: Mapping[str, Any]
 ) -> dict[str, Stored | MLXPacked]:
-    """The tensors with every matrix in one piece that lies as mlx.nn packs it."""
+    """The tensors with every matrix that mlx.nn packed in one piece."""
     entry = config.get("quantization") or config.get("quantization_config") or {}
     found: dict[str, Stored | MLXPacked] = dict(tensors)
     for name in tensors:
@@ -420,7 +427,7 @@ def _unpacked_by_mlx(
 def unpacked(tensors: Mapping[str, Stored], config: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors with every quantized matrix in one piece, unread; others as they are.
 
-    Raises ValueError for a matrix that is quantized in a way not known here.
+    Raises ValueError for a matrix that is quantized in an unknown way.
     """
     whole = _unpacked_by_mlx(tensors, config)
     tensors = {name: tensor for name, tensor in whole.items() if isinstance(tensor, Stored)}

@@ -1,15 +1,15 @@
 """The checkpoint families, each as one row of data.
 
-A checkpoint is described as text, one line a tensor and one a config key, sizes written in
-units of the hidden size h where they are whole multiples of it:
+A checkpoint is described as text, one line per tensor and per config key, with sizes in units of
+the hidden size h if they are whole multiples of it:
 
     tensor fc.weight [h, 3h]
     config architectures.0 = LlamaForCausalLMEagle3
 
-A row is a handful of patterns over that text, tried from the top. Tensors decide; config
-keys only tell apart what has the same tensors. Names and layouts were read in the trainers'
-and serving engines' own code: SafeAILab/EAGLE, SpecForge, speculators, Model-Optimizer,
-AngelSlim, DeepSpec, llama.cpp, vLLM and SGLang.
+A row is a few patterns over that text, and rows are tried from the top. Tensors decide; config
+keys only distinguish layouts with the same tensors. Names and layouts come from the code of the
+trainers and serving engines: SafeAILab/EAGLE, SpecForge, speculators, Model-Optimizer, AngelSlim,
+DeepSpec, llama.cpp, vLLM and SGLang.
 """
 
 import re
@@ -22,7 +22,7 @@ from ..system.fields import LONGEST_NAME, shown
 from .checkpoint import MISTRAL_MARK, DraftCheckpoint
 from .dequantize import Unpacked, unpacked
 
-# Applied in this order to every name; what comes out are the canonical names.
+# Applied in this order to every name; the results are the canonical names.
 NAMES = (
     (r"^model\.", ""),
     (r"^midlayer\.(\d+)\.", r"layers.\1."),
@@ -67,13 +67,13 @@ NAMES = (
     (r"^blk\.(\d+)\.ffn_norm\.", r"layers.\1.post_attention_layernorm."),
     (r"^blk\.(\d+)\.ffn_(gate|up|down)\.", r"layers.\1.mlp.\2_proj."),
 )
-# Training leftovers and what is computed anew.
+# Leftovers of training, and tables that are computed again.
 DROPPED = re.compile(r"^verifier_|(^|\.)rotary_emb\.inv_freq$")
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A kind of draft model that is not converted: any one of the patterns gives it away."""
+    """A kind of draft model that is not converted, known by any one of the patterns."""
 
     what: str
     way_out: str
@@ -84,8 +84,8 @@ class Refusal:
 class Family:
     """A layout that is converted: all of ``has`` match and none of ``lacks``.
 
-    ``defaults`` stand for missing config keys, ``fixed`` are fields of ``Eagle3Config``
-    that the layout settles.
+    ``defaults`` stand for missing config keys; ``fixed`` are fields of ``Eagle3Config`` that the
+    layout settles.
     """
 
     name: str
@@ -94,14 +94,14 @@ class Family:
     lacks: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    describes_layers: bool = False  # windows, biases and q/k norms in the config are the draft's
-    has_optional_norms: bool = False  # the final and the first norm are there or not
-    owns_embedding: bool = True  # False: the target's is used whatever the file holds
+    describes_layers: bool = False  # windows, biases, q/k norms in the config are the draft's
+    has_optional_norms: bool = False  # the final and the first norm may be missing
+    owns_embedding: bool = True  # False: the target's is used, even if the file holds one
     has_absolute_d2t: bool = False
-    num_stop_rows: int = 0  # rows of fc, at most, that tell when to stop thinking (AngelSlim)
+    num_stop_rows: int = 0  # most rows of fc that tell when to stop thinking (AngelSlim)
     has_interleaved_heads: bool = False  # q and k rows in llama.cpp's order
-    is_gemma: bool = False  # attends as Gemma's global layers, embeddings scaled and logits capped
-    # What the config leaves open or may say wrongly, so that the user is told.
+    is_gemma: bool = False  # attention of Gemma's global layers, scaled embeddings, capped logits
+    # Points that the config leaves open or may say wrongly, so that the user is told.
     rope_base_unknown: bool = False
     residual_order_unknown: bool = False
     norm_output_unknown: bool = False
@@ -148,8 +148,8 @@ WIDE = ENTRANCE + r"2h\]"
 NARROW = ENTRANCE + r"h\]"
 FUSION = r"^tensor fc\.weight "
 EAGLE_1 = {"fc_input": "embedding_and_state", "layer_input": "none", "uses_aux": False}
-STOP_ROWS = 3  # confidence, progress and what remains, each with a row
-MISTRAL = {"norm_output": True}  # what its final norm gives is fed back
+STOP_ROWS = 3  # rows for confidence, progress and remaining tokens
+MISTRAL = {"norm_output": True}  # the output of its final norm is fed back
 
 FAMILIES = (
     Family(
@@ -267,7 +267,7 @@ def _config_lines(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         if isinstance(value, dict):
             yield from _config_lines(value, f"{prefix}{key}.")
         elif value is not None:
-            # On one short line whatever it holds: the patterns take each line as an entry.
+            # Always one short line, for the patterns take each line as an entry.
             line = f"config {prefix}{key[:LONGEST_NAME]} = {str(value)[:LONGEST_NAME]}"
             yield " ".join(line.splitlines())
 
@@ -278,7 +278,7 @@ def some_of(names: Sequence[str]) -> str:
 
 
 def hidden_size(tensors: Mapping[str, Tensor]) -> int:
-    """Rows of the first layer's output: h; 0 where the tensors for it are missing."""
+    """The hidden size h by the first layer's output; 0 if the tensors for it are missing."""
     for name in ("layers.0.self_attn.o_proj.weight", "layers.0.post_attention_layernorm.weight"):
         if name in tensors and tensors[name].shape:
             return tensors[name].rows
@@ -286,7 +286,7 @@ def hidden_size(tensors: Mapping[str, Tensor]) -> int:
 
 
 def describe(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> str:
-    """The checkpoint as text (module docstring); tensors under canonical names."""
+    """The checkpoint as text, see above; tensors by canonical names."""
     h = hidden_size(tensors)
 
     def size(n: int) -> str:
@@ -298,12 +298,13 @@ def describe(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> str:
 
 
 def _explain(source: str, tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError where it is nearly an EAGLE-3 head: what is missing, or said wrongly."""
+    """Raise ValueError if it is nearly an EAGLE-3 head: for what is missing, or stated wrongly."""
     needed = ("fc.weight", "layers.0.self_attn.q_proj.weight")
     for name in needed:
         if "layers.0.hidden_norm.weight" in tensors and name not in tensors:
             raise ValueError(f"{source} lacks {name}, which an EAGLE-3 head needs")
-    tensor, h = tensors.get(needed[1]), hidden_size(tensors)
+    tensor = tensors.get(needed[1])
+    h = hidden_size(tensors)
     if isinstance(tensor, Unpacked) and h and tensor.shape[1] % h:
         raise ValueError(
             f"{tensor.name} is said to be {' x '.join(map(str, tensor.shape))} (by its "
@@ -313,9 +314,9 @@ def _explain(source: str, tensors: Mapping[str, Tensor]) -> None:
 
 
 def find_family(checkpoint: DraftCheckpoint) -> tuple[Family, dict[str, Tensor]]:
-    """The checkpoint's family and its tensors under canonical names, in one piece each.
+    """The checkpoint's family, and its tensors by canonical names, in one piece each.
 
-    Raises ValueError that names what it is, where that is known and not converted.
+    Raises ValueError for other checkpoints; it names those that are known and not converted.
     """
     names = [name for name in checkpoint.tensors if not DROPPED.search(canonical(name))]
     whole = unpacked({name: checkpoint.tensors[name] for name in names}, checkpoint.config)

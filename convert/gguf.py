@@ -1,8 +1,8 @@
 """Read an EAGLE-3 head out of a llama.cpp GGUF file (versions 2 and 3).
 
-Gives the metadata under the names that config.json files use and the tensors under their
-GGUF names, block formats decoded when read: the usual ones here, others by the package ``gguf``
-where it is installed. MLX's own reader stops at the 64-bit integers of ``d2t``.
+Metadata gets the names that config.json files use; tensors keep their GGUF names. Block
+formats are decoded when read: the usual ones here, others by the package ``gguf`` if it is
+installed. MLX's own reader fails on the 64-bit integers of ``d2t``.
 """
 
 import math
@@ -43,26 +43,27 @@ SCALING_KEYS = {
 }
 KEYS = {"general.architecture", "general.alignment", "tokenizer.ggml.tokens"}
 KEYS |= {f"{ARCHITECTURE}.{key}" for key in (*CONFIG_KEYS, *SCALING_KEYS)}
-"""The metadata that is used; all other is passed over."""
-# What struct calls the value types 0 to 12; strings (8) and arrays (9) have no code.
+"""The metadata that is used; everything else is skipped."""
+# The codes in struct for the value types 0 to 12; strings (8) and arrays (9) have none.
 SCALARS = {kind: code for kind, code in enumerate("BbHhIif?  Qqd") if code != " "}
-STRING, ARRAY = 8, 9
+STRING = 8
+ARRAY = 9
 PLAIN = {0: "F32", 1: "F16", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 30: "BF16"}
 MAX_DIMS = 4
 MAX_ENTRIES = 1 << 16
 MAX_LISTED = 1024
 MAX_ALIGNMENT = 1 << 16
-MAX_STRING = 1 << 10  # bytes of what is read of a string; as text they may take four times that
+MAX_STRING = 1 << 10  # bytes of a string that are read; as text they may take four times that
 WIDTHS = {name: np.dtype(kind).itemsize for name, kind in FORMATS.items()}
 
 
 class Damaged(ValueError):
-    """The file holds what no head's file holds."""
+    """The file holds something that no head's file holds."""
 
 
 @dataclass(frozen=True)
 class Long:
-    """An array that is not read: its length is all that is asked of it."""
+    """An array that is not read, only its length."""
 
     count: int
 
@@ -106,17 +107,20 @@ def _q8_0(b: np.ndarray) -> np.ndarray:
 
 def _q4_k(b: np.ndarray) -> np.ndarray:
     """Eight groups of 32, each with a 6-bit scale and minimum packed in twelve bytes."""
-    low, mid, high = b[:, 4:8], b[:, 8:12], b[:, 12:16]
+    low = b[:, 4:8]
+    mid = b[:, 8:12]
+    high = b[:, 12:16]
     scale = np.concatenate([low & 63, (high & 15) | (low >> 6 << 4)], axis=1)
     minimum = np.concatenate([mid & 63, (high >> 4) | (mid >> 6 << 4)], axis=1)
     packed = b[:, 16:].reshape(-1, 4, 1, 32)
     values = np.concatenate([packed & 15, packed >> 4], axis=2).reshape(-1, 8, 32)
-    scale, minimum = _halves(b[:, :2]) * scale, _halves(b[:, 2:4]) * minimum
+    scale = _halves(b[:, :2]) * scale
+    minimum = _halves(b[:, 2:4]) * minimum
     return scale[..., None] * values - minimum[..., None]
 
 
 def _q6_k(b: np.ndarray) -> np.ndarray:
-    """Sixteen groups of 16; four low bits and two high bits lie apart."""
+    """Sixteen groups of 16; the four low bits and the two high bits are stored apart."""
     low = b[:, :128].reshape(-1, 2, 1, 64)
     low = np.concatenate([low & 15, low >> 4], axis=2).reshape(-1, 8, 32)
     high = b[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None]
@@ -125,8 +129,9 @@ def _q6_k(b: np.ndarray) -> np.ndarray:
     return scale[..., None] * (values.reshape(-1, 16, 16).astype(np.float32) - 32)
 
 
-# type id: name, values a block, bytes a block, decoder of (n, bytes)
-BLOCKS = {
+Block = tuple[str, int, int, Callable[[np.ndarray], np.ndarray] | None]
+"""Name, values per block, bytes per block, decoder of (n, bytes), None for plain numbers."""
+BLOCKS: dict[int, Block] = {
     2: ("Q4_0", 32, 18, _q4_0),
     3: ("Q4_1", 32, 20, _q4_1),
     6: ("Q5_0", 32, 22, _q5_0),
@@ -141,10 +146,11 @@ class _Reader:
     """A cursor over the file's bytes, (n,) uint8."""
 
     def __init__(self, data: np.ndarray):
-        self.data, self.at = data, 0
+        self.data = data
+        self.at = 0
 
     def take(self, size: int, what: str = "a value") -> np.ndarray:
-        """The next ``size`` bytes, not copied; CutOff where the file has fewer."""
+        """The next ``size`` bytes, not copied; CutOff if the file has fewer."""
         if self.at + size > len(self.data):
             raise CutOff(f"{what} runs past the end")
         self.at += size
@@ -156,7 +162,7 @@ class _Reader:
         return float(str(np.float32(value))) if code == "f" else value
 
     def string(self) -> str:
-        """A string, cut where it is longer than any that a head's config depends on."""
+        """A string, cut if it is longer than any that a head's config depends on."""
         data = self.take(self.scalar("Q"), "a string")
         return data[:MAX_STRING].tobytes().decode("utf-8", "replace")
 
@@ -168,8 +174,9 @@ class _Reader:
         return self.scalar(_code(kind))
 
     def array(self) -> list[Any] | Long:
-        """A short array of numbers; of a longer one, and of strings, only how many there are."""
-        kind, count = self.scalar("I"), self.scalar("Q")
+        """A short array of numbers; only the length of a longer one, or of an array of strings."""
+        kind = self.scalar("I")
+        count = self.scalar("Q")
         if kind == STRING:
             for _ in range(count):
                 self.take(self.scalar("Q"), "a string")
@@ -188,7 +195,7 @@ def _shown(value: Any) -> str:
 
 
 def _code(kind: int) -> str:
-    """What struct calls a type of numbers."""
+    """The code in struct for a type of numbers."""
     if kind == ARRAY:
         raise Damaged("it holds arrays of arrays, which no head has")
     if kind not in SCALARS:
@@ -199,9 +206,10 @@ def _code(kind: int) -> str:
 def _tensor(name: str, shape: tuple[int, ...], kind: int, data: np.ndarray) -> Stored:
     """A tensor whose bytes begin at ``data[0]``."""
     if kind in PLAIN:
-        form, width, num_bytes, decode = PLAIN[kind], 1, WIDTHS[PLAIN[kind]], None
+        block: Block = (PLAIN[kind], 1, WIDTHS[PLAIN[kind]], None)
     else:
-        form, width, num_bytes, decode = BLOCKS[kind] if kind in BLOCKS else _other(name, kind)
+        block = BLOCKS[kind] if kind in BLOCKS else _other(name, kind)
+    form, width, num_bytes, decode = block
     if len(shape) > MAX_DIMS or not is_shape(shape) or (shape and shape[-1] % width):
         raise Damaged(f"{name} is {form} {shown(shape)}, which cannot be")
     size = math.prod(shape) // width * num_bytes
@@ -212,8 +220,8 @@ def _tensor(name: str, shape: tuple[int, ...], kind: int, data: np.ndarray) -> S
     return Stored(form, shape, data[:size], decode=lambda d: decode(d.reshape(-1, num_bytes)))
 
 
-def _other(name: str, kind: int) -> tuple[str, int, int, Callable[[np.ndarray], np.ndarray]]:
-    """An entry like those of BLOCKS from the ``gguf`` package, which knows all types."""
+def _other(name: str, kind: int) -> Block:
+    """The block format of a type that only the ``gguf`` package knows."""
     try:
         import gguf
     except ImportError:
@@ -234,7 +242,7 @@ def _other(name: str, kind: int) -> tuple[str, int, int, Callable[[np.ndarray], 
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
-    """Config and tensors of the file; ValueError where it is cut off or no EAGLE-3 head."""
+    """Config and tensors of the file; ValueError if it is cut off or no EAGLE-3 head."""
     try:
         return _read(_Reader(map_file(path)))
     except CutOff as err:
@@ -249,12 +257,14 @@ def _read(reader: _Reader) -> tuple[dict[str, Any], dict[str, Stored]]:
     version = reader.scalar("I")
     if version not in (2, 3):
         raise Damaged(f"it is GGUF version {version}; versions 2 and 3 are read")
-    num_tensors, num_values = reader.scalar("Q"), reader.scalar("Q")
+    num_tensors = reader.scalar("Q")
+    num_values = reader.scalar("Q")
     if max(num_tensors, num_values) > MAX_ENTRIES:
         raise Damaged(f"it has {max(num_tensors, num_values)} entries, more than any draft head")
     metadata: dict[str, Any] = {}
     for _ in range(num_values):
-        key, value = reader.string(), reader.value(reader.scalar("I"))
+        key = reader.string()
+        value = reader.value(reader.scalar("I"))
         if key in KEYS:
             metadata[key] = value
     architecture = metadata.get("general.architecture")
@@ -278,8 +288,9 @@ def _read(reader: _Reader) -> tuple[dict[str, Any], dict[str, Stored]]:
 
 
 def _entry(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
-    """Name, shape, type and offset of a tensor."""
-    name, dims = reader.string(), reader.scalar("I")
+    """The name, shape, type and offset of a tensor."""
+    name = reader.string()
+    dims = reader.scalar("I")
     check_name(name, "the file")
     if dims > MAX_DIMS:
         raise Damaged(f"{name} has {dims} dimensions")

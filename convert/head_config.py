@@ -1,7 +1,7 @@
 """Build the config of an EAGLE head, group by group, from its tensors and its published config.
 
-Order of trust: the shapes of tensors, then EAGLE's own keys, then general ones, for a config is
-often a copy of the target's.
+Order of trust: the shapes of tensors, then EAGLE's own keys, then general ones, because a config
+is often a copy of the target's.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ DEFAULT_HEADS = 32
 
 
 def _heads(head: PublishedHead) -> dict[str, Any]:
-    """The number of heads and of key heads and their width, of grouped-query attention."""
+    """The sizes of grouped-query attention: heads, key heads, and their width."""
     settings = head.settings
     query_rows = head.rows("q_proj")
     key_rows = head.rows("k_proj")
@@ -230,7 +230,7 @@ def build_config(head: PublishedHead, vocabulary: Vocabulary) -> Eagle3Config:
 
 
 def check_tables(config: Eagle3Config, settings: Mapping[str, Any]) -> None:
-    """Raise ValueError where the head cannot share a table with its target that it lacks."""
+    """Raise ValueError if a table is missing that the head cannot share with its target."""
     if settings.get("embed_requires_grad") and config.embed_source != "file":
         raise ValueError(
             "the head was trained with an embedding of its own (embed_requires_grad), "
@@ -249,7 +249,7 @@ def check_tables(config: Eagle3Config, settings: Mapping[str, Any]) -> None:
 
 
 def check_shapes(tensors: Mapping[str, Tensor], config: Eagle3Config) -> None:
-    """Raise ValueError for the first tensor that is missing, of another shape, or one too many."""
+    """Raise ValueError for a tensor that is missing, of another shape, or unexpected."""
     expected = stored_shapes(config)
     for name, shape in expected.items():
         if name not in tensors:

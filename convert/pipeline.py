@@ -43,7 +43,7 @@ from .resolve import Resolved, resolve
 from .trim import Trim, describe, trim
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
-# The dtype of a head whose weights are stored in a format; float16 for all others.
+# The dtype of a head by the stored format of its weights; float16 for all others.
 DTYPE_OF_FORMAT = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float32"}
 TABLES_OF_IDS = ("d2t", "token_ordering")
 TABLES = {"file": "kept", "target": "the target's", "target_rows": "rows of the target's"}
@@ -141,7 +141,7 @@ def build(resolved: Resolved, storage: Storage) -> Head:
 
 
 def build_kind(name: str, checkpoint: DraftCheckpoint, storage: Storage) -> Head:
-    """The same for a kind whose row in ``KINDS`` says what a checkpoint becomes."""
+    """The same for a kind whose row in ``KINDS`` converts its checkpoints."""
     make = KINDS[name].convert
     assert make is not None
     whole = unpacked(checkpoint.tensors, checkpoint.config)
@@ -207,7 +207,7 @@ def _read(
 
 
 def _kept_packings(tensors: Tensors, quantization: Quantization) -> dict[str, Packing]:
-    """The packings of matrices that MLX has packed already; packed anew they would lose twice."""
+    """The packings of matrices that MLX has packed already; packing them again would lose more."""
     found = {}
     for name, tensor in tensors.items():
         is_packed = isinstance(tensor, MLXPacked) and quantization.bits in (None, tensor.bits)

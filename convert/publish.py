@@ -1,12 +1,13 @@
-"""Handing a head on: its model card, and the layout that PyTorch engines read.
+"""Publish a head: its model card, and the layout that PyTorch engines read.
 
-Names and keys of the flat layout are those that vLLM, SGLang and SpecForge read of an EAGLE-3
-head; what they cannot say is refused.
+Names and keys of the flat layout are those that vLLM, SGLang and SpecForge read for an EAGLE-3
+head; a head that it cannot describe is refused.
 """
 
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from mlx_eagle.system.safetensors import save_arrays
 
 CARD = "README.md"
 TAGS = ["mlx", "speculative-decoding", "draft-model"]
-# What the hub reads of a licence; the last two belong to `license: other`.
+# The keys that the hub reads about a licence; the last two belong to `license: other`.
 LICENSE_KEYS = ("license", "license_name", "license_link")
 WHAT_IT_IS = (
     "for speculative decoding, {made} by mlx-eagle. It is no model of its own: it drafts tokens "
@@ -32,7 +33,7 @@ WHAT_IT_IS = (
 def source_license(
     source: str, config: Mapping[str, Any], revision: str | None = None
 ) -> dict[str, str]:
-    """The licence that the source's card names, or its config; {} where neither does.
+    """The licence that the source's card or its config names; {} if neither does.
 
     apache-2.0 -> {"license": "apache-2.0"}
     """
@@ -52,19 +53,20 @@ def source_license(
 
 
 def _repository(name: str | None) -> str | None:
-    """The repository a name stands for, None where it is a path on this machine.
+    """The repository of a name, None if it is a path on this machine.
 
     owner/name, owner/name/head.gguf, owner/name/folder -> owner/name
     """
     if name is None or Path(name).expanduser().exists():
         return None
-    if file := INSIDE.fullmatch(name):
+    file = INSIDE.fullmatch(name)
+    if file is not None:
         return file["repo"]
     return name if REPO_ID.fullmatch(name) else None
 
 
 def _shown(name: str | None) -> str:
-    """A link for what lies on the hub; of a folder its last name only, not where it is."""
+    """A link to a repository of the hub; for a folder only its last name, not its place."""
     if name is None:
         return "not named"
     repository = _repository(name)
@@ -74,7 +76,7 @@ def _shown(name: str | None) -> str:
 def card(
     name: str, title: str, facts: Mapping[str, Any], sections: Sequence[str], **front: Any
 ) -> str:
-    """The text of a card: ``front`` matter, what it is (``title``), a table of facts, sections."""
+    """The text of a card: ``front`` matter, a sentence (``title``), a table of facts, sections."""
     data = ModelCardData(**{"library_name": "mlx", "tags": TAGS, **front})
     table = "\n".join(f"| {fact} | {value} |" for fact, value in facts.items())
     head = f"---\n{data.to_yaml()}\n---"
@@ -82,14 +84,14 @@ def card(
 
 
 def by_depth(first: str, heads: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
-    """A table of named figures, one for each depth; ``first`` is the heading of the names."""
+    """A table of named figures by depth; ``first`` is the heading of the names."""
     lines = [[first, *heads], *([name, *figures] for name, figures in rows.items())]
     shown = [f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines]
     return "\n".join([shown[0], "|---" * len(lines[0]) + "|", *shown[1:]])
 
 
 def _agreement(check: Mapping[str, Any] | None) -> list[str]:
-    """The section about what ``--check`` measured; none where it did not run."""
+    """The section about the results of ``--check``; [] if it did not run."""
     if check is None:
         return []
     if "mean_acceptance_length" in check:
@@ -120,11 +122,12 @@ def make_card(
 ) -> str:
     """The card of a converted head: front matter, provenance, agreement, usage.
 
-    ``config`` is the converted head's, ``repo`` the id it is uploaded under, ``license`` as
-    ``source_license`` gives it. Names of folders on this machine are cut to their last part.
+    ``config`` is the converted head's, ``repo`` the id of the upload, ``license`` the result of
+    ``source_license``. Names of folders on this machine are cut to their last part.
     """
     stored = "not quantized"
-    if quantization := config.get("quantization"):
+    quantization = config.get("quantization")
+    if quantization:
         stored = f"{bits_of(quantization)}, groups of {quantization['group_size']}"
     front = {"license": "unknown", **license}
     licence = front.get("license_name", front["license"])
@@ -154,25 +157,24 @@ def make_card(
     )
 
 
-UNSAID = (
-    "latent", "softmax_scale", "position_scale", "values", "value_norm", "branch_norms",
-    "layer_scalar", "embed_scale", "logit_softcap", "mask_token_id", "num_parallel_heads",
-    "uses_aux", "fc_input", "layer_input", "fc_bias", "norm_output", "qk_norm", "attention_bias",
-    "attention_out_bias", "mlp_bias", "embedding_norm", "state_norm", "final_norm",
-    "sliding_window", "num_aux",
-)  # fmt: skip
-"""What the flat layout has no key or name for: it stands for the default of ``Eagle3Config``."""
-FIXED = {name: getattr(Eagle3Config, name) for name in UNSAID} | {"num_layers": 1}
+SAID = {
+    "rms_norm_eps", "hidden_act", "max_position_embeddings", "aux_boundary_ids", "aux_ids_source",
+    "aux_nested_ids", "pre_fc_norm", "norm_before_residual", "rope", "embed_source",
+    "lm_head_source", "has_d2t", "model_type", "family", "speculative_tokens_hint",
+}  # fmt: skip
+"""The optional fields of ``Eagle3Config`` that the flat layout has a key or a name for."""
 
 
 def to_pytorch(head: str, folder: str) -> dict[str, Any]:
-    """Write the converted head in the folder ``head`` as a PyTorch one; its ``config.json``.
+    """Write the converted head in the folder ``head`` as a PyTorch one, and return its config.
 
     ``folder`` must not exist; it gets ``config.json`` and ``model.safetensors`` with the names
-    of SafeAILab's and SpecForge's checkpoints. Converting that again gives the same weights.
-    Raises ValueError, one sentence, for a quantized head and for what the layout cannot say.
+    of SafeAILab's and SpecForge's checkpoints. Converting it again gives the same weights.
+    Raises ValueError, one sentence, for a quantized head, and for one that the layout cannot
+    describe.
     """
-    source, destination = Path(head).expanduser(), Path(folder).expanduser()
+    source = Path(head).expanduser()
+    destination = Path(folder).expanduser()
     if destination.exists():
         raise ValueError(f"{folder} is there already; remove it or choose another")
     values = read_config(source)
@@ -194,9 +196,11 @@ def to_pytorch(head: str, folder: str) -> dict[str, Any]:
 
 
 def _check(config: Eagle3Config, head: str) -> None:
-    for name, value in FIXED.items():
+    """Raise ValueError for what the flat layout cannot say; it stands for the defaults."""
+    defaults = {f.name: f.default for f in fields(config) if f.name not in SAID}
+    for name, value in {**defaults, "num_layers": 1}.items():
         found = getattr(config, name)
-        if found != value:
+        if value is not MISSING and found != value:
             raise ValueError(
                 f"{head} has {name} {found}, which the flat PyTorch layout cannot say (it means "
                 f"{value}); it stays an MLX head"
@@ -211,7 +215,7 @@ def _check(config: Eagle3Config, head: str) -> None:
 
 
 def _tensors(config: Eagle3Config, weights: dict[str, mx.array], head: str) -> dict[str, mx.array]:
-    """The arrays under their official names, with both vocabulary maps."""
+    """The arrays by their official names, with both vocabulary maps."""
     offsets = weights.pop("d2t", None)
     size = config.draft_vocab_size
     if offsets is None:

@@ -73,11 +73,11 @@ class PublishedHead:
 
     @property
     def num_layers(self) -> int:
-        """Its number of layers; ValueError where one between them is missing."""
+        """Its number of layers; ValueError if one between them is missing."""
         return count_layers(self.tensors)
 
     def rows(self, name: str) -> int:
-        """The rows of a matrix of layer 0's attention; ValueError where it is missing."""
+        """The rows of a matrix of layer 0's attention; ValueError if it is missing."""
         return rows_of(self.tensors, f"{ATTENTION}{name}.weight")
 
     def asks_for(self, tensor: str, key: str) -> bool:
@@ -136,7 +136,7 @@ class PublishedHead:
     def mask_token(self, vocab_size: int) -> int | None:
         """The token in the masked slots of a P-EAGLE head, None for other heads.
 
-        Raises ValueError where config and tensors contradict each other about it.
+        Raises ValueError if config and tensors contradict each other about it.
         """
         settings = self.settings
         is_declared = (
@@ -168,7 +168,7 @@ class PublishedHead:
         return token
 
     def written_taps(self) -> tuple[tuple[int, ...], str]:
-        """The ids that the config names, and the place where it does; () where it names none."""
+        """The ids of taps in the config, and their place there; () if it names none."""
         nested = self.config.get("eagle_config") or {}
         for ids, place in (
             (self.config.get("target_layer_ids"), "target_layer_ids+1"),
@@ -204,7 +204,7 @@ class PublishedHead:
     def _read_taps(
         self, written: tuple[int, ...], place: str
     ) -> tuple[tuple[int, ...] | None, str]:
-        """Boundary ids and their origin; None for the default ones of a target not known."""
+        """Boundary ids and their origin; None for the default ids of an unknown target."""
         depth = self.target_depth
         default = default_ids(depth) if depth else None
         outputs = tuple(i + 1 for i in written)
@@ -271,7 +271,7 @@ class PublishedHead:
 
 
 def count_layers(tensors: Mapping[str, Tensor]) -> int:
-    """The number of layers; ValueError where one between them is missing."""
+    """The number of layers; ValueError if one between them is missing."""
     numbers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
     if numbers != set(map(str, range(len(numbers)))):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Which matrices of a head are quantized, to how many bits and how finely, and their packing."""
+"""Quantization of a head: the bits and the group size of each matrix, and its packing."""
 
 import math
 from collections.abc import Mapping
@@ -10,21 +10,21 @@ import mlx.core as mx
 from mlx_eagle.system.cli_values import GROUP_SIZES, QUANTIZED_BITS
 
 Packing = dict[str, int]
-"""How a matrix is packed, as a ``quantization`` entry says it: {"group_size": 64, "bits": 5}"""
+"""The packing of a matrix, as in a ``quantization`` entry: {"group_size": 64, "bits": 5}"""
 
 USUAL_BITS = 4
 FINE_BITS = ({"fc": 6, "lm_head": 6}, {"fc": 5, "lm_head": 6}, {"fc": 5, "lm_head": 5})
-"""Fusion and output matrix, best first: their rounding costs nearly all that rounding costs."""
+"""Bits of the fusion and the output matrix, best first: nearly all loss is from their rounding."""
 MOST_BYTES = 1.3
-"""What a head may take so that these two get more bits: in what it takes in 4 bits."""
+"""The most that a head may take with more bits for these two, relative to its size in 4 bits."""
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """Affine quantization: ``bits`` a weight, one scale and bias a ``group_size`` weights.
+    """Affine quantization: ``bits`` per weight, a scale and a bias per ``group_size`` weights.
 
-    Without ``bits`` they are mixed: the first of ``FINE_BITS`` with which the head takes at most
-    ``MOST_BYTES``, or the last one; 4 for everything else.
+    Without ``bits`` they are mixed: 4, and for two matrices the first of ``FINE_BITS`` with which
+    the head takes at most ``MOST_BYTES``, or the last one.
     """
 
     bits: int | None = None
@@ -41,10 +41,9 @@ class Quantization:
             )
 
     def choose(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Packing | None]:
-        """How each matrix is packed, by its path; None where no group divides its width.
+        """The packing of each matrix by its path; None if no group size divides its width.
 
-        A part of the head is packed in one way, so q, k, v and gate, up, which are joined when
-        the head is loaded, always agree.
+        q, k, v and gate, up are joined when the head is loaded, so they are always packed alike.
         """
         groups = {path: self._group(shape[-1]) for path, shape in shapes.items()}
 
@@ -61,14 +60,14 @@ class Quantization:
         return next((m for m in mixed if num_bytes(shapes, m) <= most), mixed[-1])
 
     def _group(self, width: int) -> int | None:
-        """The largest group, up to ``group_size``, that divides the width; None without one."""
+        """The largest group, up to ``group_size``, that divides the width; None if none does."""
         fitting = (g for g in GROUP_SIZES if g <= self.group_size and width % g == 0)
         return max(fitting, default=None)
 
     def notes(
         self, shapes: Mapping[str, tuple[int, ...]], chosen: Mapping[str, Packing | None]
     ) -> list[str]:
-        """A line about each matrix whose width asks for smaller groups, or for none."""
+        """A line for each matrix whose width allows only smaller groups, or no groups."""
         lines = []
         for path, own in chosen.items():
             if own is None or own["group_size"] != self.group_size:
@@ -80,7 +79,7 @@ class Quantization:
         return lines
 
     def entry(self, chosen: Mapping[str, Packing | None]) -> dict[str, Any]:
-        """``quantization`` of ``config.json``, in mlx-lm's own form: what differs by its path."""
+        """The entry ``quantization`` of a config, as mlx-lm writes it: exceptions by path."""
         most = {"group_size": self.group_size, "bits": self.bits or USUAL_BITS}
         return most | {path: own or False for path, own in chosen.items() if own != most}
 
@@ -88,7 +87,7 @@ class Quantization:
 def num_bytes(
     shapes: Mapping[str, tuple[int, ...]], chosen: Mapping[str, Packing | None]
 ) -> float:
-    """Of matrices so packed, with their scales and biases of 16 bits; of whole ones as well."""
+    """The bytes of matrices so packed; scales, biases and unpacked weights take 16 bits."""
     bits = {
         path: own["bits"] + 32 / own["group_size"] if own else 16 for path, own in chosen.items()
     }
@@ -96,13 +95,11 @@ def num_bytes(
 
 
 def pack(name: str, weight: mx.array, packing: Packing) -> dict[str, mx.array]:
-    """A matrix as packed weights, scales and biases under the names mlx.nn uses.
+    """A matrix as packed weights, scales and biases, by the names of mlx.nn.
 
-    On the CPU, whatever the default device is: a GPU rounds ties otherwise, and the same
-    checkpoint would become other files there. It takes 8 ns per weight, 3 s for the head of an
-    8B model.
+    It is packed on the CPU, for a GPU rounds ties differently, and files would depend on the
+    machine. That takes 8 ns per weight, 3 s for the head of an 8B model.
     """
     path = name.removesuffix(".weight")
-    group_size, bits = packing["group_size"], packing["bits"]
-    packed, scales, biases = mx.quantize(weight, group_size, bits, stream=mx.cpu)
+    packed, scales, biases = mx.quantize(weight, **packing, stream=mx.cpu)
     return {name: packed, f"{path}.scales": scales, f"{path}.biases": biases}

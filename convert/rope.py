@@ -24,12 +24,12 @@ SCALING = {
     "yarn": "factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim",
 }
 """The keys that ``initialize_rope`` reads, by type."""
-# With nothing but text, all position components of mrope are equal, and it is plain rope.
+# In text without images all position components of mrope are equal, so it is plain rope.
 PLAIN = ("default", "none", "mrope")
 
 
 def _parameters(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``rope_parameters``; where they are nested by layer type, the entry that trainers take."""
+    """``rope_parameters``; if they are nested by layer type, the entry that trainers take."""
     rope = settings.get("rope_parameters") or {}
     for kind in ("sliding_attention", "full_attention"):
         if isinstance(rope.get(kind), Mapping):
@@ -38,7 +38,7 @@ def _parameters(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def scaling_entry(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The entry of the config that says how the rope is scaled; empty where it has none."""
+    """The entry of the config that says how the rope is scaled; empty if it has none."""
     return settings.get("rope_scaling") or _parameters(settings)
 
 
@@ -123,7 +123,7 @@ def _longrope(entry: Mapping[str, Any], dims: int, max_positions: int) -> dict[s
 
 
 def _stored_factors(factors: Tensor, dims: int, max_positions: int) -> dict[str, Any]:
-    """Scaling by what divides the frequencies in a GGUF file, as llama.cpp stores llama3's."""
+    """Scaling by the divisors of frequencies in a GGUF file, as llama.cpp stores llama3's."""
     values = np.array(factors.read().astype(mx.float32))
     if values.shape != (dims // 2,) or not (np.isfinite(values) & (values > 0)).all():
         raise ValueError(

@@ -1,4 +1,4 @@
-"""One tensor as it lies in a checkpoint file of any format, read only when it is asked for."""
+"""A tensor as a checkpoint file of any format stores it, read only on demand."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,10 +9,7 @@ import numpy as np
 
 from mlx_eagle.system.safetensors import is_shape
 
-from ..drafters.kind import Tensor
-from ..system.fields import is_whole
-
-# How each stored format looks to NumPy, which has no bfloat16 and no floats of 8 bits.
+# The NumPy type of each stored format; there is none for bfloat16 and floats of 8 bits.
 FORMATS: dict[str, type[np.generic]] = {
     "F64": np.float64,
     "F32": np.float32,
@@ -32,13 +29,13 @@ FORMATS: dict[str, type[np.generic]] = {
 
 
 class CutOff(ValueError):
-    """The data end before they are complete."""
+    """The data ends before it is complete."""
 
 
 def map_file(path: Path) -> np.ndarray:
     """The bytes of a file, (size,) uint8, paged in as they are touched.
 
-    Raises ValueError where it is empty or cannot be read.
+    Raises ValueError if it is empty or cannot be read.
     """
     try:
         if not path.stat().st_size:
@@ -64,13 +61,13 @@ class Stored(Tensor):
 
     @property
     def num_bytes(self) -> int:
-        """What it takes as stored; of a format not known here, as much as lies there."""
+        """The bytes that it takes as stored; in an unknown format all bytes that are there."""
         if self.decode is not None or self.format not in FORMATS:
             return len(self.data)
         return self.size * np.dtype(FORMATS[self.format]).itemsize
 
     def problem(self) -> str | None:
-        """A fault of shape or strides, for a message; None where all lies in ``data``.
+        """A fault of shape or strides, for a message; None if all elements are in ``data``.
 
         Block formats are left to their reader.
         """
@@ -94,9 +91,10 @@ class Stored(Tensor):
     def numpy(self) -> np.ndarray:
         """The values; bfloat16 comes as its bits in uint16.
 
-        Raises ValueError where they do not all lie in ``data``.
+        Raises ValueError if not all of them are in ``data``.
         """
-        if problem := self.problem():
+        problem = self.problem()
+        if problem is not None:
             raise ValueError(f"a tensor {problem}; the checkpoint is damaged")
         if self.decode is not None:
             return self.decode(self.data).reshape(self.shape)
@@ -111,7 +109,7 @@ class Stored(Tensor):
         if self.strides is None:
             return self.data[: self.size * kind.itemsize].view(kind).reshape(self.shape)
         flat = self.data[: len(self.data) // kind.itemsize * kind.itemsize].view(kind)
-        # The stride of a single row is never taken, and may be any number.
+        # The stride of a single row is never used, and may be any number.
         steps = [
             s * kind.itemsize if n > 1 else 0
             for n, s in zip(self.shape, self.strides, strict=True)
@@ -128,7 +126,7 @@ class Stored(Tensor):
 
 
 class LazyTensor(Tensor):
-    """Another order or selection of a tensor's numbers, made when it is read."""
+    """A tensor made from another one, by reordering or selecting its numbers, when it is read."""
 
     def __init__(
         self,
@@ -136,9 +134,11 @@ class LazyTensor(Tensor):
         change: Callable[[mx.array], mx.array],
         shape: tuple[int, ...] | None = None,
     ):
-        """``shape`` None: that of the source."""
-        self.source, self.change = source, change
-        self.format, self.shape = source.format, source.shape if shape is None else shape
+        """``shape`` None stands for the source's shape."""
+        self.source = source
+        self.change = change
+        self.format = source.format
+        self.shape = source.shape if shape is None else shape
 
     def read(self) -> mx.array:
         return self.change(self.source.read())

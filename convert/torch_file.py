@@ -1,10 +1,9 @@
 """Read ``pytorch_model.bin`` without torch, building tensors and nothing else.
 
-``torch.save`` has two file formats: a zip file, and before torch 1.6 some pickles with the
-storages behind them. Members of the zip file are stored one after the other, as they are.
-Of Python's own reader only the directory is used, for it inflates and believes what that says of
-sizes: where a member lies in the file is checked here. What a pickle may say is in
-``unpickle.py``.
+``torch.save`` has two file formats: a zip file, and before torch 1.6 five pickles followed by the
+storages. Members of the zip file are stored one after the other, not compressed. Of Python's own
+reader only the directory is used, for it inflates members and trusts the sizes stated there; the
+place of a member in the file is checked here. Pickles are read by ``unpickle.py``.
 """
 
 import io
@@ -26,8 +25,8 @@ PICKLE = b"\x80"
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 NUM_LEGACY_PICKLES = 5
 START = b"PK\x03\x04"
-LOCAL = struct.Struct("<4s22x2H")  # before each member's bytes; last the sizes of name and extra
-MAX_DIRECTORY = 1 << 21  # bytes of it, some hundred a tensor
+LOCAL = struct.Struct("<4s22x2H")  # before each member; ends with the sizes of name and extra
+MAX_DIRECTORY = 1 << 21  # bytes, of which a tensor takes about a hundred
 ENCRYPTED = 1
 NO_ZIP = (zipfile.BadZipFile, NotImplementedError, OverflowError, ValueError, struct.error)
 
@@ -37,7 +36,7 @@ class DamagedArchive(ValueError):
 
 
 class _File(io.FileIO):
-    """A file of which no more is read at once than a directory may take."""
+    """A file that reads at most the size of a directory at once."""
 
     def read(self, size: int = -1, /) -> bytes:
         return super().read(min(size, MAX_DIRECTORY))
@@ -47,7 +46,7 @@ class Archive:
     """A zip file's bytes, (n,) uint8, and where its members' headers are."""
 
     def __init__(self, path: Path, data: np.ndarray):
-        """Raises DamagedArchive where they are none."""
+        """Raise DamagedArchive if ``data`` is no zip file."""
         self.data = data
         try:
             with _File(path) as file, zipfile.ZipFile(file) as archive:
@@ -81,7 +80,7 @@ def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _stored(name: str, view: View, storage: np.ndarray) -> Stored:
-    """Lay a view on the bytes of its storage, which it must not leave."""
+    """A view as a tensor on the bytes of its storage, which it must not leave."""
     width = np.dtype(FORMATS[view.storage.format]).itemsize
     if view.offset < 0 or len(storage) // width != view.storage.elements:
         raise RefusedPickle(
@@ -91,7 +90,8 @@ def _stored(name: str, view: View, storage: np.ndarray) -> Stored:
         )
     strides = None if view.strides == _row_major(view.shape) else view.strides
     stored = Stored(view.storage.format, view.shape, storage[view.offset * width :], strides)
-    if problem := stored.problem():
+    problem = stored.problem()
+    if problem is not None:
         raise RefusedPickle(f"a tensor in it reaches beyond its storage: {name} {problem}")
     return stored
 
@@ -108,15 +108,16 @@ def _tensors(state: Any, storage: Callable[[Storage], np.ndarray]) -> dict[str, 
 
 
 def _folder(archive: Archive) -> str:
-    """What stands before the names of all members: archive/data.pkl -> archive/"""
+    """The prefix of the names of all members: archive/data.pkl -> archive/"""
     index = next((name for name in archive.members if name.endswith("data.pkl")), None)
     if index is None:
         raise RefusedPickle("it is a zip file without a data.pkl, so torch did not save it")
     folder = index.removesuffix("data.pkl")
     order = f"{folder}byteorder"
-    if order in archive.members and (found := archive.read(order).tobytes()) != b"little":
-        if found == b"big":
-            raise RefusedPickle("it was saved on a big-endian machine")
+    found = archive.read(order).tobytes() if order in archive.members else b"little"
+    if found == b"big":
+        raise RefusedPickle("it was saved on a big-endian machine")
+    if found != b"little":
         raise DamagedArchive(f"its member {shown(order)} is neither little nor big")
     return folder
 
@@ -142,7 +143,8 @@ def _read_legacy(data: np.ndarray) -> dict[str, Stored]:
         raise RefusedPickle("it is a pickle, but not one that torch saved")
     if system.get("little_endian", True) is not True:
         raise RefusedPickle("it was saved on a big-endian machine")
-    at, storages = pickles.at, {}
+    at = pickles.at
+    storages = {}
     for key in keys:
         storage = pickles.storages.get(key) if isinstance(key, str) else None
         if storage is None:
@@ -167,8 +169,8 @@ def _read_legacy(data: np.ndarray) -> dict[str, Stored]:
 def read_bin(path: Path) -> dict[str, Stored]:
     """The tensors of one ``.bin`` shard, by name.
 
-    Raises ValueError where the file is cut off or holds anything but tensors; nothing that
-    the pickle names is ever imported or called.
+    Raises ValueError if the file is cut off or holds anything but tensors. Nothing that the
+    pickle names is ever imported or called.
     """
     data = map_file(path)
     beginning = data[: len(START)].tobytes()

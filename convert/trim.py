@@ -1,6 +1,7 @@
-"""Cut a head's draft vocabulary: fewer rows of its lm_head, so a cheaper draft step.
+"""Cut a head's draft vocabulary: fewer rows of its lm_head make a draft step cheaper.
 
-Which rows stay, and what has to follow them; a text that is given is only counted.
+This file chooses the rows that stay, and changes everything that depends on them. A text that is
+given is only counted.
 """
 
 import hashlib
@@ -25,10 +26,10 @@ VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktok
 class Trim:
     """Keep ``size`` draft tokens: the most frequent ones of the file ``text``.
 
-    The tokenizer's stop tokens stay too, which no plain text holds. Tokens that the text has
-    equally often, mostly never, are taken in the order of d2t; without a text all are. That
-    order is ascending target id, for trainers sort the map: not by how often a token is used.
-    In vocabularies of byte pairs low ids are early merges, a rough stand-in for it.
+    The tokenizer's stop tokens stay too, which no plain text holds. Tokens that are equally
+    frequent in the text, most of them absent, are taken in the order of d2t; without a text all
+    are. That order is by ascending target id, for trainers sort the map, and not by frequency. In
+    vocabularies of byte pairs low ids are early merges, which roughly stand for frequent tokens.
     """
 
     size: int
@@ -37,7 +38,7 @@ class Trim:
 
 @dataclass(frozen=True)
 class Counts:
-    """How often each token id is in a text, the tokenizer's ``stops`` and the file's sha256."""
+    """The number of times each token id is in a text, the tokenizer's stops, the file's sha256."""
 
     tokens: Mapping[int, int]
     stops: frozenset[int]
@@ -51,7 +52,7 @@ class Counts:
 def _tokenizer_place(
     checkpoint: DraftCheckpoint, target: TargetFolder | None
 ) -> tuple[Path, Mapping]:
-    """The folder with the target's tokenizer, and its config; ValueError without one."""
+    """The folder with the target's tokenizer, and its config; ValueError if there is none."""
     places = [] if target is None else [(target.folder, target.config)]
     places.append((checkpoint.files[0].parent, checkpoint.config))
     for folder, config in places:
@@ -101,10 +102,10 @@ def choose(ids: np.ndarray, size: int, counts: Counts | None) -> np.ndarray:
 def trim(
     head: Resolved, wanted: Trim, checkpoint: DraftCheckpoint, target: TargetFolder | None
 ) -> Resolved:
-    """The head with a smaller draft vocabulary, and what to say of it in ``trimmed``.
+    """The head with a smaller draft vocabulary, described in its ``trimmed``.
 
-    Raises ValueError for a size that is none, a text that cannot be read and a text without
-    a tokenizer to read it with.
+    Raises ValueError for a size out of range, a text that cannot be read, and a text without a
+    tokenizer to read it with.
     """
     vocabulary = head.vocabulary
     if not 1 <= wanted.size <= vocabulary.draft_size:
@@ -119,7 +120,8 @@ def trim(
     if wanted.text is not None:
         counts = count_tokens(wanted.text, *_tokenizer_place(checkpoint, target))
     kept = choose(ids, wanted.size, counts)
-    tensors, config = dict(head.tensors), head.config
+    tensors = dict(head.tensors)
+    config = head.config
     rows = mx.array(kept)
     for name in filter(is_output, head.tensors):
         shape = (len(kept), *tensors[name].shape[1:])
@@ -142,7 +144,7 @@ def trim(
 
 
 def describe(entry: Mapping[str, Any]) -> str:
-    """The entry in a line, for people."""
+    """The entry ``draft_vocab_trim`` as one line for people."""
     said = f"trimmed from {entry['from']} by {entry['by']}"
     if "text" not in entry:
         return said

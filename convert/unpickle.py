@@ -1,9 +1,9 @@
-"""A pickle machine that knows what torch writes for a dictionary of tensors, and nothing else.
+"""A pickle machine that reads what torch writes for a dictionary of tensors, and nothing else.
 
-A pickle is a program, and Python's machine runs all of that language. This one knows the
-thirty-odd opcodes and the few names that ``torch.save`` emits (protocol 2, or another where it
-is told so). It calls nothing: a name is a pair of strings, a storage and a view are tuples, and
-no opcode changes any of them.
+A pickle is a program, and Python's machine runs the whole language. This one knows the
+thirty-odd opcodes and the few names that ``torch.save`` emits (protocol 2, or another one that
+its caller asked for). It calls nothing: a name is a pair of strings, a storage and a view are
+tuples, and no opcode changes any of them.
 """
 
 import struct
@@ -26,7 +26,7 @@ STORAGES = {
     "BoolStorage": "BOOL",
 }
 MAX_BYTES = 1 << 19
-"""Of one pickle: two hundred bytes a tensor. It bounds the memory, at up to 72 bytes a byte."""
+"""The longest pickle: 200 bytes per tensor. It bounds memory, at up to 72 bytes per byte."""
 
 LONGEST_LINE = 100
 
@@ -36,7 +36,7 @@ class RefusedPickle(ValueError):
 
 
 class Name(NamedTuple):
-    """A global that the pickle names; it stands for itself and is never looked up."""
+    """A global that the pickle names; it is only a name and is never looked up."""
 
     module: str
     name: str
@@ -49,7 +49,7 @@ class Storage(NamedTuple):
 
 
 class View(NamedTuple):
-    """A tensor as the pickle describes it: a window on a storage, counted in elements."""
+    """A tensor as the pickle describes it: a part of a storage, counted in elements."""
 
     storage: Storage
     offset: int
@@ -68,9 +68,9 @@ NAMES = {DICTIONARY, TENSOR, PARAMETER, *(Name("torch", name) for name in STORAG
 
 
 class Unpickler:
-    """Reads the pickles in ``data``, one behind the other; ``at`` is where the next begins.
+    """A reader of the pickles in ``data``, one after the other; ``at`` is where the next begins.
 
-    ``storages`` are those that the pickles read so far refer to, by key.
+    ``storages`` holds, by key, the storages that the pickles read so far refer to.
     """
 
     def __init__(self, data: bytes):
@@ -86,7 +86,9 @@ class Unpickler:
 
         Raises RefusedPickle for anything that torch does not write, CutOff at the data's end.
         """
-        self._stack, self._marks, self._memo = [], [], {}
+        self._stack = []
+        self._marks = []
+        self._memo = {}
         end = self.at + MAX_BYTES
         while True:
             code = self._take(1)
@@ -126,7 +128,7 @@ class Unpickler:
         return self._stack.pop()
 
     def _two(self) -> tuple[Any, Any]:
-        """The two values on top, the upper one last."""
+        """The two topmost values, the upper one last."""
         last = self._pop()
         return self._pop(), last
 
@@ -139,14 +141,14 @@ class Unpickler:
         return values
 
     def _top(self, kind: type) -> Any:
-        """The value on top, which must be a list or a dictionary to add to."""
+        """The topmost value, which must be a list or a dictionary to add to."""
         value = self._pop()
         if type(value) is not kind:
             raise RefusedPickle(f"it adds to what is no {kind.__name__}")
         self._push(value)
         return value
 
-    # What the opcodes do
+    # The opcodes
 
     def _protocol(self) -> None:
         version = self._number("B")
@@ -239,7 +241,7 @@ class Unpickler:
                 raise RefusedPickle("a tensor in it is not described as torch describes one")
 
     def _build(self) -> None:
-        """Torch sets one attribute of one object: the versions that a state dict carries."""
+        """Set the one attribute that torch sets: the versions that a state dict carries."""
         state = self._pop()
         self._top(dict)
         if type(state) is not dict or not state.keys() <= {"_metadata"}:
@@ -277,8 +279,8 @@ STEPS: dict[bytes, Callable[[Unpickler], None]] = {
     b"Q": Unpickler._storage,
     b"R": Unpickler._call,
     b"b": Unpickler._build,
-    # Of protocols 4 and 5
-    b"\x95": lambda m: m._number("<Q"),  # the length of a frame, which nothing depends on
+    # Protocols 4 and 5
+    b"\x95": lambda m: m._number("<Q"),  # the length of a frame, which is not used
     b"\x8c": lambda m: m._text("B"),
     b"\x94": lambda m: m._remember(len(m._memo)),
     b"\x93": lambda m: m._name(*m._two()),

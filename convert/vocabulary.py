@@ -22,7 +22,7 @@ NUMBERS = ("I64", "I32", "I16", "I8", "U8")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """``target_ids`` (draft_size,) ascending; None where draft and target ids are the same."""
+    """``target_ids`` (draft_size,) ascending; None if draft and target ids are the same."""
 
     size: int
     draft_size: int
@@ -40,7 +40,7 @@ class Vocabulary:
         return self.draft_size - 1 if self.target_ids is None else int(self.target_ids[-1])
 
     def check_target(self, target: AnyTarget) -> None:
-        """Raise ValueError where the target lacks a token that the head drafts."""
+        """Raise ValueError if the target lacks a token that the head drafts."""
         if self.max_target_id >= target.vocab_size:
             raise ValueError(
                 f"the head drafts token {self.max_target_id}, and {target.name} has only "
@@ -63,7 +63,7 @@ class Vocabulary:
 def _read_vector(
     tensors: Mapping[str, Any], name: str, formats: tuple[str, ...]
 ) -> np.ndarray | None:
-    """The vector of that name, None where it is missing; ValueError for a wrong format."""
+    """The vector of that name, None if it is missing; ValueError for a wrong format."""
     if name not in tensors:
         return None
     if tensors[name].format not in formats:
@@ -92,7 +92,7 @@ def _target_ids(tensors: Mapping[str, Tensor], absolute: bool) -> np.ndarray | N
 
 
 def resolve_vocabulary(head: PublishedHead) -> Vocabulary:
-    """Both sizes and the map between them; ValueError where tensors and config disagree."""
+    """Both sizes and the map between them; ValueError if tensors and config disagree."""
     tensors = head.tensors
     ids = _target_ids(tensors, head.family.has_absolute_d2t)
     output = tensors.get("lm_head.weight")
