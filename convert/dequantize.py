@@ -99,6 +99,15 @@ NIBBLES = np.concatenate([E2M1, -E2M1])
 
 
 @dataclass(frozen=True)
+class Hints:
+    """Details that only the config tells: bits of integers, a block's sizes, parts it asks for."""
+
+    num_bits: tuple[int, ...]
+    block: tuple[int, int] | None
+    asked: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Unpacked(Tensor):
     """A matrix that is made from several tensors, ``parts`` by their last names, when it is read.
 
@@ -110,8 +119,7 @@ class Unpacked(Tensor):
     parts: Mapping[str, Stored]
     shape: tuple[int, ...]
     format: str
-    num_bits: tuple[int, ...]  # those that the config mentions
-    block: tuple[int, int] | None
+    hints: Hints
 
     def read(self) -> mx.array:
         """The values; ValueError if the parts do not go together."""
@@ -142,7 +150,7 @@ class Unpacked(Tensor):
         """
         fitting = [
             (bits, words.shape[1] == dense)
-            for bits, dense, whole in _words_of(count, self.num_bits)
+            for bits, dense, whole in _words_of(count, self.hints.num_bits)
             if words.shape[1] in (dense, whole)
         ]
         if len(fitting) != 1:
@@ -201,7 +209,7 @@ class Unpacked(Tensor):
         steps = []
         for axis, (size, count) in enumerate(zip(self.shape, per_group.shape, strict=True)):
             is_block = self.shape[0] != per_group.shape[0]
-            step = _step(size, count, (self.block or BLOCK)[axis] if is_block else None)
+            step = _step(size, count, (self.hints.block or BLOCK)[axis] if is_block else None)
             if step is None:
                 raise ValueError(
                     f"{self.name} is {rows} x {columns} with scales of "
@@ -235,49 +243,40 @@ def _floats(stored: Stored) -> np.ndarray:
     return np.array(stored.read().astype(mx.float32))
 
 
-def _weights_groups(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The entries for weights in a config's quantization entry, group by group."""
-    entry = config.get("quantization_config") or config.get("compression_config") or {}
-    groups = entry.get("config_groups")
-    for group in groups.values() if isinstance(groups, Mapping) else ():
-        if isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping):
-            yield group["weights"]
-    yield {"block_structure": entry.get("weight_block_size")}
-
-
 def _words_of(count: int, num_bits: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
     """(bits, words if packed densely, words if packed as whole ones) for ``count`` integers."""
     for bits in num_bits or tuple(range(1, 9)):
         yield bits, -(-count * bits // 32), -(-count // (32 // bits))
 
 
-def _asked(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The parts of integers that every group of the config asks for."""
-    groups = [g for g in _weights_groups(config) if g.get("type", "int") == "int" and len(g) > 1]
-    return tuple(
-        part
-        for part, (key, values) in ASKED.items()
-        if groups and all(group.get(key) in values for group in groups)
+def _read_hints(config: Mapping[str, Any]) -> Hints:
+    entry = config.get("quantization_config") or config.get("compression_config") or {}
+    groups = entry.get("config_groups")
+    groups = groups.values() if isinstance(groups, Mapping) else ()
+    weights = [group.get("weights") for group in groups if isinstance(group, Mapping)]
+    weights = [own for own in weights if isinstance(own, Mapping)]
+    stated = [own.get("num_bits") for own in weights]
+    block = None
+    for sizes in (
+        *(own.get("block_structure") for own in weights),
+        entry.get("weight_block_size"),
+    ):
+        is_pair = isinstance(sizes, list) and len(sizes) == 2
+        if is_pair and all(isinstance(size, int) and size > 0 for size in sizes):
+            block = (sizes[0], sizes[1])
+    integers = [own for own in weights if own.get("type", "int") == "int" and len(own) > 1]
+    return Hints(
+        tuple(sorted({n for n in stated if isinstance(n, int) and 1 <= n <= 8})),
+        block,
+        tuple(
+            part
+            for part, (key, values) in ASKED.items()
+            if integers and all(own.get(key) in values for own in integers)
+        ),
     )
 
 
-def _settings(config: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, int] | None]:
-    """The bits of integers and the sizes of blocks that the config names."""
-    bits = set()
-    block = None
-    for weights in _weights_groups(config):
-        if isinstance(weights.get("num_bits"), int) and 1 <= weights["num_bits"] <= 8:
-            bits.add(weights["num_bits"])
-        found = weights.get("block_structure")
-        sizes = found if isinstance(found, list) and len(found) == 2 else [0]
-        if all(isinstance(size, int) and size > 0 for size in sizes):
-            block = (sizes[0], sizes[1])
-    return tuple(sorted(bits)), block
-
-
-def _shape(
-    name: str, parts: Mapping[str, Stored], num_bits: tuple[int, ...], asked: tuple[str, ...]
-) -> tuple[int, ...]:
+def _shape(name: str, parts: Mapping[str, Stored], hints: Hints) -> tuple[int, ...]:
     """Rows and columns of the matrix; ValueError if a part is missing or unknown."""
     found = ", ".join(f"{part} ({tensor.format[:20]})" for part, tensor in parts.items())
     packed = parts.get("weight_packed") or parts.get("weight")
@@ -294,10 +293,10 @@ def _shape(
             )
         if scale.format in form.scale_types and len(packed.shape) == 2:
             is_integer = packed.format in ("I32", "I8")
-            _check_parts(name, parts, form, asked if is_integer else ())
+            _check_parts(name, parts, form, hints.asked if is_integer else ())
             if form.columns is not None:
                 return packed.rows, form.columns * packed.shape[1]
-            return _integer_shape(name, packed, parts["weight_shape"], num_bits)
+            return _integer_shape(name, packed, parts["weight_shape"], hints.num_bits)
     raise ValueError(
         f"{name} is quantized in a way that is not read ({found}); compressed-tensors (integers, "
         "FP8, NVFP4, MXFP4), ModelOpt's FP8 and NVFP4 and GGUF are, so take such a head, or the "
@@ -430,29 +429,24 @@ def unpacked(tensors: Mapping[str, Stored], config: Mapping[str, Any]) -> dict[s
     Raises ValueError for a matrix that is quantized in an unknown way.
     """
     whole = _unpacked_by_mlx(tensors, config)
-    tensors = {name: tensor for name, tensor in whole.items() if isinstance(tensor, Stored)}
     groups: dict[str, dict[str, Stored]] = {}
-    for name, tensor in tensors.items():
+    for name in tensors:
         module, _, part = name.rpartition(".")
         if part in PARTS:
-            groups.setdefault(module, {})[part] = tensor
-    num_bits, block = _settings(config)
-    asked = _asked(config)
-    found: dict[str, Tensor] = {n: t for n, t in whole.items() if not isinstance(t, Stored)}
-    for name, tensor in tensors.items():
+            groups[module] = {}
+    found: dict[str, Tensor] = {}
+    for name, tensor in whole.items():
         module, _, part = name.rpartition(".")
-        if UNUSED.search(name) or part in PARTS:
-            continue
-        if part == "weight" and module in groups:
-            groups[module]["weight"] = tensor
-        else:
+        is_part = part in PARTS or (part == "weight" and module in groups)
+        if is_part and isinstance(tensor, Stored):
+            groups[module][part] = tensor
+        elif not UNUSED.search(name):
             found[name] = tensor
+    hints = _read_hints(config)
     for module, parts in groups.items():
         name = f"{module}.weight"
         scale = next((parts[part] for part in SCALES if part in parts), None)
         form = scale.format if scale is not None and scale.format in FLOATS else "BF16"
         form = "F32" if "weight_scale_2" in parts else form
-        found[name] = Unpacked(
-            name, parts, _shape(name, parts, num_bits, asked), form, num_bits, block
-        )
+        found[name] = Unpacked(name, parts, _shape(name, parts, hints), form, hints)
     return found
