@@ -7,8 +7,14 @@ is often a copy of the target's.
 from collections.abc import Mapping
 from typing import Any
 
-from mlx_eagle.drafters.config import Eagle3Config
-from mlx_eagle.drafters.folder import rows_of
+from mlx_eagle.drafters.config import (
+    AttentionFields,
+    Eagle3Config,
+    FusionFields,
+    LayerFields,
+    ParallelFields,
+)
+from mlx_eagle.drafters.folder import Tensor, rows_of
 from mlx_eagle.drafters.head import GATED
 from mlx_eagle.drafters.head_weights import stored_shapes
 
@@ -71,27 +77,29 @@ def _latent_heads(head: PublishedHead) -> dict[str, Any]:
     return {**sizes, "latent": latent}
 
 
-def _attention(head: PublishedHead) -> dict[str, Any]:
-    """The fields about attention, except for its rope."""
+def _attention(head: PublishedHead) -> AttentionFields:
+    """The fields about attention and its rope."""
     tensors = head.tensors
     is_latent = f"{ATTENTION}kv_a_proj_with_mqa.weight" in tensors
     sizes = _latent_heads(head) if is_latent else _heads(head)
     has_bias = head.asks_for("self_attn.q_proj.bias", "attention_bias")
     own_values = f"{ATTENTION}v_proj.weight" in tensors
-    return {
+    factors = tensors.get("rope_freqs.weight")
+    return AttentionFields(
         **sizes,
-        "qk_norm": head.asks_for("self_attn.q_norm.weight", "qk_norm"),
-        "attention_bias": has_bias or f"{ATTENTION}kv_a_proj_with_mqa.bias" in tensors,
-        "attention_out_bias": head.asks_for("self_attn.o_proj.bias", "attention_bias"),
-        "values": "keys" if head.family.is_gemma and not own_values else "projected",
-        "softmax_scale": head.softmax_scale(sizes["latent"]),
-        "position_scale": head.position_scale(),
+        qk_norm=head.asks_for("self_attn.q_norm.weight", "qk_norm"),
+        attention_bias=has_bias or f"{ATTENTION}kv_a_proj_with_mqa.bias" in tensors,
+        attention_out_bias=head.asks_for("self_attn.o_proj.bias", "attention_bias"),
+        values="keys" if head.family.is_gemma and not own_values else "projected",
+        softmax_scale=head.softmax_scale(sizes["latent"]),
+        position_scale=head.position_scale(),
         **head.window_fields(),
-    }
+        rope=resolve_rope(head.settings, sizes, head.overrides.rope_theta, factors),
+    )
 
 
-def _layers(head: PublishedHead) -> dict[str, Any]:
-    """The fields about sizes, norms and biases around attention."""
+def _layers(head: PublishedHead) -> LayerFields:
+    """The fields about sizes, norms, biases and scales outside of attention."""
     settings = head.settings
     tensors = head.tensors
     is_gemma = head.family.is_gemma
@@ -113,24 +121,24 @@ def _layers(head: PublishedHead) -> dict[str, Any]:
     if optional:
         final_norm = "norm.weight" in tensors
     norm_output = settings.get("norm_output", settings.get("return_hidden_post_norm", False))
-    return {
-        "hidden_size": h,
-        "num_layers": head.num_layers,
-        "intermediate_size": rows_of(tensors, "layers.0.mlp.gate_proj.weight"),
-        "max_position_embeddings": settings["max_position_embeddings"],
-        "rms_norm_eps": settings["rms_norm_eps"],
-        "hidden_act": activation,
-        "mlp_bias": head.asks_for("mlp.gate_proj.bias", "mlp_bias"),
-        "layer_input": "every" if every else "first",
-        "layer_scalar": "layers.0.layer_scalar" in tensors,
-        "embedding_norm": settings.get("use_input_layernorm_in_first_layer", True),
-        "state_norm": not optional or "layers.0.hidden_norm.weight" in tensors,
-        "norm_before_residual": settings.get("norm_before_residual", False),
-        "final_norm": final_norm,
-        "norm_output": final_norm and norm_output,
-        "embed_scale": h**0.5 if is_gemma else 1.0,
-        "logit_softcap": settings.get("final_logit_softcapping") if is_gemma else None,
-    }
+    return LayerFields(
+        hidden_size=h,
+        num_layers=head.num_layers,
+        intermediate_size=rows_of(tensors, "layers.0.mlp.gate_proj.weight"),
+        max_position_embeddings=settings["max_position_embeddings"],
+        rms_norm_eps=settings["rms_norm_eps"],
+        hidden_act=activation,
+        mlp_bias=head.asks_for("mlp.gate_proj.bias", "mlp_bias"),
+        layer_input="every" if every else "first",
+        layer_scalar="layers.0.layer_scalar" in tensors,
+        embedding_norm=settings.get("use_input_layernorm_in_first_layer", True),
+        state_norm=not optional or "layers.0.hidden_norm.weight" in tensors,
+        norm_before_residual=settings.get("norm_before_residual", False),
+        final_norm=final_norm,
+        norm_output=final_norm and norm_output,
+        embed_scale=h**0.5 if is_gemma else 1.0,
+        logit_softcap=settings.get("final_logit_softcapping") if is_gemma else None,
+    )
 
 
 def _feature_sizes(head: PublishedHead) -> tuple[int, int]:
@@ -158,7 +166,7 @@ def _feature_sizes(head: PublishedHead) -> tuple[int, int]:
     return width // size, size
 
 
-def _fusion(head: PublishedHead) -> dict[str, Any]:
+def _fusion(head: PublishedHead) -> FusionFields:
     """The fields about the features of the target that are fused: taps, width and norms."""
     settings = head.settings
     tensors = head.tensors
@@ -178,17 +186,17 @@ def _fusion(head: PublishedHead) -> dict[str, Any]:
         norm = "concat"
     elif "fc_norm.0.weight" in tensors or settings.get("fc_norm") or settings.get("use_aux_norm"):
         norm = "per_feature"
-    return {
-        "num_aux": num_aux,
-        "target_hidden_size": size,
+    return FusionFields(
+        num_aux=num_aux,
+        target_hidden_size=size,
         **(head.tap_fields(num_aux) if uses_aux else {"aux_ids_source": "final norm"}),
-        "pre_fc_norm": norm,
-        "fc_bias": "fc.bias" in tensors,
-        "fusion_norm": "embedding_norm.weight" in tensors,
-    }
+        pre_fc_norm=norm,
+        fc_bias="fc.bias" in tensors,
+        fusion_norm="embedding_norm.weight" in tensors,
+    )
 
 
-def _parallel(head: PublishedHead, vocab_size: int) -> dict[str, Any]:
+def _parallel(head: PublishedHead, vocab_size: int) -> ParallelFields:
     """The fields about tokens drafted at once: P-EAGLE's mask, and ModelOpt's parallel heads."""
     tensors = head.tensors
     places = [name.split(".") for name in tensors if name.startswith("parallel_heads.")]
@@ -199,14 +207,14 @@ def _parallel(head: PublishedHead, vocab_size: int) -> dict[str, Any]:
             f"config.json says parallel_draft_step {wanted}, and the checkpoint has {number} "
             "parallel draft heads; it is incomplete"
         )
-    return {
-        "num_parallel_heads": number,
-        "parallel_head_layers": max((int(place[3]) for place in places), default=0) + 1,
-        "parallel_head_bias": any(place[-1] == "bias" for place in places),
-        "parallel_outputs": max(1, sum(name.startswith("parallel_outputs.") for name in tensors)),
-        "mask_token_id": head.mask_token(vocab_size),
-        "speculative_tokens_hint": head.tokens_hint(),
-    }
+    return ParallelFields(
+        num_parallel_heads=number,
+        parallel_head_layers=max((int(place[3]) for place in places), default=0) + 1,
+        parallel_head_bias=any(place[-1] == "bias" for place in places),
+        parallel_outputs=max(1, sum(name.startswith("parallel_outputs.") for name in tensors)),
+        mask_token_id=head.mask_token(vocab_size),
+        speculative_tokens_hint=head.tokens_hint(),
+    )
 
 
 def build_config(head: PublishedHead, vocabulary: Vocabulary) -> Eagle3Config:
@@ -214,19 +222,17 @@ def build_config(head: PublishedHead, vocabulary: Vocabulary) -> Eagle3Config:
 
     Raises ValueError, one sentence, for what is missing or contradicts something else.
     """
-    layers = _layers(head)
-    attention = _attention(head)
-    factors = head.tensors.get("rope_freqs.weight")
-    fields = {
-        **layers,
-        **attention,
-        **_fusion(head),
-        **vocabulary.fields(head.tensors),
-        "rope": resolve_rope(head.settings, attention, head.overrides.rope_theta, factors),
-        **_parallel(head, vocabulary.size),
-        "family": head.family.name,
-    }
-    return Eagle3Config(**(fields | dict(head.family.fixed)))
+    groups = (
+        _layers(head),
+        _attention(head),
+        _fusion(head),
+        vocabulary.fields(head.tensors),
+        _parallel(head, vocabulary.size),
+    )
+    values = {"family": head.family.name}
+    for group in groups:
+        values |= vars(group)
+    return Eagle3Config(**(values | head.family.fixed))
 
 
 def check_tables(config: Eagle3Config, settings: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mlx_eagle.drafters.config import VocabularyFields
 from mlx_eagle.drafters.folder import Tensor
 
 from ..drafters.kind import Tensor
@@ -47,17 +48,17 @@ class Vocabulary:
                 f"{target.vocab_size} tokens; give the target it was trained for"
             )
 
-    def fields(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The fields of ``Eagle3Config`` about vocabularies and missing tables."""
+    def fields(self, tensors: Mapping[str, Tensor]) -> VocabularyFields:
+        """The fields of a config about vocabularies and the origins of tables."""
         same = self.target_ids is None
         output = "file" if "lm_head.weight" in tensors else "target" if same else "target_rows"
-        return {
-            "vocab_size": self.size,
-            "draft_vocab_size": self.draft_size,
-            "has_d2t": not same,
-            "embed_source": "file" if "embed_tokens.weight" in tensors else "target",
-            "lm_head_source": output,
-        }
+        return VocabularyFields(
+            vocab_size=self.size,
+            draft_vocab_size=self.draft_size,
+            has_d2t=not same,
+            embed_source="file" if "embed_tokens.weight" in tensors else "target",
+            lm_head_source=output,
+        )
 
 
 def _read_vector(

@@ -98,93 +98,38 @@ ROPE: Table = {
 }
 
 
-@dataclass(frozen=True)
-class Eagle3Config(FolderConfig):
-    """What the ``config.json`` of a converted EAGLE head says.
+@dataclass(frozen=True, kw_only=True)
+class AttentionFields:
+    """Attention of a head's layers, and its rotary embedding.
 
-    ``aux_boundary_ids`` are taps: id b is the residual stream entering target layer b, and
-    b = N (the target's layer count) is what enters its final norm. They are None where the
-    checkpoint names none, and then mean {2, N//2, N-3} of the target it is attached to.
-    ``aux_nested_ids`` are ids as the checkpoint wrote them, where the target's depth has yet to
-    tell what they mean (see ``read_nested``); ``aux_boundary_ids`` is then the likelier reading.
+    ``latent`` holds the sizes of multi-head latent attention (see ``LATENT``), None for
+    grouped-query attention. ``position_scale`` (``beta``, ``original_max_position_embeddings``)
+    makes queries longer from that position on.
 
-    Where ``uses_aux`` is false the one feature is the target's state after its final norm.
-    ``fc_input`` says what the fusion matrix takes: the features, once per pair (EAGLE-3);
-    embedding and state, at every step (EAGLE-1); or that there is none.
-
-    ``rope`` holds ``type``, ``theta``, ``dims`` (rotated channels), ``traditional`` (pairs lie
-    beside each other) and, under ``scaling``, the dictionary mlx-lm's ``initialize_rope`` takes
-    (None for plain rope).
-
-    ``latent`` holds the sizes of multi-head latent attention (see ``LATENT``),
-    None for grouped-query attention. ``position_scale`` (``beta``,
-    ``original_max_position_embeddings``) makes queries longer from that position on.
-
-    With a ``mask_token_id`` a draft is one forward pass (P-EAGLE); ``num_parallel_heads`` say
-    that many tokens more after the last step of a chain (ModelOpt).
+    ``rope`` holds ``type``, ``theta``, ``dims`` (rotated channels), ``traditional`` (the two
+    channels of a pair are neighbours) and ``scaling``, the dictionary that mlx-lm's
+    ``initialize_rope`` takes (None for plain rope).
     """
 
-    hidden_size: Size
-    target_hidden_size: Size
-    num_layers: Few
     num_heads: Few
     num_kv_heads: Few
     head_dim: Size
-    intermediate_size: Size
-    vocab_size: Size
-    draft_vocab_size: Size
-    rms_norm_eps: Annotated[float, number_above(0, 1)] = 1e-6
-    hidden_act: Annotated[str, one_of("silu", "gelu", "gelu_pytorch_tanh")] = "silu"
-    max_position_embeddings: Size = 2048
-    num_aux: Few = 3
-    aux_boundary_ids: Annotated[tuple[int, ...] | None, INT_LIST] = None
-    aux_ids_source: Annotated[str, TEXT] = "default"
-    aux_nested_ids: Annotated[tuple[int, ...] | None, INT_LIST] = None
-    pre_fc_norm: Annotated[str, one_of("none", "concat", "per_feature")] = "none"
-    fc_bias: bool = False
-    norm_before_residual: bool = False
-    norm_output: bool = False
     qk_norm: bool = False
     attention_bias: bool = False
     attention_out_bias: bool = False
-    mlp_bias: bool = False
-    # Which layers see the embedding beside the state.
-    layer_input: Annotated[str, one_of("first", "every", "none")] = "first"
-    fc_input: Annotated[str, one_of("features", "embedding_and_state", "none")] = "features"
-    fusion_norm: bool = False  # the embedding is normed before that
-    uses_aux: bool = True
-    embedding_norm: bool = True  # the embedding is normed before attention
-    state_norm: bool = True  # layer 0 norms its state before attention
-    final_norm: bool = True
     latent: Annotated[dict[str, Any] | None, LATENT] = None
     softmax_scale: Annotated[float | None, POSITIVE] = None  # of the scores; None: head_dim**-0.5
     position_scale: Annotated[dict[str, Any] | None, POSITION_SCALE] = None
     values: Annotated[str, one_of("projected", "keys")] = "projected"  # keys: before their norm
     value_norm: bool = False  # without a weight
-    branch_norms: bool = False  # what attention and MLP add is normed too, as in Gemma
-    layer_scalar: bool = False  # a layer's output is multiplied by a number of its own
     sliding_window: Annotated[int | None, SIZE] = None
-    # Those that a sliding window does not bind.
-    full_attention_layers: Annotated[tuple[int, ...], INT_LIST] = ()
+    full_attention_layers: Annotated[tuple[int, ...], INT_LIST] = ()  # they have no window
     rope: Annotated[dict[str, Any], ROPE] = field(
         default_factory=lambda: {"type": "default", "theta": 10000.0}
     )
-    embed_source: Annotated[str, one_of("file", "target")] = "target"
-    lm_head_source: Annotated[str, one_of("file", "target", "target_rows")] = "file"
-    has_d2t: bool = True
-    embed_scale: Annotated[float, POSITIVE] = 1.0
-    logit_softcap: Annotated[float | None, POSITIVE] = None
-    mask_token_id: Annotated[int | None, whole(0, 2**24)] = None
-    num_parallel_heads: Annotated[int, whole(0, 1024)] = 0
-    parallel_head_layers: Few = 1
-    parallel_head_bias: bool = False
-    parallel_outputs: Few = 1  # their output matrices: one for all, or one for each
-    model_type: Annotated[str, TEXT] = "eagle3"
-    family: Annotated[str, TEXT] = "unknown"
-    speculative_tokens_hint: Annotated[int | None, COUNT] = None
 
-    def check_sizes(self, where: str | Path) -> None:
-        """Raise ValueError for sizes that no matrix can have, or that do not divide."""
+    def check_attention(self, where: str | Path) -> None:
+        """Raise ValueError for sizes that do not go together, or that are missing."""
         if self.rope.get("theta") is None:
             raise ValueError(f"{where} has no rope.theta: convert the head again.")
         dims = self.rope.get("dims") or self.head_dim
@@ -194,7 +139,132 @@ class Eagle3Config(FolderConfig):
                 f"{self.num_kv_heads} key heads and {dims} rotated channels, which do not go "
                 "together: convert the head again."
             )
-        self._check_kinds(where)
+        for name, table in (("latent", LATENT), ("position_scale", POSITION_SCALE)):
+            values = getattr(self, name)
+            for key in table if values is not None else ():
+                if values.get(key) is None and key != "q_lora_rank":
+                    raise ValueError(f"{where} has no {name}.{key}: convert the head again.")
+        if self.latent is not None:
+            plain = self.latent["qk_nope_head_dim"]
+            rotated = self.latent["qk_rope_head_dim"]
+            if plain + rotated != self.head_dim or self.rope.get("dims") != rotated:
+                raise ValueError(
+                    f"{where} gives heads of width {self.head_dim} of {plain} and {rotated} "
+                    f"channels, {self.rope.get('dims')} of them rotated, which do not go "
+                    "together: convert the head again."
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusionFields:
+    """Features of the target that a head takes, and the matrix that fuses them.
+
+    ``aux_boundary_ids`` are taps: id b is the residual stream entering target layer b, and
+    b = N (the target's layer count) is what enters its final norm. They are None if the
+    checkpoint names none, and then mean {2, N//2, N-3} of the target it is attached to.
+    ``aux_nested_ids`` are ids as the checkpoint wrote them, if the target's depth has yet to
+    tell what they mean (see ``read_nested``); ``aux_boundary_ids`` is then the likelier reading.
+
+    If ``uses_aux`` is false the one feature is the target's state after its final norm.
+    ``fc_input`` says what the fusion matrix takes: the features, once per pair (EAGLE-3);
+    embedding and state, at every step (EAGLE-1); or that there is none.
+    """
+
+    target_hidden_size: Size
+    num_aux: Few = 3
+    aux_boundary_ids: Annotated[tuple[int, ...] | None, INT_LIST] = None
+    aux_ids_source: Annotated[str, TEXT] = "default"
+    aux_nested_ids: Annotated[tuple[int, ...] | None, INT_LIST] = None
+    uses_aux: bool = True
+    pre_fc_norm: Annotated[str, one_of("none", "concat", "per_feature")] = "none"
+    fc_input: Annotated[str, one_of("features", "embedding_and_state", "none")] = "features"
+    fc_bias: bool = False
+    fusion_norm: bool = False  # the embedding is normed before the fusion
+
+    def taps(self, num_target_layers: int) -> tuple[int, ...]:
+        """The taps for a target of that many layers, low to high."""
+        if not self.uses_aux:
+            return (num_target_layers + 1,)
+        if self.aux_nested_ids:
+            return read_nested(self.aux_nested_ids, num_target_layers).ids
+        if self.aux_boundary_ids is not None:
+            return self.aux_boundary_ids
+        return default_ids(num_target_layers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabularyFields:
+    """Vocabularies of a head, and the origins of its two tables."""
+
+    vocab_size: Size
+    draft_vocab_size: Size
+    has_d2t: bool = True
+    embed_source: Annotated[str, one_of("file", "target")] = "target"
+    lm_head_source: Annotated[str, one_of("file", "target", "target_rows")] = "file"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelFields:
+    """Tokens that are drafted at once.
+
+    With a ``mask_token_id`` a draft is one forward pass (P-EAGLE); ``num_parallel_heads`` add
+    that many tokens after the last step of a chain (ModelOpt).
+    """
+
+    mask_token_id: Annotated[int | None, whole(0, 2**24)] = None
+    num_parallel_heads: Annotated[int, whole(0, 1024)] = 0
+    parallel_head_layers: Few = 1
+    parallel_head_bias: bool = False
+    parallel_outputs: Few = 1  # their output matrices: one for all, or one for each
+    speculative_tokens_hint: Annotated[int | None, COUNT] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerFields:
+    """Sizes, norms, biases and scales of a head outside of attention."""
+
+    hidden_size: Size
+    num_layers: Few
+    intermediate_size: Size
+    max_position_embeddings: Size = 2048
+    rms_norm_eps: Annotated[float, number_above(0, 1)] = 1e-6
+    hidden_act: Annotated[str, one_of("silu", "gelu", "gelu_pytorch_tanh")] = "silu"
+    mlp_bias: bool = False
+    # The layers that see the embedding beside the state.
+    layer_input: Annotated[str, one_of("first", "every", "none")] = "first"
+    layer_scalar: bool = False  # a layer's output is multiplied by a number of its own
+    branch_norms: bool = False  # the outputs of attention and MLP are normed too, as in Gemma
+    embedding_norm: bool = True  # the embedding is normed before attention
+    state_norm: bool = True  # layer 0 norms its state before attention
+    norm_before_residual: bool = False
+    final_norm: bool = True
+    norm_output: bool = False
+    embed_scale: Annotated[float, POSITIVE] = 1.0
+    logit_softcap: Annotated[float | None, POSITIVE] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config(
+    LayerFields, AttentionFields, FusionFields, VocabularyFields, ParallelFields, FolderConfig
+):
+    """The ``config.json`` of a converted EAGLE head: fields in groups, flat as in the file."""
+
+    model_type: Annotated[str, TEXT] = "eagle3"
+    family: Annotated[str, TEXT] = "unknown"
+
+    def check_sizes(self, where: str | Path) -> None:
+        """Raise ValueError for sizes that no matrix can have, or that do not divide."""
+        self.check_attention(where)
+        if self.mask_token_id is not None and self.mask_token_id >= self.vocab_size:
+            raise ValueError(
+                f"{where} masks with token {self.mask_token_id} of {self.vocab_size}: convert "
+                "the head again."
+            )
+        if self.parallel_outputs not in (1, self.num_parallel_heads):
+            raise ValueError(
+                f"{where} has {self.parallel_outputs} output matrices for "
+                f"{self.num_parallel_heads} parallel heads: convert the head again."
+            )
         widths = (
             self.num_aux * self.target_hidden_size,
             self.num_heads * self.head_dim,
@@ -206,34 +276,9 @@ class Eagle3Config(FolderConfig):
                 "head again."
             )
 
-    def _check_kinds(self, where: str | Path) -> None:
-        """Raise ValueError where what one kind of head needs is not all there."""
-        for name, table in (("latent", LATENT), ("position_scale", POSITION_SCALE)):
-            values = getattr(self, name)
-            for key in table if values is not None else ():
-                if values.get(key) is None and key != "q_lora_rank":
-                    raise ValueError(f"{where} has no {name}.{key}: convert the head again.")
-        if self.latent is not None:
-            parts = self.latent["qk_nope_head_dim"], self.latent["qk_rope_head_dim"]
-            if sum(parts) != self.head_dim or self.rope.get("dims") != parts[1]:
-                raise ValueError(
-                    f"{where} gives heads of width {self.head_dim} of {parts[0]} and {parts[1]} "
-                    f"channels, {self.rope.get('dims')} of them rotated, which do not go "
-                    "together: convert the head again."
-                )
-        if self.mask_token_id is not None and self.mask_token_id >= self.vocab_size:
-            raise ValueError(
-                f"{where} masks with token {self.mask_token_id} of {self.vocab_size}: convert "
-                "the head again."
-            )
-        if self.parallel_outputs not in (1, self.num_parallel_heads):
-            raise ValueError(
-                f"{where} has {self.parallel_outputs} output matrices for "
-                f"{self.num_parallel_heads} parallel heads: convert the head again."
-            )
-
     def check_fit(self, target: TargetSizes) -> None:
-        vocab_size, num_layers = target.vocab_size, target.num_layers
+        vocab_size = target.vocab_size
+        num_layers = target.num_layers
         target.check_width("head", self.target_hidden_size)
         if not self.has_d2t and self.draft_vocab_size > vocab_size:
             raise ValueError(
@@ -261,15 +306,5 @@ class Eagle3Config(FolderConfig):
 
     @property
     def targets(self) -> str:
-        h, vocab_size = self.target_hidden_size, self.vocab_size
-        return f"for targets of hidden size {h} with {vocab_size} tokens"
-
-    def taps(self, num_target_layers: int) -> tuple[int, ...]:
-        """The taps for a target of that many layers, low to high."""
-        if not self.uses_aux:
-            return (num_target_layers + 1,)
-        if self.aux_nested_ids:
-            return read_nested(self.aux_nested_ids, num_target_layers).ids
-        if self.aux_boundary_ids is not None:
-            return self.aux_boundary_ids
-        return default_ids(num_target_layers)
+        h = self.target_hidden_size
+        return f"for targets of hidden size {h} with {self.vocab_size} tokens"
