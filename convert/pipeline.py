@@ -51,7 +51,7 @@ TABLES = {"file": "kept", "target": "the target's", "target_rows": "rows of the 
 
 
 @dataclass(frozen=True)
-class Storage:
+class SaveOptions:
     """The way a head is stored: its dtype, None for the checkpoint's own, and its quantization.
 
     ``progress`` is given the number of tensors done and of all.
@@ -128,37 +128,37 @@ def own_dtype(tensors: dict[str, Tensor]) -> str:
     return DTYPE_OF_FORMAT.get(first.format, "float16")
 
 
-def build(resolved: Resolved, storage: Storage) -> Head:
+def build(resolved: Resolved, options: SaveOptions) -> Head:
     """Read, cast and quantize the tensors of an EAGLE head."""
     config = Eagle3Config.from_dict(resolved.config.to_dict()).to_dict() | {"kind": "eagle3"}
     if resolved.trimmed is not None:
         config["draft_vocab_trim"] = dict(resolved.trimmed)
     tensors = resolved.tensors
-    head = _read(resolved.family.title, config, tensors, own_dtype(tensors), storage)
+    head = _read(resolved.family.title, config, tensors, own_dtype(tensors), options)
     if resolved.vocabulary.offsets is not None:
         head.weights["d2t"] = mx.array(resolved.vocabulary.offsets)
     return replace(head, notes=(*resolved.notes, *head.notes))
 
 
-def build_kind(name: str, checkpoint: DraftCheckpoint, storage: Storage) -> Head:
+def build_kind(name: str, checkpoint: DraftCheckpoint, options: SaveOptions) -> Head:
     """The same for a kind whose row in ``KINDS`` converts its checkpoints."""
     make = KINDS[name].convert
     assert make is not None
     whole = unpacked(checkpoint.tensors, checkpoint.config)
     config, tensors = make(whole, checkpoint.config)
     is_packed = any(isinstance(tensor, MLXPacked) for tensor in whole.values())
-    if is_packed and storage.quantization and not _kept_packings(tensors, Quantization()):
+    if is_packed and options.quantization and not _kept_packings(tensors, Quantization()):
         raise ValueError(
             f"this is {KINDS[name].title} that is packed already, and packed anew it would lose "
             "twice: name it as it is with --draft-model, or convert with --no-quantize"
         )
     largest = max(tensors.values(), key=lambda tensor: tensor.size)
     own = DTYPE_OF_FORMAT.get(largest.format, "float16")
-    return _read(KINDS[name].title, config | {"kind": name}, tensors, own, storage)
+    return _read(KINDS[name].title, config | {"kind": name}, tensors, own, options)
 
 
 def _read(
-    title: str, config: dict[str, Any], tensors: Tensors, own_dtype: str, storage: Storage
+    title: str, config: dict[str, Any], tensors: Tensors, own_dtype: str, options: SaveOptions
 ) -> Head:
     """Read the tensors as arrays, quantized as the config then says.
 
@@ -166,19 +166,19 @@ def _read(
     and keep their precision unless a dtype is asked for: in GGUF files they are float32, and
     matrices blocks of 8 bits and fewer.
     """
-    dtype = DTYPES[storage.dtype or own_dtype]
+    dtype = DTYPES[options.dtype or own_dtype]
     never = KINDS[config["kind"]].never_quantized
     shapes = {
         name.removesuffix(".weight"): tensor.shape
         for name, tensor in tensors.items()
         if len(tensor.shape) in (2, 3) and name.endswith(".weight") and not name.endswith(never)
     }
-    quantization = storage.quantization
+    quantization = options.quantization
     kept = {} if quantization is None else _kept_packings(tensors, quantization)
     chosen = {} if quantization is None else quantization.choose(shapes) | kept
     weights: dict[str, mx.array] = {}
     for i, (name, tensor) in enumerate(tensors.items()):
-        storage.progress(i, len(tensors))
+        options.progress(i, len(tensors))
         packing = chosen.get(name.removesuffix(".weight"))
         if isinstance(tensor, MLXPacked) and packing and packing == tensor.packing:
             weights |= tensor.stored(name)
@@ -192,12 +192,12 @@ def _read(
                 f"{name} is stored as {tensor.format} without a scale, expected floats; the "
                 "checkpoint is damaged"
             )
-        if storage.dtype is not None or array.ndim > 1:
+        if options.dtype is not None or array.ndim > 1:
             array = array.astype(dtype)
         entry = pack(name, array, packing) if packing else {name: array}
         mx.eval(entry)  # one tensor at a time, so that the sources can be let go
         weights |= entry
-    storage.progress(len(tensors), len(tensors))
+    options.progress(len(tensors), len(tensors))
     notes: list[str] = []
     if quantization is not None:
         notes = quantization.notes(shapes, {p: c for p, c in chosen.items() if p not in kept})
@@ -291,15 +291,19 @@ def _refuse(kind: str, draft_vocab: object, overrides: Overrides) -> None:
 
 
 def _convert_kind(
-    kind: str, checkpoint: DraftCheckpoint, target: AnyTarget | None, storage: Storage, check: bool
+    kind: str,
+    checkpoint: DraftCheckpoint,
+    target: AnyTarget | None,
+    options: SaveOptions,
+    check: bool,
 ) -> tuple[Head, list[str]]:
     """A drafter of another kind than EAGLE heads, and lines for people about it."""
-    head = build_kind(kind, checkpoint, storage)
+    head = build_kind(kind, checkpoint, options)
     lines = [f"kind        {head.title}", *size_lines(checkpoint, head)]
     sizes = target.sizes if isinstance(target, TargetFolder) else target
     KINDS[kind].made_for(head.config, Path("config.json"), sizes)
     if check and target is not None:
-        loaded = load_model(target.name, storage.dtype)
+        loaded = load_model(target.name, options.dtype)
         found = measure_acceptance(KINDS[kind], head.config, head.weights, *loaded)
         head.config["check"] = found.entry()
         lines.append(found.table())
@@ -310,20 +314,20 @@ def _convert_eagle(
     checkpoint: DraftCheckpoint,
     resolved: Resolved,
     target: AnyTarget | None,
-    storage: Storage,
+    options: SaveOptions,
     check: bool,
 ) -> tuple[Head, list[str]]:
     """An EAGLE head, and lines for people about it; a check measures it quantized and not."""
-    head = build(resolved, storage)
+    head = build(resolved, options)
     lines = summary(checkpoint, head)
     if check and isinstance(target, TargetFolder):
         dense = head
         packed = None
         if "quantization" in head.config:
-            dense = build(resolved, Storage(storage.dtype))
+            dense = build(resolved, SaveOptions(options.dtype))
             packed = (head.config, head.weights)
         bases = rope_bases(checkpoint.config) | rope_bases(target.config)
-        loaded = load_model(target.name, storage.dtype)
+        loaded = load_model(target.name, options.dtype)
         report = check_head(dense.config, dense.weights, *loaded, quantized=packed, bases=bases)
         head.config["check"] = check_entry(report)
         lines.append(check_table(report))
@@ -397,16 +401,18 @@ def convert(
     name = None if isinstance(target, TargetSizes) else target
     if check and name is None:
         raise ValueError("--check compares the head with its target; name it with --target")
-    storage = Storage(dtype, Quantization(q_bits, q_group_size) if quantize else None, progress)
+    options = SaveOptions(
+        dtype, Quantization(q_bits, q_group_size) if quantize else None, progress
+    )
     kind, checkpoint = _open(str(hf_path), revision, name)
     model = target if name is None else open_target(str(name))
     is_eagle = KINDS[kind].convert is None
     if is_eagle:
         resolved = prepare(checkpoint, model, overrides, draft_vocab)
-        head, lines = _convert_eagle(checkpoint, resolved, model, storage, check)
+        head, lines = _convert_eagle(checkpoint, resolved, model, options, check)
     else:
         _refuse(kind, draft_vocab, overrides)
-        head, lines = _convert_kind(kind, checkpoint, model, storage, check)
+        head, lines = _convert_kind(kind, checkpoint, model, options, check)
     head.config["source"] = source_entry(checkpoint)
     with new_folder(destination) as folder:
         save(head, folder, model if is_eagle and isinstance(model, TargetFolder) else None)
