@@ -16,8 +16,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.base import Drafter
+from mlx_eagle.drafters.kind import Kind, LoadOptions
 
-from ..drafters.kind import Kind, LoadOptions
 from .check import QUESTIONS, as_saved, encode
 
 MOST_DRAFTED = 7

@@ -15,14 +15,14 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_eagle.drafters.config import LATENT
+from mlx_eagle.drafters.kind import Tensor
 from mlx_eagle.drafters.kinds import names_in
 from mlx_eagle.drafters.target_parts import TargetSizes
+from mlx_eagle.system.fields import check
 from mlx_eagle.system.hub import locate, refuse_eagle_4
 from mlx_eagle.system.json_file import read_object, read_weight_map
 from mlx_eagle.system.safetensors import check_name, read_header
 
-from ..drafters.kind import Tensor
-from ..system.fields import check
 from .dequantize import unpacked
 from .gguf import read_gguf
 from .schema import CONFIG, TARGET

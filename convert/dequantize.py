@@ -16,8 +16,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..drafters.kind import Tensor
-from ..system.fields import check, shown
+from mlx_eagle.drafters.kind import Tensor
+from mlx_eagle.system.fields import check, shown
+
 from .schema import PACKING
 from .stored import Stored
 

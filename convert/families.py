@@ -17,8 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..drafters.kind import Tensor
-from ..system.fields import LONGEST_NAME, shown
+from mlx_eagle.drafters.kind import Tensor
+from mlx_eagle.system.fields import LONGEST_NAME, shown
+
 from .checkpoint import MISTRAL_MARK, DraftCheckpoint
 from .dequantize import Unpacked, unpacked
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from mlx_eagle.system.fields import is_whole, shown
 from mlx_eagle.system.safetensors import check_name, is_shape
 
-from ..system.fields import is_whole, shown
 from .stored import FORMATS, CutOff, Stored, map_file
 
 ARCHITECTURE = "eagle3"

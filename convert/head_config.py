@@ -14,9 +14,11 @@ from mlx_eagle.drafters.config import (
     LayerFields,
     ParallelFields,
 )
-from mlx_eagle.drafters.folder import Tensor, rows_of
+from mlx_eagle.drafters.folder import rows_of
 from mlx_eagle.drafters.head import GATED
 from mlx_eagle.drafters.head_weights import stored_shapes
+from mlx_eagle.drafters.kind import Tensor
+from mlx_eagle.system.fields import shown
 
 from .families import some_of
 from .published_head import ATTENTION, PublishedHead

@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.folder import bits_of
+from mlx_eagle.drafters.kind import Tensor, Tensors
 from mlx_eagle.drafters.kinds import KINDS, OTHERWISE, recognise
 from mlx_eagle.drafters.target_parts import (
     TargetSizes,

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_eagle.drafters.config import default_ids, is_default, read_nested
-from mlx_eagle.drafters.folder import Tensor, rows_of
-from mlx_eagle.system.json_schema import COUNT, shown
+from mlx_eagle.drafters.folder import rows_of
+from mlx_eagle.drafters.kind import Tensor
+from mlx_eagle.system.fields import COUNT, shown
 
 from .checkpoint import AnyTarget
 from .families import Family, hidden_size

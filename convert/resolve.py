@@ -10,11 +10,9 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_eagle.drafters.config import Eagle3Config
-from mlx_eagle.drafters.folder import Tensor
-from mlx_eagle.system.json_schema import shown
+from mlx_eagle.drafters.kind import Tensor
+from mlx_eagle.system.fields import shown
 
-from ..drafters.kind import Tensor
-from ..system.fields import COUNT, shown
 from .checkpoint import AnyTarget, DraftCheckpoint
 from .families import Family, find_family
 from .head_config import build_config, check_shapes, check_tables

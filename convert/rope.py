@@ -11,8 +11,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_eagle.drafters.folder import Tensor
-from mlx_eagle.system.json_schema import shown
+from mlx_eagle.drafters.kind import Tensor
+from mlx_eagle.system.fields import shown
 
 from .schema import BASE
 

@@ -1,13 +1,12 @@
 """Types of the keys that the converter reads in the configs of published heads and of targets.
 
-After ``json_schema.check`` with one of these tables nothing has to check a type again. A key that
+After ``fields.check`` with one of these tables nothing has to check a type again. A key that
 is in no table is read as text only.
 """
 
 from mlx_eagle.drafters.config import LATENT
 from mlx_eagle.drafters.folder import SIZE
-
-from ..system.fields import (
+from mlx_eagle.system.fields import (
     BOOL,
     COUNT,
     INT_LIST,

@@ -7,6 +7,8 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
+from mlx_eagle.drafters.kind import Tensor
+from mlx_eagle.system.fields import is_whole
 from mlx_eagle.system.safetensors import is_shape
 
 # The NumPy type of each stored format; there is none for bfloat16 and floats of 8 bits.

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from mlx_eagle.system.fields import is_whole, shown
 from mlx_eagle.system.safetensors import is_name
 
-from ..system.fields import is_whole, shown
 from .stored import FORMATS, CutOff, Stored, map_file
 from .unpickle import MAX_BYTES, RefusedPickle, Storage, Unpickler, View
 

@@ -10,7 +10,8 @@ import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ..system.fields import is_whole, shown
+from mlx_eagle.system.fields import is_whole, shown
+
 from .stored import CutOff
 
 STORAGES = {

@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 
 from mlx_eagle.drafters.config import VocabularyFields
-from mlx_eagle.drafters.folder import Tensor
+from mlx_eagle.drafters.kind import Tensor
 
-from ..drafters.kind import Tensor
-from ..system.fields import shown
 from .checkpoint import AnyTarget
 from .published_head import PublishedHead
 
