@@ -22,8 +22,8 @@ from mlx_eagle.system.atomic_folder import AlreadyThere, new_folder
 from mlx_eagle.system.device import megabytes
 from mlx_eagle.system.hub import locate, upload
 from mlx_eagle.system.safetensors import save_arrays
-from mlx_eagle.system.terminal import Progress, silent
 
+from ..system.progress import Progress, silent
 from .check import check_entry, check_head, check_table, load_model, rope_bases
 from .check_acceptance import measure_acceptance
 from .checkpoint import (

@@ -31,7 +31,7 @@ from ..system.cli_values import (
 )
 from ..system.device import DTYPES, prepare_device
 from ..system.loading import load
-from ..system.terminal import prompt_bar
+from ..system.progress import prompt_bar
 
 SHARE = "a number from 0 to 1"
 DRAFT_WINDOW = Range("draft_window", 1, LARGEST, "the number of slots to keep, 1 or more")

@@ -26,7 +26,7 @@ from ..drafters.base import Drafter
 from ..drafters.copies import Copies, Tokens
 from ..drafters.seen_text import TextMatch
 from ..drafters.tree import COPIES, PLAIN, DraftPlan, DraftShape, Tree, chains_for
-from ..system.terminal import Progress, silent
+from ..system.progress import Progress, silent
 from ..target.cache_view import close_windows
 from ..target.kernels import KernelOptions, OptionTrial
 from ..target.rollback import CacheQuantization

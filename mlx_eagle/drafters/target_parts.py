@@ -26,8 +26,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..system.atomic_folder import locked, user_cache
 from ..system.hub import REPO_ID, FileMissing, fetch, read_range
 from ..system.json_file import parse_object, read_bytes, read_weight_map
+from ..system.progress import Bar
 from ..system.safetensors import Entry, header_length, parse_header, read_header
-from ..system.terminal import Bar
 from ..target.sharding import find_stage
 from ..target.target import Target
 

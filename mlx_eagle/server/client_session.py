@@ -13,7 +13,7 @@ from typing import Any
 from mlx_lm.generate import TextStateMachine
 from mlx_lm.server import CompletionRequest, GenerationContext, ToolCallFormatter
 
-from ..system.terminal import silent
+from ..system.progress import silent
 from .answer_stream import AnswerStream, Document, DraftReport, PairResponse, checked, counts
 from .body import PairArguments
 from .collect import Collector, chat_row

@@ -13,7 +13,7 @@ from typing import Any
 
 from mlx_lm.server import CompletionRequest
 
-from ..system.terminal import silent
+from ..system.progress import silent
 from .answer_stream import Document, RequestError
 from .body import SCOPE, PairArguments, check_body, read_arguments, shortened
 from .client_session import ClientSession, Reply

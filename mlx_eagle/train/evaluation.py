@@ -12,7 +12,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..decoding.stats import Stats
 from ..drafters.kinds import load_drafter
 from ..generate import stream_generate
-from ..system.terminal import StopSignals, open_bar
+from ..system.progress import open_bar
+from ..system.terminal import StopSignals
 from .batches import make_batch
 from .chunks import eval_in_chunks
 from .data import Example

@@ -7,7 +7,7 @@ import mlx.core as mx
 from tqdm import tqdm
 
 from ..system.atomic_folder import new_file
-from ..system.terminal import open_bar
+from ..system.progress import open_bar
 from .evaluation import Evaluation, Generated
 
 CSV = "training.csv"

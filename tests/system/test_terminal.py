@@ -21,7 +21,7 @@ from mlx_eagle.convert import convert
 from mlx_eagle.convert.__main__ import main as convert_main
 from mlx_eagle.decoding.loop import speculative_generate_step
 from mlx_eagle.system.hub import fetch
-from mlx_eagle.system.terminal import Bar, prompt_bar
+from mlx_eagle.system.progress import Bar, prompt_bar
 
 READING, CONVERTING = "Reading the prompt", "Converting"
 MODEL = tiny_llama(vocab_size=258)
