@@ -19,8 +19,8 @@ from mlx_eagle.drafters.base import Drafter
 from mlx_eagle.drafters.pairs import pair_for
 from mlx_eagle.system.device import prepare_device
 from mlx_eagle.system.loading import context_size, load
-from mlx_eagle.system.terminal import run_command
 
+from ..system.exit_codes import run_command
 from ..system.progress import open_bar
 from . import report, serving
 from .flags import (

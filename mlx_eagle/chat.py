@@ -32,8 +32,10 @@ from .decoding.setup import AUTO
 from .decoding.stats import Stats
 from .drafters.base import Drafter
 from .generate import GenerationResponse, stream_generate
+from .system.exit_codes import run_command
 from .system.loading import apply_template
-from .system.terminal import Marker, StopSignals, run_command
+from .system.marks import Marker
+from .system.stop_signals import StopSignals
 
 DEMO = "SmolLM2-135M-Instruct (demo)"
 HELP = {

@@ -21,8 +21,9 @@ from ..drafters.pairs import pair_lines
 from ..generate import footer, stream_generate
 from ..system.atomic_folder import check_writable
 from ..system.device import num_parameters, this_machine, weight_bytes
+from ..system.exit_codes import run_command
 from ..system.loading import apply_template
-from ..system.terminal import Marker, run_command
+from ..system.marks import Marker
 from .flags import (
     add_draft_flags,
     add_text_flags,

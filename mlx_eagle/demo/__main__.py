@@ -13,7 +13,8 @@ from ..bench.summary import first_difference
 from ..generate import stream_generate
 from ..system.cli_values import Range, use_plain_words
 from ..system.device import prepare_device
-from ..system.terminal import Marker, run_command
+from ..system.exit_codes import run_command
+from ..system.marks import Marker
 from .pair import load_demo
 
 # A prompt of the kind that the small head was trained on most; code and open chat gain less.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..system.cli_values import add_version_flag, use_plain_words
-from ..system.terminal import run_command
+from ..system.exit_codes import run_command
 from .checks import check_all, expect
 from .packages import is_well, say
 from .self_test import document, sections, self_test

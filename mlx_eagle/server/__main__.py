@@ -12,7 +12,8 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 from ..commands.flags import say_known_head, with_known_head
 from ..draft_models import find_drafter
 from ..system.device import prepare_device
-from ..system.terminal import INTERRUPTED, StopSignals, run_command
+from ..system.exit_codes import INTERRUPTED, run_command
+from ..system.stop_signals import StopSignals
 from .access import is_loopback, read_access
 from .caches import open_prompt_cache
 from .collect import open_collector

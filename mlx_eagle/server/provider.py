@@ -21,9 +21,9 @@ from ..drafters.earlier_answers import EarlierAnswers
 from ..drafters.target_parts import find_embedding
 from ..system.cli_values import __version__
 from ..system.device import set_precision
+from ..system.exit_codes import USER_ERRORS
 from ..system.hub import locate
 from ..system.loading import check_target, context_size
-from ..system.terminal import USER_ERRORS
 from ..target.probe import check_trees
 from .caches import is_always_trimmable
 

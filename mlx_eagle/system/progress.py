@@ -1,4 +1,9 @@
-"""Progress of long work: a callback, and a bar in a terminal."""
+"""Progress of long work: a callback, and a bar in a terminal.
+
+Bars are drawn on standard error, where that is a terminal, and gone when done. The code that
+makes people wait draws nothing by itself: it calls a callback ``(done, total)``, as mlx-lm's
+``prompt_progress_callback`` is.
+"""
 
 from collections.abc import Callable
 

@@ -11,7 +11,7 @@ import yaml
 from mlx_lm.lora import yaml_loader
 
 from ..system.cli_values import add_version_flag, flag_of, use_plain_words
-from ..system.terminal import run_command
+from ..system.exit_codes import run_command
 from .curves import NEEDED, can_draw, draw_curves
 from .log import CSV
 from .session import is_first, run

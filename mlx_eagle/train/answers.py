@@ -24,8 +24,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..system.cli_values import add_version_flag, use_plain_words
 from ..system.device import prepare_device
+from ..system.exit_codes import run_command
 from ..system.progress import open_bar
-from ..system.terminal import run_command
 from .data import DataRow, check_messages, read_rows, reading
 from .settings import TEMPERATURES, AnswerSettings, parse_temperatures
 from .teacher import load_target

@@ -13,7 +13,7 @@ from ..decoding.stats import Stats
 from ..drafters.kinds import load_drafter
 from ..generate import stream_generate
 from ..system.progress import open_bar
-from ..system.terminal import StopSignals
+from ..system.stop_signals import StopSignals
 from .batches import make_batch
 from .chunks import eval_in_chunks
 from .data import Example

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..drafters.target_parts import find_embedding
 from ..system.device import weight_bytes
-from ..system.terminal import StopSignals
+from ..system.stop_signals import StopSignals
 from .data import Examples, read_examples
 from .draft_vocabulary import narrowed, resized_vocabulary, widened
 from .memory import amount, fitting, memory_kept_to

@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..convert.checkpoint import open_target
 from ..convert.quantize import Quantization
-from ..system.terminal import StopSignals
+from ..system.stop_signals import StopSignals
 from .batches import BatchOrder, make_batch
 from .data import Examples
 from .draft_vocabulary import coverage

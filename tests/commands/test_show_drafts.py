@@ -12,7 +12,7 @@ from mlx_eagle import chat, stream_generate
 from mlx_eagle.commands import generate
 from mlx_eagle.demo import __main__ as demo
 from mlx_eagle.drafters.model_drafter import ModelDrafter
-from mlx_eagle.system.terminal import Marker
+from mlx_eagle.system.marks import Marker
 
 MODEL = tiny_llama(vocab_size=258)
 SMALL = tiny_llama(seed=0, vocab_size=258)

@@ -15,8 +15,8 @@ from mlx_eagle.drafters.kinds import KINDS
 from mlx_eagle.drafters.pairs import PAIRS, pair_for, plain_name
 from mlx_eagle.drafters.target_parts import TargetSizes
 from mlx_eagle.system.device import this_machine
+from mlx_eagle.system.exit_codes import run_command
 from mlx_eagle.system.hub import INSIDE, REPO_ID
-from mlx_eagle.system.terminal import run_command
 
 NAMES = {
     "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b-instruct",

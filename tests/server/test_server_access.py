@@ -24,7 +24,7 @@ from mlx_eagle.server.access import ApiKey, is_loopback, read_key
 from mlx_eagle.server.handler import PairHandler
 from mlx_eagle.server.listener import PairServer
 from mlx_eagle.server.metrics import Metrics, RequestOutcome
-from mlx_eagle.system.terminal import StopSignals
+from mlx_eagle.system.stop_signals import StopSignals
 
 TEXT = {"prompt": "Once upon a time", "max_tokens": 20, "logit_bias": ENDLESS}
 KEY = "sk-local-0123456789"

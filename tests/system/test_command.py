@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mlx_eagle.system.terminal import StopSignals
+from mlx_eagle.system.stop_signals import StopSignals
 
 COMPILER = """#!/bin/sh
 echo >> asked
@@ -18,7 +18,7 @@ if [ -e listening ]; then echo >> sent; kill -INT $(cat listening); fi
 SCRIPT = """
 import os
 import mlx.core as mx
-from mlx_eagle.system.terminal import StopSignals
+from mlx_eagle.system.marks import StopSignals
 
 mx.set_default_device(mx.cpu)
 with {listening} as stop:

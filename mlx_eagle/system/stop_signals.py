@@ -1,0 +1,72 @@
+"""Signals that end a command once what is being computed is whole.
+
+An exception in the middle of a forward pass would leave some layers a token ahead of others, and
+one in the middle of a batch a checkpoint half written. So ``StopSignals`` notes a first signal,
+and the worker looks at the note between tokens or batches, or waits for it.
+"""
+
+import select
+import signal
+import socket
+import threading
+from types import FrameType
+
+from .device import settle_compiling
+
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopSignals:
+    """Within, these signals are noted and waited for; afterwards they do what they did before.
+
+    With ``once`` only the first one is noted: a second one is as ever, for Ctrl-C Python's own
+    KeyboardInterrupt. In another thread than the main one, which signals belong to, nothing
+    happens.
+
+    The system hands a signal to any thread. Python then runs its handler in the main thread,
+    once that has a moment; but a byte is written to a socket where the signal arrives, so that
+    whoever waits for the socket knows at once, whatever the main thread is at.
+    """
+
+    def __init__(self, numbers: tuple[signal.Signals, ...] = STOPPING, once: bool = False):
+        self.is_asked = False
+        self._numbers, self._once = numbers, once
+
+    def __enter__(self) -> "StopSignals":
+        self.is_asked = False
+        self._before = {}
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        settle_compiling()
+        self._reader, self._writer = socket.socketpair()
+        for end in (self._reader, self._writer):
+            end.setblocking(False)
+        self._wakeup_before = signal.set_wakeup_fd(
+            self._writer.fileno(), warn_on_full_buffer=False
+        )
+        self._before = {number: signal.getsignal(number) for number in self._numbers}
+        for number in self._numbers:
+            signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if not self._before:
+            return
+        signal.set_wakeup_fd(self._wakeup_before)
+        self._restore()
+        self._reader.close()
+        self._writer.close()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.is_asked = True
+        if self._once:
+            self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Whether one came, waiting at most so long for it; each counts once."""
+        ready, _, _ = select.select([self._reader], [], [], seconds)
+        return bool(ready) and self._reader.recv(1) != b""
