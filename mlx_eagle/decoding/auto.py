@@ -8,8 +8,8 @@ and the shape with the greatest gain is drafted, none where that stays below 1. 
 share of drafts kept lately at each place, of trees also from all that they emitted. t is told by
 the rounds: ``round_costs.py``. A shape is tried where its gain would be the greatest if its cost
 were less, by a standard deviation or, while trying has lost little, by more, as long as that loses
-little if the cost is one more. In doubt known shapes are tried, and plain steps timed, once more. A
-shape is chosen before the round under way is read, and a round recorded once the next one is
+little if the cost is one more. In doubt known shapes are tried, and plain steps timed, once more.
+A shape is chosen before the round under way is read, and a round recorded once the next one is
 launched. What the requests of a batch accept is pooled.
 
 Copies of the text (``drafters/copies.py``) are further shapes, with costs of their own. How many
