@@ -24,8 +24,8 @@ from ..drafters.acceptance_stats import Acceptance, CopyAcceptance
 from ..drafters.base import Drafter
 from ..drafters.tree import LONG_CHAINS, PLAIN, DraftShape
 from ..system.device import product_cost, this_machine, weight_bytes
-from ..system.per_model import PerModel
 from ..target.kernels import KernelOptions
+from ..target.per_model import PerModel
 from ..target.sharding import is_sharded
 from .pass_costs import TargetWeights
 

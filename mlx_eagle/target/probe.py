@@ -17,9 +17,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..system.per_model import PerModel
 from .cache_view import WindowCache
 from .masks_and_ropes import MASKED
+from .per_model import PerModel
 from .ragged import RaggedCaches
 from .stand_in import StandIn
 from .states import recurrent_caches
