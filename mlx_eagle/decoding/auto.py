@@ -167,6 +167,7 @@ class AdaptiveController:
         self._shapes = [shape for shape in shapes if shape not in costs.failed]
         self._copies = [shape for shape in copies if shape not in costs.failed]
         self._copied = CopyAcceptance(costs.copies)
+        self._has_answers = False  # whether another answer has matched
         self._tried_copies: dict[DraftShape, float] = {}  # planned to be tried, beside what gain
         self._can_draw, self._is_asked, self._trial = can_draw, False, trial
         self._accepted = Acceptance(costs.acceptance, max((s.size for s in shapes), default=1))
@@ -195,6 +196,8 @@ class AdaptiveController:
             return self._shared_plan(shape, matches)
         gain = max(1.0, self._gain(shape))
         own = tuple(self._or_copy(shape, gain, least) for least in LEAST_MATCHES)
+        if not self._has_answers:  # a first match in an answer is only watched
+            return DraftPlan(shape, own)
         others = tuple(self._or_copy(shape, gain, least, True) for least in LEAST_MATCHES)
         return DraftPlan(shape, own, others)
 
@@ -291,6 +294,7 @@ class AdaptiveController:
         """See ``FixedController.record``."""
         self._copied.learn(copies)
         self._costs.copies.learn(copies)
+        self._has_answers = self._has_answers or any(seen.is_answer for seen in copies)
         if shape != PLAIN and shape not in (*self._shapes, *self._copies):
             return  # cut to what was left of the text
         if kept and shape.copy:
@@ -362,8 +366,9 @@ class AdaptiveController:
 
     @property
     def _estimates(self) -> dict[DraftShape, Estimate]:
-        shapes = [*self._shapes, *self._copies]
-        self._known = self._known or self._costs.estimates(shapes, self._num_requests)
+        if not self._known:
+            shapes = [*self._shapes, *self._copies]
+            self._known = self._costs.estimates(shapes, self._num_requests)
         return self._known
 
     def _lost(self) -> float:

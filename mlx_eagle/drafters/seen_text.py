@@ -15,7 +15,7 @@ GAP = -1  # in place of what has no tokens, and behind an answer: equal to no to
 LONGEST_MATCH = 64  # tokens that are compared; a longer match counts as this long
 MOST_PLACES = 4096  # occurrences of one token that are looked at, the latest ones
 MOST_COMPARED = 64  # places whose last three tokens agree that are compared further, the latest
-FEWEST_SLOTS = 1024  # of an array; it doubles when it is full
+FREE_SLOTS = 1024  # of an array that was full, and a quarter of its tokens more
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class SeenText:
         """Add tokens behind the text."""
         length = self._length + len(tokens)
         if length > len(self._array):
-            grown = np.empty(max(FEWEST_SLOTS, 2 * length), np.int32)
+            grown = np.empty(length + length // 4 + FREE_SLOTS, np.int32)
             grown[: self._length] = self.tokens
             self._array = grown
         self._array[self._length : length] = tokens

@@ -148,6 +148,14 @@ def test_with_a_fixed_length_the_more_promising_comes(k):
     assert kinds == {True, False}
 
 
+def test_a_first_match_in_an_answer_is_only_watched():
+    costs = SettledCosts(CHEAP)
+    controller = AdaptiveController(costs, (), copies=COPIES)
+    assert controller.next_plan(0).behind(20, is_answer=True) == PLAIN
+    controller.record(PLAIN, (), None, (), [CopySeen(20, 31, 31, is_answer=True)])
+    assert controller.next_plan(1).behind(20, is_answer=True).copy > 0
+
+
 def test_a_plan_looks_matches_up_by_class():
     controller = FixedController(PLAIN, copy_size=4)
     plan = controller.next_plan(0)._replace(by_match=tuple(map(DraftShape, range(1, 7))))
