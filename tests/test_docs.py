@@ -30,8 +30,10 @@ from documents import (
     commands,
     spans,
 )
+from drafter_pairs import tiny_gemma3
 from grids import thorough
-from helpers import byte_tokenizer, tiny_head, tiny_llama
+from helpers import PROMPT, byte_tokenizer, speculative, tiny_head, tiny_llama
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from test_package import make
 from test_rooms import arrows
 
@@ -42,6 +44,7 @@ from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.demo import __main__ as demo
 from mlx_eagle.drafters.pairs import PAIRS
 from mlx_eagle.server.__main__ import agent_lines
+from mlx_eagle.target import rollback
 
 LOG = ROOT / "bench" / "log"
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
@@ -426,3 +429,39 @@ def test_site_shows_every_page():
     taken = ["index.md", "changelog.md", "contributing.md", "log.md"]  # docs/hooks.py makes them
     taken += [f"log-{path.name}" for path in LOG.glob("*.md")]
     assert sorted(listed) == sorted([path.name for path in PAGES.glob("*.md")] + taken)
+
+
+ROLLBACKS = {
+    "in a sliding window": (tiny_gemma3, make_prompt_cache),
+    "in a rotating cache that keeps first tokens": (
+        tiny_llama,
+        lambda model: [RotatingKVCache(12, keep=4) for _ in model.layers],
+    ),
+}
+"""Rows of the map, and a case in which what they name has to run."""
+
+
+@pytest.mark.parametrize("case", ROLLBACKS)
+def test_the_map_sends_readers_to_the_rollback_that_runs(case, monkeypatch):
+    """Forty tokens, past the window, with drafts that are mostly wrong."""
+    row = rf"^\| change how drafts are rolled back {case} \| (.*) \|$"
+    (answer,) = re.findall(row, (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    kinds = (rollback.WindowRollback, rollback.RotatingRollback)
+    (named,) = {kind.__name__ for kind in kinds} & set(re.findall(r"`(\w+)`", answer))
+    ran = []
+    for kind in kinds:
+        for name in ("rollback", "cut"):
+            method = getattr(kind, name, None)
+            if method is not None:
+
+                def noting(self, *args, method=method):
+                    ran.append(type(self).__name__)
+                    return method(self, *args)
+
+                monkeypatch.setattr(kind, name, noting)
+    make_model, make_cache = ROLLBACKS[case]
+    model = make_model()
+    cache = make_cache(model)
+    tokens, stats = speculative(model, tiny_head(model), PROMPT, 40, prompt_cache=cache)
+    assert len(tokens) == 40 and stats.num_rejected > 30
+    assert set(ran) == {named}

@@ -152,12 +152,13 @@ class PairServer(ThreadingHTTPServer):
         self,
         handler: type[BaseHTTPRequestHandler],
         generator: PairGenerator,
-        access: Access = Access(),
+        access: Access | None = None,
         collector: Collector | None = None,
     ):
         """Listens at once, as the flags say; ValueError where the address cannot be had."""
         self.generator, self.flags = generator, generator.cli_args
-        self.access, self.collector = access, collector
+        self.access = access or Access()
+        self.collector = collector
         self.metrics = generator.metrics
         self.stored = StoredResponses()
         self.answering: set[BaseHTTPRequestHandler] = set()
