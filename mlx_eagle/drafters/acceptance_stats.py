@@ -44,8 +44,10 @@ class Acceptance:
         """Let all that was seen so far weigh less."""
         self._reached = [factor * n for n in self._reached]
         self._kept = [factor * n for n in self._kept]
-        self._emitted, self._foretold = factor * self._emitted, factor * self._foretold
-        self._places, self._expected = [], {}
+        self._emitted = factor * self._emitted
+        self._foretold = factor * self._foretold
+        self._places = []
+        self._expected = {}
 
     def observe(self, num_drafted: int, num_kept: int) -> None:
         """See a draft of which the first ``num_kept`` tokens were kept."""
@@ -81,7 +83,8 @@ class Acceptance:
         place = min(place, len(self._reached) - 1)
         self._reached[place] += 1
         self._kept[place] += is_kept
-        self._places, self._expected = [], {}
+        self._places = []
+        self._expected = {}
 
     @property
     def places(self) -> list[float]:
@@ -210,7 +213,8 @@ def _tokens_of_tree(shape: DraftShape, places: tuple[float, ...]) -> float:
     with ``places[i]``, and each further one with ``FURTHER`` of that, where those before are not.
     """
     assert shape.tree is not None
-    found, candidates = 1.0, [(-places[0], 1, 1, 1 - places[0])]
+    found = 1.0
+    candidates = [(-places[0], 1, 1, 1 - places[0])]
     for _ in range(shape.tree.nodes):
         # A child is less likely than its parent and the siblings before it: they come one by one.
         chance, level, rank, rest = heappop(candidates)

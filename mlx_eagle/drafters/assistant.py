@@ -46,7 +46,8 @@ from .folder import (
 from .kind import LoadOptions, Tensor, Tensors
 from .target_parts import TargetSizes, activation_dtype, find_embedding, sizes_of
 
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING = "sliding_attention"
+FULL = "full_attention"
 ORDERING = "token_ordering"
 LAYER_TYPES = list_of(one_of(SLIDING, FULL), f"{SLIDING} and {FULL}")
 ROPE: Table = {
@@ -237,7 +238,8 @@ class AssistantDrafter(FeatureDrafter):
 
     def propose(self, size: int, pick: Pick) -> Draft:
         """A chain of ``size`` tokens: one forward for each."""
-        rows, self._rows = self._rows, {}  # the next pass would copy the caches for a reader
+        rows = self._rows
+        self._rows = {}  # the next pass would copy the caches for a reader
         joined = self._seed
         tokens: list[mx.array] = []
         for _ in range(size):
@@ -350,13 +352,15 @@ def _config_from(
             )
     if "layer_types" not in text:
         raise ValueError("config.json has no text_config.layer_types, which an assistant needs")
-    kinds, rows = text["layer_types"], partial(rows_of, tensors)
+    kinds = text["layer_types"]
+    rows = partial(rows_of, tensors)
 
     def width(kind: str) -> int | None:
         index = next((i for i, own in enumerate(kinds) if own == kind), None)
         return None if index is None else rows(f"layers.{index}.self_attn.q_norm.weight")
 
-    sliding, full = width(SLIDING), width(FULL)
+    sliding = width(SLIDING)
+    full = width(FULL)
     head_dim = rows("layers.0.self_attn.q_norm.weight")
     has_clusters = config.get("use_ordered_embeddings", "centroids.weight" in tensors)
     made = {
@@ -385,7 +389,8 @@ def load(
     made.check_fit(sizes_of(model))
     weights = read_weights(folder)
     ordering = weights.pop(ORDERING, None)
-    head, quantization = Assistant(made), config.get("quantization")
+    head = Assistant(made)
+    quantization = config.get("quantization")
     if quantization:
         quantize_as_stored(head, weights, quantization)
     fill(head, weights)

@@ -187,8 +187,10 @@ class BlockConfig(FolderConfig):
 
 def readings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """What else a config may have meant, one doubt at a time; see ``Kind.readings``."""
-    taps, layers = list(config["taps"]), list(range(config["num_layers"]))
-    is_causal, is_scaled = bool(config["causal_layers"]), config["scales_as_target"]
+    taps = list(config["taps"])
+    layers = list(range(config["num_layers"]))
+    is_causal = bool(config["causal_layers"])
+    is_scaled = config["scales_as_target"]
     found: dict[str, dict[str, Any]] = {}
     for by in (1, -1):
         if min(taps) + by >= 0:

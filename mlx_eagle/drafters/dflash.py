@@ -43,14 +43,16 @@ def visible(
 
     ``base`` is how many slots come before the block, or (B,) of several requests.
     """
-    window, is_causal = config.window(layer), layer in config.causal_layers
+    window = config.window(layer)
+    is_causal = layer in config.causal_layers
     if isinstance(base, int):
         if not is_causal and (window is None or base + num_rows <= window):
             return None
         start: int | mx.array = base
     else:
         start = base[:, None, None, None]
-    columns, rows = mx.arange(num_columns), start + mx.arange(num_rows)[:, None]
+    columns = mx.arange(num_columns)
+    rows = start + mx.arange(num_rows)[:, None]
     seen = columns <= (rows if is_causal else start + num_rows - 1)
     if window is None:
         return seen
@@ -64,9 +66,12 @@ class BlockAttention(nn.Module):
     def __init__(self, config: BlockConfig):
         super().__init__()
         c = config
-        self.num_heads, self.num_kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
+        self.num_heads = c.num_heads
+        self.num_kv_heads = c.num_kv_heads
+        self.head_dim = c.head_dim
         self.scale = c.head_dim**-0.5
-        h, bias = c.hidden_size, c.attention_bias
+        h = c.hidden_size
+        bias = c.attention_bias
         self.q_proj = nn.Linear(h, c.num_heads * c.head_dim, bias=bias)
         self.k_proj = nn.Linear(h, c.num_kv_heads * c.head_dim, bias=bias)
         self.v_proj = nn.Linear(h, c.num_kv_heads * c.head_dim, bias=bias)
@@ -117,7 +122,8 @@ class BlockMLP(nn.Module):
 
     def __init__(self, config: BlockConfig):
         super().__init__()
-        h, size = config.hidden_size, config.intermediate_size
+        h = config.hidden_size
+        size = config.intermediate_size
         self.gate_proj = nn.Linear(h, size, bias=False)
         self.up_proj = nn.Linear(h, size, bias=False)
         self.down_proj = nn.Linear(size, h, bias=False)
@@ -179,7 +185,8 @@ class DFlashHead(nn.Module):
 
     def __call__(self, x: mx.array, caches: Caches) -> mx.array:
         """States (B, m, h) of a block's rows x (B, m, h), which are left in the caches."""
-        base, num_rows = caches[0].offset, x.shape[1]
+        base = caches[0].offset
+        num_rows = x.shape[1]
         if isinstance(base, int):
             num_columns = base + num_rows
         else:
@@ -206,7 +213,9 @@ class DFlashDrafter(FeatureDrafter):
 
         ``to_target`` (Vd,) are the target ids of the draft's, None where they are the same.
         """
-        self._embed, self._project, self.to_target = embed, project, to_target
+        self._embed = embed
+        self._project = project
+        self.to_target = to_target
         c = head.config
         super().__init__(head, c.taps, len(head.layers), len(c.taps) * c.hidden_size)
         self._mask = embed(mx.array([c.mask_token_id]))
@@ -225,7 +234,8 @@ class DFlashDrafter(FeatureDrafter):
         if size is None:
             return self
         check_window(size, None)
-        head, c = copy(self.head), self.head.config
+        head = copy(self.head)
+        c = self.head.config
         own = c.windows or (0,) * c.num_layers
         windows = tuple(min(window or size, size) for window in own)
         window_from = c.window_from if any(own) else "anchor"
@@ -364,7 +374,8 @@ def load(
 ) -> DFlashDrafter:
     """The drafter of a converted folder; see ``Kind.load``."""
     make_config, make_head, make_drafter = classes
-    config, sizes = make_config.from_dict(values, folder / "config.json"), sizes_of(model)
+    config = make_config.from_dict(values, folder / "config.json")
+    sizes = sizes_of(model)
     config.check_fit(sizes)
     weights = read_weights(folder)
     to_target = draft_ids(weights.pop("d2t", None), config, sizes.vocab_size)

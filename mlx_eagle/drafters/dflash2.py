@@ -135,13 +135,15 @@ class DFlash2Drafter(DFlashDrafter):
 
     def read(self, states: mx.array, anchors: mx.array, pick: Pick) -> list[mx.array]:
         """Slot by slot among its candidates, each with the token chosen in the slot before."""
-        logits, before = self.logits(states).astype(mx.float32), anchors
+        logits = self.logits(states).astype(mx.float32)
+        before = anchors
         num_candidates = min(self.head.config.top_k, logits.shape[-1])
         order = mx.argpartition(-logits, num_candidates - 1, axis=-1)
         found = mx.stop_gradient(order[..., :num_candidates])
         tokens = []
         for slot in range(logits.shape[1]):
-            candidates, row = found[:, slot], logits[:, slot]
+            candidates = found[:, slot]
+            row = logits[:, slot]
             scores = mx.take_along_axis(row, candidates, axis=-1)
             scores = scores + self.head.candidate_selector(before, states[:, slot], candidates)
             only = mx.put_along_axis(mx.full(row.shape, -mx.inf), candidates, scores, axis=-1)

@@ -42,7 +42,8 @@ class MarkovHead(nn.Module):
 
     def __init__(self, config: DSparkConfig):
         super().__init__()
-        c, rank = config, config.markov_rank
+        c = config
+        rank = config.markov_rank
         self.kind = c.markov_kind
         self.markov_w1 = nn.Embedding(c.vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, c.draft_vocab_size, bias=False)
@@ -78,7 +79,8 @@ class GemmaAttention(BlockAttention):
 
     def __init__(self, config: DSparkConfig):
         super().__init__(config)
-        self.scale, self.eps = 1.0, config.rms_norm_eps
+        self.scale = 1.0
+        self.eps = config.rms_norm_eps
         if config.values_are_keys:
             self.pop("v_proj")
 
@@ -93,7 +95,8 @@ class GemmaLayer(BlockLayer):
 
     def __init__(self, config: DSparkConfig):
         super().__init__(config)
-        h, eps = config.hidden_size, config.rms_norm_eps
+        h = config.hidden_size
+        eps = config.rms_norm_eps
         self.self_attn = GemmaAttention(config)
         self.pre_feedforward_layernorm = nn.RMSNorm(h, eps)
         self.post_feedforward_layernorm = nn.RMSNorm(h, eps)
@@ -130,8 +133,10 @@ class DSparkDrafter(DFlashDrafter):
 
     def read(self, states: mx.array, anchors: mx.array, pick: Pick) -> list[mx.array]:
         """Slot by slot, each with the token chosen in the slot before."""
-        rows, before = self.logits(states), anchors
-        carried, tokens = self.head.markov_head.start(rows.shape[0]), []
+        rows = self.logits(states)
+        before = anchors
+        carried = self.head.markov_head.start(rows.shape[0])
+        tokens = []
         for slot in range(rows.shape[1]):
             added, carried = self.head.markov_head(before, states[:, slot], carried)
             before = self.choose(rows[:, slot] + added, pick)

@@ -188,7 +188,8 @@ class Eagle3Drafter(EagleDrafter):
         states = self._seed
         base = self._position() if self.lagging else self.cache[0].offset
         num_steps = max(1, size - self.num_parallel_heads)
-        tokens, drafting = [self.choose(self._first, pick)], self._begin_draft()
+        tokens = [self.choose(self._first, pick)]
+        drafting = self._begin_draft()
         for i in range(num_steps - 1):
             start_early(tokens[-1], size)
             states = self._forward(tokens[-1], states, base + i, cache=drafting)
@@ -204,9 +205,12 @@ class Eagle3Drafter(EagleDrafter):
         One head forward for each level but the first, over the nodes that are continued; each
         sees the committed slots and its own ancestors.
         """
-        base, level, drafting = self.cache[0].offset, 0, self._begin_draft()
+        base = self.cache[0].offset
+        level = 0
+        drafting = self._begin_draft()
         num_before = drafting[0].offset
-        states, visible = self._seed, mx.zeros((1, 0), mx.bool_)
+        states = self._seed
+        visible = mx.zeros((1, 0), mx.bool_)
 
         def step(picked: mx.array, rows: mx.array) -> mx.array:
             nonlocal states, visible, level
@@ -277,8 +281,10 @@ class Eagle3Drafter(EagleDrafter):
             positions = mx.arange(base, base + tokens.shape[0])
             self._num_pairs += tokens.shape[0]
         else:
-            row, positions = last.reshape(1), base + last.reshape(1)
-            tokens, features = tokens[row], features[row]
+            row = last.reshape(1)
+            positions = base + last.reshape(1)
+            tokens = tokens[row]
+            features = features[row]
             self._last = last
         return self._forward(tokens, self.head.fuse(features), positions)[-1:]
 
@@ -348,7 +354,8 @@ class ParallelDrafter(EagleDrafter):
 
     def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
         """The states are (k, h), of all tokens of a draft."""
-        embeddings, states = self._embedded(tokens), self.head.fuse(features)
+        embeddings = self._embedded(tokens)
+        states = self.head.fuse(features)
         if last is None:  # a prompt, which may be long: in the order that needs no mask
             self._count(tokens.shape[0])
             mask = None
@@ -359,7 +366,8 @@ class ParallelDrafter(EagleDrafter):
 
     def propose(self, size: int, pick: Pick) -> Draft:
         """A chain of ``size`` tokens, from the states of the last pair and the masked slots."""
-        logits, self._size = self._first, size
+        logits = self._first
+        self._size = size
         if size > logits.shape[0]:
             none = self._mask_embedding[:0], self._mask_state[:0]
             masked = self._forward(*none, mx.array(-1), size - 1)
@@ -375,8 +383,10 @@ class ParallelDrafter(EagleDrafter):
         Of the m pairs, embeddings and states (m, h), the first ``last`` + 1 count. Without a
         pair (-1) there is no state for it: (num_masked, h), else (1 + num_masked, h).
         """
-        num_pairs, base = embeddings.shape[0], self.cache[0].offset
-        num_rows, end = num_pairs + num_masked, base + num_pairs
+        num_pairs = embeddings.shape[0]
+        base = self.cache[0].offset
+        num_rows = num_pairs + num_masked
+        end = base + num_pairs
         self._count(num_rows)
         embeddings = mx.concatenate([embeddings, *[self._mask_embedding] * num_masked], axis=0)
         states = mx.concatenate([states, *[self._mask_state] * num_masked], axis=0)
@@ -384,7 +394,8 @@ class ParallelDrafter(EagleDrafter):
         positions = mx.concatenate([mx.arange(base, end), ahead])
         caches, num_columns = self._caches_for(num_pairs, num_masked)
         slots = slots_of(num_columns, base + num_rows)
-        is_masked, rows = slots >= end, slots[-num_rows:, None]
+        is_masked = slots >= end
+        rows = slots[-num_rows:, None]
 
         def visible(window: int | None) -> mx.array | None:
             seen: mx.array
@@ -408,7 +419,8 @@ class ParallelDrafter(EagleDrafter):
 
     def _caches_for(self, num_pairs: int, num_masked: int) -> tuple[list[Any], int]:
         """Where the rows of a pass go, and how many columns there are then."""
-        caches, num_rows = self.cache[:-1], num_pairs + num_masked
+        caches = self.cache[:-1]
+        num_rows = num_pairs + num_masked
         if self.draft_window is None:
             return caches, caches[0].offset + num_rows
         if num_pairs > 0:

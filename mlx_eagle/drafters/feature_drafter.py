@@ -93,7 +93,8 @@ class FeatureDrafter(Drafter):
 
     def start_from(self, seed: mx.array, first: mx.array | None = None) -> None:
         """Draft from where another has absorbed what ``cache`` holds: its ``pending``."""
-        self._seed, self._first = seed, mx.zeros((0,)) if first is None else first
+        self._seed = seed
+        self._first = mx.zeros((0,)) if first is None else first
 
     def make_cache(self) -> list[Any]:
         return [KVCache() for _ in range(self._num_layers + 1)]
@@ -114,7 +115,8 @@ class FeatureDrafter(Drafter):
         self._first = self._first_logits(self._seed)
 
     def check_embeddings(self, embeddings: mx.array) -> None:
-        own, found = self._embed(mx.zeros((1,), mx.int32)).shape[-1], embeddings.shape[-1]
+        own = self._embed(mx.zeros((1,), mx.int32)).shape[-1]
+        found = embeddings.shape[-1]
         if own != found:
             raise ValueError(
                 f"the draft head's token embeddings are {own} wide, but the input_embeddings "
@@ -141,8 +143,11 @@ class FeatureDrafter(Drafter):
 
     def save_last_features(self, features: mx.array) -> None:
         """Features (1, F), which stay until the next are saved."""
-        cache, kept = self.cache[-1], features[None, None]
-        cache.keys, cache.values, cache.offset = kept, kept[..., :1], 1
+        cache = self.cache[-1]
+        kept = features[None, None]
+        cache.keys = kept
+        cache.values = kept[..., :1]
+        cache.offset = 1
 
     def pending(self) -> list[mx.array]:
         """The state, and already the first token's logits.

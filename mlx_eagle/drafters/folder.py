@@ -217,7 +217,8 @@ def bits_of(quantization: Mapping[str, Any]) -> str:
     {"group_size": 64, "bits": 5, "lm_head": {"group_size": 64, "bits": 6}} -> "5 to 6 bits"
     """
     own = [entry["bits"] for entry in quantization.values() if isinstance(entry, dict)]
-    least, most = min([quantization["bits"], *own]), max([quantization["bits"], *own])
+    least = min([quantization["bits"], *own])
+    most = max([quantization["bits"], *own])
     return f"{least} bits" if least == most else f"{least} to {most} bits"
 
 
@@ -233,7 +234,8 @@ def quantize_now(
 
     Raises ValueError where there is one, or for bits that MLX does not have.
     """
-    bits, group_size = options.quantize_bits, options.quantize_group_size
+    bits = options.quantize_bits
+    group_size = options.quantize_group_size
     if bits is None:
         return
     if stored:

@@ -100,7 +100,9 @@ class DraftAttention(Attention):
     def __init__(self, config: Eagle3Config, input_size: int):
         super().__init__(config)
         c = config
-        self.num_heads, self.num_kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
+        self.num_heads = c.num_heads
+        self.num_kv_heads = c.num_kv_heads
+        self.head_dim = c.head_dim
         num_projected = c.num_kv_heads * (1 if c.values == "keys" else 2)
         self.has_values = c.values == "projected"
         self.value_norm_eps = c.rms_norm_eps if c.value_norm else None
@@ -140,7 +142,8 @@ class DraftAttention(Attention):
         if self.has_values:
             qk, v = mx.split(heads, [self.num_heads + self.num_kv_heads], axis=1)
         else:
-            qk, v = heads, heads[:, self.num_heads :]
+            qk = heads
+            v = heads[:, self.num_heads :]
         if self.value_norm_eps is not None:
             v = mx.fast.rms_norm(v, None, self.value_norm_eps)
         return qk, v
@@ -171,9 +174,12 @@ class LatentAttention(Attention):
         super().__init__(config)
         c = config
         assert c.latent is not None
-        query_rank, self.rank = c.latent.get("q_lora_rank"), c.latent["kv_lora_rank"]
-        self.num_heads, self.nope = c.num_heads, c.latent["qk_nope_head_dim"]
-        rope, width = c.latent["qk_rope_head_dim"], c.latent["v_head_dim"]
+        query_rank = c.latent.get("q_lora_rank")
+        self.rank = c.latent["kv_lora_rank"]
+        self.num_heads = c.num_heads
+        self.nope = c.latent["qk_nope_head_dim"]
+        rope = c.latent["qk_rope_head_dim"]
+        width = c.latent["v_head_dim"]
         if query_rank:
             self.q_a_proj = nn.Linear(input_size, query_rank, bias=c.attention_bias)
             self.q_a_layernorm = nn.RMSNorm(query_rank, eps=c.rms_norm_eps)
@@ -209,7 +215,8 @@ class LatentAttention(Attention):
         scores = (self._rotate(q_rope, positions) * self.scale) @ k_rope.swapaxes(-1, -2)
         if mask is not None:
             lowest = mx.array(mx.finfo(scores.dtype).min, scores.dtype)
-            is_causal, before = isinstance(mask, str), latent.shape[2] - rows
+            is_causal = isinstance(mask, str)
+            before = latent.shape[2] - rows
             visible: Any = create_causal_mask(rows, before) if is_causal else mask
             scores = mx.where(visible, scores, lowest)
         out = scaled_dot_product_attention(
@@ -233,7 +240,8 @@ class DraftMLP(nn.Module):
 
     def __init__(self, config: Eagle3Config):
         super().__init__()
-        size, width = config.hidden_size, config.intermediate_size
+        size = config.hidden_size
+        width = config.intermediate_size
         self.gate_up_proj = nn.Linear(size, 2 * width, bias=config.mlp_bias)
         self.down_proj = nn.Linear(width, size, bias=config.mlp_bias)
         self.activation = config.hidden_act  # by name: a compiled function cannot be copied
@@ -248,7 +256,8 @@ class DraftLayer(nn.Module):
 
     def __init__(self, config: Eagle3Config, index: int):
         super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
+        size = config.hidden_size
+        eps = config.rms_norm_eps
         sees = {"first": index == 0, "every": True, "none": False}[config.layer_input]
         self.sees_embedding = sees
         self.norm_before_residual = config.norm_before_residual and sees
@@ -311,7 +320,8 @@ class ParallelHead(nn.Module):
 
     def __init__(self, config: Eagle3Config):
         super().__init__()
-        size, bias = config.hidden_size, config.parallel_head_bias
+        size = config.hidden_size
+        bias = config.parallel_head_bias
         self.layers = [
             nn.Linear(size, size, bias=bias) for _ in range(config.parallel_head_layers)
         ]

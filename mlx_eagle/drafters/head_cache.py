@@ -54,7 +54,8 @@ class DraftOverlay:
         )
         num_added = tail_keys.shape[2]
         first = 0 if self._window is None else max(0, self.offset - self._window)
-        before, after = min(first, self._num_before), max(0, first - self._num_before)
+        before = min(first, self._num_before)
+        after = max(0, first - self._num_before)
         parts = [
             (self._keys[:, :, before:], self._values[:, :, before:]),
             (tail_keys[:, :, after:], tail_values[:, :, after:]),
@@ -140,7 +141,8 @@ def as_plain_caches(caches: Sequence[RotatingKVCache]) -> list[KVCache]:
     """
     copies = []
     for cache in caches:
-        made, parts = KVCache(), [cache._temporal_order(a) for a in (cache.keys, cache.values)]
+        made = KVCache()
+        parts = [cache._temporal_order(a) for a in (cache.keys, cache.values)]
         surplus = parts[0].shape[2] - cache.max_size
         if surplus > 0:  # left by a pass of several rows
             first = SINKS + surplus

@@ -76,7 +76,8 @@ def split_weights(weights: dict[str, mx.array], config: Eagle3Config) -> dict[st
 
     Where the values are the keys, those of the values have no rows.
     """
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    q = config.num_heads * config.head_dim
+    kv = config.num_kv_heads * config.head_dim
     ends = {"self_attn.qkv_proj": [q, q + kv], "mlp.gate_up_proj": [config.intermediate_size]}
     stored: dict[str, mx.array] = {}
     for name, array in weights.items():
@@ -209,7 +210,8 @@ def draft_ids(
             f"{config.draft_vocab_size} whole numbers: convert the head again."
         )
     ids = offsets.astype(mx.int64) + mx.arange(offsets.shape[0], dtype=mx.int64)
-    low, high = index_of(ids.min()), index_of(ids.max())
+    low = index_of(ids.min())
+    high = index_of(ids.max())
     if low < 0 or high >= vocab_size:
         raise ValueError(
             f"the head's d2t table reaches token {high if low >= 0 else low}, but the target "

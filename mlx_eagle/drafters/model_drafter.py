@@ -156,7 +156,8 @@ def load_model_drafter(
         ) from err
     model = set_precision(model, whose="the draft model's")
     mx.eval(model.parameters())
-    sizes, num_known = sizes_of(target), find_embedding(model)[1]
+    sizes = sizes_of(target)
+    num_known = find_embedding(model)[1]
     vocab_size = sizes.vocab_size
     if not sizes.is_padded_as(num_known):
         raise ValueError(
@@ -164,7 +165,8 @@ def load_model_drafter(
             f"target's has {vocab_size}: use a draft model of the same family."
         )
     if tokenizer is not None:
-        ours, theirs = tokenizer.get_vocab(), draft_tokenizer.get_vocab()
+        ours = tokenizer.get_vocab()
+        theirs = draft_tokenizer.get_vocab()
         num_same = sum(theirs.get(token) == index for token, index in ours.items())
         if num_same < SAME_TOKENS * len(ours):
             raise ValueError(

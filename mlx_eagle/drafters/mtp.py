@@ -72,7 +72,8 @@ def make_mtp_head(target: nn.Module, names: Collection[str] = ()) -> MTPHead | M
 
     Raises ValueError where the target is not of a family whose layers are known.
     """
-    family, args = family_of(target), text_args(target)
+    family = family_of(target)
+    args = text_args(target)
     eps = next(getattr(args, name) for name in EPSILONS if getattr(args, name, None))
     layers = family.make_layers(target, names)
     if not family.is_stepped:
@@ -207,7 +208,8 @@ class _AtHand(Tensor):
     """A tensor that is an array already."""
 
     def __init__(self, array: mx.array):
-        self.array, self.shape = array, array.shape
+        self.array = array
+        self.shape = array.shape
         self.format = FORMATS.get(array.dtype, "F32")
 
     def read(self) -> mx.array:
@@ -264,7 +266,8 @@ def _target_of(config: Mapping[str, Any]) -> nn.Module:
 
 def by_name(model: nn.Module, options: LoadOptions) -> MTPDrafter:
     """The layers in the target's own checkpoint, or in the one that it was made from."""
-    family, num_layers = family_of(model), len(model.layers)
+    family = family_of(model)
+    num_layers = len(model.layers)
     if options.target is None:
         raise ValueError(
             "the MTP layers are in the target's own checkpoint, and nobody says where that is: "

@@ -42,7 +42,8 @@ class MTPHead(nn.Module):
         self.norm = nn.RMSNorm(hidden_size, eps)
         self._attends = [_has_cache(layer) for layer in layers]
         self._arrays = arrays
-        self.state_first, self.state_normed = False, True
+        self.state_first = False
+        self.state_normed = True
         self.chooses = any(isinstance(cache, CacheList) for cache in self.make_cache())
 
     def make_cache(self) -> list[Any]:
@@ -133,8 +134,10 @@ class MTPSteps(nn.Module):
         Returns what was made and what is passed on, (m, h) each.
         """
         step: MTPHead = self.steps[index]
-        start, num = cache.offset, len(states)
-        rows, slots = mx.arange(start, start + num)[:, None], mx.arange(start + num)[None]
+        start = cache.offset
+        num = len(states)
+        rows = mx.arange(start, start + num)[:, None]
+        slots = mx.arange(start + num)[None]
         mask = (slots <= rows) & ((slots >= index) | (slots == rows))
         window = self._windows[index]
         if window is not None:
@@ -163,7 +166,8 @@ class MTPDrafter(FeatureDrafter):
         self._embed = embedding
         self._project: Callable[[mx.array], mx.array] = lm_head_of(target, embedding)
         self._num_target_layers = len(target.layers)
-        taps, width = (self._num_target_layers + 1,), int(head.norm.weight.size)
+        taps = (self._num_target_layers + 1,)
+        width = int(head.norm.weight.size)
         super().__init__(head, taps, len(head.make_cache()), width)
         self.take_states(head.state_normed)
         evaluate_ropes(head)
@@ -188,7 +192,8 @@ class MTPDrafter(FeatureDrafter):
 
     def propose(self, size: int, pick: Pick) -> Draft:
         """A chain of ``size`` tokens: one forward for each but the first."""
-        states, tokens = self._seed, [self.choose(self._first, pick)]
+        states = self._seed
+        tokens = [self.choose(self._first, pick)]
         for _ in range(size - 1):
             start_early(tokens[-1], size)
             states = self._forward(tokens[-1], states)
@@ -211,14 +216,17 @@ class MTPDrafter(FeatureDrafter):
 
         Each node's slot stands at its depth, and sees the committed slots and its ancestors.
         """
-        stand_in, caches = StandIn(self.head), self.cache[:-1]
+        stand_in = StandIn(self.head)
+        caches = self.cache[:-1]
         states = self._seed
         taken = [mx.zeros((0,), mx.int32)], [states[:0]]  # tokens and states of all slots so far
-        mask, visible = mx.zeros((0, 0), mx.bool_), mx.zeros((1, 0), mx.bool_)
+        mask = mx.zeros((0, 0), mx.bool_)
+        visible = mx.zeros((1, 0), mx.bool_)
 
         def step(picked: mx.array, rows: mx.array) -> mx.array:
             nonlocal states, mask, visible
-            num, before = picked.shape[0], mask.shape[0]
+            num = picked.shape[0]
+            before = mask.shape[0]
             visible = mx.concatenate([visible[rows], each_itself(num)], axis=1)
             mask = mx.concatenate([mx.pad(mask, [(0, 0), (0, num)]), visible], axis=0)
             taken[0].append(picked.astype(mx.int32))
@@ -281,7 +289,8 @@ class SteppedMTPDrafter(MTPDrafter):
     def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
         num = len(self.head.steps)
         before = self._seed if self._seed.size else mx.zeros((num, features.shape[1]))
-        states, seed = features, []
+        states = features
+        seed = []
         for index in range(num):
             made, passed = self._advance(index, tokens, states)
             if index == 0:
@@ -298,7 +307,8 @@ class SteppedMTPDrafter(MTPDrafter):
         Layer j advances j slots, whose tokens were drafted by those before.
         """
         size = min(size, self.longest_draft)
-        tokens, passed = [self.choose(self._first, pick)], self._seed[:0]
+        tokens = [self.choose(self._first, pick)]
+        passed = self._seed[:0]
         for index in range(1, size):
             start_early(tokens[-1], size)
             states = mx.concatenate([self._seed[index : index + 1], passed])

@@ -21,7 +21,9 @@ Stored = TypeVar("Stored")
 Names = tuple[tuple[str, str | None], ...]
 """Patterns of published names, and what stands for what they match; None: not needed."""
 
-EMBEDDING_NORM, STATE_NORM, JOIN = "pre_fc_norm_embedding.", "pre_fc_norm_hidden.", "fc."
+EMBEDDING_NORM = "pre_fc_norm_embedding."
+STATE_NORM = "pre_fc_norm_hidden."
+JOIN = "fc."
 COMPARED = (
     "layers.0.input_layernorm.weight",
     "layers.0.post_attention_layernorm.weight",
@@ -120,7 +122,8 @@ def _num_steps(names: Collection[str]) -> int:
 
 def _next_few(target: nn.Module, names: Collection[str]) -> list[nn.Module]:
     """The layers that would come next; ValueError where the config says nothing of them."""
-    layer, first = type(target.layers[-1]), len(target.layers)
+    layer = type(target.layers[-1])
+    first = len(target.layers)
     try:
         return [layer(text_args(target), first + j) for j in range(_num_steps(names))]
     except IndexError as err:
@@ -132,7 +135,8 @@ def _next_few(target: nn.Module, names: Collection[str]) -> list[nn.Module]:
 
 def _sliding(target: nn.Module, names: Collection[str]) -> list[nn.Module]:
     """Dense layers that attend to a window."""
-    layer, args = type(target.layers[0]), text_args(target)
+    layer = type(target.layers[0])
+    args = text_args(target)
     return [layer(args, is_moe=False, is_sliding_window=True) for _ in range(_num_steps(names))]
 
 
@@ -179,7 +183,8 @@ MOST_STEPS = 3  # layers that Step 3.5 and MiMo-V2-Flash are published with
 
 def _of_step(index: int) -> Names:
     """The names of Step's layer number ``index``, which has a matrix of logits of its own."""
-    layer, new = rf"model\.layers\.{{N+{index}}}\.(?:transformer\.)?", f"steps.{index}."
+    layer = rf"model\.layers\.{{N+{index}}}\.(?:transformer\.)?"
+    new = f"steps.{index}."
     return (
         *_after(layer, new),
         (rf"{layer}shared_head\.norm\.", f"{new}norm."),
@@ -316,7 +321,8 @@ def _prepared(weights: Weights, family: MTPFamily, target: nn.Module) -> Weights
     if family.trunk is None:
         weights = stack_experts(weights)
     else:
-        own, theirs = "layers.", family.trunk
+        own = "layers."
+        theirs = family.trunk
         inner = {n.replace(own, theirs, 1): w for n, w in weights.items() if n.startswith(own)}
         outer = {n: w for n, w in weights.items() if not n.startswith(own)}
         inner = target.sanitize(inner)
@@ -330,7 +336,9 @@ def _prepared(weights: Weights, family: MTPFamily, target: nn.Module) -> Weights
 
 def stack_experts(weights: Weights) -> Weights:
     """Experts as mlx-lm holds them, (E, out, in), from one tensor each or fused ones."""
-    weights, mlp, stacked = dict(weights), "layers.0.mlp", {}
+    weights = dict(weights)
+    mlp = "layers.0.mlp"
+    stacked = {}
     if f"{mlp}.experts.gate_up_proj" in weights:
         gate_up = weights.pop(f"{mlp}.experts.gate_up_proj")
         stacked["gate_proj"], stacked["up_proj"] = mx.split(gate_up, 2, axis=-2)

@@ -110,7 +110,8 @@ def rows_of_lm_head(
     module = source if isinstance(source, nn.Module) else embedding
     weight: mx.array = module.weight[to_target]
     if "scales" in module:
-        scales, biases = module["scales"][to_target], module["biases"][to_target]
+        scales = module["scales"][to_target]
+        biases = module["biases"][to_target]
         weight = mx.dequantize(weight, scales, biases, module.group_size, module.bits)
     return {"lm_head.weight": weight}
 
@@ -137,7 +138,8 @@ def embedding_scale(model: nn.Module) -> float:
     with mx.stream(generation_stream):
         _, entering = Target(model, (0,))(token, make_prompt_cache(model))
         assert entering is not None
-        own, seen = embedding(token).astype(mx.float32), entering.astype(mx.float32)
+        own = embedding(token).astype(mx.float32)
+        seen = entering.astype(mx.float32)
         factor = float((own * seen).sum().item() / max((own * own).sum().item(), 1e-20))
         is_scaled = mx.allclose(seen, factor * own, rtol=0.02, atol=0.02 * factor).item()
     return factor if is_scaled and abs(factor - 1) > 0.01 else 1.0
@@ -290,7 +292,8 @@ def _remote_header(repo: str, name: str, commit: str) -> tuple[dict[str, Entry],
 
     They are kept, so that what was fetched is found again without the hub.
     """
-    where, kept = f"{repo}/{name}", _kept(repo, f"{commit};{name}", "header")
+    where = f"{repo}/{name}"
+    kept = _kept(repo, f"{commit};{name}", "header")
     if kept.is_file():
         stored = kept.read_bytes()
         size = int.from_bytes(stored[:8], "little")
@@ -345,7 +348,8 @@ def _write_part(
     What is there so far lies beside it, and the next call goes on from there.
     """
     ordered = sorted(wanted.items(), key=lambda item: item[1].start)
-    places, total = {}, 0
+    places = {}
+    total = 0
     for name, entry in ordered:
         end = total + entry.end - entry.start
         places[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [total, end]}

@@ -86,8 +86,12 @@ class TreeShape(NamedTuple):
         ``step`` is called for every level but the last, with ``width`` nodes. Which children stay
         follows from how likely they are alone: ``accept.Reject`` needs that.
         """
-        beam, reached = mx.array([-1]), mx.zeros((1,))  # the root
-        picked, scores, origins, num_before = [], [], [], 0
+        beam = mx.array([-1])
+        reached = mx.zeros((1,))  # the root
+        picked = []
+        scores = []
+        origins = []
+        num_before = 0
         for level in range(self.depth):
             children, likely = branch(logits, self.width)
             here = reached[:, None] + likely
@@ -97,7 +101,8 @@ class TreeShape(NamedTuple):
             if level == self.depth - 1:
                 break
             best = top_k(scores[-1], self.width)
-            beam, reached = num_before + best, scores[-1][best]
+            beam = num_before + best
+            reached = scores[-1][best]
             num_before += len(scores[-1])
             logits = step(picked[-1][best], best // self.width)
         chosen, parents = rerank(mx.concatenate(scores), mx.concatenate(origins), self.nodes)
@@ -116,7 +121,8 @@ class StaticTree:
     children: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
-        num_parents, total = 1, 0
+        num_parents = 1
+        total = 0
         for depth, counts in enumerate(self.children):
             total += sum(counts)
             if not sum(counts) or min(counts) < 0 or len(counts) > num_parents:
@@ -184,7 +190,9 @@ class StaticTree:
 
     def grow(self, logits: mx.array, step: Step, branch: Branch) -> TreeNodes:
         """See ``TreeShape.grow``; ``step`` is called with the nodes that have children."""
-        picked, draw_index, num_asked = [], [], 0
+        picked = []
+        draw_index = []
+        num_asked = 0
         inner = [0]  # of this level's parents, those with children: rows of the logits
         for level, counts in enumerate(self.children):
             branches = [counts[i] for i in inner]
