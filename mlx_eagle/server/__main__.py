@@ -92,7 +92,8 @@ def run(args: argparse.Namespace) -> None:
     collector = open_collector(args)
     cache = open_prompt_cache(args)
     prepare_device()
-    named, is_plain = args.draft_model, args.num_draft_tokens == 0
+    named = args.draft_model
+    is_plain = args.num_draft_tokens == 0
     if named is not None or not is_plain:
         args.draft_model = with_known_head(named, args.model)
         find_drafter(args.draft_model)

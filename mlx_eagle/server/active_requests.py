@@ -64,7 +64,9 @@ class RequestFactory:
     """Begins requests, on the caches of what is known of their prompts."""
 
     def __init__(self, provider: PairProvider, prompt_cache: PairCache, stream: mx.Stream):
-        self._provider, self._prompt_cache, self._stream = provider, prompt_cache, stream
+        self._provider = provider
+        self._prompt_cache = prompt_cache
+        self._stream = stream
 
     def open(
         self,
@@ -74,7 +76,8 @@ class RequestFactory:
         stop_sequences: StopSequences,
     ) -> ActiveRequest:
         """Ready to read its prompt. Raises ValueError for what the pair cannot do."""
-        provider, prompt = self._provider, tokenized.tokens
+        provider = self._provider
+        prompt = tokenized.tokens
         is_drafted = provider.draft_model is not None and args.num_draft_tokens != 0
         if is_drafted and args.tree is not None:
             provider.check_tree(args.tree)
@@ -94,21 +97,27 @@ class RequestFactory:
 
     def open_again(self, active: ActiveRequest) -> None:
         """Ready to go on behind what was said; what was computed for it is lost."""
-        old, said = active.request, list(active.answer.tokens)
+        old = active.request
+        said = list(active.answer.tokens)
         active.request = Request(old.prompt, old.limits, [], stats=old.stats, tokens=said)
         self._begin(active)
         active.decoder.num_emitted = len(said)
 
     def _begin(self, active: ActiveRequest) -> None:
-        provider, args, request = self._provider, active.args, active.request
+        provider = self._provider
+        args = active.args
+        request = active.request
         text = request.prompt + request.tokens
         drafter = provider.draft_model if active.is_drafted else None
         copies = None if drafter is None else drafter.copies
-        caches, rest = None, text
+        caches = None
+        rest = text
         if args.reuse_caches:
             caches, rest = self._prompt_cache.fetch(text, args.cache_salt)
         known = text[: len(text) - len(rest)]
-        active.num_cached, active.num_uncached, active.num_read = len(known), len(rest), 0
+        active.num_cached = len(known)
+        active.num_uncached = len(rest)
+        active.num_read = 0
         flags = provider.cli_args
         processors = make_processors(args, provider.tokenizer, known)
         if args.grammar is not None:
@@ -135,8 +144,10 @@ class RequestFactory:
 
     def _read(self, active: ActiveRequest, known: list[int], rest: list[int]) -> Iterator[int]:
         """Read ``rest`` but its last token, and file the caches where that is worth it."""
-        decoder, step_size = active.decoder, self._provider.cli_args.prefill_step_size
-        prompt, last = mx.array(rest), len(rest) - 1
+        decoder = active.decoder
+        step_size = self._provider.cli_args.prefill_step_size
+        prompt = mx.array(rest)
+        last = len(rest) - 1
         ends = {end - len(known): whose for end, whose in active.ends.items()}
         for start, end in pairwise([0, *sorted(end for end in ends if 0 < end < last), last]):
             for done in decoder.prefill_chunks(prompt[start : end + 1], step_size):
@@ -160,7 +171,8 @@ class RequestFactory:
 
     def file(self, active: ActiveRequest) -> None:
         """Keep the caches of a request that has ended, for requests that continue its text."""
-        request, num_target = active.request, len(active.decoder.cache)
+        request = active.request
+        num_target = len(active.decoder.cache)
         text = request.prompt + request.tokens + request.tokens_after_leave
         caches = None if request.cache else without_last(request)
         if caches is not None:

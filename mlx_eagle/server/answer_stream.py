@@ -76,7 +76,8 @@ class RequestError(Exception):
 
     def __init__(self, sentence: str, status: int = 400, code: str | None = None):
         super().__init__(" ".join(sentence.split()))
-        self.status, self.code = status, code
+        self.status = status
+        self.code = code
 
 
 def error_document(error: RequestError) -> Document:
@@ -145,7 +146,8 @@ class AnswerStream:
                 self._when_read.append(act)
 
     def _note_read(self) -> None:
-        acts, self._when_read = self._when_read, []
+        acts = self._when_read
+        self._when_read = []
         for act in acts:
             act()
 
@@ -270,8 +272,10 @@ class DraftReport:
 
     def take(self) -> dict[str, Any]:
         """What is to be reported of the tokens since the last call."""
-        entries, self._entries = self._entries, []
-        events, self._events = self._events, []
+        entries = self._entries
+        self._entries = []
+        events = self._events
+        self._events = []
         return {"tokens": entries, "drafting_events": list(map(asdict, events))}
 
     def _read(self, letter: str) -> None:
@@ -305,7 +309,8 @@ class DraftReport:
 
 def counts(stats: Stats, num_batched: int) -> dict[str, Any]:
     """What was drafted for an answer, in the words of ``/metrics``."""
-    drafted, accepted = stats.drafted_by_position, stats.accepted_by_position
+    drafted = stats.drafted_by_position
+    accepted = stats.accepted_by_position
     return {
         "drafted_tokens": stats.num_drafted,
         "accepted_tokens": stats.num_accepted,

@@ -179,7 +179,9 @@ def _user(blocks: Sequence[Document]) -> list[Document]:
 
 
 def _assistant(blocks: Sequence[Document]) -> Document:
-    texts, thoughts, calls = [], [], []
+    texts = []
+    thoughts = []
+    calls = []
     for block in blocks:
         kind = block.get("type")
         if kind == "thinking":

@@ -57,8 +57,10 @@ class Bounds:
             raise ValueError(f"{name} is {_shown(value)}: give {zero} to {self.high}.")
 
 
-TOKENS, ROWS = Bounds(1, 2**31 - 1, is_whole=True), Bounds(0, 2**20, is_whole=True)
-SHARE, PENALTY = Bounds(0, 1), Bounds(-100, 100)
+TOKENS = Bounds(1, 2**31 - 1, is_whole=True)
+ROWS = Bounds(0, 2**20, is_whole=True)
+SHARE = Bounds(0, 1)
+PENALTY = Bounds(-100, 100)
 BIAS = Bounds(-(10**9), 10**9)
 NUMBERS = {
     "max_tokens": TOKENS,
@@ -224,8 +226,10 @@ def read_arguments(body: dict[str, Any], flags: Namespace, is_chat: bool) -> Pai
         check_rule_for_sampling(acceptance, temp, sampling.xtc_probability)
     else:
         acceptance = flags.acceptance if temp > 0 and sampling.xtc_probability == 0 else None
-    logprobs, stop = get("logprobs", False), get("stop") or []
-    goes_on, template = get("continue_final_message", False), get("chat_template_kwargs")
+    logprobs = get("logprobs", False)
+    stop = get("stop") or []
+    goes_on = get("continue_final_message", False)
+    template = get("chat_template_kwargs")
     if goes_on:
         template = (template or {}) | {"continue_final_message": True}
     options = get("stream_options", {}) if get("stream") else {}

@@ -137,7 +137,8 @@ class CacheFolder:
 
     def __init__(self, path: Path, max_bytes: int = FOLDER_BYTES):
         """Raises ValueError where files cannot be written."""
-        self.path, self.max_bytes = path, max_bytes
+        self.path = path
+        self.max_bytes = max_bytes
         self.pair: dict[str, str] = {}
         self._known: dict[Path, Snapshot | None] = {}  # None: of another pair, or broken
         self._is_failing = False

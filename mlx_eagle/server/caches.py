@@ -69,7 +69,8 @@ TRIMMED_FOREVER = (KVCache, QuantizedKVCache, ConcatenateKVCache)
 
 def shortened(caches: Caches, num_tokens: int) -> Caches:
     """Copies that hold so many tokens less; the drafter has none where its cannot be cut."""
-    target, draft = deepcopy(caches.target), deepcopy(caches.draft)
+    target = deepcopy(caches.target)
+    draft = deepcopy(caches.draft)
     if num_tokens > 0:
         trim(target, num_tokens)
         draft = draft if can_trim(draft) else []
@@ -91,7 +92,8 @@ def without_last(request: Request) -> Caches | None:
     None where the caches cannot be trimmed to that.
     """
     decoder = request.decoder
-    target, draft = decoder.cache, decoder.drafter.cache
+    target = decoder.cache
+    draft = decoder.drafter.cache
     if not can_trim(target) or not can_trim(draft):
         return None
     trim_prompt_cache(draft, 1)
@@ -109,7 +111,9 @@ class PairCache:
     def __init__(
         self, max_size: int = 10, max_bytes: int = 1 << 63, folder: CacheFolder | None = None
     ):
-        self.max_size, self.max_bytes, self.folder = max_size, max_bytes, folder
+        self.max_size = max_size
+        self.max_bytes = max_bytes
+        self.folder = folder
         self.counts = CacheCounts()
         self._snapshots: list[Snapshot] = []
         self._clock = 0  # the rank of what left memory last
@@ -293,7 +297,8 @@ def _is_unsaved(snapshot: Snapshot) -> bool:
 
 def open_prompt_cache(args: Namespace) -> PairCache:
     """The store that the flags ask for; ValueError where its folder cannot be written."""
-    max_bytes, folder = args.prompt_cache_bytes, None
+    max_bytes = args.prompt_cache_bytes
+    folder = None
     if args.prompt_cache_dir is not None:
         path = Path(args.prompt_cache_dir).expanduser()
         folder = CacheFolder(path, FOLDER_BYTES if max_bytes is None else max_bytes)

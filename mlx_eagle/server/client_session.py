@@ -45,7 +45,9 @@ class ClientSession:
     """One prompt and its answer: ``submit``, ``open``, then ``pieces``; at last ``close``."""
 
     def __init__(self, reply: "Reply", request: CompletionRequest, args: PairArguments):
-        self._reply, self.request, self.args = reply, request, args
+        self._reply = reply
+        self.request = request
+        self.args = args
         self.generator = reply.server.generator
         self.answer: AnswerStream | None = None
         self.prompt: list[int] = []
@@ -99,7 +101,9 @@ class ClientSession:
         tools = readable(self.request.tools, context.tool_parser)
         formatter = ToolCallFormatter(parser, tools, is_stream)
         state = context.text_sm.make_state(context.initial_state)
-        previous, called, has_called = context.initial_state, "", False
+        previous = context.initial_state
+        called = ""
+        has_called = False
         piece = Piece()
         for response in self._responses(progress):
             piece.responses.append(response)
@@ -112,7 +116,8 @@ class ClientSession:
                 else:
                     if previous == "tool":
                         piece.calls += formatter([called])
-                        called, has_called = "", True
+                        called = ""
+                        has_called = True
                     piece.text += text
                 previous = kind
             if previous != "tool" and (piece.text or piece.reasoning or piece.calls):
@@ -142,9 +147,11 @@ class ClientSession:
         if self.request.request_type != "chat" or self._finish_reason != "stop":
             return
         assert self.answer is not None
-        args, tokenizer = self.args, self.generator.model_provider.tokenizer
+        args = self.args
+        tokenizer = self.generator.model_provider.tokenizer
         facts = {"temperature": args.sampling.temperature, "finish_reason": self._finish_reason}
-        template, tokens = args.chat_template_kwargs or {}, self.answer.tokens
+        template = args.chat_template_kwargs or {}
+        tokens = self.answer.tokens
         collector.keep(chat_row(self.request, self.prompt, tokens, tokenizer, template, facts))
 
     def close(self) -> None:
@@ -159,7 +166,8 @@ class ClientSession:
                 seconds = time.monotonic() - self._reply.asked
                 self.generator.metrics.count_first_token(seconds)
             self.num_generated += 1
-            self._finish_reason, self.stop_word = response.finish_reason, response.stop_word
+            self._finish_reason = response.finish_reason
+            self.stop_word = response.stop_word
             if self._report is not None:
                 self._report.follow(response)
             yield response

@@ -33,7 +33,8 @@ class Collector:
 
     def __init__(self, path: Path, max_bytes: int = COLLECT_BYTES):
         """Raises ValueError where the file cannot be written."""
-        self.path, self.max_bytes = path, max_bytes
+        self.path = path
+        self.max_bytes = max_bytes
         self._lock = Lock()
         self._is_failing = False
         try:
@@ -83,7 +84,8 @@ class Collector:
             if size and size + len(line) > self.max_bytes:
                 os.replace(self.path, f"{self.path}.1")
                 os.close(file)
-                file, size = self._open(), 0
+                file = self._open()
+                size = 0
             while line:
                 try:
                     line = line[os.write(file, line) :]

@@ -32,7 +32,8 @@ def answer_chat(reply: Reply, body: Document) -> None:
 
 def chat_request(body: Document) -> CompletionRequest:
     """The chat that a checked body asks to go on with."""
-    tools, roles = body.get("tools") or None, body.get("role_mapping")
+    tools = body.get("tools") or None
+    roles = body.get("role_mapping")
     return CompletionRequest("chat", "", body["messages"], tools, roles)
 
 
@@ -47,7 +48,8 @@ class Answering:
     """The answers to one request: ``n`` to each of its prompts, its choices in their order."""
 
     def __init__(self, reply: Reply, body: Document, requests: Sequence[CompletionRequest]):
-        self._reply, self._body = reply, body
+        self._reply = reply
+        self._body = body
         self._is_chat = requests[0].request_type == "chat"
         self._is_stream = bool(body.get("stream"))
         self._num_each = body.get("n", 1)
@@ -71,7 +73,8 @@ class Answering:
 
     def run(self) -> None:
         """Generate all of them at a time, and give them one after the other."""
-        num_each, sessions = self._num_each, self._sessions
+        num_each = self._num_each
+        sessions = self._sessions
         for i, leader in enumerate(sessions[::num_each]):
             leader.args.has_followers = num_each > 1 and leader.args.reuse_caches
             leader.submit()
@@ -136,7 +139,8 @@ class Answering:
         entries = [logprob_of(spell, response) for response in responses]
         if self._is_chat or isinstance(self._body.get("logprobs"), bool):
             return {"content": entries}
-        offsets, at = [], self._offsets[i]
+        offsets = []
+        at = self._offsets[i]
         for entry in entries:
             offsets.append(at)
             at += len(entry["token"])
@@ -151,7 +155,8 @@ class Answering:
         }
 
     def _usage(self) -> Document:
-        sessions, leaders = self._sessions, self._sessions[:: self._num_each]
+        sessions = self._sessions
+        leaders = self._sessions[:: self._num_each]
         num_prompt = sum(len(session.prompt) for session in leaders)
         num_generated = sum(session.num_generated for session in sessions)
         usage = {
@@ -183,7 +188,8 @@ def model_name(reply: Reply, body: Document) -> str:
     Any name of a model means the one there is, unless --strict-model.
     """
     provider = reply.provider
-    model, draft = body.get("model", provider.name), body.get("draft_model")
+    model = body.get("model", provider.name)
+    draft = body.get("draft_model")
     if draft is not None and draft not in provider.draft_names:
         raise RequestError(
             f"the draft model {shortened(draft)} is not served here: leave draft_model out.", 404
@@ -280,7 +286,8 @@ def check_detokenize(body: Document) -> Document:
 
 def properties(reply: Reply) -> Document:
     """What is served and how, for ``/props``, in llama-server's words where it has one."""
-    provider, flags = reply.provider, reply.provider.cli_args
+    provider = reply.provider
+    flags = reply.provider.cli_args
     names = ("temp", "top_p", "top_k", "min_p", "max_tokens", "num_draft_tokens", "tree")
     return {
         "model_alias": provider.name,

@@ -48,7 +48,8 @@ class Schedule:
 
     def __init__(self, generator: "PairGenerator"):
         provider = generator.model_provider
-        self._generator, self._provider = generator, provider
+        self._generator = generator
+        self._provider = provider
         self._stream = mx.default_stream(mx.default_device())
         self.factory = RequestFactory(provider, generator.prompt_cache, self._stream)
         self._active: list[ActiveRequest] = []
@@ -98,7 +99,8 @@ class Schedule:
         if active.answer.is_over:  # its client has left
             self._active.remove(active)
             return
-        decoder, last = active.decoder, active.num_uncached - 1
+        decoder = active.decoder
+        last = active.num_uncached - 1
         with on_error(partial(self._fail, active)):
             begun = time.perf_counter()
             active.num_read = next(active.chunks, last)
@@ -124,7 +126,8 @@ class Schedule:
 
     def _group_of(self, active: ActiveRequest) -> Group:
         """That of its drafting settings; one of its own where it can share no rounds."""
-        args, tree = active.args, active.tree
+        args = active.args
+        tree = active.tree
         can_share = self._can_share and tree is None and not active.is_alone
         num_draft_tokens = args.num_draft_tokens if active.is_drafted else 0
         key = num_draft_tokens if can_share else active
@@ -159,7 +162,8 @@ class Schedule:
 
     def _say(self, active: ActiveRequest, emitted: RoundOutput) -> int:
         """Tell a client what a round has given it; how many tokens are not wanted any more."""
-        answer, stats = active.answer, emitted.request.stats
+        answer = active.answer
+        stats = emitted.request.stats
         for i, response in enumerate(active.writer.responses(emitted)):
             num_unread = len(emitted.tokens) - i - 1
             if response.finish_reason is None and self._is_overdue(answer):
@@ -258,7 +262,8 @@ class PairGenerator(ResponseGenerator):
         A prompt that is far too long is refused before all of it was tokenized. ``check`` is
         called on the way and may raise. Raises RequestError.
         """
-        provider, tokenizer = self.model_provider, self.model_provider.tokenizer
+        provider = self.model_provider
+        tokenizer = self.model_provider.tokenizer
         with self._large_prompts if num_bytes > LARGE else nullcontext(), as_request_errors():
             self.check_alive()
             if isinstance(request.prompt, list):
@@ -271,7 +276,8 @@ class PairGenerator(ResponseGenerator):
             options = template_options(request, args, provider)
             args.chat_template_kwargs = options
             if "continue_final_message" in options:  # mlx-lm always begins an answer
-                text, initial_state = render(request, tokenizer, options), "normal"
+                text = render(request, tokenizer, options)
+                initial_state = "normal"
                 tokens = tokenizer.encode(text, add_special_tokens=False)
             else:
                 tokens, _, _, initial_state, _ = self._tokenize(tokenizer, request, args)
@@ -354,7 +360,8 @@ class PairGenerator(ResponseGenerator):
         self, schedule: Schedule, answer: AnswerStream, tokenized: Tokenized, args: PairArguments
     ) -> None:
         """Answer a request from now on. Raises ValueError for what the pair cannot do."""
-        provider, tokenizer = self.model_provider, self.model_provider.tokenizer
+        provider = self.model_provider
+        tokenizer = self.model_provider.tokenizer
         stop_sequences, text_machine = self._make_state_machine(
             provider.model_key, tokenizer, args.stop_words
         )

@@ -110,10 +110,15 @@ class PairHandler(Reply):
 
     def handle_one_request(self) -> None:
         """The next request of the connection, and what is said of it in the log."""
-        self.rfile, self.requestline, self.command, self.path = self._rest, "", "", ""
-        self.asked, self.created = time.monotonic(), int(time.time())
+        self.rfile = self._rest
+        self.requestline = ""
+        self.command = ""
+        self.path = ""
+        self.asked = time.monotonic()
+        self.created = int(time.time())
         self.num_bytes = 0  # of the body
-        self.status, self.reason = 0, ""
+        self.status = 0
+        self.reason = ""
         self.is_streaming = self.is_answering = self.is_body_unread = False
         self.outcome: RequestOutcome | None = None  # of a request to generate
         self.route = NO_ROUTE
@@ -166,7 +171,8 @@ class PairHandler(Reply):
                 path = shortened(self.path)
                 raise RequestError(f"nothing is at {path}: post to /v1/chat/completions.", 404)
             raw = self._read()
-            self.is_body_unread, self.close_connection = False, closes
+            self.is_body_unread = False
+            self.close_connection = closes
             self.route.answer(self, self._fields_of(raw))
             if self.server.collector is not None:
                 for session in self.sessions:
@@ -258,7 +264,8 @@ class PairHandler(Reply):
         text = self.headers["Content-Length"].strip()
         if not (text.isascii() and text.isdecimal() and len(text) < 20):
             raise RequestError(f"Content-Length is {text[:40]!r}: give a number of bytes.")
-        length, limit = int(text), self.server.flags.max_body_size
+        length = int(text)
+        limit = self.server.flags.max_body_size
         if length > limit:
             raise RequestError(f"the body has {length} bytes: send at most {limit}.", 413)
         try:

@@ -50,7 +50,9 @@ class RequestReader(io.RawIOBase):
     def __init__(
         self, connection: socket.socket, seconds: float, on_begin: Callable[[socket.socket], None]
     ):
-        self._connection, self._seconds, self._on_begin = connection, seconds, on_begin
+        self._connection = connection
+        self._seconds = seconds
+        self._on_begin = on_begin
         self.restart()
 
     def restart(self) -> None:
@@ -96,7 +98,8 @@ class Presence:
     def __init__(self, connection: socket.socket):
         self._connection = connection
         self.num_ahead = 0  # bytes of BEGINNING that were sent
-        self._next, self._pause = 0.0, 1.0
+        self._next = 0.0
+        self._pause = 1.0
 
     def check(self, is_answering: bool) -> None:
         """Raise ConnectionError where the client is gone.
@@ -111,7 +114,8 @@ class Presence:
             if now >= self._next:
                 self._connection.sendall(BEGINNING[self.num_ahead : self.num_ahead + 1])
                 self.num_ahead += 1
-                self._next, self._pause = now + self._pause, 2 * self._pause
+                self._next = now + self._pause
+                self._pause = 2 * self._pause
 
     def _has_said_all(self) -> bool:
         """Whether the client has closed its sending side."""
@@ -129,7 +133,8 @@ def drain(connection: socket.socket) -> None:
 
     A connection that is closed with bytes unread is reset, and the client may lose its answer.
     """
-    until, num_bytes = time.monotonic() + DRAIN_SECONDS, 0
+    until = time.monotonic() + DRAIN_SECONDS
+    num_bytes = 0
     try:
         connection.shutdown(socket.SHUT_WR)
         while num_bytes < DRAIN_BYTES and (left := until - time.monotonic()) > 0:
@@ -156,8 +161,9 @@ class PairServer(ThreadingHTTPServer):
         collector: Collector | None = None,
     ):
         """Listens at once, as the flags say; ValueError where the address cannot be had."""
-        self.generator, self.flags = generator, generator.cli_args
-        self.access = access or Access()
+        self.generator = generator
+        self.flags = generator.cli_args
+        self.access = access
         self.collector = collector
         self.metrics = generator.metrics
         self.stored = StoredResponses()
@@ -168,7 +174,8 @@ class PairServer(ThreadingHTTPServer):
         self._idle: dict[socket.socket, float] = {}  # without a request, since when
         self._lock = Lock()
         self._reserve = BoundedSemaphore(RESERVE)
-        host, port = self.flags.host, self.flags.port
+        host = self.flags.host
+        port = self.flags.port
         try:
             found = socket.getaddrinfo(
                 host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -261,7 +268,8 @@ class PairServer(ThreadingHTTPServer):
 
     def page_settings(self) -> dict[str, Any]:
         """What the page at ``/`` is told. Nobody is asked for a key there: then no names."""
-        args, is_open = self.flags, self.access.key is None
+        args = self.flags
+        is_open = self.access.key is None
         return {
             "needs_key": not is_open,
             "model": self.generator.model_provider.name if is_open else None,

@@ -135,7 +135,9 @@ class Metrics:
         return "".join(_family(name, text, values[name]) for name, text in HELP.items())
 
     def _values(self) -> dict[str, Values]:
-        caches, drafts, counts = self._caches, self._drafts, list(accumulate(self._first_tokens))
+        caches = self._caches
+        drafts = self._drafts
+        counts = list(accumulate(self._first_tokens))
         bounds = [*map(str, FIRST_TOKEN_BOUNDS), "+Inf"]
         buckets = _by("le", dict(zip(bounds, counts, strict=True)), "_bucket")
         return {

@@ -170,7 +170,8 @@ def _form(text: Document) -> Document:
 
 def _tools(body: Document) -> Document:
     """What a chat has for tools, and for which of them the model may or must call."""
-    given, choice = _objects(body.get("tools", []), "tools"), body.get("tool_choice", "auto")
+    given = _objects(body.get("tools", []), "tools")
+    choice = body.get("tool_choice", "auto")
     tools = [_tool(tool) for tool in _functions(given)]
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allowed = choice.get("tools") or []
@@ -208,7 +209,8 @@ def _tool(tool: Document) -> Document:
 
 def answer(reply: Reply, body: Document) -> None:
     """Answer a translated body. Raises RequestError."""
-    asked, chat = body["asked"], body["chat"]
+    asked = body["asked"]
+    chat = body["chat"]
     items = _items(asked["input"])
     if previous := asked.get("previous_response_id"):
         before, earlier = reply.server.stored.find(previous, status=400)
@@ -306,7 +308,9 @@ class _Events:
 
     def __init__(self, reply: Reply, response: Document, items: Sequence[Document]):
         """``items`` are what the response answers."""
-        self._reply, self._response, self._items = reply, response, items
+        self._reply = reply
+        self._response = response
+        self._items = items
         self._output: list[Document] = response["output"]
         # Thoughts go where a client looks for their summary, if it asks for one.
         self._thoughts = SUMMARY if response["reasoning"]["summary"] else THOUGHTS
@@ -322,7 +326,8 @@ class _Events:
 
     def of(self, session: ClientSession) -> Iterator[str]:
         """All events of an answer; the whole response is stored before the last."""
-        reply, response = self._reply, self._response
+        reply = self._reply
+        response = self._response
         progress = reply.say_progress if reply.is_streaming else silent
         yield self._event("response.created", response=response)
         yield self._event("response.in_progress", response=response)
@@ -339,7 +344,8 @@ class _Events:
                 yield from self._add_call(call)
         status = "incomplete" if piece.finish_reason == "length" else "completed"
         yield from self._close(status)
-        response["status"], response["usage"] = status, _usage(session, num_reasoning)
+        response["status"] = status
+        response["usage"] = _usage(session, num_reasoning)
         if status == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
@@ -366,7 +372,8 @@ class _Events:
         return self._event(name, **place, **fields)
 
     def _item_event(self, name: str) -> str:
-        item, place = self._output[-1], len(self._output) - 1
+        item = self._output[-1]
+        place = len(self._output) - 1
         return self._event(f"response.output_item.{name}", output_index=place, item=item)
 
     def _open(self, item: Document, prefix: str) -> str:
@@ -381,7 +388,9 @@ class _Events:
             lists: Document = {"summary": []} if kind is not TEXT else {"role": "assistant"}
             item = {"type": kind.item, "content": []} | lists
             yield self._open(item, "msg" if kind is TEXT else "rs")
-            self._kind, self._texts, self._logprobs = kind, [], []
+            self._kind = kind
+            self._texts = []
+            self._logprobs = []
             yield self._of_item(f"{kind.part_event}.added", **{kind.index: 0}, part=kind.empty)
         self._texts.append(text)
         self._logprobs += logprobs
@@ -390,14 +399,16 @@ class _Events:
 
     def _close(self, status: str = "completed") -> Iterator[str]:
         """End the item that is open."""
-        kind, item = self._kind, self._output[-1] if self._output else {}
+        kind = self._kind
+        item = self._output[-1] if self._output else {}
         if kind is None:
             return
         self._kind = None
         text = "".join(self._texts)
         more = {"logprobs": self._logprobs} if kind is TEXT else {}
         part = kind.empty | {"text": text} | more
-        item[kind.field], item["status"] = [part], status
+        item[kind.field] = [part]
+        item["status"] = status
         yield self._of_item(f"{kind.text_event}.done", **{kind.index: 0}, text=text, **more)
         yield self._of_item(f"{kind.part_event}.done", **{kind.index: 0}, part=part)
         yield self._item_event("done")
@@ -405,7 +416,8 @@ class _Events:
     def _add_call(self, call: Document) -> Iterator[str]:
         """A call of a tool, whole."""
         yield from self._close()
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        name = call["function"]["name"]
+        arguments = call["function"]["arguments"]
         item = {"type": "function_call", "call_id": call["id"], "name": name, "arguments": ""}
         item |= self._names.get(name, {})
         yield self._open(item, "fc")
@@ -416,7 +428,8 @@ class _Events:
 
 
 def _usage(session: ClientSession, num_reasoning: int) -> Document:
-    num_prompt, num_generated = len(session.prompt), session.num_generated
+    num_prompt = len(session.prompt)
+    num_generated = session.num_generated
     return {
         "input_tokens": num_prompt,
         "input_tokens_details": {"cached_tokens": session.num_cached, "cache_write_tokens": 0},

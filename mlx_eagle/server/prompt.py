@@ -131,7 +131,8 @@ def check_text_length(
 
 def check_prompt(prompt: list[int], args: PairArguments, provider: PairProvider) -> None:
     """Check what needs the tokens or the model's sizes. Raises ValueError."""
-    vocab_size, limit = provider.vocab_size, provider.context
+    vocab_size = provider.vocab_size
+    limit = provider.context
     if not prompt:
         raise ValueError("the prompt is empty: give at least one token.")
     if max(prompt) >= vocab_size:
@@ -165,7 +166,8 @@ def without_oldest(
     last turn. At most half of the context is kept for the answer; where the model does not say
     how long that is, all turns stay. Raises ValueError and TEMPLATE_ERRORS.
     """
-    messages, limit = request.messages, provider.context
+    messages = request.messages
+    limit = provider.context
     if limit is None:
         return request
     num_first = int(messages[0]["role"] == "system")

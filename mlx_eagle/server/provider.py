@@ -127,7 +127,8 @@ class PairProvider(ModelProvider):
 
         Of the weights it has sums of their bits, so that neither names nor dates matter.
         """
-        drafter, args = self.draft_model, self.cli_args
+        drafter = self.draft_model
+        args = self.cli_args
         drafting = [] if drafter is None else [drafter.cost_key, *map(_weights, drafter.modules())]
         return {
             "model": _digest(repr(getattr(self.model, "args", None)), _weights(self.model)),
@@ -140,7 +141,8 @@ class PairProvider(ModelProvider):
 
 def _weights(module: nn.Module) -> str:
     """Names, shapes, types and sums of all weights."""
-    lines, sums = [], []
+    lines = []
+    sums = []
     for name, weight in tree_flatten(module.parameters()):
         flat = weight.reshape(-1)
         is_even = flat.nbytes % mx.uint32.size == 0

@@ -24,7 +24,8 @@ class ResponseWriter:
         args: PairArguments,
         prompt: list[int],
     ):
-        self._tokenizer, self._args = tokenizer, args
+        self._tokenizer = tokenizer
+        self._args = args
         self._detokenizer = tokenizer.detokenizer
         self._matcher = stop_sequences.matcher()
         self._num_tokens = 0
@@ -38,7 +39,9 @@ class ResponseWriter:
 
     def response(self, token: int, origin: TokenOrigin, logprobs: TokenLogprobs) -> PairResponse:
         """As mlx-lm's handlers take it."""
-        args, finish_reason, stop_word = self._args, None, None
+        args = self._args
+        finish_reason = None
+        stop_word = None
         own, top = logprobs
         self._num_tokens += 1
         is_end = token in self._tokenizer.eos_token_ids
@@ -65,7 +68,8 @@ class ResponseWriter:
         words = self._args.stop_words
         if not words:
             return text, None
-        tail, known = self._tail, len(self._tail)
+        tail = self._tail
+        known = len(self._tail)
         seen = tail + text
         self._tail = seen[-max(map(len, words)) :]
         ends = {word: seen.find(word) + len(word) for word in words if word in seen}

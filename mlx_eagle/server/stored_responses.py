@@ -12,7 +12,8 @@ from .body import shortened
 
 KEPT_SECONDS = 3600.0  # what a client may need to go on with a response
 KEPT_BYTES = 100_000_000  # of JSON: a thousand turns of 100 kB
-PAGE, MOST_SHOWN = 20, 100  # items, as OpenAI's server has them
+PAGE = 20  # items, as OpenAI's server has them
+MOST_SHOWN = 100  # items, as there
 
 
 class StoredResponses:
@@ -24,7 +25,9 @@ class StoredResponses:
         max_bytes: int = KEPT_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._seconds, self._max_bytes, self._clock = seconds, max_bytes, clock
+        self._seconds = seconds
+        self._max_bytes = max_bytes
+        self._clock = clock
         self._kept: dict[str, tuple[float, bytes]] = {}
         self._lock = Lock()
 
@@ -96,7 +99,8 @@ def _page(items: list[Document], query: Mapping[str, str]) -> Document:
 
     Of ``query``, ``limit`` is how many, ``after`` the one before them, ``order`` may be "asc".
     """
-    order, limit = query.get("order", "desc"), query.get("limit", str(PAGE))
+    order = query.get("order", "desc")
+    limit = query.get("limit", str(PAGE))
     if order not in ("asc", "desc"):
         raise RequestError("order is unknown: give 'asc' or 'desc'.")
     if limit not in map(str, range(1, MOST_SHOWN + 1)):

@@ -118,7 +118,8 @@ class _Writer:
     """The rules of one format for the tools of one request."""
 
     def __init__(self, row: CallFormat, tokenizer: TokenizerWrapper, tools: Sequence[OfferedTool]):
-        self.row, self.tokenizer = row, tokenizer
+        self.row = row
+        self.tokenizer = tokenizer
         self._tools = [(name, read_schema(schema), strict) for name, schema, strict in tools]
         offered = [
             {"type": "function", "function": {"name": name, "parameters": schema}}
@@ -145,7 +146,8 @@ class _Writer:
             calls = f"{opening} call {end} {more}"
         else:
             more = "" if calls_once else f"({self._literal(row.calls)} call)*"
-            before, after = self._literal(row.before), self._literal(row.after)
+            before = self._literal(row.before)
+            after = self._literal(row.after)
             calls = f"{opening} {before} call {more} {after} {end}"
         return [f"calls: {calls}", *self._rules]
 
@@ -161,7 +163,8 @@ class _Writer:
         return f"OPENING {rest}"
 
     def _call(self, name: str, schema: Schema, strict: bool) -> str:
-        self._root, self._strict = schema, strict
+        self._root = schema
+        self._strict = strict
         self._known: dict[tuple[str, str], str] = {}
         self._contents: dict[str, str] = {}
         self._types_known: dict[str, set[str]] = {}
@@ -213,10 +216,13 @@ class _Writer:
         first = rest = '""'  # what may follow where nothing was written yet, and behind another
         for name, inner in reversed(properties.items()):
             argument = self._argument(name, inner, read)
-            new_first, new_rest = f"{argument} {rest}", f"{between} {argument} {rest}"
+            new_first = f"{argument} {rest}"
+            new_rest = f"{between} {argument} {rest}"
             if name not in required:
-                new_first, new_rest = f"{new_first} | {first}", f"{new_rest} | {rest}"
-            first, rest = self._rule("first", new_first), self._rule("rest", new_rest)
+                new_first = f"{new_first} | {first}"
+                new_rest = f"{new_rest} | {rest}"
+            first = self._rule("first", new_first)
+            rest = self._rule("rest", new_rest)
         return self._rule("arguments", first)
 
     def _argument(self, name: str, schema: Schema, read: Reader) -> str:
@@ -254,7 +260,8 @@ class _Writer:
         if self.row.nests:
             for each in types & {"array", "object"}:
                 parts += self._nested(each, schema, tail, read)
-            types, in_json = types - {"array", "object"}, in_json - {"array", "object"}
+            types = types - {"array", "object"}
+            in_json = in_json - {"array", "object"}
         if self._types(schema) == ALL:  # a schema that names none: what can be written
             types &= in_json
         if types - in_json:
@@ -312,7 +319,8 @@ class _Writer:
         if "pattern" in schema:
             parts.append(f"({as_terminal(schema['pattern'])})")
         if "minLength" in schema or "maxLength" in schema:
-            fewest, most = index(schema.get("minLength", 0)), schema.get("maxLength")
+            fewest = index(schema.get("minLength", 0))
+            most = schema.get("maxLength")
             parts.append(f"/(?s:.{{{fewest},{'' if most is None else index(most)}}})/")
         if "$ref" in schema:
             parts.append(self._content_behind(str(schema["$ref"])))
@@ -353,12 +361,16 @@ class _Writer:
                 inner = branch.get("additionalProperties", True)
                 value = self._value({} if inner is True else inner, "", lambda text: _only(
                     read("{a:" + text + "}")))  # fmt: skip
-                item, opening, closing = f'/[A-Za-z_][A-Za-z0-9_]*/ ":" {value}', "{", "}"
+                item = f'/[A-Za-z_][A-Za-z0-9_]*/ ":" {value}'
+                opening = "{"
+                closing = "}"
             else:
                 items = branch.get("items", {})
                 item = self._value(items, "", lambda text: _only(read(f"[{text}]")))
-                opening, closing = "[", "]"
-            fewest, most = branch.get("minItems", 0), branch.get("maxItems")
+                opening = "["
+                closing = "]"
+            fewest = branch.get("minItems", 0)
+            most = branch.get("maxItems")
             more = f'("," {item}){{{max(fewest - 1, 0)},{"" if most is None else most - 1}}}'
             more = "" if most == 1 else more
             several = "" if most == 0 else f"({item} {more})" + ("" if fewest else "?")

@@ -173,7 +173,8 @@ def types_of(schema: Schema | bool, root: Schema, known: dict[str, set[str]]) ->
     num_known = len(known)
     found = _types(schema, known)
     while num_known < len(known):
-        num_known, before = len(known), None
+        num_known = len(known)
+        before = None
         while before != known:
             before = dict(known)
             for reference in [*known][::-1]:
