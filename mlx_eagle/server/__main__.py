@@ -33,11 +33,11 @@ AGENTS = {
     """compatible","options":{"baseURL":"<URL>/v1","apiKey":"{env:EAGLE_KEY}"},"models":"""
     """{"local":{}}}}}' opencode -m eagle/local""",
 }
-"""What to paste into a shell, for the agents that most people use."""
+"""Shell commands that connect common coding agents to the server."""
 
 
 def serve(server: PairServer, generator: PairGenerator, signals: StopSignals) -> None:
-    """Serve until SIGINT or SIGTERM; then answer who has asked, unless a second one comes."""
+    """Serve until SIGINT or SIGTERM, then finish open requests unless a second one comes."""
     threading.Thread(target=server.serve_forever, daemon=True).start()
     announce(server, generator)
     signals.wait()
@@ -53,7 +53,7 @@ def serve(server: PairServer, generator: PairGenerator, signals: StopSignals) ->
 
 
 def announce(server: PairServer, generator: PairGenerator) -> None:
-    """Say where the server is, who can reach it, and what agents have to be told."""
+    """Print the address, who can reach it, and the commands for coding agents."""
     host, port = server.server_address[:2]
     shown = f"[{host}]" if ":" in host else host
     name = generator.model_provider.name
@@ -74,7 +74,7 @@ def announce(server: PairServer, generator: PairGenerator) -> None:
 
 
 def agent_lines(url: str, has_key: bool) -> list[str]:
-    """The commands of agents that ask the server at ``url``; a key stands in EAGLE_KEY."""
+    """Return the commands for agents that use the server at ``url``; the key is in EAGLE_KEY."""
     lines = []
     for name, command in AGENTS.items():
         if not has_key:
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> None:
             with PairServer(PairHandler, generator, access, collector) as server:
                 while not generator.model_provider.loaded.is_set():
                     if signals.wait(POLL):
-                        # Nobody is served yet; the thread that loads can only be left.
+                        # No client is served yet, and the loading thread cannot be stopped.
                         print("\ninterrupted", file=sys.stderr, flush=True)
                         os._exit(INTERRUPTED)
                 generator.check_loaded()

@@ -18,7 +18,7 @@ class ApiKey:
     """A key that clients send as ``Authorization: Bearer KEY``."""
 
     def __init__(self, key: str, source: str):
-        """``source`` says where it was given. Raises ValueError for what no header can carry."""
+        """``source`` says where it was given. Raises ValueError if no header can carry the key."""
         if not 0 < len(key) <= LONGEST_KEY or not all("!" <= char <= "~" for char in key):
             raise ValueError(
                 f"the API key of {source} is empty, too long, or has characters that no header "
@@ -35,12 +35,12 @@ class ApiKey:
 
 @dataclass(frozen=True)
 class Access:
-    """Who may ask: those with the key, and no page of somebody else's.
+    """Rules for who may ask: clients with the key, and no pages of other sites.
 
     A browser lets every page ask this machine, and says which one does (``Origin``). ``origins``
-    are those that may, besides the server's own; "*" is all. A page whose name was made to mean
-    this machine is told by the name that it asks for (``Host``): a server that ``is_local`` takes
-    none but this machine's and those of ``hosts``; "*" is all.
+    may ask besides the server's own page; "*" is all. A page whose name was made to mean this
+    machine is recognised by the name that it asks for (``Host``): a server that ``is_local``
+    accepts only this machine's names and ``hosts``; "*" is all.
     """
 
     key: ApiKey | None = None
@@ -49,7 +49,7 @@ class Access:
     is_local: bool = True
 
     def check_key(self, headers: Message) -> None:
-        """Raise RequestError where the key is asked for and not given."""
+        """Raise RequestError if a key is required and was not given."""
         if self.key is None:
             return
         given = headers["Authorization"]
@@ -61,7 +61,7 @@ class Access:
             )
 
     def check_page(self, headers: Message) -> None:
-        """Raise RequestError for what another's page has a browser ask."""
+        """Raise RequestError for a request that the page of another site makes."""
         host = (headers["Host"] or "").strip().lower()
         if self.is_local and host and not self._is_known(_name_in(host)):
             raise RequestError(
@@ -77,7 +77,7 @@ class Access:
             )
 
     def shared_with(self, origin: str | None) -> str | None:
-        """What a browser is to read: whose pages may see the answer; None is the server's own."""
+        """Return the origin whose pages may read the answer; None for the server's own only."""
         if "*" in self.origins:
             return "*"
         return origin if origin in self.origins else None
@@ -101,7 +101,7 @@ class Access:
 
 
 def read_access(args: Namespace) -> Access:
-    """What the flags say. Raises ValueError as ``read_key``."""
+    """Read the rules from the flags. Raises ValueError as ``read_key`` does."""
     return Access(
         read_key(args),
         frozenset(args.allowed_origins),
@@ -118,7 +118,7 @@ def _name_in(host: str) -> str:
 
 
 def read_key(args: Namespace) -> ApiKey | None:
-    """The key of the flags, if there is one.
+    """Read the key that the flags give, if any.
 
     Raises ValueError where the flags contradict each other, or where other machines could ask
     and neither a key nor ``--no-api-key`` was given.

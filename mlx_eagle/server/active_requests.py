@@ -1,4 +1,4 @@
-"""Requests in the generating thread: how one begins on cached prefixes, samples and is written."""
+"""Requests in the generating thread: begun on cached prefixes, sampled and written."""
 
 import random
 from collections.abc import Iterator, Mapping
@@ -61,7 +61,7 @@ class ActiveRequest:
 
 
 class RequestFactory:
-    """Begins requests, on the caches of what is known of their prompts."""
+    """Begins requests, on the cached prefixes of their prompts."""
 
     def __init__(self, provider: PairProvider, prompt_cache: PairCache, stream: mx.Stream):
         self._provider = provider
@@ -75,7 +75,7 @@ class RequestFactory:
         args: PairArguments,
         stop_sequences: StopSequences,
     ) -> ActiveRequest:
-        """Ready to read its prompt. Raises ValueError for what the pair cannot do."""
+        """Begin a request, ready to read its prompt. Raises ValueError for impossible ones."""
         provider = self._provider
         prompt = tokenized.tokens
         is_drafted = provider.draft_model is not None and args.num_draft_tokens != 0
@@ -96,7 +96,7 @@ class RequestFactory:
         return active
 
     def open_again(self, active: ActiveRequest) -> None:
-        """Ready to go on behind what was said; what was computed for it is lost."""
+        """Begin a request again behind the tokens already sent; its caches are computed anew."""
         old = active.request
         said = list(active.answer.tokens)
         active.request = Request(old.prompt, old.limits, [], stats=old.stats, tokens=said)
@@ -143,7 +143,7 @@ class RequestFactory:
         active.chunks = self._read(active, known, rest)
 
     def _read(self, active: ActiveRequest, known: list[int], rest: list[int]) -> Iterator[int]:
-        """Read ``rest`` but its last token, and file the caches where that is worth it."""
+        """Read ``rest`` except its last token; file the caches at ``active.ends``."""
         decoder = active.decoder
         step_size = self._provider.cli_args.prefill_step_size
         prompt = mx.array(rest)
@@ -153,11 +153,11 @@ class RequestFactory:
             for done in decoder.prefill_chunks(prompt[start : end + 1], step_size):
                 if start + done in ends:
                     self._file_copy(active, known + rest[: start + done], ends[start + done])
-                decoder.history = prompt  # and not this part of it alone
+                decoder.history = prompt  # not only this part of it
                 yield start + done
 
     def _file_copy(self, active: ActiveRequest, text: list[int], whose: str) -> None:
-        """File what a prompt's caches are now, which go on to be used."""
+        """File a copy of a prompt's caches, which remain in use."""
         decoder = active.decoder
         copies = deepcopy(decoder.cache + decoder.drafter.cache)
         close_windows(copies)
@@ -166,7 +166,7 @@ class RequestFactory:
         self._prompt_cache.insert_cache(text, caches, cache_type=whose, salt=salt)
 
     def file_prompt(self, active: ActiveRequest) -> None:
-        """Keep copies of the caches of a prompt that was read, but for its last token."""
+        """File copies of the caches of a prompt that was read up to its last token."""
         self._file_copy(active, (active.request.prompt + active.request.tokens)[:-1], "user")
 
     def file(self, active: ActiveRequest) -> None:
@@ -186,7 +186,7 @@ class RequestFactory:
         self._prompt_cache.insert_cache(text, caches, salt=active.args.cache_salt)
 
     def keep_answer(self, active: ActiveRequest) -> None:
-        """Keep what was said, for others to copy from, if the request lets them."""
+        """Keep the answer for other requests to copy from, if this one allows it."""
         drafter = self._provider.draft_model
         source = None if drafter is None else drafter.copies
         if source is not None and source.answers is not None and active.args.is_stored:
@@ -196,8 +196,8 @@ class RequestFactory:
 def make_sampler(args: PairArguments, tokenizer: TokenizerWrapper) -> Sampler | None:
     """The sampler of a request, ready to begin.
 
-    mlx-lm's samplers follow its random state, which all requests have in common: for those with a
-    seed it is set before each draw, and afterwards to an unforeseeable one.
+    mlx-lm's samplers use one random state for all requests: for a request with a seed it is set
+    before each draw, and to an unpredictable one afterwards.
     """
     given = vars(args.sampling) | {"acceptance": args.acceptance}
     options = SamplingOptions(temp=given.pop("temperature"), **given)
@@ -219,7 +219,7 @@ def make_sampler(args: PairArguments, tokenizer: TokenizerWrapper) -> Sampler | 
 def make_processors(
     args: PairArguments, tokenizer: TokenizerWrapper, before: list[int]
 ) -> list[LogitsProcessor]:
-    """mlx-lm's and ours, which also see the tokens that the cache holds."""
+    """Return mlx-lm's processors and ours; they also see the tokens that the cache holds."""
     processors = _make_logits_processors(args) + end_thoughts(args, tokenizer)
     if not before:
         return processors
@@ -236,7 +236,7 @@ def make_processors(
 
 
 def end_thoughts(args: PairArguments, tokenizer: TokenizerWrapper) -> list[LogitsProcessor]:
-    """A processor that ends thoughts after their budget, where one token begins and one ends them.
+    """Return a processor that ends thoughts after their budget, if their marks are one token each.
 
     It has to see the whole text, prompt included.
     """

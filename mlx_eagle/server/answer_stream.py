@@ -1,4 +1,4 @@
-"""Messages from the generating thread to one client, and which tokens of them were drafted.
+"""Messages from the generating thread to one client, with a report of the drafted tokens.
 
 No HTTP and no models in here; mlx-lm's kinds of messages only. The generating thread sends a
 ``TokenOrigin`` with every token; for clients that ask with ``include_draft`` a ``DraftReport``
@@ -23,15 +23,15 @@ POLL = 0.5  # seconds between looks at whether the client is still there
 
 
 SHOWN = ("normal", "reasoning")
-"""States of mlx-lm's text machine whose text a client gets as text; that of calls it does not."""
+"""States of mlx-lm's text machine whose text a client gets; the text of calls is not shown."""
 
 
 @dataclass(frozen=True)
 class TokenOrigin:
-    """How a token came about.
+    """Origin of a token: drafted or chosen by the target.
 
-    ``depth`` is its position in the draft (0: the target chose it), ``length`` how far its round
-    had drafted. ``events`` are the controller's since the token before. ``batched``: other
+    ``depth`` is its position in the draft (0: the target chose it), ``length`` the length of its
+    round's draft. ``events`` are the controller's since the previous token. ``batched``: other
     requests shared the round.
     """
 
@@ -43,7 +43,7 @@ class TokenOrigin:
 
 @dataclass
 class PairResponse(Response):
-    """mlx-lm's, with the token's origin, and the client's stop word that its text ends with."""
+    """mlx-lm's response, with the token's origin and the stop word that ended the text, if any."""
 
     origin: TokenOrigin = TokenOrigin()
     stop_word: str | None = None
@@ -58,14 +58,14 @@ PARSERS_FAIL = (
     SyntaxError,
     TypeError,
 )
-"""What parsers of mlx-lm raise, besides ValueError, for texts that are no calls."""
+"""Errors besides ValueError that mlx-lm's parsers raise for texts that are no calls."""
 
 ToolParser = Callable[[str, Any], Any]
-"""From the text of a call, and the tools, to calls: one dict, or several in a list."""
+"""Turns the text of a call, and the tools, into calls: one dict, or several in a list."""
 Document = dict[str, Any]
-"""What is sent to a client, or comes from it, as JSON."""
+"""A JSON object sent to a client or received from it."""
 Message = GenerationContext | PairResponse | tuple[int, int] | Exception | None
-"""A context, then responses and progress through the prompt, then None or what went wrong."""
+"""A context, then responses and progress through the prompt, then None or an error."""
 
 
 class RequestError(Exception):
@@ -81,7 +81,7 @@ class RequestError(Exception):
 
 
 def error_document(error: RequestError) -> Document:
-    """An error as clients of the OpenAI API read it."""
+    """Return an error in the form of the OpenAI API."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     code = error.code or error.status
     return {"error": {"message": str(error), "type": kind, "code": code}}
@@ -91,8 +91,8 @@ class AnswerStream:
     """The messages to one client, in order.
 
     ``put`` is called in the generating thread; ``context`` and ``responses`` in the client's;
-    ``leave`` in either. ``tokens`` are those generated so far, ``stats`` the counts of what was
-    drafted. ``on_end`` is called once nothing more will be generated.
+    ``leave`` in either. ``tokens`` were generated so far, ``stats`` counts the drafted ones.
+    ``on_end`` is called once nothing more will be generated.
     """
 
     def __init__(self, on_end: Callable[["AnswerStream"], None]):
@@ -112,11 +112,11 @@ class AnswerStream:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether nothing was computed for it yet."""
+        """Whether nothing has been computed for it yet."""
         return self.began == self.ended == 0.0
 
     def put(self, message: Message) -> None:
-        """Say something to the client. What comes after the end is dropped."""
+        """Send a message to the client; messages after the end are dropped."""
         with self._lock:
             if self.is_over:
                 return
@@ -132,13 +132,13 @@ class AnswerStream:
                 self._note_read()
 
     def leave(self) -> None:
-        """The client is served, or gone: generate no more for it."""
+        """End the answer: the client is served, or gone."""
         with self._lock:
             if not self.is_over:
                 self._end(None)
 
     def when_read(self, act: Callable[[], None]) -> None:
-        """Call ``act`` when the prompt was read, or never will be; in whichever thread that is."""
+        """Call ``act`` once the prompt is read, or never will be; in either thread."""
         with self._lock:
             if self.tokens or self.is_over:
                 act()
@@ -158,7 +158,7 @@ class AnswerStream:
         self._note_read()
 
     def next(self, check: Callable[[], None]) -> Message:
-        """The next message; ``check`` is called while waiting and may raise."""
+        """Wait for the next message; ``check`` is called meanwhile and may raise."""
         while True:
             check()
             try:
@@ -167,7 +167,7 @@ class AnswerStream:
                 pass
 
     def context(self, check: Callable[[], None]) -> GenerationContext:
-        """The first message. Raises RequestError where the request could not be begun."""
+        """Wait for the first message. Raises RequestError if the request could not be begun."""
         first = self.next(check)
         if isinstance(first, Exception):
             raise _as_request_error(first, 400) from first
@@ -178,7 +178,7 @@ class AnswerStream:
     def responses(
         self, check: Callable[[], None], progress: Callable[[int, int], None]
     ) -> Iterator[PairResponse]:
-        """The others. Raises RequestError where generation broke off."""
+        """Yield the responses. Raises RequestError if generation broke off."""
         while (message := self.next(check)) is not None:
             if isinstance(message, Exception):
                 raise _as_request_error(message, 500) from message
@@ -189,7 +189,7 @@ class AnswerStream:
 
 
 class on_error:
-    """Within, what goes wrong is given to ``act`` instead of raised: the server goes on."""
+    """Context manager that gives an error to ``act`` instead of raising it: the server goes on."""
 
     def __init__(self, act: Callable[[Exception], None]) -> None:
         self._act = act
@@ -205,9 +205,9 @@ class on_error:
 
 
 def checked(tool_parser: ToolParser) -> ToolParser:
-    """The parser, raising ValueError for whatever the model wrote: mlx-lm then drops the call.
+    """Wrap a parser to raise only ValueError, for which mlx-lm drops the call.
 
-    A call without arguments or a name would break the answer off where it is formatted.
+    A call without arguments or a name would end the answer when it is formatted.
     """
 
     def parse(text: str, tools: Any) -> Any:
@@ -224,7 +224,7 @@ def checked(tool_parser: ToolParser) -> ToolParser:
 
 
 def _as_request_error(error: Exception, status: int) -> RequestError:
-    """What a client is told of an error, with ``status`` where it has none of its own."""
+    """Turn an error into one for the client, with ``status`` unless it has its own."""
     status = error.status if isinstance(error, RequestError) else status
     if isinstance(error, (ValueError, RuntimeError, RequestError)) and str(error):
         return RequestError(str(error), status)
@@ -233,11 +233,11 @@ def _as_request_error(error: Exception, status: int) -> RequestError:
 
 @dataclass
 class DraftReport:
-    """What is reported of the tokens of one answer.
+    """Report of the drafted tokens of one answer.
 
-    mlx-lm's handler holds text back that may begin a stop word or a mark around reasoning and
-    calls. Its text machine runs here a second time, letter by letter, so that every letter that
-    a client gets is known by its token. ``state`` is where that machine begins.
+    mlx-lm's handler holds back text that may begin a stop word or a mark around reasoning and
+    calls. Its text machine runs here a second time, letter by letter, to know the token of every
+    letter that a client gets. ``state`` is where that machine begins.
     """
 
     state: tuple[Any, ...]
@@ -271,7 +271,7 @@ class DraftReport:
         self._list_up_to(self._held[0][0]["index"] if self._held else self._num_tokens)
 
     def take(self) -> dict[str, Any]:
-        """What is to be reported of the tokens since the last call."""
+        """Return the report of the tokens since the last call."""
         entries = self._entries
         self._entries = []
         events = self._events
@@ -279,7 +279,7 @@ class DraftReport:
         return {"tokens": entries, "drafting_events": list(map(asdict, events))}
 
     def _read(self, letter: str) -> None:
-        """Let the machine read a letter, and show or drop what it no longer holds."""
+        """Feed a letter to the machine, and show or drop the letters it no longer holds."""
         self.state, segments = TextStateMachine.split(self.state, letter)
         for shown_as, text in segments:
             self._show(shown_as, len(text))
@@ -308,7 +308,7 @@ class DraftReport:
 
 
 def counts(stats: Stats, num_batched: int) -> dict[str, Any]:
-    """What was drafted for an answer, in the words of ``/metrics``."""
+    """Count the drafted tokens of an answer, named as in ``/metrics``."""
     drafted = stats.drafted_by_position
     accepted = stats.accepted_by_position
     return {

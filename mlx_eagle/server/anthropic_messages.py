@@ -16,7 +16,7 @@ from .completions import chat_request, event_text, model_name
 from .prompt import as_request_errors, encoded, with_one_system
 
 ATTRIBUTION = "x-anthropic-billing-header:"
-"""Begins a system block that an agent changes with every request, for its bill: no prompt."""
+"""Start of a system block for billing, which changes with every request: not in the prompt."""
 ERRORS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -32,18 +32,18 @@ SAME = (
     "num_draft_tokens", "tree", "acceptance", "seed", "reuse_caches", "chat_template_kwargs",
     "store", *SCOPE,
 )  # fmt: skip
-OMITTED = "thoughts_omitted"  # in a translated body: their blocks are to be empty
+OMITTED = "thoughts_omitted"  # in a translated body: their blocks stay empty
 
 
 def error_document(error: RequestError) -> Document:
-    """An error as clients of the Anthropic API read it."""
+    """Return an error in the form of the Anthropic API."""
     otherwise = "invalid_request_error" if error.status < 500 else "api_error"
     kind = ERRORS.get(error.status, otherwise)
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
 def check(body: Document) -> Document:
-    """The body of a chat that a request for a message means. Raises ValueError."""
+    """Translate a request for a message to the body of a chat. Raises ValueError."""
     if "max_tokens" not in body:
         raise ValueError("the request has no max_tokens.")
     return translated(body)
@@ -78,7 +78,7 @@ def answer(reply: Reply, body: Document) -> None:
 
 
 def count_tokens(reply: Reply, body: Document) -> None:
-    """How many tokens the prompt of a translated body has. Raises RequestError."""
+    """Answer with the number of prompt tokens of a translated body. Raises RequestError."""
     with as_request_errors():
         args = read_arguments(body, reply.provider.cli_args, is_chat=True)
         tokens = encoded(chat_request(body), args, reply.provider)
@@ -86,7 +86,7 @@ def count_tokens(reply: Reply, body: Document) -> None:
 
 
 def translated(body: Document) -> Document:
-    """The same for one whose tokens are to be counted, and that may say less."""
+    """Translate a request whose tokens are counted; ``max_tokens`` may be missing."""
     if body.get("mcp_servers"):
         raise ValueError("mcp_servers are not supported: let the client call them.")
     chat: Document = {name: body[name] for name in SAME if name in body}
@@ -127,7 +127,7 @@ def _list(body: Document, name: str) -> list[Any]:
 
 
 def _blocks(content: Any, what: str) -> list[Document]:
-    """The blocks of a content, which may be a text."""
+    """Return the blocks of a content, which may be a text."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
@@ -149,7 +149,7 @@ def _system(content: Any) -> list[Document]:
 
 
 def _messages(message: Any) -> list[Document]:
-    """The messages of a chat that a message means: each result of a tool is one of its own."""
+    """Translate a message to those of a chat: each tool result becomes a message of its own."""
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ("user", "assistant", "system"):
         raise ValueError("a message is no object with a role: give user, assistant or system.")
@@ -214,7 +214,7 @@ def _tool(tool: Any) -> Document:
 
 
 def _form(body: Document) -> Document:
-    """What a chat has for ``output_config.format``, or ``output_format`` as it was called."""
+    """Translate ``output_config.format``, or its older name ``output_format``."""
     config = body.get("output_config") or {}
     form = body.get("output_format") or (isinstance(config, dict) and config.get("format"))
     if not form:
@@ -237,7 +237,7 @@ def _choice(choice: Any) -> Document:
 
 
 def _thinking(thinking: Any) -> Document:
-    """A budget is a number of tokens after which the thoughts are ended; none thinks at all."""
+    """Translate ``thinking``: a budget in tokens after which thoughts end; 0 if disabled."""
     if not isinstance(thinking, dict):
         raise ValueError("thinking is something else than an object.")
     kind = thinking.get("type")
@@ -265,7 +265,7 @@ def _usage(session: ClientSession) -> Document:
 
 
 def _end(session: ClientSession, last: Piece) -> Document:
-    """Why an answer ended, and at which of the client's words."""
+    """Say why an answer ended, and at which stop sequence."""
     word = session.stop_word if last.finish_reason == "stop" else None
     reason = STOP_REASONS[str(last.finish_reason)] if word is None else "stop_sequence"
     return {"stop_reason": reason, "stop_sequence": word}
@@ -276,14 +276,14 @@ def _event(kind: str, **fields: Any) -> str:
 
 
 class _Blocks:
-    """The events of an answer's blocks, of which one is open at a time."""
+    """Events of an answer's blocks, one of which is open at a time."""
 
     def __init__(self) -> None:
         self.index = -1
         self._kind: str | None = None
 
     def add(self, kind: str, text: str) -> Iterator[str]:
-        """A part of a block of text or thoughts, which goes on with the last one of its kind."""
+        """Add text or thoughts to the open block if it is of this kind, else to a new one."""
         if self._kind != kind:
             empty = {"signature": ""} if kind == "thinking" else {}
             yield from self.open({"type": kind, kind: "", **empty})
@@ -291,14 +291,14 @@ class _Blocks:
             yield self._delta(type=f"{kind}_delta", **{kind: text})
 
     def open(self, block: Document) -> Iterator[str]:
-        """A new block behind the last one."""
+        """Open a new block, and end the last one."""
         yield from self.close()
         self.index += 1
         self._kind = block["type"]
         yield _event("content_block_start", index=self.index, content_block=block)
 
     def call(self, call: Document) -> Iterator[str]:
-        """A block of its own, whole."""
+        """Open a block for a whole call."""
         yield from self.open(_call_block(call, {}))
         yield self._delta(type="input_json_delta", partial_json=call["function"]["arguments"])
 

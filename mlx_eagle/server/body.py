@@ -1,8 +1,8 @@
 """Request bodies: wrong types, sizes and values of their fields, each refused in one sentence.
 
 Every field of the OpenAI API that changes the answer is checked here: past these checks a bad
-value would end the thread that generates for everybody. Fields that would be ignored although
-they change what a client must get are refused.
+value would end the thread that generates for all clients. Fields that would be ignored although
+they change the answer are refused.
 """
 
 import json
@@ -37,7 +37,7 @@ MAX_CHOICES = 64  # answers to one request
 
 @dataclass(frozen=True)
 class Bounds:
-    """From ``low`` to ``high``; ``smallest`` is for what is not 0 but must not be nearly 0."""
+    """Range ``low`` to ``high``; values other than 0 are at least ``smallest``."""
 
     low: float
     high: float
@@ -45,7 +45,7 @@ class Bounds:
     is_whole: bool = False
 
     def check(self, name: str, value: Any) -> None:
-        """Raise ValueError for what is no finite number within them."""
+        """Raise ValueError unless ``value`` is a finite number in the range."""
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ValueError(f"{name} is {_kind(value)}: give a number.")
         if isinstance(value, float) and not math.isfinite(value):
@@ -82,9 +82,9 @@ NUMBERS = {
     "top_logprobs": Bounds(-1, MAX_TOP, is_whole=True),
 }
 SCOPE = ("cache_salt", "user", "safety_identifier")
-"""Fields that say whose a request is: only requests with equal ones copy from each other."""
-NULLABLE = ("tree", "acceptance")  # null asks for chains, and for the best rule
-NAMES = ("model", "draft_model")  # empty ones are as good as none
+"""Fields that identify the owner of a request: only equal ones copy from each other."""
+NULLABLE = ("tree", "acceptance")  # null means chains, and the best rule
+NAMES = ("model", "draft_model")  # empty ones count as none
 KINDS: dict[type, tuple[str, ...]] = {
     dict: ("chat_template_kwargs", "role_mapping", "logit_bias", "stream_options"),
     list: ("tools",),
@@ -101,16 +101,16 @@ TEMPLATE_OPTIONS = frozenset({
     "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
     "tokenizer_kwargs",
 })  # fmt: skip
-"""Of the tokenizer's, which are not the client's to choose."""
+"""Arguments of the tokenizer that a client may not set."""
 
 
 @dataclass
 class PairArguments(GenerationArguments):
-    """What a request asks for: mlx-lm's fields, and how to draft in the words of our flags.
+    """Arguments of a request: mlx-lm's fields, and drafting options named as our flags.
 
-    ``reuse_caches`` False has the whole prompt computed by both models, whatever is known of it.
-    ``reports_drafts``: the client asks what was drafted. ``keeps_space``: the text goes on with
-    the prompt's, and may begin with a space. ``has_followers``: other answers to the same prompt
+    ``reuse_caches`` False: both models compute the whole prompt, whatever is cached of it.
+    ``reports_drafts``: the client asks for drafts. ``keeps_space``: the text continues the
+    prompt's, and may begin with a space. ``has_followers``: other answers to the same prompt
     wait for its caches. Only requests with the same ``cache_salt`` share prompt caches, only those
     with the same ``scope`` copy from each other's answers, and only where these are ``is_stored``.
     """
@@ -131,7 +131,7 @@ class PairArguments(GenerationArguments):
 
 
 def read_body(raw: bytes) -> dict[str, Any]:
-    """The fields of a request; nulls stay where they mean something. Raises ValueError."""
+    """Parse the fields of a request; nulls stay where they have a meaning. Raises ValueError."""
     try:
         body = json.loads(raw.decode("utf-8-sig"))  # some clients begin with a byte order mark
         # A lone surrogate is valid JSON, but no text that a tokenizer could take.
@@ -151,7 +151,7 @@ def read_body(raw: bytes) -> dict[str, Any]:
 
 
 def check_body(body: dict[str, Any], needed: str) -> dict[str, Any]:
-    """The fields, checked; ``needed`` is the one that holds the prompt. Raises ValueError.
+    """Check the fields; ``needed`` is the one that holds the prompt. Raises ValueError.
 
     Numbers that may have a fraction become floats: mlx-lm takes some of them in no other form.
     """
@@ -200,10 +200,10 @@ def check_body(body: dict[str, Any], needed: str) -> dict[str, Any]:
 
 
 def read_arguments(body: dict[str, Any], flags: Namespace, is_chat: bool) -> PairArguments:
-    """What a checked body asks for, and the flags where it says nothing.
+    """Read the arguments of a checked body; the flags give those that are missing.
 
-    Raises ValueError where tree, acceptance rule and sampling do not go together, and for a form
-    that nothing can be held to. The rule of the flags is for the requests that it can be had for.
+    Raises ValueError if tree, acceptance rule and sampling do not go together, and for a form
+    that cannot be enforced. The flags' rule applies only to requests that it is possible for.
     Greedy decoding needs no seed.
     """
     get = body.get
@@ -259,7 +259,7 @@ def read_arguments(body: dict[str, Any], flags: Namespace, is_chat: bool) -> Pai
 
 
 def read_prompts(body: dict[str, Any]) -> list[str | list[int]]:
-    """The prompts of a completion: one text or list of tokens, or several. Raises ValueError."""
+    """Read the prompts of a completion, each a text or a list of tokens. Raises ValueError."""
     given = body["prompt"]
     if isinstance(given, str):
         return [given]
@@ -277,7 +277,7 @@ def read_prompts(body: dict[str, Any]) -> list[str | list[int]]:
 
 
 def _check_drafts(body: dict[str, Any]) -> None:
-    """Check what says how to draft."""
+    """Check the fields about drafting."""
     length, tree, rule = map(body.get, ("num_draft_tokens", "tree", "acceptance"))
     if isinstance(length, str) and length != AUTO:
         raise ValueError(f"num_draft_tokens is {_shown(length)}: give a number or 'auto'.")
@@ -297,7 +297,7 @@ def _check_drafts(body: dict[str, Any]) -> None:
 
 
 def _check_logprobs(body: dict[str, Any], needed: str) -> None:
-    """``logprobs`` of completions may be a number of alternatives."""
+    """Check ``logprobs``: a boolean, or for completions also the number of alternatives."""
     if needed == "prompt" and type(body.get("logprobs")) is int:
         Bounds(0, MAX_TOP, is_whole=True).check("logprobs", body["logprobs"])
     else:
@@ -305,7 +305,7 @@ def _check_logprobs(body: dict[str, Any], needed: str) -> None:
 
 
 def _check_promises(body: dict[str, Any]) -> None:
-    """Refuse what would otherwise be ignored; ``tool_choice`` "none" takes the tools away."""
+    """Refuse fields that would be ignored; ``tool_choice`` "none" removes the tools."""
     TOKENS.check("n", body.get("n", 1))
     if body.get("best_of", body.get("n", 1)) != body.get("n", 1):
         raise ValueError(
@@ -344,7 +344,7 @@ def _check_stop(stop: Any) -> None:
 
 
 def check_messages(messages: Any) -> None:
-    """Raise ValueError for what is no conversation in text."""
+    """Raise ValueError unless the messages are a conversation in text."""
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"messages is {_kind(messages)}: give a list of at least one message.")
     for message in messages:
@@ -378,17 +378,17 @@ def _check_call(function: Any) -> None:
 
 
 def _shown(value: Any) -> str:
-    """As in Python, cut where it is long."""
+    """Python's ``repr``, cut where it is long."""
     return shortened(repr(value))
 
 
 def shortened(text: str) -> str:
-    """What a client sent, as far as a message repeats it."""
+    """Cut a client's text to the length that error messages repeat."""
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def _kind(value: Any) -> str:
-    """What JSON calls it."""
+    """Name the JSON type of a value."""
     names = {bool: "a boolean", str: "a string", list: "a list", dict: "an object"}
     names |= {int: "a number", float: "a number", type(None): "null"}
     return names[type(value)]

@@ -33,18 +33,18 @@ from ..target.rollback import check_supported
 FOLDER_BYTES = 20_000_000_000
 NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{8}\.safetensors")  # the last part is ``_checksum``
 DRAFT = ".{}.{}.part.safetensors"
-PIECE = 1 << 24  # bytes that are read at once
+PIECE = 1 << 24  # bytes read at once
 UNREADABLE = (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError)
-"""What mlx-lm, MLX and we raise for files that are damaged, or of another version."""
+"""Errors that mlx-lm, MLX and we raise for files that are damaged or of another version."""
 IS_TRUE = {"True": True, "False": False}
 Tokens = npt.NDArray[np.int32]
 
 
 class Caches(list[Any]):
-    """The caches of one sequence: the first ``num_target`` are the target's, others the drafter's.
+    """Caches of one sequence: the first ``num_target`` are the target's, the rest the drafter's.
 
     ``num_tokens`` is the length of the sequence when they were filed; trimming does not change it.
-    ``is_whole``: the drafter's part had all that it keeps of the last token then.
+    ``is_whole``: the drafter's part then had all that it keeps of the last token.
     """
 
     def __init__(self, caches: list[Any], num_target: int | None = None, is_whole: bool = True):
@@ -68,12 +68,12 @@ class Caches(list[Any]):
 
 @dataclass(eq=False)
 class Snapshot:
-    """The caches of one text: in memory, in a file, or in both.
+    """Caches of one text: in memory, in a file, or in both.
 
-    ``rank``: the lowest leave memory first. It is how many tokens would have to be read again, on
-    top of the rank of what had left when it was last used, so that nothing stays for its length
-    alone. Only requests with the same ``salt`` use it. ``outdated`` are files of shorter texts, of
-    no use once this one has its own.
+    ``rank``: the lowest leave memory first. It is the number of tokens to read again, plus the
+    rank of the last one that had left when this was last used, so that no text stays only for
+    its length. Only requests with the same ``salt`` use it. ``outdated`` are files of shorter
+    texts, of no use once this one has its own.
     """
 
     tokens: Tokens
@@ -87,7 +87,7 @@ class Snapshot:
     is_unwritable: bool = False
 
     def num_usable(self, tokens: Tokens) -> int:
-        """How many of the first tokens of a text need not be read."""
+        """Count the first tokens of a text that need not be read."""
         size = min(len(self.tokens), len(tokens))
         differ = self.tokens[:size] != tokens[:size]
         num_common = int(differ.argmax()) if differ.any() else size
@@ -98,9 +98,9 @@ class Snapshot:
 
     @classmethod
     def of(cls, path: Path, metadata: Mapping[str, str]) -> "Snapshot":
-        """That of a file, whose caches are read when they are needed.
+        """Make the snapshot of a file; its caches are read when they are needed.
 
-        Raises ValueError or KeyError where that is no such metadata.
+        Raises ValueError or KeyError for other metadata.
         """
         tokens = np.frombuffer(base64.b64decode(metadata["tokens"]), "<i4").astype(np.int32)
         _as_caches([], metadata, len(tokens))  # which raises, too
@@ -109,7 +109,7 @@ class Snapshot:
         return cls(tokens, metadata["cache_type"], is_trimmable, salt, path=path)
 
     def metadata(self) -> dict[str, str]:
-        """What its file says of its caches, which are in memory."""
+        """Return the metadata for its file; the caches have to be in memory."""
         assert self.caches is not None
         return {
             "tokens": base64.b64encode(self.tokens.astype("<i4").tobytes()).decode(),
@@ -122,7 +122,7 @@ class Snapshot:
 
 
 def _as_caches(caches: list[Any], metadata: Mapping[str, str], num_tokens: int) -> Caches:
-    """Those of a file, by its metadata."""
+    """Wrap the caches of a file as its metadata says."""
     found = Caches(caches, int(metadata["num_target"]), IS_TRUE[metadata["is_whole"]])
     found.num_tokens = num_tokens
     return found
@@ -131,12 +131,12 @@ def _as_caches(caches: list[Any], metadata: Mapping[str, str], num_tokens: int) 
 class CacheFolder:
     """Prompt-cache files of any number of servers, which share ``max_bytes``.
 
-    Of the files, the least recently used go first. ``pair`` says what caches depend on: those of
-    files that were written by another pair are left alone.
+    The least recently used files go first. ``pair`` says what caches depend on: files that
+    another pair has written are not touched.
     """
 
     def __init__(self, path: Path, max_bytes: int = FOLDER_BYTES):
-        """Raises ValueError where files cannot be written."""
+        """Raises ValueError if files cannot be written."""
         self.path = path
         self.max_bytes = max_bytes
         self.pair: dict[str, str] = {}
@@ -154,7 +154,7 @@ class CacheFolder:
         self._make_room()
 
     def files(self) -> dict[Path, Snapshot]:
-        """The texts of this pair that are there now, by file, as snapshots of their own."""
+        """Return new snapshots of this pair's files that exist now, by path."""
         there = [path for path, _ in self._entries()]
         known = {path: self._known[path] for path in there if path in self._known}
         self._known = known | {path: self._read(path) for path in there if path not in known}
@@ -162,7 +162,7 @@ class CacheFolder:
         return {path: replace(text, outdated=[]) for path, text in found.items()}
 
     def save(self, text: Snapshot) -> Path | None:
-        """Write a file, and let go of others where there are too many; None where it cannot be.
+        """Write a file, and remove others if there are too many; None if it cannot be written.
 
         The log says so once, until it works again.
         """
@@ -183,7 +183,7 @@ class CacheFolder:
         return path
 
     def load(self, path: Path) -> Caches | None:
-        """The caches in a file; None where it is gone, or broken and now removed."""
+        """Load the caches of a file; None if it is gone, or broken and now removed."""
         text = self._known.get(path)
         if text is None:
             return None
@@ -199,24 +199,24 @@ class CacheFolder:
             return None
 
     def use(self, path: Path) -> None:
-        """Let a file stay, and the others go first."""
+        """Mark a file as used, so that others go first."""
         with suppress(OSError):
             os.utime(path)
 
     def remove(self, paths: Sequence[Path]) -> None:
-        """Let go of files."""
+        """Remove files."""
         for path in paths:
             self._known.pop(path, None)
             with suppress(OSError):
                 path.unlink()
 
     def measure(self) -> tuple[int, int]:
-        """How many files there are, of whatever pair, and their bytes."""
+        """Count the files of all pairs, and their bytes."""
         sizes = [found.st_size for _, found in self._entries()]
         return len(sizes), sum(sizes)
 
     def _entries(self) -> list[tuple[Path, os.stat_result]]:
-        """The files that may be read: regular ones of this user, by names that we give."""
+        """List the files that may be read: regular ones of this user, with our kind of name."""
         entries = []
         with suppress(OSError):
             for path in self.path.iterdir():
@@ -228,7 +228,7 @@ class CacheFolder:
         return entries
 
     def _read(self, path: Path) -> Snapshot | None:
-        """What a file says of its text; None where it is of another pair, or broken."""
+        """Read the metadata of a file; None if it is of another pair, or broken."""
         try:
             read_header(path)
             metadata = {
@@ -253,7 +253,7 @@ class CacheFolder:
             path.unlink()
 
     def _write(self, text: Snapshot) -> Path:
-        """Write the file under another name first, which is locked as long as we live."""
+        """Write the file under a temporary name that is locked, then rename it."""
         caches = text.caches or []
         check_supported(caches, "pair")
         size = sum(cache.nbytes for cache in caches)
@@ -283,7 +283,7 @@ class CacheFolder:
         return path
 
     def _make_room(self, newest: Path | None = None) -> None:
-        """Remove the least recently used files until the others are few enough."""
+        """Remove the least recently used files until the rest fit ``max_bytes``."""
         entries = sorted(self._entries(), key=lambda entry: entry[1].st_mtime_ns)
         total = sum(found.st_size for _, found in entries)
         for path, found in entries:
@@ -293,7 +293,7 @@ class CacheFolder:
 
 
 def _checksum(file: BinaryIO) -> str:
-    """Of all bytes of a file: eight digits."""
+    """Checksum of all bytes of a file, in eight digits."""
     file.seek(0)
     crc = 0
     while piece := file.read(PIECE):

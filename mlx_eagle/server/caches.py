@@ -1,7 +1,7 @@
 """Prompt caches of earlier requests: the target's, with the drafter's part behind them.
 
-A cache that can be trimmed serves all texts that begin like its own. Recurrent states cannot be,
-nor can full windows: of those there are snapshots, where other texts are likely to part from one.
+A cache that can be trimmed serves all texts that begin like its own. Recurrent states and full
+windows cannot: they have snapshots at the points where other texts are likely to differ.
 """
 
 import hashlib
@@ -35,10 +35,10 @@ from .cache_files import FOLDER_BYTES, CacheFolder, Caches, Snapshot, Tokens
 from .metrics import CacheCounts
 
 NUM_KEPT = {"system": 1, "user": 2, "assistant": 1}
-"""By mlx-lm's words for whose message a text ends with: how many snapshots are kept along one.
+"""Snapshots kept along one text, by mlx-lm's name for the role of the text's last message.
 
-A turn goes on behind the last answer, or where thoughts are left out behind the last question,
-and one that was edited behind the question before.
+A turn continues the last answer, or the last question where thoughts are left out; an edited
+one continues the question before.
 """
 
 
@@ -46,16 +46,16 @@ SETTLED = 1.0  # seconds: an agent asks again sooner
 
 
 def can_trim(caches: list[Any]) -> bool:
-    """Whether any number of tokens can be cut off the end, and leave what was there before them.
+    """Whether any number of tokens can be cut off the end, leaving the caches as before them.
 
-    Of chunks mlx-lm says so too where the front is gone, which a shorter text would need.
+    mlx-lm says so of chunked caches too whose front is gone, which a shorter text would need.
     """
     chunks = [cache for cache in single_caches(caches) if isinstance(cache, ChunkedKVCache)]
     return can_trim_prompt_cache(caches) and not any(chunk.start_position for chunk in chunks)
 
 
 def trim(caches: list[Any], num_tokens: int) -> None:
-    """Cut tokens off the end, and let go of the memory that they took."""
+    """Cut tokens off the end, and free their memory."""
     trim_prompt_cache(caches, num_tokens)
     for cache in single_caches(caches):
         if type(cache) in TRIMMED_FOREVER and cache.offset > 0:
@@ -68,7 +68,7 @@ TRIMMED_FOREVER = (KVCache, QuantizedKVCache, ConcatenateKVCache)
 
 
 def shortened(caches: Caches, num_tokens: int) -> Caches:
-    """Copies that hold so many tokens less; the drafter has none where its cannot be cut."""
+    """Copy the caches without the last ``num_tokens``; no drafter's part if it cannot be cut."""
     target = deepcopy(caches.target)
     draft = deepcopy(caches.draft)
     if num_tokens > 0:
@@ -81,15 +81,15 @@ def shortened(caches: Caches, num_tokens: int) -> Caches:
 
 
 def is_always_trimmable(caches: list[Any]) -> bool:
-    """Whether caches of these kinds can be trimmed whatever they hold: they need no snapshots."""
+    """Whether caches of these kinds can always be trimmed, and so need no snapshots."""
     return all(type(cache) in TRIMMED_FOREVER for cache in single_caches(caches))
 
 
 def without_last(request: Request) -> Caches | None:
-    """What is to be filed of a text that ended in shared rounds, up to its last token but one.
+    """Caches to file for a text that ended in shared rounds: all but its last token.
 
-    That token was not run yet: a request that continues the text will run it, with what follows.
-    None where the caches cannot be trimmed to that.
+    That token was not run yet: a request that continues the text runs it, with what follows.
+    None if the caches cannot be trimmed to that.
     """
     decoder = request.decoder
     target = decoder.cache
@@ -103,9 +103,9 @@ def without_last(request: Request) -> Caches | None:
 class PairCache:
     """Snapshots of earlier texts, for the requests that begin like them.
 
-    As in mlx-lm's store, ``max_size`` is how many texts it keeps in memory, and ``max_bytes``
-    bounds what they take. With a ``folder`` they go to files too, once ``folder.pair`` is known.
-    ``counts`` may be read from any thread, all else belongs to one.
+    As in mlx-lm's store, ``max_size`` is the number of texts kept in memory, and ``max_bytes``
+    bounds their size. With a ``folder`` they go to files too, once ``folder.pair`` is known.
+    ``counts`` may be read from any thread, the rest from one thread only.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class PairCache:
         cache_type: str = "assistant",
         salt: str = "",
     ) -> None:
-        """File the caches of a text, which are nobody else's from now on.
+        """File the caches of a text; the caller must not use them afterwards.
 
         Only requests with the same ``salt`` find them.
         """
@@ -152,7 +152,7 @@ class PairCache:
         self._make_room(made)
 
     def fetch(self, tokens: list[int], salt: str = "") -> tuple[Caches | None, list[int]]:
-        """A copy of the caches that fit best, and the tokens not in them: one at least."""
+        """Copy the caches that fit best; return them and the tokens they lack, at least one."""
         wanted = np.array(tokens[:-1], np.int32)
         self._look_into_folder()
         while (snapshot := self._nearest(wanted, salted(salt))) is not None:
@@ -170,15 +170,15 @@ class PairCache:
         return None, tokens
 
     def save_next(self) -> None:
-        """Write a snapshot to a file, if one is due; to be called while there is nothing else.
+        """Write a snapshot to a file, if one is due; call it while there is nothing else to do.
 
-        A text that is about to go on is not worth it.
+        A text that is about to continue is not worth it.
         """
         if self.folder is not None and time.monotonic() - self._used >= SETTLED:
             self._save(next(filter(_is_unsaved, reversed(self._snapshots)), None))
 
     def save_all(self, is_hurried: Callable[[], bool] = lambda: False) -> None:
-        """Write what no file has, the newest first, unless there is no time for more."""
+        """Write all snapshots that have no file, newest first, until ``is_hurried``."""
         if self.folder is None:
             return
         unsaved = [s for s in reversed(self._snapshots) if _is_unsaved(s)]
@@ -189,7 +189,7 @@ class PairCache:
                 self._save(snapshot)
 
     def _replaced_by(self, made: Snapshot) -> list[Snapshot]:
-        """Of the beginnings of its text, those that are of no use any more beside it."""
+        """List the snapshots of shorter texts that ``made`` replaces."""
         before = [s for s in self._of(made.salt) if s.num_usable(made.tokens) == len(s.tokens)]
         if made.is_trimmable:
             return before
@@ -202,9 +202,9 @@ class PairCache:
         return [snapshot for snapshot in self._snapshots if snapshot.salt == salt]
 
     def _nearest(self, wanted: Tokens, salt: str) -> Snapshot | None:
-        """The best one to go on from; None where there is none.
+        """Find the best snapshot to continue from; None if there is none.
 
-        Of several, one in memory, and of these the one of which the least has to be cut off.
+        Among equals, prefer one in memory, then the one of which the least is cut off.
         """
         best = max(
             self._of(salt),
@@ -214,7 +214,7 @@ class PairCache:
         return best if best is not None and best.num_usable(wanted) > 0 else None
 
     def _load(self, snapshot: Snapshot) -> Caches | None:
-        """Its caches, read from the file if need be; where that fails, it is forgotten."""
+        """Return its caches, read from the file if needed; if that fails, forget it."""
         if snapshot.caches is None and self.folder is not None and snapshot.path is not None:
             snapshot.caches = self.folder.load(snapshot.path)
         if snapshot.caches is None:
@@ -222,14 +222,14 @@ class PairCache:
         return snapshot.caches
 
     def _use(self, snapshot: Snapshot) -> None:
-        """Let it stay, and the others leave first."""
+        """Mark a snapshot as used, so that others leave memory first."""
         snapshot.rank = self._clock + len(snapshot.tokens)
         self._used = time.monotonic()
         if self.folder is not None and snapshot.path is not None:
             self.folder.use(snapshot.path)
 
     def _make_room(self, newest: Snapshot) -> None:
-        """Let snapshots leave memory until they are few enough, the newest last of all."""
+        """Drop snapshots from memory until the rest fit, ``newest`` last of all."""
 
         def lowest(snapshots: list[Snapshot]) -> Snapshot:
             return min(snapshots, key=lambda s: (s is newest, s.rank))
@@ -267,7 +267,7 @@ class PairCache:
         self._count()
 
     def _look_into_folder(self) -> None:
-        """Know the files that are there now, also those of other servers."""
+        """Take in the files that exist now, including other servers'."""
         if self.folder is None:
             return
         files = self.folder.files()
@@ -286,7 +286,7 @@ class PairCache:
 
 
 def salted(salt: str) -> str:
-    """A digest of the salt of a request, to be kept in its stead; "" for none."""
+    """Digest of a request's salt, kept in place of the salt; "" for none."""
     return hashlib.blake2b(salt.encode(), digest_size=16).hexdigest() if salt else ""
 
 
@@ -296,7 +296,7 @@ def _is_unsaved(snapshot: Snapshot) -> bool:
 
 
 def open_prompt_cache(args: Namespace) -> PairCache:
-    """The store that the flags ask for; ValueError where its folder cannot be written."""
+    """Open the store that the flags ask for. Raises ValueError if its folder is not writable."""
     max_bytes = args.prompt_cache_bytes
     folder = None
     if args.prompt_cache_dir is not None:
@@ -308,11 +308,11 @@ def open_prompt_cache(args: Namespace) -> PairCache:
 def prepare(
     caches: Caches | None, model: nn.Module, drafter: Drafter | None, text: list[int]
 ) -> Caches:
-    """Caches that hold ``text``, as fetched, made ready for the next request.
+    """Make fetched caches that hold ``text`` ready for the next request.
 
-    Without a drafter the result has no drafter's part, which would fall behind. With one it
-    has: a fresh part where there was none, so the drafter starts cold; and where the text was
-    trimmed to ``text``, or they were not whole, what the drafter keeps of its last token is made.
+    Without a drafter the result has no drafter's part, which would fall behind. With one it has:
+    a fresh part if there was none, so the drafter starts cold. If the caches were trimmed to
+    ``text``, or were not whole, what the drafter keeps of the last token is computed.
     """
     if caches is None:
         caches = Caches(make_prompt_cache(model))

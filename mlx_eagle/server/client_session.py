@@ -27,10 +27,10 @@ EXTRA_HEADERS = {401: {"WWW-Authenticate": 'Bearer realm="mlx-eagle"'}, 503: {"R
 
 @dataclass
 class Piece:
-    """What a client gets at a time; the last piece of an answer has a ``finish_reason``.
+    """A piece of an answer; the last one has a ``finish_reason``.
 
-    ``calls`` are calls of tools, as the OpenAI API has them; ``responses`` the tokens since the
-    piece before; ``draft`` what is reported of them to those who ask.
+    ``calls`` are tool calls in the form of the OpenAI API; ``responses`` are the tokens since the
+    previous piece; ``draft`` is the report on them, for clients that ask.
     """
 
     text: str = ""
@@ -61,7 +61,7 @@ class ClientSession:
 
     @property
     def num_cached(self) -> int:
-        """Tokens of the prompt that an earlier request had computed."""
+        """Number of prompt tokens that an earlier request had computed."""
         return max(0, self._context.prompt_cache_count) if self._context is not None else 0
 
     def submit(self, leader: "ClientSession | None" = None) -> None:
@@ -81,7 +81,7 @@ class ClientSession:
         self.answer = self.generator.submit(self._tokenized, self.args, behind)
 
     def open(self) -> GenerationContext:
-        """Wait until the request was begun. Raises RequestError where it cannot be."""
+        """Wait until the request has begun. Raises RequestError if it cannot."""
         assert self.answer is not None
         self.read_since = time.monotonic()
         self._context = context = self.answer.context(self._check)
@@ -90,9 +90,9 @@ class ClientSession:
         return context
 
     def pieces(self, progress: Callable[[int, int], None], is_stream: bool) -> Iterator[Piece]:
-        """What the client gets, as soon as it is known, by mlx-lm's text machine.
+        """Yield the pieces of the answer as soon as mlx-lm's text machine gives them.
 
-        ``progress`` is called with the tokens of the prompt that are read, and all of them.
+        ``progress`` is called with the number of prompt tokens read, and of all.
         ``is_stream``: calls have an ``index``, and drafts are reported piece by piece. Raises
         RequestError.
         """
@@ -132,7 +132,7 @@ class ClientSession:
         yield self._reported(piece)
 
     def whole(self) -> Piece:
-        """All of the answer in one piece."""
+        """Wait for the whole answer and return it in one piece."""
         pieces = list(self.pieces(silent, is_stream=False))
         return replace(
             pieces[-1],
@@ -143,7 +143,7 @@ class ClientSession:
         )
 
     def collect(self, collector: Collector) -> None:
-        """Keep a chat and its answer, unless it was cut off."""
+        """Give the chat and its answer to ``collector``, unless the answer was cut off."""
         if self.request.request_type != "chat" or self._finish_reason != "stop":
             return
         assert self.answer is not None
@@ -173,7 +173,7 @@ class ClientSession:
             yield response
 
     def _reported(self, piece: Piece) -> Piece:
-        """The piece with what was drafted of it, where the client asked."""
+        """Add the draft report to the piece if the client asked for it."""
         if self._report is None or self.answer is None:
             return piece
         piece.draft = self._report.take()
@@ -182,13 +182,13 @@ class ClientSession:
         return piece
 
     def _check(self) -> None:
-        """Raise where waiting is in vain."""
+        """Raise if no answer will come."""
         self._reply.check_connected(self)
         self.generator.check_alive()
 
 
 class Reply(BaseHTTPRequestHandler):
-    """Where an answer goes: the connection of a client, as the APIs see it.
+    """Connection of a client, to which the APIs send an answer.
 
     ``created`` and ``asked`` say when the request came, by the calendar and by
     ``time.monotonic()``; ``num_bytes`` is the size of its body.
@@ -207,13 +207,13 @@ class Reply(BaseHTTPRequestHandler):
         return self.server.generator.model_provider
 
     def new_session(self, request: CompletionRequest, args: PairArguments) -> ClientSession:
-        """One prompt of the request, which is closed and counted with it."""
+        """Add a session to the request, which closes and counts it."""
         session = ClientSession(self, request, args)
         self.sessions.append(session)
         return session
 
     def check_connected(self, session: ClientSession) -> None:
-        """Raise ConnectionError where the client is gone, or too slow to read its answer."""
+        """Raise ConnectionError if the client is gone, or too slow to read its answer."""
         self.presence.check(self.is_answering)
         answer = session.answer
         if answer is None or not answer.is_over or not session.read_since:
@@ -223,11 +223,11 @@ class Reply(BaseHTTPRequestHandler):
             raise TimeoutError("the client reads too slowly")
 
     def send_json(self, document: Document, status: int = 200) -> None:
-        """The whole answer."""
+        """Send a whole answer."""
         self.send(status, "application/json", json.dumps(document).encode())
 
     def begin_events(self) -> None:
-        """The head of a stream."""
+        """Send the head of a stream."""
         self.is_streaming = self.close_connection = True
         self.send_response(200)
         self.send_header("Content-type", "text/event-stream")
@@ -235,7 +235,7 @@ class Reply(BaseHTTPRequestHandler):
         self._end_head()
 
     def write(self, text: str) -> None:
-        """A part of a stream."""
+        """Send a part of a stream."""
         self.wfile.write(text.encode())
 
     def say_progress(self, done: int, total: int) -> None:
@@ -245,7 +245,7 @@ class Reply(BaseHTTPRequestHandler):
     def send(
         self, status: int, content_type: str, content: bytes, headers: Mapping[str, str] = {}
     ) -> None:
-        """An answer of any type; one of HEAD has no content."""
+        """Send an answer of any type; without its content for HEAD."""
         self.send_response(status)
         if status != 204:
             self.send_header("Content-type", content_type)
@@ -274,7 +274,7 @@ class Reply(BaseHTTPRequestHandler):
         super().send_response(code, message)
 
     def flush_headers(self) -> None:
-        """Send the head of the answer, without what was sent of it to see who is there."""
+        """Send the head of the answer, except the bytes that ``Presence`` has sent already."""
         head = b"".join(getattr(self, "_headers_buffer", []))
         if head:
             self._headers_buffer = [head[self.presence.num_ahead :]]
@@ -283,7 +283,7 @@ class Reply(BaseHTTPRequestHandler):
 
 
 def _split(state: Any, response: PairResponse) -> tuple[Any, list[tuple[str, str]]]:
-    """The text machine's next state, and the text that it gives by its kind."""
+    """Return the text machine's next state, and the texts that it gives with their kinds."""
     segments: list[tuple[str, str]] = []
     if response.finish_reason != "stop" or response.stop_word is not None:
         state, segments = TextStateMachine.split(state, response.text)

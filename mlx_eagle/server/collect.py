@@ -1,6 +1,6 @@
 """Collecting chats in a file that ``mlx_eagle.train`` takes as data (``--collect``).
 
-What becomes of a request never depends on it.
+No request fails because of it.
 """
 
 import errno
@@ -24,15 +24,15 @@ MOST_KNOWN = 100_000  # rows that are not kept a second time
 
 
 class Collector:
-    """Appends rows to a JSONL file that its owner alone may read; each conversation once.
+    """Appends rows to a JSONL file that only its owner may read; each conversation once.
 
-    It has to be a regular file of this user, with no other name: what a link leads to, a device
-    or another's file is left as it is. A file that would grow beyond ``max_bytes`` is renamed,
-    ``.1`` at its end, in place of the one that had this name; rows that follow begin a new file.
+    It has to be a regular file of this user, with no other name: links, devices and files of
+    other users are not touched. A file that would grow beyond ``max_bytes`` gets ``.1`` at the
+    end of its name, replacing an older one; later rows begin a new file.
     """
 
     def __init__(self, path: Path, max_bytes: int = COLLECT_BYTES):
-        """Raises ValueError where the file cannot be written."""
+        """Raises ValueError if the file cannot be written."""
         self.path = path
         self.max_bytes = max_bytes
         self._lock = Lock()
@@ -48,7 +48,7 @@ class Collector:
             ) from err
 
     def keep(self, row: Mapping[str, Any]) -> None:
-        """Append a row, unless it was kept; where that fails, say so once until it works again."""
+        """Append a row unless it is there; log a failure once, until it works again."""
         line = json.dumps(row).encode() + b"\n"
         digest = _digest(row)
         with self._lock:
@@ -70,14 +70,14 @@ class Collector:
                     del self._known[next(iter(self._known))]
 
     def _kept(self) -> Iterator[bytes]:
-        """The digests of the rows in the file; lines that are none of ours do not matter."""
+        """Yield the digests of the rows in the file, skipping lines that are not ours."""
         with self.path.open("rb") as file:
             for line in file:
                 with suppress(ValueError, AttributeError, RecursionError):
                     yield _digest(json.loads(line))
 
     def _append(self, line: bytes) -> None:
-        """The line whole or not at all. Whoever moves the file away gets all that is in it."""
+        """Append the line whole or not at all, also if somebody moves the file meanwhile."""
         file = self._open()
         try:
             size = os.fstat(file).st_size
@@ -109,13 +109,13 @@ class Collector:
 
 
 def _digest(row: Mapping[str, Any]) -> bytes:
-    """Names a conversation with its answer, tools and arguments."""
+    """Digest of a conversation with its answer, tools and arguments."""
     said = [row.get(name) for name in ("messages", "tools", "chat_template_kwargs")]
     return hashlib.blake2b(json.dumps(said).encode(), digest_size=16).digest()
 
 
 def open_collector(args: Namespace) -> Collector | None:
-    """The collector of the flags, if they ask for one; ValueError where it cannot write."""
+    """Open the collector that the flags ask for. Raises ValueError if it cannot write."""
     if args.collect is None:
         return None
     return Collector(Path(args.collect).expanduser(), args.collect_size)
@@ -129,11 +129,11 @@ def chat_row(
     template_args: Mapping[str, Any],
     facts: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """A conversation with its answer, as mlx-lm's data sets have it.
+    """Build the row of a conversation with its answer, in the form of mlx-lm's data sets.
 
-    With it go the very tokens, as ``mlx_eagle.train.answers`` writes them, where the tokenizer
-    makes the same prompt of the messages once more; else its reader would refuse them. ``facts``
-    are kept beside.
+    It includes the exact tokens, as ``mlx_eagle.train.answers`` writes them, if the tokenizer
+    makes the same prompt of the messages again; else its reader would refuse them. ``facts`` are
+    added.
     """
     is_ended = bool(answer) and answer[-1] in tokenizer.eos_token_ids
     text = tokenizer.decode(list(answer[:-1] if is_ended else answer))

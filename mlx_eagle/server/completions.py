@@ -20,7 +20,7 @@ FINGERPRINT = f"mlx-eagle-{__version__}"
 
 
 def event_text(document: Document, name: str = "") -> str:
-    """An event of a stream as it is sent; some APIs name each."""
+    """Format an event of a stream; some APIs give each a name."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(document)}\n\n"
 
@@ -31,7 +31,7 @@ def answer_chat(reply: Reply, body: Document) -> None:
 
 
 def chat_request(body: Document) -> CompletionRequest:
-    """The chat that a checked body asks to go on with."""
+    """Return the chat that a checked body asks to continue."""
     tools = body.get("tools") or None
     roles = body.get("role_mapping")
     return CompletionRequest("chat", "", body["messages"], tools, roles)
@@ -45,7 +45,7 @@ def answer_text(reply: Reply, body: Document) -> None:
 
 
 class Answering:
-    """The answers to one request: ``n`` to each of its prompts, its choices in their order."""
+    """Answers to one request: ``n`` to each of its prompts, in order."""
 
     def __init__(self, reply: Reply, body: Document, requests: Sequence[CompletionRequest]):
         self._reply = reply
@@ -69,10 +69,10 @@ class Answering:
         self._sessions = [
             reply.new_session(request, _seeded(args, i)) for i, request in enumerate(each)
         ]
-        self._offsets = [0] * len(self._sessions)  # letters of each that were given
+        self._offsets = [0] * len(self._sessions)  # letters already sent of each
 
     def run(self) -> None:
-        """Generate all of them at a time, and give them one after the other."""
+        """Generate all answers at the same time, and send them one after the other."""
         num_each = self._num_each
         sessions = self._sessions
         for i, leader in enumerate(sessions[::num_each]):
@@ -109,7 +109,7 @@ class Answering:
         self._reply.write(event_text(self._base | more))
 
     def _echo(self, i: int) -> str:
-        """What precedes a text: its prompt, where that is asked for."""
+        """Return the prompt to put before a text, if the client asks for it."""
         if not self._body.get("echo"):
             return ""
         prompt = self._sessions[i].request.prompt
@@ -171,7 +171,7 @@ class Answering:
 
 
 def draft_usage(sessions: Sequence[ClientSession]) -> Document:
-    """What --usage-stats adds; where nothing was drafted, the mean acceptance length is 1."""
+    """Draft statistics for --usage-stats; the mean acceptance length is 1 without drafts."""
     total = sum((s.answer.stats for s in sessions if s.answer is not None), Stats())
     return {
         "drafted_tokens": total.num_drafted,
@@ -183,9 +183,9 @@ def draft_usage(sessions: Sequence[ClientSession]) -> Document:
 
 
 def model_name(reply: Reply, body: Document) -> str:
-    """The name of what answers; raises RequestError for one that is not served.
+    """Return the name of the model that answers. Raises RequestError if it is not served.
 
-    Any name of a model means the one there is, unless --strict-model.
+    Without --strict-model any name of a model means the one that is served.
     """
     provider = reply.provider
     model = body.get("model", provider.name)
@@ -202,13 +202,13 @@ def model_name(reply: Reply, body: Document) -> str:
 
 
 def _seeded(args: PairArguments, number: int) -> PairArguments:
-    """The arguments of one of several answers: each has its own noise."""
+    """Return the arguments of one of several answers, with a seed of its own."""
     seed = None if args.seed is None else (args.seed + number) % 2**64
     return replace(args, seed=seed)
 
 
 def logprob_of(spell: Callable[[int], bytes], response: PairResponse) -> Document:
-    """A token with its text, bytes, logarithm of probability, and the likeliest others."""
+    """Return a token with its text, bytes, log-probability, and the likeliest others."""
 
     def entry(token: int, logprob: float) -> Document:
         spelled = spell(token)
@@ -220,7 +220,7 @@ def logprob_of(spell: Callable[[int], bytes], response: PairResponse) -> Documen
 
 
 def tokenize(reply: Reply, body: Document) -> None:
-    """The tokens of a ``content``, a ``prompt`` or ``messages``. Raises RequestError."""
+    """Send the tokens of a ``content``, a ``prompt`` or ``messages``. Raises RequestError."""
     provider = reply.provider
     tokenizer = provider.tokenizer
     if "messages" in body:
@@ -242,7 +242,7 @@ def tokenize(reply: Reply, body: Document) -> None:
 
 
 def _piece(provider: PairProvider, token: int) -> str | list[int]:
-    """A token's text, or its bytes where they are no whole letters."""
+    """Return a token's text, or its bytes if they are no whole letters."""
     spelled = provider.spelling(token)
     try:
         return spelled.decode()
@@ -251,7 +251,7 @@ def _piece(provider: PairProvider, token: int) -> str | list[int]:
 
 
 def detokenize(reply: Reply, body: Document) -> None:
-    """The text of ``tokens``. Raises RequestError."""
+    """Send the text of ``tokens``. Raises RequestError."""
     size = reply.provider.vocab_size
     outside = [token for token in body["tokens"] if not 0 <= token < size]
     if outside:
@@ -261,7 +261,7 @@ def detokenize(reply: Reply, body: Document) -> None:
 
 
 def check_tokenize(body: Document) -> Document:
-    """The body; raises ValueError for what is no request to tokenize."""
+    """Check a request to tokenize and return it. Raises ValueError."""
     given = [name for name in ("content", "prompt", "messages") if name in body]
     if len(given) != 1:
         raise ValueError("give one of content, prompt and messages to be tokenized.")
@@ -277,7 +277,7 @@ def check_tokenize(body: Document) -> Document:
 
 
 def check_detokenize(body: Document) -> Document:
-    """The body; raises ValueError for what is no request to put tokens together."""
+    """Check a request to detokenize and return it. Raises ValueError."""
     tokens = body.get("tokens")
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
         raise ValueError("tokens is something else than a list of token ids.")
@@ -285,7 +285,7 @@ def check_detokenize(body: Document) -> Document:
 
 
 def properties(reply: Reply) -> Document:
-    """What is served and how, for ``/props``, in llama-server's words where it has one."""
+    """Properties of the served pair for ``/props``, named as in llama-server if it has them."""
     provider = reply.provider
     flags = reply.provider.cli_args
     names = ("temp", "top_p", "top_k", "min_p", "max_tokens", "num_draft_tokens", "tree")
@@ -305,7 +305,7 @@ def properties(reply: Reply) -> Document:
 
 
 def models(reply: Reply, wanted: str) -> Document:
-    """The list of the one model, or what is ``wanted`` of it."""
+    """Return the list with the one model, or its entry if it is ``wanted``."""
     name = reply.provider.name
     model = {"id": name, "object": "model", "created": reply.created, "owned_by": "mlx-eagle"}
     if not wanted:

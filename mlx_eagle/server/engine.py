@@ -1,7 +1,7 @@
-"""The generating thread and its scheduler: which request is begun, read and decoded next.
+"""Generating thread and its scheduler, which begins, reads and decodes requests.
 
-Prompts are read chunk by chunk, and between two chunks all requests get a round. Requests whose
-drafting settings agree are a group, and share their rounds where their caches can.
+Prompts are read chunk by chunk, and between two chunks all requests get a round. Requests with
+the same drafting settings are a group, and share their rounds where their caches can.
 """
 
 import gc
@@ -44,7 +44,7 @@ IDLE = 0.1  # seconds between looks at whether to stop, while there are no reque
 
 
 class Schedule:
-    """The requests that are being answered, and the order of what is computed for them."""
+    """Requests that are being answered, and the order in which they are computed."""
 
     def __init__(self, generator: "PairGenerator"):
         provider = generator.model_provider
@@ -77,13 +77,13 @@ class Schedule:
         return not self.is_full and len(self._reading) < num_prompts
 
     def add(self, active: ActiveRequest) -> None:
-        """Answer this one too, from the next step on."""
+        """Add a request, which is answered from the next step on."""
         active.answer.put((0, active.num_uncached))
         self._active.append(active)
         self._reading.append(active)
 
     def step(self) -> None:
-        """One chunk of one prompt, and a round of every group."""
+        """Read one chunk of one prompt, and run a round of every group."""
         if self._reading:
             self._read(self._reading.popleft())
         for key, group in list(self._groups.items()):
@@ -95,7 +95,7 @@ class Schedule:
             active.answer.put(RequestError("the server is stopping.", 503))
 
     def _read(self, active: ActiveRequest) -> None:
-        """A chunk of a prompt, and behind its last one the first token."""
+        """Read a chunk of a prompt; after the last one, generate the first token."""
         if active.answer.is_over:  # its client has left
             self._active.remove(active)
             return
@@ -125,7 +125,7 @@ class Schedule:
             self._group_of(active).join(request)
 
     def _group_of(self, active: ActiveRequest) -> Group:
-        """That of its drafting settings; one of its own where it can share no rounds."""
+        """The group for these draft settings, or a private one if it cannot share rounds."""
         args = active.args
         tree = active.tree
         can_share = self._can_share and tree is None and not active.is_alone
@@ -161,7 +161,7 @@ class Schedule:
             self._groups.pop(key, None)
 
     def _say(self, active: ActiveRequest, emitted: RoundOutput) -> int:
-        """Tell a client what a round has given it; how many tokens are not wanted any more."""
+        """Send a client the tokens of a round; return how many of them it does not want."""
         answer = active.answer
         stats = emitted.request.stats
         for i, response in enumerate(active.writer.responses(emitted)):
@@ -178,12 +178,12 @@ class Schedule:
         return 0
 
     def _is_overdue(self, answer: AnswerStream) -> bool:
-        """Whether an answer has had its time, and another cannot begin because of it."""
+        """Whether an answer has used up its time and keeps another from beginning."""
         is_late = time.monotonic() - answer.began >= self._provider.cli_args.time_limit
         return is_late and self.is_full and self._generator.has_waiting()
 
     def _end(self, active: ActiveRequest) -> None:
-        """All was generated: keep its caches, then tell its client."""
+        """End a complete answer: keep its caches, then tell its client."""
         self._active.remove(active)
         if active.is_drafted:
             self._generator.metrics.count_drafts(active.request.stats)
@@ -193,7 +193,7 @@ class Schedule:
         active.answer.put(None)
 
     def _fail(self, active: ActiveRequest, error: Exception) -> None:
-        """Tell a client; where its answer was complete, that it has ended."""
+        """Send a client the error, or just the end if its answer was complete."""
         self._active = [other for other in self._active if other is not active]
         active.answer.put(None if active.is_done else error)
 
@@ -201,10 +201,9 @@ class Schedule:
         return next(active for active in self._active if active.request is request)
 
     def _recover(self, key: object, group: Group, error: Exception) -> None:
-        """After a round that has failed: a request that was by itself gets the error.
+        """Recover from a failed round: a request that ran by itself gets the error.
 
-        Those who shared it go on, each by itself, so that it fails those only that it is to blame
-        on.
+        Requests that shared the round continue, each by itself, so that only the cause fails.
         """
         del self._groups[key]
         all_active = [self._active_of(request) for request in group.requests]
@@ -219,7 +218,7 @@ class Schedule:
 
 
 class PairGenerator(ResponseGenerator):
-    """mlx-lm's generator of responses as the clients' threads see it; its loop drafts for all."""
+    """mlx-lm's response generator for the clients' threads, with a loop that drafts."""
 
     model_provider: PairProvider
     prompt_cache: PairCache
@@ -232,11 +231,11 @@ class PairGenerator(ResponseGenerator):
         super().__init__(provider, prompt_cache)
 
     def hurry(self) -> None:
-        """Write no more caches to files at the end."""
+        """Skip writing caches to files at the end."""
         self._is_hurried.set()
 
     def stop(self, wait: Callable[[float], bool]) -> None:
-        """End the generating thread; ``wait`` waits for a signal, and says whether to hurry."""
+        """End the generating thread; ``wait`` waits for a signal and tells whether to hurry."""
         self._stop = True
         while self.generation_available():
             if wait(IDLE):
@@ -244,7 +243,7 @@ class PairGenerator(ResponseGenerator):
         self.stop_and_join()
 
     def check_loaded(self) -> None:
-        """Raise what is wrong with the pair's names, if something is."""
+        """Raise the error of opening the pair, if there was one."""
         if self.model_provider.error is not None:
             raise self.model_provider.error
         if self.model_provider.model is None:
@@ -257,10 +256,10 @@ class PairGenerator(ResponseGenerator):
         num_bytes: int,
         check: Callable[[], None],
     ) -> Tokenized:
-        """The tokens of a request whose body has so many bytes; in the thread of its client.
+        """Tokenize a request whose body has ``num_bytes`` bytes, in the thread of its client.
 
-        A prompt that is far too long is refused before all of it was tokenized. ``check`` is
-        called on the way and may raise. Raises RequestError.
+        A prompt that is far too long is refused before all of it is tokenized. ``check`` is
+        called meanwhile and may raise. Raises RequestError.
         """
         provider = self.model_provider
         tokenizer = self.model_provider.tokenizer
@@ -292,7 +291,7 @@ class PairGenerator(ResponseGenerator):
     ) -> AnswerStream:
         """Queue a request. Raises RequestError for a form of no use, or if the thread has ended.
 
-        ``behind``: an answer to the same prompt, which is read for that one first.
+        ``behind``: an earlier answer to the same prompt, for which the prompt is read first.
         """
         self.check_alive()
         if args.form is not None:
@@ -308,12 +307,12 @@ class PairGenerator(ResponseGenerator):
         return answer
 
     def check_alive(self) -> None:
-        """Raise RequestError where the generating thread has ended, and waiting is in vain."""
+        """Raise RequestError if the generating thread has ended."""
         if self._stop or not self._generation_thread.is_alive():
             raise RequestError("the server is stopping or has failed.", 503)
 
     def count_open(self) -> tuple[int, int]:
-        """How many requests wait, and how many are being answered."""
+        """Count the requests that wait, and those being answered."""
         answers = list(self._open)
         num_waiting = sum(answer.is_waiting for answer in answers)
         return num_waiting, len(answers) - num_waiting
@@ -324,7 +323,7 @@ class PairGenerator(ResponseGenerator):
             return any(not answer.is_over for answer, _, _ in self.requests.queue)
 
     def _generate(self) -> None:
-        """All that the generating thread does; nothing else in this process computes."""
+        """Run the generating thread; no other thread computes."""
         provider = self.model_provider
         provider.load_default()
         if provider.model is not None:
@@ -345,7 +344,7 @@ class PairGenerator(ResponseGenerator):
         gc.collect()
 
     def _take_in(self, schedule: Schedule) -> None:
-        """Begin as many requests as there is room for; wait for one where there is none."""
+        """Begin as many requests as there is room for; if there are none, wait for one."""
         while schedule.has_room:
             asked = self._next_request(IDLE if schedule.is_idle else None)
             if asked is None:
@@ -359,7 +358,7 @@ class PairGenerator(ResponseGenerator):
     def _begin(
         self, schedule: Schedule, answer: AnswerStream, tokenized: Tokenized, args: PairArguments
     ) -> None:
-        """Answer a request from now on. Raises ValueError for what the pair cannot do."""
+        """Begin to answer a request. Raises ValueError if the pair cannot do it."""
         provider = self.model_provider
         tokenizer = self.model_provider.tokenizer
         stop_sequences, text_machine = self._make_state_machine(

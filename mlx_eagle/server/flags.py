@@ -1,4 +1,4 @@
-"""The flags of ``mlx_eagle.server``: mlx_lm.server's, and our own."""
+"""Flags of ``mlx_eagle.server``: mlx_lm.server's, and our own."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ from .listener import BODY_BYTES, CONNECTIONS, MAX_HEAD, REQUEST_SECONDS
 
 
 def _size(text: str) -> int:
-    """For ``type=`` of a flag: bytes, with or without a unit."""
+    """Parse a flag's number of bytes, with or without a unit."""
     try:
         return _parse_size(text)
     except (ArithmeticError, KeyError, ValueError) as err:
@@ -31,12 +31,12 @@ def _size(text: str) -> int:
 
 
 def _names(text: str) -> list[str]:
-    """For ``type=`` of a flag: names with commas between them."""
+    """Parse a flag's names, separated by commas."""
     return [name for name in map(str.strip, text.split(",")) if name]
 
 
 def _template_arguments(text: str) -> Any:
-    """For ``type=`` of a flag: a JSON value."""
+    """Parse a flag's JSON value."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as err:
@@ -165,7 +165,7 @@ RANGES = (
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """mlx_lm.server's flags, those about drafting, and our own."""
+    """Build the parser: mlx_lm.server's flags, the drafting flags, and our own."""
     parser = argparse.ArgumentParser(
         prog="mlx_eagle.server",
         description="mlx-lm's HTTP server with a draft model. It serves /v1/chat/completions, "

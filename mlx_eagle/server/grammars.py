@@ -1,7 +1,7 @@
-"""Grammars of requests: what ``response_format``, tools and ``grammar`` hold an answer to.
+"""Grammars of requests, from ``response_format``, tools and ``grammar``.
 
-A checked body is read into ``Form``, which says so in a few texts; a grammar is made of it for the
-tokenizer that is served, and kept for the next request with the same form.
+A checked body is read into ``Form``, a few texts; a grammar is made of it for the tokenizer that
+is served, and kept for the next request with the same form.
 """
 
 import json
@@ -21,9 +21,9 @@ ANY_OBJECT = {"type": "object"}
 
 @dataclass(frozen=True)
 class Form:
-    """What an answer is held to; texts, so that equal ones are known again.
+    """Form that an answer must have; in texts, so that equal forms can be recognised.
 
-    ``schema`` is JSON's, ``grammar`` the kind ("regex" or "lark") and the text of the field
+    ``schema`` is a JSON schema, ``grammar`` the kind ("regex" or "lark") and the text of the field
     ``grammar``.
     """
 
@@ -36,7 +36,7 @@ class Form:
 
 
 def read_form(body: Mapping[str, Any]) -> Form | None:
-    """The form that a request asks for; None where the text is free. Raises ValueError."""
+    """Read the form that a request asks for; None if the text is free. Raises ValueError."""
     schema, is_strict = _schema(_object(body, "response_format"))
     grammar = _grammar(_object(body, "grammar"))
     if schema is not None and grammar is not None:
@@ -60,7 +60,7 @@ def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _schema(form: Mapping[str, Any]) -> tuple[str | None, bool]:
-    """The schema of a ``response_format``, and whether it is strict."""
+    """Read the schema of a ``response_format``, and whether it is strict."""
     match form.get("type", "text"):
         case "text":
             return None, False
@@ -89,7 +89,7 @@ def _grammar(field: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _tools(tools: Sequence[Any], choice: Any) -> tuple[tuple[OfferedTool, ...], bool]:
-    """The tools that may be called, and whether one of them must be."""
+    """Read the tools that may be called, and whether one of them must be."""
     found = []
     for tool in tools:
         function = tool.get("function") or {}
@@ -114,7 +114,7 @@ def _tools(tools: Sequence[Any], choice: Any) -> tuple[tuple[OfferedTool, ...], 
 
 @lru_cache(KEPT)
 def make_grammar(form: Form, tokenizer: TokenizerWrapper) -> Grammar:
-    """What holds an answer to ``form``. Raises ValueError where nothing can."""
+    """Make the grammar that enforces ``form``. Raises ValueError if it is not possible."""
     if form.grammar is not None:
         kind, text = form.grammar
         return (Regex if kind == "regex" else Lark)(text, tokenizer)

@@ -1,4 +1,4 @@
-"""Listening socket: connections and their limits, who may ask, and how the server stops."""
+"""Listening socket: connections and their limits, health, and stopping the server."""
 
 import http.client
 import io
@@ -26,7 +26,7 @@ MAX_HEAD = 2**17  # bytes of a request before its body
 DRAIN_SECONDS = 2.0
 DRAIN_BYTES = 2**26
 BEGINNING = b"HTTP/1.1 "
-"""What every answer of ours begins with, whatever its status: it can be sent ahead."""
+"""First bytes of every answer, whatever its status: they can be sent ahead."""
 
 
 BODY_BYTES = 16_000_000
@@ -37,14 +37,14 @@ TOO_MANY = RequestError("the server has too many connections: try again later.",
 TOO_MANY_TEXT = json.dumps(error_document(TOO_MANY)).encode()
 IDLE_SECONDS = 1.0  # without a request, after which a connection may be closed to make room
 RESERVE = 8  # connections beyond the limit that are read at a time
-BRIEF_SECONDS = 1.0  # how long each of them is
+BRIEF_SECONDS = 1.0  # for each of them
 
 
 class RequestReader(io.RawIOBase):
-    """Reads a request from a socket, all of it within one limit of time.
+    """Reads a request from a socket, all of it within one time limit.
 
-    A limit for each read alone would let a client hold its connection for days, byte by byte.
-    ``on_begin`` is called when the first byte of a request has come.
+    A limit for each read only would let a client hold its connection for days, byte by byte.
+    ``on_begin`` is called when the first byte of a request arrives.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class RequestReader(io.RawIOBase):
         self._num_read = 0
 
     def begin(self) -> None:
-        """The request has begun to arrive: from now on its time runs."""
+        """Start the time limit of a request that has begun to arrive."""
         if not self._has_begun:
             self._has_begun = True
             self._deadline = time.monotonic() + self._seconds
@@ -73,7 +73,7 @@ class RequestReader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Raises TimeoutError, and for a head that is too large what http.server answers 431."""
+        """Raises TimeoutError, or the error that http.server answers with 431 for a large head."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("the request took too long to arrive")
@@ -91,8 +91,8 @@ class Presence:
     """Whether the client of a connection is still there.
 
     A client that has closed its sending side may be gone, or may wait for its answer, as
-    ``nc -N`` does. Only sending tells: what is gone refuses it. So the bytes with which every
-    answer begins are sent ahead, one at a time.
+    ``nc -N`` does. Only sending tells: a client that is gone refuses it. So the first bytes of
+    every answer are sent ahead, one at a time.
     """
 
     def __init__(self, connection: socket.socket):
@@ -102,9 +102,9 @@ class Presence:
         self._pause = 1.0
 
     def check(self, is_answering: bool) -> None:
-        """Raise ConnectionError where the client is gone.
+        """Raise ConnectionError if the client is gone.
 
-        ``is_answering`` says that the head of the answer was sent: what follows it will tell.
+        ``is_answering``: the head of the answer was sent, so sending the rest will tell.
         """
         error = self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
@@ -129,7 +129,7 @@ class Presence:
 
 
 def drain(connection: socket.socket) -> None:
-    """Read what a client still sends after it was refused, for a moment.
+    """Read for a moment what a client still sends after it was refused.
 
     A connection that is closed with bytes unread is reset, and the client may lose its answer.
     """
@@ -148,7 +148,7 @@ def drain(connection: socket.socket) -> None:
 
 
 class PairServer(ThreadingHTTPServer):
-    """A thread per client; ``answering`` are those whose request is not answered yet."""
+    """Server with a thread per client; ``answering`` holds those with an open request."""
 
     request_queue_size = 128
     daemon_threads = True
@@ -160,7 +160,7 @@ class PairServer(ThreadingHTTPServer):
         access: Access | None = None,
         collector: Collector | None = None,
     ):
-        """Listens at once, as the flags say; ValueError where the address cannot be had."""
+        """Listen at once, as the flags say. Raises ValueError if the address is not available."""
         self.generator = generator
         self.flags = generator.cli_args
         self.access = access
@@ -192,9 +192,8 @@ class PairServer(ThreadingHTTPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer in a thread of its own, unless there are too many.
 
-        Of too many, the one that has asked for nothing the longest makes room. Where all have,
-        a few more are read: who asks for the health gets it, and the others learn that it is
-        full.
+        Then the connection that has been idle longest makes room. If none is idle, a few more
+        requests are read: those for the health get it, others learn that the server is full.
         """
         if len(self._connections) >= self.flags.max_connections:
             self._close_idlest()
@@ -215,12 +214,12 @@ class PairServer(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def note_idle(self, connection: socket.socket) -> None:
-        """A connection waits for a request: from now on, unless it does already."""
+        """Note that a connection waits for a request, from now on unless it does already."""
         with self._lock:
             self._idle.setdefault(connection, time.monotonic())
 
     def note_busy(self, connection: socket.socket) -> None:
-        """It does not, any more."""
+        """Note that a connection no longer waits for a request."""
         with self._lock:
             self._idle.pop(connection, None)
 
@@ -235,7 +234,7 @@ class PairServer(ThreadingHTTPServer):
             found.shutdown(socket.SHUT_RDWR)  # its thread reads an end, and closes it
 
     def _answer_in_brief(self, request: socket.socket) -> None:
-        """Answer one that is too many: its health, or that it is full."""
+        """Answer a connection beyond the limit: with the health, or that the server is full."""
         try:
             request.settimeout(BRIEF_SECONDS)
             answer = 503, TOO_MANY_TEXT
@@ -247,7 +246,7 @@ class PairServer(ThreadingHTTPServer):
             self._reserve.release()
 
     def health(self) -> tuple[int, bytes]:
-        """Whether it can answer: the status, and the document that says so."""
+        """Return whether the server can answer, as a status and a document."""
         is_healthy = self.generator.is_healthy
         document = {"status": "ok" if is_healthy else "unavailable"}
         return 200 if is_healthy else 503, json.dumps(document).encode()
@@ -256,18 +255,18 @@ class PairServer(ThreadingHTTPServer):
         super().serve_forever(poll_interval)
 
     def stop_listening(self) -> None:
-        """Refuse new connections from now on; requests that were read are still answered."""
+        """Refuse new connections from now on; requests already read are still answered."""
         self.is_stopping = True
         self.shutdown()
         self.server_close()
 
     def metrics_text(self) -> str:
-        """What ``/metrics`` shows."""
+        """Return the text of ``/metrics``."""
         num_waiting, num_running = self.generator.count_open()
         return self.metrics.text(num_waiting, num_running, len(self._connections))
 
     def page_settings(self) -> dict[str, Any]:
-        """What the page at ``/`` is told. Nobody is asked for a key there: then no names."""
+        """Settings for the page at ``/``; it needs no key, so with a key the names are left out."""
         args = self.flags
         is_open = self.access.key is None
         return {
@@ -281,7 +280,7 @@ class PairServer(ThreadingHTTPServer):
         }
 
     def _refuse(self, request: Any, status: int = 503, content: bytes = TOO_MANY_TEXT) -> None:
-        """Say so without waiting: this is the thread that accepts connections for everybody."""
+        """Refuse without waiting: this thread accepts all connections."""
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Length: {len(content)}\r\n"
         )
@@ -297,6 +296,6 @@ class PairServer(ThreadingHTTPServer):
         request.close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that leaves is no error of ours."""
+        """Ignore the error of a client that leaves."""
         if not isinstance(sys.exception(), (ConnectionError, TimeoutError)):
             super().handle_error(request, client_address)

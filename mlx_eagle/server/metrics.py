@@ -1,4 +1,4 @@
-"""Counters of the server, and ``/metrics``: Prometheus's text format 0.0.4."""
+"""Counters of the server, and ``/metrics`` in Prometheus's text format 0.0.4."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -45,18 +45,18 @@ HELP = {
     "requests_running": "Requests being answered.",
     "connections": "Open connections.",
 }
-"""The metrics, in the order of the page. Counters end with _total, as is Prometheus's custom."""
+"""Metrics in the order of the page. Counters end with _total, as is usual for Prometheus."""
 BY_OUTCOME = (
     "requests_total", "prompt_tokens_total", "cached_prompt_tokens_total",
     "generated_tokens_total",
 )  # fmt: skip
-"""What ``count_request`` counts, in this order: requests, then their tokens of each kind."""
+"""Counters of ``count_request``, in this order: requests, then their tokens of each kind."""
 Values = float | Mapping[str, float]
-"""One value, or several by what stands behind the metric's name."""
+"""One value, or several by the suffix of the metric's name."""
 
 
 class RequestOutcome(StrEnum):
-    """What became of a request to generate."""
+    """Outcome of a request to generate."""
 
     ANSWERED = "answered"  # whole and without an error
     REFUSED = "refused"  # status 400 to 499
@@ -76,7 +76,7 @@ def _places() -> dict[str, int]:
 
 @dataclass
 class CacheCounts:
-    """Where requests have found caches since the server was started, and what is kept now."""
+    """Counts of cache hits since the server was started, and of caches kept now."""
 
     hits: dict[str, int] = field(default_factory=_places)
     misses: int = 0
@@ -85,7 +85,7 @@ class CacheCounts:
 
 
 class Metrics:
-    """Counts since the server was started; to be used from any thread."""
+    """Counts since the server was started; safe in any thread."""
 
     def __init__(
         self, caches: CacheCounts | None = None, answers: EarlierAnswers | None = None
@@ -100,31 +100,31 @@ class Metrics:
         self._drafts = Stats()
 
     def count_request(self, outcome: RequestOutcome, *num_tokens: int) -> None:
-        """A request has ended, with so many tokens of each kind."""
+        """Count a request that has ended, with ``num_tokens`` of each kind."""
         with self._lock:
             for counts, num in zip(self._by_outcome.values(), (1, *num_tokens), strict=False):
                 counts[outcome] += num
 
     def count_first_token(self, seconds: float) -> None:
-        """An answer began, so long after its request had come."""
+        """Count an answer that began ``seconds`` after its request arrived."""
         with self._lock:
             self._first_tokens[sum(seconds > bound for bound in FIRST_TOKEN_BOUNDS)] += 1
             self._first_token_seconds += seconds
 
     def count_refused_connection(self) -> None:
-        """A connection was one too many."""
+        """Count a connection beyond the limit."""
         with self._lock:
             self._refused_connections += 1
 
     def count_drafts(self, stats: Stats) -> None:
-        """An answer that was drafted has ended."""
+        """Count the drafts of an answer that has ended."""
         with self._lock:
             total = self._drafts + stats
             # What is kept in order would grow for as long as the server runs.
             self._drafts = replace(total, draft_lengths=[], drafting_events=[])
 
     def text(self, num_waiting: int, num_running: int, num_connections: int) -> str:
-        """All of it, and how things stand at this moment."""
+        """Return all metrics; the arguments are the values of this moment."""
         with self._lock:
             values = self._values()
         values |= {
@@ -164,7 +164,7 @@ class Metrics:
 
 
 def _by(label: str, values: Mapping[Any, float], suffix: str = "") -> dict[str, float]:
-    """The values of a metric by its label."""
+    """Return the values of a metric by its label."""
     return {f'{suffix}{{{label}="{key}"}}': value for key, value in values.items()}
 
 
@@ -173,7 +173,7 @@ def _by_position(values: Sequence[float]) -> dict[str, float]:
 
 
 def _family(name: str, text: str, values: Values) -> str:
-    """A metric with its help, its type and its values."""
+    """Format a metric with its help, type and values."""
     kind = "counter" if name.endswith("_total") else "gauge"
     kind = "histogram" if name == FIRST_TOKEN else kind
     full = f"mlx_eagle_{name}"

@@ -26,13 +26,13 @@ SAME = (
     "stop", "top_k", "min_p", "logit_bias", "thinking_budget", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "store", *SCOPE,
 )  # fmt: skip
-"""Fields that mean what they mean for a chat."""
+"""Fields with the same meaning as in a chat."""
 OTHER_NAMES = {
     "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format",
     "max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort",
     "n": "several requests",
 }  # fmt: skip
-"""Fields of a chat, and what this API has instead."""
+"""Fields of a chat, with the fields that this API has instead."""
 IN = "__"  # between a namespace of tools and the name of one
 UNSUPPORTED = ("background", "conversation", "prompt", "context_management", "moderation", "image")
 ECHOED = (
@@ -48,7 +48,7 @@ TYPES = {
 
 
 def check(body: Document) -> Document:
-    """The body of the chat that a request means, behind what was asked. Raises ValueError."""
+    """Translate a request to the body of a chat; return both. Raises ValueError."""
     for name, instead in OTHER_NAMES.items():
         if name in body:
             raise ValueError(f"{name} is not a field of /v1/responses: give {instead}.")
@@ -89,7 +89,7 @@ def _items(given: Any) -> list[Document]:
 
 
 def _text(content: Any, what: str) -> str:
-    """The text of a content, which may be a list of parts."""
+    """Return the text of a content, which may be a list of parts."""
     if isinstance(content, str):
         return content
     texts = []
@@ -103,7 +103,7 @@ def _text(content: Any, what: str) -> str:
 
 
 def _messages(items: Sequence[Document]) -> list[Document]:
-    """The messages of a chat that items mean; thoughts, text and calls of an answer are one."""
+    """Translate items to messages; thoughts, text and calls of an answer become one message."""
     messages: list[Document] = []
     for item in items:
         kind = item.get("type", "message")
@@ -142,7 +142,7 @@ def _add_message(messages: list[Document], item: Document) -> None:
 
 
 def _answer_for(messages: list[Document], behind: Sequence[str]) -> Document:
-    """The answer that an item belongs to: a new one where the last has what it precedes."""
+    """Find the answer of an item: a new one if the last has a field of ``behind``."""
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or any(last.get(name) for name in behind):
         messages.append({"role": "assistant", "content": ""})
@@ -159,7 +159,7 @@ def _call(item: Document) -> Document:
 
 
 def _form(text: Document) -> Document:
-    """What a chat has for the field ``text``."""
+    """Translate the field ``text``."""
     found = {"verbosity": text["verbosity"]} if "verbosity" in text else {}
     form = text.get("format")
     if isinstance(form, dict) and form.get("type") == "json_schema":
@@ -169,7 +169,7 @@ def _form(text: Document) -> Document:
 
 
 def _tools(body: Document) -> Document:
-    """What a chat has for tools, and for which of them the model may or must call."""
+    """Translate the tools, and the choice of those that the model may or must call."""
     given = _objects(body.get("tools", []), "tools")
     choice = body.get("tool_choice", "auto")
     tools = [_tool(tool) for tool in _functions(given)]
@@ -184,7 +184,7 @@ def _tools(body: Document) -> Document:
 
 
 def _functions(tools: Sequence[Document]) -> Iterator[Document]:
-    """The tools, those within namespaces under names that say so."""
+    """Yield the tools; in a namespace their names begin with it."""
     for tool in tools:
         if tool.get("type") == "namespace":
             for each in _objects(tool.get("tools", []), "the tools of a namespace"):
@@ -240,7 +240,7 @@ def answer(reply: Reply, body: Document) -> None:
 def _request(
     reply: Reply, asked: Document, chat: Document, items: list[Document], args: PairArguments
 ) -> CompletionRequest:
-    """The chat that all items mean, behind the instructions; templates may change its messages."""
+    """Return the chat of the instructions and all items; templates may change its messages."""
     rules = {"role": "system", "content": asked.get("instructions", "")}
     messages = deepcopy(with_one_system([rules, *_messages(items)]))
     request = chat_request(chat | {"messages": messages})
@@ -250,7 +250,7 @@ def _request(
 
 
 def _begun(reply: Reply, asked: Document, chat: Document, args: PairArguments) -> Document:
-    """The document of a response that was begun."""
+    """Return the document of a response that has begun."""
     reasoning = asked.get("reasoning", {})
     return {
         "id": f"resp_{uuid.uuid4().hex}",
@@ -276,7 +276,7 @@ def _begun(reply: Reply, asked: Document, chat: Document, args: PairArguments) -
 
 @dataclass(frozen=True)
 class TextPart:
-    """A text within an item: which one, and the names of the events that tell of it."""
+    """Kind of text in an item, with the names of its events."""
 
     item: str
     field: str
@@ -304,10 +304,10 @@ SUMMARY = TextPart(
 
 
 class _Events:
-    """The events of a response, whose items grow with them; one item is open at a time."""
+    """Events of a response, whose items grow with them; one item is open at a time."""
 
     def __init__(self, reply: Reply, response: Document, items: Sequence[Document]):
-        """``items`` are what the response answers."""
+        """``items`` are the conversation that the response answers."""
         self._reply = reply
         self._response = response
         self._items = items
@@ -325,7 +325,7 @@ class _Events:
         self._logprobs: list[Document] = []
 
     def of(self, session: ClientSession) -> Iterator[str]:
-        """All events of an answer; the whole response is stored before the last."""
+        """Yield all events of an answer; the whole response is stored before the last."""
         reply = self._reply
         response = self._response
         progress = reply.say_progress if reply.is_streaming else silent
@@ -355,7 +355,7 @@ class _Events:
         yield self._event(f"response.{status}", response=response)
 
     def failed(self, error: RequestError) -> str:
-        """The last event of an answer that has broken off."""
+        """Return the last event of an answer that has broken off."""
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         self._response["status"] = "failed"
         self._response["error"] = {"code": code, "message": str(error)}
@@ -367,7 +367,7 @@ class _Events:
         return event_text(data, name)
 
     def _of_item(self, name: str, **fields: Any) -> str:
-        """An event of the last item."""
+        """Return an event of the last item."""
         place = {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
         return self._event(name, **place, **fields)
 
@@ -382,7 +382,7 @@ class _Events:
         return self._item_event("added")
 
     def _add(self, kind: TextPart, text: str, logprobs: Sequence[Document] = ()) -> Iterator[str]:
-        """A part of a text, which goes on with the last one of its kind."""
+        """Add text to the open item if it is of this kind, else to a new one."""
         if self._kind is not kind:
             yield from self._close()
             lists: Document = {"summary": []} if kind is not TEXT else {"role": "assistant"}
@@ -414,7 +414,7 @@ class _Events:
         yield self._item_event("done")
 
     def _add_call(self, call: Document) -> Iterator[str]:
-        """A call of a tool, whole."""
+        """Add a whole tool call."""
         yield from self._close()
         name = call["function"]["name"]
         arguments = call["function"]["arguments"]

@@ -1,7 +1,7 @@
 """Prompts: from a request's text or messages to tokens, in the thread of its client.
 
-A prompt that is far too long is refused before all of it was tokenized. The tokens themselves
-are made by mlx-lm's own code.
+A prompt that is far too long is refused before all of it is tokenized. mlx-lm's own code makes
+the tokens.
 """
 
 from bisect import bisect_left
@@ -27,7 +27,7 @@ LONG = 8  # characters per token of the context: beyond it a text is measured be
 TEMPLATE_ERRORS = (
     TemplateError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError,
 )  # fmt: skip
-"""What chat templates raise for messages that they were not written for."""
+"""Errors that chat templates raise for messages they were not written for."""
 
 
 class PromptTooLong(ValueError):
@@ -42,7 +42,7 @@ class PromptTooLong(ValueError):
 
 @contextmanager
 def as_request_errors() -> Iterator[None]:
-    """Within, what is wrong with a prompt is raised as a RequestError."""
+    """Context manager that raises errors of a prompt as RequestError."""
     try:
         yield
     except PromptTooLong as err:
@@ -57,9 +57,10 @@ def as_request_errors() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Tokenized:
-    """The tokens of a prompt; the text begins as "normal" or as "reasoning".
+    """Tokens of a prompt; the answer begins as "normal" or as "reasoning".
 
-    ``ends``: where caches that cannot be trimmed are worth a snapshot; see ``message_ends``.
+    ``ends``: positions where caches that cannot be trimmed deserve a snapshot; see
+    ``message_ends``.
     """
 
     tokens: list[int]
@@ -70,7 +71,7 @@ class Tokenized:
 def render(
     request: CompletionRequest, tokenizer: TokenizerWrapper, template_args: dict[str, Any]
 ) -> str:
-    """The text of the prompt, as the chat template puts it together."""
+    """Build the text of the prompt with the chat template."""
     if request.request_type != "chat":
         return request.prompt
     if not tokenizer.has_chat_template:
@@ -88,9 +89,9 @@ def render(
 
 
 def with_one_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation in text, in which the system speaks first and once, as most templates want.
+    """Make a conversation whose only system message comes first, as most templates require.
 
-    What it says later, as agents have it remind the model of something, the user says.
+    Later system messages, with which agents remind the model, become messages of the user.
     """
     rules: list[str] = []
     found: list[dict[str, Any]] = []
@@ -117,7 +118,7 @@ def with_one_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def check_text_length(
     text: str, encode: Callable[[str], list[int]], limit: int, check: Callable[[], None]
 ) -> None:
-    """Raise ValueError for a text of at least ``limit`` tokens, having seen no more than those.
+    """Raise ValueError for a text of at least ``limit`` tokens, tokenizing no more than needed.
 
     ``check`` is called between pieces and may raise.
     """
@@ -130,7 +131,7 @@ def check_text_length(
 
 
 def check_prompt(prompt: list[int], args: PairArguments, provider: PairProvider) -> None:
-    """Check what needs the tokens or the model's sizes. Raises ValueError."""
+    """Check the tokens against the model's sizes and the arguments. Raises ValueError."""
     vocab_size = provider.vocab_size
     limit = provider.context
     if not prompt:
@@ -151,7 +152,7 @@ def check_prompt(prompt: list[int], args: PairArguments, provider: PairProvider)
 
 
 def encoded(request: CompletionRequest, args: PairArguments, provider: PairProvider) -> list[int]:
-    """The tokens of a chat's prompt, as they are counted. Raises ValueError, TEMPLATE_ERRORS."""
+    """Tokenize a chat's prompt, to count its tokens. Raises ValueError, TEMPLATE_ERRORS."""
     tokenizer = provider.tokenizer
     text = render(request, tokenizer, template_options(request, args, provider))
     return tokenizer.encode(text, add_special_tokens=not tokenizer.has_chat_template)
@@ -160,11 +161,11 @@ def encoded(request: CompletionRequest, args: PairArguments, provider: PairProvi
 def without_oldest(
     request: CompletionRequest, args: PairArguments, provider: PairProvider
 ) -> CompletionRequest:
-    """The request, less as many of its oldest turns as leave no room for the answer.
+    """Drop the oldest turns of a request until there is room for the answer.
 
-    A turn begins with a message of the user; what the system says first stays, and so does the
-    last turn. At most half of the context is kept for the answer; where the model does not say
-    how long that is, all turns stay. Raises ValueError and TEMPLATE_ERRORS.
+    A turn begins with a message of the user; the first system message and the last turn stay. At
+    most half of the context is kept for the answer; all turns stay if the model does not say how
+    long its context is. Raises ValueError and TEMPLATE_ERRORS.
     """
     messages = request.messages
     limit = provider.context
@@ -173,7 +174,7 @@ def without_oldest(
     num_first = int(messages[0]["role"] == "system")
     turns = [i for i, message in enumerate(messages) if message["role"] == "user"]
     starts = [num_first, *(i for i in turns if i > num_first)]
-    # Of what is far too long nothing is tokenized.
+    # A text that is far too long is not tokenized.
     sizes = list(accumulate(len(str(message)) for message in reversed(messages)))
     starts = [i for i in starts if sizes[len(messages) - i - 1] <= LONG * limit] or starts[-1:]
 
@@ -191,9 +192,9 @@ def without_oldest(
 def template_options(
     request: CompletionRequest, args: PairArguments, provider: PairProvider
 ) -> dict[str, Any]:
-    """What the chat template is given besides messages and tools.
+    """Return the arguments of the chat template besides messages and tools.
 
-    Raises ValueError for tools, and for an effort of reasoning, that it would leave out.
+    Raises ValueError for tools, or a reasoning effort, that the template would ignore.
     """
     tokenizer = provider.tokenizer
     options = provider.cli_args.chat_template_args | (args.chat_template_kwargs or {})
@@ -225,11 +226,11 @@ def message_ends(
     tokenizer: TokenizerWrapper,
     template_args: dict[str, Any],
 ) -> dict[int, str]:
-    """Behind which tokens of a prompt another is likely to go on, and whose message ends there.
+    """Find positions where later prompts are likely to differ, with the role that ends there.
 
-    That is behind the system prompt, which other conversations have too, and behind the last
-    question. How much of that comes again the template says: of the next turn it makes the same
-    tokens up to there, while what was to begin the answer, or thoughts, may be left out of it.
+    They are the ends of the system prompt, which other conversations share, and of the last
+    question. The template is asked for the next turn: its tokens are the same up to there, while
+    the beginning of the answer, or thoughts, may be left out of it.
     """
     if request.request_type != "chat" or not tokenizer.has_chat_template:
         return {len(prompt) - 1: "user"}

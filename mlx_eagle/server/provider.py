@@ -1,4 +1,4 @@
-"""The one pair a server serves: target, tokenizer and drafter, opened in its own thread."""
+"""Pair that a server serves: target, tokenizer and drafter, opened in its own thread."""
 
 import hashlib
 from argparse import Namespace
@@ -52,12 +52,12 @@ class PairProvider(ModelProvider):
         self.draft_names = {DEFAULT, args.draft_model}
 
     def check_tree(self, tree: str) -> None:
-        """Raise ValueError where the pair cannot draft trees of that shape."""
+        """Raise ValueError if the pair cannot draft trees of that shape."""
         check_tree_drafter(self.draft_model, read_tree(tree))
         check_trees(self.model, make_prompt_cache(self.model))
 
     def spelling(self, token: int) -> bytes:
-        """The bytes that a token stands for."""
+        """Return the bytes that a token stands for."""
         tokenizer = self.tokenizer
         word = tokenizer.convert_ids_to_tokens(token)
         if word is None:  # beyond the vocabulary, where a model's matrices are padded
@@ -74,11 +74,11 @@ class PairProvider(ModelProvider):
 
     @property
     def name(self) -> str:
-        """How clients call the target."""
+        """Name of the target for clients."""
         return self.cli_args.model or DEMO
 
     def load_default(self) -> None:
-        """Open the pair; a mistake of the user's goes to ``error``."""
+        """Open the pair; a mistake of the user goes to ``error``."""
         try:
             self.load(DEFAULT, None, DEFAULT)
         except USER_ERRORS as err:
@@ -123,9 +123,9 @@ class PairProvider(ModelProvider):
         self.model_key = (model_path, adapter_path, draft_model_path)
 
     def describe(self) -> dict[str, str]:
-        """What caches depend on besides the tokens: they are of use where all of it is equal.
+        """Describe what caches depend on besides the tokens; only an equal pair can use them.
 
-        Of the weights it has sums of their bits, so that neither names nor dates matter.
+        Weights are given as sums of their bits, so that neither names nor dates matter.
         """
         drafter = self.draft_model
         args = self.cli_args
@@ -140,7 +140,7 @@ class PairProvider(ModelProvider):
 
 
 def _weights(module: nn.Module) -> str:
-    """Names, shapes, types and sums of all weights."""
+    """Digest the names, shapes, types and sums of all weights."""
     lines = []
     sums = []
     for name, weight in tree_flatten(module.parameters()):

@@ -1,4 +1,4 @@
-"""Responses to the tokens of one answer; here a stop word cuts its text."""
+"""Responses for the tokens of one answer, whose text is cut at stop words here."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ CONTINUED = 8  # tokens of a prompt that its continuation is spelled behind
 
 
 class ResponseWriter:
-    """The responses to the tokens of one answer, in order."""
+    """Writes the responses for the tokens of one answer, in order."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class ResponseWriter:
             _ = self._detokenizer.last_segment
 
     def response(self, token: int, origin: TokenOrigin, logprobs: TokenLogprobs) -> PairResponse:
-        """As mlx-lm's handlers take it."""
+        """Make the response of a token, in the form of mlx-lm's handlers."""
         args = self._args
         finish_reason = None
         stop_word = None
@@ -60,10 +60,10 @@ class ResponseWriter:
         return PairResponse(text, token, own, finish_reason, top, origin, stop_word)
 
     def _until_stop_word(self, text: str) -> tuple[str, str | None]:
-        """The text up to the first stop word that it completes, and that word.
+        """Cut the text at the first stop word that it completes; return it and that word.
 
-        mlx-lm looks for the tokens of a stop word, which are others where it begins or ends
-        within one: of "lo " and "there" those of "lo t" are none.
+        mlx-lm looks for the tokens of a stop word, and misses one that begins or ends inside a
+        token: the tokens "lo " and "there" contain "lo t", but not its own tokens.
         """
         words = self._args.stop_words
         if not words:
@@ -77,7 +77,7 @@ class ResponseWriter:
         return (text, None) if word is None else (text[: ends[word] - known], word)
 
     def responses(self, emitted: RoundOutput) -> Iterator[PairResponse]:
-        """Those to what a round has emitted."""
+        """Yield the responses for the tokens that a round has emitted."""
         for i, token in enumerate(emitted.tokens):
             origin = TokenOrigin(
                 i + 1 if i < emitted.num_kept else 0,

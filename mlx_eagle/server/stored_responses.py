@@ -1,4 +1,4 @@
-"""Stored responses: kept in memory for an hour, to be shown, deleted, and gone on from."""
+"""Stored responses: kept in memory for an hour, to be shown, deleted and continued."""
 
 import json
 import time
@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl
 from .answer_stream import Document, RequestError
 from .body import shortened
 
-KEPT_SECONDS = 3600.0  # what a client may need to go on with a response
+KEPT_SECONDS = 3600.0  # for a client to continue a response
 KEPT_BYTES = 100_000_000  # of JSON: a thousand turns of 100 kB
 PAGE = 20  # items, as OpenAI's server has them
 MOST_SHOWN = 100  # items, as there
@@ -32,14 +32,14 @@ class StoredResponses:
         self._lock = Lock()
 
     def keep(self, response: Document, items: Sequence[Document]) -> None:
-        """Keep a response, and all that it answers, from the first item of the conversation on."""
+        """Keep a response with all items of the conversation that it answers."""
         content = json.dumps([response, [_complete(item) for item in items]]).encode()
         with self._lock:
             self._kept[response["id"]] = (self._clock(), content)
             self._drop()
 
     def find(self, name: str, status: int = 404) -> tuple[Document, list[Document]]:
-        """A response and what it answers, both the caller's own; raises RequestError."""
+        """Return copies of a response and the items it answers. Raises RequestError."""
         with self._lock:
             self._drop()
             found = self._kept.get(name)
@@ -54,7 +54,7 @@ class StoredResponses:
         return response, items
 
     def show(self, path: str, query: str) -> Document:
-        """What is at ``path``: a response, or some of what it answers. Raises RequestError."""
+        """Return what ``path`` names: a response, or a page of its items. Raises RequestError."""
         name, _, part = path.partition("/")
         response, items = self.find(name)
         fields = dict(parse_qsl(query))
@@ -67,7 +67,7 @@ class StoredResponses:
         return response
 
     def delete(self, name: str) -> Document:
-        """Forget a response; raises RequestError."""
+        """Delete a response. Raises RequestError."""
         self.find(name)
         with self._lock:
             self._kept.pop(name, None)
@@ -84,7 +84,7 @@ class StoredResponses:
 
 
 def _complete(item: Document) -> Document:
-    """An item as OpenAI's server shows it: with a name, and texts in parts."""
+    """Complete an item as OpenAI's server shows it: with a name, and texts in parts."""
     kind = item.get("type", "message")
     prefix = "msg" if kind == "message" else "item"
     found = {"id": f"{prefix}_{uuid.uuid4().hex}"} | item | {"type": kind}
@@ -95,9 +95,10 @@ def _complete(item: Document) -> Document:
 
 
 def _page(items: list[Document], query: Mapping[str, str]) -> Document:
-    """Some of the items, the last ones first. Raises RequestError.
+    """Return a page of the items, the last ones first. Raises RequestError.
 
-    Of ``query``, ``limit`` is how many, ``after`` the one before them, ``order`` may be "asc".
+    In ``query``, ``limit`` is their number, ``after`` the item before them, and ``order`` may be
+    "asc".
     """
     order = query.get("order", "desc")
     limit = query.get("limit", str(PAGE))

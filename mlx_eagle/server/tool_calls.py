@@ -1,7 +1,7 @@
 """Calls of tools: grammars that write them as a model's own format has them.
 
-What a parser of mlx-lm makes of a value, by the schema of its argument, is not told here a second
-time: the parser is asked, with samples, when a grammar is made.
+How a parser of mlx-lm reads a value, by the schema of its argument, is not written here again:
+the parser is tried on samples when a grammar is made.
 """
 
 import json
@@ -27,9 +27,9 @@ from .tool_formats import (
 )
 
 OfferedTool = tuple[str, str, bool]
-"""Its name, the schema of its arguments in JSON, and whether it is strict."""
+"""Name, schema of the arguments in JSON, and whether it is strict."""
 Reader = Callable[[str], Any]
-"""From a text in some place of a call to what the parser makes of it."""
+"""Parses a text in some place of a call."""
 
 SAMPLES: dict[str, tuple[Any, ...]] = {
     "string": ("a b", "7", 'é\n"\\', "{b"),
@@ -40,7 +40,7 @@ SAMPLES: dict[str, tuple[Any, ...]] = {
     "array": ([], ["a", True, None, 0.5]),
     "object": ({}, {"a": {"b": [False]}}),
 }
-"""Values of each type, with which a parser is asked whether it reads them as JSON."""
+"""Sample values of each type, to test whether a parser reads them as JSON."""
 
 BARE_WORDS: tuple[tuple[tuple[str, ...], str], ...] = (
     ((" a", "\ta"), r"\s(?s:.*)"),
@@ -60,12 +60,12 @@ BARE_WORDS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<![CDATA[a]]>",), r"\s*<!\[CDATA\[(?s:.*)"),
     (("a\0b",), r"(?s:.*)\x00(?s:.*)"),
 )
-"""Texts that a parser may take for something else, and what all of their kind match."""
+"""Texts that a parser may take for something else, with a pattern for all of their kind."""
 
 UNHELD = frozenset({"not", "if", "dependentRequired", "dependentSchemas", "minProperties",
                     "maxProperties", "patternProperties", "prefixItems", "contains",
                     "uniqueItems"})  # fmt: skip
-"""Keywords that no grammar of ours holds a value to, where JSON's do not write it."""
+"""Keywords that our grammars cannot enforce for a value that is not written as JSON."""
 OF_CHOICES = frozenset({"anyOf", "oneOf", "allOf"})
 
 MOST_BRANCHES = 1000  # of all choices in the arrays and objects of a request's tools
@@ -78,8 +78,8 @@ def write_calls(
     """Rules of a grammar in which ``calls`` is a call of one of ``tools``, or several.
 
     With ``has_text`` the calls have free text before them, and the rule ``text`` is such a text
-    without any. Raises ValueError where the format of the tokenizer's parser cannot say what the
-    schemas ask for.
+    without calls. Raises ValueError if the format of the tokenizer's parser cannot express the
+    schemas.
     """
     kind = format_of(tokenizer.tool_parser)
     if kind not in FORMATS:
@@ -115,7 +115,7 @@ def write_calls(
 
 
 class _Writer:
-    """The rules of one format for the tools of one request."""
+    """Writes the rules of one format for the tools of one request."""
 
     def __init__(self, row: CallFormat, tokenizer: TokenizerWrapper, tools: Sequence[OfferedTool]):
         self.row = row
@@ -152,7 +152,7 @@ class _Writer:
         return [f"calls: {calls}", *self._rules]
 
     def _opening(self, start: str) -> str:
-        """Free text and the first mark, which does not occur in it."""
+        """Return free text up to the first mark, which does not occur in it."""
         plain, rest = _split_plain(start)
         if not plain:
             self._rules += ["text: TEXT", "TEXT: /(?s:.+)/"]
@@ -183,11 +183,11 @@ class _Writer:
         return self._rule("call", f"{before} {arguments} {self._literal(tail)}")
 
     def _samples(self) -> list[str]:
-        """Texts of values, of which one or another has the type that a parser expects."""
+        """Return texts of values, at least one of which has the type that a parser expects."""
         return ["7", *(form.replace("TEXT", "b") for form in self.row.strings)]
 
     def _read(self, name: str, arguments: str) -> Any:
-        """What the parser makes of a call with these; None where it is not that."""
+        """Parse a call with these arguments; None if the result is not that call."""
         row = self.row
         call = row.call.replace("NAME", name).replace("INDEX", "0")
         text = f"{row.before}{call.replace('ARGUMENTS', arguments)}{row.after}"
@@ -200,9 +200,9 @@ class _Writer:
         return parsed["arguments"] if is_right else None
 
     def _arguments(self, schema: Schema, read: Reader) -> str:
-        """The rule of all arguments, in the order of the schema's properties.
+        """Write the rule of all arguments, in the order of the schema's properties.
 
-        ``read`` gives what the parser makes of a text in their place.
+        ``read`` parses a text in their place.
         """
         schema = resolved(schema, self._root)
         self._check_keywords(schema, UNHELD | OF_CHOICES)
@@ -241,7 +241,7 @@ class _Writer:
         return self._rule("argument", f"{self._literal(head)} {value}")
 
     def _value(self, schema: Schema | bool, tail: str, read: Reader) -> str:
-        """The rule of a value with ``tail`` behind it, which ends it."""
+        """Write the rule of a value followed by ``tail``, which ends it."""
         if isinstance(schema, bool):
             schema = {} if schema else {"enum": []}
         key = json.dumps(schema), tail
@@ -276,7 +276,7 @@ class _Writer:
         return name
 
     def _strings(self, schema: Schema, tail: str, read: Reader) -> list[str]:
-        """How strings can be written without the quotes of JSON."""
+        """List the alternatives for strings written without the quotes of JSON."""
         content = self._content(schema)
         found = []
         for form in self.row.strings:
@@ -305,7 +305,7 @@ class _Writer:
         return found
 
     def _content(self, schema: Schema | bool) -> str | None:
-        """A terminal of the strings that satisfy ``schema``; None where there are none."""
+        """Write a terminal of the strings that satisfy ``schema``; None if there are none."""
         if isinstance(schema, bool):
             return "/(?s:.*)/" if schema else None
         if "string" not in self._types(schema):
@@ -336,7 +336,7 @@ class _Writer:
         return " & ".join(filter(None, parts)) or "/(?s:.*)/"
 
     def _content_behind(self, reference: str) -> str | None:
-        """The name of the terminal of those behind a reference, from which none leads back."""
+        """Name the terminal of the strings behind a reference that does not lead back to itself."""
         if reference not in self._contents:
             self._contents[reference] = ""
             content = self._content(resolved({"$ref": reference}, self._root))
@@ -347,7 +347,7 @@ class _Writer:
         return self._contents[reference] or None
 
     def _nested(self, kind: str, schema: Schema, tail: str, read: Reader) -> list[str]:
-        """Arrays or objects, written as the arguments are."""
+        """List the alternatives for arrays or objects, written as the arguments are."""
         found = []
         for branch in self._branches(schema):
             if kind not in self._types(branch):
@@ -378,7 +378,7 @@ class _Writer:
         return found
 
     def _branches(self, schema: Schema | bool) -> Iterator[Schema]:
-        """The schemas of which a value satisfies one, without references and choices."""
+        """Yield the schemas one of which a value satisfies, without references and choices."""
         if isinstance(schema, bool):
             yield from [{}] if schema else []
             return
@@ -404,7 +404,7 @@ class _Writer:
             raise UnwritableCall(f"the keyword {found[0]!r}")
 
     def _json(self, schema: Schema) -> str:
-        """The rule of a value in JSON; of an argument, it takes the definitions along."""
+        """Write the rule of a value in JSON; the schema of an argument gets its definitions."""
         shared = {}
         if self.row.argument and '"$ref"' in json.dumps(schema):
             shared = {name: self._root[name] for name in DEFINITIONS if name in self._root}
@@ -423,7 +423,7 @@ class _Writer:
 
 
 def _reads_json(kind: str, read: Reader) -> bool:
-    """Whether the parser reads values of this type as they are in JSON."""
+    """Whether the parser reads values of this type as JSON does."""
     return all(
         json.dumps(read(json.dumps(value, ensure_ascii=False))) == json.dumps(value)
         for value in SAMPLES[kind]
@@ -431,13 +431,13 @@ def _reads_json(kind: str, read: Reader) -> bool:
 
 
 def _only(value: Any) -> Any:
-    """The one value in an array or an object; None where it is something else."""
+    """Return the one value in an array or an object; None for anything else."""
     values = list(value.values()) if isinstance(value, dict) else value
     return values[0] if isinstance(values, list) and len(values) == 1 else None
 
 
 def _split_plain(spelling: str) -> tuple[str, str]:
-    """What of a spelling can be part of a terminal, and the rest, from its first special token."""
+    """Split a spelling at its first special token: only the first part can be in a terminal."""
     plain, mark, rest = spelling.partition("<[")
     return plain.strip(), mark + rest
 

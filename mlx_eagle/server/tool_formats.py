@@ -1,7 +1,7 @@
-"""Formats of tool calls: how the models write them that mlx-lm has parsers for.
+"""Formats of tool calls, for the models that mlx-lm has parsers for.
 
-A format is a row of texts. ``tool_calls.py`` makes grammars of them; ``readable`` is what a parser
-has to be told of the tools to read arguments in the types of their schemas.
+A format is a row of texts. ``tool_calls.py`` makes grammars of them; ``readable`` prepares the
+tools for a parser, so that it reads arguments in the types of their schemas.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,12 +12,12 @@ Schema = Mapping[str, Any]
 
 
 class UnwritableCall(Exception):
-    """A format has no words for something."""
+    """Raised when a format cannot express a call."""
 
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How calls are written between a tokenizer's two marks.
+    """Format of calls between a tokenizer's two marks.
 
     ``call`` has NAME, ARGUMENTS and perhaps INDEX, a number; ``argument`` KEY and VALUE, and none
     where the arguments are one JSON object. ``strings`` write a text bare, as TEXT, where JSON has
@@ -131,9 +131,9 @@ MOST_REFERENCES = 20  # one behind the other, until a type is known
 
 
 def readable(tools: Sequence[dict[str, Any]] | None, parser: Any) -> list[dict[str, Any]]:
-    """The tools of a request as its parser is to see them.
+    """Return the tools of a request as its parser needs them.
 
-    For one that goes by types: an argument whose values have one type, besides null, says so.
+    If it goes by types, an argument whose values have one type, besides null, says so.
     """
     by_type = any(row.goes_by_type for row in FORMATS.get(format_of(parser), ()))
     found = []
@@ -152,7 +152,7 @@ def readable(tools: Sequence[dict[str, Any]] | None, parser: Any) -> list[dict[s
 def _typed(schema: Any, root: Schema, known: dict[str, set[str]]) -> Any:
     try:
         types = types_of(schema, root, known) - {"null"}
-    except (UnwritableCall, TypeError, AttributeError, RecursionError):  # nobody could read it
+    except (UnwritableCall, TypeError, AttributeError, RecursionError):  # it cannot be read
         return schema
     types -= {"integer"} if "number" in types else set()
     if isinstance(schema, bool):
@@ -165,10 +165,10 @@ def format_of(parser: Any) -> str:
 
 
 def types_of(schema: Schema | bool, root: Schema, known: dict[str, set[str]]) -> set[str]:
-    """The types of the values that may satisfy ``schema``, a part of ``root``.
+    """Return the types of the values that may satisfy ``schema``, a part of ``root``.
 
-    ``known`` are those of references. They may lead back to themselves: nothing is allowed that
-    is not allowed without going round.
+    ``known`` holds the types of references, which may lead back to themselves: a type is allowed
+    only if it is without following such a circle.
     """
     num_known = len(known)
     found = _types(schema, known)
@@ -215,7 +215,7 @@ def _target(reference: str, root: Schema) -> Schema | bool:
 
 
 def resolved(schema: Schema, root: Schema) -> Schema:
-    """What ``schema`` refers to in ``root``, with what it says itself."""
+    """Resolve what ``schema`` refers to in ``root``, merged with its own keywords."""
     for _ in range(MOST_REFERENCES):
         if "$ref" not in schema:
             return schema
