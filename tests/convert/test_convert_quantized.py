@@ -15,8 +15,7 @@ from numpy_head import eagle3_draft, eagle3_extend
 from test_convert_logits import as_example
 
 from mlx_eagle.convert import convert
-from mlx_eagle.convert.dequantize import NIBBLES, Unpacked, unpacked
-from mlx_eagle.convert.dequantize import BYTES
+from mlx_eagle.convert.dequantize import BYTES, NIBBLES, Unpacked, unpacked
 from mlx_eagle.convert.stored import Stored
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.system.safetensors import read_header
