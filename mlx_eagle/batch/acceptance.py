@@ -51,8 +51,10 @@ class GreedyRows:
         size: int,
         forced: Sequence[Sequence[int]],
     ):
-        self._rules, self._positions = rules, positions
-        self._size, self._forced = size, forced
+        self._rules = rules
+        self._positions = positions
+        self._size = size
+        self._forced = forced
 
     def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
         return mx.argmax(logits, axis=-1)
@@ -65,7 +67,8 @@ class GreedyRows:
         self, drafts: mx.array, lengths: Sequence[int], logits: mx.array
     ) -> BatchVerification:
         """Verify drafts (n, k), of which ``lengths[b]`` tokens count, against (n, k + 1, V)."""
-        size, following = drafts.shape[1], self._chosen(logits).astype(mx.int32)
+        size = drafts.shape[1]
+        following = self._chosen(logits).astype(mx.int32)
         keep = drafts == following[:, :-1]
         if min(lengths) < size:
             keep = keep & (mx.arange(size) < mx.array([*lengths])[:, None])
@@ -146,7 +149,8 @@ class RowByRow:
     def verify(
         self, drafts: mx.array, lengths: Sequence[int], logits: mx.array
     ) -> BatchVerification:
-        following, kept = [], []
+        following = []
+        kept = []
         for b, (choice, length) in enumerate(zip(self._choices, lengths, strict=True)):
             made = choice.verify(Draft(drafts[b, :length]), None, logits[b, : length + 1])
             padding = (0, drafts.shape[1] - length)
@@ -235,7 +239,8 @@ class BatchChoice:
         else:
             each = [part.pick(logits[mx.array(places)], ids) for places, part in self._parts]
             picked = mx.concatenate(each)[mx.array(self._order)]
-        at, self._num_picked = self._num_picked, self._num_picked + 1
+        at = self._num_picked
+        self._num_picked += 1
         is_forced = [len(tokens) > at for tokens in self._forced]
         if not any(is_forced):
             return picked

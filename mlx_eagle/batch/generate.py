@@ -363,7 +363,8 @@ def _generate(
             for request in requests:
                 request.stats.drafting_events = list(controller.events)
     if not is_drafted and len(requests) > 1 and not mlx_lm_can_batch(model, requests):
-        draft_model, options = NullDrafter(), replace(options, num_draft_tokens=0)
+        draft_model = NullDrafter()
+        options = replace(options, num_draft_tokens=0)
         shares = reason_not_batchable(model, caches, plainly=True) is None
         controller = FixedController(PLAIN) if shares else None
     elif not is_drafted:

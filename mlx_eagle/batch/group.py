@@ -51,7 +51,8 @@ class OwnRunner:
     is_shared = False
 
     def __init__(self, request: Request, controller: Controller):
-        self._request, self._controller = request, controller
+        self._request = request
+        self._controller = controller
         self._generation = SingleRunner(request.decoder, request.limits)
         self._num_events = 0
         self._last: Round | None = None
@@ -84,14 +85,17 @@ class OwnRunner:
 
     def _take_upcoming(self) -> Round | None:
         """The round that is under way, finished."""
-        done, self._pipeline.upcoming = self._pipeline.upcoming, None
+        done = self._pipeline.upcoming
+        self._pipeline.upcoming = None
         if done is not None:
             self._generation.finish(done)
         return done
 
     def _emitted(self, done: Round) -> list[RoundOutput]:
-        request, controller = self._request, self._controller
-        self._last, done.num_taken = done, len(done.run)
+        request = self._request
+        controller = self._controller
+        self._last = done
+        done.num_taken = len(done.run)
         request.stats.num_reruns = request.decoder.num_reruns
         done.count(request.stats)
         request.tokens += done.run
@@ -99,7 +103,8 @@ class OwnRunner:
         self._num_events = len(controller.events)
         if not self._generation.is_running:
             self._stop(done)
-        kept, length = done.outcome.num_kept, done.draft.num_levels
+        kept = done.outcome.num_kept
+        length = done.draft.num_levels
         logprobs = done.verification.read_logprobs(len(done.run))
         return [RoundOutput(request, done.run, kept, length, logprobs, events)]
 
@@ -117,7 +122,8 @@ class SharedRunner:
 
     def __init__(self, batch: Batch, is_plain: bool):
         """``is_plain``: nothing is drafted, and drafters are let go of."""
-        self._batch, self._is_plain = batch, is_plain
+        self._batch = batch
+        self._is_plain = is_plain
         self._num_events = len(batch.controller.events)
 
     def join(self, request: Request) -> None:
@@ -186,8 +192,11 @@ class Group:
         tree: Tree | str | None = None,
         drafts_together: bool = True,
     ):
-        self._model, self._draft_model, self._stream = model, draft_model, stream
-        self._num_draft_tokens, self._tree = num_draft_tokens, tree
+        self._model = model
+        self._draft_model = draft_model
+        self._stream = stream
+        self._num_draft_tokens = num_draft_tokens
+        self._tree = tree
         self._drafts_together = drafts_together
         self._runner: OwnRunner | SharedRunner | None = None
         self._num_rounds = 0
@@ -256,7 +265,8 @@ class Group:
         Their decoders have their caches. Where ``Request.cache`` is empty, these lack the last
         token: see ``requests.restore_caches``.
         """
-        left, self._left = self._left, []
+        left = self._left
+        self._left = []
         return left
 
     def _shares(self, num_requests: int) -> bool:

@@ -261,7 +261,8 @@ class Batch:
 
     def _verify(self, tokens: mx.array) -> tuple[mx.array, mx.array | None]:
         """One pass over tokens (B, R): logits and features; it may be cut where R is above 1."""
-        caches, num_rows = self._caches.open(), tokens.shape[1]
+        caches = self._caches.open()
+        num_rows = tokens.shape[1]
         if num_rows == 1 or not any(recurrent_caches(caches)):
             return self._target.batch(tokens, caches)
         with self._target.recording(caches, num_rows, self._caches.keep_updates):
@@ -367,7 +368,8 @@ class Batch:
         self._caches.join(decoder.cache)
         self._drafts.join(decoder.drafter)
         self._roots = mx.concatenate([self._roots, decoder.root[None].astype(mx.int32)])
-        decoder.cache, request.cache = [], []
+        decoder.cache = []
+        request.cache = []
         self.requests.append(request)
 
     def _let_go(self, left: list[int]) -> None:
@@ -427,9 +429,11 @@ class Batch:
             mx.async_eval(logits)  # the device goes on with the pass while drafts are read
             ids: Any = drafts.tolist()
             ask_grammars([(decoders[b].processors, ids[b], None) for b in held], logits.shape[-1])
-        rows, in_turn = list(logits), {}
+        rows = list(logits)
+        in_turn = {}
         for b, decoder in enumerate(decoders):
-            processors, draft = decoder.processors, Draft(drafts[b])
+            processors = decoder.processors
+            draft = Draft(drafts[b])
             if processors.run_at_once(draft):
                 rows[b] = processors.process(decoder.history, draft, logits[b])
             else:

@@ -252,7 +252,8 @@ class Match:
         if self.sampler is None:
             return match(draft, tree_mask, mx.argmax(logits, axis=-1), logits)
         # A sampler is an opaque closure: it gets the (1, V) rows it gets in plain decoding.
-        logprobs, rows = log_softmax(logits), range(logits.shape[0])
+        logprobs = log_softmax(logits)
+        rows = range(logits.shape[0])
         following = mx.concatenate([self.sampler(logprobs[r : r + 1]) for r in rows])
         return match(draft, tree_mask, following, logits)
 
@@ -372,7 +373,9 @@ class RowsInTurn:
         draft: Draft,
         logits: mx.array,
     ):
-        self._processors, self._history, self._draft = processors, history, draft
+        self._processors = processors
+        self._history = history
+        self._draft = draft
         self._sampler = rule.sampler if isinstance(rule, Match) else None
         self._unprocessed = logits
         self._rows = [logits[r : r + 1] for r in range(logits.shape[0])]

@@ -162,18 +162,23 @@ class AdaptiveController:
         """
         self.drafting_off = self.never_pays = False  # the latter: whatever is accepted
         self.events: list[DraftingEvent] = []
-        self._costs, self._num_requests, self._resized = costs, num_requests, num_requests
+        self._costs = costs
+        self._num_requests = num_requests
+        self._resized = num_requests
         costs.begin()
         self._shapes = [shape for shape in shapes if shape not in costs.failed]
         self._copies = [shape for shape in copies if shape not in costs.failed]
         self._copied = CopyAcceptance(costs.copies)
         self._has_answers = False  # whether another answer has matched
         self._tried_copies: dict[DraftShape, float] = {}  # planned to be tried, beside what gain
-        self._can_draw, self._is_asked, self._trial = can_draw, False, trial
+        self._can_draw = can_draw
+        self._is_asked = False
+        self._trial = trial
         self._accepted = Acceptance(costs.acceptance, max((s.size for s in shapes), default=1))
         self._latest = PLAIN  # chosen; perhaps not recorded yet
         self._is_timing = False  # off for a few steps, to see what they cost
-        self._num_tokens, self._probe_left = 0, 0
+        self._num_tokens = 0
+        self._probe_left = 0
         self._plain_left = 0.0  # plain steps
         self._tries: dict[DraftShape, tuple[int, float]] = {}  # and plain steps they were worth
         self._rounds: list[tuple[DraftShape, float]] = []  # and worth, since drafts were level
@@ -209,7 +214,8 @@ class AdaptiveController:
         expected = {copy: sums[copy.copy] for copy in self._copies}
         best, most = self._best(expected)
         if most > gain:
-            shape, gain = best, most
+            shape = best
+            gain = most
         tried = self._worth_trying(shape, gain, expected)
         if tried is None:
             return shape
@@ -239,7 +245,8 @@ class AdaptiveController:
         best, most = self._best(expected)
         gain = max(1.0, expected.get(shape, 1.0) / self._cost(shape))
         if most > gain:
-            shape, gain = best, most
+            shape = best
+            gain = most
         shape = self._worth_trying(shape, gain, expected) or shape
         size = shape.num_levels
         draft = PLAIN if shape.copy else shape
@@ -266,7 +273,8 @@ class AdaptiveController:
         shape, gain = self._best(self._drafted)
         if self._has_to_time_plain(shape, gain):
             self.drafting_off = self._is_timing = True
-            self._plain_left, self._plain_timed = TIMED_PLAIN - 1, num_tokens
+            self._plain_left = TIMED_PLAIN - 1
+            self._plain_timed = num_tokens
             return PLAIN
         if shape == PLAIN and self._shapes:
             return min(self._shapes, key=lambda shape: (shape.num_rows, shape.size))
@@ -306,8 +314,10 @@ class AdaptiveController:
         if self._trial is not None and is_drafted:
             self._trial.record(shape, seconds)
             if self._trial.has_ended:
-                self._costs.options, self._trial = self._trial.best, None
-        is_other, self._num_requests = self._num_requests != self._resized, self._resized
+                self._costs.options = self._trial.best
+                self._trial = None
+        is_other = self._num_requests != self._resized
+        self._num_requests = self._resized
         self._known = {}
         reason = ""
         self._probe_left -= is_drafted
@@ -316,7 +326,9 @@ class AdaptiveController:
         elif is_drafted and self._probe_left == 0:
             reason = "the probe promises {1:.2f}x"
         if reason and (best := self._best(self._drafted))[1] >= 1.0:
-            self.drafting_off, self.never_pays, self._rounds = False, False, []
+            self.drafting_off = False
+            self.never_pays = False
+            self._rounds = []
             self._note(ON, reason.format(*best))
 
     def disable_shape(self, shape: DraftShape, error: RuntimeError) -> bool:
@@ -395,20 +407,23 @@ class AdaptiveController:
         tries = ((s, *tried) for s, tried in self._tries.items() if s in self._estimates)
         lost = sum(num_tries * self._cost(s) - worth for s, num_tries, worth in tries)
         left = TRYING_LOSS + TRYING_SHARE * self._num_tokens - lost
-        plain, promises = self._estimates[PLAIN].seconds, {}
+        plain = self._estimates[PLAIN].seconds
+        promises = {}
         for shape, num_tokens in expected.items():
             known = self._estimates[shape]
             if shape in (best, self._latest):
                 continue
             least = known.off(-(DOUBT if known.is_known else left / TRYING_LOSS)) / plain
-            promise, most = num_tokens / least, known.off(1.0) / plain
+            promise = num_tokens / least
+            most = known.off(1.0) / plain
             if most - num_tokens / gain <= left and promise > WORTH_TRYING * gain:
                 promises[shape] = promise
         return max(promises, key=promises.__getitem__, default=None)
 
     def _has_to_time_plain(self, shape: DraftShape, gain: float) -> bool:
         """Whether what plain steps cost has to be seen: unknown or in doubt, or old and close."""
-        age, known = self._num_tokens - self._plain_timed, self._estimates
+        age = self._num_tokens - self._plain_timed
+        known = self._estimates
         doubt = math.exp(max(known[PLAIN].error, known[shape].error))
         is_lost = gain < TOO_SLOW <= gain * doubt and self._lost() > TRIAL_LOSS
         if is_lost or not known[PLAIN].is_known:
@@ -417,17 +432,20 @@ class AdaptiveController:
 
     def _turn_on(self) -> None:
         """Draft again: where plain steps were timed as before, else for a probe."""
-        self.drafting_off, self._plain_timed = False, self._num_tokens
+        self.drafting_off = False
+        self._plain_timed = self._num_tokens
         if self._is_timing:
             self._is_timing = False
             return
-        self._rounds, self._probe_left = [], PROBE_ROUNDS
+        self._rounds = []
+        self._probe_left = PROBE_ROUNDS
         self._accepted.fade(FORGET)
         self._note(PROBE, "to see whether drafts are accepted now")
 
     def _give_up(self) -> None:
         """Draft no more where no draft can be run, or none is faster whatever is accepted."""
-        known, always = self._estimates, [ALMOST_ALWAYS]
+        known = self._estimates
+        always = [ALMOST_ALWAYS]
         chances = {s: expected_tokens(always, s) / known[s].off(-1.0) for s in self._shapes}
         shape = max(chances, key=chances.__getitem__, default=PLAIN)
         reason = "no draft can be verified on this device"
@@ -441,7 +459,8 @@ class AdaptiveController:
         self._turn_off(reason, math.inf)
 
     def _turn_off(self, reason: str, num_plain: float) -> None:
-        self.drafting_off, self._plain_left = True, num_plain
+        self.drafting_off = True
+        self._plain_left = num_plain
         self._note(OFF, reason)
 
     def _note(self, what: str, reason: str) -> None:

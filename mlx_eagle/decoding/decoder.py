@@ -119,7 +119,8 @@ class Round:
 
         -1 at the end, if the last one had children none of which was kept. [] of a chain.
         """
-        branch, parents = list(self.outcome.kept_rows), self.draft.known_parents()
+        branch = list(self.outcome.kept_rows)
+        parents = self.draft.known_parents()
         if parents is None:
             return []
         children = [[row for row, of in enumerate(parents, 1) if of == node] for node in branch]
@@ -442,7 +443,8 @@ class Decoder:
             self._committed = done.target_rows if done.target_rows.is_open else None
             self.quantization.apply(self.cache)
             emitted = done.verification.following[:length]
-            self.root, self.root_embedding = emitted[-1:], None
+            self.root = emitted[-1:]
+            self.root_embedding = None
             self.follow(emitted, done.last_row(length), done.known_run[:length])
             done.committed = True
             if not done.absorbed and not self.discards_features:
@@ -485,12 +487,15 @@ class Decoder:
                     self._pending.drop_from(last.position)
                     if last.num_taken and not last.absorbed and not self.discards_features:
                         self._keep_pairs(last, last.num_taken)
-                    features, row = last.features, last.num_taken
+                    features = last.features
+                    row = last.num_taken
                 case StopPoint.NEXT_IN_FLIGHT if upcoming is not None:
                     upcoming.rollback(1, 0)
-                    features, row = upcoming.features, 0
+                    features = upcoming.features
+                    row = 0
                 case _:
-                    (_, features), row = self._run(self.root), 0
+                    _, features = self._run(self.root)
+                    row = 0
             self._finalize_caches(None if features is None else features[row : row + 1])
 
     def stop_at_root(self) -> None:

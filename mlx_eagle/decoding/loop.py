@@ -134,8 +134,12 @@ class RoundClock:
         ``between_plain_steps``: whether it is a plain step among others that ran ahead.
         """
         now = time.perf_counter()
-        before, seconds, paused = self._before, now - self._end, self._paused
-        self._before, self._end, self._paused = shape, now, 0.0
+        before = self._before
+        seconds = now - self._end
+        paused = self._paused
+        self._before = shape
+        self._end = now
+        self._paused = 0.0
         if before is None or (before == PLAIN) != (shape == PLAIN):
             return None
         if (shape == PLAIN and not between_plain_steps) or paused > self.MOST_PAUSE * seconds:
@@ -165,15 +169,19 @@ class Pipeline(Generic[R]):
         if first is None:
             first = self._launch(controller.next_plan(runner.num_tokens, runner.matches))
         self.upcoming: R | None = first
-        self._clock, self._was_ahead = RoundClock(), False
+        self._clock = RoundClock()
+        self._was_ahead = False
 
     def __iter__(self) -> Iterator[R]:
-        runner, controller = self.runner, self.controller
+        runner = self.runner
+        controller = self.controller
         while self.upcoming is not None:
             # 1. to 3. of this round, draft, verify and accept, are under way.
-            done, self.upcoming = self.upcoming, None
+            done = self.upcoming
+            self.upcoming = None
             self.current = done
-            was_ahead, self._was_ahead = self._was_ahead, False
+            was_ahead = self._was_ahead
+            self._was_ahead = False
             can_be_ahead = controller.drafting_off and runner.can_run_ahead(done)
             if can_be_ahead:
                 runner.commit_plain(done)
@@ -242,7 +250,8 @@ class SingleRunner:
         return ()
 
     def choose(self, plan: DraftPlan) -> DraftShape:
-        copies, shape = self.decoder.copies, plan.shape
+        copies = self.decoder.copies
+        shape = plan.shape
         if copies is not None and plan.by_match:
             shape = plan.behind(copies.match.length, copies.match.is_answer)
         return self.limits.at_most(shape, self.num_tokens)
@@ -444,7 +453,8 @@ def make_controller(
     decoder: Decoder, num_draft_tokens: int | str, tree: Tree | str | None, stats: Stats
 ) -> Controller:
     """Make what decides on the drafts of one text, whose prompt ``decoder`` has read."""
-    drafter, copies = decoder.drafter, decoder.copies is not None
+    drafter = decoder.drafter
+    copies = decoder.copies is not None
     if tree is not None and not isinstance(tree, str):
         return FixedController(DraftShape(tree.depth, tree), copy_size=tree.depth * copies)
     if tree is None and not isinstance(num_draft_tokens, str):

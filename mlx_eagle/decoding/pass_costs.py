@@ -59,7 +59,8 @@ class TargetWeights:
         per_row = _per_row(model)
         if not layers or per_row is None:
             return cls(bytes_read(model), is_packed, None)
-        whole, total = sum(map(weight_bytes, layers)), max(m.weight.shape[0] for m in layers)
+        whole = sum(map(weight_bytes, layers))
+        total = max(m.weight.shape[0] for m in layers)
         per_row = min(per_row, total)
         read = whole * per_row // total
         row_bytes = bytes_read(model) - whole + read

@@ -137,7 +137,8 @@ class LogitsProcessors:
             mx.async_eval(logits)
         self._take_back(self._num_called)  # of a pass that nothing came of
         parents = draft.known_parents()
-        self._after, rows = [], []
+        self._after = []
+        rows = []
         for r in range(logits.shape[0]):
             before = self._processors
             if r > 0:
@@ -167,7 +168,8 @@ class LogitsProcessors:
         for processor in self._processors:
             if num_calls > 0 and can_roll_back(processor):
                 processor.rollback(num_calls)
-        self._after, self._num_called = [], 0
+        self._after = []
+        self._num_called = 0
 
     def _processed(
         self,

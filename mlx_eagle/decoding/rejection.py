@@ -79,11 +79,13 @@ class RejectChoice:
         parents = mx.arange(len(draft)) if draft.parents is None else draft.parents
         ranks, rows = families(parents, max(level.index.shape[1] for level in self.levels))
         q, children = self._tried(places, rows)
-        shape, keys = rows.shape[1:], [self._key(i, self.COIN) for i in range(num_depths)]
+        shape = rows.shape[1:]
+        keys = [self._key(i, self.COIN) for i in range(num_depths)]
         coins = mx.stack([mx.random.uniform(shape=shape, key=key) for key in keys])[depths]
         kept, left = try_in_turn(mx.exp(log_p), q, self.levels[0].ids, children, coins)
         child = mx.take_along_axis(rows, mx.maximum(kept, 0)[:, None], axis=1)[:, 0]
-        token, other = draft.tokens[child - 1], mx.argmax(mx.log(left) + noise, axis=-1)
+        token = draft.tokens[child - 1]
+        other = mx.argmax(mx.log(left) + noise, axis=-1)
         following = mx.where(kept < 0, other.astype(mx.int32), token)
         return keep_branch(draft, tree_mask, kept[parents] == ranks, following, logits)
 
@@ -130,7 +132,8 @@ def try_in_turn(
     inside = p if ids is None else p[:, ids]
     # What cannot be drafted loses nothing: only its sum matters until the end.
     outside = mx.maximum(p.sum(axis=1, keepdims=True) - inside.sum(axis=1, keepdims=True), 0.0)
-    index, rest = mx.arange(q.shape[1]), inside
+    index = mx.arange(q.shape[1])
+    rest = inside
     kept = mx.full((p.shape[0], 1), -1)
     for i in range(children.shape[1]):
         child = children[:, i : i + 1]

@@ -72,14 +72,19 @@ class RoundCosts:
         self.copies = CopyAcceptance()  # likewise of copies
         self.failed: frozenset[DraftShape] = frozenset()
         self.options: KernelOptions | None = None  # None: others were not tried
-        self._curve, self._is_settled, self._lock = curve, is_settled, Lock()
+        self._curve = curve
+        self._is_settled = is_settled
+        self._lock = Lock()
         self._run: set[DraftShape] = set()
         # The pace, of which nothing is known, then what the curve is off at each key: means,
-        # covariances, and what these were before any time.
-        self._mean, self._cov, self._prior = np.zeros(1), np.diag([100.0]), np.zeros((1, 1))
+        # covariances, and covariances before anything was timed.
+        self._mean = np.zeros(1)
+        self._cov = np.diag([100.0])
+        self._prior = np.zeros((1, 1))
         self._places: dict[tuple[int, DraftShape], int] = {}
         self._points = np.zeros((0, 6))  # where each key stands: see ``_point``
-        self._latest, self._noise = 0, NOISE**2  # place of the key timed last, variance of times
+        self._latest = 0  # place of the key timed last
+        self._noise = NOISE**2  # variance of times
 
     def record(self, num_requests: int, shape: DraftShape, seconds: float | None) -> None:
         """A round, or a plain step, has ended; of some it is not known how long they took."""
@@ -93,13 +98,15 @@ class RoundCosts:
             if seconds is None:
                 return
             self._run.add(shape)
-            cost, shared = self._curve(shape, num_requests), self._cov[0] + self._cov[at]
+            cost = self._curve(shape, num_requests)
+            shared = self._cov[0] + self._cov[at]
             off = math.log(seconds / cost) - self._mean[0] - self._mean[at]
             variance = max(shared[0] + shared[at] + self._noise, (off / OUTLIER) ** 2)
             self._mean += shared * (off / variance)
             self._cov -= np.outer(shared, shared) / variance
             noise = self._noise * (1 + LEARN * (off * off / variance - 1))
-            self._noise, self._latest = max(NOISE**2, noise), at
+            self._noise = max(NOISE**2, noise)
+            self._latest = at
 
     def begin(self) -> None:
         """A text begins: the machine may have had other work."""
@@ -113,10 +120,12 @@ class RoundCosts:
     def estimates(self, shapes: Sequence[DraftShape], num: int) -> dict[DraftShape, Estimate]:
         """Of ``shapes`` and plain steps for ``num`` requests, all at one pace."""
         keys = PLAIN, *shapes
-        seconds, errors = np.array([self._curve(s, num) for s in keys]), np.zeros(len(keys))
+        seconds = np.array([self._curve(s, num) for s in keys])
+        errors = np.zeros(len(keys))
         with self._lock:
             if not self._is_settled:
-                at, last = [self._place(num, shape) for shape in keys], self._latest
+                at = [self._place(num, shape) for shape in keys]
+                last = self._latest
                 seconds *= np.exp(self._mean[0] + self._mean[at])
                 variance = self._cov.diagonal()[at]
                 if last:
@@ -132,7 +141,8 @@ class RoundCosts:
             apart = ((self._points - self._points[-1])[:, :-1] ** 2).sum(axis=1)
             stretched = STRETCH**2 * self._points[:, -1] * self._points[-1, -1]
             *others, own = SPREAD**2 * (1 + apart / NEAR) ** -TAIL + stretched
-            alike, weights = np.array([0.0, *others]), np.zeros(len(others) + 1)
+            alike = np.array([0.0, *others])
+            weights = np.zeros(len(others) + 1)
             weights[1:] = np.linalg.solve(self._prior[1:, 1:], alike[1:])
             shared = self._cov @ weights
             variance = own - weights @ alike + weights @ shared
@@ -153,7 +163,8 @@ class RoundCosts:
 
 # Plain steps that a round of a chain, and one of a tree, whose nodes are chosen and moved, takes
 # beside its passes, before one was timed. Two CPUs had 0 to 0.05 and 0.05 to 0.1.
-CHAIN_OVERHEAD, TREE_OVERHEAD = 0.02, 0.08
+CHAIN_OVERHEAD = 0.02
+TREE_OVERHEAD = 0.08
 _known: PerModel[RoundCosts] = PerModel()
 
 
@@ -168,7 +179,8 @@ def costs_of(model: nn.Module, drafter: Drafter, rule: object) -> RoundCosts:
 
 
 def _curve(model: nn.Module, drafter: Drafter) -> Callable[[DraftShape, int], float]:
-    machine, weights = this_machine(), TargetWeights.of(model)
+    machine = this_machine()
+    weights = TargetWeights.of(model)
     share = min(1.0, sum(map(weight_bytes, drafter.modules())) / max(1, weights.row_bytes))
 
     def curve(shape: DraftShape, num_requests: int) -> float:

@@ -211,7 +211,8 @@ def open_decoder(
     with mx.stream(stream):
         _check_target(model, drafter, cache, quantization, tree)
         target = Target(model, drafter.taps, fused_rows)
-    rule, processors = make_rule(acceptance, sampler), LogitsProcessors(logits_processors or ())
+    rule = make_rule(acceptance, sampler)
+    processors = LogitsProcessors(logits_processors or ())
     return Decoder(target, drafter, cache, rule, processors, quantization, stream, copies)
 
 

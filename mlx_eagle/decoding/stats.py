@@ -170,7 +170,8 @@ class Stats:
 
     @property
     def _reached_by_position(self) -> list[int]:
-        accepted, drafted = self.accepted_by_position, self.drafted_by_position
+        accepted = self.accepted_by_position
+        drafted = self.drafted_by_position
         return [min(a, d) for a, d in zip([self.num_rounds, *accepted], drafted, strict=False)]
 
     @property

@@ -35,7 +35,8 @@ class AttentionParts:
 
     def use(self, is_on: bool, is_forced: bool) -> None:
         """Compute attention so from now on."""
-        self.is_on, self.is_forced = is_on, is_forced
+        self.is_on = is_on
+        self.is_forced = is_forced
 
     def begin(self) -> None:
         """A pass begins, or has ended: let go of its masks."""
@@ -98,7 +99,8 @@ def attend_in_parts(
     _, num_heads, num_rows, head_dim = queries.shape
     if isinstance(mask, mx.array):
         mask = parts.for_heads(mask, num_heads)
-    num_keys, limit = keys.shape[2], parts.most_rows(head_dim, 1)
+    num_keys = keys.shape[2]
+    limit = parts.most_rows(head_dim, 1)
     most = parts.most_rows(head_dim, num_heads // keys.shape[1])
     if limit == 0 < most and num_keys >= LEAST_KEYS:
         limit = MOST_CUT
@@ -115,12 +117,15 @@ def attend_in_parts(
     out = []
     for start in range(0, num_rows, most):
         end = min(start + most, num_rows)
-        seen, part_mask = num_keys, mask
+        seen = num_keys
+        part_mask = mask
         if isinstance(mask, str):  # causal: what comes after the last row of the part is not seen
             seen = num_keys - num_rows + end
             part_mask = mask if end - start > 1 else None
         elif mask is not None and mask.shape[-2] > 1:
             part_mask = mask[..., start:end, :]
-        rows, k, v = queries[:, :, start:end], keys[:, :, :seen], values[:, :, :seen]
+        rows = queries[:, :, start:end]
+        k = keys[:, :, :seen]
+        v = values[:, :, :seen]
         out.append(attend(rows, k, v, cache=cache, scale=scale, mask=part_mask, sinks=sinks))
     return mx.concatenate(out, axis=2)

@@ -72,12 +72,16 @@ class WindowCache(RotatingKVCache):
                 return blank
             return mx.concatenate([array[..., self._idx - held : self._idx, :], blank], axis=2)
 
-        grown_keys, grown_values = grown(self.keys, keys), grown(self.values, values)
-        self.keys, self.values, self._idx = grown_keys, grown_values, held
+        grown_keys = grown(self.keys, keys)
+        grown_values = grown(self.values, values)
+        self.keys = grown_keys
+        self.values = grown_values
+        self._idx = held
 
     def newest(self, num_rows: int) -> tuple[mx.array, mx.array]:
         """The last entries, so many."""
-        start, end = self._idx - num_rows, self._idx
+        start = self._idx - num_rows
+        end = self._idx
         return self.keys[..., start:end, :], self.values[..., start:end, :]
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
@@ -130,7 +134,8 @@ class CacheView:
 
     def __init__(self, caches: Sequence[Any], read: Callable[[Any], Any] = lambda cache: cache):
         """``read`` gives the request's own of a cache in ``caches``, when it is asked for."""
-        self._caches, self._read = caches, read
+        self._caches = caches
+        self._read = read
 
     def __len__(self) -> int:
         return len(self._caches)
@@ -148,7 +153,8 @@ class CacheView:
             parts = [cache._temporal_order(part) for part in (cache.keys, cache.values)]
             num_rows = min(cache.offset, cache.max_size, parts[0].shape[2])
         elif type(cache) in IN_ORDER:
-            parts, num_rows = _arrays(cache), cache.offset
+            parts = _arrays(cache)
+            num_rows = cache.offset
             parts = [part[..., :num_rows, :] for part in parts]
         else:
             raise ValueError(

@@ -26,7 +26,8 @@ class OptionTrial:
 
     def __init__(self, names: Sequence[str], use: Callable[[KernelOptions], None]):
         self.best = KernelOptions()
-        self._left, self._use = list(names), use
+        self._left = list(names)
+        self._use = use
         self._now = self.best
         self._shape: object = None
         self._times: list[float] = []
@@ -59,7 +60,9 @@ class OptionTrial:
         self._begin(shape, self.best)
 
     def _begin(self, shape: object, options: KernelOptions) -> None:
-        self._shape, self._times, self._num_rounds = shape, [], 0
+        self._shape = shape
+        self._times = []
+        self._num_rounds = 0
         if options != self._now:
             self._now = options
             self._use(options)

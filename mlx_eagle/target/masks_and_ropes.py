@@ -105,8 +105,10 @@ class _TreeMask:
         self, N: int, window_size: int | None = None, return_array: bool = False
     ) -> mx.array:
         """Which of the entries before the pass and of its N rows each row sees, (N, S)."""
-        past, (tree_mask, depths) = self._past(), self._tree_rows
-        rows, window_size = self.offset + depths, self._window(N, window_size)
+        past = self._past()
+        tree_mask, depths = self._tree_rows
+        rows = self.offset + depths
+        window_size = self._window(N, window_size)
         distance = rows[:, None] - mx.concatenate([past, rows])[None]
         before = mx.ones((N, past.size), mx.bool_)
         mask = mx.concatenate([before, tree_mask], axis=1)
@@ -216,11 +218,13 @@ class RowPositions:
     @contextmanager
     def told(self, depths: mx.array | None = None, one_by_one: bool = False) -> Iterator[None]:
         """Within, rows are rotated in that way."""
-        self.depths, self.one_by_one = depths, one_by_one
+        self.depths = depths
+        self.one_by_one = one_by_one
         try:
             yield
         finally:
-            self.depths, self.one_by_one = None, False
+            self.depths = None
+            self.one_by_one = False
 
 
 class PositionedRope(nn.Module):
@@ -246,7 +250,8 @@ class PositionedRope(nn.Module):
         return rows.transpose(2, 1, 0, 3)
 
     def _row_by_row(self, x: mx.array, offset: int = 0) -> mx.array:
-        rotate, rows = super().__call__, mx.split(x, x.shape[-2], axis=-2)
+        rotate = super().__call__
+        rows = mx.split(x, x.shape[-2], axis=-2)
         rotated = [rotate(row, offset=offset + r) for r, row in enumerate(rows)]
         return mx.concatenate(rotated, axis=-2)
 

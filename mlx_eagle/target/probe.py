@@ -86,7 +86,8 @@ def _probe(model: nn.Module) -> tuple[float, float, float]:
     """
     vocab_size = _logits(model, [0], make_prompt_cache(model)).shape[-1]
     *prefix, root, left, right, below, last, end = (vocab_size * i // 11 for i in range(2, 11))
-    before, stand_in = make_prompt_cache(model), StandIn(model)
+    before = make_prompt_cache(model)
+    stand_in = StandIn(model)
     _logits(model, prefix, before)
     cache = deepcopy(before)
     with stand_in.tree_attention(cache, ancestors(mx.array(PROBE_PARENTS), 2)):
@@ -149,7 +150,8 @@ def _probe_batch(
     vocab_size = _logits(model, [0], make_prompt_cache(model)).shape[-1]
     tokens = [vocab_size * i // 11 for i in range(2, 11)]
     texts = [(tokens[:4], tokens[4:]), (tokens[6:7], tokens[3:])]
-    shared, alone = RaggedCaches(mask_axes), []
+    shared = RaggedCaches(mask_axes)
+    alone = []
     for (prefix, rows), skipped in zip(texts, num_cut, strict=True):
         cache = make_prompt_cache(model)
         _logits(model, prefix, cache)
@@ -158,7 +160,9 @@ def _probe_batch(
             _logits(model, rows[:skipped], cache)
         alone.append(_logits(model, rows[skipped : skipped + num_rows], deepcopy(cache)))
     if any(num_cut):
-        target, caches, size = Target(model), shared.open(), max(num_cut) + 1
+        target = Target(model)
+        caches = shared.open()
+        size = max(num_cut) + 1
         with target.recording(caches, size, shared.keep_updates):
             target.batch(mx.array([rows[:size] for _, rows in texts]), caches)
         shared.advance(num_cut)

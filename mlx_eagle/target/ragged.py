@@ -35,7 +35,8 @@ class RaggedStates:
     def _kept(self) -> list[mx.array | None]:
         """The states, made when they are first asked for: other things can be started before."""
         if self._restore is not None:
-            self._states, self._restore = self._restore(), None
+            self._states = self._restore()
+            self._restore = None
         return self._states
 
     def begin(self) -> Any:
@@ -47,7 +48,8 @@ class RaggedStates:
     def advance(self, kept: KeptRows, updates: StateUpdates | None) -> None:
         """Keep what the pass has written, all of it without ``updates``."""
         if updates is None or kept.same == updates.num_rows:
-            self._states, self._restore = list(self._pass.cache), None
+            self._states = list(self._pass.cache)
+            self._restore = None
         else:
             self._restore = partial(updates.states, self._pass, kept)
 
@@ -258,7 +260,8 @@ class RaggedCache:
 
     def begin(self) -> "RaggedCache":
         """A pass begins where the texts end; what the model is given for it."""
-        self.offset, self._num_rows = self._rows.offset, 0
+        self.offset = self._rows.offset
+        self._num_rows = 0
         return self
 
     def advance(self, kept: KeptRows, updates: StateUpdates | None) -> None:
@@ -287,7 +290,8 @@ class RaggedCache:
     def keep(self, index: mx.array) -> None:
         """Drop all texts but these."""
         if self.keys is not None:
-            self.keys, self.values = self.keys[index], self.values[index]
+            self.keys = self.keys[index]
+            self.values = self.values[index]
 
     def extract(self, index: int) -> KVCache | RotatingKVCache:
         """One text's cache, as it would be had the text been alone."""
@@ -334,7 +338,8 @@ class RaggedCache:
 
     def _resize_ring(self, ring: int | None) -> None:
         """Copy the row buffers into a larger ring."""
-        before, self._ring = self._ring, ring
+        before = self._ring
+        self._ring = ring
         if self.keys is None or before is None or ring is None:
             return
         columns = mx.arange(self._columns(self._rows.longest))

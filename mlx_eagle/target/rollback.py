@@ -70,7 +70,8 @@ class TrimRollback:
 
     def put(self, taken: list[Any], num_rows: int) -> None:
         """Make these the only rows of the pass."""
-        cache, start = self.cache, self._first_column
+        cache = self.cache
+        start = self._first_column
 
         def written(array: mx.array, rows: mx.array) -> mx.array:
             array[..., start : start + num_rows, :] = rows
@@ -116,18 +117,22 @@ class RotatingRollback:
         self.start = cache.offset
         self._index = cache._idx
         self._in_place = num_rows == 1 and _appends_in_place(cache)
-        self._keys, self._values = None, None
+        self._keys = None
+        self._values = None
         if not self._in_place and cache.keys is not None:
             # New handles: rows that come one by one are written into the arrays, and would be
             # into these too.
-            self._keys, self._values = cache.keys[...], cache.values[...]
+            self._keys = cache.keys[...]
+            self._values = cache.values[...]
 
     def rollback(self, num_rows: int) -> None:
         cache = self.cache
         if num_rows == 0:
             if not self._in_place:
-                cache.keys, cache.values = self._keys, self._values
-            cache.offset, cache._idx = self.start, self._index
+                cache.keys = self._keys
+                cache.values = self._values
+            cache.offset = self.start
+            cache._idx = self._index
             return
         surplus = cache.offset - (self.start + num_rows)
         if surplus <= 0:
@@ -276,7 +281,8 @@ class Checkpoint:
     def cut(self, num_rows: int) -> None:
         """The same, but for recurrent states that can be made later: see ``restore``."""
         self._caches[:] = self._before  # a cache may have been replaced by its quantized copy
-        self._kept, runs_again = None, False
+        self._kept = None
+        runs_again = False
         if num_rows > 0 and self.recurrent:
             if self._updates is None:
                 runs_again = True

@@ -69,12 +69,15 @@ class StandIn:
         changed: Iterable[nn.Module] = (),
         most_rows: Callable[[int, int], int] = no_kernel,
     ):
-        self.positions, self.parts = RowPositions(), AttentionParts(most_rows)
+        self.positions = RowPositions()
+        self.parts = AttentionParts(most_rows)
         self.states = StateRecorder()
-        ropes, changed = find_ropes(model), list(changed)
+        ropes = find_ropes(model)
+        changed = list(changed)
         others = self._changed_methods(model, ropes)
         self.model, copies = copy_modules(model, [*changed, *ropes, *(m for m, _ in others)])
-        self.copies, copies = copies[: len(changed)], copies[len(changed) :]
+        self.copies = copies[: len(changed)]
+        copies = copies[len(changed) :]
         for rope in copies[: len(ropes)]:
             add_behaviour(rope, PositionedRope)
             rope._row_positions = self.positions

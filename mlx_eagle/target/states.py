@@ -213,7 +213,8 @@ class StateRecorder:
         """How a state comes about that is now ``state``; None where that is not known."""
         found = self._found.get(place)
         if isinstance(found, list):
-            is_whole, states = len(found) == self._num_rows, dict(enumerate(found, 1))
+            is_whole = len(found) == self._num_rows
+            states = dict(enumerate(found, 1))
             return partial(KeptRows.pick, states=states) if is_whole else None
         if not isinstance(found, tuple):
             return found
@@ -228,7 +229,8 @@ class StateRecorder:
 
     def names_in(self, method: FunctionType) -> dict[str, Any]:
         """What a method that ``is_recurrent`` is to find by which global names."""
-        known, used = method.__globals__, method.__code__.co_names
+        known = method.__globals__
+        used = method.__code__.co_names
         names: dict[str, Any] = {
             name: self.noting(name, known[name])
             for name in used

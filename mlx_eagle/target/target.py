@@ -106,7 +106,8 @@ class Target:
         stand_in = StandIn(self.model, recorded.values(), most_rows)
         for index, copy in zip(recorded, stand_in.copies, strict=True):
             add_behaviour(copy, RecordedLayer)
-            copy._recorder, copy._index = self._recorder, index
+            copy._recorder = self._recorder
+            copy._index = index
         return stand_in
 
     def __call__(
@@ -151,7 +152,8 @@ class Target:
         """
         is_possible = self.stage.is_whole and self.num_layers + 1 not in self._recorded
         self._recorder.begin(rows=rows if is_possible else None)
-        logits, cut = self._stand_in.model(tokens), self._recorder.cut
+        logits = self._stand_in.model(tokens)
+        cut = self._recorder.cut
         seen = self._recorder.take()
         features = self._features(seen, tokens.shape[0])
         if cut is None:
