@@ -19,7 +19,7 @@ from ..drafters.base import Draft, Pick
 
 @dataclass(frozen=True)
 class BatchVerification:
-    """What a verify pass of B requests decided, on the device.
+    """Result of a verify pass of B requests, on the device.
 
     ``following`` (B, R) is the token after each row, ``num_kept`` (B,) how many draft tokens are
     kept.
@@ -34,14 +34,14 @@ class BatchVerification:
         return mx.concatenate([self.num_kept[:, None], self.following], axis=1)
 
     def of(self, index: mx.array) -> "BatchVerification":
-        """Those of the requests (n,) alone, in that order."""
+        """Select the requests ``index`` (n,), in that order."""
         return BatchVerification(self.following[index], self.num_kept[index])
 
 
 class GreedyRows:
-    """One round of requests that are judged in the same operations: here those without a sampler.
+    """One round of requests without a sampler, judged in the same operations.
 
-    ``pick`` and ``alone`` are those of ``batch_drafter.Picks``, for the requests of this group.
+    ``pick`` and ``alone`` are as in ``batch_drafter.Picks``, for the requests of this group.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class GreedyRows:
 
 
 class CoupledRows(GreedyRows):
-    """Of requests that sample with the noise of their positions, by the same filters."""
+    """One round of requests that sample with their positions' noise, by the same filters."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class RuleGroup:
 
 
 def _kind(rule: Rule) -> object:
-    """The same for rules that can be judged together."""
+    """A key that is equal for rules that can be judged together."""
     if isinstance(rule, Match) and rule.sampler is None:
         return GreedyRows
     if isinstance(rule, Coupled) and type(rule.sampling) is Sampling:

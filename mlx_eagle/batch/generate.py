@@ -117,7 +117,7 @@ def response_of(
 def generate_plainly(
     model: nn.Module, tokenizer: TokenizerWrapper, requests: list[Request], options: Options
 ) -> BatchResponse:
-    """All requests by mlx-lm's batch; the caches it returns are the target's alone."""
+    """Generate all requests by mlx-lm's batch; the caches it returns are only the target's."""
     names = ("prefill_step_size", "completion_batch_size", "prefill_batch_size")
     given = {name: getattr(options, name) for name in names}
     settings: dict[str, Any] = {name: size for name, size in given.items() if size is not None}
@@ -228,7 +228,7 @@ def generate_together(
 def generate_in_turn(
     model: nn.Module, draft_model: Drafter, requests: list[Request], options: Options
 ) -> None:
-    """Each request alone, for targets that cannot share a pass."""
+    """Generate one request after the other, for targets that cannot share a pass."""
     for request in requests:
         cache, draft_cache = split_cache(request.cache, model, None)
         request.cache = cache + (draft_cache or draft_model.make_cache())
@@ -278,20 +278,20 @@ def batch_generate(
     """Generate for several prompts, as ``mlx_lm.batch_generate`` does, with a drafter.
 
     All requests are verified in one forward pass of the target per round, on caches with a length
-    for each; each keeps its own number of rows, ends by itself and is decoded as it would be
-    alone. An EAGLE-3 head drafts for all in shared passes too, other drafters text by text. A
+    for each; each keeps its own number of rows, ends by itself and is decoded as it would be by
+    itself. An EAGLE-3 head drafts for all in shared passes too, other drafters text by text. A
     request that has ended makes no room for another. Where the target's caches or ropes cannot
     share a pass (quantized caches, kept first tokens, a base that follows the length), the
     requests are decoded one after the other, each speculatively. Either is said in a warning.
 
     With ``num_draft_tokens`` "auto" each round has the fastest draft length, one for all
-    requests, by what they accept and by what rounds of so many have cost (see
+    requests, by what they accept and by what rounds of that many have cost (see
     ``decoding/auto.py``). Where no length is faster than plain decoding, rounds are plain and
     pipelined until a probe finds otherwise, or the batch has shrunk enough. Where earlier batches
     have shown that none could ever be faster, all goes to ``mlx_lm.batch_generate``.
 
     ``max_speculative_batch``: more prompts than that go to ``mlx_lm.batch_generate``, because a
-    pass over so many rows costs more than drafts save. None: 8; with "auto" 32, the costs
+    pass over that many rows costs more than drafts save. None: 8; with "auto" 32, the costs
     permitting, but 8 where requests are decoded one after the other.
 
     A ``Sampling`` gives every prompt noise of its own (see ``Sampling.row``).
@@ -307,7 +307,7 @@ def batch_generate(
     mlx-lm's figures of the whole batch as attributes.
 
     Raises ValueError for an empty prompt, lists of unequal length, ``max_tokens`` below 1, and
-    for what only one prompt alone can have: a tree, caches quantized on the way, embeddings.
+    for what only a single prompt can have: a tree, caches quantized on the way, embeddings.
     """
     kwargs |= {
         "return_prompt_caches": return_prompt_caches,
@@ -435,7 +435,7 @@ def _make_controller(
 
 
 def _say_what_is_shared(draft_model: Drafter, options: Options, reason: str | None) -> None:
-    """Warn where less is shared than could be: it is slower, and nobody would see why."""
+    """Warn where less is shared than could be: it is slower, and users would not see why."""
     if options.num_draft_tokens == 0:
         said = (
             "mlx-lm's batch gives other texts with this target: the prompts are decoded one after "

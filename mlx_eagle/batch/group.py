@@ -29,10 +29,10 @@ from .rounds import Batch
 
 @dataclass(frozen=True)
 class RoundOutput:
-    """What a round has given to one request.
+    """Output of a round for one request.
 
     The first ``num_kept`` tokens were drafted; ``length`` is how far the round had drafted, in a
-    tree in levels. ``logprobs`` are those of ``tokens``, where the decoder was asked for any.
+    tree in levels. ``logprobs`` belong to ``tokens``; [] where the decoder was asked for none.
     ``events`` are the controller's since the round before.
     """
 
@@ -73,7 +73,7 @@ class OwnRunner:
         return made
 
     def leave(self, request: Request, num_unread: int) -> None:
-        """Stop before the end; of the last round's tokens, so many are dropped."""
+        """Stop before the end, and drop the last ``num_unread`` tokens of the last round."""
         last = self._last
         if last is None:  # no round was read yet
             last = self._take_upcoming()
@@ -177,9 +177,9 @@ class Group:
 
     To join, a request must have emitted its first token. ``num_draft_tokens`` is as in
     ``speculative_generate_step``, one length for all in a round, "auto" by what all of them accept
-    and by what rounds of so many cost. Without ``drafts_together``, for targets whose states share
-    plain steps alone, drafts are made for one by itself, and several are decoded plainly. With a
-    ``tree``, or where caches cannot share a pass, only one may be in it. One whose decoder
+    and by what rounds of that many cost. Without ``drafts_together``, for targets whose states
+    share only plain steps, drafts are made for a single one, and several are decoded plainly. With
+    a ``tree``, or where caches cannot share a pass, only one may be in it. One whose decoder
     ``discards_features`` is decoded plainly, and so are those who share its rounds.
     """
 
@@ -206,7 +206,7 @@ class Group:
 
     @property
     def requests(self) -> list[Request]:
-        """Those that have not been given back."""
+        """The requests that have not been given back."""
         return [*self._running, *self._joining]
 
     @property
@@ -220,7 +220,7 @@ class Group:
         self._joining.append(request)
 
     def leave(self, request: Request, num_unread: int = 0) -> None:
-        """Let go of a request that has not ended; of the last round's, so many are not wanted.
+        """Let go of a request that has not ended, whose last ``num_unread`` tokens are unwanted.
 
         These tokens are dropped where it was by itself, and stay where rounds were shared.
         """
@@ -233,7 +233,7 @@ class Group:
         self._give_back()
 
     def round(self) -> list[RoundOutput]:
-        """One round of all: what it has given to each."""
+        """Run one round of all requests, and return its output for each."""
         running = [request for request in self._running if not request.ended]
         num = len(running) + len(self._joining)
         if self._runner is not None and (num == 0 or self._runner.is_shared != self._shares(num)):
@@ -260,7 +260,7 @@ class Group:
         return made
 
     def take_left(self) -> list[Request]:
-        """Those that have ended or left, each once.
+        """Hand over the requests that have ended or left, each once.
 
         Their decoders have their caches. Where ``Request.cache`` is empty, these lack the last
         token: see ``requests.restore_caches``.
@@ -270,7 +270,7 @@ class Group:
         return left
 
     def _shares(self, num_requests: int) -> bool:
-        """Whether so many share their rounds."""
+        """Whether ``num_requests`` share their rounds."""
         return num_requests > 1
 
     def _give_back(self) -> None:
@@ -281,7 +281,7 @@ class Group:
             self._runner = None
 
     def _begin(self, requests: Sequence[Request]) -> OwnRunner | SharedRunner:
-        """What decodes these from now on."""
+        """Make the runner that decodes these requests from now on."""
         if self._shares(len(requests)):
             shared = self._share([request.decoder for request in requests])
             for request in requests:
@@ -295,7 +295,7 @@ class Group:
         return OwnRunner(request, controller)
 
     def _share(self, decoders: Sequence[Decoder]) -> SharedRunner:
-        """Shared rounds for these, who have yet to join."""
+        """Make the runner of shared rounds for these requests, which have yet to join."""
         drafter = self._draft_model
         copies = drafter.copies is not None
         is_plain = any(decoder.discards_features for decoder in decoders)

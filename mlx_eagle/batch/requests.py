@@ -61,7 +61,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Options:
-    """How requests are decoded, and what is given back; those of one batch may have several."""
+    """Settings for decoding requests, and what is returned; a batch may hold several settings."""
 
     stream: mx.Stream | mx.ThreadLocalStream = generation_stream
     num_draft_tokens: int | str = 3
@@ -79,9 +79,9 @@ class Options:
 
     @classmethod
     def by_names(cls, given: dict[str, Any]) -> "Options":
-        """What was asked for, after a look at what only one prompt alone can have.
+        """Make options from keyword arguments.
 
-        Raises ValueError where that is wanted, TypeError for a name that nobody knows.
+        Raises ValueError for what only a single prompt can have, TypeError for an unknown name.
         """
         for name in FOR_ONE_PROMPT:
             if given.pop(name, None) is not None:
@@ -110,7 +110,7 @@ class Options:
 def prefill(
     model: nn.Module, draft_model: Drafter, request: Request, options: Options
 ) -> Iterator[int]:
-    """Run the prompt but its last token, alone, a chunk at each step; yields how much is done.
+    """Run the prompt without its last token, by itself, chunk by chunk; yields how much is done.
 
     Rounds of a batch may be run between the steps.
     """
@@ -150,14 +150,14 @@ def first_token(request: Request) -> Round:
 def restore_caches(request: Request) -> None:
     """Put into ``request.cache`` what a generation of its own would have left.
 
-    Of a request that has left its batch, with its caches: one pass, of the last token.
+    Takes one pass, over the last token of a request that has left its batch with its caches.
     """
     request.decoder.stop_at_root()
     request.cache = request.decoder.cache + request.decoder.drafter.cache
 
 
 def reason_not_batchable(model: nn.Module, caches: list[Any], plainly: bool = False) -> str | None:
-    """Why requests on these caches of the target cannot share its passes; None where they can.
+    """Reason why requests on these target caches cannot share passes; None where they can.
 
     ``plainly``: passes of plain steps, one row per request.
     """
@@ -214,7 +214,7 @@ class SharedRound:
     copies_seen: list[CopySeen] = field(default_factory=list)  # once read, of those who can copy
 
     def of(self, index: list[int]) -> "SharedRound":
-        """The same, before it was read, for some of its requests alone."""
+        """Select some of the requests, before the round is read."""
         places = mx.array(index)
         return replace(
             self,
@@ -231,11 +231,11 @@ class SharedRound:
 
     @property
     def pending(self) -> list[mx.array]:
-        """What the host reads, to be computed at once."""
+        """The arrays that the host reads, to be computed at once."""
         return [self.verification.packed, *([] if self.asked is None else self.asked.arrays)]
 
     def logprobs(self, b: int) -> list[TokenLogprobs]:
-        """Those of the tokens emitted for request b, once read; none where none are asked for."""
+        """Log-probabilities of request b's emitted tokens, once read; [] if not asked for."""
         num_top = self.requests[b].decoder.num_top
         if self.asked is None or num_top is None:
             return []

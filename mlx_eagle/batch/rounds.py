@@ -150,7 +150,7 @@ class Batch:
         return found
 
     def _room(self, shapes: Sequence[DraftShape]) -> list[int]:
-        """As many levels of the shapes as the limits of each request let be kept."""
+        """Number of levels of each request's shape that its limits allow to be kept."""
         return [
             own.limits.at_most(shape, own.decoder.num_emitted).num_levels
             for own, shape in zip(self.requests, shapes, strict=True)
@@ -219,13 +219,13 @@ class Batch:
         return copied
 
     def _asked_logprobs(self, logits: mx.array, following: mx.array) -> AskedLogprobs | None:
-        """Those of all requests, where one asks for any, as many as one asks for."""
+        """Log-probabilities for all, as many as any request asks for; None if none asks."""
         wishes = [request.decoder.num_top for request in self.requests]
         most = max((num for num in wishes if num is not None), default=None)
         return None if most is None else AskedLogprobs.of(log_softmax(logits), following, most)
 
     def _forced(self) -> list[list[int]]:
-        """What a grammar forces each request to begin with, as far as a pass has room for it."""
+        """Tokens a grammar forces each request to begin with, as far as a pass has room."""
         most = DraftShape(max(LEAST_FORCED, (MOST_FORCED + 1) // len(self.requests) - 1))
         decoders = [request.decoder for request in self.requests]
         return [
@@ -269,7 +269,7 @@ class Batch:
             return self._target.batch(tokens, caches)
 
     def can_run_ahead(self, done: SharedRound) -> bool:
-        """Whether all steps were plain, nobody waits, and none reaches its request's limit.
+        """Whether all steps were plain, no request waits, and none reaches its limit.
 
         Not with a grammar: what it forces next follows from the token.
         """
@@ -284,7 +284,7 @@ class Batch:
         )
 
     def can_launch_before_read(self, plan: DraftPlan) -> bool:
-        """Not a draft: a request may be found to have ended, and would keep one row at most."""
+        """False for drafts: a request may turn out to have ended, and keeps one row at most."""
         return all(shape.is_plain for shape in self._shapes(plan))
 
     def commit_plain(self, done: SharedRound) -> None:
@@ -343,7 +343,7 @@ class Batch:
     def admit(self, upcoming: SharedRound | None = None) -> SharedRound | None:
         """Let requests leave and join now; returns what is in flight for those that stay.
 
-        Nobody can join while a round is in flight.
+        No request can join while a round is in flight.
         """
         num_before = len(self.requests)
         left = [b for b, request in enumerate(self.requests) if not request.ended]
@@ -361,7 +361,7 @@ class Batch:
         return upcoming
 
     def _take_in(self, request: Request) -> None:
-        """The last of the batch; its own caches are let go of."""
+        """Add a request at the end of the batch, and let go of its own caches."""
         self._flush_pairs()
         decoder = request.decoder
         close_windows(decoder.cache)
@@ -373,7 +373,7 @@ class Batch:
         self.requests.append(request)
 
     def _let_go(self, left: list[int]) -> None:
-        """Of all requests but those ``left``."""
+        """Remove all requests except ``left``."""
         if self._keep_caches:
             self._flush_pairs()
         for b, request in enumerate(self.requests):
@@ -420,7 +420,7 @@ class Batch:
     def _accept(
         self, choice: BatchChoice, drafts: mx.array, num_drafted: list[int], logits: mx.array
     ) -> tuple[BatchVerification, mx.array]:
-        """What the rules keep, by logits (B, R, V) of each request through its own processors."""
+        """Apply the rules to logits (B, R, V), each request's through its own processors."""
         decoders = [request.decoder for request in self.requests]
         if not any(map(len, (decoder.processors for decoder in decoders))):
             return choice.verify(drafts, num_drafted, logits), logits

@@ -1,4 +1,6 @@
-"""Which draft tokens are kept: the acceptance rules, on arrays alone (and ``rejection.py``).
+"""Acceptance rules: they decide which draft tokens are kept, on arrays only.
+
+Rejection sampling has a file of its own, ``rejection.py``.
 
 A rule opens each round. It tells the drafter how to pick tokens, and turns the target's logits
 for the rows of the verify pass into the token that follows each row and the number of draft
@@ -23,7 +25,7 @@ FAR = 1e4  # nats, below whatever a filter leaves
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a verify pass of R rows decided, known to the host.
+    """Result of a verify pass of R rows, known to the host.
 
     ``num_kept`` draft tokens are kept; ``following`` (R) is the token after each row. ``rows`` (R)
     are, for a tree, the rows of the pass that these stand for, the kept branch first; None for a
@@ -36,7 +38,7 @@ class Outcome:
 
     @property
     def run(self) -> list[int]:
-        """The tokens that it emits: what was kept, and the one that follows."""
+        """The emitted tokens: those kept, and the one that follows."""
         return self.following[: self.num_kept + 1]
 
     @property
@@ -46,15 +48,15 @@ class Outcome:
 
 
 TokenLogprobs = tuple[float, tuple[tuple[int, float], ...]]
-"""Of a token: its log-probability, and the likeliest tokens with theirs, the likeliest first."""
+"""A token's log-probability, and the likeliest tokens with theirs, the likeliest first."""
 
 
 @dataclass(frozen=True)
 class AskedLogprobs:
-    """Log-probabilities that somebody asks for, on the device, computed with the round.
+    """Log-probabilities that the caller asked for, on the device, computed with the round.
 
-    ``own`` (..., R) are those of the tokens that follow R rows, ``top`` (..., R, n) the greatest,
-    in no order, and ``ids`` (..., R, n) the tokens that these are of; n may be 0.
+    ``own`` (..., R) belong to the tokens that follow R rows, ``top`` (..., R, n) are the greatest,
+    in no order, and ``ids`` (..., R, n) the tokens they belong to; n may be 0.
     """
 
     own: mx.array
@@ -63,7 +65,7 @@ class AskedLogprobs:
 
     @classmethod
     def of(cls, rows: mx.array, following: mx.array, num_top: int) -> "AskedLogprobs":
-        """Those of tokens (..., R) by the log-probabilities of all, ``rows`` (..., R, V)."""
+        """Look up tokens ``following`` (..., R) in the log-probabilities ``rows`` (..., R, V)."""
         own = mx.take_along_axis(rows, following[..., None], axis=-1)[..., 0]
         ids = top = mx.zeros((*following.shape, 0))
         if num_top > 0:
@@ -73,22 +75,22 @@ class AskedLogprobs:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """What is to be computed."""
+        """The arrays to compute."""
         return [self.own, self.ids, self.top]
 
     def of_texts(self, index: mx.array) -> "AskedLogprobs":
-        """Those of some of several texts."""
+        """Select some of several texts by their places."""
         return AskedLogprobs(*(array[index] for array in self.arrays))
 
     @cached_property
     def _on_host(self) -> Any:
-        """All arrays, which have been computed: to take a part of one would be to wait."""
+        """All arrays, already computed: slicing one on the device would mean another wait."""
         return [array.tolist() for array in self.arrays]
 
     def read(
         self, length: int, num_top: int | None = None, text: int | None = None
     ) -> list[TokenLogprobs]:
-        """Once computed, those of the first tokens, of one of several ``text``s."""
+        """Log-probabilities of the first ``length`` tokens, of one ``text`` of several."""
         parts = self._on_host if text is None else [part[text] for part in self._on_host]
         own, ids, top = (part[:length] for part in parts)
         rows = zip(own, ids, top, strict=True)
@@ -101,9 +103,9 @@ def _likeliest_first(ids: list[int], values: list[float]) -> tuple[tuple[int, fl
 
 @dataclass(frozen=True)
 class Verification:
-    """The same on the device, and the target's logits (R, V) after each row of the pass.
+    """An ``Outcome`` on the device, and the target's logits (R, V) after each row of the pass.
 
-    ``following`` (R,) int32, ``num_kept`` () and ``rows`` (R,) are those of ``Outcome``.
+    ``following`` (R,) int32, ``num_kept`` () and ``rows`` (R,) are as in ``Outcome``.
     """
 
     following: mx.array
@@ -113,13 +115,13 @@ class Verification:
     asked: AskedLogprobs | None = None
 
     def asking(self, num_top: int | None) -> "Verification":
-        """The same with log-probabilities of ``following``, and so many of the greatest."""
+        """Add the log-probabilities of ``following``, and the ``num_top`` greatest."""
         if num_top is None:
             return self
         return replace(self, asked=AskedLogprobs.of(self.logprobs, self.following, num_top))
 
     def read_logprobs(self, length: int) -> list[TokenLogprobs]:
-        """Those of the first tokens, once read; none where nobody has asked."""
+        """Log-probabilities of the first tokens, once read; [] if none were asked for."""
         return [] if self.asked is None else self.asked.read(length)
 
     @cached_property
@@ -132,7 +134,7 @@ class Verification:
 
     @property
     def pending(self) -> list[mx.array]:
-        """What ``read`` waits for, all at once; where nothing was drafted, the token alone."""
+        """The arrays ``read`` waits for; only the token where nothing was drafted."""
         asked = [] if self.asked is None else self.asked.arrays
         if self.following.size == 1:
             return [self.following, *asked]
@@ -179,9 +181,9 @@ class Choice(Protocol):
 
 
 class Rule(Protocol):
-    """How draft tokens are picked and kept, for one generation.
+    """A way to pick and keep draft tokens, for one generation.
 
-    Its text says what the cost of a round depends on.
+    Its ``str`` says what the cost of a round depends on.
     """
 
     def open(self, position: int, size: int) -> Choice:
@@ -262,7 +264,7 @@ class Match:
 class Coupled:
     """The target draws with the Gumbel noise of the position; keep a draft token iff it agrees.
 
-    The text is that of ``sampling`` alone, whatever was drafted: same seed, same text. The draft
+    The text depends only on ``sampling``, not on the draft: same seed, same text. The draft
     draws with the same noise, which makes it agree more often; ``drafts_greedily`` ("match")
     drafts the most probable token instead.
     """
@@ -318,7 +320,7 @@ class CoupledChoice:
         return match(draft, tree_mask, mx.argmax(scores + noise, axis=-1), logits)
 
     def _next_noise(self, ids: mx.array | None) -> mx.array:
-        """That (1, Vd) of the position that is drafted next."""
+        """Noise (1, Vd) for the position that is drafted next."""
         if self.of_draft is None:
             noise = self._noise(self.size + 1)
             self.of_draft = noise if ids is None else mx.take(noise, ids, axis=1)
@@ -326,7 +328,7 @@ class CoupledChoice:
         return self.of_draft[self.num_picked - 1 : self.num_picked]
 
     def _noise(self, num_rows: int) -> mx.array:
-        """That of the round's positions, so many of them where none was asked for yet."""
+        """Noise (n, V) for the round's positions, n at least ``num_rows``."""
         if self.noise is None or self.noise.shape[0] < num_rows:
             self.noise = self.rule.sampling.noises(self.position, num_rows, self.rule.vocab_size)
         return self.noise
@@ -338,7 +340,7 @@ def normalized(logits: mx.array) -> mx.array:
 
 
 def likeliest(log_q: mx.array, count: int) -> tuple[mx.array, mx.array]:
-    """The greatest of log q (m, Vd), (m, count): where they stand, and they themselves."""
+    """The ``count`` greatest of log q (m, Vd): indices and values, each (m, count)."""
     best = top_k(log_q, count)
     return best, mx.take_along_axis(log_q, best, axis=1)
 
@@ -395,11 +397,11 @@ class RowsInTurn:
 
     @property
     def for_rule(self) -> mx.array:
-        """The same to be judged; of a row whose token was drawn, that token alone."""
+        """The logits to judge; a row whose token was drawn allows only that token."""
         return mx.concatenate(self._for_rule)
 
     def process_next(self, kept: Sequence[int]) -> bool:
-        """Process the first of the rows ``kept`` that is not; whether there was one."""
+        """Process the first row in ``kept`` that is not processed yet; False if there is none."""
         row = next((r for r in kept if r not in self._processed), None)
         if row is None:
             return False

@@ -54,7 +54,7 @@ ALMOST_ALWAYS = 0.9  # the highest acceptance of any drafter on a text
 DOUBT = 1.2  # standard deviations that a known cost must be off for its shape to be tried again
 WORTH_TRYING = 1.03  # of the best gain, that a shape to be tried must promise
 TRYING_LOSS = 1.0  # plain steps that trying shapes may lose
-TRYING_SHARE = 0.04  # and so many per token
+TRYING_SHARE = 0.04  # and this many more per token
 
 MOST_SHARED_ROWS = 32  # of a pass for several requests in which copies are longer than 7 tokens
 
@@ -95,7 +95,7 @@ class FixedController:
     def next_plan(self, num_tokens: int, matches: Sequence[TextMatch] = ()) -> DraftPlan:
         """Choose what follows the round under way, before which ``num_tokens`` were emitted.
 
-        ``matches`` are those of the requests of a batch, as far as they are known.
+        ``matches`` are the text matches of a batch's requests, as far as they are known.
         """
         if self.copy_size == 0:
             return DraftPlan(self.shape)
@@ -115,8 +115,8 @@ class FixedController:
     ) -> None:  # fmt: skip
         """Record a finished round: draft tokens kept per request, none of a plain step; seconds.
 
-        ``ranks`` are those of a tree, see ``Round.ranks``. ``copies`` say what became of the
-        copies of the text that stood in its place, or would have.
+        ``ranks`` are a tree's, see ``Round.ranks``. ``copies`` say what became of the copies of
+        the text in its place, made or only looked at.
         """
         if self.copy_size == 0:
             return
@@ -131,7 +131,7 @@ class FixedController:
         return False
 
     def resize(self, num_requests: int) -> None:
-        """So many requests share rounds from now on."""
+        """Let ``num_requests`` share rounds from now on."""
 
 
 def fixed_controller(size: int, has_drafts: bool, copies: bool) -> FixedController:
@@ -209,7 +209,7 @@ class AdaptiveController:
     def _or_copy(
         self, shape: DraftShape, gain: float, match_length: int, is_answer: bool = False
     ) -> DraftShape:
-        """The copy to make behind such a match in place of a draft that gains ``gain``, if any."""
+        """Choose a copy behind such a match if it gains more than the draft's ``gain``."""
         sums = self._copied_tokens(match_length, is_answer)
         expected = {copy: sums[copy.copy] for copy in self._copies}
         best, most = self._best(expected)
@@ -230,7 +230,7 @@ class AdaptiveController:
         return list(accumulate(chances, initial=1.0))
 
     def _shared_plan(self, shape: DraftShape, matches: Sequence[TextMatch]) -> DraftPlan:
-        """One length for all requests of a batch: each drafts it, or copies it if that is more.
+        """Choose one length for a batch: each request drafts it, or copies it if that is more.
 
         By their ``matches`` before the round under way, which mostly go on.
         """
@@ -260,7 +260,7 @@ class AdaptiveController:
         return DraftPlan(draft, by_match(False), by_match(True))
 
     def _gain(self, shape: DraftShape) -> float:
-        """Gain of a draft, by what is thought of its cost."""
+        """Gain of a draft, by the estimate of its cost."""
         return self._accepted.expected_tokens(shape) / self._cost(shape)
 
     def _next_shape(self, num_tokens: int) -> DraftShape:
@@ -347,11 +347,11 @@ class AdaptiveController:
         return True
 
     def resize(self, num_requests: int) -> None:
-        """See ``Controller.resize``: from the next record on, which is of the others' round."""
+        """See ``FixedController.resize``; takes effect once the round in flight is recorded."""
         self._resized = num_requests
 
     def _learn(self, shape: DraftShape, kept: Sequence[int], ranks: Sequence[int]) -> None:
-        """See what was accepted and lost: of a try, only what it costs that was not foreseen."""
+        """Learn what was accepted and lost; of a try, only what it costs beyond the estimate."""
         num_tokens = sum(kept) / len(kept) + 1
         best, gain = self._best(self._drafted)
         if shape != best:
@@ -384,11 +384,11 @@ class AdaptiveController:
         return self._known
 
     def _lost(self) -> float:
-        """Plain steps that drafts have lost since they were last level, as is known now."""
+        """Plain steps that drafts have lost since they were last level, by today's estimates."""
         return sum(self._cost(s) - num for s, num in self._rounds if s in self._estimates)
 
     def _cost(self, shape: DraftShape) -> float:
-        """In plain steps."""
+        """Cost of a round of ``shape``, in plain steps."""
         return self._estimates[shape].seconds / self._estimates[PLAIN].seconds
 
     def _best(self, expected: Mapping[DraftShape, float]) -> tuple[DraftShape, float]:
@@ -421,7 +421,7 @@ class AdaptiveController:
         return max(promises, key=promises.__getitem__, default=None)
 
     def _has_to_time_plain(self, shape: DraftShape, gain: float) -> bool:
-        """Whether what plain steps cost has to be seen: unknown or in doubt, or old and close."""
+        """Whether plain steps must be timed: their cost is unknown, in doubt, or old and close."""
         age = self._num_tokens - self._plain_timed
         known = self._estimates
         doubt = math.exp(max(known[PLAIN].error, known[shape].error))
@@ -443,7 +443,7 @@ class AdaptiveController:
         self._note(PROBE, "to see whether drafts are accepted now")
 
     def _give_up(self) -> None:
-        """Draft no more where no draft can be run, or none is faster whatever is accepted."""
+        """Stop drafting for good if no draft can run, or none could ever be faster."""
         known = self._estimates
         always = [ALMOST_ALWAYS]
         chances = {s: expected_tokens(always, s) / known[s].off(-1.0) for s in self._shapes}

@@ -31,7 +31,7 @@ MOST_BEHIND = 256  # tokens that a drafter falls behind while all is copied: fea
 
 @dataclass(frozen=True)
 class Limits:
-    """How far the generation may go; ``max_tokens`` -1 is no limit."""
+    """Limits of a generation; ``max_tokens`` -1 is no limit."""
 
     max_tokens: int
     stop_tokens: Collection[int]
@@ -46,14 +46,14 @@ class Limits:
         return run
 
     def at_most(self, shape: DraftShape, num_emitted: int) -> DraftShape:
-        """As much of ``shape`` as fits after ``num_emitted`` tokens."""
+        """Cut ``shape`` to what fits after ``num_emitted`` tokens."""
         if self.max_tokens < 0:
             return shape
         # A verify pass emits one token more than it keeps.
         return shape.at_most(self.max_tokens - num_emitted - 1)
 
     def has_room_after(self, num_emitted: int) -> bool:
-        """Whether another token may come after so many."""
+        """Whether another token may come after ``num_emitted``."""
         return not 0 <= self.max_tokens <= num_emitted
 
     def end(self, token: int) -> bool:
@@ -93,14 +93,14 @@ class Round:
 
     @property
     def outcome(self) -> Outcome:
-        """What the rule kept, once the round was read."""
+        """Result of the rule, once the round was read."""
         if self._outcome is None:
             raise RuntimeError("the round has not been read yet")
         return self._outcome
 
     @property
     def tried_shape(self) -> DraftShape | None:
-        """What the controller learns from: what was drafted; None where no draft was asked for.
+        """The drafted shape, for the controller to learn from; None if no draft was asked for.
 
         A drafter that had nothing to propose counts as one whose first token was not accepted.
         What a grammar forces says nothing of a drafter.
@@ -115,9 +115,9 @@ class Round:
 
     @property
     def ranks(self) -> list[int]:
-        """Of a tree that was read: how likely each kept token was among its siblings, 0 the most.
+        """Rank of each kept token of a tree among its siblings, 0 the likeliest, once read.
 
-        -1 at the end, if the last one had children none of which was kept. [] of a chain.
+        Ends with -1 if the last one had children but none was kept. [] for a chain.
         """
         branch = list(self.outcome.kept_rows)
         parents = self.draft.known_parents()
@@ -128,7 +128,7 @@ class Round:
         return [rows.index(row) for rows, row in pairs] + [-1] * bool(children[-1])
 
     def count(self, stats: Stats) -> None:
-        """Add the round to ``stats``; of a run that was cut, what is left."""
+        """Add the round to ``stats``; if its run was cut, only what is left of it."""
         num_accepted = min(self.outcome.num_kept, len(self.run))
         stats.record(
             self.num_drafted,
@@ -145,7 +145,7 @@ class Round:
         return [] if self._outcome is None else self._outcome.run
 
     def last_row(self, length: int) -> int:
-        """The row of the pass that the last of so many tokens follows."""
+        """The row of the pass that the last of ``length`` tokens follows."""
         return length - 1 if self._outcome is None else self._outcome.kept_rows[length - 1]
 
     def keep_run(self, length: int) -> None:
@@ -228,7 +228,7 @@ class Decoder:
 
     @property
     def num_head_forwards(self) -> int:
-        """Of the drafter, since prefill."""
+        """The drafter's forward passes since prefill."""
         return self.drafter.num_forwards - self._prefill_forwards
 
     @property
@@ -270,7 +270,10 @@ class Decoder:
     def prefill_chunks(
         self, prompt: mx.array, step_size: int, embeddings: mx.array | None = None
     ) -> Iterator[int]:
-        """The same, for others to have the device between chunks: yields how much is done."""
+        """``prefill`` as an iterator, so that others can use the device between chunks.
+
+        Yields the number of positions done.
+        """
         last = (prompt if embeddings is None else embeddings).shape[0] - 1
         self.root = prompt[-1:]
         self.root_embedding = None if embeddings is None else embeddings[-1:]
@@ -307,7 +310,7 @@ class Decoder:
 
     @contextmanager
     def _undone_on_failure(self, *checkpoints: Checkpoint) -> Iterator[None]:
-        """An error or a Ctrl-C within must not leave half a pass in the caches."""
+        """Roll back if the block fails: an error or a Ctrl-C must leave no half pass in caches."""
         finished = False
         try:
             yield
@@ -378,7 +381,7 @@ class Decoder:
         return launched
 
     def _verifiable(self, shape: DraftShape) -> DraftShape:
-        """As much of ``shape`` as fits before caches are quantized, or attention's scale grows."""
+        """Cut ``shape`` to what fits before caches are quantized, or attention's scale grows."""
         if shape.tree is not None and not self.target.can_verify_tree(self.cache, shape.num_rows):
             return PLAIN
         return shape.at_most(self.quantization.fit(shape.num_levels, self.cache))
@@ -393,9 +396,9 @@ class Decoder:
     def _accept(
         self, choice: Choice, draft: Draft, tree_mask: mx.array | None, logits: mx.array
     ) -> Verification:
-        """What the rule keeps, by logits that have been through the processors."""
+        """Apply the rule to logits that have been through the processors."""
         history = self.history
-        # As in mlx-lm, not while no token is known: after a prompt of embeddings alone.
+        # As in mlx-lm, not while no token is known: after a prompt of embeddings only.
         if len(self.processors) == 0 or history.size == 0:
             return choice.verify(draft, tree_mask, logits)
         if self.processors.grammars:
@@ -413,7 +416,7 @@ class Decoder:
                 return replace(made, logits=rows.logits)
 
     def extend_drafter(self, launched: Round) -> None:
-        """Let the drafter absorb a round, before anybody knows how much of it is kept.
+        """Let the drafter absorb a round, before it is known how much of it is kept.
 
         The pairs after the kept ones are cut once that is read.
         """
@@ -435,7 +438,7 @@ class Decoder:
     def commit(self, done: Round, length: int) -> None:
         """Make the first ``length`` tokens that follow in ``done`` part of the sequence.
 
-        Of a plain step that is one token, known before the step was read.
+        A plain step has one token, known before the step is read.
         """
         with mx.stream(self.stream):
             done.keep_run(length)
@@ -499,13 +502,13 @@ class Decoder:
             self._finalize_caches(None if features is None else features[row : row + 1])
 
     def stop_at_root(self) -> None:
-        """The same where all that was emitted was taken, and nothing is in flight."""
+        """``stop`` where everything emitted was taken, and nothing is in flight."""
         with mx.stream(self.stream):
             _, features = self._run(self.root)
             self._finalize_caches(features)
 
     def _finalize_caches(self, features: mx.array | None) -> None:
-        """Complete the drafter's caches; ``features`` (1, F) are those of the last position."""
+        """Complete the drafter's caches; ``features`` (1, F) belong to the last position."""
         self.restore_states()
         self.flush_pairs()
         if features is not None:

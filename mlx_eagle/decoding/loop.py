@@ -56,19 +56,19 @@ class Launched(Protocol):
 
     @property
     def shape(self) -> DraftShape:
-        """What is drafted or copied in it."""
+        """The shape that is drafted or copied."""
 
 
 R = TypeVar("R", bound=Launched)
-"""What a runner launches: one round, or one round per request of a batch."""
+"""A runner's kind of round: of one request, or of all requests of a batch."""
 
 
 class Runner(Protocol[R]):
-    """What runs rounds: a request by itself, or several in shared passes of the target."""
+    """Runs rounds: of a request by itself, or of several in shared passes of the target."""
 
     @property
     def num_tokens(self) -> int:
-        """Emitted so far, committed rounds included; in a batch, by the longest request."""
+        """Tokens emitted so far, committed rounds included; in a batch, by the longest request."""
 
     @property
     def is_running(self) -> bool:
@@ -76,10 +76,10 @@ class Runner(Protocol[R]):
 
     @property
     def matches(self) -> Sequence[TextMatch]:
-        """Per request, what the end of its text matches, as far as it was read and looked for."""
+        """For each request, what the end of its text matches, as far as it was read."""
 
     def choose(self, plan: DraftPlan) -> DraftShape:
-        """The shape of ``plan`` for the text as it was read, as much as there is room for."""
+        """Pick the shape of ``plan`` that suits the text read so far, cut to the room left."""
 
     def launch(self, plan: DraftPlan) -> R:
         """Start a round without waiting for the device."""
@@ -101,16 +101,16 @@ class Runner(Protocol[R]):
         """Read a round, and commit it where that is not done yet."""
 
     def acceptance_of(self, done: R) -> tuple[DraftShape, Sequence[int]] | None:
-        """What was drafted and how much of it was accepted; None after a plain step."""
+        """The drafted shape and the number of tokens kept per request; None after a plain step."""
 
     def ranks_of(self, done: R) -> Sequence[int]:
-        """Which children of a tree were kept, as ``Round.ranks`` has them; () of chains."""
+        """Ranks of a tree's kept children, as in ``Round.ranks``; () for chains."""
 
     def copies_of(self, done: R) -> Sequence[CopySeen]:
-        """What copies in the place of ``done`` have come to, or would have."""
+        """Results of copies in the place of ``done``, made or only looked at."""
 
     def retire(self, done: R, upcoming: R | None, controller: Controller) -> R | None:
-        """Let go of what ended with ``done``; returns what is in flight for the rest."""
+        """Let go of requests that ended with ``done``; return what is in flight for the rest."""
 
 
 class RoundClock:
@@ -129,7 +129,7 @@ class RoundClock:
         self._end = self._paused = 0.0
 
     def seconds(self, shape: DraftShape, between_plain_steps: bool) -> float | None:
-        """What a round of that shape, which has just ended, has taken; None where that is open.
+        """Seconds that a round which has just ended has taken; None where that is unknown.
 
         ``between_plain_steps``: whether it is a plain step among others that ran ahead.
         """
@@ -148,7 +148,7 @@ class RoundClock:
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
-        """Within, others have the thread."""
+        """Leave the time of this block out: others have the thread."""
         start = time.perf_counter()
         yield
         self._paused += time.perf_counter() - start
@@ -261,13 +261,13 @@ class SingleRunner:
         return self.decoder.launch(self.choose(plan), most_forced=most_forced)
 
     def can_run_ahead(self, done: Round) -> bool:
-        """Not with a grammar: what it forces next follows from the token."""
+        """See ``Runner``; not with a grammar: what it forces next follows from the token."""
         is_held = bool(self.decoder.processors.grammars)
         room = self.limits.has_room_after(done.position + 1)
         return done.num_drafted == 0 and room and not is_held
 
     def can_launch_before_read(self, plan: DraftPlan) -> bool:
-        """Any shape: a draft or a copy too may follow a token that only the device knows."""
+        """True for any shape: drafts and copies may follow a token only the device knows."""
         return True
 
     def commit_plain(self, done: Round) -> None:
@@ -452,7 +452,7 @@ def _tokens(
 def make_controller(
     decoder: Decoder, num_draft_tokens: int | str, tree: Tree | str | None, stats: Stats
 ) -> Controller:
-    """Make what decides on the drafts of one text, whose prompt ``decoder`` has read."""
+    """Make the controller for one text, whose prompt ``decoder`` has read."""
     drafter = decoder.drafter
     copies = decoder.copies is not None
     if tree is not None and not isinstance(tree, str):

@@ -2,8 +2,8 @@
 
 A row goes through some experts of each layer only, so a pass of more rows reads more weights,
 however many rows a kernel multiplies at once. What a round can compute in two ways to the same
-numbers is timed both ways in the rounds of a text, for which is faster hangs on chip, shape and
-context.
+numbers is timed both ways in the rounds of a text, because which is faster depends on chip, shape
+and context.
 """
 
 from dataclasses import dataclass
@@ -17,15 +17,15 @@ PER_ROW = (
     "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k",
     "moe_k", "top_k",
 )  # fmt: skip
-"""What mlx-lm's models call the number of experts that a row goes through."""
+"""Names that mlx-lm's models give to the number of experts a row goes through."""
 OUTPUTS = ("lm_head", "output", "embed_out")  # output matrices that are not the embeddings
 
 
 @dataclass(frozen=True)
 class Experts:
-    """Of ``total`` experts a row goes through ``per_row``.
+    """A model's experts: a row goes through ``per_row`` of ``total``.
 
-    ``share`` is that of experts in the weights that one row reads.
+    ``share`` is the experts' share of the weights that one row reads.
     """
 
     total: int
@@ -33,7 +33,7 @@ class Experts:
     share: float
 
     def touched(self, num_rows: int) -> float:
-        """How many that many rows go through, where each chooses for itself.
+        """Number of experts that ``num_rows`` rows go through, each choosing for itself.
 
         gpt-oss-20b (32, 4): 4 rows -> 13.2
         """
@@ -42,9 +42,9 @@ class Experts:
 
 @dataclass(frozen=True)
 class TargetWeights:
-    """What decides the price of a pass, apart from the machine.
+    """Weights of a target, which decide the price of a pass, apart from the machine.
 
-    ``row_bytes`` are those of the weights that one row reads.
+    ``row_bytes`` are the bytes of the weights that one row reads.
     """
 
     row_bytes: int
@@ -53,7 +53,7 @@ class TargetWeights:
 
     @classmethod
     def of(cls, model: nn.Module) -> "TargetWeights":
-        """Those of a model, as it was built or loaded."""
+        """Read them from a model, as it was built or loaded."""
         is_packed = any(hasattr(module, "bits") for module in model.modules())
         layers = expert_layers(model)
         per_row = _per_row(model)
@@ -67,7 +67,7 @@ class TargetWeights:
         return cls(row_bytes, is_packed, Experts(total, per_row, read / row_bytes))
 
     def pass_cost(self, machine: Machine, num_rows: int) -> float:
-        """A pass of so many rows in passes of one row, as far as the table of machines knows."""
+        """Cost of a pass of ``num_rows`` in passes of one row, by the table of machines."""
         cost = product_cost(machine, num_rows, self.is_packed)
         if self.experts is None:
             return cost
@@ -81,7 +81,7 @@ def expert_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _per_row(model: nn.Module) -> int | None:
-    """How many experts a row goes through, as a layer or its arguments say it."""
+    """Number of experts a row goes through, from a layer or its arguments."""
     for module in model.modules():
         for holder in (module, getattr(module, "args", None), getattr(module, "config", None)):
             for name in PER_ROW:

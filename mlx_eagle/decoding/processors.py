@@ -14,9 +14,9 @@ LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 
 class GrammarText(Protocol):
-    """What a grammar allows in one text; it is told the text once that is decided.
+    """A grammar's state in one text; it is told the text once that is decided.
 
-    A logits processor's ``begin_text()`` makes one, if it knows by the text alone which tokens may
+    A logits processor's ``begin_text()`` makes one, if the text by itself decides which tokens may
     come next.
     """
 
@@ -27,12 +27,12 @@ class GrammarText(Protocol):
         """Go on with tokens that are part of the text now."""
 
     def forced(self, most: int) -> list[int]:
-        """At most so many tokens that must come next."""
+        """Tokens that must come next, ``most`` at the most."""
 
     def masks(self, asked: "Sequence[RowsAsked]") -> list[Any]:
-        """Which tokens may follow each row of each of ``asked``: arrays (R, V / 32) of bits.
+        """Tokens allowed after each row of each of ``asked``: arrays (R, V / 32) of bits.
 
-        They may be of other texts, by grammars of this class.
+        ``asked`` may be other texts, by grammars of this class.
         """
 
 
@@ -40,7 +40,7 @@ class GrammarText(Protocol):
 class RowsAsked:
     """The rows of one text's verify pass: the root's, and one for each draft token.
 
-    ``parents`` are those of ``Draft.known_parents``.
+    ``parents`` are as in ``Draft.known_parents``.
     """
 
     text: GrammarText
@@ -85,7 +85,7 @@ class LogitsProcessors:
 
     Grammars are asked before which tokens may follow each row: see ``ask_grammars``.
 
-    A row that is rejected must leave no trace in a processor that keeps a state. Those of mlx-lm
+    A row that is rejected must leave no trace in a processor that keeps a state. mlx-lm's own
     keep none, nor do those with a true ``is_pure``: they run over all rows of a pass. Others do
     so where each row can go on from a ``copy()`` after the row before, or, in chains, where
     ``rollback(n)`` takes the last n calls back. With any other, row r is processed only once row
@@ -109,7 +109,7 @@ class LogitsProcessors:
             grammar.start(cast(list[int], prompt.tolist()))
 
     def forced(self, most: int) -> list[int]:
-        """At most so many tokens that must come next, where a grammar says so."""
+        """Tokens that a grammar forces to come next, ``most`` at the most; [] for none."""
         return next((found for g in self.grammars if (found := g.forced(most))), [])
 
     def run_at_once(self, draft: Draft) -> bool:
@@ -149,7 +149,7 @@ class LogitsProcessors:
         return mx.concatenate(rows)
 
     def process_row(self, history: mx.array, draft: Draft, logits: mx.array, row: int) -> mx.array:
-        """The same for one row alone, (1, V), which is kept."""
+        """Run one row, (1, V), through the processors; it is kept."""
         parents = draft.known_parents()
         return self._processed(self._processors, history, draft, parents, logits, row)
 

@@ -90,14 +90,14 @@ class RejectChoice:
         return keep_branch(draft, tree_mask, kept[parents] == ranks, following, logits)
 
     def _places(self, draft: Draft) -> mx.array | None:
-        """Where the tokens stand among all that were drawn here; None if they were not."""
+        """Places of the draft's tokens among all drawn here; None if they were not drawn here."""
         is_chain = draft.parents is None and len(self.levels) == len(draft) > 0
         return mx.arange(len(draft)) if is_chain else draft.draw_index
 
     def _tried(self, places: mx.array, rows: mx.array) -> tuple[mx.array, mx.array]:
-        """What ``try_in_turn`` takes for the tokens of those places: q (R, Vd), children (R, n).
+        """Arguments of ``try_in_turn`` for the tokens at ``places``: q (R, Vd), children (R, n).
 
-        ``rows`` (R, n) are those of the children, 0 for none.
+        ``rows`` (R, n) are the children's rows, 0 for none.
         """
         q = mx.exp(mx.concatenate([level.log_q for level in self.levels]))
         index = mx.concatenate([level.index.flatten() for level in self.levels])
@@ -117,7 +117,7 @@ class RejectChoice:
 def try_in_turn(
     p: mx.array, q: mx.array, ids: mx.array | None, children: mx.array, coins: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Which child of each row is kept, (R,), -1 for none, and what is drawn from then, (R, V).
+    """Try each row's children: returns the one kept, (R,), -1 for none, and the rest of p, (R, V).
 
     p (R, V) are the target's probabilities after the rows, q (R, Vd) those that the children were
     drawn from, over the tokens ``ids`` (Vd,) (None: all of the target's). ``children`` (R, n) are

@@ -1,14 +1,14 @@
 """Costs of rounds: what a pair is believed to take for each shape, before and after timing it.
 
-Before there are any times, a round of shape s costs what a curve c(s) says that is known of the
-chip. What it takes is
+Before any round is timed, a round of shape s is believed to cost c(s), a curve known for the chip.
+The time it takes is
 
     log t(s) = log c(s) + f(s) + p + e
 
 with the pace p of the machine, a random walk; what the curve is off, f, a Gaussian process, part
 of which goes with log c (Rasmussen and Williams 2006, equations 4.19 and 2.11); and e, other work.
-A Kalman filter finds f and p, so times of shapes lean on each other, and those of slow moments are
-compared with those of fast ones. What a pair has taught stays in memory.
+A Kalman filter finds f and p, so times of shapes support each other, and slow moments can be
+compared with fast ones. What was learnt of a pair stays in memory.
 """
 
 import math
@@ -56,15 +56,15 @@ class Estimate(NamedTuple):
         return self.error <= KNOWN
 
     def off(self, deviations: float) -> float:
-        """The seconds where the logarithm is so many standard deviations off."""
+        """The seconds where the logarithm is ``deviations`` standard deviations off."""
         return self.seconds * math.exp(deviations * self.error)
 
 
 class RoundCosts:
-    """What rounds of a pair cost, for any number of requests: times, and a curve before them.
+    """Costs of a pair's rounds, for any number of requests: from times, and a curve before them.
 
-    ``curve`` gives what a round of a shape takes for so many requests, in plain steps of one.
-    It is all there is where ``is_settled``: the processes that share a model must decide alike.
+    ``curve`` gives the cost of a round by shape and number of requests, in plain steps of one
+    request. Nothing else counts if ``is_settled``: processes that share a model must decide alike.
     """
 
     def __init__(self, curve: Callable[[DraftShape, int], float], is_settled: bool = False):
@@ -87,7 +87,7 @@ class RoundCosts:
         self._noise = NOISE**2  # variance of times
 
     def record(self, num_requests: int, shape: DraftShape, seconds: float | None) -> None:
-        """A round, or a plain step, has ended; of some it is not known how long they took."""
+        """Record a finished round or plain step; ``seconds`` is None where that is unknown."""
         if self._is_settled:
             return
         with self._lock:
@@ -109,7 +109,7 @@ class RoundCosts:
             self._latest = at
 
     def begin(self) -> None:
-        """A text begins: the machine may have had other work."""
+        """Begin a text: the machine may have had other work since the last one."""
         with self._lock:
             self._cov[0, 0] += TEXT**2
 
@@ -118,7 +118,7 @@ class RoundCosts:
         return shape in self._run
 
     def estimates(self, shapes: Sequence[DraftShape], num: int) -> dict[DraftShape, Estimate]:
-        """Of ``shapes`` and plain steps for ``num`` requests, all at one pace."""
+        """Estimate ``shapes`` and plain steps for ``num`` requests, all at one pace."""
         keys = PLAIN, *shapes
         seconds = np.array([self._curve(s, num) for s in keys])
         errors = np.zeros(len(keys))
@@ -134,7 +134,7 @@ class RoundCosts:
         return dict(zip(keys, map(Estimate, seconds.tolist(), errors.tolist()), strict=True))
 
     def _place(self, num: int, shape: DraftShape) -> int:
-        """Where the numbers of a key stand; a new one begins with what the others tell of it."""
+        """Index of a key's numbers; a new key begins with what the others say of it."""
         key = num, shape
         if key not in self._places:
             self._points = np.vstack([self._points, self._point(num, shape)])
@@ -153,7 +153,7 @@ class RoundCosts:
         return self._places[key]
 
     def _point(self, num: int, shape: DraftShape) -> tuple[float, ...]:
-        """Where a round stands among others, in rows, and the logarithm of its curve."""
+        """Coordinates of a round among others, in rows, and the logarithm of its curve."""
         stretch = math.log(self._curve(shape, num) / self._curve(PLAIN, num))
         is_draft = not shape.is_plain
         is_tree = shape.width > 1
@@ -169,7 +169,7 @@ _known: PerModel[RoundCosts] = PerModel()
 
 
 def costs_of(model: nn.Module, drafter: Drafter, rule: object) -> RoundCosts:
-    """What this process knows of a pair's rounds under a rule; the same object for all who ask."""
+    """Costs of a pair's rounds under a rule: one object for the whole process."""
 
     def begin() -> RoundCosts:
         return RoundCosts(_curve(model, drafter), is_settled=is_sharded(model))

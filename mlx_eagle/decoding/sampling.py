@@ -28,14 +28,14 @@ class Sampling:
     """A sampler for ``sampler=``: the same seed gives the same text, drafted or not.
 
     The token at the n-th generated position is ``argmax(log p + g_n)`` with Gumbel noise g_n
-    that depends on ``seed``, ``row`` and n alone, which is an exact draw from p (Gumbel 1954;
+    that depends only on ``seed``, ``row`` and n, which is an exact draw from p (Gumbel 1954;
     Maddison et al. 2014, arXiv:1411.0030). A draft that adds the same noise to its own log q
     agrees with the target nearly as often as any coupling can.
 
     Without a ``seed`` every generation draws fresh noise. It follows mlx's global random state,
     so that ``mx.random.seed`` makes it repeatable in the main thread. ``row`` is the place in a
     batch: ``batch_generate`` gives prompt b the noise of row b, so that equal prompts get
-    different texts, and a text can be had again alone with the same seed and ``row=b``.
+    different texts, and one text can be made again by itself with the same seed and ``row=b``.
 
     Called like an mlx-lm sampler, on log-probabilities (B, V), it draws for position 0, 1, 2 and
     so on, row by row; ``begin`` gives one that starts at 0. Both work in any thread.
@@ -84,7 +84,7 @@ class Sampling:
         return x - mx.logsumexp(x, axis=-1, keepdims=True)
 
     def scores(self, logits: mx.array, is_normalized: bool = False) -> mx.array:
-        """The same up to a constant per row, which is enough to draw by noise; of any logits.
+        """``log_probabilities`` up to a constant per row, enough to draw by noise; of any logits.
 
         ``is_normalized``: they are log-probabilities.
         """
@@ -101,7 +101,7 @@ class Sampling:
 
     @property
     def filters(self) -> str:
-        """The names of those that are in use."""
+        """The names of the filters that are in use."""
         in_use = {"top_p": 0 < self.top_p < 1, "min_p": self.min_p != 0, "top_k": self.top_k > 0}
         return " ".join(name for name, is_used in in_use.items() if is_used) or "without filters"
 
@@ -138,9 +138,9 @@ class Sampling:
 
 
 def noise_of_rows(keys: mx.array, positions: mx.array, size: int) -> mx.array:
-    """Noise (n, R, size) of positions (n, R), row by row that of a ``Sampling``.
+    """Noise (n, R, size) of positions (n, R), the same numbers as each ``Sampling`` makes.
 
-    ``keys`` (n, 2) are their ``base_key``. All in a few operations, however many there are.
+    ``keys`` (n, 2) are their ``base_key``. Takes a few operations, whatever n and R are.
     """
     numbers = mx.stack([mx.zeros_like(positions), positions], axis=-1).astype(mx.uint32)
     draw = mx.vmap(mx.vmap(lambda key: mx.random.gumbel((size,), key=key)))
@@ -178,7 +178,7 @@ def _draws_of_threads() -> Iterator[int]:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """What mlx-lm's ``make_sampler`` takes, and the acceptance rule (None: the best there is)."""
+    """Arguments of mlx-lm's ``make_sampler``, and the acceptance rule (None: the best one)."""
 
     temp: float
     top_p: float

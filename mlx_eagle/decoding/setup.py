@@ -71,7 +71,7 @@ def read_tree(tree: object) -> Tree | str | None:
 
 
 def in_words(value: object) -> str:
-    """A value for a message, with what kind of thing it is where that is what is wrong with it."""
+    """Describe a value for a message, with its type where the type is what is wrong."""
     if value is None:
         return "None (nothing)"
     if isinstance(value, bool):
@@ -237,7 +237,7 @@ def _check_target(
 
 
 def drawable_trees(decoder: Decoder) -> tuple[DraftShape, ...]:
-    """Those of ``TREES`` that the drafter can draft, where the target's caches may verify some."""
+    """The ``TREES`` that the drafter can draft; none if the target's caches cannot verify any."""
     if not decoder.drafter.supports_trees or decoder.quantization.bits is not None:
         return ()
     if is_sharded(decoder.target.model):
@@ -247,7 +247,7 @@ def drawable_trees(decoder: Decoder) -> tuple[DraftShape, ...]:
 
 
 def verifies_trees(decoder: Decoder) -> bool:
-    """Whether the target can verify trees exactly; found out once for each model, by a probe."""
+    """Whether the target can verify trees exactly; probed once for each model."""
     with mx.stream(decoder.stream):
         return _passes(check_trees, decoder.target.model, decoder.cache)
 

@@ -111,7 +111,7 @@ class Stats:
                 self.accepted_histogram.pop()
 
     def __add__(self, other: "Stats") -> "Stats":
-        """The counts and times of both, from which the rates over all of it follow."""
+        """Add up the counts and times of both, from which the rates over all follow."""
         total = Stats()
         for name, value in vars(self).items():
             if name.startswith("_"):
@@ -149,7 +149,7 @@ class Stats:
 
     @property
     def accepted_by_position(self) -> list[int]:
-        """How many rounds kept the draft token at each position."""
+        """Number of rounds that kept the draft token at each position."""
         histogram = self.accepted_histogram
         return [sum(histogram[i + 1 :]) for i in range(len(self.drafted_by_position))]
 

@@ -22,8 +22,8 @@ MOST_FORCED_ROWS = 8  # above, MLX takes a fused kernel by itself wherever one i
 class AttentionParts:
     """Whether rows are cut, whether a kernel is forced, and whether there was anything to do so.
 
-    State of one generation. ``most_rows`` says how many rows of a head dimension, with so many
-    query heads per key head, one kernel takes; 0 where there is none for that dimension.
+    State of one generation. ``most_rows`` maps a head dimension and a number of query heads per
+    key head to the rows that one kernel takes; 0 where there is none for that dimension.
     """
 
     most_rows: Callable[[int, int], int]
@@ -34,18 +34,18 @@ class AttentionParts:
     _masks: dict[tuple[int, int], tuple[mx.array, mx.array]] = field(default_factory=dict)
 
     def use(self, is_on: bool, is_forced: bool) -> None:
-        """Compute attention so from now on."""
+        """Set the options for attention from now on."""
         self.is_on = is_on
         self.is_forced = is_forced
 
     def begin(self) -> None:
-        """A pass begins, or has ended: let go of its masks."""
+        """Let go of the masks of a pass, when one begins or has ended."""
         self._masks.clear()
 
     def for_heads(self, mask: mx.array, num_heads: int) -> mx.array:
         """A mask (B, 1, R, S) as (B, H, R, S), contiguous, made once for all layers of a pass.
 
-        Of several texts MLX's kernels take no other: they would copy it in every layer.
+        For several texts MLX's kernels take no other: they would copy it in every layer.
         """
         if mask.ndim != 4 or mask.shape[0] == 1 or mask.shape[1] != 1 or num_heads == 1:
             return mask

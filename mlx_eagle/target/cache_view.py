@@ -23,7 +23,7 @@ STEP = 256  # columns by which arrays grow, as in mlx-lm
 
 
 def single_caches(caches: Sequence[Any]) -> Iterator[Any]:
-    """All caches of layers, in the place of a ``CacheList`` its members."""
+    """Yield the caches of all layers, the members of a ``CacheList`` one by one."""
     for cache in caches:
         if type(cache) is CacheList:
             yield from single_caches(cache.caches)
@@ -44,7 +44,7 @@ class WindowCache(RotatingKVCache):
     num_seen = 0  # entries that the last pass was given
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write the rows of a pass, (1, H, R, D), and give what they see, and no more."""
+        """Write the rows of a pass, (1, H, R, D), and return the entries they see, and no more."""
         num_rows = keys.shape[2]
         self.most_rows = max(self.most_rows, num_rows)
         if self.keys is None or self._idx + num_rows > self.keys.shape[2]:
@@ -58,11 +58,11 @@ class WindowCache(RotatingKVCache):
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """What the last pass was given: layers that share keys ask for it again."""
+        """The entries of the last pass, again: layers that share keys ask for them."""
         return self.newest(self.num_seen)
 
     def _make_room(self, keys: mx.array, values: mx.array) -> None:
-        """Arrays with what a row may still see, and room for these rows and more behind."""
+        """Make new arrays with all that a row may still see, and room for these rows and more."""
         held = min(self._idx, self.max_size + self.most_rows)
         room = STEP + keys.shape[2]
 
@@ -79,13 +79,13 @@ class WindowCache(RotatingKVCache):
         self._idx = held
 
     def newest(self, num_rows: int) -> tuple[mx.array, mx.array]:
-        """The last entries, so many."""
+        """The last ``num_rows`` entries."""
         start = self._idx - num_rows
         end = self._idx
         return self.keys[..., start:end, :], self.values[..., start:end, :]
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
-        """mlx-lm's, but for one row, for which that is by the slots of a ring."""
+        """mlx-lm's mask, except for one row, where mlx-lm's goes by the slots of a ring."""
         if N > 1:
             return super().make_mask(N, window_size, return_array)
         num_columns = min(self.max_size, self.offset + 1)
@@ -95,7 +95,7 @@ class WindowCache(RotatingKVCache):
 
 
 def open_windows(caches: Sequence[Any]) -> None:
-    """Make windows of these that keep no first tokens ``WindowCache``, until ``close_windows``."""
+    """Turn windows that keep no first tokens into ``WindowCache``, until ``close_windows``."""
     for cache in single_caches(caches):
         if type(cache) is not RotatingKVCache or cache.keep > 0:
             continue
@@ -106,7 +106,7 @@ def open_windows(caches: Sequence[Any]) -> None:
 
 
 def close_windows(caches: Sequence[Any]) -> None:
-    """Make them mlx-lm's again, each with its window and nothing else."""
+    """Turn them into mlx-lm's caches again, each with its window and nothing else."""
     stock: Any = RotatingKVCache
     for cache in single_caches(caches):
         if type(cache) is not WindowCache:
@@ -133,7 +133,7 @@ class CacheView:
     """
 
     def __init__(self, caches: Sequence[Any], read: Callable[[Any], Any] = lambda cache: cache):
-        """``read`` gives the request's own of a cache in ``caches``, when it is asked for."""
+        """``read`` turns a cache in ``caches`` into the request's own, when that is asked for."""
         self._caches = caches
         self._read = read
 
@@ -141,7 +141,7 @@ class CacheView:
         return len(self._caches)
 
     def rows(self, index: int) -> tuple[mx.array, mx.array]:
-        """Keys and values (1, H, S, D) of that cache: of all positions, or those in its window.
+        """Keys and values (1, H, S, D) of a cache: of all positions, or of its window.
 
         The newest row is the last. Raises ValueError where it holds no such rows.
         """

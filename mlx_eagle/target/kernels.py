@@ -10,7 +10,7 @@ COUNTED = 3  # rounds of each way, of which the fastest counts: other work only 
 
 @dataclass(frozen=True)
 class KernelOptions:
-    """What is done, if true: see ``target.stand_in`` and ``drafters.head_cache``."""
+    """Switches, on if true: see ``target.stand_in`` and ``drafters.head_cache``."""
 
     splits_attention: bool = False
     uses_overlay: bool = False
@@ -39,7 +39,7 @@ class OptionTrial:
         return not self._left
 
     def record(self, shape: object, seconds: float | None) -> None:
-        """A round of ``shape`` has taken so long; where that is not known it does not count."""
+        """Record the time of a round of ``shape``; None, where it is unknown, does not count."""
         if self.has_ended or seconds is None:
             return
         if shape != self._shape:

@@ -21,9 +21,9 @@ from .cache_view import WindowCache
 
 
 def exact_masks(caches: list[Any], num_rows: int) -> AbstractContextManager[None]:
-    """Within, each row of a chain sees what it would see if it were decoded alone.
+    """Let each row of a chain, in this block, see what it would see if decoded by itself.
 
-    mlx-lm masks the rows of a block by distance alone. A RotatingKVCache that keeps its first
+    mlx-lm masks the rows of a block only by distance. A RotatingKVCache that keeps its first
     tokens would then lose those, one per row, instead of the oldest of the others.
     """
     changed = []
@@ -36,7 +36,7 @@ def exact_masks(caches: list[Any], num_rows: int) -> AbstractContextManager[None
 
 @contextmanager
 def tree_masks(caches: list[Any], tree_mask: mx.array, depths: mx.array) -> Iterator[None]:
-    """Within, a row sees what came before the pass, its ancestors in the pass, and itself.
+    """Let a row, in this block, see all before the pass, its ancestors in the pass, and itself.
 
     ``tree_mask[r, a]``, (R, R), says whether row a is row r or an ancestor of it; ``depths``
     (R,) is how far below the root each row lies. All caches must be of a type in ``MASKED``.
@@ -53,7 +53,7 @@ def tree_masks(caches: list[Any], tree_mask: mx.array, depths: mx.array) -> Iter
 
 @contextmanager
 def _swapped_classes(pairs: Sequence[tuple[Any, type]]) -> Iterator[None]:
-    """Within, each cache has the class beside it; afterwards, also by an error, its own."""
+    """Give each cache the class beside it in this block; after it, also on errors, its own."""
     originals = [(cache, type(cache)) for cache, _ in pairs]
     for cache, changed in pairs:
         cache.__class__ = changed
@@ -96,7 +96,7 @@ def _check_window(cache: Any, window_size: int | None) -> None:
 
 
 class _TreeMask:
-    """What comes before a cache's own class: the mask of a pass whose rows form a tree."""
+    """Mixin in front of a cache's own class: the mask of a pass whose rows form a tree."""
 
     _tree_rows: tuple[mx.array, mx.array]  # ancestors (R, R), depths (R,)
     offset: int
@@ -104,7 +104,7 @@ class _TreeMask:
     def make_mask(
         self, N: int, window_size: int | None = None, return_array: bool = False
     ) -> mx.array:
-        """Which of the entries before the pass and of its N rows each row sees, (N, S)."""
+        """Mask (N, S): the entries before the pass, and of its N rows, that each row sees."""
         past = self._past()
         tree_mask, depths = self._tree_rows
         rows = self.offset + depths
@@ -116,7 +116,7 @@ class _TreeMask:
         return mask if window_size is None else mask & (distance < window_size)
 
     def _window(self, N: int, window_size: int | None) -> int | None:
-        """How far back a row sees, of what the cache holds."""
+        """Entries of the cache that a row sees, counted back from it; None for all."""
         return window_size
 
     def _past(self) -> mx.array:
@@ -129,7 +129,7 @@ class _TreeMask:
 
 
 class _TreeMaskOfLatest(_TreeMask):
-    """The same of a RotatingKVCache, which holds its first ``keep`` and the latest entries."""
+    """``_TreeMask`` for a RotatingKVCache, which holds its first ``keep`` and latest entries."""
 
     keep: int
     max_size: int
@@ -163,7 +163,7 @@ _TREE_CACHES: dict[type, type] = {
 }
 
 MASKED = tuple(_TREE_CACHES)
-"""The cache types whose mask can be that of a tree."""
+"""The cache types that can mask a tree."""
 
 
 BY_LENGTH = (DynamicNTKScalingRoPE,)
@@ -205,11 +205,11 @@ def evaluate_ropes(model: nn.Module) -> None:
 
 
 class RowPositions:
-    """How the rows of a pass are rotated: row r by ``offset + r``, unless told otherwise.
+    """Positions by which the rows of a pass are rotated: ``offset + r`` unless told otherwise.
 
-    By ``offset + depths[r]``, depths (R,), in a tree; ``one_by_one`` as it would be if it were run
-    alone: past the length that a model was trained for, a base that follows the end of the pass
-    is another one for every row that is decoded.
+    In a tree they are ``offset + depths[r]``, depths (R,). ``one_by_one`` rotates each row as if
+    it were run by itself: past the length that a model was trained for, a base that follows the
+    end of the pass is another one for every row that is decoded.
     """
 
     depths: mx.array | None = None
@@ -217,7 +217,7 @@ class RowPositions:
 
     @contextmanager
     def told(self, depths: mx.array | None = None, one_by_one: bool = False) -> Iterator[None]:
-        """Within, rows are rotated in that way."""
+        """Rotate rows in that way in this block."""
         self.depths = depths
         self.one_by_one = one_by_one
         try:
@@ -228,7 +228,7 @@ class RowPositions:
 
 
 class PositionedRope(nn.Module):
-    """What a copy of a rope module does before its own class: it asks ``RowPositions``."""
+    """Mixin in front of a rope module's class: asks ``RowPositions`` for positions."""
 
     _row_positions: RowPositions
 
@@ -257,7 +257,7 @@ class PositionedRope(nn.Module):
 
 
 def positions_of_one_scale(model: nn.Module) -> int | None:
-    """How many positions on end have the same attention scale; None where all have.
+    """Number of positions in a row with the same attention scale; None where all have it.
 
     In Ministral's and Mistral 4's layers (as in Llama 4's) queries grow with the position, a step
     at a time, and mlx-lm counts positions row by row, also in a tree: its rows must all lie

@@ -36,7 +36,7 @@ def check_trees(model: nn.Module, caches: list[Any]) -> None:
     """Raise ValueError, with the reason, where this model cannot verify a tree exactly.
 
     Cache types are looked up; the rest is measured, once for each model: a small tree on a few
-    tokens must give the logits of each of its branches run alone.
+    tokens must give the logits of each of its branches run by itself.
     """
     for cache in caches:
         if type(cache) not in MASKED:
@@ -50,14 +50,14 @@ def check_trees(model: nn.Module, caches: list[Any]) -> None:
 
 
 def _logits(model: nn.Module, tokens: list[int], cache: list[Any]) -> mx.array:
-    """Those of a pass, (R, V), one by one: parts of a pipeline must all run them in this order."""
+    """Logits of a pass, (R, V), computed at once: all parts of a pipeline run in this order."""
     logits: mx.array = model(mx.array([tokens]), cache=cache)[0]
     mx.eval(logits)
     return logits
 
 
 def _refusal(model: nn.Module) -> str:
-    """Why this model cannot verify a tree exactly; empty where it can."""
+    """Reason why this model cannot verify a tree exactly; empty where it can."""
     try:
         difference, noise, scale = _probe(model)
     except (TypeError, ValueError) as err:
@@ -77,8 +77,8 @@ def _refusal(model: nn.Module) -> str:
 def _probe(model: nn.Module) -> tuple[float, float, float]:
     """Run a small tree, and each of its branches as a chain.
 
-    Returns the greatest difference of their logits, that of a branch run in two parts (what other
-    kernels and other sums make of it in this model's arithmetic), and the greatest logit.
+    Returns the greatest difference of their logits, the same for a branch run in two parts (the
+    effect of other kernels and other sums in this model's arithmetic), and the greatest logit.
 
     All passes that are compared have four rows, so that all take the same kernels: on a GPU these
     change with the number of rows, and round otherwise. The tokens are from the middle of the
@@ -109,7 +109,7 @@ _cuts_states: PerModel[bool] = PerModel()
 
 
 def batch_mask_axes(model: nn.Module) -> int:
-    """The axes of masks with which texts in one pass get the logits of each run alone; 0: none.
+    """Mask axes with which texts in one pass get the logits of each run by itself; 0: none.
 
     Measured once for each model, on a few tokens, whose caches ``can_share``.
     """
@@ -134,7 +134,7 @@ def cuts_states_by_text(model: nn.Module) -> bool:
 def _is_exact(
     model: nn.Module, mask_axes: int, num_rows: int, num_cut: tuple[int, int] = (0, 0)
 ) -> bool:
-    """Whether two texts of unequal length in one pass get the logits that each gets alone.
+    """Whether two texts of unequal length in one pass get the logits that each gets by itself.
 
     With ``num_cut`` they do after a pass of which they keep these numbers of rows.
     """
@@ -181,6 +181,6 @@ def _probe_batch(
 
 
 def _greatest(values: mx.array) -> float:
-    """The greatest size of a number; tokens that a model rules out have none."""
+    """The greatest absolute value; infinite ones, of tokens a model rules out, do not count."""
     size = mx.abs(values.astype(mx.float32))
     return float(mx.where(size < mx.inf, size, 0.0).max())

@@ -33,20 +33,20 @@ class RaggedStates:
         self._pass: Any = ArraysCache(size)
 
     def _kept(self) -> list[mx.array | None]:
-        """The states, made when they are first asked for: other things can be started before."""
+        """The states, made when first asked for, so that other work can be started before."""
         if self._restore is not None:
             self._states = self._restore()
             self._restore = None
         return self._states
 
     def begin(self) -> Any:
-        """What the model is given for a pass; what it writes is not kept yet."""
+        """Begin a pass: returns the cache to give to the model; nothing written is kept yet."""
         self._pass = ArraysCache(self._size)
         self._pass.cache = list(self._kept())
         return self._pass
 
     def advance(self, kept: KeptRows, updates: StateUpdates | None) -> None:
-        """Keep what the pass has written, all of it without ``updates``."""
+        """Keep the rows that are ``kept`` of the pass; all of them without ``updates``."""
         if updates is None or kept.same == updates.num_rows:
             self._states = list(self._pass.cache)
             self._restore = None
@@ -74,7 +74,7 @@ class RaggedStates:
 
 
 def _joined(mine: mx.array | None, theirs: mx.array | None, num_others: int) -> mx.array | None:
-    """States (B, ...) with those of one text more; zeros stand for what is not there yet."""
+    """States (B, ...) with one more text's behind; zeros stand for missing ones."""
     like = theirs if mine is None else mine
     if like is None:
         return None
@@ -118,14 +118,14 @@ def can_share(caches: Sequence[Any]) -> bool:
     return all(
         type(c) in (KVCache, ArraysCache)
         or (type(c) is RotatingKVCache and c.keep == 0)
-        # Lists of keys and values alone are of attention that goes by the places of slots.
+        # Lists with keys and values only belong to attention that goes by the places of slots.
         or (type(c) is CacheList and any(recurrent_caches([c])) and can_share(c.caches))
         for c in caches
     )
 
 
 def _length(cache: Any) -> int:
-    """How many tokens a text's cache has seen, as far as it knows."""
+    """Number of tokens that a text's cache has seen, as far as it knows."""
     if isinstance(cache, CacheList):
         return max(map(_length, cache.caches), default=0)
     return getattr(cache, "offset", 0)
@@ -136,7 +136,7 @@ def _round_up(number: int, step: int) -> int:
 
 
 class RowLengths:
-    """How long every text is, and what follows from that for a pass: shared by all layers.
+    """Lengths of all texts, and what follows from them for a pass: shared by all layers.
 
     Arrays are made once for a pass, however many layers ask for them.
     """
@@ -155,13 +155,13 @@ class RowLengths:
         self._made.clear()
 
     def once(self, key: tuple[Any, ...], make: Callable[[], mx.array]) -> mx.array:
-        """What ``make`` gives, made once for these lengths."""
+        """Call ``make`` once for these lengths, and keep its result by ``key``."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
 
     def after(self, num_rows: int) -> mx.array:
-        """The lengths (B,) with so many rows more."""
+        """The lengths (B,) with ``num_rows`` more rows."""
         return self.once(("after", num_rows), lambda: self.offset + num_rows)
 
     def places(self, num_rows: int) -> mx.array:
@@ -169,12 +169,12 @@ class RowLengths:
         return self.once(("places", num_rows), lambda: self.offset[:, None] + mx.arange(num_rows))
 
     def width(self, num_rows: int, ring: int | None) -> int:
-        """Columns in use after a pass of so many rows."""
+        """Columns in use after a pass of ``num_rows`` rows."""
         width = self.longest + num_rows
         return width if ring is None else min(width, ring)
 
     def flat_index(self, shape: tuple[int, ...], num_rows: int, ring: int | None) -> mx.array:
-        """Where (B, H, R, D) rows go in row buffers of that shape (B, H, S, D): flat, in order.
+        """Flat indices, in order, of rows (B, H, R, D) in row buffers of ``shape`` (B, H, S, D).
 
         Flat because one index for each number is what MLX writes fastest where the rows of
         several buffers stand at several places.
@@ -192,7 +192,7 @@ class RowLengths:
         return self.once(("flat_index", shape, num_rows, ring), make)
 
     def mask(self, num_rows: int, ring: int | None, window: int | None) -> mx.array:
-        """Which columns each row of a pass sees, (B, 1, R, S), or with an axis more."""
+        """Mask of the columns each row of a pass sees, (B, 1, R, S), or with one more axis."""
 
         def make() -> mx.array:
             columns = mx.arange(self.width(num_rows, ring))
@@ -246,26 +246,26 @@ class RaggedCache:
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """The columns in use, those of the pass under way included."""
+        """The columns in use, the pass under way included."""
         width = self._rows.width(self._num_rows, self._ring)
         return self.keys[..., :width, :], self.values[..., :width, :]
 
     @property
     def state(self) -> list[mx.array]:
-        """What there is to compute."""
+        """The arrays to compute."""
         return [] if self.keys is None else [self.keys, self.values]
 
     def empty(self) -> bool:
         return self.keys is None
 
     def begin(self) -> "RaggedCache":
-        """A pass begins where the texts end; what the model is given for it."""
+        """Begin a pass where the texts end: returns the cache to give to the model."""
         self.offset = self._rows.offset
         self._num_rows = 0
         return self
 
     def advance(self, kept: KeptRows, updates: StateUpdates | None) -> None:
-        """What a pass has written counts as far as the lengths say."""
+        """Nothing to do: written rows count as far as the lengths say."""
 
     def join(self, cache: KVCache | RotatingKVCache, num_others: int) -> None:
         """Take in the cache of a text, which stays as it is, behind ``num_others``."""
@@ -294,7 +294,7 @@ class RaggedCache:
             self.values = self.values[index]
 
     def extract(self, index: int) -> KVCache | RotatingKVCache:
-        """One text's cache, as it would be had the text been alone."""
+        """One text's cache, as if the text had been decoded by itself."""
         cache = KVCache() if self.max_size is None else RotatingKVCache(self.max_size)
         length = self._rows.lengths[index]
         if self.keys is None or length == 0:
@@ -320,14 +320,14 @@ class RaggedCache:
         return columns if self._ring is None else min(columns, self._ring)
 
     def _ring_for(self, num_rows: int) -> int | None:
-        """The ring for passes of so many rows: large enough for the largest so far."""
+        """The ring for passes of ``num_rows``: large enough for the largest so far."""
         if self.max_size is None:
             return None
         self._rows.slack = max(self._rows.slack, _round_up(num_rows - 1, SLACK))
         return self.max_size + self._rows.slack
 
     def _make_room(self, num_rows: int) -> None:
-        """Row buffers that ``num_rows`` more fit into."""
+        """Enlarge the row buffers so that ``num_rows`` more fit."""
         ring = self._ring_for(num_rows)
         if ring != self._ring:
             self._resize_ring(ring)
@@ -372,7 +372,7 @@ class RaggedCache:
 
 
 def _pad_columns(buffers: mx.array, num_columns: int) -> mx.array:
-    """Row buffers with empty columns behind, so many in all."""
+    """Row buffers with empty columns behind, ``num_columns`` in all."""
     missing = num_columns - buffers.shape[2]
     return buffers if missing <= 0 else mx.pad(buffers, [(0, 0), (0, 0), (0, missing), (0, 0)])
 
@@ -380,8 +380,8 @@ def _pad_columns(buffers: mx.array, num_columns: int) -> mx.array:
 class RaggedCaches:
     """The caches of B texts for all layers of a model.
 
-    Each text's caches must be those that ``can_share``, and all of the same model, which takes
-    masks of ``mask_axes``: see ``batch_mask_axes``.
+    Each text's caches must pass ``can_share``, and all belong to one model, which takes masks of
+    ``mask_axes``: see ``batch_mask_axes``.
     """
 
     def __init__(self, mask_axes: int = 4) -> None:
@@ -398,15 +398,15 @@ class RaggedCaches:
         return [layer.begin() for layer in self.layers]
 
     def keep_updates(self, updates: StateUpdates | None) -> None:
-        """How the states of the pass came about, for ``advance`` by a number for each text."""
+        """Keep the pass's record of its states, for ``advance`` by a number for each text."""
         if updates is None:
             raise ValueError("the target updates a recurrent state in a way that was not seen")
         self._updates = updates
 
     def advance(self, num_rows: Sequence[int]) -> None:
-        """Text b is longer by ``num_rows[b]`` of the rows behind its end, or, below 0, shorter.
+        """Make text b longer by ``num_rows[b]`` of the rows behind its end; below 0, shorter.
 
-        Of rows of a pass that kept no updates, a recurrent state keeps all.
+        Without updates of the pass, a recurrent state keeps all of its rows.
         """
         updates = self._updates
         kept = KeptRows(tuple(num_rows), 1 if updates is None else updates.num_rows)
@@ -415,7 +415,7 @@ class RaggedCaches:
         self.rows.set([n + more for n, more in zip(self.rows.lengths, num_rows, strict=True)])
 
     def join(self, caches: list[Any]) -> None:
-        """One text more, the last; its own ``caches`` stay as they are."""
+        """Add a text at the end; its own ``caches`` stay as they are."""
         others = self.rows.lengths
         if not others:
             self.rows.slack = SLACK
@@ -440,7 +440,7 @@ class RaggedCaches:
         return CacheView(self.layers, lambda layer: layer.extract(index))
 
     def _make(self, cache: Any) -> RaggedCache | RaggedStates | RaggedList:
-        """What holds caches like this one of several texts."""
+        """Make the cache that holds several texts' caches like this one."""
         if isinstance(cache, CacheList):
             return RaggedList(cache, self._make)
         if isinstance(cache, ArraysCache):

@@ -83,7 +83,7 @@ class TrimRollback:
 
 
 class WindowRollback(TrimRollback):
-    """The same, where a pass may have moved the entries that were there before to the front."""
+    """``TrimRollback`` where a pass may have moved the earlier entries to the front."""
 
     @property
     def _first_column(self) -> int:
@@ -144,14 +144,14 @@ class RotatingRollback:
         cache._idx = length
 
     def take(self, rows: list[int]) -> list[Any]:
-        """What was there before the pass, with these rows of the pass behind."""
+        """Copies of the entries before the pass, with these rows of the pass behind."""
         cache = self.cache
         length = cache.keys.shape[2] - (cache.offset - self.start)
         index = mx.array([*range(length), *(length + row for row in rows)])
         return [mx.take(array, index, axis=-2) for array in (cache.keys, cache.values)]
 
     def put(self, taken: list[Any], num_rows: int) -> None:
-        """Make that the cache."""
+        """Make ``taken`` the cache's entries."""
         cache = self.cache
         cache.keys, cache.values = taken
         cache.offset = self.start + num_rows
@@ -159,7 +159,7 @@ class RotatingRollback:
 
 
 def _appends_in_place(cache: Any) -> bool:
-    """Whether its next row, alone, goes into the arrays that it has: not longer or cut ones."""
+    """Whether its next row, if it comes by itself, is written into the arrays that it has."""
     if cache.keys is None or cache.keys.shape[2] > cache.max_size:
         return False
     length = cache.keys.shape[2]
@@ -229,7 +229,7 @@ class CacheQuantization:
         maybe_quantize_kv_cache(caches, self.start, self.group_size, self.bits)
 
     def fit(self, size: int, caches: list[Any]) -> int:
-        """As many of so many draft tokens as fit before a cache is quantized.
+        """The number of draft tokens, at most ``size``, that fit before a cache is quantized.
 
         A pass must end there, as in plain decoding.
         """
@@ -244,7 +244,7 @@ class Checkpoint:
 
     ``rerun(m)`` must run the first m rows of the pass through the model again, on top of what
     was there before; it is called where a cache's rows cannot be cut. ``num_rows`` is how many
-    rows the pass will have, where that is known: one alone need not be paid for.
+    rows the pass will have, where that is known: a single one costs nothing.
     """
 
     def __init__(
@@ -266,20 +266,20 @@ class Checkpoint:
         return [entry for entry in self._entries if isinstance(entry, StateRollback)]
 
     def keep_updates(self, updates: StateUpdates | None) -> None:
-        """How the states of the pass came about: where that is known there is no ``rerun``."""
+        """Keep the pass's record of its states: with one there is no ``rerun``."""
         self._updates = updates
 
     def rollback(self, num_rows: int) -> None:
         """Drop every row after the first ``num_rows``; rows cut before stay cut.
 
         Works also when the pass broke off half-way, with some caches updated and some not.
-        Not to be called when every row stays.
+        Must not be called when every row stays.
         """
         self.cut(num_rows)
         self.restore()
 
     def cut(self, num_rows: int) -> None:
-        """The same, but for recurrent states that can be made later: see ``restore``."""
+        """``rollback``, except for recurrent states that can be made later: see ``restore``."""
         self._caches[:] = self._before  # a cache may have been replaced by its quantized copy
         self._kept = None
         runs_again = False

@@ -59,8 +59,8 @@ class StandIn:
     What its recurrent layers do with their states can be recorded by ``states``.
 
     It belongs to one generation: it has the state of a pass under way, so no two passes may run on
-    it at the same time. ``copies`` are those of ``changed``, in order: the caller may change them
-    too. Weights that the user's model is given later are not seen.
+    it at the same time. ``copies`` are the copies of ``changed``, in order: the caller may change
+    them too. Weights that the user's model is given later are not seen.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class StandIn:
     def _changed_methods(
         self, model: nn.Module, ropes: list[nn.Module]
     ) -> list[tuple[nn.Module, dict[str, Any]]]:
-        """The modules of a model, but for ``ropes``, with the methods that they need changed."""
+        """The modules of a model, except ``ropes``, with the methods that must change in each."""
         attention = {id(module) for module in find_attention(model)}
         of_kind: dict[tuple[type, bool], dict[str, Any]] = {}
         found = {}
@@ -114,7 +114,7 @@ class StandIn:
 
     @contextmanager
     def tree_attention(self, caches: list[Any], tree_mask: mx.array) -> Iterator[None]:
-        """Within, a forward pass over R rows is one over the tree of ``tree_mask`` (R, R).
+        """Make a forward pass over R rows, in this block, one over the tree ``tree_mask`` (R, R).
 
         ``tree_mask[r, a]`` says whether row a is r itself or one of its ancestors.
         """
@@ -161,6 +161,6 @@ def _with_members(value: Any, copied: Any, must_copy: bool) -> Any:
 
 
 def add_behaviour(copy: nn.Module, behaviour: type) -> None:
-    """Let the methods of ``behaviour`` come before those of the copy's own class."""
+    """Put the methods of ``behaviour`` in front of the ones of the copy's own class."""
     original = type(copy)
     copy.__class__ = type(original.__name__, (behaviour, original), {})

@@ -1,4 +1,4 @@
-"""What brings recurrent states over the rows of a pass, recorded, to be repeated on fewer rows.
+"""Recurrent states: their updates are recorded in a pass, to be repeated on fewer of its rows.
 
 A state says nothing of the rows that made it, so rows that are rejected cannot be taken out of it
 again. But little of a layer makes its state: a short convolution keeps the last rows that entered
@@ -8,8 +8,8 @@ with later rows masked, and the convolution's rows are cut out of those it was r
 are read for it, and each text of a batch keeps a number of rows of its own.
 
 What reads a state is known by the array itself: it must be handed the very object that the cache
-held. Where a state is read in another way, the pass cannot be repeated so, and is run again; so it
-is with layers that are not mlx-lm's own, which nobody has tried.
+held. Where a state is read in another way, the pass cannot be repeated so, and is run again. The
+same holds for layers that are not mlx-lm's own, which are untested.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ from .cache_view import single_caches
 
 @dataclass(frozen=True)
 class KeptRows:
-    """How many of a pass's rows each of B texts keeps, one at least."""
+    """Numbers of a pass's rows that each of B texts keeps, one at least."""
 
     counts: tuple[int, ...]
     num_rows: int
@@ -48,7 +48,7 @@ class KeptRows:
         return mx.arange(self.num_rows) < self.lengths[:, None]
 
     def pick(self, states: dict[int, mx.array]) -> mx.array:
-        """For each text its own of states (B, ...) by the number of rows that made them."""
+        """Pick each text's own from ``states``, (B, ...) by the number of rows that made them."""
         if self.same is not None:
             return states[self.same]
         rows = [states[count][b : b + 1] for b, count in enumerate(self.counts)]
@@ -56,11 +56,11 @@ class KeptRows:
 
 
 Repeat = Callable[[KeptRows], mx.array]
-"""What gives a state as it is after the rows that are kept."""
+"""Makes a state as it is after the rows that are kept."""
 
 
 def _masked(call: Callable[..., Any], arguments: dict[str, Any], kept: KeptRows) -> mx.array:
-    """By a mask (B, R), which the function takes: other rows leave the state as it is."""
+    """Repeat with a mask (B, R), which ``call`` takes: other rows leave the state as it is."""
     return _state_in(call(**{**arguments, "mask": kept.mask}))
 
 
@@ -71,7 +71,7 @@ def _cut(
     arguments: dict[str, Any],
     kept: KeptRows,
 ) -> mx.array:
-    """By running over the first rows alone, once for each number of them."""
+    """Repeat over the first rows only, once for each number of them."""
     states = {}
     for count in set(kept.counts):
         rows = (slice(None),) * axis + (slice(count),)
@@ -83,7 +83,7 @@ def _cut(
 def _cut_or_masked(
     call: Callable[..., Any], arguments: dict[str, Any], kept: KeptRows
 ) -> mx.array:
-    """Cut where all keep as many: one row alone has a kernel of its own."""
+    """Cut where all texts keep the same number: a single row has a kernel of its own."""
     if kept.same is None:
         return _masked(call, {**arguments, "lengths": kept.lengths}, kept)
     return _cut(("hidden_states", "B", "C", "dt"), 1, call, arguments, kept)
@@ -92,7 +92,7 @@ def _cut_or_masked(
 def _neutral(
     values: dict[str, float], call: Callable[..., Any], arguments: dict[str, Any], kept: KeptRows
 ) -> mx.array:
-    """By giving other rows the ``values`` that leave the state as it is."""
+    """Repeat with ``values`` in other rows that leave the state as it is."""
     changed = {}
     for name, value in values.items():
         rows = arguments[name]  # (B, R, ...)
@@ -156,14 +156,14 @@ class Window:
 
 @dataclass(frozen=True)
 class StateUpdates:
-    """How the states of each recurrent cache in a pass come about."""
+    """Functions that make the states of each recurrent cache in a pass again."""
 
     num_rows: int
     by_cache: dict[int, list[Repeat]]  # by the id of a cache
     caches: list[ArraysCache]  # which must live, so that no other has the same id
 
     def states(self, cache: ArraysCache, kept: KeptRows) -> list[mx.array]:
-        """Those of ``cache`` after the rows that are kept."""
+        """The states of ``cache`` after the rows that are kept."""
         return [repeat(kept) for repeat in self.by_cache[id(cache)]]
 
 
@@ -174,7 +174,7 @@ def is_recurrent(method: FunctionType) -> bool:
 
 
 def recurrent_caches(caches: Sequence[Any]) -> Iterator[ArraysCache]:
-    """Those that hold states, members of lists included."""
+    """Yield the caches that hold states, members of lists included."""
     return (cache for cache in single_caches(caches) if isinstance(cache, ArraysCache))
 
 
@@ -187,7 +187,7 @@ class StateRecorder:
         self.begin([], 0)
 
     def begin(self, caches: Sequence[Any], num_rows: int) -> None:
-        """A pass of so many rows begins; after it, begin one without caches, to note nothing."""
+        """Begin a pass of ``num_rows``; after it, begin one without caches, to note nothing."""
         self._num_rows = num_rows
         self._caches = list(recurrent_caches(caches))
         self._before = [list(cache.cache) for cache in self._caches]  # alive, or ids are reused
@@ -200,7 +200,7 @@ class StateRecorder:
         self._found: dict[tuple[int, int], Any] = {}
 
     def end(self) -> StateUpdates | None:
-        """What was noted; None where it does not say how every state comes about."""
+        """The updates noted; None where they do not say how every state comes about."""
         by_cache: dict[int, list[Any]] = {
             id(cache): [self._repeat((i, slot), state) for slot, state in enumerate(cache.cache)]
             for i, cache in enumerate(self._caches)
@@ -210,7 +210,7 @@ class StateRecorder:
         return None if padded or any(None in made for made in by_cache.values()) else updates
 
     def _repeat(self, place: tuple[int, int], state: Any) -> Repeat | None:
-        """How a state comes about that is now ``state``; None where that is not known."""
+        """Function that makes the state at ``place``, now ``state``, again; None if unknown."""
         found = self._found.get(place)
         if isinstance(found, list):
             is_whole = len(found) == self._num_rows
@@ -228,7 +228,7 @@ class StateRecorder:
         return Window(rows, axis, before, after) if of_pass and is_alike else None
 
     def names_in(self, method: FunctionType) -> dict[str, Any]:
-        """What a method that ``is_recurrent`` is to find by which global names."""
+        """Globals to replace in ``method``, which ``is_recurrent``, by name."""
         known = method.__globals__
         used = method.__code__.co_names
         names: dict[str, Any] = {
@@ -241,7 +241,7 @@ class StateRecorder:
         return names
 
     def noting(self, name: str, call: Callable[..., Any]) -> Any:
-        """``call``, noted if that is the name of what brings states over rows."""
+        """``call``, recorded if ``name`` is a function that updates states."""
         if name in UPDATES:
             return self._noting_call(UPDATES[name], call)
         return self._noting_steps(call) if name in STEPS else call
@@ -256,7 +256,7 @@ class StateRecorder:
         return noted
 
     def _noting_steps(self, call: Callable[..., Any]) -> Any:
-        """The first call is given the state, those that follow what the one before has made."""
+        """Record calls for one row each: the first is given the state, others the last result."""
         steps: list[mx.array] = []
 
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -272,7 +272,7 @@ class StateRecorder:
         return noted
 
     def _place_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
-        """Whose state is among the arguments."""
+        """Cache and slot of the state among the arguments; None if there is none."""
         places = self._place
         if places:
             for value in (*args, *kwargs.values()):

@@ -7,7 +7,7 @@ import mlx.nn as nn
 
 
 class TapRecorder:
-    """What is seen of one pass at a time: the activations at chosen taps.
+    """Records one pass at a time: the activations at chosen taps.
 
     ``last`` is the tap behind the last layer.
     """
@@ -22,21 +22,21 @@ class TapRecorder:
     def begin(self, rows: mx.array | None = None) -> None:
         """Forget the last pass.
 
-        ``rows`` (K,), numbered b * R + r, are all that the last layer of the next is to hand on;
-        ``cut`` (1, K, H) is what it handed on so.
+        In the next one the last layer hands on only ``rows`` (K,), numbered b * R + r, if given;
+        ``cut`` (1, K, H) is then what it handed on.
         """
         self._seen = {}
         self._rows = rows
         self.cut = None
 
     def take(self) -> dict[int, mx.array]:
-        """The activations by tap of the pass that has ended."""
+        """Hand over the activations by tap of the pass that has ended."""
         seen = self._seen
         self.begin()
         return seen
 
     def on_tap(self, tap: int, output: Any) -> None:
-        """An activation passes a tap. Some layers return it with extras; it comes first."""
+        """Record an activation. Some layers return it with extras; it comes first."""
         if tap not in self._taps:
             return
         if tap in self._seen:
@@ -47,7 +47,7 @@ class TapRecorder:
         self._seen[tap] = output[0] if isinstance(output, tuple) else output
 
     def on_layer_output(self, tap: int, output: Any) -> Any:
-        """A layer's output passes a tap: what the model goes on with."""
+        """Record a layer's output; returns what the model goes on with."""
         self.on_tap(tap, output)
         if self._rows is None or tap != self._last or not isinstance(output, mx.array):
             return output
@@ -61,7 +61,7 @@ class TapRecorder:
 
 
 class RecordedLayer(nn.Module):
-    """What the copy of a layer or of the final norm does besides: it tells ``TapRecorder``.
+    """Mixin for the copy of a layer or of the final norm: it tells ``TapRecorder``.
 
     The norm counts as the layer behind the last.
     """

@@ -81,7 +81,7 @@ class Target:
         self._positions_of_one_scale = positions_of_one_scale(model)
 
     def can_verify_tree(self, cache: list[Any], num_rows: int) -> bool:
-        """Whether the rows of a tree have the attention scales that they would have alone."""
+        """Whether the rows of a tree have the attention scales of plain decoding."""
         num = self._positions_of_one_scale
         if num is None:  # and perhaps no cache, or one that counts no positions
             return True
@@ -143,9 +143,9 @@ class Target:
     def logits_at(
         self, tokens: mx.array, rows: mx.array
     ) -> tuple[mx.array, mx.array | None, mx.array | None]:
-        """Run texts (B, R) from their beginnings: logits (K, V) at K of their positions alone.
+        """Run texts (B, R) from their beginnings: logits (K, V) at K of their positions only.
 
-        ``rows`` (K,) are numbered b * R + r. Features (B, R, F) are those of all. What stands
+        ``rows`` (K,) are numbered b * R + r. Features (B, R, F) cover all positions. What stands
         behind the layers, the output matrix above all, sees no more than these rows, unless
         features are taken there or the layers are spread over machines; the third result is what
         left the last layer there, (K, H), and None where all rows went on.
@@ -164,7 +164,7 @@ class Target:
     def recording(
         self, cache: list[Any], num_rows: int, keep: Callable[[StateUpdates | None], None]
     ) -> Iterator[None]:
-        """Within, a pass over so many rows is noted: ``keep`` is told how states came about."""
+        """Record a pass over ``num_rows`` in this block: ``keep`` is given its state updates."""
         states = self._stand_in.states
         states.begin(cache, num_rows)
         try:
@@ -175,7 +175,7 @@ class Target:
 
     @contextmanager
     def matching_single_row(self, cache: list[Any], num_rows: int) -> Iterator[None]:
-        """Within, each row of a chain gets the mask and the position it would get alone."""
+        """Give each row of a chain, in this block, the mask and position of plain decoding."""
         positions = self._stand_in.positions.told(one_by_one=num_rows > 1)
         with exact_masks(cache, num_rows), positions:
             yield

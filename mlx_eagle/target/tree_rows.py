@@ -4,7 +4,7 @@ import mlx.core as mx
 
 
 def each_itself(num_rows: int) -> mx.array:
-    """Which row is which: true where row and column are the same, (R, R)."""
+    """Identity mask (R, R): true where row and column are the same."""
     index = mx.arange(num_rows)  # comparing takes fewer operations than ``mx.eye``
     return index[:, None] == index
 
@@ -39,9 +39,9 @@ def kept_path(keep: mx.array, tree_mask: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def families(parents: mx.array, width: int) -> tuple[mx.array, mx.array]:
-    """Which child of its parent each token is, (k,), and the rows of each row's children.
+    """Rank of each token among its siblings, (k,), and the rows of each row's children.
 
-    Of the children (k + 1, ``width``), in the order of rows, 0 stands for none:
+    The children (k + 1, ``width``) are in the order of rows, 0 stands for none:
     parents [0, 0, 2], width 2 -> [0, 1, 0] and [[1, 2], [0, 0], [3, 0], [0, 0]].
     """
     index = mx.arange(parents.shape[0])
