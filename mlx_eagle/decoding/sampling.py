@@ -5,9 +5,8 @@ made here, in float32, so that they are the same function of the logits.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache
 from itertools import count
 from math import isfinite
 from numbers import Integral, Real
@@ -164,16 +163,14 @@ def _fresh_key() -> mx.array:
     key = mx.random.randint(0, 2**31 - 1, (2,)).astype(mx.uint32)
     if threading.current_thread() is threading.main_thread():
         return key
-    return _mixed(key, 0, next(_draws_of_threads()) % 2**32)
+    return _mixed(key, 0, next(_thread_draws) % 2**32)
 
 
-@cache
-def _draws_of_threads() -> Iterator[int]:
-    """How many keys threads other than the main one have drawn.
+_thread_draws = count(1)
+"""Number of the next key that a thread other than the main one draws.
 
-    A count, and no other source of chance: the processes of a sharded model draw alike.
-    """
-    return count(1)
+A count, and no other source of chance: the processes of a sharded model draw alike.
+"""
 
 
 @dataclass(frozen=True)
