@@ -344,7 +344,7 @@ class PairGenerator(ResponseGenerator):
         gc.collect()
 
     def _take_in(self, schedule: Schedule) -> None:
-        """Begin as many requests as there is room for; if there are none, wait for one."""
+        """Begin as many requests as there is room for; wait for one while the schedule is idle."""
         while schedule.has_room:
             asked = self._next_request(IDLE if schedule.is_idle else None)
             if asked is None:

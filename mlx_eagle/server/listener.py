@@ -266,7 +266,7 @@ class PairServer(ThreadingHTTPServer):
         return self.metrics.text(num_waiting, num_running, len(self._connections))
 
     def page_settings(self) -> dict[str, Any]:
-        """Settings for the page at ``/``, which needs no key: with one the names are left out."""
+        """Settings for the page at ``/``; without names where a key is required."""
         args = self.flags
         is_open = self.access.key is None
         return {

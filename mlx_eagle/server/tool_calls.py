@@ -336,7 +336,7 @@ class _Writer:
         return " & ".join(filter(None, parts)) or "/(?s:.*)/"
 
     def _content_behind(self, reference: str) -> str | None:
-        """Name the terminal of the strings behind a reference, unless it leads to itself."""
+        """Name the terminal of the strings behind a reference; None if it leads back to itself."""
         if reference not in self._contents:
             self._contents[reference] = ""
             content = self._content(resolved({"$ref": reference}, self._root))
