@@ -26,6 +26,7 @@ from mlx_eagle.drafters.tree import Tree
 from mlx_eagle.system.device import weight_bytes
 
 from . import conditions, summary
+from .parity import compare
 from .part_timing import SAMPLES, Bench, Samples
 from .questions import Question, prompt_tokens, typical_context
 from .runner import (
@@ -143,7 +144,7 @@ def batch_result(
         "num_plain_steps": merged.num_plain_steps,
         "num_runs": len(cell.runs),
         "parity": [
-            summary.compare(models.target, prompt, one, other)
+            compare(models.target, prompt, one, other)
             for prompt, one, other in zip(prompts, plain, ours, strict=True)
         ],
         "drafting_events": [event.what for event in last_to_end.drafting_events],
@@ -251,7 +252,7 @@ class Measurement:
         checked = [
             {
                 **summary.cell_summary(cell),
-                "parity": summary.compare(
+                "parity": compare(
                     self.models.target, cell.prompt, cell.plain[0].tokens, cell.runs[0].tokens
                 ),
                 "stats": cell.runs[0].stats.to_dict(),

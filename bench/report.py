@@ -7,8 +7,8 @@ from typing import Any
 
 from mlx_eagle.system.device import megabytes
 
+from .parity import count_identical, largest_margin, parity_words
 from .runner import TURN_TOKENS
-from .summary import parity_words
 
 Scenario = Mapping[str, Any]
 Columns = Mapping[str, Callable[[Any], str]]
@@ -222,7 +222,7 @@ def headlines(scenario: Scenario) -> Iterator[str]:
             f"{name} {times(f['speedup'])}" for name, f in configuration["sets"].items()
         )
         rows = [row for row in scenario["prompts"] if row["configuration"] == label]
-        same = _identical([row["parity"] for row in rows])
+        same = count_identical([row["parity"] for row in rows])
         yield (
             f"{label} ({scenario_name(scenario)}): {times(overall['speedup'])} over plain "
             f"decoding ({sets}), mean acceptance length (tau) "
@@ -349,16 +349,6 @@ def _list(values: list[float]) -> str:
     return " ".join(f"{value:.2f}" for value in values) or "-"
 
 
-def _margin(parities: Sequence[Mapping[str, Any]]) -> str:
-    """The largest margin of those outputs that are not the same."""
-    margins = [parity["margin"] for parity in parities if not parity["identical"]]
-    return f"{max(margins):.2g}" if margins else "-"
-
-
-def _identical(parities: Sequence[Mapping[str, Any]]) -> str:
-    return f"{sum(parity['identical'] for parity in parities)} of {len(parities)}"
-
-
 PLACE: Columns = {"set": itemgetter("set"), "configuration": itemgetter("configuration")}
 SPEED: Columns = {
     "plain tok/s": lambda f: with_spread(f["plain_tps_spread"], number, f["plain_tps"]),
@@ -419,8 +409,8 @@ BATCH: Columns = {
     "whole call: speculative": lambda row: number(row["tps"]),
     "whole call: ratio": lambda row: times(row["speedup"]),
     "tau": lambda row: number(row["mean_acceptance_length"]),
-    "outputs identical": lambda row: _identical(row["parity"]),
-    "largest margin where not": lambda row: _margin(row["parity"]),
+    "outputs identical": lambda row: count_identical(row["parity"]),
+    "largest margin where not": lambda row: largest_margin(row["parity"]),
     "drafting events": lambda row: ", ".join(row["drafting_events"]) or "-",
 }
 PROMPT: Columns = {
@@ -478,7 +468,9 @@ def parity_table(scenario: Scenario) -> str:
         parities = [row["parity"] for row in own]
         repeatable = f"{sum(row['repeatable'] for row in own)} of {len(own)}"
         per_pass = _rows_per_pass([row["stats"] for row in own])
-        rows.append([label, _identical(parities), per_pass, _margin(parities), repeatable])
+        rows.append(
+            [label, count_identical(parities), per_pass, largest_margin(parities), repeatable]
+        )
     header = ["configuration", "outputs identical to plain", "rows per pass",
               "largest margin where not", "same output in all repeats"]  # fmt: skip
     return markdown_table(header, rows)

@@ -9,7 +9,7 @@ from math import inf
 import mlx_lm
 from mlx_lm.generate import GenerationResponse
 
-from ..bench.summary import first_difference
+from ..bench.parity import first_difference
 from ..generate import stream_generate
 from ..system.cli_values import Range, use_plain_words
 from ..system.device import prepare_device

@@ -13,6 +13,7 @@ from helpers import PROMPT, plain
 from mlx_lm.generate import generate_step
 
 from mlx_eagle.bench import (
+    parity,
     part_timing,
     runner,
     summary,
@@ -53,15 +54,15 @@ def test_costs_leave_no_trace_and_cover_every_size(tiny):
 
 def test_the_margin_is_that_of_the_worse_token(tiny):
     text = plain(tiny.target, PROMPT, 8)
-    assert summary.compare(tiny.target, PROMPT, text, text)["identical"]
+    assert parity.compare(tiny.target, PROMPT, text, text)["identical"]
     other = [*text[:5], (text[5] + 1) % 258, *text[6:]]
-    found = summary.compare(tiny.target, PROMPT, text, other)
+    found = parity.compare(tiny.target, PROMPT, text, other)
     assert found["index"] == 5 and not found["identical"]
     steps = list(generate_step(mx.array(PROMPT), tiny.target, max_tokens=6))
     logprobs = steps[5][1].tolist()
     below = max(logprobs) - logprobs[other[5]]
     assert found["margin"] == pytest.approx(below, rel=1e-3, abs=1e-5)
-    assert "token 5" in summary.parity_words(found)
+    assert "token 5" in parity.parity_words(found)
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])

@@ -21,7 +21,7 @@ from helpers import demo_pair
 from tolerances import tolerance
 
 from mlx_eagle import speculative_generate_step
-from mlx_eagle.bench.summary import first_difference
+from mlx_eagle.bench.parity import first_difference
 from mlx_eagle.demo import __main__ as demo
 from mlx_eagle.demo import pair as pair_module
 from mlx_eagle.demo.__main__ import load_demo

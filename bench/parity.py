@@ -1,0 +1,64 @@
+"""Parity of two texts: where they first differ, and how close the choice was there."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generate_step
+
+
+def compare(
+    model: nn.Module, prompt: list[int], plain: list[int], drafted: list[int]
+) -> dict[str, Any]:
+    """Compare two answers: identical, or where they part and the margin there."""
+    index = first_difference(plain, drafted)
+    if index is None:
+        return {"identical": True, "index": None, "margin": None}
+    scores = next_logprobs(model, prompt + plain[:index])
+    return {"identical": False, "index": index, "margin": margin(scores, index, plain, drafted)}
+
+
+def first_difference(left: list[int], right: list[int]) -> int | None:
+    """Index of the first token in which two outputs differ; None if they are identical.
+
+    [5, 6, 7], [5, 9, 7] -> 1; [5, 6], [5, 6, 7] -> 2
+    """
+    if left == right:
+        return None
+    pairs = zip(left, right, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+
+
+def next_logprobs(model: nn.Module, tokens: list[int]) -> mx.array:
+    """Log-probabilities (V,) of the token after ``tokens``, computed by mlx-lm."""
+    _, logprobs = next(generate_step(mx.array(tokens), model, max_tokens=1))
+    return logprobs.astype(mx.float32)
+
+
+def margin(scores: mx.array, index: int, *texts: list[int]) -> float:
+    """Distance from the best of ``scores`` (V,) to the worse of the texts' tokens at ``index``.
+
+    Near 0 is a tie. If one text has already ended, the distance is the whole range of scores,
+    which is no tie.
+    """
+    found = [scores[text[index]] if index < len(text) else scores.min() for text in texts]
+    return float((scores.max() - mx.stack(found).min()).item())
+
+
+def parity_words(result: dict[str, Any]) -> str:
+    """Describe a result of ``compare`` in a few words."""
+    if result["identical"]:
+        return "identical"
+    return f"differs from token {result['index']} on, margin {result['margin']:.2g}"
+
+
+def count_identical(results: Sequence[dict[str, Any]]) -> str:
+    """Number of identical answers among all of them: "3 of 4"."""
+    return f"{sum(result['identical'] for result in results)} of {len(results)}"
+
+
+def largest_margin(results: Sequence[dict[str, Any]]) -> str:
+    """The largest margin of the answers that differ; "-" if none does."""
+    margins = [result["margin"] for result in results if not result["identical"]]
+    return f"{max(margins):.2g}" if margins else "-"
