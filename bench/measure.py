@@ -26,6 +26,7 @@ from mlx_eagle.drafters.tree import Tree
 from mlx_eagle.system.device import weight_bytes
 
 from . import conditions, summary
+from .costs import Costs
 from .parity import compare
 from .part_timing import SAMPLES, Bench, Samples
 from .questions import Question, prompt_tokens, typical_context
@@ -237,7 +238,7 @@ class Measurement:
 
     def summarize(self, cells: Sequence[Cell], samples: Mapping[str, Samples]) -> dict[str, Any]:
         """One scenario as plain data."""
-        costs = {name: summary.Costs.of(timed) for name, timed in samples.items()}
+        costs = {name: Costs.of(timed) for name, timed in samples.items()}
         prompts = list({cell.question: cell.prompt for cell in cells}.values())
         typical = typical_context(prompts, self.settings.max_tokens)
         results = [
@@ -305,7 +306,7 @@ def timed_rows(configurations: Sequence[Configuration]) -> tuple[list[int], list
 
 
 def configuration_result(
-    configuration: Configuration, cells: Sequence[Cell], costs: summary.Costs | None
+    configuration: Configuration, cells: Sequence[Cell], costs: Costs | None
 ) -> dict[str, Any]:
     """One configuration, overall and per set; with prediction and time split for a fixed k."""
     groups = {"overall": list(cells), **summary.by_set(cells)}
@@ -313,11 +314,11 @@ def configuration_result(
     for name, group in groups.items():
         figure = figures[name] = summary.configuration_summary(group)
         if costs is not None and configuration.kind == "chain" and configuration.size:
-            figure["prediction"] = summary.predict(
-                costs, figure["mean_acceptance_length"], configuration.size, figure["speedup"]
+            figure["prediction"] = costs.predict(
+                figure["mean_acceptance_length"], configuration.size, figure["speedup"]
             )
             if figure["round_seconds"] is not None:
-                split = summary.time_split(costs, configuration.size, figure["round_seconds"])
+                split = costs.time_split(configuration.size, figure["round_seconds"])
                 figure["time_split"] = split
     return {
         "label": configuration.label,
@@ -329,13 +330,13 @@ def configuration_result(
     }
 
 
-def model_curve(results: Sequence[dict[str, Any]], costs: summary.Costs) -> list[dict[str, float]]:
+def model_curve(results: Sequence[dict[str, Any]], costs: Costs) -> list[dict[str, float]]:
     """The prediction at every k, from the acceptance of the longest chain that was run."""
     chains = [r for r in results if r["kind"] == "chain" and r["num_draft_tokens"]]
     if not chains:
         return []
     longest = max(chains, key=lambda result: result["num_draft_tokens"])
-    return summary.curve(costs, longest["overall"]["acceptance_by_position"])
+    return costs.curve(longest["overall"]["acceptance_by_position"])
 
 
 def side_by_side(

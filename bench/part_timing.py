@@ -1,7 +1,7 @@
 """Part timing: what verify pass, accept pass and draft step cost on this machine.
 
 Each part is run by itself, on caches of a typical length that are cut back afterwards. Times are
-in seconds; what follows from them is in ``summary.py``.
+in seconds; what follows from them is in ``costs.py``.
 """
 
 import time

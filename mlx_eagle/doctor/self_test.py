@@ -26,10 +26,10 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..batch.generate import batch_generate
+from ..bench.costs import Costs
 from ..bench.parity import compare, margin, next_logprobs, parity_words
 from ..bench.part_timing import Bench, Samples
 from ..bench.report import joined, markdown_table
-from ..bench.summary import Costs
 from ..decoding.sampling import Sampling
 from ..demo.pair import load_demo
 from ..drafters.base import Drafter

@@ -7,8 +7,10 @@ import pytest
 from helpers import byte_tokenizer
 
 from mlx_eagle.bench import measure, questions, runner, summary
+from mlx_eagle.bench.costs import Costs
 from mlx_eagle.bench.report import markdown_table
 from mlx_eagle.decoding.stats import Stats
+from mlx_eagle.drafters.acceptance_stats import expected_tokens
 from mlx_eagle.drafters.tree import DraftShape, TreeShape
 
 
@@ -98,8 +100,8 @@ def test_a_text_of_one_token_has_no_speed():
     assert result["speedup"] is None and result["tps"] is None and result["round_seconds"] is None
 
 
-def make_costs() -> summary.Costs:
-    return summary.Costs(
+def make_costs() -> Costs:
+    return Costs(
         verify={1: 0.10, 2: 0.11, 3: 0.12, 4: 0.13},
         accept={1: 0.005, 2: 0.006, 3: 0.007, 4: 0.008},
         propose={1: 0.002, 4: 0.014},
@@ -129,10 +131,10 @@ def test_prediction_is_the_sum_of_a_rounds_parts(host):
         assert costs.speedup(2.5, k) == pytest.approx(2.5 * 0.1 / seconds)
         bound = 2.5 / (costs.verify[k + 1] / 0.1 + k * step / 0.1)
         assert costs.bound(2.5, k) == pytest.approx(bound)
-    result = summary.predict(costs, 2.5, 3, 1.5)
+    result = costs.predict(2.5, 3, 1.5)
     assert result["error"] == pytest.approx(result["predicted"] / 1.5 - 1)
     assert result["fraction_of_bound"] == pytest.approx(1.5 / result["bound"])
-    assert summary.predict(costs, 2.5, 3, None)["error"] is None
+    assert costs.predict(2.5, 3, None)["error"] is None
 
 
 def test_expected_tokens_sum_the_chances_of_getting_that_far():
@@ -141,22 +143,22 @@ def test_expected_tokens_sum_the_chances_of_getting_that_far():
         chances = [1.0]
         for i in range(k):
             chances.append(chances[-1] * alphas[min(i, 2)])
-        assert summary.expected_tokens(alphas, DraftShape(k)) == pytest.approx(sum(chances))
+        assert expected_tokens(alphas, DraftShape(k)) == pytest.approx(sum(chances))
     # A constant alpha: the geometric series.
-    assert summary.expected_tokens([0.7], DraftShape(4)) == pytest.approx((1 - 0.7**5) / (1 - 0.7))
-    assert summary.expected_tokens([], DraftShape(3)) == 1.0
+    assert expected_tokens([0.7], DraftShape(4)) == pytest.approx((1 - 0.7**5) / (1 - 0.7))
+    assert expected_tokens([], DraftShape(3)) == 1.0
 
 
 def test_the_curve_agrees_with_single_predictions():
     costs = make_costs()
-    points = summary.curve(costs, [0.8, 0.5])
+    points = costs.curve([0.8, 0.5])
     assert [point["k"] for point in points] == [1, 2, 3]
     assert points[2]["mean_acceptance_length"] == pytest.approx(1 + 0.8 + 0.4 + 0.2)
     assert points[2]["speedup"] == pytest.approx(costs.speedup(2.4, 3))
 
 
 def test_the_parts_of_a_round_add_up_to_it():
-    split = summary.time_split(make_costs(), 3, 0.2)
+    split = make_costs().time_split(3, 0.2)
     parts = [split[name] for name in ("verify", "draft", "accept", "host")]
     assert sum(parts) == pytest.approx(split["round"]) == pytest.approx(0.2)
 

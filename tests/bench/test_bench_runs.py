@@ -16,8 +16,9 @@ from mlx_eagle.bench import (
     parity,
     part_timing,
     runner,
-    summary,
 )
+from mlx_eagle.bench.costs import Costs
+from mlx_eagle.drafters import lookup as copying
 
 
 def head_of(tiny: runner.Models):
@@ -44,7 +45,7 @@ def test_costs_leave_no_trace_and_cover_every_size(tiny):
     assert sorted(samples.verify) == [1, 2, 3, 4, 9] and sorted(samples.accept) == [1, 2, 3, 4]
     assert all(len(timings) == 2 for timings in samples.verify.values())
     assert len(first) == 3
-    costs = summary.Costs.of(samples)
+    costs = Costs.of(samples)
     assert costs.verify[2] == statistics.median(t.run for t in samples.verify[2])
     assert sorted(samples.propose) == [1, 4]
     samples.measure(part_timing.Bench(tiny.target, head_of(tiny), [1, 2]), [1, 2], [1], [3], 1)

@@ -1,0 +1,156 @@
+"""Costs of a round's parts on this machine, and the speedup that they predict.
+
+The prediction is the expected number of tokens per round, over the time of a round in plain steps:
+tau / (c(k + 1) + k d + overhead).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from mlx_eagle.drafters.acceptance_stats import expected_tokens
+from mlx_eagle.drafters.tree import DraftShape
+
+from .part_timing import Samples, Timing
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Medians in seconds: ``verify`` and ``accept`` by rows R, ``propose`` by draft length.
+
+    ``verify`` may have more rows than ``accept``, for trees. ``*_build`` is the time in which the
+    host builds the graph of that part.
+    """
+
+    verify: Mapping[int, float]
+    accept: Mapping[int, float]
+    propose: Mapping[int, float]
+    verify_build: Mapping[int, float]
+    propose_build: Mapping[int, float]
+
+    @classmethod
+    def of(cls, samples: Samples) -> "Costs":
+        """Costs from the medians of all samples."""
+
+        def medians(timings: Mapping[int, Sequence[Timing]], part: str) -> dict[int, float]:
+            return {size: median(getattr(t, part) for t in timings[size]) for size in timings}
+
+        return cls(
+            medians(samples.verify, "run"),
+            medians(samples.accept, "run"),
+            medians(samples.propose, "run"),
+            medians(samples.verify, "build"),
+            medians(samples.propose, "build"),
+        )
+
+    @property
+    def plain_step(self) -> float:
+        """Seconds of a pass over one row, T(1): the unit of c, d and the overhead."""
+        return self.verify[1]
+
+    def c(self, num_rows: int) -> float:
+        """Verify cost c(R) = T(R) / T(1)."""
+        return self.verify[num_rows] / self.plain_step
+
+    @property
+    def chain_step(self) -> float:
+        """Seconds that one more draft token takes: head forward, logits, pick."""
+        return max(0.0, _slope(self.propose))
+
+    @property
+    def d(self) -> float:
+        """A chain step in plain steps."""
+        return self.chain_step / self.plain_step
+
+    def draft(self, size: int) -> float:
+        """Seconds of a draft of ``size`` tokens after the accept pass, which ran the head once."""
+        return self.propose[1] + (size - 1) * self.chain_step if size else 0.0
+
+    def host(self, size: int) -> float:
+        """Seconds that a round waits for the host.
+
+        It builds the draft while the device runs the accept pass before it, and the verify pass
+        while the device drafts.
+        """
+        if not size:
+            return 0.0
+        drafting = self.propose_build[1] + (size - 1) * max(0.0, _slope(self.propose_build))
+        busy = self.accept[size + 1] + self.draft(size)
+        drafted = max(drafting, self.accept[size + 1]) + self.draft(size)
+        return max(drafted, drafting + self.verify_build[size + 1]) - busy
+
+    def overhead(self, size: int) -> float:
+        """Cost of a round beyond c(k + 1) + k d, in plain steps."""
+        accept = self.accept[size + 1] if size else 0.0
+        rest = accept + self.draft(size) - size * self.chain_step + self.host(size)
+        return rest / self.plain_step
+
+    def round(self, size: int) -> float:
+        """Cost of a round with ``size`` drafts, in plain steps."""
+        return self.c(size + 1) + size * self.d + self.overhead(size)
+
+    def speedup(self, tau: float, size: int) -> float:
+        """Predicted speedup at a mean acceptance length of ``tau``."""
+        return tau / self.round(size)
+
+    def bound(self, tau: float, size: int) -> float:
+        """Speedup without any overhead: tau / (c(k + 1) + k d)."""
+        return tau / (self.c(size + 1) + size * self.d)
+
+    def predict(self, tau: float, size: int, measured: float | None) -> dict[str, Any]:
+        """Predicted speedup beside the measured one, and the share of the bound reached."""
+        predicted = self.speedup(tau, size)
+        bound = self.bound(tau, size)
+        return {
+            "mean_acceptance_length": tau,
+            "predicted": predicted,
+            "measured": measured,
+            "error": None if measured is None else predicted / measured - 1.0,
+            "bound": bound,
+            "fraction_of_bound": None if measured is None else measured / bound,
+        }
+
+    def curve(self, alphas: Sequence[float]) -> list[dict[str, float]]:
+        """Mean acceptance length and speedup at every k, from the acceptance by position."""
+        points = []
+        for size in range(1, max(self.accept)):
+            tau = expected_tokens(alphas, DraftShape(size))
+            speeds = {"speedup": self.speedup(tau, size), "bound": self.bound(tau, size)}
+            points.append({"k": size, "mean_acceptance_length": tau, **speeds})
+        return points
+
+    def time_split(self, size: int, round_seconds: float) -> dict[str, float]:
+        """Seconds of a measured round: its parts as timed by themselves, and the rest, ``host``.
+
+        The rest is below zero if the parts were slower by themselves than in the run.
+        """
+        parts = {
+            "verify": self.verify[size + 1],
+            "draft": self.draft(size),
+            "accept": self.accept[size + 1],
+        }
+        return {**parts, "host": round_seconds - sum(parts.values()), "round": round_seconds}
+
+    def to_dict(self) -> dict[str, Any]:
+        """All measured costs and the figures that follow from them, ready for JSON."""
+        return {
+            "verify_seconds": dict(self.verify),
+            "verify_cost": {rows: self.c(rows) for rows in self.verify},
+            "verify_build_seconds": dict(self.verify_build),
+            "accept_seconds": dict(self.accept),
+            "draft_seconds": dict(self.propose),
+            "draft_build_seconds": dict(self.propose_build),
+            "plain_step_seconds": self.plain_step,
+            "chain_step_seconds": self.chain_step,
+            "d": self.d,
+            "host_seconds": {rows - 1: self.host(rows - 1) for rows in self.accept},
+            "overhead": {rows - 1: self.overhead(rows - 1) for rows in self.accept},
+        }
+
+
+def _slope(seconds: Mapping[int, float]) -> float:
+    """Seconds per token between the shortest and the longest draft."""
+    low = min(seconds)
+    high = max(seconds)
+    return (seconds[high] - seconds[low]) / (high - low)
