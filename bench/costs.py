@@ -12,7 +12,7 @@ from typing import Any
 from mlx_eagle.drafters.acceptance_stats import expected_tokens
 from mlx_eagle.drafters.tree import DraftShape
 
-from .part_timing import Samples, Timing
+from .part_timing import Samples
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,13 @@ class Costs:
     @classmethod
     def of(cls, samples: Samples) -> "Costs":
         """Costs from the medians of all samples."""
-
-        def medians(timings: Mapping[int, Sequence[Timing]], part: str) -> dict[int, float]:
-            return {size: median(getattr(t, part) for t in timings[size]) for size in timings}
-
+        runs = {}
+        builds = {}
+        for part, timings in samples.by_part.items():
+            runs[part] = {size: median(t.run for t in each) for size, each in timings.items()}
+            builds[part] = {size: median(t.build for t in each) for size, each in timings.items()}
         return cls(
-            medians(samples.verify, "run"),
-            medians(samples.accept, "run"),
-            medians(samples.propose, "run"),
-            medians(samples.verify, "build"),
-            medians(samples.propose, "build"),
+            runs["verify"], runs["accept"], runs["propose"], builds["verify"], builds["propose"]
         )
 
     @property
@@ -90,35 +87,31 @@ class Costs:
         """Cost of a round with ``size`` drafts, in plain steps."""
         return self.c(size + 1) + size * self.d + self.overhead(size)
 
-    def speedup(self, tau: float, size: int) -> float:
-        """Predicted speedup at a mean acceptance length of ``tau``."""
-        return tau / self.round(size)
+    def point(self, tau: float, size: int) -> dict[str, float]:
+        """Predicted speedup at a mean acceptance length of ``tau``, and its bound.
 
-    def bound(self, tau: float, size: int) -> float:
-        """Speedup without any overhead: tau / (c(k + 1) + k d)."""
-        return tau / (self.c(size + 1) + size * self.d)
+        The bound is the speedup without any overhead: tau / (c(k + 1) + k d).
+        """
+        bound = tau / (self.c(size + 1) + size * self.d)
+        speedup = tau / self.round(size)
+        return {"k": size, "mean_acceptance_length": tau, "speedup": speedup, "bound": bound}
 
     def predict(self, tau: float, size: int, measured: float | None) -> dict[str, Any]:
         """Predicted speedup beside the measured one, and the share of the bound reached."""
-        predicted = self.speedup(tau, size)
-        bound = self.bound(tau, size)
+        point = self.point(tau, size)
         return {
             "mean_acceptance_length": tau,
-            "predicted": predicted,
+            "predicted": point["speedup"],
             "measured": measured,
-            "error": None if measured is None else predicted / measured - 1.0,
-            "bound": bound,
-            "fraction_of_bound": None if measured is None else measured / bound,
+            "error": None if measured is None else point["speedup"] / measured - 1.0,
+            "bound": point["bound"],
+            "fraction_of_bound": None if measured is None else measured / point["bound"],
         }
 
     def curve(self, alphas: Sequence[float]) -> list[dict[str, float]]:
-        """Mean acceptance length and speedup at every k, from the acceptance by position."""
-        points = []
-        for size in range(1, max(self.accept)):
-            tau = expected_tokens(alphas, DraftShape(size))
-            speeds = {"speedup": self.speedup(tau, size), "bound": self.bound(tau, size)}
-            points.append({"k": size, "mean_acceptance_length": tau, **speeds})
-        return points
+        """The prediction at every k, from the acceptance by position."""
+        sizes = range(1, max(self.accept))
+        return [self.point(expected_tokens(alphas, DraftShape(size)), size) for size in sizes]
 
     def time_split(self, size: int, round_seconds: float) -> dict[str, float]:
         """Seconds of a measured round: its parts as timed by themselves, and the rest, ``host``.

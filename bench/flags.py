@@ -1,7 +1,10 @@
-"""The flags of ``mlx_eagle.bench``: reading them, and refusing what makes no sense."""
+"""Flags of ``mlx_eagle.bench``: reading them, and refusing those that make no sense."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,11 +23,10 @@ from mlx_eagle.system.cli_values import (
 )
 from mlx_eagle.system.device import DTYPES
 
-from .measure import Settings
-from .questions import SETS
-from .runner import ORDERS
+from .questions import SETS, Question, by_set
 
 Value = TypeVar("Value")
+ORDERS = ("abba", "mirror", "weave")
 CLIENTS = "1,2,4,8"
 NOT_SERVED = ("batch", "compare", "context", "picture", "with_lookup")
 """Flags that mean nothing with ``--serve``."""
@@ -41,8 +43,28 @@ TREES = (
 )
 
 
+@dataclass(frozen=True)
+class Settings:
+    """The flags that shape the runs. ``samples``: timings of every part, over all prompts."""
+
+    prompts: tuple[str, ...] = SETS
+    limit: int = 10
+    max_tokens: int = 128
+    sizes: tuple[int | str, ...] = (3,)
+    copied: tuple[int | str, ...] = ()
+    temps: tuple[float, ...] = (0.0,)
+    trees: tuple[str, ...] = ()
+    contexts: tuple[int | None, ...] = (None,)
+    repeats: int = 3
+    order: str = "abba"
+    seed: int = 0
+    samples: int = 15
+    batches: tuple[int, ...] = ()
+    clients: tuple[int, ...] = ()
+
+
 def build_parser() -> argparse.ArgumentParser:
-    """The flags; lists are given with commas."""
+    """The parser of the flags; lists are given with commas."""
     parser = argparse.ArgumentParser(
         prog="mlx_eagle.bench",
         description="Measure plain against speculative decoding, interleaved, and report it.",
@@ -50,47 +72,40 @@ def build_parser() -> argparse.ArgumentParser:
     add_version_flag(parser)
     add = parser.add_argument
     add("--model", help="Folder or hub repo of the target. Default: the demo pair.")
-    drafters_help = "As for mlx_eagle.generate; several with commas are shown side by side."
-    add("--draft-model", metavar="NAME,...", help=drafters_help)
+    words = "As for mlx_eagle.generate; several with commas are shown side by side."
+    add("--draft-model", metavar="NAME,...", help=words)
     add("--draft-window", type=int, metavar="N", help=DRAFT_WINDOW_HELP)
     add("--dtype", choices=DTYPES, help=DTYPE_HELP)
-    prompts_help = f"{', '.join(SETS)}, or JSONL files; repeatable (default: all three sets)."
-    add("--prompts", action="append", metavar="NAME,...", help=prompts_help)
-    limit_help = "Maximum prompts per set, evenly spread over it; 0: all (%(default)s)."
-    add("--limit", type=int, default=10, help=limit_help)
-    tokens_help = "Maximum tokens per answer (%(default)s)."
-    add("--max-tokens", type=int, default=128, help=tokens_help)
-    drafts_help = "Draft tokens per step; auto picks the length per step (3)."
-    add("--num-draft-tokens", default="3", metavar="K,...", help=drafts_help)
-    copies_help = "Also draft so many with copies from the text, as HEAD+lookup does."
-    add("--with-lookup", metavar="K,...", help=copies_help)
+    words = f"{', '.join(SETS)}, or JSONL files; repeatable (default: all three sets)."
+    add("--prompts", action="append", metavar="NAME,...", help=words)
+    words = "Maximum prompts per set, evenly spread over it; 0: all (%(default)s)."
+    add("--limit", type=int, default=10, help=words)
+    add("--max-tokens", type=int, default=128, help="Maximum tokens per answer (%(default)s).")
+    words = "Draft tokens per step; auto picks the length per step (3)."
+    add("--num-draft-tokens", default="3", metavar="K,...", help=words)
+    words = "Also draft these lengths with copies from the text, as HEAD+lookup does."
+    add("--with-lookup", metavar="K,...", help=words)
     add("--temp", default="0", metavar="T,...", help="Temperatures; 0 is greedy (0).")
-    tree_help = "Also draft trees: WIDTHxDEPTH:NODES."
-    add("--tree", action="append", default=[], metavar="SHAPE,...", help=tree_help)
+    words = "Also draft trees: WIDTHxDEPTH:NODES."
+    add("--tree", action="append", default=[], metavar="SHAPE,...", help=words)
     add("--context", metavar="N,...", help="Pad prompts to that many tokens.")
-    batch_help = (
-        "Also decode so many prompts of each set at once, greedily, against mlx-lm's batch."
-    )
-    add("--batch", metavar="N,...", help=batch_help)
-    serve_help = (
-        "Measure the server in place of all that: so many clients at once, greedily, over HTTP, "
-        f"against mlx_lm.server ({CLIENTS})."
-    )
-    add("--serve", nargs="?", const=CLIENTS, metavar="N,...", help=serve_help)
+    words = "Also decode N prompts of each set at once, greedily, against mlx-lm's batch."
+    add("--batch", metavar="N,...", help=words)
+    words = "Measure only the server, with N clients at once, greedily, over HTTP, against "
+    words += f"mlx_lm.server ({CLIENTS})."
+    add("--serve", nargs="?", const=CLIENTS, metavar="N,...", help=words)
     add("--repeats", type=int, default=3, help="Runs of every prompt (%(default)s).")
-    order_help = (
-        "abba: plain B B plain for every configuration; mirror: plain B C C B plain; weave: all "
-        "at once, a few tokens each in turn, where other work disturbs (%(default)s)."
-    )
-    add("--order", choices=ORDERS, default="abba", help=order_help)
-    add("--seed", type=int, default=0, help="Seed where the temperature is above 0.")
+    words = "abba: plain B B plain for every configuration; mirror: plain B C C B plain; weave: "
+    words += "all at once, a few tokens each in turn, where other work disturbs (%(default)s)."
+    add("--order", choices=ORDERS, default="abba", help=words)
+    add("--seed", type=int, default=0, help="Seed for temperatures above 0.")
     add("--out", default="bench-results", metavar="DIR", help="Where results go (%(default)s).")
-    picture_help = "Also draw the speed per prompt set into this PNG or SVG file."
-    add("--picture", metavar="FILE", help=picture_help)
+    words = "Also draw the speed per prompt set into this PNG or SVG file."
+    add("--picture", metavar="FILE", help=words)
     add("--json", action="store_true", help="Print the results as JSON in the last line.")
-    add("--baseline", choices=["mlx-lm"], default="mlx-lm", help="What plain decoding is.")
-    compare_help = "Also run mlx-lm's own speculative decoding with this draft model."
-    add("--compare", nargs=2, metavar=("mlx-lm-draft", "MODEL"), help=compare_help)
+    add("--baseline", choices=["mlx-lm"], default="mlx-lm", help="The plain decoding.")
+    words = "Also run mlx-lm's own speculative decoding with this draft model."
+    add("--compare", nargs=2, metavar=("mlx-lm-draft", "MODEL"), help=words)
     use_plain_words(parser)
     return parser
 
@@ -98,7 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
 def read_list(
     flag: str, text: str | None, convert: Callable[[str], Value], wanted: str
 ) -> tuple[Value, ...]:
-    """The parts of a comma list, none without the flag; ValueError names what is wrong."""
+    """Convert the parts of a comma list, () for None; ValueError names the part that is wrong."""
     if text is None:
         return ()
     values = []
@@ -112,18 +127,13 @@ def read_list(
     return tuple(values)
 
 
-def _at_least(low: int, kind: Callable[[str], Any] = int) -> Callable[[str], Any]:
-    def convert(text: str) -> Any:
-        value = kind(text)
-        if not low <= value < float("inf"):
-            raise ValueError
-        return value
-
-    return convert
-
-
-def _auto_or_at_least(low: int) -> Callable[[str], int | str]:
-    return lambda text: text if text == AUTO else _at_least(low)(text)
+def _number(text: str, low: int, kind: type = int, words: tuple[str, ...] = ()) -> Any:
+    if text in words:
+        return text
+    value = kind(text)
+    if not low <= value < inf:
+        raise ValueError
+    return value
 
 
 def _tree(text: str) -> str:
@@ -139,7 +149,7 @@ def _name(text: str) -> str:
 
 
 def read_settings(args: argparse.Namespace) -> Settings:
-    """The flags as settings; ValueError, in one sentence, where they make no sense."""
+    """Read the flags as settings; ValueError, in one sentence, if they make no sense."""
     check_ranges(args, RANGES)
 
     def listed(name: str, convert: Callable[[str], Value], wanted: str) -> tuple[Value, ...]:
@@ -152,21 +162,24 @@ def read_settings(args: argparse.Namespace) -> Settings:
         prompts=listed("prompts", _name, f"{', '.join(SETS)} or a file") or SETS,
         limit=args.limit,
         max_tokens=args.max_tokens,
-        sizes=listed("num_draft_tokens", _auto_or_at_least(0), "0 or more, or auto"),
-        copied=listed("with_lookup", _auto_or_at_least(1), "1 or more, or auto"),
-        temps=listed("temp", _at_least(0, float), "0 (greedy) or more"),
+        sizes=listed(
+            "num_draft_tokens", partial(_number, low=0, words=(AUTO,)), "0 or more, or auto"
+        ),
+        copied=listed("with_lookup", partial(_number, low=1, words=(AUTO,)), "1 or more, or auto"),
+        temps=listed("temp", partial(_number, low=0, kind=float), "0 (greedy) or more"),
         trees=listed("tree", _tree, TREES),
-        contexts=listed("context", _at_least(2), "numbers of tokens above 1") or (None,),
+        contexts=listed("context", partial(_number, low=2), "numbers of tokens above 1")
+        or (None,),
         repeats=args.repeats,
         order=args.order,
         seed=args.seed,
-        batches=listed("batch", _at_least(1), "numbers of prompts, 1 or more"),
-        clients=listed("serve", _at_least(1), "numbers of clients, 1 or more"),
+        batches=listed("batch", partial(_number, low=1), "numbers of prompts, 1 or more"),
+        clients=listed("serve", partial(_number, low=1), "numbers of clients, 1 or more"),
     )
 
 
 def check_serving(args: argparse.Namespace, settings: Settings) -> None:
-    """Raise ValueError for flags that ``--serve`` leaves no room for."""
+    """Raise ValueError for flags that do not go with ``--serve``."""
     if not settings.clients:
         return
     if len(draft_names(args)) > 1:
@@ -199,8 +212,23 @@ def check_models(args: argparse.Namespace) -> None:
         )
 
 
+def check_questions(settings: Settings, questions: Sequence[Question]) -> None:
+    """Raise ValueError if there are too few prompts for a batch or for the clients."""
+    for name, group in by_set(questions).items():
+        if settings.batches and len(group) < max(settings.batches):
+            raise ValueError(
+                f"--batch holds {max(settings.batches)}, but {len(group)} prompts of {name} are "
+                "taken: give a smaller batch, or a larger --limit where the set has more."
+            )
+    if settings.clients and len(questions) < max(settings.clients):
+        raise ValueError(
+            f"--serve holds {max(settings.clients)}, but {len(questions)} prompts are taken: give "
+            "fewer clients, or a larger --limit."
+        )
+
+
 def draft_names(args: argparse.Namespace) -> tuple[str, ...]:
-    """What ``--draft-model`` names, one or several; none without it."""
+    """The draft models that ``--draft-model`` names; () without it."""
     text = args.draft_model
     if text is not None and Path(text).expanduser().exists():  # with a comma, perhaps
         return (text,)
@@ -208,7 +236,7 @@ def draft_names(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def check_contexts(settings: Settings, limit: int | None) -> None:
-    """Raise ValueError where a text would be longer than the target's ``limit``."""
+    """Raise ValueError if a text would be longer than the target's ``limit``."""
     longest = max((context for context in settings.contexts if context is not None), default=0)
     if limit is not None and longest and longest + settings.max_tokens > limit:
         raise ValueError(

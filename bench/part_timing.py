@@ -1,13 +1,12 @@
-"""Part timing: what verify pass, accept pass and draft step cost on this machine.
+"""Part timing: seconds of a verify pass, an accept pass and a draft on this machine.
 
-Each part is run by itself, on caches of a typical length that are cut back afterwards. Times are
-in seconds; what follows from them is in ``costs.py``.
+Each part runs by itself, on caches of a typical length that are cut back afterwards. ``costs.py``
+has the medians and the figures that follow from them.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
 
@@ -20,12 +19,12 @@ from mlx_eagle.drafters.base import Drafter
 from mlx_eagle.target.rollback import Checkpoint
 from mlx_eagle.target.target import Target
 
-SAMPLES = 15
 CHUNK = 512  # tokens per prefill step
+PARTS = ("verify", "accept", "propose")
 
 
 class Timing(NamedTuple):
-    """One sample of a part: the host building the graph, then the device running it."""
+    """Seconds of one sample: the host builds the graph, then the device runs it."""
 
     build: float
     run: float
@@ -49,7 +48,7 @@ class Bench:
         self.restart()
 
     def restart(self) -> None:
-        """A fresh drafter that has absorbed the context."""
+        """Begin anew with a drafter that has absorbed the context."""
         self.drafter = self._drafter.begin()
         with mx.stream(generation_stream):
             self.drafter.extend(self._context[:1], None)
@@ -59,7 +58,7 @@ class Bench:
 
     @contextmanager
     def window(self) -> Iterator[None]:
-        """What happens inside leaves the caches as they were."""
+        """Leave the caches at the end of the block as they were at its beginning."""
         windows = [Checkpoint(self._cache), Checkpoint(self.drafter.cache)]
         try:
             yield
@@ -68,14 +67,14 @@ class Bench:
                 window.rollback(0)
 
     def verify(self, num_rows: int) -> list[mx.array]:
-        """A verify pass of R rows: the target's choices, and the features."""
+        """Verify R rows: the target's choices, and the features."""
         tokens = self._rows(num_rows)
         with self._target.matching_single_row(self._cache, num_rows):
             logits, features = self._target(tokens, self._cache)
         return [mx.argmax(logits, axis=-1), *_present(features)]
 
     def accept(self, num_rows: int) -> list[mx.array]:
-        """An accept pass of R rows: the state that the next draft starts from."""
+        """Accept R rows: the arrays that the next draft starts from."""
         features = None
         if self.drafter.taps:
             last = self._features[-1]
@@ -85,11 +84,23 @@ class Bench:
         return self.drafter.pending()
 
     def propose(self, size: int) -> list[mx.array]:
-        """A greedy draft of ``size`` tokens."""
+        """Draft ``size`` tokens greedily."""
         return [self.drafter.propose(size, _greedy).tokens]
 
+    def time(self, part: str, size: int) -> Timing:
+        """Time one of ``PARTS`` once; the caches are left as they were."""
+        run = {"verify": self.verify, "accept": self.accept, "propose": self.propose}[part]
+        with self.window(), mx.stream(generation_stream):
+            mx.synchronize(generation_stream)
+            start = time.perf_counter()
+            arrays = run(size)
+            built = time.perf_counter()
+            mx.eval(arrays)
+            done = time.perf_counter()
+        return Timing(built - start, done - built)
+
     def _rows(self, num_rows: int) -> mx.array:
-        """Tokens (R,) of the context, computed before the clock starts."""
+        """Tokens (R,) of the context, computed before any clock starts."""
         tokens = self._context[mx.arange(num_rows) % self._context.shape[0]]
         mx.eval(tokens)
         return tokens
@@ -103,25 +114,11 @@ def _greedy(logits: mx.array, ids: mx.array | None) -> mx.array:
     return mx.argmax(logits, axis=-1)
 
 
-def _time(bench: Bench, part: Callable[[int], list[mx.array]], size: int) -> Timing:
-    """One sample."""
-    with bench.window(), mx.stream(generation_stream):
-        mx.synchronize(generation_stream)
-        start = time.perf_counter()
-        arrays = part(size)
-        built = time.perf_counter()
-        mx.eval(arrays)
-        done = time.perf_counter()
-    return Timing(built - start, done - built)
-
-
-@dataclass
 class Samples:
-    """All timings, gathered in one or more sittings: of passes by rows, of drafts by tokens."""
+    """Timings of every part by its size: rows of a pass, tokens of a draft."""
 
-    verify: dict[int, list[Timing]] = field(default_factory=dict)
-    accept: dict[int, list[Timing]] = field(default_factory=dict)
-    propose: dict[int, list[Timing]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.by_part: dict[str, dict[int, list[Timing]]] = {part: {} for part in PARTS}
 
     def measure(
         self,
@@ -131,26 +128,17 @@ class Samples:
         drafted: Sequence[int],
         samples: int,
     ) -> None:
-        """One more sitting: ``samples`` of verify and accept passes of so many rows, of drafts."""
-        self._sample(bench, bench.verify, self.verify, verified, samples)
-        self._sample(bench, bench.accept, self.accept, accepted, samples)
-        bench.restart()
-        self._sample(bench, bench.propose, self.propose, drafted, samples)
+        """Add ``samples`` of verify and accept passes of these rows, and of drafts of these sizes.
 
-    @staticmethod
-    def _sample(
-        bench: Bench,
-        part: Callable[[int], list[mx.array]],
-        timings: dict[int, list[Timing]],
-        sizes: Sequence[int],
-        samples: int,
-    ) -> None:
-        """Time ``part`` at every size, sizes taking turns so that drift hits all alike.
-
-        Each is run once unmeasured in the first sitting, then only the first of them.
+        Sizes take turns, so that drift hits all alike. Each runs once unmeasured before its first
+        sample, and later only the first size of a part.
         """
-        for size in sizes[:1] if timings else sizes:
-            _time(bench, part, size)
-        for _ in range(samples):
-            for size in sizes:
-                timings.setdefault(size, []).append(_time(bench, part, size))
+        for part, sizes in zip(PARTS, (verified, accepted, drafted), strict=True):
+            if part == "propose":
+                bench.restart()
+            timings = self.by_part[part]
+            for size in sizes[:1] if timings else sizes:
+                bench.time(part, size)
+            for _ in range(samples):
+                for size in sizes:
+                    timings.setdefault(size, []).append(bench.time(part, size))

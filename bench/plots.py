@@ -1,4 +1,4 @@
-"""The plots of a document of results, and the picture for a README, drawn with matplotlib."""
+"""Plots of a document of results, and the picture for a README, drawn with matplotlib."""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle, product
@@ -11,380 +11,335 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 
-from .report import views
+from .report import suffixed, views
+from .summary import chains
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
-GREY, BLUE, ORANGE = "#8a8a8a", "#0072B2", "#E69F00"
-GREEN, RED, PURPLE, SKY = "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
-SERIES = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED)
+STYLE = Path(__file__).parent / "plots.mplstyle"
+GREY = "#8a8a8a"  # plain decoding; C0 to C5 are the colours of the style
+WIDE = (11, 4.4)  # inches, of two plots side by side
+SINGLE = (6.6, 4.4)
 
-STYLE = {
-    "font.size": 11,
-    "axes.titlesize": 12,
-    "axes.titleweight": "bold",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e3e3e3",
-    "legend.frameon": False,
-    "svg.hashsalt": "mlx-eagle",
-}
-
-PARTS = {"verify": BLUE, "draft": ORANGE, "accept": GREEN, "host": PURPLE}
-
-
-# On white and on nearly black: at least 3 to 1 against both.
-PICTURE_TEXT, PICTURE_GREY = "#7d828a", "#8a8f98"
-PICTURE_BLUE, PICTURE_ORANGE = "#2f7fd6", "#c8701a"
-
+# At least 3 to 1 against white and against nearly black.
+PICTURE_TEXT = "#7d828a"
+PICTURE_GREY = "#8a8f98"
+PICTURE_BLUE = "#2f7fd6"
+PICTURE_ORANGE = "#c8701a"
 PICTURE_STYLE = {
     "font.size": 13,
     "axes.titlesize": 14,
-    **dict.fromkeys(
-        ("text.color", "axes.labelcolor", "axes.titlecolor", "axes.edgecolor", "xtick.color",
-         "ytick.color"),
-        PICTURE_TEXT,
-    ),
-}  # fmt: skip
+    "legend.fontsize": 11,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor"), PICTURE_TEXT),
+    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), PICTURE_TEXT),
+}
 
 
-def draw_all(scenario: dict[str, Any], folder: Path, suffix: str = "") -> dict[str, Path]:
-    """Draw every plot that the results allow; {name: SVG file}, and a PNG of that name.
+def draw_all(document: Mapping[str, Any], folder: Path) -> dict[str, Path]:
+    """Draw every plot that the results allow, each as an SVG and a PNG; the SVG files by name.
 
-    Of each of several drafters those of its costs, as "speedup-drafter1" and the like.
+    A name ends with the number of the drafter and that of the scenario, if there are several.
     """
-    todo = [
-        ("side_by_side", side_by_side, scenario),
-        ("tokens_per_second", tokens_per_second, scenario),
-    ]
-    for view in views(scenario):
-        last = view["suffix"]
-        todo += [
-            (f"speedup{last}", speedup, view),
-            (f"verify_cost{last}", verify_cost, view),
-            (f"acceptance{last}", acceptance, view),
-            (f"round_time{last}", round_time, view),
-        ]
+    todo = []
+    for suffix, scenario in suffixed(document["scenarios"]):
+        todo += [(name + suffix, draw, scenario) for name, draw in SCENARIO_PLOTS.items()]
+        for drafter, view in views(scenario):
+            todo += [(name + drafter + suffix, draw, view) for name, draw in COST_PLOTS.items()]
+    if "serving" in document:
+        todo.append(("serving", serving, document["serving"]))
     files = {}
-    with plt.rc_context(STYLE):
-        for name, draw, shown_of in todo:
-            figure = draw(shown_of)
+    with plt.style.context(STYLE):
+        for name, draw, shown in todo:
+            figure = draw(shown)
             if figure is not None:
-                files[name] = save_figure(figure, folder / f"{name}{suffix}.svg")
+                files[name] = folder / f"{name}.svg"
+                figure.savefig(files[name])
+                figure.savefig(folder / f"{name}.png")
+                plt.close(figure)
     return files
 
 
-def save_figure(figure: Figure, path: Path) -> Path:
-    """Write a figure as that SVG file, which is returned, and as a PNG."""
-    figure.savefig(path, bbox_inches="tight")
-    figure.savefig(path.with_suffix(".png"), dpi=144, bbox_inches="tight")
-    plt.close(figure)
-    return path
+def legend_below(axes: Axes, columns: int = 1) -> None:
+    """Draw the legend under the axes, and under their label if there is one."""
+    below = -0.16 if axes.get_xlabel() else -0.1
+    axes.legend(ncols=columns, loc="upper center", bbox_to_anchor=(0.5, below))
 
 
-def chains(scenario: dict[str, Any]) -> list[dict[str, Any]]:
-    """The configurations with a fixed k above 0, shortest first."""
-    found = [
-        c for c in scenario["configurations"] if c["kind"] == "chain" and c["num_draft_tokens"]
-    ]
-    return sorted(found, key=lambda c: c["num_draft_tokens"])
+def bars(
+    axes: Axes, names: Sequence[str], series: Sequence[tuple[str, str, Sequence[float]]]
+) -> list[Any]:
+    """Draw a group of bars per name; ``series`` have a label, a colour and a value per name."""
+    width = 0.8 / len(series)
+    drawn = []
+    for index, (label, colour, values) in enumerate(series):
+        left = (index - (len(series) - 1) / 2) * width
+        xs = [place + left for place in range(len(names))]
+        drawn.append(axes.bar(xs, values, 0.92 * width, color=colour, label=label))
+    axes.set_ylabel("tokens per second")
+    axes.set_xticks(range(len(names)), names)
+    axes.grid(axis="x", visible=False)
+    legend_below(axes, min(4, len(series)))
+    return drawn
 
 
-def speedup(scenario: dict[str, Any]) -> Figure | None:
+# --- costs of one drafter -----------------------------------------------------------------------
+
+
+def speedup(view: Mapping[str, Any]) -> Figure | None:
     """Speedup and mean acceptance length against k: measured, and as the cost model has it."""
-    found = [c for c in chains(scenario) if c["overall"]["speedup"]]
+    found = [c for c in chains(view["configurations"]) if c["overall"]["speedup"]]
     if not found:
         return None
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4))
-    sizes, overall = [c["num_draft_tokens"] for c in found], [c["overall"] for c in found]
-    curve = scenario["curve"]
-    _curve(left, curve, "speedup", "predicted: E / (c(k+1) + k d + overhead)")
-    _curve(left, curve, "bound", "bound: tau / (c(k+1) + k d)", style=":", colour=GREEN)
-    errors = [
-        [max(0.0, f["speedup"] - f["speedup_by_prompt"]["q1"]) for f in overall],
-        [max(0.0, f["speedup_by_prompt"]["q3"] - f["speedup"]) for f in overall],
-    ]
+    figure, (left, right) = plt.subplots(1, 2, figsize=WIDE)
+    curve = view["curve"]
+    ks = [point["k"] for point in curve]
+    for axes, key, look, label in (
+        (left, "speedup", "C5--", "predicted: tau / (c(k+1) + k d + overhead)"),
+        (left, "bound", "C2:", "bound: tau / (c(k+1) + k d)"),
+        (right, "mean_acceptance_length", "C5--", "from the longest chain's acceptance"),
+    ):
+        axes.plot(ks, [point[key] for point in curve], look, label=label)
+    overall = [c["overall"] for c in found]
+    sizes = [c["num_draft_tokens"] for c in found]
+    speeds = np.array([f["speedup"] for f in overall])
+    low, high = (
+        np.array([f["speedup_by_prompt"][name] for f in overall]) for name in ("q1", "q3")
+    )
+    errors = np.maximum(0.0, [speeds - low, high - speeds])
     words = "measured (bars: middle half of the prompts)"
-    left.errorbar(sizes, [f["speedup"] for f in overall], errors, fmt="o", color=BLUE, ms=8,
-                  capsize=5, zorder=3, label=words)  # fmt: skip
-    _levels(left, scenario)
-    left.axhline(1.0, color=GREY, lw=1.2)
-    box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
-    left.annotate("plain decoding", (0.995, 1.0), xycoords=("axes fraction", "data"), ha="right",
-                  va="top", color="#555555", fontsize=9, bbox=box)  # fmt: skip
-    left.set(xlabel="draft length k", ylabel="speedup over plain decoding", title="Speedup")
-    _curve(right, curve, "mean_acceptance_length", "from the longest chain's acceptance")
+    left.errorbar(sizes, speeds, errors, fmt="C0o", capsize=5, zorder=3, label=words)
     taus = [f["mean_acceptance_length"] for f in overall]
-    right.plot(sizes, taus, "o", color=BLUE, ms=8, zorder=3, label="measured")
-    right.set(xlabel="draft length k", ylabel="tau", title="Mean acceptance length (tau)")
+    right.plot(sizes, taus, "C0o", zorder=3, label="measured")
+    left.axhline(1.0, color=GREY, lw=1.2, label="plain decoding")
+    looks = cycle(product(("-.", "-"), ("C3", "C1", "C4")))  # those that the curves leave
+    others = [c for c in view["configurations"] if c["kind"] in ("auto", "copies", "tree")]
+    for configuration, (style, colour) in zip(others, looks, strict=False):
+        value = configuration["overall"]["speedup"]
+        if value:
+            label = f"{configuration['label']}: {value:.2f}"
+            left.axhline(value, color=colour, lw=1.6, ls=style, label=label)
+    left.set(ylabel="speedup over plain decoding", title="Speedup")
+    right.set(ylabel="tau", title="Mean acceptance length (tau)")
     for axes in (left, right):
+        axes.set(xlabel="draft length k", xticks=sorted({*sizes, *ks}))
         axes.set_ylim(0, 1.06 * axes.get_ylim()[1])
-        axes.set_xticks(sorted({*sizes, *(point["k"] for point in curve)}))
-    _legend_below(left)
-    _legend_below(right)
+        legend_below(axes)
     return figure
 
 
-def _curve(
-    axes: Axes, curve: list, key: str, label: str, style: str = "--", colour: str = RED
-) -> None:
-    if curve:
-        xs, ys = [point["k"] for point in curve], [point[key] for point in curve]
-        axes.plot(xs, ys, style, color=colour, lw=1.8, label=label)
-
-
-def _levels(axes: Axes, scenario: dict[str, Any]) -> None:
-    """Configurations that are not on the curve over k, as levels."""
-    others = [c for c in scenario["configurations"] if c["kind"] in ("auto", "copies", "tree")]
-    # The curve has the other colours.
-    looks = cycle(product(("-.", "-"), (PURPLE, ORANGE, SKY)))
-    for configuration, (style, colour) in zip(others, looks, strict=False):
-        if value := configuration["overall"]["speedup"]:
-            words = f"{configuration['label']}: {value:.2f}"
-            axes.axhline(value, color=colour, lw=1.6, ls=style, label=words)
-
-
-def _above(axes: Axes, words: str, x: float, y: float, points: int, **look: Any) -> None:
-    """Write so many points above a place."""
-    at = {"textcoords": "offset points", "xytext": (0, points), "ha": "center"}
-    axes.annotate(words, (x, y), **at, **look)
-
-
-def _legend_below(axes: Axes) -> None:
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), fontsize=9)
-
-
-def verify_cost(scenario: dict[str, Any]) -> Figure:
+def verify_cost(view: Mapping[str, Any]) -> Figure:
     """c(R) between its two extremes, flat and linear."""
-    cost = {int(rows): value for rows, value in scenario["costs"]["verify_cost"].items()}
+    cost = {int(rows): value for rows, value in view["costs"]["verify_cost"].items()}
     rows = sorted(cost)
-    figure, axes = plt.subplots(figsize=(6.6, 4.4))
-    linear = "linear: every row costs a pass of its own"
-    axes.plot(rows, rows, ":", color=GREY, lw=1.6, label=linear)
-    axes.axhline(1.0, color=GREY, lw=1.6, ls="--", label="flat: rows are free")
-    axes.plot(rows, [cost[r] for r in rows], "o-", color=BLUE, lw=2, ms=7, label="measured")
+    figure, axes = plt.subplots(figsize=SINGLE)
+    axes.plot(rows, rows, ":", color=GREY, label="linear: every row costs a pass of its own")
+    axes.axhline(1.0, color=GREY, ls="--", label="flat: rows are free")
+    axes.plot(rows, [cost[r] for r in rows], "C0o-", label="measured")
     for r in rows:
-        _above(axes, f"{cost[r]:.2f}", r, cost[r], 9, fontsize=9, color=BLUE)
-    top = max(cost.values())
+        write_above(axes, f"{cost[r]:.2f}", r, cost[r], "C0")
     axes.set(
         xlabel="rows R of one verify pass (k + 1)",
         ylabel="c(R) = T(R) / T(1)",
         title="What verifying R tokens costs",
-        ylim=(0, max(1.6, 1.25 * top)),
+        xticks=rows,
+        ylim=(0, max(1.6, 1.25 * max(cost.values()))),
     )
-    axes.set_xticks(rows)
-    _legend_below(axes)
+    legend_below(axes)
     return figure
 
 
-def acceptance(scenario: dict[str, Any]) -> Figure | None:
+def write_above(axes: Axes, words: str, x: float, y: float, colour: str) -> None:
+    """Write a few words above a point."""
+    place = {"textcoords": "offset points", "xytext": (0, 9), "ha": "center"}
+    axes.annotate(words, (x, y), fontsize=9, color=colour, **place)
+
+
+def acceptance(view: Mapping[str, Any]) -> Figure | None:
     """Acceptance of the longest chain by position: given the one before, and from the root."""
-    if not chains(scenario):
+    found = chains(view["configurations"])
+    if not found:
         return None
-    configuration = chains(scenario)[-1]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.0), sharey=True)
-    titles = (
-        ("acceptance_by_position", "Given that the one before was accepted"),
-        ("cumulative_acceptance_by_position", "Of all rounds"),
-    )
-    names = [*configuration["sets"], *(["overall"] if len(configuration["sets"]) > 1 else [])]
-    for axes, (key, title) in zip((left, right), titles, strict=True):
-        for i, name in enumerate(names):
-            figures = configuration["sets"].get(name) or configuration["overall"]
-            xs = range(1, len(figures[key]) + 1)
-            colour = "#222222" if name == "overall" else SERIES[i % len(SERIES)]
-            axes.plot(xs, figures[key], "o-", color=colour, lw=2, ms=7, label=name)
+    longest = found[-1]
+    figure, panels = plt.subplots(1, 2, figsize=WIDE, sharey=True)
+    titles = {
+        "acceptance_by_position": "Given that the one before was accepted",
+        "cumulative_acceptance_by_position": "Of all rounds",
+    }
+    shown = dict(longest["sets"])
+    if len(shown) > 1:
+        shown["overall"] = longest["overall"]
+    for axes, (key, title) in zip(panels, titles.items(), strict=True):
+        for name, figures in shown.items():
+            colour = "#222222" if name == "overall" else None
+            positions = range(1, len(figures[key]) + 1)
+            axes.plot(positions, figures[key], "o-", color=colour, label=name)
         axes.set(xlabel="position in the draft", title=title, ylim=(0, 1.03))
-        axes.set_xticks(range(1, configuration["num_draft_tokens"] + 1))
-    left.set_ylabel("share accepted")
-    right.legend(fontsize=9, loc="upper right")
-    figure.suptitle(f"Acceptance by position, {configuration['label']}", fontsize=12, y=1.02)
+        axes.set_xticks(range(1, longest["num_draft_tokens"] + 1))
+    panels[0].set_ylabel("share accepted")
+    panels[1].legend(loc="upper right")
+    figure.suptitle(f"Acceptance by position, {longest['label']}", fontsize=12, y=1.02)
     return figure
 
 
-def round_time(scenario: dict[str, Any]) -> Figure | None:
+def round_time(view: Mapping[str, Any]) -> Figure | None:
     """One round in parts, for every k, and a plain step."""
-    found = [c for c in chains(scenario) if "time_split" in c["overall"]]
-    plain = scenario["plain_step_measured"]
+    found = [c for c in chains(view["configurations"]) if "time_split" in c["overall"]]
+    plain = view["plain_step_measured"]
     if not found or plain is None:
         return None
-    figure, axes = plt.subplots(figsize=(6.6, 4.4))
-    labels = ["plain step", *(c["label"] for c in found)]
-    bar = axes.bar(labels[0], 1e3 * plain, 0.6, color=GREY)
-    axes.bar_label(bar, ["1 token"], padding=4, fontsize=9)
-    bottoms = [0.0] * len(found)
-    for part, colour in PARTS.items():
-        heights = [max(0.0, 1e3 * c["overall"]["time_split"][part]) for c in found]
-        drawn = axes.bar(labels[1:], heights, 0.6, bottoms, color=colour, label=part)
-        bottoms = [b + h for b, h in zip(bottoms, heights, strict=True)]
-    taus = [c["overall"]["mean_acceptance_length"] for c in found]
-    axes.bar_label(drawn, [f"{tau:.2f} tokens" for tau in taus], padding=4, fontsize=9)
+    figure, axes = plt.subplots(figsize=SINGLE)
+    axes.bar_label(axes.bar("plain step", 1e3 * plain, 0.6, color=GREY), ["1 token"], padding=4)
+    labels = [c["label"] for c in found]
+    bottoms = np.zeros(len(found))
+    for part, colour in (("verify", "C0"), ("draft", "C1"), ("accept", "C2"), ("host", "C3")):
+        heights = np.array([max(0.0, 1e3 * c["overall"]["time_split"][part]) for c in found])
+        drawn = axes.bar(labels, heights, 0.6, bottoms, color=colour, label=part)
+        bottoms += heights
+    taus = [f"{c['overall']['mean_acceptance_length']:.2f} tokens" for c in found]
+    axes.bar_label(drawn, taus, padding=4)
     axes.set(ylabel="milliseconds", title="Where a round's time goes")
     axes.set_ylim(0, 1.15 * max([1e3 * plain, *bottoms]))
     axes.grid(axis="x", visible=False)
-    axes.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.1), fontsize=9)
+    legend_below(axes, 4)
     return figure
 
 
-def side_by_side(scenario: dict[str, Any]) -> Figure | None:
+COST_PLOTS = {
+    "speedup": speedup,
+    "verify_cost": verify_cost,
+    "acceptance": acceptance,
+    "round_time": round_time,
+}
+
+# --- a scenario ---------------------------------------------------------------------------------
+
+
+def side_by_side(scenario: Mapping[str, Any]) -> Figure | None:
     """Speed, mean acceptance length and memory of each of several drafters, the fastest on top."""
     rows = scenario["side_by_side"][::-1]
     if not rows:
         return None
     figure, panels = plt.subplots(1, 3, figsize=(11, 1.4 + 0.55 * len(rows)), sharey=True)
-    names = [
-        f"{row['drafter']}\n{row['identical']} of {row['num_prompts']} identical" for row in rows
-    ]
-    drawn = (
-        ("tokens per second", [row["tps"] for row in rows], BLUE,
-         [f"{row['tps']:.3g} ({row['speedup']:.2f}x)" for row in rows]),
-        ("mean acceptance length (tau)", [row["mean_acceptance_length"] for row in rows], GREEN,
-         [f"{row['mean_acceptance_length']:.2f}" for row in rows]),
-        ("peak memory, GB", [row["peak_bytes"] / 1e9 for row in rows], ORANGE,
-         [f"{row['peak_bytes'] / 1e9:.2f}" for row in rows]),
-    )  # fmt: skip
-    for axes, (title, values, colour, words) in zip(panels, drawn, strict=True):
-        drawn_bars = axes.barh(names, values, 0.6, color=colour)
-        axes.bar_label(drawn_bars, words, padding=3, fontsize=9)
-        axes.set_xlim(0, 1.35 * max(values))
-        axes.set_xlabel(title)
+    names = [f"{r['drafter']}\n{r['identical']} of {r['num_prompts']} identical" for r in rows]
+    speeds = [f"{r['tps']:.3g} ({r['speedup']:.2f}x)" for r in rows]
+    for axes, colour, title, key, unit, words in (
+        (panels[0], "C0", "tokens per second", "tps", 1, speeds),
+        (panels[1], "C2", "mean acceptance length (tau)", "mean_acceptance_length", 1, None),
+        (panels[2], "C1", "peak memory, GB", "peak_bytes", 1e9, None),
+    ):
+        values = [row[key] / unit for row in rows]
+        drawn = axes.barh(names, values, 0.6, color=colour)
+        axes.bar_label(drawn, words, fmt="{:.2f}", padding=3, fontsize=9)
+        axes.set(xlabel=title, xlim=(0, 1.35 * max(values)))
         axes.grid(axis="y", visible=False)
     panels[0].axvline(rows[0]["plain_tps"], color=GREY, lw=1.4, ls="--")
     return figure
 
 
-def tokens_per_second(scenario: dict[str, Any]) -> Figure | None:
-    """Plain decoding and every speculative configuration, set by set."""
+def tokens_per_second(scenario: Mapping[str, Any]) -> Figure | None:
+    """Plain decoding and every configuration, set by set."""
     configurations = timed(scenario)
     if not configurations:
         return None
     names = list(configurations[0]["sets"])
-    num_bars = len(configurations) + 1
-    figure, axes = plt.subplots(figsize=(max(6.6, 1.1 * len(names) * num_bars), 4.4))
     # Plain ran between the runs of every configuration; the bar is the mean of those medians.
     plain = [mean(c["sets"][name]["plain_tps"] for c in configurations) for name in names]
-    drafted = [[c["sets"][name]["tps"] for name in names] for c in configurations]
-    labels = ["plain (mlx-lm)", *(configuration["label"] for configuration in configurations)]
-    colours = [GREY, *(SERIES[i % len(SERIES)] for i in range(len(configurations)))]
-    for index, values in enumerate([plain, *drafted]):
-        drawn = bars(axes, index, num_bars, values, colours[index], labels[index])
+    series = [("plain (mlx-lm)", GREY, plain)]
+    for i, c in enumerate(configurations):
+        series.append((c["label"], f"C{i}", [c["sets"][name]["tps"] for name in names]))
+    figure, axes = plt.subplots(figsize=(max(6.6, 1.1 * len(names) * len(series)), 4.4))
+    for drawn in bars(axes, names, series):
         axes.bar_label(drawn, fmt="{:.3g}", padding=3, fontsize=8)
-    axes.set(ylabel="tokens per second", title="Speed by prompt set")
-    axes.set_xticks(range(len(names)), names)
-    axes.grid(axis="x", visible=False)
-    axes.legend(ncols=min(4, num_bars), loc="upper center", bbox_to_anchor=(0.5, -0.1), fontsize=9)
+    axes.set_title("Speed by prompt set")
     return figure
 
 
-def timed(scenario: dict[str, Any]) -> list[dict[str, Any]]:
+SCENARIO_PLOTS = {"side_by_side": side_by_side, "tokens_per_second": tokens_per_second}
+
+
+def timed(scenario: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The configurations that have a speed in every set."""
     return [c for c in scenario["configurations"] if all(f["tps"] for f in c["sets"].values())]
 
 
-def bars(
-    axes: Axes, index: int, num_bars: int, values: list[float], colour: str, label: str
-) -> BarContainer:
-    """Draw the bars of one series, ``index`` of ``num_bars`` in each group."""
-    width = 0.8 / num_bars
-    xs = [i + (index - (num_bars - 1) / 2) * width for i in range(len(values))]
-    return axes.bar(xs, values, 0.92 * width, color=colour, label=label)
-
-
-def is_auto(configuration: dict[str, Any]) -> bool:
-    return configuration["kind"] != "tree" and configuration["num_draft_tokens"] is None
-
-
-def shown(configurations: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without copies and with them "auto", where that was timed, else the fastest."""
+def shown(configurations: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """One configuration without copies and one with: "auto" if it was timed, else the fastest."""
     best = []
     for copies in (False, True):
-        those = [c for c in configurations if (c["kind"] == "copies") == copies]
-        those.sort(key=lambda c: (not is_auto(c), -c["overall"]["speedup"]))
-        best += those[:1]
+        own = [c for c in configurations if (c["kind"] == "copies") == copies]
+        auto = [c for c in own if c["kind"] != "tree" and c["num_draft_tokens"] is None]
+        fastest = sorted(auto or own, key=lambda c: -c["overall"]["speedup"])
+        best += fastest[:1]
     return best
 
 
-def draw_picture(document: dict[str, Any], path: Path) -> None:
+def draw_picture(document: Mapping[str, Any], path: Path) -> None:
     """Draw the speed of plain and drafted decoding per prompt set: one picture for a README.
 
-    Drafted is "auto" where that was measured, else the fastest configuration, then
-    the one with copies. The background is left open, and every colour can be told from
-    white and from a dark page alike. Raises ValueError where no set could be timed.
+    Drafted is "auto" if that was measured, else the fastest configuration, then the one with
+    copies. The background is transparent, and every colour can be told from a white and from a
+    dark page. Raises ValueError if no set could be timed.
     """
-    conditions = document["conditions"]
     configurations = shown(timed(document["scenarios"][0]))
     if not configurations:
         raise ValueError(f"--picture {path} was not drawn: the outputs are too short to be timed.")
-    names = [name.replace("_", " ") for name in configurations[0]["sets"]]
-    with plt.rc_context(STYLE | PICTURE_STYLE):
+    names = list(configurations[0]["sets"])
+    plain = [configurations[0]["sets"][name]["plain_tps"] for name in names]
+    series = [("plain decoding (mlx-lm)", PICTURE_GREY, plain)]
+    labels = [[f"{tps:.1f}" for tps in plain]]
+    for c, colour in zip(configurations, (PICTURE_BLUE, PICTURE_ORANGE), strict=False):
+        own = [c["sets"][name] for name in names]
+        series.append((f"with drafts ({c['label']})", colour, [f["tps"] for f in own]))
+        labels.append([f"{f['tps']:.1f}\n{f['speedup']:.2f}x" for f in own])
+    conditions = document["conditions"]
+    device = conditions["blas"] if conditions["device"] == "cpu" else "GPU"
+    with plt.style.context([STYLE, PICTURE_STYLE]):
         figure, axes = plt.subplots(figsize=(8.4, 4.2))
-        series = [(configurations[0], "plain_tps", PICTURE_GREY, "plain decoding (mlx-lm)")]
-        for one, colour in zip(configurations, (PICTURE_BLUE, PICTURE_ORANGE), strict=False):
-            series.append((one, "tps", colour, f"with drafts ({one['label']})"))
-        for index, (one, key, colour, words) in enumerate(series):
-            sets = list(one["sets"].values())
-            drawn = bars(axes, index, len(series), [f[key] for f in sets], colour, words)
-            ratios = [f"\n{f['speedup']:.2f}x" if key == "tps" else "" for f in sets]
-            labels = [f"{f[key]:.1f}{ratio}" for f, ratio in zip(sets, ratios, strict=True)]
-            axes.bar_label(drawn, labels, padding=4, fontsize=12, color=colour)
-        axes.set(ylabel="tokens per second", title=conditions["model"])
+        drawn = bars(axes, [name.replace("_", " ") for name in names], series)
+        for each, (_, colour, _), words in zip(drawn, series, labels, strict=True):
+            axes.bar_label(each, words, padding=4, fontsize=12, color=colour)
+        axes.set_title(conditions["model"])
         axes.set_ylim(0, 1.22 * axes.get_ylim()[1])
-        axes.set_xticks(range(len(names)), names)
         axes.grid(visible=False)
-        axes.legend(ncols=len(series), loc="upper center", bbox_to_anchor=(0.5, -0.1), fontsize=11)
-        device = conditions["blas"] if conditions["device"] == "cpu" else "GPU"
         figure.text(0.5, -0.1, f"{conditions['chip']}, {device}", ha="center", fontsize=10)
-        figure.savefig(path, dpi=144, bbox_inches="tight", transparent=True)
+        figure.savefig(path, transparent=True)
         plt.close(figure)
 
 
-def draw_serving(rows: Sequence[Mapping[str, Any]], folder: Path) -> Path:
-    """Speed and time per token against the number of clients; an SVG and a PNG."""
-    with plt.rc_context(STYLE):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4))
-        labels = list(dict.fromkeys(row["configuration"] for row in rows))
-        # Plain ran between the loads of every configuration; those of the first are shown.
-        first = [row for row in rows if row["configuration"] == labels[0]]
-        _series(left, right, first, "plain", "mlx_lm.server", GREY)
-        for i, label in enumerate(labels):
-            own = [row for row in rows if row["configuration"] == label]
-            words = f"mlx_eagle.server, {label}"
-            _series(left, right, own, "speculative", words, SERIES[i % len(SERIES)])
-        left.set(ylabel="tokens per second, all clients", title="Speed")
-        right.set(ylabel="milliseconds per token", title="Time per token, median and worst")
-        numbers = sorted({row["clients"] for row in rows})
-        for axes in (left, right):
-            axes.set_xlabel("clients at once")
-            axes.set_xticks(range(len(numbers)), [str(number) for number in numbers])
-            axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
-            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), fontsize=9)
-        return save_figure(figure, folder / "serving.svg")
+# --- servers ------------------------------------------------------------------------------------
 
 
-def _series(
-    left: Axes,
-    right: Axes,
-    rows: Sequence[Mapping[str, Any]],
-    who: str,
-    label: str,
-    colour: str,
-) -> None:
-    """One server's line in both plots: ratios over its speeds, a bar up to the worst answer."""
-    left.plot([row[who]["tps"] for row in rows], "o-", color=colour, lw=2, ms=7, label=label)
-    waits = []
-    for x, row in enumerate(rows):
-        if who == "speculative" and row["speedup"] is not None:
-            words = f"{row['speedup']:.2f}x"
-            _above(left, words, x, row[who]["tps"], 8, fontsize=9, color=colour)
-        if wait := row[who]["seconds_per_token"]:
-            typical = 1e3 * wait["median"]
-            waits.append((x, typical, 1e3 * wait["worst"] - typical))
-    if waits:
-        at, medians, above = zip(*waits, strict=True)
-        right.errorbar(at, medians, [[0.0] * len(above), above], fmt="o-", color=colour, lw=2,
-                       ms=7, capsize=4, label=label)  # fmt: skip
+def serving(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """Speed and time per token against the number of clients, ratios over our speeds.
+
+    A bar goes from the median time per token up to that of the worst answer.
+    """
+    figure, (left, right) = plt.subplots(1, 2, figsize=WIDE)
+    labels = list(dict.fromkeys(row["configuration"] for row in rows))
+    # Plain ran between the loads of every configuration; those of the first are shown.
+    lines = [("plain", labels[0], "mlx_lm.server", GREY)]
+    for i, label in enumerate(labels):
+        lines.append(("speculative", label, f"mlx_eagle.server, {label}", f"C{i}"))
+    for role, label, words, colour in lines:
+        own = [row for row in rows if row["configuration"] == label]
+        left.plot([row[role]["tps"] for row in own], "o-", color=colour, label=words)
+        for x, row in enumerate(own):
+            if role == "speculative" and row["speedup"] is not None:
+                write_above(left, f"{row['speedup']:.2f}x", x, row[role]["tps"], colour)
+        waits = [(x, row[role]["seconds_per_token"]) for x, row in enumerate(own)]
+        waits = [(x, 1e3 * w["median"], 1e3 * w["worst"]) for x, w in waits if w is not None]
+        if waits:
+            at, medians, worst = np.array(waits).T
+            up = [np.zeros(len(at)), worst - medians]
+            right.errorbar(at, medians, up, fmt="o-", color=colour, capsize=4, label=words)
+    left.set(ylabel="tokens per second, all clients", title="Speed")
+    right.set(ylabel="milliseconds per token", title="Time per token, median and worst")
+    numbers = list(dict.fromkeys(row["clients"] for row in rows))
+    for axes in (left, right):
+        axes.set_xlabel("clients at once")
+        axes.set_xticks(range(len(numbers)), map(str, numbers))
+        axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
+        legend_below(axes)
+    return figure

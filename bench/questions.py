@@ -1,7 +1,7 @@
 """The prompt sets: where they lie, which questions are asked, and as which tokens."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,14 @@ def spread(items: list[Any], limit: int) -> list[Any]:
     if limit == 0 or limit >= len(items):
         return items
     return [items[i * len(items) // limit] for i in range(limit)]
+
+
+def by_set(asked: Iterable[Any]) -> dict[str, list[Any]]:
+    """Group questions, or cells of one configuration, by set, in order of first appearance."""
+    groups: dict[str, list[Any]] = {}
+    for each in asked:
+        groups.setdefault(each.set_name, []).append(each)
+    return groups
 
 
 def prompt_tokens(

@@ -1,4 +1,4 @@
-"""The benchmark of the server: both servers under load in turns, figures, and their report."""
+"""Serving: mlx_lm.server and mlx_eagle.server under the load of several clients, in turns."""
 
 import json
 import shutil
@@ -6,9 +6,8 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,129 +17,83 @@ from mlx_lm.utils import save_model
 
 from mlx_eagle.demo.pair import CONFIG, FILES, WEIGHTS, demo_target_path, load_demo
 
-from . import conditions
-from .measure import Settings
+from .configurations import PLAIN, Configuration, make_configurations
+from .flags import Settings
 from .questions import Question
-from .report import (
-    Columns,
-    conditions_table,
-    folded,
-    image,
-    joined,
-    milliseconds,
-    number,
-    table,
-    times,
-)
-from .runner import (
-    PLAIN,
-    WARM_UP_TOKENS,
-    Configuration,
-    Turns,
-    make_configurations,
-    repeat_turns,
-    schedule,
-)
+from .runner import WARM_UP_TOKENS
 from .servers import Answer, Load, Server, chat_body, run_load, running
-from .summary import median_ratio
+from .summary import median_ratio, ratio
+from .turns import Turns, num_steps, repeat_turns
 
-PLAIN_SERVER, OUR_SERVER = "mlx_lm.server", "mlx_eagle.server"
-Servers = Mapping[str, Server]
-
-TITLE = "mlx-eagle benchmark of the server"
-
-METHOD = (
-    "How it was measured: mlx_lm.server, without a drafter, and mlx_eagle.server run side by side "
-    "on this machine with the same target, and only one of them is asked at a time. So many "
-    "clients send the prompts of the sets over HTTP as streamed, greedy chats, each the next one "
-    "as soon as it has its answer. The servers take turns ({order}; repeats: {repeats}), after a "
-    "short load of each. Both decode as many requests at once as there are clients, and keep the "
-    "caches of one earlier prompt. Tokens per second are those of all clients over the whole "
-    "load, prompts included; the ratio is the median over pairs of loads. Time per token is that "
-    "of an answer from its first token to its last; a pause is the time between two pieces of a "
-    "stream; the time to the first token (TTFT) counts from the request."
-)
-
-ORDERS = {
-    "abba": "plain, drafted, drafted, plain for every configuration",
-    "mirror": "plain, every configuration, then the same backwards; all configurations share the "
-    "plain loads",
-}
-
-CAPTION = (
-    "All clients' tokens per second, and the time per token that a client sees: the median "
-    "answer's, and up to the worst answer's, against the number of clients."
-)
+PLAIN_SERVER = "mlx_lm.server"
+OUR_SERVER = "mlx_eagle.server"
 
 
-def check_clients(settings: Settings, questions: Sequence[Question]) -> None:
-    """Raise ValueError where some clients would have nothing to ask."""
-    if settings.clients and len(questions) < max(settings.clients):
-        raise ValueError(
-            f"--serve holds {max(settings.clients)}, but {len(questions)} prompts are taken: give "
-            "fewer clients, or a larger --limit."
-        )
+@dataclass(frozen=True)
+class ServerMeasurement:
+    """Questions and settings of a benchmark of the server.
 
-
-def num_loads(settings: Settings) -> int:
-    """Measured loads in all."""
-    steps = schedule(make_configurations(settings.sizes, settings.trees), settings.order)
-    return len(settings.clients) * settings.repeats * len(steps)
-
-
-def measure_serving(
-    model: str | None,
-    draft_flags: Mapping[str, Any],
-    names: dict[str, str],
-    questions: Sequence[Question],
-    settings: Settings,
-    progress: Callable[[], None] = lambda: None,
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Start both servers and load them in turns: the document, and a row per answer.
-
-    ``model`` and ``draft_flags`` are what the flags of the benchmark say, None where they say
-    nothing; without a model it is the demo pair.
+    ``model`` is None for the demo pair, ``draft_flags`` are those of our server, None if they are
+    not given, and ``names`` those of the models for the report.
     """
-    machine = conditions.machine()  # before the run: it notes the load of the machine
-    results, rows = [], []
-    configurations = make_configurations(settings.sizes, settings.trees)
-    short = min(settings.max_tokens, WARM_UP_TOKENS)
-    with (
-        plain_target(model) as target,
-        running(server_commands(model, target, draft_flags, settings)) as servers,
-    ):
-        for num_clients in settings.clients:
-            cells = [Turns(configuration=configuration) for configuration in configurations]
-            warm_up = partial(load, servers, num_clients, questions[:num_clients], short)
-            measured = partial(load, servers, num_clients, questions, settings.max_tokens)
-            for _ in repeat_turns(cells, settings, warm_up, measured):
-                progress()
-            for cell in cells:
-                results.append(serving_result(num_clients, cell, questions))
-                rows += answer_rows(num_clients, cell, questions)
-    document = {
-        "format": 1,
-        "conditions": {**machine, **names},
-        "settings": asdict(settings),
-        "scenarios": [],
-        "batches": [],
-        "serving": results,
-    }
-    return document, rows
+
+    model: str | None
+    draft_flags: Mapping[str, Any]
+    names: dict[str, str]
+    questions: Sequence[Question]
+    settings: Settings
+
+    @property
+    def configurations(self) -> list[Configuration]:
+        """Chains and trees that our server is asked for."""
+        return make_configurations(self.settings.sizes, self.settings.trees)
+
+    def num_runs(self) -> int:
+        """Number of measured loads."""
+        settings = self.settings
+        steps = num_steps(self.configurations, settings.order)
+        return len(settings.clients) * settings.repeats * steps
+
+    def run(self, progress: Callable[[], None]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Start both servers and load them in turns: results, and a row per answer.
+
+        ``progress`` is called after every load.
+        """
+        settings = self.settings
+        short = min(settings.max_tokens, WARM_UP_TOKENS)
+        results = []
+        rows = []
+        with (
+            plain_target(self.model) as target,
+            running(server_commands(self.model, target, self.draft_flags, settings)) as servers,
+        ):
+            for num_clients in settings.clients:
+                cells = [Turns(configuration=each) for each in self.configurations]
+                first = self.questions[:num_clients]
+                warm_up = partial(load, servers, num_clients, first, short)
+                run = partial(load, servers, num_clients, self.questions, settings.max_tokens)
+                repeat_turns(cells, settings, warm_up, run, progress)
+                for cell in cells:
+                    results.append(serving_result(num_clients, cell, self.questions))
+                    rows += answer_rows(num_clients, cell, self.questions)
+        return {"conditions": self.names, "serving": results}, rows
 
 
 def server_commands(
     model: str | None, target: str, draft_flags: Mapping[str, Any], settings: Settings
 ) -> dict[str, list[str]]:
-    """The module and the flags of each server: both decode as many requests at once as there are
-    clients, and keep no prompt that is asked again later.
+    """Module and flags of each server.
+
+    Both decode as many requests at once as there are clients, and keep the caches of one prompt
+    only, so that no prompt is known from an earlier load.
     """
     most = str(max(settings.clients))
     flags = ["--decode-concurrency", most, "--prompt-concurrency", most]
     flags += ["--prompt-cache-size", "1", "--log-level", "WARNING"]
     ours = ["--usage-stats"]
     for flag, value in {"--model": model, **draft_flags}.items():
-        ours += [] if value is None else [flag, str(value)]
+        if value is not None:
+            ours += [flag, str(value)]
     return {
         PLAIN_SERVER: ["mlx_lm.server", "--model", target, *flags],
         OUR_SERVER: ["mlx_eagle.server.__main__", *ours, *flags],
@@ -149,10 +102,10 @@ def server_commands(
 
 @contextmanager
 def plain_target(model: str | None) -> Iterator[str]:
-    """What mlx_lm.server is to load: the model, or a folder with the demo pair's target.
+    """The model that mlx_lm.server is to load; without a name, the demo pair's target.
 
-    On a CPU that target has other weights than the folder in the user's cache, see ``load_demo``;
-    they are written for as long as the block lasts.
+    On a CPU ``load_demo`` unpacks that target to float32; a folder with these weights exists until
+    the block ends.
     """
     if model is not None:
         yield model
@@ -163,45 +116,40 @@ def plain_target(model: str | None) -> Iterator[str]:
         return
     with tempfile.TemporaryDirectory(prefix="mlx-eagle-") as folder:
         print("Writing the demo target for mlx_lm.server.", file=sys.stderr)
-        write_demo_target(source, Path(folder))
+        target, _, _ = load_demo()
+        save_model(folder, target)
+        for name in FILES:
+            if name not in (WEIGHTS, CONFIG) and (source / name).exists():
+                shutil.copy(source / name, folder)
+        config = json.loads((source / CONFIG).read_text())
+        config.pop("quantization", None)
+        Path(folder, CONFIG).write_text(json.dumps(config))
         yield folder
 
 
-def write_demo_target(source: Path, folder: Path) -> None:
-    """The demo target as ``load_demo`` has it on a CPU: dense, in float32."""
-    target, _, _ = load_demo()
-    save_model(folder, target)
-    for name in FILES:
-        if name not in (WEIGHTS, CONFIG) and (source / name).exists():
-            shutil.copy(source / name, folder / name)
-    config = json.loads((source / CONFIG).read_text())
-    config.pop("quantization", None)
-    (folder / CONFIG).write_text(json.dumps(config))
-
-
 def load(
-    servers: Servers,
+    servers: Mapping[str, Server],
     num_clients: int,
     questions: Sequence[Question],
     max_tokens: int,
     configuration: Configuration,
 ) -> Load:
-    """All questions to mlx_lm.server if the configuration is plain, else to ours."""
+    """Send all questions to mlx_lm.server if the configuration is plain, else to ours."""
     server = servers[PLAIN_SERVER if configuration is PLAIN else OUR_SERVER]
-    options = request_fields(configuration)
-    bodies = [chat_body(question.text, max_tokens, **options) for question in questions]
+    fields = request_fields(configuration)
+    bodies = [chat_body(question.text, max_tokens, **fields) for question in questions]
     return run_load(server.address, bodies, num_clients, server.check)
 
 
 def request_fields(configuration: Configuration) -> dict[str, Any]:
-    """How to draft, in the fields of a request; none for plain decoding."""
+    """Fields of a request that say how to draft; none for plain decoding."""
     if configuration.kind == "tree":
         return {"tree": configuration.label.removeprefix("tree ")}
     return configuration.options
 
 
 def serving_result(num_clients: int, cell: Turns, questions: Sequence[Question]) -> dict[str, Any]:
-    """One configuration with so many clients, and mlx-lm's server under the same load."""
+    """One configuration with ``num_clients``, and mlx-lm's server under the same load."""
     pairs = zip(questions, cell.plain[0].answers, cell.runs[0].answers, strict=True)
     return {
         "clients": num_clients,
@@ -217,7 +165,7 @@ def serving_result(num_clients: int, cell: Turns, questions: Sequence[Question])
 
 
 def load_figures(loads: Sequence[Load]) -> dict[str, Any]:
-    """The speed of the median load, and what the clients of all loads waited for, in seconds."""
+    """Speed of the median load, and the waiting times of all clients in seconds."""
     answers = answers_of(loads)
     return {
         "tps": median(load.tps for load in loads),
@@ -233,19 +181,19 @@ def answers_of(loads: Iterable[Load]) -> list[Answer]:
 
 
 def typical_and_worst(values: Iterable[float | None]) -> dict[str, float] | None:
-    """The median and the largest of those that are there; None without any."""
+    """Median and largest of the values that are not None; None without any."""
     present = [value for value in values if value is not None]
     return {"median": median(present), "worst": max(present)} if present else None
 
 
 def acceptance_length(answers: Iterable[Answer]) -> float | None:
-    """Tokens per target pass over all answers, from each one's own; None where none says it.
+    """Tokens per target pass over all answers, from each one's own; None if none has it.
 
     The first token of an answer belongs to the prompt: 9 tokens at 2.0 are 4 passes.
     """
-    known = [(answer.num_tokens - 1, answer.tau) for answer in answers if answer.tau]
-    passes = sum(num_tokens / tau for num_tokens, tau in known if tau)
-    return sum(num_tokens for num_tokens, _ in known) / passes if passes else None
+    known = [answer for answer in answers if answer.tau]
+    num_tokens = sum(answer.num_tokens - 1 for answer in known)
+    return ratio(num_tokens, sum((answer.num_tokens - 1) / answer.tau for answer in known))
 
 
 def answer_rows(
@@ -267,81 +215,6 @@ def answer_rows(
             "longest_pause": answer.longest_pause,
             "mean_acceptance_length": answer.tau,
         }
-        for role, loads in (("plain", cell.plain), ("speculative", cell.runs))
-        for number, load in enumerate(loads)
+        for role, number, load in cell.numbered()
         for question, answer in zip(questions, load.answers, strict=True)
     ]
-
-
-def results(document: Mapping[str, Any]) -> str:
-    """What is printed: a sentence per row, and the tables."""
-    rows = document["serving"]
-    return joined([f"# {TITLE}", *headlines(rows), table(LOADS, rows), table(WAITS, rows)])
-
-
-def full_report(document: Mapping[str, Any], images: Sequence[Mapping[str, Path]] = ()) -> str:
-    """The whole report; ``images`` has the plot, or nothing."""
-    settings = document["settings"]
-    method = METHOD.format(order=ORDERS[settings["order"]], repeats=settings["repeats"])
-    rest = [
-        *(image(drawn["serving"], CAPTION) for drawn in images),
-        "## Conditions",
-        folded("How it was measured", method),
-        folded("Machine, versions, models and settings", conditions_table(document)),
-    ]
-    return results(document) + "\n" + joined(rest)
-
-
-def headlines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """A sentence per number of clients and configuration."""
-    for row in rows:
-        same = row["num_prompts"] - len(row["differing"])
-        yield (
-            f"{clients(row)}, {row['configuration']}: {times(row['speedup'])} the tokens per "
-            f"second of mlx_lm.server, mean acceptance length (tau) "
-            f"{number(row['mean_acceptance_length'])}; {same} of {row['num_prompts']} texts "
-            "identical."
-        )
-
-
-def clients(row: Mapping[str, Any]) -> str:
-    return "1 client" if row["clients"] == 1 else f"{row['clients']} clients"
-
-
-LOADS: Columns = {
-    "clients": lambda row: str(row["clients"]),
-    "configuration": lambda row: row["configuration"],
-    "mlx_lm.server tok/s": lambda row: number(row["plain"]["tps"]),
-    "mlx_eagle.server tok/s": lambda row: number(row["speculative"]["tps"]),
-    "ratio": lambda row: times(row["speedup"]),
-    "tau": lambda row: number(row["mean_acceptance_length"]),
-    "texts identical": lambda row: (
-        f"{row['num_prompts'] - len(row['differing'])} of {row['num_prompts']}"
-    ),
-    "loads": lambda row: str(row["num_runs"]),
-}
-"""Tokens per second of all clients, acceptance and parity."""
-
-
-def _waits(kind: str, who: str) -> Callable[[Mapping[str, Any]], str]:
-    """What shows "50 [70]" of a row: the median, and in brackets the worst, in milliseconds."""
-
-    def show(row: Mapping[str, Any]) -> str:
-        found = row[who][kind]
-        if found is None:
-            return "-"
-        return f"{milliseconds(found['median'], 0)} [{milliseconds(found['worst'], 0)}]"
-
-    return show
-
-
-WAITS: Columns = {
-    **dict(islice(LOADS.items(), 2)),
-    "time per token ms: plain": _waits("seconds_per_token", "plain"),
-    "time per token ms: drafted": _waits("seconds_per_token", "speculative"),
-    "longest pause ms: plain": _waits("longest_pause", "plain"),
-    "longest pause ms: drafted": _waits("longest_pause", "speculative"),
-    "TTFT ms: plain": _waits("ttft", "plain"),
-    "TTFT ms: drafted": _waits("ttft", "speculative"),
-}
-"""What a client waits for, the median answer and the worst."""

@@ -7,8 +7,10 @@ import pytest
 from helpers import byte_tokenizer
 
 from mlx_eagle.bench import measure, questions, runner, summary
+from mlx_eagle.bench.configurations import make_configurations
 from mlx_eagle.bench.costs import Costs
 from mlx_eagle.bench.report import markdown_table
+from mlx_eagle.bench.turns import Cell, Turns, schedule
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.acceptance_stats import expected_tokens
 from mlx_eagle.drafters.tree import DraftShape, TreeShape
@@ -56,9 +58,9 @@ def fake_run(seconds: float, num_timed: int = 10, stats: Stats | None = None) ->
 def fake_cell(set_name: str, number: int, plain_times: list[float], times: list[float]):
     question = questions.Question(set_name, str(number), "why?")
     stats = make_stats([2, 1], 3)
-    configuration = runner.make_configurations([3])[0]
+    configuration = make_configurations([3])[0]
     plain_runs = [fake_run(t) for t in plain_times]
-    return runner.Cell(
+    return Cell(
         question=question,
         prompt=[1, 2],
         configuration=configuration,
@@ -83,7 +85,7 @@ def test_speeds_are_tokens_over_the_sum_of_median_times():
     assert result["head_forwards_per_round"] == 3
     assert result["evals_per_round"] == 1
     assert result["round_seconds"] == pytest.approx(statistics.median([1.0, 1.1, 5, 5, 5, 4]) / 2)
-    assert list(summary.by_set(cells)) == ["a", "b"]
+    assert list(questions.by_set(cells)) == ["a", "b"]
 
 
 def test_the_ratio_of_a_prompt_is_that_of_runs_side_by_side():
@@ -128,9 +130,10 @@ def test_prediction_is_the_sum_of_a_rounds_parts(host):
         assert costs.host(k) == pytest.approx(wait, abs=1e-9)
         seconds = costs.verify[k + 1] + costs.accept[k + 1] + 0.002 + (k - 1) * step + wait
         assert costs.round(k) == pytest.approx(seconds / 0.1)
-        assert costs.speedup(2.5, k) == pytest.approx(2.5 * 0.1 / seconds)
+        point = costs.point(2.5, k)
+        assert point["speedup"] == pytest.approx(2.5 * 0.1 / seconds)
         bound = 2.5 / (costs.verify[k + 1] / 0.1 + k * step / 0.1)
-        assert costs.bound(2.5, k) == pytest.approx(bound)
+        assert point["bound"] == pytest.approx(bound)
     result = costs.predict(2.5, 3, 1.5)
     assert result["error"] == pytest.approx(result["predicted"] / 1.5 - 1)
     assert result["fraction_of_bound"] == pytest.approx(1.5 / result["bound"])
@@ -154,7 +157,7 @@ def test_the_curve_agrees_with_single_predictions():
     points = costs.curve([0.8, 0.5])
     assert [point["k"] for point in points] == [1, 2, 3]
     assert points[2]["mean_acceptance_length"] == pytest.approx(1 + 0.8 + 0.4 + 0.2)
-    assert points[2]["speedup"] == pytest.approx(costs.speedup(2.4, 3))
+    assert points[2]["speedup"] == pytest.approx(2.4 / costs.round(3))
 
 
 def test_the_parts_of_a_round_add_up_to_it():
@@ -164,28 +167,20 @@ def test_the_parts_of_a_round_add_up_to_it():
 
 
 def test_the_order_of_runs():
-    b, c = runner.make_configurations([1, 2])
-    labels = [configuration.label for configuration, _ in runner.schedule([b, c], "abba")]
-    assert labels == ["plain", "k=1", "k=1", "plain", "plain", "k=2", "k=2", "plain"]
-    steps = runner.schedule([b, c], "mirror")
-    assert [configuration.label for configuration, _ in steps] == [
-        "plain",
-        "k=1",
-        "k=2",
-        "k=2",
-        "k=1",
-        "plain",
-    ]
-    assert steps[0][1] == [b, c]
-    assert [configuration.label for configuration, _ in runner.schedule([b, c], "weave")] == [
-        "plain",
-        "k=1",
-        "k=2",
-    ]
+    b, c = (Turns(configuration=each) for each in make_configurations([1, 2]))
+
+    def labels(order: str) -> list[str]:
+        return [configuration.label for configuration, _ in schedule([b, c], order)]
+
+    assert labels("abba") == ["plain", "k=1", "k=1", "plain", "plain", "k=2", "k=2", "plain"]
+    assert labels("mirror") == ["plain", "k=1", "k=2", "k=2", "k=1", "plain"]
+    assert labels("weave") == ["plain", "k=1", "k=2"]
+    lists = schedule([b, c], "mirror")[0][1]
+    assert lists[0] is b.plain and lists[1] is c.plain and len(lists) == 2
 
 
 def test_arms_pass_the_loops_words_through():
-    configurations = runner.make_configurations([2, "auto"], ["2x4:12"], compares=True)
+    configurations = make_configurations([2, "auto"], ["2x4:12"], compares=True)
     assert [configuration.kind for configuration in configurations] == [
         "chain",
         "auto",
@@ -199,7 +194,7 @@ def test_arms_pass_the_loops_words_through():
 
 
 def test_copies_are_the_drafters_own_with_copies():
-    alone, copied, auto = runner.make_configurations([2], copied=[2, "auto"])
+    alone, copied, auto = make_configurations([2], copied=[2, "auto"])
     assert (copied.label, copied.kind, copied.options) == ("k=2 + lookup", "copies", alone.options)
     assert auto.label == "auto + lookup" and auto.options == {"num_draft_tokens": "auto"}
 

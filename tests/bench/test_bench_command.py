@@ -20,13 +20,18 @@ from test_bench import make_stats
 import mlx_eagle
 from mlx_eagle.bench import __main__ as command
 from mlx_eagle.bench import (
+    batch_runs,
     conditions,
     measure,
     plots,
     questions,
     report,
     runner,
+    summary,
 )
+from mlx_eagle.bench.configurations import PLAIN, chain_of
+from mlx_eagle.bench.flags import Settings
+from mlx_eagle.bench.turns import Turns
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.demo import __main__ as demo
 from mlx_eagle.drafters.lookup import LookupDrafter
@@ -206,7 +211,7 @@ def test_weights_that_drafters_share_are_counted_for_both(tiny):
     overall = {"speedup": 1.5, "tps": 3.0, "plain_tps": 2.0, "mean_acceptance_length": 2.0,
                "peak_bytes": 10**9, "speedup_by_prompt": {"min": 1.0}}  # fmt: skip
     results = [{"drafter": name, "label": name, "overall": overall} for name in shared]
-    rows = {row["drafter"]: row for row in measure.side_by_side(models, results, [])}
+    rows = {row["drafter"]: row for row in summary.side_by_side(models, results, [])}
     weight = sum(array.nbytes for _, array in tree_flatten(head.head.parameters()))
     assert [rows[name]["weight_bytes"] for name in shared] == [weight] * 3
     assert [rows[name]["peak_bytes"] for name in shared] == [10**9 - weight] * 3
@@ -293,10 +298,12 @@ def cells_of_batches(rows: list[dict]) -> list[list[str]]:
 
 def test_batches_are_made_set_by_set(tiny):
     asked = [questions.Question(name, str(i), "so?") for i in range(2) for name in ("a", "b")]
-    settings = measure.Settings(batches=(2,), sizes=(1,), max_tokens=3, repeats=2)
+    settings = Settings(batches=(2,), sizes=(1,), max_tokens=3, repeats=2)
     runs = itertools.count()
-    measurement = measure.Measurement(tiny, asked, settings)
-    rows = measurement.measure_batches(lambda: next(runs))
+    measurement = measure.Measurement(tiny, {}, asked, settings)
+    rows = batch_runs.measure_batches(
+        tiny, measurement.batched, asked, settings, lambda: next(runs)
+    )
     assert [(row["set"], row["batch"]) for row in rows] == [("a", 2), ("b", 2)]
     assert next(runs) == 2 * 2 * 4
     of_mlx_lm = 4 * 2 * 4
@@ -308,23 +315,23 @@ def test_batches_are_made_set_by_set(tiny):
 def test_the_clock_of_a_batch_runs_over_the_whole_call(tiny, monkeypatch):
     ticks = iter([10.0, 12.5])
     clock = SimpleNamespace(perf_counter=lambda: next(ticks))
-    monkeypatch.setattr(measure, "time", clock)
+    monkeypatch.setattr(batch_runs, "time", clock)
     prompts = [PROMPT, PROMPT[:3]]
-    run = measure.run_batch(tiny, prompts, 6, runner.PLAIN)
+    run = batch_runs.run_batch(tiny, prompts, 6, PLAIN)
     assert run.seconds == 2.5 and run.tps == pytest.approx(sum(map(len, run.tokens)) / 2.5)
     assert run.tokens == [plain(tiny.target, prompt, 6) for prompt in prompts]
     stats = [Stats(prompt_time=1.0), Stats(prompt_time=0.5)]
-    run = measure.BatchRun([[1, 2, 3], [4]], 2.5, 1.5, 2, stats)
+    run = batch_runs.BatchRun([[1, 2, 3], [4]], 2.5, 1.5, 2, stats)
     assert (run.tps, run.tps_after_prefill) == (4 / 2.5, 2 / 1.0)
 
 
 def test_a_text_that_differs_in_a_batch_is_shown_with_its_margin(tiny):
     texts = [plain(tiny.target, PROMPT, 8), plain(tiny.target, PROMPT[:3], 8)]
     other = [texts[0], [*texts[1][:5], (texts[1][5] + 1) % 258, *texts[1][6:]]]
-    cell = runner.Turns(configuration=runner.of_length("auto"))
-    cell.plain.append(measure.BatchRun(texts, 4.0, 2.0, 0, []))
-    cell.runs.append(measure.BatchRun(other, 4.0, 3.0, 2, [make_stats([1, 0], 2)] * 2))
-    row = measure.batch_result(tiny, "mine", [PROMPT, PROMPT[:3]], cell)
+    cell = Turns(configuration=chain_of("auto"))
+    cell.plain.append(batch_runs.BatchRun(texts, 4.0, 2.0, 0, []))
+    cell.runs.append(batch_runs.BatchRun(other, 4.0, 3.0, 2, [make_stats([1, 0], 2)] * 2))
+    row = batch_runs.batch_result(tiny, "mine", [PROMPT, PROMPT[:3]], cell)
     assert (row["speedup"], row["speedup_after_prefill"]) == (1.0, (16 - 2) / 1.0 / (16 / 2.0))
     assert [verification["index"] for verification in row["parity"]] == [None, 5]
     (line,) = cells_of_batches([row])
@@ -372,7 +379,7 @@ def test_a_context_beyond_the_targets_is_refused(monkeypatch, capsys, tmp_path):
     err = capsys.readouterr().err
     assert stop.value.code == 2 and "--context holds 57, but the target takes 64" in err
     assert "give at most 56" in err
-    settings = measure.Settings(contexts=(56, None), max_tokens=8)
+    settings = Settings(contexts=(56, None), max_tokens=8)
     command.check_contexts(settings, 64)
 
 

@@ -17,6 +17,7 @@ from mlx_eagle.bench import (
     part_timing,
     runner,
 )
+from mlx_eagle.bench.configurations import PLAIN, Configuration, make_configurations
 from mlx_eagle.bench.costs import Costs
 from mlx_eagle.drafters import lookup as copying
 
@@ -25,8 +26,8 @@ def head_of(tiny: runner.Models):
     return tiny.drafters["tiny head"]
 
 
-def of_tiny(*args, **options) -> list[runner.Configuration]:
-    return runner.make_configurations(*args, **options, drafters=["tiny head"])
+def of_tiny(*args, **options) -> list[Configuration]:
+    return make_configurations(*args, **options, drafters=["tiny head"])
 
 
 # --- pure parts ---------------------------------------------------------------------------
@@ -42,15 +43,16 @@ def test_costs_leave_no_trace_and_cover_every_size(tiny):
     samples = part_timing.Samples()
     bench = part_timing.Bench(tiny.target, head_of(tiny), list(range(30)))
     samples.measure(bench, [1, 2, 3, 4, 9], [1, 2, 3, 4], [1, 4], 2)
-    assert sorted(samples.verify) == [1, 2, 3, 4, 9] and sorted(samples.accept) == [1, 2, 3, 4]
-    assert all(len(timings) == 2 for timings in samples.verify.values())
+    verify, accept, propose = samples.by_part.values()
+    assert sorted(verify) == [1, 2, 3, 4, 9] and sorted(accept) == [1, 2, 3, 4]
+    assert all(len(timings) == 2 for timings in verify.values())
     assert len(first) == 3
     costs = Costs.of(samples)
-    assert costs.verify[2] == statistics.median(t.run for t in samples.verify[2])
-    assert sorted(samples.propose) == [1, 4]
+    assert costs.verify[2] == statistics.median(t.run for t in verify[2])
+    assert sorted(propose) == [1, 4]
     samples.measure(part_timing.Bench(tiny.target, head_of(tiny), [1, 2]), [1, 2], [1], [3], 1)
-    assert [len(samples.verify[rows]) for rows in (1, 2, 3)] == [3, 3, 2]
-    assert sorted(samples.accept) == [1, 2, 3, 4] and sorted(samples.propose) == [1, 3, 4]
+    assert [len(verify[rows]) for rows in (1, 2, 3)] == [3, 3, 2]
+    assert sorted(accept) == [1, 2, 3, 4] and sorted(propose) == [1, 3, 4]
 
 
 def test_the_margin_is_that_of_the_worse_token(tiny):
@@ -68,7 +70,7 @@ def test_the_margin_is_that_of_the_worse_token(tiny):
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 def test_a_run_counts_the_tokens_after_the_first(tiny, temp):
-    configurations = [runner.PLAIN, *of_tiny([2], compares=True)]
+    configurations = [PLAIN, *of_tiny([2], compares=True)]
     prompt = tiny.tokenizer.encode("Hello there")
     runs = [
         runner.run_once(tiny, configuration, prompt, 12, temp) for configuration in configurations
@@ -95,7 +97,7 @@ def test_copies_are_made_where_they_are_measured(tiny, monkeypatch):
 @pytest.mark.exhaustive
 def test_woven_runs_are_those_of_one_after_the_other(tiny):
     configurations = [
-        runner.PLAIN,
+        PLAIN,
         *of_tiny([3, "auto"], ["2x2:3"], compares=True),
     ]
     prompt = tiny.tokenizer.encode("Hello there")
@@ -122,9 +124,9 @@ def test_turns_are_short(monkeypatch):
 
     monkeypatch.setattr(runner, "responses", responses)
     configurations = [
-        runner.PLAIN,
-        runner.Configuration("b", "mlx-lm-draft", 1),
-        runner.Configuration("c", "mlx-lm-draft", 1),
+        PLAIN,
+        Configuration("b", "mlx-lm-draft", 1),
+        Configuration("c", "mlx-lm-draft", 1),
     ]
     plain, b, _ = runner.run_woven(
         SimpleNamespace(target=None), configurations, [1], 2, max_tokens=5
@@ -163,7 +165,7 @@ def test_the_clock_of_turns():
 
 def test_the_peak_of_a_woven_run_is_its_own(tiny):
     prompt = tiny.tokenizer.encode("Hello there " * 40)
-    configurations = [runner.PLAIN, *of_tiny([2])]
+    configurations = [PLAIN, *of_tiny([2])]
     gc.collect()  # what tests before this one left is not to be freed in its midst
     before = mx.get_active_memory()
     alone = [

@@ -17,7 +17,9 @@ import pytest
 from serving import ours, theirs, write_pair
 
 from mlx_eagle.bench import __main__ as command
-from mlx_eagle.bench import questions, runner, servers, serving
+from mlx_eagle.bench import flags as bench_flags
+from mlx_eagle.bench import questions, servers, serving
+from mlx_eagle.bench.configurations import PLAIN, make_configurations
 
 STUB = """
 import json, os, sys, time
@@ -306,12 +308,12 @@ def test_both_servers_serve_as_many_requests_as_there_are_clients():
             assert line[line.index(flag) + 1] == "8"
     assert commands[serving.PLAIN_SERVER][1:3] == ["--model", "/demo"]
     assert "--model" not in commands[serving.OUR_SERVER]
-    tree = runner.make_configurations([], ["3/2+1"])[0]
+    tree = make_configurations([], ["3/2+1"])[0]
     assert serving.request_fields(tree) == {"tree": "3/2+1"}
-    assert serving.request_fields(runner.PLAIN) == {}
+    assert serving.request_fields(PLAIN) == {}
 
 
 def test_some_clients_with_nothing_to_ask_are_refused():
     asked = [questions.Question("a", str(i), "so?") for i in range(3)]
     with pytest.raises(ValueError, match="--serve holds 4, but 3 prompts are taken"):
-        serving.check_clients(SimpleNamespace(clients=(4,)), asked)
+        bench_flags.check_questions(bench_flags.Settings(clients=(4,)), asked)
