@@ -1,8 +1,8 @@
 """Servers as processes on this machine, never left behind, and clients that load them.
 
-A server ends with the process that started it: this file, run as a script with the module whose
-``main`` is the server and its flags, watches the end of standard input, a pipe that nothing is
-written to. It ends when the other process closes it or is gone, however it went.
+A server ends with the process that started it. This file runs as a script with the module whose
+``main`` is the server, and its flags; a thread waits for the end of standard input, a pipe that
+nothing is written to. It ends when the other process closes it or is gone, for whatever reason.
 """
 
 import importlib
@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
@@ -24,19 +24,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-LONGEST_SILENCE = 600.0  # seconds until a client gives up
-TO_END = 2.0  # seconds that a process may take to end, once its connections are broken
 Address = tuple[str, int]
 HOST = "127.0.0.1"
 START_LIMIT = 900.0  # seconds until a server answers: a large model may come over the network
-STOP_LIMIT = 10.0  # seconds to end, once it is asked to
-POLL = 0.1  # seconds
+STOP_LIMIT = 10.0  # seconds for a server to end after it was asked to
+LONGEST_SILENCE = 600.0  # seconds until a client gives up
+TO_END = 2.0  # seconds that a process may take to end after its connections broke
+POLL = 0.1  # seconds between two looks
 LONGEST_REASON = 200  # characters
 
 
 @dataclass(frozen=True)
 class Server:
-    """A running server. ``name`` is how people start it: "mlx_lm.server"."""
+    """A running server. ``name`` is that of its command: "mlx_lm.server"."""
 
     name: str
     address: Address
@@ -44,60 +44,65 @@ class Server:
     log: Path
 
     def check(self) -> None:
-        """Raise ValueError where its process has ended."""
+        """Raise ValueError if its process has ended."""
         code = self.process.poll()
         if code is not None:
-            raise _failed(self, f"ended with code {code}")
+            raise self.failed(f"ended with code {code}")
 
+    def failed(self, how: str) -> ValueError:
+        """The error that the server failed in this way, with the last line of its log."""
+        lines = self.log.read_text(errors="replace").split("\n")
+        said = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+        return ValueError(
+            f"{self.name} {how} ({said[:LONGEST_REASON]}): start it by itself to see why."
+        )
 
-def free_ports(count: int) -> list[int]:
-    """Ports of this machine that are free."""
-    with ExitStack() as stack:
-        probes = [stack.enter_context(closing(socket.socket())) for _ in range(count)]
-        for probe in probes:
-            probe.bind((HOST, 0))
-        return [probe.getsockname()[1] for probe in probes]
+    def answers(self) -> bool:
+        """Whether it answers yet; ValueError if it says that it cannot."""
+        with closing(HTTPConnection(*self.address, timeout=1.0)) as connection:
+            try:
+                connection.request("GET", "/health")
+                status = connection.getresponse().status
+            except (OSError, HTTPException):
+                return False
+        if status == 503:
+            raise self.failed("cannot answer")
+        return status == 200
 
 
 @contextmanager
 def running(commands: Mapping[str, Sequence[str]]) -> Iterator[dict[str, Server]]:
-    """Servers by their names, given as a module and its flags each, while they answer.
+    """Run servers by their names, each given as a module and its flags, once all of them answer.
 
-    Afterwards they have ended, however the block was left; SIGTERM and a closed terminal leave
-    it like Ctrl-C. Raises ValueError where one does not start.
+    They have ended when the block is left, for whatever reason; SIGTERM and a closed terminal
+    leave it like Ctrl-C. Raises ValueError if a server does not start.
     """
     with ExitStack() as stack:
-        stack.enter_context(interrupted_by(signal.SIGTERM, signal.SIGHUP))
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            before = signal.signal(number, signal.default_int_handler)
+            stack.callback(signal.signal, number, before)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mlx-eagle-")))
+        ports = free_ports(len(commands))
         servers = {
-            name: stack.enter_context(_started(name, command, port, folder / f"{port}.log"))
-            for (name, command), port in zip(
-                commands.items(), free_ports(len(commands)), strict=True
-            )
+            name: stack.enter_context(started(name, command, port, folder / f"{port}.log"))
+            for (name, command), port in zip(commands.items(), ports, strict=True)
         }
         wait_until_they_answer(servers.values())
         yield servers
 
 
-@contextmanager
-def interrupted_by(*numbers: signal.Signals) -> Iterator[None]:
-    """Within, these signals do what Ctrl-C does, where it is the main thread that waits."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals are the main thread's
-        return
-
-    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def free_ports(count: int) -> list[int]:
+    """Free ports of this machine."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.create_server((HOST, 0))) for _ in range(count)]
+        return [probe.getsockname()[1] for probe in probes]
 
 
 @contextmanager
-def _started(name: str, command: Sequence[str], port: int, log: Path) -> Iterator[Server]:
+def started(name: str, command: Sequence[str], port: int, log: Path) -> Iterator[Server]:
+    """Start a server, and end it with the block."""
     module, *flags = command
-    # -P: the folder of that script is no place to import from.
+    # -P: the folder of this script is no place to import from.
     line = [sys.executable, "-P", __file__, module, *flags, "--port", str(port)]
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -105,7 +110,7 @@ def _started(name: str, command: Sequence[str], port: int, log: Path) -> Iterato
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C in the terminal is for us
+            start_new_session=True,  # Ctrl-C in the terminal is not for the server
         )
     try:
         yield Server(name, (HOST, port), process, log)
@@ -120,51 +125,27 @@ def _started(name: str, command: Sequence[str], port: int, log: Path) -> Iterato
 
 
 def wait_until_they_answer(servers: Collection[Server]) -> None:
-    """Raise ValueError where one of them does not."""
+    """Wait for all servers; ValueError if one has ended or takes too long."""
     end = time.monotonic() + START_LIMIT
     left = list(servers)
-    while left := [server for server in left if not answers(server)]:
+    while left:
+        time.sleep(POLL)
         for server in servers:
             server.check()
         if time.monotonic() > end:
-            raise _failed(left[0], f"did not answer within {START_LIMIT:.0f} s")
-        time.sleep(POLL)
+            raise left[0].failed(f"did not answer within {START_LIMIT:.0f} s")
+        left = [server for server in left if not server.answers()]
 
 
-def answers(server: Server) -> bool:
-    """Whether it does yet; ValueError where it says itself that it cannot."""
-    with closing(HTTPConnection(*server.address, timeout=1.0)) as connection:
-        try:
-            connection.request("GET", "/health")
-            status = connection.getresponse().status
-        except (OSError, HTTPException):
-            return False
-    if status == 503:
-        raise _failed(server, "cannot answer")
-    return status == 200
-
-
-def _failed(server: Server, how: str) -> ValueError:
-    return ValueError(
-        f"{server.name} {how} ({last_line(server.log)}): start it by itself to see why."
-    )
-
-
-def last_line(log: Path) -> str:
-    """The last thing that a log says, as the reason why it has ended."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
-    return next((line for line in reversed(lines) if line), "it said nothing")[:LONGEST_REASON]
-
-
-# --- clients: so many at once, who send prompts and note when each piece arrives ---
+# --- clients: several at once, who send prompts and note when each piece arrives -----------------
 
 
 @dataclass
 class Answer:
     """One streamed answer. Times are seconds since the request was sent.
 
-    ``times`` are those of pieces with text, ``ended`` that of the last one, which has the reason
-    why it ended; ``tau`` is the mean acceptance length, where the server says it.
+    ``times`` are those of pieces with text, ``ended`` that of the last piece, which has the reason
+    why the answer ended; ``tau`` is the mean acceptance length, if the server says it.
     """
 
     text: str = ""
@@ -175,24 +156,23 @@ class Answer:
 
     @property
     def ttft(self) -> float:
-        """Seconds to the first text; of an answer without any, to its end."""
+        """Seconds to the first text; to the end of an answer without any."""
         return self.times[0] if self.times else self.ended
 
     @property
     def seconds_per_token(self) -> float | None:
-        """From the first token to the last; None where there are no two."""
+        """Seconds per token from the first to the last; None if there are no two."""
         if self.num_tokens < 2 or not self.times:
             return None
         return (self.ended - self.times[0]) / (self.num_tokens - 1)
 
     @property
     def longest_pause(self) -> float | None:
-        """The most seconds between two pieces; None where there is but one."""
-        pauses = [after - before for before, after in pairwise(self.times)]
-        return max(pauses, default=None)
+        """The most seconds between two pieces; None if there is only one."""
+        return max((after - before for before, after in pairwise(self.times)), default=None)
 
     def take(self, chunk: Mapping[str, Any], seconds: float) -> None:
-        """A piece of the stream has arrived; ValueError where it says that something failed."""
+        """Take a piece of the stream; ValueError if it says that something failed."""
         if "error" in chunk:
             raise ValueError(f"the server failed in the midst of an answer ({chunk['error']}).")
         usage = chunk.get("usage")
@@ -211,14 +191,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class Load:
-    """What so many clients got, in the order of the questions, and how long all of it took."""
+    """Answers to all questions, in their order, and the seconds until the last one."""
 
     answers: list[Answer]
     seconds: float
 
     @property
     def tps(self) -> float:
-        """Tokens per second, all clients added up."""
+        """Tokens per second of all clients together."""
         return sum(answer.num_tokens for answer in self.answers) / self.seconds
 
 
@@ -236,7 +216,7 @@ def chat_body(question: str, max_tokens: int, **more: Any) -> dict[str, Any]:
 
 
 def ask(address: Address, body: Mapping[str, Any]) -> Answer:
-    """Send one request and read its stream to the end; ValueError where it is refused."""
+    """Send one request and read its stream to the end; ValueError if it is refused."""
     answer = Answer()
     headers = {"Content-Type": "application/json"}
     with closing(HTTPConnection(*address, timeout=LONGEST_SILENCE)) as connection:
@@ -244,7 +224,7 @@ def ask(address: Address, body: Mapping[str, Any]) -> Answer:
         connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
         response = connection.getresponse()
         if response.status != 200:
-            raise ValueError(f"the server refused a request ({_reason(response.read())}).")
+            raise ValueError(f"the server refused a request ({reason_in(response.read())}).")
         for line in response:
             seconds = time.perf_counter() - start
             if line.startswith(b"data: {"):
@@ -254,8 +234,8 @@ def ask(address: Address, body: Mapping[str, Any]) -> Answer:
     return answer
 
 
-def _reason(content: bytes) -> str:
-    """What an answer that is no stream says went wrong."""
+def reason_in(content: bytes) -> str:
+    """The reason that a refused request was given."""
     try:
         error = json.loads(content)["error"]
         return str(error["message"] if isinstance(error, dict) else error)
@@ -263,48 +243,34 @@ def _reason(content: bytes) -> str:
         return content.decode(errors="replace").strip() or "it gave no reason"
 
 
-def run_load(
-    address: Address,
-    bodies: Sequence[Mapping[str, Any]],
-    num_clients: int,
-    check: Callable[[], None] = lambda: None,
-) -> Load:
-    """Have ``num_clients`` send all requests, each the next one as soon as it has its answer.
+def run_load(server: Server, bodies: Sequence[Mapping[str, Any]], num_clients: int) -> Load:
+    """Send all requests from ``num_clients``, each the next one as soon as it has its answer.
 
-    ``check`` is called meanwhile, and raises where there is no use in waiting. Raises ValueError
-    where a request fails.
+    Raises ValueError if a request fails, or if the server has ended.
     """
     pool = ThreadPoolExecutor(num_clients)
     start = time.perf_counter()
-    asked = [pool.submit(ask, address, body) for body in bodies]
-    left = set(asked)
+    asked = [pool.submit(ask, server.address, body) for body in bodies]
     try:
-        while left:
-            done, left = wait(left, POLL / 2, FIRST_EXCEPTION)
-            for error in filter(None, (answer.exception() for answer in done)):
-                _explain(error, check)
-            check()
+        wait(asked, return_when=FIRST_EXCEPTION)
+        answers = [answer.result() for answer in asked if answer.done()]
+    except (OSError, HTTPException) as err:
+        # A server that is ending breaks its connections first: its end is the reason, if it ends.
+        end = time.monotonic() + TO_END
+        while time.monotonic() < end:
+            server.check()
+            time.sleep(POLL)
+        raise ValueError(f"the connection to the server broke ({err}): run it again.") from err
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-    return Load([answer.result() for answer in asked], time.perf_counter() - start)
+    return Load(answers, time.perf_counter() - start)
 
 
-def _explain(error: BaseException, check: Callable[[], None]) -> None:
-    """Raise what went wrong as a ValueError: the server's end, before what followed from it."""
-    if not isinstance(error, (OSError, HTTPException)):
-        raise error
-    end = time.monotonic() + TO_END
-    while time.monotonic() < end:
-        check()
-        time.sleep(POLL / 2)
-    raise ValueError(f"the connection to the server broke ({error}): run it again.") from error
-
-
-# --- the process of a server ---
+# --- the process of a server ---------------------------------------------------------------------
 
 
 def end_with_parent() -> None:
-    """Wait for the end of standard input, and then leave without ado."""
+    """Wait for the end of standard input, then end the process at once."""
     # Not through sys.stdin, whose lock the interpreter would miss when it ends by itself.
     while os.read(0, 1):
         pass

@@ -138,7 +138,7 @@ def load(
     server = servers[PLAIN_SERVER if configuration is PLAIN else OUR_SERVER]
     fields = request_fields(configuration)
     bodies = [chat_body(question.text, max_tokens, **fields) for question in questions]
-    return run_load(server.address, bodies, num_clients, server.check)
+    return run_load(server, bodies, num_clients)
 
 
 def request_fields(configuration: Configuration) -> dict[str, Any]:

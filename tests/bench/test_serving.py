@@ -94,7 +94,9 @@ def has_ended(process_id: int) -> bool:
 
 def random_stream(dice: random.Random) -> tuple[list[tuple[float, str]], servers.Answer]:
     """Pieces with their moments, some without text, and what a client makes of them."""
-    answer, now, pieces = servers.Answer(), 0.0, []
+    answer = servers.Answer()
+    now = 0.0
+    pieces = []
     for _ in range(dice.randrange(1, 9)):
         now += dice.choice([0.0, 0.01, dice.random()])
         text = dice.choice(["", "a", "bc"])
@@ -110,7 +112,9 @@ def random_stream(dice: random.Random) -> tuple[list[tuple[float, str]], servers
 def test_waits_are_those_of_a_naive_reading():
     dice = random.Random(5)
     all_pieces, answers = zip(*(random_stream(dice) for _ in range(200)), strict=True)
-    per_token, pauses, firsts = [], [], []
+    per_token = []
+    pauses = []
+    firsts = []
     for pieces, answer in zip(all_pieces, answers, strict=True):
         assert answer.text == "".join(text for _, text in pieces)
         told = [moment for moment, text in pieces if text]
@@ -144,7 +148,7 @@ def test_acceptance_is_tokens_over_passes():
 def test_clients_share_the_requests_and_servers_end_with_the_block(stub):
     with servers.running({"one": [stub], "two": [stub]}) as up:
         ids = [server.process.pid for server in up.values()]
-        load = servers.run_load(up["one"].address, bodies(*["a b c"] * 5, "d"), 3)
+        load = servers.run_load(up["one"], bodies(*["a b c"] * 5, "d"), 3)
         assert [answer.text for answer in load.answers] == ["abc"] * 5 + ["d"]
         assert [answer.num_tokens for answer in load.answers] == [4] * 5 + [2]
         assert load.tps == pytest.approx(22 / load.seconds)
@@ -191,10 +195,8 @@ def test_a_server_that_does_not_start_is_one_sentence(stub):
     ],
 )
 def test_a_server_that_fails_is_one_sentence(stub, text, sentence):
-    with servers.running({"one": [stub]}) as up:
-        server = up["one"]
-        with pytest.raises(ValueError, match=sentence):
-            servers.run_load(server.address, bodies("a", text, "b"), 2, server.check)
+    with servers.running({"one": [stub]}) as up, pytest.raises(ValueError, match=sentence):
+        servers.run_load(up["one"], bodies("a", text, "b"), 2)
 
 
 # --- the command --------------------------------------------------------------------------
